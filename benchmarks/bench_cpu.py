@@ -1,0 +1,102 @@
+#!/usr/bin/env python3
+"""selective_scan's CPU kernel against the loop over time in PyTorch, forward and forward with backward, in one run.
+
+    python benchmarks/bench_cpu.py [--methods all] [--json FILE] [--require 10]
+
+Kernel and loop take turns, so that whatever else the machine does meets both. Exits with 1 if ``--require`` is given and the
+kernel's forward with backward is less than that many times faster, for any of the methods.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+
+import ssm_kernels
+from benchmarks.discretization.scans import ScanSize, scan_inputs, scan_stages
+from benchmarks.harness import Timing, machine, measure
+from ssm_kernels import reference
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+
+
+def compare(method: str, size: ScanSize, dtype: torch.dtype, trials: int, warmup: int, seed: int) -> dict[str, Timing]:
+    """The timings of kernel and loop, ``forward`` (no graph) and ``both`` (forward and backward)."""
+    inputs = scan_inputs(size, device=torch.device("cpu"), dtype=dtype, seed=seed)
+    grad_out = torch.ones_like(inputs["u"])
+    functions = {"kernel": ssm_kernels.selective_scan, "loop": reference.selective_scan}
+    benchmarks = {
+        f"{who} {what}": scan_stages(function, inputs, grad_out, method, backward=what == "both")
+        for who, function in functions.items()
+        for what in ("forward", "both")
+    }
+    return {name: found.total for name, found in measure(benchmarks, trials=trials, warmup=warmup).items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    methods = list(reference.DISCRETIZATIONS)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--batch", type=int, default=2)
+    parser.add_argument("--dim", type=int, default=256)
+    parser.add_argument("--seqlen", type=int, default=512)
+    parser.add_argument("--dstate", type=int, default=16)
+    parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
+    parser.add_argument("--methods", nargs="+", choices=["all", *methods], default=["zoh"], metavar="NAME")
+    parser.add_argument("--n_trials", type=int, default=9)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--require", type=float, metavar="RATIO", help="the least ratio, loop over kernel, that is a success")
+    options = parser.parse_args(arguments)
+    if min(options.batch, options.dim, options.seqlen, options.dstate, options.n_trials) < 1 or options.warmup < 0:
+        parser.error("sizes and --n_trials start at 1, --warmup at 0")
+
+    size = ScanSize(options.batch, options.dim, options.seqlen, options.dstate)
+    description = machine()
+    print(f"ssm_kernels {description['ssm_kernels']}, torch {description['torch']}, Python {description['python']}")
+    print(f"{description['cpu']}, {description['threads']} threads, {description['cpu_capability']}")
+    print(f"selective_scan, {size}, {options.dtype}; median ms of {options.n_trials} trials, +- half of 20 % to 80 %\n")
+    print(f"{'':14} {'------------- forward -------------':>37} {'-------- forward + backward --------':>38}")
+    heading = f"{'kernel':>14} {'loop':>14} {'ratio':>7}"
+    print(f"{'method':14} {heading} {heading}")
+
+    results, worst = {}, float("inf")
+    for method in methods if "all" in options.methods else options.methods:
+        timings = compare(method, size, DTYPES[options.dtype], options.n_trials, options.warmup, options.seed)
+        ratios = {what: timings[f"loop {what}"].median / timings[f"kernel {what}"].median for what in ("forward", "both")}
+        worst = min(worst, ratios["both"])
+        cells = []
+        for what, ratio in ratios.items():
+            for who in ("kernel", "loop"):
+                timing = timings[f"{who} {what}"]
+                spread = f"+-{100 * timing.spread:.0f}%"
+                cells.append(f"{1e3 * timing.median:8.3f} {spread:>5}")
+            cells.append(f"{ratio:6.1f}x")
+        print(f"{method:14} {' '.join(cells)}", flush=True)
+        results[method] = {
+            **{name.replace(" ", "_"): timing.to_dict() for name, timing in timings.items()},
+            "ratio_forward": ratios["forward"],
+            "ratio_forward_backward": ratios["both"],
+        }
+
+    if options.json is not None:
+        settings = {"dtype": options.dtype, "seed": options.seed, **vars(size)}
+        options.json.write_text(json.dumps({"machine": description, "settings": settings, "methods": results}, indent=2) + "\n")
+    if options.require is not None:
+        verdict = "met" if worst >= options.require else "NOT met"
+        print(f"\nrequired {options.require:g}x forward + backward: {verdict}, the least is {worst:.1f}x")
+        return 0 if worst >= options.require else 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Part 3: each discretization's error against the exact solution of the continuous system."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import ssm_kernels
+from benchmarks.discretization.signals import SAMPLINGS, Response, System
+
+__all__ = ["DC_STEP", "Accuracy", "Convergence", "measure_accuracy", "observed_order"]
+
+DC_STEP = 0.1
+"""The largest step of Mamba's initialization."""
+
+_ROUNDING = 1e-12
+_ASYMPTOTIC = 0.5  # the largest |z| of the part of the curve that the order is read from
+
+
+@dataclass(frozen=True)
+class Convergence:
+    """Errors at every step size, for input samples from one place of the step.
+
+    Attributes:
+        errors: root mean square over channels and step ends of ``out - y``, relative to that of ``y``; float64.
+        order: observed order of convergence; None where the errors do not show one.
+        exact: the errors are rounding wherever the input is resolved.
+    """
+
+    errors: tuple[float, ...]
+    order: float | None
+    exact: bool
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """One discretization's error.
+
+    Attributes:
+        steps: step sizes, coarsest first.
+        convergence: by a key of ``SAMPLINGS``.
+        dc_gain_error: the gain for a constant input relative to the exact ``-1/A``, minus 1, at step ``DC_STEP``, of the state
+            for which it is largest; NaN where the recurrence is unstable.
+        rounding: the same norm of (result in the run's dtype - float64 result) at the finest step, the arguments rounded to
+            that dtype; None for float64.
+    """
+
+    method: str
+    steps: tuple[float, ...]
+    convergence: dict[str, Convergence]
+    dc_gain_error: float
+    rounding: float | None
+
+    def error_at(self, step: float, sampling: str) -> float:
+        """The error at the step nearest to ``step``."""
+        errors = self.convergence[sampling].errors
+        return min(zip(self.steps, errors, strict=True), key=lambda pair: abs(math.log(pair[0] / step)))[1]
+
+    def to_dict(self) -> dict[str, object]:
+        """As JSON has it: what is not finite is None."""
+
+        def number(value: float | None) -> float | None:
+            return value if value is not None and math.isfinite(value) else None
+
+        return {
+            "method": self.method,
+            "steps": list(self.steps),
+            **{
+                f"sampled_at_{sampling}": {"errors": [number(error) for error in found.errors], "order": number(found.order)}
+                for sampling, found in self.convergence.items()
+            },
+            "dc_gain_error": number(self.dc_gain_error),
+            "rounding": number(self.rounding),
+        }
+
+
+def observed_order(steps: Sequence[float], errors: Sequence[float], largest_step: float) -> float | None:
+    """The slope of log(error) over log(step) by least squares, over steps up to ``largest_step`` with errors above rounding."""
+    points = [
+        (math.log(step), math.log(error))
+        for step, error in zip(steps, errors, strict=True)
+        if step <= largest_step * (1 + 1e-9) and math.isfinite(error) and error > _ROUNDING
+    ]
+    if len(points) < 3:
+        return None
+    x_mean = sum(x for x, _ in points) / len(points)
+    y_mean = sum(y for _, y in points) / len(points)
+    return sum((x - x_mean) * (y - y_mean) for x, y in points) / sum((x - x_mean) ** 2 for x, _ in points)
+
+
+def _scan(method: str, u: Tensor, step: float, system: System, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """The operator on u of (dim, seqlen) with a constant step; float64 on the CPU."""
+    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+    u = u[None].to(device, dtype)
+    A, B, C = (tensor.to(device, parameter_dtype) for tensor in (system.A, system.B, system.C))
+    out = ssm_kernels.selective_scan(u, torch.full_like(u, step), A, B, C, discretization=method)
+    return out[0].double().cpu()
+
+
+def _relative(difference: Tensor, y: Tensor) -> float:
+    """Root mean squares' ratio, in a form in which large finite values do not overflow."""
+    largest = difference.abs().max()
+    if not torch.isfinite(largest):
+        return math.inf
+    return ((difference / largest.clamp(min=1e-300)).square().mean().sqrt() * largest / y.square().mean().sqrt()).item()
+
+
+def _dc_gain_error(method: str, dstate: int, device: torch.device) -> float:
+    """By running the operator to the steady state of a constant input, one channel per state."""
+    A = -torch.arange(1.0, dstate + 1, dtype=torch.float64)[:, None]
+    system = System(A, torch.ones_like(A), torch.ones_like(A))
+    u = torch.ones(dstate, 400, dtype=torch.float64)
+    gain = _scan(method, u, DC_STEP, system, device, torch.float64)[:, -1] * -A[:, 0]
+    error = gain - 1.0
+    # A stable recurrence has settled after 400 steps; an unstable one has a gain beyond any rule's.
+    if not torch.isfinite(error).all() or error.abs().max() > 1e9:
+        return math.nan
+    return error[error.abs().argmax()].item()
+
+
+def measure_accuracy(
+    methods: Sequence[str],
+    system: System,
+    response: Response,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    on_method: Callable[[], None] | None = None,
+) -> list[Accuracy]:
+    """Every method's error at every step, the scans run by ``ssm_kernels.selective_scan`` in float64."""
+    factors = response.factors()
+    steps = tuple(factor * response.step for factor in factors)
+    largest_step = min(_ASYMPTOTIC / system.A.abs().max().item(), response.resolved)
+    results = []
+    for method in methods:
+        convergence = {}
+        for sampling in SAMPLINGS:
+            errors = []
+            for factor, step in zip(factors, steps, strict=True):
+                u, y = response.at(factor, sampling)
+                errors.append(_relative(_scan(method, u, step, system, device, torch.float64) - y, y))
+            resolved = [error for step, error in zip(steps, errors, strict=True) if step <= response.resolved * (1 + 1e-9)]
+            exact = max(resolved) <= _ROUNDING
+            convergence[sampling] = Convergence(tuple(errors), observed_order(steps, errors, largest_step), exact)
+        rounding = None
+        if dtype != torch.float64:
+            exact, rounded = (_scan(method, response.u, response.step, system, device, used) for used in (torch.float64, dtype))
+            rounding = _relative(rounded - exact, exact)
+        gain_error = _dc_gain_error(method, system.A.shape[1], device)
+        results.append(Accuracy(method, steps, convergence, gain_error, rounding))
+        if on_method is not None:
+            on_method()
+    return results

@@ -1,0 +1,264 @@
+"""Figures: speed against error, error against step size, time of forward and backward."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import MaxNLocator
+
+from benchmarks.discretization.accuracy import DC_STEP, Accuracy
+from benchmarks.discretization.report import Report
+from benchmarks.discretization.scans import Scan
+
+__all__ = ["FORMATS", "draw"]
+
+FORMATS = ("png", "pdf", "svg")
+
+_STYLE = {
+    "font.size": 8,
+    "axes.titlesize": 8,
+    "axes.labelsize": 8,
+    "xtick.labelsize": 7,
+    "ytick.labelsize": 7,
+    "legend.fontsize": 7,
+    "axes.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "xtick.major.width": 0.6,
+    "ytick.major.width": 0.6,
+    "lines.linewidth": 1.1,
+    "lines.markersize": 4.5,
+    "savefig.dpi": 300,
+    "pdf.fonttype": 42,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "ssm_kernels",
+}
+
+
+class _Look(NamedTuple):
+    color: str
+    marker: str
+
+
+# Okabe and Ito's palette, its yellow replaced by a grey that shows on white.
+_LOOKS = (
+    _Look("#000000", "o"),
+    _Look("#0072B2", "s"),
+    _Look("#D55E00", "^"),
+    _Look("#009E73", "D"),
+    _Look("#CC79A7", "v"),
+    _Look("#E69F00", "P"),
+    _Look("#56B4E9", "X"),
+    _Look("#767676", "<"),
+)
+
+
+def _looks(methods: Sequence[str], known: Sequence[str]) -> dict[str, _Look]:
+    """A method looks the same in every figure, whichever others are in it."""
+    return {method: _LOOKS[known.index(method) % len(_LOOKS)] for method in methods}
+
+
+def _spread_apart(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
+    """Positions in [low, high] near the given ones, in the same order and at least ``gap`` apart where there is room."""
+    order = sorted(range(len(positions)), key=lambda index: positions[index])
+    gap = min(gap, (high - low) / max(1, len(positions) - 1))
+    placed: list[list[float]] = []  # runs of labels that touch: [sum of wanted first positions, count]
+    for index in order:
+        placed.append([positions[index], 1])
+        while len(placed) > 1:
+            before, after = placed[-2], placed[-1]
+            if after[0] / after[1] >= before[0] / before[1] + gap * before[1]:
+                break
+            # Joined, the run starts where the mean displacement of its labels is zero.
+            placed.pop()
+            placed[-1] = [before[0] + after[0] - gap * before[1] * after[1], before[1] + after[1]]
+    result = [0.0] * len(positions)
+    rank = 0
+    floor = low
+    for total, count in placed:
+        start = max(floor, min(total / count, high - gap * (len(positions) - rank - 1)))
+        for place in range(int(count)):
+            result[order[rank]] = start + gap * place
+            rank += 1
+        floor = start + gap * count
+    return result
+
+
+def _clipped(error: float, largest: float = 10.0) -> float:
+    return min(error, largest) if math.isfinite(error) else largest
+
+
+def _speed_against_error(axes: Axes, scans: Sequence[Scan], accuracies: Sequence[Accuracy], looks: dict[str, _Look]) -> None:
+    errors_of = {accuracy.method: accuracy for accuracy in accuracies}
+    step = max((step for step in accuracies[0].steps if step <= DC_STEP), default=accuracies[0].steps[-1])
+    times = [1e3 * scan.step.median for scan in scans]
+    errors = [max(_clipped(errors_of[scan.method].error_at(step, "middle")), 1e-16) for scan in scans]
+    for scan, time, error in zip(scans, times, errors, strict=True):
+        look = looks[scan.method]
+        whiskers = [[time - 1e3 * scan.step.p20], [1e3 * scan.step.p80 - time]]
+        axes.errorbar(time, error, xerr=whiskers, fmt=look.marker, color=look.color, elinewidth=0.7, capsize=1.5, zorder=3)
+    axes.set_yscale("log")
+    low, high = min(errors), max(errors)
+    margin = max(1.35, (high / low) ** 0.1)
+    axes.set_ylim(low / margin, high * margin)
+    left = min(1e3 * scan.step.p20 for scan in scans)
+    right = max(1e3 * scan.step.p80 for scan in scans)
+    width = max(right - left, 0.05 * right)
+    axes.set_xlim(left - 0.1 * width, right + 1.15 * width)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    bottom, top = (math.log10(limit) for limit in axes.get_ylim())
+    heights = [(math.log10(error) - bottom) / (top - bottom) for error in errors]
+    labels = _spread_apart(heights, 0.085, 0.03, 0.97)
+    for scan, time, error, height in zip(scans, times, errors, labels, strict=True):
+        look = looks[scan.method]
+        axes.annotate(
+            scan.method,
+            (time, error),
+            xytext=(0.62, height),
+            textcoords="axes fraction",
+            fontsize=7,
+            color=look.color,
+            va="center",
+            arrowprops={"arrowstyle": "-", "color": look.color, "lw": 0.4, "alpha": 0.7, "shrinkA": 1, "shrinkB": 3},
+        )
+    axes.set_xlabel("forward + backward [ms]" if scans[0].training else "forward [ms]")
+    axes.set_ylabel(f"relative error at step {step:g}")
+    axes.set_title("Speed against error", loc="left")
+
+
+def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> None:
+    """A dashed line of each observed order: of the first above the curves that have it, of a higher one below them."""
+    fine = accuracies[0].steps[-1]
+    ends: dict[int, list[float]] = {}
+    for accuracy in accuracies:
+        found = accuracy.convergence["middle"]
+        if found.order is not None and 0 < found.errors[-1] < 1 and abs(found.order - round(found.order)) < 0.2:
+            ends.setdefault(round(found.order), []).append(found.errors[-1])
+    for order, errors in ends.items():
+        start = 2.2 * max(errors) if order == 1 else min(errors) / 2.2
+        end = (8 * fine, start * 8**order)
+        axes.plot((fine, end[0]), (start, end[1]), color="#444444", lw=0.7, ls=(0, (4, 3)), zorder=0)
+        axes.annotate(
+            f"order {order}",
+            end,
+            xytext=(-6, 2) if order == 1 else (3, -1),
+            textcoords="offset points",
+            ha="right" if order == 1 else "left",
+            va="bottom" if order == 1 else "center",
+            fontsize=6.5,
+            color="#444444",
+            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
+        )
+
+
+def _error_against_step(axes: Axes, accuracies: Sequence[Accuracy], looks: dict[str, _Look], spacing: float | None) -> None:
+    steps = accuracies[0].steps
+    shown: list[float] = []
+    for index, accuracy in enumerate(accuracies):
+        look = looks[accuracy.method]
+        for sampling, style in (("end", {"color": "#BBBBBB", "lw": 0.7, "zorder": 1}), ("middle", {"color": look.color})):
+            errors = [error if error < 10.0 else math.nan for error in accuracy.convergence[sampling].errors]
+            errors = [max(error, 1e-16) for error in errors]
+            shown += [error for error in errors if math.isfinite(error)]
+            # Curves that coincide stay legible where each has its markers at steps of its own.
+            marked = {"marker": look.marker, "markevery": (index % 3, 3)} if sampling == "middle" else {}
+            axes.plot(steps, errors, **style, **marked)
+    axes.set_xscale("log")
+    axes.set_yscale("log")
+    axes.set_ylim(min(shown, default=1e-3) / 3, 10.0)
+    _order_guides(axes, accuracies)
+    if spacing is not None:
+        axes.axvline(spacing, color="#444444", lw=0.6, ls=":", zorder=0)
+        axes.annotate(
+            "sample spacing",
+            (spacing, axes.get_ylim()[1]),
+            xytext=(-3, 0),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            fontsize=6.5,
+            color="#444444",
+        )
+    axes.set_xlabel("step size")
+    axes.set_ylabel("relative error")
+    axes.set_title("Error against step size", loc="left")
+
+
+def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
+    for row, scan in enumerate(scans):
+        color = looks[scan.method].color
+        forward = scan.training.median - scan.backward.median if scan.training and scan.backward else scan.forward.median
+        axes.barh(row, 1e3 * forward, color=color, height=0.65)
+        if scan.backward:
+            axes.barh(row, 1e3 * scan.backward.median, left=1e3 * forward, color=color, alpha=0.45, height=0.65)
+        whiskers = [[1e3 * (scan.step.median - scan.step.p20)], [1e3 * (scan.step.p80 - scan.step.median)]]
+        axes.errorbar(1e3 * scan.step.median, row, xerr=whiskers, color="#333333", elinewidth=0.7, capsize=1.5)
+        if scan.speedup is not None:
+            place = (1e3 * scan.step.p80, row)
+            faster = f"{scan.speedup:.0f}x" if scan.speedup >= 10 else f"{scan.speedup:.1f}x"
+            axes.annotate(faster, place, xytext=(4, 0), textcoords="offset points", va="center", fontsize=6.5)
+    axes.set_yticks(range(len(scans)), [scan.method for scan in scans])
+    axes.invert_yaxis()
+    axes.tick_params(axis="y", length=0)
+    axes.xaxis.set_major_locator(MaxNLocator(4))
+    axes.margins(x=0.18)
+    axes.set_xlim(left=0)
+    axes.set_xlabel("time [ms]" + ("; label: loop / kernel" if scans[0].speedup is not None else ""))
+    axes.set_title("Forward and backward (light)" if scans[0].backward else "Forward", loc="left")
+
+
+def _operations(axes: Axes, report: Report) -> None:
+    for row, operation in enumerate(report.operations):
+        axes.barh(row, operation.per_step, color=_LOOKS[1 if operation.form == "diagonal" else 2].color, height=0.65)
+    axes.set_yticks(range(len(report.operations)), [operation.name for operation in report.operations])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("ns per channel and step")
+    axes.set_title("Elementary operations, diagonal and full A", loc="left")
+
+
+def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = False) -> None:
+    """Draws what the report has: two or three panels, side by side over a page's width, or stacked in one column.
+
+    Args:
+        path: ends in one of ``FORMATS``.
+        known: every method there is; a method's color and marker come from its place in it.
+        column: stack the panels.
+    """
+    methods = [accuracy.method for accuracy in report.accuracies] or [scan.method for scan in report.scans]
+    looks = _looks(methods, known)
+    panels: list[Any] = []
+    if report.scans and report.accuracies:
+        panels.append(lambda axes: _speed_against_error(axes, report.scans, report.accuracies, looks))
+    if report.accuracies:
+        panels.append(lambda axes: _error_against_step(axes, report.accuracies, looks, report.sample_spacing))
+    if report.scans:
+        panels.append(lambda axes: _times(axes, report.scans, looks))
+    if not panels:
+        panels.append(lambda axes: _operations(axes, report))
+    legend = bool(report.accuracies)
+    with plt.rc_context(_STYLE):
+        size = (3.5, 2.5 * len(panels) + 0.8 * legend) if column else (max(3.5, 2.45 * len(panels)), 2.6 + 0.45 * legend)
+        figure, grid = plt.subplots(
+            *((len(panels), 1) if column else (1, len(panels))), figsize=size, squeeze=False, layout="constrained"
+        )
+        for axes, panel in zip(grid.flat, panels, strict=True):
+            panel(axes)
+        if legend:
+            handles = [
+                Line2D([], [], color=looks[method].color, marker=looks[method].marker, label=method) for method in methods
+            ]
+            handles.append(Line2D([], [], color="#BBBBBB", lw=0.7, label="any, input at step's end"))
+            figure.legend(handles=handles, loc="outside lower center", ncols=2 if column else 5, frameon=False)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)

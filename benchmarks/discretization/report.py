@@ -1,0 +1,240 @@
+"""Tables for people, JSON and CSV for programs."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from benchmarks.discretization.accuracy import DC_STEP, Accuracy, Convergence
+from benchmarks.discretization.operations import Operation
+from benchmarks.discretization.scans import Scan
+from benchmarks.harness import Timing
+
+__all__ = ["Report"]
+
+
+@dataclass
+class Report:
+    """Everything a run found. A part that was not asked for is empty.
+
+    Attributes:
+        machine: see :func:`benchmarks.harness.machine`.
+        settings: the run's parameters.
+        signal: what the errors were measured on.
+        sample_spacing: of a recorded signal.
+    """
+
+    machine: dict[str, str | int]
+    settings: dict[str, object]
+    operations: list[Operation] = field(default_factory=list)
+    scans: list[Scan] = field(default_factory=list)
+    accuracies: list[Accuracy] = field(default_factory=list)
+    signal: str = ""
+    sample_spacing: float | None = None
+
+    def write_json(self, path: Path) -> None:
+        content = {
+            "machine": self.machine,
+            "settings": self.settings,
+            "signal": self.signal,
+            "sample_spacing": self.sample_spacing,
+            "operations": [operation.to_dict() for operation in self.operations],
+            "scans": [scan.to_dict() for scan in self.scans],
+            "accuracies": [accuracy.to_dict() for accuracy in self.accuracies],
+        }
+        path.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n")
+
+    def write_csv(self, path: Path) -> None:
+        """One number per line: part, name (of the method or the operation), quantity, step size (if it has one), value."""
+        with path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(["part", "name", "quantity", "step", "value"])
+            writer.writerows(self._rows())
+
+    def _rows(self) -> Iterator[tuple[str, str, str, float | str, float]]:
+        for operation in self.operations:
+            yield "operations", operation.name, "ns_per_element", "", operation.per_element
+            yield "operations", operation.name, "ns_per_channel_step", "", operation.per_step
+        for scan in self.scans:
+            timings = {"forward": scan.forward, "backward": scan.backward, "forward_backward": scan.training}
+            loops = {"loop_forward_scaled": scan.loop_forward, "loop_forward_backward_scaled": scan.loop_training}
+            for name, timing in (timings | loops).items():
+                if timing is not None:
+                    yield "scans", scan.method, f"{name}_seconds", "", timing.median
+                    yield "scans", scan.method, f"{name}_spread", "", timing.spread
+            yield "scans", scan.method, "tokens_per_second", "", scan.tokens_per_second
+            yield "scans", scan.method, "bytes_per_second", "", scan.bytes_per_second
+            if scan.speedup is not None:
+                yield "scans", scan.method, "speedup_over_loop", "", scan.speedup
+        for accuracy in self.accuracies:
+            for sampling, found in accuracy.convergence.items():
+                for step, error in zip(accuracy.steps, found.errors, strict=True):
+                    yield "accuracies", accuracy.method, f"error_sampled_at_{sampling}", step, error
+                if found.order is not None:
+                    yield "accuracies", accuracy.method, f"order_sampled_at_{sampling}", "", found.order
+            yield "accuracies", accuracy.method, "dc_gain_error", DC_STEP, accuracy.dc_gain_error
+            if accuracy.rounding is not None:
+                yield "accuracies", accuracy.method, "rounding", accuracy.steps[-1], accuracy.rounding
+
+    def print_header(self, console: Console) -> None:
+        machine = self.machine
+        place = f"{machine['gpu']}, CUDA {machine['cuda']}; " if "gpu" in machine else ""
+        console.print(
+            Text(f"ssm_kernels {machine['ssm_kernels']}, torch {machine['torch']}, Python {machine['python']}", "bold")
+        )
+        console.print(
+            Text(
+                f"{place}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+                f"{machine['cpu_capability']}; {machine['system']}"
+            )
+        )
+
+    def print_tables(self, console: Console) -> None:
+        if self.operations:
+            _print_operations(console, self.operations, int(str(self.settings["dstate"])))
+        if self.scans:
+            _print_scans(console, self.scans, str(self.settings["dtype"]))
+        if self.accuracies:
+            _print_accuracies(console, self.accuracies, self.signal, str(self.settings["dtype"]))
+
+
+def _table(title: str, columns: Sequence[str]) -> Table:
+    table = Table(
+        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
+    )
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left", no_wrap=True, vertical="bottom")
+    return table
+
+
+def _note(console: Console, *sentences: str) -> None:
+    console.print(Text(" ".join(sentences), "dim"), soft_wrap=False)
+
+
+def _number(value: float, digits: int = 3) -> str:
+    """``value`` with ``digits`` significant digits, without an exponent where that is readable."""
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else "inf"
+    magnitude = math.floor(math.log10(abs(value)))
+    if -3 <= magnitude < 6:
+        return f"{value:.{max(0, digits - 1 - magnitude)}f}"
+    return f"{value:.{digits - 1}e}"
+
+
+def _milliseconds(timing: Timing | None) -> str:
+    if timing is None:
+        return "-"
+    return f"{_number(1e3 * timing.median)} {f'+-{100 * timing.spread:.0f}':>4}"
+
+
+def _print_operations(console: Console, operations: Sequence[Operation], dstate: int) -> None:
+    console.print()
+    headings = ["operation", "A", "dtype", "ns per\nelement", "ns per channel,\nstep", "+-%"]
+    table = _table(f"1. Elementary operations, dstate {dstate}", headings)
+    for operation in operations:
+        table.add_row(
+            operation.name,
+            operation.form,
+            operation.dtype,
+            _number(operation.per_element),
+            _number(operation.per_step),
+            f"{100 * operation.timing.spread:.0f}",
+        )
+    console.print(table)
+    cost = {operation.name: operation.per_step for operation in operations}
+    ratio = cost["solve (bilinear Abar)"] / cost["bilinear, Abar and c"]
+    _note(
+        console,
+        "With a diagonal A one step of one channel needs dstate elements, with a full A one dstate x dstate matrix:",
+        f"the bilinear rule then costs {_number(ratio, 2)} times as much. Eager PyTorch; the operator's kernel has these in",
+        "registers and pays no pass over memory for each.",
+    )
+
+
+def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
+    console.print()
+    training = scans[0].training is not None
+    looped = scans[0].loop_step is not None
+    headings = ["method", "forward\nms +-%", *(["backward\nms +-%", "both\nms +-%"] if training else [])]
+    headings += ["/ zoh", "Mtok/s", "GB/s", *(["loop\nms", "loop /\nkernel"] if looped else [])]
+    table = _table(f"2. selective_scan, {scans[0].size}, {dtype}", headings)
+    zoh = next((scan.step.median for scan in scans if scan.method == "zoh"), None)
+    for scan in scans:
+        timings = (scan.forward, scan.backward, scan.training) if training else (scan.forward,)
+        row = [scan.method, *(_milliseconds(timing) for timing in timings)]
+        row.append("-" if zoh is None else f"{scan.step.median / zoh:.2f}")
+        row += [_number(scan.tokens_per_second / 1e6), _number(scan.bytes_per_second / 1e9)]
+        if scan.loop_step is not None:
+            row += [_number(1e3 * scan.loop_step.median), f"{_number(scan.speedup or 0.0)}x"]
+        table.add_row(*row)
+    console.print(table)
+    moved = scans[0].training_bytes if training else scans[0].forward_bytes
+    _note(
+        console,
+        f"Median of {scans[0].step.trials} interleaved trials, +- half the distance from the 20th to the 80th percentile.",
+        "Arguments as in Mamba's layer: B and C per step, D, gate z, delta_bias, softplus.",
+        "Forward alone runs without a graph;" if training else "No graph is recorded;",
+        f"ratios, tokens (batch x seqlen) and bytes are of {'forward and backward together' if training else 'forward'}.",
+        f"GB/s counts each argument, result{' and gradient' if training else ''} once ({_number(moved / 2**20)} MiB), nothing",
+        "that a kernel keeps for itself.",
+    )
+    if looped:
+        length, seqlen = scans[0].loop_seqlen, scans[0].size.seqlen
+        ran = (
+            ""
+            if length == seqlen
+            else f", run over {length} steps and scaled by {seqlen / length:g}: its cost per step is constant"
+        )
+        _note(console, f"Loop: the same in plain PyTorch, one step after another (ssm_kernels.reference){ran}.")
+
+
+def _error(value: float) -> str:
+    return f"{value:.1e}" if math.isfinite(value) else "diverges"
+
+
+def _order(found: Convergence) -> str:
+    return "exact" if found.exact else "-" if found.order is None else f"{found.order:.2f}"
+
+
+def _gain(value: float) -> str:
+    if math.isnan(value):
+        return "unstable"
+    return "0" if abs(value) < 1e-12 else f"{100 * value:+.3g}%"
+
+
+def _print_accuracies(console: Console, accuracies: Sequence[Accuracy], signal: str, dtype: str) -> None:
+    console.print()
+    steps = accuracies[0].steps
+    coarse, fine = f"{steps[0]:g}", f"{steps[-1]:g}"
+    headings = ["method"]
+    for sampling in ("end", "mid"):
+        headings += [f"{sampling}\n{coarse}", f"{sampling}\n{fine}", f"{sampling}\norder"]
+    rounded = accuracies[0].rounding is not None
+    table = _table("3. Error against the exact solution", headings + ["DC gain\nerror"] + ([dtype] if rounded else []))
+    for accuracy in accuracies:
+        row = [accuracy.method]
+        for sampling in ("end", "middle"):
+            found = accuracy.convergence[sampling]
+            row += [_error(found.errors[0]), _error(found.errors[-1]), _order(found)]
+        row.append(_gain(accuracy.dc_gain_error))
+        if accuracy.rounding is not None:
+            row.append(_error(accuracy.rounding))
+        table.add_row(*row)
+    console.print(table)
+    _note(console, f"Input: {signal}.")
+    _note(
+        console,
+        "Error: root mean square of out - y at the steps' ends, relative to y, in float64, at the coarsest and finest step;",
+        "order: its slope where the input is resolved and max|delta A| <= 0.5. 'end': a step reads the input at its end, as a",
+        "model that is given samples does (half a step early on average: first order whatever the rule). 'mid': at its middle,",
+        f"which shows the rule itself. DC gain: for a constant input, step {DC_STEP:g}, worst of A = -1 .. -dstate.",
+        f"{dtype}: what rounding adds at the finest step, the arguments' included." if rounded else "",
+    )

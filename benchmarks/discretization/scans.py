@@ -1,0 +1,238 @@
+"""Part 2: every discretization's forward and backward through ``ssm_kernels.selective_scan``, beside the loop over time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import ssm_kernels
+from benchmarks.harness import Stages, Timing, measure
+from ssm_kernels import reference
+
+__all__ = ["Scan", "ScanSize", "loop_bytes", "scan_bytes", "scan_inputs", "scan_stages", "time_scans"]
+
+
+@dataclass(frozen=True)
+class ScanSize:
+    """Sizes of a selective scan in the field's terms."""
+
+    batch: int
+    dim: int
+    seqlen: int
+    dstate: int
+
+    @property
+    def tokens(self) -> int:
+        return self.batch * self.seqlen
+
+    @property
+    def updates(self) -> int:
+        """Updates of one state: the work of a scan."""
+        return self.batch * self.dim * self.seqlen * self.dstate
+
+    def __str__(self) -> str:
+        return f"batch {self.batch}, dim {self.dim}, seqlen {self.seqlen}, dstate {self.dstate}"
+
+
+@dataclass(frozen=True)
+class Scan:
+    """One discretization's cost.
+
+    Attributes:
+        forward: without recording a graph, as in inference.
+        backward: of a training step; None where backward was not asked for.
+        training: forward (recording) and backward of a training step.
+        forward_bytes, training_bytes: see :func:`scan_bytes`.
+        loop_forward, loop_training: the loop over time in PyTorch, scaled to the operator's seqlen.
+    """
+
+    method: str
+    size: ScanSize
+    forward: Timing
+    backward: Timing | None
+    training: Timing | None
+    forward_bytes: int
+    training_bytes: int
+    loop_seqlen: int
+    loop_forward: Timing | None
+    loop_training: Timing | None
+
+    @property
+    def step(self) -> Timing:
+        """The training step if it was timed, else the forward."""
+        return self.training or self.forward
+
+    @property
+    def loop_step(self) -> Timing | None:
+        return self.loop_training or self.loop_forward
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.size.tokens / self.step.median
+
+    @property
+    def bytes_per_second(self) -> float:
+        return (self.training_bytes if self.training else self.forward_bytes) / self.step.median
+
+    @property
+    def speedup(self) -> float | None:
+        """How many times faster than the loop, per token."""
+        return None if self.loop_step is None else self.loop_step.median / self.step.median
+
+    def to_dict(self) -> dict[str, object]:
+        def timing(value: Timing | None) -> dict[str, float] | None:
+            return None if value is None else value.to_dict()
+
+        return {
+            "method": self.method,
+            "forward": timing(self.forward),
+            "backward": timing(self.backward),
+            "forward_backward": timing(self.training),
+            "tokens_per_second": self.tokens_per_second,
+            "bytes_per_second": self.bytes_per_second,
+            "forward_bytes": self.forward_bytes,
+            "forward_backward_bytes": self.training_bytes,
+            "loop_seqlen": self.loop_seqlen,
+            "loop_forward_scaled": timing(self.loop_forward),
+            "loop_forward_backward_scaled": timing(self.loop_training),
+            "speedup_over_loop": self.speedup,
+        }
+
+
+def scan_inputs(size: ScanSize, *, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    """Random arguments as Mamba's layer gives them: B and C per step, D, gate and bias; A is -1 .. -dstate.
+
+    ``softplus(delta + delta_bias)`` is spread log-uniformly over about [0.001, 0.1], as at Mamba's initialization.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator).to(device, dtype)
+
+    step = 0.001 * 100.0 ** torch.rand(size.dim, generator=generator)
+    bias = torch.log(torch.expm1(step))
+    A = -torch.arange(1.0, size.dstate + 1).repeat(size.dim, 1)
+    return {
+        "u": normal(size.batch, size.dim, size.seqlen),
+        "delta": 0.1 * normal(size.batch, size.dim, size.seqlen),
+        "A": A.to(device, parameter_dtype),
+        "B": normal(size.batch, size.dstate, size.seqlen),
+        "C": normal(size.batch, size.dstate, size.seqlen),
+        "D": torch.ones(size.dim, device=device, dtype=parameter_dtype),
+        "z": normal(size.batch, size.dim, size.seqlen),
+        "delta_bias": bias.to(device, parameter_dtype),
+    }
+
+
+def scan_bytes(inputs: dict[str, Tensor]) -> tuple[int, int]:
+    """Bytes of (forward, forward and backward), every argument, result and gradient moved once and nothing else.
+
+    Forward reads the arguments and writes ``out``; backward reads the arguments and ``grad_out`` and writes one gradient per
+    argument. States that a kernel saves for backward are not counted, so the rate is that of useful traffic.
+    """
+    arguments = sum(tensor.numel() * tensor.element_size() for tensor in inputs.values())
+    out = inputs["u"].numel() * inputs["u"].element_size()
+    return arguments + out, 3 * arguments + 2 * out
+
+
+def loop_bytes(size: ScanSize, dtype: torch.dtype) -> int:
+    """About what autograd keeps for backward of the loop: a dozen tensors of (batch, dim, dstate) per step, of 4 bytes or 8."""
+    return 12 * size.updates * (8 if dtype == torch.float64 else 4)
+
+
+def scan_stages(
+    scan: Callable[..., Tensor], inputs: dict[str, Tensor], grad_out: Tensor, method: str, *, backward: bool
+) -> Stages:
+    """The stages of one trial: forward without a graph, or forward and backward to every argument."""
+    if not backward:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return scan(**inputs, discretization=method, delta_softplus=True)
+
+        return (forward,)
+
+    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    return (
+        lambda: scan(**leaves, discretization=method, delta_softplus=True),
+        lambda out: torch.autograd.grad(out, list(leaves.values()), grad_out.to(out.dtype)),
+    )
+
+
+def _time(
+    scan: Callable[..., Tensor],
+    methods: Sequence[str],
+    inputs: dict[str, Tensor],
+    *,
+    backward: bool,
+    **options: object,
+) -> dict[str, tuple[Timing, Timing | None, Timing | None]]:
+    """By method: forward, backward, training step."""
+    grad_out = torch.ones_like(inputs["u"])
+    benchmarks = {f"{method}/forward": scan_stages(scan, inputs, grad_out, method, backward=False) for method in methods}
+    if backward:
+        benchmarks |= {f"{method}/training": scan_stages(scan, inputs, grad_out, method, backward=True) for method in methods}
+    measured = measure(benchmarks, device=inputs["u"].device, **options)
+    timings = {}
+    for method in methods:
+        training = measured.get(f"{method}/training")
+        timings[method] = (
+            measured[f"{method}/forward"].total,
+            None if training is None else training.stages[1],
+            None if training is None else training.total,
+        )
+    return timings
+
+
+def time_scans(
+    methods: Sequence[str],
+    size: ScanSize,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    backward: bool,
+    trials: int,
+    budget: float | None,
+    loop_seqlen: int,
+    loop_trials: int,
+    loop_budget: float | None,
+    seed: int,
+    on_trial: Callable[[], None] | None = None,
+) -> list[Scan]:
+    """Times every method through the operator, and through the loop over the first ``loop_seqlen`` steps (0: no loop).
+
+    The loop's cost per token does not depend on the sequence's length, so its time is scaled by ``seqlen / loop_seqlen``.
+    """
+    inputs = scan_inputs(size, device=device, dtype=dtype, seed=seed)
+    options = {"backward": backward, "on_trial": on_trial}
+    operator = _time(ssm_kernels.selective_scan, methods, inputs, trials=trials, warmup=2, budget=budget, **options)
+    loop = {}
+    if loop_seqlen > 0:
+        per_step = ("u", "delta", "B", "C", "z")
+        head = {name: tensor[..., :loop_seqlen].contiguous() if name in per_step else tensor for name, tensor in inputs.items()}
+        loop = _time(reference.selective_scan, methods, head, trials=loop_trials, warmup=1, budget=loop_budget, **options)
+    forward_bytes, training_bytes = scan_bytes(inputs)
+    scale = size.seqlen / loop_seqlen if loop_seqlen else 1.0
+    scans = []
+    for method in methods:
+        forward, back, training = operator[method]
+        loop_forward, _, loop_training = loop.get(method, (None, None, None))
+        scans.append(
+            Scan(
+                method,
+                size,
+                forward,
+                back,
+                training,
+                forward_bytes,
+                training_bytes,
+                loop_seqlen,
+                None if loop_forward is None else loop_forward.scaled(scale),
+                None if loop_training is None else loop_training.scaled(scale),
+            )
+        )
+    return scans

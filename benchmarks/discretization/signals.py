@@ -1,0 +1,226 @@
+"""Part 3, the inputs: signals for which the continuous system's exact response is known.
+
+The system is diagonal: ``h'(t) = A h(t) + B u(t)``, ``y(t) = <C, h(t)>``, ``h(0) = 0``. Step k goes from ``t_{k-1}`` to
+``t_k = k * step``; its result is compared with ``y(t_k)``. A rule with one input sample per step holds that sample over the
+step, so where in the step it was taken matters as much as the rule (``SAMPLINGS``): a sample from the end is half a step early
+on average, an error of first order that hides what the rules differ in; one from the middle leaves an error of second order.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+__all__ = ["FINEST_STEP", "HOLDS", "SAMPLINGS", "Response", "System", "load_recording", "recording", "sinusoids"]
+
+FINEST_STEP = 0.001
+"""The smallest step of Mamba's initialization, in units of time in which A is -1 .. -dstate."""
+
+SAMPLINGS = {"end": "the end of the step", "middle": "the middle of the step"}
+
+HOLDS = {
+    "linear": "linear between samples",
+    "zero": "constant between samples, at the value of the later one",
+}
+
+REFINEMENT = 8
+"""Steps per recorded sample at the finest step size: between samples the declared continuation is known as well."""
+
+MAX_SAMPLES = 2**13 + 1
+
+
+@dataclass(frozen=True)
+class System:
+    """A stable diagonal system; A, B and C are (dim, dstate), float64."""
+
+    A: Tensor
+    B: Tensor
+    C: Tensor
+
+    @classmethod
+    def random(cls, dim: int, dstate: int, seed: int) -> System:
+        """A log-uniform in [-dstate, -1] with both ends present in every channel, B and C normal."""
+        generator = torch.Generator().manual_seed(seed)
+        exponent = torch.rand(dim, dstate, generator=generator, dtype=torch.float64)
+        exponent[:, 0], exponent[:, -1] = 0.0, 1.0
+        B, C = torch.randn(2, dim, dstate, generator=generator, dtype=torch.float64)
+        return cls(-(float(dstate) ** exponent), B, C)
+
+
+@dataclass(frozen=True)
+class Response:
+    """A sampled input and the exact output at the times ``step, 2 step, .. seqlen step``.
+
+    Attributes:
+        u: (dim, seqlen), the input at those times, float64.
+        u_middle: (dim, seqlen), the input half a step earlier.
+        y: (dim, seqlen), the output, exact but for rounding.
+        step: the finest step.
+        resolved: the largest step at which the input is smooth, or of the declared form, within a step.
+        description: what the input is, between the samples too.
+    """
+
+    u: Tensor
+    u_middle: Tensor
+    y: Tensor
+    step: float
+    resolved: float
+    description: str
+
+    def at(self, factor: int, sampling: str) -> tuple[Tensor, Tensor]:
+        """The input of each step of ``factor * step`` (a power of two times), and the exact output at each step's end."""
+        if sampling == "end":
+            u = self.u[:, factor - 1 :: factor]
+        else:
+            u = self.u_middle if factor == 1 else self.u[:, factor // 2 - 1 :: factor]
+        y = self.y[:, factor - 1 :: factor]
+        return u[:, : y.shape[1]], y
+
+    def factors(self, fewest: int = 8) -> list[int]:
+        """Powers of two by which the step can be multiplied so that ``fewest`` steps remain; largest first."""
+        largest = (self.u.shape[1] // fewest).bit_length() - 1
+        return [2**k for k in range(largest, -1, -1)]
+
+
+def sinusoids(system: System, seed: int, seqlen: int = 4096, step: float = FINEST_STEP) -> Response:
+    """The sum of three sinusoids, of another phase in every channel.
+
+    One component ``Im(e^{i(wt+p)})`` drives a state to ``B Im(e^{ip} (e^{iwt} - e^{At}) / (iw - A))``.
+    """
+    frequencies = torch.tensor([1.0, 3.1, 9.7], dtype=torch.float64)
+    dim = system.A.shape[0]
+    generator = torch.Generator().manual_seed(seed)
+    phases = 2 * torch.pi * torch.rand(dim, len(frequencies), generator=generator, dtype=torch.float64)
+    t = step * torch.arange(1, seqlen + 1, dtype=torch.float64)
+    u, u_middle = (torch.sin(frequencies[:, None] * time + phases[..., None]).sum(1) for time in (t, t - step / 2))
+    y = torch.empty_like(u)
+    waves = torch.exp(1j * frequencies[:, None] * t)
+    for d in range(dim):  # one channel at a time bounds the memory of (dstate, seqlen)
+        response = torch.exp(1j * phases[d])[:, None] / (1j * frequencies[:, None] - system.A[d])
+        weighted = response * (system.B[d] * system.C[d])
+        steady = (weighted.sum(1)[:, None] * waves).sum(0).imag
+        y[d] = steady - weighted.sum(0).imag @ torch.exp(system.A[d][:, None] * t)
+    listed = ", ".join(f"{frequency:g}" for frequency in frequencies.tolist())
+    return Response(u, u_middle, y, step, math.inf, f"sum of sinusoids of angular frequency {listed}")
+
+
+def _phi(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """``phi1(z) = (e^z - 1) / z`` and ``phi2(z) = (phi1 - 1) / z`` for z < 0; phi2 by its series where that cancels."""
+    phi1 = np.expm1(z) / z
+    series = np.zeros_like(z)
+    for k in range(18, -1, -1):
+        series = 1.0 + series * z / (k + 3)
+    return phi1, np.where(z > -0.5, series / 2, (phi1 - 1.0) / z)
+
+
+def recording(system: System, samples: np.ndarray, hold: str, step: float = FINEST_STEP) -> Response:
+    """The response to recorded samples ``REFINEMENT * step`` apart, the first at time 0, continued as ``HOLDS[hold]`` says.
+
+    Over one step the input is a polynomial of degree at most one, so the state at its end is exact:
+    ``e^z h + step B ((phi1 - phi2) u_{k-1} + phi2 u_k)`` for a line, ``e^z h + step B phi1 u_k`` for a constant.
+    """
+    A, B, C = (tensor.numpy() for tensor in (system.A, system.B, system.C))
+    z = step * A
+    decay = np.exp(z)
+    phi1, phi2 = _phi(z)
+    if hold == "linear":
+        times = np.arange((len(samples) - 1) * REFINEMENT + 1) / REFINEMENT
+        u = np.interp(times, np.arange(len(samples)), samples)
+        middle = (u[1:] + u[:-1]) / 2
+        now, before = step * B * phi2, step * B * (phi1 - phi2)
+    else:
+        u = np.concatenate([samples[:1], np.repeat(samples[1:], REFINEMENT)])
+        middle = u[1:]
+        now, before = step * B * phi1, np.zeros_like(z)
+    h = np.zeros_like(z)
+    y = np.empty((len(u) - 1, z.shape[0]))
+    for k in range(1, len(u)):
+        h = decay * h + now * u[k] + before * u[k - 1]
+        (C * h).sum(1, out=y[k - 1])
+    u, middle = (torch.from_numpy(values).expand(z.shape[0], -1) for values in (u[1:], middle))
+    exact = torch.from_numpy(y).T.contiguous()
+    return Response(u, middle, exact, step, REFINEMENT * step, f"{HOLDS[hold]}, {REFINEMENT * step:g} apart")
+
+
+def load_recording(path: Path, channel: int | None = None) -> tuple[np.ndarray, str]:
+    """Reads a signal from a .npy, .csv or .wav file.
+
+    Args:
+        path: two-dimensional data is (samples, channels), or its transpose: time is the longer axis.
+        channel: which channel; None for the mean of all.
+
+    Returns:
+        The first ``MAX_SAMPLES`` samples, float64, and a line on what was taken.
+
+    Raises:
+        ValueError: the file cannot be read as a signal.
+        OSError: the file cannot be opened.
+        ModuleNotFoundError: a .wav file, and SciPy is not installed.
+    """
+    suffix = path.suffix.lower()
+    if suffix not in (".npy", ".csv", ".wav"):
+        raise ValueError(f"{path}: expected a .npy, .csv or .wav file")
+    if not path.is_file():
+        raise ValueError(f"{path}: no such file")
+    try:
+        data = _READERS[suffix](path)
+    except (ValueError, EOFError) as error:
+        reason = str(error).splitlines()[0] if str(error) else "unexpected end of file"
+        raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {reason}") from error
+    if data.dtype.kind not in "biuf":
+        raise ValueError(f"{path}: expected real numbers, got {data.dtype}")
+    data = np.atleast_1d(np.squeeze(data))
+    if data.ndim > 2:
+        raise ValueError(f"{path}: expected samples or (samples, channels), got an array of shape {list(data.shape)}")
+    if data.ndim == 1:
+        data = data[:, None]
+    elif data.shape[0] < data.shape[1]:
+        data = data.T
+    total, channels = data.shape
+    if channel is not None and not 0 <= channel < channels:
+        raise ValueError(f"{path}: channel {channel} asked for, but there are {channels} (0 to {channels - 1})")
+    data = data[:MAX_SAMPLES].astype(np.float64)
+    samples = data.mean(1) if channel is None else data[:, channel]
+    if len(samples) < 17:
+        raise ValueError(f"{path}: expected at least 17 samples, got {len(samples)}")
+    if not np.isfinite(samples).all():
+        raise ValueError(f"{path}: sample {int(np.flatnonzero(~np.isfinite(samples))[0])} is not finite")
+    if not samples[1:].any():
+        raise ValueError(f"{path}: the signal is zero everywhere")
+    which = (
+        "" if channels == 1 else f", mean of {channels} channels" if channel is None else f", channel {channel} of {channels}"
+    )
+    taken = f"{total} samples" if total == len(samples) else f"the first {len(samples)} of {total} samples"
+    return np.ascontiguousarray(samples / np.abs(samples).max()), f"{path.name}: {taken}{which}, scaled to 1"
+
+
+def _read_npy(path: Path) -> np.ndarray:
+    return np.load(path, allow_pickle=False)
+
+
+def _read_csv(path: Path) -> np.ndarray:
+    """Comma-separated columns, one per channel; a first line that is no data is a heading."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an empty file is reported by its length
+        try:
+            return np.loadtxt(path, delimiter=",", ndmin=2)
+        except ValueError:
+            return np.loadtxt(path, delimiter=",", ndmin=2, skiprows=1)
+
+
+def _read_wav(path: Path) -> np.ndarray:
+    from scipy.io import wavfile
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # chunks that hold no samples
+        _, data = wavfile.read(path)
+    return data.astype(np.float64) - 128.0 if data.dtype == np.uint8 else data
+
+
+_READERS = {".npy": _read_npy, ".csv": _read_csv, ".wav": _read_wav}

@@ -1,0 +1,196 @@
+"""Timing on the CPU and on CUDA: warm-up, interleaved trials, median and spread, cold caches on CUDA.
+
+A benchmark is a sequence of *stages*; the first takes no argument, every other takes its predecessor's result. The stages of
+one trial are timed separately and together, so that a training step gives its forward, its backward and their sum from the same
+run. Several benchmarks are measured in turns, trial by trial: a machine that slows down slows them all.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+
+__all__ = ["Measurement", "Timing", "available_memory", "machine", "measure"]
+
+Stages = Sequence[Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds per trial: the median, and the 20th and 80th percentile around it."""
+
+    median: float
+    p20: float
+    p80: float
+    trials: int
+
+    @classmethod
+    def of(cls, seconds: Sequence[float]) -> Timing:
+        ordered = sorted(seconds)
+
+        def percentile(p: float) -> float:
+            position = p * (len(ordered) - 1)
+            below = math.floor(position)
+            above = min(below + 1, len(ordered) - 1)
+            return ordered[below] + (position - below) * (ordered[above] - ordered[below])
+
+        return cls(percentile(0.5), percentile(0.2), percentile(0.8), len(ordered))
+
+    @property
+    def spread(self) -> float:
+        """Half the distance of the two percentiles, relative to the median."""
+        return (self.p80 - self.p20) / (2 * self.median) if self.median > 0 else 0.0
+
+    def scaled(self, factor: float) -> Timing:
+        """The same timing for ``factor`` times the work."""
+        return Timing(self.median * factor, self.p20 * factor, self.p80 * factor, self.trials)
+
+    def to_dict(self) -> dict[str, float]:
+        return {**asdict(self), "spread": self.spread}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """The timing of each stage of a benchmark and of all of them together."""
+
+    stages: tuple[Timing, ...]
+    total: Timing
+
+
+class _CpuClock:
+    """Marks are readings of the monotonic clock."""
+
+    def prepare(self) -> None:
+        pass
+
+    def mark(self) -> float:
+        return time.perf_counter()
+
+    def differences(self, trials: list[list[float]]) -> list[list[float]]:
+        return [[b - a for a, b in pairwise(marks)] for marks in trials]
+
+
+class _CudaClock:
+    """Marks are events on the current stream; before each trial a write of twice the L2 cache's size evicts the inputs.
+
+    That write also keeps the device busy while the host enqueues the trial, so launch latency is not part of short trials.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        cache = torch.cuda.get_device_properties(device).L2_cache_size
+        self._evict = torch.empty(2 * max(cache, 2**25), dtype=torch.int8, device=device)
+
+    def prepare(self) -> None:
+        self._evict.zero_()
+
+    def mark(self) -> torch.cuda.Event:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def differences(self, trials: list[list[torch.cuda.Event]]) -> list[list[float]]:
+        torch.cuda.synchronize()
+        return [[a.elapsed_time(b) / 1e3 for a, b in pairwise(marks)] for marks in trials]
+
+
+def measure(
+    benchmarks: Mapping[str, Stages],
+    *,
+    device: torch.device | str = "cpu",
+    trials: int = 20,
+    warmup: int = 2,
+    budget: float | None = None,
+    on_trial: Callable[[], None] | None = None,
+) -> dict[str, Measurement]:
+    """Times every benchmark, in turns.
+
+    Args:
+        benchmarks: by name, the stages of each.
+        device: ``"cpu"`` is timed by the monotonic clock, a CUDA device by events.
+        trials: trials of each benchmark that count.
+        warmup: trials of each benchmark that do not.
+        budget: seconds after which no further round of trials starts, once there have been three; None for no limit.
+        on_trial: called after every trial, the warm-up's included.
+    """
+    device = torch.device(device)
+    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    marks: dict[str, list[list[Any]]] = {name: [] for name in benchmarks}
+    start = time.perf_counter()
+    for trial in range(-warmup, trials):
+        if device.type == "cuda" and budget is not None:
+            torch.cuda.synchronize()
+        if budget is not None and trial >= 3 and time.perf_counter() - start > budget:
+            break
+        for name, stages in benchmarks.items():
+            clock.prepare()
+            reading = [clock.mark()]
+            result: tuple[Any, ...] = ()
+            for stage in stages:
+                result = (stage(*result),)
+                reading.append(clock.mark())
+            del result
+            if trial >= 0:
+                marks[name].append(reading)
+            if on_trial is not None:
+                on_trial()
+    measurements = {}
+    for name, readings in marks.items():
+        seconds = clock.differences(readings)
+        stages_seconds = tuple(Timing.of(stage) for stage in zip(*seconds, strict=True))
+        measurements[name] = Measurement(stages_seconds, Timing.of([sum(trial) for trial in seconds]))
+    return measurements
+
+
+def available_memory(device: torch.device | str = "cpu") -> int | None:
+    """Bytes that can be allocated now on ``device``; None where the system does not say."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, ValueError, AttributeError):
+        return None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def machine(device: torch.device | str = "cpu") -> dict[str, str | int]:
+    """What the numbers were measured on."""
+    import ssm_kernels
+
+    device = torch.device(device)
+    description: dict[str, str | int] = {
+        "system": f"{platform.system()} {platform.machine()}",
+        "cpu": _processor(),
+        "cores": os.cpu_count() or 1,
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "ssm_kernels": getattr(ssm_kernels, "__version__", "unknown"),
+        "device": str(device),
+    }
+    if device.type == "cuda":
+        description["gpu"] = torch.cuda.get_device_name(device)
+        description["cuda"] = torch.version.cuda or "unknown"
+    return description

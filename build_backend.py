@@ -1,0 +1,240 @@
+"""PEP 517 backend: setuptools, run against the torch of the environment that the package is being installed into.
+
+Build isolation hides that environment, so a plain setuptools backend would fetch the newest torch and build against the wrong
+one. pip isolates by setting PYTHONPATH for the same interpreter: a child process without it sees the environment, and its paths
+are appended here. uv isolates with another interpreter; there ``[tool.uv] extra-build-dependencies`` in pyproject.toml brings the
+right torch. Only if neither has one is torch a build requirement.
+
+The first half holds the decisions that setup.py shares: which compilers there are, whether CUDA kernels are built, and what
+stops the build with one message.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import os
+import platform
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+TORCH_REQUIREMENT = "torch>=2.11"
+TOOLKIT_REQUIREMENT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"
+# PyTorch's headers are C++17 up to 2.11 and C++20 in its newest releases, which GCC has from 11 and Clang from 14 on.
+MINIMUM_COMPILERS = {"GCC": 11, "Clang": 14}
+# Before CUDA 13 the Python packages have no nvcc.
+FIRST_PACKAGED_CUDA = 13
+
+
+def stop(message: str) -> NoReturn:
+    raise SystemExit(f"\nssm_kernels: {message}\n")
+
+
+class Torch(NamedTuple):
+    version: str
+    cuda: str | None  # "13.0"
+
+
+class Compiler(NamedTuple):
+    command: str
+    name: str  # "GCC" or "Clang"
+    version: str
+
+
+class Toolkit(NamedTuple):
+    home: Path
+    version: str  # "13.0"
+    is_packaged: bool  # installed as Python packages
+
+
+def major(version: str) -> int:
+    return int(version.split(".")[0])
+
+
+def environment_paths() -> list[str]:
+    """sys.path of the environment being installed into, as a child process without the isolation's settings sees it."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    script = "import os, sys; print(os.linesep.join(p for p in sys.path[1:] if p))"
+    output = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
+    return output.splitlines()
+
+
+def find_torch(paths: list[str]) -> Torch | None:
+    """The torch on ``paths``, read from its version file: importing it takes seconds, and would fail if it is broken."""
+    spec = importlib.machinery.PathFinder.find_spec("torch", paths)
+    if spec is None or spec.origin is None:
+        return None
+    facts = runpy.run_path(str(Path(spec.origin).with_name("version.py")))
+    return Torch(str(facts["__version__"]), facts["cuda"])
+
+
+def find_compiler() -> Compiler:
+    """The C++ compiler that PyTorch's build extension will call. Stops if there is none, or it is too old for PyTorch's headers."""
+    command = os.environ.get("CXX") or "c++"
+    needed = " or ".join(f"{name} >= {version}" for name, version in MINIMUM_COMPILERS.items())
+    if shutil.which(command.split()[0]) is None:
+        stop(
+            f"no C++ compiler: '{command}' was not found. Install one ({needed}; for example `apt install g++`), "
+            "or name yours in the environment variable CXX."
+        )
+    probe = subprocess.run([*command.split(), "-dM", "-E", "-x", "c++", os.devnull], capture_output=True, text=True)
+    macros = dict(re.findall(r"^#define (__clang_major__|__clang_minor__|__GNUC__|__GNUC_MINOR__) (\d+)$", probe.stdout, re.M))
+    if probe.returncode or "__GNUC__" not in macros:
+        stop(f"the C++ compiler '{command}' does not work, or is neither of {needed}:\n{probe.stderr.strip()}")
+    if "__clang_major__" in macros:
+        name, version = "Clang", f"{macros['__clang_major__']}.{macros['__clang_minor__']}"
+    else:
+        name, version = "GCC", f"{macros['__GNUC__']}.{macros['__GNUC_MINOR__']}"
+    if major(version) < MINIMUM_COMPILERS[name]:
+        stop(
+            f"the C++ compiler '{command}' is {name} {version}, too old for PyTorch's headers, which need {needed}. "
+            "Name a newer one in the environment variable CXX, for example CXX=g++-13."
+        )
+    return Compiler(command, name, version)
+
+
+def find_toolkit(paths: list[str]) -> Toolkit | None:
+    """The CUDA toolkit: CUDA_HOME (or CUDA_PATH) alone if set, else nvcc on PATH, else /usr/local/cuda; else Python packages."""
+    named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    on_path = shutil.which("nvcc")
+    if named:
+        homes = [Path(named)]
+    else:
+        homes = [Path(on_path).resolve().parent.parent] if on_path else []
+        homes.append(Path("/usr/local/cuda"))
+    packaged = [home for path in paths for home in sorted(Path(path).glob("nvidia/cu[0-9]*"), reverse=True)]
+    for home in [*homes, *packaged]:
+        nvcc = home / "bin" / "nvcc"
+        # A script called nvcc outside a toolkit has no headers beside it.
+        if nvcc.exists() and cuda_include_dirs(home):
+            output = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True).stdout
+            release = re.search(r"release (\d+\.\d+)", output)
+            if release is None:
+                stop(f"'{nvcc} --version' names no release; set CUDA_HOME to a working toolkit, or SSM_KERNELS_CUDA=0.")
+            return Toolkit(home, release[1], home in packaged)
+    return None
+
+
+def cuda_include_dirs(home: Path) -> list[str]:
+    folders = [home / "include", *home.glob("targets/*-linux/include")]
+    return [str(folder) for folder in folders if (folder / "cuda_runtime_api.h").exists()]
+
+
+def has_nvidia_driver() -> bool:
+    return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
+
+
+def cuda_request() -> str | None:
+    request = os.environ.get("SSM_KERNELS_CUDA") or None
+    if request not in (None, "0", "1"):
+        stop(f"expected SSM_KERNELS_CUDA to be 0 or 1, got '{request}'.")
+    return request
+
+
+def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None, has_driver: bool) -> str:
+    """Whether CUDA kernels are built: "yes", "no", or "fetch": yes, with nvcc from Python packages.
+
+    Args:
+        torch: what is built against; None before it is installed.
+        toolkit: the CUDA toolkit found, if any.
+        request: SSM_KERNELS_CUDA: "1", "0" or None.
+        has_driver: whether the machine has an NVIDIA driver.
+    """
+    if request == "0":
+        return "no"
+    if torch is not None and torch.cuda is None:
+        if request == "1":
+            stop(
+                f"SSM_KERNELS_CUDA=1, but torch {torch.version} is a build without CUDA. "
+                "Install a CUDA build of torch first, or unset SSM_KERNELS_CUDA."
+            )
+        return "no"
+    if toolkit is not None:
+        if torch is not None and major(toolkit.version) != major(torch.cuda):
+            stop(
+                f"the CUDA compiler {toolkit.home / 'bin' / 'nvcc'} is CUDA {toolkit.version}, but torch {torch.version} is built "
+                f"with CUDA {torch.cuda}; the major versions must agree. Set CUDA_HOME to a CUDA {major(torch.cuda)} toolkit, or "
+                "build CPU kernels only: SSM_KERNELS_CUDA=0."
+            )
+        return "yes"
+    if request is None and not has_driver:
+        return "no"
+    if torch is not None and major(torch.cuda) < FIRST_PACKAGED_CUDA:
+        if request == "1":
+            stop(
+                f"SSM_KERNELS_CUDA=1, but no nvcc was found, and CUDA {torch.cuda} has none as a Python package. Install the CUDA "
+                f"{torch.cuda} toolkit and set CUDA_HOME to it."
+            )
+        return "no"
+    return "fetch"
+
+
+def toolkit_requirement(torch: Torch | None) -> str:
+    # torch itself requires one version of cuda-toolkit: resolved together they agree.
+    return f"{TOOLKIT_REQUIREMENT}=={torch.cuda}.*" if torch is not None else TOOLKIT_REQUIREMENT
+
+
+def check_platform() -> None:
+    if platform.system() != "Linux":
+        stop(f"expected Linux, got {platform.system()}; other systems are not supported (on Windows, use WSL).")
+
+
+def see_environment() -> None:
+    """Appends the environment's paths to this process's, so that ``import torch`` finds the environment's."""
+    sys.path.extend(path for path in environment_paths() if path not in sys.path)
+
+
+def build_requirements() -> list[str]:
+    check_platform()
+    find_compiler()
+    see_environment()
+    torch = find_torch(sys.path)
+    plan = plan_cuda(torch, find_toolkit(sys.path), cuda_request(), has_nvidia_driver())
+    requirements = [] if torch is not None else [TORCH_REQUIREMENT]
+    if plan == "fetch":
+        requirements.append(toolkit_requirement(torch))
+    return requirements
+
+
+def get_requires_for_build_wheel(config_settings=None):
+    return build_requirements()
+
+
+def get_requires_for_build_editable(config_settings=None):
+    return build_requirements()
+
+
+def get_requires_for_build_sdist(config_settings=None):
+    return []
+
+
+def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
+    return backend().prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
+    return backend().prepare_metadata_for_build_editable(metadata_directory, config_settings)
+
+
+def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
+    return backend().build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
+    return backend().build_editable(wheel_directory, config_settings, metadata_directory)
+
+
+def build_sdist(sdist_directory, config_settings=None):
+    return backend().build_sdist(sdist_directory, config_settings)
+
+
+def backend():
+    see_environment()
+    from setuptools import build_meta
+
+    return build_meta

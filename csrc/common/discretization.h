@@ -1,0 +1,194 @@
+// The discretizations of h' = A h + B u, A diagonal. With z = delta A each is
+//
+//   h_t = Abar(z) h_{t-1} + delta k(z) B_t u_t
+//
+// and is given here, once, for the CPU's vectors, for CUDA threads and for scalar host code, as a struct of
+//
+//   basis(z)             the one expensive value (an exponential or a reciprocal) from which all else follows cheaply
+//   abar(z, basis)       Abar
+//   gain(z, basis)       k
+//   derivatives(z, basis, gain)   Abar', k' and (z k)'
+//   kUnitGain            k = 1, known when compiling
+//
+// With z = delta A the chain rule needs no division by A or z, so that A -> 0 and delta -> 0 are ordinary points:
+//
+//   d Abar / d delta = A Abar'          d Abar / d A = delta Abar'
+//   d (delta k) / d delta = (z k)'      d (delta k) / d A = delta^2 k'
+//
+// To add a method: a struct here, a row in SSM_DISCRETIZATIONS, a function in ssm_kernels/reference.py, a row in the tests' table.
+// The formulas and their properties are in docs/discretizations.md.
+#pragma once
+
+#include <string_view>
+
+#include "common/math.h"
+#include "common/phi.h"
+
+namespace ssm_kernels {
+
+template <typename T>
+struct DiscretizationDerivatives {
+  T abar;    // Abar'(z)
+  T gain;    // k'(z)
+  T z_gain;  // (z k(z))'
+};
+
+// Abar = e^z, whatever the gain.
+struct ExponentialTransition {
+  template <typename T>
+  static SSM_HOST_DEVICE T basis(T z) {
+    return Math<T>::exp(z);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE T abar(T, T ez) {
+    return ez;
+  }
+};
+
+// Mamba's rule: zero-order hold for A, Euler for B.
+struct Zoh : ExponentialTransition {
+  static constexpr bool kUnitGain = true;
+  template <typename T>
+  static SSM_HOST_DEVICE T gain(T, T) {
+    return T(typename Math<T>::Scalar(1));
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T, T ez, T one) {
+    return {ez, T(typename Math<T>::Scalar(0)), one};
+  }
+};
+
+// Exact for a piecewise-constant input: delta phi1(z) = (e^z - 1) / A.
+struct Foh : ExponentialTransition {
+  static constexpr bool kUnitGain = false;
+  template <typename T>
+  static SSM_HOST_DEVICE T gain(T z, T ez) {
+    return phi1(z, ez);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T z, T ez, T p1) {
+    return {ez, p1 - phi2(z, p1), ez};
+  }
+};
+
+// e^z with phi1 cut after `terms` Taylor terms: k = sum_{j < terms} z^j / (j + 1)!.
+template <int terms>
+struct TruncatedPhi1 : ExponentialTransition {
+  static_assert(terms >= 2 && terms <= 4, "the coefficients below are written out for up to four terms");
+  static constexpr bool kUnitGain = false;
+  template <typename T>
+  static SSM_HOST_DEVICE T gain(T z, T) {
+    return horner<terms>(z, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T z, T ez, T) {
+    return {ez, horner<terms - 1>(z, 1.0 / 2, 1.0 / 3, 1.0 / 8, 0.0), horner<terms>(z, 1.0, 1.0, 1.0 / 2, 1.0 / 6)};
+  }
+
+ private:
+  // The first n terms of c0 + c1 z + c2 z^2 + c3 z^3.
+  template <int n, typename T>
+  static SSM_HOST_DEVICE T horner(T z, double c0, double c1, double c2, double c3) {
+    using Scalar = typename Math<T>::Scalar;
+    T sum(Scalar(n == 4 ? c3 : n == 3 ? c2 : n == 2 ? c1 : c0));
+    if constexpr (n >= 4) sum = Math<T>::fma(sum, z, T(Scalar(c2)));
+    if constexpr (n >= 3) sum = Math<T>::fma(sum, z, T(Scalar(c1)));
+    if constexpr (n >= 2) sum = Math<T>::fma(sum, z, T(Scalar(c0)));
+    return sum;
+  }
+};
+using HighOrder = TruncatedPhi1<2>;
+using Poly = TruncatedPhi1<3>;
+using Rk4 = TruncatedPhi1<4>;
+
+// The one-sample generalized bilinear transform: Abar = (1 + (1 - alpha) z) / (1 - alpha z), k = 1 / (1 - alpha z), with
+// alpha = 0 forward Euler, 1/2 Tustin's bilinear rule, 1 backward Euler.
+template <int twice_alpha>
+struct GeneralizedBilinear {
+  static_assert(twice_alpha >= 0 && twice_alpha <= 2, "alpha is 0, 1/2 or 1");
+  static constexpr bool kUnitGain = twice_alpha == 0;
+  template <typename T>
+  static SSM_HOST_DEVICE T basis(T z) {
+    using Scalar = typename Math<T>::Scalar;
+    const T one(Scalar(1));
+    if constexpr (twice_alpha == 0) return one;
+    return one / Math<T>::fma(z, T(Scalar(-0.5 * twice_alpha)), one);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE T abar(T z, T r) {
+    using Scalar = typename Math<T>::Scalar;
+    if constexpr (twice_alpha == 2) return r;
+    const T numerator = Math<T>::fma(z, T(Scalar(1 - 0.5 * twice_alpha)), T(Scalar(1)));
+    if constexpr (twice_alpha == 0) return numerator;
+    return numerator * r;
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE T gain(T, T r) {
+    return r;
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T, T r, T) {
+    using Scalar = typename Math<T>::Scalar;
+    const T r2 = r * r;
+    return {r2, T(Scalar(0.5 * twice_alpha)) * r2, r2};
+  }
+};
+using Euler = GeneralizedBilinear<0>;
+using Bilinear = GeneralizedBilinear<1>;
+using BackwardEuler = GeneralizedBilinear<2>;
+
+// The one table: enumerator, name, struct. Schema parsing, dispatch, instantiations, tests, profiler and docs read it.
+#define SSM_DISCRETIZATIONS(ROW)                 \
+  ROW(kZoh, "zoh", Zoh)                          \
+  ROW(kFoh, "foh", Foh)                          \
+  ROW(kBilinear, "bilinear", Bilinear)           \
+  ROW(kPoly, "poly", Poly)                       \
+  ROW(kHighOrder, "highorder", HighOrder)        \
+  ROW(kRk4, "rk4", Rk4)                          \
+  ROW(kEuler, "euler", Euler)                    \
+  ROW(kBackwardEuler, "backward_euler", BackwardEuler)
+
+enum class Discretization : int {
+#define SSM_ROW(enumerator, name, type) enumerator,
+  SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+};
+
+struct DiscretizationRow {
+  std::string_view name;
+  Discretization method;
+};
+
+constexpr DiscretizationRow kDiscretizationTable[] = {
+#define SSM_ROW(enumerator, name, type) {name, Discretization::enumerator},
+    SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+};
+
+constexpr DiscretizationRow kDiscretizationAliases[] = {{"zoh_exact", Discretization::kFoh}};
+
+// The method of that name, or null.
+inline const Discretization* find_discretization(std::string_view name) {
+  for (const DiscretizationRow& row : kDiscretizationTable) {
+    if (row.name == name) return &row.method;
+  }
+  for (const DiscretizationRow& row : kDiscretizationAliases) {
+    if (row.name == name) return &row.method;
+  }
+  return nullptr;
+}
+
+// Calls visitor(Zoh{}), visitor(Foh{}), ...: the run-time method as a type.
+template <typename Visitor>
+void visit_discretization(Discretization method, Visitor&& visitor) {
+  switch (method) {
+#define SSM_ROW(enumerator, name, type) \
+  case Discretization::enumerator:      \
+    visitor(type{});                    \
+    break;
+    SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+  }
+}
+
+}  // namespace ssm_kernels

@@ -1,0 +1,49 @@
+// phi1(z) = (e^z - 1) / z and phi2(z) = (phi1(z) - 1) / z, entire functions with phi_k(0) = 1 / k!.
+//
+// The quotients cancel near zero. There the Taylor series sum_j z^j / (j + k)! is used, with as many terms as its remainder needs
+// to stay below the rounding of the type; away from zero the quotient loses at most a few bits. No division by zero is selected.
+#pragma once
+
+#include <type_traits>
+
+#include "common/math.h"
+
+namespace ssm_kernels {
+
+// sum_{j < terms} z^j k! / (j + k)!, divided by k!: Horner from the last term, each step multiplying by z / (j + k).
+template <int k, int terms, typename T>
+SSM_HOST_DEVICE T phi_series(T z) {
+  using Scalar = typename Math<T>::Scalar;
+  T sum(Scalar(1));
+#if defined(__CUDACC__)
+#pragma unroll
+#endif
+  for (int j = terms - 1; j >= 1; --j) {
+    sum = Math<T>::fma(sum * T(Scalar(1) / Scalar(j + k)), z, T(Scalar(1)));
+  }
+  return k == 2 ? sum * T(Scalar(0.5)) : sum;
+}
+
+// phi1, given ez = e^z.
+template <typename T>
+SSM_HOST_DEVICE T phi1(T z, T ez) {
+  using Scalar = typename Math<T>::Scalar;
+  constexpr int kTerms = std::is_same_v<Scalar, double> ? 15 : 8;
+  const T one(Scalar(1));
+  const auto near_zero = Math<T>::less(Math<T>::abs(z), T(Scalar(0.5)));
+  const T away = Math<T>::select(near_zero, one, z);
+  return Math<T>::select(near_zero, phi_series<1, kTerms>(z), (ez - one) / away);
+}
+
+// phi2, given p1 = phi1(z).
+template <typename T>
+SSM_HOST_DEVICE T phi2(T z, T p1) {
+  using Scalar = typename Math<T>::Scalar;
+  constexpr int kTerms = std::is_same_v<Scalar, double> ? 18 : 10;
+  const T one(Scalar(1));
+  const auto near_zero = Math<T>::less(Math<T>::abs(z), one);
+  const T away = Math<T>::select(near_zero, one, z);
+  return Math<T>::select(near_zero, phi_series<2, kTerms>(z), (p1 - one) / away);
+}
+
+}  // namespace ssm_kernels

@@ -1,0 +1,132 @@
+// Moves tiles between strided tensors and scratch memory laid out as [steps][lanes] in the accumulation type.
+//
+// `lanes` are channels or states, `steps` time. A tensor may be contiguous along either (both are vectorized: along time by
+// transposing square tiles in registers) or along neither. Scratch rows are `row` values apart, a multiple of the vector length;
+// loading zero-fills the lanes up to the next multiple of the vector length, and scratch has room for as many steps rounded up.
+#pragma once
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace ssm_kernels {
+// The names below take scalar types only; without the inner namespace the instruction sets' versions would be one symbol.
+inline namespace CPU_CAPABILITY {
+
+constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
+
+// A full vector, or the first `count` elements and zeros.
+template <typename Acc, typename Scalar>
+inline at::vec::Vectorized<Acc> load_as(const Scalar* source, int64_t count = at::vec::Vectorized<Acc>::size()) {
+  using Vec = at::vec::Vectorized<Acc>;
+  if constexpr (std::is_same_v<Acc, Scalar>) {
+    return count == Vec::size() ? Vec::loadu(source) : Vec::loadu(source, count);
+  } else {
+    static_assert(std::is_same_v<Acc, float> && sizeof(Scalar) == 2, "16-bit types accumulate in float32");
+    Vec result;
+    if (count == Vec::size()) {
+      at::vec::load_to_float<Scalar>(source, result);
+    } else {
+      Scalar padded[Vec::size()] = {};
+      std::memcpy(padded, source, count * sizeof(Scalar));
+      at::vec::load_to_float<Scalar>(padded, result);
+    }
+    return result;
+  }
+}
+
+template <typename Acc, typename Scalar>
+inline void store_as(Scalar* target, const at::vec::Vectorized<Acc>& value, int64_t count = at::vec::Vectorized<Acc>::size()) {
+  if constexpr (std::is_same_v<Acc, Scalar>) {
+    value.store(target, count);
+  } else {
+    static_assert(std::is_same_v<Acc, float> && sizeof(Scalar) == 2, "16-bit types accumulate in float32");
+    at::vec::convert<Scalar>(value).store(target, count);
+  }
+}
+
+// target[i][j] = source[j][i] for i, j < the vector length.
+template <typename Acc>
+inline void transpose_square(const Acc* source, int64_t source_row, Acc* target, int64_t target_row) {
+  constexpr int kSize = at::vec::Vectorized<Acc>::size();
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+  if constexpr (std::is_same_v<Acc, float>) {
+    at::vec::transpose_mxn<float, kSize, kSize>(source, source_row, target, target_row);
+    return;
+  }
+#endif
+  for (int i = 0; i < kSize; ++i) {
+    for (int j = 0; j < kSize; ++j) target[i * target_row + j] = source[j * source_row + i];
+  }
+}
+
+template <typename Acc, typename Scalar>
+void load_tile(Acc* tile, int64_t row, const Scalar* source, int64_t stride_lane, int64_t stride_step, int64_t lanes,
+               int64_t steps) {
+  using Vec = at::vec::Vectorized<Acc>;
+  constexpr int64_t kSize = Vec::size();
+  if (stride_lane == 1 || lanes == 1) {
+    for (int64_t t = 0; t < steps; ++t) {
+      for (int64_t lane = 0; lane < lanes; lane += kSize) {
+        load_as<Acc>(source + t * stride_step + lane, std::min(kSize, lanes - lane)).store(tile + t * row + lane);
+      }
+    }
+  } else if (stride_step == 1) {
+    alignas(64) Acc square[kSize * kSize];
+    for (int64_t lane = 0; lane < lanes; lane += kSize) {
+      const int64_t rows = std::min(kSize, lanes - lane);
+      for (int64_t i = rows; i < kSize; ++i) Vec(Acc(0)).store(square + i * kSize);
+      for (int64_t t = 0; t < steps; t += kSize) {
+        for (int64_t i = 0; i < rows; ++i) {
+          load_as<Acc>(source + (lane + i) * stride_lane + t, std::min(kSize, steps - t)).store(square + i * kSize);
+        }
+        transpose_square(square, kSize, tile + t * row + lane, row);
+      }
+    }
+  } else {
+    for (int64_t t = 0; t < steps; ++t) {
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        tile[t * row + lane] = static_cast<Acc>(source[lane * stride_lane + t * stride_step]);
+      }
+      std::fill(tile + t * row + lanes, tile + t * row + round_up(lanes, kSize), Acc(0));
+    }
+  }
+}
+
+template <typename Acc, typename Scalar>
+void store_tile(Scalar* target, int64_t stride_lane, int64_t stride_step, const Acc* tile, int64_t row, int64_t lanes,
+                int64_t steps) {
+  using Vec = at::vec::Vectorized<Acc>;
+  constexpr int64_t kSize = Vec::size();
+  if (stride_lane == 1 || lanes == 1) {
+    for (int64_t t = 0; t < steps; ++t) {
+      for (int64_t lane = 0; lane < lanes; lane += kSize) {
+        store_as<Acc>(target + t * stride_step + lane, Vec::loadu(tile + t * row + lane), std::min(kSize, lanes - lane));
+      }
+    }
+  } else if (stride_step == 1) {
+    alignas(64) Acc square[kSize * kSize];
+    for (int64_t lane = 0; lane < lanes; lane += kSize) {
+      const int64_t rows = std::min(kSize, lanes - lane);
+      for (int64_t t = 0; t < steps; t += kSize) {
+        transpose_square(tile + t * row + lane, row, square, kSize);
+        for (int64_t i = 0; i < rows; ++i) {
+          store_as<Acc>(target + (lane + i) * stride_lane + t, Vec::loadu(square + i * kSize), std::min(kSize, steps - t));
+        }
+      }
+    }
+  } else {
+    for (int64_t t = 0; t < steps; ++t) {
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        target[lane * stride_lane + t * stride_step] = static_cast<Scalar>(tile[t * row + lane]);
+      }
+    }
+  }
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace ssm_kernels

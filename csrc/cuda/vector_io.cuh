@@ -1,0 +1,96 @@
+// Wide loads and stores, and conversion to and from the accumulation type.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace ssm_kernels::cuda {
+
+// double for double, else float.
+template <typename Scalar>
+using AccumulateType = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
+
+__device__ __forceinline__ float to_accumulate(float value) { return value; }
+__device__ __forceinline__ double to_accumulate(double value) { return value; }
+__device__ __forceinline__ float to_accumulate(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_accumulate(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <typename Scalar>
+__device__ __forceinline__ Scalar from_accumulate(AccumulateType<Scalar> value) {
+  if constexpr (std::is_same_v<Scalar, __half>) {
+    return __float2half_rn(value);
+  } else if constexpr (std::is_same_v<Scalar, __nv_bfloat16>) {
+    return __float2bfloat16_rn(value);
+  } else {
+    return value;
+  }
+}
+
+// The widest piece that one instruction moves for a vector of that many bytes.
+template <int bytes>
+struct PieceOf {
+  static_assert(bytes % 16 == 0, "a vector is 2, 4 or 8 bytes, or a multiple of 16");
+  using type = uint4;
+};
+template <>
+struct PieceOf<2> {
+  using type = unsigned short;
+};
+template <>
+struct PieceOf<4> {
+  using type = unsigned int;
+};
+template <>
+struct PieceOf<8> {
+  using type = uint2;
+};
+
+// kSize elements moved together; an address must be a multiple of kAlignment bytes.
+template <typename Scalar, int size>
+struct Vector {
+  static constexpr int kSize = size;
+  using Piece = typename PieceOf<size * static_cast<int>(sizeof(Scalar))>::type;
+  static constexpr int kPieces = size * static_cast<int>(sizeof(Scalar)) / static_cast<int>(sizeof(Piece));
+  static constexpr int kAlignment = sizeof(Piece);
+
+  Piece pieces[kPieces];
+
+  __device__ __forceinline__ Scalar operator[](int i) const {
+    Scalar value;
+    memcpy(&value, reinterpret_cast<const char*>(pieces) + i * sizeof(Scalar), sizeof(Scalar));
+    return value;
+  }
+  __device__ __forceinline__ void set(int i, Scalar value) {
+    memcpy(reinterpret_cast<char*>(pieces) + i * sizeof(Scalar), &value, sizeof(Scalar));
+  }
+  __device__ __forceinline__ static Vector zero() {
+    Vector result;
+    memset(&result, 0, sizeof(result));
+    return result;
+  }
+
+  // Through the first-level cache: for what other threads of the block read too.
+  __device__ __forceinline__ static Vector load(const Scalar* source) {
+    Vector result;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) result.pieces[i] = reinterpret_cast<const Piece*>(source)[i];
+    return result;
+  }
+  // Past the first-level cache: for what is read once.
+  __device__ __forceinline__ static Vector load_once(const Scalar* source) {
+    Vector result;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) result.pieces[i] = __ldcg(reinterpret_cast<const Piece*>(source) + i);
+    return result;
+  }
+  __device__ __forceinline__ void store_once(Scalar* target) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) __stcg(reinterpret_cast<Piece*>(target) + i, pieces[i]);
+  }
+};
+
+}  // namespace ssm_kernels::cuda

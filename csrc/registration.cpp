@@ -1,0 +1,35 @@
+// The schema of every operator. Kernels register themselves in their operator's folder: <operator>_op.cpp holds Autograd, Meta
+// and Autocast, <operator>_cpu.cpp and <operator>_cuda.cpp the devices.
+
+#include <torch/library.h>
+
+TORCH_LIBRARY(ssm_kernels, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+
+  // Selective scan: h_t = Abar(z_t) h_{t-1} + delta_t k(z_t) B_t u_t with z = delta A; out = (<C, h> + D u) silu(z).
+  m.def(
+      "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
+      "Tensor? delta_bias=None, *, Tensor? initial_state=None, str discretization='zoh', bool delta_softplus=False) "
+      "-> (Tensor out, Tensor last_state)",
+      tags);
+  // The scan, and the state before each chunk, from which backward recomputes the states inside it.
+  m.def(
+      "_selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+      "Tensor? initial_state, str discretization, bool delta_softplus, bool save_chunk_states) "
+      "-> (Tensor out, Tensor last_state, Tensor chunk_states)",
+      tags);
+  // The scan's adjoint. The gradient of an absent optional input has no elements.
+  m.def(
+      "_selective_scan_bwd(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, "
+      "Tensor? D, Tensor? z, Tensor? delta_bias, Tensor chunk_states, bool has_initial_state, str discretization, "
+      "bool delta_softplus) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
+      "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)",
+      tags);
+
+  // One step of the scan, the state updated in place.
+  m.def(
+      "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
+      "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
+      "str discretization='zoh') -> Tensor",
+      tags);
+}

@@ -1,0 +1,84 @@
+// What the kernels of the selective scan are given: plain data, no torch type, shared by CPU and CUDA.
+//
+//   delta_t = softplus?(delta_raw_t + delta_bias)                       (batch, dim, seqlen)
+//   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    (batch, dim, dstate)
+//   out_t   = (<C_t, h_t> + D u_t) silu(z_t)                            (batch, dim, seqlen)
+//
+// Time is cut into chunks of kChunkLength steps. Forward saves the state before each chunk, (batch, chunks, dim, dstate), and
+// backward recomputes the states inside a chunk from it: nothing of size batch * dim * seqlen * dstate exists.
+#pragma once
+
+#include <cstdint>
+
+#include "common/discretization.h"
+
+namespace ssm_kernels::selective_scan {
+
+constexpr int64_t kMaxDstate = 256;
+constexpr int64_t kChunkLength = 64;
+
+// Number of saved states per channel; Int is int64_t or a symbolic integer.
+template <typename Int>
+Int chunk_count(const Int& seqlen) {
+  return (seqlen + (kChunkLength - 1)) / kChunkLength;
+}
+
+// A (batch, dim, seqlen) tensor, data null if absent. Strides are in elements.
+struct SequenceView {
+  void* data = nullptr;
+  int64_t stride_batch = 0, stride_dim = 0, stride_step = 0;
+};
+
+// B or C: per step, (batch, groups, dstate, seqlen), where stride_channel is the stride between groups; or constant,
+// (dim, dstate), where it is the stride between channels.
+struct MatrixView {
+  void* data = nullptr;
+  bool per_step = false;
+  int64_t groups = 1;
+  int64_t stride_batch = 0, stride_channel = 0, stride_state = 0, stride_step = 0;
+};
+
+// A (dim,) tensor, data null if absent.
+struct ChannelView {
+  const void* data = nullptr;
+  int64_t stride = 0;
+};
+
+// A (batch, dim, dstate) or, with no batch stride, (dim, dstate) tensor, data null if absent.
+struct StateView {
+  const void* data = nullptr;
+  int64_t stride_batch = 0, stride_dim = 0, stride_state = 0;
+};
+
+struct SelectiveScanParams {
+  int64_t batch = 0, dim = 0, seqlen = 0, dstate = 0;
+  Discretization discretization = Discretization::kZoh;
+  bool delta_softplus = false;
+
+  SequenceView u, delta, z;
+  MatrixView B, C;
+  StateView A, initial_state;
+  ChannelView D, delta_bias;
+};
+
+struct SelectiveScanFwdParams : SelectiveScanParams {
+  SequenceView out;
+  void* last_state = nullptr;    // (batch, dim, dstate), contiguous
+  void* chunk_states = nullptr;  // (batch, chunks, dim, dstate), contiguous; null: not saved
+};
+
+struct SelectiveScanBwdParams : SelectiveScanParams {
+  SequenceView grad_out;
+  StateView grad_last_state;
+  const void* chunk_states = nullptr;
+
+  SequenceView grad_u, grad_delta, grad_z;
+  MatrixView grad_B, grad_C;
+  // Contiguous: (dim, dstate), (dim,), (dim,) and (batch, dim, dstate); null where the input is absent.
+  void* grad_A = nullptr;
+  void* grad_D = nullptr;
+  void* grad_delta_bias = nullptr;
+  void* grad_initial_state = nullptr;
+};
+
+}  // namespace ssm_kernels::selective_scan

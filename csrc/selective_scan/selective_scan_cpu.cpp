@@ -1,0 +1,255 @@
+// CPU entry points of the selective scan: allocate, choose the instruction set, hand tasks to threads.
+
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "selective_scan/selective_scan_cpu.h"
+#include "selective_scan/selective_scan_op.h"
+
+namespace ssm_kernels::selective_scan {
+
+#define SSM_CPU_KERNELS(CAPABILITY)                                                                                   \
+  namespace CAPABILITY {                                                                                             \
+  int64_t vector_bytes();                                                                                            \
+  int64_t fwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                \
+  int64_t bwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                \
+  void fwd_task(const SelectiveScanFwdParams&, const Blocking&, ScalarKind, int64_t, std::byte*);                    \
+  void bwd_task(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t,   \
+                std::byte*);                                                                                         \
+  void bwd_reduce(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t, \
+                  std::byte*);                                                                                       \
+  constexpr CpuKernels kKernels{&vector_bytes, &fwd_scratch_bytes, &bwd_scratch_bytes, &fwd_task, &bwd_task, &bwd_reduce}; \
+  }
+
+SSM_CPU_KERNELS(DEFAULT)
+#ifdef SSM_KERNELS_CPU_AVX2
+SSM_CPU_KERNELS(AVX2)
+#endif
+#ifdef SSM_KERNELS_CPU_AVX512
+SSM_CPU_KERNELS(AVX512)
+#endif
+#undef SSM_CPU_KERNELS
+
+namespace {
+
+// The widest set that is built and that torch itself uses on this processor (ATEN_CPU_CAPABILITY lowers it).
+const CpuKernels& cpu_kernels() {
+  static const CpuKernels* chosen = [] {
+    [[maybe_unused]] const std::string capability = at::get_cpu_capability();
+#ifdef SSM_KERNELS_CPU_AVX512
+    if (capability == "AVX512") return &AVX512::kKernels;
+#endif
+#ifdef SSM_KERNELS_CPU_AVX2
+    if (capability == "AVX512" || capability == "AVX2") return &AVX2::kKernels;
+#endif
+    return &DEFAULT::kKernels;
+  }();
+  return *chosen;
+}
+
+ScalarKind scalar_kind(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ScalarKind::kFloat;
+    case at::kDouble:
+      return ScalarKind::kDouble;
+    case at::kHalf:
+      return ScalarKind::kHalf;
+    case at::kBFloat16:
+      return ScalarKind::kBFloat16;
+    default:
+      TORCH_CHECK(false, "selective_scan: expected u of dtype Float, Half, BFloat16 or Double, got ", dtype);
+  }
+}
+
+// Scratch memory for each thread of a parallel_for, and the loop: body(index, scratch).
+class ThreadScratch {
+ public:
+  explicit ThreadScratch(int64_t bytes) : memory_(at::empty({at::get_num_threads(), bytes}, at::kByte)) {}
+
+  template <typename Body>
+  void parallel_for(int64_t count, const Body& body) {
+    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
+      std::byte* scratch = static_cast<std::byte*>(memory_.data_ptr()) + at::get_thread_num() * memory_.size(1);
+      for (int64_t index = begin; index < end; ++index) body(index, scratch);
+    });
+  }
+
+ private:
+  at::Tensor memory_;
+};
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cpu(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
+                                                       const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
+                                                       const OptionalTensor& z, const OptionalTensor& delta_bias,
+                                                       const OptionalTensor& initial_state, std::string_view discretization,
+                                                       bool delta_softplus, bool save_chunk_states) {
+  const Inputs in{u, delta, A, B, C, D, z, delta_bias, initial_state};
+  const Discretization method = check_inputs(in, discretization);
+  FwdOutputs outputs = allocate_fwd(in, save_chunk_states);
+
+  SelectiveScanFwdParams params;
+  fill_params(params, in, method, delta_softplus);
+  params.out = sequence_view(outputs.out);
+  params.last_state = outputs.last_state.data_ptr();
+  params.chunk_states = save_chunk_states ? outputs.chunk_states.data_ptr() : nullptr;
+
+  const CpuKernels& kernels = cpu_kernels();
+  const ScalarKind kind = scalar_kind(u.scalar_type());
+  const Blocking blocking(params, kernels.vector_bytes() / A.element_size());
+  ThreadScratch(kernels.fwd_scratch_bytes(params, blocking, kind))
+      .parallel_for(params.batch * blocking.tasks_per_batch(), [&](int64_t task, std::byte* scratch) {
+        kernels.fwd_task(params, blocking, kind, task, scratch);
+      });
+  return {outputs.out, outputs.last_state, outputs.chunk_states};
+}
+
+// One of backward's sums, [batch][block][rows][lane], zero at first, seen channel by channel.
+template <typename Acc>
+class LaneSums {
+ public:
+  LaneSums(const SelectiveScanParams& p, const Blocking& blocking, int64_t rows, const at::TensorOptions& options)
+      : p_(p), blocking_(blocking), rows_(rows) {
+    sums_ = at::zeros({p.batch * blocking.blocks_per_batch() * rows * blocking.lanes}, options);
+  }
+
+  Acc* data() { return sums_.mutable_data_ptr<Acc>(); }
+
+  // One channel's row 0; row r is r * lanes further.
+  Acc* channel(int64_t batch, int64_t channel) {
+    const int64_t in_segment = channel % blocking_.segment;
+    const int64_t block = batch * blocking_.blocks_per_batch() + channel / blocking_.segment * blocking_.blocks_per_segment +
+                          in_segment / blocking_.lanes;
+    return data() + block * rows_ * blocking_.lanes + in_segment % blocking_.lanes;
+  }
+
+  // visit(batch, channel, row, sum)
+  template <typename Visitor>
+  void for_each(const Visitor& visit) {
+    at::parallel_for(0, p_.batch * p_.dim, 64, [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index) {
+        Acc* sums = channel(index / p_.dim, index % p_.dim);
+        for (int64_t row = 0; row < rows_; ++row) visit(index / p_.dim, index % p_.dim, row, sums[row * blocking_.lanes]);
+      }
+    });
+  }
+
+  // Writes the sum over the batch, (dim, rows).
+  void sum_batch(void* target) {
+    at::parallel_for(0, p_.dim, 64, [&](int64_t begin, int64_t end) {
+      for (int64_t index = begin; index < end; ++index) {
+        for (int64_t row = 0; row < rows_; ++row) {
+          Acc sum(0);
+          for (int64_t batch = 0; batch < p_.batch; ++batch) sum += channel(batch, index)[row * blocking_.lanes];
+          static_cast<Acc*>(target)[index * rows_ + row] = sum;
+        }
+      }
+    });
+  }
+
+ private:
+  const SelectiveScanParams& p_;
+  const Blocking& blocking_;
+  int64_t rows_;
+  at::Tensor sums_;
+};
+
+template <typename Acc>
+void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, ScalarKind kind, const at::TensorOptions& options) {
+  const CpuKernels& kernels = cpu_kernels();
+  const int64_t parts = params.batch * blocking.tasks_per_batch() * kChunkLength * blocking.padded_dstate;
+  const auto matrix_sums = [&](const MatrixView& matrix) {
+    return LaneSums<Acc>(params, blocking, matrix.per_step ? 0 : params.dstate, options);
+  };
+  const auto matrix_parts = [&](const MatrixView& matrix) { return at::empty({matrix.per_step ? parts : 0}, options); };
+
+  LaneSums<Acc> grad_state(params, blocking, params.dstate, options), grad_A(params, blocking, params.dstate, options);
+  LaneSums<Acc> grad_B = matrix_sums(params.B), grad_C = matrix_sums(params.C);
+  const at::Tensor grad_B_parts = matrix_parts(params.B), grad_C_parts = matrix_parts(params.C);
+  LaneSums<Acc> grad_D(params, blocking, 1, options), grad_delta_bias(params, blocking, 1, options);
+  const BwdWorkspace workspace{grad_state.data(),
+                               grad_A.data(),
+                               params.B.per_step ? grad_B_parts.data_ptr() : grad_B.data(),
+                               params.C.per_step ? grad_C_parts.data_ptr() : grad_C.data(),
+                               grad_D.data(),
+                               grad_delta_bias.data()};
+
+  if (const StateView& from = params.grad_last_state; from.data != nullptr) {
+    grad_state.for_each([&](int64_t batch, int64_t channel, int64_t state, Acc& value) {
+      value = static_cast<const Acc*>(
+          from.data)[batch * from.stride_batch + channel * from.stride_dim + state * from.stride_state];
+    });
+  }
+  ThreadScratch threads(kernels.bwd_scratch_bytes(params, blocking, kind));
+  for (int64_t chunk = chunk_count(params.seqlen) - 1; chunk >= 0; --chunk) {
+    threads.parallel_for(params.batch * blocking.tasks_per_batch(), [&](int64_t task, std::byte* scratch) {
+      kernels.bwd_task(params, blocking, workspace, kind, task, chunk, scratch);
+    });
+    if (params.B.per_step || params.C.per_step) {
+      threads.parallel_for(params.batch, [&](int64_t batch, std::byte* scratch) {
+        kernels.bwd_reduce(params, blocking, workspace, kind, batch, chunk, scratch);
+      });
+    }
+  }
+
+  grad_A.sum_batch(params.grad_A);
+  if (!params.B.per_step) grad_B.sum_batch(params.grad_B.data);
+  if (!params.C.per_step) grad_C.sum_batch(params.grad_C.data);
+  if (params.grad_D != nullptr) grad_D.sum_batch(params.grad_D);
+  if (params.grad_delta_bias != nullptr) grad_delta_bias.sum_batch(params.grad_delta_bias);
+  if (params.grad_initial_state != nullptr) {
+    grad_state.for_each([&](int64_t batch, int64_t channel, int64_t state, const Acc& value) {
+      static_cast<Acc*>(params.grad_initial_state)[(batch * params.dim + channel) * params.dstate + state] = value;
+    });
+  }
+}
+
+GradTuple bwd_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
+                  const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
+                  const OptionalTensor& z, const OptionalTensor& delta_bias, const at::Tensor& chunk_states, bool has_initial_state,
+                  std::string_view discretization, bool delta_softplus) {
+  const OptionalTensor no_initial_state;  // it is the first of chunk_states
+  const Inputs in{u, delta, A, B, C, D, z, delta_bias, no_initial_state};
+  const Discretization method = check_inputs(in, discretization);
+  const GradTensors grads = allocate_bwd(in, grad_out, grad_last_state, chunk_states, has_initial_state);
+  const at::Tensor states = chunk_states.contiguous();
+
+  SelectiveScanBwdParams params;
+  fill_params(params, in, method, delta_softplus);
+  params.grad_out = sequence_view(grad_out);
+  params.grad_last_state = state_view(grad_last_state);
+  params.chunk_states = states.const_data_ptr();
+  params.grad_u = sequence_view(grads[kGradU]);
+  params.grad_delta = sequence_view(grads[kGradDelta]);
+  params.grad_B = matrix_view(grads[kGradB]);
+  params.grad_C = matrix_view(grads[kGradC]);
+  params.grad_A = grads[kGradA].data_ptr();
+  if (params.z.data != nullptr) params.grad_z = sequence_view(grads[kGradZ]);
+  if (params.D.data != nullptr) params.grad_D = grads[kGradD].data_ptr();
+  if (params.delta_bias.data != nullptr) params.grad_delta_bias = grads[kGradDeltaBias].data_ptr();
+  if (has_initial_state) params.grad_initial_state = grads[kGradInitialState].data_ptr();
+
+  const ScalarKind kind = scalar_kind(u.scalar_type());
+  const Blocking blocking(params, cpu_kernels().vector_bytes() / A.element_size());
+  if (kind == ScalarKind::kDouble) {
+    run_bwd<double>(params, blocking, kind, A.options());
+  } else {
+    run_bwd<float>(params, blocking, kind, A.options());
+  }
+  return as_tuple(grads);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
+  m.impl("_selective_scan_fwd", &fwd_cpu);
+  m.impl("_selective_scan_bwd", &bwd_cpu);
+}
+
+}  // namespace ssm_kernels::selective_scan

@@ -1,0 +1,302 @@
+// The selective scan's dispatcher entries that are the same for every device: checks, allocation, Meta, Autograd, Autocast.
+
+#include "selective_scan/selective_scan_op.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "torch/checks.h"
+#include "torch/missing_cuda.h"
+
+namespace ssm_kernels::selective_scan {
+namespace {
+
+constexpr char kOp[] = "selective_scan";
+
+void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tensor& matrix, const Inputs& in) {
+  const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
+  switch (matrix.dim()) {
+    case 2:
+      return checks.tensor(name, matrix, "(dim, dstate)", {dim, dstate}, checks.accumulate());
+    case 3:
+      return checks.tensor(name, matrix, "(batch, dstate, seqlen)", {batch, dstate, seqlen}, in.u.scalar_type());
+    case 4: {
+      const c10::SymInt groups = matrix.sym_size(1);
+      checks.tensor(name, matrix, "(batch, groups, dstate, seqlen)", {batch, groups, dstate, seqlen}, in.u.scalar_type());
+      TORCH_CHECK_VALUE(groups > 0 && dim % groups == 0, kOp, ": expected the groups of ", name, " to divide dim = ", dim, ", got ",
+                        groups);
+      return;
+    }
+    default:
+      TORCH_CHECK_VALUE(false, kOp, ": expected ", name,
+                        " of shape (dim, dstate), (batch, dstate, seqlen) or (batch, groups, dstate, seqlen), got ",
+                        matrix.sym_sizes());
+  }
+}
+
+const at::Tensor& or_undefined(const OptionalTensor& tensor) {
+  static const at::Tensor undefined;
+  return tensor.has_value() ? *tensor : undefined;
+}
+
+OptionalTensor or_absent(const at::Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
+
+}  // namespace
+
+Discretization check_inputs(const Inputs& in, std::string_view discretization) {
+  const ArgumentChecks checks(kOp, "u", in.u);
+  checks.rank("u", in.u, 3, "(batch, dim, seqlen)");
+  checks.rank("A", in.A, 2, "(dim, dstate)");
+  const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), dstate = in.A.sym_size(1);
+  const at::ScalarType dtype = in.u.scalar_type(), accumulate = checks.accumulate();
+  checks.tensor("delta", in.delta, "(batch, dim, seqlen)", in.u.sym_sizes(), dtype);
+  checks.tensor("A", in.A, "(dim, dstate)", {dim, dstate}, accumulate);
+  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
+  check_matrix(checks, "B", in.B, in);
+  check_matrix(checks, "C", in.C, in);
+  checks.tensor("D", in.D, "(dim,)", {dim}, accumulate);
+  checks.tensor("z", in.z, "(batch, dim, seqlen)", in.u.sym_sizes(), dtype);
+  checks.tensor("delta_bias", in.delta_bias, "(dim,)", {dim}, accumulate);
+  checks.tensor("initial_state", in.initial_state, "(batch, dim, dstate)", {batch, dim, dstate}, accumulate);
+  return parse_discretization(kOp, discretization);
+}
+
+FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states) {
+  const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
+  const c10::SymInt chunks = save_chunk_states ? chunk_count(seqlen) : c10::SymInt(0);
+  return {at::empty_like(in.u), at::empty_symint({batch, dim, dstate}, in.A.options()),
+          at::empty_symint({batch, chunks, dim, dstate}, in.A.options())};
+}
+
+GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
+                         const at::Tensor& chunk_states, bool has_initial_state) {
+  const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
+  const ArgumentChecks checks("selective_scan backward", "u", in.u);
+  checks.tensor("grad_out", grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
+  checks.tensor("grad_last_state", grad_last_state, "(batch, dim, dstate)", {batch, dim, dstate}, checks.accumulate());
+  checks.tensor("chunk_states", chunk_states, "(batch, chunks, dim, dstate)", {batch, chunk_count(seqlen), dim, dstate},
+                checks.accumulate());
+
+  const auto parameter = [&](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
+  const auto matrix = [&](const at::Tensor& like) { return like.dim() == 2 ? parameter(like) : at::empty_like(like); };
+  const auto absent = [&] { return at::empty({0}, in.A.options()); };
+  const auto present = [](const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); };
+  return {at::empty_like(in.u),
+          at::empty_like(in.delta),
+          parameter(in.A),
+          matrix(in.B),
+          matrix(in.C),
+          present(in.D) ? parameter(*in.D) : absent(),
+          present(in.z) ? at::empty_like(*in.z) : absent(),
+          present(in.delta_bias) ? parameter(*in.delta_bias) : absent(),
+          has_initial_state ? at::empty_symint({batch, dim, dstate}, in.A.options()) : absent()};
+}
+
+SequenceView sequence_view(const OptionalTensor& tensor) {
+  if (!tensor.has_value() || !tensor->defined()) return {};
+  return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+}
+
+MatrixView matrix_view(const at::Tensor& t) {
+  if (t.dim() == 2) return {t.data_ptr(), false, 1, 0, t.stride(0), t.stride(1), 0};
+  if (t.dim() == 3) return {t.data_ptr(), true, 1, t.stride(0), 0, t.stride(1), t.stride(2)};
+  return {t.data_ptr(), true, t.size(1), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+}
+
+StateView state_view(const OptionalTensor& tensor) {
+  if (!tensor.has_value() || !tensor->defined()) return {};
+  if (tensor->dim() == 2) return {tensor->data_ptr(), 0, tensor->stride(0), tensor->stride(1)};
+  return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+}
+
+ChannelView channel_view(const OptionalTensor& tensor) {
+  if (!tensor.has_value() || !tensor->defined()) return {};
+  return {tensor->data_ptr(), tensor->stride(0)};
+}
+
+void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method, bool delta_softplus) {
+  params.batch = in.u.size(0);
+  params.dim = in.u.size(1);
+  params.seqlen = in.u.size(2);
+  params.dstate = in.A.size(1);
+  params.discretization = method;
+  params.delta_softplus = delta_softplus;
+  params.u = sequence_view(in.u);
+  params.delta = sequence_view(in.delta);
+  params.z = sequence_view(in.z);
+  params.B = matrix_view(in.B);
+  params.C = matrix_view(in.C);
+  params.A = state_view(in.A);
+  params.initial_state = state_view(in.initial_state);
+  params.D = channel_view(in.D);
+  params.delta_bias = channel_view(in.delta_bias);
+}
+
+namespace {
+
+using FwdSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                                    const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                                                                    const OptionalTensor&, const OptionalTensor&,
+                                                                    const OptionalTensor&, std::string_view, bool, bool);
+using BwdSignature = GradTuple(const OptionalTensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&,
+                               const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                               const OptionalTensor&, const OptionalTensor&, const at::Tensor&, bool, std::string_view, bool);
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
+  static const auto op = find_op<FwdSignature>("ssm_kernels::_selective_scan_fwd");
+  return op;
+}
+
+const c10::TypedOperatorHandle<BwdSignature>& bwd_op() {
+  static const auto op = find_op<BwdSignature>("ssm_kernels::_selective_scan_bwd");
+  return op;
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_meta(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
+                                                        const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
+                                                        const OptionalTensor& z, const OptionalTensor& delta_bias,
+                                                        const OptionalTensor& initial_state, std::string_view discretization, bool,
+                                                        bool save_chunk_states) {
+  const Inputs in{u, delta, A, B, C, D, z, delta_bias, initial_state};
+  check_inputs(in, discretization);
+  FwdOutputs outputs = allocate_fwd(in, save_chunk_states);
+  return {outputs.out, outputs.last_state, outputs.chunk_states};
+}
+
+GradTuple bwd_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
+                   const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
+                   const OptionalTensor& z, const OptionalTensor& delta_bias, const at::Tensor& chunk_states,
+                   bool has_initial_state, std::string_view discretization, bool) {
+  const Inputs in{u, delta, A, B, C, D, z, delta_bias, std::nullopt};
+  check_inputs(in, discretization);
+  return as_tuple(allocate_bwd(in, grad_out, grad_last_state, chunk_states, has_initial_state));
+}
+
+// Without a graph to build: forward, saving nothing.
+std::tuple<at::Tensor, at::Tensor> selective_scan_no_grad(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
+                                                          const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
+                                                          const OptionalTensor& z, const OptionalTensor& delta_bias,
+                                                          const OptionalTensor& initial_state, std::string_view discretization,
+                                                          bool delta_softplus) {
+  auto [out, last_state, chunk_states] =
+      fwd_op().call(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus, false);
+  return {out, last_state};
+}
+
+// Saves the inputs and the states before each chunk.
+class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
+ public:
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& u, const at::Tensor& delta,
+                                                const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
+                                                const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                                                const OptionalTensor& initial_state, const std::string& discretization,
+                                                bool delta_softplus) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [out, last_state, chunk_states] =
+        fwd_op().call(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus, true);
+    ctx->save_for_backward({u, delta, A, B, C, or_undefined(D), or_undefined(z), or_undefined(delta_bias), chunk_states});
+    ctx->saved_data["has_initial_state"] = or_undefined(initial_state).defined();
+    ctx->saved_data["discretization"] = discretization;
+    ctx->saved_data["delta_softplus"] = delta_softplus;
+    ctx->set_materialize_grads(false);
+    return {out, last_state};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    constexpr size_t kNumArguments = 11;  // of forward, after ctx
+    if (!grads[0].defined() && !grads[1].defined()) return torch::autograd::variable_list(kNumArguments);
+    const auto saved = ctx->get_saved_variables();
+    const bool has_initial_state = ctx->saved_data["has_initial_state"].toBool();
+    auto [grad_u, grad_delta, grad_A, grad_B, grad_C, grad_D, grad_z, grad_delta_bias, grad_initial_state] = bwd_op().call(
+        or_absent(grads[0]), or_absent(grads[1]), saved[0], saved[1], saved[2], saved[3], saved[4], or_absent(saved[5]),
+        or_absent(saved[6]), or_absent(saved[7]), saved[8], has_initial_state, ctx->saved_data["discretization"].toStringView(),
+        ctx->saved_data["delta_softplus"].toBool());
+    const auto only_if = [](bool present, const at::Tensor& grad) { return present ? grad : at::Tensor(); };
+    return {grad_u,
+            grad_delta,
+            grad_A,
+            grad_B,
+            grad_C,
+            only_if(saved[5].defined(), grad_D),
+            only_if(saved[6].defined(), grad_z),
+            only_if(saved[7].defined(), grad_delta_bias),
+            only_if(has_initial_state, grad_initial_state),
+            at::Tensor(),
+            at::Tensor()};
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> selective_scan_autograd(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
+                                                           const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
+                                                           const OptionalTensor& z, const OptionalTensor& delta_bias,
+                                                           const OptionalTensor& initial_state, std::string_view discretization,
+                                                           bool delta_softplus) {
+  const auto requires_grad = [](const OptionalTensor& tensor) { return tensor.has_value() && tensor->requires_grad(); };
+  const bool needs_graph = at::GradMode::is_enabled() && (u.requires_grad() || delta.requires_grad() || A.requires_grad() ||
+                                                          B.requires_grad() || C.requires_grad() || requires_grad(D) ||
+                                                          requires_grad(z) || requires_grad(delta_bias) ||
+                                                          requires_grad(initial_state));
+  if (!needs_graph) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return selective_scan_no_grad(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus);
+  }
+  auto outputs = SelectiveScan::apply(u, delta, A, B, C, D, z, delta_bias, initial_state, std::string(discretization), delta_softplus);
+  return {outputs[0], outputs[1]};
+}
+
+// Sequences in the autocast dtype; parameters and states in float32.
+template <at::DeviceType device_type>
+std::tuple<at::Tensor, at::Tensor> selective_scan_autocast(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
+                                                           const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
+                                                           const OptionalTensor& z, const OptionalTensor& delta_bias,
+                                                           const OptionalTensor& initial_state, std::string_view discretization,
+                                                           bool delta_softplus) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
+  const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
+  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
+  const auto matrix = [&](const at::Tensor& tensor) { return tensor.dim() == 2 ? parameter(tensor) : sequence(tensor); };
+  using Signature = decltype(selective_scan_no_grad);
+  static const auto op = find_op<Signature>("ssm_kernels::selective_scan");
+  return op.call(sequence(u), sequence(delta), parameter(A), matrix(B), matrix(C), parameter(D), sequence(z), parameter(delta_bias),
+                 parameter(initial_state), discretization, delta_softplus);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("selective_scan", &selective_scan_no_grad); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
+  m.impl("selective_scan", &selective_scan_autograd);
+  // The adjoint is not differentiable again: say so rather than return wrong second derivatives.
+  m.impl("_selective_scan_fwd", torch::autograd::autogradNotImplementedFallback());
+  m.impl("_selective_scan_bwd", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
+  m.impl("_selective_scan_fwd", &fwd_meta);
+  m.impl("_selective_scan_bwd", &bwd_meta);
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  m.impl("_selective_scan_fwd", torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
+  m.impl("_selective_scan_bwd", torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("selective_scan", &selective_scan_autocast<at::kCPU>); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { m.impl("selective_scan", &selective_scan_autocast<at::kCUDA>); }
+
+}  // namespace ssm_kernels::selective_scan

@@ -1,0 +1,49 @@
+// Between the operator's dispatcher-facing half (selective_scan_op.cpp) and its devices: checked arguments, the tensors that
+// forward and backward return, and plain-data views of tensors.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "selective_scan/selective_scan.h"
+
+namespace ssm_kernels::selective_scan {
+
+using OptionalTensor = std::optional<at::Tensor>;
+
+// What forward reads. References: lives as long as the call.
+struct Inputs {
+  const at::Tensor &u, &delta, &A, &B, &C;
+  const OptionalTensor &D, &z, &delta_bias, &initial_state;
+};
+
+// Raises unless the inputs are as ssm_kernels.selective_scan documents; returns the method.
+Discretization check_inputs(const Inputs& in, std::string_view discretization);
+
+struct FwdOutputs {
+  at::Tensor out, last_state, chunk_states;
+};
+// Uninitialized, on the device of u (the Meta device included). This is the one place that knows what forward saves.
+FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states);
+
+enum Grad { kGradU, kGradDelta, kGradA, kGradB, kGradC, kGradD, kGradZ, kGradDeltaBias, kGradInitialState, kNumGrads };
+using GradTensors = std::array<at::Tensor, kNumGrads>;
+// Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences have the layout of the sequence,
+// those of parameters and states are contiguous, and those of absent inputs have no elements.
+GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
+                         const at::Tensor& chunk_states, bool has_initial_state);
+
+using GradTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+inline GradTuple as_tuple(const GradTensors& grads) { return std::tuple_cat(grads); }
+
+SequenceView sequence_view(const OptionalTensor& tensor);
+MatrixView matrix_view(const at::Tensor& tensor);
+StateView state_view(const OptionalTensor& tensor);
+ChannelView channel_view(const OptionalTensor& tensor);
+void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method, bool delta_softplus);
+
+}  // namespace ssm_kernels::selective_scan

@@ -1,0 +1,70 @@
+// What the kernels of the selective state update are given: plain data, no torch type, shared by CPU and CUDA.
+//
+//   delta = softplus?(dt + dt_bias)                       (batch, heads, headdim)
+//   h     = Abar(delta A) h + delta k(delta A) B x        (slots, heads, headdim, dstate), in place
+//   out   = (<C, h> + D x) silu(z)                        (batch, heads, headdim)
+//
+// The form without heads, a state of shape (slots, dim, dstate), is one head of headdim = dim. A channel is one (head, headdim)
+// pair, counted head * headdim + p; channel c reads group c / (channels / groups) of B and C.
+#pragma once
+
+#include <cstdint>
+
+#include "common/discretization.h"
+
+namespace ssm_kernels::selective_state_update {
+
+constexpr int64_t kMaxDstate = 256;
+
+enum class ScalarKind : int { kFloat, kDouble, kHalf, kBFloat16 };
+
+// A (batch, heads, headdim) or, with no batch stride, (heads, headdim) tensor, data null if absent. Strides are in elements.
+struct ChannelView {
+  void* data = nullptr;
+  int64_t stride_batch = 0, stride_head = 0, stride_dim = 0;
+};
+
+// A (slots, heads, headdim, dstate) or, with no batch stride, (heads, headdim, dstate) tensor.
+struct StateView {
+  void* data = nullptr;
+  int64_t stride_batch = 0, stride_head = 0, stride_dim = 0, stride_state = 0;
+};
+
+// A (batch, groups, dstate) tensor.
+struct GroupView {
+  void* data = nullptr;
+  int64_t stride_batch = 0, stride_group = 0, stride_state = 0;
+};
+
+// The slot of each batch entry, data null if entry b uses slot b.
+struct IndexView {
+  const void* data = nullptr;
+  bool is_int64 = false;
+  int64_t stride = 0;
+
+  SSM_HOST_DEVICE int64_t at(int64_t b) const {
+    if (data == nullptr) return b;
+    return is_int64 ? static_cast<const int64_t*>(data)[b * stride] : static_cast<const int32_t*>(data)[b * stride];
+  }
+};
+
+struct StateUpdateParams {
+  int64_t batch = 0, slots = 0, heads = 0, headdim = 0, groups = 0, dstate = 0;
+  Discretization discretization = Discretization::kZoh;
+  bool dt_softplus = false;
+  ScalarKind input_kind = ScalarKind::kFloat;  // of x, dt, B, C, z and out
+  ScalarKind state_kind = ScalarKind::kFloat;
+  bool D_is_input_kind = false;  // else the accumulation type, which A always has
+  bool dt_bias_is_input_kind = false;
+
+  StateView state, A;
+  ChannelView x, dt, z, out, D, dt_bias;
+  GroupView B, C;
+  IndexView indices;
+
+  SSM_HOST_DEVICE int64_t channels() const { return heads * headdim; }
+  // Whether a row of A is one number, as in Mamba-2: Abar and the gain are then the row's as well.
+  SSM_HOST_DEVICE bool tied_A() const { return A.stride_state == 0; }
+};
+
+}  // namespace ssm_kernels::selective_state_update

@@ -1,0 +1,64 @@
+#include "torch/checks.h"
+
+#include <c10/util/Exception.h>
+
+#include <sstream>
+
+namespace ssm_kernels {
+
+at::ScalarType accumulate_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+Discretization parse_discretization(const char* op, std::string_view name) {
+  const Discretization* method = find_discretization(name);
+  if (method == nullptr) {
+    std::ostringstream known;
+    for (const DiscretizationRow& row : kDiscretizationTable) known << row.name << ", ";
+    for (const DiscretizationRow& row : kDiscretizationAliases) known << row.name << (&row + 1 == std::end(kDiscretizationAliases) ? "" : ", ");
+    TORCH_CHECK_VALUE(false, op, ": unknown discretization '", name, "', expected one of: ", known.str());
+  }
+  return *method;
+}
+
+ArgumentChecks::ArgumentChecks(const char* op, const char* like_name, const at::Tensor& like)
+    : op_(op), like_name_(like_name), like_(like), accumulate_(accumulate_type(like.scalar_type())) {
+  const at::ScalarType dtype = like.scalar_type();
+  TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble, op, ": expected ",
+              like_name, " of dtype Float, Half, BFloat16 or Double, got ", dtype);
+}
+
+void ArgumentChecks::rank(const char* name, const at::Tensor& tensor, int64_t rank, const char* axes) const {
+  TORCH_CHECK_VALUE(tensor.dim() == rank, op_, ": expected ", name, " of shape ", axes, ", got ", tensor.sym_sizes());
+}
+
+void ArgumentChecks::shape(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape) const {
+  const c10::SymIntArrayRef got = tensor.sym_sizes();
+  bool equal = got.size() == shape.size();
+  for (size_t i = 0; equal && i < shape.size(); ++i) equal = got[i] == shape[i];
+  TORCH_CHECK_VALUE(equal, op_, ": expected ", name, " of shape ", axes, " = ", shape, ", got ", got);
+}
+
+void ArgumentChecks::dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) const {
+  const at::ScalarType got = tensor.scalar_type();
+  TORCH_CHECK(!c10::isComplexType(got), op_, ": expected a real ", name, ", got ", got, ": complex tensors are not supported");
+  TORCH_CHECK(got == expected, op_, ": expected ", name, " of dtype ", expected, " (with ", like_name_, " of dtype ",
+              like_.scalar_type(), "), got ", got);
+}
+
+void ArgumentChecks::device(const char* name, const at::Tensor& tensor) const {
+  TORCH_CHECK(tensor.device() == like_.device(), op_, ": expected ", name, " on ", like_.device(), " (the device of ", like_name_,
+              "), got ", tensor.device());
+}
+
+void ArgumentChecks::tensor(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape,
+                            at::ScalarType dtype) const {
+  this->shape(name, tensor, axes, shape);
+  this->dtype(name, tensor, dtype);
+  device(name, tensor);
+}
+
+void ArgumentChecks::tensor(const char* name, const std::optional<at::Tensor>& tensor, const char* axes, c10::SymIntArrayRef shape,
+                            at::ScalarType dtype) const {
+  if (tensor.has_value() && tensor->defined()) this->tensor(name, *tensor, axes, shape, dtype);
+}
+
+}  // namespace ssm_kernels

@@ -1,0 +1,50 @@
+// Argument checks, shared by the Meta kernel and the real kernels of every operator. Sizes are symbolic, so that one trace of
+// torch.compile serves every length. A value or shape error is a ValueError, a dtype or device error a RuntimeError, and each
+// says what was expected and what came.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymIntArrayRef.h>
+
+#include <optional>
+#include <string_view>
+
+#include "common/discretization.h"
+
+namespace ssm_kernels {
+
+// float64 for float64, else float32: the type of parameters, states and accumulation beside tensors of `dtype`.
+at::ScalarType accumulate_type(at::ScalarType dtype);
+
+// The method of that name; a ValueError that lists the known ones if there is none.
+Discretization parse_discretization(const char* op, std::string_view name);
+
+// The checks of one operator's arguments, against the dtype and device of its first.
+class ArgumentChecks {
+ public:
+  // `like` must be float32, float16, bfloat16 or float64.
+  ArgumentChecks(const char* op, const char* like_name, const at::Tensor& like);
+
+  at::ScalarType accumulate() const { return accumulate_; }
+
+  void rank(const char* name, const at::Tensor& tensor, int64_t rank, const char* axes) const;
+
+  // Shape, dtype and device at once; `axes` names the sizes, as "(batch, dim, seqlen)".
+  void tensor(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape, at::ScalarType dtype) const;
+
+  // As above for an argument that may be absent or, where null tensors stand for absent ones, undefined.
+  void tensor(const char* name, const std::optional<at::Tensor>& tensor, const char* axes, c10::SymIntArrayRef shape,
+              at::ScalarType dtype) const;
+
+  void shape(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape) const;
+  void dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) const;
+  void device(const char* name, const at::Tensor& tensor) const;
+
+ private:
+  const char* op_;
+  const char* like_name_;
+  const at::Tensor& like_;
+  at::ScalarType accumulate_;
+};
+
+}  // namespace ssm_kernels

@@ -1,0 +1,255 @@
+"""Classifies handwritten digits read pixel by pixel, with a small stack of Mamba blocks.
+
+The images are scikit-learn's digits (8 x 8 pixels, 10 classes, part of the package: nothing is downloaded). Each is a sequence
+of 64 numbers that the model reads one after another. One word changes the discretization:
+
+    python examples/train_sequence.py --discretization bilinear --plot curve.png
+
+Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and evaluations
+depend on the seed and the number of steps done alone, so the result is that of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+
+import ssm_kernels
+from ssm_kernels.nn import Mamba
+
+try:
+    from matplotlib.figure import Figure
+    from sklearn.datasets import load_digits
+    from sklearn.model_selection import train_test_split
+    from tqdm import tqdm
+except ImportError as error:
+    sys.exit(f'{Path(__file__).name}: {error.name} is not installed; pip install "ssm_kernels[examples]"')
+
+
+class Block(nn.Module):
+    """A Mamba mixer with normalization before it and a residual connection around it; (batch, seqlen, d_model)."""
+
+    def __init__(self, d_model: int, discretization: str) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(d_model)
+        self.mixer = Mamba(d_model, d_state=8, discretization=discretization)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.mixer(self.norm(x))
+
+
+class SequenceClassifier(nn.Module):
+    """A class for each sequence of numbers: (batch, seqlen) -> logits (batch, n_classes)."""
+
+    def __init__(self, d_model: int, n_layers: int, n_classes: int, discretization: str) -> None:
+        super().__init__()
+        self.embedding = nn.Linear(1, d_model)
+        self.blocks = nn.Sequential(*(Block(d_model, discretization) for _ in range(n_layers)))
+        self.norm = nn.RMSNorm(d_model)
+        self.head = nn.Linear(d_model, n_classes)
+
+    def forward(self, sequence: Tensor) -> Tensor:
+        x = self.blocks(self.embedding(sequence[..., None]))
+        return self.head(self.norm(x).mean(dim=1))
+
+
+def load_data(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sequences (n, 64) in [-1, 1] and labels (n,), for training and for testing; the split never changes."""
+    images, labels = load_digits(return_X_y=True)
+    parts = train_test_split(images, labels, test_size=0.25, stratify=labels, random_state=0)
+    train_x, test_x = (torch.tensor(part / 8 - 1, dtype=torch.float32, device=device) for part in parts[:2])
+    train_y, test_y = (torch.tensor(part, device=device) for part in parts[2:])
+    return train_x, train_y, test_x, test_y
+
+
+def make_optimizer(model: nn.Module, lr: float, total_steps: int) -> tuple[Optimizer, LRScheduler]:
+    """AdamW without weight decay on vectors and on the SSM's own parameters; warm-up, then a cosine down to zero."""
+    decay, no_decay = [], []
+    for parameter in model.parameters():
+        keep = parameter.dim() < 2 or getattr(parameter, "_no_weight_decay", False)
+        (no_decay if keep else decay).append(parameter)
+    optimizer = AdamW([{"params": decay, "weight_decay": 0.05}, {"params": no_decay, "weight_decay": 0.0}], lr=lr)
+    warmup = min(50, max(1, total_steps // 10))
+    schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / total_steps)))
+    return optimizer, schedule
+
+
+def batch_indices(step: int, n_samples: int, batch_size: int, seed: int) -> Tensor:
+    """The batch of a step. Every epoch visits the samples in an order of its own and drops the incomplete last batch."""
+    epoch, position = divmod(step, n_samples // batch_size)
+    order = torch.randperm(n_samples, generator=torch.Generator().manual_seed(10_000 * seed + epoch))
+    return order[position * batch_size : (position + 1) * batch_size]
+
+
+@torch.no_grad()
+def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
+    """The share of sequences that the model classifies correctly."""
+    return (model(x).argmax(dim=-1) == y).float().mean().item()
+
+
+def save_checkpoint(path: Path, checkpoint: dict) -> None:
+    """Writes beside the old checkpoint, then replaces it, so that a run killed here loses nothing."""
+    partial = path.with_name(path.name + ".partial")
+    torch.save(checkpoint, partial)
+    os.replace(partial, path)
+
+
+def load_checkpoint(path: Path, run: dict, device: torch.device) -> dict:
+    """The checkpoint, if it is one of this run."""
+    try:
+        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        other = {name: (checkpoint["run"][name], value) for name, value in run.items() if checkpoint["run"][name] != value}
+    except (EOFError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError):
+        fail(f"{path} is not a checkpoint of this script")
+    if other:
+        fail(f"{path} is of another run: " + ", ".join(f"{name} {was}, not {now}" for name, (was, now) in other.items()))
+    return checkpoint
+
+
+def fail(message: str) -> NoReturn:
+    sys.exit(f"{Path(__file__).name}: error: {message}")
+
+
+def plot_learning_curve(path: Path, losses: list[float], accuracies: list[tuple[int, float]], title: str) -> None:
+    """Training loss of every step, its running mean, and test accuracy of every epoch."""
+    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    window = max(1, len(losses) // 50)
+    smooth = torch.tensor(losses).unfold(0, window, 1).mean(dim=-1).tolist()
+    left.plot(range(1, len(losses) + 1), losses, color="C0", alpha=0.3, linewidth=0.8, label="each step")
+    left.plot(range(window, len(losses) + 1), smooth, color="C0", label=f"mean of {window} steps")
+    left.set(xlabel="step", ylabel="training loss (cross-entropy)", yscale="log")
+    left.legend()
+    steps, values = zip(*accuracies, strict=True)
+    right.plot(steps, [100 * value for value in values], color="C1", marker=".")
+    right.set(xlabel="step", ylabel="test accuracy (%)", ylim=(0, 102), title=f"last: {100 * values[-1]:.1f} %")
+    figure.suptitle(title)
+    figure.savefig(path, dpi=150)
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser that reports a mistake in one line."""
+
+    def error(self, message: str) -> None:
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+
+def positive(number_type: type) -> type:
+    """Reads a positive number of a type."""
+
+    def read(text: str):
+        value = number_type(text)
+        if not 0 < value < math.inf:
+            raise ValueError(text)
+        return value
+
+    read.__name__ = f"positive {number_type.__name__}"
+    return read
+
+
+def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = Parser(prog=Path(__file__).name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--discretization", default="zoh", choices=ssm_kernels.discretizations, help="default: zoh")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda; default: cpu")
+    parser.add_argument("--epochs", type=positive(int), default=25, help="default: 25")
+    parser.add_argument("--batch-size", type=positive(int), default=32, help="default: 32")
+    parser.add_argument("--lr", type=positive(float), default=4e-3, help="peak learning rate; default: 0.004")
+    parser.add_argument("--d-model", type=positive(int), default=32, help="channels; default: 32")
+    parser.add_argument("--n-layers", type=positive(int), default=2, help="Mamba blocks; default: 2")
+    parser.add_argument("--seed", type=int, default=0, help="of the initialization and of the batches; default: 0")
+    parser.add_argument("--max-steps", type=positive(int), help="stop after this step; the schedule is still that of --epochs")
+    parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="written after every epoch and at the end")
+    parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="write the learning curve there")
+    args = parser.parse_args(argv)
+
+    for option, path in (("--checkpoint", args.checkpoint), ("--plot", args.plot)):
+        if path is not None and not path.absolute().parent.is_dir():
+            parser.error(f"argument {option}: no such directory: {path.parent}")
+    if args.plot is not None and args.plot.suffix != ".png":
+        parser.error(f"argument --plot: expected a name that ends in .png, got {args.plot}")
+    if args.resume and (args.checkpoint is None or not args.checkpoint.is_file()):
+        parser.error(f"argument --resume: no checkpoint to continue from: {args.checkpoint or 'give --checkpoint FILE'}")
+    try:
+        args.device = torch.device(args.device)
+        Mamba(8, device=args.device)(torch.zeros(1, 2, 8, device=args.device))
+    except (AssertionError, RuntimeError) as error:  # no such device, or no kernels for it
+        parser.error(f"argument --device: {str(error).splitlines()[0]}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    train_x, train_y, test_x, test_y = load_data(args.device)
+    if args.batch_size > len(train_x):
+        fail(f"--batch-size {args.batch_size} is more than the {len(train_x)} training images")
+    steps_per_epoch = len(train_x) // args.batch_size
+    total_steps = args.epochs * steps_per_epoch
+    last_step = min(args.max_steps or total_steps, total_steps)
+
+    torch.manual_seed(args.seed)
+    model = SequenceClassifier(args.d_model, args.n_layers, n_classes=10, discretization=args.discretization).to(args.device)
+    optimizer, schedule = make_optimizer(model, args.lr, total_steps)
+    losses: list[float] = []
+    accuracies: list[tuple[int, float]] = []
+
+    # What must be the same in all parts of an interrupted run.
+    options = ("discretization", "epochs", "batch_size", "lr", "d_model", "n_layers", "seed")
+    run = {name: getattr(args, name) for name in options}
+    if args.resume:
+        checkpoint = load_checkpoint(args.checkpoint, run, args.device)
+        model.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+        schedule.load_state_dict(checkpoint["schedule"])
+        losses, accuracies = checkpoint["losses"], checkpoint["accuracies"]
+        if len(losses) >= last_step:
+            fail(f"{args.checkpoint} has done {len(losses)} steps already, and this run ends after {last_step}")
+
+    start = time.perf_counter()
+    with tqdm(total=last_step, initial=len(losses), unit="step", desc=args.discretization, mininterval=0.5) as progress:
+        for step in range(len(losses), last_step):
+            batch = batch_indices(step, len(train_x), args.batch_size, args.seed)
+            loss = F.cross_entropy(model(train_x[batch]), train_y[batch])
+            optimizer.zero_grad()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+
+            losses.append(loss.item())
+            if not math.isfinite(losses[-1]):
+                fail(f"the loss is {losses[-1]} in step {step + 1}: try a lower --lr or another discretization")
+            if (step + 1) % steps_per_epoch == 0 or step + 1 == last_step:
+                accuracies.append((step + 1, accuracy(model, test_x, test_y)))
+                if args.checkpoint is not None:
+                    parts = {"model": model, "optimizer": optimizer, "schedule": schedule}
+                    states = {name: part.state_dict() for name, part in parts.items()}
+                    save_checkpoint(args.checkpoint, states | {"run": run, "losses": losses, "accuracies": accuracies})
+            test = f"{100 * accuracies[-1][1]:.1f} %" if accuracies else "-"
+            progress.set_postfix(loss=f"{losses[-1]:.3f}", test=test, refresh=False)
+            progress.update()
+
+    if args.plot is not None:
+        plot_learning_curve(args.plot, losses, accuracies, f"digits pixel by pixel, discretization {args.discretization}")
+        print(f"learning curve: {args.plot}")
+    print(
+        f"test accuracy: {100 * accuracies[-1][1]:.1f} % after {last_step} steps "
+        f"({last_step / steps_per_epoch:.3g} epochs), {time.perf_counter() - start:.0f} s, discretization {args.discretization}"
+    )
+
+
+if __name__ == "__main__":
+    main()

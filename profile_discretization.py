@@ -1,0 +1,379 @@
+#!/usr/bin/env python3
+"""Cost and error of every discretization, on the machine it runs on.
+
+Without arguments everything is measured, at sizes that finish within a minute:
+
+1. the elementary operations that the rules are made of;
+2. each rule's forward and backward through ``ssm_kernels.selective_scan``, beside a loop over time in PyTorch;
+3. each rule's error against the exact solution of the continuous system, for a known input or a recorded one (``--input``).
+
+Tables go to standard output, a figure to ``--plot``, all numbers to ``--json`` and ``--csv``. ``docs/discretizations.md``
+explains the rules and how to choose.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+PROGRAM = "profile_discretization.py"
+
+try:
+    import torch
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    import ssm_kernels
+    from benchmarks.discretization import accuracy, operations, plots, report, scans, signals
+    from benchmarks.harness import available_memory, machine, measure
+    from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
+except ImportError as error:
+    missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "ssm_kernels"
+    install = ' (pip install -e ".[profile]")' if missing else ""
+    sys.exit(f"{PROGRAM}: {' '.join(str(error).split())}{install}")
+
+DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
+SIZES = {  # of which the largest that fits the time is taken
+    "cpu": [
+        (1, 64, 128, 16),
+        (1, 128, 256, 16),
+        (2, 256, 512, 16),
+        (2, 512, 1024, 16),
+        (4, 1024, 1024, 16),
+        (8, 1024, 2048, 16),
+    ],
+    "cuda": [(1, 256, 512, 16), (4, 1024, 1024, 16), (8, 2048, 2048, 16)],
+}
+ACCURACY_DIM = 16
+TRIALS = 20
+LOOP_TRIALS = 3
+SECONDS = {"operations": 4.0, "scans": 14.0, "loop": 8.0}  # for what is left to the program to choose
+
+
+class UsageError(Exception):
+    """What the user has to change, in one line."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Reports a bad argument in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message)
+
+
+def at_least(lowest: int, highest: float = math.inf) -> Callable[[str], int]:
+    """An argument's type: an integer in a range."""
+    wanted = f"an integer of at least {lowest}" if highest == math.inf else f"an integer from {lowest} to {highest}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = None
+        if value is None or not lowest <= value <= highest:
+            raise argparse.ArgumentTypeError(f"expected {wanted}, got {text!r}")
+        return value
+
+    return parse
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    switch = {"action": argparse.BooleanOptionalAction, "default": True}
+    sizes = parser.add_argument_group("sizes (each chosen to fit the time if not given)")
+    sizes.add_argument("--batch", type=at_least(1), metavar="B")
+    sizes.add_argument("--dim", type=at_least(1), metavar="D")
+    sizes.add_argument("--seqlen", type=at_least(1), metavar="L")
+    sizes.add_argument("--dstate", type=at_least(1, 256), metavar="N", help="states per channel, in the accuracy part too")
+    sizes.add_argument("--n_trials", type=at_least(1), metavar="T", help=f"trials of each benchmark (default: up to {TRIALS})")
+    what = parser.add_argument_group("what to measure")
+    what.add_argument(
+        "--methods", nargs="+", default=["all"], metavar="NAME", help=f"'all' or a list of {', '.join(DISCRETIZATIONS)}"
+    )
+    what.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
+    what.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of part 1 and 2; errors are found in float64")
+    what.add_argument("--profile_ops", **switch, help="part 1, the elementary operations")
+    what.add_argument("--profile_scan", **switch, help="part 2, time of each method")
+    what.add_argument("--profile_accuracy", **switch, help="part 3, error of each method")
+    what.add_argument("--backward", **switch, help="time backward as well as forward")
+    what.add_argument("--seed", type=at_least(0, 2**31 - 1), default=0)
+    record = parser.add_argument_group("recorded input")
+    record.add_argument("--input", type=Path, metavar="FILE", help=".npy, .csv or .wav, evenly sampled")
+    record.add_argument("--hold", choices=list(signals.HOLDS), default="linear", help="the input between its samples")
+    record.add_argument("--channel", type=at_least(0), metavar="K", help="of the recording (default: the mean of all)")
+    output = parser.add_argument_group("output")
+    output.add_argument(
+        "--plot",
+        default="profile_discretization.png",
+        metavar="FILE",
+        help=".png, .pdf or .svg (default: %(default)s); or 'none'",
+    )
+    output.add_argument("--layout", choices=["page", "column"], default="page", help="panels side by side, or stacked")
+    output.add_argument("--json", type=Path, metavar="FILE")
+    output.add_argument("--csv", type=Path, metavar="FILE")
+    output.add_argument("--quiet", action="store_true", help="print only where files were written")
+    options = parser.parse_args(arguments)
+
+    options.methods = chosen_methods(options.methods)
+    if not (options.profile_ops or options.profile_scan or options.profile_accuracy):
+        raise UsageError("nothing to measure: every part is switched off")
+    if options.input is not None and not options.profile_accuracy:
+        raise UsageError("--input is for the accuracy part, which --no-profile_accuracy switches off")
+    options.plot = None if options.plot.lower() == "none" else Path(options.plot)
+    if options.plot is not None and options.plot.suffix.lower().removeprefix(".") not in plots.FORMATS:
+        raise UsageError(f"--plot {options.plot}: expected a name that ends in .{', .'.join(plots.FORMATS)}, or 'none'")
+    outputs = {name: getattr(options, name) for name in ("plot", "json", "csv") if getattr(options, name) is not None}
+    for name, path in outputs.items():
+        check_writable(f"--{name}", path)
+    if len({path.resolve() for path in outputs.values()}) < len(outputs):
+        raise UsageError("--plot, --json and --csv: expected different files")
+    return options
+
+
+def chosen_methods(words: Sequence[str]) -> list[str]:
+    """The methods' names, in the order asked for, from words separated by commas or spaces."""
+    names = [name for word in words for name in word.replace(",", " ").split()]
+    if not names:
+        raise UsageError("--methods: expected at least one name")
+    methods: list[str] = []
+    for name in names:
+        if name != "all" and name not in DISCRETIZATIONS and name not in ALIASES:
+            raise UsageError(
+                f"--methods: unknown discretization {name!r}, expected 'all' or some of {', '.join(DISCRETIZATIONS)}"
+            )
+        methods += list(DISCRETIZATIONS) if name == "all" else [ALIASES.get(name, name)]
+    return list(dict.fromkeys(methods))
+
+
+def check_writable(option: str, path: Path) -> None:
+    folder = path.absolute().parent
+    if path.is_dir():
+        raise UsageError(f"{option} {path}: is a folder, expected a file")
+    if not folder.is_dir():
+        raise UsageError(f"{option} {path}: no such folder: {folder}")
+    if not os.access(path if path.exists() else folder, os.W_OK):
+        raise UsageError(f"{option} {path}: no permission to write there")
+
+
+def first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+def usable_device(wanted: str, dtype: torch.dtype) -> torch.device:
+    """The device to run on; that it has the kernels is found out by trying."""
+    if wanted == "cpu":
+        return torch.device("cpu")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # a driver too old is one of the reasons for there being none
+        available = torch.cuda.is_available()
+    if not available:
+        if wanted == "cuda":
+            raise UsageError(f"--device cuda: torch {torch.__version__} finds no CUDA device")
+        return torch.device("cpu")
+    try:
+        device = torch.device("cuda", torch.cuda.current_device())
+        run_once(scans.ScanSize(1, 2, 4, 2), device, dtype)
+    except RuntimeError as error:
+        if wanted == "cuda":
+            raise UsageError(f"--device cuda: {first_line(error)}") from error
+        return torch.device("cpu")
+    return device
+
+
+def run_once(size: scans.ScanSize, device: torch.device, dtype: torch.dtype) -> None:
+    inputs = scans.scan_inputs(size, device=device, dtype=dtype, seed=0)
+    forward, backward = scans.scan_stages(
+        ssm_kernels.selective_scan, inputs, torch.ones_like(inputs["u"]), "zoh", backward=True
+    )
+    backward(forward())
+
+
+def choose_size(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> scans.ScanSize:
+    """The sizes asked for; the others from the largest of ``SIZES`` at which all trials are expected to fit the time."""
+    wanted = (options.batch, options.dim, options.seqlen, options.dstate)
+    candidates = [
+        scans.ScanSize(*(given or default for given, default in zip(wanted, sizes, strict=True)))
+        for sizes in SIZES[device.type]
+    ]
+    chosen = candidates[0]
+    rounds = 2 + (options.n_trials or TRIALS)
+    memory = available_memory(device)
+    for candidate in candidates[1:] if None in wanted else []:
+        if memory is not None and needed_bytes(chosen, dtype) > memory / 4:
+            break
+        inputs = scans.scan_inputs(chosen, device=device, dtype=dtype, seed=0)
+        grad_out = torch.ones_like(inputs["u"])
+        trial = {
+            name: scans.scan_stages(ssm_kernels.selective_scan, inputs, grad_out, options.methods[0], backward=backward)
+            for name, backward in (("forward", False), ("training", options.backward))
+        }
+        seconds = sum(measured.total.median for measured in measure(trial, device=device, trials=2, warmup=1).values())
+        growth = candidate.updates / chosen.updates
+        if 1.2 * seconds * growth * len(options.methods) * rounds > SECONDS["scans"]:
+            break
+        chosen = candidate
+    return chosen
+
+
+def needed_bytes(size: scans.ScanSize, dtype: torch.dtype) -> int:
+    """An estimate for one training step: arguments, results and gradients, and the states that are kept, one in 32."""
+    width = torch.finfo(dtype).bits // 8
+    tokens = size.batch * size.seqlen
+    arguments = width * tokens * (3 * size.dim + 2 * size.dstate) + 4 * size.dim * (size.dstate + 2)
+    return 3 * arguments + 2 * width * tokens * size.dim + size.updates // 8
+
+
+def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch.device, dtype: torch.dtype) -> int:
+    """How many steps the loop runs over: all, or the power of two that fits time and memory."""
+    probe = 8
+    inputs = scans.scan_inputs(scans.ScanSize(size.batch, size.dim, probe, size.dstate), device=device, dtype=dtype, seed=0)
+    stages = scans.scan_stages(
+        scans.reference.selective_scan, inputs, torch.ones_like(inputs["u"]), options.methods[0], backward=options.backward
+    )
+    seconds = measure({"loop": stages}, device=device, trials=2, warmup=1)["loop"].total.median / probe
+    cost = 1.6 if options.backward else 1.2  # of forward alone, and of the rules with more terms
+    fits = SECONDS["loop"] / ((1 + LOOP_TRIALS) * len(options.methods) * cost * seconds)
+    memory = available_memory(device)
+    if memory is not None:
+        fits = min(fits, memory / 4 * size.seqlen / scans.loop_bytes(size, dtype))
+    return size.seqlen if fits >= size.seqlen else 2 ** int(math.log2(max(4.0, fits)))
+
+
+@contextmanager
+def progress_bar(quiet: bool) -> Iterator[Callable[[str, int], Callable[[], None]]]:
+    """Gives a function that starts a bar and returns what advances it; on standard error, and only on a terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
+    with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
+
+        def start(description: str, total: int) -> Callable[[], None]:
+            for task in progress.task_ids:  # a part may end early, when its time is over
+                progress.update(task, completed=progress.tasks[task].total)
+            task = progress.add_task(description, total=total)
+            return lambda: progress.advance(task)
+
+        yield start
+
+
+def profile(options: argparse.Namespace) -> report.Report:
+    """Measures what the options ask for."""
+    device, dtype = usable_device(options.device, DTYPES[options.dtype]), DTYPES[options.dtype]
+    fixed_trials = options.n_trials is not None
+    trials = options.n_trials or TRIALS
+    methods, seed = options.methods, options.seed
+    found = report.Report(machine(device), {})
+
+    response = system = None
+    if options.profile_accuracy:  # before the long parts: a bad file is reported at once
+        system = signals.System.random(ACCURACY_DIM, options.dstate or SIZES["cpu"][0][3], seed)
+        if options.input is None:
+            response = signals.sinusoids(system, seed)
+            found.signal = response.description
+        else:
+            samples, taken = signals.load_recording(options.input, options.channel)
+            response = signals.recording(system, samples, options.hold)
+            found.signal, found.sample_spacing = f"{taken}; {response.description}", response.resolved
+
+    size = choose_size(options, device, dtype)
+    found.settings = {
+        "batch": size.batch,
+        "dim": size.dim,
+        "seqlen": size.seqlen,
+        "dstate": size.dstate,
+        "dtype": options.dtype,
+        "device": str(device),
+        "n_trials": trials,
+        "methods": methods,
+        "backward": options.backward,
+        "seed": seed,
+        "input": None if options.input is None else str(options.input),
+        "hold": None if options.input is None else options.hold,
+    }
+    if options.profile_scan:
+        memory, needed = available_memory(device), needed_bytes(size, dtype)
+        if memory is not None and needed > memory:
+            raise UsageError(f"{size} needs about {needed / 2**30:.3g} GiB, {memory / 2**30:.3g} GiB are available on {device}")
+
+    with progress_bar(options.quiet) as start:
+        if options.profile_ops:
+            found.operations = operations.time_operations(
+                size.dstate,
+                device=device,
+                dtype=dtype,
+                trials=trials,
+                budget=None if fixed_trials else SECONDS["operations"],
+                seed=seed,
+                on_trial=start("elementary operations", 10 * (trials + 2)),
+            )
+        if options.profile_scan:
+            loop_seqlen = choose_loop(options, size, device, dtype)
+            rounds = len(methods) * (1 + options.backward)
+            found.scans = scans.time_scans(
+                methods,
+                size,
+                device=device,
+                dtype=dtype,
+                backward=options.backward,
+                trials=trials,
+                budget=None if fixed_trials else SECONDS["scans"],
+                loop_seqlen=loop_seqlen,
+                loop_trials=LOOP_TRIALS,
+                loop_budget=None,
+                seed=seed,
+                on_trial=start("scan, forward, backward", rounds * (trials + 2 + LOOP_TRIALS + 1)),
+            )
+        if options.profile_accuracy:
+            found.accuracies = accuracy.measure_accuracy(
+                methods, system, response, device=device, dtype=dtype, on_method=start("error", len(methods))
+            )
+    return found
+
+
+def run(arguments: Sequence[str] | None) -> None:
+    options = parse_arguments(arguments)
+    began = time.perf_counter()
+    found = profile(options)
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 110)
+    if not options.quiet:
+        found.print_header(console)
+        found.print_tables(console)
+        console.print()
+    if options.plot is not None:
+        plots.draw(found, options.plot, list(DISCRETIZATIONS), column=options.layout == "column")
+    if options.json is not None:
+        found.write_json(options.json)
+    if options.csv is not None:
+        found.write_csv(options.csv)
+    for path in (options.plot, options.json, options.csv):
+        if path is not None:
+            print(f"wrote {path}")
+    if not options.quiet:
+        console.print(f"{time.perf_counter() - began:.0f} s")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit code: 0, 2 for what the user has to change, 130 if interrupted."""
+    try:
+        run(arguments)
+    except KeyboardInterrupt:
+        print(f"{PROGRAM}: interrupted", file=sys.stderr)
+        return 130
+    except (UsageError, ValueError, RuntimeError, OSError, MemoryError, ImportError) as error:
+        print(f"{PROGRAM}: error: {first_line(error)}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

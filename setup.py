@@ -1,0 +1,218 @@
+"""Builds the two libraries: ``_ops`` (every operator, nothing of Python) and ``_C`` (what was built, nothing of torch).
+
+Environment variables: ``SSM_KERNELS_CUDA`` (0 or 1), ``CUDA_HOME``, ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``, ``CXX``; see
+docs/installation.md.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from setuptools import Extension, setup
+from setuptools.command.build import build
+from setuptools.errors import BaseError
+
+import build_backend
+from build_backend import stop
+
+ROOT = Path(__file__).parent.resolve()
+OPS = "ssm_kernels._ops"
+
+# The hot CPU loops, *_cpu_kernel.cpp, are compiled once per capability and chosen among when running, as PyTorch's own are.
+CPU_CAPABILITIES = {"DEFAULT": []}
+if platform.machine() in ("x86_64", "AMD64"):
+    CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c"]
+    CPU_CAPABILITIES["AVX512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *CPU_CAPABILITIES["AVX2"]]
+
+build_backend.check_platform()
+compiler = build_backend.find_compiler()
+torch_found = build_backend.find_torch(sys.path)
+if torch_found is None:
+    # Metadata and source distributions need none.
+    if {"egg_info", "dist_info", "sdist"}.isdisjoint(sys.argv):
+        stop("torch is not installed in this environment. Install it first, or let pip do it: drop --no-build-isolation.")
+    setup()
+    sys.exit()
+
+toolkit = build_backend.find_toolkit(sys.path)
+request = build_backend.cuda_request()
+plan = build_backend.plan_cuda(torch_found, toolkit, request, build_backend.has_nvidia_driver())
+if plan == "fetch":
+    advice = f"pip install '{build_backend.toolkit_requirement(torch_found)}'"
+    if request == "1":
+        stop(f"SSM_KERNELS_CUDA=1, but no nvcc was found. Install the CUDA toolkit and set CUDA_HOME to it, or: {advice}")
+    print(f"ssm_kernels: no nvcc was found: building CPU kernels only. For CUDA kernels too: {advice}, then build again.")
+WITH_CUDA = plan == "yes"
+if WITH_CUDA:
+    # Read by torch.utils.cpp_extension when it is imported.
+    os.environ["CUDA_HOME"] = str(toolkit.home)
+
+import torch  # noqa: E402
+from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtension  # noqa: E402
+
+
+def cuda_architectures() -> str:
+    """TORCH_CUDA_ARCH_LIST, else the visible GPUs, else what runs on everything from Ampere on and uses all of Hopper."""
+    listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").replace(",", ";")
+    if listed not in ("", "native"):
+        return listed
+    try:
+        capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
+    except RuntimeError:  # a GPU that torch cannot use
+        capabilities = set()
+    # From Hopper on the tensor cores' instructions are in the architecture-specific set, "a".
+    names = [f"{major}.{minor}{'a' if major >= 9 else ''}" for major, minor in sorted(capabilities)]
+    return ";".join(names) or "8.0+PTX;9.0a"
+
+
+def number_of_jobs() -> int:
+    """MAX_JOBS, else one per core, as far as memory allows: a compiler takes up to 2 GB for a C++ file and 4 GB for a CUDA one."""
+    requested = os.environ.get("MAX_JOBS", "")
+    if requested.isdigit() and int(requested) > 0:
+        return int(requested)
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // (4 if WITH_CUDA else 2) // 10**9))
+
+
+def find_sources(pattern: str) -> list[str]:
+    return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
+
+
+CPU_KERNELS = find_sources("csrc/**/*_cpu_kernel.cpp")
+
+
+class BuildLibraries(BuildExtension):
+    """BuildExtension, with the CPU kernels compiled per capability, and objects kept so that a rebuild is incremental."""
+
+    def finalize_options(self):
+        super().finalize_options()
+        # Not the default, which is a temporary folder in an editable install; objects of another torch or Python are of no use.
+        name = f"{torch.__version__}-{'cuda' if WITH_CUDA else 'cpu'}-{sys.implementation.cache_tag}"
+        self.build_temp = str(ROOT / "build" / name)
+
+    def build_extensions(self):
+        spec = importlib.util.find_spec("ninja")
+        if spec is not None:
+            # The package's, not on PATH when pip is called by its path in an environment that is not active.
+            os.environ["PATH"] = os.pathsep.join([importlib.import_module("ninja").BIN_DIR, os.environ["PATH"]])
+        super().build_extensions()
+
+    def build_extension(self, ext):
+        jobs = number_of_jobs()
+        try:
+            if ext.name == OPS:
+                os.environ["MAX_JOBS"] = str(-(-jobs // len(CPU_CAPABILITIES)))
+                ext.extra_objects = self.compile_cpu_kernels(ext)
+            os.environ["MAX_JOBS"] = str(jobs)
+            super().build_extension(ext)
+        except (RuntimeError, BaseError) as error:
+            stop(f"building {ext.name} failed ({error}); the compiler's messages are above.")
+
+    def copy_extensions_to_source(self):
+        super().copy_extensions_to_source()
+        # _ops serves every Python: the _C of another one that names another torch no longer describes it.
+        for module in (ROOT / "ssm_kernels").glob("_C.*.so"):
+            if torch.__version__.encode() not in module.read_bytes():
+                module.unlink()
+
+    def compile_cpu_kernels(self, ext) -> list[str]:
+        def compile_for(capability: str) -> list[str]:
+            return self.compiler.compile(
+                CPU_KERNELS,
+                output_dir=os.path.join(self.build_temp, f"cpu_{capability.lower()}"),
+                include_dirs=ext.include_dirs,
+                extra_postargs=[
+                    *ext.extra_compile_args["cxx"],
+                    *CPU_CAPABILITIES[capability],
+                    f"-DCPU_CAPABILITY={capability}",
+                    f"-DCPU_CAPABILITY_{capability}",
+                ],
+            )
+
+        # In the order of the table, DEFAULT first: of an inline function that several objects hold the linker keeps the first.
+        with ThreadPoolExecutor() as pool:
+            return [obj for objects in pool.map(compile_for, CPU_CAPABILITIES) for obj in objects]
+
+
+class CleanBuild(build):
+    """Starts from an empty build_lib, so that a wheel holds no file that the sources no longer have."""
+
+    def run(self):
+        shutil.rmtree(self.build_lib, ignore_errors=True)
+        super().run()
+
+
+def ops_extension() -> Extension:
+    """``_ops``: py_limited_api keeps libtorch_python out, and with it every Python symbol."""
+    host_flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    # PyTorch's own headers.
+    host_flags += ["-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
+    host_flags += [f"-DSSM_KERNELS_CPU_{capability}" for capability in CPU_CAPABILITIES]
+    sources = set(find_sources("csrc/**/*.cpp")) - {*CPU_KERNELS, "csrc/python_module.cpp"}
+    options = {
+        "include_dirs": [str(ROOT / "csrc")],
+        "extra_link_args": ["-fopenmp", "-Wl,-s", "-Wl,--no-undefined"],
+        "py_limited_api": True,
+    }
+    if not WITH_CUDA:
+        return CppExtension(OPS, sorted(sources), extra_compile_args={"cxx": host_flags}, **options)
+
+    host_flags.append("-DSSM_KERNELS_WITH_CUDA")
+    # ptxas prints the registers and spills of every kernel.
+    nvcc_flags = ["-O3", "-lineinfo", "-Xptxas", "-v,-warn-spills", "-Xcompiler", "-fvisibility=hidden"]
+    homes = [toolkit.home]
+    if toolkit.is_packaged:
+        # Some headers come with torch's own requirements, which may lie in another folder than nvcc.
+        homes += [home for path in sys.path for home in Path(path).glob("nvidia/cu[0-9]*") if home != toolkit.home]
+        options["library_dirs"] = [linkable_runtime(toolkit.home / "lib")]
+    folders = [folder for home in homes for folder in build_backend.cuda_include_dirs(home)]
+    options["include_dirs"] += [folder for folder in folders if folder != "/usr/include"]
+    sources |= set(find_sources("csrc/**/*.cu"))
+    return CUDAExtension(OPS, sorted(sources), extra_compile_args={"cxx": host_flags, "nvcc": nvcc_flags}, **options)
+
+
+def linkable_runtime(lib: Path) -> str:
+    """A folder with libcudart.so, the name that -lcudart looks for: the Python package has libcudart.so.<major> only."""
+    folder = ROOT / "build" / "cudart"
+    folder.mkdir(parents=True, exist_ok=True)
+    link = folder / "libcudart.so"
+    link.unlink(missing_ok=True)
+    link.symlink_to(next(lib.glob("libcudart.so.*")))
+    return str(folder)
+
+
+def python_extension() -> Extension:
+    """``_C``: build information by pybind11, without torch, so that it loads under any torch."""
+    import pybind11
+
+    facts = {
+        "TORCH": torch.__version__,
+        "CUDA": toolkit.version if WITH_CUDA else "",
+        "ARCHITECTURES": os.environ.get("TORCH_CUDA_ARCH_LIST", "") if WITH_CUDA else "",
+        "CPU_CAPABILITIES": ";".join(CPU_CAPABILITIES),
+    }
+    return Extension(
+        "ssm_kernels._C",
+        ["csrc/python_module.cpp"],
+        define_macros=[(f"SSM_KERNELS_{name}", f'"{value}"') for name, value in facts.items()],
+        include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
+        extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
+        extra_link_args=["-Wl,-s"],
+        language="c++",
+    )
+
+
+os.environ["CXX"] = compiler.command
+if WITH_CUDA:
+    os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures()
+cuda = f"CUDA {toolkit.version} for {os.environ['TORCH_CUDA_ARCH_LIST']}" if WITH_CUDA else "no CUDA kernels"
+print(
+    f"ssm_kernels: torch {torch.__version__}, {compiler.name} {compiler.version}, CPU kernels for {', '.join(CPU_CAPABILITIES)}, {cuda}"
+)
+setup(ext_modules=[ops_extension(), python_extension()], cmdclass={"build": CleanBuild, "build_ext": BuildLibraries})

@@ -1,0 +1,108 @@
+"""What was built, whether it fits the torch that runs, and the loading of the operators."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TypedDict
+
+import torch
+
+__all__ = ["BuildInfo", "build_info", "load_operators", "package_version"]
+
+PACKAGE = Path(__file__).parent
+
+
+class BuildInfo(TypedDict):
+    """What was built; every value is plain, so that ``json.dumps`` takes it."""
+
+    version: str  # of this package
+    torch: str  # version that the operators were compiled against, the only one that they load under
+    cuda: str | None  # CUDA version of the compiler; None: CPU kernels only
+    architectures: tuple[str, ...]  # compute capabilities of the CUDA kernels, as TORCH_CUDA_ARCH_LIST spells them
+    cpu_capabilities: tuple[str, ...]  # instruction sets of the CPU kernels
+    discretizations: tuple[str, ...]
+    compiler: str  # of the host code
+
+
+def package_version() -> str:
+    try:
+        return version("ssm_kernels")
+    except PackageNotFoundError:
+        return "unknown (not installed)"
+
+
+def rebuild_command() -> str:
+    """The command that builds the package against the torch that is installed."""
+    if (PACKAGE.parent / "setup.py").exists():
+        return f"pip install --no-deps -e {PACKAGE.parent}"
+    return "pip install --no-deps --force-reinstall <folder of the ssm_kernels sources>"
+
+
+def _module():
+    try:
+        return importlib.import_module("ssm_kernels._C")
+    except ModuleNotFoundError as error:
+        raise ImportError(
+            "ssm_kernels has not been built for this Python: its compiled module _C is missing from "
+            f"{PACKAGE}. Build it: {rebuild_command()}"
+        ) from error
+
+
+def build_info() -> BuildInfo:
+    """What was built: a dict with the keys of :class:`BuildInfo`."""
+    module = _module()
+    return BuildInfo(
+        version=package_version(),
+        torch=module.torch,
+        cuda=module.cuda,
+        architectures=module.architectures,
+        cpu_capabilities=module.cpu_capabilities,
+        discretizations=module.discretizations,
+        compiler=module.compiler,
+    )
+
+
+def check_torch(built: str, running: str) -> None:
+    """Raises ImportError unless the versions are the same: PyTorch's C++ interface changes from one to the next."""
+    if built != running:
+        raise ImportError(
+            f"ssm_kernels was built with torch {built}, but the torch that is installed is {running}. "
+            f"Rebuild it: {rebuild_command()}"
+        )
+
+
+def load_operators() -> None:
+    """Loads ``_ops``, which registers ``torch.ops.ssm_kernels.*``.
+
+    Raises:
+        ImportError: the package is not built, or was built with another torch; the message has the command that mends it.
+    """
+    check_torch(_module().torch, torch.__version__)
+    library = PACKAGE / "_ops.abi3.so"
+    if not library.exists():
+        raise ImportError(f"ssm_kernels has not been built: {library} is missing. Build it: {rebuild_command()}")
+    try:
+        torch.ops.load_library(str(library))
+    except OSError as error:
+        raise ImportError(
+            f"{library} does not load under torch {torch.__version__}: {error}. Rebuild it: {rebuild_command()}"
+        ) from error
+
+
+def runs_on(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
+    """Whether code for ``architectures`` (as in TORCH_CUDA_ARCH_LIST) runs on a device of compute capability ``capability``.
+
+    Machine code runs on its own major version from its minor version on, architecture-specific code ("9.0a") on its own
+    version only, PTX on all that are newer.
+    """
+    for name in architectures:
+        match = re.fullmatch(r"(\d+)\.(\d+)(a?)(\+PTX)?", name)
+        if match is None:
+            continue
+        compiled = (int(match[1]), int(match[2]))
+        if compiled == capability or (not match[3] and compiled <= capability and (match[4] or compiled[0] == capability[0])):
+            return True
+    return False

@@ -1,0 +1,1 @@
+"""Batching rules of the operators for torch.vmap."""

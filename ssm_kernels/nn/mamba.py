@@ -1,0 +1,201 @@
+r"""The Mamba mixer: projections, a short causal convolution, the selective SSM and a gate.
+
+For hidden states :math:`s_t` of ``d_model`` channels, with ``d_inner = expand * d_model``:
+
+.. math::
+    (v_t, z_t) &= W_{in} s_t \\
+    x_t &= \mathrm{silu}(b + \textstyle\sum_{k=0}^{w-1} K_k \odot v_{t-w+1+k}), \qquad w = \mathrm{d\_conv} \\
+    y_t &= \mathrm{SSM}(x)_t \cdot \mathrm{silu}(z_t) \\
+    \mathrm{out}_t &= W_{out}\, y_t
+
+SSM is the layer of ``selective_ssm.py``. Source: Gu and Dao, *Mamba* (arXiv 2312.00752), section 3.4 and figure 3.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .selective_ssm import SelectiveBase
+
+__all__ = ["Mamba"]
+
+
+class Mamba(SelectiveBase):
+    """The Mamba mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model), with a choice of discretization.
+
+    The positional arguments, the names, shapes and order of the parameters, and ``step``, ``allocate_inference_cache`` and
+    ``inference_params`` are those of ``mamba_ssm``'s ``Mamba``, so its checkpoints load with ``strict=True``. The
+    discretization is not part of the ``state_dict``.
+
+    Parameters: ``in_proj.weight`` (2 d_inner, d_model), ``conv1d.weight`` (d_inner, 1, d_conv), ``conv1d.bias`` (d_inner,),
+    ``x_proj.weight`` (dt_rank + 2 d_state, d_inner), ``dt_proj.weight`` (d_inner, dt_rank), ``dt_proj.bias`` (d_inner,),
+    ``A_log`` (d_inner, d_state), ``D`` (d_inner,), ``out_proj.weight`` (d_model, d_inner); with ``bias`` also ``in_proj.bias``
+    and ``out_proj.bias``.
+
+    Args:
+        d_model: channels of input and output.
+        d_state: states per inner channel, at most 256.
+        d_conv: width of the convolution.
+        expand: ``d_inner = int(expand * d_model)``.
+        dt_rank: rank of the projection to the step sizes; ``"auto"`` is ``ceil(d_model / 16)``.
+        dt_min: smallest step size at initialization.
+        dt_max: largest step size at initialization.
+        dt_init: ``"random"`` (uniform) or ``"constant"`` weights of the projection to the step sizes.
+        dt_scale: factor on the size of these weights.
+        dt_init_floor: lower bound of the step sizes at initialization, applied after ``dt_min``.
+        conv_bias: whether the convolution has a bias.
+        bias: whether the in- and out-projections have one.
+        use_fast_path: accepted for compatibility, without effect: there is one path.
+        layer_idx: key of this layer in the cache of ``inference_params``.
+        device: where the parameters are made.
+        dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
+        discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| < 2``, that is
+            ``delta < 2 / d_state`` as initialized: give it a small ``d_state`` and ``dt_max``.
+
+    Raises:
+        ValueError: the discretization or another argument is not as above.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 16,
+        d_conv: int = 4,
+        expand: float = 2,
+        dt_rank: int | str = "auto",
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init: str = "random",
+        dt_scale: float = 1.0,
+        dt_init_floor: float = 1e-4,
+        conv_bias: bool = True,
+        bias: bool = False,
+        use_fast_path: bool = True,
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        discretization: str = "zoh",
+    ) -> None:
+        super().__init__()
+        self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
+        self.use_fast_path, self.layer_idx = use_fast_path, layer_idx
+        d_inner = int(expand * d_model)
+        dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
+        # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
+        self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias, device=device, dtype=dtype)
+        self.conv1d = nn.Conv1d(
+            d_inner, d_inner, d_conv, groups=d_inner, padding=d_conv - 1, bias=conv_bias, device=device, dtype=dtype
+        )
+        self._init_ssm(
+            d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
+        )
+        self.out_proj = nn.Linear(d_inner, d_model, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, hidden_states: Tensor, inference_params: Any = None) -> Tensor:
+        """Mixes a sequence.
+
+        Args:
+            hidden_states: (batch, seqlen, d_model), any strides.
+            inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
+                (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
+                later calls continue it, by one step or by several. The states carry no gradient.
+
+        Returns:
+            (batch, seqlen, d_model).
+        """
+        if inference_params is None:
+            return self._mix(hidden_states, None, None)[0]
+        conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
+        if inference_params.seqlen_offset == 0:
+            out, inputs, last_state = self._mix(hidden_states, None, None)
+        elif hidden_states.shape[1] == 1:
+            return self.step(hidden_states, conv_state, ssm_state)[0]
+        else:
+            out, inputs, last_state = self._mix(hidden_states, conv_state, ssm_state)
+        conv_state.copy_(inputs.detach())
+        ssm_state.copy_(last_state.detach())
+        return out
+
+    @torch.no_grad()
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes one time step, for decoding. Not differentiable.
+
+        Args:
+            hidden_states: (batch, 1, d_model).
+            conv_state: the last ``d_conv`` inputs of the convolution, (batch, d_inner, d_conv), modified in place.
+            ssm_state: (batch, d_inner, d_state), modified in place.
+
+        Returns:
+            ``out``, (batch, 1, d_model), and the two states.
+
+        Raises:
+            ValueError: ``hidden_states`` has more than one time step.
+        """
+        if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
+            raise ValueError(
+                f"Mamba.step: expected hidden_states of shape (batch, 1, d_model), got {list(hidden_states.shape)}"
+            )
+        x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
+        x, inputs = self._convolve(x, conv_state)
+        conv_state.copy_(inputs)
+        y = self._scan_step(x[:, 0], z[:, 0], ssm_state)
+        return self.out_proj(y)[:, None], conv_state, ssm_state
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Zero states: ``conv_state`` (batch, d_inner, d_conv) and ``ssm_state`` (batch, d_inner, d_state).
+
+        Args:
+            batch_size: sequences decoded together.
+            max_seqlen: without effect, the states do not grow; kept for callers written for ``mamba_ssm``.
+            dtype: of both states. By default ``conv_state`` has the layer's dtype and ``ssm_state`` is float32 (float64 in a
+                float64 layer), so that nothing is lost from step to step.
+            kwargs: without effect.
+        """
+        weight = self.conv1d.weight
+        conv_dtype = weight.dtype if dtype is None else dtype
+        conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, device=weight.device, dtype=conv_dtype)
+        return conv_state, self._zero_state(batch_size, dtype)
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"
+
+    def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The mixer over a sequence, from the given states or from zero; also the states after it."""
+        x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
+        x, inputs = self._convolve(x, conv_state)
+        y, last_state = self._scan(x, z, ssm_state)
+        return self.out_proj(y), inputs, last_state
+
+    def _convolve(self, x: Tensor, conv_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The convolution and its activation on ``x``, (batch, seqlen, d_inner); also the ``d_conv`` inputs that ended it."""
+        x = x.transpose(1, 2)
+        inputs = F.pad(x, (self.d_conv, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], dim=-1)
+        # The first window ends before the sequence begins; keeping it until here makes empty sequences legal.
+        x = F.conv1d(inputs, self.conv1d.weight, self.conv1d.bias, groups=self.d_inner)[..., 1:]
+        return F.silu(x.transpose(1, 2)), inputs[..., inputs.shape[-1] - self.d_conv :]
+
+    def _get_states_from_cache(
+        self, inference_params: Any, batch_size: int, initialize_states: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """This layer's states in ``inference_params.key_value_memory_dict``, made if absent, cleared if asked."""
+        if self.layer_idx is None:
+            raise ValueError("Mamba: inference_params needs a layer_idx, which this layer was built without")
+        cache = inference_params.key_value_memory_dict
+        if self.layer_idx not in cache:
+            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, max_seqlen=0)
+        conv_state, ssm_state = cache[self.layer_idx]
+        if conv_state.shape[0] != batch_size:
+            raise ValueError(f"Mamba: expected a batch of {conv_state.shape[0]} as in the cache, got {batch_size}")
+        if initialize_states:
+            conv_state.zero_()
+            ssm_state.zero_()
+        return conv_state, ssm_state

@@ -1,0 +1,216 @@
+r"""The selective state-space layer ("S6") with a choice of discretization.
+
+For an input :math:`x_t` of ``d_inner`` channels, with ``d_state`` states per channel:
+
+.. math::
+    (r_t, B_t, C_t) &= W_x x_t, \qquad \Delta_t = \mathrm{softplus}(W_\Delta r_t + b_\Delta), \qquad A = -e^{A_{\log}} \\
+    h_t &= \bar A(\Delta_t A)\, h_{t-1} + \Delta_t\, k(\Delta_t A)\, B_t x_t \\
+    y_t &= (\langle C_t, h_t \rangle + D x_t) \cdot \mathrm{silu}(z_t)
+
+The discretization chooses :math:`\bar A` and :math:`k`; see :func:`ssm_kernels.selective_scan`. The gate :math:`z` is optional.
+Source: Gu and Dao, *Mamba* (arXiv 2312.00752), section 3 and algorithm 2. Initialization: S4D-real, :math:`A_n = -n`, and
+:math:`b_\Delta` such that :math:`\mathrm{softplus}(b_\Delta)` is log-uniform in [``dt_min``, ``dt_max``].
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .._C import discretization_aliases, discretizations
+from ..ops import selective_scan, selective_state_update
+
+__all__ = ["SelectiveSSM"]
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states and of the parameters of the recurrence beside activations of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+class SelectiveBase(nn.Module):
+    """The parameters of the selective SSM and the two ways to run it. Layers derive from it and add what surrounds it.
+
+    Parameters: ``x_proj.weight`` (dt_rank + 2 d_state, d_inner), ``dt_proj.weight`` (d_inner, dt_rank), ``dt_proj.bias``
+    (d_inner,), ``A_log`` (d_inner, d_state), ``D`` (d_inner,). ``A_log`` and ``D`` are float32 whatever the ``dtype`` of the
+    layer (float64 in a float64 layer).
+    """
+
+    def _init_ssm(
+        self,
+        d_inner: int,
+        d_state: int,
+        dt_rank: int,
+        discretization: str,
+        dt_min: float,
+        dt_max: float,
+        dt_init: str,
+        dt_scale: float,
+        dt_init_floor: float,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        known = [*discretizations, *discretization_aliases]
+        if discretization not in known:
+            raise ValueError(f"{type(self).__name__}: unknown discretization {discretization!r}, expected one of {known}")
+        if dt_init not in ("random", "constant"):
+            raise ValueError(f"{type(self).__name__}: expected dt_init to be 'random' or 'constant', got {dt_init!r}")
+        if not 0 < dt_min <= dt_max:
+            raise ValueError(f"{type(self).__name__}: expected 0 < dt_min <= dt_max, got dt_min={dt_min}, dt_max={dt_max}")
+        self.d_inner, self.d_state, self.dt_rank, self.discretization = d_inner, d_state, dt_rank, discretization
+        self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
+        self.dt_init, self.dt_scale = dt_init, dt_scale
+        self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False, device=device, dtype=dtype)
+        self.dt_proj = nn.Linear(dt_rank, d_inner, device=device, dtype=dtype)
+        wide = _wide(self.dt_proj.weight.dtype)
+        self.A_log = nn.Parameter(torch.empty(d_inner, d_state, device=device, dtype=wide))
+        self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
+        # Marks that training code written for mamba_ssm looks for.
+        self.A_log._no_weight_decay = True
+        self.D._no_weight_decay = True
+        self.dt_proj.bias._no_reinit = True
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initializes ``dt_proj``, ``A_log`` and ``D``; the other submodules have a ``reset_parameters`` of their own."""
+        bound = self.dt_rank**-0.5 * self.dt_scale
+        if self.dt_init == "constant":
+            nn.init.constant_(self.dt_proj.weight, bound)
+        else:
+            nn.init.uniform_(self.dt_proj.weight, -bound, bound)
+        log_dt = torch.empty_like(self.D).uniform_(math.log(self.dt_min), math.log(self.dt_max))
+        dt = log_dt.exp().clamp(min=self.dt_init_floor)
+        self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device, dtype=self.A_log.dtype).log())
+        self.D.fill_(1)
+
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """``delta`` without its bias, (..., d_inner), ``B`` and ``C``, (..., d_state), of ``x``, (..., d_inner)."""
+        dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        return F.linear(dt, self.dt_proj.weight), B, C
+
+    def _recurrence(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """``A``, ``D`` and the bias of ``delta`` beside activations of ``dtype``."""
+        wide = _wide(dtype)
+        return -torch.exp(self.A_log.to(wide)), self.D.to(wide), self.dt_proj.bias.to(wide)
+
+    def _scan(self, x: Tensor, z: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state."""
+        delta, B, C = self._project(x)
+        A, D, delta_bias = self._recurrence(x.dtype)
+        out, last_state = selective_scan(
+            x.transpose(1, 2),
+            delta.transpose(1, 2),
+            A,
+            B.transpose(1, 2),
+            C.transpose(1, 2),
+            D,
+            None if z is None else z.transpose(1, 2),
+            delta_bias,
+            discretization=self.discretization,
+            delta_softplus=True,
+            initial_state=None if initial_state is None else initial_state.to(A.dtype),
+            return_last_state=True,
+        )
+        return out.transpose(1, 2), last_state
+
+    def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
+        """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
+        dt, B, C = self._project(x)
+        A, D, dt_bias = self._recurrence(x.dtype)
+        # Autocast lowers the projections but not x itself.
+        x, z = x.to(dt.dtype), None if z is None else z.to(dt.dtype)
+        return selective_state_update(
+            state, x, dt, A, B, C, D, z, dt_bias, dt_softplus=True, discretization=self.discretization
+        )
+
+    def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
+        dtype = _wide(self.dt_proj.weight.dtype) if dtype is None else dtype
+        return torch.zeros(batch_size, self.d_inner, self.d_state, device=self.D.device, dtype=dtype)
+
+
+class SelectiveSSM(SelectiveBase):
+    """The selective state-space model with its projections: a causal map of sequences with ``d_inner`` channels.
+
+    Args:
+        d_inner: channels.
+        d_state: states per channel, at most 256.
+        dt_rank: rank of the projection to the step sizes; ``"auto"`` is ``ceil(d_inner / 16)``.
+        discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| < 2``, that is
+            ``delta < 2 / d_state`` as initialized: give it a small ``d_state`` and ``dt_max``.
+        dt_min: smallest step size at initialization.
+        dt_max: largest step size at initialization.
+        dt_init: ``"random"`` (uniform) or ``"constant"`` weights of the projection to the step sizes.
+        dt_scale: factor on the size of these weights.
+        dt_init_floor: lower bound of the step sizes at initialization, applied after ``dt_min``.
+        device: where the parameters are made.
+        dtype: dtype of the projections. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
+
+    Raises:
+        ValueError: the discretization or another argument is not as above.
+    """
+
+    def __init__(
+        self,
+        d_inner: int,
+        d_state: int = 16,
+        dt_rank: int | str = "auto",
+        *,
+        discretization: str = "zoh",
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init: str = "random",
+        dt_scale: float = 1.0,
+        dt_init_floor: float = 1e-4,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        dt_rank = math.ceil(d_inner / 16) if dt_rank == "auto" else dt_rank
+        self._init_ssm(
+            d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
+        )
+
+    def forward(
+        self, x: Tensor, z: Tensor | None = None, initial_state: Tensor | None = None, return_last_state: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Runs the SSM over a sequence.
+
+        Args:
+            x: (batch, seqlen, d_inner), any strides.
+            z: gate, shape and dtype of ``x``.
+            initial_state: state before the first step, (batch, d_inner, d_state); zero if absent.
+            return_last_state: also return the state after the last step.
+
+        Returns:
+            ``out``, (batch, seqlen, d_inner); with ``return_last_state`` also ``last_state``, (batch, d_inner, d_state),
+            float32 (float64 in a float64 layer). Both are differentiable with respect to all arguments and parameters.
+        """
+        out, last_state = self._scan(x, z, initial_state)
+        return (out, last_state) if return_last_state else out
+
+    @torch.no_grad()
+    def step(self, x: Tensor, state: Tensor, z: Tensor | None = None) -> Tensor:
+        """Runs one time step, for decoding. Not differentiable.
+
+        Args:
+            x: (batch, d_inner).
+            state: (batch, d_inner, d_state), modified in place; from :meth:`allocate_state`, or a ``last_state``.
+            z: gate, shape and dtype of ``x``.
+
+        Returns:
+            ``out``, (batch, d_inner).
+        """
+        return self._scan_step(x, z, state)
+
+    def allocate_state(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """The zero state, (batch, d_inner, d_state); float32 (float64 in a float64 layer) unless ``dtype`` is given."""
+        return self._zero_state(batch_size, dtype)
+
+    def extra_repr(self) -> str:
+        return f"d_inner={self.d_inner}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"

@@ -1,0 +1,235 @@
+"""Reference operators: the ground truth that every kernel is tested against.
+
+Plain, differentiable PyTorch, written from the formulas, one time step after another. Everything is computed in the dtype of
+the arguments (pass float64 for a yardstick); nothing here is fast.
+
+The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t) h(t) + D u(t)``. With the step ``delta`` and
+``z = delta * A`` every discretization has the form
+
+    h_t = Abar(z_t) * h_{t-1} + delta_t * gain(z_t) * B_t * u_t
+
+and differs only in the two functions ``Abar`` and ``gain``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = [
+    "ALIASES",
+    "DISCRETIZATIONS",
+    "Discretization",
+    "coefficients",
+    "phi1",
+    "selective_scan",
+    "selective_state_update",
+]
+
+
+class Discretization(NamedTuple):
+    """A rule that turns the continuous system into a recurrence.
+
+    Attributes:
+        name: the string that ``discretization=`` takes.
+        coefficients: maps ``z = delta * A`` to ``(Abar, gain)``; the input's factor is ``delta * gain``.
+        summary: one line on what the rule is.
+    """
+
+    name: str
+    coefficients: Callable[[Tensor], tuple[Tensor, Tensor]]
+    summary: str
+
+
+DISCRETIZATIONS: dict[str, Discretization] = {}
+ALIASES = {"zoh_exact": "foh"}
+
+
+def _discretization(name: str, summary: str):
+    def register(function):
+        DISCRETIZATIONS[name] = Discretization(name, function, summary)
+        return function
+
+    return register
+
+
+def phi1(z: Tensor) -> Tensor:
+    """``(e^z - 1) / z``, continued by 1 at ``z = 0``; differentiable (twice) there as well.
+
+    Below ``|z| = 0.5`` it is the Taylor series ``sum_k z^k / (k + 1)!`` with 18 terms (relative remainder under 1e-21 there),
+    because the derivative of the quotient cancels near zero.
+    """
+    series = torch.zeros_like(z)
+    for k in range(17, -1, -1):
+        series = 1.0 + series * z / (k + 2)
+    near_zero = z.abs() < 0.5
+    away = torch.where(near_zero, torch.ones_like(z), z)
+    return torch.where(near_zero, series, torch.expm1(away) / away)
+
+
+@_discretization("zoh", "Mamba's rule: zero-order hold for A, Euler for B")
+def _zoh(z: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.exp(z), torch.ones_like(z)
+
+
+@_discretization("foh", "exact for an input that is constant over the step: zero-order hold for A and B")
+def _foh(z: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.exp(z), phi1(z)
+
+
+@_discretization("bilinear", "Tustin: the trapezoidal rule for A, one input sample")
+def _bilinear(z: Tensor) -> tuple[Tensor, Tensor]:
+    return (1 + z / 2) / (1 - z / 2), 1 / (1 - z / 2)
+
+
+@_discretization("poly", "foh with three Taylor terms of phi1")
+def _poly(z: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.exp(z), 1 + z / 2 + z**2 / 6
+
+
+@_discretization("highorder", "foh with two Taylor terms of phi1")
+def _highorder(z: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.exp(z), 1 + z / 2
+
+
+@_discretization("rk4", "foh with four Taylor terms of phi1")
+def _rk4(z: Tensor) -> tuple[Tensor, Tensor]:
+    return torch.exp(z), 1 + z / 2 + z**2 / 6 + z**3 / 24
+
+
+@_discretization("euler", "forward Euler")
+def _euler(z: Tensor) -> tuple[Tensor, Tensor]:
+    return 1 + z, torch.ones_like(z)
+
+
+@_discretization("backward_euler", "backward (implicit) Euler")
+def _backward_euler(z: Tensor) -> tuple[Tensor, Tensor]:
+    return 1 / (1 - z), 1 / (1 - z)
+
+
+def coefficients(discretization: str, delta: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+    """``(Abar, c)`` of ``h_t = Abar h_{t-1} + c B_t u_t``.
+
+    Args:
+        discretization: a key of :data:`DISCRETIZATIONS` or of :data:`ALIASES`.
+        delta: step sizes, any shape that broadcasts with ``A``.
+        A: the diagonal of the continuous system.
+
+    Raises:
+        ValueError: the discretization is unknown.
+    """
+    name = ALIASES.get(discretization, discretization)
+    if name not in DISCRETIZATIONS:
+        raise ValueError(f"unknown discretization {discretization!r}, expected one of {sorted([*DISCRETIZATIONS, *ALIASES])}")
+    Abar, gain = DISCRETIZATIONS[name].coefficients(delta * A)
+    return Abar, delta * gain
+
+
+def _per_step(X: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:
+    """B or C of any accepted shape as (batch, dim, dstate, seqlen)."""
+    if X.dim() == 2:
+        return X[None, :, :, None].expand(batch, dim, X.shape[1], seqlen)
+    if X.dim() == 3:
+        X = X[:, None]
+    return X.repeat_interleave(dim // X.shape[1], dim=1)
+
+
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The selective scan as a loop over time. Arguments and results as :func:`ssm_kernels.selective_scan`.
+
+    Computed in the promoted dtype of all arguments; ``out`` and ``last_state`` have that dtype.
+    """
+    batch, dim, seqlen = u.shape
+    dtype = u.dtype
+    for tensor in (delta, A, B, C, D, z, delta_bias, initial_state):
+        if tensor is not None:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    u, delta, A = u.to(dtype), delta.to(dtype), A.to(dtype)
+    if delta_bias is not None:
+        delta = delta + delta_bias.to(dtype)[:, None]
+    if delta_softplus:
+        delta = F.softplus(delta)
+    Bt = _per_step(B.to(dtype), batch, dim, seqlen)
+    Ct = _per_step(C.to(dtype), batch, dim, seqlen)
+    h = A.new_zeros(batch, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
+    outputs = []
+    for t in range(seqlen):
+        Abar, c = coefficients(discretization, delta[:, :, t, None], A)
+        h = Abar * h + c * Bt[..., t] * u[:, :, t, None]
+        outputs.append((h * Ct[..., t]).sum(-1))
+    out = torch.stack(outputs, dim=-1) if outputs else u.new_zeros(batch, dim, 0)
+    if D is not None:
+        out = out + D.to(dtype)[:, None] * u
+    if z is not None:
+        out = out * F.silu(z.to(dtype))
+    return (out, h) if return_last_state else out
+
+
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    *,
+    dt_softplus: bool = False,
+    discretization: str = "zoh",
+    state_batch_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One decoding step. Arguments as :func:`ssm_kernels.selective_state_update`, but nothing is modified in place.
+
+    Returns:
+        ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; entries of negative index are
+        padding: their output is zero and they touch no state.
+    """
+    heads = state.dim() == 4
+    if not heads:
+        state, x, dt, A = state[:, None], x[:, None], dt[:, None], A[None]
+        B, C = (B[:, None] if B.dim() == 2 else B), (C[:, None] if C.dim() == 2 else C)
+        D, dt_bias = (None if v is None else v[None] for v in (D, dt_bias))
+        z = None if z is None else z[:, None]
+    nheads = state.shape[1]
+    if dt_bias is not None:
+        dt = dt + dt_bias
+    if dt_softplus:
+        dt = F.softplus(dt)
+    rows = torch.arange(x.shape[0], device=x.device) if state_batch_indices is None else state_batch_indices.long()
+    padding = rows < 0
+    rows = rows.clamp(min=0)
+    Abar, c = coefficients(discretization, dt[..., None], A)
+    if B.shape[1] != nheads and x.shape[1] == 1:  # groups of channels, (batch, groups, dstate) beside a (batch, dim, dstate) state
+        Bt, Ct = (X.repeat_interleave(x.shape[2] // X.shape[1], dim=1)[:, None] for X in (B, C))
+    else:
+        Bt, Ct = (X.repeat_interleave(nheads // X.shape[1], dim=1)[:, :, None] for X in (B, C))
+    h = Abar * state[rows] + c * Bt * x[..., None]
+    out = (h * Ct).sum(-1)
+    if D is not None:
+        out = out + D * x
+    if z is not None:
+        out = out * F.silu(z)
+    out = torch.where(padding[:, None, None], torch.zeros_like(out), out)
+    new_state = state.clone()
+    new_state[rows[~padding]] = h[~padding].to(state.dtype)
+    return (out, new_state) if heads else (out[:, 0], new_state[:, 0])

@@ -1,0 +1,48 @@
+"""The `device` fixture: each test that takes it runs on every device its module's ``OPERATOR`` has kernels for."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers import DEVICES
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "cuda: needs a CUDA GPU and a build with CUDA kernels")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "device" not in metafunc.fixturenames:
+        return
+    operator = getattr(metafunc.module, "OPERATOR", None)
+    if operator not in DEVICES:
+        raise pytest.UsageError(f"{metafunc.module.__name__} must set OPERATOR to one of {sorted(DEVICES)}")
+    marks = {"cuda": pytest.mark.cuda}
+    metafunc.parametrize("device", [pytest.param(d, marks=marks.get(d, ())) for d in DEVICES[operator]])
+
+
+def _why_no_cuda() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA GPU here"
+    import ssm_kernels
+
+    if not ssm_kernels.build_info()["cuda"]:
+        return "ssm_kernels was built without CUDA kernels"
+    return None
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    marked = [item for item in items if item.get_closest_marker("cuda")]
+    reason = _why_no_cuda() if marked else None
+    if reason:
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.fixture
+def two_threads():
+    """Two threads for the test, however many there are by default."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)

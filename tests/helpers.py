@@ -1,0 +1,296 @@
+"""What the test files share: the methods and what is expected of each, the factory of inputs, the rules of comparison.
+
+A new discretization needs one row in ``METHODS``; a new device for an operator, one word in ``DEVICES``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import mpmath
+import torch
+from torch import Tensor
+
+from ssm_kernels import reference
+
+# The devices that each operator has kernels for. Every test that takes `device` runs on each of its operator's.
+DEVICES = {
+    "selective_scan": ["cpu"],
+    "selective_state_update": ["cpu", "cuda"],
+}
+
+# The length of the chunks between which the scan saves its state. Tests that cross chunks choose lengths around it.
+CHUNK = 64
+
+
+class Method(NamedTuple):
+    """What is known of a discretization apart from its code.
+
+    Attributes:
+        oracle: ``(Abar, gain)`` at an mpmath number ``z``, written from the formula.
+        scipy: method and ``alpha`` of ``scipy.signal.cont2discrete``, where it has the method.
+        step_order: order of convergence for a constant input; None where the method is exact.
+        keeps_dc_gain: whether the fixed point under a constant input is the continuous system's, ``-B u / A``.
+        stable_from: ``|Abar| <= 1`` for real ``z`` in ``[stable_from, 0]``.
+    """
+
+    oracle: Callable[[Any], tuple[Any, Any]]
+    scipy: tuple[str, float | None] | None
+    step_order: int | None
+    keeps_dc_gain: bool
+    stable_from: float
+
+
+def _exponential(terms: int | None) -> Callable[[Any], tuple[Any, Any]]:
+    """``e^z`` with the first ``terms`` terms of phi1, or all of them."""
+
+    def oracle(z):
+        if terms is None:
+            return mpmath.exp(z), mpmath.expm1(z) / z if z else mpmath.mpf(1)
+        return mpmath.exp(z), mpmath.fsum(z**k / mpmath.factorial(k + 1) for k in range(terms))
+
+    return oracle
+
+
+def _generalized_bilinear(alpha: str) -> Callable[[Any], tuple[Any, Any]]:
+    def oracle(z):
+        a = mpmath.mpf(alpha)
+        return (1 + (1 - a) * z) / (1 - a * z), 1 / (1 - a * z)
+
+    return oracle
+
+
+METHODS = {
+    "zoh": Method(_exponential(1), None, 1, False, -math.inf),
+    "foh": Method(_exponential(None), ("zoh", None), None, True, -math.inf),
+    "bilinear": Method(_generalized_bilinear("0.5"), ("bilinear", None), 2, True, -math.inf),
+    "poly": Method(_exponential(3), None, 3, False, -math.inf),
+    "highorder": Method(_exponential(2), None, 2, False, -math.inf),
+    "rk4": Method(_exponential(4), None, 4, False, -math.inf),
+    "euler": Method(_generalized_bilinear("0"), ("euler", None), 1, True, -2.0),
+    "backward_euler": Method(_generalized_bilinear("1"), ("backward_diff", None), 1, True, -math.inf),
+}
+
+TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
+
+
+def parameter_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of A, D, delta_bias, states and constant B and C beside inputs of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def arrange(tensor: Tensor, layout: str) -> Tensor:
+    """The same values in other strides.
+
+    ``contiguous``; ``transposed``: the last two dimensions swapped in memory; ``permuted``: all dimensions reversed in memory;
+    ``offset``: a view that starts inside a larger buffer; ``sliced``: every second element of a buffer twice as long.
+    """
+    if layout == "contiguous" or tensor.dim() == 0:
+        return tensor.contiguous()
+    if layout == "transposed":
+        return tensor.transpose(-1, -2).contiguous().transpose(-1, -2) if tensor.dim() > 1 else tensor.contiguous()
+    if layout == "permuted":
+        reverse = tuple(range(tensor.dim() - 1, -1, -1))
+        return tensor.permute(reverse).contiguous().permute(reverse)
+    if layout == "offset":
+        buffer = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 3), math.nan)
+        view = buffer[..., 2 : 2 + tensor.shape[-1]]
+    elif layout == "sliced":
+        buffer = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1]), math.nan)
+        view = buffer[..., ::2]
+    else:
+        raise ValueError(f"unknown layout {layout!r}")
+    view.copy_(tensor)
+    return view
+
+
+LAYOUTS = ("contiguous", "transposed", "permuted", "offset", "sliced")
+
+
+def make_inputs(
+    *,
+    batch: int = 2,
+    dim: int = 4,
+    seqlen: int = 5,
+    dstate: int = 3,
+    groups: int | None = None,
+    B: str = "variable",
+    C: str = "variable",
+    D: bool = True,
+    z: bool = True,
+    delta_bias: bool = True,
+    delta_softplus: bool = True,
+    initial_state: bool = True,
+    discretization: str = "zoh",
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    layout: str = "contiguous",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of ``selective_scan``, the same numbers on every device.
+
+    ``delta * A`` lies in (-2, 0), where no method blows up, whatever the length.
+
+    Args:
+        groups: None for B and C of shape (batch, dstate, seqlen), else (batch, groups, dstate, seqlen).
+        B, C: ``"variable"`` (per step) or ``"constant"``, (dim, dstate).
+        layout: see :func:`arrange`; of every tensor.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    def matrix(form: str) -> Tensor:
+        if form == "constant":
+            return normal(dim, dstate)
+        return normal(batch, dstate, seqlen) if groups is None else normal(batch, groups, dstate, seqlen)
+
+    values = {
+        "u": normal(batch, dim, seqlen),
+        "delta": 0.6 * normal(batch, dim, seqlen) - 1 if delta_softplus else 0.02 + 0.6 * uniform(batch, dim, seqlen),
+        "A": -0.1 - 0.9 * uniform(dim, dstate),
+        "B": matrix(B),
+        "C": matrix(C),
+        "D": normal(dim) if D else None,
+        "z": normal(batch, dim, seqlen) if z else None,
+        "delta_bias": 0.2 * uniform(dim) if delta_bias else None,
+        "initial_state": normal(batch, dim, dstate) if initial_state else None,
+    }
+    constants = {"A", "D", "delta_bias", "initial_state"}
+    constants |= {name for name, form in (("B", B), ("C", C)) if form == "constant"}
+    inputs: dict[str, Any] = {
+        name: None
+        if value is None
+        else arrange(value.to(device, parameter_dtype(dtype) if name in constants else dtype), layout)
+        for name, value in values.items()
+    }
+    return inputs | {"discretization": discretization, "delta_softplus": delta_softplus}
+
+
+def make_step_inputs(
+    *,
+    batch: int = 2,
+    dim: int = 4,
+    dstate: int = 3,
+    heads: int | None = None,
+    groups: int | None = None,
+    D: bool = True,
+    z: bool = True,
+    dt_bias: bool = True,
+    dt_softplus: bool = True,
+    slots: int | None = None,
+    discretization: str = "zoh",
+    dtype: torch.dtype = torch.float64,
+    state_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    layout: str = "contiguous",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of ``selective_state_update``, the same numbers on every device.
+
+    Args:
+        heads: None for a state of shape (batch, dim, dstate), else (batch, heads, dim, dstate): ``dim`` is then headdim.
+        groups: None for B and C of shape (batch, dstate), else (batch, groups, dstate). With heads None means one group.
+        slots: the number of cache slots, with ``state_batch_indices`` in reverse order; None for no indices.
+        layout: see :func:`arrange`; of every tensor but the indices.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    channels = (dim,) if heads is None else (heads, dim)
+    matrix = (batch, dstate) if groups is None and heads is None else (batch, groups or 1, dstate)
+    values = {
+        "state": normal(batch if slots is None else slots, *channels, dstate),
+        "x": normal(batch, *channels),
+        "dt": 0.6 * normal(batch, *channels) - 1 if dt_softplus else 0.02 + 0.6 * uniform(batch, *channels),
+        "A": -0.1 - 0.9 * uniform(*channels, dstate),
+        "B": normal(*matrix),
+        "C": normal(*matrix),
+        "D": normal(*channels) if D else None,
+        "z": normal(batch, *channels) if z else None,
+        "dt_bias": 0.2 * uniform(*channels) if dt_bias else None,
+    }
+    dtypes = dict.fromkeys(("A", "D", "dt_bias"), parameter_dtype(dtype)) | {"state": state_dtype or parameter_dtype(dtype)}
+    inputs: dict[str, Any] = {
+        name: None if value is None else arrange(value.to(device, dtypes.get(name, dtype)), layout)
+        for name, value in values.items()
+    }
+    if slots is not None:
+        inputs["state_batch_indices"] = torch.arange(slots - 1, slots - 1 - batch, -1, dtype=torch.int32, device=device)
+    return inputs | {"discretization": discretization, "dt_softplus": dt_softplus}
+
+
+def as_float64(inputs: dict[str, Any]) -> dict[str, Any]:
+    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
+
+
+def make_cotangents(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Gradients of out and of last_state."""
+    generator = torch.Generator().manual_seed(seed)
+    u, A = inputs["u"], inputs["A"]
+    grad_out = torch.randn(u.shape, generator=generator, dtype=torch.float64)
+    grad_last_state = torch.randn((u.shape[0], *A.shape), generator=generator, dtype=torch.float64)
+    return grad_out.to(u), grad_last_state.to(A)
+
+
+def evaluate(function: Callable, inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    """``out``, ``last_state`` and, given cotangents, ``grad_<name>`` of every tensor argument, in the operator's dtypes."""
+    leaves = {name: inputs[name].detach() for name in TENSORS if inputs.get(name) is not None}
+    if cotangents is not None:
+        for leaf in leaves.values():
+            leaf.requires_grad_()
+    out, last_state = function(**(inputs | leaves), return_last_state=True)
+    out, last_state = out.to(inputs["u"].dtype), last_state.to(inputs["A"].dtype)
+    results = {"out": out.detach(), "last_state": last_state.detach()}
+    if cotangents is not None:
+        gradients = torch.autograd.grad(
+            (out, last_state), tuple(leaves.values()), tuple(cotangents), allow_unused=True, materialize_grads=True
+        )
+        results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return results
+
+
+def assert_as_accurate(actual: Tensor, native: Tensor, exact: Tensor, what: str) -> None:
+    """The low-precision rule: at most twice the error of PyTorch in the same dtypes, plus a rounding floor.
+
+    Both errors are against float64, in the maximum and in the root mean square. The floor is one rounding to a 16-bit dtype,
+    and eight where the dtype is that of the arithmetic itself.
+    """
+    assert actual.dtype == native.dtype and actual.shape == exact.shape, what
+    if not actual.numel():
+        return
+    floor = torch.finfo(actual.dtype).eps / 2 * (1 if actual.element_size() == 2 else 8)
+    for name, norm in (("maximum", lambda x: x.abs().max()), ("root mean square", lambda x: x.square().mean().sqrt())):
+        error, yardstick, scale = (norm(x).item() for x in (actual.double() - exact, native.double() - exact, exact))
+        assert error <= 2 * yardstick + floor * scale, (
+            f"{what}: {name} error {error:.3g}, PyTorch's {yardstick:.3g}, size of the values {scale:.3g}"
+        )
+
+
+def assert_matches_reference(function: Callable, inputs: dict[str, Any], *, gradients: bool = True) -> dict[str, Tensor]:
+    """Compares with the float64 reference, by the low-precision rule below float64; returns the function's results."""
+    cotangents = make_cotangents(inputs) if gradients else None
+    actual = evaluate(function, inputs, cotangents)
+    exact = evaluate(
+        reference.selective_scan, as_float64(inputs), None if cotangents is None else tuple(x.double() for x in cotangents)
+    )
+    assert actual.keys() == exact.keys()
+    if inputs["u"].dtype == torch.float64:
+        for name, value in actual.items():
+            torch.testing.assert_close(value, exact[name], rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
+    else:
+        native = evaluate(reference.selective_scan, inputs, cotangents)
+        for name, value in actual.items():
+            assert_as_accurate(value, native[name], exact[name], name)
+    return actual

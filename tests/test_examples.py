@@ -1,0 +1,150 @@
+"""The examples, run as users run them."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssm_kernels
+
+for package in ("sklearn", "tqdm", "matplotlib"):
+    pytest.importorskip(package, reason=f'{package} is not installed: pip install "ssm_kernels[examples]"')
+
+TRAIN = Path(__file__).parents[1] / "examples" / "train_sequence.py"
+
+# 2 epochs of 13 steps.
+SHORT = ["--epochs", "2", "--batch-size", "100", "--d-model", "8", "--n-layers", "1"]
+
+
+@pytest.fixture
+def train(capsys):
+    """Calls the script's ``main``, which is quicker than a process of its own; returns what it prints."""
+    main = runpy.run_path(str(TRAIN))["main"]
+
+    def run(*arguments: str | Path) -> str:
+        main([str(argument) for argument in arguments])
+        return capsys.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def mistake(train, capsys):
+    """Calls ``main`` with arguments that it must refuse; returns what it then writes to stderr."""
+
+    def run(*arguments: str | Path) -> str:
+        with pytest.raises(SystemExit) as stop:
+            train(*arguments)
+        assert stop.value.code
+        # A message as the exit code is printed by the interpreter.
+        message = capsys.readouterr().err + (f"{stop.value.code}\n" if isinstance(stop.value.code, str) else "")
+        assert message.startswith("train_sequence.py: error: ") and message.index("\n") == len(message) - 1, message
+        return message
+
+    return run
+
+
+def read(checkpoint: Path) -> dict:
+    return torch.load(checkpoint, weights_only=True)
+
+
+@pytest.mark.slow
+def test_learns(tmp_path):
+    """As a user runs it, in a process of its own."""
+    arguments = ["--epochs=3", "--d-model=16", "--n-layers=1", "--checkpoint=run.pt", "--plot=curve.png"]
+    run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    checkpoint = read(tmp_path / "run.pt")
+    steps = 3 * (1347 // 32)
+    assert len(checkpoint["losses"]) == steps
+    assert [step for step, _ in checkpoint["accuracies"]] == [steps // 3, 2 * steps // 3, steps]
+    # Ten classes: chance is 10 %, and a loss of 2.30.
+    assert checkpoint["accuracies"][-1][1] > 0.3
+    assert sum(checkpoint["losses"][-10:]) / 10 < 2.0
+    assert f"test accuracy: {100 * checkpoint['accuracies'][-1][1]:.1f} %" in run.stdout
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop", [13, 17])
+def test_stopped_and_resumed_is_one_run(stop, tmp_path, train):
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    expected = train(*SHORT, "--checkpoint", whole)
+    train(*SHORT, "--checkpoint", parts, "--max-steps", stop)
+    assert len(read(parts)["losses"]) == stop
+    resumed = train(*SHORT, "--checkpoint", parts, "--resume")
+    assert re.search("test accuracy: .* %", resumed)[0] == re.search("test accuracy: .* %", expected)[0]
+    a, b = read(whole), read(parts)
+    assert a["losses"] == b["losses"] and len(a["losses"]) == 26
+    assert a["accuracies"] == [entry for entry in b["accuracies"] if entry[0] % 13 == 0]
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+
+
+@pytest.mark.slow
+def test_seed_and_discretization_decide_the_run(tmp_path, train):
+    losses = {}
+    for name, arguments in {
+        "first": [],
+        "again": [],
+        "other seed": ["--seed", "1"],
+        "other method": ["--discretization", "bilinear"],
+    }.items():
+        train(*SHORT, "--max-steps", "3", "--checkpoint", tmp_path / "run.pt", *arguments)
+        losses[name] = read(tmp_path / "run.pt")["losses"]
+    assert losses["first"] == losses["again"]
+    assert losses["first"] != losses["other seed"]
+    assert losses["first"] != losses["other method"]
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--discretization", "tustin"], ["tustin", *ssm_kernels.discretizations]),
+        (["--epochs", "0"], ["--epochs", "0"]),
+        (["--lr", "nan"], ["--lr", "nan"]),
+        (["--lr", "-1"], ["--lr", "-1"]),
+        (["--batch-size", "10000"], ["--batch-size", "10000", "1347"]),
+        (["--device", "abacus"], ["--device", "abacus"]),
+        (["--plot", "curve.svg"], ["--plot", "curve.svg", ".png"]),
+        (["--plot", "no/such/folder/curve.png"], ["--plot", "no/such/folder"]),
+        (["--checkpoint", "no/such/folder/run.pt"], ["--checkpoint", "no/such/folder"]),
+        (["--resume"], ["--resume", "--checkpoint"]),
+        (["--resume", "--checkpoint", "missing.pt"], ["--resume", "missing.pt"]),
+        (["--no-such-option"], ["--no-such-option"]),
+    ],
+)
+def test_bad_arguments(arguments, words, mistake):
+    message = mistake(*arguments)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+def test_no_gpu(mistake):
+    assert "--device" in mistake("--device", "cuda")
+
+
+def test_checkpoints_that_do_not_fit(tmp_path, train, mistake):
+    checkpoint = tmp_path / "run.pt"
+    train(*SHORT, "--lr", "0.003", "--checkpoint", checkpoint, "--max-steps", "2")
+    resume = (*SHORT, "--checkpoint", checkpoint, "--resume")
+    assert "lr 0.003, not 0.5" in mistake(*resume, "--lr", "0.5")
+    assert "2 steps already" in mistake(*resume, "--lr", "0.003", "--max-steps", "2")
+    torch.save({"model": {}}, checkpoint)
+    assert "run.pt is not a checkpoint" in mistake(*resume)
+    for text in ("", "not a checkpoint"):
+        checkpoint.write_text(text)
+        assert "run.pt is not a checkpoint" in mistake(*resume)
+
+
+def test_missing_packages():
+    """Python with an import that fails: what the example says without scikit-learn."""
+    program = f"import sys, runpy; sys.modules['sklearn'] = None; runpy.run_path({str(TRAIN)!r}, run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1
+    assert run.stderr == 'train_sequence.py: sklearn is not installed; pip install "ssm_kernels[examples]"\n'

@@ -1,0 +1,287 @@
+"""The reference against oracles that share no code with it: SciPy, the matrix exponential, mpmath, exact solutions."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import mpmath
+import numpy as np
+import pytest
+import scipy.linalg
+import scipy.signal
+import torch
+from helpers import METHODS, make_inputs
+
+from ssm_kernels import reference
+from ssm_kernels.reference import ALIASES, DISCRETIZATIONS, coefficients, phi1
+
+EPS = torch.finfo(torch.float64).eps
+METHOD_NAMES = sorted(DISCRETIZATIONS)
+
+# Each decade down to 1e-300, both sides of phi1's switch at 0.5, the zeros of the truncated series, and large values.
+POINTS = sorted(
+    {sign * 10.0**-k for sign in (-1, 1) for k in (*range(1, 20), 100, 300)}
+    | {sign * x for sign in (-1, 1) for x in (0.3, 0.49999, 0.5, 0.50001, 1.1, 1.5, 2.7, 3.0, 10.0, 100.0)}
+    | {0.0, -1.0, -2.0, -600.0}
+)
+
+
+def relative_to(scale: float, value: float, expected) -> float:
+    return float(abs(mpmath.mpf(value) - expected) / scale)
+
+
+def test_every_method_has_its_row_of_expectations():
+    assert set(METHODS) == set(DISCRETIZATIONS)
+    assert ALIASES == {"zoh_exact": "foh"}
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_coefficients_against_mpmath(method):
+    z = torch.tensor(POINTS, dtype=torch.float64)
+    Abar, gain = DISCRETIZATIONS[method].coefficients(z)
+    with mpmath.workdps(400):
+        for i, x in enumerate(POINTS):
+            expected_Abar, expected_gain = METHODS[method].oracle(mpmath.mpf(x))
+            # Rounding happens at the size of the terms, which is larger than that of a sum near its zero.
+            Abar_scale = abs(expected_Abar) if expected_Abar == mpmath.exp(mpmath.mpf(x)) else max(1, abs(expected_Abar))
+            gain_scale = abs(expected_gain)
+            if method in ("poly", "highorder", "rk4"):
+                gain_scale = max(abs(x) ** k / math.factorial(k + 1) for k in range(4))
+            assert relative_to(Abar_scale, Abar[i].item(), expected_Abar) < 2 * EPS, f"Abar of {method} at z = {x}"
+            assert relative_to(gain_scale, gain[i].item(), expected_gain) < 4 * EPS, f"gain of {method} at z = {x}"
+
+
+def test_phi1_and_its_derivatives_near_zero_against_mpmath():
+    z = torch.tensor([x for x in POINTS if abs(x) <= 3], dtype=torch.float64, requires_grad=True)
+    value = phi1(z)
+    (first,) = torch.autograd.grad(value.sum(), z, create_graph=True)
+    (second,) = torch.autograd.grad(first.sum(), z)
+    with mpmath.workdps(60):
+
+        def derivative(x, order):
+            # sum_k k (k-1) ... z^(k-order) / (k+1)!
+            return mpmath.fsum(
+                mpmath.ff(k, order) * mpmath.mpf(x) ** (k - order) / mpmath.factorial(k + 1) for k in range(order, 80)
+            )
+
+        for i, x in enumerate(z.tolist()):
+            # Away from the series the quotient's derivatives lose one and two factors of 1 / z.
+            growth = 1.0 if abs(x) < 0.5 else 1 / abs(x)
+            assert relative_to(abs(derivative(x, 0)), value[i].item(), derivative(x, 0)) < 4 * EPS
+            assert relative_to(abs(derivative(x, 1)), first[i].item(), derivative(x, 1)) < 16 * EPS * (1 + growth)
+            assert relative_to(abs(derivative(x, 2)), second[i].item(), derivative(x, 2)) < 64 * EPS * (1 + growth**2)
+
+
+@pytest.mark.parametrize("method", [name for name in METHOD_NAMES if METHODS[name].scipy])
+def test_coefficients_against_scipy(method):
+    """SciPy discretizes the system as a matrix, by its own general formulas."""
+    scipy_method, alpha = METHODS[method].scipy
+    A = np.array([-0.01, -0.5, -1.3, -4.0])
+    B = np.array([[1.0], [-2.0], [0.3], [5.0]])
+    C, D = np.ones((1, 4)), np.zeros((1, 1))
+    for delta in (1e-4, 0.05, 0.7):
+        expected_Abar, expected_B, *_ = scipy.signal.cont2discrete((np.diag(A), B, C, D), delta, scipy_method, alpha)
+        Abar, c = coefficients(method, torch.tensor(delta, dtype=torch.float64), torch.from_numpy(A))
+        np.testing.assert_allclose(np.diag(Abar.numpy()), expected_Abar, rtol=1e-13, atol=1e-15)
+        np.testing.assert_allclose(c.numpy()[:, None] * B, expected_B, rtol=1e-12)
+
+
+@pytest.mark.parametrize(("method", "alpha"), [("euler", 0.0), ("bilinear", 0.5), ("backward_euler", 1.0)])
+def test_generalized_bilinear_family_against_scipy(method, alpha):
+    A = np.array([-0.2, -3.0])
+    system = (np.diag(A), np.ones((2, 1)), np.ones((1, 2)), np.zeros((1, 1)))
+    expected_Abar, expected_B, *_ = scipy.signal.cont2discrete(system, 0.3, "gbt", alpha)
+    Abar, c = coefficients(method, torch.tensor(0.3, dtype=torch.float64), torch.from_numpy(A))
+    np.testing.assert_allclose(np.diag(Abar.numpy()), expected_Abar, rtol=1e-13, atol=1e-15)
+    np.testing.assert_allclose(c.numpy()[:, None], expected_B, rtol=1e-13)
+
+
+def test_foh_is_the_exponential_of_the_augmented_matrix():
+    """exp(delta [[A, B], [0, 0]]) = [[Abar, c B], [0, 1]] for an input that is constant over the step; also at A = 0."""
+    A = np.array([0.0, -1e-9, -1e-3, -0.5, -7.0, 0.4])
+    B = np.array([1.0, 2.0, -1.0, 0.5, 3.0, -2.0])
+    for delta in (1e-6, 0.1, 2.0):
+        augmented = np.zeros((7, 7))
+        augmented[:6, :6], augmented[:6, 6] = np.diag(A), B
+        exponential = scipy.linalg.expm(delta * augmented)
+        Abar, c = coefficients("foh", torch.tensor(delta, dtype=torch.float64), torch.from_numpy(A))
+        np.testing.assert_allclose(Abar.numpy(), np.diag(exponential)[:6], rtol=1e-13)
+        np.testing.assert_allclose(c.numpy() * B, exponential[:6, 6], rtol=1e-13)
+
+
+def integrate(method: str, u, exact, steps: int, duration: float = 2.0, A: float = -1.3) -> float:
+    """Largest error of the state over ``[0, duration]``, the input sampled at the end of each step."""
+    delta = duration / steps
+    t = torch.arange(1, steps + 1, dtype=torch.float64) * delta
+    ones = torch.ones(1, 1, steps, dtype=torch.float64)
+    y = reference.selective_scan(
+        u(t)[None, None], ones * delta, torch.full((1, 1), A, dtype=torch.float64), ones, ones, discretization=method
+    )
+    return (y[0, 0] - exact(t)).abs().max().item()
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_observed_order_for_a_smooth_input(method):
+    """Every rule that takes one input sample per step is of first order: h' = A h + sin 3t + cos(7t) / 2, h(0) = 0."""
+    A = -1.3
+
+    def u(t):
+        return torch.sin(3 * t) + torch.cos(7 * t) / 2
+
+    def exact(t):
+        # The solution for e^{iwt} is (e^{iwt} - e^{At}) / (iw - A); sine is its imaginary part, cosine the real one.
+        def wave(w):
+            return (torch.exp(1j * w * t) - torch.exp(A * t)) / (1j * w - A)
+
+        return wave(3).imag + wave(7).real / 2
+
+    errors = [integrate(method, u, exact, steps, A=A) for steps in (64, 128, 256, 512)]
+    orders = [math.log2(coarse / fine) for coarse, fine in itertools.pairwise(errors)]
+    assert all(0.9 < order < 1.1 for order in orders), f"errors {errors}, orders {orders}"
+    assert errors[-1] < 0.01
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_observed_order_for_a_constant_input(method):
+    """A constant input takes the sampling away, and leaves the error of the rule itself."""
+    A = -1.3
+    errors = [integrate(method, torch.ones_like, lambda t: torch.expm1(A * t) / A, steps, A=A) for steps in (8, 16, 32, 64)]
+    expected = METHODS[method].step_order
+    if expected is None:
+        assert max(errors) < 1e-14
+        return
+    orders = [math.log2(coarse / fine) for coarse, fine in itertools.pairwise(errors)]
+    assert all(abs(order - expected) < 0.25 for order in orders), f"errors {errors}, orders {orders}"
+    assert abs(orders[-1] - expected) < 0.1
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_dc_gain(method):
+    """Under a constant input the state settles at c B u / (1 - Abar), in the continuous system at -B u / A."""
+    A = torch.tensor([-0.2, -1.0, -1.9], dtype=torch.float64)
+    delta = torch.ones((), dtype=torch.float64)
+    Abar, c = coefficients(method, delta, A)
+    ratio = c / (1 - Abar) * -A
+    if METHODS[method].keeps_dc_gain:
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), rtol=1e-14, atol=0)
+    else:
+        assert (ratio[1:] - 1).abs().min() > 5e-3
+    steps = 3000
+    y = reference.selective_scan(
+        torch.ones(1, 1, steps, dtype=torch.float64),
+        torch.full((1, 1, steps), 0.1, dtype=torch.float64),
+        A[None],
+        *(torch.ones(1, 3, dtype=torch.float64),) * 2,
+        discretization=method,
+    )
+    Abar, c = coefficients(method, torch.tensor(0.1, dtype=torch.float64), A)
+    torch.testing.assert_close(y[0, 0, -1], (c / (1 - Abar)).sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_stable_where_the_table_says(method):
+    lowest = METHODS[method].stable_from
+    z = torch.linspace(max(lowest, -50.0), -1e-6, 1001, dtype=torch.float64)
+    Abar, _ = coefficients(method, torch.ones((), dtype=torch.float64), z)
+    assert Abar.abs().max() <= 1
+    if lowest > -math.inf:
+        Abar, _ = coefficients(method, torch.ones((), dtype=torch.float64), torch.tensor(lowest - 1e-3, dtype=torch.float64))
+        assert Abar.abs() > 1
+
+
+def test_alias_and_unknown_name():
+    delta, A = torch.tensor(0.3, dtype=torch.float64), torch.tensor([-1.0, -2.0], dtype=torch.float64)
+    for alias, name in ALIASES.items():
+        for x, y in zip(coefficients(alias, delta, A), coefficients(name, delta, A), strict=True):
+            assert torch.equal(x, y)
+    with pytest.raises(ValueError, match="unknown discretization 'trapezium'") as error:
+        coefficients("trapezium", delta, A)
+    assert all(repr(name) in str(error.value) for name in [*DISCRETIZATIONS, *ALIASES])
+
+
+def scan_by_hand(inputs: dict) -> tuple[np.ndarray, np.ndarray]:
+    """The scan from its definition, one number at a time, in Python's own arithmetic."""
+    arrays = {k: v.numpy() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    u, A = arrays["u"], arrays["A"]
+    (batch, dim, seqlen), dstate = u.shape, A.shape[1]
+    out, last_state = np.zeros(u.shape), np.zeros((batch, dim, dstate))
+
+    def element(X, b, d, n, t):
+        if X.ndim == 2:
+            return float(X[d, n])
+        return float(X[b, n, t] if X.ndim == 3 else X[b, d * X.shape[1] // dim, n, t])
+
+    for b, d in itertools.product(range(batch), range(dim)):
+        h = [0.0] * dstate if arrays["initial_state"] is None else [float(x) for x in arrays["initial_state"][b, d]]
+        for t in range(seqlen):
+            step = float(arrays["delta"][b, d, t])
+            if arrays["delta_bias"] is not None:
+                step += float(arrays["delta_bias"][d])
+            if arrays["delta_softplus"] and step <= 20:
+                step = math.log1p(math.exp(step))
+            y = 0.0
+            for n in range(dstate):
+                Abar, gain = METHODS[arrays["discretization"]].oracle(mpmath.mpf(step) * float(A[d, n]))
+                h[n] = float(Abar) * h[n] + step * float(gain) * element(arrays["B"], b, d, n, t) * float(u[b, d, t])
+                y += element(arrays["C"], b, d, n, t) * h[n]
+            if arrays["D"] is not None:
+                y += float(arrays["D"][d] * u[b, d, t])
+            if arrays["z"] is not None:
+                y *= float(arrays["z"][b, d, t]) / (1 + math.exp(-float(arrays["z"][b, d, t])))
+            out[b, d, t] = y
+        last_state[b, d] = h
+    return out, last_state
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"groups": 2},
+        {"B": "constant"},
+        {"C": "constant", "groups": 1},
+        {"B": "constant", "C": "constant", "D": False, "z": False, "delta_bias": False, "initial_state": False},
+        {"delta_softplus": False, "groups": 4},
+    ],
+    ids=str,
+)
+def test_scan_against_its_definition(method, options):
+    inputs = make_inputs(**options, discretization=method)
+    out, last_state = reference.selective_scan(**inputs, return_last_state=True)
+    expected_out, expected_last_state = scan_by_hand(inputs)
+    np.testing.assert_allclose(out.numpy(), expected_out, rtol=1e-12, atol=1e-13)
+    np.testing.assert_allclose(last_state.numpy(), expected_last_state, rtol=1e-12, atol=1e-13)
+
+
+def test_scan_with_foh_is_exact_for_a_held_input():
+    """A held input is what SciPy's lsim integrates with interp=False; its sample i acts over the step that ends at i + 1."""
+    generator = np.random.default_rng(0)
+    A, B, C, D = np.array([-0.3, -1.1, -2.5]), generator.normal(size=3), generator.normal(size=3), 0.7
+    u, delta, steps = generator.normal(size=40), 0.2, 40
+    _, _, states = scipy.signal.lsim(
+        (np.diag(A), B[:, None], np.eye(3), np.zeros((3, 1))), np.append(u, 0), np.arange(steps + 1) * delta, interp=False
+    )
+    y, last_state = reference.selective_scan(
+        torch.from_numpy(u)[None, None],
+        torch.full((1, 1, steps), delta, dtype=torch.float64),
+        *(torch.from_numpy(x)[None] for x in (A, B, C)),
+        D=torch.tensor([D], dtype=torch.float64),
+        discretization="foh",
+        return_last_state=True,
+    )
+    np.testing.assert_allclose(y[0, 0].numpy(), states[1:] @ C + D * u, rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(last_state[0, 0].numpy(), states[-1], rtol=1e-10)
+
+
+@pytest.mark.parametrize("method", METHOD_NAMES)
+def test_reference_gradcheck(method):
+    """The reference's autograd, phi1's two branches included, against finite differences."""
+    inputs = make_inputs(batch=1, dim=2, seqlen=3, dstate=2, discretization=method)
+    names = [name for name, value in inputs.items() if isinstance(value, torch.Tensor)]
+
+    def scan(*tensors):
+        return reference.selective_scan(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
+
+    assert torch.autograd.gradcheck(scan, [inputs[name].detach().requires_grad_() for name in names])

@@ -1,0 +1,602 @@
+"""selective_scan as a PyTorch operator: opcheck, compile, export, checkpoint, grad modes, transforms, autocast, meta, schema."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from helpers import DEVICES, TENSORS, arrange, as_float64, assert_as_accurate, evaluate, make_cotangents, make_inputs, parameter_dtype
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ssm_kernels import reference, selective_scan
+
+OPERATOR = "selective_scan"
+ops = torch.ops.ssm_kernels
+
+CASES = {
+    "all": {},
+    "required_only": dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False),
+    "groups": {"groups": 2},
+    "constant_B_and_C": {"B": "constant", "C": "constant"},
+    "channels_contiguous": {"layout": "transposed", "groups": 1},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "two_chunks": {"seqlen": 70, "dtype": torch.float32},
+    "no_steps": {"seqlen": 0},
+}
+
+every_case = pytest.mark.parametrize("case", CASES)
+
+
+def split(inputs: dict) -> tuple[tuple, dict]:
+    """The operator's positional and keyword arguments."""
+    positional = tuple(inputs[name] for name in TENSORS if name != "initial_state")
+    return positional, {name: inputs[name] for name in ("initial_state", "discretization", "delta_softplus")}
+
+
+def fwd_arguments(inputs: dict, save_chunk_states: bool = True) -> tuple:
+    return *(inputs[name] for name in TENSORS), inputs["discretization"], inputs["delta_softplus"], save_chunk_states
+
+
+def bwd_arguments(inputs: dict) -> tuple:
+    *_, chunk_states = ops._selective_scan_fwd(*fwd_arguments(inputs))
+    return (
+        *make_cotangents(inputs),
+        *(inputs[name] for name in TENSORS if name != "initial_state"),
+        chunk_states,
+        inputs["initial_state"] is not None,
+        inputs["discretization"],
+        inputs["delta_softplus"],
+    )
+
+
+def with_gradients(inputs: dict, names=TENSORS) -> dict:
+    return inputs | {n: inputs[n].detach().requires_grad_() for n in names if inputs[n] is not None}
+
+
+# --- opcheck -----------------------------------------------------------------------------------------------------------------
+
+
+@every_case
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["grad", "no_grad"])
+def test_opcheck(needs_grad, case, device):
+    inputs = make_inputs(**CASES[case], device=device)
+    torch.library.opcheck(ops.selective_scan.default, *split(with_gradients(inputs) if needs_grad else inputs))
+
+
+@pytest.mark.parametrize("save_chunk_states", [True, False])
+@every_case
+def test_opcheck_fwd(case, save_chunk_states, device):
+    inputs = make_inputs(**CASES[case], device=device)
+    torch.library.opcheck(ops._selective_scan_fwd.default, fwd_arguments(inputs, save_chunk_states))
+
+
+@every_case
+def test_opcheck_bwd(case, device):
+    arguments = bwd_arguments(make_inputs(**CASES[case], device=device))
+    torch.library.opcheck(ops._selective_scan_bwd.default, arguments)
+    if case in ("all", "two_chunks"):
+        torch.library.opcheck(ops._selective_scan_bwd.default, (None, *arguments[1:]))
+        torch.library.opcheck(ops._selective_scan_bwd.default, (arguments[0], None, *arguments[2:]))
+
+
+# --- meta --------------------------------------------------------------------------------------------------------------------
+
+
+def assert_same_layout(meta: torch.Tensor, real: torch.Tensor, what: str) -> None:
+    assert meta.is_meta and not real.is_meta
+    assert meta.shape == real.shape, what
+    assert meta.dtype == real.dtype, what
+    assert meta.stride() == real.stride(), what
+    assert meta.storage_offset() == real.storage_offset(), what
+
+
+@pytest.mark.parametrize("seqlen", [0, 5, 64, 65, 200])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "permuted", "offset", "sliced"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_meta_agrees_with_the_device(dtype, layout, seqlen, device):
+    """Shapes, dtypes and strides, of the operator and of the two below it."""
+    for options in ({}, CASES["required_only"], {"groups": 2}, CASES["constant_B_and_C"]):
+        inputs = make_inputs(seqlen=seqlen, dtype=dtype, layout=layout, device=device, **options)
+        arguments = {
+            "selective_scan": split(inputs),
+            "_selective_scan_fwd": (fwd_arguments(inputs), {}),
+            "_selective_scan_bwd": (bwd_arguments(inputs), {}),
+        }
+        for name, (args, kwargs) in arguments.items():
+            operator = getattr(ops, name)
+            to_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in args]
+            for x, y in zip(to_meta, args, strict=True):  # .to keeps strides of dense tensors only
+                assert not isinstance(x, torch.Tensor) or x.shape == y.shape
+            to_meta = [
+                torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, torch.Tensor) else x
+                for x in args
+            ]
+            meta_kwargs = {k: v.to("meta") if isinstance(v, torch.Tensor) else v for k, v in kwargs.items()}
+            metas, reals = operator(*to_meta, **meta_kwargs), operator(*args, **kwargs)
+            for index, (meta, real) in enumerate(zip(metas, reals, strict=True)):
+                assert_same_layout(meta, real, f"result {index} of {name}")
+
+
+def test_meta_backward(device):
+    inputs = make_inputs(device="meta")
+    leaves = with_gradients(inputs)
+    out, last_state = selective_scan(**leaves, return_last_state=True)
+    (out.sum() + last_state.sum()).backward()
+    for name in TENSORS:
+        gradient = leaves[name].grad
+        assert gradient.is_meta and gradient.shape == inputs[name].shape and gradient.dtype == inputs[name].dtype
+
+
+def test_results_share_no_memory_with_arguments(device):
+    inputs = make_inputs(device=device)
+    storages = {inputs[name].untyped_storage().data_ptr() for name in TENSORS}
+    for result in (*selective_scan(**inputs, return_last_state=True), *ops._selective_scan_fwd(*fwd_arguments(inputs))):
+        assert result.untyped_storage().data_ptr() not in storages
+
+
+# --- compile and export ------------------------------------------------------------------------------------------------------
+
+
+def training_step(inputs: dict, function) -> dict[str, torch.Tensor]:
+    leaves = with_gradients(inputs)
+    out, last_state = function(**leaves)
+    (out.float().square().sum() + last_state.float().square().sum()).backward()
+    return {"out": out, "last_state": last_state} | {n: leaves[n].grad for n in TENSORS if inputs[n] is not None}
+
+
+def scan_with_state(**inputs):
+    return selective_scan(**inputs, return_last_state=True)
+
+
+def assert_compiled_equals_eager(compiled, inputs: dict, tolerance: float = 1e-12) -> None:
+    actual, expected = training_step(inputs, compiled), training_step(inputs, scan_with_state)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.fixture
+def fresh_dynamo():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def mark_seqlen_dynamic(inputs: dict) -> None:
+    for name in ("u", "delta", "z", "B", "C"):
+        if inputs[name] is not None and inputs[name].dim() > 2:
+            torch._dynamo.mark_dynamic(inputs[name], inputs[name].dim() - 1)
+
+
+@pytest.mark.parametrize("case", ["all", "required_only", "groups", "constant_B_and_C", "channels_contiguous"])
+def test_compile_once_for_every_length(case, device, fresh_dynamo):
+    """fullgraph, forward and backward, one graph each for lengths on both sides of a chunk's."""
+    graphs = {"forward": [], "backward": []}
+
+    def keep(which):
+        def compiler(graph, _):
+            graphs[which].append(graph)
+            return graph
+
+        return compiler
+
+    backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("forward"))
+    counter = CompileCounterWithBackend("aot_eager")
+    for compiler in (backend, counter):
+        compiled = torch.compile(scan_with_state, fullgraph=True, backend=compiler)
+        for seqlen in (5, 64, 65, 130, 7):
+            inputs = make_inputs(seqlen=seqlen, device=device, **CASES[case])
+            leaves = with_gradients(inputs)
+            mark_seqlen_dynamic(leaves)
+            out, last_state = compiled(**leaves)
+            (out.square().sum() + last_state.square().sum()).backward()
+            expected = training_step(inputs, scan_with_state)
+            actual = {"out": out, "last_state": last_state} | {n: leaves[n].grad for n in TENSORS if inputs[n] is not None}
+            for name, value in expected.items():
+                torch.testing.assert_close(actual[name], value, rtol=1e-12, atol=1e-12)
+    assert counter.frame_count == 1
+    assert {which: len(kept) for which, kept in graphs.items()} == {"forward": 1, "backward": 1}
+
+    def calls(which):
+        return {str(node.target) for node in graphs[which][0].graph.nodes if "ssm_kernels" in str(node.target)}
+
+    assert calls("forward") == {"ssm_kernels._selective_scan_fwd.default"}
+    assert calls("backward") == {"ssm_kernels._selective_scan_bwd.default"}
+
+
+def test_compile_with_automatic_dynamic_shapes(device, fresh_dynamo):
+    """Nothing marked: the second length makes the size symbolic, and no later one compiles again."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(scan_with_state, fullgraph=True, backend=counter)
+    for seqlen in (5, 64, 65, 130, 7):
+        assert_compiled_equals_eager(compiled, make_inputs(seqlen=seqlen, device=device))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_compile_with_inductor(dynamic, device, fresh_dynamo):
+    """With work around the operator for Inductor to fuse, in both layouts."""
+
+    def layer(*, u, z, **inputs):
+        out, last_state = selective_scan(torch.tanh(u) * 2, z=z * 3, **inputs, return_last_state=True)
+        return torch.relu(out) + u, last_state * 2
+
+    compiled = torch.compile(layer, fullgraph=True, dynamic=dynamic)
+    for layout in ("contiguous", "transposed"):
+        inputs = make_inputs(seqlen=70, dtype=torch.float32, layout=layout, device=device)
+        actual, expected = training_step(inputs, compiled), training_step(inputs, layer)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-4)
+
+
+def test_compile_without_gradients(device, fresh_dynamo):
+    inputs = make_inputs(device=device)
+    compiled = torch.compile(scan_with_state, fullgraph=True, backend="aot_eager")
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            for actual, expected in zip(compiled(**inputs), scan_with_state(**inputs), strict=True):
+                assert torch.equal(actual, expected)
+
+
+class Scan(torch.nn.Module):
+    def forward(self, u, delta, A, B, C, D, z, delta_bias, initial_state):
+        return selective_scan(
+            u, delta, A, B, C, D, z, delta_bias, initial_state=initial_state, delta_softplus=True, return_last_state=True
+        )
+
+
+def test_export(device):
+    """By its public name, with a symbolic length."""
+    arguments = tuple(make_inputs(seqlen=9, device=device)[name] for name in TENSORS)
+    seqlen = torch.export.Dim("seqlen", min=2, max=4096)
+    dynamic = {name: {2: seqlen} if name in ("u", "delta", "B", "C", "z") else None for name in TENSORS}
+    exported = torch.export.export(Scan(), arguments, dynamic_shapes=dynamic)
+    targets = [str(node.target) for node in exported.graph.nodes if "ssm_kernels" in str(node.target)]
+    assert targets == ["ssm_kernels.selective_scan.default"]
+    for length in (9, 64, 200):
+        arguments = tuple(make_inputs(seqlen=length, device=device)[name] for name in TENSORS)
+        for actual, expected in zip(exported.module()(*arguments), Scan()(*arguments), strict=True):
+            assert torch.equal(actual, expected)
+
+
+# --- checkpoint and grad modes -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_checkpoint(use_reentrant, device):
+    inputs = make_inputs(seqlen=70, device=device)
+
+    def checkpointed(**leaves):
+        tensors = [leaves[name] for name in TENSORS]
+
+        def scan(*tensors):
+            return selective_scan(**(leaves | dict(zip(TENSORS, tensors, strict=True))), return_last_state=True)
+
+        return torch.utils.checkpoint.checkpoint(scan, *tensors, use_reentrant=use_reentrant)
+
+    actual, expected = training_step(inputs, checkpointed), training_step(inputs, scan_with_state)
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+def test_no_grad_has_no_grad_fn(device):
+    inputs = make_inputs(device=device)
+    expected = selective_scan(**inputs, return_last_state=True)
+    with torch.no_grad():
+        results = selective_scan(**with_gradients(inputs), return_last_state=True)
+    for actual, value in zip(results, expected, strict=True):
+        assert actual.grad_fn is None and not actual.requires_grad
+        assert torch.equal(actual, value)
+
+
+def test_inference_mode(device):
+    inputs = make_inputs(device=device)
+    expected = selective_scan(**inputs, return_last_state=True)
+    with torch.inference_mode():
+        results = selective_scan(**{k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}, return_last_state=True)
+    for actual, value in zip(results, expected, strict=True):
+        assert actual.is_inference() and torch.equal(actual, value)
+
+
+def test_results_are_differentiable_only_where_arguments_are(device):
+    inputs = make_inputs(device=device)
+    for name in TENSORS:
+        out, last_state = selective_scan(**with_gradients(inputs, [name]), return_last_state=True)
+        assert out.requires_grad and "SelectiveScan" in type(out.grad_fn).__name__ + out.grad_fn.name()
+        assert last_state.requires_grad
+
+
+# --- what is not supported says so -------------------------------------------------------------------------------------------
+
+
+def test_double_backward_says_that_there_is_none(device):
+    leaves = with_gradients(make_inputs(device=device))
+    (grad_u,) = torch.autograd.grad(selective_scan(**leaves).square().sum(), leaves["u"], create_graph=True)
+    with pytest.raises(RuntimeError, match=r"derivative for ssm_kernels::_selective_scan_bwd is not implemented"):
+        grad_u.sum().backward()
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.jacrev, torch.func.vjp], ids=["grad", "jacrev", "vjp"])
+def test_func_transforms_say_that_they_are_not_supported(transform, device):
+    inputs = make_inputs(device=device)
+
+    def scan(u):
+        out = selective_scan(**(inputs | {"u": u}))
+        return out.sum() if transform is torch.func.grad else out
+
+    with pytest.raises(RuntimeError, match=r"selective_scan: .*torch\.func.*not supported|functorch transforms"):
+        result = transform(scan, inputs["u"]) if transform is torch.func.vjp else transform(scan)(inputs["u"])
+        if transform is torch.func.vjp:
+            result[1](torch.ones_like(inputs["u"]))
+
+
+def test_forward_mode_says_that_there_is_none(device):
+    inputs = make_inputs(device=device)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(inputs["u"], torch.ones_like(inputs["u"]))
+        with pytest.raises(RuntimeError, match=r"(?i)jvp is not implemented|forward.mode|forward AD"):
+            selective_scan(**(inputs | {"u": dual}))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", [name for name, devices in DEVICES.items() if "cuda" not in devices])
+def test_operator_without_cuda_kernel_says_so(name):
+    if name == "selective_scan":
+        inputs = make_inputs(dtype=torch.float32, device="cuda")
+        calls = [lambda: selective_scan(**inputs), lambda: selective_scan(**with_gradients(inputs))]
+    else:
+        raise AssertionError(f"no arguments for {name} here")
+    for call in calls:
+        with pytest.raises(RuntimeError, match=r"no CUDA kernel.*expected CPU tensors, got CUDA"):
+            call()
+
+
+# --- vmap --------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def no_vmap_fallback():
+    """PyTorch's loop over samples is an error, not a warning that may come only once."""
+    before = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(before)
+
+
+SUBSETS = [subset for size in (1, 2, 8, 9) for subset in itertools.combinations(TENSORS, size)]
+
+
+def stacked_inputs(names, axis: int = 0, samples: int = 3, **options) -> tuple[list[dict], dict]:
+    """Sets of arguments that differ in `names`, and one set with those stacked along `axis`."""
+    first, *others = (make_inputs(seed=seed, **options) for seed in range(samples))
+    sets = [first, *(first | {name: other[name] for name in names} for other in others)]
+    return sets, first | {name: torch.stack([s[name] for s in sets], dim=axis) for name in names}
+
+
+@pytest.mark.parametrize("names", SUBSETS, ids="-".join)
+def test_vmap_over_each_combination_of_arguments(names, device, no_vmap_fallback, recwarn):
+    for options in ({"seqlen": 5}, {"seqlen": 5, "groups": 2}, {"seqlen": 5, "B": "constant", "C": "constant"}):
+        sets, stacked = stacked_inputs(names, device=device, **options)
+
+        def scan(*tensors, stacked=stacked):
+            return selective_scan(**(stacked | dict(zip(names, tensors, strict=True))), return_last_state=True)
+
+        results = torch.vmap(scan)(*(stacked[name] for name in names))
+        expected = [selective_scan(**s, return_last_state=True) for s in sets]
+        for i, result in enumerate(results):
+            torch.testing.assert_close(result, torch.stack([e[i] for e in expected]), rtol=1e-12, atol=1e-12)
+    assert not [w for w in recwarn if "vmap" in str(w.message) or "batching rule" in str(w.message)]
+
+
+@pytest.mark.parametrize("axis", [1, -1])
+def test_vmap_over_other_axes(axis, device, no_vmap_fallback):
+    sets, stacked = stacked_inputs(TENSORS, axis=axis, device=device)
+
+    def scan(*tensors):
+        return selective_scan(**(stacked | dict(zip(TENSORS, tensors, strict=True))))
+
+    out = torch.vmap(scan, in_dims=axis, out_dims=axis)(*(stacked[name] for name in TENSORS))
+    torch.testing.assert_close(out, torch.stack([selective_scan(**s) for s in sets], dim=axis), rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_without_optional_arguments(device, no_vmap_fallback):
+    sets, stacked = stacked_inputs(("u", "A"), device=device, **CASES["required_only"])
+
+    def scan(u, A):
+        return selective_scan(**(stacked | {"u": u, "A": A}), return_last_state=True)
+
+    for i, result in enumerate(torch.vmap(scan)(stacked["u"], stacked["A"])):
+        expected = torch.stack([selective_scan(**s, return_last_state=True)[i] for s in sets])
+        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_vmap_in_vmap(device, no_vmap_fallback):
+    inputs = make_inputs(device=device)
+    u = torch.stack([torch.stack([inputs["u"] * (i + 1) + j for j in range(2)]) for i in range(3)])
+    A = torch.stack([inputs["A"] * (j + 1) for j in range(2)])
+
+    def scan(u, A):
+        return selective_scan(**(inputs | {"u": u, "A": A}))
+
+    out = torch.vmap(torch.vmap(scan), in_dims=(0, None))(u, A)
+    expected = torch.stack([torch.stack([scan(u[i, j], A[j]) for j in range(2)]) for i in range(3)])
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"B": "constant", "C": "constant"}], ids=str)
+@pytest.mark.parametrize("names", [*((name,) for name in TENSORS), ("u", "delta", "B", "C", "z"), TENSORS], ids="-".join)
+def test_gradients_outside_vmap(names, options, device, no_vmap_fallback):
+    sets, stacked = stacked_inputs(names, device=device, **options)
+
+    def vmapped(**inputs):
+        def scan(*tensors):
+            return selective_scan(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
+
+        return torch.vmap(scan)(*(inputs[name] for name in names))
+
+    def looped(**inputs):
+        results = [scan_with_state(**(inputs | {name: inputs[name][i] for name in names})) for i in range(len(sets))]
+        return tuple(torch.stack(column) for column in zip(*results, strict=True))
+
+    actual, expected = training_step(stacked, vmapped), training_step(stacked, looped)
+    for name, value in expected.items():
+        torch.testing.assert_close(actual[name], value, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_batched_gradients(device):
+    """is_grads_batched: several vector-Jacobian products in one backward pass."""
+    leaves = with_gradients(make_inputs(device=device))
+    out = selective_scan(**leaves)
+    cotangents = torch.stack([make_cotangents(leaves, seed=seed)[0] for seed in range(3)])
+    tensors = [leaves[name] for name in TENSORS]
+    batched = torch.autograd.grad(out, tensors, cotangents, is_grads_batched=True, retain_graph=True)
+    for i, cotangent in enumerate(cotangents):
+        for all_of_them, one in zip(batched, torch.autograd.grad(out, tensors, cotangent, retain_graph=True), strict=True):
+            torch.testing.assert_close(all_of_them[i], one, rtol=1e-12, atol=1e-12)
+
+
+# --- autocast ----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["variable", "constant"])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
+def test_autocast(low, form, device):
+    """u, delta, z and per-step B and C are cast; A, D, delta_bias, states and constant B and C stay float32."""
+    inputs = make_inputs(dim=6, seqlen=70, B=form, C=form, dtype=torch.float32, device=device)
+    per_step = {"u", "delta", "z"} | ({"B", "C"} if form == "variable" else set())
+    cast = inputs | {name: inputs[name].to(low) for name in per_step}
+    results = []
+    for arguments, enabled in ((inputs, True), (cast, False)):
+        leaves = with_gradients(arguments)
+        with torch.autocast(device, dtype=low, enabled=enabled):
+            out, last_state = selective_scan(**leaves, return_last_state=True)
+        assert out.dtype == low and last_state.dtype == torch.float32
+        torch.autograd.backward((out, last_state), make_cotangents(cast))
+        results.append({"out": out, "last_state": last_state} | {name: leaves[name].grad for name in TENSORS})
+    autocast, explicit = results
+    for name in TENSORS:
+        assert autocast[name].dtype == torch.float32
+        assert torch.equal(autocast[name], explicit[name].float()), name
+    assert torch.equal(autocast["out"], explicit["out"]) and torch.equal(autocast["last_state"], explicit["last_state"])
+
+
+def test_autocast_of_mixed_arguments(device):
+    """What Mamba's projections give under autocast: 16-bit activations beside float32 parameters, and a 16-bit A cast up."""
+    inputs = make_inputs(dim=6, dtype=torch.float32, device=device)
+    mixed = inputs | {name: inputs[name].bfloat16() for name in ("u", "B", "z")} | {"A": inputs["A"].bfloat16()}
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out, last_state = selective_scan(**mixed, return_last_state=True)
+    low = {name: inputs[name].bfloat16() for name in ("u", "delta", "B", "C", "z")}
+    expected = selective_scan(**(inputs | low | {"A": inputs["A"].bfloat16().float()}), return_last_state=True)
+    assert out.dtype == torch.bfloat16 and last_state.dtype == torch.float32
+    assert torch.equal(out, expected[0]) and torch.equal(last_state, expected[1])
+
+
+def test_autocast_accuracy(device):
+    inputs = make_inputs(dim=6, seqlen=150, dtype=torch.float32, device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = selective_scan(**inputs)
+    cast = inputs | {name: inputs[name].bfloat16() for name in ("u", "delta", "B", "C", "z")}
+    native, exact = evaluate(reference.selective_scan, cast)["out"], evaluate(reference.selective_scan, as_float64(cast))["out"]
+    assert_as_accurate(out, native, exact, "out")
+
+
+def test_autocast_leaves_float64_alone(device):
+    inputs = make_inputs(device=device)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        out = selective_scan(**inputs)
+    assert out.dtype == torch.float64 and torch.equal(out, selective_scan(**inputs))
+
+
+def test_autocast_in_compile(device, fresh_dynamo):
+    inputs = make_inputs(dtype=torch.float32, device=device)
+
+    def scan(**inputs):
+        with torch.autocast(device, dtype=torch.bfloat16):
+            return selective_scan(**inputs, return_last_state=True)
+
+    compiled = torch.compile(scan, fullgraph=True, backend="aot_eager")
+    actual, expected = training_step(inputs, compiled), training_step(inputs, scan)
+    assert actual["out"].dtype == torch.bfloat16
+    for name, value in expected.items():
+        assert torch.equal(actual[name], value), name
+
+
+# --- memory ------------------------------------------------------------------------------------------------------------------
+
+
+def allocated(function) -> int:
+    """Bytes that PyTorch's allocator hands out during the call."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        function()
+    return sum(
+        event.nbytes()
+        for event in profile.profiler.kineto_results.events()
+        if event.name() == "[memory]" and event.nbytes() > 0
+    )
+
+
+def test_memory_grows_only_with_results_and_chunk_states(device):
+    """From one length to twice the length, nothing of size batch * dim * seqlen * dstate appears, in either direction."""
+    batch, dim, dstate, grown = 2, 64, 32, 16 * 64
+
+    def measure(seqlen):
+        inputs = make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, dtype=torch.float32, device=device)
+        fwd = allocated(lambda: ops._selective_scan_fwd(*fwd_arguments(inputs)))
+        arguments = bwd_arguments(inputs)
+        return fwd, allocated(lambda: ops._selective_scan_bwd(*arguments))
+
+    (fwd_short, bwd_short), (fwd_long, bwd_long) = measure(grown), measure(2 * grown)
+    per_step = 4 * batch * dim * grown  # bytes of one (batch, dim, seqlen) tensor of the added length
+    chunk_states = 4 * batch * dim * dstate * (grown // 64)
+    matrices = 2 * 4 * batch * dstate * grown  # grad_B and grad_C
+    assert fwd_long - fwd_short <= per_step + chunk_states + 4096
+    assert bwd_long - bwd_short <= 3 * per_step + matrices + 4096
+    states = 4 * batch * dim * dstate
+    assert fwd_short <= per_step + chunk_states + 8 * states
+    assert bwd_short <= 3 * per_step + matrices + 64 * states
+
+
+# --- schema ------------------------------------------------------------------------------------------------------------------
+
+# What programs and exported graphs call. A change here breaks them: add arguments at the end, with defaults.
+SCHEMAS = {
+    "selective_scan": (
+        "ssm_kernels::selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
+        "Tensor? delta_bias=None, *, Tensor? initial_state=None, str discretization='zoh', bool delta_softplus=False) "
+        "-> (Tensor out, Tensor last_state)"
+    ),
+    "selective_state_update": (
+        "ssm_kernels::selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "
+        "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
+        "str discretization='zoh') -> Tensor"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schema_is_backward_compatible(name):
+    current, released = getattr(ops, name).default._schema, torch._C.parse_schema(SCHEMAS[name])
+    assert current.is_backward_compatible_with(released), f"now {current}, was {released}"
+    arguments = [(a.name, a.kwarg_only) for a in released.arguments]
+    assert [(a.name, a.kwarg_only) for a in current.arguments][: len(arguments)] == arguments
+
+
+@pytest.mark.parametrize("name", [*SCHEMAS, "_selective_scan_fwd", "_selective_scan_bwd"])
+def test_operators_are_tagged_for_compile(name):
+    assert torch.Tag.pt2_compliant_tag in getattr(ops, name).default.tags
+
+
+def test_chunk_states(device):
+    """(batch, chunks, dim, dstate): the state before each chunk; none where backward does not ask for them."""
+    inputs = make_inputs(seqlen=130, dim=5, device=device)
+    out, last_state, chunk_states = ops._selective_scan_fwd(*fwd_arguments(inputs))
+    assert chunk_states.shape == (2, 3, 5, 3) and chunk_states.dtype == parameter_dtype(out.dtype)
+    for chunk in range(3):
+        upto = {k: v[..., : 64 * chunk] if k in ("u", "delta", "z", "B", "C") else v for k, v in inputs.items()}
+        _, state = reference.selective_scan(**upto, return_last_state=True)
+        torch.testing.assert_close(chunk_states[:, chunk], state, rtol=1e-12, atol=1e-12)
+    assert ops._selective_scan_fwd(*fwd_arguments(inputs, False))[2].numel() == 0
+    assert torch.equal(ops._selective_scan_fwd(*fwd_arguments(inputs, False))[0], out)
+    assert torch.equal(ops._selective_scan_fwd(*fwd_arguments(inputs | {"u": arrange(inputs["u"], "sliced")}))[0], out)
