@@ -39,8 +39,9 @@ try:
     from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 except ImportError as error:
     missing = isinstance(error, ModuleNotFoundError) and (error.name or "").partition(".")[0] != "ssm_kernels"
-    install = ' (pip install -e ".[profile]")' if missing else ""
-    sys.exit(f"{PROGRAM}: {' '.join(str(error).split())}{install}")
+    advice = '; pip install -e ".[profile]" installs what this program needs' if missing else ""
+    print(f"{PROGRAM}: error: {' '.join(str(error).split())}{advice}", file=sys.stderr)
+    sys.exit(2)
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 SIZES = {  # of which the largest that fits the time is taken
@@ -243,7 +244,7 @@ def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch
     )
     seconds = measure({"loop": stages}, device=device, trials=2, warmup=1)["loop"].total.median / probe
     cost = 1.6 if options.backward else 1.2  # of forward alone, and of the rules with more terms
-    fits = SECONDS["loop"] / ((1 + LOOP_TRIALS) * len(options.methods) * cost * seconds)
+    fits = SECONDS["loop"] / (LOOP_TRIALS * len(options.methods) * cost * seconds)
     memory = available_memory(device)
     if memory is not None:
         fits = min(fits, memory / 4 * size.seqlen / scans.loop_bytes(size, dtype))
@@ -329,9 +330,9 @@ def profile(options: argparse.Namespace) -> report.Report:
                 budget=None if fixed_trials else SECONDS["scans"],
                 loop_seqlen=loop_seqlen,
                 loop_trials=LOOP_TRIALS,
-                loop_budget=None,
+                loop_budget=None if fixed_trials else SECONDS["loop"],
                 seed=seed,
-                on_trial=start("scan, forward, backward", rounds * (trials + 2 + LOOP_TRIALS + 1)),
+                on_trial=start("scan, forward, backward", rounds * (trials + 2 + LOOP_TRIALS)),
             )
         if options.profile_accuracy:
             found.accuracies = accuracy.measure_accuracy(

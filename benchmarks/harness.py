@@ -109,6 +109,7 @@ def measure(
     trials: int = 20,
     warmup: int = 2,
     budget: float | None = None,
+    least: int = 3,
     on_trial: Callable[[], None] | None = None,
 ) -> dict[str, Measurement]:
     """Times every benchmark, in turns.
@@ -118,7 +119,7 @@ def measure(
         device: ``"cpu"`` is timed by the monotonic clock, a CUDA device by events.
         trials: trials of each benchmark that count.
         warmup: trials of each benchmark that do not.
-        budget: seconds after which no further round of trials starts, once there have been three; None for no limit.
+        budget: seconds after which no further round of trials starts, once there have been ``least``; None for no limit.
         on_trial: called after every trial, the warm-up's included.
     """
     device = torch.device(device)
@@ -128,7 +129,7 @@ def measure(
     for trial in range(-warmup, trials):
         if device.type == "cuda" and budget is not None:
             torch.cuda.synchronize()
-        if budget is not None and trial >= 3 and time.perf_counter() - start > budget:
+        if budget is not None and trial >= least and time.perf_counter() - start > budget:
             break
         for name, stages in benchmarks.items():
             clock.prepare()

@@ -9,10 +9,10 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // Selective scan: h_t = Abar(z_t) h_{t-1} + delta_t k(z_t) B_t u_t with z = delta A; out = (<C, h> + D u) silu(z).
   m.def(
       "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
-      "Tensor? delta_bias=None, *, Tensor? initial_state=None, str discretization='zoh', bool delta_softplus=False) "
+      "Tensor? delta_bias=None, Tensor? initial_state=None, *, str discretization='zoh', bool delta_softplus=False) "
       "-> (Tensor out, Tensor last_state)",
       tags);
-  // The scan, and the state before each chunk, from which backward recomputes the states inside it.
+  // The scan, and the state at each chunk boundary, from which backward recomputes the states inside it.
   m.def(
       "_selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
       "Tensor? initial_state, str discretization, bool delta_softplus, bool save_chunk_states) "

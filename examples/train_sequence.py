@@ -36,7 +36,7 @@ try:
     from sklearn.model_selection import train_test_split
     from tqdm import tqdm
 except ImportError as error:
-    sys.exit(f'{Path(__file__).name}: {error.name} is not installed; pip install "ssm_kernels[examples]"')
+    sys.exit(f"{Path(__file__).name}: error: {error}: pip install scikit-learn tqdm matplotlib")
 
 
 class Block(nn.Module):

@@ -70,7 +70,7 @@ def selective_scan(
         D,
         z,
         delta_bias,
-        initial_state=initial_state,
+        initial_state,
         discretization=discretization,
         delta_softplus=delta_softplus,
     )

@@ -254,9 +254,15 @@ def evaluate(function: Callable, inputs: dict[str, Any], cotangents: tuple[Tenso
     out, last_state = out.to(inputs["u"].dtype), last_state.to(inputs["A"].dtype)
     results = {"out": out.detach(), "last_state": last_state.detach()}
     if cotangents is not None:
-        gradients = torch.autograd.grad(
-            (out, last_state), tuple(leaves.values()), tuple(cotangents), allow_unused=True, materialize_grads=True
-        )
+        # A result of no steps from no state depends on nothing, and the reference's then has no graph.
+        dependent = [(y, grad) for y, grad in zip((out, last_state), cotangents, strict=True) if y.requires_grad]
+        outputs, incoming = [y for y, _ in dependent], [grad for _, grad in dependent]
+        if outputs:
+            gradients = torch.autograd.grad(
+                outputs, tuple(leaves.values()), incoming, allow_unused=True, materialize_grads=True
+            )
+        else:
+            gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
         results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return results
 

@@ -51,15 +51,14 @@ GRADCHECK = {
 
 @pytest.mark.parametrize("case", GRADCHECK)
 @every_method
-@pytest.mark.parametrize("through", ["out", "last_state", "both"])
-def test_gradcheck(through, method, case, device):
+def test_gradcheck(method, case, device):
+    """From out and from last_state to every tensor argument, the other result's gradient zero and undefined."""
     inputs = make_inputs(**({"batch": 2, "dim": 3, "seqlen": 4, "dstate": 2} | GRADCHECK[case]), device=device)
     inputs["discretization"] = method
     names = [name for name in TENSORS if inputs[name] is not None]
-    results = {"out": slice(0, 1), "last_state": slice(1, 2), "both": slice(0, 2)}[through]
 
     def scan(*tensors):
-        return selective_scan(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)[results]
+        return selective_scan(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
 
     assert torch.autograd.gradcheck(scan, [inputs[name].detach().requires_grad_() for name in names])
 
@@ -74,12 +73,15 @@ def test_gradients_over_several_chunks(dtype, method, device):
         assert results[f"grad_{name}"].shape == inputs[name].shape
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=["float64", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "layout"),
+    [(torch.float64, "contiguous"), (torch.float64, "transposed"), (torch.float32, "transposed"), (torch.bfloat16, "contiguous")],
+    ids=str,
+)
 @pytest.mark.parametrize("seqlen", [0, 1, 2, 63, 64, 65, 1000])
-def test_lengths(seqlen, dtype, device):
-    for layout in ("contiguous", "transposed"):
-        inputs = make_inputs(dim=5, seqlen=seqlen, dstate=3, discretization="foh", dtype=dtype, layout=layout, device=device)
-        assert_matches_reference(selective_scan, inputs)
+def test_lengths(seqlen, dtype, layout, device):
+    inputs = make_inputs(dim=5, seqlen=seqlen, dstate=3, discretization="foh", dtype=dtype, layout=layout, device=device)
+    assert_matches_reference(selective_scan, inputs)
 
 
 @pytest.mark.parametrize("seqlen", [0, 7])
@@ -120,7 +122,7 @@ def test_every_combination_of_options(chosen, layout, device):
 @pytest.mark.parametrize("dstate", [1, 3, 16, 17, 64, 256])
 def test_state_sizes(dstate, layout, device):
     for dtype, method in ((torch.float64, "foh"), (torch.float32, "bilinear")):
-        inputs = make_inputs(dim=5, seqlen=70, dstate=dstate, discretization=method, dtype=dtype, layout=layout, device=device)
+        inputs = make_inputs(dim=5, seqlen=66, dstate=dstate, discretization=method, dtype=dtype, layout=layout, device=device)
         assert_matches_reference(selective_scan, inputs)
 
 
@@ -271,17 +273,17 @@ def test_large_z(method, device):
         cotangents = make_cotangents(inputs)
         actual = evaluate(selective_scan, inputs, cotangents)
         exact = evaluate(reference.selective_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
-        # Channels differ by many orders of magnitude: each is measured by its own size.
-        tolerance = 1e-11 if dtype == torch.float64 else 2e-5
+        # Channels differ by many orders of magnitude, so each is measured by its own size; the absolute tolerance is what the
+        # reference itself loses, whose autograd gets e^z as the difference of two terms of order one.
+        rtol = 1e-11 if dtype == torch.float64 else 2e-5
         for name in ("u", "delta", "A", "initial_state"):
-            actual_channels, exact_channels = actual[f"grad_{name}"], exact[f"grad_{name}"]
-            torch.testing.assert_close(actual_channels.double(), exact_channels, rtol=tolerance, atol=1e-30)
+            torch.testing.assert_close(actual[f"grad_{name}"].double(), exact[f"grad_{name}"], rtol=rtol, atol=1e-15)
 
 
 def test_long_decay_stays_finite(device):
     """Strong decay over a long sequence: Abar underflows, and backward divides by nothing."""
     for method in METHODS.keys() - {"euler"}:
-        inputs = make_inputs(batch=1, dim=4, seqlen=700, discretization=method, dtype=torch.float32, device=device)
+        inputs = make_inputs(batch=1, dim=4, seqlen=200, discretization=method, dtype=torch.float32, device=device)
         inputs["A"] = inputs["A"] * 16
         results = assert_matches_reference(selective_scan, inputs)
         assert all(value.isfinite().all() for value in results.values())

@@ -14,6 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
+from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from benchmarks.discretization.accuracy import DC_STEP, Accuracy
@@ -98,9 +99,12 @@ def _clipped(error: float, largest: float = 10.0) -> float:
     return min(error, largest) if math.isfinite(error) else largest
 
 
-def _speed_against_error(axes: Axes, scans: Sequence[Scan], accuracies: Sequence[Accuracy], looks: dict[str, _Look]) -> None:
+def _speed_against_error(
+    axes: Axes, scans: Sequence[Scan], accuracies: Sequence[Accuracy], looks: dict[str, _Look], spacing: float | None
+) -> None:
     errors_of = {accuracy.method: accuracy for accuracy in accuracies}
-    step = max((step for step in accuracies[0].steps if step <= DC_STEP), default=accuracies[0].steps[-1])
+    largest = DC_STEP if spacing is None else min(DC_STEP, spacing)
+    step = max((step for step in accuracies[0].steps if step <= largest * (1 + 1e-9)), default=accuracies[0].steps[-1])
     times = [1e3 * scan.step.median for scan in scans]
     errors = [max(_clipped(errors_of[scan.method].error_at(step, "middle")), 1e-16) for scan in scans]
     for scan, time, error in zip(scans, times, errors, strict=True):
@@ -114,7 +118,7 @@ def _speed_against_error(axes: Axes, scans: Sequence[Scan], accuracies: Sequence
     left = min(1e3 * scan.step.p20 for scan in scans)
     right = max(1e3 * scan.step.p80 for scan in scans)
     width = max(right - left, 0.05 * right)
-    axes.set_xlim(left - 0.1 * width, right + 1.15 * width)
+    axes.set_xlim(left - 0.1 * width, right + 1.35 * width)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     bottom, top = (math.log10(limit) for limit in axes.get_ylim())
     heights = [(math.log10(error) - bottom) / (top - bottom) for error in errors]
@@ -124,7 +128,7 @@ def _speed_against_error(axes: Axes, scans: Sequence[Scan], accuracies: Sequence
         axes.annotate(
             scan.method,
             (time, error),
-            xytext=(0.62, height),
+            xytext=(0.58, height),
             textcoords="axes fraction",
             fontsize=7,
             color=look.color,
@@ -144,8 +148,9 @@ def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> None:
         found = accuracy.convergence["middle"]
         if found.order is not None and 0 < found.errors[-1] < 1 and abs(found.order - round(found.order)) < 0.2:
             ends.setdefault(round(found.order), []).append(found.errors[-1])
+    ends_of_steps = [error for accuracy in accuracies if (error := accuracy.convergence["end"].errors[-1]) < 1]
     for order, errors in ends.items():
-        start = 2.2 * max(errors) if order == 1 else min(errors) / 2.2
+        start = 2.2 * max(errors + ends_of_steps) if order == 1 else min(errors) / 2.2
         end = (8 * fine, start * 8**order)
         axes.plot((fine, end[0]), (start, end[1]), color="#444444", lw=0.7, ls=(0, (4, 3)), zorder=0)
         axes.annotate(
@@ -189,7 +194,7 @@ def _error_against_step(axes: Axes, accuracies: Sequence[Accuracy], looks: dict[
             fontsize=6.5,
             color="#444444",
         )
-    axes.set_xlabel("step size")
+    axes.set_xlabel("step size; colors: input at mid-step")
     axes.set_ylabel("relative error")
     axes.set_title("Error against step size", loc="left")
 
@@ -197,7 +202,9 @@ def _error_against_step(axes: Axes, accuracies: Sequence[Accuracy], looks: dict[
 def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
     for row, scan in enumerate(scans):
         color = looks[scan.method].color
-        forward = scan.training.median - scan.backward.median if scan.training and scan.backward else scan.forward.median
+        forward = (
+            max(0.0, scan.training.median - scan.backward.median) if scan.training and scan.backward else scan.forward.median
+        )
         axes.barh(row, 1e3 * forward, color=color, height=0.65)
         if scan.backward:
             axes.barh(row, 1e3 * scan.backward.median, left=1e3 * forward, color=color, alpha=0.45, height=0.65)
@@ -218,13 +225,15 @@ def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
 
 
 def _operations(axes: Axes, report: Report) -> None:
+    colors = {"diagonal": _LOOKS[1].color, "full": _LOOKS[2].color}
     for row, operation in enumerate(report.operations):
-        axes.barh(row, operation.per_step, color=_LOOKS[1 if operation.form == "diagonal" else 2].color, height=0.65)
+        axes.barh(row, operation.per_step, color=colors[operation.form], height=0.65)
     axes.set_yticks(range(len(report.operations)), [operation.name for operation in report.operations])
     axes.invert_yaxis()
     axes.set_xscale("log")
     axes.set_xlabel("ns per channel and step")
-    axes.set_title("Elementary operations, diagonal and full A", loc="left")
+    axes.set_title("Elementary operations", loc="left")
+    axes.legend(handles=[Patch(color=color, label=f"{form} A") for form, color in colors.items()], frameon=False)
 
 
 def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = False) -> None:
@@ -239,7 +248,7 @@ def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = Fal
     looks = _looks(methods, known)
     panels: list[Any] = []
     if report.scans and report.accuracies:
-        panels.append(lambda axes: _speed_against_error(axes, report.scans, report.accuracies, looks))
+        panels.append(lambda axes: _speed_against_error(axes, report.scans, report.accuracies, looks, report.sample_spacing))
     if report.accuracies:
         panels.append(lambda axes: _error_against_step(axes, report.accuracies, looks, report.sample_spacing))
     if report.scans:

@@ -92,7 +92,7 @@ class Report:
         )
         console.print(
             Text(
-                f"{place}{machine['cpu']}, {machine['cores']} cores, {machine['threads']} threads, "
+                f"{place}{machine['cpu']}, cores: {machine['cores']}, threads: {machine['threads']}, "
                 f"{machine['cpu_capability']}; {machine['system']}"
             )
         )
@@ -132,12 +132,16 @@ def _number(value: float, digits: int = 3) -> str:
 def _milliseconds(timing: Timing | None) -> str:
     if timing is None:
         return "-"
-    return f"{_number(1e3 * timing.median)} {f'+-{100 * timing.spread:.0f}':>4}"
+    return f"{_number(1e3 * timing.median)} {_spread(timing):>3}"
+
+
+def _spread(timing: Timing) -> str:
+    return f"{100 * timing.spread:.0f}" if timing.spread < 0.995 else ">99"
 
 
 def _print_operations(console: Console, operations: Sequence[Operation], dstate: int) -> None:
     console.print()
-    headings = ["operation", "A", "dtype", "ns per\nelement", "ns per channel,\nstep", "+-%"]
+    headings = ["operation", "A", "dtype", "ns per\nelement", "ns per channel,\nstep", "%"]
     table = _table(f"1. Elementary operations, dstate {dstate}", headings)
     for operation in operations:
         table.add_row(
@@ -146,7 +150,7 @@ def _print_operations(console: Console, operations: Sequence[Operation], dstate:
             operation.dtype,
             _number(operation.per_element),
             _number(operation.per_step),
-            f"{100 * operation.timing.spread:.0f}",
+            _spread(operation.timing),
         )
     console.print(table)
     cost = {operation.name: operation.per_step for operation in operations}
@@ -154,8 +158,8 @@ def _print_operations(console: Console, operations: Sequence[Operation], dstate:
     _note(
         console,
         "With a diagonal A one step of one channel needs dstate elements, with a full A one dstate x dstate matrix:",
-        f"the bilinear rule then costs {_number(ratio, 2)} times as much. Eager PyTorch; the operator's kernel has these in",
-        "registers and pays no pass over memory for each.",
+        f"the bilinear rule then costs {_number(ratio, 2)} times as much. Medians in eager PyTorch, which pays a pass over",
+        "memory for each operation; the operator's kernel has them in registers.",
     )
 
 
@@ -163,7 +167,7 @@ def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
     console.print()
     training = scans[0].training is not None
     looped = scans[0].loop_step is not None
-    headings = ["method", "forward\nms +-%", *(["backward\nms +-%", "both\nms +-%"] if training else [])]
+    headings = ["method", "forward\nms   %", *(["backward\nms   %", "both\nms   %"] if training else [])]
     headings += ["/ zoh", "Mtok/s", "GB/s", *(["loop\nms", "loop /\nkernel"] if looped else [])]
     table = _table(f"2. selective_scan, {scans[0].size}, {dtype}", headings)
     zoh = next((scan.step.median for scan in scans if scan.method == "zoh"), None)
@@ -179,7 +183,7 @@ def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
     moved = scans[0].training_bytes if training else scans[0].forward_bytes
     _note(
         console,
-        f"Median of {scans[0].step.trials} interleaved trials, +- half the distance from the 20th to the 80th percentile.",
+        f"Median of {scans[0].step.trials} trials, methods taking turns; %: half the distance from 20th to 80th percentile.",
         "Arguments as in Mamba's layer: B and C per step, D, gate z, delta_bias, softplus.",
         "Forward alone runs without a graph;" if training else "No graph is recorded;",
         f"ratios, tokens (batch x seqlen) and bytes are of {'forward and backward together' if training else 'forward'}.",

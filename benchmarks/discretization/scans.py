@@ -214,7 +214,9 @@ def time_scans(
     if loop_seqlen > 0:
         per_step = ("u", "delta", "B", "C", "z")
         head = {name: tensor[..., :loop_seqlen].contiguous() if name in per_step else tensor for name, tensor in inputs.items()}
-        loop = _time(reference.selective_scan, methods, head, trials=loop_trials, warmup=1, budget=loop_budget, **options)
+        loop = _time(
+            reference.selective_scan, methods, head, trials=loop_trials, warmup=0, budget=loop_budget, least=1, **options
+        )
     forward_bytes, training_bytes = scan_bytes(inputs)
     scale = size.seqlen / loop_seqlen if loop_seqlen else 1.0
     scans = []

@@ -4,8 +4,10 @@
 //   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    (batch, dim, dstate)
 //   out_t   = (<C_t, h_t> + D u_t) silu(z_t)                            (batch, dim, seqlen)
 //
-// Time is cut into chunks of kChunkLength steps. Forward saves the state before each chunk, (batch, chunks, dim, dstate), and
-// backward recomputes the states inside a chunk from it: nothing of size batch * dim * seqlen * dstate exists.
+// Time is cut into chunks of kChunkLength steps. Forward saves the state at each chunk boundary, the first and the last included,
+// (batch, chunks + 1, dim, dstate), and backward recomputes the states inside a chunk from the one before it: nothing of size
+// batch * dim * seqlen * dstate exists. (With the last state there are never just one or none, so that the number of chunks is
+// no special case when torch.compile traces a dynamic seqlen.)
 #pragma once
 
 #include <cstdint>
@@ -17,10 +19,16 @@ namespace ssm_kernels::selective_scan {
 constexpr int64_t kMaxDstate = 256;
 constexpr int64_t kChunkLength = 64;
 
-// Number of saved states per channel; Int is int64_t or a symbolic integer.
+// Int is int64_t or a symbolic integer.
 template <typename Int>
 Int chunk_count(const Int& seqlen) {
   return (seqlen + (kChunkLength - 1)) / kChunkLength;
+}
+
+// Number of saved states per channel.
+template <typename Int>
+Int chunk_boundary_count(const Int& seqlen) {
+  return chunk_count(seqlen) + 1;
 }
 
 // A (batch, dim, seqlen) tensor, data null if absent. Strides are in elements.
@@ -64,7 +72,7 @@ struct SelectiveScanParams {
 struct SelectiveScanFwdParams : SelectiveScanParams {
   SequenceView out;
   void* last_state = nullptr;    // (batch, dim, dstate), contiguous
-  void* chunk_states = nullptr;  // (batch, chunks, dim, dstate), contiguous; null: not saved
+  void* chunk_states = nullptr;  // (batch, chunks + 1, dim, dstate), contiguous; null: not saved
 };
 
 struct SelectiveScanBwdParams : SelectiveScanParams {

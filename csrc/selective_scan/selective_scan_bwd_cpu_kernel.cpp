@@ -13,6 +13,7 @@
 //
 // Lanes are channels, as in forward. The sums over channels of a per-step B and C stay in lanes while a task's blocks add to them,
 // are then summed over lanes, and bwd_reduce adds up the tasks, in order: no atomics, and the same bits for any number of threads.
+// Sums over time are taken chunk by chunk and the chunks' sums added, so that rounding does not grow with every step.
 // To bound what the tasks hold, chunks are visited from last to first by all tasks together; grad_state is carried between them.
 // This file is compiled once per instruction set.
 
@@ -35,8 +36,8 @@ struct BwdChunk {
   Acc* y;       // [step][lane]: recomputed <C, h>
   // In and out.
   Acc* grad_state;  // [state][lane]
-  Acc* grad_A;      // [state][lane]
-  Acc* grad_B;      // [step][state][lane] or, for a constant B, [state][lane]
+  Acc* grad_A;      // [state][lane]: this chunk's, zero at first
+  Acc* grad_B;      // [step][state][lane] or, for a constant B, [state][lane] of this chunk
   Acc* grad_C;
   // Out, [step][lane].
   Acc* grad_u;
@@ -134,7 +135,8 @@ struct BwdTiles {
   Acc *B_steps, *C_steps;                                                    // [step][padded state]
   Acc *A, *B_constant, *C_constant;                                          // [state][lane]
   Acc *states, *basis;                                                       // [step][state][lane]
-  Acc *grad_B_lanes, *grad_C_lanes;                                          // [step][state][lane]
+  Acc *grad_B_lanes, *grad_C_lanes;  // [step][state][lane] for the task or, for a constant B or C, [state][lane] for a block
+  Acc* grad_A;                       // [state][lane]
 
   BwdTiles(Scratch& scratch, const SelectiveScanParams& p, const Blocking& blocking) {
     const int64_t sequence = kChunkLength * blocking.lanes;
@@ -149,8 +151,9 @@ struct BwdTiles {
     // The first state is loaded as whole square tiles; the rows past dstate are overwritten afterwards.
     states = scratch.take<Acc>(kChunkLength * states_per_step + padded_states);
     basis = scratch.take<Acc>(kChunkLength * states_per_step);
-    grad_B_lanes = scratch.take<Acc>(p.B.per_step ? kChunkLength * states_per_step : 0);
-    grad_C_lanes = scratch.take<Acc>(p.C.per_step ? kChunkLength * states_per_step : 0);
+    grad_B_lanes = scratch.take<Acc>((p.B.per_step ? kChunkLength : 1) * states_per_step);
+    grad_C_lanes = scratch.take<Acc>((p.C.per_step ? kChunkLength : 1) * states_per_step);
+    grad_A = scratch.take<Acc>(states_per_step);
   }
 };
 
@@ -177,11 +180,12 @@ void sum_lanes(Acc* sums, int64_t row, const Acc* values, int64_t steps, int64_t
   }
 }
 
+// carried[block] += sums, [rows][lane].
 template <typename Acc>
-Vec<Acc> sum_steps(const Acc* tile, int64_t steps) {
-  Vec<Acc> sum(Acc(0));
-  for (int64_t t = 0; t < steps; ++t) sum = sum + Vec<Acc>::loadu(tile + t * Vec<Acc>::size());
-  return sum;
+void add_to_block(void* carried, int64_t block, const Acc* sums, int64_t rows) {
+  using V = Vec<Acc>;
+  Acc* target = static_cast<Acc*>(carried) + block * rows * V::size();
+  for (int64_t i = 0; i < rows * V::size(); i += V::size()) (V::loadu(target + i) + V::loadu(sums + i)).store(target + i);
 }
 
 template <typename Scalar>
@@ -195,7 +199,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
   const ScanChunkBackward<Acc> scan_backward = scan_chunk_backward_for<Acc>(p.discretization);
   const Task task(blocking, index);
   const int64_t start = chunk * kChunkLength, steps = std::min(kChunkLength, p.seqlen - start);
-  const int64_t chunks = chunk_count(p.seqlen), row = p.dstate * kLanes;
+  const int64_t row = p.dstate * kLanes;
 
   if (p.B.per_step) {
     load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
@@ -209,7 +213,9 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
   for (int64_t block = 0; block < task.blocks; ++block) {
     const int64_t channel = task.first_channel + block * kLanes, channels = std::min(kLanes, task.end_channel - channel);
     const int64_t block_index = task.batch * blocking.blocks_per_batch() + task.first_block + block;
-    const auto block_sums = [&](void* data) { return static_cast<Acc*>(data) + block_index * row; };
+    std::fill_n(tiles.grad_A, row, Acc(0));
+    if (!p.B.per_step) std::fill_n(tiles.grad_B_lanes, row, Acc(0));
+    if (!p.C.per_step) std::fill_n(tiles.grad_C_lanes, row, Acc(0));
 
     load_states(tiles.A, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
     if (!p.B.per_step) {
@@ -218,7 +224,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     if (!p.C.per_step) {
       load_states(tiles.C_constant, p.C.data, channel * p.C.stride_channel, p.C.stride_channel, p.C.stride_state, channels, p.dstate);
     }
-    const int64_t saved = ((task.batch * chunks + chunk) * p.dim + channel) * p.dstate;
+    const int64_t saved = ((task.batch * chunk_boundary_count(p.seqlen) + chunk) * p.dim + channel) * p.dstate;
     load_states(tiles.states, p.chunk_states, saved, p.dstate, 1, channels, p.dstate);
 
     load_sequence<Acc, Scalar>(tiles.u, p.u, task.batch, channel, channels, start, steps);
@@ -241,9 +247,11 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     scan_backward({steps, p.dstate, tiles.A, tiles.u, tiles.delta, dy,
                    {p.B.per_step ? tiles.B_steps : tiles.B_constant, blocking.padded_dstate, p.B.per_step},
                    {p.C.per_step ? tiles.C_steps : tiles.C_constant, blocking.padded_dstate, p.C.per_step},
-                   tiles.states, tiles.basis, tiles.y, block_sums(workspace.grad_state), block_sums(workspace.grad_A),
-                   p.B.per_step ? tiles.grad_B_lanes : block_sums(workspace.grad_B),
-                   p.C.per_step ? tiles.grad_C_lanes : block_sums(workspace.grad_C), tiles.grad_u, tiles.grad_delta, channels});
+                   tiles.states, tiles.basis, tiles.y, static_cast<Acc*>(workspace.grad_state) + block_index * row, tiles.grad_A,
+                   tiles.grad_B_lanes, tiles.grad_C_lanes, tiles.grad_u, tiles.grad_delta, channels});
+    add_to_block(workspace.grad_A, block_index, tiles.grad_A, p.dstate);
+    if (!p.B.per_step) add_to_block(workspace.grad_B, block_index, tiles.grad_B_lanes, p.dstate);
+    if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);
 
     const V D = load_channels<Acc>(p.D, channel, channels);
     if (p.z.data != nullptr) {
@@ -255,13 +263,14 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       store_sequence<Acc, Scalar>(p.grad_z, tiles.z, task.batch, channel, channels, start, steps);
     }
     if (p.D.data != nullptr) {
-      V grad_D = V::loadu(static_cast<Acc*>(workspace.grad_D) + block_index * kLanes);
+      V grad_D(Acc(0));
       for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
         const V step_dy = V::loadu(dy + i);
         grad_D = at::vec::fmadd(step_dy, V::loadu(tiles.u + i), grad_D);
         at::vec::fmadd(D, step_dy, V::loadu(tiles.grad_u + i)).store(tiles.grad_u + i);
       }
-      grad_D.store(static_cast<Acc*>(workspace.grad_D) + block_index * kLanes);
+      grad_D.store(tiles.y);
+      add_to_block(workspace.grad_D, block_index, tiles.y, 1);
     }
     if (p.delta_softplus) {
       for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
@@ -269,8 +278,10 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       }
     }
     if (p.delta_bias.data != nullptr) {
-      Acc* sum = static_cast<Acc*>(workspace.grad_delta_bias) + block_index * kLanes;
-      (V::loadu(sum) + sum_steps(tiles.grad_delta, steps)).store(sum);
+      V grad_delta_bias(Acc(0));
+      for (int64_t i = 0; i < steps * kLanes; i += kLanes) grad_delta_bias = grad_delta_bias + V::loadu(tiles.grad_delta + i);
+      grad_delta_bias.store(tiles.y);
+      add_to_block(workspace.grad_delta_bias, block_index, tiles.y, 1);
     }
     store_sequence<Acc, Scalar>(p.grad_u, tiles.grad_u, task.batch, channel, channels, start, steps);
     store_sequence<Acc, Scalar>(p.grad_delta, tiles.grad_delta, task.batch, channel, channels, start, steps);

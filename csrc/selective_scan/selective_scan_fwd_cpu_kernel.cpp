@@ -5,7 +5,7 @@
 // A SIMD lane is a channel: u, delta and out are read and written as [step][lane] tiles (tile_io.h transposes where time is
 // contiguous), a per-step B_t[n] or C_t[n] is one number for all lanes, and the dstate recurrences of a lane are independent, so
 // neither the sum over states nor the time loop waits for a single chain. The state stays in the first-level cache.
-// Tasks (selective_scan_cpu.h) go to threads; each walks all chunks in order, saving the state before each.
+// Tasks (selective_scan_cpu.h) go to threads; each walks all chunks in order, saving the state at their boundaries.
 // This file is compiled once per instruction set.
 
 #include "selective_scan/selective_scan_cpu_kernel.h"
@@ -95,6 +95,12 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
 
   const auto channel_of = [&](int64_t block) { return task.first_channel + block * kLanes; };
   const auto channels_of = [&](int64_t block) { return std::min(kLanes, task.end_channel - channel_of(block)); };
+  const auto save_state = [&](int64_t boundary, int64_t block) {
+    if (p.chunk_states == nullptr) return;
+    const int64_t row = (task.batch * chunk_boundary_count(p.seqlen) + boundary) * p.dim + channel_of(block);
+    store_tile(static_cast<Acc*>(p.chunk_states) + row * p.dstate, p.dstate, 1, tiles.state + block * tiles.states_per_block, kLanes,
+               channels_of(block), p.dstate);
+  };
 
   for (int64_t block = 0; block < task.blocks; ++block) {
     const int64_t channel = channel_of(block), channels = channels_of(block), at = block * tiles.states_per_block;
@@ -122,10 +128,7 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
     if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
     for (int64_t block = 0; block < task.blocks; ++block) {
       const int64_t channel = channel_of(block), channels = channels_of(block), at = block * tiles.states_per_block;
-      if (p.chunk_states != nullptr) {
-        Acc* saved = static_cast<Acc*>(p.chunk_states) + ((task.batch * chunks + chunk) * p.dim + channel) * p.dstate;
-        store_tile(saved, p.dstate, 1, tiles.state + at, kLanes, channels, p.dstate);
-      }
+      save_state(chunk, block);
       load_sequence<Acc, Scalar>(tiles.u, p.u, task.batch, channel, channels, start, steps);
       load_sequence<Acc, Scalar>(tiles.delta, p.delta, task.batch, channel, channels, start, steps);
       finish_delta(tiles.delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
@@ -152,6 +155,7 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   }
 
   for (int64_t block = 0; block < task.blocks; ++block) {
+    save_state(chunks, block);
     Acc* last = static_cast<Acc*>(p.last_state) + (task.batch * p.dim + channel_of(block)) * p.dstate;
     store_tile(last, p.dstate, 1, tiles.state + block * tiles.states_per_block, kLanes, channels_of(block), p.dstate);
   }

@@ -70,9 +70,9 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
 
 FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
-  const c10::SymInt chunks = save_chunk_states ? chunk_count(seqlen) : c10::SymInt(0);
+  const c10::SymInt boundaries = save_chunk_states ? chunk_boundary_count(seqlen) : c10::SymInt(0);
   return {at::empty_like(in.u), at::empty_symint({batch, dim, dstate}, in.A.options()),
-          at::empty_symint({batch, chunks, dim, dstate}, in.A.options())};
+          at::empty_symint({batch, boundaries, dim, dstate}, in.A.options())};
 }
 
 GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
@@ -81,7 +81,7 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
   const ArgumentChecks checks("selective_scan backward", "u", in.u);
   checks.tensor("grad_out", grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_last_state", grad_last_state, "(batch, dim, dstate)", {batch, dim, dstate}, checks.accumulate());
-  checks.tensor("chunk_states", chunk_states, "(batch, chunks, dim, dstate)", {batch, chunk_count(seqlen), dim, dstate},
+  checks.tensor("chunk_states", chunk_states, "(batch, chunks + 1, dim, dstate)", {batch, chunk_boundary_count(seqlen), dim, dstate},
                 checks.accumulate());
 
   const auto parameter = [&](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
@@ -195,7 +195,7 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_no_grad(const at::Tensor& u, c
   return {out, last_state};
 }
 
-// Saves the inputs and the states before each chunk.
+// Saves the inputs and the states at the chunk boundaries.
 class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
  public:
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& u, const at::Tensor& delta,

@@ -180,11 +180,13 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
     return load_if<kVectorSize>(n < dstate, row + (fast ? n : times(n, stride_state)));
   };
   Vector<State, kVectorSize> h[kRowsInFlight];
+  Vector<Acc, kVectorSize> A_n[tied_A ? 1 : kRowsInFlight];
   const auto load_rows = [&] {
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
       const State* const source = element(state, r, tiling.state_stride_row, p.state.stride_state);
       h[r] = is_active(r) ? Vector<State, kVectorSize>::load_once(source) : Vector<State, kVectorSize>::zero();
+      if constexpr (!tied_A) A_n[r] = load_if<kVectorSize>(is_active(r), element(A, r, tiling.A_stride_row, p.A.stride_state));
     }
   };
   load_rows();
@@ -215,14 +217,12 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
       const Acc row_first = of_row(first, r), row_second = of_row(second, r);
-      Vector<Acc, kVectorSize> A_n;
-      if constexpr (!tied_A) A_n = load_if<kVectorSize>(is_active(r), element(A, r, tiling.A_stride_row, p.A.stride_state));
       partial[r] = 0;
 #pragma unroll
       for (int i = 0; i < kVectorSize; ++i) {
         Acc abar = row_first, factor = row_second;
         if constexpr (!tied_A) {
-          const Acc z = row_first * A_n[i], basis = Method::basis(z);
+          const Acc z = row_first * A_n[r][i], basis = Method::basis(z);
           abar = Method::abar(z, basis);
           factor = row_second * Method::gain(z, basis);
         }
@@ -255,10 +255,10 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   if (owner) *out = from_accumulate<Input>((sum + skipped) * gate);
 }
 
-// Blocks of a multiprocessor; what they leave to a thread is 128 registers for doubles, else 80 where A is not tied, and where it
-// is, 72 for a 16-bit state (whose vectors hold twice the values) and 64 for a float32 one. With fewer the kernels spill.
+// Blocks of a multiprocessor. That leaves a thread 128 registers for doubles, else 64 where A is tied and 80 where it is not, and
+// with a 16-bit state, whose vectors hold twice the values, 72 and 96. With fewer the kernels spill.
 template <typename Input, typename State, bool tied_A>
-constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4 : !tied_A ? 6 : sizeof(State) == 2 ? 7 : 8;
+constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4 : (tied_A ? 8 : 6) - (sizeof(State) == 2 ? 1 : 0);
 
 template <typename Input, typename State, typename Method, bool fast, bool tied_A>
 __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<Input, State, tied_A>)

@@ -5,6 +5,13 @@
 #include <sstream>
 
 namespace ssm_kernels {
+namespace {
+
+void check_real(const char* op, const char* name, at::ScalarType dtype) {
+  TORCH_CHECK(!c10::isComplexType(dtype), op, ": expected a real ", name, ", got ", dtype, ": complex tensors are not supported");
+}
+
+}  // namespace
 
 at::ScalarType accumulate_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
 
@@ -12,8 +19,13 @@ Discretization parse_discretization(const char* op, std::string_view name) {
   const Discretization* method = find_discretization(name);
   if (method == nullptr) {
     std::ostringstream known;
-    for (const DiscretizationRow& row : kDiscretizationTable) known << row.name << ", ";
-    for (const DiscretizationRow& row : kDiscretizationAliases) known << row.name << (&row + 1 == std::end(kDiscretizationAliases) ? "" : ", ");
+    const char* separator = "";
+    const auto list = [&](const DiscretizationRow& row) {
+      known << separator << row.name;
+      separator = ", ";
+    };
+    for (const DiscretizationRow& row : kDiscretizationTable) list(row);
+    for (const DiscretizationRow& row : kDiscretizationAliases) list(row);
     TORCH_CHECK_VALUE(false, op, ": unknown discretization '", name, "', expected one of: ", known.str());
   }
   return *method;
@@ -22,6 +34,7 @@ Discretization parse_discretization(const char* op, std::string_view name) {
 ArgumentChecks::ArgumentChecks(const char* op, const char* like_name, const at::Tensor& like)
     : op_(op), like_name_(like_name), like_(like), accumulate_(accumulate_type(like.scalar_type())) {
   const at::ScalarType dtype = like.scalar_type();
+  check_real(op, like_name, dtype);
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble, op, ": expected ",
               like_name, " of dtype Float, Half, BFloat16 or Double, got ", dtype);
 }
@@ -39,7 +52,7 @@ void ArgumentChecks::shape(const char* name, const at::Tensor& tensor, const cha
 
 void ArgumentChecks::dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) const {
   const at::ScalarType got = tensor.scalar_type();
-  TORCH_CHECK(!c10::isComplexType(got), op_, ": expected a real ", name, ", got ", got, ": complex tensors are not supported");
+  check_real(op_, name, got);
   TORCH_CHECK(got == expected, op_, ": expected ", name, " of dtype ", expected, " (with ", like_name_, " of dtype ",
               like_.scalar_type(), "), got ", got);
 }

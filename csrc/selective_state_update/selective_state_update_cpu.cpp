@@ -1,0 +1,79 @@
+// CPU entry point of the selective state update: chooses the instruction set and hands blocks of rows to threads.
+
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <string>
+
+#include "selective_state_update/selective_state_update_cpu.h"
+#include "selective_state_update/selective_state_update_op.h"
+
+namespace ssm_kernels::selective_state_update {
+
+#define SSM_CPU_KERNEL(CAPABILITY)                                                   \
+  namespace CAPABILITY {                                                             \
+  int64_t vector_size(const StateUpdateParams&);                                     \
+  void update_blocks(const StateUpdateParams&, const Blocking&, int64_t, int64_t);   \
+  constexpr CpuKernel kKernel{&vector_size, &update_blocks};                         \
+  }
+
+SSM_CPU_KERNEL(DEFAULT)
+#ifdef SSM_KERNELS_CPU_AVX2
+SSM_CPU_KERNEL(AVX2)
+#endif
+#ifdef SSM_KERNELS_CPU_AVX512
+SSM_CPU_KERNEL(AVX512)
+#endif
+#undef SSM_CPU_KERNEL
+
+namespace {
+
+// The widest set that is built and that torch itself uses on this processor (ATEN_CPU_CAPABILITY lowers it).
+const CpuKernel& cpu_kernel() {
+  static const CpuKernel* chosen = [] {
+    [[maybe_unused]] const std::string capability = at::get_cpu_capability();
+#ifdef SSM_KERNELS_CPU_AVX512
+    if (capability == "AVX512") return &AVX512::kKernel;
+#endif
+#ifdef SSM_KERNELS_CPU_AVX2
+    if (capability == "AVX512" || capability == "AVX2") return &AVX2::kKernel;
+#endif
+    return &DEFAULT::kKernel;
+  }();
+  return *chosen;
+}
+
+void check_indices(const StateUpdateParams& p) {
+  for (int64_t b = 0; b < p.batch; ++b) {
+    TORCH_CHECK_VALUE(p.indices.at(b) < p.slots, "selective_state_update: expected state_batch_indices below the number of slots, ",
+                      p.slots, ", got ", p.indices.at(b), " at position ", b);
+  }
+}
+
+at::Tensor cpu(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
+               const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
+               bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization) {
+  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices};
+  const Discretization method = check_inputs(in, discretization);
+  at::Tensor out = allocate_out(in);
+  const StateUpdateParams params = make_params(in, method, dt_softplus, out);
+  check_indices(params);
+  if (out.numel() == 0) return out;
+
+  const CpuKernel& kernel = cpu_kernel();
+  const Blocking blocking(params, kernel.vector_size(params));
+  // Some ten thousand states are worth a thread's while.
+  const int64_t grain = std::max<int64_t>(1, 16384 / (blocking.block_channels * params.dstate));
+  at::parallel_for(0, blocking.blocks, grain,
+                   [&](int64_t begin, int64_t end) { kernel.update_blocks(params, blocking, begin, end); });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { m.impl("selective_state_update", &cpu); }
+
+}  // namespace ssm_kernels::selective_state_update

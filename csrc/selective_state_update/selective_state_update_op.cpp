@@ -1,0 +1,208 @@
+// The selective state update's dispatcher entries that are the same for every device: checks, Meta, Autograd, Autocast.
+
+#include "selective_state_update/selective_state_update_op.h"
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "torch/checks.h"
+#include "torch/missing_cuda.h"
+
+namespace ssm_kernels::selective_state_update {
+namespace {
+
+constexpr char kOp[] = "selective_state_update";
+
+bool is_present(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
+
+// Sizes of the two forms, by the names that the error messages use.
+struct Form {
+  const char *state, *input, *A, *parameter, *channels;
+};
+constexpr Form kWithChannels{"(batch, dim, dstate)", "(batch, dim)", "(dim, dstate)", "(dim,)", "dim"};
+constexpr Form kWithHeads{"(batch, heads, headdim, dstate)", "(batch, heads, headdim)", "(heads, headdim, dstate)",
+                          "(heads, headdim)", "heads"};
+
+void check_parameter(const ArgumentChecks& checks, const char* name, const OptionalTensor& tensor, const char* axes,
+                     c10::SymIntArrayRef shape, const Inputs& in) {
+  if (!is_present(tensor)) return;
+  const bool is_input_dtype = tensor->scalar_type() == in.x.scalar_type();
+  checks.tensor(name, *tensor, axes, shape, is_input_dtype ? in.x.scalar_type() : checks.accumulate());
+}
+
+}  // namespace
+
+Discretization check_inputs(const Inputs& in, std::string_view discretization) {
+  const ArgumentChecks checks(kOp, "x", in.x);
+  TORCH_CHECK_VALUE(in.state.dim() == 3 || in.state.dim() == 4, kOp, ": expected state of shape ", kWithChannels.state, " or ",
+                    kWithHeads.state, ", got ", in.state.sym_sizes());
+  const bool has_heads = in.state.dim() == 4;
+  const Form& form = has_heads ? kWithHeads : kWithChannels;
+  checks.rank("x", in.x, in.state.dim() - 1, form.input);
+
+  const at::ScalarType dtype = in.x.scalar_type();
+  const c10::SymInt batch = in.x.sym_size(0), dstate = in.state.sym_size(-1);
+  const c10::SymIntArrayRef channels = in.x.sym_sizes().slice(1);
+  c10::SymDimVector channels_dstate(channels.begin(), channels.end());
+  channels_dstate.push_back(dstate);
+  c10::SymDimVector state_shape(channels_dstate);
+  state_shape.insert(state_shape.begin(), is_present(in.state_batch_indices) ? in.state.sym_size(0) : batch);
+
+  checks.tensor("state", in.state, form.state, state_shape, in.state.scalar_type() == dtype ? dtype : checks.accumulate());
+  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
+  checks.tensor("dt", in.dt, form.input, in.x.sym_sizes(), dtype);
+  checks.tensor("A", in.A, form.A, channels_dstate, checks.accumulate());
+  TORCH_CHECK_VALUE(in.B.dim() == 2 || in.B.dim() == 3, kOp, ": expected B of shape (batch, dstate) or (batch, groups, dstate), got ",
+                    in.B.sym_sizes());
+  if (in.B.dim() == 2) {
+    checks.tensor("B", in.B, "(batch, dstate)", {batch, dstate}, dtype);
+    checks.tensor("C", in.C, "(batch, dstate)", {batch, dstate}, dtype);
+  } else {
+    const c10::SymInt groups = in.B.sym_size(1);
+    checks.tensor("B", in.B, "(batch, groups, dstate)", {batch, groups, dstate}, dtype);
+    TORCH_CHECK_VALUE(groups > 0 && channels[0] % groups == 0, kOp, ": expected the groups of B and C to divide ", form.channels,
+                      " = ", channels[0], ", got ", groups);
+    checks.tensor("C", in.C, "(batch, groups, dstate)", {batch, groups, dstate}, dtype);
+  }
+  check_parameter(checks, "D", in.D, form.parameter, channels, in);
+  checks.tensor("z", in.z, form.input, in.x.sym_sizes(), dtype);
+  check_parameter(checks, "dt_bias", in.dt_bias, form.parameter, channels, in);
+  if (is_present(in.state_batch_indices)) {
+    const at::Tensor& indices = *in.state_batch_indices;
+    checks.shape("state_batch_indices", indices, "(batch,)", {batch});
+    TORCH_CHECK(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, kOp,
+                ": expected state_batch_indices of dtype Int or Long, got ", indices.scalar_type());
+    checks.device("state_batch_indices", indices);
+  }
+  return parse_discretization(kOp, discretization);
+}
+
+at::Tensor allocate_out(const Inputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
+
+namespace {
+
+ScalarKind scalar_kind(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ScalarKind::kFloat;
+    case at::kDouble:
+      return ScalarKind::kDouble;
+    case at::kHalf:
+      return ScalarKind::kHalf;
+    case at::kBFloat16:
+      return ScalarKind::kBFloat16;
+    default:
+      TORCH_CHECK(false, kOp, ": expected a tensor of dtype Float, Half, BFloat16 or Double, got ", dtype);
+  }
+}
+
+// Zero where there is nothing to step over: such a stride is arbitrary, and would be asked to be aligned.
+int64_t stride_of(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
+
+// Without heads there is one, whose stride is never used.
+ChannelView batched_view(const at::Tensor& tensor) {
+  return {tensor.data_ptr(), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0, stride_of(tensor, -1)};
+}
+
+ChannelView parameter_view(const at::Tensor& tensor) {
+  return {tensor.data_ptr(), 0, tensor.dim() == 2 ? stride_of(tensor, 0) : 0, stride_of(tensor, -1)};
+}
+
+GroupView group_view(const at::Tensor& tensor) {
+  return {tensor.data_ptr(), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0, stride_of(tensor, -1)};
+}
+
+}  // namespace
+
+StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_softplus, const at::Tensor& out) {
+  at::assert_no_internal_overlap(in.state);
+  const bool has_heads = in.state.dim() == 4;
+  StateUpdateParams params;
+  params.batch = in.x.size(0);
+  params.slots = in.state.size(0);
+  params.heads = has_heads ? in.x.size(1) : 1;
+  params.headdim = in.x.size(-1);
+  params.groups = in.B.dim() == 3 ? in.B.size(1) : 1;
+  params.dstate = in.state.size(-1);
+  params.discretization = method;
+  params.dt_softplus = dt_softplus;
+  params.input_kind = scalar_kind(in.x.scalar_type());
+  params.state_kind = scalar_kind(in.state.scalar_type());
+
+  params.state = {in.state.data_ptr(), stride_of(in.state, 0), has_heads ? stride_of(in.state, 1) : 0, stride_of(in.state, -2),
+                  stride_of(in.state, -1)};
+  params.A = {in.A.data_ptr(), 0, has_heads ? stride_of(in.A, 0) : 0, stride_of(in.A, -2), stride_of(in.A, -1)};
+  params.x = batched_view(in.x);
+  params.dt = batched_view(in.dt);
+  params.out = batched_view(out);
+  params.B = group_view(in.B);
+  params.C = group_view(in.C);
+  if (is_present(in.z)) params.z = batched_view(*in.z);
+  if (is_present(in.D)) {
+    params.D = parameter_view(*in.D);
+    params.D_is_input_kind = in.D->scalar_type() == in.x.scalar_type();
+  }
+  if (is_present(in.dt_bias)) {
+    params.dt_bias = parameter_view(*in.dt_bias);
+    params.dt_bias_is_input_kind = in.dt_bias->scalar_type() == in.x.scalar_type();
+  }
+  if (is_present(in.state_batch_indices)) {
+    const at::Tensor& indices = *in.state_batch_indices;
+    params.indices = {indices.data_ptr(), indices.scalar_type() == at::kLong, indices.stride(0)};
+  }
+  return params;
+}
+
+namespace {
+
+at::Tensor meta(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
+                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias, bool,
+                const OptionalTensor& state_batch_indices, std::string_view discretization) {
+  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices};
+  check_inputs(in, discretization);
+  return allocate_out(in);
+}
+
+// Inputs in the autocast dtype, parameters in float32. The state is written to, so it stays what it is.
+template <at::DeviceType device_type>
+at::Tensor autocast(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
+                    const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
+                    bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
+  const auto input = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
+  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::selective_state_update", "").typed<decltype(autocast<device_type>)>();
+  return op.call(state, input(x), input(dt), parameter(A), input(B), input(C), parameter(D), input(z), parameter(dt_bias), dt_softplus,
+                 state_batch_indices, discretization);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
+  m.impl("selective_state_update", torch::autograd::autogradNotImplementedFallback());
+}
+
+// Counts the version of the state up.
+TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) {
+  m.impl("selective_state_update", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { m.impl("selective_state_update", &meta); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("selective_state_update", &autocast<at::kCPU>); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { m.impl("selective_state_update", &autocast<at::kCUDA>); }
+
+#ifndef SSM_KERNELS_WITH_CUDA
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  m.impl("selective_state_update", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+}
+#endif
+
+}  // namespace ssm_kernels::selective_state_update

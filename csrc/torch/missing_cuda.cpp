@@ -1,0 +1,50 @@
+#include "torch/missing_cuda.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/util/Exception.h>
+
+#include <string>
+
+namespace ssm_kernels {
+namespace {
+
+// "selective_scan" of "ssm_kernels::_selective_scan_fwd".
+std::string public_name(const c10::OperatorHandle& op) {
+  std::string name = op.schema().name();
+  name.erase(0, name.find("::") + 2);
+  if (name.front() == '_') name = name.substr(1, name.size() - sizeof("_fwd"));
+  return name;
+}
+
+// One CUDA tensor among CPU tensors also comes here; then that is what is wrong.
+void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack.size() - arguments.size();
+  const at::Tensor* like = nullptr;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = stack[first + i];
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const at::Tensor& tensor = value.toTensor();
+    if (like == nullptr) like = &tensor;
+    TORCH_CHECK(tensor.device() == like->device(), public_name(op), ": expected ", arguments[i].name(), " on ", like->device(),
+                " like the other tensors, got ", tensor.device());
+  }
+}
+
+}  // namespace
+
+void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_one_device(op, *stack);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, public_name(op),
+                              ": this release has no CUDA kernel for this operator, only a CPU kernel; expected CPU tensors, got "
+                              "CUDA tensors");
+}
+
+void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_one_device(op, *stack);
+  TORCH_CHECK_NOT_IMPLEMENTED(false, public_name(op),
+                              ": ssm_kernels was built without CUDA kernels; expected CPU tensors, got CUDA tensors. "
+                              "`python -m ssm_kernels` says what was built; SSM_KERNELS_CUDA=1 pip install -e . rebuilds with CUDA");
+}
+
+}  // namespace ssm_kernels

@@ -1,0 +1,335 @@
+"""Build and packaging: what the libraries link to, what the package says of itself, and what stops a build or an import."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import ssm_kernels
+from ssm_kernels import _build_info
+from ssm_kernels._build_info import check_torch, runs_on
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGE = Path(ssm_kernels.__file__).parent
+OPS = PACKAGE / "_ops.abi3.so"
+BUILD_COMMAND = re.compile(r"pip install .*--no-deps|SSM_KERNELS_CUDA=1 pip install")
+
+
+def load_backend():
+    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "build_backend.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+build_backend = load_backend()
+Torch, Toolkit = build_backend.Torch, build_backend.Toolkit
+
+
+def run_python(*arguments, env=None, cwd=None) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)], env={**os.environ, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=300
+    )
+
+
+def binutil(*command) -> str:
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"{command[0]} (binutils) is not installed")
+    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
+
+
+def needed_libraries(library: Path) -> list[str]:
+    return re.findall(r"\(NEEDED\).*\[(.*)\]", binutil("readelf", "-d", library))
+
+
+# Libraries
+
+
+def test_operators_hold_no_python_symbol():
+    symbols = [line.split()[-1] for line in binutil("nm", "-D", OPS).splitlines()]
+    assert any("TORCH_LIBRARY" in s or "torch7Library" in s for s in symbols), "nm shows nothing of torch: wrong file?"
+    assert [s for s in symbols if re.match(r"_?Py", s)] == []
+    assert not [lib for lib in needed_libraries(OPS) if "python" in lib]
+
+
+def test_python_module_needs_no_torch():
+    (module,) = (Path(path) for path in [sys.modules["ssm_kernels._C"].__file__])
+    assert not [lib for lib in needed_libraries(module) if re.search(r"torch|c10", lib)]
+
+
+def test_cuda_runtime_is_needed_only_if_cuda_kernels_were_built():
+    has_runtime = any("cudart" in lib for lib in needed_libraries(OPS))
+    assert has_runtime == (ssm_kernels.build_info()["cuda"] is not None)
+
+
+def test_one_openmp_runtime():
+    """A second one would not obey torch.set_num_threads."""
+    script = (
+        "import ssm_kernels, re; maps = open('/proc/self/maps').read(); "
+        r"print(len(set(re.findall(r'\S*/lib(?:g|i|)omp5?[-.]\S*', maps))))"
+    )
+    assert run_python("-c", script).stdout.strip() == "1"
+
+
+# What the package says of itself
+
+
+def test_build_info():
+    info = ssm_kernels.build_info()
+    assert info["torch"] == torch.__version__
+    assert info["version"] == ssm_kernels.__version__ == re.search(r'(?m)^version = "(.*)"$', (ROOT / "pyproject.toml").read_text())[1]
+    assert re.fullmatch(r"(GCC|Clang) \d+\.\d+.*", info["compiler"])
+    assert info["cpu_capabilities"][0] == "DEFAULT"
+    assert (info["cuda"] is None) == (info["architectures"] == ())
+    assert json.loads(json.dumps(info))["discretizations"] == list(ssm_kernels.discretizations)
+
+
+def test_discretizations_are_those_of_the_reference():
+    assert ssm_kernels.discretizations == tuple(ssm_kernels.reference.DISCRETIZATIONS)
+    assert sys.modules["ssm_kernels._C"].discretization_aliases == ssm_kernels.reference.ALIASES
+
+
+def test_command_line_report():
+    result = run_python("-m", "ssm_kernels")
+    assert result.returncode == 0, result.stderr
+    info = ssm_kernels.build_info()
+    for expected in (info["version"], info["torch"], info["compiler"], *info["discretizations"], str(torch.get_num_threads())):
+        assert expected in result.stdout
+    if info["cuda"] is None and torch.version.cuda is not None:
+        assert "CUDA kernels were not built" in result.stdout and BUILD_COMMAND.search(result.stdout)
+
+
+@pytest.mark.parametrize(
+    ("architectures", "capability", "expected"),
+    [
+        (("9.0a",), (9, 0), True),
+        (("9.0a",), (9, 1), False),
+        (("9.0a",), (10, 0), False),
+        (("8.0",), (8, 9), True),
+        (("8.6",), (8, 0), False),
+        (("8.0",), (9, 0), False),
+        (("8.0+PTX",), (9, 0), True),
+        (("8.0+PTX", "9.0a"), (12, 0), True),
+        (("8.0+PTX", "9.0a"), (7, 5), False),
+        ((), (9, 0), False),
+    ],
+)
+def test_architecture_covers_device(architectures, capability, expected):
+    assert runs_on(architectures, capability) == expected
+
+
+# Import
+
+
+def test_import_needs_no_gpu_nvcc_or_triton():
+    script = """
+import sys
+sys.modules["triton"] = None
+import torch, ssm_kernels
+x = torch.ones(1, 2, 3)
+ssm_kernels.selective_scan(x, x, -torch.ones(2, 4), torch.ones(2, 4), torch.ones(2, 4))
+"""
+    result = run_python("-c", script, env={"PATH": "/nonexistent", "CUDA_HOME": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""})
+    assert result.returncode == 0, result.stderr
+
+
+def test_other_torch_is_an_import_error():
+    script = """
+import torch
+torch.__version__ = "2.99.0+cu990"
+try:
+    import ssm_kernels
+except ImportError as error:
+    print(error)
+    print("_ops" in open("/proc/self/maps").read())
+"""
+    message, is_loaded = run_python("-c", script).stdout.splitlines()
+    assert "2.99.0+cu990" in message and torch.__version__ in message
+    assert BUILD_COMMAND.search(message)
+    assert is_loaded == "False", "the operators were loaded before the versions were compared"
+
+
+def test_rebuild_command_names_the_sources_of_an_editable_install(monkeypatch, tmp_path):
+    (tmp_path / "setup.py").touch()
+    monkeypatch.setattr(_build_info, "PACKAGE", tmp_path / "ssm_kernels")
+    with pytest.raises(ImportError, match=re.escape(f"pip install --no-deps -e {tmp_path}")):
+        check_torch("2.11.0", "2.12.0")
+
+
+@pytest.mark.parametrize("state", ["nothing built", "no operators", "unloadable operators"])
+def test_incomplete_build_is_an_import_error(tmp_path, state):
+    copy = tmp_path / "ssm_kernels"
+    copy.mkdir()
+    for source in PACKAGE.glob("*.py"):
+        shutil.copy(source, copy)
+    if state != "nothing built":
+        shutil.copy(sys.modules["ssm_kernels._C"].__file__, copy)
+    if state == "unloadable operators":
+        (copy / "_ops.abi3.so").write_bytes(b"not a library")
+    result = run_python("-c", "import ssm_kernels", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+    assert result.returncode != 0
+    message = result.stderr.splitlines()[-1]
+    assert message.startswith("ImportError: ") and BUILD_COMMAND.search(message)
+    assert str(copy) in message
+
+
+# What stops a build
+
+
+def stops(match: str):
+    return pytest.raises(SystemExit, match=match)
+
+
+def make_executable(path: Path, script: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(f"#!/bin/sh\n{script}\n")
+    path.chmod(0o755)
+    return path
+
+
+def make_toolkit(home: Path, release: str) -> Path:
+    make_executable(home / "bin" / "nvcc", f'echo "Cuda compilation tools, release {release}, V{release}.88"')
+    (home / "include").mkdir()
+    (home / "include" / "cuda_runtime_api.h").touch()
+    return home
+
+
+def test_no_compiler_stops(monkeypatch):
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
+    with stops(r"no C\+\+ compiler: '/nonexistent/g\+\+'.*CXX"):
+        build_backend.find_compiler()
+
+
+@pytest.mark.parametrize(
+    ("macros", "name"),
+    [({"__GNUC__": 9, "__GNUC_MINOR__": 4}, "GCC 9.4"), ({"__GNUC__": 4, "__clang_major__": 11, "__clang_minor__": 0}, "Clang 11.0")],
+)
+def test_old_compiler_stops(monkeypatch, tmp_path, macros, name):
+    lines = "\n".join(f"#define {macro} {value}" for macro, value in macros.items())
+    monkeypatch.setenv("CXX", str(make_executable(tmp_path / "c++", f"cat <<'END'\n{lines}\nEND")))
+    with stops(rf"{name}, too old.*GCC >= 11 or Clang >= 14"):
+        build_backend.find_compiler()
+
+
+def test_broken_compiler_stops(monkeypatch, tmp_path):
+    monkeypatch.setenv("CXX", str(make_executable(tmp_path / "c++", "echo 'cannot execute cc1plus' >&2; exit 1")))
+    with stops("does not work.*\n?.*cannot execute cc1plus"):
+        build_backend.find_compiler()
+
+
+def test_toolkit_is_the_one_cuda_home_names(monkeypatch, tmp_path):
+    home = make_toolkit(tmp_path / "cuda", "12.4")
+    monkeypatch.setenv("CUDA_HOME", str(home))
+    assert build_backend.find_toolkit([]) == Toolkit(home, "12.4", False)
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nothing"))
+    assert build_backend.find_toolkit([]) is None
+    packaged = make_toolkit(tmp_path / "site-packages" / "nvidia" / "cu13", "13.0")
+    assert build_backend.find_toolkit([str(tmp_path / "site-packages")]) == Toolkit(packaged, "13.0", True)
+
+
+def test_nvcc_script_without_headers_is_no_toolkit(monkeypatch, tmp_path):
+    make_executable(tmp_path / "bin" / "nvcc", "exec /somewhere/nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    assert build_backend.find_toolkit([]) is None
+
+
+CPU_TORCH, TORCH_12, TORCH_13 = Torch("2.11.0+cpu", None), Torch("2.11.0+cu128", "12.8"), Torch("2.11.0+cu130", "13.0")
+NVCC_12, NVCC_13 = Toolkit(Path("/cuda"), "12.4", False), Toolkit(Path("/cuda"), "13.2", False)
+
+
+@pytest.mark.parametrize(
+    ("torch_found", "toolkit", "request_", "has_driver", "expected"),
+    [
+        (CPU_TORCH, NVCC_13, None, True, "no"),
+        (CPU_TORCH, None, None, False, "no"),
+        (TORCH_13, NVCC_13, None, False, "yes"),
+        (TORCH_13, NVCC_13, "0", True, "no"),
+        (TORCH_13, NVCC_12, "0", True, "no"),
+        (TORCH_12, NVCC_12, None, True, "yes"),
+        (TORCH_13, None, None, True, "fetch"),
+        (TORCH_13, None, "1", False, "fetch"),
+        (TORCH_13, None, None, False, "no"),
+        (TORCH_12, None, None, True, "no"),
+        (None, None, None, False, "no"),
+        (None, None, None, True, "fetch"),
+        (None, NVCC_13, None, False, "yes"),
+    ],
+)
+def test_cuda_plan(torch_found, toolkit, request_, has_driver, expected):
+    assert build_backend.plan_cuda(torch_found, toolkit, request_, has_driver) == expected
+
+
+@pytest.mark.parametrize(
+    ("torch_found", "toolkit", "request_", "match"),
+    [
+        (TORCH_13, NVCC_12, None, r"/cuda/bin/nvcc is CUDA 12\.4, but torch 2\.11\.0\+cu130 is built with CUDA 13\.0.*CUDA_HOME"),
+        (CPU_TORCH, NVCC_13, "1", r"SSM_KERNELS_CUDA=1, but torch 2\.11\.0\+cpu is a build without CUDA"),
+        (TORCH_12, None, "1", r"no nvcc was found, and CUDA 12\.8 has none as a Python package"),
+    ],
+)
+def test_impossible_cuda_plan_stops(torch_found, toolkit, request_, match):
+    with stops(match):
+        build_backend.plan_cuda(torch_found, toolkit, request_, has_driver=False)
+
+
+def test_misspelt_request_stops(monkeypatch):
+    monkeypatch.setenv("SSM_KERNELS_CUDA", "yes")
+    with stops("expected SSM_KERNELS_CUDA to be 0 or 1, got 'yes'"):
+        build_backend.cuda_request()
+
+
+def make_torch(folder: Path, version: str, cuda: str | None) -> Path:
+    (folder / "torch").mkdir(parents=True)
+    (folder / "torch" / "__init__.py").write_text("raise RuntimeError('imported')")
+    (folder / "torch" / "version.py").write_text(f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("cuda", "request_", "expected"),
+    [("13.0", "1", ["cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.0.*"]), ("13.0", "0", []), (None, "0", [])],
+)
+def test_build_requires_no_torch_where_there_is_one(monkeypatch, tmp_path, cuda, request_, expected):
+    monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    monkeypatch.setenv("SSM_KERNELS_CUDA", request_)
+    monkeypatch.setattr(sys, "path", [str(make_torch(tmp_path, "2.11.0", cuda))])
+    monkeypatch.setattr(build_backend, "environment_paths", lambda: [])
+    assert build_backend.build_requirements() == expected
+
+
+def test_build_requires_torch_where_there_is_none(monkeypatch):
+    monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    monkeypatch.setattr(sys, "path", [])
+    monkeypatch.setattr(build_backend, "environment_paths", lambda: [])
+    monkeypatch.setenv("SSM_KERNELS_CUDA", "0")
+    assert build_backend.build_requirements() == ["torch>=2.11"]
+    monkeypatch.setenv("SSM_KERNELS_CUDA", "1")
+    assert build_backend.build_requirements() == ["torch>=2.11", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"]
+
+
+def test_environment_is_seen_through_build_isolation(monkeypatch, tmp_path):
+    """pip isolates by PYTHONPATH: a child without it must find this environment's torch."""
+    monkeypatch.setenv("PYTHONPATH", str(make_torch(tmp_path, "0.0.0", None)))
+    assert build_backend.find_torch(build_backend.environment_paths()).version == torch.__version__
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "match"),
+    [("CXX", "/nonexistent/g++", "no C++ compiler"), ("SSM_KERNELS_CUDA", "2", "expected SSM_KERNELS_CUDA to be 0 or 1, got '2'")],
+)
+def test_setup_stops_with_one_message(variable, value, match):
+    pytest.importorskip("setuptools", reason="setup.py needs setuptools")
+    result = run_python("setup.py", "build_ext", env={variable: value}, cwd=ROOT)
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr and "running build_ext" not in result.stdout
+    (message,) = (line for line in result.stderr.splitlines() if line.startswith("ssm_kernels: "))
+    assert match in message

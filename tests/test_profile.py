@@ -1,0 +1,360 @@
+"""profile_discretization.py and what it measures with: runs of the script, bad arguments, exact solutions, orders, timing."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from ssm_kernels.reference import DISCRETIZATIONS
+
+pytest.importorskip("rich", reason="the profiler prints its tables with rich")
+pytest.importorskip("matplotlib", reason="the profiler draws with matplotlib")
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "profile_discretization.py"
+SMALL = ["--device", "cpu", "--batch", "1", "--dim", "4", "--seqlen", "16", "--dstate", "4", "--n_trials", "3"]
+ACCURACY_ONLY = ["--device", "cpu", "--dstate", "4", "--no-profile_ops", "--no-profile_scan"]
+# The order with the input read mid-step, and the order where the input is constant over a step (None: exact there).
+ORDERS = {
+    "zoh": (1, 1),
+    "foh": (2, None),
+    "bilinear": (2, 2),
+    "poly": (2, 3),
+    "highorder": (2, 2),
+    "rk4": (2, 4),
+    "euler": (1, 1),
+    "backward_euler": (1, 1),
+}
+
+
+@pytest.fixture(scope="module")
+def profiler() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("profile_discretization", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_script(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=cwd,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+
+
+def assert_one_line(stderr: str, says: str) -> None:
+    lines = stderr.strip().splitlines()
+    assert len(lines) == 1, stderr
+    assert lines[0].startswith("profile_discretization.py: error: ")
+    assert says in lines[0]
+
+
+# --- runs ---
+
+
+def test_small_run_measures_and_writes_everything(tmp_path):
+    done = run_script(*SMALL, "--json", "found.json", "--csv", "found.csv", "--plot", "found.png", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "Traceback" not in done.stderr
+    for name in DISCRETIZATIONS:
+        assert name in done.stdout
+    assert all(ord(character) < 128 for character in done.stdout)
+
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert {scan["method"] for scan in found["scans"]} == set(DISCRETIZATIONS)
+    assert {accuracy["method"] for accuracy in found["accuracies"]} == set(DISCRETIZATIONS)
+    assert {"exp", "expm1", "reciprocal", "inverse", "solve (bilinear Abar)"} <= {op["name"] for op in found["operations"]}
+    assert found["settings"]["seqlen"] == 16
+    for scan in found["scans"]:
+        assert scan["forward"]["trials"] == scan["backward"]["trials"] == 3
+        assert 0 < scan["backward"]["median"] <= scan["forward_backward"]["median"]
+        assert scan["loop_seqlen"] == 16
+        assert scan["speedup_over_loop"] > 0
+    for accuracy in found["accuracies"]:
+        assert accuracy["sampled_at_end"]["order"] == pytest.approx(1, abs=0.1)
+        assert accuracy["sampled_at_middle"]["order"] == pytest.approx(ORDERS[accuracy["method"]][0], abs=0.1)
+        keeps_gain = accuracy["method"] in ("foh", "bilinear", "euler", "backward_euler")
+        assert (abs(accuracy["dc_gain_error"]) < 1e-12) == keeps_gain
+
+    with (tmp_path / "found.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    for part in ("scans", "accuracies"):
+        assert {row["name"] for row in rows if row["part"] == part} == set(DISCRETIZATIONS)
+    assert all(math.isfinite(float(row["value"])) for row in rows)
+    assert (tmp_path / "found.png").read_bytes().startswith(b"\x89PNG")
+    assert "wrote found.png" in done.stdout
+
+
+def recorded(path: Path, samples: np.ndarray) -> Path:
+    if path.suffix == ".npy":
+        np.save(path, samples)
+    elif path.suffix == ".csv":
+        path.write_text("left,right\n" + "".join(f"{value},{value}\n" for value in samples))
+    else:
+        wavfile = pytest.importorskip("scipy.io.wavfile", reason="writes the WAV file")
+        wavfile.write(path, 8000, np.round(2**14 * samples / np.abs(samples).max()).astype(np.int16))
+    return path
+
+
+@pytest.mark.parametrize("name", ["signal.npy", "signal.csv", "signal.wav"])
+def test_recorded_input(profiler, tmp_path, monkeypatch, capsys, name):
+    monkeypatch.chdir(tmp_path)
+    recorded(tmp_path / name, np.random.default_rng(0).standard_normal(40).cumsum())
+    arguments = [*ACCURACY_ONLY, "--input", name, "--hold", "zero", "--json", "found.json", "--plot", "found.svg", "--quiet"]
+    assert profiler.main(arguments) == 0, capsys.readouterr().err
+    assert "constant between samples" in json.loads(Path("found.json").read_text())["signal"]
+    assert Path("found.svg").read_text().lstrip().startswith("<?xml")
+    for accuracy in json.loads(Path("found.json").read_text())["accuracies"]:
+        finest, order = accuracy["sampled_at_end"]["errors"][-1], accuracy["sampled_at_end"]["order"]
+        expected = ORDERS[accuracy["method"]][1]
+        if expected is None:
+            assert finest < 1e-12
+        else:
+            assert order == pytest.approx(expected, abs=0.15)
+
+
+def test_methods_and_parts_can_be_chosen(profiler, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    arguments = [*SMALL, "--methods", "zoh_exact,bilinear", "foh", "--no-profile_ops", "--no-profile_accuracy", "--no-backward"]
+    assert profiler.main([*arguments, "--plot", "none", "--json", "found.json"]) == 0, capsys.readouterr().err
+    found = json.loads(Path("found.json").read_text())
+    assert [scan["method"] for scan in found["scans"]] == ["foh", "bilinear"]
+    assert all(scan["backward"] is None for scan in found["scans"])
+    assert found["operations"] == found["accuracies"] == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
+def test_dtypes(profiler, tmp_path, monkeypatch, capsys, dtype):
+    monkeypatch.chdir(tmp_path)
+    assert profiler.main([*SMALL, "--dtype", dtype, "--methods", "foh", "--json", "found.json"]) == 0, capsys.readouterr().err
+    found = json.loads(Path("found.json").read_text())
+    rounding = found["accuracies"][0]["rounding"]
+    assert rounding is None if dtype == "float64" else 1e-5 < rounding < 0.1
+    assert {operation["dtype"] for operation in found["operations"] if operation["form"] == "diagonal"} == {dtype}
+
+
+@pytest.mark.parametrize("layout", ["page", "column"])
+def test_unstable_methods_and_many_states_are_reported(profiler, tmp_path, monkeypatch, capsys, layout):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["--device", "cpu", "--dstate", "256", "--no-profile_ops", "--no-profile_scan", "--layout", layout]
+    assert profiler.main([*arguments, "--methods", "euler", "bilinear"]) == 0, capsys.readouterr().err
+    printed = capsys.readouterr().out
+    assert "unstable" in next(line for line in printed.splitlines() if line.startswith("euler"))
+
+
+# --- arguments that cannot be served ---
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--batch", "0"], "--batch: expected an integer of at least 1, got '0'"),
+        (["--dim", "-3"], "--dim"),
+        (["--seqlen", "ten"], "--seqlen: expected an integer of at least 1, got 'ten'"),
+        (["--dstate", "257"], "expected an integer from 1 to 256, got '257'"),
+        (["--n_trials", "2.5"], "--n_trials"),
+        (["--seed", "-1"], "--seed"),
+        (["--methods", "tustin"], "unknown discretization 'tustin', expected 'all' or some of zoh, foh"),
+        (["--methods", ","], "--methods"),
+        (["--methods"], "--methods"),
+        (["--device", "tpu"], "--device"),
+        (["--dtype", "int8"], "--dtype"),
+        (["--hold", "cubic"], "--hold"),
+        (["--bogus"], "--bogus"),
+        (["--seq", "4"], "--seq"),
+        (["stray"], "stray"),
+        (["--no-profile_ops", "--no-profile_scan", "--no-profile_accuracy"], "nothing to measure"),
+        (["--plot", "figure.bmp"], "--plot figure.bmp: expected a name that ends in .png, .pdf, .svg"),
+        (["--plot", "absent/figure.png"], "no such folder"),
+        (["--json", "."], "is a folder"),
+        (["--json", "same", "--csv", "same"], "different files"),
+        (["--input", "absent.npy"], "absent.npy: no such file"),
+        (["--input", "signal.mp3"], "expected a .npy, .csv or .wav file"),
+        (["--input", "absent.npy", "--no-profile_accuracy"], "--input"),
+        (["--batch", "4000000000", "--seqlen", "4000000000"], "GiB"),
+    ],
+)
+def test_bad_arguments_give_one_line(profiler, tmp_path, monkeypatch, capsys, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    assert profiler.main(["--dim", "4", "--n_trials", "1", *arguments]) == 2
+    assert_one_line(capsys.readouterr().err, says)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("empty.npy", b"", "cannot be read as npy"),
+        ("text.npy", b"no array", "cannot be read as npy"),
+        ("text.csv", b"some\ntext\n", "cannot be read as csv"),
+        ("empty.csv", b"", "expected at least 17 samples, got 0"),
+        ("short.csv", b"1\n2\n3\n", "expected at least 17 samples, got 3"),
+        ("nan.csv", b"1\n" * 20 + b"nan\n", "sample 20 is not finite"),
+        ("zero.csv", b"0\n" * 20, "zero everywhere"),
+        ("ragged.csv", b"1,2\n" * 20 + b"1\n", "cannot be read as csv"),
+        ("cut.wav", b"RIFF\x24\x00\x00\x00WAVE", "cannot be read as wav"),
+        ("text.wav", b"no sound", "cannot be read as wav"),
+    ],
+)
+def test_bad_recordings_give_one_line(profiler, tmp_path, monkeypatch, capsys, name, content, says):
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_bytes(content)
+    assert profiler.main(["--input", name]) == 2
+    assert_one_line(capsys.readouterr().err, says)
+
+
+@pytest.mark.parametrize(
+    ("array", "says"),
+    [
+        (np.ones(20, dtype=np.complex128), "expected real numbers"),
+        (np.ones((20, 3, 3)), "expected samples or (samples, channels)"),
+        (np.array([{}] * 20), "cannot be read as npy"),
+        (np.ones((20, 2)), "channel 2 asked for, but there are 2"),
+    ],
+)
+def test_bad_arrays_give_one_line(profiler, tmp_path, monkeypatch, capsys, array, says):
+    monkeypatch.chdir(tmp_path)
+    np.save("signal.npy", array)
+    assert profiler.main(["--input", "signal.npy", "--channel", "2"]) == 2
+    assert_one_line(capsys.readouterr().err, says)
+
+
+def test_script_exits_with_2_and_no_traceback(tmp_path):
+    done = run_script("--methods", "tustin", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert_one_line(done.stderr, "tustin")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device_gives_one_line(profiler, capsys):
+    assert profiler.main(["--device", "cuda"]) == 2
+    assert_one_line(capsys.readouterr().err, "finds no CUDA device")
+
+
+def test_missing_packages_give_one_line(tmp_path):
+    absent = tmp_path / "rich"
+    absent.mkdir()
+    (absent / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')\n")
+    done = run_script(cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 2
+    assert_one_line(done.stderr, 'pip install -e ".[profile]"')
+
+
+# --- what the documentation says ---
+
+
+def test_safe_range_and_orders_of_the_documentation():
+    rows = {}
+    for line in (ROOT / "docs" / "discretizations.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.replace("\\|", "").split("|")[1:-1]]
+        if len(cells) == 6 and cells[0].strip("`") in DISCRETIZATIONS:
+            rows[cells[0].strip("`")] = cells[1:]
+    assert set(rows) == set(DISCRETIZATIONS)
+    z = -torch.logspace(-3, 1, 200_001, dtype=torch.float64)
+    for method, (orders, held, _, gain, safe) in rows.items():
+        middle, input_held = ORDERS[method]
+        assert orders == f"1 / {middle}"
+        assert held == ("exact" if input_held is None else str(input_held))
+        Abar, k = DISCRETIZATIONS[method].coefficients(z)
+        gain_error = (-z * k / (1 - Abar) - 1).abs()
+        assert (gain == "exact") == bool(gain_error.max() < 1e-9)
+        unsafe = torch.nonzero((gain_error > 0.1) | (Abar < 0))
+        if safe == "any":
+            assert len(unsafe) == 0
+        else:
+            assert float(safe) == pytest.approx(-z[unsafe[0, 0]].item(), abs=0.01)
+
+
+# --- what the numbers rest on ---
+
+
+def small_system(profiler: ModuleType):
+    return profiler.signals.System.random(dim=3, dstate=4, seed=1)
+
+
+def test_exact_response_to_sinusoids(profiler):
+    integrate = pytest.importorskip("scipy.integrate")
+    system = small_system(profiler)
+    response = profiler.signals.sinusoids(system, seed=2, seqlen=64, step=0.02)
+    A, B, C = (tensor.numpy() for tensor in (system.A, system.B, system.C))
+    frequencies = np.array([1.0, 3.1, 9.7])
+    phases = 2 * np.pi * torch.rand(3, 3, generator=torch.Generator().manual_seed(2), dtype=torch.float64).numpy()
+    times = 0.02 * np.arange(1, 65)
+    for d in range(3):
+
+        def u(t, d=d):
+            return np.sin(frequencies * t + phases[d]).sum()
+
+        solved = integrate.solve_ivp(
+            lambda t, h, d=d, u=u: A[d] * h + B[d] * u(t), (0, times[-1]), np.zeros(4), "DOP853", times, rtol=1e-11, atol=1e-13
+        )
+        np.testing.assert_allclose(response.y[d].numpy(), C[d] @ solved.y, atol=1e-9)
+        np.testing.assert_allclose(response.u[d].numpy(), [u(t) for t in times], atol=1e-12)
+
+
+@pytest.mark.parametrize("hold", ["linear", "zero"])
+def test_exact_response_to_a_recording(profiler, hold):
+    signal = pytest.importorskip("scipy.signal")
+    system = small_system(profiler)
+    samples = np.random.default_rng(3).standard_normal(20)
+    response = profiler.signals.recording(system, samples, hold)
+    A, B, C = (tensor.numpy() for tensor in (system.A, system.B, system.C))
+    spacing = response.resolved
+    refined = round(spacing / response.step)
+    times = spacing * np.arange(20)
+    # A hold at the later sample is SciPy's hold at the earlier one, of a signal that is one sample ahead.
+    given = samples if hold == "linear" else np.append(samples[1:], 0.0)
+    for d in range(3):
+        continuous = (np.diag(A[d]), B[d][:, None], C[d][None], np.zeros((1, 1)))
+        _, expected, _ = signal.lsim(continuous, given, times, interp=hold == "linear")
+        np.testing.assert_allclose(response.y[d, refined - 1 :: refined].numpy(), np.ravel(expected)[1:], rtol=1e-9, atol=1e-12)
+
+
+def test_observed_order_is_the_slope(profiler):
+    steps = [2.0**-k for k in range(8)]
+    errors = [3 * step**2 for step in steps]
+    assert profiler.accuracy.observed_order(steps, errors, largest_step=0.5) == pytest.approx(2)
+    errors[0] = math.inf
+    assert profiler.accuracy.observed_order(steps, errors, largest_step=1.0) == pytest.approx(2)
+    assert profiler.accuracy.observed_order(steps, [1e-15] * 8, largest_step=1.0) is None
+
+
+def test_labels_keep_their_order_and_distance(profiler):
+    wanted = [0.5, 0.52, 0.51, 0.0, 0.99, 1.0]
+    placed = profiler.plots._spread_apart(wanted, gap=0.1, low=0.02, high=0.98)
+    assert sorted(range(6), key=placed.__getitem__) == sorted(range(6), key=wanted.__getitem__)
+    ordered = sorted(placed)
+    assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(ordered))
+    assert ordered[0] >= 0.02 and ordered[-1] <= 0.98
+
+
+def test_measure_interleaves_and_times_each_stage(profiler):
+    calls = []
+    benchmarks = {name: (lambda name=name: calls.append(name) or name, lambda given: calls.append(given)) for name in "ab"}
+    found = profiler.measure(benchmarks, trials=4, warmup=1)
+    assert calls == ["a", "a", "b", "b"] * 5
+    assert found["a"].total.trials == 4
+    assert len(found["a"].stages) == 2
+    assert found["a"].total.p20 <= found["a"].total.median <= found["a"].total.p80
+
+
+def test_measure_stops_when_the_time_is_over(profiler):
+    assert profiler.measure({"a": (lambda: None,)}, trials=1000, warmup=0, budget=0.0)["a"].total.trials == 3
