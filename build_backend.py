@@ -2,8 +2,8 @@
 
 Build isolation hides that environment, so a plain setuptools backend would fetch the newest torch and build against the wrong
 one. pip isolates by setting PYTHONPATH for the same interpreter: a child process without it sees the environment, and its paths
-are appended here. uv isolates with another interpreter; there ``[tool.uv] extra-build-dependencies`` in pyproject.toml brings the
-right torch. Only if neither has one is torch a build requirement.
+are appended here. uv isolates with another interpreter; there ``[tool.uv] extra-build-dependencies`` in pyproject.toml brings
+the right torch. Only if neither has one is torch a build requirement.
 
 The first half holds the decisions that setup.py shares: which compilers there are, whether CUDA kernels are built, and what
 stops the build with one message.
@@ -19,7 +19,6 @@ import runpy
 import shutil
 import subprocess
 import sys
-import sysconfig
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -74,7 +73,7 @@ def find_torch(paths: list[str]) -> Torch | None:
 
 
 def find_compiler() -> Compiler:
-    """The C++ compiler that PyTorch's build extension will call. Stops if there is none, or it is too old for PyTorch's headers."""
+    """The C++ compiler that PyTorch's build extension will call. Stops if there is none, or it is too old for PyTorch."""
     command = os.environ.get("CXX") or "c++"
     needed = " or ".join(f"{name} >= {version}" for name, version in MINIMUM_COMPILERS.items())
     if shutil.which(command.split()[0]) is None:
@@ -99,7 +98,7 @@ def find_compiler() -> Compiler:
 
 
 def find_toolkit(paths: list[str]) -> Toolkit | None:
-    """The CUDA toolkit: CUDA_HOME (or CUDA_PATH) alone if set, else nvcc on PATH, else /usr/local/cuda; else Python packages."""
+    """CUDA_HOME or CUDA_PATH alone if set, else the toolkit of the nvcc on PATH, else /usr/local/cuda; then Python packages."""
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     on_path = shutil.which("nvcc")
     if named:
@@ -157,9 +156,9 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
     if toolkit is not None:
         if torch is not None and major(toolkit.version) != major(torch.cuda):
             stop(
-                f"the CUDA compiler {toolkit.home / 'bin' / 'nvcc'} is CUDA {toolkit.version}, but torch {torch.version} is built "
-                f"with CUDA {torch.cuda}; the major versions must agree. Set CUDA_HOME to a CUDA {major(torch.cuda)} toolkit, or "
-                "build CPU kernels only: SSM_KERNELS_CUDA=0."
+                f"the CUDA compiler {toolkit.home / 'bin' / 'nvcc'} is CUDA {toolkit.version}, but torch {torch.version} is "
+                f"built with CUDA {torch.cuda}; the major versions must agree. Set CUDA_HOME to a CUDA {major(torch.cuda)} "
+                "toolkit, or build CPU kernels only: SSM_KERNELS_CUDA=0."
             )
         return "yes"
     if request is None and not has_driver:
@@ -167,8 +166,8 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
     if torch is not None and major(torch.cuda) < FIRST_PACKAGED_CUDA:
         if request == "1":
             stop(
-                f"SSM_KERNELS_CUDA=1, but no nvcc was found, and CUDA {torch.cuda} has none as a Python package. Install the CUDA "
-                f"{torch.cuda} toolkit and set CUDA_HOME to it."
+                f"SSM_KERNELS_CUDA=1, but no nvcc was found, and CUDA {torch.cuda} has none as a Python package. Install the "
+                f"CUDA {torch.cuda} toolkit and set CUDA_HOME to it."
             )
         return "no"
     return "fetch"

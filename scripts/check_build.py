@@ -6,9 +6,9 @@
     python scripts/check_build.py --torch newest --json results.json
 
 Each case must end with a package that imports, agrees with the reference, and reports what the case expects to have been
-built; pip's own log must show that no other torch was fetched. "No nvcc" is had by CUDA_HOME naming a folder without one; "a torch
-without CUDA" by a CUDA build of torch whose version file and headers are edited to say that it has none, since the package index
-has no such build for Linux on x86-64.
+built; pip's own log must show that no other torch was fetched. "No nvcc" is had by CUDA_HOME naming a folder without one; "a
+torch without CUDA" by a CUDA build of torch whose version file and headers are edited to say that it has none, since the
+package index has no such build for Linux on x86-64.
 
 A case takes minutes and up to 12 GB of temporary disk space.
 """
@@ -69,6 +69,8 @@ class Environment:
         self.session = session
         self.folder = session.folder / name
         session.run([session.python, "-m", "venv", self.folder])
+        if session.upgrade_pip:
+            session.run([self.folder / "bin" / "python", "-m", "pip", "install", "--upgrade", "pip"])
         self.python = self.folder / "bin" / "python"
 
     def pip(self, *arguments: str, env: dict[str, str] | None = None, check: bool = True) -> str:
@@ -97,7 +99,7 @@ class Environment:
         info = json.loads(output.splitlines()[-1])
         expect(info["torch"] == info["running"], f"built with torch {info['torch']}, runs with {info['running']}")
         expect(torch in (None, info["running"]), f"expected torch {torch} to stay, got {info['running']}")
-        expect((info["cuda"] is not None) == cuda, f"expected CUDA kernels {'' if cuda else 'not '}to be built, got {info['cuda']}")
+        expect((info["cuda"] is not None) == cuda, f"expected CUDA kernels: {cuda}, built with CUDA: {info['cuda']}")
         self.session.run([self.python, "-m", "ssm_kernels"], cwd=self.session.folder)
         self.session.info = info
         return info
@@ -109,6 +111,7 @@ class Session:
     def __init__(self, name: str, arguments: argparse.Namespace, folder: Path):
         self.folder = folder
         self.python = arguments.python
+        self.upgrade_pip = arguments.upgrade_pip
         self.torch_requirement = "torch" if arguments.torch == "newest" else f"torch=={arguments.torch}"
         self.log = arguments.logs / f"{name}.log"
         self.log.write_text("")
@@ -276,8 +279,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("cases", nargs="*", metavar="CASE", help="cases to run; all if none is named")
     parser.add_argument("--list", action="store_true", help="list the cases and exit")
-    parser.add_argument("--torch", default="2.11.0", help="version of torch that is installed first, or 'newest' (default: %(default)s)")
+    parser.add_argument("--torch", default="2.11.0", help="version installed first, or 'newest' (default: %(default)s)")
     parser.add_argument("--python", default=sys.executable, help="interpreter of the environments (default: this one)")
+    parser.add_argument("--upgrade-pip", action="store_true", help="use the newest pip, not the one that came with Python")
     parser.add_argument("--folder", type=Path, help="where the temporary folders go (default: the system's)")
     parser.add_argument("--logs", type=Path, default=Path("build/check_build"), help="where the logs go (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the results to this file")

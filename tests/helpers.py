@@ -21,9 +21,6 @@ DEVICES = {
     "selective_state_update": ["cpu", "cuda"],
 }
 
-# The length of the chunks between which the scan saves its state. Tests that cross chunks choose lengths around it.
-CHUNK = 64
-
 
 class Method(NamedTuple):
     """What is known of a discretization apart from its code.
@@ -72,6 +69,15 @@ METHODS = {
     "euler": Method(_generalized_bilinear("0"), ("euler", None), 1, True, -2.0),
     "backward_euler": Method(_generalized_bilinear("1"), ("backward_diff", None), 1, True, -math.inf),
 }
+
+def _chunk_length() -> int:
+    """How many steps lie between two states that the scan saves, (batch, chunks + 1, dim, dstate) in all."""
+    u, A = torch.empty(1, 1, 4096, device="meta"), torch.empty(1, 1, device="meta")
+    *_, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(u, u, A, A, A, None, None, None, None, "zoh", False, True)
+    return 4096 // (chunk_states.shape[1] - 1)
+
+
+CHUNK = _chunk_length()  # tests that cross chunks choose lengths around it
 
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 

@@ -37,7 +37,12 @@ Torch, Toolkit = build_backend.Torch, build_backend.Toolkit
 
 def run_python(*arguments, env=None, cwd=None) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, *map(str, arguments)], env={**os.environ, **(env or {})}, cwd=cwd, capture_output=True, text=True, timeout=300
+        [sys.executable, *map(str, arguments)],
+        env={**os.environ, **(env or {})},
+        cwd=cwd,
+        capture_output=True,
+        text=True,
+        timeout=300,
     )
 
 
@@ -86,7 +91,8 @@ def test_one_openmp_runtime():
 def test_build_info():
     info = ssm_kernels.build_info()
     assert info["torch"] == torch.__version__
-    assert info["version"] == ssm_kernels.__version__ == re.search(r'(?m)^version = "(.*)"$', (ROOT / "pyproject.toml").read_text())[1]
+    declared = re.search(r'(?m)^version = "(.*)"$', (ROOT / "pyproject.toml").read_text())[1]
+    assert info["version"] == ssm_kernels.__version__ == declared
     assert re.fullmatch(r"(GCC|Clang) \d+\.\d+.*", info["compiler"])
     assert info["cpu_capabilities"][0] == "DEFAULT"
     assert (info["cuda"] is None) == (info["architectures"] == ())
@@ -211,7 +217,10 @@ def test_no_compiler_stops(monkeypatch):
 
 @pytest.mark.parametrize(
     ("macros", "name"),
-    [({"__GNUC__": 9, "__GNUC_MINOR__": 4}, "GCC 9.4"), ({"__GNUC__": 4, "__clang_major__": 11, "__clang_minor__": 0}, "Clang 11.0")],
+    [
+        ({"__GNUC__": 9, "__GNUC_MINOR__": 4}, "GCC 9.4"),
+        ({"__GNUC__": 4, "__clang_major__": 11, "__clang_minor__": 0}, "Clang 11.0"),
+    ],
 )
 def test_old_compiler_stops(monkeypatch, tmp_path, macros, name):
     lines = "\n".join(f"#define {macro} {value}" for macro, value in macros.items())
@@ -271,7 +280,7 @@ def test_cuda_plan(torch_found, toolkit, request_, has_driver, expected):
 @pytest.mark.parametrize(
     ("torch_found", "toolkit", "request_", "match"),
     [
-        (TORCH_13, NVCC_12, None, r"/cuda/bin/nvcc is CUDA 12\.4, but torch 2\.11\.0\+cu130 is built with CUDA 13\.0.*CUDA_HOME"),
+        (TORCH_13, NVCC_12, None, r"/cuda/bin/nvcc is CUDA 12\.4, but torch 2\.11\.0\+cu130 is .* CUDA 13\.0.*CUDA_HOME"),
         (CPU_TORCH, NVCC_13, "1", r"SSM_KERNELS_CUDA=1, but torch 2\.11\.0\+cpu is a build without CUDA"),
         (TORCH_12, None, "1", r"no nvcc was found, and CUDA 12\.8 has none as a Python package"),
     ],
@@ -324,7 +333,10 @@ def test_environment_is_seen_through_build_isolation(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(
     ("variable", "value", "match"),
-    [("CXX", "/nonexistent/g++", "no C++ compiler"), ("SSM_KERNELS_CUDA", "2", "expected SSM_KERNELS_CUDA to be 0 or 1, got '2'")],
+    [
+        ("CXX", "/nonexistent/g++", "no C++ compiler"),
+        ("SSM_KERNELS_CUDA", "2", "expected SSM_KERNELS_CUDA to be 0 or 1, got '2'"),
+    ],
 )
 def test_setup_stops_with_one_message(variable, value, match):
     pytest.importorskip("setuptools", reason="setup.py needs setuptools")

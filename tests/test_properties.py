@@ -48,7 +48,7 @@ def argument_sets(draw, dtypes=(torch.float64,)):
     return inputs
 
 
-@settings(no_deadline, max_examples=120)
+@settings(no_deadline, max_examples=80)
 @given(inputs=argument_sets())
 def test_values_and_gradients(inputs, device):
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}

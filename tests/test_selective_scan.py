@@ -12,7 +12,7 @@ from ssm_kernels import reference, selective_scan
 
 OPERATOR = "selective_scan"
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-LENGTHS = [0, 1, 2, 63, 64, 65, 1000, 4097]
+LENGTHS = sorted({0, 1, 2, 63, 64, 65, 1000, 4097, CHUNK - 1, CHUNK, CHUNK + 1})
 MINIMAL = dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False)
 
 every_method = pytest.mark.parametrize("method", METHODS)
@@ -205,7 +205,7 @@ def test_native_layouts_are_not_copied(layout, dtype, device):
     """Nothing is copied where time or channels are contiguous, and the output has the input's layout."""
     inputs = make_inputs(dim=6, seqlen=70, dtype=dtype, device=device)
     inputs |= {name: arrange(inputs[name], layout) for name in ("u", "delta", "z", "B", "C")}
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         out = selective_scan(**inputs)
     names = {event.name for event in profile.events()}
     assert "ssm_kernels::_selective_scan_fwd" in names

@@ -78,7 +78,7 @@ def test_gradients_over_several_chunks(dtype, method, device):
     [(torch.float64, "contiguous"), (torch.float64, "transposed"), (torch.float32, "transposed"), (torch.bfloat16, "contiguous")],
     ids=str,
 )
-@pytest.mark.parametrize("seqlen", [0, 1, 2, 63, 64, 65, 1000])
+@pytest.mark.parametrize("seqlen", sorted({0, 1, 2, 63, 64, 65, 1000, CHUNK - 1, CHUNK, CHUNK + 1}))
 def test_lengths(seqlen, dtype, layout, device):
     inputs = make_inputs(dim=5, seqlen=seqlen, dstate=3, discretization="foh", dtype=dtype, layout=layout, device=device)
     assert_matches_reference(selective_scan, inputs)
@@ -307,7 +307,7 @@ def test_gradient_through_carried_states(method, device):
 
     def in_three_parts(u, delta, A, B, C, D, z, delta_bias, *, initial_state, return_last_state, **options):
         state, outs = initial_state, []
-        for steps in (slice(0, CHUNK), slice(CHUNK, 101), slice(101, None)):
+        for steps in (slice(0, CHUNK), slice(CHUNK, CHUNK + 37), slice(CHUNK + 37, None)):
             cut = (x[..., steps] for x in (u, delta, B, C, z))
             u_cut, delta_cut, B_cut, C_cut, z_cut = cut
             out, state = selective_scan(

@@ -243,12 +243,15 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_autograd(const at::Tensor& u, 
                                                            const OptionalTensor& z, const OptionalTensor& delta_bias,
                                                            const OptionalTensor& initial_state, std::string_view discretization,
                                                            bool delta_softplus) {
-  const auto requires_grad = [](const OptionalTensor& tensor) { return tensor.has_value() && tensor->requires_grad(); };
-  const bool needs_graph = at::GradMode::is_enabled() && (u.requires_grad() || delta.requires_grad() || A.requires_grad() ||
-                                                          B.requires_grad() || C.requires_grad() || requires_grad(D) ||
-                                                          requires_grad(z) || requires_grad(delta_bias) ||
-                                                          requires_grad(initial_state));
-  if (!needs_graph) {
+  const auto any = [&](const auto& predicate) {
+    const auto holds = [&](const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined() && predicate(*tensor); };
+    return predicate(u) || predicate(delta) || predicate(A) || predicate(B) || predicate(C) || holds(D) || holds(z) ||
+           holds(delta_bias) || holds(initial_state);
+  };
+  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
+  // Forward-mode AD: apply() is what says that there is none.
+  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
+  if (!needs_graph && !has_tangent) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return selective_scan_no_grad(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus);
   }

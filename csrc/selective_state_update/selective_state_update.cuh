@@ -18,6 +18,7 @@
 
 #include "common/activations.h"
 #include "common/discretization.h"
+#include "cuda/index_math.cuh"
 #include "cuda/vector_io.cuh"
 #include "selective_state_update/selective_state_update_cuda.h"
 
@@ -51,7 +52,9 @@ template <typename Acc>
 struct Parameter<Acc, Acc> {
   Acc loaded;
 
-  __device__ __forceinline__ void load(const void* data, int64_t offset, bool) { loaded = static_cast<const Acc*>(data)[offset]; }
+  __device__ __forceinline__ void load(const void* data, int64_t offset, bool) {
+    loaded = static_cast<const Acc*>(data)[offset];
+  }
   __device__ __forceinline__ Acc value(bool) const { return loaded; }
 };
 
@@ -122,7 +125,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   const int lane = threadIdx.x & (lanes - 1);
   const Tile<Index> tile(tiling, warp, (threadIdx.x & (kWarpSize - 1)) >> tiling.log2_lanes);
 
-  const auto times = [](Index index, int64_t stride) { return static_cast<int64_t>(uint64_t(index) * static_cast<Index>(stride)); };
+  const auto times = [](Index index, int64_t stride) { return cuda::multiply(index, static_cast<Index>(stride)); };
   const bool owner = lane < tile.rows;
   const Index channel = tile.first_channel + (owner ? lane : 0);
   const Index head = tiling.headdim.divide(channel);
@@ -149,8 +152,8 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   const auto row_in = [&](const StateView& view, int64_t stride_row) {
     return fast ? times(tile.first_channel, stride_row) : times(head, view.stride_head) + times(dim, view.stride_dim);
   };
-  State* const state = static_cast<State*>(p.state.data) + times(Index(slot), p.state.stride_batch) +
-                       row_in(p.state, tiling.state_stride_row);
+  State* const state =
+      static_cast<State*>(p.state.data) + times(Index(slot), p.state.stride_batch) + row_in(p.state, tiling.state_stride_row);
   const Acc* const A = static_cast<const Acc*>(p.A.data) + (tied_A ? offset_in(p.A) : row_in(p.A, tiling.A_stride_row));
 
   // Loads only, up to the next comment: the latencies of all of them overlap.
@@ -255,10 +258,12 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   if (owner) *out = from_accumulate<Input>((sum + skipped) * gate);
 }
 
-// Blocks of a multiprocessor. That leaves a thread 128 registers for doubles, else 64 where A is tied and 80 where it is not, and
-// with a 16-bit state, whose vectors hold twice the values, 72 and 96. With fewer the kernels spill.
+// Blocks of a multiprocessor. That leaves a thread 128 registers for doubles, else 64 where A is tied and 80 where it is not,
+// and with a 16-bit state, whose vectors hold twice the values, 80 and 128. With fewer the kernels spill.
 template <typename Input, typename State, bool tied_A>
-constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4 : (tied_A ? 8 : 6) - (sizeof(State) == 2 ? 1 : 0);
+constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4
+                           : sizeof(State) == 2          ? (tied_A ? 6 : 4)
+                                                         : (tied_A ? 8 : 6);
 
 template <typename Input, typename State, typename Method, bool fast, bool tied_A>
 __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<Input, State, tied_A>)
@@ -277,7 +282,7 @@ void launch_selective_state_update(const StateUpdateParams& params, Tiling tilin
   for (; tiling.first_tile < tiling.tiles; tiling.first_tile += kMaxBlocks * tiling.warps_per_block) {
     const int64_t blocks = (tiling.tiles - tiling.first_tile + tiling.warps_per_block - 1) / tiling.warps_per_block;
     kernel<<<static_cast<unsigned int>(std::min(blocks, kMaxBlocks)), tiling.warps_per_block * kWarpSize, 0, stream>>>(params,
-                                                                                                                 tiling);
+                                                                                                                       tiling);
   }
 }
 

@@ -13,11 +13,11 @@
 
 namespace ssm_kernels::selective_state_update {
 
-#define SSM_CPU_KERNEL(CAPABILITY)                                                   \
-  namespace CAPABILITY {                                                             \
-  int64_t vector_size(const StateUpdateParams&);                                     \
-  void update_blocks(const StateUpdateParams&, const Blocking&, int64_t, int64_t);   \
-  constexpr CpuKernel kKernel{&vector_size, &update_blocks};                         \
+#define SSM_CPU_KERNEL(CAPABILITY)                                                 \
+  namespace CAPABILITY {                                                           \
+  int64_t vector_size(const StateUpdateParams&);                                   \
+  void update_blocks(const StateUpdateParams&, const Blocking&, int64_t, int64_t); \
+  constexpr CpuKernel kKernel{&vector_size, &update_blocks};                       \
   }
 
 SSM_CPU_KERNEL(DEFAULT)
@@ -48,8 +48,9 @@ const CpuKernel& cpu_kernel() {
 
 void check_indices(const StateUpdateParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
-    TORCH_CHECK_VALUE(p.indices.at(b) < p.slots, "selective_state_update: expected state_batch_indices below the number of slots, ",
-                      p.slots, ", got ", p.indices.at(b), " at position ", b);
+    TORCH_CHECK_VALUE(p.indices.at(b) < p.slots,
+                      "selective_state_update: expected state_batch_indices below the number of slots, ", p.slots, ", got ",
+                      p.indices.at(b), " at position ", b);
   }
 }
 

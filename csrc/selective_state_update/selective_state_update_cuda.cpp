@@ -1,5 +1,5 @@
-// CUDA entry point of the selective state update: chooses the kernel and the cut of the work, and launches on the current stream
-// without waiting for it or reading anything from the device, so that it can be captured in a CUDA graph.
+// CUDA entry point of the selective state update: chooses the kernel and the cut of the work, and launches on the current
+// stream without waiting for it or reading anything from the device, so that it can be captured in a CUDA graph.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -93,8 +93,8 @@ Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
     tiles_per_group = (tiling.channels_per_group + tiling.rows_per_tile() - 1) / tiling.rows_per_tile();
     tiling.tiles = p.batch * p.groups * tiles_per_group;
   };
-  // Long tiles do the work that is the same for many rows once; short ones spread over the device. Eight warps for each of the 32
-  // that a multiprocessor can hold keep its share even.
+  // Long tiles do the work that is the same for many rows once; short ones spread over the device. Eight warps for each of the
+  // 32 that a multiprocessor can hold keep its share even.
   set_rows(tiling.lanes());
   while (tiling.rows > kRowsInFlight && tiling.tiles < multiprocessors * 32 * 8) set_rows(tiling.rows / 2);
   while (tiling.warps_per_block > 1 && tiling.tiles < multiprocessors * tiling.warps_per_block) tiling.warps_per_block /= 2;

@@ -1,13 +1,14 @@
-// Between the CUDA entry point (selective_state_update_cuda.cpp) and the kernel (selective_state_update.cuh): how the work is cut.
+// Between the CUDA entry point (selective_state_update_cuda.cpp) and the kernel (selective_state_update.cuh): how the work is
+// cut.
 //
 // A row is the dstate values of one channel of one batch entry. A group of `lanes` lanes moves a row together and takes `rows`
-// consecutive rows, kRowsInFlight at a time; lane j of the group owns the j-th: it reads x, dt, z of that row, computes its step
-// size and gate, and writes its output. A warp's 32 / lanes groups make a tile: consecutive channels of one batch entry inside
-// one group of B and C. The cut does not touch numerics: a row is summed in the same order whatever `rows` is.
+// consecutive rows, kRowsInFlight at a time; lane j of the group owns the j-th: it reads x, dt, z of that row, computes its
+// step size and gate, and writes its output. A warp's 32 / lanes groups make a tile: consecutive channels of one batch entry
+// inside one group of B and C. The cut does not touch numerics: a row is summed in the same order whatever `rows` is.
 //
-// There are two kernels. The fast one moves 16 bytes of state a lane and counts in 32 bits (addresses are 64-bit everywhere). It
-// wants the dstate values of state, B, C and A contiguous and aligned, the rows of the state (and of A) evenly spaced, and all
-// sizes and strides below 2^31. The general one moves one element a lane, and takes any strides.
+// There are two kernels. The fast one moves 16 bytes of state a lane and counts in 32 bits (addresses are 64-bit everywhere).
+// It wants the dstate values of state, B, C and A contiguous and aligned, the rows of the state (and of A) evenly spaced, and
+// all sizes and strides below 2^31. The general one moves one element a lane, and takes any strides.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -21,7 +22,7 @@ namespace ssm_kernels::selective_state_update {
 
 constexpr int kWarpSize = 32;
 constexpr int kMaxWarpsPerBlock = 4;
-// Enough rows to cover the latency of memory, few enough for their registers to leave room for 32 warps per multiprocessor.
+// Enough rows to cover the latency of memory; more would take the registers of the warps that do the same.
 constexpr int kRowsInFlight = 4;
 
 struct Tiling {

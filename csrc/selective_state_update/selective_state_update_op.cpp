@@ -56,16 +56,16 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
   checks.tensor("dt", in.dt, form.input, in.x.sym_sizes(), dtype);
   checks.tensor("A", in.A, form.A, channels_dstate, checks.accumulate());
-  TORCH_CHECK_VALUE(in.B.dim() == 2 || in.B.dim() == 3, kOp, ": expected B of shape (batch, dstate) or (batch, groups, dstate), got ",
-                    in.B.sym_sizes());
+  TORCH_CHECK_VALUE(in.B.dim() == 2 || in.B.dim() == 3, kOp,
+                    ": expected B of shape (batch, dstate) or (batch, groups, dstate), got ", in.B.sym_sizes());
   if (in.B.dim() == 2) {
     checks.tensor("B", in.B, "(batch, dstate)", {batch, dstate}, dtype);
     checks.tensor("C", in.C, "(batch, dstate)", {batch, dstate}, dtype);
   } else {
     const c10::SymInt groups = in.B.sym_size(1);
     checks.tensor("B", in.B, "(batch, groups, dstate)", {batch, groups, dstate}, dtype);
-    TORCH_CHECK_VALUE(groups > 0 && channels[0] % groups == 0, kOp, ": expected the groups of B and C to divide ", form.channels,
-                      " = ", channels[0], ", got ", groups);
+    TORCH_CHECK_VALUE(groups > 0 && channels[0] % groups == 0, kOp, ": expected the groups of B and C to divide ",
+                      form.channels, " = ", channels[0], ", got ", groups);
     checks.tensor("C", in.C, "(batch, groups, dstate)", {batch, groups, dstate}, dtype);
   }
   check_parameter(checks, "D", in.D, form.parameter, channels, in);
@@ -176,10 +176,11 @@ at::Tensor autocast(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto input = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
   const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::selective_state_update", "").typed<decltype(autocast<device_type>)>();
-  return op.call(state, input(x), input(dt), parameter(A), input(B), input(C), parameter(D), input(z), parameter(dt_bias), dt_softplus,
-                 state_batch_indices, discretization);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("ssm_kernels::selective_state_update", "")
+                             .typed<decltype(autocast<device_type>)>();
+  return op.call(state, input(x), input(dt), parameter(A), input(B), input(C), parameter(D), input(z), parameter(dt_bias),
+                 dt_softplus, state_batch_indices, discretization);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
-// Between the operator's dispatcher-facing half (selective_state_update_op.cpp) and its devices: checked arguments, and plain-data
-// views of them.
+// Between the operator's dispatcher-facing half (selective_state_update_op.cpp) and its devices: checked arguments, and
+// plain-data views of them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
