@@ -12,6 +12,7 @@ stops the build with one message.
 from __future__ import annotations
 
 import importlib.machinery
+import json
 import os
 import platform
 import re
@@ -55,12 +56,15 @@ def major(version: str) -> int:
     return int(version.split(".")[0])
 
 
-def environment_paths() -> list[str]:
-    """sys.path of the environment being installed into, as a child process without the isolation's settings sees it."""
+def run_in_environment(*arguments: str) -> subprocess.CompletedProcess:
+    """Runs Python in the environment being installed into, not in the isolated one."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
-    script = "import os, sys; print(os.linesep.join(p for p in sys.path[1:] if p))"
-    output = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
-    return output.splitlines()
+    return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
+
+
+def environment_paths() -> list[str]:
+    """sys.path of the environment being installed into."""
+    return run_in_environment("-c", "import sys; print(*filter(None, sys.path[1:]), sep='\\n')").stdout.splitlines()
 
 
 def find_torch(paths: list[str]) -> Torch | None:
@@ -173,9 +177,25 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
     return "fetch"
 
 
-def toolkit_requirement(torch: Torch | None) -> str:
-    # torch itself requires one version of cuda-toolkit: resolved together they agree.
-    return f"{TOOLKIT_REQUIREMENT}=={torch.cuda}.*" if torch is not None else TOOLKIT_REQUIREMENT
+def toolkit_requirement(torch: Torch) -> str:
+    return f"{TOOLKIT_REQUIREMENT}=={torch.cuda}.*"
+
+
+def torch_with_toolkit() -> list[str]:
+    """Requirements for the torch that pip will choose and the compiler that fits it.
+
+    torch requires one version of cuda-toolkit. Asked for both at once, pip (23.2, for one) begins with the newest of each and
+    gives up; so it is asked for torch alone first.
+    """
+    resolve = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", TORCH_REQUIREMENT]
+    result = run_in_environment(*resolve)
+    if result.returncode:
+        return [TORCH_REQUIREMENT, TOOLKIT_REQUIREMENT]
+    chosen = {item["metadata"]["name"]: item["metadata"]["version"] for item in json.loads(result.stdout)["install"]}
+    requirements = [f"torch=={chosen['torch']}"]
+    if "cuda-toolkit" in chosen:  # CUDA 13 or newer
+        requirements.append(f"{TOOLKIT_REQUIREMENT}=={chosen['cuda-toolkit']}")
+    return requirements
 
 
 def check_platform() -> None:
@@ -194,10 +214,9 @@ def build_requirements() -> list[str]:
     see_environment()
     torch = find_torch(sys.path)
     plan = plan_cuda(torch, find_toolkit(sys.path), cuda_request(), has_nvidia_driver())
-    requirements = [] if torch is not None else [TORCH_REQUIREMENT]
-    if plan == "fetch":
-        requirements.append(toolkit_requirement(torch))
-    return requirements
+    if torch is None:
+        return torch_with_toolkit() if plan == "fetch" else [TORCH_REQUIREMENT]
+    return [toolkit_requirement(torch)] if plan == "fetch" else []
 
 
 def get_requires_for_build_wheel(config_settings=None):

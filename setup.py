@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import platform
+import re
 import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -161,8 +162,9 @@ class CleanBuild(build):
 def ops_extension() -> Extension:
     """``_ops``: py_limited_api keeps libtorch_python out, and with it every Python symbol."""
     host_flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
-    # PyTorch's own headers.
-    host_flags += ["-Wno-unused-parameter", "-Wno-unknown-pragmas", "-Wno-maybe-uninitialized"]
+    host_flags += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]  # PyTorch's headers
+    if compiler.name == "GCC":
+        host_flags.append("-Wno-maybe-uninitialized")  # GCC's own AVX-512 intrinsics
     host_flags += [f"-DSSM_KERNELS_CPU_{capability}" for capability in CPU_CAPABILITIES]
     sources = set(find_sources("csrc/**/*.cpp")) - {*CPU_KERNELS, "csrc/python_module.cpp"}
     options = {
@@ -201,6 +203,7 @@ def linkable_runtime(lib: Path) -> str:
 def python_extension() -> Extension:
     """``_C``: build information by pybind11, without torch, so that it loads under any torch."""
     facts = {
+        "VERSION": re.search(r'^version = "(.+)"$', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)[1],
         "TORCH": torch.__version__,
         "CUDA": toolkit.version if WITH_CUDA else "",
         "ARCHITECTURES": os.environ.get("TORCH_CUDA_ARCH_LIST", "") if WITH_CUDA else "",

@@ -54,6 +54,7 @@ std::string compiler() {
 
 PYBIND11_MODULE(_C, m) {
   m.doc() = "What was built: plain values, no operators.";
+  m.attr("version") = SSM_KERNELS_VERSION;
   m.attr("torch") = SSM_KERNELS_TORCH;
   m.attr("cuda") = std::string_view(SSM_KERNELS_CUDA).empty() ? py::object(py::none()) : py::str(SSM_KERNELS_CUDA);
   m.attr("architectures") = split(SSM_KERNELS_ARCHITECTURES);

@@ -17,6 +17,7 @@ import os
 import pickle
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
@@ -79,8 +80,8 @@ def make_optimizer(model: nn.Module, lr: float, total_steps: int) -> tuple[Optim
     """AdamW without weight decay on vectors and on the SSM's own parameters; warm-up, then a cosine down to zero."""
     decay, no_decay = [], []
     for parameter in model.parameters():
-        keep = parameter.dim() < 2 or getattr(parameter, "_no_weight_decay", False)
-        (no_decay if keep else decay).append(parameter)
+        exempt = parameter.dim() < 2 or getattr(parameter, "_no_weight_decay", False)
+        (no_decay if exempt else decay).append(parameter)
     optimizer = AdamW([{"params": decay, "weight_decay": 0.05}, {"params": no_decay, "weight_decay": 0.0}], lr=lr)
     warmup = min(50, max(1, total_steps // 10))
     schedule = LambdaLR(optimizer, lambda step: min((step + 1) / warmup, 0.5 + 0.5 * math.cos(math.pi * step / total_steps)))
@@ -100,6 +101,10 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
     return (model(x).argmax(dim=-1) == y).float().mean().item()
 
 
+def fail(message: str) -> NoReturn:
+    sys.exit(f"{Path(__file__).name}: error: {message}")
+
+
 def save_checkpoint(path: Path, checkpoint: dict) -> None:
     """Writes beside the old checkpoint, then replaces it, so that a run killed here loses nothing."""
     partial = path.with_name(path.name + ".partial")
@@ -117,10 +122,6 @@ def load_checkpoint(path: Path, run: dict, device: torch.device) -> dict:
     if other:
         fail(f"{path} is of another run: " + ", ".join(f"{name} {was}, not {now}" for name, (was, now) in other.items()))
     return checkpoint
-
-
-def fail(message: str) -> NoReturn:
-    sys.exit(f"{Path(__file__).name}: error: {message}")
 
 
 def plot_learning_curve(path: Path, losses: list[float], accuracies: list[tuple[int, float]], title: str) -> None:
@@ -147,16 +148,18 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
 
-def positive(number_type: type) -> type:
-    """Reads a positive number of a type."""
+def number(kind: Callable, low: float, high: float) -> Callable:
+    """Reads an int or a float from ``low`` to ``high``."""
 
-    def read(text: str):
-        value = number_type(text)
-        if not 0 < value < math.inf:
-            raise ValueError(text)
-        return value
+    def read(text: str) -> float:
+        try:
+            value = kind(text)
+        except ValueError:
+            value = math.nan
+        if low <= value <= high:
+            return value
+        raise argparse.ArgumentTypeError(f"expected {kind.__name__} from {low} to {high}, got {text!r}")
 
-    read.__name__ = f"positive {number_type.__name__}"
     return read
 
 
@@ -164,30 +167,31 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=Path(__file__).name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--discretization", default="zoh", choices=ssm_kernels.discretizations, help="default: zoh")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default: cpu")
-    parser.add_argument("--epochs", type=positive(int), default=25, help="default: 25")
-    parser.add_argument("--batch-size", type=positive(int), default=32, help="default: 32")
-    parser.add_argument("--lr", type=positive(float), default=4e-3, help="peak learning rate; default: 0.004")
-    parser.add_argument("--d-model", type=positive(int), default=32, help="channels; default: 32")
-    parser.add_argument("--n-layers", type=positive(int), default=2, help="Mamba blocks; default: 2")
-    parser.add_argument("--seed", type=int, default=0, help="of the initialization and of the batches; default: 0")
-    parser.add_argument("--max-steps", type=positive(int), help="stop after this step; the schedule is still that of --epochs")
+    parser.add_argument("--epochs", type=number(int, 1, 10_000), default=25, help="default: 25")
+    parser.add_argument("--batch-size", type=number(int, 1, 10_000), default=16, help="default: 16")
+    parser.add_argument("--lr", type=number(float, 1e-9, 10), default=4e-3, help="peak learning rate; default: 0.004")
+    parser.add_argument("--d-model", type=number(int, 1, 4096), default=48, help="channels; default: 48")
+    parser.add_argument("--n-layers", type=number(int, 1, 100), default=2, help="Mamba blocks; default: 2")
+    parser.add_argument("--seed", type=number(int, 0, 2**32 - 1), default=0, help="default: 0")
+    parser.add_argument("--max-steps", type=number(int, 1, 10**9), help="stop early, to be resumed")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="written after every epoch and at the end")
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="write the learning curve there")
     args = parser.parse_args(argv)
 
     for option, path in (("--checkpoint", args.checkpoint), ("--plot", args.plot)):
-        if path is not None and not path.absolute().parent.is_dir():
-            parser.error(f"argument {option}: no such directory: {path.parent}")
+        if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
+            parser.error(f"argument {option}: cannot write {path}")
     if args.plot is not None and args.plot.suffix != ".png":
         parser.error(f"argument --plot: expected a name that ends in .png, got {args.plot}")
     if args.resume and (args.checkpoint is None or not args.checkpoint.is_file()):
         parser.error(f"argument --resume: no checkpoint to continue from: {args.checkpoint or 'give --checkpoint FILE'}")
     try:
         args.device = torch.device(args.device)
-        Mamba(8, device=args.device)(torch.zeros(1, 2, 8, device=args.device))
+        Mamba(8, device=args.device)(torch.zeros(1, 2, 8, device=args.device)).sum().item()
     except (AssertionError, RuntimeError) as error:  # no such device, or no kernels for it
-        parser.error(f"argument --device: {str(error).splitlines()[0]}")
+        reason, *_ = str(error).splitlines()
+        parser.error(f"argument --device {args.device}: {reason}")
     return args
 
 

@@ -4,14 +4,14 @@
 ``ssm_kernels.reference`` the same in plain PyTorch. ``python -m ssm_kernels`` says what was built and what is usable here.
 """
 
-from ._build_info import build_info, load_operators, package_version
+from ._build_info import build_info, load_operators
 
 load_operators()
 
 from . import _vmap, nn, reference  # noqa: E402, F401
 from .ops import selective_scan, selective_state_update  # noqa: E402
 
-__version__ = package_version()
+__version__: str = build_info()["version"]
 discretizations: tuple[str, ...] = build_info()["discretizations"]
 """The names that ``discretization=`` takes, aliases left out."""
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import importlib
 import re
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypedDict
 
 import torch
 
-__all__ = ["BuildInfo", "build_info", "load_operators", "package_version"]
+__all__ = ["BuildInfo", "build_info", "load_operators"]
 
 PACKAGE = Path(__file__).parent
 
@@ -25,13 +24,6 @@ class BuildInfo(TypedDict):
     cpu_capabilities: tuple[str, ...]  # instruction sets of the CPU kernels
     discretizations: tuple[str, ...]
     compiler: str  # of the host code
-
-
-def package_version() -> str:
-    try:
-        return version("ssm_kernels")
-    except PackageNotFoundError:
-        return "unknown (not installed)"
 
 
 def rebuild_command() -> str:
@@ -55,7 +47,7 @@ def build_info() -> BuildInfo:
     """What was built: a dict with the keys of :class:`BuildInfo`."""
     module = _module()
     return BuildInfo(
-        version=package_version(),
+        version=module.version,
         torch=module.torch,
         cuda=module.cuda,
         architectures=module.architectures,

@@ -7,10 +7,6 @@ import torch
 from helpers import DEVICES
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "cuda: needs a CUDA GPU and a build with CUDA kernels")
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" not in metafunc.fixturenames:
         return

@@ -70,6 +70,7 @@ METHODS = {
     "backward_euler": Method(_generalized_bilinear("1"), ("backward_diff", None), 1, True, -math.inf),
 }
 
+
 def _chunk_length() -> int:
     """How many steps lie between two states that the scan saves, (batch, chunks + 1, dim, dstate) in all."""
     u, A = torch.empty(1, 1, 4096, device="meta"), torch.empty(1, 1, device="meta")
@@ -277,12 +278,13 @@ def assert_as_accurate(actual: Tensor, native: Tensor, exact: Tensor, what: str)
     """The low-precision rule: at most twice the error of PyTorch in the same dtypes, plus a rounding floor.
 
     Both errors are against float64, in the maximum and in the root mean square. The floor is one rounding to a 16-bit dtype,
-    and eight where the dtype is that of the arithmetic itself.
+    and sixteen where the dtype is that of the arithmetic itself: PyTorch's own largest error ranges from one rounding to about
+    as many from one seed to the next, so that a single yardstick may come out far below what is usual.
     """
     assert actual.dtype == native.dtype and actual.shape == exact.shape, what
     if not actual.numel():
         return
-    floor = torch.finfo(actual.dtype).eps / 2 * (1 if actual.element_size() == 2 else 8)
+    floor = torch.finfo(actual.dtype).eps / 2 * (1 if actual.element_size() == 2 else 16)
     for name, norm in (("maximum", lambda x: x.abs().max()), ("root mean square", lambda x: x.square().mean().sqrt())):
         error, yardstick, scale = (norm(x).item() for x in (actual.double() - exact, native.double() - exact, exact))
         assert error <= 2 * yardstick + floor * scale, (

@@ -77,7 +77,9 @@ def test_cuda_runtime_is_needed_only_if_cuda_kernels_were_built():
 
 
 def test_one_openmp_runtime():
-    """A second one would not obey torch.set_num_threads."""
+    """A second one would keep a second pool of threads."""
+    if not ssm_kernels.build_info()["compiler"].startswith("GCC"):
+        pytest.skip("Clang's OpenMP runtime is not the one that PyTorch brings")
     script = (
         "import ssm_kernels, re; maps = open('/proc/self/maps').read(); "
         r"print(len(set(re.findall(r'\S*/lib(?:g|i|)omp5?[-.]\S*', maps))))"
@@ -315,14 +317,34 @@ def test_build_requires_no_torch_where_there_is_one(monkeypatch, tmp_path, cuda,
     assert build_backend.build_requirements() == expected
 
 
-def test_build_requires_torch_where_there_is_none(monkeypatch):
+def pip_chooses(**versions: str) -> str:
+    return json.dumps({"install": [{"metadata": {"name": k.replace("_", "-"), "version": v}} for k, v in versions.items()]})
+
+
+@pytest.mark.parametrize(
+    ("request_", "report", "expected"),
+    [
+        ("0", None, ["torch>=2.11"]),
+        ("1", None, ["torch>=2.11", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"]),
+        (
+            "1",
+            pip_chooses(torch="2.15.0", cuda_toolkit="13.2.2", numpy="2.4.6"),
+            ["torch==2.15.0", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]==13.2.2"],
+        ),
+        ("1", pip_chooses(torch="2.11.0+cpu"), ["torch==2.11.0+cpu"]),
+    ],
+)
+def test_build_requires_torch_where_there_is_none(monkeypatch, request_, report, expected):
     monkeypatch.setenv("CUDA_HOME", "/nonexistent")
+    monkeypatch.setenv("SSM_KERNELS_CUDA", request_)
     monkeypatch.setattr(sys, "path", [])
-    monkeypatch.setattr(build_backend, "environment_paths", lambda: [])
-    monkeypatch.setenv("SSM_KERNELS_CUDA", "0")
-    assert build_backend.build_requirements() == ["torch>=2.11"]
-    monkeypatch.setenv("SSM_KERNELS_CUDA", "1")
-    assert build_backend.build_requirements() == ["torch>=2.11", "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"]
+
+    def run_in_environment(*arguments):
+        fails = "pip" in arguments and report is None
+        return subprocess.CompletedProcess(arguments, int(fails), stdout=report if "pip" in arguments else "")
+
+    monkeypatch.setattr(build_backend, "run_in_environment", run_in_environment)
+    assert build_backend.build_requirements() == expected
 
 
 def test_environment_is_seen_through_build_isolation(monkeypatch, tmp_path):

@@ -93,7 +93,9 @@ def test_shapes(name, shape, expected, device):
     inputs = good_inputs(device=device) | {name: torch.zeros(shape, device=device)}
     for place in (device, "meta"):
         moved = {k: v.to(place) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-        with pytest.raises(ValueError, match=says(f"selective_scan: expected {name} of shape ", expected, ", got ", str([*shape]))):
+        with pytest.raises(
+            ValueError, match=says(f"selective_scan: expected {name} of shape ", expected, ", got ", str([*shape]))
+        ):
             selective_scan(**moved)
 
 

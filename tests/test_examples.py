@@ -57,13 +57,13 @@ def read(checkpoint: Path) -> dict:
 @pytest.mark.slow
 def test_learns(tmp_path):
     """As a user runs it, in a process of its own."""
-    arguments = ["--epochs=3", "--d-model=16", "--n-layers=1", "--checkpoint=run.pt", "--plot=curve.png"]
+    arguments = ["--epochs=5", "--d-model=16", "--n-layers=1", "--lr=0.01", "--checkpoint=run.pt", "--plot=curve.png"]
     run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     checkpoint = read(tmp_path / "run.pt")
-    steps = 3 * (1347 // 32)
-    assert len(checkpoint["losses"]) == steps
-    assert [step for step, _ in checkpoint["accuracies"]] == [steps // 3, 2 * steps // 3, steps]
+    steps_per_epoch = 1347 // 16
+    assert len(checkpoint["losses"]) == 5 * steps_per_epoch
+    assert [step for step, _ in checkpoint["accuracies"]] == [epoch * steps_per_epoch for epoch in range(1, 6)]
     # Ten classes: chance is 10 %, and a loss of 2.30.
     assert checkpoint["accuracies"][-1][1] > 0.3
     assert sum(checkpoint["losses"][-10:]) / 10 < 2.0
@@ -111,6 +111,9 @@ def test_seed_and_discretization_decide_the_run(tmp_path, train):
         (["--lr", "-1"], ["--lr", "-1"]),
         (["--batch-size", "10000"], ["--batch-size", "10000", "1347"]),
         (["--device", "abacus"], ["--device", "abacus"]),
+        (["--device", "meta"], ["--device", "meta"]),
+        (["--seed", "-1"], ["--seed", "-1"]),
+        (["--checkpoint", "."], ["--checkpoint", "cannot write"]),
         (["--plot", "curve.svg"], ["--plot", "curve.svg", ".png"]),
         (["--plot", "no/such/folder/curve.png"], ["--plot", "no/such/folder"]),
         (["--checkpoint", "no/such/folder/run.pt"], ["--checkpoint", "no/such/folder"]),

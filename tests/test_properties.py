@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 import torch
-from helpers import LAYOUTS, METHODS, TENSORS, arrange, as_float64, assert_matches_reference, evaluate, make_cotangents, make_inputs
+from helpers import (
+    LAYOUTS,
+    METHODS,
+    TENSORS,
+    arrange,
+    as_float64,
+    assert_matches_reference,
+    evaluate,
+    make_cotangents,
+    make_inputs,
+)
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -67,7 +77,9 @@ def test_low_precision(inputs, device):
         assert value.isfinite().all(), name
         rounding = torch.finfo(value.dtype).eps
         scale = max(1.0, exact[name].abs().max().item()) if value.numel() else 1.0
-        torch.testing.assert_close(value.double(), exact[name], rtol=2 * rounding, atol=64 * torch.finfo(torch.float32).eps * scale)
+        torch.testing.assert_close(
+            value.double(), exact[name], rtol=2 * rounding, atol=64 * torch.finfo(torch.float32).eps * scale
+        )
 
 
 @settings(no_deadline, max_examples=40)
@@ -80,7 +92,9 @@ def test_cut_anywhere(inputs, cut, device):
     state, parts = inputs["initial_state"], []
     for steps in (slice(0, step), slice(step, None)):
         part = {
-            name: inputs[name][..., steps] if name in ("u", "delta", "z") or (name in "BC" and inputs[name].dim() > 2) else inputs[name]
+            name: inputs[name][..., steps]
+            if name in ("u", "delta", "z") or (name in "BC" and inputs[name].dim() > 2)
+            else inputs[name]
             for name in TENSORS
             if inputs[name] is not None
         }

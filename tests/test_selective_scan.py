@@ -23,7 +23,9 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
     """Bit for bit, NaNs included."""
     assert actual.keys() == expected.keys()
     for name in actual:
-        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}")
+        torch.testing.assert_close(
+            actual[name], expected[name], rtol=0, atol=0, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )
 
 
 @every_method
@@ -77,7 +79,9 @@ def test_result_without_and_with_the_last_state(device):
 
 def slice_steps(inputs: dict, start: int, stop: int, state: torch.Tensor | None) -> dict:
     per_step = {"u", "delta", "z"} | {name for name in ("B", "C") if inputs[name].dim() > 2}
-    return {k: v[..., start:stop] if k in per_step and v is not None else v for k, v in inputs.items()} | {"initial_state": state}
+    return {k: v[..., start:stop] if k in per_step and v is not None else v for k, v in inputs.items()} | {
+        "initial_state": state
+    }
 
 
 @every_method
@@ -144,7 +148,9 @@ def test_numbers_of_channels(dim, batch, layout, device):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", ["u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "constant B", "constant C"])
+@pytest.mark.parametrize(
+    "name", ["u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state", "constant B", "constant C"]
+)
 def test_layout_of_each_argument(name, layout, dtype, device):
     name, form = (name[-1], "constant") if name.startswith("constant") else (name, "variable")
     inputs = make_inputs(dim=6, seqlen=70, groups=2, dtype=dtype, device=device, **{"B": form, "C": form})
@@ -229,7 +235,9 @@ def test_towards_zero(argument, method, device):
     """A -> 0 and delta -> 0 are ordinary points, from both sides and at zero itself."""
     tiny = [0.0, -0.0, 1e-300, -1e-300, 1e-38, -1e-30, 1e-16, -1e-12, 1e-8, -1e-6, 1e-4, -1e-3]
     for dtype in (torch.float64, torch.float32):
-        inputs = make_inputs(dim=len(tiny), seqlen=9, dstate=2, delta_softplus=False, delta_bias=False, dtype=dtype, device=device)
+        inputs = make_inputs(
+            dim=len(tiny), seqlen=9, dstate=2, delta_softplus=False, delta_bias=False, dtype=dtype, device=device
+        )
         inputs["discretization"] = method
         values = torch.tensor(tiny, dtype=torch.float64).to(dtype).to(device)
         inputs[argument] = values[:, None].expand(-1, 2) if argument == "A" else values[None, :, None].expand(2, -1, 9)

@@ -75,7 +75,12 @@ def test_gradients_over_several_chunks(dtype, method, device):
 
 @pytest.mark.parametrize(
     ("dtype", "layout"),
-    [(torch.float64, "contiguous"), (torch.float64, "transposed"), (torch.float32, "transposed"), (torch.bfloat16, "contiguous")],
+    [
+        (torch.float64, "contiguous"),
+        (torch.float64, "transposed"),
+        (torch.float32, "transposed"),
+        (torch.bfloat16, "contiguous"),
+    ],
     ids=str,
 )
 @pytest.mark.parametrize("seqlen", sorted({0, 1, 2, 63, 64, 65, 1000, CHUNK - 1, CHUNK, CHUNK + 1}))
@@ -253,7 +258,9 @@ def test_softplus_threshold(device):
 def test_towards_zero(argument, method, device):
     tiny = [0.0, -0.0, 1e-300, -1e-300, 1e-38, -1e-30, 1e-16, -1e-12, 1e-8, -1e-6, 1e-4, -1e-3]
     for dtype in (torch.float64, torch.float32):
-        inputs = make_inputs(dim=len(tiny), seqlen=9, dstate=2, delta_softplus=False, delta_bias=False, dtype=dtype, device=device)
+        inputs = make_inputs(
+            dim=len(tiny), seqlen=9, dstate=2, delta_softplus=False, delta_bias=False, dtype=dtype, device=device
+        )
         inputs["discretization"] = method
         values = torch.tensor(tiny, dtype=torch.float64).to(dtype).to(device)
         shaped = values[:, None].expand(-1, 2) if argument == "A" else values[None, :, None].expand(2, -1, 9)
@@ -273,11 +280,16 @@ def test_large_z(method, device):
         cotangents = make_cotangents(inputs)
         actual = evaluate(selective_scan, inputs, cotangents)
         exact = evaluate(reference.selective_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
-        # Channels differ by many orders of magnitude, so each is measured by its own size; the absolute tolerance is what the
-        # reference itself loses, whose autograd gets e^z as the difference of two terms of order one.
-        rtol = 1e-11 if dtype == torch.float64 else 2e-5
+        tolerance = 1e-11 if dtype == torch.float64 else 2e-6
         for name in ("u", "delta", "A", "initial_state"):
-            torch.testing.assert_close(actual[f"grad_{name}"].double(), exact[f"grad_{name}"], rtol=rtol, atol=1e-15)
+            # Channels differ by many orders of magnitude, so each is measured by its own size. What lies below 1e-15 the
+            # reference itself does not know: its autograd gets e^z as the difference of two terms of order one.
+            axis = 0 if name == "A" else 1
+            error, scale = (
+                x.movedim(axis, 0).flatten(1).abs().amax(1)
+                for x in (actual[f"grad_{name}"].double() - exact[f"grad_{name}"], exact[f"grad_{name}"])
+            )
+            assert (error <= tolerance * scale + 1e-15).all(), f"grad_{name}: errors {error / scale} at z = {large}"
 
 
 def test_long_decay_stays_finite(device):
@@ -325,7 +337,9 @@ def test_gradient_through_carried_states(method, device):
 @pytest.mark.parametrize("batch", [1, 3])
 def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_threads):
     for layout, form in itertools.product(("contiguous", "transposed"), ("variable", "constant")):
-        inputs = make_inputs(batch=batch, dim=70, seqlen=150, dstate=16, B=form, C=form, dtype=dtype, layout=layout, device=device)
+        inputs = make_inputs(
+            batch=batch, dim=70, seqlen=150, dstate=16, B=form, C=form, dtype=dtype, layout=layout, device=device
+        )
         cotangents = make_cotangents(inputs)
         first = evaluate(selective_scan, inputs, cotangents)
         second = evaluate(selective_scan, inputs, cotangents)

@@ -45,6 +45,11 @@ def step(inputs: dict[str, Any], function=selective_state_update) -> tuple[Tenso
     return function(**(inputs | {"state": copy})), copy
 
 
+def says(*parts: str) -> str:
+    """A pattern of the parts in this order."""
+    return ".*".join(re.escape(part) for part in parts)
+
+
 def assert_matches_reference(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
     """Compares with the float64 reference, by the low-precision rule below float64."""
     out, state = step(inputs)
@@ -408,14 +413,23 @@ def test_compile_once_for_every_batch(device, fresh_dynamo):
     assert counter.frame_count == 1
 
 
+@pytest.mark.parametrize("result", ["out", "state"])
 @pytest.mark.parametrize("name", ["state", "x", "A", "D"])
-def test_backward_says_that_there_is_none(name, device):
+def test_backward_says_that_there_is_none(name, result, device):
     inputs = make_step_inputs(device=device)
     leaf = inputs[name].requires_grad_()
     # A leaf cannot be written to, so the state is a function of it.
-    out = selective_state_update(**(inputs | {name: leaf * 1}))
-    with pytest.raises(RuntimeError, match=r"derivative for ssm_kernels::selective_state_update is not implemented"):
-        out.sum().backward()
+    inputs[name] = leaf * 1
+    results = {"out": selective_state_update(**inputs), "state": inputs["state"]}
+    with pytest.raises(RuntimeError, match=says("selective_state_update is not differentiable", "selective_scan")):
+        results[result].sum().backward()
+
+
+def test_forward_mode_says_that_there_is_none(device):
+    inputs = make_step_inputs(device=device)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        dual = torch.autograd.forward_ad.make_dual(inputs["x"], torch.ones_like(inputs["x"]))
+        selective_state_update(**(inputs | {"x": dual}))
 
 
 def test_state_that_requires_grad_cannot_be_written_to(device):
@@ -473,11 +487,6 @@ def test_autocast(low_state, low, device):
     expected = step(cast)
     assert out.dtype == low and state.dtype == (low if low_state else torch.float32)
     assert torch.equal(out, expected[0]) and torch.equal(state, expected[1])
-
-
-def says(*parts: str) -> str:
-    """A pattern of the parts in this order."""
-    return ".*".join(re.escape(part) for part in parts)
 
 
 SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2, "dtype": torch.float32}
@@ -558,7 +567,7 @@ def test_unknown_discretization_lists_the_known(device):
 BAD_DTYPES = [
     # dtype of the rest, argument, its dtype, what is expected
     (torch.float32, "x", torch.int64, "expected x of dtype Float, Half, BFloat16 or Double, got Long"),
-    (torch.float32, "x", torch.complex64, "expected x of dtype Float, Half, BFloat16 or Double, got ComplexFloat"),
+    (torch.float32, "x", torch.complex64, "expected a real x, got ComplexFloat: complex tensors are not supported"),
     (torch.float32, "state", torch.bfloat16, "expected state of dtype Float (with x of dtype Float), got BFloat16"),
     (torch.float32, "state", torch.float64, "expected state of dtype Float (with x of dtype Float), got Double"),
     (torch.float16, "state", torch.bfloat16, "expected state of dtype Float (with x of dtype Half), got BFloat16"),

@@ -257,7 +257,10 @@ def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = Fal
         panels.append(lambda axes: _operations(axes, report))
     legend = bool(report.accuracies)
     with plt.rc_context(_STYLE):
-        size = (3.5, 2.5 * len(panels) + 0.8 * legend) if column else (max(3.5, 2.45 * len(panels)), 2.6 + 0.45 * legend)
+        across = 1 if column else len(panels)
+        legend_columns = (2, 3, 5)[across - 1]
+        legend_height = 0.15 * math.ceil((len(methods) + 1) / legend_columns) + 0.15 if legend else 0.0
+        size = (3.5 if across == 1 else 2.45 * across, 2.55 * len(panels) / across + legend_height)
         figure, grid = plt.subplots(
             *((len(panels), 1) if column else (1, len(panels))), figsize=size, squeeze=False, layout="constrained"
         )
@@ -268,6 +271,6 @@ def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = Fal
                 Line2D([], [], color=looks[method].color, marker=looks[method].marker, label=method) for method in methods
             ]
             handles.append(Line2D([], [], color="#BBBBBB", lw=0.7, label="any, input at step's end"))
-            figure.legend(handles=handles, loc="outside lower center", ncols=2 if column else 5, frameon=False)
+            figure.legend(handles=handles, loc="outside lower center", ncols=legend_columns, frameon=False)
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)

@@ -67,7 +67,7 @@ struct Foh : ExponentialTransition {
   }
   template <typename T>
   static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T z, T ez, T p1) {
-    return {ez, p1 - phi2(z, p1), ez};
+    return {ez, phi1_derivative(z, ez, p1), ez};
   }
 };
 

@@ -1,7 +1,8 @@
-// phi1(z) = (e^z - 1) / z and phi2(z) = (phi1(z) - 1) / z, entire functions with phi_k(0) = 1 / k!.
+// phi1(z) = (e^z - 1) / z and its derivative phi1 - phi2, phi2(z) = (phi1(z) - 1) / z: entire functions with phi_k(0) = 1 / k!.
 //
-// The quotients cancel near zero. There the Taylor series sum_j z^j / (j + k)! is used, with as many terms as its remainder needs
-// to stay below the rounding of the type; away from zero the quotient loses at most a few bits. No division by zero is selected.
+// The quotients cancel near zero. There the Taylor series phi_k = sum_j z^j / (j + k)! is used, with as many terms as its
+// remainder needs to stay below the rounding of the type; away from zero the quotient loses at most a few bits. No division by
+// zero is selected.
 #pragma once
 
 #include <type_traits>
@@ -35,15 +36,15 @@ SSM_HOST_DEVICE T phi1(T z, T ez) {
   return Math<T>::select(near_zero, phi_series<1, kTerms>(z), (ez - one) / away);
 }
 
-// phi2, given p1 = phi1(z).
+// phi1'(z) = phi1 - phi2 = (e^z - phi1) / z, given ez = e^z and p1 = phi1(z): the difference cancels far from zero, the quotient near.
 template <typename T>
-SSM_HOST_DEVICE T phi2(T z, T p1) {
+SSM_HOST_DEVICE T phi1_derivative(T z, T ez, T p1) {
   using Scalar = typename Math<T>::Scalar;
   constexpr int kTerms = std::is_same_v<Scalar, double> ? 18 : 10;
   const T one(Scalar(1));
   const auto near_zero = Math<T>::less(Math<T>::abs(z), one);
   const T away = Math<T>::select(near_zero, one, z);
-  return Math<T>::select(near_zero, phi_series<2, kTerms>(z), (p1 - one) / away);
+  return Math<T>::select(near_zero, p1 - phi_series<2, kTerms>(z), (ez - p1) / away);
 }
 
 }  // namespace ssm_kernels

@@ -53,8 +53,9 @@ struct PieceOf<8> {
 template <typename Scalar, int size>
 struct Vector {
   static constexpr int kSize = size;
-  using Piece = typename PieceOf<size* static_cast<int>(sizeof(Scalar))>::type;
-  static constexpr int kPieces = size * static_cast<int>(sizeof(Scalar)) / static_cast<int>(sizeof(Piece));
+  static constexpr int kBytes = size * static_cast<int>(sizeof(Scalar));
+  using Piece = typename PieceOf<kBytes>::type;
+  static constexpr int kPieces = kBytes / static_cast<int>(sizeof(Piece));
   static constexpr int kAlignment = sizeof(Piece);
 
   Piece pieces[kPieces];

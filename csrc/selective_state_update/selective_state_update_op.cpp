@@ -6,8 +6,12 @@
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
+
+#include <memory>
 
 #include "torch/checks.h"
 #include "torch/missing_cuda.h"
@@ -167,6 +171,59 @@ at::Tensor meta(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, co
   return allocate_out(in);
 }
 
+const auto& operator_handle() {
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::selective_state_update", "").typed<decltype(meta)>();
+  return op;
+}
+
+// Where a gradient would be wanted, out and the state become functions of a node that raises when backward reaches it.
+at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A,
+                    const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
+                    const OptionalTensor& dt_bias, bool dt_softplus, const OptionalTensor& state_batch_indices,
+                    std::string_view discretization) {
+  for (const OptionalTensor& tensor : {OptionalTensor(state), OptionalTensor(x), OptionalTensor(dt), OptionalTensor(A),
+                                       OptionalTensor(B), OptionalTensor(C), D, z, dt_bias}) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(tensor), kOp,
+                                ": forward-mode differentiation is not supported");
+  }
+  std::shared_ptr<torch::autograd::Node> node;
+  if (torch::autograd::compute_requires_grad(state, x, dt, A, B, C, D, z, dt_bias)) {
+    torch::autograd::check_inplace(state, true);
+    node = std::shared_ptr<torch::autograd::Node>(
+        new torch::autograd::Error(
+            "selective_state_update is not differentiable, neither in its output nor in the state that it "
+            "updates: train with selective_scan, and decode under torch.no_grad()",
+            torch::autograd::collect_next_edges(state, x, dt, A, B, C, D, z, dt_bias)),
+        torch::autograd::deleteNode);
+  }
+  at::Tensor out;
+  {
+    at::AutoDispatchBelowAutograd guard;
+    out = operator_handle().redispatch(keys & c10::after_autograd_keyset, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
+                                       state_batch_indices, discretization);
+  }
+  if (node != nullptr) {
+    torch::autograd::rebase_history(state, node);  // takes the node's first place, whichever is free
+    torch::autograd::set_history(out, node);
+  }
+  return out;
+}
+
+at::Tensor count_version(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt,
+                         const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
+                         const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus,
+                         const OptionalTensor& state_batch_indices, std::string_view discretization) {
+  at::Tensor out;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    out = operator_handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, state, x, dt, A, B, C, D, z, dt_bias,
+                                       dt_softplus, state_batch_indices, discretization);
+  }
+  torch::autograd::increment_version(state);
+  return out;
+}
+
 // Inputs in the autocast dtype, parameters in float32. The state is written to, so it stays what it is.
 template <at::DeviceType device_type>
 at::Tensor autocast(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
@@ -176,23 +233,15 @@ at::Tensor autocast(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto input = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
   const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("ssm_kernels::selective_state_update", "")
-                             .typed<decltype(autocast<device_type>)>();
-  return op.call(state, input(x), input(dt), parameter(A), input(B), input(C), parameter(D), input(z), parameter(dt_bias),
-                 dt_softplus, state_batch_indices, discretization);
+  return operator_handle().call(state, input(x), input(dt), parameter(A), input(B), input(C), parameter(D), input(z),
+                                parameter(dt_bias), dt_softplus, state_batch_indices, discretization);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
-  m.impl("selective_state_update", torch::autograd::autogradNotImplementedFallback());
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { m.impl("selective_state_update", TORCH_FN(autograd)); }
 
-// Counts the version of the state up.
-TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) {
-  m.impl("selective_state_update", torch::autograd::autogradNotImplementedInplaceOrViewFallback());
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) { m.impl("selective_state_update", TORCH_FN(count_version)); }
 
 TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { m.impl("selective_state_update", &meta); }
 
