@@ -58,14 +58,14 @@ def argument_sets(draw, dtypes=(torch.float64,)):
     return inputs
 
 
-@settings(no_deadline, max_examples=80)
+@settings(no_deadline, max_examples=200)
 @given(inputs=argument_sets())
 def test_values_and_gradients(inputs, device):
     inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
     assert_matches_reference(selective_scan, inputs)
 
 
-@settings(no_deadline, max_examples=60)
+@settings(no_deadline, max_examples=100)
 @given(inputs=argument_sets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
 def test_low_precision(inputs, device):
     """Relative to the largest value of each result, which cancellation may leave far below the terms of its sums."""
@@ -104,7 +104,7 @@ def test_cut_anywhere(inputs, cut, device):
     torch.testing.assert_close(state, last_state, rtol=1e-11, atol=1e-11)
 
 
-@settings(no_deadline, max_examples=60)
+@settings(no_deadline, max_examples=100)
 @given(inputs=argument_sets(), scale=st.floats(-4, 4))
 def test_linear_in_the_input_and_the_state(inputs, scale, device):
     """Doubling u and the initial state doubles the result: the scan is linear in them, whatever the method."""

@@ -425,6 +425,18 @@ def test_backward_says_that_there_is_none(name, result, device):
         results[result].sum().backward()
 
 
+def test_backward_through_a_view_of_a_cache_says_so_too(device):
+    """The state of one layer, a view of all layers' states, beside weights that require gradients."""
+    inputs = make_step_inputs(device=device)
+    cache = torch.stack([inputs["state"], inputs["state"]])
+    inputs |= {"A": inputs["A"].requires_grad_(), "state": cache[1]}
+    expected = step(inputs | {"A": inputs["A"].detach()})[1]
+    selective_state_update(**inputs)
+    assert torch.equal(cache[1], expected)
+    with pytest.raises(RuntimeError, match=says("selective_state_update is not differentiable")):
+        cache.sum().backward()
+
+
 def test_forward_mode_says_that_there_is_none(device):
     inputs = make_step_inputs(device=device)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
@@ -663,9 +675,9 @@ def test_cuda_graph(slots):
 
     state = draws[0]["state"].clone()
     static["state"].copy_(state)
-    for draw in draws:
+    for shift, draw in enumerate(draws):
         if slots is not None:
-            draw["state_batch_indices"] = draw["state_batch_indices"].roll(1)
+            draw["state_batch_indices"] = (draw["state_batch_indices"] + shift) % slots
         for name, value in draw.items():
             if isinstance(value, Tensor) and name != "state":
                 static[name].copy_(value)

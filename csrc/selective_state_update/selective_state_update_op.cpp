@@ -12,6 +12,8 @@
 #include <torch/library.h>
 
 #include <memory>
+#include <type_traits>
+#include <utility>
 
 #include "torch/checks.h"
 #include "torch/missing_cuda.h"
@@ -177,25 +179,36 @@ const auto& operator_handle() {
   return op;
 }
 
-// Where a gradient would be wanted, out and the state become functions of a node that raises when backward reaches it.
+// A node that raises when backward reaches it. PyTorch holds nodes by std::shared_ptr, in newer versions by intrusive_ptr.
+template <typename Pointer = decltype(torch::autograd::Edge::function)>
+Pointer make_error_node(torch::autograd::edge_list inputs) {
+  constexpr bool kIsShared = std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>;
+  using Node = std::enable_if_t<sizeof(Pointer) != 0, torch::autograd::Error>;  // a dependent name: one branch is looked into
+  const char message[] =
+      "selective_state_update is not differentiable, neither in its output nor in the state that it updates: train with "
+      "selective_scan, and decode under torch.no_grad()";
+  if constexpr (kIsShared) {
+    return Pointer(new Node(message, std::move(inputs)), [](Node* node) { deleteNode(node); });
+  } else {
+    return c10::make_intrusive<Node>(message, std::move(inputs));
+  }
+}
+
+// Where a gradient would be wanted, out and the state become functions of such nodes.
 at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A,
                     const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
                     const OptionalTensor& dt_bias, bool dt_softplus, const OptionalTensor& state_batch_indices,
                     std::string_view discretization) {
-  for (const OptionalTensor& tensor : {OptionalTensor(state), OptionalTensor(x), OptionalTensor(dt), OptionalTensor(A),
-                                       OptionalTensor(B), OptionalTensor(C), D, z, dt_bias}) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::isFwGradDefined(tensor), kOp,
+  const auto check_mode = [](const auto&... tensors) {
+    TORCH_CHECK_NOT_IMPLEMENTED(!(torch::autograd::isFwGradDefined(tensors) || ...), kOp,
                                 ": forward-mode differentiation is not supported");
-  }
-  std::shared_ptr<torch::autograd::Node> node;
-  if (torch::autograd::compute_requires_grad(state, x, dt, A, B, C, D, z, dt_bias)) {
+  };
+  check_mode(state, x, dt, A, B, C, D, z, dt_bias);
+  const bool needs_graph = torch::autograd::compute_requires_grad(state, x, dt, A, B, C, D, z, dt_bias);
+  torch::autograd::edge_list inputs;
+  if (needs_graph) {
     torch::autograd::check_inplace(state, true);
-    node = std::shared_ptr<torch::autograd::Node>(
-        new torch::autograd::Error(
-            "selective_state_update is not differentiable, neither in its output nor in the state that it "
-            "updates: train with selective_scan, and decode under torch.no_grad()",
-            torch::autograd::collect_next_edges(state, x, dt, A, B, C, D, z, dt_bias)),
-        torch::autograd::deleteNode);
+    inputs = torch::autograd::collect_next_edges(state, x, dt, A, B, C, D, z, dt_bias);
   }
   at::Tensor out;
   {
@@ -203,9 +216,9 @@ at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tenso
     out = operator_handle().redispatch(keys & c10::after_autograd_keyset, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
                                        state_batch_indices, discretization);
   }
-  if (node != nullptr) {
-    torch::autograd::rebase_history(state, node);  // takes the node's first place, whichever is free
-    torch::autograd::set_history(out, node);
+  if (needs_graph) {
+    torch::autograd::set_history(out, make_error_node(inputs));
+    torch::autograd::rebase_history(state, make_error_node(inputs));
   }
   return out;
 }

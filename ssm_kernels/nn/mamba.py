@@ -55,8 +55,8 @@ class Mamba(SelectiveBase):
         layer_idx: key of this layer in the cache of ``inference_params``.
         device: where the parameters are made.
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
-        discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| < 2``, that is
-            ``delta < 2 / d_state`` as initialized: give it a small ``d_state`` and ``dt_max``.
+        discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
+            with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
 
     Raises:
         ValueError: the discretization or another argument is not as above.

@@ -141,8 +141,8 @@ class SelectiveSSM(SelectiveBase):
         d_inner: channels.
         d_state: states per channel, at most 256.
         dt_rank: rank of the projection to the step sizes; ``"auto"`` is ``ceil(d_inner / 16)``.
-        discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| < 2``, that is
-            ``delta < 2 / d_state`` as initialized: give it a small ``d_state`` and ``dt_max``.
+        discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
+            with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
         dt_min: smallest step size at initialization.
         dt_max: largest step size at initialization.
         dt_init: ``"random"`` (uniform) or ``"constant"`` weights of the projection to the step sizes.
