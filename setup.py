@@ -6,7 +6,6 @@ docs/installation.md.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import platform
 import re
@@ -14,6 +13,7 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NoReturn
 
 from setuptools import Extension, setup
 from setuptools.command.build import build
@@ -31,6 +31,14 @@ if platform.machine() in ("x86_64", "AMD64"):
     CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c"]
     CPU_CAPABILITIES["AVX512"] = ["-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", *CPU_CAPABILITIES["AVX2"]]
 
+
+def stop_for_missing(requirement: str) -> NoReturn:
+    stop(
+        f"{requirement} is not installed in this environment; without build isolation the build requirements must be. "
+        "Install them first: pip install 'setuptools>=77,<82' wheel ninja pybind11"
+    )
+
+
 build_backend.check_platform()
 compiler = build_backend.find_compiler()
 torch_found = build_backend.find_torch(sys.path)
@@ -41,12 +49,18 @@ if torch_found is None:
     setup()
     sys.exit()
 
-if importlib.util.find_spec("pybind11") is None:
-    stop(
-        "pybind11 is not installed in this environment; without build isolation the build requirements must be. "
-        "Install them first: pip install 'setuptools>=77,<82' wheel ninja pybind11"
-    )
-import pybind11  # noqa: E402
+try:
+    import pybind11
+except ModuleNotFoundError:
+    stop_for_missing("pybind11")
+try:
+    import ninja
+
+    # Not on PATH when pip is called by its path in an environment that is not active.
+    os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ["PATH"]])
+except ModuleNotFoundError:
+    if shutil.which("ninja") is None:
+        stop_for_missing("ninja")
 
 toolkit = build_backend.find_toolkit(sys.path)
 request = build_backend.cuda_request()
@@ -106,13 +120,6 @@ class BuildLibraries(BuildExtension):
         # Not the default, which is a temporary folder in an editable install; objects of another torch or Python are of no use.
         name = f"{torch.__version__}-{'cuda' if WITH_CUDA else 'cpu'}-{sys.implementation.cache_tag}"
         self.build_temp = str(ROOT / "build" / name)
-
-    def build_extensions(self):
-        spec = importlib.util.find_spec("ninja")
-        if spec is not None:
-            # The package's, not on PATH when pip is called by its path in an environment that is not active.
-            os.environ["PATH"] = os.pathsep.join([importlib.import_module("ninja").BIN_DIR, os.environ["PATH"]])
-        super().build_extensions()
 
     def build_extension(self, ext):
         jobs = number_of_jobs()

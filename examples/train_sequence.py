@@ -173,6 +173,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--d-model", type=number(int, 1, 4096), default=48, help="channels; default: 48")
     parser.add_argument("--n-layers", type=number(int, 1, 100), default=2, help="Mamba blocks; default: 2")
     parser.add_argument("--seed", type=number(int, 0, 2**32 - 1), default=0, help="default: 0")
+    parser.add_argument("--threads", type=number(int, 1, 1024), default=1, help="CPU threads, default: 1 (the model is small)")
     parser.add_argument("--max-steps", type=number(int, 1, 10**9), help="stop early, to be resumed")
     parser.add_argument("--checkpoint", type=Path, metavar="FILE", help="written after every epoch and at the end")
     parser.add_argument("--resume", action="store_true", help="continue from --checkpoint")
@@ -197,6 +198,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> None:
     args = parse_arguments(argv)
+    torch.set_num_threads(args.threads)
     train_x, train_y, test_x, test_y = load_data(args.device)
     if args.batch_size > len(train_x):
         fail(f"--batch-size {args.batch_size} is more than the {len(train_x)} training images")

@@ -1,4 +1,4 @@
-"""Compiles every CUDA source for one architecture and prints what ptxas says of each kernel; fails if a kernel spills registers.
+"""Compiles every CUDA source for one architecture, prints what ptxas says of each kernel, and fails if one spills registers.
 
 Needs nvcc, but neither a GPU nor torch: the kernels' sources include no torch header.
 """

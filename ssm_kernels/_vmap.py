@@ -47,7 +47,7 @@ def _selective_scan(info, in_dims, u, delta, A, B, C, D=None, z=None, delta_bias
 def _selective_state_update(info, in_dims, state, *tensors_and_flags, **options):
     """A call for each sample: the state is updated in place, so the samples' states cannot be folded into a copy."""
     if in_dims[0] is None:
-        raise RuntimeError("selective_state_update: expected vmap over state, which is updated in place, got in_dims None for it")
+        raise RuntimeError("selective_state_update: expected vmap over state, which is updated in place, got in_dims None")
     outputs = []
     for sample in range(info.batch_size):
         arguments = [

@@ -95,7 +95,8 @@ def selective_state_update(
     r"""One decoding step of the selective scan; ``state`` is updated in place.
 
     Equal to :func:`selective_scan` with seqlen 1 whose initial state is ``state``. Two forms: with channels
-    (``state`` of shape (batch, dim, dstate), Mamba) and with heads (``state`` of shape (batch, heads, headdim, dstate), Mamba-2).
+    (``state`` of shape (batch, dim, dstate), Mamba) and with heads (``state`` of shape (batch, heads, headdim, dstate),
+    Mamba-2).
     The argument names and order are those of ``mamba_ssm``'s function.
 
     Args:
@@ -104,15 +105,17 @@ def selective_state_update(
         x: (batch, dim) or (batch, heads, headdim).
         dt: shape and dtype of ``x`` (with heads often expanded over headdim, which is read without a copy).
         A: (dim, dstate) or (heads, headdim, dstate); float32 (float64 with float64 inputs); may be expanded.
-        B: (batch, dstate) or (batch, groups, dstate), dtype of ``x``. The groups divide dim, or the heads where there are heads.
-        C: as ``B``.
+        B: (batch, dstate) or (batch, groups, dstate), dtype of ``x``. The groups divide dim or, where there
+            are heads, the heads.
+        C: shape and dtype of ``B``.
         D: (dim,) or (heads, headdim), dtype of ``A`` or of ``x``.
         z: gate, shape and dtype of ``x``.
         dt_bias: (dim,) or (heads, headdim), dtype of ``A`` or of ``x``.
         dt_softplus: apply softplus to ``dt + dt_bias``.
-        state_batch_indices: (batch,), int32 or int64: the slot of ``state`` that each row of the batch uses. A negative index is
-            padding: the output is zero and no state is touched. Indices must be distinct. An index past the last slot is an
-            error on the CPU; on CUDA, where checking would wait for the device, the row's output is NaN and no state is touched.
+        state_batch_indices: (batch,), int32 or int64: the slot of ``state`` that each row of the batch uses. A negative index
+            is padding: the output is zero and no state is touched. Indices must be distinct. An index past the last slot is an
+            error on the CPU; on CUDA, where checking would wait for the device, the row's output is NaN and no state is
+            touched.
         discretization: as for :func:`selective_scan`.
 
     Returns:

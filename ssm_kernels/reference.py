@@ -205,9 +205,9 @@ def selective_state_update(
         padding: their output is zero and they touch no state.
     """
     heads = state.dim() == 4
+    B, C = (X[:, None] if X.dim() == 2 else X for X in (B, C))
     if not heads:
         state, x, dt, A = state[:, None], x[:, None], dt[:, None], A[None]
-        B, C = (B[:, None] if B.dim() == 2 else B), (C[:, None] if C.dim() == 2 else C)
         D, dt_bias = (None if v is None else v[None] for v in (D, dt_bias))
         z = None if z is None else z[:, None]
     nheads = state.shape[1]
@@ -219,7 +219,7 @@ def selective_state_update(
     padding = rows < 0
     rows = rows.clamp(min=0)
     Abar, c = coefficients(discretization, dt[..., None], A)
-    if B.shape[1] != nheads and x.shape[1] == 1:  # groups of channels, (batch, groups, dstate) beside a (batch, dim, dstate) state
+    if not heads:  # groups of channels
         Bt, Ct = (X.repeat_interleave(x.shape[2] // X.shape[1], dim=1)[:, None] for X in (B, C))
     else:
         Bt, Ct = (X.repeat_interleave(nheads // X.shape[1], dim=1)[:, :, None] for X in (B, C))

@@ -25,13 +25,14 @@ SHORT = ["--epochs", "2", "--batch-size", "100", "--d-model", "8", "--n-layers",
 @pytest.fixture
 def train(capsys):
     """Calls the script's ``main``, which is quicker than a process of its own; returns what it prints."""
-    main = runpy.run_path(str(TRAIN))["main"]
+    main, threads = runpy.run_path(str(TRAIN))["main"], torch.get_num_threads()
 
     def run(*arguments: str | Path) -> str:
         main([str(argument) for argument in arguments])
         return capsys.readouterr().out
 
-    return run
+    yield run
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture

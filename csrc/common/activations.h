@@ -7,7 +7,8 @@
 
 namespace ssm_kernels {
 
-// log(1 + e) for e in [0, 1], as 2 atanh(s) with s = e / (2 + e) <= 1/3: a series of positive terms, relatively exact for small e.
+// log(1 + e) for e in [0, 1], as 2 atanh(s) with s = e / (2 + e) <= 1/3: a series of positive terms, relatively exact for small
+// e.
 template <typename T>
 SSM_HOST_DEVICE T log1p_unit(T e) {
   using Scalar = typename Math<T>::Scalar;

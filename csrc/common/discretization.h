@@ -15,8 +15,8 @@
 //   d Abar / d delta = A Abar'          d Abar / d A = delta Abar'
 //   d (delta k) / d delta = (z k)'      d (delta k) / d A = delta^2 k'
 //
-// To add a method: a struct here, a row in SSM_DISCRETIZATIONS, a function in ssm_kernels/reference.py, a row in the tests' table.
-// The formulas and their properties are in docs/discretizations.md.
+// To add a method: a struct here, a row in SSM_DISCRETIZATIONS, a function in ssm_kernels/reference.py, a row in the tests'
+// table. The formulas and their properties are in docs/discretizations.md.
 #pragma once
 
 #include <string_view>
@@ -138,14 +138,14 @@ using Bilinear = GeneralizedBilinear<1>;
 using BackwardEuler = GeneralizedBilinear<2>;
 
 // The one table: enumerator, name, struct. Schema parsing, dispatch, instantiations, tests, profiler and docs read it.
-#define SSM_DISCRETIZATIONS(ROW)                 \
-  ROW(kZoh, "zoh", Zoh)                          \
-  ROW(kFoh, "foh", Foh)                          \
-  ROW(kBilinear, "bilinear", Bilinear)           \
-  ROW(kPoly, "poly", Poly)                       \
-  ROW(kHighOrder, "highorder", HighOrder)        \
-  ROW(kRk4, "rk4", Rk4)                          \
-  ROW(kEuler, "euler", Euler)                    \
+#define SSM_DISCRETIZATIONS(ROW)          \
+  ROW(kZoh, "zoh", Zoh)                   \
+  ROW(kFoh, "foh", Foh)                   \
+  ROW(kBilinear, "bilinear", Bilinear)    \
+  ROW(kPoly, "poly", Poly)                \
+  ROW(kHighOrder, "highorder", HighOrder) \
+  ROW(kRk4, "rk4", Rk4)                   \
+  ROW(kEuler, "euler", Euler)             \
   ROW(kBackwardEuler, "backward_euler", BackwardEuler)
 
 enum class Discretization : int {

@@ -36,7 +36,8 @@ SSM_HOST_DEVICE T phi1(T z, T ez) {
   return Math<T>::select(near_zero, phi_series<1, kTerms>(z), (ez - one) / away);
 }
 
-// phi1'(z) = phi1 - phi2 = (e^z - phi1) / z, given ez = e^z and p1 = phi1(z): the difference cancels far from zero, the quotient near.
+// phi1'(z) = phi1 - phi2 = (e^z - phi1) / z, given ez = e^z and p1 = phi1(z): the difference cancels far from zero, the
+// quotient near.
 template <typename T>
 SSM_HOST_DEVICE T phi1_derivative(T z, T ez, T p1) {
   using Scalar = typename Math<T>::Scalar;

@@ -1,8 +1,9 @@
 // Moves tiles between strided tensors and scratch memory laid out as [steps][lanes] in the accumulation type.
 //
 // `lanes` are channels or states, `steps` time. A tensor may be contiguous along either (both are vectorized: along time by
-// transposing square tiles in registers) or along neither. Scratch rows are `row` values apart, a multiple of the vector length;
-// loading zero-fills the lanes up to the next multiple of the vector length, and scratch has room for as many steps rounded up.
+// transposing square tiles in registers) or along neither. Scratch rows are `row` values apart, a multiple of the vector
+// length; loading zero-fills the lanes up to the next multiple of the vector length, and scratch has room for as many steps
+// rounded up.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>

@@ -4,10 +4,10 @@
 //   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    (batch, dim, dstate)
 //   out_t   = (<C_t, h_t> + D u_t) silu(z_t)                            (batch, dim, seqlen)
 //
-// Time is cut into chunks of kChunkLength steps. Forward saves the state at each chunk boundary, the first and the last included,
-// (batch, chunks + 1, dim, dstate), and backward recomputes the states inside a chunk from the one before it: nothing of size
-// batch * dim * seqlen * dstate exists. (With the last state there are never just one or none, so that the number of chunks is
-// no special case when torch.compile traces a dynamic seqlen.)
+// Time is cut into chunks of kChunkLength steps. Forward saves the state at each chunk boundary, the first and the last
+// included, (batch, chunks + 1, dim, dstate), and backward recomputes the states inside a chunk from the one before it: nothing
+// of size batch * dim * seqlen * dstate exists. (With the last state there are never just one or none, so that the number of
+// chunks is no special case when torch.compile traces a dynamic seqlen.)
 #pragma once
 
 #include <cstdint>

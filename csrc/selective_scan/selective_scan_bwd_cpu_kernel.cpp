@@ -1,6 +1,7 @@
 // Selective scan, backward, on the CPU.
 //
-// With g_t = dL/dh_t = Abar_{t+1} g_{t+1} + C_t dy_t, dy = grad_out silu(z), v_t = B_t u_t, c_t = delta_t k(z_t), z_t = delta_t A:
+// With g_t = dL/dh_t = Abar_{t+1} g_{t+1} + C_t dy_t, dy = grad_out silu(z), v_t = B_t u_t, c_t = delta_t k(z_t), z_t = delta_t
+// A:
 //
 //   grad_C_t     += dy_t h_t                      (sum over the channels of a group)
 //   grad_B_t     += g_t c_t u_t                   (likewise)
@@ -11,11 +12,11 @@
 // Abar may be zero or negative, so h_{t-1} is never recovered from h_t: each chunk's states are recomputed from the saved state
 // before it and kept, with the method's basis (its one expensive value), for the chunk's way back.
 //
-// Lanes are channels, as in forward. The sums over channels of a per-step B and C stay in lanes while a task's blocks add to them,
-// are then summed over lanes, and bwd_reduce adds up the tasks, in order: no atomics, and the same bits for any number of threads.
-// Sums over time are taken chunk by chunk and the chunks' sums added, so that rounding does not grow with every step.
-// To bound what the tasks hold, chunks are visited from last to first by all tasks together; grad_state is carried between them.
-// This file is compiled once per instruction set.
+// Lanes are channels, as in forward. The sums over channels of a per-step B and C stay in lanes while a task's blocks add to
+// them, are then summed over lanes, and bwd_reduce adds up the tasks, in order: no atomics, and the same bits for any number of
+// threads. Sums over time are taken chunk by chunk and the chunks' sums added, so that rounding does not grow with every step.
+// To bound what the tasks hold, chunks are visited from last to first by all tasks together; grad_state is carried between
+// them. This file is compiled once per instruction set.
 
 #include "selective_scan/selective_scan_cpu_kernel.h"
 
@@ -142,7 +143,8 @@ struct BwdTiles {
     const int64_t sequence = kChunkLength * blocking.lanes;
     const int64_t padded_states = blocking.padded_dstate * blocking.lanes;
     const int64_t states_per_step = p.dstate * blocking.lanes;
-    for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &grad_u, &grad_delta}) *tile = scratch.take<Acc>(sequence);
+    for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &grad_u, &grad_delta})
+      *tile = scratch.take<Acc>(sequence);
     B_steps = scratch.take<Acc>(p.B.per_step ? kChunkLength * blocking.padded_dstate : 0);
     C_steps = scratch.take<Acc>(p.C.per_step ? kChunkLength * blocking.padded_dstate : 0);
     A = scratch.take<Acc>(padded_states);
@@ -189,8 +191,8 @@ void add_to_block(void* carried, int64_t block, const Acc* sums, int64_t rows) {
 }
 
 template <typename Scalar>
-void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, int64_t index, int64_t chunk,
-              std::byte* memory) {
+void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, int64_t index,
+              int64_t chunk, std::byte* memory) {
   using Acc = AccumulateType<Scalar>;
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
@@ -219,10 +221,12 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 
     load_states(tiles.A, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
     if (!p.B.per_step) {
-      load_states(tiles.B_constant, p.B.data, channel * p.B.stride_channel, p.B.stride_channel, p.B.stride_state, channels, p.dstate);
+      load_states(tiles.B_constant, p.B.data, channel * p.B.stride_channel, p.B.stride_channel, p.B.stride_state, channels,
+                  p.dstate);
     }
     if (!p.C.per_step) {
-      load_states(tiles.C_constant, p.C.data, channel * p.C.stride_channel, p.C.stride_channel, p.C.stride_state, channels, p.dstate);
+      load_states(tiles.C_constant, p.C.data, channel * p.C.stride_channel, p.C.stride_channel, p.C.stride_state, channels,
+                  p.dstate);
     }
     const int64_t saved = ((task.batch * chunk_boundary_count(p.seqlen) + chunk) * p.dim + channel) * p.dstate;
     load_states(tiles.states, p.chunk_states, saved, p.dstate, 1, channels, p.dstate);
@@ -244,11 +248,24 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       dy = tiles.dy;
     }
 
-    scan_backward({steps, p.dstate, tiles.A, tiles.u, tiles.delta, dy,
+    scan_backward({steps,
+                   p.dstate,
+                   tiles.A,
+                   tiles.u,
+                   tiles.delta,
+                   dy,
                    {p.B.per_step ? tiles.B_steps : tiles.B_constant, blocking.padded_dstate, p.B.per_step},
                    {p.C.per_step ? tiles.C_steps : tiles.C_constant, blocking.padded_dstate, p.C.per_step},
-                   tiles.states, tiles.basis, tiles.y, static_cast<Acc*>(workspace.grad_state) + block_index * row, tiles.grad_A,
-                   tiles.grad_B_lanes, tiles.grad_C_lanes, tiles.grad_u, tiles.grad_delta, channels});
+                   tiles.states,
+                   tiles.basis,
+                   tiles.y,
+                   static_cast<Acc*>(workspace.grad_state) + block_index * row,
+                   tiles.grad_A,
+                   tiles.grad_B_lanes,
+                   tiles.grad_C_lanes,
+                   tiles.grad_u,
+                   tiles.grad_delta,
+                   channels});
     add_to_block(workspace.grad_A, block_index, tiles.grad_A, p.dstate);
     if (!p.B.per_step) add_to_block(workspace.grad_B, block_index, tiles.grad_B_lanes, p.dstate);
     if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);
@@ -298,8 +315,8 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 
 // Adds the tasks of each group, in order, and stores steps [start, start + steps) of the gradient.
 template <typename Acc, typename Scalar>
-void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveScanBwdParams& p, const Blocking& blocking, int64_t batch,
-                   int64_t start, int64_t steps, Acc* sums) {
+void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveScanBwdParams& p, const Blocking& blocking,
+                   int64_t batch, int64_t start, int64_t steps, Acc* sums) {
   using V = Vec<Acc>;
   const int64_t size = steps * blocking.padded_dstate, part_size = kChunkLength * blocking.padded_dstate;
   const int64_t tasks = blocking.tasks_per_batch() / grad.groups;
@@ -335,8 +352,8 @@ int64_t bwd_scratch_bytes(const SelectiveScanParams& p, const Blocking& blocking
   return bytes;
 }
 
-void bwd_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, ScalarKind kind, int64_t task,
-              int64_t chunk, std::byte* scratch) {
+void bwd_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, ScalarKind kind,
+              int64_t task, int64_t chunk, std::byte* scratch) {
   visit_scalar(kind, [&](auto scalar) { run_task<decltype(scalar)>(p, blocking, workspace, task, chunk, scratch); });
 }
 

@@ -1,84 +1,60 @@
 // CPU entry points of the selective scan: allocate, choose the instruction set, hand tasks to threads.
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
-#include <string>
+#include <algorithm>
 
+#include "cpu/capability.h"
 #include "selective_scan/selective_scan_cpu.h"
 #include "selective_scan/selective_scan_op.h"
+#include "torch/checks.h"
 
 namespace ssm_kernels::selective_scan {
 
-#define SSM_CPU_KERNELS(CAPABILITY)                                                                                   \
-  namespace CAPABILITY {                                                                                             \
-  int64_t vector_bytes();                                                                                            \
-  int64_t fwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                \
-  int64_t bwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                \
-  void fwd_task(const SelectiveScanFwdParams&, const Blocking&, ScalarKind, int64_t, std::byte*);                    \
-  void bwd_task(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t,   \
-                std::byte*);                                                                                         \
-  void bwd_reduce(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t, \
-                  std::byte*);                                                                                       \
+#define SSM_CPU_KERNELS(CAPABILITY)                                                                                        \
+  namespace CAPABILITY {                                                                                                   \
+  int64_t vector_bytes();                                                                                                  \
+  int64_t fwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                      \
+  int64_t bwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                      \
+  void fwd_task(const SelectiveScanFwdParams&, const Blocking&, ScalarKind, int64_t, std::byte*);                          \
+  void bwd_task(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t,         \
+                std::byte*);                                                                                               \
+  void bwd_reduce(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t,       \
+                  std::byte*);                                                                                             \
   constexpr CpuKernels kKernels{&vector_bytes, &fwd_scratch_bytes, &bwd_scratch_bytes, &fwd_task, &bwd_task, &bwd_reduce}; \
   }
 
-SSM_CPU_KERNELS(DEFAULT)
-#ifdef SSM_KERNELS_CPU_AVX2
-SSM_CPU_KERNELS(AVX2)
-#endif
-#ifdef SSM_KERNELS_CPU_AVX512
-SSM_CPU_KERNELS(AVX512)
-#endif
+SSM_CPU_CAPABILITIES(SSM_CPU_KERNELS)
 #undef SSM_CPU_KERNELS
 
 namespace {
 
-// The widest set that is built and that torch itself uses on this processor (ATEN_CPU_CAPABILITY lowers it).
 const CpuKernels& cpu_kernels() {
-  static const CpuKernels* chosen = [] {
-    [[maybe_unused]] const std::string capability = at::get_cpu_capability();
-#ifdef SSM_KERNELS_CPU_AVX512
-    if (capability == "AVX512") return &AVX512::kKernels;
-#endif
-#ifdef SSM_KERNELS_CPU_AVX2
-    if (capability == "AVX512" || capability == "AVX2") return &AVX2::kKernels;
-#endif
-    return &DEFAULT::kKernels;
-  }();
-  return *chosen;
+#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernels,
+  static constexpr const CpuKernels* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
+#undef SSM_ROW
+  return *kBuilt[cpu_capability_index()];
 }
 
-ScalarKind scalar_kind(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return ScalarKind::kFloat;
-    case at::kDouble:
-      return ScalarKind::kDouble;
-    case at::kHalf:
-      return ScalarKind::kHalf;
-    case at::kBFloat16:
-      return ScalarKind::kBFloat16;
-    default:
-      TORCH_CHECK(false, "selective_scan: expected u of dtype Float, Half, BFloat16 or Double, got ", dtype);
-  }
-}
+// Work below this, in states times steps, is not worth waking a thread for.
+constexpr int64_t kWorkPerThread = 32768;
 
-// Scratch memory for each thread of a parallel_for, and the loop: body(index, scratch).
+// Scratch memory for each thread of a parallel_for, and the loop: body(index, scratch), each index of about that much work.
 class ThreadScratch {
  public:
   explicit ThreadScratch(int64_t bytes) : memory_(at::empty({at::get_num_threads(), bytes}, at::kByte)) {}
 
   template <typename Body>
-  void parallel_for(int64_t count, const Body& body) {
-    at::parallel_for(0, count, 1, [&](int64_t begin, int64_t end) {
-      std::byte* scratch = static_cast<std::byte*>(memory_.data_ptr()) + at::get_thread_num() * memory_.size(1);
-      for (int64_t index = begin; index < end; ++index) body(index, scratch);
-    });
+  void parallel_for(int64_t count, int64_t work, const Body& body) {
+    at::parallel_for(
+        0, count, std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work)), [&](int64_t begin, int64_t end) {
+          std::byte* scratch = static_cast<std::byte*>(memory_.data_ptr()) + at::get_thread_num() * memory_.size(1);
+          for (int64_t index = begin; index < end; ++index) body(index, scratch);
+        });
   }
 
  private:
@@ -103,10 +79,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cpu(const at::Tensor& u, cons
   const CpuKernels& kernels = cpu_kernels();
   const ScalarKind kind = scalar_kind(u.scalar_type());
   const Blocking blocking(params, kernels.vector_bytes() / A.element_size());
-  ThreadScratch(kernels.fwd_scratch_bytes(params, blocking, kind))
-      .parallel_for(params.batch * blocking.tasks_per_batch(), [&](int64_t task, std::byte* scratch) {
-        kernels.fwd_task(params, blocking, kind, task, scratch);
-      });
+  const int64_t task_work = blocking.blocks_per_task * blocking.lanes * params.dstate * params.seqlen;
+  ThreadScratch threads(kernels.fwd_scratch_bytes(params, blocking, kind));
+  threads.parallel_for(params.batch * blocking.tasks_per_batch(), task_work,
+                       [&](int64_t task, std::byte* scratch) { kernels.fwd_task(params, blocking, kind, task, scratch); });
   return {outputs.out, outputs.last_state, outputs.chunk_states};
 }
 
@@ -161,7 +137,8 @@ class LaneSums {
 };
 
 template <typename Acc>
-void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, ScalarKind kind, const at::TensorOptions& options) {
+void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, ScalarKind kind,
+             const at::TensorOptions& options) {
   const CpuKernels& kernels = cpu_kernels();
   const int64_t parts = params.batch * blocking.tasks_per_batch() * kChunkLength * blocking.padded_dstate;
   const auto matrix_sums = [&](const MatrixView& matrix) {
@@ -182,17 +159,20 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
 
   if (const StateView& from = params.grad_last_state; from.data != nullptr) {
     grad_state.for_each([&](int64_t batch, int64_t channel, int64_t state, Acc& value) {
-      value = static_cast<const Acc*>(
-          from.data)[batch * from.stride_batch + channel * from.stride_dim + state * from.stride_state];
+      value =
+          static_cast<const Acc*>(from.data)[batch * from.stride_batch + channel * from.stride_dim + state * from.stride_state];
     });
   }
   ThreadScratch threads(kernels.bwd_scratch_bytes(params, blocking, kind));
+  const int64_t steps = std::min(kChunkLength, params.seqlen);
+  const int64_t task_work = blocking.blocks_per_task * blocking.lanes * params.dstate * steps;
+  const int64_t reduce_work = blocking.tasks_per_batch() * params.dstate * steps;
   for (int64_t chunk = chunk_count(params.seqlen) - 1; chunk >= 0; --chunk) {
-    threads.parallel_for(params.batch * blocking.tasks_per_batch(), [&](int64_t task, std::byte* scratch) {
+    threads.parallel_for(params.batch * blocking.tasks_per_batch(), task_work, [&](int64_t task, std::byte* scratch) {
       kernels.bwd_task(params, blocking, workspace, kind, task, chunk, scratch);
     });
     if (params.B.per_step || params.C.per_step) {
-      threads.parallel_for(params.batch, [&](int64_t batch, std::byte* scratch) {
+      threads.parallel_for(params.batch, reduce_work, [&](int64_t batch, std::byte* scratch) {
         kernels.bwd_reduce(params, blocking, workspace, kind, batch, chunk, scratch);
       });
     }
@@ -211,9 +191,10 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
 }
 
 GradTuple bwd_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                  const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
-                  const OptionalTensor& z, const OptionalTensor& delta_bias, const at::Tensor& chunk_states, bool has_initial_state,
-                  std::string_view discretization, bool delta_softplus) {
+                  const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
+                  const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                  const at::Tensor& chunk_states, bool has_initial_state, std::string_view discretization,
+                  bool delta_softplus) {
   const OptionalTensor no_initial_state;  // it is the first of chunk_states
   const Inputs in{u, delta, A, B, C, D, z, delta_bias, no_initial_state};
   const Discretization method = check_inputs(in, discretization);

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <numeric>
 
+#include "common/scalar_kind.h"
 #include "selective_scan/selective_scan.h"
 
 namespace ssm_kernels::selective_scan {
@@ -70,8 +71,6 @@ struct BwdWorkspace {
   void* grad_delta_bias;  // [batch][blocks][lanes]
 };
 
-enum class ScalarKind : int { kFloat, kDouble, kHalf, kBFloat16 };
-
 // The kernels of one instruction set. `scratch` is scratch_bytes() of 64-byte aligned memory of the calling thread's own.
 struct CpuKernels {
   int64_t (*vector_bytes)();
@@ -83,8 +82,8 @@ struct CpuKernels {
   void (*bwd_task)(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t task, int64_t chunk,
                    std::byte* scratch);
   // Adds up the tasks' parts of the gradients of a per-step B and C for one chunk of one batch entry.
-  void (*bwd_reduce)(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t batch, int64_t chunk,
-                     std::byte* scratch);
+  void (*bwd_reduce)(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t batch,
+                     int64_t chunk, std::byte* scratch);
 };
 
 }  // namespace ssm_kernels::selective_scan

@@ -2,37 +2,16 @@
 #pragma once
 
 #include <cstddef>
-#include <type_traits>
 
 #include "common/activations.h"
 #include "common/discretization.h"
+#include "cpu/scalar_types.h"
 #include "cpu/tile_io.h"
 #include "cpu/vec_math.h"
 #include "selective_scan/selective_scan_cpu.h"
 
 namespace ssm_kernels::selective_scan {
 inline namespace CPU_CAPABILITY {
-
-template <typename Acc>
-using Vec = at::vec::Vectorized<Acc>;
-
-template <typename Scalar>
-using AccumulateType = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
-
-// Calls visitor(Scalar()) with the type behind the kind.
-template <typename Visitor>
-void visit_scalar(ScalarKind kind, Visitor&& visitor) {
-  switch (kind) {
-    case ScalarKind::kFloat:
-      return visitor(float());
-    case ScalarKind::kDouble:
-      return visitor(double());
-    case ScalarKind::kHalf:
-      return visitor(c10::Half());
-    case ScalarKind::kBFloat16:
-      return visitor(c10::BFloat16());
-  }
-}
 
 // Hands out consecutive 64-byte aligned pieces; with no memory behind it, it measures.
 class Scratch {
@@ -67,11 +46,11 @@ struct Operand {
 
 // The per-step tile of B or C that a task needs for steps [start, start + steps).
 template <typename Acc, typename Scalar>
-void load_matrix_steps(Acc* tile, const MatrixView& matrix, const SelectiveScanParams& p, const Blocking& blocking, const Task& task,
-                       int64_t start, int64_t steps) {
+void load_matrix_steps(Acc* tile, const MatrixView& matrix, const SelectiveScanParams& p, const Blocking& blocking,
+                       const Task& task, int64_t start, int64_t steps) {
   const int64_t group = task.first_channel / (p.dim / matrix.groups);
-  const Scalar* source = static_cast<const Scalar*>(matrix.data) + task.batch * matrix.stride_batch + group * matrix.stride_channel +
-                         start * matrix.stride_step;
+  const Scalar* source = static_cast<const Scalar*>(matrix.data) + task.batch * matrix.stride_batch +
+                         group * matrix.stride_channel + start * matrix.stride_step;
   load_tile<Acc>(tile, blocking.padded_dstate, source, matrix.stride_state, matrix.stride_step, p.dstate, steps);
 }
 
@@ -85,15 +64,16 @@ void load_states(Acc* tile, const void* data, int64_t offset, int64_t stride_dim
 template <typename Acc, typename Scalar>
 void load_sequence(Acc* tile, const SequenceView& view, int64_t batch, int64_t channel, int64_t channels, int64_t start,
                    int64_t steps) {
-  const Scalar* source = static_cast<const Scalar*>(view.data) + batch * view.stride_batch + channel * view.stride_dim +
-                         start * view.stride_step;
+  const Scalar* source =
+      static_cast<const Scalar*>(view.data) + batch * view.stride_batch + channel * view.stride_dim + start * view.stride_step;
   load_tile<Acc>(tile, Vec<Acc>::size(), source, view.stride_dim, view.stride_step, channels, steps);
 }
 
 template <typename Acc, typename Scalar>
 void store_sequence(const SequenceView& view, const Acc* tile, int64_t batch, int64_t channel, int64_t channels, int64_t start,
                     int64_t steps) {
-  Scalar* target = static_cast<Scalar*>(view.data) + batch * view.stride_batch + channel * view.stride_dim + start * view.stride_step;
+  Scalar* target =
+      static_cast<Scalar*>(view.data) + batch * view.stride_batch + channel * view.stride_dim + start * view.stride_step;
   store_tile<Acc>(target, view.stride_dim, view.stride_step, tile, Vec<Acc>::size(), channels, steps);
 }
 

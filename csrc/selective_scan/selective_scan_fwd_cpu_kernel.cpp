@@ -3,10 +3,10 @@
 //   h_t = Abar(z) h_{t-1} + delta_t k(z) B_t u_t, z = delta_t A        out_t = (<C_t, h_t> + D u_t) silu(z_t)
 //
 // A SIMD lane is a channel: u, delta and out are read and written as [step][lane] tiles (tile_io.h transposes where time is
-// contiguous), a per-step B_t[n] or C_t[n] is one number for all lanes, and the dstate recurrences of a lane are independent, so
-// neither the sum over states nor the time loop waits for a single chain. The state stays in the first-level cache.
-// Tasks (selective_scan_cpu.h) go to threads; each walks all chunks in order, saving the state at their boundaries.
-// This file is compiled once per instruction set.
+// contiguous), a per-step B_t[n] or C_t[n] is one number for all lanes, and the dstate recurrences of a lane are independent,
+// so neither the sum over states nor the time loop waits for a single chain. The state stays in the first-level cache. Tasks
+// (selective_scan_cpu.h) go to threads; each walks all chunks in order, saving the state at their boundaries. This file is
+// compiled once per instruction set.
 
 #include "selective_scan/selective_scan_cpu_kernel.h"
 
@@ -58,8 +58,8 @@ ScanChunk<Acc> scan_chunk_for(Discretization discretization) {
 
 template <typename Acc>
 struct FwdTiles {
-  Acc *u, *delta, *z, *y;         // [step][lane]
-  Acc *B_steps, *C_steps;         // [step][padded state]
+  Acc *u, *delta, *z, *y;                    // [step][lane]
+  Acc *B_steps, *C_steps;                    // [step][padded state]
   Acc *A, *B_constant, *C_constant, *state;  // [block][state][lane]
   int64_t states_per_block;
 
@@ -98,8 +98,8 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   const auto save_state = [&](int64_t boundary, int64_t block) {
     if (p.chunk_states == nullptr) return;
     const int64_t row = (task.batch * chunk_boundary_count(p.seqlen) + boundary) * p.dim + channel_of(block);
-    store_tile(static_cast<Acc*>(p.chunk_states) + row * p.dstate, p.dstate, 1, tiles.state + block * tiles.states_per_block, kLanes,
-               channels_of(block), p.dstate);
+    store_tile(static_cast<Acc*>(p.chunk_states) + row * p.dstate, p.dstate, 1, tiles.state + block * tiles.states_per_block,
+               kLanes, channels_of(block), p.dstate);
   };
 
   for (int64_t block = 0; block < task.blocks; ++block) {
@@ -115,8 +115,8 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
     }
     if (p.initial_state.data != nullptr) {
       const int64_t offset = task.batch * p.initial_state.stride_batch + channel * p.initial_state.stride_dim;
-      load_states(tiles.state + at, p.initial_state.data, offset, p.initial_state.stride_dim, p.initial_state.stride_state, channels,
-                  p.dstate);
+      load_states(tiles.state + at, p.initial_state.data, offset, p.initial_state.stride_dim, p.initial_state.stride_state,
+                  channels, p.dstate);
     } else {
       std::fill_n(tiles.state + at, p.dstate * kLanes, Acc(0));
     }
@@ -133,10 +133,15 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
       load_sequence<Acc, Scalar>(tiles.delta, p.delta, task.batch, channel, channels, start, steps);
       finish_delta(tiles.delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
 
-      scan({steps, p.dstate, tiles.A + at, tiles.u, tiles.delta,
+      scan({steps,
+            p.dstate,
+            tiles.A + at,
+            tiles.u,
+            tiles.delta,
             {p.B.per_step ? tiles.B_steps : tiles.B_constant + at, blocking.padded_dstate, p.B.per_step},
             {p.C.per_step ? tiles.C_steps : tiles.C_constant + at, blocking.padded_dstate, p.C.per_step},
-            tiles.state + at, tiles.y});
+            tiles.state + at,
+            tiles.y});
 
       if (p.D.data != nullptr) {
         const V D = load_channels<Acc>(p.D, channel, channels);

@@ -2,6 +2,7 @@
 
 #include "selective_scan/selective_scan_op.h"
 
+#include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -30,8 +31,8 @@ void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tens
     case 4: {
       const c10::SymInt groups = matrix.sym_size(1);
       checks.tensor(name, matrix, "(batch, groups, dstate, seqlen)", {batch, groups, dstate, seqlen}, in.u.scalar_type());
-      TORCH_CHECK_VALUE(groups > 0 && dim % groups == 0, kOp, ": expected the groups of ", name, " to divide dim = ", dim, ", got ",
-                        groups);
+      TORCH_CHECK_VALUE(groups > 0 && dim % groups == 0, kOp, ": expected the groups of ", name, " to divide dim = ", dim,
+                        ", got ", groups);
       return;
     }
     default:
@@ -81,26 +82,25 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
   const ArgumentChecks checks("selective_scan backward", "u", in.u);
   checks.tensor("grad_out", grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_last_state", grad_last_state, "(batch, dim, dstate)", {batch, dim, dstate}, checks.accumulate());
-  checks.tensor("chunk_states", chunk_states, "(batch, chunks + 1, dim, dstate)", {batch, chunk_boundary_count(seqlen), dim, dstate},
-                checks.accumulate());
+  checks.tensor("chunk_states", chunk_states, "(batch, chunks + 1, dim, dstate)",
+                {batch, chunk_boundary_count(seqlen), dim, dstate}, checks.accumulate());
 
   const auto parameter = [&](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
   const auto matrix = [&](const at::Tensor& like) { return like.dim() == 2 ? parameter(like) : at::empty_like(like); };
   const auto absent = [&] { return at::empty({0}, in.A.options()); };
-  const auto present = [](const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); };
   return {at::empty_like(in.u),
           at::empty_like(in.delta),
           parameter(in.A),
           matrix(in.B),
           matrix(in.C),
-          present(in.D) ? parameter(*in.D) : absent(),
-          present(in.z) ? at::empty_like(*in.z) : absent(),
-          present(in.delta_bias) ? parameter(*in.delta_bias) : absent(),
+          is_present(in.D) ? parameter(*in.D) : absent(),
+          is_present(in.z) ? at::empty_like(*in.z) : absent(),
+          is_present(in.delta_bias) ? parameter(*in.delta_bias) : absent(),
           has_initial_state ? at::empty_symint({batch, dim, dstate}, in.A.options()) : absent()};
 }
 
 SequenceView sequence_view(const OptionalTensor& tensor) {
-  if (!tensor.has_value() || !tensor->defined()) return {};
+  if (!is_present(tensor)) return {};
   return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
 }
 
@@ -111,13 +111,13 @@ MatrixView matrix_view(const at::Tensor& t) {
 }
 
 StateView state_view(const OptionalTensor& tensor) {
-  if (!tensor.has_value() || !tensor->defined()) return {};
+  if (!is_present(tensor)) return {};
   if (tensor->dim() == 2) return {tensor->data_ptr(), 0, tensor->stride(0), tensor->stride(1)};
   return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
 }
 
 ChannelView channel_view(const OptionalTensor& tensor) {
-  if (!tensor.has_value() || !tensor->defined()) return {};
+  if (!is_present(tensor)) return {};
   return {tensor->data_ptr(), tensor->stride(0)};
 }
 
@@ -167,8 +167,8 @@ const c10::TypedOperatorHandle<BwdSignature>& bwd_op() {
 std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_meta(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
                                                         const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
                                                         const OptionalTensor& z, const OptionalTensor& delta_bias,
-                                                        const OptionalTensor& initial_state, std::string_view discretization, bool,
-                                                        bool save_chunk_states) {
+                                                        const OptionalTensor& initial_state, std::string_view discretization,
+                                                        bool, bool save_chunk_states) {
   const Inputs in{u, delta, A, B, C, D, z, delta_bias, initial_state};
   check_inputs(in, discretization);
   FwdOutputs outputs = allocate_fwd(in, save_chunk_states);
@@ -176,9 +176,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_meta(const at::Tensor& u, con
 }
 
 GradTuple bwd_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                   const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
-                   const OptionalTensor& z, const OptionalTensor& delta_bias, const at::Tensor& chunk_states,
-                   bool has_initial_state, std::string_view discretization, bool) {
+                   const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
+                   const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                   const at::Tensor& chunk_states, bool has_initial_state, std::string_view discretization, bool) {
   const Inputs in{u, delta, A, B, C, D, z, delta_bias, std::nullopt};
   check_inputs(in, discretization);
   return as_tuple(allocate_bwd(in, grad_out, grad_last_state, chunk_states, has_initial_state));
@@ -198,11 +198,11 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_no_grad(const at::Tensor& u, c
 // Saves the inputs and the states at the chunk boundaries.
 class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
  public:
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& u, const at::Tensor& delta,
-                                                const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                                                const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                                                const OptionalTensor& initial_state, const std::string& discretization,
-                                                bool delta_softplus) {
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& u,
+                                                const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B,
+                                                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
+                                                const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
+                                                const std::string& discretization, bool delta_softplus) {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [out, last_state, chunk_states] =
         fwd_op().call(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus, true);
@@ -219,10 +219,10 @@ class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
     if (!grads[0].defined() && !grads[1].defined()) return torch::autograd::variable_list(kNumArguments);
     const auto saved = ctx->get_saved_variables();
     const bool has_initial_state = ctx->saved_data["has_initial_state"].toBool();
-    auto [grad_u, grad_delta, grad_A, grad_B, grad_C, grad_D, grad_z, grad_delta_bias, grad_initial_state] = bwd_op().call(
-        or_absent(grads[0]), or_absent(grads[1]), saved[0], saved[1], saved[2], saved[3], saved[4], or_absent(saved[5]),
-        or_absent(saved[6]), or_absent(saved[7]), saved[8], has_initial_state, ctx->saved_data["discretization"].toStringView(),
-        ctx->saved_data["delta_softplus"].toBool());
+    auto [grad_u, grad_delta, grad_A, grad_B, grad_C, grad_D, grad_z, grad_delta_bias, grad_initial_state] =
+        bwd_op().call(or_absent(grads[0]), or_absent(grads[1]), saved[0], saved[1], saved[2], saved[3], saved[4],
+                      or_absent(saved[5]), or_absent(saved[6]), or_absent(saved[7]), saved[8], has_initial_state,
+                      ctx->saved_data["discretization"].toStringView(), ctx->saved_data["delta_softplus"].toBool());
     const auto only_if = [](bool present, const at::Tensor& grad) { return present ? grad : at::Tensor(); };
     return {grad_u,
             grad_delta,
@@ -238,13 +238,27 @@ class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
   }
 };
 
+// torch.func's transforms refuse C++ autograd Functions with a message that names neither the operator nor a way out.
+void check_no_func_transform() {
+  const auto& transforms = at::functorch::functorchTLSAccessor();
+  if (transforms == nullptr) return;
+  try {
+    transforms->checkSupportsCppAutogradFunction();
+  } catch (const c10::Error&) {
+    TORCH_CHECK(false, kOp,
+                ": the transforms of torch.func (grad, vjp, jvp, jacrev, ...) are not supported; use torch.autograd.grad or "
+                "backward(). torch.vmap is supported");
+  }
+}
+
 std::tuple<at::Tensor, at::Tensor> selective_scan_autograd(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
                                                            const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
                                                            const OptionalTensor& z, const OptionalTensor& delta_bias,
                                                            const OptionalTensor& initial_state, std::string_view discretization,
                                                            bool delta_softplus) {
+  check_no_func_transform();
   const auto any = [&](const auto& predicate) {
-    const auto holds = [&](const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined() && predicate(*tensor); };
+    const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
     return predicate(u) || predicate(delta) || predicate(A) || predicate(B) || predicate(C) || holds(D) || holds(z) ||
            holds(delta_bias) || holds(initial_state);
   };
@@ -255,7 +269,8 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_autograd(const at::Tensor& u, 
     at::AutoDispatchBelowADInplaceOrView guard;
     return selective_scan_no_grad(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus);
   }
-  auto outputs = SelectiveScan::apply(u, delta, A, B, C, D, z, delta_bias, initial_state, std::string(discretization), delta_softplus);
+  auto outputs =
+      SelectiveScan::apply(u, delta, A, B, C, D, z, delta_bias, initial_state, std::string(discretization), delta_softplus);
   return {outputs[0], outputs[1]};
 }
 
@@ -273,8 +288,8 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_autocast(const at::Tensor& u, 
   const auto matrix = [&](const at::Tensor& tensor) { return tensor.dim() == 2 ? parameter(tensor) : sequence(tensor); };
   using Signature = decltype(selective_scan_no_grad);
   static const auto op = find_op<Signature>("ssm_kernels::selective_scan");
-  return op.call(sequence(u), sequence(delta), parameter(A), matrix(B), matrix(C), parameter(D), sequence(z), parameter(delta_bias),
-                 parameter(initial_state), discretization, delta_softplus);
+  return op.call(sequence(u), sequence(delta), parameter(A), matrix(B), matrix(C), parameter(D), sequence(z),
+                 parameter(delta_bias), parameter(initial_state), discretization, delta_softplus);
 }
 
 }  // namespace

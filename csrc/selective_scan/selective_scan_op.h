@@ -32,12 +32,13 @@ FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states);
 
 enum Grad { kGradU, kGradDelta, kGradA, kGradB, kGradC, kGradD, kGradZ, kGradDeltaBias, kGradInitialState, kNumGrads };
 using GradTensors = std::array<at::Tensor, kNumGrads>;
-// Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences have the layout of the sequence,
-// those of parameters and states are contiguous, and those of absent inputs have no elements.
+// Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences have the layout of the
+// sequence, those of parameters and states are contiguous, and those of absent inputs have no elements.
 GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
                          const at::Tensor& chunk_states, bool has_initial_state);
 
-using GradTuple = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using GradTuple =
+    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 inline GradTuple as_tuple(const GradTensors& grads) { return std::tuple_cat(grads); }
 
 SequenceView sequence_view(const OptionalTensor& tensor);

@@ -11,12 +11,11 @@
 #include <cstdint>
 
 #include "common/discretization.h"
+#include "common/scalar_kind.h"
 
 namespace ssm_kernels::selective_state_update {
 
 constexpr int64_t kMaxDstate = 256;
-
-enum class ScalarKind : int { kFloat, kDouble, kHalf, kBFloat16 };
 
 // A (batch, heads, headdim) or, with no batch stride, (heads, headdim) tensor, data null if absent. Strides are in elements.
 struct ChannelView {

@@ -1,13 +1,12 @@
 // CPU entry point of the selective state update: chooses the instruction set and hands blocks of rows to threads.
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <string>
 
+#include "cpu/capability.h"
 #include "selective_state_update/selective_state_update_cpu.h"
 #include "selective_state_update/selective_state_update_op.h"
 
@@ -20,30 +19,16 @@ namespace ssm_kernels::selective_state_update {
   constexpr CpuKernel kKernel{&vector_size, &update_blocks};                       \
   }
 
-SSM_CPU_KERNEL(DEFAULT)
-#ifdef SSM_KERNELS_CPU_AVX2
-SSM_CPU_KERNEL(AVX2)
-#endif
-#ifdef SSM_KERNELS_CPU_AVX512
-SSM_CPU_KERNEL(AVX512)
-#endif
+SSM_CPU_CAPABILITIES(SSM_CPU_KERNEL)
 #undef SSM_CPU_KERNEL
 
 namespace {
 
-// The widest set that is built and that torch itself uses on this processor (ATEN_CPU_CAPABILITY lowers it).
 const CpuKernel& cpu_kernel() {
-  static const CpuKernel* chosen = [] {
-    [[maybe_unused]] const std::string capability = at::get_cpu_capability();
-#ifdef SSM_KERNELS_CPU_AVX512
-    if (capability == "AVX512") return &AVX512::kKernel;
-#endif
-#ifdef SSM_KERNELS_CPU_AVX2
-    if (capability == "AVX512" || capability == "AVX2") return &AVX2::kKernel;
-#endif
-    return &DEFAULT::kKernel;
-  }();
-  return *chosen;
+#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernel,
+  static constexpr const CpuKernel* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
+#undef SSM_ROW
+  return *kBuilt[cpu_capability_index()];
 }
 
 void check_indices(const StateUpdateParams& p) {

@@ -11,6 +11,7 @@
 
 #include "common/activations.h"
 #include "common/discretization.h"
+#include "cpu/scalar_types.h"
 #include "cpu/tile_io.h"
 #include "cpu/vec_math.h"
 #include "selective_state_update/selective_state_update_cpu.h"
@@ -18,27 +19,6 @@
 namespace ssm_kernels::selective_state_update {
 inline namespace CPU_CAPABILITY {
 namespace {
-
-template <typename Acc>
-using Vec = at::vec::Vectorized<Acc>;
-
-template <typename Scalar>
-using AccumulateType = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
-
-// Calls visitor(Scalar()) with the type behind the kind.
-template <typename Visitor>
-void visit_scalar(ScalarKind kind, Visitor&& visitor) {
-  switch (kind) {
-    case ScalarKind::kFloat:
-      return visitor(float());
-    case ScalarKind::kDouble:
-      return visitor(double());
-    case ScalarKind::kHalf:
-      return visitor(c10::Half());
-    case ScalarKind::kBFloat16:
-      return visitor(c10::BFloat16());
-  }
-}
 
 // The rows of one block, and B and C of their group.
 template <typename Acc>

@@ -23,8 +23,6 @@ namespace {
 
 constexpr char kOp[] = "selective_state_update";
 
-bool is_present(const OptionalTensor& tensor) { return tensor.has_value() && tensor->defined(); }
-
 // Sizes of the two forms, by the names that the error messages use.
 struct Form {
   const char *state, *input, *A, *parameter, *channels;
@@ -90,21 +88,6 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
 at::Tensor allocate_out(const Inputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
 
 namespace {
-
-ScalarKind scalar_kind(at::ScalarType dtype) {
-  switch (dtype) {
-    case at::kFloat:
-      return ScalarKind::kFloat;
-    case at::kDouble:
-      return ScalarKind::kDouble;
-    case at::kHalf:
-      return ScalarKind::kHalf;
-    case at::kBFloat16:
-      return ScalarKind::kBFloat16;
-    default:
-      TORCH_CHECK(false, kOp, ": expected a tensor of dtype Float, Half, BFloat16 or Double, got ", dtype);
-  }
-}
 
 // Zero where there is nothing to step over: such a stride is arbitrary, and would be asked to be aligned.
 int64_t stride_of(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }

@@ -8,12 +8,28 @@ namespace ssm_kernels {
 namespace {
 
 void check_real(const char* op, const char* name, at::ScalarType dtype) {
-  TORCH_CHECK(!c10::isComplexType(dtype), op, ": expected a real ", name, ", got ", dtype, ": complex tensors are not supported");
+  TORCH_CHECK(!c10::isComplexType(dtype), op, ": expected a real ", name, ", got ", dtype,
+              ": complex tensors are not supported");
 }
 
 }  // namespace
 
 at::ScalarType accumulate_type(at::ScalarType dtype) { return dtype == at::kDouble ? at::kDouble : at::kFloat; }
+
+ScalarKind scalar_kind(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat:
+      return ScalarKind::kFloat;
+    case at::kDouble:
+      return ScalarKind::kDouble;
+    case at::kHalf:
+      return ScalarKind::kHalf;
+    case at::kBFloat16:
+      return ScalarKind::kBFloat16;
+    default:
+      TORCH_CHECK(false, "expected a tensor of dtype Float, Half, BFloat16 or Double, got ", dtype);
+  }
+}
 
 Discretization parse_discretization(const char* op, std::string_view name) {
   const Discretization* method = find_discretization(name);
@@ -58,8 +74,8 @@ void ArgumentChecks::dtype(const char* name, const at::Tensor& tensor, at::Scala
 }
 
 void ArgumentChecks::device(const char* name, const at::Tensor& tensor) const {
-  TORCH_CHECK(tensor.device() == like_.device(), op_, ": expected ", name, " on ", like_.device(), " (the device of ", like_name_,
-              "), got ", tensor.device());
+  TORCH_CHECK(tensor.device() == like_.device(), op_, ": expected ", name, " on ", like_.device(), " (the device of ",
+              like_name_, "), got ", tensor.device());
 }
 
 void ArgumentChecks::tensor(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape,
@@ -69,9 +85,9 @@ void ArgumentChecks::tensor(const char* name, const at::Tensor& tensor, const ch
   device(name, tensor);
 }
 
-void ArgumentChecks::tensor(const char* name, const std::optional<at::Tensor>& tensor, const char* axes, c10::SymIntArrayRef shape,
-                            at::ScalarType dtype) const {
-  if (tensor.has_value() && tensor->defined()) this->tensor(name, *tensor, axes, shape, dtype);
+void ArgumentChecks::tensor(const char* name, const std::optional<at::Tensor>& tensor, const char* axes,
+                            c10::SymIntArrayRef shape, at::ScalarType dtype) const {
+  if (is_present(tensor)) this->tensor(name, *tensor, axes, shape, dtype);
 }
 
 }  // namespace ssm_kernels

@@ -10,11 +10,18 @@
 #include <string_view>
 
 #include "common/discretization.h"
+#include "common/scalar_kind.h"
 
 namespace ssm_kernels {
 
 // float64 for float64, else float32: the type of parameters, states and accumulation beside tensors of `dtype`.
 at::ScalarType accumulate_type(at::ScalarType dtype);
+
+// The kernels' name for a dtype that ArgumentChecks has let through.
+ScalarKind scalar_kind(at::ScalarType dtype);
+
+// Absent optional tensors come as nullopt or, from saved tensors, as undefined ones.
+inline bool is_present(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }
 
 // The method of that name; a ValueError that lists the known ones if there is none.
 Discretization parse_discretization(const char* op, std::string_view name);
@@ -30,9 +37,10 @@ class ArgumentChecks {
   void rank(const char* name, const at::Tensor& tensor, int64_t rank, const char* axes) const;
 
   // Shape, dtype and device at once; `axes` names the sizes, as "(batch, dim, seqlen)".
-  void tensor(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape, at::ScalarType dtype) const;
+  void tensor(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape,
+              at::ScalarType dtype) const;
 
-  // As above for an argument that may be absent or, where null tensors stand for absent ones, undefined.
+  // As above for an argument that may be absent.
   void tensor(const char* name, const std::optional<at::Tensor>& tensor, const char* axes, c10::SymIntArrayRef shape,
               at::ScalarType dtype) const;
 

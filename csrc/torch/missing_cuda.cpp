@@ -35,16 +35,18 @@ void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& st
 
 void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_one_device(op, *stack);
-  TORCH_CHECK_NOT_IMPLEMENTED(false, public_name(op),
-                              ": this release has no CUDA kernel for this operator, only a CPU kernel; expected CPU tensors, got "
-                              "CUDA tensors");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, public_name(op),
+      ": this release has no CUDA kernel for this operator, only a CPU kernel; expected CPU tensors, got "
+      "CUDA tensors");
 }
 
 void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_one_device(op, *stack);
-  TORCH_CHECK_NOT_IMPLEMENTED(false, public_name(op),
-                              ": ssm_kernels was built without CUDA kernels; expected CPU tensors, got CUDA tensors. "
-                              "`python -m ssm_kernels` says what was built; SSM_KERNELS_CUDA=1 pip install -e . rebuilds with CUDA");
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, public_name(op),
+      ": ssm_kernels was built without CUDA kernels; expected CPU tensors, got CUDA tensors. "
+      "`python -m ssm_kernels` says what was built; SSM_KERNELS_CUDA=1 pip install -e . rebuilds with CUDA");
 }
 
 }  // namespace ssm_kernels
