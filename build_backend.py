@@ -128,6 +128,19 @@ def cuda_include_dirs(home: Path) -> list[str]:
     return [str(folder) for folder in folders if (folder / "cuda_runtime_api.h").exists()]
 
 
+def check_architectures(architectures: str, toolkit: Toolkit) -> None:
+    """Stops unless nvcc compiles for all of ``architectures``, spelt as in TORCH_CUDA_ARCH_LIST ("8.0+PTX;9.0a", "Hopper")."""
+    output = subprocess.run([str(toolkit.home / "bin" / "nvcc"), "--list-gpu-arch"], capture_output=True, text=True).stdout
+    known = [f"{number[:-1]}.{number[-1]}" for number in re.findall(r"compute_(\d+)", output)]
+    for name in filter(None, architectures.split(";")):
+        capability = re.fullmatch(r"(\d+\.\d+)[af]?(\+PTX)?", name)
+        if name[0].isdigit() and (capability is None or capability[1] not in known):
+            stop(
+                f"TORCH_CUDA_ARCH_LIST names '{name}', for which nvcc {toolkit.version} does not compile; it does for "
+                f"{', '.join(known)}, each also with +PTX, from 9.0 on also with a (as 9.0a)."
+            )
+
+
 def has_nvidia_driver() -> bool:
     return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
 

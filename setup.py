@@ -230,6 +230,7 @@ def python_extension() -> Extension:
 os.environ["CXX"] = compiler.command
 if WITH_CUDA:
     os.environ["TORCH_CUDA_ARCH_LIST"] = cuda_architectures()
+    build_backend.check_architectures(os.environ["TORCH_CUDA_ARCH_LIST"], toolkit)
 cuda = f"CUDA {toolkit.version} for {os.environ['TORCH_CUDA_ARCH_LIST']}" if WITH_CUDA else "no CUDA kernels"
 print(f"ssm_kernels: torch {torch.__version__}, {compiler.name} {compiler.version}, CPU {', '.join(CPU_CAPABILITIES)}, {cuda}")
 setup(ext_modules=[ops_extension(), python_extension()], cmdclass={"build": CleanBuild, "build_ext": BuildLibraries})

@@ -241,7 +241,8 @@ def driver_version() -> str:
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="selective_state_update, microseconds per step")
-    for name in ("sizes", "x / state", "method", "graph", "GB/s", "copy", "/ copy", "call", "copy", "peer", "peer / ours"):
+    columns = ("sizes", "x / state", "method", "graph", "GB/s", "copy", "/ copy", "peer", "call", "copy", "peer")
+    for name in columns:
         table.add_column(name, justify="left" if name in ("sizes", "x / state", "method") else "right")
     for row in rows:
         peer = row.get("peer")
@@ -253,10 +254,10 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['bytes'] / row['graph']['median'] / 1e9:.0f}",
             f"{row['copy_graph']['median'] * 1e6:.2f}",
             f"{row['graph']['median'] / row['copy_graph']['median']:.2f}",
+            f"{peer['graph']['median'] * 1e6:.2f}" if peer and peer["graph"] else "",
             f"{row['call'] * 1e6:.2f}",
             f"{row['copy_call'] * 1e6:.2f}",
             f"{peer['call'] * 1e6:.2f}{' (recorded)' if peer['recorded'] else ''}" if peer else "",
-            f"{peer['call'] / row['call']:.2f}" if peer else "",
         )
     return table
 

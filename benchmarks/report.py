@@ -41,22 +41,24 @@ def state_update(result: Result) -> str:
                 f"{row['bytes'] / graph / 1e9:.0f}",
                 microseconds(copy),
                 f"{graph / copy:.2f}",
+                microseconds(peer["graph"]["median"]) if peer and peer["graph"] else "",
+                f"{peer['graph']['median'] / graph:.2f}" if peer and peer["graph"] else "",
                 microseconds(row["call"]),
                 microseconds(row["copy_call"]),
                 microseconds(peer["call"]) + (" (recorded)" if peer["recorded"] else "") if peer else "",
                 f"{peer['call'] / row['call']:.2f}" if peer else "",
             ]
         )
-    header = ["sizes", "x / state", "method", "graph", "GB/s", "graph, copy", "× copy", "call", "call, copy", "call, mamba_ssm"]
-    header.append("speed-up")
+    header = ["sizes", "x / state", "method", "graph", "GB/s", "graph, copy", "× copy", "graph, mamba_ssm", "speed-up"]
+    header += ["call", "call, copy", "call, mamba_ssm", "speed-up"]
     host = ", ".join(f"{who} {microseconds(seconds)} µs" for who, seconds in result["host_seconds"].items())
     return f"""## selective_state_update
 
 Microseconds for one decoding step with D, z, dt_bias and softplus; with heads (H, headdim P), A, dt, D and dt_bias are one
 number per head. *Graph*: a CUDA graph of steps on different tensors, so many that the second-level cache holds none of them for
 long. *Call*: one call between two events, after the cache was overwritten. *Copy*: of a tensor as large as the state, the least
-that a step can take. GB/s counts every tensor once and the state twice. mamba_ssm's column is its Triton kernel
-({result["peer"]}), *speed-up* that over ours. {result["settings"]["trials"]} replays per graph; median, ± half the distance
+that a step can take. GB/s counts every tensor once and the state twice. mamba_ssm's columns are its Triton kernel
+({result["peer"]}), *speed-up* that over ours; outside a graph its calls are bound by their launches from Python. {result["settings"]["trials"]} replays per graph; median, ± half the distance
 from the 20th to the 80th percentile. Every case was compared with the float64 reference in the same run.
 
 {table(header, rows, left=3)}

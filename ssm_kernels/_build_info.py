@@ -36,11 +36,11 @@ def rebuild_command() -> str:
 def _module():
     try:
         return importlib.import_module("ssm_kernels._C")
-    except ModuleNotFoundError as error:
+    except ModuleNotFoundError:
         raise ImportError(
             "ssm_kernels has not been built for this Python: its compiled module _C is missing from "
             f"{PACKAGE}. Build it: {rebuild_command()}"
-        ) from error
+        ) from None
 
 
 def build_info() -> BuildInfo:

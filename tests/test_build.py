@@ -253,6 +253,15 @@ def test_nvcc_script_without_headers_is_no_toolkit(monkeypatch, tmp_path):
     assert build_backend.find_toolkit([]) is None
 
 
+def test_architecture_unknown_to_nvcc_stops(tmp_path):
+    make_executable(tmp_path / "bin" / "nvcc", "echo compute_80; echo compute_90; echo compute_100")
+    toolkit = Toolkit(tmp_path, "13.0", False)
+    build_backend.check_architectures("8.0;8.0+PTX;9.0a;10.0;Hopper", toolkit)
+    for name in ("7.0", "9.0b", "90"):
+        with stops(f"names '{name}', for which nvcc 13.0 does not compile; it does for 8.0, 9.0, 10.0"):
+            build_backend.check_architectures(f"8.0;{name}", toolkit)
+
+
 CPU_TORCH, TORCH_12, TORCH_13 = Torch("2.11.0+cpu", None), Torch("2.11.0+cu128", "12.8"), Torch("2.11.0+cu130", "13.0")
 NVCC_12, NVCC_13 = Toolkit(Path("/cuda"), "12.4", False), Toolkit(Path("/cuda"), "13.2", False)
 
