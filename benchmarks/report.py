@@ -58,7 +58,8 @@ Microseconds for one decoding step with D, z, dt_bias and softplus; with heads (
 number per head. *Graph*: a CUDA graph of steps on different tensors, so many that the second-level cache holds none of them for
 long. *Call*: one call between two events, after the cache was overwritten. *Copy*: of a tensor as large as the state, the least
 that a step can take. GB/s counts every tensor once and the state twice. mamba_ssm's columns are its Triton kernel
-({result["peer"]}), *speed-up* that over ours; outside a graph its calls are bound by their launches from Python. {result["settings"]["trials"]} replays per graph; median, ± half the distance
+({result["peer"]}), *speed-up* that over ours; outside a graph its calls are bound by their launches from Python.
+{result["settings"]["trials"]} replays per graph; median, ± half the distance
 from the 20th to the 80th percentile. Every case was compared with the float64 reference in the same run.
 
 {table(header, rows, left=3)}
