@@ -58,7 +58,7 @@ SIZES = {  # of which the largest that fits the time is taken
 ACCURACY_DIM = 16
 TRIALS = 20
 LOOP_TRIALS = 3
-SECONDS = {"operations": 4.0, "scans": 14.0, "loop": 8.0}  # for what is left to the program to choose
+SECONDS = {"operations": 4.0, "scans": 14.0, "loop": 12.0}  # for what is left to the program to choose
 
 
 class UsageError(Exception):
@@ -238,19 +238,24 @@ def needed_bytes(size: scans.ScanSize, dtype: torch.dtype) -> int:
 
 
 def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch.device, dtype: torch.dtype) -> int:
-    """How many steps the loop runs over: all, or the power of two that fits time and memory."""
-    probe = 8
-    inputs = scans.scan_inputs(scans.ScanSize(size.batch, size.dim, probe, size.dstate), device=device, dtype=dtype, seed=0)
-    stages = scans.scan_stages(
-        scans.reference.selective_scan, inputs, torch.ones_like(inputs["u"]), options.methods[0], backward=options.backward
-    )
-    seconds = measure({"loop": stages}, device=device, trials=2, warmup=1)["loop"].total.median / probe
-    cost = 1.6 if options.backward else 1.2  # of forward alone, and of the rules with more terms
-    fits = SECONDS["loop"] / (LOOP_TRIALS * len(options.methods) * cost * seconds)
+    """How many steps the loop runs over: all, or as many doublings of 8 as fit time and memory, twice over."""
     memory = available_memory(device)
-    if memory is not None:
-        fits = min(fits, memory / 4 * size.seqlen / scans.loop_bytes(size, dtype))
-    return size.seqlen if fits >= size.seqlen else min(size.seqlen, 2 ** int(math.log2(max(4.0, fits))))
+    cost = 1.6 if options.backward else 1.2  # of forward alone, and of the rules with more terms
+    length = min(8, size.seqlen)
+    while length < size.seqlen:
+        head = scans.ScanSize(size.batch, size.dim, length, size.dstate)
+        inputs = scans.scan_inputs(head, device=device, dtype=dtype, seed=0)
+        stages = scans.scan_stages(
+            scans.reference.selective_scan, inputs, torch.ones_like(inputs["u"]), options.methods[0], backward=options.backward
+        )
+        seconds = measure({"loop": stages}, device=device, trials=1, warmup=1 if length == 8 else 0)["loop"].total.median
+        # Autograd's cost of reading one step out of a sequence can grow with the sequence: twice the steps, up to four times.
+        if 2 * 4 * seconds * cost * len(options.methods) > SECONDS["loop"]:
+            break
+        if memory is not None and 2 * scans.loop_bytes(head, dtype) > memory / 4:
+            break
+        length = min(2 * length, size.seqlen)
+    return length
 
 
 @contextmanager

@@ -205,7 +205,8 @@ def time_scans(
 ) -> list[Scan]:
     """Times every method through the operator, and through the loop over the first ``loop_seqlen`` steps (0: no loop).
 
-    The loop's cost per token does not depend on the sequence's length, so its time is scaled by ``seqlen / loop_seqlen``.
+    The loop's time is scaled by ``seqlen / loop_seqlen``. Its cost per token does not fall with the sequence's length (in
+    backward it may grow), so this does not overstate it.
     """
     inputs = scan_inputs(size, device=device, dtype=dtype, seed=seed)
     options = {"backward": backward, "on_trial": on_trial}
