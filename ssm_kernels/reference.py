@@ -135,6 +135,8 @@ def _per_step(X: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:
         return X[None, :, :, None].expand(batch, dim, X.shape[1], seqlen)
     if X.dim() == 3:
         X = X[:, None]
+    if X.shape[1] == 1:
+        return X.expand(batch, dim, *X.shape[2:])
     return X.repeat_interleave(dim // X.shape[1], dim=1)
 
 
@@ -171,10 +173,11 @@ def selective_scan(
     Ct = _per_step(C.to(dtype), batch, dim, seqlen)
     h = A.new_zeros(batch, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
-    for t in range(seqlen):
-        Abar, c = coefficients(discretization, delta[:, :, t, None], A)
-        h = Abar * h + c * Bt[..., t] * u[:, :, t, None]
-        outputs.append((h * Ct[..., t]).sum(-1))
+    # unbind, because the gradient of indexing one step is as large as the whole sequence.
+    for u_t, delta_t, B_t, C_t in zip(*(sequence.unbind(-1) for sequence in (u, delta, Bt, Ct)), strict=True):
+        Abar, c = coefficients(discretization, delta_t[..., None], A)
+        h = Abar * h + c * B_t * u_t[..., None]
+        outputs.append((h * C_t).sum(-1))
     out = torch.stack(outputs, dim=-1) if outputs else u.new_zeros(batch, dim, 0)
     if D is not None:
         out = out + D.to(dtype)[:, None] * u

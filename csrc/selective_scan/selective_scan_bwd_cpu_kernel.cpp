@@ -15,8 +15,8 @@
 // Lanes are channels, as in forward. The sums over channels of a per-step B and C stay in lanes while a task's blocks add to
 // them, are then summed over lanes, and bwd_reduce adds up the tasks, in order: no atomics, and the same bits for any number of
 // threads. Sums over time are taken chunk by chunk and the chunks' sums added, so that rounding does not grow with every step.
-// To bound what the tasks hold, chunks are visited from last to first by all tasks together; grad_state is carried between
-// them. This file is compiled once per instruction set.
+// To bound what the tasks hold, all of them finish a sweep of some chunks before the next; chunks are visited from last to
+// first, and grad_state is carried between them. This file is compiled once per instruction set.
 
 #include "selective_scan/selective_scan_cpu_kernel.h"
 
@@ -304,7 +304,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     store_sequence<Acc, Scalar>(p.grad_delta, tiles.grad_delta, task.batch, channel, channels, start, steps);
   }
 
-  const int64_t part = index * kChunkLength * blocking.padded_dstate;
+  const int64_t part = blocking.part_offset(index, chunk);
   if (p.B.per_step) {
     sum_lanes(static_cast<Acc*>(workspace.grad_B) + part, blocking.padded_dstate, tiles.grad_B_lanes, steps, p.dstate);
   }
@@ -316,15 +316,17 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 // Adds the tasks of each group, in order, and stores steps [start, start + steps) of the gradient.
 template <typename Acc, typename Scalar>
 void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveScanBwdParams& p, const Blocking& blocking,
-                   int64_t batch, int64_t start, int64_t steps, Acc* sums) {
+                   int64_t batch, int64_t chunk, Acc* sums) {
   using V = Vec<Acc>;
-  const int64_t size = steps * blocking.padded_dstate, part_size = kChunkLength * blocking.padded_dstate;
+  const int64_t start = chunk * kChunkLength, steps = std::min(kChunkLength, p.seqlen - start);
+  const int64_t size = steps * blocking.padded_dstate, next_task = blocking.chunks_per_sweep * blocking.part_size();
   const int64_t tasks = blocking.tasks_per_batch() / grad.groups;
   for (int64_t group = 0; group < grad.groups; ++group) {
-    const Acc* part = static_cast<const Acc*>(parts) + (batch * blocking.tasks_per_batch() + group * tasks) * part_size;
+    const int64_t first_task = batch * blocking.tasks_per_batch() + group * tasks;
+    const Acc* part = static_cast<const Acc*>(parts) + blocking.part_offset(first_task, chunk);
     for (int64_t i = 0; i < size; i += V::size()) {
       V sum = V::loadu(part + i);
-      for (int64_t task = 1; task < tasks; ++task) sum = sum + V::loadu(part + task * part_size + i);
+      for (int64_t task = 1; task < tasks; ++task) sum = sum + V::loadu(part + task * next_task + i);
       sum.store(sums + i);
     }
     Scalar* target =
@@ -359,14 +361,13 @@ void bwd_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 
 void bwd_reduce(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, ScalarKind kind,
                 int64_t batch, int64_t chunk, std::byte* memory) {
-  const int64_t start = chunk * kChunkLength, steps = std::min(kChunkLength, p.seqlen - start);
   visit_scalar(kind, [&](auto scalar) {
     using Scalar = decltype(scalar);
     using Acc = AccumulateType<Scalar>;
     Scratch scratch(memory);
     Acc* sums = reduce_tile<Acc>(scratch, blocking);
-    if (p.B.per_step) reduce_matrix<Acc, Scalar>(p.grad_B, workspace.grad_B, p, blocking, batch, start, steps, sums);
-    if (p.C.per_step) reduce_matrix<Acc, Scalar>(p.grad_C, workspace.grad_C, p, blocking, batch, start, steps, sums);
+    if (p.B.per_step) reduce_matrix<Acc, Scalar>(p.grad_B, workspace.grad_B, p, blocking, batch, chunk, sums);
+    if (p.C.per_step) reduce_matrix<Acc, Scalar>(p.grad_C, workspace.grad_C, p, blocking, batch, chunk, sums);
   });
 }
 

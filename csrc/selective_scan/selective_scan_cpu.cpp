@@ -140,7 +140,7 @@ template <typename Acc>
 void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, ScalarKind kind,
              const at::TensorOptions& options) {
   const CpuKernels& kernels = cpu_kernels();
-  const int64_t parts = params.batch * blocking.tasks_per_batch() * kChunkLength * blocking.padded_dstate;
+  const int64_t parts = params.batch * blocking.tasks_per_batch() * blocking.chunks_per_sweep * blocking.part_size();
   const auto matrix_sums = [&](const MatrixView& matrix) {
     return LaneSums<Acc>(params, blocking, matrix.per_step ? 0 : params.dstate, options);
   };
@@ -167,15 +167,20 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
   const int64_t steps = std::min(kChunkLength, params.seqlen);
   const int64_t task_work = blocking.blocks_per_task * blocking.lanes * params.dstate * steps;
   const int64_t reduce_work = blocking.tasks_per_batch() * params.dstate * steps;
-  for (int64_t chunk = chunk_count(params.seqlen) - 1; chunk >= 0; --chunk) {
-    threads.parallel_for(params.batch * blocking.tasks_per_batch(), task_work, [&](int64_t task, std::byte* scratch) {
-      kernels.bwd_task(params, blocking, workspace, kind, task, chunk, scratch);
+  for (int64_t end = chunk_count(params.seqlen); end > 0;) {
+    // Sweeps begin at multiples of their length, so that a chunk's place in its sweep is its remainder.
+    const int64_t begin = (end - 1) / blocking.chunks_per_sweep * blocking.chunks_per_sweep, chunks = end - begin;
+    threads.parallel_for(params.batch * blocking.tasks_per_batch(), chunks * task_work, [&](int64_t task, std::byte* scratch) {
+      for (int64_t chunk = end - 1; chunk >= begin; --chunk) {
+        kernels.bwd_task(params, blocking, workspace, kind, task, chunk, scratch);
+      }
     });
     if (params.B.per_step || params.C.per_step) {
-      threads.parallel_for(params.batch, reduce_work, [&](int64_t batch, std::byte* scratch) {
-        kernels.bwd_reduce(params, blocking, workspace, kind, batch, chunk, scratch);
+      threads.parallel_for(params.batch * chunks, reduce_work, [&](int64_t index, std::byte* scratch) {
+        kernels.bwd_reduce(params, blocking, workspace, kind, index / chunks, begin + index % chunks, scratch);
       });
     }
+    end = begin;
   }
 
   grad_A.sum_batch(params.grad_A);

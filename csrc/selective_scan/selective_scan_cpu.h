@@ -17,6 +17,9 @@
 namespace ssm_kernels::selective_scan {
 
 constexpr int64_t kMaxBlocksPerTask = 8;
+// Backward goes through time in sweeps of so many chunks. All tasks finish a sweep before its gradients of B and C are added
+// up: long sweeps make threads wait for each other less often, short ones hold less.
+constexpr int64_t kMaxChunksPerSweep = 8;
 
 struct Blocking {
   int64_t lanes;               // channels per block: the vector length
@@ -26,6 +29,7 @@ struct Blocking {
   int64_t tasks_per_segment;
   int64_t segments;
   int64_t padded_dstate;  // dstate rounded up to whole vectors
+  int64_t chunks_per_sweep;
 
   Blocking(const SelectiveScanParams& p, int64_t lanes) : lanes(lanes) {
     segment = std::gcd(p.B.per_step ? p.dim / p.B.groups : p.dim, p.C.per_step ? p.dim / p.C.groups : p.dim);
@@ -35,10 +39,17 @@ struct Blocking {
     blocks_per_task = std::clamp<int64_t>(blocks_per_segment / 8, 1, kMaxBlocksPerTask);
     tasks_per_segment = (blocks_per_segment + blocks_per_task - 1) / blocks_per_task;
     padded_dstate = (p.dstate + lanes - 1) / lanes * lanes;
+    chunks_per_sweep = std::clamp<int64_t>(chunk_count(p.seqlen), 1, kMaxChunksPerSweep);
   }
 
   int64_t tasks_per_batch() const { return segments * tasks_per_segment; }
   int64_t blocks_per_batch() const { return segments * blocks_per_segment; }
+
+  // Where a task's part of the gradient of B or C for one chunk begins; tasks count over the whole batch.
+  int64_t part_offset(int64_t task, int64_t chunk) const {
+    return (task * chunks_per_sweep + chunk % chunks_per_sweep) * part_size();
+  }
+  int64_t part_size() const { return kChunkLength * padded_dstate; }
 };
 
 // Where a task lies.
@@ -63,11 +74,11 @@ struct Task {
 
 // Sums that backward carries from one chunk to the next, in the accumulation type. [blocks] counts over the whole batch.
 struct BwdWorkspace {
-  void* grad_state;       // [batch][blocks][dstate][lanes]: dL/dh at the chunk's end, then at its start
-  void* grad_A;           // [batch][blocks][dstate][lanes]
-  void* grad_B;           // the same, for a constant B; else [batch][tasks][kChunkLength][padded_dstate]: this chunk's part
-  void* grad_C;           // as grad_B
-  void* grad_D;           // [batch][blocks][lanes]
+  void* grad_state;  // [batch][blocks][dstate][lanes]: dL/dh at the chunk's end, then at its start
+  void* grad_A;      // [batch][blocks][dstate][lanes]
+  void* grad_B;      // the same, for a constant B; else [batch][tasks][chunks_per_sweep][kChunkLength][padded_dstate], parts
+  void* grad_C;      // as grad_B
+  void* grad_D;      // [batch][blocks][lanes]
   void* grad_delta_bias;  // [batch][blocks][lanes]
 };
 
