@@ -89,8 +89,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
 
     if options.json is not None:
-        settings = {"dtype": options.dtype, "seed": options.seed, **vars(size)}
-        options.json.write_text(json.dumps({"machine": description, "settings": settings, "methods": results}, indent=2) + "\n")
+        settings = {"dtype": options.dtype, "seed": options.seed, "trials": options.n_trials, **vars(size)}
+        result = {"benchmark": "selective_scan_cpu", "machine": description, "settings": settings, "methods": results}
+        options.json.write_text(json.dumps(result, indent=2) + "\n")
     if options.require is not None:
         verdict = "met" if worst >= options.require else "NOT met"
         print(f"\nrequired {options.require:g}x forward + backward: {verdict}, the least is {worst:.1f}x")

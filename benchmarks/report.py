@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Turns the JSON files of the GPU benchmarks into one page per GPU: docs/benchmarks/<GPU>.md.
+"""Turns the JSON files of the benchmarks into one page per GPU or CPU: docs/benchmarks/<name>.md.
 
 python benchmarks/report.py FILE.json [FILE.json ...] [--output FOLDER]
 """
@@ -68,7 +68,37 @@ Host time of one call from Python: {host}.
 """
 
 
-SECTIONS: dict[str, Callable[[Result], str]] = {"selective_state_update": state_update}
+def selective_scan_cpu(result: Result) -> str:
+    rows = []
+    for method, row in result["methods"].items():
+        cells = [method]
+        for what, ratio in (("forward", "ratio_forward"), ("both", "ratio_forward_backward")):
+            for who in ("kernel", "loop"):
+                timing = row[f"{who}_{what}"]
+                cells.append(f"{timing['median'] * 1e3:.2f} ± {100 * timing['spread']:.0f} %")
+            cells.append(f"{row[ratio]:.1f}")
+        rows.append(cells)
+    header = ["method", "forward", "forward, loop", "ratio", "forward + backward", "forward + backward, loop", "ratio"]
+    settings = result["settings"]
+    return f"""## selective_scan on the CPU
+
+Milliseconds at batch {settings["batch"]}, dim {settings["dim"]}, seqlen {settings["seqlen"]}, dstate {settings["dstate"]},
+{settings["dtype"]}, {result["machine"]["threads"]} threads, {result["machine"]["cpu_capability"]}; *loop* is the same scan as a
+loop over time in PyTorch (`ssm_kernels.reference`), in turns with the kernel. {settings["trials"]} trials; median, ± half the
+distance from the 20th to the 80th percentile.
+
+{table(header, rows)}
+"""
+
+
+SECTIONS: dict[str, Callable[[Result], str]] = {
+    "selective_scan_cpu": selective_scan_cpu,
+    "selective_state_update": state_update,
+}
+
+
+def name_of(machine: dict[str, Any]) -> str:
+    return machine.get("gpu") or machine["cpu"]
 
 
 def page(results: Sequence[Result]) -> str:
@@ -85,9 +115,9 @@ def page(results: Sequence[Result]) -> str:
     }
     rows = [[name, str(machine[key])] for key, name in names.items() if key in machine]
     sections = "\n".join(SECTIONS[result["benchmark"]](result) for result in results)
-    return f"""# Benchmarks on {machine["gpu"]}
+    return f"""# Benchmarks on {name_of(machine)}
 
-Written by `benchmarks/report.py` from the measurements of `scripts/gpu_check.sh`; not edited by hand.
+Written by `benchmarks/report.py` from the measurements beside it; not edited by hand.
 
 {table(["machine", ""], rows, left=2)}
 
@@ -103,18 +133,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--output", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "benchmarks", metavar="FOLDER"
     )
     options = parser.parse_args(arguments)
-    by_gpu = defaultdict(list)
+    by_machine = defaultdict(list)
     for path in options.files:
         try:
             result = json.loads(path.read_text())
         except (OSError, json.JSONDecodeError) as error:
             parser.error(f"{path}: {error}")
-        if result.get("benchmark") not in SECTIONS or "gpu" not in result.get("machine", {}):
-            parser.error(f"{path}: not the result of a GPU benchmark that this script knows ({', '.join(SECTIONS)})")
-        by_gpu[result["machine"]["gpu"]].append(result)
+        if result.get("benchmark") not in SECTIONS or "machine" not in result:
+            parser.error(f"{path}: not the result of a benchmark that this script knows ({', '.join(SECTIONS)})")
+        by_machine[name_of(result["machine"])].append(result)
     options.output.mkdir(parents=True, exist_ok=True)
-    for gpu, results in by_gpu.items():
-        target = options.output / f"{re.sub('[^A-Za-z0-9]+', '_', gpu).strip('_')}.md"
+    for name, results in by_machine.items():
+        target = options.output / f"{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.md"
         target.write_text(page(results))
         print(target)
     return 0
