@@ -136,7 +136,8 @@ class BuildLibraries(BuildExtension):
         super().copy_extensions_to_source()
         # _ops serves every Python: the _C of another one that names another torch no longer describes it.
         for module in (ROOT / "ssm_kernels").glob("_C.*.so"):
-            if torch.__version__.encode() not in module.read_bytes():
+            # Ended as C++ ends it: "2.11.0" is not "2.11.0+cu130".
+            if torch.__version__.encode() + b"\0" not in module.read_bytes():
                 module.unlink()
 
     def compile_cpu_kernels(self, ext) -> list[str]:
@@ -186,6 +187,9 @@ def ops_extension() -> Extension:
     # ptxas prints the registers and spills of every kernel; compression makes the library a sixth of the size.
     nvcc_flags = ["-O3", "-lineinfo", "-Xptxas", "-v,-warn-spills", "-Xfatbin", "-compress-all"]
     nvcc_flags += ["-Xcompiler", "-fvisibility=hidden"]
+    if os.environ.get("CXX") and not os.environ.get("CC"):
+        # torch tells nvcc of CC only; without either, both find the same default.
+        nvcc_flags += ["-ccbin", shutil.which(compiler.command.split()[-1])]
     homes = [toolkit.home]
     if toolkit.is_packaged:
         # Some headers come with torch's own requirements, which may lie in another folder than nvcc.

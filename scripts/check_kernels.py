@@ -1,6 +1,7 @@
 """Compiles every CUDA source for one architecture, prints what ptxas says of each kernel, and fails if one spills registers.
 
-Needs nvcc, but neither a GPU nor torch: the kernels' sources include no torch header.
+Needs nvcc, found as the build finds it, but neither a GPU nor torch: the kernels' sources include no torch header. Exits with 3
+if there is no nvcc.
 """
 
 from __future__ import annotations
@@ -17,6 +18,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent.resolve()
+sys.path.insert(0, str(ROOT))
+
+from build_backend import find_toolkit  # noqa: E402
+
 FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}"]
 
 
@@ -28,10 +33,10 @@ class Kernel(NamedTuple):
     spill_bytes: int
 
 
-def compile_source(source: Path, arch: str, folder: str) -> list[Kernel]:
+def compile_source(nvcc: str, source: Path, arch: str, folder: str) -> list[Kernel]:
     """Compiles one source; its kernels in the order in which ptxas reports them."""
     target = Path(folder) / (str(source.relative_to(ROOT)).replace(os.sep, "_") + ".o")
-    command = ["nvcc", *FLAGS, f"-gencode=arch=compute_{arch[3:]},code={arch}", "-c", str(source), "-o", str(target)]
+    command = [nvcc, *FLAGS, f"-gencode=arch=compute_{arch[3:]},code={arch}", "-c", str(source), "-o", str(target)]
     result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
         sys.exit(f"{' '.join(command)}\n{result.stderr}")
@@ -64,12 +69,15 @@ def main() -> None:
     parser.add_argument("--arch", default="sm_90a", help="real architecture to compile for (default: %(default)s)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once (default: %(default)s)")
     arguments = parser.parse_args()
-    if shutil.which("nvcc") is None:
-        parser.error("nvcc was not found on PATH")
+    toolkit = find_toolkit(sys.path)
+    if toolkit is None:
+        print("no nvcc was found: nothing was checked")
+        sys.exit(3)
 
+    nvcc = str(toolkit.home / "bin" / "nvcc")
     sources = sorted((ROOT / "csrc").rglob("*.cu"))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        reports = list(pool.map(lambda source: compile_source(source, arguments.arch, folder), sources))
+        reports = list(pool.map(lambda source: compile_source(nvcc, source, arguments.arch, folder), sources))
     spilling = 0
     print(f"{'registers':>9} {'shared B':>8} {'stack B':>7} {'spill B':>7}  kernel ({arguments.arch})")
     for source, kernels in zip(sources, reports, strict=True):

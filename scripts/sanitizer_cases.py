@@ -15,21 +15,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from helpers import METHODS, make_step_inputs
+from helpers import METHODS, STEP_DTYPES, make_step_inputs
 from torch import Tensor
 
 from ssm_kernels import selective_state_update
 
 Inputs = dict[str, Any]
-
-DTYPES = [
-    (torch.float64, torch.float64),
-    (torch.float32, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.float16, torch.float16),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-]
 
 
 def on_device(tensor: Tensor, device: str) -> Tensor:
@@ -42,7 +33,7 @@ def on_device(tensor: Tensor, device: str) -> Tensor:
 
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
     """Name and inputs: each kernel (dtypes, method, fast and tied, fast and not tied, general), then each path inside them."""
-    for dtype, state_dtype in DTYPES:
+    for dtype, state_dtype in STEP_DTYPES:
         for method in METHODS:
             options = {"dtype": dtype, "state_dtype": state_dtype, "discretization": method}
             name = f"{dtype} {state_dtype} {method}"
@@ -79,10 +70,12 @@ def check(name: str, inputs: Inputs) -> str | None:
     memory = cuda_state.untyped_storage().nbytes() // cuda_state.element_size()
     cuda_state = cuda_state.as_strided((memory,), (1,), 0).cpu().as_strided(state.shape, state.stride(), state.storage_offset())
     for what, actual, expected in (("out", cuda_out, out), ("state", cuda_state, state)):
-        eps = 16 * max(torch.finfo(actual.dtype).eps, torch.finfo(torch.float32).eps if actual.element_size() < 8 else 0)
+        # A 16-bit result is one rounding of nearly the same number; a sum in another order differs by more roundings.
+        roundings = 2 if actual.element_size() == 2 else 8
+        tolerance = roundings * torch.finfo(actual.dtype).eps * (1 + expected.double().abs().max().item())
         difference = (actual.double() - expected.double()).abs().max().item()
-        if not difference <= eps * (1 + expected.double().abs().max().item()):
-            return f"{name}: {what} differs from the CPU's by {difference:.3g}"
+        if not difference <= tolerance:
+            return f"{name}: {what} differs from the CPU's by {difference:.3g}, more than {tolerance:.3g}"
     return None
 
 

@@ -11,6 +11,10 @@ def _samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
     return tensor.expand(samples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
+def _sample_shape(tensor: Tensor, dim: int | None) -> tuple[int, ...]:
+    return tuple(size for axis, size in enumerate(tensor.shape) if dim is None or axis != dim % tensor.dim())
+
+
 def _selective_scan(info, in_dims, u, delta, A, B, C, D=None, z=None, delta_bias=None, initial_state=None, **options):
     """One call for all samples: folded into the batch or, where a parameter is mapped, into the channels as further groups."""
     samples = info.batch_size
@@ -21,6 +25,9 @@ def _selective_scan(info, in_dims, u, delta, A, B, C, D=None, z=None, delta_bias
         for name, tensor in zip(names, (u, delta, A, B, C, D, z, delta_bias, initial_state), strict=True)
         if tensor is not None
     }
+    batch_dim_seqlen, dstate = _sample_shape(u, dims["u"]), _sample_shape(A, dims["A"])[-1]
+    if samples == 0:
+        return (u.new_empty(0, *batch_dim_seqlen), A.new_empty(0, *batch_dim_seqlen[:2], dstate)), (0, 0)
     parameters = {"A", "D", "delta_bias"}
     for name in ("B", "C"):
         if present[name].dim() - (dims[name] is not None) == 2:  # constant
@@ -41,7 +48,7 @@ def _selective_scan(info, in_dims, u, delta, A, B, C, D=None, z=None, delta_bias
             folded[name] = tensor.transpose(0, 1).flatten(1, 2)
     outputs = torch.ops.ssm_kernels.selective_scan(*(folded.get(name) for name in names), **options)
     axis = 0 if fold_into_batch else 1
-    return tuple(output.unflatten(axis, (samples, output.shape[axis] // samples)) for output in outputs), (axis, axis)
+    return tuple(output.unflatten(axis, (samples, batch_dim_seqlen[axis])) for output in outputs), (axis, axis)
 
 
 def _selective_state_update(info, in_dims, state, *tensors_and_flags, **options):
@@ -56,6 +63,9 @@ def _selective_state_update(info, in_dims, state, *tensors_and_flags, **options)
         ]
         sample_state = state.select(in_dims[0], sample)
         outputs.append(torch.ops.ssm_kernels.selective_state_update(sample_state, *arguments, **options))
+    if not outputs:
+        x = tensors_and_flags[0]
+        return x.new_empty(0, *_sample_shape(x, in_dims[1])), 0
     return torch.stack(outputs), 0
 
 

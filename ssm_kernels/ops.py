@@ -46,8 +46,8 @@ def selective_scan(
         D: skip connection, (dim,), dtype of ``A``.
         z: gate, shape and dtype of ``u``.
         delta_bias: (dim,), dtype of ``A``.
-        discretization: ``"zoh"``, ``"foh"`` (alias ``"zoh_exact"``), ``"bilinear"``, ``"poly"``, ``"highorder"``, ``"rk4"``,
-            ``"euler"`` or ``"backward_euler"``.
+        discretization: one of ``ssm_kernels.discretizations``, such as ``"zoh"``, ``"foh"`` and ``"bilinear"``, or
+            ``"zoh_exact"``, an alias of ``"foh"``.
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent.
         return_last_state: also return the state after the last step.

@@ -42,3 +42,11 @@ def two_threads():
     torch.set_num_threads(2)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def fresh_dynamo():
+    """torch.compile without what other tests compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()

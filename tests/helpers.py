@@ -6,6 +6,7 @@ A new discretization needs one row in ``METHODS``; a new device for an operator,
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ import mpmath
 import torch
 from torch import Tensor
 
-from ssm_kernels import reference
+from ssm_kernels import reference, selective_state_update
 
 # The devices that each operator has kernels for. Every test that takes `device` runs on each of its operator's.
 DEVICES = {
@@ -31,6 +32,7 @@ class Method(NamedTuple):
         step_order: order of convergence for a constant input; None where the method is exact.
         keeps_dc_gain: whether the fixed point under a constant input is the continuous system's, ``-B u / A``.
         stable_from: ``|Abar| <= 1`` for real ``z`` in ``[stable_from, 0]``.
+        gain_terms: where the gain is the series of phi1 cut short, its number of terms: those of other signs cancel.
     """
 
     oracle: Callable[[Any], tuple[Any, Any]]
@@ -38,6 +40,12 @@ class Method(NamedTuple):
     step_order: int | None
     keeps_dc_gain: bool
     stable_from: float
+    gain_terms: int | None = None
+
+    @property
+    def mid_step_order(self) -> int:
+        """Order of convergence for a smooth input read mid-step: to hold that sample costs second order."""
+        return 2 if self.step_order is None else min(self.step_order, 2)
 
 
 def _exponential(terms: int | None) -> Callable[[Any], tuple[Any, Any]]:
@@ -63,9 +71,9 @@ METHODS = {
     "zoh": Method(_exponential(1), None, 1, False, -math.inf),
     "foh": Method(_exponential(None), ("zoh", None), None, True, -math.inf),
     "bilinear": Method(_generalized_bilinear("0.5"), ("bilinear", None), 2, True, -math.inf),
-    "poly": Method(_exponential(3), None, 3, False, -math.inf),
-    "highorder": Method(_exponential(2), None, 2, False, -math.inf),
-    "rk4": Method(_exponential(4), None, 4, False, -math.inf),
+    "poly": Method(_exponential(3), None, 3, False, -math.inf, gain_terms=3),
+    "highorder": Method(_exponential(2), None, 2, False, -math.inf, gain_terms=2),
+    "rk4": Method(_exponential(4), None, 4, False, -math.inf, gain_terms=4),
     "euler": Method(_generalized_bilinear("0"), ("euler", None), 1, True, -2.0),
     "backward_euler": Method(_generalized_bilinear("1"), ("backward_diff", None), 1, True, -math.inf),
 }
@@ -81,6 +89,29 @@ def _chunk_length() -> int:
 CHUNK = _chunk_length()  # tests that cross chunks choose lengths around it
 
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
+
+# Of selective_state_update: the dtypes of x, dt, B, C, z and out, and of the state.
+STEP_DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
+
+# Of its arguments, with and without heads and groups.
+STEP_FORMS: dict[str, dict[str, Any]] = {
+    "channels": {"dim": 6},
+    "channels_groups": {"dim": 6, "groups": 3},
+    "heads": {"heads": 4, "dim": 5},
+    "heads_groups": {"heads": 4, "dim": 5, "groups": 2},
+}
+
+
+def says(*parts: str) -> str:
+    """A pattern of the parts in this order."""
+    return ".*".join(re.escape(part) for part in parts)
 
 
 def parameter_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -238,6 +269,13 @@ def make_step_inputs(
     return inputs | {"discretization": discretization, "dt_softplus": dt_softplus}
 
 
+def split(operator: torch._ops.OpOverloadPacket, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """The operator's positional and keyword arguments."""
+    arguments = operator.default._schema.arguments
+    positional = tuple(inputs.get(argument.name) for argument in arguments if not argument.kwarg_only)
+    return positional, {argument.name: inputs[argument.name] for argument in arguments if argument.kwarg_only}
+
+
 def as_float64(inputs: dict[str, Any]) -> dict[str, Any]:
     return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
@@ -308,3 +346,25 @@ def assert_matches_reference(function: Callable, inputs: dict[str, Any], *, grad
         for name, value in actual.items():
             assert_as_accurate(value, native[name], exact[name], name)
     return actual
+
+
+def step(inputs: dict[str, Any], function: Callable = selective_state_update) -> tuple[Tensor, Tensor]:
+    """``out`` and the new state, of a copy of the state in the same strides."""
+    state = inputs["state"]
+    copy = torch.empty_strided(state.shape, state.stride(), dtype=state.dtype, device=state.device).copy_(state)
+    return function(**(inputs | {"state": copy})), copy
+
+
+def assert_step_matches_reference(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """As :func:`assert_matches_reference`, for ``selective_state_update``; returns ``out`` and the new state."""
+    out, state = step(inputs)
+    assert out.shape == inputs["x"].shape and out.dtype == inputs["x"].dtype
+    exact_out, exact_state = reference.selective_state_update(**as_float64(inputs))
+    if inputs["x"].dtype == torch.float64:
+        torch.testing.assert_close(out, exact_out, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state, exact_state, rtol=1e-12, atol=1e-12)
+    else:
+        native_out, native_state = reference.selective_state_update(**inputs)
+        assert_as_accurate(out, native_out.to(out.dtype), exact_out, "out")
+        assert_as_accurate(state, native_state, exact_state, "state")
+    return out, state

@@ -9,6 +9,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +17,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 import torch
+from helpers import METHODS
 
 from ssm_kernels.reference import DISCRETIZATIONS
 
@@ -26,17 +28,6 @@ ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "profile_discretization.py"
 SMALL = ["--device", "cpu", "--batch", "1", "--dim", "4", "--seqlen", "16", "--dstate", "4", "--n_trials", "3"]
 ACCURACY_ONLY = ["--device", "cpu", "--dstate", "4", "--no-profile_ops", "--no-profile_scan"]
-# The order with the input read mid-step, and the order where the input is constant over a step (None: exact there).
-ORDERS = {
-    "zoh": (1, 1),
-    "foh": (2, None),
-    "bilinear": (2, 2),
-    "poly": (2, 3),
-    "highorder": (2, 2),
-    "rk4": (2, 4),
-    "euler": (1, 1),
-    "backward_euler": (1, 1),
-}
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +79,9 @@ def test_small_run_measures_and_writes_everything(tmp_path):
         assert scan["speedup_over_loop"] > 0
     for accuracy in found["accuracies"]:
         assert accuracy["sampled_at_end"]["order"] == pytest.approx(1, abs=0.1)
-        assert accuracy["sampled_at_middle"]["order"] == pytest.approx(ORDERS[accuracy["method"]][0], abs=0.1)
-        keeps_gain = accuracy["method"] in ("foh", "bilinear", "euler", "backward_euler")
-        assert (abs(accuracy["dc_gain_error"]) < 1e-12) == keeps_gain
+        method = METHODS[accuracy["method"]]
+        assert accuracy["sampled_at_middle"]["order"] == pytest.approx(method.mid_step_order, abs=0.1)
+        assert (abs(accuracy["dc_gain_error"]) < 1e-12) == method.keeps_dc_gain
 
     with (tmp_path / "found.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -122,7 +113,7 @@ def test_recorded_input(profiler, tmp_path, monkeypatch, capsys, name):
     assert Path("found.svg").read_text().lstrip().startswith("<?xml")
     for accuracy in json.loads(Path("found.json").read_text())["accuracies"]:
         finest, order = accuracy["sampled_at_end"]["errors"][-1], accuracy["sampled_at_end"]["order"]
-        expected = ORDERS[accuracy["method"]][1]
+        expected = METHODS[accuracy["method"]].step_order
         if expected is None:
             assert finest < 1e-12
         else:
@@ -220,6 +211,38 @@ def test_bad_recordings_give_one_line(profiler, tmp_path, monkeypatch, capsys, n
     assert_one_line(capsys.readouterr().err, says)
 
 
+def damaged(content: bytes) -> Iterator[bytes]:
+    """Cut after every byte, and with every byte zeroed."""
+    for place in range(len(content)):
+        yield content[:place]
+        yield content[:place] + b"\0" + content[place + 1 :]
+
+
+@pytest.mark.parametrize("name", ["signal.npy", "signal.csv", "signal.wav"])
+def test_damaged_recordings_are_read_or_refused(profiler, tmp_path, name):
+    path = recorded(tmp_path / name, np.random.default_rng(0).standard_normal(20))
+    whole, refused = path.read_bytes(), 0
+    for content in damaged(whole):
+        path.write_bytes(content)
+        try:
+            samples, _ = profiler.signals.load_recording(path)
+        except ValueError as error:
+            refused += 1
+            assert str(error).startswith(f"{path}: ")
+            assert len(str(error).splitlines()) == 1
+        else:
+            assert samples.ndim == 1 and np.isfinite(samples).all()
+    assert refused > 0
+
+
+def test_archive_named_as_an_array_gives_one_line(profiler, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with open("signal.npy", "wb") as file:
+        np.savez(file, signal=np.ones(20))
+    assert profiler.main(["--input", "signal.npy"]) == 2
+    assert_one_line(capsys.readouterr().err, "expected one array, got NpzFile")
+
+
 @pytest.mark.parametrize(
     ("array", "says"),
     [
@@ -270,12 +293,12 @@ def test_safe_range_and_orders_of_the_documentation():
     assert set(rows) == set(DISCRETIZATIONS)
     z = -torch.logspace(-3, 1, 200_001, dtype=torch.float64)
     for method, (orders, held, _, gain, safe) in rows.items():
-        middle, input_held = ORDERS[method]
-        assert orders == f"1 / {middle}"
-        assert held == ("exact" if input_held is None else str(input_held))
+        expected = METHODS[method]
+        assert orders == f"1 / {expected.mid_step_order}"
+        assert held == ("exact" if expected.step_order is None else str(expected.step_order))
         Abar, k = DISCRETIZATIONS[method].coefficients(z)
         gain_error = (-z * k / (1 - Abar) - 1).abs()
-        assert (gain == "exact") == bool(gain_error.max() < 1e-9)
+        assert (gain == "exact") == expected.keeps_dc_gain == bool(gain_error.max() < 1e-9)
         unsafe = torch.nonzero((gain_error > 0.1) | (Abar < 0))
         if safe == "any":
             assert len(unsafe) == 0
@@ -344,6 +367,13 @@ def test_labels_keep_their_order_and_distance(profiler):
     ordered = sorted(placed)
     assert all(b - a >= 0.1 - 1e-9 for a, b in pairwise(ordered))
     assert ordered[0] >= 0.02 and ordered[-1] <= 0.98
+
+
+def test_methods_beyond_the_palette_look_different(profiler):
+    names = [f"method_{index}" for index in range(40)]
+    looks = profiler.plots._looks(names, names)
+    assert len(set(looks.values())) == len(names)
+    assert profiler.plots._looks(names[5:6], names) == {names[5]: looks[names[5]]}
 
 
 def test_measure_interleaves_and_times_each_stage(profiler):

@@ -68,6 +68,18 @@ def test_empty_batch(seqlen, device):
     assert out.shape == (0, 4, seqlen) and last_state.shape == (0, 4, 3)
 
 
+@pytest.mark.parametrize("seqlen", [0, 70])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize("form", ["variable", "constant"])
+@every_dtype
+def test_no_channels(dtype, form, layout, seqlen, device):
+    for groups in (None, 1, 3):
+        inputs = make_inputs(dim=0, seqlen=seqlen, B=form, C=form, groups=groups, dtype=dtype, layout=layout, device=device)
+        out, last_state = selective_scan(**inputs, return_last_state=True)
+        assert out.shape == (2, 0, seqlen) and out.dtype == dtype
+        assert last_state.shape == (2, 0, 3) and last_state.dtype == parameter_dtype(dtype)
+
+
 def test_result_without_and_with_the_last_state(device):
     inputs = make_inputs(device=device)
     out = selective_scan(**inputs)

@@ -98,6 +98,30 @@ def test_empty_batch(seqlen, device):
         assert gradient.shape == inputs[name].shape and not gradient.any()
 
 
+@pytest.fixture
+def uninitialized_memory_is_nan():
+    """So that a gradient nobody wrote is not zero by luck."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize("seqlen", [0, 70])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+@pytest.mark.parametrize(("B", "C"), [*itertools.product(("variable", "constant"), repeat=2)])
+@every_dtype
+def test_no_channels(dtype, B, C, layout, seqlen, device, uninitialized_memory_is_nan):
+    """Nothing depends on a per-step B or C, whose gradients have elements all the same: zeros."""
+    for groups in (None, 1, 3):
+        inputs = make_inputs(dim=0, seqlen=seqlen, B=B, C=C, groups=groups, dtype=dtype, layout=layout, device=device)
+        results = evaluate(selective_scan, inputs, make_cotangents(inputs))
+        for name in TENSORS:
+            gradient = results[f"grad_{name}"]
+            assert gradient.shape == inputs[name].shape and gradient.dtype == inputs[name].dtype
+            assert not gradient.any(), f"grad_{name}"
+
+
 def test_no_steps(device):
     inputs = make_inputs(seqlen=0, device=device)
     grad_out, grad_last_state = make_cotangents(inputs)

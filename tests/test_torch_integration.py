@@ -16,6 +16,7 @@ from helpers import (
     make_cotangents,
     make_inputs,
     parameter_dtype,
+    split,
 )
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -38,11 +39,6 @@ CASES = {
 }
 
 every_case = pytest.mark.parametrize("case", CASES)
-
-
-def split(inputs: dict) -> tuple[tuple, dict]:
-    """The operator's positional and keyword arguments."""
-    return tuple(inputs[name] for name in TENSORS), {name: inputs[name] for name in ("discretization", "delta_softplus")}
 
 
 def fwd_arguments(inputs: dict, save_chunk_states: bool = True) -> tuple:
@@ -69,7 +65,8 @@ def with_gradients(inputs: dict, names=TENSORS) -> dict:
 @pytest.mark.parametrize("needs_grad", [True, False], ids=["grad", "no_grad"])
 def test_opcheck(needs_grad, case, device):
     inputs = make_inputs(**CASES[case], device=device)
-    torch.library.opcheck(ops.selective_scan.default, *split(with_gradients(inputs) if needs_grad else inputs))
+    arguments = split(ops.selective_scan, with_gradients(inputs) if needs_grad else inputs)
+    torch.library.opcheck(ops.selective_scan.default, *arguments)
 
 
 @pytest.mark.parametrize("save_chunk_states", [True, False])
@@ -104,7 +101,7 @@ def test_meta_agrees_with_the_device(dtype, layout, seqlen, device):
     for options in ({}, CASES["required_only"], {"groups": 2}, CASES["constant_B_and_C"]):
         inputs = make_inputs(seqlen=seqlen, dtype=dtype, layout=layout, device=device, **options)
         arguments = {
-            "selective_scan": split(inputs),
+            "selective_scan": split(ops.selective_scan, inputs),
             "_selective_scan_fwd": (fwd_arguments(inputs), {}),
             "_selective_scan_bwd": (bwd_arguments(inputs), {}),
         }
@@ -152,13 +149,6 @@ def assert_compiled_equals_eager(compiled, inputs: dict, tolerance: float = 1e-1
     actual, expected = training_step(inputs, compiled), training_step(inputs, scan_with_state)
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
-
-
-@pytest.fixture
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def mark_seqlen_dynamic(inputs: dict) -> dict:
@@ -413,6 +403,19 @@ def test_vmap_in_vmap(device, no_vmap_fallback):
 
 
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"B": "constant", "C": "constant"}], ids=str)
+@pytest.mark.parametrize("names", [*((name,) for name in TENSORS), TENSORS], ids="-".join)
+def test_vmap_over_no_samples(names, options, device, no_vmap_fallback):
+    inputs = make_inputs(device=device, **options)
+
+    def scan(*tensors):
+        return selective_scan(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
+
+    out, last_state = torch.vmap(scan)(*(inputs[name].new_empty(0, *inputs[name].shape) for name in names))
+    assert out.shape == (0, *inputs["u"].shape) and out.dtype == inputs["u"].dtype
+    assert last_state.shape == (0, *inputs["initial_state"].shape) and last_state.dtype == inputs["A"].dtype
+
+
+@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"B": "constant", "C": "constant"}], ids=str)
 @pytest.mark.parametrize("names", [*((name,) for name in TENSORS), ("u", "delta", "B", "C", "z"), TENSORS], ids="-".join)
 def test_gradients_outside_vmap(names, options, device, no_vmap_fallback):
     sets, stacked = stacked_inputs(names, device=device, **options)
@@ -541,6 +544,21 @@ def test_memory_grows_only_with_results_and_chunk_states(device):
     assert sequence <= inference <= sequence + slack  # out
     assert sequence + chunk_states <= fwd <= sequence + chunk_states + slack
     assert 3 * sequence + 2 * matrix <= bwd <= 3 * sequence + 2 * matrix + slack  # grad_u, grad_delta, grad_z; grad_B, grad_C
+
+
+def test_memory_that_backward_needs_for_itself(device, two_threads):
+    """With a group of B for every channel, sums of C's gradient over channels must not hold the sequence once per channel.
+
+    A chunk of each gradient for every state of every channel, and what is left of half-empty vectors, is what may be held.
+    """
+    batch, dim, dstate = 4, 256, 16
+    inputs = make_inputs(batch=batch, dim=dim, seqlen=512, dstate=dstate, groups=dim, dtype=torch.float32, device=device)
+    inputs["C"] = inputs["C"][:, :1].contiguous()
+    arguments = bwd_arguments(inputs)
+    gradients = []
+    taken = allocated(lambda: gradients.extend(ops._selective_scan_bwd(*arguments)))
+    own = taken - sum(gradient.nbytes for gradient in gradients)
+    assert 0 <= own <= (2 * CHUNK + 64) * 4 * batch * dim * dstate
 
 
 # What programs and exported graphs call. A change here breaks them: add arguments at the end, with defaults.

@@ -52,21 +52,19 @@ class _Look(NamedTuple):
 
 
 # Okabe and Ito's palette, its yellow replaced by a grey that shows on white.
-_LOOKS = (
-    _Look("#000000", "o"),
-    _Look("#0072B2", "s"),
-    _Look("#D55E00", "^"),
-    _Look("#009E73", "D"),
-    _Look("#CC79A7", "v"),
-    _Look("#E69F00", "P"),
-    _Look("#56B4E9", "X"),
-    _Look("#767676", "<"),
-)
+_COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676")
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
+
+
+def _look(index: int) -> _Look:
+    """Every pass through the colors meets them with the markers one further: 64 looks before the first comes again."""
+    shift, place = divmod(index, len(_COLORS))
+    return _Look(_COLORS[place], _MARKERS[(place + shift) % len(_MARKERS)])
 
 
 def _looks(methods: Sequence[str], known: Sequence[str]) -> dict[str, _Look]:
     """A method looks the same in every figure, whichever others are in it."""
-    return {method: _LOOKS[known.index(method) % len(_LOOKS)] for method in methods}
+    return {method: _look(known.index(method)) for method in methods}
 
 
 def _spread_apart(positions: Sequence[float], gap: float, low: float, high: float) -> list[float]:
@@ -225,7 +223,7 @@ def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
 
 
 def _operations(axes: Axes, report: Report) -> None:
-    colors = {"diagonal": _LOOKS[1].color, "full": _LOOKS[2].color}
+    colors = {"diagonal": _COLORS[1], "full": _COLORS[2]}
     for row, operation in enumerate(report.operations):
         axes.barh(row, operation.per_step, color=colors[operation.form], height=0.65)
     axes.set_yticks(range(len(report.operations)), [operation.name for operation in report.operations])

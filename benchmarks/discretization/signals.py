@@ -170,9 +170,15 @@ def load_recording(path: Path, channel: int | None = None) -> tuple[np.ndarray, 
         raise ValueError(f"{path}: no such file")
     try:
         data = _READERS[suffix](path)
-    except (ValueError, EOFError) as error:
-        reason = str(error).splitlines()[0] if str(error) else "unexpected end of file"
+    except (OSError, ModuleNotFoundError):
+        raise
+    except Exception as error:  # readers raise many types at damaged files, struct.error and tokenize.TokenError among them
+        # What these two say is about the file, what the others say about the reader.
+        spoken = str(error).splitlines() if isinstance(error, (ValueError, EOFError)) else []
+        reason = spoken[0] if spoken else "the file is damaged or incomplete"
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {reason}") from error
+    if not isinstance(data, np.ndarray):
+        raise ValueError(f"{path}: cannot be read as {suffix[1:]}: expected one array, got {type(data).__name__}")
     if data.dtype.kind not in "biuf":
         raise ValueError(f"{path}: expected real numbers, got {data.dtype}")
     data = np.atleast_1d(np.squeeze(data))

@@ -137,7 +137,8 @@ using Euler = GeneralizedBilinear<0>;
 using Bilinear = GeneralizedBilinear<1>;
 using BackwardEuler = GeneralizedBilinear<2>;
 
-// The one table: enumerator, name, struct. Schema parsing, dispatch, instantiations, tests, profiler and docs read it.
+// The one table: enumerator, name, struct. Parsing, dispatch, instantiations, error messages and ssm_kernels.discretizations
+// follow from it.
 #define SSM_DISCRETIZATIONS(ROW)          \
   ROW(kZoh, "zoh", Zoh)                   \
   ROW(kFoh, "foh", Foh)                   \

@@ -1,3 +1,5 @@
+// Asks torch once which instruction set it uses.
+
 #include "cpu/capability.h"
 
 #include <ATen/Version.h>

@@ -10,6 +10,7 @@
 
 namespace ssm_kernels {
 
+inline namespace CPU_CAPABILITY {
 namespace vec_math {
 
 template <typename Scalar>
@@ -26,6 +27,7 @@ struct Common {
 };
 
 }  // namespace vec_math
+}  // namespace CPU_CAPABILITY
 
 template <>
 struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
@@ -33,8 +35,8 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   // e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln(2) / 2, and e^r = 1 + r + r^2 p(r), p of degree 4 fitted to minimize the
-  // relative error (3e-9). Within 2 ulp; zero below -87, inf above 88.8, NaN for NaN. Sleef's exp costs 2 to 30 times as much,
-  // and at::vec's exp_u20 loses NaN.
+  // relative error (3e-9). Within 2 ulp; zero below -87, inf above 88.8, NaN for NaN. Vectorized::exp is
+  // a call into another library, and exp_u20 loses NaN.
   static inline __attribute__((always_inline)) Vec exp(const Vec& x) {
     // The clamps keep n inside the exponent field; both let NaN through.
     const Vec clamped = at::vec::clamp_max(at::vec::clamp_min(x, Vec(-87.3f)), Vec(89.5f));

@@ -13,10 +13,10 @@
 #include <cstdint>
 
 #include "common/discretization.h"
+#include "common/limits.h"
 
 namespace ssm_kernels::selective_scan {
 
-constexpr int64_t kMaxDstate = 256;
 constexpr int64_t kChunkLength = 64;
 
 // Int is int64_t or a symbolic integer.

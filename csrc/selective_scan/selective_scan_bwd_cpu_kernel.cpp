@@ -325,8 +325,8 @@ void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveSca
     const int64_t first_task = batch * blocking.tasks_per_batch() + group * tasks;
     const Acc* part = static_cast<const Acc*>(parts) + blocking.part_offset(first_task, chunk);
     for (int64_t i = 0; i < size; i += V::size()) {
-      V sum = V::loadu(part + i);
-      for (int64_t task = 1; task < tasks; ++task) sum = sum + V::loadu(part + task * next_task + i);
+      V sum(Acc(0));  // which it stays where there are no channels
+      for (int64_t task = 0; task < tasks; ++task) sum = sum + V::loadu(part + task * next_task + i);
       sum.store(sums + i);
     }
     Scalar* target =

@@ -39,7 +39,9 @@ struct Blocking {
     blocks_per_task = std::clamp<int64_t>(blocks_per_segment / 8, 1, kMaxBlocksPerTask);
     tasks_per_segment = (blocks_per_segment + blocks_per_task - 1) / blocks_per_task;
     padded_dstate = (p.dstate + lanes - 1) / lanes * lanes;
-    chunks_per_sweep = std::clamp<int64_t>(chunk_count(p.seqlen), 1, kMaxChunksPerSweep);
+    // The tasks' parts of the gradients of B and C then hold at most kChunkLength values for each state of each channel.
+    const int64_t channels_per_task = p.dim / std::max<int64_t>(1, tasks_per_batch());
+    chunks_per_sweep = std::clamp<int64_t>(std::min(chunk_count(p.seqlen), channels_per_task), 1, kMaxChunksPerSweep);
   }
 
   int64_t tasks_per_batch() const { return segments * tasks_per_segment; }

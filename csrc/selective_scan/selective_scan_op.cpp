@@ -198,6 +198,9 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_no_grad(const at::Tensor& u, c
 // Saves the inputs and the states at the chunk boundaries.
 class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
  public:
+  // Backward calls a registered operator and nothing else, so compiled autograd may look inside.
+  static constexpr bool is_traceable = true;
+
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& u,
                                                 const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B,
                                                 const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,

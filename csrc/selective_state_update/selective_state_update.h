@@ -11,11 +11,10 @@
 #include <cstdint>
 
 #include "common/discretization.h"
+#include "common/limits.h"
 #include "common/scalar_kind.h"
 
 namespace ssm_kernels::selective_state_update {
-
-constexpr int64_t kMaxDstate = 256;
 
 // A (batch, heads, headdim) or, with no batch stride, (heads, headdim) tensor, data null if absent. Strides are in elements.
 struct ChannelView {

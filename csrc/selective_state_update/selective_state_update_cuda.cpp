@@ -22,8 +22,9 @@ namespace ssm_kernels::selective_state_update {
 namespace {
 
 constexpr int64_t kVectorBytes = 16;
-// Of a multiprocessor, at the kernels' 64 to 80 registers a thread.
+// Of a multiprocessor, at 64 registers a thread.
 constexpr int64_t kResidentWarps = 32;
+constexpr int64_t kTilesPerWarp = 8;
 
 int64_t bytes_of(ScalarKind kind) {
   switch (kind) {
@@ -95,10 +96,11 @@ Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
     tiles_per_group = (tiling.channels_per_group + tiling.rows_per_tile() - 1) / tiling.rows_per_tile();
     tiling.tiles = p.batch * p.groups * tiles_per_group;
   };
-  // Long tiles do the work that is the same for many rows once; short ones spread over the device. A tile for every warp that
-  // it runs at a time is enough: more, and shorter, were slower (docs/tuning.md).
+  // Long tiles do the work that is the same for many rows once; short ones spread over the device. Several for every warp that
+  // it runs at a time keep the multiprocessors' shares even (docs/tuning.md).
   set_rows(tiling.lanes());
-  while (tiling.rows > kRowsInFlight && tiling.tiles < multiprocessors * kResidentWarps) set_rows(tiling.rows / 2);
+  while (tiling.rows > kRowsInFlight && tiling.tiles < multiprocessors * kResidentWarps * kTilesPerWarp)
+    set_rows(tiling.rows / 2);
   while (tiling.warps_per_block > 1 && tiling.tiles < multiprocessors * tiling.warps_per_block) tiling.warps_per_block /= 2;
 
   constexpr int64_t kMaxNarrowTiles = (int64_t(1) << 31) - kMaxWarpsPerBlock;

@@ -109,6 +109,10 @@ GroupView group_view(const at::Tensor& tensor) {
 
 StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_softplus, const at::Tensor& out) {
   at::assert_no_internal_overlap(in.state);
+  for (const at::Tensor* read : {&in.x, &in.dt, &in.A, &in.B, &in.C}) at::assert_no_overlap(in.state, *read);
+  for (const OptionalTensor* read : {&in.D, &in.z, &in.dt_bias}) {
+    if (is_present(*read)) at::assert_no_overlap(in.state, **read);
+  }
   const bool has_heads = in.state.dim() == 4;
   StateUpdateParams params;
   params.batch = in.x.size(0);

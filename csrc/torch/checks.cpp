@@ -1,3 +1,5 @@
+// The messages of ArgumentChecks, and what dtypes mean to the kernels.
+
 #include "torch/checks.h"
 
 #include <c10/util/Exception.h>

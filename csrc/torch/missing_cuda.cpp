@@ -1,3 +1,5 @@
+// Boxed kernels: one function serves every operator, whatever its arguments.
+
 #include "torch/missing_cuda.h"
 
 #include <ATen/core/Tensor.h>

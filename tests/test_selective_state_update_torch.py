@@ -1,0 +1,408 @@
+"""selective_state_update as a PyTorch operator: opcheck, meta, compile, grad modes, vmap, autocast, errors, CUDA graphs."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+from helpers import LAYOUTS, STEP_DTYPES, STEP_FORMS, assert_step_matches_reference, make_step_inputs, says, split, step
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from ssm_kernels import reference, selective_state_update
+
+OPERATOR = "selective_state_update"
+operator = torch.ops.ssm_kernels.selective_state_update
+
+every_form = pytest.mark.parametrize("form", STEP_FORMS)
+
+OPCHECK = {
+    "channels": {},
+    "heads": {"heads": 3, "groups": 3},
+    "required_only": dict.fromkeys(("D", "z", "dt_bias", "dt_softplus"), False),
+    "slots": {"slots": 4},
+    "bfloat16": {"dtype": torch.bfloat16, "state_dtype": torch.bfloat16},
+    "transposed": {"layout": "transposed"},
+}
+
+
+@pytest.mark.parametrize("case", OPCHECK)
+def test_opcheck(case, device):
+    torch.library.opcheck(operator.default, *split(operator, make_step_inputs(**OPCHECK[case], device=device)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_form
+def test_meta_agrees_with_the_device(form, layout, device):
+    for dtype, state_dtype in STEP_DTYPES:
+        inputs = make_step_inputs(**STEP_FORMS[form], dtype=dtype, state_dtype=state_dtype, layout=layout, device=device)
+        args, kwargs = split(operator, inputs)
+        on_meta = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in args
+        ]
+        meta, real = operator(*on_meta, **kwargs), operator(*args, **kwargs)
+        assert meta.is_meta and not real.is_meta
+        assert (meta.shape, meta.dtype, meta.stride()) == (real.shape, real.dtype, real.stride())
+
+
+def decode_twice(**inputs):
+    """Two steps and work around them, on a state that the caller holds."""
+    first = selective_state_update(**inputs)
+    second = selective_state_update(**(inputs | {"x": torch.tanh(first)}))
+    return second * 2 + inputs["state"].sum()
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("slots", [None, 4])
+def test_compile(slots, backend, device, fresh_dynamo):
+    compiled = torch.compile(decode_twice, fullgraph=True, backend=backend)
+    inputs = make_step_inputs(slots=slots, dstate=16, device=device)
+    for actual, expected in zip(step(inputs, compiled), step(inputs, decode_twice), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_compile_once_for_every_batch(device, fresh_dynamo):
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(decode_twice, fullgraph=True, backend=counter, dynamic=True)
+    for batch in (2, 3, 7):
+        inputs = make_step_inputs(batch=batch, device=device)
+        for actual, expected in zip(step(inputs, compiled), step(inputs, decode_twice), strict=True):
+            torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("result", ["out", "state"])
+@pytest.mark.parametrize("name", ["state", "x", "A", "D"])
+def test_backward_says_that_there_is_none(name, result, device):
+    inputs = make_step_inputs(device=device)
+    leaf = inputs[name].requires_grad_()
+    # A leaf cannot be written to, so the state is a function of it.
+    inputs[name] = leaf * 1
+    results = {"out": selective_state_update(**inputs), "state": inputs["state"]}
+    with pytest.raises(RuntimeError, match=says("selective_state_update is not differentiable", "selective_scan")):
+        results[result].sum().backward()
+
+
+def test_backward_through_a_view_of_a_cache_says_so_too(device):
+    """The state of one layer, a view of all layers' states, beside weights that require gradients."""
+    inputs = make_step_inputs(device=device)
+    cache = torch.stack([inputs["state"], inputs["state"]])
+    inputs |= {"A": inputs["A"].requires_grad_(), "state": cache[1]}
+    expected = step(inputs | {"A": inputs["A"].detach()})[1]
+    selective_state_update(**inputs)
+    assert torch.equal(cache[1], expected)
+    with pytest.raises(RuntimeError, match=says("selective_state_update is not differentiable")):
+        cache.sum().backward()
+
+
+def test_forward_mode_says_that_there_is_none(device):
+    inputs = make_step_inputs(device=device)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode"):
+        dual = torch.autograd.forward_ad.make_dual(inputs["x"], torch.ones_like(inputs["x"]))
+        selective_state_update(**(inputs | {"x": dual}))
+
+
+def test_state_that_requires_grad_cannot_be_written_to(device):
+    inputs = make_step_inputs(device=device)
+    inputs["state"].requires_grad_()
+    with pytest.raises(RuntimeError, match="leaf Variable that requires grad"):
+        selective_state_update(**inputs)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients(mode, device):
+    inputs = make_step_inputs(device=device)
+    expected = step(inputs)
+    inputs |= {name: inputs[name].requires_grad_() for name in ("x", "A", "D")}
+    with mode():
+        actual = step(inputs)
+        assert not actual[0].requires_grad and not actual[1].requires_grad
+        assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
+
+
+def test_version_is_counted_without_gradients(device):
+    inputs = make_step_inputs(device=device)
+    version = inputs["state"]._version
+    with torch.inference_mode():
+        selective_state_update(**inputs)
+    with torch.no_grad():
+        selective_state_update(**inputs)
+    assert inputs["state"]._version == version + 2
+
+
+def test_vmap(device):
+    sets = [make_step_inputs(dstate=16, seed=seed, device=device) for seed in range(3)]
+    batched = ("state", "x", "dt", "B", "C", "z")
+    stacked = {name: torch.stack([s[name] for s in sets]) for name in batched}
+    shared = {name: sets[0][name] for name in ("A", "D", "dt_bias")}
+
+    def one(state, x, dt, B, C, z):
+        return selective_state_update(state, x, dt, shared["A"], B, C, shared["D"], z, shared["dt_bias"], dt_softplus=True)
+
+    out = torch.vmap(one)(*stacked.values())
+    for i, inputs in enumerate(sets):
+        expected_out, expected_state = step(inputs | shared)
+        assert torch.equal(out[i], expected_out) and torch.equal(stacked["state"][i], expected_state)
+
+
+@pytest.mark.parametrize(
+    "names", [("state",), ("state", "x"), ("state", "x", "dt", "A", "B", "C", "D", "z", "dt_bias")], ids="-".join
+)
+def test_vmap_over_no_samples(names, device):
+    inputs = make_step_inputs(device=device)
+
+    def one(*tensors):
+        return selective_state_update(**(inputs | dict(zip(names, tensors, strict=True))))
+
+    out = torch.vmap(one)(*(inputs[name].new_empty(0, *inputs[name].shape) for name in names))
+    assert out.shape == (0, *inputs["x"].shape) and out.dtype == inputs["x"].dtype
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("low_state", [False, True], ids=["float32_state", "low_state"])
+def test_autocast(low_state, low, device):
+    """x, dt, B, C and z are cast, A, D and dt_bias are float32, the state stays what it is."""
+    inputs = make_step_inputs(dstate=16, dtype=torch.float32, state_dtype=low if low_state else None, device=device)
+    mixed = inputs | {name: inputs[name].to(low) for name in ("x", "B", "D")}
+    cast = inputs | {name: inputs[name].to(low) for name in ("x", "dt", "B", "C", "z")} | {"D": inputs["D"].to(low).float()}
+    with torch.autocast(device, dtype=low):
+        out, state = step(mixed)
+    expected = step(cast)
+    assert out.dtype == low and state.dtype == (low if low_state else torch.float32)
+    assert torch.equal(out, expected[0]) and torch.equal(state, expected[1])
+
+
+SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2, "dtype": torch.float32}
+BAD_SHAPES = {
+    None: [
+        ("state", (6, 4), "(batch, dim, dstate) or (batch, heads, headdim, dstate)"),
+        ("state", (3, 6, 4), "(batch, dim, dstate) = [2, 6, 4]"),
+        ("state", (1, 6, 4), "(batch, dim, dstate) = [2, 6, 4]"),
+        ("state", (2, 5, 4), "(batch, dim, dstate) = [2, 6, 4]"),
+        ("x", (2,), "(batch, dim)"),
+        ("x", (2, 6, 1), "(batch, dim)"),
+        ("dt", (2, 1), "(batch, dim) = [2, 6]"),
+        ("A", (6, 1), "(dim, dstate) = [6, 4]"),
+        ("A", (2, 6, 4), "(dim, dstate) = [6, 4]"),
+        ("B", (4,), "(batch, dstate) or (batch, groups, dstate)"),
+        ("B", (2, 5), "(batch, dstate) = [2, 4]"),
+        ("B", (1, 2, 4), "(batch, groups, dstate) = [2, 2, 4]"),
+        ("C", (2, 1, 4), "(batch, groups, dstate) = [2, 2, 4]"),
+        ("C", (2, 4), "(batch, groups, dstate) = [2, 2, 4]"),
+        ("D", (1,), "(dim,) = [6]"),
+        ("D", (6, 4), "(dim,) = [6]"),
+        ("z", (1, 6), "(batch, dim) = [2, 6]"),
+        ("dt_bias", (2, 6), "(dim,) = [6]"),
+    ],
+    3: [
+        ("state", (2, 3, 5, 4), "(batch, heads, headdim, dstate) = [2, 3, 6, 4]"),
+        ("x", (2, 18), "(batch, heads, headdim)"),
+        ("dt", (2, 3), "(batch, heads, headdim) = [2, 3, 6]"),
+        ("dt", (2, 3, 1), "(batch, heads, headdim) = [2, 3, 6]"),
+        ("A", (3,), "(heads, headdim, dstate) = [3, 6, 4]"),
+        ("A", (3, 1, 1), "(heads, headdim, dstate) = [3, 6, 4]"),
+        ("C", (2, 1, 4), "(batch, groups, dstate) = [2, 3, 4]"),
+        ("D", (3,), "(heads, headdim) = [3, 6]"),
+        ("z", (2, 3, 1), "(batch, heads, headdim) = [2, 3, 6]"),
+        ("dt_bias", (3, 1), "(heads, headdim) = [3, 6]"),
+    ],
+}
+
+
+def good_inputs(heads: int | None = None, **options) -> dict[str, Any]:
+    return make_step_inputs(**(SIZES | {"heads": heads, "groups": heads or SIZES["groups"]} | options))
+
+
+@pytest.mark.parametrize(
+    ("heads", "name", "shape", "expected"), [(heads, *case) for heads, cases in BAD_SHAPES.items() for case in cases]
+)
+def test_shapes(heads, name, shape, expected, device):
+    inputs = good_inputs(heads, device=device) | {name: torch.zeros(shape, device=device)}
+    pattern = says(f"selective_state_update: expected {name} of shape ", expected, ", got ", str([*shape]))
+    for place in (device, "meta"):
+        moved = {k: v.to(place) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+        with pytest.raises(ValueError, match=pattern):
+            selective_state_update(**moved)
+
+
+@pytest.mark.parametrize("groups", [0, 4])
+@pytest.mark.parametrize(("heads", "axis"), [(None, "dim = 6"), (3, "heads = 3")])
+def test_groups_that_do_not_divide(heads, axis, groups, device):
+    inputs = good_inputs(heads, device=device) | {name: torch.zeros(2, groups, 4, device=device) for name in ("B", "C")}
+    message = f"selective_state_update: expected the groups of B and C to divide {axis}, got {groups}"
+    with pytest.raises(ValueError, match=says(message)):
+        selective_state_update(**inputs)
+
+
+@pytest.mark.parametrize("dstate", [0, 257])
+def test_dstate_outside_the_limits(dstate, device):
+    with pytest.raises(ValueError, match=says(f"selective_state_update: expected dstate from 1 to 256, got {dstate}")):
+        selective_state_update(**good_inputs(dstate=dstate, device=device))
+
+
+def test_unknown_discretization_lists_the_known(device):
+    with pytest.raises(ValueError, match=says("selective_state_update: unknown discretization 'tustin'")) as error:
+        selective_state_update(**good_inputs(device=device) | {"discretization": "tustin"})
+    for known in [*reference.DISCRETIZATIONS, *reference.ALIASES]:
+        assert re.search(rf"\b{known}\b", str(error.value)), f"{known} is not listed"
+
+
+BAD_DTYPES = [
+    # dtype of the rest, argument, its dtype, what is expected
+    (torch.float32, "x", torch.int64, "expected x of dtype Float, Half, BFloat16 or Double, got Long"),
+    (torch.float32, "x", torch.complex64, "expected a real x, got ComplexFloat: complex tensors are not supported"),
+    (torch.float32, "state", torch.bfloat16, "expected state of dtype Float (with x of dtype Float), got BFloat16"),
+    (torch.float32, "state", torch.float64, "expected state of dtype Float (with x of dtype Float), got Double"),
+    (torch.float16, "state", torch.bfloat16, "expected state of dtype Float (with x of dtype Half), got BFloat16"),
+    (torch.float64, "state", torch.float32, "expected state of dtype Double (with x of dtype Double), got Float"),
+    (torch.bfloat16, "dt", torch.float32, "expected dt of dtype BFloat16 (with x of dtype BFloat16), got Float"),
+    (torch.bfloat16, "A", torch.bfloat16, "expected A of dtype Float (with x of dtype BFloat16), got BFloat16"),
+    (torch.float32, "A", torch.complex64, "expected a real A, got ComplexFloat: complex tensors are not supported"),
+    (torch.bfloat16, "B", torch.float32, "expected B of dtype BFloat16 (with x of dtype BFloat16), got Float"),
+    (torch.float16, "C", torch.bfloat16, "expected C of dtype Half (with x of dtype Half), got BFloat16"),
+    (torch.float16, "z", torch.float32, "expected z of dtype Half (with x of dtype Half), got Float"),
+    (torch.float16, "D", torch.bfloat16, "expected D of dtype Float (with x of dtype Half), got BFloat16"),
+    (torch.float64, "dt_bias", torch.float32, "expected dt_bias of dtype Double (with x of dtype Double), got Float"),
+    (torch.float32, "state_batch_indices", torch.int16, "expected state_batch_indices of dtype Int or Long, got Short"),
+    (torch.float32, "state_batch_indices", torch.float32, "expected state_batch_indices of dtype Int or Long, got Float"),
+]
+
+
+@pytest.mark.parametrize(("dtype", "name", "got", "message"), BAD_DTYPES)
+def test_dtypes(dtype, name, got, message, device):
+    inputs = good_inputs(dtype=dtype, slots=2, device=device)
+    with pytest.raises(RuntimeError, match=says("selective_state_update: " + message)):
+        selective_state_update(**(inputs | {name: inputs[name].to(got)}))
+
+
+@pytest.mark.parametrize("shape", [(3,), (1,), (2, 1), ()])
+def test_shape_of_indices(shape, device):
+    inputs = good_inputs(slots=3, device=device) | {"state_batch_indices": torch.zeros(shape, dtype=torch.int64, device=device)}
+    with pytest.raises(ValueError, match=says(f"expected state_batch_indices of shape (batch,) = [2], got {[*shape]}")):
+        selective_state_update(**inputs)
+
+
+ARGUMENTS = ["state", "dt", "A", "B", "C", "D", "z", "dt_bias", "state_batch_indices"]
+
+
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_mixed_devices(name, device):
+    inputs = good_inputs(slots=2, device=device)
+    on = str(inputs["x"].device)
+    with pytest.raises(
+        RuntimeError, match=says(f"selective_state_update: expected {name} on {on} (the device of x), got meta")
+    ):
+        selective_state_update(**(inputs | {name: inputs[name].to("meta")}))
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("name", ["x", *ARGUMENTS])
+def test_cpu_and_cuda_mixed(name):
+    inputs = good_inputs(slots=2)
+    expected, got = ("cuda:0", "cpu") if name == "x" else ("cpu", "cuda:0")
+    with pytest.raises(RuntimeError, match=says("selective_state_update: expected ", f" on {expected}", f", got {got}")):
+        selective_state_update(**(inputs | {name: inputs[name].to("cuda")}))
+
+
+@pytest.mark.parametrize("name", ["x", *ARGUMENTS])
+def test_sparse_is_not_supported(name, device):
+    inputs = good_inputs(slots=2, device=device)
+    with pytest.raises(NotImplementedError, match=says("Could not run 'ssm_kernels::selective_state_update'", "Sparse")):
+        selective_state_update(**(inputs | {name: inputs[name].to_sparse()}))
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C"])
+def test_required_arguments(name, device):
+    inputs = good_inputs(device=device)
+    del inputs[name]
+    with pytest.raises(TypeError, match=name):
+        selective_state_update(**inputs)
+
+
+def test_state_whose_elements_share_memory(device):
+    inputs = good_inputs(device=device)
+    inputs["state"] = inputs["state"][:1].expand(2, -1, -1)
+    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory location"):
+        selective_state_update(**inputs)
+
+
+@pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "z", "dt_bias"])
+def test_state_that_shares_memory_with_another_argument(name, device):
+    inputs = good_inputs(device=device)
+    state, other = inputs["state"], inputs[name]
+    memory = torch.zeros(state.numel() + other.numel(), device=device)
+    inputs["state"] = memory[: state.numel()].view(state.shape).copy_(state)
+    beside = memory[state.numel() :].view(other.shape).copy_(other)
+    selective_state_update(**(inputs | {name: beside}))
+    before = memory.clone()
+    shared = memory[state.numel() - 1 :][: other.numel()].view(other.shape)
+    message = "some elements of the input tensor and the written-to tensor refer to a single memory location"
+    with pytest.raises(RuntimeError, match=message):
+        selective_state_update(**(inputs | {name: shared}))
+    assert torch.equal(memory, before)
+
+
+def test_bad_arguments_leave_the_state_alone(device):
+    inputs = good_inputs(device=device)
+    before = inputs["state"].clone()
+    with pytest.raises(ValueError, match="expected C of shape"):
+        selective_state_update(**(inputs | {"C": inputs["C"][:, :1]}))
+    assert torch.equal(inputs["state"], before)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("slots", [None, 6])
+def test_cuda_graph(slots):
+    """A captured step replays on new values in the same tensors, the slots' too, and goes on with the same state."""
+    draws = [
+        make_step_inputs(batch=3, dim=70, dstate=16, slots=slots, dtype=torch.float32, device="cuda", seed=s) for s in range(4)
+    ]
+    static = {k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()}
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        step(static)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = selective_state_update(**static)
+
+    state = draws[0]["state"].clone()
+    static["state"].copy_(state)
+    for shift, draw in enumerate(draws):
+        if slots is not None:
+            draw["state_batch_indices"] = (draw["state_batch_indices"] + shift) % slots
+        for name, value in draw.items():
+            if isinstance(value, Tensor) and name != "state":
+                static[name].copy_(value)
+        graph.replay()
+        expected = selective_state_update(**(draw | {"state": state}))
+        assert torch.equal(out, expected) and torch.equal(static["state"], state)
+
+
+@pytest.mark.cuda
+def test_runs_on_the_current_stream():
+    """A step that waits for a long write on its own stream sees what was written."""
+    inputs = make_step_inputs(batch=4, dim=512, dstate=16, dtype=torch.float32, device="cuda")
+    expected, _ = step(inputs)
+    values, inputs["x"] = inputs["x"], torch.full_like(inputs["x"], float("nan"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        inputs["x"].copy_(values)
+        out = selective_state_update(**inputs)
+    stream.synchronize()
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.cuda
+def test_runs_on_the_device_of_its_arguments():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    inputs = make_step_inputs(dstate=16, dtype=torch.float32, device="cuda:1")
+    assert torch.cuda.current_device() == 0
+    out, _ = assert_step_matches_reference(inputs)
+    assert out.device == torch.device("cuda:1")
