@@ -136,8 +136,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     outputs = {name: getattr(options, name) for name in ("plot", "json", "csv") if getattr(options, name) is not None}
     for name, path in outputs.items():
         check_writable(f"--{name}", path)
-    if len({path.resolve() for path in outputs.values()}) < len(outputs):
-        raise UsageError("--plot, --json and --csv: expected different files")
+    files = [*outputs.values(), *([] if options.input is None else [options.input])]
+    if len({path.resolve() for path in files}) < len(files):
+        raise UsageError("--input, --plot, --json and --csv: expected different files")
     return options
 
 
@@ -248,9 +249,8 @@ def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch
         stages = scans.scan_stages(
             scans.reference.selective_scan, inputs, torch.ones_like(inputs["u"]), options.methods[0], backward=options.backward
         )
-        seconds = measure({"loop": stages}, device=device, trials=1, warmup=1 if length == 8 else 0)["loop"].total.median
-        # Autograd's cost of reading one step out of a sequence can grow with the sequence: twice the steps, up to four times.
-        if 2 * 4 * seconds * cost * len(options.methods) > SECONDS["loop"]:
+        seconds = measure({"loop": stages}, device=device, trials=2, warmup=1)["loop"].total.median
+        if 2 * 2 * seconds * cost * len(options.methods) > SECONDS["loop"]:
             break
         if memory is not None and 2 * scans.loop_bytes(head, dtype) > memory / 4:
             break

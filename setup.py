@@ -40,6 +40,7 @@ def stop_for_missing(requirement: str) -> NoReturn:
 
 
 build_backend.check_platform()
+request = build_backend.cuda_request()
 compiler = build_backend.find_compiler()
 torch_found = build_backend.find_torch(sys.path)
 if torch_found is None:
@@ -63,7 +64,6 @@ except ModuleNotFoundError:
         stop_for_missing("ninja")
 
 toolkit = build_backend.find_toolkit(sys.path)
-request = build_backend.cuda_request()
 plan = build_backend.plan_cuda(torch_found, toolkit, request, build_backend.has_nvidia_driver())
 if plan == "fetch":
     # Nobody fetched it: there is no build isolation.

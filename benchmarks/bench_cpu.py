@@ -59,6 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if min(options.batch, options.dim, options.seqlen, options.dstate, options.n_trials) < 1 or options.warmup < 0:
         parser.error("sizes and --n_trials start at 1, --warmup at 0")
+    if options.dstate > 256:
+        parser.error("--dstate ends at 256")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such folder")
 
     size = ScanSize(options.batch, options.dim, options.seqlen, options.dstate)
     description = machine()

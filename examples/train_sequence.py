@@ -116,8 +116,10 @@ def load_checkpoint(path: Path, run: dict, device: torch.device) -> dict:
     """The checkpoint, if it is one of this run."""
     try:
         checkpoint = torch.load(path, map_location=device, weights_only=True)
+        if not {"run", "model", "optimizer", "schedule", "losses", "accuracies"} <= checkpoint.keys():
+            raise KeyError
         other = {name: (checkpoint["run"][name], value) for name, value in run.items() if checkpoint["run"][name] != value}
-    except (EOFError, KeyError, RuntimeError, TypeError, pickle.UnpicklingError):
+    except (AttributeError, EOFError, LookupError, RuntimeError, TypeError, ValueError, pickle.UnpicklingError):
         fail(f"{path} is not a checkpoint of this script")
     if other:
         fail(f"{path} is of another run: " + ", ".join(f"{name} {was}, not {now}" for name, (was, now) in other.items()))

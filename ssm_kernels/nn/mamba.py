@@ -180,7 +180,15 @@ class Mamba(SelectiveBase):
         x = x.transpose(1, 2)
         inputs = F.pad(x, (self.d_conv, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], dim=-1)
         # The first window ends before the sequence begins; keeping it until here makes empty sequences legal.
-        x = F.conv1d(inputs, self.conv1d.weight, self.conv1d.bias, groups=self.d_inner)[..., 1:]
+        weight, bias = self.conv1d.weight, self.conv1d.bias
+        if torch.compiler.is_compiling():
+            # Inductor makes one graph of these; its convolution's backward is compiled anew for every length.
+            windows = inputs.shape[-1] - self.d_conv
+            x = sum(inputs[..., k + 1 : k + 1 + windows] * weight[:, :, k] for k in range(self.d_conv))
+            if bias is not None:
+                x = x + bias[:, None]
+        else:
+            x = F.conv1d(inputs, weight, bias, groups=self.d_inner)[..., 1:]
         return F.silu(x.transpose(1, 2)), inputs[..., inputs.shape[-1] - self.d_conv :]
 
     def _get_states_from_cache(
