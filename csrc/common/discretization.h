@@ -9,6 +9,7 @@
 //   gain(z, basis)       k
 //   derivatives(z, basis, gain)   Abar', k' and (z k)'
 //   kUnitGain            k = 1, known when compiling
+//   kExponential         Abar = basis = e^z, known when compiling: products of Abar over time are exponentials of sums of z
 //
 // With z = delta A the chain rule needs no division by A or z, so that A -> 0 and delta -> 0 are ordinary points:
 //
@@ -35,6 +36,7 @@ struct DiscretizationDerivatives {
 
 // Abar = e^z, whatever the gain.
 struct ExponentialTransition {
+  static constexpr bool kExponential = true;
   template <typename T>
   static SSM_HOST_DEVICE T basis(T z) {
     return Math<T>::exp(z);
@@ -107,20 +109,20 @@ template <int twice_alpha>
 struct GeneralizedBilinear {
   static_assert(twice_alpha >= 0 && twice_alpha <= 2, "alpha is 0, 1/2 or 1");
   static constexpr bool kUnitGain = twice_alpha == 0;
+  static constexpr bool kExponential = false;
   template <typename T>
   static SSM_HOST_DEVICE T basis(T z) {
     using Scalar = typename Math<T>::Scalar;
     const T one(Scalar(1));
     if constexpr (twice_alpha == 0) return one;
-    return one / Math<T>::fma(z, T(Scalar(-0.5 * twice_alpha)), one);
+    return Math<T>::reciprocal(Math<T>::fma(z, T(Scalar(-0.5 * twice_alpha)), one));
   }
   template <typename T>
   static SSM_HOST_DEVICE T abar(T z, T r) {
     using Scalar = typename Math<T>::Scalar;
     if constexpr (twice_alpha == 2) return r;
-    const T numerator = Math<T>::fma(z, T(Scalar(1 - 0.5 * twice_alpha)), T(Scalar(1)));
-    if constexpr (twice_alpha == 0) return numerator;
-    return numerator * r;
+    if constexpr (twice_alpha == 0) return z + T(Scalar(1));
+    return Math<T>::fma(r, T(Scalar(2)), T(Scalar(-1)));
   }
   template <typename T>
   static SSM_HOST_DEVICE T gain(T, T r) {

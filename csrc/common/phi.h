@@ -11,18 +11,18 @@
 
 namespace ssm_kernels {
 
-// sum_{j < terms} z^j k! / (j + k)!, divided by k!: Horner from the last term, each step multiplying by z / (j + k).
-template <int k, int terms, typename T>
+SSM_HOST_DEVICE constexpr double reciprocal_factorial(int n) { return n <= 1 ? 1.0 : reciprocal_factorial(n - 1) / n; }
+
+// sum_{first <= j < terms} z^(j - first) / (j + k)!
+template <int k, int terms, int first = 0, typename T>
 SSM_HOST_DEVICE T phi_series(T z) {
   using Scalar = typename Math<T>::Scalar;
-  T sum(Scalar(1));
-#if defined(__CUDACC__)
-#pragma unroll
-#endif
-  for (int j = terms - 1; j >= 1; --j) {
-    sum = Math<T>::fma(sum * T(Scalar(1) / Scalar(j + k)), z, T(Scalar(1)));
+  constexpr Scalar kCoefficient(reciprocal_factorial(first + k));
+  if constexpr (first + 1 == terms) {
+    return T(kCoefficient);
+  } else {
+    return Math<T>::fma(phi_series<k, terms, first + 1>(z), z, T(kCoefficient));
   }
-  return k == 2 ? sum * T(Scalar(0.5)) : sum;
 }
 
 // phi1, given ez = e^z.
@@ -33,7 +33,7 @@ SSM_HOST_DEVICE T phi1(T z, T ez) {
   const T one(Scalar(1));
   const auto near_zero = Math<T>::less(Math<T>::abs(z), T(Scalar(0.5)));
   const T away = Math<T>::select(near_zero, one, z);
-  return Math<T>::select(near_zero, phi_series<1, kTerms>(z), (ez - one) / away);
+  return Math<T>::select(near_zero, phi_series<1, kTerms>(z), (ez - one) * Math<T>::reciprocal(away));
 }
 
 // phi1'(z) = phi1 - phi2 = (e^z - phi1) / z, given ez = e^z and p1 = phi1(z): the difference cancels far from zero, the
@@ -45,7 +45,7 @@ SSM_HOST_DEVICE T phi1_derivative(T z, T ez, T p1) {
   const T one(Scalar(1));
   const auto near_zero = Math<T>::less(Math<T>::abs(z), one);
   const T away = Math<T>::select(near_zero, one, z);
-  return Math<T>::select(near_zero, p1 - phi_series<2, kTerms>(z), (ez - p1) / away);
+  return Math<T>::select(near_zero, p1 - phi_series<2, kTerms>(z), (ez - p1) * Math<T>::reciprocal(away));
 }
 
 }  // namespace ssm_kernels

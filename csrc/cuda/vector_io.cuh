@@ -81,6 +81,10 @@ struct Vector {
     for (int i = 0; i < kPieces; ++i) result.pieces[i] = reinterpret_cast<const Piece*>(source)[i];
     return result;
   }
+  __device__ __forceinline__ void store(Scalar* target) const {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) reinterpret_cast<Piece*>(target)[i] = pieces[i];
+  }
   // Past the first-level cache: for what is read once.
   __device__ __forceinline__ static Vector load_once(const Scalar* source) {
     Vector result;

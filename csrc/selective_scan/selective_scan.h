@@ -21,13 +21,13 @@ constexpr int64_t kChunkLength = 64;
 
 // Int is int64_t or a symbolic integer.
 template <typename Int>
-Int chunk_count(const Int& seqlen) {
+SSM_HOST_DEVICE Int chunk_count(const Int& seqlen) {
   return (seqlen + (kChunkLength - 1)) / kChunkLength;
 }
 
 // Number of saved states per channel.
 template <typename Int>
-Int chunk_boundary_count(const Int& seqlen) {
+SSM_HOST_DEVICE Int chunk_boundary_count(const Int& seqlen) {
   return chunk_count(seqlen) + 1;
 }
 

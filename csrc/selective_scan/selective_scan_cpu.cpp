@@ -68,13 +68,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cpu(const at::Tensor& u, cons
                                                        bool delta_softplus, bool save_chunk_states) {
   const Inputs in{u, delta, A, B, C, D, z, delta_bias, initial_state};
   const Discretization method = check_inputs(in, discretization);
-  FwdOutputs outputs = allocate_fwd(in, save_chunk_states);
-
-  SelectiveScanFwdParams params;
-  fill_params(params, in, method, delta_softplus);
-  params.out = sequence_view(outputs.out);
-  params.last_state = outputs.last_state.data_ptr();
-  params.chunk_states = save_chunk_states ? outputs.chunk_states.data_ptr() : nullptr;
+  const FwdOutputs outputs = allocate_fwd(in, save_chunk_states);
+  const SelectiveScanFwdParams params = make_fwd_params(in, method, delta_softplus, outputs);
 
   const CpuKernels& kernels = cpu_kernels();
   const ScalarKind kind = scalar_kind(u.scalar_type());
@@ -205,21 +200,7 @@ GradTuple bwd_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_las
   const Discretization method = check_inputs(in, discretization);
   const GradTensors grads = allocate_bwd(in, grad_out, grad_last_state, chunk_states, has_initial_state);
   const at::Tensor states = chunk_states.contiguous();
-
-  SelectiveScanBwdParams params;
-  fill_params(params, in, method, delta_softplus);
-  params.grad_out = sequence_view(grad_out);
-  params.grad_last_state = state_view(grad_last_state);
-  params.chunk_states = states.const_data_ptr();
-  params.grad_u = sequence_view(grads[kGradU]);
-  params.grad_delta = sequence_view(grads[kGradDelta]);
-  params.grad_B = matrix_view(grads[kGradB]);
-  params.grad_C = matrix_view(grads[kGradC]);
-  params.grad_A = grads[kGradA].data_ptr();
-  if (params.z.data != nullptr) params.grad_z = sequence_view(grads[kGradZ]);
-  if (params.D.data != nullptr) params.grad_D = grads[kGradD].data_ptr();
-  if (params.delta_bias.data != nullptr) params.grad_delta_bias = grads[kGradDeltaBias].data_ptr();
-  if (has_initial_state) params.grad_initial_state = grads[kGradInitialState].data_ptr();
+  const SelectiveScanBwdParams params = make_bwd_params(in, method, delta_softplus, grad_out, grad_last_state, states, grads);
 
   const ScalarKind kind = scalar_kind(u.scalar_type());
   const Blocking blocking(params, cpu_kernels().vector_bytes() / A.element_size());

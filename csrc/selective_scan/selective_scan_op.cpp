@@ -99,6 +99,8 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
           has_initial_state ? at::empty_symint({batch, dim, dstate}, in.A.options()) : absent()};
 }
 
+namespace {
+
 SequenceView sequence_view(const OptionalTensor& tensor) {
   if (!is_present(tensor)) return {};
   return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
@@ -121,6 +123,7 @@ ChannelView channel_view(const OptionalTensor& tensor) {
   return {tensor->data_ptr(), tensor->stride(0)};
 }
 
+// The part that forward and backward share.
 void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method, bool delta_softplus) {
   params.batch = in.u.size(0);
   params.dim = in.u.size(1);
@@ -137,6 +140,39 @@ void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization m
   params.initial_state = state_view(in.initial_state);
   params.D = channel_view(in.D);
   params.delta_bias = channel_view(in.delta_bias);
+}
+
+}  // namespace
+
+SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, bool delta_softplus,
+                                       const FwdOutputs& outputs) {
+  SelectiveScanFwdParams params;
+  fill_params(params, in, method, delta_softplus);
+  params.out = sequence_view(outputs.out);
+  params.last_state = outputs.last_state.data_ptr();
+  // Without boundaries to save there are none at all.
+  if (outputs.chunk_states.size(1) > 0) params.chunk_states = outputs.chunk_states.data_ptr();
+  return params;
+}
+
+SelectiveScanBwdParams make_bwd_params(const Inputs& in, Discretization method, bool delta_softplus,
+                                       const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
+                                       const at::Tensor& chunk_states, const GradTensors& grads) {
+  SelectiveScanBwdParams params;
+  fill_params(params, in, method, delta_softplus);
+  params.grad_out = sequence_view(grad_out);
+  params.grad_last_state = state_view(grad_last_state);
+  params.chunk_states = chunk_states.const_data_ptr();
+  params.grad_u = sequence_view(grads[kGradU]);
+  params.grad_delta = sequence_view(grads[kGradDelta]);
+  params.grad_B = matrix_view(grads[kGradB]);
+  params.grad_C = matrix_view(grads[kGradC]);
+  params.grad_A = grads[kGradA].data_ptr();
+  if (params.z.data != nullptr) params.grad_z = sequence_view(grads[kGradZ]);
+  if (params.D.data != nullptr) params.grad_D = grads[kGradD].data_ptr();
+  if (params.delta_bias.data != nullptr) params.grad_delta_bias = grads[kGradDeltaBias].data_ptr();
+  if (grads[kGradInitialState].dim() == 3) params.grad_initial_state = grads[kGradInitialState].data_ptr();
+  return params;
 }
 
 namespace {
@@ -311,10 +347,12 @@ TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
   m.impl("_selective_scan_bwd", &bwd_meta);
 }
 
+#ifndef SSM_KERNELS_WITH_CUDA
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  m.impl("_selective_scan_fwd", torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
-  m.impl("_selective_scan_bwd", torch::CppFunction::makeFromBoxedFunction<&no_cuda_kernel>());
+  m.impl("_selective_scan_fwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+  m.impl("_selective_scan_bwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
 }
+#endif
 
 TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("selective_scan", &selective_scan_autocast<at::kCPU>); }
 

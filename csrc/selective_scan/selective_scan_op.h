@@ -1,5 +1,5 @@
 // Between the operator's dispatcher-facing half (selective_scan_op.cpp) and its devices: checked arguments, the tensors that
-// forward and backward return, and plain-data views of tensors.
+// forward and backward return, and all of them as plain data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -41,10 +41,10 @@ using GradTuple =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 inline GradTuple as_tuple(const GradTensors& grads) { return std::tuple_cat(grads); }
 
-SequenceView sequence_view(const OptionalTensor& tensor);
-MatrixView matrix_view(const at::Tensor& tensor);
-StateView state_view(const OptionalTensor& tensor);
-ChannelView channel_view(const OptionalTensor& tensor);
-void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method, bool delta_softplus);
+SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, bool delta_softplus, const FwdOutputs& outputs);
+// chunk_states must be contiguous.
+SelectiveScanBwdParams make_bwd_params(const Inputs& in, Discretization method, bool delta_softplus,
+                                       const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
+                                       const at::Tensor& chunk_states, const GradTensors& grads);
 
 }  // namespace ssm_kernels::selective_scan

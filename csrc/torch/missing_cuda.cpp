@@ -1,4 +1,4 @@
-// Boxed kernels: one function serves every operator, whatever its arguments.
+// A boxed kernel: one function serves every operator, whatever its arguments.
 
 #include "torch/missing_cuda.h"
 
@@ -34,14 +34,6 @@ void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& st
 }
 
 }  // namespace
-
-void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  check_one_device(op, *stack);
-  TORCH_CHECK_NOT_IMPLEMENTED(
-      false, public_name(op),
-      ": this release has no CUDA kernel for this operator, only a CPU kernel; expected CPU tensors, got "
-      "CUDA tensors");
-}
 
 void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   check_one_device(op, *stack);

@@ -1,4 +1,4 @@
-// What CUDA tensors meet at an operator that has no CUDA kernel, in this release or in this build: an error that says why.
+// What CUDA tensors meet in a build without CUDA kernels: an error that says so.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -6,8 +6,7 @@
 
 namespace ssm_kernels {
 
-// Boxed kernels for the CUDA key.
-void no_cuda_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// Boxed kernel for the CUDA key.
 void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace ssm_kernels

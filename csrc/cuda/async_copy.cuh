@@ -1,0 +1,20 @@
+// Copies from global to shared memory that pass by the registers.
+#pragma once
+
+#include <cstdint>
+
+namespace ssm_kernels::cuda {
+
+constexpr int kAsyncCopyBytes = 16;
+
+// Starts a copy of kAsyncCopyBytes, of which only the first `valid_bytes` are read; the rest are zeros. Both addresses are
+// multiples of kAsyncCopyBytes; with no valid bytes the source is not read.
+__device__ __forceinline__ void async_copy(void* shared, const void* global, int valid_bytes) {
+  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(valid_bytes) : "memory");
+}
+
+// Until every copy that this thread started is done.
+__device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+}  // namespace ssm_kernels::cuda

@@ -1,0 +1,15 @@
+#include "selective_scan/selective_scan_bwd.cuh"
+#include "selective_scan/selective_scan_bwd_finish.cuh"
+
+namespace ssm_kernels::selective_scan {
+
+template cudaError_t launch_bwd_finish<double>(const SelectiveScanBwdParams&, const ScanPlan&, const PartialSums&,
+                                               cudaStream_t);
+
+#define SSM_ROW(enumerator, name, Method)                                                                             \
+  template cudaError_t launch_bwd<double, Method>(const SelectiveScanBwdParams&, const ScanPlan&, const PartialSums&, \
+                                                  cudaStream_t);
+SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+
+}  // namespace ssm_kernels::selective_scan
