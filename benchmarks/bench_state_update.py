@@ -13,12 +13,9 @@ with the float64 reference before it is timed. Exits with 1 if one is wrong.
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import math
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,14 +29,11 @@ from rich.table import Table
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks.harness import Timing, machine, measure
+from benchmarks import peers
+from benchmarks.harness import machine, measure, require_cuda, time_graph, time_host
 from ssm_kernels import reference
 
 Inputs = dict[str, Any]
-
-# Where mamba_ssm is not installed: its Triton kernel by triton.testing.do_bench, seconds, by (batch, heads, dim, dstate).
-RECORDED = {(64, None, 2048, 16): 0.0246e-3, (64, 80, 64, 128): 0.110e-3}
-RECORDED_SOURCE = "state-spaces/mamba e9594ce, torch 2.11.0+cu130, Triton 3.6.0, on one H200"
 
 
 @dataclass(frozen=True)
@@ -72,7 +66,7 @@ class Case:
     def recorded(self) -> float | None:
         if self.discretization != "zoh" or self.state_dtype != torch.float32:
             return None
-        return RECORDED.get((self.batch, self.heads, self.dim, self.dstate))
+        return peers.RECORDED_STATE_UPDATE.get((self.batch, self.heads, self.dim, self.dstate))
 
     def inputs(self, seed: int, batch: int | None = None) -> Inputs:
         generator = torch.Generator("cuda").manual_seed(seed)
@@ -126,15 +120,6 @@ def step(inputs: Inputs, discretization: str) -> Tensor:
     return ssm_kernels.selective_state_update(**inputs, discretization=discretization)
 
 
-def peer_function() -> Callable[[Inputs], Tensor] | None:
-    """mamba_ssm's Triton kernel, if it is installed."""
-    try:
-        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-    except ImportError:
-        return None
-    return lambda inputs: selective_state_update(**inputs)
-
-
 def moved_bytes(inputs: Inputs) -> int:
     """What a step must move: every element once (not once per expansion), the state twice, and the output."""
     sizes = {
@@ -158,25 +143,6 @@ def error_of(case: Case) -> float:
     return worst
 
 
-def time_graph(function: Callable[[Inputs], Any], sets: Sequence[Inputs], trials: int) -> Timing:
-    """Seconds per call in a graph that calls the function on one set after another."""
-    for inputs in sets:
-        function(inputs)
-    torch.cuda.synchronize()
-    graph, calls = torch.cuda.CUDAGraph(), max(20, len(sets))
-    with torch.cuda.graph(graph):
-        for i in range(calls):
-            function(sets[i % len(sets)])
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(trials + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return Timing.of([a.elapsed_time(b) * 1e-3 / calls for a, b in itertools.pairwise(events)])
-
-
 def time_call(function: Callable[[Inputs], Any], inputs: Inputs) -> float:
     """Median seconds of a call after the cache was overwritten."""
     try:
@@ -184,19 +150,6 @@ def time_call(function: Callable[[Inputs], Any], inputs: Inputs) -> float:
     except ImportError:
         return measure({"call": [lambda: function(inputs)]}, device="cuda", trials=200, warmup=20)["call"].total.median
     return do_bench(lambda: function(inputs), warmup=25, rep=200, return_mode="median") * 1e-3
-
-
-def time_host(function: Callable[[Inputs], Any], calls: int = 3000) -> float:
-    """Seconds that the host needs per call, of a step that the GPU finishes sooner."""
-    inputs = Case(1, None, 64, 16).inputs(seed=0)
-    for _ in range(100):
-        function(inputs)
-    torch.cuda.synchronize()
-    start = time.perf_counter()
-    for _ in range(calls):
-        function(inputs)
-    torch.cuda.synchronize()
-    return (time.perf_counter() - start) / calls
 
 
 def measure_case(case: Case, trials: int, peer: Callable[[Inputs], Tensor] | None) -> dict[str, Any]:
@@ -231,14 +184,6 @@ def measure_case(case: Case, trials: int, peer: Callable[[Inputs], Tensor] | Non
     return row
 
 
-def driver_version() -> str:
-    try:
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
-        return "unknown"
-
-
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
     table = Table(title="selective_state_update, microseconds per step")
     columns = ("sizes", "x / state", "method", "graph", "GB/s", "copy", "/ copy", "peer", "call", "copy", "peer")
@@ -271,30 +216,28 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if options.trials < 1:
         parser.error("--trials starts at 1")
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU, and PyTorch finds none here")
-    if ssm_kernels.build_info()["cuda"] is None:
-        parser.error("needs CUDA kernels, and ssm_kernels was built without; `python -m ssm_kernels` says more")
+    require_cuda(parser)
 
-    peer = peer_function()
+    peer = peers.state_update()
     console = Console(width=140)
     rows = []
     for case in CASES:
         rows.append(measure_case(case, options.trials, peer))
         torch.cuda.empty_cache()
         console.print(f"{case.sizes}, {case.dtypes}, {case.discretization}: {rows[-1]['graph']['median'] * 1e6:.2f} us")
-    host = {"ours": time_host(lambda inputs: step(inputs, "zoh"))}
+    small = Case(1, None, 64, 16).inputs(seed=0)  # the GPU finishes this step sooner than the host the next call
+    host = {"ours": time_host(lambda: step(small, "zoh")).median}
     if peer is not None:
-        host["peer"] = time_host(peer)
+        host["peer"] = time_host(lambda: peer(small)).median
     console.print(table_of(rows))
     console.print(", ".join(f"host time per call, {who}: {seconds * 1e6:.1f} us" for who, seconds in host.items()))
 
     if options.json is not None:
         result = {
             "benchmark": "selective_state_update",
-            "machine": machine("cuda") | {"driver": driver_version()},
+            "machine": machine("cuda"),
             "settings": {"trials": options.trials, "cases": [asdict(case) for case in CASES]},
-            "peer": "mamba_ssm, in this run" if peer else f"recorded: {RECORDED_SOURCE}",
+            "peer": peers.described(peer),
             "rows": rows,
             "host_seconds": host,
         }

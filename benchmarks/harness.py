@@ -1,4 +1,4 @@
-"""Timing on the CPU and on CUDA: warm-up, interleaved trials, median and spread, cold caches on CUDA.
+"""Timing on the CPU and on CUDA: warm-up, interleaved trials, median and spread, cold caches on CUDA; graphs; host time.
 
 A benchmark is a sequence of *stages*; the first takes no argument, every other takes its predecessor's result. The stages of
 one trial are timed separately and together, so that a training step gives its forward, its backward and their sum from the same
@@ -7,9 +7,11 @@ run. Several benchmarks are measured in turns, trial by trial: a machine that sl
 
 from __future__ import annotations
 
+import argparse
 import math
 import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,9 +21,21 @@ from typing import Any
 
 import torch
 
-__all__ = ["Measurement", "Timing", "available_memory", "machine", "measure"]
+__all__ = [
+    "Measurement",
+    "Timing",
+    "available_memory",
+    "driver_version",
+    "machine",
+    "measure",
+    "require_cuda",
+    "time_graph",
+    "time_host",
+]
 
 Stages = Sequence[Callable[..., Any]]
+
+_CACHE_WRITES = 8
 
 
 @dataclass(frozen=True)
@@ -80,9 +94,10 @@ class _CpuClock:
 
 
 class _CudaClock:
-    """Marks are events on the current stream; before each trial a write of twice the L2 cache's size evicts the inputs.
+    """Marks are events on the current stream; before each trial writes of twice the L2 cache's size evict the inputs.
 
-    That write also keeps the device busy while the host enqueues the trial, so launch latency is not part of short trials.
+    One write would do for that. The others keep the device busy while the host enqueues the trial, so that launch latency is
+    not part of short trials: eight write 1 GB on an H200, for which it takes about a quarter of a millisecond.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -90,7 +105,8 @@ class _CudaClock:
         self._evict = torch.empty(2 * max(cache, 2**25), dtype=torch.int8, device=device)
 
     def prepare(self) -> None:
-        self._evict.zero_()
+        for _ in range(_CACHE_WRITES):
+            self._evict.zero_()
 
     def mark(self) -> torch.cuda.Event:
         event = torch.cuda.Event(enable_timing=True)
@@ -151,6 +167,44 @@ def measure(
     return measurements
 
 
+def time_graph(function: Callable[[Any], Any], sets: Sequence[Any], trials: int) -> Timing:
+    """Seconds per call in a CUDA graph that calls the function on one set of inputs after another."""
+    for inputs in sets:
+        function(inputs)
+    torch.cuda.synchronize()
+    graph, calls = torch.cuda.CUDAGraph(), max(20, len(sets))
+    with torch.cuda.graph(graph):
+        for i in range(calls):
+            function(sets[i % len(sets)])
+    graph.replay()
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(trials + 1)]
+    events[0].record()
+    for event in events[1:]:
+        graph.replay()
+        event.record()
+    torch.cuda.synchronize()
+    return Timing.of([a.elapsed_time(b) * 1e-3 / calls for a, b in pairwise(events)])
+
+
+def time_host(function: Callable[[], Any], *, blocks: int = 40, calls: int = 50) -> Timing:
+    """Seconds that the host needs per call of a function that enqueues work on CUDA: the median of ``blocks``.
+
+    A block starts on an idle device and its clock stops before the device is waited for. It is so short that the queue of
+    launches does not fill up, where the host would wait for the device.
+    """
+    for _ in range(2 * calls):
+        function()
+    seconds = []
+    for _ in range(blocks):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            function()
+        seconds.append((time.perf_counter() - start) / calls)
+    torch.cuda.synchronize()
+    return Timing.of(seconds)
+
+
 def available_memory(device: torch.device | str = "cpu") -> int | None:
     """Bytes that can be allocated now on ``device``; None where the system does not say."""
     device = torch.device(device)
@@ -175,6 +229,24 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
+def driver_version() -> str:
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        return "unknown"
+
+
+def require_cuda(parser: argparse.ArgumentParser) -> None:
+    """Ends the program with one line where there is no GPU, or no kernels for it."""
+    import ssm_kernels
+
+    if not torch.cuda.is_available():
+        parser.error("needs a CUDA GPU, and PyTorch finds none here")
+    if ssm_kernels.build_info()["cuda"] is None:
+        parser.error("needs CUDA kernels, and ssm_kernels was built without; `python -m ssm_kernels` says more")
+
+
 def machine(device: torch.device | str = "cpu") -> dict[str, str | int]:
     """What the numbers were measured on."""
     import ssm_kernels
@@ -194,4 +266,5 @@ def machine(device: torch.device | str = "cpu") -> dict[str, str | int]:
     if device.type == "cuda":
         description["gpu"] = torch.cuda.get_device_name(device)
         description["cuda"] = torch.version.cuda or "unknown"
+        description["driver"] = driver_version()
     return description

@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Turns the JSON files of the benchmarks into one page per GPU or CPU: docs/benchmarks/<name>.md.
+"""Turns the JSON files of the benchmarks into one page per GPU or CPU, docs/benchmarks/<name>.md, and its figures.
 
-python benchmarks/report.py FILE.json [FILE.json ...] [--output FOLDER]
+    python benchmarks/report.py [FILE.json ...] [--output FOLDER]
+
+Without files, every JSON file in the folder is taken.
 """
 
 from __future__ import annotations
@@ -15,7 +17,10 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
 Result = dict[str, Any]
+DIRECTIONS = ("forward", "backward")
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
@@ -68,6 +73,151 @@ Host time of one call from Python: {host}.
 """
 
 
+def milliseconds(found: Result | None, what: str) -> str:
+    if found is None or what not in found:
+        return "unsupported" if found and found["unsupported"] else ""
+    return f"{found[what]['median'] * 1e3:.3f}" + (" (recorded)" if found["recorded"] else "")
+
+
+def verdict(row: Result, direction: str, *others: str) -> list[str]:
+    """The ratio to the first of ``others`` that the row is held to, and what was asked of it."""
+    for found in row["judged"]:
+        if found["direction"] == direction and found["other"] in others:
+            relation = {"mamba_ssm": "≥", "zoh": "≤", "L-contiguous": "within ×"}[found["other"]]
+            asked = f"{relation} {found['bar']:g} {'met' if found['met'] else '**missed**'}"
+            if found["goal"] is not None:
+                asked += f", goal {found['goal']:g} {'met' if found['ratio'] >= found['goal'] else 'missed'}"
+            return [f"{found['ratio']:.2f}", asked]
+    return ["", ""]
+
+
+def against_peer(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        peer = row.get("peer")
+        if row["discretization"] != "zoh":
+            continue
+        line = [row["name"]]
+        for what in ("forward", "training", "backward"):
+            ours = row["ours"][what]
+            line += [f"{ours['median'] * 1e3:.3f} ± {100 * ours['spread']:.0f} %", milliseconds(peer, what)]
+            ratio = f"{peer[what]['median'] / ours['median']:.2f}" if peer and what in peer else ""
+            line += [ratio] if what == "training" else [ratio, verdict(row, what, "mamba_ssm")[1]]
+        lines.append(line)
+    header = ["case", "forward", "mamba_ssm", "speed-up", "bar", "in training", "mamba_ssm", "speed-up"]
+    return table([*header, "backward", "mamba_ssm", "speed-up", "bar"], lines)
+
+
+def against_ours(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        if any(found["other"] != "mamba_ssm" for found in row["judged"]):
+            others = [found["other"] for found in row["judged"] if found["other"] != "mamba_ssm"]
+            line = [row["name"], others[0]]
+            for direction in DIRECTIONS:
+                line += [milliseconds(row["ours"], direction), *verdict(row, direction, *others)]
+            lines.append(line)
+    return table(["case", "against", "forward", "ratio", "bar", "backward", "ratio", "bar"], lines, left=2)
+
+
+def against_floor(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        if "floor" not in row or row["discretization"] != "zoh":
+            continue
+        line = [row["name"]]
+        for direction in DIRECTIONS:
+            ours, floor = row["ours"][direction]["median"], row["floor"][direction]
+            bound = max(floor, key=floor.get)
+            line += [f"{floor[bound] * 1e3:.3f}", bound, f"{ours / floor[bound]:.2f}"]
+            line += [f"{row['bytes'][direction] / ours / 1e9:.0f}", f"{row['updates'] / ours / 1e12:.2f}"]
+        lines.append(line)
+    header = ["by", "× floor", "GB/s", "10¹² updates/s"]
+    return table(["case", "floor, forward", *header, "floor, backward", *header], lines)
+
+
+def memory(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        peer, elements = row.get("peer"), row["updates"] // row["dstate"]
+        if row["discretization"] != "zoh" or row["ours"]["peak_bytes"] is None:
+            continue
+        peaks = [found and found["peak_bytes"] for found in (row["ours"], peer)]
+        shares = [f"{peak / elements:.2f}" if peak else "" for peak in (*peaks, row["chunk_state_bytes"])]
+        lines.append([row["name"], shares[0], shares[2], shares[1], f"{peaks[0] / peaks[1]:.2f}" if peaks[1] else ""])
+    return table(["case", "ours", "of which chunk states", "mamba_ssm", "ours / mamba_ssm"], lines)
+
+
+def largest_errors(rows: Sequence[Result]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row["errors"]))
+    lines = []
+    for dtype in dict.fromkeys(row["dtype"] for row in rows):
+        found = [row["errors"] for row in rows if row["dtype"] == dtype]
+        worst = {name: max((errors[name] for errors in found if name in errors), default=None) for name in names}
+        lines.append([dtype, *("" if error is None else f"{error:.1e}" for error in worst.values())])
+    return table(["dtype", *names], lines)
+
+
+def selective_scan(result: Result) -> str:
+    rows = result["rows"]
+    given = [
+        f"{milliseconds(row['peer_given'], 'forward')} and {milliseconds(row['peer_given'], 'backward')} ({row['name']})"
+        for row in rows
+        if "forward" in row.get("peer_given", {})
+    ]
+    copies = f" Given D-contiguous tensors, which it copies, it takes {'; '.join(given)}." if given else ""
+    return f"""## selective_scan
+
+Milliseconds of GPU time with D, delta_bias and softplus; B batch, D dim, L seqlen, N dstate, *z* the gate, G groups of B and C.
+*Forward*: without gradients, saving nothing. *In training*: the forward that saves the states at the chunk boundaries.
+*Backward*: `torch.autograd.grad` to every input. Between two events, after the second-level cache was overwritten;
+{result["settings"]["trials"]} trials; median, ± half the distance from the 20th to the 80th percentile. What is of one shape
+was measured in turns. mamba_ssm's columns are its CUDA kernel ({result["peer"]}),
+always in its own layout, L-contiguous; *speed-up* is its time over ours. "unsupported": its kernel refuses the case.{copies}
+
+{against_peer(rows)}
+
+Methods and layouts, our time over that of zoh and of the L-contiguous layout:
+
+{against_ours(rows)}
+
+The floor is the largest of the times that memory traffic (every argument, result and gradient once), exponentials and
+instructions need at least, for zoh; `benchmarks/bench_selective_scan.py` has the formulas. GB/s is of that traffic, an update
+one step of one state.
+
+{against_floor(rows)}
+
+![State updates per second over updates per byte]({result["figure"]})
+
+Peak memory of forward and backward beside the inputs and the incoming gradient, outputs and gradients included, in bytes per
+batch entry, channel and step:
+
+{memory(rows)}
+
+Largest relative error (L2) over the cases, against float64, the incoming gradient nonzero for some channels:
+
+{largest_errors(rows)}
+"""
+
+
+def overhead(result: Result) -> str:
+    rows = []
+    for row in result["rows"]:
+        host, bar = row["host"], row["bar"]
+        asked = "" if bar is None else f"≤ {bar * 1e6:g} {'met' if host['median'] <= bar else '**missed**'}"
+        rows.append([row["function"], row["what"], f"{microseconds(host['median'])} ± {100 * host['spread']:.0f} %", asked])
+    settings = result["settings"]
+    return f"""## Host time of a call
+
+Microseconds that the host needs for one call on CUDA tensors (batch {settings["batch"]}, dim {settings["dim"]}, seqlen
+{settings["seqlen"]}, dstate {settings["dstate"]}, bfloat16), the GPU never being what it waits for. *Forward + backward* is a
+call and `torch.autograd.grad` of it to every input; *operator* is the registered operator without autograd; `a * b` is what
+PyTorch needs for a product of two such tensors. Median of {settings["blocks"]} blocks of calls.
+
+{table(["function", "what", "µs", "bar"], rows, left=2)}
+"""
+
+
 def selective_scan_cpu(result: Result) -> str:
     rows = []
     for method, row in result["methods"].items():
@@ -91,9 +241,12 @@ distance from the 20th to the 80th percentile.
 """
 
 
+# In the order of the page.
 SECTIONS: dict[str, Callable[[Result], str]] = {
-    "selective_scan_cpu": selective_scan_cpu,
+    "selective_scan": selective_scan,
     "selective_state_update": state_update,
+    "overhead": overhead,
+    "selective_scan_cpu": selective_scan_cpu,
 }
 
 
@@ -102,7 +255,7 @@ def name_of(machine: dict[str, Any]) -> str:
 
 
 def page(results: Sequence[Result]) -> str:
-    machine = results[0]["machine"]
+    machines = [result["machine"] for result in results]
     names = {
         "gpu": "GPU",
         "driver": "driver",
@@ -113,9 +266,11 @@ def page(results: Sequence[Result]) -> str:
         "cpu": "CPU",
         "system": "system",
     }
-    rows = [[name, str(machine[key])] for key, name in names.items() if key in machine]
+    # Measurements of different days may come from different versions.
+    values = {key: dict.fromkeys(str(machine[key]) for machine in machines if key in machine) for key in names}
+    rows = [[names[key], ", ".join(found)] for key, found in values.items() if found]
     sections = "\n".join(SECTIONS[result["benchmark"]](result) for result in results)
-    return f"""# Benchmarks on {name_of(machine)}
+    return f"""# Benchmarks on {name_of(machines[0])}
 
 Written by `benchmarks/report.py` from the measurements beside it; not edited by hand.
 
@@ -124,17 +279,23 @@ Written by `benchmarks/report.py` from the measurements beside it; not edited by
 {sections}"""
 
 
+def draw(result: Result, path: Path) -> None:
+    from benchmarks import roofline  # here, because no other page needs matplotlib
+
+    roofline.draw(result, path)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("files", nargs="+", type=Path, metavar="FILE.json")
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json")
     parser.add_argument(
         "--output", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "benchmarks", metavar="FOLDER"
     )
     options = parser.parse_args(arguments)
     by_machine = defaultdict(list)
-    for path in options.files:
+    for path in options.files or sorted(options.output.glob("*.json")):
         try:
             result = json.loads(path.read_text())
         except (OSError, json.JSONDecodeError) as error:
@@ -144,7 +305,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by_machine[name_of(result["machine"])].append(result)
     options.output.mkdir(parents=True, exist_ok=True)
     for name, results in by_machine.items():
+        results.sort(key=lambda result: list(SECTIONS).index(result["benchmark"]))
         target = options.output / f"{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.md"
+        for result in results:
+            if result["benchmark"] == "selective_scan":
+                result["figure"] = f"{target.stem}_selective_scan_roofline.png"
+                draw(result, options.output / result["figure"])
         target.write_text(page(results))
         print(target)
     return 0

@@ -112,10 +112,11 @@ def save_checkpoint(path: Path, checkpoint: dict) -> None:
     os.replace(partial, path)
 
 
-def load_checkpoint(path: Path, run: dict, device: torch.device) -> dict:
+def load_checkpoint(path: Path, run: dict) -> dict:
     """The checkpoint, if it is one of this run."""
     try:
-        checkpoint = torch.load(path, map_location=device, weights_only=True)
+        # On the CPU, where the optimizer keeps its step counts; what belongs on another device is copied there.
+        checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if not {"run", "model", "optimizer", "schedule", "losses", "accuracies"} <= checkpoint.keys():
             raise KeyError
         other = {name: (checkpoint["run"][name], value) for name, value in run.items() if checkpoint["run"][name] != value}
@@ -218,7 +219,7 @@ def main(argv: list[str] | None = None) -> None:
     options = ("discretization", "epochs", "batch_size", "lr", "d_model", "n_layers", "seed")
     run = {name: getattr(args, name) for name in options}
     if args.resume:
-        checkpoint = load_checkpoint(args.checkpoint, run, args.device)
+        checkpoint = load_checkpoint(args.checkpoint, run)
         model.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
         schedule.load_state_dict(checkpoint["schedule"])
@@ -253,9 +254,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.plot is not None:
         plot_learning_curve(args.plot, losses, accuracies, f"digits pixel by pixel, discretization {args.discretization}")
         print(f"learning curve: {args.plot}")
+    place = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else str(args.device)
     print(
-        f"test accuracy: {100 * accuracies[-1][1]:.1f} % after {last_step} steps "
-        f"({last_step / steps_per_epoch:.3g} epochs), {time.perf_counter() - start:.0f} s, discretization {args.discretization}"
+        f"test accuracy: {100 * accuracies[-1][1]:.1f} % after {last_step} steps ({last_step / steps_per_epoch:.3g} epochs), "
+        f"{time.perf_counter() - start:.0f} s on {place}, discretization {args.discretization}"
     )
 
 

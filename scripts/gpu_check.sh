@@ -75,10 +75,18 @@ sanitizer() {
 }
 
 benchmarks() {
-  local json="$out/state_update.json" page
-  "$python" benchmarks/bench_state_update.py --json "$json" || return 1
-  page=$("$python" benchmarks/report.py "$json") || return 1
-  cp "$page" "$out/" && cp "$json" "${page%.md}_state_update.json"
+  local name page status=0 names=() files=()
+  for name in selective_scan state_update overhead; do
+    echo "-- $name"
+    rm -f "$out/$name.json"
+    "$python" "benchmarks/bench_$name.py" --json "$out/$name.json" || { status=1; echo "$name failed"; }
+    [ ! -e "$out/$name.json" ] || { names+=("$name"); files+=("$out/$name.json"); }
+  done
+  [ ${#files[@]} -gt 0 ] || return 1
+  page=$("$python" benchmarks/report.py "${files[@]}") || return 1
+  for name in "${names[@]}"; do cp "$out/$name.json" "${page%.md}_$name.json" || return 1; done
+  cp "$page" "${page%.md}"_*.png "$out/" || status=1
+  return $status
 }
 
 for stage in "${stages[@]}"; do

@@ -1,13 +1,17 @@
 """Launches every CUDA kernel of the package on small inputs and compares with the CPU: what compute-sanitizer is run on.
 
+    python scripts/sanitizer_cases.py [operator ...]
+
 The inputs are made on the CPU and copied over whole, so that no kernel but the package's own runs and whatever the sanitizer
 reports is theirs. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own, and a step past its end shows.
 """
 
 from __future__ import annotations
 
+import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +19,105 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from helpers import METHODS, STEP_DTYPES, make_step_inputs
+from helpers import (
+    METHODS,
+    MINIMAL,
+    STEP_DTYPES,
+    TENSORS,
+    make_cotangents,
+    make_inputs,
+    make_step_inputs,
+    move,
+    move_all,
+    scan_with_state,
+    with_gradients,
+)
 from torch import Tensor
 
 from ssm_kernels import selective_state_update
 
 Inputs = dict[str, Any]
+# Returns what is wrong, or None.
+Check = Callable[[], str | None]
+
+SCAN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+RESULTS = ("out", "last_state")
 
 
-def on_device(tensor: Tensor, device: str) -> Tensor:
-    """The tensor in the same strides, its memory copied as it is."""
-    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
-    memory = tensor.as_strided((elements,), (1,), 0)
-    copied = memory.clone() if device == "cpu" else memory.to(device)
-    return copied.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
+    """Name, inputs and the results that have a gradient: each kernel (dtype, method), then each path inside them."""
+
+    def case(name: str, through: tuple[str, ...] = RESULTS, **options: Any) -> tuple[str, Inputs, tuple[str, ...]]:
+        sizes = {"dim": 21, "seqlen": 70, "dstate": 16, "dtype": torch.float32}
+        return f"{name} {options}", make_inputs(**(sizes | options)), through
+
+    for dtype in SCAN_DTYPES:
+        for method in METHODS:
+            yield case("method", dtype=dtype, discretization=method)
+        # Whole vectors along time and along channels, then rows that begin anywhere and elements that are apart.
+        for layout in ("contiguous", "transposed"):
+            yield case("vectors", dtype=dtype, dim=64, seqlen=128, layout=layout)
+        for layout in ("transposed", "permuted", "offset", "sliced"):
+            yield case("layout", dtype=dtype, dim=37, seqlen=129, groups=1, layout=layout)
+        yield case("inference", (), dtype=dtype, dim=37, seqlen=130)
+        yield case("required only", dtype=dtype, **MINIMAL)
+        yield case("segments", dtype=dtype, batch=1, dim=5, seqlen=6300, dstate=5)
+    for method in METHODS:
+        yield case("method, tiles of long sequences", dim=9, seqlen=140, discretization=method)
+    for dtype in (torch.float32, torch.bfloat16):
+        for dim, seqlen in ((1, 1), (5, 63), (33, 65), (70, 200)):
+            yield case("tails", dtype=dtype, dim=dim, seqlen=seqlen)
+        # Too many channels to spread each over a whole warp, over more than one tile of steps.
+        yield case("many channels", dtype=dtype, batch=100, dim=72, seqlen=130, dstate=2)
+        yield case("clusters", dtype=dtype, dim=250, dstate=3)
+        for B, C in (("constant", "constant"), ("constant", "variable"), ("variable", "constant")):
+            yield case("constant", dtype=dtype, B=B, C=C)
+    for dstate in (1, 3, 17, 40, 256):
+        yield case("dstate", dim=5, dstate=dstate)
+    yield case("dstate", dim=5, dstate=256, dtype=torch.float64)
+    for option in MINIMAL:
+        yield case("without", **{option: False})
+    for groups in (2, 10):
+        yield case("groups", dim=20, groups=groups)
+    name, inputs, through = case("groups of B and of C", dim=20, groups=10)
+    yield name, inputs | {"C": make_inputs(dim=20, seqlen=70, dstate=16, groups=4, dtype=torch.float32)["C"]}, through
+    name, inputs, through = case("expanded")
+    expanded = {"delta": inputs["delta"][:, :1].expand(2, 21, 70), "B": inputs["B"][:1].expand(2, 16, 70)}
+    yield name, inputs | expanded, through
+    for result in RESULTS:
+        yield case("gradient of one result", (result,))
+        yield case("gradient of one result, segments", (result,), batch=1, dim=3, seqlen=6300, dstate=3)
+    segments = {"batch": 1, "dim": 4, "seqlen": 6300, "dstate": 3}
+    yield case("segments", **segments, layout="transposed", groups=2)
+    yield case("segments", **segments, discretization="bilinear", z=False)
+    yield case("segments", **segments, B="constant", C="constant", initial_state=False)
+    yield case("segments, inference", (), **segments, dtype=torch.bfloat16)
+
+
+def evaluate_scan(inputs: Inputs, cotangents: dict[str, Tensor], through: tuple[str, ...]) -> dict[str, Tensor]:
+    if not through:
+        return dict(zip(RESULTS, scan_with_state(**inputs), strict=True))
+    leaves = with_gradients(inputs)
+    results = dict(zip(RESULTS, scan_with_state(**leaves), strict=True))
+    present = [name for name in TENSORS if leaves[name] is not None]
+    incoming = [cotangents[name] for name in through]
+    gradients = torch.autograd.grad([results[name] for name in through], [leaves[name] for name in present], incoming)
+    return results | {f"grad_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}
+
+
+def check_scan(name: str, inputs: Inputs, through: tuple[str, ...]) -> str | None:
+    cotangents = dict(zip(RESULTS, make_cotangents(inputs), strict=True))
+    expected, actual = (
+        evaluate_scan(move_all(inputs, device), move_all(cotangents, device), through) for device in ("cpu", "cuda")
+    )
+    for what, value in expected.items():
+        # Whether the kernel is the right one; how exact it is, is for the tests.
+        relative = {torch.float64: 1e-9, torch.float32: 1e-4}.get(value.dtype, 3e-2)
+        tolerance = relative * value.detach().double().abs().max().item()
+        difference = (actual[what].detach().cpu().double() - value.detach().double()).abs().max().item()
+        if not difference <= tolerance:
+            return f"{name}: {what} differs from the CPU's by {difference:.3g}, more than {tolerance:.3g}"
+    return None
 
 
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
@@ -59,16 +148,13 @@ def state_update_cases() -> Iterator[tuple[str, Inputs]]:
     yield "several rows per lane group", make_step_inputs(batch=66, heads=64, dim=64, dstate=128, dtype=torch.float32)
 
 
-def check(name: str, inputs: Inputs) -> str | None:
-    """None, or what is wrong."""
+def check_state_update(name: str, inputs: Inputs) -> str | None:
     results = []
     for device in ("cpu", "cuda"):
-        moved = {key: on_device(value, device) if isinstance(value, Tensor) else value for key, value in inputs.items()}
+        moved = move_all(inputs, device)
         out = selective_state_update(**moved)
-        results.append((out.cpu(), on_device(moved["state"], "cpu") if device == "cpu" else moved["state"]))
+        results.append((out.cpu(), move(moved["state"], "cpu")))
     (out, state), (cuda_out, cuda_state) = results
-    memory = cuda_state.untyped_storage().nbytes() // cuda_state.element_size()
-    cuda_state = cuda_state.as_strided((memory,), (1,), 0).cpu().as_strided(state.shape, state.stride(), state.storage_offset())
     for what, actual, expected in (("out", cuda_out, out), ("state", cuda_state, state)):
         # A 16-bit result is one rounding of nearly the same number; a sum in another order differs by more roundings.
         roundings = 2 if actual.element_size() == 2 else 8
@@ -79,10 +165,21 @@ def check(name: str, inputs: Inputs) -> str | None:
     return None
 
 
+CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
+    "selective_scan": lambda: (partial(check_scan, *case) for case in scan_cases()),
+    "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
+}
+
+
 def main() -> int:
-    cases = [*state_update_cases()]
-    wrong = [message for case in cases if (message := check(*case)) is not None]
-    print("\n".join([*wrong, f"{len(cases)} cases, {len(wrong)} wrong"]))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("operators", nargs="*", metavar="operator", help=f"of {', '.join(CHECKS)}; default: all")
+    operators = parser.parse_args().operators or [*CHECKS]
+    if unknown := set(operators) - CHECKS.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}")
+    checks = [check for operator in operators for check in CHECKS[operator]()]
+    wrong = [message for check in checks if (message := check()) is not None]
+    print("\n".join([*wrong, f"{len(checks)} cases, {len(wrong)} wrong"]))
     return 1 if wrong else 0
 
 

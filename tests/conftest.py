@@ -45,6 +45,32 @@ def two_threads():
 
 
 @pytest.fixture
+def uninitialized_memory_is_nan():
+    """So that a gradient nobody wrote is not zero by luck."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def needs_gpu_memory():
+    """Skips the test on a CUDA device that has fewer GiB free; gives back what the test took."""
+
+    def check(device: str, gibibytes: float) -> None:
+        if device == "cpu":
+            return
+        torch.cuda.empty_cache()
+        free = torch.cuda.mem_get_info()[0] / 2**30
+        if free < gibibytes:
+            pytest.skip(f"needs {gibibytes} GiB of free GPU memory, found {free:.1f}")
+
+    yield check
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
+
+
+@pytest.fixture
 def fresh_dynamo():
     """torch.compile without what other tests compiled."""
     torch._dynamo.reset()

@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import mpmath
 import torch
 from torch import Tensor
 
-from ssm_kernels import reference, selective_state_update
+from ssm_kernels import reference, selective_scan, selective_state_update
 
 # The devices that each operator has kernels for. Every test that takes `device` runs on each of its operator's.
 DEVICES = {
-    "selective_scan": ["cpu"],
+    "selective_scan": ["cpu", "cuda"],
     "selective_state_update": ["cpu", "cuda"],
 }
 
@@ -90,6 +90,9 @@ CHUNK = _chunk_length()  # tests that cross chunks choose lengths around it
 
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
+# The options of make_inputs without anything optional.
+MINIMAL = dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False)
+
 # Of selective_state_update: the dtypes of x, dt, B, C, z and out, and of the state.
 STEP_DTYPES = [
     (torch.float64, torch.float64),
@@ -145,6 +148,17 @@ def arrange(tensor: Tensor, layout: str) -> Tensor:
 
 
 LAYOUTS = ("contiguous", "transposed", "permuted", "offset", "sliced")
+
+
+def move(tensor: Tensor, device: str) -> Tensor:
+    """A copy in the same strides, from the same offset: the memory is copied as it is, by no kernel."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    memory = tensor.as_strided((elements,), (1,), 0).to(device, copy=True)
+    return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+def move_all(inputs: dict[str, Any], device: str) -> dict[str, Any]:
+    return {name: move(value, device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
 
 
 def make_inputs(
@@ -276,6 +290,36 @@ def split(operator: torch._ops.OpOverloadPacket, inputs: dict[str, Any]) -> tupl
     return positional, {argument.name: inputs[argument.name] for argument in arguments if argument.kwarg_only}
 
 
+def with_gradients(inputs: dict[str, Any], names: Iterable[str] = TENSORS) -> dict[str, Any]:
+    return inputs | {name: inputs[name].detach().requires_grad_() for name in names if inputs[name] is not None}
+
+
+def scan_with_state(**inputs: Any) -> tuple[Tensor, Tensor]:
+    return selective_scan(**inputs, return_last_state=True)
+
+
+def training_step(inputs: dict[str, Any], function: Callable) -> dict[str, Tensor]:
+    """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""
+    leaves = with_gradients(inputs)
+    out, last_state = function(**leaves)
+    (out.float().square().sum() + last_state.float().square().sum()).backward()
+    return {"out": out, "last_state": last_state} | {n: leaves[n].grad for n in TENSORS if inputs[n] is not None}
+
+
+def reference_scan(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
+    """:func:`ssm_kernels.reference.selective_scan`, run on the CPU for every device: a GPU would spend its time on launches."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+
+    def on_cpu(value: Any) -> Any:
+        return value.cpu() if isinstance(value, Tensor) else value
+
+    results = reference.selective_scan(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
+    if isinstance(results, Tensor):
+        return results.to(tensors[0].device)
+    out, last_state = results
+    return out.to(tensors[0].device), last_state.to(tensors[0].device)
+
+
 def as_float64(inputs: dict[str, Any]) -> dict[str, Any]:
     return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
 
@@ -334,15 +378,13 @@ def assert_matches_reference(function: Callable, inputs: dict[str, Any], *, grad
     """Compares with the float64 reference, by the low-precision rule below float64; returns the function's results."""
     cotangents = make_cotangents(inputs) if gradients else None
     actual = evaluate(function, inputs, cotangents)
-    exact = evaluate(
-        reference.selective_scan, as_float64(inputs), None if cotangents is None else tuple(x.double() for x in cotangents)
-    )
+    exact = evaluate(reference_scan, as_float64(inputs), None if cotangents is None else tuple(x.double() for x in cotangents))
     assert actual.keys() == exact.keys()
     if inputs["u"].dtype == torch.float64:
         for name, value in actual.items():
             torch.testing.assert_close(value, exact[name], rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
     else:
-        native = evaluate(reference.selective_scan, inputs, cotangents)
+        native = evaluate(reference_scan, inputs, cotangents)
         for name, value in actual.items():
             assert_as_accurate(value, native[name], exact[name], name)
     return actual

@@ -90,6 +90,18 @@ def test_one_openmp_runtime():
 # What the package says of itself
 
 
+@pytest.mark.skipif(ssm_kernels.build_info()["cuda"] is not None, reason="built with CUDA kernels")
+@pytest.mark.parametrize("name", ["_selective_scan_fwd", "_selective_scan_bwd", "selective_state_update"])
+def test_cuda_tensors_without_cuda_kernels(name):
+    """What stands in for the kernels; the dispatch key leads CPU tensors there too, so that this takes no GPU."""
+    operator = getattr(torch.ops.ssm_kernels, name).default
+    values = {"Tensor": torch.zeros(1, 1, 1), "bool": False, "str": "zoh"}
+    arguments = [values.get(str(a.type)) for a in operator._schema.arguments if not a.kwarg_only]
+    with pytest.raises(NotImplementedError, match=r"built without CUDA kernels.* SSM_KERNELS_CUDA=1 pip install") as error:
+        operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments)
+    assert str(error.value).startswith(f"{name.removeprefix('_').removesuffix('_fwd').removesuffix('_bwd')}: ")
+
+
 def test_build_info():
     info = ssm_kernels.build_info()
     assert info["torch"] == torch.__version__

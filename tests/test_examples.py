@@ -87,6 +87,17 @@ def test_stopped_and_resumed_is_one_run(stop, tmp_path, train):
     torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
 
 
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_trains_on_cuda_as_on_the_cpu(tmp_path, train):
+    """From the same weights on the same batches, stopped and resumed in between."""
+    on_cpu, on_cuda = tmp_path / "cpu.pt", tmp_path / "cuda.pt"
+    train(*SHORT, "--max-steps", "17", "--checkpoint", on_cpu)
+    train(*SHORT, "--max-steps", "9", "--checkpoint", on_cuda, "--device", "cuda")
+    train(*SHORT, "--max-steps", "17", "--checkpoint", on_cuda, "--device", "cuda", "--resume")
+    assert read(on_cuda)["losses"] == pytest.approx(read(on_cpu)["losses"], abs=1e-2)
+
+
 @pytest.mark.slow
 def test_seed_and_discretization_decide_the_run(tmp_path, train):
     losses = {}

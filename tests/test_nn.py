@@ -10,12 +10,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import METHODS, assert_as_accurate
+from helpers import METHODS, assert_as_accurate, reference_scan
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import ssm_kernels
-from ssm_kernels import reference
 from ssm_kernels.nn import Mamba, SelectiveSSM
 
 OPERATOR = "selective_scan"
@@ -42,8 +41,15 @@ MAMBA_SIGNATURE = {
 
 
 def make_mamba(discretization: str = "zoh", device: str = "cpu", dtype: torch.dtype = torch.float64, **kwargs) -> Mamba:
+    """The same layer on every device."""
     torch.manual_seed(0)
-    return Mamba(6, d_state=4, dt_rank=2, layer_idx=0, device=device, dtype=dtype, discretization=discretization, **kwargs)
+    return Mamba(6, d_state=4, dt_rank=2, layer_idx=0, dtype=dtype, discretization=discretization, **kwargs).to(device)
+
+
+def make_ssm(discretization: str = "zoh", device: str = "cpu", dtype: torch.dtype = torch.float64) -> SelectiveSSM:
+    """The same layer on every device."""
+    torch.manual_seed(0)
+    return SelectiveSSM(6, d_state=4, dt_rank=2, dtype=dtype, discretization=discretization).to(device)
 
 
 def make_sequence(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
@@ -58,7 +64,7 @@ def ssm_formula(
     projected = x @ p["x_proj.weight"].T
     delta = torch.log1p(torch.exp(projected[..., :dt_rank] @ p["dt_proj.weight"].T + p["dt_proj.bias"]))
     B, C = projected[..., dt_rank : dt_rank + d_state], projected[..., dt_rank + d_state :]
-    out, last_state = reference.selective_scan(
+    out, last_state = reference_scan(
         *(v.transpose(1, 2) for v in (x, delta)),
         -torch.exp(p["A_log"]),
         *(v.transpose(1, 2) for v in (B, C)),
@@ -211,8 +217,7 @@ def test_mamba_options(bias, conv_bias, d_conv, device):
 @pytest.mark.parametrize("gate", [True, False])
 @pytest.mark.parametrize("discretization", METHODS)
 def test_selective_ssm_is_its_formula(discretization, gate, device):
-    torch.manual_seed(0)
-    layer = SelectiveSSM(6, d_state=4, dt_rank=2, discretization=discretization, device=device, dtype=torch.float64)
+    layer = make_ssm(discretization, device)
     x = make_sequence(2, 7, 6, device=device).requires_grad_()
     z = make_sequence(2, 7, 6, device=device, seed=1).requires_grad_() if gate else None
     state = make_sequence(2, 6, 4, device=device, seed=2).requires_grad_()
@@ -305,8 +310,7 @@ def test_prefill_in_pieces_is_the_whole_sequence(device):
 
 @pytest.mark.parametrize("discretization", METHODS)
 def test_selective_ssm_halves_and_steps_are_the_whole_sequence(discretization, device):
-    torch.manual_seed(0)
-    layer = SelectiveSSM(6, d_state=4, discretization=discretization, device=device, dtype=torch.float64)
+    layer = make_ssm(discretization, device)
     x, z = make_sequence(2, 8, 6, device=device), make_sequence(2, 8, 6, device=device, seed=1)
     whole, last_state = layer(x, z, return_last_state=True)
     first, state = layer(x[:, :3], z[:, :3], return_last_state=True)
@@ -352,7 +356,7 @@ def with_reference_scan(monkeypatch, function):
     def scan(u, *args, return_last_state, **kwargs):
         if torch.is_autocast_enabled(u.device.type):
             u, args = u.to(args[0].dtype), args
-        out, last_state = reference.selective_scan(u, *args, return_last_state=True, **kwargs)
+        out, last_state = reference_scan(u, *args, return_last_state=True, **kwargs)
         return out.to(u.dtype), last_state
 
     with monkeypatch.context() as patch:
@@ -410,8 +414,7 @@ def test_autocast(input_dtype, device, monkeypatch):
 
 def test_autocast_of_the_ssm_alone(device):
     """Its input is not the result of a projection, so autocast has not lowered it."""
-    torch.manual_seed(0)
-    layer = SelectiveSSM(6, d_state=4, device=device)
+    layer = make_ssm("zoh", device, torch.float32)
     x, z = (make_sequence(2, 9, 6, device=device, dtype=torch.float32, seed=seed) for seed in (0, 1))
     state = layer.allocate_state(2)
     with torch.autocast(device, torch.bfloat16):

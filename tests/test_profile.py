@@ -24,6 +24,7 @@ from ssm_kernels.reference import DISCRETIZATIONS
 pytest.importorskip("rich", reason="the profiler prints its tables with rich")
 pytest.importorskip("matplotlib", reason="the profiler draws with matplotlib")
 
+OPERATOR = "selective_scan"
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "profile_discretization.py"
 SMALL = ["--device", "cpu", "--batch", "1", "--dim", "4", "--seqlen", "16", "--dstate", "4", "--n_trials", "3"]
@@ -59,8 +60,9 @@ def assert_one_line(stderr: str, says: str) -> None:
 # --- runs ---
 
 
-def test_small_run_measures_and_writes_everything(tmp_path):
-    done = run_script(*SMALL, "--json", "found.json", "--csv", "found.csv", "--plot", "found.png", cwd=tmp_path)
+def test_small_run_measures_and_writes_everything(device, tmp_path):
+    files = ("--json", "found.json", "--csv", "found.csv", "--plot", "found.png")
+    done = run_script(*SMALL, "--device", device, *files, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     for name in DISCRETIZATIONS:

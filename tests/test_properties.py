@@ -13,11 +13,13 @@ from helpers import (
     evaluate,
     make_cotangents,
     make_inputs,
+    move_all,
+    reference_scan,
 )
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ssm_kernels import reference, selective_scan
+from ssm_kernels import selective_scan
 
 OPERATOR = "selective_scan"
 
@@ -61,7 +63,7 @@ def argument_sets(draw, dtypes=(torch.float64,)):
 @settings(no_deadline, max_examples=200)
 @given(inputs=argument_sets())
 def test_values_and_gradients(inputs, device):
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = move_all(inputs, device)
     assert_matches_reference(selective_scan, inputs)
 
 
@@ -69,10 +71,10 @@ def test_values_and_gradients(inputs, device):
 @given(inputs=argument_sets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
 def test_low_precision(inputs, device):
     """Relative to the largest value of each result, which cancellation may leave far below the terms of its sums."""
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = move_all(inputs, device)
     cotangents = make_cotangents(inputs)
     actual = evaluate(selective_scan, inputs, cotangents)
-    exact = evaluate(reference.selective_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+    exact = evaluate(reference_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
     for name, value in actual.items():
         assert value.isfinite().all(), name
         rounding = torch.finfo(value.dtype).eps
@@ -86,7 +88,7 @@ def test_low_precision(inputs, device):
 @given(inputs=argument_sets(), cut=st.floats(0, 1))
 def test_cut_anywhere(inputs, cut, device):
     """The sequence cut at any step, the state carried over, equals the whole."""
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = move_all(inputs, device)
     out, last_state = selective_scan(**inputs, return_last_state=True)
     step = round(cut * out.shape[-1])
     state, parts = inputs["initial_state"], []
@@ -108,7 +110,7 @@ def test_cut_anywhere(inputs, cut, device):
 @given(inputs=argument_sets(), scale=st.floats(-4, 4))
 def test_linear_in_the_input_and_the_state(inputs, scale, device):
     """Doubling u and the initial state doubles the result: the scan is linear in them, whatever the method."""
-    inputs = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
+    inputs = move_all(inputs, device)
     out, last_state = selective_scan(**inputs, return_last_state=True)
     state = inputs["initial_state"]
     scaled = inputs | {"u": scale * inputs["u"], "initial_state": None if state is None else scale * state}

@@ -150,9 +150,8 @@ def test_positional_arguments_are_those_of_mamba_ssm(device):
 @every_method
 @pytest.mark.parametrize("groups", [None, 2])
 def test_equals_a_scan_of_one_step(groups, discretization, device):
-    """The scan runs on the CPU; the rest is computed on the device."""
-    inputs = make_step_inputs(dim=6, groups=groups, discretization=discretization)
-    out, state = step({k: v.to(device) if isinstance(v, Tensor) else v for k, v in inputs.items()})
+    inputs = make_step_inputs(dim=6, groups=groups, discretization=discretization, device=device)
+    out, state = step(inputs)
     scan_out, last_state = selective_scan(
         inputs["x"][..., None],
         inputs["dt"][..., None],
@@ -167,35 +166,34 @@ def test_equals_a_scan_of_one_step(groups, discretization, device):
         delta_softplus=inputs["dt_softplus"],
         return_last_state=True,
     )
-    torch.testing.assert_close(out.cpu(), scan_out[..., 0], rtol=1e-13, atol=1e-13)
-    torch.testing.assert_close(state.cpu(), last_state, rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(out, scan_out[..., 0], rtol=1e-13, atol=1e-13)
+    torch.testing.assert_close(state, last_state, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_decoding_equals_the_scan(dtype, device):
     seqlen = 40
-    scan = make_inputs(dim=6, seqlen=seqlen, groups=2, dtype=dtype)
-    out, last_state = selective_scan(**scan, return_last_state=True)
-    moved = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in scan.items()}
-    state = moved["initial_state"].clone()
+    inputs = make_inputs(dim=6, seqlen=seqlen, groups=2, dtype=dtype, device=device)
+    out, last_state = selective_scan(**inputs, return_last_state=True)
+    state = inputs["initial_state"].clone()
     outputs = [
         selective_state_update(
             state,
-            moved["u"][..., t],
-            moved["delta"][..., t],
-            moved["A"],
-            moved["B"][..., t],
-            moved["C"][..., t],
-            moved["D"],
-            moved["z"][..., t],
-            moved["delta_bias"],
-            dt_softplus=moved["delta_softplus"],
+            inputs["u"][..., t],
+            inputs["delta"][..., t],
+            inputs["A"],
+            inputs["B"][..., t],
+            inputs["C"][..., t],
+            inputs["D"],
+            inputs["z"][..., t],
+            inputs["delta_bias"],
+            dt_softplus=inputs["delta_softplus"],
         )
         for t in range(seqlen)
     ]
     tolerance = 1e-12 if dtype == torch.float64 else 1e-4
-    torch.testing.assert_close(torch.stack(outputs, dim=-1).cpu(), out, rtol=tolerance, atol=tolerance)
-    torch.testing.assert_close(state.cpu(), last_state, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(torch.stack(outputs, dim=-1), out, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(state, last_state, rtol=tolerance, atol=tolerance)
 
 
 def test_state_is_updated_in_place(device):
@@ -293,10 +291,9 @@ def test_slot_out_of_range(dtype, device):
         torch.testing.assert_close(out[[0, 2]].double(), expected[[0, 2]], rtol=1e-5, atol=1e-5)
 
 
-def test_more_slots_than_a_32_bit_offset_reaches(device):
+def test_more_slots_than_a_32_bit_offset_reaches(device, needs_gpu_memory):
     """Two slots that lie 2^31 elements apart."""
-    if device == "cuda" and torch.cuda.mem_get_info()[0] < 5 * 2**30:
-        pytest.skip("needs 5 GiB of free GPU memory")
+    needs_gpu_memory(device, 5)
     inputs = make_step_inputs(dim=8, dstate=16, slots=2, dtype=torch.float16, state_dtype=torch.float16, device=device)
     expected = step(inputs)
     far = torch.empty(2**31 + 1024, dtype=torch.float16, device=device).as_strided((2, 8, 16), (2**31, 16, 1))

@@ -1,14 +1,12 @@
-"""selective_scan as a PyTorch operator: opcheck, meta, compile, export, checkpoint, grad modes, vmap, autocast, schema."""
+"""selective_scan as a PyTorch operator: opcheck, meta, compile, export, checkpoint, grad modes, autocast, memory, schema."""
 
 from __future__ import annotations
-
-import itertools
 
 import pytest
 import torch
 from helpers import (
     CHUNK,
-    DEVICES,
+    MINIMAL,
     TENSORS,
     as_float64,
     assert_as_accurate,
@@ -16,20 +14,24 @@ from helpers import (
     make_cotangents,
     make_inputs,
     parameter_dtype,
+    reference_scan,
+    scan_with_state,
     split,
+    training_step,
+    with_gradients,
 )
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch._functorch.aot_autograd import make_boxed_func
 
-from ssm_kernels import reference, selective_scan
+from ssm_kernels import selective_scan
 
 OPERATOR = "selective_scan"
 ops = torch.ops.ssm_kernels
 
 CASES = {
     "all": {},
-    "required_only": dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False),
+    "required_only": MINIMAL,
     "groups": {"groups": 2},
     "constant_B_and_C": {"B": "constant", "C": "constant"},
     "channels_contiguous": {"layout": "transposed", "groups": 1},
@@ -55,10 +57,6 @@ def bwd_arguments(inputs: dict) -> tuple:
         inputs["discretization"],
         inputs["delta_softplus"],
     )
-
-
-def with_gradients(inputs: dict, names=TENSORS) -> dict:
-    return inputs | {n: inputs[n].detach().requires_grad_() for n in names if inputs[n] is not None}
 
 
 @every_case
@@ -132,17 +130,6 @@ def test_results_share_no_memory_with_arguments(device):
     storages = {inputs[name].untyped_storage().data_ptr() for name in TENSORS}
     for result in (*selective_scan(**inputs, return_last_state=True), *ops._selective_scan_fwd(*fwd_arguments(inputs))):
         assert result.untyped_storage().data_ptr() not in storages
-
-
-def training_step(inputs: dict, function) -> dict[str, torch.Tensor]:
-    leaves = with_gradients(inputs)
-    out, last_state = function(**leaves)
-    (out.float().square().sum() + last_state.float().square().sum()).backward()
-    return {"out": out, "last_state": last_state} | {n: leaves[n].grad for n in TENSORS if inputs[n] is not None}
-
-
-def scan_with_state(**inputs):
-    return selective_scan(**inputs, return_last_state=True)
 
 
 def assert_compiled_equals_eager(compiled, inputs: dict, tolerance: float = 1e-12) -> None:
@@ -292,159 +279,12 @@ def test_double_backward_says_that_there_is_none(device):
         grad_u.sum().backward()
 
 
-TRANSFORMS = {
-    "grad": lambda scan, u: torch.func.grad(lambda u: scan(u).sum())(u),
-    "vjp": lambda scan, u: torch.func.vjp(scan, u)[1](torch.ones_like(u)),
-    "jvp": lambda scan, u: torch.func.jvp(scan, (u,), (u,)),
-    "jacrev": lambda scan, u: torch.func.jacrev(scan)(u),
-    "jacfwd": lambda scan, u: torch.func.jacfwd(scan)(u),
-    "hessian": lambda scan, u: torch.func.hessian(lambda u: scan(u).sum())(u),
-    "vmap_of_grad": lambda scan, u: torch.vmap(torch.func.grad(lambda u: scan(u).sum()))(torch.stack([u, u])),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
-def test_func_transforms_say_that_they_are_not_supported(transform, device):
-    """Naming the operator, what is not supported and what is."""
-    inputs = make_inputs(device=device)
-    with pytest.raises(RuntimeError, match=r"^selective_scan: .*torch\.func.* not supported") as error:
-        TRANSFORMS[transform](lambda u: selective_scan(**(inputs | {"u": u})), inputs["u"])
-    assert "torch.autograd" in str(error.value) and "vmap" in str(error.value)
-
-
 def test_forward_mode_says_that_there_is_none(device):
     inputs = make_inputs(device=device)
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(inputs["u"], torch.ones_like(inputs["u"]))
         with pytest.raises(RuntimeError, match=r"(?i)jvp is not implemented|forward.mode|forward AD"):
             selective_scan(**(inputs | {"u": dual}))
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("name", [name for name, devices in DEVICES.items() if "cuda" not in devices])
-def test_operator_without_cuda_kernel_says_so(name):
-    if name == "selective_scan":
-        inputs = make_inputs(dtype=torch.float32, device="cuda")
-        calls = [lambda: selective_scan(**inputs), lambda: selective_scan(**with_gradients(inputs))]
-    else:
-        raise AssertionError(f"no arguments for {name} here")
-    for call in calls:
-        with pytest.raises(RuntimeError, match=r"no CUDA kernel.*expected CPU tensors, got CUDA"):
-            call()
-
-
-@pytest.fixture
-def no_vmap_fallback():
-    """PyTorch's loop over samples is an error, not a warning that may come only once."""
-    before = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(False)
-    yield
-    torch._C._functorch._set_vmap_fallback_enabled(before)
-
-
-SUBSETS = [subset for size in (1, 2, 8, 9) for subset in itertools.combinations(TENSORS, size)]
-
-
-def stacked_inputs(names, axis: int = 0, samples: int = 3, **options) -> tuple[list[dict], dict]:
-    """Sets of arguments that differ in `names`, and one set with those stacked along `axis`."""
-    first, *others = (make_inputs(seed=seed, **options) for seed in range(samples))
-    sets = [first, *(first | {name: other[name] for name in names} for other in others)]
-    return sets, first | {name: torch.stack([s[name] for s in sets], dim=axis) for name in names}
-
-
-@pytest.mark.parametrize("names", SUBSETS, ids="-".join)
-def test_vmap_over_each_combination_of_arguments(names, device, no_vmap_fallback, recwarn):
-    for options in ({"seqlen": 5}, {"seqlen": 5, "groups": 2}, {"seqlen": 5, "B": "constant", "C": "constant"}):
-        sets, stacked = stacked_inputs(names, device=device, **options)
-
-        def scan(*tensors, stacked=stacked):
-            return selective_scan(**(stacked | dict(zip(names, tensors, strict=True))), return_last_state=True)
-
-        results = torch.vmap(scan)(*(stacked[name] for name in names))
-        expected = [selective_scan(**s, return_last_state=True) for s in sets]
-        for i, result in enumerate(results):
-            torch.testing.assert_close(result, torch.stack([e[i] for e in expected]), rtol=1e-12, atol=1e-12)
-    assert not [w for w in recwarn if "vmap" in str(w.message) or "batching rule" in str(w.message)]
-
-
-@pytest.mark.parametrize("axis", [1, -1])
-def test_vmap_over_other_axes(axis, device, no_vmap_fallback):
-    sets, stacked = stacked_inputs(TENSORS, axis=axis, device=device)
-
-    def scan(*tensors):
-        return selective_scan(**(stacked | dict(zip(TENSORS, tensors, strict=True))))
-
-    out = torch.vmap(scan, in_dims=axis, out_dims=axis)(*(stacked[name] for name in TENSORS))
-    torch.testing.assert_close(out, torch.stack([selective_scan(**s) for s in sets], dim=axis), rtol=1e-12, atol=1e-12)
-
-
-def test_vmap_without_optional_arguments(device, no_vmap_fallback):
-    sets, stacked = stacked_inputs(("u", "A"), device=device, **CASES["required_only"])
-
-    def scan(u, A):
-        return selective_scan(**(stacked | {"u": u, "A": A}), return_last_state=True)
-
-    for i, result in enumerate(torch.vmap(scan)(stacked["u"], stacked["A"])):
-        expected = torch.stack([selective_scan(**s, return_last_state=True)[i] for s in sets])
-        torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
-
-
-def test_vmap_in_vmap(device, no_vmap_fallback):
-    inputs = make_inputs(device=device)
-    u = torch.stack([torch.stack([inputs["u"] * (i + 1) + j for j in range(2)]) for i in range(3)])
-    A = torch.stack([inputs["A"] * (j + 1) for j in range(2)])
-
-    def scan(u, A):
-        return selective_scan(**(inputs | {"u": u, "A": A}))
-
-    out = torch.vmap(torch.vmap(scan), in_dims=(0, None))(u, A)
-    expected = torch.stack([torch.stack([scan(u[i, j], A[j]) for j in range(2)]) for i in range(3)])
-    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"B": "constant", "C": "constant"}], ids=str)
-@pytest.mark.parametrize("names", [*((name,) for name in TENSORS), TENSORS], ids="-".join)
-def test_vmap_over_no_samples(names, options, device, no_vmap_fallback):
-    inputs = make_inputs(device=device, **options)
-
-    def scan(*tensors):
-        return selective_scan(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
-
-    out, last_state = torch.vmap(scan)(*(inputs[name].new_empty(0, *inputs[name].shape) for name in names))
-    assert out.shape == (0, *inputs["u"].shape) and out.dtype == inputs["u"].dtype
-    assert last_state.shape == (0, *inputs["initial_state"].shape) and last_state.dtype == inputs["A"].dtype
-
-
-@pytest.mark.parametrize("options", [{}, {"groups": 2}, {"B": "constant", "C": "constant"}], ids=str)
-@pytest.mark.parametrize("names", [*((name,) for name in TENSORS), ("u", "delta", "B", "C", "z"), TENSORS], ids="-".join)
-def test_gradients_outside_vmap(names, options, device, no_vmap_fallback):
-    sets, stacked = stacked_inputs(names, device=device, **options)
-
-    def vmapped(**inputs):
-        def scan(*tensors):
-            return selective_scan(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
-
-        return torch.vmap(scan)(*(inputs[name] for name in names))
-
-    def looped(**inputs):
-        results = [scan_with_state(**(inputs | {name: inputs[name][i] for name in names})) for i in range(len(sets))]
-        return tuple(torch.stack(column) for column in zip(*results, strict=True))
-
-    actual, expected = training_step(stacked, vmapped), training_step(stacked, looped)
-    for name, value in expected.items():
-        torch.testing.assert_close(actual[name], value, rtol=1e-11, atol=1e-11, msg=lambda m, n=name: f"{n}: {m}")
-
-
-def test_batched_gradients(device):
-    """is_grads_batched: several vector-Jacobian products in one backward pass."""
-    leaves = with_gradients(make_inputs(device=device))
-    out = selective_scan(**leaves)
-    cotangents = torch.stack([make_cotangents(leaves, seed=seed)[0] for seed in range(3)])
-    tensors = [leaves[name] for name in TENSORS]
-    batched = torch.autograd.grad(out, tensors, cotangents, is_grads_batched=True, retain_graph=True)
-    for i, cotangent in enumerate(cotangents):
-        for all_of_them, one in zip(batched, torch.autograd.grad(out, tensors, cotangent, retain_graph=True), strict=True):
-            torch.testing.assert_close(all_of_them[i], one, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("form", ["variable", "constant"])
@@ -486,7 +326,7 @@ def test_autocast_accuracy(device):
     with torch.autocast(device, dtype=torch.bfloat16):
         out = selective_scan(**inputs)
     cast = inputs | {name: inputs[name].bfloat16() for name in ("u", "delta", "B", "C", "z")}
-    native, exact = evaluate(reference.selective_scan, cast)["out"], evaluate(reference.selective_scan, as_float64(cast))["out"]
+    native, exact = evaluate(reference_scan, cast)["out"], evaluate(reference_scan, as_float64(cast))["out"]
     assert_as_accurate(out, native, exact, "out")
 
 
@@ -511,8 +351,12 @@ def test_autocast_in_compile(device, fresh_dynamo):
         assert torch.equal(actual[name], value), name
 
 
-def allocated(function) -> int:
-    """Bytes that PyTorch's allocator hands out during the call."""
+def allocated(function, device: str) -> int:
+    """Bytes that PyTorch's allocator is asked for during the call."""
+    if device == "cuda":
+        before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+        function()
+        return torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before
     cpu = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
         function()
@@ -531,16 +375,17 @@ def test_memory_grows_only_with_results_and_chunk_states(device):
         inputs = make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, dtype=torch.float32, device=device)
         arguments = bwd_arguments(inputs)
         return (
-            allocated(lambda: ops._selective_scan_fwd(*fwd_arguments(inputs, save_chunk_states=False))),
-            allocated(lambda: ops._selective_scan_fwd(*fwd_arguments(inputs))),
-            allocated(lambda: ops._selective_scan_bwd(*arguments)),
+            allocated(lambda: ops._selective_scan_fwd(*fwd_arguments(inputs, save_chunk_states=False)), device),
+            allocated(lambda: ops._selective_scan_fwd(*fwd_arguments(inputs)), device),
+            allocated(lambda: ops._selective_scan_bwd(*arguments), device),
         )
 
     measure(CHUNK)  # what is allocated once
     inference, fwd, bwd = (long - short for short, long in zip(measure(grown), measure(2 * grown), strict=True))
     sequence, matrix = 4 * batch * dim * grown, 4 * batch * dstate * grown
     chunk_states = sequence * dstate // CHUNK
-    slack = 1024
+    # On CUDA also what blocks hand over to each other: the more segments of time, the more.
+    slack = 1024 if device == "cpu" else sequence * dstate // 8
     assert sequence <= inference <= sequence + slack  # out
     assert sequence + chunk_states <= fwd <= sequence + chunk_states + slack
     assert 3 * sequence + 2 * matrix <= bwd <= 3 * sequence + 2 * matrix + slack  # grad_u, grad_delta, grad_z; grad_B, grad_C
@@ -556,7 +401,7 @@ def test_memory_that_backward_needs_for_itself(device, two_threads):
     inputs["C"] = inputs["C"][:, :1].contiguous()
     arguments = bwd_arguments(inputs)
     gradients = []
-    taken = allocated(lambda: gradients.extend(ops._selective_scan_bwd(*arguments)))
+    taken = allocated(lambda: gradients.extend(ops._selective_scan_bwd(*arguments)), device)
     own = taken - sum(gradient.nbytes for gradient in gradients)
     assert 0 <= own <= (2 * CHUNK + 64) * 4 * batch * dim * dstate
 
@@ -597,7 +442,7 @@ def test_chunk_states(device):
     assert chunk_states.shape == (2, 4, 5, 3) and chunk_states.dtype == parameter_dtype(out.dtype)
     for index, steps in enumerate((0, CHUNK, 2 * CHUNK, seqlen)):
         upto = {k: v[..., :steps] if k in ("u", "delta", "z", "B", "C") else v for k, v in inputs.items()}
-        _, state = reference.selective_scan(**upto, return_last_state=True)
+        _, state = reference_scan(**upto, return_last_state=True)
         torch.testing.assert_close(chunk_states[:, index], state, rtol=1e-12, atol=1e-12)
     unsaved = ops._selective_scan_fwd(*fwd_arguments(inputs, save_chunk_states=False))
     assert torch.equal(unsaved[0], out) and torch.equal(unsaved[1], last_state) and not unsaved[2].numel()

@@ -105,11 +105,11 @@ def time_operations(
     seed: int,
     on_trial: Callable[[], None] | None = None,
 ) -> list[Operation]:
-    """Times every operation for ``dstate`` states per channel; sizes are fixed, chosen to stay in cache on a CPU."""
+    """Times every operation for ``dstate`` states per channel; sizes are fixed, to stay in cache on a CPU and to fill a GPU."""
     generator = torch.Generator().manual_seed(seed)
     cuda = device.type == "cuda"
     elements = dstate * max(1, 2 ** (24 if cuda else 16) // dstate)
-    matrices = max(2, min(2**14 if cuda else 256, 2**21 // dstate**3))
+    matrices = max(2, min(2**14, 2**26 // dstate**3) if cuda else min(256, 2**21 // dstate**3))
     full_dtype = dtype if dtype == torch.float64 else torch.float32
 
     operations = []

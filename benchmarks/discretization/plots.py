@@ -20,30 +20,11 @@ from matplotlib.ticker import MaxNLocator
 from benchmarks.discretization.accuracy import DC_STEP, Accuracy
 from benchmarks.discretization.report import Report
 from benchmarks.discretization.scans import Scan
+from benchmarks.style import COLORS, STYLE
 
 __all__ = ["FORMATS", "draw"]
 
 FORMATS = ("png", "pdf", "svg")
-
-_STYLE = {
-    "font.size": 8,
-    "axes.titlesize": 8,
-    "axes.labelsize": 8,
-    "xtick.labelsize": 7,
-    "ytick.labelsize": 7,
-    "legend.fontsize": 7,
-    "axes.linewidth": 0.6,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "xtick.major.width": 0.6,
-    "ytick.major.width": 0.6,
-    "lines.linewidth": 1.1,
-    "lines.markersize": 4.5,
-    "savefig.dpi": 300,
-    "pdf.fonttype": 42,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "ssm_kernels",
-}
 
 
 class _Look(NamedTuple):
@@ -51,15 +32,13 @@ class _Look(NamedTuple):
     marker: str
 
 
-# Okabe and Ito's palette, its yellow replaced by a grey that shows on white.
-_COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#767676")
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 
 
 def _look(index: int) -> _Look:
     """Every pass through the colors meets them with the markers one further: 64 looks before the first comes again."""
-    shift, place = divmod(index, len(_COLORS))
-    return _Look(_COLORS[place], _MARKERS[(place + shift) % len(_MARKERS)])
+    shift, place = divmod(index, len(COLORS))
+    return _Look(COLORS[place], _MARKERS[(place + shift) % len(_MARKERS)])
 
 
 def _looks(methods: Sequence[str], known: Sequence[str]) -> dict[str, _Look]:
@@ -223,7 +202,7 @@ def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
 
 
 def _operations(axes: Axes, report: Report) -> None:
-    colors = {"diagonal": _COLORS[1], "full": _COLORS[2]}
+    colors = {"diagonal": COLORS[1], "full": COLORS[2]}
     for row, operation in enumerate(report.operations):
         axes.barh(row, operation.per_step, color=colors[operation.form], height=0.65)
     axes.set_yticks(range(len(report.operations)), [operation.name for operation in report.operations])
@@ -254,7 +233,7 @@ def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = Fal
     if not panels:
         panels.append(lambda axes: _operations(axes, report))
     legend = bool(report.accuracies)
-    with plt.rc_context(_STYLE):
+    with plt.rc_context(STYLE):
         across = 1 if column else len(panels)
         legend_columns = (2, 3, 5)[across - 1]
         legend_height = 0.15 * math.ceil((len(methods) + 1) / legend_columns) + 0.15 if legend else 0.0

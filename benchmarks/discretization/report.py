@@ -86,7 +86,7 @@ class Report:
 
     def print_header(self, console: Console) -> None:
         machine = self.machine
-        place = f"{machine['gpu']}, CUDA {machine['cuda']}; " if "gpu" in machine else ""
+        place = f"{machine['gpu']}, CUDA {machine['cuda']}, driver {machine['driver']}; " if "gpu" in machine else ""
         console.print(
             Text(f"ssm_kernels {machine['ssm_kernels']}, torch {machine['torch']}, Python {machine['python']}", "bold")
         )
@@ -96,6 +96,8 @@ class Report:
                 f"{machine['cpu_capability']}; {machine['system']}"
             )
         )
+        if "gpu" in machine:
+            console.print(Text("Times are the GPU's, between CUDA events, after its cache was overwritten."))
 
     def print_tables(self, console: Console) -> None:
         if self.operations:

@@ -102,29 +102,33 @@ class Scan:
         }
 
 
-def scan_inputs(size: ScanSize, *, device: torch.device, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+def scan_inputs(
+    size: ScanSize, *, device: torch.device, dtype: torch.dtype, seed: int, groups: int | None = None
+) -> dict[str, Tensor]:
     """Random arguments as Mamba's layer gives them: B and C per step, D, gate and bias; A is -1 .. -dstate.
 
-    ``softplus(delta + delta_bias)`` is spread log-uniformly over about [0.001, 0.1], as at Mamba's initialization.
+    ``softplus(delta + delta_bias)`` is spread log-uniformly over about [0.001, 0.1], as at Mamba's initialization. B and C are
+    (batch, groups, dstate, seqlen), without ``groups`` (batch, dstate, seqlen).
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
     parameter_dtype = torch.float64 if dtype == torch.float64 else torch.float32
 
     def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=generator).to(device, dtype)
+        return torch.randn(*shape, generator=generator, device=device).to(dtype)
 
-    step = 0.001 * 100.0 ** torch.rand(size.dim, generator=generator)
+    step = 0.001 * 100.0 ** torch.rand(size.dim, generator=generator, device=device)
     bias = torch.log(torch.expm1(step))
-    A = -torch.arange(1.0, size.dstate + 1).repeat(size.dim, 1)
+    A = -torch.arange(1.0, size.dstate + 1, device=device).repeat(size.dim, 1)
+    matrix = (size.batch, *(() if groups is None else (groups,)), size.dstate, size.seqlen)
     return {
         "u": normal(size.batch, size.dim, size.seqlen),
         "delta": 0.1 * normal(size.batch, size.dim, size.seqlen),
-        "A": A.to(device, parameter_dtype),
-        "B": normal(size.batch, size.dstate, size.seqlen),
-        "C": normal(size.batch, size.dstate, size.seqlen),
+        "A": A.to(parameter_dtype),
+        "B": normal(*matrix),
+        "C": normal(*matrix),
         "D": torch.ones(size.dim, device=device, dtype=parameter_dtype),
         "z": normal(size.batch, size.dim, size.seqlen),
-        "delta_bias": bias.to(device, parameter_dtype),
+        "delta_bias": bias.to(parameter_dtype),
     }
 
 

@@ -37,13 +37,14 @@ SSM_HOST_DEVICE T log1p_unit(T e) {
   }
 }
 
-// max(x, 0) + log(1 + e^-|x|); the identity above 20, as torch.nn.functional.softplus.
+// max(x, 0) + log(1 + e^-|x|); the identity above 20, as torch.nn.functional.softplus. (In float the second term is below the
+// rounding of the first there, and so is the difference of the derivative from 1.)
 template <typename T>
 SSM_HOST_DEVICE T softplus(T x) {
   using Scalar = typename Math<T>::Scalar;
   const T zero(Scalar(0));
-  const T positive_part = Math<T>::select(Math<T>::less(x, zero), zero, x);
-  const T value = positive_part + log1p_unit(Math<T>::exp(zero - Math<T>::abs(x)));
+  const T value = Math<T>::max(x, zero) + log1p_unit(Math<T>::exp(zero - Math<T>::abs(x)));
+  if constexpr (std::is_same_v<Scalar, float>) return value;
   return Math<T>::select(Math<T>::less(T(Scalar(20)), x), x, value);
 }
 
@@ -57,6 +58,7 @@ SSM_HOST_DEVICE T sigmoid(T x) {
 template <typename T>
 SSM_HOST_DEVICE T softplus_derivative(T x) {
   using Scalar = typename Math<T>::Scalar;
+  if constexpr (std::is_same_v<Scalar, float>) return sigmoid(x);
   return Math<T>::select(Math<T>::less(T(Scalar(20)), x), T(Scalar(1)), sigmoid(x));
 }
 

@@ -121,8 +121,9 @@ struct GeneralizedBilinear {
   static SSM_HOST_DEVICE T abar(T z, T r) {
     using Scalar = typename Math<T>::Scalar;
     if constexpr (twice_alpha == 2) return r;
-    if constexpr (twice_alpha == 0) return z + T(Scalar(1));
-    return Math<T>::fma(r, T(Scalar(2)), T(Scalar(-1)));
+    const T numerator = Math<T>::fma(z, T(Scalar(1 - 0.5 * twice_alpha)), T(Scalar(1)));
+    if constexpr (twice_alpha == 0) return numerator;
+    return numerator * r;
   }
   template <typename T>
   static SSM_HOST_DEVICE T gain(T, T r) {

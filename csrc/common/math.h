@@ -39,6 +39,8 @@ struct Math<float> {
   static SSM_HOST_DEVICE float exp(float x) { return ::expf(x); }
   static SSM_HOST_DEVICE float reciprocal(float x) { return 1.0f / x; }
 #endif
+  // NaN or the other, where one is NaN.
+  static SSM_HOST_DEVICE float max(float a, float b) { return ::fmaxf(a, b); }
   static SSM_HOST_DEVICE float abs(float x) { return ::fabsf(x); }
   static SSM_HOST_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
   static SSM_HOST_DEVICE bool less(float a, float b) { return a < b; }
@@ -51,6 +53,7 @@ struct Math<double> {
   static SSM_HOST_DEVICE double exp2(double x) { return ::exp2(x); }
   static SSM_HOST_DEVICE double exp(double x) { return ::exp(x); }
   static SSM_HOST_DEVICE double reciprocal(double x) { return 1.0 / x; }
+  static SSM_HOST_DEVICE double max(double a, double b) { return ::fmax(a, b); }
   static SSM_HOST_DEVICE double abs(double x) { return ::fabs(x); }
   static SSM_HOST_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
   static SSM_HOST_DEVICE bool less(double a, double b) { return a < b; }

@@ -21,6 +21,7 @@ struct Common {
     return at::vec::fmadd(a, b, c);
   }
   static inline __attribute__((always_inline)) Vec reciprocal(const Vec& x) { return Vec(Scalar(1)) / x; }
+  static inline __attribute__((always_inline)) Vec max(const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }
   static inline __attribute__((always_inline)) Vec less(const Vec& a, const Vec& b) { return a < b; }
   static inline __attribute__((always_inline)) Vec select(const Vec& mask, const Vec& a, const Vec& b) {
     return Vec::blendv(b, a, mask);

@@ -5,241 +5,262 @@
 //
 //   g_t = C_t dy_t + Abar_{t+1} g_{t+1}
 //
-// and with p_t = g_t B_t and q_t = g_t h_{t-1} Abar'(z_t) + delta_t u_t p_t k'(z_t), summed over states, channels or time,
+// and with p_t = g_t B_t and q_t = g_t h_{t-1} Abar'(z_t), summed over states, channels or time,
 //
-//   grad_delta_t = sum_n A q_t + u_t sum_n p_t k      grad_u_t = delta_t sum_n p_t k + D dy_t      grad_A = sum_t delta_t q_t
+//   grad_delta_t = sum_n (A q_t + u_t p_t (z k)')     grad_u_t = delta_t sum_n p_t k + D dy_t
+//   grad_A = sum_t delta_t (q_t + delta_t u_t p_t k')
 //   grad_B_t = sum_d g_t delta_t u_t k                grad_C_t = sum_d dy_t h_t                    grad_z_t = grad_out_t y_t
 //   silu'(z_t)
 //
-// (of grad_delta, (z k)' = k + z k' has been used). selective_scan_cuda.h says how the work is cut. A tile is a chunk: it
+// selective_scan_cuda.h says how the work is cut. A tile is a chunk: it
 // starts from the state that forward saved, and tiles are taken from the last to the first. State by state, each lane computes
 // Abar for its steps once; the maps from step to step are scanned over the lanes forwards, for the states, and backwards, for
 // the adjoints, and run through again from the true state and adjoint, both of which then exist at every step, in registers
 // only.
 //
-// grad_B and grad_C sum over channels: first over those of a warp, by a product with ones on the tensor cores (16-bit inputs,
-// whose rounding is coarser than tf32's) or by shuffles; a slice of states at a time then over the warps of a block, and of a
-// cluster of blocks where there are clusters, through shared memory; and what is left over the tiles of channels, by another
-// kernel. Every order of additions is fixed.
+// grad_B and grad_C sum over channels: first over those of a warp, by shuffles; a slice of states at a time then over the warps
+// of a block, through shared memory; and what is left over the tiles of channels, by another kernel. Every order of additions
+// is fixed.
 //
-// The bound is the rate at which instructions are issued: some twenty for each state and step.
+// The bound is the rate at which instructions are issued: some thirty for each state and step.
 #pragma once
 
 #include "selective_scan/selective_scan_tile.cuh"
 
 namespace ssm_kernels::selective_scan {
 
-// The arrays in a block's shared memory.
 template <typename Scalar>
+using CutOfBwd = Cut<Scalar, BwdSizes::kLog2Warps, BwdSizes::kLog2TimeLanes, BwdSizes::kLog2Steps>;
+
+template <typename Scalar>
+struct BwdRows {
+  Scalar *u, *delta, *z, *grad_out, *grad_u, *grad_delta, *grad_z;
+  const Scalar *B, *C;
+
+  __device__ __forceinline__ BwdRows(const SelectiveScanBwdParams& p, const Position& at)
+      : u(first_row<Scalar>(p.u, at)),
+        delta(first_row<Scalar>(p.delta, at)),
+        z(first_row<Scalar>(p.z, at)),
+        grad_out(first_row<Scalar>(p.grad_out, at)),
+        grad_u(first_row<Scalar>(p.grad_u, at)),
+        grad_delta(first_row<Scalar>(p.grad_delta, at)),
+        grad_z(first_row<Scalar>(p.grad_z, at)),
+        B(first_row<Scalar>(p.B, p, at)),
+        C(first_row<Scalar>(p.C, p, at)) {}
+};
+
+// The arrays in a block's shared memory.
+template <typename Cut>
 struct BwdShared {
-  using Acc = AccumulateType<Scalar>;
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  static constexpr int kSlice = BwdSizes::kSlice;
+  // Of a state: what the block adds to the gradients of B and of C, (2, steps of a chunk).
+  static constexpr int kSumsPerState = 2 * Cut::kTileSteps;
+  static constexpr int kSums = kSlice * kSumsPerState;
+
+  // Of a channel and state: A, scaled; the state before the tile; the adjoint that comes from after it; the gradient of A.
+  static constexpr int kA = 0, kBefore = 1, kAdjoint = 2, kGradA = 3, kPerState = 4;
 
   Scalar *u, *delta, *z, *grad_out;
-  Acc *A, *before, *adjoint, *decay, *grad_A, *grad_constant_B, *grad_constant_C;
+  Acc* states;  // (channels, dstate, kPerState)
+  Acc *decay, *grad_constant_B, *grad_constant_C;
   Acc *B, *C;
-  // (warps, slice, 2, chunk): what each warp adds to the gradients of B and C.
-  Acc* sums;
+  Acc* warp_sums;  // (warps, kSums)
+  // Of each thread, its parts of the gradients of D and delta_bias.
+  Acc* grad_channel;
+  Position* position;
+  BwdRows<Scalar>* rows;
   size_t bytes;
 
   SSM_HOST_DEVICE BwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan) {
-    const TileShape<kBwdSteps> shape(kBwdLog2Warps, kBwdLog2TimeLanes);
-    const int tile = Tile<Scalar, kBwdSteps>::capacity(shape);
-    const int states = shape.max_channels() * state_pitch(p);
-    const int slice = MatrixSlice<Scalar, kBwdSteps>::pitch_of(shape) << kBwdLog2Slice;
+    const int count = state_rows<Cut>(plan) * state_pitch(p);
+    const bool sums = !plan.carry_pass && (p.B.per_step || p.C.per_step);
     Carver carver(memory);
-    u = carver.take<Scalar>(tile);
-    delta = carver.take<Scalar>(tile);
-    z = carver.take<Scalar>(p.z.data != nullptr ? tile : 0);
-    grad_out = carver.take<Scalar>(tile);
-    A = carver.take<Acc>(states);
-    before = carver.take<Acc>(states);
-    adjoint = carver.take<Acc>(states);
-    decay = carver.take<Acc>(plan.carry_pass ? states : 0);
-    grad_A = carver.take<Acc>(states);
-    grad_constant_B = carver.take<Acc>(p.B.per_step ? 0 : states);
-    grad_constant_C = carver.take<Acc>(p.C.per_step ? 0 : states);
-    B = carver.take<Acc>(p.B.per_step ? slice : 0);
-    C = carver.take<Acc>(p.C.per_step ? slice : 0);
-    sums = carver.take<Acc>(
-        plan.carry_pass || !(p.B.per_step || p.C.per_step) ? 0 : kSumsPerState << (kBwdLog2Warps + kBwdLog2Slice));
+    u = carver.take<Scalar>(plan.carry_pass ? 0 : Tile<Cut>::kCapacity);
+    delta = carver.take<Scalar>(Tile<Cut>::kCapacity);
+    grad_out = carver.take<Scalar>(Tile<Cut>::kCapacity);
+    z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Cut>::kCapacity : 0);
+    B = carver.take<Acc>(p.B.per_step && !plan.carry_pass ? MatrixSlice<Cut, kSlice>::kCapacity : 0);
+    C = carver.take<Acc>(p.C.per_step ? MatrixSlice<Cut, kSlice>::kCapacity : 0);
+    warp_sums = carver.take<Acc>(sums ? Cut::kWarps * kSums : 0);
+    states = carver.take<Acc>(kPerState * count);
+    decay = carver.take<Acc>(plan.carry_pass ? count : 0);
+    grad_constant_B = carver.take<Acc>(p.B.per_step || plan.carry_pass ? 0 : count);
+    grad_constant_C = carver.take<Acc>(p.C.per_step || plan.carry_pass ? 0 : count);
+    grad_channel = carver.take<Acc>(2 * Cut::kThreads);
+    position = carver.take<Position>(1);
+    rows = carver.take<BwdRows<Scalar>>(1);
     bytes = carver.bytes();
   }
-
-  static constexpr int kSumsPerState = 2 * static_cast<int>(kChunkLength);
 };
 
-// Adds up two values of each lane over its warp's channels, in the accumulation type of 16-bit inputs: each row of a matrix of
-// values times a column of ones. A row is one time lane's four channels, so that nothing of one step enters another.
-__device__ __forceinline__ void sum_over_channels(float& first, float& second) {
-  static_assert(kWarpSize / kBwdTimeLanes == 4, "the instruction multiplies rows of four");
-  constexpr uint32_t kOne = 0x3f800000;
-  float unused_first, unused_second;
-  const float a = first, b = second;
-  asm("mma.sync.aligned.m16n8k4.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5}, {%6}, {%7, %7, %7, %7};"
-      : "=f"(first), "=f"(unused_first), "=f"(second), "=f"(unused_second)
-      : "r"(__float_as_uint(a)), "r"(__float_as_uint(b)), "r"(kOne), "f"(0.0f));
-}
-
-// Stores the warp's sums over its channels: per state, (2, time lanes, steps).
-template <typename Scalar, typename Acc>
-__device__ __forceinline__ void store_channel_sums(Acc (&grad_B)[kBwdSteps], Acc (&grad_C)[kBwdSteps], const Lane& lane,
-                                                   Acc* target) {
-  static_assert(kBwdSteps == 8, "four lanes share two times eight sums");
+// Adds the values of each step over the warp's channels, and stores the sums: (2, steps of the tile).
+template <typename Cut>
+__device__ __forceinline__ void store_channel_sums(typename Cut::Acc (&to_B)[Cut::kSteps],
+                                                   typename Cut::Acc (&to_C)[Cut::kSteps], const Lane<Cut>& lane,
+                                                   typename Cut::Acc* place) {
+  using Acc = typename Cut::Acc;
+  static_assert(Cut::kSteps == 8 && Cut::kLanesPerStep == 4, "four lanes share two times eight sums");
   const int quarter = lane.channel_in_warp;
-  Acc* const place = target + (quarter / 2) * kChunkLength + lane.time * kBwdSteps + (quarter % 2) * 4;
-  Acc mine[4];
-  if constexpr (sizeof(Scalar) == 2) {
+  Vector<Acc, 4> mine;
+  Acc half[8];
 #pragma unroll
-    for (int j = 0; j < kBwdSteps; ++j) sum_over_channels(grad_B[j], grad_C[j]);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Acc of_B = quarter & 1 ? grad_B[4 + i] : grad_B[i], of_C = quarter & 1 ? grad_C[4 + i] : grad_C[i];
-      mine[i] = quarter & 2 ? of_C : of_B;
-    }
-  } else {
-    Acc half[kBwdSteps];
-#pragma unroll
-    for (int j = 0; j < kBwdSteps; ++j) {
-      const Acc sent = quarter & 2 ? grad_B[j] : grad_C[j];
-      half[j] = (quarter & 2 ? grad_C[j] : grad_B[j]) + __shfl_xor_sync(kAllLanes, sent, 2);
-    }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const Acc sent = quarter & 1 ? half[i] : half[4 + i];
-      mine[i] = (quarter & 1 ? half[4 + i] : half[i]) + __shfl_xor_sync(kAllLanes, sent, 1);
-    }
+  for (int j = 0; j < 8; ++j) {
+    half[j] = (quarter & 2 ? to_C[j] : to_B[j]) + __shfl_xor_sync(kAllLanes, quarter & 2 ? to_B[j] : to_C[j], 2);
   }
-  Vector<Acc, 4> vector;
 #pragma unroll
-  for (int i = 0; i < 4; ++i) vector.set(i, mine[i]);
-  vector.store(place);
+  for (int i = 0; i < 4; ++i) {
+    const Acc sent = quarter & 1 ? half[i] : half[4 + i];
+    mine.set(i, (quarter & 1 ? half[4 + i] : half[i]) + __shfl_xor_sync(kAllLanes, sent, 1));
+  }
+  mine.store(place);
 }
 
-template <typename Acc>
-__device__ __forceinline__ Acc sum_over_time_lanes(Acc value) {
+// Where a lane's four sums lie.
+template <typename Cut>
+__device__ __forceinline__ int sums_of_lane(const Lane<Cut>& lane) {
+  return lane.channel_in_warp / 2 * Cut::kTileSteps + lane.time * Cut::kSteps + lane.channel_in_warp % 2 * 4;
+}
+
+template <typename Cut>
+__device__ __forceinline__ typename Cut::Acc sum_over_time_lanes(typename Cut::Acc value) {
 #pragma unroll
-  for (int distance = kWarpSize / 2; distance >= kWarpSize / kBwdTimeLanes; distance /= 2) {
+  for (int distance = Cut::kLanesPerStep; distance < kWarpSize; distance *= 2) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
   }
   return value;
 }
 
-// Blocks of the cluster wait for each other; what they wrote to shared memory before is seen by all after.
-__device__ __forceinline__ void synchronize_cluster(int cluster) {
-#if __CUDA_ARCH__ >= 900
-  if (cluster > 1) {
-    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    return;
-  }
-#endif
+// Adds up what the warps of a block add to the gradients of B and C in a slice of states, by the whole block. Of a group that
+// is one tile that is the gradient itself.
+template <typename Cut>
+__device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const ScanPlan& plan,
+                                          const PartialSums& partial_sums, const BwdShared<Cut>& shared, const Position& at,
+                                          int first_state, int64_t first_step, int steps) {
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  using Shared = BwdShared<Cut>;
+  constexpr int kVector = kVectorSize<Acc>;
   __syncthreads();
-}
-
-// A vector of the same array in the shared memory of another block of the cluster.
-template <typename T, int size>
-__device__ __forceinline__ Vector<T, size> load_from_block(const T* shared, int block, int cluster) {
-#if __CUDA_ARCH__ >= 900
-  if (cluster > 1) {
-    static_assert(sizeof(Vector<T, size>) == kVectorBytes, "one load");
-    uint32_t address = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-    asm("mapa.shared::cluster.u32 %0, %0, %1;" : "+r"(address) : "r"(block));
-    Vector<T, size> vector;
-    uint4& v = vector.pieces[0];
-    asm volatile("ld.shared::cluster.v4.u32 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "r"(address));
-    return vector;
+  const int count = min(Shared::kSlice, static_cast<int>(p.dstate) - first_state) * Shared::kSumsPerState;
+#pragma unroll 1
+  for (int i = opaque(static_cast<int>(threadIdx.x)) * kVector; i < count; i += Cut::kThreads * kVector) {
+    auto sum = Vector<Acc, kVector>::load(shared.warp_sums + i);
+#pragma unroll
+    for (int warp = 1; warp < Cut::kWarps; ++warp) {
+      const auto part = Vector<Acc, kVector>::load(shared.warp_sums + warp * Shared::kSums + i);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum.set(j, sum[j] + part[j]);
+    }
+    const int state = first_state + i / Shared::kSumsPerState, step = i % Cut::kTileSteps;
+    const bool is_B = i / Cut::kTileSteps % 2 == 0;
+    Acc* const partial = static_cast<Acc*>(is_B ? partial_sums.grad_B : partial_sums.grad_C);
+    if (partial != nullptr) {
+      const int64_t row = (at.batch * plan.tiles + at.tile) * p.dstate + state;
+      sum.store_once(partial + row * partial_sums.padded_steps + first_step + step);
+    } else if (const MatrixView& target = is_B ? p.grad_B : p.grad_C; target.per_step) {
+      const int64_t group = at.first_channel / (p.dim / target.groups);
+      Scalar* const place = static_cast<Scalar*>(target.data) + at.batch * target.stride_batch + group * target.stride_channel +
+                            state * target.stride_state + (first_step + step) * target.stride_step;
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) {
+        if (step + j < steps) place[j * target.stride_step] = from_accumulate<Scalar>(sum[j]);
+      }
+    }
   }
-#endif
-  return Vector<T, size>::load(shared);
 }
 
-template <typename Scalar, typename Method>
+// general: B or C may be constant, and the pass may be the carry pass. The other kernel leaves these questions out of its
+// loops.
+template <typename Cut, typename Method, bool general>
 __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,
                                           const PartialSums& partial_sums, unsigned char* memory) {
-  using Acc = AccumulateType<Scalar>;
-  using Shared = BwdShared<Scalar>;
-  constexpr int K = kBwdSteps, kSlice = 1 << kBwdLog2Slice, kThreads = kWarpSize << kBwdLog2Warps;
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  using Shared = BwdShared<Cut>;
+  constexpr int K = Cut::kSteps, kSlice = Shared::kSlice;
+  constexpr int kA = Shared::kA, kBefore = Shared::kBefore, kAdjoint = Shared::kAdjoint, kGradA = Shared::kGradA,
+                kPerState = Shared::kPerState;
   const Shared shared(memory, p, plan);
-  const Position at(p, plan, blockIdx.x);
-  const Lane lane(kBwdLog2TimeLanes);
-  TileShape<K> shape(kBwdLog2Warps, kBwdLog2TimeLanes);
-  shape.channels = at.channels;
-  const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
-  const int warp = threadIdx.x / kWarpSize;
-  const bool sums_channels = p.B.per_step || p.C.per_step;
+  const Position& at = *shared.position;
+  const BwdRows<Scalar>& rows = *shared.rows;
+  if (threadIdx.x == 0) {
+    *shared.position = Position(p, plan, blockIdx.x);
+    *shared.rows = BwdRows<Scalar>(p, at);
+  }
+  clear<Cut>(shared.grad_channel, 2 * Cut::kThreads);
+  const Lane<Cut> lane;
+  const int dstate = static_cast<int>(p.dstate);
+  const bool carry_pass = general && plan.carry_pass;
+  const bool sums_channels = !general || (!carry_pass && (p.B.per_step || p.C.per_step));
 
   // Lanes without a channel add zeros to the sums over channels.
-  const int states = shape.max_channels() * pitch;
-  clear(states, shared.A, shared.before, shared.adjoint);
+  clear<Cut>(shared.states, state_rows<Cut>(plan) * state_pitch(p) * kPerState);
   __syncthreads();
-  for_each_state(p, at, [&](int offset, int64_t channel, int state) {
-    shared.A[offset] = load_state<Acc>(p.A, 0, channel, state) * kScaleOfA<Method, Acc>;
+  for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+    const int64_t d = at.first_channel + channel;
     Acc g = 0;
-    if (plan.carry_pass) {
-      shared.decay[offset] = 1;
+    if (carry_pass) {
+      shared.decay[place] = 1;
     } else {
-      if (p.grad_last_state.data != nullptr) g = load_state<Acc>(p.grad_last_state, at.batch, channel, state);
+      if (p.grad_last_state.data != nullptr) g = load_state<Acc>(p.grad_last_state, at.batch, d, state);
       for (int64_t s = plan.segments - 1; s > at.segment; --s) {
-        const int64_t after = state_offset(p, at.batch * plan.segments + s, channel, state);
-        g = Math<Acc>::fma(static_cast<const Acc*>(plan.decay)[after], g, static_cast<const Acc*>(plan.carry)[after]);
+        g = fold_segment(plan, state_offset(p, at.batch * plan.segments + s, d, state), g);
       }
-      shared.grad_A[offset] = 0;
-      if (!p.B.per_step) shared.grad_constant_B[offset] = 0;
-      if (!p.C.per_step) shared.grad_constant_C[offset] = 0;
+      if (!p.B.per_step) shared.grad_constant_B[place] = 0;
+      if (!p.C.per_step) shared.grad_constant_C[place] = 0;
     }
-    shared.adjoint[offset] = g;
+    shared.states[place * kPerState + kA] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+    shared.states[place * kPerState + kAdjoint] = g;
   });
 
-  const bool is_channel = lane.channel < at.channels;
-  const auto channel = [&] { return opaque(at.first_channel) + lane.channel; };
+  const bool is_channel = lane.channel < at.channels, is_first = lane.is_first(), is_last = lane.is_last();
+  const int first_step = lane.time * K;
+  const auto row = [&] { return min(lane.channel, state_rows<Cut>(plan) - 1); };
   const auto of_channel = [&](const ChannelView& view) {
-    return is_channel && view.data != nullptr ? static_cast<const Acc*>(view.data)[channel() * view.stride] : Acc(0);
+    if (!is_channel || view.data == nullptr) return Acc(0);
+    return static_cast<const Acc*>(view.data)[(at.first_channel + lane.channel) * view.stride];
   };
-  const bool is_first = lane.is_first(), is_last = lane.is_last();
-  const MatrixSlice<Scalar, K> B{shared.B, MatrixSlice<Scalar, K>::pitch_of(shape)}, C{shared.C, B.pitch};
-  const Tile<Scalar, K> u_tile(shared.u, plan.u, shape), delta_tile(shared.delta, plan.delta, shape),
-      z_tile(shared.z, plan.z, shape), grad_out_tile(shared.grad_out, plan.grad_out, shape);
-  const auto read_matrix = [&](const MatrixView& view, const MatrixSlice<Scalar, K>& slice, int s, int state) {
-    if (view.per_step) return Vector<Acc, K>::load(slice.lane(s, lane.time));
-    const Acc value = is_channel ? constant_value<Acc>(view, channel(), state) : Acc(0);
-    Vector<Acc, K> steps;
-#pragma unroll
-    for (int j = 0; j < K; ++j) steps.set(j, value);
-    return steps;
+  const MatrixSlice<Cut, kSlice> B{shared.B}, C{shared.C};
+  const Tile<Cut> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
+      grad_out_tile{shared.grad_out, plan.grad_out};
+  const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
+    if (!general || view.per_step) return Vector<Acc, K>::load(steps);
+    return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
   };
-  const auto step_size = [&](Acc raw) { return p.delta_softplus ? softplus(raw) : raw; };
 
-  Acc grad_D = 0, grad_bias = 0;
-  const int64_t tiles = (at.end - at.begin + kChunkLength - 1) / kChunkLength;
-  for (int64_t t0 = at.begin + (tiles - 1) * kChunkLength; t0 >= at.begin; t0 -= kChunkLength) {
-    const int first_step = lane.time * K;
-    shape.steps = static_cast<int>(min(at.end - t0, kChunkLength));
-    if (!plan.carry_pass) {
-      u_tile.load(plan.u, p.u, first_element<Scalar>(p.u, at, t0), shape);
+  const int64_t tiles = (at.end - at.begin + Cut::kTileSteps - 1) / Cut::kTileSteps;
+  for (int64_t t0 = at.begin + (tiles - 1) * Cut::kTileSteps; t0 >= at.begin; t0 -= Cut::kTileSteps) {
+    const int steps = static_cast<int>(min(at.end - t0, int64_t(Cut::kTileSteps)));
+    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
+    if (p.grad_out.data != nullptr) {
+      grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps);
+    }
+    if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps);
+    if (!carry_pass) {
+      u_tile.load(p.u, rows.u, t0, at.channels, steps);
       const int64_t boundary = at.batch * chunk_boundary_count(p.seqlen) + t0 / kChunkLength;
-      for_each_state(p, at, [&](int offset, int64_t channel, int state) {
-        shared.before[offset] = static_cast<const Acc*>(p.chunk_states)[state_offset(p, boundary, channel, state)];
+      const Acc* const source = static_cast<const Acc*>(p.chunk_states) + state_offset(p, boundary, at.first_channel, 0);
+      for_each_state<Cut>(p, plan, at.channels, [&](int place, int offset, int, int) {
+        shared.states[place * kPerState + kBefore] = source[offset];
       });
     }
-    delta_tile.load(plan.delta, p.delta, first_element<Scalar>(p.delta, at, t0), shape);
-    if (p.z.data != nullptr) z_tile.load(plan.z, p.z, first_element<Scalar>(p.z, at, t0), shape);
-    if (p.grad_out.data != nullptr) {
-      grad_out_tile.load(plan.grad_out, p.grad_out, first_element<Scalar>(p.grad_out, at, t0), shape);
-    }
 
-    Acc delta[K], delta_u[K], dy[K];
+    const int valid = is_channel ? steps - first_step : 0;
+    // Where the gain is not one, its derivative asks for u itself.
+    Acc delta[K], u_or_delta_u[K], dy[K];
     // Sums over the states.
     Acc y[K], grad_input[K], grad_step[K];
     Acc sum_of_delta = 0;
     for (int first_state = 0; first_state < dstate; first_state += kSlice) {
       const int slice_states = min(kSlice, dstate - first_state);
       if (first_state > 0) __syncthreads();
-      if (p.B.per_step && !plan.carry_pass) {
-        B.stage(plan.B, p.B, matrix_row<Scalar>(p.B, p, at, first_state, t0), slice_states, kBwdLog2Slice, shape);
+      if (!general || (p.B.per_step && !carry_pass)) {
+        B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
       }
-      if (p.C.per_step) {
-        C.stage(plan.C, p.C, matrix_row<Scalar>(p.C, p, at, first_state, t0), slice_states, kBwdLog2Slice, shape);
+      if (!general || p.C.per_step) {
+        C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
       if (first_state == 0) cuda::wait_for_async_copies();
       __syncthreads();
@@ -247,7 +268,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (first_state == 0) {
         const Acc bias = of_channel(p.delta_bias);
         delta_tile.read(lane.channel, first_step, delta);
-        if (!plan.carry_pass) u_tile.read(lane.channel, first_step, delta_u);
+        if (!carry_pass) u_tile.read(lane.channel, first_step, u_or_delta_u);
         if (p.grad_out.data != nullptr) {
           grad_out_tile.read(lane.channel, first_step, dy);
           if (p.z.data != nullptr) {
@@ -255,249 +276,251 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 #pragma unroll
             for (int j = 0; j < K; ++j) dy[j] *= silu(y[j]);
           }
+        } else {
+#pragma unroll
+          for (int j = 0; j < K; ++j) dy[j] = 0;
         }
+        make_step_sizes(delta, bias, p.delta_softplus, valid);
 #pragma unroll
         for (int j = 0; j < K; ++j) {
-          // A step of size zero leaves the state alone, and its adjoint.
-          delta[j] = is_channel && first_step + j < shape.steps ? step_size(delta[j] + bias) : Acc(0);
-          delta_u[j] *= delta[j];
-          if (p.grad_out.data == nullptr) dy[j] = 0;
+          if constexpr (Method::kUnitGain) u_or_delta_u[j] *= delta[j];
           y[j] = grad_input[j] = grad_step[j] = 0;
           sum_of_delta += delta[j];
         }
       }
 
-      for (int s = 0; s < slice_states; ++s) {
-        const int state = first_state + s, offset = lane.channel * pitch + state;
-        const Acc A = shared.A[offset], adjoint_after = shared.adjoint[offset];
-        Acc decay = 1;
-        if constexpr (Method::kExponential) decay = Math<Acc>::exp2(A * sum_of_delta);
-        Acc basis[K];
-#pragma unroll
-        for (int j = 0; j < K; ++j) {
-          basis[j] = Transition<Method, Acc>(delta[j], A).basis;
-          if constexpr (!Method::kExponential) decay *= Transition<Method, Acc>(delta[j], A, basis[j]).abar();
-        }
-        const auto transition = [&](int j) { return Transition<Method, Acc>(delta[j], A, basis[j]); };
-
-        // The states: h[j] is that after step j.
-        Acc h[K], h_before = 0;
-        Vector<Acc, K> B_steps;
-        if (!plan.carry_pass) {
-          B_steps = read_matrix(p.B, B, s, state);
-          h_before = shared.before[offset];
-          Acc lane_decay = decay, end = is_first ? h_before : Acc(0);
+      // Past the end even a step of size zero would make NaN of an infinite or NaN A: there, and in the last tile only, A is
+      // zero.
+      const auto run_states = [&](auto tail) {
+        constexpr bool is_tail = decltype(tail)::value;
+        const Acc *B_steps = B.lane(0, lane.time), *C_steps = C.lane(0, lane.time);
+        Acc* entry = shared.states + (row() * state_pitch(p) + first_state) * kPerState;
+        Acc* sums = shared.warp_sums + threadIdx.x / kWarpSize * Shared::kSums + sums_of_lane(lane);
+        for (int s = 0; s < slice_states;
+             ++s, B_steps += B.kPitch, C_steps += C.kPitch, entry += kPerState, sums += Shared::kSumsPerState) {
+          const int state = first_state + s;
+          const auto of_state = Vector<Acc, kPerState>::load(entry);
+          const Acc A = of_state[kA];
+          Acc decay = 1;
+          if constexpr (Method::kExponential && !is_tail) decay = Math<Acc>::exp2(A * sum_of_delta);
+          const auto A_at = [&](int j) { return !is_tail || j < valid ? A : Acc(0); };
+          Acc basis[K] = {};
+          const auto transition = [&](int j) { return Transition<Method, Acc>(delta[j], A_at(j), basis[j]); };
 #pragma unroll
           for (int j = 0; j < K; ++j) {
-            h[j] = transition(j).input(delta_u[j]) * B_steps[j];
-            end = Math<Acc>::fma(transition(j).abar(), end, h[j]);
+            basis[j] = Transition<Method, Acc>(delta[j], A_at(j)).basis;
+            if constexpr (!Method::kExponential || is_tail) decay *= transition(j).abar();
           }
-          scan_lanes<false, kBwdLog2TimeLanes>(lane, lane_decay, end);
-          end = shuffle_earlier(end, lane.channels_per_warp);
-          if (!is_first) h_before = end;
-          Acc previous = h_before;
-#pragma unroll
-          for (int j = 0; j < K; ++j) previous = h[j] = Math<Acc>::fma(transition(j).abar(), previous, h[j]);
-        }
+          const auto delta_u = [&](int j) { return Method::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j]; };
 
-        // The adjoints: a lane's map is from what comes to its last step from later ones to what leaves its first.
-        const Vector<Acc, K> C_steps = read_matrix(p.C, C, s, state);
-        Acc through = is_last ? adjoint_after : Acc(0);
-        {
-          Acc lane_decay = decay;
+          // A lane's maps: of the state before its first step to that after its last (end), and of the adjoint that comes to
+          // its last step from later ones to what leaves its first for earlier ones (through).
+          Vector<Acc, K> b;
+          Acc h[K], end = is_first ? of_state[kBefore] : Acc(0), end_decay = decay;
+          if (!carry_pass) {
+            b = read_matrix(p.B, B_steps, state);
 #pragma unroll
-          for (int j = K - 1; j >= 0; --j) through = transition(j).abar() * Math<Acc>::fma(dy[j], C_steps[j], through);
-          scan_lanes<true, kBwdLog2TimeLanes>(lane, lane_decay, through);
-          __syncwarp();
-          if (is_first) {
-            shared.adjoint[offset] = through;
-            if (plan.carry_pass) shared.decay[offset] *= lane_decay;
-          }
-          through = shuffle_later(through, lane.channels_per_warp);
-          if (is_last) through = adjoint_after;
-        }
-        if (plan.carry_pass) continue;
-
-        if (p.z.data != nullptr) {
-#pragma unroll
-          for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(C_steps[j], h[j], y[j]);
-        }
-        // Doubles take twice the registers: rather than hold it, read it again.
-        if constexpr (std::is_same_v<Acc, double>) B_steps = read_matrix(p.B, B, s, state);
-        Acc to_grad_B[K], to_grad_C[K], grad_A = 0;
-#pragma unroll
-        for (int j = K - 1; j >= 0; --j) {
-          const auto step = transition(j);
-          const Acc g = Math<Acc>::fma(dy[j], C_steps[j], through);
-          const Acc previous = j > 0 ? h[j - 1] : h_before;
-          through = step.abar() * g;
-          const Acc p_t = g * B_steps[j];
-          Acc q;
-          if constexpr (Method::kUnitGain && Method::kExponential) {
-            q = through * previous;
-            grad_input[j] += p_t;
-            to_grad_B[j] = g * delta_u[j];
-          } else {
-            const Acc gain = Method::gain(step.z, step.basis);
-            const auto derivatives = Method::derivatives(step.z, step.basis, gain);
-            q = Method::kExponential ? through * previous : derivatives.abar * (g * previous);
-            if constexpr (!Method::kUnitGain) q = Math<Acc>::fma(delta_u[j] * p_t, derivatives.gain, q);
-            grad_input[j] = Math<Acc>::fma(p_t, gain, grad_input[j]);
-            to_grad_B[j] = g * step.input(delta_u[j]);
-          }
-          grad_step[j] = Math<Acc>::fma(A, q, grad_step[j]);
-          grad_A = Math<Acc>::fma(delta[j], q, grad_A);
-          to_grad_C[j] = dy[j] * h[j];
-        }
-
-        grad_A = sum_over_time_lanes(grad_A);
-        if (is_first) shared.grad_A[offset] += grad_A;
-        const auto sum_steps = [&](const Acc(&values)[K]) {
-          Acc sum = 0;
-#pragma unroll
-          for (int j = 0; j < K; ++j) sum += values[j];
-          return sum_over_time_lanes(sum);
-        };
-        if (!p.B.per_step) {
-          const Acc sum = sum_steps(to_grad_B);
-          if (is_first) shared.grad_constant_B[offset] += sum;
-        }
-        if (!p.C.per_step) {
-          const Acc sum = sum_steps(to_grad_C);
-          if (is_first) shared.grad_constant_C[offset] += sum;
-        }
-        if (sums_channels) {
-          store_channel_sums<Scalar>(to_grad_B, to_grad_C, lane, shared.sums + (warp * kSlice + s) * Shared::kSumsPerState);
-        }
-      }
-
-      if (sums_channels && !plan.carry_pass) {
-        synchronize_cluster(plan.cluster);
-        constexpr int kSize = kVectorSize<Acc>;
-        const int rank = static_cast<int>(at.tile % plan.cluster);
-        const int64_t sums_tile = at.batch * (plan.tiles / plan.cluster) + at.tile / plan.cluster;
-        const int pieces = slice_states * Shared::kSumsPerState / kSize;
-        for (int i = rank * kThreads + threadIdx.x; i < pieces; i += plan.cluster * kThreads) {
-          const int s = i * kSize / Shared::kSumsPerState, step = i * kSize % static_cast<int>(kChunkLength);
-          Acc* const target = static_cast<Acc*>(i * kSize / kChunkLength % 2 == 0 ? partial_sums.grad_B : partial_sums.grad_C);
-          if (target == nullptr) continue;
-          Acc sum[kSize] = {};
-          for (int block = 0; block < plan.cluster; ++block) {
-            for (int w = 0; w < 1 << kBwdLog2Warps; ++w) {
-              const auto part = load_from_block<Acc, kSize>(shared.sums + w * kSlice * Shared::kSumsPerState + i * kSize, block,
-                                                            plan.cluster);
-#pragma unroll
-              for (int j = 0; j < kSize; ++j) sum[j] += part[j];
+            for (int j = 0; j < K; ++j) {
+              h[j] = transition(j).input(delta_u(j)) * b[j];
+              end = Math<Acc>::fma(transition(j).abar(), end, h[j]);
             }
           }
-          Vector<Acc, kSize> vector;
+          const auto c = read_matrix(p.C, C_steps, state);
+          Acc through = is_last ? of_state[kAdjoint] : Acc(0), through_decay = decay;
 #pragma unroll
-          for (int j = 0; j < kSize; ++j) vector.set(j, sum[j]);
-          vector.store_once(target + (sums_tile * dstate + first_state + s) * partial_sums.padded_steps + t0 + step);
+          for (int j = K - 1; j >= 0; --j) through = transition(j).abar() * Math<Acc>::fma(dy[j], c[j], through);
+          scan_lanes_both_ways<Cut>(end_decay, end, through_decay, through);
+          if (is_first && is_channel) {
+            entry[kAdjoint] = through;
+            if (carry_pass) shared.decay[row() * state_pitch(p) + state] *= through_decay;
+          }
+          if (carry_pass) continue;
+
+          // h[j] becomes the state after step j.
+          end = shuffle_earlier(end, Cut::kLanesPerStep);
+          through = shuffle_later(through, Cut::kLanesPerStep);
+          const Acc h_before = is_first ? entry[kBefore] : end;
+          if (is_last) through = of_state[kAdjoint];
+          Acc previous_state = h_before;
+#pragma unroll
+          for (int j = 0; j < K; ++j) previous_state = h[j] = Math<Acc>::fma(transition(j).abar(), previous_state, h[j]);
+          if (p.z.data != nullptr) {
+#pragma unroll
+            for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(c[j], h[j], y[j]);
+          }
+          // Where registers are short, with doubles or the coefficients of a gain: rather than hold them, read them again.
+          constexpr bool is_double = std::is_same_v<Acc, double>, rereads_B = is_double || !Method::kUnitGain;
+          const auto b_at = [&](int j) {
+            if (rereads_B && (!general || p.B.per_step)) return B_steps[opaque(j)];
+            return b[rereads_B ? 0 : j];
+          };
+          const auto c_at = [&](int j) {
+            if (is_double && (!general || p.C.per_step)) return C_steps[opaque(j)];
+            return c[is_double ? 0 : j];
+          };
+          Acc to_B[K], to_C[K], grad_A = 0;
+#pragma unroll
+          for (int j = K - 1; j >= 0; --j) {
+            const auto step = transition(j);
+            const Acc g = Math<Acc>::fma(dy[j], c_at(j), through);
+            const Acc previous = j > 0 ? h[j - 1] : h_before;
+            through = step.abar() * g;
+            Acc q, to_A;
+            if constexpr (Method::kExponential) {
+              q = through * previous;
+            } else {
+              q = Method::derivatives(step.z, step.basis, Method::gain(step.z, step.basis)).abar * (g * previous);
+            }
+            // What a step past the end must not turn into NaN.
+            if (is_tail && j >= valid) q = 0;
+            if constexpr (Method::kUnitGain) {
+              to_A = q;
+              grad_input[j] = Math<Acc>::fma(g, b_at(j), grad_input[j]);
+              to_B[j] = g * delta_u(j);
+            } else {
+              const Acc gain = Method::gain(step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
+              const auto derivatives = Method::derivatives(step.z, step.basis, gain);
+              to_A = Math<Acc>::fma(delta[j] * u_g_b, derivatives.gain, q);
+              grad_step[j] = Math<Acc>::fma(u_g_b * kScaleOfA<Method, Acc>, derivatives.z_gain, grad_step[j]);
+              grad_input[j] = Math<Acc>::fma(g_b, gain, grad_input[j]);
+              to_B[j] = g * delta_u(j) * gain;
+            }
+            grad_step[j] = Math<Acc>::fma(A, q, grad_step[j]);
+            grad_A = Math<Acc>::fma(delta[j], to_A, grad_A);
+            to_C[j] = dy[j] * h[j];
+          }
+
+          grad_A = sum_over_time_lanes<Cut>(grad_A);
+          if (is_first && is_channel) entry[kGradA] += grad_A;
+          if constexpr (general) {
+            const auto add_steps = [&](Acc* target, const Acc(&values)[K]) {
+              Acc sum = 0;
+#pragma unroll
+              for (int j = 0; j < K; ++j) sum += values[j];
+              sum = sum_over_time_lanes<Cut>(sum);
+              if (is_first && is_channel) target[row() * state_pitch(p) + state] += sum;
+            };
+            if (!p.B.per_step) add_steps(shared.grad_constant_B, to_B);
+            if (!p.C.per_step) add_steps(shared.grad_constant_C, to_C);
+          }
+          if (sums_channels) store_channel_sums<Cut>(to_B, to_C, lane, sums);
         }
-        if (plan.cluster > 1) synchronize_cluster(plan.cluster);
+      };
+      if (steps < Cut::kTileSteps) {
+        run_states(std::true_type{});
+      } else {
+        run_states(std::false_type{});
       }
+      if (sums_channels) add_slice<Cut>(p, plan, partial_sums, shared, at, first_state, t0, steps);
     }
 
-    if (!plan.carry_pass) {
-      // The tiles are intact: what is left of a lane's steps is computed from them, then the gradients take their places.
-      const Acc skip = of_channel(p.D), bias = of_channel(p.delta_bias);
-      Acc u[K], raw[K];
+    if (!carry_pass) {
+      // The tiles are intact: what is left of a lane's steps is computed from them. Then the gradients take their places, once
+      // every lane has read.
+      const Tile<Cut> grad_u_tile{shared.u, plan.grad_u}, grad_delta_tile{shared.delta, plan.grad_delta},
+          grad_z_tile{shared.z, plan.grad_z};
+      Acc u[K];
       u_tile.read(lane.channel, first_step, u);
-      delta_tile.read(lane.channel, first_step, raw);
+      const Acc skip = of_channel(p.D);
       if (p.z.data != nullptr) {
-        Acc gate[K], grad_out[K];
+        Acc gate[K];
         z_tile.read(lane.channel, first_step, gate);
-        if (p.grad_out.data != nullptr) grad_out_tile.read(lane.channel, first_step, grad_out);
 #pragma unroll
         for (int j = 0; j < K; ++j) {
-          const Acc incoming = p.grad_out.data != nullptr ? grad_out[j] : Acc(0);
-          y[j] = incoming * Math<Acc>::fma(skip, u[j], y[j]) * silu_derivative(gate[j], sigmoid(gate[j]));
+          y[j] = Math<Acc>::fma(skip, u[j], y[j]) * silu_derivative(gate[j], sigmoid(gate[j]));
         }
+        if (p.grad_out.data != nullptr) grad_out_tile.read(lane.channel, first_step, gate);
+#pragma unroll
+        for (int j = 0; j < K; ++j) y[j] *= p.grad_out.data != nullptr ? gate[j] : Acc(0);
+        __syncthreads();
+        grad_z_tile.write(lane.channel, first_step, y);
       }
+      Acc raw[K];
+      delta_tile.read(lane.channel, first_step, raw);
+      const Acc bias = of_channel(p.delta_bias);
+      Acc grad_D = 0, grad_bias = 0;
 #pragma unroll
       for (int j = 0; j < K; ++j) {
-        Acc grad_delta = Math<Acc>::fma(grad_step[j], 1 / kScaleOfA<Method, Acc>, u[j] * grad_input[j]);
+        Acc grad_delta = grad_step[j] * (1 / kScaleOfA<Method, Acc>);
+        if constexpr (Method::kUnitGain) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
         if (p.delta_softplus) grad_delta *= softplus_derivative(raw[j] + bias);
-        if (is_channel && first_step + j < shape.steps) {
+        if (j < valid) {
           grad_bias += grad_delta;
           grad_D = Math<Acc>::fma(dy[j], u[j], grad_D);
         }
         grad_input[j] = Math<Acc>::fma(delta[j], grad_input[j], skip * dy[j]);
         grad_step[j] = grad_delta;
       }
+      Acc* const grad_channel = shared.grad_channel + opaque(static_cast<int>(threadIdx.x));
+      grad_channel[0] += grad_D;
+      grad_channel[Cut::kThreads] += grad_bias;
       __syncthreads();
-      const Tile<Scalar, K> grad_u_tile(shared.u, plan.grad_u, shape), grad_delta_tile(shared.delta, plan.grad_delta, shape),
-          grad_z_tile(shared.z, plan.grad_z, shape);
       grad_u_tile.write(lane.channel, first_step, grad_input);
       grad_delta_tile.write(lane.channel, first_step, grad_step);
-      if (p.z.data != nullptr) grad_z_tile.write(lane.channel, first_step, y);
       __syncthreads();
-      grad_u_tile.store(plan.grad_u, p.grad_u, first_element<Scalar>(p.grad_u, at, t0), shape);
-      grad_delta_tile.store(plan.grad_delta, p.grad_delta, first_element<Scalar>(p.grad_delta, at, t0), shape);
-      if (p.z.data != nullptr) grad_z_tile.store(plan.grad_z, p.grad_z, first_element<Scalar>(p.grad_z, at, t0), shape);
+      grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
+      grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
+      if (p.z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
     }
     __syncthreads();
   }
 
   if (tiles == 0) __syncthreads();
-  const int64_t row = opaque(at.batch) * plan.segments + at.segment;
-  for_each_state(p, at, [&](int offset, int64_t channel, int state) {
-    const int64_t target = state_offset(p, row, channel, state);
-    if (plan.carry_pass) {
-      static_cast<Acc*>(plan.decay)[target] = shared.decay[offset];
-      static_cast<Acc*>(plan.carry)[target] = shared.adjoint[offset];
+  const int64_t segment_row = at.batch * plan.segments + at.segment;
+  for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+    const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
+    if (carry_pass) {
+      static_cast<Acc*>(plan.decay)[target] = shared.decay[place];
+      static_cast<Acc*>(plan.carry)[target] = shared.states[place * kPerState + kAdjoint];
       return;
     }
-    static_cast<Acc*>(partial_sums.grad_A)[target] = shared.grad_A[offset];
-    if (!p.B.per_step) static_cast<Acc*>(partial_sums.grad_constant_B)[target] = shared.grad_constant_B[offset];
-    if (!p.C.per_step) static_cast<Acc*>(partial_sums.grad_constant_C)[target] = shared.grad_constant_C[offset];
+    static_cast<Acc*>(partial_sums.grad_A)[target] = shared.states[place * kPerState + kGradA];
+    if (!p.B.per_step) static_cast<Acc*>(partial_sums.grad_constant_B)[target] = shared.grad_constant_B[place];
+    if (!p.C.per_step) static_cast<Acc*>(partial_sums.grad_constant_C)[target] = shared.grad_constant_C[place];
     if (p.grad_initial_state != nullptr && at.segment == 0) {
-      static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.batch, channel, state)] = shared.adjoint[offset];
+      static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.batch, at.first_channel + channel, state)] =
+          shared.states[place * kPerState + kAdjoint];
     }
   });
-  if (!plan.carry_pass) {
-    grad_D = sum_over_time_lanes(grad_D);
-    grad_bias = sum_over_time_lanes(grad_bias);
+  if (!carry_pass) {
+    const Acc grad_D = sum_over_time_lanes<Cut>(shared.grad_channel[threadIdx.x]);
+    const Acc grad_bias = sum_over_time_lanes<Cut>(shared.grad_channel[Cut::kThreads + threadIdx.x]);
     if (is_first && is_channel) {
-      if (partial_sums.grad_D != nullptr) static_cast<Acc*>(partial_sums.grad_D)[row * p.dim + channel()] = grad_D;
-      if (partial_sums.grad_delta_bias != nullptr)
-        static_cast<Acc*>(partial_sums.grad_delta_bias)[row * p.dim + channel()] = grad_bias;
+      const int64_t target = segment_row * p.dim + at.first_channel + lane.channel;
+      if (partial_sums.grad_D != nullptr) static_cast<Acc*>(partial_sums.grad_D)[target] = grad_D;
+      if (partial_sums.grad_delta_bias != nullptr) static_cast<Acc*>(partial_sums.grad_delta_bias)[target] = grad_bias;
     }
   }
 }
 
-// Blocks of a multiprocessor: that leaves a thread 128 registers, or as many as doubles need.
-template <typename Scalar>
-constexpr int kBwdMinBlocks = std::is_same_v<Scalar, double> ? 2 : 4;
+// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles and the general kernel need.
+template <typename Scalar, bool general>
+constexpr int kBwdResidentWarps = general || std::is_same_v<Scalar, double> ? 8 : 16;
 
-template <typename Scalar, typename Method>
-__global__ void __launch_bounds__(kWarpSize << kBwdLog2Warps, kBwdMinBlocks<Scalar>)
+template <typename Scalar, typename Method, bool general>
+__global__ void __launch_bounds__(CutOfBwd<Scalar>::kThreads, kBwdResidentWarps<Scalar, general> / CutOfBwd<Scalar>::kWarps)
     selective_scan_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
                               const __grid_constant__ PartialSums partial_sums) {
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  bwd_block<Scalar, Method>(params, plan, partial_sums, memory);
+  bwd_block<CutOfBwd<Scalar>, Method, general>(params, plan, partial_sums, memory);
+}
+
+template <typename Scalar>
+size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan) {
+  return BwdShared<CutOfBwd<Scalar>>(nullptr, params, plan).bytes;
 }
 
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  const size_t bytes = BwdShared<Scalar>(nullptr, params, plan).bytes;
-  const auto kernel = selective_scan_bwd_kernel<Scalar, Method>;
+  const bool general = plan.carry_pass || !params.B.per_step || !params.C.per_step;
+  const auto kernel =
+      general ? selective_scan_bwd_kernel<Scalar, Method, true> : selective_scan_bwd_kernel<Scalar, Method, false>;
+  const size_t bytes = bwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned int>(params.batch * plan.segments * plan.tiles));
-  config.blockDim = dim3(plan.threads());
-  config.dynamicSmemBytes = bytes;
-  config.stream = stream;
-  cudaLaunchAttribute cluster;
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {static_cast<unsigned int>(plan.cluster), 1, 1};
-  if (plan.cluster > 1) {
-    config.attrs = &cluster;
-    config.numAttrs = 1;
-  }
-  return cudaLaunchKernelEx(&config, kernel, params, plan, partial_sums);
+  const auto blocks = static_cast<unsigned int>(params.batch * plan.segments * plan.tiles);
+  kernel<<<blocks, CutOfBwd<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
+  return cudaGetLastError();
 }
 
 }  // namespace ssm_kernels::selective_scan

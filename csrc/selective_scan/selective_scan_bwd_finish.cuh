@@ -92,10 +92,10 @@ cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const ScanPlan& p
     finish.blocks += sum.blocks;
   };
   const auto add_matrix = [&](MatrixSum& sum, const MatrixView& target, const void* source) {
-    if (!target.per_step) return;
+    if (source == nullptr) return;
     sum.source = source;
     sum.target = target;
-    sum.parts = plan.tiles / plan.cluster / target.groups;
+    sum.parts = plan.tiles / target.groups;
     sum.count = p.batch * target.groups * p.dstate * p.seqlen;
     take_blocks(sum);
   };

@@ -50,16 +50,18 @@ int64_t bytes_of(ScalarKind kind) {
 
 // What the cut depends on.
 struct Device {
-  int64_t multiprocessors, shared_bytes, shared_bytes_per_block;
-  bool has_clusters;
+  int64_t multiprocessors, shared_bytes_per_block;
 
   explicit Device(c10::DeviceIndex index) {
     const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(index);
     multiprocessors = properties.multiProcessorCount;
-    shared_bytes = static_cast<int64_t>(properties.sharedMemPerMultiprocessor);
     shared_bytes_per_block = static_cast<int64_t>(properties.sharedMemPerBlockOptin);
-    has_clusters = properties.major >= 9;
   }
+};
+
+// A tile's size, in channels, steps and bytes of a scalar.
+struct Tiling {
+  int64_t channels, steps, scalar_bytes;
 };
 
 // Whether vectors that start at multiples of their size within each of these strides are aligned in memory.
@@ -69,40 +71,48 @@ bool is_aligned(const void* data, int64_t bytes, std::initializer_list<int64_t> 
          std::all_of(strides.begin(), strides.end(), [&](int64_t stride) { return aligned(stride * bytes); });
 }
 
-Access access_of(const SequenceView& view, const SelectiveScanParams& p, const ScanPlan& plan, int64_t bytes) {
+Access access_of(const SequenceView& view, const SelectiveScanParams& p, const ScanPlan& plan, const Tiling& tiling) {
+  const int64_t bytes = tiling.scalar_bytes;
   if (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_dim})) return Access::kAlongSteps;
   // A tile's first channel must be a multiple of the vector's size too.
   const bool spans_fit = plan.span == p.dim || plan.span * bytes % kVectorBytes == 0;
-  if (view.stride_dim == 1 && spans_fit && plan.channels() * bytes % kVectorBytes == 0 &&
+  if (view.stride_dim == 1 && spans_fit && plan.block_channels * bytes % kVectorBytes == 0 &&
       is_aligned(view.data, bytes, {view.stride_batch, view.stride_step})) {
     return Access::kAlongChannels;
   }
   return Access::kSingly;
 }
 
-Access access_of(const MatrixView& view, const SelectiveScanParams& p, const ScanPlan& plan, int64_t bytes) {
+Access access_of(const MatrixView& view, const SelectiveScanParams& p, const Tiling& tiling) {
+  const int64_t bytes = tiling.scalar_bytes;
   if (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_state})) {
     return Access::kAlongSteps;
   }
-  if (view.stride_state == 1 && p.dstate * bytes % kVectorBytes == 0 && (bytes << plan.log2_slice) >= kVectorBytes &&
+  if (view.stride_state == 1 && p.dstate * bytes % kVectorBytes == 0 &&
       is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_step})) {
     return Access::kAlongChannels;
   }
   return Access::kSingly;
 }
 
-void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
-  plan.u = access_of(p.u, p, plan, bytes);
-  plan.delta = access_of(p.delta, p, plan, bytes);
-  plan.z = access_of(p.z, p, plan, bytes);
-  plan.B = access_of(p.B, p, plan, bytes);
-  plan.C = access_of(p.C, p, plan, bytes);
+void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, const Tiling& tiling) {
+  plan.u = access_of(p.u, p, plan, tiling);
+  plan.delta = access_of(p.delta, p, plan, tiling);
+  plan.z = access_of(p.z, p, plan, tiling);
+  plan.B = access_of(p.B, p, tiling);
+  plan.C = access_of(p.C, p, tiling);
 }
 
-// Cuts the channels, given the warps and lanes of a block.
-void set_tiles(ScanPlan& plan, const SelectiveScanParams& p) {
+// Cuts the channels: a tile's to a block, or fewer where their states do not fit into its shared memory. shared_bytes(plan) is
+// what a block of that plan takes.
+template <typename SharedBytes>
+void set_tiles(ScanPlan& plan, const SelectiveScanParams& p, const Tiling& tiling, const Device& device,
+               const SharedBytes& shared_bytes) {
+  plan.dstate = cuda::Divisor(p.dstate);
+  plan.block_channels = static_cast<int>(tiling.channels);
+  while (plan.block_channels > 1 && shared_bytes(plan) > device.shared_bytes_per_block) plan.block_channels /= 2;
   plan.span = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
-  plan.tiles_per_span = p.dim == 0 ? 0 : round_up(divide_up(plan.span, plan.channels()), plan.cluster);
+  plan.tiles_per_span = p.dim == 0 ? 0 : divide_up(plan.span, plan.block_channels);
   plan.tiles = p.dim == 0 ? 0 : p.dim / plan.span * plan.tiles_per_span;
 }
 
@@ -122,72 +132,62 @@ void check_grid(const SelectiveScanParams& p, const ScanPlan& plan) {
 
 constexpr int64_t kResidentWarps = 16;  // of a multiprocessor, by the registers that the kernels take
 
-ScanPlan plan_fwd(const SelectiveScanFwdParams& p, ScalarKind kind, const Device& device) {
-  const int64_t steps = kind == ScalarKind::kDouble ? kFwdSteps<double> : kFwdSteps<float>;
-  constexpr int kMinLog2TimeLanes = 3, kMaxLog2TimeLanes = 5, kMaxLog2Warps = 3;
-  static_assert(1 << kMaxLog2Warps == kFwdMaxWarps, "a block's largest size is fixed when compiling");
-  ScanPlan plan;
-  plan.log2_time_lanes = kMinLog2TimeLanes;
-  // Work for the device's warps comes first from more lanes per channel, as long as there are steps for them.
-  const auto warps = [&] { return p.batch * divide_up(p.dim << plan.log2_time_lanes, kWarpSize); };
-  while (plan.log2_time_lanes < kMaxLog2TimeLanes && warps() < device.multiprocessors * kResidentWarps * 3 / 4 &&
-         p.seqlen > steps << plan.log2_time_lanes) {
-    ++plan.log2_time_lanes;
-  }
-  plan.log2_warps = kMaxLog2Warps;
-  while (plan.log2_warps > 0 && warps() >> plan.log2_warps < device.multiprocessors * 2) --plan.log2_warps;
+template <FwdCut cut>
+Tiling fwd_tiling(ScalarKind kind) {
+  return {FwdSizes<cut>::kTileChannels, FwdSizes<cut>::tile_steps(kind == ScalarKind::kDouble), bytes_of(kind)};
+}
 
-  // Large states crowd out other blocks of the multiprocessor: then fewer states are staged at a time, or fewer channels taken.
-  plan.log2_slice = 4;
-  const auto shared_bytes = [&] {
+ScanPlan plan_fwd(const SelectiveScanFwdParams& p, ScalarKind kind, const Device& device) {
+  const auto warps = [&](auto sizes) { return p.batch * divide_up(p.dim << decltype(sizes)::kLog2TimeLanes, kWarpSize); };
+  const int64_t many = warps(FwdSizes<FwdCut::kManyChannels>{}), few = warps(FwdSizes<FwdCut::kFewChannels>{});
+  const int64_t resident = device.multiprocessors * kResidentWarps;
+  const Tiling many_tiling = fwd_tiling<FwdCut::kManyChannels>(kind), few_tiling = fwd_tiling<FwdCut::kFewChannels>(kind);
+  const auto shared_bytes = [&](const ScanPlan& plan) {
     size_t bytes = 0;
     visit_scalar(kind, [&](auto scalar) { bytes = fwd_shared_bytes<decltype(scalar)>(p, plan); });
     return static_cast<int64_t>(bytes);
   };
-  const auto wanted = [&] {
-    const int64_t blocks = kind == ScalarKind::kDouble ? 1 : kResidentWarps >> plan.log2_warps;
-    return std::min(device.shared_bytes / blocks - 1024, device.shared_bytes_per_block);
-  };
-  while (plan.log2_slice > 3 && shared_bytes() > wanted()) --plan.log2_slice;
-  while (plan.log2_warps > 0 && shared_bytes() > device.shared_bytes_per_block) --plan.log2_warps;
 
-  set_tiles(plan, p);
-  const int64_t tile_steps = steps << plan.log2_time_lanes, resident = device.multiprocessors * kResidentWarps;
-  int64_t segments = 1;
+  // Many channels need no more lanes each.
+  ScanPlan plan;
+  const bool fills = many >= resident * 3 / 8 || p.seqlen <= many_tiling.steps;
+  const bool is_general = !p.B.per_step || !p.C.per_step;
+  plan.cut = fills && !is_general ? FwdCut::kManyChannels : FwdCut::kFewChannels;
+  set_tiles(plan, p, plan.cut == FwdCut::kManyChannels ? many_tiling : few_tiling, device, shared_bytes);
+  if (plan.block_channels < many_tiling.channels && plan.cut == FwdCut::kManyChannels) {
+    plan.cut = FwdCut::kFewChannels;
+    set_tiles(plan, p, few_tiling, device, shared_bytes);
+  }
+  const Tiling tiling = plan.cut == FwdCut::kManyChannels ? many_tiling : few_tiling;
   // The carry pass takes as long as a whole one: a few segments gain nothing.
-  if (warps() > 0 && warps() * 8 < resident) segments = std::min(resident / warps(), divide_up(p.seqlen, 4 * tile_steps));
-  set_segments(plan, p, segments >= 4 ? segments : 1, tile_steps);
-  const int64_t bytes = bytes_of(kind);
-  set_accesses(plan, p, bytes);
-  plan.out = access_of(p.out, p, plan, bytes);
+  int64_t segments = 1;
+  if (plan.cut == FwdCut::kFewChannels && few > 0 && few * 8 < resident) {
+    segments = std::min(resident / few, divide_up(p.seqlen, 4 * tiling.steps));
+  }
+  set_segments(plan, p, segments >= 4 ? segments : 1, tiling.steps);
+  set_accesses(plan, p, tiling);
+  plan.out = access_of(p.out, p, plan, tiling);
   return plan;
 }
 
 ScanPlan plan_bwd(const SelectiveScanBwdParams& p, ScalarKind kind, const Device& device) {
+  const Tiling tiling{BwdSizes::kTileChannels, kChunkLength, bytes_of(kind)};
   ScanPlan plan;
-  set_tiles(plan, p);
-  if (device.has_clusters) {
-    const int64_t tiles = plan.tiles_per_span;
-    for (int cluster = kMaxClusterBlocks; cluster > 1; cluster /= 2) {
-      // Tiles that only fill up the last cluster may be few.
-      if (tiles >= cluster && round_up(tiles, cluster) * 8 <= tiles * 9) {
-        plan.cluster = cluster;
-        break;
-      }
-    }
-    set_tiles(plan, p);
-  }
+  set_tiles(plan, p, tiling, device, [&](const ScanPlan& tried) {
+    size_t bytes = 0;
+    visit_scalar(kind, [&](auto scalar) { bytes = bwd_shared_bytes<decltype(scalar)>(p, tried); });
+    return static_cast<int64_t>(bytes);
+  });
   const int64_t blocks = p.batch * plan.tiles;
-  const int64_t resident = device.multiprocessors * kResidentWarps >> kBwdLog2Warps;
+  const int64_t resident = device.multiprocessors * kResidentWarps >> BwdSizes::kLog2Warps;
   int64_t segments = 1;
   if (blocks > 0 && blocks * 2 < resident) segments = std::min(resident / blocks, divide_up(p.seqlen, 4 * kChunkLength));
-  set_segments(plan, p, segments, kChunkLength);
-  const int64_t bytes = bytes_of(kind);
-  set_accesses(plan, p, bytes);
-  plan.grad_out = access_of(p.grad_out, p, plan, bytes);
-  plan.grad_u = access_of(p.grad_u, p, plan, bytes);
-  plan.grad_delta = access_of(p.grad_delta, p, plan, bytes);
-  plan.grad_z = access_of(p.grad_z, p, plan, bytes);
+  set_segments(plan, p, segments, tiling.steps);
+  set_accesses(plan, p, tiling);
+  plan.grad_out = access_of(p.grad_out, p, plan, tiling);
+  plan.grad_u = access_of(p.grad_u, p, plan, tiling);
+  plan.grad_delta = access_of(p.grad_delta, p, plan, tiling);
+  plan.grad_z = access_of(p.grad_z, p, plan, tiling);
   return plan;
 }
 
@@ -284,11 +284,15 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
   Workspace workspace;
   reserve_carries(workspace, plan, params);
   const int64_t rows = params.batch * plan.segments, states_per_row = params.dim * params.dstate;
-  const int64_t matrix = params.batch * (plan.tiles / plan.cluster) * params.dstate * partial_sums.padded_steps;
-  workspace.reserve(params.B.per_step ? &partial_sums.grad_B : &partial_sums.grad_constant_B,
-                    params.B.per_step ? matrix : rows * states_per_row);
-  workspace.reserve(params.C.per_step ? &partial_sums.grad_C : &partial_sums.grad_constant_C,
-                    params.C.per_step ? matrix : rows * states_per_row);
+  const auto reserve_matrix = [&](const MatrixView& matrix, void** per_step, void** constant) {
+    if (!matrix.per_step) {
+      workspace.reserve(constant, rows * states_per_row);
+    } else if (plan.tiles != matrix.groups) {
+      workspace.reserve(per_step, params.batch * plan.tiles * params.dstate * partial_sums.padded_steps);
+    }
+  };
+  reserve_matrix(params.B, &partial_sums.grad_B, &partial_sums.grad_constant_B);
+  reserve_matrix(params.C, &partial_sums.grad_C, &partial_sums.grad_constant_C);
   workspace.reserve(&partial_sums.grad_A, rows * states_per_row);
   if (params.D.data != nullptr) workspace.reserve(&partial_sums.grad_D, rows * params.dim);
   if (params.delta_bias.data != nullptr) workspace.reserve(&partial_sums.grad_delta_bias, rows * params.dim);

@@ -19,56 +19,62 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/divisor.h"
 #include "selective_scan/selective_scan.h"
 
 namespace ssm_kernels::selective_scan {
 
 constexpr int kWarpSize = 32;
 constexpr int kVectorBytes = 16;
-constexpr int kFwdMaxWarps = 8;
-// Blocks of a Hopper cluster that add up their parts of the gradients of B and C before anything is written.
-constexpr int kMaxClusterBlocks = 8;
 
-// Steps of a lane. More steps share the cost of a scan over the lanes; fewer take fewer registers.
-template <typename Acc>
-constexpr int kFwdSteps = std::is_same_v<Acc, double> ? 8 : 16;
-constexpr int kBwdSteps = 8;
-// The cut of backward is fixed when compiling, which leaves registers for what is not. A tile is one chunk.
-constexpr int kBwdLog2Warps = 2;
-constexpr int kBwdLog2TimeLanes = 3;
-constexpr int kBwdLog2Slice = 3;
-constexpr int kBwdTimeLanes = 1 << kBwdLog2TimeLanes;
-static_assert(kBwdTimeLanes * kBwdSteps == kChunkLength, "backward starts each tile from a saved state");
+// Forward is compiled for two cuts: lanes of a channel, and with them warps of a block and states of a slice. More lanes make
+// more warps of few channels, at the price of a longer scan over the lanes and of B and C staged for fewer channels.
+enum class FwdCut : int { kManyChannels, kFewChannels };
+template <FwdCut cut>
+struct FwdSizes {
+  static constexpr int kLog2TimeLanes = cut == FwdCut::kManyChannels ? 3 : 5;
+  static constexpr int kLog2Warps = 3;
+  static constexpr int kSlice = cut == FwdCut::kManyChannels ? 16 : 8;
+  static constexpr int kTileChannels = kWarpSize << kLog2Warps >> kLog2TimeLanes;
+  // Steps of a lane. More share the cost of the scan; fewer take fewer registers, of which doubles take twice as many.
+  static constexpr int log2_steps(bool is_double) { return is_double ? 3 : 4; }
+  static constexpr int tile_steps(bool is_double) { return 1 << (kLog2TimeLanes + log2_steps(is_double)); }
+};
 
+// In backward a tile is one chunk: it starts from a saved state.
+struct BwdSizes {
+  static constexpr int kLog2TimeLanes = 3;
+  static constexpr int kLog2Warps = 3;
+  static constexpr int kSlice = 8;
+  static constexpr int kTileChannels = kWarpSize << kLog2Warps >> kLog2TimeLanes;
+  static constexpr int kLog2Steps = 3;
+  static_assert(1 << (kLog2TimeLanes + kLog2Steps) == kChunkLength, "a tile is one chunk");
+};
 // How the elements of a tile are moved: kVectorBytes at a time along the steps, or along the channels (of a matrix: the
 // states), or one by one.
 enum class Access : int { kAlongSteps, kAlongChannels, kSingly };
 
 struct ScanPlan {
-  int log2_warps = kBwdLog2Warps;
-  int log2_time_lanes = kBwdLog2TimeLanes;
-  int log2_slice = kBwdLog2Slice;
-  int cluster = 1;  // blocks of a cluster: neighboring tiles of channels
+  FwdCut cut = FwdCut::kManyChannels;
+  int block_channels = 0;  // at most a tile's; fewer where the states of more do not fit into a block's memory
   bool carry_pass = false;
-  int64_t span = 0;            // channels
-  int64_t tiles_per_span = 0;  // a multiple of `cluster`; the last ones may be empty
-  int64_t tiles = 0;           // per batch entry and segment
+  int64_t span = 0;  // channels
+  int64_t tiles_per_span = 0;
+  int64_t tiles = 0;  // per batch entry and segment
   int64_t segments = 1;
   int64_t segment_steps = 0;
+  cuda::Divisor dstate;
   Access u = Access::kSingly, delta = Access::kSingly, z = Access::kSingly, out = Access::kSingly;
   Access grad_out = Access::kSingly, grad_u = Access::kSingly, grad_delta = Access::kSingly, grad_z = Access::kSingly;
   Access B = Access::kSingly, C = Access::kSingly;
   // (batch, segments, dim, dstate) each: what a segment multiplies the state by, and adds to it. Of more than one segment.
   void* decay = nullptr;
   void* carry = nullptr;
-
-  SSM_HOST_DEVICE int threads() const { return kWarpSize << log2_warps; }
-  SSM_HOST_DEVICE int channels() const { return threads() >> log2_time_lanes; }
 };
 
 // Of backward, sums that other blocks must still be added to; in the accumulation type.
 struct PartialSums {
-  // (batch, tiles / cluster, dstate, padded_steps) each; null where B or C is constant.
+  // (batch, tiles, dstate, padded_steps) each; null where B or C is constant, or one tile is a whole group.
   void* grad_B = nullptr;
   void* grad_C = nullptr;
   int64_t padded_steps = 0;
@@ -80,9 +86,11 @@ struct PartialSums {
   void* grad_delta_bias = nullptr;
 };
 
-// Bytes of shared memory of a forward block.
+// Bytes of shared memory of a block.
 template <typename Scalar>
-size_t fwd_shared_bytes(const SelectiveScanParams& params, const ScanPlan& plan);
+size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan);
+template <typename Scalar>
+size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan);
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream);

@@ -3,124 +3,155 @@
 //   h_t = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t          out_t = (<C_t, h_t> + D u_t) silu(z_t)
 //
 // selective_scan_cuda.h says how the work is cut into blocks, warps and lanes. A block walks along time. Of each tile it stages
-// u, delta, z in shared memory, and each lane takes the step sizes, delta u and the partial outputs of its kFwdSteps steps into
+// u, delta, z in shared memory, and each lane takes the step sizes, delta u and the partial outputs of its steps into
 // registers. Then, state by state:
 // * the lane computes Abar and its input for each of its steps, once, and composes them: the map from the state before its
 // steps
-//   to the state after them;
-// * the lanes of a channel scan these maps (of exponential methods the product of Abar is the exponential of the sum of z);
+//   to the state after them (of exponential methods the product of Abar is the exponential of the sum of z);
+// * the lanes of a channel scan these maps;
 // * the lane runs through its steps again from the state that it now knows, with one multiplication and one addition a step,
 // and
 //   adds C h to its outputs.
+// Both runs are done in two halves at once, joined by one more composition: a chain of dependent instructions half as long.
 // The state passes from tile to tile through shared memory, where the states at the ends of chunks lie too until the block
 // writes them out together.
 //
-// The bound is the special function unit: one exponential per state and step, 16 results a clock and multiprocessor.
+// The bound is the special function unit, one exponential per state and step at 16 a clock and multiprocessor, with the rate at
+// which instructions are issued close behind.
 #pragma once
 
 #include "selective_scan/selective_scan_tile.cuh"
 
 namespace ssm_kernels::selective_scan {
 
-// The arrays in a block's shared memory.
 template <typename Scalar>
-struct FwdShared {
-  using Acc = AccumulateType<Scalar>;
-  static constexpr int kSteps = kFwdSteps<Acc>;
-  static constexpr int kLanesPerChunk = static_cast<int>(kChunkLength) / kSteps;
-  static_assert(kChunkLength % kSteps == 0, "a chunk ends where a lane's steps end");
+struct FwdRows {
+  Scalar *u, *delta, *z, *out;
+  const Scalar *B, *C;
 
-  Scalar *u, *delta, *z;
-  Acc *A, *ends, *decay, *B, *C;
-  size_t bytes;
-
-  SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan) {
-    const TileShape<kSteps> shape(plan.log2_warps, plan.log2_time_lanes);
-    const int states = shape.max_channels() * state_pitch(p);
-    const int slice = MatrixSlice<Scalar, kSteps>::pitch_of(shape) << plan.log2_slice;
-    Carver carver(memory);
-    u = carver.take<Scalar>(Tile<Scalar, kSteps>::capacity(shape));
-    delta = carver.take<Scalar>(Tile<Scalar, kSteps>::capacity(shape));
-    z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Scalar, kSteps>::capacity(shape) : 0);
-    A = carver.take<Acc>(states);
-    ends = carver.take<Acc>(states * chunks_per_tile(plan));
-    decay = carver.take<Acc>(plan.carry_pass ? states : 0);
-    B = carver.take<Acc>(p.B.per_step ? slice : 0);
-    C = carver.take<Acc>(p.C.per_step ? slice : 0);
-    bytes = carver.bytes();
-  }
-
-  static SSM_HOST_DEVICE int chunks_per_tile(const ScanPlan& plan) { return (1 << plan.log2_time_lanes) / kLanesPerChunk; }
+  __device__ __forceinline__ FwdRows(const SelectiveScanFwdParams& p, const Position& at)
+      : u(first_row<Scalar>(p.u, at)),
+        delta(first_row<Scalar>(p.delta, at)),
+        z(first_row<Scalar>(p.z, at)),
+        out(first_row<Scalar>(p.out, at)),
+        B(first_row<Scalar>(p.B, p, at)),
+        C(first_row<Scalar>(p.C, p, at)) {}
 };
 
-template <typename Scalar, typename Method>
+// The arrays in a block's shared memory.
+template <typename Cut, int slice>
+struct FwdShared {
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  static constexpr int kChunks = Cut::kTileSteps / static_cast<int>(kChunkLength);  // of a tile
+  static constexpr int kLanesPerChunk = Cut::kTimeLanes / kChunks;
+
+  // A, scaled, and the state at the end of the tile before.
+  using Pair = Vector<Acc, 2>;
+
+  Scalar *u, *delta, *z;
+  Acc* pairs;
+  Acc* ends;  // (chunks of a tile but the last, channels, dstate)
+  Acc* decay;
+  Acc *B, *C;
+  Position* position;
+  FwdRows<Scalar>* rows;
+  size_t bytes;
+
+  SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p, const ScanPlan& plan) {
+    const int states = state_rows<Cut>(plan) * state_pitch(p);
+    Carver carver(memory);
+    u = carver.take<Scalar>(Tile<Cut>::kCapacity);
+    delta = carver.take<Scalar>(Tile<Cut>::kCapacity);
+    z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Cut>::kCapacity : 0);
+    pairs = carver.take<Acc>(2 * states);
+    ends = carver.take<Acc>(p.chunk_states != nullptr ? states * (kChunks - 1) : 0);
+    decay = carver.take<Acc>(plan.carry_pass ? states : 0);
+    B = carver.take<Acc>(MatrixSlice<Cut, slice>::kCapacity);
+    C = carver.take<Acc>(MatrixSlice<Cut, slice>::kCapacity);
+    position = carver.take<Position>(1);
+    rows = carver.take<FwdRows<Scalar>>(1);
+    bytes = carver.bytes();
+  }
+};
+
+// general: B or C may be constant, and the pass may be the carry pass. The other kernel leaves these questions out of its
+// loops.
+template <typename Cut, int slice, typename Method, bool general>
 __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const ScanPlan& plan, unsigned char* memory) {
-  using Acc = AccumulateType<Scalar>;
-  using Shared = FwdShared<Scalar>;
-  constexpr int K = Shared::kSteps;
-  constexpr int kMaxLog2TimeLanes = 5;
-  static_assert(1 << kMaxLog2TimeLanes == kWarpSize, "a channel has at most all lanes of a warp");
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  using Shared = FwdShared<Cut, slice>;
+  using Pair = typename Shared::Pair;
+  constexpr int K = Cut::kSteps, kHalf = K / 2, kChunks = Shared::kChunks;
   const Shared shared(memory, p, plan);
-  const Position at(p, plan, blockIdx.x);
-  const Lane lane(plan.log2_time_lanes);
-  TileShape<K> shape(plan.log2_warps, plan.log2_time_lanes);
-  shape.channels = at.channels;
+  const Position& at = *shared.position;
+  const FwdRows<Scalar>& rows = *shared.rows;
+  if (threadIdx.x == 0) {
+    *shared.position = Position(p, plan, blockIdx.x);
+    *shared.rows = FwdRows<Scalar>(p, at);
+  }
+  const Lane<Cut> lane;
   const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
-  const int states = shape.max_channels() * pitch;
+  const bool carry_pass = general && plan.carry_pass;
 
-  const int chunks_per_tile = Shared::chunks_per_tile(plan);
-  Acc* const carried = shared.ends + (chunks_per_tile - 1) * states;
-  // The chunk of the tile whose last state this lane holds.
-  const bool ends_chunk = (lane.time + 1) % Shared::kLanesPerChunk == 0;
-  Acc* const end = shared.ends + lane.time / Shared::kLanesPerChunk * states;
-
-  clear(states, shared.A, carried);
+  const int rows_of_states = state_rows<Cut>(plan);
+  clear<Cut>(shared.pairs, 2 * rows_of_states * pitch);
   __syncthreads();
-  for_each_state(p, at, [&](int offset, int64_t channel, int state) {
-    shared.A[offset] = load_state<Acc>(p.A, 0, channel, state) * kScaleOfA<Method, Acc>;
+  for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+    const int64_t d = at.first_channel + channel;
     Acc h = 0;
-    if (plan.carry_pass) {
-      shared.decay[offset] = 1;
+    if (carry_pass) {
+      shared.decay[place] = 1;
     } else {
-      if (p.initial_state.data != nullptr) h = load_state<Acc>(p.initial_state, at.batch, channel, state);
+      if (p.initial_state.data != nullptr) h = load_state<Acc>(p.initial_state, at.batch, d, state);
       for (int64_t s = 0; s < at.segment; ++s) {
-        const int64_t before = state_offset(p, at.batch * plan.segments + s, channel, state);
-        h = Math<Acc>::fma(static_cast<const Acc*>(plan.decay)[before], h, static_cast<const Acc*>(plan.carry)[before]);
+        h = fold_segment(plan, state_offset(p, at.batch * plan.segments + s, d, state), h);
       }
       if (p.chunk_states != nullptr && at.segment == 0) {
-        static_cast<Acc*>(p.chunk_states)[state_offset(p, at.batch * chunk_boundary_count(p.seqlen), channel, state)] = h;
+        static_cast<Acc*>(p.chunk_states)[state_offset(p, at.batch * chunk_boundary_count(p.seqlen), d, state)] = h;
       }
     }
-    carried[offset] = h;
+    shared.pairs[2 * place] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+    shared.pairs[2 * place + 1] = h;
   });
 
   const bool is_channel = lane.channel < at.channels;
-  const int64_t channel = at.first_channel + lane.channel;
+  const int64_t d = at.first_channel + lane.channel;
   const auto of_channel = [&](const ChannelView& view) {
-    return is_channel && view.data != nullptr ? static_cast<const Acc*>(view.data)[channel * view.stride] : Acc(0);
+    return is_channel && view.data != nullptr ? static_cast<const Acc*>(view.data)[d * view.stride] : Acc(0);
   };
   const Acc skip = of_channel(p.D), bias = of_channel(p.delta_bias);
-  const MatrixSlice<Scalar, K> B{shared.B, MatrixSlice<Scalar, K>::pitch_of(shape)}, C{shared.C, B.pitch};
+  const int first_step = lane.time * K, row = min(lane.channel, rows_of_states - 1);
+  const bool is_first = lane.is_first();
+  // Whether a chunk, but not the tile, ends with this lane's steps, and which.
+  const int chunk_of_lane = lane.time / Shared::kLanesPerChunk;
+  const bool ends_chunk =
+      p.chunk_states != nullptr && is_channel && (lane.time + 1) % Shared::kLanesPerChunk == 0 && !lane.is_last();
+  const MatrixSlice<Cut, slice> B{shared.B}, C{shared.C};
+  const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
+    if (!general || view.per_step) return Vector<Acc, K>::load(steps);
+    return fill<K>(is_channel ? constant_value<Acc>(view, d, state) : Acc(0));
+  };
 
-  for (int64_t t0 = at.begin; t0 < at.end; t0 += shape.max_steps()) {
-    const int first_step = lane.time * K;
-    shape.steps = static_cast<int>(min(at.end - t0, int64_t(shape.max_steps())));
-    const Tile<Scalar, K> u_tile(shared.u, plan.u, shape), delta_tile(shared.delta, plan.delta, shape),
-        z_tile(shared.z, plan.z, shape);
-    u_tile.load(plan.u, p.u, first_element<Scalar>(p.u, at, t0), shape);
-    delta_tile.load(plan.delta, p.delta, first_element<Scalar>(p.delta, at, t0), shape);
-    if (p.z.data != nullptr && !plan.carry_pass) z_tile.load(plan.z, p.z, first_element<Scalar>(p.z, at, t0), shape);
+  const Tile<Cut> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
+  for (int64_t t0 = at.begin; t0 < at.end; t0 += Cut::kTileSteps) {
+    const int steps = static_cast<int>(min(at.end - t0, int64_t(Cut::kTileSteps)));
+    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
+    u_tile.load(p.u, rows.u, t0, at.channels, steps);
+    if (p.z.data != nullptr && !carry_pass) z_tile.load(p.z, rows.z, t0, at.channels, steps);
 
+    const int valid = is_channel ? steps - first_step : 0;
     Acc delta[K], delta_u[K], out[K];
-    Acc sum_of_delta = 0;
-    for (int first_state = 0; first_state < dstate; first_state += 1 << plan.log2_slice) {
-      const int slice_states = min(1 << plan.log2_slice, dstate - first_state);
+    Acc early_sum = 0, late_sum = 0;  // of delta over the two halves
+    for (int first_state = 0; first_state < dstate; first_state += slice) {
+      const int slice_states = min(slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
-      if (p.B.per_step) {
-        B.stage(plan.B, p.B, matrix_row<Scalar>(p.B, p, at, first_state, t0), slice_states, plan.log2_slice, shape);
+      if (!general || p.B.per_step) {
+        B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
       }
-      if (p.C.per_step && !plan.carry_pass) {
-        C.stage(plan.C, p.C, matrix_row<Scalar>(p.C, p, at, first_state, t0), slice_states, plan.log2_slice, shape);
+      if ((!general || p.C.per_step) && !carry_pass) {
+        C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
       if (first_state == 0) cuda::wait_for_async_copies();
       __syncthreads();
@@ -128,71 +159,79 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       if (first_state == 0) {
         u_tile.read(lane.channel, first_step, out);
         delta_tile.read(lane.channel, first_step, delta);
+        make_step_sizes(delta, bias, p.delta_softplus, valid);
 #pragma unroll
         for (int j = 0; j < K; ++j) {
-          Acc step = delta[j] + bias;
-          if (p.delta_softplus) step = softplus(step);
-          // A step of size zero leaves the state alone.
-          delta[j] = is_channel && first_step + j < shape.steps ? step : Acc(0);
           delta_u[j] = delta[j] * out[j];
           out[j] *= skip;
-          sum_of_delta += delta[j];
+          (j < kHalf ? early_sum : late_sum) += delta[j];
         }
       }
 
-      for (int s = 0; s < slice_states; ++s) {
-        const int state = first_state + s, offset = lane.channel * pitch + state;
-        const Acc A = shared.A[offset];
-        const Acc h_first = carried[offset];
-        Acc h = lane.is_first() ? h_first : Acc(0);
-        Acc decay = 1;
-        if constexpr (Method::kExponential) decay = Math<Acc>::exp2(A * sum_of_delta);
-        Acc abar[K], input[K];
-        {
-          Vector<Acc, K> B_steps;
-          if (p.B.per_step) {
-            B_steps = Vector<Acc, K>::load(B.lane(s, lane.time));
-          } else {
-            const Acc value = is_channel ? constant_value<Acc>(p.B, channel, state) : Acc(0);
-#pragma unroll
-            for (int j = 0; j < K; ++j) B_steps.set(j, value);
+      // Past the end even a step of size zero would make NaN of an infinite or NaN A: there, and in the last tile only, A is
+      // zero.
+      const auto run_states = [&](auto tail) {
+        constexpr bool is_tail = decltype(tail)::value;
+        const Acc *B_steps = B.lane(0, lane.time), *C_steps = C.lane(0, lane.time);
+        Acc* pair = shared.pairs + 2 * (row * pitch + first_state);
+        for (int s = 0; s < slice_states; ++s, B_steps += B.kPitch, C_steps += C.kPitch, pair += 2) {
+          const int state = first_state + s;
+          const auto A_and_state = Pair::load(pair);
+          const Acc A = A_and_state[0], h_first = A_and_state[1];
+          Acc early_decay = 1, late_decay = 1;
+          if constexpr (Method::kExponential && !is_tail) {
+            early_decay = Math<Acc>::exp2(A * early_sum);
+            late_decay = Math<Acc>::exp2(A * late_sum);
           }
+          Acc abar[K], input[K];
+          const auto b = read_matrix(p.B, B_steps, state);
 #pragma unroll
           for (int j = 0; j < K; ++j) {
-            const Transition<Method, Acc> transition(delta[j], A);
+            const Transition<Method, Acc> transition(delta[j], !is_tail || j < valid ? A : Acc(0));
             abar[j] = transition.abar();
-            input[j] = transition.input(delta_u[j]) * B_steps[j];
+            input[j] = transition.input(delta_u[j]) * b[j];
+            if constexpr (!Method::kExponential || is_tail) (j < kHalf ? early_decay : late_decay) *= abar[j];
+          }
+          Acc early = input[0], late = input[kHalf];
+#pragma unroll
+          for (int j = 1; j < kHalf; ++j) {
+            early = Math<Acc>::fma(abar[j], early, input[j]);
+            late = Math<Acc>::fma(abar[kHalf + j], late, input[kHalf + j]);
+          }
+          Acc decay = early_decay * late_decay;
+          Acc h = Math<Acc>::fma(late_decay, early, late);
+          if (is_first) h = Math<Acc>::fma(decay, h_first, h);
+          scan_lanes<false, Cut>(decay, h);
+          const Acc h_before = shuffle_earlier(h, Cut::kLanesPerStep);
+          if (lane.is_last() && is_channel) {
+            pair[1] = h;
+            if (carry_pass) shared.decay[row * pitch + state] *= decay;
+          }
+          if constexpr (kChunks > 1) {
+            if (ends_chunk) shared.ends[(chunk_of_lane * rows_of_states + row) * pitch + state] = h;
+          }
+          if (carry_pass) continue;
+
+          const auto c = read_matrix(p.C, C_steps, state);
+          h = is_first ? h_first : h_before;
+          Acc h_late = Math<Acc>::fma(early_decay, h, early);
+#pragma unroll
+          for (int j = 0; j < kHalf; ++j) {
             h = Math<Acc>::fma(abar[j], h, input[j]);
-            if constexpr (!Method::kExponential) decay *= abar[j];
+            out[j] = Math<Acc>::fma(c[j], h, out[j]);
+            h_late = Math<Acc>::fma(abar[kHalf + j], h_late, input[kHalf + j]);
+            out[kHalf + j] = Math<Acc>::fma(c[kHalf + j], h_late, out[kHalf + j]);
           }
         }
-        scan_lanes<false, kMaxLog2TimeLanes>(lane, decay, h);
-        const Acc h_before = shuffle_earlier(h, lane.channels_per_warp);
-        __syncwarp();
-        if (ends_chunk) end[offset] = h;
-        if (plan.carry_pass) {
-          if (lane.is_last()) shared.decay[offset] *= decay;
-          continue;
-        }
-
-        h = lane.is_first() ? h_first : h_before;
-        Vector<Acc, K> C_steps;
-        if (p.C.per_step) {
-          C_steps = Vector<Acc, K>::load(C.lane(s, lane.time));
-        } else {
-          const Acc value = is_channel ? constant_value<Acc>(p.C, channel, state) : Acc(0);
-#pragma unroll
-          for (int j = 0; j < K; ++j) C_steps.set(j, value);
-        }
-#pragma unroll
-        for (int j = 0; j < K; ++j) {
-          h = Math<Acc>::fma(abar[j], h, input[j]);
-          out[j] = Math<Acc>::fma(C_steps[j], h, out[j]);
-        }
+      };
+      if (steps < Cut::kTileSteps) {
+        run_states(std::true_type{});
+      } else {
+        run_states(std::false_type{});
       }
     }
 
-    if (!plan.carry_pass) {
+    if (!carry_pass) {
       if (p.z.data != nullptr) {
         Acc gate[K];
         z_tile.read(lane.channel, first_step, gate);
@@ -201,17 +240,20 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       }
       // The output takes the place of u, which every lane must have read.
       __syncthreads();
-      const Tile<Scalar, K> out_tile(shared.u, plan.out, shape);
+      const Tile<Cut> out_tile{shared.u, plan.out};
       out_tile.write(lane.channel, first_step, out);
       __syncthreads();
-      out_tile.store(plan.out, p.out, first_element<Scalar>(p.out, at, t0), shape);
+      out_tile.store(p.out, rows.out, t0, at.channels, steps);
       if (p.chunk_states != nullptr) {
-        for (int chunk = 0; chunk < chunks_per_tile; ++chunk) {
-          const int64_t boundary = t0 / kChunkLength + chunk + 1;
-          if (boundary >= chunk_boundary_count(p.seqlen)) break;
-          const int64_t row = at.batch * chunk_boundary_count(p.seqlen) + boundary;
-          for_each_state(p, at, [&](int offset, int64_t channel, int state) {
-            static_cast<Acc*>(p.chunk_states)[state_offset(p, row, channel, state)] = shared.ends[chunk * states + offset];
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          const int64_t boundaries = chunk_boundary_count(p.seqlen), boundary = t0 / kChunkLength + chunk + 1;
+          if (boundary >= boundaries) break;
+          Acc* const target =
+              static_cast<Acc*>(p.chunk_states) + state_offset(p, at.batch * boundaries + boundary, at.first_channel, 0);
+          for_each_state<Cut>(p, plan, at.channels, [&](int place, int offset, int, int) {
+            target[offset] =
+                chunk + 1 == kChunks ? shared.pairs[2 * place + 1] : shared.ends[chunk * rows_of_states * pitch + place];
           });
         }
       }
@@ -220,40 +262,55 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   }
 
   if (at.begin >= at.end) __syncthreads();
-  for_each_state(p, at, [&](int offset, int64_t channel, int state) {
-    if (plan.carry_pass) {
-      const int64_t target = state_offset(p, at.batch * plan.segments + at.segment, channel, state);
-      static_cast<Acc*>(plan.decay)[target] = shared.decay[offset];
-      static_cast<Acc*>(plan.carry)[target] = carried[offset];
+  for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+    const Acc h = shared.pairs[2 * place + 1];
+    if (carry_pass) {
+      const int64_t target = state_offset(p, at.batch * plan.segments + at.segment, at.first_channel + channel, state);
+      static_cast<Acc*>(plan.decay)[target] = shared.decay[place];
+      static_cast<Acc*>(plan.carry)[target] = h;
     } else if (at.segment + 1 == plan.segments) {
-      static_cast<Acc*>(p.last_state)[state_offset(p, at.batch, channel, state)] = carried[offset];
+      static_cast<Acc*>(p.last_state)[state_offset(p, at.batch, at.first_channel + channel, state)] = h;
     }
   });
 }
 
-// Registers of a thread: 128, or as many as doubles need.
-template <typename Scalar>
-constexpr int kFwdMinBlocks = std::is_same_v<Scalar, double> ? 1 : 2;
+template <typename Scalar, FwdCut cut>
+using CutOfFwd = Cut<Scalar, FwdSizes<cut>::kLog2Warps, FwdSizes<cut>::kLog2TimeLanes,
+                     FwdSizes<cut>::log2_steps(std::is_same_v<Scalar, double>)>;
 
-template <typename Scalar, typename Method>
-__global__ void __launch_bounds__(kFwdMaxWarps* kWarpSize, kFwdMinBlocks<Scalar>)
+// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles need.
+template <typename Scalar>
+constexpr int kFwdResidentWarps = std::is_same_v<Scalar, double> ? 8 : 16;
+
+template <typename Scalar, typename Method, FwdCut cut, bool general>
+__global__ void __launch_bounds__(CutOfFwd<Scalar, cut>::kThreads, kFwdResidentWarps<Scalar> / CutOfFwd<Scalar, cut>::kWarps)
     selective_scan_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  fwd_block<Scalar, Method>(params, plan, memory);
+  fwd_block<CutOfFwd<Scalar, cut>, FwdSizes<cut>::kSlice, Method, general>(params, plan, memory);
 }
 
 template <typename Scalar>
-size_t fwd_shared_bytes(const SelectiveScanParams& params, const ScanPlan& plan) {
-  return FwdShared<Scalar>(nullptr, params, plan).bytes;
+size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
+  constexpr FwdCut kMany = FwdCut::kManyChannels, kFew = FwdCut::kFewChannels;
+  return plan.cut == kMany ? FwdShared<CutOfFwd<Scalar, kMany>, FwdSizes<kMany>::kSlice>(nullptr, params, plan).bytes
+                           : FwdShared<CutOfFwd<Scalar, kFew>, FwdSizes<kFew>::kSlice>(nullptr, params, plan).bytes;
 }
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
+  const bool general = plan.carry_pass || !params.B.per_step || !params.C.per_step;
+  const bool many = plan.cut == FwdCut::kManyChannels;
+  auto* kernel = selective_scan_fwd_kernel<Scalar, Method, FwdCut::kFewChannels, true>;
+  if (!general) {
+    kernel = many ? selective_scan_fwd_kernel<Scalar, Method, FwdCut::kManyChannels, false>
+                  : selective_scan_fwd_kernel<Scalar, Method, FwdCut::kFewChannels, false>;
+  }
   const size_t bytes = fwd_shared_bytes<Scalar>(params, plan);
-  const auto kernel = selective_scan_fwd_kernel<Scalar, Method>;
   if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  const int threads =
+      many ? CutOfFwd<Scalar, FwdCut::kManyChannels>::kThreads : CutOfFwd<Scalar, FwdCut::kFewChannels>::kThreads;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.segments * plan.tiles);
-  kernel<<<blocks, plan.threads(), bytes, stream>>>(params, plan);
+  kernel<<<blocks, threads, bytes, stream>>>(params, plan);
   return cudaGetLastError();
 }
 

@@ -7,6 +7,7 @@
 // begin, a gap of kVectorBytes is left, so that the lanes' vectors lie in different banks.
 #pragma once
 
+#include <algorithm>
 #include <type_traits>
 
 #include "common/activations.h"
@@ -27,6 +28,7 @@ static_assert(kVectorBytes == cuda::kAsyncCopyBytes, "tiles are filled by asynch
 
 template <typename T>
 constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
+constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes - 1) / kVectorBytes * kVectorBytes; }
 
 // The same value, but the compiler does not know. What a thread moves of a tile has the same place in all tiles, and its
 // addresses would be kept in registers through the loop over states, which has none to spare.
@@ -34,33 +36,29 @@ __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;
 }
-__device__ __forceinline__ int64_t opaque(int64_t value) {
-  asm volatile("" : "+l"(value));
-  return value;
-}
 
-// Extent of a tile, and what of it lies inside the tensor.
-template <int steps_per_lane>
-struct TileShape {
-  static constexpr int kLog2Steps = steps_per_lane == 16 ? 4 : 3;
-  static_assert(1 << kLog2Steps == steps_per_lane, "a lane takes 8 or 16 steps");
-
-  int log2_channels, log2_steps;
-  int channels = 0, steps = 0;
-
-  SSM_HOST_DEVICE TileShape(int log2_warps, int log2_time_lanes)
-      : log2_channels(5 + log2_warps - log2_time_lanes), log2_steps(log2_time_lanes + kLog2Steps) {
-    static_assert(1 << 5 == kWarpSize, "");
-  }
-  SSM_HOST_DEVICE int max_channels() const { return 1 << log2_channels; }
-  SSM_HOST_DEVICE int max_steps() const { return 1 << log2_steps; }
+// How a block and its tile are cut; each kernel knows it when it is compiled.
+template <typename Scalar_, int log2_warps, int log2_time_lanes, int log2_steps_per_lane>
+struct Cut {
+  using Scalar = Scalar_;
+  using Acc = AccumulateType<Scalar>;
+  static constexpr int kThreads = kWarpSize << log2_warps;
+  static constexpr int kWarps = 1 << log2_warps;
+  static constexpr int kLog2TimeLanes = log2_time_lanes;
+  static constexpr int kTimeLanes = 1 << log2_time_lanes;
+  static constexpr int kLanesPerStep = kWarpSize >> log2_time_lanes;  // the channels of a warp
+  static constexpr int kSteps = 1 << log2_steps_per_lane;             // of a lane
+  static constexpr int kTileSteps = kSteps * kTimeLanes;
+  static constexpr int kTileChannels = kThreads >> log2_time_lanes;
+  static_assert(kTileSteps % kChunkLength == 0, "a tile is whole chunks");
 };
 
-// A block's batch entry, channels and steps.
+// A block's batch entry, channels and steps. It lies in shared memory: read where it is needed, it takes no registers in
+// between.
 struct Position {
   int64_t batch, segment, tile;
   int64_t first_channel;
-  int channels;  // may be 0
+  int channels;
   int64_t begin, end;
 
   __device__ __forceinline__ Position(const SelectiveScanParams& p, const ScanPlan& plan, int64_t block) {
@@ -69,202 +67,221 @@ struct Position {
     batch = row / plan.segments;
     segment = row - batch * plan.segments;
     const int64_t span = tile / plan.tiles_per_span;
-    const int64_t in_span = (tile - span * plan.tiles_per_span) * plan.channels();
+    const int64_t in_span = (tile - span * plan.tiles_per_span) * plan.block_channels;
     first_channel = span * plan.span + in_span;
-    channels = in_span >= plan.span ? 0 : static_cast<int>(min(plan.span - in_span, int64_t(plan.channels())));
+    channels = static_cast<int>(min(plan.span - in_span, int64_t(plan.block_channels)));
     begin = segment * plan.segment_steps;
     end = segment + 1 == plan.segments ? p.seqlen : begin + plan.segment_steps;
   }
 };
 
-template <typename Scalar, int steps_per_lane>
+template <typename Cut>
 struct Tile {
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  static constexpr int kVector = kVectorSize<Scalar>;
+  static constexpr int kChannels = Cut::kTileChannels, kSteps = Cut::kTileSteps;
+  static constexpr int kChannelPitch = kSteps + kVector;
+  static constexpr int kCapacity =
+      std::max(kChannels * kChannelPitch, round_up_to_vector(kSteps* kChannels + Cut::kTimeLanes * kVector));
+  // Below a vector of channels they are never moved together.
+  static constexpr bool kHasChannelVectors = kChannels % kVector == 0;
+
   Scalar* data;
-  int channel_stride, step_stride, gap;
-
-  static SSM_HOST_DEVICE int capacity(const TileShape<steps_per_lane>& shape) {
-    const int along_steps = shape.max_channels() * (shape.max_steps() + kVectorSize<Scalar>);
-    const int along_channels =
-        shape.max_steps() * shape.max_channels() + shape.max_steps() / steps_per_lane * kVectorSize<Scalar>;
-    const int larger = along_steps > along_channels ? along_steps : along_channels;
-    return (larger + kVectorSize<Scalar> - 1) / kVectorSize<Scalar> * kVectorSize<Scalar>;
-  }
-
-  __device__ __forceinline__ Tile(Scalar* memory, Access access, const TileShape<steps_per_lane>& shape) : data(memory) {
-    const bool along_channels = access == Access::kAlongChannels;
-    channel_stride = along_channels ? 1 : shape.max_steps() + kVectorSize<Scalar>;
-    step_stride = along_channels ? shape.max_channels() : 1;
-    gap = along_channels ? kVectorSize<Scalar> : 0;
-  }
+  Access access;
 
   __device__ __forceinline__ Scalar* at(int channel, int step) const {
-    return data + channel * channel_stride + step * step_stride + step / steps_per_lane * gap;
+    if (kHasChannelVectors && access == Access::kAlongChannels) {
+      return data + channel + step * kChannels + step / Cut::kSteps * kVector;
+    }
+    return data + channel * kChannelPitch + step;
   }
 
-  __device__ __forceinline__ void read(int channel, int first_step, AccumulateType<Scalar> (&values)[steps_per_lane]) const {
+  __device__ __forceinline__ void read(int channel, int first_step, Acc (&values)[Cut::kSteps]) const {
     const Scalar* const source = at(channel, opaque(first_step));
-    if (step_stride == 1) {
-      const auto vector = Vector<Scalar, steps_per_lane>::load(source);
+    if (kHasChannelVectors && access == Access::kAlongChannels) {
 #pragma unroll
-      for (int j = 0; j < steps_per_lane; ++j) values[j] = to_accumulate(vector[j]);
+      for (int j = 0; j < Cut::kSteps; ++j) values[j] = to_accumulate(source[j * kChannels]);
     } else {
+      const auto vector = Vector<Scalar, Cut::kSteps>::load(source);
 #pragma unroll
-      for (int j = 0; j < steps_per_lane; ++j) values[j] = to_accumulate(source[j * step_stride]);
+      for (int j = 0; j < Cut::kSteps; ++j) values[j] = to_accumulate(vector[j]);
     }
   }
 
-  __device__ __forceinline__ void write(int channel, int first_step,
-                                        const AccumulateType<Scalar> (&values)[steps_per_lane]) const {
+  __device__ __forceinline__ void write(int channel, int first_step, const Acc (&values)[Cut::kSteps]) const {
     Scalar* const target = at(channel, opaque(first_step));
-    if (step_stride == 1) {
-      Vector<Scalar, steps_per_lane> vector;
+    if (kHasChannelVectors && access == Access::kAlongChannels) {
 #pragma unroll
-      for (int j = 0; j < steps_per_lane; ++j) vector.set(j, from_accumulate<Scalar>(values[j]));
-      vector.store(target);
+      for (int j = 0; j < Cut::kSteps; ++j) target[j * kChannels] = from_accumulate<Scalar>(values[j]);
     } else {
+      Vector<Scalar, Cut::kSteps> vector;
 #pragma unroll
-      for (int j = 0; j < steps_per_lane; ++j) target[j * step_stride] = from_accumulate<Scalar>(values[j]);
+      for (int j = 0; j < Cut::kSteps; ++j) vector.set(j, from_accumulate<Scalar>(values[j]));
+      vector.store(target);
     }
   }
 
-  // visit(channel, step, count, offset in the tensor) for each piece of `count` elements, neighbors along steps or channels.
-  template <typename Visitor>
-  static __device__ __forceinline__ void for_each_piece(Access access, const SequenceView& view,
-                                                        const TileShape<steps_per_lane>& shape, const Visitor& visit) {
-    constexpr int kLog2Vector = kVectorSize<Scalar> == 8 ? 3 : kVectorSize<Scalar> == 4 ? 2 : 1;
-    static_assert(1 << kLog2Vector == kVectorSize<Scalar>, "an element is 2, 4 or 8 bytes");
-    const int elements = 1 << (shape.log2_channels + shape.log2_steps);
-    if (access == Access::kSingly) {
-      const bool steps_are_closer = view.stride_step <= view.stride_dim;
-      for (int i = opaque(static_cast<int>(threadIdx.x)); i < elements; i += blockDim.x) {
-        const int channel = steps_are_closer ? i >> shape.log2_steps : i & (shape.max_channels() - 1);
-        const int step = steps_are_closer ? i & (shape.max_steps() - 1) : i >> shape.log2_channels;
-        visit(channel, step, channel < shape.channels && step < shape.steps ? 1 : 0,
-              channel * view.stride_dim + step * view.stride_step);
-      }
-      return;
-    }
-    const bool along_steps = access == Access::kAlongSteps;
-    const int log2_pieces = (along_steps ? shape.log2_steps : shape.log2_channels) - kLog2Vector;
-    for (int i = opaque(static_cast<int>(threadIdx.x)); i < elements >> kLog2Vector; i += blockDim.x) {
-      const int row = i >> log2_pieces, first = (i & ((1 << log2_pieces) - 1)) << kLog2Vector;
-      const int channel = along_steps ? row : first, step = along_steps ? first : row;
-      int count = min(kVectorSize<Scalar>, along_steps ? shape.steps - step : shape.channels - channel);
-      if (count < 0 || (along_steps ? channel >= shape.channels : step >= shape.steps)) count = 0;
-      visit(channel, step, count, channel * view.stride_dim + step * view.stride_step);
-    }
-  }
-
-  // By the whole block; source is the tile's first element. The copies may still be under way when it returns.
-  __device__ __forceinline__ void load(Access access, const SequenceView& view, const Scalar* source,
-                                       const TileShape<steps_per_lane>& shape) const {
-    for_each_piece(access, view, shape, [&](int channel, int step, int count, int64_t offset) {
+  // By the whole block; `row` is the first row of the block's channels. The copies may still be under way when it returns.
+  __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
+                                       int steps) const {
+    const Scalar* const source = row + (access == Access::kAlongSteps ? first_step : first_step * view.stride_step);
+    for_each_piece(view, channels, steps, [&](Scalar* place, int64_t offset, int count) {
       if (access == Access::kSingly) {
-        *at(channel, step) = count ? source[offset] : from_accumulate<Scalar>(0);
+        *place = count ? source[offset] : from_accumulate<Scalar>(0);
       } else {
-        cuda::async_copy(at(channel, step), source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
+        cuda::async_copy(place, source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
       }
     });
   }
 
-  __device__ __forceinline__ void store(Access access, const SequenceView& view, Scalar* target,
-                                        const TileShape<steps_per_lane>& shape) const {
-    for_each_piece(access, view, shape, [&](int channel, int step, int count, int64_t offset) {
-      if (access != Access::kSingly && count == kVectorSize<Scalar>) {
-        Vector<Scalar, kVectorSize<Scalar>>::load(at(channel, step)).store_once(target + offset);
+  __device__ __forceinline__ void store(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
+                                        int steps) const {
+    Scalar* const target = row + (access == Access::kAlongSteps ? first_step : first_step * view.stride_step);
+    for_each_piece(view, channels, steps, [&](Scalar* place, int64_t offset, int count) {
+      if (access != Access::kSingly && count == kVector) {
+        Vector<Scalar, kVector>::load(place).store_once(target + offset);
       } else {
-        const Scalar* const source = at(channel, step);
-        for (int i = 0; i < count; ++i) target[offset + i] = source[i];
+        for (int i = 0; i < count; ++i) target[offset + i] = place[i];
       }
     });
+  }
+
+ private:
+  // visit(place, offset in the tensor, count) for each piece, neighbors along steps or channels, of which `count` elements lie
+  // in the tensor.
+  template <typename Visitor>
+  __device__ __forceinline__ void for_each_piece(const SequenceView& view, int channels, int steps,
+                                                 const Visitor& visit) const {
+    const int thread = opaque(static_cast<int>(threadIdx.x));
+    if (access == Access::kAlongSteps) {
+      constexpr int kPieces = kSteps / kVector, kRows = Cut::kThreads / kPieces;
+      static_assert(Cut::kThreads % kPieces == 0, "a thread's pieces are the same steps of several channels");
+      const int step = thread % kPieces * kVector, count = max(0, min(kVector, steps - step));
+#pragma unroll
+      for (int first = 0; first < kChannels; first += kRows) {
+        const int channel = first + thread / kPieces;
+        if (kChannels % kRows != 0 && channel >= kChannels) break;
+        visit(data + channel * kChannelPitch + step, channel * view.stride_dim + step, channel < channels ? count : 0);
+      }
+    } else if (kHasChannelVectors && access == Access::kAlongChannels) {
+      constexpr int kPieces = kHasChannelVectors ? kChannels / kVector : 1, kRows = Cut::kThreads / kPieces;
+      const int channel = thread % kPieces * kVector, count = max(0, min(kVector, channels - channel));
+#pragma unroll 1
+      for (int step = thread / kPieces; step < kSteps; step += kRows) {
+        visit(at(channel, step), channel + step * view.stride_step, step < steps ? count : 0);
+      }
+    } else {
+      const bool steps_are_closer = view.stride_step <= view.stride_dim;
+#pragma unroll 1
+      for (int i = thread; i < kChannels * kSteps; i += Cut::kThreads) {
+        const int channel = steps_are_closer ? i / kSteps : i % kChannels, step = steps_are_closer ? i % kSteps : i / kChannels;
+        visit(at(channel, step), channel * view.stride_dim + step * view.stride_step, channel < channels && step < steps);
+      }
+    }
   }
 };
 
+// Of the block's first channel in its batch entry. Kept in shared memory beside Position, for the same reason.
 template <typename Scalar>
-__device__ __forceinline__ Scalar* first_element(const SequenceView& view, const Position& at, int64_t first_step) {
-  return static_cast<Scalar*>(view.data) + opaque(at.batch) * view.stride_batch + opaque(at.first_channel) * view.stride_dim +
-         first_step * view.stride_step;
+__device__ __forceinline__ Scalar* first_row(const SequenceView& view, const Position& at) {
+  return static_cast<Scalar*>(view.data) + at.batch * view.stride_batch + at.first_channel * view.stride_dim;
 }
 
 // A slice of B or C: some states of a tile's steps.
-template <typename Scalar, int steps_per_lane>
+template <typename Cut, int slice_states>
 struct MatrixSlice {
-  using Acc = AccumulateType<Scalar>;
-  static constexpr int kLanePitch = steps_per_lane + kVectorSize<Acc>;
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  static constexpr int kVector = kVectorSize<Scalar>;
+  static constexpr int kLanePitch = Cut::kSteps + kVectorSize<Acc>;
+  static constexpr int kPitch = Cut::kTimeLanes * kLanePitch;
+  static constexpr int kCapacity = slice_states * kPitch;
 
   Acc* data;
-  int pitch;
-
-  static SSM_HOST_DEVICE int pitch_of(const TileShape<steps_per_lane>& shape) {
-    return shape.max_steps() / steps_per_lane * kLanePitch;
-  }
 
   __device__ __forceinline__ const Acc* lane(int state, int time_lane) const {
-    return data + state * pitch + time_lane * kLanePitch;
+    return data + state * kPitch + time_lane * kLanePitch;
+  }
+  __device__ __forceinline__ Acc* at(int state, int step) const {
+    return data + state * kPitch + step + step / Cut::kSteps * kVectorSize<Acc>;
   }
 
-  // By the whole block; source is the first state's value at the tile's first step.
-  __device__ __forceinline__ void stage(Access access, const MatrixView& view, const Scalar* source, int states, int log2_slice,
-                                        const TileShape<steps_per_lane>& shape) const {
-    constexpr int kSize = kVectorSize<Scalar>;
-    constexpr int kLog2Size = kSize == 8 ? 3 : kSize == 4 ? 2 : 1;
-    const auto at = [&](int state, int step) { return data + state * pitch + step + step / steps_per_lane * kVectorSize<Acc>; };
+  // By the whole block; `row` is the first row of its group.
+  __device__ __forceinline__ void stage(Access access, const MatrixView& view, const Scalar* row, int first_state,
+                                        int64_t first_step, int states, int steps) const {
+    const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
+    const int thread = opaque(static_cast<int>(threadIdx.x));
     if (access == Access::kAlongSteps) {
-      const int log2_pieces = shape.log2_steps - kLog2Size;
-      for (int i = opaque(static_cast<int>(threadIdx.x)); i < states << log2_pieces; i += blockDim.x) {
-        const int state = i >> log2_pieces, step = (i & ((1 << log2_pieces) - 1)) << kLog2Size;
+      constexpr int kPieces = Cut::kTileSteps / kVector, kRows = Cut::kThreads / kPieces;
+      static_assert(Cut::kThreads % kPieces == 0, "a thread's pieces are the same steps of several states");
+      const int step = thread % kPieces * kVector;
+#pragma unroll 1
+      for (int state = thread / kPieces; state < states; state += kRows) {
         const Scalar* const piece = source + state * view.stride_state + step;
-        auto vector = Vector<Scalar, kSize>::zero();
-        if (step + kSize <= shape.steps) {
-          vector = Vector<Scalar, kSize>::load(piece);
+        auto vector = Vector<Scalar, kVector>::zero();
+        if (step + kVector <= steps) {
+          vector = Vector<Scalar, kVector>::load(piece);
         } else {
-          for (int j = 0; j < kSize; ++j) {
-            if (step + j < shape.steps) vector.set(j, piece[j]);
+          for (int j = 0; j < kVector; ++j) {
+            if (step + j < steps) vector.set(j, piece[j]);
           }
         }
-        Vector<Acc, kSize> wide;
+        Vector<Acc, kVector> wide;
 #pragma unroll
-        for (int j = 0; j < kSize; ++j) wide.set(j, to_accumulate(vector[j]));
+        for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(vector[j]));
         wide.store(at(state, step));
       }
     } else if (access == Access::kAlongChannels) {
-      const int log2_pieces = log2_slice > kLog2Size ? log2_slice - kLog2Size : 0;
-      for (int i = opaque(static_cast<int>(threadIdx.x)); i < shape.max_steps() << log2_pieces; i += blockDim.x) {
-        const int step = i >> log2_pieces, state = (i & ((1 << log2_pieces) - 1)) << kLog2Size;
+      constexpr int kPieces = slice_states / kVector;
+      static_assert(slice_states % kVector == 0, "a slice is whole vectors of states");
+      for (int i = thread; i < Cut::kTileSteps * kPieces; i += Cut::kThreads) {
+        const int step = i / kPieces, state = i % kPieces * kVector;
         if (state >= states) continue;
-        auto vector = Vector<Scalar, kSize>::zero();
-        if (step < shape.steps) vector = Vector<Scalar, kSize>::load(source + state + step * view.stride_step);
+        auto vector = Vector<Scalar, kVector>::zero();
+        if (step < steps) vector = Vector<Scalar, kVector>::load(source + state + step * view.stride_step);
 #pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          if (state + j < states) *at(state + j, step) = to_accumulate(vector[j]);
-        }
+        for (int j = 0; j < kVector; ++j) *at(state + j, step) = to_accumulate(vector[j]);
       }
     } else {
       const bool steps_are_closer = view.stride_step <= view.stride_state;
-      for (int i = opaque(static_cast<int>(threadIdx.x)); i < 1 << (shape.log2_steps + log2_slice); i += blockDim.x) {
-        const int state = steps_are_closer ? i >> shape.log2_steps : i & ((1 << log2_slice) - 1);
-        const int step = steps_are_closer ? i & (shape.max_steps() - 1) : i >> log2_slice;
+      for (int i = thread; i < Cut::kTileSteps * slice_states; i += Cut::kThreads) {
+        const int state = steps_are_closer ? i / Cut::kTileSteps : i % slice_states;
+        const int step = steps_are_closer ? i % Cut::kTileSteps : i / slice_states;
         if (state >= states) continue;
-        *at(state, step) =
-            step < shape.steps ? to_accumulate(source[state * view.stride_state + step * view.stride_step]) : Acc(0);
+        *at(state, step) = step < steps ? to_accumulate(source[state * view.stride_state + step * view.stride_step]) : Acc(0);
       }
     }
   }
 };
 
-// The value of a constant matrix for one channel and state, or where the matrix has a row per step, that row at the block's
-// place.
+// Of the block's group in its batch entry, at the first state and step; null where the matrix is constant.
 template <typename Scalar>
-__device__ __forceinline__ const Scalar* matrix_row(const MatrixView& view, const SelectiveScanParams& p, const Position& at,
-                                                    int first_state, int64_t first_step) {
-  const int64_t group = view.groups == 1 ? 0 : opaque(at.first_channel) / (p.dim / view.groups);
-  return static_cast<const Scalar*>(view.data) + opaque(at.batch) * view.stride_batch + group * view.stride_channel +
-         first_state * view.stride_state + first_step * view.stride_step;
+__device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const SelectiveScanParams& p, const Position& at) {
+  if (!view.per_step) return nullptr;
+  const int64_t group = at.first_channel / (p.dim / view.groups);
+  return static_cast<const Scalar*>(view.data) + at.batch * view.stride_batch + group * view.stride_channel;
 }
 
+// The value of a constant matrix for one channel and state.
 template <typename Acc>
 __device__ __forceinline__ Acc constant_value(const MatrixView& view, int64_t channel, int state) {
   return static_cast<const Acc*>(view.data)[channel * view.stride_channel + state * view.stride_state];
+}
+
+// Raw step sizes to step sizes; zero past the end, which leaves the state alone, and its adjoint. `valid`: how many are not.
+template <int count, typename Acc>
+__device__ __forceinline__ void make_step_sizes(Acc (&delta)[count], Acc bias, bool apply_softplus, int valid) {
+#pragma unroll
+  for (int j = 0; j < count; ++j) delta[j] += bias;
+  if (apply_softplus) {
+#pragma unroll
+    for (int j = 0; j < count; ++j) delta[j] = softplus(delta[j]);
+  }
+  if (valid < count) {
+#pragma unroll
+    for (int j = 0; j < count; ++j) delta[j] = j < valid ? delta[j] : Acc(0);
+  }
 }
 
 // What A is multiplied by once so that z = delta A enters the exponential without another multiplication.
@@ -305,56 +322,94 @@ __device__ __forceinline__ Acc shuffle_later(Acc value, int lanes) {
   return __shfl_down_sync(kAllLanes, value, lanes);
 }
 
-// A thread's place in its block: the lane of a warp is time * channels_per_warp + the channel in the warp.
+// A thread's place in its block: the lane of a warp is time * kLanesPerStep + the channel in the warp.
+template <typename Cut>
 struct Lane {
-  int time, log2_time_lanes, channels_per_warp, channel_in_warp, channel;
+  int time, channel_in_warp, channel;
 
-  __device__ __forceinline__ explicit Lane(int log2_time_lanes)
-      : log2_time_lanes(log2_time_lanes), channels_per_warp(kWarpSize >> log2_time_lanes) {
+  __device__ __forceinline__ Lane() {
     const int lane = threadIdx.x % kWarpSize;
-    time = lane / channels_per_warp;
-    channel_in_warp = lane % channels_per_warp;
-    channel = threadIdx.x / kWarpSize * channels_per_warp + channel_in_warp;
+    time = lane / Cut::kLanesPerStep;
+    channel_in_warp = lane % Cut::kLanesPerStep;
+    channel = threadIdx.x / kWarpSize * Cut::kLanesPerStep + channel_in_warp;
   }
   __device__ __forceinline__ bool is_first() const { return time == 0; }
-  __device__ __forceinline__ bool is_last() const { return time + 1 == 1 << log2_time_lanes; }
+  __device__ __forceinline__ bool is_last() const { return time + 1 == Cut::kTimeLanes; }
 };
 
-// Each lane's map of the state, x -> decay x + carry, composed with those of all lanes before it in time (after it, if
-// reverse).
-template <bool reverse, int max_log2_time_lanes, typename Acc>
-__device__ __forceinline__ void scan_lanes(const Lane& lane, Acc& decay, Acc& carry) {
-#pragma unroll
-  for (int round = 0; round < max_log2_time_lanes; ++round) {
-    if (round >= lane.log2_time_lanes) break;
-    const int distance = 1 << round, lanes = distance * lane.channels_per_warp;
-    const Acc other_carry = reverse ? shuffle_later(carry, lanes) : shuffle_earlier(carry, lanes);
-    const Acc other_decay = reverse ? shuffle_later(decay, lanes) : shuffle_earlier(decay, lanes);
-    if (reverse ? lane.time + distance < 1 << lane.log2_time_lanes : lane.time >= distance) {
-      carry = Math<Acc>::fma(decay, other_carry, carry);
-      decay *= other_decay;
-    }
+// Composes each lane's map of the state, x -> decay x + carry, with that of the lane `lanes` before it (after it, if reverse),
+// where there is one. For floats in place: the shuffle itself says where there is one.
+template <bool reverse, int lanes>
+__device__ __forceinline__ void compose_with_lane(float& decay, float& carry) {
+  if constexpr (reverse) {
+    asm volatile(
+        "{\n.reg .pred exists;\n.reg .f32 other_carry, other_decay;\n"
+        "shfl.sync.down.b32 other_carry|exists, %0, %2, 0x1f, 0xffffffff;\n"
+        "shfl.sync.down.b32 other_decay, %1, %2, 0x1f, 0xffffffff;\n"
+        "@exists fma.rn.f32 %0, %1, other_carry, %0;\n@exists mul.rn.f32 %1, %1, other_decay;\n}"
+        : "+f"(carry), "+f"(decay)
+        : "n"(lanes));
+  } else {
+    asm volatile(
+        "{\n.reg .pred exists;\n.reg .f32 other_carry, other_decay;\n"
+        "shfl.sync.up.b32 other_carry|exists, %0, %2, 0x0, 0xffffffff;\n"
+        "shfl.sync.up.b32 other_decay, %1, %2, 0x0, 0xffffffff;\n"
+        "@exists fma.rn.f32 %0, %1, other_carry, %0;\n@exists mul.rn.f32 %1, %1, other_decay;\n}"
+        : "+f"(carry), "+f"(decay)
+        : "n"(lanes));
   }
+}
+template <bool reverse, int lanes>
+__device__ __forceinline__ void compose_with_lane(double& decay, double& carry) {
+  const int lane = threadIdx.x % kWarpSize;
+  const double other_carry = reverse ? shuffle_later(carry, lanes) : shuffle_earlier(carry, lanes);
+  const double other_decay = reverse ? shuffle_later(decay, lanes) : shuffle_earlier(decay, lanes);
+  if (reverse ? lane + lanes < kWarpSize : lane >= lanes) {
+    carry = Math<double>::fma(decay, other_carry, carry);
+    decay *= other_decay;
+  }
+}
+
+// Each lane's map composed with those of all lanes before it in time (after it, if reverse).
+template <bool reverse, typename Cut, int distance = 1>
+__device__ __forceinline__ void scan_lanes(typename Cut::Acc& decay, typename Cut::Acc& carry) {
+  if constexpr (distance < Cut::kTimeLanes) {
+    compose_with_lane<reverse, distance * Cut::kLanesPerStep>(decay, carry);
+    scan_lanes<reverse, Cut, 2 * distance>(decay, carry);
+  }
+}
+
+// One scan forwards and one backwards, step by step in turns: the shuffles of one fill the latency of the other's.
+template <typename Cut, int distance = 1, typename Acc>
+__device__ __forceinline__ void scan_lanes_both_ways(Acc& decay, Acc& carry, Acc& reverse_decay, Acc& reverse_carry) {
+  if constexpr (distance < Cut::kTimeLanes) {
+    compose_with_lane<false, distance * Cut::kLanesPerStep>(decay, carry);
+    compose_with_lane<true, distance * Cut::kLanesPerStep>(reverse_decay, reverse_carry);
+    scan_lanes_both_ways<Cut, 2 * distance>(decay, carry, reverse_decay, reverse_carry);
+  }
+}
+
+// Rows of states in shared memory, one for each of the block's channels, and where there are more lanes, one of zeros for them
+// all.
+template <typename Cut>
+SSM_HOST_DEVICE int state_rows(const ScanPlan& plan) {
+  return plan.block_channels < Cut::kTileChannels ? plan.block_channels + 1 : Cut::kTileChannels;
 }
 
 // Of (channels, dstate) values in shared memory. Odd, so that the channels of a warp lie in different banks.
 SSM_HOST_DEVICE int state_pitch(const SelectiveScanParams& p) { return static_cast<int>(p.dstate) | 1; }
 
-// visit(offset in shared memory, channel, state) for each of the block's channels and states, neighbors by neighboring threads.
-template <typename Visitor>
-__device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const Position& at, const Visitor& visit) {
-  const int dstate = static_cast<int>(p.dstate);
-  const int thread = opaque(static_cast<int>(threadIdx.x));
-  int channel = thread / dstate, state = thread % dstate;
-  const int channel_step = blockDim.x / dstate, state_step = blockDim.x % dstate;
-  while (channel < at.channels) {
-    visit(channel * state_pitch(p) + state, at.first_channel + channel, state);
-    channel += channel_step;
-    state += state_step;
-    if (state >= dstate) {
-      state -= dstate;
-      ++channel;
-    }
+// visit(place in shared memory, offset in (channels, dstate), channel, state) for the block's channels and states, neighbors by
+// neighboring threads.
+template <typename Cut, typename Visitor>
+__device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const ScanPlan& plan, int channels,
+                                               const Visitor& visit) {
+  const int count = channels * static_cast<int>(p.dstate);
+#pragma unroll 1
+  for (int i = opaque(static_cast<int>(threadIdx.x)); i < count; i += Cut::kThreads) {
+    const int channel = static_cast<int>(plan.dstate.divide(static_cast<uint32_t>(i))),
+              state = i - channel * static_cast<int>(p.dstate);
+    visit(channel * state_pitch(p) + state, i, channel, state);
   }
 }
 
@@ -363,18 +418,31 @@ __device__ __forceinline__ int64_t state_offset(const SelectiveScanParams& p, in
   return (row * p.dim + channel) * p.dstate + state;
 }
 
+// What the segment before (in reverse: after) hands on, folded into the state that it started from. A state of zero stays one
+// even if the segment's decay has overflowed.
+template <typename Acc>
+__device__ __forceinline__ Acc fold_segment(const ScanPlan& plan, int64_t offset, Acc state) {
+  const Acc carry = static_cast<const Acc*>(plan.carry)[offset];
+  return state == 0 ? carry : Math<Acc>::fma(static_cast<const Acc*>(plan.decay)[offset], state, carry);
+}
+
 template <typename Acc>
 __device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, int64_t channel, int state) {
   return static_cast<const Acc*>(view.data)[batch * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
 }
 
-// By the whole block; the arrays are of `count` values each.
-template <typename T, typename... Arrays>
-__device__ __forceinline__ void clear(int count, T* first, Arrays... others) {
-  for (int i = threadIdx.x; i < count; i += blockDim.x) {
-    first[i] = 0;
-    ((others[i] = 0), ...);
-  }
+// By the whole block.
+template <typename Cut>
+__device__ __forceinline__ void clear(typename Cut::Acc* array, int count) {
+  for (int i = threadIdx.x; i < count; i += Cut::kThreads) array[i] = 0;
+}
+
+template <int size, typename T>
+__device__ __forceinline__ Vector<T, size> fill(T value) {
+  Vector<T, size> vector;
+#pragma unroll
+  for (int i = 0; i < size; ++i) vector.set(i, value);
+  return vector;
 }
 
 // Carves a block's shared memory into arrays.

@@ -3,6 +3,7 @@
 
 namespace ssm_kernels::selective_scan {
 
+template size_t bwd_shared_bytes<__nv_bfloat16>(const SelectiveScanBwdParams&, const ScanPlan&);
 template cudaError_t launch_bwd_finish<__nv_bfloat16>(const SelectiveScanBwdParams&, const ScanPlan&, const PartialSums&,
                                                       cudaStream_t);
 

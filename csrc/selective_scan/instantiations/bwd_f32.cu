@@ -3,6 +3,7 @@
 
 namespace ssm_kernels::selective_scan {
 
+template size_t bwd_shared_bytes<float>(const SelectiveScanBwdParams&, const ScanPlan&);
 template cudaError_t launch_bwd_finish<float>(const SelectiveScanBwdParams&, const ScanPlan&, const PartialSums&, cudaStream_t);
 
 #define SSM_ROW(enumerator, name, Method)                                                                            \

@@ -2,7 +2,7 @@
 
 namespace ssm_kernels::selective_scan {
 
-template size_t fwd_shared_bytes<__nv_bfloat16>(const SelectiveScanParams&, const ScanPlan&);
+template size_t fwd_shared_bytes<__nv_bfloat16>(const SelectiveScanFwdParams&, const ScanPlan&);
 
 #define SSM_ROW(enumerator, name, Method) \
   template cudaError_t launch_fwd<__nv_bfloat16, Method>(const SelectiveScanFwdParams&, const ScanPlan&, cudaStream_t);

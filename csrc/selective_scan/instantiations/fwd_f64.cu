@@ -2,7 +2,7 @@
 
 namespace ssm_kernels::selective_scan {
 
-template size_t fwd_shared_bytes<double>(const SelectiveScanParams&, const ScanPlan&);
+template size_t fwd_shared_bytes<double>(const SelectiveScanFwdParams&, const ScanPlan&);
 
 #define SSM_ROW(enumerator, name, Method) \
   template cudaError_t launch_fwd<double, Method>(const SelectiveScanFwdParams&, const ScanPlan&, cudaStream_t);

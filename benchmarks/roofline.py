@@ -1,0 +1,131 @@
+"""The figure of selective_scan's benchmark: state updates per second over updates per byte, under what the chip can do."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
+from matplotlib.ticker import LogLocator, NullLocator
+
+from benchmarks.style import COLORS, STYLE
+
+__all__ = ["draw"]
+
+_OURS, _PEER, _GREY = COLORS[1], COLORS[2], "#767676"
+# Of instructions per update, what remains as dstate grows: the floors in bench_selective_scan.py.
+_SLOTS = {"forward": 5.5, "backward": 15.0}
+_MARKERS = {"bfloat16, dstate 16": "o", "float32, dstate 16": "s", "bfloat16, dstate as labelled": "D"}
+
+
+def _series(row: Mapping[str, Any]) -> str:
+    if row["dstate"] != 16:
+        return "bfloat16, dstate as labelled"
+    return f"{row['dtype']}, dstate 16"
+
+
+def _ceilings(axes: Axes, rates: Mapping[str, float], direction: str, intensities: tuple[float, float]) -> None:
+    low, high = intensities
+    flat = {
+        "1 exponential per update": rates["special functions"],
+        f"{_SLOTS[direction]:g} instructions per update": rates["issue"] / _SLOTS[direction],
+    }
+    lowest = min(flat.values())
+    for name, rate in flat.items():
+        axes.plot((rate / rates["copy"], high), (rate, rate), color=_GREY, lw=1.0 if rate == lowest else 0.6, zorder=1)
+        axes.annotate(name, (high, rate), xytext=(-2, 2), textcoords="offset points", ha="right", va="bottom", color=_GREY)
+    ridge = max(flat.values()) / rates["copy"]
+    axes.plot((low, ridge), (low * rates["copy"], ridge * rates["copy"]), color=_GREY, lw=1.0, zorder=1)
+    corner = 0.7 * rates["special functions"] / rates["copy"]
+    axes.annotate(
+        "memory, at the\nrate of a copy",
+        (corner, corner * rates["copy"]),
+        xytext=(-5, 0),
+        textcoords="offset points",
+        ha="right",
+        va="bottom",
+        color=_GREY,
+    )
+
+
+def _points(axes: Axes, rows: Sequence[Mapping[str, Any]], direction: str) -> None:
+    for row in rows:
+        marker = _MARKERS[_series(row)]
+        intensity = row["updates"] / row["bytes"][direction]
+        if "floor" in row:
+            least = max(row["floor"][direction].values())
+            axes.plot(intensity, row["updates"] / least, marker="_", ms=9, color="black", zorder=2)
+        rate = row["updates"] / row["ours"][direction]["median"]
+        axes.plot(intensity, rate, marker, color=_OURS, zorder=4)
+        peer = row.get("peer") or {}
+        if direction in peer:
+            fill = "white" if peer["recorded"] else _PEER
+            axes.plot(intensity, row["updates"] / peer[direction]["median"], marker, color=_PEER, mfc=fill, zorder=3)
+        if row["dstate"] != 16:
+            axes.annotate(
+                f"{row['dstate']}",
+                (intensity, rate),
+                xytext=(0, -5),
+                textcoords="offset points",
+                ha="center",
+                va="top",
+                fontsize=6.5,
+                color=_OURS,
+            )
+
+
+def _rates_shown(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> tuple[float, float]:
+    """The limits of the vertical axis: from below the slowest point to above the ceilings of forward."""
+    points = [
+        row["updates"] / row[who][direction]["median"]
+        for row in rows
+        for who in ("ours", "peer")
+        for direction in _SLOTS
+        if direction in (row.get(who) or {})
+    ]
+    return min(points) / 1.5, 1.6 * max(*points, rates["issue"] / _SLOTS["forward"])
+
+
+def draw(result: Mapping[str, Any], path: Path) -> None:
+    """Draws the cases of zoh with L-contiguous tensors, forward and backward, from the benchmark's result."""
+    rows = [row for row in result["rows"] if row["discretization"] == "zoh" and row["contiguous"] == "seqlen"]
+    peers = [row["peer"] for row in rows if "forward" in (row.get("peer") or {})]
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(1, 2, figsize=(7.2, 3.6), sharey=True, layout="constrained")
+        grid[0].set_yscale("log")
+        grid[0].set_ylim(_rates_shown(rows, result["rates"]))
+        intensities = [row["updates"] / row["bytes"][direction] for row in rows for direction in _SLOTS]
+        limits = min(intensities) / 5, max(intensities) * 1.6
+        for axes, direction in zip(grid, _SLOTS, strict=True):
+            axes.set_xscale("log", base=2)
+            axes.set_xlim(limits)
+            if any("floor" in row for row in rows):
+                _ceilings(axes, result["rates"], direction, limits)
+            _points(axes, rows, direction)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.set_xlabel("state updates per byte moved")
+            axes.set_title(direction.capitalize(), loc="left")
+        grid[0].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        grid[0].yaxis.set_major_formatter(lambda rate, _: f"{rate / 1e12:g}")
+        grid[0].yaxis.set_minor_locator(NullLocator())
+        grid[0].set_ylabel("state updates per second [10¹²]")
+        handles = [Line2D([], [], color=_OURS, marker="o", ls="", label="ssm_kernels")]
+        for recorded in dict.fromkeys(peer["recorded"] for peer in peers):
+            fill, label = ("white", "mamba_ssm, recorded") if recorded else (_PEER, "mamba_ssm")
+            handles.append(Line2D([], [], color=_PEER, mfc=fill, marker="o", ls="", label=label))
+        series = {_series(row) for row in rows}
+        handles += [
+            Line2D([], [], color=_GREY, marker=_MARKERS[name], ls="", label=name) for name in _MARKERS if name in series
+        ]
+        if any("floor" in row for row in rows):
+            handles.append(Line2D([], [], color="black", marker="_", ms=9, ls="", label="floor of the case"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path)
+        plt.close(figure)

@@ -1,0 +1,581 @@
+"""selective_scan on CUDA beside the CPU's kernels: tiles, segments of time, sizes beyond 32 bits, streams, CUDA graphs.
+
+What holds on every device is tested where it is tested for the CPU; here is what only a GPU's kernels can get wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from helpers import (
+    METHODS,
+    MINIMAL,
+    TENSORS,
+    arrange,
+    as_float64,
+    assert_as_accurate,
+    evaluate,
+    make_cotangents,
+    make_inputs,
+    move,
+    move_all,
+    scan_with_state,
+    training_step,
+    with_gradients,
+)
+from torch import Tensor
+
+from ssm_kernels import selective_scan
+
+pytestmark = pytest.mark.cuda
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+SEQUENCES = ("u", "delta", "z", "B", "C")
+
+# Few channels and many steps: time is cut into segments, each for blocks of its own. Channels enough to fill a GPU: time is not
+# cut, and a warp holds more channels and fewer steps.
+SEGMENTED = {"batch": 1, "dim": 5, "seqlen": 8300}
+MANY_CHANNELS = {"batch": 112, "dim": 72}
+
+every_method = pytest.mark.parametrize("method", METHODS)
+both_layouts = pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+
+
+def dtypes(*chosen: torch.dtype):
+    return pytest.mark.parametrize("dtype", chosen, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def evaluate_on_cuda(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    """Of CPU tensors, whose strides the copies on the GPU keep."""
+    return evaluate(selective_scan, move_all(inputs, "cuda"), cotangents and tuple(move(x, "cuda") for x in cotangents))
+
+
+def evaluate_in_float64(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    return evaluate(selective_scan, as_float64(inputs), cotangents and tuple(x.double() for x in cotangents))
+
+
+def assert_close(actual: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """float64 to 1e-10; else to roundings of the largest value, which cancellation may leave far below the terms of its sum."""
+    assert actual.keys() == exact.keys()
+    for name, value in actual.items():
+        rtol = atol = 1e-10
+        if dtype != torch.float64:
+            scale = max(1.0, exact[name].abs().max().item())
+            rtol, atol = 2 * torch.finfo(value.dtype).eps, 64 * torch.finfo(torch.float32).eps * scale
+        torch.testing.assert_close(
+            value.cpu().double(), exact[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def assert_agrees_with_cpu(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    """Results and all gradients beside those of the CPU's kernel in float64; returns the GPU's."""
+    cotangents = cotangents or make_cotangents(inputs)
+    actual = evaluate_on_cuda(inputs, cotangents)
+    assert_close(actual, evaluate_in_float64(inputs, cotangents), inputs["u"].dtype)
+    return actual
+
+
+def assert_as_accurate_as_cpu(inputs: dict[str, Any]) -> None:
+    """float64 to 1e-10; else by the low-precision rule, the CPU's kernel in the same dtypes in the place of PyTorch."""
+    cotangents = make_cotangents(inputs)
+    actual, exact = evaluate_on_cuda(inputs, cotangents), evaluate_in_float64(inputs, cotangents)
+    if inputs["u"].dtype == torch.float64:
+        return assert_close(actual, exact, torch.float64)
+    expected = evaluate(selective_scan, inputs, cotangents)
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert_as_accurate(value.cpu(), expected[name], exact[name], name)
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name]), name
+
+
+def arrange_sequence(tensor: Tensor, layout: str) -> Tensor:
+    """As :func:`arrange`; ``channels_offset`` is a slice of a wider projection, channels (of B and C: states) contiguous."""
+    if layout == "channels_offset":
+        return arrange(tensor.transpose(-1, -2), "offset").transpose(-1, -2)
+    return arrange(tensor, layout)
+
+
+def arrange_sequences(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
+    return inputs | {name: arrange_sequence(inputs[name], layout) for name in SEQUENCES if inputs[name] is not None}
+
+
+# ----- agreement with the CPU
+
+
+@every_method
+@dtypes(*DTYPES)
+def test_agrees_with_the_cpu(dtype, method):
+    inputs = make_inputs(batch=2, dim=70, seqlen=300, dstate=16, groups=2, dtype=dtype, discretization=method)
+    assert_as_accurate_as_cpu(inputs)
+
+
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        *((method, torch.float32) for method in METHODS),
+        *(("zoh", dtype) for dtype in (torch.float64, torch.float16, torch.bfloat16)),
+        ("bilinear", torch.float64),
+    ],
+    ids=str,
+)
+def test_agrees_with_the_cpu_on_many_channels(method, dtype):
+    assert_as_accurate_as_cpu(make_inputs(**MANY_CHANNELS, seqlen=300, dstate=5, dtype=dtype, discretization=method))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "channels_offset"])
+@dtypes(torch.float32, torch.bfloat16)
+def test_tiles_of_many_channels(dtype, layout):
+    for seqlen in (160, 257):
+        inputs = make_inputs(**MANY_CHANNELS, seqlen=seqlen, dtype=dtype)
+        assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@pytest.mark.parametrize("dstate", [7, 17, 40])
+def test_state_sizes_of_many_channels(dstate):
+    assert_agrees_with_cpu(make_inputs(**MANY_CHANNELS, seqlen=130, dstate=dstate, groups=9, dtype=torch.float32))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "sliced", "channels_offset"])
+@pytest.mark.parametrize(
+    ("dtype", "dim"),
+    [
+        *itertools.product((torch.float32, torch.bfloat16), (1, 5, 16, 33, 70, 72)),
+        *itertools.product((torch.float64, torch.float16), (33,)),
+    ],
+    ids=str,
+)
+def test_tiles_and_their_tails(dtype, dim, layout):
+    for seqlen in (1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000):
+        inputs = make_inputs(batch=2, dim=dim, seqlen=seqlen, dstate=16, dtype=dtype, seed=seqlen)
+        assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@both_layouts
+@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("dim", [64, 130, 256, 300, 1000, 2010])
+def test_many_blocks_of_channels(dim, groups, layout):
+    """Whose parts of the gradients of B and C are added up."""
+    for dtype, seqlen in ((torch.float32, 70), (torch.bfloat16, 130), (torch.float64, 9)):
+        inputs = make_inputs(batch=2, dim=dim, seqlen=seqlen, dstate=16, groups=groups, dtype=dtype)
+        assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "offset", "channels_offset"])
+@pytest.mark.parametrize("base", ["contiguous", "transposed"])
+@pytest.mark.parametrize("name", [*SEQUENCES, "grad_out"])
+def test_one_argument_in_another_layout(name, base, layout):
+    """Beside others that whole vectors are read from."""
+    for dtype in (torch.bfloat16, torch.float32):
+        inputs = make_inputs(batch=2, dim=64, seqlen=256, dstate=16, dtype=dtype)
+        grad_out, grad_last_state = make_cotangents(inputs)
+        tensors = {"grad_out": grad_out} | {key: inputs[key] for key in SEQUENCES}
+        tensors = {key: arrange(tensor, base) for key, tensor in tensors.items()}
+        tensors[name] = arrange_sequence(tensors[name], layout)
+        grad_out = tensors.pop("grad_out")
+        assert_agrees_with_cpu(inputs | tensors, (grad_out, grad_last_state))
+
+
+@both_layouts
+@pytest.mark.parametrize("dstate", [1, 2, 3, 7, 8, 15, 16, 17, 32, 33, 64, 128, 255, 256])
+def test_state_sizes(dstate, layout):
+    for dtype, (method, seqlen) in itertools.product((torch.float32, torch.bfloat16), (("zoh", 130), ("bilinear", 70))):
+        inputs = make_inputs(batch=2, dim=20, seqlen=seqlen, dstate=dstate, dtype=dtype, discretization=method)
+        assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    ("B_groups", "C_groups"),
+    [(70, 70), (35, 35), (14, 14), (10, 10), (7, 7), (5, 5), (2, 2), (70, None), (None, 70), (2, 35), (10, 14), (5, 7)],
+)
+def test_few_channels_in_a_group(B_groups, C_groups, layout):
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = make_inputs(dim=70, seqlen=130, dstate=16, groups=B_groups, dtype=dtype)
+        inputs["C"] = make_inputs(dim=70, seqlen=130, dstate=16, groups=C_groups, dtype=dtype, seed=5)["C"]
+        assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@pytest.mark.parametrize("sizes", [(1, 5, 9000), (2, 33, 700)], ids=str)
+@pytest.mark.parametrize(("B", "C"), [("constant", "constant"), ("constant", "variable"), ("variable", "constant")])
+def test_constant_B_and_C(B, C, sizes):
+    batch, dim, seqlen = sizes
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for dstate in (3, 16):
+            assert_agrees_with_cpu(make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, B=B, C=C, dtype=dtype))
+
+
+# ----- time cut into segments
+
+
+@pytest.mark.parametrize("z", [True, False], ids=["z", "no_z"])
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("sizes", [(1, 3, 5000, 16), (1, 64, 16384, 8), (3, 20, 9000, 16), (2, 130, 1500, 17)], ids=str)
+def test_segments_of_time(sizes, dtype, z):
+    batch, dim, seqlen, dstate = sizes
+    assert_agrees_with_cpu(make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, z=z, dtype=dtype))
+
+
+@both_layouts
+def test_segments_of_every_length(layout):
+    for seqlen, dtype in itertools.product((257, 1024, 1025, 2049, 3001, 4097, 6144, 6145, 8191, 8192, 8193, 10001), DTYPES):
+        inputs = make_inputs(batch=1, dim=5, seqlen=seqlen, dtype=dtype, seed=seqlen)
+        assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@every_method
+def test_segments_with_every_method(method):
+    for dtype in DTYPES:
+        inputs = make_inputs(batch=1, dim=20, seqlen=8300, dstate=16, groups=5, dtype=dtype, discretization=method)
+        assert_as_accurate_as_cpu(inputs)
+
+
+@pytest.mark.parametrize("chosen", [*itertools.product([False, True], repeat=5)], ids=lambda c: "".join("01"[x] for x in c))
+def test_segments_with_every_combination_of_options(chosen):
+    options = dict(zip(MINIMAL, chosen, strict=True))
+    for dtype in (torch.float64, torch.bfloat16):
+        assert_agrees_with_cpu(make_inputs(**SEGMENTED, **options, dtype=dtype))
+
+
+@pytest.mark.parametrize("through", ["out", "last_state"])
+@every_method
+def test_segments_when_only_one_result_has_a_gradient(method, through):
+    inputs = make_inputs(**SEGMENTED, discretization=method)
+    cotangents = dict(zip(("out", "last_state"), make_cotangents(inputs), strict=True))
+
+    def gradients(device: str) -> dict[str, Tensor]:
+        leaves = with_gradients(move_all(inputs, device))
+        results = dict(zip(("out", "last_state"), scan_with_state(**leaves), strict=True))
+        found = torch.autograd.grad(
+            results[through],
+            [leaves[name] for name in TENSORS],
+            move(cotangents[through], device),
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        return {f"grad_{name}": gradient for name, gradient in zip(TENSORS, found, strict=True)}
+
+    assert_close(gradients("cuda"), gradients("cpu"), torch.float64)
+
+
+def test_segments_when_one_argument_needs_a_gradient():
+    """It is bit for bit what it is when all do."""
+    inputs = make_inputs(**SEGMENTED, dtype=torch.float32, device="cuda")
+    cotangents = make_cotangents(inputs)
+    everything = evaluate(selective_scan, inputs, cotangents)
+    for name in TENSORS:
+        leaves = with_gradients(inputs, [name])
+        (gradient,) = torch.autograd.grad(scan_with_state(**leaves), leaves[name], cotangents)
+        assert torch.equal(gradient, everything[f"grad_{name}"]), name
+
+
+@pytest.mark.parametrize(("method", "z"), [("euler", -1.0), ("bilinear", -2.0)])
+def test_segments_whose_transition_is_zero(method, z):
+    inputs = make_inputs(**SEGMENTED, delta_softplus=False, delta_bias=False, discretization=method)
+    inputs |= {"A": torch.full_like(inputs["A"], z), "delta": torch.ones_like(inputs["delta"])}
+    assert_agrees_with_cpu(inputs)
+
+
+@pytest.mark.parametrize("method", [method for method in METHODS if method != "euler"])
+def test_segments_with_strong_decay(method):
+    """The product of a segment's transitions underflows."""
+    for dtype in (torch.float64, torch.float32):
+        inputs = make_inputs(**SEGMENTED, discretization=method, dtype=dtype)
+        results = assert_agrees_with_cpu(inputs | {"A": 16 * inputs["A"]})
+        assert all(value.isfinite().all() for value in results.values())
+
+
+@pytest.mark.parametrize("method", ["zoh", "bilinear", "euler"])
+def test_segments_with_growth_and_nothing_to_grow(method):
+    """The product of the first segments' transitions overflows, but until 200 steps before the end the state is zero."""
+    inputs = make_inputs(**SEGMENTED, delta_softplus=False, initial_state=False, dtype=torch.float32, discretization=method)
+    inputs["A"] = 0.2 * inputs["A"].abs() + 0.1
+    inputs["u"][..., :-200] = 0
+    actual = evaluate_on_cuda(inputs)
+    for name, value in evaluate_in_float64(inputs).items():
+        error, scale = (x.abs().max().item() for x in (actual[name].cpu().double() - value, value))
+        assert error <= 1e-4 * scale, name
+
+
+# ----- accuracy
+
+
+@pytest.mark.parametrize("memory", [1, 8], ids=["short_memory", "long_memory"])
+@dtypes(torch.float32, torch.bfloat16)
+@every_method
+def test_error_does_not_grow_along_the_sequence(method, dtype, memory):
+    inputs = make_inputs(batch=1, dim=8, seqlen=65536, dstate=4, dtype=dtype, discretization=method)
+    inputs["A"] = inputs["A"] / memory
+    cotangents = make_cotangents(inputs)
+    actual, exact = evaluate_on_cuda(inputs, cotangents), evaluate_in_float64(inputs, cotangents)
+    for name in ("out", *(f"grad_{sequence}" for sequence in SEQUENCES)):
+        error = actual[name].cpu().double() - exact[name]
+        first, last = (part.square().mean().sqrt() for part in (error[..., :4096], error[..., -4096:]))
+        assert last <= 1.5 * first, f"{name}: {first:.3g} in the first 4096 steps, {last:.3g} in the last"
+        if name != "out":  # backward comes from the end
+            assert first <= 1.5 * last, f"{name}: {last:.3g} in the last 4096 steps, {first:.3g} in the first"
+
+
+def assert_nan_spreads_as_on_the_cpu(
+    inputs: dict[str, Any], name: str, places: Iterable[tuple[int, int, int]], clean: dict[str, Tensor] | None = None
+) -> None:
+    """What the NaNs at these places do not reach is bit for bit as without."""
+    cotangents = make_cotangents(inputs)
+    clean = clean or evaluate_on_cuda(inputs, cotangents)
+    tensor = (cotangents[0] if name == "grad_out" else inputs[name]).clone()
+    for row, channel, step in places:
+        tensor[row, channel % tensor.shape[1], step] = float("nan")
+    if name == "grad_out":
+        cotangents = tensor, cotangents[1]
+    else:
+        inputs = inputs | {name: tensor}
+    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(selective_scan, inputs, cotangents)
+    for result, value in actual.items():
+        reached = value.isnan()
+        assert torch.equal(reached.cpu(), expected[result].isnan()), f"NaNs of {result}"
+        assert torch.equal(value[~reached], clean[result][~reached]), result
+
+
+@both_layouts
+@pytest.mark.parametrize("name", [*SEQUENCES, "grad_out"])
+@pytest.mark.parametrize(("batch", "seqlen"), [(28, 600), (98, 300)], ids=["few_channels", "many_channels"])
+def test_nan_at_the_edges_of_lanes_and_tiles(batch, seqlen, name, layout):
+    """One NaN in each batch entry."""
+    inputs = arrange_sequences(make_inputs(batch=batch, dim=70, seqlen=seqlen, dtype=torch.float32), layout)
+    channels = itertools.cycle((0, 3, 4, 15, 16, 31, 32, 69))
+    steps = itertools.cycle((0, 7, 8, 15, 16, 63, 64, 127, 128, 255, 256, 511 % seqlen, 512 % seqlen, seqlen - 1))
+    assert_nan_spreads_as_on_the_cpu(inputs, name, zip(range(batch), channels, steps, strict=False))
+
+
+@pytest.mark.parametrize("name", [*SEQUENCES, "grad_out"])
+def test_nan_at_the_edges_of_segments(name):
+    inputs = make_inputs(**SEGMENTED, dtype=torch.float32)
+    clean = evaluate_on_cuda(inputs, make_cotangents(inputs))
+    for step in (0, 255, 256, 2047, 2048, 4095, 4096, 6144, 8299):
+        assert_nan_spreads_as_on_the_cpu(inputs, name, [(0, 2, step)], clean)
+
+
+# ----- sizes
+
+
+@both_layouts
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"batch": 1, "dim": 70_000},
+        {"batch": 1, "dim": 70_000, "groups": 70_000},
+        {"batch": 1, "dim": 70_000, "B": "constant", "C": "constant"},
+        {"batch": 70_000, "dim": 3, "dtype": torch.float64},
+    ],
+    ids=str,
+)
+def test_more_channels_and_rows_than_a_grid_axis_holds(sizes, layout):
+    inputs = make_inputs(**({"dtype": torch.float32} | sizes), seqlen=9, dstate=2)
+    assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@both_layouts
+def test_more_elements_than_32_bits_count(layout, needs_gpu_memory):
+    """The first channels, and those on both sides of element 2^31: the gradient of the others' output is zero, so that the sums
+    over channels, too, are those of these few alone."""
+    needs_gpu_memory("cuda", 45)
+    dim, seqlen, dstate = 2**21 + 64, 1024, 2
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def sequence() -> Tensor:
+        if layout == "contiguous":
+            return torch.empty(1, dim, seqlen, dtype=torch.bfloat16, device="cuda")
+        return torch.empty(1, seqlen, dim, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+
+    def normal(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+
+    inputs = {
+        "u": sequence().normal_(generator=generator),
+        "delta": sequence().uniform_(-3, 1, generator=generator),
+        "A": -0.1 - normal(dim, dstate).abs(),
+        "B": normal(1, dstate, seqlen, dtype=torch.bfloat16),
+        "C": normal(1, dstate, seqlen, dtype=torch.bfloat16),
+        "D": normal(dim),
+        "z": sequence().normal_(generator=generator),
+        "delta_bias": 0.1 * normal(dim),
+        "initial_state": normal(1, dim, dstate),
+        "delta_softplus": True,
+    }
+    assert inputs["u"].numel() > 2**31
+    first, last = slice(None, 32), slice(2**21 - 32, None)
+    cotangents = sequence().zero_(), torch.zeros(1, dim, dstate, device="cuda")
+    for cotangent, part in itertools.product(cotangents, (first, last)):
+        cotangent[:, part].normal_(generator=generator)
+
+    channel_axis = dict.fromkeys(("u", "delta", "z", "initial_state", "out", "last_state"), 1)
+    channel_axis |= dict.fromkeys(("A", "D", "delta_bias"), 0)
+
+    def chosen(name: str, tensor: Any) -> Any:
+        axis = channel_axis.get(name.removeprefix("grad_"))
+        if axis is None:
+            return tensor.cpu() if isinstance(tensor, Tensor) else tensor
+        return torch.cat([tensor[(slice(None),) * axis + (part,)] for part in (first, last)], dim=axis).cpu()
+
+    results = evaluate(selective_scan, inputs, cotangents)
+    assert not results["grad_A"][32 : 2**21 - 32].any()
+    actual = {name: chosen(name, value) for name, value in results.items()}
+    few = {name: chosen(name, value) for name, value in inputs.items()}
+    few_cotangents = tuple(chosen(name, value) for name, value in zip(("out", "last_state"), cotangents, strict=True))
+    assert_close(actual, evaluate_in_float64(few, few_cotangents), torch.bfloat16)
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+def test_no_uninitialized_memory_is_read(dtype, uninitialized_memory_is_nan):
+    for sizes in ((2, 5, 70, 3), (2, 70, 150, 16), (1, 5, 8300, 17), (2, 300, 65, 16)):
+        batch, dim, seqlen, dstate = sizes
+        for form, layout in itertools.product(("variable", "constant"), ("contiguous", "transposed")):
+            inputs = make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, B=form, C=form, dtype=dtype)
+            assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+# ----- order and streams
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("form", ["variable", "constant"])
+@pytest.mark.parametrize("sizes", [(1, 64, 8192), (1, 256, 8192), (2, 2048, 200), (8, 1024, 200), (3, 70, 150)], ids=str)
+def test_repeatable(sizes, form, dtype):
+    """Bit for bit, also on a GPU that is busy with something else."""
+    batch, dim, seqlen = sizes
+    inputs = make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=16, B=form, C=form, dtype=dtype, device="cuda")
+    cotangents = make_cotangents(inputs)
+    first = evaluate(selective_scan, inputs, cotangents)
+    assert_equal(evaluate(selective_scan, inputs, cotangents), first)
+    matrix, elsewhere = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
+    elsewhere.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(elsewhere):
+        for _ in range(8):
+            torch.mm(matrix, matrix)
+    for _ in range(3):
+        assert_equal(evaluate(selective_scan, inputs, cotangents), first)
+    torch.cuda.current_stream().wait_stream(elsewhere)
+
+
+STREAM_SIZES = [{"batch": 2, "dim": 256, "seqlen": 1024}, {"batch": 1, "dim": 64, "seqlen": 8192}]
+
+
+def test_two_streams_at_once():
+    sets = [make_inputs(**sizes, dstate=16, dtype=torch.float32, device="cuda") for sizes in STREAM_SIZES]
+    cotangents = [make_cotangents(inputs) for inputs in sets]
+    expected = [evaluate(selective_scan, *arguments) for arguments in zip(sets, cotangents, strict=True)]
+    streams = [torch.cuda.Stream() for _ in sets]
+    torch.cuda.synchronize()
+    results: list[list[dict[str, Tensor]]] = [[] for _ in sets]
+    for _ in range(5):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(evaluate(selective_scan, sets[i], cotangents[i]))
+    torch.cuda.synchronize()
+    for i, runs in enumerate(results):
+        for run in runs:
+            assert_equal(run, expected[i])
+
+
+@pytest.mark.parametrize("sizes", STREAM_SIZES, ids=str)
+def test_runs_on_the_current_stream(sizes):
+    """A scan that waits for a long write on its own stream sees what was written, and so does its backward."""
+    inputs = make_inputs(**sizes, dstate=16, dtype=torch.float32, device="cuda")
+    cotangents = make_cotangents(inputs)
+    expected = evaluate(selective_scan, inputs, cotangents)
+    values, inputs["u"] = inputs["u"], torch.full_like(inputs["u"], float("nan"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        inputs["u"].copy_(values)
+        actual = evaluate(selective_scan, inputs, cotangents)
+    stream.synchronize()
+    assert_equal(actual, expected)
+
+
+def test_runs_on_the_device_of_its_arguments():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    assert torch.cuda.current_device() == 0
+    for sizes in ({"dim": 70, "seqlen": 150}, SEGMENTED):
+        inputs = make_inputs(**sizes, dtype=torch.float32)
+        cotangents = make_cotangents(inputs)
+        results = evaluate(selective_scan, move_all(inputs, "cuda:1"), tuple(move(x, "cuda:1") for x in cotangents))
+        assert_close(results, evaluate_in_float64(inputs, cotangents), torch.float32)
+        assert all(value.device == torch.device("cuda:1") for value in results.values())
+        assert torch.cuda.current_device() == 0
+
+
+# ----- CUDA graphs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 2, "dim": 70, "seqlen": 150, "groups": 2},
+        {"batch": 2, "dim": 70, "seqlen": 150, "layout": "transposed", "dtype": torch.bfloat16},
+        {"batch": 2, "dim": 70, "seqlen": 150, "B": "constant", "C": "constant"},
+        {"batch": 1, "dim": 64, "seqlen": 8192},
+        {**SEGMENTED, **MINIMAL},
+    ],
+    ids=str,
+)
+def test_cuda_graph_of_forward_and_backward(options):
+    """Replayed on new values in the same tensors, it computes what an eager call does."""
+    options = {"dstate": 16, "dtype": torch.float32, "device": "cuda"} | options
+    draws = [make_inputs(**options, seed=seed) for seed in range(3)]
+    cotangents = [make_cotangents(inputs, seed=10 + seed) for seed, inputs in enumerate(draws)]
+    expected = [evaluate(selective_scan, *arguments) for arguments in zip(draws, cotangents, strict=True)]
+
+    static = with_gradients({k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()})
+    static_cotangents = tuple(x.clone() for x in cotangents[0])
+    present = [name for name in TENSORS if static[name] is not None]
+
+    def forward_and_backward() -> dict[str, Tensor]:
+        results = scan_with_state(**static)
+        gradients = torch.autograd.grad(results, [static[name] for name in present], static_cotangents)
+        names = ["out", "last_state", *(f"grad_{name}" for name in present)]
+        return dict(zip(names, (*results, *gradients), strict=True))
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        forward_and_backward()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_and_backward()
+
+    for draw, draw_cotangents, results in zip(draws, cotangents, expected, strict=True):
+        with torch.no_grad():
+            for name in present:
+                static[name].copy_(draw[name])
+            for tensor, value in zip(static_cotangents, draw_cotangents, strict=True):
+                tensor.copy_(value)
+        graph.replay()
+        assert_equal(captured, results)
+
+
+def test_compiled_into_cuda_graphs(fresh_dynamo):
+    """What torch.compile(mode="reduce-overhead") records and replays, forward and backward."""
+
+    def layer(*, u, z, **inputs):
+        out, last_state = selective_scan(torch.tanh(u) * 2, z=z * 3, **inputs, return_last_state=True)
+        return torch.relu(out) + u, last_state * 2
+
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):  # a warm-up, a recording, replays
+        inputs = make_inputs(dim=70, seqlen=150, dstate=16, dtype=torch.float32, device="cuda", seed=seed)
+        torch.compiler.cudagraph_mark_step_begin()
+        actual, expected = training_step(inputs, compiled), training_step(inputs, layer)
+        for name, value in expected.items():
+            torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")
