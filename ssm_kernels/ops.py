@@ -37,7 +37,7 @@ def selective_scan(
 
     Args:
         u: input, (batch, dim, seqlen); float32, float16, bfloat16 or float64. Any strides; seqlen-contiguous and
-            dim-contiguous are read as they are.
+            dim-contiguous are the fast ones.
         delta: step sizes, shape and dtype of ``u``.
         A: diagonal of the continuous system, (dim, dstate), real, float32 (float64 with float64 inputs); dstate <= 256.
         B: input matrix. Constant: (dim, dstate) in the dtype of ``A``. Per step: (batch, dstate, seqlen) or

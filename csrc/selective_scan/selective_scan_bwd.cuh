@@ -171,9 +171,7 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
   }
 }
 
-// general: B or C may be constant, and the pass may be the carry pass. The other kernel leaves these questions out of its
-// loops.
-template <typename Cut, typename Method, bool general>
+template <typename Cut, typename Method, Pass pass>
 __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,
                                           const PartialSums& partial_sums, unsigned char* memory) {
   using Scalar = typename Cut::Scalar;
@@ -192,8 +190,9 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   clear<Cut>(shared.grad_channel, 2 * Cut::kThreads);
   const Lane<Cut> lane;
   const int dstate = static_cast<int>(p.dstate);
-  const bool carry_pass = general && plan.carry_pass;
-  const bool sums_channels = !general || (!carry_pass && (p.B.per_step || p.C.per_step));
+  constexpr bool carry_pass = pass == Pass::kCarry;
+  const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
+  const bool sums_channels = !carry_pass && (has_B_steps || has_C_steps);
 
   // Lanes without a channel add zeros to the sums over channels.
   clear<Cut>(shared.states, state_rows<Cut>(plan) * state_pitch(p) * kPerState);
@@ -226,7 +225,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   const Tile<Cut> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
       grad_out_tile{shared.grad_out, plan.grad_out};
   const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
-    if (!general || view.per_step) return Vector<Acc, K>::load(steps);
+    if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
     return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
   };
 
@@ -256,10 +255,10 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     for (int first_state = 0; first_state < dstate; first_state += kSlice) {
       const int slice_states = min(kSlice, dstate - first_state);
       if (first_state > 0) __syncthreads();
-      if (!general || (p.B.per_step && !carry_pass)) {
+      if (has_B_steps && !carry_pass) {
         B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
       }
-      if (!general || p.C.per_step) {
+      if (has_C_steps) {
         C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
       if (first_state == 0) cuda::wait_for_async_copies();
@@ -303,7 +302,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           const Acc A = of_state[kA];
           Acc decay = 1;
           if constexpr (Method::kExponential && !is_tail) decay = Math<Acc>::exp2(A * sum_of_delta);
-          const auto A_at = [&](int j) { return !is_tail || j < valid ? A : Acc(0); };
+          const auto A_at = [&](int j) { return !is_tail || j < opaque(valid) ? A : Acc(0); };
           Acc basis[K] = {};
           const auto transition = [&](int j) { return Transition<Method, Acc>(delta[j], A_at(j), basis[j]); };
 #pragma unroll
@@ -350,13 +349,14 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           }
           // Where registers are short, with doubles or the coefficients of a gain: rather than hold them, read them again.
           constexpr bool is_double = std::is_same_v<Acc, double>, rereads_B = is_double || !Method::kUnitGain;
+          constexpr bool rereads_C = is_double || std::is_same_v<Method, Bilinear>;
           const auto b_at = [&](int j) {
-            if (rereads_B && (!general || p.B.per_step)) return B_steps[opaque(j)];
+            if (rereads_B && has_B_steps) return B_steps[opaque(j)];
             return b[rereads_B ? 0 : j];
           };
           const auto c_at = [&](int j) {
-            if (is_double && (!general || p.C.per_step)) return C_steps[opaque(j)];
-            return c[is_double ? 0 : j];
+            if (rereads_C && has_C_steps) return C_steps[opaque(j)];
+            return c[rereads_C ? 0 : j];
           };
           Acc to_B[K], to_C[K], grad_A = 0;
 #pragma unroll
@@ -372,7 +372,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
               q = Method::derivatives(step.z, step.basis, Method::gain(step.z, step.basis)).abar * (g * previous);
             }
             // What a step past the end must not turn into NaN.
-            if (is_tail && j >= valid) q = 0;
+            if (is_tail && j >= opaque(valid)) q = 0;
             if constexpr (Method::kUnitGain) {
               to_A = q;
               grad_input[j] = Math<Acc>::fma(g, b_at(j), grad_input[j]);
@@ -392,7 +392,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 
           grad_A = sum_over_time_lanes<Cut>(grad_A);
           if (is_first && is_channel) entry[kGradA] += grad_A;
-          if constexpr (general) {
+          if constexpr (pass == Pass::kConstants) {
             const auto add_steps = [&](Acc* target, const Acc(&values)[K]) {
               Acc sum = 0;
 #pragma unroll
@@ -493,16 +493,16 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   }
 }
 
-// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles and the general kernel need.
-template <typename Scalar, bool general>
-constexpr int kBwdResidentWarps = general || std::is_same_v<Scalar, double> ? 8 : 16;
+// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles and constants need.
+template <typename Scalar, Pass pass>
+constexpr int kBwdResidentWarps = pass == Pass::kConstants || std::is_same_v<Scalar, double> ? 8 : 16;
 
-template <typename Scalar, typename Method, bool general>
-__global__ void __launch_bounds__(CutOfBwd<Scalar>::kThreads, kBwdResidentWarps<Scalar, general> / CutOfBwd<Scalar>::kWarps)
+template <typename Scalar, typename Method, Pass pass>
+__global__ void __launch_bounds__(CutOfBwd<Scalar>::kThreads, kBwdResidentWarps<Scalar, pass> / CutOfBwd<Scalar>::kWarps)
     selective_scan_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
                               const __grid_constant__ PartialSums partial_sums) {
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  bwd_block<CutOfBwd<Scalar>, Method, general>(params, plan, partial_sums, memory);
+  bwd_block<CutOfBwd<Scalar>, Method, pass>(params, plan, partial_sums, memory);
 }
 
 template <typename Scalar>
@@ -513,9 +513,9 @@ size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& pl
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  const bool general = plan.carry_pass || !params.B.per_step || !params.C.per_step;
-  const auto kernel =
-      general ? selective_scan_bwd_kernel<Scalar, Method, true> : selective_scan_bwd_kernel<Scalar, Method, false>;
+  auto* kernel = selective_scan_bwd_kernel<Scalar, Method, Pass::kPerStep>;
+  if (!params.B.per_step || !params.C.per_step) kernel = selective_scan_bwd_kernel<Scalar, Method, Pass::kConstants>;
+  if (plan.carry_pass) kernel = selective_scan_bwd_kernel<Scalar, Method, Pass::kCarry>;
   const size_t bytes = bwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.segments * plan.tiles);

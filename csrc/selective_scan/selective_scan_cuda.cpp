@@ -112,8 +112,8 @@ void set_tiles(ScanPlan& plan, const SelectiveScanParams& p, const Tiling& tilin
   plan.block_channels = static_cast<int>(tiling.channels);
   while (plan.block_channels > 1 && shared_bytes(plan) > device.shared_bytes_per_block) plan.block_channels /= 2;
   plan.span = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
-  plan.tiles_per_span = p.dim == 0 ? 0 : divide_up(plan.span, plan.block_channels);
-  plan.tiles = p.dim == 0 ? 0 : p.dim / plan.span * plan.tiles_per_span;
+  plan.tiles_per_span = divide_up(plan.span, plan.block_channels);
+  plan.tiles = p.dim / plan.span * plan.tiles_per_span;
 }
 
 // Cuts time into at most `segments` segments of whole tiles.
@@ -226,7 +226,6 @@ void reserve_carries(Workspace& workspace, ScanPlan& plan, const SelectiveScanPa
 // Calls launch(plan) for the carry pass, if there is one, and for the whole one.
 template <typename Launch>
 void launch_passes(ScanPlan plan, const Launch& launch) {
-  if (plan.tiles == 0) return;
   if (plan.segments > 1) {
     plan.carry_pass = true;
     C10_CUDA_CHECK(launch(plan));
@@ -276,6 +275,12 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
   const at::Tensor states = chunk_states.contiguous();
   const SelectiveScanBwdParams params = make_bwd_params(in, method, delta_softplus, grad_out, grad_last_state, states, grads);
 
+  // Of no channels: sums of nothing.
+  if (params.dim == 0) {
+    grads[kGradB].zero_();
+    grads[kGradC].zero_();
+    return as_tuple(grads);
+  }
   const ScalarKind kind = scalar_kind(u.scalar_type());
   ScanPlan plan = plan_bwd(params, kind, Device(u.device().index()));
   check_grid(params, plan);

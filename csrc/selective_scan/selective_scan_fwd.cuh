@@ -75,9 +75,7 @@ struct FwdShared {
   }
 };
 
-// general: B or C may be constant, and the pass may be the carry pass. The other kernel leaves these questions out of its
-// loops.
-template <typename Cut, int slice, typename Method, bool general>
+template <typename Cut, int slice, typename Method, Pass pass>
 __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const ScanPlan& plan, unsigned char* memory) {
   using Scalar = typename Cut::Scalar;
   using Acc = typename Cut::Acc;
@@ -93,7 +91,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   }
   const Lane<Cut> lane;
   const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
-  const bool carry_pass = general && plan.carry_pass;
+  constexpr bool carry_pass = pass == Pass::kCarry;
+  const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
 
   const int rows_of_states = state_rows<Cut>(plan);
   clear<Cut>(shared.pairs, 2 * rows_of_states * pitch);
@@ -130,7 +129,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       p.chunk_states != nullptr && is_channel && (lane.time + 1) % Shared::kLanesPerChunk == 0 && !lane.is_last();
   const MatrixSlice<Cut, slice> B{shared.B}, C{shared.C};
   const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
-    if (!general || view.per_step) return Vector<Acc, K>::load(steps);
+    if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
     return fill<K>(is_channel ? constant_value<Acc>(view, d, state) : Acc(0));
   };
 
@@ -147,10 +146,10 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     for (int first_state = 0; first_state < dstate; first_state += slice) {
       const int slice_states = min(slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
-      if (!general || p.B.per_step) {
+      if (has_B_steps) {
         B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
       }
-      if ((!general || p.C.per_step) && !carry_pass) {
+      if (has_C_steps && !carry_pass) {
         C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
       if (first_state == 0) cuda::wait_for_async_copies();
@@ -282,11 +281,11 @@ using CutOfFwd = Cut<Scalar, FwdSizes<cut>::kLog2Warps, FwdSizes<cut>::kLog2Time
 template <typename Scalar>
 constexpr int kFwdResidentWarps = std::is_same_v<Scalar, double> ? 8 : 16;
 
-template <typename Scalar, typename Method, FwdCut cut, bool general>
+template <typename Scalar, typename Method, FwdCut cut, Pass pass>
 __global__ void __launch_bounds__(CutOfFwd<Scalar, cut>::kThreads, kFwdResidentWarps<Scalar> / CutOfFwd<Scalar, cut>::kWarps)
     selective_scan_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  fwd_block<CutOfFwd<Scalar, cut>, FwdSizes<cut>::kSlice, Method, general>(params, plan, memory);
+  fwd_block<CutOfFwd<Scalar, cut>, FwdSizes<cut>::kSlice, Method, pass>(params, plan, memory);
 }
 
 template <typename Scalar>
@@ -298,13 +297,13 @@ size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& pl
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  const bool general = plan.carry_pass || !params.B.per_step || !params.C.per_step;
-  const bool many = plan.cut == FwdCut::kManyChannels;
-  auto* kernel = selective_scan_fwd_kernel<Scalar, Method, FwdCut::kFewChannels, true>;
-  if (!general) {
-    kernel = many ? selective_scan_fwd_kernel<Scalar, Method, FwdCut::kManyChannels, false>
-                  : selective_scan_fwd_kernel<Scalar, Method, FwdCut::kFewChannels, false>;
-  }
+  // The host takes few channels where there are constants or segments.
+  constexpr FwdCut kMany = FwdCut::kManyChannels, kFew = FwdCut::kFewChannels;
+  const bool many = plan.cut == kMany;
+  auto* kernel = selective_scan_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
+  if (many) kernel = selective_scan_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>;
+  if (!params.B.per_step || !params.C.per_step) kernel = selective_scan_fwd_kernel<Scalar, Method, kFew, Pass::kConstants>;
+  if (plan.carry_pass) kernel = selective_scan_fwd_kernel<Scalar, Method, kFew, Pass::kCarry>;
   const size_t bytes = fwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const int threads =
