@@ -37,7 +37,7 @@ def selective_scan(
 
     Args:
         u: input, (batch, dim, seqlen); float32, float16, bfloat16 or float64. Any strides; seqlen-contiguous and
-            dim-contiguous are the fast ones.
+            dim-contiguous are read as they are, others element by element on CUDA.
         delta: step sizes, shape and dtype of ``u``.
         A: diagonal of the continuous system, (dim, dstate), real, float32 (float64 with float64 inputs); dstate <= 256.
         B: input matrix. Constant: (dim, dstate) in the dtype of ``A``. Per step: (batch, dstate, seqlen) or
@@ -56,6 +56,10 @@ def selective_scan(
         ``out`` of the shape and dtype of ``u``; with ``return_last_state`` also ``last_state``, (batch, dim, dstate), dtype of
         ``A``. Both are differentiable with respect to every tensor argument, ``initial_state`` included. Double backward and
         ``torch.func`` transforms other than ``vmap`` are not supported and raise.
+
+    On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
+    with float64 inputs). For gradients the states at every 64th step are kept. On CUDA the work goes to the current stream,
+    nothing waits for the device, and forward and backward can be captured in a CUDA graph.
 
     Raises:
         ValueError: a shape or the discretization is not as above.

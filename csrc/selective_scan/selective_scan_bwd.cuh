@@ -7,16 +7,17 @@
 //
 // and with p_t = g_t B_t and q_t = g_t h_{t-1} Abar'(z_t), summed over states, channels or time,
 //
-//   grad_delta_t = sum_n (A q_t + u_t p_t (z k)')     grad_u_t = delta_t sum_n p_t k + D dy_t
-//   grad_A = sum_t delta_t (q_t + delta_t u_t p_t k')
-//   grad_B_t = sum_d g_t delta_t u_t k                grad_C_t = sum_d dy_t h_t                    grad_z_t = grad_out_t y_t
-//   silu'(z_t)
+//   grad_delta_t = sum_n (A q_t + u_t p_t (z k)')
+//   grad_u_t     = delta_t sum_n p_t k + D dy_t
+//   grad_z_t     = grad_out_t y_t silu'(z_t)
+//   grad_A       = sum_t delta_t (q_t + delta_t u_t p_t k')
+//   grad_B_t     = sum_d g_t delta_t u_t k
+//   grad_C_t     = sum_d dy_t h_t
 //
-// selective_scan_cuda.h says how the work is cut. A tile is a chunk: it
-// starts from the state that forward saved, and tiles are taken from the last to the first. State by state, each lane computes
-// Abar for its steps once; the maps from step to step are scanned over the lanes forwards, for the states, and backwards, for
-// the adjoints, and run through again from the true state and adjoint, both of which then exist at every step, in registers
-// only.
+// selective_scan_cuda.h says how the work is cut. A tile is a chunk: it starts from the state that forward saved, and tiles are
+// taken from the last to the first. State by state, each lane computes Abar for its steps once; the maps from step to step are
+// scanned over the lanes forwards, for the states, and backwards, for the adjoints, and run through again from the true state
+// and adjoint, both of which then exist at every step, in registers only.
 //
 // grad_B and grad_C sum over channels: first over those of a warp, by shuffles; a slice of states at a time then over the warps
 // of a block, through shared memory; and what is left over the tiles of channels, by another kernel. Every order of additions
@@ -329,6 +330,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 #pragma unroll
           for (int j = K - 1; j >= 0; --j) through = transition(j).abar() * Math<Acc>::fma(dy[j], c[j], through);
           scan_lanes_both_ways<Cut>(end_decay, end, through_decay, through);
+          __syncwarp();
           if (is_first && is_channel) {
             entry[kAdjoint] = through;
             if (carry_pass) shared.decay[row() * state_pitch(p) + state] *= through_decay;

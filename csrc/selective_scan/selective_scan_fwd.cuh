@@ -6,12 +6,10 @@
 // u, delta, z in shared memory, and each lane takes the step sizes, delta u and the partial outputs of its steps into
 // registers. Then, state by state:
 // * the lane computes Abar and its input for each of its steps, once, and composes them: the map from the state before its
-// steps
-//   to the state after them (of exponential methods the product of Abar is the exponential of the sum of z);
+//   steps to the state after them (of exponential methods the product of Abar is the exponential of the sum of z);
 // * the lanes of a channel scan these maps;
 // * the lane runs through its steps again from the state that it now knows, with one multiplication and one addition a step,
-// and
-//   adds C h to its outputs.
+//   and adds C h to its outputs.
 // Both runs are done in two halves at once, joined by one more composition: a chain of dependent instructions half as long.
 // The state passes from tile to tile through shared memory, where the states at the ends of chunks lie too until the block
 // writes them out together.
@@ -202,6 +200,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           if (is_first) h = Math<Acc>::fma(decay, h_first, h);
           scan_lanes<false, Cut>(decay, h);
           const Acc h_before = shuffle_earlier(h, Cut::kLanesPerStep);
+          __syncwarp();
           if (lane.is_last() && is_channel) {
             pair[1] = h;
             if (carry_pass) shared.decay[row * pitch + state] *= decay;
