@@ -78,9 +78,13 @@ struct BwdShared {
     const int count = state_rows<Cut>(plan) * state_pitch(p);
     const bool sums = !plan.carry_pass && (p.B.per_step || p.C.per_step);
     Carver carver(memory);
-    u = carver.take<Scalar>(plan.carry_pass ? 0 : Tile<Cut>::kCapacity);
+    // What has the same size for all calls first: its addresses are known when compiling.
+    grad_channel = carver.take<Acc>(2 * Cut::kThreads);
+    position = carver.take<Position>(1);
+    rows = carver.take<BwdRows<Scalar>>(1);
     delta = carver.take<Scalar>(Tile<Cut>::kCapacity);
     grad_out = carver.take<Scalar>(Tile<Cut>::kCapacity);
+    u = carver.take<Scalar>(plan.carry_pass ? 0 : Tile<Cut>::kCapacity);
     z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Cut>::kCapacity : 0);
     B = carver.take<Acc>(p.B.per_step && !plan.carry_pass ? MatrixSlice<Cut, kSlice>::kCapacity : 0);
     C = carver.take<Acc>(p.C.per_step ? MatrixSlice<Cut, kSlice>::kCapacity : 0);
@@ -89,9 +93,6 @@ struct BwdShared {
     decay = carver.take<Acc>(plan.carry_pass ? count : 0);
     grad_constant_B = carver.take<Acc>(p.B.per_step || plan.carry_pass ? 0 : count);
     grad_constant_C = carver.take<Acc>(p.C.per_step || plan.carry_pass ? 0 : count);
-    grad_channel = carver.take<Acc>(2 * Cut::kThreads);
-    position = carver.take<Position>(1);
-    rows = carver.take<BwdRows<Scalar>>(1);
     bytes = carver.bytes();
   }
 };
@@ -300,6 +301,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
              ++s, B_steps += B.kPitch, C_steps += C.kPitch, entry += kPerState, sums += Shared::kSumsPerState) {
           const int state = first_state + s;
           const auto of_state = Vector<Acc, kPerState>::load(entry);
+          __syncwarp();  // the first lane of a channel writes what all its lanes have read
           const Acc A = of_state[kA];
           Acc decay = 1;
           if constexpr (Method::kExponential && !is_tail) decay = Math<Acc>::exp2(A * sum_of_delta);
@@ -330,7 +332,6 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 #pragma unroll
           for (int j = K - 1; j >= 0; --j) through = transition(j).abar() * Math<Acc>::fma(dy[j], c[j], through);
           scan_lanes_both_ways<Cut>(end_decay, end, through_decay, through);
-          __syncwarp();
           if (is_first && is_channel) {
             entry[kAdjoint] = through;
             if (carry_pass) shared.decay[row() * state_pitch(p) + state] *= through_decay;
