@@ -16,8 +16,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <initializer_list>
 #include <limits>
 #include <numeric>
+#include <utility>
+#include <vector>
 
 #include "selective_scan/selective_scan_op.h"
 #include "torch/checks.h"
@@ -103,14 +106,19 @@ void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, const Tiling& ti
   plan.C = access_of(p.C, p, tiling);
 }
 
-// Cuts the channels: a tile's to a block, or fewer where their states do not fit into its shared memory. shared_bytes(plan) is
-// what a block of that plan takes.
+// Cuts the channels: a tile's to a block, or fewer where their states do not fit into its shared memory, in the carry pass
+// either. shared_bytes(plan) is what a block of that plan takes.
 template <typename SharedBytes>
 void set_tiles(ScanPlan& plan, const SelectiveScanParams& p, const Tiling& tiling, const Device& device,
                const SharedBytes& shared_bytes) {
   plan.dstate = cuda::Divisor(p.dstate);
   plan.block_channels = static_cast<int>(tiling.channels);
-  while (plan.block_channels > 1 && shared_bytes(plan) > device.shared_bytes_per_block) plan.block_channels /= 2;
+  const auto fits = [&](bool carry_pass) {
+    ScanPlan pass = plan;
+    pass.carry_pass = carry_pass;
+    return shared_bytes(pass) <= device.shared_bytes_per_block;
+  };
+  while (plan.block_channels > 1 && !(fits(false) && fits(true))) plan.block_channels /= 2;
   plan.span = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
   plan.tiles_per_span = divide_up(plan.span, plan.block_channels);
   plan.tiles = p.dim / plan.span * plan.tiles_per_span;
@@ -151,8 +159,8 @@ ScanPlan plan_fwd(const SelectiveScanFwdParams& p, ScalarKind kind, const Device
   // Many channels need no more lanes each.
   ScanPlan plan;
   const bool fills = many >= resident * 3 / 8 || p.seqlen <= many_tiling.steps;
-  const bool is_general = !p.B.per_step || !p.C.per_step;
-  plan.cut = fills && !is_general ? FwdCut::kManyChannels : FwdCut::kFewChannels;
+  const bool has_constants = !p.B.per_step || !p.C.per_step;
+  plan.cut = fills && !has_constants ? FwdCut::kManyChannels : FwdCut::kFewChannels;
   set_tiles(plan, p, plan.cut == FwdCut::kManyChannels ? many_tiling : few_tiling, device, shared_bytes);
   if (plan.block_channels < many_tiling.channels && plan.cut == FwdCut::kManyChannels) {
     plan.cut = FwdCut::kFewChannels;
