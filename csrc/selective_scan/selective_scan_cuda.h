@@ -50,6 +50,7 @@ struct BwdSizes {
   static constexpr int kLog2Steps = 3;
   static_assert(1 << (kLog2TimeLanes + kLog2Steps) == kChunkLength, "a tile is one chunk");
 };
+
 // What a kernel is compiled for, so that none asks in its loops what another needs: B and C per step; one of them or both
 // constant; or the carry pass of segments, whatever B and C are.
 enum class Pass : int { kPerStep, kConstants, kCarry };

@@ -198,7 +198,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           Acc decay = early_decay * late_decay;
           Acc h = Math<Acc>::fma(late_decay, early, late);
           if (is_first) h = Math<Acc>::fma(decay, h_first, h);
-          scan_lanes<false, Cut>(decay, h);
+          scan_lanes<Cut>(decay, h);
           const Acc h_before = shuffle_earlier(h, Cut::kLanesPerStep);
           __syncwarp();
           if (lane.is_last() && is_channel) {

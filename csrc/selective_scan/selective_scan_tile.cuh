@@ -44,7 +44,6 @@ struct Cut {
   using Acc = AccumulateType<Scalar>;
   static constexpr int kThreads = kWarpSize << log2_warps;
   static constexpr int kWarps = 1 << log2_warps;
-  static constexpr int kLog2TimeLanes = log2_time_lanes;
   static constexpr int kTimeLanes = 1 << log2_time_lanes;
   static constexpr int kLanesPerStep = kWarpSize >> log2_time_lanes;  // the channels of a warp
   static constexpr int kSteps = 1 << log2_steps_per_lane;             // of a lane
@@ -370,12 +369,12 @@ __device__ __forceinline__ void compose_with_lane(double& decay, double& carry) 
   }
 }
 
-// Each lane's map composed with those of all lanes before it in time (after it, if reverse).
-template <bool reverse, typename Cut, int distance = 1>
+// Each lane's map composed with those of all lanes before it in time.
+template <typename Cut, int distance = 1>
 __device__ __forceinline__ void scan_lanes(typename Cut::Acc& decay, typename Cut::Acc& carry) {
   if constexpr (distance < Cut::kTimeLanes) {
-    compose_with_lane<reverse, distance * Cut::kLanesPerStep>(decay, carry);
-    scan_lanes<reverse, Cut, 2 * distance>(decay, carry);
+    compose_with_lane<false, distance * Cut::kLanesPerStep>(decay, carry);
+    scan_lanes<Cut, 2 * distance>(decay, carry);
   }
 }
 
