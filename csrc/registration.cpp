@@ -25,6 +25,9 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "bool delta_softplus) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
       "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)",
       tags);
+  // On CUDA two ways of scanning share the work; each call takes the one that is faster. This makes every call that "walking"
+  // or "time_lanes" can do take that one, until it is "faster" again; returns what it was. For tests and measurements.
+  m.def("_prefer_selective_scan(str way) -> str", tags);
 
   // One step of the scan, the state updated in place.
   m.def(

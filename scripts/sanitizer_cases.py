@@ -94,6 +94,13 @@ def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
     yield case("segments, inference", (), **segments, dtype=torch.bfloat16)
 
 
+def ways(inputs: Inputs) -> tuple[str, ...]:
+    """Those that have a kernel for such a call."""
+    per_step = inputs["B"].dim() > 2 and inputs["C"].dim() > 2
+    walks = per_step and inputs["A"].shape[1] <= 16 and inputs["u"].dtype != torch.float64
+    return ("time_lanes", "walking") if walks else ("time_lanes",)
+
+
 def evaluate_scan(inputs: Inputs, cotangents: dict[str, Tensor], through: tuple[str, ...]) -> dict[str, Tensor]:
     if not through:
         return dict(zip(RESULTS, scan_with_state(**inputs), strict=True))
@@ -105,7 +112,9 @@ def evaluate_scan(inputs: Inputs, cotangents: dict[str, Tensor], through: tuple[
     return results | {f"grad_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}
 
 
-def check_scan(name: str, inputs: Inputs, through: tuple[str, ...]) -> str | None:
+def check_scan(name: str, inputs: Inputs, through: tuple[str, ...], way: str) -> str | None:
+    torch.ops.ssm_kernels._prefer_selective_scan(way)
+    name = f"{way}, {name}"
     cotangents = dict(zip(RESULTS, make_cotangents(inputs), strict=True))
     expected, actual = (
         evaluate_scan(move_all(inputs, device), move_all(cotangents, device), through) for device in ("cpu", "cuda")
@@ -167,7 +176,7 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
 
 
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
-    "selective_scan": lambda: (partial(check_scan, *case) for case in scan_cases()),
+    "selective_scan": lambda: (partial(check_scan, *case, way) for case in scan_cases() for way in ways(case[1])),
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
 }
 

@@ -1,9 +1,14 @@
-"""The `device` fixture: each test that takes it runs on every device its module's ``OPERATOR`` has kernels for."""
+"""The `device` fixture: each test that takes it runs on every device its module's ``OPERATOR`` has kernels for.
+
+In a module that sets ``EACH_WAY`` also once more on CUDA with the kernels that walk, which take only calls of many channels by
+themselves.
+"""
 
 from __future__ import annotations
 
 import pytest
 import torch
+import torch._inductor.utils
 from helpers import DEVICES
 
 
@@ -14,7 +19,25 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if operator not in DEVICES:
         raise pytest.UsageError(f"{metafunc.module.__name__} must set OPERATOR to one of {sorted(DEVICES)}")
     marks = {"cuda": pytest.mark.cuda}
-    metafunc.parametrize("device", [pytest.param(d, marks=marks.get(d, ())) for d in DEVICES[operator]])
+    devices = [pytest.param(device, marks=marks.get(device, ())) for device in DEVICES[operator]]
+    if getattr(metafunc.module, "EACH_WAY", False):
+        devices.append(pytest.param(Walking("cuda"), marks=marks["cuda"], id="cuda-walking"))
+    metafunc.parametrize("device", devices)
+
+
+class Walking(str):
+    """A CUDA device on which the walking kernels take every call that they can do."""
+
+
+@pytest.fixture(autouse=True)
+def _way_of_device(request):
+    callspec = getattr(request.node, "callspec", None)
+    if callspec is None or not isinstance(callspec.params.get("device"), Walking):
+        yield
+        return
+    before = torch.ops.ssm_kernels._prefer_selective_scan("walking")
+    yield
+    torch.ops.ssm_kernels._prefer_selective_scan(before)
 
 
 def _why_no_cuda() -> str | None:
@@ -72,7 +95,8 @@ def needs_gpu_memory():
 
 @pytest.fixture
 def fresh_dynamo():
-    """torch.compile without what other tests compiled."""
+    """torch.compile without what other tests, or other versions of the operators, compiled."""
     torch._dynamo.reset()
-    yield
+    with torch._inductor.utils.fresh_inductor_cache():
+        yield
     torch._dynamo.reset()

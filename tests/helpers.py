@@ -79,14 +79,14 @@ METHODS = {
 }
 
 
-def _chunk_length() -> int:
+def chunk_length(dstate: int) -> int:
     """How many steps lie between two states that the scan saves, (batch, chunks + 1, dim, dstate) in all."""
-    u, A = torch.empty(1, 1, 4096, device="meta"), torch.empty(1, 1, device="meta")
+    u, A = torch.empty(1, 1, 4096, device="meta"), torch.empty(1, dstate, device="meta")
     *_, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(u, u, A, A, A, None, None, None, None, "zoh", False, True)
     return 4096 // (chunk_states.shape[1] - 1)
 
 
-CHUNK = _chunk_length()  # tests that cross chunks choose lengths around it
+CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
 
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 

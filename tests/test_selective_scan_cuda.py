@@ -33,6 +33,14 @@ from ssm_kernels import selective_scan
 
 pytestmark = pytest.mark.cuda
 
+
+@pytest.fixture(params=["faster", "walking"], autouse=True)
+def way(request):
+    before = torch.ops.ssm_kernels._prefer_selective_scan(request.param)
+    yield request.param
+    torch.ops.ssm_kernels._prefer_selective_scan(before)
+
+
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SEQUENCES = ("u", "delta", "z", "B", "C")
 
@@ -106,6 +114,56 @@ def arrange_sequence(tensor: Tensor, layout: str) -> Tensor:
 
 def arrange_sequences(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
     return inputs | {name: arrange_sequence(inputs[name], layout) for name in SEQUENCES if inputs[name] is not None}
+
+
+# ----- the two ways
+
+
+def evaluate_each_way(inputs: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    results = {}
+    for way in ("faster", "walking", "time_lanes"):
+        torch.ops.ssm_kernels._prefer_selective_scan(way)
+        results[way] = evaluate(selective_scan, inputs, make_cotangents(inputs))
+    return results
+
+
+@both_layouts
+def test_many_channels_are_walked(layout, way):
+    sizes = {"batch": 8, "dim": 2048, "seqlen": 64, "dstate": 16}
+    inputs = make_inputs(**sizes, dtype=torch.bfloat16, layout=layout, device="cuda")
+    results = evaluate_each_way(inputs)
+    assert_equal(results["faster"], results["walking"])
+    assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 8, "dim": 2048, "dstate": 12},
+        {"batch": 8, "dim": 2048, "dstate": 17},
+        {"batch": 8, "dim": 2048, "B": "constant"},
+        {"batch": 8, "dim": 2048, "groups": 128},
+        {"batch": 8, "dim": 2048, "layout": "offset"},
+    ],
+    ids=str,
+)
+def test_other_calls_have_lanes_in_time(options, way):
+    inputs = make_inputs(**{"seqlen": 64, "dstate": 16, "dtype": torch.bfloat16, "device": "cuda"} | options)
+    results = evaluate_each_way(inputs)
+    assert_equal(results["faster"], results["time_lanes"])
+
+
+def test_few_channels_have_lanes_in_time_in_forward(way):
+    inputs = make_inputs(batch=2, dim=64, seqlen=304, dstate=16, dtype=torch.bfloat16, device="cuda")
+    results = evaluate_each_way(inputs)
+    assert torch.equal(results["faster"]["out"], results["time_lanes"]["out"])
+    assert not torch.equal(results["faster"]["last_state"], results["walking"]["last_state"])
+    assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+
+
+def test_unknown_way():
+    with pytest.raises(ValueError, match="expected 'faster', 'walking' or 'time_lanes', got 'running'"):
+        torch.ops.ssm_kernels._prefer_selective_scan("running")
 
 
 # ----- agreement with the CPU

@@ -25,6 +25,7 @@ from helpers import (
 from ssm_kernels import selective_scan
 
 OPERATOR = "selective_scan"
+EACH_WAY = True
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 every_method = pytest.mark.parametrize("method", METHODS)

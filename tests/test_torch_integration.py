@@ -10,6 +10,7 @@ from helpers import (
     TENSORS,
     as_float64,
     assert_as_accurate,
+    chunk_length,
     evaluate,
     make_cotangents,
     make_inputs,
@@ -383,7 +384,7 @@ def test_memory_grows_only_with_results_and_chunk_states(device):
     measure(CHUNK)  # what is allocated once
     inference, fwd, bwd = (long - short for short, long in zip(measure(grown), measure(2 * grown), strict=True))
     sequence, matrix = 4 * batch * dim * grown, 4 * batch * dstate * grown
-    chunk_states = sequence * dstate // CHUNK
+    chunk_states = sequence * dstate // chunk_length(dstate)
     # On CUDA also what blocks hand over to each other: the more segments of time, the more.
     slack = 1024 if device == "cpu" else sequence * dstate // 8
     assert sequence <= inference <= sequence + slack  # out

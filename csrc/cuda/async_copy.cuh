@@ -17,4 +17,13 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global, int
 // Until every copy that this thread started is done.
 __device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
+// Makes a group of the copies that this thread started since the last.
+__device__ __forceinline__ void commit_async_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+// Until all of this thread's groups but the last `pending` are done.
+template <int pending>
+__device__ __forceinline__ void wait_for_async_copies() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
+}
+
 }  // namespace ssm_kernels::cuda

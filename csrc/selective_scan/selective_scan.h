@@ -4,7 +4,7 @@
 //   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    (batch, dim, dstate)
 //   out_t   = (<C_t, h_t> + D u_t) silu(z_t)                            (batch, dim, seqlen)
 //
-// Time is cut into chunks of kChunkLength steps. Forward saves the state at each chunk boundary, the first and the last
+// Time is cut into chunks of chunk_length steps. Forward saves the state at each chunk boundary, the first and the last
 // included, (batch, chunks + 1, dim, dstate), and backward recomputes the states inside a chunk from the one before it: nothing
 // of size batch * dim * seqlen * dstate exists. (With the last state there are never just one or none, so that the number of
 // chunks is no special case when torch.compile traces a dynamic seqlen.)
@@ -17,18 +17,19 @@
 
 namespace ssm_kernels::selective_scan {
 
-constexpr int64_t kChunkLength = 64;
+constexpr int64_t kShortChunk = 32, kLongChunk = 64, kMostStatesOfShortChunk = 16;
 
-// Int is int64_t or a symbolic integer.
+// Steps of a chunk: long ones where what is saved is large. Int is int64_t or a symbolic integer.
 template <typename Int>
-SSM_HOST_DEVICE Int chunk_count(const Int& seqlen) {
-  return (seqlen + (kChunkLength - 1)) / kChunkLength;
+SSM_HOST_DEVICE constexpr int64_t chunk_length(const Int& dstate) {
+  return dstate <= kMostStatesOfShortChunk ? kShortChunk : kLongChunk;
 }
 
-// Number of saved states per channel.
+// Number of saved states per channel: one more than there are chunks.
 template <typename Int>
-SSM_HOST_DEVICE Int chunk_boundary_count(const Int& seqlen) {
-  return chunk_count(seqlen) + 1;
+Int chunk_boundary_count(const Int& seqlen, const Int& dstate) {
+  const int64_t length = chunk_length(dstate);
+  return (seqlen + (length - 1)) / length + 1;
 }
 
 // A (batch, dim, seqlen) tensor, data null if absent. Strides are in elements.
@@ -60,6 +61,7 @@ struct StateView {
 
 struct SelectiveScanParams {
   int64_t batch = 0, dim = 0, seqlen = 0, dstate = 0;
+  int64_t chunk_length = 0, chunk_boundaries = 0;
   Discretization discretization = Discretization::kZoh;
   bool delta_softplus = false;
 

@@ -140,21 +140,21 @@ struct BwdTiles {
   Acc* grad_A;                       // [state][lane]
 
   BwdTiles(Scratch& scratch, const SelectiveScanParams& p, const Blocking& blocking) {
-    const int64_t sequence = kChunkLength * blocking.lanes;
+    const int64_t sequence = p.chunk_length * blocking.lanes;
     const int64_t padded_states = blocking.padded_dstate * blocking.lanes;
     const int64_t states_per_step = p.dstate * blocking.lanes;
     for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &grad_u, &grad_delta})
       *tile = scratch.take<Acc>(sequence);
-    B_steps = scratch.take<Acc>(p.B.per_step ? kChunkLength * blocking.padded_dstate : 0);
-    C_steps = scratch.take<Acc>(p.C.per_step ? kChunkLength * blocking.padded_dstate : 0);
+    B_steps = scratch.take<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    C_steps = scratch.take<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
     A = scratch.take<Acc>(padded_states);
     B_constant = scratch.take<Acc>(p.B.per_step ? 0 : padded_states);
     C_constant = scratch.take<Acc>(p.C.per_step ? 0 : padded_states);
     // The first state is loaded as whole square tiles; the rows past dstate are overwritten afterwards.
-    states = scratch.take<Acc>(kChunkLength * states_per_step + padded_states);
-    basis = scratch.take<Acc>(kChunkLength * states_per_step);
-    grad_B_lanes = scratch.take<Acc>((p.B.per_step ? kChunkLength : 1) * states_per_step);
-    grad_C_lanes = scratch.take<Acc>((p.C.per_step ? kChunkLength : 1) * states_per_step);
+    states = scratch.take<Acc>(p.chunk_length * states_per_step + padded_states);
+    basis = scratch.take<Acc>(p.chunk_length * states_per_step);
+    grad_B_lanes = scratch.take<Acc>((p.B.per_step ? p.chunk_length : 1) * states_per_step);
+    grad_C_lanes = scratch.take<Acc>((p.C.per_step ? p.chunk_length : 1) * states_per_step);
     grad_A = scratch.take<Acc>(states_per_step);
   }
 };
@@ -200,7 +200,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
   const BwdTiles<Acc> tiles(scratch, p, blocking);
   const ScanChunkBackward<Acc> scan_backward = scan_chunk_backward_for<Acc>(p.discretization);
   const Task task(blocking, index);
-  const int64_t start = chunk * kChunkLength, steps = std::min(kChunkLength, p.seqlen - start);
+  const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
   const int64_t row = p.dstate * kLanes;
 
   if (p.B.per_step) {
@@ -228,7 +228,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       load_states(tiles.C_constant, p.C.data, channel * p.C.stride_channel, p.C.stride_channel, p.C.stride_state, channels,
                   p.dstate);
     }
-    const int64_t saved = ((task.batch * chunk_boundary_count(p.seqlen) + chunk) * p.dim + channel) * p.dstate;
+    const int64_t saved = ((task.batch * p.chunk_boundaries + chunk) * p.dim + channel) * p.dstate;
     load_states(tiles.states, p.chunk_states, saved, p.dstate, 1, channels, p.dstate);
 
     load_sequence<Acc, Scalar>(tiles.u, p.u, task.batch, channel, channels, start, steps);
@@ -318,7 +318,7 @@ template <typename Acc, typename Scalar>
 void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveScanBwdParams& p, const Blocking& blocking,
                    int64_t batch, int64_t chunk, Acc* sums) {
   using V = Vec<Acc>;
-  const int64_t start = chunk * kChunkLength, steps = std::min(kChunkLength, p.seqlen - start);
+  const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
   const int64_t size = steps * blocking.padded_dstate, next_task = blocking.chunks_per_sweep * blocking.part_size();
   const int64_t tasks = blocking.tasks_per_batch() / grad.groups;
   for (int64_t group = 0; group < grad.groups; ++group) {
@@ -337,7 +337,7 @@ void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveSca
 
 template <typename Acc>
 Acc* reduce_tile(Scratch& scratch, const Blocking& blocking) {
-  return scratch.take<Acc>(kChunkLength * blocking.padded_dstate);
+  return scratch.take<Acc>(blocking.part_size());
 }
 
 }  // namespace

@@ -79,13 +79,12 @@ __global__ void __launch_bounds__(kFinishThreads) selective_scan_bwd_finish_kern
 }
 
 template <typename Scalar>
-cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const ScanPlan& plan, const PartialSums& partial_sums,
-                              cudaStream_t stream) {
+cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const PartialSums& partial_sums, cudaStream_t stream) {
   FinishPlan finish;
   finish.dstate = p.dstate;
   finish.seqlen = p.seqlen;
   finish.padded_steps = partial_sums.padded_steps;
-  finish.rows = p.batch * plan.segments;
+  finish.rows = p.batch * partial_sums.segments;
   const auto take_blocks = [&](auto& sum) {
     sum.first_block = finish.blocks;
     sum.blocks = std::min((sum.count + kFinishThreads - 1) / kFinishThreads, kFinishMaxBlocks);
@@ -95,7 +94,7 @@ cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const ScanPlan& p
     if (source == nullptr) return;
     sum.source = source;
     sum.target = target;
-    sum.parts = plan.tiles / target.groups;
+    sum.parts = partial_sums.tiles / target.groups;
     sum.count = p.batch * target.groups * p.dstate * p.seqlen;
     take_blocks(sum);
   };

@@ -159,10 +159,10 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
     });
   }
   ThreadScratch threads(kernels.bwd_scratch_bytes(params, blocking, kind));
-  const int64_t steps = std::min(kChunkLength, params.seqlen);
+  const int64_t steps = std::min(params.chunk_length, params.seqlen);
   const int64_t task_work = blocking.blocks_per_task * blocking.lanes * params.dstate * steps;
   const int64_t reduce_work = blocking.tasks_per_batch() * params.dstate * steps;
-  for (int64_t end = chunk_count(params.seqlen); end > 0;) {
+  for (int64_t end = params.chunk_boundaries - 1; end > 0;) {
     // Sweeps begin at multiples of their length, so that a chunk's place in its sweep is its remainder.
     const int64_t begin = (end - 1) / blocking.chunks_per_sweep * blocking.chunks_per_sweep, chunks = end - begin;
     threads.parallel_for(params.batch * blocking.tasks_per_batch(), chunks * task_work, [&](int64_t task, std::byte* scratch) {

@@ -29,6 +29,7 @@ struct Blocking {
   int64_t tasks_per_segment;
   int64_t segments;
   int64_t padded_dstate;  // dstate rounded up to whole vectors
+  int64_t chunk_length;
   int64_t chunks_per_sweep;
 
   Blocking(const SelectiveScanParams& p, int64_t lanes) : lanes(lanes) {
@@ -39,9 +40,10 @@ struct Blocking {
     blocks_per_task = std::clamp<int64_t>(blocks_per_segment / 8, 1, kMaxBlocksPerTask);
     tasks_per_segment = (blocks_per_segment + blocks_per_task - 1) / blocks_per_task;
     padded_dstate = (p.dstate + lanes - 1) / lanes * lanes;
-    // The tasks' parts of the gradients of B and C then hold at most kChunkLength values for each state of each channel.
+    chunk_length = p.chunk_length;
+    // The tasks' parts of the gradients of B and C then hold at most chunk_length values for each state of each channel.
     const int64_t channels_per_task = p.dim / std::max<int64_t>(1, tasks_per_batch());
-    chunks_per_sweep = std::clamp<int64_t>(std::min(chunk_count(p.seqlen), channels_per_task), 1, kMaxChunksPerSweep);
+    chunks_per_sweep = std::clamp<int64_t>(std::min(p.chunk_boundaries - 1, channels_per_task), 1, kMaxChunksPerSweep);
   }
 
   int64_t tasks_per_batch() const { return segments * tasks_per_segment; }
@@ -51,7 +53,7 @@ struct Blocking {
   int64_t part_offset(int64_t task, int64_t chunk) const {
     return (task * chunks_per_sweep + chunk % chunks_per_sweep) * part_size();
   }
-  int64_t part_size() const { return kChunkLength * padded_dstate; }
+  int64_t part_size() const { return chunk_length * padded_dstate; }
 };
 
 // Where a task lies.
@@ -78,7 +80,7 @@ struct Task {
 struct BwdWorkspace {
   void* grad_state;  // [batch][blocks][dstate][lanes]: dL/dh at the chunk's end, then at its start
   void* grad_A;      // [batch][blocks][dstate][lanes]
-  void* grad_B;      // the same, for a constant B; else [batch][tasks][chunks_per_sweep][kChunkLength][padded_dstate], parts
+  void* grad_B;      // the same, for a constant B; else [batch][tasks][chunks_per_sweep][chunk_length][padded_dstate], parts
   void* grad_C;      // as grad_B
   void* grad_D;      // [batch][blocks][lanes]
   void* grad_delta_bias;  // [batch][blocks][lanes]

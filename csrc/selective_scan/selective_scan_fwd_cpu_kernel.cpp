@@ -64,7 +64,7 @@ struct FwdTiles {
   int64_t states_per_block;
 
   FwdTiles(Scratch& scratch, const SelectiveScanParams& p, const Blocking& blocking) {
-    const int64_t sequence = kChunkLength * blocking.lanes;
+    const int64_t sequence = p.chunk_length * blocking.lanes;
     // Square tiles are transposed whole, so there are as many rows as padded states.
     states_per_block = blocking.padded_dstate * blocking.lanes;
     const int64_t states = blocking.blocks_per_task * states_per_block;
@@ -72,8 +72,8 @@ struct FwdTiles {
     delta = scratch.take<Acc>(sequence);
     z = scratch.take<Acc>(sequence);
     y = scratch.take<Acc>(sequence);
-    B_steps = scratch.take<Acc>(p.B.per_step ? kChunkLength * blocking.padded_dstate : 0);
-    C_steps = scratch.take<Acc>(p.C.per_step ? kChunkLength * blocking.padded_dstate : 0);
+    B_steps = scratch.take<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    C_steps = scratch.take<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
     A = scratch.take<Acc>(states);
     state = scratch.take<Acc>(states);
     B_constant = scratch.take<Acc>(p.B.per_step ? 0 : states);
@@ -86,18 +86,18 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   using Acc = AccumulateType<Scalar>;
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
-  static_assert(kChunkLength % kLanes == 0, "a chunk's tile has whole square tiles");
+  static_assert(kShortChunk % kLanes == 0, "a chunk's tile has whole square tiles");
   Scratch scratch(memory);
   const FwdTiles<Acc> tiles(scratch, p, blocking);
   const ScanChunk<Acc> scan = scan_chunk_for<Acc>(p.discretization);
   const Task task(blocking, index);
-  const int64_t chunks = chunk_count(p.seqlen);
+  const int64_t chunks = p.chunk_boundaries - 1;
 
   const auto channel_of = [&](int64_t block) { return task.first_channel + block * kLanes; };
   const auto channels_of = [&](int64_t block) { return std::min(kLanes, task.end_channel - channel_of(block)); };
   const auto save_state = [&](int64_t boundary, int64_t block) {
     if (p.chunk_states == nullptr) return;
-    const int64_t row = (task.batch * chunk_boundary_count(p.seqlen) + boundary) * p.dim + channel_of(block);
+    const int64_t row = (task.batch * p.chunk_boundaries + boundary) * p.dim + channel_of(block);
     store_tile(static_cast<Acc*>(p.chunk_states) + row * p.dstate, p.dstate, 1, tiles.state + block * tiles.states_per_block,
                kLanes, channels_of(block), p.dstate);
   };
@@ -123,7 +123,7 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   }
 
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const int64_t start = chunk * kChunkLength, steps = std::min(kChunkLength, p.seqlen - start);
+    const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
     if (p.B.per_step) load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
     if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
     for (int64_t block = 0; block < task.blocks; ++block) {

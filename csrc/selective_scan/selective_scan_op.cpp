@@ -71,7 +71,7 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
 
 FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
-  const c10::SymInt boundaries = save_chunk_states ? chunk_boundary_count(seqlen) : c10::SymInt(0);
+  const c10::SymInt boundaries = save_chunk_states ? chunk_boundary_count(seqlen, dstate) : c10::SymInt(0);
   return {at::empty_like(in.u), at::empty_symint({batch, dim, dstate}, in.A.options()),
           at::empty_symint({batch, boundaries, dim, dstate}, in.A.options())};
 }
@@ -83,7 +83,7 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
   checks.tensor("grad_out", grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_last_state", grad_last_state, "(batch, dim, dstate)", {batch, dim, dstate}, checks.accumulate());
   checks.tensor("chunk_states", chunk_states, "(batch, chunks + 1, dim, dstate)",
-                {batch, chunk_boundary_count(seqlen), dim, dstate}, checks.accumulate());
+                {batch, chunk_boundary_count(seqlen, dstate), dim, dstate}, checks.accumulate());
 
   const auto parameter = [&](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
   const auto matrix = [&](const at::Tensor& like) { return like.dim() == 2 ? parameter(like) : at::empty_like(like); };
@@ -129,6 +129,8 @@ void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization m
   params.dim = in.u.size(1);
   params.seqlen = in.u.size(2);
   params.dstate = in.A.size(1);
+  params.chunk_length = chunk_length(params.dstate);
+  params.chunk_boundaries = chunk_boundary_count(params.seqlen, params.dstate);
   params.discretization = method;
   params.delta_softplus = delta_softplus;
   params.u = sequence_view(in.u);

@@ -189,7 +189,8 @@ class Mamba(SelectiveBase):
                 x = x + bias[:, None]
         else:
             x = F.conv1d(inputs, weight, bias, groups=self.d_inner)[..., 1:]
-        return F.silu(x.transpose(1, 2)), inputs[..., inputs.shape[-1] - self.d_conv :]
+        # Beside delta and z, which come from projections: the scan moves tensors of one layout by vectors.
+        return F.silu(x.transpose(1, 2).contiguous()), inputs[..., inputs.shape[-1] - self.d_conv :]
 
     def _get_states_from_cache(
         self, inference_params: Any, batch_size: int, initialize_states: bool = False

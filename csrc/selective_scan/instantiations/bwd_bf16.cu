@@ -1,15 +1,18 @@
-#include "selective_scan/selective_scan_bwd.cuh"
 #include "selective_scan/selective_scan_bwd_finish.cuh"
+#include "selective_scan/time_lanes_bwd.cuh"
+#include "selective_scan/walking_bwd.cuh"
 
 namespace ssm_kernels::selective_scan {
 
-template size_t bwd_shared_bytes<__nv_bfloat16>(const SelectiveScanBwdParams&, const ScanPlan&);
-template cudaError_t launch_bwd_finish<__nv_bfloat16>(const SelectiveScanBwdParams&, const ScanPlan&, const PartialSums&,
-                                                      cudaStream_t);
+template size_t time_lanes::bwd_shared_bytes<__nv_bfloat16>(const SelectiveScanBwdParams&, const time_lanes::ScanPlan&);
+template size_t walking::bwd_shared_bytes<__nv_bfloat16>();
+template cudaError_t launch_bwd_finish<__nv_bfloat16>(const SelectiveScanBwdParams&, const PartialSums&, cudaStream_t);
 
-#define SSM_ROW(enumerator, name, Method)                                                                                    \
-  template cudaError_t launch_bwd<__nv_bfloat16, Method>(const SelectiveScanBwdParams&, const ScanPlan&, const PartialSums&, \
-                                                         cudaStream_t);
+#define SSM_ROW(enumerator, name, Method)                                                                                  \
+  template cudaError_t time_lanes::launch_bwd<__nv_bfloat16, Method>(                                                      \
+      const SelectiveScanBwdParams&, const time_lanes::ScanPlan&, const PartialSums&, cudaStream_t);                       \
+  template cudaError_t walking::launch_bwd<__nv_bfloat16, Method>(const SelectiveScanBwdParams&, const walking::ScanPlan&, \
+                                                                  const PartialSums&, cudaStream_t);
 SSM_DISCRETIZATIONS(SSM_ROW)
 #undef SSM_ROW
 

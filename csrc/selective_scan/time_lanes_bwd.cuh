@@ -1,4 +1,4 @@
-// Selective scan, backward, on CUDA.
+// Selective scan, backward, on CUDA, with lanes in time.
 //
 // With y_t = <C_t, h_t> + D u_t, out_t = y_t silu(z_t) and dy_t = grad_out_t silu(z_t), the adjoint g of the state runs against
 // time,
@@ -14,7 +14,7 @@
 //   grad_B_t     = sum_d g_t delta_t u_t k
 //   grad_C_t     = sum_d dy_t h_t
 //
-// selective_scan_cuda.h says how the work is cut. A tile is a chunk: it starts from the state that forward saved, and tiles are
+// time_lanes.h says how the work is cut. A tile starts from a state that forward saved, and tiles are
 // taken from the last to the first. State by state, each lane computes Abar for its steps once; the maps from step to step are
 // scanned over the lanes forwards, for the states, and backwards, for the adjoints, and run through again from the true state
 // and adjoint, both of which then exist at every step, in registers only.
@@ -26,29 +26,12 @@
 // The bound is the rate at which instructions are issued: some thirty for each state and step.
 #pragma once
 
-#include "selective_scan/selective_scan_tile.cuh"
+#include "selective_scan/time_lanes_tile.cuh"
 
-namespace ssm_kernels::selective_scan {
+namespace ssm_kernels::selective_scan::time_lanes {
 
 template <typename Scalar>
 using CutOfBwd = Cut<Scalar, BwdSizes::kLog2Warps, BwdSizes::kLog2TimeLanes, BwdSizes::kLog2Steps>;
-
-template <typename Scalar>
-struct BwdRows {
-  Scalar *u, *delta, *z, *grad_out, *grad_u, *grad_delta, *grad_z;
-  const Scalar *B, *C;
-
-  __device__ __forceinline__ BwdRows(const SelectiveScanBwdParams& p, const Position& at)
-      : u(first_row<Scalar>(p.u, at)),
-        delta(first_row<Scalar>(p.delta, at)),
-        z(first_row<Scalar>(p.z, at)),
-        grad_out(first_row<Scalar>(p.grad_out, at)),
-        grad_u(first_row<Scalar>(p.grad_u, at)),
-        grad_delta(first_row<Scalar>(p.grad_delta, at)),
-        grad_z(first_row<Scalar>(p.grad_z, at)),
-        B(first_row<Scalar>(p.B, p, at)),
-        C(first_row<Scalar>(p.C, p, at)) {}
-};
 
 // The arrays in a block's shared memory.
 template <typename Cut>
@@ -241,7 +224,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps);
     if (!carry_pass) {
       u_tile.load(p.u, rows.u, t0, at.channels, steps);
-      const int64_t boundary = at.batch * chunk_boundary_count(p.seqlen) + t0 / kChunkLength;
+      const int chunks = Cut::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
+      const int64_t boundary = at.batch * p.chunk_boundaries + t0 / Cut::kTileSteps * chunks;
       const Acc* const source = static_cast<const Acc*>(p.chunk_states) + state_offset(p, boundary, at.first_channel, 0);
       for_each_state<Cut>(p, plan, at.channels, [&](int place, int offset, int, int) {
         shared.states[place * kPerState + kBefore] = source[offset];
@@ -502,8 +486,8 @@ constexpr int kBwdResidentWarps = pass == Pass::kConstants || std::is_same_v<Sca
 
 template <typename Scalar, typename Method, Pass pass>
 __global__ void __launch_bounds__(CutOfBwd<Scalar>::kThreads, kBwdResidentWarps<Scalar, pass> / CutOfBwd<Scalar>::kWarps)
-    selective_scan_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
-                              const __grid_constant__ PartialSums partial_sums) {
+    time_lanes_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
+                          const __grid_constant__ PartialSums partial_sums) {
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   bwd_block<CutOfBwd<Scalar>, Method, pass>(params, plan, partial_sums, memory);
 }
@@ -516,14 +500,14 @@ size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& pl
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  auto* kernel = selective_scan_bwd_kernel<Scalar, Method, Pass::kPerStep>;
-  if (!params.B.per_step || !params.C.per_step) kernel = selective_scan_bwd_kernel<Scalar, Method, Pass::kConstants>;
-  if (plan.carry_pass) kernel = selective_scan_bwd_kernel<Scalar, Method, Pass::kCarry>;
+  auto* kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kPerStep>;
+  if (!params.B.per_step || !params.C.per_step) kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kConstants>;
+  if (plan.carry_pass) kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kCarry>;
   const size_t bytes = bwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  const auto blocks = static_cast<unsigned int>(params.batch * plan.segments * plan.tiles);
+  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
   kernel<<<blocks, CutOfBwd<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
   return cudaGetLastError();
 }
 
-}  // namespace ssm_kernels::selective_scan
+}  // namespace ssm_kernels::selective_scan::time_lanes

@@ -1,8 +1,8 @@
-// Selective scan, forward, on CUDA.
+// Selective scan, forward, on CUDA, with lanes in time.
 //
 //   h_t = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t          out_t = (<C_t, h_t> + D u_t) silu(z_t)
 //
-// selective_scan_cuda.h says how the work is cut into blocks, warps and lanes. A block walks along time. Of each tile it stages
+// time_lanes.h says how the work is cut into blocks, warps and lanes. A block walks along time. Of each tile it stages
 // u, delta, z in shared memory, and each lane takes the step sizes, delta u and the partial outputs of its steps into
 // registers. Then, state by state:
 // * the lane computes Abar and its input for each of its steps, once, and composes them: the map from the state before its
@@ -18,31 +18,15 @@
 // which instructions are issued close behind.
 #pragma once
 
-#include "selective_scan/selective_scan_tile.cuh"
+#include "selective_scan/time_lanes_tile.cuh"
 
-namespace ssm_kernels::selective_scan {
-
-template <typename Scalar>
-struct FwdRows {
-  Scalar *u, *delta, *z, *out;
-  const Scalar *B, *C;
-
-  __device__ __forceinline__ FwdRows(const SelectiveScanFwdParams& p, const Position& at)
-      : u(first_row<Scalar>(p.u, at)),
-        delta(first_row<Scalar>(p.delta, at)),
-        z(first_row<Scalar>(p.z, at)),
-        out(first_row<Scalar>(p.out, at)),
-        B(first_row<Scalar>(p.B, p, at)),
-        C(first_row<Scalar>(p.C, p, at)) {}
-};
+namespace ssm_kernels::selective_scan::time_lanes {
 
 // The arrays in a block's shared memory.
 template <typename Cut, int slice>
 struct FwdShared {
   using Scalar = typename Cut::Scalar;
   using Acc = typename Cut::Acc;
-  static constexpr int kChunks = Cut::kTileSteps / static_cast<int>(kChunkLength);  // of a tile
-  static constexpr int kLanesPerChunk = Cut::kTimeLanes / kChunks;
 
   // A, scaled, and the state at the end of the tile before.
   using Pair = Vector<Acc, 2>;
@@ -54,16 +38,18 @@ struct FwdShared {
   Acc *B, *C;
   Position* position;
   FwdRows<Scalar>* rows;
+  int chunks;  // of a tile
   size_t bytes;
 
   SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p, const ScanPlan& plan) {
     const int states = state_rows<Cut>(plan) * state_pitch(p);
+    chunks = Cut::kTileSteps / static_cast<int>(p.chunk_length);
     Carver carver(memory);
     u = carver.take<Scalar>(Tile<Cut>::kCapacity);
     delta = carver.take<Scalar>(Tile<Cut>::kCapacity);
     z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Cut>::kCapacity : 0);
     pairs = carver.take<Acc>(2 * states);
-    ends = carver.take<Acc>(p.chunk_states != nullptr ? states * (kChunks - 1) : 0);
+    ends = carver.take<Acc>(p.chunk_states != nullptr ? states * (chunks - 1) : 0);
     decay = carver.take<Acc>(plan.carry_pass ? states : 0);
     B = carver.take<Acc>(MatrixSlice<Cut, slice>::kCapacity);
     C = carver.take<Acc>(MatrixSlice<Cut, slice>::kCapacity);
@@ -79,7 +65,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   using Acc = typename Cut::Acc;
   using Shared = FwdShared<Cut, slice>;
   using Pair = typename Shared::Pair;
-  constexpr int K = Cut::kSteps, kHalf = K / 2, kChunks = Shared::kChunks;
+  constexpr int K = Cut::kSteps, kHalf = K / 2;
   const Shared shared(memory, p, plan);
   const Position& at = *shared.position;
   const FwdRows<Scalar>& rows = *shared.rows;
@@ -106,7 +92,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
         h = fold_segment(plan, state_offset(p, at.batch * plan.segments + s, d, state), h);
       }
       if (p.chunk_states != nullptr && at.segment == 0) {
-        static_cast<Acc*>(p.chunk_states)[state_offset(p, at.batch * chunk_boundary_count(p.seqlen), d, state)] = h;
+        static_cast<Acc*>(p.chunk_states)[state_offset(p, at.batch * p.chunk_boundaries, d, state)] = h;
       }
     }
     shared.pairs[2 * place] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
@@ -122,9 +108,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const int first_step = lane.time * K, row = min(lane.channel, rows_of_states - 1);
   const bool is_first = lane.is_first();
   // Whether a chunk, but not the tile, ends with this lane's steps, and which.
-  const int chunk_of_lane = lane.time / Shared::kLanesPerChunk;
-  const bool ends_chunk =
-      p.chunk_states != nullptr && is_channel && (lane.time + 1) % Shared::kLanesPerChunk == 0 && !lane.is_last();
+  const int lanes_per_chunk = Cut::kTimeLanes / shared.chunks, chunk_of_lane = lane.time / lanes_per_chunk;
+  const bool ends_chunk = p.chunk_states != nullptr && is_channel && (lane.time + 1) % lanes_per_chunk == 0 && !lane.is_last();
   const MatrixSlice<Cut, slice> B{shared.B}, C{shared.C};
   const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
     if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
@@ -205,9 +190,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
             pair[1] = h;
             if (carry_pass) shared.decay[row * pitch + state] *= decay;
           }
-          if constexpr (kChunks > 1) {
-            if (ends_chunk) shared.ends[(chunk_of_lane * rows_of_states + row) * pitch + state] = h;
-          }
+          if (ends_chunk) shared.ends[(chunk_of_lane * rows_of_states + row) * pitch + state] = h;
           if (carry_pass) continue;
 
           const auto c = read_matrix(p.C, C_steps, state);
@@ -243,15 +226,15 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       __syncthreads();
       out_tile.store(p.out, rows.out, t0, at.channels, steps);
       if (p.chunk_states != nullptr) {
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          const int64_t boundaries = chunk_boundary_count(p.seqlen), boundary = t0 / kChunkLength + chunk + 1;
-          if (boundary >= boundaries) break;
-          Acc* const target =
-              static_cast<Acc*>(p.chunk_states) + state_offset(p, at.batch * boundaries + boundary, at.first_channel, 0);
+#pragma unroll 1
+        for (int chunk = 0; chunk < shared.chunks; ++chunk) {
+          const int64_t boundary = t0 / Cut::kTileSteps * shared.chunks + chunk + 1;
+          if (boundary >= p.chunk_boundaries) break;
+          Acc* const target = static_cast<Acc*>(p.chunk_states) +
+                              state_offset(p, at.batch * p.chunk_boundaries + boundary, at.first_channel, 0);
           for_each_state<Cut>(p, plan, at.channels, [&](int place, int offset, int, int) {
             target[offset] =
-                chunk + 1 == kChunks ? shared.pairs[2 * place + 1] : shared.ends[chunk * rows_of_states * pitch + place];
+                chunk + 1 == shared.chunks ? shared.pairs[2 * place + 1] : shared.ends[chunk * rows_of_states * pitch + place];
           });
         }
       }
@@ -282,7 +265,7 @@ constexpr int kFwdResidentWarps = std::is_same_v<Scalar, double> ? 8 : 16;
 
 template <typename Scalar, typename Method, FwdCut cut, Pass pass>
 __global__ void __launch_bounds__(CutOfFwd<Scalar, cut>::kThreads, kFwdResidentWarps<Scalar> / CutOfFwd<Scalar, cut>::kWarps)
-    selective_scan_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
+    time_lanes_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   fwd_block<CutOfFwd<Scalar, cut>, FwdSizes<cut>::kSlice, Method, pass>(params, plan, memory);
 }
@@ -299,17 +282,17 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& pla
   // The host takes few channels where there are constants or segments.
   constexpr FwdCut kMany = FwdCut::kManyChannels, kFew = FwdCut::kFewChannels;
   const bool many = plan.cut == kMany;
-  auto* kernel = selective_scan_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
-  if (many) kernel = selective_scan_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>;
-  if (!params.B.per_step || !params.C.per_step) kernel = selective_scan_fwd_kernel<Scalar, Method, kFew, Pass::kConstants>;
-  if (plan.carry_pass) kernel = selective_scan_fwd_kernel<Scalar, Method, kFew, Pass::kCarry>;
+  auto* kernel = time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
+  if (many) kernel = time_lanes_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>;
+  if (!params.B.per_step || !params.C.per_step) kernel = time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kConstants>;
+  if (plan.carry_pass) kernel = time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kCarry>;
   const size_t bytes = fwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const int threads =
       many ? CutOfFwd<Scalar, FwdCut::kManyChannels>::kThreads : CutOfFwd<Scalar, FwdCut::kFewChannels>::kThreads;
-  const auto blocks = static_cast<unsigned int>(params.batch * plan.segments * plan.tiles);
+  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
   kernel<<<blocks, threads, bytes, stream>>>(params, plan);
   return cudaGetLastError();
 }
 
-}  // namespace ssm_kernels::selective_scan
+}  // namespace ssm_kernels::selective_scan::time_lanes

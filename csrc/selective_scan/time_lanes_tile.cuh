@@ -10,32 +10,15 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "common/activations.h"
-#include "common/discretization.h"
 #include "cuda/async_copy.cuh"
-#include "cuda/vector_io.cuh"
-#include "selective_scan/selective_scan_cuda.h"
+#include "selective_scan/selective_scan_device.cuh"
+#include "selective_scan/time_lanes.h"
 
-namespace ssm_kernels::selective_scan {
+namespace ssm_kernels::selective_scan::time_lanes {
 
-using cuda::AccumulateType;
-using cuda::from_accumulate;
-using cuda::to_accumulate;
-using cuda::Vector;
-
-constexpr unsigned int kAllLanes = 0xffffffffu;
 static_assert(kVectorBytes == cuda::kAsyncCopyBytes, "tiles are filled by asynchronous copies of one vector");
 
-template <typename T>
-constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
 constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes - 1) / kVectorBytes * kVectorBytes; }
-
-// The same value, but the compiler does not know. What a thread moves of a tile has the same place in all tiles, and its
-// addresses would be kept in registers through the loop over states, which has none to spare.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 
 // How a block and its tile are cut; each kernel knows it when it is compiled.
 template <typename Scalar_, int log2_warps, int log2_time_lanes, int log2_steps_per_lane>
@@ -49,29 +32,7 @@ struct Cut {
   static constexpr int kSteps = 1 << log2_steps_per_lane;             // of a lane
   static constexpr int kTileSteps = kSteps * kTimeLanes;
   static constexpr int kTileChannels = kThreads >> log2_time_lanes;
-  static_assert(kTileSteps % kChunkLength == 0, "a tile is whole chunks");
-};
-
-// A block's batch entry, channels and steps. It lies in shared memory: read where it is needed, it takes no registers in
-// between.
-struct Position {
-  int64_t batch, segment, tile;
-  int64_t first_channel;
-  int channels;
-  int64_t begin, end;
-
-  __device__ __forceinline__ Position(const SelectiveScanParams& p, const ScanPlan& plan, int64_t block) {
-    const int64_t row = block / plan.tiles;
-    tile = block - row * plan.tiles;
-    batch = row / plan.segments;
-    segment = row - batch * plan.segments;
-    const int64_t span = tile / plan.tiles_per_span;
-    const int64_t in_span = (tile - span * plan.tiles_per_span) * plan.block_channels;
-    first_channel = span * plan.span + in_span;
-    channels = static_cast<int>(min(plan.span - in_span, int64_t(plan.block_channels)));
-    begin = segment * plan.segment_steps;
-    end = segment + 1 == plan.segments ? p.seqlen : begin + plan.segment_steps;
-  }
+  static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is whole chunks");
 };
 
 template <typename Cut>
@@ -181,12 +142,6 @@ struct Tile {
   }
 };
 
-// Of the block's first channel in its batch entry. Kept in shared memory beside Position, for the same reason.
-template <typename Scalar>
-__device__ __forceinline__ Scalar* first_row(const SequenceView& view, const Position& at) {
-  return static_cast<Scalar*>(view.data) + at.batch * view.stride_batch + at.first_channel * view.stride_dim;
-}
-
 // A slice of B or C: some states of a tile's steps.
 template <typename Cut, int slice_states>
 struct MatrixSlice {
@@ -254,14 +209,6 @@ struct MatrixSlice {
   }
 };
 
-// Of the block's group in its batch entry, at the first state and step; null where the matrix is constant.
-template <typename Scalar>
-__device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const SelectiveScanParams& p, const Position& at) {
-  if (!view.per_step) return nullptr;
-  const int64_t group = at.first_channel / (p.dim / view.groups);
-  return static_cast<const Scalar*>(view.data) + at.batch * view.stride_batch + group * view.stride_channel;
-}
-
 // The value of a constant matrix for one channel and state.
 template <typename Acc>
 __device__ __forceinline__ Acc constant_value(const MatrixView& view, int64_t channel, int state) {
@@ -282,35 +229,6 @@ __device__ __forceinline__ void make_step_sizes(Acc (&delta)[count], Acc bias, b
     for (int j = 0; j < count; ++j) delta[j] = j < valid ? delta[j] : Acc(0);
   }
 }
-
-// What A is multiplied by once so that z = delta A enters the exponential without another multiplication.
-template <typename Method, typename Acc>
-constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
-
-// z and the method's basis for a scaled A.
-template <typename Method, typename Acc>
-struct Transition {
-  Acc z, basis;
-
-  __device__ __forceinline__ Transition(Acc delta, Acc scaled_A) {
-    if constexpr (Method::kExponential) {
-      const Acc exponent = delta * scaled_A;
-      basis = Math<Acc>::exp2(exponent);
-      z = exponent * Acc(kLn2);
-    } else {
-      z = delta * scaled_A;
-      basis = Method::basis(z);
-    }
-  }
-  __device__ __forceinline__ Transition(Acc delta, Acc scaled_A, Acc known_basis) : z(delta * scaled_A), basis(known_basis) {
-    if constexpr (Method::kExponential) z *= Acc(kLn2);
-  }
-  __device__ __forceinline__ Acc abar() const { return Method::abar(z, basis); }
-  // delta u k(z), given delta u.
-  __device__ __forceinline__ Acc input(Acc delta_u) const {
-    return Method::kUnitGain ? delta_u : delta_u * Method::gain(z, basis);
-  }
-};
 
 template <typename Acc>
 __device__ __forceinline__ Acc shuffle_earlier(Acc value, int lanes) {
@@ -412,24 +330,6 @@ __device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, con
   }
 }
 
-// Into (rows, dim, dstate).
-__device__ __forceinline__ int64_t state_offset(const SelectiveScanParams& p, int64_t row, int64_t channel, int state) {
-  return (row * p.dim + channel) * p.dstate + state;
-}
-
-// What the segment before (in reverse: after) hands on, folded into the state that it started from. A state of zero stays one
-// even if the segment's decay has overflowed.
-template <typename Acc>
-__device__ __forceinline__ Acc fold_segment(const ScanPlan& plan, int64_t offset, Acc state) {
-  const Acc carry = static_cast<const Acc*>(plan.carry)[offset];
-  return state == 0 ? carry : Math<Acc>::fma(static_cast<const Acc*>(plan.decay)[offset], state, carry);
-}
-
-template <typename Acc>
-__device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, int64_t channel, int state) {
-  return static_cast<const Acc*>(view.data)[batch * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
-}
-
 // By the whole block.
 template <typename Cut>
 __device__ __forceinline__ void clear(typename Cut::Acc* array, int count) {
@@ -444,31 +344,4 @@ __device__ __forceinline__ Vector<T, size> fill(T value) {
   return vector;
 }
 
-// Carves a block's shared memory into arrays.
-class Carver {
- public:
-  SSM_HOST_DEVICE explicit Carver(unsigned char* memory) : begin_(memory), next_(memory) {}
-
-  template <typename T>
-  SSM_HOST_DEVICE T* take(int count) {
-    T* const array = reinterpret_cast<T*>(next_);
-    next_ += (static_cast<size_t>(count) * sizeof(T) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
-    return array;
-  }
-  SSM_HOST_DEVICE size_t bytes() const { return static_cast<size_t>(next_ - begin_); }
-
- private:
-  unsigned char* begin_;
-  unsigned char* next_;
-};
-
-// Raises the limit of a kernel's shared memory where it must be raised. Once is enough, but a second time does no harm.
-template <typename Kernel>
-cudaError_t allow_shared_bytes(Kernel kernel, size_t bytes) {
-  constexpr size_t kWithoutAsking = 48 * 1024;
-  if (bytes <= kWithoutAsking) return cudaSuccess;
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(bytes));
-}
-
-}  // namespace ssm_kernels::selective_scan
+}  // namespace ssm_kernels::selective_scan::time_lanes

@@ -1,0 +1,12 @@
+// Barriers among some of a block's warps, by number; __syncthreads is number 0.
+#pragma once
+
+namespace ssm_kernels::cuda {
+
+// Waits until `threads` threads of the block, in whole warps, have called this with that number. What they wrote to
+// memory before is then seen.
+__device__ __forceinline__ void barrier_sync(int number, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+}  // namespace ssm_kernels::cuda

@@ -1,0 +1,32 @@
+// A barrier in shared memory that threads arrive at and, later, wait for.
+#pragma once
+
+#include <cstdint>
+
+namespace ssm_kernels::cuda {
+
+class SharedBarrier {
+ public:
+  // By one thread, before all threads of the block meet; `threads` arrivals make a phase.
+  __device__ __forceinline__ void init(int threads) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(threads) : "memory");
+  }
+  __device__ __forceinline__ void arrive() {
+    asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(address()) : "memory");
+  }
+  // Until the phase of that number is over; it is the one under way, or the one before.
+  __device__ __forceinline__ void wait(int phase) {
+    asm volatile(
+        "{\n.reg .pred over;\nagain:\nmbarrier.test_wait.parity.shared.b64 over, [%0], %1;\n@!over bra.uni again;\n}" ::"r"(
+            address()),
+        "r"(phase & 1)
+        : "memory");
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&state_)); }
+
+  uint64_t state_;
+};
+
+}  // namespace ssm_kernels::cuda

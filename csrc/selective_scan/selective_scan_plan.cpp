@@ -1,0 +1,234 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "selective_scan/selective_scan_plan.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <numeric>
+#include <type_traits>
+
+namespace ssm_kernels::selective_scan {
+namespace {
+
+constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
+// Whether vectors that start at multiples of their size within each of these strides are aligned in memory.
+bool is_aligned(const void* data, int64_t bytes, std::initializer_list<int64_t> strides) {
+  const auto aligned = [](int64_t offset) { return offset % kVectorBytes == 0; };
+  return aligned(reinterpret_cast<int64_t>(data)) &&
+         std::all_of(strides.begin(), strides.end(), [&](int64_t stride) { return aligned(stride * bytes); });
+}
+
+// An absent tensor can be moved in any way.
+bool is_along_steps(const SequenceView& view, int64_t bytes) {
+  return view.data == nullptr || (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_dim}));
+}
+bool is_along_channels(const SequenceView& view, int64_t bytes) {
+  return view.data == nullptr || (view.stride_dim == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_step}));
+}
+// Whether a tile's first channel is a multiple of the vector's size.
+bool has_aligned_tiles(const SelectiveScanParams& p, const Partition& partition, int64_t bytes) {
+  return (partition.span == p.dim || partition.span * bytes % kVectorBytes == 0) &&
+         partition.block_channels * bytes % kVectorBytes == 0;
+}
+
+Access access_of(const SequenceView& view, const SelectiveScanParams& p, const Partition& partition, int64_t bytes) {
+  if (is_along_steps(view, bytes)) return Access::kAlongSteps;
+  return is_along_channels(view, bytes) && has_aligned_tiles(p, partition, bytes) ? Access::kAlongChannels : Access::kSingly;
+}
+
+Access access_of(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
+  if (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_state})) {
+    return Access::kAlongSteps;
+  }
+  if (view.stride_state == 1 && p.dstate * bytes % kVectorBytes == 0 &&
+      is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_step})) {
+    return Access::kAlongChannels;
+  }
+  return Access::kSingly;
+}
+
+// Shares out the channels, `block_channels` to a block.
+void set_tiles(Partition& partition, const SelectiveScanParams& p, int block_channels) {
+  partition.block_channels = block_channels;
+  partition.span = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
+  partition.tiles_per_span = divide_up(partition.span, block_channels);
+  partition.tiles = p.dim / partition.span * partition.tiles_per_span;
+}
+
+// Cuts time into at most `segments` segments of whole tiles.
+void set_segments(Partition& partition, const SelectiveScanParams& p, int64_t segments, int64_t tile_steps) {
+  const int64_t tiles = divide_up(p.seqlen, tile_steps);
+  const int64_t tiles_per_segment = divide_up(std::max<int64_t>(1, tiles), std::max<int64_t>(1, segments));
+  partition.segments = std::max<int64_t>(1, divide_up(tiles, tiles_per_segment));
+  partition.segment_steps = tiles_per_segment * tile_steps;
+  partition.launched_segments = partition.segments;
+}
+
+// At most `block_channels` to a block; fewer where their states do not fit into its shared memory, in the carry pass either.
+// shared_bytes(plan) is what a block of that plan takes.
+template <typename SharedBytes>
+void set_tiles_that_fit(time_lanes::ScanPlan& plan, const SelectiveScanParams& p, int block_channels, const Device& device,
+                        const SharedBytes& shared_bytes) {
+  plan.dstate = cuda::Divisor(p.dstate);
+  plan.block_channels = block_channels;
+  const auto fits = [&](bool carry_pass) {
+    time_lanes::ScanPlan pass = plan;
+    pass.carry_pass = carry_pass;
+    return static_cast<int64_t>(shared_bytes(pass)) <= device.shared_bytes_per_block;
+  };
+  while (plan.block_channels > 1 && !(fits(false) && fits(true))) plan.block_channels /= 2;
+  set_tiles(plan, p, plan.block_channels);
+}
+
+void set_accesses(time_lanes::ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
+  plan.u = access_of(p.u, p, plan, bytes);
+  plan.delta = access_of(p.delta, p, plan, bytes);
+  plan.z = access_of(p.z, p, plan, bytes);
+  plan.B = access_of(p.B, p, bytes);
+  plan.C = access_of(p.C, p, bytes);
+}
+
+constexpr int64_t kTimeLanesResidentWarps = 16;  // of a multiprocessor, by the registers that the kernels take
+
+template <typename Scalar>
+time_lanes::ScanPlan plan_time_lanes(const SelectiveScanFwdParams& p, const Device& device) {
+  using time_lanes::FwdCut, time_lanes::FwdSizes;
+  using Many = FwdSizes<FwdCut::kManyChannels>;
+  using Few = FwdSizes<FwdCut::kFewChannels>;
+  constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
+  const auto warps = [&](int log2_time_lanes) { return p.batch * divide_up(p.dim << log2_time_lanes, kWarpSize); };
+  const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
+  const int64_t resident = device.multiprocessors * kTimeLanesResidentWarps;
+  const auto shared_bytes = [&](const time_lanes::ScanPlan& plan) { return time_lanes::fwd_shared_bytes<Scalar>(p, plan); };
+
+  // Many channels need no more lanes each.
+  time_lanes::ScanPlan plan;
+  const bool fills = many >= resident * 3 / 8 || p.seqlen <= Many::tile_steps(kIsDouble);
+  const bool has_constants = !p.B.per_step || !p.C.per_step;
+  plan.cut = FwdCut::kFewChannels;
+  if (fills && !has_constants) {
+    plan.cut = FwdCut::kManyChannels;
+    set_tiles_that_fit(plan, p, Many::kTileChannels, device, shared_bytes);
+    if (plan.block_channels < Many::kTileChannels) plan.cut = FwdCut::kFewChannels;
+  }
+  int64_t segments = 1;
+  if (plan.cut == FwdCut::kFewChannels) {
+    set_tiles_that_fit(plan, p, Few::kTileChannels, device, shared_bytes);
+    // The carry pass takes as long as a whole one: a few segments gain nothing.
+    if (few > 0 && few * 8 < resident) {
+      segments = std::min(resident / few, divide_up(p.seqlen, 4 * Few::tile_steps(kIsDouble)));
+      if (segments < 4) segments = 1;
+    }
+  }
+  set_segments(plan, p, segments, plan.cut == FwdCut::kManyChannels ? Many::tile_steps(kIsDouble) : Few::tile_steps(kIsDouble));
+  set_accesses(plan, p, sizeof(Scalar));
+  plan.out = access_of(p.out, p, plan, sizeof(Scalar));
+  return plan;
+}
+
+// Of as many segments as the blocks leave room for.
+template <typename Scalar>
+time_lanes::ScanPlan plan_time_lanes(const SelectiveScanBwdParams& p, const Device& device) {
+  using Sizes = time_lanes::BwdSizes;
+  time_lanes::ScanPlan plan;
+  set_tiles_that_fit(plan, p, Sizes::kTileChannels, device,
+                     [&](const time_lanes::ScanPlan& tried) { return time_lanes::bwd_shared_bytes<Scalar>(p, tried); });
+  const int64_t blocks = p.batch * plan.tiles;
+  const int64_t resident = device.multiprocessors * kTimeLanesResidentWarps >> Sizes::kLog2Warps;
+  int64_t segments = 1;
+  if (blocks > 0 && blocks * 2 < resident) segments = std::min(resident / blocks, divide_up(p.seqlen, 4 * Sizes::kTileSteps));
+  set_segments(plan, p, segments, Sizes::kTileSteps);
+  set_accesses(plan, p, sizeof(Scalar));
+  plan.grad_out = access_of(p.grad_out, p, plan, sizeof(Scalar));
+  plan.grad_u = access_of(p.grad_u, p, plan, sizeof(Scalar));
+  plan.grad_delta = access_of(p.grad_delta, p, plan, sizeof(Scalar));
+  plan.grad_z = access_of(p.grad_z, p, plan, sizeof(Scalar));
+  return plan;
+}
+
+void set_accesses(walking::ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes,
+                  std::initializer_list<const SequenceView*> sequences) {
+  const auto all = [&](const auto& holds) {
+    return std::all_of(sequences.begin(), sequences.end(), [&](const SequenceView* view) { return holds(*view, bytes); });
+  };
+  const bool along_steps = all(is_along_steps);
+  plan.along_channels = !along_steps && all(is_along_channels) && has_aligned_tiles(p, plan, bytes);
+  plan.has_vectors = along_steps || plan.along_channels;
+  plan.B = access_of(p.B, p, bytes);
+  plan.C = access_of(p.C, p, bytes);
+}
+
+// Whether walking can do a call that takes `shared_bytes` of a block.
+template <typename Scalar>
+bool can_walk(const SelectiveScanParams& p, const Device& device, size_t shared_bytes) {
+  return !std::is_same_v<Scalar, double> && p.B.per_step && p.C.per_step && p.dstate <= walking::kStates &&
+         static_cast<int64_t>(shared_bytes) <= device.shared_bytes_per_block;
+}
+
+// Whether it keeps its lanes busy: with states, with channels, with vectors.
+bool walks_well(const SelectiveScanParams& p, const walking::ScanPlan& plan) {
+  return p.dstate * 4 > walking::kStates * 3 && plan.tiles * walking::kTileChannels * 2 <= p.dim * 3 && plan.has_vectors;
+}
+
+}  // namespace
+
+template <typename Scalar>
+Plan plan_fwd(const SelectiveScanFwdParams& p, const Device& device, Way way) {
+  Plan plan;
+  if constexpr (!std::is_same_v<Scalar, double>) {
+    if (way != Way::kTimeLanes && can_walk<Scalar>(p, device, walking::fwd_shared_bytes<Scalar>(p))) {
+      set_tiles(plan.walking, p, walking::kTileChannels);
+      set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out});
+      const bool fills = p.batch * plan.walking.tiles * 2 >= device.multiprocessors * 3;
+      plan.walks = way == Way::kWalking || (fills && walks_well(p, plan.walking));
+    }
+  }
+  if (!plan.walks) plan.time_lanes = plan_time_lanes<Scalar>(p, device);
+  return plan;
+}
+
+template <typename Scalar>
+Plan plan_bwd(const SelectiveScanBwdParams& p, const Device& device, Way way) {
+  Plan plan;
+  plan.time_lanes = plan_time_lanes<Scalar>(p, device);
+  if constexpr (!std::is_same_v<Scalar, double>) {
+    if (way != Way::kTimeLanes && can_walk<Scalar>(p, device, walking::bwd_shared_bytes<Scalar>())) {
+      constexpr int64_t kTileSteps = time_lanes::BwdSizes::kTileSteps;  // the carry pass's, of whole tiles of walking
+      set_tiles(plan.walking, p, walking::kTileChannels);
+      set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z});
+      const int64_t blocks = p.batch * plan.walking.tiles, resident = device.multiprocessors * walking::kResidentBlocks;
+      const int64_t segments = blocks > 0 ? std::min(resident / blocks, divide_up(p.seqlen, 2 * kTileSteps)) : 1;
+      set_segments(plan.walking, p, segments, kTileSteps);
+      plan.walks = way == Way::kWalking || walks_well(p, plan.walking);
+    }
+  }
+  if (plan.walks) {
+    plan.time_lanes.segments = plan.walking.segments;
+    plan.time_lanes.segment_steps = plan.walking.segment_steps;
+  }
+  return plan;
+}
+
+template <typename Scalar>
+bool has_layout(const SequenceView& view, const walking::ScanPlan& plan) {
+  if (!plan.has_vectors) return true;
+  return plan.along_channels ? is_along_channels(view, sizeof(Scalar)) : is_along_steps(view, sizeof(Scalar));
+}
+
+#define SSM_PLANS(Scalar)                                                            \
+  template Plan plan_fwd<Scalar>(const SelectiveScanFwdParams&, const Device&, Way); \
+  template Plan plan_bwd<Scalar>(const SelectiveScanBwdParams&, const Device&, Way); \
+  template bool has_layout<Scalar>(const SequenceView&, const walking::ScanPlan&);
+SSM_PLANS(float)
+SSM_PLANS(double)
+SSM_PLANS(__half)
+SSM_PLANS(__nv_bfloat16)
+#undef SSM_PLANS
+
+}  // namespace ssm_kernels::selective_scan
+
+#endif

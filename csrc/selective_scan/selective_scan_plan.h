@@ -1,0 +1,40 @@
+// How a call of the selective scan is cut for a device: by which of the two ways, and how each shares out channels and time.
+// Plain data to plain data; what it decides depends on sizes, strides and the device only.
+#pragma once
+
+#include <cstdint>
+
+#include "selective_scan/selective_scan_cuda.h"
+#include "selective_scan/time_lanes.h"
+#include "selective_scan/walking.h"
+
+namespace ssm_kernels::selective_scan {
+
+// What the cut depends on.
+struct Device {
+  int64_t multiprocessors = 0, shared_bytes_per_block = 0;
+};
+
+// Either a preference, followed where the way can do the call, or the faster one.
+enum class Way : int { kFaster, kWalking, kTimeLanes };
+
+struct Plan {
+  bool walks = false;
+  walking::ScanPlan walking;
+  // Of the carry pass too, where it is walking that has segments: the same ones.
+  time_lanes::ScanPlan time_lanes;
+
+  const Partition& partition() const { return walks ? static_cast<const Partition&>(walking) : time_lanes; }
+};
+
+template <typename Scalar>
+Plan plan_fwd(const SelectiveScanFwdParams& params, const Device& device, Way way);
+// Of walking, whatever the layout of grad_out.
+template <typename Scalar>
+Plan plan_bwd(const SelectiveScanBwdParams& params, const Device& device, Way way);
+
+// Whether a tensor can be moved as the plan moves the others.
+template <typename Scalar>
+bool has_layout(const SequenceView& view, const walking::ScanPlan& plan);
+
+}  // namespace ssm_kernels::selective_scan

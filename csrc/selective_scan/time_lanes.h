@@ -1,0 +1,71 @@
+// Selective scan on CUDA with lanes in time: how the work is cut. For what selective_scan_cuda.h does not give to walking
+// lanes: few channels, other numbers of states, constant B or C, doubles.
+//
+// Time is parallel inside a warp. Its lanes are `time_lanes` x 32 / `time_lanes`: a lane takes kSteps consecutive steps of one
+// channel, so that a warp holds a tile of time_lanes * kSteps steps of 32 / time_lanes channels in registers. A block of
+// several warps holds one tile of neighboring channels and walks along time, tile after tile; the rows of B and C that belong
+// to the tile are staged in shared memory once for all its channels, a slice of the states at a time.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cuda/divisor.h"
+#include "selective_scan/selective_scan_cuda.h"
+
+namespace ssm_kernels::selective_scan::time_lanes {
+
+// Forward is compiled for two cuts: lanes of a channel, and with them warps of a block and states of a slice. More lanes make
+// more warps of few channels, at the price of a longer scan over the lanes and of B and C staged for fewer channels.
+enum class FwdCut : int { kManyChannels, kFewChannels };
+template <FwdCut cut>
+struct FwdSizes {
+  static constexpr int kLog2TimeLanes = cut == FwdCut::kManyChannels ? 3 : 5;
+  static constexpr int kLog2Warps = 3;
+  static constexpr int kSlice = cut == FwdCut::kManyChannels ? 16 : 8;
+  static constexpr int kTileChannels = kWarpSize << kLog2Warps >> kLog2TimeLanes;
+  // Steps of a lane. More share the cost of the scan; fewer take fewer registers, of which doubles take twice as many.
+  static constexpr int log2_steps(bool is_double) { return is_double ? 3 : 4; }
+  static constexpr int tile_steps(bool is_double) { return 1 << (kLog2TimeLanes + log2_steps(is_double)); }
+};
+
+// In backward a tile is one chunk or two: it starts from a saved state.
+struct BwdSizes {
+  static constexpr int kLog2TimeLanes = 3;
+  static constexpr int kLog2Warps = 3;
+  static constexpr int kSlice = 8;
+  static constexpr int kTileChannels = kWarpSize << kLog2Warps >> kLog2TimeLanes;
+  static constexpr int kLog2Steps = 3;
+  static constexpr int kTileSteps = 1 << (kLog2TimeLanes + kLog2Steps);
+  static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is whole chunks");
+};
+
+// What a kernel is compiled for, so that none asks in its loops what another needs: B and C per step; one of them or both
+// constant; or the carry pass of segments, whatever B and C are.
+enum class Pass : int { kPerStep, kConstants, kCarry };
+
+// A block has at most a tile's channels; fewer where the states of more do not fit into its memory.
+struct ScanPlan : Partition {
+  FwdCut cut = FwdCut::kManyChannels;
+  bool carry_pass = false;
+  cuda::Divisor dstate;
+  Access u = Access::kSingly, delta = Access::kSingly, z = Access::kSingly, out = Access::kSingly;
+  Access grad_out = Access::kSingly, grad_u = Access::kSingly, grad_delta = Access::kSingly, grad_z = Access::kSingly;
+  Access B = Access::kSingly, C = Access::kSingly;
+};
+
+// Bytes of shared memory of a block.
+template <typename Scalar>
+size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan);
+template <typename Scalar>
+size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan);
+
+template <typename Scalar, typename Method>
+cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream);
+template <typename Scalar, typename Method>
+cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
+                       cudaStream_t stream);
+}  // namespace ssm_kernels::selective_scan::time_lanes

@@ -1,0 +1,315 @@
+// Selective scan, backward, on CUDA: the warps that move a tile's elements. walking_bwd.cuh says what is computed and
+// how the work is shared.
+//
+// Before the walkers take a tile, each element's delta = softplus?(raw + bias), delta u (or u, where the method's gain is not
+// one) and dy = grad_out silu(z) go to shared memory in the accumulation type, and the tile's rows of B and C with them.
+// Afterwards, from what the walkers have summed over the states (y, the sums of p k and of A q + u p (z k)') and from the same
+// tensors, read again, each element's gradients of u, delta and z are written, and its terms of the gradients of D and
+// delta_bias added up: over the lanes of a channel by shuffles, over tiles in shared memory, over warps at the end.
+#pragma once
+
+#include "selective_scan/walking_bwd_shared.cuh"
+
+namespace ssm_kernels::selective_scan::walking {
+
+// Movers: from memory to delta, delta_u, dy, B and C; from the sums over states to the gradients.
+template <typename Cut, typename Method, bool along_channels>
+struct BwdMover {
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  using Shared = BwdShared<Cut>;
+  using Raw = typename Pieces<Cut, false>::Raw;
+  static constexpr int kVector = kVectorSize<Scalar>, kCount = Pieces<Cut, false>::kCount, kPart = Pieces<Cut, false>::kPart;
+
+  const SelectiveScanBwdParams& p;
+  const ScanPlan& plan;
+  const PartialSums& partial_sums;
+  const Shared& shared;
+  const Position& at;
+  const BwdRows<Scalar>& rows;
+
+  __device__ __forceinline__ BwdMover(const SelectiveScanBwdParams& p_, const ScanPlan& plan_, const PartialSums& partial_sums_,
+                                      const Shared& shared_)
+      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {}
+
+  // Its number among the movers.
+  __device__ __forceinline__ static int thread() { return opaque(static_cast<int>(threadIdx.x)) - Cut::kWalkers; }
+  __device__ __forceinline__ int steps_from(int64_t t0) const {
+    return static_cast<int>(min(at.end - t0, int64_t(Cut::kTileSteps)));
+  }
+  // Whether the tile that starts at t0 is moved by vectors.
+  __device__ __forceinline__ bool has_vectors(int64_t t0) const {
+    return plan.has_vectors && at.channels == kTileChannels && t0 + Cut::kTileSteps <= at.end;
+  }
+
+  __device__ __forceinline__ void put(int64_t t0, int tile) const {
+    const Scalar* matrices[Matrices<Cut>::kCount];
+#pragma unroll
+    for (int i = 0; i < Matrices<Cut>::kCount; ++i) matrices[i] = Matrices<Cut>::place(p, plan, rows.B, rows.C, i);
+    typename Matrices<Cut>::Raw raw_matrices[Matrices<Cut>::kCount];
+    Matrices<Cut>::load(p, plan, matrices, t0, steps_from(t0), raw_matrices);
+    if (has_vectors(t0)) {
+      put_vectors(t0, tile);
+    } else {
+      put_elements(t0, tile);
+    }
+    shared.matrices(tile).put(plan, raw_matrices);
+  }
+
+  __device__ __forceinline__ void put_vectors(int64_t t0, int tile) const {
+    const Pieces<Cut, along_channels> pieces{thread()};
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
+#pragma unroll(along_channels ? 1 : 2)
+    for (int i = 0; i < kCount; ++i) {
+      const auto load = [&](const SequenceView& view, Scalar* row) { return pieces.load(view, row, t0, i); };
+      const Raw raw_delta = load(p.delta, rows.delta);
+      const Raw raw_u = load(p.u, rows.u);
+      Raw raw_grad_out, raw_z;
+      if (has_grad) raw_grad_out = load(p.grad_out, rows.grad_out);
+      if (has_gate) raw_z = load(p.z, rows.z);
+#pragma unroll
+      for (int first = 0; first < kVector; first += kPart) {
+        Acc bias[kPart], delta[kPart], u[kPart], dy[kPart] = {};
+        pieces.of_channels(shared.bias, i, first, bias);
+        pieces.widen(raw_delta, first, delta);
+        pieces.widen(raw_u, first, u);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
+        if (p.delta_softplus) {
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
+        }
+        pieces.put(shared.delta(tile), i, first, delta);
+        if constexpr (Method::kUnitGain) {
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
+        }
+        pieces.put(shared.delta_u(tile), i, first, u);
+        if (has_grad) pieces.widen(raw_grad_out, first, dy);
+        if (has_gate) {
+          Acc z[kPart];
+          pieces.widen(raw_z, first, z);
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
+        }
+        pieces.put(shared.dy(tile), i, first, dy);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void put_elements(int64_t t0, int tile) const {
+    const Pieces<Cut, along_channels> pieces{thread()};
+    const int steps = steps_from(t0);
+    pieces.template for_each_element<2>([&](int channel, int step) {
+      const bool exists = channel < at.channels && step < steps;
+      Acc delta = load_element(p.delta, rows.delta, channel, t0 + step, exists) + shared.bias[channel];
+      if (p.delta_softplus) delta = softplus(delta);
+      *shared.delta(tile).at(channel, step) = delta;
+      const Acc u = load_element(p.u, rows.u, channel, t0 + step, exists);
+      *shared.delta_u(tile).at(channel, step) = Method::kUnitGain ? delta * u : u;
+      Acc dy = load_element(p.grad_out, rows.grad_out, channel, t0 + step, exists && p.grad_out.data != nullptr);
+      if (exists && p.grad_out.data != nullptr && p.z.data != nullptr) {
+        dy *= silu(load_element(p.z, rows.z, channel, t0 + step, true));
+      }
+      *shared.dy(tile).at(channel, step) = dy;
+    });
+  }
+
+  // Of some elements, in place: grad_out, y, and the sums kInput and kStep become what their sums of grad_D are made of, and
+  // the gradients of z, u and delta. raw_delta has its bias.
+  template <int count>
+  __device__ __forceinline__ void make_gradients(const Acc (&u)[count], const Acc (&raw_delta)[count], const Acc (&z)[count],
+                                                 const Acc (&skip)[count], Acc (&grad_out)[count], Acc (&y)[count],
+                                                 Acc (&input)[count], Acc (&step)[count]) const {
+    if (p.z.data != nullptr) {
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        const Acc s = sigmoid(z[j]);
+        y[j] = grad_out[j] * Math<Acc>::fma(skip[j], u[j], y[j]) * silu_derivative(z[j], s);
+        grad_out[j] *= z[j] * s;
+      }
+    }
+    Acc delta[count];
+#pragma unroll
+    for (int j = 0; j < count; ++j) {
+      delta[j] = raw_delta[j];
+      step[j] *= 1 / kScaleOfA<Method, Acc>;
+      if constexpr (Method::kUnitGain) step[j] = Math<Acc>::fma(u[j], input[j], step[j]);
+    }
+    if (p.delta_softplus) {
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        step[j] *= softplus_derivative(delta[j]);
+        delta[j] = softplus(delta[j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < count; ++j) {
+      input[j] = Math<Acc>::fma(delta[j], input[j], skip[j] * grad_out[j]);
+      grad_out[j] *= u[j];
+    }
+  }
+
+  // Writes the gradients of the tile that starts at t0.
+  __device__ __forceinline__ void write(int64_t t0, int tile) const {
+    if (has_vectors(t0)) {
+      write_vectors(t0, tile);
+    } else {
+      write_elements(t0, tile);
+    }
+  }
+
+  // Adds to a channel's part of the gradients of D and delta_bias what the lanes with the same channel have for it. By all of a
+  // warp's lanes.
+  __device__ __forceinline__ void add_to_channel(int channel, Acc to_D, Acc to_bias) const {
+    using P = Pieces<Cut, along_channels>;
+    // They are multiples of kFrom and less than kTo apart.
+    constexpr int kFrom = along_channels ? P::kPerStep : 1, kTo = along_channels ? kWarpSize : P::kPerRow;
+#pragma unroll
+    for (int distance = kFrom; distance < kTo; distance *= 2) {
+      to_D += __shfl_xor_sync(kAllLanes, to_D, distance);
+      to_bias += __shfl_xor_sync(kAllLanes, to_bias, distance);
+    }
+    if (thread() % kWarpSize / kFrom % (kTo / kFrom) != 0) return;
+    Acc* const sum = shared.channel_sums + thread() / kWarpSize * kTileChannels + channel;
+    sum[0] += to_D;
+    sum[kMovingWarps * kTileChannels] += to_bias;
+  }
+
+  __device__ __forceinline__ void write_vectors(int64_t t0, int tile) const {
+    const Pieces<Cut, along_channels> pieces{thread()};
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr;
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+      Acc sum_D = 0, sum_bias = 0;
+      // Part by part of a piece: registers are short.
+#pragma unroll
+      for (int first = 0; first < kVector; first += kPart) {
+        using Part = Vector<Scalar, kPart>;
+        const auto place = [&](const SequenceView& view, Scalar* row) {
+          return pieces.place(view, row, t0) + i * pieces.stride(view) + first;
+        };
+        const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[kPart]) {
+          const Part part = Part::load_once(place(view, row));
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) values[j] = to_accumulate(part[j]);
+        };
+        const auto store = [&](const SequenceView& view, Scalar* row, const Acc(&values)[kPart]) {
+          Part part;
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
+          part.store_once(place(view, row));
+        };
+        Acc u[kPart], delta[kPart], z[kPart] = {}, grad_out[kPart] = {};
+        Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
+        load(p.u, rows.u, u);
+        load(p.delta, rows.delta, delta);
+        if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
+        if (has_gate) {
+          load(p.z, rows.z, z);
+          pieces.get(shared.sum(tile, Shared::kY), i, first, y);
+        }
+        pieces.of_channels(shared.skip, i, first, skip);
+        pieces.of_channels(shared.bias, i, first, bias);
+        pieces.get(shared.sum(tile, Shared::kInput), i, first, of_u);
+        pieces.get(shared.sum(tile, Shared::kStep), i, first, of_delta);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
+        make_gradients(u, delta, z, skip, grad_out, y, of_u, of_delta);
+        if (has_gate) store(p.grad_z, rows.grad_z, y);
+        store(p.grad_u, rows.grad_u, of_u);
+        store(p.grad_delta, rows.grad_delta, of_delta);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) {
+          if constexpr (along_channels) {
+            add_to_channel(pieces.channel(i) + first + j, grad_out[j], of_delta[j]);
+          } else {
+            sum_D += grad_out[j];
+            sum_bias += of_delta[j];
+          }
+        }
+      }
+      if constexpr (!along_channels) add_to_channel(pieces.channel(i), sum_D, sum_bias);
+    }
+  }
+
+  // An element's gradients; returns its terms of the gradients of D and delta_bias.
+  __device__ __forceinline__ Vector<Acc, 2> write_element(int64_t t, int tile, int channel, int step) const {
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr;
+    const Acc u[1] = {load_element(p.u, rows.u, channel, t, true)};
+    const Acc raw_delta[1] = {load_element(p.delta, rows.delta, channel, t, true) + shared.bias[channel]};
+    const Acc z[1] = {load_element(p.z, rows.z, channel, t, has_gate)}, skip[1] = {shared.skip[channel]};
+    Acc grad_out[1] = {load_element(p.grad_out, rows.grad_out, channel, t, has_grad)};
+    Acc y[1] = {has_gate ? *shared.sum(tile, Shared::kY).at(channel, step) : Acc(0)};
+    Acc of_u[1] = {*shared.sum(tile, Shared::kInput).at(channel, step)};
+    Acc of_delta[1] = {*shared.sum(tile, Shared::kStep).at(channel, step)};
+    make_gradients(u, raw_delta, z, skip, grad_out, y, of_u, of_delta);
+    if (has_gate) store_element(p.grad_z, rows.grad_z, channel, t, y[0]);
+    store_element(p.grad_u, rows.grad_u, channel, t, of_u[0]);
+    store_element(p.grad_delta, rows.grad_delta, channel, t, of_delta[0]);
+    Vector<Acc, 2> terms;
+    terms.set(0, grad_out[0]);
+    terms.set(1, of_delta[0]);
+    return terms;
+  }
+
+  __device__ __forceinline__ void write_elements(int64_t t0, int tile) const {
+    const Pieces<Cut, along_channels> pieces{thread()};
+    const int steps = steps_from(t0);
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+      Acc sum_D = 0, sum_bias = 0;
+#pragma unroll(along_channels ? 1 : 2)
+      for (int j = 0; j < kVector; ++j) {
+        const int channel = pieces.channel(i) + (along_channels ? j : 0), step = pieces.step(i) + (along_channels ? 0 : j);
+        if (channel < at.channels && step < steps) {
+          const auto terms = write_element(t0 + step, tile, channel, step);
+          sum_D += terms[0];
+          sum_bias += terms[1];
+        }
+        if constexpr (along_channels) {
+          __syncwarp();
+          add_to_channel(channel, sum_D, sum_bias);
+          sum_D = sum_bias = 0;
+        }
+      }
+      if constexpr (!along_channels) {
+        __syncwarp();
+        add_to_channel(pieces.channel(i), sum_D, sum_bias);
+      }
+    }
+  }
+
+  // Adds up the gradients of D and delta_bias over the moving warps.
+  __device__ __forceinline__ void finish() const {
+    for (int channel = thread(); channel < at.channels; channel += Cut::kMovers) {
+      const int64_t target = (at.batch * plan.segments + at.segment) * p.dim + at.first_channel + channel;
+      const auto add_up = [&](const Acc* of_warps, void* place) {
+        if (place == nullptr) return;
+        Acc total = 0;
+#pragma unroll
+        for (int warp = 0; warp < kMovingWarps; ++warp) total += of_warps[warp * kTileChannels + channel];
+        static_cast<Acc*>(place)[target] = total;
+      };
+      add_up(shared.channel_sums, partial_sums.grad_D);
+      add_up(shared.channel_sums + kMovingWarps * kTileChannels, partial_sums.grad_delta_bias);
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (at.begin < at.end) {
+      // While the walkers are at a tile, the gradients of the one before are written, and the next put into its place.
+      int64_t t0 = last_tile<Cut>(at);
+      for (int tile = 0;; ++tile, t0 -= Cut::kTileSteps) {
+        if (tile >= 2) write(t0 + 2 * Cut::kTileSteps, tile - 2);
+        if (t0 + Cut::kTileSteps < at.begin) break;
+        if (t0 >= at.begin) put(t0, tile);
+        meet<Cut>();
+      }
+    }
+    meet<Cut>();
+    finish();
+  }
+};
+
+}  // namespace ssm_kernels::selective_scan::walking

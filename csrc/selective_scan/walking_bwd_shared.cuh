@@ -1,0 +1,72 @@
+// Selective scan, backward, on CUDA: what the two roles of a block's warps share, its shared memory and its barriers.
+#pragma once
+
+#include "cuda/shared_barrier.cuh"
+#include "selective_scan/walking_tile.cuh"
+
+namespace ssm_kernels::selective_scan::walking {
+
+// The arrays in a block's shared memory.
+template <typename Cut>
+struct BwdShared {
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  using States = Vector<Acc, kLaneStates>;
+  static constexpr int kArray = TileArray<Cut>::kCapacity;
+  static constexpr int kBuffers = 2;
+  static constexpr int kChannelSums = 2 * kMovingWarps * kTileChannels;
+  static constexpr int kGroups = Cut::kTileSteps / kGroupSteps;
+  // What a warp adds to the gradients of B and of C: (2, kStates, steps).
+  static constexpr int kSumsPitch = Cut::kTileSteps + kGroupSteps;
+  static constexpr int kSums = 2 * kStates * kSumsPitch;
+
+  Position* position;
+  BwdRows<Scalar>* rows;
+  cuda::SharedBarrier* sums_are_read;  // by the walkers
+  Acc *skip, *bias;
+  Acc* channel_sums;   // of the gradients of D and of delta_bias: (2, moving warps, channels)
+  Acc* matrix_arrays;  // (buffers, B and C)
+  Acc* arrays;         // (buffers, delta and delta_u and dy)
+  States* states;      // before each group: (groups, channels of a lane, walking threads)
+  Acc* sums;           // (walking warps, kSums)
+  size_t bytes;
+
+  SSM_HOST_DEVICE explicit BwdShared(unsigned char* memory) {
+    Carver carver(memory);
+    position = carver.take<Position>(1);
+    rows = carver.take<BwdRows<Scalar>>(1);
+    sums_are_read = carver.take<cuda::SharedBarrier>(1);
+    skip = carver.take<Acc>(kTileChannels);
+    bias = carver.take<Acc>(kTileChannels);
+    channel_sums = carver.take<Acc>(kChannelSums);
+    matrix_arrays = carver.take<Acc>(kBuffers * 2 * Matrices<Cut>::kCapacity);
+    arrays = carver.take<Acc>(kBuffers * 3 * kArray);
+    states = carver.take<States>(kGroups * kLaneChannels * Cut::kWalkers);
+    sums = carver.take<Acc>(kWalkingWarps * kSums);
+    bytes = carver.bytes();
+  }
+  __device__ __forceinline__ TileArray<Cut> delta(int tile) const { return array(tile, 0); }
+  // u itself where the gain is not one: its derivative asks for u.
+  __device__ __forceinline__ TileArray<Cut> delta_u(int tile) const { return array(tile, 1); }
+  __device__ __forceinline__ TileArray<Cut> dy(int tile) const { return array(tile, 2); }
+  // Sums over the states, in the place of the three above: y, p k, and A q + u p (z k)'.
+  __device__ __forceinline__ TileArray<Cut> sum(int tile, int kind) const { return array(tile, kind); }
+  static constexpr int kY = 0, kInput = 1, kStep = 2;
+  __device__ __forceinline__ Matrices<Cut> matrices(int tile) const {
+    Acc* const B = matrix_arrays + tile % kBuffers * 2 * Matrices<Cut>::kCapacity;
+    return {B, B + Matrices<Cut>::kCapacity};
+  }
+
+ private:
+  __device__ __forceinline__ TileArray<Cut> array(int tile, int i) const {
+    return {arrays + (tile % kBuffers * 3 + i) * kArray};
+  }
+};
+
+// The first step of the block's last tile, the first that it takes.
+template <typename Cut>
+__device__ __forceinline__ int64_t last_tile(const Position& at) {
+  return at.begin + (at.end - at.begin - 1) / Cut::kTileSteps * Cut::kTileSteps;
+}
+
+}  // namespace ssm_kernels::selective_scan::walking

@@ -1,0 +1,129 @@
+// Selective scan, forward, on CUDA: the warps that walk through time. walking_fwd.cuh says what is computed and how the
+// work is shared.
+//
+// A walking thread has kLaneStates states of two channels in registers. It loads delta, delta u and its rows of B and C
+// for kGroupSteps steps at a time, takes its states through them and leaves its part of <C_t, h_t>.
+#pragma once
+
+#include "selective_scan/walking_fwd_shared.cuh"
+
+namespace ssm_kernels::selective_scan::walking {
+
+// Walkers: from delta, delta_u, B and C to the parts, and the states.
+template <typename Cut, typename Method>
+struct FwdWalker {
+  using Scalar = typename Cut::Scalar;
+  using Acc = typename Cut::Acc;
+  using Shared = FwdShared<Cut>;
+  using Group = Vector<Acc, kGroupSteps>;
+
+  const SelectiveScanFwdParams& p;
+  const Shared& shared;
+  const Position& at;
+  Lane<Cut, false> lane;
+  int dstate;
+  // Lanes without a channel or a state have zeros.
+  Acc A[kLaneChannels][kLaneStates], h[kLaneChannels][kLaneStates];
+
+  __device__ __forceinline__ FwdWalker(const SelectiveScanFwdParams& p_, const Shared& shared_)
+      : p(p_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
+    for_each_state([&](int k, int i, int64_t d, int state, bool exists) {
+      A[k][i] = exists ? load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc> : Acc(0);
+      h[k][i] = exists && p.initial_state.data != nullptr ? load_state<Acc>(p.initial_state, at.batch, d, state) : Acc(0);
+    });
+  }
+
+  template <typename Visitor>
+  __device__ __forceinline__ void for_each_state(const Visitor& visit) const {
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) {
+#pragma unroll
+      for (int i = 0; i < kLaneStates; ++i) {
+        const int channel = lane.channel(k), state = lane.state(i);
+        visit(k, i, at.first_channel + channel, state, channel < at.channels && state < dstate);
+      }
+    }
+  }
+  // Into (rows, dim, dstate).
+  __device__ __forceinline__ void save(void* array, int64_t row) const {
+    for_each_state([&](int k, int i, int64_t d, int state, bool exists) {
+      if (exists) static_cast<Acc*>(array)[state_offset(p, row, d, state)] = h[k][i];
+    });
+  }
+
+  // A group of steps, or if not plain the first `count` of one, of the states that exist: even a step of size zero would make
+  // NaN of an infinite A, and even a state of zeros NaN of an infinite input.
+  template <bool is_plain>
+  __device__ __forceinline__ void walk_group(int t, int count, int tile) {
+    const TileArray<Cut> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
+    const Matrices<Cut> matrices = shared.matrices(tile);
+    Group delta[kLaneChannels], delta_u[kLaneChannels], b[kLaneStates], c[kLaneStates];
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) {
+      delta[k] = Group::load(deltas.at(lane.channel(k), t));
+      delta_u[k] = Group::load(delta_us.at(lane.channel(k), t));
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneStates; ++i) {
+      const int place = lane.state(i) * Matrices<Cut>::kPitch + t;
+      b[i] = Group::load(matrices.B + place);
+      c[i] = Group::load(matrices.C + place);
+    }
+    Acc y[kLaneChannels][kGroupSteps];
+#pragma unroll
+    for (int j = 0; j < kGroupSteps; ++j) {
+#pragma unroll
+      for (int k = 0; k < kLaneChannels; ++k) {
+        y[k][j] = 0;
+        if (!is_plain && j >= count) continue;
+#pragma unroll
+        for (int i = 0; i < kLaneStates; ++i) {
+          if (!is_plain && lane.state(i) >= dstate) continue;
+          const Transition<Method, Acc> transition(delta[k][j], A[k][i]);
+          const Acc input = transition.input(delta_u[k][j]) * b[i][j];
+          h[k][i] = Math<Acc>::fma(transition.abar(), h[k][i], input);
+          y[k][j] = is_plain && i == 0 ? c[i][j] * h[k][i] : Math<Acc>::fma(c[i][j], h[k][i], y[k][j]);
+        }
+      }
+    }
+    __syncwarp();  // parts take the place of delta and delta_u
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) {
+      Group part;
+#pragma unroll
+      for (int j = 0; j < kGroupSteps; ++j) part.set(j, y[k][j]);
+      part.store(shared.part(tile, lane.state_lane).at(lane.channel(k), t));
+    }
+  }
+
+  __device__ __forceinline__ void walk_tile(int tile, int steps) {
+#pragma unroll 1
+    for (int t = 0; t < steps; t += kGroupSteps) {
+      bool is_plain = t + kGroupSteps <= steps;
+      if (dstate < kStates) is_plain &= is_finite(shared.delta_u(tile), lane, t);
+      if (is_plain) {
+        walk_group<true>(t, kGroupSteps, tile);
+      } else {
+        walk_group<false>(t, steps - t, tile);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    constexpr int64_t kChunk = chunk_length(kStates);
+    if (p.chunk_states != nullptr) save(p.chunk_states, at.batch * p.chunk_boundaries);
+    int tile = 0;
+    if (at.end > 0) meet<Cut>();
+    for (int64_t t0 = 0; t0 < at.end; t0 += Cut::kTileSteps, ++tile) {
+      const int64_t t_end = min(t0 + Cut::kTileSteps, at.end);
+      walk_tile(tile, static_cast<int>(t_end - t0));
+      meet<Cut>();
+      if (p.chunk_states != nullptr && (t_end % kChunk == 0 || t_end == at.end)) {
+        save(p.chunk_states, at.batch * p.chunk_boundaries + (t_end + kChunk - 1) / kChunk);
+      }
+    }
+    save(p.last_state, at.batch);
+  }
+};
+
+}  // namespace ssm_kernels::selective_scan::walking
