@@ -58,8 +58,8 @@ def selective_scan(
         ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
     On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
-    with float64 inputs). For gradients the states at every 64th step are kept. On CUDA the work goes to the current stream,
-    nothing waits for the device, and forward and backward can be captured in a CUDA graph.
+    with float64 inputs). For gradients the states at every 32nd step (above 16 states: 64th) are kept. On CUDA the work goes to
+    the current stream, nothing waits for the device, and forward and backward can be captured in a CUDA graph.
 
     Raises:
         ValueError: a shape or the discretization is not as above.
