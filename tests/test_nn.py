@@ -185,6 +185,8 @@ def test_bad_arguments(layer_type):
     assert all(repr(name) in str(error.value) for name in ssm_kernels.discretizations)
     with pytest.raises(ValueError, match="dt_init"):
         layer_type(16, dt_init="uniform")
+    with pytest.raises(ValueError, match="expected d_state from 1 to 256, got 300"):
+        layer_type(16, d_state=300)
     with pytest.raises(ValueError, match=r"0 < dt_min <= dt_max, got dt_min=0\.2, dt_max=0\.1"):
         layer_type(16, dt_min=0.2)
 

@@ -63,6 +63,12 @@ def test_lengths_in_low_precision(seqlen, layout, dtype, device):
     assert_matches_reference(selective_scan, inputs, gradients=False)
 
 
+@pytest.mark.parametrize("seqlen", [63, 64, 65, 127, 128, 129, 600])
+def test_lengths_with_long_chunks(seqlen, device):
+    inputs = make_inputs(batch=2, dim=5, seqlen=seqlen, dstate=17, device=device)
+    assert_matches_reference(selective_scan, inputs)
+
+
 @pytest.mark.parametrize("initial_state", [True, False])
 def test_no_steps(initial_state, device):
     inputs = make_inputs(seqlen=0, initial_state=initial_state, device=device)

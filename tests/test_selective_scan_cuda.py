@@ -116,54 +116,62 @@ def arrange_sequences(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
     return inputs | {name: arrange_sequence(inputs[name], layout) for name in SEQUENCES if inputs[name] is not None}
 
 
-# ----- the two ways
+# ----- walking: whole tiles, moved by vectors, and the tail
 
-
-def evaluate_each_way(inputs: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
-    results = {}
-    for way in ("faster", "walking", "time_lanes"):
-        torch.ops.ssm_kernels._prefer_selective_scan(way)
-        results[way] = evaluate(selective_scan, inputs, make_cotangents(inputs))
-    return results
+WALKED = {"batch": 1, "dim": 128, "dstate": 16}
 
 
 @both_layouts
-def test_many_channels_are_walked(layout, way):
-    sizes = {"batch": 8, "dim": 2048, "seqlen": 64, "dstate": 16}
-    inputs = make_inputs(**sizes, dtype=torch.bfloat16, layout=layout, device="cuda")
-    results = evaluate_each_way(inputs)
-    assert_equal(results["faster"], results["walking"])
-    assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+@dtypes(torch.float32, torch.bfloat16)
+@every_method
+def test_every_method_on_whole_tiles(method, dtype, layout):
+    for seqlen in (512, 520):
+        inputs = make_inputs(**WALKED, seqlen=seqlen, dtype=dtype, discretization=method)
+        assert_as_accurate_as_cpu(arrange_sequences(inputs, layout))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch": 8, "dim": 2048, "dstate": 12},
-        {"batch": 8, "dim": 2048, "dstate": 17},
-        {"batch": 8, "dim": 2048, "B": "constant"},
-        {"batch": 8, "dim": 2048, "groups": 128},
-        {"batch": 8, "dim": 2048, "layout": "offset"},
-    ],
-    ids=str,
-)
-def test_other_calls_have_lanes_in_time(options, way):
-    inputs = make_inputs(**{"seqlen": 64, "dstate": 16, "dtype": torch.bfloat16, "device": "cuda"} | options)
-    results = evaluate_each_way(inputs)
-    assert_equal(results["faster"], results["time_lanes"])
+@both_layouts
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("option", MINIMAL)
+def test_without_an_option_on_whole_tiles(option, dtype, layout):
+    for seqlen in (512, 520):
+        inputs = make_inputs(**WALKED, seqlen=seqlen, dtype=dtype, **{option: False})
+        assert_as_accurate_as_cpu(arrange_sequences(inputs, layout))
 
 
-def test_few_channels_have_lanes_in_time_in_forward(way):
-    inputs = make_inputs(batch=2, dim=64, seqlen=304, dstate=16, dtype=torch.bfloat16, device="cuda")
-    results = evaluate_each_way(inputs)
-    assert torch.equal(results["faster"]["out"], results["time_lanes"]["out"])
-    assert not torch.equal(results["faster"]["last_state"], results["walking"]["last_state"])
-    assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+@both_layouts
+@pytest.mark.parametrize("z", [True, False], ids=["z", "no_z"])
+@pytest.mark.parametrize("through", ["out", "last_state"])
+def test_gradient_of_one_result_on_whole_tiles(through, z, layout):
+    inputs = make_inputs(**WALKED, seqlen=520, dtype=torch.float32, z=z)
+    inputs = arrange_sequences(inputs, layout) if z else inputs
+    cotangent = make_cotangents(inputs)[("out", "last_state").index(through)]
+
+    def gradients(device: str) -> list[Tensor | None]:
+        leaves = with_gradients(move_all(inputs, device))
+        results = dict(zip(("out", "last_state"), scan_with_state(**leaves), strict=True))
+        present = [leaf for name in TENSORS if (leaf := leaves[name]) is not None]
+        return torch.autograd.grad(results[through], present, move(cotangent, device), allow_unused=True)
+
+    for actual, expected in zip(gradients("cuda"), gradients("cpu"), strict=True):
+        assert (actual is None) == (expected is None)
+        if expected is not None:
+            scale = max(1.0, expected.abs().max().item())
+            torch.testing.assert_close(actual.cpu(), expected, rtol=1e-4, atol=1e-5 * scale)
 
 
-def test_unknown_way():
-    with pytest.raises(ValueError, match="expected 'faster', 'walking' or 'time_lanes', got 'running'"):
-        torch.ops.ssm_kernels._prefer_selective_scan("running")
+@both_layouts
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("name", ["u", "delta"])
+def test_infinity_makes_no_nan_of_states_that_do_not_exist(name, value, layout):
+    """What is infinite on the CPU is infinite, not NaN, also in the steps of the tile after it."""
+    inputs = make_inputs(batch=2, dim=64, seqlen=72, dstate=13, dtype=torch.float32, z=True)
+    inputs[name][1, 5, 3] = value
+    inputs = arrange_sequences(inputs, layout)
+    cotangents = make_cotangents(inputs)
+    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(selective_scan, inputs, cotangents)
+    for result in ("out", "grad_z", "grad_u", "grad_delta"):
+        assert torch.equal(actual[result].cpu().isnan(), expected[result].isnan()), result
 
 
 # ----- agreement with the CPU

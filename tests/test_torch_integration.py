@@ -184,6 +184,16 @@ def test_compile_with_automatic_dynamic_shapes(device, fresh_dynamo):
     assert counter.frame_count == 2
 
 
+def test_compile_once_for_every_number_of_states(device, fresh_dynamo):
+    """How many steps lie between two saved states depends on it."""
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(scan_with_state, fullgraph=True, dynamic=True, backend=counter)
+    for dstate, seqlen in ((16, 70), (17, 70), (64, 33), (5, 130)):
+        inputs = make_inputs(dstate=dstate, seqlen=seqlen, groups=2, device=device)
+        assert_compiled_equals_eager(compiled, inputs)
+    assert counter.frame_count == 1
+
+
 def test_compile_with_inductor(device, fresh_dynamo):
     """With work around the operator for Inductor to fuse and to lay out, channels contiguous."""
 

@@ -4,20 +4,20 @@
 namespace ssm_kernels::cuda {
 
 // By each of four warps that begin at a multiple of four: from here on their threads have `count` registers, a multiple of
-// eight. Fewer than before are free for warps that ask for more; these wait until there are enough. Nothing happens if `count`
-// is zero, or on other devices.
+// eight. Fewer than before are free for warps that ask for more; these wait until there are enough. Nothing happens
+// on other devices.
 template <int count>
 __device__ __forceinline__ void leave_registers() {
-  static_assert(count % 8 == 0 && count <= 256, "registers are counted in eights");
+  static_assert(count % 8 == 0 && count >= 24 && count <= 256, "registers are counted in eights, from 24 to 256");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (count > 0) asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
 #endif
 }
 template <int count>
 __device__ __forceinline__ void take_registers() {
-  static_assert(count % 8 == 0 && count <= 256, "registers are counted in eights");
+  static_assert(count % 8 == 0 && count >= 24 && count <= 256, "registers are counted in eights, from 24 to 256");
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  if constexpr (count > 0) asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 #endif
 }
 

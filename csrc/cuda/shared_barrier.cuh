@@ -17,7 +17,7 @@ class SharedBarrier {
   // Until the phase of that number is over; it is the one under way, or the one before.
   __device__ __forceinline__ void wait(int phase) {
     asm volatile(
-        "{\n.reg .pred over;\nagain:\nmbarrier.test_wait.parity.shared.b64 over, [%0], %1;\n@!over bra.uni again;\n}" ::"r"(
+        "{\n.reg .pred over;\nagain:\nmbarrier.test_wait.parity.shared.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(
             address()),
         "r"(phase & 1)
         : "memory");

@@ -19,17 +19,20 @@ namespace ssm_kernels::selective_scan {
 
 constexpr int64_t kShortChunk = 32, kLongChunk = 64, kMostStatesOfShortChunk = 16;
 
-// Steps of a chunk: long ones where what is saved is large. Int is int64_t or a symbolic integer.
+// Steps of a chunk: long ones where what is saved is large. Int is int64_t or a symbolic integer, which a comparison would tie
+// to one side.
 template <typename Int>
-SSM_HOST_DEVICE constexpr int64_t chunk_length(const Int& dstate) {
-  return dstate <= kMostStatesOfShortChunk ? kShortChunk : kLongChunk;
+SSM_HOST_DEVICE constexpr Int chunk_length(const Int& dstate) {
+  static_assert(2 * kMaxDstate - 1 - kMostStatesOfShortChunk < 2 * kMaxDstate, "the quotient is 0 or 1");
+  const Int is_long = (dstate + (kMaxDstate - 1 - kMostStatesOfShortChunk)) / kMaxDstate;
+  return is_long * (kLongChunk - kShortChunk) + kShortChunk;
 }
 
 // Number of saved states per channel: one more than there are chunks.
 template <typename Int>
 Int chunk_boundary_count(const Int& seqlen, const Int& dstate) {
-  const int64_t length = chunk_length(dstate);
-  return (seqlen + (length - 1)) / length + 1;
+  const Int length = chunk_length(dstate);
+  return (seqlen + length - 1) / length + 1;
 }
 
 // A (batch, dim, seqlen) tensor, data null if absent. Strides are in elements.

@@ -47,14 +47,17 @@ void visit_scalar(ScalarKind kind, const Visitor& visit) {
   }
 }
 
-Device limits_of(const at::Tensor& tensor) {
+DeviceLimits limits_of(const at::Tensor& tensor) {
   const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(tensor.device().index());
-  return {properties.multiProcessorCount, static_cast<int64_t>(properties.sharedMemPerBlockOptin)};
+  return {properties.multiProcessorCount, static_cast<int64_t>(properties.sharedMemPerBlockOptin),
+          static_cast<int64_t>(properties.sharedMemPerMultiprocessor),
+          static_cast<int64_t>(properties.reservedSharedMemPerBlock)};
 }
 
 std::atomic<Way> preferred_way{Way::kFaster};
 
 std::string prefer_way(std::string_view name) {
+  // In the order of Way.
   static constexpr std::array<std::string_view, 3> kNames = {"faster", "walking", "time_lanes"};
   const auto* const found = std::find(kNames.begin(), kNames.end(), name);
   TORCH_CHECK_VALUE(found != kNames.end(), "_prefer_selective_scan: expected 'faster', 'walking' or 'time_lanes', got '", name,
@@ -94,11 +97,11 @@ class Workspace {
 };
 
 // What segments hand to each other.
-void reserve_carries(Workspace& workspace, const Partition& partition, Partition& place, const SelectiveScanParams& p) {
+void reserve_carries(Workspace& workspace, Partition& partition, const SelectiveScanParams& p) {
   if (partition.segments == 1) return;
   const int64_t count = p.batch * partition.segments * p.dim * p.dstate;
-  workspace.reserve(&place.decay, count);
-  workspace.reserve(&place.carry, count);
+  workspace.reserve(&partition.decay, count);
+  workspace.reserve(&partition.carry, count);
 }
 
 void reserve_partial_sums(Workspace& workspace, const Partition& partition, PartialSums& sums, const SelectiveScanParams& p) {
@@ -149,7 +152,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cuda(const at::Tensor& u, con
     Plan plan = plan_fwd<Scalar>(params, limits_of(u), preferred_way);
     check_grid(params, plan.partition());
     Workspace workspace;
-    reserve_carries(workspace, plan.partition(), plan.time_lanes, params);
+    reserve_carries(workspace, plan.time_lanes, params);
     workspace.allocate(A.options());
     visit_discretization(method, [&](auto rule) {
       using Method = decltype(rule);
@@ -202,7 +205,7 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
     }
     Workspace workspace;
     PartialSums partial_sums;
-    reserve_carries(workspace, plan.partition(), plan.time_lanes, params);
+    reserve_carries(workspace, plan.time_lanes, params);
     reserve_partial_sums(workspace, plan.partition(), partial_sums, params);
     workspace.allocate(A.options());
     plan.walking.decay = plan.time_lanes.decay;

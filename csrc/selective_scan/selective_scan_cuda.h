@@ -1,9 +1,10 @@
 // Between the CUDA entry point (selective_scan_cuda.cpp) and the kernels: what the two ways of scanning share.
-// * Walking (walking.h): a lane walks through time with states of two channels. For many channels of nearly 16 states, B and C
-//   per step, 16-bit and float tensors.
+// * Walking (walking.h): a lane walks through time with states of two channels. For nearly 16 states, B and C per step, up to
+// 32
+//   bits, sequences of one layout; in forward for many channels only.
 // * Lanes in time (time_lanes.h): a lane takes some consecutive steps of one channel, and lanes compose their maps of the
-// state.
-//   For everything else.
+//   state. For everything else.
+// selective_scan_plan.cpp decides.
 //
 // In both a block takes a tile of neighboring channels along time, so that the rows of B and C are staged once for all of them.
 // Its channels share these rows: they lie in one span, the longest run of channels for which neither group changes.

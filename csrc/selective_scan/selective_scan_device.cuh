@@ -3,6 +3,7 @@
 
 #include "common/activations.h"
 #include "common/discretization.h"
+#include "cuda/async_copy.cuh"
 #include "cuda/vector_io.cuh"
 #include "selective_scan/selective_scan_cuda.h"
 
@@ -14,6 +15,7 @@ using cuda::to_accumulate;
 using cuda::Vector;
 
 constexpr unsigned int kAllLanes = 0xffffffffu;
+static_assert(kVectorBytes == cuda::kAsyncCopyBytes, "tiles are filled by asynchronous copies of one vector");
 
 template <typename T>
 constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
@@ -44,6 +46,10 @@ struct Position {
     channels = static_cast<int>(min(partition.span - in_span, int64_t(partition.block_channels)));
     begin = segment * partition.segment_steps;
     end = segment + 1 == partition.segments ? p.seqlen : begin + partition.segment_steps;
+  }
+  // Of a tile of `tile_steps` that starts at t0, how many exist.
+  __device__ __forceinline__ int steps_from(int64_t t0, int tile_steps) const {
+    return static_cast<int>(min(end - t0, int64_t(tile_steps)));
   }
 };
 
@@ -137,6 +143,27 @@ template <typename Acc>
 __device__ __forceinline__ Acc fold_segment(const Partition& partition, int64_t offset, Acc state) {
   const Acc carry = static_cast<const Acc*>(partition.carry)[offset];
   return state == 0 ? carry : Math<Acc>::fma(static_cast<const Acc*>(partition.decay)[offset], state, carry);
+}
+
+// Leaves what a block adds to the gradient of B or of C, of one state at `size` steps from `step` on, of which `valid` exist,
+// for others' to be added to; of a group that is one tile it is the gradient.
+template <typename Scalar, typename Acc, int size>
+__device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p, const Partition& partition,
+                                                 const PartialSums& partial_sums, const Position& at, bool is_B, int state,
+                                                 int64_t step, int valid, const Vector<Acc, size>& sum) {
+  Acc* const partial = static_cast<Acc*>(is_B ? partial_sums.grad_B : partial_sums.grad_C);
+  if (partial != nullptr) {
+    const int64_t row = (at.batch * partition.tiles + at.tile) * p.dstate + state;
+    sum.store_once(partial + row * partial_sums.padded_steps + step);
+  } else if (const MatrixView& target = is_B ? p.grad_B : p.grad_C; target.per_step) {
+    const int64_t group = at.first_channel / (p.dim / target.groups);
+    Scalar* const place = static_cast<Scalar*>(target.data) + at.batch * target.stride_batch + group * target.stride_channel +
+                          state * target.stride_state + step * target.stride_step;
+#pragma unroll
+    for (int j = 0; j < size; ++j) {
+      if (j < valid) place[j * target.stride_step] = from_accumulate<Scalar>(sum[j]);
+    }
+  }
 }
 
 // Carves a block's shared memory into arrays.

@@ -71,8 +71,8 @@ void set_segments(Partition& partition, const SelectiveScanParams& p, int64_t se
 // At most `block_channels` to a block; fewer where their states do not fit into its shared memory, in the carry pass either.
 // shared_bytes(plan) is what a block of that plan takes.
 template <typename SharedBytes>
-void set_tiles_that_fit(time_lanes::ScanPlan& plan, const SelectiveScanParams& p, int block_channels, const Device& device,
-                        const SharedBytes& shared_bytes) {
+void set_tiles_that_fit(time_lanes::ScanPlan& plan, const SelectiveScanParams& p, int block_channels,
+                        const DeviceLimits& device, const SharedBytes& shared_bytes) {
   plan.dstate = cuda::Divisor(p.dstate);
   plan.block_channels = block_channels;
   const auto fits = [&](bool carry_pass) {
@@ -95,7 +95,7 @@ void set_accesses(time_lanes::ScanPlan& plan, const SelectiveScanParams& p, int6
 constexpr int64_t kTimeLanesResidentWarps = 16;  // of a multiprocessor, by the registers that the kernels take
 
 template <typename Scalar>
-time_lanes::ScanPlan plan_time_lanes(const SelectiveScanFwdParams& p, const Device& device) {
+time_lanes::ScanPlan plan_time_lanes(const SelectiveScanFwdParams& p, const DeviceLimits& device) {
   using time_lanes::FwdCut, time_lanes::FwdSizes;
   using Many = FwdSizes<FwdCut::kManyChannels>;
   using Few = FwdSizes<FwdCut::kFewChannels>;
@@ -132,7 +132,7 @@ time_lanes::ScanPlan plan_time_lanes(const SelectiveScanFwdParams& p, const Devi
 
 // Of as many segments as the blocks leave room for.
 template <typename Scalar>
-time_lanes::ScanPlan plan_time_lanes(const SelectiveScanBwdParams& p, const Device& device) {
+time_lanes::ScanPlan plan_time_lanes(const SelectiveScanBwdParams& p, const DeviceLimits& device) {
   using Sizes = time_lanes::BwdSizes;
   time_lanes::ScanPlan plan;
   set_tiles_that_fit(plan, p, Sizes::kTileChannels, device,
@@ -162,29 +162,32 @@ void set_accesses(walking::ScanPlan& plan, const SelectiveScanParams& p, int64_t
   plan.C = access_of(p.C, p, bytes);
 }
 
-// Whether walking can do a call that takes `shared_bytes` of a block.
-template <typename Scalar>
-bool can_walk(const SelectiveScanParams& p, const Device& device, size_t shared_bytes) {
-  return !std::is_same_v<Scalar, double> && p.B.per_step && p.C.per_step && p.dstate <= walking::kStates &&
+// Whether walking can do a call, not of doubles, that takes `shared_bytes` of a block.
+bool can_walk(const SelectiveScanParams& p, const DeviceLimits& device, size_t shared_bytes) {
+  return p.B.per_step && p.C.per_step && p.dstate <= walking::kStates &&
          static_cast<int64_t>(shared_bytes) <= device.shared_bytes_per_block;
 }
 
-// Whether it keeps its lanes busy: with states, with channels, with vectors.
-bool walks_well(const SelectiveScanParams& p, const walking::ScanPlan& plan) {
-  return p.dstate * 4 > walking::kStates * 3 && plan.tiles * walking::kTileChannels * 2 <= p.dim * 3 && plan.has_vectors;
+// Whether it keeps its lanes busy: with states, with channels, with vectors, with as many blocks as it is made for.
+bool walks_well(const SelectiveScanParams& p, const walking::ScanPlan& plan, const DeviceLimits& device, size_t shared_bytes) {
+  const int64_t bytes =
+      walking::kResidentBlocks * (static_cast<int64_t>(shared_bytes) + device.reserved_shared_bytes_per_block);
+  return p.dstate * 4 > walking::kStates * 3 && plan.tiles * walking::kTileChannels * 2 <= p.dim * 3 && plan.has_vectors &&
+         bytes <= device.shared_bytes;
 }
 
 }  // namespace
 
 template <typename Scalar>
-Plan plan_fwd(const SelectiveScanFwdParams& p, const Device& device, Way way) {
+Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Way way) {
   Plan plan;
   if constexpr (!std::is_same_v<Scalar, double>) {
-    if (way != Way::kTimeLanes && can_walk<Scalar>(p, device, walking::fwd_shared_bytes<Scalar>(p))) {
+    const size_t shared_bytes = walking::fwd_shared_bytes<Scalar>(p);
+    if (way != Way::kTimeLanes && can_walk(p, device, shared_bytes)) {
       set_tiles(plan.walking, p, walking::kTileChannels);
       set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out});
       const bool fills = p.batch * plan.walking.tiles * 2 >= device.multiprocessors * 3;
-      plan.walks = way == Way::kWalking || (fills && walks_well(p, plan.walking));
+      plan.walks = way == Way::kWalking || (fills && walks_well(p, plan.walking, device, shared_bytes));
     }
   }
   if (!plan.walks) plan.time_lanes = plan_time_lanes<Scalar>(p, device);
@@ -192,18 +195,19 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const Device& device, Way way) {
 }
 
 template <typename Scalar>
-Plan plan_bwd(const SelectiveScanBwdParams& p, const Device& device, Way way) {
+Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Way way) {
   Plan plan;
   plan.time_lanes = plan_time_lanes<Scalar>(p, device);
   if constexpr (!std::is_same_v<Scalar, double>) {
-    if (way != Way::kTimeLanes && can_walk<Scalar>(p, device, walking::bwd_shared_bytes<Scalar>())) {
+    const size_t shared_bytes = walking::bwd_shared_bytes<Scalar>();
+    if (way != Way::kTimeLanes && can_walk(p, device, shared_bytes)) {
       constexpr int64_t kTileSteps = time_lanes::BwdSizes::kTileSteps;  // the carry pass's, of whole tiles of walking
       set_tiles(plan.walking, p, walking::kTileChannels);
       set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z});
       const int64_t blocks = p.batch * plan.walking.tiles, resident = device.multiprocessors * walking::kResidentBlocks;
       const int64_t segments = blocks > 0 ? std::min(resident / blocks, divide_up(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.walking, p, segments, kTileSteps);
-      plan.walks = way == Way::kWalking || walks_well(p, plan.walking);
+      plan.walks = way == Way::kWalking || walks_well(p, plan.walking, device, shared_bytes);
     }
   }
   if (plan.walks) {
@@ -219,9 +223,9 @@ bool has_layout(const SequenceView& view, const walking::ScanPlan& plan) {
   return plan.along_channels ? is_along_channels(view, sizeof(Scalar)) : is_along_steps(view, sizeof(Scalar));
 }
 
-#define SSM_PLANS(Scalar)                                                            \
-  template Plan plan_fwd<Scalar>(const SelectiveScanFwdParams&, const Device&, Way); \
-  template Plan plan_bwd<Scalar>(const SelectiveScanBwdParams&, const Device&, Way); \
+#define SSM_PLANS(Scalar)                                                                  \
+  template Plan plan_fwd<Scalar>(const SelectiveScanFwdParams&, const DeviceLimits&, Way); \
+  template Plan plan_bwd<Scalar>(const SelectiveScanBwdParams&, const DeviceLimits&, Way); \
   template bool has_layout<Scalar>(const SequenceView&, const walking::ScanPlan&);
 SSM_PLANS(float)
 SSM_PLANS(double)

@@ -11,8 +11,10 @@
 namespace ssm_kernels::selective_scan {
 
 // What the cut depends on.
-struct Device {
+struct DeviceLimits {
   int64_t multiprocessors = 0, shared_bytes_per_block = 0;
+  // Of a multiprocessor in all, and what each block takes beside its own.
+  int64_t shared_bytes = 0, reserved_shared_bytes_per_block = 0;
 };
 
 // Either a preference, followed where the way can do the call, or the faster one.
@@ -28,10 +30,10 @@ struct Plan {
 };
 
 template <typename Scalar>
-Plan plan_fwd(const SelectiveScanFwdParams& params, const Device& device, Way way);
-// Of walking, whatever the layout of grad_out.
+Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, Way way);
+// Whether it walks does not depend on the layout of grad_out: one that does not fit (has_layout) is for the caller to copy.
 template <typename Scalar>
-Plan plan_bwd(const SelectiveScanBwdParams& params, const Device& device, Way way);
+Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, Way way);
 
 // Whether a tensor can be moved as the plan moves the others.
 template <typename Scalar>

@@ -1,5 +1,5 @@
-// Selective scan on CUDA with lanes in time: how the work is cut. For what selective_scan_cuda.h does not give to walking
-// lanes: few channels, other numbers of states, constant B or C, doubles.
+// Selective scan on CUDA with lanes in time: how the work is cut. For what is not walked: few channels, other numbers of
+// states, constant B or C, doubles, mixed layouts.
 //
 // Time is parallel inside a warp. Its lanes are `time_lanes` x 32 / `time_lanes`: a lane takes kSteps consecutive steps of one
 // channel, so that a warp holds a tile of time_lanes * kSteps steps of 32 / time_lanes channels in registers. A block of
@@ -11,7 +11,6 @@
 
 #include <cstddef>
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/divisor.h"
 #include "selective_scan/selective_scan_cuda.h"

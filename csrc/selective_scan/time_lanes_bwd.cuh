@@ -14,10 +14,10 @@
 //   grad_B_t     = sum_d g_t delta_t u_t k
 //   grad_C_t     = sum_d dy_t h_t
 //
-// time_lanes.h says how the work is cut. A tile starts from a state that forward saved, and tiles are
-// taken from the last to the first. State by state, each lane computes Abar for its steps once; the maps from step to step are
-// scanned over the lanes forwards, for the states, and backwards, for the adjoints, and run through again from the true state
-// and adjoint, both of which then exist at every step, in registers only.
+// time_lanes.h says how the work is cut. A tile starts from a state that forward saved, and tiles are taken from the last to
+// the first. State by state, each lane computes Abar for its steps once; the maps from step to step are scanned over the lanes
+// forwards, for the states, and backwards, for the adjoints, and run through again from the true state and adjoint, both of
+// which then exist at every step, in registers only.
 //
 // grad_B and grad_C sum over channels: first over those of a warp, by shuffles; a slice of states at a time then over the warps
 // of a block, through shared memory; and what is left over the tiles of channels, by another kernel. Every order of additions
@@ -39,7 +39,7 @@ struct BwdShared {
   using Scalar = typename Cut::Scalar;
   using Acc = typename Cut::Acc;
   static constexpr int kSlice = BwdSizes::kSlice;
-  // Of a state: what the block adds to the gradients of B and of C, (2, steps of a chunk).
+  // Of a state: what the block adds to the gradients of B and of C, (2, steps of a tile).
   static constexpr int kSumsPerState = 2 * Cut::kTileSteps;
   static constexpr int kSums = kSlice * kSumsPerState;
 
@@ -140,19 +140,7 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
     }
     const int state = first_state + i / Shared::kSumsPerState, step = i % Cut::kTileSteps;
     const bool is_B = i / Cut::kTileSteps % 2 == 0;
-    Acc* const partial = static_cast<Acc*>(is_B ? partial_sums.grad_B : partial_sums.grad_C);
-    if (partial != nullptr) {
-      const int64_t row = (at.batch * plan.tiles + at.tile) * p.dstate + state;
-      sum.store_once(partial + row * partial_sums.padded_steps + first_step + step);
-    } else if (const MatrixView& target = is_B ? p.grad_B : p.grad_C; target.per_step) {
-      const int64_t group = at.first_channel / (p.dim / target.groups);
-      Scalar* const place = static_cast<Scalar*>(target.data) + at.batch * target.stride_batch + group * target.stride_channel +
-                            state * target.stride_state + (first_step + step) * target.stride_step;
-#pragma unroll
-      for (int j = 0; j < kVector; ++j) {
-        if (step + j < steps) place[j * target.stride_step] = from_accumulate<Scalar>(sum[j]);
-      }
-    }
+    store_matrix_sum<Scalar>(p, plan, partial_sums, at, is_B, state, first_step + step, steps - step, sum);
   }
 }
 
@@ -216,7 +204,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 
   const int64_t tiles = (at.end - at.begin + Cut::kTileSteps - 1) / Cut::kTileSteps;
   for (int64_t t0 = at.begin + (tiles - 1) * Cut::kTileSteps; t0 >= at.begin; t0 -= Cut::kTileSteps) {
-    const int steps = static_cast<int>(min(at.end - t0, int64_t(Cut::kTileSteps)));
+    const int steps = at.steps_from(t0, Cut::kTileSteps);
     delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
     if (p.grad_out.data != nullptr) {
       grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps);

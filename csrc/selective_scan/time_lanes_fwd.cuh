@@ -109,7 +109,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const bool is_first = lane.is_first();
   // Whether a chunk, but not the tile, ends with this lane's steps, and which.
   const int lanes_per_chunk = Cut::kTimeLanes / shared.chunks, chunk_of_lane = lane.time / lanes_per_chunk;
-  const bool ends_chunk = p.chunk_states != nullptr && is_channel && (lane.time + 1) % lanes_per_chunk == 0 && !lane.is_last();
+  const bool ends_chunk =
+      !carry_pass && p.chunk_states != nullptr && is_channel && (lane.time + 1) % lanes_per_chunk == 0 && !lane.is_last();
   const MatrixSlice<Cut, slice> B{shared.B}, C{shared.C};
   const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
     if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
@@ -118,7 +119,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
 
   const Tile<Cut> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
   for (int64_t t0 = at.begin; t0 < at.end; t0 += Cut::kTileSteps) {
-    const int steps = static_cast<int>(min(at.end - t0, int64_t(Cut::kTileSteps)));
+    const int steps = at.steps_from(t0, Cut::kTileSteps);
     delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
     u_tile.load(p.u, rows.u, t0, at.channels, steps);
     if (p.z.data != nullptr && !carry_pass) z_tile.load(p.z, rows.z, t0, at.channels, steps);

@@ -1,5 +1,4 @@
-// What forward and backward share on the device: a block's place in the work, tiles in shared memory, scans over a warp's
-// lanes.
+// What forward and backward share on the device: tiles in shared memory, scans over a warp's lanes.
 //
 // A tile of a (batch, dim, seqlen) tensor lies in shared memory in the order in which it was read: steps of a channel beside
 // each other, or channels of a step. A lane reads and writes its consecutive steps in either. Steps and channels past the end
@@ -10,13 +9,10 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "cuda/async_copy.cuh"
 #include "selective_scan/selective_scan_device.cuh"
 #include "selective_scan/time_lanes.h"
 
 namespace ssm_kernels::selective_scan::time_lanes {
-
-static_assert(kVectorBytes == cuda::kAsyncCopyBytes, "tiles are filled by asynchronous copies of one vector");
 
 constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes - 1) / kVectorBytes * kVectorBytes; }
 

@@ -34,21 +34,14 @@ struct BwdMover {
 
   // Its number among the movers.
   __device__ __forceinline__ static int thread() { return opaque(static_cast<int>(threadIdx.x)) - Cut::kWalkers; }
-  __device__ __forceinline__ int steps_from(int64_t t0) const {
-    return static_cast<int>(min(at.end - t0, int64_t(Cut::kTileSteps)));
-  }
-  // Whether the tile that starts at t0 is moved by vectors.
-  __device__ __forceinline__ bool has_vectors(int64_t t0) const {
-    return plan.has_vectors && at.channels == kTileChannels && t0 + Cut::kTileSteps <= at.end;
-  }
 
   __device__ __forceinline__ void put(int64_t t0, int tile) const {
     const Scalar* matrices[Matrices<Cut>::kCount];
 #pragma unroll
     for (int i = 0; i < Matrices<Cut>::kCount; ++i) matrices[i] = Matrices<Cut>::place(p, plan, rows.B, rows.C, i);
     typename Matrices<Cut>::Raw raw_matrices[Matrices<Cut>::kCount];
-    Matrices<Cut>::load(p, plan, matrices, t0, steps_from(t0), raw_matrices);
-    if (has_vectors(t0)) {
+    Matrices<Cut>::load(p, plan, matrices, t0, at.steps_from(t0, Cut::kTileSteps), raw_matrices);
+    if (has_vectors<Cut>(plan, at, t0)) {
       put_vectors(t0, tile);
     } else {
       put_elements(t0, tile);
@@ -99,8 +92,8 @@ struct BwdMover {
 
   __device__ __forceinline__ void put_elements(int64_t t0, int tile) const {
     const Pieces<Cut, along_channels> pieces{thread()};
-    const int steps = steps_from(t0);
-    pieces.template for_each_element<2>([&](int channel, int step) {
+    const int steps = at.steps_from(t0, Cut::kTileSteps);
+    pieces.for_each_element([&](int channel, int step) {
       const bool exists = channel < at.channels && step < steps;
       Acc delta = load_element(p.delta, rows.delta, channel, t0 + step, exists) + shared.bias[channel];
       if (p.delta_softplus) delta = softplus(delta);
@@ -152,7 +145,7 @@ struct BwdMover {
 
   // Writes the gradients of the tile that starts at t0.
   __device__ __forceinline__ void write(int64_t t0, int tile) const {
-    if (has_vectors(t0)) {
+    if (has_vectors<Cut>(plan, at, t0)) {
       write_vectors(t0, tile);
     } else {
       write_elements(t0, tile);
@@ -255,7 +248,7 @@ struct BwdMover {
 
   __device__ __forceinline__ void write_elements(int64_t t0, int tile) const {
     const Pieces<Cut, along_channels> pieces{thread()};
-    const int steps = steps_from(t0);
+    const int steps = at.steps_from(t0, Cut::kTileSteps);
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
       Acc sum_D = 0, sum_bias = 0;

@@ -1,4 +1,4 @@
-// Selective scan, backward, on CUDA: what the two roles of a block's warps share, its shared memory and its barriers.
+// Selective scan, backward, on CUDA: what the two roles of a block's warps share, its shared memory.
 #pragma once
 
 #include "cuda/shared_barrier.cuh"
@@ -11,7 +11,7 @@ template <typename Cut>
 struct BwdShared {
   using Scalar = typename Cut::Scalar;
   using Acc = typename Cut::Acc;
-  using States = Vector<Acc, kLaneStates>;
+  using LaneStates = Vector<Acc, kLaneStates>;
   static constexpr int kArray = TileArray<Cut>::kCapacity;
   static constexpr int kBuffers = 2;
   static constexpr int kChannelSums = 2 * kMovingWarps * kTileChannels;
@@ -27,7 +27,7 @@ struct BwdShared {
   Acc* channel_sums;   // of the gradients of D and of delta_bias: (2, moving warps, channels)
   Acc* matrix_arrays;  // (buffers, B and C)
   Acc* arrays;         // (buffers, delta and delta_u and dy)
-  States* states;      // before each group: (groups, channels of a lane, walking threads)
+  LaneStates* states;  // before each group: (groups, channels of a lane, walking threads)
   Acc* sums;           // (walking warps, kSums)
   size_t bytes;
 
@@ -41,7 +41,7 @@ struct BwdShared {
     channel_sums = carver.take<Acc>(kChannelSums);
     matrix_arrays = carver.take<Acc>(kBuffers * 2 * Matrices<Cut>::kCapacity);
     arrays = carver.take<Acc>(kBuffers * 3 * kArray);
-    states = carver.take<States>(kGroups * kLaneChannels * Cut::kWalkers);
+    states = carver.take<LaneStates>(kGroups * kLaneChannels * Cut::kWalkers);
     sums = carver.take<Acc>(kWalkingWarps * kSums);
     bytes = carver.bytes();
   }

@@ -44,7 +44,7 @@ struct BwdWalker {
         shared(shared_),
         at(*shared_.position),
         has_gate(p_.z.data != nullptr) {
-    for_each_state([&](int k, int i, int channel, int state, bool exists) {
+    for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       A[k][i] = adjoint[k][i] = grad_A[k][i] = 0;
       if (!exists) return;
       const int64_t d = at.first_channel + channel;
@@ -53,33 +53,17 @@ struct BwdWalker {
     });
 #pragma unroll 1
     for (int64_t s = plan.segments - 1; s > at.segment; --s) {
-      for_each_state([&](int k, int i, int channel, int state, bool exists) {
+      for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
         const int64_t offset = state_offset(p, at.batch * plan.segments + s, at.first_channel + channel, state);
         if (exists) adjoint[k][i] = fold_segment(plan, offset, adjoint[k][i]);
       });
     }
   }
 
-  template <typename Visitor>
-  __device__ __forceinline__ void for_each_state(const Visitor& visit) const {
-#pragma unroll
-    for (int k = 0; k < kLaneChannels; ++k) {
-#pragma unroll
-      for (int i = 0; i < kLaneStates; ++i) {
-        const int channel = lane.channel(k), state = lane.state(i);
-        visit(k, i, channel, state, channel < at.channels && state < static_cast<int>(p.dstate));
-      }
-    }
-  }
-  __device__ __forceinline__ void save(const States& values, void* array, int64_t row) const {
-    for_each_state([&](int k, int i, int channel, int state, bool exists) {
-      if (exists) static_cast<Acc*>(array)[state_offset(p, row, at.first_channel + channel, state)] = values[k][i];
-    });
-  }
   __device__ __forceinline__ void load_saved_states(int64_t t0) {
     const int64_t row = at.batch * p.chunk_boundaries + t0 / kBwdTileSteps;
     const Acc* const saved = static_cast<const Acc*>(p.chunk_states) + state_offset(p, row, at.first_channel, 0);
-    for_each_state([&](int k, int i, int channel, int state, bool exists) {
+    for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       h[k][i] = exists ? __ldcg(saved + (channel * static_cast<int>(p.dstate) + state)) : Acc(0);
     });
   }
@@ -91,7 +75,7 @@ struct BwdWalker {
   __device__ __forceinline__ static Acc delta_u_of(Acc delta, Acc u_or_delta_u) {
     return Method::kUnitGain ? u_or_delta_u : delta * u_or_delta_u;
   }
-  __device__ __forceinline__ typename Shared::States* states_before(int t, int k) const {
+  __device__ __forceinline__ typename Shared::LaneStates* states_before(int t, int k) const {
     return shared.states + (t / kG * kLaneChannels + k) * Cut::kWalkers + threadIdx.x;
   }
 
@@ -118,8 +102,14 @@ struct BwdWalker {
       }
     }
   }
+  // Which an infinite input or step has made NaN.
+  __device__ __forceinline__ void forget_states_that_do_not_exist() {
+    for_each_state(p, at, lane, [&](int k, int i, int, int, bool exists) {
+      if (!exists) h[k][i] = 0;
+    });
+  }
   __device__ __forceinline__ void leave_states_before(int t, int k) const {
-    typename Shared::States states;
+    typename Shared::LaneStates states;
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) states.set(i, h[k][i]);
     states.store(reinterpret_cast<Acc*>(states_before(t, k)));
@@ -272,37 +262,25 @@ struct BwdWalker {
       if (state >= static_cast<int>(p.dstate)) continue;
       Group sum = Group::load(shared.sums + row * Shared::kSumsPitch + step);
 #pragma unroll
-      for (int warp = 1; warp < Cut::kWalkers / kWarpSize; ++warp) {
+      for (int warp = 1; warp < kWalkingWarps; ++warp) {
         const Group part = Group::load(shared.sums + warp * Shared::kSums + row * Shared::kSumsPitch + step);
 #pragma unroll
         for (int j = 0; j < kG; ++j) sum.set(j, sum[j] + part[j]);
       }
-      const bool is_B = row < kStates;
-      Acc* const partial = static_cast<Acc*>(is_B ? partial_sums.grad_B : partial_sums.grad_C);
-      const MatrixView& target = is_B ? p.grad_B : p.grad_C;
-      if (partial != nullptr) {
-        const int64_t place = (at.batch * plan.tiles + at.tile) * p.dstate + state;
-        sum.store_once(partial + place * partial_sums.padded_steps + t0 + step);
-      } else if (target.per_step) {
-        const int64_t group = at.first_channel / (p.dim / target.groups);
-        Scalar* const place = static_cast<Scalar*>(target.data) + at.batch * target.stride_batch +
-                              group * target.stride_channel + state * target.stride_state + (t0 + step) * target.stride_step;
-#pragma unroll
-        for (int j = 0; j < kG; ++j) {
-          if (step + j < steps) place[j * target.stride_step] = from_accumulate<Scalar>(sum[j]);
-        }
-      }
+      store_matrix_sum<Scalar>(p, plan, partial_sums, at, row < kStates, state, t0 + step, steps - step, sum);
     }
   }
 
-  __device__ __forceinline__ int steps_from(int64_t t0) const {
-    return static_cast<int>(min(at.end - t0, int64_t(Cut::kTileSteps)));
-  }
   __device__ __forceinline__ void walk_tile(int tile, int steps) {
     const Matrices<Cut> matrices = shared.matrices(tile);
     const int last = (steps - 1) / kG * kG;
 #pragma unroll 1
-    for (int t = 0; t < last; t += kG) walk_forwards(t, tile, matrices);
+    for (int t = 0; t < last; t += kG) {
+      walk_forwards(t, tile, matrices);
+      if (p.dstate < kStates && !(is_finite(shared.delta(tile), lane, t) && is_finite(shared.delta_u(tile), lane, t))) {
+        forget_states_that_do_not_exist();
+      }
+    }
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) leave_states_before(last, k);
     if (tile > 0) shared.sums_are_read->wait(tile - 1);
@@ -328,16 +306,16 @@ struct BwdWalker {
       load_saved_states(first_step(0));
       meet<Cut>();
       for (int tile = 0; first_step(tile) >= at.begin; ++tile) {
-        walk_tile(tile, steps_from(first_step(tile)));
+        walk_tile(tile, at.steps_from(first_step(tile), Cut::kTileSteps));
         if (first_step(tile) > at.begin) load_saved_states(first_step(tile + 1));
         meet<Cut>();
-        write_sums_over_channels(first_step(tile), steps_from(first_step(tile)));
+        write_sums_over_channels(first_step(tile), at.steps_from(first_step(tile), Cut::kTileSteps));
         shared.sums_are_read->arrive();
       }
     }
     meet<Cut>();  // for the movers' sums
-    save(grad_A, partial_sums.grad_A, at.batch * plan.segments + at.segment);
-    if (p.grad_initial_state != nullptr && at.segment == 0) save(adjoint, p.grad_initial_state, at.batch);
+    save_states(p, at, lane, grad_A, partial_sums.grad_A, at.batch * plan.segments + at.segment);
+    if (p.grad_initial_state != nullptr && at.segment == 0) save_states(p, at, lane, adjoint, p.grad_initial_state, at.batch);
   }
 };
 

@@ -23,8 +23,7 @@ struct FwdMover {
   const Shared& shared;
   const Position& at;
   const FwdRows<Scalar>& rows;
-  int thread, channels;
-  int64_t end;
+  int thread;
   // Of the next tile to read, and of the next to write.
   Scalar *delta, *u, *z, *out;
   const Scalar* matrices[Matrices<Cut>::kCount];
@@ -35,9 +34,7 @@ struct FwdMover {
         shared(shared_),
         at(*shared_.position),
         rows(*shared_.rows),
-        thread(static_cast<int>(threadIdx.x) - Cut::kWalkers),
-        channels(at.channels),
-        end(at.end) {
+        thread(static_cast<int>(threadIdx.x) - Cut::kWalkers) {
     by_layout([&](auto pieces) {
       delta = pieces.place(p.delta, rows.delta, 0);
       u = pieces.place(p.u, rows.u, 0);
@@ -60,13 +57,6 @@ struct FwdMover {
     }
   }
 
-  __device__ __forceinline__ int steps_from(int64_t t0) const {
-    return static_cast<int>(min(end - t0, int64_t(Cut::kTileSteps)));
-  }
-  // Whether the tile that starts at t0 is moved by vectors.
-  __device__ __forceinline__ bool has_vectors(int64_t t0) const {
-    return plan.has_vectors && channels == kTileChannels && t0 + Cut::kTileSteps <= end;
-  }
   // Where this thread's pieces of a tile lie among the stages.
   template <int stages>
   __device__ __forceinline__ int place(int tile) const {
@@ -78,8 +68,8 @@ struct FwdMover {
   __device__ __forceinline__ void read(int tile) {
     const int64_t t0 = int64_t(tile) * Cut::kTileSteps;
     if (tile > 0) read_gate(tile - 1);
-    if (t0 < end) {
-      if (has_vectors(t0)) {
+    if (t0 < at.end) {
+      if (has_vectors<Cut>(plan, at, t0)) {
         by_layout([&](auto pieces) {
           pieces.copy(p.delta, delta, shared.delta_raw + place<Shared::kStages>(tile));
           pieces.copy(p.u, u, shared.u + place<Shared::kStagesOfU>(tile));
@@ -87,12 +77,12 @@ struct FwdMover {
         delta += Cut::kTileSteps * p.delta.stride_step;
         u += Cut::kTileSteps * p.u.stride_step;
       }
-      Matrices<Cut>::copy(p, plan, matrices, t0, steps_from(t0), shared.raw_matrices + matrix_place(tile));
+      Matrices<Cut>::copy(p, plan, matrices, t0, at.steps_from(t0, Cut::kTileSteps), shared.raw_matrices + matrix_place(tile));
     }
     cuda::commit_async_copies();
   }
   __device__ __forceinline__ void read_gate(int tile) {
-    if (p.z.data == nullptr || !has_vectors(int64_t(tile) * Cut::kTileSteps)) return;
+    if (p.z.data == nullptr || !has_vectors<Cut>(plan, at, int64_t(tile) * Cut::kTileSteps)) return;
     by_layout([&](auto pieces) { pieces.copy(p.z, z, shared.z + place<Shared::kStages>(tile)); });
     z += Cut::kTileSteps * p.z.stride_step;
   }
@@ -128,9 +118,9 @@ struct FwdMover {
   __device__ __forceinline__ void put_elements(P pieces, int tile) const {
     const TileArray<Cut> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
     const int64_t t0 = int64_t(tile) * Cut::kTileSteps;
-    const int steps = steps_from(t0);
-    pieces.template for_each_element<2>([&](int channel, int step) {
-      const bool exists = channel < channels && step < steps;
+    const int steps = at.steps_from(t0, Cut::kTileSteps);
+    pieces.for_each_element([&](int channel, int step) {
+      const bool exists = channel < at.channels && step < steps;
       Acc value = load_element(p.delta, rows.delta, channel, t0 + step, exists) + shared.bias[channel];
       if (p.delta_softplus) value = softplus(value);
       *deltas.at(channel, step) = value;
@@ -142,7 +132,7 @@ struct FwdMover {
   __device__ __forceinline__ void put(int tile) const {
     const int64_t t0 = int64_t(tile) * Cut::kTileSteps;
     cuda::wait_for_async_copies<Shared::kStages - 1>();
-    if (has_vectors(t0)) {
+    if (has_vectors<Cut>(plan, at, t0)) {
       by_layout([&](auto pieces) { put_vectors(pieces, tile); });
     } else {
       by_layout([&](auto pieces) { put_elements(pieces, tile); });
@@ -187,9 +177,9 @@ struct FwdMover {
   template <typename P>
   __device__ __forceinline__ void write_elements(P pieces, int tile) const {
     const int64_t t0 = int64_t(tile) * Cut::kTileSteps;
-    const int steps = steps_from(t0);
-    pieces.template for_each_element<2>([&](int channel, int step) {
-      if (channel >= channels || step >= steps) return;
+    const int steps = at.steps_from(t0, Cut::kTileSteps);
+    pieces.for_each_element([&](int channel, int step) {
+      if (channel >= at.channels || step >= steps) return;
       Acc sum = 0;
 #pragma unroll
       for (int part = 0; part < kStateLanes; ++part) sum += *shared.part(tile, part).at(channel, step);
@@ -202,7 +192,7 @@ struct FwdMover {
   // Writes the outputs of a tile.
   __device__ __forceinline__ void write(int tile) {
     const int64_t t0 = int64_t(tile) * Cut::kTileSteps;
-    if (has_vectors(t0)) {
+    if (has_vectors<Cut>(plan, at, t0)) {
       by_layout([&](auto pieces) { write_vectors(pieces, tile); });
       out += Cut::kTileSteps * p.out.stride_step;
     } else {
@@ -211,7 +201,7 @@ struct FwdMover {
   }
 
   __device__ __forceinline__ void run() {
-    const int tiles = static_cast<int>((end + Cut::kTileSteps - 1) / Cut::kTileSteps);
+    const int tiles = static_cast<int>((at.end + Cut::kTileSteps - 1) / Cut::kTileSteps);
     if (tiles == 0) return;
     read(0);
     read(1);

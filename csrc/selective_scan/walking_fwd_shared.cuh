@@ -1,4 +1,4 @@
-// Selective scan, forward, on CUDA: what the two roles of a block's warps share, its shared memory and its barriers.
+// Selective scan, forward, on CUDA: what the two roles of a block's warps share, its shared memory.
 #pragma once
 
 #include "selective_scan/walking_tile.cuh"
@@ -13,7 +13,8 @@ struct FwdShared {
   // Apart by two groups of steps in banks, for state lanes that write beside each other.
   static constexpr int kArray = TileArray<Cut>::kCapacity + 2 * kGroupSteps;
   static constexpr int kBuffers = 2;
-  // Tiles as they were read, one that is put into place and one under way; of u also one that is written out, with its z.
+  // Tiles as they were read: one that is put into place and one under way; of u also one that is written out. Gates are read a
+  // tile later.
   static constexpr int kStages = 2, kStagesOfU = 3;
   using RawPiece = typename Pieces<Cut, false>::Raw;
   using RawMatrix = typename Matrices<Cut>::Raw;

@@ -27,29 +27,16 @@ struct FwdWalker {
 
   __device__ __forceinline__ FwdWalker(const SelectiveScanFwdParams& p_, const Shared& shared_)
       : p(p_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
-    for_each_state([&](int k, int i, int64_t d, int state, bool exists) {
-      A[k][i] = exists ? load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc> : Acc(0);
-      h[k][i] = exists && p.initial_state.data != nullptr ? load_state<Acc>(p.initial_state, at.batch, d, state) : Acc(0);
+    for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
+      A[k][i] = h[k][i] = 0;
+      if (!exists) return;
+      const int64_t d = at.first_channel + channel;
+      A[k][i] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+      if (p.initial_state.data != nullptr) h[k][i] = load_state<Acc>(p.initial_state, at.batch, d, state);
     });
   }
 
-  template <typename Visitor>
-  __device__ __forceinline__ void for_each_state(const Visitor& visit) const {
-#pragma unroll
-    for (int k = 0; k < kLaneChannels; ++k) {
-#pragma unroll
-      for (int i = 0; i < kLaneStates; ++i) {
-        const int channel = lane.channel(k), state = lane.state(i);
-        visit(k, i, at.first_channel + channel, state, channel < at.channels && state < dstate);
-      }
-    }
-  }
-  // Into (rows, dim, dstate).
-  __device__ __forceinline__ void save(void* array, int64_t row) const {
-    for_each_state([&](int k, int i, int64_t d, int state, bool exists) {
-      if (exists) static_cast<Acc*>(array)[state_offset(p, row, d, state)] = h[k][i];
-    });
-  }
+  __device__ __forceinline__ void save(void* array, int64_t row) const { save_states(p, at, lane, h, array, row); }
 
   // A group of steps, or if not plain the first `count` of one, of the states that exist: even a step of size zero would make
   // NaN of an infinite A, and even a state of zeros NaN of an infinite input.

@@ -1,15 +1,11 @@
-// What forward and backward share on the device: a block's place in the work, tiles between global memory, registers and shared
-// memory, and the lanes' view of them.
+// What forward and backward share on the device: tiles between global memory, registers and shared memory, and the lanes' view
+// of them.
 //
 // The elements of a (batch, dim, seqlen) tensor's tile belong to threads by pieces of one vector, along the steps or along the
 // channels, whichever lies together in memory; the same elements of all tensors belong to the same thread. Where they meet the
 // lanes that walk through time they lie in shared memory in the accumulation type, the steps of a channel beside each other.
 #pragma once
 
-#include <algorithm>
-#include <type_traits>
-
-#include "cuda/async_copy.cuh"
 #include "cuda/named_barrier.cuh"
 #include "selective_scan/selective_scan_device.cuh"
 #include "selective_scan/walking.h"
@@ -53,6 +49,29 @@ struct Lane {
     return state_lane + (permuted ? i ^ (row & (kLaneStates - 1)) : i) * kStateLanes;
   }
 };
+
+// visit(k, i, channel, state, whether they exist) for each of a walking thread's channels and states.
+template <typename Lane, typename Visitor>
+__device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const Position& at, const Lane& lane,
+                                               const Visitor& visit) {
+#pragma unroll
+  for (int k = 0; k < kLaneChannels; ++k) {
+#pragma unroll
+    for (int i = 0; i < kLaneStates; ++i) {
+      const int channel = lane.channel(k), state = lane.state(i);
+      visit(k, i, channel, state, channel < at.channels && state < static_cast<int>(p.dstate));
+    }
+  }
+}
+
+// Into (rows, dim, dstate).
+template <typename Lane, typename Acc>
+__device__ __forceinline__ void save_states(const SelectiveScanParams& p, const Position& at, const Lane& lane,
+                                            const Acc (&values)[kLaneChannels][kLaneStates], void* array, int64_t row) {
+  for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
+    if (exists) static_cast<Acc*>(array)[state_offset(p, row, at.first_channel + channel, state)] = values[k][i];
+  });
+}
 
 // A tile in the accumulation type in shared memory. The groups of steps of a channel are swapped by exclusive or, so that the
 // groups that lie in the same banks are not those of neighboring channels (which lanes read together), nor those of channels
@@ -193,16 +212,22 @@ struct Pieces {
     for (int j = 0; j < count; ++j) raw.set(first + j, from_accumulate<Scalar>(values[j]));
   }
 
-  // visit(channel, step) for each element of a thread's pieces, one by one, `together` of a piece under way at a time.
-  template <int together, typename Visitor>
+  // visit(channel, step) for each element of a thread's pieces, one by one.
+  template <typename Visitor>
   __device__ __forceinline__ void for_each_element(const Visitor& visit) const {
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
-#pragma unroll(together)
+#pragma unroll 2
       for (int j = 0; j < kVector; ++j) visit(channel(i) + (along_channels ? j : 0), step(i) + (along_channels ? 0 : j));
     }
   }
 };
+
+// Whether a block's tile that starts at t0 is moved by vectors.
+template <typename Cut>
+__device__ __forceinline__ bool has_vectors(const ScanPlan& plan, const Position& at, int64_t t0) {
+  return plan.has_vectors && at.channels == kTileChannels && t0 + Cut::kTileSteps <= at.end;
+}
 
 // An element of a tile, zero if it does not exist. `row` is that of the block's first channel.
 template <typename Scalar>

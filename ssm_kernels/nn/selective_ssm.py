@@ -57,6 +57,8 @@ class SelectiveBase(nn.Module):
         known = [*discretizations, *discretization_aliases]
         if discretization not in known:
             raise ValueError(f"{type(self).__name__}: unknown discretization {discretization!r}, expected one of {known}")
+        if not 1 <= d_state <= 256:
+            raise ValueError(f"{type(self).__name__}: expected d_state from 1 to 256, got {d_state}")
         if dt_init not in ("random", "constant"):
             raise ValueError(f"{type(self).__name__}: expected dt_init to be 'random' or 'constant', got {dt_init!r}")
         if not 0 < dt_min <= dt_max:

@@ -1,0 +1,80 @@
+"""Which of its two ways selective_scan takes on CUDA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import evaluate, make_cotangents, make_inputs
+from torch import Tensor
+
+from ssm_kernels import selective_scan
+
+pytestmark = pytest.mark.cuda
+
+
+@pytest.fixture(autouse=True)
+def preference_is_put_back():
+    before = torch.ops.ssm_kernels._prefer_selective_scan("faster")
+    yield
+    torch.ops.ssm_kernels._prefer_selective_scan(before)
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name]), name
+
+
+both_layouts = pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+
+
+def evaluate_each_way(inputs: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
+    if torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor < 227 * 1024:
+        pytest.skip("walking is made for two blocks of 113 KiB of shared memory on a multiprocessor")
+    results = {}
+    for way in ("faster", "walking", "time_lanes"):
+        torch.ops.ssm_kernels._prefer_selective_scan(way)
+        results[way] = evaluate(selective_scan, inputs, make_cotangents(inputs))
+    return results
+
+
+@both_layouts
+@pytest.mark.parametrize("dstate", [13, 16])
+def test_many_channels_are_walked(dstate, layout):
+    sizes = {"batch": 8, "dim": 2048, "seqlen": 64, "dstate": dstate}
+    inputs = make_inputs(**sizes, dtype=torch.bfloat16, layout=layout, device="cuda")
+    results = evaluate_each_way(inputs)
+    assert_equal(results["faster"], results["walking"])
+    assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"batch": 8, "dim": 2048, "dstate": 12},
+        {"batch": 8, "dim": 2048, "C": "constant"},
+        {"batch": 8, "dim": 2048, "dstate": 17},
+        {"batch": 8, "dim": 2048, "B": "constant"},
+        {"batch": 8, "dim": 2048, "groups": 128},
+        {"batch": 8, "dim": 2048, "layout": "offset"},
+    ],
+    ids=str,
+)
+def test_other_calls_have_lanes_in_time(options):
+    inputs = make_inputs(**{"seqlen": 64, "dstate": 16, "dtype": torch.bfloat16, "device": "cuda"} | options)
+    results = evaluate_each_way(inputs)
+    assert_equal(results["faster"], results["time_lanes"])
+
+
+def test_few_channels_have_lanes_in_time_in_forward():
+    inputs = make_inputs(batch=2, dim=64, seqlen=304, dstate=16, dtype=torch.bfloat16, device="cuda")
+    results = evaluate_each_way(inputs)
+    assert torch.equal(results["faster"]["out"], results["time_lanes"]["out"])
+    assert not torch.equal(results["faster"]["last_state"], results["walking"]["last_state"])
+    assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+
+
+def test_unknown_way():
+    with pytest.raises(ValueError, match="expected 'faster', 'walking' or 'time_lanes', got 'running'"):
+        torch.ops.ssm_kernels._prefer_selective_scan("running")
