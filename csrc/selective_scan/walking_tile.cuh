@@ -54,12 +54,13 @@ struct Lane {
 template <typename Lane, typename Visitor>
 __device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const Position& at, const Lane& lane,
                                                const Visitor& visit) {
+  const int channels = at.channels;
 #pragma unroll
   for (int k = 0; k < kLaneChannels; ++k) {
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
       const int channel = lane.channel(k), state = lane.state(i);
-      visit(k, i, channel, state, channel < at.channels && state < static_cast<int>(p.dstate));
+      visit(k, i, channel, state, channel < channels && state < static_cast<int>(p.dstate));
     }
   }
 }
@@ -68,8 +69,9 @@ __device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, con
 template <typename Lane, typename Acc>
 __device__ __forceinline__ void save_states(const SelectiveScanParams& p, const Position& at, const Lane& lane,
                                             const Acc (&values)[kLaneChannels][kLaneStates], void* array, int64_t row) {
+  Acc* const target = static_cast<Acc*>(array) + state_offset(p, row, at.first_channel, 0);
   for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
-    if (exists) static_cast<Acc*>(array)[state_offset(p, row, at.first_channel + channel, state)] = values[k][i];
+    if (exists) target[channel * static_cast<int>(p.dstate) + state] = values[k][i];
   });
 }
 
