@@ -6,6 +6,9 @@ themselves.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch._inductor.utils
@@ -29,15 +32,36 @@ class Walking(str):
     """A CUDA device on which the walking kernels take every call that they can do."""
 
 
+@contextmanager
+def _preferred(way: str) -> Iterator[None]:
+    before = torch.ops.ssm_kernels._prefer_selective_scan(way)
+    try:
+        yield
+    finally:
+        torch.ops.ssm_kernels._prefer_selective_scan(before)
+
+
 @pytest.fixture(autouse=True)
 def _way_of_device(request):
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or not isinstance(callspec.params.get("device"), Walking):
         yield
         return
-    before = torch.ops.ssm_kernels._prefer_selective_scan("walking")
-    yield
-    torch.ops.ssm_kernels._prefer_selective_scan(before)
+    with _preferred("walking"):
+        yield
+
+
+@pytest.fixture(params=["faster", "walking"])
+def each_way(request):
+    """Twice: as calls are shared out among the kernels, and with walking ones wherever they can do the call."""
+    with _preferred(request.param):
+        yield
+
+
+@pytest.fixture
+def preference_is_put_back():
+    with _preferred("faster"):
+        yield
 
 
 def _why_no_cuda() -> str | None:

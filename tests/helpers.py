@@ -410,3 +410,28 @@ def assert_step_matches_reference(inputs: dict[str, Any]) -> tuple[Tensor, Tenso
         assert_as_accurate(out, native_out.to(out.dtype), exact_out, "out")
         assert_as_accurate(state, native_state, exact_state, "state")
     return out, state
+
+
+def evaluate_in_float64(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    """The operator's results and gradients of CPU tensors in float64."""
+    return evaluate(selective_scan, as_float64(inputs), cotangents and tuple(x.double() for x in cotangents))
+
+
+def assert_close(actual: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """float64 to 1e-10; else to roundings of the largest value, which cancellation may leave far below the terms of its sum."""
+    assert actual.keys() == exact.keys()
+    for name, value in actual.items():
+        rtol = atol = 1e-10
+        if dtype != torch.float64:
+            scale = max(1.0, exact[name].abs().max().item())
+            rtol, atol = 2 * torch.finfo(value.dtype).eps, 64 * torch.finfo(torch.float32).eps * scale
+        torch.testing.assert_close(
+            value.cpu().double(), exact[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        assert torch.equal(value, expected[name]), name

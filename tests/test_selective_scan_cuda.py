@@ -1,4 +1,4 @@
-"""selective_scan on CUDA beside the CPU's kernels: tiles, segments of time, sizes beyond 32 bits, streams, CUDA graphs.
+"""selective_scan on CUDA beside the CPU's kernels: tiles, segments of time, sizes beyond 32 bits.
 
 What holds on every device is tested where it is tested for the CPU; here is what only a GPU's kernels can get wrong.
 """
@@ -16,30 +16,22 @@ from helpers import (
     MINIMAL,
     TENSORS,
     arrange,
-    as_float64,
     assert_as_accurate,
+    assert_close,
     evaluate,
+    evaluate_in_float64,
     make_cotangents,
     make_inputs,
     move,
     move_all,
     scan_with_state,
-    training_step,
     with_gradients,
 )
 from torch import Tensor
 
 from ssm_kernels import selective_scan
 
-pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture(params=["faster", "walking"], autouse=True)
-def way(request):
-    before = torch.ops.ssm_kernels._prefer_selective_scan(request.param)
-    yield request.param
-    torch.ops.ssm_kernels._prefer_selective_scan(before)
-
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_way")]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SEQUENCES = ("u", "delta", "z", "B", "C")
@@ -62,23 +54,6 @@ def evaluate_on_cuda(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] |
     return evaluate(selective_scan, move_all(inputs, "cuda"), cotangents and tuple(move(x, "cuda") for x in cotangents))
 
 
-def evaluate_in_float64(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    return evaluate(selective_scan, as_float64(inputs), cotangents and tuple(x.double() for x in cotangents))
-
-
-def assert_close(actual: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """float64 to 1e-10; else to roundings of the largest value, which cancellation may leave far below the terms of its sum."""
-    assert actual.keys() == exact.keys()
-    for name, value in actual.items():
-        rtol = atol = 1e-10
-        if dtype != torch.float64:
-            scale = max(1.0, exact[name].abs().max().item())
-            rtol, atol = 2 * torch.finfo(value.dtype).eps, 64 * torch.finfo(torch.float32).eps * scale
-        torch.testing.assert_close(
-            value.cpu().double(), exact[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
 def assert_agrees_with_cpu(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
     """Results and all gradients beside those of the CPU's kernel in float64; returns the GPU's."""
     cotangents = cotangents or make_cotangents(inputs)
@@ -97,12 +72,6 @@ def assert_as_accurate_as_cpu(inputs: dict[str, Any]) -> None:
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         assert_as_accurate(value.cpu(), expected[name], exact[name], name)
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        assert torch.equal(value, expected[name]), name
 
 
 def arrange_sequence(tensor: Tensor, layout: str) -> Tensor:
@@ -144,7 +113,7 @@ def test_without_an_option_on_whole_tiles(option, dtype, layout):
 @pytest.mark.parametrize("through", ["out", "last_state"])
 def test_gradient_of_one_result_on_whole_tiles(through, z, layout):
     inputs = make_inputs(**WALKED, seqlen=520, dtype=torch.float32, z=z)
-    inputs = arrange_sequences(inputs, layout) if z else inputs
+    inputs = arrange_sequences(inputs, layout)
     cotangent = make_cotangents(inputs)[("out", "last_state").index(through)]
 
     def gradients(device: str) -> list[Tensor | None]:
@@ -506,142 +475,3 @@ def test_no_uninitialized_memory_is_read(dtype, uninitialized_memory_is_nan):
         for form, layout in itertools.product(("variable", "constant"), ("contiguous", "transposed")):
             inputs = make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, B=form, C=form, dtype=dtype)
             assert_agrees_with_cpu(arrange_sequences(inputs, layout))
-
-
-# ----- order and streams
-
-
-@dtypes(torch.float32, torch.bfloat16)
-@pytest.mark.parametrize("form", ["variable", "constant"])
-@pytest.mark.parametrize("sizes", [(1, 64, 8192), (1, 256, 8192), (2, 2048, 200), (8, 1024, 200), (3, 70, 150)], ids=str)
-def test_repeatable(sizes, form, dtype):
-    """Bit for bit, also on a GPU that is busy with something else."""
-    batch, dim, seqlen = sizes
-    inputs = make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=16, B=form, C=form, dtype=dtype, device="cuda")
-    cotangents = make_cotangents(inputs)
-    first = evaluate(selective_scan, inputs, cotangents)
-    assert_equal(evaluate(selective_scan, inputs, cotangents), first)
-    matrix, elsewhere = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
-    elsewhere.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(elsewhere):
-        for _ in range(8):
-            torch.mm(matrix, matrix)
-    for _ in range(3):
-        assert_equal(evaluate(selective_scan, inputs, cotangents), first)
-    torch.cuda.current_stream().wait_stream(elsewhere)
-
-
-STREAM_SIZES = [{"batch": 2, "dim": 256, "seqlen": 1024}, {"batch": 1, "dim": 64, "seqlen": 8192}]
-
-
-def test_two_streams_at_once():
-    sets = [make_inputs(**sizes, dstate=16, dtype=torch.float32, device="cuda") for sizes in STREAM_SIZES]
-    cotangents = [make_cotangents(inputs) for inputs in sets]
-    expected = [evaluate(selective_scan, *arguments) for arguments in zip(sets, cotangents, strict=True)]
-    streams = [torch.cuda.Stream() for _ in sets]
-    torch.cuda.synchronize()
-    results: list[list[dict[str, Tensor]]] = [[] for _ in sets]
-    for _ in range(5):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                results[i].append(evaluate(selective_scan, sets[i], cotangents[i]))
-    torch.cuda.synchronize()
-    for i, runs in enumerate(results):
-        for run in runs:
-            assert_equal(run, expected[i])
-
-
-@pytest.mark.parametrize("sizes", STREAM_SIZES, ids=str)
-def test_runs_on_the_current_stream(sizes):
-    """A scan that waits for a long write on its own stream sees what was written, and so does its backward."""
-    inputs = make_inputs(**sizes, dstate=16, dtype=torch.float32, device="cuda")
-    cotangents = make_cotangents(inputs)
-    expected = evaluate(selective_scan, inputs, cotangents)
-    values, inputs["u"] = inputs["u"], torch.full_like(inputs["u"], float("nan"))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        inputs["u"].copy_(values)
-        actual = evaluate(selective_scan, inputs, cotangents)
-    stream.synchronize()
-    assert_equal(actual, expected)
-
-
-def test_runs_on_the_device_of_its_arguments():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
-    assert torch.cuda.current_device() == 0
-    for sizes in ({"dim": 70, "seqlen": 150}, SEGMENTED):
-        inputs = make_inputs(**sizes, dtype=torch.float32)
-        cotangents = make_cotangents(inputs)
-        results = evaluate(selective_scan, move_all(inputs, "cuda:1"), tuple(move(x, "cuda:1") for x in cotangents))
-        assert_close(results, evaluate_in_float64(inputs, cotangents), torch.float32)
-        assert all(value.device == torch.device("cuda:1") for value in results.values())
-        assert torch.cuda.current_device() == 0
-
-
-# ----- CUDA graphs
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch": 2, "dim": 70, "seqlen": 150, "groups": 2},
-        {"batch": 2, "dim": 70, "seqlen": 150, "layout": "transposed", "dtype": torch.bfloat16},
-        {"batch": 2, "dim": 70, "seqlen": 150, "B": "constant", "C": "constant"},
-        {"batch": 1, "dim": 64, "seqlen": 8192},
-        {**SEGMENTED, **MINIMAL},
-    ],
-    ids=str,
-)
-def test_cuda_graph_of_forward_and_backward(options):
-    """Replayed on new values in the same tensors, it computes what an eager call does."""
-    options = {"dstate": 16, "dtype": torch.float32, "device": "cuda"} | options
-    draws = [make_inputs(**options, seed=seed) for seed in range(3)]
-    cotangents = [make_cotangents(inputs, seed=10 + seed) for seed, inputs in enumerate(draws)]
-    expected = [evaluate(selective_scan, *arguments) for arguments in zip(draws, cotangents, strict=True)]
-
-    static = with_gradients({k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()})
-    static_cotangents = tuple(x.clone() for x in cotangents[0])
-    present = [name for name in TENSORS if static[name] is not None]
-
-    def forward_and_backward() -> dict[str, Tensor]:
-        results = scan_with_state(**static)
-        gradients = torch.autograd.grad(results, [static[name] for name in present], static_cotangents)
-        names = ["out", "last_state", *(f"grad_{name}" for name in present)]
-        return dict(zip(names, (*results, *gradients), strict=True))
-
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        forward_and_backward()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward_and_backward()
-
-    for draw, draw_cotangents, results in zip(draws, cotangents, expected, strict=True):
-        with torch.no_grad():
-            for name in present:
-                static[name].copy_(draw[name])
-            for tensor, value in zip(static_cotangents, draw_cotangents, strict=True):
-                tensor.copy_(value)
-        graph.replay()
-        assert_equal(captured, results)
-
-
-def test_compiled_into_cuda_graphs(fresh_dynamo):
-    """What torch.compile(mode="reduce-overhead") records and replays, forward and backward."""
-
-    def layer(*, u, z, **inputs):
-        out, last_state = selective_scan(torch.tanh(u) * 2, z=z * 3, **inputs, return_last_state=True)
-        return torch.relu(out) + u, last_state * 2
-
-    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
-    for seed in range(4):  # a warm-up, a recording, replays
-        inputs = make_inputs(dim=70, seqlen=150, dstate=16, dtype=torch.float32, device="cuda", seed=seed)
-        torch.compiler.cudagraph_mark_step_begin()
-        actual, expected = training_step(inputs, compiled), training_step(inputs, layer)
-        for name, value in expected.items():
-            torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")

@@ -6,25 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import evaluate, make_cotangents, make_inputs
+from helpers import assert_equal, evaluate, make_cotangents, make_inputs
 from torch import Tensor
 
 from ssm_kernels import selective_scan
 
-pytestmark = pytest.mark.cuda
-
-
-@pytest.fixture(autouse=True)
-def preference_is_put_back():
-    before = torch.ops.ssm_kernels._prefer_selective_scan("faster")
-    yield
-    torch.ops.ssm_kernels._prefer_selective_scan(before)
-
-
-def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    for name, value in actual.items():
-        assert torch.equal(value, expected[name]), name
-
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("preference_is_put_back")]
 
 both_layouts = pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 

@@ -23,10 +23,13 @@ constexpr int64_t kShortChunk = 32, kLongChunk = 64, kMostStatesOfShortChunk = 1
 // to one side.
 template <typename Int>
 SSM_HOST_DEVICE constexpr Int chunk_length(const Int& dstate) {
-  static_assert(2 * kMaxDstate - 1 - kMostStatesOfShortChunk < 2 * kMaxDstate, "the quotient is 0 or 1");
   const Int is_long = (dstate + (kMaxDstate - 1 - kMostStatesOfShortChunk)) / kMaxDstate;
   return is_long * (kLongChunk - kShortChunk) + kShortChunk;
 }
+
+static_assert(chunk_length(kMostStatesOfShortChunk) == kShortChunk && chunk_length(kMostStatesOfShortChunk + 1) == kLongChunk &&
+                  chunk_length(int64_t(kMaxDstate)) == kLongChunk,
+              "the quotient is 0 or 1");
 
 // Number of saved states per channel: one more than there are chunks.
 template <typename Int>
