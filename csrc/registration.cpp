@@ -3,6 +3,8 @@
 
 #include <torch/library.h>
 
+#include "linear_scan/linear_scan_op.h"
+
 TORCH_LIBRARY(ssm_kernels, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
@@ -34,5 +36,25 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
       "str discretization='zoh') -> Tensor",
+      tags);
+
+  // The family of h_t = a_t h_{t-1} + b_t: linear_scan, mingru_scan, ..., one for each row of common/recurrences.h.
+  for (const ssm_kernels::RecurrenceRow& row : ssm_kernels::kRecurrenceTable) {
+    m.def(ssm_kernels::linear_scan::schema_of(row).c_str(), tags);
+  }
+  // Any of them, by name; what does not matter to it is ignored.
+  m.def(
+      "_linear_recurrence(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, str recurrence, str candidate_activation, "
+      "bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)",
+      tags);
+  m.def(
+      "_linear_recurrence_fwd(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, str recurrence, str candidate_activation, "
+      "bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)",
+      tags);
+  // Its adjoint. Gradients that are not needed have no elements; the last of needs_grad is of h0.
+  m.def(
+      "_linear_recurrence_bwd(Tensor? grad_h, Tensor? grad_last_state, Tensor[] inputs, Tensor h, Tensor? h0, "
+      "Tensor? cu_seqlens, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse, bool[5] needs_grad) "
+      "-> (Tensor[] grad_inputs, Tensor grad_h0)",
       tags);
 }

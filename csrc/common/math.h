@@ -42,6 +42,9 @@ struct Math<float> {
   // NaN or the other, where one is NaN.
   static SSM_HOST_DEVICE float max(float a, float b) { return ::fmaxf(a, b); }
   static SSM_HOST_DEVICE float abs(float x) { return ::fabsf(x); }
+  static SSM_HOST_DEVICE float sqrt(float x) { return ::sqrtf(x); }
+  static SSM_HOST_DEVICE float expm1(float x) { return ::expm1f(x); }
+  static SSM_HOST_DEVICE float tanh(float x) { return ::tanhf(x); }
   static SSM_HOST_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
   static SSM_HOST_DEVICE bool less(float a, float b) { return a < b; }
   static SSM_HOST_DEVICE float select(bool mask, float a, float b) { return mask ? a : b; }
@@ -55,6 +58,9 @@ struct Math<double> {
   static SSM_HOST_DEVICE double reciprocal(double x) { return 1.0 / x; }
   static SSM_HOST_DEVICE double max(double a, double b) { return ::fmax(a, b); }
   static SSM_HOST_DEVICE double abs(double x) { return ::fabs(x); }
+  static SSM_HOST_DEVICE double sqrt(double x) { return ::sqrt(x); }
+  static SSM_HOST_DEVICE double expm1(double x) { return ::expm1(x); }
+  static SSM_HOST_DEVICE double tanh(double x) { return ::tanh(x); }
   static SSM_HOST_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
   static SSM_HOST_DEVICE bool less(double a, double b) { return a < b; }
   static SSM_HOST_DEVICE double select(bool mask, double a, double b) { return mask ? a : b; }

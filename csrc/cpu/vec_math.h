@@ -17,6 +17,9 @@ template <typename Scalar>
 struct Common {
   using Vec = at::vec::Vectorized<Scalar>;
   static inline __attribute__((always_inline)) Vec abs(const Vec& x) { return x.abs(); }
+  static inline Vec sqrt(const Vec& x) { return x.sqrt(); }
+  static inline Vec expm1(const Vec& x) { return x.expm1(); }
+  static inline Vec tanh(const Vec& x) { return x.tanh(); }
   static inline __attribute__((always_inline)) Vec fma(const Vec& a, const Vec& b, const Vec& c) {
     return at::vec::fmadd(a, b, c);
   }

@@ -9,6 +9,7 @@
 #include <algorithm>
 
 #include "cpu/capability.h"
+#include "cpu/thread_scratch.h"
 #include "selective_scan/selective_scan_cpu.h"
 #include "selective_scan/selective_scan_op.h"
 #include "torch/checks.h"
@@ -39,27 +40,6 @@ const CpuKernels& cpu_kernels() {
 #undef SSM_ROW
   return *kBuilt[cpu_capability_index()];
 }
-
-// Work below this, in states times steps, is not worth waking a thread for.
-constexpr int64_t kWorkPerThread = 32768;
-
-// Scratch memory for each thread of a parallel_for, and the loop: body(index, scratch), each index of about that much work.
-class ThreadScratch {
- public:
-  explicit ThreadScratch(int64_t bytes) : memory_(at::empty({at::get_num_threads(), bytes}, at::kByte)) {}
-
-  template <typename Body>
-  void parallel_for(int64_t count, int64_t work, const Body& body) {
-    at::parallel_for(
-        0, count, std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work)), [&](int64_t begin, int64_t end) {
-          std::byte* scratch = static_cast<std::byte*>(memory_.data_ptr()) + at::get_thread_num() * memory_.size(1);
-          for (int64_t index = begin; index < end; ++index) body(index, scratch);
-        });
-  }
-
- private:
-  at::Tensor memory_;
-};
 
 std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cpu(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
                                                        const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,

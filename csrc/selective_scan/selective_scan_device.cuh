@@ -184,13 +184,4 @@ class Carver {
   unsigned char* next_;
 };
 
-// Raises the limit of a kernel's shared memory where it must be raised. Once is enough, but a second time does no harm.
-template <typename Kernel>
-cudaError_t allow_shared_bytes(Kernel kernel, size_t bytes) {
-  constexpr size_t kWithoutAsking = 48 * 1024;
-  if (bytes <= kWithoutAsking) return cudaSuccess;
-  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              static_cast<int>(bytes));
-}
-
 }  // namespace ssm_kernels::selective_scan

@@ -2,7 +2,6 @@
 
 #include "selective_scan/selective_scan_op.h"
 
-#include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -279,25 +278,12 @@ class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
   }
 };
 
-// torch.func's transforms refuse C++ autograd Functions with a message that names neither the operator nor a way out.
-void check_no_func_transform() {
-  const auto& transforms = at::functorch::functorchTLSAccessor();
-  if (transforms == nullptr) return;
-  try {
-    transforms->checkSupportsCppAutogradFunction();
-  } catch (const c10::Error&) {
-    TORCH_CHECK(false, kOp,
-                ": the transforms of torch.func (grad, vjp, jvp, jacrev, ...) are not supported; use torch.autograd.grad or "
-                "backward(). torch.vmap is supported");
-  }
-}
-
 std::tuple<at::Tensor, at::Tensor> selective_scan_autograd(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
                                                            const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
                                                            const OptionalTensor& z, const OptionalTensor& delta_bias,
                                                            const OptionalTensor& initial_state, std::string_view discretization,
                                                            bool delta_softplus) {
-  check_no_func_transform();
+  check_no_func_transform(kOp);
   const auto any = [&](const auto& predicate) {
     const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
     return predicate(u) || predicate(delta) || predicate(A) || predicate(B) || predicate(C) || holds(D) || holds(z) ||

@@ -26,6 +26,7 @@
 // The bound is the rate at which instructions are issued: some thirty for each state and step.
 #pragma once
 
+#include "cuda/launch.cuh"
 #include "selective_scan/time_lanes_tile.cuh"
 
 namespace ssm_kernels::selective_scan::time_lanes {
@@ -492,7 +493,7 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& pla
   if (!params.B.per_step || !params.C.per_step) kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kConstants>;
   if (plan.carry_pass) kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kCarry>;
   const size_t bytes = bwd_shared_bytes<Scalar>(params, plan);
-  if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
   kernel<<<blocks, CutOfBwd<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
   return cudaGetLastError();

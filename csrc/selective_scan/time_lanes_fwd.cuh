@@ -18,6 +18,7 @@
 // which instructions are issued close behind.
 #pragma once
 
+#include "cuda/launch.cuh"
 #include "selective_scan/time_lanes_tile.cuh"
 
 namespace ssm_kernels::selective_scan::time_lanes {
@@ -288,7 +289,7 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& pla
   if (!params.B.per_step || !params.C.per_step) kernel = time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kConstants>;
   if (plan.carry_pass) kernel = time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kCarry>;
   const size_t bytes = fwd_shared_bytes<Scalar>(params, plan);
-  if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const int threads =
       many ? CutOfFwd<Scalar, FwdCut::kManyChannels>::kThreads : CutOfFwd<Scalar, FwdCut::kFewChannels>::kThreads;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);

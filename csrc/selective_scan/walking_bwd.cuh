@@ -28,6 +28,7 @@
 // The bound is the rate at which instructions are issued.
 #pragma once
 
+#include "cuda/launch.cuh"
 #include "cuda/register_trade.cuh"
 #include "selective_scan/walking_bwd_mover.cuh"
 #include "selective_scan/walking_bwd_walker.cuh"
@@ -75,7 +76,7 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& pla
                        cudaStream_t stream) {
   const auto kernel = walking_bwd_kernel<Scalar, Method>;
   const size_t bytes = bwd_shared_bytes<Scalar>();
-  if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
   kernel<<<blocks, CutOfBwd<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
   return cudaGetLastError();

@@ -16,6 +16,7 @@
 // multiprocessor; what shared memory hands to registers, 32 values a clock; the rate at which instructions are issued.
 #pragma once
 
+#include "cuda/launch.cuh"
 #include "selective_scan/walking_fwd_mover.cuh"
 #include "selective_scan/walking_fwd_walker.cuh"
 
@@ -47,7 +48,7 @@ template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
   const auto kernel = walking_fwd_kernel<Scalar, Method>;
   const size_t bytes = fwd_shared_bytes<Scalar>(params);
-  if (const cudaError_t error = allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned int>(params.batch * plan.tiles), CutOfFwd<Scalar>::kThreads, bytes, stream>>>(params, plan);
   return cudaGetLastError();
 }

@@ -2,6 +2,7 @@
 
 #include "torch/checks.h"
 
+#include <ATen/FuncTorchTLS.h>
 #include <c10/util/Exception.h>
 
 #include <sstream>
@@ -30,6 +31,18 @@ ScalarKind scalar_kind(at::ScalarType dtype) {
       return ScalarKind::kBFloat16;
     default:
       TORCH_CHECK(false, "expected a tensor of dtype Float, Half, BFloat16 or Double, got ", dtype);
+  }
+}
+
+void check_no_func_transform(const char* op) {
+  const auto& transforms = at::functorch::functorchTLSAccessor();
+  if (transforms == nullptr) return;
+  try {
+    transforms->checkSupportsCppAutogradFunction();
+  } catch (const c10::Error&) {
+    TORCH_CHECK(false, op,
+                ": the transforms of torch.func (grad, vjp, jvp, jacrev, ...) are not supported; use torch.autograd.grad or "
+                "backward(). torch.vmap is supported");
   }
 }
 

@@ -23,6 +23,10 @@ ScalarKind scalar_kind(at::ScalarType dtype);
 // Absent optional tensors come as nullopt or, from saved tensors, as undefined ones.
 inline bool is_present(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }
 
+// Raises under a transform of torch.func other than vmap. These refuse C++ autograd Functions by themselves, with a message
+// that names neither the operator nor a way out.
+void check_no_func_transform(const char* op);
+
 // The method of that name; a ValueError that lists the known ones if there is none.
 Discretization parse_discretization(const char* op, std::string_view name);
 

@@ -1,0 +1,354 @@
+// The family of gated linear recurrences. Each member makes of a step's raw inputs x the two numbers of
+//
+//   h_t = a_t h_{t-1} + b_t
+//
+// and is given here, once, for the CPU's vectors and for CUDA threads, as a struct of
+//
+//   kNames               the names of its inputs, in the order of its operator's arguments
+//   kFirstBroadcast      from this input on they may be of any shape that broadcasts, and in the accumulation type
+//   step(x)              a and b
+//   gradients(x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), h the state before the step, g the gradient of the one after
+//
+// Options that change the formulas are template parameters; visit(options, visitor) makes types of them when running.
+//
+// To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference.py and a row in the tests'
+// table (and the documented function in ssm_kernels/ops.py). docs/recurrences.md has the formulas and their sources.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <string_view>
+
+#include "common/activations.h"
+#include "common/math.h"
+
+namespace ssm_kernels {
+
+template <typename T>
+struct Step {
+  T a, b;
+};
+
+// What is applied to a candidate: nothing, the minGRU paper's g (x + 1/2 for x >= 0, else sigmoid(x)), or tanh.
+enum class Activation : int { kNone, kG, kTanh };
+
+struct RecurrenceOptions {
+  Activation candidate_activation = Activation::kNone;
+  bool gate_is_logit = true;
+};
+
+constexpr size_t kMaxRecurrenceInputs = 4;
+
+template <typename T>
+SSM_HOST_DEVICE T one() {
+  return T(typename Math<T>::Scalar(1));
+}
+
+template <typename T>
+SSM_HOST_DEVICE T negate(T x) {
+  return T(typename Math<T>::Scalar(0)) - x;
+}
+
+// An activation's value and derivative.
+template <typename T>
+struct Activated {
+  T value, derivative;
+};
+
+template <Activation activation, typename T>
+SSM_HOST_DEVICE Activated<T> activate(T x) {
+  using Scalar = typename Math<T>::Scalar;
+  if constexpr (activation == Activation::kG) {
+    const auto is_negative = Math<T>::less(x, T(Scalar(0)));
+    const T s = sigmoid(x);
+    return {Math<T>::select(is_negative, s, x + T(Scalar(0.5))), Math<T>::select(is_negative, s * (one<T>() - s), one<T>())};
+  } else if constexpr (activation == Activation::kTanh) {
+    const T y = Math<T>::tanh(x);
+    return {y, one<T>() - y * y};
+  } else {
+    return {x, one<T>()};
+  }
+}
+
+// A member without options is its own and only variant.
+template <typename Recurrence>
+struct SingleVariant {
+  static constexpr bool kHasCandidateActivation = false, kHasGateIsLogit = false;
+  template <typename Visitor>
+  static void visit(const RecurrenceOptions&, Visitor&& visitor) {
+    visitor(Recurrence{});
+  }
+};
+
+// a and b themselves.
+struct LinearScan : SingleVariant<LinearScan> {
+  static constexpr std::array<std::string_view, 2> kNames = {"a", "b"};
+  static constexpr size_t kFirstBroadcast = 2;
+  template <typename T>
+  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+    return {x[0], x[1]};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const T*, T h, T g, T* grad) {
+    grad[0] = g * h;
+    grad[1] = g;
+  }
+};
+
+// h = (1 - z) h + z c, for a gate z and a candidate c.
+template <typename T>
+SSM_HOST_DEVICE Step<T> interpolate(T z, T candidate) {
+  return {one<T>() - z, z * candidate};
+}
+
+// z = sigmoid(gate), or the gate itself.
+template <Activation activation, bool gate_is_logit>
+struct MinGruVariant {
+  static constexpr std::array<std::string_view, 2> kNames = {"gate", "candidate"};
+  static constexpr size_t kFirstBroadcast = 2;
+  template <typename T>
+  static SSM_HOST_DEVICE T gate(T x) {
+    if constexpr (gate_is_logit) return sigmoid(x);
+    return x;
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+    return interpolate(gate(x[0]), activate<activation>(x[1]).value);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+    const T z = gate(x[0]);
+    const Activated<T> candidate = activate<activation>(x[1]);
+    grad[0] = g * (candidate.value - h);
+    if constexpr (gate_is_logit) grad[0] = grad[0] * (z * (one<T>() - z));
+    grad[1] = g * z * candidate.derivative;
+  }
+};
+
+// Calls visitor(Variant<activation>{}).
+template <template <Activation> typename Variant, typename Visitor>
+void visit_activation(Activation activation, Visitor&& visitor) {
+  switch (activation) {
+    case Activation::kNone:
+      return visitor(Variant<Activation::kNone>{});
+    case Activation::kG:
+      return visitor(Variant<Activation::kG>{});
+    case Activation::kTanh:
+      return visitor(Variant<Activation::kTanh>{});
+  }
+}
+
+struct MinGru {
+  static constexpr auto kNames = MinGruVariant<Activation::kNone, true>::kNames;
+  static constexpr size_t kFirstBroadcast = kNames.size();
+  static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = true;
+  template <Activation activation>
+  using OfLogit = MinGruVariant<activation, true>;
+  template <Activation activation>
+  using OfGate = MinGruVariant<activation, false>;
+  template <typename Visitor>
+  static void visit(const RecurrenceOptions& options, Visitor&& visitor) {
+    if (options.gate_is_logit) {
+      visit_activation<OfLogit>(options.candidate_activation, visitor);
+    } else {
+      visit_activation<OfGate>(options.candidate_activation, visitor);
+    }
+  }
+};
+
+// The normalized gates f / (f + i) and i / (f + i) of f = sigmoid(forget), i = sigmoid(input): the second is one sigmoid of
+// softplus(-forget) - softplus(-input), so that their sum is 1 and there is no quotient of two numbers that both underflow.
+template <Activation activation>
+struct MinLstmVariant {
+  static constexpr std::array<std::string_view, 3> kNames = {"forget", "input", "candidate"};
+  static constexpr size_t kFirstBroadcast = 3;
+  template <typename T>
+  static SSM_HOST_DEVICE T input_gate(T forget, T input) {
+    return sigmoid(softplus(negate(forget)) - softplus(negate(input)));
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+    return interpolate(input_gate(x[0], x[1]), activate<activation>(x[2]).value);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+    const T z = input_gate(x[0], x[1]);
+    const Activated<T> candidate = activate<activation>(x[2]);
+    const T grad_logit = g * (candidate.value - h) * (z * (one<T>() - z));
+    grad[0] = negate(grad_logit) * softplus_derivative(negate(x[0]));
+    grad[1] = grad_logit * softplus_derivative(negate(x[1]));
+    grad[2] = g * z * candidate.derivative;
+  }
+};
+
+struct MinLstm {
+  static constexpr auto kNames = MinLstmVariant<Activation::kNone>::kNames;
+  static constexpr size_t kFirstBroadcast = kNames.size();
+  static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = false;
+  template <typename Visitor>
+  static void visit(const RecurrenceOptions& options, Visitor&& visitor) {
+    visit_activation<MinLstmVariant>(options.candidate_activation, visitor);
+  }
+};
+
+// The exact relaxation of tau dh/dt = f - h over a step dt: h = f + (h - f) e^(-dt/tau).
+struct Liquid : SingleVariant<Liquid> {
+  static constexpr std::array<std::string_view, 3> kNames = {"candidate", "tau", "dt"};
+  static constexpr size_t kFirstBroadcast = 1;
+  template <typename T>
+  static SSM_HOST_DEVICE T approach(T tau, T dt) {
+    return negate(Math<T>::expm1(negate(dt) * Math<T>::reciprocal(tau)));
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+    return interpolate(approach(x[1], x[2]), x[0]);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+    const T z = approach(x[1], x[2]), rate = Math<T>::reciprocal(x[1]);
+    const T grad_exponent = g * (h - x[0]) * (one<T>() - z) * rate;  // of -dt / tau, over tau
+    grad[0] = g * z;
+    grad[1] = grad_exponent * (x[2] * rate);
+    grad[2] = negate(grad_exponent);
+  }
+};
+
+// Griffin's real-gated linear recurrent unit: log a = -8 softplus(recurrent_param) sigmoid(recurrence_gate), and the gated
+// input times sqrt(1 - a^2).
+struct RgLru : SingleVariant<RgLru> {
+  static constexpr std::array<std::string_view, 4> kNames = {"x", "recurrence_gate", "input_gate", "recurrent_param"};
+  static constexpr size_t kFirstBroadcast = 3;
+  template <typename T>
+  struct Decay {
+    T gate, rate, a, norm;
+    SSM_HOST_DEVICE explicit Decay(const T* x) {
+      using Scalar = typename Math<T>::Scalar;
+      gate = sigmoid(x[1]);
+      rate = T(Scalar(-8)) * softplus(x[3]);
+      const T log_a = rate * gate;
+      a = Math<T>::exp(log_a);
+      norm = Math<T>::sqrt(negate(Math<T>::expm1(log_a + log_a)));
+    }
+  };
+  template <typename T>
+  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+    const Decay<T> decay(x);
+    return {decay.a, decay.norm * (sigmoid(x[2]) * x[0])};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+    using Scalar = typename Math<T>::Scalar;
+    const Decay<T> decay(x);
+    const T input_gate = sigmoid(x[2]), input = input_gate * x[0];
+    const T grad_log_a = g * decay.a * (h - input * decay.a * Math<T>::reciprocal(decay.norm));
+    grad[0] = g * decay.norm * input_gate;
+    grad[1] = grad_log_a * decay.rate * (decay.gate * (one<T>() - decay.gate));
+    grad[2] = g * decay.norm * input * (one<T>() - input_gate);
+    grad[3] = grad_log_a * T(Scalar(-8)) * decay.gate * softplus_derivative(x[3]);
+  }
+};
+
+// HGRN's, as its gates reach the scan: a = e^log_gate.
+struct Hgrn : SingleVariant<Hgrn> {
+  static constexpr std::array<std::string_view, 2> kNames = {"x", "log_gate"};
+  static constexpr size_t kFirstBroadcast = 2;
+  template <typename T>
+  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+    return {Math<T>::exp(x[1]), x[0]};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+    grad[0] = g;
+    grad[1] = g * h * Math<T>::exp(x[1]);
+  }
+};
+
+// minGRU with the positive candidate 1 + elu(candidate).
+struct EluGru : SingleVariant<EluGru> {
+  static constexpr std::array<std::string_view, 2> kNames = {"gate", "candidate"};
+  static constexpr size_t kFirstBroadcast = 2;
+  template <typename T>
+  static SSM_HOST_DEVICE Activated<T> positive(T x) {
+    using Scalar = typename Math<T>::Scalar;
+    const auto is_positive = Math<T>::less(T(Scalar(0)), x);
+    const T e = Math<T>::exp(x);
+    return {Math<T>::select(is_positive, x + one<T>(), e), Math<T>::select(is_positive, one<T>(), e)};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+    return interpolate(sigmoid(x[0]), positive(x[1]).value);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+    const T z = sigmoid(x[0]);
+    const Activated<T> candidate = positive(x[1]);
+    grad[0] = g * (candidate.value - h) * (z * (one<T>() - z));
+    grad[1] = g * z * candidate.derivative;
+  }
+};
+
+// a = sigmoid(gate).
+struct DiagLinear : SingleVariant<DiagLinear> {
+  static constexpr std::array<std::string_view, 2> kNames = {"gate", "x"};
+  static constexpr size_t kFirstBroadcast = 2;
+  template <typename T>
+  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+    return {sigmoid(x[0]), x[1]};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+    const T a = sigmoid(x[0]);
+    grad[0] = g * h * (a * (one<T>() - a));
+    grad[1] = g;
+  }
+};
+
+// The one table: enumerator, name of the operator, struct. Schemas, checks, dispatch and instantiations follow from it.
+#define SSM_RECURRENCES(ROW)              \
+  ROW(kLinear, "linear_scan", LinearScan) \
+  ROW(kMinGru, "mingru_scan", MinGru)     \
+  ROW(kMinLstm, "minlstm_scan", MinLstm)  \
+  ROW(kLiquid, "liquid_scan", Liquid)     \
+  ROW(kRgLru, "rglru_scan", RgLru)        \
+  ROW(kHgrn, "hgrn_scan", Hgrn)           \
+  ROW(kEluGru, "elu_gru_scan", EluGru)    \
+  ROW(kDiagLinear, "diag_linear_scan", DiagLinear)
+
+enum class Recurrence : int {
+#define SSM_ROW(enumerator, name, type) enumerator,
+  SSM_RECURRENCES(SSM_ROW)
+#undef SSM_ROW
+};
+
+struct RecurrenceRow {
+  const char* name;
+  Recurrence recurrence;
+  const std::string_view* input_names;
+  size_t inputs, first_broadcast;
+  bool has_candidate_activation, has_gate_is_logit;
+};
+
+#define SSM_ROW(enumerator, name, type)        \
+  RecurrenceRow{name,                          \
+                Recurrence::enumerator,        \
+                type::kNames.data(),           \
+                type::kNames.size(),           \
+                type::kFirstBroadcast,         \
+                type::kHasCandidateActivation, \
+                type::kHasGateIsLogit},
+inline constexpr RecurrenceRow kRecurrenceTable[] = {SSM_RECURRENCES(SSM_ROW)};
+#undef SSM_ROW
+
+// Calls visitor(Variant{}) for the recurrence with those options: both as one type.
+template <typename Visitor>
+void visit_recurrence(Recurrence recurrence, const RecurrenceOptions& options, Visitor&& visitor) {
+  switch (recurrence) {
+#define SSM_ROW(enumerator, name, type) \
+  case Recurrence::enumerator:          \
+    return type::visit(options, visitor);
+    SSM_RECURRENCES(SSM_ROW)
+#undef SSM_ROW
+  }
+}
+
+}  // namespace ssm_kernels

@@ -1,0 +1,34 @@
+// Scratch memory for each thread of a parallel loop. Never included by *_cpu_kernel.cpp files, which know no tensors.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+namespace ssm_kernels {
+
+class ThreadScratch {
+ public:
+  explicit ThreadScratch(int64_t bytes) : memory_(at::empty({at::get_num_threads(), bytes}, at::kByte)) {}
+
+  // body(index, scratch) for each index, in states times steps of about that much work.
+  template <typename Body>
+  void parallel_for(int64_t count, int64_t work, const Body& body) {
+    // Less is not worth waking a thread for.
+    constexpr int64_t kWorkPerThread = 32768;
+    at::parallel_for(
+        0, count, std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work)), [&](int64_t begin, int64_t end) {
+          std::byte* scratch = static_cast<std::byte*>(memory_.data_ptr()) + at::get_thread_num() * memory_.size(1);
+          for (int64_t index = begin; index < end; ++index) body(index, scratch);
+        });
+  }
+
+ private:
+  at::Tensor memory_;
+};
+
+}  // namespace ssm_kernels

@@ -1,0 +1,68 @@
+// What the kernels of the linear scan are given: plain data, no torch type, shared by CPU and CUDA.
+//
+//   h_t = a_t h_{t-1} + b_t                          (batch, seqlen, channels), a and b the recurrence's of the inputs at t
+//
+// and its adjoint, with g_t the gradient of h_t in all and e_t that of h_{t-1} as far as it comes from step t on:
+//
+//   g_t = grad_h_t + e_{t+1}        e_t = a_t g_t = a_t e_{t+1} + a_t grad_h_t
+//
+// again a linear scan, with the same a, that walks from the last step to the first. It begins with the gradient of the last
+// state and ends with that of the initial one.
+//
+// A batch may instead be one row of several sequences, one after another (packed): each begins with its own initial state. Time
+// that runs backwards is a matter of the strides alone: data is the last step's, and the strides of steps are negative.
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "common/recurrences.h"
+#include "common/scalar_kind.h"
+
+namespace ssm_kernels::linear_scan {
+
+// A (batch, seqlen, channels) tensor, data null if absent. Strides are in elements.
+struct SequenceView {
+  void* data = nullptr;
+  int64_t stride_batch = 0, stride_step = 0, stride_channel = 0;
+  bool is_accumulate = false;  // of the accumulation type, whatever the others'
+};
+
+// A (sequences, channels) tensor of the accumulation type, data null if absent; absent states are zero.
+struct StateView {
+  void* data = nullptr;
+  int64_t stride_sequence = 0, stride_channel = 0;
+};
+
+struct LinearScanParams {
+  int64_t batch = 0, seqlen = 0, channels = 0;
+  Recurrence recurrence = Recurrence::kLinear;
+  RecurrenceOptions options;
+  SequenceView inputs[kMaxRecurrenceInputs];
+  SequenceView h;
+  // Packed sequences: the one that each step belongs to, (seqlen). Null: sequence b is the batch's entry b.
+  const int32_t* sequence_of_step = nullptr;
+  StateView initial_state;
+
+  SSM_HOST_DEVICE int64_t sequence(int64_t b, int64_t t) const { return sequence_of_step == nullptr ? b : sequence_of_step[t]; }
+  // Whether a sequence begins with step t, or ends with it.
+  SSM_HOST_DEVICE bool begins(int64_t t) const {
+    return t == 0 || (sequence_of_step != nullptr && sequence_of_step[t - 1] != sequence_of_step[t]);
+  }
+  SSM_HOST_DEVICE bool ends(int64_t t) const {
+    return t == seqlen - 1 || (sequence_of_step != nullptr && sequence_of_step[t + 1] != sequence_of_step[t]);
+  }
+};
+
+struct LinearScanFwdParams : LinearScanParams {
+  StateView last_state;  // written for sequences that have steps
+};
+
+struct LinearScanBwdParams : LinearScanParams {
+  SequenceView grad_h;                             // absent: zero
+  StateView grad_last_state;                       // absent: zero
+  SequenceView grad_inputs[kMaxRecurrenceInputs];  // absent: not wanted
+  StateView grad_initial_state;                    // absent: not wanted; written for sequences that have steps
+};
+
+}  // namespace ssm_kernels::linear_scan

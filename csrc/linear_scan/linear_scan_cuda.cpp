@@ -1,0 +1,153 @@
+// CUDA entry points of the linear scan's family: cut the work, allocate what tiles hand on to each other, and launch on the
+// current stream. Nothing waits for the device, except that the values of cu_seqlens are checked on the host unless a CUDA
+// graph is being captured.
+
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "linear_scan/linear_scan_cuda.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "linear_scan/linear_scan_op.h"
+#include "torch/checks.h"
+
+namespace ssm_kernels::linear_scan {
+namespace {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Whether each row can be moved in vectors of kVectorBytes.
+bool has_vector_rows(const SequenceView& view, int64_t channels, int64_t element_bytes, int64_t vector_elements) {
+  const auto is_aligned = [](int64_t bytes) { return bytes % kVectorBytes == 0; };
+  return view.data != nullptr && view.stride_channel == 1 && channels % vector_elements == 0 &&
+         is_aligned(reinterpret_cast<int64_t>(view.data)) && is_aligned(view.stride_batch * element_bytes) &&
+         is_aligned(view.stride_step * element_bytes);
+}
+
+// How the work of one call is cut, and the memory through which its tiles hand states on.
+class Plan {
+ public:
+  Plan(const LinearScanParams& p, const char* op, int64_t scalar_bytes, int tensors, const at::TensorOptions& options)
+      : channels_(p.channels), scalar_bytes_(scalar_bytes), accumulate_bytes_(scalar_bytes == 8 ? 8 : 4) {
+    partition.channel_blocks = ceil_div(p.channels, kTileChannels);
+    partition.chains = p.batch * partition.channel_blocks;
+    partition.tiles = ceil_div(p.seqlen, tile_steps(static_cast<int>(scalar_bytes), tensors));
+    TORCH_CHECK_VALUE(partition.chains * partition.tiles <= std::numeric_limits<int32_t>::max(), op,
+                      ": expected batch * channels * seqlen of at most 2^31 tiles, got ", partition.chains * partition.tiles);
+    for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) add_view(Partition::kInputs + i, p.inputs[i]);
+    add_view(Partition::kH, p.h);
+    if (partition.tiles > 1) {
+      const int64_t words_per_value = accumulate_bytes_ / 4, places = partition.chains * kTileChannels * words_per_value;
+      const int64_t tile_words = 2 * partition.tiles * places;
+      words_ = at::empty({tile_words + ceil_div(partition.tiles, kGroupTiles) * places}, options.dtype(at::kLong));
+      partition.tile_words = static_cast<uint64_t*>(words_.data_ptr());
+      partition.state_words = partition.tile_words + tile_words;
+    }
+  }
+
+  void add_view(size_t bit, const SequenceView& view) {
+    const int64_t element_bytes = view.is_accumulate ? accumulate_bytes_ : scalar_bytes_;
+    if (has_vector_rows(view, channels_, element_bytes, kVectorBytes / scalar_bytes_)) partition.vector_views |= 1u << bit;
+  }
+
+  bool is_empty() const { return partition.chains * partition.tiles == 0; }
+
+  void clear_words(cudaStream_t stream) const {
+    if (words_.defined()) C10_CUDA_CHECK(cudaMemsetAsync(words_.data_ptr(), 0, words_.nbytes(), stream));
+  }
+
+  Partition partition;
+
+ private:
+  int64_t channels_, scalar_bytes_, accumulate_bytes_;
+  at::Tensor words_;
+};
+
+// launcher(Scalar()) for the type behind the kind.
+template <typename Launcher>
+void launch(ScalarKind kind, const Launcher& launcher) {
+  const auto error = [&] {
+    switch (kind) {
+      case ScalarKind::kFloat:
+        return launcher(float());
+      case ScalarKind::kDouble:
+        return launcher(double());
+      case ScalarKind::kHalf:
+        return launcher(__half());
+      case ScalarKind::kBFloat16:
+        return launcher(__nv_bfloat16());
+    }
+    return static_cast<int>(cudaErrorInvalidValue);
+  }();
+  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+}
+
+bool is_capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
+
+std::tuple<at::Tensor, at::Tensor> fwd_cuda(at::TensorList inputs, const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                                            std::string_view recurrence, std::string_view candidate_activation,
+                                            bool gate_is_logit, bool reverse) {
+  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+  const Member member = check_inputs(in);
+  const at::Tensor& first = inputs[0];
+  const c10::cuda::CUDAGuard guard(first.device());
+  if (is_present(cu_seqlens) && !is_capturing()) check_cu_seqlens(in, cu_seqlens->cpu());
+  FwdOutputs outputs = allocate_fwd(in);
+  const at::Tensor sequences = sequence_of_step(in);
+  const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);
+  const Plan plan(params, member.row->name, first.element_size(), fwd_tensors(static_cast<int>(member.row->first_broadcast)),
+                  first.options());
+  if (!plan.is_empty()) {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    plan.clear_words(stream);
+    launch(scalar_kind(first.scalar_type()),
+           [&](auto scalar) { return launch_linear_scan_fwd<decltype(scalar)>(params, plan.partition, stream); });
+  }
+  return {outputs.h, outputs.last_state};
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_cuda(const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
+                                                         at::TensorList inputs, const at::Tensor& h, const OptionalTensor& h0,
+                                                         const OptionalTensor& cu_seqlens, std::string_view recurrence,
+                                                         std::string_view candidate_activation, bool gate_is_logit,
+                                                         bool reverse, NeedsGrad needs_grad) {
+  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+  const Member member = check_inputs(in);
+  const at::Tensor& first = inputs[0];
+  const c10::cuda::CUDAGuard guard(first.device());
+  GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
+  const at::Tensor sequences = sequence_of_step(in);
+  const LinearScanBwdParams params = make_bwd_params(in, member, sequences, h, grad_h, grad_last_state, grads);
+  Plan plan(params, member.row->name, first.element_size(), bwd_tensors(static_cast<int>(member.row->first_broadcast)),
+            first.options());
+  for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) plan.add_view(Partition::kGradInputs + i, params.grad_inputs[i]);
+  plan.add_view(Partition::kGradH, params.grad_h);
+  if (!plan.is_empty()) {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    plan.clear_words(stream);
+    launch(scalar_kind(first.scalar_type()),
+           [&](auto scalar) { return launch_linear_scan_bwd<decltype(scalar)>(params, plan.partition, stream); });
+  }
+  return {std::move(grads.inputs), grads.h0};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  m.impl("_linear_recurrence_fwd", &fwd_cuda);
+  m.impl("_linear_recurrence_bwd", &bwd_cuda);
+}
+
+}  // namespace ssm_kernels::linear_scan
+
+#endif

@@ -1,0 +1,403 @@
+// The dispatcher entries of the linear scan's family that are the same for every device: schemas, checks, allocation, Meta,
+// Autograd, Autocast. Every member's public operator is one boxed function over _linear_recurrence, which the table in
+// common/recurrences.h tells the members apart.
+
+#include "linear_scan/linear_scan_op.h"
+
+#include <ATen/FuncTorchTLS.h>
+#include <ATen/autocast_mode.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/searchsorted.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "linear_scan/linear_scan_adjoint.h"
+#include "torch/checks.h"
+#include "torch/missing_cuda.h"
+
+namespace ssm_kernels::linear_scan {
+namespace {
+
+constexpr const char* kActivationNames[] = {"none", "g", "tanh"};
+constexpr char kSequenceAxes[] = "(batch, seqlen, channels)";
+constexpr size_t kH0 = kMaxRecurrenceInputs;  // its place in NeedsGrad
+
+const RecurrenceRow& find_row(std::string_view name) {
+  for (const RecurrenceRow& row : kRecurrenceTable) {
+    if (row.name == name) return row;
+  }
+  TORCH_CHECK_VALUE(false, "unknown recurrence '", name, "'");
+}
+
+Activation parse_activation(const char* op, std::string_view name) {
+  std::string known;
+  for (size_t i = 0; i < std::size(kActivationNames); ++i) {
+    if (name == kActivationNames[i]) return static_cast<Activation>(i);
+    known += (i > 0 ? ", " : "") + std::string(kActivationNames[i]);
+  }
+  TORCH_CHECK_VALUE(false, op, ": unknown candidate_activation '", name, "', expected one of: ", known);
+}
+
+// A broadcasting input in the shape of the first.
+at::Tensor broadcast(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& like) {
+  const c10::SymIntArrayRef shape = tensor.sym_sizes(), target = like.sym_sizes();
+  bool fits = shape.size() <= target.size();
+  for (size_t i = 0; fits && i < shape.size(); ++i) {
+    const c10::SymInt& size = shape[shape.size() - 1 - i];
+    fits = size == 1 || size == target[target.size() - 1 - i];
+  }
+  TORCH_CHECK_VALUE(fits, op, ": expected ", name, " of a shape that broadcasts to ", kSequenceAxes, " = ", target, ", got ",
+                    shape);
+  return tensor.expand_symint(target);
+}
+
+}  // namespace
+
+std::string schema_of(const RecurrenceRow& row) {
+  std::string schema = std::string(row.name) + "(";
+  for (size_t i = 0; i < row.inputs; ++i) schema += "Tensor " + std::string(row.input_names[i]) + ", ";
+  schema += "Tensor? h0=None, *, ";
+  if (row.has_candidate_activation) schema += "str? candidate_activation=None, ";
+  if (row.has_gate_is_logit) schema += "bool gate_is_logit=True, ";
+  return schema + "bool reverse=False, Tensor? cu_seqlens=None) -> (Tensor h, Tensor last_state)";
+}
+
+c10::SymInt Inputs::sequences() const { return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : tensors[0].sym_size(0); }
+
+Member check_inputs(const Inputs& in) {
+  const RecurrenceRow& row = find_row(in.recurrence);
+  TORCH_CHECK_VALUE(in.tensors.size() == row.inputs, row.name, ": expected ", row.inputs, " inputs, got ", in.tensors.size());
+  const at::Tensor& first = in.tensors[0];
+  const ArgumentChecks checks(row.name, row.input_names[0].data(), first);
+  checks.rank(row.input_names[0].data(), first, 3, kSequenceAxes);
+  for (size_t i = 1; i < row.inputs; ++i) {
+    const at::Tensor& input = in.tensors[i];
+    const bool is_accumulate = i >= row.first_broadcast && input.scalar_type() == checks.accumulate();
+    checks.tensor(row.input_names[i].data(), input, kSequenceAxes, first.sym_sizes(),
+                  is_accumulate ? checks.accumulate() : first.scalar_type());
+  }
+  if (is_present(in.cu_seqlens)) {
+    checks.rank("cu_seqlens", *in.cu_seqlens, 1, "(sequences + 1,)");
+    TORCH_CHECK_VALUE(in.cu_seqlens->sym_size(0) >= 1, row.name, ": expected cu_seqlens of shape (sequences + 1,), got ",
+                      in.cu_seqlens->sym_sizes());
+    const at::ScalarType dtype = in.cu_seqlens->scalar_type();
+    TORCH_CHECK(dtype == at::kInt || dtype == at::kLong, row.name, ": expected cu_seqlens of dtype Int or Long, got ", dtype);
+    checks.device("cu_seqlens", *in.cu_seqlens);
+    TORCH_CHECK_VALUE(first.sym_size(0) == 1, row.name, ": expected batch 1 with cu_seqlens, got ", first.sym_size(0));
+  }
+  checks.tensor("h0", in.h0, is_present(in.cu_seqlens) ? "(sequences, channels)" : "(batch, channels)",
+                {in.sequences(), first.sym_size(2)}, checks.accumulate());
+  return {&row, {parse_activation(row.name, in.candidate_activation), in.gate_is_logit}};
+}
+
+void check_cu_seqlens(const Inputs& in, const at::Tensor& cu_seqlens) {
+  const at::Tensor values = cu_seqlens.to(at::kLong).contiguous();
+  const int64_t* const begin = values.const_data_ptr<int64_t>();
+  const int64_t* const end = begin + values.numel();
+  const int64_t seqlen = in.tensors[0].size(1);
+  TORCH_CHECK_VALUE(*begin == 0, in.recurrence, ": expected cu_seqlens to start at 0, got ", *begin);
+  const int64_t* const decrease = std::adjacent_find(begin, end, [](int64_t a, int64_t b) { return a > b; });
+  TORCH_CHECK_VALUE(decrease == end, in.recurrence, ": expected cu_seqlens not to decrease, got ", decrease[0], " before ",
+                    decrease[1]);
+  TORCH_CHECK_VALUE(end[-1] == seqlen, in.recurrence, ": expected cu_seqlens to end at seqlen = ", seqlen, ", got ", end[-1]);
+}
+
+namespace {
+
+at::TensorOptions state_options(const Inputs& in) {
+  return in.tensors[0].options().dtype(accumulate_type(in.tensors[0].scalar_type()));
+}
+
+// (sequences, channels). A kernel writes those of sequences with steps; those without are a copy of `empty`, absent: zero.
+at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
+  const at::Tensor& first = in.tensors[0];
+  const std::vector<c10::SymInt> shape = {in.sequences(), first.sym_size(2)};
+  if (!is_present(in.cu_seqlens) && first.sym_size(1) != 0) return at::empty_symint(shape, state_options(in));
+  if (!is_present(empty)) return at::zeros_symint(shape, state_options(in));
+  return empty->clone(at::MemoryFormat::Contiguous);
+}
+
+}  // namespace
+
+FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.tensors[0]), allocate_states(in, in.h0)}; }
+
+GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTensor& grad_h,
+                         const OptionalTensor& grad_last_state, const NeedsGrad& needs_grad) {
+  const at::Tensor& first = in.tensors[0];
+  const ArgumentChecks checks(find_row(in.recurrence).name, "h", first);
+  checks.tensor("h", h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
+  checks.tensor("grad_h", grad_h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
+  checks.tensor("grad_last_state", grad_last_state, "(sequences, channels)", {in.sequences(), first.sym_size(2)},
+                checks.accumulate());
+  const at::Tensor none = at::empty({0}, state_options(in));
+  GradTensors grads;
+  for (size_t i = 0; i < in.tensors.size(); ++i) {
+    grads.inputs.push_back(needs_grad[i] ? at::empty_like(in.tensors[i]) : none);
+  }
+  grads.h0 = needs_grad[kH0] ? allocate_states(in, grad_last_state) : none;
+  return grads;
+}
+
+at::Tensor sequence_of_step(const Inputs& in) {
+  if (!is_present(in.cu_seqlens)) return {};
+  const int64_t seqlen = in.tensors[0].size(1);
+  const at::TensorOptions options = in.cu_seqlens->options();
+  const at::Tensor steps = in.reverse ? at::arange(seqlen - 1, -1, -1, options) : at::arange(seqlen, options);
+  return at::searchsorted(in.cu_seqlens->contiguous(), steps, /*out_int32=*/true, /*right=*/true).sub_(1);
+}
+
+namespace {
+
+SequenceView sequence_view(const Inputs& in, const OptionalTensor& tensor) {
+  if (!is_present(tensor) || tensor->dim() != 3) return {};
+  SequenceView view{tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+  const at::ScalarType dtype = tensor->scalar_type();
+  view.is_accumulate = dtype == accumulate_type(dtype);
+  if (in.reverse && tensor->size(1) > 0) {
+    view.data = static_cast<char*>(view.data) + (tensor->size(1) - 1) * view.stride_step * tensor->element_size();
+    view.stride_step = -view.stride_step;
+  }
+  return view;
+}
+
+StateView state_view(const OptionalTensor& tensor) {
+  if (!is_present(tensor) || tensor->dim() != 2) return {};
+  return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1)};
+}
+
+// The part that forward and backward share.
+void fill_params(LinearScanParams& params, const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
+                 const at::Tensor& h) {
+  params.batch = h.size(0);
+  params.seqlen = h.size(1);
+  params.channels = h.size(2);
+  params.recurrence = member.row->recurrence;
+  params.options = member.options;
+  for (size_t i = 0; i < in.tensors.size(); ++i) params.inputs[i] = sequence_view(in, in.tensors[i]);
+  params.h = sequence_view(in, h);
+  if (sequence_of_step.defined()) params.sequence_of_step = sequence_of_step.const_data_ptr<int32_t>();
+  params.initial_state = state_view(in.h0);
+}
+
+}  // namespace
+
+LinearScanFwdParams make_fwd_params(const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
+                                    const FwdOutputs& outputs) {
+  LinearScanFwdParams params;
+  fill_params(params, in, member, sequence_of_step, outputs.h);
+  params.last_state = state_view(outputs.last_state);
+  return params;
+}
+
+LinearScanBwdParams make_bwd_params(const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
+                                    const at::Tensor& h, const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
+                                    const GradTensors& grads) {
+  LinearScanBwdParams params;
+  fill_params(params, in, member, sequence_of_step, h);
+  params.grad_h = sequence_view(in, grad_h);
+  params.grad_last_state = state_view(grad_last_state);
+  for (size_t i = 0; i < grads.inputs.size(); ++i) params.grad_inputs[i] = sequence_view(in, grads.inputs[i]);
+  params.grad_initial_state = state_view(grads.h0);
+  return params;
+}
+
+namespace {
+
+std::tuple<at::Tensor, at::Tensor> fwd_meta(at::TensorList inputs, const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                                            std::string_view recurrence, std::string_view candidate_activation,
+                                            bool gate_is_logit, bool reverse) {
+  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+  check_inputs(in);
+  FwdOutputs outputs = allocate_fwd(in);
+  return {outputs.h, outputs.last_state};
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_meta(const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
+                                                         at::TensorList inputs, const at::Tensor& h, const OptionalTensor& h0,
+                                                         const OptionalTensor& cu_seqlens, std::string_view recurrence,
+                                                         std::string_view candidate_activation, bool gate_is_logit,
+                                                         bool reverse, NeedsGrad needs_grad) {
+  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+  check_inputs(in);
+  GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
+  return {std::move(grads.inputs), grads.h0};
+}
+
+template <typename Signature>
+c10::TypedOperatorHandle<Signature> find_op(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
+  static const auto op = find_op<FwdSignature>("ssm_kernels::_linear_recurrence_fwd");
+  return op;
+}
+
+const c10::TypedOperatorHandle<FwdSignature>& recurrence_op() {
+  static const auto op = find_op<FwdSignature>("ssm_kernels::_linear_recurrence");
+  return op;
+}
+
+// A member's public operator.
+void public_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  const std::string& name = op.schema().name();
+  const RecurrenceRow& row = find_row(std::string_view(name).substr(name.find("::") + 2));
+  auto arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+  auto next = arguments.begin();
+  std::vector<at::Tensor> inputs;
+  for (size_t i = 0; i < row.inputs; ++i) inputs.push_back((next++)->toTensor());
+  const OptionalTensor h0 = (next++)->toOptional<at::Tensor>();
+  const auto activation = row.has_candidate_activation ? (next++)->toOptional<std::string>() : std::nullopt;
+  const bool gate_is_logit = row.has_gate_is_logit ? (next++)->toBool() : true;
+  const bool reverse = (next++)->toBool();
+  const OptionalTensor cu_seqlens = next->toOptional<at::Tensor>();
+
+  ArgumentChecks(row.name, row.input_names[0].data(), inputs[0]).rank(row.input_names[0].data(), inputs[0], 3, kSequenceAxes);
+  for (size_t i = row.first_broadcast; i < row.inputs; ++i) {
+    inputs[i] = broadcast(row.name, row.input_names[i].data(), inputs[i], inputs[0]);
+  }
+  auto [h, last_state] =
+      recurrence_op().call(inputs, h0, cu_seqlens, row.name, activation.value_or(kActivationNames[0]), gate_is_logit, reverse);
+  torch::jit::push(*stack, std::move(h), std::move(last_state));
+}
+
+std::tuple<at::Tensor, at::Tensor> recurrence_no_grad(at::TensorList inputs, const OptionalTensor& h0,
+                                                      const OptionalTensor& cu_seqlens, std::string_view recurrence,
+                                                      std::string_view candidate_activation, bool gate_is_logit, bool reverse) {
+  return fwd_op().call(inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse);
+}
+
+// Saves the inputs, h and h0.
+class LinearRecurrence : public torch::autograd::Function<LinearRecurrence> {
+ public:
+  // Backward calls registered operators and nothing else, so compiled autograd may look inside.
+  static constexpr bool is_traceable = true;
+
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::TensorList& inputs,
+                                                const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                                                const std::string& recurrence, const std::string& candidate_activation,
+                                                bool gate_is_logit, bool reverse) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    auto [h, last_state] = fwd_op().call(inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse);
+    torch::autograd::variable_list saved = inputs.vec();
+    saved.insert(saved.end(), {h, h0.value_or(at::Tensor()), cu_seqlens.value_or(at::Tensor())});
+    ctx->save_for_backward(std::move(saved));
+    ctx->saved_data["recurrence"] = recurrence;
+    ctx->saved_data["candidate_activation"] = candidate_activation;
+    ctx->saved_data["gate_is_logit"] = gate_is_logit;
+    ctx->saved_data["reverse"] = reverse;
+    ctx->set_materialize_grads(false);
+    return {h, last_state};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    constexpr size_t kNumOthers = 6;  // arguments of forward after ctx and the inputs
+    const torch::autograd::variable_list saved = ctx->get_saved_variables();
+    const size_t inputs = saved.size() - 3;
+    torch::autograd::variable_list result(inputs + kNumOthers);
+    if (!grads[0].defined() && !grads[1].defined()) return result;
+
+    const auto optional = [](const at::Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; };
+    const OptionalTensor grad_h = optional(grads[0]), grad_last_state = optional(grads[1]);
+    const OptionalTensor h0 = optional(saved[inputs + 1]), cu_seqlens = optional(saved[inputs + 2]);
+    NeedsGrad needs_grad{};
+    for (size_t i = 0; i < inputs; ++i) needs_grad[i] = ctx->needs_input_grad(i);
+    needs_grad[kH0] = h0.has_value() && ctx->needs_input_grad(inputs);
+
+    const at::TensorList tensors = at::TensorList(saved).slice(0, inputs);
+    const std::string_view recurrence = ctx->saved_data["recurrence"].toStringView();
+    const bool reverse = ctx->saved_data["reverse"].toBool();
+    std::tuple<std::vector<at::Tensor>, at::Tensor> computed;
+    if (at::GradMode::is_enabled() && find_row(recurrence).recurrence == Recurrence::kLinear) {
+      computed = differentiable_adjoint(grad_h, grad_last_state, tensors[0], saved[inputs], h0, cu_seqlens, reverse);
+    } else {
+      static const auto op = find_op<BwdSignature>("ssm_kernels::_linear_recurrence_bwd");
+      computed = op.call(grad_h, grad_last_state, tensors, saved[inputs], h0, cu_seqlens, recurrence,
+                         ctx->saved_data["candidate_activation"].toStringView(), ctx->saved_data["gate_is_logit"].toBool(),
+                         reverse, needs_grad);
+    }
+    for (size_t i = 0; i < inputs; ++i) {
+      if (needs_grad[i]) result[i] = std::get<0>(computed)[i];
+    }
+    if (needs_grad[kH0]) result[inputs] = std::get<1>(computed);
+    return result;
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> recurrence_autograd(at::TensorList inputs, const OptionalTensor& h0,
+                                                       const OptionalTensor& cu_seqlens, std::string_view recurrence,
+                                                       std::string_view candidate_activation, bool gate_is_logit,
+                                                       bool reverse) {
+  check_no_func_transform(find_row(recurrence).name);
+  const auto any = [&](const auto& predicate) {
+    return std::any_of(inputs.begin(), inputs.end(), predicate) || (is_present(h0) && predicate(*h0));
+  };
+  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
+  // Forward-mode AD: apply() is what says that there is none.
+  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
+  if (!needs_graph && !has_tangent) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return recurrence_no_grad(inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse);
+  }
+  auto outputs = LinearRecurrence::apply(inputs, h0, cu_seqlens, std::string(recurrence), std::string(candidate_activation),
+                                         gate_is_logit, reverse);
+  return {outputs[0], outputs[1]};
+}
+
+// Sequences in the autocast dtype; what broadcasts (time constants, parameters) and states in float32.
+template <at::DeviceType device_type>
+std::tuple<at::Tensor, at::Tensor> recurrence_autocast(at::TensorList inputs, const OptionalTensor& h0,
+                                                       const OptionalTensor& cu_seqlens, std::string_view recurrence,
+                                                       std::string_view candidate_activation, bool gate_is_logit,
+                                                       bool reverse) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
+  const size_t first_broadcast = find_row(recurrence).first_broadcast;
+  std::vector<at::Tensor> cast;
+  for (size_t i = 0; i < inputs.size(); ++i) {
+    cast.push_back(at::autocast::cached_cast(i < first_broadcast ? lower : at::kFloat, inputs[i], device_type));
+  }
+  return recurrence_op().call(cast, at::autocast::cached_cast(at::kFloat, h0, device_type), cu_seqlens, recurrence,
+                              candidate_activation, gate_is_logit, reverse);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
+  for (const RecurrenceRow& row : kRecurrenceTable) {
+    m.impl(row.name, torch::CppFunction::makeFromBoxedFunction<&public_operator>());
+  }
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("_linear_recurrence", &recurrence_no_grad); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
+  m.impl("_linear_recurrence", &recurrence_autograd);
+  m.impl("_linear_recurrence_fwd", torch::autograd::autogradNotImplementedFallback());
+  m.impl("_linear_recurrence_bwd", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
+  m.impl("_linear_recurrence_fwd", &fwd_meta);
+  m.impl("_linear_recurrence_bwd", &bwd_meta);
+}
+
+#ifndef SSM_KERNELS_WITH_CUDA
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  m.impl("_linear_recurrence_fwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+  m.impl("_linear_recurrence_bwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+}
+#endif
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("_linear_recurrence", &recurrence_autocast<at::kCPU>); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { m.impl("_linear_recurrence", &recurrence_autocast<at::kCUDA>); }
+
+}  // namespace ssm_kernels::linear_scan
