@@ -5,6 +5,7 @@
 // and is given here, once, for the CPU's vectors and for CUDA threads, as a struct of
 //
 //   kNames               the names of its inputs, in the order of its operator's arguments
+//   kAdded               the input that is b itself, which backward therefore does not read; kNoInput if there is none
 //   kFirstBroadcast      from this input on they may be of any shape that broadcasts, and in the accumulation type
 //   step(x)              a and b
 //   gradients(x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), h the state before the step, g the gradient of the one after
@@ -38,6 +39,7 @@ struct RecurrenceOptions {
 };
 
 constexpr size_t kMaxRecurrenceInputs = 4;
+constexpr int kNoInput = -1;
 
 template <typename T>
 SSM_HOST_DEVICE T one() {
@@ -83,6 +85,7 @@ struct SingleVariant {
 // a and b themselves.
 struct LinearScan : SingleVariant<LinearScan> {
   static constexpr std::array<std::string_view, 2> kNames = {"a", "b"};
+  static constexpr int kAdded = 1;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE Step<T> step(const T* x) {
@@ -105,6 +108,7 @@ SSM_HOST_DEVICE Step<T> interpolate(T z, T candidate) {
 template <Activation activation, bool gate_is_logit>
 struct MinGruVariant {
   static constexpr std::array<std::string_view, 2> kNames = {"gate", "candidate"};
+  static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE T gate(T x) {
@@ -156,28 +160,46 @@ struct MinGru {
   }
 };
 
-// The normalized gates f / (f + i) and i / (f + i) of f = sigmoid(forget), i = sigmoid(input): the second is one sigmoid of
-// softplus(-forget) - softplus(-input), so that their sum is 1 and there is no quotient of two numbers that both underflow.
+// The normalized gates f / (f + i) and i / (f + i) of f = sigmoid(forget), i = sigmoid(input). The second is
+// sigmoid(softplus(-forget) - softplus(-input)), and the first 1 minus it: where both gates underflow, their quotient does not.
+// Computed without the logarithms, with sigmoid(x) = e^min(x, 0) / (1 + e^-|x|) and the larger of the two numerators made 1.
+template <typename T>
+struct NormalizedGates {
+  T input;
+  T one_minus_f, one_minus_i;  // before normalization
+
+  SSM_HOST_DEVICE NormalizedGates(T forget_logit, T input_logit) {
+    const T zero(typename Math<T>::Scalar(0));
+    const T e_f = Math<T>::exp(negate(Math<T>::abs(forget_logit))), e_i = Math<T>::exp(negate(Math<T>::abs(input_logit)));
+    const T excess = Math<T>::max(negate(input_logit), zero) - Math<T>::max(negate(forget_logit), zero);
+    const T smaller = Math<T>::exp(negate(Math<T>::abs(excess)));
+    const auto forget_is_larger = Math<T>::less(zero, excess);
+    const T d_f = one<T>() + e_f, d_i = one<T>() + e_i;
+    const T from_forget = Math<T>::select(forget_is_larger, one<T>(), smaller) * d_i;
+    const T from_input = Math<T>::select(forget_is_larger, smaller, one<T>()) * d_f;
+    input = from_input * Math<T>::reciprocal(from_forget + from_input);
+    one_minus_f = Math<T>::select(Math<T>::less(zero, forget_logit), e_f, one<T>()) * Math<T>::reciprocal(d_f);
+    one_minus_i = Math<T>::select(Math<T>::less(zero, input_logit), e_i, one<T>()) * Math<T>::reciprocal(d_i);
+  }
+};
+
 template <Activation activation>
 struct MinLstmVariant {
   static constexpr std::array<std::string_view, 3> kNames = {"forget", "input", "candidate"};
+  static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 3;
   template <typename T>
-  static SSM_HOST_DEVICE T input_gate(T forget, T input) {
-    return sigmoid(softplus(negate(forget)) - softplus(negate(input)));
-  }
-  template <typename T>
   static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    return interpolate(input_gate(x[0], x[1]), activate<activation>(x[2]).value);
+    return interpolate(NormalizedGates<T>(x[0], x[1]).input, activate<activation>(x[2]).value);
   }
   template <typename T>
   static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
-    const T z = input_gate(x[0], x[1]);
+    const NormalizedGates<T> gates(x[0], x[1]);
     const Activated<T> candidate = activate<activation>(x[2]);
-    const T grad_logit = g * (candidate.value - h) * (z * (one<T>() - z));
-    grad[0] = negate(grad_logit) * softplus_derivative(negate(x[0]));
-    grad[1] = grad_logit * softplus_derivative(negate(x[1]));
-    grad[2] = g * z * candidate.derivative;
+    const T grad_logit = g * (candidate.value - h) * (gates.input * (one<T>() - gates.input));
+    grad[0] = negate(grad_logit) * gates.one_minus_f;
+    grad[1] = grad_logit * gates.one_minus_i;
+    grad[2] = g * gates.input * candidate.derivative;
   }
 };
 
@@ -194,20 +216,19 @@ struct MinLstm {
 // The exact relaxation of tau dh/dt = f - h over a step dt: h = f + (h - f) e^(-dt/tau).
 struct Liquid : SingleVariant<Liquid> {
   static constexpr std::array<std::string_view, 3> kNames = {"candidate", "tau", "dt"};
+  static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 1;
-  template <typename T>
-  static SSM_HOST_DEVICE T approach(T tau, T dt) {
-    return negate(Math<T>::expm1(negate(dt) * Math<T>::reciprocal(tau)));
-  }
+  // Not 1 minus the factor of f, which would lose what is left of h where dt is far above tau.
   template <typename T>
   static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    return interpolate(approach(x[1], x[2]), x[0]);
+    const T exponent = negate(x[2]) * Math<T>::reciprocal(x[1]);
+    return {Math<T>::exp(exponent), negate(Math<T>::expm1(exponent)) * x[0]};
   }
   template <typename T>
   static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
-    const T z = approach(x[1], x[2]), rate = Math<T>::reciprocal(x[1]);
-    const T grad_exponent = g * (h - x[0]) * (one<T>() - z) * rate;  // of -dt / tau, over tau
-    grad[0] = g * z;
+    const T rate = Math<T>::reciprocal(x[1]), exponent = negate(x[2]) * rate;
+    const T grad_exponent = g * (h - x[0]) * Math<T>::exp(exponent) * rate;  // over tau
+    grad[0] = g * negate(Math<T>::expm1(exponent));
     grad[1] = grad_exponent * (x[2] * rate);
     grad[2] = negate(grad_exponent);
   }
@@ -217,6 +238,7 @@ struct Liquid : SingleVariant<Liquid> {
 // input times sqrt(1 - a^2).
 struct RgLru : SingleVariant<RgLru> {
   static constexpr std::array<std::string_view, 4> kNames = {"x", "recurrence_gate", "input_gate", "recurrent_param"};
+  static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 3;
   template <typename T>
   struct Decay {
@@ -251,6 +273,7 @@ struct RgLru : SingleVariant<RgLru> {
 // HGRN's, as its gates reach the scan: a = e^log_gate.
 struct Hgrn : SingleVariant<Hgrn> {
   static constexpr std::array<std::string_view, 2> kNames = {"x", "log_gate"};
+  static constexpr int kAdded = 0;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE Step<T> step(const T* x) {
@@ -266,6 +289,7 @@ struct Hgrn : SingleVariant<Hgrn> {
 // minGRU with the positive candidate 1 + elu(candidate).
 struct EluGru : SingleVariant<EluGru> {
   static constexpr std::array<std::string_view, 2> kNames = {"gate", "candidate"};
+  static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE Activated<T> positive(T x) {
@@ -290,6 +314,7 @@ struct EluGru : SingleVariant<EluGru> {
 // a = sigmoid(gate).
 struct DiagLinear : SingleVariant<DiagLinear> {
   static constexpr std::array<std::string_view, 2> kNames = {"gate", "x"};
+  static constexpr int kAdded = 1;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE Step<T> step(const T* x) {

@@ -18,6 +18,7 @@
 
 #include <limits>
 
+#include "cuda/device.h"
 #include "linear_scan/linear_scan_op.h"
 #include "torch/checks.h"
 
@@ -37,30 +38,45 @@ bool has_vector_rows(const SequenceView& view, int64_t channels, int64_t element
 // How the work of one call is cut, and the memory through which its tiles hand states on.
 class Plan {
  public:
-  Plan(const LinearScanParams& p, const char* op, int64_t scalar_bytes, int tensors, const at::TensorOptions& options)
+  Plan(const LinearScanParams& p, const char* op, int64_t scalar_bytes, int thread_steps, const at::Tensor& like)
       : channels_(p.channels), scalar_bytes_(scalar_bytes), accumulate_bytes_(scalar_bytes == 8 ? 8 : 4) {
-    partition.channel_blocks = ceil_div(p.channels, kTileChannels);
-    partition.chains = p.batch * partition.channel_blocks;
-    partition.tiles = ceil_div(p.seqlen, tile_steps(static_cast<int>(scalar_bytes), tensors));
-    TORCH_CHECK_VALUE(partition.chains * partition.tiles <= std::numeric_limits<int32_t>::max(), op,
-                      ": expected batch * channels * seqlen of at most 2^31 tiles, got ", partition.chains * partition.tiles);
+    const int64_t channel_blocks = ceil_div(p.channels, kTileChannels), chains = p.batch * channel_blocks;
+    partition.tiles = ceil_div(p.seqlen, tile_steps(static_cast<int>(scalar_bytes), thread_steps));
+    constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK_VALUE(chains <= kMaxTiles && chains * partition.tiles <= kMaxTiles, op, ": expected at most ", kMaxTiles,
+                      " tiles of ", kTileChannels, " channels, got ", chains, " times ", partition.tiles);
+    partition.tiles_in_all = static_cast<uint32_t>(chains * partition.tiles);
+    if (partition.tiles_in_all == 0) return;
+    partition.chains = cuda::Divisor(chains);
+    partition.channel_blocks = cuda::Divisor(channel_blocks);
+    partition.multiprocessors = cuda::multiprocessor_count(like.get_device());
+    partition.is_plain = p.sequence_of_step == nullptr;
     for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) add_view(Partition::kInputs + i, p.inputs[i]);
     add_view(Partition::kH, p.h);
     if (partition.tiles > 1) {
-      const int64_t words_per_value = accumulate_bytes_ / 4, places = partition.chains * kTileChannels * words_per_value;
-      const int64_t tile_words = 2 * partition.tiles * places;
-      words_ = at::empty({tile_words + ceil_div(partition.tiles, kGroupTiles) * places}, options.dtype(at::kLong));
-      partition.tile_words = static_cast<uint64_t*>(words_.data_ptr());
-      partition.state_words = partition.tile_words + tile_words;
+      // With at least as many chains as blocks at a time, the tile before is of the blocks' round before.
+      const bool has_many_chains = chains >= 2 * partition.multiprocessors;
+      const int64_t words_per_value = accumulate_bytes_ / 4;
+      const int64_t state_words = partition.tiles * chains * kTileChannels * words_per_value;
+      constexpr int64_t kWordsOfTaken = 2;  // keeps what follows at multiples of 16 bytes
+      words_ = at::empty({kWordsOfTaken + (has_many_chains ? 1 : 3) * state_words}, like.options().dtype(at::kLong));
+      auto* const words = static_cast<uint64_t*>(words_.data_ptr());
+      partition.taken = reinterpret_cast<uint32_t*>(words);
+      partition.state_words = words + kWordsOfTaken;
+      if (!has_many_chains) partition.tile_words = partition.state_words + state_words;
     }
   }
 
   void add_view(size_t bit, const SequenceView& view) {
     const int64_t element_bytes = view.is_accumulate ? accumulate_bytes_ : scalar_bytes_;
-    if (has_vector_rows(view, channels_, element_bytes, kVectorBytes / scalar_bytes_)) partition.vector_views |= 1u << bit;
+    if (has_vector_rows(view, channels_, element_bytes, kVectorBytes / scalar_bytes_)) {
+      partition.vector_views |= 1u << bit;
+    } else if (view.data != nullptr) {
+      partition.is_plain = false;
+    }
   }
 
-  bool is_empty() const { return partition.chains * partition.tiles == 0; }
+  bool is_empty() const { return partition.tiles_in_all == 0; }
 
   void clear_words(cudaStream_t stream) const {
     if (words_.defined()) C10_CUDA_CHECK(cudaMemsetAsync(words_.data_ptr(), 0, words_.nbytes(), stream));
@@ -105,8 +121,8 @@ std::tuple<at::Tensor, at::Tensor> fwd_cuda(at::TensorList inputs, const Optiona
   FwdOutputs outputs = allocate_fwd(in);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);
-  const Plan plan(params, member.row->name, first.element_size(), fwd_tensors(static_cast<int>(member.row->first_broadcast)),
-                  first.options());
+  const Plan plan(params, member.row->name, first.element_size(), fwd_thread_steps(static_cast<int>(member.row->inputs)),
+                  first);
   if (!plan.is_empty()) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     plan.clear_words(stream);
@@ -128,8 +144,7 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_cuda(const OptionalTensor& g
   GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanBwdParams params = make_bwd_params(in, member, sequences, h, grad_h, grad_last_state, grads);
-  Plan plan(params, member.row->name, first.element_size(), bwd_tensors(static_cast<int>(member.row->first_broadcast)),
-            first.options());
+  Plan plan(params, member.row->name, first.element_size(), kBwdThreadSteps, first);
   for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) plan.add_view(Partition::kGradInputs + i, params.grad_inputs[i]);
   plan.add_view(Partition::kGradH, params.grad_h);
   if (!plan.is_empty()) {

@@ -1,8 +1,8 @@
 // Between the linear scan's CUDA entry points (linear_scan_cuda.cpp) and its kernels: how the work is cut.
 //
-// A block has a tile: kTileChannels channels of one batch entry over tile_steps steps. Time is cut everywhere, so that few
-// channels fill a device as well as many. Where there are several tiles along time, blocks hand the state on
-// (linear_scan_carry.cuh).
+// A tile is kTileChannels channels of one batch entry over tile_steps steps; blocks work at one tile after another. Time is cut
+// everywhere, so that few channels fill a device as well as many. Tiles along time are a chain: each hands the state on to the
+// next (linear_scan_carry.cuh). Tiles are counted with the chains running fastest.
 //
 // A position counts the steps in the order in which a scan takes them: forward position t is step t, backward it is step
 // seqlen - 1 - t.
@@ -10,36 +10,41 @@
 
 #include <cstdint>
 
+#include "cuda/divisor.h"
 #include "linear_scan/linear_scan.h"
 
 struct CUstream_st;
 
 namespace ssm_kernels::linear_scan {
 
-constexpr int kTileThreads = 256;
 constexpr int kTileChannels = 64;
-constexpr int kVectorBytes = 16;  // of a row, that a thread loads or stores at once
-// Consecutive steps of one thread, for a kernel that keeps so many tensors of its tile in shared memory: 64 KiB of two or four.
-constexpr int thread_steps(int tensors) { return tensors <= 2 ? 8 : 4; }
-constexpr int tile_steps(int scalar_bytes, int tensors) {
-  return kTileThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps(tensors);
+constexpr int kVectorBytes = 16;  // of a row, that a thread moves at once
+constexpr int kThreads = 128;     // of a block, three of which a multiprocessor holds
+// Consecutive steps of one thread. Forward of two inputs makes a and b of them twice, before and after the carry; with more
+// inputs they stay in registers, which have room for fewer steps.
+constexpr int fwd_thread_steps(int inputs) { return inputs <= 2 ? 8 : 4; }
+constexpr int kBwdThreadSteps = 4;
+constexpr int tile_steps(int scalar_bytes, int thread_steps) {
+  return kThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps;
 }
-// Forward keeps the inputs that do not broadcast; backward also grad_h and h.
-constexpr int fwd_tensors(int narrow_inputs) { return narrow_inputs; }
-constexpr int bwd_tensors(int narrow_inputs) { return narrow_inputs + 2; }
-// Tiles that pass their states on in one go.
-constexpr int kGroupTiles = 16;
+// Tiles whose maps one of them may have to apply.
+constexpr int kGroupTiles = 10;
 
 struct Partition {
-  int64_t channel_blocks = 0;  // tiles side by side
-  int64_t chains = 0;          // times the batch
-  int64_t tiles = 0;           // along time
-  // Whether a view's rows are read as vectors, bit by bit: kInputs + i, kGradInputs + i, kH, kGradH.
+  uint32_t tiles_in_all = 0;  // below 2^31
+  int64_t tiles = 0;          // along time
+  cuda::Divisor chains;
+  cuda::Divisor channel_blocks;  // chains of one batch entry
+  int multiprocessors = 0;
+  // Whether a view's rows are moved as vectors, bit by bit: kInputs + i, kGradInputs + i, kH, kGradH.
   uint32_t vector_views = 0;
-  // Zero at first. What each tile does to a state, (tiles, chains, kTileChannels, 2), and the state after each group of tiles,
-  // (groups, chains, kTileChannels); null if there is one tile along time.
-  uint64_t* tile_words = nullptr;
+  bool is_plain = false;  // all of them, and sequences are not packed
+  // Null if there is one tile along time; else zero at first: the number of tiles that blocks have taken, and the state after
+  // each tile, (tiles, chains, kTileChannels).
+  uint32_t* taken = nullptr;
   uint64_t* state_words = nullptr;
+  // The same of what each tile does to a state, (tiles, chains, kTileChannels, 2), where there are few chains; else null.
+  uint64_t* tile_words = nullptr;
 
   static constexpr int kInputs = 0, kGradInputs = kMaxRecurrenceInputs, kH = 2 * kMaxRecurrenceInputs, kGradH = kH + 1;
 };

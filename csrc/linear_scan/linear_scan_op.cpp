@@ -136,12 +136,13 @@ GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTe
   checks.tensor("grad_h", grad_h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
   checks.tensor("grad_last_state", grad_last_state, "(sequences, channels)", {in.sequences(), first.sym_size(2)},
                 checks.accumulate());
-  const at::Tensor none = at::empty({0}, state_options(in));
+  // Each its own: results of an operator must not share memory.
+  const auto none = [&] { return at::empty({0}, state_options(in)); };
   GradTensors grads;
   for (size_t i = 0; i < in.tensors.size(); ++i) {
-    grads.inputs.push_back(needs_grad[i] ? at::empty_like(in.tensors[i]) : none);
+    grads.inputs.push_back(needs_grad[i] ? at::empty_like(in.tensors[i]) : none());
   }
-  grads.h0 = needs_grad[kH0] ? allocate_states(in, grad_last_state) : none;
+  grads.h0 = needs_grad[kH0] ? allocate_states(in, grad_last_state) : none();
   return grads;
 }
 

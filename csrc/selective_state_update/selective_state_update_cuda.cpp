@@ -16,6 +16,7 @@
 #include <algorithm>
 #include <initializer_list>
 
+#include "cuda/device.h"
 #include "selective_state_update/selective_state_update_op.h"
 
 namespace ssm_kernels::selective_state_update {
@@ -137,12 +138,6 @@ void launch_on(const StateUpdateParams& params, const Tiling& tiling, cudaStream
   }
 }
 
-int multiprocessor_count(int device) {
-  int count = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
-}
-
 at::Tensor cuda(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
                 const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
                 bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization) {
@@ -152,7 +147,7 @@ at::Tensor cuda(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, co
   at::Tensor out = allocate_out(in);
   if (out.numel() == 0) return out;
   const StateUpdateParams params = make_params(in, method, dt_softplus, out);
-  launch_on(params, make_tiling(params, multiprocessor_count(x.get_device())), c10::cuda::getCurrentCUDAStream());
+  launch_on(params, make_tiling(params, cuda::multiprocessor_count(x.get_device())), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
