@@ -1,7 +1,8 @@
-"""State-space model kernels for PyTorch: the selective scan with a choice of discretization, on CPU and CUDA.
+"""State-space model kernels for PyTorch: the selective scan with a choice of discretization, and gated linear recurrences.
 
-``selective_scan`` and ``selective_state_update`` are the operators, ``ssm_kernels.nn`` the layers made of them,
-``ssm_kernels.reference`` the same in plain PyTorch. ``python -m ssm_kernels`` says what was built and what is usable here.
+``selective_scan``, ``selective_state_update`` and the scans and steps of ``linear_scan``'s family are the operators,
+``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.reference`` the same in plain PyTorch. ``python -m ssm_kernels`` says
+what was built and what is usable here.
 """
 
 from ._build_info import build_info, load_operators
@@ -9,10 +10,53 @@ from ._build_info import build_info, load_operators
 load_operators()
 
 from . import _vmap, nn, reference  # noqa: E402, F401
-from .ops import selective_scan, selective_state_update  # noqa: E402
+from .ops import (  # noqa: E402
+    diag_linear_scan,
+    diag_linear_step,
+    elu_gru_scan,
+    elu_gru_step,
+    hgrn_scan,
+    hgrn_step,
+    linear_scan,
+    linear_step,
+    liquid_scan,
+    liquid_step,
+    mingru_scan,
+    mingru_step,
+    minlstm_scan,
+    minlstm_step,
+    rglru_scan,
+    rglru_step,
+    selective_scan,
+    selective_state_update,
+)
 
 __version__: str = build_info()["version"]
 discretizations: tuple[str, ...] = build_info()["discretizations"]
 """The names that ``discretization=`` takes, aliases left out."""
 
-__all__ = ["__version__", "build_info", "discretizations", "nn", "reference", "selective_scan", "selective_state_update"]
+__all__ = [
+    "__version__",
+    "build_info",
+    "diag_linear_scan",
+    "diag_linear_step",
+    "discretizations",
+    "elu_gru_scan",
+    "elu_gru_step",
+    "hgrn_scan",
+    "hgrn_step",
+    "linear_scan",
+    "linear_step",
+    "liquid_scan",
+    "liquid_step",
+    "mingru_scan",
+    "mingru_step",
+    "minlstm_scan",
+    "minlstm_step",
+    "nn",
+    "reference",
+    "rglru_scan",
+    "rglru_step",
+    "selective_scan",
+    "selective_state_update",
+]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from .reference import RECURRENCES
+
 
 def _samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
     """The mapped axis in front; a tensor that is not mapped is the same for every sample."""
@@ -69,5 +71,67 @@ def _selective_state_update(info, in_dims, state, *tensors_and_flags, **options)
     return torch.stack(outputs), 0
 
 
+class _RecurrenceFold:
+    """Samples folded into the batch or, where the batch is one row of packed sequences, into the channels."""
+
+    def __init__(self, info, inputs, dims, cu_seqlens, cu_seqlens_dim, recurrence: str):
+        if cu_seqlens_dim is not None:
+            raise RuntimeError(f"{recurrence}: expected cu_seqlens that vmap does not map, got in_dims {cu_seqlens_dim}")
+        self.samples = info.batch_size
+        self.axis = 0 if cu_seqlens is None else -1
+        self.size = _sample_shape(inputs[0], dims[0])[self.axis]
+
+    def fold(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
+        """A sequence or a state, the same for every sample where it is not mapped."""
+        if tensor is None:
+            return None
+        tensor = _samples_first(tensor, dim, self.samples)
+        return tensor.flatten(0, 1) if self.axis == 0 else tensor.movedim(0, -2).flatten(-2)
+
+    def fold_all(self, tensors: list[Tensor], dims: list[int | None]) -> list[Tensor | None]:
+        return [self.fold(tensor, dim) for tensor, dim in zip(tensors, dims, strict=True)]
+
+    def unfold(self, tensor: Tensor) -> tuple[Tensor, int | None]:
+        """The tensor and its mapped axis; a gradient that is not needed has no elements to map."""
+        if tensor.dim() == 1:
+            return tensor, None
+        tensor = tensor.unflatten(self.axis, (self.samples, self.size))
+        return tensor, self.axis if self.axis == 0 else tensor.dim() - 2
+
+
+def _linear_recurrence(info, in_dims, inputs, h0, cu_seqlens, recurrence, *options):
+    input_dims, h0_dim, cu_seqlens_dim, *_ = in_dims
+    samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
+    results = torch.ops.ssm_kernels._linear_recurrence(
+        samples.fold_all(inputs, input_dims), samples.fold(h0, h0_dim), cu_seqlens, recurrence, *options
+    )
+    (h, h_dim), (last_state, last_state_dim) = map(samples.unfold, results)
+    return (h, last_state), (h_dim, last_state_dim)
+
+
+def _linear_recurrence_bwd(info, in_dims, grad_h, grad_last_state, inputs, h, h0, cu_seqlens, recurrence, *options):
+    grad_h_dim, grad_last_state_dim, input_dims, h_dim, h0_dim, cu_seqlens_dim, *_ = in_dims
+    samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
+    grad_inputs, grad_h0 = torch.ops.ssm_kernels._linear_recurrence_bwd(
+        samples.fold(grad_h, grad_h_dim),
+        samples.fold(grad_last_state, grad_last_state_dim),
+        samples.fold_all(inputs, input_dims),
+        samples.fold(h, h_dim),
+        samples.fold(h0, h0_dim),
+        cu_seqlens,
+        recurrence,
+        *options,
+    )
+    grad_inputs, grad_dims = map(list, zip(*map(samples.unfold, grad_inputs), strict=True))
+    grad_h0, grad_h0_dim = samples.unfold(grad_h0)
+    return (grad_inputs, grad_h0), (grad_dims, grad_h0_dim)
+
+
+_library = torch.library.Library("ssm_kernels", "IMPL")
+for _name in RECURRENCES:  # calls of _linear_recurrence, which has the rule
+    _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
+
+torch.library.register_vmap("ssm_kernels::_linear_recurrence", _linear_recurrence)
+torch.library.register_vmap("ssm_kernels::_linear_recurrence_bwd", _linear_recurrence_bwd)
 torch.library.register_vmap("ssm_kernels::selective_scan", _selective_scan)
 torch.library.register_vmap("ssm_kernels::selective_state_update", _selective_state_update)

@@ -18,6 +18,7 @@ from ssm_kernels import reference, selective_scan, selective_state_update
 
 # The devices that each operator has kernels for. Every test that takes `device` runs on each of its operator's.
 DEVICES = {
+    "linear_scan": ["cpu", "cuda"],  # and every other recurrence of its family
     "selective_scan": ["cpu", "cuda"],
     "selective_state_update": ["cpu", "cuda"],
 }

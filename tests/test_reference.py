@@ -12,6 +12,8 @@ import scipy.linalg
 import scipy.signal
 import torch
 from helpers import METHODS, make_inputs
+from recurrence_helpers import LINEAR, PACKED, at_steps, common_options, every_variant, sequence_names, tensor_names
+from recurrence_helpers import make_inputs as make_recurrence_inputs
 
 from ssm_kernels import reference
 from ssm_kernels.reference import ALIASES, DISCRETIZATIONS, coefficients, phi1
@@ -284,3 +286,100 @@ def test_reference_gradcheck(method):
         return reference.selective_scan(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
 
     assert torch.autograd.gradcheck(scan, [inputs[name].detach().requires_grad_() for name in names])
+
+
+# ----- the gated linear recurrences
+
+
+@every_variant
+def test_recurrence_against_its_formula(variant):
+    """As the papers have it, one number at a time, in mpmath."""
+    inputs = make_recurrence_inputs(variant, batch=1, seqlen=9, channels=3)
+    h, last_state = variant.reference(**inputs, return_last_state=True)
+    sequences = [inputs[name].expand(h.shape) for name in variant.recurrence.inputs]
+    with mpmath.workdps(40):
+        for channel in range(3):
+            state = mpmath.mpf(inputs["h0"][0, channel].item())
+            for t in range(9):
+                numbers = (mpmath.mpf(sequence[0, t, channel].item()) for sequence in sequences)
+                a, b = variant.recurrence.formula(*numbers, **variant.options)
+                state = a * state + b
+                assert abs(h[0, t, channel].item() - state) < 1e-14 * max(1, abs(state))
+            assert last_state[0, channel] == h[0, -1, channel]
+
+
+def assert_to_roundings(actual: tuple, expected: tuple) -> None:
+    """To roundings: PyTorch's functions of the last elements are not bit for bit those of whole vectors."""
+    torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)
+
+
+@every_variant
+def test_recurrence_step_by_step(variant):
+    inputs = make_recurrence_inputs(variant, seqlen=9)
+    whole, last_state = variant.reference(**inputs, return_last_state=True)
+    state = inputs["h0"]
+    for t in range(9):
+        h, state = variant.reference(**at_steps(variant, inputs, slice(t, t + 1)) | {"h0": state}, return_last_state=True)
+        assert_to_roundings((h, state), (whole[:, t : t + 1], whole[:, t]))
+    assert_to_roundings((state,), (last_state,))
+
+
+@every_variant
+def test_recurrence_in_reverse_is_that_of_flipped_inputs(variant):
+    inputs = make_recurrence_inputs(variant, seqlen=9, reverse=True)
+    flipped = {name: inputs[name].flip(1) for name in sequence_names(variant, inputs)}
+    h, last_state = variant.reference(**inputs, return_last_state=True)
+    expected_h, expected_state = variant.reference(**inputs | flipped | {"reverse": False}, return_last_state=True)
+    assert_to_roundings((h, last_state), (expected_h.flip(1), expected_state))
+
+
+@pytest.mark.parametrize("h0", [True, False])
+@pytest.mark.parametrize("reverse", [False, True])
+@every_variant
+def test_recurrence_of_packed_sequences_one_by_one(variant, reverse, h0):
+    inputs = make_recurrence_inputs(variant, cu_seqlens=PACKED, reverse=reverse, h0=h0)
+    h, last_state = variant.reference(**inputs, return_last_state=True)
+    assert h.shape == (1, PACKED[-1], 4) and last_state.shape == (len(PACKED) - 1, 4)
+    for i, (begin, end) in enumerate(itertools.pairwise(PACKED)):
+        alone = at_steps(variant, inputs, slice(begin, end)) | {"cu_seqlens": None}
+        alone["h0"] = inputs["h0"][i : i + 1] if h0 else None
+        expected = variant.reference(**alone, return_last_state=True)
+        assert_to_roundings((h[:, begin:end], last_state[i : i + 1]), expected)
+
+
+@common_options
+@every_variant
+def test_recurrence_gradcheck(variant, common):
+    inputs = make_recurrence_inputs(variant, **({"batch": 1, "seqlen": 3, "channels": 2} | common))
+    names = tensor_names(inputs)
+
+    def scan(*tensors):
+        return variant.reference(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
+
+    assert torch.autograd.gradcheck(scan, [inputs[name].detach().requires_grad_() for name in names])
+
+
+def test_recurrence_without_steps():
+    """The state stays, and is zero by default, also in packed sequences."""
+    inputs = make_recurrence_inputs(LINEAR, seqlen=0)
+    h, last_state = reference.linear_scan(**inputs, return_last_state=True)
+    assert h.shape == (2, 0, 4) and torch.equal(last_state, inputs["h0"])
+    for offsets, sequences in (((0,), 0), ((0, 0, 0), 2)):
+        inputs = make_recurrence_inputs(LINEAR, cu_seqlens=offsets, h0=False)
+        h, last_state = reference.linear_scan(**inputs, return_last_state=True)
+        assert h.shape == (1, 0, 4) and torch.equal(last_state, torch.zeros(sequences, 4, dtype=torch.float64))
+
+
+def test_dtype_of_recurrences():
+    """float32 for any narrower dtype, float64 if any argument is."""
+    x = torch.ones(1, 2, 3)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        results = reference.linear_scan(x.to(dtype), x.to(dtype), return_last_state=True)
+        assert all(result.dtype == torch.float32 for result in results)
+    assert reference.linear_scan(x, x, torch.zeros(1, 3, dtype=torch.float64)).dtype == torch.float64
+
+
+def test_unknown_candidate_activation():
+    x = torch.ones(1, 2, 3)
+    with pytest.raises(ValueError, match="unknown candidate_activation 'relu', expected one of: none, g, tanh"):
+        reference.mingru_scan(x, x, candidate_activation="relu")

@@ -1,0 +1,404 @@
+"""What the tests of the gated linear recurrences share: their table, the factory of inputs, the rules of comparison.
+
+A new recurrence needs one row in ``RECURRENCES``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import mpmath
+import pytest
+import torch
+import torch.nn.functional as F
+from helpers import arrange, assert_as_accurate, parameter_dtype
+from torch import Tensor
+
+import ssm_kernels
+from ssm_kernels import reference
+
+
+class Recurrence(NamedTuple):
+    """What is known of a recurrence apart from its code.
+
+    Attributes:
+        inputs: by name, in the operator's order, what makes a legal input of normally distributed numbers.
+        formula: ``(a, b)`` of ``h = a h + b`` for the inputs as mpmath numbers, written from its source.
+        broadcast: the usual form, one of ``FORMS``, of the inputs that broadcast.
+        options: the values of each option.
+    """
+
+    inputs: dict[str, Callable[[Tensor], Tensor]]
+    formula: Callable[..., tuple[Any, Any]]
+    broadcast: Mapping[str, str] = MappingProxyType({})
+    options: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+
+
+def anything(x: Tensor) -> Tensor:
+    return x
+
+
+def positive(x: Tensor) -> Tensor:
+    return 0.1 + x.abs()
+
+
+def negative(x: Tensor) -> Tensor:
+    return -x.abs()
+
+
+def logistic(x):
+    return 1 / (1 + mpmath.exp(-x))
+
+
+ACTIVATIONS: dict[str | None, Callable[[Any], Any]] = {
+    None: lambda x: x,
+    "g": lambda x: x + mpmath.mpf("0.5") if x >= 0 else logistic(x),
+    "tanh": mpmath.tanh,
+}
+
+
+def interpolation(z, candidate):
+    return 1 - z, z * candidate
+
+
+def mingru(gate, candidate, candidate_activation, gate_is_logit):
+    return interpolation(logistic(gate) if gate_is_logit else gate, ACTIVATIONS[candidate_activation](candidate))
+
+
+def minlstm(forget, input, candidate, candidate_activation):
+    """The two sigmoids, divided by their sum."""
+    f, i = logistic(forget), logistic(input)
+    return f / (f + i), i / (f + i) * ACTIVATIONS[candidate_activation](candidate)
+
+
+def rglru(x, recurrence_gate, input_gate, recurrent_param):
+    """Griffin's a = sigmoid(Lambda)^(8 r), Lambda = -recurrent_param."""
+    a = logistic(-recurrent_param) ** (8 * logistic(recurrence_gate))
+    return a, mpmath.sqrt(1 - a**2) * logistic(input_gate) * x
+
+
+RECURRENCES = {
+    "linear_scan": Recurrence({"a": torch.tanh, "b": anything}, lambda a, b: (a, b)),
+    "mingru_scan": Recurrence(
+        {"gate": anything, "candidate": anything},
+        mingru,
+        options={"candidate_activation": tuple(ACTIVATIONS), "gate_is_logit": (True, False)},
+    ),
+    "minlstm_scan": Recurrence(
+        {"forget": anything, "input": anything, "candidate": anything},
+        minlstm,
+        options={"candidate_activation": tuple(ACTIVATIONS)},
+    ),
+    "liquid_scan": Recurrence(
+        {"candidate": anything, "tau": positive, "dt": positive},
+        lambda candidate, tau, dt: interpolation(1 - mpmath.exp(-dt / tau), candidate),
+        broadcast={"tau": "channels", "dt": "steps"},
+    ),
+    "rglru_scan": Recurrence(
+        {"x": anything, "recurrence_gate": anything, "input_gate": anything, "recurrent_param": anything},
+        rglru,
+        broadcast={"recurrent_param": "channels"},
+    ),
+    "hgrn_scan": Recurrence({"x": anything, "log_gate": negative}, lambda x, log_gate: (mpmath.exp(log_gate), x)),
+    "elu_gru_scan": Recurrence(
+        {"gate": anything, "candidate": anything},
+        lambda gate, x: interpolation(logistic(gate), 1 + x if x > 0 else mpmath.exp(x)),
+    ),
+    "diag_linear_scan": Recurrence({"gate": anything, "x": anything}, lambda gate, x: (logistic(gate), x)),
+}
+
+# Shapes that an input that broadcasts may have.
+FORMS: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
+    "full": lambda batch, seqlen, channels: (batch, seqlen, channels),
+    "channels": lambda batch, seqlen, channels: (channels,),
+    "steps": lambda batch, seqlen, channels: (batch, seqlen, 1),
+    "steps of every row": lambda batch, seqlen, channels: (seqlen, 1),
+    "rows": lambda batch, seqlen, channels: (batch, 1, 1),
+    "number": lambda batch, seqlen, channels: (),
+}
+
+
+class Variant(NamedTuple):
+    """A recurrence with certain options."""
+
+    name: str
+    options: dict[str, Any]
+
+    @property
+    def recurrence(self) -> Recurrence:
+        return RECURRENCES[self.name]
+
+    @property
+    def scan(self) -> Callable:
+        return getattr(ssm_kernels, self.name)
+
+    @property
+    def step(self) -> Callable:
+        return getattr(ssm_kernels, self.name.replace("_scan", "_step"))
+
+    @property
+    def operator(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.ssm_kernels, self.name).default
+
+    def reference(self, *args: Any, **kwargs: Any) -> Any:
+        """The reference's scan, run on the CPU for every device: a GPU would spend its time on launches."""
+        device = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).device
+        args, kwargs = [_on_cpu(x) for x in args], {name: _on_cpu(x) for name, x in kwargs.items()}
+        results = getattr(reference, self.name)(*args, **kwargs)
+        return results.to(device) if isinstance(results, Tensor) else tuple(x.to(device) for x in results)
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, Tensor) else value
+
+
+def _variants() -> dict[str, Variant]:
+    variants = {}
+    for name, recurrence in RECURRENCES.items():
+        for values in itertools.product(*recurrence.options.values()):
+            options = dict(zip(recurrence.options, values, strict=True))
+            variants["-".join([name, *(str(value) for value in values)])] = Variant(name, options)
+    return variants
+
+
+VARIANTS = _variants()
+
+every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(VARIANTS))
+# Each with the first of its options.
+PLAIN = {name: next(variant for variant in VARIANTS.values() if variant.name == name) for name in RECURRENCES}
+every_recurrence = pytest.mark.parametrize("variant", PLAIN.values(), ids=list(PLAIN))
+LINEAR, MINGRU, MINLSTM, LIQUID, RGLRU = (PLAIN[f"{name}_scan"] for name in ("linear", "mingru", "minlstm", "liquid", "rglru"))
+BROADCASTING = {name: variant for name, variant in PLAIN.items() if RECURRENCES[name].broadcast}
+every_broadcasting = pytest.mark.parametrize("variant", BROADCASTING.values(), ids=list(BROADCASTING))
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def dtypes(*chosen: torch.dtype) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("dtype", chosen or DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+# Of packed sequences, the offsets: among them sequences of no steps, at both ends too, and of one.
+PACKED = (0, 0, 3, 4, 4, 4, 9, 9)
+
+
+def make_inputs(
+    variant: Variant,
+    *,
+    batch: int = 2,
+    seqlen: int = 5,
+    channels: int = 4,
+    h0: bool = True,
+    reverse: bool = False,
+    cu_seqlens: Sequence[int] | None = None,
+    form: str | None = None,
+    dtype: torch.dtype = torch.float64,
+    broadcast_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    layout: str = "contiguous",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of a scan, the same numbers on every device.
+
+    Args:
+        cu_seqlens: takes the place of batch and seqlen.
+        form: a key of ``FORMS``, for what broadcasts; None for the usual ones.
+        broadcast_dtype: of what broadcasts; None for the accumulation dtype.
+        layout: see :func:`helpers.arrange`; of every floating-point tensor.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    sequences = batch
+    if cu_seqlens is not None:
+        batch, seqlen, sequences = 1, cu_seqlens[-1], len(cu_seqlens) - 1
+    recurrence, accumulation_dtype = variant.recurrence, parameter_dtype(dtype)
+    inputs: dict[str, Any] = {}
+    for name, into_range in recurrence.inputs.items():
+        shape, own_dtype = (batch, seqlen, channels), dtype
+        if name in recurrence.broadcast:
+            shape = FORMS[form or recurrence.broadcast[name]](*shape)
+            own_dtype = broadcast_dtype or accumulation_dtype
+        value = into_range(torch.randn(shape, generator=generator, dtype=torch.float64))
+        if name == "gate" and not variant.options.get("gate_is_logit", True):
+            value = value.sigmoid()
+        inputs[name] = arrange(value.to(device, own_dtype), layout)
+    inputs["h0"] = None
+    if h0:
+        value = torch.randn(sequences, channels, generator=generator, dtype=torch.float64)
+        inputs["h0"] = arrange(value.to(device, accumulation_dtype), layout)
+    inputs |= variant.options | {"reverse": reverse, "cu_seqlens": None}
+    if cu_seqlens is not None:
+        inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+    return inputs
+
+
+# Options of make_inputs that any recurrence has.
+COMMON: dict[str, dict[str, Any]] = {
+    "required_only": {"h0": False},
+    "h0": {},
+    "reverse": {"reverse": True},
+    "reverse_without_h0": {"reverse": True, "h0": False},
+    "packed": {"cu_seqlens": PACKED},
+    "packed_without_h0": {"cu_seqlens": PACKED, "h0": False},
+    "packed_reverse": {"cu_seqlens": PACKED, "reverse": True},
+}
+common_options = pytest.mark.parametrize("common", COMMON.values(), ids=list(COMMON))
+
+
+def tensor_names(inputs: dict[str, Any]) -> list[str]:
+    """Of the differentiable arguments."""
+    return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def sequence_names(variant: Variant, inputs: dict[str, Any]) -> list[str]:
+    """Of the inputs that have a time axis."""
+    return [name for name in variant.recurrence.inputs if inputs[name].dim() == 3 and inputs[name].shape[1] > 1]
+
+
+def with_gradients(inputs: dict[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    names = tensor_names(inputs) if names is None else names
+    return inputs | {name: inputs[name].detach().requires_grad_() for name in names}
+
+
+def as_float64(inputs: dict[str, Any]) -> dict[str, Any]:
+    return inputs | {name: inputs[name].double() for name in tensor_names(inputs)}
+
+
+def first_input(inputs: dict[str, Any]) -> Tensor:
+    return next(value for value in inputs.values() if isinstance(value, Tensor))
+
+
+def state_of(inputs: dict[str, Any]) -> Tensor:
+    """A zero state for each sequence."""
+    x, cu_seqlens = first_input(inputs), inputs["cu_seqlens"]
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_zeros(sequences, x.shape[2], dtype=parameter_dtype(x.dtype))
+
+
+def make_cotangents(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Gradients of h and of last_state."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        for like in (first_input(inputs), state_of(inputs))
+    )
+
+
+def evaluate(function: Callable, inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    """``h``, ``last_state`` and, given cotangents, ``grad_<name>`` of every tensor argument, in the operator's dtypes."""
+    leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in tensor_names(inputs)}
+    h, last_state = function(**(inputs | leaves), return_last_state=True)
+    dtype = first_input(inputs).dtype
+    h, last_state = h.to(dtype), last_state.to(parameter_dtype(dtype))
+    results = {"h": h.detach(), "last_state": last_state.detach()}
+    if cotangents is not None:
+        # A result of no steps from no state depends on nothing, and the reference's then has no graph.
+        dependent = [(y, grad) for y, grad in zip((h, last_state), cotangents, strict=True) if y.requires_grad]
+        if dependent:
+            outputs, incoming = zip(*dependent, strict=True)
+            gradients = torch.autograd.grad(outputs, [*leaves.values()], incoming, allow_unused=True, materialize_grads=True)
+        else:
+            gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return results
+
+
+def assert_matches_reference(variant: Variant, inputs: dict[str, Any], *, gradients: bool = True) -> dict[str, Tensor]:
+    """Compares with the float64 reference, by the low-precision rule below float64; returns the scan's results."""
+    cotangents = make_cotangents(inputs) if gradients else None
+    actual = evaluate(variant.scan, inputs, cotangents)
+    exact = evaluate(variant.reference, as_float64(inputs), cotangents and tuple(x.double() for x in cotangents))
+    assert actual.keys() == exact.keys()
+    if first_input(inputs).dtype == torch.float64:
+        assert_all_close(actual, exact)
+    else:
+        native = evaluate(variant.reference, inputs, cotangents)
+        if gradients and first_input(inputs).element_size() == 2:
+            # Backward has h in its 16 bits, to which the gradient of what broadcasts, a sum in float32, owes its error.
+            of_rounded_states = evaluate(partial(scan_that_saves_rounded_states, variant), inputs, cotangents)
+            native |= {f"grad_{name}": of_rounded_states[f"grad_{name}"] for name in variant.recurrence.broadcast}
+        for name, value in actual.items():
+            assert_as_accurate(value, native[name], exact[name], name)
+    return actual
+
+
+def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """The reference in float32, with what PyTorch's autograd rounds to 16 bits: the states that backward multiplies with, and
+    the gradient of an expanded 16-bit input before it is summed."""
+    dtype, device = first_input(arguments).dtype, first_input(arguments).device
+    arguments = {name: _on_cpu(value) for name, value in arguments.items()}
+    inputs = [x.float() for x in torch.broadcast_tensors(*(arguments[name] for name in variant.recurrence.inputs))]
+    a, b = reference.RECURRENCES[variant.name](*inputs, **variant.options)
+    time = {name: arguments[name] for name in ("h0", "reverse", "cu_seqlens")}
+    with torch.no_grad():
+        h = reference.linear_scan(a, b, **time)
+        error = h.to(dtype).float() - h
+        cu_seqlens = time["cu_seqlens"]
+        sequences = error.split([error.shape[1]] if cu_seqlens is None else cu_seqlens.diff().tolist(), dim=1)
+        one_late = slice(1, None) if time["reverse"] else slice(-1)
+        padding = (0, 0, 0, 1) if time["reverse"] else (0, 0, 1, 0)
+        error = torch.cat([F.pad(x[:, one_late], padding) if x.shape[1] else x for x in sequences], dim=1)
+    # Adds nothing to b, and the error of the state before each step to the gradient of a.
+    results = reference.linear_scan(a, b + (a - a.detach()) * error, **time, return_last_state=True)
+    return tuple(result.to(device) for result in results)
+
+
+def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-11) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        torch.testing.assert_close(
+            value, expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def at_steps(variant: Variant, inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
+    """The arguments of a part of the time."""
+    return inputs | {name: inputs[name][:, steps] for name in sequence_names(variant, inputs)}
+
+
+def training_step(function: Callable, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""
+    leaves = with_gradients(inputs)
+    h, last_state = function(**leaves)
+    (h.float().square().sum() + last_state.float().square().sum()).backward()
+    return {"h": h, "last_state": last_state} | {f"grad_{name}": leaves[name].grad for name in tensor_names(inputs)}
+
+
+def with_state(variant: Variant) -> Callable:
+    """The scan that returns the last state too."""
+
+    def scan(**inputs: Any) -> tuple[Tensor, Tensor]:
+        return variant.scan(**inputs, return_last_state=True)
+
+    return scan
+
+
+def operator_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Of the public operator: positional and keyword ones."""
+    positional = (*variant.recurrence.inputs, "h0")
+    return tuple(inputs[name] for name in positional), {k: v for k, v in inputs.items() if k not in positional}
+
+
+def forward_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple:
+    """Of _linear_recurrence and _linear_recurrence_fwd."""
+    tensors = [inputs[name] for name in variant.recurrence.inputs]
+    return (
+        [tensors[0], *(tensor.expand_as(tensors[0]) for tensor in tensors[1:])],
+        inputs["h0"],
+        inputs["cu_seqlens"],
+        variant.name,
+        variant.options.get("candidate_activation") or "none",
+        variant.options.get("gate_is_logit", True),
+        inputs["reverse"],
+    )
+
+
+def backward_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple:
+    """Of _linear_recurrence_bwd."""
+    tensors, h0, *others = forward_arguments(variant, inputs)
+    h, _ = torch.ops.ssm_kernels._linear_recurrence_fwd(tensors, h0, *others)
+    needs_grad = [*(i < len(tensors) for i in range(4)), h0 is not None]
+    return *make_cotangents(inputs), tensors, h, h0, *others, needs_grad

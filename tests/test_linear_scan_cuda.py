@@ -1,0 +1,462 @@
+"""linear_scan and its family on CUDA beside the CPU's kernels: tiles of time, sizes beyond 32 bits, streams, CUDA graphs.
+
+What holds on every device is tested where it is tested for the CPU; here is what only a GPU's kernels can get wrong.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from helpers import arrange, assert_as_accurate, assert_equal, move, move_all
+from recurrence_helpers import (
+    DTYPES,
+    LINEAR,
+    LIQUID,
+    MINGRU,
+    MINLSTM,
+    PACKED,
+    RGLRU,
+    Variant,
+    as_float64,
+    assert_all_close,
+    dtypes,
+    evaluate,
+    every_recurrence,
+    every_variant,
+    first_input,
+    make_cotangents,
+    make_inputs,
+    tensor_names,
+    training_step,
+    with_gradients,
+)
+from torch import Tensor
+
+pytestmark = pytest.mark.cuda
+
+both_layouts = pytest.mark.parametrize("layout", ["contiguous", "transposed"])
+both_directions = pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+
+# Few channels and many steps: time is cut into tiles that hand their states on. Channels enough to fill a GPU by themselves.
+LONG = {"batch": 1, "channels": 5, "seqlen": 8300}
+MANY_CHANNELS = {"batch": 8, "channels": 4160, "seqlen": 70}
+
+
+def assert_as_accurate_as_cpu(variant: Variant, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """float64 to 1e-10; else by the low-precision rule, the CPU's kernel in the same dtypes in the place of PyTorch."""
+    cotangents = make_cotangents(inputs)
+    actual = evaluate(variant.scan, move_all(inputs, "cuda"), tuple(move(x, "cuda") for x in cotangents))
+    on_cpu = {name: value.cpu() for name, value in actual.items()}
+    exact = evaluate(variant.scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+    if first_input(inputs).dtype == torch.float64:
+        assert_all_close(on_cpu, exact, 1e-10)
+        return actual
+    expected = evaluate(variant.scan, inputs, cotangents)
+    for name, value in on_cpu.items():
+        assert_as_accurate(value, expected[name], exact[name], name)
+    return actual
+
+
+def random_offsets(sequences: int, seqlen: int) -> tuple[int, ...]:
+    generator = torch.Generator().manual_seed(0)
+    inner = torch.randint(0, seqlen + 1, (sequences - 1,), generator=generator).sort().values.tolist()
+    return 0, *inner, seqlen
+
+
+# ----- tiles
+
+
+@both_layouts
+@both_directions
+@dtypes()
+def test_tiles_and_their_tails(dtype, reverse, layout):
+    lengths = (1, 7, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 256, 257, 511, 512, 513, 1000, 1023, 1024, 1025, 2049)
+    for variant, channels in itertools.product((LINEAR, MINLSTM), (1, 5, 32, 33, 70, 72)):
+        for seqlen in lengths:
+            sizes = {"channels": channels, "seqlen": seqlen, "reverse": reverse}
+            assert_as_accurate_as_cpu(variant, make_inputs(variant, dtype=dtype, layout=layout, seed=seqlen, **sizes))
+
+
+@dtypes()
+@every_variant
+def test_every_recurrence_over_many_tiles(variant, dtype):
+    for reverse, sizes in itertools.product((False, True), (LONG, MANY_CHANNELS, {"channels": 33, "seqlen": 700})):
+        if sizes is MANY_CHANNELS and reverse:
+            continue
+        assert_as_accurate_as_cpu(variant, make_inputs(variant, dtype=dtype, reverse=reverse, **sizes))
+
+
+@both_layouts
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (1, 65536, 32),
+        (1, 65537, 1),
+        (1, 65537, 3),
+        (1, 300_001, 2),
+        (3, 9000, 20),
+        (2, 1500, 130),
+        (16, 4096, 64),
+        (4, 100, 6000),
+    ],
+    ids=str,
+)
+def test_shapes(sizes, dtype, layout):
+    batch, seqlen, channels = sizes
+    for variant in (LINEAR, MINGRU):
+        inputs = make_inputs(variant, batch=batch, seqlen=seqlen, channels=channels, dtype=dtype, layout=layout)
+        assert_as_accurate_as_cpu(variant, inputs)
+
+
+@both_layouts
+@both_directions
+@pytest.mark.parametrize("channels", [1, 3, 70, 260])
+@pytest.mark.parametrize("offsets", [(1, 3000), (2, 3000), (40, 9000), (3000, 3000), (200, 70)], ids=str)
+def test_packed_sequences_over_many_tiles(offsets, channels, reverse, layout):
+    """Few and long, many and short, and more sequences than steps."""
+    for variant, dtype in itertools.product((LINEAR, RGLRU), (torch.float64, torch.float32, torch.bfloat16)):
+        options = {"channels": channels, "reverse": reverse, "dtype": dtype, "layout": layout}
+        assert_as_accurate_as_cpu(variant, make_inputs(variant, cu_seqlens=random_offsets(*offsets), **options))
+
+
+@both_directions
+def test_packed_sequences_that_end_at_the_edges_of_tiles(reverse):
+    for size in (8, 16, 32, 64, 128, 256, 512, 1024, 2048):
+        offsets = (0, size - 1, size, size, 2 * size, 2 * size + 1, 4 * size)
+        for dtype in (torch.float64, torch.float32):
+            inputs = make_inputs(MINGRU, channels=9, cu_seqlens=offsets, reverse=reverse, dtype=dtype)
+            assert_as_accurate_as_cpu(MINGRU, inputs)
+
+
+@pytest.mark.parametrize("layout", ["offset", "sliced", "permuted"])
+@pytest.mark.parametrize("base", ["contiguous", "transposed"])
+@every_recurrence
+def test_one_argument_in_another_layout(variant, base, layout):
+    """Beside others that whole vectors are read from."""
+    for dtype, sizes in itertools.product((torch.bfloat16, torch.float32), ({"channels": 64, "seqlen": 256}, LONG)):
+        for name in (*variant.recurrence.inputs, "h0"):
+            inputs = make_inputs(variant, dtype=dtype, layout=base, **sizes)
+            inputs[name] = arrange(inputs[name], layout)
+            assert_as_accurate_as_cpu(variant, inputs)
+
+
+def test_strong_decay_and_zero_transitions_over_many_tiles():
+    """The product of a tile's transitions underflows, or is zero."""
+    for dtype in (torch.float64, torch.float32):
+        inputs = make_inputs(LINEAR, dtype=dtype, **LONG)
+        for a in (1e-3 * inputs["a"], torch.where(inputs["a"] > 0, inputs["a"], 0), torch.zeros_like(inputs["a"])):
+            results = assert_as_accurate_as_cpu(LINEAR, inputs | {"a": a})
+            assert all(value.isfinite().all() for value in results.values())
+
+
+@both_directions
+def test_growth_with_nothing_to_grow(reverse):
+    """The product of the first tiles' transitions overflows, but until 100 steps before the end the state is zero."""
+    inputs = make_inputs(LINEAR, h0=False, reverse=reverse, dtype=torch.float32, **LONG)
+    inputs["a"] = 1 + 0.2 * inputs["a"].abs()
+    inputs["b"][:, slice(100, None) if reverse else slice(None, -100)] = 0
+    actual = evaluate(LINEAR.scan, move_all(inputs, "cuda"))
+    for name, exact in evaluate(LINEAR.scan, as_float64(inputs)).items():
+        error, scale = (x.abs().max().item() for x in (actual[name].cpu().double() - exact, exact))
+        assert error <= 1e-5 * scale, name
+
+
+@dtypes(torch.float32, torch.bfloat16)
+def test_error_does_not_grow_along_the_sequence(dtype):
+    for variant, memory in itertools.product((LINEAR, LIQUID), (1, 8)):
+        inputs = make_inputs(variant, batch=1, channels=32, seqlen=65536, dtype=dtype)
+        if variant is LINEAR:
+            inputs["a"] = 1 - inputs["a"].abs() / memory
+        else:
+            inputs["tau"] = inputs["tau"] * memory
+        cotangents = make_cotangents(inputs)
+        actual = evaluate(variant.scan, move_all(inputs, "cuda"), tuple(move(x, "cuda") for x in cotangents))
+        exact = evaluate(variant.scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+        for name in ("h", "grad_b" if variant is LINEAR else "grad_candidate"):
+            error = actual[name].cpu().double() - exact[name]
+            first, last = (part.square().mean().sqrt() for part in (error[:, :4096], error[:, -4096:]))
+            assert max(first, last) <= 1.5 * min(first, last), f"{name}: {first:.3g} at the start, {last:.3g} at the end"
+
+
+@both_layouts
+@both_directions
+@pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
+def test_nan_at_the_edges_of_tiles(packed, reverse, layout):
+    """What it cannot reach is bit for bit as without it: the steps before it, other channels, other sequences."""
+    cu_seqlens = (0, 1000, 1024, 2048, 2049, 6000, 8300) if packed else None
+    inputs = move_all(
+        make_inputs(
+            MINGRU,
+            channels=70,
+            seqlen=8300,
+            batch=1,
+            cu_seqlens=cu_seqlens,
+            reverse=reverse,
+            dtype=torch.float32,
+            layout=layout,
+        ),
+        "cuda",
+    )
+    cotangents = make_cotangents(inputs)
+    clean = evaluate(MINGRU.scan, inputs, cotangents)
+    bounds = list(itertools.pairwise(cu_seqlens or (0, 8300)))
+    for step in (0, 7, 31, 32, 255, 256, 1023, 1024, 2047, 2048, 4095, 4096, 6144, 8299):
+        begin, end = next((b, e) for b, e in bounds if b <= step < e)
+        touched = inputs | {"candidate": inputs["candidate"].clone()}
+        touched["candidate"][0, step, 33] = float("nan")
+        after = slice(begin, step + 1) if reverse else slice(step, end)
+        actual = evaluate(MINGRU.scan, touched, cotangents)
+        reached = torch.zeros_like(clean["h"], dtype=torch.bool)
+        reached[0, after, 33] = True
+        assert torch.equal(actual["h"].isnan(), reached)
+        assert torch.equal(actual["h"][~reached], clean["h"][~reached])
+        for name in ("grad_gate", "grad_candidate"):
+            others = torch.ones_like(clean[name], dtype=torch.bool)
+            others[0, begin:end, 33] = False
+            assert torch.equal(actual[name][others], clean[name][others]), name
+
+
+# ----- sizes
+
+
+@both_layouts
+@pytest.mark.parametrize("sizes", [(70_000, 9, 3), (1, 9, 140_000), (1, 70_000, 1)], ids=str)
+def test_more_channels_rows_and_steps_than_a_grid_axis_holds(sizes, layout):
+    batch, seqlen, channels = sizes
+    inputs = make_inputs(LINEAR, batch=batch, seqlen=seqlen, channels=channels, dtype=torch.float32, layout=layout)
+    assert_as_accurate_as_cpu(LINEAR, inputs)
+
+
+@both_layouts
+@both_directions
+def test_more_elements_than_32_bits_count(reverse, layout, needs_gpu_memory):
+    """The first channels and the last ones, whose later steps lie beyond element 2^31."""
+    needs_gpu_memory("cuda", 60)
+    seqlen, channels = 2**16, 2**15 + 64
+    generator = torch.Generator("cuda").manual_seed(0)
+
+    def sequence() -> Tensor:
+        shape = (1, seqlen, channels) if layout == "contiguous" else (1, channels, seqlen)
+        tensor = torch.empty(shape, dtype=torch.bfloat16, device="cuda").normal_(generator=generator)
+        return tensor if layout == "contiguous" else tensor.transpose(1, 2)
+
+    a, b, grad_h = sequence().tanh_().requires_grad_(), sequence().requires_grad_(), sequence()
+    h0, grad_last_state = (torch.randn(1, channels, generator=generator, device="cuda") for _ in range(2))
+    h0.requires_grad_()
+    assert a.numel() > 2**31
+    h, last_state = LINEAR.scan(a, b, h0, reverse=reverse, return_last_state=True)
+    torch.autograd.backward((h, last_state), (grad_h, grad_last_state))
+    results = {"h": h, "last_state": last_state, "grad_a": a.grad, "grad_b": b.grad, "grad_h0": h0.grad}
+
+    def chosen(tensor: Tensor) -> Tensor:
+        return torch.cat([tensor.detach()[..., :32], tensor.detach()[..., -32:]], dim=-1).cpu()
+
+    inputs = {"a": chosen(a), "b": chosen(b), "h0": chosen(h0), "reverse": reverse, "cu_seqlens": None}
+    cotangents = chosen(grad_h), chosen(grad_last_state)
+    expected = evaluate(LINEAR.scan, inputs, cotangents)
+    exact = evaluate(LINEAR.scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+    for name, value in results.items():
+        assert_as_accurate(chosen(value), expected[name], exact[name], name)
+
+
+def test_offsets_beyond_32_bits(needs_gpu_memory):
+    """Two batch rows, two steps, or two channels that lie 2^31 elements apart."""
+    needs_gpu_memory("cuda", 10)
+    for axis, shape in enumerate([(2, 8, 3), (8, 2, 3), (3, 8, 2)]):
+        batch, seqlen, channels = shape
+        inputs = make_inputs(LINEAR, batch=batch, seqlen=seqlen, channels=channels, dtype=torch.bfloat16, device="cuda")
+        expected = evaluate(LINEAR.scan, inputs, make_cotangents(inputs))
+        strides = [1, 1, 1]
+        strides[axis] = 2**31
+        small = [i for i in range(3) if i != axis]
+        strides[small[0]] = shape[small[1]]
+        memory = torch.empty(2**31 + 64, dtype=torch.bfloat16, device="cuda")
+        inputs["a"] = memory.as_strided(shape, strides).copy_(inputs["a"])
+        assert_all_close(evaluate(LINEAR.scan, inputs, make_cotangents(inputs)), expected, 2**-7)
+        del memory, inputs
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+def test_no_uninitialized_memory_is_read(dtype, uninitialized_memory_is_nan):
+    for sizes in (LONG, {"channels": 70, "seqlen": 150}, {"channels": 300, "seqlen": 65}, {"cu_seqlens": PACKED}):
+        for variant, layout in itertools.product((LINEAR, RGLRU), ("contiguous", "transposed")):
+            assert_as_accurate_as_cpu(variant, make_inputs(variant, dtype=dtype, layout=layout, **sizes))
+
+
+# ----- beside other work
+
+BUSY_SIZES = [LONG, MANY_CHANNELS, {"batch": 1, "channels": 32, "seqlen": 65536}, {"batch": 3, "channels": 70, "seqlen": 150}]
+
+
+@dtypes(*DTYPES)
+@pytest.mark.parametrize("sizes", BUSY_SIZES, ids=str)
+def test_repeatable(sizes, dtype):
+    """Bit for bit, also on a GPU that is busy with something else."""
+    inputs = move_all(make_inputs(RGLRU, dtype=dtype, **sizes), "cuda")
+    cotangents = make_cotangents(inputs)
+    first = evaluate(RGLRU.scan, inputs, cotangents)
+    assert_equal(evaluate(RGLRU.scan, inputs, cotangents), first)
+    matrix, elsewhere = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
+    elsewhere.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(elsewhere):
+        for _ in range(8):
+            torch.mm(matrix, matrix)
+    for _ in range(3):
+        assert_equal(evaluate(RGLRU.scan, inputs, cotangents), first)
+    torch.cuda.current_stream().wait_stream(elsewhere)
+
+
+def test_two_streams_at_once():
+    sets = [move_all(make_inputs(MINGRU, dtype=torch.float32, **sizes), "cuda") for sizes in (LONG, MANY_CHANNELS)]
+    cotangents = [make_cotangents(inputs) for inputs in sets]
+    expected = [evaluate(MINGRU.scan, *arguments) for arguments in zip(sets, cotangents, strict=True)]
+    streams = [torch.cuda.Stream() for _ in sets]
+    torch.cuda.synchronize()
+    results: list[list[dict[str, Tensor]]] = [[] for _ in sets]
+    for _ in range(5):
+        for i, stream in enumerate(streams):
+            with torch.cuda.stream(stream):
+                results[i].append(evaluate(MINGRU.scan, sets[i], cotangents[i]))
+    torch.cuda.synchronize()
+    for i, runs in enumerate(results):
+        for run in runs:
+            assert_equal(run, expected[i])
+
+
+@pytest.mark.parametrize("sizes", [LONG, MANY_CHANNELS, {"cu_seqlens": PACKED}], ids=str)
+def test_runs_on_the_current_stream(sizes):
+    """A scan that waits for a long write on its own stream sees what was written, and so does its backward."""
+    inputs = move_all(make_inputs(MINGRU, dtype=torch.float32, **sizes), "cuda")
+    cotangents = make_cotangents(inputs)
+    expected = evaluate(MINGRU.scan, inputs, cotangents)
+    values, inputs["gate"] = inputs["gate"], torch.full_like(inputs["gate"], float("nan"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        inputs["gate"].copy_(values)
+        actual = evaluate(MINGRU.scan, inputs, cotangents)
+    stream.synchronize()
+    assert_equal(actual, expected)
+
+
+@every_recurrence
+def test_nothing_waits_for_the_device(variant):
+    inputs = move_all(make_inputs(variant, dtype=torch.float32, **LONG), "cuda")
+    leaves, cotangents = with_gradients(inputs), make_cotangents(inputs)
+    if variant is LIQUID:
+        leaves["dt"] = 0.1
+    of_step = [leaves[name] for name in variant.recurrence.inputs]
+    of_step = [x[:, 0] if isinstance(x, Tensor) and x.dim() == 3 else x for x in of_step]
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        torch.autograd.backward(variant.scan(**leaves, return_last_state=True), cotangents)
+        variant.step(*of_step, leaves["h0"])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_runs_on_the_device_of_its_arguments():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    assert torch.cuda.current_device() == 0
+    for sizes in ({"channels": 70, "seqlen": 150}, LONG, {"cu_seqlens": PACKED}):
+        inputs = make_inputs(MINGRU, **sizes)
+        cotangents = make_cotangents(inputs)
+        results = evaluate(MINGRU.scan, move_all(inputs, "cuda:1"), tuple(move(x, "cuda:1") for x in cotangents))
+        assert all(value.device == torch.device("cuda:1") for value in results.values())
+        assert torch.cuda.current_device() == 0
+        on_cpu = {name: value.cpu() for name, value in results.items()}
+        assert_all_close(on_cpu, evaluate(MINGRU.scan, inputs, cotangents), 1e-10)
+
+
+# ----- CUDA graphs
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"channels": 70, "seqlen": 150},
+        {"channels": 70, "seqlen": 150, "layout": "transposed", "dtype": torch.bfloat16, "reverse": True},
+        {"batch": 1, "channels": 32, "seqlen": 8192},
+        {"channels": 33, "cu_seqlens": (0, 0, 100, 101, 4000)},
+        {"channels": 33, "cu_seqlens": (0, 0, 100, 101, 4000), "reverse": True, "dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("variant", [LINEAR, MINGRU, LIQUID], ids=lambda variant: variant.name)
+def test_cuda_graph_of_forward_and_backward(variant, options):
+    """Replayed on new values in the same tensors, offsets of packed sequences too, it computes what an eager call does."""
+    draws = [move_all(make_inputs(variant, **{"dtype": torch.float32} | options, seed=seed), "cuda") for seed in range(3)]
+    if "cu_seqlens" in options:
+        for draw, offsets in zip(draws[1:], [(0, 1, 2000, 2048, 4000), (0, 4000, 4000, 4000, 4000)], strict=True):
+            draw["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    cotangents = [make_cotangents(inputs, seed=10 + seed) for seed, inputs in enumerate(draws)]
+    expected = [evaluate(variant.scan, *arguments) for arguments in zip(draws, cotangents, strict=True)]
+
+    static = with_gradients({k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()})
+    static_cotangents = tuple(x.clone() for x in cotangents[0])
+    names = tensor_names(static)
+
+    def forward_and_backward() -> dict[str, Tensor]:
+        h, last_state = variant.scan(**static, return_last_state=True)
+        gradients = torch.autograd.grad((h, last_state), [static[name] for name in names], static_cotangents)
+        return {"h": h, "last_state": last_state} | {f"grad_{n}": g for n, g in zip(names, gradients, strict=True)}
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        forward_and_backward()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = forward_and_backward()
+
+    for draw, draw_cotangents, results in zip(draws, cotangents, expected, strict=True):
+        with torch.no_grad():
+            for name in (*names, "cu_seqlens"):
+                if static[name] is not None:
+                    static[name].copy_(draw[name])
+            for tensor, value in zip(static_cotangents, draw_cotangents, strict=True):
+                tensor.copy_(value)
+        graph.replay()
+        assert_equal(captured, results)
+
+
+def test_cuda_graph_of_decoding_steps():
+    """The state stays in one tensor from step to step."""
+    inputs = move_all(make_inputs(MINGRU, channels=70, seqlen=6, dtype=torch.bfloat16), "cuda")
+    h, last_state = MINGRU.scan(**inputs, return_last_state=True)
+    gate, candidate, state = inputs["gate"][:, 0].clone(), inputs["candidate"][:, 0].clone(), inputs["h0"].clone()
+    MINGRU.step(gate, candidate, state)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step_h, new_state = MINGRU.step(gate, candidate, state)
+        state.copy_(new_state)
+    state.copy_(inputs["h0"])
+    for t in range(6):
+        gate.copy_(inputs["gate"][:, t])
+        candidate.copy_(inputs["candidate"][:, t])
+        graph.replay()
+        torch.testing.assert_close(step_h, h[:, t], rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(state, last_state, rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_into_cuda_graphs(fresh_dynamo):
+    """What torch.compile(mode="reduce-overhead") records and replays, forward and backward."""
+
+    def layer(*, x, recurrence_gate, **inputs):
+        h, last_state = RGLRU.scan(torch.tanh(x) * 2, recurrence_gate * 3, **inputs, return_last_state=True)
+        return torch.relu(h) + x, last_state * 2
+
+    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
+    for seed in range(4):  # a warm-up, a recording, replays
+        inputs = move_all(make_inputs(RGLRU, channels=70, seqlen=150, dtype=torch.float32, seed=seed), "cuda")
+        torch.compiler.cudagraph_mark_step_begin()
+        actual, expected = training_step(compiled, inputs), training_step(layer, inputs)
+        assert_all_close(actual, expected, 1e-4)
