@@ -1,0 +1,199 @@
+r"""A layer of states that relax, each with its time constant, towards a target that the input sets.
+
+.. math::
+    \tau_t \frac{dh}{dt} = f_t - h, \qquad f_t = g(W_f x_t + b_f), \qquad
+    \tau_t = \tau_{min} + \mathrm{softplus}(W_\tau x_t + b_\tau)
+
+With :math:`x_t` held over a step of length :math:`\Delta_t`, the solution is exact:
+
+.. math::
+    h_t = f_t + (h_{t-1} - f_t)\, e^{-\Delta_t / \tau_t}
+
+It is the liquid time-constant network of Hasani, Lechner, Amini, Rus and Grosu (arXiv 2006.04439) without the synapses between
+its states: target and time constant read the input alone, which makes the recurrence linear in :math:`h` and a scan of it.
+See ``docs/recurrences.md``.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops import liquid_scan, liquid_step
+from .recurrent import RecurrentBase
+from .selective_ssm import _wide
+
+__all__ = ["Liquid"]
+
+# Where softplus underflows, dt / tau stays finite.
+_TAU_MIN = 1e-3
+
+
+class Liquid(RecurrentBase):
+    """Relaxation with input-dependent ("liquid") time constants, for samples at regular or irregular times.
+
+    The constructor, the shapes and the calls are those of ``torch.nn.GRU``, with a step length ``dt``.
+
+    Parameters: ``weight_ih_l{k}`` (2 hidden_size, inputs of the layer), rows of the target before those of the time constant,
+    and ``bias_ih_l{k}`` (2 hidden_size,). Without ``input_dependent_tau`` both have hidden_size rows, and ``raw_tau_l{k}``
+    (hidden_size,), float32 (float64 in a float64 layer), is what softplus is applied to. Those of the backward direction end in
+    ``_reverse``.
+
+    Args:
+        input_size: channels of the input.
+        hidden_size: channels of the state, and of the output for each direction.
+        num_layers: layers, each of which reads the output of the one before.
+        bias: whether the projections have a bias; input-dependent time constants need it.
+        batch_first: whether ``input`` and ``output`` are (batch, seqlen, channels) instead of (seqlen, batch, channels).
+        dropout: probability that an output of a layer, the last one excepted, is dropped in training.
+        bidirectional: whether each layer also runs backwards in time; the outputs of both directions are side by side.
+        candidate_activation: of the target :math:`f`: ``"tanh"`` or ``None``.
+        input_dependent_tau: whether the time constants depend on the input; else each channel has a constant one.
+        tau_init: the range, in the unit of ``dt``, in which :math:`\\tau_{min} + \\mathrm{softplus}(b_\\tau)` is log-uniform at
+            initialization; :math:`\\tau_{min}` is 0.001.
+        device: where the parameters are made.
+        dtype: dtype of the layer. States are float32 (float64 in a float64 layer).
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        candidate_activation: str | None = "tanh",
+        input_dependent_tau: bool = True,
+        tau_init: tuple[float, float] = (1.0, 32.0),
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        parts = 2 if input_dependent_tau else 1
+        super().__init__(parts, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype)
+        if candidate_activation not in (None, "tanh"):
+            raise ValueError(f"Liquid: unknown candidate_activation {candidate_activation!r}, expected None or 'tanh'")
+        if input_dependent_tau and not bias:
+            raise ValueError("Liquid: input-dependent time constants need bias=True")
+        if not _TAU_MIN < tau_init[0] <= tau_init[1]:
+            raise ValueError(f"Liquid: expected {_TAU_MIN} < tau_init[0] <= tau_init[1], got {tau_init}")
+        self.candidate_activation, self.input_dependent_tau, self.tau_init = candidate_activation, input_dependent_tau, tau_init
+        if not input_dependent_tau:
+            wide = _wide(self.weight_ih_l0.dtype)
+            for name in self._names():
+                raw_tau = nn.Parameter(torch.empty(hidden_size, device=device, dtype=wide))
+                raw_tau._no_weight_decay = True
+                self.register_parameter(f"raw_tau_{name}", raw_tau)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """As ``torch.nn.GRU``, except for the time constants, which are drawn from ``tau_init``."""
+        super().reset_parameters()
+        low, high = (math.log(tau) for tau in self.tau_init)
+        for name in self._names():
+            if self.input_dependent_tau:
+                raw_tau = getattr(self, f"bias_ih_{name}")[self.hidden_size :]
+            else:
+                raw_tau = getattr(self, f"raw_tau_{name}")
+            rest = torch.empty_like(raw_tau, dtype=_wide(raw_tau.dtype)).uniform_(low, high).exp() - _TAU_MIN
+            raw_tau.copy_(rest + torch.log(-torch.expm1(-rest)))  # the inverse of softplus
+
+    def forward(
+        self,
+        input: Tensor,
+        h_0: Tensor | None = None,
+        *,
+        dt: float | Tensor = 1.0,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the layers over sequences.
+
+        Args:
+            input: (seqlen, batch, input_size); with ``batch_first`` (batch, seqlen, input_size); or one sequence, (seqlen,
+                input_size).
+            h_0: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
+                sequence; zero if absent.
+            dt: how long each sample is held, not negative: one number, or of the shape of ``input`` without its channels.
+                A step of length 0 changes nothing.
+            cu_seqlens: of S sequences packed one after another along seqlen, in a batch of 1: where each begins and the last
+                ends, (S + 1,), int32 or int64. Each has states of its own: ``h_0`` and ``h_n`` have S in the place of batch.
+
+        Returns:
+            ``output``, the states of the last layer at every step, in the layout and dtype of ``input`` with num_directions *
+            hidden_size channels; ``h_n``, the states after the last step (for the direction ``_reverse`` after position 0),
+            shaped as ``h_0``, float32 (float64 in a float64 layer). Both are differentiable.
+
+        Raises:
+            ValueError: a shape is not as above.
+        """
+        if isinstance(dt, Tensor):
+            self._check_input(input)
+            self._check_dt(dt, input.shape[:-1])
+            dt = dt if input.dim() == 3 else dt[None]
+            dt = (dt if self.batch_first or input.dim() == 2 else dt.transpose(0, 1))[..., None]
+        return self._run(input, h_0, cu_seqlens, dt=dt)
+
+    def step(self, x: Tensor, state: Tensor | None = None, *, dt: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
+        """Runs one time step, for decoding; not for bidirectional layers.
+
+        Args:
+            x: (batch, input_size).
+            state: (num_layers, batch, hidden_size), an ``h_n`` or what the step before returned; zero if absent.
+            dt: how long ``x`` is held: one number, or (batch,).
+
+        Returns:
+            ``output``, (batch, hidden_size), and the new state, shaped as ``state``, float32 (float64 in a float64 layer).
+
+        Raises:
+            ValueError: a shape is not as above, or the layers are bidirectional.
+        """
+        if isinstance(dt, Tensor):
+            self._check_dt(dt, x.shape[:-1])
+            dt = dt[..., None]
+        return self._run_step(x, state, dt=dt)
+
+    def extra_repr(self) -> str:
+        words = [super().extra_repr()]
+        words += [] if self.candidate_activation == "tanh" else [f"candidate_activation={self.candidate_activation}"]
+        words += [] if self.input_dependent_tau else ["input_dependent_tau=False"]
+        return ", ".join(words)
+
+    def _names(self) -> list[str]:
+        return [f"l{layer}{suffix}" for layer in range(self.num_layers) for suffix in self._directions]
+
+    def _check_dt(self, dt: Tensor, expected: torch.Size) -> None:
+        if dt.shape != expected:
+            raise ValueError(
+                f"Liquid: expected dt to be a number, or of the shape of the input without its channels = {list(expected)}, "
+                f"got {list(dt.shape)}"
+            )
+
+    def _relaxation(self, projected: Tensor, name: str, dt: float | Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
+        """Target, time constant and step of a layer and direction."""
+        if self.input_dependent_tau:
+            target, raw_tau = projected.chunk(2, dim=-1)
+        else:
+            target, raw_tau = projected, getattr(self, f"raw_tau_{name}").to(_wide(projected.dtype))
+        if self.candidate_activation == "tanh":
+            target = torch.tanh(target)
+        dt = dt.to(_wide(target.dtype)) if isinstance(dt, Tensor) else dt
+        return target, F.softplus(raw_tau) + _TAU_MIN, dt
+
+    def _scan(
+        self, projected: Tensor, h0: Tensor | None, name: str, *, dt: float | Tensor, **options: Any
+    ) -> tuple[Tensor, Tensor]:
+        return liquid_scan(*self._relaxation(projected, name, dt), h0, return_last_state=True, **options)
+
+    def _step(self, projected: Tensor, state: Tensor | None, name: str, *, dt: float | Tensor) -> tuple[Tensor, Tensor]:
+        return liquid_step(*self._relaxation(projected, name, dt), state)

@@ -1,0 +1,163 @@
+r"""minGRU and minLSTM: the GRU and the LSTM with gates that read the input alone, so that the recurrence is a linear scan.
+
+For an input :math:`x_t` of a layer, with :math:`g` the candidate's activation (the identity, unless one is chosen):
+
+.. math::
+    \text{minGRU:}\quad & (k_t, c_t) = W x_t + b, \qquad z_t = \sigma(k_t), \qquad
+        h_t = (1 - z_t)\, h_{t-1} + z_t\, g(c_t) \\
+    \text{minLSTM:}\quad & (p_t, q_t, c_t) = W x_t + b, \qquad f_t = \sigma(p_t), \quad i_t = \sigma(q_t), \qquad
+        h_t = \frac{f_t}{f_t + i_t}\, h_{t-1} + \frac{i_t}{f_t + i_t}\, g(c_t)
+
+Source: Feng, Tung, Ahmed, Bengio and Hajimirsadeghi, *Were RNNs All We Needed?* (arXiv 2410.01201), sections 3.1 and 3.2; its
+log-space form has ``candidate_activation="g"``. See ``docs/recurrences.md``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import mingru_scan, mingru_step, minlstm_scan, minlstm_step
+from .recurrent import RecurrentBase
+
+__all__ = ["MinGRU", "MinLSTM"]
+
+
+class _MinRNN(RecurrentBase):
+    """What minGRU and minLSTM have in common."""
+
+    _parts: int
+
+    def __init__(
+        self,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int = 1,
+        bias: bool = True,
+        batch_first: bool = False,
+        dropout: float = 0.0,
+        bidirectional: bool = False,
+        *,
+        candidate_activation: str | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(
+            self._parts, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype
+        )
+        if candidate_activation not in (None, "g", "tanh"):
+            raise ValueError(
+                f"{type(self).__name__}: unknown candidate_activation {candidate_activation!r}, expected None, 'g' or 'tanh'"
+            )
+        self.candidate_activation = candidate_activation
+        self.reset_parameters()
+
+    def forward(self, input: Tensor, h_0: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Runs the layers over sequences.
+
+        Args:
+            input: (seqlen, batch, input_size); with ``batch_first`` (batch, seqlen, input_size); or one sequence, (seqlen,
+                input_size).
+            h_0: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
+                sequence; zero if absent.
+            cu_seqlens: of S sequences packed one after another along seqlen, in a batch of 1: where each begins and the last
+                ends, (S + 1,), int32 or int64. Each has states of its own: ``h_0`` and ``h_n`` have S in the place of batch.
+
+        Returns:
+            ``output``, the states of the last layer at every step, in the layout and dtype of ``input`` with num_directions *
+            hidden_size channels; ``h_n``, the states after the last step (for the direction ``_reverse`` after position 0),
+            shaped as ``h_0``, float32 (float64 in a float64 layer). Both are differentiable.
+
+        Raises:
+            ValueError: a shape is not as above.
+        """
+        return self._run(input, h_0, cu_seqlens)
+
+    def step(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Runs one time step, for decoding; not for bidirectional layers.
+
+        Args:
+            x: (batch, input_size).
+            state: (num_layers, batch, hidden_size), an ``h_n`` or what the step before returned; zero if absent.
+
+        Returns:
+            ``output``, (batch, hidden_size), and the new state, shaped as ``state``, float32 (float64 in a float64 layer).
+
+        Raises:
+            ValueError: a shape is not as above, or the layers are bidirectional.
+        """
+        return self._run_step(x, state)
+
+    def extra_repr(self) -> str:
+        activation = self.candidate_activation
+        return super().extra_repr() + ("" if activation is None else f", candidate_activation={activation!r}")
+
+
+class MinGRU(_MinRNN):
+    """minGRU, with the constructor, the shapes and the calls of ``torch.nn.GRU``.
+
+    Parameters: ``weight_ih_l{k}`` (2 hidden_size, inputs of the layer), rows of the gate before rows of the candidate, and
+    ``bias_ih_l{k}`` (2 hidden_size,); those of the backward direction end in ``_reverse``. There is no ``weight_hh``.
+
+    Args:
+        input_size: channels of the input.
+        hidden_size: channels of the state, and of the output for each direction.
+        num_layers: layers, each of which reads the output of the one before.
+        bias: whether the projections have a bias.
+        batch_first: whether ``input`` and ``output`` are (batch, seqlen, channels) instead of (seqlen, batch, channels).
+        dropout: probability that an output of a layer, the last one excepted, is dropped in training.
+        bidirectional: whether each layer also runs backwards in time; the outputs of both directions are side by side.
+        candidate_activation: ``None``, ``"tanh"`` or ``"g"``, the paper's :math:`g(x) = x + 1/2` for :math:`x \\ge 0`, else
+            :math:`\\sigma(x)`.
+        device: where the parameters are made.
+        dtype: dtype of the layer. States are float32 (float64 in a float64 layer).
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+
+    _parts = 2
+
+    def _scan(self, projected: Tensor, h0: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+        gate, candidate = projected.chunk(2, dim=-1)
+        activation = self.candidate_activation
+        return mingru_scan(gate, candidate, h0, candidate_activation=activation, return_last_state=True, **options)
+
+    def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+        return mingru_step(*projected.chunk(2, dim=-1), state, candidate_activation=self.candidate_activation)
+
+
+class MinLSTM(_MinRNN):
+    """minLSTM, with the constructor of ``torch.nn.LSTM`` and, having one state, the shapes and the calls of ``torch.nn.GRU``.
+
+    Parameters: ``weight_ih_l{k}`` (3 hidden_size, inputs of the layer), rows of forget gate, input gate and candidate, and
+    ``bias_ih_l{k}`` (3 hidden_size,); those of the backward direction end in ``_reverse``. There is no ``weight_hh``.
+
+    Args:
+        input_size: channels of the input.
+        hidden_size: channels of the state, and of the output for each direction.
+        num_layers: layers, each of which reads the output of the one before.
+        bias: whether the projections have a bias.
+        batch_first: whether ``input`` and ``output`` are (batch, seqlen, channels) instead of (seqlen, batch, channels).
+        dropout: probability that an output of a layer, the last one excepted, is dropped in training.
+        bidirectional: whether each layer also runs backwards in time; the outputs of both directions are side by side.
+        candidate_activation: ``None``, ``"tanh"`` or ``"g"``, the paper's :math:`g(x) = x + 1/2` for :math:`x \\ge 0`, else
+            :math:`\\sigma(x)`.
+        device: where the parameters are made.
+        dtype: dtype of the layer. States are float32 (float64 in a float64 layer).
+
+    Raises:
+        ValueError: an argument is not as above.
+    """
+
+    _parts = 3
+
+    def _scan(self, projected: Tensor, h0: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+        forget, input, candidate = projected.chunk(3, dim=-1)
+        activation = self.candidate_activation
+        return minlstm_scan(forget, input, candidate, h0, candidate_activation=activation, return_last_state=True, **options)
+
+    def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+        return minlstm_step(*projected.chunk(3, dim=-1), state, candidate_activation=self.candidate_activation)

@@ -1,0 +1,166 @@
+"""What the layers of linear recurrences have in common: everything of ``torch.nn.GRU`` but the recurrence itself."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+from .selective_ssm import _wide
+
+__all__ = ["RecurrentBase"]
+
+
+class RecurrentBase(nn.Module):
+    """Layers of a linear recurrence, each after one projection of its input; called as ``torch.nn.GRU`` is.
+
+    Layers derive from it, give the number of the projection's parts, each ``hidden_size`` wide, and define ``_scan`` and
+    ``_step``, which take its result.
+
+    Parameters, for each layer k, and with ``_reverse`` after their names for its other direction: ``weight_ih_l{k}`` (parts *
+    hidden_size, inputs of the layer) and, with ``bias``, ``bias_ih_l{k}`` (parts * hidden_size,).
+    """
+
+    def __init__(
+        self,
+        parts: int,
+        input_size: int,
+        hidden_size: int,
+        num_layers: int,
+        bias: bool,
+        batch_first: bool,
+        dropout: float,
+        bidirectional: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        for what, size in (("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)):
+            if size < 1:
+                raise ValueError(f"{name}: expected {what} to be at least 1, got {size}")
+        if not 0 <= dropout <= 1:
+            raise ValueError(f"{name}: expected dropout from 0 to 1, got {dropout}")
+        if dropout > 0 and num_layers == 1:
+            warnings.warn(f"{name}: dropout acts between layers, and there is only one", UserWarning, stacklevel=3)
+        self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
+        self.bias, self.batch_first, self.dropout, self.bidirectional = bias, batch_first, dropout, bidirectional
+        for layer in range(num_layers):
+            inputs = input_size if layer == 0 else hidden_size * len(self._directions)
+            for suffix in self._directions:
+                weight = torch.empty(parts * hidden_size, inputs, device=device, dtype=dtype)
+                self.register_parameter(f"weight_ih_l{layer}{suffix}", nn.Parameter(weight))
+                if bias:
+                    self.register_parameter(f"bias_ih_l{layer}{suffix}", nn.Parameter(torch.empty_like(weight[:, 0])))
+
+    @property
+    def _directions(self) -> tuple[str, ...]:
+        return ("", "_reverse") if self.bidirectional else ("",)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draws weights and biases as ``torch.nn.GRU`` does: uniform, up to ``hidden_size**-0.5``."""
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -(self.hidden_size**-0.5), self.hidden_size**-0.5)
+
+    def _scan(self, projected: Tensor, h0: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+        """All states, (batch, seqlen, hidden_size), and the last, of what was projected, (batch, seqlen, parts * hidden_size).
+
+        ``name`` ends the names of the parameters that belong to the layer and direction, as in ``l0_reverse``.
+        """
+        raise NotImplementedError
+
+    def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+        """One step of ``_scan``: the output and the state, (batch, hidden_size)."""
+        raise NotImplementedError
+
+    def _project(self, x: Tensor, name: str) -> Tensor:
+        return F.linear(x, getattr(self, f"weight_ih_{name}"), getattr(self, f"bias_ih_{name}") if self.bias else None)
+
+    def _is_dropped(self, layer: int) -> bool:
+        return layer < self.num_layers - 1 and self.dropout > 0
+
+    def _split_states(self, states: Tensor | None, what: str, sizes: tuple[int, ...]) -> tuple[Tensor | None, ...]:
+        """The states of every layer and direction, checked and in the dtype of the recurrence."""
+        layers = self.num_layers * len(self._directions)
+        if states is None:
+            return (None,) * layers
+        expected = (layers, *sizes, self.hidden_size)
+        if states.shape != expected:
+            batch = "batch, " if sizes else ""
+            raise ValueError(
+                f"{type(self).__name__}: expected {what} of shape (num_layers * num_directions, {batch}hidden_size) = "
+                f"{list(expected)}, got {list(states.shape)}"
+            )
+        return states.to(_wide(self.weight_ih_l0.dtype)).unbind(0)
+
+    def _check_input(self, input: Tensor) -> None:
+        name = type(self).__name__
+        if isinstance(input, PackedSequence):
+            raise TypeError(f"{name}: takes packed sequences one after another, with cu_seqlens, not as a PackedSequence")
+        if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
+            order = "batch, seqlen" if self.batch_first else "seqlen, batch"
+            raise ValueError(
+                f"{name}: expected input of shape ({order}, input_size) or (seqlen, input_size) with input_size = "
+                f"{self.input_size}, got {list(input.shape)}"
+            )
+
+    def _run(self, input: Tensor, h_0: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+        """What ``forward`` returns. The options are those of ``_scan``."""
+        self._check_input(input)
+        is_batched = input.dim() == 3
+        x = input if is_batched else input[None]
+        is_batch_first = self.batch_first or not is_batched
+        if cu_seqlens is not None:
+            sizes: tuple[int, ...] = (cu_seqlens.shape[0] - 1,)
+        else:
+            sizes = (x.shape[0 if is_batch_first else 1],) if is_batched else ()
+        states = self._split_states(h_0, "h_0", sizes)
+        last_states: list[Tensor] = []
+        for layer in range(self.num_layers):
+            outputs = []
+            for suffix in self._directions:
+                projected = self._project(x, f"l{layer}{suffix}")
+                # After the projection, which would copy a transposed input; the scan reads any strides.
+                projected = projected if is_batch_first else projected.transpose(0, 1)
+                h0 = states[len(last_states)]
+                h0 = h0 if sizes or h0 is None else h0[None]
+                h, last_state = self._scan(
+                    projected, h0, f"l{layer}{suffix}", reverse=suffix != "", cu_seqlens=cu_seqlens, **options
+                )
+                outputs.append(h)
+                last_states.append(last_state if sizes else last_state[0])
+            x, is_batch_first = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1), True
+            if self._is_dropped(layer):
+                x = F.dropout(x, self.dropout, self.training)
+        if not is_batched:
+            x = x[0]
+        elif not self.batch_first:
+            x = x.transpose(0, 1)
+        return x, torch.stack(last_states)
+
+    def _run_step(self, x: Tensor, state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+        """What ``step`` returns. The options are those of ``_step``."""
+        name = type(self).__name__
+        if self.bidirectional:
+            raise ValueError(f"{name}.step: a bidirectional layer needs the whole sequence")
+        if x.dim() != 2 or x.shape[1] != self.input_size:
+            raise ValueError(f"{name}.step: expected x of shape (batch, {self.input_size}), got {list(x.shape)}")
+        new_states = []
+        for layer, layer_state in enumerate(self._split_states(state, "state", (x.shape[0],))):
+            x, new_state = self._step(self._project(x, f"l{layer}"), layer_state, f"l{layer}", **options)
+            new_states.append(new_state)
+            if self._is_dropped(layer):
+                x = F.dropout(x, self.dropout, self.training)
+        return x, torch.stack(new_states)
+
+    def extra_repr(self) -> str:
+        words = [f"{self.input_size}, {self.hidden_size}"]
+        defaults = {"num_layers": 1, "bias": True, "batch_first": False, "dropout": 0.0, "bidirectional": False}
+        words += [f"{name}={getattr(self, name)}" for name, default in defaults.items() if getattr(self, name) != default]
+        return ", ".join(words)
