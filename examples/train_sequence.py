@@ -1,9 +1,12 @@
-"""Classifies handwritten digits read pixel by pixel, with a small stack of Mamba blocks.
+"""Classifies handwritten digits read pixel by pixel, with a small stack of Mamba, minGRU or minLSTM blocks.
 
 The images are scikit-learn's digits (8 x 8 pixels, 10 classes, part of the package: nothing is downloaded). Each is a sequence
-of 64 numbers that the model reads one after another. One word changes the discretization:
+of 64 numbers that the model reads one after another. One word changes the model, one Mamba's discretization, and several models
+are trained one after another and compared in one plot:
 
+    python examples/train_sequence.py --model mingru
     python examples/train_sequence.py --discretization bilinear --plot curve.png
+    python examples/train_sequence.py --model mamba mingru minlstm --plot curves.png
 
 Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and evaluations
 depend on the seed and the number of steps done alone, so the result is that of a run that was never stopped.
@@ -19,7 +22,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 import torch.nn as nn
@@ -29,7 +32,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import ssm_kernels
-from ssm_kernels.nn import Mamba
+from ssm_kernels.nn import Mamba, MinGRU, MinLSTM
 
 try:
     from matplotlib.figure import Figure
@@ -40,13 +43,41 @@ except ImportError as error:
     sys.exit(f"{Path(__file__).name}: error: {error}: pip install scikit-learn tqdm matplotlib")
 
 
-class Block(nn.Module):
-    """A Mamba mixer with normalization before it and a residual connection around it; (batch, seqlen, d_model)."""
+class MinRNNMixer(nn.Module):
+    """A minGRU or minLSTM in Mamba's surroundings: after a short convolution, before a gate and a projection."""
 
-    def __init__(self, d_model: int, discretization: str) -> None:
+    def __init__(self, d_model: int, layer: type[MinGRU] | type[MinLSTM], d_conv: int = 4, expand: int = 2) -> None:
+        super().__init__()
+        d_inner = expand * d_model
+        self.conv = nn.Conv1d(d_model, d_model, d_conv, groups=d_model)
+        self.rnn = layer(d_model, d_inner, batch_first=True)
+        self.gate = nn.Linear(d_model, d_inner)
+        self.out_proj = nn.Linear(d_inner, d_model)
+        # Small biases put the gate that lets the candidate in near 1/2, and a state lasts two steps. These: up to some thirty
+        # in a minLSTM, fifty in a minGRU.
+        with torch.no_grad():
+            self.rnn.bias_ih_l0[-2 * d_inner : -d_inner].uniform_(-4, 0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padded = F.pad(x.transpose(1, 2), (self.conv.kernel_size[0] - 1, 0))
+        h, _ = self.rnn(F.silu(self.conv(padded).transpose(1, 2)))
+        return self.out_proj(h * F.silu(self.gate(x)))
+
+
+MIXERS: dict[str, Callable[[int, str], nn.Module]] = {
+    "mamba": lambda d_model, discretization: Mamba(d_model, d_state=8, discretization=discretization),
+    "mingru": lambda d_model, _: MinRNNMixer(d_model, MinGRU),
+    "minlstm": lambda d_model, _: MinRNNMixer(d_model, MinLSTM),
+}
+
+
+class Block(nn.Module):
+    """A mixer with normalization before it and a residual connection around it; (batch, seqlen, d_model)."""
+
+    def __init__(self, d_model: int, mixer: nn.Module) -> None:
         super().__init__()
         self.norm = nn.RMSNorm(d_model)
-        self.mixer = Mamba(d_model, d_state=8, discretization=discretization)
+        self.mixer = mixer
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.mixer(self.norm(x))
@@ -55,10 +86,10 @@ class Block(nn.Module):
 class SequenceClassifier(nn.Module):
     """A class for each sequence of numbers: (batch, seqlen) -> logits (batch, n_classes)."""
 
-    def __init__(self, d_model: int, n_layers: int, n_classes: int, discretization: str) -> None:
+    def __init__(self, model: str, d_model: int, n_layers: int, n_classes: int, discretization: str) -> None:
         super().__init__()
         self.embedding = nn.Linear(1, d_model)
-        self.blocks = nn.Sequential(*(Block(d_model, discretization) for _ in range(n_layers)))
+        self.blocks = nn.Sequential(*(Block(d_model, MIXERS[model](d_model, discretization)) for _ in range(n_layers)))
         self.norm = nn.RMSNorm(d_model)
         self.head = nn.Linear(d_model, n_classes)
 
@@ -127,19 +158,34 @@ def load_checkpoint(path: Path, run: dict) -> dict:
     return checkpoint
 
 
-def plot_learning_curve(path: Path, losses: list[float], accuracies: list[tuple[int, float]], title: str) -> None:
-    """Training loss of every step, its running mean, and test accuracy of every epoch."""
+class History(NamedTuple):
+    """What a run measures.
+
+    Attributes:
+        losses: training loss of every step.
+        accuracies: (steps done, test accuracy) after every epoch and at the end.
+    """
+
+    losses: list[float]
+    accuracies: list[tuple[int, float]]
+
+
+def plot_learning_curves(path: Path, histories: dict[str, History], title: str) -> None:
+    """Training loss, of every step and its running mean, and test accuracy of every epoch, for each run."""
     figure = Figure(figsize=(9, 3.2), layout="constrained")
     left, right = figure.subplots(1, 2)
-    window = max(1, len(losses) // 50)
-    smooth = torch.tensor(losses).unfold(0, window, 1).mean(dim=-1).tolist()
-    left.plot(range(1, len(losses) + 1), losses, color="C0", alpha=0.3, linewidth=0.8, label="each step")
-    left.plot(range(window, len(losses) + 1), smooth, color="C0", label=f"mean of {window} steps")
+    for index, (name, (losses, accuracies)) in enumerate(histories.items()):
+        window = max(1, len(losses) // 50)
+        smooth = torch.tensor(losses).unfold(0, window, 1).mean(dim=-1).tolist()
+        left.plot(range(1, len(losses) + 1), losses, color=f"C{index}", alpha=0.3 / len(histories), linewidth=0.8)
+        left.plot(range(window, len(losses) + 1), smooth, color=f"C{index}", label=f"{name}, mean of {window} steps")
+        steps, values = zip(*accuracies, strict=True)
+        label = f"{name}, last: {100 * values[-1]:.1f} %"
+        right.plot(steps, [100 * value for value in values], color=f"C{index}", marker=".", label=label)
     left.set(xlabel="step", ylabel="training loss (cross-entropy)", yscale="log")
-    left.legend()
-    steps, values = zip(*accuracies, strict=True)
-    right.plot(steps, [100 * value for value in values], color="C1", marker=".")
-    right.set(xlabel="step", ylabel="test accuracy (%)", ylim=(0, 102), title=f"last: {100 * values[-1]:.1f} %")
+    right.set(xlabel="step", ylabel="test accuracy (%)", ylim=(0, 102))
+    for axes in (left, right):
+        axes.legend()
     figure.suptitle(title)
     figure.savefig(path, dpi=150)
 
@@ -168,13 +214,16 @@ def number(kind: Callable, low: float, high: float) -> Callable:
 
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser(prog=Path(__file__).name, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--discretization", default="zoh", choices=ssm_kernels.discretizations, help="default: zoh")
+    parser.add_argument(
+        "--model", nargs="+", default=["mamba"], choices=MIXERS, metavar="NAME", help=f"{', '.join(MIXERS)}; default: mamba"
+    )
+    parser.add_argument("--discretization", default="zoh", choices=ssm_kernels.discretizations, help="Mamba's; default: zoh")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default: cpu")
     parser.add_argument("--epochs", type=number(int, 1, 10_000), default=25, help="default: 25")
     parser.add_argument("--batch-size", type=number(int, 1, 10_000), default=16, help="default: 16")
     parser.add_argument("--lr", type=number(float, 1e-9, 10), default=4e-3, help="peak learning rate; default: 0.004")
     parser.add_argument("--d-model", type=number(int, 1, 4096), default=48, help="channels; default: 48")
-    parser.add_argument("--n-layers", type=number(int, 1, 100), default=2, help="Mamba blocks; default: 2")
+    parser.add_argument("--n-layers", type=number(int, 1, 100), default=2, help="blocks; default: 2")
     parser.add_argument("--seed", type=number(int, 0, 2**32 - 1), default=0, help="default: 0")
     parser.add_argument("--threads", type=number(int, 1, 1024), default=1, help="CPU threads, default: 1 (the model is small)")
     parser.add_argument("--max-steps", type=number(int, 1, 10**9), help="stop early, to be resumed")
@@ -183,6 +232,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="write the learning curve there")
     args = parser.parse_args(argv)
 
+    args.model = list(dict.fromkeys(args.model))
+    if args.checkpoint is not None and len(args.model) > 1:
+        parser.error(f"argument --checkpoint: holds one model, not {' and '.join(args.model)}")
     for option, path in (("--checkpoint", args.checkpoint), ("--plot", args.plot)):
         if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
             parser.error(f"argument {option}: cannot write {path}")
@@ -192,16 +244,16 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error(f"argument --resume: no checkpoint to continue from: {args.checkpoint or 'give --checkpoint FILE'}")
     try:
         args.device = torch.device(args.device)
-        Mamba(8, device=args.device)(torch.zeros(1, 2, 8, device=args.device)).sum().item()
+        for model in args.model:
+            MIXERS[model](8, args.discretization).to(args.device)(torch.zeros(1, 2, 8, device=args.device)).sum().item()
     except (AssertionError, RuntimeError) as error:  # no such device, or no kernels for it
         reason, *_ = str(error).splitlines()
         parser.error(f"argument --device {args.device}: {reason}")
     return args
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse_arguments(argv)
-    torch.set_num_threads(args.threads)
+def train(model_name: str, args: argparse.Namespace) -> History:
+    """Trains a model, or goes on with it, and says how it did."""
     train_x, train_y, test_x, test_y = load_data(args.device)
     if args.batch_size > len(train_x):
         fail(f"--batch-size {args.batch_size} is more than the {len(train_x)} training images")
@@ -210,14 +262,15 @@ def main(argv: list[str] | None = None) -> None:
     last_step = min(args.max_steps or total_steps, total_steps)
 
     torch.manual_seed(args.seed)
-    model = SequenceClassifier(args.d_model, args.n_layers, n_classes=10, discretization=args.discretization).to(args.device)
+    model = SequenceClassifier(model_name, args.d_model, args.n_layers, n_classes=10, discretization=args.discretization)
+    model = model.to(args.device)
     optimizer, schedule = make_optimizer(model, args.lr, total_steps)
     losses: list[float] = []
     accuracies: list[tuple[int, float]] = []
 
     # What must be the same in all parts of an interrupted run.
     options = ("discretization", "epochs", "batch_size", "lr", "d_model", "n_layers", "seed")
-    run = {name: getattr(args, name) for name in options}
+    run = {"model": model_name} | {name: getattr(args, name) for name in options}
     if args.resume:
         checkpoint = load_checkpoint(args.checkpoint, run)
         model.load_state_dict(checkpoint["model"])
@@ -228,7 +281,8 @@ def main(argv: list[str] | None = None) -> None:
             fail(f"{args.checkpoint} has done {len(losses)} steps already, and this run ends after {last_step}")
 
     start = time.perf_counter()
-    with tqdm(total=last_step, initial=len(losses), unit="step", desc=args.discretization, mininterval=0.5) as progress:
+    name = describe(model_name, args)
+    with tqdm(total=last_step, initial=len(losses), unit="step", desc=name, mininterval=0.5) as progress:
         for step in range(len(losses), last_step):
             batch = batch_indices(step, len(train_x), args.batch_size, args.seed)
             loss = F.cross_entropy(model(train_x[batch]), train_y[batch])
@@ -240,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
 
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
-                fail(f"the loss is {losses[-1]} in step {step + 1}: try a lower --lr or another discretization")
+                fail(f"the loss is {losses[-1]} in step {step + 1}: try a lower --lr or, for mamba, another discretization")
             if (step + 1) % steps_per_epoch == 0 or step + 1 == last_step:
                 accuracies.append((step + 1, accuracy(model, test_x, test_y)))
                 if args.checkpoint is not None:
@@ -251,14 +305,26 @@ def main(argv: list[str] | None = None) -> None:
             progress.set_postfix(loss=f"{losses[-1]:.3f}", test=test, refresh=False)
             progress.update()
 
-    if args.plot is not None:
-        plot_learning_curve(args.plot, losses, accuracies, f"digits pixel by pixel, discretization {args.discretization}")
-        print(f"learning curve: {args.plot}")
     place = torch.cuda.get_device_name(args.device) if args.device.type == "cuda" else str(args.device)
     print(
         f"test accuracy: {100 * accuracies[-1][1]:.1f} % after {last_step} steps ({last_step / steps_per_epoch:.3g} epochs), "
-        f"{time.perf_counter() - start:.0f} s on {place}, discretization {args.discretization}"
+        f"{time.perf_counter() - start:.0f} s on {place}, {name}"
     )
+    return History(losses, accuracies)
+
+
+def describe(model_name: str, args: argparse.Namespace) -> str:
+    return f"{model_name} (discretization {args.discretization})" if model_name == "mamba" else model_name
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = parse_arguments(argv)
+    torch.set_num_threads(args.threads)
+    histories = {name: train(name, args) for name in args.model}
+    if args.plot is not None:
+        names = ", ".join(describe(name, args) for name in args.model)
+        plot_learning_curves(args.plot, histories, f"digits pixel by pixel: {names}")
+        print(f"{'learning curve' if len(histories) == 1 else 'learning curves'}: {args.plot}")
 
 
 if __name__ == "__main__":

@@ -56,9 +56,11 @@ def read(checkpoint: Path) -> dict:
 
 
 @pytest.mark.slow
-def test_learns(tmp_path):
+@pytest.mark.parametrize("model", ["", "mingru", "minlstm"])
+def test_learns(model, tmp_path):
     """As a user runs it, in a process of its own."""
     arguments = ["--epochs=5", "--d-model=16", "--n-layers=1", "--lr=0.01", "--checkpoint=run.pt", "--plot=curve.png"]
+    arguments += [f"--model={model}"] if model else []
     run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     checkpoint = read(tmp_path / "run.pt")
@@ -70,16 +72,30 @@ def test_learns(tmp_path):
     assert sum(checkpoint["losses"][-10:]) / 10 < 2.0
     assert f"test accuracy: {100 * checkpoint['accuracies'][-1][1]:.1f} %" in run.stdout
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert f" {model or 'mamba (discretization zoh)'}\n" in run.stdout
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop", [13, 17])
-def test_stopped_and_resumed_is_one_run(stop, tmp_path, train):
+def test_compares_models(tmp_path, train):
+    """One after another, each as if it were alone, in one plot."""
+    models, plot = ["mamba", "mingru", "minlstm"], tmp_path / "curves.png"
+    together = train(*SHORT, "--max-steps", "3", "--model", *models, "--plot", plot)
+    assert plot.read_bytes().startswith(b"\x89PNG") and f"learning curves: {plot}" in together
+    found = re.findall(r"test accuracy: (.*) % after 3 steps .*, (\w+)(?: \(.*\))?\n", together)
+    assert [name for _, name in found] == models
+    for value, name in found:
+        assert f"test accuracy: {value} %" in train(*SHORT, "--max-steps", "3", "--model", name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stop, model", [(13, "mamba"), (17, "mamba"), (17, "mingru")])
+def test_stopped_and_resumed_is_one_run(stop, model, tmp_path, train):
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    expected = train(*SHORT, "--checkpoint", whole)
-    train(*SHORT, "--checkpoint", parts, "--max-steps", stop)
+    options = (*SHORT, "--model", model)
+    expected = train(*options, "--checkpoint", whole)
+    train(*options, "--checkpoint", parts, "--max-steps", stop)
     assert len(read(parts)["losses"]) == stop
-    resumed = train(*SHORT, "--checkpoint", parts, "--resume")
+    resumed = train(*options, "--checkpoint", parts, "--resume")
     assert re.search("test accuracy: .* %", resumed)[0] == re.search("test accuracy: .* %", expected)[0]
     a, b = read(whole), read(parts)
     assert a["losses"] == b["losses"] and len(a["losses"]) == 26
@@ -89,35 +105,41 @@ def test_stopped_and_resumed_is_one_run(stop, tmp_path, train):
 
 @pytest.mark.cuda
 @pytest.mark.slow
-def test_trains_on_cuda_as_on_the_cpu(tmp_path, train):
+@pytest.mark.parametrize("model", ["mamba", "mingru", "minlstm"])
+def test_trains_on_cuda_as_on_the_cpu(model, tmp_path, train):
     """From the same weights on the same batches, stopped and resumed in between."""
     on_cpu, on_cuda = tmp_path / "cpu.pt", tmp_path / "cuda.pt"
-    train(*SHORT, "--max-steps", "17", "--checkpoint", on_cpu)
-    train(*SHORT, "--max-steps", "9", "--checkpoint", on_cuda, "--device", "cuda")
-    train(*SHORT, "--max-steps", "17", "--checkpoint", on_cuda, "--device", "cuda", "--resume")
+    options = (*SHORT, "--model", model)
+    train(*options, "--max-steps", "17", "--checkpoint", on_cpu)
+    train(*options, "--max-steps", "9", "--checkpoint", on_cuda, "--device", "cuda")
+    train(*options, "--max-steps", "17", "--checkpoint", on_cuda, "--device", "cuda", "--resume")
     assert read(on_cuda)["losses"] == pytest.approx(read(on_cpu)["losses"], abs=1e-2)
 
 
 @pytest.mark.slow
-def test_seed_and_discretization_decide_the_run(tmp_path, train):
+def test_seed_model_and_discretization_decide_the_run(tmp_path, train):
     losses = {}
     for name, arguments in {
         "first": [],
         "again": [],
         "other seed": ["--seed", "1"],
         "other method": ["--discretization", "bilinear"],
+        "other model": ["--model", "mingru"],
     }.items():
         train(*SHORT, "--max-steps", "3", "--checkpoint", tmp_path / "run.pt", *arguments)
         losses[name] = read(tmp_path / "run.pt")["losses"]
     assert losses["first"] == losses["again"]
     assert losses["first"] != losses["other seed"]
     assert losses["first"] != losses["other method"]
+    assert losses["first"] != losses["other model"]
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["--discretization", "tustin"], ["tustin", *ssm_kernels.discretizations]),
+        (["--model", "lstm"], ["--model", "lstm", "mamba", "mingru", "minlstm"]),
+        (["--model", "mamba", "mingru", "--checkpoint", "run.pt"], ["--checkpoint", "mamba", "mingru"]),
         (["--epochs", "0"], ["--epochs", "0"]),
         (["--lr", "nan"], ["--lr", "nan"]),
         (["--lr", "-1"], ["--lr", "-1"]),
@@ -149,6 +171,7 @@ def test_checkpoints_that_do_not_fit(tmp_path, train, mistake):
     train(*SHORT, "--lr", "0.003", "--checkpoint", checkpoint, "--max-steps", "2")
     resume = (*SHORT, "--checkpoint", checkpoint, "--resume")
     assert "lr 0.003, not 0.5" in mistake(*resume, "--lr", "0.5")
+    assert "model mamba, not mingru" in mistake(*resume, "--lr", "0.003", "--model", "mingru")
     assert "2 steps already" in mistake(*resume, "--lr", "0.003", "--max-steps", "2")
     torch.save({"model": {}}, checkpoint)
     assert "run.pt is not a checkpoint" in mistake(*resume)
