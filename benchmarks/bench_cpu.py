@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""selective_scan's CPU kernel against the loop over time in PyTorch, forward and forward with backward, in one run.
+"""The CPU kernels of selective_scan and mingru_scan against loops over time in PyTorch, forward and forward with backward.
 
-    python benchmarks/bench_cpu.py [--methods all] [--json FILE] [--require 10]
+    python benchmarks/bench_cpu.py [--methods all] [--json FILE] [--require 10] [--require_mingru 20]
 
 Kernel and loop take turns, so that whatever else the machine does meets both. Exits with 1 if ``--require`` is given and the
-kernel's forward with backward is less than that many times faster, for any of the methods.
+forward with backward of selective_scan's kernel is less than that many times faster, for any of the methods; likewise with
+``--require_mingru``. minGRU's sizes are fixed: batch 4, seqlen 1024, 512 channels, float32.
 """
 
 from __future__ import annotations
@@ -12,18 +13,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
+from torch import Tensor
 
 import ssm_kernels
 from benchmarks.discretization.scans import ScanSize, scan_inputs, scan_stages
-from benchmarks.harness import Timing, machine, measure
+from benchmarks.harness import Stages, Timing, machine, measure
 from ssm_kernels import reference
 
+MINGRU_SHAPE = {"batch": 4, "seqlen": 1024, "channels": 512}
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
@@ -38,6 +41,49 @@ def compare(method: str, size: ScanSize, dtype: torch.dtype, trials: int, warmup
         for what in ("forward", "both")
     }
     return {name: found.total for name, found in measure(benchmarks, trials=trials, warmup=warmup).items()}
+
+
+def compare_mingru(trials: int, warmup: int, seed: int) -> dict[str, Timing]:
+    """As :func:`compare`, for mingru_scan."""
+    generator = torch.Generator().manual_seed(seed)
+    gate, candidate = (torch.randn(*MINGRU_SHAPE.values(), generator=generator, requires_grad=True) for _ in range(2))
+    grad_h = torch.ones_like(gate)
+
+    def stages(function: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Stages]:
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return function(gate, candidate)
+
+        both = (lambda: function(gate, candidate), lambda h: torch.autograd.grad(h, (gate, candidate), grad_h))
+        return {"forward": (forward,), "both": both}
+
+    functions = {"kernel": ssm_kernels.mingru_scan, "loop": reference.mingru_scan}
+    benchmarks = {f"{who} {what}": timed for who, function in functions.items() for what, timed in stages(function).items()}
+    return {name: found.total for name, found in measure(benchmarks, trials=trials, warmup=warmup).items()}
+
+
+def ratios_of(timings: dict[str, Timing]) -> dict[str, float]:
+    return {what: timings[f"loop {what}"].median / timings[f"kernel {what}"].median for what in ("forward", "both")}
+
+
+def line_of(name: str, timings: dict[str, Timing]) -> str:
+    cells = []
+    for what, ratio in ratios_of(timings).items():
+        for who in ("kernel", "loop"):
+            timing = timings[f"{who} {what}"]
+            spread = f"+-{100 * timing.spread:.0f}%"
+            cells.append(f"{1e3 * timing.median:8.3f} {spread:>5}")
+        cells.append(f"{ratio:6.1f}x")
+    return f"{name:14} {' '.join(cells)}"
+
+
+def to_dict(timings: dict[str, Timing]) -> dict[str, object]:
+    ratios = ratios_of(timings)
+    return {
+        **{name.replace(" ", "_"): timing.to_dict() for name, timing in timings.items()},
+        "ratio_forward": ratios["forward"],
+        "ratio_forward_backward": ratios["both"],
+    }
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--require", type=float, metavar="RATIO", help="the least ratio, loop over kernel, that is a success")
+    parser.add_argument("--require_mingru", type=float, metavar="RATIO", help="likewise, of mingru_scan")
     options = parser.parse_args(arguments)
     if min(options.batch, options.dim, options.seqlen, options.dstate, options.n_trials) < 1 or options.warmup < 0:
         parser.error("sizes and --n_trials start at 1, --warmup at 0")
@@ -73,34 +120,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     heading = f"{'kernel':>14} {'loop':>14} {'ratio':>7}"
     print(f"{'method':14} {heading} {heading}")
 
-    results, worst = {}, float("inf")
+    results, least = {}, {"selective_scan": float("inf")}
     for method in methods if "all" in options.methods else options.methods:
         timings = compare(method, size, DTYPES[options.dtype], options.n_trials, options.warmup, options.seed)
-        ratios = {what: timings[f"loop {what}"].median / timings[f"kernel {what}"].median for what in ("forward", "both")}
-        worst = min(worst, ratios["both"])
-        cells = []
-        for what, ratio in ratios.items():
-            for who in ("kernel", "loop"):
-                timing = timings[f"{who} {what}"]
-                spread = f"+-{100 * timing.spread:.0f}%"
-                cells.append(f"{1e3 * timing.median:8.3f} {spread:>5}")
-            cells.append(f"{ratio:6.1f}x")
-        print(f"{method:14} {' '.join(cells)}", flush=True)
-        results[method] = {
-            **{name.replace(" ", "_"): timing.to_dict() for name, timing in timings.items()},
-            "ratio_forward": ratios["forward"],
-            "ratio_forward_backward": ratios["both"],
-        }
+        least["selective_scan"] = min(least["selective_scan"], ratios_of(timings)["both"])
+        print(line_of(method, timings), flush=True)
+        results[method] = to_dict(timings)
+    print(f"\nmingru_scan, {', '.join(f'{name} {value}' for name, value in MINGRU_SHAPE.items())}, float32")
+    mingru = compare_mingru(options.n_trials, options.warmup, options.seed)
+    least["mingru_scan"] = ratios_of(mingru)["both"]
+    print(line_of("mingru_scan", mingru), flush=True)
 
     if options.json is not None:
         settings = {"dtype": options.dtype, "seed": options.seed, "trials": options.n_trials, **vars(size)}
         result = {"benchmark": "selective_scan_cpu", "machine": description, "settings": settings, "methods": results}
+        result["mingru"] = {**MINGRU_SHAPE, **to_dict(mingru)}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
-    if options.require is not None:
-        verdict = "met" if worst >= options.require else "NOT met"
-        print(f"\nrequired {options.require:g}x forward + backward: {verdict}, the least is {worst:.1f}x")
-        return 0 if worst >= options.require else 1
-    return 0
+    status = 0
+    for name, required in (("selective_scan", options.require), ("mingru_scan", options.require_mingru)):
+        if required is not None:
+            is_met = least[name] >= required
+            status = status if is_met else 1
+            print(f"\n{name}: required {required:g}x forward + backward: {'' if is_met else 'NOT '}met, {least[name]:.1f}x")
+    return status
 
 
 if __name__ == "__main__":

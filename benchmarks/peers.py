@@ -1,15 +1,27 @@
-"""mamba_ssm's kernels, where it is installed, and what was recorded of them where it is not."""
+"""Other libraries' kernels, where they are installed, and what was recorded of them where they are not."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-__all__ = ["RECORDED_SCAN", "RECORDED_STATE_UPDATE", "SOURCE", "described", "selective_scan", "state_update"]
+__all__ = [
+    "RECORDED_GATED_SCAN",
+    "RECORDED_SCAN",
+    "RECORDED_STATE_UPDATE",
+    "SOURCE",
+    "GatedScan",
+    "described",
+    "described_gated_scans",
+    "gated_scans",
+    "selective_scan",
+    "state_update",
+]
 
 SOURCE = "state-spaces/mamba e9594ce, torch 2.11.0+cu130, Triton 3.6.0, on one H200"
 
@@ -25,6 +37,15 @@ RECORDED_SCAN = {
     (torch.float32, 32, 512, 60, 16, False): (0.082e-3, 0.215e-3),
     (torch.float32, 8, 512, 1024, 16, False): (0.156e-3, 0.383e-3),
 }
+# Of scans in bfloat16 whose gates are given, (forward, backward): by (batch, seqlen, channels).
+RECORDED_GATED_SCAN = {
+    (8, 2048, 2048): {"chunk_hgrn": (0.273e-3, 0.418e-3), "accelerated_scan": (0.060e-3, 0.154e-3)},
+    (32, 512, 1024): {"chunk_hgrn": (0.160e-3, 0.246e-3), "accelerated_scan": (0.099e-3, 0.123e-3)},
+    (1, 65536, 1024): {"chunk_hgrn": (1.553e-3, 2.292e-3), "accelerated_scan": (0.146e-3, 0.342e-3)},
+}
+# Names of the packages, and where the figures above come from.
+_GATED_SCAN_PACKAGES = {"chunk_hgrn": "flash-linear-attention", "accelerated_scan": "accelerated-scan"}
+_GATED_SCAN_SOURCES = {"chunk_hgrn": "bc3b101", "accelerated_scan": "866fa4c"}
 
 
 def described(peer: Callable[..., Any] | None) -> str:
@@ -57,3 +78,57 @@ def selective_scan() -> Callable[..., Tensor] | None:
     except (ImportError, AttributeError, TypeError, RuntimeError):  # without its CUDA extension some versions can be imported
         return None
     return lambda **tensors: selective_scan_fn(**tensors, delta_softplus=True)
+
+
+class GatedScan(NamedTuple):
+    """A scan ``h = a h + b`` of another library.
+
+    Attributes:
+        scan: the states, of the tensors that ``arrange`` makes.
+        arrange: of ``a`` and ``b``, the scan's arguments, and of ``grad`` the gradient of its result.
+    """
+
+    scan: Callable[..., Tensor]
+    arrange: Callable[..., tuple[dict[str, Tensor], Tensor]]
+
+
+def gated_scans() -> dict[str, GatedScan]:
+    """Those that are installed, by the names in ``RECORDED_GATED_SCAN``."""
+    found = {}
+    try:
+        from fla.ops.hgrn import chunk_hgrn
+
+        found["chunk_hgrn"] = GatedScan(
+            lambda x, g: chunk_hgrn(x, g)[0], lambda a, b, grad: ({"x": b, "g": a.float().log().to(a.dtype)}, grad)
+        )
+    except (ImportError, AttributeError, RuntimeError):
+        pass
+    try:
+        try:
+            from accelerated_scan.scalar import scan
+        except ImportError:  # its name before version 0.3
+            from accelerated_scan.triton import scan
+
+        def channels_first(tensor: Tensor) -> Tensor:
+            return tensor.transpose(1, 2).contiguous()
+
+        found["accelerated_scan"] = GatedScan(
+            lambda gates, tokens: scan(gates, tokens),
+            lambda a, b, grad: ({"gates": channels_first(a), "tokens": channels_first(b)}, channels_first(grad)),
+        )
+    except (ImportError, AttributeError, RuntimeError):
+        pass
+    return found
+
+
+def described_gated_scans(found: Iterable[str]) -> str:
+    """Where the figures of each come from."""
+    words = []
+    for name, package in _GATED_SCAN_PACKAGES.items():
+        if name in found:
+            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+                package += f" {importlib.metadata.version(package)}"
+            words.append(f"{name}: {package}, in this run")
+        else:
+            words.append(f"{name}: {package} {_GATED_SCAN_SOURCES[name]}, recorded with {SOURCE.partition(', ')[2]}")
+    return "; ".join(words)

@@ -148,14 +148,14 @@ def memory(rows: Sequence[Result]) -> str:
     return table(["case", "ours", "of which chunk states", "mamba_ssm", "ours / mamba_ssm"], lines)
 
 
-def largest_errors(rows: Sequence[Result]) -> str:
+def largest_errors(rows: Sequence[Result], key: str = "dtype") -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["errors"]))
     lines = []
-    for dtype in dict.fromkeys(row["dtype"] for row in rows):
-        found = [row["errors"] for row in rows if row["dtype"] == dtype]
+    for value in dict.fromkeys(row[key] for row in rows):
+        found = [row["errors"] for row in rows if row[key] == value]
         worst = {name: max((errors[name] for errors in found if name in errors), default=None) for name in names}
-        lines.append([dtype, *("" if error is None else f"{error:.1e}" for error in worst.values())])
-    return table(["dtype", *names], lines)
+        lines.append([value, *("" if error is None else f"{error:.1e}" for error in worst.values())])
+    return table([key, *names], lines)
 
 
 def selective_scan(result: Result) -> str:
@@ -200,6 +200,83 @@ Largest relative error (L2) over the cases, against float64, the incoming gradie
 """
 
 
+def shares(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        line = [row["name"]]
+        for what in DIRECTIONS:
+            ours, met = row["ours"][what], row["met"][what]
+            share = f"{100 * row['share'][what]:.0f} %"
+            asked = "" if met is None else f"≥ {100 * row['bar']:.0f} % {'met' if met else '**missed**'}"
+            if met is not None and row["goal"] is not None:
+                asked += f", goal {100 * row['goal']:.0f} % {'met' if row['share'][what] >= row['goal'] else 'missed'}"
+            rate = f"{row['bytes'][what] / ours['median'] / 1e9:.0f}"
+            line += [f"{ours['median'] * 1e3:.4f} ± {100 * ours['spread']:.0f} %", rate, share, asked]
+        lines.append(line)
+    columns = ["GB/s", "of a copy", "bar"]
+    return table(["case", "forward", *columns, "backward", *columns], lines)
+
+
+def against_other_scans(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        for name, peer in row["peers"].items():
+            line = [row["name"], name + (" (recorded)" if peer["recorded"] else "")]
+            for what in DIRECTIONS:
+                ours = row["ours"][what]["median"]
+                other = peer[what]["median"] if what in peer else None
+                line += [f"{ours * 1e3:.4f}", "unsupported" if other is None else f"{other * 1e3:.4f}"]
+                line.append("" if other is None else f"{other / ours:.2f}")
+            lines.append(line)
+    columns = ["other", "speed-up"]
+    return table(["case", "other", "forward", *columns, "backward", *columns], lines, left=2)
+
+
+def against_cudnn(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        for ours, other in (("nn.MinGRU", "torch.nn.GRU"), ("nn.MinLSTM", "torch.nn.LSTM")):
+            line = [row["name"], f"{ours}, {other}"]
+            for what in DIRECTIONS:
+                mine, theirs = (row["layers"][name][what]["median"] for name in (ours, other))
+                line += [f"{mine * 1e3:.3f}", f"{theirs * 1e3:.3f}", f"{theirs / mine:.2f}"]
+            lines.append(line)
+    columns = ["torch.nn", "ratio"]
+    return table(["size", "layers", "forward", *columns, "backward", *columns], lines, left=2)
+
+
+def linear_scan(result: Result) -> str:
+    layers = f"""
+Layers, their projections included, float32 (cuDNN's may use TF32, as by default): milliseconds of forward, and of backward to
+the input and every parameter. They are not the same functions: minGRU and minLSTM have no weights from state to gates.
+
+{against_cudnn(result["layers"])}
+"""
+    copied = result["copy"]
+    return f"""## Linear recurrences
+
+Milliseconds of GPU time in bfloat16; B batch, T seqlen, H channels. *Forward*: without gradients. *Backward*:
+`torch.autograd.grad` to every input. Between two events, after the second-level cache was overwritten;
+{result["settings"]["trials"]} trials; median, ± half the distance from the 20th to the 80th percentile.
+GB/s counts what must be moved: forward each input and h once; backward each input that the formulas need, h, the incoming
+gradient and the gradients once. *Of a copy*: that over
+{copied["rate"] / 1e9:.0f} GB/s, the rate of a copy of {copied["bytes"] / 2**30:.0f} GiB in the same run.
+
+{shares(result["rows"])}
+
+![Share of a copy's rate, forward and backward]({result["figure"]})
+
+Other scans, whose gates are computed before, in the layout that each wants, and the loop over time compiled by `torch.compile`
+({result["peers"]}); *speed-up* is their time over ours:
+
+{against_other_scans(result["rows"])}
+{layers if result["layers"] else ""}
+Largest relative error (L2) for some channels over the cases, against float64:
+
+{largest_errors(result["rows"], "recurrence")}
+"""
+
+
 def overhead(result: Result) -> str:
     rows = []
     for row in result["rows"]:
@@ -218,18 +295,32 @@ PyTorch needs for a product of two such tensors. Median of {settings["blocks"]} 
 """
 
 
-def selective_scan_cpu(result: Result) -> str:
-    rows = []
-    for method, row in result["methods"].items():
-        cells = [method]
+def against_loop(rows: dict[str, Result], first: str = "method") -> str:
+    lines = []
+    for name, row in rows.items():
+        cells = [name]
         for what, ratio in (("forward", "ratio_forward"), ("both", "ratio_forward_backward")):
             for who in ("kernel", "loop"):
                 timing = row[f"{who}_{what}"]
                 cells.append(f"{timing['median'] * 1e3:.2f} ± {100 * timing['spread']:.0f} %")
             cells.append(f"{row[ratio]:.1f}")
-        rows.append(cells)
-    header = ["method", "forward", "forward, loop", "ratio", "forward + backward", "forward + backward, loop", "ratio"]
-    settings = result["settings"]
+        lines.append(cells)
+    header = [first, "forward", "forward, loop", "ratio", "forward + backward", "forward + backward, loop", "ratio"]
+    return table(header, lines)
+
+
+def selective_scan_cpu(result: Result) -> str:
+    settings, mingru = result["settings"], result.get("mingru")
+    # Measured by older versions without it.
+    recurrence = (
+        ""
+        if mingru is None
+        else f"""
+`mingru_scan` at batch {mingru["batch"]}, seqlen {mingru["seqlen"]}, {mingru["channels"]} channels, float32:
+
+{against_loop({"mingru_scan": mingru}, "scan")}
+"""
+    )
     return f"""## selective_scan on the CPU
 
 Milliseconds at batch {settings["batch"]}, dim {settings["dim"]}, seqlen {settings["seqlen"]}, dstate {settings["dstate"]},
@@ -237,13 +328,14 @@ Milliseconds at batch {settings["batch"]}, dim {settings["dim"]}, seqlen {settin
 loop over time in PyTorch (`ssm_kernels.reference`), in turns with the kernel. {settings["trials"]} trials; median, ± half the
 distance from the 20th to the 80th percentile.
 
-{table(header, rows)}
-"""
+{against_loop(result["methods"])}
+{recurrence}"""
 
 
 # In the order of the page.
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "selective_scan": selective_scan,
+    "linear_scan": linear_scan,
     "selective_state_update": state_update,
     "overhead": overhead,
     "selective_scan_cpu": selective_scan_cpu,
@@ -279,10 +371,14 @@ Written by `benchmarks/report.py` from the measurements beside it; not edited by
 {sections}"""
 
 
+# Of the benchmarks that have a figure, how its file's name ends.
+FIGURES = {"selective_scan": "selective_scan_roofline", "linear_scan": "linear_scan_shares"}
+
+
 def draw(result: Result, path: Path) -> None:
     from benchmarks import roofline  # here, because no other page needs matplotlib
 
-    roofline.draw(result, path)
+    (roofline.draw if result["benchmark"] == "selective_scan" else roofline.draw_shares)(result, path)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -308,8 +404,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         results.sort(key=lambda result: list(SECTIONS).index(result["benchmark"]))
         target = options.output / f"{re.sub('[^A-Za-z0-9]+', '_', name).strip('_')}.md"
         for result in results:
-            if result["benchmark"] == "selective_scan":
-                result["figure"] = f"{target.stem}_selective_scan_roofline.png"
+            if result["benchmark"] in FIGURES:
+                result["figure"] = f"{target.stem}_{FIGURES[result['benchmark']]}.png"
                 draw(result, options.output / result["figure"])
         target.write_text(page(results))
         print(target)

@@ -1,4 +1,8 @@
-"""The figure of selective_scan's benchmark: state updates per second over updates per byte, under what the chip can do."""
+"""The figures of the benchmarks: what was reached, under what the chip can do.
+
+selective_scan's shows state updates per second over updates per byte. The linear recurrences have less to compute than to move:
+theirs shows the share of a copy's rate.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +21,7 @@ from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.style import COLORS, STYLE
 
-__all__ = ["draw"]
+__all__ = ["draw", "draw_shares"]
 
 _OURS, _PEER, _GREY = COLORS[1], COLORS[2], "#767676"
 # Of instructions per update, what remains as dstate grows: the floors in bench_selective_scan.py.
@@ -127,5 +131,40 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         if any("floor" in row for row in rows):
             handles.append(Line2D([], [], color="black", marker="_", ms=9, ls="", label="floor of the case"))
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
+        figure.savefig(path)
+        plt.close(figure)
+
+
+def draw_shares(result: Mapping[str, Any], path: Path) -> None:
+    """Draws the rates of the linear recurrences, forward and backward, as shares of the copy's, from the benchmark's result."""
+    rows, rate = list(reversed(result["rows"])), result["copy"]["rate"]
+    names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
+    colors = dict(zip(names, COLORS[2:], strict=False))
+    with plt.rc_context(STYLE):
+        figure, grid = plt.subplots(1, 2, figsize=(7.2, 0.9 + 0.19 * len(rows)), sharey=True, layout="constrained")
+        recorded = set()
+        for axes, direction in zip(grid, ("forward", "backward"), strict=True):
+            for index, row in enumerate(rows):
+                axes.plot(100 * row["share"][direction], index, "o", color=_OURS, zorder=4)
+                if row["bar"] is not None:
+                    axes.plot(100 * row["bar"], index, marker="|", ms=9, color="black", zorder=2)
+                for name, peer in row["peers"].items():
+                    if direction in peer:
+                        share = row["bytes"][direction] / peer[direction]["median"] / rate
+                        fill = "white" if peer["recorded"] else colors[name]
+                        recorded |= {name} if peer["recorded"] else set()
+                        axes.plot(100 * share, index, "o", color=colors[name], mfc=fill, zorder=3)
+            axes.axvline(100, color=_GREY, lw=1.0, zorder=1)
+            axes.set_xlim(left=0)
+            axes.set_xlabel("useful bytes per second [% of a copy's]")
+            axes.set_title(direction.capitalize(), loc="left")
+        grid[0].set_yticks(range(len(rows)), [row["name"] for row in rows])
+        handles = [Line2D([], [], color=_OURS, marker="o", ls="", label="ssm_kernels")]
+        for name in names:
+            fill = "white" if name in recorded else colors[name]
+            label = f"{name}, recorded" if name in recorded else name
+            handles.append(Line2D([], [], color=colors[name], mfc=fill, marker="o", ls="", label=label))
+        handles.append(Line2D([], [], color="black", marker="|", ms=9, ls="", label="bar"))
+        figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
         figure.savefig(path)
         plt.close(figure)

@@ -18,6 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import recurrence_helpers
 import torch
 from helpers import (
     METHODS,
@@ -32,6 +33,7 @@ from helpers import (
     scan_with_state,
     with_gradients,
 )
+from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
 from torch import Tensor
 
 from ssm_kernels import selective_state_update
@@ -119,15 +121,70 @@ def check_scan(name: str, inputs: Inputs, through: tuple[str, ...], way: str) ->
     expected, actual = (
         evaluate_scan(move_all(inputs, device), move_all(cotangents, device), through) for device in ("cpu", "cuda")
     )
+    return difference_between(name, actual, expected)
+
+
+def difference_between(name: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+    """What is wrong with the device's results: whether the kernel is the right one. How exact it is, is for the tests."""
     for what, value in expected.items():
-        # Whether the kernel is the right one; how exact it is, is for the tests.
         relative = {torch.float64: 1e-9, torch.float32: 1e-4}.get(value.dtype, 3e-2)
+        if not value.numel():
+            continue
         # The device flushes what float32 has below 1e-38 to zero.
         tolerance = relative * max(value.detach().double().abs().max().item(), 1e-30)
         difference = (actual[what].detach().cpu().double() - value.detach().double()).abs().max().item()
         if not difference <= tolerance:
             return f"{name}: {what} differs from the CPU's by {difference:.3g}, more than {tolerance:.3g}"
     return None
+
+
+def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:
+    """Name, recurrence, inputs and whether with gradients: each kernel (dtype, recurrence, options), then each path inside."""
+
+    def case(what: str, variant: Variant, gradients: bool = True, **options: Any) -> tuple[str, Variant, Inputs, bool]:
+        sizes = {"channels": 21, "seqlen": 70, "dtype": torch.float32}
+        inputs = recurrence_helpers.make_inputs(variant, **(sizes | options))
+        return f"{what} {variant.name} {variant.options} {options}", variant, inputs, gradients
+
+    for dtype in SCAN_DTYPES:
+        for variant in VARIANTS.values():
+            yield case("recurrence", variant, dtype=dtype)
+        for variant in PLAIN.values():
+            yield case("vectors", variant, dtype=dtype, channels=64, seqlen=128)
+            yield case("inference", variant, False, dtype=dtype, channels=64, seqlen=130)
+            yield case("without h0, reverse", variant, dtype=dtype, h0=False, reverse=True)
+            yield case("tiles along time", variant, dtype=dtype, batch=1, channels=5, seqlen=300)
+            yield case("packed", variant, dtype=dtype, cu_seqlens=PACKED)
+            yield case("packed, tiles along time", variant, dtype=dtype, cu_seqlens=(0, 1, 100, 100, 333), reverse=True)
+            for form in recurrence_helpers.FORMS if variant.recurrence.broadcast else ():
+                yield case("broadcast", variant, dtype=dtype, form=form)
+                yield case("broadcast", variant, dtype=dtype, form=form, broadcast_dtype=dtype)
+        for name in ("linear_scan", "minlstm_scan", "rglru_scan"):
+            for layout in ("transposed", "permuted", "offset", "sliced"):
+                yield case("layout", PLAIN[name], dtype=dtype, channels=72, seqlen=129, layout=layout)
+    for dtype in (torch.float32, torch.bfloat16):
+        for name in ("mingru_scan", "liquid_scan"):
+            for channels, seqlen in ((1, 1), (5, 63), (33, 65), (70, 200), (136, 31)):
+                yield case("tails", PLAIN[name], dtype=dtype, channels=channels, seqlen=seqlen)
+            # More tiles along time than are handed on at once, and more tiles than blocks.
+            yield case("long", PLAIN[name], dtype=dtype, batch=1, channels=3, seqlen=9000)
+            yield case("long, reverse", PLAIN[name], dtype=dtype, batch=1, channels=64, seqlen=9001, reverse=True)
+            yield case("long, inference", PLAIN[name], False, dtype=dtype, batch=1, channels=65, seqlen=9000)
+            yield case("long, packed", PLAIN[name], dtype=dtype, channels=9, cu_seqlens=(0, 4000, 4001, 4001, 9000))
+            yield case("many chains", PLAIN[name], dtype=dtype, batch=40, channels=520, seqlen=33)
+    for size in ({"batch": 0}, {"seqlen": 0}, {"channels": 0}):
+        yield case("empty", PLAIN["mingru_scan"], **size)
+
+
+def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: bool) -> str | None:
+    cotangents = recurrence_helpers.make_cotangents(inputs) if gradients else None
+    expected, actual = (
+        recurrence_helpers.evaluate(
+            variant.scan, move_all(inputs, device), cotangents and tuple(move(x, device) for x in cotangents)
+        )
+        for device in ("cpu", "cuda")
+    )
+    return difference_between(name, actual, expected)
 
 
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
@@ -177,6 +234,7 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
 
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, *case, way) for case in scan_cases() for way in ways(case[1])),
+    "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
 }
 

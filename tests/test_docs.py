@@ -1,0 +1,48 @@
+"""The documentation: its Python runs as it stands, and its table of recurrences is complete."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ssm_kernels import ops, reference
+
+ROOT = Path(__file__).parents[1]
+
+
+def snippets() -> list:
+    """The Python of README and docs that can run by itself: what begins with an import."""
+    found = []
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
+        blocks = re.findall(r"^```python\n(import .*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
+        found += [pytest.param(block, id=f"{path.name}-{index}") for index, block in enumerate(blocks)]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", snippets())
+def test_snippet_runs(snippet):
+    torch.manual_seed(0)
+    exec(compile(snippet, "<documentation>", "exec"), {"__name__": "documentation"})
+
+
+def test_there_are_snippets():
+    names = {parameter.id.rpartition("-")[0] for parameter in snippets()}
+    assert {"README.md", "recurrences.md"} <= names
+
+
+def test_every_recurrence_is_in_the_table():
+    rows = {}
+    for line in (ROOT / "docs" / "recurrences.md").read_text().splitlines():
+        cells = [cell.strip() for cell in line.split("|")[1:-1]]
+        if len(cells) == 4 and cells[0].startswith("`"):
+            scan, step = re.findall(r"`(\w+)`", cells[0])
+            assert step == scan.removesuffix("_scan") + "_step" and hasattr(ops, step)
+            rows[scan] = re.findall(r"`(\w+)`", cells[1])
+    assert set(rows) == set(reference.RECURRENCES)
+    for scan, inputs in rows.items():
+        arguments = getattr(torch.ops.ssm_kernels, scan).default._schema.arguments
+        assert inputs == [argument.name for argument in arguments if not argument.kwarg_only and argument.name != "h0"]
