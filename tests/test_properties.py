@@ -70,7 +70,7 @@ def test_values_and_gradients(inputs, device):
 @settings(no_deadline, max_examples=100)
 @given(inputs=argument_sets(dtypes=(torch.float32, torch.bfloat16, torch.float16)))
 def test_low_precision(inputs, device):
-    """The floor is relative to the largest value of each result, which cancellation may leave far below the terms of its sums."""
+    """The floor is relative to the largest value of a result, which cancellation may leave far below the terms of its sums."""
     inputs = move_all(inputs, device)
     cotangents = make_cotangents(inputs)
     actual = evaluate(selective_scan, inputs, cotangents)
