@@ -12,11 +12,11 @@
 
 namespace ssm_kernels::linear_scan {
 
-#define SSM_CPU_KERNELS(CAPABILITY)                                           \
-  namespace CAPABILITY {                                                      \
-  void fwd_task(const LinearScanFwdParams&, ScalarKind, int64_t, std::byte*); \
-  void bwd_task(const LinearScanBwdParams&, ScalarKind, int64_t, std::byte*); \
-  constexpr CpuKernels kKernels{&fwd_task, &bwd_task};                        \
+#define SSM_CPU_KERNELS(CAPABILITY)                                                         \
+  namespace CAPABILITY {                                                                    \
+  void fwd_task(const LinearScanFwdParams&, ScalarKind, const Tasks&, int64_t, std::byte*); \
+  void bwd_task(const LinearScanBwdParams&, ScalarKind, const Tasks&, int64_t, std::byte*); \
+  constexpr CpuKernels kKernels{&fwd_task, &bwd_task};                                      \
   }
 
 SSM_CPU_CAPABILITIES(SSM_CPU_KERNELS)
@@ -34,7 +34,9 @@ const CpuKernels& cpu_kernels() {
 template <typename Body>
 void for_each_task(const LinearScanParams& params, const Body& body) {
   ThreadScratch threads(kScratchBytes);
-  threads.parallel_for(Tasks(params).count, params.seqlen * kTaskChannels, body);
+  const Tasks tasks(params, at::get_num_threads());
+  threads.parallel_for(tasks.count, params.seqlen * tasks.channels,
+                       [&](int64_t task, std::byte* scratch) { body(tasks, task, scratch); });
 }
 
 std::tuple<at::Tensor, at::Tensor> fwd_cpu(at::TensorList inputs, const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
@@ -47,7 +49,9 @@ std::tuple<at::Tensor, at::Tensor> fwd_cpu(at::TensorList inputs, const Optional
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);
   const ScalarKind kind = scalar_kind(inputs[0].scalar_type());
-  for_each_task(params, [&](int64_t task, std::byte* scratch) { cpu_kernels().fwd_task(params, kind, task, scratch); });
+  for_each_task(params, [&](const Tasks& tasks, int64_t task, std::byte* scratch) {
+    cpu_kernels().fwd_task(params, kind, tasks, task, scratch);
+  });
   return {outputs.h, outputs.last_state};
 }
 
@@ -62,7 +66,9 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_cpu(const OptionalTensor& gr
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanBwdParams params = make_bwd_params(in, member, sequences, h, grad_h, grad_last_state, grads);
   const ScalarKind kind = scalar_kind(inputs[0].scalar_type());
-  for_each_task(params, [&](int64_t task, std::byte* scratch) { cpu_kernels().bwd_task(params, kind, task, scratch); });
+  for_each_task(params, [&](const Tasks& tasks, int64_t task, std::byte* scratch) {
+    cpu_kernels().bwd_task(params, kind, tasks, task, scratch);
+  });
   return {std::move(grads.inputs), grads.h0};
 }
 

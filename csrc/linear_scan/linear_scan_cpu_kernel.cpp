@@ -2,12 +2,14 @@
 //
 //   h_t = a_t h_{t-1} + b_t          g_t = grad_h_t + e_{t+1},  e_t = a_t g_t
 //
-// A task walks through time tile by tile, backward from the last step: the inputs of a tile are brought into scratch memory,
-// whatever their strides, and in each step a SIMD lane is a channel. Backward reads the states that forward returned; nothing
-// else is saved. This file is compiled once per instruction set.
+// A task walks through time, backward from the last step, and in each step a SIMD lane is a channel. A tensor of the
+// accumulation type whose channels lie side by side is read and written in place, row by row; any other goes through scratch
+// memory tile by tile, whatever its strides. Backward reads the states that forward returned; nothing else is saved. This file
+// is compiled once per instruction set.
 
 #include <algorithm>
 #include <array>
+#include <type_traits>
 #include <utility>
 
 #include "common/recurrences.h"
@@ -20,52 +22,76 @@ namespace ssm_kernels::linear_scan {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-// The tiles, strides and states of one task.
+// Values of [steps][lanes] in the accumulation type: a tensor's own memory, or a tile.
+template <typename Acc>
+struct Rows {
+  Acc* data;
+  int64_t stride;
+
+  Acc* operator[](int64_t step) const { return data + step * stride; }
+};
+
+// The lanes, tiles and states of one task.
 template <typename Scalar>
 struct TaskView {
   using Acc = AccumulateType<Scalar>;
-  static_assert(kTaskChannels % Vec<Acc>::size() == 0 && kTileSteps % Vec<Acc>::size() == 0,
+  static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && kTileSteps % Vec<Acc>::size() == 0,
                 "tiles are moved in squares of the vector length");
 
   int64_t batch, first_channel, lanes;
 
-  TaskView(const LinearScanParams& p, int64_t task) {
-    const Tasks tasks(p);
+  TaskView(const LinearScanParams& p, const Tasks& tasks, int64_t task) {
     batch = task / tasks.blocks;
-    first_channel = task % tasks.blocks * kTaskChannels;
-    lanes = std::min(kTaskChannels, p.channels - first_channel);
+    first_channel = task % tasks.blocks * tasks.channels;
+    lanes = std::min(tasks.channels, p.channels - first_channel);
   }
 
   int64_t offset(const SequenceView& view, int64_t t) const {
     return batch * view.stride_batch + t * view.stride_step + first_channel * view.stride_channel;
   }
 
-  // Steps [t, t + steps); zeros where there is no tensor.
-  void load(Acc* tile, const SequenceView& view, int64_t t, int64_t steps) const {
+  bool is_in_place(const SequenceView& view) const {
+    return (std::is_same_v<Acc, Scalar> || view.is_accumulate) && view.data != nullptr && view.stride_channel == 1 &&
+           lanes % Vec<Acc>::size() == 0;
+  }
+
+  Rows<Acc> in_place(const SequenceView& view, int64_t t) const {
+    return {static_cast<Acc*>(view.data) + offset(view, t), view.stride_step};
+  }
+
+  // Steps [t, t + steps) to read; zeros where there is no tensor.
+  Rows<Acc> load(Acc* tile, const SequenceView& view, int64_t t, int64_t steps) const {
+    if (is_in_place(view)) return in_place(view, t);
     if (view.data == nullptr) {
-      std::fill(tile, tile + steps * kTaskChannels, Acc(0));
+      std::fill(tile, tile + steps * kMaxTaskChannels, Acc(0));
     } else if (view.is_accumulate) {
-      load_tile(tile, kTaskChannels, static_cast<const Acc*>(view.data) + offset(view, t), view.stride_channel,
+      load_tile(tile, kMaxTaskChannels, static_cast<const Acc*>(view.data) + offset(view, t), view.stride_channel,
                 view.stride_step, lanes, steps);
     } else {
-      load_tile(tile, kTaskChannels, static_cast<const Scalar*>(view.data) + offset(view, t), view.stride_channel,
+      load_tile(tile, kMaxTaskChannels, static_cast<const Scalar*>(view.data) + offset(view, t), view.stride_channel,
                 view.stride_step, lanes, steps);
     }
+    return {tile, kMaxTaskChannels};
+  }
+
+  // Steps from t on to write; store() brings them to the tensor where this is not its own memory.
+  Rows<Acc> target(Acc* tile, const SequenceView& view, int64_t t) const {
+    return is_in_place(view) ? in_place(view, t) : Rows<Acc>{tile, kMaxTaskChannels};
   }
 
   void store(const SequenceView& view, const Acc* tile, int64_t t, int64_t steps) const {
-    if (view.data == nullptr) return;
+    if (view.data == nullptr || is_in_place(view)) return;
     if (view.is_accumulate) {
-      store_tile(static_cast<Acc*>(view.data) + offset(view, t), view.stride_channel, view.stride_step, tile, kTaskChannels,
+      store_tile(static_cast<Acc*>(view.data) + offset(view, t), view.stride_channel, view.stride_step, tile, kMaxTaskChannels,
                  lanes, steps);
     } else {
-      store_tile(static_cast<Scalar*>(view.data) + offset(view, t), view.stride_channel, view.stride_step, tile, kTaskChannels,
-                 lanes, steps);
+      store_tile(static_cast<Scalar*>(view.data) + offset(view, t), view.stride_channel, view.stride_step, tile,
+                 kMaxTaskChannels, lanes, steps);
     }
   }
 
   void load_state(Acc* row, const StateView& view, int64_t sequence) const {
-    std::fill(row, row + kTaskChannels, Acc(0));
+    std::fill(row, row + kMaxTaskChannels, Acc(0));
     if (view.data == nullptr) return;
     const Acc* source = static_cast<const Acc*>(view.data) + sequence * view.stride_sequence;
     for (int64_t lane = 0; lane < lanes; ++lane) row[lane] = source[(first_channel + lane) * view.stride_channel];
@@ -81,93 +107,109 @@ struct TaskView {
 template <typename Acc, size_t count>
 std::array<Acc*, count> carve_tiles(Acc*& memory) {
   std::array<Acc*, count> tiles;
-  for (Acc*& tile : tiles) tile = std::exchange(memory, memory + kTileSteps * kTaskChannels);
+  for (Acc*& tile : tiles) tile = std::exchange(memory, memory + kTileSteps * kMaxTaskChannels);
   return tiles;
 }
 
 template <typename Scalar, typename Variant>
-void fwd(const LinearScanFwdParams& p, int64_t task, std::byte* scratch) {
+void fwd(const LinearScanFwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using Acc = AccumulateType<Scalar>;
   using V = Vec<Acc>;
   constexpr size_t kInputs = Variant::kNames.size();
-  const TaskView<Scalar> view(p, task);
+  const TaskView<Scalar> view(p, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
-  const auto inputs = carve_tiles<Acc, kInputs>(memory);
-  Acc* const h = carve_tiles<Acc, 1>(memory)[0];
+  const auto input_tiles = carve_tiles<Acc, kInputs>(memory);
+  Acc* const h_tile = carve_tiles<Acc, 1>(memory)[0];
   Acc* const state = memory;
 
   for (int64_t t0 = 0; t0 < p.seqlen; t0 += kTileSteps) {
     const int64_t steps = std::min(kTileSteps, p.seqlen - t0);
-    for (size_t i = 0; i < kInputs; ++i) view.load(inputs[i], p.inputs[i], t0, steps);
+    Rows<Acc> inputs[kInputs];
+    for (size_t i = 0; i < kInputs; ++i) inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
+    const Rows<Acc> h = view.target(h_tile, p.h, t0);
     for (int64_t step = 0; step < steps; ++step) {
       const int64_t t = t0 + step;
       if (p.begins(t)) view.load_state(state, p.initial_state, p.sequence(view.batch, t));
+      const Acc* input_row[kInputs];
+      for (size_t i = 0; i < kInputs; ++i) input_row[i] = inputs[i][step];
+      Acc* const h_row = h[step];
       for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
         V x[kInputs];
-        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(inputs[i] + step * kTaskChannels + lane);
+        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
         const Step<V> coefficients = Variant::step(x);
         const V next = Math<V>::fma(coefficients.a, V::loadu(state + lane), coefficients.b);
         next.store(state + lane);
-        next.store(h + step * kTaskChannels + lane);
+        next.store(h_row + lane);
       }
       if (p.ends(t)) view.store_state(p.last_state, state, p.sequence(view.batch, t));
     }
-    view.store(p.h, h, t0, steps);
+    view.store(p.h, h_tile, t0, steps);
   }
 }
 
 template <typename Scalar, typename Variant>
-void bwd(const LinearScanBwdParams& p, int64_t task, std::byte* scratch) {
+void bwd(const LinearScanBwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using Acc = AccumulateType<Scalar>;
   using V = Vec<Acc>;
   constexpr size_t kInputs = Variant::kNames.size();
-  const TaskView<Scalar> view(p, task);
+  const TaskView<Scalar> view(p, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
-  const auto inputs = carve_tiles<Acc, kInputs>(memory), grads = carve_tiles<Acc, kInputs>(memory);
-  const auto [h_before, grad_h] = carve_tiles<Acc, 2>(memory);
+  const auto input_tiles = carve_tiles<Acc, kInputs>(memory), grad_tiles = carve_tiles<Acc, kInputs>(memory);
+  const auto [h_tile, grad_h_tile] = carve_tiles<Acc, 2>(memory);
   Acc* const e = memory;
-  Acc* const initial = memory + kTaskChannels;
+  Acc* const initial = memory + kMaxTaskChannels;
 
   for (int64_t end = p.seqlen; end > 0;) {
     const int64_t t0 = (end - 1) / kTileSteps * kTileSteps, steps = end - t0;
-    for (size_t i = 0; i < kInputs; ++i) view.load(inputs[i], p.inputs[i], t0, steps);
-    view.load(grad_h, p.grad_h, t0, steps);
+    Rows<Acc> inputs[kInputs], grads[kInputs];
+    for (size_t i = 0; i < kInputs; ++i) {
+      inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
+      grads[i] = view.target(grad_tiles[i], p.grad_inputs[i], t0);
+    }
+    const Rows<Acc> grad_h = view.load(grad_h_tile, p.grad_h, t0, steps);
     const int64_t missing = t0 == 0 ? 1 : 0;  // there is no state before the first step
-    view.load(h_before + missing * kTaskChannels, p.h, t0 - 1 + missing, steps - missing);
+    const Rows<Acc> h = view.load(h_tile, p.h, t0 - 1 + missing, steps - missing);
     for (int64_t step = steps - 1; step >= 0; --step) {
       const int64_t t = t0 + step;
       const bool begins = p.begins(t);
       if (p.ends(t)) view.load_state(e, p.grad_last_state, p.sequence(view.batch, t));
       if (begins) view.load_state(initial, p.initial_state, p.sequence(view.batch, t));
-      const Acc* const before = begins ? initial : h_before + step * kTaskChannels;
+      const Acc* input_row[kInputs];
+      Acc* grad_row[kInputs];
+      for (size_t i = 0; i < kInputs; ++i) {
+        input_row[i] = inputs[i][step];
+        grad_row[i] = grads[i][step];
+      }
+      const Acc* const grad_h_row = grad_h[step];
+      const Acc* const before = begins ? initial : h[step - missing];
       for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
         V x[kInputs], grad[kInputs];
-        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(inputs[i] + step * kTaskChannels + lane);
-        const V g = V::loadu(grad_h + step * kTaskChannels + lane) + V::loadu(e + lane);
+        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
+        const V g = V::loadu(grad_h_row + lane) + V::loadu(e + lane);
         Variant::gradients(x, V::loadu(before + lane), g, grad);
         (Variant::step(x).a * g).store(e + lane);
-        for (size_t i = 0; i < kInputs; ++i) grad[i].store(grads[i] + step * kTaskChannels + lane);
+        for (size_t i = 0; i < kInputs; ++i) grad[i].store(grad_row[i] + lane);
       }
       if (begins) view.store_state(p.grad_initial_state, e, p.sequence(view.batch, t));
     }
-    for (size_t i = 0; i < kInputs; ++i) view.store(p.grad_inputs[i], grads[i], t0, steps);
+    for (size_t i = 0; i < kInputs; ++i) view.store(p.grad_inputs[i], grad_tiles[i], t0, steps);
     end = t0;
   }
 }
 
 }  // namespace
 
-void fwd_task(const LinearScanFwdParams& p, ScalarKind kind, int64_t task, std::byte* scratch) {
+void fwd_task(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
   visit_scalar(kind, [&](auto scalar) {
     visit_recurrence(p.recurrence, p.options,
-                     [&](auto variant) { fwd<decltype(scalar), decltype(variant)>(p, task, scratch); });
+                     [&](auto variant) { fwd<decltype(scalar), decltype(variant)>(p, tasks, task, scratch); });
   });
 }
 
-void bwd_task(const LinearScanBwdParams& p, ScalarKind kind, int64_t task, std::byte* scratch) {
+void bwd_task(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
   visit_scalar(kind, [&](auto scalar) {
     visit_recurrence(p.recurrence, p.options,
-                     [&](auto variant) { bwd<decltype(scalar), decltype(variant)>(p, task, scratch); });
+                     [&](auto variant) { bwd<decltype(scalar), decltype(variant)>(p, tasks, task, scratch); });
   });
 }
 
