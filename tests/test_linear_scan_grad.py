@@ -369,6 +369,16 @@ def test_rglru_near_a_transition_of_one(device):
         assert all(value.isfinite().all() for value in results.values())
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_rglru_where_the_transition_is_one(dtype, device):
+    """There the root has no finite slope; what follows it in the chain rule vanishes faster."""
+    inputs = make_inputs(RGLRU, seqlen=5, dtype=dtype, device=device)
+    inputs["recurrence_gate"] = torch.full_like(inputs["recurrence_gate"], -1000)
+    results = evaluate(RGLRU.scan, inputs, make_cotangents(inputs))
+    assert all(value.isfinite().all() for value in results.values())
+    assert not results["grad_recurrence_gate"].any() and not results["grad_recurrent_param"].any()
+
+
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @every_recurrence
 def test_nan_stays_in_its_channel_and_sequence(variant, layout, device):

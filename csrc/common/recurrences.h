@@ -19,6 +19,7 @@
 #include <array>
 #include <cstddef>
 #include <string_view>
+#include <type_traits>
 
 #include "common/activations.h"
 #include "common/math.h"
@@ -262,7 +263,10 @@ struct RgLru : SingleVariant<RgLru> {
     using Scalar = typename Math<T>::Scalar;
     const Decay<T> decay(x);
     const T input_gate = sigmoid(x[2]), input = input_gate * x[0];
-    const T grad_log_a = g * decay.a * (h - input * decay.a * Math<T>::reciprocal(decay.norm));
+    // Where log a underflows, so does the factor that follows the slope of the root in the chain rule: their product is zero.
+    constexpr Scalar kLeastNorm = std::is_same_v<Scalar, double> ? Scalar(1e-150) : Scalar(1e-18f);
+    const T slope = negate(decay.a) * Math<T>::reciprocal(Math<T>::max(decay.norm, T(kLeastNorm)));
+    const T grad_log_a = g * decay.a * Math<T>::fma(input, slope, h);
     grad[0] = g * decay.norm * input_gate;
     grad[1] = grad_log_a * decay.rate * (decay.gate * (one<T>() - decay.gate));
     grad[2] = g * decay.norm * input * (one<T>() - input_gate);
