@@ -248,9 +248,11 @@ struct RgLru : SingleVariant<RgLru> {
       using Scalar = typename Math<T>::Scalar;
       gate = sigmoid(x[1]);
       rate = T(Scalar(-8)) * softplus(x[3]);
-      const T log_a = rate * gate;
-      a = Math<T>::exp(log_a);
-      norm = Math<T>::sqrt(negate(Math<T>::expm1(log_a + log_a)));
+      const T log_a = rate * gate, a_minus_one = Math<T>::expm1(log_a);
+      // Near one, where a state lasts long, a is as exact as its rounding.
+      const auto is_near_one = Math<T>::less(T(Scalar(-0.5)), log_a);
+      a = Math<T>::select(is_near_one, one<T>() + a_minus_one, Math<T>::exp(log_a));
+      norm = Math<T>::sqrt(negate(a_minus_one) * (a_minus_one + T(Scalar(2))));
     }
   };
   template <typename T>
