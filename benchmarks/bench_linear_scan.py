@@ -41,7 +41,7 @@ from torch import Tensor
 import ssm_kernels
 from benchmarks import peers
 from benchmarks.bench_selective_scan import DIRECTIONS, gradients_of, on_h200, stages_of
-from benchmarks.harness import Stages, machine, measure, require_cuda
+from benchmarks.harness import Stages, add_case_options, chosen_cases, machine, measure, require_cuda
 from ssm_kernels import nn
 
 Inputs = dict[str, Tensor]
@@ -331,17 +331,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only cases whose name contains one of these, as 'T65536'")
-    parser.add_argument("--trials", type=int, default=50, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=5, help="trials before those (default: %(default)s)")
+    add_case_options(parser, "T65536", trials=50, warmup=5)
     parser.add_argument("--skip_compile", action="store_true", help="without the compiled loop, which takes a while")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
     options = parser.parse_args(arguments)
-    if options.trials < 1 or options.warmup < 0:
-        parser.error("--trials starts at 1, --warmup at 0")
-    chosen = [case for case in CASES if options.cases is None or any(part in case.name for part in options.cases)]
-    if not chosen:
-        parser.error(f"--cases: no name contains {' or '.join(options.cases)}; there are: {', '.join(c.name for c in CASES)}")
+    chosen = chosen_cases(parser, options, CASES)
     require_cuda(parser)
 
     device = torch.device("cuda", torch.cuda.current_device())

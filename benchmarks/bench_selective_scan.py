@@ -42,7 +42,7 @@ from torch import Tensor
 import ssm_kernels
 from benchmarks import peers
 from benchmarks.discretization.scans import ScanSize, scan_bytes, scan_inputs
-from benchmarks.harness import Stages, machine, measure, require_cuda
+from benchmarks.harness import Stages, add_case_options, chosen_cases, machine, measure, require_cuda
 from ssm_kernels import reference
 
 # Per second, of one H200, 132 SMs at 1.83 GHz: bytes of a copy (measured); special functions, 16 per SM and clock; instructions
@@ -378,16 +378,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
-    parser.add_argument("--cases", nargs="+", metavar="NAME", help="only cases whose name contains one of these, as 'L65536'")
-    parser.add_argument("--trials", type=int, default=20, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=3, help="trials before those (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
+    add_case_options(parser, "L65536", trials=20, warmup=3)
     options = parser.parse_args(arguments)
-    if options.trials < 1 or options.warmup < 0:
-        parser.error("--trials starts at 1, --warmup at 0")
-    chosen = [case for case in CASES if options.cases is None or any(part in case.name for part in options.cases)]
-    if not chosen:
-        parser.error(f"--cases: no name contains {' or '.join(options.cases)}; there are: {', '.join(c.name for c in CASES)}")
+    chosen = chosen_cases(parser, options, CASES)
     require_cuda(parser)
 
     device = torch.device("cuda", torch.cuda.current_device())

@@ -24,7 +24,9 @@ import torch
 __all__ = [
     "Measurement",
     "Timing",
+    "add_case_options",
     "available_memory",
+    "chosen_cases",
     "driver_version",
     "machine",
     "measure",
@@ -245,6 +247,26 @@ def require_cuda(parser: argparse.ArgumentParser) -> None:
         parser.error("needs a CUDA GPU, and PyTorch finds none here")
     if ssm_kernels.build_info()["cuda"] is None:
         parser.error("needs CUDA kernels, and ssm_kernels was built without; `python -m ssm_kernels` says more")
+
+
+def add_case_options(parser: argparse.ArgumentParser, example: str, trials: int, warmup: int) -> None:
+    """Which of a benchmark's cases, how often, and where the measurements go."""
+    parser.add_argument(
+        "--cases", nargs="+", metavar="NAME", help=f"only cases whose name contains one of these, as '{example}'"
+    )
+    parser.add_argument("--trials", type=int, default=trials, help="of each measurement (default: %(default)s)")
+    parser.add_argument("--warmup", type=int, default=warmup, help="trials before those (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
+
+
+def chosen_cases(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: Sequence[Any]) -> list[Any]:
+    """Those that the options name, all without; ends the program where the options make no sense."""
+    if options.trials < 1 or options.warmup < 0:
+        parser.error("--trials starts at 1, --warmup at 0")
+    chosen = [case for case in cases if options.cases is None or any(part in case.name for part in options.cases)]
+    if not chosen:
+        parser.error(f"--cases: no name contains {' or '.join(options.cases)}; there are: {', '.join(c.name for c in cases)}")
+    return chosen
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, str | int]:

@@ -7,16 +7,15 @@
 #include "linear_scan/linear_scan_adjoint.h"
 
 #include <ATen/TensorOperators.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/cat.h>
-#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
 #include "linear_scan/linear_scan_op.h"
 #include "torch/checks.h"
+#include "torch/dispatch.h"
 
 namespace ssm_kernels::linear_scan {
 namespace {
@@ -33,7 +32,7 @@ at::Tensor neighbors(const at::Tensor& x, const at::Tensor& states, const Option
   const at::Tensor filler = x.narrow_symint(1, 0, 1);
   const at::Tensor shifted = after ? at::cat({inner, filler}, 1) : at::cat({filler, inner}, 1);
   const at::Tensor steps = at::arange(seqlen, cu_seqlens->options());
-  const at::Tensor sequence = at::searchsorted(cu_seqlens->contiguous(), steps, /*out_int32=*/false, /*right=*/true).sub(1);
+  const at::Tensor sequence = sequence_at(*cu_seqlens, steps);
   const at::Tensor boundary = cu_seqlens->index_select(0, after ? sequence.add(1) : sequence);
   const at::Tensor is_end = steps.eq(after ? boundary.sub(1) : boundary);
   return at::where(is_end.unsqueeze(1), state.index_select(0, sequence), shifted);
@@ -46,8 +45,7 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> differentiable_adjoint(const Opt
                                                                        const at::Tensor& a, const at::Tensor& h,
                                                                        const OptionalTensor& h0,
                                                                        const OptionalTensor& cu_seqlens, bool reverse) {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::_linear_recurrence", "").typed<FwdSignature>();
+  static const auto op = find_op<FwdSignature>("ssm_kernels::_linear_recurrence");
   const at::Tensor grad = is_present(grad_h) ? *grad_h : at::zeros_like(h);
   const c10::SymInt sequences = is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : a.sym_size(0);
   const auto or_zero = [&](const OptionalTensor& state) {

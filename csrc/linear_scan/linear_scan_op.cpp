@@ -6,7 +6,6 @@
 
 #include <ATen/FuncTorchTLS.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -20,6 +19,7 @@
 
 #include "linear_scan/linear_scan_adjoint.h"
 #include "torch/checks.h"
+#include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
 
 namespace ssm_kernels::linear_scan {
@@ -146,12 +146,16 @@ GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTe
   return grads;
 }
 
+at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps) {
+  return at::searchsorted(cu_seqlens.contiguous(), steps, /*out_int32=*/true, /*right=*/true).sub(1);
+}
+
 at::Tensor sequence_of_step(const Inputs& in) {
   if (!is_present(in.cu_seqlens)) return {};
   const int64_t seqlen = in.tensors[0].size(1);
   const at::TensorOptions options = in.cu_seqlens->options();
   const at::Tensor steps = in.reverse ? at::arange(seqlen - 1, -1, -1, options) : at::arange(seqlen, options);
-  return at::searchsorted(in.cu_seqlens->contiguous(), steps, /*out_int32=*/true, /*right=*/true).sub_(1);
+  return sequence_at(*in.cu_seqlens, steps);
 }
 
 namespace {
@@ -229,11 +233,6 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_meta(const OptionalTensor& g
   check_inputs(in);
   GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
   return {std::move(grads.inputs), grads.h0};
-}
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
 const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {

@@ -3,7 +3,6 @@
 #include "selective_scan/selective_scan_op.h"
 
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
@@ -13,6 +12,7 @@
 #include <string>
 
 #include "torch/checks.h"
+#include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
 
 namespace ssm_kernels::selective_scan {
@@ -185,11 +185,6 @@ using FwdSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Te
 using BwdSignature = GradTuple(const OptionalTensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
                                const OptionalTensor&, const OptionalTensor&, const at::Tensor&, bool, std::string_view, bool);
-
-template <typename Signature>
-c10::TypedOperatorHandle<Signature> find_op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
   static const auto op = find_op<FwdSignature>("ssm_kernels::_selective_scan_fwd");

@@ -4,7 +4,6 @@
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/autocast_mode.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
@@ -16,6 +15,7 @@
 #include <utility>
 
 #include "torch/checks.h"
+#include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
 
 namespace ssm_kernels::selective_state_update {
@@ -161,8 +161,7 @@ at::Tensor meta(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, co
 }
 
 const auto& operator_handle() {
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::selective_state_update", "").typed<decltype(meta)>();
+  static const auto op = find_op<decltype(meta)>("ssm_kernels::selective_state_update");
   return op;
 }
 
