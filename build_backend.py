@@ -128,6 +128,20 @@ def cuda_include_dirs(home: Path) -> list[str]:
     return [str(folder) for folder in folders if (folder / "cuda_runtime_api.h").exists()]
 
 
+def complete_architectures(architectures: str) -> str:
+    """``architectures``, spelt as in TORCH_CUDA_ARCH_LIST, with 9.0a in the place of 9.0.
+
+    Kernels that hand registers from warp to warp can do so in 9.0a only, and spill without.
+    """
+    names = architectures.replace("Hopper", "9.0+PTX").split(";")
+    completed = ";".join(re.sub(r"^9\.0(?=\+|$)", "9.0a", name) for name in names)
+    if completed != ";".join(names):
+        print(f"ssm_kernels: TORCH_CUDA_ARCH_LIST={architectures}: on Hopper the kernels need 9.0a; building for {completed}")
+    if "9.0a+PTX" in completed:
+        print("ssm_kernels: PTX of 9.0a is for compute capability 9.0 alone; for newer GPUs add 8.0+PTX")
+    return completed
+
+
 def check_architectures(architectures: str, toolkit: Toolkit) -> None:
     """Stops unless nvcc compiles for all of ``architectures``, spelt as in TORCH_CUDA_ARCH_LIST ("8.0+PTX;9.0a", "Hopper")."""
     output = subprocess.run([str(toolkit.home / "bin" / "nvcc"), "--list-gpu-arch"], capture_output=True, text=True).stdout

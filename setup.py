@@ -86,7 +86,7 @@ def cuda_architectures() -> str:
     """TORCH_CUDA_ARCH_LIST, else the visible GPUs, else what runs on everything from Ampere on and uses all of Hopper."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").replace(",", ";")
     if listed not in ("", "native"):
-        return listed
+        return build_backend.complete_architectures(listed)
     try:
         capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     except RuntimeError:  # a GPU that torch cannot use

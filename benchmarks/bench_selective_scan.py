@@ -8,17 +8,10 @@ training step, which saves the states at the chunk boundaries, "backward" is ``t
 GPU time between two events, after the cache was overwritten; the median of the trials. Cases of one shape take turns, and
 mamba_ssm's kernel with them, if it is installed; else figures recorded with it on an H200 are printed, and marked as such.
 
-Floor, on an H200: the largest of three times, for E = batch x dim x seqlen,
+The floor, on an H200, is the largest of the times that memory, special functions and instructions need: benchmarks/floors.py.
 
-* memory: bytes / COPY_RATE, each argument, result and gradient read or written once and nothing else;
-* special functions: E (dstate + 2, with z + 4) / SPECIAL_RATE: an exponential per state, two functions each for softplus and
-  SiLU;
-* issue: E slots / ISSUE_RATE, with slots = 5.5 dstate + 27 forward (two products, exponential, two multiply-adds, half a load
-  of B and C) and 15 dstate + 50 backward, which recomputes the states.
-
-It counts what zoh needs; the other methods are held against the same floor. Before a case is timed, its results and gradients
-for some channels are compared with those of the CPU kernel in float64. Exits with 1 if one is wrong; a missed bar is only
-reported.
+Before a case is timed, its results and gradients for some channels are compared with those of the CPU kernel in float64. Exits
+with 1 if one is wrong; a missed bar is only reported.
 """
 
 from __future__ import annotations
@@ -42,14 +35,9 @@ from torch import Tensor
 import ssm_kernels
 from benchmarks import peers
 from benchmarks.discretization.scans import ScanSize, scan_bytes, scan_inputs
+from benchmarks.floors import H200_RATES, floors
 from benchmarks.harness import Stages, add_case_options, chosen_cases, machine, measure, require_cuda
 from ssm_kernels import reference
-
-# Per second, of one H200, 132 SMs at 1.83 GHz: bytes of a copy (measured); special functions, 16 per SM and clock; instructions
-# of one lane, 128 per SM and clock.
-COPY_RATE = 4.257e12
-SPECIAL_RATE = 3.87e12
-ISSUE_RATE = 30.9e12
 
 BF16, FP32 = torch.bfloat16, torch.float32
 # Relative L2 error against float64 up to which a result is right: rounding to bfloat16 alone makes 1.7e-3.
@@ -162,21 +150,6 @@ CASES = [
 ]
 
 
-def floors(case: Case, moved: Mapping[str, int]) -> dict[str, dict[str, float]]:
-    """Seconds that each resource needs, forward and backward."""
-    elements = case.batch * case.dim * case.seqlen
-    special = elements * (case.dstate + (4 if case.z else 2)) / SPECIAL_RATE
-    slots = {"forward": 5.5 * case.dstate + 27, "backward": 15 * case.dstate + 50}
-    return {
-        direction: {
-            "memory": moved[direction] / COPY_RATE,
-            "special functions": special,
-            "issue": elements * slots[direction] / ISSUE_RATE,
-        }
-        for direction in DIRECTIONS
-    }
-
-
 def chunk_state_bytes(inputs: Mapping[str, Tensor]) -> int:
     """What forward saves for backward, apart from its inputs."""
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
@@ -286,8 +259,6 @@ def measure_shape(
             for name, error in row["errors"].items()
             if not error <= ALLOWED_ERROR[FP32 if name in ALWAYS_FP32 else case.dtype]
         ]
-        if on_h200(device):
-            row["floor"] = floors(case, row["bytes"])
         rows.append(row)
         contenders[case.name, "ours"] = Contender(case.function(), inputs, grad_out, may_fail=False)
         if peer is not None and case.discretization == "zoh":
@@ -348,13 +319,14 @@ def peak(row: Mapping[str, Any], who: str) -> str:
     return "" if found is None else f"{found * row['dstate'] / row['updates']:.2f}"
 
 
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+def table_of(rows: Sequence[dict[str, Any]], rates: Mapping[str, float] | None) -> Table:
     table = Table(title="selective_scan, milliseconds", caption="* recorded; bars: met +, missed -", box=None)
     rest = ("peer", "ratio, bar", "/ floor", "GB/s")
     for index, name in enumerate(("case", "fwd", "training", *rest, "bwd", *rest, "peak B", "peer")):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
         cells = [row["name"]]
+        floor = floors(row, rates) if rates else None
         for direction in DIRECTIONS:
             ours = row["ours"][direction]["median"]
             cells.append(milliseconds(row, "ours", direction))
@@ -362,7 +334,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
             cells.append(milliseconds(row, "peer", direction))
             judged = [found for found in row["judged"] if found["direction"] == direction]
             cells.append(" ".join(f"{found['ratio']:.2f} {'+' if found['met'] else '-'}{found['bar']:g}" for found in judged))
-            cells.append(f"{ours / max(row['floor'][direction].values()):.2f}" if "floor" in row else "")
+            cells.append(f"{ours / max(floor[direction].values()):.2f}" if floor else "")
             cells.append(f"{row['bytes'][direction] / ours / 1e9:.0f}")
         table.add_row(*cells, peak(row, "ours"), peak(row, "peer"))
     return table
@@ -399,7 +371,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         torch.cuda.empty_cache()
     rows = [measured[case.name] for case in chosen]
     judge(chosen, rows)
-    console.print(table_of(rows))
+    rates = H200_RATES if on_h200(device) else None
+    console.print(table_of(rows, rates))
     missed = [sentence(row, found) for row in rows for found in row["judged"] if not found["met"]]
     console.print("every bar that could be judged is met" if not missed else "missed:\n  " + "\n  ".join(missed))
 
@@ -409,7 +382,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "machine": machine(device),
             "settings": {"trials": options.trials, "warmup": options.warmup},
             "peer": peers.described(peer),
-            "rates": {"copy": COPY_RATE, "special functions": SPECIAL_RATE, "issue": ISSUE_RATE},
+            "rates": rates,
             "rows": rows,
         }
         options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")

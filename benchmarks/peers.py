@@ -52,10 +52,9 @@ def described(peer: Callable[..., Any] | None) -> str:
     """Where the peer's figures come from."""
     if peer is None:
         return f"recorded: {SOURCE}"
-    try:
-        return f"mamba_ssm {importlib.metadata.version('mamba_ssm')}, in this run"
-    except importlib.metadata.PackageNotFoundError:
-        return "mamba_ssm, in this run"
+    import mamba_ssm  # a folder of sources on the path is no installed package, and still has its version
+
+    return f"mamba_ssm {getattr(mamba_ssm, '__version__', 'of unknown version')}, in this run"
 
 
 def state_update() -> Callable[[dict[str, Any]], Tensor] | None:

@@ -19,27 +19,31 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import LogLocator, NullLocator
 
+from benchmarks.floors import SLOTS_PER_UPDATE, floors
 from benchmarks.style import COLORS, STYLE
 
 __all__ = ["draw", "draw_shares"]
 
 _OURS, _PEER, _GREY = COLORS[1], COLORS[2], "#767676"
-# Of instructions per update, what remains as dstate grows: the floors in bench_selective_scan.py.
-_SLOTS = {"forward": 5.5, "backward": 15.0}
-_MARKERS = {"bfloat16, dstate 16": "o", "float32, dstate 16": "s", "bfloat16, dstate as labelled": "D"}
+_MARKERS = {
+    "bfloat16, dstate 16": "o",
+    "bfloat16, dstate 16, batch 1": "^",
+    "float32, dstate 16": "s",
+    "bfloat16, dstate as labelled": "D",
+}
 
 
 def _series(row: Mapping[str, Any]) -> str:
     if row["dstate"] != 16:
         return "bfloat16, dstate as labelled"
-    return f"{row['dtype']}, dstate 16"
+    return f"{row['dtype']}, dstate 16" + (", batch 1" if row["batch"] == 1 else "")
 
 
 def _ceilings(axes: Axes, rates: Mapping[str, float], direction: str, intensities: tuple[float, float]) -> None:
     low, high = intensities
     flat = {
         "1 exponential per update": rates["special functions"],
-        f"{_SLOTS[direction]:g} instructions per update": rates["issue"] / _SLOTS[direction],
+        f"{SLOTS_PER_UPDATE[direction]:g} instructions per update": rates["issue"] / SLOTS_PER_UPDATE[direction],
     }
     lowest = min(flat.values())
     for name, rate in flat.items():
@@ -59,12 +63,12 @@ def _ceilings(axes: Axes, rates: Mapping[str, float], direction: str, intensitie
     )
 
 
-def _points(axes: Axes, rows: Sequence[Mapping[str, Any]], direction: str) -> None:
+def _points(axes: Axes, rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float] | None, direction: str) -> None:
     for row in rows:
         marker = _MARKERS[_series(row)]
         intensity = row["updates"] / row["bytes"][direction]
-        if "floor" in row:
-            least = max(row["floor"][direction].values())
+        if rates:
+            least = max(floors(row, rates)[direction].values())
             axes.plot(intensity, row["updates"] / least, marker="_", ms=9, color="black", zorder=2)
         rate = row["updates"] / row["ours"][direction]["median"]
         axes.plot(intensity, rate, marker, color=_OURS, zorder=4)
@@ -85,16 +89,17 @@ def _points(axes: Axes, rows: Sequence[Mapping[str, Any]], direction: str) -> No
             )
 
 
-def _rates_shown(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float]) -> tuple[float, float]:
+def _rates_shown(rows: Sequence[Mapping[str, Any]], rates: Mapping[str, float] | None) -> tuple[float, float]:
     """The limits of the vertical axis: from below the slowest point to above the ceilings of forward."""
     points = [
         row["updates"] / row[who][direction]["median"]
         for row in rows
         for who in ("ours", "peer")
-        for direction in _SLOTS
+        for direction in SLOTS_PER_UPDATE
         if direction in (row.get(who) or {})
     ]
-    return min(points) / 1.5, 1.6 * max(*points, rates["issue"] / _SLOTS["forward"])
+    ceilings = [rates["issue"] / SLOTS_PER_UPDATE["forward"]] if rates else []
+    return min(points) / 1.5, 1.6 * max(*points, *ceilings)
 
 
 def draw(result: Mapping[str, Any], path: Path) -> None:
@@ -105,14 +110,14 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         figure, grid = plt.subplots(1, 2, figsize=(7.2, 3.6), sharey=True, layout="constrained")
         grid[0].set_yscale("log")
         grid[0].set_ylim(_rates_shown(rows, result["rates"]))
-        intensities = [row["updates"] / row["bytes"][direction] for row in rows for direction in _SLOTS]
+        intensities = [row["updates"] / row["bytes"][direction] for row in rows for direction in SLOTS_PER_UPDATE]
         limits = min(intensities) / 5, max(intensities) * 1.6
-        for axes, direction in zip(grid, _SLOTS, strict=True):
+        for axes, direction in zip(grid, SLOTS_PER_UPDATE, strict=True):
             axes.set_xscale("log", base=2)
             axes.set_xlim(limits)
-            if any("floor" in row for row in rows):
+            if result["rates"]:
                 _ceilings(axes, result["rates"], direction, limits)
-            _points(axes, rows, direction)
+            _points(axes, rows, result["rates"], direction)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.set_xlabel("state updates per byte moved")
             axes.set_title(direction.capitalize(), loc="left")
@@ -128,7 +133,7 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
         handles += [
             Line2D([], [], color=_GREY, marker=_MARKERS[name], ls="", label=name) for name in _MARKERS if name in series
         ]
-        if any("floor" in row for row in rows):
+        if result["rates"]:
             handles.append(Line2D([], [], color="black", marker="_", ms=9, ls="", label="floor of the case"))
         figure.legend(handles=handles, loc="outside lower center", ncols=3, frameon=False)
         figure.savefig(path)
@@ -136,7 +141,10 @@ def draw(result: Mapping[str, Any], path: Path) -> None:
 
 
 def draw_shares(result: Mapping[str, Any], path: Path) -> None:
-    """Draws the rates of the linear recurrences, forward and backward, as shares of the copy's, from the benchmark's result."""
+    """Draws the rates of the linear recurrences, forward and backward, as shares of the copy's, from the benchmark's result.
+
+    Other scans lie below ours in each row, so that no point hides another.
+    """
     rows, rate = list(reversed(result["rows"])), result["copy"]["rate"]
     names = list(dict.fromkeys(name for row in rows for name in row["peers"]))
     colors = dict(zip(names, COLORS[2:], strict=False))
@@ -153,9 +161,9 @@ def draw_shares(result: Mapping[str, Any], path: Path) -> None:
                         share = row["bytes"][direction] / peer[direction]["median"] / rate
                         fill = "white" if peer["recorded"] else colors[name]
                         recorded |= {name} if peer["recorded"] else set()
-                        axes.plot(100 * share, index, "o", color=colors[name], mfc=fill, zorder=3)
+                        axes.plot(100 * share, index - 0.35, "o", color=colors[name], mfc=fill, zorder=3)
             axes.axvline(100, color=_GREY, lw=1.0, zorder=1)
-            axes.set_xlim(left=0)
+            axes.set_xlim(left=-2)
             axes.set_xlabel("useful bytes per second [% of a copy's]")
             axes.set_title(direction.capitalize(), loc="left")
         grid[0].set_yticks(range(len(rows)), [row["name"] for row in rows])

@@ -30,6 +30,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // On CUDA two ways of scanning share the work; each call takes the one that is faster. This makes every call that "walking"
   // or "time_lanes" can do take that one, until it is "faster" again; returns what it was. For tests and measurements.
   m.def("_prefer_selective_scan(str way) -> str", tags);
+  // Cuts the calls on CUDA as for a device whose blocks have no more shared memory; returns what it was. For tests.
+  m.def("_limit_selective_scan_shared_bytes(int bytes) -> int", tags);
 
   // One step of the scan, the state updated in place.
   m.def(

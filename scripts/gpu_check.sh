@@ -1,17 +1,18 @@
 #!/usr/bin/env bash
-# On a machine with a GPU, from a checkout: the CUDA tests, compute-sanitizer on every kernel, the GPU benchmarks.
+# On a machine with a GPU, from a checkout: the CUDA tests, compute-sanitizer on every kernel, the profiler and the training
+# example, the GPU benchmarks.
 #
-#   scripts/gpu_check.sh [folder] [build|tests|sanitizer|benchmarks ...]
+#   scripts/gpu_check.sh [folder] [build|tests|sanitizer|examples|benchmarks ...]
 #
-# Uses the package as it is built; where it is not, builds it in place. Logs, the measurements as JSON and the page made of them go
-# to the folder (default: $OUT, else build/gpu_check), the last two to docs/benchmarks too. Exits with 1 if anything failed.
+# Uses the package as it is built; where it is not, builds it in place. Logs, plots, the measurements as JSON and the page made of
+# them go to the folder (default: $OUT, else build/gpu_check), the last two to docs/benchmarks too. Exits with 1 if anything failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
 out=${1:-${OUT:-build/gpu_check}}
 shift || true
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(build tests sanitizer benchmarks)
+[ ${#stages[@]} -gt 0 ] || stages=(build tests sanitizer examples benchmarks)
 mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)
 python=${PYTHON:-python3}
@@ -74,6 +75,14 @@ sanitizer() {
   return $status
 }
 
+examples() {
+  local status=0
+  "$python" profile_discretization.py --device cuda --plot "$out/profile_discretization.png" \
+    --json "$out/profile_discretization.json" || status=1
+  "$python" examples/train_sequence.py --device cuda --plot "$out/train_sequence.png" || status=1
+  return $status
+}
+
 benchmarks() {
   local name page status=0 names=() files=()
   for name in selective_scan linear_scan state_update overhead; do
@@ -94,9 +103,10 @@ for stage in "${stages[@]}"; do
     build) run build build ;;
     tests) run tests "$python" -m pytest -q -m cuda -p no:cacheprovider tests ;;
     sanitizer) run sanitizer sanitizer ;;
+    examples) run examples examples ;;
     benchmarks) run benchmarks benchmarks ;;
     *)
-      echo "unknown stage '$stage', expected build, tests, sanitizer or benchmarks" >&2
+      echo "unknown stage '$stage', expected build, tests, sanitizer, examples or benchmarks" >&2
       exit 1
       ;;
   esac

@@ -44,6 +44,8 @@ Check = Callable[[], str | None]
 
 SCAN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 RESULTS = ("out", "last_state")
+# A tile of the walking kernels, and rows of whole vectors: what their path without bounds takes.
+VECTORS = {"dim": 64, "seqlen": 128}
 
 
 def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
@@ -57,8 +59,9 @@ def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
         for method in METHODS:
             yield case("method", dtype=dtype, discretization=method)
         # Whole vectors along time and along channels, then rows that begin anywhere and elements that are apart.
-        for layout in ("contiguous", "transposed"):
-            yield case("vectors", dtype=dtype, dim=64, seqlen=128, layout=layout)
+        for method in METHODS if dtype != torch.float64 else ("zoh",):
+            for layout in ("contiguous", "transposed"):
+                yield case("vectors", **VECTORS, dtype=dtype, discretization=method, layout=layout)
         for layout in ("transposed", "permuted", "offset", "sliced"):
             yield case("layout", dtype=dtype, dim=37, seqlen=129, groups=1, layout=layout)
         yield case("inference", (), dtype=dtype, dim=37, seqlen=130)
@@ -71,7 +74,7 @@ def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
             yield case("tails", dtype=dtype, dim=dim, seqlen=seqlen)
         # Too many channels to spread each over a whole warp, over more than one tile of steps.
         yield case("many channels", dtype=dtype, batch=100, dim=72, seqlen=130, dstate=2)
-        yield case("clusters", dtype=dtype, dim=250, dstate=3)
+        yield case("many tiles of channels", dtype=dtype, dim=250, dstate=3)
         for B, C in (("constant", "constant"), ("constant", "variable"), ("variable", "constant")):
             yield case("constant", dtype=dtype, B=B, C=C)
     for dstate in (1, 3, 17, 40, 256):
@@ -79,6 +82,7 @@ def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
     yield case("dstate", dim=5, dstate=256, dtype=torch.float64)
     for option in MINIMAL:
         yield case("without", **{option: False})
+        yield case("vectors, without", **VECTORS, **{option: False})
     for groups in (2, 10):
         yield case("groups", dim=20, groups=groups)
     name, inputs, through = case("groups of B and of C", dim=20, groups=10)
@@ -88,8 +92,12 @@ def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
     yield name, inputs | expanded, through
     for result in RESULTS:
         yield case("gradient of one result", (result,))
+        yield case("vectors, gradient of one result", (result,), **VECTORS)
+        yield case("vectors, gradient of one result, without z", (result,), **VECTORS, z=False)
         yield case("gradient of one result, segments", (result,), batch=1, dim=3, seqlen=6300, dstate=3)
     segments = {"batch": 1, "dim": 4, "seqlen": 6300, "dstate": 3}
+    yield case("vectors, segments", batch=1, dim=64, seqlen=512)
+    yield case("vectors, segments", batch=1, dim=64, seqlen=512, layout="transposed", z=False)
     yield case("segments", **segments, layout="transposed", groups=2)
     yield case("segments", **segments, discretization="bilinear", z=False)
     yield case("segments", **segments, B="constant", C="constant", initial_state=False)

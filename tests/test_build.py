@@ -274,6 +274,22 @@ def test_architecture_unknown_to_nvcc_stops(tmp_path):
             build_backend.check_architectures(f"8.0;{name}", toolkit)
 
 
+@pytest.mark.parametrize(
+    ("listed", "expected"),
+    [
+        ("9.0", "9.0a"),
+        ("8.0;9.0+PTX", "8.0;9.0a+PTX"),
+        ("Hopper", "9.0a+PTX"),
+        ("8.0+PTX;9.0a", "8.0+PTX;9.0a"),
+        ("8.9;10.0;12.0+PTX", "8.9;10.0;12.0+PTX"),
+    ],
+)
+def test_hopper_is_built_with_its_own_instructions(listed, expected, capsys):
+    assert build_backend.complete_architectures(listed) == expected
+    lines = capsys.readouterr().out
+    assert ("need 9.0a" in lines) == (listed != expected) and ("8.0+PTX" in lines) == ("9.0a+PTX" in expected)
+
+
 CPU_TORCH, TORCH_12, TORCH_13 = Torch("2.11.0+cpu", None), Torch("2.11.0+cu128", "12.8"), Torch("2.11.0+cu130", "13.0")
 NVCC_12, NVCC_13 = Toolkit(Path("/cuda"), "12.4", False), Toolkit(Path("/cuda"), "13.2", False)
 

@@ -6,7 +6,9 @@ What holds on every device is tested where it is tested for the CPU; here is wha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -131,7 +133,7 @@ def test_gradient_of_one_result_on_whole_tiles(through, z, layout):
 
 @both_layouts
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["u", "delta"])
+@pytest.mark.parametrize("name", ["u", "delta", "B", "C"])
 def test_infinity_makes_no_nan_of_states_that_do_not_exist(name, value, layout):
     """What is infinite on the CPU is infinite, not NaN, also in the steps of the tile after it."""
     inputs = make_inputs(batch=2, dim=64, seqlen=72, dstate=13, dtype=torch.float32, z=True)
@@ -141,6 +143,26 @@ def test_infinity_makes_no_nan_of_states_that_do_not_exist(name, value, layout):
     actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(selective_scan, inputs, cotangents)
     for result in ("out", "grad_z", "grad_u", "grad_delta"):
         assert torch.equal(actual[result].cpu().isnan(), expected[result].isnan()), result
+
+
+@both_layouts
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("dim", [5, 64, 70])
+@pytest.mark.parametrize("name", ["B", "C"])
+def test_infinity_makes_no_nan_of_channels_that_do_not_exist(name, dim, value, layout):
+    """Which share the sums over channels: gradients of B and C are infinite, of terms that are all of one sign."""
+    sizes = {"batch": 2, "dim": dim, "seqlen": 72, "dstate": 16, "z": False, "initial_state": False}
+    inputs = make_inputs(**sizes, dtype=torch.float32)
+    inputs[name][1, 5, 30] = value
+    inputs = arrange_sequences(inputs | {"u": inputs["u"].abs()}, layout)
+    grad_out, grad_last_state = make_cotangents(inputs)
+    cotangents = grad_out.abs(), torch.zeros_like(grad_last_state)
+    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(selective_scan, inputs, cotangents)
+    infinite = expected["grad_C" if name == "B" else "grad_B"][1, 5]
+    assert infinite.isinf().sum() == (42 if name == "B" else 31)
+    for result in ("out", "grad_u", "grad_B", "grad_C"):
+        assert torch.equal(actual[result].cpu().isnan(), expected[result].isnan()), result
+        assert torch.equal(actual[result].cpu().isinf(), expected[result].isinf()), result
 
 
 # ----- agreement with the CPU
@@ -246,6 +268,59 @@ def test_constant_B_and_C(B, C, sizes):
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         for dstate in (3, 16):
             assert_agrees_with_cpu(make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, B=B, C=C, dtype=dtype))
+
+
+# ----- shared memory
+
+
+@contextmanager
+def shared_memory_of_a_block(size: int) -> Iterator[None]:
+    before = torch.ops.ssm_kernels._limit_selective_scan_shared_bytes(size)
+    try:
+        yield
+    finally:
+        torch.ops.ssm_kernels._limit_selective_scan_shared_bytes(before)
+
+
+@both_layouts
+@pytest.mark.parametrize("dstate", [8, 16, 100, 128, 256])
+@dtypes(*DTYPES)
+def test_little_shared_memory(dtype, dstate, layout):
+    """As compute capability 8.6, 8.9 and 12.0 have it: fewer channels to a block, and fewer states to a slice."""
+    for sizes in ({"batch": 2, "dim": 20, "seqlen": 530}, {"batch": 1, "dim": 3, "seqlen": 6300}):
+        inputs = make_inputs(**sizes, dstate=dstate, dtype=dtype)
+        with shared_memory_of_a_block(99 * 1024):
+            assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+@pytest.mark.parametrize(("B", "C"), [("constant", "constant"), ("constant", "variable"), ("variable", "constant")])
+@dtypes(torch.float64, torch.float32)
+def test_little_shared_memory_and_constants(dtype, B, C):
+    inputs = make_inputs(batch=2, dim=20, seqlen=530, dstate=256, B=B, C=C, dtype=dtype)
+    with shared_memory_of_a_block(99 * 1024):
+        assert_agrees_with_cpu(inputs)
+
+
+def test_too_little_shared_memory():
+    inputs = make_inputs(dstate=256, device="cuda")
+    with (
+        shared_memory_of_a_block(16 * 1024),
+        pytest.raises(RuntimeError, match="for Double and dstate = 256, got one with 16384"),
+    ):
+        selective_scan(**inputs)
+
+
+def test_threads_whose_blocks_differ_in_shared_memory():
+    """A kernel's limit is one for all threads of the program."""
+    calls = [make_inputs(batch=1, dim=8, seqlen=64, dstate=dstate, dtype=torch.float64, device="cuda") for dstate in (16, 256)]
+    expected = [selective_scan(**inputs) for inputs in calls]
+
+    def repeat(inputs: dict[str, Any]) -> list[Tensor]:
+        return [selective_scan(**inputs) for _ in range(300)]
+
+    with ThreadPoolExecutor(4) as pool:
+        for outs, alone in zip(pool.map(repeat, 2 * calls), 2 * expected, strict=True):
+            assert all(torch.equal(out, alone) for out in outs)
 
 
 # ----- time cut into segments

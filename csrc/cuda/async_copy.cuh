@@ -1,4 +1,4 @@
-// Copies from global to shared memory that pass by the registers.
+// Copies from global to shared memory that bypass the registers.
 #pragma once
 
 #include <cstdint>

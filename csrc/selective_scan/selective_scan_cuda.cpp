@@ -47,9 +47,17 @@ void visit_scalar(ScalarKind kind, const Visitor& visit) {
   }
 }
 
+std::atomic<int64_t> shared_bytes_limit{std::numeric_limits<int64_t>::max()};
+
+int64_t limit_shared_bytes(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes > 0, "_limit_selective_scan_shared_bytes: expected a positive number, got ", bytes);
+  return shared_bytes_limit.exchange(bytes);
+}
+
 DeviceLimits limits_of(const at::Tensor& tensor) {
   const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(tensor.device().index());
-  return {properties.multiProcessorCount, static_cast<int64_t>(properties.sharedMemPerBlockOptin),
+  return {properties.multiProcessorCount,
+          std::min(static_cast<int64_t>(properties.sharedMemPerBlockOptin), shared_bytes_limit.load()),
           static_cast<int64_t>(properties.sharedMemPerMultiprocessor),
           static_cast<int64_t>(properties.reservedSharedMemPerBlock)};
 }
@@ -66,10 +74,13 @@ std::string prefer_way(std::string_view name) {
   return std::string(kNames[static_cast<size_t>(before)]);
 }
 
-void check_grid(const SelectiveScanParams& p, const Partition& partition) {
-  TORCH_CHECK(p.batch * partition.segments * partition.tiles <= std::numeric_limits<int32_t>::max(),
+void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimits& device, at::ScalarType dtype) {
+  TORCH_CHECK(p.batch * plan.partition().segments * plan.partition().tiles <= std::numeric_limits<int32_t>::max(),
               "selective_scan: expected batch and dim of fewer than 2^31 blocks of channels, got batch = ", p.batch,
               ", dim = ", p.dim);
+  TORCH_CHECK(plan.shared_bytes <= device.shared_bytes_per_block, "selective_scan: expected a device with at least ",
+              plan.shared_bytes, " bytes of shared memory per block for ", dtype, " and dstate = ", p.dstate, ", got one with ",
+              device.shared_bytes_per_block);
 }
 
 // One allocation, handed out in pieces.
@@ -149,8 +160,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cuda(const at::Tensor& u, con
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
-    Plan plan = plan_fwd<Scalar>(params, limits_of(u), preferred_way);
-    check_grid(params, plan.partition());
+    const DeviceLimits device = limits_of(u);
+    Plan plan = plan_fwd<Scalar>(params, device, preferred_way);
+    check_plan(params, plan, device, u.scalar_type());
     Workspace workspace;
     reserve_carries(workspace, plan.time_lanes, params);
     workspace.allocate(A.options());
@@ -194,8 +206,9 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
-    Plan plan = plan_bwd<Scalar>(params, limits_of(u), preferred_way);
-    check_grid(params, plan.partition());
+    const DeviceLimits device = limits_of(u);
+    Plan plan = plan_bwd<Scalar>(params, device, preferred_way);
+    check_plan(params, plan, device, u.scalar_type());
     at::Tensor arranged_grad_out;
     if (plan.walks && !has_layout<Scalar>(params.grad_out, plan.walking)) {
       arranged_grad_out = at::empty_like(grads[kGradU]).copy_(*grad_out);
@@ -237,7 +250,10 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   m.impl("_selective_scan_bwd", &bwd_cuda);
 }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("_prefer_selective_scan", &prefer_way); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
+  m.impl("_prefer_selective_scan", &prefer_way);
+  m.impl("_limit_selective_scan_shared_bytes", &limit_shared_bytes);
+}
 
 }  // namespace ssm_kernels::selective_scan
 

@@ -1,6 +1,7 @@
 // Between the CUDA entry point (selective_scan_cuda.cpp) and the kernels: what the two ways of scanning share.
 // * Walking (walking.h): a lane walks through time with states of two channels. For nearly 16 states, B and C per step, types
-//   of at most 32 bits, sequences of one layout; in forward for many channels only.
+//   of at most 32 bits, sequences of one layout; in forward for many channels only. A block takes up to 112 KB of shared
+//   memory, and a multiprocessor must have room for two (compute capability 9.0: 228 KB).
 // * Lanes in time (time_lanes.h): a lane takes some consecutive steps of one channel, and lanes compose their maps of the
 //   state. For everything else.
 // selective_scan_plan.cpp decides.

@@ -340,6 +340,9 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   m.impl("_prefer_selective_scan", [](c10::string_view) -> std::string {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "_prefer_selective_scan: ssm_kernels was built without CUDA kernels");
   });
+  m.impl("_limit_selective_scan_shared_bytes", [](int64_t) -> int64_t {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "_limit_selective_scan_shared_bytes: ssm_kernels was built without CUDA kernels");
+  });
 }
 #endif
 

@@ -68,19 +68,29 @@ void set_segments(Partition& partition, const SelectiveScanParams& p, int64_t se
   partition.launched_segments = partition.segments;
 }
 
-// At most `block_channels` to a block; fewer where their states do not fit into its shared memory, in the carry pass either.
-// shared_bytes(plan) is what a block of that plan takes.
-template <typename SharedBytes>
-void set_tiles_that_fit(time_lanes::ScanPlan& plan, const SelectiveScanParams& p, int block_channels,
-                        const DeviceLimits& device, const SharedBytes& shared_bytes) {
+// What a block takes in the carry pass or in the other, whichever is more.
+template <typename Scalar, typename Params>
+int64_t time_lanes_shared_bytes(const Params& p, time_lanes::ScanPlan plan) {
+  const auto of_pass = [&](bool carry_pass) {
+    plan.carry_pass = carry_pass;
+    if constexpr (std::is_same_v<Params, SelectiveScanFwdParams>) {
+      return static_cast<int64_t>(time_lanes::fwd_shared_bytes<Scalar>(p, plan));
+    } else {
+      return static_cast<int64_t>(time_lanes::bwd_shared_bytes<Scalar>(p, plan));
+    }
+  };
+  return std::max(of_pass(false), of_pass(true));
+}
+
+// At most `block_channels` to a block; fewer where their states do not fit into its shared memory, and where those of one do
+// not, fewer states to a slice, but not fewer than a vector's.
+template <typename Scalar, typename Params>
+void set_tiles_that_fit(time_lanes::ScanPlan& plan, const Params& p, int block_channels, const DeviceLimits& device) {
   plan.dstate = cuda::Divisor(p.dstate);
   plan.block_channels = block_channels;
-  const auto fits = [&](bool carry_pass) {
-    time_lanes::ScanPlan pass = plan;
-    pass.carry_pass = carry_pass;
-    return static_cast<int64_t>(shared_bytes(pass)) <= device.shared_bytes_per_block;
-  };
-  while (plan.block_channels > 1 && !(fits(false) && fits(true))) plan.block_channels /= 2;
+  const auto fits = [&] { return time_lanes_shared_bytes<Scalar>(p, plan) <= device.shared_bytes_per_block; };
+  while (plan.block_channels > 1 && !fits()) plan.block_channels /= 2;
+  while (plan.slice * static_cast<int>(sizeof(Scalar)) > kVectorBytes && !fits()) plan.slice /= 2;
   set_tiles(plan, p, plan.block_channels);
 }
 
@@ -103,7 +113,6 @@ time_lanes::ScanPlan plan_time_lanes(const SelectiveScanFwdParams& p, const Devi
   const auto warps = [&](int log2_time_lanes) { return p.batch * divide_up(p.dim << log2_time_lanes, kWarpSize); };
   const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
   const int64_t resident = device.multiprocessors * kTimeLanesResidentWarps;
-  const auto shared_bytes = [&](const time_lanes::ScanPlan& plan) { return time_lanes::fwd_shared_bytes<Scalar>(p, plan); };
 
   // Many channels need no more lanes each.
   time_lanes::ScanPlan plan;
@@ -112,12 +121,14 @@ time_lanes::ScanPlan plan_time_lanes(const SelectiveScanFwdParams& p, const Devi
   plan.cut = FwdCut::kFewChannels;
   if (fills && !has_constants) {
     plan.cut = FwdCut::kManyChannels;
-    set_tiles_that_fit(plan, p, Many::kTileChannels, device, shared_bytes);
+    plan.slice = Many::kSlice;
+    set_tiles_that_fit<Scalar>(plan, p, Many::kTileChannels, device);
     if (plan.block_channels < Many::kTileChannels) plan.cut = FwdCut::kFewChannels;
   }
   int64_t segments = 1;
   if (plan.cut == FwdCut::kFewChannels) {
-    set_tiles_that_fit(plan, p, Few::kTileChannels, device, shared_bytes);
+    plan.slice = Few::kSlice;
+    set_tiles_that_fit<Scalar>(plan, p, Few::kTileChannels, device);
     // The carry pass takes as long as a whole one: a few segments gain nothing.
     if (few > 0 && few * 8 < resident) {
       segments = std::min(resident / few, divide_up(p.seqlen, 4 * Few::tile_steps(kIsDouble)));
@@ -134,11 +145,11 @@ time_lanes::ScanPlan plan_time_lanes(const SelectiveScanFwdParams& p, const Devi
 template <typename Scalar>
 time_lanes::ScanPlan plan_time_lanes(const SelectiveScanBwdParams& p, const DeviceLimits& device) {
   using Sizes = time_lanes::BwdSizes;
+  constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
   time_lanes::ScanPlan plan;
-  set_tiles_that_fit(plan, p, Sizes::kTileChannels, device,
-                     [&](const time_lanes::ScanPlan& tried) { return time_lanes::bwd_shared_bytes<Scalar>(p, tried); });
+  set_tiles_that_fit<Scalar>(plan, p, Sizes::tile_channels(kIsDouble), device);
   const int64_t blocks = p.batch * plan.tiles;
-  const int64_t resident = device.multiprocessors * kTimeLanesResidentWarps >> Sizes::kLog2Warps;
+  const int64_t resident = device.multiprocessors * kTimeLanesResidentWarps >> Sizes::log2_warps(kIsDouble);
   int64_t segments = 1;
   if (blocks > 0 && blocks * 2 < resident) segments = std::min(resident / blocks, divide_up(p.seqlen, 4 * Sizes::kTileSteps));
   set_segments(plan, p, segments, Sizes::kTileSteps);
@@ -188,9 +199,13 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Way w
       set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out});
       const bool fills = p.batch * plan.walking.tiles * 2 >= device.multiprocessors * 3;
       plan.walks = way == Way::kWalking || (fills && walks_well(p, plan.walking, device, shared_bytes));
+      if (plan.walks) plan.shared_bytes = static_cast<int64_t>(shared_bytes);
     }
   }
-  if (!plan.walks) plan.time_lanes = plan_time_lanes<Scalar>(p, device);
+  if (!plan.walks) {
+    plan.time_lanes = plan_time_lanes<Scalar>(p, device);
+    plan.shared_bytes = time_lanes_shared_bytes<Scalar>(p, plan.time_lanes);
+  }
   return plan;
 }
 
@@ -198,6 +213,7 @@ template <typename Scalar>
 Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Way way) {
   Plan plan;
   plan.time_lanes = plan_time_lanes<Scalar>(p, device);
+  plan.shared_bytes = time_lanes_shared_bytes<Scalar>(p, plan.time_lanes);
   if constexpr (!std::is_same_v<Scalar, double>) {
     const size_t shared_bytes = walking::bwd_shared_bytes<Scalar>();
     if (way != Way::kTimeLanes && can_walk(p, device, shared_bytes)) {
@@ -208,6 +224,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Way w
       const int64_t segments = blocks > 0 ? std::min(resident / blocks, divide_up(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.walking, p, segments, kTileSteps);
       plan.walks = way == Way::kWalking || walks_well(p, plan.walking, device, shared_bytes);
+      if (plan.walks) plan.shared_bytes = std::max(plan.shared_bytes, static_cast<int64_t>(shared_bytes));
     }
   }
   if (plan.walks) {

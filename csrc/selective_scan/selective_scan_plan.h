@@ -25,6 +25,8 @@ struct Plan {
   walking::ScanPlan walking;
   // Of the carry pass too, where it is walking that has segments: the same ones.
   time_lanes::ScanPlan time_lanes;
+  // Of a block of any of its launches, the most. More than the device's limit only if no cut of the call fits.
+  int64_t shared_bytes = 0;
 
   const Partition& partition() const { return walks ? static_cast<const Partition&>(walking) : time_lanes; }
 };

@@ -17,8 +17,8 @@
 
 namespace ssm_kernels::selective_scan::time_lanes {
 
-// Forward is compiled for two cuts: lanes of a channel, and with them warps of a block and states of a slice. More lanes make
-// more warps of few channels, at the price of a longer scan over the lanes and of B and C staged for fewer channels.
+// Forward is compiled for two cuts: lanes of a channel, and with them the most states of a slice. More lanes make more warps of
+// few channels, at the price of a longer scan over the lanes and of B and C staged for fewer channels.
 enum class FwdCut : int { kManyChannels, kFewChannels };
 template <FwdCut cut>
 struct FwdSizes {
@@ -34,9 +34,10 @@ struct FwdSizes {
 // In backward a tile is one chunk or two: it starts from a saved state.
 struct BwdSizes {
   static constexpr int kLog2TimeLanes = 3;
-  static constexpr int kLog2Warps = 3;
   static constexpr int kSlice = 8;
-  static constexpr int kTileChannels = kWarpSize << kLog2Warps >> kLog2TimeLanes;
+  // Of doubles half as many: each warp leaves the sums of a slice in shared memory.
+  static constexpr int log2_warps(bool is_double) { return is_double ? 2 : 3; }
+  static constexpr int tile_channels(bool is_double) { return kWarpSize << log2_warps(is_double) >> kLog2TimeLanes; }
   static constexpr int kLog2Steps = 3;
   static constexpr int kTileSteps = 1 << (kLog2TimeLanes + kLog2Steps);
   static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is whole chunks");
@@ -46,9 +47,11 @@ struct BwdSizes {
 // constant; or the carry pass of segments, whatever B and C are.
 enum class Pass : int { kPerStep, kConstants, kCarry };
 
-// A block has at most a tile's channels; fewer where the states of more do not fit into its memory.
+// A block has at most a tile's channels; fewer where the states of more do not fit into its memory. Where those of one do not,
+// forward's slices are of fewer states too.
 struct ScanPlan : Partition {
   FwdCut cut = FwdCut::kManyChannels;
+  int slice = 0;  // states; of forward
   bool carry_pass = false;
   cuda::Divisor dstate;
   Access u = Access::kSingly, delta = Access::kSingly, z = Access::kSingly, out = Access::kSingly;

@@ -32,7 +32,8 @@
 namespace ssm_kernels::selective_scan::time_lanes {
 
 template <typename Scalar>
-using CutOfBwd = Cut<Scalar, BwdSizes::kLog2Warps, BwdSizes::kLog2TimeLanes, BwdSizes::kLog2Steps>;
+using CutOfBwd =
+    Cut<Scalar, BwdSizes::log2_warps(std::is_same_v<Scalar, double>), BwdSizes::kLog2TimeLanes, BwdSizes::kLog2Steps>;
 
 // The arrays in a block's shared memory.
 template <typename Cut>
@@ -51,6 +52,7 @@ struct BwdShared {
   Acc* states;  // (channels, dstate, kPerState)
   Acc *decay, *grad_constant_B, *grad_constant_C;
   Acc *B, *C;
+  Acc* zeros;      // what lanes without a channel read of B and C: their zeros times an infinity were NaN
   Acc* warp_sums;  // (warps, kSums)
   // Of each thread, its parts of the gradients of D and delta_bias.
   Acc* grad_channel;
@@ -66,12 +68,13 @@ struct BwdShared {
     grad_channel = carver.take<Acc>(2 * Cut::kThreads);
     position = carver.take<Position>(1);
     rows = carver.take<BwdRows<Scalar>>(1);
+    zeros = carver.take<Acc>(Cut::kSteps);
     delta = carver.take<Scalar>(Tile<Cut>::kCapacity);
     grad_out = carver.take<Scalar>(Tile<Cut>::kCapacity);
     u = carver.take<Scalar>(plan.carry_pass ? 0 : Tile<Cut>::kCapacity);
     z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Cut>::kCapacity : 0);
-    B = carver.take<Acc>(p.B.per_step && !plan.carry_pass ? MatrixSlice<Cut, kSlice>::kCapacity : 0);
-    C = carver.take<Acc>(p.C.per_step ? MatrixSlice<Cut, kSlice>::kCapacity : 0);
+    B = carver.take<Acc>(p.B.per_step && !plan.carry_pass ? kSlice * MatrixSlice<Cut, kSlice>::kPitch : 0);
+    C = carver.take<Acc>(p.C.per_step ? kSlice * MatrixSlice<Cut, kSlice>::kPitch : 0);
     warp_sums = carver.take<Acc>(sums ? Cut::kWarps * kSums : 0);
     states = carver.take<Acc>(kPerState * count);
     decay = carver.take<Acc>(plan.carry_pass ? count : 0);
@@ -170,6 +173,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 
   // Lanes without a channel add zeros to the sums over channels.
   clear<Cut>(shared.states, state_rows<Cut>(plan) * state_pitch(p) * kPerState);
+  clear<Cut>(shared.zeros, K);
   __syncthreads();
   for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
     const int64_t d = at.first_channel + channel;
@@ -267,11 +271,13 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       // zero.
       const auto run_states = [&](auto tail) {
         constexpr bool is_tail = decltype(tail)::value;
-        const Acc *B_steps = B.lane(0, lane.time), *C_steps = C.lane(0, lane.time);
+        const Acc* B_steps = is_channel ? B.lane(0, lane.time) : shared.zeros;
+        const Acc* C_steps = is_channel ? C.lane(0, lane.time) : shared.zeros;
+        const int pitch = is_channel ? B.kPitch : 0;
         Acc* entry = shared.states + (row() * state_pitch(p) + first_state) * kPerState;
         Acc* sums = shared.warp_sums + threadIdx.x / kWarpSize * Shared::kSums + sums_of_lane(lane);
         for (int s = 0; s < slice_states;
-             ++s, B_steps += B.kPitch, C_steps += C.kPitch, entry += kPerState, sums += Shared::kSumsPerState) {
+             ++s, B_steps += pitch, C_steps += pitch, entry += kPerState, sums += Shared::kSumsPerState) {
           const int state = first_state + s;
           const auto of_state = Vector<Acc, kPerState>::load(entry);
           __syncwarp();  // the first lane of a channel writes what all its lanes have read

@@ -46,16 +46,17 @@ struct FwdShared {
     const int states = state_rows<Cut>(plan) * state_pitch(p);
     chunks = Cut::kTileSteps / static_cast<int>(p.chunk_length);
     Carver carver(memory);
+    // What has the same size for all calls first: its addresses are known when compiling.
+    position = carver.take<Position>(1);
+    rows = carver.take<FwdRows<Scalar>>(1);
     u = carver.take<Scalar>(Tile<Cut>::kCapacity);
     delta = carver.take<Scalar>(Tile<Cut>::kCapacity);
+    B = carver.take<Acc>(plan.slice * MatrixSlice<Cut, slice>::kPitch);
+    C = carver.take<Acc>(plan.slice * MatrixSlice<Cut, slice>::kPitch);
     z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Cut>::kCapacity : 0);
     pairs = carver.take<Acc>(2 * states);
     ends = carver.take<Acc>(p.chunk_states != nullptr ? states * (chunks - 1) : 0);
     decay = carver.take<Acc>(plan.carry_pass ? states : 0);
-    B = carver.take<Acc>(MatrixSlice<Cut, slice>::kCapacity);
-    C = carver.take<Acc>(MatrixSlice<Cut, slice>::kCapacity);
-    position = carver.take<Position>(1);
-    rows = carver.take<FwdRows<Scalar>>(1);
     bytes = carver.bytes();
   }
 };
@@ -128,8 +129,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     const int valid = is_channel ? steps - first_step : 0;
     Acc delta[K], delta_u[K], out[K];
     Acc early_sum = 0, late_sum = 0;  // of delta over the two halves
-    for (int first_state = 0; first_state < dstate; first_state += slice) {
-      const int slice_states = min(slice, dstate - first_state);
+    for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
+      const int slice_states = min(plan.slice, dstate - first_state);
       if (first_state > 0) __syncthreads();
       if (has_B_steps) {
         B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);

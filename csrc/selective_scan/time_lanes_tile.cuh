@@ -138,7 +138,7 @@ struct Tile {
   }
 };
 
-// A slice of B or C: some states of a tile's steps.
+// A slice of B or C: at most `slice_states` states of a tile's steps.
 template <typename Cut, int slice_states>
 struct MatrixSlice {
   using Scalar = typename Cut::Scalar;
@@ -146,7 +146,6 @@ struct MatrixSlice {
   static constexpr int kVector = kVectorSize<Scalar>;
   static constexpr int kLanePitch = Cut::kSteps + kVectorSize<Acc>;
   static constexpr int kPitch = Cut::kTimeLanes * kLanePitch;
-  static constexpr int kCapacity = slice_states * kPitch;
 
   Acc* data;
 

@@ -1,0 +1,84 @@
+// Prints what the selective scan's plans take of a block's shared memory on a device that has argv[1] bytes: of each call a
+// line
+// "<dtype> <direction> <dstate> <options>: <bytes>". For tests/test_selective_scan_plan.py, without a GPU.
+#define SSM_KERNELS_WITH_CUDA
+#include <cstdio>
+#include <cstdlib>
+
+#include "selective_scan/selective_scan_plan.cpp"
+#include "selective_scan/time_lanes_bwd.cuh"
+#include "selective_scan/time_lanes_fwd.cuh"
+#include "selective_scan/walking_bwd.cuh"
+#include "selective_scan/walking_fwd.cuh"
+
+using namespace ssm_kernels::selective_scan;
+
+namespace {
+
+// Of a plan only what is absent matters, not where it lies.
+alignas(kVectorBytes) unsigned char present[kVectorBytes];
+
+struct Options {
+  int64_t batch, dim, seqlen, dstate;
+  bool z, saves, constant_B, constant_C;
+};
+
+void set_inputs(SelectiveScanParams& p, const Options& o) {
+  p.batch = o.batch;
+  p.dim = o.dim;
+  p.seqlen = o.seqlen;
+  p.dstate = o.dstate;
+  p.chunk_length = chunk_length(o.dstate);
+  p.u = p.delta = {present, o.dim * o.seqlen, o.seqlen, 1};
+  if (o.z) p.z = p.u;
+  const auto matrix = [&](bool constant) -> MatrixView {
+    if (constant) return {present, false, 1, 0, o.dstate, 1, 0};
+    return {present, true, 1, o.dstate * o.seqlen, o.dstate * o.seqlen, o.seqlen, 1};
+  };
+  p.B = matrix(o.constant_B);
+  p.C = matrix(o.constant_C);
+}
+
+template <typename Scalar>
+void print(const char* dtype, const Options& o, const DeviceLimits& device) {
+  const auto line = [&](const char* direction, const Plan& plan) {
+    std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s: %ld\n", dtype, direction, static_cast<long>(o.dstate),
+                static_cast<long>(o.batch), static_cast<long>(o.dim), static_cast<long>(o.seqlen), o.z ? " z" : "",
+                o.saves ? " saves" : "", o.constant_B ? " constant B" : "", o.constant_C ? " constant C" : "",
+                plan.walks ? " walks" : "", static_cast<long>(plan.shared_bytes));
+  };
+  SelectiveScanFwdParams fwd;
+  set_inputs(fwd, o);
+  fwd.out = fwd.u;
+  if (o.saves) fwd.chunk_states = present;
+  line("forward", plan_fwd<Scalar>(fwd, device, Way::kFaster));
+  if (!o.saves) return;
+  SelectiveScanBwdParams bwd;
+  set_inputs(bwd, o);
+  bwd.grad_out = bwd.grad_u = bwd.grad_delta = bwd.u;
+  bwd.grad_z = bwd.z;
+  line("backward", plan_bwd<Scalar>(bwd, device, Way::kFaster));
+}
+
+}  // namespace
+
+int main(int, char** arguments) {
+  const int64_t per_block = std::atoll(arguments[1]);
+  const DeviceLimits device{84, per_block, per_block + 1024, 1024};
+  for (const int64_t batch : {1, 100}) {
+    for (const int64_t dim : {1, 5, 64, 2048}) {
+      for (const int64_t seqlen : {60, 4096}) {
+        for (const int64_t dstate : {1, 8, 16, 17, 32, 64, 100, 120, 128, 200, 255, 256}) {
+          for (int bits = 0; bits < 16; ++bits) {
+            const Options options{batch,          dim, seqlen, dstate, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0,
+                                  (bits & 8) != 0};
+            print<double>("float64", options, device);
+            print<float>("float32", options, device);
+            print<__nv_bfloat16>("bfloat16", options, device);
+            print<__half>("float16", options, device);
+          }
+        }
+      }
+    }
+  }
+}
