@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""The CPU kernels of selective_scan and mingru_scan against loops over time in PyTorch, forward and forward with backward.
+"""The CPU kernels of the scans against loops over time in PyTorch, forward and forward with backward.
 
-    python benchmarks/bench_cpu.py [--methods all] [--json FILE] [--require 10] [--require_mingru 20]
+    python benchmarks/bench_cpu.py [--methods all] [--json FILE] [--require 10] [--require_recurrences 20]
 
 Kernel and loop take turns, so that whatever else the machine does meets both. Exits with 1 if ``--require`` is given and the
 forward with backward of selective_scan's kernel is less than that many times faster, for any of the methods; likewise with
-``--require_mingru``. minGRU's sizes are fixed: batch 4, seqlen 1024, 512 channels, float32.
+``--require_recurrences`` for any of the linear recurrences. Their sizes are fixed: batch 4, seqlen 1024, 512 channels, float32;
+they shall be 20 times as fast as their loops, which is only reported.
 """
 
 from __future__ import annotations
@@ -26,7 +27,17 @@ from benchmarks.discretization.scans import ScanSize, scan_inputs, scan_stages
 from benchmarks.harness import Stages, Timing, machine, measure
 from ssm_kernels import reference
 
-MINGRU_SHAPE = {"batch": 4, "seqlen": 1024, "channels": 512}
+RECURRENCE_SHAPE = {"batch": 4, "seqlen": 1024, "channels": 512}
+RECURRENCE_BAR = 20
+# By the names of their rows.
+RECURRENCES: dict[str, tuple[str, dict[str, str]]] = {
+    "linear_scan": ("linear_scan", {}),
+    "mingru_scan": ("mingru_scan", {}),
+    "mingru_scan, tanh": ("mingru_scan", {"candidate_activation": "tanh"}),
+    "minlstm_scan": ("minlstm_scan", {}),
+    "liquid_scan": ("liquid_scan", {}),
+    "rglru_scan": ("rglru_scan", {}),
+}
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
@@ -43,21 +54,37 @@ def compare(method: str, size: ScanSize, dtype: torch.dtype, trials: int, warmup
     return {name: found.total for name, found in measure(benchmarks, trials=trials, warmup=warmup).items()}
 
 
-def compare_mingru(trials: int, warmup: int, seed: int) -> dict[str, Timing]:
-    """As :func:`compare`, for mingru_scan."""
-    generator = torch.Generator().manual_seed(seed)
-    gate, candidate = (torch.randn(*MINGRU_SHAPE.values(), generator=generator, requires_grad=True) for _ in range(2))
-    grad_h = torch.ones_like(gate)
+def recurrence_inputs(name: str, generator: torch.Generator) -> dict[str, Tensor | float]:
+    """The inputs of a linear recurrence; those that broadcast as layers give them."""
+    inputs: dict[str, Tensor | float] = {}
+    for argument in getattr(torch.ops.ssm_kernels, name).default._schema.arguments:
+        if argument.name == "h0":
+            break
+        shape = RECURRENCE_SHAPE.values() if argument.name != "recurrent_param" else [RECURRENCE_SHAPE["channels"]]
+        value = torch.randn(*shape, generator=generator)
+        if argument.name == "tau":
+            value = 1 + value.abs()
+        elif argument.name == "a":
+            value = value.sigmoid()
+        inputs[argument.name] = 0.5 if argument.name == "dt" else value
+    return inputs
 
-    def stages(function: Callable[[Tensor, Tensor], Tensor]) -> dict[str, Stages]:
+
+def compare_recurrence(name: str, options: dict[str, str], trials: int, warmup: int, seed: int) -> dict[str, Timing]:
+    """As :func:`compare`, for a linear recurrence."""
+    inputs = recurrence_inputs(name, torch.Generator().manual_seed(seed))
+    leaves = [value.requires_grad_() for value in inputs.values() if isinstance(value, Tensor)]
+    grad_h = torch.ones(*RECURRENCE_SHAPE.values())
+
+    def stages(function: Callable[..., Tensor]) -> dict[str, Stages]:
         def forward() -> Tensor:
             with torch.no_grad():
-                return function(gate, candidate)
+                return function(**inputs, **options)
 
-        both = (lambda: function(gate, candidate), lambda h: torch.autograd.grad(h, (gate, candidate), grad_h))
+        both = (lambda: function(**inputs, **options), lambda h: torch.autograd.grad(h, leaves, grad_h))
         return {"forward": (forward,), "both": both}
 
-    functions = {"kernel": ssm_kernels.mingru_scan, "loop": reference.mingru_scan}
+    functions = {"kernel": getattr(ssm_kernels, name), "loop": getattr(reference, name)}
     benchmarks = {f"{who} {what}": timed for who, function in functions.items() for what, timed in stages(function).items()}
     return {name: found.total for name, found in measure(benchmarks, trials=trials, warmup=warmup).items()}
 
@@ -74,7 +101,7 @@ def line_of(name: str, timings: dict[str, Timing]) -> str:
             spread = f"+-{100 * timing.spread:.0f}%"
             cells.append(f"{1e3 * timing.median:8.3f} {spread:>5}")
         cells.append(f"{ratio:6.1f}x")
-    return f"{name:14} {' '.join(cells)}"
+    return f"{name:17} {' '.join(cells)}"
 
 
 def to_dict(timings: dict[str, Timing]) -> dict[str, object]:
@@ -102,7 +129,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--require", type=float, metavar="RATIO", help="the least ratio, loop over kernel, that is a success")
-    parser.add_argument("--require_mingru", type=float, metavar="RATIO", help="likewise, of mingru_scan")
+    parser.add_argument("--require_recurrences", type=float, metavar="RATIO", help="likewise, of the linear recurrences")
     options = parser.parse_args(arguments)
     if min(options.batch, options.dim, options.seqlen, options.dstate, options.n_trials) < 1 or options.warmup < 0:
         parser.error("sizes and --n_trials start at 1, --warmup at 0")
@@ -116,32 +143,39 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"ssm_kernels {description['ssm_kernels']}, torch {description['torch']}, Python {description['python']}")
     print(f"{description['cpu']}, {description['threads']} threads, {description['cpu_capability']}")
     print(f"selective_scan, {size}, {options.dtype}; median ms of {options.n_trials} trials, +- half of 20 % to 80 %\n")
-    print(f"{'':14} {'------------- forward -------------':>37} {'-------- forward + backward --------':>38}")
+    print(f"{'':17} {'------------- forward -------------':>37} {'-------- forward + backward --------':>38}")
     heading = f"{'kernel':>14} {'loop':>14} {'ratio':>7}"
-    print(f"{'method':14} {heading} {heading}")
+    print(f"{'method':17} {heading} {heading}")
 
-    results, least = {}, {"selective_scan": float("inf")}
+    results: dict[str, dict[str, object]] = {}
     for method in methods if "all" in options.methods else options.methods:
         timings = compare(method, size, DTYPES[options.dtype], options.n_trials, options.warmup, options.seed)
-        least["selective_scan"] = min(least["selective_scan"], ratios_of(timings)["both"])
         print(line_of(method, timings), flush=True)
         results[method] = to_dict(timings)
-    print(f"\nmingru_scan, {', '.join(f'{name} {value}' for name, value in MINGRU_SHAPE.items())}, float32")
-    mingru = compare_mingru(options.n_trials, options.warmup, options.seed)
-    least["mingru_scan"] = ratios_of(mingru)["both"]
-    print(line_of("mingru_scan", mingru), flush=True)
+    sizes = ", ".join(f"{name} {value}" for name, value in RECURRENCE_SHAPE.items())
+    print(f"\nlinear recurrences, {sizes}, float32; at least {RECURRENCE_BAR}x forward + backward")
+    recurrences: dict[str, dict[str, object]] = {}
+    for row, (name, arguments_of_row) in RECURRENCES.items():
+        timings = compare_recurrence(name, arguments_of_row, options.n_trials, options.warmup, options.seed)
+        is_met = ratios_of(timings)["both"] >= RECURRENCE_BAR
+        print(f"{line_of(row, timings)} {'met' if is_met else 'NOT met'}", flush=True)
+        recurrences[row] = to_dict(timings) | {"bar": RECURRENCE_BAR}
 
     if options.json is not None:
         settings = {"dtype": options.dtype, "seed": options.seed, "trials": options.n_trials, **vars(size)}
         result = {"benchmark": "selective_scan_cpu", "machine": description, "settings": settings, "methods": results}
-        result["mingru"] = {**MINGRU_SHAPE, **to_dict(mingru)}
+        result["recurrences"] = {"settings": RECURRENCE_SHAPE, "rows": recurrences}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     status = 0
-    for name, required in (("selective_scan", options.require), ("mingru_scan", options.require_mingru)):
+    for name, rows, required in (
+        ("selective_scan", results, options.require),
+        ("linear recurrences", recurrences, options.require_recurrences),
+    ):
         if required is not None:
-            is_met = least[name] >= required
-            status = status if is_met else 1
-            print(f"\n{name}: required {required:g}x forward + backward: {'' if is_met else 'NOT '}met, {least[name]:.1f}x")
+            least = min(row["ratio_forward_backward"] for row in rows.values())
+            status = status if least >= required else 1
+            is_met = "met" if least >= required else "NOT met"
+            print(f"\n{name}: required {required:g}x forward + backward: {is_met}, {least:.1f}x")
     return status
 
 

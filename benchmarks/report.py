@@ -214,6 +214,20 @@ Largest relative error (L2) over the cases, against float64, the incoming gradie
 """
 
 
+def verdicts(row: Result, direction: str, peer: str | None = None) -> str:
+    """What was asked of a linear recurrence, beside its share of a copy or against the peer, and whether it is met."""
+    words = []
+    for judged in row["judged"]:
+        against = judged["against"]
+        if judged["direction"] != direction or (against if against in row["peers"] else None) != peer:
+            continue
+        asked = f"≤ {judged['bar'] * 1e6:g} µs" if against == "time" else f"≥ {judged['bar']:g}"
+        if against != "time" and peer is None:
+            asked = f"{judged['found']:.2f} × the speed of {against}, {asked}"
+        words.append(f"{asked} {'met' if judged['met'] else '**missed**'}")
+    return ", ".join(words)
+
+
 def shares(rows: Sequence[Result]) -> str:
     lines = []
     for row in rows:
@@ -224,6 +238,7 @@ def shares(rows: Sequence[Result]) -> str:
             asked = "" if met is None else f"≥ {100 * row['bar']:.0f} % {'met' if met else '**missed**'}"
             if met is not None and row["goal"] is not None:
                 asked += f", goal {100 * row['goal']:.0f} % {'met' if row['share'][what] >= row['goal'] else 'missed'}"
+            asked = ", ".join(filter(None, (asked, verdicts(row, what))))
             rate = f"{row['bytes'][what] / ours['median'] / 1e9:.0f}"
             line += [f"{ours['median'] * 1e3:.4f} ± {100 * ours['spread']:.0f} %", rate, share, asked]
         lines.append(line)
@@ -240,9 +255,9 @@ def against_other_scans(rows: Sequence[Result]) -> str:
                 ours = row["ours"][what]["median"]
                 other = peer[what]["median"] if what in peer else None
                 line += [f"{ours * 1e3:.4f}", "unsupported" if other is None else f"{other * 1e3:.4f}"]
-                line.append("" if other is None else f"{other / ours:.2f}")
+                line += ["" if other is None else f"{other / ours:.2f}", verdicts(row, what, name)]
             lines.append(line)
-    columns = ["other", "speed-up"]
+    columns = ["other", "speed-up", "bar"]
     return table(["case", "other", "forward", *columns, "backward", *columns], lines, left=2)
 
 
@@ -310,6 +325,7 @@ PyTorch needs for a product of two such tensors. Median of {settings["blocks"]} 
 
 
 def against_loop(rows: dict[str, Result], first: str = "method") -> str:
+    has_bars = any("bar" in row for row in rows.values())
     lines = []
     for name, row in rows.items():
         cells = [name]
@@ -318,23 +334,16 @@ def against_loop(rows: dict[str, Result], first: str = "method") -> str:
                 timing = row[f"{who}_{what}"]
                 cells.append(f"{timing['median'] * 1e3:.2f} ± {100 * timing['spread']:.0f} %")
             cells.append(f"{row[ratio]:.1f}")
+        if has_bars:
+            cells.append(f"≥ {row['bar']:g} {'met' if row[ratio] >= row['bar'] else '**missed**'}")
         lines.append(cells)
     header = [first, "forward", "forward, loop", "ratio", "forward + backward", "forward + backward, loop", "ratio"]
-    return table(header, lines)
+    return table([*header, "bar"] if has_bars else header, lines)
 
 
 def selective_scan_cpu(result: Result) -> str:
-    settings, mingru = result["settings"], result.get("mingru")
-    # Measured by older versions without it.
-    recurrence = (
-        ""
-        if mingru is None
-        else f"""
-`mingru_scan` at batch {mingru["batch"]}, seqlen {mingru["seqlen"]}, {mingru["channels"]} channels, float32:
-
-{against_loop({"mingru_scan": mingru}, "scan")}
-"""
-    )
+    settings, recurrences = result["settings"], result["recurrences"]
+    size = recurrences["settings"]
     return f"""## selective_scan on the CPU
 
 Milliseconds at batch {settings["batch"]}, dim {settings["dim"]}, seqlen {settings["seqlen"]}, dstate {settings["dstate"]},
@@ -343,7 +352,11 @@ loop over time in PyTorch (`ssm_kernels.reference`), in turns with the kernel. {
 distance from the 20th to the 80th percentile.
 
 {against_loop(result["methods"])}
-{recurrence}"""
+
+Linear recurrences at batch {size["batch"]}, seqlen {size["seqlen"]}, {size["channels"]} channels, float32:
+
+{against_loop(recurrences["rows"], "scan")}
+"""
 
 
 # In the order of the page.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -194,7 +196,8 @@ def linear_scan(
         cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
             a sequence may have no steps. Nothing passes from one sequence to the next: ``h0`` and ``last_state`` are
-            (sequences, channels).
+            (sequences, channels). While a CUDA graph is captured or replayed nobody checks the values; from wrong ones come
+            wrong numbers, but no access outside the tensors.
         return_last_state: also return the state after the last step.
 
     Returns:
@@ -205,9 +208,11 @@ def linear_scan(
 
     On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
     with float64 inputs), whatever the dtype of the inputs, and no logarithms: values of any sign, and no loss of accuracy over
-    long sequences. For gradients the inputs and ``h`` are kept. On CUDA the work goes to the current stream and can be captured
-    in a CUDA graph; nothing waits for the device, except that the values of ``cu_seqlens`` are checked on the host, unless a
-    graph is being captured. Under autocast the inputs are cast to its dtype, those that broadcast and ``h0`` to float32.
+    long sequences. Where states grow, products of up to 128 consecutive ``a`` must be finite numbers too on CUDA, unless they
+    multiply a zero. For gradients the inputs and ``h`` are kept. On CUDA the work goes to the current stream and can be
+    captured in a CUDA graph; nothing waits for the device, except that the values of ``cu_seqlens`` are checked on the host,
+    unless a graph is being captured. Under autocast the inputs are cast to its dtype, those that broadcast and ``h0`` to
+    float32.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
@@ -276,7 +281,8 @@ def minlstm_scan(
         h_t &= \frac{f_t}{f_t + i_t} h_{t-1} + \frac{i_t}{f_t + i_t}\, g(\mathrm{candidate}_t)
 
     The gates are computed as :math:`i' = \sigma(\mathrm{softplus}(-\mathrm{forget}) - \mathrm{softplus}(-\mathrm{input}))` and
-    :math:`f' = 1 - i'`, which is finite where both sigmoids underflow.
+    :math:`f' = 1 - i'`, which is finite where both sigmoids underflow. Where both gates are :math:`-\infty` they have no limit,
+    and the result is NaN.
     Source: Feng et al., *Were RNNs All We Needed?* (arXiv 2410.01201), section 3.2, and its appendix for :math:`g`.
 
     Args:
@@ -317,10 +323,16 @@ def liquid_scan(
         dt: step size; broadcasts, such as (batch, seqlen, 1) for irregular sampling, or a number.
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
+
+    Raises:
+        TypeError: ``dt`` is neither a tensor nor a number.
     """
     if not isinstance(dt, Tensor):
+        if not isinstance(dt, numbers.Real):
+            raise TypeError(f"liquid_scan: expected dt to be a tensor or a number, got {type(dt).__name__}")
         dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
-        dt = torch.full((), dt, dtype=dtype, device=candidate.device)
+        # One for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
+        dt = torch.full(candidate.shape[-1:], dt, dtype=dtype, device=candidate.device)
     h, last_state = torch.ops.ssm_kernels.liquid_scan(candidate, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens)
     return (h, last_state) if return_last_state else h
 
@@ -436,11 +448,35 @@ def diag_linear_scan(
     return (h, last_state) if return_last_state else h
 
 
-def _step(scan: Callable, *inputs: Tensor | float, state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-    """One step of the scan: of inputs with a batch, time is the axis before the last."""
-    of_one_step = (x.unsqueeze(-2) if isinstance(x, Tensor) and x.dim() > 1 else x for x in inputs)
+def _step(
+    scan: Callable[..., Any],
+    inputs: dict[str, Tensor],
+    state: Tensor | None,
+    *,
+    broadcast: Mapping[str, Tensor | float] = MappingProxyType({}),
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """One step of the scan: of inputs with a batch, time is the axis before the last. Shapes are checked as those of a step."""
+    name, sizes = scan.__name__.replace("_scan", "_step"), "(batch, channels)"
+    (first_name, first), *others = inputs.items()
+    if first.dim() != 2:
+        raise ValueError(f"{name}: expected {first_name} of shape {sizes}, got {list(first.shape)}")
+    for what, x in (*others, ("state", state)):
+        if x is not None and x.shape != first.shape:
+            raise ValueError(f"{name}: expected {what} of shape {sizes} = {list(first.shape)}, got {list(x.shape)}")
+    for what, x in broadcast.items():
+        if isinstance(x, Tensor) and not _broadcasts(x, first):
+            shapes = f"{sizes} = {list(first.shape)}, got {list(x.shape)}"
+            raise ValueError(f"{name}: expected {what} of a shape that broadcasts to {shapes}")
+    arguments = (*inputs.values(), *broadcast.values())
+    of_one_step = (x.unsqueeze(-2) if isinstance(x, Tensor) and x.dim() > 1 else x for x in arguments)
     h, new_state = scan(*of_one_step, state, return_last_state=True, **options)
     return h.squeeze(1), new_state
+
+
+def _broadcasts(x: Tensor, like: Tensor) -> bool:
+    pairs = zip(reversed(x.shape), reversed(like.shape), strict=False)
+    return x.dim() <= like.dim() and all(size in (1, target) for size, target in pairs)
 
 
 def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -453,9 +489,9 @@ def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tens
     Returns:
         ``(h, new_state)``: the same state in the dtype of the first input and in that of ``state``. Differentiable as the scan.
 
-    Options, what is raised, and the names in its messages are the scan's.
+    Options and what is raised are the scan's.
     """
-    return _step(linear_scan, a, b, state=state)
+    return _step(linear_scan, {"a": a, "b": b}, state)
 
 
 def mingru_step(
@@ -467,9 +503,8 @@ def mingru_step(
     gate_is_logit: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`mingru_scan`; see :func:`linear_step`."""
-    return _step(
-        mingru_scan, gate, candidate, state=state, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit
-    )
+    inputs = {"gate": gate, "candidate": candidate}
+    return _step(mingru_scan, inputs, state, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit)
 
 
 def minlstm_step(
@@ -481,31 +516,33 @@ def minlstm_step(
     candidate_activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`minlstm_scan`; see :func:`linear_step`."""
-    return _step(minlstm_scan, forget, input, candidate, state=state, candidate_activation=candidate_activation)
+    inputs = {"forget": forget, "input": input, "candidate": candidate}
+    return _step(minlstm_scan, inputs, state, candidate_activation=candidate_activation)
 
 
 def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`liquid_scan`; see :func:`linear_step`."""
-    return _step(liquid_scan, candidate, tau, dt, state=state)
+    return _step(liquid_scan, {"candidate": candidate}, state, broadcast={"tau": tau, "dt": dt})
 
 
 def rglru_step(
     x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, recurrent_param: Tensor, state: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`rglru_scan`; see :func:`linear_step`."""
-    return _step(rglru_scan, x, recurrence_gate, input_gate, recurrent_param, state=state)
+    inputs = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
+    return _step(rglru_scan, inputs, state, broadcast={"recurrent_param": recurrent_param})
 
 
 def hgrn_step(x: Tensor, log_gate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`hgrn_scan`; see :func:`linear_step`."""
-    return _step(hgrn_scan, x, log_gate, state=state)
+    return _step(hgrn_scan, {"x": x, "log_gate": log_gate}, state)
 
 
 def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`elu_gru_scan`; see :func:`linear_step`."""
-    return _step(elu_gru_scan, gate, candidate, state=state)
+    return _step(elu_gru_scan, {"gate": gate, "candidate": candidate}, state)
 
 
 def diag_linear_step(gate: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`diag_linear_scan`; see :func:`linear_step`."""
-    return _step(diag_linear_scan, gate, x, state=state)
+    return _step(diag_linear_scan, {"gate": gate, "x": x}, state)

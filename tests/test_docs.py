@@ -1,11 +1,13 @@
-"""The documentation: its Python runs as it stands, and its table of recurrences is complete."""
+"""The documentation: its Python runs as it stands, and what it says of recurrences is so."""
 
 from __future__ import annotations
 
 import re
+import textwrap
 from pathlib import Path
 
 import pytest
+import recurrence_helpers
 import torch
 
 from ssm_kernels import ops, reference
@@ -46,3 +48,19 @@ def test_every_recurrence_is_in_the_table():
     for scan, inputs in rows.items():
         arguments = getattr(torch.ops.ssm_kernels, scan).default._schema.arguments
         assert inputs == [argument.name for argument in arguments if not argument.kwarg_only and argument.name != "h0"]
+
+
+def test_recipe_for_a_recurrence():
+    """Its row is one of the tests' table, and says what its reference says."""
+    page = (ROOT / "docs" / "recurrences.md").read_text()
+    blocks = re.findall(r"^   ```python\n(.*?)^   ```$", page, flags=re.MULTILINE | re.DOTALL)
+    of_reference, row = (textwrap.dedent(block) for block in blocks)
+    names: dict = {"_recurrence": lambda function: function, "torch": torch, "Tensor": torch.Tensor}
+    exec(compile(of_reference, "<recipe>", "exec"), names)
+    ((name, recurrence),) = eval("{" + row + "}", vars(recurrence_helpers)).items()
+    assert isinstance(recurrence, recurrence_helpers.Recurrence)
+    x = torch.linspace(-0.7, 1.3, len(recurrence.inputs), dtype=torch.float64)
+    numbers = [into_range(value) for into_range, value in zip(recurrence.inputs.values(), x, strict=True)]
+    expected = names[name](**dict(zip(recurrence.inputs, numbers, strict=True)))
+    for actual, value in zip(recurrence.formula(*(x.item() for x in numbers)), expected, strict=True):
+        assert float(actual) == pytest.approx(value.item(), rel=1e-12)

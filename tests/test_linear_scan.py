@@ -353,6 +353,19 @@ def test_gates_of_minlstm_that_saturate(device):
             assert h.isfinite().all() and leaves[name].grad.isfinite().all()
 
 
+def test_elementary_functions(device):
+    """One step from zero is tanh of the candidate, and 1 - e^-dt: in float32 to a few roundings, near zero too."""
+    x = torch.cat([torch.logspace(-30, 2, 4001), torch.linspace(0, 20, 4001)]).double()
+    x = torch.cat([x, -x]).float().reshape(1, 1, -1).to(device)
+    one = torch.ones_like(x)
+    tanh = VARIANTS["mingru_scan-tanh-False"]
+    for actual, exact in (
+        (tanh.scan(one, x, **tanh.options), x.double().tanh()),
+        (LIQUID.scan(one, one, x.abs()), -torch.expm1(-x.abs().double())),
+    ):
+        torch.testing.assert_close(actual.double(), exact, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
+
+
 @every_variant
 def test_large_inputs(variant, device):
     """Far outside the range in which sigmoids, exponentials and activations change."""

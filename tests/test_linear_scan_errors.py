@@ -191,6 +191,8 @@ def test_mixed_dtypes(variant, device):
                 if expected_scalar == got_scalar:
                     variant.scan(**bad)
                     continue
+                if name in variant.recurrence.broadcast and scalar != accumulation:
+                    expected_scalar = f"{scalar} or {accumulation}"
                 message = f"expected {name} of dtype {expected_scalar} (with {first} of dtype {scalar}), got {got_scalar}"
                 assert_raises(variant, bad, RuntimeError, f"{variant.name}: {message}")
 
@@ -258,15 +260,40 @@ def test_options_are_keyword_only(variant, device):
 
 
 @every_recurrence
-def test_errors_of_steps_are_those_of_the_scan(variant, device):
+def test_errors_of_steps(variant, device):
+    """Of shapes: those of a step. Of dtypes: the scan's."""
     inputs = good_inputs(variant, seqlen=1, device=device)
-    of_step = [inputs[name] for name in variant.recurrence.inputs]
-    of_step = [x[:, 0] if x.dim() == 3 else x for x in of_step]
-    with pytest.raises(ValueError, match=says(f"{variant.name}: expected h0 of shape (batch, channels) = [2, 4], got [3, 4]")):
-        variant.step(*of_step, torch.zeros(3, 4, device=device))
-    for shape in ((4,), (2, 3, 4)):
-        with pytest.raises(ValueError, match=says(f"{variant.name}: expected {first_name(variant)} of shape {SEQUENCE}, got ")):
-            variant.step(torch.zeros(shape, device=device), *of_step[1:])
+    of_step = {name: inputs[name] for name in variant.recurrence.inputs}
+    of_step = {name: x[:, 0] if x.dim() == 3 else x for name, x in of_step.items()} | {"state": inputs["h0"]}
+    step, first = variant.name.replace("_scan", "_step"), first_name(variant)
+    axes = "(batch, channels)"
+
+    def assert_step_raises(error, message, **bad):
+        with pytest.raises(error, match=rf"^{re.escape(message)}"):
+            variant.step(**of_step | bad)
+
+    for shape in ((4,), (2, 3, 4), ()):
+        bad = {first: torch.zeros(shape, device=device)}
+        assert_step_raises(ValueError, f"{step}: expected {first} of shape {axes}, got {[*shape]}", **bad)
+    for name in (*other_names(variant), "state"):
+        for shape in ((3, 4), (2, 1), (4,), (2, 1, 4)):
+            bad = {name: torch.zeros(shape, device=device)}
+            assert_step_raises(ValueError, f"{step}: expected {name} of shape {axes} = [2, 4], got {[*shape]}", **bad)
+    for name in variant.recurrence.broadcast:
+        for shape in ((3,), (3, 1), (1, 2, 4)):
+            message = f"{step}: expected {name} of a shape that broadcasts to {axes} = [2, 4], got {[*shape]}"
+            assert_step_raises(ValueError, message, **{name: torch.ones(shape, device=device)})
+    bad = {"state": of_step["state"].double()}
+    assert_step_raises(RuntimeError, f"{variant.name}: expected h0 of dtype Float ", **bad)
+
+
+@pytest.mark.parametrize("dt", [None, "0.1", [0.1]], ids=repr)
+def test_step_size_that_is_no_number(dt, device):
+    inputs = good_inputs(LIQUID, device=device)
+    of_step = [inputs["candidate"][:, 0], inputs["tau"], dt]
+    for call in (lambda: LIQUID.scan(**inputs | {"dt": dt}), lambda: LIQUID.step(*of_step)):
+        with pytest.raises(TypeError, match=says("liquid_scan: expected dt to be a tensor or a number, got ")):
+            call()
 
 
 @every_recurrence

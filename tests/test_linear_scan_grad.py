@@ -24,6 +24,7 @@ from recurrence_helpers import (
     assert_all_close,
     assert_matches_reference,
     at_steps,
+    backward_arguments,
     common_options,
     dtypes,
     evaluate,
@@ -99,6 +100,25 @@ def test_double_backward_in_low_precision(device):
         sum(gradient.float().square().sum() for gradient in first).backward()
         for name in names:
             assert leaves[name].grad.dtype == leaves[name].dtype and leaves[name].grad.isfinite().all()
+
+
+@pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
+@common_options
+def test_gradients_that_have_a_graph_are_as_exact_as_those_without(common, autocast, device):
+    """Whatever the dtype of the inputs and the dtype of autocast."""
+    for dtype in (torch.float32, torch.bfloat16):
+        inputs = make_inputs(LINEAR, channels=5, dtype=dtype, device=device, **({"seqlen": 2000} | common))
+        leaves = with_gradients(inputs)
+        names, cotangents = tensor_names(inputs), make_cotangents(inputs)
+        results = LINEAR.scan(**leaves, return_last_state=True)
+        plain = torch.autograd.grad(results, [leaves[n] for n in names], cotangents, retain_graph=True)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=autocast):
+            differentiable = torch.autograd.grad(results, [leaves[n] for n in names], cotangents, create_graph=True)
+        for name, actual, expected in zip(names, differentiable, plain, strict=True):
+            assert actual.requires_grad and actual.dtype == expected.dtype
+            # One rounding to the dtype, of numbers that differ by float32's.
+            tolerance = 2e-6 if expected.dtype == torch.float32 else 2**-7
+            torch.testing.assert_close(actual, expected, rtol=tolerance, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
 @pytest.mark.parametrize("name", sorted(PLAIN.keys() - {"linear_scan"}))
@@ -278,6 +298,20 @@ def test_packed_sequences_of_no_steps(variant, cu_seqlens, device, uninitialized
             assert torch.equal(results["grad_h0"][empty], make_cotangents(inputs)[1][empty])
 
 
+@pytest.mark.parametrize("offsets", [(7, 30, 40), (0, 50, 90), (-3, -2, -1), (40, 20, 0), (90, 90, 90)], ids=str)
+def test_wrong_offsets_reach_no_other_memory(offsets, device):
+    """Backward does not check what forward has; of the states nothing but theirs is read."""
+    for reverse in (False, True):
+        inputs = make_inputs(LINEAR, cu_seqlens=(0, 10, 40), reverse=reverse, device=device)
+        arguments = list(backward_arguments(LINEAR, inputs))
+        for i in (1, 4):  # grad_last_state and h0
+            around = torch.full((4, 4), float("nan"), dtype=torch.float64, device=device)
+            arguments[i] = around[1:3].copy_(arguments[i])
+        arguments[5] = torch.tensor(offsets, device=device)
+        gradients, grad_h0 = torch.ops.ssm_kernels._linear_recurrence_bwd(*arguments)
+        assert all(gradient.isfinite().all() for gradient in gradients) and grad_h0.isfinite().all()
+
+
 @every_variant
 def test_gradients_through_steps(variant, device):
     """Backpropagation through decoding steps is that through the scan."""
@@ -419,6 +453,18 @@ def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_thr
         assert_equal(evaluate(variant.scan, inputs, cotangents), first)
         torch.set_num_threads(1)
         assert_equal(evaluate(variant.scan, inputs, cotangents), first)
+        torch.set_num_threads(2)
+
+
+@dtypes(torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_sums_over_what_was_broadcast_whatever_the_number_of_threads(batch, form, dtype, device, two_threads):
+    for layout in ("contiguous", "transposed"):
+        inputs = make_inputs(RGLRU, batch=batch, channels=70, seqlen=1000, form=form, dtype=dtype, layout=layout, device=device)
+        first = evaluate(RGLRU.scan, inputs, make_cotangents(inputs))
+        torch.set_num_threads(1)
+        assert_equal(evaluate(RGLRU.scan, inputs, make_cotangents(inputs)), first)
         torch.set_num_threads(2)
 
 

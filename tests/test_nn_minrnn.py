@@ -533,6 +533,34 @@ def test_bad_calls(name):
         layer(nn.utils.rnn.pack_sequence([x[:3, 0], x[:2, 1]]))
 
 
+@pytest.mark.parametrize("name", PLAIN)
+def test_arguments_that_are_no_tensors(name):
+    layer, x = make_layer(name), make(4, 1, IN)
+    h_0 = make(1, 1, HIDDEN)
+    with pytest.raises(TypeError, match=says("expected h_0 to be a tensor, got tuple")):
+        layer(x, (h_0, h_0))
+    with pytest.raises(TypeError, match=says("expected state to be a tensor, got tuple")):
+        layer.step(x[0], (h_0, h_0))
+    with pytest.raises(TypeError, match=says("expected cu_seqlens to be a tensor, got list")):
+        layer(x, cu_seqlens=[0, 4])
+    for shape in ((), (2, 1)):
+        with pytest.raises(ValueError, match=says("expected cu_seqlens of shape (sequences + 1,), got ", str([*shape]))):
+            layer(x, cu_seqlens=torch.zeros(shape, dtype=torch.int32))
+    if name == "liquid":
+        for dt in (None, "1"):
+            for call in (layer, lambda x, dt: layer.step(x[0], dt=dt)):
+                with pytest.raises(TypeError, match=says("expected dt to be a tensor or a number")):
+                    call(x, dt=dt)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_flatten_parameters_is_there_for_code_of_gru(name):
+    layer = make_layer(name)
+    before = {key: value.clone() for key, value in layer.state_dict().items()}
+    assert layer.flatten_parameters() is None
+    torch.testing.assert_close(dict(layer.state_dict()), before, rtol=0, atol=0)
+
+
 def test_bad_steps_of_liquid():
     layer = make_layer("liquid", batch_first=True)
     x = make(3, 4, IN)

@@ -5,7 +5,8 @@
 // and is given here, once, for the CPU's vectors and for CUDA threads, as a struct of
 //
 //   kNames               the names of its inputs, in the order of its operator's arguments
-//   kAdded               the input that is b itself, which backward therefore does not read; kNoInput if there is none
+//   kAdded               the input that is b itself, which backward therefore does not read; kNoInput, as SingleVariant has it,
+//                        if there is none
 //   kFirstBroadcast      from this input on they may be of any shape that broadcasts, and in the accumulation type
 //   step(x)              a and b
 //   gradients(x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), h the state before the step, g the gradient of the one after
@@ -76,6 +77,7 @@ SSM_HOST_DEVICE Activated<T> activate(T x) {
 // A member without options is its own and only variant.
 template <typename Recurrence>
 struct SingleVariant {
+  static constexpr int kAdded = kNoInput;
   static constexpr bool kHasCandidateActivation = false, kHasGateIsLogit = false;
   template <typename Visitor>
   static void visit(const RecurrenceOptions&, Visitor&& visitor) {
@@ -217,7 +219,6 @@ struct MinLstm {
 // The exact relaxation of tau dh/dt = f - h over a step dt: h = f + (h - f) e^(-dt/tau).
 struct Liquid : SingleVariant<Liquid> {
   static constexpr std::array<std::string_view, 3> kNames = {"candidate", "tau", "dt"};
-  static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 1;
   // Not 1 minus the factor of f, which would lose what is left of h where dt is far above tau.
   template <typename T>
@@ -239,7 +240,6 @@ struct Liquid : SingleVariant<Liquid> {
 // input times sqrt(1 - a^2).
 struct RgLru : SingleVariant<RgLru> {
   static constexpr std::array<std::string_view, 4> kNames = {"x", "recurrence_gate", "input_gate", "recurrent_param"};
-  static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 3;
   template <typename T>
   struct Decay {
@@ -295,7 +295,6 @@ struct Hgrn : SingleVariant<Hgrn> {
 // minGRU with the positive candidate 1 + elu(candidate).
 struct EluGru : SingleVariant<EluGru> {
   static constexpr std::array<std::string_view, 2> kNames = {"gate", "candidate"};
-  static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE Activated<T> positive(T x) {

@@ -6,7 +6,8 @@
 // This is a linear scan that walks from the last step to the first (position 0 is the last step), begun with the gradient of
 // the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier to shared memory, a tile ahead;
 // what its steps do to e, the e before them (linear_scan_carry.cuh), and the gradients then follow as in forward, a and the
-// gates computed once for each of the two. Each of these tensors is read once and each gradient written once.
+// gates computed once for each of the two. Each of these tensors is read once and each gradient written once. (Inputs that
+// broadcast are read where they are.)
 #pragma once
 
 #include <type_traits>

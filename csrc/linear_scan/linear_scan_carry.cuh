@@ -1,7 +1,9 @@
 // How a tile of the linear scan comes by the state that each of its threads begins with.
 //
 // What some consecutive steps do to a state is affine, h -> A h + B, or, if a sequence begins among them, h -> B whatever h was
-// (a cut; no product with zero, which would let another sequence's NaN through). Affine maps compose:
+// (a cut; no product with zero, which would let another sequence's NaN through). Where h is zero it is B too: A, the product of
+// up to a tile of transitions, may have overflowed. (A state that is not zero is multiplied with it, and is right as long as
+// the product of any of a tile's consecutive transitions is a finite number.) Affine maps compose:
 //
 // 1. each thread has that of its own steps; a warp composes those of its threads by shuffles, in order;
 // 2. the warps' maps meet in shared memory, and so does the state before the tile;
@@ -44,6 +46,7 @@ struct Tile {
   static constexpr int kLanes = kTileChannels / kVector;
   static constexpr int kSegmentsPerWarp = kWarpSize / kLanes;
   static constexpr int kSteps = tile_steps(sizeof(Scalar), thread_steps);
+  static constexpr int kGroupTiles = group_tiles(sizeof(Acc));
   static_assert(kLanes <= kWarpSize, "a warp holds whole rows of the tile");
   static_assert(kWarps * kSegmentsPerWarp * kThreadSteps == kSteps, "the threads' steps fill the tile");
   static_assert(kThreads >= kTileChannels, "one thread for each channel obtains the state before the tile");
@@ -53,10 +56,12 @@ struct Tile {
 template <typename Acc>
 struct Map {
   Acc A = 1, B = 0;
-  __device__ __forceinline__ Acc operator()(Acc h, bool is_cut) const { return is_cut ? B : Math<Acc>::fma(A, h, B); }
+  __device__ __forceinline__ Acc operator()(Acc h, bool is_cut) const {
+    return is_cut || h == Acc(0) ? B : Math<Acc>::fma(A, h, B);
+  }
   // This one after `first`.
   __device__ __forceinline__ Map after(const Map& first, bool is_cut) const {
-    return is_cut ? *this : Map{A * first.A, Math<Acc>::fma(A, first.B, B)};
+    return is_cut ? *this : Map{A * first.A, (*this)(first.B, false)};
   }
 };
 
@@ -134,7 +139,7 @@ struct CarryShared {
   // With few chains, the states before the warps.
   Acc before_warp[T::kWarps][kTileChannels];
   // The earlier tiles of the group, each channel's written and read by one thread.
-  Map<Acc> earlier[kGroupTiles - 1][kTileChannels];
+  Map<Acc> earlier[T::kGroupTiles - 1][kTileChannels];
 };
 
 // The tiles that a block works at, one after another; the next is known while it works at one.
@@ -199,7 +204,7 @@ class Link {
   }
 
   // Whether the state before the first tile is asked of it.
-  __device__ __forceinline__ bool needs_initial() const { return tile_ < kGroupTiles; }
+  __device__ __forceinline__ bool needs_initial() const { return tile_ < T::kGroupTiles; }
   // Whether tiles publish their maps.
   __device__ __forceinline__ bool has_maps() const { return partition_.tile_words != nullptr; }
   __device__ __forceinline__ bool is_last() const { return tile_ + 1 == partition_.tiles; }
@@ -238,10 +243,10 @@ class Link {
 
   __device__ __forceinline__ Acc wait(Acc initial, CarryShared<T>& shared) {
     const int channel = threadIdx.x;
-    const uint32_t first = tile_ / kGroupTiles * kGroupTiles;
+    const uint32_t first = tile_ / T::kGroupTiles * T::kGroupTiles;
     uint32_t cuts = 0;  // a bit for each of the earlier tiles
     constexpr int kBatch = 3;
-    static_assert((kGroupTiles - 1) % kBatch == 0, "the earlier tiles of a group are read in whole batches");
+    static_assert((T::kGroupTiles - 1) % kBatch == 0, "the earlier tiles of a group are read in whole batches");
     for (uint32_t tile = first; tile < tile_; tile += kBatch) {
       PublishedMap<Acc> published[kBatch];
 #pragma unroll

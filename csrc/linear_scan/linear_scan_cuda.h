@@ -27,8 +27,8 @@ constexpr int kBwdThreadSteps = 4;
 constexpr int tile_steps(int scalar_bytes, int thread_steps) {
   return kThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps;
 }
-// Tiles whose maps one of them may have to apply.
-constexpr int kGroupTiles = 10;
+// Tiles whose maps one of them may have to apply: as many as shared memory has room for.
+constexpr int group_tiles(int accumulate_bytes) { return accumulate_bytes > 4 ? 7 : 10; }
 
 struct Partition {
   uint32_t tiles_in_all = 0;  // below 2^31

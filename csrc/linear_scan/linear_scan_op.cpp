@@ -45,7 +45,8 @@ Activation parse_activation(const char* op, std::string_view name) {
   TORCH_CHECK_VALUE(false, op, ": unknown candidate_activation '", name, "', expected one of: ", known);
 }
 
-// A broadcasting input in the shape of the first.
+// A broadcasting input in the shape of the first. Expanded axis by axis, so that its gradient is summed likewise, time first:
+// PyTorch's order in a sum to a single number depends on the number of threads.
 at::Tensor broadcast(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& like) {
   const c10::SymIntArrayRef shape = tensor.sym_sizes(), target = like.sym_sizes();
   bool fits = shape.size() <= target.size();
@@ -55,7 +56,15 @@ at::Tensor broadcast(const char* op, const char* name, const at::Tensor& tensor,
   }
   TORCH_CHECK_VALUE(fits, op, ": expected ", name, " of a shape that broadcasts to ", kSequenceAxes, " = ", target, ", got ",
                     shape);
-  return tensor.expand_symint(target);
+  std::vector<c10::SymInt> sizes(target.size(), 1);
+  std::copy(shape.begin(), shape.end(), sizes.end() - static_cast<int64_t>(shape.size()));
+  at::Tensor result = tensor;
+  for (const size_t axis : {0, 2, 1}) {
+    if (sizes[axis] == target[axis]) continue;
+    sizes[axis] = target[axis];
+    result = result.expand_symint(sizes);
+  }
+  return result.sym_sizes().size() == target.size() ? result : result.expand_symint(target);
 }
 
 }  // namespace
@@ -79,9 +88,14 @@ Member check_inputs(const Inputs& in) {
   checks.rank(row.input_names[0].data(), first, 3, kSequenceAxes);
   for (size_t i = 1; i < row.inputs; ++i) {
     const at::Tensor& input = in.tensors[i];
-    const bool is_accumulate = i >= row.first_broadcast && input.scalar_type() == checks.accumulate();
-    checks.tensor(row.input_names[i].data(), input, kSequenceAxes, first.sym_sizes(),
-                  is_accumulate ? checks.accumulate() : first.scalar_type());
+    const char* const name = row.input_names[i].data();
+    checks.shape(name, input, kSequenceAxes, first.sym_sizes());
+    if (i < row.first_broadcast) {
+      checks.dtype(name, input, first.scalar_type());
+    } else {
+      checks.dtype_or_accumulate(name, input);
+    }
+    checks.device(name, input);
   }
   if (is_present(in.cu_seqlens)) {
     checks.rank("cu_seqlens", *in.cu_seqlens, 1, "(sequences + 1,)");
@@ -147,12 +161,16 @@ GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTe
 }
 
 at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps) {
-  return at::searchsorted(cu_seqlens.contiguous(), steps, /*out_int32=*/true, /*right=*/true).sub(1);
+  // As many as begin up to the step, the first one not counted.
+  const at::Tensor begins = cu_seqlens.slice(0, 1, -1).contiguous();
+  return at::searchsorted(begins, steps, /*out_int32=*/true, /*right=*/true);
 }
 
 at::Tensor sequence_of_step(const Inputs& in) {
   if (!is_present(in.cu_seqlens)) return {};
   const int64_t seqlen = in.tensors[0].size(1);
+  TORCH_CHECK_VALUE(seqlen == 0 || in.cu_seqlens->size(0) > 1, in.recurrence,
+                    ": expected cu_seqlens to end at seqlen = ", seqlen, ", got no sequences");
   const at::TensorOptions options = in.cu_seqlens->options();
   const at::Tensor steps = in.reverse ? at::arange(seqlen - 1, -1, -1, options) : at::arange(seqlen, options);
   return sequence_at(*in.cu_seqlens, steps);
@@ -160,9 +178,16 @@ at::Tensor sequence_of_step(const Inputs& in) {
 
 namespace {
 
-SequenceView sequence_view(const Inputs& in, const OptionalTensor& tensor) {
+enum class Access { kRead, kWrite };
+
+// What is only read stays shared where it is a lazy copy.
+void* data_of(const at::Tensor& tensor, Access access) {
+  return access == Access::kWrite ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
+}
+
+SequenceView sequence_view(const Inputs& in, const OptionalTensor& tensor, Access access) {
   if (!is_present(tensor) || tensor->dim() != 3) return {};
-  SequenceView view{tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+  SequenceView view{data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
   const at::ScalarType dtype = tensor->scalar_type();
   view.is_accumulate = dtype == accumulate_type(dtype);
   if (in.reverse && tensor->size(1) > 0) {
@@ -172,23 +197,23 @@ SequenceView sequence_view(const Inputs& in, const OptionalTensor& tensor) {
   return view;
 }
 
-StateView state_view(const OptionalTensor& tensor) {
+StateView state_view(const OptionalTensor& tensor, Access access) {
   if (!is_present(tensor) || tensor->dim() != 2) return {};
-  return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1)};
+  return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1)};
 }
 
 // The part that forward and backward share.
 void fill_params(LinearScanParams& params, const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
-                 const at::Tensor& h) {
+                 const at::Tensor& h, Access access_to_h) {
   params.batch = h.size(0);
   params.seqlen = h.size(1);
   params.channels = h.size(2);
   params.recurrence = member.row->recurrence;
   params.options = member.options;
-  for (size_t i = 0; i < in.tensors.size(); ++i) params.inputs[i] = sequence_view(in, in.tensors[i]);
-  params.h = sequence_view(in, h);
+  for (size_t i = 0; i < in.tensors.size(); ++i) params.inputs[i] = sequence_view(in, in.tensors[i], Access::kRead);
+  params.h = sequence_view(in, h, access_to_h);
   if (sequence_of_step.defined()) params.sequence_of_step = sequence_of_step.const_data_ptr<int32_t>();
-  params.initial_state = state_view(in.h0);
+  params.initial_state = state_view(in.h0, Access::kRead);
 }
 
 }  // namespace
@@ -196,8 +221,8 @@ void fill_params(LinearScanParams& params, const Inputs& in, const Member& membe
 LinearScanFwdParams make_fwd_params(const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
                                     const FwdOutputs& outputs) {
   LinearScanFwdParams params;
-  fill_params(params, in, member, sequence_of_step, outputs.h);
-  params.last_state = state_view(outputs.last_state);
+  fill_params(params, in, member, sequence_of_step, outputs.h, Access::kWrite);
+  params.last_state = state_view(outputs.last_state, Access::kWrite);
   return params;
 }
 
@@ -205,11 +230,11 @@ LinearScanBwdParams make_bwd_params(const Inputs& in, const Member& member, cons
                                     const at::Tensor& h, const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
                                     const GradTensors& grads) {
   LinearScanBwdParams params;
-  fill_params(params, in, member, sequence_of_step, h);
-  params.grad_h = sequence_view(in, grad_h);
-  params.grad_last_state = state_view(grad_last_state);
-  for (size_t i = 0; i < grads.inputs.size(); ++i) params.grad_inputs[i] = sequence_view(in, grads.inputs[i]);
-  params.grad_initial_state = state_view(grads.h0);
+  fill_params(params, in, member, sequence_of_step, h, Access::kRead);
+  params.grad_h = sequence_view(in, grad_h, Access::kRead);
+  params.grad_last_state = state_view(grad_last_state, Access::kRead);
+  for (size_t i = 0; i < grads.inputs.size(); ++i) params.grad_inputs[i] = sequence_view(in, grads.inputs[i], Access::kWrite);
+  params.grad_initial_state = state_view(grads.h0, Access::kWrite);
   return params;
 }
 

@@ -55,7 +55,8 @@ using NeedsGrad = std::array<bool, kMaxRecurrenceInputs + 1>;
 GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTensor& grad_h,
                          const OptionalTensor& grad_last_state, const NeedsGrad& needs_grad);
 
-// The sequence that each of those steps belongs to, int32: of several that begin there, the one that is not empty.
+// The sequence that each of those steps belongs to, int32: of several that begin there, the one that is not empty. One of the
+// sequences, whatever the values of cu_seqlens.
 at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps);
 // The sequence that each step belongs to, (seqlen,), int32, in the order in which the scan takes the steps; undefined if each
 // entry of the batch is one sequence. The params below keep a pointer to it.

@@ -88,6 +88,15 @@ void ArgumentChecks::dtype(const char* name, const at::Tensor& tensor, at::Scala
               like_.scalar_type(), "), got ", got);
 }
 
+void ArgumentChecks::dtype_or_accumulate(const char* name, const at::Tensor& tensor) const {
+  const at::ScalarType got = tensor.scalar_type(), like = like_.scalar_type();
+  if (got == accumulate_) return;
+  if (like == accumulate_) return dtype(name, tensor, like);
+  check_real(op_, name, got);
+  TORCH_CHECK(got == like, op_, ": expected ", name, " of dtype ", like, " or ", accumulate_, " (with ", like_name_,
+              " of dtype ", like, "), got ", got);
+}
+
 void ArgumentChecks::device(const char* name, const at::Tensor& tensor) const {
   TORCH_CHECK(tensor.device() == like_.device(), op_, ": expected ", name, " on ", like_.device(), " (the device of ",
               like_name_, "), got ", tensor.device());

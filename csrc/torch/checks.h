@@ -50,6 +50,8 @@ class ArgumentChecks {
 
   void shape(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape) const;
   void dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) const;
+  // That of `like`, or the accumulation type.
+  void dtype_or_accumulate(const char* name, const at::Tensor& tensor) const;
   void device(const char* name, const at::Tensor& tensor) const;
 
  private:

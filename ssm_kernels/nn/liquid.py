@@ -136,6 +136,7 @@ class Liquid(RecurrentBase):
 
         Raises:
             ValueError: a shape is not as above.
+            TypeError: an argument is not a tensor (``dt``: nor a number).
         """
         if isinstance(dt, Tensor):
             self._check_input(input)
@@ -157,6 +158,7 @@ class Liquid(RecurrentBase):
 
         Raises:
             ValueError: a shape is not as above, or the layers are bidirectional.
+            TypeError: an argument is not a tensor (``dt``: nor a number).
         """
         if isinstance(dt, Tensor):
             self._check_dt(dt, x.shape[:-1])

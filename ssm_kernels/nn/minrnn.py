@@ -72,6 +72,7 @@ class _MinRNN(RecurrentBase):
 
         Raises:
             ValueError: a shape is not as above.
+            TypeError: an argument is not a tensor.
         """
         return self._run(input, h_0, cu_seqlens)
 
@@ -87,6 +88,7 @@ class _MinRNN(RecurrentBase):
 
         Raises:
             ValueError: a shape is not as above, or the layers are bidirectional.
+            TypeError: an argument is not a tensor.
         """
         return self._run_step(x, state)
 

@@ -68,6 +68,9 @@ class RecurrentBase(nn.Module):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.hidden_size**-0.5), self.hidden_size**-0.5)
 
+    def flatten_parameters(self) -> None:
+        """Does nothing: for code written for ``torch.nn.GRU``, whose parameters cuDNN wants side by side."""
+
     def _scan(self, projected: Tensor, h0: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
         """All states, (batch, seqlen, hidden_size), and the last, of what was projected, (batch, seqlen, parts * hidden_size).
 
@@ -90,6 +93,7 @@ class RecurrentBase(nn.Module):
         layers = self.num_layers * len(self._directions)
         if states is None:
             return (None,) * layers
+        self._check_tensor(states, what)
         expected = (layers, *sizes, self.hidden_size)
         if states.shape != expected:
             batch = "batch, " if sizes else ""
@@ -98,6 +102,10 @@ class RecurrentBase(nn.Module):
                 f"{list(expected)}, got {list(states.shape)}"
             )
         return states.to(_wide(self.weight_ih_l0.dtype)).unbind(0)
+
+    def _check_tensor(self, value: Any, what: str) -> None:
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{type(self).__name__}: expected {what} to be a tensor, got {type(value).__name__}")
 
     def _check_input(self, input: Tensor) -> None:
         name = type(self).__name__
@@ -117,6 +125,10 @@ class RecurrentBase(nn.Module):
         x = input if is_batched else input[None]
         is_batch_first = self.batch_first or not is_batched
         if cu_seqlens is not None:
+            self._check_tensor(cu_seqlens, "cu_seqlens")
+            if cu_seqlens.dim() != 1:
+                shape = list(cu_seqlens.shape)
+                raise ValueError(f"{type(self).__name__}: expected cu_seqlens of shape (sequences + 1,), got {shape}")
             sizes: tuple[int, ...] = (cu_seqlens.shape[0] - 1,)
         else:
             sizes = (x.shape[0 if is_batch_first else 1],) if is_batched else ()
