@@ -52,7 +52,7 @@ template <typename T>
 SSM_HOST_DEVICE T sigmoid(T x) {
   using Scalar = typename Math<T>::Scalar;
   const T one(Scalar(1));
-  return Math<T>::reciprocal(one + Math<T>::exp(T(Scalar(0)) - x));
+  return Math<T>::reciprocal(one + Math<T>::exp(Math<T>::negate(x)));
 }
 
 template <typename T>

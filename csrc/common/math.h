@@ -34,14 +34,21 @@ struct Math<float> {
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
     return y;
   }
+  static __device__ __forceinline__ float min(float a, float b) {
+    float y;
+    asm("min.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(a), "f"(b));
+    return y;
+  }
 #else
   static SSM_HOST_DEVICE float exp2(float x) { return ::exp2f(x); }
   static SSM_HOST_DEVICE float exp(float x) { return ::expf(x); }
   static SSM_HOST_DEVICE float reciprocal(float x) { return 1.0f / x; }
+  static SSM_HOST_DEVICE float min(float a, float b) { return a <= b || a != a ? a : b; }
 #endif
-  // NaN or the other, where one is NaN.
+  // NaN or the other, where one is NaN; min is NaN.
   static SSM_HOST_DEVICE float max(float a, float b) { return ::fmaxf(a, b); }
   static SSM_HOST_DEVICE float abs(float x) { return ::fabsf(x); }
+  static SSM_HOST_DEVICE float negate(float x) { return -x; }
   static SSM_HOST_DEVICE float sqrt(float x) { return ::sqrtf(x); }
   static SSM_HOST_DEVICE float expm1(float x) { return ::expm1f(x); }
   static SSM_HOST_DEVICE float tanh(float x) { return ::tanhf(x); }
@@ -56,8 +63,10 @@ struct Math<double> {
   static SSM_HOST_DEVICE double exp2(double x) { return ::exp2(x); }
   static SSM_HOST_DEVICE double exp(double x) { return ::exp(x); }
   static SSM_HOST_DEVICE double reciprocal(double x) { return 1.0 / x; }
+  static SSM_HOST_DEVICE double min(double a, double b) { return a <= b || a != a ? a : b; }
   static SSM_HOST_DEVICE double max(double a, double b) { return ::fmax(a, b); }
   static SSM_HOST_DEVICE double abs(double x) { return ::fabs(x); }
+  static SSM_HOST_DEVICE double negate(double x) { return -x; }
   static SSM_HOST_DEVICE double sqrt(double x) { return ::sqrt(x); }
   static SSM_HOST_DEVICE double expm1(double x) { return ::expm1(x); }
   static SSM_HOST_DEVICE double tanh(double x) { return ::tanh(x); }

@@ -8,8 +8,11 @@
 //   kAdded               the input that is b itself, which backward therefore does not read; kNoInput, as SingleVariant has it,
 //                        if there is none
 //   kFirstBroadcast      from this input on they may be of any shape that broadcasts, and in the accumulation type
-//   step(x)              a and b
-//   gradients(x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), h the state before the step, g the gradient of the one after
+//   gates(x)             what takes long to compute of what follows: a number or a struct, of which a kernel that takes a step
+//                        twice keeps what it uses
+//   step(gates, x)       a and b
+//   gradients(gates, x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), h the state before the step, g the gradient of the one
+//                        after
 //
 // Options that change the formulas are template parameters; visit(options, visitor) makes types of them when running.
 //
@@ -50,7 +53,7 @@ SSM_HOST_DEVICE T one() {
 
 template <typename T>
 SSM_HOST_DEVICE T negate(T x) {
-  return T(typename Math<T>::Scalar(0)) - x;
+  return Math<T>::negate(x);
 }
 
 // An activation's value and derivative.
@@ -91,11 +94,15 @@ struct LinearScan : SingleVariant<LinearScan> {
   static constexpr int kAdded = 1;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    return {x[0], x[1]};
+  static SSM_HOST_DEVICE T gates(const T* x) {
+    return x[0];
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const T*, T h, T g, T* grad) {
+  static SSM_HOST_DEVICE Step<T> step(T a, const T* x) {
+    return {a, x[1]};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(T, const T*, T h, T g, T* grad) {
     grad[0] = g * h;
     grad[1] = g;
   }
@@ -114,17 +121,16 @@ struct MinGruVariant {
   static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
-  static SSM_HOST_DEVICE T gate(T x) {
-    if constexpr (gate_is_logit) return sigmoid(x);
-    return x;
+  static SSM_HOST_DEVICE T gates(const T* x) {
+    if constexpr (gate_is_logit) return sigmoid(x[0]);
+    return x[0];
   }
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    return interpolate(gate(x[0]), activate<activation>(x[1]).value);
+  static SSM_HOST_DEVICE Step<T> step(T z, const T* x) {
+    return interpolate(z, activate<activation>(x[1]).value);
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
-    const T z = gate(x[0]);
+  static SSM_HOST_DEVICE void gradients(T z, const T* x, T h, T g, T* grad) {
     const Activated<T> candidate = activate<activation>(x[1]);
     grad[0] = g * (candidate.value - h);
     if constexpr (gate_is_logit) grad[0] = grad[0] * (z * (one<T>() - z));
@@ -163,28 +169,26 @@ struct MinGru {
   }
 };
 
-// The normalized gates f / (f + i) and i / (f + i) of f = sigmoid(forget), i = sigmoid(input). The second is
-// sigmoid(softplus(-forget) - softplus(-input)), and the first 1 minus it: where both gates underflow, their quotient does not.
-// Computed without the logarithms, with sigmoid(x) = e^min(x, 0) / (1 + e^-|x|) and the larger of the two numerators made 1.
+// The normalized gates f / (f + i) and i / (f + i) of f = sigmoid(forget), i = sigmoid(input): the second is (1 + e^-forget)
+// over the sum of that and 1 + e^-input, the first 1 minus it. Where both exponentials are so large that the ones do not
+// matter, both are divided by the same: where both gates underflow, their quotient does not.
 template <typename T>
 struct NormalizedGates {
   T input;
   T one_minus_f, one_minus_i;  // before normalization
-
-  SSM_HOST_DEVICE NormalizedGates(T forget_logit, T input_logit) {
-    const T zero(typename Math<T>::Scalar(0));
-    const T e_f = Math<T>::exp(negate(Math<T>::abs(forget_logit))), e_i = Math<T>::exp(negate(Math<T>::abs(input_logit)));
-    const T excess = Math<T>::max(negate(input_logit), zero) - Math<T>::max(negate(forget_logit), zero);
-    const T smaller = Math<T>::exp(negate(Math<T>::abs(excess)));
-    const auto forget_is_larger = Math<T>::less(zero, excess);
-    const T d_f = one<T>() + e_f, d_i = one<T>() + e_i;
-    const T from_forget = Math<T>::select(forget_is_larger, one<T>(), smaller) * d_i;
-    const T from_input = Math<T>::select(forget_is_larger, smaller, one<T>()) * d_f;
-    input = from_input * Math<T>::reciprocal(from_forget + from_input);
-    one_minus_f = Math<T>::select(Math<T>::less(zero, forget_logit), e_f, one<T>()) * Math<T>::reciprocal(d_f);
-    one_minus_i = Math<T>::select(Math<T>::less(zero, input_logit), e_i, one<T>()) * Math<T>::reciprocal(d_i);
-  }
 };
+
+template <typename T>
+SSM_HOST_DEVICE NormalizedGates<T> normalized_gates(T forget_logit, T input_logit) {
+  using Scalar = typename Math<T>::Scalar;
+  constexpr bool is_double = std::is_same_v<Scalar, double>;
+  const T large(Scalar(is_double ? 40 : 17)), largest(Scalar(is_double ? 700 : 80));
+  const T shift = Math<T>::max(negate(Math<T>::max(forget_logit, input_logit)) - large, T(Scalar(0)));
+  const T e_f = Math<T>::exp(Math<T>::min(negate(forget_logit) - shift, largest));
+  const T e_i = Math<T>::exp(Math<T>::min(negate(input_logit) - shift, largest));
+  const T d_f = one<T>() + e_f, d_i = one<T>() + e_i;
+  return {d_f * Math<T>::reciprocal(d_f + d_i), e_f * Math<T>::reciprocal(d_f), e_i * Math<T>::reciprocal(d_i)};
+}
 
 template <Activation activation>
 struct MinLstmVariant {
@@ -192,12 +196,15 @@ struct MinLstmVariant {
   static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 3;
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    return interpolate(NormalizedGates<T>(x[0], x[1]).input, activate<activation>(x[2]).value);
+  static SSM_HOST_DEVICE NormalizedGates<T> gates(const T* x) {
+    return normalized_gates(x[0], x[1]);
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
-    const NormalizedGates<T> gates(x[0], x[1]);
+  static SSM_HOST_DEVICE Step<T> step(const NormalizedGates<T>& gates, const T* x) {
+    return interpolate(gates.input, activate<activation>(x[2]).value);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const NormalizedGates<T>& gates, const T* x, T h, T g, T* grad) {
     const Activated<T> candidate = activate<activation>(x[2]);
     const T grad_logit = g * (candidate.value - h) * (gates.input * (one<T>() - gates.input));
     grad[0] = negate(grad_logit) * gates.one_minus_f;
@@ -220,17 +227,25 @@ struct MinLstm {
 struct Liquid : SingleVariant<Liquid> {
   static constexpr std::array<std::string_view, 3> kNames = {"candidate", "tau", "dt"};
   static constexpr size_t kFirstBroadcast = 1;
-  // Not 1 minus the factor of f, which would lose what is left of h where dt is far above tau.
+  // What is left of h, and the factor of f: not 1 minus it, which would lose the first where dt is far above tau.
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const T* x) {
+  struct Relaxation {
+    T a, gain;
+  };
+  template <typename T>
+  static SSM_HOST_DEVICE Relaxation<T> gates(const T* x) {
     const T exponent = negate(x[2]) * Math<T>::reciprocal(x[1]);
-    return {Math<T>::exp(exponent), negate(Math<T>::expm1(exponent)) * x[0]};
+    return {Math<T>::exp(exponent), negate(Math<T>::expm1(exponent))};
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
-    const T rate = Math<T>::reciprocal(x[1]), exponent = negate(x[2]) * rate;
-    const T grad_exponent = g * (h - x[0]) * Math<T>::exp(exponent) * rate;  // over tau
-    grad[0] = g * negate(Math<T>::expm1(exponent));
+  static SSM_HOST_DEVICE Step<T> step(const Relaxation<T>& gates, const T* x) {
+    return {gates.a, gates.gain * x[0]};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const Relaxation<T>& gates, const T* x, T h, T g, T* grad) {
+    const T rate = Math<T>::reciprocal(x[1]);
+    const T grad_exponent = g * (h - x[0]) * gates.a * rate;  // over tau
+    grad[0] = g * gates.gain;
     grad[1] = grad_exponent * (x[2] * rate);
     grad[2] = negate(grad_exponent);
   }
@@ -242,37 +257,36 @@ struct RgLru : SingleVariant<RgLru> {
   static constexpr std::array<std::string_view, 4> kNames = {"x", "recurrence_gate", "input_gate", "recurrent_param"};
   static constexpr size_t kFirstBroadcast = 3;
   template <typename T>
-  struct Decay {
-    T gate, rate, a, norm;
-    SSM_HOST_DEVICE explicit Decay(const T* x) {
-      using Scalar = typename Math<T>::Scalar;
-      gate = sigmoid(x[1]);
-      rate = T(Scalar(-8)) * softplus(x[3]);
-      const T log_a = rate * gate, a_minus_one = Math<T>::expm1(log_a);
-      // Near one, where a state lasts long, a is as exact as its rounding.
-      const auto is_near_one = Math<T>::less(T(Scalar(-0.5)), log_a);
-      a = Math<T>::select(is_near_one, one<T>() + a_minus_one, Math<T>::exp(log_a));
-      norm = Math<T>::sqrt(negate(a_minus_one) * (a_minus_one + T(Scalar(2))));
-    }
+  struct Gates {
+    T rate, a, norm, gain;
   };
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    const Decay<T> decay(x);
-    return {decay.a, decay.norm * (sigmoid(x[2]) * x[0])};
+  static SSM_HOST_DEVICE Gates<T> gates(const T* x) {
+    using Scalar = typename Math<T>::Scalar;
+    const T gate = sigmoid(x[1]), rate = T(Scalar(-8)) * softplus(x[3]);
+    const T log_a = rate * gate, a_minus_one = Math<T>::expm1(log_a);
+    // Near one, where a state lasts long, a is as exact as its rounding.
+    const auto is_near_one = Math<T>::less(T(Scalar(-0.5)), log_a);
+    const T a = Math<T>::select(is_near_one, one<T>() + a_minus_one, Math<T>::exp(log_a));
+    const T norm = Math<T>::sqrt(negate(a_minus_one) * (a_minus_one + T(Scalar(2))));
+    return {rate, a, norm, norm * sigmoid(x[2])};
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+  static SSM_HOST_DEVICE Step<T> step(const Gates<T>& gates, const T* x) {
+    return {gates.a, gates.gain * x[0]};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(const Gates<T>& gates, const T* x, T h, T g, T* grad) {
     using Scalar = typename Math<T>::Scalar;
-    const Decay<T> decay(x);
-    const T input_gate = sigmoid(x[2]), input = input_gate * x[0];
+    const T gate = sigmoid(x[1]), input_gate = sigmoid(x[2]), input = input_gate * x[0];
     // Where log a underflows, so does the factor that follows the slope of the root in the chain rule: their product is zero.
     constexpr Scalar kLeastNorm = std::is_same_v<Scalar, double> ? Scalar(1e-150) : Scalar(1e-18f);
-    const T slope = negate(decay.a) * Math<T>::reciprocal(Math<T>::max(decay.norm, T(kLeastNorm)));
-    const T grad_log_a = g * decay.a * Math<T>::fma(input, slope, h);
-    grad[0] = g * decay.norm * input_gate;
-    grad[1] = grad_log_a * decay.rate * (decay.gate * (one<T>() - decay.gate));
-    grad[2] = g * decay.norm * input * (one<T>() - input_gate);
-    grad[3] = grad_log_a * T(Scalar(-8)) * decay.gate * softplus_derivative(x[3]);
+    const T slope = negate(gates.a) * Math<T>::reciprocal(Math<T>::max(gates.norm, T(kLeastNorm)));
+    const T grad_log_a = g * gates.a * Math<T>::fma(input, slope, h);
+    grad[0] = g * gates.norm * input_gate;
+    grad[1] = grad_log_a * gates.rate * (gate * (one<T>() - gate));
+    grad[2] = g * gates.norm * input * (one<T>() - input_gate);
+    grad[3] = grad_log_a * T(Scalar(-8)) * gate * softplus_derivative(x[3]);
   }
 };
 
@@ -282,13 +296,17 @@ struct Hgrn : SingleVariant<Hgrn> {
   static constexpr int kAdded = 0;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    return {Math<T>::exp(x[1]), x[0]};
+  static SSM_HOST_DEVICE T gates(const T* x) {
+    return Math<T>::exp(x[1]);
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
+  static SSM_HOST_DEVICE Step<T> step(T a, const T* x) {
+    return {a, x[0]};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(T a, const T*, T h, T g, T* grad) {
     grad[0] = g;
-    grad[1] = g * h * Math<T>::exp(x[1]);
+    grad[1] = g * h * a;
   }
 };
 
@@ -304,12 +322,15 @@ struct EluGru : SingleVariant<EluGru> {
     return {Math<T>::select(is_positive, x + one<T>(), e), Math<T>::select(is_positive, one<T>(), e)};
   }
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    return interpolate(sigmoid(x[0]), positive(x[1]).value);
+  static SSM_HOST_DEVICE T gates(const T* x) {
+    return sigmoid(x[0]);
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
-    const T z = sigmoid(x[0]);
+  static SSM_HOST_DEVICE Step<T> step(T z, const T* x) {
+    return interpolate(z, positive(x[1]).value);
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(T z, const T* x, T h, T g, T* grad) {
     const Activated<T> candidate = positive(x[1]);
     grad[0] = g * (candidate.value - h) * (z * (one<T>() - z));
     grad[1] = g * z * candidate.derivative;
@@ -322,12 +343,15 @@ struct DiagLinear : SingleVariant<DiagLinear> {
   static constexpr int kAdded = 1;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const T* x) {
-    return {sigmoid(x[0]), x[1]};
+  static SSM_HOST_DEVICE T gates(const T* x) {
+    return sigmoid(x[0]);
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const T* x, T h, T g, T* grad) {
-    const T a = sigmoid(x[0]);
+  static SSM_HOST_DEVICE Step<T> step(T a, const T* x) {
+    return {a, x[1]};
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE void gradients(T a, const T*, T h, T g, T* grad) {
     grad[0] = g * h * (a * (one<T>() - a));
     grad[1] = g;
   }

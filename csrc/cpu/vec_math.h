@@ -17,11 +17,13 @@ template <typename Scalar>
 struct Common {
   using Vec = at::vec::Vectorized<Scalar>;
   static inline __attribute__((always_inline)) Vec abs(const Vec& x) { return x.abs(); }
+  static inline __attribute__((always_inline)) Vec negate(const Vec& x) { return x.neg(); }
   static inline Vec sqrt(const Vec& x) { return x.sqrt(); }
   static inline __attribute__((always_inline)) Vec fma(const Vec& a, const Vec& b, const Vec& c) {
     return at::vec::fmadd(a, b, c);
   }
   static inline __attribute__((always_inline)) Vec reciprocal(const Vec& x) { return Vec(Scalar(1)) / x; }
+  static inline __attribute__((always_inline)) Vec min(const Vec& a, const Vec& b) { return at::vec::minimum(a, b); }
   static inline __attribute__((always_inline)) Vec max(const Vec& a, const Vec& b) { return at::vec::maximum(a, b); }
   static inline __attribute__((always_inline)) Vec less(const Vec& a, const Vec& b) { return a < b; }
   static inline __attribute__((always_inline)) Vec select(const Vec& mask, const Vec& a, const Vec& b) {

@@ -65,6 +65,17 @@ struct Vector {
     memcpy(&value, reinterpret_cast<const char*>(pieces) + i * sizeof(Scalar), sizeof(Scalar));
     return value;
   }
+  // An element in the accumulation type.
+  __device__ __forceinline__ AccumulateType<Scalar> accumulate(int i) const {
+    if constexpr (std::is_same_v<Scalar, __nv_bfloat16> && size % 2 == 0) {
+      // The upper half of a float: taken out of a pair of them, it takes one instruction.
+      uint32_t pair;
+      memcpy(&pair, reinterpret_cast<const char*>(pieces) + i / 2 * sizeof(pair), sizeof(pair));
+      return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
+    } else {
+      return to_accumulate((*this)[i]);
+    }
+  }
   __device__ __forceinline__ void set(int i, Scalar value) {
     memcpy(reinterpret_cast<char*>(pieces) + i * sizeof(Scalar), &value, sizeof(Scalar));
   }

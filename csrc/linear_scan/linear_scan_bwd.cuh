@@ -5,12 +5,12 @@
 //
 // This is a linear scan that walks from the last step to the first (position 0 is the last step), begun with the gradient of
 // the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier to shared memory, a tile ahead;
-// what its steps do to e, the e before them (linear_scan_carry.cuh), and the gradients then follow as in forward, a and the
-// gates computed once for each of the two. Each of these tensors is read once and each gradient written once. (Inputs that
-// broadcast are read where they are.)
+// what its steps do to e, the e before them (linear_scan_carry.cuh), and the gradients then follow as in forward. Each of these
+// tensors is read once and each gradient written once. (Inputs that broadcast are read where they are, twice.)
 #pragma once
 
 #include <type_traits>
+#include <utility>
 
 #include "linear_scan/linear_scan_device.cuh"
 
@@ -21,9 +21,8 @@ template <typename T, typename Variant>
 struct StepGradients {
   using Inputs = StepInputs<T, Variant>;
   using Acc = typename T::Acc;
-  using Row = typename Shared<T>::Row;
 
-  Row narrow[Inputs::kNarrow];
+  typename Shared<T>::Row narrow[Inputs::kNarrow];
   cuda::Vector<Acc, T::kVector> wide[Inputs::kWide > 0 ? Inputs::kWide : 1];
 
   __device__ __forceinline__ void set(int j, const Acc (&grad)[Inputs::kInputs]) {
@@ -32,32 +31,43 @@ struct StepGradients {
 #pragma unroll
     for (int i = 0; i < Inputs::kWide; ++i) wide[i].set(j, grad[Inputs::kNarrow + i]);
   }
+};
 
-  __device__ __forceinline__ void store(int64_t step, const LinearScanBwdParams& p, const Partition& partition,
-                                        const Place<T>& at) const {
-    const auto rows_of = [&](int i) { return Rows<T>(p.grad_inputs[i], partition, Partition::kGradInputs + i, at); };
+// Where those of all of its steps in a tile go.
+template <typename T, typename Variant>
+struct ThreadGradients {
+  using Inputs = StepInputs<T, Variant>;
+
+  Rows<T> rows[Inputs::kInputs];
+
+  __device__ __forceinline__ ThreadGradients(const LinearScanBwdParams& p, const Partition& partition, const Place<T>& at) {
 #pragma unroll
-    for (int i = 0; i < Inputs::kNarrow; ++i) {
-      if (p.grad_inputs[i].data != nullptr) rows_of(i).template store<typename T::Scalar>(step, narrow[i]);
-    }
+    for (int i = 0; i < Inputs::kInputs; ++i) rows[i] = Rows<T>(p.grad_inputs[i], partition, Partition::kGradInputs + i, at);
+  }
+
+  __device__ __forceinline__ void store(int s, const StepGradients<T, Variant>& grads) const {
 #pragma unroll
-    for (int i = 0; i < Inputs::kWide; ++i) {
-      const Rows<T> rows = rows_of(Inputs::kNarrow + i);
-      if (rows.view.data == nullptr) continue;
-      if (rows.view.is_accumulate) {
-        rows.template store<Acc>(step, wide[i]);
+    for (int i = 0; i < Inputs::kInputs; ++i) {
+      if (rows[i].view->data == nullptr) continue;
+      if (i < Inputs::kNarrow) {
+        rows[i].template store<typename T::Scalar>(s, grads.narrow[i < Inputs::kNarrow ? i : 0]);
         continue;
       }
-      Row row;
+      const auto& wide = grads.wide[i < Inputs::kNarrow ? 0 : i - Inputs::kNarrow];
+      if (rows[i].view->is_accumulate) {
+        rows[i].template store<typename T::Acc>(s, wide);
+        continue;
+      }
+      typename Shared<T>::Row row;
 #pragma unroll
-      for (int j = 0; j < T::kVector; ++j) row.set(j, cuda::from_accumulate<typename T::Scalar>(wide[i][j]));
-      rows.template store<typename T::Scalar>(step, row);
+      for (int j = 0; j < T::kVector; ++j) row.set(j, cuda::from_accumulate<typename T::Scalar>(wide[j]));
+      rows[i].template store<typename T::Scalar>(s, row);
     }
   }
 };
 
 template <typename Scalar, typename Variant, bool is_plain>
-using BwdTile = Tile<Scalar, kBwdThreadSteps, static_cast<int>(Variant::kFirstBroadcast) + 2, is_plain>;
+using BwdTile = Tile<Scalar, kBwdThreadSteps, static_cast<int>(Variant::kFirstBroadcast) + 2, is_plain, false>;
 // Of shared memory, five tensors take so much that only two blocks have room on a multiprocessor.
 template <typename Variant>
 constexpr int kBwdBlocks = Variant::kFirstBroadcast <= 2 ? 3 : 2;
@@ -68,43 +78,40 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
   using T = BwdTile<Scalar, Variant, is_plain>;
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
+  using Gates = decltype(Variant::gates(std::declval<const Acc*>()));
   using Row = typename Shared<T>::Row;
   constexpr int kGradH = Inputs::kNarrow, kHBefore = kGradH + 1;  // their places in shared memory
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
 
   const auto stage = [&](const Place<T>& at, int buffer) {
-    const int64_t last = p.seqlen - 1 - at.position;
+    Rows<T> rows[Inputs::kNarrow];
 #pragma unroll
-    for (int i = 0; i < Inputs::kNarrow; ++i) {
-      if (i == Variant::kAdded) continue;
-      const Rows<T> rows(p.inputs[i], partition, Partition::kInputs + i, at);
+    for (int i = 0; i < Inputs::kNarrow; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
+    const Rows<T> grad_h(p.grad_h, partition, Partition::kGradH, at), h_before(p.h, partition, Partition::kH, at, 1);
+    for_each_step<T, true>(at.steps, [&](int s, auto) {
 #pragma unroll
-      for (int s = 0; s < T::kThreadSteps; ++s) {
-        if (s < at.steps) rows.stage(last - s, &shared.row(buffer, i, s));
+      for (int i = 0; i < Inputs::kNarrow; ++i) {
+        if (i != Variant::kAdded) rows[i].stage(s, &shared.row(buffer, i, s));
       }
-    }
-    const Rows<T> grad_h(p.grad_h, partition, Partition::kGradH, at), h(p.h, partition, Partition::kH, at);
-#pragma unroll
-    for (int s = 0; s < T::kThreadSteps; ++s) {
       if (p.grad_h.data == nullptr) {
         shared.row(buffer, kGradH, s) = Row::zero();
-      } else if (s < at.steps) {
-        grad_h.stage(last - s, &shared.row(buffer, kGradH, s));
+      } else {
+        grad_h.stage(s, &shared.row(buffer, kGradH, s));
       }
-      if (last - s > 0) h.stage(last - s - 1, &shared.row(buffer, kHBefore, s));
-    }
+      if (s + 1 < at.steps || at.step(s) > 0) h_before.stage(s, &shared.row(buffer, kHBefore, s));
+    });
   };
 
   for_each_tile<T>(p, partition, shared, stage, [&](const Place<T>& at, int buffer) {
-    Link<T> link(partition, at.chain, at.tile);
-    const int64_t last = p.seqlen - 1 - at.position;
+    Link<T> link(partition, at.index, at.tile);
+    const ThreadInputs<T, Variant> inputs(shared, buffer, p, partition, at);
+    Gates gates[T::kThreadSteps][T::kVector];
     Map<Acc> own[T::kVector];
     bool is_cut = false;
-#pragma unroll 1
-    for (int s = 0; s < at.steps; ++s) {
-      const int64_t t = last - s;
+    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
+        const int64_t t = at.step(s);
         if (p.ends(t)) {
           Acc grad_last[T::kVector];
           load_state<T>(p.grad_last_state, p.sequence(at.batch, t), at, grad_last);
@@ -113,25 +120,26 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
           is_cut = true;
         }
       }
-      const Inputs inputs(shared, buffer, s, t, p, partition, at);
+      const Inputs step_inputs = inputs[s];
       const Row grad_h = shared.row(buffer, kGradH, s);
 #pragma unroll
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs];
-        inputs.get(j, x);
-        const Acc a = Variant::step(x).a;
-        own[j] = {own[j].A * a, a * (own[j].B + cuda::to_accumulate(grad_h[j]))};
+        step_inputs.get(j, x);
+        const Gates made = Variant::gates(x);
+        const Acc a = Variant::step(made, x).a;
+        own[j] = {own[j].A * a, a * (own[j].B + grad_h.accumulate(j))};
+        if constexpr (decltype(keeps)::value) gates[s][j] = made;
       }
-    }
+    });
 
     Acc e[T::kVector];
-    carry<T>(
-        link, shared.carry, buffer, [&](int channel) { return at.element(p.grad_last_state, p, channel); }, own, is_cut, e);
+    carry<T>(link, shared.carry, [&](int channel) { return at.element(p.grad_last_state, p, channel); }, own, is_cut, e);
 
-#pragma unroll 1
-    for (int s = 0; s < at.steps; ++s) {
-      const int64_t t = last - s;
-      const bool begins = T::kPlain ? t == 0 : p.begins(t);
+    const ThreadGradients<T, Variant> out(p, partition, at);
+    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
+      const int64_t t = at.step(s);
+      const bool begins = T::kPlain ? s + 1 == at.steps && t == 0 : p.begins(t);
       if constexpr (!T::kPlain) {
         if (p.ends(t)) load_state<T>(p.grad_last_state, p.sequence(at.batch, t), at, e);
       }
@@ -141,23 +149,29 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
       } else {
         const Row h_before = shared.row(buffer, kHBefore, s);
 #pragma unroll
-        for (int j = 0; j < T::kVector; ++j) before[j] = cuda::to_accumulate(h_before[j]);
+        for (int j = 0; j < T::kVector; ++j) before[j] = h_before.accumulate(j);
       }
-      const Inputs inputs(shared, buffer, s, t, p, partition, at);
+      const Inputs step_inputs = inputs[s];
       const Row grad_h = shared.row(buffer, kGradH, s);
       StepGradients<T, Variant> grads;
 #pragma unroll
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs], grad[Inputs::kInputs];
-        inputs.get(j, x);
-        const Acc g = cuda::to_accumulate(grad_h[j]) + e[j];
-        Variant::gradients(x, before[j], g, grad);
-        e[j] = Variant::step(x).a * g;
+        step_inputs.get(j, x);
+        Gates made;
+        if constexpr (decltype(keeps)::value) {
+          made = gates[s][j];
+        } else {
+          made = Variant::gates(x);
+        }
+        const Acc g = grad_h.accumulate(j) + e[j];
+        Variant::gradients(made, x, before[j], g, grad);
+        e[j] = Variant::step(made, x).a * g;
         grads.set(j, grad);
       }
-      grads.store(t, p, partition, at);
+      out.store(s, grads);
       if (begins) store_state<T>(p.grad_initial_state, p.sequence(at.batch, t), at, e);
-    }
+    });
   });
 }
 

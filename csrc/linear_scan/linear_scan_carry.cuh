@@ -5,16 +5,17 @@
 // up to a tile of transitions, may have overflowed. (A state that is not zero is multiplied with it, and is right as long as
 // the product of any of a tile's consecutive transitions is a finite number.) Affine maps compose:
 //
-// 1. each thread has that of its own steps; a warp composes those of its threads by shuffles, in order;
-// 2. the warps' maps meet in shared memory, and so does the state before the tile;
-// 3. each thread applies to it the maps of the warps before its own, and then what its warp does before its own steps.
+// 1. each thread has that of its own steps, and leaves it in shared memory;
+// 2. one thread for each channel obtains the state before the tile and applies to it the maps of the tile's segments, the steps
+//    of one thread, in order;
+// 3. each thread finds there the state before its own steps.
 //
-// Between tiles: the last steps' threads publish the state after the tile, which the next tile of the chain reads. With few
-// chains, tiles would wait long for each other. Then a tile publishes its map as soon as it has it, composed by one thread for
-// each channel, and the state after it once it has the state before. If its predecessor is not done, it applies the maps of the
-// earlier tiles of its group, one after another, to the state after the group before: it comes by the same operations in the
-// same order as the predecessor's, so that results are the same bits every time. A published value carries a tag in its own
-// 64-bit word: neither fences nor flags are needed.
+// Between tiles: the thread of a channel publishes the state after the tile, which the next tile of the chain reads. With few
+// chains, tiles would wait long for each other. Then a tile publishes its map as soon as it has it, and the state after it once
+// it has the state before. If its predecessor is not done, it applies the maps of the earlier tiles of its group, one after
+// another, to the state after the group before: it comes by the same operations in the same order as the predecessor's, so that
+// results are the same bits every time. A published value carries a tag in its own 64-bit word: neither fences nor flags are
+// needed.
 //
 // Where tiles wait for each other, blocks take them as tickets, in order, one ahead of the one at work: of all tiles not yet
 // done the first is being worked at, and waits for none.
@@ -28,27 +29,22 @@
 
 namespace ssm_kernels::linear_scan {
 
-constexpr int kWarpSize = 32;
-constexpr unsigned kWholeWarp = 0xffffffffu;
-
 // The geometry of a thread's part of a tile: kThreadSteps consecutive positions of kVector neighboring channels. In plain tiles
 // all rows are moved as vectors and no sequence begins but with the first step, which keeps the code short: too long a loop
 // waits for its instructions.
-template <typename Scalar_, int thread_steps, int tensors, bool is_plain>
+template <typename Scalar_, int thread_steps, int tensors, bool is_plain, bool is_forward>
 struct Tile {
   using Scalar = Scalar_;
   static constexpr bool kPlain = is_plain;
+  static constexpr bool kIsForward = is_forward;  // else a scan from the last step to the first
   using Acc = cuda::AccumulateType<Scalar>;
   static constexpr int kThreadSteps = thread_steps;
-  static constexpr int kWarps = kThreads / kWarpSize;
   static constexpr int kTensors = tensors;  // that pass through shared memory
   static constexpr int kVector = kVectorBytes / static_cast<int>(sizeof(Scalar));
   static constexpr int kLanes = kTileChannels / kVector;
-  static constexpr int kSegmentsPerWarp = kWarpSize / kLanes;
+  static constexpr int kSegments = kThreads / kLanes;
   static constexpr int kSteps = tile_steps(sizeof(Scalar), thread_steps);
-  static constexpr int kGroupTiles = group_tiles(sizeof(Acc));
-  static_assert(kLanes <= kWarpSize, "a warp holds whole rows of the tile");
-  static_assert(kWarps * kSegmentsPerWarp * kThreadSteps == kSteps, "the threads' steps fill the tile");
+  static_assert(kLanes * kSegments == kThreads && kSegments * kThreadSteps == kSteps, "the threads' steps fill the tile");
   static_assert(kThreads >= kTileChannels, "one thread for each channel obtains the state before the tile");
 };
 
@@ -121,25 +117,19 @@ struct PublishedMap {
     A.read(place);
     B.read(place + kWords / 2);
   }
-  __device__ __forceinline__ void wait(const uint64_t* place) {
-    while (!A.is_there() || !B.is_there()) read(place);
-  }
+  __device__ __forceinline__ bool is_there() const { return A.is_there() && B.is_there(); }
   __device__ __forceinline__ Map<Acc> map() const { return {A.value(), B.value()}; }
   __device__ __forceinline__ bool is_cut() const { return A.tag() == kIsCut; }
 };
 
+// Between tiles no barrier is needed: what a thread leaves here it finds changed, and no other uses it after the barriers.
 template <typename T>
 struct CarryShared {
   using Acc = typename T::Acc;
-  // Of the tile at work and of the one before it, which slower warps may still read.
-  Acc A[2][T::kWarps][kTileChannels], B[2][T::kWarps][kTileChannels];
-  bool is_cut[2][T::kWarps];
-  Acc before_tile[2][kTileChannels];
+  Acc A[T::kSegments][kTileChannels];
+  Acc B[T::kSegments][kTileChannels];  // then the states before the segments
+  bool is_cut[T::kSegments];
   uint32_t tickets[2];
-  // With few chains, the states before the warps.
-  Acc before_warp[T::kWarps][kTileChannels];
-  // The earlier tiles of the group, each channel's written and read by one thread.
-  Map<Acc> earlier[T::kGroupTiles - 1][kTileChannels];
 };
 
 // The tiles that a block works at, one after another; the next is known while it works at one.
@@ -168,14 +158,13 @@ class TileQueue {
     }
   }
 
-  // Between begin() and end() of a tile lie the barriers of carry().
-  __device__ __forceinline__ void begin() {
-    slot_ ^= 1;
-    if (taken_ != nullptr) take(slot_);
+  // Between begin() and end() of a tile lie the barriers of carry(). `slot` is 1, then 0, in turns.
+  __device__ __forceinline__ void begin(int slot) {
+    if (taken_ != nullptr) take(slot);
   }
-  __device__ __forceinline__ void end() {
+  __device__ __forceinline__ void end(int slot) {
     current = next;
-    next = taken_ == nullptr ? next + gridDim.x : shared_.tickets[slot_];
+    next = taken_ == nullptr ? next + gridDim.x : shared_.tickets[slot];
   }
 
   uint32_t current, next;
@@ -187,7 +176,6 @@ class TileQueue {
 
   uint32_t* taken_;
   CarryShared<T>& shared_;
-  int slot_ = 0;
 };
 
 // One channel of a tile among those that hand states on to each other.
@@ -198,172 +186,140 @@ class Link {
   using State = TaggedWords<Acc>;
 
   // Asks for the state after the tile before: likely it is there, and then it has come when it is needed.
-  __device__ __forceinline__ Link(const Partition& partition, uint32_t chain, uint32_t tile)
-      : partition_(partition), chain_(chain), tile_(tile) {
-    if (waits()) previous_.read(state_place(tile - 1, threadIdx.x));
+  __device__ __forceinline__ Link(const Partition& partition, uint32_t index, uint32_t tile)
+      : partition_(partition), index_(index), tile_(tile) {
+    if (tile > 0 && threadIdx.x < kTileChannels) previous_.read(state_place(tile - 1));
   }
 
-  // Whether the state before the first tile is asked of it.
-  __device__ __forceinline__ bool needs_initial() const { return tile_ < T::kGroupTiles; }
   // Whether tiles publish their maps.
   __device__ __forceinline__ bool has_maps() const { return partition_.tile_words != nullptr; }
-  __device__ __forceinline__ bool is_last() const { return tile_ + 1 == partition_.tiles; }
+  // Whether the state before the first tile is asked of it.
+  __device__ __forceinline__ bool needs_initial() const { return tile_ < (has_maps() ? kGroupTiles : 1); }
 
-  // The state before the tile, of the thread's channel.
+  // What follows is called by the threads that stand for a channel.
+
   __device__ __forceinline__ Acc state_before(Acc initial) {
-    if (!waits()) return initial;
-    while (!previous_.is_there()) previous_.read(state_place(tile_ - 1, threadIdx.x));
+    if (tile_ == 0) return initial;
+    while (!previous_.is_there()) previous_.read(state_place(tile_ - 1));
     return previous_.value();
   }
-  __device__ __forceinline__ void publish_state_after(int channel, Acc state) const {
-    State::publish(state_place(tile_, channel), state, kIsMap);
+  __device__ __forceinline__ void publish_state_after(Acc state) const {
+    if (!is_last()) State::publish(state_place(tile_), state, kIsMap);
   }
 
   // The same with few chains, given the tile's map; publishes the map and the state after it.
-  __device__ __forceinline__ Acc state_before(const Map<Acc>& map, bool is_cut, Acc initial, CarryShared<T>& shared) {
+  __device__ __forceinline__ Acc state_before(const Map<Acc>& map, bool is_cut, Acc initial) {
     if (!is_last()) PublishedMap<Acc>::publish(map_place(tile_), map, is_cut);
     Acc state = initial;
-    if (waits()) state = previous_.is_there() ? previous_.value() : wait(initial, shared);
-    if (!is_last()) publish_state_after(threadIdx.x, map(state, is_cut));
+    if (tile_ > 0) state = previous_.is_there() ? previous_.value() : wait(initial);
+    publish_state_after(map(state, is_cut));
     return state;
   }
 
  private:
-  __device__ __forceinline__ bool waits() const { return tile_ > 0 && threadIdx.x < kTileChannels; }
+  __device__ __forceinline__ bool is_last() const { return tile_ + 1 == partition_.tiles; }
 
-  __device__ __forceinline__ uint64_t* state_place(uint32_t tile, int channel) const {
-    return partition_.state_words + place(tile, channel) * State::kWords;
+  __device__ __forceinline__ uint64_t* state_place(uint32_t tile) const {
+    return partition_.state_words + place(tile) * State::kWords;
   }
   __device__ __forceinline__ uint64_t* map_place(uint32_t tile) const {
-    return partition_.tile_words + place(tile, threadIdx.x) * PublishedMap<Acc>::kWords;
+    return partition_.tile_words + place(tile) * PublishedMap<Acc>::kWords;
   }
-  __device__ __forceinline__ int64_t place(uint32_t tile, int channel) const {
-    return (tile * partition_.chains.template value<int64_t>() + chain_) * kTileChannels + channel;
+  // Of a tile of the chain, up to this one.
+  __device__ __forceinline__ int64_t place(uint32_t tile) const {
+    const uint32_t index = index_ - (tile_ - tile) * partition_.chains.template value<uint32_t>();
+    return int64_t(index) * kTileChannels + threadIdx.x;
   }
 
-  __device__ __forceinline__ Acc wait(Acc initial, CarryShared<T>& shared) {
-    const int channel = threadIdx.x;
-    const uint32_t first = tile_ / T::kGroupTiles * T::kGroupTiles;
-    uint32_t cuts = 0;  // a bit for each of the earlier tiles
+  __device__ __forceinline__ Acc wait(Acc initial) {
+    const uint32_t first = tile_ / kGroupTiles * kGroupTiles;
+    Map<Acc> earlier[kGroupTiles - 1];
+    bool is_cut[kGroupTiles - 1];
     constexpr int kBatch = 3;
-    static_assert((T::kGroupTiles - 1) % kBatch == 0, "the earlier tiles of a group are read in whole batches");
-    for (uint32_t tile = first; tile < tile_; tile += kBatch) {
-      PublishedMap<Acc> published[kBatch];
+    static_assert((kGroupTiles - 1) % kBatch == 0, "the earlier tiles of a group are read in whole batches");
 #pragma unroll
-      for (int i = 0; i < kBatch; ++i) {
-        if (tile + i < tile_) published[i].read(map_place(tile + i));
+    for (int batch = 0; batch < kGroupTiles - 1; batch += kBatch) {
+      PublishedMap<Acc> published[kBatch] = {};
+      for (bool are_there = false; !are_there;) {
+        are_there = true;
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          if (first + batch + i < tile_ && !published[i].is_there()) {
+            published[i].read(map_place(first + batch + i));
+            are_there = false;
+          }
+        }
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        if (tile + i >= tile_) continue;
-        published[i].wait(map_place(tile + i));
-        shared.earlier[tile + i - first][channel] = published[i].map();
-        cuts |= uint32_t(published[i].is_cut()) << (tile + i - first);
+        earlier[batch + i] = published[i].map();
+        is_cut[batch + i] = !T::kPlain && published[i].is_cut();
       }
     }
     State before_group;
     bool has_group = first == 0;
     while (!has_group) {
-      before_group.read(state_place(first - 1, channel));
-      previous_.read(state_place(tile_ - 1, channel));
+      before_group.read(state_place(first - 1));
+      previous_.read(state_place(tile_ - 1));
       if (previous_.is_there()) return previous_.value();
       has_group = before_group.is_there();
     }
     Acc state = first == 0 ? initial : before_group.value();
-    for (uint32_t i = 0; i < tile_ - first; ++i) state = shared.earlier[i][channel](state, (cuts >> i & 1) != 0);
+#pragma unroll
+    for (int i = 0; i < kGroupTiles - 1; ++i) {
+      if (first + i < tile_) state = earlier[i](state, is_cut[i]);
+    }
     return state;
   }
 
   const Partition& partition_;
-  uint32_t chain_, tile_;
+  uint32_t index_, tile_;
   State previous_;
 };
 
-// Turns the maps of each thread's steps into the states before them. initial(channel) is the state before the first tile;
-// `parity` alternates from tile to tile.
+// Turns the maps of each thread's steps into the states before them. initial(channel) is the state before the first tile.
 template <typename T, typename Initial>
-__device__ __forceinline__ void carry(Link<T>& link, CarryShared<T>& shared, int parity, const Initial& initial,
+__device__ __forceinline__ void carry(Link<T>& link, CarryShared<T>& shared, const Initial& initial,
                                       const Map<typename T::Acc> (&own)[T::kVector], bool own_is_cut,
                                       typename T::Acc (&state)[T::kVector]) {
   using Acc = typename T::Acc;
-  const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const int first_channel = lane % T::kLanes * T::kVector;
-  const bool is_last_segment = lane >= kWarpSize - T::kLanes;
-
-  // From the warp's first step to the thread's last.
-  Map<Acc> through[T::kVector];
-  bool is_cut = !T::kPlain && own_is_cut;
-#pragma unroll
-  for (int j = 0; j < T::kVector; ++j) through[j] = own[j];
-#pragma unroll
-  for (int distance = T::kLanes; distance < kWarpSize; distance *= 2) {
-    const bool earlier_is_cut = !T::kPlain && __shfl_up_sync(kWholeWarp, is_cut, distance);
-#pragma unroll
-    for (int j = 0; j < T::kVector; ++j) {
-      const Map<Acc> earlier{__shfl_up_sync(kWholeWarp, through[j].A, distance),
-                             __shfl_up_sync(kWholeWarp, through[j].B, distance)};
-      if (lane >= distance) through[j] = through[j].after(earlier, is_cut);
-    }
-    if (!T::kPlain && lane >= distance) is_cut |= earlier_is_cut;
-  }
-  const auto map_of_warp = [&](int w, int channel) {
-    return Map<Acc>{shared.A[parity][w][channel], shared.B[parity][w][channel]};
-  };
-  const auto warp_is_cut = [&](int w) { return !T::kPlain && shared.is_cut[parity][w]; };
-  if (is_last_segment) {
-#pragma unroll
-    for (int j = 0; j < T::kVector; ++j) {
-      shared.A[parity][warp][first_channel + j] = through[j].A;
-      shared.B[parity][warp][first_channel + j] = through[j].B;
-    }
-    if (!T::kPlain) shared.is_cut[parity][warp] = is_cut;
-  }
-
-  const int channel = threadIdx.x;
-  Acc before_warp[T::kVector];
-  if (link.has_maps()) {
-    __syncthreads();
-    if (channel < kTileChannels) {
-      Map<Acc> map;
-      bool tile_is_cut = false;
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) {
-        map = map_of_warp(w, channel).after(map, warp_is_cut(w));
-        tile_is_cut |= warp_is_cut(w);
-      }
-      Acc h = link.state_before(map, tile_is_cut, link.needs_initial() ? initial(channel) : Acc(0), shared);
-#pragma unroll
-      for (int w = 0; w < T::kWarps; ++w) {
-        shared.before_warp[w][channel] = h;
-        h = map_of_warp(w, channel)(h, warp_is_cut(w));
-      }
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < T::kVector; ++j) before_warp[j] = shared.before_warp[warp][first_channel + j];
-  } else {
-    if (channel < kTileChannels) {
-      shared.before_tile[parity][channel] = link.state_before(link.needs_initial() ? initial(channel) : Acc(0));
-    }
-    __syncthreads();
-#pragma unroll
-    for (int j = 0; j < T::kVector; ++j) before_warp[j] = shared.before_tile[parity][first_channel + j];
-#pragma unroll 1
-    for (int w = 0; w < warp; ++w) {
-#pragma unroll
-      for (int j = 0; j < T::kVector; ++j) before_warp[j] = map_of_warp(w, first_channel + j)(before_warp[j], warp_is_cut(w));
-    }
-  }
-
+  const int own_segment = threadIdx.x / T::kLanes, first_channel = threadIdx.x % T::kLanes * T::kVector;
 #pragma unroll
   for (int j = 0; j < T::kVector; ++j) {
-    const Acc after = through[j](before_warp[j], is_cut);
-    const Acc earlier = __shfl_up_sync(kWholeWarp, after, T::kLanes % kWarpSize);
-    state[j] = lane < T::kLanes ? before_warp[j] : earlier;
-    if (!link.has_maps() && !link.is_last() && warp == T::kWarps - 1 && is_last_segment) {
-      link.publish_state_after(first_channel + j, after);
-    }
+    shared.A[own_segment][first_channel + j] = own[j].A;
+    shared.B[own_segment][first_channel + j] = own[j].B;
   }
+  if (!T::kPlain) shared.is_cut[own_segment] = own_is_cut;
+  __syncthreads();
+
+  if (const int channel = threadIdx.x; channel < kTileChannels) {
+    const auto segment = [&](int s) { return Map<Acc>{shared.A[s][channel], shared.B[s][channel]}; };
+    const auto is_cut = [&](int s) { return !T::kPlain && shared.is_cut[s]; };
+    const Acc at_first = link.needs_initial() ? initial(channel) : Acc(0);
+    Acc h;
+    if (link.has_maps()) {
+      Map<Acc> tile = segment(0);
+      bool tile_is_cut = is_cut(0);
+#pragma unroll
+      for (int s = 1; s < T::kSegments; ++s) {
+        tile = segment(s).after(tile, is_cut(s));
+        tile_is_cut |= is_cut(s);
+      }
+      h = link.state_before(tile, tile_is_cut, at_first);
+    } else {
+      h = link.state_before(at_first);
+    }
+#pragma unroll
+    for (int s = 0; s < T::kSegments; ++s) {
+      const Map<Acc> map = segment(s);
+      shared.B[s][channel] = h;
+      h = map(h, is_cut(s));
+    }
+    if (!link.has_maps()) link.publish_state_after(h);
+  }
+  __syncthreads();
+#pragma unroll
+  for (int j = 0; j < T::kVector; ++j) state[j] = shared.B[own_segment][first_channel + j];
 }
 
 }  // namespace ssm_kernels::linear_scan

@@ -136,7 +136,7 @@ void fwd(const LinearScanFwdParams& p, const Tasks& tasks, int64_t task, std::by
       for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
         V x[kInputs];
         for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
-        const Step<V> coefficients = Variant::step(x);
+        const Step<V> coefficients = Variant::step(Variant::gates(x), x);
         const V next = Math<V>::fma(coefficients.a, V::loadu(state + lane), coefficients.b);
         next.store(state + lane);
         next.store(h_row + lane);
@@ -186,8 +186,9 @@ void bwd(const LinearScanBwdParams& p, const Tasks& tasks, int64_t task, std::by
         V x[kInputs], grad[kInputs];
         for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
         const V g = V::loadu(grad_h_row + lane) + V::loadu(e + lane);
-        Variant::gradients(x, V::loadu(before + lane), g, grad);
-        (Variant::step(x).a * g).store(e + lane);
+        const auto gates = Variant::gates(x);
+        Variant::gradients(gates, x, V::loadu(before + lane), g, grad);
+        (Variant::step(gates, x).a * g).store(e + lane);
         for (size_t i = 0; i < kInputs; ++i) grad[i].store(grad_row[i] + lane);
       }
       if (begins) view.store_state(p.grad_initial_state, e, p.sequence(view.batch, t));

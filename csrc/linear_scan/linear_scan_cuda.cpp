@@ -54,9 +54,8 @@ class Plan {
     for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) add_view(Partition::kInputs + i, p.inputs[i]);
     add_view(Partition::kH, p.h);
     if (partition.tiles > 1) {
-      // Blocks that work at a time are two or three for each multiprocessor. With about as many chains, the tile before is of
-      // the blocks' round before, and done.
-      const bool has_many_chains = chains >= 2 * partition.multiprocessors;
+      // Blocks come to a chain's next tile after as many others as there are chains: with a third of the blocks, long enough.
+      const bool has_many_chains = chains >= partition.multiprocessors;
       const int64_t words_per_value = accumulate_bytes_ / 4;
       const int64_t state_words = partition.tiles * chains * kTileChannels * words_per_value;
       constexpr int64_t kWordsOfTaken = 2;  // keeps what follows at multiples of 16 bytes

@@ -20,15 +20,14 @@ namespace ssm_kernels::linear_scan {
 constexpr int kTileChannels = 64;
 constexpr int kVectorBytes = 16;  // of a row, that a thread moves at once
 constexpr int kThreads = 128;     // of a block, three of which a multiprocessor holds
-// Consecutive steps of one thread. Forward of two inputs makes a and b of them twice, before and after the carry; with more
-// inputs they stay in registers, which have room for fewer steps.
+// Consecutive steps of one thread. More inputs leave room for fewer steps, in shared memory and for the gates in registers.
 constexpr int fwd_thread_steps(int inputs) { return inputs <= 2 ? 8 : 4; }
 constexpr int kBwdThreadSteps = 4;
 constexpr int tile_steps(int scalar_bytes, int thread_steps) {
   return kThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps;
 }
-// Tiles whose maps one of them may have to apply: as many as shared memory has room for.
-constexpr int group_tiles(int accumulate_bytes) { return accumulate_bytes > 4 ? 7 : 10; }
+// Tiles whose maps one of them may have to apply.
+constexpr int kGroupTiles = 10;
 
 struct Partition {
   uint32_t tiles_in_all = 0;  // below 2^31

@@ -2,6 +2,8 @@
 // memory through which they pass.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/async_copy.cuh"
 #include "cuda/launch.cuh"
 #include "linear_scan/linear_scan_carry.cuh"
@@ -11,23 +13,34 @@ namespace ssm_kernels::linear_scan {
 // A thread in a tile.
 template <typename T>
 struct Place {
-  uint32_t chain, tile;
+  uint32_t index;  // the tile among all
+  uint32_t tile;   // and in its chain
   int64_t batch;
-  int64_t position;  // of its first step
-  int64_t channel;   // its first
-  int channels;      // that exist, up to kVector
-  int steps;         // that exist, up to T::kThreadSteps
+  int64_t first;    // step
+  int64_t channel;  // its first
+  int channels;     // that exist, up to kVector
+  int steps;        // that exist, up to T::kThreadSteps; in plain tiles none without channels
 
-  __device__ __forceinline__ Place(const LinearScanParams& p, const Partition& partition, uint32_t index) {
-    tile = partition.chains.divide(index);
-    chain = index - tile * partition.chains.value<uint32_t>();
+  __device__ __forceinline__ Place(const LinearScanParams& p, const Partition& partition, uint32_t index)
+      : index(index), tile(partition.chains.divide(index)) {
+    const uint32_t chain = index - tile * partition.chains.value<uint32_t>();
     const uint32_t entry = partition.channel_blocks.divide(chain);
+    const uint32_t block = chain - entry * partition.channel_blocks.value<uint32_t>();
+    const uint32_t segment = threadIdx.x / T::kLanes, lane = threadIdx.x % T::kLanes;
+    const int64_t position = int64_t(tile) * T::kSteps + segment * T::kThreadSteps;
     batch = entry;
-    const int segment = threadIdx.x / T::kLanes, lane = threadIdx.x % T::kLanes;
-    position = int64_t(tile) * T::kSteps + segment * T::kThreadSteps;
-    channel = int64_t(chain - entry * partition.channel_blocks.value<uint32_t>()) * kTileChannels + lane * T::kVector;
-    channels = static_cast<int>(max(int64_t(0), min(int64_t(T::kVector), p.channels - channel)));
-    steps = static_cast<int>(max(int64_t(0), min(int64_t(T::kThreadSteps), p.seqlen - position)));
+    first = T::kIsForward ? position : p.seqlen - 1 - position;
+    channel = int64_t(block) * kTileChannels + lane * T::kVector;
+    channels = T::kPlain ? T::kVector : count(p.channels - channel, T::kVector);
+    const bool is_there = index < partition.tiles_in_all && (!T::kPlain || channel < p.channels);
+    steps = is_there ? count(p.seqlen - position, T::kThreadSteps) : 0;
+  }
+
+  __device__ __forceinline__ int64_t step(int s) const { return T::kIsForward ? first + s : first - s; }
+
+  // `left`, from 0 up to `most`.
+  static __device__ __forceinline__ int count(int64_t left, int most) {
+    return left >= most ? most : max(static_cast<int>(left), 0);
   }
 
   // The thread's channel of the tile, one of kTileChannels, where a thread stands for one; as a state's element, zero without
@@ -39,62 +52,66 @@ struct Place {
   }
 };
 
-// A tensor as the thread sees it.
+// The thread's rows of a tensor: its step s is row s. They may lie `earlier` by some steps.
 template <typename T>
 struct Rows {
   using Scalar = typename T::Scalar;
   using Acc = typename T::Acc;
   static constexpr int kVector = T::kVector;
 
-  const SequenceView& view;
-  int64_t offset;
+  const SequenceView* view;
+  int64_t offset, stride;  // of row 0, and from row to row
   int channels;
   bool vectors;
 
-  __device__ __forceinline__ Rows(const SequenceView& view, const Partition& partition, int bit, const Place<T>& at)
-      : view(view),
-        offset(at.batch * view.stride_batch + at.channel * view.stride_channel),
+  Rows() = default;
+  __device__ __forceinline__ Rows(const SequenceView& view, const Partition& partition, int bit, const Place<T>& at,
+                                  int earlier = 0)
+      : view(&view),
+        offset(at.batch * view.stride_batch + (at.first - earlier) * view.stride_step +
+               (T::kPlain ? at.channel : at.channel * view.stride_channel)),
+        stride(T::kIsForward ? view.stride_step : -view.stride_step),
         channels(at.channels),
-        vectors((T::kPlain || (partition.vector_views >> bit & 1) != 0) && at.channels > 0) {}
+        vectors(T::kPlain || ((partition.vector_views >> bit & 1) != 0 && at.channels > 0)) {}
 
   template <typename Element>
-  __device__ __forceinline__ Element* row(int64_t step) const {
-    return static_cast<Element*>(view.data) + offset + step * view.stride_step;
+  __device__ __forceinline__ Element* row(int s) const {
+    return static_cast<Element*>(view->data) + offset + s * stride;
   }
 
   // Zero where there is no element.
   template <typename Element>
-  __device__ __forceinline__ cuda::Vector<Element, kVector> load(int64_t step) const {
+  __device__ __forceinline__ cuda::Vector<Element, kVector> load(int s) const {
     using Vector = cuda::Vector<Element, kVector>;
     Vector result = Vector::zero();
     if (vectors) {
-      result = Vector::load(row<Element>(step));
+      result = Vector::load(row<Element>(s));
     } else if constexpr (!T::kPlain) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        if (j < channels) result.set(j, row<Element>(step)[j * view.stride_channel]);
+        if (j < channels) result.set(j, row<Element>(s)[j * view->stride_channel]);
       }
     }
     return result;
   }
 
   // Into shared memory, where it is once the thread has waited for its asynchronous copies.
-  __device__ __forceinline__ void stage(int64_t step, cuda::Vector<Scalar, kVector>* place) const {
+  __device__ __forceinline__ void stage(int s, cuda::Vector<Scalar, kVector>* place) const {
     if (vectors) {
-      cuda::async_copy(place, row<Scalar>(step), cuda::kAsyncCopyBytes);
+      cuda::async_copy(place, row<Scalar>(s), cuda::kAsyncCopyBytes);
     } else if constexpr (!T::kPlain) {
-      *place = load<Scalar>(step);
+      *place = load<Scalar>(s);
     }
   }
 
   template <typename Element>
-  __device__ __forceinline__ void store(int64_t step, const cuda::Vector<Element, kVector>& values) const {
+  __device__ __forceinline__ void store(int s, const cuda::Vector<Element, kVector>& values) const {
     if (vectors) {
-      values.store_once(row<Element>(step));
+      values.store_once(row<Element>(s));
     } else if constexpr (!T::kPlain) {
 #pragma unroll
       for (int j = 0; j < kVector; ++j) {
-        if (j < channels) row<Element>(step)[j * view.stride_channel] = values[j];
+        if (j < channels) row<Element>(s)[j * view->stride_channel] = values[j];
       }
     }
   }
@@ -111,8 +128,7 @@ struct Shared {
   __device__ __forceinline__ Row& row(int buffer, int tensor, int s) { return rows[buffer][tensor][s][threadIdx.x]; }
 };
 
-// The inputs of one of a thread's steps: the narrow ones, which do not broadcast, from shared memory, the others from where
-// they are, in the accumulation type.
+// The inputs of one of a thread's steps, in the accumulation type as they are taken out.
 template <typename T, typename Variant>
 struct StepInputs {
   using Acc = typename T::Acc;
@@ -123,28 +139,47 @@ struct StepInputs {
   typename Shared<T>::Row narrow[kNarrow];
   cuda::Vector<Acc, T::kVector> wide[kWide > 0 ? kWide : 1];
 
-  __device__ __forceinline__ StepInputs(Shared<T>& shared, int buffer, int s, int64_t step, const LinearScanParams& p,
-                                        const Partition& partition, const Place<T>& at) {
-#pragma unroll
-    for (int i = 0; i < kNarrow; ++i) narrow[i] = shared.row(buffer, i, s);
-#pragma unroll
-    for (int i = 0; i < kWide; ++i) {
-      const Rows<T> rows(p.inputs[kNarrow + i], partition, Partition::kInputs + kNarrow + i, at);
-      if (rows.view.is_accumulate) {
-        wide[i] = rows.template load<Acc>(step);
-      } else {
-        const auto values = rows.template load<typename T::Scalar>(step);
-#pragma unroll
-        for (int j = 0; j < T::kVector; ++j) wide[i].set(j, cuda::to_accumulate(values[j]));
-      }
-    }
-  }
-
   __device__ __forceinline__ void get(int j, Acc (&x)[kInputs]) const {
 #pragma unroll
-    for (int i = 0; i < kNarrow; ++i) x[i] = cuda::to_accumulate(narrow[i][j]);
+    for (int i = 0; i < kNarrow; ++i) x[i] = narrow[i].accumulate(j);
 #pragma unroll
     for (int i = 0; i < kWide; ++i) x[kNarrow + i] = wide[i][j];
+  }
+};
+
+// Those of all of its steps in a tile: the narrow ones, which do not broadcast, come from shared memory, the others from where
+// they are.
+template <typename T, typename Variant>
+struct ThreadInputs {
+  using Step = StepInputs<T, Variant>;
+  static constexpr int kNarrow = Step::kNarrow, kWide = Step::kWide;
+
+  Shared<T>& shared;
+  int buffer;
+  Rows<T> wide[kWide > 0 ? kWide : 1];
+
+  __device__ __forceinline__ ThreadInputs(Shared<T>& shared, int buffer, const LinearScanParams& p, const Partition& partition,
+                                          const Place<T>& at)
+      : shared(shared), buffer(buffer) {
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) wide[i] = Rows<T>(p.inputs[kNarrow + i], partition, Partition::kInputs + kNarrow + i, at);
+  }
+
+  __device__ __forceinline__ Step operator[](int s) const {
+    Step result;
+#pragma unroll
+    for (int i = 0; i < kNarrow; ++i) result.narrow[i] = shared.row(buffer, i, s);
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) {
+      if (wide[i].view->is_accumulate) {
+        result.wide[i] = wide[i].template load<typename T::Acc>(s);
+      } else {
+        const auto values = wide[i].template load<typename T::Scalar>(s);
+#pragma unroll
+        for (int j = 0; j < T::kVector; ++j) result.wide[i].set(j, values.accumulate(j));
+      }
+    }
+    return result;
   }
 };
 
@@ -173,17 +208,17 @@ __device__ __forceinline__ void store_state(const StateView& view, int64_t seque
   }
 }
 
-// body(s) for the first `count` of `steps`.
-template <bool is_unrolled, int steps, typename Body>
+// body(s, keeps) for the first `count` of a thread's steps. Where none of them is missing, and if that is wanted, the loop is
+// unrolled: its instructions of several steps overlap, and body may keep something of each step in registers for the next loop.
+// Else the loop is short and body keeps nothing.
+template <typename T, bool is_unrolled, typename Body>
 __device__ __forceinline__ void for_each_step(int count, const Body& body) {
-  if constexpr (is_unrolled) {
+  if (is_unrolled && count == T::kThreadSteps) {
 #pragma unroll
-    for (int s = 0; s < steps; ++s) {
-      if (s < count) body(s);
-    }
+    for (int s = 0; s < T::kThreadSteps; ++s) body(s, std::bool_constant<is_unrolled>());
   } else {
 #pragma unroll 1
-    for (int s = 0; s < count; ++s) body(s);
+    for (int s = 0; s < count; ++s) body(s, std::false_type());
   }
 }
 
@@ -193,16 +228,16 @@ template <typename T, typename Stage, typename Work>
 __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
                                               const Stage& stage, const Work& work) {
   TileQueue<T> queue(partition, shared.carry);
-  if (queue.current < partition.tiles_in_all) stage(Place<T>(p, partition, queue.current), 0);
+  stage(Place<T>(p, partition, queue.current), 1);
   cuda::commit_async_copies();
   queue.take_second();
-  for (int buffer = 0; queue.current < partition.tiles_in_all; buffer ^= 1) {
-    if (queue.next < partition.tiles_in_all) stage(Place<T>(p, partition, queue.next), buffer ^ 1);
+  for (int buffer = 1; queue.current < partition.tiles_in_all; buffer ^= 1) {
+    stage(Place<T>(p, partition, queue.next), buffer ^ 1);
     cuda::commit_async_copies();
     cuda::wait_for_async_copies<1>();
-    queue.begin();
+    queue.begin(buffer);
     work(Place<T>(p, partition, queue.current), buffer);
-    queue.end();
+    queue.end(buffer);
   }
 }
 
