@@ -37,7 +37,31 @@ TORCH_LIBRARY(ssm_kernels, m) {
   m.def(
       "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
-      "str discretization='zoh') -> Tensor",
+      "str discretization='zoh', float[2]? dt_limit=None) -> Tensor",
+      tags);
+
+  // The scan in chunks (SSD, Mamba-2): S_t = e^zeta_t S_{t-1} + d_t k(zeta_t) x_t B_t^T with zeta = d A, one A for a head; out
+  // = (S C + D x) silu(z). dt_limit absent: (0, inf). chunk_size is a hint.
+  m.def(
+      "ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
+      "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[2]? dt_limit=None, Tensor? initial_states=None, "
+      "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh') -> (Tensor out, Tensor final_states)",
+      tags);
+  // The same with all arguments positional, as vmap wants them: differentiable; and forward alone.
+  for (const char* name : {"_ssd_chunk_scan", "_ssd_chunk_scan_fwd"}) {
+    const std::string arguments =
+        "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, SymInt? chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, "
+        "bool dt_softplus, float dt_min, float dt_max, Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, "
+        "str discretization) -> (Tensor out, Tensor final_states)";
+    m.def((name + arguments).c_str(), tags);
+  }
+  // Its adjoint, which recomputes what it needs of forward. Gradients that are absent or not needed have no elements.
+  m.def(
+      "_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "
+      "SymInt? chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max, "
+      "Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, str discretization, bool[9] needs_grad) "
+      "-> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, "
+      "Tensor grad_dt_bias, Tensor grad_initial_states)",
       tags);
 
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan, mingru_scan, ..., one for each row of common/recurrences.h.

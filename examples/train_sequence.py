@@ -1,4 +1,4 @@
-"""Classifies handwritten digits read pixel by pixel, with a small stack of Mamba, minGRU or minLSTM blocks.
+"""Classifies handwritten digits read pixel by pixel, with a small stack of Mamba, Mamba-2, minGRU or minLSTM blocks.
 
 The images are scikit-learn's digits (8 x 8 pixels, 10 classes, part of the package: nothing is downloaded). Each is a sequence
 of 64 numbers that the model reads one after another. One word changes the model, one Mamba's discretization, and several models
@@ -6,7 +6,7 @@ are trained one after another and compared in one plot:
 
     python examples/train_sequence.py --model mingru
     python examples/train_sequence.py --discretization bilinear --plot curve.png
-    python examples/train_sequence.py --model mamba mingru minlstm --plot curves.png
+    python examples/train_sequence.py --model mamba mamba2 mingru minlstm --plot curves.png
 
 Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and evaluations
 depend on the seed and the number of steps done alone, so the result is that of a run that was never stopped.
@@ -32,7 +32,7 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
 import ssm_kernels
-from ssm_kernels.nn import Mamba, MinGRU, MinLSTM
+from ssm_kernels.nn import Mamba, Mamba2, MinGRU, MinLSTM
 
 try:
     from matplotlib.figure import Figure
@@ -66,6 +66,9 @@ class MinRNNMixer(nn.Module):
 
 MIXERS: dict[str, Callable[[int, str], nn.Module]] = {
     "mamba": lambda d_model, discretization: Mamba(d_model, d_state=8, discretization=discretization),
+    "mamba2": lambda d_model, discretization: Mamba2(
+        d_model, d_state=16, headdim=math.gcd(2 * d_model, 16), discretization=discretization
+    ),
     "mingru": lambda d_model, _: MinRNNMixer(d_model, MinGRU),
     "minlstm": lambda d_model, _: MinRNNMixer(d_model, MinLSTM),
 }
@@ -217,7 +220,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--model", nargs="+", default=["mamba"], choices=MIXERS, metavar="NAME", help=f"{', '.join(MIXERS)}; default: mamba"
     )
-    parser.add_argument("--discretization", default="zoh", choices=ssm_kernels.discretizations, help="Mamba's; default: zoh")
+    parser.add_argument(
+        "--discretization", default="zoh", choices=ssm_kernels.discretizations, help="of mamba and mamba2; default: zoh"
+    )
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default: cpu")
     parser.add_argument("--epochs", type=number(int, 1, 10_000), default=25, help="default: 25")
     parser.add_argument("--batch-size", type=number(int, 1, 10_000), default=16, help="default: 16")
@@ -246,6 +251,9 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         args.device = torch.device(args.device)
         for model in args.model:
             MIXERS[model](8, args.discretization).to(args.device)(torch.zeros(1, 2, 8, device=args.device)).sum().item()
+    except ValueError as error:  # of the rules of mamba, mamba2 has some
+        reason, *_ = str(error).splitlines()
+        parser.error(f"argument --discretization: {reason}")
     except (AssertionError, RuntimeError) as error:  # no such device, or no kernels for it
         reason, *_ = str(error).splitlines()
         parser.error(f"argument --device {args.device}: {reason}")
@@ -294,7 +302,7 @@ def train(model_name: str, args: argparse.Namespace) -> History:
 
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
-                fail(f"the loss is {losses[-1]} in step {step + 1}: try a lower --lr or, for mamba, another discretization")
+                fail(f"the loss is {losses[-1]} in step {step + 1}: try a lower --lr or, of a mamba, another discretization")
             if (step + 1) % steps_per_epoch == 0 or step + 1 == last_step:
                 accuracies.append((step + 1, accuracy(model, test_x, test_y)))
                 if args.checkpoint is not None:
@@ -314,7 +322,7 @@ def train(model_name: str, args: argparse.Namespace) -> History:
 
 
 def describe(model_name: str, args: argparse.Namespace) -> str:
-    return f"{model_name} (discretization {args.discretization})" if model_name == "mamba" else model_name
+    return f"{model_name} (discretization {args.discretization})" if model_name in ("mamba", "mamba2") else model_name
 
 
 def main(argv: list[str] | None = None) -> None:

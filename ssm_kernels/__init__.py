@@ -1,8 +1,9 @@
-"""State-space model kernels for PyTorch: the selective scan with a choice of discretization, and gated linear recurrences.
+"""State-space model kernels for PyTorch: the selective scan with a choice of discretization, Mamba-2's scan in chunks, and
+gated linear recurrences.
 
-``selective_scan``, ``selective_state_update`` and the scans and steps of ``linear_scan``'s family are the operators,
-``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.reference`` the same in plain PyTorch. ``python -m ssm_kernels`` says
-what was built and what is usable here.
+``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update`` and the scans and steps of ``linear_scan``'s family are the
+operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.reference`` the same in plain PyTorch.
+``python -m ssm_kernels`` says what was built and what is usable here.
 """
 
 from ._build_info import build_info, load_operators
@@ -29,6 +30,7 @@ from .ops import (  # noqa: E402
     rglru_step,
     selective_scan,
     selective_state_update,
+    ssd_chunk_scan,
 )
 
 __version__: str = build_info()["version"]
@@ -59,4 +61,5 @@ __all__ = [
     "rglru_step",
     "selective_scan",
     "selective_state_update",
+    "ssd_chunk_scan",
 ]

@@ -17,6 +17,12 @@ def _sample_shape(tensor: Tensor, dim: int | None) -> tuple[int, ...]:
     return tuple(size for axis, size in enumerate(tensor.shape) if dim is None or axis != dim % tensor.dim())
 
 
+def _select_sample(arguments: tuple, in_dims: tuple, sample: int) -> list:
+    return [
+        argument if dim is None else argument.select(dim, sample) for argument, dim in zip(arguments, in_dims, strict=False)
+    ]
+
+
 def _selective_scan(info, in_dims, u, delta, A, B, C, D=None, z=None, delta_bias=None, initial_state=None, **options):
     """One call for all samples: folded into the batch or, where a parameter is mapped, into the channels as further groups."""
     samples = info.batch_size
@@ -59,10 +65,7 @@ def _selective_state_update(info, in_dims, state, *tensors_and_flags, **options)
         raise RuntimeError("selective_state_update: expected vmap over state, which is updated in place, got in_dims None")
     outputs = []
     for sample in range(info.batch_size):
-        arguments = [
-            argument if dim is None else argument.select(dim, sample)
-            for argument, dim in zip(tensors_and_flags, in_dims[1:], strict=False)
-        ]
+        arguments = _select_sample(tensors_and_flags, in_dims[1:], sample)
         sample_state = state.select(in_dims[0], sample)
         outputs.append(torch.ops.ssm_kernels.selective_state_update(sample_state, *arguments, **options))
     if not outputs:
@@ -127,11 +130,45 @@ def _linear_recurrence_bwd(info, in_dims, grad_h, grad_last_state, inputs, h, h0
     return (grad_inputs, grad_h0), (grad_dims, grad_h0_dim)
 
 
+def _ssd_chunk_scan(info, in_dims, *arguments):
+    """One call for all samples: folded into the batch or, where it is packed or a parameter is mapped, into the heads."""
+    operator, samples = torch.ops.ssm_kernels._ssd_chunk_scan, info.batch_size
+    names = [argument.name for argument in operator.default._schema.arguments]
+    values, dims = dict(zip(names, arguments, strict=True)), dict(zip(names, in_dims, strict=True))
+    if dims["cu_seqlens"] is not None:
+        raise RuntimeError(f"ssd_chunk_scan: expected cu_seqlens that vmap does not map, got in_dims {dims['cu_seqlens']}")
+    batch, seqlen, heads, headdim = _sample_shape(values["x"], dims["x"])
+    parameters = ("A", "D", "dt_bias")
+    into_heads = values["cu_seqlens"] is not None or any(dims[name] is not None for name in parameters)
+    if samples == 0:
+        states = batch if values["cu_seqlens"] is None else len(values["cu_seqlens"]) - 1
+        out = values["x"].new_empty(0, batch, seqlen, heads, headdim)
+        return (out, values["A"].new_empty(0, states, heads, headdim, _sample_shape(values["B"], dims["B"])[-1])), (0, 0)
+    if into_heads and dims["seq_idx"] is not None:  # which heads share: a call for each sample
+        results = [operator(*_select_sample(arguments, in_dims, sample)) for sample in range(samples)]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
+
+    axes = dict.fromkeys(("x", "dt", "B", "C", "z", "initial_states", "seq_idx"), 0)  # that the samples are folded into
+    if into_heads:  # groups of B and C are some heads as well
+        axes = dict.fromkeys(("x", "dt", "B", "C", "z"), 2) | {"initial_states": 1} | dict.fromkeys(parameters, 0)
+    folded = values | {
+        name: _samples_first(values[name], dims[name], samples).movedim(0, axis).flatten(axis, axis + 1)
+        for name, axis in axes.items()
+        if values[name] is not None
+    }
+    out, final_states = operator(*folded.values())
+    if into_heads:
+        return (out.unflatten(2, (samples, heads)), final_states.unflatten(1, (samples, heads))), (2, 1)
+    return (out.unflatten(0, (samples, batch)), final_states.unflatten(0, (samples, batch))), (0, 0)
+
+
 _library = torch.library.Library("ssm_kernels", "IMPL")
-for _name in RECURRENCES:  # calls of _linear_recurrence, which has the rule
+# Calls of operators that have the rule.
+for _name in (*RECURRENCES, "ssd_chunk_scan"):
     _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
 
 torch.library.register_vmap("ssm_kernels::_linear_recurrence", _linear_recurrence)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence_bwd", _linear_recurrence_bwd)
+torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan", _ssd_chunk_scan)
 torch.library.register_vmap("ssm_kernels::selective_scan", _selective_scan)
 torch.library.register_vmap("ssm_kernels::selective_state_update", _selective_state_update)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -29,6 +30,7 @@ __all__ = [
     "rglru_step",
     "selective_scan",
     "selective_state_update",
+    "ssd_chunk_scan",
 ]
 
 
@@ -119,12 +121,13 @@ def selective_state_update(
     state_batch_indices: Tensor | None = None,
     *,
     discretization: str = "zoh",
+    dt_limit: Sequence[float] | None = None,
 ) -> Tensor:
     r"""One decoding step of the selective scan; ``state`` is updated in place.
 
-    Equal to :func:`selective_scan` with seqlen 1 whose initial state is ``state``. Two forms: with channels
-    (``state`` of shape (batch, dim, dstate), Mamba) and with heads (``state`` of shape (batch, heads, headdim, dstate),
-    Mamba-2).
+    Equal to a scan with seqlen 1 whose initial state is ``state``. Two forms: with channels (``state`` of shape (batch, dim,
+    dstate), Mamba, :func:`selective_scan`) and with heads (``state`` of shape (batch, heads, headdim, dstate), Mamba-2,
+    :func:`ssd_chunk_scan`, with ``A``, ``dt``, ``D`` and ``dt_bias`` expanded over what they do not depend on).
     The argument names and order are those of ``mamba_ssm``'s function.
 
     Args:
@@ -145,12 +148,13 @@ def selective_state_update(
             error on the CPU; on CUDA, where checking would wait for the device, the row's output is NaN and no state is
             touched.
         discretization: as for :func:`selective_scan`.
+        dt_limit: the smallest and the largest step size: others are clamped, after bias and softplus. None: no limits.
 
     Returns:
         ``out``, shape and dtype of ``x``. Not differentiable: backward through it raises.
 
     Raises:
-        ValueError: a shape or the discretization is not as above.
+        ValueError: a shape, the discretization or ``dt_limit`` is not as above.
         RuntimeError: a dtype or device is not as above, or there is no kernel for the device.
     """
     return torch.ops.ssm_kernels.selective_state_update(
@@ -166,7 +170,104 @@ def selective_state_update(
         dt_softplus,
         state_batch_indices,
         discretization=discretization,
+        dt_limit=dt_limit,
     )
+
+
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool = False,
+    discretization: str = "zoh",
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""The scan of Mamba-2, structured state-space duality (SSD), in chunks: nearly all of it products of matrices.
+
+    Each head is a selective scan whose :math:`A` is one number, with a state of headdim times dstate:
+
+    .. math::
+        \Delta_t &= \mathrm{dt}_t + \mathrm{dt\_bias}, \quad
+        \Delta_t \leftarrow \mathrm{softplus}(\Delta_t) \text{ if } \mathrm{dt\_softplus}, \quad
+        \Delta_t \leftarrow \mathrm{clamp}(\Delta_t, \mathrm{dt\_limit}) \\
+        S_t &= e^{\Delta_t A} S_{t-1} + \Delta_t\, k(\Delta_t A)\, x_t B_t^\top \\
+        y_t &= (S_t C_t + D x_t) \cdot \mathrm{silu}(z_t)
+
+    The function :math:`k` is the discretization's: see ``docs/discretizations.md``.
+    Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 6. The argument names are those of ``mamba_ssm``'s
+    ``mamba_chunk_scan_combined``.
+
+    Args:
+        x: input, (batch, seqlen, heads, headdim); float32, float16, bfloat16 or float64; headdim <= 256. Any strides, as all
+            tensors here.
+        dt: step sizes, (batch, seqlen, heads), dtype of ``x``.
+        A: (heads,), float32 (float64 with float64 inputs).
+        B: input matrix, (batch, seqlen, groups, dstate), dtype of ``x``; dstate <= 256. The groups divide the heads: head ``h``
+            reads group ``h // (heads // groups)``.
+        C: output matrix, shape and dtype of ``B``.
+        chunk_size: a hint, how many steps to take together; None chooses. Without effect on the result but for rounding.
+        D: skip connection, (heads,) or (heads, headdim), dtype of ``A``.
+        z: gate, shape and dtype of ``x``.
+        dt_bias: (heads,), dtype of ``A``.
+        dt_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``dt + dt_bias``.
+        dt_limit: the smallest and the largest step size: others are clamped, after bias and softplus, and have no gradient.
+        initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
+        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to: where it changes from one
+            step to the next the state starts again from zero. ``initial_states`` is what the first of a row's sequences
+            begins with, ``final_states`` what the last one ends with.
+        cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
+            ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
+            a sequence may have no steps. Nothing passes from one sequence to the next: ``initial_states`` and ``final_states``
+            are (sequences, heads, headdim, dstate). Not together with ``seq_idx``.
+        return_final_states: also return the states after the last step.
+        discretization: one of those whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"foh"`` (alias ``"zoh_exact"``),
+            ``"poly"``, ``"highorder"`` or ``"rk4"``. They differ in the input's factor.
+
+    Returns:
+        ``out`` of the shape and dtype of ``x``; with ``return_final_states`` also ``final_states``, (batch, heads, headdim,
+        dstate), dtype of ``A``, which of a sequence without steps is its initial state. Both are differentiable with respect to
+        every floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other
+        than ``vmap`` are not supported and raise.
+
+    States and sums are float32 (float64 with float64 inputs), and exponents are summed in float64: strong decay, weak decay and
+    length cost no accuracy. Only the inputs are kept for gradients; backward computes the states again. The values of
+    ``cu_seqlens`` are read on the host. Under autocast ``x``, ``dt``, ``B``, ``C`` and ``z`` are cast to its dtype, parameters
+    and states to float32.
+
+    Raises:
+        ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,
+            or both ``seq_idx`` and ``cu_seqlens`` are given.
+        RuntimeError: a dtype or device is not as above, or there is no kernel for the device.
+    """
+    out, final_states = torch.ops.ssm_kernels.ssd_chunk_scan(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_states=initial_states,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        discretization=discretization,
+    )
+    return (out, final_states) if return_final_states else out
 
 
 def linear_scan(

@@ -10,6 +10,8 @@ The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t)
 
 and differs only in the two functions ``Abar`` and ``gain``.
 
+The state-space dual form has a matrix for its state, headdim x dstate, that decays by one number of the head.
+
 The gated linear recurrences are ``h_t = a_t * h_{t-1} + b_t`` and differ only in how ``a`` and ``b`` come from their inputs.
 """
 
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -42,6 +45,7 @@ __all__ = [
     "rglru_scan",
     "selective_scan",
     "selective_state_update",
+    "ssd_chunk_scan",
 ]
 
 
@@ -143,6 +147,22 @@ def coefficients(discretization: str, delta: Tensor, A: Tensor) -> tuple[Tensor,
     return Abar, delta * gain
 
 
+def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:
+    """The step sizes of the raw ones: with the bias, which broadcasts, softplus and the limits, in this order."""
+    if bias is not None:
+        dt = dt + bias
+    if softplus:
+        dt = F.softplus(dt)
+    return dt if limit is None else dt.clamp(*limit)
+
+
+def _promoted_dtype(*tensors: Tensor | None) -> torch.dtype:
+    dtype, *others = (tensor.dtype for tensor in tensors if tensor is not None)
+    for other in others:
+        dtype = torch.promote_types(dtype, other)
+    return dtype
+
+
 def _per_step(X: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:
     """B or C of any accepted shape as (batch, dim, dstate, seqlen)."""
     if X.dim() == 2:
@@ -174,15 +194,9 @@ def selective_scan(
     Computed in the promoted dtype of all arguments; ``out`` and ``last_state`` have that dtype.
     """
     batch, dim, seqlen = u.shape
-    dtype = u.dtype
-    for tensor in (delta, A, B, C, D, z, delta_bias, initial_state):
-        if tensor is not None:
-            dtype = torch.promote_types(dtype, tensor.dtype)
-    u, delta, A = u.to(dtype), delta.to(dtype), A.to(dtype)
-    if delta_bias is not None:
-        delta = delta + delta_bias.to(dtype)[:, None]
-    if delta_softplus:
-        delta = F.softplus(delta)
+    dtype = _promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state)
+    u, A = u.to(dtype), A.to(dtype)
+    delta = _step_sizes(delta.to(dtype), None if delta_bias is None else delta_bias.to(dtype)[:, None], delta_softplus)
     Bt = _per_step(B.to(dtype), batch, dim, seqlen)
     Ct = _per_step(C.to(dtype), batch, dim, seqlen)
     h = A.new_zeros(batch, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
@@ -212,6 +226,7 @@ def selective_state_update(
     dt_bias: Tensor | None = None,
     *,
     dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = None,
     discretization: str = "zoh",
     state_batch_indices: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -228,10 +243,7 @@ def selective_state_update(
         D, dt_bias = (None if v is None else v[None] for v in (D, dt_bias))
         z = None if z is None else z[:, None]
     nheads = state.shape[1]
-    if dt_bias is not None:
-        dt = dt + dt_bias
-    if dt_softplus:
-        dt = F.softplus(dt)
+    dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
     rows = torch.arange(x.shape[0], device=x.device) if state_batch_indices is None else state_batch_indices.long()
     padding = rows < 0
     rows = rows.clamp(min=0)
@@ -250,6 +262,74 @@ def selective_state_update(
     new_state = state.clone()
     new_state[rows[~padding]] = h[~padding].to(state.dtype)
     return (out, new_state) if heads else (out[:, 0], new_state[:, 0])
+
+
+def _ssd_sequence(
+    x: Tensor, a: Tensor, c: Tensor, B: Tensor, C: Tensor, resets: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """``y`` without the skip connection, and the state after the last step; one group of B and C per head.
+
+    Args:
+        resets: (batch, seqlen), where the state before a step is dropped.
+    """
+    outputs = []
+    for x_t, a_t, c_t, B_t, C_t, reset_t in zip(*(v.unbind(1) for v in (x, a, c, B, C, resets)), strict=True):
+        state = state.masked_fill(reset_t[:, None, None, None], 0)
+        state = a_t[..., None, None] * state + (c_t[..., None] * x_t)[..., None] * B_t[..., None, :]
+        outputs.append((state * C_t[..., None, :]).sum(-1))
+    return torch.stack(outputs, dim=1) if outputs else x, state
+
+
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool = False,
+    discretization: str = "zoh",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The scan of the state-space dual form as a loop over time. Arguments and results as :func:`ssm_kernels.ssd_chunk_scan`.
+
+    ``chunk_size`` is without effect: there are no chunks. Computed in the promoted dtype of all arguments; ``out`` and
+    ``final_states`` have that dtype.
+    """
+    batch, seqlen, heads, headdim = x.shape
+    dtype = _promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states)
+    x, A = x.to(dtype), A.to(dtype)
+    dt = _step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
+    a, c = coefficients(discretization, dt, A)
+    Bt, Ct = (X.to(dtype).repeat_interleave(heads // X.shape[2], dim=2) for X in (B, C))
+    resets = torch.zeros(batch, seqlen, dtype=torch.bool, device=x.device)
+    if seq_idx is not None:
+        resets[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    states = x.new_zeros(sequences, heads, headdim, B.shape[3]) if initial_states is None else initial_states.to(dtype)
+    if cu_seqlens is None:
+        out, states = _ssd_sequence(x, a, c, Bt, Ct, resets, states)
+    else:
+        outputs, final_states = [x[:, :0]], [states[:0]]
+        for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+            sequence = (v[:, begin:end] for v in (x, a, c, Bt, Ct, resets))
+            y, state = _ssd_sequence(*sequence, states[i : i + 1])
+            outputs.append(y)
+            final_states.append(state)
+        out, states = torch.cat(outputs, dim=1), torch.cat(final_states)
+    if D is not None:
+        out = out + (D if D.dim() == 2 else D[:, None]).to(dtype) * x
+    if z is not None:
+        out = out * F.silu(z.to(dtype))
+    return (out, states) if return_final_states else out
 
 
 CANDIDATE_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

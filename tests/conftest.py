@@ -101,6 +101,15 @@ def uninitialized_memory_is_nan():
 
 
 @pytest.fixture
+def no_vmap_fallback():
+    """PyTorch's loop over samples is an error, not a warning that may come only once."""
+    before = torch._C._functorch._is_vmap_fallback_enabled()
+    torch._C._functorch._set_vmap_fallback_enabled(False)
+    yield
+    torch._C._functorch._set_vmap_fallback_enabled(before)
+
+
+@pytest.fixture
 def needs_gpu_memory():
     """Skips the test on a CUDA device that has fewer GiB free; gives back what the test took."""
 

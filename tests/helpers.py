@@ -21,6 +21,7 @@ DEVICES = {
     "linear_scan": ["cpu", "cuda"],  # and every other recurrence of its family
     "selective_scan": ["cpu", "cuda"],
     "selective_state_update": ["cpu", "cuda"],
+    "ssd_chunk_scan": ["cpu", "cuda"],
 }
 
 
@@ -110,6 +111,18 @@ STEP_FORMS: dict[str, dict[str, Any]] = {
     "channels_groups": {"dim": 6, "groups": 3},
     "heads": {"heads": 4, "dim": 5},
     "heads_groups": {"heads": 4, "dim": 5, "groups": 2},
+}
+
+
+# What of torch.func the operators refuse: by name, the transform of a function at a tensor.
+FUNC_TRANSFORMS: dict[str, Callable[[Callable, Tensor], Any]] = {
+    "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
+    "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x)),
+    "jvp": lambda f, x: torch.func.jvp(f, (x,), (x,)),
+    "jacrev": lambda f, x: torch.func.jacrev(f)(x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f)(x),
+    "hessian": lambda f, x: torch.func.hessian(lambda x: f(x).sum())(x),
+    "vmap_of_grad": lambda f, x: torch.vmap(torch.func.grad(lambda x: f(x).sum()))(torch.stack([x, x])),
 }
 
 
@@ -288,7 +301,8 @@ def split(operator: torch._ops.OpOverloadPacket, inputs: dict[str, Any]) -> tupl
     """The operator's positional and keyword arguments."""
     arguments = operator.default._schema.arguments
     positional = tuple(inputs.get(argument.name) for argument in arguments if not argument.kwarg_only)
-    return positional, {argument.name: inputs[argument.name] for argument in arguments if argument.kwarg_only}
+    keywords = (argument.name for argument in arguments if argument.kwarg_only)
+    return positional, {name: inputs[name] for name in keywords if name in inputs}
 
 
 def with_gradients(inputs: dict[str, Any], names: Iterable[str] = TENSORS) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def test_snippet_runs(snippet):
 
 def test_there_are_snippets():
     names = {parameter.id.rpartition("-")[0] for parameter in snippets()}
-    assert {"README.md", "recurrences.md"} <= names
+    assert {"README.md", "recurrences.md", "ssd.md"} <= names
 
 
 def test_every_recurrence_is_in_the_table():

@@ -56,7 +56,7 @@ def read(checkpoint: Path) -> dict:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["", "mingru", "minlstm"])
+@pytest.mark.parametrize("model", ["", "mamba2", "mingru", "minlstm"])
 def test_learns(model, tmp_path):
     """As a user runs it, in a process of its own."""
     arguments = ["--epochs=5", "--d-model=16", "--n-layers=1", "--lr=0.01", "--checkpoint=run.pt", "--plot=curve.png"]
@@ -72,13 +72,14 @@ def test_learns(model, tmp_path):
     assert sum(checkpoint["losses"][-10:]) / 10 < 2.0
     assert f"test accuracy: {100 * checkpoint['accuracies'][-1][1]:.1f} %" in run.stdout
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
-    assert f" {model or 'mamba (discretization zoh)'}\n" in run.stdout
+    described = f"{model or 'mamba'} (discretization zoh)" if model in ("", "mamba2") else model
+    assert f" {described}\n" in run.stdout
 
 
 @pytest.mark.slow
 def test_compares_models(tmp_path, train):
     """One after another, each as if it were alone, in one plot."""
-    models, plot = ["mamba", "mingru", "minlstm"], tmp_path / "curves.png"
+    models, plot = ["mamba", "mamba2", "mingru", "minlstm"], tmp_path / "curves.png"
     together = train(*SHORT, "--max-steps", "3", "--model", *models, "--plot", plot)
     assert plot.read_bytes().startswith(b"\x89PNG") and f"learning curves: {plot}" in together
     found = re.findall(r"test accuracy: (.*) % after 3 steps .*, (\w+)(?: \(.*\))?\n", together)
@@ -88,7 +89,7 @@ def test_compares_models(tmp_path, train):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stop, model", [(13, "mamba"), (17, "mamba"), (17, "mingru")])
+@pytest.mark.parametrize("stop, model", [(13, "mamba"), (17, "mamba"), (17, "mamba2"), (17, "mingru")])
 def test_stopped_and_resumed_is_one_run(stop, model, tmp_path, train):
     whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
     options = (*SHORT, "--model", model)
@@ -105,7 +106,7 @@ def test_stopped_and_resumed_is_one_run(stop, model, tmp_path, train):
 
 @pytest.mark.cuda
 @pytest.mark.slow
-@pytest.mark.parametrize("model", ["mamba", "mingru", "minlstm"])
+@pytest.mark.parametrize("model", ["mamba", "mamba2", "mingru", "minlstm"])
 def test_trains_on_cuda_as_on_the_cpu(model, tmp_path, train):
     """From the same weights on the same batches, stopped and resumed in between."""
     on_cpu, on_cuda = tmp_path / "cpu.pt", tmp_path / "cuda.pt"
@@ -125,6 +126,8 @@ def test_seed_model_and_discretization_decide_the_run(tmp_path, train):
         "other seed": ["--seed", "1"],
         "other method": ["--discretization", "bilinear"],
         "other model": ["--model", "mingru"],
+        "method of mamba2": ["--model", "mamba2", "--discretization", "foh"],
+        "mamba2": ["--model", "mamba2"],
     }.items():
         train(*SHORT, "--max-steps", "3", "--checkpoint", tmp_path / "run.pt", *arguments)
         losses[name] = read(tmp_path / "run.pt")["losses"]
@@ -132,13 +135,15 @@ def test_seed_model_and_discretization_decide_the_run(tmp_path, train):
     assert losses["first"] != losses["other seed"]
     assert losses["first"] != losses["other method"]
     assert losses["first"] != losses["other model"]
+    assert losses["mamba2"] != losses["method of mamba2"]
 
 
 @pytest.mark.parametrize(
     "arguments, words",
     [
         (["--discretization", "tustin"], ["tustin", *ssm_kernels.discretizations]),
-        (["--model", "lstm"], ["--model", "lstm", "mamba", "mingru", "minlstm"]),
+        (["--model", "lstm"], ["--model", "lstm", "mamba", "mamba2", "mingru", "minlstm"]),
+        (["--model", "mamba2", "--discretization", "bilinear"], ["--discretization", "bilinear", "zoh", "foh"]),
         (["--model", "mamba", "mingru", "--checkpoint", "run.pt"], ["--checkpoint", "mamba", "mingru"]),
         (["--epochs", "0"], ["--epochs", "0"]),
         (["--lr", "nan"], ["--lr", "nan"]),

@@ -6,7 +6,7 @@ import itertools
 
 import pytest
 import torch
-from helpers import parameter_dtype
+from helpers import FUNC_TRANSFORMS, parameter_dtype
 from recurrence_helpers import (
     LINEAR,
     LIQUID,
@@ -30,15 +30,6 @@ from recurrence_helpers import (
 OPERATOR = "linear_scan"
 
 some_recurrences = pytest.mark.parametrize("variant", [LINEAR, MINGRU, LIQUID, RGLRU], ids=lambda variant: variant.name)
-
-
-@pytest.fixture
-def no_vmap_fallback():
-    """PyTorch's loop over samples is an error, not a warning that may come only once."""
-    before = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(False)
-    yield
-    torch._C._functorch._set_vmap_fallback_enabled(before)
 
 
 def stacked_inputs(variant: Variant, names, axis: int = 0, samples: int = 3, **options) -> tuple[list[dict], dict]:
@@ -154,22 +145,12 @@ def test_vmap_over_offsets_says_that_it_is_not_supported(device, no_vmap_fallbac
         vmapped(MINGRU, ["cu_seqlens"])(**(inputs | {"cu_seqlens": stacked}))
 
 
-TRANSFORMS = {
-    "grad": lambda scan, x: torch.func.grad(lambda x: scan(x).sum())(x),
-    "vjp": lambda scan, x: torch.func.vjp(scan, x)[1](torch.ones_like(x)),
-    "jvp": lambda scan, x: torch.func.jvp(scan, (x,), (x,)),
-    "jacrev": lambda scan, x: torch.func.jacrev(scan)(x),
-    "jacfwd": lambda scan, x: torch.func.jacfwd(scan)(x),
-    "vmap_of_grad": lambda scan, x: torch.vmap(torch.func.grad(lambda x: scan(x).sum()))(torch.stack([x, x])),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", FUNC_TRANSFORMS)
 @some_recurrences
 def test_func_transforms_say_that_they_are_not_supported(variant, transform, device):
     """Naming the operator, what is not supported and what is."""
     inputs = make_inputs(variant, device=device)
     name = next(iter(inputs))
     with pytest.raises(RuntimeError, match=rf"^{variant.name}: .*torch\.func.* not supported") as error:
-        TRANSFORMS[transform](lambda x: variant.scan(**(inputs | {name: x})), inputs[name])
+        FUNC_TRANSFORMS[transform](lambda x: variant.scan(**(inputs | {name: x})), inputs[name])
     assert "torch.autograd" in str(error.value) and "vmap" in str(error.value)

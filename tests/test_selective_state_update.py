@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -114,6 +115,24 @@ def test_every_combination_of_options(form, chosen, device):
         assert_matches_reference(
             make_step_inputs(**STEP_FORMS[form], **options, dtype=dtype, state_dtype=state_dtype, device=device)
         )
+
+
+@pytest.mark.parametrize("limits", [(0.2, 0.4), (0.3, math.inf), (0.0, 0.3), (-math.inf, math.inf)], ids=str)
+@every_form
+def test_limits_of_the_step_size(form, limits, device):
+    """They come after bias and softplus."""
+    for (dtype, state_dtype), dstate in itertools.product(STEP_DTYPES, (3, 16)):
+        inputs = make_step_inputs(**STEP_FORMS[form], dstate=dstate, dtype=dtype, state_dtype=state_dtype, device=device)
+        assert_matches_reference(inputs | {"dt_limit": limits})
+
+
+def test_limits_of_the_step_size_that_exclude_each_other(device):
+    for limits in ((0.5, 0.25), (math.nan, 1.0)):
+        inputs = make_step_inputs(device=device) | {"dt_limit": limits}
+        with pytest.raises(
+            ValueError, match=says("selective_state_update: expected dt_limit = (min, max) with min <= max, got (")
+        ):
+            selective_state_update(**inputs)
 
 
 @pytest.mark.parametrize("names", [("D",), ("dt_bias",), ("D", "dt_bias")], ids="-".join)

@@ -6,20 +6,20 @@ import itertools
 
 import pytest
 import torch
-from helpers import MINIMAL, TENSORS, make_cotangents, make_inputs, scan_with_state, training_step, with_gradients
+from helpers import (
+    FUNC_TRANSFORMS,
+    MINIMAL,
+    TENSORS,
+    make_cotangents,
+    make_inputs,
+    scan_with_state,
+    training_step,
+    with_gradients,
+)
 
 from ssm_kernels import selective_scan
 
 OPERATOR = "selective_scan"
-
-
-@pytest.fixture
-def no_vmap_fallback():
-    """PyTorch's loop over samples is an error, not a warning that may come only once."""
-    before = torch._C._functorch._is_vmap_fallback_enabled()
-    torch._C._functorch._set_vmap_fallback_enabled(False)
-    yield
-    torch._C._functorch._set_vmap_fallback_enabled(before)
 
 
 SUBSETS = [subset for size in (1, 2, 8, 9) for subset in itertools.combinations(TENSORS, size)]
@@ -127,21 +127,10 @@ def test_batched_gradients(device):
             torch.testing.assert_close(all_of_them[i], one, rtol=1e-12, atol=1e-12)
 
 
-TRANSFORMS = {
-    "grad": lambda scan, u: torch.func.grad(lambda u: scan(u).sum())(u),
-    "vjp": lambda scan, u: torch.func.vjp(scan, u)[1](torch.ones_like(u)),
-    "jvp": lambda scan, u: torch.func.jvp(scan, (u,), (u,)),
-    "jacrev": lambda scan, u: torch.func.jacrev(scan)(u),
-    "jacfwd": lambda scan, u: torch.func.jacfwd(scan)(u),
-    "hessian": lambda scan, u: torch.func.hessian(lambda u: scan(u).sum())(u),
-    "vmap_of_grad": lambda scan, u: torch.vmap(torch.func.grad(lambda u: scan(u).sum()))(torch.stack([u, u])),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("transform", FUNC_TRANSFORMS)
 def test_func_transforms_say_that_they_are_not_supported(transform, device):
     """Naming the operator, what is not supported and what is."""
     inputs = make_inputs(device=device)
     with pytest.raises(RuntimeError, match=r"^selective_scan: .*torch\.func.* not supported") as error:
-        TRANSFORMS[transform](lambda u: selective_scan(**(inputs | {"u": u})), inputs["u"])
+        FUNC_TRANSFORMS[transform](lambda u: selective_scan(**(inputs | {"u": u})), inputs["u"])
     assert "torch.autograd" in str(error.value) and "vmap" in str(error.value)

@@ -1,4 +1,4 @@
-// softplus, sigmoid and SiLU with their derivatives, for one number or a SIMD vector.
+// softplus, sigmoid and SiLU with their derivatives, and clamp, for one number or a SIMD vector.
 #pragma once
 
 #include <type_traits>
@@ -60,6 +60,13 @@ SSM_HOST_DEVICE T softplus_derivative(T x) {
   using Scalar = typename Math<T>::Scalar;
   if constexpr (std::is_same_v<Scalar, float>) return sigmoid(x);
   return Math<T>::select(Math<T>::less(T(Scalar(20)), x), T(Scalar(1)), sigmoid(x));
+}
+
+// NaN for NaN.
+template <typename T>
+SSM_HOST_DEVICE T clamp(T x, T low, T high) {
+  x = Math<T>::select(Math<T>::less(x, low), low, x);
+  return Math<T>::select(Math<T>::less(high, x), high, x);
 }
 
 template <typename T>

@@ -1,7 +1,8 @@
-// What launches ask of a device.
+// What launches ask of a device and of the current stream.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <cuda_runtime_api.h>
 
 namespace ssm_kernels::cuda {
@@ -10,6 +11,10 @@ inline int multiprocessor_count(int device) {
   int count = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
   return count;
+}
+
+inline bool is_capturing() {
+  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
 }
 
 }  // namespace ssm_kernels::cuda

@@ -32,4 +32,13 @@ cudaError_t allow_shared_bytes(Kernel kernel, size_t bytes) {
   return error;
 }
 
+// Whether the kernel, as it is compiled for the current device, takes blocks of that many threads. Where the device lacks the
+// instructions of a kernel, it is compiled, empty, for fewer.
+template <typename Kernel>
+bool is_compiled_for_threads(Kernel kernel, int threads) {
+  cudaFuncAttributes attributes;
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kernel)) == cudaSuccess &&
+         attributes.maxThreadsPerBlock >= threads;
+}
+
 }  // namespace ssm_kernels::cuda

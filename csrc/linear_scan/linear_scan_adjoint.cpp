@@ -18,6 +18,7 @@
 #include "linear_scan/linear_scan_op.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::linear_scan {
 namespace {

@@ -9,6 +9,7 @@
 #include "cpu/thread_scratch.h"
 #include "linear_scan/linear_scan_op.h"
 #include "torch/checks.h"
+#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::linear_scan {
 
@@ -44,7 +45,7 @@ std::tuple<at::Tensor, at::Tensor> fwd_cpu(at::TensorList inputs, const Optional
                                            bool gate_is_logit, bool reverse) {
   const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
   const Member member = check_inputs(in);
-  if (is_present(cu_seqlens)) check_cu_seqlens(in, *cu_seqlens);
+  if (is_present(cu_seqlens)) check_cu_seqlens_values(recurrence, *cu_seqlens, inputs[0].size(1));
   FwdOutputs outputs = allocate_fwd(in);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);

@@ -9,7 +9,6 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
-#include <c10/cuda/CUDAGraphsC10Utils.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_bf16.h>
@@ -21,6 +20,7 @@
 #include "cuda/device.h"
 #include "linear_scan/linear_scan_op.h"
 #include "torch/checks.h"
+#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::linear_scan {
 namespace {
@@ -108,8 +108,6 @@ void launch(ScalarKind kind, const Launcher& launcher) {
   C10_CUDA_CHECK(static_cast<cudaError_t>(error));
 }
 
-bool is_capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
-
 std::tuple<at::Tensor, at::Tensor> fwd_cuda(at::TensorList inputs, const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
                                             std::string_view recurrence, std::string_view candidate_activation,
                                             bool gate_is_logit, bool reverse) {
@@ -117,7 +115,7 @@ std::tuple<at::Tensor, at::Tensor> fwd_cuda(at::TensorList inputs, const Optiona
   const Member member = check_inputs(in);
   const at::Tensor& first = inputs[0];
   const c10::cuda::CUDAGuard guard(first.device());
-  if (is_present(cu_seqlens) && !is_capturing()) check_cu_seqlens(in, cu_seqlens->cpu());
+  if (is_present(cu_seqlens) && !cuda::is_capturing()) check_cu_seqlens_values(recurrence, cu_seqlens->cpu(), first.size(1));
   FwdOutputs outputs = allocate_fwd(in);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);

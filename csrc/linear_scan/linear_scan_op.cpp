@@ -9,7 +9,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/searchsorted.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -21,6 +20,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
+#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::linear_scan {
 namespace {
@@ -98,29 +98,11 @@ Member check_inputs(const Inputs& in) {
     checks.device(name, input);
   }
   if (is_present(in.cu_seqlens)) {
-    checks.rank("cu_seqlens", *in.cu_seqlens, 1, "(sequences + 1,)");
-    TORCH_CHECK_VALUE(in.cu_seqlens->sym_size(0) >= 1, row.name, ": expected cu_seqlens of shape (sequences + 1,), got ",
-                      in.cu_seqlens->sym_sizes());
-    const at::ScalarType dtype = in.cu_seqlens->scalar_type();
-    TORCH_CHECK(dtype == at::kInt || dtype == at::kLong, row.name, ": expected cu_seqlens of dtype Int or Long, got ", dtype);
-    checks.device("cu_seqlens", *in.cu_seqlens);
-    TORCH_CHECK_VALUE(first.sym_size(0) == 1, row.name, ": expected batch 1 with cu_seqlens, got ", first.sym_size(0));
+    check_cu_seqlens_argument(checks, row.name, *in.cu_seqlens, first.sym_size(0));
   }
   checks.tensor("h0", in.h0, is_present(in.cu_seqlens) ? "(sequences, channels)" : "(batch, channels)",
                 {in.sequences(), first.sym_size(2)}, checks.accumulate());
   return {&row, {parse_activation(row.name, in.candidate_activation), in.gate_is_logit}};
-}
-
-void check_cu_seqlens(const Inputs& in, const at::Tensor& cu_seqlens) {
-  const at::Tensor values = cu_seqlens.to(at::kLong).contiguous();
-  const int64_t* const begin = values.const_data_ptr<int64_t>();
-  const int64_t* const end = begin + values.numel();
-  const int64_t seqlen = in.tensors[0].size(1);
-  TORCH_CHECK_VALUE(*begin == 0, in.recurrence, ": expected cu_seqlens to start at 0, got ", *begin);
-  const int64_t* const decrease = std::adjacent_find(begin, end, [](int64_t a, int64_t b) { return a > b; });
-  TORCH_CHECK_VALUE(decrease == end, in.recurrence, ": expected cu_seqlens not to decrease, got ", decrease[0], " before ",
-                    decrease[1]);
-  TORCH_CHECK_VALUE(end[-1] == seqlen, in.recurrence, ": expected cu_seqlens to end at seqlen = ", seqlen, ", got ", end[-1]);
 }
 
 namespace {
@@ -158,12 +140,6 @@ GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTe
   }
   grads.h0 = needs_grad[kH0] ? allocate_states(in, grad_last_state) : none();
   return grads;
-}
-
-at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps) {
-  // As many as begin up to the step, the first one not counted.
-  const at::Tensor begins = cu_seqlens.slice(0, 1, -1).contiguous();
-  return at::searchsorted(begins, steps, /*out_int32=*/true, /*right=*/true);
 }
 
 at::Tensor sequence_of_step(const Inputs& in) {
@@ -312,7 +288,7 @@ class LinearRecurrence : public torch::autograd::Function<LinearRecurrence> {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [h, last_state] = fwd_op().call(inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse);
     torch::autograd::variable_list saved = inputs.vec();
-    saved.insert(saved.end(), {h, h0.value_or(at::Tensor()), cu_seqlens.value_or(at::Tensor())});
+    saved.insert(saved.end(), {h, or_undefined(h0), or_undefined(cu_seqlens)});
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["recurrence"] = recurrence;
     ctx->saved_data["candidate_activation"] = candidate_activation;
@@ -329,9 +305,8 @@ class LinearRecurrence : public torch::autograd::Function<LinearRecurrence> {
     torch::autograd::variable_list result(inputs + kNumOthers);
     if (!grads[0].defined() && !grads[1].defined()) return result;
 
-    const auto optional = [](const at::Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; };
-    const OptionalTensor grad_h = optional(grads[0]), grad_last_state = optional(grads[1]);
-    const OptionalTensor h0 = optional(saved[inputs + 1]), cu_seqlens = optional(saved[inputs + 2]);
+    const OptionalTensor grad_h = or_absent(grads[0]), grad_last_state = or_absent(grads[1]);
+    const OptionalTensor h0 = or_absent(saved[inputs + 1]), cu_seqlens = or_absent(saved[inputs + 2]);
     NeedsGrad needs_grad{};
     for (size_t i = 0; i < inputs; ++i) needs_grad[i] = ctx->needs_input_grad(i);
     needs_grad[kH0] = h0.has_value() && ctx->needs_input_grad(inputs);

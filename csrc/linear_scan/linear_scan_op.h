@@ -36,8 +36,6 @@ struct Member {
 };
 // Raises unless the inputs are as the functions of ssm_kernels document, the values of cu_seqlens apart.
 Member check_inputs(const Inputs& in);
-// Raises unless cu_seqlens, on the CPU, cuts a sequence of that length.
-void check_cu_seqlens(const Inputs& in, const at::Tensor& cu_seqlens);
 
 struct FwdOutputs {
   at::Tensor h, last_state;
@@ -55,9 +53,6 @@ using NeedsGrad = std::array<bool, kMaxRecurrenceInputs + 1>;
 GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTensor& grad_h,
                          const OptionalTensor& grad_last_state, const NeedsGrad& needs_grad);
 
-// The sequence that each of those steps belongs to, int32: of several that begin there, the one that is not empty. One of the
-// sequences, whatever the values of cu_seqlens.
-at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps);
 // The sequence that each step belongs to, (seqlen,), int32, in the order in which the scan takes the steps; undefined if each
 // entry of the batch is one sequence. The params below keep a pointer to it.
 at::Tensor sequence_of_step(const Inputs& in);

@@ -41,13 +41,6 @@ void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tens
   }
 }
 
-const at::Tensor& or_undefined(const OptionalTensor& tensor) {
-  static const at::Tensor undefined;
-  return tensor.has_value() ? *tensor : undefined;
-}
-
-OptionalTensor or_absent(const at::Tensor& tensor) { return tensor.defined() ? OptionalTensor(tensor) : std::nullopt; }
-
 }  // namespace
 
 Discretization check_inputs(const Inputs& in, std::string_view discretization) {

@@ -203,6 +203,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
     Acc delta = to_accumulate(dt_in);
     if (p.dt_bias.data != nullptr) delta += dt_bias.value(p.dt_bias_is_input_kind);
     if (p.dt_softplus) delta = softplus(delta);
+    delta = clamp(delta, static_cast<Acc>(p.dt_min), static_cast<Acc>(p.dt_max));
     first = delta;
     second = delta * x;
     if constexpr (tied_A) {

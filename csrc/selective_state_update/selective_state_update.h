@@ -1,6 +1,6 @@
 // What the kernels of the selective state update are given: plain data, no torch type, shared by CPU and CUDA.
 //
-//   delta = softplus?(dt + dt_bias)                       (batch, heads, headdim)
+//   delta = clamp(softplus?(dt + dt_bias))                (batch, heads, headdim)
 //   h     = Abar(delta A) h + delta k(delta A) B x        (slots, heads, headdim, dstate), in place
 //   out   = (<C, h> + D x) silu(z)                        (batch, heads, headdim)
 //
@@ -50,6 +50,7 @@ struct StateUpdateParams {
   int64_t batch = 0, slots = 0, heads = 0, headdim = 0, groups = 0, dstate = 0;
   Discretization discretization = Discretization::kZoh;
   bool dt_softplus = false;
+  double dt_min = 0, dt_max = 0;
   ScalarKind input_kind = ScalarKind::kFloat;  // of x, dt, B, C, z and out
   ScalarKind state_kind = ScalarKind::kFloat;
   bool D_is_input_kind = false;  // else the accumulation type, which A always has

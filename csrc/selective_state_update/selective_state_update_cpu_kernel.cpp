@@ -160,6 +160,7 @@ void run(const StateUpdateParams& p, const Blocking& blocking, int64_t begin, in
     V delta = load(p.dt, true);
     if (p.dt_bias.data != nullptr) delta = delta + load(p.dt_bias, p.dt_bias_is_input_kind);
     if (p.dt_softplus) delta = softplus(delta);
+    delta = clamp(delta, V(static_cast<Acc>(p.dt_min)), V(static_cast<Acc>(p.dt_max)));
     delta.store(rows.delta);
     (delta * x).store(rows.input);
     update(p, rows);

@@ -10,6 +10,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include <limits>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -22,6 +23,7 @@ namespace ssm_kernels::selective_state_update {
 namespace {
 
 constexpr char kOp[] = "selective_state_update";
+constexpr DtLimit kNoLimit = {-std::numeric_limits<double>::infinity(), std::numeric_limits<double>::infinity()};
 
 // Sizes of the two forms, by the names that the error messages use.
 struct Form {
@@ -78,10 +80,11 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
   if (is_present(in.state_batch_indices)) {
     const at::Tensor& indices = *in.state_batch_indices;
     checks.shape("state_batch_indices", indices, "(batch,)", {batch});
-    TORCH_CHECK(indices.scalar_type() == at::kInt || indices.scalar_type() == at::kLong, kOp,
-                ": expected state_batch_indices of dtype Int or Long, got ", indices.scalar_type());
+    checks.index_dtype("state_batch_indices", indices);
     checks.device("state_batch_indices", indices);
   }
+  const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit, kNoLimit);
+  check_dt_limit(kOp, dt_min, dt_max);
   return parse_discretization(kOp, discretization);
 }
 
@@ -123,6 +126,9 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_s
   params.dstate = in.state.size(-1);
   params.discretization = method;
   params.dt_softplus = dt_softplus;
+  const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit, kNoLimit);
+  params.dt_min = dt_min;
+  params.dt_max = dt_max;
   params.input_kind = scalar_kind(in.x.scalar_type());
   params.state_kind = scalar_kind(in.state.scalar_type());
 
@@ -154,8 +160,8 @@ namespace {
 
 at::Tensor meta(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
                 const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias, bool,
-                const OptionalTensor& state_batch_indices, std::string_view discretization) {
-  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices};
+                const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit) {
+  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit};
   check_inputs(in, discretization);
   return allocate_out(in);
 }
@@ -184,7 +190,7 @@ Pointer make_error_node(torch::autograd::edge_list inputs) {
 at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A,
                     const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
                     const OptionalTensor& dt_bias, bool dt_softplus, const OptionalTensor& state_batch_indices,
-                    std::string_view discretization) {
+                    std::string_view discretization, OptionalLimit dt_limit) {
   const auto check_mode = [](const auto&... tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(!(torch::autograd::isFwGradDefined(tensors) || ...), kOp,
                                 ": forward-mode differentiation is not supported");
@@ -200,7 +206,7 @@ at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tenso
   {
     at::AutoDispatchBelowAutograd guard;
     out = operator_handle().redispatch(keys & c10::after_autograd_keyset, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
-                                       state_batch_indices, discretization);
+                                       state_batch_indices, discretization, dt_limit);
   }
   if (needs_graph) {
     torch::autograd::set_history(out, make_error_node(inputs));
@@ -212,12 +218,12 @@ at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tenso
 at::Tensor count_version(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt,
                          const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
                          const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus,
-                         const OptionalTensor& state_batch_indices, std::string_view discretization) {
+                         const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit) {
   at::Tensor out;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     out = operator_handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, state, x, dt, A, B, C, D, z, dt_bias,
-                                       dt_softplus, state_batch_indices, discretization);
+                                       dt_softplus, state_batch_indices, discretization, dt_limit);
   }
   torch::autograd::increment_version(state);
   return out;
@@ -227,13 +233,14 @@ at::Tensor count_version(c10::DispatchKeySet keys, at::Tensor& state, const at::
 template <at::DeviceType device_type>
 at::Tensor autocast(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
                     const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
-                    bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization) {
+                    bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
+                    OptionalLimit dt_limit) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto input = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
   const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
   return operator_handle().call(state, input(x), input(dt), parameter(A), input(B), input(C), parameter(D), input(z),
-                                parameter(dt_bias), dt_softplus, state_batch_indices, discretization);
+                                parameter(dt_bias), dt_softplus, state_batch_indices, discretization, dt_limit);
 }
 
 }  // namespace

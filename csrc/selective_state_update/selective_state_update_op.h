@@ -12,11 +12,13 @@
 namespace ssm_kernels::selective_state_update {
 
 using OptionalTensor = std::optional<at::Tensor>;
+using OptionalLimit = std::optional<at::ArrayRef<double>>;
 
 // References: lives as long as the call.
 struct Inputs {
   const at::Tensor &state, &x, &dt, &A, &B, &C;
   const OptionalTensor &D, &z, &dt_bias, &state_batch_indices;
+  OptionalLimit dt_limit;
 };
 
 // Raises unless the inputs are as ssm_kernels.selective_state_update documents; returns the method.

@@ -34,6 +34,15 @@ ScalarKind scalar_kind(at::ScalarType dtype) {
   }
 }
 
+const at::Tensor& or_undefined(const std::optional<at::Tensor>& tensor) {
+  static const at::Tensor undefined;
+  return tensor.has_value() ? *tensor : undefined;
+}
+
+std::optional<at::Tensor> or_absent(const at::Tensor& tensor) {
+  return tensor.defined() ? std::optional<at::Tensor>(tensor) : std::nullopt;
+}
+
 void check_no_func_transform(const char* op) {
   const auto& transforms = at::functorch::functorchTLSAccessor();
   if (transforms == nullptr) return;
@@ -60,6 +69,16 @@ Discretization parse_discretization(const char* op, std::string_view name) {
     TORCH_CHECK_VALUE(false, op, ": unknown discretization '", name, "', expected one of: ", known.str());
   }
   return *method;
+}
+
+DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit, const DtLimit& otherwise) {
+  if (!dt_limit.has_value()) return otherwise;
+  TORCH_CHECK_VALUE(dt_limit->size() == 2, op, ": expected dt_limit = (min, max), got ", dt_limit->size(), " numbers");
+  return {(*dt_limit)[0], (*dt_limit)[1]};
+}
+
+void check_dt_limit(const char* op, double min, double max) {
+  TORCH_CHECK_VALUE(min <= max, op, ": expected dt_limit = (min, max) with min <= max, got (", min, ", ", max, ")");
 }
 
 ArgumentChecks::ArgumentChecks(const char* op, const char* like_name, const at::Tensor& like)
@@ -95,6 +114,11 @@ void ArgumentChecks::dtype_or_accumulate(const char* name, const at::Tensor& ten
   check_real(op_, name, got);
   TORCH_CHECK(got == like, op_, ": expected ", name, " of dtype ", like, " or ", accumulate_, " (with ", like_name_,
               " of dtype ", like, "), got ", got);
+}
+
+void ArgumentChecks::index_dtype(const char* name, const at::Tensor& tensor) const {
+  const at::ScalarType got = tensor.scalar_type();
+  TORCH_CHECK(got == at::kInt || got == at::kLong, op_, ": expected ", name, " of dtype Int or Long, got ", got);
 }
 
 void ArgumentChecks::device(const char* name, const at::Tensor& tensor) const {

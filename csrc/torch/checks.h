@@ -6,6 +6,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymIntArrayRef.h>
 
+#include <array>
 #include <optional>
 #include <string_view>
 
@@ -22,6 +23,9 @@ ScalarKind scalar_kind(at::ScalarType dtype);
 
 // Absent optional tensors come as nullopt or, from saved tensors, as undefined ones.
 inline bool is_present(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }
+// From one form to the other.
+const at::Tensor& or_undefined(const std::optional<at::Tensor>& tensor);
+std::optional<at::Tensor> or_absent(const at::Tensor& tensor);
 
 // Raises under a transform of torch.func other than vmap. These refuse C++ autograd Functions by themselves, with a message
 // that names neither the operator nor a way out.
@@ -29,6 +33,13 @@ void check_no_func_transform(const char* op);
 
 // The method of that name; a ValueError that lists the known ones if there is none.
 Discretization parse_discretization(const char* op, std::string_view name);
+
+// The smallest and the largest step size.
+using DtLimit = std::array<double, 2>;
+// dt_limit as an operator's argument; `otherwise` if absent.
+DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit, const DtLimit& otherwise);
+// Raises unless min <= max.
+void check_dt_limit(const char* op, double min, double max);
 
 // The checks of one operator's arguments, against the dtype and device of its first.
 class ArgumentChecks {
@@ -52,6 +63,8 @@ class ArgumentChecks {
   void dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) const;
   // That of `like`, or the accumulation type.
   void dtype_or_accumulate(const char* name, const at::Tensor& tensor) const;
+  // int32 or int64.
+  void index_dtype(const char* name, const at::Tensor& tensor) const;
   void device(const char* name, const at::Tensor& tensor) const;
 
  private:

@@ -3,15 +3,17 @@
 - :class:`SelectiveSSM`: the selective state-space model of the Mamba paper, with its projections.
 - :class:`Mamba`: the whole mixer (in-projection, short convolution, selective SSM, gate, out-projection) with the constructor
   and the ``state_dict`` of ``mamba_ssm``'s ``Mamba``.
+- :class:`Mamba2`: the mixer of Mamba-2, with heads, the state-space dual form and a gated norm, likewise as ``mamba_ssm``'s.
 - :class:`MinGRU`, :class:`MinLSTM`: projections and linear recurrence, with the constructor and the calls of ``torch.nn.GRU``.
 - :class:`Liquid`: the same for states that relax towards a target, with step lengths for irregular samples.
 
-The first two take ``discretization=`` and are trained through the discretization they are given.
+The first three take ``discretization=`` and are trained through the discretization they are given.
 """
 
 from .liquid import Liquid
 from .mamba import Mamba
+from .mamba2 import Mamba2
 from .minrnn import MinGRU, MinLSTM
 from .selective_ssm import SelectiveSSM
 
-__all__ = ["Liquid", "Mamba", "MinGRU", "MinLSTM", "SelectiveSSM"]
+__all__ = ["Liquid", "Mamba", "Mamba2", "MinGRU", "MinLSTM", "SelectiveSSM"]

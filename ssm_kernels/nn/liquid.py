@@ -25,8 +25,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import liquid_scan, liquid_step
+from .common import wide_dtype
 from .recurrent import RecurrentBase
-from .selective_ssm import _wide
 
 __all__ = ["Liquid"]
 
@@ -89,7 +89,7 @@ class Liquid(RecurrentBase):
             raise ValueError(f"Liquid: expected {_TAU_MIN} < tau_init[0] <= tau_init[1], got {tau_init}")
         self.candidate_activation, self.input_dependent_tau, self.tau_init = candidate_activation, input_dependent_tau, tau_init
         if not input_dependent_tau:
-            wide = _wide(self.weight_ih_l0.dtype)
+            wide = wide_dtype(self.weight_ih_l0.dtype)
             for name in self._names():
                 raw_tau = nn.Parameter(torch.empty(hidden_size, device=device, dtype=wide))
                 raw_tau._no_weight_decay = True
@@ -106,7 +106,7 @@ class Liquid(RecurrentBase):
                 raw_tau = getattr(self, f"bias_ih_{name}")[self.hidden_size :]
             else:
                 raw_tau = getattr(self, f"raw_tau_{name}")
-            rest = torch.empty_like(raw_tau, dtype=_wide(raw_tau.dtype)).uniform_(low, high).exp() - _TAU_MIN
+            rest = torch.empty_like(raw_tau, dtype=wide_dtype(raw_tau.dtype)).uniform_(low, high).exp() - _TAU_MIN
             raw_tau.copy_(rest + torch.log(-torch.expm1(-rest)))  # the inverse of softplus
 
     def forward(
@@ -186,10 +186,10 @@ class Liquid(RecurrentBase):
         if self.input_dependent_tau:
             target, raw_tau = projected.chunk(2, dim=-1)
         else:
-            target, raw_tau = projected, getattr(self, f"raw_tau_{name}").to(_wide(projected.dtype))
+            target, raw_tau = projected, getattr(self, f"raw_tau_{name}").to(wide_dtype(projected.dtype))
         if self.candidate_activation == "tanh":
             target = torch.tanh(target)
-        dt = dt.to(_wide(target.dtype)) if isinstance(dt, Tensor) else dt
+        dt = dt.to(wide_dtype(target.dtype)) if isinstance(dt, Tensor) else dt
         return target, F.softplus(raw_tau) + _TAU_MIN, dt
 
     def _scan(

@@ -18,15 +18,15 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
+from .common import ConvMixer
 from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
 
 
-class Mamba(SelectiveBase):
+class Mamba(SelectiveBase, ConvMixer):
     """The Mamba mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model), with a choice of discretization.
 
     The positional arguments, the names, shapes and order of the parameters, and ``step``, ``allocate_inference_cache`` and
@@ -110,18 +110,7 @@ class Mamba(SelectiveBase):
         Returns:
             (batch, seqlen, d_model).
         """
-        if inference_params is None:
-            return self._mix(hidden_states, None, None)[0]
-        conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
-        if inference_params.seqlen_offset == 0:
-            out, inputs, last_state = self._mix(hidden_states, None, None)
-        elif hidden_states.shape[1] == 1:
-            return self.step(hidden_states, conv_state, ssm_state)[0]
-        else:
-            out, inputs, last_state = self._mix(hidden_states, conv_state, ssm_state)
-        conv_state.copy_(inputs.detach())
-        ssm_state.copy_(last_state.detach())
-        return out
+        return self._mix_or_step(hidden_states, inference_params)
 
     @torch.no_grad()
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -138,73 +127,18 @@ class Mamba(SelectiveBase):
         Raises:
             ValueError: ``hidden_states`` has more than one time step.
         """
-        if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
-            raise ValueError(
-                f"Mamba.step: expected hidden_states of shape (batch, 1, d_model), got {list(hidden_states.shape)}"
-            )
+        self._check_one_step(hidden_states)
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
         x, inputs = self._convolve(x, conv_state)
         conv_state.copy_(inputs)
         y = self._scan_step(x[:, 0], z[:, 0], ssm_state)
         return self.out_proj(y)[:, None], conv_state, ssm_state
 
-    def allocate_inference_cache(
-        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Zero states: ``conv_state`` (batch, d_inner, d_conv) and ``ssm_state`` (batch, d_inner, d_state).
-
-        Args:
-            batch_size: sequences decoded together.
-            max_seqlen: without effect, the states do not grow; kept for callers written for ``mamba_ssm``.
-            dtype: of both states. By default ``conv_state`` has the layer's dtype and ``ssm_state`` is float32 (float64 in a
-                float64 layer), so that nothing is lost from step to step.
-            kwargs: without effect.
-        """
-        weight = self.conv1d.weight
-        conv_dtype = weight.dtype if dtype is None else dtype
-        conv_state = torch.zeros(batch_size, self.d_inner, self.d_conv, device=weight.device, dtype=conv_dtype)
-        return conv_state, self._zero_state(batch_size, dtype)
-
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The mixer over a sequence, from the given states or from zero; also the states after it."""
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
         x, inputs = self._convolve(x, conv_state)
         y, last_state = self._scan(x, z, ssm_state)
         return self.out_proj(y), inputs, last_state
-
-    def _convolve(self, x: Tensor, conv_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The convolution and its activation on ``x``, (batch, seqlen, d_inner); also the ``d_conv`` inputs that ended it."""
-        x = x.transpose(1, 2)
-        inputs = F.pad(x, (self.d_conv, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], dim=-1)
-        # The first window ends before the sequence begins; keeping it until here makes empty sequences legal.
-        weight, bias = self.conv1d.weight, self.conv1d.bias
-        if torch.compiler.is_compiling():
-            # Inductor makes one graph of these; its convolution's backward is compiled anew for every length.
-            windows = inputs.shape[-1] - self.d_conv
-            x = sum(inputs[..., k + 1 : k + 1 + windows] * weight[:, :, k] for k in range(self.d_conv))
-            if bias is not None:
-                x = x + bias[:, None]
-        else:
-            x = F.conv1d(inputs, weight, bias, groups=self.d_inner)[..., 1:]
-        # Beside delta and z, which come from projections: the scan moves tensors of one layout by vectors.
-        return F.silu(x.transpose(1, 2).contiguous()), inputs[..., inputs.shape[-1] - self.d_conv :]
-
-    def _get_states_from_cache(
-        self, inference_params: Any, batch_size: int, initialize_states: bool = False
-    ) -> tuple[Tensor, Tensor]:
-        """This layer's states in ``inference_params.key_value_memory_dict``, made if absent, cleared if asked."""
-        if self.layer_idx is None:
-            raise ValueError("Mamba: inference_params needs a layer_idx, which this layer was built without")
-        cache = inference_params.key_value_memory_dict
-        if self.layer_idx not in cache:
-            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, max_seqlen=0)
-        conv_state, ssm_state = cache[self.layer_idx]
-        if conv_state.shape[0] != batch_size:
-            raise ValueError(f"Mamba: expected a batch of {conv_state.shape[0]} as in the cache, got {batch_size}")
-        if initialize_states:
-            conv_state.zero_()
-            ssm_state.zero_()
-        return conv_state, ssm_state

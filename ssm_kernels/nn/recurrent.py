@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from .selective_ssm import _wide
+from .common import wide_dtype
 
 __all__ = ["RecurrentBase"]
 
@@ -101,7 +101,7 @@ class RecurrentBase(nn.Module):
                 f"{type(self).__name__}: expected {what} of shape (num_layers * num_directions, {batch}hidden_size) = "
                 f"{list(expected)}, got {list(states.shape)}"
             )
-        return states.to(_wide(self.weight_ih_l0.dtype)).unbind(0)
+        return states.to(wide_dtype(self.weight_ih_l0.dtype)).unbind(0)
 
     def _check_tensor(self, value: Any, what: str) -> None:
         if not isinstance(value, Tensor):

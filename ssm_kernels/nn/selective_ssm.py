@@ -23,13 +23,9 @@ from torch import Tensor
 
 from .._C import discretization_aliases, discretizations
 from ..ops import selective_scan, selective_state_update
+from .common import check_dt_range, init_dt_bias, wide_dtype
 
 __all__ = ["SelectiveSSM"]
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and of the parameters of the recurrence beside activations of ``dtype``."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class SelectiveBase(nn.Module):
@@ -61,14 +57,13 @@ class SelectiveBase(nn.Module):
             raise ValueError(f"{type(self).__name__}: expected d_state from 1 to 256, got {d_state}")
         if dt_init not in ("random", "constant"):
             raise ValueError(f"{type(self).__name__}: expected dt_init to be 'random' or 'constant', got {dt_init!r}")
-        if not 0 < dt_min <= dt_max:
-            raise ValueError(f"{type(self).__name__}: expected 0 < dt_min <= dt_max, got dt_min={dt_min}, dt_max={dt_max}")
+        check_dt_range(type(self).__name__, dt_min, dt_max)
         self.d_inner, self.d_state, self.dt_rank, self.discretization = d_inner, d_state, dt_rank, discretization
         self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
         self.dt_init, self.dt_scale = dt_init, dt_scale
         self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False, device=device, dtype=dtype)
         self.dt_proj = nn.Linear(dt_rank, d_inner, device=device, dtype=dtype)
-        wide = _wide(self.dt_proj.weight.dtype)
+        wide = wide_dtype(self.dt_proj.weight.dtype)
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
         # Marks that training code written for mamba_ssm looks for.
@@ -85,9 +80,7 @@ class SelectiveBase(nn.Module):
             nn.init.constant_(self.dt_proj.weight, bound)
         else:
             nn.init.uniform_(self.dt_proj.weight, -bound, bound)
-        log_dt = torch.empty_like(self.D).uniform_(math.log(self.dt_min), math.log(self.dt_max))
-        dt = log_dt.exp().clamp(min=self.dt_init_floor)
-        self.dt_proj.bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+        init_dt_bias(self.dt_proj.bias, self.dt_min, self.dt_max, self.dt_init_floor)
         self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device, dtype=self.A_log.dtype).log())
         self.D.fill_(1)
 
@@ -98,7 +91,7 @@ class SelectiveBase(nn.Module):
 
     def _recurrence(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """``A``, ``D`` and the bias of ``delta`` beside activations of ``dtype``."""
-        wide = _wide(dtype)
+        wide = wide_dtype(dtype)
         return -torch.exp(self.A_log.to(wide)), self.D.to(wide), self.dt_proj.bias.to(wide)
 
     def _scan(self, x: Tensor, z: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -132,7 +125,7 @@ class SelectiveBase(nn.Module):
         )
 
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        dtype = _wide(self.dt_proj.weight.dtype) if dtype is None else dtype
+        dtype = wide_dtype(self.dt_proj.weight.dtype) if dtype is None else dtype
         return torch.zeros(batch_size, self.d_inner, self.d_state, device=self.D.device, dtype=dtype)
 
 

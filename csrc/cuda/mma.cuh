@@ -1,0 +1,94 @@
+// Matrix products of a warp on 16-bit operands with fp32 accumulation (mma.sync m16n8k16, compute capability 8.0 and newer),
+// and the loads that make their operands. With g = lane / 4 and t = lane % 4 a lane holds of
+//
+//   D (16 x 8)   d0, d1: row g, columns 2t, 2t + 1         d2, d3: row g + 8, the same columns
+//   A (16 x 16)  a0: row g, columns 2t, 2t + 1             a1: row g + 8         a2, a3: as a0, a1 of columns 8 further
+//   B (16 x 8)   b0: rows 2t, 2t + 1, column g             b1: rows 8 further
+//
+// two 16-bit values in each word of A and B, the first in the lower half. So D of two neighboring column blocks is, packed, A.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+namespace ssm_kernels::cuda {
+
+// d += a b
+template <typename Scalar>
+__device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(std::is_same_v<Scalar, __half> || std::is_same_v<Scalar, __nv_bfloat16>, "operands of 16 bits");
+  if constexpr (std::is_same_v<Scalar, __half>) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  } else {
+    asm volatile(
+        "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+  }
+}
+
+// Four 8 x 8 matrices from shared memory; lane 8 i + r gives the address of row r of matrix i. What other threads wrote there
+// is seen after a barrier with them, as always.
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(address));
+}
+
+// Four 8 x 8 matrices, whose rows are spread as D's, transposed to shared memory; addresses as for load_matrices, of rows as
+// they are there.
+__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+#if __CUDA_ARCH__ >= 900
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
+               "r"(r[2]), "r"(r[3])
+               : "memory");
+#else
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t transposed;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(r[i]));
+    const uint32_t target = __shfl_sync(0xffffffffu, address, 8 * i + lane / 4) + lane % 4 * 4;
+    asm volatile("st.shared.u32 [%0], %1;" ::"r"(target), "r"(transposed) : "memory");
+  }
+#endif
+}
+
+template <typename Scalar>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  uint32_t result;
+  if constexpr (std::is_same_v<Scalar, __half>) {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
+  }
+  return result;
+}
+
+template <typename Scalar>
+__device__ __forceinline__ float2 unpack(uint32_t pair) {
+  if constexpr (std::is_same_v<Scalar, __half>) {
+    __half2 values;
+    memcpy(&values, &pair, sizeof(pair));
+    return __half22float2(values);
+  } else {
+    return {__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u)};
+  }
+}
+
+}  // namespace ssm_kernels::cuda

@@ -1,0 +1,264 @@
+// What the SSD kernels share: where a unit of work lies, a chunk's tiles in shared memory, and the tables of its step sizes.
+#pragma once
+
+#include "common/activations.h"
+#include "cuda/async_copy.cuh"
+#include "cuda/mma.cuh"
+#include "cuda/vector_io.cuh"
+#include "ssd/ssd_cuda.h"
+
+namespace ssm_kernels::ssd {
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kWholeWarp = 0xffffffffu;
+constexpr int kUnitWarps = 4;
+constexpr int kUnitThreads = kUnitWarps * kWarpSize;
+static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that makes the tables has two steps");
+static_assert(kUnitRows == kUnitWarps * 16, "each warp of a unit has the 16 rows of one matrix product");
+
+// kChunk rows of 16-bit elements in shared memory, in parts of 64 columns: rows of 128 bytes, whose pieces of 16 bytes change
+// places by the row's number, so that eight rows' pieces of one column lie in different banks. This is also the layout that
+// cuda/wgmma.cuh describes.
+template <int columns>
+struct Tile {
+  static constexpr int kPieceElements = 8, kPartPieces = 8;
+  static constexpr int kPieces = columns / kPieceElements;
+  static_assert(kPieces % kPartPieces == 0, "a tile is made of whole parts");
+  uint4 parts[kPieces / kPartPieces][kChunk][kPartPieces];
+
+  __device__ __forceinline__ uint4* piece(int row, int column_piece) {
+    return &parts[column_piece / kPartPieces][row][column_piece % kPartPieces ^ (row & 7)];
+  }
+
+  // The address that a lane gives for load_matrices: 16 rows from `row`, 16 columns from column_piece; the four matrices run
+  // down the rows first, or along the columns first.
+  __device__ __forceinline__ uint4* rows_first(int row, int column_piece, int lane) {
+    return piece(row + lane % 16, column_piece + lane / 16);
+  }
+  __device__ __forceinline__ uint4* columns_first(int row, int column_piece, int lane) {
+    return piece(row + lane / 16 * 8 + lane % 8, column_piece + lane / 8 % 2);
+  }
+};
+
+// A thread's share of copying a tensor's rows, chunk by chunk, to tiles of that many columns: of every kRows-th row one piece.
+template <int columns, int threads>
+class RowCopier {
+ public:
+  // From `source` on, rows of that many elements; a tile's other columns become zeros.
+  __device__ __forceinline__ RowCopier(const void* source, int64_t stride_step, int elements, int thread)
+      : column_(thread % kPieces),
+        row_(thread / kPieces),
+        is_there_(column_ * kPieceElements < elements),
+        source_(static_cast<const unsigned short*>(source) + (is_there_ ? column_ * kPieceElements + row_ * stride_step : 0)),
+        stride_(is_there_ ? kRows * stride_step : 0) {}
+
+  // Starts the copies of the next chunk, of which only the first `steps` rows exist; the others become zeros.
+  __device__ __forceinline__ void copy(Tile<columns>& tile, int steps) {
+    if (steps == kChunk) {
+      const int bytes = is_there_ ? cuda::kAsyncCopyBytes : 0;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        cuda::async_copy(tile.piece(row_ + i * kRows, column_), source_, bytes);
+        source_ += stride_;
+      }
+    } else {
+#pragma unroll 1
+      for (int i = 0; i < kCopies; ++i) {
+        const bool exists = is_there_ && row_ + i * kRows < steps;
+        cuda::async_copy(tile.piece(row_ + i * kRows, column_), source_, exists ? cuda::kAsyncCopyBytes : 0);
+        if (exists) source_ += stride_;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kPieceElements = Tile<columns>::kPieceElements, kPieces = Tile<columns>::kPieces;
+  static constexpr int kRows = threads / kPieces, kCopies = kChunk / kRows;
+  static_assert(threads % kPieces == 0 && kChunk % kRows == 0, "a thread copies one column of pieces");
+
+  int column_, row_;
+  bool is_there_;
+  const unsigned short* source_;
+  int64_t stride_;
+};
+
+// Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
+// differences of `log2_decay`, their sums from the chunk's first step, begun anew where a sequence begins.
+struct ChunkTables {
+  float log2_decay[kChunk];
+  float gain[kChunk];        // of the input: d k(zeta)
+  float from_start[kChunk];  // the decay from before the chunk to the step; zero if a sequence begins between
+  float to_end[kChunk];      // gain times the decay from the step to l; likewise
+  int first[kChunk];         // the first step, in the chunk, of the step's sequence
+  float whole;               // the decay from before the chunk to l; likewise
+  bool has_begun;            // whether any sequence begins in the chunk
+};
+
+// Calls visitor with the method as a type.
+template <typename Visitor>
+__device__ __forceinline__ void visit_exponential(Discretization discretization, const Visitor& visitor) {
+  switch (discretization) {
+#define SSM_ROW(enumerator, name, type)                \
+  case Discretization::enumerator:                     \
+    if constexpr (type::kExponential) visitor(type()); \
+    break;
+    SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+  }
+}
+
+// What one head's step sizes are made of.
+struct HeadSteps {
+  float A, dt_bias;
+
+  __device__ __forceinline__ HeadSteps(const SsdParams& p, int64_t head)
+      : A(p.A[head]), dt_bias(p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f) {}
+
+  // d, from dt as it is given.
+  __device__ __forceinline__ float step_size(const SsdParams& p, float dt) const {
+    float d = dt + dt_bias;
+    if (p.dt_softplus) d = softplus(d);
+    return d < p.dt_min ? p.dt_min : d > p.dt_max ? p.dt_max : d;
+  }
+};
+
+// A lane's two steps of a chunk, fetched before they are needed: as they are, so that nothing waits for them yet.
+template <typename Scalar>
+struct FetchedSteps {
+  Scalar dt[2];
+  uint8_t resets[2];
+  bool is_there[2];
+
+  __device__ __forceinline__ void fetch(const SsdParams& p, const Scalar* source, const uint8_t* resets_source, int steps) {
+    const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int step = 2 * lane + i;
+      is_there[i] = step < steps;
+      if (is_there[i]) dt[i] = source[step * p.dt.stride_step];
+      resets[i] = resets_source != nullptr && is_there[i] ? resets_source[step] : 0;
+    }
+  }
+};
+
+// By one warp.
+template <typename Scalar>
+__device__ __forceinline__ void make_tables(const SsdParams& p, const HeadSteps& head, const FetchedSteps<Scalar>& steps,
+                                            ChunkTables& tables) {
+  const int lane = threadIdx.x % kWarpSize;
+  float log2_decay[2], gain[2];
+  const bool begins[2] = {steps.resets[0] != 0, steps.resets[1] != 0};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float d = steps.is_there[i] ? head.step_size(p, cuda::to_accumulate(steps.dt[i])) : 0.0f;
+    const float zeta = steps.is_there[i] ? d * head.A : 0.0f;
+    log2_decay[i] = zeta * static_cast<float>(kLog2E);
+    gain[i] = d;
+    visit_exponential(p.discretization, [&](auto method) {
+      using Method = decltype(method);
+      if constexpr (!Method::kUnitGain) gain[i] *= Method::gain(zeta, Method::basis(zeta));
+    });
+  }
+  // A sum ends with the first step, from the last, before which a sequence begins.
+  const unsigned begins_first = __ballot_sync(kWholeWarp, begins[0]);
+  const unsigned begins_second = __ballot_sync(kWholeWarp, begins[1]);
+  float sum = begins[1] ? log2_decay[1] : log2_decay[0] + log2_decay[1];
+  bool is_cut = begins[0] || begins[1];
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const float earlier = __shfl_up_sync(kWholeWarp, sum, distance);
+    const bool earlier_is_cut = __shfl_up_sync(kWholeWarp, is_cut, distance);
+    if (lane >= distance) {
+      if (!is_cut) sum += earlier;
+      is_cut |= earlier_is_cut;
+    }
+  }
+  const float before = __shfl_up_sync(kWholeWarp, sum, 1);
+  const float last = __shfl_sync(kWholeWarp, sum, kWarpSize - 1);
+  const float decay[2] = {begins[0] || lane == 0 ? log2_decay[0] : before + log2_decay[0], sum};
+  const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int step = 2 * lane + i;
+    const unsigned first = begins_first & (earlier_lanes | this_lane);
+    const unsigned second = begins_second & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
+    const bool begins_later = first != begins_first || second != begins_second;
+    tables.log2_decay[step] = decay[i];
+    tables.gain[step] = gain[i];
+    tables.from_start[step] = (first | second) == 0 ? Math<float>::exp2(decay[i]) : 0.0f;
+    tables.to_end[step] = begins_later ? 0.0f : gain[i] * Math<float>::exp2(last - decay[i]);
+    tables.first[step] = max(0, max(2 * (31 - __clz(first)), 2 * (31 - __clz(second)) + 1));
+  }
+  if (lane == 0) {
+    tables.has_begun = (begins_first | begins_second) != 0;
+    tables.whole = tables.has_begun ? 0.0f : Math<float>::exp2(last);
+  }
+}
+
+// Where a block's work lies: a segment of one sequence, and units of kUnitRows rows of one head's state, which share a group's
+// B and C.
+struct Place {
+  int64_t entry, segment;  // of the batch, or of the packed sequences
+  int64_t group;
+  int64_t first_unit;  // of the group's
+  int64_t batch;
+  int64_t start, length;  // of the sequence, in its batch entry
+  int64_t first_chunk;    // of the segment
+  int chunks;
+
+  __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition) {
+    int64_t block = blockIdx.x;
+    first_unit = block % partition.blocks_per_group * kUnits;
+    block /= partition.blocks_per_group;
+    group = block % p.groups;
+    block /= p.groups;
+    segment = block % partition.segments;
+    entry = block / partition.segments;
+    const bool is_packed = p.cu_seqlens != nullptr;
+    // Within the tensors whatever cu_seqlens says, which nobody has checked where a graph is captured.
+    const auto step = [&](int64_t i) { return max(int64_t(0), min(p.cu_seqlens[i], p.seqlen)); };
+    start = is_packed ? step(entry) : 0;
+    length = is_packed ? max(int64_t(0), step(entry + 1) - start) : p.seqlen;
+    batch = is_packed ? 0 : entry;
+    first_chunk = segment * partition.chunks_per_segment;
+    const int64_t chunks_in_all = (length + kChunk - 1) / kChunk;
+    chunks = static_cast<int>(max(int64_t(0), min(chunks_in_all - first_chunk, partition.chunks_per_segment)));
+  }
+
+  __device__ __forceinline__ bool is_last_segment(const Partition& partition) const {
+    return segment + 1 == partition.segments;
+  }
+
+  // Of a chunk of the segment: its first step, in the sequence, and the steps that exist.
+  __device__ __forceinline__ int64_t step_of(int chunk) const { return (first_chunk + chunk) * kChunk; }
+  __device__ __forceinline__ int steps_of(int chunk) const {
+    return static_cast<int>(min(int64_t(kChunk), length - step_of(chunk)));
+  }
+
+  template <typename Scalar>
+  __device__ __forceinline__ Scalar* rows(const RowsView& view, int64_t head_or_group, int chunk) const {
+    return static_cast<Scalar*>(view.data) + batch * view.stride_batch + (start + step_of(chunk)) * view.stride_step +
+           head_or_group * view.stride_head;
+  }
+  __device__ __forceinline__ const uint8_t* resets(const SsdParams& p, int chunk) const {
+    return p.resets == nullptr ? nullptr : p.resets + batch * p.seqlen + start + step_of(chunk);
+  }
+};
+
+// One of a block's units.
+struct Unit {
+  bool is_there;  // else the group has no more
+  int64_t head;
+  int first_row;  // of the head's
+  int rows;       // from there on
+
+  __device__ __forceinline__ Unit(const SsdParams& p, const Partition& partition, const Place& at, int index) {
+    const int64_t heads_per_group = p.heads / p.groups, unit = at.first_unit + index;
+    is_there = unit < heads_per_group * partition.row_blocks;
+    head = at.group * heads_per_group + (is_there ? unit / partition.row_blocks : 0);
+    first_row = is_there ? static_cast<int>(unit % partition.row_blocks) * kUnitRows : 0;
+    rows = p.headdim - first_row;
+  }
+};
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,65 @@
+// SSD chunk-scan, forward, on CUDA: S_t = a_t S_{t-1} + c_t x_t B_t^T, y_t = S_t C_t + D x_t, out = y silu(z), with the scalar
+// decay a = e^zeta, zeta = d A, and gain c = d k(zeta) of each head (Dao and Gu 2024, section 6), in one pass over memory.
+//
+// Within a chunk of kChunk steps everything is a matrix product. With s the sums of zeta from the chunk's start, S the state
+// before it, and all of it transposed, so that the state stays where it is, in registers:
+//
+//   M^T (j, i) = (B C^T)(j, i) e^(s_i - s_j) c_j for j <= i, else 0
+//   y^T = (S C^T) e^(s_i) + x^T M^T + D x^T
+//   S' = e^(s_l) S + (x_j c_j e^(s_l - s_j))^T B
+//
+// A unit of four warps carries up to 64 rows (headdim) of one head's state; warp w has rows 16 w to 16 w + 15 of S and of y^T.
+// A block has one or two units that share B and C, and walks through the chunks of a segment of one sequence; x, z, B and C of
+// the next chunks are on their way meanwhile. Where batch and heads are too few for the device, a sequence is cut into
+// segments: a first kernel finds what each does to a state, and each block of the second folds those of the segments before
+// its own, in order. Nothing is saved for backward.
+//
+// Two kernels do this: ssd_fwd_wgmma.cuh where the device has such products, ssd_fwd_mma.cuh on the others.
+#pragma once
+
+#include "ssd/ssd_fwd_mma.cuh"
+#include "ssd/ssd_fwd_wgmma.cuh"
+
+namespace ssm_kernels::ssd {
+
+// With as many stages as there is shared memory for.
+template <typename Shared, typename Kernel>
+int launch_staged(Kernel kernel, int threads, bool has_gate, const SsdFwdParams& params, const Partition& partition,
+                  int max_shared_bytes, cudaStream_t stream) {
+  Partition staged = partition;
+  staged.stages = kMaxStages;
+  while (staged.stages > 1 && Shared::bytes(staged.stages, has_gate) > max_shared_bytes) --staged.stages;
+  const int bytes = Shared::bytes(staged.stages, has_gate);
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(partition.blocks), threads, bytes, stream>>>(params, staged);
+  return cudaGetLastError();
+}
+
+template <typename Scalar, int dstate, bool states_only>
+int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
+  const bool has_gate = !states_only && params.z.data != nullptr;
+  const auto wgmma_kernel = ssd_fwd_wgmma_kernel<Scalar, dstate, states_only>;
+  constexpr int kWgmmaThreads = (kUnits + 1) * kUnitThreads;
+  if (cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
+    return launch_staged<WgmmaShared<dstate>>(wgmma_kernel, kWgmmaThreads, has_gate, params, partition, max_shared_bytes,
+                                              stream);
+  }
+  return launch_staged<MmaShared<dstate>>(ssd_fwd_mma_kernel<Scalar, dstate, states_only>, kUnits * kUnitThreads, has_gate,
+                                          params, partition, max_shared_bytes, stream);
+}
+
+template <typename Scalar>
+int launch_ssd_fwd(const SsdFwdParams& params, const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
+  const auto launch = [&](auto dstate) -> int {
+    constexpr int kDstate = decltype(dstate)::value;
+    if (partition.segments > 1) {
+      const int error = launch_ssd_fwd_kernel<Scalar, kDstate, true>(params, partition, max_shared_bytes, stream);
+      if (error != cudaSuccess) return error;
+    }
+    return launch_ssd_fwd_kernel<Scalar, kDstate, false>(params, partition, max_shared_bytes, stream);
+  };
+  if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
+  return launch(std::integral_constant<int, kMaxKernelDstate>());
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,258 @@
+// The forward kernels' work between their matrix products, on fragments as cuda/mma.cuh and cuda/wgmma.cuh spread them: a warp
+// has 16 rows, a lane of those two, `row` and 8 further, and of each block of 8 columns two, 2 pair and the next.
+#pragma once
+
+#include <type_traits>
+
+#include "ssd/ssd_chunk.cuh"
+
+namespace ssm_kernels::ssd {
+
+constexpr int kStepBlocks = kChunk / 8, kStepGroups = kChunk / 16;
+
+// A lane among its unit's.
+struct Lane {
+  int index;  // of the warp's
+  int warp, quad, pair;
+  int row;  // of the unit's
+
+  __device__ __forceinline__ Lane() {
+    index = threadIdx.x % kWarpSize;
+    // By a shuffle the compiler sees that it is the same for all lanes.
+    warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) % kUnitThreads / kWarpSize, 0);
+    quad = index / 4;
+    pair = index % 4;
+    row = 16 * warp + quad;
+  }
+};
+
+// The warp's rows of a head's state, in registers.
+template <int dstate>
+struct State {
+  static constexpr int kBlocks = dstate / 8;
+  float values[kBlocks][4];
+
+  // body(low, high, is_there, offset) for two neighboring elements at that offset of a (headdim, dstate) matrix.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_pair(const SsdParams& p, const Unit& unit, const Lane& lane, const Body& body) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane.row + 8 * half, column = 8 * n + 2 * lane.pair;
+        const bool is_there = unit.is_there && row < unit.rows && column < p.dstate;
+        body(values[n][2 * half], values[n][2 * half + 1], is_there, (int64_t(unit.first_row) + row) * p.dstate + column);
+      }
+    }
+  }
+
+  static __device__ __forceinline__ float2 load(const float* source, bool is_there) {
+    return is_there ? *reinterpret_cast<const float2*>(source) : float2{0, 0};
+  }
+
+  __device__ __forceinline__ void clear() {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[n][i] = 0;
+    }
+  }
+
+  // The state before the segment.
+  __device__ __forceinline__ void begin(const SsdFwdParams& p, const Partition& partition, const Place& at, const Unit& unit,
+                                        const Lane& lane) {
+    const int64_t elements = int64_t(p.headdim) * p.dstate;
+    const float* const initial = p.initial_states + (at.entry * p.heads + unit.head) * elements;
+    const bool has_initial = p.initial_states != nullptr;
+    for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
+      const float2 pair = load(initial + offset, is_there && has_initial);
+      low = pair.x;
+      high = pair.y;
+    });
+    for (int64_t s = 0; s < at.segment; ++s) {
+      const int64_t place = (at.entry * partition.segments + s) * p.heads + unit.head;
+      const float decay = partition.segment_decays[place];
+      const float* const after = partition.segment_states + place * elements;
+      for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
+        const float2 pair = load(after + offset, is_there);
+        low = decay == 0 ? pair.x : fmaf(decay, low, pair.x);
+        high = decay == 0 ? pair.y : fmaf(decay, high, pair.y);
+      });
+    }
+  }
+
+  // Where a sequence begins in the chunk nothing is left of the state: that is not a product with zero.
+  __device__ __forceinline__ void decay(float whole) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[n][i] *= whole;
+    }
+  }
+
+  // The state after the segment, to the workspace, with the decay since its begin; after the last, to final_states.
+  __device__ __forceinline__ void end(const SsdFwdParams& p, const Partition& partition, const Place& at, const Unit& unit,
+                                      const Lane& lane, bool is_final, float decay_of_segment) {
+    const int64_t elements = int64_t(p.headdim) * p.dstate;
+    const int64_t place = (at.entry * partition.segments + at.segment) * p.heads + unit.head;
+    float* const target =
+        is_final ? p.final_states + (at.entry * p.heads + unit.head) * elements : partition.segment_states + place * elements;
+    for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
+      if (is_there) *reinterpret_cast<float2*>(target + offset) = {low, high};
+    });
+    if (!is_final && unit.is_there && unit.first_row == 0 && lane.row == 0 && lane.pair == 0) {
+      partition.segment_decays[place] = decay_of_segment;
+    }
+  }
+
+  // The operand A of 16 columns.
+  template <typename Scalar>
+  __device__ __forceinline__ void pack(int group, uint32_t (&a)[4]) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      a[i] = cuda::pack<Scalar>(values[2 * group + i / 2][i % 2 * 2], values[2 * group + i / 2][i % 2 * 2 + 1]);
+    }
+  }
+};
+
+// Of M^T only blocks on and right of the diagonal are ever weighed: the others, to be made once.
+__device__ __forceinline__ void clear_left_of_diagonal(Tile<kChunk>& products, const Lane& lane) {
+  if (lane.pair != 0) return;
+  for (int column_piece = 0; column_piece < 2 * lane.warp; ++column_piece) {
+    *products.piece(lane.row, column_piece) = {0, 0, 0, 0};
+    *products.piece(lane.row + 8, column_piece) = {0, 0, 0, 0};
+  }
+}
+
+// M^T from (B C^T)^T, this warp's rows, to shared memory.
+template <typename Scalar>
+__device__ __forceinline__ void weigh_products(const float (&m)[kStepBlocks][4], const ChunkTables& tables, const Lane& lane,
+                                               Tile<kChunk>& products) {
+  const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
+  const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
+#pragma unroll
+  for (int n = 0; n < kStepBlocks; ++n) {
+    if (n / 2 < lane.warp) continue;
+    const int step = 8 * n + 2 * lane.pair;
+    const auto at_step = *reinterpret_cast<const float2*>(&tables.log2_decay[step]);
+    const auto first = *reinterpret_cast<const int2*>(&tables.first[step]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane.row + 8 * half;
+      const auto weigh = [&](float product, float at_step, int step, int first) {
+        const float weighed = Math<float>::exp2(at_step - log2_decay[half]) * gain[half] * product;
+        return static_cast<unsigned>(row - first) <= static_cast<unsigned>(step - first) ? weighed : 0.0f;
+      };
+      const float low = weigh(m[n][2 * half], at_step.x, step, first.x);
+      const float high = weigh(m[n][2 * half + 1], at_step.y, step + 1, first.y);
+      reinterpret_cast<uint32_t*>(products.piece(row, n))[lane.pair] = cuda::pack<Scalar>(low, high);
+    }
+  }
+}
+
+// y^T, a column for each step, times the decay from before the chunk.
+__device__ __forceinline__ void decay_from_start(float (&y)[kStepBlocks][4], const ChunkTables& tables, const Lane& lane) {
+#pragma unroll
+  for (int n = 0; n < kStepBlocks; ++n) {
+    const auto from_start = *reinterpret_cast<const float2*>(&tables.from_start[8 * n + 2 * lane.pair]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      y[n][2 * half] *= from_start.x;
+      y[n][2 * half + 1] *= from_start.y;
+    }
+  }
+}
+
+// x^T of 16 steps, times what the state after the chunk has of them.
+template <typename Scalar>
+__device__ __forceinline__ void weigh_inputs(const uint32_t (&x)[4], const ChunkTables& tables, int group, const Lane& lane,
+                                             uint32_t (&weighed)[4]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto to_end = *reinterpret_cast<const float2*>(&tables.to_end[16 * group + 8 * half + 2 * lane.pair]);
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float2 values = cuda::unpack<Scalar>(x[i]);
+      weighed[i] = cuda::pack<Scalar>(values.x * to_end.x, values.y * to_end.y);
+    }
+  }
+}
+
+// D of the lane's two rows.
+__device__ __forceinline__ float2 load_D(const SsdFwdParams& p, const Unit& unit, const Lane& lane) {
+  const auto load = [&](int row) {
+    return p.D != nullptr && row < unit.rows ? p.D[unit.head * p.D_stride_head + (unit.first_row + row) * p.D_stride_row]
+                                             : 0.0f;
+  };
+  return {load(lane.row), load(lane.row + 8)};
+}
+
+// Writes a unit's out, chunk by chunk: this warp's columns.
+template <typename Scalar>
+class OutWriter {
+ public:
+  __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
+      : D_(load_D(p, unit, lane)), row_(threadIdx.x % 16), piece_(2 * lane.warp + threadIdx.x % kWarpSize / 16) {
+    const int column = piece_ * Tile<kUnitRows>::kPieceElements;
+    is_there_ = unit.is_there && column < unit.rows;
+    target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row_ * p.out.stride_step;
+    stride_ = 16 * p.out.stride_step;
+  }
+
+  // From y^T, x^T and, if there is one, z; through `tile`, of which each warp has
+  // columns of its own.
+  __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
+                                        Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane, int steps) {
+    if (z_tile == nullptr) {
+      round(y, x, tile, lane, [](int, float2(&)[4]) {});
+    } else {
+      round(y, x, tile, lane, [&](int group, float2(&values)[4]) {
+        uint32_t z[4];
+        cuda::load_matrices_transposed(z, z_tile->columns_first(16 * group, 2 * lane.warp, lane.index));
+#pragma unroll
+        for (int word = 0; word < 4; ++word) {
+          const float2 gate = cuda::unpack<Scalar>(z[word]);
+          values[word].x *= silu(gate.x);
+          values[word].y *= silu(gate.y);
+        }
+      });
+    }
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) {
+      if (is_there_ && row_ + 16 * i < steps) __stcg(reinterpret_cast<uint4*>(target_), *tile.piece(row_ + 16 * i, piece_));
+      target_ += stride_;
+    }
+    __syncwarp();
+  }
+
+ private:
+  template <typename Gate>
+  __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
+                                        Tile<kUnitRows>& tile, const Lane& lane, const Gate& gate) {
+#pragma unroll
+    for (int i = 0; i < kStepGroups; ++i) {
+      float2 values[4];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const float2 u = cuda::unpack<Scalar>(x[i][word]);
+        const float D = word % 2 == 0 ? D_.x : D_.y;
+        const float (&ungated)[4] = y[2 * i + word / 2];
+        values[word] = {fmaf(D, u.x, ungated[word % 2 * 2]), fmaf(D, u.y, ungated[word % 2 * 2 + 1])};
+      }
+      gate(i, values);
+      uint32_t rounded[4];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) rounded[word] = cuda::pack<Scalar>(values[word].x, values[word].y);
+      cuda::store_matrices_transposed(tile.columns_first(16 * i, 2 * lane.warp, lane.index), rounded);
+    }
+  }
+
+  float2 D_;
+  int row_, piece_;
+  bool is_there_;
+  Scalar* target_;
+  int64_t stride_;
+};
+
+}  // namespace ssm_kernels::ssd

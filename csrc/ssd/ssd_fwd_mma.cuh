@@ -1,0 +1,197 @@
+// SSD chunk-scan, forward, with the products of cuda/mma.cuh, on every device. See ssd_fwd.cuh for what is computed.
+//
+// A block is its units' warps. Warp w of a unit computes rows 16 w to 16 w + 15 of M^T; the unit's warps exchange them through
+// shared memory. Every warp copies its share of the chunks ahead, and each in turn makes its unit's tables of the next chunk's
+// decays.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/named_barrier.cuh"
+#include "ssd/ssd_fwd_device.cuh"
+
+namespace ssm_kernels::ssd {
+
+template <int dstate>
+struct MmaShared {
+  struct Stage {
+    Tile<dstate> C, B;
+    Tile<kUnitRows> x[kUnits];
+  };
+  struct OfUnit {
+    Tile<kChunk> products;  // M^T
+    ChunkTables tables[2];  // of the chunk at work and the next
+  };
+  OfUnit of_unit[kUnits];
+
+  static SSM_HOST_DEVICE constexpr int stage_bytes(bool has_gate) {
+    return static_cast<int>(sizeof(Stage) + (has_gate ? kUnits * sizeof(Tile<kUnitRows>) : 0));
+  }
+  static SSM_HOST_DEVICE constexpr int bytes(int stages, bool has_gate) {
+    return static_cast<int>(sizeof(MmaShared)) + stages * stage_bytes(has_gate);
+  }
+};
+
+template <typename Scalar, int dstate, bool states_only>
+__global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
+    ssd_fwd_mma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Partition partition) {
+  using Shared = MmaShared<dstate>;
+  constexpr int kStateGroups = dstate / 16, kThreads = kUnits * kUnitThreads;
+  extern __shared__ __align__(128) unsigned char memory[];
+
+  const Place at(p, partition);
+  if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
+  const int index = threadIdx.x / kUnitThreads;
+  const Unit unit(p, partition, at, index);
+  const Lane lane;
+  const bool has_gate = !states_only && p.z.data != nullptr;
+  auto& own = reinterpret_cast<Shared*>(memory)->of_unit[index];
+  const auto stage_at = [&](int slot) {
+    return reinterpret_cast<typename Shared::Stage*>(memory + sizeof(Shared) + slot * Shared::stage_bytes(has_gate));
+  };
+  const auto z_at = [&](int slot) { return reinterpret_cast<Tile<kUnitRows>*>(stage_at(slot) + 1) + index; };
+
+  const int thread = threadIdx.x % kUnitThreads;
+  const auto copy = [&](int chunk) {
+    if (chunk < at.chunks) {
+      const int slot = chunk % partition.stages, steps = at.steps_of(chunk);
+      auto& target = *stage_at(slot);
+      const auto copy_state_rows = [&](Tile<dstate>& tile, const RowsView& view) {
+        const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
+        RowCopier<dstate, kThreads>(source, view.stride_step, p.dstate, threadIdx.x).copy(tile, steps);
+      };
+      const auto copy_head_rows = [&](Tile<kUnitRows>& tile, const RowsView& view) {
+        const Scalar* const source = at.rows<Scalar>(view, unit.head, chunk) + unit.first_row;
+        RowCopier<kUnitRows, kUnitThreads>(source, view.stride_step, unit.rows, thread).copy(tile, steps);
+      };
+      copy_state_rows(target.B, p.B);
+      if constexpr (!states_only) copy_state_rows(target.C, p.C);
+      copy_head_rows(target.x[index], p.x);
+      if (has_gate) copy_head_rows(*z_at(slot), p.z);
+    }
+    cuda::commit_async_copies();
+  };
+
+  const HeadSteps head(p, unit.head);
+  FetchedSteps<Scalar> fetched;
+  const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kUnitWarps == lane.warp; };
+  const auto fetch = [&](int chunk) {
+    if (!is_mine(chunk)) return;
+    fetched.fetch(p, at.rows<const Scalar>(p.dt, unit.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
+  };
+  const auto tabulate = [&](int chunk) {
+    if (is_mine(chunk)) make_tables(p, head, fetched, own.tables[chunk % 2]);
+  };
+
+  const int prefetched = partition.stages - 1;
+  for (int chunk = 0; chunk < prefetched; ++chunk) copy(chunk);
+  fetch(0);
+  fetch(1);  // another warp's
+  tabulate(0);
+
+  State<dstate> state;
+  if constexpr (states_only) {
+    state.clear();
+  } else {
+    state.begin(p, partition, at, unit, lane);
+  }
+  OutWriter<Scalar> out(p, at, unit, lane);
+  float decay_of_segment = 1;
+
+#pragma unroll 1
+  for (int chunk = 0; chunk < at.chunks; ++chunk) {
+    const int slot = chunk % partition.stages;
+    if (partition.stages == 1) {
+      __syncthreads();
+      copy(chunk);
+    }
+    if (partition.stages == 3) {
+      cuda::wait_for_async_copies<1>();
+    } else {
+      cuda::wait_for_async_copies<0>();
+    }
+    __syncthreads();
+    if (partition.stages > 1) copy(chunk + prefetched);
+    fetch(chunk + 2);
+
+    auto& tiles = *stage_at(slot);
+    const ChunkTables& tables = own.tables[chunk % 2];
+
+    float y[kStepBlocks][4] = {};
+    if constexpr (!states_only) {
+      // Two passes over C: its products with B and with the state at once would take too many registers.
+      {
+        float m[kStepBlocks][4] = {};
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) {
+          uint32_t b[4];
+          cuda::load_matrices(b, tiles.B.rows_first(16 * lane.warp, 2 * k, lane.index));
+#pragma unroll
+          for (int i = 0; i < kStepGroups; ++i) {
+            uint32_t c[4];
+            cuda::load_matrices(c, tiles.C.columns_first(16 * i, 2 * k, lane.index));
+            cuda::mma<Scalar>(m[2 * i], b, c[0], c[1]);
+            cuda::mma<Scalar>(m[2 * i + 1], b, c[2], c[3]);
+          }
+        }
+        weigh_products<Scalar>(m, tables, lane, own.products);
+      }
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) {
+        uint32_t s[4];
+        state.template pack<Scalar>(k, s);
+#pragma unroll
+        for (int i = 0; i < kStepGroups; ++i) {
+          uint32_t c[4];
+          cuda::load_matrices(c, tiles.C.columns_first(16 * i, 2 * k, lane.index));
+          cuda::mma<Scalar>(y[2 * i], s, c[0], c[1]);
+          cuda::mma<Scalar>(y[2 * i + 1], s, c[2], c[3]);
+        }
+      }
+      decay_from_start(y, tables, lane);
+    }
+
+    if (tables.has_begun) {
+      state.clear();
+    } else {
+      state.decay(tables.whole);
+    }
+    if (states_only) decay_of_segment *= tables.whole;
+#pragma unroll
+    for (int j = 0; j < kStepGroups; ++j) {
+      uint32_t x[4], weighed[4];
+      cuda::load_matrices_transposed(x, tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+      weigh_inputs<Scalar>(x, tables, j, lane, weighed);
+#pragma unroll
+      for (int n = 0; n < State<dstate>::kBlocks / 2; ++n) {
+        uint32_t b[4];
+        cuda::load_matrices_transposed(b, tiles.B.rows_first(16 * j, 2 * n, lane.index));
+        cuda::mma<Scalar>(state.values[2 * n], weighed, b[0], b[1]);
+        cuda::mma<Scalar>(state.values[2 * n + 1], weighed, b[2], b[3]);
+      }
+    }
+
+    if constexpr (!states_only) {
+      cuda::barrier_sync(1 + index, kUnitThreads);
+      uint32_t x[kStepGroups][4];
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::load_matrices_transposed(x[j], tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+#pragma unroll
+        for (int i = j; i < kStepGroups; ++i) {
+          uint32_t m[4];
+          cuda::load_matrices_transposed(m, own.products.rows_first(16 * j, 2 * i, lane.index));
+          cuda::mma<Scalar>(y[2 * i], x[j], m[0], m[1]);
+          cuda::mma<Scalar>(y[2 * i + 1], x[j], m[2], m[3]);
+        }
+      }
+      // In place of x, of which a warp reads only the columns that it writes.
+      out.write(y, x, has_gate ? z_at(slot) : nullptr, tiles.x[index], lane, at.steps_of(chunk));
+    }
+    tabulate(chunk + 1);
+  }
+  if (states_only || at.is_last_segment(partition)) {
+    state.end(p, partition, at, unit, lane, !states_only, decay_of_segment);
+  }
+}
+
+}  // namespace ssm_kernels::ssd

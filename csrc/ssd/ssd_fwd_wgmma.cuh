@@ -1,0 +1,262 @@
+// SSD chunk-scan, forward, with the products of compute capability 9.0a (cuda/wgmma.cuh). See ssd_fwd.cuh for what is
+// computed.
+//
+// A block has `units` warpgroups, one for each unit, and one more that moves data: it copies the chunks ahead to shared memory
+// and makes the tables of their decays. The two sides meet at barriers in shared memory, two for each of the chunks there. A
+// unit's products overlap with its other work: while S C^T runs, M^T is weighed; while S is updated, out is written.
+//
+// All products of a chunk read registers that were made before the first of them begins: the compiler waits for products under
+// way where it cannot tell that registers are none of theirs, and before branches.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/named_barrier.cuh"
+#include "cuda/register_trade.cuh"
+#include "cuda/shared_barrier.cuh"
+#include "cuda/wgmma.cuh"
+#include "ssd/ssd_fwd_device.cuh"
+
+namespace ssm_kernels::ssd {
+
+template <int dstate>
+struct WgmmaShared {
+  struct Stage {
+    Tile<dstate> C, B;
+    Tile<kUnitRows> x[kUnits];
+  };
+  Tile<kChunk> products[kUnits];  // M^T
+  Tile<kUnitRows> out[kUnits];
+  ChunkTables tables[kMaxStages][kUnits];
+  cuda::SharedBarrier full[kMaxStages], empty[kMaxStages];
+
+  static constexpr int kAlignment = 1024;
+  static SSM_HOST_DEVICE constexpr int align(int bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  static SSM_HOST_DEVICE constexpr int stage_bytes(bool has_gate) {
+    return static_cast<int>(sizeof(Stage) + (has_gate ? kUnits * sizeof(Tile<kUnitRows>) : 0));
+  }
+  static SSM_HOST_DEVICE constexpr int bytes(int stages, bool has_gate) {
+    return kAlignment + align(static_cast<int>(sizeof(WgmmaShared))) + stages * stage_bytes(has_gate);
+  }
+};
+
+template <typename Scalar, int dstate, bool states_only>
+struct WgmmaFwd {
+  using Shared = WgmmaShared<dstate>;
+  using Stage = typename Shared::Stage;
+  static constexpr int kThreads = (kUnits + 1) * kUnitThreads;
+  static constexpr int kStateGroups = dstate / 16;
+  static constexpr int kPartBytes = sizeof(uint4) * kChunk * 8;
+
+  const SsdFwdParams& p;
+  const Partition& partition;
+  Shared& shared;
+  unsigned char* stages;
+  bool has_gate;
+
+  __device__ __forceinline__ WgmmaFwd(const SsdFwdParams& p, const Partition& partition, unsigned char* memory)
+      : p(p),
+        partition(partition),
+        shared(*reinterpret_cast<Shared*>(memory)),
+        stages(memory + Shared::align(sizeof(Shared))),
+        has_gate(!states_only && p.z.data != nullptr) {}
+
+  __device__ __forceinline__ Stage& stage(int slot) const {
+    return *reinterpret_cast<Stage*>(stages + slot * Shared::stage_bytes(has_gate));
+  }
+  __device__ __forceinline__ Tile<kUnitRows>* z_tile(int slot, int unit) const {
+    return reinterpret_cast<Tile<kUnitRows>*>(&stage(slot) + 1) + unit;
+  }
+
+  template <int columns>
+  static __device__ __forceinline__ RowCopier<columns, kUnitThreads> copier_of(const Tile<columns>&, const void* source,
+                                                                               int64_t stride_step, int elements, int thread) {
+    return {source, stride_step, elements, thread};
+  }
+
+  // The warpgroup after the units'.
+  __device__ __forceinline__ void move(const Place& at) {
+    const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
+    // Whose tables this warp makes, if any's.
+    const bool makes_tables = warp < kUnits;
+    const Unit own(p, partition, at, makes_tables ? warp : 0);
+    const HeadSteps head(p, own.head);
+    FetchedSteps<Scalar> fetched;
+    const auto fetch = [&](int chunk) {
+      if (!makes_tables || chunk >= at.chunks) return;
+      fetched.fetch(p, at.rows<const Scalar>(p.dt, own.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
+    };
+    const auto copier = [&](auto& tile, const RowsView& view, int64_t head, int first_row, int elements) {
+      return copier_of(tile, at.rows<Scalar>(view, head, 0) + first_row, view.stride_step, elements, thread);
+    };
+    auto copy_B = copier(stage(0).B, p.B, at.group, 0, p.dstate);
+    auto copy_C = copier(stage(0).C, p.C, at.group, 0, p.dstate);
+    const Unit unit_of[2] = {Unit(p, partition, at, 0), Unit(p, partition, at, 1)};
+    const auto unit_copier = [&](const RowsView& view, const Unit& unit) {
+      return copier(stage(0).x[0], view, unit.head, unit.first_row, unit.rows);
+    };
+    decltype(unit_copier(p.x, own)) copy_x[2] = {unit_copier(p.x, unit_of[0]), unit_copier(p.x, unit_of[1])};
+    decltype(unit_copier(p.x, own)) copy_z[2] = {unit_copier(has_gate ? p.z : p.x, unit_of[0]),
+                                                 unit_copier(has_gate ? p.z : p.x, unit_of[1])};
+    const auto copy = [&](int chunk, int slot) {
+      Stage& target = stage(slot);
+      const int steps = at.steps_of(chunk);
+      copy_B.copy(target.B, steps);
+      if constexpr (!states_only) copy_C.copy(target.C, steps);
+#pragma unroll
+      for (int index = 0; index < kUnits; ++index) {
+        copy_x[index].copy(target.x[index], steps);
+        if (has_gate) copy_z[index].copy(*z_tile(slot, index), steps);
+      }
+      cuda::commit_async_copies();
+    };
+
+    fetch(0);
+    int slot = 0, previous_slot = 0, phase = 0;
+    for (int chunk = 0; chunk < at.chunks; ++chunk) {
+      if (chunk >= partition.stages) shared.empty[slot].wait(phase - 1);
+      copy(chunk, slot);
+      if (chunk > 0) {
+        cuda::wait_for_async_copies<1>();
+        cuda::publish_to_products();
+        shared.full[previous_slot].arrive();
+      }
+      if (makes_tables) make_tables(p, head, fetched, shared.tables[slot][warp]);
+      fetch(chunk + 1);
+      previous_slot = slot;
+      if (++slot == partition.stages) {
+        slot = 0;
+        ++phase;
+      }
+    }
+    cuda::wait_for_async_copies<0>();
+    cuda::publish_to_products();
+    if (at.chunks > 0) shared.full[previous_slot].arrive();
+  }
+
+  // A unit's warpgroup.
+  __device__ __forceinline__ void multiply(const Place& at, int index) {
+    const Unit unit(p, partition, at, index);
+    const Lane lane;
+    State<dstate> state;
+    if constexpr (states_only) {
+      state.clear();
+    } else {
+      state.begin(p, partition, at, unit, lane);
+    }
+    OutWriter<Scalar> out(p, at, unit, lane);
+    float decay_of_segment = 1;
+    Tile<kChunk>& products = shared.products[index];
+    if constexpr (!states_only) clear_left_of_diagonal(products, lane);
+
+    int slot = 0, phase = 0;
+#pragma unroll 1
+    for (int chunk = 0; chunk < at.chunks; ++chunk) {
+      shared.full[slot].wait(phase);
+      Stage& tiles = stage(slot);
+      const ChunkTables& tables = shared.tables[slot][index];
+      const uint64_t B_rows = cuda::describe_operand(&tiles.B, kPartBytes),
+                     C_rows = cuda::describe_operand(&tiles.C, kPartBytes);
+      // Of 16 columns, inside a part's rows of 128 bytes; of 16 rows.
+      const auto columns = [](uint64_t operand, int group) { return operand + (group / 4 * kPartBytes + group % 4 * 32) / 16; };
+      const auto rows = [](uint64_t operand, int group) { return operand + group * 16 * 128 / 16; };
+
+      float y[kStepBlocks][4];
+      if constexpr (!states_only) {
+        float m[kStepBlocks][4];
+        uint32_t s[kStateGroups][4];
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
+        cuda::fence_products();
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) {
+          cuda::multiply<Scalar, false, false>(m, columns(B_rows, k), columns(C_rows, k), k > 0);
+        }
+        cuda::commit_products();
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) cuda::multiply<Scalar, false>(y, s[k], columns(C_rows, k), k > 0);
+        cuda::commit_products();
+        cuda::wait_for_products<1>(m);
+        // All warps have done with the M^T of the chunk before.
+        cuda::barrier_sync(1 + index, kUnitThreads);
+        weigh_products<Scalar>(m, tables, lane, products);
+        cuda::publish_to_products();
+      }
+
+      uint32_t x[kStepGroups][4], weighed[kStepGroups][4];
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::load_matrices_transposed(x[j], tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+        weigh_inputs<Scalar>(x[j], tables, j, lane, weighed[j]);
+      }
+
+      if constexpr (!states_only) {
+        cuda::wait_for_products<0>(y);
+        decay_from_start(y, tables, lane);
+        cuda::barrier_sync(1 + index, kUnitThreads);
+        const uint64_t x_rows = cuda::describe_operand(&tiles.x[index], kPartBytes);
+        cuda::fence_products();
+        const uint64_t m_rows = cuda::describe_operand(&products, kPartBytes);
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) {
+          cuda::multiply<Scalar, true, true>(y, rows(x_rows, j), rows(m_rows, j), true);
+        }
+        cuda::commit_products();
+      } else {
+        decay_of_segment *= tables.whole;
+      }
+
+      state.decay(tables.whole);
+      cuda::fence_products();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::multiply<Scalar, true>(state.values, weighed[j], rows(B_rows, j), j > 0 || !tables.has_begun);
+      }
+      cuda::commit_products();
+
+      if constexpr (!states_only) {
+        cuda::wait_for_products<1>(y);
+        out.write(y, x, has_gate ? z_tile(slot, index) : nullptr, shared.out[index], lane, at.steps_of(chunk));
+      }
+      cuda::wait_for_products<0>(state.values);
+      __syncwarp();
+      if (threadIdx.x % kWarpSize == 0) shared.empty[slot].arrive();
+      if (++slot == partition.stages) {
+        slot = 0;
+        ++phase;
+      }
+    }
+    if (states_only || at.is_last_segment(partition)) {
+      state.end(p, partition, at, unit, lane, !states_only, decay_of_segment);
+    }
+  }
+};
+
+template <typename Scalar, int dstate, bool states_only>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
+    ssd_fwd_wgmma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Partition partition) {
+#if SSM_KERNELS_HAS_WGMMA
+  using Fwd = WgmmaFwd<Scalar, dstate, states_only>;
+  extern __shared__ unsigned char unaligned_memory[];
+  constexpr int kAlignment = Fwd::Shared::kAlignment;
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(unaligned_memory));
+  Fwd fwd(p, partition, unaligned_memory + (kAlignment - address % kAlignment) % kAlignment);
+
+  const int warpgroup = threadIdx.x / kUnitThreads;
+  const Place at(p, partition);
+  if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
+  if (threadIdx.x < partition.stages) {
+    fwd.shared.full[threadIdx.x].init(kUnitThreads);
+    fwd.shared.empty[threadIdx.x].init(kUnits * kUnitWarps);
+  }
+  __syncthreads();
+  if (warpgroup == kUnits) {
+    cuda::leave_registers<88>();
+    fwd.move(at);
+  } else {
+    cuda::take_registers<208>();
+    fwd.multiply(at, warpgroup);
+  }
+#endif
+}
+
+}  // namespace ssm_kernels::ssd

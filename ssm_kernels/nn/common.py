@@ -1,0 +1,137 @@
+"""What the mixers share: dtypes, the initialization of step sizes, the short convolution, the states of decoding."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states and of the parameters of the recurrence beside activations of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_dt_range(layer: str, dt_min: float, dt_max: float) -> None:
+    if not 0 < dt_min <= dt_max:
+        raise ValueError(f"{layer}: expected 0 < dt_min <= dt_max, got dt_min={dt_min}, dt_max={dt_max}")
+
+
+@torch.no_grad()
+def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float, dt_init_floor: float) -> None:
+    """Makes ``softplus(bias)`` log-uniform in [``dt_min``, ``dt_max``], but at least ``dt_init_floor``."""
+    log_dt = torch.empty_like(bias, dtype=wide_dtype(bias.dtype)).uniform_(math.log(dt_min), math.log(dt_max))
+    dt = log_dt.exp().clamp(min=dt_init_floor)
+    bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
+
+
+class ConvMixer(nn.Module):
+    """A mixer with a short causal convolution, ``conv1d``, before its recurrence, and with states for decoding.
+
+    A layer that derives from it sets ``d_conv`` and ``layer_idx`` and has ``_mix``, ``step`` and ``_zero_state``.
+    """
+
+    d_conv: int
+    layer_idx: int | None
+    conv1d: nn.Conv1d
+
+    def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        """The mixer over a sequence, from the given states or from zero; also the states after it."""
+        raise NotImplementedError
+
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes one time step."""
+        raise NotImplementedError
+
+    def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
+        """The recurrence's."""
+        raise NotImplementedError
+
+    def _mix_or_step(self, hidden_states: Tensor, inference_params: Any) -> Tensor:
+        """The mixer over a sequence that begins here or, as ``inference_params`` say, goes on from its cache."""
+        if inference_params is None:
+            return self._mix(hidden_states, None, None)[0]
+        conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
+        if inference_params.seqlen_offset == 0:
+            out, inputs, last_state = self._mix(hidden_states, None, None)
+        elif hidden_states.shape[1] == 1:
+            return self.step(hidden_states, conv_state, ssm_state)[0]
+        else:
+            out, inputs, last_state = self._mix(hidden_states, conv_state, ssm_state)
+        conv_state.copy_(inputs.detach())
+        ssm_state.copy_(last_state.detach())
+        return out
+
+    def _check_one_step(self, hidden_states: Tensor) -> None:
+        if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
+            raise ValueError(
+                f"{type(self).__name__}.step: expected hidden_states of shape (batch, 1, d_model), "
+                f"got {list(hidden_states.shape)}"
+            )
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Zero states for :meth:`step`: ``conv_state``, (batch, channels of the convolution, d_conv), and ``ssm_state``.
+
+        Args:
+            batch_size: sequences decoded together.
+            max_seqlen: without effect, the states do not grow; kept for callers written for ``mamba_ssm``.
+            dtype: of both states. By default ``conv_state`` has the layer's dtype and ``ssm_state`` is float32 (float64 in a
+                float64 layer), so that nothing is lost from step to step.
+            kwargs: without effect.
+        """
+        weight = self.conv1d.weight
+        conv_dtype = weight.dtype if dtype is None else dtype
+        conv_state = torch.zeros(batch_size, weight.shape[0], self.d_conv, device=weight.device, dtype=conv_dtype)
+        return conv_state, self._zero_state(batch_size, dtype)
+
+    def _convolve(self, x: Tensor, conv_state: Tensor | None, sequence_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """The convolution and its activation on ``x``, (batch, seqlen, channels); also the ``d_conv`` inputs that ended it.
+
+        Args:
+            sequence_ids: (batch or 1, seqlen), not negative: a step reads those before it that have its number. Without
+                ``conv_state``.
+        """
+        x = x.transpose(1, 2)
+        inputs = F.pad(x, (self.d_conv, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], dim=-1)
+        # The first window ends before the sequence begins; keeping it until here makes empty sequences legal.
+        seqlen = inputs.shape[-1] - self.d_conv
+        weight, bias = self.conv1d.weight, self.conv1d.bias
+        if sequence_ids is None and not torch.compiler.is_compiling():
+            x = F.conv1d(inputs, weight, bias, groups=weight.shape[0])[..., 1:]
+        else:
+            # Inductor makes one graph of these; its convolution's backward is compiled anew for every length.
+            weight = weight.to(wide_dtype(x.dtype))
+            terms = [] if bias is None else [bias[:, None].to(weight.dtype)]
+            for lag in range(self.d_conv):
+                window = inputs[..., self.d_conv - lag : self.d_conv - lag + seqlen]
+                if sequence_ids is not None and lag:
+                    before = F.pad(sequence_ids, (lag, 0), value=-1)[:, :seqlen]
+                    window = window.masked_fill((before != sequence_ids)[:, None], 0)
+                terms.append(window * weight[:, :, self.d_conv - 1 - lag])
+            x = sum(terms).to(x.dtype)
+        # Beside what comes from projections: the scan moves tensors of one layout by vectors.
+        return F.silu(x.transpose(1, 2).contiguous()), inputs[..., seqlen:]
+
+    def _get_states_from_cache(
+        self, inference_params: Any, batch_size: int, initialize_states: bool = False
+    ) -> tuple[Tensor, Tensor]:
+        """This layer's states in ``inference_params.key_value_memory_dict``, made if absent, cleared if asked."""
+        layer = type(self).__name__
+        if self.layer_idx is None:
+            raise ValueError(f"{layer}: inference_params needs a layer_idx, which this layer was built without")
+        cache = inference_params.key_value_memory_dict
+        if self.layer_idx not in cache:
+            cache[self.layer_idx] = self.allocate_inference_cache(batch_size, max_seqlen=0)
+        conv_state, ssm_state = cache[self.layer_idx]
+        if conv_state.shape[0] != batch_size:
+            raise ValueError(f"{layer}: expected a batch of {conv_state.shape[0]} as in the cache, got {batch_size}")
+        if initialize_states:
+            conv_state.zero_()
+            ssm_state.zero_()
+        return conv_state, ssm_state

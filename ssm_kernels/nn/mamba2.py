@@ -1,0 +1,359 @@
+r"""The Mamba-2 mixer: one projection to all inputs, a short causal convolution, the state-space dual form, a gated norm.
+
+For hidden states :math:`u_t` of ``d_model`` channels and heads :math:`h` of ``headdim`` channels:
+
+.. math::
+    (z_t, v_t, \delta_t) &= W_{in} u_t, \qquad
+    (x_t, B_t, C_t) = \mathrm{silu}(b + \textstyle\sum_{k=0}^{w-1} K_k \odot v_{t-w+1+k}), \qquad w = \mathrm{d\_conv} \\
+    \Delta_{t,h} &= \mathrm{clamp}(\mathrm{softplus}(\delta_{t,h} + b_h), \mathrm{dt\_limit}), \qquad A_h = -e^{A_{\log,h}} \\
+    S_{t,h} &= e^{\Delta_{t,h} A_h}\, S_{t-1,h} + \Delta_{t,h}\, k(\Delta_{t,h} A_h)\, x_{t,h} B_t^\top, \qquad
+    y_{t,h} = S_{t,h} C_t + D_h x_{t,h} \\
+    \mathrm{out}_t &= W_{out}\, \mathrm{norm}(y_t \cdot \mathrm{silu}(z_t))
+
+Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), sections 7 and 8. The discretization chooses :math:`k`; see
+:func:`ssm_kernels.ssd_chunk_scan`.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..ops import selective_state_update, ssd_chunk_scan
+from .common import ConvMixer, check_dt_range, init_dt_bias, wide_dtype
+
+__all__ = ["GatedRMSNorm", "Mamba2"]
+
+
+class GatedRMSNorm(nn.Module):
+    """Normalization by the root mean square, of each group of channels by itself, and a gate.
+
+    ``norm(x * silu(z)) * weight``, or ``norm(x) * weight * silu(z)`` with ``norm_before_gate``; computed in float32 (float64
+    for float64 inputs).
+
+    Args:
+        channels: size of the last axis.
+        groups: how many groups the channels are divided into.
+        norm_before_gate: see above.
+        eps: added to the mean square.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        groups: int = 1,
+        norm_before_gate: bool = False,
+        eps: float = 1e-5,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.group_size, self.norm_before_gate, self.eps = channels // groups, norm_before_gate, eps
+        self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.weight)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        wide = wide_dtype(x.dtype)
+        y, gate = x.to(wide), F.silu(z.to(wide))
+        if not self.norm_before_gate:
+            y = y * gate
+        y = y.unflatten(-1, (self.weight.shape[0] // self.group_size, self.group_size))
+        y = F.rms_norm(y, (self.group_size,), eps=self.eps).flatten(-2) * self.weight.to(wide)
+        return (y * gate if self.norm_before_gate else y).to(x.dtype)
+
+
+class Mamba2(ConvMixer):
+    """The Mamba-2 mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
+
+    The positional arguments, the names, shapes and order of the parameters, and ``step``, ``allocate_inference_cache`` and
+    ``inference_params`` are those of ``mamba_ssm``'s ``Mamba2``, so its checkpoints load with ``strict=True``. The
+    discretization is not part of the ``state_dict``.
+
+    With ``d_inner = expand * d_model``, ``nheads = d_ssm / headdim`` and ``d_xBC = d_ssm + 2 ngroups d_state``, parameters:
+    ``dt_bias`` and ``A_log`` (nheads,), ``D`` (nheads,) or, with ``D_has_hdim``, (d_ssm,), ``in_proj.weight``
+    (2 d_inner + 2 ngroups d_state + nheads, d_model), ``conv1d.weight`` (d_xBC, 1, d_conv), ``conv1d.bias`` (d_xBC,),
+    ``norm.weight`` (d_ssm,), ``out_proj.weight`` (d_model, d_inner); with ``bias`` also ``in_proj.bias`` and ``out_proj.bias``.
+
+    Args:
+        d_model: channels of input and output.
+        d_state: states per channel, at most 256.
+        d_conv: width of the convolution.
+        conv_init: the convolution's weights are uniform in [-conv_init, conv_init] at initialization; ``None`` is
+            ``torch.nn.Conv1d``'s own.
+        expand: ``d_inner = expand * d_model``.
+        headdim: channels per head, at most 256.
+        d_ssm: channels that go through the SSM; the other ``d_inner - d_ssm`` go through a gated MLP (SwiGLU) beside it.
+            ``None`` is all of them.
+        ngroups: groups of heads that share B and C, and of channels that are normalized together.
+        A_init_range: ``-A`` is uniform in this range at initialization.
+        D_has_hdim: whether D is a number for each channel, not for each head.
+        rmsnorm: whether there is a norm; without it the result is ``y * silu(z)``.
+        norm_before_gate: the norm of y and then the gate, instead of the norm of what the gate lets through.
+        dt_min: smallest step size at initialization.
+        dt_max: largest step size at initialization.
+        dt_init_floor: lower bound of the step sizes at initialization, applied after ``dt_min``.
+        dt_limit: the step sizes are clamped to this range, in training and in decoding.
+        bias: whether the in- and out-projections have one.
+        conv_bias: whether the convolution has one.
+        chunk_size: of the scan, a hint; ``None`` leaves the choice to it.
+        use_mem_eff_path: accepted for compatibility, without effect: there is one path.
+        layer_idx: key of this layer in the cache of ``inference_params``.
+        process_group: accepted for its place in the order of arguments; must be ``None``: tensor parallelism is not supported.
+        sequence_parallel: without effect.
+        device: where the parameters are made.
+        dtype: dtype of the layer. ``dt_bias``, ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
+        discretization: one of those of :func:`ssm_kernels.ssd_chunk_scan`.
+
+    Raises:
+        ValueError: an argument is not as above, or not one that :func:`ssm_kernels.ssd_chunk_scan` takes.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        d_state: int = 128,
+        d_conv: int = 4,
+        conv_init: float | None = None,
+        expand: int = 2,
+        headdim: int = 64,
+        d_ssm: int | None = None,
+        ngroups: int = 1,
+        A_init_range: tuple[float, float] = (1, 16),
+        D_has_hdim: bool = False,
+        rmsnorm: bool = True,
+        norm_before_gate: bool = False,
+        dt_min: float = 0.001,
+        dt_max: float = 0.1,
+        dt_init_floor: float = 1e-4,
+        dt_limit: tuple[float, float] = (0.0, math.inf),
+        bias: bool = False,
+        conv_bias: bool = True,
+        chunk_size: int | None = 256,
+        use_mem_eff_path: bool = True,
+        layer_idx: int | None = None,
+        process_group: Any = None,
+        sequence_parallel: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
+        discretization: str = "zoh",
+    ) -> None:
+        super().__init__()
+        self.d_model, self.d_state, self.d_conv, self.conv_init = d_model, d_state, d_conv, conv_init
+        self.expand, self.d_inner, self.headdim, self.ngroups = expand, int(expand * d_model), headdim, ngroups
+        self.d_ssm = self.d_inner if d_ssm is None else d_ssm
+        self.A_init_range, self.D_has_hdim, self.rmsnorm, self.norm_before_gate = (
+            A_init_range,
+            D_has_hdim,
+            rmsnorm,
+            norm_before_gate,
+        )
+        self.dt_min, self.dt_max, self.dt_init_floor, self.dt_limit = dt_min, dt_max, dt_init_floor, tuple(dt_limit)
+        self.chunk_size, self.use_mem_eff_path, self.layer_idx = chunk_size, use_mem_eff_path, layer_idx
+        self.discretization = discretization
+        if process_group is not None:
+            raise ValueError("Mamba2: expected process_group None: tensor parallelism is not supported")
+        if not 0 < self.d_ssm <= self.d_inner:
+            raise ValueError(f"Mamba2: expected d_ssm from 1 to d_inner = {self.d_inner}, got {self.d_ssm}")
+        if headdim < 1 or self.d_ssm % headdim:
+            raise ValueError(f"Mamba2: expected a headdim that divides d_ssm = {self.d_ssm}, got {headdim}")
+        if not 0 < A_init_range[0] <= A_init_range[1]:
+            raise ValueError(f"Mamba2: expected A_init_range with 0 < low <= high, got {tuple(A_init_range)}")
+        check_dt_range("Mamba2", dt_min, dt_max)
+        self.nheads = self.d_ssm // headdim
+        self._check_scan()
+
+        d_xBC = self.d_ssm + 2 * ngroups * d_state
+        # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
+        d_in_proj = 2 * self.d_inner + 2 * ngroups * d_state + self.nheads
+        self.in_proj = nn.Linear(d_model, d_in_proj, bias=bias, device=device, dtype=dtype)
+        self.conv1d = nn.Conv1d(
+            d_xBC, d_xBC, d_conv, groups=d_xBC, padding=d_conv - 1, bias=conv_bias, device=device, dtype=dtype
+        )
+        wide = wide_dtype(self.in_proj.weight.dtype)
+        self.dt_bias = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
+        self.A_log = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
+        self.D = nn.Parameter(torch.empty(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=wide))
+        for parameter in (self.dt_bias, self.A_log, self.D):
+            parameter._no_weight_decay = True  # a mark that training code written for mamba_ssm looks for
+        self.reset_parameters()
+        if rmsnorm:
+            self.norm = GatedRMSNorm(self.d_ssm, ngroups, norm_before_gate, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, device=device, dtype=dtype)
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initializes ``dt_bias``, ``A_log`` and ``D``, and ``conv1d.weight`` where ``conv_init`` says how.
+
+        The submodules have a ``reset_parameters`` of their own.
+        """
+        if self.conv_init is not None:
+            nn.init.uniform_(self.conv1d.weight, -self.conv_init, self.conv_init)
+        init_dt_bias(self.dt_bias, self.dt_min, self.dt_max, self.dt_init_floor)
+        self.A_log.uniform_(*self.A_init_range).log_()
+        self.D.fill_(1)
+
+    def forward(
+        self,
+        u: Tensor,
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        inference_params: Any = None,
+    ) -> Tensor:
+        """Mixes a sequence, or several that lie one after another.
+
+        Args:
+            u: (batch, seqlen, d_model), any strides.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
+            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
+                before ``cu_seqlens[i + 1]``.
+            inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
+                (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
+                later calls continue it, by one step or by several. The states carry no gradient. Not together with
+                ``seq_idx`` or ``cu_seqlens``.
+
+        Neither the convolution nor the state passes from one sequence to the next.
+
+        Returns:
+            (batch, seqlen, d_model).
+        """
+        if seq_idx is None and cu_seqlens is None:
+            return self._mix_or_step(u, inference_params)
+        if inference_params is not None:
+            raise ValueError("Mamba2: expected no inference_params with seq_idx or cu_seqlens: the cache has one state per row")
+        return self._mix(u, None, None, seq_idx, cu_seqlens)[0]
+
+    @torch.no_grad()
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes one time step, for decoding. Not differentiable.
+
+        Args:
+            hidden_states: (batch, 1, d_model).
+            conv_state: the last ``d_conv`` inputs of the convolution, (batch, d_xBC, d_conv), modified in place.
+            ssm_state: (batch, nheads, headdim, d_state), modified in place.
+
+        Returns:
+            ``out``, (batch, 1, d_model), and the two states.
+
+        Raises:
+            ValueError: ``hidden_states`` has more than one time step.
+        """
+        self._check_one_step(hidden_states)
+        mlp, z, xBC, dt = self._project(hidden_states)
+        xBC, inputs = self._convolve(xBC, conv_state)
+        conv_state.copy_(inputs)
+        # Autocast lowers projections and convolution alike.
+        x, B, C = (v[:, 0] for v in self._split_heads(xBC))
+        A, D, dt_bias = (v if v.dim() > 1 else v[:, None] for v in self._recurrence(x.dtype))
+        y = selective_state_update(
+            ssm_state,
+            x,
+            dt[:, 0, :, None].expand(x.shape),
+            A[..., None].expand(-1, self.headdim, self.d_state),
+            B,
+            C,
+            D.expand(-1, self.headdim),
+            None if self.rmsnorm else z[:, 0].unflatten(-1, (self.nheads, self.headdim)),
+            dt_bias.expand(-1, self.headdim),
+            dt_softplus=True,
+            dt_limit=self.dt_limit,
+            discretization=self.discretization,
+        )
+        return self._finish(y[:, None], z, mlp), conv_state, ssm_state
+
+    def extra_repr(self) -> str:
+        return (
+            f"d_model={self.d_model}, d_state={self.d_state}, nheads={self.nheads}, headdim={self.headdim}, "
+            f"ngroups={self.ngroups}, discretization={self.discretization!r}"
+        )
+
+    def _mix(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        mlp, z, xBC, dt = self._project(hidden_states)
+        xBC, inputs = self._convolve(xBC, conv_state, self._sequence_ids(hidden_states, seq_idx, cu_seqlens))
+        x, B, C = self._split_heads(xBC)
+        A, D, dt_bias = self._recurrence(x.dtype)
+        y, final_states = ssd_chunk_scan(
+            x,
+            dt,
+            A,
+            B,
+            C,
+            chunk_size=self.chunk_size,
+            D=D,
+            z=None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
+            dt_bias=dt_bias,
+            dt_softplus=True,
+            dt_limit=self.dt_limit,
+            initial_states=None if ssm_state is None else ssm_state.to(A.dtype),
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
+            return_final_states=True,
+            discretization=self.discretization,
+        )
+        return self._finish(y, z, mlp), inputs, final_states
+
+    def _project(self, u: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
+        """What the MLP beside the SSM gives, if there is one, z, the input of the convolution, and dt."""
+        d_mlp, d_xBC = self.d_inner - self.d_ssm, self.conv1d.weight.shape[0]
+        projected = self.in_proj(u)
+        gate, up, z, xBC, dt = projected.split([d_mlp, d_mlp, self.d_ssm, d_xBC, self.nheads], dim=-1)
+        return F.silu(gate) * up if d_mlp else None, z, xBC, dt
+
+    def _split_heads(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """x, (batch, seqlen, nheads, headdim), B and C, (batch, seqlen, ngroups, d_state)."""
+        x, B, C = xBC.split([self.d_ssm, *[self.ngroups * self.d_state] * 2], dim=-1)
+        of_groups = (self.ngroups, self.d_state)
+        return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, of_groups), C.unflatten(-1, of_groups)
+
+    def _recurrence(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+        """``A``, ``D`` and the bias of ``dt`` beside activations of ``dtype``."""
+        wide = wide_dtype(dtype)
+        D = self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D
+        return -torch.exp(self.A_log.to(wide)), D.to(wide), self.dt_bias.to(wide)
+
+    def _finish(self, y: Tensor, z: Tensor, mlp: Tensor | None) -> Tensor:
+        y = y.flatten(-2)
+        if self.rmsnorm:
+            y = self.norm(y, z)
+        return self.out_proj(y if mlp is None else torch.cat([mlp, y], dim=-1))
+
+    @staticmethod
+    def _sequence_ids(u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+        """A number for each step, (batch or 1, seqlen), that no other sequence of its row has."""
+        if seq_idx is not None:
+            if seq_idx.shape != u.shape[:2]:
+                raise ValueError(
+                    f"Mamba2: expected seq_idx of shape (batch, seqlen) = {list(u.shape[:2])}, got {list(seq_idx.shape)}"
+                )
+            return F.pad(seq_idx.diff(dim=1) != 0, (1, 0))[:, : u.shape[1]].cumsum(dim=1)
+        if cu_seqlens is not None:
+            steps = torch.arange(u.shape[1], device=u.device, dtype=cu_seqlens.dtype)
+            return torch.bucketize(steps, cu_seqlens[1:], right=True)[None]
+        return None
+
+    def _check_scan(self) -> None:
+        """Has the scan look at the sizes and options that it will be given, on tensors without memory."""
+        x = torch.empty(1, 0, self.nheads, self.headdim, device="meta", dtype=torch.float32)
+        BC = torch.empty(1, 0, self.ngroups, self.d_state, device="meta", dtype=torch.float32)
+        options = {"chunk_size": self.chunk_size, "dt_limit": self.dt_limit, "discretization": self.discretization}
+        ssd_chunk_scan(x, x[..., 0], x.new_empty(self.nheads), BC, BC, **options)
+
+    def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
+        dtype = wide_dtype(self.in_proj.weight.dtype) if dtype is None else dtype
+        return torch.zeros(batch_size, self.nheads, self.headdim, self.d_state, device=self.D.device, dtype=dtype)

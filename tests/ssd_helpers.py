@@ -1,0 +1,262 @@
+"""What the tests of ssd_chunk_scan share: the factory of inputs, its options, the rules of comparison."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from helpers import arrange, assert_as_accurate, parameter_dtype
+from torch import Tensor
+
+import ssm_kernels
+from ssm_kernels import reference
+
+# The differentiable arguments.
+TENSORS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
+SEQUENCES = ("x", "dt", "B", "C", "z")
+
+# Those whose transition is e^z; what the operator takes.
+METHODS = ("zoh", "foh", "poly", "highorder", "rk4")
+
+# The options of make_inputs without anything optional.
+MINIMAL: dict[str, Any] = {"D": None} | dict.fromkeys(("z", "dt_bias", "dt_softplus", "initial_states"), False)
+
+# Of packed sequences, the offsets: among them sequences of no steps, at both ends too, and of one.
+PACKED = (0, 0, 3, 4, 4, 4, 9, 9)
+
+# Options of make_inputs, each with what it does not name as in MINIMAL.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "required_only": {},
+    "D": {"D": "head"},
+    "D_of_channels": {"D": "channel"},
+    "z": {"z": True},
+    "D_and_z": {"D": "head", "z": True},
+    "dt_bias": {"dt_bias": True},
+    "dt_softplus": {"dt_softplus": True},
+    "dt_bias_and_softplus": {"dt_bias": True, "dt_softplus": True},
+    "dt_limit": {"dt_bias": True, "dt_softplus": True, "dt_limit": (0.2, 0.4)},
+    "initial_states": {"initial_states": True},
+    "resets": {"resets": ((2, 3), (1,))},
+    "resets_with_states": {"resets": ((2, 3), (1,)), "initial_states": True},
+    "packed": {"cu_seqlens": PACKED},
+    "packed_with_states": {"cu_seqlens": PACKED, "initial_states": True},
+    "everything": {"D": "channel", "z": True, "dt_bias": True, "dt_softplus": True, "initial_states": True},
+}
+OPTIONS = {name: MINIMAL | options for name, options in OPTIONS.items()}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+every_method = pytest.mark.parametrize("discretization", METHODS)
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def dtypes(*chosen: torch.dtype) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("dtype", chosen or DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+def make_inputs(
+    *,
+    batch: int = 2,
+    seqlen: int = 5,
+    heads: int = 4,
+    headdim: int = 3,
+    groups: int = 2,
+    dstate: int = 2,
+    D: str | None = "head",
+    z: bool = True,
+    dt_bias: bool = True,
+    dt_softplus: bool = True,
+    dt_limit: tuple[float, float] = (0.0, math.inf),
+    initial_states: bool = True,
+    resets: Sequence[Iterable[int]] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
+    chunk_size: int | None = None,
+    discretization: str = "zoh",
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    layout: str = "contiguous",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of ``ssd_chunk_scan``, the same numbers on every device.
+
+    ``dt * A`` lies in (-2, 0).
+
+    Args:
+        D: ``"head"``, ``"channel"`` or None.
+        resets: of each row of the batch, in turn, the steps before which a new sequence begins; makes ``seq_idx``.
+        cu_seqlens: takes the place of batch and seqlen.
+        layout: see :func:`helpers.arrange`; of every floating-point tensor.
+    """
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def uniform(*shape: int) -> Tensor:
+        return torch.rand(shape, generator=generator, dtype=torch.float64)
+
+    sequences = batch
+    if cu_seqlens is not None:
+        batch, seqlen, sequences = 1, cu_seqlens[-1], len(cu_seqlens) - 1
+    values = {
+        "x": normal(batch, seqlen, heads, headdim),
+        "dt": 0.6 * normal(batch, seqlen, heads) - 1 if dt_softplus else 0.02 + 0.6 * uniform(batch, seqlen, heads),
+        "A": -0.1 - 0.9 * uniform(heads),
+        "B": normal(batch, seqlen, groups, dstate),
+        "C": normal(batch, seqlen, groups, dstate),
+        "D": {"head": normal(heads), "channel": normal(heads, headdim), None: None}[D],
+        "z": normal(batch, seqlen, heads, headdim) if z else None,
+        "dt_bias": 0.2 * uniform(heads) if dt_bias else None,
+        "initial_states": normal(sequences, heads, headdim, dstate) if initial_states else None,
+    }
+    inputs: dict[str, Any] = {
+        name: None
+        if value is None
+        else arrange(value.to(device, dtype if name in SEQUENCES else parameter_dtype(dtype)), layout)
+        for name, value in values.items()
+    }
+    inputs["seq_idx"] = inputs["cu_seqlens"] = None
+    if resets is not None:
+        inputs["seq_idx"] = make_seq_idx([resets[row % len(resets)] for row in range(batch)], seqlen).to(device)
+    if cu_seqlens is not None:
+        inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
+    return inputs | {
+        "dt_softplus": dt_softplus,
+        "dt_limit": dt_limit,
+        "chunk_size": chunk_size,
+        "discretization": discretization,
+    }
+
+
+def make_seq_idx(resets: Sequence[Iterable[int]], seqlen: int) -> Tensor:
+    """Numbers that change at these steps, not in ascending order, and come again."""
+    seq_idx = torch.zeros(len(resets), seqlen, dtype=torch.int32)
+    for row, steps in zip(seq_idx, resets, strict=True):
+        for step in steps:
+            row[step:] += 1
+    return 5 - (3 * seq_idx) % 4
+
+
+def tensor_names(inputs: dict[str, Any]) -> list[str]:
+    """Of the differentiable arguments that there are."""
+    return [name for name in TENSORS if inputs[name] is not None]
+
+
+def at_steps(inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
+    """The arguments of a part of the time."""
+    of_steps = [name for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None]
+    return inputs | {name: inputs[name][:, steps] for name in of_steps}
+
+
+def as_float64(inputs: dict[str, Any]) -> dict[str, Any]:
+    return inputs | {name: inputs[name].double() for name in tensor_names(inputs)}
+
+
+def with_gradients(inputs: dict[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
+    return inputs | {name: inputs[name].detach().requires_grad_() for name in names or tensor_names(inputs)}
+
+
+def scan(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """The operator's two results; its Python function, looked up when called."""
+    return ssm_kernels.ssd_chunk_scan(**inputs, return_final_states=True)
+
+
+def reference_scan(**inputs: Any) -> tuple[Tensor, Tensor]:
+    """The reference's two results, computed on the CPU for every device: a GPU would spend its time on launches."""
+    device = inputs["x"].device
+    on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    out, final_states = reference.ssd_chunk_scan(**on_cpu, return_final_states=True)
+    return out.to(device), final_states.to(device)
+
+
+def states_like(inputs: dict[str, Any]) -> Tensor:
+    """Zero states, of the shape of final_states."""
+    x, B, cu_seqlens = inputs["x"], inputs["B"], inputs["cu_seqlens"]
+    sequences = x.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    return x.new_zeros(sequences, *x.shape[2:], B.shape[3], dtype=parameter_dtype(x.dtype))
+
+
+def make_cotangents(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Gradients of out and of final_states."""
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(
+        torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
+        for like in (inputs["x"], states_like(inputs))
+    )
+
+
+def evaluate(function: Callable, inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
+    """``out``, ``final_states`` and, given cotangents, ``grad_<name>`` of every tensor argument, in the operator's dtypes."""
+    leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in tensor_names(inputs)}
+    out, final_states = function(**(inputs | leaves))
+    out, final_states = out.to(inputs["x"].dtype), final_states.to(inputs["A"].dtype)
+    results = {"out": out.detach(), "final_states": final_states.detach()}
+    if cotangents is not None:
+        # A result of no steps from no state depends on nothing, and the reference's then has no graph.
+        dependent = [(y, grad) for y, grad in zip((out, final_states), cotangents, strict=True) if y.requires_grad]
+        if dependent:
+            outputs, incoming = zip(*dependent, strict=True)
+            gradients = torch.autograd.grad(outputs, [*leaves.values()], incoming, allow_unused=True, materialize_grads=True)
+        else:
+            gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
+    return results
+
+
+def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
+    """To so much of each result's largest value, or of 1: sums of many terms cancel."""
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        size = expected[name].abs().max().item() if expected[name].numel() else 0
+        torch.testing.assert_close(
+            value, expected[name], rtol=0, atol=tolerance * max(1, size), msg=lambda m, name=name: f"{name}: {m}"
+        )
+
+
+def assert_matches_reference(inputs: dict[str, Any], *, gradients: bool = True, function: Callable = scan) -> dict[str, Tensor]:
+    """Compares with the float64 reference, by the low-precision rule below float64; returns the function's results."""
+    cotangents = make_cotangents(inputs) if gradients else None
+    actual = evaluate(function, inputs, cotangents)
+    exact = evaluate(reference_scan, as_float64(inputs), cotangents and tuple(x.double() for x in cotangents))
+    assert actual.keys() == exact.keys()
+    if inputs["x"].dtype == torch.float64:
+        assert_all_close(actual, exact)
+    else:
+        native = evaluate(reference_scan, inputs, cotangents)
+        for name, value in actual.items():
+            assert_as_accurate(value, native[name], exact[name], name)
+    return actual
+
+
+def training_step(function: Callable, inputs: dict[str, Any]) -> dict[str, Tensor]:
+    """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""
+    leaves = with_gradients(inputs)
+    out, final_states = function(**leaves)
+    (out.float().square().sum() + final_states.float().square().sum()).backward()
+    return {"out": out, "final_states": final_states} | {f"grad_{name}": leaves[name].grad for name in tensor_names(inputs)}
+
+
+def operator_arguments(inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Of the public operator: positional and keyword ones."""
+    positional = ("x", "dt", "A", "B", "C")
+    return tuple(inputs[name] for name in positional), {k: v for k, v in inputs.items() if k not in positional}
+
+
+def forward_arguments(inputs: dict[str, Any]) -> tuple:
+    """Of _ssd_chunk_scan_fwd, in the order of its schema."""
+    return tuple(_by_schema(torch.ops.ssm_kernels._ssd_chunk_scan_fwd.default, inputs))
+
+
+def backward_arguments(inputs: dict[str, Any], needs_grad: Sequence[bool] | None = None) -> tuple:
+    """Of _ssd_chunk_scan_bwd, in the order of its schema."""
+    grad_out, grad_final_states = make_cotangents(inputs)
+    others = {"grad_out": grad_out, "grad_final_states": grad_final_states}
+    others["needs_grad"] = [inputs[name] is not None for name in TENSORS] if needs_grad is None else list(needs_grad)
+    return tuple(_by_schema(torch.ops.ssm_kernels._ssd_chunk_scan_bwd.default, inputs | others))
+
+
+def _by_schema(operator: torch._ops.OpOverload, values: dict[str, Any]) -> list[Any]:
+    limits = dict(zip(("dt_min", "dt_max"), values["dt_limit"], strict=True))
+    return [(values | limits)[argument.name] for argument in operator._schema.arguments]

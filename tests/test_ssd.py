@@ -1,0 +1,596 @@
+"""ssd_chunk_scan: values, against the float64 reference and against the operators that compute the same by other means."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import LAYOUTS, arrange, assert_as_accurate, assert_equal, parameter_dtype
+from ssd_helpers import (
+    METHODS,
+    MINIMAL,
+    OPTIONS,
+    PACKED,
+    SEQUENCES,
+    as_float64,
+    assert_all_close,
+    assert_matches_reference,
+    at_steps,
+    dtypes,
+    evaluate,
+    every_method,
+    every_option,
+    make_cotangents,
+    make_inputs,
+    reference_scan,
+    scan,
+    states_like,
+    tensor_names,
+)
+from torch import Tensor
+
+from ssm_kernels import reference, selective_scan, selective_state_update, ssd_chunk_scan
+
+OPERATOR = "ssd_chunk_scan"
+
+# Around the sizes that tiles and chunks have.
+LENGTHS = (0, 1, 2, 63, 64, 65, 300)
+
+
+def test_signature_is_that_of_the_reference():
+    operator, of_reference = (
+        [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        for function in (ssd_chunk_scan, reference.ssd_chunk_scan)
+    )
+    assert operator == of_reference
+
+
+@dtypes()
+@every_option
+def test_values(options, dtype, device):
+    for sizes in ({}, {"seqlen": 70}):
+        inputs = make_inputs(dtype=dtype, device=device, **(sizes | options))
+        results = assert_matches_reference(inputs, gradients=False)
+        assert results["out"].dtype == dtype and results["final_states"].dtype == parameter_dtype(dtype)
+        assert results["out"].shape == inputs["x"].shape and results["final_states"].shape == states_like(inputs).shape
+        assert torch.equal(ssd_chunk_scan(**inputs), results["out"])
+
+
+@every_method
+def test_discretizations(discretization, device):
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        for name in ("everything", "packed"):
+            inputs = make_inputs(dtype=dtype, device=device, discretization=discretization, **({"seqlen": 70} | OPTIONS[name]))
+            assert_matches_reference(inputs, gradients=False)
+
+
+def test_alias_of_a_discretization(device):
+    inputs = make_inputs(device=device)
+    expected = ssd_chunk_scan(**inputs | {"discretization": "foh"})
+    assert torch.equal(ssd_chunk_scan(**inputs | {"discretization": "zoh_exact"}), expected)
+
+
+def test_discretizations_differ(device):
+    results = [ssd_chunk_scan(**make_inputs(discretization=name, device=device)) for name in METHODS]
+    assert all((a - b).abs().max() > 1e-6 for a, b in itertools.combinations(results, 2))
+
+
+def test_defaults(device):
+    """Of the optional arguments, on step sizes among which there are negative ones: those are 0."""
+    inputs = make_inputs(**MINIMAL, seqlen=20, device=device)
+    inputs["dt"] = inputs["dt"] - 0.3
+    assert (inputs["dt"] < 0).any() and (inputs["dt"] > 0).any()
+    required = [inputs[name] for name in ("x", "dt", "A", "B", "C")]
+    out = ssd_chunk_scan(*required)
+    torch.testing.assert_close(out, ssd_chunk_scan(**inputs), rtol=0, atol=0)
+    assert_matches_reference(inputs, gradients=False)
+    clamped = inputs | {"dt": inputs["dt"].clamp(min=0)}
+    torch.testing.assert_close(out, ssd_chunk_scan(**clamped), rtol=1e-12, atol=1e-12)
+
+
+def test_limits_of_the_step_size(device):
+    """They come after bias and softplus, and the unlimited is no limit."""
+    inputs = make_inputs(seqlen=70, device=device)
+    steps = torch.nn.functional.softplus(inputs["dt"] + inputs["dt_bias"])
+    low, high = (torch.quantile(steps, q).item() for q in (0.3, 0.7))
+    for limits in ((low, high), (low, math.inf), (0.0, high), (high, high), (-math.inf, math.inf)):
+        assert_matches_reference(inputs | {"dt_limit": limits}, gradients=False)
+        plain = inputs | {"dt": steps.clamp(*limits), "dt_bias": None, "dt_softplus": False}
+        torch.testing.assert_close(
+            ssd_chunk_scan(**inputs | {"dt_limit": limits}), ssd_chunk_scan(**plain), rtol=1e-12, atol=1e-12
+        )
+    negative = make_inputs(**MINIMAL, dt_limit=(-math.inf, math.inf), device=device)
+    negative["dt"] = negative["dt"] - 0.3  # growth
+    assert_matches_reference(negative, gradients=False)
+
+
+# ----- sizes and strides
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("seqlen", LENGTHS)
+def test_lengths(seqlen, dtype, device):
+    for chunk_size in (None, 64):
+        inputs = make_inputs(seqlen=seqlen, heads=2, headdim=8, dstate=8, chunk_size=chunk_size, dtype=dtype, device=device)
+        assert_matches_reference(inputs, gradients=False)
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+@pytest.mark.parametrize(
+    ("headdim", "dstate"),
+    [(1, 1), (48, 17), (17, 48), (64, 16), (64, 64), (64, 128), (96, 64), (128, 96), (33, 200), (256, 3), (3, 256), (256, 256)],
+)
+def test_headdim_and_dstate(headdim, dstate, dtype, device):
+    inputs = make_inputs(
+        batch=1,
+        seqlen=20 if headdim * dstate > 10_000 else 70,
+        heads=2,
+        groups=1,
+        headdim=headdim,
+        dstate=dstate,
+        chunk_size=16,
+        dtype=dtype,
+        device=device,
+    )
+    assert_matches_reference(inputs, gradients=False)
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (6, 1), (6, 2), (6, 3), (6, 6), (24, 8), (80, 1)])
+def test_heads_and_groups(heads, groups, dtype, device):
+    for batch in (1, 3):
+        inputs = make_inputs(batch=batch, heads=heads, groups=groups, seqlen=65, dtype=dtype, device=device)
+        assert_matches_reference(inputs, gradients=False)
+
+
+@pytest.mark.parametrize("chunk_size", [None, 1, 2, 7, 16, 64, 128, 1000])
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+def test_chunk_size_is_a_hint(name, chunk_size, device):
+    """Results and gradients are the sequential recurrence's, whatever the chunks."""
+    options = OPTIONS[name] | {"chunk_size": chunk_size}
+    if options.get("cu_seqlens"):
+        options["cu_seqlens"] = (0, 0, 64, 65, 65, 130)
+    elif options.get("resets"):
+        options["resets"] = ((1, 16, 63, 64, 100), ())
+    for dtype in (torch.float64, torch.float32):
+        assert_matches_reference(make_inputs(dtype=dtype, device=device, **({"seqlen": 130} | options)))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_of_each_argument(layout, device):
+    for dtype, name in itertools.product((torch.float64, torch.bfloat16), ("everything", "packed_with_states")):
+        inputs = make_inputs(dtype=dtype, device=device, **({"seqlen": 20} | OPTIONS[name]))
+        expected = evaluate(scan, inputs)
+        for argument in tensor_names(inputs):
+            arranged = inputs | {argument: arrange(inputs[argument], layout)}
+            if dtype == torch.float64:
+                assert_all_close(evaluate(scan, arranged), expected)
+            else:
+                assert_matches_reference(arranged, gradients=False)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layout_of_all_arguments(layout, device):
+    for dtype, options in itertools.product((torch.float64, torch.bfloat16), ({}, {"cu_seqlens": (0, 30, 30, 70)})):
+        inputs = make_inputs(seqlen=70, headdim=16, dstate=8, layout=layout, dtype=dtype, device=device, **options)
+        assert_matches_reference(inputs, gradients=False)
+
+
+def test_slices_of_one_projection(device):
+    """As a layer makes them: x, B and C are parts of each row of one tensor, and z and dt of another."""
+    for dtype in (torch.float64, torch.bfloat16):
+        inputs = make_inputs(seqlen=70, headdim=8, dstate=4, dtype=dtype, device=device)
+        sliced = dict(inputs)
+        for names in (("x", "B", "C"), ("z", "dt")):
+            flat = [inputs[name].flatten(2) for name in names]
+            parts = torch.cat(flat, dim=-1).split([part.shape[-1] for part in flat], dim=-1)
+            sliced |= {name: part.unflatten(-1, inputs[name].shape[2:]) for name, part in zip(names, parts, strict=True)}
+        assert not sliced["x"].is_contiguous()
+        torch.testing.assert_close(ssd_chunk_scan(**sliced), ssd_chunk_scan(**inputs), rtol=2e-2, atol=2e-2)
+        assert_matches_reference(sliced, gradients=False)
+
+
+def test_expanded_arguments(device):
+    """One row for the batch, one step size for the heads, one gate for the channels."""
+    inputs = make_inputs(seqlen=20, device=device)
+    for name in SEQUENCES:
+        for axis in range(inputs[name].dim()):
+            expanded = inputs[name].narrow(axis, 0, 1).expand(inputs[name].shape)
+            expected = ssd_chunk_scan(**inputs | {name: expanded.contiguous()})
+            torch.testing.assert_close(ssd_chunk_scan(**inputs | {name: expanded}), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [{"batch": 0}, {"seqlen": 0}, {"batch": 0, "seqlen": 0}, {"heads": 0, "groups": 1}], ids=str)
+def test_no_elements(sizes, device):
+    for dtype in (torch.float64, torch.bfloat16):
+        for options in ({}, {"initial_states": False}, {"resets": ((1,),)}):
+            inputs = make_inputs(dtype=dtype, device=device, **(sizes | options))
+            out, final_states = scan(**inputs)
+            assert out.shape == inputs["x"].shape and out.dtype == dtype
+            assert final_states.shape == states_like(inputs).shape
+            if final_states.numel():
+                initial_states = inputs["initial_states"]
+                assert torch.equal(final_states, torch.zeros_like(final_states) if initial_states is None else initial_states)
+
+
+# ----- sequences
+
+
+def test_resets_are_separate_sequences(device):
+    """Inside of chunks and at their borders, in each row elsewhere; initial_states is that of the first sequence."""
+    seqlen, resets = 150, ((1, 16, 40, 64, 128, 149), (63, 64, 65), ())
+    for chunk_size in (None, 16, 64):
+        inputs = make_inputs(batch=3, seqlen=seqlen, resets=resets, chunk_size=chunk_size, device=device)
+        out, final_states = scan(**inputs)
+        for row, starts in enumerate(resets):
+            of_row = inputs | {name: inputs[name][row : row + 1] for name in (*SEQUENCES, "seq_idx", "initial_states")}
+            of_row["seq_idx"] = None
+            parts, state = [], of_row["initial_states"]
+            for begin, end in itertools.pairwise((0, *starts, seqlen)):
+                y, last = scan(**at_steps(of_row, slice(begin, end)) | {"initial_states": state})
+                parts.append(y)
+                state = None
+            torch.testing.assert_close(out[row : row + 1], torch.cat(parts, dim=1), rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(final_states[row : row + 1], last, rtol=1e-11, atol=1e-11)
+
+
+def test_packed_sequences_one_by_one(device):
+    """Of no steps, of one, and of more than a chunk."""
+    cu_seqlens = (0, 0, 1, 65, 65, 193, 200, 200)
+    for with_states, chunk_size in itertools.product((True, False), (None, 16, 64)):
+        inputs = make_inputs(cu_seqlens=cu_seqlens, initial_states=with_states, chunk_size=chunk_size, device=device)
+        out, final_states = scan(**inputs)
+        assert final_states.shape[0] == len(cu_seqlens) - 1
+        for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens)):
+            state = inputs["initial_states"][i : i + 1] if with_states else None
+            alone = at_steps(inputs, slice(begin, end)) | {"initial_states": state, "cu_seqlens": None}
+            y, last = scan(**alone)
+            torch.testing.assert_close(out[:, begin:end], y, rtol=1e-11, atol=1e-11)
+            torch.testing.assert_close(final_states[i : i + 1], last, rtol=1e-11, atol=1e-11)
+
+
+def test_offsets_of_either_dtype_and_any_stride(device):
+    inputs = make_inputs(cu_seqlens=PACKED, device=device)
+    expected = evaluate(scan, inputs)
+    offsets = inputs["cu_seqlens"].long()
+    for cu_seqlens in (offsets, offsets.repeat_interleave(2)[::2]):
+        assert_equal(evaluate(scan, inputs | {"cu_seqlens": cu_seqlens}), expected)
+
+
+def test_numbers_of_sequences_of_either_dtype_and_any_stride(device):
+    inputs = make_inputs(resets=((2,), (1, 3)), device=device)
+    expected = evaluate(scan, inputs)
+    seq_idx = inputs["seq_idx"]
+    for other in (seq_idx.long(), seq_idx.t().contiguous().t(), seq_idx.long() * 2**40 - 7):
+        assert_equal(evaluate(scan, inputs | {"seq_idx": other}), expected)
+
+
+def test_both_ways_to_name_sequences_agree(device):
+    packed = make_inputs(cu_seqlens=(0, 5, 70, 100), initial_states=False, device=device)
+    seq_idx = torch.tensor([[0] * 5 + [1] * 65 + [2] * 30], dtype=torch.int32, device=device)
+    out, final_states = scan(**packed)
+    other_out, last_state = scan(**packed | {"cu_seqlens": None, "seq_idx": seq_idx})
+    torch.testing.assert_close(other_out, out, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(last_state, final_states[-1:], rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("name", ["resets", "packed"])
+def test_one_sequence_is_no_sequences(name, device):
+    inputs = make_inputs(batch=1, seqlen=70, device=device)
+    one = {"seq_idx": torch.full((1, 70), 3, dtype=torch.int32, device=device)}
+    if name == "packed":
+        one = {"cu_seqlens": torch.tensor([0, 70], device=device)}
+    assert_all_close(evaluate(scan, inputs | one), evaluate(scan, inputs), 1e-12)
+
+
+def test_a_sequence_in_parts(device):
+    """The final state of one call is the initial state of the next."""
+    inputs = make_inputs(seqlen=200, device=device)
+    whole = evaluate(scan, inputs)
+    state, parts = inputs["initial_states"], []
+    for begin, end in ((0, 1), (1, 64), (64, 129), (129, 129), (129, 200)):
+        out, state = scan(**at_steps(inputs, slice(begin, end)) | {"initial_states": state})
+        parts.append(out)
+    assert_all_close({"out": torch.cat(parts, dim=1), "final_states": state}, whole, 1e-11)
+
+
+# ----- the same system by other operators
+
+
+def steps_of_decoding(inputs: dict[str, Any], state: Tensor, steps: range) -> Tensor:
+    """``out`` of these steps by selective_state_update; the state is updated in place."""
+    x, dt, A, B, C, D, z, dt_bias = (inputs[name] for name in ("x", "dt", "A", "B", "C", "D", "z", "dt_bias"))
+    heads, headdim, dstate = x.shape[2], x.shape[3], B.shape[3]
+
+    def per_channel(v: Tensor | None) -> Tensor | None:
+        return None if v is None else (v if v.dim() == 2 else v[:, None]).expand(heads, headdim)
+
+    outputs = [
+        selective_state_update(
+            state,
+            x[:, t],
+            dt[:, t, :, None].expand(x.shape[0], heads, headdim),
+            A[:, None, None].expand(heads, headdim, dstate),
+            B[:, t],
+            C[:, t],
+            per_channel(D),
+            None if z is None else z[:, t],
+            per_channel(dt_bias),
+            dt_softplus=inputs["dt_softplus"],
+            dt_limit=inputs["dt_limit"],
+            discretization=inputs["discretization"],
+        )
+        for t in steps
+    ]
+    return torch.stack(outputs, dim=1)
+
+
+@pytest.mark.parametrize("name", ["everything", "required_only", "D", "dt_limit", "dt_bias_and_softplus"])
+@every_method
+def test_prefill_and_steps_are_the_whole(discretization, name, device):
+    options = OPTIONS[name] | {"discretization": discretization}
+    for dtype in (torch.float64, torch.float32):
+        inputs = make_inputs(seqlen=70, dtype=dtype, device=device, **options)
+        out, final_states = scan(**inputs)
+        first, state = scan(**at_steps(inputs, slice(0, 66)))
+        state = state.clone()
+        tolerance = 1e-11 if dtype == torch.float64 else 1e-4
+        steps = torch.cat([first, steps_of_decoding(inputs, state, range(66, 70))], dim=1)
+        torch.testing.assert_close(steps, out, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(state, final_states, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", ["everything", "D_and_z", "dt_softplus", "initial_states"])
+@every_method
+def test_is_the_selective_scan_of_the_same_system(discretization, name, device):
+    """With A tied over the head, and dt, D and dt_bias expanded over its channels; results and gradients."""
+    inputs = make_inputs(seqlen=70, device=device, **OPTIONS[name] | {"discretization": discretization})
+    headdim, dstate = inputs["x"].shape[3], inputs["B"].shape[3]
+
+    def of_channels(v: Tensor | None) -> Tensor | None:
+        return None if v is None else (v if v.dim() == 2 else v[:, None].expand(-1, headdim)).flatten()
+
+    def by_channels(x, dt, A, B, C, D, z, dt_bias, initial_states, **_):
+        u, gate = (None if v is None else v.flatten(2).transpose(1, 2) for v in (x, z))
+        delta = dt[..., None].expand(x.shape).flatten(2).transpose(1, 2)
+        out, last_state = selective_scan(
+            u,
+            delta,
+            A[:, None, None].expand(-1, headdim, dstate).flatten(0, 1),
+            B.permute(0, 2, 3, 1),
+            C.permute(0, 2, 3, 1),
+            of_channels(D),
+            gate,
+            of_channels(dt_bias),
+            discretization=discretization,
+            delta_softplus=inputs["dt_softplus"],
+            initial_state=None if initial_states is None else initial_states.flatten(1, 2),
+            return_last_state=True,
+        )
+        return out.transpose(1, 2).unflatten(2, x.shape[2:]), last_state.unflatten(1, x.shape[2:])
+
+    cotangents = make_cotangents(inputs)
+    assert_all_close(evaluate(scan, inputs, cotangents), evaluate(by_channels, inputs, cotangents))
+
+
+# ----- accuracy
+
+
+# dt of every step and A, so that the sum of dt * A over 256 steps is what the name says, or as described.
+DECAYS = {
+    "sum_of_-1e-3": (lambda t: torch.full_like(t, 1e-6), -4.0),
+    "sum_of_-1": (lambda t: torch.full_like(t, 1 / 256), -1.0),
+    "sum_of_-1000": (lambda t: torch.full_like(t, 1 / 256), -1000.0),
+    "sum_of_-1000_large_steps": (lambda t: torch.full_like(t, 1000 / 256), -1.0),
+    "sum_of_-1e6": (lambda t: torch.full_like(t, 1.0), -4000.0),
+    # What comes after a strong step decays weakly, and must not be computed from its large sum.
+    "strong_steps_among_weak": (lambda t: torch.where(t % 50 == 20, 100.0, 1e-4), -10.0),
+    "one_step_of_-1e5_at_the_start": (lambda t: torch.where(t == 0, 1e4, 1e-3), -10.0),
+    "one_step_of_-1e5_at_the_end_of_a_chunk": (lambda t: torch.where(t == 63, 1e4, 1e-3), -10.0),
+    "none": (lambda t: torch.zeros_like(t), -1.0),
+    "no_A": (lambda t: torch.full_like(t, 0.01), 0.0),
+}
+
+
+@pytest.mark.parametrize("decay", DECAYS)
+def test_strong_and_weak_decay(decay, device):
+    """In float32 as exact as the sequential recurrence, in value and gradients."""
+    steps, A = DECAYS[decay]
+    dt = steps(torch.arange(256.0, dtype=torch.float64))
+    for dtype, chunk_size in ((torch.float32, None), (torch.float32, 64), (torch.float32, 256), (torch.bfloat16, None)):
+        sizes = {"batch": 1, "seqlen": 256, "headdim": 4, "chunk_size": chunk_size, "dtype": dtype}
+        inputs = make_inputs(**MINIMAL | {"initial_states": True} | sizes)
+        scale = torch.linspace(1, 0.5, 4, dtype=torch.float64)
+        inputs["dt"] = (dt[None, :, None] * scale).to(dtype)
+        inputs["A"] = torch.full_like(inputs["A"], A)
+        inputs = {name: v.to(device) if isinstance(v, Tensor) else v for name, v in inputs.items()}
+        results = assert_matches_reference(inputs)
+        assert all(value.isfinite().all() for value in results.values())
+
+
+@dtypes(torch.float32, torch.bfloat16)
+def test_error_does_not_grow_along_the_sequence(dtype, device):
+    """Weak decay, so that the state remembers hundreds of steps."""
+    seqlen, part = (16384, 1024) if device == "cpu" else (65536, 4096)
+    inputs = make_inputs(batch=1, seqlen=seqlen, heads=2, headdim=8, groups=1, dstate=8, dtype=dtype, device=device)
+    inputs["A"] = inputs["A"] * 16 / part
+    cotangents = make_cotangents(inputs)
+    actual = evaluate(scan, inputs, cotangents)
+    on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    exact = evaluate(scan, as_float64(on_cpu), tuple(x.cpu().double() for x in cotangents))
+    for name in ("out", *(f"grad_{sequence}" for sequence in SEQUENCES)):
+        error = actual[name].cpu().double() - exact[name]
+        # Past the beginning, where the state is small, and in backward before the end.
+        first, last = (steps.square().mean().sqrt() for steps in (error[:, part : 2 * part], error[:, -2 * part : -part]))
+        assert last <= 1.5 * first and (name == "out" or first <= 1.5 * last), f"{name}: {first:.3g}, then {last:.3g}"
+
+
+def test_float32_is_float32(device):
+    """No product of halves or of tf32: an error of some roundings, where those have 2^-11."""
+    inputs = make_inputs(batch=1, seqlen=300, heads=2, groups=1, headdim=64, dstate=64, dtype=torch.float32, device=device)
+    actual, exact = evaluate(scan, inputs), evaluate(reference_scan, as_float64(inputs))
+    for name, value in actual.items():
+        error = (value.double() - exact[name]).abs().max() / exact[name].abs().max()
+        assert error < 1e-5, f"{name}: {error:.3g}"
+
+
+@dtypes(torch.bfloat16, torch.float16)
+def test_rounding_of_16_bit_results(dtype, device):
+    """Little more than that of the exact result to 16 bits."""
+    inputs = make_inputs(batch=1, seqlen=300, heads=2, groups=1, headdim=64, dstate=64, dtype=dtype, device=device)
+    out, exact = evaluate(scan, inputs)["out"], evaluate(reference_scan, as_float64(inputs))["out"]
+    assert_as_accurate(out, exact.to(dtype), exact, "out")
+
+
+# ----- NaN, the same bits
+
+
+@pytest.mark.parametrize("name", [*SEQUENCES, "A", "D", "dt_bias", "initial_states", "grad_out", "grad_final_states"])
+def test_nan_stays_in_its_head_and_row(name, device):
+    """Of B and C: in its group. Every result that it cannot reach is bit for bit as without it."""
+    inputs = make_inputs(batch=3, seqlen=70, heads=6, groups=3, headdim=4, dtype=torch.float32, chunk_size=16, device=device)
+    row, step, head, group, heads_of_group = 1, 20, 2, 1, slice(2, 4)
+    of_group, of_parameter = name in ("B", "C"), name in ("A", "D", "dt_bias")
+    cotangents = dict(zip(("grad_out", "grad_final_states"), make_cotangents(inputs), strict=True))
+    clean = evaluate(scan, inputs, tuple(cotangents.values()))
+
+    values = inputs | cotangents
+    values[name] = values[name].clone()
+    index = {1: (head,), 3: (row, step, head)}.get(values[name].dim(), (row, step, group if of_group else head, 1))
+    index = (row, head, 1, 1) if name in ("initial_states", "grad_final_states") else index
+    values[name][index] = math.nan
+    actual = evaluate(scan, {key: values[key] for key in inputs}, tuple(values[key] for key in cotangents))
+
+    rows = slice(None) if of_parameter else row
+    heads = heads_of_group if of_group else head
+    for result, value in actual.items():
+        reached = torch.zeros_like(value, dtype=torch.bool)
+        if result in ("grad_A", "grad_D", "grad_dt_bias"):
+            reached[heads] = True
+        elif result in ("final_states", "grad_initial_states"):
+            reached[rows, heads] = True
+        else:
+            reached[rows, :, group if result in ("grad_B", "grad_C") else heads] = True
+        assert torch.equal(value[~reached], clean[result][~reached]), f"{result} of a NaN in {name}"
+    assert any(value.isnan().any() for value in actual.values())
+
+
+def test_nan_stays_in_its_packed_sequence(device):
+    inputs = make_inputs(cu_seqlens=(0, 30, 30, 65, 100), dtype=torch.float32, device=device)
+    clean = evaluate(scan, inputs)
+    for name in SEQUENCES:
+        dirty = inputs | {name: inputs[name].clone()}
+        dirty[name][0, 40, 1] = math.nan
+        actual = evaluate(scan, dirty)
+        assert actual["out"].isnan().any()
+        for steps in (slice(0, 30), slice(65, 100)):
+            assert torch.equal(actual["out"][:, steps], clean["out"][:, steps]), name
+        for i in (0, 1, 3):
+            assert torch.equal(actual["final_states"][i], clean["final_states"][i]), name
+
+
+@dtypes()
+@pytest.mark.parametrize("name", ["everything", "resets", "packed"])
+def test_repeatable(name, dtype, device, two_threads):
+    options = OPTIONS[name] | {"batch": 1, "seqlen": 300, "headdim": 48, "dstate": 17}
+    if options.get("cu_seqlens"):
+        options["cu_seqlens"] = (0, 100, 101, 300)
+    inputs = make_inputs(dtype=dtype, device=device, **options)
+    cotangents = make_cotangents(inputs)
+    first = evaluate(scan, inputs, cotangents)
+    assert_equal(evaluate(scan, inputs, cotangents), first)
+
+
+def test_arguments_are_not_modified(device):
+    for name in ("everything", "packed_with_states", "resets_with_states"):
+        inputs = make_inputs(device=device, **OPTIONS[name])
+        before = {key: value.clone() for key, value in inputs.items() if isinstance(value, Tensor)}
+        evaluate(scan, inputs, make_cotangents(inputs))
+        assert all(torch.equal(inputs[key], value) for key, value in before.items())
+
+
+# ----- sizes that need a GPU's memory and time
+
+
+def beyond_32_bits(sizes: dict[str, int]) -> tuple[dict[str, Any], tuple[Tensor, Tensor]]:
+    """bfloat16 inputs of these sizes that decay within tens of steps, and gradients that are zero."""
+    generator = torch.Generator("cuda").manual_seed(0)
+    batch, seqlen, heads, headdim, dstate = (sizes[name] for name in ("batch", "seqlen", "heads", "headdim", "dstate"))
+
+    def normal(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="cuda").normal_(generator=generator)
+
+    inputs = {
+        "x": normal(batch, seqlen, heads, headdim),
+        "dt": torch.empty(batch, seqlen, heads, dtype=torch.bfloat16, device="cuda").uniform_(-1, 1, generator=generator),
+        "A": -1 - normal(heads, dtype=torch.float32).abs(),
+        "B": normal(batch, seqlen, 1, dstate),
+        "C": normal(batch, seqlen, 1, dstate),
+        "D": normal(heads, dtype=torch.float32),
+        "z": normal(batch, seqlen, heads, headdim),
+        "dt_bias": normal(heads, dtype=torch.float32) / 10,
+        "initial_states": normal(batch, heads, headdim, dstate, dtype=torch.float32),
+        "seq_idx": None,
+        "cu_seqlens": None,
+        "dt_softplus": True,
+        "dt_limit": (0.0, math.inf),
+        "chunk_size": None,
+        "discretization": "zoh",
+    }
+    assert inputs["x"].numel() > 2**31
+    return inputs, (torch.zeros_like(inputs["x"]), torch.zeros_like(inputs["initial_states"]))
+
+
+def assert_as_accurate_as_the_reference(
+    actual: dict[str, Tensor], inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor], parts: dict[str, Any]
+) -> None:
+    """``parts``: of the results of the reference, those that ``actual`` has."""
+    exact = evaluate(reference_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+    native = evaluate(reference_scan, inputs, cotangents)
+    for name, part in parts.items():
+        assert_as_accurate(actual[name], native[name][part], exact[name][part], name)
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_more_elements_than_32_bits_count_in_heads(needs_gpu_memory):
+    """The first heads and the last: the gradient of the others' results is zero, so that sums over heads are of these alone."""
+    needs_gpu_memory("cuda", 60)
+    inputs, cotangents = beyond_32_bits({"batch": 1, "seqlen": 256, "heads": 2**17 + 8, "headdim": 64, "dstate": 16})
+    chosen = torch.tensor([0, 1, 2**16, 2**17 + 6, 2**17 + 7], device="cuda")
+    generator = torch.Generator("cuda").manual_seed(1)
+    for cotangent, axis in zip(cotangents, (2, 1), strict=True):
+        shape = (*cotangent.shape[:axis], len(chosen), *cotangent.shape[axis + 1 :])
+        cotangent.index_copy_(axis, chosen, torch.randn(shape, generator=generator, device="cuda").to(cotangent))
+    axes = dict.fromkeys(("x", "dt", "z", "out"), 2) | dict.fromkeys(("initial_states", "final_states"), 1)
+    axes |= dict.fromkeys(("A", "D", "dt_bias"), 0)
+
+    def of_chosen(name: str, value: Any) -> Any:
+        axis = axes.get(name.removeprefix("grad_"))
+        return value.index_select(axis, chosen) if axis is not None else value
+
+    results = evaluate(scan, inputs, cotangents)
+    actual = {name: of_chosen(name, value) for name, value in results.items()}
+    few = {name: of_chosen(name, value) for name, value in inputs.items()}
+    few_cotangents = tuple(of_chosen(name, x) for name, x in zip(("out", "final_states"), cotangents, strict=True))
+    assert_as_accurate_as_the_reference(actual, few, few_cotangents, dict.fromkeys(actual, ...))
+
+
+@pytest.mark.cuda
+@pytest.mark.slow
+def test_more_elements_than_32_bits_count_in_time(needs_gpu_memory):
+    """The last steps: the state forgets what is more than a thousand steps old."""
+    needs_gpu_memory("cuda", 60)
+    inputs, cotangents = beyond_32_bits({"batch": 1, "seqlen": 2**20 + 1030, "heads": 32, "headdim": 64, "dstate": 16})
+    for cotangent in (cotangents[0][:, -200:], cotangents[1]):
+        cotangent.normal_(generator=torch.Generator("cuda").manual_seed(1))
+    results = evaluate(scan, inputs, cotangents)
+    last, end = at_steps(inputs, slice(-1200, None)), (slice(None), slice(-200, None))
+    actual = {name: results[name][end] for name in ("out", *(f"grad_{name}" for name in SEQUENCES))}
+    actual["final_states"] = results["final_states"]
+    parts = dict.fromkeys(actual, end) | {"final_states": ...}
+    assert_as_accurate_as_the_reference(actual, last, (cotangents[0][:, -1200:], cotangents[1]), parts)
