@@ -6,7 +6,8 @@
 Kernel and loop take turns, so that whatever else the machine does meets both. Exits with 1 if ``--require`` is given and the
 forward with backward of selective_scan's kernel is less than that many times faster, for any of the methods; likewise with
 ``--require_recurrences`` for any of the linear recurrences. Their sizes are fixed: batch 4, seqlen 1024, 512 channels, float32;
-they shall be 20 times as fast as their loops, which is only reported.
+they shall be 20 times as fast as their loops, which is only reported. Likewise ssd_chunk_scan, 5 times as fast, at
+batch 2, seqlen 512, 8 heads, headdim 64, dstate 64, float32, with D, dt_bias and softplus.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 
 import ssm_kernels
+from benchmarks.bench_ssd import Case
 from benchmarks.discretization.scans import ScanSize, scan_inputs, scan_stages
 from benchmarks.harness import Stages, Timing, machine, measure
 from ssm_kernels import reference
@@ -38,6 +40,8 @@ RECURRENCES: dict[str, tuple[str, dict[str, str]]] = {
     "liquid_scan": ("liquid_scan", {}),
     "rglru_scan": ("rglru_scan", {}),
 }
+SSD_SHAPE = {"batch": 2, "seqlen": 512, "heads": 8, "headdim": 64, "dstate": 64}
+SSD_BAR = 5
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
@@ -73,15 +77,32 @@ def recurrence_inputs(name: str, generator: torch.Generator) -> dict[str, Tensor
 def compare_recurrence(name: str, options: dict[str, str], trials: int, warmup: int, seed: int) -> dict[str, Timing]:
     """As :func:`compare`, for a linear recurrence."""
     inputs = recurrence_inputs(name, torch.Generator().manual_seed(seed))
+    return compare_functions(name, inputs, options, torch.ones(*RECURRENCE_SHAPE.values()), trials, warmup)
+
+
+def compare_ssd(trials: int, warmup: int, seed: int) -> dict[str, Timing]:
+    """As :func:`compare`, for ssd_chunk_scan."""
+    inputs = {name: tensor.float() for name, tensor in Case(**SSD_SHAPE).inputs(torch.device("cpu"), seed).items()}
+    return compare_functions("ssd_chunk_scan", inputs, {"dt_softplus": True}, torch.ones_like(inputs["x"]), trials, warmup)
+
+
+def compare_functions(
+    name: str,
+    inputs: Mapping[str, Tensor | float],
+    options: Mapping[str, str | bool],
+    grad_out: Tensor,
+    trials: int,
+    warmup: int,
+) -> dict[str, Timing]:
+    """As :func:`compare`, for the function of this name and its reference."""
     leaves = [value.requires_grad_() for value in inputs.values() if isinstance(value, Tensor)]
-    grad_h = torch.ones(*RECURRENCE_SHAPE.values())
 
     def stages(function: Callable[..., Tensor]) -> dict[str, Stages]:
         def forward() -> Tensor:
             with torch.no_grad():
                 return function(**inputs, **options)
 
-        both = (lambda: function(**inputs, **options), lambda h: torch.autograd.grad(h, leaves, grad_h))
+        both = (lambda: function(**inputs, **options), lambda out: torch.autograd.grad(out, leaves, grad_out))
         return {"forward": (forward,), "both": both}
 
     functions = {"kernel": getattr(ssm_kernels, name), "loop": getattr(reference, name)}
@@ -160,11 +181,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         is_met = ratios_of(timings)["both"] >= RECURRENCE_BAR
         print(f"{line_of(row, timings)} {'met' if is_met else 'NOT met'}", flush=True)
         recurrences[row] = to_dict(timings) | {"bar": RECURRENCE_BAR}
+    sizes = ", ".join(f"{name} {value}" for name, value in SSD_SHAPE.items())
+    print(f"\nstate-space duality, {sizes}, float32; at least {SSD_BAR}x forward + backward")
+    timings = compare_ssd(options.n_trials, options.warmup, options.seed)
+    is_met = ratios_of(timings)["both"] >= SSD_BAR
+    print(f"{line_of('ssd_chunk_scan', timings)} {'met' if is_met else 'NOT met'}", flush=True)
+    ssd = {"settings": SSD_SHAPE, "rows": {"ssd_chunk_scan": to_dict(timings) | {"bar": SSD_BAR}}}
 
     if options.json is not None:
         settings = {"dtype": options.dtype, "seed": options.seed, "trials": options.n_trials, **vars(size)}
         result = {"benchmark": "selective_scan_cpu", "machine": description, "settings": settings, "methods": results}
-        result["recurrences"] = {"settings": RECURRENCE_SHAPE, "rows": recurrences}
+        result |= {"recurrences": {"settings": RECURRENCE_SHAPE, "rows": recurrences}, "ssd": ssd}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     status = 0
     for name, rows, required in (

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Host time of a call on CUDA: selective_scan without and with gradients, selective_state_update, and mamba_ssm's functions.
+"""Host time of a call on CUDA: the scans without and with gradients, selective_state_update, and mamba_ssm's functions.
 
     python benchmarks/bench_overhead.py [--json FILE] [--blocks N]
 
@@ -28,6 +28,7 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks import peers
+from benchmarks.bench_ssd import Case
 from benchmarks.discretization.scans import ScanSize, scan_inputs
 from benchmarks.harness import machine, require_cuda, time_host
 
@@ -71,6 +72,10 @@ def scan(**tensors: Tensor) -> Tensor:
     return ssm_kernels.selective_scan(**tensors, delta_softplus=True)
 
 
+def ssd(**tensors: Tensor) -> Tensor:
+    return ssm_kernels.ssd_chunk_scan(**tensors, dt_softplus=True)
+
+
 def product(a: Tensor, b: Tensor) -> Tensor:
     return a * b
 
@@ -79,8 +84,10 @@ def calls(device: torch.device) -> dict[tuple[str, str], Callable[[], Any]]:
     """What is timed, by name of the function and what of it."""
     inputs = scan_inputs(SIZE, device=device, dtype=torch.bfloat16, seed=0)
     step = step_inputs(inputs)
+    one_head = Case(SIZE.batch, SIZE.seqlen, heads=1, headdim=SIZE.dim, dstate=SIZE.dstate).inputs(device)
     functions = {
         "selective_scan": training(scan, inputs) | operators(inputs),
+        "ssd_chunk_scan": training(ssd, one_head),
         "selective_state_update": {"without gradients": lambda: ssm_kernels.selective_state_update(**step)},
         "a * b": training(product, {"a": inputs["u"], "b": inputs["delta"]}),
     }

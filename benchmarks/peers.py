@@ -13,6 +13,7 @@ from torch import Tensor
 __all__ = [
     "RECORDED_GATED_SCAN",
     "RECORDED_SCAN",
+    "RECORDED_SSD",
     "RECORDED_STATE_UPDATE",
     "SOURCE",
     "GatedScan",
@@ -20,6 +21,7 @@ __all__ = [
     "described_gated_scans",
     "gated_scans",
     "selective_scan",
+    "ssd",
     "state_update",
 ]
 
@@ -36,6 +38,14 @@ RECORDED_SCAN = {
     (torch.bfloat16, 1, 2048, 65536, 16, True): (2.956e-3, 11.410e-3),
     (torch.float32, 32, 512, 60, 16, False): (0.082e-3, 0.215e-3),
     (torch.float32, 8, 512, 1024, 16, False): (0.156e-3, 0.383e-3),
+}
+# Mamba-2's scan in bfloat16 with D, dt_bias and softplus, without z, in chunks of 256, (forward, backward): by (batch, seqlen,
+# heads, headdim, dstate, groups).
+RECORDED_SSD = {
+    (8, 4096, 80, 64, 128, 1): (1.407e-3, 4.656e-3),
+    (8, 2048, 24, 64, 128, 1): (0.293e-3, 1.877e-3),
+    (1, 16384, 80, 64, 128, 1): (0.720e-3, 2.399e-3),
+    (1, 4096, 24, 64, 128, 1): (0.328e-3, 1.677e-3),
 }
 # Of scans in bfloat16 whose gates are given, (forward, backward): by (batch, seqlen, channels).
 RECORDED_GATED_SCAN = {
@@ -77,6 +87,15 @@ def selective_scan() -> Callable[..., Tensor] | None:
     except (ImportError, AttributeError, TypeError, RuntimeError):  # without its CUDA extension some versions can be imported
         return None
     return lambda **tensors: selective_scan_fn(**tensors, delta_softplus=True)
+
+
+def ssd() -> Callable[..., Tensor] | None:
+    """The Triton kernels of Mamba-2's scan, if installed, in chunks of 256; takes ``ssd_chunk_scan``'s tensors, softplus on."""
+    try:
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+    except (ImportError, AttributeError, RuntimeError):
+        return None
+    return lambda **tensors: mamba_chunk_scan_combined(**tensors, chunk_size=256, dt_softplus=True)
 
 
 class GatedScan(NamedTuple):

@@ -214,6 +214,71 @@ Largest relative error (L2) over the cases, against float64, the incoming gradie
 """
 
 
+def ssd_against_peer(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        peer = row.get("peer")
+        line = [row["name"], f"{row['graph']['median'] * 1e3:.3f}"]
+        for what in DIRECTIONS:
+            seconds, spread = row["ours"][what]["median"], row["ours"][what]["spread"]
+            line += [f"{seconds * 1e3:.3f} ± {100 * spread:.0f} %", f"{row['bytes'][what] / seconds / 1e9:.0f}"]
+            line += [f"{row['operations'][what] / seconds / 1e12:.0f}", milliseconds(peer, what)]
+            line += [f"{peer[what]['median'] / seconds:.2f}" if peer and what in peer else ""]
+            line += [verdict(row, what, "mamba_ssm")[1]]
+        lines.append(line)
+    columns = ["GB/s", "TFLOP/s", "mamba_ssm", "speed-up", "bar"]
+    return table(["case", "graph", "forward", *columns, "backward", *columns], lines)
+
+
+def ssd_memory(rows: Sequence[Result]) -> str:
+    lines = []
+    for row in rows:
+        line = [row["name"], f"{row['least_bytes'] / 1e6:.0f}"]
+        for who in ("ours", "peer"):
+            found = (row.get(who) or {}).get("peak_bytes")
+            peak = None if found is None else row["given_bytes"] + found
+            line += ["", ""] if peak is None else [f"{peak / 1e6:.0f}", f"{peak / row['least_bytes']:.2f}"]
+        lines.append(line)
+    return table(["case", "least", "ours", "× least", "mamba_ssm", "× least"], lines)
+
+
+def ssd_errors(rows: Sequence[Result]) -> str:
+    names = list(dict.fromkeys(name for row in rows for name in row["errors"]))
+    lines = []
+    for row in rows:
+        accuracy, errors = row["accuracy"], (row["errors"].get(name) for name in names)
+        line = [row["name"], *("" if error is None else f"{error:.1e}" for error in errors)]
+        asked = {what: f"≤ {of['bar']:g} {'met' if of['met'] else '**missed**'}" for what, of in accuracy.items()}
+        lines.append([*line, f"{accuracy['out']['found']:.3f}", asked["out"], asked["gradients"]])
+    return table(["case", *names, "out / rounding", "bar", "bar of gradients"], lines)
+
+
+def ssd_chunk_scan(result: Result) -> str:
+    rows = result["rows"]
+    return f"""## ssd_chunk_scan
+
+Milliseconds in bfloat16 with D, dt_bias and softplus; B batch, L seqlen, H heads, P headdim, N dstate, G groups, *z* the gate.
+*Forward*: without gradients. *Backward*: `torch.autograd.grad` to every input. Between two events, after the second-level cache
+was overwritten; {result["settings"]["trials"]} trials; median, ± half the distance from the 20th to the 80th percentile.
+*Graph*: a forward in a CUDA graph of many, on inputs that have left the cache. GB/s counts what must be moved, TFLOP/s the
+operations of chunks of {result["settings"]["counted_chunk"]} steps ([docs/ssd.md](../ssd.md#operations-and-bytes)).
+mamba_ssm's columns are its Triton kernels in chunks of 256, tuned ({result["peer"]});
+*speed-up* is their time over ours. At small sizes they are bound by their launches from Python.
+
+{ssd_against_peer(rows)}
+
+Memory of inputs, forward and backward at its highest, in megabytes; *least* is that of inputs, output and gradients, the
+incoming one among them:
+
+{ssd_memory(rows)}
+
+Relative error (L2) for two heads of one row of the batch, against float64, the incoming gradient zero for all others.
+*out / rounding* is the error of out over that of rounding the float64 result to bfloat16:
+
+{ssd_errors(rows)}
+"""
+
+
 def verdicts(row: Result, direction: str, peer: str | None = None) -> str:
     """What was asked of a linear recurrence, beside its share of a copy or against the peer, and whether it is met."""
     words = []
@@ -316,9 +381,9 @@ def overhead(result: Result) -> str:
     return f"""## Host time of a call
 
 Microseconds that the host needs for one call on CUDA tensors (batch {settings["batch"]}, dim {settings["dim"]}, seqlen
-{settings["seqlen"]}, dstate {settings["dstate"]}, bfloat16), the GPU never being what it waits for. *Forward + backward* is a
-call and `torch.autograd.grad` of it to every input; *operator* is the registered operator without autograd; `a * b` is what
-PyTorch needs for a product of two such tensors. Median of {settings["blocks"]} blocks of calls.
+{settings["seqlen"]}, dstate {settings["dstate"]}, bfloat16; of ssd_chunk_scan one head), the GPU never being what it waits for.
+*Forward + backward* is a call and `torch.autograd.grad` of it to every input; *operator* is the registered operator without
+autograd; `a * b` is what PyTorch needs for a product of two such tensors. Median of {settings["blocks"]} blocks of calls.
 
 {table(["function", "what", "µs", "bar"], rows, left=2)}
 """
@@ -342,7 +407,17 @@ def against_loop(rows: dict[str, Result], first: str = "method") -> str:
 
 
 def selective_scan_cpu(result: Result) -> str:
-    settings, recurrences = result["settings"], result["recurrences"]
+    settings, recurrences, ssd = result["settings"], result["recurrences"], result.get("ssd")
+    of_ssd = (
+        f"""
+ssd_chunk_scan at batch {ssd["settings"]["batch"]}, seqlen {ssd["settings"]["seqlen"]}, {ssd["settings"]["heads"]} heads,
+headdim {ssd["settings"]["headdim"]}, dstate {ssd["settings"]["dstate"]}, one group, with D, dt_bias and softplus, float32:
+
+{against_loop(ssd["rows"], "scan")}
+"""
+        if ssd  # measured since there is one
+        else ""
+    )
     size = recurrences["settings"]
     return f"""## selective_scan on the CPU
 
@@ -356,12 +431,13 @@ distance from the 20th to the 80th percentile.
 Linear recurrences at batch {size["batch"]}, seqlen {size["seqlen"]}, {size["channels"]} channels, float32:
 
 {against_loop(recurrences["rows"], "scan")}
-"""
+{of_ssd}"""
 
 
 # In the order of the page.
 SECTIONS: dict[str, Callable[[Result], str]] = {
     "selective_scan": selective_scan,
+    "ssd_chunk_scan": ssd_chunk_scan,
     "linear_scan": linear_scan,
     "selective_state_update": state_update,
     "overhead": overhead,

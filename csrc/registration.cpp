@@ -64,6 +64,10 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor grad_dt_bias, Tensor grad_initial_states)",
       tags);
 
+  // On CUDA two kernels do the same work, with the matrix products of compute capability 9.0a where there are any, else with
+  // those of all devices. "mma" makes every call take the latter, "wgmma" the former again; returns what it was. For tests.
+  m.def("_prefer_ssd_products(str products) -> str", tags);
+
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan, mingru_scan, ..., one for each row of common/recurrences.h.
   for (const ssm_kernels::RecurrenceRow& row : ssm_kernels::kRecurrenceTable) {
     m.def(ssm_kernels::linear_scan::schema_of(row).c_str(), tags);

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import recurrence_helpers
+import ssd_helpers
 import torch
 from helpers import (
     METHODS,
@@ -36,7 +37,7 @@ from helpers import (
 from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
 from torch import Tensor
 
-from ssm_kernels import selective_state_update
+from ssm_kernels import selective_state_update, ssd_chunk_scan
 
 Inputs = dict[str, Any]
 # Returns what is wrong, or None.
@@ -132,10 +133,12 @@ def check_scan(name: str, inputs: Inputs, through: tuple[str, ...], way: str) ->
     return difference_between(name, actual, expected)
 
 
-def difference_between(name: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> str | None:
+def difference_between(
+    name: str, actual: dict[str, Tensor], expected: dict[str, Tensor], in_16_bits: bool = False
+) -> str | None:
     """What is wrong with the device's results: whether the kernel is the right one. How exact it is, is for the tests."""
     for what, value in expected.items():
-        relative = {torch.float64: 1e-9, torch.float32: 1e-4}.get(value.dtype, 3e-2)
+        relative = 3e-2 if in_16_bits else {torch.float64: 1e-9, torch.float32: 1e-4}.get(value.dtype, 3e-2)
         if not value.numel():
             continue
         # The device flushes what float32 has below 1e-38 to zero.
@@ -197,6 +200,42 @@ def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: boo
     return difference_between(name, actual, expected)
 
 
+def ssd_cases() -> Iterator[tuple[str, Inputs]]:
+    """Name and inputs of forward in 16 bits, whose kernels are the package's own: each kernel (dtype, up to 64 states and more,
+    sequences whole and in segments), then each path inside them."""
+
+    def case(name: str, **options: Any) -> tuple[str, Inputs]:
+        sizes = {"headdim": 64, "dstate": 64, "seqlen": 130, "dtype": torch.bfloat16}
+        return f"{name} {options}", ssd_helpers.make_inputs(**(sizes | options))
+
+    for dtype in (torch.float16, torch.bfloat16):
+        for dstate in (64, 128):
+            yield case("kernel", dtype=dtype, dstate=dstate)
+            yield case("segments", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
+    for method in ssd_helpers.METHODS:
+        yield case("method", discretization=method)
+    for name, options in ssd_helpers.OPTIONS.items():
+        yield case(name, **options)
+    for sizes in ({"headdim": 1, "dstate": 1}, {"headdim": 7, "dstate": 17}, {"headdim": 200, "dstate": 24}):
+        yield case("padded", **sizes)
+    for seqlen in (0, 1, 63, 64, 65):
+        yield case("length", seqlen=seqlen)
+    yield case("heads without a partner", heads=3, groups=3)
+    yield case("heads without a partner", heads=3, groups=1)
+    yield case("resets in segments", batch=1, heads=2, groups=1, seqlen=1000, resets=((1, 64, 65, 700),))
+    yield case("packed, in segments", heads=2, groups=1, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
+    yield case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
+
+
+def check_ssd(name: str, inputs: Inputs, products: str) -> str | None:
+    torch.ops.ssm_kernels._prefer_ssd_products(products)
+    expected, actual = (
+        dict(zip(("out", "final_states"), ssd_chunk_scan(**move_all(inputs, device), return_final_states=True), strict=True))
+        for device in ("cpu", "cuda")
+    )
+    return difference_between(f"{products}, {name}", actual, expected, in_16_bits=True)
+
+
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
     """Name and inputs: each kernel (dtypes, method, fast and tied, fast and not tied, general), then each path inside them."""
     for dtype, state_dtype in STEP_DTYPES:
@@ -245,6 +284,7 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, *case, way) for case in scan_cases() for way in ways(case[1])),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
+    "ssd_chunk_scan": lambda: (partial(check_ssd, *case, products) for case in ssd_cases() for products in ("wgmma", "mma")),
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
 }
 

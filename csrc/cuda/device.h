@@ -13,8 +13,6 @@ inline int multiprocessor_count(int device) {
   return count;
 }
 
-inline bool is_capturing() {
-  return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None;
-}
+inline bool is_capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
 
 }  // namespace ssm_kernels::cuda

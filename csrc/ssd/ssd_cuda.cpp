@@ -18,7 +18,10 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
+#include <string>
+#include <string_view>
 
 #include "cuda/device.h"
 #include "ssd/ssd_aten.h"
@@ -32,13 +35,26 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t kRowElements = 8;  // rows are moved in pieces of as many
 constexpr int64_t kMaxSegments = 16;
 
-// Rows that kernels can move: contiguous, of a multiple of kRowElements, at multiples of 16 bytes. A copy where they are not.
+std::atomic<bool> prefers_mma{false};
+
+std::string prefer_products(std::string_view name) {
+  TORCH_CHECK_VALUE(name == "wgmma" || name == "mma", "_prefer_ssd_products: expected 'wgmma' or 'mma', got '", name, "'");
+  return prefers_mma.exchange(name == "mma") ? "mma" : "wgmma";
+}
+
+// Whether kernels can move the rows: contiguous, of a multiple of kRowElements, at multiples of 16 bytes.
+bool has_rows(const at::Tensor& tensor) {
+  bool result = tensor.size(3) % kRowElements == 0 && tensor.stride(3) == 1 &&
+                reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  for (int64_t axis = 0; axis < 3; ++axis) result &= tensor.stride(axis) % kRowElements == 0 || tensor.size(axis) == 1;
+  return result;
+}
+
+// A tensor with such rows, padded with zeros.
 at::Tensor as_rows(const at::Tensor& tensor) {
+  if (has_rows(tensor)) return tensor;
   const int64_t padding = ceil_div(tensor.size(3), kRowElements) * kRowElements - tensor.size(3);
-  if (padding > 0) return at::constant_pad_nd(tensor, {0, padding});
-  bool is_aligned = tensor.stride(3) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-  for (int64_t axis = 0; axis < 3; ++axis) is_aligned &= tensor.stride(axis) % kRowElements == 0 || tensor.size(axis) == 1;
-  return is_aligned ? tensor : tensor.contiguous();
+  return padding > 0 ? at::constant_pad_nd(tensor, {0, padding}) : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 RowsView rows_view(const at::Tensor& tensor) {
@@ -52,7 +68,7 @@ RowsView const_rows_view(const at::Tensor& tensor) {
 at::Tensor resets_of(const at::Tensor& seq_idx) {
   at::Tensor resets = at::zeros(seq_idx.sizes(), seq_idx.options().dtype(at::kByte));
   const int64_t seqlen = seq_idx.size(1);
-  if (seqlen > 1) resets.slice(1, 1).copy_(seq_idx.slice(1, 1) != seq_idx.slice(1, 0, seqlen - 1));
+  if (seqlen > 1) resets.slice(1, 1).copy_(seq_idx.slice(1, 1).ne(seq_idx.slice(1, 0, seqlen - 1)));
   return resets;
 }
 
@@ -91,7 +107,8 @@ class Forward {
     if (is_present(in.D)) D_ = in.D->dim() == 2 ? pad(*in.D, {0, more_rows}) : in.D->contiguous();
     if (is_present(in.initial_states)) initial_states_ = pad(*in.initial_states, {0, more_columns, 0, more_rows});
     is_padded_ = more_rows > 0 || more_columns > 0;
-    out_ = as_rows_to_write(outputs.out);
+    // What is not written in place is copied there.
+    out_ = has_rows(outputs.out) ? outputs.out : at::empty(x_.sizes(), x_.options());
     final_states_ = is_padded_ ? at::empty({outputs.final_states.size(0), x_.size(2), x_.size(3), B_.size(3)},
                                            outputs.final_states.options())
                                : outputs.final_states;
@@ -148,12 +165,6 @@ class Forward {
     return is_needed ? at::constant_pad_nd(tensor, padding) : tensor.contiguous();
   }
 
-  // `out`, or what is to be copied to it.
-  at::Tensor as_rows_to_write(const at::Tensor& out) const {
-    const at::Tensor rows = as_rows(out);
-    return rows.is_same(out) ? out : at::empty(x_.sizes(), x_.options());
-  }
-
   void cut() {
     const int multiprocessors = cuda::multiprocessor_count(x_.get_device());
     const int64_t heads_per_group = params_.heads / params_.groups;
@@ -164,6 +175,7 @@ class Forward {
     partition_.segments = choose_segments(blocks_of_a_segment, chunks, multiprocessors);
     partition_.chunks_per_segment = ceil_div(chunks, partition_.segments);
     partition_.blocks = blocks_of_a_segment * partition_.segments;
+    partition_.may_use_wgmma = !prefers_mma;
     constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
     TORCH_CHECK_VALUE(partition_.blocks <= kMaxBlocks, "ssd_chunk_scan: expected at most ", kMaxBlocks,
                       " blocks of two heads or 128 rows of one, got ", partition_.blocks);
@@ -200,6 +212,8 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
 }
 
 }  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("_prefer_ssd_products", &prefer_products); }
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_cuda>);

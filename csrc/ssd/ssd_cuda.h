@@ -23,6 +23,7 @@ struct Partition {
   int64_t segments = 1;          // of a sequence
   int64_t chunks_per_segment = 0;
   int stages = 1;  // as many as there is shared memory for
+  bool may_use_wgmma = true;
   // With several segments, of each but the last what it does to a state: the state after it begun with zero, (batch,
   // segments, heads, headdim, dstate), and the decay, (batch, segments, heads).
   float* segment_states = nullptr;

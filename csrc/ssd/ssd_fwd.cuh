@@ -40,7 +40,7 @@ int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Partition& partition
   const bool has_gate = !states_only && params.z.data != nullptr;
   const auto wgmma_kernel = ssd_fwd_wgmma_kernel<Scalar, dstate, states_only>;
   constexpr int kWgmmaThreads = (kUnits + 1) * kUnitThreads;
-  if (cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
+  if (partition.may_use_wgmma && cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
     return launch_staged<WgmmaShared<dstate>>(wgmma_kernel, kWgmmaThreads, has_gate, params, partition, max_shared_bytes,
                                               stream);
   }

@@ -218,8 +218,7 @@ struct WgmmaFwd {
         out.write(y, x, has_gate ? z_tile(slot, index) : nullptr, shared.out[index], lane, at.steps_of(chunk));
       }
       cuda::wait_for_products<0>(state.values);
-      __syncwarp();
-      if (threadIdx.x % kWarpSize == 0) shared.empty[slot].arrive();
+      shared.empty[slot].arrive();
       if (++slot == partition.stages) {
         slot = 0;
         ++phase;
@@ -246,7 +245,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
   if (threadIdx.x < partition.stages) {
     fwd.shared.full[threadIdx.x].init(kUnitThreads);
-    fwd.shared.empty[threadIdx.x].init(kUnits * kUnitWarps);
+    fwd.shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();
   if (warpgroup == kUnits) {

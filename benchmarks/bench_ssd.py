@@ -1,0 +1,336 @@
+#!/usr/bin/env python3
+"""ssd_chunk_scan on CUDA in bfloat16: forward and backward, beside mamba_ssm's Triton kernels.
+
+    python benchmarks/bench_ssd.py [--json FILE] [--cases NAME ...] [--trials N]
+
+All cases have D, dt_bias and softplus, and leave the chunks' length to the operator. "forward" runs without gradients,
+"backward" is ``torch.autograd.grad`` to every input. Each is time between two events, after the cache was overwritten; the
+median of the trials. mamba_ssm's ``mamba_chunk_scan_combined`` takes turns with ours, tuned before, if it is installed; else
+figures recorded with it on an H200 are printed, and marked as such. At small sizes it is bound by its launches from Python, and
+that is what is measured. "graph" is a forward in a CUDA graph, on inputs that have left the second-level cache.
+
+GB/s and TFLOP/s are of the bytes that must move and of the operations that chunks of 64 steps take, whatever the kernels do:
+docs/ssd.md, "Operations and bytes". "peak" is the memory of inputs, forward and backward at its highest, over that of inputs,
+output and gradients, which nothing can do without.
+
+Before a case is timed, its results and gradients for two heads of one row of the batch are compared with those of the CPU
+kernel in float64. The error of ``out`` is also given over that of the exact result rounded to bfloat16. Exits with 1 if a
+result is wrong; a missed bar is only reported.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+import ssm_kernels
+from benchmarks import peers
+from benchmarks.bench_selective_scan import DIRECTIONS, PEER, Contender, milliseconds, on_h200
+from benchmarks.harness import add_case_options, chosen_cases, machine, measure, require_cuda, time_graph
+
+Inputs = dict[str, Tensor]
+
+# Relative L2 error against float64 beyond which a result is wrong. Rounding to bfloat16 alone makes 1.7e-3.
+ALLOWED_ERROR = 6e-3
+GRADIENT_BAR = 2.5e-3
+# The error of out over that of rounding the exact result.
+ROUNDING_BAR = 1.15
+# The length of chunks whose operations are counted.
+COUNTED_CHUNK = 64
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    Attributes:
+        bar, goal: mamba_ssm's time over ours that forward and backward shall reach, and what is hoped for.
+    """
+
+    batch: int
+    seqlen: int
+    heads: int
+    headdim: int = 64
+    dstate: int = 128
+    groups: int = 1
+    z: bool = False
+    bar: float | None = None
+    goal: float | None = None
+
+    @property
+    def name(self) -> str:
+        words = (f"{letter}{size}" for letter, size in zip("BLHPNG", self.sizes, strict=True))
+        return " ".join((*words, "z") if self.z else words)
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        return self.batch, self.seqlen, self.heads, self.headdim, self.dstate, self.groups
+
+    def inputs(self, device: torch.device, seed: int = 0) -> Inputs:
+        """As Mamba-2 makes them: softplus(dt + dt_bias) is spread log-uniformly over about [0.001, 0.1]."""
+        generator = torch.Generator(device).manual_seed(seed)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator, device=device)
+
+        def uniform() -> Tensor:
+            return torch.rand(self.heads, generator=generator, device=device)
+
+        steps, matrix = (self.batch, self.seqlen), (self.groups, self.dstate)
+        inputs = {
+            "x": F.silu(normal(*steps, self.heads, self.headdim)).bfloat16(),
+            "dt": (0.1 * normal(*steps, self.heads)).bfloat16(),
+            "A": -1 - 15 * uniform(),
+            "B": F.silu(normal(*steps, *matrix)).bfloat16(),
+            "C": F.silu(normal(*steps, *matrix)).bfloat16(),
+            "D": torch.ones(self.heads, device=device),
+            "dt_bias": torch.log(torch.expm1(0.001 * 100.0 ** uniform())),
+        }
+        return inputs | ({"z": normal(*steps, self.heads, self.headdim).bfloat16()} if self.z else {})
+
+    def function(self) -> Callable[..., Any]:
+        return functools.partial(ssm_kernels.ssd_chunk_scan, dt_softplus=True)
+
+    def moved_bytes(self) -> dict[str, int]:
+        H, P, N, G, tokens = self.heads, self.headdim, self.dstate, self.groups, self.batch * self.seqlen
+        return {
+            "forward": 2 * tokens * (2 * H * P + H + 2 * G * N + self.z * H * P),
+            "backward": 2 * tokens * (3 * H * P + 2 * H + 4 * G * N + self.z * 2 * H * P),
+        }
+
+    def operations(self) -> dict[str, int]:
+        H, P, N, G, Q, tokens = self.heads, self.headdim, self.dstate, self.groups, COUNTED_CHUNK, self.batch * self.seqlen
+        return {
+            "forward": tokens * (2 * G * Q * N + 2 * H * Q * P + 4 * H * P * N),
+            "backward": tokens * (6 * G * Q * N + (6 if self.z else 4) * H * Q * P + 12 * H * P * N),
+        }
+
+
+CASES = [
+    Case(8, 4096, 80, bar=2.5, goal=4.0),
+    Case(8, 4096, 80, z=True),
+    Case(8, 4096, 80, dstate=64),
+    Case(8, 2048, 24, bar=2.5),
+    Case(1, 16384, 80, bar=2.5),
+    Case(1, 4096, 24, bar=4.0),
+    Case(1, 65536, 24),
+]
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    return ((actual - exact).norm() / exact.norm()).item()
+
+
+def errors_of(case: Case, inputs: Inputs, grad_out: Tensor) -> tuple[dict[str, float], float]:
+    """Relative L2 errors of both results and every gradient for two heads of one row; that of ``out`` over rounding's.
+
+    The whole scan runs. The incoming gradient is zero for all others, so that gradients of B, C and the parameters are of
+    these alone.
+    """
+    row, heads = case.batch - 1, [0, case.heads // case.groups - 1]
+
+    def sliced(name: str, tensor: Tensor) -> Tensor:
+        if name in ("A", "D", "dt_bias"):
+            tensor = tensor[heads]
+        elif name in ("B", "C"):
+            tensor = tensor[row:, :, :1]  # both heads are of the first group
+        elif name == "final_states":
+            tensor = tensor[row:, heads]
+        else:
+            tensor = tensor[row:, :, heads]
+        return tensor.cpu().double()
+
+    def results_of(inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+        out, final_states = case.function()(**leaves, return_final_states=True)
+        gradients = torch.autograd.grad(out, tuple(leaves.values()), grad_out)
+        found = dict(zip((f"grad_{name}" for name in leaves), gradients, strict=True))
+        return {"out": out.detach(), "final_states": final_states.detach()} | found
+
+    masked = torch.zeros_like(grad_out)
+    masked[row:, :, heads] = grad_out[row:, :, heads]
+    found = results_of(inputs, masked)
+    exact = results_of({name: sliced(name, tensor) for name, tensor in inputs.items()}, sliced("x", grad_out))
+    errors = {
+        name: relative_error(sliced(name.removeprefix("grad_"), found[name]), expected) for name, expected in exact.items()
+    }
+    return errors, errors["out"] / relative_error(exact["out"].bfloat16().double(), exact["out"])
+
+
+def time_in_graph(case: Case, inputs: Inputs, trials: int, device: torch.device) -> dict[str, float]:
+    """Seconds of a forward in a CUDA graph, on so many sets of inputs that the cache holds none of them for long."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size or 2**26
+    count = min(64, math.ceil(4 * cache / case.moved_bytes()["forward"]))
+    sets = [inputs, *(case.inputs(device, seed) for seed in range(1, count))]
+    function = case.function()
+    with torch.no_grad():
+        return time_graph(lambda one: function(**one), sets, trials).to_dict()
+
+
+def measure_case(
+    case: Case, trials: int, warmup: int, peer: Callable[..., Tensor] | None, device: torch.device
+) -> dict[str, Any]:
+    """The row of a case, ours and the peer measured in turns."""
+    inputs = case.inputs(device)
+    grad_out = torch.empty_like(inputs["x"]).normal_(generator=torch.Generator(device).manual_seed(1))
+    errors, over_rounding = errors_of(case, inputs, grad_out)
+    given = sum(tensor.nbytes for tensor in inputs.values())
+    row: dict[str, Any] = {
+        "name": case.name,
+        **asdict(case),
+        "bytes": case.moved_bytes(),
+        "operations": case.operations(),
+        # Inputs and gradients, output and the incoming gradient; of these, what is there before forward.
+        "least_bytes": 2 * (given + grad_out.nbytes),
+        "given_bytes": given + grad_out.nbytes,
+        "errors": errors,
+        "over_rounding": over_rounding,
+        "wrong": [name for name, error in errors.items() if not error <= ALLOWED_ERROR],
+        "graph": time_in_graph(case, inputs, trials, device),
+    }
+    contenders = {"ours": Contender(case.function(), inputs, grad_out, may_fail=False)}
+    if peer is not None:
+        contenders["peer"] = Contender(peer, inputs, grad_out, may_fail=True)  # its first call compiles, and tunes itself
+    benchmarks = {
+        (who, what): contender.stages[what]
+        for who, contender in contenders.items()
+        for what in DIRECTIONS
+        if what in contender.stages
+    }
+    measured = measure(benchmarks, device=device, trials=trials, warmup=warmup)
+    for who, contender in contenders.items():
+        row[who] = {what: measured[who, what].total.to_dict() for what in DIRECTIONS if (who, what) in measured}
+        row[who] |= {"peak_bytes": contender.peak, "unsupported": contender.unsupported, "recorded": False}
+    recorded = None if case.z else peers.RECORDED_SSD.get(case.sizes)
+    if peer is None and recorded and on_h200(device):
+        times = {direction: {"median": seconds} for direction, seconds in zip(DIRECTIONS, recorded, strict=True)}
+        row["peer"] = {**times, "peak_bytes": None, "unsupported": None, "recorded": True}
+    return row
+
+
+def judge(row: dict[str, Any]) -> None:
+    """Adds to a row what became of its bars: of speed, where the peer's is known, and of accuracy."""
+    row["judged"] = []
+    for direction in DIRECTIONS:
+        other = row.get("peer") or {}
+        if row["bar"] is not None and direction in other:
+            ratio = other[direction]["median"] / row["ours"][direction]["median"]
+            found = {"direction": direction, "other": PEER, "ratio": ratio, "bar": row["bar"], "goal": row["goal"]}
+            row["judged"].append(found | {"met": ratio >= row["bar"]})
+    gradients = {name: error for name, error in row["errors"].items() if name.startswith("grad_")}
+    row["accuracy"] = {
+        "out": {"found": row["over_rounding"], "bar": ROUNDING_BAR, "met": row["over_rounding"] <= ROUNDING_BAR},
+        "gradients": {
+            "found": max(gradients.values()),
+            "bar": GRADIENT_BAR,
+            "met": all(error <= GRADIENT_BAR for error in gradients.values()),
+        },
+    }
+
+
+def peak(row: Mapping[str, Any], who: str) -> str:
+    """Peak memory over the least."""
+    found = (row.get(who) or {}).get("peak_bytes")
+    return "" if found is None else f"{(row['given_bytes'] + found) / row['least_bytes']:.2f}"
+
+
+def table_of(rows: Sequence[dict[str, Any]]) -> Table:
+    table = Table(title="ssd_chunk_scan, bf16, milliseconds", caption="* recorded; bars: met +, missed -", box=None)
+    rest = ("GB/s", "TFLOP/s", "peer", "ratio, bar")
+    columns = ("case", "graph", "fwd", *rest, "bwd", *rest, "peak", "peer", "out / rounding", "gradients")
+    for index, name in enumerate(columns):
+        table.add_column(name, justify="right" if index else "left", no_wrap=True)
+    for row in rows:
+        cells = [row["name"], f"{row['graph']['median'] * 1e3:.3f}"]
+        for direction in DIRECTIONS:
+            seconds, other = row["ours"][direction]["median"], (row.get("peer") or {}).get(direction)
+            cells += [f"{seconds * 1e3:.3f}", f"{row['bytes'][direction] / seconds / 1e9:.0f}"]
+            cells += [f"{row['operations'][direction] / seconds / 1e12:.0f}", milliseconds(row, "peer", direction)]
+            judged = [found for found in row["judged"] if found["direction"] == direction]
+            marks = "".join(f" {'+' if found['met'] else '-'}{found['bar']:g}" for found in judged)
+            cells.append("" if other is None else f"{other['median'] / seconds:.2f}{marks}")
+        cells += [peak(row, "ours"), peak(row, "peer")]
+        accuracy = row["accuracy"]
+        cells += [f"{accuracy['out']['found']:.3f} {'+' if accuracy['out']['met'] else '-'}"]
+        cells += [f"{accuracy['gradients']['found']:.1e} {'+' if accuracy['gradients']['met'] else '-'}"]
+        table.add_row(*cells)
+    return table
+
+
+def missed_bars(row: Mapping[str, Any]) -> list[str]:
+    """A sentence for each."""
+    missed = [
+        f"{row['name']}, {found['direction']}: {found['ratio']:.2f} times as fast as mamba_ssm, bar {found['bar']:g}"
+        for found in row["judged"]
+        if not found["met"]
+    ]
+    out, gradients = row["accuracy"]["out"], row["accuracy"]["gradients"]
+    if not out["met"]:
+        missed.append(f"{row['name']}: error of out {out['found']:.3f} times that of rounding, bar {out['bar']:g}")
+    if not gradients["met"]:
+        errors = ", ".join(
+            f"{name} {error:.1e}"
+            for name, error in row["errors"].items()
+            if name.startswith("grad_") and not error <= gradients["bar"]
+        )
+        missed.append(f"{row['name']}: errors of {errors}, bar {gradients['bar']:g}")
+    return missed
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    add_case_options(parser, "L65536", trials=30, warmup=5)
+    options = parser.parse_args(arguments)
+    chosen = chosen_cases(parser, options, CASES)
+    require_cuda(parser)
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    peer = peers.ssd()
+    console = Console(width=200, highlight=False)
+    console.print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; peer: {peers.described(peer)}")
+    rows = []
+    for case in chosen:
+        row = measure_case(case, options.trials, options.warmup, peer, device)
+        judge(row)
+        rows.append(row)
+        times = " / ".join(milliseconds(row, "ours", direction) for direction in DIRECTIONS)
+        console.print(f"ms forward / backward: {row['name']} {times}")
+        torch.cuda.empty_cache()
+    console.print(table_of(rows))
+    missed = [sentence for row in rows for sentence in missed_bars(row)]
+    console.print("every bar that could be judged is met" if not missed else "missed:\n  " + "\n  ".join(missed))
+
+    if options.json is not None:
+        result = {
+            "benchmark": "ssd_chunk_scan",
+            "machine": machine(device),
+            "settings": {"trials": options.trials, "warmup": options.warmup, "counted_chunk": COUNTED_CHUNK},
+            "peer": peers.described(peer),
+            "rows": rows,
+        }
+        options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
+    wrong = [f"{row['name']}: {', '.join(row['wrong'])}" for row in rows if row["wrong"]]
+    if wrong:
+        print("wrong results: " + "; ".join(wrong), file=sys.stderr)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,148 @@
+"""What is particular to ssd_chunk_scan on CUDA: its two kernels for 16 bits, segments of sequences, streams and graphs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from helpers import assert_equal
+from ssd_helpers import OPTIONS, assert_matches_reference, dtypes, every_method, every_option, make_inputs
+from torch import Tensor
+
+from ssm_kernels import ssd_chunk_scan
+
+pytestmark = pytest.mark.cuda
+
+in_16_bits = dtypes(torch.bfloat16, torch.float16)
+
+
+@pytest.fixture(params=["wgmma", "mma"], autouse=True)
+def products(request):
+    """Twice: with the matrix products of compute capability 9.0a, where the device has them, and with those of all devices."""
+    before = torch.ops.ssm_kernels._prefer_ssd_products(request.param)
+    yield request.param
+    torch.ops.ssm_kernels._prefer_ssd_products(before)
+
+
+def results_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    out, final_states = ssd_chunk_scan(**inputs, return_final_states=True)
+    return {"out": out, "final_states": final_states}
+
+
+@in_16_bits
+@every_option
+def test_values(options, dtype):
+    for sizes in ({"headdim": 64, "dstate": 128, "seqlen": 200}, {"headdim": 48, "dstate": 24, "seqlen": 65}):
+        assert_matches_reference(make_inputs(dtype=dtype, device="cuda", **(sizes | options)), gradients=False)
+
+
+@every_method
+def test_discretizations(discretization):
+    inputs = make_inputs(headdim=64, dstate=64, seqlen=100, dtype=torch.bfloat16, device="cuda", discretization=discretization)
+    assert_matches_reference(inputs, gradients=False)
+
+
+@in_16_bits
+@pytest.mark.parametrize(("headdim", "dstate"), [(1, 1), (7, 17), (64, 64), (72, 65), (128, 128), (200, 128), (256, 16)])
+def test_headdim_and_dstate(headdim, dstate, dtype):
+    for name in ("everything", "required_only"):
+        sizes = {"headdim": headdim, "dstate": dstate, "seqlen": 130}
+        assert_matches_reference(make_inputs(dtype=dtype, device="cuda", **(sizes | OPTIONS[name])), gradients=False)
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 1), (6, 2), (6, 6), (9, 3)])
+def test_heads_share_groups(heads, groups):
+    inputs = make_inputs(heads=heads, groups=groups, headdim=64, dstate=64, seqlen=70, dtype=torch.bfloat16, device="cuda")
+    assert_matches_reference(inputs, gradients=False)
+
+
+@pytest.mark.parametrize("name", ["everything", "resets_with_states"])
+@pytest.mark.parametrize("seqlen", [1000, 2048, 3001])
+def test_sequences_in_segments(seqlen, name):
+    """A batch of one with two heads is cut along time, resets and all."""
+    options = OPTIONS[name] | ({"resets": ((2, 64, 65, 999),)} if name.startswith("resets") else {})
+    sizes = {"batch": 1, "heads": 2, "groups": 1, "headdim": 64, "dstate": 64, "seqlen": seqlen}
+    inputs = make_inputs(dtype=torch.bfloat16, device="cuda", **(sizes | options))
+    assert_matches_reference(inputs, gradients=False)
+
+
+def test_packed_sequences_in_segments():
+    sizes = {"heads": 2, "groups": 1, "headdim": 64, "dstate": 64, "cu_seqlens": (0, 0, 700, 701, 1500, 1500)}
+    assert_matches_reference(make_inputs(dtype=torch.bfloat16, device="cuda", **sizes), gradients=False)
+
+
+def test_both_kernels_agree_with_many_heads(products):
+    """Another number of segments, blocks in several rounds: the same as a call for each entry of the batch."""
+    inputs = make_inputs(batch=8, heads=80, groups=2, headdim=64, dstate=128, seqlen=130, dtype=torch.bfloat16, device="cuda")
+    whole = results_of(inputs)
+    batched = ("x", "dt", "B", "C", "z", "initial_states")
+    for row in (0, 7):
+        of_row = results_of({name: inputs[name][row : row + 1] if name in batched else inputs[name] for name in inputs})
+        # Sequences of one entry may be cut into segments, whose sums come in another order.
+        for name, value in of_row.items():
+            torch.testing.assert_close(value[0], whole[name][row], rtol=2e-2, atol=2e-2)
+
+
+@in_16_bits
+def test_repeatable(dtype):
+    for sizes in ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}):
+        inputs = make_inputs(headdim=64, dstate=64, dtype=dtype, device="cuda", **sizes)
+        assert_equal(results_of(inputs), results_of(inputs))
+
+
+def test_rows_that_are_not_aligned():
+    inputs = make_inputs(headdim=64, dstate=64, seqlen=70, dtype=torch.bfloat16, device="cuda")
+    expected = results_of(inputs)
+    for name in ("x", "z", "B", "C"):
+        wider = torch.zeros(*inputs[name].shape[:3], 67, dtype=torch.bfloat16, device="cuda")
+        wider[..., 1:65] = inputs[name]
+        assert_equal(results_of(inputs | {name: wider[..., 1:65]}), expected)
+
+
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+def test_cuda_graph(name):
+    """Replayed on new values in the same tensors it computes what an eager call does."""
+    sizes = {"headdim": 64, "dstate": 64, "seqlen": 300}
+    if name.startswith("packed"):
+        sizes = {"headdim": 64, "dstate": 64, "cu_seqlens": (0, 0, 100, 101, 400)}
+    inputs, others = (make_inputs(dtype=torch.bfloat16, device="cuda", seed=seed, **(OPTIONS[name] | sizes)) for seed in (0, 1))
+    results_of(inputs)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = results_of(inputs)
+    for key, value in others.items():
+        if isinstance(value, Tensor):
+            inputs[key].copy_(value)
+    graph.replay()
+    assert_equal(captured, results_of(others))
+
+
+def test_runs_on_the_current_stream():
+    inputs = make_inputs(headdim=64, dstate=64, seqlen=3000, batch=1, dtype=torch.bfloat16, device="cuda")
+    expected = results_of(inputs)
+    values, inputs["x"] = inputs["x"], torch.full_like(inputs["x"], float("nan"))
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        inputs["x"].copy_(values)
+        actual = results_of(inputs)
+    stream.synchronize()
+    assert_equal(actual, expected)
+
+
+def test_nothing_waits_for_the_device():
+    inputs = make_inputs(headdim=64, dstate=64, seqlen=300, dtype=torch.bfloat16, device="cuda")
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        results_of(inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_unknown_products_are_refused():
+    with pytest.raises(ValueError, match=r"_prefer_ssd_products: expected 'wgmma' or 'mma', got 'fma'"):
+        torch.ops.ssm_kernels._prefer_ssd_products("fma")
