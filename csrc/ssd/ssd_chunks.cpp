@@ -18,8 +18,8 @@ namespace {
 constexpr int64_t kDefaultChunkLength = 64;
 // A chunk's matrices are quadratic in its length.
 constexpr int64_t kMaxChunkLength = 256;
-// Of a run's temporaries, about: enough for the products to be worth their calls, little enough for the caches.
-constexpr int64_t kRunBytes = int64_t(8) << 20;
+// Of a run's temporaries, about: enough for the products to be worth their calls, and on a CPU little enough for its caches.
+constexpr int64_t kCpuRunBytes = int64_t(8) << 20, kDeviceRunBytes = int64_t(1) << 30;
 
 // e^ of it is zero even in float64; sums of lower ones would cost the differences their accuracy.
 constexpr double kLowestZeta = -800;
@@ -54,7 +54,7 @@ Scan::Scan(const Inputs& in, Discretization method)
   chunk_length_ = std::min(hint, kMaxChunkLength);
   const int64_t per_head = 2 * headdim * dstate + 4 * chunk_length_ * chunk_length_ + 8 * chunk_length_ * headdim;
   const int64_t bytes = std::max<int64_t>(1, heads * per_head * static_cast<int64_t>(options.dtype().itemsize()));
-  chunks_per_run_ = std::max<int64_t>(1, kRunBytes / bytes);
+  chunks_per_run_ = std::max<int64_t>(1, (in.x.is_cpu() ? kCpuRunBytes : kDeviceRunBytes) / bytes);
   if (is_present(in.seq_idx)) starts_ = sequence_starts(*in.seq_idx);
 }
 
