@@ -170,7 +170,8 @@ def test_each_input_has_its_own_form_and_dtype(device):
 def test_step_size_as_a_number(dtype, device):
     inputs = make_inputs(LIQUID, dtype=dtype, device=device)
     number = torch.tensor(0.3, dtype=parameter_dtype(dtype), device=device)
-    assert torch.equal(LIQUID.scan(**inputs | {"dt": 0.3}), LIQUID.scan(**inputs | {"dt": number}))
+    of_channels = number.repeat(inputs["candidate"].shape[-1])
+    assert torch.equal(LIQUID.scan(**inputs | {"dt": 0.3}), LIQUID.scan(**inputs | {"dt": of_channels}))
     (h, state), (expected_h, expected_state) = (
         LIQUID.step(inputs["candidate"][:, 0], inputs["tau"], dt, inputs["h0"]) for dt in (0.3, number)
     )
