@@ -6,7 +6,7 @@
 // row's number (piece ^ row % 8); a part begins at a multiple of 1024 bytes. Along a part's rows lies either the dimension that
 // is summed over, or the other one: then the operand is called transposed.
 //
-// Registers of a product are neither to be read nor written from fence() before it until wait() after it.
+// Registers of a product are neither to be read nor written from fence_products() before it until wait_for_products() after it.
 #pragma once
 
 #include <cstdint>

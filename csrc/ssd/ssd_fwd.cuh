@@ -9,7 +9,7 @@
 //   S' = e^(s_l) S + (x_j c_j e^(s_l - s_j))^T B
 //
 // A unit of four warps carries up to 64 rows (headdim) of one head's state; warp w has rows 16 w to 16 w + 15 of S and of y^T.
-// A block has one or two units that share B and C, and walks through the chunks of a segment of one sequence; x, z, B and C of
+// A block has two units that share B and C, and walks through the chunks of a segment of one sequence; x, z, B and C of
 // the next chunks are on their way meanwhile. Where batch and heads are too few for the device, a sequence is cut into
 // segments: a first kernel finds what each does to a state, and each block of the second folds those of the segments before
 // its own, in order. Nothing is saved for backward.

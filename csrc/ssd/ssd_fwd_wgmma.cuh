@@ -1,7 +1,7 @@
 // SSD chunk-scan, forward, with the products of compute capability 9.0a (cuda/wgmma.cuh). See ssd_fwd.cuh for what is
 // computed.
 //
-// A block has `units` warpgroups, one for each unit, and one more that moves data: it copies the chunks ahead to shared memory
+// A block has a warpgroup for each of its two units, and one more that moves data: it copies the chunks ahead to shared memory
 // and makes the tables of their decays. The two sides meet at barriers in shared memory, two for each of the chunks there. A
 // unit's products overlap with its other work: while S C^T runs, M^T is weighed; while S is updated, out is written.
 //
