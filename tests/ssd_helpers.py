@@ -266,6 +266,7 @@ def scan_in_16_bit_products(
     d = dt.float() if dt_bias is None else dt.float() + dt_bias
     d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
     gain = reference.coefficients(discretization, d, A)[1]
+    zeta = (d * A).clamp(min=-800)  # else sums of it that are infinite have differences that are no numbers
     B, C = (matrix.repeat_interleave(heads // matrix.shape[2], dim=2) for matrix in (B, C))
     packed = cu_seqlens is not None
     states = x.new_zeros(len(cu_seqlens) - 1 if packed else batch, heads, headdim, B.shape[3], dtype=torch.float32)
@@ -277,7 +278,7 @@ def scan_in_16_bit_products(
         for first in range(begin, end, 64):
             steps = row, slice(first, min(first + 64, end))
             out[steps], states[state] = _chunk_in_16_bit_products(
-                x[steps], (d * A)[steps], gain[steps], B[steps], C[steps], states[state]
+                x[steps], zeta[steps], gain[steps], B[steps], C[steps], states[state]
             )
     if D is not None:
         out = out + (D if D.dim() == 2 else D[:, None]) * x.float()
@@ -306,14 +307,14 @@ def _chunk_in_16_bit_products(
     def rounded(operand: Tensor) -> Tensor:
         return operand.to(x.dtype).float()
 
-    sums = zeta.cumsum(0)
+    sums = zeta.double().cumsum(0)
     causal = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).tril()[:, :, None]
-    decay = (sums[:, None] - sums).masked_fill(~causal, -math.inf).exp()
+    decay = (sums[:, None] - sums).masked_fill(~causal, -math.inf).exp().float()
     M = rounded(torch.einsum("ihn,jhn->ijh", C.float(), B.float()) * decay * gain)
     of_state = torch.einsum("hpn,ihn->ihp", rounded(state), C.float())
-    out = torch.einsum("ijh,jhp->ihp", M, x.float()) + sums.exp()[..., None] * of_state
-    weighed = rounded(((sums[-1] - sums).exp() * gain)[..., None] * x.float())
-    return out, state * sums[-1].exp()[:, None, None] + torch.einsum("jhp,jhn->hpn", weighed, B.float())
+    out = torch.einsum("ijh,jhp->ihp", M, x.float()) + sums.exp().float()[..., None] * of_state
+    weighed = rounded(((sums[-1] - sums).exp().float() * gain)[..., None] * x.float())
+    return out, state * sums[-1].exp().float()[:, None, None] + torch.einsum("jhp,jhn->hpn", weighed, B.float())
 
 
 def training_step(function: Callable, inputs: dict[str, Any]) -> dict[str, Tensor]:

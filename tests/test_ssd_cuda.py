@@ -100,6 +100,22 @@ def test_rows_that_are_not_aligned():
         assert_equal(results_of(inputs | {name: wider[..., 1:65]}), expected)
 
 
+def test_states_that_are_not_aligned():
+    inputs = make_inputs(headdim=64, dstate=64, seqlen=70, dtype=torch.bfloat16, device="cuda")
+    expected, states = results_of(inputs), inputs["initial_states"]
+    apart = torch.cat([states.new_zeros(1), states.flatten()])[1:].view_as(states)
+    assert_equal(results_of(inputs | {"initial_states": apart}), expected)
+
+
+def test_a_step_that_forgets_everything():
+    """Weak decays after one of e^-1e5 keep their accuracy, and one of e^-inf makes no NaN."""
+    for strong in (-1e5, -float("inf")):
+        inputs = make_inputs(heads=2, groups=1, headdim=64, dstate=64, seqlen=130, dtype=torch.bfloat16, device="cuda")
+        inputs |= {"dt_softplus": False, "dt_bias": None, "A": torch.tensor([strong, -1.0], device="cuda")}
+        inputs["dt"] = inputs["dt"].abs()
+        assert_matches_reference(inputs, gradients=False)
+
+
 @pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
 def test_cuda_graph(name):
     """Replayed on new values in the same tensors it computes what an eager call does."""

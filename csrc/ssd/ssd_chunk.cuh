@@ -84,7 +84,7 @@ class RowCopier {
 
 // Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
 // differences of `log2_decay`, their sums from the chunk's first step, begun anew where a sequence begins.
-struct ChunkTables {
+struct alignas(16) ChunkTables {
   float log2_decay[kChunk];
   float gain[kChunk];        // of the input: d k(zeta)
   float from_start[kChunk];  // the decay from before the chunk to the step; zero if a sequence begins between
@@ -93,6 +93,10 @@ struct ChunkTables {
   float whole;               // the decay from before the chunk to l; likewise
   bool has_begun;            // whether any sequence begins in the chunk
 };
+
+// Two to the power of it is zero. Sums of lower ones would cost the differences between weaker decays after them their
+// accuracy.
+constexpr float kLowestLog2Decay = -160;
 
 // Calls visitor with the method as a type.
 template <typename Visitor>
@@ -152,7 +156,8 @@ __device__ __forceinline__ void make_tables(const SsdParams& p, const HeadSteps&
   for (int i = 0; i < 2; ++i) {
     const float d = steps.is_there[i] ? head.step_size(p, cuda::to_accumulate(steps.dt[i])) : 0.0f;
     const float zeta = steps.is_there[i] ? d * head.A : 0.0f;
-    log2_decay[i] = zeta * static_cast<float>(kLog2E);
+    const float log2 = zeta * static_cast<float>(kLog2E);
+    log2_decay[i] = log2 < kLowestLog2Decay ? kLowestLog2Decay : log2;
     gain[i] = d;
     visit_exponential(p.discretization, [&](auto method) {
       using Method = decltype(method);

@@ -1,6 +1,6 @@
-// CUDA entry points of the chunked scan. 16-bit forward runs as kernels of its own (ssd_fwd.cuh) on the current stream, all
-// else as ATen's products (ssd_aten.h). Nothing waits for the device, except that the values of cu_seqlens are checked on the
-// host unless a CUDA graph is being captured.
+// CUDA entry points of the chunked scan. Forward in 16 bits with up to kMaxKernelDstate states runs as kernels of its own
+// (ssd_fwd.cuh) on the current stream, all else as ATen's products (ssd_aten.h). Nothing waits for the device, except that the
+// values of cu_seqlens are checked on the host unless a CUDA graph is being captured.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -105,7 +105,7 @@ class Forward {
     if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
     const int64_t more_rows = x_.size(3) - in.x.size(3), more_columns = B_.size(3) - in.B.size(3);
     if (is_present(in.D)) D_ = in.D->dim() == 2 ? pad(*in.D, {0, more_rows}) : in.D->contiguous();
-    if (is_present(in.initial_states)) initial_states_ = pad(*in.initial_states, {0, more_columns, 0, more_rows});
+    if (is_present(in.initial_states)) initial_states_ = aligned(pad(*in.initial_states, {0, more_columns, 0, more_rows}));
     is_padded_ = more_rows > 0 || more_columns > 0;
     // What is not written in place is copied there.
     out_ = has_rows(outputs.out) ? outputs.out : at::empty(x_.sizes(), x_.options());
@@ -163,6 +163,10 @@ class Forward {
   static at::Tensor pad(const at::Tensor& tensor, at::IntArrayRef padding) {
     const bool is_needed = std::any_of(padding.begin(), padding.end(), [](int64_t size) { return size > 0; });
     return is_needed ? at::constant_pad_nd(tensor, padding) : tensor.contiguous();
+  }
+
+  static at::Tensor aligned(const at::Tensor& tensor) {
+    return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0 ? tensor : tensor.clone();
   }
 
   void cut() {
