@@ -153,7 +153,11 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[fl
         dt = dt + bias
     if softplus:
         dt = F.softplus(dt)
-    return dt if limit is None else dt.clamp(*limit)
+    if limit is None:
+        return dt
+    low, high = limit
+    # The gradient at a limit itself is that of the identity; clamp's is another from one PyTorch to the next.
+    return torch.where(dt < low, low, torch.where(dt > high, high, dt))
 
 
 def _promoted_dtype(*tensors: Tensor | None) -> torch.dtype:
