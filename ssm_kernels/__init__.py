@@ -11,7 +11,8 @@ from ._build_info import build_info, load_operators
 load_operators()
 
 from . import _vmap, nn, reference  # noqa: E402, F401
-from .ops import (  # noqa: E402
+from .ops import selective_scan, selective_state_update, ssd_chunk_scan  # noqa: E402
+from .recurrences import (  # noqa: E402
     diag_linear_scan,
     diag_linear_step,
     elu_gru_scan,
@@ -28,9 +29,6 @@ from .ops import (  # noqa: E402
     minlstm_step,
     rglru_scan,
     rglru_step,
-    selective_scan,
-    selective_state_update,
-    ssd_chunk_scan,
 )
 
 __version__: str = build_info()["version"]

@@ -10,7 +10,7 @@ import pytest
 import recurrence_helpers
 import torch
 
-from ssm_kernels import ops, reference
+from ssm_kernels import recurrences, reference
 
 ROOT = Path(__file__).parents[1]
 
@@ -42,7 +42,7 @@ def test_every_recurrence_is_in_the_table():
         cells = [cell.strip() for cell in line.split("|")[1:-1]]
         if len(cells) == 4 and cells[0].startswith("`"):
             scan, step = re.findall(r"`(\w+)`", cells[0])
-            assert step == scan.removesuffix("_scan") + "_step" and hasattr(ops, step)
+            assert step == scan.removesuffix("_scan") + "_step" and hasattr(recurrences, step)
             rows[scan] = re.findall(r"`(\w+)`", cells[1])
     assert set(rows) == set(reference.RECURRENCES)
     for scan, inputs in rows.items():

@@ -24,20 +24,19 @@ constexpr int64_t kCpuRunBytes = int64_t(8) << 20, kDeviceRunBytes = int64_t(1) 
 // e^ of it is zero even in float64; sums of lower ones would cost the differences their accuracy.
 constexpr double kLowestZeta = -800;
 
-// True where a sequence begins, but for the first of each row, (batch, seqlen).
-at::Tensor sequence_starts(const at::Tensor& seq_idx) {
-  const int64_t inner = seq_idx.size(1) - 1;
-  at::Tensor starts = at::zeros(seq_idx.sizes(), seq_idx.options().dtype(at::kBool));
-  if (inner > 0) starts.narrow(1, 1, inner).copy_(seq_idx.narrow(1, 1, inner).ne(seq_idx.narrow(1, 0, inner)));
-  return starts;
-}
-
 at::Tensor contiguous_product(const at::Tensor& a, const at::Tensor& b) {
   at::Tensor result = at::empty(at::infer_size(a.sizes(), b.sizes()), b.options());
   return at::mul_out(result, a, b);
 }
 
 }  // namespace
+
+at::Tensor sequence_starts(const at::Tensor& seq_idx) {
+  const int64_t inner = seq_idx.size(1) - 1;
+  at::Tensor starts = at::zeros(seq_idx.sizes(), seq_idx.options().dtype(at::kBool));
+  if (inner > 0) starts.narrow(1, 1, inner).copy_(seq_idx.narrow(1, 1, inner).ne(seq_idx.narrow(1, 0, inner)));
+  return starts;
+}
 
 Scan::Scan(const Inputs& in, Discretization method)
     : in(in),

@@ -18,6 +18,9 @@
 
 namespace ssm_kernels::ssd {
 
+// True where a sequence begins, but for the first of each row, (batch, seqlen).
+at::Tensor sequence_starts(const at::Tensor& seq_idx);
+
 // What is scanned together: steps [begin, end) of some rows of the batch, or of the one row that packed sequences share, with
 // one state for each row.
 struct Part {

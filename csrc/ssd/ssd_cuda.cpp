@@ -6,10 +6,10 @@
 
 #include "ssd/ssd_cuda.h"
 
+#include <ATen/ceil_div.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -25,13 +25,13 @@
 
 #include "cuda/device.h"
 #include "ssd/ssd_aten.h"
+#include "ssd/ssd_chunks.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
 namespace {
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr int64_t kRowElements = 8;  // rows are moved in pieces of as many
 constexpr int64_t kMaxSegments = 16;
 
@@ -53,7 +53,7 @@ bool has_rows(const at::Tensor& tensor) {
 // A tensor with such rows, padded with zeros.
 at::Tensor as_rows(const at::Tensor& tensor) {
   if (has_rows(tensor)) return tensor;
-  const int64_t padding = ceil_div(tensor.size(3), kRowElements) * kRowElements - tensor.size(3);
+  const int64_t padding = at::ceil_div<int64_t>(tensor.size(3), kRowElements) * kRowElements - tensor.size(3);
   return padding > 0 ? at::constant_pad_nd(tensor, {0, padding}) : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
@@ -64,22 +64,14 @@ RowsView const_rows_view(const at::Tensor& tensor) {
   return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
 }
 
-// Steps at which seq_idx differs from the step before, (batch, seqlen).
-at::Tensor resets_of(const at::Tensor& seq_idx) {
-  at::Tensor resets = at::zeros(seq_idx.sizes(), seq_idx.options().dtype(at::kByte));
-  const int64_t seqlen = seq_idx.size(1);
-  if (seqlen > 1) resets.slice(1, 1).copy_(seq_idx.slice(1, 1).ne(seq_idx.slice(1, 0, seqlen - 1)));
-  return resets;
-}
-
 // How many segments to cut each sequence into, so that the device is full: with blocks running in rounds of one a
 // multiprocessor, the time is that of the chunks in a row; finding what segments do to a state takes half as long as scanning
 // them, and each fold and the second kernel some chunks' time.
 int64_t choose_segments(int64_t blocks_of_a_segment, int64_t chunks, int64_t multiprocessors) {
   const auto time = [&](int64_t segments) {
-    const int64_t chunks_per_segment = ceil_div(chunks, segments);
+    const int64_t chunks_per_segment = at::ceil_div<int64_t>(chunks, segments);
     const auto rounds = [&](int64_t count) {
-      return static_cast<double>(ceil_div(blocks_of_a_segment * count, multiprocessors));
+      return static_cast<double>(at::ceil_div<int64_t>(blocks_of_a_segment * count, multiprocessors));
     };
     const double scan = rounds(segments) * static_cast<double>(chunks_per_segment);
     if (segments == 1) return scan;
@@ -99,7 +91,7 @@ class Forward {
   Forward(const Inputs& in, Discretization method, const FwdOutputs& outputs)
       : x_(as_rows(in.x)), B_(as_rows(in.B)), C_(as_rows(in.C)), outputs_(outputs) {
     if (is_present(in.z)) z_ = as_rows(*in.z);
-    if (is_present(in.seq_idx)) resets_ = resets_of(*in.seq_idx);
+    if (is_present(in.seq_idx)) resets_ = sequence_starts(*in.seq_idx);
     if (is_present(in.cu_seqlens)) cu_seqlens_ = in.cu_seqlens->to(at::kLong).contiguous();
     A_ = in.A.contiguous();
     if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
@@ -138,7 +130,7 @@ class Forward {
       params_.D_stride_row = D_.dim() == 2 ? D_.stride(1) : 0;
     }
     if (cu_seqlens_.defined()) params_.cu_seqlens = cu_seqlens_.const_data_ptr<int64_t>();
-    if (resets_.defined()) params_.resets = resets_.const_data_ptr<uint8_t>();
+    if (resets_.defined()) params_.resets = static_cast<const uint8_t*>(resets_.const_data_ptr());
     if (initial_states_.defined()) params_.initial_states = initial_states_.const_data_ptr<float>();
   }
 
@@ -172,12 +164,12 @@ class Forward {
   void cut() {
     const int multiprocessors = cuda::multiprocessor_count(x_.get_device());
     const int64_t heads_per_group = params_.heads / params_.groups;
-    partition_.row_blocks = ceil_div(params_.headdim, kUnitRows);
-    partition_.blocks_per_group = ceil_div(heads_per_group * partition_.row_blocks, kUnits);
+    partition_.row_blocks = at::ceil_div<int64_t>(params_.headdim, kUnitRows);
+    partition_.blocks_per_group = at::ceil_div<int64_t>(heads_per_group * partition_.row_blocks, kUnits);
     const int64_t blocks_of_a_segment = params_.batch * params_.groups * partition_.blocks_per_group;
-    const int64_t chunks = ceil_div(params_.seqlen, kChunk);
+    const int64_t chunks = at::ceil_div<int64_t>(params_.seqlen, kChunk);
     partition_.segments = choose_segments(blocks_of_a_segment, chunks, multiprocessors);
-    partition_.chunks_per_segment = ceil_div(chunks, partition_.segments);
+    partition_.chunks_per_segment = at::ceil_div<int64_t>(chunks, partition_.segments);
     partition_.blocks = blocks_of_a_segment * partition_.segments;
     partition_.may_use_wgmma = !prefers_mma;
     constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();

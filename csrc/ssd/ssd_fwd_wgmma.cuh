@@ -43,7 +43,6 @@ template <typename Scalar, int dstate, bool states_only>
 struct WgmmaFwd {
   using Shared = WgmmaShared<dstate>;
   using Stage = typename Shared::Stage;
-  static constexpr int kThreads = (kUnits + 1) * kUnitThreads;
   static constexpr int kStateGroups = dstate / 16;
   static constexpr int kPartBytes = sizeof(uint4) * kChunk * 8;
 
@@ -67,12 +66,6 @@ struct WgmmaFwd {
     return reinterpret_cast<Tile<kUnitRows>*>(&stage(slot) + 1) + unit;
   }
 
-  template <int columns>
-  static __device__ __forceinline__ RowCopier<columns, kUnitThreads> copier_of(const Tile<columns>&, const void* source,
-                                                                               int64_t stride_step, int elements, int thread) {
-    return {source, stride_step, elements, thread};
-  }
-
   // The warpgroup after the units'.
   __device__ __forceinline__ void move(const Place& at) {
     const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
@@ -85,18 +78,19 @@ struct WgmmaFwd {
       if (!makes_tables || chunk >= at.chunks) return;
       fetched.fetch(p, at.rows<const Scalar>(p.dt, own.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
     };
-    const auto copier = [&](auto& tile, const RowsView& view, int64_t head, int first_row, int elements) {
-      return copier_of(tile, at.rows<Scalar>(view, head, 0) + first_row, view.stride_step, elements, thread);
+    using StateRows = RowCopier<dstate, kUnitThreads>;
+    using HeadRows = RowCopier<kUnitRows, kUnitThreads>;
+    const auto of_group = [&](const RowsView& view) {
+      return StateRows(at.rows<Scalar>(view, at.group, 0), view.stride_step, p.dstate, thread);
     };
-    auto copy_B = copier(stage(0).B, p.B, at.group, 0, p.dstate);
-    auto copy_C = copier(stage(0).C, p.C, at.group, 0, p.dstate);
-    const Unit unit_of[2] = {Unit(p, partition, at, 0), Unit(p, partition, at, 1)};
-    const auto unit_copier = [&](const RowsView& view, const Unit& unit) {
-      return copier(stage(0).x[0], view, unit.head, unit.first_row, unit.rows);
+    const Unit units[kUnits] = {Unit(p, partition, at, 0), Unit(p, partition, at, 1)};
+    const auto of_unit = [&](const RowsView& view, const Unit& unit) {
+      return HeadRows(at.rows<Scalar>(view, unit.head, 0) + unit.first_row, view.stride_step, unit.rows, thread);
     };
-    decltype(unit_copier(p.x, own)) copy_x[2] = {unit_copier(p.x, unit_of[0]), unit_copier(p.x, unit_of[1])};
-    decltype(unit_copier(p.x, own)) copy_z[2] = {unit_copier(has_gate ? p.z : p.x, unit_of[0]),
-                                                 unit_copier(has_gate ? p.z : p.x, unit_of[1])};
+    const RowsView& z = has_gate ? p.z : p.x;
+    StateRows copy_B = of_group(p.B), copy_C = of_group(p.C);
+    HeadRows copy_x[kUnits] = {of_unit(p.x, units[0]), of_unit(p.x, units[1])};
+    HeadRows copy_z[kUnits] = {of_unit(z, units[0]), of_unit(z, units[1])};
     const auto copy = [&](int chunk, int slot) {
       Stage& target = stage(slot);
       const int steps = at.steps_of(chunk);

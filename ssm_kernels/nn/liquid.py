@@ -24,7 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import liquid_scan, liquid_step
+from ..recurrences import liquid_scan, liquid_step
 from .common import wide_dtype
 from .recurrent import RecurrentBase
 

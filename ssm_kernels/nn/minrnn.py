@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import mingru_scan, mingru_step, minlstm_scan, minlstm_step
+from ..recurrences import mingru_scan, mingru_step, minlstm_scan, minlstm_step
 from .recurrent import RecurrentBase
 
 __all__ = ["MinGRU", "MinLSTM"]

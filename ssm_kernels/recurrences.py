@@ -1,0 +1,409 @@
+"""linear_scan's family of gated linear recurrences: the scans, and a step of each. Typed and documented as ops.py."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "diag_linear_scan",
+    "diag_linear_step",
+    "elu_gru_scan",
+    "elu_gru_step",
+    "hgrn_scan",
+    "hgrn_step",
+    "linear_scan",
+    "linear_step",
+    "liquid_scan",
+    "liquid_step",
+    "mingru_scan",
+    "mingru_step",
+    "minlstm_scan",
+    "minlstm_step",
+    "rglru_scan",
+    "rglru_step",
+]
+
+
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""All states of a linear recurrence, each channel by itself.
+
+    .. math:: h_t = a_t h_{t-1} + b_t
+
+    The scans that follow make :math:`a` and :math:`b` of gates and candidates, in the same kernel; what is said here of inputs,
+    ``h0``, the options and the results holds for all of them.
+
+    Args:
+        a: (batch, seqlen, channels); float32, float16, bfloat16 or float64. Any value, any strides. The other inputs of a scan
+            have the first one's shape, dtype and device, unless its documentation says that they broadcast: then their shape is
+            any that broadcasts to the first one's, and their dtype the first one's or that of ``h0``.
+        b: shape and dtype of ``a``.
+        h0: state before the first step, (batch, channels), float32 (float64 with float64 inputs); zero if absent.
+        reverse: time runs backwards, from the last step to the first: ``h0`` comes before the last step, and ``last_state`` is
+            the state at step 0. In each packed sequence, too.
+        cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
+            ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
+            a sequence may have no steps. Nothing passes from one sequence to the next: ``h0`` and ``last_state`` are
+            (sequences, channels). While a CUDA graph is captured or replayed nobody checks the values; from wrong ones come
+            wrong numbers, but no access outside the tensors.
+        return_last_state: also return the state after the last step.
+
+    Returns:
+        ``h``, every state, shape and dtype of ``a``; with ``return_last_state`` also ``last_state``, (batch, channels), dtype
+        of ``h0``, which for a sequence of no steps is its ``h0``. Both are differentiable with respect to every floating-point
+        tensor argument, ``h0`` included. Double backward is supported by ``linear_scan`` alone and raises in the others;
+        transforms of ``torch.func`` other than ``vmap`` are not supported and raise.
+
+    On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
+    with float64 inputs), whatever the dtype of the inputs, and no logarithms: values of any sign, and no loss of accuracy over
+    long sequences. Where states grow, products of up to 128 consecutive ``a`` must be finite numbers too on CUDA, unless they
+    multiply a zero. For gradients the inputs and ``h`` are kept. On CUDA the work goes to the current stream and can be
+    captured in a CUDA graph; nothing waits for the device, except that the values of ``cu_seqlens`` are checked on the host,
+    unless a graph is being captured. Under autocast the inputs are cast to its dtype, those that broadcast and ``h0`` to
+    float32.
+
+    Raises:
+        ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
+        RuntimeError: a dtype or device is not as documented, or there is no kernel for the device.
+    """
+    h, last_state = torch.ops.ssm_kernels.linear_scan(a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    return (h, last_state) if return_last_state else h
+
+
+def mingru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    gate_is_logit: bool = True,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""All states of a minGRU.
+
+    .. math::
+        z_t &= \sigma(\mathrm{gate}_t), \text{ or } \mathrm{gate}_t \text{ itself without gate\_is\_logit} \\
+        h_t &= (1 - z_t)\, h_{t-1} + z_t\, g(\mathrm{candidate}_t)
+
+    Source: Feng et al., *Were RNNs All We Needed?* (arXiv 2410.01201), section 3.1, and its appendix for :math:`g`; here
+    not in log-space, so that a candidate may have any sign.
+
+    Args:
+        gate: (batch, seqlen, channels), the update gate.
+        candidate: shape and dtype of ``gate``.
+        candidate_activation: None for the candidate itself, ``"g"`` for the paper's positive one, ``x + 1/2`` where
+            ``x >= 0`` and ``sigmoid(x)`` elsewhere, or ``"tanh"``.
+        gate_is_logit: apply the sigmoid to ``gate``.
+
+    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    """
+    h, last_state = torch.ops.ssm_kernels.mingru_scan(
+        gate,
+        candidate,
+        h0,
+        candidate_activation=candidate_activation,
+        gate_is_logit=gate_is_logit,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+    )
+    return (h, last_state) if return_last_state else h
+
+
+def minlstm_scan(
+    forget: Tensor,
+    input: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""All states of a minLSTM, whose forget and input gates are normalized to the sum 1.
+
+    .. math::
+        f_t &= \sigma(\mathrm{forget}_t), \quad i_t = \sigma(\mathrm{input}_t) \\
+        h_t &= \frac{f_t}{f_t + i_t} h_{t-1} + \frac{i_t}{f_t + i_t}\, g(\mathrm{candidate}_t)
+
+    The gates are computed as :math:`i' = \sigma(\mathrm{softplus}(-\mathrm{forget}) - \mathrm{softplus}(-\mathrm{input}))` and
+    :math:`f' = 1 - i'`, which is finite where both sigmoids underflow. Where both gates are :math:`-\infty` they have no limit,
+    and the result is NaN.
+    Source: Feng et al., *Were RNNs All We Needed?* (arXiv 2410.01201), section 3.2, and its appendix for :math:`g`.
+
+    Args:
+        forget: (batch, seqlen, channels), before the sigmoid.
+        input: shape and dtype of ``forget``, before the sigmoid.
+        candidate: shape and dtype of ``forget``.
+        candidate_activation: as for :func:`mingru_scan`.
+
+    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    """
+    h, last_state = torch.ops.ssm_kernels.minlstm_scan(
+        forget, input, candidate, h0, candidate_activation=candidate_activation, reverse=reverse, cu_seqlens=cu_seqlens
+    )
+    return (h, last_state) if return_last_state else h
+
+
+def liquid_scan(
+    candidate: Tensor,
+    tau: Tensor,
+    dt: Tensor | float,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""All states of a leaky integrator whose target, time constant and step size may change with every step.
+
+    .. math:: h_t = f_t + (h_{t-1} - f_t)\, e^{-\mathrm{dt}_t / \tau_t}, \quad f = \mathrm{candidate}
+
+    This is the exact solution of :math:`\tau\, \mathrm dh/\mathrm dt = f - h` over a step in which :math:`f` and :math:`\tau`
+    are constant: the relaxation of liquid time-constant networks (Hasani et al., arXiv 2006.04439) in closed form, for an
+    :math:`f` and :math:`\tau` that do not depend on the state.
+
+    Args:
+        candidate: (batch, seqlen, channels).
+        tau: time constant, not zero; broadcasts, such as (channels,). Positive for a decay.
+        dt: step size; broadcasts, such as (batch, seqlen, 1) for irregular sampling, or a number.
+
+    The other arguments, the results and what is raised: see :func:`linear_scan`.
+
+    Raises:
+        TypeError: ``dt`` is neither a tensor nor a number.
+    """
+    if not isinstance(dt, Tensor):
+        if not isinstance(dt, numbers.Real):
+            raise TypeError(f"liquid_scan: expected dt to be a tensor or a number, got {type(dt).__name__}")
+        dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
+        # One for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
+        dt = torch.full(candidate.shape[-1:], dt, dtype=dtype, device=candidate.device)
+    h, last_state = torch.ops.ssm_kernels.liquid_scan(candidate, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    return (h, last_state) if return_last_state else h
+
+
+def rglru_scan(
+    x: Tensor,
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    recurrent_param: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""All states of Griffin's real-gated linear recurrent unit (RG-LRU).
+
+    .. math::
+        \log a_t &= -8\, \mathrm{softplus}(\mathrm{recurrent\_param})\, \sigma(\mathrm{recurrence\_gate}_t) \\
+        h_t &= a_t h_{t-1} + \sqrt{1 - a_t^2}\; \sigma(\mathrm{input\_gate}_t)\, x_t
+
+    Source: De et al., *Griffin* (arXiv 2402.19427), equations 1 to 4, with :math:`\Lambda = -\mathrm{recurrent\_param}`: the
+    parameter as ``recurrentgemma`` and ``transformers`` store it.
+
+    Args:
+        x: (batch, seqlen, channels).
+        recurrence_gate: shape and dtype of ``x``, before the sigmoid.
+        input_gate: shape and dtype of ``x``, before the sigmoid.
+        recurrent_param: broadcasts; as a rule (channels,).
+
+    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    """
+    h, last_state = torch.ops.ssm_kernels.rglru_scan(
+        x, recurrence_gate, input_gate, recurrent_param, h0, reverse=reverse, cu_seqlens=cu_seqlens
+    )
+    return (h, last_state) if return_last_state else h
+
+
+def hgrn_scan(
+    x: Tensor,
+    log_gate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""All states of a hierarchically gated recurrent network (HGRN), of gates in log-space.
+
+    .. math:: h_t = e^{\mathrm{log\_gate}_t} h_{t-1} + x_t
+
+    Source: Qin et al., *Hierarchically Gated Recurrent Neural Network* (arXiv 2311.04823), in the form of
+    ``flash-linear-attention``'s kernel: the forget gate comes as its logarithm, and what the input gate lets through as ``x``.
+
+    Args:
+        x: (batch, seqlen, channels).
+        log_gate: shape and dtype of ``x``; at most 0 for a decay.
+
+    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    """
+    h, last_state = torch.ops.ssm_kernels.hgrn_scan(x, log_gate, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    return (h, last_state) if return_last_state else h
+
+
+def elu_gru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""All states of a minGRU whose candidate is made positive by ``1 + elu``.
+
+    .. math::
+        z_t &= \sigma(\mathrm{gate}_t) \\
+        h_t &= (1 - z_t)\, h_{t-1} + z_t\, (1 + \mathrm{elu}(\mathrm{candidate}_t))
+
+    ``1 + elu(x)`` is ``x + 1`` for ``x > 0``, else ``e^x``. Otherwise as :func:`mingru_scan` with
+    ``candidate_activation="g"``, and smooth where that has a kink.
+
+    Args:
+        gate: (batch, seqlen, channels), the update gate before the sigmoid.
+        candidate: shape and dtype of ``gate``.
+
+    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    """
+    h, last_state = torch.ops.ssm_kernels.elu_gru_scan(gate, candidate, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    return (h, last_state) if return_last_state else h
+
+
+def diag_linear_scan(
+    gate: Tensor,
+    x: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""All states of a diagonal linear recurrence with a sigmoid gate.
+
+    .. math:: h_t = \sigma(\mathrm{gate}_t)\, h_{t-1} + x_t
+
+    Args:
+        gate: (batch, seqlen, channels), the forget gate before the sigmoid.
+        x: shape and dtype of ``gate``.
+
+    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    """
+    h, last_state = torch.ops.ssm_kernels.diag_linear_scan(gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    return (h, last_state) if return_last_state else h
+
+
+def _step(
+    scan: Callable[..., Any],
+    inputs: dict[str, Tensor],
+    state: Tensor | None,
+    *,
+    broadcast: Mapping[str, Tensor | float] = MappingProxyType({}),
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """One step of the scan: of inputs with a batch, time is the axis before the last. Shapes are checked as those of a step."""
+    name, sizes = scan.__name__.replace("_scan", "_step"), "(batch, channels)"
+    (first_name, first), *others = inputs.items()
+    if first.dim() != 2:
+        raise ValueError(f"{name}: expected {first_name} of shape {sizes}, got {list(first.shape)}")
+    for what, x in (*others, ("state", state)):
+        if x is not None and x.shape != first.shape:
+            raise ValueError(f"{name}: expected {what} of shape {sizes} = {list(first.shape)}, got {list(x.shape)}")
+    for what, x in broadcast.items():
+        if isinstance(x, Tensor) and not _broadcasts(x, first):
+            shapes = f"{sizes} = {list(first.shape)}, got {list(x.shape)}"
+            raise ValueError(f"{name}: expected {what} of a shape that broadcasts to {shapes}")
+    arguments = (*inputs.values(), *broadcast.values())
+    of_one_step = (x.unsqueeze(-2) if isinstance(x, Tensor) and x.dim() > 1 else x for x in arguments)
+    h, new_state = scan(*of_one_step, state, return_last_state=True, **options)
+    return h.squeeze(1), new_state
+
+
+def _broadcasts(x: Tensor, like: Tensor) -> bool:
+    pairs = zip(reversed(x.shape), reversed(like.shape), strict=False)
+    return x.dim() <= like.dim() and all(size in (1, target) for size, target in pairs)
+
+
+def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One step of :func:`linear_scan`, for decoding: a scan of seqlen 1. So are the steps of the other scans.
+
+    Args:
+        a, b: the scan's inputs in its order, (batch, channels). Inputs that broadcast do so to this shape.
+        state: state before the step, (batch, channels), float32 (float64 with float64 inputs); zero if absent. Not modified.
+
+    Returns:
+        ``(h, new_state)``: the same state in the dtype of the first input and in that of ``state``. Differentiable as the scan.
+
+    Options and what is raised are the scan's.
+    """
+    return _step(linear_scan, {"a": a, "b": b}, state)
+
+
+def mingru_step(
+    gate: Tensor,
+    candidate: Tensor,
+    state: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    gate_is_logit: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """One step of :func:`mingru_scan`; see :func:`linear_step`."""
+    inputs = {"gate": gate, "candidate": candidate}
+    return _step(mingru_scan, inputs, state, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit)
+
+
+def minlstm_step(
+    forget: Tensor,
+    input: Tensor,
+    candidate: Tensor,
+    state: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One step of :func:`minlstm_scan`; see :func:`linear_step`."""
+    inputs = {"forget": forget, "input": input, "candidate": candidate}
+    return _step(minlstm_scan, inputs, state, candidate_activation=candidate_activation)
+
+
+def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One step of :func:`liquid_scan`; see :func:`linear_step`."""
+    return _step(liquid_scan, {"candidate": candidate}, state, broadcast={"tau": tau, "dt": dt})
+
+
+def rglru_step(
+    x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, recurrent_param: Tensor, state: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """One step of :func:`rglru_scan`; see :func:`linear_step`."""
+    inputs = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
+    return _step(rglru_scan, inputs, state, broadcast={"recurrent_param": recurrent_param})
+
+
+def hgrn_step(x: Tensor, log_gate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One step of :func:`hgrn_scan`; see :func:`linear_step`."""
+    return _step(hgrn_scan, {"x": x, "log_gate": log_gate}, state)
+
+
+def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One step of :func:`elu_gru_scan`; see :func:`linear_step`."""
+    return _step(elu_gru_scan, {"gate": gate, "candidate": candidate}, state)
+
+
+def diag_linear_step(gate: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """One step of :func:`diag_linear_scan`; see :func:`linear_step`."""
+    return _step(diag_linear_scan, {"gate": gate, "x": x}, state)
