@@ -65,89 +65,72 @@ __device__ __forceinline__ void wait_for_products(float (&d)[blocks][4]) {
   "{\n.reg .pred adds;\nsetp.ne.b32 adds, " predicate            \
   ", 0;\n"                                                       \
   "wgmma.mma_async.sync.aligned.m64n" n "k16.f32." type "." type " {" registers "}, " a_and_b ", adds, 1, 1, " flags ";\n}\n"
-#define SSM_WGMMA_REGISTERS_64                                                                                               \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-  "%26, %27, %28, %29, %30, %31"
+#if SSM_KERNELS_HAS_WGMMA
+#define SSM_WGMMA_ASM(...) asm volatile(__VA_ARGS__)
+#else
+#define SSM_WGMMA_ASM(...)
+#endif
+// multiply() for one width: with both operands in shared memory, and with A in registers. The names of the assembler's
+// operands after D's come as arguments.
+#define SSM_WGMMA_MULTIPLY(blocks, n, registers, outputs, a_and_b, predicate, flags, a_in_registers_and_b, predicate_b,    \
+                           flag_b)                                                                                         \
+  template <typename Scalar, bool a_is_transposed, bool b_is_transposed>                                                   \
+  __device__ __forceinline__ void multiply(float (&d)[blocks][4], uint64_t a, uint64_t b, bool adds) {                     \
+    if constexpr (std::is_same_v<Scalar, __half>) {                                                                        \
+      SSM_WGMMA_ASM(SSM_WGMMA(n, "f16", registers, a_and_b, predicate, flags) : outputs : "l"(a), "l"(b), "r"(int(adds)),  \
+                    "n"(int(a_is_transposed)), "n"(int(b_is_transposed)));                                                 \
+    } else {                                                                                                               \
+      SSM_WGMMA_ASM(SSM_WGMMA(n, "bf16", registers, a_and_b, predicate, flags) : outputs : "l"(a), "l"(b), "r"(int(adds)), \
+                    "n"(int(a_is_transposed)), "n"(int(b_is_transposed)));                                                 \
+    }                                                                                                                      \
+  }                                                                                                                        \
+  template <typename Scalar, bool b_is_transposed>                                                                         \
+  __device__ __forceinline__ void multiply(float (&d)[blocks][4], const uint32_t (&a)[4], uint64_t b, bool adds) {         \
+    if constexpr (std::is_same_v<Scalar, __half>) {                                                                        \
+      SSM_WGMMA_ASM(SSM_WGMMA(n, "f16", registers, a_in_registers_and_b, predicate_b, flag_b) : outputs : "r"(a[0]),       \
+                    "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(b_is_transposed)));                   \
+    } else {                                                                                                               \
+      SSM_WGMMA_ASM(SSM_WGMMA(n, "bf16", registers, a_in_registers_and_b, predicate_b, flag_b) : outputs : "r"(a[0]),      \
+                    "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(b_is_transposed)));                   \
+    }                                                                                                                      \
+  }
+#define SSM_WGMMA_D_32                                                                                                    \
+  "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]), \
+      "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3])
 #define SSM_WGMMA_D_64                                                                                                        \
-  "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),     \
-      "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), \
-      "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), \
-      "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3])
-#define SSM_WGMMA_REGISTERS_128                                                                                              \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, " \
-  "%26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
-  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define SSM_WGMMA_D_128                                                                                                       \
-  "+f"(d[0][0]), "+f"(d[0][1]), "+f"(d[0][2]), "+f"(d[0][3]), "+f"(d[1][0]), "+f"(d[1][1]), "+f"(d[1][2]), "+f"(d[1][3]),     \
-      "+f"(d[2][0]), "+f"(d[2][1]), "+f"(d[2][2]), "+f"(d[2][3]), "+f"(d[3][0]), "+f"(d[3][1]), "+f"(d[3][2]), "+f"(d[3][3]), \
-      "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]), "+f"(d[5][3]), \
-      "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), "+f"(d[7][3]), \
-      "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), "+f"(d[9][3]), \
-      "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]), "+f"(d[11][2]),         \
-      "+f"(d[11][3]), "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]), "+f"(d[13][1]),         \
-      "+f"(d[13][2]), "+f"(d[13][3]), "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]), "+f"(d[15][0]),         \
-      "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
-
-// Both operands in shared memory.
-template <typename Scalar, bool a_is_transposed, bool b_is_transposed>
-__device__ __forceinline__ void multiply(float (&d)[8][4], uint64_t a, uint64_t b, bool adds) {
-#if SSM_KERNELS_HAS_WGMMA
-  if constexpr (std::is_same_v<Scalar, __half>) {
-    asm volatile(SSM_WGMMA("64", "f16", SSM_WGMMA_REGISTERS_64, "%32, %33", "%34", "%35, %36")
-                 : SSM_WGMMA_D_64
-                 : "l"(a), "l"(b), "r"(int(adds)), "n"(int(a_is_transposed)), "n"(int(b_is_transposed)));
-  } else {
-    asm volatile(SSM_WGMMA("64", "bf16", SSM_WGMMA_REGISTERS_64, "%32, %33", "%34", "%35, %36")
-                 : SSM_WGMMA_D_64
-                 : "l"(a), "l"(b), "r"(int(adds)), "n"(int(a_is_transposed)), "n"(int(b_is_transposed)));
-  }
-#endif
-}
-// A in registers.
-template <typename Scalar, bool b_is_transposed>
-__device__ __forceinline__ void multiply(float (&d)[8][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
-#if SSM_KERNELS_HAS_WGMMA
-  if constexpr (std::is_same_v<Scalar, __half>) {
-    asm volatile(SSM_WGMMA("64", "f16", SSM_WGMMA_REGISTERS_64, "{%32, %33, %34, %35}, %36", "%37", "%38")
-                 : SSM_WGMMA_D_64
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(b_is_transposed)));
-  } else {
-    asm volatile(SSM_WGMMA("64", "bf16", SSM_WGMMA_REGISTERS_64, "{%32, %33, %34, %35}, %36", "%37", "%38")
-                 : SSM_WGMMA_D_64
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(b_is_transposed)));
-  }
-#endif
-}
-
-// Both operands in shared memory.
-template <typename Scalar, bool a_is_transposed, bool b_is_transposed>
-__device__ __forceinline__ void multiply(float (&d)[16][4], uint64_t a, uint64_t b, bool adds) {
-#if SSM_KERNELS_HAS_WGMMA
-  if constexpr (std::is_same_v<Scalar, __half>) {
-    asm volatile(SSM_WGMMA("128", "f16", SSM_WGMMA_REGISTERS_128, "%64, %65", "%66", "%67, %68")
-                 : SSM_WGMMA_D_128
-                 : "l"(a), "l"(b), "r"(int(adds)), "n"(int(a_is_transposed)), "n"(int(b_is_transposed)));
-  } else {
-    asm volatile(SSM_WGMMA("128", "bf16", SSM_WGMMA_REGISTERS_128, "%64, %65", "%66", "%67, %68")
-                 : SSM_WGMMA_D_128
-                 : "l"(a), "l"(b), "r"(int(adds)), "n"(int(a_is_transposed)), "n"(int(b_is_transposed)));
-  }
-#endif
-}
-// A in registers.
-template <typename Scalar, bool b_is_transposed>
-__device__ __forceinline__ void multiply(float (&d)[16][4], const uint32_t (&a)[4], uint64_t b, bool adds) {
-#if SSM_KERNELS_HAS_WGMMA
-  if constexpr (std::is_same_v<Scalar, __half>) {
-    asm volatile(SSM_WGMMA("128", "f16", SSM_WGMMA_REGISTERS_128, "{%64, %65, %66, %67}, %68", "%69", "%70")
-                 : SSM_WGMMA_D_128
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(b_is_transposed)));
-  } else {
-    asm volatile(SSM_WGMMA("128", "bf16", SSM_WGMMA_REGISTERS_128, "{%64, %65, %66, %67}, %68", "%69", "%70")
-                 : SSM_WGMMA_D_128
-                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(int(adds)), "n"(int(b_is_transposed)));
-  }
-#endif
-}
+  SSM_WGMMA_D_32, "+f"(d[4][0]), "+f"(d[4][1]), "+f"(d[4][2]), "+f"(d[4][3]), "+f"(d[5][0]), "+f"(d[5][1]), "+f"(d[5][2]),    \
+      "+f"(d[5][3]), "+f"(d[6][0]), "+f"(d[6][1]), "+f"(d[6][2]), "+f"(d[6][3]), "+f"(d[7][0]), "+f"(d[7][1]), "+f"(d[7][2]), \
+      "+f"(d[7][3])
+#define SSM_WGMMA_D_128                                                                                                    \
+  SSM_WGMMA_D_64, "+f"(d[8][0]), "+f"(d[8][1]), "+f"(d[8][2]), "+f"(d[8][3]), "+f"(d[9][0]), "+f"(d[9][1]), "+f"(d[9][2]), \
+      "+f"(d[9][3]), "+f"(d[10][0]), "+f"(d[10][1]), "+f"(d[10][2]), "+f"(d[10][3]), "+f"(d[11][0]), "+f"(d[11][1]),       \
+      "+f"(d[11][2]), "+f"(d[11][3]), "+f"(d[12][0]), "+f"(d[12][1]), "+f"(d[12][2]), "+f"(d[12][3]), "+f"(d[13][0]),      \
+      "+f"(d[13][1]), "+f"(d[13][2]), "+f"(d[13][3]), "+f"(d[14][0]), "+f"(d[14][1]), "+f"(d[14][2]), "+f"(d[14][3]),      \
+      "+f"(d[15][0]), "+f"(d[15][1]), "+f"(d[15][2]), "+f"(d[15][3])
+#define SSM_WGMMA_REGISTERS_32 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SSM_WGMMA_REGISTERS_64 \
+  SSM_WGMMA_REGISTERS_32       \
+  ", "                         \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SSM_WGMMA_REGISTERS_128                                                                                         \
+  SSM_WGMMA_REGISTERS_64                                                                                                \
+  ", "                                                                                                                  \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, " \
+  "%55, %56, %57, %58, %59, %60, %61, %62, %63"
+SSM_WGMMA_MULTIPLY(4, "32", SSM_WGMMA_REGISTERS_32, SSM_WGMMA_D_32, "%16, %17", "%18", "%19, %20", "{%16, %17, %18, %19}, %20",
+                   "%21", "%22")
+SSM_WGMMA_MULTIPLY(8, "64", SSM_WGMMA_REGISTERS_64, SSM_WGMMA_D_64, "%32, %33", "%34", "%35, %36", "{%32, %33, %34, %35}, %36",
+                   "%37", "%38")
+SSM_WGMMA_MULTIPLY(16, "128", SSM_WGMMA_REGISTERS_128, SSM_WGMMA_D_128, "%64, %65", "%66", "%67, %68",
+                   "{%64, %65, %66, %67}, %68", "%69", "%70")
+#undef SSM_WGMMA
+#undef SSM_WGMMA_ASM
+#undef SSM_WGMMA_MULTIPLY
+#undef SSM_WGMMA_D_32
+#undef SSM_WGMMA_REGISTERS_32
+#undef SSM_WGMMA_D_64
+#undef SSM_WGMMA_REGISTERS_64
+#undef SSM_WGMMA_D_128
+#undef SSM_WGMMA_REGISTERS_128
 
 }  // namespace ssm_kernels::cuda

@@ -32,6 +32,21 @@ struct SsdParams {
   const float* initial_states = nullptr;  // (batch, heads, headdim, dstate), or null: zero
 };
 
+// What backward keeps between its kernels is numbered by chunk: of those of all sequences, first_slot is a sequence's first. A
+// sequence of packed ones begins wherever the one before ends, so that numbers may be left out, but none is taken twice.
+struct SsdBwdParams : SsdParams {
+  RowsView grad_out;                                       // of y, where there is a gate: z is of no concern to these kernels
+  const float* grad_final_states = nullptr;                // (batch, heads, headdim, dstate), or null: zero
+  RowsView grad_x, grad_dt, grad_B, grad_C;                // null where they are not needed
+  float* grad_initial_states = nullptr;                    // as initial_states, or null
+  int64_t slots = 0, units = 0;                            // chunks; kUnitRows rows of one head, of all heads
+  int64_t splits = 1, heads_per_split = 0;                 // parts of a group's heads; the last may have fewer
+  void *states = nullptr, *grad_states = nullptr;          // (slots, units, kUnitRows, dstate), tiles of 16-bit numbers
+  float *grad_B_parts = nullptr, *grad_C_parts = nullptr;  // (splits, batch, seqlen, groups, dstate), if not written in place
+  float *grad_A_parts = nullptr, *grad_bias_parts = nullptr;  // (slots, heads)
+  float* grad_D_parts = nullptr;                              // (slots, heads, headdim), or null
+};
+
 struct SsdFwdParams : SsdParams {
   RowsView out;
   float* final_states = nullptr;  // (batch, heads, headdim, dstate)

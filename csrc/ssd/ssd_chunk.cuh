@@ -16,6 +16,18 @@ constexpr int kUnitThreads = kUnitWarps * kWarpSize;
 static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that makes the tables has two steps");
 static_assert(kUnitRows == kUnitWarps * 16, "each warp of a unit has the 16 rows of one matrix product");
 
+// What operands of cuda/wgmma.cuh in shared memory begin at multiples of.
+constexpr int kOperandAlignment = 1024;
+template <typename Shared>
+constexpr int aligned_shared_bytes() {
+  return static_cast<int>(sizeof(Shared)) + kOperandAlignment;
+}
+template <typename Shared>
+__device__ __forceinline__ Shared& align_shared(unsigned char* memory) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  return *reinterpret_cast<Shared*>(memory + (kOperandAlignment - address % kOperandAlignment) % kOperandAlignment);
+}
+
 // kChunk rows of 16-bit elements in shared memory, in parts of 64 columns: rows of 128 bytes, whose pieces of 16 bytes change
 // places by the row's number, so that eight rows' pieces of one column lie in different banks. This is also the layout that
 // cuda/wgmma.cuh describes.
@@ -120,9 +132,11 @@ struct HeadSteps {
 
   // d, from dt as it is given.
   __device__ __forceinline__ float step_size(const SsdParams& p, float dt) const {
-    float d = dt + dt_bias;
-    if (p.dt_softplus) d = softplus(d);
-    return d < p.dt_min ? p.dt_min : d > p.dt_max ? p.dt_max : d;
+    return clamp(before_limits(p, dt), p.dt_min, p.dt_max);
+  }
+  __device__ __forceinline__ float before_limits(const SsdParams& p, float dt) const {
+    const float biased = dt + dt_bias;
+    return p.dt_softplus ? softplus(biased) : biased;
   }
 };
 
@@ -200,41 +214,30 @@ __device__ __forceinline__ void make_tables(const SsdParams& p, const HeadSteps&
   }
 }
 
-// Where a block's work lies: a segment of one sequence, and units of kUnitRows rows of one head's state, which share a group's
-// B and C.
-struct Place {
-  int64_t entry, segment;  // of the batch, or of the packed sequences
-  int64_t group;
-  int64_t first_unit;  // of the group's
+// Some chunks of a sequence, one after another.
+struct Span {
+  int64_t entry;  // of the batch, or of the packed sequences
   int64_t batch;
   int64_t start, length;  // of the sequence, in its batch entry
-  int64_t first_chunk;    // of the segment
+  int64_t first_chunk;    // in the sequence
   int chunks;
 
-  __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition) {
-    int64_t block = blockIdx.x;
-    first_unit = block % partition.blocks_per_group * kUnits;
-    block /= partition.blocks_per_group;
-    group = block % p.groups;
-    block /= p.groups;
-    segment = block % partition.segments;
-    entry = block / partition.segments;
+  // From that chunk on, at most so many.
+  __device__ __forceinline__ Span(const SsdParams& p, int64_t entry, int64_t first_chunk, int64_t max_chunks)
+      : entry(entry), first_chunk(first_chunk) {
     const bool is_packed = p.cu_seqlens != nullptr;
-    // Within the tensors whatever cu_seqlens says, which nobody has checked where a graph is captured.
-    const auto step = [&](int64_t i) { return max(int64_t(0), min(p.cu_seqlens[i], p.seqlen)); };
-    start = is_packed ? step(entry) : 0;
-    length = is_packed ? max(int64_t(0), step(entry + 1) - start) : p.seqlen;
+    start = is_packed ? sequence_start(p, entry) : 0;
+    length = is_packed ? max(int64_t(0), sequence_start(p, entry + 1) - start) : p.seqlen;
     batch = is_packed ? 0 : entry;
-    first_chunk = segment * partition.chunks_per_segment;
-    const int64_t chunks_in_all = (length + kChunk - 1) / kChunk;
-    chunks = static_cast<int>(max(int64_t(0), min(chunks_in_all - first_chunk, partition.chunks_per_segment)));
+    chunks = static_cast<int>(max(int64_t(0), min((length + kChunk - 1) / kChunk - first_chunk, max_chunks)));
   }
 
-  __device__ __forceinline__ bool is_last_segment(const Partition& partition) const {
-    return segment + 1 == partition.segments;
+  // Within the tensors whatever cu_seqlens says, which nobody has checked where a graph is captured.
+  static __device__ __forceinline__ int64_t sequence_start(const SsdParams& p, int64_t entry) {
+    return max(int64_t(0), min(p.cu_seqlens[entry], p.seqlen));
   }
 
-  // Of a chunk of the segment: its first step, in the sequence, and the steps that exist.
+  // Of one of the chunks: its first step, in the sequence, and the steps that exist.
   __device__ __forceinline__ int64_t step_of(int chunk) const { return (first_chunk + chunk) * kChunk; }
   __device__ __forceinline__ int steps_of(int chunk) const {
     return static_cast<int>(min(int64_t(kChunk), length - step_of(chunk)));
@@ -250,6 +253,30 @@ struct Place {
   }
 };
 
+// Where a block's work lies: a segment of one sequence, and units of kUnitRows rows of one head's state, which share a group's
+// B and C.
+struct Place : Span {
+  int64_t segment, group;
+  int64_t first_unit;  // of the group's
+
+  __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition, int64_t block)
+      : Place(p, partition, block, block / partition.blocks_per_group / p.groups) {}
+  __device__ __forceinline__ Place(const Span& span, int64_t group, int64_t first_unit)
+      : Span(span), segment(0), group(group), first_unit(first_unit) {}
+
+  __device__ __forceinline__ bool is_last_segment(const Partition& partition) const {
+    return segment + 1 == partition.segments;
+  }
+
+ private:
+  __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition, int64_t block, int64_t segment_in_all)
+      : Span(p, segment_in_all / partition.segments, segment_in_all % partition.segments * partition.chunks_per_segment,
+             partition.chunks_per_segment),
+        segment(segment_in_all % partition.segments),
+        group(block / partition.blocks_per_group % p.groups),
+        first_unit(block % partition.blocks_per_group * kUnits) {}
+};
+
 // One of a block's units.
 struct Unit {
   bool is_there;  // else the group has no more
@@ -257,11 +284,11 @@ struct Unit {
   int first_row;  // of the head's
   int rows;       // from there on
 
-  __device__ __forceinline__ Unit(const SsdParams& p, const Partition& partition, const Place& at, int index) {
+  __device__ __forceinline__ Unit(const SsdParams& p, int64_t row_blocks, const Place& at, int index) {
     const int64_t heads_per_group = p.heads / p.groups, unit = at.first_unit + index;
-    is_there = unit < heads_per_group * partition.row_blocks;
-    head = at.group * heads_per_group + (is_there ? unit / partition.row_blocks : 0);
-    first_row = is_there ? static_cast<int>(unit % partition.row_blocks) * kUnitRows : 0;
+    is_there = unit < heads_per_group * row_blocks;
+    head = at.group * heads_per_group + (is_there ? unit / row_blocks : 0);
+    first_row = is_there ? static_cast<int>(unit % row_blocks) * kUnitRows : 0;
     rows = p.headdim - first_row;
   }
 };

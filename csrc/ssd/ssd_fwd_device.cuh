@@ -26,6 +26,12 @@ struct Lane {
   }
 };
 
+// Of the matrices of several sequences, those of one: null of null.
+template <typename Pointer>
+__device__ __forceinline__ Pointer* states_of(const SsdParams& p, Pointer* states, int64_t entry) {
+  return states == nullptr ? nullptr : states + entry * p.heads * p.headdim * p.dstate;
+}
+
 // The warp's rows of a head's state, in registers.
 template <int dstate>
 struct State {
@@ -46,7 +52,7 @@ struct State {
     }
   }
 
-  static __device__ __forceinline__ float2 load(const float* source, bool is_there) {
+  static __device__ __forceinline__ float2 load_pair(const float* source, bool is_there) {
     return is_there ? *reinterpret_cast<const float2*>(source) : float2{0, 0};
   }
 
@@ -58,23 +64,34 @@ struct State {
     }
   }
 
+  // From, and to, the matrices of all heads of one sequence; zero from a null pointer.
+  __device__ __forceinline__ void load(const SsdParams& p, const float* states, const Unit& unit, const Lane& lane) {
+    const float* const source = states + unit.head * p.headdim * p.dstate;
+    const bool is_given = states != nullptr;
+    for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
+      const float2 pair = load_pair(source + offset, is_there && is_given);
+      low = pair.x;
+      high = pair.y;
+    });
+  }
+  __device__ __forceinline__ void store(const SsdParams& p, float* states, const Unit& unit, const Lane& lane) {
+    float* const target = states + unit.head * p.headdim * p.dstate;
+    for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
+      if (is_there) *reinterpret_cast<float2*>(target + offset) = {low, high};
+    });
+  }
+
   // The state before the segment.
   __device__ __forceinline__ void begin(const SsdFwdParams& p, const Partition& partition, const Place& at, const Unit& unit,
                                         const Lane& lane) {
     const int64_t elements = int64_t(p.headdim) * p.dstate;
-    const float* const initial = p.initial_states + (at.entry * p.heads + unit.head) * elements;
-    const bool has_initial = p.initial_states != nullptr;
-    for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
-      const float2 pair = load(initial + offset, is_there && has_initial);
-      low = pair.x;
-      high = pair.y;
-    });
+    load(p, states_of(p, p.initial_states, at.entry), unit, lane);
     for (int64_t s = 0; s < at.segment; ++s) {
       const int64_t place = (at.entry * partition.segments + s) * p.heads + unit.head;
       const float decay = partition.segment_decays[place];
       const float* const after = partition.segment_states + place * elements;
       for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
-        const float2 pair = load(after + offset, is_there);
+        const float2 pair = load_pair(after + offset, is_there);
         low = decay == 0 ? pair.x : fmaf(decay, low, pair.x);
         high = decay == 0 ? pair.y : fmaf(decay, high, pair.y);
       });
@@ -93,15 +110,27 @@ struct State {
   // The state after the segment, to the workspace, with the decay since its begin; after the last, to final_states.
   __device__ __forceinline__ void end(const SsdFwdParams& p, const Partition& partition, const Place& at, const Unit& unit,
                                       const Lane& lane, bool is_final, float decay_of_segment) {
-    const int64_t elements = int64_t(p.headdim) * p.dstate;
-    const int64_t place = (at.entry * partition.segments + at.segment) * p.heads + unit.head;
-    float* const target =
-        is_final ? p.final_states + (at.entry * p.heads + unit.head) * elements : partition.segment_states + place * elements;
-    for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
-      if (is_there) *reinterpret_cast<float2*>(target + offset) = {low, high};
-    });
-    if (!is_final && unit.is_there && unit.first_row == 0 && lane.row == 0 && lane.pair == 0) {
-      partition.segment_decays[place] = decay_of_segment;
+    if (is_final) {
+      store(p, states_of(p, p.final_states, at.entry), unit, lane);
+      return;
+    }
+    const int64_t segment = at.entry * partition.segments + at.segment;
+    store(p, states_of(p, partition.segment_states, segment), unit, lane);
+    if (unit.is_there && unit.first_row == 0 && lane.row == 0 && lane.pair == 0) {
+      partition.segment_decays[segment * p.heads + unit.head] = decay_of_segment;
+    }
+  }
+
+  // To a tile whose rows are the unit's.
+  template <typename Scalar>
+  __device__ __forceinline__ void round(Tile<dstate>& tile, const Lane& lane) const {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        reinterpret_cast<uint32_t*>(tile.piece(lane.row + 8 * half, n))[lane.pair] =
+            cuda::pack<Scalar>(values[n][2 * half], values[n][2 * half + 1]);
+      }
     }
   }
 
@@ -163,17 +192,21 @@ __device__ __forceinline__ void decay_from_start(float (&y)[kStepBlocks][4], con
   }
 }
 
-// x^T of 16 steps, times what the state after the chunk has of them.
+// x^T of 16 steps, each times its weight; `rest` is what rounding these leaves, if asked for.
 template <typename Scalar>
-__device__ __forceinline__ void weigh_inputs(const uint32_t (&x)[4], const ChunkTables& tables, int group, const Lane& lane,
-                                             uint32_t (&weighed)[4]) {
+__device__ __forceinline__ void weigh_inputs(const uint32_t (&x)[4], const float (&weights)[kChunk], int group,
+                                             const Lane& lane, uint32_t (&weighed)[4], uint32_t* rest = nullptr) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto to_end = *reinterpret_cast<const float2*>(&tables.to_end[16 * group + 8 * half + 2 * lane.pair]);
+    const auto weight = *reinterpret_cast<const float2*>(&weights[16 * group + 8 * half + 2 * lane.pair]);
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float2 values = cuda::unpack<Scalar>(x[i]);
-      weighed[i] = cuda::pack<Scalar>(values.x * to_end.x, values.y * to_end.y);
+      const float low = values.x * weight.x, high = values.y * weight.y;
+      weighed[i] = cuda::pack<Scalar>(low, high);
+      if (rest == nullptr) continue;
+      const float2 rounded = cuda::unpack<Scalar>(weighed[i]);
+      rest[i] = cuda::pack<Scalar>(low - rounded.x, high - rounded.y);
     }
   }
 }

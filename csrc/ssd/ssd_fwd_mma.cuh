@@ -38,10 +38,10 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
   constexpr int kStateGroups = dstate / 16, kThreads = kUnits * kUnitThreads;
   extern __shared__ __align__(128) unsigned char memory[];
 
-  const Place at(p, partition);
+  const Place at(p, partition, blockIdx.x);
   if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
   const int index = threadIdx.x / kUnitThreads;
-  const Unit unit(p, partition, at, index);
+  const Unit unit(p, partition.row_blocks, at, index);
   const Lane lane;
   const bool has_gate = !states_only && p.z.data != nullptr;
   auto& own = reinterpret_cast<Shared*>(memory)->of_unit[index];
@@ -160,7 +160,7 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     for (int j = 0; j < kStepGroups; ++j) {
       uint32_t x[4], weighed[4];
       cuda::load_matrices_transposed(x, tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
-      weigh_inputs<Scalar>(x, tables, j, lane, weighed);
+      weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
 #pragma unroll
       for (int n = 0; n < State<dstate>::kBlocks / 2; ++n) {
         uint32_t b[4];

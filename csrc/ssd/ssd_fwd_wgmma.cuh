@@ -71,7 +71,7 @@ struct WgmmaFwd {
     const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
     // Whose tables this warp makes, if any's.
     const bool makes_tables = warp < kUnits;
-    const Unit own(p, partition, at, makes_tables ? warp : 0);
+    const Unit own(p, partition.row_blocks, at, makes_tables ? warp : 0);
     const HeadSteps head(p, own.head);
     FetchedSteps<Scalar> fetched;
     const auto fetch = [&](int chunk) {
@@ -83,7 +83,7 @@ struct WgmmaFwd {
     const auto of_group = [&](const RowsView& view) {
       return StateRows(at.rows<Scalar>(view, at.group, 0), view.stride_step, p.dstate, thread);
     };
-    const Unit units[kUnits] = {Unit(p, partition, at, 0), Unit(p, partition, at, 1)};
+    const Unit units[kUnits] = {Unit(p, partition.row_blocks, at, 0), Unit(p, partition.row_blocks, at, 1)};
     const auto of_unit = [&](const RowsView& view, const Unit& unit) {
       return HeadRows(at.rows<Scalar>(view, unit.head, 0) + unit.first_row, view.stride_step, unit.rows, thread);
     };
@@ -129,7 +129,7 @@ struct WgmmaFwd {
 
   // A unit's warpgroup.
   __device__ __forceinline__ void multiply(const Place& at, int index) {
-    const Unit unit(p, partition, at, index);
+    const Unit unit(p, partition.row_blocks, at, index);
     const Lane lane;
     State<dstate> state;
     if constexpr (states_only) {
@@ -180,7 +180,7 @@ struct WgmmaFwd {
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
         cuda::load_matrices_transposed(x[j], tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
-        weigh_inputs<Scalar>(x[j], tables, j, lane, weighed[j]);
+        weigh_inputs<Scalar>(x[j], tables.to_end, j, lane, weighed[j]);
       }
 
       if constexpr (!states_only) {
@@ -235,7 +235,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   Fwd fwd(p, partition, unaligned_memory + (kAlignment - address % kAlignment) % kAlignment);
 
   const int warpgroup = threadIdx.x / kUnitThreads;
-  const Place at(p, partition);
+  const Place at(p, partition, blockIdx.x);
   if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
   if (threadIdx.x < partition.stages) {
     fwd.shared.full[threadIdx.x].init(kUnitThreads);

@@ -1,0 +1,66 @@
+// SSD chunk-scan, backward, on CUDA, for 16 bits: the adjoint at the head of ssd_aten.cpp with chunks of kChunk steps, as
+// matrix products of compute capability 9.0a. In the terms of ssd_fwd.cuh, with g the gradient of y, U = x g^T, and the decays
+// inside a chunk D_ji = e^(s_i - s_j) for j <= i, else 0:
+//
+//   grad x_j    = c_j (sum_i (B C^T)_ji D_ji g_i + e^(s_l - s_j) T B_j) + D g_j
+//   W^T_ji      = U_ji D_ji c_j
+//   grad C_i    = sum over heads of (sum_j W_ij B_j + e^(s_i) S^T g_i)
+//   grad B_j    = sum over heads of (sum_i W^T_ji C_i + c_j e^(s_l - s_j) T^T x_j)
+//   grad c_j    = sum_i V_ji + e^(s_l - s_j) x_j . T B_j,      V = U (B C^T) D, elementwise
+//   grad zeta_t = sum_{j < t <= i} c_j V_ji + sum_{i >= t} e^(s_i) g_i . S C_i + sum_{j < t} c_j e^(s_l - s_j) x_j . T B_j
+//                 + e^(s_l) <S, T>
+//
+// where S is the state before the chunk and T the gradient of the one after it. Two kernels: the first (ssd_bwd_states.cuh)
+// walks along time, forward for S and backward for T, and writes them, rounded, for each chunk: 4 dstate / kChunk bytes for
+// each element of x, twice the size of x where dstate is 128 for each of the two. The second (ssd_bwd_chunks.cuh) takes all
+// chunks at once, and the heads of a group together, so that gradients of B and C are summed on chip. Where a sequence's chunks
+// are too few for the device, a group's heads are shared out to several blocks, whose sums are added in order afterwards.
+// Nothing is added atomically.
+//
+// The first sum of grad zeta is a running one: with every step t its own pairs (t, i > t) come in and (j < t, t) go out. The
+// sums are of fp32, the differences lose no more than that.
+#pragma once
+
+#include "ssd/ssd_bwd_chunks.cuh"
+#include "ssd/ssd_bwd_gate.cuh"
+
+namespace ssm_kernels::ssd {
+
+template <typename Shared, typename Kernel>
+int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, int warpgroups, const SsdBwdParams& params, const Partition& partition,
+                          cudaStream_t stream) {
+  constexpr int kBytes = aligned_shared_bytes<Shared>();
+  static_assert(kBytes <= 227 * 1024, "a block of compute capability 9.0 has that much shared memory");
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(blocks), warpgroups * kUnitThreads, kBytes, stream>>>(params, partition);
+  return cudaGetLastError();
+}
+
+template <typename Scalar>
+bool has_ssd_bwd_kernels() {
+  return cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, 64>, (kUnits + 1) * kUnitThreads);
+}
+
+template <typename Scalar>
+int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, cudaStream_t stream) {
+  const auto launch = [&](auto dstate) -> int {
+    constexpr int kDstate = decltype(dstate)::value;
+    constexpr int kDirections = 2;
+    const int error = launch_ssd_bwd_kernel<StatesShared<kDstate>>(
+        ssd_bwd_states_kernel<Scalar, kDstate>, partition.blocks * kDirections, kUnits + 1, params, partition, stream);
+    if (error != cudaSuccess) return error;
+    return launch_ssd_bwd_kernel<ChunksShared<kDstate>>(ssd_bwd_chunks_kernel<Scalar, kDstate>,
+                                                        params.slots * params.groups * params.splits, kHalves + 1, params,
+                                                        partition, stream);
+  };
+  if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
+  return launch(std::integral_constant<int, kMaxKernelDstate>());
+}
+
+template <typename Scalar>
+int launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream) {
+  ssd_bwd_gate_kernel<Scalar><<<blocks, kGateThreads, 0, stream>>>(params);
+  return cudaGetLastError();
+}
+
+}  // namespace ssm_kernels::ssd

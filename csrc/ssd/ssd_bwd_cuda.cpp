@@ -1,0 +1,281 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include <ATen/ceil_div.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+
+#include "cuda/device.h"
+#include "ssd/ssd_kernel_calls.h"
+#include "ssd/ssd_kernel_inputs.h"
+#include "torch/checks.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+// Of states and their gradients, about: entries of the batch are taken in turns, but never less than one.
+constexpr int64_t kWorkspaceBytes = int64_t(1) << 30;
+
+// Kernels for the dtype of x.
+template <typename Launch>
+void launch_for(const at::Tensor& x, const Launch& launch) {
+  const int error = x.scalar_type() == at::kHalf ? launch(__half()) : launch(__nv_bfloat16());
+  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+}
+
+OptionalTensor rows_of(const OptionalTensor& tensor, int64_t begin, int64_t count) {
+  return is_present(tensor) ? OptionalTensor(tensor->narrow(0, begin, count)) : OptionalTensor();
+}
+
+// Some entries of the batch.
+struct Entries {
+  Entries(const BwdInputs& bwd, const GradTensors& grads, int64_t begin, int64_t count)
+      : x(bwd.in.x.narrow(0, begin, count)),
+        dt(bwd.in.dt.narrow(0, begin, count)),
+        B(bwd.in.B.narrow(0, begin, count)),
+        C(bwd.in.C.narrow(0, begin, count)),
+        z(rows_of(bwd.in.z, begin, count)),
+        initial_states(rows_of(bwd.in.initial_states, begin, count)),
+        seq_idx(rows_of(bwd.in.seq_idx, begin, count)),
+        grad_out(rows_of(bwd.grad_out, begin, count)),
+        grad_final_states(rows_of(bwd.grad_final_states, begin, count)),
+        grads(grads),
+        bwd{grad_out,
+            grad_final_states,
+            {x, dt, bwd.in.A, B, C, bwd.in.chunk_size, bwd.in.D, z, bwd.in.dt_bias, bwd.in.dt_softplus, bwd.in.dt_min,
+             bwd.in.dt_max, initial_states, seq_idx, bwd.in.cu_seqlens, bwd.in.discretization},
+            bwd.needs_grad} {
+    for (const Grad grad : {kGradX, kGradDt, kGradB, kGradC, kGradZ, kGradInitialStates}) {
+      if (bwd.needs_grad[grad]) this->grads[grad] = grads[grad].narrow(0, begin, count);
+    }
+  }
+
+  const at::Tensor x, dt, B, C;
+  const OptionalTensor z, initial_states, seq_idx, grad_out, grad_final_states;
+  GradTensors grads;
+  const BwdInputs bwd;
+};
+
+// A gradient of a sequence, which the kernels write in place or, padded, beside it.
+class GradRows {
+ public:
+  GradRows(const at::Tensor& target, const at::Tensor& like)
+      : target_(target), rows_(has_rows(target) ? target : at::empty(like.sizes(), like.options())) {}
+
+  RowsView view() const { return rows_view(rows_); }
+  void finish() const {
+    if (!rows_.is_same(target_)) target_.copy_(without_padding(rows_, target_));
+  }
+
+ private:
+  const at::Tensor target_, rows_;
+};
+
+// One call of the kernels.
+class Backward {
+ public:
+  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads)
+      : bwd_(bwd), method_(method), grads_(grads), inputs_(bwd.in, method), partition_(inputs_.partition()) {
+    inputs_.fill(params_);
+  }
+
+  // The sums over the batch, for A, dt_bias and, (heads, headdim), D.
+  struct Sums {
+    at::Tensor A, dt_bias, D;
+  };
+  Sums run() {
+    const at::TensorOptions options = bwd_.in.A.options();
+    const at::Tensor grad_y = gate();
+    params_.grad_out = const_rows_view(grad_y);
+    const at::Tensor grad_final_states =
+        is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
+    if (grad_final_states.defined()) params_.grad_final_states = grad_final_states.const_data_ptr<float>();
+
+    std::optional<GradRows> grad_x;
+    if (needs(kGradX)) params_.grad_x = grad_x.emplace(grads_[kGradX], inputs_.x).view();
+    if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt]);
+    at::Tensor grad_initial_states;
+    if (needs(kGradInitialStates)) {
+      grad_initial_states = inputs_.pads_states() ? inputs_.empty_states() : grads_[kGradInitialStates];
+      params_.grad_initial_states = grad_initial_states.data_ptr<float>();
+    }
+    cut();
+    const at::Tensor states = empty_images(), grad_states = empty_images();
+    params_.states = states.data_ptr();
+    params_.grad_states = grad_states.data_ptr();
+    const at::Tensor parts_B = place_group_grad(kGradB, params_.grad_B, params_.grad_B_parts),
+                     parts_C = place_group_grad(kGradC, params_.grad_C, params_.grad_C_parts);
+    const at::Tensor parts_A = at::empty({params_.slots, params_.heads}, options), parts_bias = at::empty_like(parts_A);
+    params_.grad_A_parts = parts_A.data_ptr<float>();
+    params_.grad_bias_parts = parts_bias.data_ptr<float>();
+    at::Tensor parts_D;
+    if (needs(kGradD)) {
+      parts_D = at::empty({params_.slots, params_.heads, params_.headdim}, options);
+      params_.grad_D_parts = parts_D.data_ptr<float>();
+    }
+
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    launch_for(bwd_.in.x, [&](auto scalar) { return launch_ssd_bwd<decltype(scalar)>(params_, partition_, stream); });
+
+    if (grad_x.has_value()) grad_x->finish();
+    if (inputs_.pads_states() && needs(kGradInitialStates)) {
+      grads_[kGradInitialStates].copy_(without_padding(grad_initial_states, grads_[kGradInitialStates]));
+    }
+    finish_group_grad(kGradB, parts_B);
+    finish_group_grad(kGradC, parts_C);
+    Sums sums;
+    if (needs(kGradA)) sums.A = parts_A.sum(0);
+    if (needs(kGradDtBias)) sums.dt_bias = parts_bias.sum(0);
+    if (needs(kGradD)) sums.D = parts_D.sum(0).narrow(1, 0, bwd_.in.x.size(3));
+    return sums;
+  }
+
+ private:
+  bool needs(Grad grad) const { return bwd_.needs_grad[grad]; }
+
+  // The gradient of y, as rows; writes that of z.
+  at::Tensor gate() const {
+    const at::Tensor grad_out =
+        is_present(bwd_.grad_out) ? as_rows(*bwd_.grad_out) : at::zeros(inputs_.x.sizes(), inputs_.x.options());
+    if (!is_present(bwd_.in.z)) return grad_out;
+    const at::Tensor z = as_rows(*bwd_.in.z), grad_y = at::empty(inputs_.x.sizes(), inputs_.x.options());
+    GateBwdParams params;
+    params.batch = inputs_.x.size(0);
+    params.seqlen = params_.seqlen;
+    params.heads = params_.heads;
+    params.pieces_of_head = cuda::Divisor(params_.headdim / kRowElements);
+    params.grad_out = const_rows_view(grad_out);
+    params.z = const_rows_view(z);
+    params.grad_y = rows_view(grad_y);
+    at::Tensor y;
+    std::optional<GradRows> grad_z;
+    if (needs(kGradZ)) {
+      const Inputs& in = bwd_.in;
+      const OptionalTensor no_gate;
+      const Inputs ungated{in.x,
+                           in.dt,
+                           in.A,
+                           in.B,
+                           in.C,
+                           in.chunk_size,
+                           in.D,
+                           no_gate,
+                           in.dt_bias,
+                           in.dt_softplus,
+                           in.dt_min,
+                           in.dt_max,
+                           in.initial_states,
+                           in.seq_idx,
+                           in.cu_seqlens,
+                           in.discretization};
+      const FwdOutputs outputs = allocate_fwd(ungated);
+      run_forward(ungated, method_, outputs, /*may_use_wgmma=*/true);
+      y = as_rows(outputs.out);
+      params.y = const_rows_view(y);
+      params.grad_z = grad_z.emplace(grads_[kGradZ], inputs_.x).view();
+    }
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    constexpr int64_t kBlocksPerMultiprocessor = 32;
+    const int64_t most = kBlocksPerMultiprocessor * cuda::multiprocessor_count(inputs_.x.get_device());
+    const int blocks = static_cast<int>(std::min(most, params.batch * params.seqlen));
+    launch_for(inputs_.x, [&](auto scalar) { return launch_ssd_bwd_gate<decltype(scalar)>(params, blocks, stream); });
+    if (grad_z.has_value()) grad_z->finish();
+    return grad_y;
+  }
+
+  // Numbers the chunks, and shares the heads of a group out to as few blocks as fill the device: in rounds of one block a
+  // multiprocessor, of its units' time and that of beginning and ending.
+  void cut() {
+    const int64_t chunks = partition_.chunks_per_segment;
+    params_.slots = params_.cu_seqlens == nullptr ? params_.batch * chunks : params_.seqlen / kChunk + params_.batch;
+    params_.units = params_.heads * partition_.row_blocks;
+    const int64_t heads_per_group = params_.heads / params_.groups, blocks = params_.slots * params_.groups;
+    const int64_t multiprocessors = cuda::multiprocessor_count(inputs_.x.get_device());
+    constexpr int64_t kUnitsOfOverhead = 4;
+    const auto time = [&](int64_t splits) {
+      const int64_t units = at::ceil_div<int64_t>(heads_per_group, splits) * partition_.row_blocks + kUnitsOfOverhead;
+      return at::ceil_div<int64_t>(blocks * splits, multiprocessors) * units;
+    };
+    int64_t best = 1;
+    for (int64_t splits = 2; splits <= std::min<int64_t>(heads_per_group, multiprocessors); ++splits) {
+      if (time(splits) < time(best)) best = splits;
+    }
+    params_.heads_per_split = at::ceil_div<int64_t>(heads_per_group, best);
+    params_.splits = at::ceil_div<int64_t>(heads_per_group, params_.heads_per_split);
+    check_blocks(std::max(2 * partition_.blocks, blocks * params_.splits));
+  }
+
+  at::Tensor empty_images() const {
+    const int64_t dstate = params_.dstate <= 64 ? 64 : kMaxKernelDstate;
+    return at::empty({params_.slots, params_.units, kUnitRows, dstate}, inputs_.x.options());
+  }
+
+  // Where the kernels write that of B or C: in place, or as parts, which are returned.
+  at::Tensor place_group_grad(Grad grad, RowsView& in_place, float*& parts) const {
+    if (!needs(grad)) return {};
+    if (params_.splits == 1 && has_rows(grads_[grad])) {
+      in_place = rows_view(grads_[grad]);
+      return {};
+    }
+    const at::Tensor& B = inputs_.B;
+    const at::Tensor result = at::empty({params_.splits, B.size(0), B.size(1), B.size(2), B.size(3)}, bwd_.in.A.options());
+    parts = result.data_ptr<float>();
+    return result;
+  }
+  void finish_group_grad(Grad grad, const at::Tensor& parts) const {
+    if (!parts.defined()) return;
+    const at::Tensor sum = params_.splits == 1 ? parts.squeeze(0) : parts.sum(0);
+    grads_[grad].copy_(without_padding(sum, grads_[grad]));
+  }
+
+  const BwdInputs& bwd_;
+  const Discretization method_;
+  const GradTensors& grads_;
+  const KernelInputs inputs_;
+  Partition partition_;
+  SsdBwdParams params_;
+};
+
+}  // namespace
+
+bool has_backward_kernels(const at::Tensor& x) {
+  return x.scalar_type() == at::kHalf ? has_ssd_bwd_kernels<__half>() : has_ssd_bwd_kernels<__nv_bfloat16>();
+}
+
+void run_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads) {
+  const Inputs& in = bwd.in;
+  const int64_t batch = in.x.size(0), chunks = at::ceil_div<int64_t>(in.x.size(1), kChunk);
+  const int64_t bytes_of_entry = 2 * chunks * in.x.size(2) * in.x.size(3) * in.B.size(3) * in.x.element_size();
+  const int64_t turns = std::min(batch, at::ceil_div<int64_t>(batch * bytes_of_entry, kWorkspaceBytes));
+  const int64_t entries_of_turn = at::ceil_div<int64_t>(batch, turns);
+  Backward::Sums sums;
+  if (turns == 1) {
+    sums = Backward(bwd, method, grads).run();
+  } else {
+    const auto add = [](at::Tensor& sum, const at::Tensor& more) {
+      if (more.defined()) sum = sum.defined() ? sum.add_(more) : more;
+    };
+    for (int64_t begin = 0; begin < batch; begin += entries_of_turn) {
+      const Entries entries(bwd, grads, begin, std::min(entries_of_turn, batch - begin));
+      const Backward::Sums more = Backward(entries.bwd, method, entries.grads).run();
+      add(sums.A, more.A);
+      add(sums.dt_bias, more.dt_bias);
+      add(sums.D, more.D);
+    }
+  }
+  if (bwd.needs_grad[kGradA]) grads[kGradA].copy_(sums.A);
+  if (bwd.needs_grad[kGradDtBias]) grads[kGradDtBias].copy_(sums.dt_bias);
+  if (bwd.needs_grad[kGradD]) grads[kGradD].copy_(in.D->dim() == 1 ? sums.D.sum(1) : sums.D);
+}
+
+}  // namespace ssm_kernels::ssd
+
+#endif

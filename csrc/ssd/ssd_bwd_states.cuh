@@ -1,0 +1,195 @@
+// SSD chunk-scan, backward: the states before each chunk, and the gradients of the states after each. See ssd_bwd.cuh.
+//
+// Every second block walks from the first chunk to the last and has S, the others from the last to the first and have T. Both
+// are one recurrence: what a chunk has of its sequence's rows (S: x, T: the gradient g of y), weighed (c_j e^(s_l - s_j);
+// e^s_i), times what it has of the group's (B; C), is added to the state, decayed by the whole chunk. Before that the state is
+// rounded and goes to global memory, as the tile that ssd_bwd_chunks.cuh reads: to shared memory first, and from there as one
+// copy that runs beside the products. The products take the weighed rows as two 16-bit numbers each, the rounded and what it
+// leaves, so that a state is rounded nowhere else.
+//
+// Warps have the roles of ssd_fwd_wgmma.cuh: a warpgroup for each of the block's two units, and one that moves data.
+#pragma once
+
+#include "cuda/bulk_copy.cuh"
+#include "cuda/launch.cuh"
+#include "cuda/named_barrier.cuh"
+#include "cuda/register_trade.cuh"
+#include "cuda/shared_barrier.cuh"
+#include "cuda/wgmma.cuh"
+#include "ssd/ssd_fwd_device.cuh"
+
+namespace ssm_kernels::ssd {
+
+// Of a sequence, the number of its first chunk among those of all.
+__device__ __forceinline__ int64_t first_slot(const SsdParams& p, int64_t entry) {
+  if (p.cu_seqlens != nullptr) return Span::sequence_start(p, entry) / kChunk + entry;
+  return entry * ((p.seqlen + kChunk - 1) / kChunk);
+}
+
+template <int dstate>
+struct StatesShared {
+  static constexpr int kStages = 3;
+  struct Stage {
+    Tile<dstate> of_group;
+    Tile<kUnitRows> of_unit[kUnits];
+  };
+  Stage stages[kStages];
+  Tile<dstate> rounded[kUnits][2];
+  ChunkTables tables[kStages][kUnits];
+  cuda::SharedBarrier full[kStages], empty[kStages];
+};
+
+template <typename Scalar, int dstate>
+struct BwdStates {
+  using Shared = StatesShared<dstate>;
+  using Stage = typename Shared::Stage;
+  static constexpr int kStages = Shared::kStages;
+  static constexpr int kPartBytes = sizeof(uint4) * kChunk * 8;
+
+  const SsdBwdParams& p;
+  const Partition& partition;
+  Shared& shared;
+  const Place at;
+  bool is_reverse;
+
+  // In the order of the walk.
+  __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? at.chunks - 1 - position : position; }
+
+  // The warpgroup after the units'.
+  __device__ __forceinline__ void move() {
+    const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
+    const bool makes_tables = warp < kUnits;
+    const Unit units[kUnits] = {Unit(p, partition.row_blocks, at, 0), Unit(p, partition.row_blocks, at, 1)};
+    const int64_t head_of_tables = makes_tables && warp == 1 ? units[1].head : units[0].head;
+    const HeadSteps head(p, head_of_tables);
+    FetchedSteps<Scalar> fetched;
+    const auto fetch = [&](int position) {
+      if (!makes_tables || position >= at.chunks) return;
+      const int chunk = chunk_at(position);
+      fetched.fetch(p, at.template rows<const Scalar>(p.dt, head_of_tables, chunk), at.resets(p, chunk), at.steps_of(chunk));
+    };
+    const RowsView &of_group = is_reverse ? p.C : p.B, &of_unit = is_reverse ? p.grad_out : p.x;
+    const auto copy = [&](int chunk, Stage& target) {
+      const int steps = at.steps_of(chunk);
+      RowCopier<dstate, kUnitThreads>(at.template rows<Scalar>(of_group, at.group, chunk), of_group.stride_step, p.dstate,
+                                      thread)
+          .copy(target.of_group, steps);
+#pragma unroll
+      for (int index = 0; index < kUnits; ++index) {
+        const Scalar* const source = at.template rows<Scalar>(of_unit, units[index].head, chunk) + units[index].first_row;
+        RowCopier<kUnitRows, kUnitThreads>(source, of_unit.stride_step, units[index].rows, thread)
+            .copy(target.of_unit[index], steps);
+      }
+      cuda::commit_async_copies();
+    };
+
+    fetch(0);
+    int slot = 0, previous_slot = 0, phase = 0;
+    for (int position = 0; position < at.chunks; ++position) {
+      if (position >= kStages) shared.empty[slot].wait(phase - 1);
+      copy(chunk_at(position), shared.stages[slot]);
+      if (position > 0) {
+        cuda::wait_for_async_copies<1>();
+        cuda::publish_to_products();
+        shared.full[previous_slot].arrive();
+      }
+      if (makes_tables) make_tables(p, head, fetched, shared.tables[slot][warp]);
+      fetch(position + 1);
+      previous_slot = slot;
+      if (++slot == kStages) {
+        slot = 0;
+        ++phase;
+      }
+    }
+    cuda::wait_for_async_copies<0>();
+    cuda::publish_to_products();
+    if (at.chunks > 0) shared.full[previous_slot].arrive();
+  }
+
+  // A unit's warpgroup.
+  __device__ __forceinline__ void multiply(int index) {
+    const Unit unit(p, partition.row_blocks, at, index);
+    const Lane lane;
+    State<dstate> state;
+    state.load(p, states_of(p, is_reverse ? p.grad_final_states : p.initial_states, at.entry), unit, lane);
+    const int64_t slot_of_sequence = first_slot(p, at.entry);
+    auto* const tiles = static_cast<Tile<dstate>*>(is_reverse ? p.grad_states : p.states) + unit.head * partition.row_blocks +
+                        unit.first_row / kUnitRows;
+    const bool starts_copies = threadIdx.x % kUnitThreads == 0;
+
+    int slot = 0, phase = 0;
+#pragma unroll 1
+    for (int position = 0; position < at.chunks; ++position) {
+      shared.full[slot].wait(phase);
+      Stage& stage = shared.stages[slot];
+      const ChunkTables& tables = shared.tables[slot][index];
+      const float (&weights)[kChunk] = is_reverse ? tables.from_start : tables.to_end;
+
+      Tile<dstate>& rounded = shared.rounded[index][position % 2];
+      if (starts_copies) cuda::wait_for_bulk_reads<1>();
+      cuda::barrier_sync(1 + index, kUnitThreads);
+      state.template round<Scalar>(rounded, lane);
+      cuda::publish_to_products();
+      uint32_t weighed[kStepGroups][4], rest[kStepGroups][4];
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        uint32_t x[4];
+        cuda::load_matrices_transposed(x, stage.of_unit[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+        weigh_inputs<Scalar>(x, weights, j, lane, weighed[j], rest[j]);
+      }
+      cuda::barrier_sync(1 + index, kUnitThreads);
+      const int64_t target = slot_of_sequence + chunk_at(position);
+      if (starts_copies && unit.is_there && target < p.slots) {
+        cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded));
+      }
+
+      state.decay(tables.whole);
+      const uint64_t rows = cuda::describe_operand(&stage.of_group, kPartBytes);
+      const auto rows_at = [&](int group) { return rows + group * 16 * 128 / 16; };
+      cuda::fence_products();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_at(j), j > 0 || !tables.has_begun);
+      }
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_at(j), true);
+      cuda::commit_products();
+      cuda::wait_for_products<0>(state.values);
+      shared.empty[slot].arrive();
+      if (++slot == kStages) {
+        slot = 0;
+        ++phase;
+      }
+    }
+    if (is_reverse && p.grad_initial_states != nullptr) {
+      state.store(p, states_of(p, p.grad_initial_states, at.entry), unit, lane);
+    }
+    if (starts_copies) cuda::wait_for_bulk_reads<0>();
+  }
+};
+
+template <typename Scalar, int dstate>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
+    ssd_bwd_states_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ Partition partition) {
+#if SSM_KERNELS_HAS_WGMMA
+  using Walk = BwdStates<Scalar, dstate>;
+  extern __shared__ unsigned char unaligned_memory[];
+  auto& shared = align_shared<typename Walk::Shared>(unaligned_memory);
+  Walk walk{p, partition, shared, Place(p, partition, blockIdx.x / 2), blockIdx.x % 2 != 0};
+  if (threadIdx.x < Walk::kStages) {
+    shared.full[threadIdx.x].init(kUnitThreads);
+    shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
+  }
+  __syncthreads();
+  const int warpgroup = threadIdx.x / kUnitThreads;
+  if (warpgroup == kUnits) {
+    cuda::leave_registers<88>();
+    walk.move();
+  } else {
+    cuda::take_registers<208>();
+    walk.multiply(warpgroup);
+  }
+#endif
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,123 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "ssd/ssd_kernel_inputs.h"
+
+#include <ATen/ceil_div.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "ssd/ssd_chunks.h"
+#include "torch/checks.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+int64_t padding(int64_t size) { return at::ceil_div<int64_t>(size, kRowElements) * kRowElements - size; }
+
+at::Tensor pad(const at::Tensor& tensor, at::IntArrayRef sizes) {
+  const bool is_needed = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0; });
+  return is_needed ? at::constant_pad_nd(tensor, sizes) : tensor.contiguous();
+}
+
+}  // namespace
+
+bool has_rows(const at::Tensor& tensor) {
+  bool result = padding(tensor.size(3)) == 0 && tensor.stride(3) == 1 && is_aligned(tensor);
+  for (int64_t axis = 0; axis < 3; ++axis) result &= tensor.stride(axis) % kRowElements == 0 || tensor.size(axis) == 1;
+  return result;
+}
+
+at::Tensor as_rows(const at::Tensor& tensor) {
+  if (has_rows(tensor)) return tensor;
+  const int64_t more = padding(tensor.size(3));
+  return more > 0 ? at::constant_pad_nd(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+RowsView rows_view(const at::Tensor& tensor) {
+  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+RowsView const_rows_view(const at::Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
+  return padded.narrow(-2, 0, target.size(-2)).narrow(-1, 0, target.size(-1));
+}
+
+KernelInputs::KernelInputs(const Inputs& in, Discretization method)
+    : x(as_rows(in.x)),
+      B(as_rows(in.B)),
+      C(as_rows(in.C)),
+      in_(in),
+      method_(method),
+      more_rows_(padding(in.x.size(3))),
+      more_columns_(padding(in.B.size(3))),
+      sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
+  if (is_present(in.seq_idx)) resets_ = sequence_starts(*in.seq_idx);
+  if (is_present(in.cu_seqlens)) cu_seqlens_ = in.cu_seqlens->to(at::kLong).contiguous();
+  A_ = in.A.contiguous();
+  if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
+  if (is_present(in.D)) D_ = in.D->dim() == 2 ? pad(*in.D, {0, more_rows_}) : in.D->contiguous();
+  if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states);
+}
+
+void KernelInputs::fill(SsdParams& params) const {
+  params.batch = sequences_;
+  params.seqlen = x.size(1);
+  params.heads = x.size(2);
+  params.groups = B.size(2);
+  params.headdim = static_cast<int>(x.size(3));
+  params.dstate = static_cast<int>(B.size(3));
+  params.discretization = method_;
+  params.dt_softplus = in_.dt_softplus;
+  params.dt_min = static_cast<float>(in_.dt_min);
+  params.dt_max = static_cast<float>(in_.dt_max);
+  params.x = const_rows_view(x);
+  params.B = const_rows_view(B);
+  params.C = const_rows_view(C);
+  params.dt = const_rows_view(in_.dt);
+  params.A = A_.const_data_ptr<float>();
+  if (dt_bias_.defined()) params.dt_bias = dt_bias_.const_data_ptr<float>();
+  if (D_.defined()) {
+    params.D = D_.const_data_ptr<float>();
+    params.D_stride_head = D_.stride(0);
+    params.D_stride_row = D_.dim() == 2 ? D_.stride(1) : 0;
+  }
+  if (cu_seqlens_.defined()) params.cu_seqlens = cu_seqlens_.const_data_ptr<int64_t>();
+  if (resets_.defined()) params.resets = static_cast<const uint8_t*>(resets_.const_data_ptr());
+  if (initial_states_.defined()) params.initial_states = initial_states_.const_data_ptr<float>();
+}
+
+Partition KernelInputs::partition() const {
+  Partition partition;
+  const int64_t groups = B.size(2);
+  partition.row_blocks = at::ceil_div<int64_t>(x.size(3), kUnitRows);
+  partition.blocks_per_group = at::ceil_div<int64_t>(x.size(2) / groups * partition.row_blocks, kUnits);
+  partition.blocks = sequences_ * groups * partition.blocks_per_group;
+  partition.chunks_per_segment = at::ceil_div<int64_t>(x.size(1), kChunk);
+  return partition;
+}
+
+at::Tensor KernelInputs::empty_states() const {
+  return at::empty({sequences_, x.size(2), x.size(3), B.size(3)}, in_.A.options());
+}
+
+at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
+  const at::Tensor padded = pad(states, {0, more_columns_, 0, more_rows_});
+  return is_aligned(padded) ? padded : padded.clone();
+}
+
+void check_blocks(int64_t blocks) {
+  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(blocks <= kMaxBlocks, "ssd_chunk_scan: expected at most ", kMaxBlocks,
+                    " blocks of two heads or 128 rows of one, got ", blocks);
+}
+
+}  // namespace ssm_kernels::ssd
+
+#endif
