@@ -9,6 +9,7 @@ reports is theirs. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an alloc
 from __future__ import annotations
 
 import argparse
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -37,7 +38,7 @@ from helpers import (
 from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
 from torch import Tensor
 
-from ssm_kernels import selective_state_update, ssd_chunk_scan
+from ssm_kernels import selective_state_update
 
 Inputs = dict[str, Any]
 # Returns what is wrong, or None.
@@ -201,39 +202,81 @@ def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: boo
 
 
 def ssd_cases() -> Iterator[tuple[str, Inputs]]:
-    """Name and inputs of forward in 16 bits, whose kernels are the package's own: each kernel (dtype, up to 64 states and more,
+    """Name and inputs in 16 bits, whose kernels are the package's own: each kernel of forward (dtype, up to 64 states and more,
     sequences whole and in segments), then each path inside them."""
-
-    def case(name: str, **options: Any) -> tuple[str, Inputs]:
-        sizes = {"headdim": 64, "dstate": 64, "seqlen": 130, "dtype": torch.bfloat16}
-        return f"{name} {options}", ssd_helpers.make_inputs(**(sizes | options))
-
-    for dtype in (torch.float16, torch.bfloat16):
+    for dtype in SSD_DTYPES:
         for dstate in (64, 128):
-            yield case("kernel", dtype=dtype, dstate=dstate)
-            yield case("segments", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
+            yield ssd_case("kernel", dtype=dtype, dstate=dstate)
+            yield ssd_case("segments", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
     for method in ssd_helpers.METHODS:
-        yield case("method", discretization=method)
+        yield ssd_case("method", discretization=method)
     for name, options in ssd_helpers.OPTIONS.items():
-        yield case(name, **options)
-    for sizes in ({"headdim": 1, "dstate": 1}, {"headdim": 7, "dstate": 17}, {"headdim": 200, "dstate": 24}):
-        yield case("padded", **sizes)
+        yield ssd_case(name, **options)
+    for sizes in SSD_PADDED:
+        yield ssd_case("padded", **sizes)
     for seqlen in (0, 1, 63, 64, 65):
-        yield case("length", seqlen=seqlen)
-    yield case("heads without a partner", heads=3, groups=3)
-    yield case("heads without a partner", heads=3, groups=1)
-    yield case("resets in segments", batch=1, heads=2, groups=1, seqlen=1000, resets=((1, 64, 65, 700),))
-    yield case("packed, in segments", heads=2, groups=1, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
-    yield case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
+        yield ssd_case("length", seqlen=seqlen)
+    yield ssd_case("heads without a partner", heads=3, groups=3)
+    yield ssd_case("heads without a partner", heads=3, groups=1)
+    yield ssd_case("resets in segments", batch=1, heads=2, groups=1, seqlen=1000, resets=((1, 64, 65, 700),))
+    yield ssd_case("packed, in segments", heads=2, groups=1, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
+    yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
 
 
-def check_ssd(name: str, inputs: Inputs, products: str) -> str | None:
+def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
+    """As ssd_cases, for backward: each kernel (dtype, up to 64 states and more, with a gate), then each path inside them."""
+    for dtype in SSD_DTYPES:
+        for dstate in (64, 128):
+            for z in (True, False):
+                yield ssd_case("kernel", dtype=dtype, dstate=dstate, z=z)
+    for method in ssd_helpers.METHODS:
+        yield ssd_case("method", discretization=method)
+    for name, options in ssd_helpers.OPTIONS.items():
+        yield ssd_case(name, **options)
+    for sizes in SSD_PADDED:
+        yield ssd_case("padded", **sizes)
+    for seqlen in (0, 1, 63, 64, 65):
+        yield ssd_case("length", seqlen=seqlen)
+    for heads, groups in ((1, 1), (3, 3), (9, 1)):
+        yield ssd_case("heads", heads=heads, groups=groups)
+    for headdim in (128, 256):
+        yield ssd_case("units of a head", headdim=headdim, heads=3, groups=1, dstate=128)
+    yield ssd_case("few chunks, heads of a group in several blocks", batch=1, heads=80, groups=2, seqlen=65)
+    yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
+    yield ssd_case("many chunks", batch=1, heads=2, groups=1, seqlen=1000)
+    for states in (True, False):
+        sizes = {"heads": 2, "groups": 1, "initial_states": states}
+        yield ssd_case("resets in chunks", **sizes, seqlen=200, resets=((1, 64, 65, 199), (63, 127, 128)))
+        yield ssd_case("packed, of several chunks", **sizes, cu_seqlens=(0, 0, 64, 65, 200, 200))
+        yield ssd_case("packed, of no steps", **sizes, cu_seqlens=(0, 0, 0))
+    for layout in ("transposed", "offset"):
+        yield ssd_case("layout", layout=layout)
+
+
+SSD_DTYPES = (torch.float16, torch.bfloat16)
+SSD_PADDED = ({"headdim": 1, "dstate": 1}, {"headdim": 7, "dstate": 17}, {"headdim": 200, "dstate": 24})
+
+
+def ssd_case(name: str, **options: Any) -> tuple[str, Inputs]:
+    sizes = {"headdim": 64, "dstate": 64, "seqlen": 130, "dtype": torch.bfloat16}
+    return f"{name} {options}", ssd_helpers.make_inputs(**(sizes | options))
+
+
+def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool = False) -> str | None:
     torch.ops.ssm_kernels._prefer_ssd_products(products)
+    cotangents = ssd_helpers.make_cotangents(inputs) if gradients else None
     expected, actual = (
-        dict(zip(("out", "final_states"), ssd_chunk_scan(**move_all(inputs, device), return_final_states=True), strict=True))
+        ssd_helpers.evaluate(
+            ssd_helpers.scan, move_all(inputs, device), cotangents and tuple(move(x, device) for x in cotangents)
+        )
         for device in ("cpu", "cuda")
     )
     return difference_between(f"{products}, {name}", actual, expected, in_16_bits=True)
+
+
+def check_ssd_gradients(name: str, inputs: Inputs) -> str | None:
+    """Of the products of compute capability 9.0a: with the others, backward has no kernels of its own."""
+    return check_ssd(f"gradients, {name}", inputs, "wgmma", gradients=True)
 
 
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
@@ -284,7 +327,10 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, *case, way) for case in scan_cases() for way in ways(case[1])),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
-    "ssd_chunk_scan": lambda: (partial(check_ssd, *case, products) for case in ssd_cases() for products in ("wgmma", "mma")),
+    "ssd_chunk_scan": lambda: itertools.chain(
+        (partial(check_ssd, *case, products) for case in ssd_cases() for products in ("wgmma", "mma")),
+        (partial(check_ssd_gradients, *case) for case in ssd_gradient_cases()),
+    ),
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
 }
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch._inductor.utils
 from helpers import DEVICES
+from ssd_helpers import preferred_products
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -55,6 +56,13 @@ def _way_of_device(request):
 def each_way(request):
     """Twice: as calls are shared out among the kernels, and with walking ones wherever they can do the call."""
     with _preferred(request.param):
+        yield
+
+
+@pytest.fixture(params=["wgmma", "mma"])
+def each_products(request):
+    """Twice: with either of ssd_chunk_scan's preferences."""
+    with preferred_products(request.param):
         yield
 
 

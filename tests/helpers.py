@@ -371,7 +371,7 @@ def evaluate(function: Callable, inputs: dict[str, Any], cotangents: tuple[Tenso
     return results
 
 
-def assert_as_accurate(actual: Tensor, native: Tensor, exact: Tensor, what: str) -> None:
+def assert_as_accurate(actual: Tensor, native: Tensor, exact: Tensor, what: str, floor: float | None = None) -> None:
     """The low-precision rule: at most twice the error of PyTorch in the same dtypes, plus a rounding floor.
 
     Both errors are against float64, in the maximum and in the root mean square. The floor is one rounding to a 16-bit dtype,
@@ -381,7 +381,8 @@ def assert_as_accurate(actual: Tensor, native: Tensor, exact: Tensor, what: str)
     assert actual.dtype == native.dtype and actual.shape == exact.shape, what
     if not actual.numel():
         return
-    floor = torch.finfo(actual.dtype).eps / 2 * (1 if actual.element_size() == 2 else 16)
+    if floor is None:
+        floor = torch.finfo(actual.dtype).eps / 2 * (1 if actual.element_size() == 2 else 16)
     for name, norm in (("maximum", lambda x: x.abs().max()), ("root mean square", lambda x: x.square().mean().sqrt())):
         error, yardstick, scale = (norm(x).item() for x in (actual.double() - exact, native.double() - exact, exact))
         assert error <= 2 * yardstick + floor * scale, (

@@ -17,11 +17,13 @@ from ssd_helpers import (
     PACKED,
     SEQUENCES,
     as_float64,
+    assert_all_as_accurate,
     assert_all_close,
     assert_matches_reference,
     at_steps,
     dtypes,
     evaluate,
+    evaluate_in_float64,
     evaluate_natively,
     every_method,
     every_option,
@@ -550,10 +552,10 @@ def assert_as_accurate_as_the_reference(
     actual: dict[str, Tensor], inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor], parts: dict[str, Any]
 ) -> None:
     """``parts``: of the results of the reference, those that ``actual`` has."""
-    exact = evaluate(reference_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
-    native = evaluate_natively(inputs, cotangents)
-    for name, part in parts.items():
-        assert_as_accurate(actual[name], native[name][part], exact[name][part], name)
+    exact = evaluate_in_float64(inputs, cotangents)
+    native = evaluate_natively(inputs, cotangents, exact)
+    of_parts = ({name: results[name][part] for name, part in parts.items()} for results in (native, exact))
+    assert_all_as_accurate({name: actual[name] for name in parts}, *of_parts, inputs)
 
 
 @pytest.mark.cuda

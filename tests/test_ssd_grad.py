@@ -25,6 +25,7 @@ from ssd_helpers import (
     make_inputs,
     reference_scan,
     scan,
+    scan_in_16_bit_products,
     tensor_names,
     with_gradients,
 )
@@ -117,6 +118,15 @@ def test_gradient_is_zero_where_the_step_size_is_clamped(device):
     inputs["dt_limit"] = (5.0, 6.0)
     results = assert_matches_reference(inputs)
     assert not results["grad_dt"].any() and not results["grad_dt_bias"].any() and results["grad_A"].all()
+
+
+@every_option
+def test_yardstick_of_16_bit_products(options):
+    """Nothing is rounded in float64: it is the scan."""
+    for discretization in METHODS:
+        inputs = make_inputs(**({"seqlen": 70} | options), discretization=discretization)
+        cotangents = make_cotangents(inputs)
+        assert_all_close(evaluate(scan_in_16_bit_products, inputs, cotangents), evaluate(reference_scan, inputs, cotangents))
 
 
 # ----- sizes and strides

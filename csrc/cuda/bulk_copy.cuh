@@ -5,14 +5,17 @@
 
 namespace ssm_kernels::cuda {
 
-// Starts the copy and makes a group of it. Addresses and size are multiples of 16 bytes. Of what the block's threads wrote, it
-// sees what they published (publish_to_products) before a barrier.
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes) {
+// A thread with `starts` starts the copy and makes a group of it, without a branch, which products under way would wait for.
+// Addresses and size are multiples of 16 bytes. Of what the block's threads wrote, the copy sees what they published
+// (publish_to_products) before a barrier.
+__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes, bool starts) {
 #if __CUDA_ARCH__ >= 900
   const auto source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(global),
-               "r"(source), "r"(bytes)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred starts;\nsetp.ne.b32 starts, %3, 0;\n"
+      "@starts cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n}" ::"l"(global),
+      "r"(source), "r"(bytes), "r"(int(starts))
+      : "memory");
 #endif
 }
 

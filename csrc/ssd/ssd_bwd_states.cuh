@@ -14,9 +14,8 @@
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
-#include "cuda/shared_barrier.cuh"
-#include "cuda/wgmma.cuh"
 #include "ssd/ssd_fwd_device.cuh"
+#include "ssd/ssd_supply.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -58,52 +57,36 @@ struct BwdStates {
   // The warpgroup after the units'.
   __device__ __forceinline__ void move() {
     const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
-    const bool makes_tables = warp < kUnits;
-    const Unit units[kUnits] = {Unit(p, partition.row_blocks, at, 0), Unit(p, partition.row_blocks, at, 1)};
-    const int64_t head_of_tables = makes_tables && warp == 1 ? units[1].head : units[0].head;
-    const HeadSteps head(p, head_of_tables);
-    FetchedSteps<Scalar> fetched;
-    const auto fetch = [&](int position) {
-      if (!makes_tables || position >= at.chunks) return;
-      const int chunk = chunk_at(position);
-      fetched.fetch(p, at.template rows<const Scalar>(p.dt, head_of_tables, chunk), at.resets(p, chunk), at.steps_of(chunk));
-    };
-    const RowsView &of_group = is_reverse ? p.C : p.B, &of_unit = is_reverse ? p.grad_out : p.x;
-    const auto copy = [&](int chunk, Stage& target) {
-      const int steps = at.steps_of(chunk);
-      RowCopier<dstate, kUnitThreads>(at.template rows<Scalar>(of_group, at.group, chunk), of_group.stride_step, p.dstate,
-                                      thread)
-          .copy(target.of_group, steps);
-#pragma unroll
-      for (int index = 0; index < kUnits; ++index) {
-        const Scalar* const source = at.template rows<Scalar>(of_unit, units[index].head, chunk) + units[index].first_row;
-        RowCopier<kUnitRows, kUnitThreads>(source, of_unit.stride_step, units[index].rows, thread)
-            .copy(target.of_unit[index], steps);
-      }
-      cuda::commit_async_copies();
-    };
-
-    fetch(0);
-    int slot = 0, previous_slot = 0, phase = 0;
-    for (int position = 0; position < at.chunks; ++position) {
-      if (position >= kStages) shared.empty[slot].wait(phase - 1);
-      copy(chunk_at(position), shared.stages[slot]);
-      if (position > 0) {
-        cuda::wait_for_async_copies<1>();
-        cuda::publish_to_products();
-        shared.full[previous_slot].arrive();
-      }
-      if (makes_tables) make_tables(p, head, fetched, shared.tables[slot][warp]);
-      fetch(position + 1);
-      previous_slot = slot;
-      if (++slot == kStages) {
-        slot = 0;
-        ++phase;
-      }
+    const auto unit_at = [&](int index) { return Unit(p, partition.row_blocks, at, index); };
+    if (warp >= kCopyingWarps) {
+      const int index = warp - kCopyingWarps;
+      const HeadSteps head(p, unit_at(index).head);
+      const Scalar* const dt = at.template rows<const Scalar>(p.dt, unit_at(index).head, 0);
+      supply_tables<FetchedSteps<Scalar>>(
+          at.chunks, kStages, shared.full, shared.empty,
+          [&](int position, auto& fetched) {
+            const int chunk = chunk_at(position);
+            fetched.fetch(p, dt + chunk * kChunk * p.dt.stride_step, at.resets(p, chunk), at.steps_of(chunk));
+          },
+          [&](int, int stage, const auto& fetched) { make_tables(p, head, fetched, shared.tables[stage][index]); });
+      return;
     }
-    cuda::wait_for_async_copies<0>();
-    cuda::publish_to_products();
-    if (at.chunks > 0) shared.full[previous_slot].arrive();
+    const RowsView &of_group = is_reverse ? p.C : p.B, &of_unit = is_reverse ? p.grad_out : p.x;
+    const int first = at.chunks > 0 ? chunk_at(0) : 0;
+    RowCopier<dstate, kCopyingThreads> copy_of_group(at.template rows<Scalar>(of_group, at.group, first), of_group.stride_step,
+                                                     p.dstate, thread, is_reverse);
+    const auto copier_of_unit = [&](const Unit& unit) {
+      return RowCopier<kUnitRows, kCopyingThreads>(at.template rows<Scalar>(of_unit, unit.head, first) + unit.first_row,
+                                                   of_unit.stride_step, unit.rows, thread, is_reverse);
+    };
+    RowCopier<kUnitRows, kCopyingThreads> copy_of_units[kUnits] = {copier_of_unit(unit_at(0)), copier_of_unit(unit_at(1))};
+    supply_copies(at.chunks, kStages, shared.full, shared.empty, [&](int position, int stage) {
+      Stage& target = shared.stages[stage];
+      const int steps = at.steps_of(chunk_at(position));
+      copy_of_group.copy(target.of_group, steps);
+#pragma unroll
+      for (int index = 0; index < kUnits; ++index) copy_of_units[index].copy(target.of_unit[index], steps);
+    });
   }
 
   // A unit's warpgroup.
@@ -115,21 +98,18 @@ struct BwdStates {
     const int64_t slot_of_sequence = first_slot(p, at.entry);
     auto* const tiles = static_cast<Tile<dstate>*>(is_reverse ? p.grad_states : p.states) + unit.head * partition.row_blocks +
                         unit.first_row / kUnitRows;
-    const bool starts_copies = threadIdx.x % kUnitThreads == 0;
+    const bool starts_copies = threadIdx.x % kUnitThreads == 0 && unit.is_there;
 
-    int slot = 0, phase = 0;
+    RingPosition ring;
 #pragma unroll 1
     for (int position = 0; position < at.chunks; ++position) {
-      shared.full[slot].wait(phase);
-      Stage& stage = shared.stages[slot];
-      const ChunkTables& tables = shared.tables[slot][index];
+      shared.full[ring.stage].wait(ring.phase);
+      Stage& stage = shared.stages[ring.stage];
+      const ChunkTables& tables = shared.tables[ring.stage][index];
       const float (&weights)[kChunk] = is_reverse ? tables.from_start : tables.to_end;
 
       Tile<dstate>& rounded = shared.rounded[index][position % 2];
-      if (starts_copies) cuda::wait_for_bulk_reads<1>();
-      cuda::barrier_sync(1 + index, kUnitThreads);
       state.template round<Scalar>(rounded, lane);
-      cuda::publish_to_products();
       uint32_t weighed[kStepGroups][4], rest[kStepGroups][4];
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
@@ -137,12 +117,6 @@ struct BwdStates {
         cuda::load_matrices_transposed(x, stage.of_unit[index].columns_first(16 * j, 2 * lane.warp, lane.index));
         weigh_inputs<Scalar>(x, weights, j, lane, weighed[j], rest[j]);
       }
-      cuda::barrier_sync(1 + index, kUnitThreads);
-      const int64_t target = slot_of_sequence + chunk_at(position);
-      if (starts_copies && unit.is_there && target < p.slots) {
-        cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded));
-      }
-
       state.decay(tables.whole);
       const uint64_t rows = cuda::describe_operand(&stage.of_group, kPartBytes);
       const auto rows_at = [&](int group) { return rows + group * 16 * 128 / 16; };
@@ -154,17 +128,21 @@ struct BwdStates {
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_at(j), true);
       cuda::commit_products();
+
+      // The tile of the chunk before has been read, so that the next may be written over it.
+      cuda::wait_for_bulk_reads<0>();
+      cuda::publish_to_products();
+      cuda::barrier_sync(1 + index, kUnitThreads);
+      const int64_t target = slot_of_sequence + chunk_at(position);
+      cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded), starts_copies && target < p.slots);
       cuda::wait_for_products<0>(state.values);
-      shared.empty[slot].arrive();
-      if (++slot == kStages) {
-        slot = 0;
-        ++phase;
-      }
+      shared.empty[ring.stage].arrive();
+      ring.advance(kStages);
     }
     if (is_reverse && p.grad_initial_states != nullptr) {
       state.store(p, states_of(p, p.grad_initial_states, at.entry), unit, lane);
     }
-    if (starts_copies) cuda::wait_for_bulk_reads<0>();
+    cuda::wait_for_bulk_reads<0>();
   }
 };
 
@@ -177,7 +155,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   auto& shared = align_shared<typename Walk::Shared>(unaligned_memory);
   Walk walk{p, partition, shared, Place(p, partition, blockIdx.x / 2), blockIdx.x % 2 != 0};
   if (threadIdx.x < Walk::kStages) {
-    shared.full[threadIdx.x].init(kUnitThreads);
+    shared.full[threadIdx.x].init(kCopyingThreads + kUnits * kWarpSize);
     shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();

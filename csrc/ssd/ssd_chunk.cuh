@@ -56,31 +56,35 @@ struct Tile {
 template <int columns, int threads>
 class RowCopier {
  public:
-  // From `source` on, rows of that many elements; a tile's other columns become zeros.
-  __device__ __forceinline__ RowCopier(const void* source, int64_t stride_step, int elements, int thread)
+  // From a chunk at `source` on, or back, rows of that many elements; a tile's other columns become zeros.
+  __device__ __forceinline__ RowCopier(const void* source, int64_t stride_step, int elements, int thread,
+                                       bool is_reverse = false)
       : column_(thread % kPieces),
         row_(thread / kPieces),
         is_there_(column_ * kPieceElements < elements),
         source_(static_cast<const unsigned short*>(source) + (is_there_ ? column_ * kPieceElements + row_ * stride_step : 0)),
-        stride_(is_there_ ? kRows * stride_step : 0) {}
+        stride_(is_there_ ? kRows * stride_step : 0),
+        is_reverse_(is_reverse) {}
 
   // Starts the copies of the next chunk, of which only the first `steps` rows exist; the others become zeros.
   __device__ __forceinline__ void copy(Tile<columns>& tile, int steps) {
+    const unsigned short* source = source_;
     if (steps == kChunk) {
       const int bytes = is_there_ ? cuda::kAsyncCopyBytes : 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        cuda::async_copy(tile.piece(row_ + i * kRows, column_), source_, bytes);
-        source_ += stride_;
+        cuda::async_copy(tile.piece(row_ + i * kRows, column_), source, bytes);
+        source += stride_;
       }
     } else {
 #pragma unroll 1
       for (int i = 0; i < kCopies; ++i) {
         const bool exists = is_there_ && row_ + i * kRows < steps;
-        cuda::async_copy(tile.piece(row_ + i * kRows, column_), source_, exists ? cuda::kAsyncCopyBytes : 0);
-        if (exists) source_ += stride_;
+        cuda::async_copy(tile.piece(row_ + i * kRows, column_), source, exists ? cuda::kAsyncCopyBytes : 0);
+        if (exists) source += stride_;
       }
     }
+    source_ += is_reverse_ ? -kCopies * stride_ : kCopies * stride_;
   }
 
  private:
@@ -92,6 +96,7 @@ class RowCopier {
   bool is_there_;
   const unsigned short* source_;
   int64_t stride_;
+  bool is_reverse_;
 };
 
 // Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
@@ -261,8 +266,6 @@ struct Place : Span {
 
   __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition, int64_t block)
       : Place(p, partition, block, block / partition.blocks_per_group / p.groups) {}
-  __device__ __forceinline__ Place(const Span& span, int64_t group, int64_t first_unit)
-      : Span(span), segment(0), group(group), first_unit(first_unit) {}
 
   __device__ __forceinline__ bool is_last_segment(const Partition& partition) const {
     return segment + 1 == partition.segments;

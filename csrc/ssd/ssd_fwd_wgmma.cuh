@@ -1,9 +1,9 @@
 // SSD chunk-scan, forward, with the products of compute capability 9.0a (cuda/wgmma.cuh). See ssd_fwd.cuh for what is
 // computed.
 //
-// A block has a warpgroup for each of its two units, and one more that moves data: it copies the chunks ahead to shared memory
-// and makes the tables of their decays. The two sides meet at barriers in shared memory, two for each of the chunks there. A
-// unit's products overlap with its other work: while S C^T runs, M^T is weighed; while S is updated, out is written.
+// A block has a warpgroup for each of its two units, and one more that moves data: two of its warps copy the chunks ahead to
+// shared memory, and one makes the tables of their decays for each unit (ssd_supply.cuh). A unit's products overlap with its
+// other work: while S C^T runs, M^T is weighed; while S is updated, out is written.
 //
 // All products of a chunk read registers that were made before the first of them begins: the compiler waits for products under
 // way where it cannot tell that registers are none of theirs, and before branches.
@@ -12,9 +12,8 @@
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
-#include "cuda/shared_barrier.cuh"
-#include "cuda/wgmma.cuh"
 #include "ssd/ssd_fwd_device.cuh"
+#include "ssd/ssd_supply.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -69,29 +68,32 @@ struct WgmmaFwd {
   // The warpgroup after the units'.
   __device__ __forceinline__ void move(const Place& at) {
     const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
-    // Whose tables this warp makes, if any's.
-    const bool makes_tables = warp < kUnits;
-    const Unit own(p, partition.row_blocks, at, makes_tables ? warp : 0);
-    const HeadSteps head(p, own.head);
-    FetchedSteps<Scalar> fetched;
-    const auto fetch = [&](int chunk) {
-      if (!makes_tables || chunk >= at.chunks) return;
-      fetched.fetch(p, at.rows<const Scalar>(p.dt, own.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
-    };
-    using StateRows = RowCopier<dstate, kUnitThreads>;
-    using HeadRows = RowCopier<kUnitRows, kUnitThreads>;
+    const auto unit_at = [&](int index) { return Unit(p, partition.row_blocks, at, index); };
+    if (warp >= kCopyingWarps) {
+      const int index = warp - kCopyingWarps;
+      const HeadSteps head(p, unit_at(index).head);
+      const Scalar* const dt = at.template rows<const Scalar>(p.dt, unit_at(index).head, 0);
+      supply_tables<FetchedSteps<Scalar>>(
+          at.chunks, partition.stages, shared.full, shared.empty,
+          [&](int chunk, auto& fetched) {
+            fetched.fetch(p, dt + chunk * kChunk * p.dt.stride_step, at.resets(p, chunk), at.steps_of(chunk));
+          },
+          [&](int, int stage, const auto& fetched) { make_tables(p, head, fetched, shared.tables[stage][index]); });
+      return;
+    }
+    using StateRows = RowCopier<dstate, kCopyingThreads>;
+    using HeadRows = RowCopier<kUnitRows, kCopyingThreads>;
     const auto of_group = [&](const RowsView& view) {
-      return StateRows(at.rows<Scalar>(view, at.group, 0), view.stride_step, p.dstate, thread);
+      return StateRows(at.template rows<Scalar>(view, at.group, 0), view.stride_step, p.dstate, thread);
     };
-    const Unit units[kUnits] = {Unit(p, partition.row_blocks, at, 0), Unit(p, partition.row_blocks, at, 1)};
     const auto of_unit = [&](const RowsView& view, const Unit& unit) {
-      return HeadRows(at.rows<Scalar>(view, unit.head, 0) + unit.first_row, view.stride_step, unit.rows, thread);
+      return HeadRows(at.template rows<Scalar>(view, unit.head, 0) + unit.first_row, view.stride_step, unit.rows, thread);
     };
     const RowsView& z = has_gate ? p.z : p.x;
     StateRows copy_B = of_group(p.B), copy_C = of_group(p.C);
-    HeadRows copy_x[kUnits] = {of_unit(p.x, units[0]), of_unit(p.x, units[1])};
-    HeadRows copy_z[kUnits] = {of_unit(z, units[0]), of_unit(z, units[1])};
-    const auto copy = [&](int chunk, int slot) {
+    HeadRows copy_x[kUnits] = {of_unit(p.x, unit_at(0)), of_unit(p.x, unit_at(1))};
+    HeadRows copy_z[kUnits] = {of_unit(z, unit_at(0)), of_unit(z, unit_at(1))};
+    supply_copies(at.chunks, partition.stages, shared.full, shared.empty, [&](int chunk, int slot) {
       Stage& target = stage(slot);
       const int steps = at.steps_of(chunk);
       copy_B.copy(target.B, steps);
@@ -101,30 +103,7 @@ struct WgmmaFwd {
         copy_x[index].copy(target.x[index], steps);
         if (has_gate) copy_z[index].copy(*z_tile(slot, index), steps);
       }
-      cuda::commit_async_copies();
-    };
-
-    fetch(0);
-    int slot = 0, previous_slot = 0, phase = 0;
-    for (int chunk = 0; chunk < at.chunks; ++chunk) {
-      if (chunk >= partition.stages) shared.empty[slot].wait(phase - 1);
-      copy(chunk, slot);
-      if (chunk > 0) {
-        cuda::wait_for_async_copies<1>();
-        cuda::publish_to_products();
-        shared.full[previous_slot].arrive();
-      }
-      if (makes_tables) make_tables(p, head, fetched, shared.tables[slot][warp]);
-      fetch(chunk + 1);
-      previous_slot = slot;
-      if (++slot == partition.stages) {
-        slot = 0;
-        ++phase;
-      }
-    }
-    cuda::wait_for_async_copies<0>();
-    cuda::publish_to_products();
-    if (at.chunks > 0) shared.full[previous_slot].arrive();
+    });
   }
 
   // A unit's warpgroup.
@@ -142,12 +121,12 @@ struct WgmmaFwd {
     Tile<kChunk>& products = shared.products[index];
     if constexpr (!states_only) clear_left_of_diagonal(products, lane);
 
-    int slot = 0, phase = 0;
+    RingPosition ring;
 #pragma unroll 1
     for (int chunk = 0; chunk < at.chunks; ++chunk) {
-      shared.full[slot].wait(phase);
-      Stage& tiles = stage(slot);
-      const ChunkTables& tables = shared.tables[slot][index];
+      shared.full[ring.stage].wait(ring.phase);
+      Stage& tiles = stage(ring.stage);
+      const ChunkTables& tables = shared.tables[ring.stage][index];
       const uint64_t B_rows = cuda::describe_operand(&tiles.B, kPartBytes),
                      C_rows = cuda::describe_operand(&tiles.C, kPartBytes);
       // Of 16 columns, inside a part's rows of 128 bytes; of 16 rows.
@@ -209,14 +188,11 @@ struct WgmmaFwd {
 
       if constexpr (!states_only) {
         cuda::wait_for_products<1>(y);
-        out.write(y, x, has_gate ? z_tile(slot, index) : nullptr, shared.out[index], lane, at.steps_of(chunk));
+        out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane, at.steps_of(chunk));
       }
       cuda::wait_for_products<0>(state.values);
-      shared.empty[slot].arrive();
-      if (++slot == partition.stages) {
-        slot = 0;
-        ++phase;
-      }
+      shared.empty[ring.stage].arrive();
+      ring.advance(partition.stages);
     }
     if (states_only || at.is_last_segment(partition)) {
       state.end(p, partition, at, unit, lane, !states_only, decay_of_segment);
@@ -238,15 +214,15 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   const Place at(p, partition, blockIdx.x);
   if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
   if (threadIdx.x < partition.stages) {
-    fwd.shared.full[threadIdx.x].init(kUnitThreads);
+    fwd.shared.full[threadIdx.x].init(kCopyingThreads + kUnits * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();
   if (warpgroup == kUnits) {
-    cuda::leave_registers<88>();
+    cuda::leave_registers<104>();
     fwd.move(at);
   } else {
-    cuda::take_registers<208>();
+    cuda::take_registers<200>();
     fwd.multiply(at, warpgroup);
   }
 #endif

@@ -1,0 +1,83 @@
+// How the warps that move data hand a ring of stages in shared memory to those that multiply, and take it back: at two barriers
+// for each stage, `full` when all of it is there and `empty` when nobody reads it any more. Two warps copy, others make tables
+// for the same stages; each runs ahead of the products by as many stages as there are.
+#pragma once
+
+#include "cuda/async_copy.cuh"
+#include "cuda/shared_barrier.cuh"
+#include "cuda/wgmma.cuh"
+#include "ssd/ssd_chunk.cuh"
+
+namespace ssm_kernels::ssd {
+
+constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
+
+// A stage, and how often the ring came round to it before.
+struct RingPosition {
+  int stage = 0, phase = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    if (++stage == stages) {
+      stage = 0;
+      ++phase;
+    }
+  }
+};
+
+// By the warps that copy: copy(position, stage) starts what one position takes.
+template <typename Copy>
+__device__ __forceinline__ void supply_copies(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
+                                              const Copy& copy) {
+  // A stage is handed over while the next one's copies run, if it need not be taken back for them.
+  const bool runs_ahead = stages > 2;
+  RingPosition at;
+  int previous = 0;
+#pragma unroll 1
+  for (int position = 0; position < positions; ++position) {
+    if (position >= stages) empty[at.stage].wait(at.phase - 1);
+    copy(position, at.stage);
+    cuda::commit_async_copies();
+    if (!runs_ahead) {
+      cuda::wait_for_async_copies<0>();
+      cuda::publish_to_products();
+      full[at.stage].arrive();
+    } else if (position > 0) {
+      cuda::wait_for_async_copies<1>();
+      cuda::publish_to_products();
+      full[previous].arrive();
+    }
+    previous = at.stage;
+    at.advance(stages);
+  }
+  if (runs_ahead && positions > 0) {
+    cuda::wait_for_async_copies<0>();
+    cuda::publish_to_products();
+    full[previous].arrive();
+  }
+}
+
+// By a warp that makes tables: make(position, stage, fetched) of what fetch(position, fetched) began to load two positions
+// before. `empty`: of the tables.
+template <typename Fetched, typename Fetch, typename Make>
+__device__ __forceinline__ void supply_tables(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
+                                              const Fetch& fetch, const Make& make) {
+  RingPosition at;
+  Fetched fetched[2];
+  const auto supply = [&](int position, Fetched& own) {
+    if (position >= positions) return;
+    if (position >= stages) empty[at.stage].wait(at.phase - 1);
+    make(position, at.stage, own);
+    full[at.stage].arrive();
+    if (position + 2 < positions) fetch(position + 2, own);
+    at.advance(stages);
+  };
+  if (positions > 0) fetch(0, fetched[0]);
+  if (positions > 1) fetch(1, fetched[1]);
+#pragma unroll 1
+  for (int position = 0; position < positions; position += 2) {
+    supply(position, fetched[0]);
+    supply(position + 1, fetched[1]);
+  }
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,479 @@
+"""ssd_chunk_scan on CUDA, gradients of 16-bit inputs: the paths of backward's kernels, what stays apart, streams and graphs."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+from helpers import LAYOUTS, arrange, assert_equal
+from ssd_helpers import (
+    OPTIONS,
+    SEQUENCES,
+    TENSORS,
+    Cotangents,
+    assert_all_as_accurate,
+    assert_all_close,
+    assert_matches_reference,
+    dtypes,
+    evaluate,
+    evaluate_in_float64,
+    evaluate_natively,
+    every_method,
+    every_option,
+    has_16_bit_products_in_backward,
+    make_cotangents,
+    make_inputs,
+    preferred_products,
+    scan,
+    tensor_names,
+    with_gradients,
+)
+from torch import Tensor
+
+from ssm_kernels import ssd_chunk_scan
+
+pytestmark = pytest.mark.cuda
+
+in_16_bits = dtypes(torch.bfloat16, torch.float16)
+
+# Of every gradient: the norm of its error by its own norm.
+LARGEST_RELATIVE_ERROR = 5e-3
+# Of the error after a long sequence by that after a chunk.
+LARGEST_GROWTH_OF_THE_ERROR = 1.5
+
+
+def inputs_on_cuda(**options: Any) -> dict[str, Any]:
+    sizes = {"headdim": 64, "dstate": 64, "seqlen": 130, "dtype": torch.bfloat16, "device": "cuda"}
+    return make_inputs(**(sizes | options))
+
+
+def assert_accurate(inputs: dict[str, Any], cotangents: Cotangents | None = None) -> dict[str, Tensor]:
+    """Against the operator's own products in float64, which test_ssd_grad.py compares with the reference: a loop over time on
+    the CPU would take most of the time of these tests."""
+    return assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
+
+
+def gradients_of(inputs: dict[str, Any], cotangents: Cotangents, wanted: Iterable[str]) -> dict[str, Tensor | None]:
+    leaves = with_gradients(inputs, wanted)
+    torch.autograd.backward(scan(**leaves), cotangents)
+    return {name: leaves[name].grad for name in tensor_names(inputs)}
+
+
+# ----- values
+
+
+@in_16_bits
+@every_option
+def test_gradients(options, dtype):
+    assert_accurate(inputs_on_cuda(dtype=dtype, **({"dstate": 128, "seqlen": 200} | options)))
+    for sizes in ({"headdim": 48, "dstate": 24, "seqlen": 65}, {"headdim": 7, "dstate": 17, "seqlen": 70}):
+        assert_matches_reference(inputs_on_cuda(dtype=dtype, **(sizes | options)))
+
+
+@in_16_bits
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+def test_gradients_of_products_in_float32(name, dtype):
+    """Those of every other device: exact to their own rounding."""
+    with preferred_products("mma"):
+        assert_matches_reference(inputs_on_cuda(dtype=dtype, **({"headdim": 48, "dstate": 24, "seqlen": 65} | OPTIONS[name])))
+
+
+@every_method
+@pytest.mark.parametrize("name", ["everything", "packed_with_states"])
+def test_discretizations(name, discretization):
+    options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 100)} if name.startswith("packed") else {"seqlen": 100})
+    assert_accurate(inputs_on_cuda(discretization=discretization, **options))
+
+
+@in_16_bits
+@pytest.mark.parametrize(("headdim", "dstate"), [(1, 1), (7, 17), (64, 64), (72, 65), (128, 128), (200, 128), (256, 16)])
+def test_headdim_and_dstate(headdim, dstate, dtype):
+    for name in ("everything", "required_only"):
+        assert_accurate(inputs_on_cuda(headdim=headdim, dstate=dstate, dtype=dtype, **OPTIONS[name]))
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 1), (6, 2), (6, 6), (9, 3), (9, 1), (80, 2)])
+def test_heads_share_groups(heads, groups, headdim):
+    """A block's heads, and those of the blocks that add to the gradients of the same B and C."""
+    for dstate in (64, 128):
+        assert_accurate(inputs_on_cuda(heads=heads, groups=groups, headdim=headdim, dstate=dstate, seqlen=70))
+
+
+@pytest.mark.parametrize("name", ["everything", "required_only"])
+@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 1000])
+def test_lengths(seqlen, name):
+    assert_accurate(inputs_on_cuda(seqlen=seqlen, heads=2, groups=1, **OPTIONS[name]))
+
+
+def test_both_products_agree_with_many_heads():
+    inputs = inputs_on_cuda(batch=8, heads=80, groups=2, dstate=128)
+    cotangents, results = make_cotangents(inputs), []
+    for name in ("wgmma", "mma"):
+        with preferred_products(name):
+            results.append(evaluate(scan, inputs, cotangents))
+    assert_all_close(*results, tolerance=2e-2)
+
+
+# ----- sequences
+
+PACKINGS = {
+    "around_chunks": (0, 1, 64, 128, 193),
+    "empty": (0, 0, 1, 64, 64, 70, 70),
+    "long": (0, 0, 700, 701, 1500, 1500),
+    "many": (0, *itertools.accumulate(max(0, 37 * i % 90 - 20) for i in range(40))),
+}
+
+
+@pytest.mark.parametrize("initial_states", [True, False], ids=["states", "no_states"])
+@pytest.mark.parametrize("cu_seqlens", PACKINGS.values(), ids=list(PACKINGS))
+def test_packed_sequences(cu_seqlens, initial_states):
+    inputs = inputs_on_cuda(cu_seqlens=cu_seqlens, initial_states=initial_states)
+    results = assert_accurate(inputs)
+    if initial_states:
+        empty = [i for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens)) if begin == end]
+        assert torch.equal(results["grad_initial_states"][empty], make_cotangents(inputs)[1][empty])
+
+
+RESETS = {
+    "at_chunks": ((64, 128), (128, 192)),
+    "around_chunks": ((1, 63, 65, 199), (127,)),
+    "in_one_row": ((20, 21, 100), ()),
+    "at_every_step": (range(1, 200), range(64, 129)),
+}
+
+
+@pytest.mark.parametrize("initial_states", [True, False], ids=["states", "no_states"])
+@pytest.mark.parametrize("resets", RESETS.values(), ids=list(RESETS))
+def test_resets(resets, initial_states):
+    assert_accurate(inputs_on_cuda(resets=resets, initial_states=initial_states, seqlen=200))
+
+
+def test_resets_let_no_gradient_through():
+    inputs = inputs_on_cuda(seqlen=150, resets=((10, 64, 100), (64,)))
+    grad_out, grad_final_states = make_cotangents(inputs)
+    grad_out[0, :100] = 0
+    grad_out[1, :64] = 0
+    results = evaluate(scan, inputs, (grad_out, grad_final_states))
+    for name in SEQUENCES:
+        gradient = results[f"grad_{name}"]
+        assert not gradient[0, :100].any() and not gradient[1, :64].any(), name
+        assert gradient[0, 100:].any() and gradient[1, 64:].any(), name
+    assert not results["grad_initial_states"].any()
+
+
+# ----- extreme values
+
+
+def test_gradient_is_zero_where_the_step_size_is_clamped():
+    inputs = inputs_on_cuda()
+    steps = torch.nn.functional.softplus(inputs["dt"].float() + inputs["dt_bias"])
+    low, high = inputs["dt_limit"] = tuple(torch.quantile(steps, q).item() for q in (0.3, 0.7))
+    # A step at a limit is on either side of it by the last bit of softplus.
+    is_at_limit = ((steps - low).abs() < 1e-5) | ((steps - high).abs() < 1e-5)
+    results = evaluate(scan, inputs, make_cotangents(inputs))
+    is_clamped = (steps < low) | (steps > high)
+    assert not results["grad_dt"][is_clamped & ~is_at_limit].any()
+    assert results["grad_dt"][~is_clamped & ~is_at_limit].ne(0).double().mean() > 0.99
+    results = assert_accurate(inputs | {"dt_limit": (5.0, 6.0)})
+    assert not results["grad_dt"].any() and not results["grad_dt_bias"].any() and results["grad_A"].all()
+
+
+@pytest.mark.parametrize("seqlen", [64, 130, 400])
+def test_strong_decay(seqlen):
+    """The decays of a sequence multiply to e^-1000."""
+    inputs = inputs_on_cuda(seqlen=seqlen, heads=2, groups=1)
+    steps = torch.nn.functional.softplus(inputs["dt"].float() + inputs["dt_bias"])
+    inputs["A"] = -1000 / steps.sum(1).amin(0)
+    results = assert_matches_reference(inputs)
+    assert all(value.isfinite().all() for value in results.values())
+
+
+@pytest.mark.parametrize("strong", [-1e5, -math.inf])
+def test_a_step_that_forgets_everything(strong):
+    """Every gradient is a number where the reference's is one: that of dt, a product with A, is none where A is infinite."""
+    inputs = inputs_on_cuda(heads=2, groups=1, dt_softplus=False, dt_bias=False)
+    inputs |= {"A": torch.tensor([strong, -1.0], device="cuda"), "dt": inputs["dt"].abs()}
+    cotangents = make_cotangents(inputs)
+    exact = evaluate_in_float64(inputs, cotangents)
+    results = [evaluate(scan, inputs, cotangents), evaluate_natively(inputs, cotangents, exact)]
+    is_number = {name: value.isfinite() for name, value in exact.items()}
+    assert all(mask.all() for name, mask in is_number.items() if name != "grad_dt") and is_number["grad_dt"][..., 1].all()
+    compared = ({name: of[name].where(mask, 0) for name, mask in is_number.items()} for of in (*results, exact))
+    assert_all_as_accurate(*compared, inputs)
+
+
+def test_weak_decay_after_a_step_that_forgets_everything():
+    """In the same chunk: the strong one leaves the differences between the others' sums their accuracy."""
+    inputs = inputs_on_cuda(heads=2, groups=1, dt_softplus=False, dt_bias=False)
+    inputs["dt"][:, 20::50] = 1e5
+    inputs["x"][:, 20::50] = 0  # else all else is small beside what such a step adds
+    results = assert_matches_reference(inputs)
+    assert all(value.isfinite().all() for value in results.values())
+
+
+# ----- which gradients come and which go
+
+
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+def test_gradients_of_a_subset(name):
+    """Whatever needs gradients, each is bit for bit the same, and the others get none."""
+    options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 100)} if name.startswith("packed") else {"seqlen": 100})
+    inputs = inputs_on_cuda(**options)
+    cotangents, present = make_cotangents(inputs), tensor_names(inputs)
+    everything = gradients_of(inputs, cotangents, present)
+    singles_and_pairs = [*itertools.combinations(present, 1), *itertools.combinations(present, 2)]
+    for wanted in [*singles_and_pairs, *itertools.combinations(present, len(present) - 1)]:
+        for argument, gradient in gradients_of(inputs, cotangents, wanted).items():
+            if argument in wanted:
+                assert torch.equal(gradient, everything[argument]), f"grad_{argument} when only {wanted} need gradients"
+            else:
+                assert gradient is None
+
+
+@pytest.mark.parametrize("through", [0, 1], ids=["out", "final_states"])
+@every_option
+def test_gradient_through_one_result_only(options, through):
+    inputs = inputs_on_cuda(**options)
+    cotangents = tuple(x if i == through else None for i, x in enumerate(make_cotangents(inputs)))
+    assert_accurate(inputs, cotangents)
+
+
+# ----- strides
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layout_of_each_argument(layout):
+    """Bit for bit: rows that the kernels cannot move, and steps that are apart, are copied."""
+    for sizes in ({"seqlen": 70}, {"seqlen": 70, "headdim": 7, "dstate": 17}, {"cu_seqlens": (0, 0, 65, 100)}):
+        inputs = inputs_on_cuda(**sizes)
+        cotangents = make_cotangents(inputs)
+        expected = evaluate(scan, inputs, cotangents)
+        for name in tensor_names(inputs):
+            assert_equal(evaluate(scan, inputs | {name: arrange(inputs[name], layout)}, cotangents), expected)
+        assert_equal(evaluate(scan, inputs, tuple(arrange(x, layout) for x in cotangents)), expected)
+
+
+def test_rows_at_any_address():
+    """Rows of a wider tensor that begin at its second element."""
+    inputs = inputs_on_cuda(seqlen=70)
+    cotangents = make_cotangents(inputs)
+    expected = evaluate(scan, inputs, cotangents)
+
+    def moved(tensor: Tensor) -> Tensor:
+        wider = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 3), math.nan)
+        wider[..., 1:-2] = tensor
+        return wider[..., 1:-2]
+
+    for name in (*SEQUENCES, "initial_states"):
+        assert_equal(evaluate(scan, inputs | {name: moved(inputs[name])}, cotangents), expected)
+    assert_equal(evaluate(scan, inputs, tuple(map(moved, cotangents))), expected)
+
+
+def test_gradient_of_a_sum():
+    """Comes with strides of zero."""
+    for options in ({}, {"cu_seqlens": (0, 30, 30, 70)}):
+        inputs = inputs_on_cuda(**options)
+        ones = tuple(torch.ones_like(x) for x in make_cotangents(inputs))
+        expected = evaluate(scan, inputs, ones)
+        assert_equal(
+            evaluate(scan, inputs, tuple(x.flatten()[:1].view((1,) * x.dim()).expand(x.shape) for x in ones)), expected
+        )
+        leaves = with_gradients(inputs)
+        ssd_chunk_scan(**leaves).sum().backward()
+        of_out = evaluate(scan, inputs, (ones[0], None))
+        assert_equal({f"grad_{name}": leaves[name].grad for name in tensor_names(inputs)}, gradients_only(of_out))
+
+
+def gradients_only(results: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in results.items() if name.startswith("grad_")}
+
+
+def test_gradients_have_the_strides_of_their_arguments():
+    inputs = inputs_on_cuda(layout="transposed")
+    results = assert_accurate(inputs)
+    for name in ("x", "B", "C", "z", "dt"):
+        assert results[f"grad_{name}"].stride() == inputs[name].stride(), name
+
+
+# ----- the same bits, NaN
+
+
+@in_16_bits
+def test_repeatable(dtype):
+    for sizes in ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}, {"cu_seqlens": PACKINGS["many"]}):
+        inputs = inputs_on_cuda(dtype=dtype, **sizes)
+        cotangents = make_cotangents(inputs)
+        first = evaluate(scan, inputs, cotangents)
+        for _ in range(3):
+            assert_equal(evaluate(scan, inputs, cotangents), first)
+
+
+def with_nan(inputs: dict[str, Any], name: str, index: tuple[int, ...]) -> dict[str, Any]:
+    value = inputs[name].clone()
+    value[index] = math.nan
+    return inputs | {name: value}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_nan_stays_in_its_packed_sequence(name):
+    inputs = inputs_on_cuda(cu_seqlens=(0, 30, 30, 165, 300))
+    cotangents = make_cotangents(inputs)
+    clean = evaluate(scan, inputs, cotangents)
+    actual = evaluate(scan, with_nan(inputs, name, (0, 40, 1)), cotangents)
+    assert any(value.isnan().any() for value in actual.values())
+    for argument in SEQUENCES:
+        for steps in (slice(0, 30), slice(165, 300)):
+            result = f"grad_{argument}"
+            assert torch.equal(actual[result][:, steps], clean[result][:, steps]), f"{result} of a NaN in {name}"
+    for i in (0, 1, 3):
+        assert torch.equal(actual["grad_initial_states"][i], clean["grad_initial_states"][i]), name
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+def test_nan_stays_in_its_entry_of_the_batch(name):
+    inputs = inputs_on_cuda(batch=3)
+    cotangents = make_cotangents(inputs)
+    clean = evaluate(scan, inputs, cotangents)
+    actual = evaluate(scan, with_nan(inputs, name, (1, 40, 1)), cotangents)
+    assert any(value.isnan().any() for value in actual.values())
+    for argument in (*SEQUENCES, "initial_states"):
+        result = f"grad_{argument}"
+        assert torch.equal(actual[result][::2], clean[result][::2]), f"{result} of a NaN in {name}"
+
+
+@pytest.mark.parametrize("headdim", [64, 128])
+@pytest.mark.parametrize("name", ["x", "dt", "z"])
+def test_nan_stays_in_its_head(name, headdim):
+    """But for the gradients of B and C, which are its group's."""
+    inputs = inputs_on_cuda(heads=8, groups=2, headdim=headdim)
+    cotangents = make_cotangents(inputs)
+    clean = evaluate(scan, inputs, cotangents)
+    actual = evaluate(scan, with_nan(inputs, name, (1, 40, 2)), cotangents)
+    assert any(value.isnan().any() for value in actual.values())
+    others = [0, 1, 3, 4, 5, 6, 7]
+    heads_axis = dict.fromkeys(("x", "dt", "z"), 2) | {"initial_states": 1} | dict.fromkeys(("A", "D", "dt_bias"), 0)
+    index = torch.tensor(others, device=clean["out"].device)
+    for argument, axis in heads_axis.items():
+        apart = (results[f"grad_{argument}"].index_select(axis, index) for results in (actual, clean))
+        assert torch.equal(*apart), f"grad_{argument} of a NaN in {name}"
+    for argument in ("B", "C"):
+        assert torch.equal(actual[f"grad_{argument}"][:, :, 1], clean[f"grad_{argument}"][:, :, 1])
+        assert torch.equal(actual[f"grad_{argument}"][0], clean[f"grad_{argument}"][0])
+
+
+# ----- errors
+
+
+def relative_errors(inputs: dict[str, Any]) -> dict[str, float]:
+    cotangents = make_cotangents(inputs)
+    actual, exact = evaluate(scan, inputs, cotangents), evaluate_in_float64(inputs, cotangents, scan)
+    return {name: ((actual[name].double() - value).norm() / value.norm()).item() for name, value in exact.items()}
+
+
+@in_16_bits
+def test_relative_errors(dtype):
+    errors = relative_errors(inputs_on_cuda(heads=8, dstate=128, seqlen=512, dtype=dtype))
+    too_large = {name: error for name, error in errors.items() if not error <= LARGEST_RELATIVE_ERROR}
+    assert not too_large
+
+
+def test_errors_do_not_grow_with_the_length():
+    """With states before and gradients after, which a single chunk rounds too."""
+    few = relative_errors(inputs_on_cuda(batch=16, seqlen=64, dstate=128))
+    many = relative_errors(inputs_on_cuda(batch=1, seqlen=8192, dstate=128))
+    for argument in ("dt", "x", "B", "C"):
+        name = f"grad_{argument}"
+        assert many[name] <= LARGEST_GROWTH_OF_THE_ERROR * few[name], f"{name}: {few[name]:.3g}, later {many[name]:.3g}"
+
+
+# ----- streams, devices, CUDA graphs
+
+
+@pytest.mark.usefixtures("each_products")
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+def test_cuda_graph_of_forward_and_backward(name):
+    """Replayed on new values in the same tensors, the offsets of packed sequences too, it computes what an eager call does."""
+    offsets = ((0, 0, 100, 101, 400), (0, 250, 250, 399, 400)) if name.startswith("packed") else (None, None)
+    inputs, others = (
+        inputs_on_cuda(seed=seed, **(OPTIONS[name] | {"seqlen": 300, "cu_seqlens": cu_seqlens}))
+        for seed, cu_seqlens in enumerate(offsets)
+    )
+    if name.startswith("packed") and not has_16_bit_products_in_backward(inputs):
+        pytest.skip("products in float32 need the offsets on the host")
+    cotangents, other_cotangents = make_cotangents(inputs), make_cotangents(others, seed=2)
+    expected = evaluate(scan, others, other_cotangents)
+
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        evaluate(scan, inputs, cotangents)
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = evaluate(scan, inputs, cotangents)
+    for key, value in others.items():
+        if isinstance(value, Tensor):
+            inputs[key].copy_(value)
+    for tensor, value in zip(cotangents, other_cotangents, strict=True):
+        tensor.copy_(value)
+    graph.replay()
+    assert_equal(captured, expected)
+
+
+@pytest.mark.parametrize("late", ["x", "grad_out"])
+def test_runs_on_the_current_stream(late):
+    """Where it waits for a long write, it sees what was written."""
+    inputs = inputs_on_cuda(batch=1, seqlen=3000)
+    cotangents = make_cotangents(inputs)
+    expected = evaluate(scan, inputs, cotangents)
+    target = inputs["x"] if late == "x" else cotangents[0]
+    values = target.clone()
+    target.fill_(math.nan)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        target.copy_(values)
+        actual = evaluate(scan, inputs, cotangents)
+    stream.synchronize()
+    assert_equal(actual, expected)
+
+
+@pytest.mark.usefixtures("each_products")
+@pytest.mark.parametrize("name", ["everything", "resets_with_states"])
+def test_nothing_waits_for_the_device(name):
+    inputs = inputs_on_cuda(**OPTIONS[name] | {"seqlen": 300})
+    cotangents = make_cotangents(inputs)
+    evaluate(scan, inputs, cotangents)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        evaluate(scan, inputs, cotangents)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_runs_on_the_device_of_its_arguments():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA GPUs")
+    assert torch.cuda.current_device() == 0
+    for options in ({}, {"cu_seqlens": (0, 0, 65, 200)}, {"resets": ((64, 65),)}):
+        results = assert_accurate(inputs_on_cuda(device="cuda:1", **options))
+        assert all(value.device == torch.device("cuda:1") for value in results.values())
+        assert torch.cuda.current_device() == 0
+
+
+def test_memory_that_nobody_wrote_is_not_read(uninitialized_memory_is_nan):
+    """Of gradients and of the workspace, padded rows and blocks without work among them."""
+    for options in (
+        OPTIONS["everything"],
+        {"cu_seqlens": PACKINGS["empty"]},
+        {"headdim": 72, "dstate": 17, "heads": 9, "groups": 1},
+    ):
+        results = assert_accurate(inputs_on_cuda(**options))
+        assert set(results) == {"out", "final_states", *(f"grad_{name}" for name in TENSORS)}
