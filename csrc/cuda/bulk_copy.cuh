@@ -1,13 +1,26 @@
-// Copies of whole blocks of shared memory to global memory that one thread starts (cp.async.bulk, compute capability 9.0).
+// Copies of whole blocks between shared and global memory that one thread starts (cp.async.bulk, compute capability 9.0).
+// Addresses and sizes are multiples of 16 bytes.
 #pragma once
 
 #include <cstdint>
 
+#include "cuda/shared_barrier.cuh"
+
 namespace ssm_kernels::cuda {
 
-// A thread with `starts` starts the copy and makes a group of it, without a branch, which products under way would wait for.
-// Addresses and size are multiples of 16 bytes. Of what the block's threads wrote, the copy sees what they published
-// (publish_to_products) before a barrier.
+// To shared memory; the barrier's phase waits for it, as arrive_expecting said before. What the copy writes is seen by whoever
+// waited for the barrier.
+__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, SharedBarrier& barrier) {
+#if __CUDA_ARCH__ >= 900
+  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(global), "r"(bytes), "r"(barrier.address())
+               : "memory");
+#endif
+}
+
+// From shared memory. A thread with `starts` starts the copy and makes a group of it, without a branch, which products under
+// way would wait for. Of what the block's threads wrote, it sees what they published (publish_to_products) before a barrier.
 __device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes, bool starts) {
 #if __CUDA_ARCH__ >= 900
   const auto source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));

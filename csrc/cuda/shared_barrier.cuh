@@ -14,6 +14,13 @@ class SharedBarrier {
   __device__ __forceinline__ void arrive() {
     asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(address()) : "memory");
   }
+  // The phase then also waits for that many bytes of bulk loads.
+  __device__ __forceinline__ void arrive_expecting(int bytes) {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.expect_tx.shared.b64 phase, [%0], %1;\n}" ::"r"(address()), "r"(bytes)
+                 : "memory");
+#endif
+  }
   // Until the phase of that number is over; it is the one under way, or the one before.
   __device__ __forceinline__ void wait(int phase) {
     asm volatile(
@@ -23,9 +30,9 @@ class SharedBarrier {
         : "memory");
   }
 
- private:
   __device__ __forceinline__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&state_)); }
 
+ private:
   uint64_t state_;
 };
 

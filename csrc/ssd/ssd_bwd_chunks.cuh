@@ -8,11 +8,12 @@
 // of M^T meet in shared memory. In registers through all units stay C B^T and the sums over heads, W^T and the gradients of B
 // and C.
 //
-// Of a third warpgroup two warps copy the units ahead to shared memory and one makes the tables of their decays
-// (ssd_supply.cuh); the last turns what the products have of each step (StepSums) into the gradients of dt, A and dt_bias. It
-// also multiplies S with T, and g with x for the gradient of D, elementwise: as the diagonal of a matrix product.
+// Of a third warpgroup one warp copies the units ahead to shared memory and one makes the tables of their decays
+// (ssd_supply.cuh). The third multiplies S with T, and g with x for the gradient of D, element by element: as the diagonal of a
+// matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A and dt_bias.
 #pragma once
 
+#include "cuda/bulk_copy.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/named_barrier.cuh"
@@ -24,13 +25,14 @@ namespace ssm_kernels::ssd {
 constexpr int kHalves = 2, kHalfChunk = kChunk / kHalves, kHalfBlocks = kHalfChunk / 8;
 static_assert(kUnitRows == kChunk, "x and g, the decays between steps, and S and T are tiles of as many rows");
 
-// What a unit's products leave of each step.
+// What a unit's products leave of each step, and of the chunk.
 struct StepSums {
   // With V = x_j . g_i (C_i . B_j) e^(s_i - s_j): over i > j, of each half of these; for i = j; and over j < i, times c_j, of
   // each warp's j.
   float later[kHalves][kChunk], same[kChunk], earlier[kUnitWarps][kChunk];
   float read_state[kHalves][kChunk];  // g_i . S C_i, of each half of the states
   float grad_state[kHalves][kChunk];  // x_j . T B_j, likewise
+  float states;                       // <S, T>
 };
 
 template <int dstate>
@@ -44,6 +46,7 @@ struct ChunksShared {
     ChunkTables steps;
     float dt[kChunk];
     float D[kUnitRows];
+    HeadSteps head;
   };
   Tile<dstate> B, C;
   Stage stages[kStages];
@@ -127,23 +130,38 @@ class PairsOfTile {
   int offset_;
 };
 
+// The sums of the elements on the diagonals of the blocks (16 x 8) that follow one another in two products of a warp: those of
+// the first have the upper eight rows, those of the second the lower. Zero in lanes that have none.
+__device__ __forceinline__ float2 diagonal(const float (&products)[2][4], const Lane& lane) {
+  const bool is_odd = lane.quad % 2 != 0, is_there = lane.pair == lane.quad / 2;
+  return {is_there ? is_odd ? products[0][1] : products[0][0] : 0.0f,
+          is_there ? is_odd ? products[1][3] : products[1][2] : 0.0f};
+}
+
 // The sum over all elements of a product of two tiles, element by element, by one warp.
 template <typename Scalar, int columns>
 __device__ __forceinline__ float inner_product(Tile<columns>& first, Tile<columns>& second, const Lane& lane) {
-  float products[2][4] = {};
+  constexpr int kAtOnce = 4;
+  float products[kAtOnce / 2][2][4] = {};
 #pragma unroll 1
   for (int row = 0; row < kChunk; row += 16) {
+#pragma unroll 1
+    for (int group = 0; group < columns / 16; group += kAtOnce) {
+      uint32_t a[kAtOnce][4], b[kAtOnce][4];
 #pragma unroll
-    for (int k = 0; k < columns / 16; ++k) {
-      uint32_t a[4], b[4];
-      cuda::load_matrices(a, first.rows_first(row, 2 * k, lane.index));
-      cuda::load_matrices(b, second.rows_first(row, 2 * k, lane.index));
-      cuda::mma<Scalar>(products[0], a, b[0], b[2]);
-      cuda::mma<Scalar>(products[1], a, b[1], b[3]);
+      for (int k = 0; k < kAtOnce; ++k) {
+        cuda::load_matrices(a[k], first.rows_first(row, 2 * (group + k), lane.index));
+        cuda::load_matrices(b[k], second.rows_first(row, 2 * (group + k), lane.index));
+      }
+#pragma unroll
+      for (int k = 0; k < kAtOnce; ++k) {
+        cuda::mma<Scalar>(products[k % 2][0], a[k], b[k][0], b[k][2]);
+        cuda::mma<Scalar>(products[k % 2][1], a[k], b[k][1], b[k][3]);
+      }
     }
   }
-  const float even = products[0][0] + products[1][2], odd = products[0][1] + products[1][3];
-  return sum_over_warp(lane.pair != lane.quad / 2 ? 0.0f : lane.quad % 2 == 0 ? even : odd);
+  const float2 even = diagonal(products[0], lane), odd = diagonal(products[1], lane);
+  return sum_over_warp((even.x + even.y) + (odd.x + odd.y));
 }
 
 template <typename Scalar, int dstate>
@@ -182,12 +200,18 @@ struct BwdChunks {
   // The warpgroup after the multipliers'.
   __device__ __forceinline__ void move() const {
     const Lane lane;
-    if (lane.warp < kCopyingWarps) {
-      copy();
-    } else if (lane.warp == kCopyingWarps) {
-      tabulate(lane);
-    } else {
-      end_units(lane);
+    switch (lane.warp) {
+      case 0:
+        copy();
+        break;
+      case 1:
+        tabulate(lane);
+        break;
+      case 2:
+        multiply_elements(lane);
+        break;
+      default:
+        end_units(lane);
     }
   }
 
@@ -475,9 +499,9 @@ struct BwdChunks {
   }
 
   __device__ __forceinline__ void copy() const {
-    const int thread = threadIdx.x % kUnitThreads;
-    using HeadRows = RowCopier<kUnitRows, kCopyingThreads>;
-    using GroupRows = RowCopier<dstate, kCopyingThreads>;
+    const int thread = threadIdx.x % kWarpSize;
+    using HeadRows = RowCopier<kUnitRows, kWarpSize>;
+    using GroupRows = RowCopier<dstate, kWarpSize>;
     const auto copy_of_group = [&](const RowsView& view, Image& tile) {
       GroupRows(at.template rows<Scalar>(view, group, 0), view.stride_step, p.dstate, thread).copy(tile, steps);
     };
@@ -494,18 +518,15 @@ struct BwdChunks {
         const Scalar* const source = at.template rows<Scalar>(view, walk.head, 0) + first_row;
         HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, steps);
       };
-      const auto copy_image = [&](const Image* image, Image& tile) {
-        const uint4* const source = &image->parts[0][0][0] + thread;
-        uint4* const to = &tile.parts[0][0][0] + thread;
-#pragma unroll
-        for (int i = 0; i < int(sizeof(Image) / sizeof(uint4)); i += kCopyingThreads) {
-          cuda::async_copy(to + i, source + i, cuda::kAsyncCopyBytes);
-        }
-      };
+      if (thread == 0) {
+        shared.full[stage].arrive_expecting(sizeof(target.S) + sizeof(target.T));
+        cuda::bulk_load(&target.T, T, sizeof(target.T), shared.full[stage]);
+        cuda::bulk_load(&target.S, S, sizeof(target.S), shared.full[stage]);
+      }
       copy_of_unit(p.x, target.x);
       copy_of_unit(p.grad_out, target.g);
-      copy_image(T++, target.T);
-      copy_image(S++, target.S);
+      ++S;
+      ++T;
       walk.advance(row_blocks);
     });
   }
@@ -520,7 +541,9 @@ struct BwdChunks {
         },
         [&](int, int stage, const auto& fetched) {
           Tables& tables = shared.tables[stage];
-          make_tables(p, HeadSteps(p, walk.head), fetched, tables.steps);
+          const HeadSteps head(p, walk.head);
+          make_tables(p, head, fetched, tables.steps);
+          if (lane.index == 0) tables.head = head;
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int element = 2 * lane.index + i, row = walk.row_block * kUnitRows + element;
@@ -537,31 +560,34 @@ struct BwdChunks {
     float zeta[2], gain[2];
   };
 
+  // S T and g x.
+  __device__ __forceinline__ void multiply_elements(const Lane& lane) const {
+    UnitWalk walk{first_head};
+    RingPosition ring;
+#pragma unroll 1
+    for (int index = 0; index < units; ++index) {
+      shared.full[ring.stage].wait(ring.phase);
+      Stage& tiles = shared.stages[ring.stage];
+      const float states = inner_product<Scalar>(tiles.S, tiles.T, lane);
+      if (lane.index == 0) shared.sums[ring.stage].states = states;
+      if (p.grad_D_parts != nullptr) write_grad_D(walk, tiles, lane);
+      shared.empty[ring.stage].arrive();
+      ring.advance(kStages);
+      walk.advance(row_blocks);
+    }
+  }
+
   __device__ __forceinline__ void end_units(const Lane& lane) const {
     StepGradients grads = {};
-    UnitWalk walk{first_head}, ended{first_head};
-    RingPosition ring, before;
-    float states_before = 0;
+    UnitWalk walk{first_head};
+    RingPosition ring;
 #pragma unroll 1
-    for (int index = 0; index <= units; ++index) {
-      float states = 0;
-      if (index < units) {
-        shared.full[ring.stage].wait(ring.phase);
-        Stage& tiles = shared.stages[ring.stage];
-        states = inner_product<Scalar>(tiles.S, tiles.T, lane);
-        if (p.grad_D_parts != nullptr) write_grad_D(walk, tiles, lane);
-        shared.empty[ring.stage].arrive();
-      }
-      if (index > 0) {
-        shared.empty[before.stage].wait(before.phase);
-        const Tables& tables = shared.tables[before.stage];
-        end_unit(tables.steps, shared.sums[before.stage], states_before, lane, grads);
-        if (ended.is_last_of_head(row_blocks)) end_head(ended.head, tables, lane, grads);
-        shared.tables_empty[before.stage].arrive();
-        ended.advance(row_blocks);
-      }
-      states_before = states;
-      before = ring;
+    for (int index = 0; index < units; ++index) {
+      shared.empty[ring.stage].wait(ring.phase);
+      const Tables& tables = shared.tables[ring.stage];
+      end_unit(tables.steps, shared.sums[ring.stage], lane, grads);
+      if (walk.is_last_of_head(row_blocks)) end_head(walk.head, tables, lane, grads);
+      shared.tables_empty[ring.stage].arrive();
       ring.advance(kStages);
       walk.advance(row_blocks);
     }
@@ -573,26 +599,28 @@ struct BwdChunks {
     float* const target = p.grad_D_parts + (slot * p.heads + walk.head) * p.headdim + first_row;
 #pragma unroll 1
     for (int group = 0; group < kUnitRows / 16; ++group) {
+      uint32_t a[kStepGroups][4], b[kStepGroups][4];
+#pragma unroll
+      for (int k = 0; k < kStepGroups; ++k) {
+        cuda::load_matrices_transposed(a[k], tiles.g.columns_first(16 * k, 2 * group, lane.index));
+        cuda::load_matrices_transposed(b[k], tiles.x.rows_first(16 * k, 2 * group, lane.index));
+      }
       float products[2][4] = {};
 #pragma unroll
       for (int k = 0; k < kStepGroups; ++k) {
-        uint32_t a[4], b[4];
-        cuda::load_matrices_transposed(a, tiles.g.columns_first(16 * k, 2 * group, lane.index));
-        cuda::load_matrices_transposed(b, tiles.x.rows_first(16 * k, 2 * group, lane.index));
-        cuda::mma<Scalar>(products[0], a, b[0], b[1]);
-        cuda::mma<Scalar>(products[1], a, b[2], b[3]);
+        cuda::mma<Scalar>(products[0], a[k], b[k][0], b[k][1]);
+        cuda::mma<Scalar>(products[1], a[k], b[k][2], b[k][3]);
       }
-      const bool is_odd = lane.quad % 2 != 0;
-      const float of_rows[2] = {is_odd ? products[0][1] : products[0][0], is_odd ? products[1][3] : products[1][2]};
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const int row = 16 * group + 8 * h + lane.quad;
-        if (lane.pair == lane.quad / 2 && first_row + row < p.headdim) target[row] = of_rows[h];
+      const float2 of_rows = diagonal(products, lane);
+      const int row = 16 * group + lane.quad;
+      if (lane.pair == lane.quad / 2) {
+        if (first_row + row < p.headdim) target[row] = of_rows.x;
+        if (first_row + row + 8 < p.headdim) target[row + 8] = of_rows.y;
       }
     }
   }
 
-  __device__ __forceinline__ void end_unit(const ChunkTables& tables, const StepSums& sums, float states, const Lane& lane,
+  __device__ __forceinline__ void end_unit(const ChunkTables& tables, const StepSums& sums, const Lane& lane,
                                            StepGradients& grads) const {
     // Below it the rounding of the running sums over pairs is more than what is left of them.
     constexpr float kForgottenLog2Decay = -24;
@@ -631,7 +659,7 @@ struct BwdChunks {
     const float pairs_before = of_lane_before(pairs_up_to), sum_before = of_lane_before(up_to);
     const float from_next = __shfl_down_sync(kWholeWarp, from_on, 1);
     const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
-    const float through = tables.has_begun ? 0.0f : tables.whole * states;
+    const float through = tables.has_begun ? 0.0f : tables.whole * sums.states;
     grads.zeta[0] += (is_forgotten[0] ? 0.0f : pairs_before) + (sum_before + from_on + through);
     grads.zeta[1] +=
         (is_forgotten[1] ? 0.0f : pairs_before + pairs[0]) + (sum_before + before[0]) + (sum_after + from[1]) + through;
@@ -639,7 +667,7 @@ struct BwdChunks {
 
   // Writes the gradient of dt, and the chunk's part of those of A and dt_bias.
   __device__ __forceinline__ void end_head(int64_t head, const Tables& tables, const Lane& lane, StepGradients& grads) const {
-    const HeadSteps of_head(p, head);
+    const HeadSteps& of_head = tables.head;
     float grad_A = 0, grad_bias = 0;
     Scalar* const target = at.template rows<Scalar>(p.grad_dt, head, 0);
 #pragma unroll
@@ -718,7 +746,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitT
                       static_cast<int>(heads) * row_blocks,
                       at.steps_of(0)};
   if (threadIdx.x < Chunks::kStages) {
-    shared.full[threadIdx.x].init(kCopyingThreads + kWarpSize);
+    shared.full[threadIdx.x].init(2 * kWarpSize + 1);
     shared.empty[threadIdx.x].init(Chunks::kMultiplyingThreads + kWarpSize);
     shared.tables_empty[threadIdx.x].init(kWarpSize);
   }

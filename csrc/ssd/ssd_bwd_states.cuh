@@ -40,6 +40,10 @@ struct StatesShared {
 
 template <typename Scalar, int dstate>
 struct BwdStates {
+  // Of the warpgroup that moves data.
+  static constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
+  static_assert(kCopyingWarps + kUnits == kUnitWarps, "the others make tables, one for each unit");
+
   using Shared = StatesShared<dstate>;
   using Stage = typename Shared::Stage;
   static constexpr int kStages = Shared::kStages;
@@ -155,7 +159,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   auto& shared = align_shared<typename Walk::Shared>(unaligned_memory);
   Walk walk{p, partition, shared, Place(p, partition, blockIdx.x / 2), blockIdx.x % 2 != 0};
   if (threadIdx.x < Walk::kStages) {
-    shared.full[threadIdx.x].init(kCopyingThreads + kUnits * kWarpSize);
+    shared.full[threadIdx.x].init(Walk::kCopyingThreads + kUnits * kWarpSize);
     shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();

@@ -132,6 +132,7 @@ __device__ __forceinline__ void visit_exponential(Discretization discretization,
 struct HeadSteps {
   float A, dt_bias;
 
+  HeadSteps() = default;
   __device__ __forceinline__ HeadSteps(const SsdParams& p, int64_t head)
       : A(p.A[head]), dt_bias(p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f) {}
 

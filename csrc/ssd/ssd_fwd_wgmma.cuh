@@ -40,6 +40,10 @@ struct WgmmaShared {
 
 template <typename Scalar, int dstate, bool states_only>
 struct WgmmaFwd {
+  // Of the warpgroup that moves data.
+  static constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
+  static_assert(kCopyingWarps + kUnits == kUnitWarps, "the others make tables, one for each unit");
+
   using Shared = WgmmaShared<dstate>;
   using Stage = typename Shared::Stage;
   static constexpr int kStateGroups = dstate / 16;
@@ -214,15 +218,15 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   const Place at(p, partition, blockIdx.x);
   if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
   if (threadIdx.x < partition.stages) {
-    fwd.shared.full[threadIdx.x].init(kCopyingThreads + kUnits * kWarpSize);
+    fwd.shared.full[threadIdx.x].init(Fwd::kCopyingThreads + kUnits * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();
   if (warpgroup == kUnits) {
-    cuda::leave_registers<104>();
+    cuda::leave_registers<dstate <= 64 ? 88 : 104>();
     fwd.move(at);
   } else {
-    cuda::take_registers<200>();
+    cuda::take_registers<dstate <= 64 ? 208 : 200>();
     fwd.multiply(at, warpgroup);
   }
 #endif

@@ -1,5 +1,5 @@
 // How the warps that move data hand a ring of stages in shared memory to those that multiply, and take it back: at two barriers
-// for each stage, `full` when all of it is there and `empty` when nobody reads it any more. Two warps copy, others make tables
+// for each stage, `full` when all of it is there and `empty` when nobody reads it any more. Some warps copy, others make tables
 // for the same stages; each runs ahead of the products by as many stages as there are.
 #pragma once
 
@@ -9,8 +9,6 @@
 #include "ssd/ssd_chunk.cuh"
 
 namespace ssm_kernels::ssd {
-
-constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
 
 // A stage, and how often the ring came round to it before.
 struct RingPosition {
@@ -56,27 +54,30 @@ __device__ __forceinline__ void supply_copies(int positions, int stages, cuda::S
   }
 }
 
-// By a warp that makes tables: make(position, stage, fetched) of what fetch(position, fetched) began to load two positions
-// before. `empty`: of the tables.
+// By a warp that makes tables: make(position, stage, fetched) of what fetch(position, fetched) began to load kFetchedAhead
+// positions before. `empty`: of the tables.
 template <typename Fetched, typename Fetch, typename Make>
 __device__ __forceinline__ void supply_tables(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
                                               const Fetch& fetch, const Make& make) {
+  constexpr int kFetchedAhead = 4;
   RingPosition at;
-  Fetched fetched[2];
-  const auto supply = [&](int position, Fetched& own) {
-    if (position >= positions) return;
-    if (position >= stages) empty[at.stage].wait(at.phase - 1);
-    make(position, at.stage, own);
-    full[at.stage].arrive();
-    if (position + 2 < positions) fetch(position + 2, own);
-    at.advance(stages);
-  };
-  if (positions > 0) fetch(0, fetched[0]);
-  if (positions > 1) fetch(1, fetched[1]);
+  Fetched fetched[kFetchedAhead];
+#pragma unroll
+  for (int i = 0; i < kFetchedAhead; ++i) {
+    if (i < positions) fetch(i, fetched[i]);
+  }
 #pragma unroll 1
-  for (int position = 0; position < positions; position += 2) {
-    supply(position, fetched[0]);
-    supply(position + 1, fetched[1]);
+  for (int first = 0; first < positions; first += kFetchedAhead) {
+#pragma unroll
+    for (int i = 0; i < kFetchedAhead; ++i) {
+      const int position = first + i;
+      if (position >= positions) return;
+      if (position >= stages) empty[at.stage].wait(at.phase - 1);
+      make(position, at.stage, fetched[i]);
+      full[at.stage].arrive();
+      if (position + kFetchedAhead < positions) fetch(position + kFetchedAhead, fetched[i]);
+      at.advance(stages);
+    }
   }
 }
 
