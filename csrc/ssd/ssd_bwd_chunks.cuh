@@ -9,8 +9,9 @@
 // and C.
 //
 // Of a third warpgroup one warp copies the units ahead to shared memory and one makes the tables of their decays
-// (ssd_supply.cuh). The third multiplies S with T, and g with x for the gradient of D, element by element: as the diagonal of a
-// matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A and dt_bias.
+// (ssd_supply.cuh). The first then multiplies g with x for the gradient of D, and the third S with T, element by element: as
+// the diagonal of a matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A
+// and dt_bias.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -105,12 +106,14 @@ __device__ __forceinline__ float sum_over_warp(float value) {
   return value;
 }
 
+constexpr int kTileRowBytes = sizeof(uint4) * Tile<kChunk>::kPartPieces;  // of a part
+
 // A lane's pairs of neighboring elements of a tile: in row lane.row + 8 half, of each block of 8 columns those that a product
 // would give it.
 class PairsOfTile {
  public:
   __device__ __forceinline__ explicit PairsOfTile(const Lane& lane)
-      : offset_(lane.row * kRowBytes + lane.quad * sizeof(uint4) + lane.pair * sizeof(uint32_t)) {}
+      : offset_(lane.row * kTileRowBytes + lane.quad * sizeof(uint4) + lane.pair * sizeof(uint32_t)) {}
 
   // The same of blocks that many further, of the same 8.
   __device__ __forceinline__ PairsOfTile moved(int blocks) const {
@@ -121,12 +124,12 @@ class PairsOfTile {
 
   template <int columns>
   __device__ __forceinline__ uint32_t& at(Tile<columns>& tile, int block, int half) const {
-    const int place = (offset_ ^ (block % 8 * int(sizeof(uint4)))) + block / 8 * (kChunk * kRowBytes) + half * 8 * kRowBytes;
+    const int place =
+        (offset_ ^ (block % 8 * int(sizeof(uint4)))) + block / 8 * (kChunk * kTileRowBytes) + half * 8 * kTileRowBytes;
     return *reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(&tile) + place);
   }
 
  private:
-  static constexpr int kRowBytes = sizeof(uint4) * Tile<kChunk>::kPartPieces;
   int offset_;
 };
 
@@ -138,25 +141,47 @@ __device__ __forceinline__ float2 diagonal(const float (&products)[2][4], const 
           is_there ? is_odd ? products[1][3] : products[1][2] : 0.0f};
 }
 
+// Where a lane's row of four 8 x 8 matrices lies, as for load_matrices, in 16 rows and 16 columns of a tile.
+class MatricesOfTile {
+ public:
+  // The four run along the columns first, or down the rows.
+  __device__ __forceinline__ MatricesOfTile(bool columns_first, const Lane& lane) {
+    const int row = columns_first ? lane.index / 16 * 8 + lane.index % 8 : lane.index % 16;
+    const int piece = columns_first ? lane.index / 8 % 2 : lane.index / 16;
+    offset_ = row * kTileRowBytes + (piece ^ row % 8) * int(sizeof(uint4));
+  }
+
+  template <int columns>
+  __device__ __forceinline__ const void* at(Tile<columns>& tile, int row_group, int column_group) const {
+    const int place = (offset_ ^ (column_group % 4 * 2 * int(sizeof(uint4)))) + column_group / 4 * (kChunk * kTileRowBytes) +
+                      row_group * 16 * kTileRowBytes;
+    return reinterpret_cast<const unsigned char*>(&tile) + place;
+  }
+
+ private:
+  int offset_;
+};
+
 // The sum over all elements of a product of two tiles, element by element, by one warp.
 template <typename Scalar, int columns>
 __device__ __forceinline__ float inner_product(Tile<columns>& first, Tile<columns>& second, const Lane& lane) {
-  constexpr int kAtOnce = 4;
-  float products[kAtOnce / 2][2][4] = {};
-#pragma unroll 1
-  for (int row = 0; row < kChunk; row += 16) {
-#pragma unroll 1
-    for (int group = 0; group < columns / 16; group += kAtOnce) {
-      uint32_t a[kAtOnce][4], b[kAtOnce][4];
+  const MatricesOfTile of_first(false, lane), of_second(true, lane);
+  constexpr int kGroupsOfPart = 4;
+  float products[2][2][4] = {};
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        cuda::load_matrices(a[k], first.rows_first(row, 2 * (group + k), lane.index));
-        cuda::load_matrices(b[k], second.rows_first(row, 2 * (group + k), lane.index));
+  for (int part = 0; part < columns / 16; part += kGroupsOfPart) {
+#pragma unroll
+    for (int row = 0; row < kChunk / 16; ++row) {
+      uint32_t a[kGroupsOfPart][4], b[kGroupsOfPart][4];
+#pragma unroll
+      for (int k = 0; k < kGroupsOfPart; ++k) {
+        cuda::load_matrices(a[k], of_first.at(first, row, part + k));
+        cuda::load_matrices(b[k], of_second.at(second, row, part + k));
       }
 #pragma unroll
-      for (int k = 0; k < kAtOnce; ++k) {
-        cuda::mma<Scalar>(products[k % 2][0], a[k], b[k][0], b[k][2]);
-        cuda::mma<Scalar>(products[k % 2][1], a[k], b[k][1], b[k][3]);
+      for (int k = 0; k < kGroupsOfPart; ++k) {
+        cuda::mma<Scalar>(products[k % 2][0], a[k], b[k][0], b[k][1]);
+        cuda::mma<Scalar>(products[k % 2][1], a[k], b[k][2], b[k][3]);
       }
     }
   }
@@ -202,13 +227,13 @@ struct BwdChunks {
     const Lane lane;
     switch (lane.warp) {
       case 0:
-        copy();
+        copy(lane);
         break;
       case 1:
         tabulate(lane);
         break;
       case 2:
-        multiply_elements(lane);
+        multiply_states(lane);
         break;
       default:
         end_units(lane);
@@ -498,8 +523,8 @@ struct BwdChunks {
     }
   }
 
-  __device__ __forceinline__ void copy() const {
-    const int thread = threadIdx.x % kWarpSize;
+  __device__ __forceinline__ void copy(const Lane& lane) const {
+    const int thread = lane.index;
     using HeadRows = RowCopier<kUnitRows, kWarpSize>;
     using GroupRows = RowCopier<dstate, kWarpSize>;
     const auto copy_of_group = [&](const RowsView& view, Image& tile) {
@@ -507,11 +532,11 @@ struct BwdChunks {
     };
     copy_of_group(p.B, shared.B);
     copy_of_group(p.C, shared.C);
-    UnitWalk walk{first_head};
+    UnitWalk walk{first_head}, landed{first_head};
     const int64_t first_image = slot * p.units + first_head * row_blocks;
     const Image* S = static_cast<const Image*>(p.states) + first_image;
     const Image* T = static_cast<const Image*>(p.grad_states) + first_image;
-    supply_copies(units, kStages, shared.full, shared.empty, [&](int, int stage) {
+    const auto start = [&](int, int stage) {
       Stage& target = shared.stages[stage];
       const int first_row = walk.row_block * kUnitRows;
       const auto copy_of_unit = [&](const RowsView& view, Tile<kUnitRows>& tile) {
@@ -528,6 +553,11 @@ struct BwdChunks {
       ++S;
       ++T;
       walk.advance(row_blocks);
+    };
+    supply_copies(units, kStages, shared.full, shared.empty, start, [&](int stage) {
+      __syncwarp();
+      if (p.grad_D_parts != nullptr) write_grad_D(landed, shared.stages[stage], lane);
+      landed.advance(row_blocks);
     });
   }
 
@@ -560,9 +590,7 @@ struct BwdChunks {
     float zeta[2], gain[2];
   };
 
-  // S T and g x.
-  __device__ __forceinline__ void multiply_elements(const Lane& lane) const {
-    UnitWalk walk{first_head};
+  __device__ __forceinline__ void multiply_states(const Lane& lane) const {
     RingPosition ring;
 #pragma unroll 1
     for (int index = 0; index < units; ++index) {
@@ -570,10 +598,8 @@ struct BwdChunks {
       Stage& tiles = shared.stages[ring.stage];
       const float states = inner_product<Scalar>(tiles.S, tiles.T, lane);
       if (lane.index == 0) shared.sums[ring.stage].states = states;
-      if (p.grad_D_parts != nullptr) write_grad_D(walk, tiles, lane);
       shared.empty[ring.stage].arrive();
       ring.advance(kStages);
-      walk.advance(row_blocks);
     }
   }
 
@@ -595,15 +621,17 @@ struct BwdChunks {
 
   // Over steps of g x.
   __device__ __forceinline__ void write_grad_D(const UnitWalk& walk, Stage& tiles, const Lane& lane) const {
+    const MatricesOfTile of_g(true, lane), of_x(false, lane);
     const int first_row = walk.row_block * kUnitRows;
-    float* const target = p.grad_D_parts + (slot * p.heads + walk.head) * p.headdim + first_row;
-#pragma unroll 1
+    float* const target = p.grad_D_parts + (slot * p.heads + walk.head) * p.headdim + first_row + lane.quad;
+    const int rows = lane.pair == lane.quad / 2 ? p.headdim - first_row - lane.quad : 0;
+#pragma unroll
     for (int group = 0; group < kUnitRows / 16; ++group) {
       uint32_t a[kStepGroups][4], b[kStepGroups][4];
 #pragma unroll
       for (int k = 0; k < kStepGroups; ++k) {
-        cuda::load_matrices_transposed(a[k], tiles.g.columns_first(16 * k, 2 * group, lane.index));
-        cuda::load_matrices_transposed(b[k], tiles.x.rows_first(16 * k, 2 * group, lane.index));
+        cuda::load_matrices_transposed(a[k], of_g.at(tiles.g, k, group));
+        cuda::load_matrices_transposed(b[k], of_x.at(tiles.x, k, group));
       }
       float products[2][4] = {};
 #pragma unroll
@@ -612,11 +640,8 @@ struct BwdChunks {
         cuda::mma<Scalar>(products[1], a[k], b[k][2], b[k][3]);
       }
       const float2 of_rows = diagonal(products, lane);
-      const int row = 16 * group + lane.quad;
-      if (lane.pair == lane.quad / 2) {
-        if (first_row + row < p.headdim) target[row] = of_rows.x;
-        if (first_row + row + 8 < p.headdim) target[row + 8] = of_rows.y;
-      }
+      if (16 * group < rows) target[16 * group] = of_rows.x;
+      if (16 * group + 8 < rows) target[16 * group + 8] = of_rows.y;
     }
   }
 
@@ -754,10 +779,10 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitT
   // By a shuffle the compiler sees that it is the same for all lanes.
   const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
   if (warpgroup == kHalves) {
-    cuda::leave_registers<88>();
+    cuda::leave_registers<dstate <= 64 ? 104 : 88>();
     chunks.move();
   } else {
-    cuda::take_registers<208>();
+    cuda::take_registers<dstate <= 64 ? 200 : 208>();
     chunks.multiply(warpgroup);
   }
 #endif

@@ -171,7 +171,6 @@ __device__ __forceinline__ void make_tables(const SsdParams& p, const HeadSteps&
                                             ChunkTables& tables) {
   const int lane = threadIdx.x % kWarpSize;
   float log2_decay[2], gain[2];
-  const bool begins[2] = {steps.resets[0] != 0, steps.resets[1] != 0};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const float d = steps.is_there[i] ? head.step_size(p, cuda::to_accumulate(steps.dt[i])) : 0.0f;
@@ -184,39 +183,64 @@ __device__ __forceinline__ void make_tables(const SsdParams& p, const HeadSteps&
       if constexpr (!Method::kUnitGain) gain[i] *= Method::gain(zeta, Method::basis(zeta));
     });
   }
-  // A sum ends with the first step, from the last, before which a sequence begins.
+  const bool begins[2] = {steps.resets[0] != 0, steps.resets[1] != 0};
   const unsigned begins_first = __ballot_sync(kWholeWarp, begins[0]);
   const unsigned begins_second = __ballot_sync(kWholeWarp, begins[1]);
+  const bool has_begun = (begins_first | begins_second) != 0;
+
+  // A sum ends with the first step, from the last, before which a sequence begins.
   float sum = begins[1] ? log2_decay[1] : log2_decay[0] + log2_decay[1];
-  bool is_cut = begins[0] || begins[1];
+  if (has_begun) {
+    bool is_cut = begins[0] || begins[1];
 #pragma unroll
-  for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const float earlier = __shfl_up_sync(kWholeWarp, sum, distance);
-    const bool earlier_is_cut = __shfl_up_sync(kWholeWarp, is_cut, distance);
-    if (lane >= distance) {
-      if (!is_cut) sum += earlier;
-      is_cut |= earlier_is_cut;
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const float earlier = __shfl_up_sync(kWholeWarp, sum, distance);
+      const bool earlier_is_cut = __shfl_up_sync(kWholeWarp, is_cut, distance);
+      if (lane >= distance) {
+        if (!is_cut) sum += earlier;
+        is_cut |= earlier_is_cut;
+      }
+    }
+  } else {
+#pragma unroll
+    for (int distance = 1; distance < kWarpSize; distance *= 2) {
+      const float earlier = __shfl_up_sync(kWholeWarp, sum, distance);
+      if (lane >= distance) sum += earlier;
     }
   }
   const float before = __shfl_up_sync(kWholeWarp, sum, 1);
   const float last = __shfl_sync(kWholeWarp, sum, kWarpSize - 1);
   const float decay[2] = {begins[0] || lane == 0 ? log2_decay[0] : before + log2_decay[0], sum};
-  const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
+  float from_start[2], to_end[2];
+  int first[2] = {};
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const int step = 2 * lane + i;
-    const unsigned first = begins_first & (earlier_lanes | this_lane);
-    const unsigned second = begins_second & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
-    const bool begins_later = first != begins_first || second != begins_second;
-    tables.log2_decay[step] = decay[i];
-    tables.gain[step] = gain[i];
-    tables.from_start[step] = (first | second) == 0 ? Math<float>::exp2(decay[i]) : 0.0f;
-    tables.to_end[step] = begins_later ? 0.0f : gain[i] * Math<float>::exp2(last - decay[i]);
-    tables.first[step] = max(0, max(2 * (31 - __clz(first)), 2 * (31 - __clz(second)) + 1));
+    from_start[i] = Math<float>::exp2(decay[i]);
+    to_end[i] = gain[i] * Math<float>::exp2(last - decay[i]);
   }
+  if (has_begun) {
+    const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const unsigned of_first = begins_first & (earlier_lanes | this_lane);
+      const unsigned of_second = begins_second & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
+      if ((of_first | of_second) != 0) from_start[i] = 0;
+      if (of_first != begins_first || of_second != begins_second) to_end[i] = 0;
+      first[i] = max(0, max(2 * (31 - __clz(of_first)), 2 * (31 - __clz(of_second)) + 1));
+    }
+  }
+  const auto store = [&](auto& table, const auto& values) {
+    table[2 * lane] = values[0];
+    table[2 * lane + 1] = values[1];
+  };
+  store(tables.log2_decay, decay);
+  store(tables.gain, gain);
+  store(tables.from_start, from_start);
+  store(tables.to_end, to_end);
+  store(tables.first, first);
   if (lane == 0) {
-    tables.has_begun = (begins_first | begins_second) != 0;
-    tables.whole = tables.has_begun ? 0.0f : Math<float>::exp2(last);
+    tables.has_begun = has_begun;
+    tables.whole = has_begun ? 0.0f : Math<float>::exp2(last);
   }
 }
 

@@ -22,10 +22,16 @@ struct RingPosition {
   }
 };
 
-// By the warps that copy: copy(position, stage) starts what one position takes.
-template <typename Copy>
+// By the warps that copy: copy(position, stage) starts what one position takes; landed(stage) follows when all of this thread's
+// copies are there, and nothing takes the stage from it.
+template <typename Copy, typename Landed>
 __device__ __forceinline__ void supply_copies(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
-                                              const Copy& copy) {
+                                              const Copy& copy, const Landed& landed) {
+  const auto hand_over = [&](int stage) {
+    cuda::publish_to_products();
+    full[stage].arrive();
+    landed(stage);
+  };
   // A stage is handed over while the next one's copies run, if it need not be taken back for them.
   const bool runs_ahead = stages > 2;
   RingPosition at;
@@ -37,21 +43,23 @@ __device__ __forceinline__ void supply_copies(int positions, int stages, cuda::S
     cuda::commit_async_copies();
     if (!runs_ahead) {
       cuda::wait_for_async_copies<0>();
-      cuda::publish_to_products();
-      full[at.stage].arrive();
+      hand_over(at.stage);
     } else if (position > 0) {
       cuda::wait_for_async_copies<1>();
-      cuda::publish_to_products();
-      full[previous].arrive();
+      hand_over(previous);
     }
     previous = at.stage;
     at.advance(stages);
   }
   if (runs_ahead && positions > 0) {
     cuda::wait_for_async_copies<0>();
-    cuda::publish_to_products();
-    full[previous].arrive();
+    hand_over(previous);
   }
+}
+template <typename Copy>
+__device__ __forceinline__ void supply_copies(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
+                                              const Copy& copy) {
+  supply_copies(positions, stages, full, empty, copy, [](int) {});
 }
 
 // By a warp that makes tables: make(position, stage, fetched) of what fetch(position, fetched) began to load kFetchedAhead
