@@ -106,33 +106,6 @@ __device__ __forceinline__ float sum_over_warp(float value) {
   return value;
 }
 
-constexpr int kTileRowBytes = sizeof(uint4) * Tile<kChunk>::kPartPieces;  // of a part
-
-// A lane's pairs of neighboring elements of a tile: in row lane.row + 8 half, of each block of 8 columns those that a product
-// would give it.
-class PairsOfTile {
- public:
-  __device__ __forceinline__ explicit PairsOfTile(const Lane& lane)
-      : offset_(lane.row * kTileRowBytes + lane.quad * sizeof(uint4) + lane.pair * sizeof(uint32_t)) {}
-
-  // The same of blocks that many further, of the same 8.
-  __device__ __forceinline__ PairsOfTile moved(int blocks) const {
-    PairsOfTile result = *this;
-    result.offset_ ^= blocks * int(sizeof(uint4));
-    return result;
-  }
-
-  template <int columns>
-  __device__ __forceinline__ uint32_t& at(Tile<columns>& tile, int block, int half) const {
-    const int place =
-        (offset_ ^ (block % 8 * int(sizeof(uint4)))) + block / 8 * (kChunk * kTileRowBytes) + half * 8 * kTileRowBytes;
-    return *reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(&tile) + place);
-  }
-
- private:
-  int offset_;
-};
-
 // The sums of the elements on the diagonals of the blocks (16 x 8) that follow one another in two products of a warp: those of
 // the first have the upper eight rows, those of the second the lower. Zero in lanes that have none.
 __device__ __forceinline__ float2 diagonal(const float (&products)[2][4], const Lane& lane) {
@@ -528,7 +501,8 @@ struct BwdChunks {
     using HeadRows = RowCopier<kUnitRows, kWarpSize>;
     using GroupRows = RowCopier<dstate, kWarpSize>;
     const auto copy_of_group = [&](const RowsView& view, Image& tile) {
-      GroupRows(at.template rows<Scalar>(view, group, 0), view.stride_step, p.dstate, thread).copy(tile, steps);
+      GroupRows(at.template rows<Scalar>(view, group, 0), view.stride_step, p.dstate, thread)
+          .copy(tile, steps, view.stride_step);
     };
     copy_of_group(p.B, shared.B);
     copy_of_group(p.C, shared.C);
@@ -541,7 +515,7 @@ struct BwdChunks {
       const int first_row = walk.row_block * kUnitRows;
       const auto copy_of_unit = [&](const RowsView& view, Tile<kUnitRows>& tile) {
         const Scalar* const source = at.template rows<Scalar>(view, walk.head, 0) + first_row;
-        HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, steps);
+        HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, steps, view.stride_step);
       };
       if (thread == 0) {
         shared.full[stage].arrive_expecting(sizeof(target.S) + sizeof(target.T));

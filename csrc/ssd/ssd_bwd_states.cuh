@@ -27,7 +27,7 @@ __device__ __forceinline__ int64_t first_slot(const SsdParams& p, int64_t entry)
 
 template <int dstate>
 struct StatesShared {
-  static constexpr int kStages = 3;
+  static constexpr int kStages = 4;
   struct Stage {
     Tile<dstate> of_group;
     Tile<kUnitRows> of_unit[kUnits];
@@ -78,18 +78,19 @@ struct BwdStates {
     const RowsView &of_group = is_reverse ? p.C : p.B, &of_unit = is_reverse ? p.grad_out : p.x;
     const int first = at.chunks > 0 ? chunk_at(0) : 0;
     RowCopier<dstate, kCopyingThreads> copy_of_group(at.template rows<Scalar>(of_group, at.group, first), of_group.stride_step,
-                                                     p.dstate, thread, is_reverse);
+                                                     p.dstate, thread);
     const auto copier_of_unit = [&](const Unit& unit) {
       return RowCopier<kUnitRows, kCopyingThreads>(at.template rows<Scalar>(of_unit, unit.head, first) + unit.first_row,
-                                                   of_unit.stride_step, unit.rows, thread, is_reverse);
+                                                   of_unit.stride_step, unit.rows, thread);
     };
     RowCopier<kUnitRows, kCopyingThreads> copy_of_units[kUnits] = {copier_of_unit(unit_at(0)), copier_of_unit(unit_at(1))};
     supply_copies(at.chunks, kStages, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stages[stage];
       const int steps = at.steps_of(chunk_at(position));
-      copy_of_group.copy(target.of_group, steps);
+      copy_of_group.copy(target.of_group, steps, of_group.stride_step, is_reverse);
 #pragma unroll
-      for (int index = 0; index < kUnits; ++index) copy_of_units[index].copy(target.of_unit[index], steps);
+      for (int index = 0; index < kUnits; ++index)
+        copy_of_units[index].copy(target.of_unit[index], steps, of_unit.stride_step, is_reverse);
     });
   }
 
@@ -97,6 +98,7 @@ struct BwdStates {
   __device__ __forceinline__ void multiply(int index) {
     const Unit unit(p, partition.row_blocks, at, index);
     const Lane lane;
+    const PairsOfTile pairs(lane);
     State<dstate> state;
     state.load(p, states_of(p, is_reverse ? p.grad_final_states : p.initial_states, at.entry), unit, lane);
     const int64_t slot_of_sequence = first_slot(p, at.entry);
@@ -113,7 +115,7 @@ struct BwdStates {
       const float (&weights)[kChunk] = is_reverse ? tables.from_start : tables.to_end;
 
       Tile<dstate>& rounded = shared.rounded[index][position % 2];
-      state.template round<Scalar>(rounded, lane);
+      state.template round<Scalar>(rounded, pairs);
       uint32_t weighed[kStepGroups][4], rest[kStepGroups][4];
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {

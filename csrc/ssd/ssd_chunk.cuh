@@ -56,35 +56,33 @@ struct Tile {
 template <int columns, int threads>
 class RowCopier {
  public:
-  // From a chunk at `source` on, or back, rows of that many elements; a tile's other columns become zeros.
-  __device__ __forceinline__ RowCopier(const void* source, int64_t stride_step, int elements, int thread,
-                                       bool is_reverse = false)
+  // From a chunk at `source`, rows of that many elements; a tile's other columns become zeros.
+  __device__ __forceinline__ RowCopier(const void* source, int64_t stride_step, int elements, int thread)
       : column_(thread % kPieces),
         row_(thread / kPieces),
         is_there_(column_ * kPieceElements < elements),
-        source_(static_cast<const unsigned short*>(source) + (is_there_ ? column_ * kPieceElements + row_ * stride_step : 0)),
-        stride_(is_there_ ? kRows * stride_step : 0),
-        is_reverse_(is_reverse) {}
+        source_(static_cast<const unsigned short*>(source) + column_ * kPieceElements + row_ * stride_step) {}
 
-  // Starts the copies of the next chunk, of which only the first `steps` rows exist; the others become zeros.
-  __device__ __forceinline__ void copy(Tile<columns>& tile, int steps) {
+  // Starts the copies of a chunk, of which only the first `steps` rows exist; the others become zeros. Then goes on to the
+  // next, or the one before.
+  __device__ __forceinline__ void copy(Tile<columns>& tile, int steps, int64_t stride_step, bool is_reverse = false) {
     const unsigned short* source = source_;
     if (steps == kChunk) {
       const int bytes = is_there_ ? cuda::kAsyncCopyBytes : 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
         cuda::async_copy(tile.piece(row_ + i * kRows, column_), source, bytes);
-        source += stride_;
+        source += kRows * stride_step;
       }
     } else {
 #pragma unroll 1
       for (int i = 0; i < kCopies; ++i) {
         const bool exists = is_there_ && row_ + i * kRows < steps;
         cuda::async_copy(tile.piece(row_ + i * kRows, column_), source, exists ? cuda::kAsyncCopyBytes : 0);
-        if (exists) source += stride_;
+        source += kRows * stride_step;
       }
     }
-    source_ += is_reverse_ ? -kCopies * stride_ : kCopies * stride_;
+    source_ += is_reverse ? -kChunk * stride_step : kChunk * stride_step;
   }
 
  private:
@@ -95,8 +93,6 @@ class RowCopier {
   int column_, row_;
   bool is_there_;
   const unsigned short* source_;
-  int64_t stride_;
-  bool is_reverse_;
 };
 
 // Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of

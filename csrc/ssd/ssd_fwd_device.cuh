@@ -26,6 +26,33 @@ struct Lane {
   }
 };
 
+constexpr int kTileRowBytes = sizeof(uint4) * Tile<kChunk>::kPartPieces;  // of a part
+
+// A lane's pairs of neighboring elements of a tile: in row lane.row + 8 half, of each block of 8 columns those that a product
+// would give it.
+class PairsOfTile {
+ public:
+  __device__ __forceinline__ explicit PairsOfTile(const Lane& lane)
+      : offset_(lane.row * kTileRowBytes + lane.quad * sizeof(uint4) + lane.pair * sizeof(uint32_t)) {}
+
+  // The same of blocks that many further, of the same 8.
+  __device__ __forceinline__ PairsOfTile moved(int blocks) const {
+    PairsOfTile result = *this;
+    result.offset_ ^= blocks * int(sizeof(uint4));
+    return result;
+  }
+
+  template <int columns>
+  __device__ __forceinline__ uint32_t& at(Tile<columns>& tile, int block, int half) const {
+    const int place =
+        (offset_ ^ (block % 8 * int(sizeof(uint4)))) + block / 8 * (kChunk * kTileRowBytes) + half * 8 * kTileRowBytes;
+    return *reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(&tile) + place);
+  }
+
+ private:
+  int offset_;
+};
+
 // Of the matrices of several sequences, those of one: null of null.
 template <typename Pointer>
 __device__ __forceinline__ Pointer* states_of(const SsdParams& p, Pointer* states, int64_t entry) {
@@ -123,13 +150,12 @@ struct State {
 
   // To a tile whose rows are the unit's.
   template <typename Scalar>
-  __device__ __forceinline__ void round(Tile<dstate>& tile, const Lane& lane) const {
+  __device__ __forceinline__ void round(Tile<dstate>& tile, const PairsOfTile& pairs) const {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        reinterpret_cast<uint32_t*>(tile.piece(lane.row + 8 * half, n))[lane.pair] =
-            cuda::pack<Scalar>(values[n][2 * half], values[n][2 * half + 1]);
+        pairs.at(tile, n, half) = cuda::pack<Scalar>(values[n][2 * half], values[n][2 * half + 1]);
       }
     }
   }
@@ -153,28 +179,56 @@ __device__ __forceinline__ void clear_left_of_diagonal(Tile<kChunk>& products, c
   }
 }
 
+// Of a lane's elements of M^T, a bit for each: whether step j, the row, is not after i, the column, and in its sequence.
+class PairMask {
+ public:
+  __device__ __forceinline__ explicit PairMask(const Lane& lane) {
+    for_each(lane, [&](uint32_t bit, int row, int step) { causal_ |= row <= step ? bit : 0; });
+  }
+
+  __device__ __forceinline__ uint32_t of(const ChunkTables& tables, const Lane& lane) const {
+    if (!tables.has_begun) return causal_;
+    uint32_t mask = causal_;
+    for_each(lane, [&](uint32_t bit, int row, int step) { mask &= row < tables.first[step] ? ~bit : ~0u; });
+    return mask;
+  }
+
+  static __device__ __forceinline__ constexpr uint32_t bit(int block, int half, int element) {
+    return 1u << (4 * block + 2 * half + element);
+  }
+
+ private:
+  template <typename Body>
+  static __device__ __forceinline__ void for_each(const Lane& lane, const Body& body) {
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) body(bit(n, i / 2, i % 2), lane.row + i / 2 * 8, 8 * n + 2 * lane.pair + i % 2);
+    }
+  }
+
+  uint32_t causal_ = 0;
+};
+
 // M^T from (B C^T)^T, this warp's rows, to shared memory.
 template <typename Scalar>
-__device__ __forceinline__ void weigh_products(const float (&m)[kStepBlocks][4], const ChunkTables& tables, const Lane& lane,
-                                               Tile<kChunk>& products) {
+__device__ __forceinline__ void weigh_products(const float (&m)[kStepBlocks][4], const ChunkTables& tables, uint32_t mask,
+                                               const PairsOfTile& pairs, const Lane& lane, Tile<kChunk>& products) {
   const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
   const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
 #pragma unroll
   for (int n = 0; n < kStepBlocks; ++n) {
     if (n / 2 < lane.warp) continue;
-    const int step = 8 * n + 2 * lane.pair;
-    const auto at_step = *reinterpret_cast<const float2*>(&tables.log2_decay[step]);
-    const auto first = *reinterpret_cast<const int2*>(&tables.first[step]);
+    const auto at_step = *reinterpret_cast<const float2*>(&tables.log2_decay[8 * n + 2 * lane.pair]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int row = lane.row + 8 * half;
-      const auto weigh = [&](float product, float at_step, int step, int first) {
-        const float weighed = Math<float>::exp2(at_step - log2_decay[half]) * gain[half] * product;
-        return static_cast<unsigned>(row - first) <= static_cast<unsigned>(step - first) ? weighed : 0.0f;
-      };
-      const float low = weigh(m[n][2 * half], at_step.x, step, first.x);
-      const float high = weigh(m[n][2 * half + 1], at_step.y, step + 1, first.y);
-      reinterpret_cast<uint32_t*>(products.piece(row, n))[lane.pair] = cuda::pack<Scalar>(low, high);
+      float weighed[2];
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const float decay = Math<float>::exp2((e == 0 ? at_step.x : at_step.y) - log2_decay[half]);
+        weighed[e] = (mask & PairMask::bit(n, half, e)) != 0 ? decay * gain[half] * m[n][2 * half + e] : 0.0f;
+      }
+      pairs.at(products, n, half) = cuda::pack<Scalar>(weighed[0], weighed[1]);
     }
   }
 }

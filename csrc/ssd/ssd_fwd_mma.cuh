@@ -57,11 +57,11 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
       auto& target = *stage_at(slot);
       const auto copy_state_rows = [&](Tile<dstate>& tile, const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
-        RowCopier<dstate, kThreads>(source, view.stride_step, p.dstate, threadIdx.x).copy(tile, steps);
+        RowCopier<dstate, kThreads>(source, view.stride_step, p.dstate, threadIdx.x).copy(tile, steps, view.stride_step);
       };
       const auto copy_head_rows = [&](Tile<kUnitRows>& tile, const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, unit.head, chunk) + unit.first_row;
-        RowCopier<kUnitRows, kUnitThreads>(source, view.stride_step, unit.rows, thread).copy(tile, steps);
+        RowCopier<kUnitRows, kUnitThreads>(source, view.stride_step, unit.rows, thread).copy(tile, steps, view.stride_step);
       };
       copy_state_rows(target.B, p.B);
       if constexpr (!states_only) copy_state_rows(target.C, p.C);
@@ -95,6 +95,8 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     state.begin(p, partition, at, unit, lane);
   }
   OutWriter<Scalar> out(p, at, unit, lane);
+  const PairsOfTile pairs(lane);
+  const PairMask pair_mask(lane);
   float decay_of_segment = 1;
 
 #pragma unroll 1
@@ -133,7 +135,7 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
             cuda::mma<Scalar>(m[2 * i + 1], b, c[2], c[3]);
           }
         }
-        weigh_products<Scalar>(m, tables, lane, own.products);
+        weigh_products<Scalar>(m, tables, pair_mask.of(tables, lane), pairs, lane, own.products);
       }
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {

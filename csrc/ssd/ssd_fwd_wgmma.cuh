@@ -100,12 +100,12 @@ struct WgmmaFwd {
     supply_copies(at.chunks, partition.stages, shared.full, shared.empty, [&](int chunk, int slot) {
       Stage& target = stage(slot);
       const int steps = at.steps_of(chunk);
-      copy_B.copy(target.B, steps);
-      if constexpr (!states_only) copy_C.copy(target.C, steps);
+      copy_B.copy(target.B, steps, p.B.stride_step);
+      if constexpr (!states_only) copy_C.copy(target.C, steps, p.C.stride_step);
 #pragma unroll
       for (int index = 0; index < kUnits; ++index) {
-        copy_x[index].copy(target.x[index], steps);
-        if (has_gate) copy_z[index].copy(*z_tile(slot, index), steps);
+        copy_x[index].copy(target.x[index], steps, p.x.stride_step);
+        if (has_gate) copy_z[index].copy(*z_tile(slot, index), steps, p.z.stride_step);
       }
     });
   }
@@ -124,6 +124,8 @@ struct WgmmaFwd {
     float decay_of_segment = 1;
     Tile<kChunk>& products = shared.products[index];
     if constexpr (!states_only) clear_left_of_diagonal(products, lane);
+    const PairsOfTile pairs(lane);
+    const PairMask pair_mask(lane);
 
     RingPosition ring;
 #pragma unroll 1
@@ -137,6 +139,7 @@ struct WgmmaFwd {
       const auto columns = [](uint64_t operand, int group) { return operand + (group / 4 * kPartBytes + group % 4 * 32) / 16; };
       const auto rows = [](uint64_t operand, int group) { return operand + group * 16 * 128 / 16; };
 
+      const uint32_t mask = pair_mask.of(tables, lane);
       float y[kStepBlocks][4];
       if constexpr (!states_only) {
         float m[kStepBlocks][4];
@@ -155,7 +158,7 @@ struct WgmmaFwd {
         cuda::wait_for_products<1>(m);
         // All warps have done with the M^T of the chunk before.
         cuda::barrier_sync(1 + index, kUnitThreads);
-        weigh_products<Scalar>(m, tables, lane, products);
+        weigh_products<Scalar>(m, tables, mask, pairs, lane, products);
         cuda::publish_to_products();
       }
 
@@ -223,10 +226,10 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   }
   __syncthreads();
   if (warpgroup == kUnits) {
-    cuda::leave_registers<dstate <= 64 ? 88 : 104>();
+    cuda::leave_registers<88>();
     fwd.move(at);
   } else {
-    cuda::take_registers<dstate <= 64 ? 208 : 200>();
+    cuda::take_registers<208>();
     fwd.multiply(at, warpgroup);
   }
 #endif
