@@ -218,10 +218,11 @@ def ssd_chunk_scan(
         than ``vmap`` are not supported and raise.
 
     States and sums are float32 (float64 with float64 inputs), and exponents are summed in float64: strong decay, weak decay and
-    length cost no accuracy. (16-bit inputs on CUDA with up to 128 states: in float32, within a chunk, and three operands are
-    rounded to 16 bits; docs/ssd.md.) Only the inputs are kept for gradients; backward computes the states again. The values of
-    ``cu_seqlens`` are read on the host, but by forward while a CUDA graph is being captured. Under autocast ``x``, ``dt``,
-    ``B``, ``C`` and ``z`` are cast to its dtype, parameters and states to float32.
+    length cost no accuracy. (16-bit inputs on CUDA with up to 128 states: in float32, within a chunk, and some operands are
+    rounded to 16 bits, on compute capability 9.0 in backward too; docs/ssd.md.) Only the inputs are kept for gradients;
+    backward computes the states again. The values of ``cu_seqlens`` are read on the host, but for these inputs by forward not
+    while a CUDA graph is being captured, and on 9.0 by backward never. Under autocast ``x``, ``dt``, ``B``, ``C`` and ``z`` are
+    cast to its dtype, parameters and states to float32.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,

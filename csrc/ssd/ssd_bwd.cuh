@@ -17,8 +17,8 @@
 // are too few for the device, a group's heads are shared out to several blocks, whose sums are added in order afterwards.
 // Nothing is added atomically.
 //
-// The first sum of grad zeta is a running one: with every step t its own pairs (t, i > t) come in and (j < t, t) go out. The
-// sums are of fp32, the differences lose no more than that.
+// The first sum of grad zeta is a running one: with every step t its own pairs (t, i > t) come in and (j < t, t) go out. It is
+// of fp32, and so are the differences; after a step that leaves less of them than they are exact to, it is zero.
 #pragma once
 
 #include "ssd/ssd_bwd_chunks.cuh"

@@ -20,21 +20,12 @@
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
 #include "ssd/ssd_bwd_states.cuh"
+#include "ssd/ssd_bwd_sums.cuh"
 
 namespace ssm_kernels::ssd {
 
-constexpr int kHalves = 2, kHalfChunk = kChunk / kHalves, kHalfBlocks = kHalfChunk / 8;
+constexpr int kHalfChunk = kChunk / kHalves, kHalfBlocks = kHalfChunk / 8;
 static_assert(kUnitRows == kChunk, "x and g, the decays between steps, and S and T are tiles of as many rows");
-
-// What a unit's products leave of each step, and of the chunk.
-struct StepSums {
-  // With V = x_j . g_i (C_i . B_j) e^(s_i - s_j): over i > j, of each half of these; for i = j; and over j < i, times c_j, of
-  // each warp's j.
-  float later[kHalves][kChunk], same[kChunk], earlier[kUnitWarps][kChunk];
-  float read_state[kHalves][kChunk];  // g_i . S C_i, of each half of the states
-  float grad_state[kHalves][kChunk];  // x_j . T B_j, likewise
-  float states;                       // <S, T>
-};
 
 template <int dstate>
 struct ChunksShared {
@@ -43,17 +34,11 @@ struct ChunksShared {
     Tile<kUnitRows> x, g;
     Tile<dstate> S, T;
   };
-  struct Tables {
-    ChunkTables steps;
-    float dt[kChunk];
-    float D[kUnitRows];
-    HeadSteps head;
-  };
   Tile<dstate> B, C;
   Stage stages[kStages];
   // M^T of two units in turn; in the end W^T, and what rounding it leaves.
   Tile<kChunk> weights[2];
-  Tables tables[kStages];
+  UnitTables tables[kStages];
   StepSums sums[kStages];
   cuda::SharedBarrier full[kStages], empty[kStages], tables_empty[kStages];
 };
@@ -72,101 +57,11 @@ struct UnitWalk {
   }
 };
 
-// Sums of four numbers over the four lanes of a row: each has the one of its `pair`.
-__device__ __forceinline__ float sum_over_row(const float (&values)[4], const Lane& lane) {
-  const bool is_odd = lane.pair % 2 != 0, is_upper = lane.pair >= 2;
-  float kept[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float own = is_upper ? values[2 + i] : values[i], other = is_upper ? values[i] : values[2 + i];
-    kept[i] = own + __shfl_xor_sync(kWholeWarp, other, 2);
-  }
-  return (is_odd ? kept[1] : kept[0]) + __shfl_xor_sync(kWholeWarp, is_odd ? kept[0] : kept[1], 1);
-}
-// Sums of eight numbers over the eight lanes of a warp with the same `pair`: each has the one that sum_index names.
-__device__ __forceinline__ float sum_over_column(float (&values)[8], const Lane& lane) {
-#pragma unroll
-  for (int step = 0; step < 3; ++step) {
-    const int kept = 4 >> step, distance = 16 >> step;
-    const bool is_upper = (lane.index & distance) != 0;
-#pragma unroll
-    for (int k = 0; k < kept; ++k) {
-      const float own = is_upper ? values[k + kept] : values[k];
-      values[k] = own + __shfl_xor_sync(kWholeWarp, is_upper ? values[k] : values[k + kept], distance);
-    }
-  }
-  return values[0];
-}
-__device__ __forceinline__ int sum_index(const Lane& lane) {
-  return (lane.index & 16) / 4 + (lane.index & 8) / 4 + (lane.index & 4) / 4;
-}
-__device__ __forceinline__ float sum_over_warp(float value) {
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kWholeWarp, value, distance);
-  return value;
-}
-
-// The sums of the elements on the diagonals of the blocks (16 x 8) that follow one another in two products of a warp: those of
-// the first have the upper eight rows, those of the second the lower. Zero in lanes that have none.
-__device__ __forceinline__ float2 diagonal(const float (&products)[2][4], const Lane& lane) {
-  const bool is_odd = lane.quad % 2 != 0, is_there = lane.pair == lane.quad / 2;
-  return {is_there ? is_odd ? products[0][1] : products[0][0] : 0.0f,
-          is_there ? is_odd ? products[1][3] : products[1][2] : 0.0f};
-}
-
-// Where a lane's row of four 8 x 8 matrices lies, as for load_matrices, in 16 rows and 16 columns of a tile.
-class MatricesOfTile {
- public:
-  // The four run along the columns first, or down the rows.
-  __device__ __forceinline__ MatricesOfTile(bool columns_first, const Lane& lane) {
-    const int row = columns_first ? lane.index / 16 * 8 + lane.index % 8 : lane.index % 16;
-    const int piece = columns_first ? lane.index / 8 % 2 : lane.index / 16;
-    offset_ = row * kTileRowBytes + (piece ^ row % 8) * int(sizeof(uint4));
-  }
-
-  template <int columns>
-  __device__ __forceinline__ const void* at(Tile<columns>& tile, int row_group, int column_group) const {
-    const int place = (offset_ ^ (column_group % 4 * 2 * int(sizeof(uint4)))) + column_group / 4 * (kChunk * kTileRowBytes) +
-                      row_group * 16 * kTileRowBytes;
-    return reinterpret_cast<const unsigned char*>(&tile) + place;
-  }
-
- private:
-  int offset_;
-};
-
-// The sum over all elements of a product of two tiles, element by element, by one warp.
-template <typename Scalar, int columns>
-__device__ __forceinline__ float inner_product(Tile<columns>& first, Tile<columns>& second, const Lane& lane) {
-  const MatricesOfTile of_first(false, lane), of_second(true, lane);
-  constexpr int kGroupsOfPart = 4;
-  float products[2][2][4] = {};
-#pragma unroll
-  for (int part = 0; part < columns / 16; part += kGroupsOfPart) {
-#pragma unroll
-    for (int row = 0; row < kChunk / 16; ++row) {
-      uint32_t a[kGroupsOfPart][4], b[kGroupsOfPart][4];
-#pragma unroll
-      for (int k = 0; k < kGroupsOfPart; ++k) {
-        cuda::load_matrices(a[k], of_first.at(first, row, part + k));
-        cuda::load_matrices(b[k], of_second.at(second, row, part + k));
-      }
-#pragma unroll
-      for (int k = 0; k < kGroupsOfPart; ++k) {
-        cuda::mma<Scalar>(products[k % 2][0], a[k], b[k][0], b[k][1]);
-        cuda::mma<Scalar>(products[k % 2][1], a[k], b[k][2], b[k][3]);
-      }
-    }
-  }
-  const float2 even = diagonal(products[0], lane), odd = diagonal(products[1], lane);
-  return sum_over_warp((even.x + even.y) + (odd.x + odd.y));
-}
-
 template <typename Scalar, int dstate>
 struct BwdChunks {
   using Shared = ChunksShared<dstate>;
   using Stage = typename Shared::Stage;
-  using Tables = typename Shared::Tables;
+  using Tables = UnitTables;
   using Image = Tile<dstate>;
   static constexpr int kStages = Shared::kStages;
   static constexpr int kPartBytes = sizeof(uint4) * kChunk * 8;
@@ -188,12 +83,6 @@ struct BwdChunks {
   }
   static __device__ __forceinline__ uint64_t rows(uint64_t operand, int group) { return operand + group * 16 * 128 / 16; }
   static __device__ __forceinline__ uint64_t describe(const void* tile) { return cuda::describe_operand(tile, kPartBytes); }
-
-  // The decay from a step to the chunk's last: zero if a sequence begins between.
-  static __device__ __forceinline__ float decay_to_end(const ChunkTables& tables, int step) {
-    const float decay = Math<float>::exp2(tables.log2_decay[kChunk - 1] - tables.log2_decay[step]);
-    return step >= tables.first[kChunk - 1] ? decay : 0.0f;
-  }
 
   // The warpgroup after the multipliers'.
   __device__ __forceinline__ void move() const {
@@ -559,11 +448,6 @@ struct BwdChunks {
         });
   }
 
-  // Of a lane's two steps of one head, summed over its units.
-  struct StepGradients {
-    float zeta[2], gain[2];
-  };
-
   __device__ __forceinline__ void multiply_states(const Lane& lane) const {
     RingPosition ring;
 #pragma unroll 1
@@ -585,8 +469,8 @@ struct BwdChunks {
     for (int index = 0; index < units; ++index) {
       shared.empty[ring.stage].wait(ring.phase);
       const Tables& tables = shared.tables[ring.stage];
-      end_unit(tables.steps, shared.sums[ring.stage], lane, grads);
-      if (walk.is_last_of_head(row_blocks)) end_head(walk.head, tables, lane, grads);
+      add_step_gradients(tables.steps, shared.sums[ring.stage], lane, grads);
+      if (walk.is_last_of_head(row_blocks)) write_step_gradients<Scalar>(p, at, slot, walk.head, tables, lane, grads);
       shared.tables_empty[ring.stage].arrive();
       ring.advance(kStages);
       walk.advance(row_blocks);
@@ -616,87 +500,6 @@ struct BwdChunks {
       const float2 of_rows = diagonal(products, lane);
       if (16 * group < rows) target[16 * group] = of_rows.x;
       if (16 * group + 8 < rows) target[16 * group + 8] = of_rows.y;
-    }
-  }
-
-  __device__ __forceinline__ void end_unit(const ChunkTables& tables, const StepSums& sums, const Lane& lane,
-                                           StepGradients& grads) const {
-    // Below it the rounding of the running sums over pairs is more than what is left of them.
-    constexpr float kForgottenLog2Decay = -24;
-    float pairs[2], before[2], from[2];
-    bool is_forgotten[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int step = 2 * lane.index + i;
-      const float gain = tables.gain[step], later = sums.later[0][step] + sums.later[1][step];
-      const float grad_state = (sums.grad_state[0][step] + sums.grad_state[1][step]) * decay_to_end(tables, step);
-      const float earlier = (sums.earlier[0][step] + sums.earlier[1][step]) + (sums.earlier[2][step] + sums.earlier[3][step]);
-      grads.gain[i] += later + sums.same[step] + grad_state;
-      pairs[i] = fmaf(gain, later, -earlier);
-      before[i] = gain * grad_state;
-      from[i] = tables.from_start[step] * (sums.read_state[0][step] + sums.read_state[1][step]);
-      is_forgotten[i] =
-          step == tables.first[step] || tables.log2_decay[step] - tables.log2_decay[step - 1] < kForgottenLog2Decay;
-    }
-    // Running sums: of `pairs` and `before` up to a step, of `from` from there on.
-    float pairs_up_to = pairs[0] + pairs[1], up_to = before[0] + before[1], from_on = from[0] + from[1];
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const float more_pairs = __shfl_up_sync(kWholeWarp, pairs_up_to, distance);
-      const float earlier = __shfl_up_sync(kWholeWarp, up_to, distance);
-      const float later = __shfl_down_sync(kWholeWarp, from_on, distance);
-      if (lane.index >= distance) {
-        pairs_up_to += more_pairs;
-        up_to += earlier;
-      }
-      if (lane.index + distance < kWarpSize) from_on += later;
-    }
-    const auto of_lane_before = [&](float value) {
-      const float shifted = __shfl_up_sync(kWholeWarp, value, 1);
-      return lane.index == 0 ? 0.0f : shifted;
-    };
-    const float pairs_before = of_lane_before(pairs_up_to), sum_before = of_lane_before(up_to);
-    const float from_next = __shfl_down_sync(kWholeWarp, from_on, 1);
-    const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
-    const float through = tables.has_begun ? 0.0f : tables.whole * sums.states;
-    grads.zeta[0] += (is_forgotten[0] ? 0.0f : pairs_before) + (sum_before + from_on + through);
-    grads.zeta[1] +=
-        (is_forgotten[1] ? 0.0f : pairs_before + pairs[0]) + (sum_before + before[0]) + (sum_after + from[1]) + through;
-  }
-
-  // Writes the gradient of dt, and the chunk's part of those of A and dt_bias.
-  __device__ __forceinline__ void end_head(int64_t head, const Tables& tables, const Lane& lane, StepGradients& grads) const {
-    const HeadSteps& of_head = tables.head;
-    float grad_A = 0, grad_bias = 0;
-    Scalar* const target = at.template rows<Scalar>(p.grad_dt, head, 0);
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int step = 2 * lane.index + i;
-      const float dt = tables.dt[step], unlimited = of_head.before_limits(p, dt), d = of_head.step_size(p, dt);
-      const float zeta = d * of_head.A;
-      // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
-      float by_size = 0, by_A = 0;
-      visit_exponential(p.discretization, [&](auto method) {
-        using Method = decltype(method);
-        const float basis = Method::basis(zeta);
-        const auto derivatives = Method::derivatives(zeta, basis, Method::gain(zeta, basis));
-        by_size = fmaf(grads.zeta[i], of_head.A, grads.gain[i] * derivatives.z_gain);
-        by_A = fmaf(grads.gain[i] * d, derivatives.gain, grads.zeta[i]) * d;
-      });
-      float grad = unlimited < p.dt_min || unlimited > p.dt_max ? 0.0f : by_size;
-      if (p.dt_softplus) grad *= softplus_derivative(dt + of_head.dt_bias);
-      if (step < steps) {
-        grad_A += by_A;
-        grad_bias += grad;
-        if (p.grad_dt.data != nullptr) target[step * p.grad_dt.stride_step] = cuda::from_accumulate<Scalar>(grad);
-      }
-    }
-    grads = {};
-    grad_A = sum_over_warp(grad_A);
-    grad_bias = sum_over_warp(grad_bias);
-    if (lane.index == 0) {
-      p.grad_A_parts[slot * p.heads + head] = grad_A;
-      p.grad_bias_parts[slot * p.heads + head] = grad_bias;
     }
   }
 };
@@ -753,10 +556,10 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitT
   // By a shuffle the compiler sees that it is the same for all lanes.
   const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
   if (warpgroup == kHalves) {
-    cuda::leave_registers<dstate <= 64 ? 104 : 88>();
+    cuda::leave_registers<104>();
     chunks.move();
   } else {
-    cuda::take_registers<dstate <= 64 ? 200 : 208>();
+    cuda::take_registers<200>();
     chunks.multiply(warpgroup);
   }
 #endif

@@ -250,7 +250,7 @@ bool has_backward_kernels(const at::Tensor& x) {
   return x.scalar_type() == at::kHalf ? has_ssd_bwd_kernels<__half>() : has_ssd_bwd_kernels<__nv_bfloat16>();
 }
 
-void run_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads) {
+void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads) {
   const Inputs& in = bwd.in;
   const int64_t batch = in.x.size(0), chunks = at::ceil_div<int64_t>(in.x.size(1), kChunk);
   const int64_t bytes_of_entry = 2 * chunks * in.x.size(2) * in.x.size(3) * in.B.size(3) * in.x.element_size();
@@ -271,9 +271,9 @@ void run_backward(const BwdInputs& bwd, Discretization method, const GradTensors
       add(sums.D, more.D);
     }
   }
-  if (bwd.needs_grad[kGradA]) grads[kGradA].copy_(sums.A);
-  if (bwd.needs_grad[kGradDtBias]) grads[kGradDtBias].copy_(sums.dt_bias);
-  if (bwd.needs_grad[kGradD]) grads[kGradD].copy_(in.D->dim() == 1 ? sums.D.sum(1) : sums.D);
+  if (bwd.needs_grad[kGradA]) grads[kGradA] = sums.A;
+  if (bwd.needs_grad[kGradDtBias]) grads[kGradDtBias] = sums.dt_bias;
+  if (bwd.needs_grad[kGradD]) grads[kGradD] = in.D->dim() == 1 ? sums.D.sum(1) : sums.D.contiguous();
 }
 
 }  // namespace ssm_kernels::ssd

@@ -14,7 +14,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
-#include "ssd/ssd_fwd_device.cuh"
+#include "ssd/ssd_fragments.cuh"
 #include "ssd/ssd_supply.cuh"
 
 namespace ssm_kernels::ssd {

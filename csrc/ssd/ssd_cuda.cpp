@@ -53,7 +53,7 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
   const c10::cuda::CUDAGuard guard(bwd.in.x.device());
   const bool has_elements = bwd.in.x.numel() > 0 && bwd.in.B.numel() > 0;
   if (prefers_mma || !has_elements || !are_for_kernels(bwd.in) || !has_backward_kernels(bwd.in.x)) return bwd_aten(bwd);
-  const GradTensors grads = allocate_bwd(bwd);
+  GradTensors grads = allocate_bwd(bwd);
   run_backward(bwd, method, grads);
   return std::tuple_cat(grads);
 }

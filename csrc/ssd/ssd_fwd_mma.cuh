@@ -7,7 +7,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
-#include "ssd/ssd_fwd_device.cuh"
+#include "ssd/ssd_fragments.cuh"
 
 namespace ssm_kernels::ssd {
 

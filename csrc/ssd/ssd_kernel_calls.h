@@ -9,6 +9,7 @@ void run_forward(const Inputs& in, Discretization method, const FwdOutputs& outp
 
 // Whether the device has the products of backward's kernels.
 bool has_backward_kernels(const at::Tensor& x);
-void run_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads);
+// Writes the gradients, or puts tensors like them in their place.
+void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads);
 
 }  // namespace ssm_kernels::ssd

@@ -27,33 +27,32 @@ struct RingPosition {
 template <typename Copy, typename Landed>
 __device__ __forceinline__ void supply_copies(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
                                               const Copy& copy, const Landed& landed) {
-  const auto hand_over = [&](int stage) {
-    cuda::publish_to_products();
-    full[stage].arrive();
-    landed(stage);
-  };
-  // A stage is handed over while the next one's copies run, if it need not be taken back for them.
+  // A stage is handed over while the next one's copies run, if it need not be taken back for them; the first at once.
   const bool runs_ahead = stages > 2;
   RingPosition at;
   int previous = 0;
 #pragma unroll 1
-  for (int position = 0; position < positions; ++position) {
-    if (position >= stages) empty[at.stage].wait(at.phase - 1);
-    copy(position, at.stage);
-    cuda::commit_async_copies();
-    if (!runs_ahead) {
-      cuda::wait_for_async_copies<0>();
-      hand_over(at.stage);
-    } else if (position > 0) {
-      cuda::wait_for_async_copies<1>();
-      hand_over(previous);
+  for (int position = 0; position <= positions; ++position) {
+    const bool is_there = position < positions;
+    if (is_there) {
+      if (position >= stages) empty[at.stage].wait(at.phase - 1);
+      copy(position, at.stage);
+      cuda::commit_async_copies();
+    }
+    const bool is_own = is_there && (!runs_ahead || position == 0);
+    if (is_own || (runs_ahead && position > 1)) {
+      if (is_there && !is_own) {
+        cuda::wait_for_async_copies<1>();
+      } else {
+        cuda::wait_for_async_copies<0>();
+      }
+      const int stage = is_own ? at.stage : previous;
+      cuda::publish_to_products();
+      full[stage].arrive();
+      landed(stage);
     }
     previous = at.stage;
     at.advance(stages);
-  }
-  if (runs_ahead && positions > 0) {
-    cuda::wait_for_async_copies<0>();
-    hand_over(previous);
   }
 }
 template <typename Copy>

@@ -1,5 +1,5 @@
-// The forward kernels' work between their matrix products, on fragments as cuda/mma.cuh and cuda/wgmma.cuh spread them: a warp
-// has 16 rows, a lane of those two, `row` and 8 further, and of each block of 8 columns two, 2 pair and the next.
+// The SSD kernels' work between their matrix products, on fragments as cuda/mma.cuh and cuda/wgmma.cuh spread them: a warp has
+// 16 rows, a lane of those two, `row` and 8 further, and of each block of 8 columns two, 2 pair and the next.
 #pragma once
 
 #include <type_traits>
