@@ -21,13 +21,19 @@ class SharedBarrier {
                  : "memory");
 #endif
   }
-  // Until the phase of that number is over; it is the one under way, or the one before.
+  // Until the phase of that number is over; it is the one under way, or the one before. Where the device can, the thread sleeps
+  // meanwhile: looking again and again takes the other warps' issue slots.
   __device__ __forceinline__ void wait(int phase) {
-    asm volatile(
-        "{\n.reg .pred over;\nagain:\nmbarrier.test_wait.parity.shared.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(
-            address()),
-        "r"(phase & 1)
-        : "memory");
+#if __CUDA_ARCH__ >= 900
+#define SSM_BARRIER_WAIT "mbarrier.try_wait"
+#else
+#define SSM_BARRIER_WAIT "mbarrier.test_wait"
+#endif
+    asm volatile("{\n.reg .pred over;\nagain:\n" SSM_BARRIER_WAIT
+                 ".parity.shared.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(address()),
+                 "r"(phase & 1)
+                 : "memory");
+#undef SSM_BARRIER_WAIT
   }
 
   __device__ __forceinline__ uint32_t address() const { return static_cast<uint32_t>(__cvta_generic_to_shared(&state_)); }
