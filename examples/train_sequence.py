@@ -221,7 +221,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         "--model", nargs="+", default=["mamba"], choices=MIXERS, metavar="NAME", help=f"{', '.join(MIXERS)}; default: mamba"
     )
     parser.add_argument(
-        "--discretization", default="zoh", choices=ssm_kernels.discretizations, help="of mamba and mamba2; default: zoh"
+        "--discretization",
+        default="zoh",
+        choices=ssm_kernels.discretizations,
+        help="of mamba and, those of the exponential family, mamba2; default: zoh",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default: cpu")
     parser.add_argument("--epochs", type=number(int, 1, 10_000), default=25, help="default: 25")

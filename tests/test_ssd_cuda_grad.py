@@ -40,8 +40,11 @@ pytestmark = pytest.mark.cuda
 
 in_16_bits = dtypes(torch.bfloat16, torch.float16)
 
-# Of every gradient: the norm of its error by its own norm.
-LARGEST_RELATIVE_ERROR = 5e-3
+# Of the gradients of sequences and states: the norm of the error by their own norm. With z it is that of two roundings, of g
+# and of the gradient, with what S or T and M add.
+LARGEST_RELATIVE_ERROR = {torch.bfloat16: 3.2e-3, torch.float16: 4.5e-4}
+# Of those of parameters, sums in which terms cancel: a few numbers, whose error is one draw.
+LARGEST_RELATIVE_ERROR_OF_SUMS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
 # Of the error after a long sequence by that after a chunk.
 LARGEST_GROWTH_OF_THE_ERROR = 1.5
 
@@ -166,6 +169,19 @@ def test_resets_let_no_gradient_through():
     assert not results["grad_initial_states"].any()
 
 
+def test_what_follows_a_reset_has_no_part_in_it():
+    """Without a gradient after it, not even a rounding of what was summed before in the same chunk."""
+    inputs = inputs_on_cuda(seqlen=64, resets=((32,), (7, 33)), D=None, z=False)
+    grad_out, grad_final_states = make_cotangents(inputs)
+    grad_out[:, 33:] = 0
+    grad_out[0, 32] = 0
+    results = evaluate(scan, inputs, (1e3 * grad_out, 0 * grad_final_states))
+    for name in ("x", "dt", "B", "C"):
+        gradient = results[f"grad_{name}"]
+        assert not gradient[0, 32:].any() and not gradient[1, 33:].any(), name
+        assert gradient[0, :32].any() and gradient[1, :33].any(), name
+
+
 # ----- extreme values
 
 
@@ -241,6 +257,25 @@ def test_gradient_through_one_result_only(options, through):
     inputs = inputs_on_cuda(**options)
     cotangents = tuple(x if i == through else None for i, x in enumerate(make_cotangents(inputs)))
     assert_accurate(inputs, cotangents)
+
+
+@pytest.mark.parametrize("turns", [2, 3])
+@every_option
+def test_batches_in_turns(options, turns):
+    """Where the states would take too much memory: the same, but for the order of sums over the batch."""
+    inputs = inputs_on_cuda(batch=3, seqlen=100, **options)
+    cotangents = make_cotangents(inputs)
+    expected = evaluate(scan, inputs, cotangents)
+    bytes_of_entry = 2 * 2 * inputs["x"].shape[2] * 64 * 64 * 2
+    before = torch.ops.ssm_kernels._limit_ssd_workspace_bytes(bytes_of_entry * 3 // turns)
+    try:
+        actual = evaluate(scan, inputs, cotangents)
+    finally:
+        torch.ops.ssm_kernels._limit_ssd_workspace_bytes(before)
+    of_batch = ("grad_A", "grad_D", "grad_dt_bias")
+    assert_equal(*({name: value for name, value in of.items() if name not in of_batch} for of in (actual, expected)))
+    for name in expected.keys() & set(of_batch):
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
 # ----- strides
@@ -378,7 +413,12 @@ def relative_errors(inputs: dict[str, Any]) -> dict[str, float]:
 @in_16_bits
 def test_relative_errors(dtype):
     errors = relative_errors(inputs_on_cuda(heads=8, dstate=128, seqlen=512, dtype=dtype))
-    too_large = {name: error for name, error in errors.items() if not error <= LARGEST_RELATIVE_ERROR}
+    sums = ("grad_A", "grad_D", "grad_dt_bias")
+    too_large = {
+        name: error
+        for name, error in errors.items()
+        if not error <= (LARGEST_RELATIVE_ERROR_OF_SUMS if name in sums else LARGEST_RELATIVE_ERROR)[dtype]
+    }
     assert not too_large
 
 

@@ -9,9 +9,8 @@
 // and C.
 //
 // Of a third warpgroup one warp copies the units ahead to shared memory and one makes the tables of their decays
-// (ssd_supply.cuh). The first then multiplies g with x for the gradient of D, and the third S with T, element by element: as
-// the diagonal of a matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A
-// and dt_bias.
+// (ssd_supply.cuh). The third multiplies S with T, and g with x for the gradient of D, element by element: as the diagonal of a
+// matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A and dt_bias.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -45,7 +44,7 @@ struct ChunksShared {
 
 // One unit after another.
 struct UnitWalk {
-  int64_t head;
+  int head;
   int row_block = 0;
 
   __device__ __forceinline__ bool is_last_of_head(int row_blocks) const { return row_block + 1 == row_blocks; }
@@ -64,7 +63,6 @@ struct BwdChunks {
   using Tables = UnitTables;
   using Image = Tile<dstate>;
   static constexpr int kStages = Shared::kStages;
-  static constexpr int kPartBytes = sizeof(uint4) * kChunk * 8;
   static constexpr int kStateGroups = dstate / 16, kHalfGroups = kStateGroups / kHalves,
                        kHalfStateBlocks = dstate / 8 / kHalves;
   static constexpr int kMultiplyingThreads = kHalves * kUnitThreads;
@@ -72,17 +70,13 @@ struct BwdChunks {
 
   const SsdBwdParams& p;
   Shared& shared;
-  const Span at;  // one chunk
-  int64_t group, slot, split, first_head;
-  int row_blocks, units;  // of a head; of the block
+  const Span at;  // from the chunk on
+  int group, slot, first_head;
+  int units;  // of the block
   int steps;
 
-  // Of 16 columns, inside a part's rows of 128 bytes; of 16 rows.
-  static __device__ __forceinline__ uint64_t columns(uint64_t operand, int group) {
-    return operand + (group / 4 * kPartBytes + group % 4 * 32) / 16;
-  }
-  static __device__ __forceinline__ uint64_t rows(uint64_t operand, int group) { return operand + group * 16 * 128 / 16; }
-  static __device__ __forceinline__ uint64_t describe(const void* tile) { return cuda::describe_operand(tile, kPartBytes); }
+  // Of a head.
+  __device__ __forceinline__ int row_blocks() const { return (p.headdim + kUnitRows - 1) / kUnitRows; }
 
   // The warpgroup after the multipliers'.
   __device__ __forceinline__ void move() const {
@@ -95,7 +89,7 @@ struct BwdChunks {
         tabulate(lane);
         break;
       case 2:
-        multiply_states(lane);
+        multiply_elements(lane);
         break;
       default:
         end_units(lane);
@@ -106,7 +100,7 @@ struct BwdChunks {
   __device__ __forceinline__ void multiply(int half) const {
     const Lane lane;
     const PairsOfTile pairs(lane);
-    const uint64_t B_rows = describe(&shared.B), C_rows = describe(&shared.C);
+    const uint64_t B_rows = describe(shared.B), C_rows = describe(shared.C);
     float grad_B[kHalfStateBlocks][4], grad_C[kHalfStateBlocks][4];
 #pragma unroll
     for (int b = 0; b < kHalfStateBlocks; ++b) {
@@ -118,7 +112,7 @@ struct BwdChunks {
     cuda::fence_products();
 #pragma unroll
     for (int k = 0; k < kStateGroups; ++k) {
-      cuda::multiply<Scalar, false, false>(of_pairs.CB, columns(B_rows, k), columns(rows(C_rows, 2 * half), k), k > 0);
+      cuda::multiply<Scalar, false, false>(of_pairs.CB, columns_of(B_rows, k), columns_of(rows_of(C_rows, 2 * half), k), k > 0);
     }
     cuda::commit_products();
     cuda::wait_for_products<0>(of_pairs.CB);
@@ -132,25 +126,25 @@ struct BwdChunks {
       Stage& tiles = shared.stages[ring.stage];
       const Tables& tables = shared.tables[ring.stage];
       StepSums& sums = shared.sums[ring.stage];
-      const uint64_t x_rows = describe(&tiles.x), g_rows = describe(&tiles.g);
-      const uint64_t S_half = columns(describe(&tiles.S), half * kHalfGroups), T_rows = describe(&tiles.T),
-                     T_half = columns(T_rows, half * kHalfGroups);
+      const uint64_t x_rows = describe(tiles.x), g_rows = describe(tiles.g);
+      const uint64_t S_half = columns_of(describe(tiles.S), half * kHalfGroups), T_rows = describe(tiles.T),
+                     T_half = columns_of(T_rows, half * kHalfGroups);
 
       float xg[kHalfBlocks][4], grad_x[kHalfBlocks][4], of_states[kHalfStateBlocks][4];
       cuda::fence_products();
 #pragma unroll
       for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, false>(xg, columns(x_rows, k), columns(rows(g_rows, 2 * half), k), k > 0);
+        cuda::multiply<Scalar, false, false>(xg, columns_of(x_rows, k), columns_of(rows_of(g_rows, 2 * half), k), k > 0);
       }
       cuda::commit_products();
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {
-        cuda::multiply<Scalar, false, false>(grad_x, columns(B_rows, k), columns(rows(T_rows, 2 * half), k), k > 0);
+        cuda::multiply<Scalar, false, false>(grad_x, columns_of(B_rows, k), columns_of(rows_of(T_rows, 2 * half), k), k > 0);
       }
       cuda::commit_products();
 #pragma unroll
       for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(of_states, columns(g_rows, k), rows(S_half, k), k > 0);
+        cuda::multiply<Scalar, false, true>(of_states, columns_of(g_rows, k), rows_of(S_half, k), k > 0);
       }
       cuda::commit_products();
 
@@ -166,11 +160,11 @@ struct BwdChunks {
         for (int i = 0; i < 4; ++i) grad_x[b][i] *= to_end[i / 2];
       }
       cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
-      const uint64_t M_rows = describe(&M), g_half = columns(g_rows, 2 * half);
+      const uint64_t M_rows = describe(M), g_half = columns_of(g_rows, 2 * half);
       cuda::fence_products();
 #pragma unroll
       for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(grad_x, columns(M_rows, k), rows(g_half, k), true);
+        cuda::multiply<Scalar, false, true>(grad_x, columns_of(M_rows, k), rows_of(g_half, k), true);
       }
       cuda::commit_products();
 
@@ -180,7 +174,7 @@ struct BwdChunks {
       cuda::fence_products();
 #pragma unroll
       for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(of_states, columns(x_rows, k), rows(T_half, k), k > 0);
+        cuda::multiply<Scalar, false, true>(of_states, columns_of(x_rows, k), rows_of(T_half, k), k > 0);
       }
       cuda::commit_products();
       cuda::wait_for_products<1>(grad_x);
@@ -192,7 +186,7 @@ struct BwdChunks {
 
       shared.empty[ring.stage].arrive();
       ring.advance(kStages);
-      walk.advance(row_blocks);
+      walk.advance(row_blocks());
     }
     end_block(half, of_pairs.W, pairs, lane, grad_B, grad_C);
   }
@@ -282,8 +276,8 @@ struct BwdChunks {
                                              const float (&weights)[kChunk], const PairsOfTile& pairs, const Lane& lane,
                                              float (&grad)[kHalfStateBlocks][4], float* of_rows) const {
     const float weight[2] = {weights[lane.row], weights[lane.row + 8]};
-    Image& of_half =
-        *reinterpret_cast<Image*>(reinterpret_cast<unsigned char*>(&of_group) + (dstate == 2 * kChunk ? half * kPartBytes : 0));
+    Image& of_half = *reinterpret_cast<Image*>(reinterpret_cast<unsigned char*>(&of_group) +
+                                               (dstate == 2 * kChunk ? half * Image::kPartBytes : 0));
     const PairsOfTile pairs_of_half = dstate == 2 * kChunk ? pairs : pairs.moved(half * kHalfStateBlocks);
 #pragma unroll
     for (int b = 0; b < kHalfStateBlocks; ++b) {
@@ -338,16 +332,16 @@ struct BwdChunks {
     }
     cuda::publish_to_products();
     cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
-    const uint64_t B_half = columns(describe(&shared.B), half * kHalfGroups),
-                   C_half = columns(describe(&shared.C), half * kHalfGroups);
+    const uint64_t B_half = columns_of(describe(shared.B), half * kHalfGroups),
+                   C_half = columns_of(describe(shared.C), half * kHalfGroups);
     cuda::fence_products();
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      const uint64_t weights = describe(&shared.weights[part]);
+      const uint64_t weights = describe(shared.weights[part]);
 #pragma unroll
       for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(grad_B, columns(weights, k), rows(C_half, k), true);
-        cuda::multiply<Scalar, true, true>(grad_C, rows(weights, k), rows(B_half, k), true);
+        cuda::multiply<Scalar, false, true>(grad_B, columns_of(weights, k), rows_of(C_half, k), true);
+        cuda::multiply<Scalar, true, true>(grad_C, rows_of(weights, k), rows_of(B_half, k), true);
       }
     }
     cuda::commit_products();
@@ -359,7 +353,9 @@ struct BwdChunks {
 
   __device__ __forceinline__ void write_of_group(int half, const RowsView& view, float* parts,
                                                  const float (&grad)[kHalfStateBlocks][4], const Lane& lane) const {
-    const int64_t first_step = at.batch * p.seqlen + at.start + at.step_of(0);
+    // Found again here rather than kept in a register.
+    const int64_t split = blockIdx.x % static_cast<unsigned>(p.splits);
+    const int64_t first_step = at.batch * p.seqlen + at.start;
     const int64_t all_steps = (p.cu_seqlens == nullptr ? p.batch : 1) * p.seqlen;
     const int first_column = 8 * half * kHalfStateBlocks + 2 * lane.pair;
 #pragma unroll
@@ -395,11 +391,11 @@ struct BwdChunks {
     };
     copy_of_group(p.B, shared.B);
     copy_of_group(p.C, shared.C);
-    UnitWalk walk{first_head}, landed{first_head};
-    const int64_t first_image = slot * p.units + first_head * row_blocks;
+    UnitWalk walk{first_head};
+    const int64_t first_image = slot * p.units + first_head * row_blocks();
     const Image* S = static_cast<const Image*>(p.states) + first_image;
     const Image* T = static_cast<const Image*>(p.grad_states) + first_image;
-    const auto start = [&](int, int stage) {
+    supply_copies(units, kStages, shared.full, shared.empty, [&](int, int stage) {
       Stage& target = shared.stages[stage];
       const int first_row = walk.row_block * kUnitRows;
       const auto copy_of_unit = [&](const RowsView& view, Tile<kUnitRows>& tile) {
@@ -415,12 +411,7 @@ struct BwdChunks {
       copy_of_unit(p.grad_out, target.g);
       ++S;
       ++T;
-      walk.advance(row_blocks);
-    };
-    supply_copies(units, kStages, shared.full, shared.empty, start, [&](int stage) {
-      __syncwarp();
-      if (p.grad_D_parts != nullptr) write_grad_D(landed, shared.stages[stage], lane);
-      landed.advance(row_blocks);
+      walk.advance(row_blocks());
     });
   }
 
@@ -430,7 +421,7 @@ struct BwdChunks {
         units, kStages, shared.full, shared.tables_empty,
         [&](int, auto& fetched) {
           fetched.fetch(p, at.template rows<const Scalar>(p.dt, next.head, 0), at.resets(p, 0), steps);
-          next.advance(row_blocks);
+          next.advance(row_blocks());
         },
         [&](int, int stage, const auto& fetched) {
           Tables& tables = shared.tables[stage];
@@ -444,11 +435,13 @@ struct BwdChunks {
             tables.D[element] =
                 p.D != nullptr && row < p.headdim ? p.D[walk.head * p.D_stride_head + row * p.D_stride_row] : 0.0f;
           }
-          walk.advance(row_blocks);
+          walk.advance(row_blocks());
         });
   }
 
-  __device__ __forceinline__ void multiply_states(const Lane& lane) const {
+  // S T and g x.
+  __device__ __forceinline__ void multiply_elements(const Lane& lane) const {
+    UnitWalk walk{first_head};
     RingPosition ring;
 #pragma unroll 1
     for (int index = 0; index < units; ++index) {
@@ -456,8 +449,10 @@ struct BwdChunks {
       Stage& tiles = shared.stages[ring.stage];
       const float states = inner_product<Scalar>(tiles.S, tiles.T, lane);
       if (lane.index == 0) shared.sums[ring.stage].states = states;
+      if (p.grad_D_parts != nullptr) write_grad_D(walk, tiles, lane);
       shared.empty[ring.stage].arrive();
       ring.advance(kStages);
+      walk.advance(row_blocks());
     }
   }
 
@@ -470,10 +465,10 @@ struct BwdChunks {
       shared.empty[ring.stage].wait(ring.phase);
       const Tables& tables = shared.tables[ring.stage];
       add_step_gradients(tables.steps, shared.sums[ring.stage], lane, grads);
-      if (walk.is_last_of_head(row_blocks)) write_step_gradients<Scalar>(p, at, slot, walk.head, tables, lane, grads);
+      if (walk.is_last_of_head(row_blocks())) write_step_gradients<Scalar>(p, at, steps, slot, walk.head, tables, lane, grads);
       shared.tables_empty[ring.stage].arrive();
       ring.advance(kStages);
-      walk.advance(row_blocks);
+      walk.advance(row_blocks());
     }
   }
 
@@ -523,43 +518,43 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitT
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Chunks::Shared>(unaligned_memory);
 
-  const int64_t heads_per_group = p.heads / p.groups, split = blockIdx.x % p.splits;
-  const int64_t group = blockIdx.x / p.splits % p.groups, slot = blockIdx.x / p.splits / p.groups;
-  const int64_t first_head = split * p.heads_per_split, heads = min(p.heads_per_split, heads_per_group - first_head);
+  // There are fewer than 2^31 blocks, and so of all that they are numbered by.
+  const auto groups = static_cast<unsigned>(p.groups), splits = static_cast<unsigned>(p.splits);
+  const int split = static_cast<int>(blockIdx.x % splits), group = static_cast<int>(blockIdx.x / splits % groups),
+            slot = static_cast<int>(blockIdx.x / splits / groups);
+  const int heads_per_group = static_cast<int>(p.heads) / static_cast<int>(groups);
+  const int first_of_group = split * static_cast<int>(p.heads_per_split);
+  const int heads = min(static_cast<int>(p.heads_per_split), heads_per_group - first_of_group);
+  const int first_head = group * heads_per_group + first_of_group;
   const int64_t entry = sequence_of_slot(p, slot), chunk = slot - first_slot(p, entry);
-  const Span at(p, entry, chunk, 1);
+  Span at(p, entry, chunk, 1);
   if (chunk < 0 || at.chunks == 0) {
-    for (int64_t head = threadIdx.x; head < heads; head += blockDim.x) {
-      const int64_t place = slot * p.heads + group * heads_per_group + first_head + head;
+    for (int head = first_head + static_cast<int>(threadIdx.x); head < first_head + heads; head += blockDim.x) {
+      const int64_t place = slot * p.heads + head;
       p.grad_A_parts[place] = p.grad_bias_parts[place] = 0;
       for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row) p.grad_D_parts[place * p.headdim + row] = 0;
     }
     return;
   }
-  const int row_blocks = static_cast<int>(partition.row_blocks);
-  const Chunks chunks{p,
-                      shared,
-                      at,
-                      group,
-                      slot,
-                      split,
-                      group * heads_per_group + first_head,
-                      row_blocks,
-                      static_cast<int>(heads) * row_blocks,
-                      at.steps_of(0)};
+  const int steps = at.steps_of(0);
+  at.start += at.step_of(0);
+  at.first_chunk = 0;
+  const Chunks chunks{p, shared, at, group, slot, first_head, heads * static_cast<int>(partition.row_blocks), steps};
   if (threadIdx.x < Chunks::kStages) {
     shared.full[threadIdx.x].init(2 * kWarpSize + 1);
     shared.empty[threadIdx.x].init(Chunks::kMultiplyingThreads + kWarpSize);
     shared.tables_empty[threadIdx.x].init(kWarpSize);
+    // Bulk loads arrive there too.
+    cuda::publish_to_products();
   }
   __syncthreads();
   // By a shuffle the compiler sees that it is the same for all lanes.
   const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
   if (warpgroup == kHalves) {
-    cuda::leave_registers<104>();
+    cuda::leave_registers<88>();
     chunks.move();
   } else {
-    cuda::take_registers<200>();
+    cuda::take_registers<208>();
     chunks.multiply(warpgroup);
   }
 #endif

@@ -12,6 +12,7 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <atomic>
 
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
@@ -21,8 +22,12 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-// Of states and their gradients, about: entries of the batch are taken in turns, but never less than one.
-constexpr int64_t kWorkspaceBytes = int64_t(1) << 30;
+// Of states and their gradients: entries of the batch are taken in turns, but never less than one.
+std::atomic<int64_t> workspace_limit{int64_t(1) << 30};
+
+// Of what the kernels keep of a chunk's states, padded headdim and dstate.
+int64_t image_rows(int64_t headdim) { return at::ceil_div<int64_t>(headdim, kUnitRows) * kUnitRows; }
+int64_t image_columns(int64_t dstate) { return dstate <= 64 ? 64 : kMaxKernelDstate; }
 
 // Kernels for the dtype of x.
 template <typename Launch>
@@ -143,8 +148,11 @@ class Backward {
 
   // The gradient of y, as rows; writes that of z.
   at::Tensor gate() const {
-    const at::Tensor grad_out =
-        is_present(bwd_.grad_out) ? as_rows(*bwd_.grad_out) : at::zeros(inputs_.x.sizes(), inputs_.x.options());
+    if (!is_present(bwd_.grad_out)) {
+      if (needs(kGradZ)) grads_[kGradZ].zero_();
+      return at::zeros(inputs_.x.sizes(), inputs_.x.options());
+    }
+    const at::Tensor grad_out = as_rows(*bwd_.grad_out);
     if (!is_present(bwd_.in.z)) return grad_out;
     const at::Tensor z = as_rows(*bwd_.in.z), grad_y = at::empty(inputs_.x.sizes(), inputs_.x.options());
     GateBwdParams params;
@@ -214,8 +222,7 @@ class Backward {
   }
 
   at::Tensor empty_images() const {
-    const int64_t dstate = params_.dstate <= 64 ? 64 : kMaxKernelDstate;
-    return at::empty({params_.slots, params_.units, kUnitRows, dstate}, inputs_.x.options());
+    return at::empty({params_.slots, params_.units, kUnitRows, image_columns(params_.dstate)}, inputs_.x.options());
   }
 
   // Where the kernels write that of B or C: in place, or as parts, which are returned.
@@ -246,6 +253,11 @@ class Backward {
 
 }  // namespace
 
+int64_t limit_backward_workspace(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes > 0, "_limit_ssd_workspace_bytes: expected a positive number, got ", bytes);
+  return workspace_limit.exchange(bytes);
+}
+
 bool has_backward_kernels(const at::Tensor& x) {
   return x.scalar_type() == at::kHalf ? has_ssd_bwd_kernels<__half>() : has_ssd_bwd_kernels<__nv_bfloat16>();
 }
@@ -253,8 +265,9 @@ bool has_backward_kernels(const at::Tensor& x) {
 void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads) {
   const Inputs& in = bwd.in;
   const int64_t batch = in.x.size(0), chunks = at::ceil_div<int64_t>(in.x.size(1), kChunk);
-  const int64_t bytes_of_entry = 2 * chunks * in.x.size(2) * in.x.size(3) * in.B.size(3) * in.x.element_size();
-  const int64_t turns = std::min(batch, at::ceil_div<int64_t>(batch * bytes_of_entry, kWorkspaceBytes));
+  const int64_t bytes_of_entry =
+      2 * chunks * in.x.size(2) * image_rows(in.x.size(3)) * image_columns(in.B.size(3)) * in.x.element_size();
+  const int64_t turns = std::min(batch, at::ceil_div<int64_t>(batch * bytes_of_entry, workspace_limit));
   const int64_t entries_of_turn = at::ceil_div<int64_t>(batch, turns);
   Backward::Sums sums;
   if (turns == 1) {

@@ -47,7 +47,6 @@ struct BwdStates {
   using Shared = StatesShared<dstate>;
   using Stage = typename Shared::Stage;
   static constexpr int kStages = Shared::kStages;
-  static constexpr int kPartBytes = sizeof(uint4) * kChunk * 8;
 
   const SsdBwdParams& p;
   const Partition& partition;
@@ -124,15 +123,14 @@ struct BwdStates {
         weigh_inputs<Scalar>(x, weights, j, lane, weighed[j], rest[j]);
       }
       state.decay(tables.whole);
-      const uint64_t rows = cuda::describe_operand(&stage.of_group, kPartBytes);
-      const auto rows_at = [&](int group) { return rows + group * 16 * 128 / 16; };
+      const uint64_t rows = describe(stage.of_group);
       cuda::fence_products();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_at(j), j > 0 || !tables.has_begun);
+        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !tables.has_begun);
       }
 #pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_at(j), true);
+      for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
       cuda::commit_products();
 
       // The tile of the chunk before has been read, so that the next may be written over it.
@@ -140,7 +138,7 @@ struct BwdStates {
       cuda::publish_to_products();
       cuda::barrier_sync(1 + index, kUnitThreads);
       const int64_t target = slot_of_sequence + chunk_at(position);
-      cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded), starts_copies && target < p.slots);
+      cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded), starts_copies);
       cuda::wait_for_products<0>(state.values);
       shared.empty[ring.stage].arrive();
       ring.advance(kStages);

@@ -62,15 +62,20 @@ __device__ __forceinline__ void add_step_gradients(const ChunkTables& tables, co
     from[i] = tables.from_start[step] * (sums.read_state[0][step] + sums.read_state[1][step]);
     is_forgotten[i] = step == tables.first[step] || tables.log2_decay[step] - tables.log2_decay[step - 1] < kForgottenLog2Decay;
   }
-  // Running sums: of `pairs` and `before` up to a step, of `from` from there on.
-  float pairs_up_to = pairs[0] + pairs[1], up_to = before[0] + before[1], from_on = from[0] + from[1];
+  // Running sums: of `pairs` and `before` up to a step, of `from` from there on. That of `pairs` begins anew at a step that
+  // forgets: none of its rounding goes on.
+  float pairs_up_to = is_forgotten[1] ? pairs[1] : pairs[0] + pairs[1], up_to = before[0] + before[1],
+        from_on = from[0] + from[1];
+  bool is_cut = is_forgotten[0] || is_forgotten[1];
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
     const float more_pairs = __shfl_up_sync(kWholeWarp, pairs_up_to, distance);
+    const bool more_are_cut = __shfl_up_sync(kWholeWarp, is_cut, distance);
     const float earlier = __shfl_up_sync(kWholeWarp, up_to, distance);
     const float later = __shfl_down_sync(kWholeWarp, from_on, distance);
     if (lane.index >= distance) {
-      pairs_up_to += more_pairs;
+      if (!is_cut) pairs_up_to += more_pairs;
+      is_cut |= more_are_cut;
       up_to += earlier;
     }
     if (lane.index + distance < kWarpSize) from_on += later;
@@ -79,19 +84,21 @@ __device__ __forceinline__ void add_step_gradients(const ChunkTables& tables, co
     const float shifted = __shfl_up_sync(kWholeWarp, value, 1);
     return lane.index == 0 ? 0.0f : shifted;
   };
-  const float pairs_before = of_lane_before(pairs_up_to), sum_before = of_lane_before(up_to);
+  const float pairs_before_lane = of_lane_before(pairs_up_to), sum_before = of_lane_before(up_to);
+  const float pairs_before = is_forgotten[0] ? 0.0f : pairs_before_lane;
   const float from_next = __shfl_down_sync(kWholeWarp, from_on, 1);
   const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
   const float through = tables.has_begun ? 0.0f : tables.whole * sums.states;
-  grads.zeta[0] += (is_forgotten[0] ? 0.0f : pairs_before) + (sum_before + from_on + through);
+  grads.zeta[0] += pairs_before + (sum_before + from_on + through);
   grads.zeta[1] +=
       (is_forgotten[1] ? 0.0f : pairs_before + pairs[0]) + (sum_before + before[0]) + (sum_after + from[1]) + through;
 }
 
 // Of one chunk and head: writes the gradient of dt, and the chunk's part of those of A and dt_bias; then begins anew.
 template <typename Scalar>
-__device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, const Span& at, int64_t slot, int64_t head,
-                                                     const UnitTables& tables, const Lane& lane, StepGradients& grads) {
+__device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, const Span& at, int steps, int64_t slot,
+                                                     int64_t head, const UnitTables& tables, const Lane& lane,
+                                                     StepGradients& grads) {
   const HeadSteps& of_head = tables.head;
   float grad_A = 0, grad_bias = 0;
   Scalar* const target = at.rows<Scalar>(p.grad_dt, head, 0);
@@ -111,7 +118,7 @@ __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, cons
     });
     float grad = unlimited < p.dt_min || unlimited > p.dt_max ? 0.0f : by_size;
     if (p.dt_softplus) grad *= softplus_derivative(dt + of_head.dt_bias);
-    if (step < at.steps_of(0)) {
+    if (step < steps) {
       grad_A += by_A;
       grad_bias += grad;
       if (p.grad_dt.data != nullptr) target[step * p.grad_dt.stride_step] = cuda::from_accumulate<Scalar>(grad);

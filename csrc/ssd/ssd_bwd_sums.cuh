@@ -50,13 +50,13 @@ class MatricesOfTile {
   __device__ __forceinline__ MatricesOfTile(bool columns_first, const Lane& lane) {
     const int row = columns_first ? lane.index / 16 * 8 + lane.index % 8 : lane.index % 16;
     const int piece = columns_first ? lane.index / 8 % 2 : lane.index / 16;
-    offset_ = row * kTileRowBytes + (piece ^ row % 8) * int(sizeof(uint4));
+    offset_ = row * Tile<kChunk>::kRowBytes + (piece ^ row % 8) * int(sizeof(uint4));
   }
 
   template <int columns>
   __device__ __forceinline__ const void* at(Tile<columns>& tile, int row_group, int column_group) const {
-    const int place = (offset_ ^ (column_group % 4 * 2 * int(sizeof(uint4)))) + column_group / 4 * (kChunk * kTileRowBytes) +
-                      row_group * 16 * kTileRowBytes;
+    const int place = (offset_ ^ (column_group % 4 * 2 * int(sizeof(uint4)))) +
+                      column_group / 4 * (kChunk * Tile<kChunk>::kRowBytes) + row_group * 16 * Tile<kChunk>::kRowBytes;
     return reinterpret_cast<const unsigned char*>(&tile) + place;
   }
 

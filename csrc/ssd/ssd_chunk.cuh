@@ -5,6 +5,7 @@
 #include "cuda/async_copy.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/vector_io.cuh"
+#include "cuda/wgmma.cuh"
 #include "ssd/ssd_cuda.h"
 
 namespace ssm_kernels::ssd {
@@ -37,6 +38,7 @@ struct Tile {
   static constexpr int kPieces = columns / kPieceElements;
   static_assert(kPieces % kPartPieces == 0, "a tile is made of whole parts");
   uint4 parts[kPieces / kPartPieces][kChunk][kPartPieces];
+  static constexpr int kRowBytes = sizeof(uint4) * kPartPieces, kPartBytes = kChunk * kRowBytes;  // a row's of a part
 
   __device__ __forceinline__ uint4* piece(int row, int column_piece) {
     return &parts[column_piece / kPartPieces][row][column_piece % kPartPieces ^ (row & 7)];
@@ -51,6 +53,19 @@ struct Tile {
     return piece(row + lane / 16 * 8 + lane % 8, column_piece + lane / 8 % 2);
   }
 };
+
+// A tile as an operand of cuda/wgmma.cuh, and from an operand on, that of the given group of 16 columns or rows.
+template <int columns>
+__device__ __forceinline__ uint64_t describe(const Tile<columns>& tile) {
+  return cuda::describe_operand(&tile, Tile<columns>::kPartBytes);
+}
+__device__ __forceinline__ uint64_t columns_of(uint64_t operand, int group) {
+  constexpr int kGroupsOfPart = 4, kColumnBytes = 32;
+  return operand + (group / kGroupsOfPart * Tile<kChunk>::kPartBytes + group % kGroupsOfPart * kColumnBytes) / 16;
+}
+__device__ __forceinline__ uint64_t rows_of(uint64_t operand, int group) {
+  return operand + group * 16 * Tile<kChunk>::kRowBytes / 16;
+}
 
 // A thread's share of copying a tensor's rows, chunk by chunk, to tiles of that many columns: of every kRows-th row one piece.
 template <int columns, int threads>

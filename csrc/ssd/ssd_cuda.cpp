@@ -54,13 +54,22 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
   const bool has_elements = bwd.in.x.numel() > 0 && bwd.in.B.numel() > 0;
   if (prefers_mma || !has_elements || !are_for_kernels(bwd.in) || !has_backward_kernels(bwd.in.x)) return bwd_aten(bwd);
   GradTensors grads = allocate_bwd(bwd);
-  run_backward(bwd, method, grads);
+  BwdInputs present = bwd;
+  const Inputs& in = bwd.in;
+  present.needs_grad[kGradD] &= is_present(in.D);
+  present.needs_grad[kGradZ] &= is_present(in.z);
+  present.needs_grad[kGradDtBias] &= is_present(in.dt_bias);
+  present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
+  run_backward(present, method, grads);
   return std::tuple_cat(grads);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("_prefer_ssd_products", &prefer_products); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
+  m.impl("_prefer_ssd_products", &prefer_products);
+  m.impl("_limit_ssd_workspace_bytes", &limit_backward_workspace);
+}
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_cuda>);

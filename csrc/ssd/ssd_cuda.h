@@ -16,7 +16,7 @@ constexpr int kUnitRows = 64;  // of a head's state, at most, that four warps ca
 constexpr int kRowElements = 8;  // rows are moved in pieces of as many
 
 constexpr int kUnits = 2;      // of a block
-constexpr int kMaxStages = 3;  // chunks that a block has in shared memory
+constexpr int kMaxStages = 3;  // chunks that a block of forward has in shared memory
 constexpr int64_t kMaxKernelDstate = 128;
 
 struct Partition {

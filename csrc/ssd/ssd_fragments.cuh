@@ -26,14 +26,12 @@ struct Lane {
   }
 };
 
-constexpr int kTileRowBytes = sizeof(uint4) * Tile<kChunk>::kPartPieces;  // of a part
-
 // A lane's pairs of neighboring elements of a tile: in row lane.row + 8 half, of each block of 8 columns those that a product
 // would give it.
 class PairsOfTile {
  public:
   __device__ __forceinline__ explicit PairsOfTile(const Lane& lane)
-      : offset_(lane.row * kTileRowBytes + lane.quad * sizeof(uint4) + lane.pair * sizeof(uint32_t)) {}
+      : offset_(lane.row * Tile<kChunk>::kRowBytes + lane.quad * sizeof(uint4) + lane.pair * sizeof(uint32_t)) {}
 
   // The same of blocks that many further, of the same 8.
   __device__ __forceinline__ PairsOfTile moved(int blocks) const {
@@ -44,14 +42,20 @@ class PairsOfTile {
 
   template <int columns>
   __device__ __forceinline__ uint32_t& at(Tile<columns>& tile, int block, int half) const {
-    const int place =
-        (offset_ ^ (block % 8 * int(sizeof(uint4)))) + block / 8 * (kChunk * kTileRowBytes) + half * 8 * kTileRowBytes;
+    const int place = (offset_ ^ (block % 8 * int(sizeof(uint4)))) + block / 8 * (kChunk * Tile<kChunk>::kRowBytes) +
+                      half * 8 * Tile<kChunk>::kRowBytes;
     return *reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(&tile) + place);
   }
 
  private:
   int offset_;
 };
+
+// In place of a segment's decay: a sequence begins in it, and nothing is left of the state before.
+constexpr float kBegun = -1;
+__device__ __forceinline__ void add_decay(float& of_segment, const ChunkTables& tables) {
+  of_segment = tables.has_begun || of_segment == kBegun ? kBegun : of_segment * tables.whole;
+}
 
 // Of the matrices of several sequences, those of one: null of null.
 template <typename Pointer>
@@ -119,8 +123,8 @@ struct State {
       const float* const after = partition.segment_states + place * elements;
       for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
         const float2 pair = load_pair(after + offset, is_there);
-        low = decay == 0 ? pair.x : fmaf(decay, low, pair.x);
-        high = decay == 0 ? pair.y : fmaf(decay, high, pair.y);
+        low = decay == kBegun ? pair.x : fmaf(decay, low, pair.x);
+        high = decay == kBegun ? pair.y : fmaf(decay, high, pair.y);
       });
     }
   }

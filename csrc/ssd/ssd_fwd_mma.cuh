@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     } else {
       state.decay(tables.whole);
     }
-    if (states_only) decay_of_segment *= tables.whole;
+    if (states_only) add_decay(decay_of_segment, tables);
 #pragma unroll
     for (int j = 0; j < kStepGroups; ++j) {
       uint32_t x[4], weighed[4];

@@ -28,13 +28,14 @@ struct WgmmaShared {
   ChunkTables tables[kMaxStages][kUnits];
   cuda::SharedBarrier full[kMaxStages], empty[kMaxStages];
 
-  static constexpr int kAlignment = 1024;
-  static SSM_HOST_DEVICE constexpr int align(int bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+  static SSM_HOST_DEVICE constexpr int align(int bytes) {
+    return (bytes + kOperandAlignment - 1) / kOperandAlignment * kOperandAlignment;
+  }
   static SSM_HOST_DEVICE constexpr int stage_bytes(bool has_gate) {
     return static_cast<int>(sizeof(Stage) + (has_gate ? kUnits * sizeof(Tile<kUnitRows>) : 0));
   }
   static SSM_HOST_DEVICE constexpr int bytes(int stages, bool has_gate) {
-    return kAlignment + align(static_cast<int>(sizeof(WgmmaShared))) + stages * stage_bytes(has_gate);
+    return kOperandAlignment + align(static_cast<int>(sizeof(WgmmaShared))) + stages * stage_bytes(has_gate);
   }
 };
 
@@ -47,7 +48,6 @@ struct WgmmaFwd {
   using Shared = WgmmaShared<dstate>;
   using Stage = typename Shared::Stage;
   static constexpr int kStateGroups = dstate / 16;
-  static constexpr int kPartBytes = sizeof(uint4) * kChunk * 8;
 
   const SsdFwdParams& p;
   const Partition& partition;
@@ -133,11 +133,7 @@ struct WgmmaFwd {
       shared.full[ring.stage].wait(ring.phase);
       Stage& tiles = stage(ring.stage);
       const ChunkTables& tables = shared.tables[ring.stage][index];
-      const uint64_t B_rows = cuda::describe_operand(&tiles.B, kPartBytes),
-                     C_rows = cuda::describe_operand(&tiles.C, kPartBytes);
-      // Of 16 columns, inside a part's rows of 128 bytes; of 16 rows.
-      const auto columns = [](uint64_t operand, int group) { return operand + (group / 4 * kPartBytes + group % 4 * 32) / 16; };
-      const auto rows = [](uint64_t operand, int group) { return operand + group * 16 * 128 / 16; };
+      const uint64_t B_rows = describe(tiles.B), C_rows = describe(tiles.C);
 
       const uint32_t mask = pair_mask.of(tables, lane);
       float y[kStepBlocks][4];
@@ -149,11 +145,11 @@ struct WgmmaFwd {
         cuda::fence_products();
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) {
-          cuda::multiply<Scalar, false, false>(m, columns(B_rows, k), columns(C_rows, k), k > 0);
+          cuda::multiply<Scalar, false, false>(m, columns_of(B_rows, k), columns_of(C_rows, k), k > 0);
         }
         cuda::commit_products();
 #pragma unroll
-        for (int k = 0; k < kStateGroups; ++k) cuda::multiply<Scalar, false>(y, s[k], columns(C_rows, k), k > 0);
+        for (int k = 0; k < kStateGroups; ++k) cuda::multiply<Scalar, false>(y, s[k], columns_of(C_rows, k), k > 0);
         cuda::commit_products();
         cuda::wait_for_products<1>(m);
         // All warps have done with the M^T of the chunk before.
@@ -173,23 +169,23 @@ struct WgmmaFwd {
         cuda::wait_for_products<0>(y);
         decay_from_start(y, tables, lane);
         cuda::barrier_sync(1 + index, kUnitThreads);
-        const uint64_t x_rows = cuda::describe_operand(&tiles.x[index], kPartBytes);
+        const uint64_t x_rows = describe(tiles.x[index]);
         cuda::fence_products();
-        const uint64_t m_rows = cuda::describe_operand(&products, kPartBytes);
+        const uint64_t m_rows = describe(products);
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {
-          cuda::multiply<Scalar, true, true>(y, rows(x_rows, j), rows(m_rows, j), true);
+          cuda::multiply<Scalar, true, true>(y, rows_of(x_rows, j), rows_of(m_rows, j), true);
         }
         cuda::commit_products();
       } else {
-        decay_of_segment *= tables.whole;
+        add_decay(decay_of_segment, tables);
       }
 
       state.decay(tables.whole);
       cuda::fence_products();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::multiply<Scalar, true>(state.values, weighed[j], rows(B_rows, j), j > 0 || !tables.has_begun);
+        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(B_rows, j), j > 0 || !tables.has_begun);
       }
       cuda::commit_products();
 
@@ -213,9 +209,8 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
 #if SSM_KERNELS_HAS_WGMMA
   using Fwd = WgmmaFwd<Scalar, dstate, states_only>;
   extern __shared__ unsigned char unaligned_memory[];
-  constexpr int kAlignment = Fwd::Shared::kAlignment;
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(unaligned_memory));
-  Fwd fwd(p, partition, unaligned_memory + (kAlignment - address % kAlignment) % kAlignment);
+  auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
+  Fwd fwd(p, partition, reinterpret_cast<unsigned char*>(&shared));
 
   const int warpgroup = threadIdx.x / kUnitThreads;
   const Place at(p, partition, blockIdx.x);

@@ -9,6 +9,9 @@ void run_forward(const Inputs& in, Discretization method, const FwdOutputs& outp
 
 // Whether the device has the products of backward's kernels.
 bool has_backward_kernels(const at::Tensor& x);
+// Until it is called again the states that backward keeps take no more bytes, or are of one entry of the batch; returns what
+// the limit was.
+int64_t limit_backward_workspace(int64_t bytes);
 // Writes the gradients, or puts tensors like them in their place.
 void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads);
 

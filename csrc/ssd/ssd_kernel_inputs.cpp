@@ -114,8 +114,7 @@ at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
 
 void check_blocks(int64_t blocks) {
   constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(blocks <= kMaxBlocks, "ssd_chunk_scan: expected at most ", kMaxBlocks,
-                    " blocks of two heads or 128 rows of one, got ", blocks);
+  TORCH_CHECK_VALUE(blocks <= kMaxBlocks, "ssd_chunk_scan: expected a call of at most ", kMaxBlocks, " blocks, got ", blocks);
 }
 
 }  // namespace ssm_kernels::ssd

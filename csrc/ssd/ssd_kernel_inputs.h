@@ -42,7 +42,7 @@ class KernelInputs {
   at::Tensor A_, dt_bias_, D_, cu_seqlens_, resets_, initial_states_;
 };
 
-// Raises unless so many blocks of two heads, or of 128 rows of one, can be launched.
+// Raises unless a kernel can be launched with so many blocks.
 void check_blocks(int64_t blocks);
 
 }  // namespace ssm_kernels::ssd

@@ -300,6 +300,9 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   m.impl("_prefer_ssd_products", [](c10::string_view) -> std::string {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "_prefer_ssd_products: ssm_kernels was built without CUDA kernels");
   });
+  m.impl("_limit_ssd_workspace_bytes", [](int64_t) -> int64_t {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "_limit_ssd_workspace_bytes: ssm_kernels was built without CUDA kernels");
+  });
 }
 #endif
 

@@ -22,11 +22,10 @@ struct RingPosition {
   }
 };
 
-// By the warps that copy: copy(position, stage) starts what one position takes; landed(stage) follows when all of this thread's
-// copies are there, and nothing takes the stage from it.
-template <typename Copy, typename Landed>
+// By the warps that copy: copy(position, stage) starts what one position takes.
+template <typename Copy>
 __device__ __forceinline__ void supply_copies(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
-                                              const Copy& copy, const Landed& landed) {
+                                              const Copy& copy) {
   // A stage is handed over while the next one's copies run, if it need not be taken back for them; the first at once.
   const bool runs_ahead = stages > 2;
   RingPosition at;
@@ -49,18 +48,11 @@ __device__ __forceinline__ void supply_copies(int positions, int stages, cuda::S
       const int stage = is_own ? at.stage : previous;
       cuda::publish_to_products();
       full[stage].arrive();
-      landed(stage);
     }
     previous = at.stage;
     at.advance(stages);
   }
 }
-template <typename Copy>
-__device__ __forceinline__ void supply_copies(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
-                                              const Copy& copy) {
-  supply_copies(positions, stages, full, empty, copy, [](int) {});
-}
-
 // By a warp that makes tables: make(position, stage, fetched) of what fetch(position, fetched) began to load kFetchedAhead
 // positions before. `empty`: of the tables.
 template <typename Fetched, typename Fetch, typename Make>
