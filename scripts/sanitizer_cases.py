@@ -201,13 +201,8 @@ def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: boo
     return difference_between(name, actual, expected)
 
 
-def ssd_cases() -> Iterator[tuple[str, Inputs]]:
-    """Name and inputs in 16 bits, whose kernels are the package's own: each kernel of forward (dtype, up to 64 states and more,
-    sequences whole and in segments), then each path inside them."""
-    for dtype in SSD_DTYPES:
-        for dstate in (64, 128):
-            yield ssd_case("kernel", dtype=dtype, dstate=dstate)
-            yield ssd_case("segments", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
+def ssd_paths() -> Iterator[tuple[str, Inputs]]:
+    """Of forward's kernels and of backward's."""
     for method in ssd_helpers.METHODS:
         yield ssd_case("method", discretization=method)
     for name, options in ssd_helpers.OPTIONS.items():
@@ -216,11 +211,21 @@ def ssd_cases() -> Iterator[tuple[str, Inputs]]:
         yield ssd_case("padded", **sizes)
     for seqlen in (0, 1, 63, 64, 65):
         yield ssd_case("length", seqlen=seqlen)
+    yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
+
+
+def ssd_cases() -> Iterator[tuple[str, Inputs]]:
+    """Name and inputs in 16 bits, whose kernels are the package's own: each kernel of forward (dtype, up to 64 states and more,
+    sequences whole and in segments), then each path inside them."""
+    for dtype in SSD_DTYPES:
+        for dstate in (64, 128):
+            yield ssd_case("kernel", dtype=dtype, dstate=dstate)
+            yield ssd_case("segments", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
+    yield from ssd_paths()
     yield ssd_case("heads without a partner", heads=3, groups=3)
     yield ssd_case("heads without a partner", heads=3, groups=1)
     yield ssd_case("resets in segments", batch=1, heads=2, groups=1, seqlen=1000, resets=((1, 64, 65, 700),))
     yield ssd_case("packed, in segments", heads=2, groups=1, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
-    yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
 
 
 def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
@@ -229,20 +234,12 @@ def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
         for dstate in (64, 128):
             for z in (True, False):
                 yield ssd_case("kernel", dtype=dtype, dstate=dstate, z=z)
-    for method in ssd_helpers.METHODS:
-        yield ssd_case("method", discretization=method)
-    for name, options in ssd_helpers.OPTIONS.items():
-        yield ssd_case(name, **options)
-    for sizes in SSD_PADDED:
-        yield ssd_case("padded", **sizes)
-    for seqlen in (0, 1, 63, 64, 65):
-        yield ssd_case("length", seqlen=seqlen)
+    yield from ssd_paths()
     for heads, groups in ((1, 1), (3, 3), (9, 1)):
         yield ssd_case("heads", heads=heads, groups=groups)
     for headdim in (128, 256):
         yield ssd_case("units of a head", headdim=headdim, heads=3, groups=1, dstate=128)
     yield ssd_case("few chunks, heads of a group in several blocks", batch=1, heads=80, groups=2, seqlen=65)
-    yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
     yield ssd_case("many chunks", batch=1, heads=2, groups=1, seqlen=1000)
     for states in (True, False):
         sizes = {"heads": 2, "groups": 1, "initial_states": states}

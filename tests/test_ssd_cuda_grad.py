@@ -156,19 +156,6 @@ def test_resets(resets, initial_states):
     assert_accurate(inputs_on_cuda(resets=resets, initial_states=initial_states, seqlen=200))
 
 
-def test_resets_let_no_gradient_through():
-    inputs = inputs_on_cuda(seqlen=150, resets=((10, 64, 100), (64,)))
-    grad_out, grad_final_states = make_cotangents(inputs)
-    grad_out[0, :100] = 0
-    grad_out[1, :64] = 0
-    results = evaluate(scan, inputs, (grad_out, grad_final_states))
-    for name in SEQUENCES:
-        gradient = results[f"grad_{name}"]
-        assert not gradient[0, :100].any() and not gradient[1, :64].any(), name
-        assert gradient[0, 100:].any() and gradient[1, 64:].any(), name
-    assert not results["grad_initial_states"].any()
-
-
 def test_what_follows_a_reset_has_no_part_in_it():
     """Without a gradient after it, not even a rounding of what was summed before in the same chunk."""
     inputs = inputs_on_cuda(seqlen=64, resets=((32,), (7, 33)), D=None, z=False)

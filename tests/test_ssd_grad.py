@@ -304,9 +304,11 @@ def test_packed_sequences_one_by_one(device):
     assert_all_close(evaluate(one_by_one, inputs, cotangents), evaluate(scan, inputs, cotangents))
 
 
-def test_resets_let_no_gradient_through(device):
+@dtypes(torch.float64, torch.bfloat16)
+def test_resets_let_no_gradient_through(dtype, device):
     """That of the last sequence's results is zero in all the others, whose states have no gradient from it either."""
-    inputs = make_inputs(seqlen=150, resets=((10, 64, 100), (64,)), device=device)
+    sizes = {"seqlen": 150, "headdim": 16, "dstate": 16}
+    inputs = make_inputs(resets=((10, 64, 100), (64,)), dtype=dtype, device=device, **sizes)
     grad_out, grad_final_states = make_cotangents(inputs)
     grad_out[0, :100] = 0
     grad_out[1, :64] = 0
