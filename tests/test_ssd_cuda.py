@@ -1,4 +1,4 @@
-"""What is particular to ssd_chunk_scan on CUDA: its two kernels for 16 bits, segments of sequences, streams and graphs.
+"""What is particular to ssd_chunk_scan on CUDA: its two kernels for 16 bits, sequences cut at runs, streams and graphs.
 
 Its gradients are in test_ssd_cuda_grad.py.
 """
@@ -63,7 +63,7 @@ def test_heads_share_groups(heads, groups):
 
 @pytest.mark.parametrize("name", ["everything", "resets_with_states"])
 @pytest.mark.parametrize("seqlen", [1000, 2048, 3001])
-def test_sequences_in_segments(seqlen, name):
+def test_sequences_longer_than_a_run(seqlen, name):
     """A batch of one with two heads is cut along time, resets and all."""
     options = OPTIONS[name] | ({"resets": ((2, 64, 65, 999),)} if name.startswith("resets") else {})
     sizes = {"batch": 1, "heads": 2, "groups": 1, "headdim": 64, "dstate": 64, "seqlen": seqlen}
@@ -71,22 +71,33 @@ def test_sequences_in_segments(seqlen, name):
     assert_matches_reference(inputs, gradients=False)
 
 
-def test_packed_sequences_in_segments():
-    sizes = {"heads": 2, "groups": 1, "headdim": 64, "dstate": 64, "cu_seqlens": (0, 0, 700, 701, 1500, 1500)}
+@pytest.mark.parametrize("heads", [2, 60, 160])
+def test_packed_sequences_in_runs(heads):
+    """With few heads a sequence is longer than a run, with many runs have several, and between there are both."""
+    offsets = (0, 0, 300, 364, 365, 1500, 1500, 2000)
+    sizes = {"heads": heads, "groups": 1, "headdim": 64, "dstate": 64, "cu_seqlens": offsets}
     assert_matches_reference(make_inputs(dtype=torch.bfloat16, device="cuda", **sizes), gradients=False)
 
 
-MANY_HEADS = {"batch": 8, "heads": 80, "groups": 2, "headdim": 64, "dstate": 128, "seqlen": 130}
+def test_many_packed_sequences():
+    """More than one for each thread that counts their chunks."""
+    lengths = torch.arange(2500) % 3
+    offsets = (0, *torch.cumsum(lengths, 0).tolist())
+    sizes = {"heads": 2, "groups": 1, "headdim": 8, "dstate": 8, "cu_seqlens": offsets}
+    assert_matches_reference(make_inputs(dtype=torch.bfloat16, device="cuda", **sizes), gradients=False)
+
+
+MANY_HEADS = {"batch": 8, "heads": 80, "groups": 2, "headdim": 64, "dstate": 128, "seqlen": 330}
 
 
 def test_entries_of_a_batch_with_many_heads():
-    """Another number of segments, blocks in several rounds: the same as a call for each entry of the batch."""
+    """Runs that begin inside sequences and have several: the same as a call for each entry of the batch."""
     inputs = make_inputs(**MANY_HEADS, dtype=torch.bfloat16, device="cuda")
     whole = results_of(inputs)
     batched = ("x", "dt", "B", "C", "z", "initial_states")
     for row in (0, 7):
         of_row = results_of({name: inputs[name][row : row + 1] if name in batched else inputs[name] for name in inputs})
-        # Sequences of one entry may be cut into segments, whose sums come in another order.
+        # Sequences of one entry may be longer than runs: then sums come in another order.
         for name, value in of_row.items():
             torch.testing.assert_close(value[0], whole[name][row], rtol=2e-2, atol=2e-2)
 

@@ -47,7 +47,7 @@ int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, cudaS
     constexpr int kDstate = decltype(dstate)::value;
     constexpr int kDirections = 2;
     const int error = launch_ssd_bwd_kernel<StatesShared<kDstate>>(
-        ssd_bwd_states_kernel<Scalar, kDstate>, partition.blocks * kDirections, kUnits + 1, params, partition, stream);
+        ssd_bwd_states_kernel<Scalar, kDstate>, partition.walks * kDirections, kUnits + 1, params, partition, stream);
     if (error != cudaSuccess) return error;
     return launch_ssd_bwd_kernel<ChunksShared<kDstate>>(ssd_bwd_chunks_kernel<Scalar, kDstate>,
                                                         params.slots * params.groups * params.splits, kHalves + 1, params,

@@ -70,7 +70,7 @@ struct BwdChunks {
 
   const SsdBwdParams& p;
   Shared& shared;
-  const Span at;  // from the chunk on
+  const Span at;
   int group, slot, first_head;
   int units;  // of the block
   int steps;
@@ -395,7 +395,8 @@ struct BwdChunks {
     const int64_t first_image = slot * p.units + first_head * row_blocks();
     const Image* S = static_cast<const Image*>(p.states) + first_image;
     const Image* T = static_cast<const Image*>(p.grad_states) + first_image;
-    supply_copies(units, kStages, shared.full, shared.empty, [&](int, int stage) {
+    RingPosition ring;
+    supply_copies<kStages - 2>(units, kStages, ring, shared.full, shared.empty, [&](int, int stage) {
       Stage& target = shared.stages[stage];
       const int first_row = walk.row_block * kUnitRows;
       const auto copy_of_unit = [&](const RowsView& view, Tile<kUnitRows>& tile) {
@@ -417,21 +418,27 @@ struct BwdChunks {
 
   __device__ __forceinline__ void tabulate(const Lane& lane) const {
     UnitWalk next{first_head}, walk{first_head};
-    supply_tables<FetchedSteps<Scalar>>(
-        units, kStages, shared.full, shared.tables_empty,
-        [&](int, auto& fetched) {
+    RingPosition ring;
+    using Fetched = FetchedSteps<Scalar>;
+    supply_tables<1, Fetched>(
+        units, kStages, ring, shared.full, shared.tables_empty,
+        [&](int, Fetched& fetched) {
           fetched.fetch(p, at.template rows<const Scalar>(p.dt, next.head, 0), at.resets(p, 0), steps);
           next.advance(row_blocks());
         },
-        [&](int, int stage, const auto& fetched) {
+        [&](const Fetched* fetched) {
+          TableSteps<1> made;
+          made.make(p, HeadSteps(p, walk.head), fetched);
+          return made;
+        },
+        [&](int, int stage, const Fetched& fetched, const TableSteps<1>& made, int k) {
           Tables& tables = shared.tables[stage];
-          const HeadSteps head(p, walk.head);
-          make_tables(p, head, fetched, tables.steps);
-          if (lane.index == 0) tables.head = head;
+          made.store(k, tables.steps);
+          if (lane.index == 0) tables.head = HeadSteps(p, walk.head);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int element = 2 * lane.index + i, row = walk.row_block * kUnitRows + element;
-            tables.dt[element] = fetched.is_there[i] ? cuda::to_accumulate(fetched.dt[i]) : 0.0f;
+            tables.dt[element] = cuda::to_accumulate(fetched.dt[i]);
             tables.D[element] =
                 p.D != nullptr && row < p.headdim ? p.D[walk.head * p.D_stride_head + row * p.D_stride_row] : 0.0f;
           }
@@ -527,8 +534,8 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitT
   const int heads = min(static_cast<int>(p.heads_per_split), heads_per_group - first_of_group);
   const int first_head = group * heads_per_group + first_of_group;
   const int64_t entry = sequence_of_slot(p, slot), chunk = slot - first_slot(p, entry);
-  Span at(p, entry, chunk, 1);
-  if (chunk < 0 || at.chunks == 0) {
+  Span at(p, entry);
+  if (chunk < 0 || chunk >= at.chunks) {
     for (int head = first_head + static_cast<int>(threadIdx.x); head < first_head + heads; head += blockDim.x) {
       const int64_t place = slot * p.heads + head;
       p.grad_A_parts[place] = p.grad_bias_parts[place] = 0;
@@ -536,9 +543,8 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitT
     }
     return;
   }
+  at.narrow(static_cast<int>(chunk), 1);
   const int steps = at.steps_of(0);
-  at.start += at.step_of(0);
-  at.first_chunk = 0;
   const Chunks chunks{p, shared, at, group, slot, first_head, heads * static_cast<int>(partition.row_blocks), steps};
   if (threadIdx.x < Chunks::kStages) {
     shared.full[threadIdx.x].init(2 * kWarpSize + 1);

@@ -25,9 +25,8 @@ namespace {
 // Of states and their gradients: entries of the batch are taken in turns, but never less than one.
 std::atomic<int64_t> workspace_limit{int64_t(1) << 30};
 
-// Of what the kernels keep of a chunk's states, padded headdim and dstate.
+// Of what the kernels keep of a chunk's states, padded headdim.
 int64_t image_rows(int64_t headdim) { return at::ceil_div<int64_t>(headdim, kUnitRows) * kUnitRows; }
-int64_t image_columns(int64_t dstate) { return dstate <= 64 ? 64 : kMaxKernelDstate; }
 
 // Kernels for the dtype of x.
 template <typename Launch>
@@ -202,7 +201,7 @@ class Backward {
   // Numbers the chunks, and shares the heads of a group out to as few blocks as fill the device: in rounds of one block a
   // multiprocessor, of its units' time and that of beginning and ending.
   void cut() {
-    const int64_t chunks = partition_.chunks_per_segment;
+    const int64_t chunks = at::ceil_div<int64_t>(params_.seqlen, kChunk);
     params_.slots = params_.cu_seqlens == nullptr ? params_.batch * chunks : params_.seqlen / kChunk + params_.batch;
     params_.units = params_.heads * partition_.row_blocks;
     const int64_t heads_per_group = params_.heads / params_.groups, blocks = params_.slots * params_.groups;
@@ -218,7 +217,7 @@ class Backward {
     }
     params_.heads_per_split = at::ceil_div<int64_t>(heads_per_group, best);
     params_.splits = at::ceil_div<int64_t>(heads_per_group, params_.heads_per_split);
-    check_blocks(std::max(2 * partition_.blocks, blocks * params_.splits));
+    check_blocks(std::max(2 * partition_.walks, blocks * params_.splits));
   }
 
   at::Tensor empty_images() const {

@@ -60,18 +60,14 @@ struct BwdStates {
   // The warpgroup after the units'.
   __device__ __forceinline__ void move() {
     const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
-    const auto unit_at = [&](int index) { return Unit(p, partition.row_blocks, at, index); };
+    const auto unit_at = [&](int index) { return Unit(p, partition, at, index); };
+    RingPosition ring;
     if (warp >= kCopyingWarps) {
       const int index = warp - kCopyingWarps;
-      const HeadSteps head(p, unit_at(index).head);
-      const Scalar* const dt = at.template rows<const Scalar>(p.dt, unit_at(index).head, 0);
-      supply_tables<FetchedSteps<Scalar>>(
-          at.chunks, kStages, shared.full, shared.empty,
-          [&](int position, auto& fetched) {
-            const int chunk = chunk_at(position);
-            fetched.fetch(p, dt + chunk * kChunk * p.dt.stride_step, at.resets(p, chunk), at.steps_of(chunk));
-          },
-          [&](int, int stage, const auto& fetched) { make_tables(p, head, fetched, shared.tables[stage][index]); });
+      supply_chunk_tables<Scalar, 2>(
+          p, at, unit_at(index).head, kStages, ring, shared.full, shared.empty,
+          [&](int position) { return chunk_at(position); },
+          [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
       return;
     }
     const RowsView &of_group = is_reverse ? p.C : p.B, &of_unit = is_reverse ? p.grad_out : p.x;
@@ -83,7 +79,7 @@ struct BwdStates {
                                                    of_unit.stride_step, unit.rows, thread);
     };
     RowCopier<kUnitRows, kCopyingThreads> copy_of_units[kUnits] = {copier_of_unit(unit_at(0)), copier_of_unit(unit_at(1))};
-    supply_copies(at.chunks, kStages, shared.full, shared.empty, [&](int position, int stage) {
+    supply_copies<kStages - 2>(at.chunks, kStages, ring, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stages[stage];
       const int steps = at.steps_of(chunk_at(position));
       copy_of_group.copy(target.of_group, steps, of_group.stride_step, is_reverse);
@@ -95,7 +91,7 @@ struct BwdStates {
 
   // A unit's warpgroup.
   __device__ __forceinline__ void multiply(int index) {
-    const Unit unit(p, partition.row_blocks, at, index);
+    const Unit unit(p, partition, at, index);
     const Lane lane;
     const PairsOfTile pairs(lane);
     State<dstate> state;

@@ -1,6 +1,8 @@
 // What the SSD kernels share: where a unit of work lies, a chunk's tiles in shared memory, and the tables of its step sizes.
 #pragma once
 
+#include <type_traits>
+
 #include "common/activations.h"
 #include "cuda/async_copy.cuh"
 #include "cuda/mma.cuh"
@@ -45,12 +47,12 @@ struct Tile {
   }
 
   // The address that a lane gives for load_matrices: 16 rows from `row`, 16 columns from column_piece; the four matrices run
-  // down the rows first, or along the columns first.
+  // down the rows first, or along the columns first. `row` is a multiple of 8: the pieces of a column lie so many rows apart.
   __device__ __forceinline__ uint4* rows_first(int row, int column_piece, int lane) {
-    return piece(row + lane % 16, column_piece + lane / 16);
+    return piece(lane % 16, column_piece + lane / 16) + row * kPartPieces;
   }
   __device__ __forceinline__ uint4* columns_first(int row, int column_piece, int lane) {
-    return piece(row + lane / 16 * 8 + lane % 8, column_piece + lane / 8 % 2);
+    return piece(lane / 16 * 8 + lane % 8, column_piece + lane / 8 % 2) + row * kPartPieces;
   }
 };
 
@@ -91,9 +93,8 @@ class RowCopier {
       }
     } else {
 #pragma unroll 1
-      for (int i = 0; i < kCopies; ++i) {
-        const bool exists = is_there_ && row_ + i * kRows < steps;
-        cuda::async_copy(tile.piece(row_ + i * kRows, column_), source, exists ? cuda::kAsyncCopyBytes : 0);
+      for (int row = row_; row < kChunk; row += kRows) {
+        cuda::async_copy(tile.piece(row, column_), source, is_there_ && row < steps ? cuda::kAsyncCopyBytes : 0);
         source += kRows * stride_step;
       }
     }
@@ -162,115 +163,148 @@ template <typename Scalar>
 struct FetchedSteps {
   Scalar dt[2];
   uint8_t resets[2];
-  bool is_there[2];
+  int steps;  // that exist in the chunk
 
-  __device__ __forceinline__ void fetch(const SsdParams& p, const Scalar* source, const uint8_t* resets_source, int steps) {
-    const int lane = threadIdx.x % kWarpSize;
+  __device__ __forceinline__ void fetch(const SsdParams& p, const Scalar* source, const uint8_t* resets_source, int steps_of_chunk) {
+    steps = steps_of_chunk;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      const int step = 2 * lane + i;
-      is_there[i] = step < steps;
-      if (is_there[i]) dt[i] = source[step * p.dt.stride_step];
-      resets[i] = resets_source != nullptr && is_there[i] ? resets_source[step] : 0;
+      dt[i] = is_there(i) ? source[step(i) * p.dt.stride_step] : Scalar(0);
+      resets[i] = resets_source != nullptr && is_there(i) ? resets_source[step(i)] : 0;
+    }
+  }
+
+  static __device__ __forceinline__ int step(int i) { return 2 * (threadIdx.x % kWarpSize) + i; }
+  __device__ __forceinline__ bool is_there(int i) const { return step(i) < steps; }
+};
+
+// A lane's two steps of the tables of `count` chunks. They are made together, by one warp: each is a chain of operations that
+// wait for one another.
+template <int count>
+struct TableSteps {
+  float log2_decay[count][2], gain[count][2], from_start[count][2], to_end[count][2];
+  int first[count][2];
+  float last[count];  // of the sums, that of the chunk
+  bool has_begun[count];
+
+  // body(chunk, step)
+  template <typename Body>
+  static __device__ __forceinline__ void for_each(const Body& body) {
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) body(k, i);
+    }
+  }
+
+  template <typename Scalar>
+  __device__ __forceinline__ void make(const SsdParams& p, const HeadSteps& head, const FetchedSteps<Scalar>* steps) {
+    const int lane = threadIdx.x % kWarpSize;
+    float zeta[count][2];
+    for_each([&](int k, int i) {
+      const float d = head.step_size(p, cuda::to_accumulate(steps[k].dt[i]));
+      gain[k][i] = steps[k].is_there(i) ? d : 0.0f;
+      zeta[k][i] = steps[k].is_there(i) ? d * head.A : 0.0f;
+      const float log2 = zeta[k][i] * static_cast<float>(kLog2E);
+      log2_decay[k][i] = log2 < kLowestLog2Decay ? kLowestLog2Decay : log2;
+    });
+    visit_exponential(p.discretization, [&](auto method) {
+      using Method = decltype(method);
+      if constexpr (!Method::kUnitGain) {
+        for_each([&](int k, int i) { gain[k][i] *= Method::gain(zeta[k][i], Method::basis(zeta[k][i])); });
+      }
+    });
+
+    // A sum ends with the first step, from the last, before which a sequence begins.
+    unsigned begins[count][2];
+    float sum[count];
+    bool any_has_begun = false;
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) begins[k][i] = __ballot_sync(kWholeWarp, steps[k].resets[i] != 0);
+      has_begun[k] = (begins[k][0] | begins[k][1]) != 0;
+      any_has_begun |= has_begun[k];
+      sum[k] = steps[k].resets[1] != 0 ? log2_decay[k][1] : log2_decay[k][0] + log2_decay[k][1];
+    }
+    const auto add_earlier_lanes = [&](auto may_be_cut) {
+      bool is_cut[count];
+#pragma unroll
+      for (int k = 0; k < count; ++k) is_cut[k] = steps[k].resets[0] != 0 || steps[k].resets[1] != 0;
+#pragma unroll
+      for (int distance = 1; distance < kWarpSize; distance *= 2) {
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+          const float earlier = __shfl_up_sync(kWholeWarp, sum[k], distance);
+          if constexpr (decltype(may_be_cut)::value) {
+            const bool earlier_is_cut = __shfl_up_sync(kWholeWarp, is_cut[k], distance);
+            if (lane >= distance && !is_cut[k]) sum[k] += earlier;
+            is_cut[k] |= lane >= distance && earlier_is_cut;
+          } else {
+            if (lane >= distance) sum[k] += earlier;
+          }
+        }
+      }
+    };
+    if (any_has_begun) {
+      add_earlier_lanes(std::true_type());
+    } else {
+      add_earlier_lanes(std::false_type());
+    }
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+      const float before = __shfl_up_sync(kWholeWarp, sum[k], 1);
+      last[k] = __shfl_sync(kWholeWarp, sum[k], kWarpSize - 1);
+      if (steps[k].resets[0] == 0 && lane > 0) log2_decay[k][0] += before;
+      log2_decay[k][1] = sum[k];
+    }
+    for_each([&](int k, int i) {
+      from_start[k][i] = Math<float>::exp2(log2_decay[k][i]);
+      to_end[k][i] = gain[k][i] * Math<float>::exp2(last[k] - log2_decay[k][i]);
+      first[k][i] = 0;
+    });
+    if (!any_has_begun) return;
+    const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
+    for_each([&](int k, int i) {
+      const unsigned of_first = begins[k][0] & (earlier_lanes | this_lane);
+      const unsigned of_second = begins[k][1] & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
+      if ((of_first | of_second) != 0) from_start[k][i] = 0;
+      if (of_first != begins[k][0] || of_second != begins[k][1]) to_end[k][i] = 0;
+      first[k][i] = max(0, max(2 * (31 - __clz(of_first)), 2 * (31 - __clz(of_second)) + 1));
+    });
+  }
+
+  __device__ __forceinline__ void store(int k, ChunkTables& tables) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const auto store_floats = [&](float(&table)[kChunk], const float(&values)[2]) {
+      reinterpret_cast<float2*>(table)[lane] = {values[0], values[1]};
+    };
+    store_floats(tables.log2_decay, log2_decay[k]);
+    store_floats(tables.gain, gain[k]);
+    store_floats(tables.from_start, from_start[k]);
+    store_floats(tables.to_end, to_end[k]);
+    reinterpret_cast<int2*>(tables.first)[lane] = {first[k][0], first[k][1]};
+    if (lane == 0) {
+      tables.has_begun = has_begun[k];
+      tables.whole = has_begun[k] ? 0.0f : Math<float>::exp2(last[k]);
     }
   }
 };
-
-// By one warp.
-template <typename Scalar>
-__device__ __forceinline__ void make_tables(const SsdParams& p, const HeadSteps& head, const FetchedSteps<Scalar>& steps,
-                                            ChunkTables& tables) {
-  const int lane = threadIdx.x % kWarpSize;
-  float log2_decay[2], gain[2];
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const float d = steps.is_there[i] ? head.step_size(p, cuda::to_accumulate(steps.dt[i])) : 0.0f;
-    const float zeta = steps.is_there[i] ? d * head.A : 0.0f;
-    const float log2 = zeta * static_cast<float>(kLog2E);
-    log2_decay[i] = log2 < kLowestLog2Decay ? kLowestLog2Decay : log2;
-    gain[i] = d;
-    visit_exponential(p.discretization, [&](auto method) {
-      using Method = decltype(method);
-      if constexpr (!Method::kUnitGain) gain[i] *= Method::gain(zeta, Method::basis(zeta));
-    });
-  }
-  const bool begins[2] = {steps.resets[0] != 0, steps.resets[1] != 0};
-  const unsigned begins_first = __ballot_sync(kWholeWarp, begins[0]);
-  const unsigned begins_second = __ballot_sync(kWholeWarp, begins[1]);
-  const bool has_begun = (begins_first | begins_second) != 0;
-
-  // A sum ends with the first step, from the last, before which a sequence begins.
-  float sum = begins[1] ? log2_decay[1] : log2_decay[0] + log2_decay[1];
-  if (has_begun) {
-    bool is_cut = begins[0] || begins[1];
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const float earlier = __shfl_up_sync(kWholeWarp, sum, distance);
-      const bool earlier_is_cut = __shfl_up_sync(kWholeWarp, is_cut, distance);
-      if (lane >= distance) {
-        if (!is_cut) sum += earlier;
-        is_cut |= earlier_is_cut;
-      }
-    }
-  } else {
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const float earlier = __shfl_up_sync(kWholeWarp, sum, distance);
-      if (lane >= distance) sum += earlier;
-    }
-  }
-  const float before = __shfl_up_sync(kWholeWarp, sum, 1);
-  const float last = __shfl_sync(kWholeWarp, sum, kWarpSize - 1);
-  const float decay[2] = {begins[0] || lane == 0 ? log2_decay[0] : before + log2_decay[0], sum};
-  float from_start[2], to_end[2];
-  int first[2] = {};
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    from_start[i] = Math<float>::exp2(decay[i]);
-    to_end[i] = gain[i] * Math<float>::exp2(last - decay[i]);
-  }
-  if (has_begun) {
-    const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned of_first = begins_first & (earlier_lanes | this_lane);
-      const unsigned of_second = begins_second & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
-      if ((of_first | of_second) != 0) from_start[i] = 0;
-      if (of_first != begins_first || of_second != begins_second) to_end[i] = 0;
-      first[i] = max(0, max(2 * (31 - __clz(of_first)), 2 * (31 - __clz(of_second)) + 1));
-    }
-  }
-  const auto store = [&](auto& table, const auto& values) {
-    table[2 * lane] = values[0];
-    table[2 * lane + 1] = values[1];
-  };
-  store(tables.log2_decay, decay);
-  store(tables.gain, gain);
-  store(tables.from_start, from_start);
-  store(tables.to_end, to_end);
-  store(tables.first, first);
-  if (lane == 0) {
-    tables.has_begun = has_begun;
-    tables.whole = has_begun ? 0.0f : Math<float>::exp2(last);
-  }
-}
 
 // Some chunks of a sequence, one after another.
 struct Span {
   int64_t entry;  // of the batch, or of the packed sequences
   int64_t batch;
-  int64_t start, length;  // of the sequence, in its batch entry
-  int64_t first_chunk;    // in the sequence
+  int64_t start, length;  // steps, in the batch entry
   int chunks;
 
-  // From that chunk on, at most so many.
-  __device__ __forceinline__ Span(const SsdParams& p, int64_t entry, int64_t first_chunk, int64_t max_chunks)
-      : entry(entry), first_chunk(first_chunk) {
+  // All of the sequence.
+  __device__ __forceinline__ Span(const SsdParams& p, int64_t entry) : entry(entry) {
     const bool is_packed = p.cu_seqlens != nullptr;
     start = is_packed ? sequence_start(p, entry) : 0;
-    length = is_packed ? max(int64_t(0), sequence_start(p, entry + 1) - start) : p.seqlen;
     batch = is_packed ? 0 : entry;
-    chunks = static_cast<int>(max(int64_t(0), min((length + kChunk - 1) / kChunk - first_chunk, max_chunks)));
+    length = is_packed ? max(int64_t(0), sequence_start(p, entry + 1) - start) : p.seqlen;
+    chunks = static_cast<int>((length + kChunk - 1) / kChunk);
   }
 
   // Within the tensors whatever cu_seqlens says, which nobody has checked where a graph is captured.
@@ -278,56 +312,54 @@ struct Span {
     return max(int64_t(0), min(p.cu_seqlens[entry], p.seqlen));
   }
 
-  // Of one of the chunks: its first step, in the sequence, and the steps that exist.
-  __device__ __forceinline__ int64_t step_of(int chunk) const { return (first_chunk + chunk) * kChunk; }
+  __device__ __forceinline__ void narrow(int first, int count) {
+    start += int64_t(first) * kChunk;
+    length -= int64_t(first) * kChunk;
+    chunks = count;
+  }
+
+  // Of one of the chunks, the steps that exist.
   __device__ __forceinline__ int steps_of(int chunk) const {
-    return static_cast<int>(min(int64_t(kChunk), length - step_of(chunk)));
+    return static_cast<int>(min(int64_t(kChunk), length - int64_t(chunk) * kChunk));
   }
 
   template <typename Scalar>
   __device__ __forceinline__ Scalar* rows(const RowsView& view, int64_t head_or_group, int chunk) const {
-    return static_cast<Scalar*>(view.data) + batch * view.stride_batch + (start + step_of(chunk)) * view.stride_step +
+    return static_cast<Scalar*>(view.data) + batch * view.stride_batch + step_of(chunk) * view.stride_step +
            head_or_group * view.stride_head;
   }
   __device__ __forceinline__ const uint8_t* resets(const SsdParams& p, int chunk) const {
-    return p.resets == nullptr ? nullptr : p.resets + batch * p.seqlen + start + step_of(chunk);
-  }
-};
-
-// Where a block's work lies: a segment of one sequence, and units of kUnitRows rows of one head's state, which share a group's
-// B and C.
-struct Place : Span {
-  int64_t segment, group;
-  int64_t first_unit;  // of the group's
-
-  __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition, int64_t block)
-      : Place(p, partition, block, block / partition.blocks_per_group / p.groups) {}
-
-  __device__ __forceinline__ bool is_last_segment(const Partition& partition) const {
-    return segment + 1 == partition.segments;
+    return p.resets == nullptr ? nullptr : p.resets + batch * p.seqlen + step_of(chunk);
   }
 
  private:
-  __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition, int64_t block, int64_t segment_in_all)
-      : Span(p, segment_in_all / partition.segments, segment_in_all % partition.segments * partition.chunks_per_segment,
-             partition.chunks_per_segment),
-        segment(segment_in_all % partition.segments),
-        group(block / partition.blocks_per_group % p.groups),
-        first_unit(block % partition.blocks_per_group * kUnits) {}
+  __device__ __forceinline__ int64_t step_of(int chunk) const { return start + int64_t(chunk) * kChunk; }
+};
+
+// Chunks of a walk, of which there are fewer than 2^31.
+struct Place : Span {
+  int group;
+  int first_unit;  // of the group's
+
+  // All of them.
+  __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition, int walk)
+      : Span(p, walk / partition.walks_per_entry),
+        group(walk / partition.walks_per_group % static_cast<int>(p.groups)),
+        first_unit(walk % partition.walks_per_group * kUnits) {}
 };
 
 // One of a block's units.
 struct Unit {
   bool is_there;  // else the group has no more
-  int64_t head;
+  int head;
   int first_row;  // of the head's
   int rows;       // from there on
 
-  __device__ __forceinline__ Unit(const SsdParams& p, int64_t row_blocks, const Place& at, int index) {
-    const int64_t heads_per_group = p.heads / p.groups, unit = at.first_unit + index;
-    is_there = unit < heads_per_group * row_blocks;
-    head = at.group * heads_per_group + (is_there ? unit / row_blocks : 0);
-    first_row = is_there ? static_cast<int>(unit % row_blocks) * kUnitRows : 0;
+  __device__ __forceinline__ Unit(const SsdParams& p, const Partition& partition, const Place& at, int index) {
+    const int unit = at.first_unit + index;
+    is_there = unit < partition.units_per_group;
+    head = at.group * partition.heads_per_group + (is_there ? unit / partition.row_blocks : 0);
+    first_row = is_there ? unit % partition.row_blocks * kUnitRows : 0;
     rows = p.headdim - first_row;
   }
 };

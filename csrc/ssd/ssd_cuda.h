@@ -15,22 +15,35 @@ constexpr int kUnitRows = 64;  // of a head's state, at most, that four warps ca
 
 constexpr int kRowElements = 8;  // rows are moved in pieces of as many
 
-constexpr int kUnits = 2;      // of a block
-constexpr int kMaxStages = 3;  // chunks that a block of forward has in shared memory
+constexpr int kUnits = 2;  // of a block
 constexpr int64_t kMaxKernelDstate = 128;
 
+// The kernels' dstate for that many states; what is over is zero.
+constexpr int64_t image_columns(int64_t dstate) { return dstate <= 64 ? 64 : kMaxKernelDstate; }
+
+// A walk is a sequence's way through time for one block's units, of kUnitRows rows of one head each.
 struct Partition {
+  int heads_per_group = 0, row_blocks = 0;  // units of one head
+  int units_per_group = 0;
+  int walks_per_group = 0, walks_per_entry = 0;
+  int64_t walks = 0;
+  int64_t chunks = 0;  // of a walk; where sequences are packed, of the longest that there could be
+};
+
+// How forward's blocks share the walks: ssd_runs.cuh.
+struct Runs : Partition {
   int64_t blocks = 0;
-  int64_t blocks_per_group = 0;  // of one segment
-  int64_t row_blocks = 0;        // units of one head
-  int64_t segments = 1;          // of a sequence
-  int64_t chunks_per_segment = 0;
-  int stages = 1;  // as many as there is shared memory for
+  int64_t length = 0;             // chunks of a block, where sequences are not packed
+  int* chunk_starts = nullptr;      // (sequences + 1,), where they are: what chunks the walks of the sequences before have
+  // Where runs may begin inside walks: for each block its units' states where its run ends, in the order of their threads'
+  // registers, (blocks, kUnits, dstate / 8, threads, 4), the decays of the pieces that they are of, (blocks, kUnits), and whether
+  // they are there, (blocks, kUnits).
+  float* states = nullptr;
+  float* decays = nullptr;
+  int* ready = nullptr;
+  bool has_long_walks = false;  // or might have
   bool may_use_wgmma = true;
-  // With several segments, of each but the last what it does to a state: the state after it begun with zero, (batch,
-  // segments, heads, headdim, dstate), and the decay, (batch, segments, heads).
-  float* segment_states = nullptr;
-  float* segment_decays = nullptr;
+  int stages = 1;  // as many as there is shared memory for
 };
 
 // Rows as those of x; y and grad_z are null where the gradient of z is not needed.
@@ -42,7 +55,7 @@ struct GateBwdParams {
 
 // Queue the kernels on the stream; return a cudaError_t. Instantiated for __half and __nv_bfloat16.
 template <typename Scalar>
-int launch_ssd_fwd(const SsdFwdParams& params, const Partition& partition, int max_shared_bytes, CUstream_st* stream);
+int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, CUstream_st* stream);
 template <typename Scalar>
 int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, CUstream_st* stream);
 template <typename Scalar>

@@ -13,15 +13,22 @@ constexpr int kStepBlocks = kChunk / 8, kStepGroups = kChunk / 16;
 // A lane among its unit's.
 struct Lane {
   int index;  // of the warp's
-  int warp, quad, pair;
+  int quad, pair;
+  int warp;
   int row;  // of the unit's
 
-  __device__ __forceinline__ Lane() {
-    index = threadIdx.x % kWarpSize;
+  __device__ __forceinline__ Lane() : Lane(threadIdx.x % kWarpSize) {}
+  // The compiler does not ask for the thread's index again wherever registers are few: that takes longer than what it is for.
+  static __device__ __forceinline__ Lane in_register() {
+    int index = threadIdx.x % kWarpSize;
+    asm volatile("" : "+r"(index));
+    return Lane(index);
+  }
+
+ private:
+  __device__ __forceinline__ explicit Lane(int index) : index(index), quad(index / 4), pair(index % 4) {
     // By a shuffle the compiler sees that it is the same for all lanes.
     warp = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) % kUnitThreads / kWarpSize, 0);
-    quad = index / 4;
-    pair = index % 4;
     row = 16 * warp + quad;
   }
 };
@@ -51,10 +58,10 @@ class PairsOfTile {
   int offset_;
 };
 
-// In place of a segment's decay: a sequence begins in it, and nothing is left of the state before.
+// In place of a piece's decay: a sequence begins in it, and nothing is left of the state before.
 constexpr float kBegun = -1;
-__device__ __forceinline__ void add_decay(float& of_segment, const ChunkTables& tables) {
-  of_segment = tables.has_begun || of_segment == kBegun ? kBegun : of_segment * tables.whole;
+__device__ __forceinline__ void add_decay(float& of_piece, const ChunkTables& tables) {
+  of_piece = tables.has_begun || of_piece == kBegun ? kBegun : of_piece * tables.whole;
 }
 
 // Of the matrices of several sequences, those of one: null of null.
@@ -70,15 +77,17 @@ struct State {
   float values[kBlocks][4];
 
   // body(low, high, is_there, offset) for two neighboring elements at that offset of a (headdim, dstate) matrix.
-  template <typename Body>
-  __device__ __forceinline__ void for_each_pair(const SsdParams& p, const Unit& unit, const Lane& lane, const Body& body) {
+  template <typename Self, typename Body>
+  static __device__ __forceinline__ void for_each_pair(Self& self, const SsdParams& p, const Unit& unit, const Lane& lane,
+                                                       const Body& body) {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane.row + 8 * half, column = 8 * n + 2 * lane.pair;
         const bool is_there = unit.is_there && row < unit.rows && column < p.dstate;
-        body(values[n][2 * half], values[n][2 * half + 1], is_there, (int64_t(unit.first_row) + row) * p.dstate + column);
+        body(self.values[n][2 * half], self.values[n][2 * half + 1], is_there,
+             (int64_t(unit.first_row) + row) * p.dstate + column);
       }
     }
   }
@@ -97,36 +106,19 @@ struct State {
 
   // From, and to, the matrices of all heads of one sequence; zero from a null pointer.
   __device__ __forceinline__ void load(const SsdParams& p, const float* states, const Unit& unit, const Lane& lane) {
-    const float* const source = states + unit.head * p.headdim * p.dstate;
+    const float* const source = states + int64_t(unit.head) * p.headdim * p.dstate;
     const bool is_given = states != nullptr;
-    for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
+    for_each_pair(*this, p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
       const float2 pair = load_pair(source + offset, is_there && is_given);
       low = pair.x;
       high = pair.y;
     });
   }
-  __device__ __forceinline__ void store(const SsdParams& p, float* states, const Unit& unit, const Lane& lane) {
-    float* const target = states + unit.head * p.headdim * p.dstate;
-    for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
+  __device__ __forceinline__ void store(const SsdParams& p, float* states, const Unit& unit, const Lane& lane) const {
+    float* const target = states + int64_t(unit.head) * p.headdim * p.dstate;
+    for_each_pair(*this, p, unit, lane, [&](float low, float high, bool is_there, int64_t offset) {
       if (is_there) *reinterpret_cast<float2*>(target + offset) = {low, high};
     });
-  }
-
-  // The state before the segment.
-  __device__ __forceinline__ void begin(const SsdFwdParams& p, const Partition& partition, const Place& at, const Unit& unit,
-                                        const Lane& lane) {
-    const int64_t elements = int64_t(p.headdim) * p.dstate;
-    load(p, states_of(p, p.initial_states, at.entry), unit, lane);
-    for (int64_t s = 0; s < at.segment; ++s) {
-      const int64_t place = (at.entry * partition.segments + s) * p.heads + unit.head;
-      const float decay = partition.segment_decays[place];
-      const float* const after = partition.segment_states + place * elements;
-      for_each_pair(p, unit, lane, [&](float& low, float& high, bool is_there, int64_t offset) {
-        const float2 pair = load_pair(after + offset, is_there);
-        low = decay == kBegun ? pair.x : fmaf(decay, low, pair.x);
-        high = decay == kBegun ? pair.y : fmaf(decay, high, pair.y);
-      });
-    }
   }
 
   // Where a sequence begins in the chunk nothing is left of the state: that is not a product with zero.
@@ -138,17 +130,26 @@ struct State {
     }
   }
 
-  // The state after the segment, to the workspace, with the decay since its begin; after the last, to final_states.
-  __device__ __forceinline__ void end(const SsdFwdParams& p, const Partition& partition, const Place& at, const Unit& unit,
-                                      const Lane& lane, bool is_final, float decay_of_segment) {
-    if (is_final) {
-      store(p, states_of(p, p.final_states, at.entry), unit, lane);
-      return;
+  // A thread's place in a block of columns, where registers are stored as they are.
+  template <typename Float>
+  static __device__ __forceinline__ auto registers_of(Float* states, int block) {
+    using Vector = std::conditional_t<std::is_const_v<Float>, const float4, float4>;
+    return reinterpret_cast<Vector*>(states) + block * kUnitThreads + threadIdx.x % kUnitThreads;
+  }
+  // The registers as they are, one block of columns after another, between threads of the same place in their units.
+  __device__ __forceinline__ void store_registers(float* target) const {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      __stcg(registers_of(target, n), float4{values[n][0], values[n][1], values[n][2], values[n][3]});
     }
-    const int64_t segment = at.entry * partition.segments + at.segment;
-    store(p, states_of(p, partition.segment_states, segment), unit, lane);
-    if (unit.is_there && unit.first_row == 0 && lane.row == 0 && lane.pair == 0) {
-      partition.segment_decays[segment * p.heads + unit.head] = decay_of_segment;
+  }
+  // body(values, stored) for each block.
+  template <typename Body>
+  __device__ __forceinline__ void read_registers(const float* source, const Body& body) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float4 stored = __ldcg(registers_of(source, n));
+      body(values[n], {stored.x, stored.y, stored.z, stored.w});
     }
   }
 
@@ -283,11 +284,10 @@ template <typename Scalar>
 class OutWriter {
  public:
   __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
-      : D_(load_D(p, unit, lane)), row_(threadIdx.x % 16), piece_(2 * lane.warp + threadIdx.x % kWarpSize / 16) {
-    const int column = piece_ * Tile<kUnitRows>::kPieceElements;
+      : p_(p), D_(load_D(p, unit, lane)) {
+    const int column = piece(lane) * Tile<kUnitRows>::kPieceElements;
     is_there_ = unit.is_there && column < unit.rows;
-    target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row_ * p.out.stride_step;
-    stride_ = 16 * p.out.stride_step;
+    target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row(lane) * p.out.stride_step;
   }
 
   // From y^T, x^T and, if there is one, z; through `tile`, of which each warp has
@@ -309,15 +309,21 @@ class OutWriter {
       });
     }
     __syncwarp();
+    const uint4* const source = tile.piece(row(lane), piece(lane));
+    const int rows = is_there_ ? steps - row(lane) : 0;
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
-      if (is_there_ && row_ + 16 * i < steps) __stcg(reinterpret_cast<uint4*>(target_), *tile.piece(row_ + 16 * i, piece_));
-      target_ += stride_;
+      if (16 * i < rows) __stcg(reinterpret_cast<uint4*>(target_), source[16 * i * Tile<kUnitRows>::kPartPieces]);
+      target_ += 16 * p_.out.stride_step;
     }
     __syncwarp();
   }
 
  private:
+  // Of what the lane writes: each 16th row from that on, and the piece.
+  static __device__ __forceinline__ int row(const Lane& lane) { return lane.index % 16; }
+  static __device__ __forceinline__ int piece(const Lane& lane) { return 2 * lane.warp + lane.index / 16; }
+
   template <typename Gate>
   __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
                                         Tile<kUnitRows>& tile, const Lane& lane, const Gate& gate) {
@@ -339,11 +345,10 @@ class OutWriter {
     }
   }
 
+  const SsdFwdParams& p_;
   float2 D_;
-  int row_, piece_;
   bool is_there_;
   Scalar* target_;
-  int64_t stride_;
 };
 
 }  // namespace ssm_kernels::ssd

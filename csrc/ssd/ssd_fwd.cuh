@@ -9,10 +9,9 @@
 //   S' = e^(s_l) S + (x_j c_j e^(s_l - s_j))^T B
 //
 // A unit of four warps carries up to 64 rows (headdim) of one head's state; warp w has rows 16 w to 16 w + 15 of S and of y^T.
-// A block has two units that share B and C, and walks through the chunks of a segment of one sequence; x, z, B and C of
-// the next chunks are on their way meanwhile. Where batch and heads are too few for the device, a sequence is cut into
-// segments: a first kernel finds what each does to a state, and each block of the second folds those of the segments before
-// its own, in order. Nothing is saved for backward.
+// A block has two units that share B and C, and walks through chunks of one sequence after another; x, z, B and C of the next
+// chunks are on their way meanwhile. All blocks have equally many chunks, which takes cutting sequences: ssd_runs.cuh. Nothing
+// is saved for backward.
 //
 // Two kernels do this: ssd_fwd_wgmma.cuh where the device has such products, ssd_fwd_mma.cuh on the others.
 #pragma once
@@ -24,39 +23,43 @@ namespace ssm_kernels::ssd {
 
 // With as many stages as there is shared memory for.
 template <typename Shared, typename Kernel>
-int launch_staged(Kernel kernel, int threads, bool has_gate, const SsdFwdParams& params, const Partition& partition,
-                  int max_shared_bytes, cudaStream_t stream) {
-  Partition staged = partition;
-  staged.stages = kMaxStages;
+int launch_staged(Kernel kernel, int threads, bool has_gate, const SsdFwdParams& params, const Runs& runs, int max_shared_bytes,
+                  cudaStream_t stream) {
+  Runs staged = runs;
+  staged.stages = Shared::kMaxStages;
   while (staged.stages > 1 && Shared::bytes(staged.stages, has_gate) > max_shared_bytes) --staged.stages;
   const int bytes = Shared::bytes(staged.stages, has_gate);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(partition.blocks), threads, bytes, stream>>>(params, staged);
+  kernel<<<static_cast<unsigned>(runs.blocks), threads, bytes, stream>>>(params, staged);
   return cudaGetLastError();
 }
 
 template <typename Scalar, int dstate, bool states_only>
-int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
+int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {
   const bool has_gate = !states_only && params.z.data != nullptr;
   const auto wgmma_kernel = ssd_fwd_wgmma_kernel<Scalar, dstate, states_only>;
   constexpr int kWgmmaThreads = (kUnits + 1) * kUnitThreads;
-  if (partition.may_use_wgmma && cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
-    return launch_staged<WgmmaShared<dstate>>(wgmma_kernel, kWgmmaThreads, has_gate, params, partition, max_shared_bytes,
-                                              stream);
+  if (runs.may_use_wgmma && cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
+    return launch_staged<WgmmaShared<dstate, states_only>>(wgmma_kernel, kWgmmaThreads, has_gate, params, runs,
+                                                           max_shared_bytes, stream);
   }
   return launch_staged<MmaShared<dstate>>(ssd_fwd_mma_kernel<Scalar, dstate, states_only>, kUnits * kUnitThreads, has_gate,
-                                          params, partition, max_shared_bytes, stream);
+                                          params, runs, max_shared_bytes, stream);
 }
 
 template <typename Scalar>
-int launch_ssd_fwd(const SsdFwdParams& params, const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
+int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {
+  if (params.cu_seqlens != nullptr) {
+    ssd_chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, runs);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
-    if (partition.segments > 1) {
-      const int error = launch_ssd_fwd_kernel<Scalar, kDstate, true>(params, partition, max_shared_bytes, stream);
+    if (runs.has_long_walks) {
+      const int error = launch_ssd_fwd_kernel<Scalar, kDstate, true>(params, runs, max_shared_bytes, stream);
       if (error != cudaSuccess) return error;
     }
-    return launch_ssd_fwd_kernel<Scalar, kDstate, false>(params, partition, max_shared_bytes, stream);
+    return launch_ssd_fwd_kernel<Scalar, kDstate, false>(params, runs, max_shared_bytes, stream);
   };
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
   return launch(std::integral_constant<int, kMaxKernelDstate>());

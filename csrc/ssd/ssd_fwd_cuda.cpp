@@ -3,12 +3,14 @@
 #include <ATen/ceil_div.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
@@ -18,43 +20,61 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-constexpr int64_t kMaxSegments = 16;
-
-// How many segments to cut each sequence into, so that the device is full: with blocks running in rounds of one a
-// multiprocessor, the time is that of the chunks in a row; finding what segments do to a state takes half as long as scanning
-// them, and each fold and the second kernel some chunks' time.
-int64_t choose_segments(int64_t blocks_of_a_segment, int64_t chunks, int64_t multiprocessors) {
-  const auto time = [&](int64_t segments) {
-    const int64_t chunks_per_segment = at::ceil_div<int64_t>(chunks, segments);
-    const auto rounds = [&](int64_t count) {
-      return static_cast<double>(at::ceil_div<int64_t>(blocks_of_a_segment * count, multiprocessors));
-    };
-    const double scan = rounds(segments) * static_cast<double>(chunks_per_segment);
-    if (segments == 1) return scan;
-    const double states = rounds(segments - 1) * static_cast<double>(chunks_per_segment) * 0.5;
-    return scan + states + 2 + 0.1 * static_cast<double>(segments);
-  };
-  int64_t best = 1;
-  for (int64_t segments = 2; segments <= std::min(kMaxSegments, chunks); ++segments) {
-    if (time(segments) < time(best)) best = segments;
+// Chunks of each run, so that all blocks end at about the same time. In terms of the time that a chunk takes: to find what one
+// does to a state takes a part of that; beginning inside a walk, the kernel before forward's, and each state that is folded
+// cost some more. A run of whole walks costs nothing but that the last ones may be few.
+int64_t choose_run(const Partition& partition, int64_t multiprocessors) {
+  constexpr double kStatesOnly = 0.3, kBeginInside = 1, kLaunch = 1, kFold = 0.4;
+  const int64_t chunks = partition.chunks;
+  const int64_t whole = at::ceil_div(partition.walks, multiprocessors) * chunks;
+  const int64_t equal = at::ceil_div(partition.walks * chunks, multiprocessors);
+  double time = static_cast<double>(equal) + kBeginInside;
+  if (chunks > equal) {
+    time += kStatesOnly * static_cast<double>(equal) + kLaunch + kFold * static_cast<double>(at::ceil_div(chunks, equal));
   }
-  return best;
+  return time < static_cast<double>(whole) ? equal : whole;
 }
 
-// The workspace of several segments, which the partition then points to.
-at::Tensor cut(const KernelInputs& inputs, const SsdFwdParams& params, Partition& partition) {
-  const int64_t chunks = partition.chunks_per_segment;
-  partition.segments = choose_segments(partition.blocks, chunks, cuda::multiprocessor_count(inputs.x.get_device()));
-  partition.chunks_per_segment = at::ceil_div<int64_t>(chunks, partition.segments);
-  partition.blocks *= partition.segments;
-  check_blocks(partition.blocks);
-  if (partition.segments == 1 || partition.blocks == 0) return {};
-  const int64_t states = params.batch * partition.segments * params.heads;
-  const at::Tensor workspace =
-      at::empty({states * (int64_t(params.headdim) * params.dstate + 1)}, inputs.x.options().dtype(at::kFloat));
-  partition.segment_states = workspace.data_ptr<float>();
-  partition.segment_decays = partition.segment_states + states * params.headdim * params.dstate;
-  return workspace;
+void check_chunks(int64_t chunks) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(chunks <= kMost, "ssd_chunk_scan: expected a call of at most ", kMost, " chunks, got ", chunks);
+}
+
+// The workspace, which the runs then point to.
+struct Workspace {
+  at::Tensor states, ready, chunk_starts;
+};
+Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs) {
+  const int64_t multiprocessors = cuda::multiprocessor_count(inputs.x.get_device());
+  const bool is_packed = params.cu_seqlens != nullptr;
+  if (is_packed) {
+    // Each sequence has one chunk that is not full, or none.
+    const int64_t most = (params.seqlen / kChunk + params.batch) * runs.walks_per_entry;
+    check_chunks(most);
+    runs.blocks = std::min(multiprocessors, most);
+    runs.has_long_walks = runs.walks_per_entry < runs.blocks;
+  } else {
+    check_chunks(runs.walks * runs.chunks);
+    runs.length = choose_run(runs, multiprocessors);
+    runs.blocks = at::ceil_div(runs.walks * runs.chunks, runs.length);
+    runs.has_long_walks = runs.chunks > runs.length;
+    if (runs.length % runs.chunks == 0) return {};
+  }
+  Workspace result;
+  const at::TensorOptions options = inputs.x.options();
+  const int64_t cuts = runs.blocks * kUnits, elements = kUnitRows * image_columns(params.dstate);
+  result.states = at::empty({cuts, elements + 1}, options.dtype(at::kFloat));
+  runs.states = result.states.data_ptr<float>();
+  runs.decays = runs.states + cuts * elements;
+  if (is_packed) {
+    result.chunk_starts = at::empty({params.batch + 1}, options.dtype(at::kInt));
+    runs.chunk_starts = result.chunk_starts.data_ptr<int>();
+  }
+  if (is_packed || !runs.has_long_walks) {
+    result.ready = is_packed ? at::empty({cuts}, options.dtype(at::kInt)) : at::zeros({cuts}, options.dtype(at::kInt));
+    runs.ready = result.ready.data_ptr<int>();
+  }
+  return result;
 }
 
 }  // namespace
@@ -63,10 +83,10 @@ void run_forward(const Inputs& in, Discretization method, const FwdOutputs& outp
   const KernelInputs inputs(in, method);
   SsdFwdParams params;
   inputs.fill(params);
-  Partition partition = inputs.partition();
-  partition.may_use_wgmma = may_use_wgmma;
-  const at::Tensor workspace = cut(inputs, params, partition);
-  if (partition.blocks == 0) return;
+  Runs runs{inputs.partition()};
+  runs.may_use_wgmma = may_use_wgmma;
+  if (runs.walks == 0) return;
+  const Workspace workspace = cut(inputs, params, runs);
 
   const at::Tensor z = is_present(in.z) ? as_rows(*in.z) : at::Tensor();
   if (z.defined()) params.z = const_rows_view(z);
@@ -81,8 +101,8 @@ void run_forward(const Inputs& in, Discretization method, const FwdOutputs& outp
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, in.x.get_device()));
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const int error = in.x.scalar_type() == at::kHalf
-                        ? launch_ssd_fwd<__half>(params, partition, max_shared_bytes, stream)
-                        : launch_ssd_fwd<__nv_bfloat16>(params, partition, max_shared_bytes, stream);
+                        ? launch_ssd_fwd<__half>(params, runs, max_shared_bytes, stream)
+                        : launch_ssd_fwd<__nv_bfloat16>(params, runs, max_shared_bytes, stream);
   C10_CUDA_CHECK(static_cast<cudaError_t>(error));
   if (!has_out) outputs.out.copy_(without_padding(out, outputs.out));
   if (!has_states) outputs.final_states.copy_(without_padding(final_states, outputs.final_states));

@@ -7,12 +7,13 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
-#include "ssd/ssd_fragments.cuh"
+#include "ssd/ssd_handover.cuh"
 
 namespace ssm_kernels::ssd {
 
 template <int dstate>
 struct MmaShared {
+  static constexpr int kMaxStages = 3;
   struct Stage {
     Tile<dstate> C, B;
     Tile<kUnitRows> x[kUnits];
@@ -31,18 +32,13 @@ struct MmaShared {
   }
 };
 
+// Takes the state through a piece of a walk; returns the piece's decay.
 template <typename Scalar, int dstate, bool states_only>
-__global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
-    ssd_fwd_mma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Partition partition) {
+__device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const Runs& runs, unsigned char* memory,
+                                                    const Place& at, const Unit& unit, int index, const Lane& lane,
+                                                    State<dstate>& state) {
   using Shared = MmaShared<dstate>;
   constexpr int kStateGroups = dstate / 16, kThreads = kUnits * kUnitThreads;
-  extern __shared__ __align__(128) unsigned char memory[];
-
-  const Place at(p, partition, blockIdx.x);
-  if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
-  const int index = threadIdx.x / kUnitThreads;
-  const Unit unit(p, partition.row_blocks, at, index);
-  const Lane lane;
   const bool has_gate = !states_only && p.z.data != nullptr;
   auto& own = reinterpret_cast<Shared*>(memory)->of_unit[index];
   const auto stage_at = [&](int slot) {
@@ -53,7 +49,7 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
   const int thread = threadIdx.x % kUnitThreads;
   const auto copy = [&](int chunk) {
     if (chunk < at.chunks) {
-      const int slot = chunk % partition.stages, steps = at.steps_of(chunk);
+      const int slot = chunk % runs.stages, steps = at.steps_of(chunk);
       auto& target = *stage_at(slot);
       const auto copy_state_rows = [&](Tile<dstate>& tile, const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
@@ -79,40 +75,37 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     fetched.fetch(p, at.rows<const Scalar>(p.dt, unit.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
   };
   const auto tabulate = [&](int chunk) {
-    if (is_mine(chunk)) make_tables(p, head, fetched, own.tables[chunk % 2]);
+    if (!is_mine(chunk)) return;
+    TableSteps<1> made;
+    made.make(p, head, &fetched);
+    made.store(0, own.tables[chunk % 2]);
   };
 
-  const int prefetched = partition.stages - 1;
+  const int prefetched = runs.stages - 1;
   for (int chunk = 0; chunk < prefetched; ++chunk) copy(chunk);
   fetch(0);
   fetch(1);  // another warp's
   tabulate(0);
 
-  State<dstate> state;
-  if constexpr (states_only) {
-    state.clear();
-  } else {
-    state.begin(p, partition, at, unit, lane);
-  }
   OutWriter<Scalar> out(p, at, unit, lane);
   const PairsOfTile pairs(lane);
   const PairMask pair_mask(lane);
-  float decay_of_segment = 1;
+  float decay_of_piece = 1;
 
 #pragma unroll 1
   for (int chunk = 0; chunk < at.chunks; ++chunk) {
-    const int slot = chunk % partition.stages;
-    if (partition.stages == 1) {
+    const int slot = chunk % runs.stages;
+    if (runs.stages == 1) {
       __syncthreads();
       copy(chunk);
     }
-    if (partition.stages == 3) {
+    if (runs.stages == 3) {
       cuda::wait_for_async_copies<1>();
     } else {
       cuda::wait_for_async_copies<0>();
     }
     __syncthreads();
-    if (partition.stages > 1) copy(chunk + prefetched);
+    if (runs.stages > 1) copy(chunk + prefetched);
     fetch(chunk + 2);
 
     auto& tiles = *stage_at(slot);
@@ -157,7 +150,7 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     } else {
       state.decay(tables.whole);
     }
-    if (states_only) add_decay(decay_of_segment, tables);
+    if (states_only) add_decay(decay_of_piece, tables);
 #pragma unroll
     for (int j = 0; j < kStepGroups; ++j) {
       uint32_t x[4], weighed[4];
@@ -191,9 +184,33 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     }
     tabulate(chunk + 1);
   }
-  if (states_only || at.is_last_segment(partition)) {
-    state.end(p, partition, at, unit, lane, !states_only, decay_of_segment);
-  }
+  // What this piece had in shared memory the next one's copies write over.
+  __syncthreads();
+  return decay_of_piece;
+}
+
+template <typename Scalar, int dstate, bool states_only>
+__global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
+    ssd_fwd_mma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
+  extern __shared__ __align__(128) unsigned char memory[];
+  const int index = threadIdx.x / kUnitThreads;
+  const Lane lane;
+  const Handover<dstate> handover(p, runs, index);
+  for_each_piece<states_only>(p, runs, [&](const Pieces& pieces, const Place& at) {
+    const Unit unit(p, runs, at, index);
+    State<dstate> state;
+    if constexpr (states_only) {
+      state.clear();
+    } else {
+      handover.begin(state, pieces, lane);
+    }
+    const float decay = multiply_mma_piece<Scalar, dstate, states_only>(p, runs, memory, at, unit, index, lane, state);
+    if constexpr (states_only) {
+      handover.leave(state, decay);
+    } else {
+      handover.end(state, pieces, lane);
+    }
+  });
 }
 
 }  // namespace ssm_kernels::ssd

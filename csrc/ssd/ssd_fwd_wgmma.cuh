@@ -12,19 +12,36 @@
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
-#include "ssd/ssd_fragments.cuh"
+#include "ssd/ssd_handover.cuh"
 #include "ssd/ssd_supply.cuh"
 
 namespace ssm_kernels::ssd {
 
+// Of the kernel that only finds states, and of the one that scans.
 template <int dstate>
-struct WgmmaShared {
+struct StatesOnlyShared {
+  static constexpr int kMaxStages = 6;
   struct Stage {
-    Tile<dstate> C, B;
+    Tile<dstate> B;
+    Tile<kUnitRows> x[kUnits];
+  };
+};
+template <int dstate>
+struct ScanShared {
+  static constexpr int kMaxStages = 3;
+  struct Stage {
+    Tile<dstate> B, C;
     Tile<kUnitRows> x[kUnits];
   };
   Tile<kChunk> products[kUnits];  // M^T
   Tile<kUnitRows> out[kUnits];
+};
+
+template <int dstate, bool states_only>
+struct WgmmaShared : std::conditional_t<states_only, StatesOnlyShared<dstate>, ScanShared<dstate>> {
+  using Base = std::conditional_t<states_only, StatesOnlyShared<dstate>, ScanShared<dstate>>;
+  using typename Base::Stage;
+  using Base::kMaxStages;
   ChunkTables tables[kMaxStages][kUnits];
   cuda::SharedBarrier full[kMaxStages], empty[kMaxStages];
 
@@ -45,19 +62,23 @@ struct WgmmaFwd {
   static constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
   static_assert(kCopyingWarps + kUnits == kUnitWarps, "the others make tables, one for each unit");
 
-  using Shared = WgmmaShared<dstate>;
+  using Shared = WgmmaShared<dstate, states_only>;
   using Stage = typename Shared::Stage;
   static constexpr int kStateGroups = dstate / 16;
+  // Where only states are to be found, units are done sooner than one table after another is made.
+  static constexpr int kTablesAtOnce = states_only ? 2 : 1;
+  // Of a thread, in place of the 168 that all begin with.
+  static constexpr int kUnitRegisters = dstate > 64 ? 208 : 192, kMoverRegisters = 3 * 168 - kUnits * kUnitRegisters;
 
   const SsdFwdParams& p;
-  const Partition& partition;
+  const Runs& runs;
   Shared& shared;
   unsigned char* stages;
   bool has_gate;
 
-  __device__ __forceinline__ WgmmaFwd(const SsdFwdParams& p, const Partition& partition, unsigned char* memory)
+  __device__ __forceinline__ WgmmaFwd(const SsdFwdParams& p, const Runs& runs, unsigned char* memory)
       : p(p),
-        partition(partition),
+        runs(runs),
         shared(*reinterpret_cast<Shared*>(memory)),
         stages(memory + Shared::align(sizeof(Shared))),
         has_gate(!states_only && p.z.data != nullptr) {}
@@ -70,21 +91,30 @@ struct WgmmaFwd {
   }
 
   // The warpgroup after the units'.
-  __device__ __forceinline__ void move(const Place& at) {
-    const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
-    const auto unit_at = [&](int index) { return Unit(p, partition.row_blocks, at, index); };
-    if (warp >= kCopyingWarps) {
-      const int index = warp - kCopyingWarps;
-      const HeadSteps head(p, unit_at(index).head);
-      const Scalar* const dt = at.template rows<const Scalar>(p.dt, unit_at(index).head, 0);
-      supply_tables<FetchedSteps<Scalar>>(
-          at.chunks, partition.stages, shared.full, shared.empty,
-          [&](int chunk, auto& fetched) {
-            fetched.fetch(p, dt + chunk * kChunk * p.dt.stride_step, at.resets(p, chunk), at.steps_of(chunk));
-          },
-          [&](int, int stage, const auto& fetched) { make_tables(p, head, fetched, shared.tables[stage][index]); });
-      return;
-    }
+  __device__ __forceinline__ void move() {
+    const int warp = threadIdx.x % kUnitThreads / kWarpSize;
+    RingPosition ring;
+    for_each_piece<states_only>(p, runs, [&](const Pieces&, const Place& at) {
+      if (warp < kCopyingWarps) {
+        copy(at, ring);
+      } else {
+        tabulate(at, warp - kCopyingWarps, ring);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void tabulate(const Place& at, int index, RingPosition& ring) {
+    const Unit unit(p, runs, at, index);
+    supply_chunk_tables<Scalar, kTablesAtOnce>(
+        p, at, unit.head, runs.stages, ring, shared.full, shared.empty, [](int chunk) { return chunk; },
+        [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
+  }
+
+  __device__ __forceinline__ void copy(const Place& at, RingPosition& ring) {
+    // Opaque: what follows from it is found anew for each piece.
+    int thread = threadIdx.x % kUnitThreads;
+    asm volatile("" : "+r"(thread));
+    const auto unit_at = [&](int index) { return Unit(p, runs, at, index); };
     using StateRows = RowCopier<dstate, kCopyingThreads>;
     using HeadRows = RowCopier<kUnitRows, kCopyingThreads>;
     const auto of_group = [&](const RowsView& view) {
@@ -97,7 +127,7 @@ struct WgmmaFwd {
     StateRows copy_B = of_group(p.B), copy_C = of_group(p.C);
     HeadRows copy_x[kUnits] = {of_unit(p.x, unit_at(0)), of_unit(p.x, unit_at(1))};
     HeadRows copy_z[kUnits] = {of_unit(z, unit_at(0)), of_unit(z, unit_at(1))};
-    supply_copies(at.chunks, partition.stages, shared.full, shared.empty, [&](int chunk, int slot) {
+    supply_copies<Shared::kMaxStages - 2>(at.chunks, runs.stages, ring, shared.full, shared.empty, [&](int chunk, int slot) {
       Stage& target = stage(slot);
       const int steps = at.steps_of(chunk);
       copy_B.copy(target.B, steps, p.B.stride_step);
@@ -111,33 +141,47 @@ struct WgmmaFwd {
   }
 
   // A unit's warpgroup.
-  __device__ __forceinline__ void multiply(const Place& at, int index) {
-    const Unit unit(p, partition.row_blocks, at, index);
-    const Lane lane;
-    State<dstate> state;
-    if constexpr (states_only) {
-      state.clear();
-    } else {
-      state.begin(p, partition, at, unit, lane);
-    }
-    OutWriter<Scalar> out(p, at, unit, lane);
-    float decay_of_segment = 1;
-    Tile<kChunk>& products = shared.products[index];
-    if constexpr (!states_only) clear_left_of_diagonal(products, lane);
+  __device__ __forceinline__ void multiply(int index) {
+    const Lane lane = Lane::in_register();
+    if constexpr (!states_only) clear_left_of_diagonal(shared.products[index], lane);
     const PairsOfTile pairs(lane);
     const PairMask pair_mask(lane);
-
+    const Handover<dstate> handover(p, runs, index);
     RingPosition ring;
+    for_each_piece<states_only>(p, runs, [&](const Pieces& pieces, const Place& at) {
+      const Unit unit(p, runs, at, index);
+      State<dstate> state;
+      if constexpr (states_only) {
+        state.clear();
+      } else {
+        handover.begin(state, pieces, lane);
+      }
+      const float decay = multiply_piece(state, at, unit, index, pairs, pair_mask, lane, ring);
+      if constexpr (states_only) {
+        handover.leave(state, decay);
+      } else {
+        handover.end(state, pieces, lane);
+      }
+    });
+  }
+
+  // Takes the state through the piece; returns the piece's decay.
+  __device__ __forceinline__ float multiply_piece(State<dstate>& state, const Place& at, const Unit& unit, int index,
+                                                  const PairsOfTile& pairs, const PairMask& pair_mask, const Lane& lane,
+                                                  RingPosition& ring) {
+    OutWriter<Scalar> out(p, at, unit, lane);
+    float decay_of_piece = 1;
 #pragma unroll 1
-    for (int chunk = 0; chunk < at.chunks; ++chunk) {
+    for (int left = at.chunks; left > 0; --left) {
       shared.full[ring.stage].wait(ring.phase);
       Stage& tiles = stage(ring.stage);
       const ChunkTables& tables = shared.tables[ring.stage][index];
-      const uint64_t B_rows = describe(tiles.B), C_rows = describe(tiles.C);
+      const uint64_t B_rows = describe(tiles.B);
 
       const uint32_t mask = pair_mask.of(tables, lane);
       float y[kStepBlocks][4];
       if constexpr (!states_only) {
+        const uint64_t C_rows = describe(tiles.C);
         float m[kStepBlocks][4];
         uint32_t s[kStateGroups][4];
 #pragma unroll
@@ -154,7 +198,7 @@ struct WgmmaFwd {
         cuda::wait_for_products<1>(m);
         // All warps have done with the M^T of the chunk before.
         cuda::barrier_sync(1 + index, kUnitThreads);
-        weigh_products<Scalar>(m, tables, mask, pairs, lane, products);
+        weigh_products<Scalar>(m, tables, mask, pairs, lane, shared.products[index]);
         cuda::publish_to_products();
       }
 
@@ -171,14 +215,14 @@ struct WgmmaFwd {
         cuda::barrier_sync(1 + index, kUnitThreads);
         const uint64_t x_rows = describe(tiles.x[index]);
         cuda::fence_products();
-        const uint64_t m_rows = describe(products);
+        const uint64_t m_rows = describe(shared.products[index]);
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {
           cuda::multiply<Scalar, true, true>(y, rows_of(x_rows, j), rows_of(m_rows, j), true);
         }
         cuda::commit_products();
       } else {
-        add_decay(decay_of_segment, tables);
+        add_decay(decay_of_piece, tables);
       }
 
       state.decay(tables.whole);
@@ -191,41 +235,39 @@ struct WgmmaFwd {
 
       if constexpr (!states_only) {
         cuda::wait_for_products<1>(y);
-        out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane, at.steps_of(chunk));
+        out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane,
+                  at.steps_of(at.chunks - left));
       }
       cuda::wait_for_products<0>(state.values);
       shared.empty[ring.stage].arrive();
-      ring.advance(partition.stages);
+      ring.advance(runs.stages);
     }
-    if (states_only || at.is_last_segment(partition)) {
-      state.end(p, partition, at, unit, lane, !states_only, decay_of_segment);
-    }
+    return decay_of_piece;
   }
 };
 
 template <typename Scalar, int dstate, bool states_only>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
-    ssd_fwd_wgmma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Partition partition) {
+    ssd_fwd_wgmma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
 #if SSM_KERNELS_HAS_WGMMA
   using Fwd = WgmmaFwd<Scalar, dstate, states_only>;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
-  Fwd fwd(p, partition, reinterpret_cast<unsigned char*>(&shared));
+  Fwd fwd(p, runs, reinterpret_cast<unsigned char*>(&shared));
 
-  const int warpgroup = threadIdx.x / kUnitThreads;
-  const Place at(p, partition, blockIdx.x);
-  if (states_only ? at.is_last_segment(partition) : at.chunks == 0 && !at.is_last_segment(partition)) return;
-  if (threadIdx.x < partition.stages) {
+  // By a shuffle the compiler sees that it is the same for all lanes.
+  const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
+  if (threadIdx.x < runs.stages) {
     fwd.shared.full[threadIdx.x].init(Fwd::kCopyingThreads + kUnits * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();
   if (warpgroup == kUnits) {
-    cuda::leave_registers<88>();
-    fwd.move(at);
+    cuda::leave_registers<Fwd::kMoverRegisters>();
+    fwd.move();
   } else {
-    cuda::take_registers<208>();
-    fwd.multiply(at, warpgroup);
+    cuda::take_registers<Fwd::kUnitRegisters>();
+    fwd.multiply(warpgroup);
   }
 #endif
 }

@@ -95,11 +95,14 @@ void KernelInputs::fill(SsdParams& params) const {
 
 Partition KernelInputs::partition() const {
   Partition partition;
-  const int64_t groups = B.size(2);
-  partition.row_blocks = at::ceil_div<int64_t>(x.size(3), kUnitRows);
-  partition.blocks_per_group = at::ceil_div<int64_t>(x.size(2) / groups * partition.row_blocks, kUnits);
-  partition.blocks = sequences_ * groups * partition.blocks_per_group;
-  partition.chunks_per_segment = at::ceil_div<int64_t>(x.size(1), kChunk);
+  const auto groups = static_cast<int>(B.size(2));
+  partition.heads_per_group = static_cast<int>(x.size(2)) / groups;
+  partition.row_blocks = static_cast<int>(at::ceil_div<int64_t>(x.size(3), kUnitRows));
+  partition.units_per_group = partition.heads_per_group * partition.row_blocks;
+  partition.walks_per_group = at::ceil_div(partition.units_per_group, kUnits);
+  partition.walks_per_entry = groups * partition.walks_per_group;
+  partition.walks = sequences_ * partition.walks_per_entry;
+  partition.chunks = std::max<int64_t>(1, at::ceil_div<int64_t>(x.size(1), kChunk));
   return partition;
 }
 

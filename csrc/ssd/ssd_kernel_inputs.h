@@ -24,7 +24,6 @@ class KernelInputs {
   KernelInputs(const Inputs& in, Discretization method);
 
   void fill(SsdParams& params) const;
-  // With each sequence in one segment.
   Partition partition() const;
 
   // Uninitialized, with the kernels' headdim and dstate.

@@ -22,45 +22,46 @@ struct RingPosition {
   }
 };
 
-// By the warps that copy: copy(position, stage) starts what one position takes.
-template <typename Copy>
-__device__ __forceinline__ void supply_copies(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
-                                              const Copy& copy) {
-  // A stage is handed over while the next one's copies run, if it need not be taken back for them; the first at once.
-  const bool runs_ahead = stages > 2;
-  RingPosition at;
-  int previous = 0;
+// By the warps that copy: copy(position, stage) starts what one position takes. A stage is handed over while the copies of up to
+// `pending` later ones run, if there are stages for them beside that being read; the first at once.
+template <int pending, typename Copy>
+__device__ __forceinline__ void supply_copies(int positions, int stages, RingPosition& at, cuda::SharedBarrier* full,
+                                              cuda::SharedBarrier* empty, const Copy& copy) {
+  const bool runs_ahead = stages >= pending + 2;
+  const auto hand_over = [&](int positions_ago) {
+    const int stage = at.stage - positions_ago;
+    cuda::publish_to_products();
+    full[stage < 0 ? stage + stages : stage].arrive();
+  };
 #pragma unroll 1
-  for (int position = 0; position <= positions; ++position) {
-    const bool is_there = position < positions;
-    if (is_there) {
-      if (position >= stages) empty[at.stage].wait(at.phase - 1);
-      copy(position, at.stage);
-      cuda::commit_async_copies();
-    }
-    const bool is_own = is_there && (!runs_ahead || position == 0);
-    if (is_own || (runs_ahead && position > 1)) {
-      if (is_there && !is_own) {
-        cuda::wait_for_async_copies<1>();
-      } else {
-        cuda::wait_for_async_copies<0>();
-      }
-      const int stage = is_own ? at.stage : previous;
-      cuda::publish_to_products();
-      full[stage].arrive();
-    }
-    previous = at.stage;
+  for (int position = 0; position < positions; ++position) {
+    if (at.phase > 0) empty[at.stage].wait(at.phase - 1);
+    copy(position, at.stage);
+    cuda::commit_async_copies();
     at.advance(stages);
+    if (!runs_ahead || position == 0) {
+      cuda::wait_for_async_copies<0>();
+      hand_over(1);
+    } else if (position > pending) {
+      cuda::wait_for_async_copies<pending>();
+      hand_over(1 + pending);
+    }
   }
+  if (!runs_ahead) return;
+  cuda::wait_for_async_copies<0>();
+  for (int ago = min(pending, positions - 1); ago > 0; --ago) hand_over(ago);
 }
-// By a warp that makes tables: make(position, stage, fetched) of what fetch(position, fetched) began to load kFetchedAhead
-// positions before. `empty`: of the tables.
-template <typename Fetched, typename Fetch, typename Make>
-__device__ __forceinline__ void supply_tables(int positions, int stages, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
-                                              const Fetch& fetch, const Make& make) {
+
+// By a warp that makes tables. fetch(position, fetched) begins to load what a position's are made of, kFetchedAhead positions
+// ahead; make(fetched) makes those of `at_once` positions, and store(position, stage, fetched, made, k) writes the k-th of them
+// where nobody reads any more. `empty`: of the tables.
+template <int at_once, typename Fetched, typename Fetch, typename Make, typename Store>
+__device__ __forceinline__ void supply_tables(int positions, int stages, RingPosition& at, cuda::SharedBarrier* full,
+                                              cuda::SharedBarrier* empty, const Fetch& fetch, const Make& make,
+                                              const Store& store) {
   constexpr int kFetchedAhead = 4;
-  RingPosition at;
-  Fetched fetched[kFetchedAhead];
+  static_assert(kFetchedAhead % at_once == 0, "what was fetched is used up in turns");
+  Fetched fetched[kFetchedAhead] = {};
 #pragma unroll
   for (int i = 0; i < kFetchedAhead; ++i) {
     if (i < positions) fetch(i, fetched[i]);
@@ -68,16 +69,42 @@ __device__ __forceinline__ void supply_tables(int positions, int stages, cuda::S
 #pragma unroll 1
   for (int first = 0; first < positions; first += kFetchedAhead) {
 #pragma unroll
-    for (int i = 0; i < kFetchedAhead; ++i) {
-      const int position = first + i;
-      if (position >= positions) return;
-      if (position >= stages) empty[at.stage].wait(at.phase - 1);
-      make(position, at.stage, fetched[i]);
-      full[at.stage].arrive();
-      if (position + kFetchedAhead < positions) fetch(position + kFetchedAhead, fetched[i]);
-      at.advance(stages);
+    for (int i = 0; i < kFetchedAhead; i += at_once) {
+      const auto made = make(&fetched[i]);
+#pragma unroll
+      for (int k = 0; k < at_once; ++k) {
+        const int position = first + i + k;
+        if (position >= positions) return;
+        if (at.phase > 0) empty[at.stage].wait(at.phase - 1);
+        store(position, at.stage, fetched[i + k], made, k);
+        full[at.stage].arrive();
+        if (position + kFetchedAhead < positions) fetch(position + kFetchedAhead, fetched[i + k]);
+        at.advance(stages);
+      }
     }
   }
+}
+
+// The same of the chunks of a head, begun at `at`, in that order, for a unit of that index.
+template <typename Scalar, int at_once, typename ChunkAt, typename TablesAt>
+__device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Span& span, int64_t head, int stages,
+                                                    RingPosition& at, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
+                                                    const ChunkAt& chunk_at, const TablesAt& tables_at) {
+  const HeadSteps steps_of_head(p, head);
+  const Scalar* const dt = span.template rows<const Scalar>(p.dt, head, 0);
+  using Fetched = FetchedSteps<Scalar>;
+  supply_tables<at_once, Fetched>(
+      span.chunks, stages, at, full, empty,
+      [&](int position, Fetched& fetched) {
+        const int chunk = chunk_at(position);
+        fetched.fetch(p, dt + chunk * kChunk * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
+      },
+      [&](const Fetched* fetched) {
+        TableSteps<at_once> made;
+        made.make(p, steps_of_head, fetched);
+        return made;
+      },
+      [&](int, int stage, const Fetched&, const TableSteps<at_once>& made, int k) { made.store(k, tables_at(stage)); });
 }
 
 }  // namespace ssm_kernels::ssd

@@ -1,0 +1,74 @@
+// The states of a unit where a piece of a walk begins and ends (ssd_runs.cuh): given, final, or handed from run to run.
+#pragma once
+
+#include "cuda/named_barrier.cuh"
+#include "cuda/ready_flag.cuh"
+#include "ssd/ssd_fragments.cuh"
+#include "ssd/ssd_runs.cuh"
+
+namespace ssm_kernels::ssd {
+
+template <int dstate>
+class Handover {
+ public:
+  // For the unit of that index in its block.
+  __device__ __forceinline__ Handover(const SsdFwdParams& p, const Runs& runs, int index) : p_(p), runs_(runs), index_(index) {}
+
+  // The state before the piece.
+  __device__ __forceinline__ void begin(State<dstate>& state, const Pieces& pieces, const Lane& lane) const {
+    const Walk walk = pieces.walk();
+    if (pieces.begins(walk) || pieces.is_long(walk)) {
+      const Place at(p_, runs_, walk.index);
+      state.load(p_, states_of(p_, p_.initial_states, at.entry), Unit(p_, runs_, at, index_), lane);
+    }
+    if (pieces.begins(walk)) return;
+    if (!pieces.is_long(walk)) {
+      const int cut = cut_of(static_cast<int>(blockIdx.x) - 1);
+      cuda::wait_for_flag(runs_.ready + cut);
+      state.read_registers(registers_of(cut), [](float(&values)[4], const float(&stored)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = stored[i];
+      });
+      return;
+    }
+#pragma unroll 1
+    for (int run = pieces.run_of(walk.first); run < static_cast<int>(blockIdx.x); ++run) {
+      const float decay = __ldcg(runs_.decays + cut_of(run));
+      state.read_registers(registers_of(cut_of(run)), [&](float(&values)[4], const float(&stored)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = decay == kBegun ? stored[i] : fmaf(decay, values[i], stored[i]);
+      });
+    }
+  }
+
+  // Hands on the state after the piece.
+  __device__ __forceinline__ void end(const State<dstate>& state, const Pieces& pieces, const Lane& lane) const {
+    const Walk walk = pieces.walk();
+    if (pieces.ends(walk)) {
+      const Place at(p_, runs_, walk.index);
+      state.store(p_, states_of(p_, p_.final_states, at.entry), Unit(p_, runs_, at, index_), lane);
+    } else if (!pieces.is_long(walk)) {
+      const int cut = cut_of(blockIdx.x);
+      state.store_registers(registers_of(cut));
+      cuda::barrier_sync(1 + index_, kUnitThreads);
+      if (threadIdx.x % kUnitThreads == 0) cuda::raise_flag(runs_.ready + cut);
+    }
+  }
+
+  // What the piece does to a state.
+  __device__ __forceinline__ void leave(const State<dstate>& after_zero, float decay) const {
+    const int cut = cut_of(blockIdx.x);
+    after_zero.store_registers(registers_of(cut));
+    if (threadIdx.x % kUnitThreads == 0) runs_.decays[cut] = decay;
+  }
+
+ private:
+  __device__ __forceinline__ int cut_of(int run) const { return run * kUnits + index_; }
+  __device__ __forceinline__ float* registers_of(int cut) const { return runs_.states + cut * (kUnitRows * dstate); }
+
+  const SsdFwdParams& p_;
+  const Runs& runs_;
+  int index_;
+};
+
+}  // namespace ssm_kernels::ssd
