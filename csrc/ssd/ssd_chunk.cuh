@@ -169,7 +169,7 @@ struct FetchedSteps {
     steps = steps_of_chunk;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      dt[i] = is_there(i) ? source[step(i) * p.dt.stride_step] : Scalar(0);
+      dt[i] = is_there(i) ? source[step(i) * p.dt.stride_step] : Scalar{};
       resets[i] = resets_source != nullptr && is_there(i) ? resets_source[step(i)] : 0;
     }
   }
