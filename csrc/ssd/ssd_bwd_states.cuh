@@ -64,7 +64,7 @@ struct BwdStates {
     RingPosition ring;
     if (warp >= kCopyingWarps) {
       const int index = warp - kCopyingWarps;
-      supply_chunk_tables<Scalar, 2>(
+      supply_chunk_tables<Scalar, 2, false>(
           p, at, unit_at(index).head, kStages, ring, shared.full, shared.empty,
           [&](int position) { return chunk_at(position); },
           [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });

@@ -274,16 +274,20 @@ struct TableSteps {
     });
   }
 
+  // Of the k-th chunk; where only states are to be found, what that takes.
+  template <bool states_only = false>
   __device__ __forceinline__ void store(int k, ChunkTables& tables) const {
     const int lane = threadIdx.x % kWarpSize;
     const auto store_floats = [&](float(&table)[kChunk], const float(&values)[2]) {
       reinterpret_cast<float2*>(table)[lane] = {values[0], values[1]};
     };
-    store_floats(tables.log2_decay, log2_decay[k]);
-    store_floats(tables.gain, gain[k]);
-    store_floats(tables.from_start, from_start[k]);
     store_floats(tables.to_end, to_end[k]);
-    reinterpret_cast<int2*>(tables.first)[lane] = {first[k][0], first[k][1]};
+    if constexpr (!states_only) {
+      store_floats(tables.log2_decay, log2_decay[k]);
+      store_floats(tables.gain, gain[k]);
+      store_floats(tables.from_start, from_start[k]);
+      reinterpret_cast<int2*>(tables.first)[lane] = {first[k][0], first[k][1]};
+    }
     if (lane == 0) {
       tables.has_begun = has_begun[k];
       tables.whole = has_begun[k] ? 0.0f : Math<float>::exp2(last[k]);

@@ -221,10 +221,15 @@ __device__ __forceinline__ void weigh_products(const float (&m)[kStepBlocks][4],
                                                const PairsOfTile& pairs, const Lane& lane, Tile<kChunk>& products) {
   const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
   const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
+  const auto log2_decay_at = [&](int n) {
+    return *reinterpret_cast<const float2*>(&tables.log2_decay[8 * n + 2 * lane.pair]);
+  };
+  float2 at_next = log2_decay_at(0);
 #pragma unroll
   for (int n = 0; n < kStepBlocks; ++n) {
+    const float2 at_step = at_next;
+    if (n + 1 < kStepBlocks) at_next = log2_decay_at(n + 1);
     if (n / 2 < lane.warp) continue;
-    const auto at_step = *reinterpret_cast<const float2*>(&tables.log2_decay[8 * n + 2 * lane.pair]);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float weighed[2];
@@ -311,9 +316,12 @@ class OutWriter {
     __syncwarp();
     const uint4* const source = tile.piece(row(lane), piece(lane));
     const int rows = is_there_ ? steps - row(lane) : 0;
+    uint4 pieces[kChunk / 16];
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) pieces[i] = source[16 * i * Tile<kUnitRows>::kPartPieces];
 #pragma unroll
     for (int i = 0; i < kChunk / 16; ++i) {
-      if (16 * i < rows) __stcg(reinterpret_cast<uint4*>(target_), source[16 * i * Tile<kUnitRows>::kPartPieces]);
+      if (16 * i < rows) __stcg(reinterpret_cast<uint4*>(target_), pieces[i]);
       target_ += 16 * p_.out.stride_step;
     }
     __syncwarp();

@@ -66,7 +66,7 @@ struct WgmmaFwd {
   using Stage = typename Shared::Stage;
   static constexpr int kStateGroups = dstate / 16;
   // Where only states are to be found, units are done sooner than one table after another is made.
-  static constexpr int kTablesAtOnce = states_only ? 2 : 1;
+  static constexpr int kTablesAtOnce = states_only ? 4 : 1;
   // Of a thread, in place of the 168 that all begin with.
   static constexpr int kUnitRegisters = dstate > 64 ? 208 : 192, kMoverRegisters = 3 * 168 - kUnits * kUnitRegisters;
 
@@ -105,7 +105,7 @@ struct WgmmaFwd {
 
   __device__ __forceinline__ void tabulate(const Place& at, int index, RingPosition& ring) {
     const Unit unit(p, runs, at, index);
-    supply_chunk_tables<Scalar, kTablesAtOnce>(
+    supply_chunk_tables<Scalar, kTablesAtOnce, states_only>(
         p, at, unit.head, runs.stages, ring, shared.full, shared.empty, [](int chunk) { return chunk; },
         [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
   }
@@ -178,7 +178,6 @@ struct WgmmaFwd {
       const ChunkTables& tables = shared.tables[ring.stage][index];
       const uint64_t B_rows = describe(tiles.B);
 
-      const uint32_t mask = pair_mask.of(tables, lane);
       float y[kStepBlocks][4];
       if constexpr (!states_only) {
         const uint64_t C_rows = describe(tiles.C);
@@ -186,6 +185,7 @@ struct WgmmaFwd {
         uint32_t s[kStateGroups][4];
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
+        const uint32_t mask = pair_mask.of(tables, lane);
         cuda::fence_products();
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) {

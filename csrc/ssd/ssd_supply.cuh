@@ -86,7 +86,7 @@ __device__ __forceinline__ void supply_tables(int positions, int stages, RingPos
 }
 
 // The same of the chunks of a head, begun at `at`, in that order, for a unit of that index.
-template <typename Scalar, int at_once, typename ChunkAt, typename TablesAt>
+template <typename Scalar, int at_once, bool states_only, typename ChunkAt, typename TablesAt>
 __device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Span& span, int64_t head, int stages,
                                                     RingPosition& at, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
                                                     const ChunkAt& chunk_at, const TablesAt& tables_at) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Sp
         made.make(p, steps_of_head, fetched);
         return made;
       },
-      [&](int, int stage, const Fetched&, const TableSteps<at_once>& made, int k) { made.store(k, tables_at(stage)); });
+      [&](int, int stage, const Fetched&, const TableSteps<at_once>& made, int k) { made.template store<states_only>(k, tables_at(stage)); });
 }
 
 }  // namespace ssm_kernels::ssd
