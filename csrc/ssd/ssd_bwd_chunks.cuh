@@ -421,7 +421,7 @@ struct BwdChunks {
     RingPosition ring;
     using Fetched = FetchedSteps<Scalar>;
     supply_tables<1, Fetched>(
-        units, kStages, ring, shared.full, shared.tables_empty,
+        units, Share<1>(), kStages, ring, shared.full, shared.tables_empty,
         [&](int, Fetched& fetched) {
           fetched.fetch(p, at.template rows<const Scalar>(p.dt, next.head, 0), at.resets(p, 0), steps);
           next.advance(row_blocks());
@@ -431,7 +431,7 @@ struct BwdChunks {
           made.make(p, HeadSteps(p, walk.head), fetched);
           return made;
         },
-        [&](int, int stage, const Fetched& fetched, const TableSteps<1>& made, int k) {
+        [&](int stage, const Fetched& fetched, const TableSteps<1>& made, int k) {
           Tables& tables = shared.tables[stage];
           made.store(k, tables.steps);
           if (lane.index == 0) tables.head = HeadSteps(p, walk.head);

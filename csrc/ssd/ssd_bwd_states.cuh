@@ -65,7 +65,7 @@ struct BwdStates {
     if (warp >= kCopyingWarps) {
       const int index = warp - kCopyingWarps;
       supply_chunk_tables<Scalar, 2, false>(
-          p, at, unit_at(index).head, kStages, ring, shared.full, shared.empty,
+          p, at, unit_at(index).head, Share<1>(), kStages, ring, shared.full, shared.empty,
           [&](int position) { return chunk_at(position); },
           [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
       return;

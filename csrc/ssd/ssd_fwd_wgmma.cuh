@@ -58,17 +58,19 @@ struct WgmmaShared : std::conditional_t<states_only, StatesOnlyShared<dstate>, S
 
 template <typename Scalar, int dstate, bool states_only>
 struct WgmmaFwd {
-  // Of the warpgroup that moves data.
-  static constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
-  static_assert(kCopyingWarps + kUnits == kUnitWarps, "the others make tables, one for each unit");
+  // Warpgroups that move data: where only states are to be found, units are soon done with a chunk.
+  static constexpr int kMovers = states_only ? 2 : 1, kThreads = (kUnits + kMovers) * kUnitThreads;
+  static constexpr int kCopyingWarps = 2 * kMovers, kCopyingThreads = kCopyingWarps * kWarpSize;
+  static_assert(kCopyingWarps + kMovers * kUnits == kMovers * kUnitWarps, "the others make tables, for one unit each");
+  static constexpr int kTablesAtOnce = states_only ? 2 : 1;
 
   using Shared = WgmmaShared<dstate, states_only>;
   using Stage = typename Shared::Stage;
   static constexpr int kStateGroups = dstate / 16;
-  // Where only states are to be found, units are done sooner than one table after another is made.
-  static constexpr int kTablesAtOnce = states_only ? 4 : 1;
-  // Of a thread, in place of the 168 that all begin with.
-  static constexpr int kUnitRegisters = dstate > 64 ? 208 : 192, kMoverRegisters = 3 * 168 - kUnits * kUnitRegisters;
+  // Of a thread, in place of as many as all begin with.
+  static constexpr int kRegisters = states_only ? 128 : 168;
+  static constexpr int kUnitRegisters = states_only ? 160 : dstate > 64 ? 208 : 192;
+  static constexpr int kMoverRegisters = ((kUnits + kMovers) * kRegisters - kUnits * kUnitRegisters) / kMovers;
 
   const SsdFwdParams& p;
   const Runs& runs;
@@ -90,29 +92,29 @@ struct WgmmaFwd {
     return reinterpret_cast<Tile<kUnitRows>*>(&stage(slot) + 1) + unit;
   }
 
-  // The warpgroup after the units'.
+  // The warpgroups after the units'.
   __device__ __forceinline__ void move() {
-    const int warp = threadIdx.x % kUnitThreads / kWarpSize;
+    const int warp = threadIdx.x / kWarpSize - kUnits * kUnitWarps;
     RingPosition ring;
     for_each_piece<states_only>(p, runs, [&](const Pieces&, const Place& at) {
       if (warp < kCopyingWarps) {
         copy(at, ring);
       } else {
-        tabulate(at, warp - kCopyingWarps, ring);
+        tabulate(at, (warp - kCopyingWarps) % kUnits, {(warp - kCopyingWarps) / kUnits}, ring);
       }
     });
   }
 
-  __device__ __forceinline__ void tabulate(const Place& at, int index, RingPosition& ring) {
+  __device__ __forceinline__ void tabulate(const Place& at, int index, Share<kMovers> share, RingPosition& ring) {
     const Unit unit(p, runs, at, index);
     supply_chunk_tables<Scalar, kTablesAtOnce, states_only>(
-        p, at, unit.head, runs.stages, ring, shared.full, shared.empty, [](int chunk) { return chunk; },
+        p, at, unit.head, share, runs.stages, ring, shared.full, shared.empty, [](int chunk) { return chunk; },
         [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
   }
 
   __device__ __forceinline__ void copy(const Place& at, RingPosition& ring) {
     // Opaque: what follows from it is found anew for each piece.
-    int thread = threadIdx.x % kUnitThreads;
+    int thread = threadIdx.x - kUnits * kUnitThreads;
     asm volatile("" : "+r"(thread));
     const auto unit_at = [&](int index) { return Unit(p, runs, at, index); };
     using StateRows = RowCopier<dstate, kCopyingThreads>;
@@ -247,7 +249,7 @@ struct WgmmaFwd {
 };
 
 template <typename Scalar, int dstate, bool states_only>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? WgmmaFwd<Scalar, dstate, states_only>::kThreads : kWarpSize, 1)
     ssd_fwd_wgmma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
 #if SSM_KERNELS_HAS_WGMMA
   using Fwd = WgmmaFwd<Scalar, dstate, states_only>;
@@ -262,7 +264,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
     fwd.shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();
-  if (warpgroup == kUnits) {
+  if (warpgroup >= kUnits) {
     cuda::leave_registers<Fwd::kMoverRegisters>();
     fwd.move();
   } else {

@@ -3,6 +3,8 @@
 // for the same stages; each runs ahead of the products by as many stages as there are.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/async_copy.cuh"
 #include "cuda/shared_barrier.cuh"
 #include "cuda/wgmma.cuh"
@@ -20,6 +22,18 @@ struct RingPosition {
       ++phase;
     }
   }
+  __device__ __forceinline__ void advance(int stages, int count) {
+    phase += (stage + count) / stages;
+    stage = (stage + count) % stages;
+  }
+};
+
+// Of the positions that so many warps take in turns, those of one.
+template <int warps>
+struct Share {
+  int of_warp = 0;
+
+  __device__ __forceinline__ int first() const { return warps == 1 ? 0 : of_warp; }
 };
 
 // By the warps that copy: copy(position, stage) starts what one position takes. A stage is handed over while the copies of up to
@@ -52,49 +66,59 @@ __device__ __forceinline__ void supply_copies(int positions, int stages, RingPos
   for (int ago = min(pending, positions - 1); ago > 0; --ago) hand_over(ago);
 }
 
-// By a warp that makes tables. fetch(position, fetched) begins to load what a position's are made of, kFetchedAhead positions
-// ahead; make(fetched) makes those of `at_once` positions, and store(position, stage, fetched, made, k) writes the k-th of them
-// where nobody reads any more. `empty`: of the tables.
-template <int at_once, typename Fetched, typename Fetch, typename Make, typename Store>
-__device__ __forceinline__ void supply_tables(int positions, int stages, RingPosition& at, cuda::SharedBarrier* full,
-                                              cuda::SharedBarrier* empty, const Fetch& fetch, const Make& make,
-                                              const Store& store) {
+// By a warp that makes tables. fetch(position, fetched) begins to load what a position's are made of, kFetchedAhead of its
+// positions ahead; make(fetched) makes those of `at_once`, and store(stage, fetched, made, k) writes the k-th of them where nobody
+// reads any more. `empty`: of the tables.
+template <int at_once, typename Fetched, int warps, typename Fetch, typename Make, typename Store>
+__device__ __forceinline__ void supply_tables(int positions, Share<warps> share, int stages, RingPosition& at,
+                                              cuda::SharedBarrier* full, cuda::SharedBarrier* empty, const Fetch& fetch,
+                                              const Make& make, const Store& store) {
   constexpr int kFetchedAhead = 4;
   static_assert(kFetchedAhead % at_once == 0, "what was fetched is used up in turns");
+  std::conditional_t<warps == 1, RingPosition&, RingPosition> own = at;
+  if constexpr (warps > 1) {
+    own.advance(stages, share.first());
+    at.advance(stages, positions);
+  }
   Fetched fetched[kFetchedAhead] = {};
 #pragma unroll
   for (int i = 0; i < kFetchedAhead; ++i) {
-    if (i < positions) fetch(i, fetched[i]);
+    const int position = share.first() + i * warps;
+    if (position < positions) fetch(position, fetched[i]);
   }
 #pragma unroll 1
-  for (int first = 0; first < positions; first += kFetchedAhead) {
+  for (int first = share.first(); first < positions; first += kFetchedAhead * warps) {
 #pragma unroll
     for (int i = 0; i < kFetchedAhead; i += at_once) {
       const auto made = make(&fetched[i]);
 #pragma unroll
       for (int k = 0; k < at_once; ++k) {
-        const int position = first + i + k;
+        const int position = first + (i + k) * warps, next = position + kFetchedAhead * warps;
         if (position >= positions) return;
-        if (at.phase > 0) empty[at.stage].wait(at.phase - 1);
-        store(position, at.stage, fetched[i + k], made, k);
-        full[at.stage].arrive();
-        if (position + kFetchedAhead < positions) fetch(position + kFetchedAhead, fetched[i + k]);
-        at.advance(stages);
+        if (own.phase > 0) empty[own.stage].wait(own.phase - 1);
+        store(own.stage, fetched[i + k], made, k);
+        full[own.stage].arrive();
+        if (next < positions) fetch(next, fetched[i + k]);
+        if constexpr (warps == 1) {
+          own.advance(stages);
+        } else {
+          own.advance(stages, warps);
+        }
       }
     }
   }
 }
 
-// The same of the chunks of a head, begun at `at`, in that order, for a unit of that index.
-template <typename Scalar, int at_once, bool states_only, typename ChunkAt, typename TablesAt>
-__device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Span& span, int64_t head, int stages,
+// The same of chunks of a head, chunk_at(position); tables_at(stage) are the unit's.
+template <typename Scalar, int at_once, bool states_only, int warps, typename ChunkAt, typename TablesAt>
+__device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Span& span, int64_t head, Share<warps> share, int stages,
                                                     RingPosition& at, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
                                                     const ChunkAt& chunk_at, const TablesAt& tables_at) {
   const HeadSteps steps_of_head(p, head);
   const Scalar* const dt = span.template rows<const Scalar>(p.dt, head, 0);
   using Fetched = FetchedSteps<Scalar>;
   supply_tables<at_once, Fetched>(
-      span.chunks, stages, at, full, empty,
+      span.chunks, share, stages, at, full, empty,
       [&](int position, Fetched& fetched) {
         const int chunk = chunk_at(position);
         fetched.fetch(p, dt + chunk * kChunk * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
@@ -104,7 +128,9 @@ __device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Sp
         made.make(p, steps_of_head, fetched);
         return made;
       },
-      [&](int, int stage, const Fetched&, const TableSteps<at_once>& made, int k) { made.template store<states_only>(k, tables_at(stage)); });
+      [&](int stage, const Fetched&, const TableSteps<at_once>& made, int k) {
+        made.template store<states_only>(k, tables_at(stage));
+      });
 }
 
 }  // namespace ssm_kernels::ssd
