@@ -123,7 +123,7 @@ struct BwdStates {
       cuda::fence_products();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !tables.has_begun);
+        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
       }
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);

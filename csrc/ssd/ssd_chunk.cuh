@@ -123,6 +123,11 @@ struct alignas(16) ChunkTables {
   bool has_begun;            // whether any sequence begins in the chunk
 };
 
+// Whether any sequence begins in the chunk. Mostly none can, which is known sooner than what the table says.
+__device__ __forceinline__ bool has_begun(const SsdParams& p, const ChunkTables& tables) {
+  return p.resets != nullptr && tables.has_begun;
+}
+
 // Two to the power of it is zero. Sums of lower ones would cost the differences between weaker decays after them their
 // accuracy.
 constexpr float kLowestLog2Decay = -160;

@@ -60,8 +60,8 @@ class PairsOfTile {
 
 // In place of a piece's decay: a sequence begins in it, and nothing is left of the state before.
 constexpr float kBegun = -1;
-__device__ __forceinline__ void add_decay(float& of_piece, const ChunkTables& tables) {
-  of_piece = tables.has_begun || of_piece == kBegun ? kBegun : of_piece * tables.whole;
+__device__ __forceinline__ void add_decay(const SsdParams& p, float& of_piece, const ChunkTables& tables) {
+  of_piece = has_begun(p, tables) || of_piece == kBegun ? kBegun : of_piece * tables.whole;
 }
 
 // Of the matrices of several sequences, those of one: null of null.
@@ -191,8 +191,8 @@ class PairMask {
     for_each(lane, [&](uint32_t bit, int row, int step) { causal_ |= row <= step ? bit : 0; });
   }
 
-  __device__ __forceinline__ uint32_t of(const ChunkTables& tables, const Lane& lane) const {
-    if (!tables.has_begun) return causal_;
+  __device__ __forceinline__ uint32_t of(const SsdParams& p, const ChunkTables& tables, const Lane& lane) const {
+    if (!has_begun(p, tables)) return causal_;
     uint32_t mask = causal_;
     for_each(lane, [&](uint32_t bit, int row, int step) { mask &= row < tables.first[step] ? ~bit : ~0u; });
     return mask;

@@ -128,7 +128,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
             cuda::mma<Scalar>(m[2 * i + 1], b, c[2], c[3]);
           }
         }
-        weigh_products<Scalar>(m, tables, pair_mask.of(tables, lane), pairs, lane, own.products);
+        weigh_products<Scalar>(m, tables, pair_mask.of(p, tables, lane), pairs, lane, own.products);
       }
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {
@@ -145,12 +145,12 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
       decay_from_start(y, tables, lane);
     }
 
-    if (tables.has_begun) {
+    if (has_begun(p, tables)) {
       state.clear();
     } else {
       state.decay(tables.whole);
     }
-    if (states_only) add_decay(decay_of_piece, tables);
+    if (states_only) add_decay(p, decay_of_piece, tables);
 #pragma unroll
     for (int j = 0; j < kStepGroups; ++j) {
       uint32_t x[4], weighed[4];

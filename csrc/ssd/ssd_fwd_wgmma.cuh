@@ -187,7 +187,7 @@ struct WgmmaFwd {
         uint32_t s[kStateGroups][4];
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
-        const uint32_t mask = pair_mask.of(tables, lane);
+        const uint32_t mask = pair_mask.of(p, tables, lane);
         cuda::fence_products();
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) {
@@ -224,14 +224,14 @@ struct WgmmaFwd {
         }
         cuda::commit_products();
       } else {
-        add_decay(decay_of_piece, tables);
+        add_decay(p, decay_of_piece, tables);
       }
 
       state.decay(tables.whole);
       cuda::fence_products();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(B_rows, j), j > 0 || !tables.has_begun);
+        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(B_rows, j), j > 0 || !has_begun(p, tables));
       }
       cuda::commit_products();
 
