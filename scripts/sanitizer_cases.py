@@ -216,16 +216,18 @@ def ssd_paths() -> Iterator[tuple[str, Inputs]]:
 
 def ssd_cases() -> Iterator[tuple[str, Inputs]]:
     """Name and inputs in 16 bits, whose kernels are the package's own: each kernel of forward (dtype, up to 64 states and more,
-    sequences whole and in segments), then each path inside them."""
+    sequences shorter and longer than a run), then each path inside them."""
     for dtype in SSD_DTYPES:
         for dstate in (64, 128):
             yield ssd_case("kernel", dtype=dtype, dstate=dstate)
-            yield ssd_case("segments", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
+            yield ssd_case("longer than a run", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
     yield from ssd_paths()
     yield ssd_case("heads without a partner", heads=3, groups=3)
     yield ssd_case("heads without a partner", heads=3, groups=1)
-    yield ssd_case("resets in segments", batch=1, heads=2, groups=1, seqlen=1000, resets=((1, 64, 65, 700),))
-    yield ssd_case("packed, in segments", heads=2, groups=1, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
+    yield ssd_case("resets, longer than a run", batch=1, heads=2, groups=1, seqlen=1000, resets=((1, 64, 65, 700),))
+    yield ssd_case("packed, longer than a run", heads=2, groups=1, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
+    yield ssd_case("in two runs", batch=3, heads=120, groups=1, seqlen=500)
+    yield ssd_case("packed, in two runs", heads=160, groups=1, cu_seqlens=(0, 0, 300, 364, 365, 900, 900))
 
 
 def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
