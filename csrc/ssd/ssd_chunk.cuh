@@ -170,7 +170,8 @@ struct FetchedSteps {
   uint8_t resets[2];
   int steps;  // that exist in the chunk
 
-  __device__ __forceinline__ void fetch(const SsdParams& p, const Scalar* source, const uint8_t* resets_source, int steps_of_chunk) {
+  __device__ __forceinline__ void fetch(const SsdParams& p, const Scalar* source, const uint8_t* resets_source,
+                                        int steps_of_chunk) {
     steps = steps_of_chunk;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
@@ -283,7 +284,7 @@ struct TableSteps {
   template <bool states_only = false>
   __device__ __forceinline__ void store(int k, ChunkTables& tables) const {
     const int lane = threadIdx.x % kWarpSize;
-    const auto store_floats = [&](float(&table)[kChunk], const float(&values)[2]) {
+    const auto store_floats = [&](float (&table)[kChunk], const float (&values)[2]) {
       reinterpret_cast<float2*>(table)[lane] = {values[0], values[1]};
     };
     store_floats(tables.to_end, to_end[k]);

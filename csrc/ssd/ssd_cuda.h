@@ -33,11 +33,11 @@ struct Partition {
 // How forward's blocks share the walks: ssd_runs.cuh.
 struct Runs : Partition {
   int64_t blocks = 0;
-  int64_t length = 0;             // chunks of a block, where sequences are not packed
-  int* chunk_starts = nullptr;      // (sequences + 1,), where they are: what chunks the walks of the sequences before have
+  int64_t length = 0;           // chunks of a block, where sequences are not packed
+  int* chunk_starts = nullptr;  // (sequences + 1,), where they are: what chunks the walks of the sequences before have
   // Where runs may begin inside walks: for each block its units' states where its run ends, in the order of their threads'
-  // registers, (blocks, kUnits, dstate / 8, threads, 4), the decays of the pieces that they are of, (blocks, kUnits), and whether
-  // they are there, (blocks, kUnits).
+  // registers, (blocks, kUnits, dstate / 8, threads, 4), the decays of the pieces that they are of, (blocks, kUnits), and
+  // whether they are there, (blocks, kUnits).
   float* states = nullptr;
   float* decays = nullptr;
   int* ready = nullptr;

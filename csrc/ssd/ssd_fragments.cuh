@@ -221,9 +221,7 @@ __device__ __forceinline__ void weigh_products(const float (&m)[kStepBlocks][4],
                                                const PairsOfTile& pairs, const Lane& lane, Tile<kChunk>& products) {
   const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
   const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
-  const auto log2_decay_at = [&](int n) {
-    return *reinterpret_cast<const float2*>(&tables.log2_decay[8 * n + 2 * lane.pair]);
-  };
+  const auto log2_decay_at = [&](int n) { return *reinterpret_cast<const float2*>(&tables.log2_decay[8 * n + 2 * lane.pair]); };
   float2 at_next = log2_decay_at(0);
 #pragma unroll
   for (int n = 0; n < kStepBlocks; ++n) {

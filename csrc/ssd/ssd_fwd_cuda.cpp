@@ -100,9 +100,8 @@ void run_forward(const Inputs& in, Discretization method, const FwdOutputs& outp
   int max_shared_bytes = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, in.x.get_device()));
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const int error = in.x.scalar_type() == at::kHalf
-                        ? launch_ssd_fwd<__half>(params, runs, max_shared_bytes, stream)
-                        : launch_ssd_fwd<__nv_bfloat16>(params, runs, max_shared_bytes, stream);
+  const int error = in.x.scalar_type() == at::kHalf ? launch_ssd_fwd<__half>(params, runs, max_shared_bytes, stream)
+                                                    : launch_ssd_fwd<__nv_bfloat16>(params, runs, max_shared_bytes, stream);
   C10_CUDA_CHECK(static_cast<cudaError_t>(error));
   if (!has_out) outputs.out.copy_(without_padding(out, outputs.out));
   if (!has_states) outputs.final_states.copy_(without_padding(final_states, outputs.final_states));

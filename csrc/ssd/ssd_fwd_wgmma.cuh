@@ -2,7 +2,8 @@
 // computed.
 //
 // A block has a warpgroup for each of its two units, and one more that moves data: two of its warps copy the chunks ahead to
-// shared memory, and one makes the tables of their decays for each unit (ssd_supply.cuh). A unit's products overlap with its
+// shared memory, and one makes the tables of their decays for each unit (ssd_supply.cuh). Where only states are to be found it
+// has two such warpgroups, whose warps take turns in making a unit's tables. A unit's products overlap with its
 // other work: while S C^T runs, M^T is weighed; while S is updated, out is written.
 //
 // All products of a chunk read registers that were made before the first of them begins: the compiler waits for products under
@@ -40,8 +41,8 @@ struct ScanShared {
 template <int dstate, bool states_only>
 struct WgmmaShared : std::conditional_t<states_only, StatesOnlyShared<dstate>, ScanShared<dstate>> {
   using Base = std::conditional_t<states_only, StatesOnlyShared<dstate>, ScanShared<dstate>>;
-  using typename Base::Stage;
   using Base::kMaxStages;
+  using typename Base::Stage;
   ChunkTables tables[kMaxStages][kUnits];
   cuda::SharedBarrier full[kMaxStages], empty[kMaxStages];
 
@@ -237,8 +238,7 @@ struct WgmmaFwd {
 
       if constexpr (!states_only) {
         cuda::wait_for_products<1>(y);
-        out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane,
-                  at.steps_of(at.chunks - left));
+        out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane, at.steps_of(at.chunks - left));
       }
       cuda::wait_for_products<0>(state.values);
       shared.empty[ring.stage].arrive();

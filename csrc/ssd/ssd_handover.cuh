@@ -25,7 +25,7 @@ class Handover {
     if (!pieces.is_long(walk)) {
       const int cut = cut_of(static_cast<int>(blockIdx.x) - 1);
       cuda::wait_for_flag(runs_.ready + cut);
-      state.read_registers(registers_of(cut), [](float(&values)[4], const float(&stored)[4]) {
+      state.read_registers(registers_of(cut), [](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = stored[i];
       });
@@ -34,7 +34,7 @@ class Handover {
 #pragma unroll 1
     for (int run = pieces.run_of(walk.first); run < static_cast<int>(blockIdx.x); ++run) {
       const float decay = __ldcg(runs_.decays + cut_of(run));
-      state.read_registers(registers_of(cut_of(run)), [&](float(&values)[4], const float(&stored)[4]) {
+      state.read_registers(registers_of(cut_of(run)), [&](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = decay == kBegun ? stored[i] : fmaf(decay, values[i], stored[i]);
       });

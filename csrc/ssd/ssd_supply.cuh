@@ -36,8 +36,8 @@ struct Share {
   __device__ __forceinline__ int first() const { return warps == 1 ? 0 : of_warp; }
 };
 
-// By the warps that copy: copy(position, stage) starts what one position takes. A stage is handed over while the copies of up to
-// `pending` later ones run, if there are stages for them beside that being read; the first at once.
+// By the warps that copy: copy(position, stage) starts what one position takes. A stage is handed over while the copies of up
+// to `pending` later ones run, if there are stages for them beside that being read; the first at once.
 template <int pending, typename Copy>
 __device__ __forceinline__ void supply_copies(int positions, int stages, RingPosition& at, cuda::SharedBarrier* full,
                                               cuda::SharedBarrier* empty, const Copy& copy) {
@@ -67,8 +67,8 @@ __device__ __forceinline__ void supply_copies(int positions, int stages, RingPos
 }
 
 // By a warp that makes tables. fetch(position, fetched) begins to load what a position's are made of, kFetchedAhead of its
-// positions ahead; make(fetched) makes those of `at_once`, and store(stage, fetched, made, k) writes the k-th of them where nobody
-// reads any more. `empty`: of the tables.
+// positions ahead; make(fetched) makes those of `at_once`, and store(stage, fetched, made, k) writes the k-th of them where
+// nobody reads any more. `empty`: of the tables.
 template <int at_once, typename Fetched, int warps, typename Fetch, typename Make, typename Store>
 __device__ __forceinline__ void supply_tables(int positions, Share<warps> share, int stages, RingPosition& at,
                                               cuda::SharedBarrier* full, cuda::SharedBarrier* empty, const Fetch& fetch,
@@ -90,11 +90,12 @@ __device__ __forceinline__ void supply_tables(int positions, Share<warps> share,
   for (int first = share.first(); first < positions; first += kFetchedAhead * warps) {
 #pragma unroll
     for (int i = 0; i < kFetchedAhead; i += at_once) {
+      if (first + i * warps >= positions) return;
       const auto made = make(&fetched[i]);
 #pragma unroll
       for (int k = 0; k < at_once; ++k) {
         const int position = first + (i + k) * warps, next = position + kFetchedAhead * warps;
-        if (position >= positions) return;
+        if (k > 0 && position >= positions) return;
         if (own.phase > 0) empty[own.stage].wait(own.phase - 1);
         store(own.stage, fetched[i + k], made, k);
         full[own.stage].arrive();
@@ -111,9 +112,10 @@ __device__ __forceinline__ void supply_tables(int positions, Share<warps> share,
 
 // The same of chunks of a head, chunk_at(position); tables_at(stage) are the unit's.
 template <typename Scalar, int at_once, bool states_only, int warps, typename ChunkAt, typename TablesAt>
-__device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Span& span, int64_t head, Share<warps> share, int stages,
-                                                    RingPosition& at, cuda::SharedBarrier* full, cuda::SharedBarrier* empty,
-                                                    const ChunkAt& chunk_at, const TablesAt& tables_at) {
+__device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Span& span, int64_t head, Share<warps> share,
+                                                    int stages, RingPosition& at, cuda::SharedBarrier* full,
+                                                    cuda::SharedBarrier* empty, const ChunkAt& chunk_at,
+                                                    const TablesAt& tables_at) {
   const HeadSteps steps_of_head(p, head);
   const Scalar* const dt = span.template rows<const Scalar>(p.dt, head, 0);
   using Fetched = FetchedSteps<Scalar>;
