@@ -5,7 +5,8 @@
 //
 //   A walk no longer than a run is cut once at most. Its first piece is the last of a run, its second the first of the next. A
 //   block takes its pieces from the last to the first, so that the state is there, in fp32, long before the next block asks:
-//   nobody waits, and the results are those of a walk that was not cut. A block waits for none but the one before it.
+//   nobody waits, and the results are those of a walk that was not cut. A block waits for none but the one before it, which
+//   was started before it and comes to the state in question without waiting for anybody.
 //   A longer walk has pieces that fill their runs. A kernel before forward's finds what each piece but the last does to a state
 //   (the state after it, begun with zero, and its decay); who begins inside the walk folds these in order.
 #pragma once
