@@ -87,6 +87,27 @@ def test_many_packed_sequences():
     assert_matches_reference(make_inputs(dtype=torch.bfloat16, device="cuda", **sizes), gradients=False)
 
 
+@pytest.mark.parametrize("heads", [3, 397])
+def test_heads_without_a_partner_in_runs(heads):
+    """Longer than a run with few heads, in two runs with many; padded rows and columns."""
+    sizes = {"batch": 1, "heads": heads, "groups": 1, "headdim": 36, "dstate": 100, "seqlen": 700}
+    assert_matches_reference(make_inputs(dtype=torch.float16, device="cuda", **sizes), gradients=False)
+
+
+def test_a_sequence_in_two_runs_has_the_bits_of_a_whole_one():
+    """Two heads for each multiprocessor are whole runs; with half as many more, runs begin inside sequences."""
+    heads = 2 * torch.cuda.get_device_properties("cuda").multi_processor_count
+    sizes = {"batch": 1, "heads": heads * 3 // 2, "groups": 1, "headdim": 64, "dstate": 128, "seqlen": 330}
+    inputs = make_inputs(dtype=torch.bfloat16, device="cuda", **sizes)
+    head_axes = {"x": 2, "dt": 2, "z": 2, "A": 0, "D": 0, "dt_bias": 0, "initial_states": 1}
+    fewer = {
+        name: value.narrow(head_axes[name], 0, heads) if name in head_axes and isinstance(value, Tensor) else value
+        for name, value in inputs.items()
+    }
+    cut, whole = results_of(inputs), results_of(fewer)
+    assert_equal({"out": cut["out"][:, :, :heads], "final_states": cut["final_states"][:, :heads]}, whole)
+
+
 MANY_HEADS = {"batch": 8, "heads": 80, "groups": 2, "headdim": 64, "dstate": 128, "seqlen": 330}
 
 
@@ -114,7 +135,8 @@ def test_both_kernels_agree_with_many_heads():
 
 @in_16_bits
 def test_repeatable(dtype):
-    for sizes in ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}):
+    many_heads = {name: size for name, size in MANY_HEADS.items() if name not in ("headdim", "dstate")}
+    for sizes in ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}, many_heads):
         inputs = make_inputs(headdim=64, dstate=64, dtype=dtype, device="cuda", **sizes)
         assert_equal(results_of(inputs), results_of(inputs))
 
@@ -144,25 +166,31 @@ def test_a_step_that_forgets_everything():
         assert_matches_reference(inputs, gradients=False)
 
 
+@pytest.mark.parametrize("heads", [{}, {"heads": 160, "groups": 1}], ids=["few_heads", "many_heads"])
 @pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
-def test_cuda_graph(name):
-    """Replayed on new values in the same tensors, the offsets of packed sequences too, it computes what an eager call does."""
-    sizes = {"headdim": 64, "dstate": 64, "seqlen": 300}
+def test_cuda_graph(name, heads):
+    """Replayed on new values in the same tensors, the offsets of packed sequences too, it computes what an eager call does.
+
+    Twice: with many heads states go from block to block, which a replay must not take from the one before.
+    """
+    sizes = {"headdim": 64, "dstate": 64, "seqlen": 300} | heads
     offsets = ((0, 0, 100, 101, 400), (0, 250, 250, 399, 400)) if name.startswith("packed") else (None, None)
     inputs, others = (
         make_inputs(dtype=torch.bfloat16, device="cuda", seed=seed, **(OPTIONS[name] | sizes | {"cu_seqlens": cu_seqlens}))
         for seed, cu_seqlens in enumerate(offsets)
     )
+    at_first = {key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()}
     results_of(inputs)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = results_of(inputs)
-    for key, value in others.items():
-        if isinstance(value, Tensor):
-            inputs[key].copy_(value)
-    graph.replay()
-    assert_equal(captured, results_of(others))
+    for values in (others, at_first):
+        for key, value in values.items():
+            if isinstance(value, Tensor):
+                inputs[key].copy_(value)
+        graph.replay()
+        assert_equal(captured, results_of(values))
 
 
 def test_runs_on_the_current_stream():

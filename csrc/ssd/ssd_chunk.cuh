@@ -305,7 +305,7 @@ struct TableSteps {
 struct Span {
   int64_t entry;  // of the batch, or of the packed sequences
   int64_t batch;
-  int64_t start, length;  // steps, in the batch entry
+  int64_t start, length;  // the first step, in the batch entry, and how many the sequence has from there on
   int chunks;
 
   // All of the sequence.

@@ -27,14 +27,15 @@ struct Partition {
   int units_per_group = 0;
   int walks_per_group = 0, walks_per_entry = 0;
   int64_t walks = 0;
-  int64_t chunks = 0;  // of a walk; where sequences are packed, of the longest that there could be
+  int64_t chunks = 0;  // of a walk, where sequences are not packed
 };
 
 // How forward's blocks share the walks: ssd_runs.cuh.
 struct Runs : Partition {
   int64_t blocks = 0;
-  int64_t length = 0;           // chunks of a block, where sequences are not packed
-  int* chunk_starts = nullptr;  // (sequences + 1,), where they are: what chunks the walks of the sequences before have
+  int64_t length = 0;  // chunks of a block, where sequences are not packed
+  // (sequences + 1,), where they are packed: the chunks of one walk of each of the sequences before, added up.
+  int* chunk_starts = nullptr;
   // Where runs may begin inside walks: for each block its units' states where its run ends, in the order of their threads'
   // registers, (blocks, kUnits, dstate / 8, threads, 4), the decays of the pieces that they are of, (blocks, kUnits), and
   // whether they are there, (blocks, kUnits).

@@ -10,8 +10,8 @@
 //
 // A unit of four warps carries up to 64 rows (headdim) of one head's state; warp w has rows 16 w to 16 w + 15 of S and of y^T.
 // A block has two units that share B and C, and walks through chunks of one sequence after another; x, z, B and C of the next
-// chunks are on their way meanwhile. All blocks have equally many chunks, which takes cutting sequences: ssd_runs.cuh. Nothing
-// is saved for backward.
+// chunks are on their way meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks:
+// ssd_runs.cuh. Nothing is saved for backward.
 //
 // Two kernels do this: ssd_fwd_wgmma.cuh where the device has such products, ssd_fwd_mma.cuh on the others.
 #pragma once

@@ -68,7 +68,7 @@ struct WgmmaFwd {
   using Shared = WgmmaShared<dstate, states_only>;
   using Stage = typename Shared::Stage;
   static constexpr int kStateGroups = dstate / 16;
-  // Of a thread, in place of as many as all begin with.
+  // Of a thread: what all begin with, and what they have then.
   static constexpr int kRegisters = states_only ? 128 : 168;
   static constexpr int kUnitRegisters = states_only ? 160 : dstate > 64 ? 208 : 192;
   static constexpr int kMoverRegisters = ((kUnits + kMovers) * kRegisters - kUnits * kUnitRegisters) / kMovers;

@@ -1,12 +1,12 @@
 // How forward's blocks share the walks: in runs of equal length, whatever the lengths of the sequences.
 //
-// The chunks of all walks, one walk after another, are cut into as many runs as there are multiprocessors; a block takes one.
-// What a run has of a walk is a piece. Where a piece ends before its walk does, the next run needs the state there:
+// The chunks of all walks, one walk after another, are cut into at most as many runs as there are multiprocessors; a block
+// takes one. What a run has of a walk is a piece. Where a piece ends before its walk does, the next run needs the state there:
 //
 //   A walk no longer than a run is cut once at most. Its first piece is the last of a run, its second the first of the next. A
-//   block takes its pieces from the last to the first, so that the state is there, in fp32, long before the next block asks:
-//   nobody waits, and the results are those of a walk that was not cut. A block waits for none but the one before it, which
-//   was started before it and comes to the state in question without waiting for anybody.
+//   block takes its pieces from the last to the first, so that the state is there, in fp32, mostly long before the next block
+//   asks, and the results are those of a walk that was not cut. A block waits for none but the one before it, which was started
+//   before it and comes to the state in question, in its first piece, without waiting for anybody.
 //   A longer walk has pieces that fill their runs. A kernel before forward's finds what each piece but the last does to a state
 //   (the state after it, begun with zero, and its decay); who begins inside the walk folds these in order.
 #pragma once
@@ -108,7 +108,7 @@ static __global__ void __launch_bounds__(kChunkStartsThreads)
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   for (int64_t i = threadIdx.x; i < runs.blocks * kUnits; i += kChunkStartsThreads) runs.ready[i] = 0;
 
-  // What no sequences have together, unless cu_seqlens, which nobody has checked where a graph is captured, is not monotone.
+  // More the sequences do not have together, unless cu_seqlens, which nobody has checked where a graph is captured, is wrong.
   const int64_t most = p.seqlen / kChunk + p.batch;
   const int64_t count = (p.batch + kChunkStartsThreads - 1) / kChunkStartsThreads;
   const int64_t first = min(threadIdx.x * count, p.batch), end = min(first + count, p.batch);
