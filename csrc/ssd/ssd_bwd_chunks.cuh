@@ -545,7 +545,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitT
   }
   at.narrow(static_cast<int>(chunk), 1);
   const int steps = at.steps_of(0);
-  const Chunks chunks{p, shared, at, group, slot, first_head, heads * static_cast<int>(partition.row_blocks), steps};
+  const Chunks chunks{p, shared, at, group, slot, first_head, heads * partition.row_blocks, steps};
   if (threadIdx.x < Chunks::kStages) {
     shared.full[threadIdx.x].init(2 * kWarpSize + 1);
     shared.empty[threadIdx.x].init(Chunks::kMultiplyingThreads + kWarpSize);

@@ -202,9 +202,9 @@ class Backward {
   // multiprocessor, of its units' time and that of beginning and ending.
   void cut() {
     const int64_t chunks = at::ceil_div<int64_t>(params_.seqlen, kChunk);
-    params_.slots = params_.cu_seqlens == nullptr ? params_.batch * chunks : params_.seqlen / kChunk + params_.batch;
+    params_.slots = params_.cu_seqlens == nullptr ? params_.batch * chunks : max_packed_chunks(params_.seqlen, params_.batch);
     params_.units = params_.heads * partition_.row_blocks;
-    const int64_t heads_per_group = params_.heads / params_.groups, blocks = params_.slots * params_.groups;
+    const int64_t heads_per_group = partition_.heads_per_group, blocks = params_.slots * params_.groups;
     const int64_t multiprocessors = cuda::multiprocessor_count(inputs_.x.get_device());
     constexpr int64_t kUnitsOfOverhead = 4;
     const auto time = [&](int64_t splits) {
@@ -217,7 +217,7 @@ class Backward {
     }
     params_.heads_per_split = at::ceil_div<int64_t>(heads_per_group, best);
     params_.splits = at::ceil_div<int64_t>(heads_per_group, params_.heads_per_split);
-    check_blocks(std::max(2 * partition_.walks, blocks * params_.splits));
+    check_count(std::max(2 * partition_.walks, blocks * params_.splits), "blocks");
   }
 
   at::Tensor empty_images() const {

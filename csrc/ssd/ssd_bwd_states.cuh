@@ -150,22 +150,22 @@ template <typename Scalar, int dstate>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
     ssd_bwd_states_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ Partition partition) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Walk = BwdStates<Scalar, dstate>;
+  using States = BwdStates<Scalar, dstate>;
   extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<typename Walk::Shared>(unaligned_memory);
-  Walk walk{p, partition, shared, Place(p, partition, blockIdx.x / 2), blockIdx.x % 2 != 0};
-  if (threadIdx.x < Walk::kStages) {
-    shared.full[threadIdx.x].init(Walk::kCopyingThreads + kUnits * kWarpSize);
+  auto& shared = align_shared<typename States::Shared>(unaligned_memory);
+  States states{p, partition, shared, Place(p, partition, blockIdx.x / 2), blockIdx.x % 2 != 0};
+  if (threadIdx.x < States::kStages) {
+    shared.full[threadIdx.x].init(States::kCopyingThreads + kUnits * kWarpSize);
     shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();
   const int warpgroup = threadIdx.x / kUnitThreads;
   if (warpgroup == kUnits) {
     cuda::leave_registers<88>();
-    walk.move();
+    states.move();
   } else {
     cuda::take_registers<208>();
-    walk.multiply(warpgroup);
+    states.multiply(warpgroup);
   }
 #endif
 }

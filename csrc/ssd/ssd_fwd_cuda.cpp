@@ -10,7 +10,6 @@
 #include <cuda_fp16.h>
 
 #include <algorithm>
-#include <limits>
 
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
@@ -35,11 +34,6 @@ int64_t choose_run(const Partition& partition, int64_t multiprocessors) {
   return time < static_cast<double>(whole) ? equal : whole;
 }
 
-void check_chunks(int64_t chunks) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(chunks <= kMost, "ssd_chunk_scan: expected a call of at most ", kMost, " chunks, got ", chunks);
-}
-
 // The workspace, which the runs then point to.
 struct Workspace {
   at::Tensor states, ready, chunk_starts;
@@ -48,13 +42,12 @@ Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs
   const int64_t multiprocessors = cuda::multiprocessor_count(inputs.x.get_device());
   const bool is_packed = params.cu_seqlens != nullptr;
   if (is_packed) {
-    // Each sequence has one chunk that is not full, or none.
-    const int64_t most = (params.seqlen / kChunk + params.batch) * runs.walks_per_entry;
-    check_chunks(most);
+    const int64_t most = max_packed_chunks(params.seqlen, params.batch) * runs.walks_per_entry;
+    check_count(most, "chunks");
     runs.blocks = std::min(multiprocessors, most);
     runs.has_long_walks = runs.walks_per_entry < runs.blocks;
   } else {
-    check_chunks(runs.walks * runs.chunks);
+    check_count(runs.walks * runs.chunks, "chunks");
     runs.length = choose_run(runs, multiprocessors);
     runs.blocks = at::ceil_div(runs.walks * runs.chunks, runs.length);
     runs.has_long_walks = runs.chunks > runs.length;

@@ -195,21 +195,8 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
   extern __shared__ __align__(128) unsigned char memory[];
   const int index = threadIdx.x / kUnitThreads;
   const Lane lane;
-  const Handover<dstate> handover(p, runs, index);
-  for_each_piece<states_only>(p, runs, [&](const Pieces& pieces, const Place& at) {
-    const Unit unit(p, runs, at, index);
-    State<dstate> state;
-    if constexpr (states_only) {
-      state.clear();
-    } else {
-      handover.begin(state, pieces, lane);
-    }
-    const float decay = multiply_mma_piece<Scalar, dstate, states_only>(p, runs, memory, at, unit, index, lane, state);
-    if constexpr (states_only) {
-      handover.leave(state, decay);
-    } else {
-      handover.end(state, pieces, lane);
-    }
+  walk_pieces<states_only, dstate>(p, runs, index, lane, [&](State<dstate>& state, const Place& at, const Unit& unit) {
+    return multiply_mma_piece<Scalar, dstate, states_only>(p, runs, memory, at, unit, index, lane, state);
   });
 }
 

@@ -149,22 +149,9 @@ struct WgmmaFwd {
     if constexpr (!states_only) clear_left_of_diagonal(shared.products[index], lane);
     const PairsOfTile pairs(lane);
     const PairMask pair_mask(lane);
-    const Handover<dstate> handover(p, runs, index);
     RingPosition ring;
-    for_each_piece<states_only>(p, runs, [&](const Pieces& pieces, const Place& at) {
-      const Unit unit(p, runs, at, index);
-      State<dstate> state;
-      if constexpr (states_only) {
-        state.clear();
-      } else {
-        handover.begin(state, pieces, lane);
-      }
-      const float decay = multiply_piece(state, at, unit, index, pairs, pair_mask, lane, ring);
-      if constexpr (states_only) {
-        handover.leave(state, decay);
-      } else {
-        handover.end(state, pieces, lane);
-      }
+    walk_pieces<states_only, dstate>(p, runs, index, lane, [&](State<dstate>& state, const Place& at, const Unit& unit) {
+      return multiply_piece(state, at, unit, index, pairs, pair_mask, lane, ring);
     });
   }
 

@@ -71,4 +71,25 @@ class Handover {
   int index_;
 };
 
+// By the threads of a unit, for each piece of the block's run, with the state before it: multiply(state, place, unit) takes
+// that through the piece and returns the piece's decay.
+template <bool states_only, int dstate, typename Multiply>
+__device__ __forceinline__ void walk_pieces(const SsdFwdParams& p, const Runs& runs, int index, const Lane& lane,
+                                            const Multiply& multiply) {
+  const Handover<dstate> handover(p, runs, index);
+  for_each_piece<states_only>(p, runs, [&](const Pieces& pieces, const Place& at) {
+    const Unit unit(p, runs, at, index);
+    State<dstate> state;
+    if constexpr (states_only) {
+      state.clear();
+      const float decay = multiply(state, at, unit);
+      handover.leave(state, decay);
+    } else {
+      handover.begin(state, pieces, lane);
+      multiply(state, at, unit);
+      handover.end(state, pieces, lane);
+    }
+  });
+}
+
 }  // namespace ssm_kernels::ssd

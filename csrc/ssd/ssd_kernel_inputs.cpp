@@ -115,9 +115,9 @@ at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
   return is_aligned(padded) ? padded : padded.clone();
 }
 
-void check_blocks(int64_t blocks) {
-  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(blocks <= kMaxBlocks, "ssd_chunk_scan: expected a call of at most ", kMaxBlocks, " blocks, got ", blocks);
+void check_count(int64_t count, const char* of) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(count <= kMost, "ssd_chunk_scan: expected a call of at most ", kMost, " ", of, ", got ", count);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -41,7 +41,7 @@ class KernelInputs {
   at::Tensor A_, dt_bias_, D_, cu_seqlens_, resets_, initial_states_;
 };
 
-// Raises unless a kernel can be launched with so many blocks.
-void check_blocks(int64_t blocks);
+// Raises if a call has more of its kernels' blocks, or chunks, than they count.
+void check_count(int64_t count, const char* of);
 
 }  // namespace ssm_kernels::ssd

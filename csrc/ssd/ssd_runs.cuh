@@ -108,8 +108,8 @@ static __global__ void __launch_bounds__(kChunkStartsThreads)
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   for (int64_t i = threadIdx.x; i < runs.blocks * kUnits; i += kChunkStartsThreads) runs.ready[i] = 0;
 
-  // More the sequences do not have together, unless cu_seqlens, which nobody has checked where a graph is captured, is wrong.
-  const int64_t most = p.seqlen / kChunk + p.batch;
+  // Exceeded where cu_seqlens, which nobody has checked where a graph is captured, is wrong.
+  const int64_t most = max_packed_chunks(p.seqlen, p.batch);
   const int64_t count = (p.batch + kChunkStartsThreads - 1) / kChunkStartsThreads;
   const int64_t first = min(threadIdx.x * count, p.batch), end = min(first + count, p.batch);
   const auto chunks_of = [&](int64_t entry) { return max(1, Span(p, entry).chunks); };
