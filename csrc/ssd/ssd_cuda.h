@@ -22,7 +22,7 @@ constexpr int64_t kMaxKernelDstate = 128;
 constexpr int64_t image_columns(int64_t dstate) { return dstate <= 64 ? 64 : kMaxKernelDstate; }
 
 // Packed sequences have no more chunks than that, each having one that is not full, or none but one without steps.
-constexpr int64_t max_packed_chunks(int64_t seqlen, int64_t sequences) { return seqlen / kChunk + sequences; }
+SSM_HOST_DEVICE int64_t max_packed_chunks(int64_t seqlen, int64_t sequences) { return seqlen / kChunk + sequences; }
 
 // A walk is a sequence's way through time for one block's units, of kUnitRows rows of one head each.
 struct Partition {
