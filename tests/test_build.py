@@ -87,6 +87,48 @@ def test_one_openmp_runtime():
     assert run_python("-c", script).stdout.strip() == "1"
 
 
+# C++ programs
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory) -> Path:
+    """examples/libtorch, built as its page says."""
+    for tool in ("cmake", "c++"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    toolkit = build_backend.find_toolkit(sys.path)
+    if torch.version.cuda and (toolkit is None or ssm_kernels.build_info()["cuda"] is None):
+        pytest.skip("find_package(Torch) wants a CUDA PyTorch's toolkit, with which ssm_kernels would have been built too")
+    folder = tmp_path_factory.mktemp("libtorch")
+    env = os.environ | ({"CUDACXX": str(toolkit.home / "bin" / "nvcc")} if torch.version.cuda else {})
+    prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
+    for command in (["-S", ROOT / "examples" / "libtorch", "-B", folder, prefix], ["--build", folder]):
+        result = subprocess.run(["cmake", *command], env=env, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stdout + result.stderr
+    return folder / "fit"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("where", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_cpp_program_trains(program, where):
+    result = subprocess.run([program, OPS, where], capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stdout + result.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", result.stdout)]
+    assert len(losses) == 6 and losses[-1] <= losses[0] / 100
+
+
+@pytest.mark.slow
+def test_cpp_program_needs_no_python(program):
+    libraries = needed_libraries(program)
+    assert any("torch" in library for library in libraries) and not any("python" in library for library in libraries)
+
+
+@pytest.mark.slow
+def test_cpp_program_without_its_library(program):
+    result = subprocess.run([program, "nowhere.so"], capture_output=True, text=True)
+    assert result.returncode == 2 and "nowhere.so" in result.stderr
+
+
 # What the package says of itself
 
 
