@@ -1,55 +1,48 @@
-"""Compiles every CUDA source for one architecture, prints what ptxas says of each kernel, and fails if one spills registers.
+"""Prints what ptxas said of each CUDA kernel in the output of a build, and fails if one spills registers or if there is none.
 
-Needs nvcc, found as the build finds it, but neither a GPU nor torch: the kernels' sources include no torch header. Exits with 3
-if there is no nvcc. Shared memory is a matter of each launch, which ptxas does not know: tests/selective_scan_plan.cu prints
-the selective scan's.
+    SSM_KERNELS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0a python setup.py build_ext --inplace > build.log 2>&1
+    python scripts/check_kernels.py build.log
+
+What was built is what is checked, with PyTorch's own flags; a build after another one compiles, and prints, only what changed.
+It takes neither a GPU nor nvcc. Shared memory is a matter of each launch, which ptxas does not know:
+tests/selective_scan_plan.cu prints the selective scan's.
 """
 
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import shutil
 import subprocess
 import sys
-import tempfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-ROOT = Path(__file__).parent.parent.resolve()
-sys.path.insert(0, str(ROOT))
-
-from build_backend import find_toolkit  # noqa: E402
-
-FLAGS = ["-std=c++17", "-O3", "-lineinfo", "-Xptxas", "-v", f"-I{ROOT / 'csrc'}"]
+ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 
 
 class Kernel(NamedTuple):
+    architecture: str
     name: str
     registers: int
     stack_bytes: int
     spill_bytes: int
 
 
-def compile_source(nvcc: str, source: Path, arch: str, folder: str) -> list[Kernel]:
-    """Compiles one source; its kernels in the order in which ptxas reports them."""
-    target = Path(folder) / (str(source.relative_to(ROOT)).replace(os.sep, "_") + ".o")
-    command = [nvcc, *FLAGS, f"-gencode=arch=compute_{arch[3:]},code={arch}", "-c", str(source), "-o", str(target)]
-    result = subprocess.run(command, capture_output=True, text=True)
-    if result.returncode:
-        sys.exit(f"{' '.join(command)}\n{result.stderr}")
+def read_kernels(log: str) -> list[Kernel]:
+    """The kernels of a build's output, in the order in which ptxas reports them."""
+    entries = [*ENTRY.finditer(log)]
+    bounds = [entry.start() for entry in entries] + [len(log)]
     kernels = []
-    for report in re.split(r"Compiling entry function '", result.stderr)[1:]:
-        mangled = report.split("'", 1)[0]
-        spills = [int(n) for n in re.findall(r"(\d+) bytes spill", report)]
+    for entry, end in zip(entries, bounds[1:], strict=True):
+        report = log[entry.end() : end]
         kernels.append(
             Kernel(
-                name=mangled,
+                architecture=entry[2],
+                name=entry[1],
                 registers=int(re.search(r"Used (\d+) registers", report)[1]),
-                stack_bytes=int((re.search(r"(\d+) bytes stack frame", report) or [0, 0])[1]),
-                spill_bytes=sum(spills),
+                stack_bytes=int(re.search(r"(\d+) bytes stack frame", report)[1]),
+                spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", report))),
             )
         )
     return kernels
@@ -65,28 +58,15 @@ def demangle(names: list[str]) -> list[str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--arch", default="sm_90a", help="real architecture to compile for (default: %(default)s)")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count(), help="compilers at once (default: %(default)s)")
+    parser.add_argument("log", type=Path, help="the output of the build")
     arguments = parser.parse_args()
-    toolkit = find_toolkit(sys.path)
-    if toolkit is None:
-        print("no nvcc was found: nothing was checked")
-        sys.exit(3)
-
-    nvcc = str(toolkit.home / "bin" / "nvcc")
-    sources = sorted((ROOT / "csrc").rglob("*.cu"))
-    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(arguments.jobs) as pool:
-        reports = list(pool.map(lambda source: compile_source(nvcc, source, arguments.arch, folder), sources))
-    spilling = 0
-    print(f"{'registers':>9} {'stack B':>7} {'spill B':>7}  kernel ({arguments.arch})")
-    for source, kernels in zip(sources, reports, strict=True):
-        print(source.relative_to(ROOT))
-        for kernel, name in zip(kernels, demangle([kernel.name for kernel in kernels]), strict=True):
-            spilling += kernel.spill_bytes > 0
-            print(f"{kernel.registers:9} {kernel.stack_bytes:7} {kernel.spill_bytes:7}  {name}")
-    total = sum(map(len, reports))
-    print(f"{total} kernels in {len(sources)} files, {spilling} with spills")
-    if not total or spilling:
+    kernels = read_kernels(arguments.log.read_text(errors="replace"))
+    print(f"{'for':>8} {'registers':>9} {'stack B':>7} {'spill B':>7}  kernel")
+    for kernel, name in zip(kernels, demangle([kernel.name for kernel in kernels]), strict=True):
+        print(f"{kernel.architecture:>8} {kernel.registers:9} {kernel.stack_bytes:7} {kernel.spill_bytes:7}  {name}")
+    spilling = sum(kernel.spill_bytes > 0 for kernel in kernels)
+    print(f"{len(kernels)} kernels, {spilling} with spills")
+    if not kernels or spilling:
         sys.exit(1)
 
 

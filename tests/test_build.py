@@ -446,3 +446,30 @@ def test_setup_stops_with_one_message(variable, value, match):
     assert "Traceback" not in result.stderr and "running build_ext" not in result.stdout
     (message,) = (line for line in result.stderr.splitlines() if line.startswith("ssm_kernels: "))
     assert match in message
+
+
+# What CI checks of a build
+
+
+@pytest.mark.parametrize("spills, status", [(0, 0), (8, 1)])
+def test_check_of_kernels(tmp_path, spills, status):
+    report = (
+        "ptxas info    : Compiling entry function '_Z6kernelv' for 'sm_90a'\n"
+        "ptxas info    : Function properties for _Z6kernelv\n"
+        "    16 bytes stack frame, {0} bytes spill stores, {0} bytes spill loads\n"
+        "ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack size\n"
+    )
+    log = tmp_path / "build.log"
+    log.write_text(report.format(0) + "[2/2] another source\n" + report.format(spills))
+    result = run_python(ROOT / "scripts" / "check_kernels.py", log)
+    assert result.returncode == status, result.stderr
+    assert [line.split()[:4] for line in result.stdout.splitlines()[1:3]] == [
+        ["sm_90a", "40", "16", "0"],
+        ["sm_90a", "40", "16", str(2 * spills)],
+    ]
+
+
+def test_check_of_kernels_where_none_was_built(tmp_path):
+    log = tmp_path / "build.log"
+    log.write_text("[1/1] c++ -c registration.cpp\n")
+    assert run_python(ROOT / "scripts" / "check_kernels.py", log).returncode == 1
