@@ -248,8 +248,9 @@ def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
         yield ssd_case("resets in chunks", **sizes, seqlen=200, resets=((1, 64, 65, 199), (63, 127, 128)))
         yield ssd_case("packed, of several chunks", **sizes, cu_seqlens=(0, 0, 64, 65, 200, 200))
         yield ssd_case("packed, of no steps", **sizes, cu_seqlens=(0, 0, 0))
-    for layout in ("transposed", "offset"):
-        yield ssd_case("layout", layout=layout)
+    for layout in ("transposed", "channels_first", "offset"):
+        for sizes in ({}, *SSD_PADDED):
+            yield ssd_case("layout", layout=layout, **sizes)
 
 
 SSD_DTYPES = (torch.float16, torch.bfloat16)

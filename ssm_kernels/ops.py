@@ -102,10 +102,11 @@ def selective_state_update(
 ) -> Tensor:
     r"""One decoding step of the selective scan; ``state`` is updated in place.
 
-    Equal to a scan with seqlen 1 whose initial state is ``state``. Two forms: with channels (``state`` of shape (batch, dim,
-    dstate), Mamba, :func:`selective_scan`) and with heads (``state`` of shape (batch, heads, headdim, dstate), Mamba-2,
-    :func:`ssd_chunk_scan`, with ``A``, ``dt``, ``D`` and ``dt_bias`` expanded over what they do not depend on).
-    The argument names and order are those of ``mamba_ssm``'s function.
+    Equal to a scan with seqlen 1 whose initial state is ``state`` (and whose ``dt_limit``, in :func:`ssd_chunk_scan` by default
+    (0, inf), is the same). Two forms: with channels (``state`` of shape (batch, dim, dstate), Mamba, :func:`selective_scan`)
+    and with heads (``state`` of shape (batch, heads, headdim, dstate), Mamba-2, :func:`ssd_chunk_scan`, with ``A``, ``dt``,
+    ``D`` and ``dt_bias`` expanded over what they do not depend on). The argument names and order are those of ``mamba_ssm``'s
+    function.
 
     Args:
         state: (batch, dim, dstate) or (batch, heads, headdim, dstate), modified in place; float32 (float64 with float64
@@ -220,9 +221,10 @@ def ssd_chunk_scan(
     States and sums are float32 (float64 with float64 inputs), and exponents are summed in float64: strong decay, weak decay and
     length cost no accuracy. (16-bit inputs on CUDA with up to 128 states: in float32, within a chunk, and some operands are
     rounded to 16 bits, on compute capability 9.0 in backward too; docs/ssd.md.) Only the inputs are kept for gradients;
-    backward computes the states again. The values of ``cu_seqlens`` are read on the host, but for these inputs by forward not
-    while a CUDA graph is being captured, and on 9.0 by backward never. Under autocast ``x``, ``dt``, ``B``, ``C`` and ``z`` are
-    cast to its dtype, parameters and states to float32.
+    backward computes the states again. The values of ``cu_seqlens`` are read and checked on the host, with two exceptions for
+    16-bit inputs on CUDA with up to 128 states: forward does not while a CUDA graph is being captured, and backward on compute
+    capability 9.0 never does. From wrong values come wrong numbers then, but no access outside the tensors. Under autocast
+    ``x``, ``dt``, ``B``, ``C`` and ``z`` are cast to its dtype, parameters and states to float32.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,

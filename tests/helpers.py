@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import mpmath
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
 
 from ssm_kernels import reference, selective_scan, selective_state_update
 
@@ -126,6 +129,29 @@ FUNC_TRANSFORMS: dict[str, Callable[[Callable, Tensor], Any]] = {
 }
 
 
+class KeptGraphs:
+    """A backend of torch.compile that runs the graphs of forward and of backward as they are, and keeps them."""
+
+    def __init__(self) -> None:
+        self.forward: list[torch.fx.GraphModule] = []
+        self.backward: list[torch.fx.GraphModule] = []
+        compilers = {"fw_compiler": self.forward, "bw_compiler": self.backward, "inference_compiler": self.forward}
+        self.backend = aot_autograd(**{name: partial(self._keep, graphs) for name, graphs in compilers.items()})
+
+    @staticmethod
+    def _keep(graphs: list[torch.fx.GraphModule], graph: torch.fx.GraphModule, _: Any) -> Callable:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def kernels(self) -> tuple[list[str], list[str]]:
+        """What of ssm_kernels the one graph of forward calls, and the one of backward."""
+        (forward,), (backward,) = self.forward, self.backward
+        return tuple(
+            [str(node.target) for node in graph.graph.nodes if "ssm_kernels" in str(node.target)]
+            for graph in (forward, backward)
+        )
+
+
 def says(*parts: str) -> str:
     """A pattern of the parts in this order."""
     return ".*".join(re.escape(part) for part in parts)
@@ -140,7 +166,8 @@ def arrange(tensor: Tensor, layout: str) -> Tensor:
     """The same values in other strides.
 
     ``contiguous``; ``transposed``: the last two dimensions swapped in memory; ``permuted``: all dimensions reversed in memory;
-    ``offset``: a view that starts inside a larger buffer; ``sliced``: every second element of a buffer twice as long.
+    ``channels_first``: the second dimension last, as convolutions over time have it; ``offset``: a view that starts inside a
+    larger buffer; ``sliced``: every second element of a buffer twice as long.
     """
     if layout == "contiguous" or tensor.dim() == 0:
         return tensor.contiguous()
@@ -149,6 +176,8 @@ def arrange(tensor: Tensor, layout: str) -> Tensor:
     if layout == "permuted":
         reverse = tuple(range(tensor.dim() - 1, -1, -1))
         return tensor.permute(reverse).contiguous().permute(reverse)
+    if layout == "channels_first":
+        return tensor.movedim(1, -1).contiguous().movedim(-1, 1) if tensor.dim() > 2 else tensor.contiguous()
     if layout == "offset":
         buffer = tensor.new_full((*tensor.shape[:-1], tensor.shape[-1] + 3), math.nan)
         view = buffer[..., 2 : 2 + tensor.shape[-1]]
@@ -161,7 +190,33 @@ def arrange(tensor: Tensor, layout: str) -> Tensor:
     return view
 
 
-LAYOUTS = ("contiguous", "transposed", "permuted", "offset", "sliced")
+# cu_seqlens of 10 steps, and what is expected of them.
+BAD_OFFSETS = {
+    (1, 3, 10): "to start at 0, got 1",
+    (-1, 3, 10): "to start at 0, got -1",
+    (0, 5, 3, 10): "not to decrease, got 5 before 3",
+    (0, 3, 12, 10): "not to decrease, got 12 before 10",
+    (0, 3, 9): "to end at seqlen = 10, got 9",
+    (0, 3, 11): "to end at seqlen = 10, got 11",
+    (0,): "to end at seqlen = 10, got 0",
+}
+
+LAYOUTS = ("contiguous", "transposed", "permuted", "channels_first", "offset", "sliced")
+
+
+def gradients_of_dependent(
+    outputs: Iterable[Tensor], cotangents: Iterable[Tensor | None], leaves: Sequence[Tensor]
+) -> Sequence[Tensor]:
+    """The gradients that these send back, zero where there are none.
+
+    A result of no steps from no state depends on nothing, and the reference's then has no graph.
+    """
+    pairs = zip(outputs, cotangents, strict=True)
+    dependent = [(output, grad) for output, grad in pairs if output.requires_grad and grad is not None]
+    if not dependent:
+        return [torch.zeros_like(leaf) for leaf in leaves]
+    outputs, cotangents = zip(*dependent, strict=True)
+    return torch.autograd.grad(outputs, leaves, cotangents, allow_unused=True, materialize_grads=True)
 
 
 def move(tensor: Tensor, device: str) -> Tensor:

@@ -15,7 +15,7 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import arrange, assert_as_accurate, parameter_dtype
+from helpers import arrange, assert_as_accurate, gradients_of_dependent, parameter_dtype
 from torch import Tensor
 
 import ssm_kernels
@@ -295,13 +295,7 @@ def evaluate(function: Callable, inputs: dict[str, Any], cotangents: tuple[Tenso
     h, last_state = h.to(dtype), last_state.to(parameter_dtype(dtype))
     results = {"h": h.detach(), "last_state": last_state.detach()}
     if cotangents is not None:
-        # A result of no steps from no state depends on nothing, and the reference's then has no graph.
-        dependent = [(y, grad) for y, grad in zip((h, last_state), cotangents, strict=True) if y.requires_grad]
-        if dependent:
-            outputs, incoming = zip(*dependent, strict=True)
-            gradients = torch.autograd.grad(outputs, [*leaves.values()], incoming, allow_unused=True, materialize_grads=True)
-        else:
-            gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        gradients = gradients_of_dependent((h, last_state), cotangents, [*leaves.values()])
         results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return results
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import arrange, assert_as_accurate, parameter_dtype
+from helpers import arrange, assert_as_accurate, gradients_of_dependent, parameter_dtype
 from torch import Tensor
 
 import ssm_kernels
@@ -205,14 +205,7 @@ def evaluate(function: Callable, inputs: dict[str, Any], cotangents: Cotangents 
     out, final_states = out.to(inputs["x"].dtype), final_states.to(inputs["A"].dtype)
     results = {"out": out.detach(), "final_states": final_states.detach()}
     if cotangents is not None:
-        # A result of no steps from no state depends on nothing, and the reference's then has no graph.
-        pairs = zip((out, final_states), cotangents, strict=True)
-        dependent = [(y, grad) for y, grad in pairs if y.requires_grad and grad is not None]
-        if dependent:
-            outputs, incoming = zip(*dependent, strict=True)
-            gradients = torch.autograd.grad(outputs, [*leaves.values()], incoming, allow_unused=True, materialize_grads=True)
-        else:
-            gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
+        gradients = gradients_of_dependent((out, final_states), cotangents, [*leaves.values()])
         results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
     return results
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 import torch
-from helpers import says
+from helpers import BAD_OFFSETS, says
 from recurrence_helpers import (
     LINEAR,
     LIQUID,
@@ -110,24 +110,13 @@ def test_unknown_activation(variant, name, device):
     assert_raises(variant, inputs, ValueError, message)
 
 
-OFFSETS = {
-    (1, 3, 10): "to start at 0, got 1",
-    (-1, 3, 10): "to start at 0, got -1",
-    (0, 5, 3, 10): "not to decrease, got 5 before 3",
-    (0, 3, 12, 10): "not to decrease, got 12 before 10",
-    (0, 3, 9): "to end at seqlen = 10, got 9",
-    (0, 3, 11): "to end at seqlen = 10, got 11",
-    (0,): "to end at seqlen = 10, got 0",
-}
-
-
-@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+@pytest.mark.parametrize("offsets", BAD_OFFSETS, ids=str)
 @every_recurrence
 def test_values_of_offsets(variant, offsets, device):
     for dtype, reverse in ((torch.int32, False), (torch.int64, True)):
         inputs = good_inputs(variant, cu_seqlens=(0, 10), h0=False, reverse=reverse, device=device)
         inputs["cu_seqlens"] = torch.tensor(offsets, dtype=dtype, device=device)
-        with pytest.raises(ValueError, match=says(f"{variant.name}: expected cu_seqlens {OFFSETS[offsets]}")):
+        with pytest.raises(ValueError, match=says(f"{variant.name}: expected cu_seqlens {BAD_OFFSETS[offsets]}")):
             variant.scan(**inputs)
 
 

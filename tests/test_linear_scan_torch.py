@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, assert_equal
+from helpers import LAYOUTS, KeptGraphs, assert_equal
 from recurrence_helpers import (
     COMMON,
     LINEAR,
@@ -34,9 +34,7 @@ from recurrence_helpers import (
     with_state,
 )
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.aot_autograd import make_boxed_func
 
 OPERATOR = "linear_scan"
 ops = torch.ops.ssm_kernels
@@ -135,28 +133,13 @@ def mark_seqlen_dynamic(variant: Variant, inputs: dict[str, Any]) -> dict[str, A
 @every_recurrence
 def test_compile_once_for_every_length(variant, reverse, device, fresh_dynamo):
     """fullgraph, forward and backward: one graph each for every length, that calls nothing but the kernels."""
-    graphs = {"forward": [], "backward": []}
-
-    def keep(which):
-        def compiler(graph, _):
-            graphs[which].append(graph)
-            return make_boxed_func(graph.forward)
-
-        return compiler
-
-    backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("forward"))
-    compiled = torch.compile(with_state(variant), fullgraph=True, backend=backend)
+    graphs = KeptGraphs()
+    compiled = torch.compile(with_state(variant), fullgraph=True, backend=graphs.backend)
     for seqlen in (5, 32, 70, 7):
         inputs = make_inputs(variant, seqlen=seqlen, reverse=reverse, device=device)
         actual = training_step(lambda **leaves: compiled(**mark_seqlen_dynamic(variant, leaves)), inputs)
         assert_all_close(actual, training_step(with_state(variant), inputs), 1e-12)
-
-    def calls(which):
-        (graph,) = graphs[which]
-        return [str(node.target) for node in graph.graph.nodes if "ssm_kernels" in str(node.target)]
-
-    assert calls("forward") == ["ssm_kernels._linear_recurrence_fwd.default"]
-    assert calls("backward") == ["ssm_kernels._linear_recurrence_bwd.default"]
+    assert graphs.kernels() == (["ssm_kernels._linear_recurrence_fwd.default"], ["ssm_kernels._linear_recurrence_bwd.default"])
 
 
 @some_recurrences

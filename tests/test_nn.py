@@ -303,6 +303,7 @@ def test_prefill_in_pieces_is_the_whole_sequence(device):
     parts = []
     for piece in hidden.split([2, 5, 3, 1], dim=1):
         parts.append(layer(piece, cache))
+        assert parts[-1].requires_grad, "pieces of one step train as others do"
         cache.seqlen_offset += piece.shape[1]
     torch.testing.assert_close(torch.cat(parts, dim=1), layer(hidden), rtol=1e-10, atol=1e-12)
     assert not any(state.requires_grad for state in cache.key_value_memory_dict[0])
@@ -340,6 +341,8 @@ def test_decoding_errors():
     hidden = make_sequence(2, 3, 6)
     with pytest.raises(ValueError, match=r"expected hidden_states of shape \(batch, 1, d_model\), got \[2, 3, 6\]"):
         layer.step(hidden, *layer.allocate_inference_cache(2, 3))
+    with pytest.raises(ValueError, match=r"Mamba: expected hidden_states of shape \(batch, seqlen, d_model\), got \[3, 6\]"):
+        layer(hidden[0])
     cache = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
     layer(hidden, cache)
     with pytest.raises(ValueError, match="expected a batch of 2 as in the cache, got 1"):
@@ -347,6 +350,17 @@ def test_decoding_errors():
     layer.layer_idx = None
     with pytest.raises(ValueError, match="layer_idx"):
         layer(hidden, cache)
+
+
+def test_refused_step_changes_no_state():
+    layer, hidden = make_mamba(), make_sequence(2, 1, 6)
+    conv_state, ssm_state = (torch.ones_like(state) for state in layer.allocate_inference_cache(2, 1))
+    with pytest.raises(ValueError, match=r"expected state of shape"):
+        layer.step(hidden, conv_state, ssm_state[:, :-1])
+    expected = r"Mamba: expected conv_state of shape \(batch, channels, d_conv\) = \[2, 12, 4\], got \[2, 12, 3\]"
+    with pytest.raises(ValueError, match=expected):
+        layer.step(hidden, conv_state[..., 1:], ssm_state)
+    assert (conv_state == 1).all() and (ssm_state == 1).all()
 
 
 # ----- dtypes

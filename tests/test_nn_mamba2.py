@@ -269,6 +269,9 @@ def test_gated_norm_of_groups():
         torch.nn.init.uniform_(layer.weight)
         expected = norm(x, groups, layer.weight) * silu(z) if before else norm(x * silu(z), groups, layer.weight)
         torch.testing.assert_close(layer(x, z), expected, rtol=1e-12, atol=1e-12)
+    for groups in (0, 3):
+        with pytest.raises(ValueError, match=says("GatedRMSNorm: expected groups that divide channels = 8", f"got {groups}")):
+            GatedRMSNorm(8, groups)
 
 
 def test_inputs_of_any_strides(device):
@@ -338,6 +341,12 @@ def test_sequences_and_errors(device):
         layer(u.expand(2, -1, -1), cu_seqlens=cu_seqlens)
     with pytest.raises(ValueError, match=says("ssd_chunk_scan: expected cu_seqlens to end at seqlen = 9, got 8")):
         layer(u, cu_seqlens=torch.tensor([0, 8], device=device))
+    with pytest.raises(ValueError, match=says("Mamba2: expected cu_seqlens of shape (sequences + 1,), got [1, 3]")):
+        layer(u, cu_seqlens=cu_seqlens[None])
+    with pytest.raises(RuntimeError, match=says(f"Mamba2: expected cu_seqlens on {u.device}, got meta")):
+        layer(u, cu_seqlens=cu_seqlens.to("meta"))
+    with pytest.raises(ValueError, match=says("Mamba2: expected hidden_states of shape (batch, seqlen, d_model), got [9, 6]")):
+        layer(u[0], cu_seqlens=cu_seqlens)
 
 
 # ----- decoding
@@ -380,6 +389,7 @@ def test_prefill_in_pieces_is_the_whole_sequence(device):
     parts = []
     for piece in u.split([2, 5, 3, 1], dim=1):
         parts.append(layer(piece, inference_params=cache))
+        assert parts[-1].requires_grad, "pieces of one step train as others do"
         cache.seqlen_offset += piece.shape[1]
     torch.testing.assert_close(torch.cat(parts, dim=1), layer(u), rtol=1e-10, atol=1e-12)
     assert not any(state.requires_grad for state in cache.key_value_memory_dict[0])
@@ -402,6 +412,8 @@ def test_decoding_errors():
         ValueError, match=says("Mamba2.step: expected hidden_states of shape (batch, 1, d_model), got [2, 3, 6]")
     ):
         layer.step(u, *layer.allocate_inference_cache(2, 3))
+    with pytest.raises(ValueError, match=says("Mamba2: expected hidden_states of shape (batch, seqlen, d_model), got [3, 6]")):
+        layer(u[0])
     cache = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
     layer(u, inference_params=cache)
     with pytest.raises(ValueError, match="Mamba2: expected a batch of 2 as in the cache, got 1"):
@@ -409,6 +421,18 @@ def test_decoding_errors():
     layer.layer_idx = None
     with pytest.raises(ValueError, match="Mamba2: inference_params needs a layer_idx"):
         layer(u, inference_params=cache)
+
+
+def test_refused_step_changes_no_state():
+    layer, u = make_layer(), make_sequence(2, 1, D_MODEL)
+    conv_state, ssm_state = (torch.ones_like(state) for state in layer.allocate_inference_cache(2, 1))
+    with pytest.raises(ValueError, match="expected state of shape"):
+        layer.step(u, conv_state, ssm_state[:, :-1])
+    with pytest.raises(
+        ValueError, match=says("Mamba2: expected conv_state of shape (batch, channels, d_conv)", "got [2, 18, 3]")
+    ):
+        layer.step(u, conv_state[..., 1:], ssm_state)
+    assert (conv_state == 1).all() and (ssm_state == 1).all()
 
 
 # ----- dtypes

@@ -12,13 +12,11 @@ import torch
 from helpers import assert_equal
 from ssd_helpers import (
     OPTIONS,
-    assert_all_close,
     assert_matches_reference,
     dtypes,
     every_method,
     every_option,
     make_inputs,
-    preferred_products,
 )
 from torch import Tensor
 
@@ -123,16 +121,6 @@ def test_entries_of_a_batch_with_many_heads():
             torch.testing.assert_close(value[0], whole[name][row], rtol=2e-2, atol=2e-2)
 
 
-def test_both_kernels_agree_with_many_heads():
-    """To roundings of 16 bits: only their sums come in another order."""
-    inputs = make_inputs(**MANY_HEADS, dtype=torch.bfloat16, device="cuda")
-    results = []
-    for name in ("wgmma", "mma"):
-        with preferred_products(name):
-            results.append(results_of(inputs))
-    assert_all_close(*results, tolerance=1e-2)
-
-
 @in_16_bits
 def test_repeatable(dtype):
     many_heads = {name: size for name, size in MANY_HEADS.items() if name not in ("headdim", "dstate")}
@@ -215,8 +203,3 @@ def test_nothing_waits_for_the_device():
         results_of(inputs)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-def test_unknown_products_are_refused():
-    with pytest.raises(ValueError, match=r"_prefer_ssd_products: expected 'wgmma' or 'mma', got 'fma'"):
-        torch.ops.ssm_kernels._prefer_ssd_products("fma")

@@ -114,6 +114,7 @@ def test_lengths(seqlen, name):
 
 
 def test_both_products_agree_with_many_heads():
+    """To roundings of 16 bits: only their sums come in another order."""
     inputs = inputs_on_cuda(batch=8, heads=80, groups=2, dstate=128)
     cotangents, results = make_cotangents(inputs), []
     for name in ("wgmma", "mma"):
@@ -184,6 +185,14 @@ def test_gradient_is_zero_where_the_step_size_is_clamped():
     assert results["grad_dt"][~is_clamped & ~is_at_limit].ne(0).double().mean() > 0.99
     results = assert_accurate(inputs | {"dt_limit": (5.0, 6.0)})
     assert not results["grad_dt"].any() and not results["grad_dt_bias"].any() and results["grad_A"].all()
+
+
+@pytest.mark.parametrize("limits", [(0.0, math.inf), (-math.inf, math.inf)], ids=["clamped", "growth"])
+def test_negative_step_sizes(limits):
+    inputs = inputs_on_cuda(dt_softplus=False, dt_bias=False, dt_limit=limits)
+    inputs["dt"] = inputs["dt"] - 0.3
+    assert inputs["dt"].lt(0).double().mean() > 0.4
+    assert_accurate(inputs)
 
 
 @pytest.mark.parametrize("seqlen", [64, 130, 400])
@@ -294,6 +303,17 @@ def test_rows_at_any_address():
     for name in (*SEQUENCES, "initial_states"):
         assert_equal(evaluate(scan, inputs | {name: moved(inputs[name])}, cotangents), expected)
     assert_equal(evaluate(scan, inputs, tuple(map(moved, cotangents))), expected)
+
+
+def test_strides_of_zero():
+    """What is the same along an axis is read where it lies."""
+    inputs = inputs_on_cuda(seqlen=70)
+    cotangents = make_cotangents(inputs)
+    for name in SEQUENCES:
+        for axis in range(inputs[name].dim()):
+            expanded = inputs[name].narrow(axis, 0, 1).expand_as(inputs[name])
+            expected = evaluate(scan, inputs | {name: expanded.contiguous()}, cotangents)
+            assert_equal(evaluate(scan, inputs | {name: expanded}, cotangents), expected)
 
 
 def test_gradient_of_a_sum():
@@ -448,6 +468,29 @@ def test_cuda_graph_of_forward_and_backward(name):
             inputs[key].copy_(value)
     for tensor, value in zip(cotangents, other_cotangents, strict=True):
         tensor.copy_(value)
+    graph.replay()
+    assert_equal(captured, expected)
+
+
+@pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
+def test_wrong_offsets_in_a_cuda_graph(gradients):
+    """Nobody checks them there: the numbers are wrong, but the kernels end, and write nothing that right offsets meet again."""
+    inputs = inputs_on_cuda(cu_seqlens=(0, 100, 400))
+    if gradients and not has_16_bit_products_in_backward(inputs):
+        pytest.skip("products in float32 need the offsets on the host")
+    cotangents = make_cotangents(inputs) if gradients else None
+    kept = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}
+    expected = evaluate(scan, inputs, cotangents)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = evaluate(scan, inputs, cotangents)
+    for offsets in ((7, 100, 400), (0, 500, 900), (-3, -2, -1), (400, 100, 0), (900, 900, 900)):
+        inputs["cu_seqlens"].copy_(torch.tensor(offsets))
+        graph.replay()
+        torch.cuda.synchronize()
+    inputs["cu_seqlens"].copy_(kept["cu_seqlens"])
+    assert_equal({name: inputs[name] for name in kept}, kept)
     graph.replay()
     assert_equal(captured, expected)
 

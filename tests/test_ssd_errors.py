@@ -8,11 +8,11 @@ import re
 
 import pytest
 import torch
-from helpers import says
+from helpers import BAD_OFFSETS, says
 from ssd_helpers import METHODS, PACKED, SEQUENCES, TENSORS, backward_arguments, make_inputs
 from torch import Tensor
 
-from ssm_kernels import ssd_chunk_scan
+from ssm_kernels import build_info, ssd_chunk_scan
 from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 
 OPERATOR = "ssd_chunk_scan"
@@ -142,23 +142,12 @@ def test_both_kinds_of_sequences(device):
     assert_raises(inputs, ValueError, "expected seq_idx or cu_seqlens, got both: each says where sequences begin")
 
 
-OFFSETS = {
-    (1, 3, 10): "to start at 0, got 1",
-    (-1, 3, 10): "to start at 0, got -1",
-    (0, 5, 3, 10): "not to decrease, got 5 before 3",
-    (0, 3, 12, 10): "not to decrease, got 12 before 10",
-    (0, 3, 9): "to end at seqlen = 10, got 9",
-    (0, 3, 11): "to end at seqlen = 10, got 11",
-    (0,): "to end at seqlen = 10, got 0",
-}
-
-
-@pytest.mark.parametrize("offsets", OFFSETS, ids=str)
+@pytest.mark.parametrize("offsets", BAD_OFFSETS, ids=str)
 def test_values_of_offsets(offsets, device):
     for dtype in (torch.int32, torch.int64):
         inputs = good_inputs(cu_seqlens=(0, 10), initial_states=False, device=device)
         inputs["cu_seqlens"] = torch.tensor(offsets, dtype=dtype, device=device)
-        with pytest.raises(ValueError, match=says(f"ssd_chunk_scan: expected cu_seqlens {OFFSETS[offsets]}")):
+        with pytest.raises(ValueError, match=says(f"ssd_chunk_scan: expected cu_seqlens {BAD_OFFSETS[offsets]}")):
             ssd_chunk_scan(**inputs)
 
 
@@ -293,3 +282,12 @@ def test_incoming_gradients_of_the_wrong_shape(device):
         name = ("grad_out", "grad_final_states")[index]
         with pytest.raises(ValueError, match=says(f"expected {name} of shape ", f"got {[*shape]}")):
             torch.ops.ssm_kernels._ssd_chunk_scan_bwd(*wrong)
+
+
+@pytest.mark.skipif(build_info()["cuda"] is None, reason="built without CUDA kernels")
+def test_switches_of_the_tests():
+    with pytest.raises(ValueError, match=says("_prefer_ssd_products: expected 'wgmma' or 'mma', got 'fma'")):
+        torch.ops.ssm_kernels._prefer_ssd_products("fma")
+    for limit in (0, -1):
+        with pytest.raises(ValueError, match=says(f"_limit_ssd_workspace_bytes: expected a positive number, got {limit}")):
+            torch.ops.ssm_kernels._limit_ssd_workspace_bytes(limit)

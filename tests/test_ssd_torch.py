@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import FUNC_TRANSFORMS, LAYOUTS, assert_equal
+from helpers import FUNC_TRANSFORMS, LAYOUTS, KeptGraphs, assert_equal
 from ssd_helpers import (
     OPTIONS,
     PACKED,
@@ -29,9 +29,7 @@ from ssd_helpers import (
     with_gradients,
 )
 from torch import Tensor
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.aot_autograd import make_boxed_func
 
 from ssm_kernels import ssd_chunk_scan
 
@@ -132,28 +130,13 @@ def mark_seqlen_dynamic(inputs: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["everything", "resets_with_states"])
 def test_compile_once_for_every_length(name, device, fresh_dynamo):
     """fullgraph, forward and backward: one graph each for every length, that calls nothing but the kernels."""
-    graphs = {"forward": [], "backward": []}
-
-    def keep(which):
-        def compiler(graph, _):
-            graphs[which].append(graph)
-            return make_boxed_func(graph.forward)
-
-        return compiler
-
-    backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("forward"))
-    compiled = torch.compile(scan, fullgraph=True, backend=backend)
+    graphs = KeptGraphs()
+    compiled = torch.compile(scan, fullgraph=True, backend=graphs.backend)
     for seqlen in (5, 32, 70, 7):
         inputs = make_inputs(device=device, **OPTIONS[name] | {"seqlen": seqlen})
         actual = training_step(lambda **leaves: compiled(**mark_seqlen_dynamic(leaves)), inputs)
         assert_all_close(actual, training_step(scan, inputs), 1e-11)
-
-    def calls(which):
-        (graph,) = graphs[which]
-        return [str(node.target) for node in graph.graph.nodes if "ssm_kernels" in str(node.target)]
-
-    assert calls("forward") == ["ssm_kernels._ssd_chunk_scan_fwd.default"]
-    assert calls("backward") == ["ssm_kernels._ssd_chunk_scan_bwd.default"]
+    assert graphs.kernels() == (["ssm_kernels._ssd_chunk_scan_fwd.default"], ["ssm_kernels._ssd_chunk_scan_bwd.default"])
 
 
 def assert_compiles_once(calls: list[dict[str, Any]]) -> None:

@@ -8,6 +8,7 @@ from helpers import (
     CHUNK,
     MINIMAL,
     TENSORS,
+    KeptGraphs,
     as_float64,
     assert_as_accurate,
     chunk_length,
@@ -21,9 +22,7 @@ from helpers import (
     training_step,
     with_gradients,
 )
-from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend
-from torch._functorch.aot_autograd import make_boxed_func
 
 from ssm_kernels import selective_scan
 
@@ -149,30 +148,15 @@ def mark_seqlen_dynamic(inputs: dict) -> dict:
 @pytest.mark.parametrize("case", ["all", "required_only", "groups", "constant_B_and_C", "channels_contiguous"])
 def test_compile_once_for_every_length(case, device, fresh_dynamo):
     """fullgraph, forward and backward, one graph each for lengths on both sides of a chunk's."""
-    graphs = {"forward": [], "backward": []}
-
-    def keep(which):
-        def compiler(graph, _):
-            graphs[which].append(graph)
-            return make_boxed_func(graph.forward)
-
-        return compiler
-
-    backend = aot_autograd(fw_compiler=keep("forward"), bw_compiler=keep("backward"), inference_compiler=keep("forward"))
+    graphs = KeptGraphs()
     counter = CompileCounterWithBackend("aot_eager")
-    for compiler in (backend, counter):
+    for compiler in (graphs.backend, counter):
         compiled = torch.compile(scan_with_state, fullgraph=True, backend=compiler)
         for seqlen in (5, 64, 65, 130, 7):
             inputs = make_inputs(seqlen=seqlen, device=device, **CASES[case])
             assert_compiled_equals_eager(lambda compiled=compiled, **leaves: compiled(**mark_seqlen_dynamic(leaves)), inputs)
     assert counter.frame_count == 1
-    assert {which: len(kept) for which, kept in graphs.items()} == {"forward": 1, "backward": 1}
-
-    def calls(which):
-        return {str(node.target) for node in graphs[which][0].graph.nodes if "ssm_kernels" in str(node.target)}
-
-    assert calls("forward") == {"ssm_kernels._selective_scan_fwd.default"}
-    assert calls("backward") == {"ssm_kernels._selective_scan_bwd.default"}
+    assert graphs.kernels() == (["ssm_kernels._selective_scan_fwd.default"], ["ssm_kernels._selective_scan_bwd.default"])
 
 
 def test_compile_with_automatic_dynamic_shapes(device, fresh_dynamo):

@@ -4,7 +4,7 @@
 
 namespace ssm_kernels {
 
-// The largest state per channel of the scan and of its decoding step.
+// The largest state per channel, or per row of a head, of the scans and of their decoding step.
 constexpr int64_t kMaxDstate = 256;
 
 }  // namespace ssm_kernels

@@ -6,17 +6,13 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
-#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <atomic>
 
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
-#include "ssd/ssd_kernel_inputs.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::ssd {
@@ -24,16 +20,6 @@ namespace {
 
 // Of states and their gradients: entries of the batch are taken in turns, but never less than one.
 std::atomic<int64_t> workspace_limit{int64_t(1) << 30};
-
-// Of what the kernels keep of a chunk's states, padded headdim.
-int64_t image_rows(int64_t headdim) { return at::ceil_div<int64_t>(headdim, kUnitRows) * kUnitRows; }
-
-// Kernels for the dtype of x.
-template <typename Launch>
-void launch_for(const at::Tensor& x, const Launch& launch) {
-  const int error = x.scalar_type() == at::kHalf ? launch(__half()) : launch(__nv_bfloat16());
-  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
-}
 
 OptionalTensor rows_of(const OptionalTensor& tensor, int64_t begin, int64_t count) {
   return is_present(tensor) ? OptionalTensor(tensor->narrow(0, begin, count)) : OptionalTensor();
@@ -52,11 +38,7 @@ struct Entries {
         grad_out(rows_of(bwd.grad_out, begin, count)),
         grad_final_states(rows_of(bwd.grad_final_states, begin, count)),
         grads(grads),
-        bwd{grad_out,
-            grad_final_states,
-            {x, dt, bwd.in.A, B, C, bwd.in.chunk_size, bwd.in.D, z, bwd.in.dt_bias, bwd.in.dt_softplus, bwd.in.dt_min,
-             bwd.in.dt_max, initial_states, seq_idx, bwd.in.cu_seqlens, bwd.in.discretization},
-            bwd.needs_grad} {
+        bwd{grad_out, grad_final_states, bwd.in.with(x, dt, B, C, z, initial_states, seq_idx), bwd.needs_grad} {
     for (const Grad grad : {kGradX, kGradDt, kGradB, kGradC, kGradZ, kGradInitialStates}) {
       if (bwd.needs_grad[grad]) this->grads[grad] = grads[grad].narrow(0, begin, count);
     }
@@ -68,26 +50,11 @@ struct Entries {
   const BwdInputs bwd;
 };
 
-// A gradient of a sequence, which the kernels write in place or, padded, beside it.
-class GradRows {
- public:
-  GradRows(const at::Tensor& target, const at::Tensor& like)
-      : target_(target), rows_(has_rows(target) ? target : at::empty(like.sizes(), like.options())) {}
-
-  RowsView view() const { return rows_view(rows_); }
-  void finish() const {
-    if (!rows_.is_same(target_)) target_.copy_(without_padding(rows_, target_));
-  }
-
- private:
-  const at::Tensor target_, rows_;
-};
-
 // One call of the kernels.
 class Backward {
  public:
   Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads)
-      : bwd_(bwd), method_(method), grads_(grads), inputs_(bwd.in, method), partition_(inputs_.partition()) {
+      : bwd_(bwd), grads_(grads), inputs_(bwd.in, method), partition_(inputs_.partition()) {
     inputs_.fill(params_);
   }
 
@@ -103,13 +70,15 @@ class Backward {
         is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
     if (grad_final_states.defined()) params_.grad_final_states = grad_final_states.const_data_ptr<float>();
 
-    std::optional<GradRows> grad_x;
-    if (needs(kGradX)) params_.grad_x = grad_x.emplace(grads_[kGradX], inputs_.x).view();
+    std::optional<Result> grad_x, grad_initial_states;
+    if (needs(kGradX)) {
+      grad_x.emplace(result_as_rows(grads_[kGradX], inputs_.x));
+      params_.grad_x = rows_view(grad_x->written);
+    }
     if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt]);
-    at::Tensor grad_initial_states;
     if (needs(kGradInitialStates)) {
-      grad_initial_states = inputs_.pads_states() ? inputs_.empty_states() : grads_[kGradInitialStates];
-      params_.grad_initial_states = grad_initial_states.data_ptr<float>();
+      grad_initial_states.emplace(inputs_.result_as_states(grads_[kGradInitialStates]));
+      params_.grad_initial_states = grad_initial_states->written.data_ptr<float>();
     }
     cut();
     const at::Tensor states = empty_images(), grad_states = empty_images();
@@ -130,9 +99,7 @@ class Backward {
     launch_for(bwd_.in.x, [&](auto scalar) { return launch_ssd_bwd<decltype(scalar)>(params_, partition_, stream); });
 
     if (grad_x.has_value()) grad_x->finish();
-    if (inputs_.pads_states() && needs(kGradInitialStates)) {
-      grads_[kGradInitialStates].copy_(without_padding(grad_initial_states, grads_[kGradInitialStates]));
-    }
+    if (grad_initial_states.has_value()) grad_initial_states->finish();
     finish_group_grad(kGradB, parts_B);
     finish_group_grad(kGradC, parts_C);
     Sums sums;
@@ -163,31 +130,13 @@ class Backward {
     params.z = const_rows_view(z);
     params.grad_y = rows_view(grad_y);
     at::Tensor y;
-    std::optional<GradRows> grad_z;
+    std::optional<Result> grad_z;
     if (needs(kGradZ)) {
-      const Inputs& in = bwd_.in;
-      const OptionalTensor no_gate;
-      const Inputs ungated{in.x,
-                           in.dt,
-                           in.A,
-                           in.B,
-                           in.C,
-                           in.chunk_size,
-                           in.D,
-                           no_gate,
-                           in.dt_bias,
-                           in.dt_softplus,
-                           in.dt_min,
-                           in.dt_max,
-                           in.initial_states,
-                           in.seq_idx,
-                           in.cu_seqlens,
-                           in.discretization};
-      const FwdOutputs outputs = allocate_fwd(ungated);
-      run_forward(ungated, method_, outputs, /*may_use_wgmma=*/true);
-      y = as_rows(outputs.out);
+      y = at::empty(inputs_.x.sizes(), inputs_.x.options());
+      run_forward(inputs_, /*z=*/{}, y, inputs_.empty_states(), /*may_use_wgmma=*/true);
       params.y = const_rows_view(y);
-      params.grad_z = grad_z.emplace(grads_[kGradZ], inputs_.x).view();
+      grad_z.emplace(result_as_rows(grads_[kGradZ], inputs_.x));
+      params.grad_z = rows_view(grad_z->written);
     }
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     constexpr int64_t kBlocksPerMultiprocessor = 32;
@@ -243,7 +192,6 @@ class Backward {
   }
 
   const BwdInputs& bwd_;
-  const Discretization method_;
   const GradTensors& grads_;
   const KernelInputs inputs_;
   Partition partition_;
@@ -265,7 +213,7 @@ void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grad
   const Inputs& in = bwd.in;
   const int64_t batch = in.x.size(0), chunks = at::ceil_div<int64_t>(in.x.size(1), kChunk);
   const int64_t bytes_of_entry =
-      2 * chunks * in.x.size(2) * image_rows(in.x.size(3)) * image_columns(in.B.size(3)) * in.x.element_size();
+      2 * chunks * in.x.size(2) * row_blocks(in.x.size(3)) * kUnitRows * image_columns(in.B.size(3)) * in.x.element_size();
   const int64_t turns = std::min(batch, at::ceil_div<int64_t>(batch * bytes_of_entry, workspace_limit));
   const int64_t entries_of_turn = at::ceil_div<int64_t>(batch, turns);
   Backward::Sums sums;

@@ -44,7 +44,11 @@ FwdResult fwd_cuda(const Inputs& in) {
     check_cu_seqlens_values("ssd_chunk_scan", in.cu_seqlens->cpu(), in.x.size(1));
   }
   const FwdOutputs outputs = allocate_fwd(in);
-  run_forward(in, method, outputs, !prefers_mma);
+  const KernelInputs inputs(in, method);
+  const Result out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
+  run_forward(inputs, in.z, out.written, final_states.written, !prefers_mma);
+  out.finish();
+  final_states.finish();
   return {outputs.out, outputs.final_states};
 }
 

@@ -20,8 +20,10 @@ constexpr int64_t kMaxKernelDstate = 128;
 
 // The kernels' dstate for that many states; what is over is zero.
 constexpr int64_t image_columns(int64_t dstate) { return dstate <= 64 ? 64 : kMaxKernelDstate; }
+// Units of one head.
+constexpr int64_t row_blocks(int64_t headdim) { return (headdim + kUnitRows - 1) / kUnitRows; }
 
-// Packed sequences have no more chunks than that, each having one that is not full, or none but one without steps.
+// Of packed sequences, at most: one of n steps has n / kChunk full chunks and one more, which may be all that it has.
 SSM_HOST_DEVICE int64_t max_packed_chunks(int64_t seqlen, int64_t sequences) { return seqlen / kChunk + sequences; }
 
 // A walk is a sequence's way through time for one block's units, of kUnitRows rows of one head each.

@@ -6,14 +6,11 @@
 #include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
-#include "ssd/ssd_kernel_inputs.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::ssd {
@@ -72,8 +69,8 @@ Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs
 
 }  // namespace
 
-void run_forward(const Inputs& in, Discretization method, const FwdOutputs& outputs, bool may_use_wgmma) {
-  const KernelInputs inputs(in, method);
+void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                 bool may_use_wgmma) {
   SsdFwdParams params;
   inputs.fill(params);
   Runs runs{inputs.partition()};
@@ -81,23 +78,15 @@ void run_forward(const Inputs& in, Discretization method, const FwdOutputs& outp
   if (runs.walks == 0) return;
   const Workspace workspace = cut(inputs, params, runs);
 
-  const at::Tensor z = is_present(in.z) ? as_rows(*in.z) : at::Tensor();
-  if (z.defined()) params.z = const_rows_view(z);
-  // What is not written in place is copied there.
-  const bool has_out = has_rows(outputs.out), has_states = !inputs.pads_states();
-  const at::Tensor out = has_out ? outputs.out : at::empty(inputs.x.sizes(), inputs.x.options());
-  const at::Tensor final_states = has_states ? outputs.final_states : inputs.empty_states();
+  const at::Tensor gate = is_present(z) ? as_rows(*z) : at::Tensor();
+  if (gate.defined()) params.z = const_rows_view(gate);
   params.out = rows_view(out);
   params.final_states = final_states.data_ptr<float>();
 
   int max_shared_bytes = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, in.x.get_device()));
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, out.get_device()));
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  const int error = in.x.scalar_type() == at::kHalf ? launch_ssd_fwd<__half>(params, runs, max_shared_bytes, stream)
-                                                    : launch_ssd_fwd<__nv_bfloat16>(params, runs, max_shared_bytes, stream);
-  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
-  if (!has_out) outputs.out.copy_(without_padding(out, outputs.out));
-  if (!has_states) outputs.final_states.copy_(without_padding(final_states, outputs.final_states));
+  launch_for(out, [&](auto scalar) { return launch_ssd_fwd<decltype(scalar)>(params, runs, max_shared_bytes, stream); });
 }
 
 }  // namespace ssm_kernels::ssd

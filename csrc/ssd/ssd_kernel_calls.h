@@ -1,11 +1,14 @@
 // Calls of the SSD kernels, for 16 bits and up to kMaxKernelDstate states, on the current device and stream.
 #pragma once
 
+#include "ssd/ssd_kernel_inputs.h"
 #include "ssd/ssd_op.h"
 
 namespace ssm_kernels::ssd {
 
-void run_forward(const Inputs& in, Discretization method, const FwdOutputs& outputs, bool may_use_wgmma);
+// Writes out, rows as those of inputs.x, and final_states, as inputs.empty_states().
+void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                 bool may_use_wgmma);
 
 // Whether the device has the products of backward's kernels.
 bool has_backward_kernels(const at::Tensor& x);

@@ -19,9 +19,10 @@ bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(t
 
 int64_t padding(int64_t size) { return at::ceil_div<int64_t>(size, kRowElements) * kRowElements - size; }
 
+// Contiguous; constant_pad_nd by itself keeps the order in memory of tensors whose second axis is the innermost one.
 at::Tensor pad(const at::Tensor& tensor, at::IntArrayRef sizes) {
   const bool is_needed = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0; });
-  return is_needed ? at::constant_pad_nd(tensor, sizes) : tensor.contiguous();
+  return (is_needed ? at::constant_pad_nd(tensor, sizes) : tensor).contiguous();
 }
 
 }  // namespace
@@ -35,7 +36,7 @@ bool has_rows(const at::Tensor& tensor) {
 at::Tensor as_rows(const at::Tensor& tensor) {
   if (has_rows(tensor)) return tensor;
   const int64_t more = padding(tensor.size(3));
-  return more > 0 ? at::constant_pad_nd(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
+  return more > 0 ? pad(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 RowsView rows_view(const at::Tensor& tensor) {
@@ -47,6 +48,10 @@ RowsView const_rows_view(const at::Tensor& tensor) {
 
 at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
   return padded.narrow(-2, 0, target.size(-2)).narrow(-1, 0, target.size(-1));
+}
+
+Result result_as_rows(const at::Tensor& target, const at::Tensor& like) {
+  return {target, has_rows(target) ? target : at::empty(like.sizes(), like.options())};
 }
 
 KernelInputs::KernelInputs(const Inputs& in, Discretization method)
@@ -97,7 +102,7 @@ Partition KernelInputs::partition() const {
   Partition partition;
   const auto groups = static_cast<int>(B.size(2));
   partition.heads_per_group = static_cast<int>(x.size(2)) / groups;
-  partition.row_blocks = static_cast<int>(at::ceil_div<int64_t>(x.size(3), kUnitRows));
+  partition.row_blocks = static_cast<int>(row_blocks(x.size(3)));
   partition.units_per_group = partition.heads_per_group * partition.row_blocks;
   partition.walks_per_group = at::ceil_div(partition.units_per_group, kUnits);
   partition.walks_per_entry = groups * partition.walks_per_group;
@@ -113,6 +118,10 @@ at::Tensor KernelInputs::empty_states() const {
 at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
   const at::Tensor padded = pad(states, {0, more_columns_, 0, more_rows_});
   return is_aligned(padded) ? padded : padded.clone();
+}
+
+Result KernelInputs::result_as_states(const at::Tensor& target) const {
+  return {target, more_rows_ > 0 || more_columns_ > 0 ? empty_states() : target};
 }
 
 void check_count(int64_t count, const char* of) {

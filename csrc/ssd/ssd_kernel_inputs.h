@@ -1,8 +1,13 @@
 // The tensors of a call as the SSD kernels read and write them: rows of whole pieces at multiples of 16 bytes, padded with
-// zeros where they are not so.
+// zeros where they are not so, and states of as many rows and columns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAException.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <utility>
 
 #include "ssd/ssd_cuda.h"
 #include "ssd/ssd_op.h"
@@ -18,6 +23,23 @@ RowsView const_rows_view(const at::Tensor& tensor);
 // What of a padded tensor was asked for: as much as target has along its last axes.
 at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target);
 
+// A result: kernels write `written`, which is the target itself if they can write that.
+class Result {
+ public:
+  Result(at::Tensor target, at::Tensor written) : written(std::move(written)), target_(std::move(target)) {}
+
+  void finish() const {
+    if (!written.is_same(target_)) target_.copy_(without_padding(written, target_));
+  }
+
+  const at::Tensor written;
+
+ private:
+  const at::Tensor target_;
+};
+// One that is to have the shape of `like` with its padding.
+Result result_as_rows(const at::Tensor& target, const at::Tensor& like);
+
 // Those of a call's inputs but for z; lives as long as the inputs.
 class KernelInputs {
  public:
@@ -30,7 +52,7 @@ class KernelInputs {
   at::Tensor empty_states() const;
   // States, padded and aligned.
   at::Tensor as_states(const at::Tensor& states) const;
-  bool pads_states() const { return more_rows_ > 0 || more_columns_ > 0; }
+  Result result_as_states(const at::Tensor& target) const;
 
   const at::Tensor x, B, C;
 
@@ -40,6 +62,13 @@ class KernelInputs {
   const int64_t more_rows_, more_columns_, sequences_;
   at::Tensor A_, dt_bias_, D_, cu_seqlens_, resets_, initial_states_;
 };
+
+// Queues kernels of the dtype of x: launch(scalar) returns a cudaError_t.
+template <typename Launch>
+void launch_for(const at::Tensor& x, const Launch& launch) {
+  const int error = x.scalar_type() == at::kHalf ? launch(__half()) : launch(__nv_bfloat16());
+  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+}
 
 // Raises if a call has more of its kernels' blocks, or chunks, than they count.
 void check_count(int64_t count, const char* of);

@@ -136,9 +136,9 @@ FwdResult fwd_meta(const Inputs& in) {
   return {outputs.out, outputs.final_states};
 }
 
-BwdResult bwd_meta(const BwdInputs& in) {
-  check_inputs(in.in);
-  return std::tuple_cat(allocate_bwd(in));
+BwdResult bwd_meta(const BwdInputs& bwd) {
+  check_inputs(bwd.in);
+  return std::tuple_cat(allocate_bwd(bwd));
 }
 
 const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {

@@ -15,7 +15,7 @@ namespace ssm_kernels::ssd {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// The largest headdim and dstate.
+// The largest headdim. (dstate's: common/limits.h.)
 constexpr int64_t kMaxHeaddim = 256;
 
 // What forward reads, in the order of its schema. References: lives as long as the call.
@@ -27,6 +27,27 @@ struct Inputs {
   double dt_min, dt_max;
   const OptionalTensor &initial_states, &seq_idx, &cu_seqlens;
   std::string_view discretization;
+
+  // The same call of other sequences and states.
+  Inputs with(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& z,
+              const OptionalTensor& initial_states, const OptionalTensor& seq_idx) const {
+    return {x,
+            dt,
+            A,
+            B,
+            C,
+            chunk_size,
+            D,
+            z,
+            dt_bias,
+            dt_softplus,
+            dt_min,
+            dt_max,
+            initial_states,
+            seq_idx,
+            cu_seqlens,
+            discretization};
+  }
 
   // How many states there are: one for each entry of the batch or, where it is packed, for each sequence.
   c10::SymInt sequences() const;
@@ -54,7 +75,7 @@ struct BwdInputs {
 
 // Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences have the layout of the
 // sequence, those of parameters and states are contiguous, and those absent or not needed have no elements.
-GradTensors allocate_bwd(const BwdInputs& in);
+GradTensors allocate_bwd(const BwdInputs& bwd);
 
 using FwdResult = std::tuple<at::Tensor, at::Tensor>;
 using FwdSignature = FwdResult(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,

@@ -53,18 +53,24 @@ class ConvMixer(nn.Module):
 
     def _mix_or_step(self, hidden_states: Tensor, inference_params: Any) -> Tensor:
         """The mixer over a sequence that begins here or, as ``inference_params`` say, goes on from its cache."""
+        self._check_sequences(hidden_states)
         if inference_params is None:
             return self._mix(hidden_states, None, None)[0]
         conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
         if inference_params.seqlen_offset == 0:
             out, inputs, last_state = self._mix(hidden_states, None, None)
-        elif hidden_states.shape[1] == 1:
+        elif hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
             return self.step(hidden_states, conv_state, ssm_state)[0]
         else:
             out, inputs, last_state = self._mix(hidden_states, conv_state, ssm_state)
         conv_state.copy_(inputs.detach())
         ssm_state.copy_(last_state.detach())
         return out
+
+    def _check_sequences(self, hidden_states: Tensor) -> None:
+        if hidden_states.dim() != 3:
+            layer, shape = type(self).__name__, list(hidden_states.shape)
+            raise ValueError(f"{layer}: expected hidden_states of shape (batch, seqlen, d_model), got {shape}")
 
     def _check_one_step(self, hidden_states: Tensor) -> None:
         if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
@@ -98,6 +104,11 @@ class ConvMixer(nn.Module):
                 ``conv_state``.
         """
         x = x.transpose(1, 2)
+        if conv_state is not None and conv_state.shape != (*x.shape[:2], self.d_conv):
+            raise ValueError(
+                f"{type(self).__name__}: expected conv_state of shape (batch, channels, d_conv) = "
+                f"{[*x.shape[:2], self.d_conv]}, got {list(conv_state.shape)}"
+            )
         inputs = F.pad(x, (self.d_conv, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], dim=-1)
         # The first window ends before the sequence begins; keeping it until here makes empty sequences legal.
         seqlen = inputs.shape[-1] - self.d_conv

@@ -125,13 +125,13 @@ class Mamba(SelectiveBase, ConvMixer):
             ``out``, (batch, 1, d_model), and the two states.
 
         Raises:
-            ValueError: ``hidden_states`` has more than one time step.
+            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
         """
         self._check_one_step(hidden_states)
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
         x, inputs = self._convolve(x, conv_state)
-        conv_state.copy_(inputs)
         y = self._scan_step(x[:, 0], z[:, 0], ssm_state)
+        conv_state.copy_(inputs)
         return self.out_proj(y)[:, None], conv_state, ssm_state
 
     def extra_repr(self) -> str:

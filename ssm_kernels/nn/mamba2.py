@@ -53,6 +53,8 @@ class GatedRMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        if groups < 1 or channels % groups != 0:
+            raise ValueError(f"GatedRMSNorm: expected groups that divide channels = {channels}, got {groups}")
         self.group_size, self.norm_before_gate, self.eps = channels // groups, norm_before_gate, eps
         self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
         self.reset_parameters()
@@ -230,6 +232,7 @@ class Mamba2(ConvMixer):
             return self._mix_or_step(u, inference_params)
         if inference_params is not None:
             raise ValueError("Mamba2: expected no inference_params with seq_idx or cu_seqlens: the cache has one state per row")
+        self._check_sequences(u)
         return self._mix(u, None, None, seq_idx, cu_seqlens)[0]
 
     @torch.no_grad()
@@ -245,12 +248,11 @@ class Mamba2(ConvMixer):
             ``out``, (batch, 1, d_model), and the two states.
 
         Raises:
-            ValueError: ``hidden_states`` has more than one time step.
+            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
         """
         self._check_one_step(hidden_states)
         mlp, z, xBC, dt = self._project(hidden_states)
         xBC, inputs = self._convolve(xBC, conv_state)
-        conv_state.copy_(inputs)
         # Autocast lowers projections and convolution alike.
         x, B, C = (v[:, 0] for v in self._split_heads(xBC))
         A, D, dt_bias = (v if v.dim() > 1 else v[:, None] for v in self._recurrence(x.dtype))
@@ -268,6 +270,7 @@ class Mamba2(ConvMixer):
             dt_limit=self.dt_limit,
             discretization=self.discretization,
         )
+        conv_state.copy_(inputs)
         return self._finish(y[:, None], z, mlp), conv_state, ssm_state
 
     def extra_repr(self) -> str:
@@ -343,6 +346,10 @@ class Mamba2(ConvMixer):
                 )
             return F.pad(seq_idx.diff(dim=1) != 0, (1, 0))[:, : u.shape[1]].cumsum(dim=1)
         if cu_seqlens is not None:
+            if cu_seqlens.dim() != 1:
+                raise ValueError(f"Mamba2: expected cu_seqlens of shape (sequences + 1,), got {list(cu_seqlens.shape)}")
+            if cu_seqlens.device != u.device:
+                raise RuntimeError(f"Mamba2: expected cu_seqlens on {u.device}, got {cu_seqlens.device}")
             steps = torch.arange(u.shape[1], device=u.device, dtype=cu_seqlens.dtype)
             return torch.bucketize(steps, cu_seqlens[1:], right=True)[None]
         return None
