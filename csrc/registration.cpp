@@ -37,14 +37,14 @@ TORCH_LIBRARY(ssm_kernels, m) {
   m.def(
       "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
-      "str discretization='zoh', float[2]? dt_limit=None) -> Tensor",
+      "str discretization='zoh', float[]? dt_limit=None) -> Tensor",
       tags);
 
   // The scan in chunks (SSD, Mamba-2): S_t = e^zeta_t S_{t-1} + d_t k(zeta_t) x_t B_t^T with zeta = d A, one A for a head; out
   // = (S C + D x) silu(z). dt_limit absent: (0, inf). chunk_size is a hint.
   m.def(
       "ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
-      "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[2]? dt_limit=None, Tensor? initial_states=None, "
+      "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, Tensor? initial_states=None, "
       "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh') -> (Tensor out, Tensor final_states)",
       tags);
   // The same with all arguments positional, as vmap wants them: differentiable; and forward alone.

@@ -194,7 +194,8 @@ def ssd_chunk_scan(
         B: input matrix, (batch, seqlen, groups, dstate), dtype of ``x``; dstate <= 256. The groups divide the heads: head ``h``
             reads group ``h // (heads // groups)``.
         C: output matrix, shape and dtype of ``B``.
-        chunk_size: a hint, how many steps to take together; None chooses. Without effect on the result but for rounding.
+        chunk_size: a hint, how many steps to take together, which on CPU may be cut to 64; None chooses. Without effect on the
+            result but for rounding.
         D: skip connection, (heads,) or (heads, headdim), dtype of ``A``.
         z: gate, shape and dtype of ``x``.
         dt_bias: (heads,), dtype of ``A``.

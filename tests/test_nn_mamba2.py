@@ -216,7 +216,7 @@ BAD_ARGUMENTS = [
     ({"d_ssm": 0}, "Mamba2: expected d_ssm from 1 to d_inner = 32, got 0"),
     ({"A_init_range": (0, 1)}, "Mamba2: expected A_init_range with 0 < low <= high, got (0, 1)"),
     ({"dt_min": 0.2}, "Mamba2: expected 0 < dt_min <= dt_max, got dt_min=0.2, dt_max=0.1"),
-    ({"process_group": object()}, "Mamba2: expected process_group None"),
+    ({"process_group": "a group"}, "Mamba2: expected process_group None"),
     # What the scan says.
     ({"ngroups": 3}, "ssd_chunk_scan: expected the groups of B and C to divide heads = 8, got 3"),
     ({"d_state": 300}, "ssd_chunk_scan: expected dstate from 1 to 256, got 300"),

@@ -133,6 +133,8 @@ def test_limits_of_the_step_size_that_exclude_each_other(device):
             ValueError, match=says("selective_state_update: expected dt_limit = (min, max) with min <= max, got (")
         ):
             selective_state_update(**inputs)
+    with pytest.raises(RuntimeError, match=says("for argument 'dt_limit' but instead found type 'float'")):
+        selective_state_update(**make_step_inputs(device=device) | {"dt_limit": 0.5})
 
 
 @pytest.mark.parametrize("names", [("D",), ("dt_bias",), ("D", "dt_bias")], ids="-".join)

@@ -114,8 +114,12 @@ def test_limits_of_the_step_size(device):
     message = "expected dt_limit = (min, max) with min <= max, got (0.5, 0.25)"
     assert_raises(good_inputs(dt_limit=(0.5, 0.25), device=device), ValueError, message)
     for limits in ((0.1,), (0.0, 1.0, 2.0), ()):
-        with pytest.raises((ValueError, TypeError, RuntimeError)):
-            ssd_chunk_scan(**good_inputs(dt_limit=limits, device=device))
+        message = f"expected dt_limit = (min, max), got {len(limits)} numbers"
+        assert_raises(good_inputs(dt_limit=limits, device=device), ValueError, message)
+    with pytest.raises(
+        RuntimeError, match=says("Expected a value of type", "for argument 'dt_limit' but instead found type 'float'")
+    ):
+        ssd_chunk_scan(**good_inputs(dt_limit=0.1, device=device))
 
 
 @pytest.mark.parametrize("name", sorted(DISCRETIZATIONS.keys() - set(METHODS)))
@@ -129,7 +133,10 @@ def test_discretizations_that_are_not_exponential(name, device):
 
 @pytest.mark.parametrize("name", ["", "ZOH", "zoh ", "tustin"])
 def test_unknown_discretization(name, device):
-    with pytest.raises(ValueError, match=says("ssd_chunk_scan: unknown discretization ", name)):
+    expected = says(
+        "ssd_chunk_scan: unknown discretization ", name, "expected one of: zoh, foh, poly, highorder, rk4, zoh_exact"
+    )
+    with pytest.raises(ValueError, match=expected + "$"):
         ssd_chunk_scan(**good_inputs(discretization=name, device=device))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -231,6 +232,30 @@ def test_gradients_of_a_subset(device):
                 assert torch.equal(gradient, everything[name]), f"grad_{name} when only {wanted} need gradients"
             else:
                 assert gradient is None
+
+
+@pytest.mark.parametrize("begins", [(0, 32, 64), (0, 36, 72)], ids=["with_chunks", "inside_chunks"])
+@pytest.mark.parametrize("name", [*SEQUENCES, "initial_states", "grad_out", "grad_final_states"])
+def test_nan_ends_where_a_sequence_begins(name, begins, device):
+    """With seq_idx too, but for the chunks of 16 steps that the sequence begins and ends in."""
+    length, chunk = 96, 16
+    inputs = make_inputs(batch=1, seqlen=length, resets=(begins[1:],), chunk_size=chunk, dtype=torch.float32, device=device)
+    cotangents = dict(zip(("grad_out", "grad_final_states"), make_cotangents(inputs), strict=True))
+    clean = evaluate(scan, inputs, tuple(cotangents.values()))
+    values = inputs | cotangents
+    values[name] = values[name].clone()
+    values[name][(0, 40) if values[name].dim() == 3 or values[name].shape[1] == length else ...] = math.nan
+    actual = evaluate(scan, {key: values[key] for key in inputs}, tuple(values[key] for key in cotangents))
+
+    sequence = {"initial_states": 0, "grad_final_states": 2}.get(name, 1)
+    reached = torch.zeros(length, dtype=torch.bool, device=device)
+    end = (*begins, length)[sequence + 1]
+    reached[begins[sequence] // chunk * chunk : -(-end // chunk) * chunk] = True
+    for result in ("out", *(f"grad_{of}" for of in SEQUENCES)):
+        assert torch.equal(actual[result][:, ~reached], clean[result][:, ~reached]), f"{result} of a NaN in {name}"
+    assert sequence == 2 or torch.equal(actual["final_states"], clean["final_states"])
+    assert sequence == 0 or torch.equal(actual["grad_initial_states"], clean["grad_initial_states"])
+    assert any(value.isnan().any() for value in actual.values())
 
 
 def test_nothing_needs_a_gradient(device):

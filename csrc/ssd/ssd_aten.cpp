@@ -98,7 +98,8 @@ Pairs make_pairs(const Scan& scan, const Chunks& chunks) {
 // e^cs_i S C_i of the states S before each chunk, by step.
 at::Tensor read_states(const Scan& scan, const Chunks& chunks, const at::Tensor& states) {
   const at::Tensor S = scan.state_matrices(states, 0, chunks.run.chunks);
-  return scan.group_by_step(at::bmm(chunks.C, transposed(S)), chunks.run).mul_(chunks.decay_from_start);
+  const at::Tensor products = scan.group_by_step(at::bmm(chunks.C, transposed(S)), chunks.run);
+  return zero_where(products.mul_(chunks.decay_from_start), chunks.is_after_beginning);
 }
 
 // y with D x, by step, given what read_states returns.
@@ -154,7 +155,8 @@ class Adjoint {
   at::Tensor run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state);
   at::Tensor gate_adjoint(const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states);
   at::Tensor boundary_grads(const Chunks& chunks, const at::Tensor& decayed_grad, const at::Tensor& last) const;
-  void write_matrices(Grad grad, const Run& run, const at::Tensor& matrices) const;
+  void write_matrices(Grad grad, const Run& run, at::Tensor from_states, const at::Tensor& mask, const at::Tensor& pairs,
+                      const at::Tensor& others) const;
   void steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, const at::Tensor& grad_gain);
 
   const BwdInputs& bwd_;
@@ -202,16 +204,20 @@ at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decay
   const int64_t count = chunks.run.chunks;
   at::Tensor grads = at::empty({count + 1, chunks.run.rows, scan_.heads, scan_.headdim, scan_.dstate}, scan_.options);
   at::Tensor increments = scan_.state_matrices(grads, 0, count);
-  at::bmm_out(increments, transposed(decayed_grad), chunks.C);
+  at::bmm_out(increments, transposed(decayed_grad), chunks.C_from_start);
   grads.select(0, count).copy_(last);
-  for (int64_t k = count; k-- > 0;) grads.select(0, k).addcmul_(grads.select(0, k + 1), chunks.decay.select(0, k));
+  for (int64_t k = count; k-- > 0;) {
+    grads.select(0, k).addcmul_(Scan::across(grads.select(0, k + 1), chunks, k), chunks.decay.select(0, k));
+  }
   return grads;
 }
 
-// Of B or C, from matrices (steps, dstate) of each group.
-void Adjoint::write_matrices(Grad grad, const Run& run, const at::Tensor& matrices) const {
-  const at::Tensor by_chunk = matrices.view({run.chunks, run.rows, scan_.groups, run.length, scan_.dstate});
-  Scan::run_of(grads_[grad], run).copy_(by_chunk.transpose(2, 3));
+// Of B or C: from_states, what comes by way of a state, zero where the mask says so, and what comes from a step's pairs with
+// others, pairs times the other matrices.
+void Adjoint::write_matrices(Grad grad, const Run& run, at::Tensor from_states, const at::Tensor& mask, const at::Tensor& pairs,
+                             const at::Tensor& others) const {
+  zero_where(scan_.matrices_by_step(from_states, run), mask);
+  Scan::run_of(grads_[grad], run).copy_(scan_.matrices_by_step(from_states.baddbmm_(pairs, others), run));
 }
 
 // The gradient of the run's first state, given that of its last; writes all others.
@@ -220,7 +226,7 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   const at::Tensor states = scan_.boundary_states(chunks, state), from_states = read_states(scan_, chunks, states);
   const Pairs pairs = make_pairs(scan_, chunks);
   const at::Tensor grad_y = gate_adjoint(chunks, pairs, from_states);
-  const at::Tensor decayed_grad = scan_.by_group(grad_y, chunks.decay_from_start), g = scan_.by_head(grad_y);
+  const at::Tensor decayed_grad = scan_.decayed(grad_y, chunks), g = scan_.by_head(grad_y);
   const at::Tensor grad_states = boundary_grads(chunks, decayed_grad, grad_state);
   const at::Tensor S = scan_.state_matrices(states, 0, run.chunks), T = scan_.state_matrices(grad_states, 1, run.chunks);
 
@@ -228,11 +234,14 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   const at::Tensor grad_products = W.sum(1);
   if (needs(kGradB)) {
     const at::Tensor from_end = at::bmm(scan_.weighted_input(chunks), T);
-    write_matrices(kGradB, run, at::baddbmm(from_end, transposed(grad_products), chunks.C));
+    write_matrices(kGradB, run, from_end, chunks.is_before_beginning, transposed(grad_products), chunks.C);
   }
-  if (needs(kGradC)) write_matrices(kGradC, run, at::baddbmm(at::bmm(decayed_grad, S), grad_products, chunks.B));
+  if (needs(kGradC)) {
+    write_matrices(kGradC, run, at::bmm(decayed_grad, S), chunks.is_after_beginning, grad_products, chunks.B);
+  }
 
   const at::Tensor from_end = scan_.group_by_step(at::bmm(chunks.B, transposed(T)), run).mul_(chunks.decay_to_end);
+  zero_where(from_end, chunks.is_before_beginning);
   const at::Tensor grad_input = scan_.head_by_step(at::bmm(transposed(pairs.M), g), run).add(from_end);
   if (needs(kGradX)) {
     at::Tensor grad_x = grad_input * chunks.gain;
@@ -243,7 +252,8 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   if (needs(kGradDt) || needs(kGradA) || needs(kGradDtBias)) {
     const at::Tensor input_to_end = row_products(from_end, chunks.x).mul_(chunks.gain.squeeze(-1));
     const at::Tensor within = sum_across(W.mul_(pairs.products.unsqueeze(1)));
-    const at::Tensor through = (states.narrow(0, 0, run.chunks) * grad_states.narrow(0, 1, run.chunks)).sum({-2, -1});
+    const at::Tensor through =
+        zero_where(states.narrow(0, 0, run.chunks) * grad_states.narrow(0, 1, run.chunks), chunks.is_cut).sum({-2, -1});
     const at::Tensor grad_zeta = sum_from(scan_.merge_heads(row_products(from_states, grad_y))) +
                                  sum_before(scan_.merge_heads(input_to_end)) +
                                  within.view({run.chunks, run.rows, scan_.heads, run.length}).transpose(2, 3) +

@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <algorithm>
+#include <vector>
 
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
@@ -15,9 +16,7 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-constexpr int64_t kDefaultChunkLength = 64;
-// A chunk's matrices are quadratic in its length.
-constexpr int64_t kMaxChunkLength = 256;
+constexpr int64_t kDefaultChunkLength = 64, kMaxChunkLength = 256;
 // Of a run's temporaries, about: enough for the products to be worth their calls, and on a CPU little enough for its caches.
 constexpr int64_t kCpuRunBytes = int64_t(8) << 20, kDeviceRunBytes = int64_t(1) << 30;
 
@@ -29,7 +28,26 @@ at::Tensor contiguous_product(const at::Tensor& a, const at::Tensor& b) {
   return at::mul_out(result, a, b);
 }
 
+struct ChunkLengths {
+  int64_t by_default, most;
+};
+// A chunk's matrices are quadratic in its length, and each chunk has a state. On a CPU the two cost about the same where the
+// length is the root of the state's elements.
+ChunkLengths chunk_lengths(bool is_cpu, int64_t state_elements) {
+  if (!is_cpu) return {kDefaultChunkLength, kMaxChunkLength};
+  int64_t length = 16;
+  while (length < 128 && 4 * length * length <= state_elements) length *= 2;
+  return {length, std::max(length, kDefaultChunkLength)};
+}
+
 }  // namespace
+
+at::Tensor zero_where(at::Tensor values, const at::Tensor& mask) {
+  if (!mask.defined()) return values;
+  std::vector<int64_t> shape = mask.sizes().vec();
+  shape.resize(values.dim(), 1);
+  return values.masked_fill_(mask.view(shape), 0);
+}
 
 at::Tensor sequence_starts(const at::Tensor& seq_idx) {
   const int64_t inner = seq_idx.size(1) - 1;
@@ -49,8 +67,8 @@ Scan::Scan(const Inputs& in, Discretization method)
       groups(in.B.size(2)),
       dstate(in.B.size(3)),
       heads_per_group(heads / groups) {
-  const int64_t hint = in.chunk_size.has_value() ? in.chunk_size->expect_int() : kDefaultChunkLength;
-  chunk_length_ = std::min(hint, kMaxChunkLength);
+  const ChunkLengths lengths = chunk_lengths(in.x.is_cpu(), headdim * dstate);
+  chunk_length_ = std::min(in.chunk_size.has_value() ? in.chunk_size->expect_int() : lengths.by_default, lengths.most);
   const int64_t per_head = 2 * headdim * dstate + 4 * chunk_length_ * chunk_length_ + 8 * chunk_length_ * headdim;
   const int64_t bytes = std::max<int64_t>(1, heads * per_head * static_cast<int64_t>(options.dtype().itemsize()));
   chunks_per_run_ = std::max<int64_t>(1, (in.x.is_cpu() ? kCpuRunBytes : kDeviceRunBytes) / bytes);
@@ -104,14 +122,26 @@ Chunks Scan::load(const Run& run) const {
   at::Tensor from_start = chunks.cs.exp(), to_end = (cs_last - chunks.cs).exp_(), decay = cs_last.exp();
   if (starts_.defined()) {
     chunks.sequence = run_of(starts_, run).cumsum(2);
-    const at::Tensor sequence = chunks.sequence.unsqueeze(-1), last = sequence.narrow(2, run.length - 1, 1);
-    from_start.masked_fill_(sequence.ne(0), 0);
-    to_end.masked_fill_(sequence.ne(last), 0);
-    decay.masked_fill_(last.ne(0), 0);
+    const at::Tensor last = chunks.sequence.narrow(2, run.length - 1, 1);
+    chunks.is_after_beginning = chunks.sequence.ne(0);
+    chunks.is_before_beginning = chunks.sequence.ne(last);
+    chunks.is_cut = last.ne(0);
+    zero_where(from_start, chunks.is_after_beginning);
+    zero_where(to_end, chunks.is_before_beginning);
+    zero_where(decay, chunks.is_cut);
   }
   chunks.x = by_step(in.x, run);
-  chunks.B = matrices(in.B);
-  chunks.C = matrices(in.C);
+  chunks.B = chunks.B_to_end = matrices(in.B);
+  chunks.C = chunks.C_from_start = matrices(in.C);
+  if (starts_.defined()) {
+    const auto without = [&](const at::Tensor& tensor, const at::Tensor& mask) {
+      at::Tensor result = tensor.clone();
+      zero_where(matrices_by_step(result, run), mask);
+      return result;
+    };
+    chunks.B_to_end = without(chunks.B, chunks.is_before_beginning);
+    chunks.C_from_start = without(chunks.C, chunks.is_after_beginning);
+  }
   chunks.gain = factor(chunks.steps.gain);
   chunks.decay_from_start = factor(from_start);
   chunks.decay_to_end = factor(to_end);
@@ -129,13 +159,19 @@ at::Tensor Scan::load_states(const OptionalTensor& states, const Part& part) con
   return states->narrow(0, part.first_state, part.rows).clone(at::MemoryFormat::Contiguous);
 }
 
+at::Tensor Scan::across(const at::Tensor& states, const Chunks& chunks, int64_t chunk) {
+  return chunks.is_cut.defined() ? zero_where(states.clone(), chunks.is_cut.select(0, chunk)) : states;
+}
+
 at::Tensor Scan::boundary_states(const Chunks& chunks, const at::Tensor& first) const {
   const int64_t count = chunks.run.chunks;
   at::Tensor states = at::empty({count + 1, chunks.run.rows, heads, headdim, dstate}, options);
   states.select(0, 0).copy_(first);
   at::Tensor increments = state_matrices(states, 1, count);
-  at::bmm_out(increments, weighted_input(chunks).transpose(1, 2), chunks.B);
-  for (int64_t k = 0; k < count; ++k) states.select(0, k + 1).addcmul_(states.select(0, k), chunks.decay.select(0, k));
+  at::bmm_out(increments, weighted_input(chunks).transpose(1, 2), chunks.B_to_end);
+  for (int64_t k = 0; k < count; ++k) {
+    states.select(0, k + 1).addcmul_(across(states.select(0, k), chunks, k), chunks.decay.select(0, k));
+  }
   return states;
 }
 
@@ -143,7 +179,17 @@ at::Tensor Scan::state_matrices(const at::Tensor& states, int64_t begin, int64_t
   return states.narrow(0, begin, count).view({-1, heads_per_group * headdim, dstate});
 }
 
-at::Tensor Scan::weighted_input(const Chunks& chunks) const { return by_group(chunks.x, chunks.gain * chunks.decay_to_end); }
+at::Tensor Scan::decayed(const at::Tensor& g, const Chunks& chunks) const {
+  const at::Tensor result = by_group(g, chunks.decay_from_start);
+  zero_where(matrices_by_step(result, chunks.run), chunks.is_after_beginning);
+  return result;
+}
+
+at::Tensor Scan::weighted_input(const Chunks& chunks) const {
+  const at::Tensor result = by_group(chunks.x, chunks.gain * chunks.decay_to_end);
+  zero_where(matrices_by_step(result, chunks.run), chunks.is_before_beginning);
+  return result;
+}
 
 at::Tensor Scan::decay_between(const Chunks& chunks) const {
   const auto differences = [](const at::Tensor& values) { return values.unsqueeze(-1) - values.unsqueeze(-2); };
@@ -177,6 +223,10 @@ at::Tensor Scan::by_head(const at::Tensor& tensor, const at::Tensor& factor) con
 }
 
 at::Tensor Scan::by_head(const at::Tensor& tensor) const { return tensor.movedim(2, 4).reshape({-1, tensor.size(2), headdim}); }
+
+at::Tensor Scan::matrices_by_step(const at::Tensor& matrices, const Run& run) const {
+  return matrices.view({run.chunks, run.rows, groups, run.length, matrices.size(-1)}).transpose(2, 3);
+}
 
 at::Tensor Scan::group_by_step(const at::Tensor& product, const Run& run) const {
   return product.view({run.chunks, run.rows, groups, run.length, heads_per_group, headdim}).transpose(2, 3);

@@ -18,6 +18,10 @@
 
 namespace ssm_kernels::ssd {
 
+// Writes zero where a mask says so, if there is one, (chunks, rows, steps) of values (chunks, rows, steps, ...): a factor of
+// zero would not end a NaN. Returns the values.
+at::Tensor zero_where(at::Tensor values, const at::Tensor& mask);
+
 // True where a sequence begins, but for the first of each row, (batch, seqlen).
 at::Tensor sequence_starts(const at::Tensor& seq_idx);
 
@@ -37,11 +41,14 @@ struct Run {
 // What forward and backward read of a run.
 struct Chunks {
   Run run;
-  Steps steps;          // (chunks, rows, steps, heads)
-  at::Tensor cs;        // (chunks, rows, steps, heads), float64
-  at::Tensor sequence;  // with seq_idx: how many sequences began in the chunk up to a step, (chunks, rows, steps)
-  at::Tensor x;         // by step, accumulation type
-  at::Tensor B, C;      // matrices (steps, dstate) of each group
+  Steps steps;    // (chunks, rows, steps, heads)
+  at::Tensor cs;  // (chunks, rows, steps, heads), float64
+  // With seq_idx: how many sequences began in the chunk up to a step, whether one did, whether one does after the step,
+  // (chunks, rows, steps), and whether the last step is of another than the chunk begins with, (chunks, rows, 1).
+  at::Tensor sequence, is_after_beginning, is_before_beginning, is_cut;
+  at::Tensor x;                       // by step, accumulation type
+  at::Tensor B, C;                    // matrices (steps, dstate) of each group
+  at::Tensor C_from_start, B_to_end;  // likewise, zero for steps that the first state does not reach, or not the last
   // c_j, e^cs_i and e^(cs_last - cs_j), by step with 1 for headdim; zero where a sequence begins in between
   at::Tensor gain, decay_from_start, decay_to_end;
   at::Tensor decay;  // e^cs_last, zero likewise, (chunks, rows, heads, 1, 1)
@@ -67,12 +74,15 @@ class Scan {
 
   // A copy of a part's states, zero if absent, (rows, heads, headdim, dstate).
   at::Tensor load_states(const OptionalTensor& states, const Part& part) const;
+  // What of a chunk's first states, or of its last ones' gradients, reaches its other end, before it decays.
+  static at::Tensor across(const at::Tensor& states, const Chunks& chunks, int64_t chunk);
   // The states before each chunk and after the last, (chunks + 1, rows, heads, headdim, dstate).
   at::Tensor boundary_states(const Chunks& chunks, const at::Tensor& first) const;
   // `count` of these from `begin` on as matrices (heads and headdim, dstate) of each group.
   at::Tensor state_matrices(const at::Tensor& states, int64_t begin, int64_t count) const;
 
-  // c_j e^(cs_last - cs_j) x_j, by group.
+  // e^cs_i g_i, and c_j e^(cs_last - cs_j) x_j, by group.
+  at::Tensor decayed(const at::Tensor& g, const Chunks& chunks) const;
   at::Tensor weighted_input(const Chunks& chunks) const;
   // e^(cs_i - cs_j), zero for j > i and where a sequence begins in between: a matrix (i, j) of each head, in front of them
   // (groups of all chunks, heads of a group).
@@ -84,7 +94,8 @@ class Scan {
   at::Tensor by_group(const at::Tensor& tensor, const at::Tensor& factor) const;
   at::Tensor by_head(const at::Tensor& tensor, const at::Tensor& factor) const;
   at::Tensor by_head(const at::Tensor& tensor) const;
-  // Views of such matrices by step.
+  // Views of such matrices by step, and of those of B or C as (chunks, rows, steps, groups, dstate).
+  at::Tensor matrices_by_step(const at::Tensor& matrices, const Run& run) const;
   at::Tensor group_by_step(const at::Tensor& product, const Run& run) const;
   at::Tensor head_by_step(const at::Tensor& product, const Run& run) const;
 

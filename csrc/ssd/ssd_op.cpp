@@ -34,23 +34,11 @@ std::vector<c10::SymInt> states_shape(const Inputs& in) {
   return {in.sequences(), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(3)};
 }
 
+// Chunks are joined by exponentials of sums over time, which other methods do not have.
 bool is_exponential(Discretization discretization) {
   bool result = false;
   visit_discretization(discretization, [&](auto method) { result = decltype(method)::kExponential; });
   return result;
-}
-
-// Chunks are joined by exponentials of sums over time, which other methods do not have.
-Discretization parse_exponential(std::string_view name) {
-  const Discretization method = parse_discretization(kOp, name);
-  if (is_exponential(method)) return method;
-  std::string supported;
-  const auto list = [&](const DiscretizationRow& row) {
-    if (is_exponential(row.method)) supported += (supported.empty() ? "" : ", ") + std::string(row.name);
-  };
-  for (const DiscretizationRow& row : kDiscretizationTable) list(row);
-  for (const DiscretizationRow& row : kDiscretizationAliases) list(row);
-  TORCH_CHECK_VALUE(false, kOp, ": discretization '", name, "' is not supported, expected one of: ", supported);
 }
 
 void check_options(const Inputs& in) {
@@ -98,7 +86,7 @@ Discretization check_inputs(const Inputs& in) {
   }
   if (is_present(in.cu_seqlens)) check_cu_seqlens_argument(checks, kOp, *in.cu_seqlens, batch);
   checks.tensor("initial_states", in.initial_states, states_axes(in), states_shape(in), accumulate);
-  return parse_exponential(in.discretization);
+  return parse_discretization(kOp, in.discretization, &is_exponential);
 }
 
 FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.x), at::empty_symint(states_shape(in), in.A.options())}; }

@@ -5,8 +5,6 @@
 #include <ATen/FuncTorchTLS.h>
 #include <c10/util/Exception.h>
 
-#include <sstream>
-
 namespace ssm_kernels {
 namespace {
 
@@ -55,20 +53,18 @@ void check_no_func_transform(const char* op) {
   }
 }
 
-Discretization parse_discretization(const char* op, std::string_view name) {
+Discretization parse_discretization(const char* op, std::string_view name, bool (*is_supported)(Discretization)) {
+  const auto supports = [&](Discretization method) { return is_supported == nullptr || is_supported(method); };
   const Discretization* method = find_discretization(name);
-  if (method == nullptr) {
-    std::ostringstream known;
-    const char* separator = "";
-    const auto list = [&](const DiscretizationRow& row) {
-      known << separator << row.name;
-      separator = ", ";
-    };
-    for (const DiscretizationRow& row : kDiscretizationTable) list(row);
-    for (const DiscretizationRow& row : kDiscretizationAliases) list(row);
-    TORCH_CHECK_VALUE(false, op, ": unknown discretization '", name, "', expected one of: ", known.str());
-  }
-  return *method;
+  if (method != nullptr && supports(*method)) return *method;
+  std::string supported;
+  const auto list = [&](const DiscretizationRow& row) {
+    if (supports(row.method)) supported += (supported.empty() ? "" : ", ") + std::string(row.name);
+  };
+  for (const DiscretizationRow& row : kDiscretizationTable) list(row);
+  for (const DiscretizationRow& row : kDiscretizationAliases) list(row);
+  TORCH_CHECK_VALUE(method != nullptr, op, ": unknown discretization '", name, "', expected one of: ", supported);
+  TORCH_CHECK_VALUE(false, op, ": discretization '", name, "' is not supported, expected one of: ", supported);
 }
 
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit, const DtLimit& otherwise) {

@@ -31,8 +31,8 @@ std::optional<at::Tensor> or_absent(const at::Tensor& tensor);
 // that names neither the operator nor a way out.
 void check_no_func_transform(const char* op);
 
-// The method of that name; a ValueError that lists the known ones if there is none.
-Discretization parse_discretization(const char* op, std::string_view name);
+// The method of that name; a ValueError that lists the supported ones if it is none of them. By default all are.
+Discretization parse_discretization(const char* op, std::string_view name, bool (*is_supported)(Discretization) = nullptr);
 
 // The smallest and the largest step size.
 using DtLimit = std::array<double, 2>;
