@@ -191,6 +191,11 @@ def test_bad_arguments(layer_type):
         layer_type(16, dt_min=0.2)
 
 
+def test_convolution_of_no_width():
+    with pytest.raises(ValueError, match="Mamba: expected d_conv of at least 1, got 0"):
+        Mamba(16, d_conv=0)
+
+
 # ----- values and gradients
 
 

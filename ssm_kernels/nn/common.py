@@ -29,6 +29,20 @@ def init_dt_bias(bias: Tensor, dt_min: float, dt_max: float, dt_init_floor: floa
     bias.copy_(dt + torch.log(-torch.expm1(-dt)))  # the inverse of softplus
 
 
+def short_convolution(
+    layer: str,
+    channels: int,
+    d_conv: int,
+    bias: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> nn.Conv1d:
+    """One of each channel, over the last ``d_conv`` steps."""
+    if d_conv < 1:
+        raise ValueError(f"{layer}: expected d_conv of at least 1, got {d_conv}")
+    return nn.Conv1d(channels, channels, d_conv, groups=channels, padding=d_conv - 1, bias=bias, device=device, dtype=dtype)
+
+
 class ConvMixer(nn.Module):
     """A mixer with a short causal convolution, ``conv1d``, before its recurrence, and with states for decoding.
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .common import ConvMixer
+from .common import ConvMixer, short_convolution
 from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
@@ -90,9 +90,7 @@ class Mamba(SelectiveBase, ConvMixer):
         dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
         # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias, device=device, dtype=dtype)
-        self.conv1d = nn.Conv1d(
-            d_inner, d_inner, d_conv, groups=d_inner, padding=d_conv - 1, bias=conv_bias, device=device, dtype=dtype
-        )
+        self.conv1d = short_convolution("Mamba", d_inner, d_conv, conv_bias, device, dtype)
         self._init_ssm(
             d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
         )

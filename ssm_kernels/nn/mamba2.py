@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import selective_state_update, ssd_chunk_scan
-from .common import ConvMixer, check_dt_range, init_dt_bias, wide_dtype
+from .common import ConvMixer, check_dt_range, init_dt_bias, short_convolution, wide_dtype
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
 
@@ -149,6 +149,8 @@ class Mamba2(ConvMixer):
         discretization: str = "zoh",
     ) -> None:
         super().__init__()
+        if isinstance(dt_limit, (int, float)):
+            raise ValueError(f"Mamba2: expected dt_limit = (min, max), got {dt_limit}")
         self.d_model, self.d_state, self.d_conv, self.conv_init = d_model, d_state, d_conv, conv_init
         self.expand, self.d_inner, self.headdim, self.ngroups = expand, int(expand * d_model), headdim, ngroups
         self.d_ssm = self.d_inner if d_ssm is None else d_ssm
@@ -177,9 +179,7 @@ class Mamba2(ConvMixer):
         # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
         d_in_proj = 2 * self.d_inner + 2 * ngroups * d_state + self.nheads
         self.in_proj = nn.Linear(d_model, d_in_proj, bias=bias, device=device, dtype=dtype)
-        self.conv1d = nn.Conv1d(
-            d_xBC, d_xBC, d_conv, groups=d_xBC, padding=d_conv - 1, bias=conv_bias, device=device, dtype=dtype
-        )
+        self.conv1d = short_convolution("Mamba2", d_xBC, d_conv, conv_bias, device, dtype)
         wide = wide_dtype(self.in_proj.weight.dtype)
         self.dt_bias = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.A_log = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
