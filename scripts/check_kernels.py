@@ -18,6 +18,9 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+# A warning of spills repeats their sizes, in a line that does not begin with the stack's.
+MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", re.MULTILINE)
+REGISTERS = re.compile(r"Used (\d+) registers")
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 
 
@@ -36,15 +39,11 @@ def read_kernels(log: str) -> list[Kernel]:
     kernels = []
     for entry, end in zip(entries, bounds[1:], strict=True):
         report = log[entry.end() : end]
-        kernels.append(
-            Kernel(
-                architecture=entry[2],
-                name=entry[1],
-                registers=int(re.search(r"Used (\d+) registers", report)[1]),
-                stack_bytes=int(re.search(r"(\d+) bytes stack frame", report)[1]),
-                spill_bytes=sum(map(int, re.findall(r"(\d+) bytes spill", report))),
-            )
-        )
+        memory, registers = MEMORY.search(report), REGISTERS.search(report)
+        if memory is None or registers is None:
+            sys.exit(f"{entry[1]}: ptxas's report is not as this script knows it:\n{report}")
+        stack, stores, loads = map(int, memory.groups())
+        kernels.append(Kernel(entry[2], entry[1], int(registers[1]), stack, stores + loads))
     return kernels
 
 

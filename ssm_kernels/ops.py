@@ -148,7 +148,7 @@ def selective_state_update(
         dt_softplus,
         state_batch_indices,
         discretization=discretization,
-        dt_limit=dt_limit,
+        dt_limit=_dt_limit("selective_state_update", dt_limit),
     )
 
 
@@ -194,7 +194,7 @@ def ssd_chunk_scan(
         B: input matrix, (batch, seqlen, groups, dstate), dtype of ``x``; dstate <= 256. The groups divide the heads: head ``h``
             reads group ``h // (heads // groups)``.
         C: output matrix, shape and dtype of ``B``.
-        chunk_size: a hint, how many steps to take together, which on CPU may be cut to 64; None chooses. Without effect on the
+        chunk_size: a hint, how many steps to take together, on CPU at most 64 or 128; None chooses. Without effect on the
             result but for rounding.
         D: skip connection, (heads,) or (heads, headdim), dtype of ``A``.
         z: gate, shape and dtype of ``x``.
@@ -243,10 +243,17 @@ def ssd_chunk_scan(
         z=z,
         dt_bias=dt_bias,
         dt_softplus=dt_softplus,
-        dt_limit=dt_limit,
+        dt_limit=_dt_limit("ssd_chunk_scan", dt_limit),
         initial_states=initial_states,
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,
         discretization=discretization,
     )
     return (out, final_states) if return_final_states else out
+
+
+def _dt_limit(operator: str, dt_limit: Sequence[float] | None) -> Sequence[float] | None:
+    # The dispatcher's own message does not say what the numbers are.
+    if isinstance(dt_limit, (int, float)):
+        raise ValueError(f"{operator}: expected dt_limit = (min, max), got {dt_limit}")
+    return dt_limit

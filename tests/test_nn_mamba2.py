@@ -216,7 +216,7 @@ BAD_ARGUMENTS = [
     ({"d_ssm": 0}, "Mamba2: expected d_ssm from 1 to d_inner = 32, got 0"),
     ({"A_init_range": (0, 1)}, "Mamba2: expected A_init_range with 0 < low <= high, got (0, 1)"),
     ({"dt_min": 0.2}, "Mamba2: expected 0 < dt_min <= dt_max, got dt_min=0.2, dt_max=0.1"),
-    ({"dt_limit": 0.5}, "Mamba2: expected dt_limit = (min, max), got 0.5"),
+    ({"dt_limit": 0.5}, "ssd_chunk_scan: expected dt_limit = (min, max), got 0.5"),
     ({"d_conv": 0}, "Mamba2: expected d_conv of at least 1, got 0"),
     ({"process_group": "a group"}, "Mamba2: expected process_group None"),
     # What the scan says.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 from typing import Any
@@ -234,27 +235,41 @@ def test_gradients_of_a_subset(device):
                 assert gradient is None
 
 
+@pytest.mark.parametrize("chunk_size", [None, 256])
+def test_long_chunks(chunk_size, device):
+    """On CPU these take more than 64 steps together where the state is as large as here."""
+    sizes = {"batch": 1, "heads": 2, "groups": 1, "headdim": 128, "dstate": 128, "seqlen": 300}
+    assert_matches_reference(make_inputs(**sizes, chunk_size=chunk_size, resets=((100, 200),), device=device))
+
+
+@pytest.mark.parametrize("step", [34, 40, 70])
 @pytest.mark.parametrize("begins", [(0, 32, 64), (0, 36, 72)], ids=["with_chunks", "inside_chunks"])
 @pytest.mark.parametrize("name", [*SEQUENCES, "initial_states", "grad_out", "grad_final_states"])
-def test_nan_ends_where_a_sequence_begins(name, begins, device):
-    """With seq_idx too, but for the chunks of 16 steps that the sequence begins and ends in."""
-    length, chunk = 96, 16
-    inputs = make_inputs(batch=1, seqlen=length, resets=(begins[1:],), chunk_size=chunk, dtype=torch.float32, device=device)
+def test_nan_ends_where_a_sequence_begins(name, begins, step, device):
+    """With seq_idx too, but for the chunks of 16 steps that its sequence begins and ends in, and its own one."""
+    length, chunk = 90, 16
+    inputs = make_inputs(seqlen=length, resets=((11, 50), begins[1:]), chunk_size=chunk, dtype=torch.float32, device=device)
     cotangents = dict(zip(("grad_out", "grad_final_states"), make_cotangents(inputs), strict=True))
     clean = evaluate(scan, inputs, tuple(cotangents.values()))
     values = inputs | cotangents
     values[name] = values[name].clone()
-    values[name][(0, 40) if values[name].dim() == 3 or values[name].shape[1] == length else ...] = math.nan
+    of_states = name in ("initial_states", "grad_final_states")
+    values[name][1 if of_states else (1, step)] = math.nan
     actual = evaluate(scan, {key: values[key] for key in inputs}, tuple(values[key] for key in cotangents))
 
-    sequence = {"initial_states": 0, "grad_final_states": 2}.get(name, 1)
-    reached = torch.zeros(length, dtype=torch.bool, device=device)
-    end = (*begins, length)[sequence + 1]
-    reached[begins[sequence] // chunk * chunk : -(-end // chunk) * chunk] = True
+    last = len(begins) - 1
+    sequence = bisect.bisect(begins, step) - 1
+    sequence = {"initial_states": 0, "grad_final_states": last}.get(name, sequence)
+    first, end = begins[sequence], (*begins, length)[sequence + 1]
+    if not of_states:
+        first, end = min(first, step // chunk * chunk), max(end, (step // chunk + 1) * chunk)
+    reached = torch.zeros(2, length, dtype=torch.bool, device=device)
+    reached[1, first // chunk * chunk : -(-end // chunk) * chunk] = True
     for result in ("out", *(f"grad_{of}" for of in SEQUENCES)):
-        assert torch.equal(actual[result][:, ~reached], clean[result][:, ~reached]), f"{result} of a NaN in {name}"
-    assert sequence == 2 or torch.equal(actual["final_states"], clean["final_states"])
-    assert sequence == 0 or torch.equal(actual["grad_initial_states"], clean["grad_initial_states"])
+        assert torch.equal(actual[result][~reached], clean[result][~reached]), f"{result} of a NaN in {name}"
+    for result, own in (("final_states", last), ("grad_initial_states", 0)):
+        rows = slice(0, 1) if sequence == own else slice(None)
+        assert torch.equal(actual[result][rows], clean[result][rows]), f"{result} of a NaN in {name}"
     assert any(value.isnan().any() for value in actual.values())
 
 

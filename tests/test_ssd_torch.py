@@ -454,7 +454,7 @@ def test_memory_does_not_hold_a_state_for_every_step(device):
 # What programs and exported graphs call. A change here breaks them: add arguments at the end, with defaults.
 SCHEMA = (
     "ssm_kernels::ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, "
-    "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[2]? dt_limit=None, "
+    "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, "
     "Tensor? initial_states=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh') "
     "-> (Tensor out, Tensor final_states)"
 )

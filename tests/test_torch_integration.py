@@ -417,7 +417,7 @@ SCHEMAS = {
     "selective_state_update": (
         "ssm_kernels::selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "
         "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
-        "str discretization='zoh') -> Tensor"
+        "str discretization='zoh', float[]? dt_limit=None) -> Tensor"
     ),
 }
 

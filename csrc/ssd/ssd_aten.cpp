@@ -21,7 +21,8 @@
 // C_i . B_j, and their W are summed before they meet B and C.
 //
 // The sums cs are of doubles, and their differences are rounded once: no exponent loses accuracy to a long or a strong decay.
-// Where seq_idx begins a new sequence, e^ of every sum with its first zeta is zero.
+// Where seq_idx begins a new sequence, what a pair of steps, or of a step and a boundary, would carry across is masked and not
+// multiplied by zero: a NaN ends there.
 //
 // Memory: chunks are taken in runs whose temporaries have a bounded size. Forward goes from the first run to the last; backward
 // does so too, for the states between the runs, and then from the last to the first, computing those inside a run again.
@@ -99,7 +100,7 @@ Pairs make_pairs(const Scan& scan, const Chunks& chunks) {
 at::Tensor read_states(const Scan& scan, const Chunks& chunks, const at::Tensor& states) {
   const at::Tensor S = scan.state_matrices(states, 0, chunks.run.chunks);
   const at::Tensor products = scan.group_by_step(at::bmm(chunks.C, transposed(S)), chunks.run);
-  return zero_where(products.mul_(chunks.decay_from_start), chunks.is_after_beginning);
+  return zero_where_(products.mul_(chunks.decay_from_start), chunks.is_after_beginning);
 }
 
 // y with D x, by step, given what read_states returns.
@@ -204,7 +205,7 @@ at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decay
   const int64_t count = chunks.run.chunks;
   at::Tensor grads = at::empty({count + 1, chunks.run.rows, scan_.heads, scan_.headdim, scan_.dstate}, scan_.options);
   at::Tensor increments = scan_.state_matrices(grads, 0, count);
-  at::bmm_out(increments, transposed(decayed_grad), chunks.C_from_start);
+  at::bmm_out(increments, transposed(decayed_grad), scan_.without(chunks.C, chunks.is_after_beginning, chunks.run));
   grads.select(0, count).copy_(last);
   for (int64_t k = count; k-- > 0;) {
     grads.select(0, k).addcmul_(Scan::across(grads.select(0, k + 1), chunks, k), chunks.decay.select(0, k));
@@ -216,7 +217,7 @@ at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decay
 // others, pairs times the other matrices.
 void Adjoint::write_matrices(Grad grad, const Run& run, at::Tensor from_states, const at::Tensor& mask, const at::Tensor& pairs,
                              const at::Tensor& others) const {
-  zero_where(scan_.matrices_by_step(from_states, run), mask);
+  zero_where_(scan_.matrices_by_step(from_states, run), mask);
   Scan::run_of(grads_[grad], run).copy_(scan_.matrices_by_step(from_states.baddbmm_(pairs, others), run));
 }
 
@@ -233,15 +234,15 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   at::Tensor W = at::bmm(g, transposed(pairs.input)).view(pairs.decay.sizes()).mul_(pairs.decay);
   const at::Tensor grad_products = W.sum(1);
   if (needs(kGradB)) {
-    const at::Tensor from_end = at::bmm(scan_.weighted_input(chunks), T);
-    write_matrices(kGradB, run, from_end, chunks.is_before_beginning, transposed(grad_products), chunks.C);
+    write_matrices(kGradB, run, at::bmm(scan_.weighted_input(chunks), T), chunks.is_before_beginning, transposed(grad_products),
+                   chunks.C);
   }
   if (needs(kGradC)) {
     write_matrices(kGradC, run, at::bmm(decayed_grad, S), chunks.is_after_beginning, grad_products, chunks.B);
   }
 
   const at::Tensor from_end = scan_.group_by_step(at::bmm(chunks.B, transposed(T)), run).mul_(chunks.decay_to_end);
-  zero_where(from_end, chunks.is_before_beginning);
+  zero_where_(from_end, chunks.is_before_beginning);
   const at::Tensor grad_input = scan_.head_by_step(at::bmm(transposed(pairs.M), g), run).add(from_end);
   if (needs(kGradX)) {
     at::Tensor grad_x = grad_input * chunks.gain;
@@ -253,7 +254,7 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
     const at::Tensor input_to_end = row_products(from_end, chunks.x).mul_(chunks.gain.squeeze(-1));
     const at::Tensor within = sum_across(W.mul_(pairs.products.unsqueeze(1)));
     const at::Tensor through =
-        zero_where(states.narrow(0, 0, run.chunks) * grad_states.narrow(0, 1, run.chunks), chunks.is_cut).sum({-2, -1});
+        zero_where_(states.narrow(0, 0, run.chunks) * grad_states.narrow(0, 1, run.chunks), chunks.is_cut).sum({-2, -1});
     const at::Tensor grad_zeta = sum_from(scan_.merge_heads(row_products(from_states, grad_y))) +
                                  sum_before(scan_.merge_heads(input_to_end)) +
                                  within.view({run.chunks, run.rows, scan_.heads, run.length}).transpose(2, 3) +

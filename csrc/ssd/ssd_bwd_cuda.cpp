@@ -70,7 +70,7 @@ class Backward {
         is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
     if (grad_final_states.defined()) params_.grad_final_states = grad_final_states.const_data_ptr<float>();
 
-    std::optional<Result> grad_x, grad_initial_states;
+    std::optional<KernelResult> grad_x, grad_initial_states;
     if (needs(kGradX)) {
       grad_x.emplace(result_as_rows(grads_[kGradX], inputs_.x));
       params_.grad_x = rows_view(grad_x->written);
@@ -130,7 +130,7 @@ class Backward {
     params.z = const_rows_view(z);
     params.grad_y = rows_view(grad_y);
     at::Tensor y;
-    std::optional<Result> grad_z;
+    std::optional<KernelResult> grad_z;
     if (needs(kGradZ)) {
       y = at::empty(inputs_.x.sizes(), inputs_.x.options());
       run_forward(inputs_, /*z=*/{}, y, inputs_.empty_states(), /*may_use_wgmma=*/true);

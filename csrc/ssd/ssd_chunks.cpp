@@ -42,7 +42,7 @@ ChunkLengths chunk_lengths(bool is_cpu, int64_t state_elements) {
 
 }  // namespace
 
-at::Tensor zero_where(at::Tensor values, const at::Tensor& mask) {
+at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask) {
   if (!mask.defined()) return values;
   std::vector<int64_t> shape = mask.sizes().vec();
   shape.resize(values.dim(), 1);
@@ -117,7 +117,8 @@ Chunks Scan::load(const Run& run) const {
   Chunks chunks;
   chunks.run = run;
   chunks.steps = make_steps(in, method, run_of(in.dt, run));
-  chunks.cs = chunks.steps.zeta.clamp_min(kLowestZeta).cumsum(2);
+  const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestZeta);
+  chunks.cs = zeta.cumsum(2);
   const at::Tensor cs_last = chunks.cs.narrow(2, run.length - 1, 1);
   at::Tensor from_start = chunks.cs.exp(), to_end = (cs_last - chunks.cs).exp_(), decay = cs_last.exp();
   if (starts_.defined()) {
@@ -126,22 +127,13 @@ Chunks Scan::load(const Run& run) const {
     chunks.is_after_beginning = chunks.sequence.ne(0);
     chunks.is_before_beginning = chunks.sequence.ne(last);
     chunks.is_cut = last.ne(0);
-    zero_where(from_start, chunks.is_after_beginning);
-    zero_where(to_end, chunks.is_before_beginning);
-    zero_where(decay, chunks.is_cut);
+    zero_where_(decay, chunks.is_cut);
+    // From the end: a NaN before the last beginning would be in the difference.
+    to_end = (zeta.flip(2).cumsum(2).flip(2) - zeta).exp_();
   }
   chunks.x = by_step(in.x, run);
-  chunks.B = chunks.B_to_end = matrices(in.B);
-  chunks.C = chunks.C_from_start = matrices(in.C);
-  if (starts_.defined()) {
-    const auto without = [&](const at::Tensor& tensor, const at::Tensor& mask) {
-      at::Tensor result = tensor.clone();
-      zero_where(matrices_by_step(result, run), mask);
-      return result;
-    };
-    chunks.B_to_end = without(chunks.B, chunks.is_before_beginning);
-    chunks.C_from_start = without(chunks.C, chunks.is_after_beginning);
-  }
+  chunks.B = matrices(in.B);
+  chunks.C = matrices(in.C);
   chunks.gain = factor(chunks.steps.gain);
   chunks.decay_from_start = factor(from_start);
   chunks.decay_to_end = factor(to_end);
@@ -160,7 +152,7 @@ at::Tensor Scan::load_states(const OptionalTensor& states, const Part& part) con
 }
 
 at::Tensor Scan::across(const at::Tensor& states, const Chunks& chunks, int64_t chunk) {
-  return chunks.is_cut.defined() ? zero_where(states.clone(), chunks.is_cut.select(0, chunk)) : states;
+  return chunks.is_cut.defined() ? zero_where_(states.clone(), chunks.is_cut.select(0, chunk)) : states;
 }
 
 at::Tensor Scan::boundary_states(const Chunks& chunks, const at::Tensor& first) const {
@@ -168,7 +160,7 @@ at::Tensor Scan::boundary_states(const Chunks& chunks, const at::Tensor& first) 
   at::Tensor states = at::empty({count + 1, chunks.run.rows, heads, headdim, dstate}, options);
   states.select(0, 0).copy_(first);
   at::Tensor increments = state_matrices(states, 1, count);
-  at::bmm_out(increments, weighted_input(chunks).transpose(1, 2), chunks.B_to_end);
+  at::bmm_out(increments, weighted_input(chunks).transpose(1, 2), without(chunks.B, chunks.is_before_beginning, chunks.run));
   for (int64_t k = 0; k < count; ++k) {
     states.select(0, k + 1).addcmul_(across(states.select(0, k), chunks, k), chunks.decay.select(0, k));
   }
@@ -179,15 +171,22 @@ at::Tensor Scan::state_matrices(const at::Tensor& states, int64_t begin, int64_t
   return states.narrow(0, begin, count).view({-1, heads_per_group * headdim, dstate});
 }
 
+at::Tensor Scan::without(const at::Tensor& matrices, const at::Tensor& mask, const Run& run) const {
+  if (!mask.defined()) return matrices;
+  const at::Tensor result = matrices.clone();
+  zero_where_(matrices_by_step(result, run), mask);
+  return result;
+}
+
 at::Tensor Scan::decayed(const at::Tensor& g, const Chunks& chunks) const {
   const at::Tensor result = by_group(g, chunks.decay_from_start);
-  zero_where(matrices_by_step(result, chunks.run), chunks.is_after_beginning);
+  zero_where_(matrices_by_step(result, chunks.run), chunks.is_after_beginning);
   return result;
 }
 
 at::Tensor Scan::weighted_input(const Chunks& chunks) const {
   const at::Tensor result = by_group(chunks.x, chunks.gain * chunks.decay_to_end);
-  zero_where(matrices_by_step(result, chunks.run), chunks.is_before_beginning);
+  zero_where_(matrices_by_step(result, chunks.run), chunks.is_before_beginning);
   return result;
 }
 

@@ -20,7 +20,7 @@ namespace ssm_kernels::ssd {
 
 // Writes zero where a mask says so, if there is one, (chunks, rows, steps) of values (chunks, rows, steps, ...): a factor of
 // zero would not end a NaN. Returns the values.
-at::Tensor zero_where(at::Tensor values, const at::Tensor& mask);
+at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask);
 
 // True where a sequence begins, but for the first of each row, (batch, seqlen).
 at::Tensor sequence_starts(const at::Tensor& seq_idx);
@@ -46,12 +46,11 @@ struct Chunks {
   // With seq_idx: how many sequences began in the chunk up to a step, whether one did, whether one does after the step,
   // (chunks, rows, steps), and whether the last step is of another than the chunk begins with, (chunks, rows, 1).
   at::Tensor sequence, is_after_beginning, is_before_beginning, is_cut;
-  at::Tensor x;                       // by step, accumulation type
-  at::Tensor B, C;                    // matrices (steps, dstate) of each group
-  at::Tensor C_from_start, B_to_end;  // likewise, zero for steps that the first state does not reach, or not the last
-  // c_j, e^cs_i and e^(cs_last - cs_j), by step with 1 for headdim; zero where a sequence begins in between
+  at::Tensor x;     // by step, accumulation type
+  at::Tensor B, C;  // matrices (steps, dstate) of each group
+  // c_j, e^cs_i and e^(cs_last - cs_j), by step with 1 for headdim
   at::Tensor gain, decay_from_start, decay_to_end;
-  at::Tensor decay;  // e^cs_last, zero likewise, (chunks, rows, heads, 1, 1)
+  at::Tensor decay;  // e^cs_last, zero where the chunk is cut, (chunks, rows, heads, 1, 1)
 };
 
 class Scan {
@@ -81,6 +80,8 @@ class Scan {
   // `count` of these from `begin` on as matrices (heads and headdim, dstate) of each group.
   at::Tensor state_matrices(const at::Tensor& states, int64_t begin, int64_t count) const;
 
+  // Of B or C: a copy, zero where the mask says so.
+  at::Tensor without(const at::Tensor& matrices, const at::Tensor& mask, const Run& run) const;
   // e^cs_i g_i, and c_j e^(cs_last - cs_j) x_j, by group.
   at::Tensor decayed(const at::Tensor& g, const Chunks& chunks) const;
   at::Tensor weighted_input(const Chunks& chunks) const;

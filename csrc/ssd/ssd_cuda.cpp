@@ -45,7 +45,7 @@ FwdResult fwd_cuda(const Inputs& in) {
   }
   const FwdOutputs outputs = allocate_fwd(in);
   const KernelInputs inputs(in, method);
-  const Result out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
+  const KernelResult out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
   run_forward(inputs, in.z, out.written, final_states.written, !prefers_mma);
   out.finish();
   final_states.finish();

@@ -50,7 +50,7 @@ at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
   return padded.narrow(-2, 0, target.size(-2)).narrow(-1, 0, target.size(-1));
 }
 
-Result result_as_rows(const at::Tensor& target, const at::Tensor& like) {
+KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like) {
   return {target, has_rows(target) ? target : at::empty(like.sizes(), like.options())};
 }
 
@@ -120,7 +120,7 @@ at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
   return is_aligned(padded) ? padded : padded.clone();
 }
 
-Result KernelInputs::result_as_states(const at::Tensor& target) const {
+KernelResult KernelInputs::result_as_states(const at::Tensor& target) const {
   return {target, more_rows_ > 0 || more_columns_ > 0 ? empty_states() : target};
 }
 

@@ -24,9 +24,9 @@ RowsView const_rows_view(const at::Tensor& tensor);
 at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target);
 
 // A result: kernels write `written`, which is the target itself if they can write that.
-class Result {
+class KernelResult {
  public:
-  Result(at::Tensor target, at::Tensor written) : written(std::move(written)), target_(std::move(target)) {}
+  KernelResult(at::Tensor target, at::Tensor written) : written(std::move(written)), target_(std::move(target)) {}
 
   void finish() const {
     if (!written.is_same(target_)) target_.copy_(without_padding(written, target_));
@@ -38,7 +38,7 @@ class Result {
   const at::Tensor target_;
 };
 // One that is to have the shape of `like` with its padding.
-Result result_as_rows(const at::Tensor& target, const at::Tensor& like);
+KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like);
 
 // Those of a call's inputs but for z; lives as long as the inputs.
 class KernelInputs {
@@ -52,7 +52,7 @@ class KernelInputs {
   at::Tensor empty_states() const;
   // States, padded and aligned.
   at::Tensor as_states(const at::Tensor& states) const;
-  Result result_as_states(const at::Tensor& target) const;
+  KernelResult result_as_states(const at::Tensor& target) const;
 
   const at::Tensor x, B, C;
 

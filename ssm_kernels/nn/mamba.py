@@ -103,7 +103,8 @@ class Mamba(SelectiveBase, ConvMixer):
             hidden_states: (batch, seqlen, d_model), any strides.
             inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
                 (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
-                later calls continue it, by one step or by several. The states carry no gradient.
+                later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
+                states carry no gradient.
 
         Returns:
             (batch, seqlen, d_model).

@@ -149,8 +149,6 @@ class Mamba2(ConvMixer):
         discretization: str = "zoh",
     ) -> None:
         super().__init__()
-        if isinstance(dt_limit, (int, float)):
-            raise ValueError(f"Mamba2: expected dt_limit = (min, max), got {dt_limit}")
         self.d_model, self.d_state, self.d_conv, self.conv_init = d_model, d_state, d_conv, conv_init
         self.expand, self.d_inner, self.headdim, self.ngroups = expand, int(expand * d_model), headdim, ngroups
         self.d_ssm = self.d_inner if d_ssm is None else d_ssm
@@ -160,7 +158,7 @@ class Mamba2(ConvMixer):
             rmsnorm,
             norm_before_gate,
         )
-        self.dt_min, self.dt_max, self.dt_init_floor, self.dt_limit = dt_min, dt_max, dt_init_floor, tuple(dt_limit)
+        self.dt_min, self.dt_max, self.dt_init_floor, self.dt_limit = dt_min, dt_max, dt_init_floor, dt_limit
         self.chunk_size, self.use_mem_eff_path, self.layer_idx = chunk_size, use_mem_eff_path, layer_idx
         self.discretization = discretization
         if process_group is not None:
@@ -220,8 +218,8 @@ class Mamba2(ConvMixer):
                 before ``cu_seqlens[i + 1]``.
             inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
                 (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
-                later calls continue it, by one step or by several. The states carry no gradient. Not together with
-                ``seq_idx`` or ``cu_seqlens``.
+                later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
+                states carry no gradient. Not together with ``seq_idx`` or ``cu_seqlens``.
 
         Neither the convolution nor the state passes from one sequence to the next.
 
