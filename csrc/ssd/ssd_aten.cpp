@@ -21,8 +21,8 @@
 // C_i . B_j, and their W are summed before they meet B and C.
 //
 // The sums cs are of doubles, and their differences are rounded once: no exponent loses accuracy to a long or a strong decay.
-// Where seq_idx begins a new sequence, what a pair of steps, or of a step and a boundary, would carry across is masked and not
-// multiplied by zero: a NaN ends there.
+// Where seq_idx begins a new sequence, e^ of the sums between a pair of steps is zero, and what goes by way of a state is
+// masked, which ends a NaN too: it reaches other sequences only in the products of its own chunk.
 //
 // Memory: chunks are taken in runs whose temporaries have a bounded size. Forward goes from the first run to the last; backward
 // does so too, for the states between the runs, and then from the last to the first, computing those inside a run again.

@@ -120,7 +120,8 @@ Chunks Scan::load(const Run& run) const {
   const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestZeta);
   chunks.cs = zeta.cumsum(2);
   const at::Tensor cs_last = chunks.cs.narrow(2, run.length - 1, 1);
-  at::Tensor from_start = chunks.cs.exp(), to_end = (cs_last - chunks.cs).exp_(), decay = cs_last.exp();
+  const at::Tensor from_start = chunks.cs.exp();
+  at::Tensor to_end, decay = cs_last.exp();
   if (starts_.defined()) {
     chunks.sequence = run_of(starts_, run).cumsum(2);
     const at::Tensor last = chunks.sequence.narrow(2, run.length - 1, 1);
@@ -130,6 +131,8 @@ Chunks Scan::load(const Run& run) const {
     zero_where_(decay, chunks.is_cut);
     // From the end: a NaN before the last beginning would be in the difference.
     to_end = (zeta.flip(2).cumsum(2).flip(2) - zeta).exp_();
+  } else {
+    to_end = (cs_last - chunks.cs).exp_();
   }
   chunks.x = by_step(in.x, run);
   chunks.B = matrices(in.B);
