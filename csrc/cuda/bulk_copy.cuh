@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "cuda/shared_barrier.cuh"
+#include "cuda/tensor_map.h"
 
 namespace ssm_kernels::cuda {
 
@@ -28,6 +29,21 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
       "{\n.reg .pred starts;\nsetp.ne.b32 starts, %3, 0;\n"
       "@starts cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n}" ::"l"(global),
       "r"(source), "r"(bytes), "r"(int(starts))
+      : "memory");
+#endif
+}
+
+// The same for a tile of a tensor, at these coordinates, from the innermost dimension on. Of the tile what lies outside of the
+// tensor is not written.
+__device__ __forceinline__ void tensor_store(const TensorMap& map, int first, int second, int third, int fourth,
+                                             const void* shared, bool starts) {
+#if __CUDA_ARCH__ >= 900
+  const auto source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "{\n.reg .pred starts;\nsetp.ne.b32 starts, %6, 0;\n"
+      "@starts cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
+      "cp.async.bulk.commit_group;\n}" ::"l"(&map),
+      "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(source), "r"(int(starts))
       : "memory");
 #endif
 }

@@ -13,6 +13,12 @@ inline int multiprocessor_count(int device) {
   return count;
 }
 
+inline int compute_capability_major(int device) {
+  int major = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
+  return major;
+}
+
 inline bool is_capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
 
 }  // namespace ssm_kernels::cuda

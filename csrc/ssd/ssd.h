@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "common/discretization.h"
+#include "cuda/tensor_map.h"
 
 namespace ssm_kernels::ssd {
 
@@ -49,6 +50,7 @@ struct SsdBwdParams : SsdParams {
 
 struct SsdFwdParams : SsdParams {
   RowsView out;
+  cuda::TensorMap out_map;        // tiles of kChunk steps and kUnitRows of a head's rows, where the device copies such
   float* final_states = nullptr;  // (batch, heads, headdim, dstate)
 };
 

@@ -27,13 +27,12 @@
 namespace ssm_kernels::ssd {
 
 template <typename Shared, typename Kernel>
-int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, int warpgroups, const SsdBwdParams& params, const Partition& partition,
-                          cudaStream_t stream) {
+int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, int warpgroups, bool may_begin_early, const SsdBwdParams& params,
+                          const Partition& partition, cudaStream_t stream) {
   constexpr int kBytes = aligned_shared_bytes<Shared>();
   static_assert(kBytes <= 227 * 1024, "a block of compute capability 9.0 has that much shared memory");
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), warpgroups * kUnitThreads, kBytes, stream>>>(params, partition);
-  return cudaGetLastError();
+  return cuda::launch(kernel, blocks, warpgroups * kUnitThreads, kBytes, stream, may_begin_early, params, partition);
 }
 
 template <typename Scalar>
@@ -47,10 +46,10 @@ int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, cudaS
     constexpr int kDstate = decltype(dstate)::value;
     constexpr int kDirections = 2;
     const int error = launch_ssd_bwd_kernel<StatesShared<kDstate>>(
-        ssd_bwd_states_kernel<Scalar, kDstate>, partition.walks * kDirections, kUnits + 1, params, partition, stream);
+        ssd_bwd_states_kernel<Scalar, kDstate>, partition.walks * kDirections, kUnits + 1, false, params, partition, stream);
     if (error != cudaSuccess) return error;
     return launch_ssd_bwd_kernel<ChunksShared<kDstate>>(ssd_bwd_chunks_kernel<Scalar, kDstate>,
-                                                        params.slots * params.groups * params.splits, kHalves + 1, params,
+                                                        params.slots * params.groups * params.splits, kHalves + 1, true, params,
                                                         partition, stream);
   };
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());

@@ -11,6 +11,7 @@
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
+#include "cuda/dependent_launch.cuh"
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
@@ -136,7 +137,7 @@ struct BwdStates {
       const int64_t target = slot_of_sequence + chunk_at(position);
       cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded), starts_copies);
       cuda::wait_for_products<0>(state.values);
-      shared.empty[ring.stage].arrive();
+      shared.empty[ring.stage].arrive_as_warp();
       ring.advance(kStages);
     }
     if (is_reverse && p.grad_initial_states != nullptr) {
@@ -155,10 +156,11 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   auto& shared = align_shared<typename States::Shared>(unaligned_memory);
   States states{p, partition, shared, Place(p, partition, blockIdx.x / 2), blockIdx.x % 2 != 0};
   if (threadIdx.x < States::kStages) {
-    shared.full[threadIdx.x].init(States::kCopyingThreads + kUnits * kWarpSize);
-    shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
+    shared.full[threadIdx.x].init(States::kCopyingWarps + kUnits);
+    shared.empty[threadIdx.x].init(kUnits * kUnitWarps);
   }
   __syncthreads();
+  cuda::let_next_kernel_begin();
   const int warpgroup = threadIdx.x / kUnitThreads;
   if (warpgroup == kUnits) {
     cuda::leave_registers<88>();

@@ -69,8 +69,22 @@ __device__ __forceinline__ uint64_t rows_of(uint64_t operand, int group) {
   return operand + group * 16 * Tile<kChunk>::kRowBytes / 16;
 }
 
+// Orders in which a chunk's steps, eight by eight, lie down the rows of a tile: which eight are at a place, and the reverse.
+constexpr int kBlockSteps = 8;
+struct InOrder {
+  static SSM_HOST_DEVICE constexpr int block_at(int place) { return place; }
+  static SSM_HOST_DEVICE constexpr int place_of(int block) { return block; }
+};
+// The first, the last, the second, the last but one ... Of a matrix of pairs of steps each warp's 16 rows have then equally
+// much on one side of the diagonal.
+struct FromBothEnds {
+  static constexpr int kLast = kChunk / kBlockSteps - 1;
+  static SSM_HOST_DEVICE constexpr int block_at(int place) { return place % 2 == 0 ? place / 2 : kLast - place / 2; }
+  static SSM_HOST_DEVICE constexpr int place_of(int block) { return 2 * block <= kLast ? 2 * block : 2 * (kLast - block) + 1; }
+};
+
 // A thread's share of copying a tensor's rows, chunk by chunk, to tiles of that many columns: of every kRows-th row one piece.
-template <int columns, int threads>
+template <int columns, int threads, typename Order = InOrder>
 class RowCopier {
  public:
   // From a chunk at `source`, rows of that many elements; a tile's other columns become zeros.
@@ -88,13 +102,14 @@ class RowCopier {
       const int bytes = is_there_ ? cuda::kAsyncCopyBytes : 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        cuda::async_copy(tile.piece(row_ + i * kRows, column_), source, bytes);
+        cuda::async_copy(tile.piece(row_ + first_place(i), column_), source, bytes);
         source += kRows * stride_step;
       }
     } else {
 #pragma unroll 1
       for (int row = row_; row < kChunk; row += kRows) {
-        cuda::async_copy(tile.piece(row, column_), source, is_there_ && row < steps ? cuda::kAsyncCopyBytes : 0);
+        const int place = Order::place_of(row / kBlockSteps) * kBlockSteps + row % kBlockSteps;
+        cuda::async_copy(tile.piece(place, column_), source, is_there_ && row < steps ? cuda::kAsyncCopyBytes : 0);
         source += kRows * stride_step;
       }
     }
@@ -105,6 +120,13 @@ class RowCopier {
   static constexpr int kPieceElements = Tile<columns>::kPieceElements, kPieces = Tile<columns>::kPieces;
   static constexpr int kRows = threads / kPieces, kCopies = kChunk / kRows;
   static_assert(threads % kPieces == 0 && kChunk % kRows == 0, "a thread copies one column of pieces");
+  static_assert(std::is_same_v<Order, InOrder> || kBlockSteps % kRows == 0, "rows of one copy lie together in any order");
+
+  // Of the rows of a copy.
+  static __device__ __forceinline__ constexpr int first_place(int copy) {
+    const int row = copy * kRows;
+    return Order::place_of(row / kBlockSteps) * kBlockSteps + row % kBlockSteps;
+  }
 
   int column_, row_;
   bool is_there_;

@@ -40,6 +40,12 @@ class PairsOfTile {
   __device__ __forceinline__ explicit PairsOfTile(const Lane& lane)
       : offset_(lane.row * Tile<kChunk>::kRowBytes + lane.quad * sizeof(uint4) + lane.pair * sizeof(uint32_t)) {}
 
+  // The same; what follows from it is found anew, rather than kept in registers.
+  __device__ __forceinline__ PairsOfTile anew() const {
+    PairsOfTile result = *this;
+    asm volatile("" : "+r"(result.offset_));
+    return result;
+  }
   // The same of blocks that many further, of the same 8.
   __device__ __forceinline__ PairsOfTile moved(int blocks) const {
     PairsOfTile result = *this;
@@ -175,71 +181,116 @@ struct State {
   }
 };
 
+// Of the warp's rows of a matrix whose rows are steps in that order, the eight steps of one half.
+template <typename Order>
+__device__ __forceinline__ int block_of(const Lane& lane, int half) {
+  return Order::block_at(2 * lane.warp + half);
+}
+template <typename Order>
+__device__ __forceinline__ int step_of(const Lane& lane, int half) {
+  return kBlockSteps * block_of<Order>(lane, half) + lane.quad;
+}
+
 // Of M^T only blocks on and right of the diagonal are ever weighed: the others, to be made once.
+template <typename Order>
 __device__ __forceinline__ void clear_left_of_diagonal(Tile<kChunk>& products, const Lane& lane) {
   if (lane.pair != 0) return;
-  for (int column_piece = 0; column_piece < 2 * lane.warp; ++column_piece) {
-    *products.piece(lane.row, column_piece) = {0, 0, 0, 0};
-    *products.piece(lane.row + 8, column_piece) = {0, 0, 0, 0};
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    for (int block = 0; block < block_of<Order>(lane, half); ++block) {
+      *products.piece(lane.row + 8 * half, block) = {0, 0, 0, 0};
+    }
   }
 }
 
-// Of a lane's elements of M^T, a bit for each: whether step j, the row, is not after i, the column, and in its sequence.
-class PairMask {
+// Weighs this warp's rows of (B C^T)^T, which makes M^T of them, in shared memory. What that takes of the tables is read when
+// it is made.
+template <typename Scalar, typename Order, bool may_begin>
+class PairWeights {
  public:
-  __device__ __forceinline__ explicit PairMask(const Lane& lane) {
-    for_each(lane, [&](uint32_t bit, int row, int step) { causal_ |= row <= step ? bit : 0; });
+  __device__ __forceinline__ PairWeights(const ChunkTables& tables, const Lane& lane) : tables_(tables), lane_(lane) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int step = step_of<Order>(lane, half);
+      log2_decay_[half] = tables.log2_decay[step];
+      gain_[half] = tables.gain[step];
+    }
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) columns_[i] = of_columns(tables.log2_decay, kFirstColumn + i);
   }
 
-  __device__ __forceinline__ uint32_t of(const SsdParams& p, const ChunkTables& tables, const Lane& lane) const {
-    if (!has_begun(p, tables)) return causal_;
-    uint32_t mask = causal_;
-    for_each(lane, [&](uint32_t bit, int row, int step) { mask &= row < tables.first[step] ? ~bit : ~0u; });
-    return mask;
-  }
-
-  static __device__ __forceinline__ constexpr uint32_t bit(int block, int half, int element) {
-    return 1u << (4 * block + 2 * half + element);
+  __device__ __forceinline__ void weigh(const float (&m)[kStepBlocks][4], const PairsOfTile& pairs,
+                                        Tile<kChunk>& products) const {
+    const PairsOfTile places = pairs.anew();
+    if constexpr (kIsBalanced) {
+      float2 chosen[kChosen];
+#pragma unroll
+      for (int i = 0; i < kChosen; ++i) chosen[i] = of_columns(tables_.log2_decay, is_of_first(i) ? i : kLastChosen - i);
+#pragma unroll
+      for (int n = kFirstColumn; n < kStepBlocks; ++n) {
+        const bool is_on_diagonal = n == kFirstColumn && lane_.warp == n;
+        weigh_block(m[n][0], m[n][1], columns_[n - kFirstColumn], n, 0, is_on_diagonal, places, products);
+      }
+      weigh_block(m[kStepBlocks - 1][2], m[kStepBlocks - 1][3], columns_[kColumns - 1], kStepBlocks - 1, 1, lane_.warp == 0,
+                  places, products);
+#pragma unroll
+      for (int i = 0; i < kChosen; ++i) {
+        const int other = kLastChosen - i;
+        const bool is_first = is_of_first(i), is_on_diagonal = i == lane_.warp || i == lane_.warp - 1;
+        weigh_block(is_first ? m[i][0] : m[other][2], is_first ? m[i][1] : m[other][3], chosen[i], is_first ? i : other,
+                    is_first ? 0 : 1, is_on_diagonal, places, products);
+      }
+    } else {
+#pragma unroll
+      for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int block = block_of<Order>(lane_, half);
+          if (n < block) continue;
+          weigh_block(m[n][2 * half], m[n][2 * half + 1], columns_[n], n, half, n == block, places, products);
+        }
+      }
+    }
   }
 
  private:
-  template <typename Body>
-  static __device__ __forceinline__ void for_each(const Lane& lane, const Body& body) {
-#pragma unroll
-    for (int n = 0; n < kStepBlocks; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) body(bit(n, i / 2, i % 2), lane.row + i / 2 * 8, 8 * n + 2 * lane.pair + i % 2);
-    }
+  // FromBothEnds a warp w has 9 blocks of 8 by 8 that are not left of the diagonal, all but 3 of them the same in all warps: in
+  // the first half of its rows from column w on, and so 3 to 7, in the second half from 7 - w on, and so 7. For i = 0, 1, 2 the
+  // others are column i of the first half, if i >= w, else column 6 - i of the second.
+  static constexpr bool kIsBalanced = std::is_same_v<Order, FromBothEnds>;
+  static constexpr int kChosen = kUnitWarps - 1, kLastChosen = kStepBlocks - 2;
+  static_assert(kStepBlocks == 2 * kUnitWarps, "two blocks of steps to a warp");
+  __device__ __forceinline__ bool is_of_first(int i) const { return i >= lane_.warp; }
+
+  static constexpr int kFirstColumn = kIsBalanced ? kChosen : 0, kColumns = kStepBlocks - kFirstColumn;
+
+  template <typename Pair = float2, typename Element>
+  __device__ __forceinline__ Pair of_columns(const Element (&table)[kChunk], int block) const {
+    return *reinterpret_cast<const Pair*>(&table[kBlockSteps * block + 2 * lane_.pair]);
   }
 
-  uint32_t causal_ = 0;
+  __device__ __forceinline__ void weigh_block(float low, float high, const float2& log2_decay, int n, int half,
+                                              bool is_on_diagonal, const PairsOfTile& places, Tile<kChunk>& products) const {
+    const float log2_of_row = half == 0 ? log2_decay_[0] : log2_decay_[1], gain = half == 0 ? gain_[0] : gain_[1];
+    float weighed[2] = {low * (gain * Math<float>::exp2(log2_decay.x - log2_of_row)),
+                        high * (gain * Math<float>::exp2(log2_decay.y - log2_of_row))};
+    // After i, the column, or of an earlier sequence: it may be anything then, also no number.
+    if (is_on_diagonal && lane_.quad > 2 * lane_.pair) weighed[0] = 0;
+    if (is_on_diagonal && lane_.quad > 2 * lane_.pair + 1) weighed[1] = 0;
+    if constexpr (may_begin) {
+      const int2 first = of_columns<int2>(tables_.first, n);
+      const int row = step_of<Order>(lane_, half);
+      if (row < first.x) weighed[0] = 0;
+      if (row < first.y) weighed[1] = 0;
+    }
+    places.at(products, n, half) = cuda::pack<Scalar>(weighed[0], weighed[1]);
+  }
+
+  const ChunkTables& tables_;
+  const Lane& lane_;
+  float log2_decay_[2], gain_[2];
+  float2 columns_[kColumns];
 };
-
-// M^T from (B C^T)^T, this warp's rows, to shared memory.
-template <typename Scalar>
-__device__ __forceinline__ void weigh_products(const float (&m)[kStepBlocks][4], const ChunkTables& tables, uint32_t mask,
-                                               const PairsOfTile& pairs, const Lane& lane, Tile<kChunk>& products) {
-  const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
-  const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
-  const auto log2_decay_at = [&](int n) { return *reinterpret_cast<const float2*>(&tables.log2_decay[8 * n + 2 * lane.pair]); };
-  float2 at_next = log2_decay_at(0);
-#pragma unroll
-  for (int n = 0; n < kStepBlocks; ++n) {
-    const float2 at_step = at_next;
-    if (n + 1 < kStepBlocks) at_next = log2_decay_at(n + 1);
-    if (n / 2 < lane.warp) continue;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      float weighed[2];
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const float decay = Math<float>::exp2((e == 0 ? at_step.x : at_step.y) - log2_decay[half]);
-        weighed[e] = (mask & PairMask::bit(n, half, e)) != 0 ? decay * gain[half] * m[n][2 * half + e] : 0.0f;
-      }
-      pairs.at(products, n, half) = cuda::pack<Scalar>(weighed[0], weighed[1]);
-    }
-  }
-}
 
 // y^T, a column for each step, times the decay from before the chunk.
 __device__ __forceinline__ void decay_from_start(float (&y)[kStepBlocks][4], const ChunkTables& tables, const Lane& lane) {
@@ -254,13 +305,15 @@ __device__ __forceinline__ void decay_from_start(float (&y)[kStepBlocks][4], con
   }
 }
 
-// x^T of 16 steps, each times its weight; `rest` is what rounding these leaves, if asked for.
-template <typename Scalar>
+// x^T of the 16 steps of a group of rows in that order, each times its weight; `rest` is what rounding these leaves, if asked
+// for.
+template <typename Scalar, typename Order = InOrder>
 __device__ __forceinline__ void weigh_inputs(const uint32_t (&x)[4], const float (&weights)[kChunk], int group,
                                              const Lane& lane, uint32_t (&weighed)[4], uint32_t* rest = nullptr) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto weight = *reinterpret_cast<const float2*>(&weights[16 * group + 8 * half + 2 * lane.pair]);
+    const auto weight =
+        *reinterpret_cast<const float2*>(&weights[kBlockSteps * Order::block_at(2 * group + half) + 2 * lane.pair]);
 #pragma unroll
     for (int i = 2 * half; i < 2 * half + 2; ++i) {
       const float2 values = cuda::unpack<Scalar>(x[i]);
@@ -282,25 +335,21 @@ __device__ __forceinline__ float2 load_D(const SsdFwdParams& p, const Unit& unit
   return {load(lane.row), load(lane.row + 8)};
 }
 
-// Writes a unit's out, chunk by chunk: this warp's columns.
-template <typename Scalar>
-class OutWriter {
+// Rounds out from y^T, x^T, whose steps are in that order, and, if there is one, z: this warp's columns.
+template <typename Scalar, typename Order>
+class OutRounder {
  public:
-  __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
-      : p_(p), D_(load_D(p, unit, lane)) {
-    const int column = piece(lane) * Tile<kUnitRows>::kPieceElements;
-    is_there_ = unit.is_there && column < unit.rows;
-    target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row(lane) * p.out.stride_step;
-  }
+  __device__ __forceinline__ OutRounder(const SsdFwdParams& p, const Unit& unit, const Lane& lane)
+      : D_(load_D(p, unit, lane)) {}
 
-  // From y^T, x^T and, if there is one, z; through `tile`, of which each warp has
-  // columns of its own.
-  __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
-                                        Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane, int steps) {
+  // To shared memory: address_of(i) is what the lane gives for store_matrices_transposed of 16 steps.
+  template <typename AddressOf>
+  __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
+                                        Tile<kUnitRows>* z_tile, const Lane& lane, const AddressOf& address_of) const {
     if (z_tile == nullptr) {
-      round(y, x, tile, lane, [](int, float2(&)[4]) {});
+      round_gated(y, x, address_of, [](int, float2(&)[4]) {});
     } else {
-      round(y, x, tile, lane, [&](int group, float2(&values)[4]) {
+      round_gated(y, x, address_of, [&](int group, float2(&values)[4]) {
         uint32_t z[4];
         cuda::load_matrices_transposed(z, z_tile->columns_first(16 * group, 2 * lane.warp, lane.index));
 #pragma unroll
@@ -311,6 +360,48 @@ class OutWriter {
         }
       });
     }
+  }
+
+ private:
+  template <typename AddressOf, typename Gate>
+  __device__ __forceinline__ void round_gated(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
+                                              const AddressOf& address_of, const Gate& gate) const {
+#pragma unroll
+    for (int i = 0; i < kStepGroups; ++i) {
+      float2 values[4];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) {
+        const int place = Order::place_of(2 * i + word / 2);
+        const float2 u = cuda::unpack<Scalar>(x[place / 2][place % 2 * 2 + word % 2]);
+        const float D = word % 2 == 0 ? D_.x : D_.y;
+        const float (&ungated)[4] = y[2 * i + word / 2];
+        values[word] = {fmaf(D, u.x, ungated[word % 2 * 2]), fmaf(D, u.y, ungated[word % 2 * 2 + 1])};
+      }
+      gate(i, values);
+      uint32_t rounded[4];
+#pragma unroll
+      for (int word = 0; word < 4; ++word) rounded[word] = cuda::pack<Scalar>(values[word].x, values[word].y);
+      cuda::store_matrices_transposed(address_of(i), rounded);
+    }
+  }
+
+  float2 D_;
+};
+
+// Writes a unit's out, chunk by chunk: this warp's columns, through a tile of which each warp has columns of its own.
+template <typename Scalar>
+class OutWriter {
+ public:
+  __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
+      : p_(p), rounder_(p, unit, lane) {
+    const int column = piece(lane) * Tile<kUnitRows>::kPieceElements;
+    is_there_ = unit.is_there && column < unit.rows;
+    target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row(lane) * p.out.stride_step;
+  }
+
+  __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
+                                        Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane, int steps) {
+    rounder_.round(y, x, z_tile, lane, [&](int i) { return tile.columns_first(16 * i, 2 * lane.warp, lane.index); });
     __syncwarp();
     const uint4* const source = tile.piece(row(lane), piece(lane));
     const int rows = is_there_ ? steps - row(lane) : 0;
@@ -330,29 +421,8 @@ class OutWriter {
   static __device__ __forceinline__ int row(const Lane& lane) { return lane.index % 16; }
   static __device__ __forceinline__ int piece(const Lane& lane) { return 2 * lane.warp + lane.index / 16; }
 
-  template <typename Gate>
-  __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
-                                        Tile<kUnitRows>& tile, const Lane& lane, const Gate& gate) {
-#pragma unroll
-    for (int i = 0; i < kStepGroups; ++i) {
-      float2 values[4];
-#pragma unroll
-      for (int word = 0; word < 4; ++word) {
-        const float2 u = cuda::unpack<Scalar>(x[i][word]);
-        const float D = word % 2 == 0 ? D_.x : D_.y;
-        const float (&ungated)[4] = y[2 * i + word / 2];
-        values[word] = {fmaf(D, u.x, ungated[word % 2 * 2]), fmaf(D, u.y, ungated[word % 2 * 2 + 1])};
-      }
-      gate(i, values);
-      uint32_t rounded[4];
-#pragma unroll
-      for (int word = 0; word < 4; ++word) rounded[word] = cuda::pack<Scalar>(values[word].x, values[word].y);
-      cuda::store_matrices_transposed(tile.columns_first(16 * i, 2 * lane.warp, lane.index), rounded);
-    }
-  }
-
   const SsdFwdParams& p_;
-  float2 D_;
+  OutRounder<Scalar, InOrder> rounder_;
   bool is_there_;
   Scalar* target_;
 };

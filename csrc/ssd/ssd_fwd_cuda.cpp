@@ -8,6 +8,7 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
+#include <limits>
 
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
@@ -67,6 +68,14 @@ Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs
   return result;
 }
 
+// For the kernels of compute capability 9.0.
+void describe_out(const at::Tensor& out, SsdFwdParams& params) {
+  if (out.numel() == 0 || cuda::compute_capability_major(out.get_device()) != 9) return;
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
+  C10_CUDA_CHECK(cuda::describe_tensor(params.out_map, out.data_ptr(), {size(3), size(2), size(1), size(0)},
+                                       {out.stride(2), out.stride(1), out.stride(0)}, {kUnitRows, 1, kChunk, 1}));
+}
+
 }  // namespace
 
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
@@ -74,13 +83,15 @@ void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::
   SsdFwdParams params;
   inputs.fill(params);
   Runs runs{inputs.partition()};
-  runs.may_use_wgmma = may_use_wgmma;
+  // Which numbers a tensor's tiles in 32 bits.
+  runs.may_use_wgmma = may_use_wgmma && params.seqlen <= std::numeric_limits<int32_t>::max() - kChunk;
   if (runs.walks == 0) return;
   const Workspace workspace = cut(inputs, params, runs);
 
   const at::Tensor gate = is_present(z) ? as_rows(*z) : at::Tensor();
   if (gate.defined()) params.z = const_rows_view(gate);
   params.out = rows_view(out);
+  describe_out(out, params);
   params.final_states = final_states.data_ptr<float>();
 
   int max_shared_bytes = 0;

@@ -89,9 +89,9 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
 
   OutWriter<Scalar> out(p, at, unit, lane);
   const PairsOfTile pairs(lane);
-  const PairMask pair_mask(lane);
   float decay_of_piece = 1;
 
+  if constexpr (!states_only) clear_left_of_diagonal<InOrder>(own.products, lane);
 #pragma unroll 1
   for (int chunk = 0; chunk < at.chunks; ++chunk) {
     const int slot = chunk % runs.stages;
@@ -128,7 +128,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
             cuda::mma<Scalar>(m[2 * i + 1], b, c[2], c[3]);
           }
         }
-        weigh_products<Scalar>(m, tables, pair_mask.of(p, tables, lane), pairs, lane, own.products);
+        PairWeights<Scalar, InOrder, true>(tables, lane).weigh(m, pairs, own.products);
       }
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {

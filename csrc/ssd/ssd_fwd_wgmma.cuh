@@ -15,6 +15,7 @@
 #include "cuda/register_trade.cuh"
 #include "ssd/ssd_handover.cuh"
 #include "ssd/ssd_supply.cuh"
+#include "ssd/ssd_tile_out.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -57,7 +58,7 @@ struct WgmmaShared : std::conditional_t<states_only, StatesOnlyShared<dstate>, S
   }
 };
 
-template <typename Scalar, int dstate, bool states_only>
+template <typename Scalar, int dstate, bool states_only, bool may_begin>
 struct WgmmaFwd {
   // Warpgroups that move data: where only states are to be found, units are soon done with a chunk.
   static constexpr int kMovers = states_only ? 2 : 1, kThreads = (kUnits + kMovers) * kUnitThreads;
@@ -68,6 +69,8 @@ struct WgmmaFwd {
   using Shared = WgmmaShared<dstate, states_only>;
   using Stage = typename Shared::Stage;
   static constexpr int kStateGroups = dstate / 16;
+  // Of the steps, down the rows of B and x, and of M^T.
+  using Order = std::conditional_t<states_only, InOrder, FromBothEnds>;
   // Of a thread: what all begin with, and what they have then.
   static constexpr int kRegisters = states_only ? 128 : 168;
   static constexpr int kUnitRegisters = states_only ? 160 : dstate > 64 ? 208 : 192;
@@ -118,18 +121,20 @@ struct WgmmaFwd {
     int thread = threadIdx.x - kUnits * kUnitThreads;
     asm volatile("" : "+r"(thread));
     const auto unit_at = [&](int index) { return Unit(p, runs, at, index); };
-    using StateRows = RowCopier<dstate, kCopyingThreads>;
-    using HeadRows = RowCopier<kUnitRows, kCopyingThreads>;
-    const auto of_group = [&](const RowsView& view) {
-      return StateRows(at.template rows<Scalar>(view, at.group, 0), view.stride_step, p.dstate, thread);
+    const auto of_group = [&](const RowsView& view, auto order) {
+      return RowCopier<dstate, kCopyingThreads, decltype(order)>(at.template rows<Scalar>(view, at.group, 0), view.stride_step,
+                                                                 p.dstate, thread);
     };
-    const auto of_unit = [&](const RowsView& view, const Unit& unit) {
-      return HeadRows(at.template rows<Scalar>(view, unit.head, 0) + unit.first_row, view.stride_step, unit.rows, thread);
+    const auto of_unit = [&](const RowsView& view, int index, auto order) {
+      const Unit unit(p, runs, at, index);
+      return RowCopier<kUnitRows, kCopyingThreads, decltype(order)>(
+          at.template rows<Scalar>(view, unit.head, 0) + unit.first_row, view.stride_step, unit.rows, thread);
     };
     const RowsView& z = has_gate ? p.z : p.x;
-    StateRows copy_B = of_group(p.B), copy_C = of_group(p.C);
-    HeadRows copy_x[kUnits] = {of_unit(p.x, unit_at(0)), of_unit(p.x, unit_at(1))};
-    HeadRows copy_z[kUnits] = {of_unit(z, unit_at(0)), of_unit(z, unit_at(1))};
+    auto copy_B = of_group(p.B, Order());
+    RowCopier<kUnitRows, kCopyingThreads, Order> copy_x[kUnits] = {of_unit(p.x, 0, Order()), of_unit(p.x, 1, Order())};
+    auto copy_C = of_group(p.C, InOrder());
+    RowCopier<kUnitRows, kCopyingThreads> copy_z[kUnits] = {of_unit(z, 0, InOrder()), of_unit(z, 1, InOrder())};
     supply_copies<Shared::kMaxStages - 2>(at.chunks, runs.stages, ring, shared.full, shared.empty, [&](int chunk, int slot) {
       Stage& target = stage(slot);
       const int steps = at.steps_of(chunk);
@@ -146,20 +151,19 @@ struct WgmmaFwd {
   // A unit's warpgroup.
   __device__ __forceinline__ void multiply(int index) {
     const Lane lane = Lane::in_register();
-    if constexpr (!states_only) clear_left_of_diagonal(shared.products[index], lane);
+    if constexpr (!states_only) clear_left_of_diagonal<Order>(shared.products[index], lane);
     const PairsOfTile pairs(lane);
-    const PairMask pair_mask(lane);
     RingPosition ring;
     walk_pieces<states_only, dstate>(p, runs, index, lane, [&](State<dstate>& state, const Place& at, const Unit& unit) {
-      return multiply_piece(state, at, unit, index, pairs, pair_mask, lane, ring);
+      return multiply_piece(state, at, unit, index, pairs, lane, ring);
     });
+    if constexpr (!states_only) TileOut<Scalar, Order>::wait_for_sent();
   }
 
   // Takes the state through the piece; returns the piece's decay.
   __device__ __forceinline__ float multiply_piece(State<dstate>& state, const Place& at, const Unit& unit, int index,
-                                                  const PairsOfTile& pairs, const PairMask& pair_mask, const Lane& lane,
-                                                  RingPosition& ring) {
-    OutWriter<Scalar> out(p, at, unit, lane);
+                                                  const PairsOfTile& pairs, const Lane& lane, RingPosition& ring) {
+    TileOut<Scalar, Order> out(p, at, unit, lane);
     float decay_of_piece = 1;
 #pragma unroll 1
     for (int left = at.chunks; left > 0; --left) {
@@ -175,7 +179,8 @@ struct WgmmaFwd {
         uint32_t s[kStateGroups][4];
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
-        const uint32_t mask = pair_mask.of(p, tables, lane);
+        // Before the products: loads after them would wait for them.
+        const PairWeights<Scalar, Order, may_begin> weights(tables, lane);
         cuda::fence_products();
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) {
@@ -186,9 +191,10 @@ struct WgmmaFwd {
         for (int k = 0; k < kStateGroups; ++k) cuda::multiply<Scalar, false>(y, s[k], columns_of(C_rows, k), k > 0);
         cuda::commit_products();
         cuda::wait_for_products<1>(m);
-        // All warps have done with the M^T of the chunk before.
+        // All warps have done with the M^T of the chunk before, and have written its out.
         cuda::barrier_sync(1 + index, kUnitThreads);
-        weigh_products<Scalar>(m, tables, mask, pairs, lane, shared.products[index]);
+        if (left < at.chunks) out.send(shared.out[index], at.chunks - left - 1);
+        weights.weigh(m, pairs, shared.products[index]);
         cuda::publish_to_products();
       }
 
@@ -196,12 +202,13 @@ struct WgmmaFwd {
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
         cuda::load_matrices_transposed(x[j], tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
-        weigh_inputs<Scalar>(x[j], tables.to_end, j, lane, weighed[j]);
+        weigh_inputs<Scalar, Order>(x[j], tables.to_end, j, lane, weighed[j]);
       }
 
       if constexpr (!states_only) {
         cuda::wait_for_products<0>(y);
         decay_from_start(y, tables, lane);
+        out.wait_for_sent();
         cuda::barrier_sync(1 + index, kUnitThreads);
         const uint64_t x_rows = describe(tiles.x[index]);
         cuda::fence_products();
@@ -219,27 +226,34 @@ struct WgmmaFwd {
       cuda::fence_products();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(B_rows, j), j > 0 || !has_begun(p, tables));
+        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(B_rows, j), j > 0 || !(may_begin && tables.has_begun));
       }
       cuda::commit_products();
 
       if constexpr (!states_only) {
         cuda::wait_for_products<1>(y);
-        out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane, at.steps_of(at.chunks - left));
+        out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane);
       }
       cuda::wait_for_products<0>(state.values);
-      shared.empty[ring.stage].arrive();
+      shared.empty[ring.stage].arrive_as_warp();
       ring.advance(runs.stages);
+    }
+    if constexpr (!states_only) {
+      cuda::barrier_sync(1 + index, kUnitThreads);
+      out.send_last(shared.out[index]);
     }
     return decay_of_piece;
   }
 };
 
-template <typename Scalar, int dstate, bool states_only>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? WgmmaFwd<Scalar, dstate, states_only>::kThreads : kWarpSize, 1)
+// may_begin: whether sequences may begin inside chunks.
+template <typename Scalar, int dstate, bool states_only, bool may_begin>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? WgmmaFwd<Scalar, dstate, states_only, may_begin>::kThreads
+                                                        : kWarpSize,
+                                  1)
     ssd_fwd_wgmma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = WgmmaFwd<Scalar, dstate, states_only>;
+  using Fwd = WgmmaFwd<Scalar, dstate, states_only, may_begin>;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
   Fwd fwd(p, runs, reinterpret_cast<unsigned char*>(&shared));
@@ -247,8 +261,8 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? WgmmaFwd<Scalar, dstat
   // By a shuffle the compiler sees that it is the same for all lanes.
   const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
   if (threadIdx.x < runs.stages) {
-    fwd.shared.full[threadIdx.x].init(Fwd::kCopyingThreads + kUnits * kWarpSize);
-    fwd.shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
+    fwd.shared.full[threadIdx.x].init(Fwd::kCopyingWarps + kUnits);
+    fwd.shared.empty[threadIdx.x].init(kUnits * kUnitWarps);
   }
   __syncthreads();
   if (warpgroup >= kUnits) {

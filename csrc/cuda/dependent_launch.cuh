@@ -1,0 +1,44 @@
+// Kernels that begin while the one before them in the stream still runs (programmatic dependent launch, compute capability
+// 9.0): its last blocks, and what the device does between two kernels, cost no time then.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace ssm_kernels::cuda {
+
+// By threads of the kernel before. When each of its blocks has come here or has ended, the next may begin.
+__device__ __forceinline__ void let_next_kernel_begin() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+// Until the kernel before has ended and what it wrote is seen. Each block of a kernel that was launched so has a thread that
+// comes here, also if it reads nothing of that: kernels after it rely on both having ended.
+__device__ __forceinline__ void wait_for_kernel_before() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// Launches the kernel; where `may_begin_early`, it may begin before the one that was launched before it has ended. Both then
+// are of compute capability 9.0.
+template <typename... Params>
+cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
+                   bool may_begin_early, const Params&... params) {
+  cudaLaunchAttribute early;
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = may_begin_early ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+}  // namespace ssm_kernels::cuda

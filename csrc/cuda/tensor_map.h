@@ -1,0 +1,47 @@
+// How the device's copies of whole tiles (compute capability 9.0) see a tensor: a descriptor that the host makes and a kernel
+// takes as a part of its parameters.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace ssm_kernels::cuda {
+
+using TensorMap = CUtensorMap;
+
+// Describes (sizes[3], ..., sizes[0]) 16-bit numbers, of which those of the last dimension lie together, in tiles of tile[3]
+// ... tile[0] of them. strides[i] is that of dimension i + 1, in elements; where it matters, it is a multiple of 16 bytes, as
+// the address. A tile has rows of 64 elements, whose pieces of 16 bytes change places in shared memory as cuda/wgmma.cuh says.
+// No size is zero.
+inline cudaError_t describe_tensor(TensorMap& map, void* data, const uint64_t (&sizes)[4], const int64_t (&strides)[3],
+                                   const uint32_t (&tile)[4]) {
+  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+  // From the driver that is loaded: the package links with none.
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
+  }();
+  if (encode == nullptr) return cudaErrorNotSupported;
+  constexpr uint64_t kElementBytes = 2;
+  constexpr cuuint32_t kNeighbors[4] = {1, 1, 1, 1};
+  cuuint64_t byte_strides[3];
+  // A stride that nothing is reached by may be anything.
+  for (int i = 0; i < 3; ++i) byte_strides[i] = sizes[i + 1] == 1 ? 16 : static_cast<uint64_t>(strides[i]) * kElementBytes;
+  const cuuint64_t all_sizes[4] = {sizes[0], sizes[1], sizes[2], sizes[3]};
+  const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, data, all_sizes, byte_strides, tile, kNeighbors,
+                                 CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,
+                                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  return result == CUDA_SUCCESS ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+}  // namespace ssm_kernels::cuda
