@@ -231,11 +231,13 @@ def ssd_cases() -> Iterator[tuple[str, Inputs]]:
 
 
 def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
-    """As ssd_cases, for backward: each kernel (dtype, up to 64 states and more, with a gate), then each path inside them."""
+    """As ssd_cases, for backward: each kernel (dtype, up to 64 states and more, with a gate, with walks that are cut along
+    time), then each path inside them."""
     for dtype in SSD_DTYPES:
         for dstate in (64, 128):
             for z in (True, False):
                 yield ssd_case("kernel", dtype=dtype, dstate=dstate, z=z)
+            yield ssd_case("cut along time", dtype=dtype, dstate=dstate, batch=1, heads=3, groups=1, seqlen=64 * 8 + 5)
     yield from ssd_paths()
     for heads, groups in ((1, 1), (3, 3), (9, 1)):
         yield ssd_case("heads", heads=heads, groups=groups)
@@ -248,6 +250,8 @@ def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
         yield ssd_case("resets in chunks", **sizes, seqlen=200, resets=((1, 64, 65, 199), (63, 127, 128)))
         yield ssd_case("packed, of several chunks", **sizes, cu_seqlens=(0, 0, 64, 65, 200, 200))
         yield ssd_case("packed, of no steps", **sizes, cu_seqlens=(0, 0, 0))
+        yield ssd_case("resets, cut along time", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
+        yield ssd_case("packed, cut along time", **sizes, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
     for layout in ("transposed", "channels_first", "offset"):
         for sizes in ({}, *SSD_PADDED):
             yield ssd_case("layout", layout=layout, **sizes)

@@ -170,6 +170,50 @@ def test_what_follows_a_reset_has_no_part_in_it():
         assert gradient[0, :32].any() and gradient[1, :33].any(), name
 
 
+# ----- walks cut along time
+
+# Few heads and many chunks: six pieces of four chunks.
+CUT = {"batch": 1, "heads": 2, "groups": 1, "seqlen": 64 * 23 + 5}
+# Sequences of no chunks, of fewer than there are pieces, and of more.
+CUT_PACKING = (0, 0, 579, 579, 580, 768, 1477, 1477)
+CUT_OPTIONS = [{}, {"resets": ((700,),)}, {"cu_seqlens": CUT_PACKING}]
+
+
+def cut_inputs_on_cuda(**options: Any) -> dict[str, Any]:
+    """Of weak decays: what a piece begins with reaches the last one."""
+    inputs = inputs_on_cuda(**(CUT | options))
+    return inputs | {"A": 0.01 * inputs["A"]}
+
+
+@in_16_bits
+@pytest.mark.parametrize(("heads", "headdim", "dstate", "seqlen"), [(1, 64, 64, 512), (3, 36, 100, 1477), (4, 128, 128, 2112)])
+def test_cut_walks(heads, headdim, dstate, seqlen, dtype):
+    assert_accurate(cut_inputs_on_cuda(heads=heads, headdim=headdim, dstate=dstate, seqlen=seqlen, dtype=dtype))
+
+
+@pytest.mark.parametrize("through", [0, 1], ids=["out", "final_states"])
+@pytest.mark.parametrize("options", CUT_OPTIONS, ids=["one_sequence", "resets", "packed"])
+def test_cut_walks_with_the_gradient_of_one_result(options, through):
+    inputs = cut_inputs_on_cuda(**options)
+    cotangents = tuple(x if i == through else None for i, x in enumerate(make_cotangents(inputs)))
+    assert_accurate(inputs, cotangents)
+
+
+@pytest.mark.parametrize("initial_states", [True, False], ids=["states", "no_states"])
+@pytest.mark.parametrize("resets", [(1,), (1476,), (255, 512, 769), (650, 660), range(100, 1400, 100)], ids=str)
+def test_cut_walks_with_resets(resets, initial_states):
+    assert_accurate(cut_inputs_on_cuda(resets=(resets,), initial_states=initial_states))
+
+
+@pytest.mark.parametrize("initial_states", [True, False], ids=["states", "no_states"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_cut_walks_of_packed_sequences(heads, initial_states):
+    inputs = cut_inputs_on_cuda(cu_seqlens=CUT_PACKING, heads=heads, initial_states=initial_states)
+    results = assert_accurate(inputs)
+    if initial_states:
+        assert torch.equal(results["grad_initial_states"][[0, 2, 6]], make_cotangents(inputs)[1][[0, 2, 6]])
+
+
 # ----- extreme values
 
 
@@ -347,7 +391,9 @@ def test_gradients_have_the_strides_of_their_arguments():
 
 @in_16_bits
 def test_repeatable(dtype):
-    for sizes in ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}, {"cu_seqlens": PACKINGS["many"]}):
+    large = ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}, {"cu_seqlens": PACKINGS["many"]})
+    long = {"batch": 1, "heads": 1, "groups": 1, "seqlen": 20000, "dstate": 128}
+    for sizes in (*large, long, *(CUT | options for options in CUT_OPTIONS)):
         inputs = inputs_on_cuda(dtype=dtype, **sizes)
         cotangents = make_cotangents(inputs)
         first = evaluate(scan, inputs, cotangents)
@@ -443,11 +489,13 @@ def test_errors_do_not_grow_with_the_length():
 
 @pytest.mark.usefixtures("each_products")
 @pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
-def test_cuda_graph_of_forward_and_backward(name):
+@pytest.mark.parametrize("sizes", [{"seqlen": 300}, CUT], ids=["whole_walks", "cut_walks"])
+def test_cuda_graph_of_forward_and_backward(name, sizes):
     """Replayed on new values in the same tensors, the offsets of packed sequences too, it computes what an eager call does."""
-    offsets = ((0, 0, 100, 101, 400), (0, 250, 250, 399, 400)) if name.startswith("packed") else (None, None)
+    end = sizes["seqlen"] + 100
+    offsets = ((0, 0, 100, 101, end), (0, 250, 250, end - 1, end)) if name.startswith("packed") else (None, None)
     inputs, others = (
-        inputs_on_cuda(seed=seed, **(OPTIONS[name] | {"seqlen": 300, "cu_seqlens": cu_seqlens}))
+        inputs_on_cuda(seed=seed, **(OPTIONS[name] | sizes | {"cu_seqlens": cu_seqlens}))
         for seed, cu_seqlens in enumerate(offsets)
     )
     if name.startswith("packed") and not has_16_bit_products_in_backward(inputs):
@@ -472,10 +520,11 @@ def test_cuda_graph_of_forward_and_backward(name):
     assert_equal(captured, expected)
 
 
+@pytest.mark.parametrize("length", [400, 1600], ids=["whole_walks", "cut_walks"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
-def test_wrong_offsets_in_a_cuda_graph(gradients):
+def test_wrong_offsets_in_a_cuda_graph(gradients, length):
     """Nobody checks them there: the numbers are wrong, but the kernels end, and write nothing that right offsets meet again."""
-    inputs = inputs_on_cuda(cu_seqlens=(0, 100, 400))
+    inputs = inputs_on_cuda(cu_seqlens=(0, 100, length))
     if gradients and not has_16_bit_products_in_backward(inputs):
         pytest.skip("products in float32 need the offsets on the host")
     cotangents = make_cotangents(inputs) if gradients else None
@@ -485,7 +534,8 @@ def test_wrong_offsets_in_a_cuda_graph(gradients):
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = evaluate(scan, inputs, cotangents)
-    for offsets in ((7, 100, 400), (0, 500, 900), (-3, -2, -1), (400, 100, 0), (900, 900, 900)):
+    beyond = length + 500
+    for offsets in ((7, 100, length), (0, length + 100, beyond), (-3, -2, -1), (length, 100, 0), (beyond, beyond, beyond)):
         inputs["cu_seqlens"].copy_(torch.tensor(offsets))
         graph.replay()
         torch.cuda.synchronize()
@@ -544,6 +594,7 @@ def test_memory_that_nobody_wrote_is_not_read(uninitialized_memory_is_nan):
         OPTIONS["everything"],
         {"cu_seqlens": PACKINGS["empty"]},
         {"headdim": 72, "dstate": 17, "heads": 9, "groups": 1},
+        CUT | {"heads": 3},
     ):
         results = assert_accurate(inputs_on_cuda(**options))
         assert set(results) == {"out", "final_states", *(f"grad_{name}" for name in TENSORS)}

@@ -46,11 +46,14 @@ struct SsdBwdParams : SsdParams {
   float *grad_B_parts = nullptr, *grad_C_parts = nullptr;  // (splits, batch, seqlen, groups, dstate), if not written in place
   float *grad_A_parts = nullptr, *grad_bias_parts = nullptr;  // (slots, heads)
   float* grad_D_parts = nullptr;                              // (slots, heads, headdim), or null
+  // Of each walk along time; and for all pieces but the last, all walks, directions and units, what the piece does to a state.
+  int pieces = 1;
+  float *piece_states = nullptr, *piece_decays = nullptr;
 };
 
 struct SsdFwdParams : SsdParams {
   RowsView out;
-  cuda::TensorMap out_map;        // tiles of kChunk steps and kUnitRows of a head's rows, where the device copies such
+  cuda::TensorMap out_map;        // its tiles, where the device copies such: ssd_tile_out.cuh
   float* final_states = nullptr;  // (batch, heads, headdim, dstate)
 };
 

@@ -12,10 +12,11 @@
 //
 // where S is the state before the chunk and T the gradient of the one after it. Two kernels: the first (ssd_bwd_states.cuh)
 // walks along time, forward for S and backward for T, and writes them, rounded, for each chunk: 4 dstate / kChunk bytes for
-// each element of x, twice the size of x where dstate is 128 for each of the two. The second (ssd_bwd_chunks.cuh) takes all
-// chunks at once, and the heads of a group together, so that gradients of B and C are summed on chip. Where a sequence's chunks
-// are too few for the device, a group's heads are shared out to several blocks, whose sums are added in order afterwards.
-// Nothing is added atomically.
+// each element of x, twice the size of x where dstate is 128 for each of the two. Where there are few walks they are cut along
+// time, and another launch of the kernel, before, finds what their pieces do to a state. The second (ssd_bwd_chunks.cuh) takes
+// all chunks at once, and the heads of a group together, so that gradients of B and C are summed on chip. Where a sequence's
+// chunks are too few for the device, a group's heads are shared out to several blocks, whose sums are added in order
+// afterwards. Nothing is added atomically.
 //
 // The first sum of grad zeta is a running one: with every step t its own pairs (t, i > t) come in and (j < t, t) go out. It is
 // of fp32, and so are the differences; after a step that leaves less of them than they are exact to, it is zero.
@@ -37,16 +38,22 @@ int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, int warpgroups, bool ma
 
 template <typename Scalar>
 bool has_ssd_bwd_kernels() {
-  return cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, 64>, (kUnits + 1) * kUnitThreads);
+  return cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, 64, false>, (kUnits + 1) * kUnitThreads);
 }
 
 template <typename Scalar>
 int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, cudaStream_t stream) {
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
-    constexpr int kDirections = 2;
-    const int error = launch_ssd_bwd_kernel<StatesShared<kDstate>>(
-        ssd_bwd_states_kernel<Scalar, kDstate>, partition.walks * kDirections, kUnits + 1, false, params, partition, stream);
+    const auto launch_states = [&](auto states_only, int pieces, bool may_begin_early) {
+      return launch_ssd_bwd_kernel<StatesShared<kDstate>>(ssd_bwd_states_kernel<Scalar, kDstate, decltype(states_only)::value>,
+                                                          partition.walks * kDirections * pieces, kUnits + 1, may_begin_early,
+                                                          params, partition, stream);
+    };
+    const bool is_cut = params.pieces > 1;
+    int error = is_cut ? launch_states(std::true_type(), params.pieces - 1, false) : cudaSuccess;
+    if (error != cudaSuccess) return error;
+    error = launch_states(std::false_type(), params.pieces, is_cut);
     if (error != cudaSuccess) return error;
     return launch_ssd_bwd_kernel<ChunksShared<kDstate>>(ssd_bwd_chunks_kernel<Scalar, kDstate>,
                                                         params.slots * params.groups * params.splits, kHalves + 1, true, params,

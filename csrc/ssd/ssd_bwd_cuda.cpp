@@ -81,6 +81,7 @@ class Backward {
       params_.grad_initial_states = grad_initial_states->written.data_ptr<float>();
     }
     cut();
+    const at::Tensor piece_states = cut_along_time();
     const at::Tensor states = empty_images(), grad_states = empty_images();
     params_.states = states.data_ptr();
     params_.grad_states = grad_states.data_ptr();
@@ -166,7 +167,24 @@ class Backward {
     }
     params_.heads_per_split = at::ceil_div<int64_t>(heads_per_group, best);
     params_.splits = at::ceil_div<int64_t>(heads_per_group, params_.heads_per_split);
-    check_count(std::max(2 * partition_.walks, blocks * params_.splits), "blocks");
+    check_count(std::max(kDirections * partition_.walks, blocks * params_.splits), "blocks");
+  }
+
+  // Cuts walks where there are fewer than the device has room for. A piece takes about as long for each before it as for a
+  // chunk of its own: more pieces than each has chunks would take longer again. Of packed sequences, whose lengths the host
+  // does not ask for, each might be almost all. Returns the workspace.
+  at::Tensor cut_along_time() {
+    const int64_t blocks = std::max<int64_t>(1, kDirections * partition_.walks);
+    const int64_t room = cuda::multiprocessor_count(inputs_.x.get_device()) / blocks;
+    int64_t pieces = std::max<int64_t>(1, room);
+    while (pieces > 1 && pieces * pieces > partition_.chunks) --pieces;
+    params_.pieces = static_cast<int>(pieces);
+    if (pieces == 1) return {};
+    const int64_t places = (pieces - 1) * blocks * kUnits, elements = kUnitRows * image_columns(params_.dstate);
+    const at::Tensor result = at::empty({places, elements + 1}, bwd_.in.A.options());
+    params_.piece_states = result.data_ptr<float>();
+    params_.piece_decays = params_.piece_states + places * elements;
+    return result;
   }
 
   at::Tensor empty_images() const {

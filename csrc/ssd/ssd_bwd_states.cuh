@@ -7,6 +7,15 @@
 // copy that runs beside the products. The products take the weighed rows as two 16-bit numbers each, the rounded and what it
 // leaves, so that a state is rounded nowhere else.
 //
+// Where walks are fewer than the device has room for (few heads, long sequences), each is cut into pieces of equally many
+// chunks, one for a block, and there are two launches. The first only finds states: what each piece but a walk's last does to
+// one (the state after it, begun with zero, and its decay). In the second each piece begins with the state that the walk begins
+// with, into which the pieces before it are folded, in order; it takes the place of the one launch of walks that are not cut.
+//
+// What a piece has done to a state is the same kind of thing in both directions. Where a sequence begins in a chunk, nothing
+// goes through it either way: the decay of the whole chunk is zero, and what the chunk adds to T is only of the steps before
+// the beginning, as what it adds to S is only of those after.
+//
 // Warps have the roles of ssd_fwd_wgmma.cuh: a warpgroup for each of the block's two units, and one that moves data.
 #pragma once
 
@@ -39,7 +48,28 @@ struct StatesShared {
   cuda::SharedBarrier full[kStages], empty[kStages];
 };
 
-template <typename Scalar, int dstate>
+// A block's piece of a walk. The first blocks have the first pieces of all walks in both directions, the next ones the second
+// pieces, and so on. All pieces of a walk have equally many chunks, but the last ones may have fewer, or none.
+struct DirectedPiece : Place {
+  int index;  // in the order of the walk
+  bool is_reverse;
+  int first_chunk;  // in time, of the sequence's
+
+  __device__ __forceinline__ DirectedPiece(const SsdBwdParams& p, const Partition& partition)
+      : Place(p, partition, blockIdx.x / kDirections % static_cast<unsigned>(partition.walks)),
+        index(blockIdx.x / kDirections / static_cast<unsigned>(partition.walks)),
+        is_reverse(blockIdx.x % kDirections != 0) {
+    const int length = (chunks + p.pieces - 1) / p.pieces;
+    const int begin = min(index * length, chunks), end = min(begin + length, chunks);
+    first_chunk = is_reverse ? chunks - end : begin;
+    narrow(first_chunk, end - begin);
+  }
+
+  // In the order of the walk.
+  __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? chunks - 1 - position : position; }
+};
+
+template <typename Scalar, int dstate, bool states_only>
 struct BwdStates {
   // Of the warpgroup that moves data.
   static constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
@@ -52,11 +82,7 @@ struct BwdStates {
   const SsdBwdParams& p;
   const Partition& partition;
   Shared& shared;
-  const Place at;
-  bool is_reverse;
-
-  // In the order of the walk.
-  __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? at.chunks - 1 - position : position; }
+  const DirectedPiece at;
 
   // The warpgroup after the units'.
   __device__ __forceinline__ void move() {
@@ -67,12 +93,12 @@ struct BwdStates {
       const int index = warp - kCopyingWarps;
       supply_chunk_tables<Scalar, 2, false>(
           p, at, unit_at(index).head, Share<1>(), kStages, ring, shared.full, shared.empty,
-          [&](int position) { return chunk_at(position); },
+          [&](int position) { return at.chunk_at(position); },
           [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
       return;
     }
-    const RowsView &of_group = is_reverse ? p.C : p.B, &of_unit = is_reverse ? p.grad_out : p.x;
-    const int first = at.chunks > 0 ? chunk_at(0) : 0;
+    const RowsView &of_group = at.is_reverse ? p.C : p.B, &of_unit = at.is_reverse ? p.grad_out : p.x;
+    const int first = at.chunks > 0 ? at.chunk_at(0) : 0;
     RowCopier<dstate, kCopyingThreads> copy_of_group(at.template rows<Scalar>(of_group, at.group, first), of_group.stride_step,
                                                      p.dstate, thread);
     const auto copier_of_unit = [&](const Unit& unit) {
@@ -82,11 +108,11 @@ struct BwdStates {
     RowCopier<kUnitRows, kCopyingThreads> copy_of_units[kUnits] = {copier_of_unit(unit_at(0)), copier_of_unit(unit_at(1))};
     supply_copies<kStages - 2>(at.chunks, kStages, ring, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stages[stage];
-      const int steps = at.steps_of(chunk_at(position));
-      copy_of_group.copy(target.of_group, steps, of_group.stride_step, is_reverse);
+      const int steps = at.steps_of(at.chunk_at(position));
+      copy_of_group.copy(target.of_group, steps, of_group.stride_step, at.is_reverse);
 #pragma unroll
       for (int index = 0; index < kUnits; ++index)
-        copy_of_units[index].copy(target.of_unit[index], steps, of_unit.stride_step, is_reverse);
+        copy_of_units[index].copy(target.of_unit[index], steps, of_unit.stride_step, at.is_reverse);
     });
   }
 
@@ -96,10 +122,15 @@ struct BwdStates {
     const Lane lane;
     const PairsOfTile pairs(lane);
     State<dstate> state;
-    state.load(p, states_of(p, is_reverse ? p.grad_final_states : p.initial_states, at.entry), unit, lane);
-    const int64_t slot_of_sequence = first_slot(p, at.entry);
-    auto* const tiles = static_cast<Tile<dstate>*>(is_reverse ? p.grad_states : p.states) + unit.head * partition.row_blocks +
-                        unit.first_row / kUnitRows;
+    if constexpr (states_only) {
+      state.clear();
+    } else {
+      begin(state, unit, index, lane);
+    }
+    float decay_of_piece = 1;
+    const int64_t first_target = first_slot(p, at.entry) + at.first_chunk;
+    auto* const tiles = static_cast<Tile<dstate>*>(at.is_reverse ? p.grad_states : p.states) +
+                        unit.head * partition.row_blocks + unit.first_row / kUnitRows;
     const bool starts_copies = threadIdx.x % kUnitThreads == 0 && unit.is_there;
 
     RingPosition ring;
@@ -108,10 +139,10 @@ struct BwdStates {
       shared.full[ring.stage].wait(ring.phase);
       Stage& stage = shared.stages[ring.stage];
       const ChunkTables& tables = shared.tables[ring.stage][index];
-      const float (&weights)[kChunk] = is_reverse ? tables.from_start : tables.to_end;
+      const float (&weights)[kChunk] = at.is_reverse ? tables.from_start : tables.to_end;
 
       Tile<dstate>& rounded = shared.rounded[index][position % 2];
-      state.template round<Scalar>(rounded, pairs);
+      if constexpr (!states_only) state.template round<Scalar>(rounded, pairs);
       uint32_t weighed[kStepGroups][4], rest[kStepGroups][4];
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
@@ -119,6 +150,7 @@ struct BwdStates {
         cuda::load_matrices_transposed(x, stage.of_unit[index].columns_first(16 * j, 2 * lane.warp, lane.index));
         weigh_inputs<Scalar>(x, weights, j, lane, weighed[j], rest[j]);
       }
+      if constexpr (states_only) add_decay(p, decay_of_piece, tables);
       state.decay(tables.whole);
       const uint64_t rows = describe(stage.of_group);
       cuda::fence_products();
@@ -130,31 +162,51 @@ struct BwdStates {
       for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
       cuda::commit_products();
 
-      // The tile of the chunk before has been read, so that the next may be written over it.
-      cuda::wait_for_bulk_reads<0>();
-      cuda::publish_to_products();
-      cuda::barrier_sync(1 + index, kUnitThreads);
-      const int64_t target = slot_of_sequence + chunk_at(position);
-      cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded), starts_copies);
+      if constexpr (!states_only) {
+        // The tile of the chunk before has been read, so that the next may be written over it.
+        cuda::wait_for_bulk_reads<0>();
+        cuda::publish_to_products();
+        cuda::barrier_sync(1 + index, kUnitThreads);
+        const int64_t target = first_target + at.chunk_at(position);
+        cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded), starts_copies);
+      }
       cuda::wait_for_products<0>(state.values);
       shared.empty[ring.stage].arrive_as_warp();
       ring.advance(kStages);
     }
-    if (is_reverse && p.grad_initial_states != nullptr) {
-      state.store(p, states_of(p, p.grad_initial_states, at.entry), unit, lane);
+    if constexpr (states_only) {
+      effects().leave(state, decay_of_piece, place_of(blockIdx.x, index));
+    } else {
+      const bool is_last = at.index + 1 == p.pieces;
+      if (at.is_reverse && is_last && p.grad_initial_states != nullptr) {
+        state.store(p, states_of(p, p.grad_initial_states, at.entry), unit, lane);
+      }
+      cuda::wait_for_bulk_reads<0>();
     }
-    cuda::wait_for_bulk_reads<0>();
   }
+
+ private:
+  // The state with which the piece begins.
+  __device__ __forceinline__ void begin(State<dstate>& state, const Unit& unit, int index, const Lane& lane) const {
+    state.load(p, states_of(p, at.is_reverse ? p.grad_final_states : p.initial_states, at.entry), unit, lane);
+    const int blocks = static_cast<int>(partition.walks) * kDirections;  // from one piece of a walk to the next
+    const int block = static_cast<int>(blockIdx.x);
+    effects().fold_into(state, place_of(block - at.index * blocks, index), place_of(block, index), place_of(blocks, 0));
+  }
+
+  __device__ __forceinline__ PieceEffects<dstate> effects() const { return {p.piece_states, p.piece_decays}; }
+  // Where it lies what a block's piece does to the state of a unit.
+  static __device__ __forceinline__ int place_of(int block, int index) { return block * kUnits + index; }
 };
 
-template <typename Scalar, int dstate>
+template <typename Scalar, int dstate, bool states_only>
 __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
     ssd_bwd_states_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ Partition partition) {
 #if SSM_KERNELS_HAS_WGMMA
-  using States = BwdStates<Scalar, dstate>;
+  using States = BwdStates<Scalar, dstate, states_only>;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename States::Shared>(unaligned_memory);
-  States states{p, partition, shared, Place(p, partition, blockIdx.x / 2), blockIdx.x % 2 != 0};
+  States states{p, partition, shared, DirectedPiece(p, partition)};
   if (threadIdx.x < States::kStages) {
     shared.full[threadIdx.x].init(States::kCopyingWarps + kUnits);
     shared.empty[threadIdx.x].init(kUnits * kUnitWarps);
@@ -167,6 +219,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
     states.move();
   } else {
     cuda::take_registers<208>();
+    if constexpr (!states_only) cuda::wait_for_kernel_before();
     states.multiply(warpgroup);
   }
 #endif

@@ -15,7 +15,8 @@ constexpr int kUnitRows = 64;  // of a head's state, at most, that four warps ca
 
 constexpr int kRowElements = 8;  // rows are moved in pieces of as many
 
-constexpr int kUnits = 2;  // of a block
+constexpr int kUnits = 2;       // of a block
+constexpr int kDirections = 2;  // in time, of backward's walks
 constexpr int64_t kMaxKernelDstate = 128;
 
 // The kernels' dstate for that many states; what is over is zero.

@@ -181,6 +181,33 @@ struct State {
   }
 };
 
+// What pieces of walks do to the state of a unit, each piece at a place of its own: the state after it, begun with zero, in the
+// order of its threads' registers, and its decay.
+template <int dstate>
+struct PieceEffects {
+  float *states, *decays;
+
+  __device__ __forceinline__ float* registers_of(int place) const { return states + place * (kUnitRows * dstate); }
+
+  // By the threads of the unit.
+  __device__ __forceinline__ void leave(const State<dstate>& after_zero, float decay, int place) const {
+    after_zero.store_registers(registers_of(place));
+    if (threadIdx.x % kUnitThreads == 0) decays[place] = decay;
+  }
+
+  // Takes a state through the pieces at each `stride`-th place from the first on, up to `end`, in that order.
+  __device__ __forceinline__ void fold_into(State<dstate>& state, int first, int end, int stride) const {
+#pragma unroll 1
+    for (int place = first; place < end; place += stride) {
+      const float decay = __ldcg(decays + place);
+      state.read_registers(registers_of(place), [&](float (&values)[4], const float (&stored)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = decay == kBegun ? stored[i] : fmaf(decay, values[i], stored[i]);
+      });
+    }
+  }
+};
+
 // Of the warp's rows of a matrix whose rows are steps in that order, the eight steps of one half.
 template <typename Order>
 __device__ __forceinline__ int block_of(const Lane& lane, int half) {

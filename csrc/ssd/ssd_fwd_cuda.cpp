@@ -68,8 +68,8 @@ Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs
   return result;
 }
 
-// For the kernels of compute capability 9.0.
-void describe_out(const at::Tensor& out, SsdFwdParams& params) {
+// For the kernels of compute capability 9.0: ssd_tile_out.cuh.
+void describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
   if (out.numel() == 0 || cuda::compute_capability_major(out.get_device()) != 9) return;
   const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
   C10_CUDA_CHECK(cuda::describe_tensor(params.out_map, out.data_ptr(), {size(3), size(2), size(1), size(0)},
@@ -91,7 +91,7 @@ void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::
   const at::Tensor gate = is_present(z) ? as_rows(*z) : at::Tensor();
   if (gate.defined()) params.z = const_rows_view(gate);
   params.out = rows_view(out);
-  describe_out(out, params);
+  describe_tiles(out, params);
   params.final_states = final_states.data_ptr<float>();
 
   int max_shared_bytes = 0;

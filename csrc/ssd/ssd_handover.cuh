@@ -25,20 +25,13 @@ class Handover {
     if (!pieces.is_long(walk)) {
       const int cut = cut_of(static_cast<int>(blockIdx.x) - 1);
       cuda::wait_for_flag(runs_.ready + cut);
-      state.read_registers(registers_of(cut), [](float (&values)[4], const float (&stored)[4]) {
+      state.read_registers(effects().registers_of(cut), [](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = stored[i];
       });
       return;
     }
-#pragma unroll 1
-    for (int run = pieces.run_of(walk.first); run < static_cast<int>(blockIdx.x); ++run) {
-      const float decay = __ldcg(runs_.decays + cut_of(run));
-      state.read_registers(registers_of(cut_of(run)), [&](float (&values)[4], const float (&stored)[4]) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) values[i] = decay == kBegun ? stored[i] : fmaf(decay, values[i], stored[i]);
-      });
-    }
+    effects().fold_into(state, cut_of(pieces.run_of(walk.first)), cut_of(blockIdx.x), kUnits);
   }
 
   // Hands on the state after the piece.
@@ -49,7 +42,7 @@ class Handover {
       state.store(p_, states_of(p_, p_.final_states, at.entry), Unit(p_, runs_, at, index_), lane);
     } else if (!pieces.is_long(walk)) {
       const int cut = cut_of(blockIdx.x);
-      state.store_registers(registers_of(cut));
+      state.store_registers(effects().registers_of(cut));
       cuda::barrier_sync(1 + index_, kUnitThreads);
       if (threadIdx.x % kUnitThreads == 0) cuda::raise_flag(runs_.ready + cut);
     }
@@ -57,14 +50,12 @@ class Handover {
 
   // What the piece does to a state.
   __device__ __forceinline__ void leave(const State<dstate>& after_zero, float decay) const {
-    const int cut = cut_of(blockIdx.x);
-    after_zero.store_registers(registers_of(cut));
-    if (threadIdx.x % kUnitThreads == 0) runs_.decays[cut] = decay;
+    effects().leave(after_zero, decay, cut_of(blockIdx.x));
   }
 
  private:
   __device__ __forceinline__ int cut_of(int run) const { return run * kUnits + index_; }
-  __device__ __forceinline__ float* registers_of(int cut) const { return runs_.states + cut * (kUnitRows * dstate); }
+  __device__ __forceinline__ PieceEffects<dstate> effects() const { return {runs_.states, runs_.decays}; }
 
   const SsdFwdParams& p_;
   const Runs& runs_;

@@ -13,9 +13,7 @@ template <typename Scalar, typename Order>
 class TileOut {
  public:
   __device__ __forceinline__ TileOut(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
-      : p_(p), rounder_(p, unit, lane), at_(at), unit_(unit) {
-    sends_ = unit.is_there && threadIdx.x % kUnitThreads == 0;
-  }
+      : p_(p), rounder_(p, unit, lane), at_(at), unit_(unit) {}
 
   __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
                                         Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane) const {
@@ -23,23 +21,24 @@ class TileOut {
     cuda::publish_to_products();
   }
 
-  // All of a chunk's steps, or those that the tensor has.
+  // What the tensor does not have is not written.
   __device__ __forceinline__ void send(const Tile<kUnitRows>& tile, int chunk) const {
     cuda::tensor_store(p_.out_map, unit_.first_row, unit_.head, static_cast<int>(at_.start) + chunk * kChunk,
-                       static_cast<int>(at_.batch), &tile, sends_);
+                       static_cast<int>(at_.batch), &tile, unit_.is_there && thread() == 0);
   }
-  // Of the last chunk of a packed sequence the steps of the next are not to be written.
+  // Of the last chunk of a packed sequence, the steps that follow are the next one's: its own are stored.
   __device__ __forceinline__ void send_last(Tile<kUnitRows>& tile) const {
     const int chunk = at_.chunks - 1, steps = at_.steps_of(chunk);
-    if (steps == kChunk || p_.cu_seqlens == nullptr) {
-      if (steps > 0) send(tile, chunk);
+    if (!unit_.is_there || steps <= 0) return;
+    if (p_.cu_seqlens == nullptr || steps == kChunk) {
+      send(tile, chunk);
       return;
     }
     constexpr int kPieces = Tile<kUnitRows>::kPieces;
     Scalar* const target = at_.template rows<Scalar>(p_.out, unit_.head, chunk) + unit_.first_row;
-    for (int i = threadIdx.x % kUnitThreads; i < steps * kPieces; i += kUnitThreads) {
+    for (int i = thread(); i < steps * kPieces; i += kUnitThreads) {
       const int row = i / kPieces, piece = i % kPieces, column = piece * Tile<kUnitRows>::kPieceElements;
-      if (unit_.is_there && column < unit_.rows) {
+      if (column < unit_.rows) {
         __stcg(reinterpret_cast<uint4*>(target + row * p_.out.stride_step + column), *tile.piece(row, piece));
       }
     }
@@ -47,11 +46,12 @@ class TileOut {
   static __device__ __forceinline__ void wait_for_sent() { cuda::wait_for_bulk_reads<0>(); }
 
  private:
+  static __device__ __forceinline__ int thread() { return threadIdx.x % kUnitThreads; }
+
   const SsdFwdParams& p_;
   OutRounder<Scalar, Order> rounder_;
   const Place& at_;
   const Unit& unit_;
-  bool sends_;
 };
 
 }  // namespace ssm_kernels::ssd
