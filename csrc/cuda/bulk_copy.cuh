@@ -33,8 +33,8 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
 #endif
 }
 
-// The same for a tile of a tensor, at these coordinates, from the innermost dimension on. Of the tile what lies outside of the
-// tensor is not written.
+// The same for a tile of a tensor, at these coordinates, from the innermost dimension on. In shared memory it begins at a
+// multiple of 1024 bytes. What of it lies outside of the tensor is not written.
 __device__ __forceinline__ void tensor_store(const TensorMap& map, int first, int second, int third, int fourth,
                                              const void* shared, bool starts) {
 #if __CUDA_ARCH__ >= 900

@@ -2,7 +2,7 @@
 // 9.0): its last blocks, and what the device does between two kernels, cost no time then.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstdint>
 

@@ -7,22 +7,12 @@ namespace ssm_kernels::cuda {
 
 class SharedBarrier {
  public:
-  // By one thread, before all threads of the block meet; that many arrivals make a phase.
-  __device__ __forceinline__ void init(int arrivals) {
-    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(arrivals) : "memory");
+  // By one thread, before all threads of the block meet; `threads` arrivals make a phase.
+  __device__ __forceinline__ void init(int threads) {
+    asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(threads) : "memory");
   }
   __device__ __forceinline__ void arrive() {
     asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(address()) : "memory");
-  }
-  // One arrival for a whole warp: those of 32 threads would be taken one after another. Without a branch, which products under
-  // way would wait for.
-  __device__ __forceinline__ void arrive_as_warp() {
-    __syncwarp();
-    asm volatile(
-        "{\n.reg .b64 phase;\n.reg .pred arrives;\nsetp.eq.u32 arrives, %1, 0;\n"
-        "@arrives mbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(address()),
-        "r"(threadIdx.x % 32)
-        : "memory");
   }
   // The phase then also waits for that many bytes of bulk loads.
   __device__ __forceinline__ void arrive_expecting(int bytes) {
@@ -34,13 +24,14 @@ class SharedBarrier {
   // Until the phase of that number is over; it is the one under way, or the one before. Where the device can, the thread sleeps
   // meanwhile: looking again and again takes the other warps' issue slots.
   __device__ __forceinline__ void wait(int phase) {
-    // With how long to sleep at most, in nanoseconds.
 #if __CUDA_ARCH__ >= 900
-#define SSM_BARRIER_WAIT "mbarrier.try_wait.parity.shared.b64 over, [%0], %1, 10000000;"
+#define SSM_BARRIER_WAIT "mbarrier.try_wait"
 #else
-#define SSM_BARRIER_WAIT "mbarrier.test_wait.parity.shared.b64 over, [%0], %1;"
+#define SSM_BARRIER_WAIT "mbarrier.test_wait"
 #endif
-    asm volatile("{\n.reg .pred over;\nagain:\n" SSM_BARRIER_WAIT "\n@!over bra again;\n}" ::"r"(address()), "r"(phase & 1)
+    asm volatile("{\n.reg .pred over;\nagain:\n" SSM_BARRIER_WAIT
+                 ".parity.shared.b64 over, [%0], %1;\n@!over bra again;\n}" ::"r"(address()),
+                 "r"(phase & 1)
                  : "memory");
 #undef SSM_BARRIER_WAIT
   }

@@ -35,8 +35,11 @@ inline cudaError_t describe_tensor(TensorMap& map, void* data, const uint64_t (&
   constexpr uint64_t kElementBytes = 2;
   constexpr cuuint32_t kNeighbors[4] = {1, 1, 1, 1};
   cuuint64_t byte_strides[3];
-  // A stride that nothing is reached by may be anything.
-  for (int i = 0; i < 3; ++i) byte_strides[i] = sizes[i + 1] == 1 ? 16 : static_cast<uint64_t>(strides[i]) * kElementBytes;
+  for (int i = 0; i < 3; ++i) {
+    // By one that nothing is reached by, a tensor may say anything.
+    const uint64_t contiguous = i == 0 ? sizes[0] * kElementBytes : byte_strides[i - 1] * sizes[i];
+    byte_strides[i] = sizes[i + 1] == 1 ? contiguous : static_cast<uint64_t>(strides[i]) * kElementBytes;
+  }
   const cuuint64_t all_sizes[4] = {sizes[0], sizes[1], sizes[2], sizes[3]};
   const CUresult result = encode(&map, CU_TENSOR_MAP_DATA_TYPE_UINT16, 4, data, all_sizes, byte_strides, tile, kNeighbors,
                                  CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_NONE,

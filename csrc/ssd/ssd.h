@@ -53,7 +53,7 @@ struct SsdBwdParams : SsdParams {
 
 struct SsdFwdParams : SsdParams {
   RowsView out;
-  cuda::TensorMap out_map;        // its tiles, where the device copies such: ssd_tile_out.cuh
+  cuda::TensorMap out_map = {};   // its tiles, where the device copies such: ssd_tile_out.cuh
   float* final_states = nullptr;  // (batch, heads, headdim, dstate)
 };
 

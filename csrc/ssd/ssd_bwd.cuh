@@ -22,6 +22,9 @@
 // of fp32, and so are the differences; after a step that leaves less of them than they are exact to, it is zero.
 #pragma once
 
+#include <type_traits>
+
+#include "cuda/dependent_launch.cuh"
 #include "ssd/ssd_bwd_chunks.cuh"
 #include "ssd/ssd_bwd_gate.cuh"
 

@@ -184,7 +184,7 @@ struct BwdChunks {
       const float of_row = sum_over_row(of_rows, lane);
       (lane.pair < 2 ? sums.read_state : sums.grad_state)[half][lane.row + lane.pair % 2 * 8] = of_row;
 
-      shared.empty[ring.stage].arrive_as_warp();
+      shared.empty[ring.stage].arrive();
       ring.advance(kStages);
       walk.advance(row_blocks());
     }
@@ -458,7 +458,7 @@ struct BwdChunks {
       const float states = inner_product<Scalar>(tiles.S, tiles.T, lane);
       if (lane.index == 0) shared.sums[ring.stage].states = states;
       if (p.grad_D_parts != nullptr) write_grad_D(walk, tiles, lane);
-      shared.empty[ring.stage].arrive_as_warp();
+      shared.empty[ring.stage].arrive();
       ring.advance(kStages);
       walk.advance(row_blocks());
     }
@@ -474,7 +474,7 @@ struct BwdChunks {
       const Tables& tables = shared.tables[ring.stage];
       add_step_gradients(tables.steps, shared.sums[ring.stage], lane, grads);
       if (walk.is_last_of_head(row_blocks())) write_step_gradients<Scalar>(p, at, steps, slot, walk.head, tables, lane, grads);
-      shared.tables_empty[ring.stage].arrive_as_warp();
+      shared.tables_empty[ring.stage].arrive();
       ring.advance(kStages);
       walk.advance(row_blocks());
     }
@@ -549,9 +549,9 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitT
   const int steps = at.steps_of(0);
   const Chunks chunks{p, shared, at, group, slot, first_head, heads * partition.row_blocks, steps};
   if (threadIdx.x < Chunks::kStages) {
-    shared.full[threadIdx.x].init(2 + 1);
-    shared.empty[threadIdx.x].init(kHalves * kUnitWarps + 1);
-    shared.tables_empty[threadIdx.x].init(1);
+    shared.full[threadIdx.x].init(2 * kWarpSize + 1);
+    shared.empty[threadIdx.x].init(Chunks::kMultiplyingThreads + kWarpSize);
+    shared.tables_empty[threadIdx.x].init(kWarpSize);
     // Bulk loads arrive there too.
     cuda::publish_to_products();
   }

@@ -171,13 +171,14 @@ class Backward {
   }
 
   // Cuts walks where there are fewer than the device has room for. A piece takes about as long for each before it as for a
-  // chunk of its own: more pieces than each has chunks would take longer again. Of packed sequences, whose lengths the host
-  // does not ask for, each might be almost all. Returns the workspace.
+  // chunk of its own: more pieces than each has chunks would take longer again, and those of a few chunks as long as what they
+  // spare. Of packed sequences, whose lengths the host does not ask for, each might be almost all. Returns the workspace.
   at::Tensor cut_along_time() {
+    constexpr int64_t kLeastChunks = 4;
     const int64_t blocks = std::max<int64_t>(1, kDirections * partition_.walks);
     const int64_t room = cuda::multiprocessor_count(inputs_.x.get_device()) / blocks;
     int64_t pieces = std::max<int64_t>(1, room);
-    while (pieces > 1 && pieces * pieces > partition_.chunks) --pieces;
+    while (pieces > 1 && pieces * std::max(kLeastChunks, pieces) > partition_.chunks) --pieces;
     params_.pieces = static_cast<int>(pieces);
     if (pieces == 1) return {};
     const int64_t places = (pieces - 1) * blocks * kUnits, elements = kUnitRows * image_columns(params_.dstate);

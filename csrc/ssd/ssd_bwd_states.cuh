@@ -171,7 +171,7 @@ struct BwdStates {
         cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded), starts_copies);
       }
       cuda::wait_for_products<0>(state.values);
-      shared.empty[ring.stage].arrive_as_warp();
+      shared.empty[ring.stage].arrive();
       ring.advance(kStages);
     }
     if constexpr (states_only) {
@@ -208,8 +208,8 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitTh
   auto& shared = align_shared<typename States::Shared>(unaligned_memory);
   States states{p, partition, shared, DirectedPiece(p, partition)};
   if (threadIdx.x < States::kStages) {
-    shared.full[threadIdx.x].init(States::kCopyingWarps + kUnits);
-    shared.empty[threadIdx.x].init(kUnits * kUnitWarps);
+    shared.full[threadIdx.x].init(States::kCopyingThreads + kUnits * kWarpSize);
+    shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();
   cuda::let_next_kernel_begin();

@@ -230,9 +230,9 @@ __device__ __forceinline__ void clear_left_of_diagonal(Tile<kChunk>& products, c
   }
 }
 
-// Weighs this warp's rows of (B C^T)^T, which makes M^T of them, in shared memory. What that takes of the tables is read when
-// it is made.
-template <typename Scalar, typename Order, bool may_begin>
+// Weighs this warp's rows of (B C^T)^T, which makes M^T of them, in shared memory. What all warps take of the tables is read
+// when it is made; what is left, when registers are there.
+template <typename Scalar, typename Order, bool has_resets>
 class PairWeights {
  public:
   __device__ __forceinline__ PairWeights(const ChunkTables& tables, const Lane& lane) : tables_(tables), lane_(lane) {
@@ -304,7 +304,7 @@ class PairWeights {
     // After i, the column, or of an earlier sequence: it may be anything then, also no number.
     if (is_on_diagonal && lane_.quad > 2 * lane_.pair) weighed[0] = 0;
     if (is_on_diagonal && lane_.quad > 2 * lane_.pair + 1) weighed[1] = 0;
-    if constexpr (may_begin) {
+    if constexpr (has_resets) {
       const int2 first = of_columns<int2>(tables_.first, n);
       const int row = step_of<Order>(lane_, half);
       if (row < first.x) weighed[0] = 0;

@@ -38,7 +38,7 @@ template <typename Scalar, int dstate, bool states_only>
 int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {
   const bool has_gate = !states_only && params.z.data != nullptr;
   const auto wgmma_kernel = params.resets != nullptr ? ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, true>
-                                                     : ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, false>;
+                                                     : ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, states_only>;
   constexpr int kWgmmaThreads = WgmmaFwd<Scalar, dstate, states_only, true>::kThreads;
   if (runs.may_use_wgmma && cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
     return launch_staged<WgmmaShared<dstate, states_only>>(wgmma_kernel, kWgmmaThreads, has_gate, params, runs,

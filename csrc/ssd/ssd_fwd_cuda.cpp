@@ -68,12 +68,15 @@ Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs
   return result;
 }
 
-// For the kernels of compute capability 9.0: ssd_tile_out.cuh.
-void describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
-  if (out.numel() == 0 || cuda::compute_capability_major(out.get_device()) != 9) return;
+// For the kernels of compute capability 9.0: ssd_tile_out.cuh. Whether that may be.
+bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
+  // A tile's first step is a number of 32 bits.
+  if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  if (out.numel() == 0) return true;
+  if (cuda::compute_capability_major(out.get_device()) != 9) return false;
   const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
-  C10_CUDA_CHECK(cuda::describe_tensor(params.out_map, out.data_ptr(), {size(3), size(2), size(1), size(0)},
-                                       {out.stride(2), out.stride(1), out.stride(0)}, {kUnitRows, 1, kChunk, 1}));
+  return cuda::describe_tensor(params.out_map, out.data_ptr(), {size(3), size(2), size(1), size(0)},
+                               {out.stride(2), out.stride(1), out.stride(0)}, {kUnitRows, 1, kChunk, 1}) == cudaSuccess;
 }
 
 }  // namespace
@@ -83,15 +86,13 @@ void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::
   SsdFwdParams params;
   inputs.fill(params);
   Runs runs{inputs.partition()};
-  // Which numbers a tensor's tiles in 32 bits.
-  runs.may_use_wgmma = may_use_wgmma && params.seqlen <= std::numeric_limits<int32_t>::max() - kChunk;
   if (runs.walks == 0) return;
   const Workspace workspace = cut(inputs, params, runs);
 
   const at::Tensor gate = is_present(z) ? as_rows(*z) : at::Tensor();
   if (gate.defined()) params.z = const_rows_view(gate);
   params.out = rows_view(out);
-  describe_tiles(out, params);
+  runs.may_use_wgmma = may_use_wgmma && describe_tiles(out, params);
   params.final_states = final_states.data_ptr<float>();
 
   int max_shared_bytes = 0;

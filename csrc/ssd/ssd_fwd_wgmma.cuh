@@ -4,10 +4,15 @@
 // A block has a warpgroup for each of its two units, and one more that moves data: two of its warps copy the chunks ahead to
 // shared memory, and one makes the tables of their decays for each unit (ssd_supply.cuh). Where only states are to be found it
 // has two such warpgroups, whose warps take turns in making a unit's tables. A unit's products overlap with its
-// other work: while S C^T runs, M^T is weighed; while S is updated, out is written.
+// other work: while S C^T runs, M^T is weighed; while S is updated, out is rounded.
 //
-// All products of a chunk read registers that were made before the first of them begins: the compiler waits for products under
-// way where it cannot tell that registers are none of theirs, and before branches.
+// Of the steps that products sum over, the rows of B, x and M^T, tiles have those of both ends together (FromBothEnds), so that
+// no warp has more of M^T to weigh than another. What is read of shared memory before a product ends is read before it begins:
+// loads after products wait for them. out leaves by way of shared memory, as copies of whole tiles (ssd_tile_out.cuh), a
+// chunk's while the next is under way.
+//
+// Products read registers that were made before any product under way began: the compiler waits for these where it cannot tell
+// that registers are none of theirs, and before branches that it takes for divergent.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -58,12 +63,13 @@ struct WgmmaShared : std::conditional_t<states_only, StatesOnlyShared<dstate>, S
   }
 };
 
-template <typename Scalar, int dstate, bool states_only, bool may_begin>
+template <typename Scalar, int dstate, bool states_only, bool has_resets>
 struct WgmmaFwd {
   // Warpgroups that move data: where only states are to be found, units are soon done with a chunk.
   static constexpr int kMovers = states_only ? 2 : 1, kThreads = (kUnits + kMovers) * kUnitThreads;
   static constexpr int kCopyingWarps = 2 * kMovers, kCopyingThreads = kCopyingWarps * kWarpSize;
   static_assert(kCopyingWarps + kMovers * kUnits == kMovers * kUnitWarps, "the others make tables, for one unit each");
+  static_assert(has_resets || !states_only, "one kernel finds states");
   static constexpr int kTablesAtOnce = states_only ? 2 : 1;
 
   using Shared = WgmmaShared<dstate, states_only>;
@@ -120,7 +126,6 @@ struct WgmmaFwd {
     // Opaque: what follows from it is found anew for each piece.
     int thread = threadIdx.x - kUnits * kUnitThreads;
     asm volatile("" : "+r"(thread));
-    const auto unit_at = [&](int index) { return Unit(p, runs, at, index); };
     const auto of_group = [&](const RowsView& view, auto order) {
       return RowCopier<dstate, kCopyingThreads, decltype(order)>(at.template rows<Scalar>(view, at.group, 0), view.stride_step,
                                                                  p.dstate, thread);
@@ -179,8 +184,8 @@ struct WgmmaFwd {
         uint32_t s[kStateGroups][4];
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
-        // Before the products: loads after them would wait for them.
-        const PairWeights<Scalar, Order, may_begin> weights(tables, lane);
+        // Most of what weighing takes of the tables is loaded before the products: loads after them wait for them.
+        const PairWeights<Scalar, Order, has_resets> weights(tables, lane);
         cuda::fence_products();
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) {
@@ -226,7 +231,8 @@ struct WgmmaFwd {
       cuda::fence_products();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(B_rows, j), j > 0 || !(may_begin && tables.has_begun));
+        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(B_rows, j),
+                                     j > 0 || !(has_resets && has_begun(p, tables)));
       }
       cuda::commit_products();
 
@@ -235,7 +241,7 @@ struct WgmmaFwd {
         out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane);
       }
       cuda::wait_for_products<0>(state.values);
-      shared.empty[ring.stage].arrive_as_warp();
+      shared.empty[ring.stage].arrive();
       ring.advance(runs.stages);
     }
     if constexpr (!states_only) {
@@ -246,14 +252,14 @@ struct WgmmaFwd {
   }
 };
 
-// may_begin: whether sequences may begin inside chunks.
-template <typename Scalar, int dstate, bool states_only, bool may_begin>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? WgmmaFwd<Scalar, dstate, states_only, may_begin>::kThreads
+// has_resets: whether p.resets may be there. Where only states are found that costs too little for two kernels.
+template <typename Scalar, int dstate, bool states_only, bool has_resets>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? WgmmaFwd<Scalar, dstate, states_only, has_resets>::kThreads
                                                         : kWarpSize,
                                   1)
     ssd_fwd_wgmma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = WgmmaFwd<Scalar, dstate, states_only, may_begin>;
+  using Fwd = WgmmaFwd<Scalar, dstate, states_only, has_resets>;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
   Fwd fwd(p, runs, reinterpret_cast<unsigned char*>(&shared));
@@ -261,8 +267,8 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? WgmmaFwd<Scalar, dstat
   // By a shuffle the compiler sees that it is the same for all lanes.
   const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
   if (threadIdx.x < runs.stages) {
-    fwd.shared.full[threadIdx.x].init(Fwd::kCopyingWarps + kUnits);
-    fwd.shared.empty[threadIdx.x].init(kUnits * kUnitWarps);
+    fwd.shared.full[threadIdx.x].init(Fwd::kCopyingThreads + kUnits * kWarpSize);
+    fwd.shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
   __syncthreads();
   if (warpgroup >= kUnits) {

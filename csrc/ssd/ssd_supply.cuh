@@ -45,7 +45,7 @@ __device__ __forceinline__ void supply_copies(int positions, int stages, RingPos
   const auto hand_over = [&](int positions_ago) {
     const int stage = at.stage - positions_ago;
     cuda::publish_to_products();
-    full[stage < 0 ? stage + stages : stage].arrive_as_warp();
+    full[stage < 0 ? stage + stages : stage].arrive();
   };
 #pragma unroll 1
   for (int position = 0; position < positions; ++position) {
@@ -98,7 +98,7 @@ __device__ __forceinline__ void supply_tables(int positions, Share<warps> share,
         if (k > 0 && position >= positions) return;
         if (own.phase > 0) empty[own.stage].wait(own.phase - 1);
         store(own.stage, fetched[i + k], made, k);
-        full[own.stage].arrive_as_warp();
+        full[own.stage].arrive();
         if (next < positions) fetch(next, fetched[i + k]);
         if constexpr (warps == 1) {
           own.advance(stages);

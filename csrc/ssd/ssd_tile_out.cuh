@@ -7,8 +7,9 @@
 
 namespace ssm_kernels::ssd {
 
-// By all threads of a unit, for each chunk of a piece: write(), then a barrier of the unit, then send(), or send_last() where
-// no products are under way; before the next write() wait_for_sent() and a barrier. At the end of the kernel wait_for_sent().
+// By all threads of a unit, for each chunk of a piece: write(), then a barrier of the unit, then send(), or for the piece's
+// last chunk send_last(), with no products under way; before the next write() wait_for_sent() and a barrier. At the end of the
+// kernel wait_for_sent().
 template <typename Scalar, typename Order>
 class TileOut {
  public:
@@ -21,7 +22,7 @@ class TileOut {
     cuda::publish_to_products();
   }
 
-  // What the tensor does not have is not written.
+  // What the tensor does not have of the tile is not written.
   __device__ __forceinline__ void send(const Tile<kUnitRows>& tile, int chunk) const {
     cuda::tensor_store(p_.out_map, unit_.first_row, unit_.head, static_cast<int>(at_.start) + chunk * kChunk,
                        static_cast<int>(at_.batch), &tile, unit_.is_there && thread() == 0);
@@ -29,7 +30,7 @@ class TileOut {
   // Of the last chunk of a packed sequence, the steps that follow are the next one's: its own are stored.
   __device__ __forceinline__ void send_last(Tile<kUnitRows>& tile) const {
     const int chunk = at_.chunks - 1, steps = at_.steps_of(chunk);
-    if (!unit_.is_there || steps <= 0) return;
+    if (!unit_.is_there || chunk < 0 || steps <= 0) return;
     if (p_.cu_seqlens == nullptr || steps == kChunk) {
       send(tile, chunk);
       return;
