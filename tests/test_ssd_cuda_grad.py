@@ -172,7 +172,7 @@ def test_what_follows_a_reset_has_no_part_in_it():
 
 # ----- walks cut along time
 
-# Few heads and many chunks: six pieces of four chunks.
+# Few heads and many chunks: four pieces of six.
 CUT = {"batch": 1, "heads": 2, "groups": 1, "seqlen": 64 * 23 + 5}
 # Sequences of no chunks, of fewer than there are pieces, and of more.
 CUT_PACKING = (0, 0, 579, 579, 580, 768, 1477, 1477)
