@@ -2,8 +2,9 @@
 
     python scripts/sanitizer_cases.py [operator ...]
 
-The inputs are made on the CPU and copied over whole, so that no kernel but the package's own runs and whatever the sanitizer
-reports is theirs. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own, and a step past its end shows.
+The inputs are made on the CPU and copied over whole, so that whatever the sanitizer reports is of the package's own kernels, or
+of those of PyTorch's that they are called with. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own,
+and a step past its end shows.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from helpers import (
     move,
     move_all,
     scan_with_state,
+    uninitialized_memory_is_nan,
     with_gradients,
 )
 from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
@@ -267,15 +269,6 @@ def ssd_case(name: str, **options: Any) -> tuple[str, Inputs]:
     return f"{name} {options}", ssd_helpers.make_inputs(**(sizes | options))
 
 
-@contextmanager
-def new_memory_is_nan(enabled: bool) -> Iterator[None]:
-    """initcheck does not see what copies of whole tiles (cp.async.bulk.tensor) write. Memory that was filled is written to it;
-    what a kernel leaves of it, or reads before it is written, the comparison shows."""
-    torch.use_deterministic_algorithms(enabled)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool = False) -> str | None:
     torch.ops.ssm_kernels._prefer_ssd_products(products)
     cotangents = ssd_helpers.make_cotangents(inputs) if gradients else None
@@ -285,7 +278,9 @@ def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool = False)
         return ssd_helpers.evaluate(ssd_helpers.scan, moved, cotangents and tuple(move(x, device) for x in cotangents))
 
     expected = evaluate("cpu")
-    with new_memory_is_nan(products == "wgmma"):
+    # initcheck does not see what copies of whole tiles (cp.async.bulk.tensor) write, but memory that was filled counts as
+    # written. What a kernel leaves of it, or reads before it is written, the comparison shows.
+    with uninitialized_memory_is_nan() if products == "wgmma" else nullcontext():
         actual = evaluate("cuda")
     return difference_between(f"{products}, {name}", actual, expected, in_16_bits=True)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import helpers
 import pytest
 import torch
 import torch._inductor.utils
@@ -101,11 +102,8 @@ def two_threads():
 
 @pytest.fixture
 def uninitialized_memory_is_nan():
-    """So that a gradient nobody wrote is not zero by luck."""
-    torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(False)
+    with helpers.uninitialized_memory_is_nan():
+        yield
 
 
 @pytest.fixture

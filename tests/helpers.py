@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -224,6 +225,17 @@ def move(tensor: Tensor, device: str) -> Tensor:
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     memory = tensor.as_strided((elements,), (1,), 0).to(device, copy=True)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+
+
+@contextmanager
+def uninitialized_memory_is_nan() -> Iterator[None]:
+    """What nobody wrote is not zero by luck."""
+    torch.use_deterministic_algorithms(True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def move_all(inputs: dict[str, Any], device: str) -> dict[str, Any]:

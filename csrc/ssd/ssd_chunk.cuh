@@ -102,14 +102,13 @@ class RowCopier {
       const int bytes = is_there_ ? cuda::kAsyncCopyBytes : 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        cuda::async_copy(tile.piece(row_ + first_place(i), column_), source, bytes);
+        cuda::async_copy(tile.piece(row_ + place_of(i * kRows), column_), source, bytes);
         source += kRows * stride_step;
       }
     } else {
 #pragma unroll 1
       for (int row = row_; row < kChunk; row += kRows) {
-        const int place = Order::place_of(row / kBlockSteps) * kBlockSteps + row % kBlockSteps;
-        cuda::async_copy(tile.piece(place, column_), source, is_there_ && row < steps ? cuda::kAsyncCopyBytes : 0);
+        cuda::async_copy(tile.piece(place_of(row), column_), source, is_there_ && row < steps ? cuda::kAsyncCopyBytes : 0);
         source += kRows * stride_step;
       }
     }
@@ -122,9 +121,7 @@ class RowCopier {
   static_assert(threads % kPieces == 0 && kChunk % kRows == 0, "a thread copies one column of pieces");
   static_assert(std::is_same_v<Order, InOrder> || kBlockSteps % kRows == 0, "rows of one copy lie together in any order");
 
-  // Of the rows of a copy.
-  static __device__ __forceinline__ constexpr int first_place(int copy) {
-    const int row = copy * kRows;
+  static __device__ __forceinline__ constexpr int place_of(int row) {
     return Order::place_of(row / kBlockSteps) * kBlockSteps + row % kBlockSteps;
   }
 

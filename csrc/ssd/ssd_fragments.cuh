@@ -369,14 +369,13 @@ class OutRounder {
   __device__ __forceinline__ OutRounder(const SsdFwdParams& p, const Unit& unit, const Lane& lane)
       : D_(load_D(p, unit, lane)) {}
 
-  // To shared memory: address_of(i) is what the lane gives for store_matrices_transposed of 16 steps.
-  template <typename AddressOf>
+  // To a tile of which each warp has columns of its own.
   __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
-                                        Tile<kUnitRows>* z_tile, const Lane& lane, const AddressOf& address_of) const {
+                                        Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane) const {
     if (z_tile == nullptr) {
-      round_gated(y, x, address_of, [](int, float2(&)[4]) {});
+      round_gated(y, x, tile, lane, [](int, float2(&)[4]) {});
     } else {
-      round_gated(y, x, address_of, [&](int group, float2(&values)[4]) {
+      round_gated(y, x, tile, lane, [&](int group, float2(&values)[4]) {
         uint32_t z[4];
         cuda::load_matrices_transposed(z, z_tile->columns_first(16 * group, 2 * lane.warp, lane.index));
 #pragma unroll
@@ -390,9 +389,9 @@ class OutRounder {
   }
 
  private:
-  template <typename AddressOf, typename Gate>
+  template <typename Gate>
   __device__ __forceinline__ void round_gated(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
-                                              const AddressOf& address_of, const Gate& gate) const {
+                                              Tile<kUnitRows>& tile, const Lane& lane, const Gate& gate) const {
 #pragma unroll
     for (int i = 0; i < kStepGroups; ++i) {
       float2 values[4];
@@ -408,50 +407,11 @@ class OutRounder {
       uint32_t rounded[4];
 #pragma unroll
       for (int word = 0; word < 4; ++word) rounded[word] = cuda::pack<Scalar>(values[word].x, values[word].y);
-      cuda::store_matrices_transposed(address_of(i), rounded);
+      cuda::store_matrices_transposed(tile.columns_first(16 * i, 2 * lane.warp, lane.index), rounded);
     }
   }
 
   float2 D_;
-};
-
-// Writes a unit's out, chunk by chunk: this warp's columns, through a tile of which each warp has columns of its own.
-template <typename Scalar>
-class OutWriter {
- public:
-  __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
-      : p_(p), rounder_(p, unit, lane) {
-    const int column = piece(lane) * Tile<kUnitRows>::kPieceElements;
-    is_there_ = unit.is_there && column < unit.rows;
-    target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row(lane) * p.out.stride_step;
-  }
-
-  __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
-                                        Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane, int steps) {
-    rounder_.round(y, x, z_tile, lane, [&](int i) { return tile.columns_first(16 * i, 2 * lane.warp, lane.index); });
-    __syncwarp();
-    const uint4* const source = tile.piece(row(lane), piece(lane));
-    const int rows = is_there_ ? steps - row(lane) : 0;
-    uint4 pieces[kChunk / 16];
-#pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) pieces[i] = source[16 * i * Tile<kUnitRows>::kPartPieces];
-#pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      if (16 * i < rows) __stcg(reinterpret_cast<uint4*>(target_), pieces[i]);
-      target_ += 16 * p_.out.stride_step;
-    }
-    __syncwarp();
-  }
-
- private:
-  // Of what the lane writes: each 16th row from that on, and the piece.
-  static __device__ __forceinline__ int row(const Lane& lane) { return lane.index % 16; }
-  static __device__ __forceinline__ int piece(const Lane& lane) { return 2 * lane.warp + lane.index / 16; }
-
-  const SsdFwdParams& p_;
-  OutRounder<Scalar, InOrder> rounder_;
-  bool is_there_;
-  Scalar* target_;
 };
 
 }  // namespace ssm_kernels::ssd

@@ -32,6 +32,45 @@ struct MmaShared {
   }
 };
 
+// Writes a unit's out, chunk by chunk: this warp's columns, through a tile of which each warp has columns of its own.
+template <typename Scalar>
+class OutWriter {
+ public:
+  __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
+      : p_(p), rounder_(p, unit, lane) {
+    const int column = piece(lane) * Tile<kUnitRows>::kPieceElements;
+    is_there_ = unit.is_there && column < unit.rows;
+    target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row(lane) * p.out.stride_step;
+  }
+
+  __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
+                                        Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane, int steps) {
+    rounder_.round(y, x, z_tile, tile, lane);
+    __syncwarp();
+    const uint4* const source = tile.piece(row(lane), piece(lane));
+    const int rows = is_there_ ? steps - row(lane) : 0;
+    uint4 pieces[kChunk / 16];
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) pieces[i] = source[16 * i * Tile<kUnitRows>::kPartPieces];
+#pragma unroll
+    for (int i = 0; i < kChunk / 16; ++i) {
+      if (16 * i < rows) __stcg(reinterpret_cast<uint4*>(target_), pieces[i]);
+      target_ += 16 * p_.out.stride_step;
+    }
+    __syncwarp();
+  }
+
+ private:
+  // Of what the lane writes: each 16th row from that on, and the piece.
+  static __device__ __forceinline__ int row(const Lane& lane) { return lane.index % 16; }
+  static __device__ __forceinline__ int piece(const Lane& lane) { return 2 * lane.warp + lane.index / 16; }
+
+  const SsdFwdParams& p_;
+  OutRounder<Scalar, InOrder> rounder_;
+  bool is_there_;
+  Scalar* target_;
+};
+
 // Takes the state through a piece of a walk; returns the piece's decay.
 template <typename Scalar, int dstate, bool states_only>
 __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const Runs& runs, unsigned char* memory,

@@ -18,7 +18,7 @@ class TileOut {
 
   __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
                                         Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane) const {
-    rounder_.round(y, x, z_tile, lane, [&](int i) { return tile.columns_first(16 * i, 2 * lane.warp, lane.index); });
+    rounder_.round(y, x, z_tile, tile, lane);
     cuda::publish_to_products();
   }
 
