@@ -10,7 +10,6 @@ and a step past its end shows.
 from __future__ import annotations
 
 import argparse
-import itertools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -269,7 +268,7 @@ def ssd_case(name: str, **options: Any) -> tuple[str, Inputs]:
     return f"{name} {options}", ssd_helpers.make_inputs(**(sizes | options))
 
 
-def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool = False) -> str | None:
+def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str | None:
     torch.ops.ssm_kernels._prefer_ssd_products(products)
     cotangents = ssd_helpers.make_cotangents(inputs) if gradients else None
 
@@ -282,12 +281,7 @@ def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool = False)
     # written. What a kernel leaves of it, or reads before it is written, the comparison shows.
     with uninitialized_memory_is_nan() if products == "wgmma" else nullcontext():
         actual = evaluate("cuda")
-    return difference_between(f"{products}, {name}", actual, expected, in_16_bits=True)
-
-
-def check_ssd_gradients(name: str, inputs: Inputs) -> str | None:
-    """Of the products of compute capability 9.0a: with the others, backward has no kernels of its own."""
-    return check_ssd(f"gradients, {name}", inputs, "wgmma", gradients=True)
+    return difference_between(f"{products}{', gradients' * gradients}, {name}", actual, expected, in_16_bits=True)
 
 
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
@@ -338,9 +332,11 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, *case, way) for case in scan_cases() for way in ways(case[1])),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
-    "ssd_chunk_scan": lambda: itertools.chain(
-        (partial(check_ssd, *case, products) for case in ssd_cases() for products in ("wgmma", "mma")),
-        (partial(check_ssd_gradients, *case) for case in ssd_gradient_cases()),
+    "ssd_chunk_scan": lambda: (
+        partial(check_ssd, *case, products, gradients)
+        for gradients, cases in ((False, ssd_cases()), (True, ssd_gradient_cases()))
+        for case in cases
+        for products in ("wgmma", "mma")
     ),
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
 }

@@ -258,7 +258,7 @@ def assert_all_as_accurate(
     assert actual.keys() == exact.keys()
     for name, value in actual.items():
         # Sums in float32 of what the roundings of 16-bit operands have left: no more exact than one of these roundings.
-        of_16_bits = name in FEW_SUMS and has_16_bit_products_in_backward(inputs)
+        of_16_bits = name in FEW_SUMS and has_16_bit_products(inputs)
         floor = torch.finfo(inputs["x"].dtype).eps / 2 if of_16_bits else None
         assert_as_accurate(value, native[name], exact[name], name, floor)
 
@@ -269,8 +269,6 @@ def evaluate_natively(inputs: dict[str, Any], cotangents: Cotangents | None, exa
         return evaluate(reference_scan, inputs, cotangents)
     if cotangents is None:
         return evaluate(scan_in_16_bit_products, inputs)
-    if not has_16_bit_products_in_backward(inputs):
-        return evaluate(reference_scan, inputs, cotangents) | evaluate(scan_in_16_bit_products, inputs)
     # Of so few numbers one draw of roundings may by chance be far more exact than is usual: the least exact of several chunks.
     draws = [evaluate(partial(scan_in_16_bit_products, chunk=steps), inputs, cotangents) for steps in (64, 48, 32)]
     few = [f"grad_{name}" for name in tensor_names(inputs) if f"grad_{name}" in FEW_SUMS]
@@ -281,17 +279,8 @@ def evaluate_natively(inputs: dict[str, Any], cotangents: Cotangents | None, exa
 
 
 def has_16_bit_products(inputs: dict[str, Any]) -> bool:
-    """Whether the device has kernels for forward whose products take operands of the inputs' 16 bits."""
+    """Whether there are kernels whose products take operands of the inputs' 16 bits: else they are those of float32."""
     return inputs["x"].is_cuda and inputs["x"].element_size() == 2 and inputs["B"].shape[3] <= 128
-
-
-def has_16_bit_products_in_backward(inputs: dict[str, Any]) -> bool:
-    """Whether it has them for backward too, and takes them: else backward's products are those of float32."""
-    if not has_16_bit_products(inputs) or torch.cuda.get_device_capability(inputs["x"].device) != (9, 0):
-        return False
-    preferred = torch.ops.ssm_kernels._prefer_ssd_products("wgmma")
-    torch.ops.ssm_kernels._prefer_ssd_products(preferred)
-    return preferred == "wgmma"
 
 
 @contextmanager

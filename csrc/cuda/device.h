@@ -19,6 +19,13 @@ inline int compute_capability_major(int device) {
   return major;
 }
 
+// Of a block that asks for more than a kernel gets by default.
+inline int max_shared_bytes(int device) {
+  int bytes = 0;
+  C10_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  return bytes;
+}
+
 inline bool is_capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
 
 }  // namespace ssm_kernels::cuda

@@ -36,17 +36,21 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 
 // Four 8 x 8 matrices from shared memory; lane 8 i + r gives the address of row r of matrix i. What other threads wrote there
 // is seen after a barrier with them, as always.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
+               : "r"(row));
 }
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
+  load_matrices(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(address));
+               : "r"(row));
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
+  load_matrices_transposed(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 
 // Four 8 x 8 matrices, whose rows are spread as D's, transposed to shared memory; addresses as for load_matrices, of rows as

@@ -48,6 +48,7 @@ struct SsdBwdParams : SsdParams {
   float* grad_D_parts = nullptr;                              // (slots, heads, headdim), or null
   // Of each walk along time; and for all pieces but the last, all walks, directions and units, what the piece does to a state.
   int pieces = 1;
+  int stages = 1;  // of a kernel's shared memory, where its products are those of a warp
   float *piece_states = nullptr, *piece_decays = nullptr;
 };
 

@@ -1,6 +1,6 @@
 // SSD chunk-scan, backward, on CUDA, for 16 bits: the adjoint at the head of ssd_aten.cpp with chunks of kChunk steps, as
-// matrix products of compute capability 9.0a. In the terms of ssd_fwd.cuh, with g the gradient of y, U = x g^T, and the decays
-// inside a chunk D_ji = e^(s_i - s_j) for j <= i, else 0:
+// matrix products: those of compute capability 9.0a, or of a warp (ssd_products.cuh). In the terms of ssd_fwd.cuh, with g the
+// gradient of y, U = x g^T, and the decays inside a chunk D_ji = e^(s_i - s_j) for j <= i, else 0:
 //
 //   grad x_j    = c_j (sum_i (B C^T)_ji D_ji g_i + e^(s_l - s_j) T B_j) + D g_j
 //   W^T_ji      = U_ji D_ji c_j
@@ -30,37 +30,51 @@
 
 namespace ssm_kernels::ssd {
 
+// With as many stages as there is shared memory for.
 template <typename Shared, typename Kernel>
-int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, int warpgroups, bool may_begin_early, const SsdBwdParams& params,
-                          const Partition& partition, cudaStream_t stream) {
-  constexpr int kBytes = aligned_shared_bytes<Shared>();
-  static_assert(kBytes <= 227 * 1024, "a block of compute capability 9.0 has that much shared memory");
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, blocks, warpgroups * kUnitThreads, kBytes, stream, may_begin_early, params, partition);
+int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, int warpgroups, bool may_begin_early, SsdBwdParams params,
+                          const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
+  params.stages = fit_stages(Shared::kMaxStages, max_shared_bytes, &Shared::bytes);
+  const int bytes = Shared::bytes(params.stages);
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  return cuda::launch(kernel, blocks, warpgroups * kUnitThreads, bytes, stream, may_begin_early, params, partition);
+}
+
+template <typename Scalar, int dstate, typename Products>
+int launch_ssd_bwd_kernels(const SsdBwdParams& params, const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
+  const auto launch_states = [&](auto states_only, int pieces, bool may_begin_early) {
+    return launch_ssd_bwd_kernel<StatesShared<dstate, Products>>(
+        ssd_bwd_states_kernel<Scalar, dstate, decltype(states_only)::value, Products>, partition.walks * kDirections * pieces,
+        kUnits + 1, may_begin_early, params, partition, max_shared_bytes, stream);
+  };
+  const bool is_cut = params.pieces > 1;
+  int error = is_cut ? launch_states(std::true_type(), params.pieces - 1, false) : cudaSuccess;
+  if (error != cudaSuccess) return error;
+  // Wherever there are asynchronous products, kernels may begin early.
+  error = launch_states(std::false_type(), params.pieces, is_cut && Products::kIsAsync);
+  if (error != cudaSuccess) return error;
+  return launch_ssd_bwd_kernel<ChunksShared<dstate, Products>>(ssd_bwd_chunks_kernel<Scalar, dstate, Products>,
+                                                               params.slots * params.groups * params.splits, kHalves + 1,
+                                                               Products::kIsAsync, params, partition, max_shared_bytes, stream);
 }
 
 template <typename Scalar>
-bool has_ssd_bwd_kernels() {
-  return cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, 64, false>, (kUnits + 1) * kUnitThreads);
-}
-
-template <typename Scalar>
-int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, cudaStream_t stream) {
+int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, bool may_use_wgmma, int max_shared_bytes,
+                   cudaStream_t stream) {
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
-    const auto launch_states = [&](auto states_only, int pieces, bool may_begin_early) {
-      return launch_ssd_bwd_kernel<StatesShared<kDstate>>(ssd_bwd_states_kernel<Scalar, kDstate, decltype(states_only)::value>,
-                                                          partition.walks * kDirections * pieces, kUnits + 1, may_begin_early,
-                                                          params, partition, stream);
-    };
-    const bool is_cut = params.pieces > 1;
-    int error = is_cut ? launch_states(std::true_type(), params.pieces - 1, false) : cudaSuccess;
-    if (error != cudaSuccess) return error;
-    error = launch_states(std::false_type(), params.pieces, is_cut);
-    if (error != cudaSuccess) return error;
-    return launch_ssd_bwd_kernel<ChunksShared<kDstate>>(ssd_bwd_chunks_kernel<Scalar, kDstate>,
-                                                        params.slots * params.groups * params.splits, kHalves + 1, true, params,
-                                                        partition, stream);
+    static_assert(ChunksShared<kDstate, WarpProducts>::bytes(1) <= 99 * 1024 &&
+                      StatesShared<kDstate, WarpProducts>::bytes(1) <= 99 * 1024,
+                  "a block has at least that much shared memory from compute capability 8.0 on");
+    static_assert(
+        ChunksShared<kDstate, WgmmaProducts>::bytes(ChunksShared<kDstate, WgmmaProducts>::kMaxStages) <= 227 * 1024 &&
+            StatesShared<kDstate, WgmmaProducts>::bytes(StatesShared<kDstate, WgmmaProducts>::kMaxStages) <= 227 * 1024,
+        "a block of compute capability 9.0 has that much shared memory");
+    if (may_use_wgmma && cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, kDstate, false, WgmmaProducts>,
+                                                       (kUnits + 1) * kUnitThreads)) {
+      return launch_ssd_bwd_kernels<Scalar, kDstate, WgmmaProducts>(params, partition, max_shared_bytes, stream);
+    }
+    return launch_ssd_bwd_kernels<Scalar, kDstate, WarpProducts>(params, partition, max_shared_bytes, stream);
   };
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
   return launch(std::integral_constant<int, kMaxKernelDstate>());

@@ -20,6 +20,7 @@
 #include "cuda/register_trade.cuh"
 #include "ssd/ssd_bwd_states.cuh"
 #include "ssd/ssd_bwd_sums.cuh"
+#include "ssd/ssd_products.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -27,54 +28,65 @@ constexpr int kHalfChunk = kChunk / kHalves, kHalfBlocks = kHalfChunk / 8;
 static_assert(kUnitRows == kChunk, "x and g, the decays between steps, and S and T are tiles of as many rows");
 
 template <int dstate>
-struct ChunksShared {
-  static constexpr int kStages = 3;
-  struct Stage {
-    Tile<kUnitRows> x, g;
-    Tile<dstate> S, T;
-  };
+struct ChunksStage {
+  Tile<kUnitRows> x, g;
+  Tile<dstate> S, T;
+  UnitTables tables;
+  StepSums sums;
+};
+// What a block has.
+struct BlockOfChunks {
+  Span at;
+  int steps;  // of the chunk
+  int group, slot, first_head;
+  int units;
+};
+constexpr int kChunksStages = 3;
+template <int dstate, bool is_async>
+struct ChunksOnce {
   Tile<dstate> B, C;
-  Stage stages[kStages];
-  // M^T of two units in turn; in the end W^T, and what rounding it leaves.
-  Tile<kChunk> weights[2];
-  UnitTables tables[kStages];
-  StepSums sums[kStages];
-  cuda::SharedBarrier full[kStages], empty[kStages], tables_empty[kStages];
+  // M^T, of two units in turn where there is room; in the end W^T.
+  static constexpr int kWeights = is_async ? 2 : 1;
+  Tile<kChunk> weights[kWeights];
+  cuda::SharedBarrier tables_empty[kChunksStages];
+  BlockOfChunks block;
 };
+template <int dstate, typename Products>
+using ChunksShared = StagedShared<ChunksOnce<dstate, Products::kIsAsync>, ChunksStage<dstate>, Products, kChunksStages>;
 
-// One unit after another.
-struct UnitWalk {
-  int head;
-  int row_block = 0;
-
-  __device__ __forceinline__ bool is_last_of_head(int row_blocks) const { return row_block + 1 == row_blocks; }
-  __device__ __forceinline__ void advance(int row_blocks) {
-    if (++row_block == row_blocks) {
-      row_block = 0;
-      ++head;
-    }
-  }
-};
-
-template <typename Scalar, int dstate>
+template <typename Scalar, int dstate, typename Products>
 struct BwdChunks {
-  using Shared = ChunksShared<dstate>;
+  using Shared = ChunksShared<dstate, Products>;
   using Stage = typename Shared::Stage;
   using Tables = UnitTables;
   using Image = Tile<dstate>;
-  static constexpr int kStages = Shared::kStages;
   static constexpr int kStateGroups = dstate / 16, kHalfGroups = kStateGroups / kHalves,
                        kHalfStateBlocks = dstate / 8 / kHalves;
+  // What x g^T is, and products with S and T, is used in so many parts: products that do not run meanwhile need the registers
+  // of one.
+  static constexpr int kParts = Products::kIsAsync ? 1 : 2, kPairBlocks = kHalfBlocks / kParts,
+                       kPartGroups = kHalfGroups / kParts, kPartBlocks = kHalfStateBlocks / kParts;
+  // So many steps of a product at once, as loads of later ones take registers too.
+  static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : 2;
   static constexpr int kMultiplyingThreads = kHalves * kUnitThreads;
   static constexpr int kMultipliers = 1;  // the number of their named barrier
 
   const SsdBwdParams& p;
   Shared& shared;
-  const Span at;
-  int group, slot, first_head;
-  int units;  // of the block
-  int steps;
+  // In shared memory where registers are few: all warps need little of it, now and then.
+  const std::conditional_t<Products::kIsAsync, BlockOfChunks, BlockOfChunks&> block;
 
+  // By all threads, before they meet.
+  static __device__ __forceinline__ BwdChunks make(const SsdBwdParams& p, Shared& shared, const BlockOfChunks& block) {
+    if constexpr (Products::kIsAsync) {
+      return {p, shared, block};
+    } else {
+      if (threadIdx.x == 0) shared.block = block;
+      return {p, shared, shared.block};
+    }
+  }
+
+  __device__ __forceinline__ int stages() const { return Products::kIsAsync ? Shared::kMaxStages : p.stages; }
   // Of a head.
   __device__ __forceinline__ int row_blocks() const { return (p.headdim + kUnitRows - 1) / kUnitRows; }
 
@@ -98,9 +110,8 @@ struct BwdChunks {
 
   // A warpgroup that multiplies.
   __device__ __forceinline__ void multiply(int half) const {
-    const Lane lane;
+    const Lane lane = Products::kIsAsync ? Lane() : Lane::in_register();
     const PairsOfTile pairs(lane);
-    const uint64_t B_rows = describe(shared.B), C_rows = describe(shared.C);
     float grad_B[kHalfStateBlocks][4], grad_C[kHalfStateBlocks][4];
 #pragma unroll
     for (int b = 0; b < kHalfStateBlocks; ++b) {
@@ -109,93 +120,43 @@ struct BwdChunks {
     }
     shared.full[0].wait(0);
     PairProducts of_pairs;
-    cuda::fence_products();
+    const auto B_rows = Products::describe(shared.B, lane), C_rows = Products::describe(shared.C, lane);
+    Products::fence();
 #pragma unroll
     for (int k = 0; k < kStateGroups; ++k) {
       cuda::multiply<Scalar, false, false>(of_pairs.CB, columns_of(B_rows, k), columns_of(rows_of(C_rows, 2 * half), k), k > 0);
     }
-    cuda::commit_products();
-    cuda::wait_for_products<0>(of_pairs.CB);
-    of_pairs.begin(half, shared.tables[0].steps, lane);
+    Products::commit();
+    Products::template wait<0>(of_pairs.CB);
+    of_pairs.begin(half, shared.stage(0).tables.steps, lane);
 
-    UnitWalk walk{first_head};
     RingPosition ring;
 #pragma unroll 1
-    for (int index = 0; index < units; ++index) {
+    for (int index = 0; index < block.units; ++index) {
       shared.full[ring.stage].wait(ring.phase);
-      Stage& tiles = shared.stages[ring.stage];
-      const Tables& tables = shared.tables[ring.stage];
-      StepSums& sums = shared.sums[ring.stage];
-      const uint64_t x_rows = describe(tiles.x), g_rows = describe(tiles.g);
-      const uint64_t S_half = columns_of(describe(tiles.S), half * kHalfGroups), T_rows = describe(tiles.T),
-                     T_half = columns_of(T_rows, half * kHalfGroups);
-
-      float xg[kHalfBlocks][4], grad_x[kHalfBlocks][4], of_states[kHalfStateBlocks][4];
-      cuda::fence_products();
-#pragma unroll
-      for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, false>(xg, columns_of(x_rows, k), columns_of(rows_of(g_rows, 2 * half), k), k > 0);
-      }
-      cuda::commit_products();
-#pragma unroll
-      for (int k = 0; k < kStateGroups; ++k) {
-        cuda::multiply<Scalar, false, false>(grad_x, columns_of(B_rows, k), columns_of(rows_of(T_rows, 2 * half), k), k > 0);
-      }
-      cuda::commit_products();
-#pragma unroll
-      for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(of_states, columns_of(g_rows, k), rows_of(S_half, k), k > 0);
-      }
-      cuda::commit_products();
-
-      cuda::wait_for_products<2>(xg);
-      Tile<kChunk>& M = shared.weights[index % 2];
-      of_pairs.weigh(half, tables.steps, xg, pairs, lane, M, sums);
-      cuda::publish_to_products();
-      const float to_end[2] = {decay_to_end(tables.steps, lane.row), decay_to_end(tables.steps, lane.row + 8)};
-      cuda::wait_for_products<1>(grad_x);
-#pragma unroll
-      for (int b = 0; b < kHalfBlocks; ++b) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) grad_x[b][i] *= to_end[i / 2];
-      }
-      cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
-      const uint64_t M_rows = describe(M), g_half = columns_of(g_rows, 2 * half);
-      cuda::fence_products();
-#pragma unroll
-      for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(grad_x, columns_of(M_rows, k), rows_of(g_half, k), true);
-      }
-      cuda::commit_products();
-
-      float of_rows[4] = {};
-      cuda::wait_for_products<1>(of_states);
-      add_states(half, of_states, shared.C, tables.steps.from_start, pairs, lane, grad_C, &of_rows[0]);
-      cuda::fence_products();
-#pragma unroll
-      for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(of_states, columns_of(x_rows, k), rows_of(T_half, k), k > 0);
-      }
-      cuda::commit_products();
-      cuda::wait_for_products<1>(grad_x);
-      write_grad_x(half, walk, grad_x, tiles.g, tables, pairs, lane);
-      cuda::wait_for_products<0>(of_states);
-      add_states(half, of_states, shared.B, tables.steps.to_end, pairs, lane, grad_B, &of_rows[2]);
-      const float of_row = sum_over_row(of_rows, lane);
-      (lane.pair < 2 ? sums.read_state : sums.grad_state)[half][lane.row + lane.pair % 2 * 8] = of_row;
-
+      multiply_unit(half, shared.stage(ring.stage), shared.weights[index % Shared::kWeights], Products::anew(pairs),
+                    Products::anew(lane), of_pairs, grad_B, grad_C);
       shared.empty[ring.stage].arrive();
-      ring.advance(kStages);
-      walk.advance(row_blocks());
+      ring.advance(stages());
     }
     end_block(half, of_pairs.W, pairs, lane, grad_B, grad_C);
   }
 
  private:
+  // Of a lane's two rows, over its columns: V for j < i, and for j = i.
+  struct RowSums {
+    float later[2], same[2];
+
+    __device__ __forceinline__ void store(int half, const Lane& lane, StepSums& sums) const {
+      const float of_row = sum_over_row({later[0], later[1], same[0], same[1]}, lane);
+      const int row = lane.row + lane.pair % 2 * 8;
+      if (lane.pair < 2 || row / kHalfChunk == half) (lane.pair < 2 ? sums.later[half] : sums.same)[row] = of_row;
+    }
+  };
+
   // Of the pairs of steps, row j and this half of the columns i.
   struct PairProducts {
-    float CB[kHalfBlocks][4];  // C_i . B_j for j < i, else zero
-    float own_CB[2];           // for j = i, if the lane has them
+    float CB[kHalfBlocks][4];  // C_i . B_j for j <= i, else zero
     float W[kHalfBlocks][4];   // W^T, summed over the units
     // A bit for each element: whether step i is in j's sequence and not before j; whether it is j.
     uint32_t is_pair, is_same;
@@ -203,29 +164,32 @@ struct BwdChunks {
     // The sequences are those of all heads.
     __device__ __forceinline__ void begin(int half, const ChunkTables& tables, const Lane& lane) {
       is_pair = is_same = 0;
-      own_CB[0] = own_CB[1] = 0;
       for_each([&](int b, int h, int e) {
         const int j = lane.row + 8 * h, i = half * kHalfChunk + 8 * b + 2 * lane.pair + e;
         float& product = CB[b][2 * h + e];
-        if (j <= i && j >= tables.first[i]) is_pair |= bit(b, h, e);
-        if (j == i) {
-          is_same |= bit(b, h, e);
-          own_CB[h] = product;
+        if (j <= i && j >= tables.first[i]) {
+          is_pair |= bit(b, h, e);
+        } else {
+          product = 0;
         }
-        if (j >= i || j < tables.first[i]) product = 0;
+        if (j == i) is_same |= bit(b, h, e);
         W[b][2 * h + e] = 0;
       });
     }
 
-    // Adds to W^T; M^T, without the gain, goes to a tile, and the sums over V to `sums`. xg: x_j . g_i.
-    __device__ __forceinline__ void weigh(int half, const ChunkTables& tables, const float (&xg)[kHalfBlocks][4],
-                                          const PairsOfTile& pairs, const Lane& lane, Tile<kChunk>& M, StepSums& sums) {
+    // Of the blocks of columns from the first on. Adds to W^T and to the rows' sums; M^T, without the gain, goes to a tile, and
+    // the columns' sums to `sums`. xg: x_j . g_i.
+    __device__ __forceinline__ void weigh(int half, int first, const ChunkTables& tables, const float (&xg)[kPairBlocks][4],
+                                          const PairsOfTile& pairs, const Lane& lane, Tile<kChunk>& M, RowSums& of_rows,
+                                          StepSums& sums) {
       const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
       const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
-      float of_rows[4] = {}, earlier[8] = {};
+      const int first_column = half * kHalfChunk + 8 * first;
+      float earlier[2 * kPairBlocks] = {};
 #pragma unroll
-      for (int b = 0; b < kHalfBlocks; ++b) {
-        const auto log2_at = *reinterpret_cast<const float2*>(&tables.log2_decay[half * kHalfChunk + 8 * b + 2 * lane.pair]);
+      for (int n = 0; n < kPairBlocks; ++n) {
+        const int b = first + n;
+        const auto log2_at = *reinterpret_cast<const float2*>(&tables.log2_decay[first_column + 8 * n + 2 * lane.pair]);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           float of_pair[2];
@@ -233,27 +197,27 @@ struct BwdChunks {
           for (int e = 0; e < 2; ++e) {
             const bool counts = (is_pair & bit(b, h, e)) != 0;
             const float between = Math<float>::exp2((e == 0 ? log2_at.x : log2_at.y) - log2_decay[h]);
-            const float decay = counts ? between : 0.0f, u = counts ? xg[b][2 * h + e] : 0.0f;
-            const float decayed = u * decay, product = CB[b][2 * h + e], V = decayed * product;
+            const float decay = counts ? between : 0.0f, u = counts ? xg[n][2 * h + e] : 0.0f;
+            const float decayed = u * decay, product = CB[b][2 * h + e];
+            float V = decayed * product;
             of_pair[e] = decay * product;
-            of_rows[h] += V;
-            earlier[2 * b + e] = fmaf(gain[h], V, earlier[2 * b + e]);
             W[b][2 * h + e] = fmaf(gain[h], decayed, W[b][2 * h + e]);
             // Rows and columns begin at multiples of 16.
-            if (b % 2 != h) continue;
-            const bool is_own = (is_same & bit(b, h, e)) != 0;
-            of_pair[e] = is_own ? own_CB[h] : of_pair[e];
-            of_rows[2 + h] = is_own ? u * own_CB[h] : of_rows[2 + h];
+            if (b % 2 == h) {
+              const bool is_own = (is_same & bit(b, h, e)) != 0;
+              of_rows.same[h] = is_own ? V : of_rows.same[h];
+              V = is_own ? 0.0f : V;
+            }
+            of_rows.later[h] += V;
+            earlier[2 * n + e] = fmaf(gain[h], V, earlier[2 * n + e]);
           }
           pairs.at(M, half * kHalfBlocks + b, h) = cuda::pack<Scalar>(of_pair[0], of_pair[1]);
         }
       }
-      const float of_row = sum_over_row(of_rows, lane);
-      const int row = lane.row + lane.pair % 2 * 8;
-      if (lane.pair < 2 || row / kHalfChunk == half) (lane.pair < 2 ? sums.later[half] : sums.same)[row] = of_row;
       const float of_column = sum_over_column(earlier, lane);
-      const int column = sum_index(lane);
-      sums.earlier[lane.warp][half * kHalfChunk + column / 2 * 8 + 2 * lane.pair + column % 2] = of_column;
+      if (!has_column_sum<2 * kPairBlocks>(lane)) return;
+      const int column = column_sum_index<2 * kPairBlocks>(lane);
+      sums.earlier[lane.warp][first_column + column / 2 * 8 + 2 * lane.pair + column % 2] = of_column;
     }
 
    private:
@@ -271,34 +235,129 @@ struct BwdChunks {
     }
   };
 
+  // M: where M^T of this unit goes.
+  __device__ __forceinline__ void multiply_unit(int half, Stage& tiles, Tile<kChunk>& M, const PairsOfTile& pairs,
+                                                const Lane& lane, PairProducts& of_pairs, float (&grad_B)[kHalfStateBlocks][4],
+                                                float (&grad_C)[kHalfStateBlocks][4]) const {
+    const Tables& tables = tiles.tables;
+    float xg[kPairBlocks][4], grad_x[kHalfBlocks][4], of_states[kPartBlocks][4];
+    const auto begin_grad_x = [&] {
+      const auto B = Products::describe(shared.B, lane), T_half = rows_of(Products::describe(tiles.T, lane), 2 * half);
+#pragma unroll kUnrolled
+      for (int k = 0; k < kStateGroups; ++k) {
+        cuda::multiply<Scalar, false, false>(grad_x, columns_of(B, k), columns_of(T_half, k), k > 0);
+      }
+      Products::commit();
+    };
+    const auto begin_of_states = [&](const Tile<kUnitRows>& of_steps, const Image& states, int part) {
+      const auto steps = Products::describe(of_steps, lane),
+                 columns = columns_of(columns_of(Products::describe(states, lane), half * kHalfGroups), part * kPartGroups);
+#pragma unroll kUnrolled
+      for (int k = 0; k < kStepGroups; ++k) {
+        cuda::multiply<Scalar, false, true>(of_states, columns_of(steps, k), rows_of(columns, k), k > 0);
+      }
+      Products::commit();
+    };
+    const auto begin_xg = [&](int part) {
+      const auto x = Products::describe(tiles.x, lane),
+                 g_part = rows_of(Products::describe(tiles.g, lane), 2 * half + part * kPairBlocks / 2);
+#pragma unroll kUnrolled
+      for (int k = 0; k < kStepGroups; ++k) {
+        cuda::multiply<Scalar, false, false>(xg, columns_of(x, k), columns_of(g_part, k), k > 0);
+      }
+      Products::commit();
+    };
+    // What runs meanwhile is begun early; what does not, where its registers are needed.
+    if constexpr (Products::kIsAsync) {
+      Products::fence();
+      begin_xg(0);
+      begin_grad_x();
+      begin_of_states(tiles.g, tiles.S, 0);
+    } else {
+      // The others have done with M^T of the unit before.
+      cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
+    }
+
+    RowSums of_pair_rows = {};
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if constexpr (!Products::kIsAsync) begin_xg(part);
+      Products::template wait<2>(xg);
+      of_pairs.weigh(half, part * kPairBlocks, tables.steps, xg, pairs, lane, M, of_pair_rows, tiles.sums);
+    }
+    of_pair_rows.store(half, lane, tiles.sums);
+    Products::publish();
+    const float to_end[2] = {decay_to_end(tables.steps, lane.row), decay_to_end(tables.steps, lane.row + 8)};
+    if constexpr (!Products::kIsAsync) begin_grad_x();
+    Products::template wait<1>(grad_x);
+#pragma unroll
+    for (int b = 0; b < kHalfBlocks; ++b) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) grad_x[b][i] *= to_end[i / 2];
+    }
+    cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
+    const auto M_rows = Products::describe(M, lane), g_half = columns_of(Products::describe(tiles.g, lane), 2 * half);
+    Products::fence();
+#pragma unroll kUnrolled
+    for (int k = 0; k < kStepGroups; ++k) {
+      cuda::multiply<Scalar, false, true>(grad_x, columns_of(M_rows, k), rows_of(g_half, k), true);
+    }
+    Products::commit();
+
+    float of_rows[4] = {};
+    if constexpr (!Products::kIsAsync) write_grad_x(half, grad_x, tiles.g, tables, pairs, lane);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      if constexpr (!Products::kIsAsync) begin_of_states(tiles.g, tiles.S, part);
+      Products::template wait<1>(of_states);
+      add_states(half, part, of_states, shared.C, tables.steps.from_start, pairs, lane, grad_C, &of_rows[0]);
+    }
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      Products::fence();
+      begin_of_states(tiles.x, tiles.T, part);
+      if constexpr (Products::kIsAsync) {
+        Products::template wait<1>(grad_x);
+        write_grad_x(half, grad_x, tiles.g, tables, pairs, lane);
+      }
+      Products::template wait<0>(of_states);
+      add_states(half, part, of_states, shared.B, tables.steps.to_end, pairs, lane, grad_B, &of_rows[2]);
+    }
+    const float of_row = sum_over_row(of_rows, lane);
+    StepSums& sums = tiles.sums;
+    (lane.pair < 2 ? sums.read_state : sums.grad_state)[half][lane.row + lane.pair % 2 * 8] = of_row;
+  }
+
   // grad += weights product, a row's; of_rows: the rows' products with those of B or C, of this lane's states.
-  __device__ __forceinline__ void add_states(int half, const float (&product)[kHalfStateBlocks][4], Image& of_group,
+  __device__ __forceinline__ void add_states(int half, int part, const float (&product)[kPartBlocks][4], Image& of_group,
                                              const float (&weights)[kChunk], const PairsOfTile& pairs, const Lane& lane,
-                                             float (&grad)[kHalfStateBlocks][4], float* of_rows) const {
+                                             float (&grads)[kHalfStateBlocks][4], float* of_rows) const {
     const float weight[2] = {weights[lane.row], weights[lane.row + 8]};
     Image& of_half = *reinterpret_cast<Image*>(reinterpret_cast<unsigned char*>(&of_group) +
                                                (dstate == 2 * kChunk ? half * Image::kPartBytes : 0));
     const PairsOfTile pairs_of_half = dstate == 2 * kChunk ? pairs : pairs.moved(half * kHalfStateBlocks);
 #pragma unroll
-    for (int b = 0; b < kHalfStateBlocks; ++b) {
+    for (int b = 0; b < kPartBlocks; ++b) {
+      float (&grad)[4] = grads[part * kPartBlocks + b];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 pair = cuda::unpack<Scalar>(pairs_of_half.at(of_half, b, h));
+        const float2 pair = cuda::unpack<Scalar>(pairs_of_half.at(of_half, part * kPartBlocks + b, h));
         of_rows[h] = fmaf(product[b][2 * h], pair.x, fmaf(product[b][2 * h + 1], pair.y, of_rows[h]));
-        grad[b][2 * h] = fmaf(weight[h], product[b][2 * h], grad[b][2 * h]);
-        grad[b][2 * h + 1] = fmaf(weight[h], product[b][2 * h + 1], grad[b][2 * h + 1]);
+        grad[2 * h] = fmaf(weight[h], product[b][2 * h], grad[2 * h]);
+        grad[2 * h + 1] = fmaf(weight[h], product[b][2 * h + 1], grad[2 * h + 1]);
       }
     }
   }
 
   // From the sums over i and over the states, without the gain.
-  __device__ __forceinline__ void write_grad_x(int half, const UnitWalk& walk, const float (&sum)[kHalfBlocks][4],
-                                               Tile<kUnitRows>& g, const Tables& tables, const PairsOfTile& pairs,
-                                               const Lane& lane) const {
+  __device__ __forceinline__ void write_grad_x(int half, const float (&sum)[kHalfBlocks][4], Tile<kUnitRows>& g,
+                                               const Tables& tables, const PairsOfTile& pairs, const Lane& lane) const {
+    const UnitWalk walk = tables.unit;
     const float gain[2] = {tables.steps.gain[lane.row], tables.steps.gain[lane.row + 8]};
     const int column = half * kHalfChunk + 2 * lane.pair, rows = p.headdim - walk.row_block * kUnitRows;
-    Scalar* const target = at.template rows<Scalar>(p.grad_x, walk.head, 0) + walk.row_block * kUnitRows + column;
-    const bool is_there[2] = {p.grad_x.data != nullptr && lane.row < steps, p.grad_x.data != nullptr && lane.row + 8 < steps};
+    Scalar* const target = block.at.template rows<Scalar>(p.grad_x, walk.head, 0) + walk.row_block * kUnitRows + column;
+    const bool is_there[2] = {p.grad_x.data != nullptr && lane.row < block.steps,
+                              p.grad_x.data != nullptr && lane.row + 8 < block.steps};
 #pragma unroll
     for (int b = 0; b < kHalfBlocks; ++b) {
       const auto D = *reinterpret_cast<const float2*>(&tables.D[column + 8 * b]);
@@ -318,35 +377,37 @@ struct BwdChunks {
   __device__ __forceinline__ void end_block(int half, const float (&W)[kHalfBlocks][4], const PairsOfTile& pairs,
                                             const Lane& lane, float (&grad_B)[kHalfStateBlocks][4],
                                             float (&grad_C)[kHalfStateBlocks][4]) const {
-    cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
-#pragma unroll
-    for (int b = 0; b < kHalfBlocks; ++b) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const float low = W[b][2 * h], high = W[b][2 * h + 1];
-        const uint32_t word = cuda::pack<Scalar>(low, high);
-        const float2 rounded = cuda::unpack<Scalar>(word);
-        pairs.at(shared.weights[0], half * kHalfBlocks + b, h) = word;
-        pairs.at(shared.weights[1], half * kHalfBlocks + b, h) = cuda::pack<Scalar>(low - rounded.x, high - rounded.y);
-      }
-    }
-    cuda::publish_to_products();
-    cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
-    const uint64_t B_half = columns_of(describe(shared.B), half * kHalfGroups),
-                   C_half = columns_of(describe(shared.C), half * kHalfGroups);
-    cuda::fence_products();
+    const auto B_half = columns_of(Products::describe(shared.B, lane), half * kHalfGroups),
+               C_half = columns_of(Products::describe(shared.C, lane), half * kHalfGroups);
+    // W^T rounded, then what that leaves.
+    Tile<kChunk>& weights = shared.weights[0];
+    const auto rows = Products::describe(weights, lane);
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
-      const uint64_t weights = describe(shared.weights[part]);
+      cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
+#pragma unroll
+      for (int b = 0; b < kHalfBlocks; ++b) {
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          const float low = W[b][2 * h], high = W[b][2 * h + 1];
+          const uint32_t word = cuda::pack<Scalar>(low, high);
+          const float2 rounded = cuda::unpack<Scalar>(word);
+          pairs.at(weights, half * kHalfBlocks + b, h) =
+              part == 0 ? word : cuda::pack<Scalar>(low - rounded.x, high - rounded.y);
+        }
+      }
+      Products::publish();
+      cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
+      Products::fence();
 #pragma unroll
       for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(grad_B, columns_of(weights, k), rows_of(C_half, k), true);
-        cuda::multiply<Scalar, true, true>(grad_C, rows_of(weights, k), rows_of(B_half, k), true);
+        cuda::multiply<Scalar, false, true>(grad_B, columns_of(rows, k), rows_of(C_half, k), true);
+        cuda::multiply<Scalar, true, true>(grad_C, rows_of(rows, k), rows_of(B_half, k), true);
       }
+      Products::commit();
+      Products::template wait<0>(grad_B);
+      Products::template wait<0>(grad_C);
     }
-    cuda::commit_products();
-    cuda::wait_for_products<0>(grad_B);
-    cuda::wait_for_products<0>(grad_C);
     write_of_group(half, p.grad_B, p.grad_B_parts, grad_B, lane);
     write_of_group(half, p.grad_C, p.grad_C_parts, grad_C, lane);
   }
@@ -355,22 +416,23 @@ struct BwdChunks {
                                                  const float (&grad)[kHalfStateBlocks][4], const Lane& lane) const {
     // Found again here rather than kept in a register.
     const int64_t split = blockIdx.x % static_cast<unsigned>(p.splits);
-    const int64_t first_step = at.batch * p.seqlen + at.start;
+    const int64_t first_step = block.at.batch * p.seqlen + block.at.start;
     const int64_t all_steps = (p.cu_seqlens == nullptr ? p.batch : 1) * p.seqlen;
     const int first_column = 8 * half * kHalfStateBlocks + 2 * lane.pair;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const int row = lane.row + 8 * h;
-      if (row >= steps) continue;
+      if (row >= block.steps) continue;
       if (view.data != nullptr) {
-        Scalar* const target = at.template rows<Scalar>(view, group, 0) + row * view.stride_step + first_column;
+        Scalar* const target = block.at.template rows<Scalar>(view, block.group, 0) + row * view.stride_step + first_column;
 #pragma unroll
         for (int b = 0; b < kHalfStateBlocks; ++b) {
           const uint32_t rounded = cuda::pack<Scalar>(grad[b][2 * h], grad[b][2 * h + 1]);
           if (first_column + 8 * b < p.dstate) *reinterpret_cast<uint32_t*>(target + 8 * b) = rounded;
         }
       } else if (parts != nullptr) {
-        float* const target = parts + ((split * all_steps + first_step + row) * p.groups + group) * p.dstate + first_column;
+        float* const target =
+            parts + ((split * all_steps + first_step + row) * p.groups + block.group) * p.dstate + first_column;
 #pragma unroll
         for (int b = 0; b < kHalfStateBlocks; ++b) {
           if (first_column + 8 * b < p.dstate) {
@@ -386,25 +448,28 @@ struct BwdChunks {
     using HeadRows = RowCopier<kUnitRows, kWarpSize>;
     using GroupRows = RowCopier<dstate, kWarpSize>;
     const auto copy_of_group = [&](const RowsView& view, Image& tile) {
-      GroupRows(at.template rows<Scalar>(view, group, 0), view.stride_step, p.dstate, thread)
-          .copy(tile, steps, view.stride_step);
+      GroupRows(block.at.template rows<Scalar>(view, block.group, 0), view.stride_step, p.dstate, thread)
+          .copy(tile, block.steps, view.stride_step);
     };
     copy_of_group(p.B, shared.B);
     copy_of_group(p.C, shared.C);
     cuda::wait_for_kernel_before();
-    UnitWalk walk{first_head};
-    const int64_t first_image = slot * p.units + first_head * row_blocks();
+    UnitWalk walk{block.first_head};
+    const int64_t first_image = block.slot * p.units + block.first_head * row_blocks();
     const Image* S = static_cast<const Image*>(p.states) + first_image;
     const Image* T = static_cast<const Image*>(p.grad_states) + first_image;
     RingPosition ring;
-    supply_copies<kStages - 2>(units, kStages, ring, shared.full, shared.empty, [&](int, int stage) {
-      Stage& target = shared.stages[stage];
+    supply_copies<Shared::kMaxStages - 2>(block.units, stages(), ring, shared.full, shared.empty, [&](int, int stage) {
+      Stage& target = shared.stage(stage);
       const int first_row = walk.row_block * kUnitRows;
       const auto copy_of_unit = [&](const RowsView& view, Tile<kUnitRows>& tile) {
-        const Scalar* const source = at.template rows<Scalar>(view, walk.head, 0) + first_row;
-        HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, steps, view.stride_step);
+        const Scalar* const source = block.at.template rows<Scalar>(view, walk.head, 0) + first_row;
+        HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, block.steps, view.stride_step);
       };
-      if (thread == 0) {
+      if constexpr (!Products::kIsAsync) {
+        copy_image(*T, target.T, lane);
+        copy_image(*S, target.S, lane);
+      } else if (thread == 0) {
         shared.full[stage].arrive_expecting(sizeof(target.S) + sizeof(target.T));
         cuda::bulk_load(&target.T, T, sizeof(target.T), shared.full[stage]);
         cuda::bulk_load(&target.S, S, sizeof(target.S), shared.full[stage]);
@@ -417,14 +482,22 @@ struct BwdChunks {
     });
   }
 
+  static __device__ __forceinline__ void copy_image(const Image& source, Image& target, const Lane& lane) {
+    constexpr int kPieces = sizeof(Image) / sizeof(uint4);
+    const auto* const from = reinterpret_cast<const uint4*>(&source) + lane.index;
+    auto* const to = reinterpret_cast<uint4*>(&target) + lane.index;
+#pragma unroll
+    for (int i = 0; i < kPieces; i += kWarpSize) cuda::async_copy(to + i, from + i, cuda::kAsyncCopyBytes);
+  }
+
   __device__ __forceinline__ void tabulate(const Lane& lane) const {
-    UnitWalk next{first_head}, walk{first_head};
+    UnitWalk next{block.first_head}, walk{block.first_head};
     RingPosition ring;
     using Fetched = FetchedSteps<Scalar>;
     supply_tables<1, Fetched>(
-        units, Share<1>(), kStages, ring, shared.full, shared.tables_empty,
+        block.units, Share<1>(), stages(), ring, shared.full, shared.tables_empty,
         [&](int, Fetched& fetched) {
-          fetched.fetch(p, at.template rows<const Scalar>(p.dt, next.head, 0), at.resets(p, 0), steps);
+          fetched.fetch(p, block.at.template rows<const Scalar>(p.dt, next.head, 0), block.at.resets(p, 0), block.steps);
           next.advance(row_blocks());
         },
         [&](const Fetched* fetched) {
@@ -433,9 +506,12 @@ struct BwdChunks {
           return made;
         },
         [&](int stage, const Fetched& fetched, const TableSteps<1>& made, int k) {
-          Tables& tables = shared.tables[stage];
+          Tables& tables = shared.stage(stage).tables;
           made.store(k, tables.steps);
-          if (lane.index == 0) tables.head = HeadSteps(p, walk.head);
+          if (lane.index == 0) {
+            tables.unit = walk;
+            tables.head = HeadSteps(p, walk.head);
+          }
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int element = 2 * lane.index + i, row = walk.row_block * kUnitRows + element;
@@ -449,42 +525,42 @@ struct BwdChunks {
 
   // S T and g x.
   __device__ __forceinline__ void multiply_elements(const Lane& lane) const {
-    UnitWalk walk{first_head};
     RingPosition ring;
 #pragma unroll 1
-    for (int index = 0; index < units; ++index) {
+    for (int index = 0; index < block.units; ++index) {
       shared.full[ring.stage].wait(ring.phase);
-      Stage& tiles = shared.stages[ring.stage];
+      Stage& tiles = shared.stage(ring.stage);
       const float states = inner_product<Scalar>(tiles.S, tiles.T, lane);
-      if (lane.index == 0) shared.sums[ring.stage].states = states;
-      if (p.grad_D_parts != nullptr) write_grad_D(walk, tiles, lane);
+      if (lane.index == 0) tiles.sums.states = states;
+      if (p.grad_D_parts != nullptr) write_grad_D(tiles, lane);
       shared.empty[ring.stage].arrive();
-      ring.advance(kStages);
-      walk.advance(row_blocks());
+      ring.advance(stages());
     }
   }
 
   __device__ __forceinline__ void end_units(const Lane& lane) const {
     StepGradients grads = {};
-    UnitWalk walk{first_head};
     RingPosition ring;
 #pragma unroll 1
-    for (int index = 0; index < units; ++index) {
+    for (int index = 0; index < block.units; ++index) {
       shared.empty[ring.stage].wait(ring.phase);
-      const Tables& tables = shared.tables[ring.stage];
-      add_step_gradients(tables.steps, shared.sums[ring.stage], lane, grads);
-      if (walk.is_last_of_head(row_blocks())) write_step_gradients<Scalar>(p, at, steps, slot, walk.head, tables, lane, grads);
+      const Stage& stage = shared.stage(ring.stage);
+      const Tables& tables = stage.tables;
+      const UnitWalk walk = tables.unit;
+      add_step_gradients(tables.steps, stage.sums, lane, grads);
+      if (walk.is_last_of_head(row_blocks()))
+        write_step_gradients<Scalar>(p, block.at, block.steps, block.slot, walk.head, tables, lane, grads);
       shared.tables_empty[ring.stage].arrive();
-      ring.advance(kStages);
-      walk.advance(row_blocks());
+      ring.advance(stages());
     }
   }
 
   // Over steps of g x.
-  __device__ __forceinline__ void write_grad_D(const UnitWalk& walk, Stage& tiles, const Lane& lane) const {
+  __device__ __forceinline__ void write_grad_D(Stage& tiles, const Lane& lane) const {
+    const UnitWalk walk = tiles.tables.unit;
     const MatricesOfTile of_g(true, lane), of_x(false, lane);
     const int first_row = walk.row_block * kUnitRows;
-    float* const target = p.grad_D_parts + (slot * p.heads + walk.head) * p.headdim + first_row + lane.quad;
+    float* const target = p.grad_D_parts + (block.slot * p.heads + walk.head) * p.headdim + first_row + lane.quad;
     const int rows = lane.pair == lane.quad / 2 ? p.headdim - first_row - lane.quad : 0;
 #pragma unroll
     for (int group = 0; group < kUnitRows / 16; ++group) {
@@ -518,54 +594,54 @@ __device__ __forceinline__ int64_t sequence_of_slot(const SsdParams& p, int64_t 
   return low;
 }
 
-template <typename Scalar, int dstate>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kHalves + 1) * kUnitThreads : kWarpSize, 1)
+template <typename Scalar, int dstate, typename Products>
+__global__ void __launch_bounds__(Products::kAreCompiled ? (kHalves + 1) * kUnitThreads : kWarpSize, 1)
     ssd_bwd_chunks_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ Partition partition) {
-#if SSM_KERNELS_HAS_WGMMA
-  using Chunks = BwdChunks<Scalar, dstate>;
-  extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<typename Chunks::Shared>(unaligned_memory);
+  if constexpr (Products::kAreCompiled) {
+    using Chunks = BwdChunks<Scalar, dstate, Products>;
+    extern __shared__ unsigned char unaligned_memory[];
+    auto& shared = Chunks::Shared::at(unaligned_memory);
 
-  // There are fewer than 2^31 blocks, and so of all that they are numbered by.
-  const auto groups = static_cast<unsigned>(p.groups), splits = static_cast<unsigned>(p.splits);
-  const int split = static_cast<int>(blockIdx.x % splits), group = static_cast<int>(blockIdx.x / splits % groups),
-            slot = static_cast<int>(blockIdx.x / splits / groups);
-  const int heads_per_group = static_cast<int>(p.heads) / static_cast<int>(groups);
-  const int first_of_group = split * static_cast<int>(p.heads_per_split);
-  const int heads = min(static_cast<int>(p.heads_per_split), heads_per_group - first_of_group);
-  const int first_head = group * heads_per_group + first_of_group;
-  const int64_t entry = sequence_of_slot(p, slot), chunk = slot - first_slot(p, entry);
-  Span at(p, entry);
-  if (chunk < 0 || chunk >= at.chunks) {
-    cuda::wait_for_kernel_before();
-    for (int head = first_head + static_cast<int>(threadIdx.x); head < first_head + heads; head += blockDim.x) {
-      const int64_t place = slot * p.heads + head;
-      p.grad_A_parts[place] = p.grad_bias_parts[place] = 0;
-      for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row) p.grad_D_parts[place * p.headdim + row] = 0;
+    // There are fewer than 2^31 blocks, and so of all that they are numbered by.
+    const auto groups = static_cast<unsigned>(p.groups), splits = static_cast<unsigned>(p.splits);
+    const int split = static_cast<int>(blockIdx.x % splits), group = static_cast<int>(blockIdx.x / splits % groups),
+              slot = static_cast<int>(blockIdx.x / splits / groups);
+    const int heads_per_group = static_cast<int>(p.heads) / static_cast<int>(groups);
+    const int first_of_group = split * static_cast<int>(p.heads_per_split);
+    const int heads = min(static_cast<int>(p.heads_per_split), heads_per_group - first_of_group);
+    const int first_head = group * heads_per_group + first_of_group;
+    const int64_t entry = sequence_of_slot(p, slot), chunk = slot - first_slot(p, entry);
+    Span at(p, entry);
+    if (chunk < 0 || chunk >= at.chunks) {
+      cuda::wait_for_kernel_before();
+      for (int head = first_head + static_cast<int>(threadIdx.x); head < first_head + heads; head += blockDim.x) {
+        const int64_t place = slot * p.heads + head;
+        p.grad_A_parts[place] = p.grad_bias_parts[place] = 0;
+        for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row) p.grad_D_parts[place * p.headdim + row] = 0;
+      }
+      return;
     }
-    return;
+    at.narrow(static_cast<int>(chunk), 1);
+    const BlockOfChunks block = {at, at.steps_of(0), group, slot, first_head, heads * partition.row_blocks};
+    const Chunks chunks = Chunks::make(p, shared, block);
+    if (threadIdx.x < chunks.stages()) {
+      shared.full[threadIdx.x].init(2 * kWarpSize + (Products::kIsAsync ? 1 : 0));
+      shared.empty[threadIdx.x].init(Chunks::kMultiplyingThreads + kWarpSize);
+      shared.tables_empty[threadIdx.x].init(kWarpSize);
+      // Bulk loads arrive there too.
+      Products::publish();
+    }
+    __syncthreads();
+    // By a shuffle the compiler sees that it is the same for all lanes.
+    const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
+    if (warpgroup == kHalves) {
+      cuda::leave_registers<88>();
+      chunks.move();
+    } else {
+      cuda::take_registers<208>();
+      chunks.multiply(warpgroup);
+    }
   }
-  at.narrow(static_cast<int>(chunk), 1);
-  const int steps = at.steps_of(0);
-  const Chunks chunks{p, shared, at, group, slot, first_head, heads * partition.row_blocks, steps};
-  if (threadIdx.x < Chunks::kStages) {
-    shared.full[threadIdx.x].init(2 * kWarpSize + 1);
-    shared.empty[threadIdx.x].init(Chunks::kMultiplyingThreads + kWarpSize);
-    shared.tables_empty[threadIdx.x].init(kWarpSize);
-    // Bulk loads arrive there too.
-    cuda::publish_to_products();
-  }
-  __syncthreads();
-  // By a shuffle the compiler sees that it is the same for all lanes.
-  const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
-  if (warpgroup == kHalves) {
-    cuda::leave_registers<88>();
-    chunks.move();
-  } else {
-    cuda::take_registers<208>();
-    chunks.multiply(warpgroup);
-  }
-#endif
 }
 
 }  // namespace ssm_kernels::ssd

@@ -53,8 +53,8 @@ struct Entries {
 // One call of the kernels.
 class Backward {
  public:
-  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads)
-      : bwd_(bwd), grads_(grads), inputs_(bwd.in, method), partition_(inputs_.partition()) {
+  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, bool may_use_wgmma)
+      : bwd_(bwd), grads_(grads), inputs_(bwd.in, method), partition_(inputs_.partition()), may_use_wgmma_(may_use_wgmma) {
     inputs_.fill(params_);
   }
 
@@ -97,7 +97,10 @@ class Backward {
     }
 
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    launch_for(bwd_.in.x, [&](auto scalar) { return launch_ssd_bwd<decltype(scalar)>(params_, partition_, stream); });
+    const int max_shared_bytes = cuda::max_shared_bytes(bwd_.in.x.get_device());
+    launch_for(bwd_.in.x, [&](auto scalar) {
+      return launch_ssd_bwd<decltype(scalar)>(params_, partition_, may_use_wgmma_, max_shared_bytes, stream);
+    });
 
     if (grad_x.has_value()) grad_x->finish();
     if (grad_initial_states.has_value()) grad_initial_states->finish();
@@ -134,7 +137,7 @@ class Backward {
     std::optional<KernelResult> grad_z;
     if (needs(kGradZ)) {
       y = at::empty(inputs_.x.sizes(), inputs_.x.options());
-      run_forward(inputs_, /*z=*/{}, y, inputs_.empty_states(), /*may_use_wgmma=*/true);
+      run_forward(inputs_, /*z=*/{}, y, inputs_.empty_states(), may_use_wgmma_);
       params.y = const_rows_view(y);
       grad_z.emplace(result_as_rows(grads_[kGradZ], inputs_.x));
       params.grad_z = rows_view(grad_z->written);
@@ -214,6 +217,7 @@ class Backward {
   const GradTensors& grads_;
   const KernelInputs inputs_;
   Partition partition_;
+  const bool may_use_wgmma_;
   SsdBwdParams params_;
 };
 
@@ -224,11 +228,7 @@ int64_t limit_backward_workspace(int64_t bytes) {
   return workspace_limit.exchange(bytes);
 }
 
-bool has_backward_kernels(const at::Tensor& x) {
-  return x.scalar_type() == at::kHalf ? has_ssd_bwd_kernels<__half>() : has_ssd_bwd_kernels<__nv_bfloat16>();
-}
-
-void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads) {
+void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const Inputs& in = bwd.in;
   const int64_t batch = in.x.size(0), chunks = at::ceil_div<int64_t>(in.x.size(1), kChunk);
   const int64_t bytes_of_entry =
@@ -237,14 +237,14 @@ void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grad
   const int64_t entries_of_turn = at::ceil_div<int64_t>(batch, turns);
   Backward::Sums sums;
   if (turns == 1) {
-    sums = Backward(bwd, method, grads).run();
+    sums = Backward(bwd, method, grads, may_use_wgmma).run();
   } else {
     const auto add = [](at::Tensor& sum, const at::Tensor& more) {
       if (more.defined()) sum = sum.defined() ? sum.add_(more) : more;
     };
     for (int64_t begin = 0; begin < batch; begin += entries_of_turn) {
       const Entries entries(bwd, grads, begin, std::min(entries_of_turn, batch - begin));
-      const Backward::Sums more = Backward(entries.bwd, method, entries.grads).run();
+      const Backward::Sums more = Backward(entries.bwd, method, entries.grads, may_use_wgmma).run();
       add(sums.A, more.A);
       add(sums.dt_bias, more.dt_bias);
       add(sums.D, more.D);

@@ -16,7 +16,9 @@
 // goes through it either way: the decay of the whole chunk is zero, and what the chunk adds to T is only of the steps before
 // the beginning, as what it adds to S is only of those after.
 //
-// Warps have the roles of ssd_fwd_wgmma.cuh: a warpgroup for each of the block's two units, and one that moves data.
+// Warps have the roles of ssd_fwd_wgmma.cuh: a warpgroup for each of the block's two units, and one that moves data. With the
+// products of a warp there are no such copies either: a unit rounds its state to where it had the chunk's rows, 64 columns
+// after another, and its threads write them.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -25,6 +27,7 @@
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
 #include "ssd/ssd_fragments.cuh"
+#include "ssd/ssd_products.cuh"
 #include "ssd/ssd_supply.cuh"
 
 namespace ssm_kernels::ssd {
@@ -36,17 +39,19 @@ __device__ __forceinline__ int64_t first_slot(const SsdParams& p, int64_t entry)
 }
 
 template <int dstate>
-struct StatesShared {
-  static constexpr int kStages = 4;
-  struct Stage {
-    Tile<dstate> of_group;
-    Tile<kUnitRows> of_unit[kUnits];
-  };
-  Stage stages[kStages];
-  Tile<dstate> rounded[kUnits][2];
-  ChunkTables tables[kStages][kUnits];
-  cuda::SharedBarrier full[kStages], empty[kStages];
+struct StatesStage {
+  Tile<dstate> of_group;
+  Tile<kUnitRows> of_unit[kUnits];
+  ChunkTables tables[kUnits];
 };
+template <int dstate>
+struct RoundedStates {
+  Tile<dstate> rounded[kUnits][2];
+};
+struct Nothing {};
+template <int dstate, typename Products>
+using StatesShared =
+    StagedShared<std::conditional_t<Products::kIsAsync, RoundedStates<dstate>, Nothing>, StatesStage<dstate>, Products, 4>;
 
 // A block's piece of a walk. The first blocks have the first pieces of all walks in both directions, the next ones the second
 // pieces, and so on. All pieces of a walk have equally many chunks, but the last ones may have fewer, or none.
@@ -69,20 +74,21 @@ struct DirectedPiece : Place {
   __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? chunks - 1 - position : position; }
 };
 
-template <typename Scalar, int dstate, bool states_only>
+template <typename Scalar, int dstate, bool states_only, typename Products>
 struct BwdStates {
   // Of the warpgroup that moves data.
   static constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
   static_assert(kCopyingWarps + kUnits == kUnitWarps, "the others make tables, one for each unit");
 
-  using Shared = StatesShared<dstate>;
+  using Shared = StatesShared<dstate, Products>;
   using Stage = typename Shared::Stage;
-  static constexpr int kStages = Shared::kStages;
 
   const SsdBwdParams& p;
   const Partition& partition;
   Shared& shared;
   const DirectedPiece at;
+
+  __device__ __forceinline__ int stages() const { return Products::kIsAsync ? Shared::kMaxStages : p.stages; }
 
   // The warpgroup after the units'.
   __device__ __forceinline__ void move() {
@@ -92,9 +98,9 @@ struct BwdStates {
     if (warp >= kCopyingWarps) {
       const int index = warp - kCopyingWarps;
       supply_chunk_tables<Scalar, 2, false>(
-          p, at, unit_at(index).head, Share<1>(), kStages, ring, shared.full, shared.empty,
+          p, at, unit_at(index).head, Share<1>(), stages(), ring, shared.full, shared.empty,
           [&](int position) { return at.chunk_at(position); },
-          [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
+          [&](int stage) -> ChunkTables& { return shared.stage(stage).tables[index]; });
       return;
     }
     const RowsView &of_group = at.is_reverse ? p.C : p.B, &of_unit = at.is_reverse ? p.grad_out : p.x;
@@ -106,8 +112,9 @@ struct BwdStates {
                                                    of_unit.stride_step, unit.rows, thread);
     };
     RowCopier<kUnitRows, kCopyingThreads> copy_of_units[kUnits] = {copier_of_unit(unit_at(0)), copier_of_unit(unit_at(1))};
-    supply_copies<kStages - 2>(at.chunks, kStages, ring, shared.full, shared.empty, [&](int position, int stage) {
-      Stage& target = shared.stages[stage];
+    constexpr int kPending = Shared::kMaxStages - 2;
+    supply_copies<kPending>(at.chunks, stages(), ring, shared.full, shared.empty, [&](int position, int stage) {
+      Stage& target = shared.stage(stage);
       const int steps = at.steps_of(at.chunk_at(position));
       copy_of_group.copy(target.of_group, steps, of_group.stride_step, at.is_reverse);
 #pragma unroll
@@ -131,48 +138,52 @@ struct BwdStates {
     const int64_t first_target = first_slot(p, at.entry) + at.first_chunk;
     auto* const tiles = static_cast<Tile<dstate>*>(at.is_reverse ? p.grad_states : p.states) +
                         unit.head * partition.row_blocks + unit.first_row / kUnitRows;
-    const bool starts_copies = threadIdx.x % kUnitThreads == 0 && unit.is_there;
 
     RingPosition ring;
 #pragma unroll 1
     for (int position = 0; position < at.chunks; ++position) {
       shared.full[ring.stage].wait(ring.phase);
-      Stage& stage = shared.stages[ring.stage];
-      const ChunkTables& tables = shared.tables[ring.stage][index];
+      Stage& stage = shared.stage(ring.stage);
+      const ChunkTables& tables = stage.tables[index];
       const float (&weights)[kChunk] = at.is_reverse ? tables.from_start : tables.to_end;
 
-      Tile<dstate>& rounded = shared.rounded[index][position % 2];
-      if constexpr (!states_only) state.template round<Scalar>(rounded, pairs);
-      uint32_t weighed[kStepGroups][4], rest[kStepGroups][4];
+      if constexpr (Products::kIsAsync && !states_only) {
+        state.template round<Scalar>(shared.rounded[index][position % 2], pairs);
+      }
+      uint32_t x[kStepGroups][4], weighed[kStepGroups][4], rest[kStepGroups][4];
+      const auto weigh = [&](int j) { weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]); };
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        uint32_t x[4];
-        cuda::load_matrices_transposed(x, stage.of_unit[index].columns_first(16 * j, 2 * lane.warp, lane.index));
-        weigh_inputs<Scalar>(x, weights, j, lane, weighed[j], rest[j]);
+        cuda::load_matrices_transposed(x[j], stage.of_unit[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+        if constexpr (Products::kIsAsync) weigh(j);
+      }
+      Tile<dstate>* const target = tiles + (first_target + at.chunk_at(position)) * p.units;
+      if constexpr (!Products::kIsAsync && !states_only) {
+        if (unit.is_there) write_in_parts(state, stage.of_unit[index], pairs, index, *target);
       }
       if constexpr (states_only) add_decay(p, decay_of_piece, tables);
       state.decay(tables.whole);
-      const uint64_t rows = describe(stage.of_group);
-      cuda::fence_products();
+      const auto rows = Products::describe(stage.of_group, lane);
+      Products::fence();
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
+        if constexpr (!Products::kIsAsync) weigh(j);
         cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
+        cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
       }
-#pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
-      cuda::commit_products();
+      Products::commit();
 
-      if constexpr (!states_only) {
+      if constexpr (Products::kIsAsync && !states_only) {
         // The tile of the chunk before has been read, so that the next may be written over it.
         cuda::wait_for_bulk_reads<0>();
-        cuda::publish_to_products();
+        Products::publish();
         cuda::barrier_sync(1 + index, kUnitThreads);
-        const int64_t target = first_target + at.chunk_at(position);
-        cuda::bulk_store(tiles + target * p.units, &rounded, sizeof(rounded), starts_copies);
+        const Tile<dstate>& rounded = shared.rounded[index][position % 2];
+        cuda::bulk_store(target, &rounded, sizeof(rounded), threadIdx.x % kUnitThreads == 0 && unit.is_there);
       }
-      cuda::wait_for_products<0>(state.values);
+      Products::template wait<0>(state.values);
       shared.empty[ring.stage].arrive();
-      ring.advance(kStages);
+      ring.advance(stages());
     }
     if constexpr (states_only) {
       effects().leave(state, decay_of_piece, place_of(blockIdx.x, index));
@@ -181,11 +192,29 @@ struct BwdStates {
       if (at.is_reverse && is_last && p.grad_initial_states != nullptr) {
         state.store(p, states_of(p, p.grad_initial_states, at.entry), unit, lane);
       }
-      cuda::wait_for_bulk_reads<0>();
+      if constexpr (Products::kIsAsync) cuda::wait_for_bulk_reads<0>();
     }
   }
 
  private:
+  // The rounded state, by the threads of the unit, through the tile of its chunk's rows, which all of them have read then.
+  __device__ __forceinline__ void write_in_parts(const State<dstate>& state, Tile<kUnitRows>& tile, const PairsOfTile& pairs,
+                                                 int index, Tile<dstate>& target) const {
+    constexpr int kPieces = sizeof(Tile<kUnitRows>) / sizeof(uint4);
+    static_assert(sizeof(tile) == Tile<dstate>::kPartBytes, "a part of the state's columns takes the place of the rows");
+    const int thread = threadIdx.x % kUnitThreads;
+#pragma unroll
+    for (int part = 0; part < dstate / kUnitRows; ++part) {
+      cuda::barrier_sync(1 + index, kUnitThreads);
+      state.template round<Scalar>(tile, pairs, part);
+      cuda::barrier_sync(1 + index, kUnitThreads);
+      const auto* const source = reinterpret_cast<const uint4*>(&tile) + thread;
+      auto* const pieces = reinterpret_cast<uint4*>(&target) + part * kPieces + thread;
+#pragma unroll
+      for (int i = 0; i < kPieces; i += kUnitThreads) __stcg(pieces + i, source[i]);
+    }
+  }
+
   // The state with which the piece begins.
   __device__ __forceinline__ void begin(State<dstate>& state, const Unit& unit, int index, const Lane& lane) const {
     state.load(p, states_of(p, at.is_reverse ? p.grad_final_states : p.initial_states, at.entry), unit, lane);
@@ -199,30 +228,30 @@ struct BwdStates {
   static __device__ __forceinline__ int place_of(int block, int index) { return block * kUnits + index; }
 };
 
-template <typename Scalar, int dstate, bool states_only>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
+template <typename Scalar, int dstate, bool states_only, typename Products>
+__global__ void __launch_bounds__(Products::kAreCompiled ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
     ssd_bwd_states_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ Partition partition) {
-#if SSM_KERNELS_HAS_WGMMA
-  using States = BwdStates<Scalar, dstate, states_only>;
-  extern __shared__ unsigned char unaligned_memory[];
-  auto& shared = align_shared<typename States::Shared>(unaligned_memory);
-  States states{p, partition, shared, DirectedPiece(p, partition)};
-  if (threadIdx.x < States::kStages) {
-    shared.full[threadIdx.x].init(States::kCopyingThreads + kUnits * kWarpSize);
-    shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
+  if constexpr (Products::kAreCompiled) {
+    using States = BwdStates<Scalar, dstate, states_only, Products>;
+    extern __shared__ unsigned char unaligned_memory[];
+    auto& shared = States::Shared::at(unaligned_memory);
+    States states{p, partition, shared, DirectedPiece(p, partition)};
+    if (threadIdx.x < states.stages()) {
+      shared.full[threadIdx.x].init(States::kCopyingThreads + kUnits * kWarpSize);
+      shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
+    }
+    __syncthreads();
+    cuda::let_next_kernel_begin();
+    const int warpgroup = threadIdx.x / kUnitThreads;
+    if (warpgroup == kUnits) {
+      cuda::leave_registers<88>();
+      states.move();
+    } else {
+      cuda::take_registers<208>();
+      if constexpr (!states_only) cuda::wait_for_kernel_before();
+      states.multiply(warpgroup);
+    }
   }
-  __syncthreads();
-  cuda::let_next_kernel_begin();
-  const int warpgroup = threadIdx.x / kUnitThreads;
-  if (warpgroup == kUnits) {
-    cuda::leave_registers<88>();
-    states.move();
-  } else {
-    cuda::take_registers<208>();
-    if constexpr (!states_only) cuda::wait_for_kernel_before();
-    states.multiply(warpgroup);
-  }
-#endif
 }
 
 }  // namespace ssm_kernels::ssd

@@ -18,11 +18,17 @@ __device__ __forceinline__ float sum_over_row(const float (&values)[4], const La
   }
   return (is_odd ? kept[1] : kept[0]) + __shfl_xor_sync(kWholeWarp, is_odd ? kept[0] : kept[1], 1);
 }
-// Sums of eight numbers over the eight lanes of a warp with the same `pair`: each has the one that sum_index names.
-__device__ __forceinline__ float sum_over_column(float (&values)[8], const Lane& lane) {
+// Sums of so many numbers over the eight lanes of a warp with the same `pair`: of a lane for which has_column_sum, the one that
+// column_sum_index names.
+constexpr int kColumnLanes = 8;
+template <int count>
+__device__ __forceinline__ float sum_over_column(float (&values)[count], const Lane& lane) {
 #pragma unroll
-  for (int step = 0; step < 3; ++step) {
-    const int kept = 4 >> step, distance = 16 >> step;
+  for (int kept = count / 2, distance = 16; distance >= 4; kept /= 2, distance /= 2) {
+    if (kept == 0) {
+      values[0] += __shfl_xor_sync(kWholeWarp, values[0], distance);
+      continue;
+    }
     const bool is_upper = (lane.index & distance) != 0;
 #pragma unroll
     for (int k = 0; k < kept; ++k) {
@@ -32,8 +38,14 @@ __device__ __forceinline__ float sum_over_column(float (&values)[8], const Lane&
   }
   return values[0];
 }
-__device__ __forceinline__ int sum_index(const Lane& lane) {
-  return (lane.index & 16) / 4 + (lane.index & 8) / 4 + (lane.index & 4) / 4;
+template <int count>
+__device__ __forceinline__ bool has_column_sum(const Lane& lane) {
+  return lane.quad % (kColumnLanes / count) == 0;
+}
+template <int count>
+__device__ __forceinline__ int column_sum_index(const Lane& lane) {
+  static_assert(count == 4 || count == 8, "powers of two, to as many lanes or half of them");
+  return lane.quad / (kColumnLanes / count);
 }
 // The sums of the elements on the diagonals of the blocks (16 x 8) that follow one another in two products of a warp: those of
 // the first have the upper eight rows, those of the second the lower. Zero in lanes that have none.

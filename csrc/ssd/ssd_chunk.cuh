@@ -22,10 +22,6 @@ static_assert(kUnitRows == kUnitWarps * 16, "each warp of a unit has the 16 rows
 // What operands of cuda/wgmma.cuh in shared memory begin at multiples of.
 constexpr int kOperandAlignment = 1024;
 template <typename Shared>
-constexpr int aligned_shared_bytes() {
-  return static_cast<int>(sizeof(Shared)) + kOperandAlignment;
-}
-template <typename Shared>
 __device__ __forceinline__ Shared& align_shared(unsigned char* memory) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
   return *reinterpret_cast<Shared*>(memory + (kOperandAlignment - address % kOperandAlignment) % kOperandAlignment);

@@ -1,7 +1,7 @@
 // CUDA entry points of the chunked scan. In 16 bits with up to kMaxKernelDstate states it runs as kernels of its own
-// (ssd_fwd.cuh; ssd_bwd.cuh where the device has their products) on the current stream, all else as ATen's products
-// (ssd_aten.h). Nothing waits for the device, except that the values of cu_seqlens are checked on the host by forward unless a
-// CUDA graph is being captured, and read there by ATen's products.
+// (ssd_fwd.cuh, ssd_bwd.cuh) on the current stream, all else as ATen's products (ssd_aten.h). Nothing waits for the device,
+// except that the values of cu_seqlens are checked on the host by forward unless a CUDA graph is being captured, and read there
+// by ATen's products.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -56,7 +56,7 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
   const Discretization method = check_inputs(bwd.in);
   const c10::cuda::CUDAGuard guard(bwd.in.x.device());
   const bool has_elements = bwd.in.x.numel() > 0 && bwd.in.B.numel() > 0;
-  if (prefers_mma || !has_elements || !are_for_kernels(bwd.in) || !has_backward_kernels(bwd.in.x)) return bwd_aten(bwd);
+  if (!has_elements || !are_for_kernels(bwd.in)) return bwd_aten(bwd);
   GradTensors grads = allocate_bwd(bwd);
   BwdInputs present = bwd;
   const Inputs& in = bwd.in;
@@ -64,7 +64,7 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
   present.needs_grad[kGradZ] &= is_present(in.z);
   present.needs_grad[kGradDtBias] &= is_present(in.dt_bias);
   present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
-  run_backward(present, method, grads);
+  run_backward(present, method, grads, !prefers_mma);
   return std::tuple_cat(grads);
 }
 

@@ -60,16 +60,20 @@ struct GateBwdParams {
   RowsView grad_out, z, y, grad_y, grad_z;
 };
 
+// As many stages as a block has shared memory for, but at least one.
+template <typename BytesOf>
+int fit_stages(int most, int max_shared_bytes, const BytesOf& bytes_of) {
+  while (most > 1 && bytes_of(most) > max_shared_bytes) --most;
+  return most;
+}
+
 // Queue the kernels on the stream; return a cudaError_t. Instantiated for __half and __nv_bfloat16.
 template <typename Scalar>
 int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, CUstream_st* stream);
 template <typename Scalar>
-int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, CUstream_st* stream);
+int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, bool may_use_wgmma, int max_shared_bytes,
+                   CUstream_st* stream);
 template <typename Scalar>
 int launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, CUstream_st* stream);
-
-// Whether the current device has the products of backward's kernels.
-template <typename Scalar>
-bool has_ssd_bwd_kernels();
 
 }  // namespace ssm_kernels::ssd

@@ -24,6 +24,15 @@ struct Lane {
     asm volatile("" : "+r"(index));
     return Lane(index);
   }
+  // The same; what follows from its index is found anew, rather than kept in registers.
+  __device__ __forceinline__ Lane anew() const {
+    Lane result = *this;
+    asm volatile("" : "+r"(result.index));
+    result.quad = result.index / 4;
+    result.pair = result.index % 4;
+    result.row = 16 * warp + result.quad;
+    return result;
+  }
 
  private:
   __device__ __forceinline__ explicit Lane(int index) : index(index), quad(index / 4), pair(index % 4) {
@@ -159,14 +168,16 @@ struct State {
     }
   }
 
-  // To a tile whose rows are the unit's.
-  template <typename Scalar>
-  __device__ __forceinline__ void round(Tile<dstate>& tile, const PairsOfTile& pairs) const {
+  // To a tile whose rows are the unit's: all columns, or the part-th of as many as the tile has.
+  template <typename Scalar, int columns>
+  __device__ __forceinline__ void round(Tile<columns>& tile, const PairsOfTile& pairs, int part = 0) const {
+    constexpr int kTileBlocks = columns / 8;
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) {
+    for (int n = 0; n < kTileBlocks; ++n) {
+      const float (&block)[4] = values[part * kTileBlocks + n];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        pairs.at(tile, n, half) = cuda::pack<Scalar>(values[n][2 * half], values[n][2 * half + 1]);
+        pairs.at(tile, n, half) = cuda::pack<Scalar>(block[2 * half], block[2 * half + 1]);
       }
     }
   }

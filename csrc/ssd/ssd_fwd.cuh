@@ -26,9 +26,9 @@ template <typename Shared, typename Kernel>
 int launch_staged(Kernel kernel, int threads, bool has_gate, const SsdFwdParams& params, const Runs& runs, int max_shared_bytes,
                   cudaStream_t stream) {
   Runs staged = runs;
-  staged.stages = Shared::kMaxStages;
-  while (staged.stages > 1 && Shared::bytes(staged.stages, has_gate) > max_shared_bytes) --staged.stages;
-  const int bytes = Shared::bytes(staged.stages, has_gate);
+  const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
+  staged.stages = fit_stages(Shared::kMaxStages, max_shared_bytes, bytes_of);
+  const int bytes = bytes_of(staged.stages);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(runs.blocks), threads, bytes, stream>>>(params, staged);
   return cudaGetLastError();
