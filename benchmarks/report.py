@@ -272,7 +272,7 @@ incoming one among them:
 
 {ssd_memory(rows)}
 
-Relative error (L2) for two heads of one row of the batch, against float64, the incoming gradient zero for all others.
+Relative error (L2) for one row of the batch, against float64, the incoming gradient zero for all others.
 *out / rounding* is the error of out over that of rounding the float64 result to bfloat16:
 
 {ssd_errors(rows)}

@@ -67,8 +67,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // On CUDA two kernels do the same work, with the matrix products of compute capability 9.0a where there are any, else with
   // those of all devices. "mma" makes every call take the latter, "wgmma" the former again; returns what it was. For tests.
   m.def("_prefer_ssd_products(str products) -> str", tags);
-  // Backward's kernels on CUDA take a batch in turns where the states they keep would take more; returns what the limit was.
-  // For tests.
+  // Backward's kernels on CUDA take a call in turns where the states they keep would take more; returns what the limit was. For
+  // tests.
   m.def("_limit_ssd_workspace_bytes(int bytes) -> int", tags);
 
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan, mingru_scan, ..., one for each row of common/recurrences.h.

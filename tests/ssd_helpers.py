@@ -293,6 +293,16 @@ def preferred_products(name: str) -> Iterator[None]:
         torch.ops.ssm_kernels._prefer_ssd_products(before)
 
 
+@contextmanager
+def limited_workspace(limit: int) -> Iterator[None]:
+    """No more bytes for the states that backward's kernels keep on CUDA, or those of one head of one entry of the batch."""
+    before = torch.ops.ssm_kernels._limit_ssd_workspace_bytes(limit)
+    try:
+        yield
+    finally:
+        torch.ops.ssm_kernels._limit_ssd_workspace_bytes(before)
+
+
 def scan_in_16_bit_products(
     x: Tensor,
     dt: Tensor,

@@ -24,6 +24,7 @@ from ssd_helpers import (
     evaluate_natively,
     every_method,
     every_option,
+    limited_workspace,
     make_cotangents,
     make_inputs,
     preferred_products,
@@ -297,21 +298,20 @@ def test_gradient_through_one_result_only(options, through):
     assert_accurate(inputs, cotangents)
 
 
-@pytest.mark.parametrize("turns", [2, 3])
+@pytest.mark.parametrize(("batch", "heads_at_once"), [(3, 16), (3, 8), (2, 4), (2, 3), (1, 1)])
 @every_option
-def test_batches_in_turns(options, turns):
-    """Where the states would take too much memory: the same, but for the order of sums over the batch."""
-    inputs = inputs_on_cuda(batch=3, seqlen=100, **options)
-    cotangents = make_cotangents(inputs)
-    expected = evaluate(scan, inputs, cotangents)
-    bytes_of_entry = 2 * 2 * inputs["x"].shape[2] * 64 * 64 * 2
-    before = torch.ops.ssm_kernels._limit_ssd_workspace_bytes(bytes_of_entry * 3 // turns)
-    try:
-        actual = evaluate(scan, inputs, cotangents)
-    finally:
-        torch.ops.ssm_kernels._limit_ssd_workspace_bytes(before)
-    of_batch = ("grad_A", "grad_D", "grad_dt_bias")
-    assert_equal(*({name: value for name, value in of.items() if name not in of_batch} for of in (actual, expected)))
+def test_turns(options, batch, heads_at_once):
+    """Where the states would take too much memory: entries of the batch, groups or heads one after another. The same, but for
+    the order of sums over what is taken in turns, and for grad_z: its y is computed again, in other runs."""
+    inputs = inputs_on_cuda(**({"batch": batch, "heads": 8, "groups": 2, "seqlen": 100} | options))
+    expected = evaluate(scan, inputs, make_cotangents(inputs))
+    offsets = inputs["cu_seqlens"]
+    chunks = 2 if offsets is None else inputs["x"].shape[1] // 64 + len(offsets) - 1
+    with limited_workspace(heads_at_once * 2 * chunks * 64 * 64 * 2):
+        actual = assert_accurate(inputs)
+    of_batch, of_heads = ("grad_A", "grad_D", "grad_dt_bias"), ("grad_B", "grad_C")
+    others = (*of_batch, "grad_z", *(of_heads if heads_at_once < 4 else ()))
+    assert_equal(*({name: value for name, value in of.items() if name not in others} for of in (actual, expected)))
     for name in expected.keys() & set(of_batch):
         torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
 

@@ -18,13 +18,12 @@
 #include "cuda/mma.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
+#include "ssd/ssd_bwd_pairs.cuh"
 #include "ssd/ssd_bwd_states.cuh"
-#include "ssd/ssd_bwd_sums.cuh"
 #include "ssd/ssd_products.cuh"
 
 namespace ssm_kernels::ssd {
 
-constexpr int kHalfChunk = kChunk / kHalves, kHalfBlocks = kHalfChunk / 8;
 static_assert(kUnitRows == kChunk, "x and g, the decays between steps, and S and T are tiles of as many rows");
 
 template <int dstate>
@@ -54,6 +53,20 @@ struct ChunksOnce {
 template <int dstate, typename Products>
 using ChunksShared = StagedShared<ChunksOnce<dstate, Products::kIsAsync>, ChunksStage<dstate>, Products, kChunksStages>;
 
+// One unit after another.
+struct UnitWalk {
+  int head;
+  int row_block = 0;
+
+  __device__ __forceinline__ bool is_last_of_head(int row_blocks) const { return row_block + 1 == row_blocks; }
+  __device__ __forceinline__ void advance(int row_blocks) {
+    if (++row_block == row_blocks) {
+      row_block = 0;
+      ++head;
+    }
+  }
+};
+
 template <typename Scalar, int dstate, typename Products>
 struct BwdChunks {
   using Shared = ChunksShared<dstate, Products>;
@@ -66,6 +79,7 @@ struct BwdChunks {
   // of one.
   static constexpr int kParts = Products::kIsAsync ? 1 : 2, kPairBlocks = kHalfBlocks / kParts,
                        kPartGroups = kHalfGroups / kParts, kPartBlocks = kHalfStateBlocks / kParts;
+  using OfPairs = PairProducts<Scalar, kPairBlocks>;
   // So many steps of a product at once, as loads of later ones take registers too.
   static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : 2;
   static constexpr int kMultiplyingThreads = kHalves * kUnitThreads;
@@ -119,7 +133,7 @@ struct BwdChunks {
       for (int i = 0; i < 4; ++i) grad_B[b][i] = grad_C[b][i] = 0;
     }
     shared.full[0].wait(0);
-    PairProducts of_pairs;
+    OfPairs of_pairs;
     const auto B_rows = Products::describe(shared.B, lane), C_rows = Products::describe(shared.C, lane);
     Products::fence();
 #pragma unroll
@@ -130,114 +144,25 @@ struct BwdChunks {
     Products::template wait<0>(of_pairs.CB);
     of_pairs.begin(half, shared.stage(0).tables.steps, lane);
 
+    UnitWalk walk{block.first_head};
     RingPosition ring;
 #pragma unroll 1
     for (int index = 0; index < block.units; ++index) {
       shared.full[ring.stage].wait(ring.phase);
-      multiply_unit(half, shared.stage(ring.stage), shared.weights[index % Shared::kWeights], Products::anew(pairs),
+      multiply_unit(half, shared.stage(ring.stage), shared.weights[index % Shared::kWeights], walk, Products::anew(pairs),
                     Products::anew(lane), of_pairs, grad_B, grad_C);
       shared.empty[ring.stage].arrive();
       ring.advance(stages());
+      walk.advance(row_blocks());
     }
     end_block(half, of_pairs.W, pairs, lane, grad_B, grad_C);
   }
 
  private:
-  // Of a lane's two rows, over its columns: V for j < i, and for j = i.
-  struct RowSums {
-    float later[2], same[2];
-
-    __device__ __forceinline__ void store(int half, const Lane& lane, StepSums& sums) const {
-      const float of_row = sum_over_row({later[0], later[1], same[0], same[1]}, lane);
-      const int row = lane.row + lane.pair % 2 * 8;
-      if (lane.pair < 2 || row / kHalfChunk == half) (lane.pair < 2 ? sums.later[half] : sums.same)[row] = of_row;
-    }
-  };
-
-  // Of the pairs of steps, row j and this half of the columns i.
-  struct PairProducts {
-    float CB[kHalfBlocks][4];  // C_i . B_j for j <= i, else zero
-    float W[kHalfBlocks][4];   // W^T, summed over the units
-    // A bit for each element: whether step i is in j's sequence and not before j; whether it is j.
-    uint32_t is_pair, is_same;
-
-    // The sequences are those of all heads.
-    __device__ __forceinline__ void begin(int half, const ChunkTables& tables, const Lane& lane) {
-      is_pair = is_same = 0;
-      for_each([&](int b, int h, int e) {
-        const int j = lane.row + 8 * h, i = half * kHalfChunk + 8 * b + 2 * lane.pair + e;
-        float& product = CB[b][2 * h + e];
-        if (j <= i && j >= tables.first[i]) {
-          is_pair |= bit(b, h, e);
-        } else {
-          product = 0;
-        }
-        if (j == i) is_same |= bit(b, h, e);
-        W[b][2 * h + e] = 0;
-      });
-    }
-
-    // Of the blocks of columns from the first on. Adds to W^T and to the rows' sums; M^T, without the gain, goes to a tile, and
-    // the columns' sums to `sums`. xg: x_j . g_i.
-    __device__ __forceinline__ void weigh(int half, int first, const ChunkTables& tables, const float (&xg)[kPairBlocks][4],
-                                          const PairsOfTile& pairs, const Lane& lane, Tile<kChunk>& M, RowSums& of_rows,
-                                          StepSums& sums) {
-      const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
-      const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
-      const int first_column = half * kHalfChunk + 8 * first;
-      float earlier[2 * kPairBlocks] = {};
-#pragma unroll
-      for (int n = 0; n < kPairBlocks; ++n) {
-        const int b = first + n;
-        const auto log2_at = *reinterpret_cast<const float2*>(&tables.log2_decay[first_column + 8 * n + 2 * lane.pair]);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float of_pair[2];
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const bool counts = (is_pair & bit(b, h, e)) != 0;
-            const float between = Math<float>::exp2((e == 0 ? log2_at.x : log2_at.y) - log2_decay[h]);
-            const float decay = counts ? between : 0.0f, u = counts ? xg[n][2 * h + e] : 0.0f;
-            const float decayed = u * decay, product = CB[b][2 * h + e];
-            float V = decayed * product;
-            of_pair[e] = decay * product;
-            W[b][2 * h + e] = fmaf(gain[h], decayed, W[b][2 * h + e]);
-            // Rows and columns begin at multiples of 16.
-            if (b % 2 == h) {
-              const bool is_own = (is_same & bit(b, h, e)) != 0;
-              of_rows.same[h] = is_own ? V : of_rows.same[h];
-              V = is_own ? 0.0f : V;
-            }
-            of_rows.later[h] += V;
-            earlier[2 * n + e] = fmaf(gain[h], V, earlier[2 * n + e]);
-          }
-          pairs.at(M, half * kHalfBlocks + b, h) = cuda::pack<Scalar>(of_pair[0], of_pair[1]);
-        }
-      }
-      const float of_column = sum_over_column(earlier, lane);
-      if (!has_column_sum<2 * kPairBlocks>(lane)) return;
-      const int column = column_sum_index<2 * kPairBlocks>(lane);
-      sums.earlier[lane.warp][first_column + column / 2 * 8 + 2 * lane.pair + column % 2] = of_column;
-    }
-
-   private:
-    static __device__ __forceinline__ constexpr uint32_t bit(int b, int h, int e) { return 1u << (4 * b + 2 * h + e); }
-    template <typename Body>
-    static __device__ __forceinline__ void for_each(const Body& body) {
-#pragma unroll
-      for (int b = 0; b < kHalfBlocks; ++b) {
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) body(b, h, e);
-        }
-      }
-    }
-  };
-
   // M: where M^T of this unit goes.
-  __device__ __forceinline__ void multiply_unit(int half, Stage& tiles, Tile<kChunk>& M, const PairsOfTile& pairs,
-                                                const Lane& lane, PairProducts& of_pairs, float (&grad_B)[kHalfStateBlocks][4],
+  __device__ __forceinline__ void multiply_unit(int half, Stage& tiles, Tile<kChunk>& M, const UnitWalk& walk,
+                                                const PairsOfTile& pairs, const Lane& lane, OfPairs& of_pairs,
+                                                float (&grad_B)[kHalfStateBlocks][4],
                                                 float (&grad_C)[kHalfStateBlocks][4]) const {
     const Tables& tables = tiles.tables;
     float xg[kPairBlocks][4], grad_x[kHalfBlocks][4], of_states[kPartBlocks][4];
@@ -278,7 +203,7 @@ struct BwdChunks {
       cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
     }
 
-    RowSums of_pair_rows = {};
+    PairRowSums of_pair_rows = {};
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if constexpr (!Products::kIsAsync) begin_xg(part);
@@ -305,7 +230,7 @@ struct BwdChunks {
     Products::commit();
 
     float of_rows[4] = {};
-    if constexpr (!Products::kIsAsync) write_grad_x(half, grad_x, tiles.g, tables, pairs, lane);
+    if constexpr (!Products::kIsAsync) write_grad_x(half, walk, grad_x, tiles.g, tables, pairs, lane);
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if constexpr (!Products::kIsAsync) begin_of_states(tiles.g, tiles.S, part);
@@ -318,7 +243,7 @@ struct BwdChunks {
       begin_of_states(tiles.x, tiles.T, part);
       if constexpr (Products::kIsAsync) {
         Products::template wait<1>(grad_x);
-        write_grad_x(half, grad_x, tiles.g, tables, pairs, lane);
+        write_grad_x(half, walk, grad_x, tiles.g, tables, pairs, lane);
       }
       Products::template wait<0>(of_states);
       add_states(half, part, of_states, shared.B, tables.steps.to_end, pairs, lane, grad_B, &of_rows[2]);
@@ -350,9 +275,9 @@ struct BwdChunks {
   }
 
   // From the sums over i and over the states, without the gain.
-  __device__ __forceinline__ void write_grad_x(int half, const float (&sum)[kHalfBlocks][4], Tile<kUnitRows>& g,
-                                               const Tables& tables, const PairsOfTile& pairs, const Lane& lane) const {
-    const UnitWalk walk = tables.unit;
+  __device__ __forceinline__ void write_grad_x(int half, const UnitWalk& walk, const float (&sum)[kHalfBlocks][4],
+                                               Tile<kUnitRows>& g, const Tables& tables, const PairsOfTile& pairs,
+                                               const Lane& lane) const {
     const float gain[2] = {tables.steps.gain[lane.row], tables.steps.gain[lane.row + 8]};
     const int column = half * kHalfChunk + 2 * lane.pair, rows = p.headdim - walk.row_block * kUnitRows;
     Scalar* const target = block.at.template rows<Scalar>(p.grad_x, walk.head, 0) + walk.row_block * kUnitRows + column;
@@ -379,11 +304,10 @@ struct BwdChunks {
                                             float (&grad_C)[kHalfStateBlocks][4]) const {
     const auto B_half = columns_of(Products::describe(shared.B, lane), half * kHalfGroups),
                C_half = columns_of(Products::describe(shared.C, lane), half * kHalfGroups);
-    // W^T rounded, then what that leaves.
-    Tile<kChunk>& weights = shared.weights[0];
-    const auto rows = Products::describe(weights, lane);
+    // W^T rounded, and what that leaves: together, or one after the other.
+    constexpr int kAtOnce = Shared::kWeights;
 #pragma unroll
-    for (int part = 0; part < 2; ++part) {
+    for (int first = 0; first < 2; first += kAtOnce) {
       cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
 #pragma unroll
       for (int b = 0; b < kHalfBlocks; ++b) {
@@ -392,17 +316,22 @@ struct BwdChunks {
           const float low = W[b][2 * h], high = W[b][2 * h + 1];
           const uint32_t word = cuda::pack<Scalar>(low, high);
           const float2 rounded = cuda::unpack<Scalar>(word);
-          pairs.at(weights, half * kHalfBlocks + b, h) =
-              part == 0 ? word : cuda::pack<Scalar>(low - rounded.x, high - rounded.y);
+          const uint32_t words[2] = {word, cuda::pack<Scalar>(low - rounded.x, high - rounded.y)};
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) pairs.at(shared.weights[i], half * kHalfBlocks + b, h) = words[first + i];
         }
       }
       Products::publish();
       cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
       Products::fence();
 #pragma unroll
-      for (int k = 0; k < kStepGroups; ++k) {
-        cuda::multiply<Scalar, false, true>(grad_B, columns_of(rows, k), rows_of(C_half, k), true);
-        cuda::multiply<Scalar, true, true>(grad_C, rows_of(rows, k), rows_of(B_half, k), true);
+      for (int i = 0; i < kAtOnce; ++i) {
+        const auto weights = Products::describe(shared.weights[i], lane);
+#pragma unroll
+        for (int k = 0; k < kStepGroups; ++k) {
+          cuda::multiply<Scalar, false, true>(grad_B, columns_of(weights, k), rows_of(C_half, k), true);
+          cuda::multiply<Scalar, true, true>(grad_C, rows_of(weights, k), rows_of(B_half, k), true);
+        }
       }
       Products::commit();
       Products::template wait<0>(grad_B);
@@ -508,10 +437,7 @@ struct BwdChunks {
         [&](int stage, const Fetched& fetched, const TableSteps<1>& made, int k) {
           Tables& tables = shared.stage(stage).tables;
           made.store(k, tables.steps);
-          if (lane.index == 0) {
-            tables.unit = walk;
-            tables.head = HeadSteps(p, walk.head);
-          }
+          if (lane.index == 0) tables.head = HeadSteps(p, walk.head);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             const int element = 2 * lane.index + i, row = walk.row_block * kUnitRows + element;
@@ -525,6 +451,7 @@ struct BwdChunks {
 
   // S T and g x.
   __device__ __forceinline__ void multiply_elements(const Lane& lane) const {
+    UnitWalk walk{block.first_head};
     RingPosition ring;
 #pragma unroll 1
     for (int index = 0; index < block.units; ++index) {
@@ -532,32 +459,33 @@ struct BwdChunks {
       Stage& tiles = shared.stage(ring.stage);
       const float states = inner_product<Scalar>(tiles.S, tiles.T, lane);
       if (lane.index == 0) tiles.sums.states = states;
-      if (p.grad_D_parts != nullptr) write_grad_D(tiles, lane);
+      if (p.grad_D_parts != nullptr) write_grad_D(walk, tiles, lane);
       shared.empty[ring.stage].arrive();
       ring.advance(stages());
+      walk.advance(row_blocks());
     }
   }
 
   __device__ __forceinline__ void end_units(const Lane& lane) const {
     StepGradients grads = {};
+    UnitWalk walk{block.first_head};
     RingPosition ring;
 #pragma unroll 1
     for (int index = 0; index < block.units; ++index) {
       shared.empty[ring.stage].wait(ring.phase);
       const Stage& stage = shared.stage(ring.stage);
       const Tables& tables = stage.tables;
-      const UnitWalk walk = tables.unit;
       add_step_gradients(tables.steps, stage.sums, lane, grads);
       if (walk.is_last_of_head(row_blocks()))
         write_step_gradients<Scalar>(p, block.at, block.steps, block.slot, walk.head, tables, lane, grads);
       shared.tables_empty[ring.stage].arrive();
       ring.advance(stages());
+      walk.advance(row_blocks());
     }
   }
 
   // Over steps of g x.
-  __device__ __forceinline__ void write_grad_D(Stage& tiles, const Lane& lane) const {
-    const UnitWalk walk = tiles.tables.unit;
+  __device__ __forceinline__ void write_grad_D(const UnitWalk& walk, Stage& tiles, const Lane& lane) const {
     const MatricesOfTile of_g(true, lane), of_x(false, lane);
     const int first_row = walk.row_block * kUnitRows;
     float* const target = p.grad_D_parts + (block.slot * p.heads + walk.head) * p.headdim + first_row + lane.quad;

@@ -10,6 +10,8 @@
 
 #include <algorithm>
 #include <atomic>
+#include <utility>
+#include <vector>
 
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
@@ -18,49 +20,94 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-// Of states and their gradients: entries of the batch are taken in turns, but never less than one.
+// Of states and their gradients: a call takes its work in turns that need no more, but never less than one head of one entry of
+// the batch at once.
 std::atomic<int64_t> workspace_limit{int64_t(1) << 30};
 
-OptionalTensor rows_of(const OptionalTensor& tensor, int64_t begin, int64_t count) {
-  return is_present(tensor) ? OptionalTensor(tensor->narrow(0, begin, count)) : OptionalTensor();
+OptionalTensor narrow(const OptionalTensor& tensor, int64_t dim, int64_t begin, int64_t count) {
+  return is_present(tensor) ? OptionalTensor(tensor->narrow(dim, begin, count)) : OptionalTensor();
 }
 
-// Some entries of the batch.
-struct Entries {
-  Entries(const BwdInputs& bwd, const GradTensors& grads, int64_t begin, int64_t count)
-      : x(bwd.in.x.narrow(0, begin, count)),
-        dt(bwd.in.dt.narrow(0, begin, count)),
-        B(bwd.in.B.narrow(0, begin, count)),
-        C(bwd.in.C.narrow(0, begin, count)),
-        z(rows_of(bwd.in.z, begin, count)),
-        initial_states(rows_of(bwd.in.initial_states, begin, count)),
-        seq_idx(rows_of(bwd.in.seq_idx, begin, count)),
-        grad_out(rows_of(bwd.grad_out, begin, count)),
-        grad_final_states(rows_of(bwd.grad_final_states, begin, count)),
+// Some entries of the batch, or all packed sequences, and of them some heads: those of whole groups, or of a part of one.
+struct Range {
+  int64_t entry, entries, head, heads, group, groups;
+
+  at::Tensor of_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, head, heads); }
+  at::Tensor of_groups(const at::Tensor& matrix) const { return of_entries(matrix).narrow(2, group, groups); }
+  at::Tensor of_entries(const at::Tensor& tensor) const { return tensor.narrow(0, entry, entries); }
+  // (sequences, heads, ...); packed ones are of a single entry.
+  at::Tensor of_states(const at::Tensor& states, bool are_packed) const {
+    return (are_packed ? states : of_entries(states)).narrow(1, head, heads);
+  }
+};
+
+// A call's tensors in a range.
+struct PartOfCall {
+  PartOfCall(const BwdInputs& bwd, const GradTensors& grads, const Range& range)
+      : is_packed(is_present(bwd.in.cu_seqlens)),
+        x(range.of_heads(bwd.in.x)),
+        dt(range.of_heads(bwd.in.dt)),
+        A(bwd.in.A.narrow(0, range.head, range.heads)),
+        B(range.of_groups(bwd.in.B)),
+        C(range.of_groups(bwd.in.C)),
+        D(narrow(bwd.in.D, 0, range.head, range.heads)),
+        z(apply(bwd.in.z, [&](const at::Tensor& z) { return range.of_heads(z); })),
+        dt_bias(narrow(bwd.in.dt_bias, 0, range.head, range.heads)),
+        initial_states(of_states(bwd.in.initial_states, range)),
+        seq_idx(narrow(bwd.in.seq_idx, 0, range.entry, range.entries)),
+        grad_out(apply(bwd.grad_out, [&](const at::Tensor& grad_out) { return range.of_heads(grad_out); })),
+        grad_final_states(of_states(bwd.grad_final_states, range)),
         grads(grads),
-        bwd{grad_out, grad_final_states, bwd.in.with(x, dt, B, C, z, initial_states, seq_idx), bwd.needs_grad} {
-    for (const Grad grad : {kGradX, kGradDt, kGradB, kGradC, kGradZ, kGradInitialStates}) {
-      if (bwd.needs_grad[grad]) this->grads[grad] = grads[grad].narrow(0, begin, count);
+        bwd{grad_out,
+            grad_final_states,
+            {x, dt, A, B, C, bwd.in.chunk_size, D, z, dt_bias, bwd.in.dt_softplus, bwd.in.dt_min, bwd.in.dt_max, initial_states,
+             seq_idx, bwd.in.cu_seqlens, bwd.in.discretization},
+            bwd.needs_grad} {
+    for (const Grad grad : {kGradX, kGradDt, kGradZ}) {
+      if (bwd.needs_grad[grad]) this->grads[grad] = range.of_heads(grads[grad]);
+    }
+    for (const Grad grad : {kGradB, kGradC}) {
+      if (bwd.needs_grad[grad]) this->grads[grad] = range.of_groups(grads[grad]);
+    }
+    if (bwd.needs_grad[kGradInitialStates]) {
+      this->grads[kGradInitialStates] = range.of_states(grads[kGradInitialStates], is_packed);
     }
   }
 
-  const at::Tensor x, dt, B, C;
-  const OptionalTensor z, initial_states, seq_idx, grad_out, grad_final_states;
+  const bool is_packed;
+  const at::Tensor x, dt, A, B, C;
+  const OptionalTensor D, z, dt_bias, initial_states, seq_idx, grad_out, grad_final_states;
   GradTensors grads;
   const BwdInputs bwd;
+
+ private:
+  template <typename Function>
+  static OptionalTensor apply(const OptionalTensor& tensor, const Function& function) {
+    return is_present(tensor) ? OptionalTensor(function(*tensor)) : OptionalTensor();
+  }
+  OptionalTensor of_states(const OptionalTensor& states, const Range& range) const {
+    return apply(states, [&](const at::Tensor& states) { return range.of_states(states, is_packed); });
+  }
 };
 
 // One call of the kernels.
 class Backward {
  public:
-  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, bool may_use_wgmma)
-      : bwd_(bwd), grads_(grads), inputs_(bwd.in, method), partition_(inputs_.partition()), may_use_wgmma_(may_use_wgmma) {
+  // sums_groups: the gradients of B and C are returned, not written.
+  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, bool may_use_wgmma, bool sums_groups)
+      : bwd_(bwd),
+        grads_(grads),
+        inputs_(bwd.in, method),
+        partition_(inputs_.partition()),
+        may_use_wgmma_(may_use_wgmma),
+        sums_groups_(sums_groups) {
     inputs_.fill(params_);
   }
 
-  // The sums over the batch, for A, dt_bias and, (heads, headdim), D.
+  // The sums over the batch, for A, dt_bias and, (heads, headdim), D; and, if asked for, those over the heads, padded, for B
+  // and C. Undefined where they are not needed.
   struct Sums {
-    at::Tensor A, dt_bias, D;
+    at::Tensor A, dt_bias, D, B, C;
   };
   Sums run() {
     const at::TensorOptions options = bwd_.in.A.options();
@@ -104,9 +151,9 @@ class Backward {
 
     if (grad_x.has_value()) grad_x->finish();
     if (grad_initial_states.has_value()) grad_initial_states->finish();
-    finish_group_grad(kGradB, parts_B);
-    finish_group_grad(kGradC, parts_C);
     Sums sums;
+    sums.B = finish_group_grad(kGradB, parts_B);
+    sums.C = finish_group_grad(kGradC, parts_C);
     if (needs(kGradA)) sums.A = parts_A.sum(0);
     if (needs(kGradDtBias)) sums.dt_bias = parts_bias.sum(0);
     if (needs(kGradD)) sums.D = parts_D.sum(0).narrow(1, 0, bwd_.in.x.size(3));
@@ -198,7 +245,7 @@ class Backward {
   // Where the kernels write that of B or C: in place, or as parts, which are returned.
   at::Tensor place_group_grad(Grad grad, RowsView& in_place, float*& parts) const {
     if (!needs(grad)) return {};
-    if (params_.splits == 1 && has_rows(grads_[grad])) {
+    if (params_.splits == 1 && !sums_groups_ && has_rows(grads_[grad])) {
       in_place = rows_view(grads_[grad]);
       return {};
     }
@@ -207,19 +254,47 @@ class Backward {
     parts = result.data_ptr<float>();
     return result;
   }
-  void finish_group_grad(Grad grad, const at::Tensor& parts) const {
-    if (!parts.defined()) return;
+  at::Tensor finish_group_grad(Grad grad, const at::Tensor& parts) const {
+    if (!parts.defined()) return {};
     const at::Tensor sum = params_.splits == 1 ? parts.squeeze(0) : parts.sum(0);
+    if (sums_groups_) return sum;
     grads_[grad].copy_(without_padding(sum, grads_[grad]));
+    return {};
   }
 
   const BwdInputs& bwd_;
   const GradTensors& grads_;
   const KernelInputs inputs_;
   Partition partition_;
-  const bool may_use_wgmma_;
+  const bool may_use_wgmma_, sums_groups_;
   SsdBwdParams params_;
 };
+
+// Cuts a call into turns, whose states take no more than the limit: of some entries of the batch; where one is too much, of
+// some groups of its heads; where one of these is, of some of the group's heads. All have about as many.
+template <typename Body>
+void for_each_turn(const Inputs& in, const Body& body) {
+  const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
+  const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1)
+                                                   : at::ceil_div<int64_t>(in.x.size(1), kChunk);
+  const int64_t bytes_of_image = kUnitRows * image_columns(in.B.size(3)) * in.x.element_size();
+  const int64_t most_heads = workspace_limit / (2 * chunks * row_blocks(in.x.size(3)) * bytes_of_image);
+  const auto at_once = [&](int64_t count, int64_t heads_of_each) {
+    return at::ceil_div(count, at::ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
+  };
+  const int64_t entries = at_once(batch, groups * heads_per_group), groups_at_once = at_once(groups, heads_per_group),
+                heads_at_once = at_once(heads_per_group, 1);
+  for (int64_t entry = 0; entry < batch; entry += entries) {
+    for (int64_t group = 0; group < groups; group += groups_at_once) {
+      const int64_t groups_of_turn = std::min(groups_at_once, groups - group);
+      for (int64_t head = 0; head < heads_per_group; head += heads_at_once) {
+        const int64_t heads_of_turn = groups_of_turn * std::min(heads_at_once, heads_per_group - head);
+        body(Range{entry, std::min(entries, batch - entry), group * heads_per_group + head, heads_of_turn, group,
+                   groups_of_turn});
+      }
+    }
+  }
+}
 
 }  // namespace
 
@@ -230,26 +305,39 @@ int64_t limit_backward_workspace(int64_t bytes) {
 
 void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const Inputs& in = bwd.in;
-  const int64_t batch = in.x.size(0), chunks = at::ceil_div<int64_t>(in.x.size(1), kChunk);
-  const int64_t bytes_of_entry =
-      2 * chunks * in.x.size(2) * row_blocks(in.x.size(3)) * kUnitRows * image_columns(in.B.size(3)) * in.x.element_size();
-  const int64_t turns = std::min(batch, at::ceil_div<int64_t>(batch * bytes_of_entry, workspace_limit));
-  const int64_t entries_of_turn = at::ceil_div<int64_t>(batch, turns);
+  const int64_t batch = in.x.size(0), heads = in.x.size(2), heads_per_group = heads / in.B.size(2);
   Backward::Sums sums;
-  if (turns == 1) {
-    sums = Backward(bwd, method, grads, may_use_wgmma).run();
-  } else {
-    const auto add = [](at::Tensor& sum, const at::Tensor& more) {
-      if (more.defined()) sum = sum.defined() ? sum.add_(more) : more;
-    };
-    for (int64_t begin = 0; begin < batch; begin += entries_of_turn) {
-      const Entries entries(bwd, grads, begin, std::min(entries_of_turn, batch - begin));
-      const Backward::Sums more = Backward(entries.bwd, method, entries.grads, may_use_wgmma).run();
-      add(sums.A, more.A);
-      add(sums.dt_bias, more.dt_bias);
-      add(sums.D, more.D);
+  const auto add = [](at::Tensor& sum, const at::Tensor& more) {
+    if (more.defined()) sum = sum.defined() ? sum.add_(more) : more;
+  };
+  for_each_turn(in, [&](const Range& range) {
+    if (range.entries == batch && range.heads == heads) {
+      sums = Backward(bwd, method, grads, may_use_wgmma, /*sums_groups=*/false).run();
+      return;
     }
-  }
+    const auto add_of_heads = [&](at::Tensor& sum, const at::Tensor& more) {
+      if (!more.defined()) return;
+      if (!sum.defined()) {
+        std::vector<int64_t> sizes = more.sizes().vec();
+        sizes[0] = heads;
+        sum = at::zeros(sizes, more.options());
+      }
+      sum.narrow(0, range.head, range.heads).add_(more);
+    };
+    const bool is_part_of_group = range.heads < range.groups * heads_per_group;
+    const PartOfCall part(bwd, grads, range);
+    const Backward::Sums more = Backward(part.bwd, method, part.grads, may_use_wgmma, is_part_of_group).run();
+    add_of_heads(sums.A, more.A);
+    add_of_heads(sums.dt_bias, more.dt_bias);
+    add_of_heads(sums.D, more.D);
+    add(sums.B, more.B);
+    add(sums.C, more.C);
+    if ((range.head + range.heads) % heads_per_group != 0) return;
+    for (const auto& [grad, sum] : {std::pair(kGradB, &sums.B), std::pair(kGradC, &sums.C)}) {
+      if (sum->defined()) part.grads[grad].copy_(without_padding(*sum, part.grads[grad]));
+      *sum = at::Tensor();
+    }
+  });
   if (bwd.needs_grad[kGradA]) grads[kGradA] = sums.A;
   if (bwd.needs_grad[kGradDtBias]) grads[kGradDtBias] = sums.dt_bias;
   if (bwd.needs_grad[kGradD]) grads[kGradD] = in.D->dim() == 1 ? sums.D.sum(1) : sums.D.contiguous();

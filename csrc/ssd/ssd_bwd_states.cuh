@@ -1,7 +1,7 @@
 // SSD chunk-scan, backward: the states before each chunk, and the gradients of the states after each. See ssd_bwd.cuh.
 //
-// Every second block walks from the first chunk to the last and has S, the others from the last to the first and have T. Both
-// are one recurrence: what a chunk has of its sequence's rows (S: x, T: the gradient g of y), weighed (c_j e^(s_l - s_j);
+// One half of the blocks walk from the first chunk to the last and have S, the others from the last to the first and have T.
+// Both are one recurrence: what a chunk has of its sequence's rows (S: x, T: the gradient g of y), weighed (c_j e^(s_l - s_j);
 // e^s_i), times what it has of the group's (B; C), is added to the state, decayed by the whole chunk. Before that the state is
 // rounded and goes to global memory, as the tile that ssd_bwd_chunks.cuh reads: to shared memory first, and from there as one
 // copy that runs beside the products. The products take the weighed rows as two 16-bit numbers each, the rounded and what it
@@ -53,17 +53,18 @@ template <int dstate, typename Products>
 using StatesShared =
     StagedShared<std::conditional_t<Products::kIsAsync, RoundedStates<dstate>, Nothing>, StatesStage<dstate>, Products, 4>;
 
-// A block's piece of a walk. The first blocks have the first pieces of all walks in both directions, the next ones the second
-// pieces, and so on. All pieces of a walk have equally many chunks, but the last ones may have fewer, or none.
+// A block's piece of a walk. The first blocks have the first pieces of all walks, forward and then back, the next ones the
+// second pieces, and so on: neighbors, which run at the same time, read the same rows of the group. All pieces of a walk have
+// equally many chunks, but the last ones may have fewer, or none.
 struct DirectedPiece : Place {
   int index;  // in the order of the walk
   bool is_reverse;
   int first_chunk;  // in time, of the sequence's
 
   __device__ __forceinline__ DirectedPiece(const SsdBwdParams& p, const Partition& partition)
-      : Place(p, partition, blockIdx.x / kDirections % static_cast<unsigned>(partition.walks)),
-        index(blockIdx.x / kDirections / static_cast<unsigned>(partition.walks)),
-        is_reverse(blockIdx.x % kDirections != 0) {
+      : Place(p, partition, blockIdx.x % static_cast<unsigned>(partition.walks)),
+        index(blockIdx.x / static_cast<unsigned>(partition.walks) / kDirections),
+        is_reverse(blockIdx.x / static_cast<unsigned>(partition.walks) % kDirections != 0) {
     const int length = (chunks + p.pieces - 1) / p.pieces;
     const int begin = min(index * length, chunks), end = min(begin + length, chunks);
     first_chunk = is_reverse ? chunks - end : begin;
@@ -138,6 +139,8 @@ struct BwdStates {
     const int64_t first_target = first_slot(p, at.entry) + at.first_chunk;
     auto* const tiles = static_cast<Tile<dstate>*>(at.is_reverse ? p.grad_states : p.states) +
                         unit.head * partition.row_blocks + unit.first_row / kUnitRows;
+    const auto target_of = [&](int position) { return tiles + (first_target + at.chunk_at(position)) * p.units; };
+    const bool starts_copies = threadIdx.x % kUnitThreads == 0 && unit.is_there;
 
     RingPosition ring;
 #pragma unroll 1
@@ -157,9 +160,8 @@ struct BwdStates {
         cuda::load_matrices_transposed(x[j], stage.of_unit[index].columns_first(16 * j, 2 * lane.warp, lane.index));
         if constexpr (Products::kIsAsync) weigh(j);
       }
-      Tile<dstate>* const target = tiles + (first_target + at.chunk_at(position)) * p.units;
       if constexpr (!Products::kIsAsync && !states_only) {
-        if (unit.is_there) write_in_parts(state, stage.of_unit[index], pairs, index, *target);
+        if (unit.is_there) write_in_parts(state, stage.of_unit[index], pairs, index, *target_of(position));
       }
       if constexpr (states_only) add_decay(p, decay_of_piece, tables);
       state.decay(tables.whole);
@@ -169,6 +171,10 @@ struct BwdStates {
       for (int j = 0; j < kStepGroups; ++j) {
         if constexpr (!Products::kIsAsync) weigh(j);
         cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
+        if constexpr (!Products::kIsAsync) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+      }
+#pragma unroll
+      for (int j = 0; j < kStepGroups && Products::kIsAsync; ++j) {
         cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
       }
       Products::commit();
@@ -179,7 +185,7 @@ struct BwdStates {
         Products::publish();
         cuda::barrier_sync(1 + index, kUnitThreads);
         const Tile<dstate>& rounded = shared.rounded[index][position % 2];
-        cuda::bulk_store(target, &rounded, sizeof(rounded), threadIdx.x % kUnitThreads == 0 && unit.is_there);
+        cuda::bulk_store(target_of(position), &rounded, sizeof(rounded), starts_copies);
       }
       Products::template wait<0>(state.values);
       shared.empty[ring.stage].arrive();

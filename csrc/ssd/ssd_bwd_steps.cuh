@@ -18,23 +18,8 @@ struct StepSums {
   float states;                       // <S, T>
 };
 
-// One unit after another.
-struct UnitWalk {
-  int head;
-  int row_block = 0;
-
-  __device__ __forceinline__ bool is_last_of_head(int row_blocks) const { return row_block + 1 == row_blocks; }
-  __device__ __forceinline__ void advance(int row_blocks) {
-    if (++row_block == row_blocks) {
-      row_block = 0;
-      ++head;
-    }
-  }
-};
-
 // What of a unit is the same for all its rows or columns.
 struct UnitTables {
-  UnitWalk unit;
   ChunkTables steps;
   float dt[kChunk];
   float D[kUnitRows];

@@ -121,7 +121,8 @@ at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
 }
 
 KernelResult KernelInputs::result_as_states(const at::Tensor& target) const {
-  return {target, more_rows_ > 0 || more_columns_ > 0 ? empty_states() : target};
+  const bool is_written = more_rows_ == 0 && more_columns_ == 0 && target.is_contiguous();
+  return {target, is_written ? target : empty_states()};
 }
 
 void check_count(int64_t count, const char* of) {

@@ -28,27 +28,6 @@ struct Inputs {
   const OptionalTensor &initial_states, &seq_idx, &cu_seqlens;
   std::string_view discretization;
 
-  // The same call of other sequences and states.
-  Inputs with(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& z,
-              const OptionalTensor& initial_states, const OptionalTensor& seq_idx) const {
-    return {x,
-            dt,
-            A,
-            B,
-            C,
-            chunk_size,
-            D,
-            z,
-            dt_bias,
-            dt_softplus,
-            dt_min,
-            dt_max,
-            initial_states,
-            seq_idx,
-            cu_seqlens,
-            discretization};
-  }
-
   // How many states there are: one for each entry of the batch or, where it is packed, for each sequence.
   c10::SymInt sequences() const;
 };
