@@ -14,8 +14,8 @@ docs/ssd.md, "Operations and bytes". "peak" is the memory of inputs, forward and
 output and gradients, which nothing can do without.
 
 Before a case is timed, its results and gradients for one row of the batch are compared with those of the CPU kernel in
-float64. The error of ``out`` is also given over that of the exact result rounded to bfloat16. Exits with 1 if a
-result is wrong; a missed bar is only reported.
+float64. The error of ``out`` is also given over that of the exact result rounded to bfloat16, and so is that of an ``out``
+without D, whose D x hides some of it. Exits with 1 if a result is wrong; a missed bar is only reported.
 """
 
 from __future__ import annotations
@@ -136,8 +136,13 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
     return ((actual - exact).norm() / exact.norm()).item()
 
 
-def errors_of(case: Case, inputs: Inputs, grad_out: Tensor) -> tuple[dict[str, float], float]:
-    """Relative L2 errors of both results and every gradient for one row; that of ``out`` over rounding's.
+def over_rounding(actual: Tensor, exact: Tensor) -> float:
+    """The error over that of the exact result rounded to bfloat16."""
+    return relative_error(actual, exact) / relative_error(exact.bfloat16().double(), exact)
+
+
+def errors_of(case: Case, inputs: Inputs, grad_out: Tensor) -> dict[str, Any]:
+    """Relative L2 errors of both results and every gradient for one row; that of ``out`` over rounding's, with D and without.
 
     The whole scan runs. The incoming gradient is zero for all others, so that gradients of the parameters are of this row.
     """
@@ -156,11 +161,17 @@ def errors_of(case: Case, inputs: Inputs, grad_out: Tensor) -> tuple[dict[str, f
     masked = torch.zeros_like(grad_out)
     masked[row:] = grad_out[row:]
     found = results_of(inputs, masked)
-    exact = results_of({name: sliced(name, tensor) for name, tensor in inputs.items()}, sliced("x", grad_out))
-    errors = {
-        name: relative_error(sliced(name.removeprefix("grad_"), found[name]), expected) for name, expected in exact.items()
+    exact_inputs = {name: sliced(name, tensor) for name, tensor in inputs.items()}
+    exact = results_of(exact_inputs, sliced("x", grad_out))
+    with torch.no_grad():
+        out, exact_out = (case.function()(**of | {"D": None}) for of in (inputs, exact_inputs))
+    return {
+        "errors": {
+            name: relative_error(sliced(name.removeprefix("grad_"), found[name]), expected) for name, expected in exact.items()
+        },
+        "over_rounding": over_rounding(sliced("out", found["out"]), exact["out"]),
+        "over_rounding_without_D": over_rounding(sliced("out", out), exact_out),
     }
-    return errors, errors["out"] / relative_error(exact["out"].bfloat16().double(), exact["out"])
 
 
 def time_in_graph(case: Case, inputs: Inputs, trials: int, device: torch.device) -> dict[str, float]:
@@ -179,7 +190,7 @@ def measure_case(
     """The row of a case, ours and the peer measured in turns."""
     inputs = case.inputs(device)
     grad_out = torch.empty_like(inputs["x"]).normal_(generator=torch.Generator(device).manual_seed(1))
-    errors, over_rounding = errors_of(case, inputs, grad_out)
+    compared = errors_of(case, inputs, grad_out)
     given = sum(tensor.nbytes for tensor in inputs.values())
     row: dict[str, Any] = {
         "name": case.name,
@@ -189,9 +200,8 @@ def measure_case(
         # Inputs and gradients, output and the incoming gradient; of these, what is there before forward.
         "least_bytes": 2 * (given + grad_out.nbytes),
         "given_bytes": given + grad_out.nbytes,
-        "errors": errors,
-        "over_rounding": over_rounding,
-        "wrong": [name for name, error in errors.items() if not error <= ALLOWED_ERROR],
+        **compared,
+        "wrong": [name for name, error in compared["errors"].items() if not error <= ALLOWED_ERROR],
         "graph": time_in_graph(case, inputs, trials, device),
     }
     contenders = {"ours": Contender(case.function(), inputs, grad_out, may_fail=False)}

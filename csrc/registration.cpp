@@ -70,6 +70,9 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // Backward's kernels on CUDA take a call in turns where the states they keep would take more; returns what the limit was. For
   // tests.
   m.def("_limit_ssd_workspace_bytes(int bytes) -> int", tags);
+  // Kernels whose products are those of a warp then run as on devices whose blocks have no more shared memory; returns what the
+  // limit was. For tests.
+  m.def("_limit_ssd_shared_bytes(int bytes) -> int", tags);
 
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan, mingru_scan, ..., one for each row of common/recurrences.h.
   for (const ssm_kernels::RecurrenceRow& row : ssm_kernels::kRecurrenceTable) {

@@ -1,4 +1,5 @@
-"""Prints what ptxas said of each CUDA kernel in the output of a build, and fails if one spills registers or if there is none.
+"""Prints what ptxas said of each CUDA kernel in the output of a build, and fails if one spills registers, beyond what is put up
+with (ALLOWED_SPILLS), or if there is none.
 
     SSM_KERNELS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0a python setup.py build_ext --inplace > build.log 2>&1
     python scripts/check_kernels.py build.log
@@ -21,6 +22,9 @@ from typing import NamedTuple
 # A warning of spills repeats their sizes, in a line that does not begin with the stack's.
 MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", re.MULTILINE)
 REGISTERS = re.compile(r"Used (\d+) registers")
+# Bytes stored and loaded. With 128 states and products of a warp, backward's kernels of the SSD chunk-scan keep 96 sums, or a
+# state, in 168 registers, and some words, each once a chunk, do not fit: except where 9.0a lets other warps hand registers on.
+ALLOWED_SPILLS = {re.compile(r"ssd::ssd_bwd_(chunks|states)_kernel<\w+, 128, (false, )?ssd::WarpProducts>@(?!sm_90a)"): 200}
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 
 
@@ -55,17 +59,24 @@ def demangle(names: list[str]) -> list[str]:
     return [re.sub(r"ssm_kernels::|\(.*\)$|\bvoid ", "", line) for line in output.splitlines()]
 
 
+def is_wrong(kernel: Kernel, name: str) -> bool:
+    allowed = [size for pattern, size in ALLOWED_SPILLS.items() if pattern.match(f"{name}@{kernel.architecture}")]
+    return kernel.spill_bytes > max(allowed, default=0)
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("log", type=Path, help="the output of the build")
     arguments = parser.parse_args()
     kernels = read_kernels(arguments.log.read_text(errors="replace"))
     print(f"{'for':>8} {'registers':>9} {'stack B':>7} {'spill B':>7}  kernel")
-    for kernel, name in zip(kernels, demangle([kernel.name for kernel in kernels]), strict=True):
+    names = demangle([kernel.name for kernel in kernels])
+    for kernel, name in zip(kernels, names, strict=True):
         print(f"{kernel.architecture:>8} {kernel.registers:9} {kernel.stack_bytes:7} {kernel.spill_bytes:7}  {name}")
     spilling = sum(kernel.spill_bytes > 0 for kernel in kernels)
-    print(f"{len(kernels)} kernels, {spilling} with spills")
-    if not kernels or spilling:
+    wrong = sum(map(is_wrong, kernels, names))
+    print(f"{len(kernels)} kernels, {spilling} with spills" + (f", {spilling - wrong} of them allowed" if spilling else ""))
+    if not kernels or wrong:
         sys.exit(1)
 
 

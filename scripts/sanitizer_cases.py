@@ -284,6 +284,22 @@ def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str 
     return difference_between(f"{products}{', gradients' * gradients}, {name}", actual, expected, in_16_bits=True)
 
 
+def ssd_limited_cases() -> Iterator[tuple[str, Inputs, int, int]]:
+    """Of backward in turns and of less shared memory: name, inputs, and the bytes that there are of either."""
+    plenty = 2**40
+    for sizes in ({"heads": 4, "groups": 2}, {"headdim": 7, "dstate": 17, "cu_seqlens": (0, 0, 65, 130)}):
+        for workspace in (1, 2**17):
+            yield *ssd_case(f"turns in {workspace} bytes", **sizes), workspace, plenty
+    for dstate in (64, 128):
+        for kibibytes in (99, 163):
+            yield *ssd_case(f"{kibibytes} KiB of shared memory", dstate=dstate, seqlen=600), plenty, 1024 * kibibytes
+
+
+def check_limited_ssd(name: str, inputs: Inputs, workspace: int, shared: int, products: str) -> str | None:
+    with ssd_helpers.limited_workspace(workspace), ssd_helpers.limited_shared_memory(shared):
+        return check_ssd(name, inputs, products, gradients=True)
+
+
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
     """Name and inputs: each kernel (dtypes, method, fast and tied, fast and not tied, general), then each path inside them."""
     for dtype, state_dtype in STEP_DTYPES:
@@ -333,10 +349,13 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, *case, way) for case in scan_cases() for way in ways(case[1])),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
     "ssd_chunk_scan": lambda: (
-        partial(check_ssd, *case, products, gradients)
-        for gradients, cases in ((False, ssd_cases()), (True, ssd_gradient_cases()))
-        for case in cases
+        check
         for products in ("wgmma", "mma")
+        for check in (
+            *(partial(check_ssd, *case, products, gradients=False) for case in ssd_cases()),
+            *(partial(check_ssd, *case, products, gradients=True) for case in ssd_gradient_cases()),
+            *(partial(check_limited_ssd, *case, products) for case in ssd_limited_cases()),
+        )
     ),
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
 }

@@ -164,7 +164,7 @@ def ssd_chunk_scan(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: Sequence[float] = (0.0, math.inf),
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -201,6 +201,7 @@ def ssd_chunk_scan(
         dt_bias: (heads,), dtype of ``A``.
         dt_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``dt + dt_bias``.
         dt_limit: the smallest and the largest step size: others are clamped, after bias and softplus, and have no gradient.
+            None: no limits.
         initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to: where it changes from one
             step to the next the state starts again from zero. ``initial_states`` is what the first of a row's sequences
@@ -243,7 +244,7 @@ def ssd_chunk_scan(
         z=z,
         dt_bias=dt_bias,
         dt_softplus=dt_softplus,
-        dt_limit=_dt_limit("ssd_chunk_scan", dt_limit),
+        dt_limit=(-math.inf, math.inf) if dt_limit is None else _dt_limit("ssd_chunk_scan", dt_limit),
         initial_states=initial_states,
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,

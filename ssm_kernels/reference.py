@@ -296,7 +296,7 @@ def ssd_chunk_scan(
     z: Tensor | None = None,
     dt_bias: Tensor | None = None,
     dt_softplus: bool = False,
-    dt_limit: tuple[float, float] = (0.0, math.inf),
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
     initial_states: Tensor | None = None,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,

@@ -303,6 +303,16 @@ def limited_workspace(limit: int) -> Iterator[None]:
         torch.ops.ssm_kernels._limit_ssd_workspace_bytes(before)
 
 
+@contextmanager
+def limited_shared_memory(limit: int) -> Iterator[None]:
+    """No more bytes of it for a block of the kernels whose products are those of a warp."""
+    before = torch.ops.ssm_kernels._limit_ssd_shared_bytes(limit)
+    try:
+        yield
+    finally:
+        torch.ops.ssm_kernels._limit_ssd_shared_bytes(before)
+
+
 def scan_in_16_bit_products(
     x: Tensor,
     dt: Tensor,

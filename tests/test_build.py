@@ -451,16 +451,19 @@ def test_setup_stops_with_one_message(variable, value, match):
 # What CI checks of a build
 
 
-@pytest.mark.parametrize("spills, status", [(0, 0), (8, 1)])
-def test_check_of_kernels(tmp_path, spills, status):
+ALLOWED_TO_SPILL = "_ZN11ssm_kernels3ssd21ssd_bwd_chunks_kernelI6__halfLi128ENS0_12WarpProductsEEEvNS0_12SsdBwdParamsE"
+
+
+@pytest.mark.parametrize("name, spills, status", [("_Z6kernelv", 0, 0), ("_Z6kernelv", 8, 1), (ALLOWED_TO_SPILL, 8, 1)])
+def test_check_of_kernels(tmp_path, name, spills, status):
     report = (
-        "ptxas info    : Compiling entry function '_Z6kernelv' for 'sm_90a'\n"
-        "ptxas info    : Function properties for _Z6kernelv\n"
+        f"ptxas info    : Compiling entry function '{name}' for 'sm_90a'\n"
+        f"ptxas info    : Function properties for {name}\n"
         "    16 bytes stack frame, {0} bytes spill stores, {0} bytes spill loads\n"
         "ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack size\n"
     )
     log = tmp_path / "build.log"
-    warning = "ptxas warning : Registers are spilled to local memory in function '_Z6kernelv', {0} bytes spill stores\n"
+    warning = f"ptxas warning : Registers are spilled to local memory in function '{name}', {{0}} bytes spill stores\n"
     log.write_text(
         report.format(0) + "[2/2] another source\n" + report.format(spills) + (warning.format(spills) if spills else "")
     )
@@ -470,6 +473,19 @@ def test_check_of_kernels(tmp_path, spills, status):
         ["sm_90a", "40", "16", "0"],
         ["sm_90a", "40", "16", str(2 * spills)],
     ]
+
+
+@pytest.mark.skipif(shutil.which("c++filt") is None, reason="needs c++filt")
+@pytest.mark.parametrize("spills, status", [(100, 0), (104, 1)])
+def test_check_of_kernels_that_may_spill(tmp_path, spills, status):
+    log = tmp_path / "build.log"
+    log.write_text(
+        f"ptxas info    : Compiling entry function '{ALLOWED_TO_SPILL}' for 'sm_80'\n"
+        f"    16 bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size\n"
+    )
+    result = run_python(ROOT / "scripts" / "check_kernels.py", log)
+    assert result.returncode == status, result.stdout + result.stderr
 
 
 def test_check_of_kernels_where_none_was_built(tmp_path):

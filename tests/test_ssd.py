@@ -109,6 +109,7 @@ def test_limits_of_the_step_size(device):
     negative = make_inputs(**MINIMAL, dt_limit=(-math.inf, math.inf), device=device)
     negative["dt"] = negative["dt"] - 0.3  # growth
     assert_matches_reference(negative, gradients=False)
+    assert torch.equal(ssd_chunk_scan(**negative | {"dt_limit": None}), ssd_chunk_scan(**negative))
 
 
 # ----- sizes and strides

@@ -24,7 +24,6 @@ from ssd_helpers import (
     evaluate_natively,
     every_method,
     every_option,
-    limited_workspace,
     make_cotangents,
     make_inputs,
     preferred_products,
@@ -296,24 +295,6 @@ def test_gradient_through_one_result_only(options, through):
     inputs = inputs_on_cuda(**options)
     cotangents = tuple(x if i == through else None for i, x in enumerate(make_cotangents(inputs)))
     assert_accurate(inputs, cotangents)
-
-
-@pytest.mark.parametrize(("batch", "heads_at_once"), [(3, 16), (3, 8), (2, 4), (2, 3), (1, 1)])
-@every_option
-def test_turns(options, batch, heads_at_once):
-    """Where the states would take too much memory: entries of the batch, groups or heads one after another. The same, but for
-    the order of sums over what is taken in turns, and for grad_z: its y is computed again, in other runs."""
-    inputs = inputs_on_cuda(**({"batch": batch, "heads": 8, "groups": 2, "seqlen": 100} | options))
-    expected = evaluate(scan, inputs, make_cotangents(inputs))
-    offsets = inputs["cu_seqlens"]
-    chunks = 2 if offsets is None else inputs["x"].shape[1] // 64 + len(offsets) - 1
-    with limited_workspace(heads_at_once * 2 * chunks * 64 * 64 * 2):
-        actual = assert_accurate(inputs)
-    of_batch, of_heads = ("grad_A", "grad_D", "grad_dt_bias"), ("grad_B", "grad_C")
-    others = (*of_batch, "grad_z", *(of_heads if heads_at_once < 4 else ()))
-    assert_equal(*({name: value for name, value in of.items() if name not in others} for of in (actual, expected)))
-    for name in expected.keys() & set(of_batch):
-        torch.testing.assert_close(actual[name], expected[name], rtol=1e-4, atol=1e-4)
 
 
 # ----- strides

@@ -46,9 +46,9 @@ struct SsdBwdParams : SsdParams {
   float *grad_B_parts = nullptr, *grad_C_parts = nullptr;  // (splits, batch, seqlen, groups, dstate), if not written in place
   float *grad_A_parts = nullptr, *grad_bias_parts = nullptr;  // (slots, heads)
   float* grad_D_parts = nullptr;                              // (slots, heads, headdim), or null
+  int stages = 1;  // of a kernel's shared memory, where its products are those of a warp
   // Of each walk along time; and for all pieces but the last, all walks, directions and units, what the piece does to a state.
   int pieces = 1;
-  int stages = 1;  // of a kernel's shared memory, where its products are those of a warp
   float *piece_states = nullptr, *piece_decays = nullptr;
 };
 

@@ -25,27 +25,30 @@
 #include <type_traits>
 
 #include "cuda/dependent_launch.cuh"
+#include "cuda/launch.cuh"
 #include "ssd/ssd_bwd_chunks.cuh"
 #include "ssd/ssd_bwd_gate.cuh"
 
 namespace ssm_kernels::ssd {
 
-// With as many stages as there is shared memory for.
-template <typename Shared, typename Kernel>
-int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, int warpgroups, bool may_begin_early, SsdBwdParams params,
-                          const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
-  params.stages = fit_stages(Shared::kMaxStages, max_shared_bytes, &Shared::bytes);
+// Threads: what they do, BwdStates or BwdChunks. Products of a warp have as many stages as there is shared memory for.
+template <typename Threads, typename Products, typename Kernel>
+int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool may_begin_early, SsdBwdParams params, const Partition& partition,
+                          int max_shared_bytes, cudaStream_t stream) {
+  using Shared = typename Threads::Shared;
+  params.stages = Products::kIsAsync ? Shared::kMaxStages : fit_stages(Shared::kMaxStages, max_shared_bytes, &Shared::bytes);
   const int bytes = Shared::bytes(params.stages);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, blocks, warpgroups * kUnitThreads, bytes, stream, may_begin_early, params, partition);
+  return cuda::launch(kernel, blocks, Threads::kThreads, bytes, stream, may_begin_early, params, partition);
 }
 
 template <typename Scalar, int dstate, typename Products>
 int launch_ssd_bwd_kernels(const SsdBwdParams& params, const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
   const auto launch_states = [&](auto states_only, int pieces, bool may_begin_early) {
-    return launch_ssd_bwd_kernel<StatesShared<dstate, Products>>(
-        ssd_bwd_states_kernel<Scalar, dstate, decltype(states_only)::value, Products>, partition.walks * kDirections * pieces,
-        kUnits + 1, may_begin_early, params, partition, max_shared_bytes, stream);
+    constexpr bool kStatesOnly = decltype(states_only)::value;
+    return launch_ssd_bwd_kernel<BwdStates<Scalar, dstate, kStatesOnly, Products>, Products>(
+        ssd_bwd_states_kernel<Scalar, dstate, kStatesOnly, Products>, partition.walks * kDirections * pieces, may_begin_early,
+        params, partition, max_shared_bytes, stream);
   };
   const bool is_cut = params.pieces > 1;
   int error = is_cut ? launch_states(std::true_type(), params.pieces - 1, false) : cudaSuccess;
@@ -53,9 +56,9 @@ int launch_ssd_bwd_kernels(const SsdBwdParams& params, const Partition& partitio
   // Wherever there are asynchronous products, kernels may begin early.
   error = launch_states(std::false_type(), params.pieces, is_cut && Products::kIsAsync);
   if (error != cudaSuccess) return error;
-  return launch_ssd_bwd_kernel<ChunksShared<dstate, Products>>(ssd_bwd_chunks_kernel<Scalar, dstate, Products>,
-                                                               params.slots * params.groups * params.splits, kHalves + 1,
-                                                               Products::kIsAsync, params, partition, max_shared_bytes, stream);
+  return launch_ssd_bwd_kernel<BwdChunks<Scalar, dstate, Products>, Products>(
+      ssd_bwd_chunks_kernel<Scalar, dstate, Products>, params.slots * params.groups * params.splits, Products::kIsAsync, params,
+      partition, max_shared_bytes, stream);
 }
 
 template <typename Scalar>
@@ -63,15 +66,15 @@ int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, bool 
                    cudaStream_t stream) {
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
-    static_assert(ChunksShared<kDstate, WarpProducts>::bytes(1) <= 99 * 1024 &&
-                      StatesShared<kDstate, WarpProducts>::bytes(1) <= 99 * 1024,
+    static_assert(ChunksShared<kDstate, WarpProducts>::bytes(1) <= kLeastSharedBytes &&
+                      StatesShared<kDstate, WarpProducts>::bytes(1) <= kLeastSharedBytes,
                   "a block has at least that much shared memory from compute capability 8.0 on");
     static_assert(
         ChunksShared<kDstate, WgmmaProducts>::bytes(ChunksShared<kDstate, WgmmaProducts>::kMaxStages) <= 227 * 1024 &&
             StatesShared<kDstate, WgmmaProducts>::bytes(StatesShared<kDstate, WgmmaProducts>::kMaxStages) <= 227 * 1024,
         "a block of compute capability 9.0 has that much shared memory");
     if (may_use_wgmma && cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, kDstate, false, WgmmaProducts>,
-                                                       (kUnits + 1) * kUnitThreads)) {
+                                                       BwdStates<Scalar, kDstate, false, WgmmaProducts>::kThreads)) {
       return launch_ssd_bwd_kernels<Scalar, kDstate, WgmmaProducts>(params, partition, max_shared_bytes, stream);
     }
     return launch_ssd_bwd_kernels<Scalar, kDstate, WarpProducts>(params, partition, max_shared_bytes, stream);

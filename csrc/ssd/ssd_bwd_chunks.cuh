@@ -11,10 +11,14 @@
 // Of a third warpgroup one warp copies the units ahead to shared memory and one makes the tables of their decays
 // (ssd_supply.cuh). The third multiplies S with T, and g with x for the gradient of D, element by element: as the diagonal of a
 // matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A and dt_bias.
+//
+// Products that run while their warps go on (ssd_products.cuh) are begun as early as their operands are there. Those of a warp
+// are done when they are called, so that each is called where its result is asked for, and registers are few: x g^T, and the
+// products with S and T, are taken in two parts. M^T has one tile then, not two in turn, and the multiplying warps meet once
+// more before it is written again.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
-#include "cuda/launch.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
@@ -83,6 +87,7 @@ struct BwdChunks {
   // So many steps of a product at once, as loads of later ones take registers too.
   static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : 2;
   static constexpr int kMultiplyingThreads = kHalves * kUnitThreads;
+  static constexpr int kThreads = kMultiplyingThreads + kUnitThreads;
   static constexpr int kMultipliers = 1;  // the number of their named barrier
 
   const SsdBwdParams& p;
@@ -100,7 +105,7 @@ struct BwdChunks {
     }
   }
 
-  __device__ __forceinline__ int stages() const { return Products::kIsAsync ? Shared::kMaxStages : p.stages; }
+  __device__ __forceinline__ int stages() const { return Shared::stages(p); }
   // Of a head.
   __device__ __forceinline__ int row_blocks() const { return (p.headdim + kUnitRows - 1) / kUnitRows; }
 
@@ -476,8 +481,9 @@ struct BwdChunks {
       const Stage& stage = shared.stage(ring.stage);
       const Tables& tables = stage.tables;
       add_step_gradients(tables.steps, stage.sums, lane, grads);
-      if (walk.is_last_of_head(row_blocks()))
+      if (walk.is_last_of_head(row_blocks())) {
         write_step_gradients<Scalar>(p, block.at, block.steps, block.slot, walk.head, tables, lane, grads);
+      }
       shared.tables_empty[ring.stage].arrive();
       ring.advance(stages());
       walk.advance(row_blocks());
@@ -523,7 +529,7 @@ __device__ __forceinline__ int64_t sequence_of_slot(const SsdParams& p, int64_t 
 }
 
 template <typename Scalar, int dstate, typename Products>
-__global__ void __launch_bounds__(Products::kAreCompiled ? (kHalves + 1) * kUnitThreads : kWarpSize, 1)
+__global__ void __launch_bounds__(Products::kAreCompiled ? BwdChunks<Scalar, dstate, Products>::kThreads : kWarpSize, 1)
     ssd_bwd_chunks_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ Partition partition) {
   if constexpr (Products::kAreCompiled) {
     using Chunks = BwdChunks<Scalar, dstate, Products>;

@@ -24,8 +24,9 @@ namespace {
 // the batch at once.
 std::atomic<int64_t> workspace_limit{int64_t(1) << 30};
 
-OptionalTensor narrow(const OptionalTensor& tensor, int64_t dim, int64_t begin, int64_t count) {
-  return is_present(tensor) ? OptionalTensor(tensor->narrow(dim, begin, count)) : OptionalTensor();
+template <typename Function>
+OptionalTensor if_present(const OptionalTensor& tensor, const Function& function) {
+  return is_present(tensor) ? OptionalTensor(function(*tensor)) : OptionalTensor();
 }
 
 // Some entries of the batch, or all packed sequences, and of them some heads: those of whole groups, or of a part of one.
@@ -33,6 +34,7 @@ struct Range {
   int64_t entry, entries, head, heads, group, groups;
 
   at::Tensor of_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, head, heads); }
+  at::Tensor of_parameter(const at::Tensor& parameter) const { return parameter.narrow(0, head, heads); }
   at::Tensor of_groups(const at::Tensor& matrix) const { return of_entries(matrix).narrow(2, group, groups); }
   at::Tensor of_entries(const at::Tensor& tensor) const { return tensor.narrow(0, entry, entries); }
   // (sequences, heads, ...); packed ones are of a single entry.
@@ -47,15 +49,15 @@ struct PartOfCall {
       : is_packed(is_present(bwd.in.cu_seqlens)),
         x(range.of_heads(bwd.in.x)),
         dt(range.of_heads(bwd.in.dt)),
-        A(bwd.in.A.narrow(0, range.head, range.heads)),
+        A(range.of_parameter(bwd.in.A)),
         B(range.of_groups(bwd.in.B)),
         C(range.of_groups(bwd.in.C)),
-        D(narrow(bwd.in.D, 0, range.head, range.heads)),
-        z(apply(bwd.in.z, [&](const at::Tensor& z) { return range.of_heads(z); })),
-        dt_bias(narrow(bwd.in.dt_bias, 0, range.head, range.heads)),
+        D(if_present(bwd.in.D, [&](const at::Tensor& D) { return range.of_parameter(D); })),
+        z(if_present(bwd.in.z, [&](const at::Tensor& z) { return range.of_heads(z); })),
+        dt_bias(if_present(bwd.in.dt_bias, [&](const at::Tensor& dt_bias) { return range.of_parameter(dt_bias); })),
         initial_states(of_states(bwd.in.initial_states, range)),
-        seq_idx(narrow(bwd.in.seq_idx, 0, range.entry, range.entries)),
-        grad_out(apply(bwd.grad_out, [&](const at::Tensor& grad_out) { return range.of_heads(grad_out); })),
+        seq_idx(if_present(bwd.in.seq_idx, [&](const at::Tensor& seq_idx) { return range.of_entries(seq_idx); })),
+        grad_out(if_present(bwd.grad_out, [&](const at::Tensor& grad_out) { return range.of_heads(grad_out); })),
         grad_final_states(of_states(bwd.grad_final_states, range)),
         grads(grads),
         bwd{grad_out,
@@ -81,12 +83,8 @@ struct PartOfCall {
   const BwdInputs bwd;
 
  private:
-  template <typename Function>
-  static OptionalTensor apply(const OptionalTensor& tensor, const Function& function) {
-    return is_present(tensor) ? OptionalTensor(function(*tensor)) : OptionalTensor();
-  }
   OptionalTensor of_states(const OptionalTensor& states, const Range& range) const {
-    return apply(states, [&](const at::Tensor& states) { return range.of_states(states, is_packed); });
+    return if_present(states, [&](const at::Tensor& states) { return range.of_states(states, is_packed); });
   }
 };
 
@@ -144,7 +142,7 @@ class Backward {
     }
 
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    const int max_shared_bytes = cuda::max_shared_bytes(bwd_.in.x.get_device());
+    const int max_shared_bytes = ssd::max_shared_bytes(bwd_.in.x);
     launch_for(bwd_.in.x, [&](auto scalar) {
       return launch_ssd_bwd<decltype(scalar)>(params_, partition_, may_use_wgmma_, max_shared_bytes, stream);
     });

@@ -17,13 +17,13 @@
 // the beginning, as what it adds to S is only of those after.
 //
 // Warps have the roles of ssd_fwd_wgmma.cuh: a warpgroup for each of the block's two units, and one that moves data. With the
-// products of a warp there are no such copies either: a unit rounds its state to where it had the chunk's rows, 64 columns
-// after another, and its threads write them.
+// products of a warp (ssd_products.cuh) there are no such copies either: a unit rounds its state to where it had the chunk's
+// rows, 64 columns after another, and its threads write them. One warp copies then, not two, which leaves more registers to
+// each thread.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
 #include "cuda/dependent_launch.cuh"
-#include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
 #include "ssd/ssd_fragments.cuh"
@@ -77,9 +77,10 @@ struct DirectedPiece : Place {
 
 template <typename Scalar, int dstate, bool states_only, typename Products>
 struct BwdStates {
-  // Of the warpgroup that moves data.
-  static constexpr int kCopyingWarps = 2, kCopyingThreads = kCopyingWarps * kWarpSize;
-  static_assert(kCopyingWarps + kUnits == kUnitWarps, "the others make tables, one for each unit");
+  // Of the warps that move data. Four can hand registers on, where the device lets them.
+  static constexpr int kCopyingWarps = Products::kIsAsync ? 2 : 1, kCopyingThreads = kCopyingWarps * kWarpSize;
+  static constexpr int kMovingWarps = kCopyingWarps + kUnits;  // the others make tables, one for each unit
+  static constexpr int kThreads = kUnits * kUnitThreads + kMovingWarps * kWarpSize;
 
   using Shared = StatesShared<dstate, Products>;
   using Stage = typename Shared::Stage;
@@ -89,7 +90,7 @@ struct BwdStates {
   Shared& shared;
   const DirectedPiece at;
 
-  __device__ __forceinline__ int stages() const { return Products::kIsAsync ? Shared::kMaxStages : p.stages; }
+  __device__ __forceinline__ int stages() const { return Shared::stages(p); }
 
   // The warpgroup after the units'.
   __device__ __forceinline__ void move() {
@@ -235,7 +236,9 @@ struct BwdStates {
 };
 
 template <typename Scalar, int dstate, bool states_only, typename Products>
-__global__ void __launch_bounds__(Products::kAreCompiled ? (kUnits + 1) * kUnitThreads : kWarpSize, 1)
+__global__ void __launch_bounds__(Products::kAreCompiled ? BwdStates<Scalar, dstate, states_only, Products>::kThreads
+                                                         : kWarpSize,
+                                  1)
     ssd_bwd_states_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ Partition partition) {
   if constexpr (Products::kAreCompiled) {
     using States = BwdStates<Scalar, dstate, states_only, Products>;
@@ -250,10 +253,10 @@ __global__ void __launch_bounds__(Products::kAreCompiled ? (kUnits + 1) * kUnitT
     cuda::let_next_kernel_begin();
     const int warpgroup = threadIdx.x / kUnitThreads;
     if (warpgroup == kUnits) {
-      cuda::leave_registers<88>();
+      if constexpr (Products::kIsAsync) cuda::leave_registers<88>();
       states.move();
     } else {
-      cuda::take_registers<208>();
+      if constexpr (Products::kIsAsync) cuda::take_registers<208>();
       if constexpr (!states_only) cuda::wait_for_kernel_before();
       states.multiply(warpgroup);
     }

@@ -73,6 +73,7 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   m.impl("_prefer_ssd_products", &prefer_products);
   m.impl("_limit_ssd_workspace_bytes", &limit_backward_workspace);
+  m.impl("_limit_ssd_shared_bytes", &limit_shared_bytes);
 }
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {

@@ -18,6 +18,7 @@ constexpr int kRowElements = 8;  // rows are moved in pieces of as many
 constexpr int kUnits = 2;       // of a block
 constexpr int kDirections = 2;  // in time, of backward's walks
 constexpr int64_t kMaxKernelDstate = 128;
+constexpr int kLeastSharedBytes = 99 * 1024;  // that a block may have, from compute capability 8.0 on
 
 // The kernels' dstate for that many states; what is over is zero.
 constexpr int64_t image_columns(int64_t dstate) { return dstate <= 64 ? 64 : kMaxKernelDstate; }

@@ -95,7 +95,7 @@ void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::
   runs.may_use_wgmma = may_use_wgmma && describe_tiles(out, params);
   params.final_states = final_states.data_ptr<float>();
 
-  const int max_shared_bytes = cuda::max_shared_bytes(out.get_device());
+  const int max_shared_bytes = ssd::max_shared_bytes(out);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   launch_for(out, [&](auto scalar) { return launch_ssd_fwd<decltype(scalar)>(params, runs, max_shared_bytes, stream); });
 }

@@ -7,13 +7,17 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 
+#include "cuda/device.h"
 #include "ssd/ssd_chunks.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::ssd {
 namespace {
+
+std::atomic<int64_t> shared_limit{std::numeric_limits<int64_t>::max()};
 
 bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
@@ -123,6 +127,16 @@ at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
 KernelResult KernelInputs::result_as_states(const at::Tensor& target) const {
   const bool is_written = more_rows_ == 0 && more_columns_ == 0 && target.is_contiguous();
   return {target, is_written ? target : empty_states()};
+}
+
+int max_shared_bytes(const at::Tensor& x) {
+  return static_cast<int>(std::min<int64_t>(cuda::max_shared_bytes(x.get_device()), shared_limit));
+}
+
+int64_t limit_shared_bytes(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes >= kLeastSharedBytes, "_limit_ssd_shared_bytes: expected at least ", kLeastSharedBytes, ", got ",
+                    bytes);
+  return shared_limit.exchange(bytes);
 }
 
 void check_count(int64_t count, const char* of) {

@@ -71,10 +71,12 @@ Discretization check_inputs(const Inputs& in) {
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
   checks.tensor("C", in.C, kMatrix, in.B.sym_sizes(), dtype);
   if (is_present(in.D)) {
-    TORCH_CHECK_VALUE(in.D->dim() == 1 || in.D->dim() == 2, kOp, ": expected D of shape (heads,) or (heads, headdim), got ",
-                      in.D->sym_sizes());
-    if (in.D->dim() == 1) checks.tensor("D", in.D, "(heads,)", {heads}, accumulate);
-    if (in.D->dim() == 2) checks.tensor("D", in.D, "(heads, headdim)", {heads, headdim}, accumulate);
+    const c10::SymIntArrayRef shape = in.D->sym_sizes();
+    const bool is_right =
+        (shape.size() == 1 && shape[0] == heads) || (shape.size() == 2 && shape[0] == heads && shape[1] == headdim);
+    TORCH_CHECK_VALUE(is_right, kOp, ": expected D of shape (heads,) = [", heads, "] or (heads, headdim) = [", heads, ", ",
+                      headdim, "], got ", shape);
+    checks.tensor("D", in.D, "(heads,) or (heads, headdim)", shape, accumulate);
   }
   checks.tensor("z", in.z, kSequence, in.x.sym_sizes(), dtype);
   checks.tensor("dt_bias", in.dt_bias, "(heads,)", {heads}, accumulate);
@@ -84,7 +86,11 @@ Discretization check_inputs(const Inputs& in) {
     checks.index_dtype("seq_idx", *in.seq_idx);
     checks.device("seq_idx", *in.seq_idx);
   }
-  if (is_present(in.cu_seqlens)) check_cu_seqlens_argument(checks, kOp, *in.cu_seqlens, batch);
+  if (is_present(in.cu_seqlens)) {
+    check_cu_seqlens_argument(checks, kOp, *in.cu_seqlens, batch);
+    TORCH_CHECK_VALUE(in.sequences() >= 1 || seqlen == 0, kOp, ": expected cu_seqlens to end at seqlen = ", seqlen,
+                      ", got 0 sequences");
+  }
   checks.tensor("initial_states", in.initial_states, states_axes(in), states_shape(in), accumulate);
   return parse_discretization(kOp, in.discretization, &is_exponential);
 }
@@ -290,6 +296,9 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   });
   m.impl("_limit_ssd_workspace_bytes", [](int64_t) -> int64_t {
     TORCH_CHECK_NOT_IMPLEMENTED(false, "_limit_ssd_workspace_bytes: ssm_kernels was built without CUDA kernels");
+  });
+  m.impl("_limit_ssd_shared_bytes", [](int64_t) -> int64_t {
+    TORCH_CHECK_NOT_IMPLEMENTED(false, "_limit_ssd_shared_bytes: ssm_kernels was built without CUDA kernels");
   });
 }
 #endif

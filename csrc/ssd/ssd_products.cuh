@@ -2,6 +2,7 @@
 // while their warps go on, and those of a warp. The kernels call cuda::multiply with operands that describe() makes.
 #pragma once
 
+#include "cuda/shared_barrier.cuh"
 #include "cuda/warp_products.cuh"
 #include "cuda/wgmma.cuh"
 #include "ssd/ssd_fragments.cuh"
@@ -56,6 +57,7 @@ template <typename Once, typename Stage_, typename Products, int max_stages>
 struct StagedShared : Once {
   using Stage = Stage_;
   static constexpr int kMaxStages = max_stages;
+  static __device__ __forceinline__ int stages(const SsdBwdParams& p) { return Products::kIsAsync ? kMaxStages : p.stages; }
   cuda::SharedBarrier full[max_stages], empty[max_stages];
 
   __device__ __forceinline__ Stage& stage(int index) {
