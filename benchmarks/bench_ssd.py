@@ -322,7 +322,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result = {
             "benchmark": "ssd_chunk_scan",
             "machine": machine(device),
-            "settings": {"trials": options.trials, "warmup": options.warmup, "counted_chunk": COUNTED_CHUNK},
+            "settings": {
+                "trials": options.trials,
+                "warmup": options.warmup,
+                "counted_chunk": COUNTED_CHUNK,
+                "compared": "one row of the batch",
+            },
             "peer": peers.described(peer),
             "rows": rows,
         }
