@@ -306,11 +306,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
     peer = peers.ssd()
     console = Console(width=200, highlight=False)
     console.print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; peer: {peers.described(peer)}")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result = {
+        "benchmark": "ssd_chunk_scan",
+        "machine": machine(device),
+        "settings": {
+            "trials": options.trials,
+            "warmup": options.warmup,
+            "counted_chunk": COUNTED_CHUNK,
+            "compared": "one row of the batch",
+        },
+        "peer": peers.described(peer),
+        "rows": rows,
+    }
     for case in chosen:
         row = measure_case(case, options.trials, options.warmup, peer, device)
         judge(row)
         rows.append(row)
+        # After each case: what was measured is kept if a later one does not end.
+        if options.json is not None:
+            options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
         times = " / ".join(milliseconds(row, "ours", direction) for direction in DIRECTIONS)
         console.print(f"ms forward / backward: {row['name']} {times}")
         torch.cuda.empty_cache()
@@ -318,20 +333,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missed = [sentence for row in rows for sentence in missed_bars(row)]
     console.print("every bar that could be judged is met" if not missed else "missed:\n  " + "\n  ".join(missed))
 
-    if options.json is not None:
-        result = {
-            "benchmark": "ssd_chunk_scan",
-            "machine": machine(device),
-            "settings": {
-                "trials": options.trials,
-                "warmup": options.warmup,
-                "counted_chunk": COUNTED_CHUNK,
-                "compared": "one row of the batch",
-            },
-            "peer": peers.described(peer),
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
     wrong = [f"{row['name']}: {', '.join(row['wrong'])}" for row in rows if row["wrong"]]
     if wrong:
         print("wrong results: " + "; ".join(wrong), file=sys.stderr)
