@@ -6,9 +6,6 @@ themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 import helpers
 import pytest
 import torch
@@ -34,29 +31,20 @@ class Walking(str):
     """A CUDA device on which the walking kernels take every call that they can do."""
 
 
-@contextmanager
-def _preferred(way: str) -> Iterator[None]:
-    before = torch.ops.ssm_kernels._prefer_selective_scan(way)
-    try:
-        yield
-    finally:
-        torch.ops.ssm_kernels._prefer_selective_scan(before)
-
-
 @pytest.fixture(autouse=True)
 def _way_of_device(request):
     callspec = getattr(request.node, "callspec", None)
     if callspec is None or not isinstance(callspec.params.get("device"), Walking):
         yield
         return
-    with _preferred("walking"):
+    with helpers.switched("_prefer_selective_scan", "walking"):
         yield
 
 
 @pytest.fixture(params=["faster", "walking"])
 def each_way(request):
     """Twice: as calls are shared out among the kernels, and with walking ones wherever they can do the call."""
-    with _preferred(request.param):
+    with helpers.switched("_prefer_selective_scan", request.param):
         yield
 
 
@@ -69,7 +57,7 @@ def each_products(request):
 
 @pytest.fixture
 def preference_is_put_back():
-    with _preferred("faster"):
+    with helpers.switched("_prefer_selective_scan", "faster"):
         yield
 
 

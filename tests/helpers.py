@@ -228,6 +228,17 @@ def move(tensor: Tensor, device: str) -> Tensor:
 
 
 @contextmanager
+def switched(name: str, value: str | int) -> Iterator[None]:
+    """One of the package's switches for tests, and then what it was again, which is what the operator returns."""
+    switch = getattr(torch.ops.ssm_kernels, name)
+    before = switch(value)
+    try:
+        yield
+    finally:
+        switch(before)
+
+
+@contextmanager
 def uninitialized_memory_is_nan() -> Iterator[None]:
     """What nobody wrote is not zero by luck."""
     torch.use_deterministic_algorithms(True)

@@ -6,14 +6,14 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import arrange, assert_as_accurate, gradients_of_dependent, parameter_dtype
+from helpers import arrange, assert_as_accurate, gradients_of_dependent, parameter_dtype, switched
 from torch import Tensor
 
 import ssm_kernels
@@ -283,34 +283,19 @@ def has_16_bit_products(inputs: dict[str, Any]) -> bool:
     return inputs["x"].is_cuda and inputs["x"].element_size() == 2 and inputs["B"].shape[3] <= 128
 
 
-@contextmanager
-def preferred_products(name: str) -> Iterator[None]:
+def preferred_products(name: str) -> AbstractContextManager[None]:
     """``"wgmma"``: the kernels of compute capability 9.0a, where the device has them; ``"mma"``: those of all devices."""
-    before = torch.ops.ssm_kernels._prefer_ssd_products(name)
-    try:
-        yield
-    finally:
-        torch.ops.ssm_kernels._prefer_ssd_products(before)
+    return switched("_prefer_ssd_products", name)
 
 
-@contextmanager
-def limited_workspace(limit: int) -> Iterator[None]:
+def limited_workspace(limit: int) -> AbstractContextManager[None]:
     """No more bytes for the states that backward's kernels keep on CUDA, or those of one head of one entry of the batch."""
-    before = torch.ops.ssm_kernels._limit_ssd_workspace_bytes(limit)
-    try:
-        yield
-    finally:
-        torch.ops.ssm_kernels._limit_ssd_workspace_bytes(before)
+    return switched("_limit_ssd_workspace_bytes", limit)
 
 
-@contextmanager
-def limited_shared_memory(limit: int) -> Iterator[None]:
+def limited_shared_memory(limit: int) -> AbstractContextManager[None]:
     """No more bytes of it for a block of the kernels whose products are those of a warp."""
-    before = torch.ops.ssm_kernels._limit_ssd_shared_bytes(limit)
-    try:
-        yield
-    finally:
-        torch.ops.ssm_kernels._limit_ssd_shared_bytes(before)
+    return switched("_limit_ssd_shared_bytes", limit)
 
 
 def scan_in_16_bit_products(

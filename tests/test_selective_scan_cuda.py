@@ -6,9 +6,9 @@ What holds on every device is tested where it is tested for the CPU; here is wha
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import pytest
@@ -27,6 +27,7 @@ from helpers import (
     move,
     move_all,
     scan_with_state,
+    switched,
     with_gradients,
 )
 from torch import Tensor
@@ -273,13 +274,8 @@ def test_constant_B_and_C(B, C, sizes):
 # ----- shared memory
 
 
-@contextmanager
-def shared_memory_of_a_block(size: int) -> Iterator[None]:
-    before = torch.ops.ssm_kernels._limit_selective_scan_shared_bytes(size)
-    try:
-        yield
-    finally:
-        torch.ops.ssm_kernels._limit_selective_scan_shared_bytes(before)
+def shared_memory_of_a_block(size: int) -> AbstractContextManager[None]:
+    return switched("_limit_selective_scan_shared_bytes", size)
 
 
 @both_layouts

@@ -174,9 +174,9 @@ struct BwdStates {
         cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
         if constexpr (!Products::kIsAsync) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
       }
+      if constexpr (Products::kIsAsync) {
 #pragma unroll
-      for (int j = 0; j < kStepGroups && Products::kIsAsync; ++j) {
-        cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+        for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
       }
       Products::commit();
 
