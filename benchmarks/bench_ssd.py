@@ -234,8 +234,9 @@ def judge(row: dict[str, Any]) -> None:
             found = {"direction": direction, "other": PEER, "ratio": ratio, "bar": row["bar"], "goal": row["goal"]}
             row["judged"].append(found | {"met": ratio >= row["bar"]})
     gradients = {name: error for name, error in row["errors"].items() if name.startswith("grad_")}
+    over_rounding = max(row["over_rounding"], row["over_rounding_without_D"])
     row["accuracy"] = {
-        "out": {"found": row["over_rounding"], "bar": ROUNDING_BAR, "met": row["over_rounding"] <= ROUNDING_BAR},
+        "out": {"found": over_rounding, "bar": ROUNDING_BAR, "met": over_rounding <= ROUNDING_BAR},
         "gradients": {
             "found": max(gradients.values()),
             "bar": GRADIENT_BAR,

@@ -244,17 +244,14 @@ def ssd_memory(rows: Sequence[Result]) -> str:
 
 def ssd_errors(rows: Sequence[Result]) -> str:
     names = list(dict.fromkeys(name for row in rows for name in row["errors"]))
-    without_D = "over_rounding_without_D"
-    has_without_D = all(without_D in row for row in rows)
     lines = []
     for row in rows:
         accuracy, errors = row["accuracy"], (row["errors"].get(name) for name in names)
         line = [row["name"], *("" if error is None else f"{error:.1e}" for error in errors)]
         asked = {what: f"≤ {of['bar']:g} {'met' if of['met'] else '**missed**'}" for what, of in accuracy.items()}
-        over_rounding = [f"{accuracy['out']['found']:.3f}", asked["out"], *([f"{row[without_D]:.3f}"] if has_without_D else [])]
-        lines.append([*line, *over_rounding, asked["gradients"]])
-    columns = ["out / rounding", "bar", *(["without D"] if has_without_D else [])]
-    return table(["case", *names, *columns, "bar of gradients"], lines)
+        over_rounding = (f"{row[name]:.3f}" for name in ("over_rounding", "over_rounding_without_D"))
+        lines.append([*line, *over_rounding, asked["out"], asked["gradients"]])
+    return table(["case", *names, "out / rounding", "without D", "bar", "bar of gradients"], lines)
 
 
 def ssd_chunk_scan(result: Result) -> str:
@@ -276,10 +273,9 @@ incoming one among them:
 
 {ssd_memory(rows)}
 
-Relative error (L2) for {result["settings"].get("compared", "two heads of one row of the batch")}, against float64, the
+Relative error (L2) for {result["settings"]["compared"]}, against float64, the
 incoming gradient zero for all others. *out / rounding* is the error of out over that of rounding the float64 result to
-bfloat16. It is so near 1 because D x, which only rounding touches, is most of out here (D is 1); without D it may be
-[1.4](../ssd.md#precision):
+bfloat16; *without D* that of an out without D, in which there is no D x that only rounding touches:
 
 {ssd_errors(rows)}
 """

@@ -95,4 +95,11 @@ __device__ __forceinline__ float2 unpack(uint32_t pair) {
   }
 }
 
+// What pack() left of the two, packed: together with its result they have twice the digits.
+template <typename Scalar>
+__device__ __forceinline__ uint32_t pack_rest(float low, float high, uint32_t packed) {
+  const float2 rounded = unpack<Scalar>(packed);
+  return pack<Scalar>(low - rounded.x, high - rounded.y);
+}
+
 }  // namespace ssm_kernels::cuda

@@ -320,8 +320,7 @@ struct BwdChunks {
         for (int h = 0; h < 2; ++h) {
           const float low = W[b][2 * h], high = W[b][2 * h + 1];
           const uint32_t word = cuda::pack<Scalar>(low, high);
-          const float2 rounded = cuda::unpack<Scalar>(word);
-          const uint32_t words[2] = {word, cuda::pack<Scalar>(low - rounded.x, high - rounded.y)};
+          const uint32_t words[2] = {word, cuda::pack_rest<Scalar>(low, high, word)};
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) pairs.at(shared.weights[i], half * kHalfBlocks + b, h) = words[first + i];
         }

@@ -141,7 +141,7 @@ struct BwdStates {
     auto* const tiles = static_cast<Tile<dstate>*>(at.is_reverse ? p.grad_states : p.states) +
                         unit.head * partition.row_blocks + unit.first_row / kUnitRows;
     const auto target_of = [&](int position) { return tiles + (first_target + at.chunk_at(position)) * p.units; };
-    const bool starts_copies = threadIdx.x % kUnitThreads == 0 && unit.is_there;
+    const bool starts_copies = threadIdx.x % kUnitThreads == 0 && unit.is_there();
 
     RingPosition ring;
 #pragma unroll 1
@@ -162,7 +162,7 @@ struct BwdStates {
         if constexpr (Products::kIsAsync) weigh(j);
       }
       if constexpr (!Products::kIsAsync && !states_only) {
-        if (unit.is_there) write_in_parts(state, stage.of_unit[index], pairs, index, *target_of(position));
+        if (unit.is_there()) write_in_parts(state, stage.of_unit[index], pairs, index, *target_of(position));
       }
       if constexpr (states_only) add_decay(p, decay_of_piece, tables);
       state.decay(tables.whole);

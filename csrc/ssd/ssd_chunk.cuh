@@ -375,18 +375,18 @@ struct Place : Span {
 
 // One of a block's units.
 struct Unit {
-  bool is_there;  // else the group has no more
   int head;
   int first_row;  // of the head's
-  int rows;       // from there on
+  int rows;       // from there on; none if the group has no more units
 
   __device__ __forceinline__ Unit(const SsdParams& p, const Partition& partition, const Place& at, int index) {
     const int unit = at.first_unit + index;
-    is_there = unit < partition.units_per_group;
+    const bool is_there = unit < partition.units_per_group;
     head = at.group * partition.heads_per_group + (is_there ? unit / partition.row_blocks : 0);
     first_row = is_there ? unit % partition.row_blocks * kUnitRows : 0;
-    rows = p.headdim - first_row;
+    rows = is_there ? p.headdim - first_row : 0;
   }
+  __device__ __forceinline__ bool is_there() const { return rows > 0; }
 };
 
 }  // namespace ssm_kernels::ssd

@@ -100,7 +100,7 @@ struct State {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row = lane.row + 8 * half, column = 8 * n + 2 * lane.pair;
-        const bool is_there = unit.is_there && row < unit.rows && column < p.dstate;
+        const bool is_there = row < unit.rows && column < p.dstate;
         body(self.values[n][2 * half], self.values[n][2 * half + 1], is_there,
              (int64_t(unit.first_row) + row) * p.dstate + column);
       }
@@ -241,9 +241,9 @@ __device__ __forceinline__ void clear_left_of_diagonal(Tile<kChunk>& products, c
   }
 }
 
-// Weighs this warp's rows of (B C^T)^T, which makes M^T of them, in shared memory. What all warps take of the tables is read
-// when it is made; what is left, when registers are there.
-template <typename Scalar, typename Order, bool has_resets>
+// Weighs this warp's rows of (B C^T)^T, which makes M^T of them. What all warps take of the tables is read when it is made;
+// what is left, when registers are there.
+template <typename Order, bool has_resets>
 class PairWeights {
  public:
   __device__ __forceinline__ PairWeights(const ChunkTables& tables, const Lane& lane) : tables_(tables), lane_(lane) {
@@ -257,9 +257,10 @@ class PairWeights {
     for (int i = 0; i < kColumns; ++i) columns_[i] = of_columns(tables.log2_decay, kFirstColumn + i);
   }
 
-  __device__ __forceinline__ void weigh(const float (&m)[kStepBlocks][4], const PairsOfTile& pairs,
-                                        Tile<kChunk>& products) const {
-    const PairsOfTile places = pairs.anew();
+  // put(low, high, n, half) for a lane's pairs of neighboring elements that are not left of the diagonal, in the order of
+  // PairsOfTile.
+  template <typename Put>
+  __device__ __forceinline__ void weigh(const float (&m)[kStepBlocks][4], const Put& put) const {
     if constexpr (kIsBalanced) {
       float2 chosen[kChosen];
 #pragma unroll
@@ -267,16 +268,16 @@ class PairWeights {
 #pragma unroll
       for (int n = kFirstColumn; n < kStepBlocks; ++n) {
         const bool is_on_diagonal = n == kFirstColumn && lane_.warp == n;
-        weigh_block(m[n][0], m[n][1], columns_[n - kFirstColumn], n, 0, is_on_diagonal, places, products);
+        weigh_block(m[n][0], m[n][1], columns_[n - kFirstColumn], n, 0, is_on_diagonal, put);
       }
       weigh_block(m[kStepBlocks - 1][2], m[kStepBlocks - 1][3], columns_[kColumns - 1], kStepBlocks - 1, 1, lane_.warp == 0,
-                  places, products);
+                  put);
 #pragma unroll
       for (int i = 0; i < kChosen; ++i) {
         const int other = kLastChosen - i;
         const bool is_first = is_of_first(i), is_on_diagonal = i == lane_.warp || i == lane_.warp - 1;
         weigh_block(is_first ? m[i][0] : m[other][2], is_first ? m[i][1] : m[other][3], chosen[i], is_first ? i : other,
-                    is_first ? 0 : 1, is_on_diagonal, places, products);
+                    is_first ? 0 : 1, is_on_diagonal, put);
       }
     } else {
 #pragma unroll
@@ -285,7 +286,7 @@ class PairWeights {
         for (int half = 0; half < 2; ++half) {
           const int block = block_of<Order>(lane_, half);
           if (n < block) continue;
-          weigh_block(m[n][2 * half], m[n][2 * half + 1], columns_[n], n, half, n == block, places, products);
+          weigh_block(m[n][2 * half], m[n][2 * half + 1], columns_[n], n, half, n == block, put);
         }
       }
     }
@@ -307,8 +308,9 @@ class PairWeights {
     return *reinterpret_cast<const Pair*>(&table[kBlockSteps * block + 2 * lane_.pair]);
   }
 
+  template <typename Put>
   __device__ __forceinline__ void weigh_block(float low, float high, const float2& log2_decay, int n, int half,
-                                              bool is_on_diagonal, const PairsOfTile& places, Tile<kChunk>& products) const {
+                                              bool is_on_diagonal, const Put& put) const {
     const float log2_of_row = half == 0 ? log2_decay_[0] : log2_decay_[1], gain = half == 0 ? gain_[0] : gain_[1];
     float weighed[2] = {low * (gain * Math<float>::exp2(log2_decay.x - log2_of_row)),
                         high * (gain * Math<float>::exp2(log2_decay.y - log2_of_row))};
@@ -321,7 +323,7 @@ class PairWeights {
       if (row < first.x) weighed[0] = 0;
       if (row < first.y) weighed[1] = 0;
     }
-    places.at(products, n, half) = cuda::pack<Scalar>(weighed[0], weighed[1]);
+    put(weighed[0], weighed[1], n, half);
   }
 
   const ChunkTables& tables_;
@@ -357,9 +359,7 @@ __device__ __forceinline__ void weigh_inputs(const uint32_t (&x)[4], const float
       const float2 values = cuda::unpack<Scalar>(x[i]);
       const float low = values.x * weight.x, high = values.y * weight.y;
       weighed[i] = cuda::pack<Scalar>(low, high);
-      if (rest == nullptr) continue;
-      const float2 rounded = cuda::unpack<Scalar>(weighed[i]);
-      rest[i] = cuda::pack<Scalar>(low - rounded.x, high - rounded.y);
+      if (rest != nullptr) rest[i] = cuda::pack_rest<Scalar>(low, high, weighed[i]);
     }
   }
 }

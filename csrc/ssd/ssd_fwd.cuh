@@ -8,6 +8,9 @@
 //   y^T = (S C^T) e^(s_i) + x^T M^T + D x^T
 //   S' = e^(s_l) S + (x_j c_j e^(s_l - s_j))^T B
 //
+// M^T is multiplied as two 16-bit numbers, the rounded and what rounding leaves: most of an error of out would be its. S and
+// the weighed x are rounded.
+//
 // A unit of four warps carries up to 64 rows (headdim) of one head's state; warp w has rows 16 w to 16 w + 15 of S and of y^T.
 // A block has two units that share B and C, and walks through chunks of one sequence after another; x, z, B and C of the next
 // chunks are on their way meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks:

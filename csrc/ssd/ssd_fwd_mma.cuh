@@ -39,7 +39,7 @@ class OutWriter {
   __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
       : p_(p), rounder_(p, unit, lane) {
     const int column = piece(lane) * Tile<kUnitRows>::kPieceElements;
-    is_there_ = unit.is_there && column < unit.rows;
+    is_there_ = column < unit.rows;
     target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row(lane) * p.out.stride_step;
   }
 
@@ -151,6 +151,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     const ChunkTables& tables = own.tables[chunk % 2];
 
     float y[kStepBlocks][4] = {};
+    uint32_t rest[kStepBlocks][2] = {};  // what rounding leaves of this warp's rows of M^T
     if constexpr (!states_only) {
       // Two passes over C: its products with B and with the state at once would take too many registers.
       {
@@ -167,7 +168,11 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
             cuda::mma<Scalar>(m[2 * i + 1], b, c[2], c[3]);
           }
         }
-        PairWeights<Scalar, InOrder, true>(tables, lane).weigh(m, pairs, own.products);
+        PairWeights<InOrder, true>(tables, lane).weigh(m, [&](float low, float high, int n, int half) {
+          const uint32_t rounded = cuda::pack<Scalar>(low, high);
+          pairs.at(own.products, n, half) = rounded;
+          rest[n][half] = cuda::pack_rest<Scalar>(low, high, rounded);
+        });
       }
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {
@@ -205,17 +210,32 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     }
 
     if constexpr (!states_only) {
-      cuda::barrier_sync(1 + index, kUnitThreads);
       uint32_t x[kStepGroups][4];
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
         cuda::load_matrices_transposed(x[j], tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+      }
+      // The rounded M^T and the rest one after the other in the same place: there may be none for a tile more.
+#pragma unroll 1
+      for (int part = 0; part < 2; ++part) {
+        if (part > 0) {
+          cuda::barrier_sync(1 + index, kUnitThreads);
 #pragma unroll
-        for (int i = j; i < kStepGroups; ++i) {
-          uint32_t m[4];
-          cuda::load_matrices_transposed(m, own.products.rows_first(16 * j, 2 * i, lane.index));
-          cuda::mma<Scalar>(y[2 * i], x[j], m[0], m[1]);
-          cuda::mma<Scalar>(y[2 * i + 1], x[j], m[2], m[3]);
+          for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+            for (int half = 0; half < 2; ++half) pairs.at(own.products, n, half) = rest[n][half];
+          }
+        }
+        cuda::barrier_sync(1 + index, kUnitThreads);
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) {
+#pragma unroll
+          for (int i = j; i < kStepGroups; ++i) {
+            uint32_t m[4];
+            cuda::load_matrices_transposed(m, own.products.rows_first(16 * j, 2 * i, lane.index));
+            cuda::mma<Scalar>(y[2 * i], x[j], m[0], m[1]);
+            cuda::mma<Scalar>(y[2 * i + 1], x[j], m[2], m[3]);
+          }
         }
       }
       // In place of x, of which a warp reads only the columns that it writes.

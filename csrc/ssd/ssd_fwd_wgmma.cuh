@@ -40,7 +40,9 @@ struct ScanShared {
     Tile<dstate> B, C;
     Tile<kUnitRows> x[kUnits];
   };
-  Tile<kChunk> products[kUnits];  // M^T
+  struct {
+    Tile<kChunk> rounded, rest;
+  } products[kUnits];  // M^T
   Tile<kUnitRows> out[kUnits];
 };
 
@@ -156,7 +158,10 @@ struct WgmmaFwd {
   // A unit's warpgroup.
   __device__ __forceinline__ void multiply(int index) {
     const Lane lane = Lane::in_register();
-    if constexpr (!states_only) clear_left_of_diagonal<Order>(shared.products[index], lane);
+    if constexpr (!states_only) {
+      clear_left_of_diagonal<Order>(shared.products[index].rounded, lane);
+      clear_left_of_diagonal<Order>(shared.products[index].rest, lane);
+    }
     const PairsOfTile pairs(lane);
     RingPosition ring;
     walk_pieces<states_only, dstate>(p, runs, index, lane, [&](State<dstate>& state, const Place& at, const Unit& unit) {
@@ -185,7 +190,7 @@ struct WgmmaFwd {
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
         // Most of what weighing takes of the tables is loaded before the products: loads after them wait for them.
-        const PairWeights<Scalar, Order, has_resets> weights(tables, lane);
+        const PairWeights<Order, has_resets> weights(tables, lane);
         cuda::fence_products();
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) {
@@ -199,7 +204,13 @@ struct WgmmaFwd {
         // All warps have done with the M^T of the chunk before, and have written its out.
         cuda::barrier_sync(1 + index, kUnitThreads);
         if (left < at.chunks) out.send(shared.out[index], at.chunks - left - 1);
-        weights.weigh(m, pairs, shared.products[index]);
+        const PairsOfTile places = pairs.anew();
+        auto& products = shared.products[index];
+        weights.weigh(m, [&](float low, float high, int n, int half) {
+          const uint32_t rounded = cuda::pack<Scalar>(low, high);
+          places.at(products.rounded, n, half) = rounded;
+          places.at(products.rest, n, half) = cuda::pack_rest<Scalar>(low, high, rounded);
+        });
         cuda::publish_to_products();
       }
 
@@ -215,12 +226,12 @@ struct WgmmaFwd {
         decay_from_start(y, tables, lane);
         out.wait_for_sent();
         cuda::barrier_sync(1 + index, kUnitThreads);
-        const uint64_t x_rows = describe(tiles.x[index]);
         cuda::fence_products();
-        const uint64_t m_rows = describe(shared.products[index]);
+        const uint64_t m_rows = describe(shared.products[index].rounded), rest_rows = describe(shared.products[index].rest);
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {
-          cuda::multiply<Scalar, true, true>(y, rows_of(x_rows, j), rows_of(m_rows, j), true);
+          cuda::multiply<Scalar, true>(y, x[j], rows_of(m_rows, j), true);
+          cuda::multiply<Scalar, true>(y, x[j], rows_of(rest_rows, j), true);
         }
         cuda::commit_products();
       } else {

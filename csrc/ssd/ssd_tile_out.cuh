@@ -25,12 +25,12 @@ class TileOut {
   // What the tensor does not have of the tile is not written.
   __device__ __forceinline__ void send(const Tile<kUnitRows>& tile, int chunk) const {
     cuda::tensor_store(p_.out_map, unit_.first_row, unit_.head, static_cast<int>(at_.start) + chunk * kChunk,
-                       static_cast<int>(at_.batch), &tile, unit_.is_there && thread() == 0);
+                       static_cast<int>(at_.batch), &tile, unit_.is_there() && thread() == 0);
   }
   // Of the last chunk of a packed sequence, the steps that follow are the next one's: its own are stored.
   __device__ __forceinline__ void send_last(Tile<kUnitRows>& tile) const {
     const int chunk = at_.chunks - 1, steps = at_.steps_of(chunk);
-    if (!unit_.is_there || chunk < 0 || steps <= 0) return;
+    if (!unit_.is_there() || chunk < 0 || steps <= 0) return;
     if (p_.cu_seqlens == nullptr || steps == kChunk) {
       send(tile, chunk);
       return;
