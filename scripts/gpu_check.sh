@@ -64,13 +64,22 @@ PY
   "$python" setup.py build_ext --inplace && is_usable
 }
 
+# Each tool on several shares of the cases at once.
 sanitizer() {
-  local tool status=0 program
+  local tool status=0 program share shares=$((($(nproc) + 3) / 4)) running
   program=$(command -v compute-sanitizer || echo "${CUDA_HOME:-/usr/local/cuda}/bin/compute-sanitizer")
   for tool in memcheck racecheck initcheck synccheck; do
     echo "-- $tool"
-    PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$program" --tool "$tool" --target-processes all --error-exitcode 1 \
-      "$python" scripts/sanitizer_cases.py || { status=1; echo "$tool failed"; }
+    running=()
+    for share in $(seq "$shares"); do
+      PYTORCH_NO_CUDA_MEMORY_CACHING=1 "$program" --tool "$tool" --target-processes all --error-exitcode 1 \
+        "$python" scripts/sanitizer_cases.py --share "$share/$shares" >"$out/$tool.$share.log" 2>&1 &
+      running+=($!)
+    done
+    for share in $(seq "$shares"); do
+      wait "${running[share - 1]}" || { status=1; echo "$tool failed"; tail -n 20 "$out/$tool.$share.log"; }
+      tail -n 2 "$out/$tool.$share.log"
+    done
   done
   return $status
 }

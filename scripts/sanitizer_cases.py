@@ -1,7 +1,8 @@
 """Launches every CUDA kernel of the package on small inputs and compares with the CPU: what compute-sanitizer is run on.
 
-    python scripts/sanitizer_cases.py [operator ...]
+    python scripts/sanitizer_cases.py [operator ...] [--share I/N]
 
+--share 2/4 takes the second of every four cases: racecheck is faster on several processes at once.
 The inputs are made on the CPU and copied over whole, so that whatever the sanitizer reports is of the package's own kernels, or
 of those of PyTorch's that they are called with. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own,
 and a step past its end shows.
@@ -224,6 +225,8 @@ def ssd_cases() -> Iterator[tuple[str, Inputs]]:
             yield ssd_case("kernel", dtype=dtype, dstate=dstate)
             yield ssd_case("longer than a run", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
     yield from ssd_paths()
+    for sizes in ({"dstate": 256, "batch": 1, "heads": 2, "groups": 1, "seqlen": 1000}, {"dstate": 137, "headdim": 7}):
+        yield ssd_case("units of the same rows", **sizes)
     yield ssd_case("heads without a partner", heads=3, groups=3)
     yield ssd_case("heads without a partner", heads=3, groups=1)
     yield ssd_case("resets, longer than a run", batch=1, heads=2, groups=1, seqlen=1000, resets=((1, 64, 65, 700),))
@@ -245,6 +248,8 @@ def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
         yield ssd_case("heads", heads=heads, groups=groups)
     for headdim in (128, 256):
         yield ssd_case("units of a head", headdim=headdim, heads=3, groups=1, dstate=128)
+    for sizes in ({"dstate": 256}, {"dstate": 137, "headdim": 7, "z": False}):
+        yield ssd_case("by columns", **sizes)
     yield ssd_case("few chunks, heads of a group in several blocks", batch=1, heads=80, groups=2, seqlen=65)
     yield ssd_case("many chunks", batch=1, heads=2, groups=1, seqlen=1000)
     for states in (True, False):
@@ -361,13 +366,22 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
 }
 
 
+def parse_share(text: str) -> slice:
+    index, count = map(int, text.split("/"))
+    if not 1 <= index <= count:
+        raise ValueError
+    return slice(index - 1, None, count)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("operators", nargs="*", metavar="operator", help=f"of {', '.join(CHECKS)}; default: all")
-    operators = parser.parse_args().operators or [*CHECKS]
+    parser.add_argument("--share", metavar="I/N", type=parse_share, default=slice(None), help="of every N cases the I-th")
+    arguments = parser.parse_args()
+    operators = arguments.operators or [*CHECKS]
     if unknown := set(operators) - CHECKS.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    checks = [check for operator in operators for check in CHECKS[operator]()]
+    checks = [check for operator in operators for check in CHECKS[operator]()][arguments.share]
     wrong = [message for check in checks if (message := check()) is not None]
     print("\n".join([*wrong, f"{len(checks)} cases, {len(wrong)} wrong"]))
     return 1 if wrong else 0

@@ -280,7 +280,16 @@ def evaluate_natively(inputs: dict[str, Any], cotangents: Cotangents | None, exa
 
 def has_16_bit_products(inputs: dict[str, Any]) -> bool:
     """Whether there are kernels whose products take operands of the inputs' 16 bits: else they are those of float32."""
-    return inputs["x"].is_cuda and inputs["x"].element_size() == 2 and inputs["B"].shape[3] <= 128
+    if not inputs["x"].is_cuda or inputs["x"].element_size() != 2:
+        return False
+    return inputs["B"].shape[3] <= 128 or _shared_memory(inputs["x"].device) >= 146 * 1024
+
+
+def _shared_memory(device: torch.device) -> int:
+    """That a block may have, within the limit of :func:`limited_shared_memory`."""
+    limit = torch.ops.ssm_kernels._limit_ssd_shared_bytes(2**62)
+    torch.ops.ssm_kernels._limit_ssd_shared_bytes(limit)
+    return min(limit, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def preferred_products(name: str) -> AbstractContextManager[None]:

@@ -149,7 +149,7 @@ def test_states_that_are_not_aligned():
 @in_16_bits
 @pytest.mark.parametrize("dstate", [64, 128])
 def test_out_is_as_exact_as_its_rounding(dstate, dtype):
-    """Without D, of whose product nothing but that is rounded, and decays under which the pairs inside a chunk are most of it."""
+    """Without D, of whose product nothing but that is rounded; under decays by which pairs inside a chunk are most of it."""
     sizes = {"heads": 4, "groups": 1, "headdim": 64, "dstate": dstate, "seqlen": 500}
     inputs = make_inputs(dtype=dtype, device="cuda", **(sizes | OPTIONS["required_only"]))
     inputs |= {"dt": torch.full_like(inputs["dt"], 0.03), "A": torch.tensor([-2.0, -4.0, -8.0, -16.0], device="cuda")}

@@ -76,13 +76,6 @@ def test_gradients(options, dtype):
         assert_matches_reference(inputs_on_cuda(dtype=dtype, **(sizes | options)))
 
 
-@in_16_bits
-@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
-def test_gradients_of_products_in_float32(name, dtype):
-    """Those of more than 128 states: exact to their own rounding."""
-    assert_matches_reference(inputs_on_cuda(dtype=dtype, **({"headdim": 48, "dstate": 136, "seqlen": 65} | OPTIONS[name])))
-
-
 @every_method
 @pytest.mark.parametrize("name", ["everything", "packed_with_states"])
 def test_discretizations(name, discretization):

@@ -10,4 +10,9 @@ __device__ __forceinline__ void barrier_sync(int number, int threads) {
   asm volatile("barrier.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
+// Lets others pass that wait there, without waiting itself.
+__device__ __forceinline__ void barrier_arrive(int number, int threads) {
+  asm volatile("barrier.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 }  // namespace ssm_kernels::cuda

@@ -80,7 +80,7 @@ int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, bool 
     return launch_ssd_bwd_kernels<Scalar, kDstate, WarpProducts>(params, partition, max_shared_bytes, stream);
   };
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
-  return launch(std::integral_constant<int, kMaxKernelDstate>());
+  return launch(std::integral_constant<int, kUnitColumns>());
 }
 
 template <typename Scalar>

@@ -29,17 +29,20 @@ OptionalTensor if_present(const OptionalTensor& tensor, const Function& function
   return is_present(tensor) ? OptionalTensor(function(*tensor)) : OptionalTensor();
 }
 
-// Some entries of the batch, or all packed sequences, and of them some heads: those of whole groups, or of a part of one.
+// Some entries of the batch, or all packed sequences, and of them some heads: those of whole groups, or of a part of one. Of
+// their states some columns.
 struct Range {
-  int64_t entry, entries, head, heads, group, groups;
+  int64_t entry, entries, head, heads, group, groups, column, columns;
 
   at::Tensor of_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, head, heads); }
   at::Tensor of_parameter(const at::Tensor& parameter) const { return parameter.narrow(0, head, heads); }
-  at::Tensor of_groups(const at::Tensor& matrix) const { return of_entries(matrix).narrow(2, group, groups); }
+  at::Tensor of_groups(const at::Tensor& matrix) const {
+    return of_entries(matrix).narrow(2, group, groups).narrow(3, column, columns);
+  }
   at::Tensor of_entries(const at::Tensor& tensor) const { return tensor.narrow(0, entry, entries); }
   // (sequences, heads, ...); packed ones are of a single entry.
   at::Tensor of_states(const at::Tensor& states, bool are_packed) const {
-    return (are_packed ? states : of_entries(states)).narrow(1, head, heads);
+    return (are_packed ? states : of_entries(states)).narrow(1, head, heads).narrow(3, column, columns);
   }
 };
 
@@ -88,6 +91,43 @@ struct PartOfCall {
   }
 };
 
+// The gradient of y, as rows; writes that of z.
+at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTensors& grads, bool may_use_wgmma) {
+  const at::Tensor& x = inputs.x;
+  const bool needs_grad_z = bwd.needs_grad[kGradZ];
+  if (!is_present(bwd.grad_out)) {
+    if (needs_grad_z) grads[kGradZ].zero_();
+    return at::zeros(x.sizes(), x.options());
+  }
+  const at::Tensor grad_out = as_rows(*bwd.grad_out);
+  if (!is_present(bwd.in.z)) return grad_out;
+  const at::Tensor z = as_rows(*bwd.in.z), grad_y = at::empty(x.sizes(), x.options());
+  GateBwdParams params;
+  params.batch = x.size(0);
+  params.seqlen = x.size(1);
+  params.heads = x.size(2);
+  params.pieces_of_head = cuda::Divisor(static_cast<int>(x.size(3) / kRowElements));
+  params.grad_out = const_rows_view(grad_out);
+  params.z = const_rows_view(z);
+  params.grad_y = rows_view(grad_y);
+  at::Tensor y;
+  std::optional<KernelResult> grad_z;
+  if (needs_grad_z) {
+    y = at::empty(x.sizes(), x.options());
+    run_forward(inputs, /*z=*/{}, y, inputs.empty_states(), may_use_wgmma);
+    params.y = const_rows_view(y);
+    grad_z.emplace(result_as_rows(grads[kGradZ], x));
+    params.grad_z = rows_view(grad_z->written);
+  }
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  constexpr int64_t kBlocksPerMultiprocessor = 32;
+  const int64_t most = kBlocksPerMultiprocessor * cuda::multiprocessor_count(x.get_device());
+  const int blocks = static_cast<int>(std::min(most, params.batch * params.seqlen));
+  launch_for(x, [&](auto scalar) { return launch_ssd_bwd_gate<decltype(scalar)>(params, blocks, stream); });
+  if (grad_z.has_value()) grad_z->finish();
+  return grad_y;
+}
+
 // One call of the kernels.
 class Backward {
  public:
@@ -109,7 +149,7 @@ class Backward {
   };
   Sums run() {
     const at::TensorOptions options = bwd_.in.A.options();
-    const at::Tensor grad_y = gate();
+    const at::Tensor grad_y = gate(bwd_, inputs_, grads_, may_use_wgmma_);
     params_.grad_out = const_rows_view(grad_y);
     const at::Tensor grad_final_states =
         is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
@@ -161,41 +201,6 @@ class Backward {
  private:
   bool needs(Grad grad) const { return bwd_.needs_grad[grad]; }
 
-  // The gradient of y, as rows; writes that of z.
-  at::Tensor gate() const {
-    if (!is_present(bwd_.grad_out)) {
-      if (needs(kGradZ)) grads_[kGradZ].zero_();
-      return at::zeros(inputs_.x.sizes(), inputs_.x.options());
-    }
-    const at::Tensor grad_out = as_rows(*bwd_.grad_out);
-    if (!is_present(bwd_.in.z)) return grad_out;
-    const at::Tensor z = as_rows(*bwd_.in.z), grad_y = at::empty(inputs_.x.sizes(), inputs_.x.options());
-    GateBwdParams params;
-    params.batch = inputs_.x.size(0);
-    params.seqlen = params_.seqlen;
-    params.heads = params_.heads;
-    params.pieces_of_head = cuda::Divisor(params_.headdim / kRowElements);
-    params.grad_out = const_rows_view(grad_out);
-    params.z = const_rows_view(z);
-    params.grad_y = rows_view(grad_y);
-    at::Tensor y;
-    std::optional<KernelResult> grad_z;
-    if (needs(kGradZ)) {
-      y = at::empty(inputs_.x.sizes(), inputs_.x.options());
-      run_forward(inputs_, /*z=*/{}, y, inputs_.empty_states(), may_use_wgmma_);
-      params.y = const_rows_view(y);
-      grad_z.emplace(result_as_rows(grads_[kGradZ], inputs_.x));
-      params.grad_z = rows_view(grad_z->written);
-    }
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    constexpr int64_t kBlocksPerMultiprocessor = 32;
-    const int64_t most = kBlocksPerMultiprocessor * cuda::multiprocessor_count(inputs_.x.get_device());
-    const int blocks = static_cast<int>(std::min(most, params.batch * params.seqlen));
-    launch_for(inputs_.x, [&](auto scalar) { return launch_ssd_bwd_gate<decltype(scalar)>(params, blocks, stream); });
-    if (grad_z.has_value()) grad_z->finish();
-    return grad_y;
-  }
-
   // Numbers the chunks, and shares the heads of a group out to as few blocks as fill the device: in rounds of one block a
   // multiprocessor, of its units' time and that of beginning and ending.
   void cut() {
@@ -229,7 +234,7 @@ class Backward {
     while (pieces > 1 && pieces * std::max(kLeastChunks, pieces) > partition_.chunks) --pieces;
     params_.pieces = static_cast<int>(pieces);
     if (pieces == 1) return {};
-    const int64_t places = (pieces - 1) * blocks * kUnits, elements = kUnitRows * image_columns(params_.dstate);
+    const int64_t places = (pieces - 1) * blocks * kUnits, elements = kUnitRows * unit_columns(params_.dstate);
     const at::Tensor result = at::empty({places, elements + 1}, bwd_.in.A.options());
     params_.piece_states = result.data_ptr<float>();
     params_.piece_decays = params_.piece_states + places * elements;
@@ -237,7 +242,7 @@ class Backward {
   }
 
   at::Tensor empty_images() const {
-    return at::empty({params_.slots, params_.units, kUnitRows, image_columns(params_.dstate)}, inputs_.x.options());
+    return at::empty({params_.slots, params_.units, kUnitRows, unit_columns(params_.dstate)}, inputs_.x.options());
   }
 
   // Where the kernels write that of B or C: in place, or as parts, which are returned.
@@ -275,7 +280,7 @@ void for_each_turn(const Inputs& in, const Body& body) {
   const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
   const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1)
                                                    : at::ceil_div<int64_t>(in.x.size(1), kChunk);
-  const int64_t bytes_of_image = kUnitRows * image_columns(in.B.size(3)) * in.x.element_size();
+  const int64_t bytes_of_image = kUnitRows * unit_columns(in.B.size(3)) * in.x.element_size();
   const int64_t most_heads = workspace_limit / (2 * chunks * row_blocks(in.x.size(3)) * bytes_of_image);
   const auto at_once = [&](int64_t count, int64_t heads_of_each) {
     return at::ceil_div(count, at::ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
@@ -288,20 +293,14 @@ void for_each_turn(const Inputs& in, const Body& body) {
       for (int64_t head = 0; head < heads_per_group; head += heads_at_once) {
         const int64_t heads_of_turn = groups_of_turn * std::min(heads_at_once, heads_per_group - head);
         body(Range{entry, std::min(entries, batch - entry), group * heads_per_group + head, heads_of_turn, group,
-                   groups_of_turn});
+                   groups_of_turn, 0, in.B.size(3)});
       }
     }
   }
 }
 
-}  // namespace
-
-int64_t limit_backward_workspace(int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes > 0, "_limit_ssd_workspace_bytes: expected a positive number, got ", bytes);
-  return workspace_limit.exchange(bytes);
-}
-
-void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
+// Of states that a unit can carry.
+void run_in_turns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const Inputs& in = bwd.in;
   const int64_t batch = in.x.size(0), heads = in.x.size(2), heads_per_group = heads / in.B.size(2);
   Backward::Sums sums;
@@ -339,6 +338,54 @@ void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grad
   if (bwd.needs_grad[kGradA]) grads[kGradA] = sums.A;
   if (bwd.needs_grad[kGradDtBias]) grads[kGradDtBias] = sums.dt_bias;
   if (bwd.needs_grad[kGradD]) grads[kGradD] = in.D->dim() == 1 ? sums.D.sum(1) : sums.D.contiguous();
+}
+
+// Of more: y is a sum over columns of B, C and the states, and so is each gradient but those of these columns. D x and the gate
+// are no part of that sum.
+void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
+  const Inputs& in = bwd.in;
+  const int64_t dstate = in.B.size(3);
+  const OptionalTensor none;
+  const OptionalTensor grad_y =
+      is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads, may_use_wgmma)) : bwd.grad_out;
+  for (int64_t column = 0; column < dstate; column += kUnitColumns) {
+    const bool is_first = column == 0;
+    const Range range{0, in.x.size(0), 0,      in.x.size(2),
+                      0, in.B.size(2), column, std::min<int64_t>(kUnitColumns, dstate - column)};
+    BwdInputs ungated{grad_y,
+                      bwd.grad_final_states,
+                      {in.x, in.dt, in.A, in.B, in.C, in.chunk_size, is_first ? in.D : none, none, in.dt_bias, in.dt_softplus,
+                       in.dt_min, in.dt_max, in.initial_states, in.seq_idx, in.cu_seqlens, in.discretization},
+                      bwd.needs_grad};
+    ungated.needs_grad[kGradZ] = false;
+    ungated.needs_grad[kGradD] &= is_first;
+    GradTensors targets = grads;
+    for (const Grad grad : {kGradX, kGradDt}) {
+      if (bwd.needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
+    }
+    PartOfCall part(ungated, targets, range);
+    run_in_turns(part.bwd, method, part.grads, may_use_wgmma);
+    for (const Grad grad : {kGradX, kGradDt, kGradA, kGradD, kGradDtBias}) {
+      if (!ungated.needs_grad[grad]) continue;
+      if (is_first) {
+        grads[grad] = part.grads[grad];
+      } else {
+        grads[grad].add_(part.grads[grad]);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int64_t limit_backward_workspace(int64_t bytes) {
+  TORCH_CHECK_VALUE(bytes > 0, "_limit_ssd_workspace_bytes: expected a positive number, got ", bytes);
+  return workspace_limit.exchange(bytes);
+}
+
+void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
+  const auto run = bwd.in.B.size(3) <= kUnitColumns ? run_in_turns : run_by_columns;
+  run(bwd, method, grads, may_use_wgmma);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -376,12 +376,13 @@ struct Place : Span {
 // One of a block's units.
 struct Unit {
   int head;
-  int first_row;  // of the head's
-  int rows;       // from there on; none if the group has no more units
+  int first_row, first_column;  // of the head's state
+  int rows;                     // from there on; none if the group has no more units
 
   __device__ __forceinline__ Unit(const SsdParams& p, const Partition& partition, const Place& at, int index) {
-    const int unit = at.first_unit + index;
-    const bool is_there = unit < partition.units_per_group;
+    const bool is_there = at.first_unit + index < partition.units_per_group;
+    const int unit = (at.first_unit + index) / partition.column_blocks;
+    first_column = (at.first_unit + index) % partition.column_blocks * kUnitColumns;
     head = at.group * partition.heads_per_group + (is_there ? unit / partition.row_blocks : 0);
     first_row = is_there ? unit % partition.row_blocks * kUnitRows : 0;
     rows = is_there ? p.headdim - first_row : 0;

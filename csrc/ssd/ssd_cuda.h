@@ -15,22 +15,29 @@ constexpr int kUnitRows = 64;  // of a head's state, at most, that four warps ca
 
 constexpr int kRowElements = 8;  // rows are moved in pieces of as many
 
-constexpr int kUnits = 2;       // of a block
-constexpr int kDirections = 2;  // in time, of backward's walks
-constexpr int64_t kMaxKernelDstate = 128;
+constexpr int kUnits = 2;          // of a block
+constexpr int kDirections = 2;     // in time, of backward's walks
+constexpr int kUnitColumns = 128;  // of a head's state, at most, that a unit carries
+constexpr int kMaxKernelDstate = kUnits * kUnitColumns;
 constexpr int kLeastSharedBytes = 99 * 1024;  // that a block may have, from compute capability 8.0 on
 
-// The kernels' dstate for that many states; what is over is zero.
-constexpr int64_t image_columns(int64_t dstate) { return dstate <= 64 ? 64 : kMaxKernelDstate; }
-// Units of one head.
+// What a block takes, at least, of forward whose units share rows.
+constexpr int kSharedBytesToShareRows = 146 * 1024;
+
+// Columns of a unit's state with that many in all; what is over is zero.
+constexpr int64_t unit_columns(int64_t dstate) { return dstate <= 64 ? 64 : kUnitColumns; }
+// Units of the same rows: of one block.
+constexpr int column_blocks(int64_t dstate) { return dstate <= kUnitColumns ? 1 : kUnits; }
+// Of one head.
 constexpr int64_t row_blocks(int64_t headdim) { return (headdim + kUnitRows - 1) / kUnitRows; }
 
 // Of packed sequences, at most: one of n steps has n / kChunk full chunks and one more, which may be all that it has.
 SSM_HOST_DEVICE int64_t max_packed_chunks(int64_t seqlen, int64_t sequences) { return seqlen / kChunk + sequences; }
 
-// A walk is a sequence's way through time for one block's units, of kUnitRows rows of one head each.
+// A walk is a sequence's way through time for one block's units, of kUnitRows rows and kUnitColumns columns of one head's state
+// each.
 struct Partition {
-  int heads_per_group = 0, row_blocks = 0;  // units of one head
+  int heads_per_group = 0, row_blocks = 0, column_blocks = 1;  // the last two: units of one head
   int units_per_group = 0;
   int walks_per_group = 0, walks_per_entry = 0;
   int64_t walks = 0;

@@ -99,7 +99,7 @@ struct State {
     for (int n = 0; n < kBlocks; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row = lane.row + 8 * half, column = 8 * n + 2 * lane.pair;
+        const int row = lane.row + 8 * half, column = unit.first_column + 8 * n + 2 * lane.pair;
         const bool is_there = row < unit.rows && column < p.dstate;
         body(self.values[n][2 * half], self.values[n][2 * half + 1], is_there,
              (int64_t(unit.first_row) + row) * p.dstate + column);

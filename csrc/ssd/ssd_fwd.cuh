@@ -11,10 +11,10 @@
 // M^T is multiplied as two 16-bit numbers, the rounded and what rounding leaves: most of an error of out would be its. S and
 // the weighed x are rounded.
 //
-// A unit of four warps carries up to 64 rows (headdim) of one head's state; warp w has rows 16 w to 16 w + 15 of S and of y^T.
-// A block has two units that share B and C, and walks through chunks of one sequence after another; x, z, B and C of the next
-// chunks are on their way meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks:
-// ssd_runs.cuh. Nothing is saved for backward.
+// A unit of four warps carries up to 64 rows (headdim) and 128 columns of one head's state; warp w has rows 16 w to 16 w + 15
+// of S and of y^T. A block has two units that share B and C, and walks through chunks of one sequence after another; x, z, B
+// and C of the next chunks are on their way meanwhile. Where that saves time, sequences are cut so that all blocks have equally
+// many chunks: ssd_runs.cuh. Nothing is saved for backward.
 //
 // Two kernels do this: ssd_fwd_wgmma.cuh where the device has such products, ssd_fwd_mma.cuh on the others.
 #pragma once
@@ -51,6 +51,11 @@ int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_
                                           params, runs, max_shared_bytes, stream);
 }
 
+static_assert(MmaShared<kUnitColumns>::bytes(1, true) <= kLeastSharedBytes, "every device has as much");
+static_assert(WgmmaShared<kMaxKernelDstate, false>::bytes(1, true) <= kSharedBytesToShareRows &&
+                  MmaShared<kMaxKernelDstate>::bytes(1, true) <= kSharedBytesToShareRows,
+              "a block whose units share rows is only begun where there is as much");
+
 template <typename Scalar>
 int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {
   if (params.cu_seqlens != nullptr) {
@@ -66,6 +71,7 @@ int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_
     return launch_ssd_fwd_kernel<Scalar, kDstate, false>(params, runs, max_shared_bytes, stream);
   };
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
+  if (params.dstate <= kUnitColumns) return launch(std::integral_constant<int, kUnitColumns>());
   return launch(std::integral_constant<int, kMaxKernelDstate>());
 }
 

@@ -53,7 +53,7 @@ Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs
   }
   Workspace result;
   const at::TensorOptions options = inputs.x.options();
-  const int64_t cuts = runs.blocks * kUnits, elements = kUnitRows * image_columns(params.dstate);
+  const int64_t cuts = runs.blocks * kUnits, elements = kUnitRows * unit_columns(params.dstate);
   result.states = at::empty({cuts, elements + 1}, options.dtype(at::kFloat));
   runs.states = result.states.data_ptr<float>();
   runs.decays = runs.states + cuts * elements;
@@ -80,6 +80,13 @@ bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
 }
 
 }  // namespace
+
+bool have_kernels_for(const Inputs& in) {
+  const at::ScalarType dtype = in.x.scalar_type();
+  const int64_t dstate = in.B.size(3);
+  if ((dtype != at::kHalf && dtype != at::kBFloat16) || dstate > kMaxKernelDstate) return false;
+  return dstate <= kUnitColumns || max_shared_bytes(in.x) >= kSharedBytesToShareRows;
+}
 
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
                  bool may_use_wgmma) {

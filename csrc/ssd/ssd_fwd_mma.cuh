@@ -7,25 +7,28 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
+#include "ssd/ssd_columns.cuh"
 #include "ssd/ssd_handover.cuh"
 
 namespace ssm_kernels::ssd {
 
 template <int dstate>
-struct MmaShared {
+struct MmaShared : UnitsOf<dstate> {
+  using Units = UnitsOf<dstate>;
   static constexpr int kMaxStages = 3;
   struct Stage {
-    Tile<dstate> C, B;
-    Tile<kUnitRows> x[kUnits];
+    Tile<Units::kColumns> C[Units::kColumnBlocks], B[Units::kColumnBlocks];
+    Tile<kUnitRows> x[Units::kRowBlocks];
   };
   struct OfUnit {
     Tile<kChunk> products;  // M^T
     ChunkTables tables[2];  // of the chunk at work and the next
   };
   OfUnit of_unit[kUnits];
+  typename Units::PartOfOut part_of_out;
 
   static SSM_HOST_DEVICE constexpr int stage_bytes(bool has_gate) {
-    return static_cast<int>(sizeof(Stage) + (has_gate ? kUnits * sizeof(Tile<kUnitRows>) : 0));
+    return static_cast<int>(sizeof(Stage) + (has_gate ? sizeof(Stage::x) : 0));
   }
   static SSM_HOST_DEVICE constexpr int bytes(int stages, bool has_gate) {
     return static_cast<int>(sizeof(MmaShared)) + stages * stage_bytes(has_gate);
@@ -75,32 +78,42 @@ class OutWriter {
 template <typename Scalar, int dstate, bool states_only>
 __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const Runs& runs, unsigned char* memory,
                                                     const Place& at, const Unit& unit, int index, const Lane& lane,
-                                                    State<dstate>& state) {
+                                                    State<UnitsOf<dstate>::kColumns>& state) {
   using Shared = MmaShared<dstate>;
-  constexpr int kStateGroups = dstate / 16, kThreads = kUnits * kUnitThreads;
+  using Units = UnitsOf<dstate>;
+  using UnitState = State<Units::kColumns>;
+  constexpr int kStateGroups = Units::kColumns / 16, kThreads = kUnits * kUnitThreads;
+  constexpr int kThreadsOfRows = kThreads / Units::kRowBlocks;
   const bool has_gate = !states_only && p.z.data != nullptr;
-  auto& own = reinterpret_cast<Shared*>(memory)->of_unit[index];
+  const int rows = Units::row_block(index), columns = Units::column_block(index);
+  auto& shared = *reinterpret_cast<Shared*>(memory);
+  auto& own = shared.of_unit[index];
   const auto stage_at = [&](int slot) {
     return reinterpret_cast<typename Shared::Stage*>(memory + sizeof(Shared) + slot * Shared::stage_bytes(has_gate));
   };
-  const auto z_at = [&](int slot) { return reinterpret_cast<Tile<kUnitRows>*>(stage_at(slot) + 1) + index; };
+  const auto z_at = [&](int slot) { return reinterpret_cast<Tile<kUnitRows>*>(stage_at(slot) + 1) + rows; };
 
-  const int thread = threadIdx.x % kUnitThreads;
   const auto copy = [&](int chunk) {
     if (chunk < at.chunks) {
       const int slot = chunk % runs.stages, steps = at.steps_of(chunk);
       auto& target = *stage_at(slot);
-      const auto copy_state_rows = [&](Tile<dstate>& tile, const RowsView& view) {
+      const auto copy_state_rows = [&](Tile<Units::kColumns>(&tiles)[Units::kColumnBlocks], const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
-        RowCopier<dstate, kThreads>(source, view.stride_step, p.dstate, threadIdx.x).copy(tile, steps, view.stride_step);
+#pragma unroll
+        for (int block = 0; block < Units::kColumnBlocks; ++block) {
+          const int first = block * Units::kColumns;
+          RowCopier<Units::kColumns, kThreads>(source + first, view.stride_step, p.dstate - first, threadIdx.x)
+              .copy(tiles[block], steps, view.stride_step);
+        }
       };
       const auto copy_head_rows = [&](Tile<kUnitRows>& tile, const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, unit.head, chunk) + unit.first_row;
-        RowCopier<kUnitRows, kUnitThreads>(source, view.stride_step, unit.rows, thread).copy(tile, steps, view.stride_step);
+        RowCopier<kUnitRows, kThreadsOfRows>(source, view.stride_step, unit.rows, threadIdx.x % kThreadsOfRows)
+            .copy(tile, steps, view.stride_step);
       };
       copy_state_rows(target.B, p.B);
       if constexpr (!states_only) copy_state_rows(target.C, p.C);
-      copy_head_rows(target.x[index], p.x);
+      copy_head_rows(target.x[rows], p.x);
       if (has_gate) copy_head_rows(*z_at(slot), p.z);
     }
     cuda::commit_async_copies();
@@ -148,6 +161,8 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     fetch(chunk + 2);
 
     auto& tiles = *stage_at(slot);
+    auto &B = tiles.B[columns], &C = tiles.C[columns];
+    auto& x_tile = tiles.x[rows];
     const ChunkTables& tables = own.tables[chunk % 2];
 
     float y[kStepBlocks][4] = {};
@@ -159,16 +174,16 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
 #pragma unroll
         for (int k = 0; k < kStateGroups; ++k) {
           uint32_t b[4];
-          cuda::load_matrices(b, tiles.B.rows_first(16 * lane.warp, 2 * k, lane.index));
+          cuda::load_matrices(b, B.rows_first(16 * lane.warp, 2 * k, lane.index));
 #pragma unroll
           for (int i = 0; i < kStepGroups; ++i) {
             uint32_t c[4];
-            cuda::load_matrices(c, tiles.C.columns_first(16 * i, 2 * k, lane.index));
+            cuda::load_matrices(c, C.columns_first(16 * i, 2 * k, lane.index));
             cuda::mma<Scalar>(m[2 * i], b, c[0], c[1]);
             cuda::mma<Scalar>(m[2 * i + 1], b, c[2], c[3]);
           }
         }
-        PairWeights<InOrder, true>(tables, lane).weigh(m, [&](float low, float high, int n, int half) {
+        PairWeights<InOrder, true>(tables, lane.anew()).weigh(m, [&](float low, float high, int n, int half) {
           const uint32_t rounded = cuda::pack<Scalar>(low, high);
           pairs.at(own.products, n, half) = rounded;
           rest[n][half] = cuda::pack_rest<Scalar>(low, high, rounded);
@@ -181,7 +196,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
 #pragma unroll
         for (int i = 0; i < kStepGroups; ++i) {
           uint32_t c[4];
-          cuda::load_matrices(c, tiles.C.columns_first(16 * i, 2 * k, lane.index));
+          cuda::load_matrices(c, C.columns_first(16 * i, 2 * k, lane.index));
           cuda::mma<Scalar>(y[2 * i], s, c[0], c[1]);
           cuda::mma<Scalar>(y[2 * i + 1], s, c[2], c[3]);
         }
@@ -198,12 +213,12 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
 #pragma unroll
     for (int j = 0; j < kStepGroups; ++j) {
       uint32_t x[4], weighed[4];
-      cuda::load_matrices_transposed(x, tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+      cuda::load_matrices_transposed(x, x_tile.columns_first(16 * j, 2 * lane.warp, lane.index));
       weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
 #pragma unroll
-      for (int n = 0; n < State<dstate>::kBlocks / 2; ++n) {
+      for (int n = 0; n < UnitState::kBlocks / 2; ++n) {
         uint32_t b[4];
-        cuda::load_matrices_transposed(b, tiles.B.rows_first(16 * j, 2 * n, lane.index));
+        cuda::load_matrices_transposed(b, B.rows_first(16 * j, 2 * n, lane.index));
         cuda::mma<Scalar>(state.values[2 * n], weighed, b[0], b[1]);
         cuda::mma<Scalar>(state.values[2 * n + 1], weighed, b[2], b[3]);
       }
@@ -213,7 +228,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
       uint32_t x[kStepGroups][4];
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::load_matrices_transposed(x[j], tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+        cuda::load_matrices_transposed(x[j], x_tile.columns_first(16 * j, 2 * lane.warp, lane.index));
       }
       // The rounded M^T and the rest one after the other in the same place: there may be none for a tile more.
 #pragma unroll 1
@@ -238,8 +253,17 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
           }
         }
       }
-      // In place of x, of which a warp reads only the columns that it writes.
-      out.write(y, x, has_gate ? z_at(slot) : nullptr, tiles.x[index], lane, at.steps_of(chunk));
+      // In place of x, of which a warp of a unit reads only the columns that it writes.
+      const auto write_out = [&] { out.write(y, x, has_gate ? z_at(slot) : nullptr, x_tile, lane, at.steps_of(chunk)); };
+      if constexpr (!Units::kShareRows) {
+        write_out();
+      } else if (Units::writes_out(index)) {
+        shared.part_of_out.add_to(y);
+        write_out();
+      } else {
+        shared.part_of_out.leave(y);
+        shared.part_of_out.wait_until_read();
+      }
     }
     tabulate(chunk + 1);
   }
@@ -254,9 +278,11 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
   extern __shared__ __align__(128) unsigned char memory[];
   const int index = threadIdx.x / kUnitThreads;
   const Lane lane;
-  walk_pieces<states_only, dstate>(p, runs, index, lane, [&](State<dstate>& state, const Place& at, const Unit& unit) {
-    return multiply_mma_piece<Scalar, dstate, states_only>(p, runs, memory, at, unit, index, lane, state);
-  });
+  using Units = UnitsOf<dstate>;
+  walk_pieces<states_only, Units::kColumns>(
+      p, runs, index, lane, [&](State<Units::kColumns>& state, const Place& at, const Unit& unit) {
+        return multiply_mma_piece<Scalar, dstate, states_only>(p, runs, memory, at, unit, index, lane, state);
+      });
 }
 
 }  // namespace ssm_kernels::ssd

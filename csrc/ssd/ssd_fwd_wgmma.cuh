@@ -18,6 +18,7 @@
 #include "cuda/launch.cuh"
 #include "cuda/named_barrier.cuh"
 #include "cuda/register_trade.cuh"
+#include "ssd/ssd_columns.cuh"
 #include "ssd/ssd_handover.cuh"
 #include "ssd/ssd_supply.cuh"
 #include "ssd/ssd_tile_out.cuh"
@@ -26,24 +27,27 @@ namespace ssm_kernels::ssd {
 
 // Of the kernel that only finds states, and of the one that scans.
 template <int dstate>
-struct StatesOnlyShared {
+struct StatesOnlyShared : UnitsOf<dstate> {
+  using Units = UnitsOf<dstate>;
   static constexpr int kMaxStages = 6;
   struct Stage {
-    Tile<dstate> B;
-    Tile<kUnitRows> x[kUnits];
+    Tile<Units::kColumns> B[Units::kColumnBlocks];
+    Tile<kUnitRows> x[Units::kRowBlocks];
   };
 };
 template <int dstate>
-struct ScanShared {
+struct ScanShared : UnitsOf<dstate> {
+  using Units = UnitsOf<dstate>;
   static constexpr int kMaxStages = 3;
   struct Stage {
-    Tile<dstate> B, C;
-    Tile<kUnitRows> x[kUnits];
+    Tile<Units::kColumns> B[Units::kColumnBlocks], C[Units::kColumnBlocks];
+    Tile<kUnitRows> x[Units::kRowBlocks];
   };
   struct {
     Tile<kChunk> rounded, rest;
   } products[kUnits];  // M^T
-  Tile<kUnitRows> out[kUnits];
+  Tile<kUnitRows> out[Units::kRowBlocks];
+  typename Units::PartOfOut part_of_out;
 };
 
 template <int dstate, bool states_only>
@@ -58,7 +62,7 @@ struct WgmmaShared : std::conditional_t<states_only, StatesOnlyShared<dstate>, S
     return (bytes + kOperandAlignment - 1) / kOperandAlignment * kOperandAlignment;
   }
   static SSM_HOST_DEVICE constexpr int stage_bytes(bool has_gate) {
-    return static_cast<int>(sizeof(Stage) + (has_gate ? kUnits * sizeof(Tile<kUnitRows>) : 0));
+    return static_cast<int>(sizeof(Stage) + (has_gate ? sizeof(Stage::x) : 0));
   }
   static SSM_HOST_DEVICE constexpr int bytes(int stages, bool has_gate) {
     return kOperandAlignment + align(static_cast<int>(sizeof(WgmmaShared))) + stages * stage_bytes(has_gate);
@@ -76,7 +80,9 @@ struct WgmmaFwd {
 
   using Shared = WgmmaShared<dstate, states_only>;
   using Stage = typename Shared::Stage;
-  static constexpr int kStateGroups = dstate / 16;
+  using Units = UnitsOf<dstate>;
+  using UnitState = State<Units::kColumns>;
+  static constexpr int kStateGroups = Units::kColumns / 16;
   // Of the steps, down the rows of B and x, and of M^T.
   using Order = std::conditional_t<states_only, InOrder, FromBothEnds>;
   // Of a thread: what all begin with, and what they have then.
@@ -128,9 +134,10 @@ struct WgmmaFwd {
     // Opaque: what follows from it is found anew for each piece.
     int thread = threadIdx.x - kUnits * kUnitThreads;
     asm volatile("" : "+r"(thread));
-    const auto of_group = [&](const RowsView& view, auto order) {
-      return RowCopier<dstate, kCopyingThreads, decltype(order)>(at.template rows<Scalar>(view, at.group, 0), view.stride_step,
-                                                                 p.dstate, thread);
+    const auto of_group = [&](const RowsView& view, int block, auto order) {
+      const int first = block * Units::kColumns;
+      return RowCopier<Units::kColumns, kCopyingThreads, decltype(order)>(at.template rows<Scalar>(view, at.group, 0) + first,
+                                                                          view.stride_step, p.dstate - first, thread);
     };
     const auto of_unit = [&](const RowsView& view, int index, auto order) {
       const Unit unit(p, runs, at, index);
@@ -138,17 +145,22 @@ struct WgmmaFwd {
           at.template rows<Scalar>(view, unit.head, 0) + unit.first_row, view.stride_step, unit.rows, thread);
     };
     const RowsView& z = has_gate ? p.z : p.x;
-    auto copy_B = of_group(p.B, Order());
+    using CopierOfB = RowCopier<Units::kColumns, kCopyingThreads, Order>;
+    using CopierOfC = RowCopier<Units::kColumns, kCopyingThreads>;
+    CopierOfB copy_B[kUnits] = {of_group(p.B, 0, Order()), of_group(p.B, 1, Order())};
     RowCopier<kUnitRows, kCopyingThreads, Order> copy_x[kUnits] = {of_unit(p.x, 0, Order()), of_unit(p.x, 1, Order())};
-    auto copy_C = of_group(p.C, InOrder());
+    CopierOfC copy_C[kUnits] = {of_group(p.C, 0, InOrder()), of_group(p.C, 1, InOrder())};
     RowCopier<kUnitRows, kCopyingThreads> copy_z[kUnits] = {of_unit(z, 0, InOrder()), of_unit(z, 1, InOrder())};
     supply_copies<Shared::kMaxStages - 2>(at.chunks, runs.stages, ring, shared.full, shared.empty, [&](int chunk, int slot) {
       Stage& target = stage(slot);
       const int steps = at.steps_of(chunk);
-      copy_B.copy(target.B, steps, p.B.stride_step);
-      if constexpr (!states_only) copy_C.copy(target.C, steps, p.C.stride_step);
 #pragma unroll
-      for (int index = 0; index < kUnits; ++index) {
+      for (int index = 0; index < Units::kColumnBlocks; ++index) {
+        copy_B[index].copy(target.B[index], steps, p.B.stride_step);
+        if constexpr (!states_only) copy_C[index].copy(target.C[index], steps, p.C.stride_step);
+      }
+#pragma unroll
+      for (int index = 0; index < Units::kRowBlocks; ++index) {
         copy_x[index].copy(target.x[index], steps, p.x.stride_step);
         if (has_gate) copy_z[index].copy(*z_tile(slot, index), steps, p.z.stride_step);
       }
@@ -164,27 +176,30 @@ struct WgmmaFwd {
     }
     const PairsOfTile pairs(lane);
     RingPosition ring;
-    walk_pieces<states_only, dstate>(p, runs, index, lane, [&](State<dstate>& state, const Place& at, const Unit& unit) {
+    walk_pieces<states_only, Units::kColumns>(p, runs, index, lane, [&](UnitState& state, const Place& at, const Unit& unit) {
       return multiply_piece(state, at, unit, index, pairs, lane, ring);
     });
     if constexpr (!states_only) TileOut<Scalar, Order>::wait_for_sent();
   }
 
   // Takes the state through the piece; returns the piece's decay.
-  __device__ __forceinline__ float multiply_piece(State<dstate>& state, const Place& at, const Unit& unit, int index,
+  __device__ __forceinline__ float multiply_piece(UnitState& state, const Place& at, const Unit& unit, int index,
                                                   const PairsOfTile& pairs, const Lane& lane, RingPosition& ring) {
-    TileOut<Scalar, Order> out(p, at, unit, lane);
+    Unit of_out = unit;
+    if (!Units::writes_out(index)) of_out.rows = 0;
+    TileOut<Scalar, Order> out(p, at, of_out, lane);
+    const int rows = Units::row_block(index), columns = Units::column_block(index);
     float decay_of_piece = 1;
 #pragma unroll 1
     for (int left = at.chunks; left > 0; --left) {
       shared.full[ring.stage].wait(ring.phase);
       Stage& tiles = stage(ring.stage);
       const ChunkTables& tables = shared.tables[ring.stage][index];
-      const uint64_t B_rows = describe(tiles.B);
+      const uint64_t B_rows = describe(tiles.B[columns]);
 
       float y[kStepBlocks][4];
       if constexpr (!states_only) {
-        const uint64_t C_rows = describe(tiles.C);
+        const uint64_t C_rows = describe(tiles.C[columns]);
         float m[kStepBlocks][4];
         uint32_t s[kStateGroups][4];
 #pragma unroll
@@ -203,7 +218,7 @@ struct WgmmaFwd {
         cuda::wait_for_products<1>(m);
         // All warps have done with the M^T of the chunk before, and have written its out.
         cuda::barrier_sync(1 + index, kUnitThreads);
-        if (left < at.chunks) out.send(shared.out[index], at.chunks - left - 1);
+        if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
         const PairsOfTile places = pairs.anew();
         auto& products = shared.products[index];
         weights.weigh(m, [&](float low, float high, int n, int half) {
@@ -217,7 +232,7 @@ struct WgmmaFwd {
       uint32_t x[kStepGroups][4], weighed[kStepGroups][4];
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::load_matrices_transposed(x[j], tiles.x[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+        cuda::load_matrices_transposed(x[j], tiles.x[rows].columns_first(16 * j, 2 * lane.warp, lane.index));
         weigh_inputs<Scalar, Order>(x[j], tables.to_end, j, lane, weighed[j]);
       }
 
@@ -249,15 +264,26 @@ struct WgmmaFwd {
 
       if constexpr (!states_only) {
         cuda::wait_for_products<1>(y);
-        out.write(y, x, has_gate ? z_tile(ring.stage, index) : nullptr, shared.out[index], lane);
+        const auto write_out = [&] { out.write(y, x, has_gate ? z_tile(ring.stage, rows) : nullptr, shared.out[rows], lane); };
+        if constexpr (!Units::kShareRows) {
+          write_out();
+        } else if (Units::writes_out(index)) {
+          shared.part_of_out.add_to(y);
+          write_out();
+        } else {
+          shared.part_of_out.leave(y);
+        }
       }
       cuda::wait_for_products<0>(state.values);
       shared.empty[ring.stage].arrive();
       ring.advance(runs.stages);
+      if constexpr (!states_only && Units::kShareRows) {
+        if (!Units::writes_out(index)) shared.part_of_out.wait_until_read();
+      }
     }
     if constexpr (!states_only) {
       cuda::barrier_sync(1 + index, kUnitThreads);
-      out.send_last(shared.out[index]);
+      out.send_last(shared.out[rows]);
     }
     return decay_of_piece;
   }

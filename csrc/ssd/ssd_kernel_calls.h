@@ -1,10 +1,14 @@
-// Calls of the SSD kernels, for 16 bits and up to kMaxKernelDstate states, on the current device and stream.
+// Calls of the SSD kernels, on the current device and stream.
 #pragma once
 
 #include "ssd/ssd_kernel_inputs.h"
 #include "ssd/ssd_op.h"
 
 namespace ssm_kernels::ssd {
+
+// Whether they take a call: 16 bits, and up to kMaxKernelDstate states, more than kUnitColumns only if blocks have the shared
+// memory.
+bool have_kernels_for(const Inputs& in);
 
 // Writes out, rows as those of inputs.x, and final_states, as inputs.empty_states().
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,

@@ -1,0 +1,57 @@
+// Forward with more states than a unit carries: a block's two units have the same rows of one head and half of the columns of
+// its state each. y is a sum over columns, of S C and of the C_i . B_j in M alike, so that each unit has a part of it: the
+// second leaves its part in shared memory to the first, which adds it and writes out.
+#pragma once
+
+#include "cuda/named_barrier.cuh"
+#include "ssd/ssd_fragments.cuh"
+
+namespace ssm_kernels::ssd {
+
+// y^T of a unit, in the order of its threads' registers, from one unit of a block to the other.
+class PartOfOut {
+ public:
+  __device__ __forceinline__ void leave(const float (&y)[kStepBlocks][4]) {
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) values_[n][threadIdx.x % kUnitThreads] = {y[n][0], y[n][1], y[n][2], y[n][3]};
+    cuda::barrier_arrive(kIsThere, kUnits * kUnitThreads);
+  }
+  __device__ __forceinline__ void add_to(float (&y)[kStepBlocks][4]) const {
+    cuda::barrier_sync(kIsThere, kUnits * kUnitThreads);
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+      const float4 part = values_[n][threadIdx.x % kUnitThreads];
+      y[n][0] += part.x;
+      y[n][1] += part.y;
+      y[n][2] += part.z;
+      y[n][3] += part.w;
+    }
+    cuda::barrier_arrive(kIsRead, kUnits * kUnitThreads);
+  }
+  // By the unit that left it, once for each part, before it leaves the next.
+  __device__ __forceinline__ void wait_until_read() const { cuda::barrier_sync(kIsRead, kUnits * kUnitThreads); }
+
+ private:
+  // Barriers, after those of the units.
+  static constexpr int kIsThere = 1 + kUnits, kIsRead = 2 + kUnits;
+
+  float4 values_[kStepBlocks][kUnitThreads];
+};
+
+// How the units of a block share its rows, and the columns of that many states.
+template <int dstate>
+struct UnitsOf {
+  static constexpr int kColumns = static_cast<int>(unit_columns(dstate)), kColumnBlocks = column_blocks(dstate);
+  static constexpr int kRowBlocks = kUnits / kColumnBlocks;
+  static constexpr bool kShareRows = kRowBlocks == 1;
+
+  struct Nothing {};
+  using PartOfOut = std::conditional_t<kShareRows, ssd::PartOfOut, Nothing>;
+
+  static __device__ __forceinline__ int column_block(int index) { return kShareRows ? index : 0; }
+  static __device__ __forceinline__ int row_block(int index) { return kShareRows ? 0 : index; }
+  // Of the units of the same rows, one.
+  static __device__ __forceinline__ bool writes_out(int index) { return column_block(index) == 0; }
+};
+
+}  // namespace ssm_kernels::ssd
