@@ -125,11 +125,11 @@ CASES = [
     Case(8, 4096, 80, bar=2.5, goal=4.0),
     Case(8, 4096, 80, z=True),
     Case(8, 4096, 80, dstate=64),
-    Case(8, 4096, 80, dstate=256),
     Case(8, 2048, 24, bar=2.5),
     Case(1, 16384, 80, bar=2.5),
     Case(1, 4096, 24, bar=4.0),
     Case(1, 65536, 24),
+    Case(8, 4096, 80, dstate=256),
 ]
 
 
