@@ -77,8 +77,13 @@ sanitizer() {
       running+=($!)
     done
     for share in $(seq "$shares"); do
-      wait "${running[share - 1]}" || { status=1; echo "$tool failed"; tail -n 20 "$out/$tool.$share.log"; }
-      tail -n 2 "$out/$tool.$share.log"
+      if wait "${running[share - 1]}"; then
+        tail -n 2 "$out/$tool.$share.log"
+      else
+        status=1
+        tail -n 20 "$out/$tool.$share.log"
+        echo "$tool $share/$shares failed"
+      fi
     done
   done
   return $status

@@ -11,6 +11,7 @@ and a step past its end shows.
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -221,16 +222,16 @@ def ssd_cases() -> Iterator[tuple[str, Inputs]]:
     """Name and inputs in 16 bits, whose kernels are the package's own: each kernel of forward (dtype, up to 64 states and more,
     sequences shorter and longer than a run), then each path inside them."""
     for dtype in SSD_DTYPES:
-        for dstate in (64, 128):
+        for dstate in (64, 128, 256):
             yield ssd_case("kernel", dtype=dtype, dstate=dstate)
             yield ssd_case("longer than a run", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
     yield from ssd_paths()
-    for sizes in ({"dstate": 256, "batch": 1, "heads": 2, "groups": 1, "seqlen": 1000}, {"dstate": 137, "headdim": 7}):
-        yield ssd_case("units of the same rows", **sizes)
     yield ssd_case("heads without a partner", heads=3, groups=3)
     yield ssd_case("heads without a partner", heads=3, groups=1)
-    yield ssd_case("resets, longer than a run", batch=1, heads=2, groups=1, seqlen=1000, resets=((1, 64, 65, 700),))
-    yield ssd_case("packed, longer than a run", heads=2, groups=1, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
+    for dstate in (64, 256):
+        sizes = {"heads": 2, "groups": 1, "dstate": dstate}
+        yield ssd_case("resets, longer than a run", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
+        yield ssd_case("packed, longer than a run", **sizes, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
     yield ssd_case("in two runs", batch=3, heads=120, groups=1, seqlen=500)
     yield ssd_case("packed, in two runs", heads=160, groups=1, cu_seqlens=(0, 0, 300, 364, 365, 900, 900))
 
@@ -239,7 +240,7 @@ def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
     """As ssd_cases, for backward: each kernel (dtype, up to 64 states and more, with a gate, with walks that are cut along
     time), then each path inside them."""
     for dtype in SSD_DTYPES:
-        for dstate in (64, 128):
+        for dstate in (64, 128, 256):
             for z in (True, False):
                 yield ssd_case("kernel", dtype=dtype, dstate=dstate, z=z)
             yield ssd_case("cut along time", dtype=dtype, dstate=dstate, batch=1, heads=3, groups=1, seqlen=64 * 8 + 5)
@@ -248,8 +249,6 @@ def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
         yield ssd_case("heads", heads=heads, groups=groups)
     for headdim in (128, 256):
         yield ssd_case("units of a head", headdim=headdim, heads=3, groups=1, dstate=128)
-    for sizes in ({"dstate": 256}, {"dstate": 137, "headdim": 7, "z": False}):
-        yield ssd_case("by columns", **sizes)
     yield ssd_case("few chunks, heads of a group in several blocks", batch=1, heads=80, groups=2, seqlen=65)
     yield ssd_case("many chunks", batch=1, heads=2, groups=1, seqlen=1000)
     for states in (True, False):
@@ -265,7 +264,12 @@ def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
 
 
 SSD_DTYPES = (torch.float16, torch.bfloat16)
-SSD_PADDED = ({"headdim": 1, "dstate": 1}, {"headdim": 7, "dstate": 17}, {"headdim": 200, "dstate": 24})
+SSD_PADDED = (
+    {"headdim": 1, "dstate": 1},
+    {"headdim": 7, "dstate": 17},
+    {"headdim": 200, "dstate": 24},
+    {"headdim": 7, "dstate": 137},
+)
 
 
 def ssd_case(name: str, **options: Any) -> tuple[str, Inputs]:
@@ -292,10 +296,11 @@ def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str 
 def ssd_limited_cases() -> Iterator[tuple[str, Inputs, int, int]]:
     """Of backward in turns and of less shared memory: name, inputs, and the bytes that there are of either."""
     plenty = 2**40
-    for sizes in ({"heads": 4, "groups": 2}, {"headdim": 7, "dstate": 17, "cu_seqlens": (0, 0, 65, 130)}):
+    packed = {"headdim": 7, "cu_seqlens": (0, 0, 65, 130)}
+    for sizes in ({"heads": 4, "groups": 2}, {"dstate": 17, **packed}, {"dstate": 137, **packed}):
         for workspace in (1, 2**17):
             yield *ssd_case(f"turns in {workspace} bytes", **sizes), workspace, plenty
-    for dstate in (64, 128):
+    for dstate in (64, 128, 256):
         for kibibytes in (99, 163):
             yield *ssd_case(f"{kibibytes} KiB of shared memory", dstate=dstate, seqlen=600), plenty, 1024 * kibibytes
 
@@ -367,10 +372,10 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
 
 
 def parse_share(text: str) -> slice:
-    index, count = map(int, text.split("/"))
-    if not 1 <= index <= count:
-        raise ValueError
-    return slice(index - 1, None, count)
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise argparse.ArgumentTypeError(f"expected I/N with I from 1 to N, got {text!r}")
+    return slice(int(match[1]) - 1, None, int(match[2]))
 
 
 def main() -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 
@@ -34,6 +36,15 @@ def test_snippet_runs(snippet):
 def test_there_are_snippets():
     names = {parameter.id.rpartition("-")[0] for parameter in snippets()}
     assert {"README.md", "recurrences.md", "ssd.md"} <= names
+
+
+def test_pages_of_results_are_made_of_the_json_beside_them(tmp_path):
+    folder = ROOT / "docs" / "benchmarks"
+    script = [sys.executable, str(ROOT / "benchmarks" / "report.py"), "--output", str(tmp_path)]
+    subprocess.run([*script, *map(str, sorted(folder.glob("*.json")))], check=True)
+    made = {path.name: path.read_text() for path in tmp_path.glob("*.md")}
+    assert made == {name: (folder / name).read_text() for name in made}
+    assert "NVIDIA_H200.md" in made
 
 
 def test_every_recurrence_is_in_the_table():

@@ -11,11 +11,12 @@ import torch
 from helpers import LAYOUTS, arrange, assert_equal
 from ssd_helpers import (
     OPTIONS,
-    as_float64,
     assert_all_close,
+    assert_as_exact_as_rounding,
     assert_matches_reference,
     dtypes,
     evaluate,
+    evaluate_in_float64,
     every_method,
     every_option,
     has_16_bit_products,
@@ -26,8 +27,6 @@ from ssd_helpers import (
     scan,
     with_gradients,
 )
-
-from ssm_kernels import ssd_chunk_scan
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
@@ -96,11 +95,7 @@ def test_packed_sequences_in_runs(heads):
 
 @in_16_bits
 def test_out_is_as_exact_as_its_rounding(dtype):
-    inputs = inputs_on_cuda(heads=4, groups=1, seqlen=500, dtype=dtype, **OPTIONS["required_only"])
-    inputs |= {"dt": torch.full_like(inputs["dt"], 0.03), "A": torch.tensor([-2.0, -4.0, -8.0, -16.0], device="cuda")}
-    exact = ssd_chunk_scan(**as_float64(inputs))
-    errors = (ssd_chunk_scan(**inputs) - exact).norm(), (exact.to(dtype) - exact).norm()
-    assert errors[0] <= 1.15 * errors[1]
+    assert_as_exact_as_rounding(inputs_on_cuda(heads=4, groups=1, seqlen=500, dtype=dtype, **OPTIONS["required_only"]))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -151,13 +146,74 @@ def test_with_little_memory(name):
         assert_equal(evaluate(scan, inputs, cotangents), expected)
     with limited_shared_memory(99 * 1024):
         assert_all_close(evaluate(scan, inputs, cotangents), expected, tolerance=2e-2)
-    with limited_workspace(1):
-        assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
+    for workspace in (1, 2**20):
+        with limited_workspace(workspace):
+            assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
 
 
-def test_cuda_graph():
+CALLS = {
+    "many_heads": {"seqlen": 300, "heads": 160, "groups": 1},
+    "cut_walks": {"seqlen": 1500, "batch": 1, "heads": 2, "groups": 1},
+    "packed": {"heads": 2, "groups": 1, "cu_seqlens": (0, 0, 65, 700)},
+    "no_steps": {"seqlen": 0},
+    "no_rows": {"batch": 0},
+    "empty_sequences": {"cu_seqlens": (0, 0, 0)},
+}
+every_call = pytest.mark.parametrize("sizes", CALLS.values(), ids=list(CALLS))
+
+
+@every_call
+def test_calls(sizes):
+    assert_accurate(inputs_on_cuda(**sizes))
+
+
+@every_call
+def test_memory_that_nobody_wrote_is_not_read(sizes, uninitialized_memory_is_nan):
+    for dstate in (256, 137):
+        inputs = inputs_on_cuda(dstate=dstate, headdim=48, **sizes)
+        for result in evaluate(scan, inputs, make_cotangents(inputs)).values():
+            assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("sizes", [CALLS[name] for name in ("many_heads", "cut_walks")], ids=["many_heads", "cut_walks"])
+def test_nothing_waits_for_the_device(sizes):
+    inputs = inputs_on_cuda(**sizes)
+    cotangents = make_cotangents(inputs)
+    evaluate(scan, inputs, cotangents)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        evaluate(scan, inputs, cotangents)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_nan_stays_in_its_head():
+    inputs = inputs_on_cuda(heads=4, groups=2)
+    inputs["x"][0, 70, 1] = float("nan")
+    results = evaluate(scan, inputs, make_cotangents(inputs))
+    assert results["out"][0, 70:, 1].isnan().any() and results["grad_z"][0, 70:, 1].isnan().any()
+    for name in ("out", "grad_x", "grad_z", "grad_dt"):
+        assert results[name][:, :, [0, 2, 3]].isfinite().all() and results[name][1].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 3.2e-3), (torch.float16, 4.5e-4)])
+@pytest.mark.parametrize("seqlen", [64, 4096])
+def test_relative_errors(seqlen, dtype, bar):
+    """The gradients of x and dt are rounded for 128 columns each, and once more when they are added."""
+    sizes = {"heads": 4, "groups": 1, "batch": 1, "seqlen": seqlen, "z": False}
+    inputs = inputs_on_cuda(dtype=dtype, **sizes)
+    cotangents = make_cotangents(inputs)
+    found, exact = evaluate(scan, inputs, cotangents), evaluate_in_float64(inputs, cotangents, scan)
+    for name in ("out", "final_states", "grad_x", "grad_dt", "grad_B", "grad_C", "grad_initial_states"):
+        error = (found[name] - exact[name]).norm() / exact[name].norm()
+        assert error <= bar, (name, error)
+
+
+@pytest.mark.parametrize("sizes", [CALLS[name] for name in ("many_heads", "cut_walks", "packed")], ids=list(CALLS)[:3])
+def test_cuda_graph(sizes):
     """Replayed on new values in the same tensors, it computes what an eager call does."""
-    inputs, others = (inputs_on_cuda(seqlen=300, heads=160, groups=1, seed=seed) for seed in range(2))
+    inputs, others = (inputs_on_cuda(seed=seed, **sizes) for seed in range(2))
     cotangents = make_cotangents(inputs)
     expected = evaluate(scan, others, cotangents)
     warm_up = torch.cuda.Stream()

@@ -341,7 +341,7 @@ void run_in_turns(const BwdInputs& bwd, Discretization method, GradTensors& grad
 }
 
 // Of more: y is a sum over columns of B, C and the states, and so is each gradient but those of these columns. D x and the gate
-// are no part of that sum.
+// are no part of that sum: D x comes with the last columns.
 void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);
@@ -349,30 +349,31 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& gr
   const OptionalTensor grad_y =
       is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads, may_use_wgmma)) : bwd.grad_out;
   for (int64_t column = 0; column < dstate; column += kUnitColumns) {
-    const bool is_first = column == 0;
-    const Range range{0, in.x.size(0), 0,      in.x.size(2),
-                      0, in.B.size(2), column, std::min<int64_t>(kUnitColumns, dstate - column)};
+    const int64_t columns = std::min<int64_t>(kUnitColumns, dstate - column);
+    const bool is_first = column == 0, is_last = column + columns == dstate;
+    const Range range{0, in.x.size(0), 0, in.x.size(2), 0, in.B.size(2), column, columns};
     BwdInputs ungated{grad_y,
                       bwd.grad_final_states,
-                      {in.x, in.dt, in.A, in.B, in.C, in.chunk_size, is_first ? in.D : none, none, in.dt_bias, in.dt_softplus,
+                      {in.x, in.dt, in.A, in.B, in.C, in.chunk_size, is_last ? in.D : none, none, in.dt_bias, in.dt_softplus,
                        in.dt_min, in.dt_max, in.initial_states, in.seq_idx, in.cu_seqlens, in.discretization},
                       bwd.needs_grad};
-    ungated.needs_grad[kGradZ] = false;
-    ungated.needs_grad[kGradD] &= is_first;
+    NeedsGrad& needs_grad = ungated.needs_grad;
+    needs_grad[kGradZ] = false;
+    needs_grad[kGradD] &= is_last;
+    if (std::none_of(needs_grad.begin(), needs_grad.end(), [](bool needs) { return needs; })) continue;
     GradTensors targets = grads;
     for (const Grad grad : {kGradX, kGradDt}) {
-      if (bwd.needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
+      if (needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
     }
     PartOfCall part(ungated, targets, range);
     run_in_turns(part.bwd, method, part.grads, may_use_wgmma);
-    for (const Grad grad : {kGradX, kGradDt, kGradA, kGradD, kGradDtBias}) {
-      if (!ungated.needs_grad[grad]) continue;
-      if (is_first) {
-        grads[grad] = part.grads[grad];
-      } else {
-        grads[grad].add_(part.grads[grad]);
-      }
+    for (const Grad grad : {kGradX, kGradDt, kGradA, kGradDtBias}) {
+      if (needs_grad[grad] && !is_first) grads[grad].add_(part.grads[grad]);
     }
+    for (const Grad grad : {kGradA, kGradDtBias}) {
+      if (needs_grad[grad] && is_first) grads[grad] = part.grads[grad];
+    }
+    if (needs_grad[kGradD]) grads[kGradD] = part.grads[kGradD];
   }
 }
 

@@ -21,7 +21,7 @@ constexpr int kUnitColumns = 128;  // of a head's state, at most, that a unit ca
 constexpr int kMaxKernelDstate = kUnits * kUnitColumns;
 constexpr int kLeastSharedBytes = 99 * 1024;  // that a block may have, from compute capability 8.0 on
 
-// What a block takes, at least, of forward whose units share rows.
+// What a block takes, at least, of forward whose units share rows: that of ssd_fwd_wgmma.cuh, which takes more.
 constexpr int kSharedBytesToShareRows = 146 * 1024;
 
 // Columns of a unit's state with that many in all; what is over is zero.
@@ -51,7 +51,7 @@ struct Runs : Partition {
   // (sequences + 1,), where they are packed: the chunks of one walk of each of the sequences before, added up.
   int* chunk_starts = nullptr;
   // Where runs may begin inside walks: for each block its units' states where its run ends, in the order of their threads'
-  // registers, (blocks, kUnits, dstate / 8, threads, 4), the decays of the pieces that they are of, (blocks, kUnits), and
+  // registers, (blocks, kUnits, unit_columns / 8, threads, 4), the decays of the pieces that they are of, (blocks, kUnits), and
   // whether they are there, (blocks, kUnits).
   float* states = nullptr;
   float* decays = nullptr;

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/limits.h"
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
 #include "torch/checks.h"
@@ -84,7 +85,8 @@ bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
 bool have_kernels_for(const Inputs& in) {
   const at::ScalarType dtype = in.x.scalar_type();
   const int64_t dstate = in.B.size(3);
-  if ((dtype != at::kHalf && dtype != at::kBFloat16) || dstate > kMaxKernelDstate) return false;
+  if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
+  static_assert(kMaxKernelDstate >= kMaxDstate, "dstate is checked before");
   return dstate <= kUnitColumns || max_shared_bytes(in.x) >= kSharedBytesToShareRows;
 }
 

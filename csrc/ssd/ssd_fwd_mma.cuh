@@ -13,7 +13,7 @@
 namespace ssm_kernels::ssd {
 
 template <int dstate>
-struct MmaShared : UnitsOf<dstate> {
+struct MmaShared {
   using Units = UnitsOf<dstate>;
   static constexpr int kMaxStages = 3;
   struct Stage {
@@ -230,7 +230,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
       for (int j = 0; j < kStepGroups; ++j) {
         cuda::load_matrices_transposed(x[j], x_tile.columns_first(16 * j, 2 * lane.warp, lane.index));
       }
-      // The rounded M^T and the rest one after the other in the same place: there may be none for a tile more.
+      // The rounded M^T and the rest one after the other in the same place: there may be no room for another tile.
 #pragma unroll 1
       for (int part = 0; part < 2; ++part) {
         if (part > 0) {

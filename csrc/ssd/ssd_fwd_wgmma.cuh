@@ -27,7 +27,7 @@ namespace ssm_kernels::ssd {
 
 // Of the kernel that only finds states, and of the one that scans.
 template <int dstate>
-struct StatesOnlyShared : UnitsOf<dstate> {
+struct StatesOnlyShared {
   using Units = UnitsOf<dstate>;
   static constexpr int kMaxStages = 6;
   struct Stage {
@@ -36,7 +36,7 @@ struct StatesOnlyShared : UnitsOf<dstate> {
   };
 };
 template <int dstate>
-struct ScanShared : UnitsOf<dstate> {
+struct ScanShared {
   using Units = UnitsOf<dstate>;
   static constexpr int kMaxStages = 3;
   struct Stage {
@@ -185,6 +185,7 @@ struct WgmmaFwd {
   // Takes the state through the piece; returns the piece's decay.
   __device__ __forceinline__ float multiply_piece(UnitState& state, const Place& at, const Unit& unit, int index,
                                                   const PairsOfTile& pairs, const Lane& lane, RingPosition& ring) {
+    // A unit without rows sends nothing.
     Unit of_out = unit;
     if (!Units::writes_out(index)) of_out.rows = 0;
     TileOut<Scalar, Order> out(p, at, of_out, lane);

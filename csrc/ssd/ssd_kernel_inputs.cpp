@@ -107,7 +107,7 @@ Partition KernelInputs::partition() const {
   const auto groups = static_cast<int>(B.size(2));
   partition.heads_per_group = static_cast<int>(x.size(2)) / groups;
   partition.row_blocks = static_cast<int>(row_blocks(x.size(3)));
-  partition.column_blocks = ssd::column_blocks(B.size(3));
+  partition.column_blocks = column_blocks(B.size(3));
   partition.units_per_group = partition.heads_per_group * partition.row_blocks * partition.column_blocks;
   partition.walks_per_group = at::ceil_div(partition.units_per_group, kUnits);
   partition.walks_per_entry = groups * partition.walks_per_group;
