@@ -81,11 +81,12 @@ def phi1(z: Tensor) -> Tensor:
     Below ``|z| = 0.5`` it is the Taylor series ``sum_k z^k / (k + 1)!`` with 18 terms (relative remainder under 1e-21 there),
     because the derivative of the quotient cancels near zero.
     """
+    near_zero = z.abs() < 0.5
+    # Neither branch is evaluated where it is not taken: infinite there, it would make the gradient NaN.
+    near, away = torch.where(near_zero, z, 0), torch.where(near_zero, 1, z)
     series = torch.zeros_like(z)
     for k in range(17, -1, -1):
-        series = 1.0 + series * z / (k + 2)
-    near_zero = z.abs() < 0.5
-    away = torch.where(near_zero, torch.ones_like(z), z)
+        series = 1.0 + series * near / (k + 2)
     return torch.where(near_zero, series, torch.expm1(away) / away)
 
 

@@ -53,6 +53,16 @@ def test_coefficients_against_mpmath(method):
             assert relative_to(gain_scale, gain[i].item(), expected_gain) < 4 * EPS, f"gain of {method} at z = {x}"
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_phi1_far_from_zero(dtype):
+    """Where the powers of its series are no longer finite: 1 / -z, and its derivative 1 / z^2."""
+    z = torch.tensor([-1e4, -1e5, -1e18, -math.inf], dtype=dtype, requires_grad=True)
+    value = phi1(z)
+    (slope,) = torch.autograd.grad(value.sum(), z)
+    torch.testing.assert_close(value, -1 / z.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(slope, z.detach() ** -2, rtol=1e-6, atol=1e-37)
+
+
 def test_phi1_and_its_derivatives_near_zero_against_mpmath():
     z = torch.tensor([x for x in POINTS if abs(x) <= 3], dtype=torch.float64, requires_grad=True)
     value = phi1(z)
