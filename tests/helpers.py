@@ -239,6 +239,30 @@ def switched(name: str, value: str | int) -> Iterator[None]:
 
 
 @contextmanager
+def no_synchronization() -> Iterator[None]:
+    """What waits for the device raises."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A CUDA graph of a call, which was called on another stream before, and the results that each replay writes."""
+    warm_up = torch.cuda.Stream()
+    warm_up.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(warm_up):
+        function()
+    torch.cuda.current_stream().wait_stream(warm_up)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results
+
+
+@contextmanager
 def uninitialized_memory_is_nan() -> Iterator[None]:
     """What nobody wrote is not zero by luck."""
     torch.use_deterministic_algorithms(True)

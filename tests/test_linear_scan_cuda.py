@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arrange, assert_as_accurate, assert_equal, move, move_all
+from helpers import arrange, assert_as_accurate, assert_equal, captured, move, move_all, no_synchronization
 from recurrence_helpers import (
     DTYPES,
     LINEAR,
@@ -358,13 +358,9 @@ def test_nothing_waits_for_the_device(variant):
         leaves["dt"] = 0.1
     of_step = [leaves[name] for name in variant.recurrence.inputs]
     of_step = [x[:, 0] if isinstance(x, Tensor) and x.dim() == 3 else x for x in of_step]
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         torch.autograd.backward(variant.scan(**leaves, return_last_state=True), cotangents)
         variant.step(*of_step, leaves["h0"])
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_runs_on_the_device_of_its_arguments():
@@ -414,14 +410,7 @@ def test_cuda_graph_of_forward_and_backward(variant, options):
         gradients = torch.autograd.grad((h, last_state), [static[name] for name in names], static_cotangents)
         return {"h": h, "last_state": last_state} | {f"grad_{n}": g for n, g in zip(names, gradients, strict=True)}
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        forward_and_backward()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward_and_backward()
+    graph, found = captured(forward_and_backward)
 
     for draw, draw_cotangents, results in zip(draws, cotangents, expected, strict=True):
         with torch.no_grad():
@@ -431,7 +420,7 @@ def test_cuda_graph_of_forward_and_backward(variant, options):
             for tensor, value in zip(static_cotangents, draw_cotangents, strict=True):
                 tensor.copy_(value)
         graph.replay()
-        assert_equal(captured, results)
+        assert_equal(found, results)
 
 
 @both_directions
@@ -441,16 +430,14 @@ def test_wrong_offsets_in_a_cuda_graph(reverse):
     inputs = move_all(make_inputs(LINEAR, channels=33, cu_seqlens=(0, 100, 400), reverse=reverse, dtype=torch.float32), "cuda")
     inputs["h0"] = around[1:3].copy_(inputs["h0"])
     expected = evaluate(LINEAR.scan, inputs)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = evaluate(LINEAR.scan, inputs)
+    graph, found = captured(lambda: evaluate(LINEAR.scan, inputs))
     for offsets in ((7, 100, 400), (0, 500, 900), (-3, -2, -1), (400, 100, 0), (900, 900, 900)):
         inputs["cu_seqlens"].copy_(torch.tensor(offsets))
         graph.replay()
-        assert captured["h"].isfinite().all()
+        assert found["h"].isfinite().all()
     inputs["cu_seqlens"].copy_(torch.tensor((0, 100, 400)))
     graph.replay()
-    assert_equal(captured, expected)
+    assert_equal(found, expected)
 
 
 def test_cuda_graph_of_decoding_steps():

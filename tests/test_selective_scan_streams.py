@@ -9,6 +9,7 @@ from helpers import (
     TENSORS,
     assert_close,
     assert_equal,
+    captured,
     evaluate,
     evaluate_in_float64,
     make_cotangents,
@@ -130,14 +131,7 @@ def test_cuda_graph_of_forward_and_backward(options):
         names = ["out", "last_state", *(f"grad_{name}" for name in present)]
         return dict(zip(names, (*results, *gradients), strict=True))
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        forward_and_backward()
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = forward_and_backward()
+    graph, found = captured(forward_and_backward)
 
     for draw, draw_cotangents, results in zip(draws, cotangents, expected, strict=True):
         with torch.no_grad():
@@ -146,7 +140,7 @@ def test_cuda_graph_of_forward_and_backward(options):
             for tensor, value in zip(static_cotangents, draw_cotangents, strict=True):
                 tensor.copy_(value)
         graph.replay()
-        assert_equal(captured, results)
+        assert_equal(found, results)
 
 
 def test_compiled_into_cuda_graphs(fresh_dynamo):

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, STEP_DTYPES, STEP_FORMS, assert_step_matches_reference, make_step_inputs, says, split, step
+from helpers import (
+    LAYOUTS,
+    STEP_DTYPES,
+    STEP_FORMS,
+    assert_step_matches_reference,
+    captured,
+    make_step_inputs,
+    says,
+    split,
+    step,
+)
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
@@ -360,14 +370,7 @@ def test_cuda_graph(slots):
         make_step_inputs(batch=3, dim=70, dstate=16, slots=slots, dtype=torch.float32, device="cuda", seed=s) for s in range(4)
     ]
     static = {k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()}
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        step(static)
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = selective_state_update(**static)
+    graph, out = captured(lambda: selective_state_update(**static))
 
     state = draws[0]["state"].clone()
     static["state"].copy_(state)

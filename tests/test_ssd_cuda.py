@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal
+from helpers import assert_equal, captured, no_synchronization
 from ssd_helpers import (
     OPTIONS,
     assert_as_exact_as_rounding,
@@ -176,17 +176,13 @@ def test_cuda_graph(name, heads):
         for seed, cu_seqlens in enumerate(offsets)
     )
     at_first = {key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-    results_of(inputs)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = results_of(inputs)
+    graph, found = captured(lambda: results_of(inputs))
     for values in (others, at_first):
         for key, value in values.items():
             if isinstance(value, Tensor):
                 inputs[key].copy_(value)
         graph.replay()
-        assert_equal(captured, results_of(values))
+        assert_equal(found, results_of(values))
 
 
 def test_runs_on_the_current_stream():
@@ -205,9 +201,5 @@ def test_runs_on_the_current_stream():
 
 def test_nothing_waits_for_the_device():
     inputs = make_inputs(headdim=64, dstate=64, seqlen=300, dtype=torch.bfloat16, device="cuda")
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         results_of(inputs)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")

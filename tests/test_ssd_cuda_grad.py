@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal
+from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
 from ssd_helpers import (
     OPTIONS,
     SEQUENCES,
@@ -472,21 +472,14 @@ def test_cuda_graph_of_forward_and_backward(name, sizes):
     cotangents, other_cotangents = make_cotangents(inputs), make_cotangents(others, seed=2)
     expected = evaluate(scan, others, other_cotangents)
 
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        evaluate(scan, inputs, cotangents)
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = evaluate(scan, inputs, cotangents)
+    graph, found = captured(lambda: evaluate(scan, inputs, cotangents))
     for key, value in others.items():
         if isinstance(value, Tensor):
             inputs[key].copy_(value)
     for tensor, value in zip(cotangents, other_cotangents, strict=True):
         tensor.copy_(value)
     graph.replay()
-    assert_equal(captured, expected)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("length", [400, 1600], ids=["whole_walks", "cut_walks"])
@@ -497,10 +490,7 @@ def test_wrong_offsets_in_a_cuda_graph(gradients, length):
     cotangents = make_cotangents(inputs) if gradients else None
     kept = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}
     expected = evaluate(scan, inputs, cotangents)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = evaluate(scan, inputs, cotangents)
+    graph, found = captured(lambda: evaluate(scan, inputs, cotangents))
     beyond = length + 500
     for offsets in ((7, 100, length), (0, length + 100, beyond), (-3, -2, -1), (length, 100, 0), (beyond, beyond, beyond)):
         inputs["cu_seqlens"].copy_(torch.tensor(offsets))
@@ -509,7 +499,7 @@ def test_wrong_offsets_in_a_cuda_graph(gradients, length):
     inputs["cu_seqlens"].copy_(kept["cu_seqlens"])
     assert_equal({name: inputs[name] for name in kept}, kept)
     graph.replay()
-    assert_equal(captured, expected)
+    assert_equal(found, expected)
 
 
 @pytest.mark.parametrize("late", ["x", "grad_out"])
@@ -536,12 +526,8 @@ def test_nothing_waits_for_the_device(name):
     inputs = inputs_on_cuda(**OPTIONS[name] | {"seqlen": 300})
     cotangents = make_cotangents(inputs)
     evaluate(scan, inputs, cotangents)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         evaluate(scan, inputs, cotangents)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_runs_on_the_device_of_its_arguments():

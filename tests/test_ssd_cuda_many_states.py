@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal
+from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
 from ssd_helpers import (
     OPTIONS,
     assert_all_close,
@@ -159,7 +159,13 @@ CALLS = {
     "no_rows": {"batch": 0},
     "empty_sequences": {"cu_seqlens": (0, 0, 0)},
 }
-every_call = pytest.mark.parametrize("sizes", CALLS.values(), ids=list(CALLS))
+
+
+def calls(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("sizes", [CALLS[name] for name in names], ids=names)
+
+
+every_call = calls(*CALLS)
 
 
 @every_call
@@ -175,17 +181,13 @@ def test_memory_that_nobody_wrote_is_not_read(sizes, uninitialized_memory_is_nan
             assert result.isfinite().all()
 
 
-@pytest.mark.parametrize("sizes", [CALLS[name] for name in ("many_heads", "cut_walks")], ids=["many_heads", "cut_walks"])
+@calls("many_heads", "cut_walks")
 def test_nothing_waits_for_the_device(sizes):
     inputs = inputs_on_cuda(**sizes)
     cotangents = make_cotangents(inputs)
     evaluate(scan, inputs, cotangents)
-    torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_synchronization():
         evaluate(scan, inputs, cotangents)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_nan_stays_in_its_head():
@@ -210,22 +212,15 @@ def test_relative_errors(seqlen, dtype, bar):
         assert error <= bar, (name, error)
 
 
-@pytest.mark.parametrize("sizes", [CALLS[name] for name in ("many_heads", "cut_walks", "packed")], ids=list(CALLS)[:3])
+@calls("many_heads", "cut_walks", "packed")
 def test_cuda_graph(sizes):
     """Replayed on new values in the same tensors, it computes what an eager call does."""
     inputs, others = (inputs_on_cuda(seed=seed, **sizes) for seed in range(2))
     cotangents = make_cotangents(inputs)
     expected = evaluate(scan, others, cotangents)
-    warm_up = torch.cuda.Stream()
-    warm_up.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(warm_up):
-        evaluate(scan, inputs, cotangents)
-    torch.cuda.current_stream().wait_stream(warm_up)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = evaluate(scan, inputs, cotangents)
+    graph, found = captured(lambda: evaluate(scan, inputs, cotangents))
     for name, value in others.items():
         if isinstance(value, torch.Tensor):
             inputs[name].copy_(value)
     graph.replay()
-    assert_equal(captured, expected)
+    assert_equal(found, expected)
