@@ -26,6 +26,7 @@ from ssm_kernels import ssd_chunk_scan
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
 in_16_bits = dtypes(torch.bfloat16, torch.float16)
+of_kernels = dtypes(torch.float32, torch.bfloat16, torch.float16)
 
 
 def results_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
@@ -33,7 +34,7 @@ def results_of(inputs: dict[str, Any]) -> dict[str, Tensor]:
     return {"out": out, "final_states": final_states}
 
 
-@in_16_bits
+@of_kernels
 @every_option
 def test_values(options, dtype):
     for sizes in ({"headdim": 64, "dstate": 128, "seqlen": 200}, {"headdim": 48, "dstate": 24, "seqlen": 65}):
@@ -46,7 +47,7 @@ def test_discretizations(discretization):
     assert_matches_reference(inputs, gradients=False)
 
 
-@in_16_bits
+@of_kernels
 @pytest.mark.parametrize(("headdim", "dstate"), [(1, 1), (7, 17), (64, 64), (72, 65), (128, 128), (200, 128), (256, 16)])
 def test_headdim_and_dstate(headdim, dstate, dtype):
     for name in ("everything", "required_only"):
@@ -122,7 +123,7 @@ def test_entries_of_a_batch_with_many_heads():
             torch.testing.assert_close(value[0], whole[name][row], rtol=2e-2, atol=2e-2)
 
 
-@in_16_bits
+@of_kernels
 def test_repeatable(dtype):
     many_heads = {name: size for name, size in MANY_HEADS.items() if name not in ("headdim", "dstate")}
     for sizes in ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}, many_heads):

@@ -37,13 +37,13 @@ from ssm_kernels import ssd_chunk_scan
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
-in_16_bits = dtypes(torch.bfloat16, torch.float16)
+of_kernels = dtypes(torch.float32, torch.bfloat16, torch.float16)
 
 # Of the gradients of sequences and states: the norm of the error by their own norm. With z it is that of two roundings, of g
 # and of the gradient, with what S or T and M add.
-LARGEST_RELATIVE_ERROR = {torch.bfloat16: 3.2e-3, torch.float16: 4.5e-4}
+LARGEST_RELATIVE_ERROR = {torch.float32: 1e-6, torch.bfloat16: 3.2e-3, torch.float16: 4.5e-4}
 # Of those of parameters, sums in which terms cancel: a few numbers, whose error is one draw.
-LARGEST_RELATIVE_ERROR_OF_SUMS = {torch.bfloat16: 6e-3, torch.float16: 1e-3}
+LARGEST_RELATIVE_ERROR_OF_SUMS = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
 # Of the error after a long sequence by that after a chunk.
 LARGEST_GROWTH_OF_THE_ERROR = 1.5
 
@@ -68,7 +68,7 @@ def gradients_of(inputs: dict[str, Any], cotangents: Cotangents, wanted: Iterabl
 # ----- values
 
 
-@in_16_bits
+@of_kernels
 @every_option
 def test_gradients(options, dtype):
     assert_accurate(inputs_on_cuda(dtype=dtype, **({"dstate": 128, "seqlen": 200} | options)))
@@ -83,7 +83,7 @@ def test_discretizations(name, discretization):
     assert_accurate(inputs_on_cuda(discretization=discretization, **options))
 
 
-@in_16_bits
+@of_kernels
 @pytest.mark.parametrize(("headdim", "dstate"), [(1, 1), (7, 17), (64, 64), (72, 65), (128, 128), (200, 128), (256, 16)])
 def test_headdim_and_dstate(headdim, dstate, dtype):
     for name in ("everything", "required_only"):
@@ -176,7 +176,7 @@ def cut_inputs_on_cuda(**options: Any) -> dict[str, Any]:
     return inputs | {"A": 0.01 * inputs["A"]}
 
 
-@in_16_bits
+@of_kernels
 @pytest.mark.parametrize(("heads", "headdim", "dstate", "seqlen"), [(1, 64, 64, 512), (3, 36, 100, 1477), (4, 128, 128, 2112)])
 def test_cut_walks(heads, headdim, dstate, seqlen, dtype):
     assert_accurate(cut_inputs_on_cuda(heads=heads, headdim=headdim, dstate=dstate, seqlen=seqlen, dtype=dtype))
@@ -361,7 +361,7 @@ def test_gradients_have_the_strides_of_their_arguments():
 # ----- the same bits, NaN
 
 
-@in_16_bits
+@of_kernels
 def test_repeatable(dtype):
     large = ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}, {"cu_seqlens": PACKINGS["many"]})
     long = {"batch": 1, "heads": 1, "groups": 1, "seqlen": 20000, "dstate": 128}
@@ -435,7 +435,7 @@ def relative_errors(inputs: dict[str, Any]) -> dict[str, float]:
     return {name: ((actual[name].double() - value).norm() / value.norm()).item() for name, value in exact.items()}
 
 
-@in_16_bits
+@of_kernels
 def test_relative_errors(dtype):
     errors = relative_errors(inputs_on_cuda(heads=8, dstate=128, seqlen=512, dtype=dtype))
     sums = ("grad_A", "grad_D", "grad_dt_bias")
@@ -447,10 +447,11 @@ def test_relative_errors(dtype):
     assert not too_large
 
 
-def test_errors_do_not_grow_with_the_length():
+@dtypes(torch.float32, torch.bfloat16)
+def test_errors_do_not_grow_with_the_length(dtype):
     """With states before and gradients after, which a single chunk rounds too."""
-    few = relative_errors(inputs_on_cuda(batch=16, seqlen=64, dstate=128))
-    many = relative_errors(inputs_on_cuda(batch=1, seqlen=8192, dstate=128))
+    few = relative_errors(inputs_on_cuda(batch=16, seqlen=64, dstate=128, dtype=dtype))
+    many = relative_errors(inputs_on_cuda(batch=1, seqlen=8192, dstate=128, dtype=dtype))
     for argument in ("dt", "x", "B", "C"):
         name = f"grad_{argument}"
         assert many[name] <= LARGEST_GROWTH_OF_THE_ERROR * few[name], f"{name}: {few[name]:.3g}, later {many[name]:.3g}"

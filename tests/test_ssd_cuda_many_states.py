@@ -31,6 +31,7 @@ from ssd_helpers import (
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
 in_16_bits = dtypes(torch.bfloat16, torch.float16)
+of_kernels = dtypes(torch.float32, torch.bfloat16, torch.float16)
 
 
 def inputs_on_cuda(**options: Any) -> dict[str, Any]:
@@ -42,7 +43,7 @@ def assert_accurate(inputs: dict[str, Any]) -> None:
     assert_matches_reference(inputs, exact=scan)
 
 
-@in_16_bits
+@of_kernels
 @every_option
 def test_gradients(options, dtype):
     assert_matches_reference(inputs_on_cuda(dtype=dtype, **({"headdim": 48, "seqlen": 65} | options)))
@@ -64,7 +65,7 @@ def test_discretizations(discretization):
     assert_accurate(inputs_on_cuda(discretization=discretization))
 
 
-@in_16_bits
+@of_kernels
 @pytest.mark.parametrize(("headdim", "dstate"), [(1, 129), (7, 137), (64, 192), (72, 255), (128, 136), (200, 200), (256, 256)])
 def test_headdim_and_dstate(headdim, dstate, dtype):
     for name in ("everything", "required_only"):
@@ -105,7 +106,7 @@ def test_any_layout(layout):
     assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
 
 
-@in_16_bits
+@of_kernels
 @pytest.mark.parametrize(
     "sizes", [{"batch": 1, "seqlen": 3000}, {"batch": 8, "heads": 80, "seqlen": 330}], ids=["long", "many"]
 )
@@ -199,7 +200,7 @@ def test_nan_stays_in_its_head():
         assert results[name][:, :, [0, 2, 3]].isfinite().all() and results[name][1].isfinite().all()
 
 
-@pytest.mark.parametrize("dtype, bar", [(torch.bfloat16, 3.2e-3), (torch.float16, 4.5e-4)])
+@pytest.mark.parametrize("dtype, bar", [(torch.float32, 1e-6), (torch.bfloat16, 3.2e-3), (torch.float16, 4.5e-4)])
 @pytest.mark.parametrize("seqlen", [64, 4096])
 def test_relative_errors(seqlen, dtype, bar):
     """The gradients of x and dt are rounded for 128 columns each, and once more when they are added."""

@@ -73,10 +73,16 @@ __device__ __forceinline__ void store_matrices_transposed(void* row, const uint3
 #endif
 }
 
+// Two neighboring elements: of 16 bits in one word, of fp32 as they are.
 template <typename Scalar>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  uint32_t result;
-  if constexpr (std::is_same_v<Scalar, __half>) {
+using Packed = std::conditional_t<std::is_same_v<Scalar, float>, float2, uint32_t>;
+
+template <typename Scalar>
+__device__ __forceinline__ Packed<Scalar> pack(float low, float high) {
+  Packed<Scalar> result;
+  if constexpr (std::is_same_v<Scalar, float>) {
+    result = {low, high};
+  } else if constexpr (std::is_same_v<Scalar, __half>) {
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
   } else {
     asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(result) : "f"(high), "f"(low));
@@ -85,8 +91,10 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 }
 
 template <typename Scalar>
-__device__ __forceinline__ float2 unpack(uint32_t pair) {
-  if constexpr (std::is_same_v<Scalar, __half>) {
+__device__ __forceinline__ float2 unpack(Packed<Scalar> pair) {
+  if constexpr (std::is_same_v<Scalar, float>) {
+    return pair;
+  } else if constexpr (std::is_same_v<Scalar, __half>) {
     __half2 values;
     memcpy(&values, &pair, sizeof(pair));
     return __half22float2(values);

@@ -1,13 +1,26 @@
-// The products of cuda/wgmma.cuh on devices that have none: by mma.sync, each warp its own rows, and done when the call is.
-// Four warps that begin at a multiple of four call them together; D, operands in registers and the layout of operands in shared
-// memory are the same, but that a part may begin at any multiple of 128 bytes.
+// The products of cuda/wgmma.cuh on devices that have none, and for fp32: by mma.sync, each warp its own rows, and done when
+// the call is. Four warps that begin at a multiple of four call them together; D and operands in registers are the same. So is
+// the layout of operands in shared memory, but that a part may begin at any multiple of 128 bytes, and that a part's rows of
+// 128 bytes have 32 columns of fp32, whose pieces change places otherwise.
 #pragma once
 
 #include "cuda/mma.cuh"
+#include "cuda/mma_tf32.cuh"
 
 namespace ssm_kernels::cuda {
 
+// What the place of a piece of 16 bytes, of the eight of a part's row, is changed by (exclusive or). For 16 bits, so that eight
+// rows' pieces of one column lie in different banks: those of ldmatrix. For fp32 two neighboring pieces, eight columns, stay
+// neighbors, and those of four rows lie in different banks, be they four that follow one another or each second of eight: what
+// one load of cuda/mma_tf32.cuh reads.
+template <int element_bytes>
+__device__ __forceinline__ constexpr uint32_t piece_turn(uint32_t row) {
+  static_assert(element_bytes == 2 || element_bytes == 4, "operands are of 16 bits or fp32");
+  return element_bytes == 2 ? row & 7 : ((row ^ row >> 2) & 1) << 2 | (row & 2);
+}
+
 // An operand in shared memory: from 16 rows and 16 columns of a part on.
+template <int element_bytes>
 struct WarpOperand {
   uint32_t part;        // the address of the first part
   uint32_t offset = 0;  // bytes from there to the rows, in the part that has the columns
@@ -15,32 +28,40 @@ struct WarpOperand {
   uint32_t part_bytes;  // from one part to the next
   uint32_t lane;        // of the warp's, that loads
 
-  static constexpr uint32_t kRowBytes = 128, kGroupBytes = 32, kGroupsOfPart = kRowBytes / kGroupBytes;
+  static constexpr uint32_t kRowBytes = 128, kGroupBytes = 16 * element_bytes, kGroupsOfPart = kRowBytes / kGroupBytes;
 };
 
-__device__ __forceinline__ WarpOperand describe_warp_operand(const void* operand, int part_bytes, int lane) {
+template <int element_bytes>
+__device__ __forceinline__ WarpOperand<element_bytes> describe_warp_operand(const void* operand, int part_bytes, int lane) {
   return {static_cast<uint32_t>(__cvta_generic_to_shared(operand)), 0, 0, static_cast<uint32_t>(part_bytes),
           static_cast<uint32_t>(lane)};
 }
 // From an operand on, that of the given group of 16 columns or rows. Column groups of one part: what was asked for before is of
 // other bits.
-__device__ __forceinline__ WarpOperand columns_of(WarpOperand operand, int group) {
-  operand.offset += group / WarpOperand::kGroupsOfPart * operand.part_bytes;
-  operand.column += group % WarpOperand::kGroupsOfPart * WarpOperand::kGroupBytes;
+template <int element_bytes>
+__device__ __forceinline__ WarpOperand<element_bytes> columns_of(WarpOperand<element_bytes> operand, int group) {
+  constexpr int kGroupsOfPart = WarpOperand<element_bytes>::kGroupsOfPart;
+  operand.offset += group / kGroupsOfPart * operand.part_bytes;
+  operand.column += group % kGroupsOfPart * WarpOperand<element_bytes>::kGroupBytes;
   return operand;
 }
-__device__ __forceinline__ WarpOperand rows_of(WarpOperand operand, int group) {
-  operand.offset += group * 16 * WarpOperand::kRowBytes;
+template <int element_bytes>
+__device__ __forceinline__ WarpOperand<element_bytes> rows_of(WarpOperand<element_bytes> operand, int group) {
+  operand.offset += group * 16 * WarpOperand<element_bytes>::kRowBytes;
   return operand;
 }
 
+// An operand A in registers, 16 rows and 16 columns: for 16 bits as cuda/mma.cuh says, for fp32 two of cuda/mma_tf32.cuh.
+template <typename Scalar>
+using OperandA = std::conditional_t<std::is_same_v<Scalar, float>, float[8], uint32_t[4]>;
+
 // The four 8 x 8 matrices of 16 rows and 16 columns: down the rows first, or along the columns first.
 template <bool columns_first, bool is_transposed>
-__device__ __forceinline__ void load_group(uint32_t (&r)[4], const WarpOperand& operand) {
+__device__ __forceinline__ void load_group(uint32_t (&r)[4], const WarpOperand<2>& operand) {
   const uint32_t lane = operand.lane;
   const uint32_t row = columns_first ? lane / 16 * 8 + lane % 8 : lane % 16;
   const uint32_t piece = columns_first ? lane / 8 % 2 : lane / 16;
-  const uint32_t first = operand.part + row * WarpOperand::kRowBytes + (piece ^ row % 8) * 16;
+  const uint32_t first = operand.part + row * WarpOperand<2>::kRowBytes + (piece ^ piece_turn<2>(row)) * 16;
   const uint32_t address = (first ^ operand.column) + operand.offset;
   if constexpr (is_transposed) {
     load_matrices_transposed(r, address);
@@ -49,9 +70,120 @@ __device__ __forceinline__ void load_group(uint32_t (&r)[4], const WarpOperand& 
   }
 }
 
+// Of fp32, from an operand on, that of the given eight columns, of two, or eight rows.
+__device__ __forceinline__ WarpOperand<4> eight_columns(WarpOperand<4> operand, int eight) {
+  operand.column += eight * 8 * sizeof(float);
+  return operand;
+}
+__device__ __forceinline__ WarpOperand<4> eight_rows(WarpOperand<4> operand, int eight) {
+  operand.offset += eight * 8 * WarpOperand<4>::kRowBytes;
+  return operand;
+}
+// A lane's pair, where a product's sum goes along the rows: of eight rows, two columns of eight.
+__device__ __forceinline__ void load_pair_of_columns(float& first, float& second, const WarpOperand<4>& operand) {
+  const uint32_t row = operand.lane / 4, pair = operand.lane % 4;
+  const uint32_t place = operand.part + row * WarpOperand<4>::kRowBytes + (pair / 2 ^ piece_turn<4>(row)) * 16 + pair % 2 * 8;
+  const uint32_t address = (place ^ operand.column) + operand.offset;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address));
+}
+// Where it goes along the columns: of eight columns, two rows of eight. The piece of the second lies in the other half.
+__device__ __forceinline__ void load_pair_of_rows(float& first, float& second, const WarpOperand<4>& operand) {
+  constexpr uint32_t kOtherHalf = WarpOperand<4>::kRowBytes / 2;
+  const uint32_t column = operand.lane / 4, row = operand.lane % 4 * 2;
+  static_assert((piece_turn<4>(0) ^ piece_turn<4>(1)) * 16 == kOtherHalf, "of two rows, from an even one on");
+  const uint32_t place =
+      operand.part + row * WarpOperand<4>::kRowBytes + (column / 4 ^ piece_turn<4>(row)) * 16 + column % 4 * 4;
+  const uint32_t address = (place ^ operand.column) + operand.offset;
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(first) : "r"(address));
+  asm volatile("ld.shared.f32 %0, [%1];" : "=f"(second) : "r"((address ^ kOtherHalf) + WarpOperand<4>::kRowBytes));
+}
+
+// The operand A of 16 rows and 16 columns, or if it is transposed, of as many columns and rows.
+template <bool is_transposed>
+__device__ __forceinline__ void load_a(uint32_t (&a)[4], const WarpOperand<2>& operand) {
+  load_group<is_transposed, is_transposed>(a, operand);
+}
+template <bool is_transposed>
+__device__ __forceinline__ void load_a(float (&a)[8], const WarpOperand<4>& operand) {
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float &first = a[4 * step + half], &second = a[4 * step + half + 2];
+      if constexpr (is_transposed) {
+        load_pair_of_rows(first, second, eight_rows(eight_columns(operand, half), step));
+      } else {
+        load_pair_of_columns(first, second, eight_rows(eight_columns(operand, step), half));
+      }
+    }
+  }
+}
+
+// d += a b from the first of D's blocks on, an even one: those before are not asked for.
+template <typename Scalar, bool b_is_transposed, int blocks>
+__device__ __forceinline__ void add_product(float (&d)[blocks][4], const uint32_t (&a)[4], const WarpOperand<2>& b,
+                                            int first_block) {
+#pragma unroll
+  for (int n = 0; n < blocks; n += 2) {
+    if (n < first_block) continue;
+    uint32_t of_b[4];
+    if constexpr (b_is_transposed) {
+      load_group<false, true>(of_b, columns_of(b, n / 2));
+    } else {
+      load_group<true, false>(of_b, rows_of(b, n / 2));
+    }
+    mma<Scalar>(d[n], a, of_b[0], of_b[1]);
+    mma<Scalar>(d[n + 1], a, of_b[2], of_b[3]);
+  }
+}
+// Of so many blocks, whose products do not wait for one another.
+template <bool b_is_transposed, int at_once>
+__device__ __forceinline__ void add_product_of_blocks(float (*d)[4], const Tf32A (&a)[2], const WarpOperand<4>& b, int first) {
+  float sum[at_once][4] = {};
+#pragma unroll
+  for (int step = 0; step < 2; ++step) {
+    Tf32B of_b[at_once];
+#pragma unroll
+    for (int i = 0; i < at_once; ++i) {
+      const int n = first + i;
+      float pair[2];
+      if constexpr (b_is_transposed) {
+        load_pair_of_rows(pair[0], pair[1], eight_rows(eight_columns(columns_of(b, n / 2), n % 2), step));
+      } else {
+        load_pair_of_columns(pair[0], pair[1], eight_rows(eight_columns(b, step), n));
+      }
+      of_b[i].split(pair);
+    }
+    mma_tf32x3(sum, a[step], of_b);
+  }
+#pragma unroll
+  for (int i = 0; i < at_once; ++i) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) d[first + i][j] += sum[i][j];
+  }
+}
+template <typename Scalar, bool b_is_transposed, int blocks>
+__device__ __forceinline__ void add_product(float (&d)[blocks][4], const float (&a)[8], const WarpOperand<4>& b,
+                                            int first_block) {
+  static_assert(std::is_same_v<Scalar, float>, "operands of fp32");
+  constexpr int kAtOnce = blocks % 4 == 0 ? 4 : 2;
+  Tf32A of_a[2];
+#pragma unroll
+  for (int step = 0; step < 2; ++step) of_a[step].split(a + 4 * step);
+#pragma unroll
+  for (int n = 0; n < blocks; n += kAtOnce) {
+    if (n >= first_block) {
+      add_product_of_blocks<b_is_transposed, kAtOnce>(d, of_a, b, n);
+    } else if (n + 2 == first_block && n + 2 < blocks) {
+      add_product_of_blocks<b_is_transposed, 2>(d, of_a, b, n + 2);
+    }
+  }
+}
+
 // d = a b, or d += a b; a in registers.
 template <typename Scalar, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void multiply(float (&d)[blocks][4], const uint32_t (&a)[4], const WarpOperand& b, bool adds) {
+__device__ __forceinline__ void multiply(float (&d)[blocks][4], const OperandA<Scalar>& a, const WarpOperand<sizeof(Scalar)>& b,
+                                         bool adds, int first_block = 0) {
   static_assert(blocks % 2 == 0, "operands are loaded for 16 columns of d at once");
   if (!adds) {
 #pragma unroll
@@ -60,27 +192,18 @@ __device__ __forceinline__ void multiply(float (&d)[blocks][4], const uint32_t (
       for (int i = 0; i < 4; ++i) d[n][i] = 0;
     }
   }
-#pragma unroll
-  for (int n = 0; n < blocks / 2; ++n) {
-    uint32_t of_b[4];
-    if constexpr (b_is_transposed) {
-      load_group<false, true>(of_b, columns_of(b, n));
-    } else {
-      load_group<true, false>(of_b, rows_of(b, n));
-    }
-    mma<Scalar>(d[2 * n], a, of_b[0], of_b[1]);
-    mma<Scalar>(d[2 * n + 1], a, of_b[2], of_b[3]);
-  }
+  add_product<Scalar, b_is_transposed>(d, a, b, first_block);
 }
 // Both in shared memory.
 template <typename Scalar, bool a_is_transposed, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void multiply(float (&d)[blocks][4], const WarpOperand& a, const WarpOperand& b, bool adds) {
+__device__ __forceinline__ void multiply(float (&d)[blocks][4], const WarpOperand<sizeof(Scalar)>& a,
+                                         const WarpOperand<sizeof(Scalar)>& b, bool adds) {
   const int warp = threadIdx.x % 128 / 32;
-  uint32_t of_a[4];
+  OperandA<Scalar> of_a;
   if constexpr (a_is_transposed) {
-    load_group<true, true>(of_a, columns_of(a, warp));
+    load_a<true>(of_a, columns_of(a, warp));
   } else {
-    load_group<false, false>(of_a, rows_of(a, warp));
+    load_a<false>(of_a, rows_of(a, warp));
   }
   multiply<Scalar, b_is_transposed>(d, of_a, b, adds);
 }

@@ -69,16 +69,19 @@ int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, bool 
                    cudaStream_t stream) {
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
-    static_assert(ChunksShared<kDstate, WarpProducts>::bytes(1) <= kLeastSharedBytes &&
-                      StatesShared<kDstate, WarpProducts>::bytes(1) <= kLeastSharedBytes,
-                  "a block has at least that much shared memory from compute capability 8.0 on");
-    static_assert(
-        ChunksShared<kDstate, WgmmaProducts>::bytes(ChunksShared<kDstate, WgmmaProducts>::kMaxStages) <= 227 * 1024 &&
-            StatesShared<kDstate, WgmmaProducts>::bytes(StatesShared<kDstate, WgmmaProducts>::kMaxStages) <= 227 * 1024,
-        "a block of compute capability 9.0 has that much shared memory");
-    if (may_use_wgmma && cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, kDstate, false, WgmmaProducts>,
-                                                       BwdStates<Scalar, kDstate, false, WgmmaProducts>::kThreads)) {
-      return launch_ssd_bwd_kernels<Scalar, kDstate, WgmmaProducts>(params, partition, max_shared_bytes, stream);
+    constexpr int kLeast = least_shared_bytes(kDstate, kIsFine<Scalar>, /*is_backward=*/true);
+    static_assert(ChunksShared<Scalar, kDstate, WarpProducts>::bytes(1) <= kLeast &&
+                      StatesShared<Scalar, kDstate, WarpProducts>::bytes(1) <= kLeast,
+                  "a block is only begun where there is as much");
+    if constexpr (!kIsFine<Scalar>) {
+      using OfChunks = ChunksShared<Scalar, kDstate, WgmmaProducts>;
+      using OfStates = StatesShared<Scalar, kDstate, WgmmaProducts>;
+      static_assert(OfChunks::bytes(OfChunks::kMaxStages) <= 227 * 1024 && OfStates::bytes(OfStates::kMaxStages) <= 227 * 1024,
+                    "a block of compute capability 9.0 has that much shared memory");
+      if (may_use_wgmma && cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, kDstate, false, WgmmaProducts>,
+                                                         BwdStates<Scalar, kDstate, false, WgmmaProducts>::kThreads)) {
+        return launch_ssd_bwd_kernels<Scalar, kDstate, WgmmaProducts>(params, partition, max_shared_bytes, stream);
+      }
     }
     return launch_ssd_bwd_kernels<Scalar, kDstate, WarpProducts>(params, partition, max_shared_bytes, stream);
   };

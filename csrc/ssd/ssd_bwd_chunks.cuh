@@ -30,12 +30,12 @@ namespace ssm_kernels::ssd {
 
 static_assert(kUnitRows == kChunk, "x and g, the decays between steps, and S and T are tiles of as many rows");
 
-template <int dstate>
+template <typename Scalar, int dstate>
 struct ChunksStage {
-  Tile<kUnitRows> x, g;
-  Tile<dstate> S, T;
-  UnitTables tables;
-  StepSums sums;
+  Tile<kUnitRows, sizeof(Scalar)> x, g;
+  Tile<dstate, sizeof(Scalar)> S, T;
+  UnitTables<Scalar> tables;
+  StepSums<Scalar> sums;
 };
 // What a block has.
 struct BlockOfChunks {
@@ -45,17 +45,18 @@ struct BlockOfChunks {
   int units;
 };
 constexpr int kChunksStages = 3;
-template <int dstate, bool is_async>
+template <typename Scalar, int dstate, bool is_async>
 struct ChunksOnce {
-  Tile<dstate> B, C;
+  Tile<dstate, sizeof(Scalar)> B, C;
   // M^T, of two units in turn where there is room; in the end W^T.
   static constexpr int kWeights = is_async ? 2 : 1;
-  Tile<kChunk> weights[kWeights];
+  Tile<kChunk, sizeof(Scalar)> weights[kWeights];
   cuda::SharedBarrier tables_empty[kChunksStages];
   BlockOfChunks block;
 };
-template <int dstate, typename Products>
-using ChunksShared = StagedShared<ChunksOnce<dstate, Products::kIsAsync>, ChunksStage<dstate>, Products, kChunksStages>;
+template <typename Scalar, int dstate, typename Products>
+using ChunksShared =
+    StagedShared<ChunksOnce<Scalar, dstate, Products::kIsAsync>, ChunksStage<Scalar, dstate>, Products, kChunksStages>;
 
 // One unit after another.
 struct UnitWalk {
@@ -73,10 +74,13 @@ struct UnitWalk {
 
 template <typename Scalar, int dstate, typename Products>
 struct BwdChunks {
-  using Shared = ChunksShared<dstate, Products>;
+  using Shared = ChunksShared<Scalar, dstate, Products>;
   using Stage = typename Shared::Stage;
-  using Tables = UnitTables;
-  using Image = Tile<dstate>;
+  using Tables = UnitTables<Scalar>;
+  using Image = Tile<dstate, sizeof(Scalar)>;
+  using HeadTile = Tile<kUnitRows, sizeof(Scalar)>;
+  using PairTile = Tile<kChunk, sizeof(Scalar)>;
+  using PairsOfTile = ssd::PairsOfTile<sizeof(Scalar)>;
   static constexpr int kStateGroups = dstate / 16, kHalfGroups = kStateGroups / kHalves,
                        kHalfStateBlocks = dstate / 8 / kHalves;
   // What x g^T is, and products with S and T, is used in so many parts: products that do not run meanwhile need the registers
@@ -85,7 +89,7 @@ struct BwdChunks {
                        kPartGroups = kHalfGroups / kParts, kPartBlocks = kHalfStateBlocks / kParts;
   using OfPairs = PairProducts<Scalar, kPairBlocks>;
   // So many steps of a product at once, as loads of later ones take registers too.
-  static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : 2;
+  static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : kIsFine<Scalar> ? 1 : 2;
   static constexpr int kMultiplyingThreads = kHalves * kUnitThreads;
   static constexpr int kThreads = kMultiplyingThreads + kUnitThreads;
   static constexpr int kMultipliers = 1;  // the number of their named barrier
@@ -165,7 +169,7 @@ struct BwdChunks {
 
  private:
   // M: where M^T of this unit goes.
-  __device__ __forceinline__ void multiply_unit(int half, Stage& tiles, Tile<kChunk>& M, const UnitWalk& walk,
+  __device__ __forceinline__ void multiply_unit(int half, Stage& tiles, PairTile& M, const UnitWalk& walk,
                                                 const PairsOfTile& pairs, const Lane& lane, OfPairs& of_pairs,
                                                 float (&grad_B)[kHalfStateBlocks][4],
                                                 float (&grad_C)[kHalfStateBlocks][4]) const {
@@ -179,7 +183,7 @@ struct BwdChunks {
       }
       Products::commit();
     };
-    const auto begin_of_states = [&](const Tile<kUnitRows>& of_steps, const Image& states, int part) {
+    const auto begin_of_states = [&](const HeadTile& of_steps, const Image& states, int part) {
       const auto steps = Products::describe(of_steps, lane),
                  columns = columns_of(columns_of(Products::describe(states, lane), half * kHalfGroups), part * kPartGroups);
 #pragma unroll kUnrolled
@@ -208,7 +212,7 @@ struct BwdChunks {
       cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
     }
 
-    PairRowSums of_pair_rows = {};
+    PairRowSums<Scalar> of_pair_rows = {};
 #pragma unroll
     for (int part = 0; part < kParts; ++part) {
       if constexpr (!Products::kIsAsync) begin_xg(part);
@@ -254,7 +258,7 @@ struct BwdChunks {
       add_states(half, part, of_states, shared.B, tables.steps.to_end, pairs, lane, grad_B, &of_rows[2]);
     }
     const float of_row = sum_over_row(of_rows, lane);
-    StepSums& sums = tiles.sums;
+    StepSums<Scalar>& sums = tiles.sums;
     (lane.pair < 2 ? sums.read_state : sums.grad_state)[half][lane.row + lane.pair % 2 * 8] = of_row;
   }
 
@@ -263,9 +267,10 @@ struct BwdChunks {
                                              const float (&weights)[kChunk], const PairsOfTile& pairs, const Lane& lane,
                                              float (&grads)[kHalfStateBlocks][4], float* of_rows) const {
     const float weight[2] = {weights[lane.row], weights[lane.row + 8]};
-    Image& of_half = *reinterpret_cast<Image*>(reinterpret_cast<unsigned char*>(&of_group) +
-                                               (dstate == 2 * kChunk ? half * Image::kPartBytes : 0));
-    const PairsOfTile pairs_of_half = dstate == 2 * kChunk ? pairs : pairs.moved(half * kHalfStateBlocks);
+    constexpr int kPartsOfHalf = Image::kParts / kHalves;
+    Image& of_half =
+        *reinterpret_cast<Image*>(reinterpret_cast<unsigned char*>(&of_group) + half * kPartsOfHalf * Image::kPartBytes);
+    const PairsOfTile pairs_of_half = kPartsOfHalf > 0 ? pairs : pairs.moved(half * kHalfStateBlocks);
 #pragma unroll
     for (int b = 0; b < kPartBlocks; ++b) {
       float (&grad)[4] = grads[part * kPartBlocks + b];
@@ -280,9 +285,8 @@ struct BwdChunks {
   }
 
   // From the sums over i and over the states, without the gain.
-  __device__ __forceinline__ void write_grad_x(int half, const UnitWalk& walk, const float (&sum)[kHalfBlocks][4],
-                                               Tile<kUnitRows>& g, const Tables& tables, const PairsOfTile& pairs,
-                                               const Lane& lane) const {
+  __device__ __forceinline__ void write_grad_x(int half, const UnitWalk& walk, const float (&sum)[kHalfBlocks][4], HeadTile& g,
+                                               const Tables& tables, const PairsOfTile& pairs, const Lane& lane) const {
     const float gain[2] = {tables.steps.gain[lane.row], tables.steps.gain[lane.row + 8]};
     const int column = half * kHalfChunk + 2 * lane.pair, rows = p.headdim - walk.row_block * kUnitRows;
     Scalar* const target = block.at.template rows<Scalar>(p.grad_x, walk.head, 0) + walk.row_block * kUnitRows + column;
@@ -294,10 +298,10 @@ struct BwdChunks {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const float2 skipped = cuda::unpack<Scalar>(pairs.at(g, half * kHalfBlocks + b, h));
-        const uint32_t rounded = cuda::pack<Scalar>(fmaf(D.x, skipped.x, gain[h] * sum[b][2 * h]),
-                                                    fmaf(D.y, skipped.y, gain[h] * sum[b][2 * h + 1]));
+        const cuda::Packed<Scalar> rounded = cuda::pack<Scalar>(fmaf(D.x, skipped.x, gain[h] * sum[b][2 * h]),
+                                                                fmaf(D.y, skipped.y, gain[h] * sum[b][2 * h + 1]));
         if (is_there[h] && column + 8 * b < rows) {
-          *reinterpret_cast<uint32_t*>(target + (lane.row + 8 * h) * p.grad_x.stride_step + 8 * b) = rounded;
+          *reinterpret_cast<cuda::Packed<Scalar>*>(target + (lane.row + 8 * h) * p.grad_x.stride_step + 8 * b) = rounded;
         }
       }
     }
@@ -309,18 +313,19 @@ struct BwdChunks {
                                             float (&grad_C)[kHalfStateBlocks][4]) const {
     const auto B_half = columns_of(Products::describe(shared.B, lane), half * kHalfGroups),
                C_half = columns_of(Products::describe(shared.C, lane), half * kHalfGroups);
-    // W^T rounded, and what that leaves: together, or one after the other.
-    constexpr int kAtOnce = Shared::kWeights;
+    // Of 16 bits W^T rounded, and what that leaves: together, or one after the other.
+    constexpr int kAtOnce = Shared::kWeights, kWords = kIsFine<Scalar> ? 1 : 2,
+                  kUnrolledAtEnd = kIsFine<Scalar> ? 1 : kStepGroups;
 #pragma unroll
-    for (int first = 0; first < 2; first += kAtOnce) {
+    for (int first = 0; first < kWords; first += kAtOnce) {
       cuda::barrier_sync(kMultipliers, kMultiplyingThreads);
 #pragma unroll
       for (int b = 0; b < kHalfBlocks; ++b) {
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           const float low = W[b][2 * h], high = W[b][2 * h + 1];
-          const uint32_t word = cuda::pack<Scalar>(low, high);
-          const uint32_t words[2] = {word, cuda::pack_rest<Scalar>(low, high, word)};
+          cuda::Packed<Scalar> words[kWords] = {cuda::pack<Scalar>(low, high)};
+          if constexpr (kWords > 1) words[1] = cuda::pack_rest<Scalar>(low, high, words[0]);
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i) pairs.at(shared.weights[i], half * kHalfBlocks + b, h) = words[first + i];
         }
@@ -331,7 +336,7 @@ struct BwdChunks {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) {
         const auto weights = Products::describe(shared.weights[i], lane);
-#pragma unroll
+#pragma unroll kUnrolledAtEnd
         for (int k = 0; k < kStepGroups; ++k) {
           cuda::multiply<Scalar, false, true>(grad_B, columns_of(weights, k), rows_of(C_half, k), true);
           cuda::multiply<Scalar, true, true>(grad_C, rows_of(weights, k), rows_of(B_half, k), true);
@@ -360,8 +365,8 @@ struct BwdChunks {
         Scalar* const target = block.at.template rows<Scalar>(view, block.group, 0) + row * view.stride_step + first_column;
 #pragma unroll
         for (int b = 0; b < kHalfStateBlocks; ++b) {
-          const uint32_t rounded = cuda::pack<Scalar>(grad[b][2 * h], grad[b][2 * h + 1]);
-          if (first_column + 8 * b < p.dstate) *reinterpret_cast<uint32_t*>(target + 8 * b) = rounded;
+          const cuda::Packed<Scalar> rounded = cuda::pack<Scalar>(grad[b][2 * h], grad[b][2 * h + 1]);
+          if (first_column + 8 * b < p.dstate) *reinterpret_cast<cuda::Packed<Scalar>*>(target + 8 * b) = rounded;
         }
       } else if (parts != nullptr) {
         float* const target =
@@ -378,8 +383,8 @@ struct BwdChunks {
 
   __device__ __forceinline__ void copy(const Lane& lane) const {
     const int thread = lane.index;
-    using HeadRows = RowCopier<kUnitRows, kWarpSize>;
-    using GroupRows = RowCopier<dstate, kWarpSize>;
+    using HeadRows = RowCopier<Scalar, kUnitRows, kWarpSize>;
+    using GroupRows = RowCopier<Scalar, dstate, kWarpSize>;
     const auto copy_of_group = [&](const RowsView& view, Image& tile) {
       GroupRows(block.at.template rows<Scalar>(view, block.group, 0), view.stride_step, p.dstate, thread)
           .copy(tile, block.steps, view.stride_step);
@@ -395,7 +400,7 @@ struct BwdChunks {
     supply_copies<Shared::kMaxStages - 2>(block.units, stages(), ring, shared.full, shared.empty, [&](int, int stage) {
       Stage& target = shared.stage(stage);
       const int first_row = walk.row_block * kUnitRows;
-      const auto copy_of_unit = [&](const RowsView& view, Tile<kUnitRows>& tile) {
+      const auto copy_of_unit = [&](const RowsView& view, HeadTile& tile) {
         const Scalar* const source = block.at.template rows<Scalar>(view, walk.head, 0) + first_row;
         HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, block.steps, view.stride_step);
       };
@@ -434,11 +439,11 @@ struct BwdChunks {
           next.advance(row_blocks());
         },
         [&](const Fetched* fetched) {
-          TableSteps<1> made;
+          TableSteps<1, Scalar> made;
           made.make(p, HeadSteps(p, walk.head), fetched);
           return made;
         },
-        [&](int stage, const Fetched& fetched, const TableSteps<1>& made, int k) {
+        [&](int stage, const Fetched& fetched, const TableSteps<1, Scalar>& made, int k) {
           Tables& tables = shared.stage(stage).tables;
           made.store(k, tables.steps);
           if (lane.index == 0) tables.head = HeadSteps(p, walk.head);
@@ -479,7 +484,7 @@ struct BwdChunks {
       shared.empty[ring.stage].wait(ring.phase);
       const Stage& stage = shared.stage(ring.stage);
       const Tables& tables = stage.tables;
-      add_step_gradients(tables.steps, stage.sums, lane, grads);
+      add_step_gradients<Scalar>(tables.steps, stage.sums, lane, grads);
       if (walk.is_last_of_head(row_blocks())) {
         write_step_gradients<Scalar>(p, block.at, block.steps, block.slot, walk.head, tables, lane, grads);
       }
@@ -491,28 +496,9 @@ struct BwdChunks {
 
   // Over steps of g x.
   __device__ __forceinline__ void write_grad_D(const UnitWalk& walk, Stage& tiles, const Lane& lane) const {
-    const MatricesOfTile of_g(true, lane), of_x(false, lane);
     const int first_row = walk.row_block * kUnitRows;
-    float* const target = p.grad_D_parts + (block.slot * p.heads + walk.head) * p.headdim + first_row + lane.quad;
-    const int rows = lane.pair == lane.quad / 2 ? p.headdim - first_row - lane.quad : 0;
-#pragma unroll
-    for (int group = 0; group < kUnitRows / 16; ++group) {
-      uint32_t a[kStepGroups][4], b[kStepGroups][4];
-#pragma unroll
-      for (int k = 0; k < kStepGroups; ++k) {
-        cuda::load_matrices_transposed(a[k], of_g.at(tiles.g, k, group));
-        cuda::load_matrices_transposed(b[k], of_x.at(tiles.x, k, group));
-      }
-      float products[2][4] = {};
-#pragma unroll
-      for (int k = 0; k < kStepGroups; ++k) {
-        cuda::mma<Scalar>(products[0], a[k], b[k][0], b[k][1]);
-        cuda::mma<Scalar>(products[1], a[k], b[k][2], b[k][3]);
-      }
-      const float2 of_rows = diagonal(products, lane);
-      if (16 * group < rows) target[16 * group] = of_rows.x;
-      if (16 * group + 8 < rows) target[16 * group + 8] = of_rows.y;
-    }
+    float* const target = p.grad_D_parts + (block.slot * p.heads + walk.head) * p.headdim + first_row;
+    write_column_products<Scalar>(tiles.g, tiles.x, target, p.headdim - first_row, lane);
   }
 };
 

@@ -9,13 +9,20 @@ namespace ssm_kernels::ssd {
 constexpr int kHalfChunk = kChunk / kHalves, kHalfBlocks = kHalfChunk / 8;
 
 // Of a lane's two rows, over its columns: V for j < i, and for j = i.
+template <typename Scalar>
 struct PairRowSums {
-  float later[2], same[2];
+  PairSum<Scalar> later[2];
+  float same[2];
 
-  __device__ __forceinline__ void store(int half, const Lane& lane, StepSums& sums) const {
-    const float of_row = sum_over_row({later[0], later[1], same[0], same[1]}, lane);
+  __device__ __forceinline__ void store(int half, const Lane& lane, StepSums<Scalar>& sums) const {
+    using Sum = PairSum<Scalar>;
+    const Sum of_row = sum_over_row<Sum>({later[0], later[1], Sum(same[0]), Sum(same[1])}, lane);
     const int row = lane.row + lane.pair % 2 * 8;
-    if (lane.pair < 2 || row / kHalfChunk == half) (lane.pair < 2 ? sums.later[half] : sums.same)[row] = of_row;
+    if (lane.pair < 2) {
+      sums.later[half][row] = of_row;
+    } else if (row / kHalfChunk == half) {
+      sums.same[row] = static_cast<float>(of_row);
+    }
   }
 };
 
@@ -45,13 +52,14 @@ struct PairProducts {
 
   // Of the blocks of columns from the first on. Adds to W^T and to the rows' sums; M^T, without the gain, goes to a tile, and
   // the columns' sums to `sums`. xg: x_j . g_i.
-  __device__ __forceinline__ void weigh(int half, int first, const ChunkTables& tables, const float (&xg)[part_blocks][4],
-                                        const PairsOfTile& pairs, const Lane& lane, Tile<kChunk>& M, PairRowSums& of_rows,
-                                        StepSums& sums) {
+  __device__ __forceinline__ void weigh(int half, int first, const TablesOf<Scalar>& tables, const float (&xg)[part_blocks][4],
+                                        const PairsOfTile<sizeof(Scalar)>& pairs, const Lane& lane,
+                                        Tile<kChunk, sizeof(Scalar)>& M, PairRowSums<Scalar>& of_rows, StepSums<Scalar>& sums) {
     const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
     const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
     const int first_column = half * kHalfChunk + 8 * first;
-    float earlier[2 * part_blocks] = {};
+    using Sum = PairSum<Scalar>;
+    Sum earlier[2 * part_blocks] = {};
 #pragma unroll
     for (int n = 0; n < part_blocks; ++n) {
       const int b = first + n;
@@ -62,8 +70,12 @@ struct PairProducts {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const bool counts = (is_pair & bit(b, h, e)) != 0;
-          const float between = Math<float>::exp2((e == 0 ? log2_at.x : log2_at.y) - log2_decay[h]);
-          const float decay = counts ? between : 0.0f, u = counts ? xg[n][2 * h + e] : 0.0f;
+          float log2 = (e == 0 ? log2_at.x : log2_at.y) - log2_decay[h];
+          if constexpr (kIsFine<Scalar>) {
+            log2 += tables.log2_decay_rest[first_column + 8 * n + 2 * lane.pair + e] - tables.log2_decay_rest[lane.row + 8 * h];
+          }
+          const float between = Math<float>::exp2(log2), decay = counts ? between : 0.0f;
+          const float u = counts ? xg[n][2 * h + e] : 0.0f;
           const float decayed = u * decay, product = CB[b][2 * h + e];
           float V = decayed * product;
           of_pair[e] = decay * product;
@@ -75,12 +87,12 @@ struct PairProducts {
             V = is_own ? 0.0f : V;
           }
           of_rows.later[h] += V;
-          earlier[2 * n + e] = fmaf(gain[h], V, earlier[2 * n + e]);
+          earlier[2 * n + e] = fma(Sum(gain[h]), Sum(V), earlier[2 * n + e]);
         }
         pairs.at(M, half * kHalfBlocks + b, h) = cuda::pack<Scalar>(of_pair[0], of_pair[1]);
       }
     }
-    const float of_column = sum_over_column(earlier, lane);
+    const Sum of_column = sum_over_column(earlier, lane);
     if (!has_column_sum<2 * part_blocks>(lane)) return;
     const int column = column_sum_index<2 * part_blocks>(lane);
     sums.earlier[lane.warp][first_column + column / 2 * 8 + 2 * lane.pair + column % 2] = of_column;

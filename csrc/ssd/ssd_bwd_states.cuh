@@ -3,9 +3,9 @@
 // One half of the blocks walk from the first chunk to the last and have S, the others from the last to the first and have T.
 // Both are one recurrence: what a chunk has of its sequence's rows (S: x, T: the gradient g of y), weighed (c_j e^(s_l - s_j);
 // e^s_i), times what it has of the group's (B; C), is added to the state, decayed by the whole chunk. Before that the state is
-// rounded and goes to global memory, as the tile that ssd_bwd_chunks.cuh reads: to shared memory first, and from there as one
-// copy that runs beside the products. The products take the weighed rows as two 16-bit numbers each, the rounded and what it
-// leaves, so that a state is rounded nowhere else.
+// rounded, where inputs are of 16 bits, and goes to global memory, as the tile that ssd_bwd_chunks.cuh reads: to shared memory
+// first, and from there as one copy that runs beside the products. The products take the weighed rows as two 16-bit numbers
+// each, the rounded and what it leaves, so that a state is rounded nowhere else.
 //
 // Where walks are fewer than the device has room for (few heads, long sequences), each is cut into pieces of equally many
 // chunks, one for a block, and there are two launches. The first only finds states: what each piece but a walk's last does to
@@ -38,20 +38,19 @@ __device__ __forceinline__ int64_t first_slot(const SsdParams& p, int64_t entry)
   return entry * ((p.seqlen + kChunk - 1) / kChunk);
 }
 
-template <int dstate>
+template <typename Scalar, int dstate>
 struct StatesStage {
-  Tile<dstate> of_group;
-  Tile<kUnitRows> of_unit[kUnits];
-  ChunkTables tables[kUnits];
+  Tile<dstate, sizeof(Scalar)> of_group;
+  Tile<kUnitRows, sizeof(Scalar)> of_unit[kUnits];
+  TablesOf<Scalar> tables[kUnits];
 };
 template <int dstate>
 struct RoundedStates {
-  Tile<dstate> rounded[kUnits][2];
+  Tile<dstate> rounded[kUnits][2];  // of the chunk at work and the one before
 };
-struct Nothing {};
-template <int dstate, typename Products>
-using StatesShared =
-    StagedShared<std::conditional_t<Products::kIsAsync, RoundedStates<dstate>, Nothing>, StatesStage<dstate>, Products, 4>;
+template <typename Scalar, int dstate, typename Products>
+using StatesShared = StagedShared<std::conditional_t<Products::kIsAsync, RoundedStates<dstate>, Nothing>,
+                                  StatesStage<Scalar, dstate>, Products, 4>;
 
 // A block's piece of a walk. The first blocks have the first pieces of all walks, forward and then back, the next ones the
 // second pieces, and so on: neighbors, which run at the same time, read the same rows of the group. All pieces of a walk have
@@ -78,12 +77,16 @@ struct DirectedPiece : Place {
 template <typename Scalar, int dstate, bool states_only, typename Products>
 struct BwdStates {
   // Of the warps that move data. Four can hand registers on, where the device lets them.
-  static constexpr int kCopyingWarps = Products::kIsAsync ? 2 : 1, kCopyingThreads = kCopyingWarps * kWarpSize;
+  static constexpr bool kTradesRegisters = Products::kIsAsync || kIsFine<Scalar>;
+  static constexpr int kCopyingWarps = kTradesRegisters ? 2 : 1, kCopyingThreads = kCopyingWarps * kWarpSize;
   static constexpr int kMovingWarps = kCopyingWarps + kUnits;  // the others make tables, one for each unit
   static constexpr int kThreads = kUnits * kUnitThreads + kMovingWarps * kWarpSize;
 
-  using Shared = StatesShared<dstate, Products>;
+  using Shared = StatesShared<Scalar, dstate, Products>;
   using Stage = typename Shared::Stage;
+  using Image = Tile<dstate, sizeof(Scalar)>;
+  using HeadTile = Tile<kUnitRows, sizeof(Scalar)>;
+  using PairsOfTile = ssd::PairsOfTile<sizeof(Scalar)>;
 
   const SsdBwdParams& p;
   const Partition& partition;
@@ -102,18 +105,19 @@ struct BwdStates {
       supply_chunk_tables<Scalar, 2, false>(
           p, at, unit_at(index).head, Share<1>(), stages(), ring, shared.full, shared.empty,
           [&](int position) { return at.chunk_at(position); },
-          [&](int stage) -> ChunkTables& { return shared.stage(stage).tables[index]; });
+          [&](int stage) -> TablesOf<Scalar>& { return shared.stage(stage).tables[index]; });
       return;
     }
     const RowsView &of_group = at.is_reverse ? p.C : p.B, &of_unit = at.is_reverse ? p.grad_out : p.x;
     const int first = at.chunks > 0 ? at.chunk_at(0) : 0;
-    RowCopier<dstate, kCopyingThreads> copy_of_group(at.template rows<Scalar>(of_group, at.group, first), of_group.stride_step,
-                                                     p.dstate, thread);
+    RowCopier<Scalar, dstate, kCopyingThreads> copy_of_group(at.template rows<Scalar>(of_group, at.group, first),
+                                                             of_group.stride_step, p.dstate, thread);
+    using CopierOfUnit = RowCopier<Scalar, kUnitRows, kCopyingThreads>;
     const auto copier_of_unit = [&](const Unit& unit) {
-      return RowCopier<kUnitRows, kCopyingThreads>(at.template rows<Scalar>(of_unit, unit.head, first) + unit.first_row,
-                                                   of_unit.stride_step, unit.rows, thread);
+      return CopierOfUnit(at.template rows<Scalar>(of_unit, unit.head, first) + unit.first_row, of_unit.stride_step, unit.rows,
+                          thread);
     };
-    RowCopier<kUnitRows, kCopyingThreads> copy_of_units[kUnits] = {copier_of_unit(unit_at(0)), copier_of_unit(unit_at(1))};
+    CopierOfUnit copy_of_units[kUnits] = {copier_of_unit(unit_at(0)), copier_of_unit(unit_at(1))};
     constexpr int kPending = Shared::kMaxStages - 2;
     supply_copies<kPending>(at.chunks, stages(), ring, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stage(stage);
@@ -138,8 +142,8 @@ struct BwdStates {
     }
     float decay_of_piece = 1;
     const int64_t first_target = first_slot(p, at.entry) + at.first_chunk;
-    auto* const tiles = static_cast<Tile<dstate>*>(at.is_reverse ? p.grad_states : p.states) +
-                        unit.head * partition.row_blocks + unit.first_row / kUnitRows;
+    auto* const tiles = static_cast<Image*>(at.is_reverse ? p.grad_states : p.states) + unit.head * partition.row_blocks +
+                        unit.first_row / kUnitRows;
     const auto target_of = [&](int position) { return tiles + (first_target + at.chunk_at(position)) * p.units; };
     const bool starts_copies = threadIdx.x % kUnitThreads == 0 && unit.is_there();
 
@@ -148,17 +152,23 @@ struct BwdStates {
     for (int position = 0; position < at.chunks; ++position) {
       shared.full[ring.stage].wait(ring.phase);
       Stage& stage = shared.stage(ring.stage);
-      const ChunkTables& tables = stage.tables[index];
+      const auto& tables = stage.tables[index];
       const float (&weights)[kChunk] = at.is_reverse ? tables.from_start : tables.to_end;
 
       if constexpr (Products::kIsAsync && !states_only) {
         state.template round<Scalar>(shared.rounded[index][position % 2], pairs);
       }
-      uint32_t x[kStepGroups][4], weighed[kStepGroups][4], rest[kStepGroups][4];
-      const auto weigh = [&](int j) { weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]); };
+      cuda::OperandA<Scalar> x[kStepGroups], weighed[kStepGroups], rest[kIsFine<Scalar> ? 1 : kStepGroups];
+      const auto weigh = [&](int j) {
+        if constexpr (kIsFine<Scalar>) {
+          weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j]);
+        } else {
+          weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]);
+        }
+      };
 #pragma unroll
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::load_matrices_transposed(x[j], stage.of_unit[index].columns_first(16 * j, 2 * lane.warp, lane.index));
+        load_inputs(x[j], stage.of_unit[index], j, lane);
         if constexpr (Products::kIsAsync) weigh(j);
       }
       if constexpr (!Products::kIsAsync && !states_only) {
@@ -172,7 +182,9 @@ struct BwdStates {
       for (int j = 0; j < kStepGroups; ++j) {
         if constexpr (!Products::kIsAsync) weigh(j);
         cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
-        if constexpr (!Products::kIsAsync) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+        if constexpr (!Products::kIsAsync && !kIsFine<Scalar>) {
+          cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+        }
       }
       if constexpr (Products::kIsAsync) {
 #pragma unroll
@@ -185,7 +197,7 @@ struct BwdStates {
         cuda::wait_for_bulk_reads<0>();
         Products::publish();
         cuda::barrier_sync(1 + index, kUnitThreads);
-        const Tile<dstate>& rounded = shared.rounded[index][position % 2];
+        const Image& rounded = shared.rounded[index][position % 2];
         cuda::bulk_store(target_of(position), &rounded, sizeof(rounded), starts_copies);
       }
       Products::template wait<0>(state.values);
@@ -205,10 +217,10 @@ struct BwdStates {
 
  private:
   // The rounded state, by the threads of the unit, through the tile of its chunk's rows, which all of them have read then.
-  __device__ __forceinline__ void write_in_parts(const State<dstate>& state, Tile<kUnitRows>& tile, const PairsOfTile& pairs,
-                                                 int index, Tile<dstate>& target) const {
-    constexpr int kPieces = sizeof(Tile<kUnitRows>) / sizeof(uint4);
-    static_assert(sizeof(tile) == Tile<dstate>::kPartBytes, "a part of the state's columns takes the place of the rows");
+  __device__ __forceinline__ void write_in_parts(const State<dstate>& state, HeadTile& tile, const PairsOfTile& pairs,
+                                                 int index, Image& target) const {
+    constexpr int kPieces = sizeof(HeadTile) / sizeof(uint4);
+    static_assert(sizeof(HeadTile) % Image::kPartBytes == 0, "parts of the state's columns take the place of the rows");
     const int thread = threadIdx.x % kUnitThreads;
 #pragma unroll
     for (int part = 0; part < dstate / kUnitRows; ++part) {
@@ -253,10 +265,10 @@ __global__ void __launch_bounds__(Products::kAreCompiled ? BwdStates<Scalar, dst
     cuda::let_next_kernel_begin();
     const int warpgroup = threadIdx.x / kUnitThreads;
     if (warpgroup == kUnits) {
-      if constexpr (Products::kIsAsync) cuda::leave_registers<88>();
+      if constexpr (States::kTradesRegisters) cuda::leave_registers<88>();
       states.move();
     } else {
-      if constexpr (Products::kIsAsync) cuda::take_registers<208>();
+      if constexpr (States::kTradesRegisters) cuda::take_registers<208>();
       if constexpr (!states_only) cuda::wait_for_kernel_before();
       states.multiply(warpgroup);
     }

@@ -8,27 +8,35 @@ namespace ssm_kernels::ssd {
 
 constexpr int kHalves = 2;  // of a product's columns, of a warpgroup each
 
+// Of sums whose differences matter: for inputs of fp32 they have more digits than what they are sums of.
+template <typename Scalar>
+using PairSum = std::conditional_t<kIsFine<Scalar>, double, float>;
+
 // What a unit's products leave of each step, and of the chunk.
+template <typename Scalar>
 struct StepSums {
-  // With V = x_j . g_i (C_i . B_j) e^(s_i - s_j): over i > j, of each half of these; for i = j; and over j < i, times c_j, of
-  // each warp's j.
-  float later[kHalves][kChunk], same[kChunk], earlier[kUnitWarps][kChunk];
+  // With V = x_j . g_i (C_i . B_j) e^(s_i - s_j): over i > j, of each half of these; over j < i, times c_j, of each warp's j;
+  // and for i = j.
+  PairSum<Scalar> later[kHalves][kChunk], earlier[kUnitWarps][kChunk];
+  float same[kChunk];
   float read_state[kHalves][kChunk];  // g_i . S C_i, of each half of the states
   float grad_state[kHalves][kChunk];  // x_j . T B_j, likewise
   float states;                       // <S, T>
 };
 
 // What of a unit is the same for all its rows or columns.
+template <typename Scalar>
 struct UnitTables {
-  ChunkTables steps;
+  TablesOf<Scalar> steps;
   float dt[kChunk];
   float D[kUnitRows];
   HeadSteps head;
 };
 
 // The decay from a step to the chunk's last: zero if a sequence begins between.
-__device__ __forceinline__ float decay_to_end(const ChunkTables& tables, int step) {
-  const float decay = Math<float>::exp2(tables.log2_decay[kChunk - 1] - tables.log2_decay[step]);
+template <typename Tables>
+__device__ __forceinline__ float decay_to_end(const Tables& tables, int step) {
+  const float decay = Math<float>::exp2(log2_between(tables, step, kChunk - 1));
   return step >= tables.first[kChunk - 1] ? decay : 0.0f;
 }
 
@@ -44,32 +52,36 @@ struct StepGradients {
 };
 
 // Adds a unit's.
-__device__ __forceinline__ void add_step_gradients(const ChunkTables& tables, const StepSums& sums, const Lane& lane,
-                                                   StepGradients& grads) {
+template <typename Scalar>
+__device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& tables, const StepSums<Scalar>& sums,
+                                                   const Lane& lane, StepGradients& grads) {
+  using Sum = PairSum<Scalar>;
   // Below it the rounding of the running sums over pairs is more than what is left of them.
-  constexpr float kForgottenLog2Decay = -24;
-  float pairs[2], before[2], from[2];
+  constexpr float kForgottenLog2Decay = kIsFine<Scalar> ? -48 : -24;
+  Sum pairs[2];
+  float before[2], from[2];
   bool is_forgotten[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int step = 2 * lane.index + i;
-    const float gain = tables.gain[step], later = sums.later[0][step] + sums.later[1][step];
+    const float gain = tables.gain[step];
+    const Sum later = sums.later[0][step] + sums.later[1][step];
     const float grad_state = (sums.grad_state[0][step] + sums.grad_state[1][step]) * decay_to_end(tables, step);
-    const float earlier = (sums.earlier[0][step] + sums.earlier[1][step]) + (sums.earlier[2][step] + sums.earlier[3][step]);
-    grads.gain[i] += later + sums.same[step] + grad_state;
-    pairs[i] = fmaf(gain, later, -earlier);
+    const Sum earlier = (sums.earlier[0][step] + sums.earlier[1][step]) + (sums.earlier[2][step] + sums.earlier[3][step]);
+    grads.gain[i] += static_cast<float>(later) + sums.same[step] + grad_state;
+    pairs[i] = fma(Sum(gain), later, -earlier);
     before[i] = gain * grad_state;
     from[i] = tables.from_start[step] * (sums.read_state[0][step] + sums.read_state[1][step]);
     is_forgotten[i] = step == tables.first[step] || tables.log2_decay[step] - tables.log2_decay[step - 1] < kForgottenLog2Decay;
   }
   // Running sums: of `pairs` and `before` up to a step, of `from` from there on. That of `pairs` begins anew at a step that
   // forgets: none of its rounding goes on.
-  float pairs_up_to = is_forgotten[1] ? pairs[1] : pairs[0] + pairs[1], up_to = before[0] + before[1],
-        from_on = from[0] + from[1];
+  Sum pairs_up_to = is_forgotten[1] ? pairs[1] : pairs[0] + pairs[1];
+  float up_to = before[0] + before[1], from_on = from[0] + from[1];
   bool is_cut = is_forgotten[0] || is_forgotten[1];
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const float more_pairs = __shfl_up_sync(kWholeWarp, pairs_up_to, distance);
+    const Sum more_pairs = __shfl_up_sync(kWholeWarp, pairs_up_to, distance);
     const bool more_are_cut = __shfl_up_sync(kWholeWarp, is_cut, distance);
     const float earlier = __shfl_up_sync(kWholeWarp, up_to, distance);
     const float later = __shfl_down_sync(kWholeWarp, from_on, distance);
@@ -80,24 +92,25 @@ __device__ __forceinline__ void add_step_gradients(const ChunkTables& tables, co
     }
     if (lane.index + distance < kWarpSize) from_on += later;
   }
-  const auto of_lane_before = [&](float value) {
-    const float shifted = __shfl_up_sync(kWholeWarp, value, 1);
-    return lane.index == 0 ? 0.0f : shifted;
+  const auto of_lane_before = [&](auto value) {
+    const auto shifted = __shfl_up_sync(kWholeWarp, value, 1);
+    return lane.index == 0 ? decltype(value)(0) : shifted;
   };
-  const float pairs_before_lane = of_lane_before(pairs_up_to), sum_before = of_lane_before(up_to);
-  const float pairs_before = is_forgotten[0] ? 0.0f : pairs_before_lane;
+  const Sum pairs_before_lane = of_lane_before(pairs_up_to);
+  const float sum_before = of_lane_before(up_to);
+  const Sum pairs_before = is_forgotten[0] ? Sum(0) : pairs_before_lane;
   const float from_next = __shfl_down_sync(kWholeWarp, from_on, 1);
   const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
   const float through = tables.has_begun ? 0.0f : tables.whole * sums.states;
-  grads.zeta[0] += pairs_before + (sum_before + from_on + through);
-  grads.zeta[1] +=
-      (is_forgotten[1] ? 0.0f : pairs_before + pairs[0]) + (sum_before + before[0]) + (sum_after + from[1]) + through;
+  const Sum pairs_before_second = is_forgotten[1] ? Sum(0) : pairs_before + pairs[0];
+  grads.zeta[0] += static_cast<float>(pairs_before) + (sum_before + from_on + through);
+  grads.zeta[1] += static_cast<float>(pairs_before_second) + (sum_before + before[0]) + (sum_after + from[1]) + through;
 }
 
 // Of one chunk and head: writes the gradient of dt, and the chunk's part of those of A and dt_bias; then begins anew.
 template <typename Scalar>
 __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, const Span& at, int steps, int64_t slot,
-                                                     int64_t head, const UnitTables& tables, const Lane& lane,
+                                                     int64_t head, const UnitTables<Scalar>& tables, const Lane& lane,
                                                      StepGradients& grads) {
   const HeadSteps& of_head = tables.head;
   float grad_A = 0, grad_bias = 0;

@@ -8,12 +8,13 @@
 namespace ssm_kernels::ssd {
 
 // Sums of four numbers over the four lanes of a row: each has the one of its `pair`.
-__device__ __forceinline__ float sum_over_row(const float (&values)[4], const Lane& lane) {
+template <typename Sum>
+__device__ __forceinline__ Sum sum_over_row(const Sum (&values)[4], const Lane& lane) {
   const bool is_odd = lane.pair % 2 != 0, is_upper = lane.pair >= 2;
-  float kept[2];
+  Sum kept[2];
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
-    const float own = is_upper ? values[2 + i] : values[i], other = is_upper ? values[i] : values[2 + i];
+    const Sum own = is_upper ? values[2 + i] : values[i], other = is_upper ? values[i] : values[2 + i];
     kept[i] = own + __shfl_xor_sync(kWholeWarp, other, 2);
   }
   return (is_odd ? kept[1] : kept[0]) + __shfl_xor_sync(kWholeWarp, is_odd ? kept[0] : kept[1], 1);
@@ -21,8 +22,8 @@ __device__ __forceinline__ float sum_over_row(const float (&values)[4], const La
 // Sums of so many numbers over the eight lanes of a warp with the same `pair`: of a lane for which has_column_sum, the one that
 // column_sum_index names.
 constexpr int kColumnLanes = 8;
-template <int count>
-__device__ __forceinline__ float sum_over_column(float (&values)[count], const Lane& lane) {
+template <typename Sum, int count>
+__device__ __forceinline__ Sum sum_over_column(Sum (&values)[count], const Lane& lane) {
 #pragma unroll
   for (int kept = count / 2, distance = 16; distance >= 4; kept /= 2, distance /= 2) {
     if (kept == 0) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ float sum_over_column(float (&values)[count], const L
     const bool is_upper = (lane.index & distance) != 0;
 #pragma unroll
     for (int k = 0; k < kept; ++k) {
-      const float own = is_upper ? values[k + kept] : values[k];
+      const Sum own = is_upper ? values[k + kept] : values[k];
       values[k] = own + __shfl_xor_sync(kWholeWarp, is_upper ? values[k] : values[k + kept], distance);
     }
   }
@@ -78,6 +79,19 @@ class MatricesOfTile {
 
 // The sum over all elements of a product of two tiles, element by element, by one warp.
 template <typename Scalar, int columns>
+__device__ __forceinline__ float inner_product(const Tile<columns, 4>& first, const Tile<columns, 4>& second,
+                                               const Lane& lane) {
+  constexpr int kPieces = sizeof(first) / sizeof(float4);
+  const auto *of_first = reinterpret_cast<const float4*>(&first), *of_second = reinterpret_cast<const float4*>(&second);
+  float4 sums = {0, 0, 0, 0};
+#pragma unroll 8
+  for (int i = lane.index; i < kPieces; i += kWarpSize) {
+    const float4 a = of_first[i], b = of_second[i];
+    sums = {fmaf(a.x, b.x, sums.x), fmaf(a.y, b.y, sums.y), fmaf(a.z, b.z, sums.z), fmaf(a.w, b.w, sums.w)};
+  }
+  return sum_over_warp((sums.x + sums.y) + (sums.z + sums.w));
+}
+template <typename Scalar, int columns>
 __device__ __forceinline__ float inner_product(Tile<columns>& first, Tile<columns>& second, const Lane& lane) {
   const MatricesOfTile of_first(false, lane), of_second(true, lane);
   constexpr int kGroupsOfPart = 4;
@@ -101,6 +115,46 @@ __device__ __forceinline__ float inner_product(Tile<columns>& first, Tile<column
   }
   const float2 even = diagonal(products[0], lane), odd = diagonal(products[1], lane);
   return sum_over_warp((even.x + even.y) + (odd.x + odd.y));
+}
+
+// The sums over each column of a product of two tiles, element by element, by one warp: of the first `columns`, an even number.
+template <typename Scalar>
+__device__ __forceinline__ void write_column_products(Tile<kUnitRows, 4>& first, Tile<kUnitRows, 4>& second, float* target,
+                                                      int columns, const Lane& lane) {
+  const int column = 2 * lane.index;
+  float2 sum = {0, 0};
+#pragma unroll 8
+  for (int step = 0; step < kChunk; ++step) {
+    const auto a = *reinterpret_cast<const float2*>(&first.element(step, column)),
+               b = *reinterpret_cast<const float2*>(&second.element(step, column));
+    sum = {fmaf(a.x, b.x, sum.x), fmaf(a.y, b.y, sum.y)};
+  }
+  if (column < columns) *reinterpret_cast<float2*>(target + column) = sum;
+}
+template <typename Scalar>
+__device__ __forceinline__ void write_column_products(Tile<kUnitRows>& first, Tile<kUnitRows>& second, float* target,
+                                                      int columns, const Lane& lane) {
+  const MatricesOfTile of_first(true, lane), of_second(false, lane);
+  target += lane.quad;
+  const int left = lane.pair == lane.quad / 2 ? columns - lane.quad : 0;
+#pragma unroll
+  for (int group = 0; group < kUnitRows / 16; ++group) {
+    uint32_t a[kStepGroups][4], b[kStepGroups][4];
+#pragma unroll
+    for (int k = 0; k < kStepGroups; ++k) {
+      cuda::load_matrices_transposed(a[k], of_first.at(first, k, group));
+      cuda::load_matrices_transposed(b[k], of_second.at(second, k, group));
+    }
+    float products[2][4] = {};
+#pragma unroll
+    for (int k = 0; k < kStepGroups; ++k) {
+      cuda::mma<Scalar>(products[0], a[k], b[k][0], b[k][1]);
+      cuda::mma<Scalar>(products[1], a[k], b[k][2], b[k][3]);
+    }
+    const float2 sums = diagonal(products, lane);
+    if (16 * group < left) target[16 * group] = sums.x;
+    if (16 * group + 8 < left) target[16 * group + 8] = sums.y;
+  }
 }
 
 }  // namespace ssm_kernels::ssd

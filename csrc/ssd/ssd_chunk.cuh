@@ -7,10 +7,14 @@
 #include "cuda/async_copy.cuh"
 #include "cuda/mma.cuh"
 #include "cuda/vector_io.cuh"
+#include "cuda/warp_products.cuh"
 #include "cuda/wgmma.cuh"
 #include "ssd/ssd_cuda.h"
 
 namespace ssm_kernels::ssd {
+
+// In place of what a struct has only with some template arguments.
+struct Nothing {};
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
@@ -27,23 +31,30 @@ __device__ __forceinline__ Shared& align_shared(unsigned char* memory) {
   return *reinterpret_cast<Shared*>(memory + (kOperandAlignment - address % kOperandAlignment) % kOperandAlignment);
 }
 
-// kChunk rows of 16-bit elements in shared memory, in parts of 64 columns: rows of 128 bytes, whose pieces of 16 bytes change
-// places by the row's number, so that eight rows' pieces of one column lie in different banks. This is also the layout that
-// cuda/wgmma.cuh describes.
-template <int columns>
-struct Tile {
-  static constexpr int kPieceElements = 8, kPartPieces = 8;
-  static constexpr int kPieces = columns / kPieceElements;
+// kChunk rows in shared memory, of 16-bit elements or of fp32, in parts of 64 or 32 columns: rows of 128 bytes, whose pieces of
+// 16 bytes change places by the row's number (cuda/warp_products.cuh says why so), so that loads of operands meet different
+// banks. That of 16 bits is also the layout that cuda/wgmma.cuh describes.
+template <int columns, int element_bytes = 2>
+struct alignas(128) Tile {
+  static constexpr int kPieceElements = static_cast<int>(sizeof(uint4)) / element_bytes, kPartPieces = 8;
+  static constexpr int kPieces = columns / kPieceElements, kParts = kPieces / kPartPieces;
   static_assert(kPieces % kPartPieces == 0, "a tile is made of whole parts");
-  uint4 parts[kPieces / kPartPieces][kChunk][kPartPieces];
+  uint4 parts[kParts][kChunk][kPartPieces];
   static constexpr int kRowBytes = sizeof(uint4) * kPartPieces, kPartBytes = kChunk * kRowBytes;  // a row's of a part
 
   __device__ __forceinline__ uint4* piece(int row, int column_piece) {
-    return &parts[column_piece / kPartPieces][row][column_piece % kPartPieces ^ (row & 7)];
+    return &parts[column_piece / kPartPieces][row][column_piece % kPartPieces ^ cuda::piece_turn<element_bytes>(row)];
   }
 
-  // The address that a lane gives for load_matrices: 16 rows from `row`, 16 columns from column_piece; the four matrices run
-  // down the rows first, or along the columns first. `row` is a multiple of 8: the pieces of a column lie so many rows apart.
+  // Of fp32.
+  __device__ __forceinline__ float& element(int row, int column) {
+    static_assert(element_bytes == sizeof(float), "others are not taken one by one");
+    return reinterpret_cast<float*>(piece(row, column / kPieceElements))[column % kPieceElements];
+  }
+
+  // The address that a lane gives for load_matrices, which is for 16 bits: 16 rows from `row`, 16 columns from column_piece;
+  // the four matrices run down the rows first, or along the columns first. `row` is a multiple of 8: the pieces of a column lie
+  // so many rows apart.
   __device__ __forceinline__ uint4* rows_first(int row, int column_piece, int lane) {
     return piece(lane % 16, column_piece + lane / 16) + row * kPartPieces;
   }
@@ -80,20 +91,22 @@ struct FromBothEnds {
 };
 
 // A thread's share of copying a tensor's rows, chunk by chunk, to tiles of that many columns: of every kRows-th row one piece.
-template <int columns, int threads, typename Order = InOrder>
+template <typename Scalar, int columns, int threads, typename Order = InOrder>
 class RowCopier {
  public:
+  using TargetTile = Tile<columns, sizeof(Scalar)>;
+
   // From a chunk at `source`, rows of that many elements; a tile's other columns become zeros.
-  __device__ __forceinline__ RowCopier(const void* source, int64_t stride_step, int elements, int thread)
+  __device__ __forceinline__ RowCopier(const Scalar* source, int64_t stride_step, int elements, int thread)
       : column_(thread % kPieces),
         row_(thread / kPieces),
         is_there_(column_ * kPieceElements < elements),
-        source_(static_cast<const unsigned short*>(source) + column_ * kPieceElements + row_ * stride_step) {}
+        source_(source + column_ * kPieceElements + row_ * stride_step) {}
 
   // Starts the copies of a chunk, of which only the first `steps` rows exist; the others become zeros. Then goes on to the
   // next, or the one before.
-  __device__ __forceinline__ void copy(Tile<columns>& tile, int steps, int64_t stride_step, bool is_reverse = false) {
-    const unsigned short* source = source_;
+  __device__ __forceinline__ void copy(TargetTile& tile, int steps, int64_t stride_step, bool is_reverse = false) {
+    const Scalar* source = source_;
     if (steps == kChunk) {
       const int bytes = is_there_ ? cuda::kAsyncCopyBytes : 0;
 #pragma unroll
@@ -112,7 +125,7 @@ class RowCopier {
   }
 
  private:
-  static constexpr int kPieceElements = Tile<columns>::kPieceElements, kPieces = Tile<columns>::kPieces;
+  static constexpr int kPieceElements = TargetTile::kPieceElements, kPieces = TargetTile::kPieces;
   static constexpr int kRows = threads / kPieces, kCopies = kChunk / kRows;
   static_assert(threads % kPieces == 0 && kChunk % kRows == 0, "a thread copies one column of pieces");
   static_assert(std::is_same_v<Order, InOrder> || kBlockSteps % kRows == 0, "rows of one copy lie together in any order");
@@ -123,7 +136,7 @@ class RowCopier {
 
   int column_, row_;
   bool is_there_;
-  const unsigned short* source_;
+  const Scalar* source_;
 };
 
 // Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
@@ -137,6 +150,22 @@ struct alignas(16) ChunkTables {
   float whole;               // the decay from before the chunk to l; likewise
   bool has_begun;            // whether any sequence begins in the chunk
 };
+// For inputs of fp32 the sums have twice the digits: a difference of large ones is a decay like any other.
+struct FineChunkTables : ChunkTables {
+  float log2_decay_rest[kChunk];  // what rounding leaves of log2_decay
+};
+template <typename Scalar>
+constexpr bool kIsFine = std::is_same_v<Scalar, float>;
+template <typename Scalar>
+using TablesOf = std::conditional_t<kIsFine<Scalar>, FineChunkTables, ChunkTables>;
+
+// The logarithm of the decay from one step to a later one.
+__device__ __forceinline__ float log2_between(const ChunkTables& tables, int from, int to) {
+  return tables.log2_decay[to] - tables.log2_decay[from];
+}
+__device__ __forceinline__ float log2_between(const FineChunkTables& tables, int from, int to) {
+  return (tables.log2_decay[to] - tables.log2_decay[from]) + (tables.log2_decay_rest[to] - tables.log2_decay_rest[from]);
+}
 
 // Whether any sequence begins in the chunk. Mostly none can, which is known sooner than what the table says.
 __device__ __forceinline__ bool has_begun(const SsdParams& p, const ChunkTables& tables) {
@@ -201,11 +230,13 @@ struct FetchedSteps {
 
 // A lane's two steps of the tables of `count` chunks. They are made together, by one warp: each is a chain of operations that
 // wait for one another.
-template <int count>
+template <int count, typename Scalar>
 struct TableSteps {
-  float log2_decay[count][2], gain[count][2], from_start[count][2], to_end[count][2];
+  using Sum = std::conditional_t<kIsFine<Scalar>, double, float>;
+  Sum log2_decay[count][2];
+  float gain[count][2], from_start[count][2], to_end[count][2];
   int first[count][2];
-  float last[count];  // of the sums, that of the chunk
+  Sum last[count];  // of the sums, that of the chunk
   bool has_begun[count];
 
   // body(chunk, step)
@@ -218,7 +249,6 @@ struct TableSteps {
     }
   }
 
-  template <typename Scalar>
   __device__ __forceinline__ void make(const SsdParams& p, const HeadSteps& head, const FetchedSteps<Scalar>* steps) {
     const int lane = threadIdx.x % kWarpSize;
     float zeta[count][2];
@@ -226,8 +256,13 @@ struct TableSteps {
       const float d = head.step_size(p, cuda::to_accumulate(steps[k].dt[i]));
       gain[k][i] = steps[k].is_there(i) ? d : 0.0f;
       zeta[k][i] = steps[k].is_there(i) ? d * head.A : 0.0f;
-      const float log2 = zeta[k][i] * static_cast<float>(kLog2E);
-      log2_decay[k][i] = log2 < kLowestLog2Decay ? kLowestLog2Decay : log2;
+      Sum log2;
+      if constexpr (kIsFine<Scalar>) {
+        log2 = steps[k].is_there(i) ? Sum(d) * Sum(head.A) * kLog2E : Sum(0);
+      } else {
+        log2 = zeta[k][i] * static_cast<float>(kLog2E);
+      }
+      log2_decay[k][i] = log2 < kLowestLog2Decay ? Sum(kLowestLog2Decay) : log2;
     });
     visit_exponential(p.discretization, [&](auto method) {
       using Method = decltype(method);
@@ -238,7 +273,7 @@ struct TableSteps {
 
     // A sum ends with the first step, from the last, before which a sequence begins.
     unsigned begins[count][2];
-    float sum[count];
+    Sum sum[count];
     bool any_has_begun = false;
 #pragma unroll
     for (int k = 0; k < count; ++k) {
@@ -256,7 +291,7 @@ struct TableSteps {
       for (int distance = 1; distance < kWarpSize; distance *= 2) {
 #pragma unroll
         for (int k = 0; k < count; ++k) {
-          const float earlier = __shfl_up_sync(kWholeWarp, sum[k], distance);
+          const Sum earlier = __shfl_up_sync(kWholeWarp, sum[k], distance);
           if constexpr (decltype(may_be_cut)::value) {
             const bool earlier_is_cut = __shfl_up_sync(kWholeWarp, is_cut[k], distance);
             if (lane >= distance && !is_cut[k]) sum[k] += earlier;
@@ -274,14 +309,14 @@ struct TableSteps {
     }
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-      const float before = __shfl_up_sync(kWholeWarp, sum[k], 1);
+      const Sum before = __shfl_up_sync(kWholeWarp, sum[k], 1);
       last[k] = __shfl_sync(kWholeWarp, sum[k], kWarpSize - 1);
       if (steps[k].resets[0] == 0 && lane > 0) log2_decay[k][0] += before;
       log2_decay[k][1] = sum[k];
     }
     for_each([&](int k, int i) {
-      from_start[k][i] = Math<float>::exp2(log2_decay[k][i]);
-      to_end[k][i] = gain[k][i] * Math<float>::exp2(last[k] - log2_decay[k][i]);
+      from_start[k][i] = Math<float>::exp2(static_cast<float>(log2_decay[k][i]));
+      to_end[k][i] = gain[k][i] * Math<float>::exp2(static_cast<float>(last[k] - log2_decay[k][i]));
       first[k][i] = 0;
     });
     if (!any_has_begun) return;
@@ -297,21 +332,26 @@ struct TableSteps {
 
   // Of the k-th chunk; where only states are to be found, what that takes.
   template <bool states_only = false>
-  __device__ __forceinline__ void store(int k, ChunkTables& tables) const {
+  __device__ __forceinline__ void store(int k, TablesOf<Scalar>& tables) const {
     const int lane = threadIdx.x % kWarpSize;
     const auto store_floats = [&](float (&table)[kChunk], const float (&values)[2]) {
       reinterpret_cast<float2*>(table)[lane] = {values[0], values[1]};
     };
     store_floats(tables.to_end, to_end[k]);
     if constexpr (!states_only) {
-      store_floats(tables.log2_decay, log2_decay[k]);
+      const float rounded[2] = {static_cast<float>(log2_decay[k][0]), static_cast<float>(log2_decay[k][1])};
+      store_floats(tables.log2_decay, rounded);
+      if constexpr (kIsFine<Scalar>) {
+        store_floats(tables.log2_decay_rest,
+                     {static_cast<float>(log2_decay[k][0] - rounded[0]), static_cast<float>(log2_decay[k][1] - rounded[1])});
+      }
       store_floats(tables.gain, gain[k]);
       store_floats(tables.from_start, from_start[k]);
       reinterpret_cast<int2*>(tables.first)[lane] = {first[k][0], first[k][1]};
     }
     if (lane == 0) {
       tables.has_begun = has_begun[k];
-      tables.whole = has_begun[k] ? 0.0f : Math<float>::exp2(last[k]);
+      tables.whole = has_begun[k] ? 0.0f : Math<float>::exp2(static_cast<float>(last[k]));
     }
   }
 };

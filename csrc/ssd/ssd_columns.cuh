@@ -45,7 +45,6 @@ struct UnitsOf {
   static constexpr int kRowBlocks = kUnits / kColumnBlocks;
   static constexpr bool kShareRows = kRowBlocks == 1;
 
-  struct Nothing {};
   using PartOfOut = std::conditional_t<kShareRows, ssd::PartOfOut, Nothing>;
 
   static __device__ __forceinline__ int column_block(int index) { return kShareRows ? index : 0; }

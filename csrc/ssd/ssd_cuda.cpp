@@ -1,7 +1,7 @@
-// CUDA entry points of the chunked scan. In 16 bits, in most cases, it runs as kernels of its own
-// (ssd_fwd.cuh, ssd_bwd.cuh) on the current stream, all else as ATen's products (ssd_aten.h). Nothing waits for the device,
-// except that the values of cu_seqlens are checked on the host by forward unless a CUDA graph is being captured, and read there
-// by ATen's products.
+// CUDA entry points of the chunked scan. It runs as kernels of its own (ssd_fwd.cuh, ssd_bwd.cuh) on the current stream; fp64,
+// and what takes more shared memory than the device has for a block, as ATen's products (ssd_aten.h). Nothing waits for the
+// device, except that the values of cu_seqlens are checked on the host by forward unless a CUDA graph is being captured, and
+// read there by ATen's products.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -34,7 +34,7 @@ std::string prefer_products(std::string_view name) {
 FwdResult fwd_cuda(const Inputs& in) {
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.x.device());
-  if (!have_kernels_for(in)) return fwd_aten(in);
+  if (!have_kernels_for(in, /*is_backward=*/false)) return fwd_aten(in);
   if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
     check_cu_seqlens_values("ssd_chunk_scan", in.cu_seqlens->cpu(), in.x.size(1));
   }
@@ -51,7 +51,7 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
   const Discretization method = check_inputs(bwd.in);
   const c10::cuda::CUDAGuard guard(bwd.in.x.device());
   const bool has_elements = bwd.in.x.numel() > 0 && bwd.in.B.numel() > 0;
-  if (!has_elements || !have_kernels_for(bwd.in)) return bwd_aten(bwd);
+  if (!has_elements || !have_kernels_for(bwd.in, /*is_backward=*/true)) return bwd_aten(bwd);
   GradTensors grads = allocate_bwd(bwd);
   BwdInputs present = bwd;
   const Inputs& in = bwd.in;

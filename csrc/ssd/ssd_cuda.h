@@ -21,8 +21,11 @@ constexpr int kUnitColumns = 128;  // of a head's state, at most, that a unit ca
 constexpr int kMaxKernelDstate = kUnits * kUnitColumns;
 constexpr int kLeastSharedBytes = 99 * 1024;  // that a block may have, from compute capability 8.0 on
 
-// What a block takes, at least, of forward whose units share rows: that of ssd_fwd_wgmma.cuh, which takes more.
-constexpr int kSharedBytesToShareRows = 146 * 1024;
+// What a block of the kernels takes, at least, of those that take most; backward's are for a unit's columns.
+constexpr int least_shared_bytes(int64_t dstate, bool is_fp32, bool is_backward) {
+  if (!is_fp32) return dstate > kUnitColumns ? 146 * 1024 : kLeastSharedBytes;
+  return (dstate > kUnitColumns || (is_backward && dstate > 64) ? 184 : 136) * 1024;
+}
 
 // Columns of a unit's state with that many in all; what is over is zero.
 constexpr int64_t unit_columns(int64_t dstate) { return dstate <= 64 ? 64 : kUnitColumns; }
@@ -75,7 +78,7 @@ int fit_stages(int most, int max_shared_bytes, const BytesOf& bytes_of) {
   return most;
 }
 
-// Queue the kernels on the stream; return a cudaError_t. Instantiated for __half and __nv_bfloat16.
+// Queue the kernels on the stream; return a cudaError_t. Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
 int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, CUstream_st* stream);
 template <typename Scalar>

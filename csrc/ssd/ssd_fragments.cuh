@@ -44,10 +44,14 @@ struct Lane {
 
 // A lane's pairs of neighboring elements of a tile: in row lane.row + 8 half, of each block of 8 columns those that a product
 // would give it.
+template <int element_bytes = 2>
 class PairsOfTile {
  public:
+  using Pair = std::conditional_t<element_bytes == 2, uint32_t, float2>;
+
   __device__ __forceinline__ explicit PairsOfTile(const Lane& lane)
-      : offset_(lane.row * Tile<kChunk>::kRowBytes + lane.quad * sizeof(uint4) + lane.pair * sizeof(uint32_t)) {}
+      : offset_(lane.row * kRowBytes +
+                (lane.pair * sizeof(Pair) ^ cuda::piece_turn<element_bytes>(lane.quad) * sizeof(uint4))) {}
 
   // The same; what follows from it is found anew, rather than kept in registers.
   __device__ __forceinline__ PairsOfTile anew() const {
@@ -58,18 +62,21 @@ class PairsOfTile {
   // The same of blocks that many further, of the same 8.
   __device__ __forceinline__ PairsOfTile moved(int blocks) const {
     PairsOfTile result = *this;
-    result.offset_ ^= blocks * int(sizeof(uint4));
+    result.offset_ ^= blocks * kBlockBytes;
     return result;
   }
 
   template <int columns>
-  __device__ __forceinline__ uint32_t& at(Tile<columns>& tile, int block, int half) const {
-    const int place = (offset_ ^ (block % 8 * int(sizeof(uint4)))) + block / 8 * (kChunk * Tile<kChunk>::kRowBytes) +
-                      half * 8 * Tile<kChunk>::kRowBytes;
-    return *reinterpret_cast<uint32_t*>(reinterpret_cast<unsigned char*>(&tile) + place);
+  __device__ __forceinline__ Pair& at(Tile<columns, element_bytes>& tile, int block, int half) const {
+    constexpr int kBlocksOfPart = kRowBytes / kBlockBytes;
+    const int place =
+        (offset_ ^ (block % kBlocksOfPart * kBlockBytes)) + block / kBlocksOfPart * (kChunk * kRowBytes) + half * 8 * kRowBytes;
+    return *reinterpret_cast<Pair*>(reinterpret_cast<unsigned char*>(&tile) + place);
   }
 
  private:
+  static constexpr int kRowBytes = Tile<kChunk, element_bytes>::kRowBytes, kBlockBytes = 8 * element_bytes;
+
   int offset_;
 };
 
@@ -170,7 +177,8 @@ struct State {
 
   // To a tile whose rows are the unit's: all columns, or the part-th of as many as the tile has.
   template <typename Scalar, int columns>
-  __device__ __forceinline__ void round(Tile<columns>& tile, const PairsOfTile& pairs, int part = 0) const {
+  __device__ __forceinline__ void round(Tile<columns, sizeof(Scalar)>& tile, const PairsOfTile<sizeof(Scalar)>& pairs,
+                                        int part = 0) const {
     constexpr int kTileBlocks = columns / 8;
 #pragma unroll
     for (int n = 0; n < kTileBlocks; ++n) {
@@ -184,10 +192,16 @@ struct State {
 
   // The operand A of 16 columns.
   template <typename Scalar>
-  __device__ __forceinline__ void pack(int group, uint32_t (&a)[4]) const {
+  __device__ __forceinline__ void pack(int group, cuda::OperandA<Scalar>& a) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      a[i] = cuda::pack<Scalar>(values[2 * group + i / 2][i % 2 * 2], values[2 * group + i / 2][i % 2 * 2 + 1]);
+      const float (&block)[4] = values[2 * group + i / 2];
+      if constexpr (std::is_same_v<Scalar, float>) {
+        a[i / 2 * 4 + i % 2] = block[i % 2 * 2];
+        a[i / 2 * 4 + i % 2 + 2] = block[i % 2 * 2 + 1];
+      } else {
+        a[i] = cuda::pack<Scalar>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+      }
     }
   }
 };
@@ -241,12 +255,13 @@ __device__ __forceinline__ void clear_left_of_diagonal(Tile<kChunk>& products, c
   }
 }
 
-// Weighs this warp's rows of (B C^T)^T, which makes M^T of them. What all warps take of the tables is read when it is made;
-// what is left, when registers are there.
-template <typename Order, bool has_resets>
+// Weighs this warp's rows of (B C^T)^T, or so many blocks of their columns, which makes M^T of them. What all warps take of the
+// tables is read when it is made; what is left, when registers are there.
+template <typename Order, bool has_resets, typename Tables = ChunkTables, int blocks = kStepBlocks>
 class PairWeights {
  public:
-  __device__ __forceinline__ PairWeights(const ChunkTables& tables, const Lane& lane) : tables_(tables), lane_(lane) {
+  __device__ __forceinline__ PairWeights(const Tables& tables, const Lane& lane, int first_block = 0)
+      : tables_(tables), lane_(lane), first_block_(first_block) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int step = step_of<Order>(lane, half);
@@ -254,13 +269,13 @@ class PairWeights {
       gain_[half] = tables.gain[step];
     }
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) columns_[i] = of_columns(tables.log2_decay, kFirstColumn + i);
+    for (int i = 0; i < kColumns; ++i) columns_[i] = of_columns(tables.log2_decay, first_block + kFirstColumn + i);
   }
 
   // put(low, high, n, half) for a lane's pairs of neighboring elements that are not left of the diagonal, in the order of
   // PairsOfTile.
   template <typename Put>
-  __device__ __forceinline__ void weigh(const float (&m)[kStepBlocks][4], const Put& put) const {
+  __device__ __forceinline__ void weigh(const float (&m)[blocks][4], const Put& put) const {
     if constexpr (kIsBalanced) {
       float2 chosen[kChosen];
 #pragma unroll
@@ -281,12 +296,12 @@ class PairWeights {
       }
     } else {
 #pragma unroll
-      for (int n = 0; n < kStepBlocks; ++n) {
+      for (int i = 0; i < blocks; ++i) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int block = block_of<Order>(lane_, half);
+          const int n = first_block_ + i, block = block_of<Order>(lane_, half);
           if (n < block) continue;
-          weigh_block(m[n][2 * half], m[n][2 * half + 1], columns_[n], n, half, n == block, put);
+          weigh_block(m[i][2 * half], m[i][2 * half + 1], columns_[i], n, half, n == block, put);
         }
       }
     }
@@ -299,9 +314,10 @@ class PairWeights {
   static constexpr bool kIsBalanced = std::is_same_v<Order, FromBothEnds>;
   static constexpr int kChosen = kUnitWarps - 1, kLastChosen = kStepBlocks - 2;
   static_assert(kStepBlocks == 2 * kUnitWarps, "two blocks of steps to a warp");
+  static_assert(!kIsBalanced || blocks == kStepBlocks, "all warps have equally many blocks of all columns");
   __device__ __forceinline__ bool is_of_first(int i) const { return i >= lane_.warp; }
 
-  static constexpr int kFirstColumn = kIsBalanced ? kChosen : 0, kColumns = kStepBlocks - kFirstColumn;
+  static constexpr int kFirstColumn = kIsBalanced ? kChosen : 0, kColumns = blocks - kFirstColumn;
 
   template <typename Pair = float2, typename Element>
   __device__ __forceinline__ Pair of_columns(const Element (&table)[kChunk], int block) const {
@@ -312,8 +328,14 @@ class PairWeights {
   __device__ __forceinline__ void weigh_block(float low, float high, const float2& log2_decay, int n, int half,
                                               bool is_on_diagonal, const Put& put) const {
     const float log2_of_row = half == 0 ? log2_decay_[0] : log2_decay_[1], gain = half == 0 ? gain_[0] : gain_[1];
-    float weighed[2] = {low * (gain * Math<float>::exp2(log2_decay.x - log2_of_row)),
-                        high * (gain * Math<float>::exp2(log2_decay.y - log2_of_row))};
+    float log2_between[2] = {log2_decay.x - log2_of_row, log2_decay.y - log2_of_row};
+    if constexpr (std::is_same_v<Tables, FineChunkTables>) {
+      const float2 rest = of_columns(tables_.log2_decay_rest, n);
+      const float rest_of_row = tables_.log2_decay_rest[step_of<Order>(lane_, half)];
+      log2_between[0] += rest.x - rest_of_row;
+      log2_between[1] += rest.y - rest_of_row;
+    }
+    float weighed[2] = {low * (gain * Math<float>::exp2(log2_between[0])), high * (gain * Math<float>::exp2(log2_between[1]))};
     // After i, the column, or of an earlier sequence: it may be anything then, also no number.
     if (is_on_diagonal && lane_.quad > 2 * lane_.pair) weighed[0] = 0;
     if (is_on_diagonal && lane_.quad > 2 * lane_.pair + 1) weighed[1] = 0;
@@ -326,8 +348,9 @@ class PairWeights {
     put(weighed[0], weighed[1], n, half);
   }
 
-  const ChunkTables& tables_;
+  const Tables& tables_;
   const Lane& lane_;
+  int first_block_;
   float log2_decay_[2], gain_[2];
   float2 columns_[kColumns];
 };
@@ -343,6 +366,15 @@ __device__ __forceinline__ void decay_from_start(float (&y)[kStepBlocks][4], con
       y[n][2 * half + 1] *= from_start.y;
     }
   }
+}
+
+// x^T of the warp's rows and the 16 steps of a group of a tile's rows: an operand A.
+__device__ __forceinline__ void load_inputs(uint32_t (&x)[4], Tile<kUnitRows>& tile, int group, const Lane& lane) {
+  cuda::load_matrices_transposed(x, tile.columns_first(16 * group, 2 * lane.warp, lane.index));
+}
+__device__ __forceinline__ void load_inputs(float (&x)[8], Tile<kUnitRows, 4>& tile, int group, const Lane& lane) {
+  const auto operand = cuda::describe_warp_operand<4>(&tile, Tile<kUnitRows, 4>::kPartBytes, lane.index);
+  cuda::load_a<true>(x, cuda::rows_of(cuda::columns_of(operand, lane.warp), group));
 }
 
 // x^T of the 16 steps of a group of rows in that order, each times its weight; `rest` is what rounding these leaves, if asked
@@ -361,6 +393,17 @@ __device__ __forceinline__ void weigh_inputs(const uint32_t (&x)[4], const float
       weighed[i] = cuda::pack<Scalar>(low, high);
       if (rest != nullptr) rest[i] = cuda::pack_rest<Scalar>(low, high, weighed[i]);
     }
+  }
+}
+
+template <typename Scalar>
+__device__ __forceinline__ void weigh_inputs(const float (&x)[8], const float (&weights)[kChunk], int group, const Lane& lane,
+                                             float (&weighed)[8]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const auto weight = *reinterpret_cast<const float2*>(&weights[kBlockSteps * (2 * group + half) + 2 * lane.pair]);
+#pragma unroll
+    for (int i = 4 * half; i < 4 * half + 4; ++i) weighed[i] = x[i] * (i % 4 < 2 ? weight.x : weight.y);
   }
 }
 
@@ -422,6 +465,30 @@ class OutRounder {
     }
   }
 
+  float2 D_;
+};
+
+template <>
+class OutRounder<float, InOrder> {
+ public:
+  __device__ __forceinline__ OutRounder(const SsdFwdParams& p, const Unit& unit, const Lane& lane)
+      : D_(load_D(p, unit, lane)) {}
+
+  __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const float (&x)[kStepGroups][8],
+                                        Tile<kUnitRows, 4>* z_tile, Tile<kUnitRows, 4>& tile, const Lane& lane) const {
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int half = i / 2, step = 8 * n + 2 * lane.pair + i % 2, row = lane.row + 8 * half;
+        float value = fmaf(half == 0 ? D_.x : D_.y, x[n / 2][n % 2 * 4 + i % 2 * 2 + half], y[n][i]);
+        if (z_tile != nullptr) value *= silu(z_tile->element(step, row));
+        tile.element(step, row) = value;
+      }
+    }
+  }
+
+ private:
   float2 D_;
 };
 

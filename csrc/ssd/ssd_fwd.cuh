@@ -41,21 +41,25 @@ int launch_staged(Kernel kernel, int threads, bool has_gate, const SsdFwdParams&
 template <typename Scalar, int dstate, bool states_only>
 int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {
   const bool has_gate = !states_only && params.z.data != nullptr;
-  const auto wgmma_kernel = params.resets != nullptr ? ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, true>
-                                                     : ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, states_only>;
-  constexpr int kWgmmaThreads = WgmmaFwd<Scalar, dstate, states_only, true>::kThreads;
-  if (runs.may_use_wgmma && cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
-    return launch_staged<WgmmaShared<dstate, states_only>>(wgmma_kernel, kWgmmaThreads, has_gate, params, runs,
-                                                           max_shared_bytes, stream);
+  if constexpr (!kIsFine<Scalar>) {
+    const auto wgmma_kernel = params.resets != nullptr ? ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, true>
+                                                       : ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, states_only>;
+    constexpr int kWgmmaThreads = WgmmaFwd<Scalar, dstate, states_only, true>::kThreads;
+    if (runs.may_use_wgmma && cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
+      return launch_staged<WgmmaShared<dstate, states_only>>(wgmma_kernel, kWgmmaThreads, has_gate, params, runs,
+                                                             max_shared_bytes, stream);
+    }
   }
-  return launch_staged<MmaShared<dstate>>(ssd_fwd_mma_kernel<Scalar, dstate, states_only>, kUnits * kUnitThreads, has_gate,
-                                          params, runs, max_shared_bytes, stream);
+  using Shared = MmaShared<Scalar, dstate>;
+  static_assert(Shared::bytes(1, true) <= least_shared_bytes(dstate, kIsFine<Scalar>, /*is_backward=*/false),
+                "a block is only begun where there is as much");
+  return launch_staged<Shared>(ssd_fwd_mma_kernel<Scalar, dstate, states_only>, kUnits * kUnitThreads, has_gate, params, runs,
+                               max_shared_bytes, stream);
 }
 
-static_assert(MmaShared<kUnitColumns>::bytes(1, true) <= kLeastSharedBytes, "every device has as much");
-static_assert(WgmmaShared<kMaxKernelDstate, false>::bytes(1, true) <= kSharedBytesToShareRows &&
-                  MmaShared<kMaxKernelDstate>::bytes(1, true) <= kSharedBytesToShareRows,
-              "a block whose units share rows is only begun where there is as much");
+static_assert(WgmmaShared<kMaxKernelDstate, false>::bytes(1, true) <=
+                  least_shared_bytes(kMaxKernelDstate, /*is_fp32=*/false, /*is_backward=*/false),
+              "a block is only begun where there is as much");
 
 template <typename Scalar>
 int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {

@@ -69,8 +69,9 @@ Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs
   return result;
 }
 
-// For the kernels of compute capability 9.0: ssd_tile_out.cuh. Whether that may be.
+// For the kernels of compute capability 9.0, of 16 bits: ssd_tile_out.cuh. Whether that may be.
 bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
+  if (out.scalar_type() == at::kFloat) return false;
   // A tile's first step is a number of 32 bits.
   if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
   if (out.numel() == 0) return true;
@@ -82,12 +83,10 @@ bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
 
 }  // namespace
 
-bool have_kernels_for(const Inputs& in) {
+bool have_kernels_for(const Inputs& in, bool is_backward) {
   const at::ScalarType dtype = in.x.scalar_type();
-  const int64_t dstate = in.B.size(3);
-  if (dtype != at::kHalf && dtype != at::kBFloat16) return false;
   static_assert(kMaxKernelDstate >= kMaxDstate, "dstate is checked before");
-  return dstate <= kUnitColumns || max_shared_bytes(in.x) >= kSharedBytesToShareRows;
+  return dtype != at::kDouble && max_shared_bytes(in.x) >= least_shared_bytes(in.B.size(3), dtype == at::kFloat, is_backward);
 }
 
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,

@@ -1,8 +1,10 @@
-// SSD chunk-scan, forward, with the products of cuda/mma.cuh, on every device. See ssd_fwd.cuh for what is computed.
+// SSD chunk-scan, forward, with the products of cuda/warp_products.cuh, on every device, and for fp32. See ssd_fwd.cuh for what
+// is computed.
 //
 // A block is its units' warps. Warp w of a unit computes rows 16 w to 16 w + 15 of M^T; the unit's warps exchange them through
 // shared memory. Every warp copies its share of the chunks ahead, and each in turn makes its unit's tables of the next chunk's
-// decays.
+// decays. In fp32, where all takes twice the room, M^T takes the place of C if there it fits, which all warps that read C have
+// done with then.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -12,20 +14,33 @@
 
 namespace ssm_kernels::ssd {
 
-template <int dstate>
-struct MmaShared {
+template <typename Scalar, int dstate>
+struct alignas(128) MmaShared {
   using Units = UnitsOf<dstate>;
+  using HeadTile = Tile<kUnitRows, sizeof(Scalar)>;
+  using GroupTile = Tile<Units::kColumns, sizeof(Scalar)>;
+  using PairTile = Tile<kChunk, sizeof(Scalar)>;
   static constexpr int kMaxStages = 3;
   struct Stage {
-    Tile<Units::kColumns> C[Units::kColumnBlocks], B[Units::kColumnBlocks];
-    Tile<kUnitRows> x[Units::kRowBlocks];
+    GroupTile C[Units::kColumnBlocks], B[Units::kColumnBlocks];
+    HeadTile x[Units::kRowBlocks];
   };
+  static constexpr bool kSharesPairs = kIsFine<Scalar> && !Units::kShareRows;
+  static constexpr bool kIsInPlaceOfC = kIsFine<Scalar> && sizeof(Stage::C) >= kUnits * sizeof(PairTile);
   struct OfUnit {
-    Tile<kChunk> products;  // M^T
-    ChunkTables tables[2];  // of the chunk at work and the next
+    std::conditional_t<kIsInPlaceOfC, Nothing, PairTile> products;  // M^T
+    TablesOf<Scalar> tables[2];                                     // of the chunk at work and the next
   };
   OfUnit of_unit[kUnits];
   typename Units::PartOfOut part_of_out;
+
+  __device__ __forceinline__ PairTile& products(int index, Stage& stage) {
+    if constexpr (kIsInPlaceOfC) {
+      return reinterpret_cast<PairTile*>(&stage.C)[sizeof(Stage::C) / kUnits / sizeof(PairTile) * index];
+    } else {
+      return of_unit[index].products;
+    }
+  }
 
   static SSM_HOST_DEVICE constexpr int stage_bytes(bool has_gate) {
     return static_cast<int>(sizeof(Stage) + (has_gate ? sizeof(Stage::x) : 0));
@@ -39,34 +54,42 @@ struct MmaShared {
 template <typename Scalar>
 class OutWriter {
  public:
+  using OutTile = Tile<kUnitRows, sizeof(Scalar)>;
+
   __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
       : p_(p), rounder_(p, unit, lane) {
-    const int column = piece(lane) * Tile<kUnitRows>::kPieceElements;
+    const int column = piece(lane) * OutTile::kPieceElements;
     is_there_ = column < unit.rows;
     target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row(lane) * p.out.stride_step;
   }
 
-  __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
-                                        Tile<kUnitRows>* z_tile, Tile<kUnitRows>& tile, const Lane& lane, int steps) {
+  __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const cuda::OperandA<Scalar> (&x)[kStepGroups],
+                                        OutTile* z_tile, OutTile& tile, const Lane& lane, int steps) {
     rounder_.round(y, x, z_tile, tile, lane);
     __syncwarp();
     const uint4* const source = tile.piece(row(lane), piece(lane));
     const int rows = is_there_ ? steps - row(lane) : 0;
-    uint4 pieces[kChunk / 16];
+    uint4 pieces[kChunk / kRows];
 #pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) pieces[i] = source[16 * i * Tile<kUnitRows>::kPartPieces];
+    for (int i = 0; i < kChunk / kRows; ++i) pieces[i] = source[kRows * i * OutTile::kPartPieces];
 #pragma unroll
-    for (int i = 0; i < kChunk / 16; ++i) {
-      if (16 * i < rows) __stcg(reinterpret_cast<uint4*>(target_), pieces[i]);
-      target_ += 16 * p_.out.stride_step;
+    for (int i = 0; i < kChunk / kRows; ++i) {
+      if (kRows * i < rows) __stcg(reinterpret_cast<uint4*>(target_), pieces[i]);
+      target_ += kRows * p_.out.stride_step;
     }
     __syncwarp();
   }
 
  private:
-  // Of what the lane writes: each 16th row from that on, and the piece.
-  static __device__ __forceinline__ int row(const Lane& lane) { return lane.index % 16; }
-  static __device__ __forceinline__ int piece(const Lane& lane) { return 2 * lane.warp + lane.index / 16; }
+  // Pieces of a warp's columns, and rows that it writes at once: eight lanes' pieces lie in different banks.
+  static constexpr int kPieces = 16 / OutTile::kPieceElements, kRows = kWarpSize / kPieces;
+  // Of what the lane writes: each kRows-th row from that on, and the piece.
+  static __device__ __forceinline__ int row(const Lane& lane) {
+    return kIsFine<Scalar> ? lane.index / kPieces : lane.index % kRows;
+  }
+  static __device__ __forceinline__ int piece(const Lane& lane) {
+    return kPieces * lane.warp + (kIsFine<Scalar> ? lane.index % kPieces : lane.index / kRows);
+  }
 
   const SsdFwdParams& p_;
   OutRounder<Scalar, InOrder> rounder_;
@@ -79,10 +102,12 @@ template <typename Scalar, int dstate, bool states_only>
 __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const Runs& runs, unsigned char* memory,
                                                     const Place& at, const Unit& unit, int index, const Lane& lane,
                                                     State<UnitsOf<dstate>::kColumns>& state) {
-  using Shared = MmaShared<dstate>;
+  using Shared = MmaShared<Scalar, dstate>;
   using Units = UnitsOf<dstate>;
-  using UnitState = State<Units::kColumns>;
+  using HeadTile = typename Shared::HeadTile;
+  using GroupTile = typename Shared::GroupTile;
   constexpr int kStateGroups = Units::kColumns / 16, kThreads = kUnits * kUnitThreads;
+  constexpr int kUnrolled = kIsFine<Scalar> ? 1 : kStateGroups;
   constexpr int kThreadsOfRows = kThreads / Units::kRowBlocks;
   const bool has_gate = !states_only && p.z.data != nullptr;
   const int rows = Units::row_block(index), columns = Units::column_block(index);
@@ -91,24 +116,24 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   const auto stage_at = [&](int slot) {
     return reinterpret_cast<typename Shared::Stage*>(memory + sizeof(Shared) + slot * Shared::stage_bytes(has_gate));
   };
-  const auto z_at = [&](int slot) { return reinterpret_cast<Tile<kUnitRows>*>(stage_at(slot) + 1) + rows; };
+  const auto z_at = [&](int slot) { return reinterpret_cast<HeadTile*>(stage_at(slot) + 1) + rows; };
 
   const auto copy = [&](int chunk) {
     if (chunk < at.chunks) {
       const int slot = chunk % runs.stages, steps = at.steps_of(chunk);
       auto& target = *stage_at(slot);
-      const auto copy_state_rows = [&](Tile<Units::kColumns>(&tiles)[Units::kColumnBlocks], const RowsView& view) {
+      const auto copy_state_rows = [&](GroupTile(&tiles)[Units::kColumnBlocks], const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
 #pragma unroll
         for (int block = 0; block < Units::kColumnBlocks; ++block) {
           const int first = block * Units::kColumns;
-          RowCopier<Units::kColumns, kThreads>(source + first, view.stride_step, p.dstate - first, threadIdx.x)
+          RowCopier<Scalar, Units::kColumns, kThreads>(source + first, view.stride_step, p.dstate - first, threadIdx.x)
               .copy(tiles[block], steps, view.stride_step);
         }
       };
-      const auto copy_head_rows = [&](Tile<kUnitRows>& tile, const RowsView& view) {
+      const auto copy_head_rows = [&](HeadTile& tile, const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, unit.head, chunk) + unit.first_row;
-        RowCopier<kUnitRows, kThreadsOfRows>(source, view.stride_step, unit.rows, threadIdx.x % kThreadsOfRows)
+        RowCopier<Scalar, kUnitRows, kThreadsOfRows>(source, view.stride_step, unit.rows, threadIdx.x % kThreadsOfRows)
             .copy(tile, steps, view.stride_step);
       };
       copy_state_rows(target.B, p.B);
@@ -128,7 +153,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   };
   const auto tabulate = [&](int chunk) {
     if (!is_mine(chunk)) return;
-    TableSteps<1> made;
+    TableSteps<1, Scalar> made;
     made.make(p, head, &fetched);
     made.store(0, own.tables[chunk % 2]);
   };
@@ -140,10 +165,10 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   tabulate(0);
 
   OutWriter<Scalar> out(p, at, unit, lane);
-  const PairsOfTile pairs(lane);
+  const PairsOfTile<sizeof(Scalar)> pairs(lane);
   float decay_of_piece = 1;
 
-  if constexpr (!states_only) clear_left_of_diagonal<InOrder>(own.products, lane);
+  if constexpr (!states_only && !kIsFine<Scalar>) clear_left_of_diagonal<InOrder>(own.products, lane);
 #pragma unroll 1
   for (int chunk = 0; chunk < at.chunks; ++chunk) {
     const int slot = chunk % runs.stages;
@@ -161,47 +186,55 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     fetch(chunk + 2);
 
     auto& tiles = *stage_at(slot);
-    auto &B = tiles.B[columns], &C = tiles.C[columns];
     auto& x_tile = tiles.x[rows];
-    const ChunkTables& tables = own.tables[chunk % 2];
+    const auto describe = [&](auto& tile) {
+      return cuda::describe_warp_operand<sizeof(Scalar)>(&tile, std::decay_t<decltype(tile)>::kPartBytes, lane.index);
+    };
+    const auto B = describe(tiles.B[columns]), C = describe(tiles.C[columns]);
+    const auto& tables = own.tables[chunk % 2];
 
     float y[kStepBlocks][4] = {};
-    uint32_t rest[kStepBlocks][2] = {};  // what rounding leaves of this warp's rows of M^T
+    auto& products = shared.products(index, tiles);
+    // What rounding leaves of this warp's rows of M^T.
+    cuda::Packed<Scalar> rest[kStepBlocks][2] = {};
     if constexpr (!states_only) {
       // Two passes over C: its products with B and with the state at once would take too many registers.
-      {
-        float m[kStepBlocks][4] = {};
-#pragma unroll
-        for (int k = 0; k < kStateGroups; ++k) {
-          uint32_t b[4];
-          cuda::load_matrices(b, B.rows_first(16 * lane.warp, 2 * k, lane.index));
-#pragma unroll
-          for (int i = 0; i < kStepGroups; ++i) {
-            uint32_t c[4];
-            cuda::load_matrices(c, C.columns_first(16 * i, 2 * k, lane.index));
-            cuda::mma<Scalar>(m[2 * i], b, c[0], c[1]);
-            cuda::mma<Scalar>(m[2 * i + 1], b, c[2], c[3]);
-          }
-        }
-        PairWeights<InOrder, true>(tables, lane.anew()).weigh(m, [&](float low, float high, int n, int half) {
-          const uint32_t rounded = cuda::pack<Scalar>(low, high);
-          pairs.at(own.products, n, half) = rounded;
-          rest[n][half] = cuda::pack_rest<Scalar>(low, high, rounded);
-        });
-      }
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) {
-        uint32_t s[4];
+        cuda::OperandA<Scalar> s;
         state.template pack<Scalar>(k, s);
-#pragma unroll
-        for (int i = 0; i < kStepGroups; ++i) {
-          uint32_t c[4];
-          cuda::load_matrices(c, C.columns_first(16 * i, 2 * k, lane.index));
-          cuda::mma<Scalar>(y[2 * i], s, c[0], c[1]);
-          cuda::mma<Scalar>(y[2 * i + 1], s, c[2], c[3]);
-        }
+        cuda::multiply<Scalar, false>(y, s, columns_of(C, k), true);
       }
       decay_from_start(y, tables, lane);
+      // The units of different rows have the same (B C^T)^T: in fp32 each makes half of its columns, for all.
+      constexpr int kBlocks = Shared::kSharesPairs ? kStepBlocks / kUnits : kStepBlocks;
+      const int first_block = Shared::kSharesPairs ? kBlocks * index : 0;
+      float m[kBlocks][4] = {};
+#pragma unroll kUnrolled
+      for (int k = 0; k < kStateGroups; ++k) {
+        cuda::multiply<Scalar, false, false>(m, columns_of(B, k), columns_of(rows_of(C, first_block / 2), k), true);
+      }
+      if constexpr (Shared::kIsInPlaceOfC) __syncthreads();
+      const auto weigh = [&](const TablesOf<Scalar>& tables_of_unit, auto& target) {
+        PairWeights<InOrder, true, TablesOf<Scalar>, kBlocks> weights(tables_of_unit, lane.anew(), first_block);
+        weights.weigh(m, [&](float low, float high, int n, int half) {
+          const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
+          pairs.at(target, n, half) = packed;
+          if constexpr (!kIsFine<Scalar>) rest[n][half] = cuda::pack_rest<Scalar>(low, high, packed);
+        });
+        // Left of the diagonal, but multiplied.
+        if constexpr (kIsFine<Scalar>) {
+          if (2 * lane.warp / kBlocks * kBlocks == first_block) pairs.at(target, 2 * lane.warp, 1) = {0, 0};
+        }
+      };
+      if constexpr (Shared::kSharesPairs) {
+#pragma unroll
+        for (int unit = 0; unit < kUnits; ++unit) {
+          weigh(shared.of_unit[unit].tables[chunk % 2], shared.products(unit, tiles));
+        }
+      } else {
+        weigh(tables, products);
+      }
     }
 
     if (has_begun(p, tables)) {
@@ -210,51 +243,46 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
       state.decay(tables.whole);
     }
     if (states_only) add_decay(p, decay_of_piece, tables);
-#pragma unroll
+#pragma unroll kUnrolled
     for (int j = 0; j < kStepGroups; ++j) {
-      uint32_t x[4], weighed[4];
-      cuda::load_matrices_transposed(x, x_tile.columns_first(16 * j, 2 * lane.warp, lane.index));
+      cuda::OperandA<Scalar> x, weighed;
+      load_inputs(x, x_tile, j, lane);
       weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
-#pragma unroll
-      for (int n = 0; n < UnitState::kBlocks / 2; ++n) {
-        uint32_t b[4];
-        cuda::load_matrices_transposed(b, B.rows_first(16 * j, 2 * n, lane.index));
-        cuda::mma<Scalar>(state.values[2 * n], weighed, b[0], b[1]);
-        cuda::mma<Scalar>(state.values[2 * n + 1], weighed, b[2], b[3]);
-      }
+      cuda::multiply<Scalar, true>(state.values, weighed, rows_of(B, j), true);
     }
 
     if constexpr (!states_only) {
-      uint32_t x[kStepGroups][4];
-#pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) {
-        cuda::load_matrices_transposed(x[j], x_tile.columns_first(16 * j, 2 * lane.warp, lane.index));
-      }
-      // The rounded M^T and the rest one after the other in the same place: there may be no room for another tile.
+      // Of 16 bits the rounded M^T and the rest one after the other in the same place: there may be no room for another tile.
 #pragma unroll 1
-      for (int part = 0; part < 2; ++part) {
+      for (int part = 0; part < (kIsFine<Scalar> ? 1 : 2); ++part) {
         if (part > 0) {
           cuda::barrier_sync(1 + index, kUnitThreads);
 #pragma unroll
           for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
-            for (int half = 0; half < 2; ++half) pairs.at(own.products, n, half) = rest[n][half];
+            for (int half = 0; half < 2; ++half) pairs.at(products, n, half) = rest[n][half];
           }
         }
-        cuda::barrier_sync(1 + index, kUnitThreads);
+        if constexpr (Shared::kSharesPairs) {
+          __syncthreads();
+        } else {
+          cuda::barrier_sync(1 + index, kUnitThreads);
+        }
+        const auto M = describe(products);
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {
-#pragma unroll
-          for (int i = j; i < kStepGroups; ++i) {
-            uint32_t m[4];
-            cuda::load_matrices_transposed(m, own.products.rows_first(16 * j, 2 * i, lane.index));
-            cuda::mma<Scalar>(y[2 * i], x[j], m[0], m[1]);
-            cuda::mma<Scalar>(y[2 * i + 1], x[j], m[2], m[3]);
-          }
+          cuda::OperandA<Scalar> x;
+          load_inputs(x, x_tile, j, lane);
+          cuda::multiply<Scalar, true>(y, x, rows_of(M, j), true, /*first_block=*/2 * j);
         }
       }
       // In place of x, of which a warp of a unit reads only the columns that it writes.
-      const auto write_out = [&] { out.write(y, x, has_gate ? z_at(slot) : nullptr, x_tile, lane, at.steps_of(chunk)); };
+      const auto write_out = [&] {
+        cuda::OperandA<Scalar> x[kStepGroups];
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) load_inputs(x[j], x_tile, j, lane);
+        out.write(y, x, has_gate ? z_at(slot) : nullptr, x_tile, lane, at.steps_of(chunk));
+      };
       if constexpr (!Units::kShareRows) {
         write_out();
       } else if (Units::writes_out(index)) {

@@ -136,21 +136,21 @@ struct WgmmaFwd {
     asm volatile("" : "+r"(thread));
     const auto of_group = [&](const RowsView& view, int block, auto order) {
       const int first = block * Units::kColumns;
-      return RowCopier<Units::kColumns, kCopyingThreads, decltype(order)>(at.template rows<Scalar>(view, at.group, 0) + first,
-                                                                          view.stride_step, p.dstate - first, thread);
+      return RowCopier<Scalar, Units::kColumns, kCopyingThreads, decltype(order)>(
+          at.template rows<Scalar>(view, at.group, 0) + first, view.stride_step, p.dstate - first, thread);
     };
     const auto of_unit = [&](const RowsView& view, int index, auto order) {
       const Unit unit(p, runs, at, index);
-      return RowCopier<kUnitRows, kCopyingThreads, decltype(order)>(
+      return RowCopier<Scalar, kUnitRows, kCopyingThreads, decltype(order)>(
           at.template rows<Scalar>(view, unit.head, 0) + unit.first_row, view.stride_step, unit.rows, thread);
     };
     const RowsView& z = has_gate ? p.z : p.x;
-    using CopierOfB = RowCopier<Units::kColumns, kCopyingThreads, Order>;
-    using CopierOfC = RowCopier<Units::kColumns, kCopyingThreads>;
+    using CopierOfB = RowCopier<Scalar, Units::kColumns, kCopyingThreads, Order>;
+    using CopierOfC = RowCopier<Scalar, Units::kColumns, kCopyingThreads>;
     CopierOfB copy_B[kUnits] = {of_group(p.B, 0, Order()), of_group(p.B, 1, Order())};
-    RowCopier<kUnitRows, kCopyingThreads, Order> copy_x[kUnits] = {of_unit(p.x, 0, Order()), of_unit(p.x, 1, Order())};
+    RowCopier<Scalar, kUnitRows, kCopyingThreads, Order> copy_x[kUnits] = {of_unit(p.x, 0, Order()), of_unit(p.x, 1, Order())};
     CopierOfC copy_C[kUnits] = {of_group(p.C, 0, InOrder()), of_group(p.C, 1, InOrder())};
-    RowCopier<kUnitRows, kCopyingThreads> copy_z[kUnits] = {of_unit(z, 0, InOrder()), of_unit(z, 1, InOrder())};
+    RowCopier<Scalar, kUnitRows, kCopyingThreads> copy_z[kUnits] = {of_unit(z, 0, InOrder()), of_unit(z, 1, InOrder())};
     supply_copies<Shared::kMaxStages - 2>(at.chunks, runs.stages, ring, shared.full, shared.empty, [&](int chunk, int slot) {
       Stage& target = stage(slot);
       const int steps = at.steps_of(chunk);
@@ -174,7 +174,7 @@ struct WgmmaFwd {
       clear_left_of_diagonal<Order>(shared.products[index].rounded, lane);
       clear_left_of_diagonal<Order>(shared.products[index].rest, lane);
     }
-    const PairsOfTile pairs(lane);
+    const PairsOfTile<> pairs(lane);
     RingPosition ring;
     walk_pieces<states_only, Units::kColumns>(p, runs, index, lane, [&](UnitState& state, const Place& at, const Unit& unit) {
       return multiply_piece(state, at, unit, index, pairs, lane, ring);
@@ -184,7 +184,7 @@ struct WgmmaFwd {
 
   // Takes the state through the piece; returns the piece's decay.
   __device__ __forceinline__ float multiply_piece(UnitState& state, const Place& at, const Unit& unit, int index,
-                                                  const PairsOfTile& pairs, const Lane& lane, RingPosition& ring) {
+                                                  const PairsOfTile<>& pairs, const Lane& lane, RingPosition& ring) {
     // A unit without rows sends nothing.
     Unit of_out = unit;
     if (!Units::writes_out(index)) of_out.rows = 0;
@@ -220,7 +220,7 @@ struct WgmmaFwd {
         // All warps have done with the M^T of the chunk before, and have written its out.
         cuda::barrier_sync(1 + index, kUnitThreads);
         if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
-        const PairsOfTile places = pairs.anew();
+        const PairsOfTile<> places = pairs.anew();
         auto& products = shared.products[index];
         weights.weigh(m, [&](float low, float high, int n, int half) {
           const uint32_t rounded = cuda::pack<Scalar>(low, high);

@@ -6,9 +6,8 @@
 
 namespace ssm_kernels::ssd {
 
-// Whether they take a call: 16 bits, and up to kMaxKernelDstate states, more than kUnitColumns only if blocks have the shared
-// memory.
-bool have_kernels_for(const Inputs& in);
+// Whether forward's, or backward's, take a call: all dtypes but fp64, if blocks have the shared memory.
+bool have_kernels_for(const Inputs& in, bool is_backward);
 
 // Writes out, rows as those of inputs.x, and final_states, as inputs.empty_states().
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,

@@ -66,8 +66,17 @@ class KernelInputs {
 // Queues kernels of the dtype of x: launch(scalar) returns a cudaError_t.
 template <typename Launch>
 void launch_for(const at::Tensor& x, const Launch& launch) {
-  const int error = x.scalar_type() == at::kHalf ? launch(__half()) : launch(__nv_bfloat16());
-  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+  const auto launch_of = [&](at::ScalarType dtype) -> int {
+    switch (dtype) {
+      case at::kHalf:
+        return launch(__half());
+      case at::kBFloat16:
+        return launch(__nv_bfloat16());
+      default:
+        return launch(float());
+    }
+  };
+  C10_CUDA_CHECK(static_cast<cudaError_t>(launch_of(x.scalar_type())));
 }
 
 // What a block of the device may ask for, within a limit that holds until it is set again; this returns what it was.

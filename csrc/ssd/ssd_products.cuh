@@ -36,9 +36,10 @@ struct WarpProducts {
   static constexpr int kAlignment = 128;
   static constexpr bool kAreCompiled = true;
 
-  template <int columns>
-  static __device__ __forceinline__ cuda::WarpOperand describe(const Tile<columns>& tile, const Lane& lane) {
-    return cuda::describe_warp_operand(&tile, Tile<columns>::kPartBytes, lane.anew().index);
+  template <int columns, int element_bytes>
+  static __device__ __forceinline__ cuda::WarpOperand<element_bytes> describe(const Tile<columns, element_bytes>& tile,
+                                                                              const Lane& lane) {
+    return cuda::describe_warp_operand<element_bytes>(&tile, Tile<columns, element_bytes>::kPartBytes, lane.anew().index);
   }
   // Registers are few: addresses of one use are not kept for the next.
   template <typename Place>

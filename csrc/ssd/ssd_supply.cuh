@@ -126,11 +126,11 @@ __device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Sp
         fetched.fetch(p, dt + chunk * kChunk * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
       },
       [&](const Fetched* fetched) {
-        TableSteps<at_once> made;
+        TableSteps<at_once, Scalar> made;
         made.make(p, steps_of_head, fetched);
         return made;
       },
-      [&](int stage, const Fetched&, const TableSteps<at_once>& made, int k) {
+      [&](int stage, const Fetched&, const TableSteps<at_once, Scalar>& made, int k) {
         made.template store<states_only>(k, tables_at(stage));
       });
 }

@@ -1,0 +1,7 @@
+#include "ssd/ssd_fwd.cuh"
+
+namespace ssm_kernels::ssd {
+
+template int launch_ssd_fwd<float>(const SsdFwdParams&, const Runs&, int, cudaStream_t);
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,185 @@
+"""ssd_chunk_scan on CUDA for fp32: kernels of three TF32 products, as exact as PyTorch's in fp32, be TF32 allowed or not.
+
+What all dtypes have alike is tested for each in test_ssd_cuda.py, test_ssd_cuda_grad.py and test_ssd_cuda_many_states.py.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
+from ssd_helpers import (
+    OPTIONS,
+    assert_matches_reference,
+    evaluate,
+    evaluate_in_float64,
+    every_method,
+    every_option,
+    limited_shared_memory,
+    limited_workspace,
+    make_cotangents,
+    make_inputs,
+    scan,
+)
+from torch import Tensor
+
+pytestmark = pytest.mark.cuda
+
+# One with a unit's columns and stages of its own each.
+every_dstate = pytest.mark.parametrize("dstate", [64, 128, 256])
+
+
+def inputs_on_cuda(**options: Any) -> dict[str, Any]:
+    sizes = {"headdim": 64, "dstate": 128, "seqlen": 130, "dtype": torch.float32, "device": "cuda"}
+    return make_inputs(**(sizes | options))
+
+
+def assert_accurate(inputs: dict[str, Any]) -> dict[str, Tensor]:
+    return assert_matches_reference(inputs, exact=scan)
+
+
+@every_dstate
+@every_option
+def test_options(options, dstate):
+    assert_accurate(inputs_on_cuda(dstate=dstate, **options))
+
+
+@every_method
+def test_discretizations(discretization):
+    assert_accurate(inputs_on_cuda(discretization=discretization))
+
+
+@every_dstate
+@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 1000])
+def test_lengths(seqlen, dstate):
+    assert_accurate(inputs_on_cuda(seqlen=seqlen, dstate=dstate, heads=3, groups=1))
+
+
+@every_dstate
+@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
+@pytest.mark.parametrize("sizes", [{"batch": 1, "heads": 2}, {"batch": 3, "heads": 120}], ids=["long_walks", "many_walks"])
+def test_sequences_in_runs(sizes, name, dstate):
+    options = OPTIONS[name] | {"seqlen": 700}
+    if name.startswith("resets"):
+        options |= {"resets": ((2, 64, 65, 499),) * sizes["batch"]}
+    if name.startswith("packed"):
+        options |= {"cu_seqlens": (0, 0, 300, 364, 365, 1500, 1500, 2000)}
+    assert_accurate(inputs_on_cuda(dstate=dstate, groups=1, **(options | sizes)))
+
+
+def relative_errors(inputs: dict[str, Any]) -> dict[str, float]:
+    cotangents = make_cotangents(inputs)
+    found, exact = evaluate(scan, inputs, cotangents), evaluate_in_float64(inputs, cotangents, scan)
+    return {name: ((found[name] - value).norm() / value.norm()).item() for name, value in exact.items()}
+
+
+@every_dstate
+@pytest.mark.parametrize("is_allowed", [False, True], ids=["exact", "TF32_allowed"])
+def test_products_are_those_of_fp32(is_allowed, dstate, monkeypatch):
+    """One product of TF32 would leave errors of 3e-4."""
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", is_allowed)
+    assert max(relative_errors(inputs_on_cuda(dstate=dstate, seqlen=512)).values()) <= 1e-6
+
+
+def test_weak_decays_keep_their_accuracy_beside_strong_ones():
+    """Sums of decays are then large, and what lies between two steps the difference of two such."""
+    inputs = inputs_on_cuda(heads=2, groups=1, dt_softplus=False, dt_bias=False, z=False)
+    inputs["dt"] = torch.where(torch.arange(130, device="cuda")[:, None] % 9 == 8, 100.0, 0.01).expand_as(inputs["dt"])
+    inputs["x"][:, 8::9] = 0  # else all else is small beside what such a step adds
+    inputs["A"] = torch.tensor([-1.0, -1.1], device="cuda")
+    errors = relative_errors(inputs)
+    assert max(errors[name] for name in ("out", "final_states", "grad_x", "grad_B", "grad_C")) <= 1e-6, errors
+
+
+def test_error_does_not_grow_with_the_length():
+    few, many = (relative_errors(inputs_on_cuda(batch=1, heads=2, groups=1, seqlen=seqlen, z=False)) for seqlen in (64, 65536))
+    for name in ("out", "final_states", "grad_x", "grad_dt", "grad_B", "grad_C"):
+        assert many[name] <= 2 * few[name], f"{name}: {few[name]:.3g}, later {many[name]:.3g}"
+
+
+def test_without_decay_the_error_is_of_rounding_once_a_step():
+    """Nothing is forgotten, no rounding of a state either: they are fewer than one a step, and go either way."""
+    seqlen = 65536
+    inputs = inputs_on_cuda(batch=1, heads=2, groups=1, seqlen=seqlen, z=False)
+    inputs["A"] = torch.full_like(inputs["A"], -1e-6)
+    exact = evaluate_in_float64(inputs, None, scan)
+    for name, value in evaluate(scan, inputs).items():
+        assert (value - exact[name]).norm() <= 2**-24 * math.sqrt(seqlen) * exact[name].norm(), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_layout(layout):
+    inputs = inputs_on_cuda(layout=layout, dstate=100, headdim=36)
+    cotangents = tuple(arrange(x, layout) for x in make_cotangents(inputs))
+    assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
+
+
+@every_dstate
+@pytest.mark.parametrize("kibibytes", [99, 163])
+@pytest.mark.parametrize("name", ["everything", "packed_with_states"])
+def test_less_shared_memory(name, dstate, kibibytes):
+    """Fewer stages, or PyTorch's products in one direction or both."""
+    options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 700)} if name.startswith("packed") else {"seqlen": 700})
+    inputs = inputs_on_cuda(dstate=dstate, **options)
+    with limited_shared_memory(1024 * kibibytes):
+        assert_accurate(inputs)
+
+
+@every_dstate
+def test_less_workspace(dstate):
+    inputs = inputs_on_cuda(dstate=dstate, heads=8)
+    cotangents = make_cotangents(inputs)
+    for workspace in (1, 2**20):
+        with limited_workspace(workspace):
+            assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
+
+
+@every_dstate
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 1, "seqlen": 3000}, {"batch": 8, "heads": 80, "seqlen": 330}], ids=["long", "many"]
+)
+def test_repeatable(sizes, dstate):
+    inputs = inputs_on_cuda(dstate=dstate, **sizes)
+    cotangents = make_cotangents(inputs)
+    assert_equal(*(evaluate(scan, inputs, cotangents) for _ in range(2)))
+
+
+@every_dstate
+def test_nan_stays_in_its_head(dstate):
+    inputs = inputs_on_cuda(heads=4, groups=2, dstate=dstate)
+    inputs["x"][0, 70, 1] = math.nan
+    results = evaluate(scan, inputs, make_cotangents(inputs))
+    assert results["out"][0, 70:, 1].isnan().any() and results["grad_z"][0, 70:, 1].isnan().any()
+    for name in ("out", "grad_x", "grad_z", "grad_dt"):
+        assert results[name][:, :, [0, 2, 3]].isfinite().all() and results[name][1].isfinite().all()
+
+
+@every_dstate
+def test_memory_that_nobody_wrote_is_not_read(dstate, uninitialized_memory_is_nan):
+    for options in (OPTIONS["everything"], {"cu_seqlens": (0, 0, 1, 64, 64, 70, 70)}, {"headdim": 72, "heads": 9, "groups": 1}):
+        assert_accurate(inputs_on_cuda(dstate=dstate - 3, **options))
+
+
+@every_dstate
+@pytest.mark.parametrize("name", ["everything", "packed_with_states"])
+def test_cuda_graph(name, dstate):
+    """Replayed on new values in the same tensors, it computes what an eager call does; nothing waits for the device."""
+    offsets = ((0, 0, 100, 101, 400), (0, 250, 250, 399, 400)) if name.startswith("packed") else (None, None)
+    inputs, others = (
+        inputs_on_cuda(seed=seed, dstate=dstate, **(OPTIONS[name] | {"seqlen": 300, "cu_seqlens": cu_seqlens}))
+        for seed, cu_seqlens in enumerate(offsets)
+    )
+    cotangents = make_cotangents(inputs)
+    expected = evaluate(scan, others, cotangents)
+    graph, found = captured(lambda: evaluate(scan, inputs, cotangents))
+    for key, value in others.items():
+        if isinstance(value, Tensor):
+            inputs[key].copy_(value)
+    graph.replay()
+    assert_equal(found, expected)
+    if offsets[0] is None:
+        with no_synchronization():
+            evaluate(scan, inputs, cotangents)
