@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
-"""ssd_chunk_scan on CUDA in bfloat16: forward and backward, beside mamba_ssm's Triton kernels.
+"""ssd_chunk_scan on CUDA: forward and backward, beside mamba_ssm's Triton kernels.
 
     python benchmarks/bench_ssd.py [--json FILE] [--cases NAME ...] [--trials N]
 
-All cases have D, dt_bias and softplus, and leave the chunks' length to the operator. "forward" runs without gradients,
+All cases have D, dt_bias and softplus, leave the chunks' length to the operator, and are of bfloat16, or of float32 where their
+names say so, which mamba_ssm multiplies as TF32. "forward" runs without gradients,
 "backward" is ``torch.autograd.grad`` to every input. Each is time between two events, after the cache was overwritten; the
 median of the trials. mamba_ssm's ``mamba_chunk_scan_combined`` takes turns with ours, tuned before, if it is installed; else
 figures recorded with it on an H200 are printed, and marked as such. At small sizes it is bound by its launches from Python, and
@@ -14,7 +15,7 @@ docs/ssd.md, "Operations and bytes". "peak" is the memory of inputs, forward and
 output and gradients, which nothing can do without.
 
 Before a case is timed, its results and gradients for one row of the batch are compared with those of the CPU kernel in
-float64. The error of ``out`` is also given over that of the exact result rounded to bfloat16, and so is that of an ``out``
+float64. The error of ``out`` is also given over that of the exact result rounded to its dtype, and so is that of an ``out``
 without D, whose D x hides some of it. Exits with 1 if a result is wrong; a missed bar is only reported.
 """
 
@@ -45,11 +46,23 @@ from benchmarks.harness import add_case_options, chosen_cases, machine, measure,
 
 Inputs = dict[str, Tensor]
 
-# Relative L2 error against float64 beyond which a result is wrong. Rounding to bfloat16 alone makes 1.7e-3.
-ALLOWED_ERROR = 6e-3
-GRADIENT_BAR = 2.5e-3
-# The error of out over that of rounding the exact result.
-ROUNDING_BAR = 1.15
+
+@dataclass(frozen=True)
+class ErrorBars:
+    """Relative L2 errors against float64: beyond what a result is wrong, and what is asked of gradients and of ``out``, of the
+    latter over that of rounding the exact result, or as it is."""
+
+    wrong: float
+    gradients: float
+    out: float
+    is_over_rounding: bool
+
+
+# Rounding to bfloat16 alone makes 1.7e-3; one product of TF32 would make 3e-4.
+ERROR_BARS = {
+    "bfloat16": ErrorBars(wrong=6e-3, gradients=2.5e-3, out=1.15, is_over_rounding=True),
+    "float32": ErrorBars(wrong=1e-5, gradients=1e-6, out=1e-6, is_over_rounding=False),
+}
 # The length of chunks whose operations are counted.
 COUNTED_CHUNK = 64
 
@@ -69,13 +82,18 @@ class Case:
     dstate: int = 128
     groups: int = 1
     z: bool = False
+    dtype: str = "bfloat16"
     bar: float | None = None
     goal: float | None = None
 
     @property
     def name(self) -> str:
         words = (f"{letter}{size}" for letter, size in zip("BLHPNG", self.sizes, strict=True))
-        return " ".join((*words, "z") if self.z else words)
+        return " ".join([*words, *["z"] * self.z, *["fp32"] * (self.dtype == "float32")])
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -93,24 +111,25 @@ class Case:
 
         steps, matrix = (self.batch, self.seqlen), (self.groups, self.dstate)
         inputs = {
-            "x": F.silu(normal(*steps, self.heads, self.headdim)).bfloat16(),
-            "dt": (0.1 * normal(*steps, self.heads)).bfloat16(),
+            "x": F.silu(normal(*steps, self.heads, self.headdim)).to(self.torch_dtype),
+            "dt": (0.1 * normal(*steps, self.heads)).to(self.torch_dtype),
             "A": -1 - 15 * uniform(),
-            "B": F.silu(normal(*steps, *matrix)).bfloat16(),
-            "C": F.silu(normal(*steps, *matrix)).bfloat16(),
+            "B": F.silu(normal(*steps, *matrix)).to(self.torch_dtype),
+            "C": F.silu(normal(*steps, *matrix)).to(self.torch_dtype),
             "D": torch.ones(self.heads, device=device),
             "dt_bias": torch.log(torch.expm1(0.001 * 100.0 ** uniform())),
         }
-        return inputs | ({"z": normal(*steps, self.heads, self.headdim).bfloat16()} if self.z else {})
+        return inputs | ({"z": normal(*steps, self.heads, self.headdim).to(self.torch_dtype)} if self.z else {})
 
     def function(self) -> Callable[..., Any]:
         return functools.partial(ssm_kernels.ssd_chunk_scan, dt_softplus=True)
 
     def moved_bytes(self) -> dict[str, int]:
         H, P, N, G, tokens = self.heads, self.headdim, self.dstate, self.groups, self.batch * self.seqlen
+        size = self.torch_dtype.itemsize
         return {
-            "forward": 2 * tokens * (2 * H * P + H + 2 * G * N + self.z * H * P),
-            "backward": 2 * tokens * (3 * H * P + 2 * H + 4 * G * N + self.z * 2 * H * P),
+            "forward": size * tokens * (2 * H * P + H + 2 * G * N + self.z * H * P),
+            "backward": size * tokens * (3 * H * P + 2 * H + 4 * G * N + self.z * 2 * H * P),
         }
 
     def operations(self) -> dict[str, int]:
@@ -130,6 +149,8 @@ CASES = [
     Case(1, 4096, 24, bar=4.0),
     Case(1, 65536, 24),
     Case(8, 4096, 80, dstate=256),
+    Case(8, 2048, 24, dtype="float32"),
+    Case(8, 4096, 80, dtype="float32"),
 ]
 
 
@@ -137,9 +158,9 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
     return ((actual - exact).norm() / exact.norm()).item()
 
 
-def over_rounding(actual: Tensor, exact: Tensor) -> float:
-    """The error over that of the exact result rounded to bfloat16."""
-    return relative_error(actual, exact) / relative_error(exact.bfloat16().double(), exact)
+def over_rounding(case: Case, actual: Tensor, exact: Tensor) -> float:
+    """The error over that of the exact result rounded to the case's dtype."""
+    return relative_error(actual, exact) / relative_error(exact.to(case.torch_dtype).double(), exact)
 
 
 def errors_of(case: Case, inputs: Inputs, grad_out: Tensor) -> dict[str, Any]:
@@ -170,8 +191,8 @@ def errors_of(case: Case, inputs: Inputs, grad_out: Tensor) -> dict[str, Any]:
         "errors": {
             name: relative_error(sliced(name.removeprefix("grad_"), found[name]), expected) for name, expected in exact.items()
         },
-        "over_rounding": over_rounding(sliced("out", found["out"]), exact["out"]),
-        "over_rounding_without_D": over_rounding(sliced("out", out), exact_out),
+        "over_rounding": over_rounding(case, sliced("out", found["out"]), exact["out"]),
+        "over_rounding_without_D": over_rounding(case, sliced("out", out), exact_out),
     }
 
 
@@ -202,7 +223,7 @@ def measure_case(
         "least_bytes": 2 * (given + grad_out.nbytes),
         "given_bytes": given + grad_out.nbytes,
         **compared,
-        "wrong": [name for name, error in compared["errors"].items() if not error <= ALLOWED_ERROR],
+        "wrong": [name for name, error in compared["errors"].items() if not error <= ERROR_BARS[case.dtype].wrong],
         "graph": time_in_graph(case, inputs, trials, device),
     }
     contenders = {"ours": Contender(case.function(), inputs, grad_out, may_fail=False)}
@@ -218,7 +239,7 @@ def measure_case(
     for who, contender in contenders.items():
         row[who] = {what: measured[who, what].total.to_dict() for what in DIRECTIONS if (who, what) in measured}
         row[who] |= {"peak_bytes": contender.peak, "unsupported": contender.unsupported, "recorded": False}
-    recorded = None if case.z else peers.RECORDED_SSD.get(case.sizes)
+    recorded = None if case.z or case.dtype != "bfloat16" else peers.RECORDED_SSD.get(case.sizes)
     if peer is None and recorded and on_h200(device):
         times = {direction: {"median": seconds} for direction, seconds in zip(DIRECTIONS, recorded, strict=True)}
         row["peer"] = {**times, "peak_bytes": None, "unsupported": None, "recorded": True}
@@ -235,13 +256,14 @@ def judge(row: dict[str, Any]) -> None:
             found = {"direction": direction, "other": PEER, "ratio": ratio, "bar": row["bar"], "goal": row["goal"]}
             row["judged"].append(found | {"met": ratio >= row["bar"]})
     gradients = {name: error for name, error in row["errors"].items() if name.startswith("grad_")}
-    over_rounding = max(row["over_rounding"], row["over_rounding_without_D"])
+    bars = ERROR_BARS[row["dtype"]]
+    of_out = max(row["over_rounding"], row["over_rounding_without_D"]) if bars.is_over_rounding else row["errors"]["out"]
     row["accuracy"] = {
-        "out": {"found": over_rounding, "bar": ROUNDING_BAR, "met": over_rounding <= ROUNDING_BAR},
+        "out": {"found": of_out, "bar": bars.out, "met": of_out <= bars.out},
         "gradients": {
             "found": max(gradients.values()),
-            "bar": GRADIENT_BAR,
-            "met": all(error <= GRADIENT_BAR for error in gradients.values()),
+            "bar": bars.gradients,
+            "met": all(error <= bars.gradients for error in gradients.values()),
         },
     }
 
@@ -253,9 +275,9 @@ def peak(row: Mapping[str, Any], who: str) -> str:
 
 
 def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="ssd_chunk_scan, bf16, milliseconds", caption="* recorded; bars: met +, missed -", box=None)
+    table = Table(title="ssd_chunk_scan, milliseconds", caption="* recorded; bars: met +, missed -", box=None)
     rest = ("GB/s", "TFLOP/s", "peer", "ratio, bar")
-    columns = ("case", "graph", "fwd", *rest, "bwd", *rest, "peak", "peer", "out / rounding", "gradients")
+    columns = ("case", "graph", "fwd", *rest, "bwd", *rest, "peak", "peer", "error of out", "gradients")
     for index, name in enumerate(columns):
         table.add_column(name, justify="right" if index else "left", no_wrap=True)
     for row in rows:
@@ -269,7 +291,7 @@ def table_of(rows: Sequence[dict[str, Any]]) -> Table:
             cells.append("" if other is None else f"{other['median'] / seconds:.2f}{marks}")
         cells += [peak(row, "ours"), peak(row, "peer")]
         accuracy = row["accuracy"]
-        cells += [f"{accuracy['out']['found']:.3f} {'+' if accuracy['out']['met'] else '-'}"]
+        cells += [f"{accuracy['out']['found']:.3g} {'+' if accuracy['out']['met'] else '-'}"]
         cells += [f"{accuracy['gradients']['found']:.1e} {'+' if accuracy['gradients']['met'] else '-'}"]
         table.add_row(*cells)
     return table
@@ -284,7 +306,8 @@ def missed_bars(row: Mapping[str, Any]) -> list[str]:
     ]
     out, gradients = row["accuracy"]["out"], row["accuracy"]["gradients"]
     if not out["met"]:
-        missed.append(f"{row['name']}: error of out {out['found']:.3f} times that of rounding, bar {out['bar']:g}")
+        unit = " times that of rounding" if ERROR_BARS[row["dtype"]].is_over_rounding else ""
+        missed.append(f"{row['name']}: error of out {out['found']:.3g}{unit}, bar {out['bar']:g}")
     if not gradients["met"]:
         errors = ", ".join(
             f"{name} {error:.1e}"

@@ -258,13 +258,14 @@ def ssd_chunk_scan(result: Result) -> str:
     rows = result["rows"]
     return f"""## ssd_chunk_scan
 
-Milliseconds in bfloat16 with D, dt_bias and softplus; B batch, L seqlen, H heads, P headdim, N dstate, G groups, *z* the gate.
+Milliseconds in bfloat16, or float32 (*fp32*), with D, dt_bias and softplus; B batch, L seqlen, H heads, P headdim, N dstate, G
+groups, *z* the gate.
 *Forward*: without gradients. *Backward*: `torch.autograd.grad` to every input. Between two events, after the second-level cache
 was overwritten; {result["settings"]["trials"]} trials; median, ± half the distance from the 20th to the 80th percentile.
 *Graph*: a forward in a CUDA graph of many, on inputs that have left the cache. GB/s counts what must be moved, TFLOP/s the
 operations of chunks of {result["settings"]["counted_chunk"]} steps ([docs/ssd.md](../ssd.md#operations-and-bytes)).
-mamba_ssm's columns are its Triton kernels in chunks of 256, tuned ({result["peer"]});
-*speed-up* is their time over ours. At small sizes they are bound by their launches from Python.
+mamba_ssm's columns are its Triton kernels in chunks of 256, tuned ({result["peer"]}),
+which multiply float32 as TF32; *speed-up* is their time over ours. At small sizes they are bound by their launches from Python.
 
 {ssd_against_peer(rows)}
 
@@ -274,8 +275,9 @@ incoming one among them:
 {ssd_memory(rows)}
 
 Relative error (L2) for {result["settings"]["compared"]}, against float64, the
-incoming gradient zero for all others. *out / rounding* is the error of out over that of rounding the float64 result to
-bfloat16; *without D* that of an out without D, in which there is no D x that only rounding touches:
+incoming gradient zero for all others. *out / rounding* is the error of out over that of rounding the float64 result to its
+dtype; *without D* that of an out without D, in which there is no D x that only rounding touches. *bar* is of these two in
+bfloat16, of out in float32:
 
 {ssd_errors(rows)}
 """

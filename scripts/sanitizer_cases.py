@@ -216,11 +216,14 @@ def ssd_paths() -> Iterator[tuple[str, Inputs]]:
     for seqlen in (0, 1, 63, 64, 65):
         yield ssd_case("length", seqlen=seqlen)
     yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
+    for name in ("everything", "resets_with_states", "packed_with_states"):
+        yield ssd_case(name, **(ssd_helpers.OPTIONS[name] | {"dtype": torch.float32, "dstate": 128, "heads": 3, "groups": 1}))
+    yield ssd_case("padded", dtype=torch.float32, headdim=7, dstate=17)
 
 
 def ssd_cases() -> Iterator[tuple[str, Inputs]]:
-    """Name and inputs in 16 bits, whose kernels are the package's own: each kernel of forward (dtype, up to 64 states and more,
-    sequences shorter and longer than a run), then each path inside them."""
+    """Name and inputs of the dtypes whose kernels are the package's own: each kernel of forward (dtype, up to 64 states and
+    more, sequences shorter and longer than a run), then each path inside them."""
     for dtype in SSD_DTYPES:
         for dstate in (64, 128, 256):
             yield ssd_case("kernel", dtype=dtype, dstate=dstate)
@@ -263,7 +266,7 @@ def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
             yield ssd_case("layout", layout=layout, **sizes)
 
 
-SSD_DTYPES = (torch.float16, torch.bfloat16)
+SSD_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 SSD_PADDED = (
     {"headdim": 1, "dstate": 1},
     {"headdim": 7, "dstate": 17},
@@ -290,7 +293,9 @@ def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str 
     # written. What a kernel leaves of it, or reads before it is written, the comparison shows.
     with uninitialized_memory_is_nan() if products == "wgmma" else nullcontext():
         actual = evaluate("cuda")
-    return difference_between(f"{products}{', gradients' * gradients}, {name}", actual, expected, in_16_bits=True)
+    return difference_between(
+        f"{products}{', gradients' * gradients}, {name}", actual, expected, in_16_bits=inputs["x"].element_size() == 2
+    )
 
 
 def ssd_limited_cases() -> Iterator[tuple[str, Inputs, int, int]]:

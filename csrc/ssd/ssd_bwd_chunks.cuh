@@ -90,6 +90,8 @@ struct BwdChunks {
   using OfPairs = PairProducts<Scalar, kPairBlocks>;
   // So many steps of a product at once, as loads of later ones take registers too.
   static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : kIsFine<Scalar> ? 1 : 2;
+  // S and T, where the device has such copies.
+  static constexpr bool kCopiesInBulk = SSM_KERNELS_HAS_WGMMA;
   static constexpr int kMultiplyingThreads = kHalves * kUnitThreads;
   static constexpr int kThreads = kMultiplyingThreads + kUnitThreads;
   static constexpr int kMultipliers = 1;  // the number of their named barrier
@@ -404,7 +406,7 @@ struct BwdChunks {
         const Scalar* const source = block.at.template rows<Scalar>(view, walk.head, 0) + first_row;
         HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, block.steps, view.stride_step);
       };
-      if constexpr (!Products::kIsAsync) {
+      if constexpr (!kCopiesInBulk) {
         copy_image(*T, target.T, lane);
         copy_image(*S, target.S, lane);
       } else if (thread == 0) {
@@ -544,11 +546,11 @@ __global__ void __launch_bounds__(Products::kAreCompiled ? BwdChunks<Scalar, dst
     const BlockOfChunks block = {at, at.steps_of(0), group, slot, first_head, heads * partition.row_blocks};
     const Chunks chunks = Chunks::make(p, shared, block);
     if (threadIdx.x < chunks.stages()) {
-      shared.full[threadIdx.x].init(2 * kWarpSize + (Products::kIsAsync ? 1 : 0));
+      shared.full[threadIdx.x].init(2 * kWarpSize + (Chunks::kCopiesInBulk ? 1 : 0));
       shared.empty[threadIdx.x].init(Chunks::kMultiplyingThreads + kWarpSize);
       shared.tables_empty[threadIdx.x].init(kWarpSize);
       // Bulk loads arrive there too.
-      Products::publish();
+      if constexpr (Chunks::kCopiesInBulk) cuda::publish_to_products();
     }
     __syncthreads();
     // By a shuffle the compiler sees that it is the same for all lanes.

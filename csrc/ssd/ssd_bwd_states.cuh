@@ -121,11 +121,11 @@ struct BwdStates {
     constexpr int kPending = Shared::kMaxStages - 2;
     supply_copies<kPending>(at.chunks, stages(), ring, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stage(stage);
-      const int steps = at.steps_of(at.chunk_at(position));
-      copy_of_group.copy(target.of_group, steps, of_group.stride_step, at.is_reverse);
+      const Rows rows = rows_of_chunk(at.chunk_at(position));
+      copy_of_group.copy(target.of_group, rows.end, of_group.stride_step, at.is_reverse, rows.first);
 #pragma unroll
       for (int index = 0; index < kUnits; ++index)
-        copy_of_units[index].copy(target.of_unit[index], steps, of_unit.stride_step, at.is_reverse);
+        copy_of_units[index].copy(target.of_unit[index], rows.end, of_unit.stride_step, at.is_reverse, rows.first);
     });
   }
 
@@ -154,6 +154,9 @@ struct BwdStates {
       Stage& stage = shared.stage(ring.stage);
       const auto& tables = stage.tables[index];
       const float (&weights)[kChunk] = at.is_reverse ? tables.from_start : tables.to_end;
+      if constexpr (kIsFine<Scalar>) {
+        if (tables.begins_anew && !at.is_reverse) state.clear();
+      }
 
       if constexpr (Products::kIsAsync && !states_only) {
         state.template round<Scalar>(shared.rounded[index][position % 2], pairs);
@@ -216,6 +219,25 @@ struct BwdStates {
   }
 
  private:
+  // What a chunk adds to a state. In fp32 no row past a beginning of a sequence is multiplied, which a NaN would go through.
+  struct Rows {
+    int first, end;
+  };
+  __device__ __forceinline__ Rows rows_of_chunk(int chunk) const {
+    const int steps = at.steps_of(chunk);
+    if (!kIsFine<Scalar> || p.resets == nullptr) return {0, steps};
+    const uint8_t* const resets = at.resets(p, chunk);
+    unsigned begins[kChunk / kWarpSize];
+#pragma unroll
+    for (int i = 0; i < kChunk / kWarpSize; ++i) {
+      const int step = i * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize;
+      begins[i] = __ballot_sync(kWholeWarp, step < steps && resets[step] != 0);
+    }
+    if ((begins[0] | begins[1]) == 0) return {0, steps};
+    if (at.is_reverse) return {0, begins[0] != 0 ? __ffs(begins[0]) - 1 : kWarpSize + __ffs(begins[1]) - 1};
+    return {begins[1] != 0 ? kChunk - 1 - __clz(begins[1]) : kWarpSize - 1 - __clz(begins[0]), steps};
+  }
+
   // The rounded state, by the threads of the unit, through the tile of its chunk's rows, which all of them have read then.
   __device__ __forceinline__ void write_in_parts(const State<dstate>& state, HeadTile& tile, const PairsOfTile& pairs,
                                                  int index, Image& target) const {

@@ -103,11 +103,12 @@ class RowCopier {
         is_there_(column_ * kPieceElements < elements),
         source_(source + column_ * kPieceElements + row_ * stride_step) {}
 
-  // Starts the copies of a chunk, of which only the first `steps` rows exist; the others become zeros. Then goes on to the
-  // next, or the one before.
-  __device__ __forceinline__ void copy(TargetTile& tile, int steps, int64_t stride_step, bool is_reverse = false) {
+  // Starts the copies of a chunk, of which only the first `steps` rows exist, or those from `first` on; the others become
+  // zeros. Then goes on to the next, or the one before.
+  __device__ __forceinline__ void copy(TargetTile& tile, int steps, int64_t stride_step, bool is_reverse = false,
+                                       int first = 0) {
     const Scalar* source = source_;
-    if (steps == kChunk) {
+    if (steps == kChunk && first == 0) {
       const int bytes = is_there_ ? cuda::kAsyncCopyBytes : 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
@@ -117,7 +118,8 @@ class RowCopier {
     } else {
 #pragma unroll 1
       for (int row = row_; row < kChunk; row += kRows) {
-        cuda::async_copy(tile.piece(place_of(row), column_), source, is_there_ && row < steps ? cuda::kAsyncCopyBytes : 0);
+        cuda::async_copy(tile.piece(place_of(row), column_), source,
+                         is_there_ && row >= first && row < steps ? cuda::kAsyncCopyBytes : 0);
         source += kRows * stride_step;
       }
     }
@@ -153,6 +155,7 @@ struct alignas(16) ChunkTables {
 // For inputs of fp32 the sums have twice the digits: a difference of large ones is a decay like any other.
 struct FineChunkTables : ChunkTables {
   float log2_decay_rest[kChunk];  // what rounding leaves of log2_decay
+  bool begins_anew;               // whether a sequence begins with the chunk: nothing of the state before is read
 };
 template <typename Scalar>
 constexpr bool kIsFine = std::is_same_v<Scalar, float>;
@@ -237,7 +240,7 @@ struct TableSteps {
   float gain[count][2], from_start[count][2], to_end[count][2];
   int first[count][2];
   Sum last[count];  // of the sums, that of the chunk
-  bool has_begun[count];
+  bool has_begun[count], begins_anew[count];
 
   // body(chunk, step)
   template <typename Body>
@@ -280,6 +283,7 @@ struct TableSteps {
 #pragma unroll
       for (int i = 0; i < 2; ++i) begins[k][i] = __ballot_sync(kWholeWarp, steps[k].resets[i] != 0);
       has_begun[k] = (begins[k][0] | begins[k][1]) != 0;
+      begins_anew[k] = (begins[k][0] & 1) != 0;
       any_has_begun |= has_begun[k];
       sum[k] = steps[k].resets[1] != 0 ? log2_decay[k][1] : log2_decay[k][0] + log2_decay[k][1];
     }
@@ -351,6 +355,7 @@ struct TableSteps {
     }
     if (lane == 0) {
       tables.has_begun = has_begun[k];
+      if constexpr (kIsFine<Scalar>) tables.begins_anew = begins_anew[k];
       tables.whole = has_begun[k] ? 0.0f : Math<float>::exp2(static_cast<float>(last[k]));
     }
   }

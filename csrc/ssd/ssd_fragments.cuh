@@ -396,14 +396,19 @@ __device__ __forceinline__ void weigh_inputs(const uint32_t (&x)[4], const float
   }
 }
 
+// Those of steps before `first` are zero, be x no number.
 template <typename Scalar>
 __device__ __forceinline__ void weigh_inputs(const float (&x)[8], const float (&weights)[kChunk], int group, const Lane& lane,
-                                             float (&weighed)[8]) {
+                                             float (&weighed)[8], int first = 0) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const auto weight = *reinterpret_cast<const float2*>(&weights[kBlockSteps * (2 * group + half) + 2 * lane.pair]);
+    const int step = kBlockSteps * (2 * group + half) + 2 * lane.pair;
+    const auto weight = *reinterpret_cast<const float2*>(&weights[step]);
 #pragma unroll
-    for (int i = 4 * half; i < 4 * half + 4; ++i) weighed[i] = x[i] * (i % 4 < 2 ? weight.x : weight.y);
+    for (int i = 4 * half; i < 4 * half + 4; ++i) {
+      const bool is_second = i % 4 >= 2;
+      weighed[i] = step + is_second < first ? 0.0f : x[i] * (is_second ? weight.y : weight.x);
+    }
   }
 }
 

@@ -97,6 +97,18 @@ class OutWriter {
   Scalar* target_;
 };
 
+// By that many threads.
+template <int threads, typename AnyTile, int count>
+__device__ __forceinline__ void clear_rows_before(AnyTile (&tiles)[count], int row) {
+#pragma unroll
+  for (int tile = 0; tile < count; ++tile) {
+#pragma unroll 1
+    for (int i = threadIdx.x; i < row * AnyTile::kPieces; i += threads) {
+      *tiles[tile].piece(i / AnyTile::kPieces, i % AnyTile::kPieces) = {0, 0, 0, 0};
+    }
+  }
+}
+
 // Takes the state through a piece of a walk; returns the piece's decay.
 template <typename Scalar, int dstate, bool states_only>
 __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const Runs& runs, unsigned char* memory,
@@ -193,6 +205,9 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     const auto B = describe(tiles.B[columns]), C = describe(tiles.C[columns]);
     const auto& tables = own.tables[chunk % 2];
 
+    if constexpr (kIsFine<Scalar>) {
+      if (tables.begins_anew) state.clear();
+    }
     float y[kStepBlocks][4] = {};
     auto& products = shared.products(index, tiles);
     // What rounding leaves of this warp's rows of M^T.
@@ -216,7 +231,8 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
       }
       if constexpr (Shared::kIsInPlaceOfC) __syncthreads();
       const auto weigh = [&](const TablesOf<Scalar>& tables_of_unit, auto& target) {
-        PairWeights<InOrder, true, TablesOf<Scalar>, kBlocks> weights(tables_of_unit, lane.anew(), first_block);
+        const Lane of_lane = lane.anew();
+        PairWeights<InOrder, true, TablesOf<Scalar>, kBlocks> weights(tables_of_unit, of_lane, first_block);
         weights.weigh(m, [&](float low, float high, int n, int half) {
           const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
           pairs.at(target, n, half) = packed;
@@ -237,8 +253,16 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
       }
     }
 
+    int first = 0;  // step that the state after the chunk has something of
     if (has_begun(p, tables)) {
       state.clear();
+      if constexpr (kIsFine<Scalar>) {
+        // Zero times NaN: no row of an earlier sequence is multiplied.
+        first = tables.first[kChunk - 1];
+        __syncthreads();
+        clear_rows_before<kThreads>(tiles.B, first);
+        __syncthreads();
+      }
     } else {
       state.decay(tables.whole);
     }
@@ -247,7 +271,11 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     for (int j = 0; j < kStepGroups; ++j) {
       cuda::OperandA<Scalar> x, weighed;
       load_inputs(x, x_tile, j, lane);
-      weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
+      if constexpr (kIsFine<Scalar>) {
+        weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed, first);
+      } else {
+        weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
+      }
       cuda::multiply<Scalar, true>(state.values, weighed, rows_of(B, j), true);
     }
 
