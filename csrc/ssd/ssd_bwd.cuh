@@ -1,6 +1,6 @@
-// SSD chunk-scan, backward, on CUDA, for 16 bits: the adjoint at the head of ssd_aten.cpp with chunks of kChunk steps, as
-// matrix products: those of compute capability 9.0a, or of a warp (ssd_products.cuh). In the terms of ssd_fwd.cuh, with g the
-// gradient of y, U = x g^T, and the decays inside a chunk D_ji = e^(s_i - s_j) for j <= i, else 0:
+// SSD chunk-scan, backward, on CUDA: the adjoint at the head of ssd_aten.cpp with chunks of kChunk steps, as matrix products:
+// those of compute capability 9.0a, or of a warp (ssd_products.cuh), in fp32 always these. In the terms of ssd_fwd.cuh, with g
+// the gradient of y, U = x g^T, and the decays inside a chunk D_ji = e^(s_i - s_j) for j <= i, else 0:
 //
 //   grad x_j    = c_j (sum_i (B C^T)_ji D_ji g_i + e^(s_l - s_j) T B_j) + D g_j
 //   W^T_ji      = U_ji D_ji c_j
@@ -11,18 +11,19 @@
 //                 + e^(s_l) <S, T>
 //
 // where S is the state before the chunk and T the gradient of the one after it. Two kernels: the first (ssd_bwd_states.cuh)
-// walks along time, forward for S and backward for T, and writes them, rounded, for each chunk: 4 dstate / kChunk bytes for
-// each element of x, twice the size of x where dstate is 128 for each of the two. Where there are few walks they are cut along
-// time, and another launch of the kernel, before, finds what their pieces do to a state. The second (ssd_bwd_chunks.cuh) takes
-// all chunks at once, and the heads of a group together, so that gradients of B and C are summed on chip. Where a sequence's
-// chunks are too few for the device, a group's heads are shared out to several blocks, whose sums are added in order
-// afterwards. Nothing is added atomically.
+// walks along time, forward for S and backward for T, and writes them, rounded to the inputs' type, for each chunk: 2 dstate /
+// kChunk elements for each of x, twice the size of x where dstate is 128 for each of the two. Where there are few walks they
+// are cut along time, and another launch of the kernel, before, finds what their pieces do to a state. The second
+// (ssd_bwd_chunks.cuh) takes all chunks at once, and the heads of a group together, so that gradients of B and C are summed on
+// chip. Where a sequence's chunks are too few for the device, a group's heads are shared out to several blocks, whose sums are
+// added in order afterwards. Nothing is added atomically.
 //
 // They take up to kUnitColumns states. With more they run for as many columns of B, C, S and T at a time: all of the above but
 // D g_j is a sum over these columns, or of one of them (ssd_bwd_cuda.cpp).
 //
 // The first sum of grad zeta is a running one: with every step t its own pairs (t, i > t) come in and (j < t, t) go out. It is
-// of fp32, and so are the differences; after a step that leaves less of them than they are exact to, it is zero.
+// of fp32, and so are the differences (of doubles, where inputs are of fp32); after a step that leaves less of them than they
+// are exact to, it is zero.
 #pragma once
 
 #include <type_traits>

@@ -9,8 +9,8 @@
 // and C.
 //
 // Of a third warpgroup one warp copies the units ahead to shared memory and one makes the tables of their decays
-// (ssd_supply.cuh). The third multiplies S with T, and g with x for the gradient of D, element by element: as the diagonal of a
-// matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A and dt_bias.
+// (ssd_supply.cuh). The third multiplies S with T, and g with x for the gradient of D, element by element: in 16 bits
+// as the diagonal of a matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A and dt_bias.
 //
 // Products that run while their warps go on (ssd_products.cuh) are begun as early as their operands are there. Those of a warp
 // are done when they are called, so that each is called where its result is asked for, and registers are few: x g^T, and the

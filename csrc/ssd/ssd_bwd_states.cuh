@@ -4,7 +4,7 @@
 // Both are one recurrence: what a chunk has of its sequence's rows (S: x, T: the gradient g of y), weighed (c_j e^(s_l - s_j);
 // e^s_i), times what it has of the group's (B; C), is added to the state, decayed by the whole chunk. Before that the state is
 // rounded, where inputs are of 16 bits, and goes to global memory, as the tile that ssd_bwd_chunks.cuh reads: to shared memory
-// first, and from there as one copy that runs beside the products. The products take the weighed rows as two 16-bit numbers
+// first, and from there as one copy that runs beside the products. In 16 bits the products take the weighed rows as two numbers
 // each, the rounded and what it leaves, so that a state is rounded nowhere else.
 //
 // Where walks are fewer than the device has room for (few heads, long sequences), each is cut into pieces of equally many
@@ -19,7 +19,7 @@
 // Warps have the roles of ssd_fwd_wgmma.cuh: a warpgroup for each of the block's two units, and one that moves data. With the
 // products of a warp (ssd_products.cuh) there are no such copies either: a unit rounds its state to where it had the chunk's
 // rows, 64 columns after another, and its threads write them. One warp copies then, not two, which leaves more registers to
-// each thread.
+// each thread; in fp32 they are handed on, which takes four.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"

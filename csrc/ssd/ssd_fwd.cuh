@@ -8,8 +8,8 @@
 //   y^T = (S C^T) e^(s_i) + x^T M^T + D x^T
 //   S' = e^(s_l) S + (x_j c_j e^(s_l - s_j))^T B
 //
-// M^T is multiplied as two 16-bit numbers, the rounded and what rounding leaves: to round it alone would make most of the error
-// of out. S and the weighed x are rounded.
+// In 16 bits M^T is multiplied as two numbers, the rounded and what rounding leaves: to round it alone would make most of the
+// error of out. S and the weighed x are rounded. In fp32 nothing is.
 //
 // A unit of four warps carries up to 64 rows (headdim) and 128 columns of one head's state; warp w has rows 16 w to 16 w + 15
 // of S and of y^T. A block has two units, of different rows, which share B and C, or, with more columns, of the same rows
@@ -17,7 +17,7 @@
 // meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks: ssd_runs.cuh. Nothing is
 // saved for backward.
 //
-// Two kernels do this: ssd_fwd_wgmma.cuh where the device has such products, ssd_fwd_mma.cuh on the others.
+// Two kernels do this: ssd_fwd_wgmma.cuh in 16 bits where the device has such products, else ssd_fwd_mma.cuh.
 #pragma once
 
 #include "ssd/ssd_fwd_mma.cuh"
