@@ -24,7 +24,8 @@ MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+
 REGISTERS = re.compile(r"Used (\d+) registers")
 # Bytes stored and loaded. With 128 states and products of a warp, backward's kernels of the SSD chunk-scan keep 96 sums, or a
 # state, in 168 registers, and some words, each once a chunk, do not fit: except where 9.0a lets other warps hand registers on.
-# Forward's keep a word or two of their walk. In fp32, whose operands are pairs of numbers, more do not fit, on 9.0a a few too.
+# Forward's keep a word or two of their walk. In fp32, whose operands are pairs of numbers, more of that does not fit, on 9.0a
+# too: forward's walk and copies, a few words once a chunk of some ten thousand instructions.
 ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_bwd_(chunks|states)_kernel<\w+, 128, (false, )?ssd::WarpProducts>@(?!sm_90a)"): 200,
     re.compile(r"ssd::ssd_bwd_(chunks|states)_kernel<float, \d+, (\w+, )?ssd::WarpProducts>@(?!sm_90a)"): 700,

@@ -312,7 +312,7 @@ def limited_workspace(limit: int) -> AbstractContextManager[None]:
 
 
 def limited_shared_memory(limit: int) -> AbstractContextManager[None]:
-    """No more bytes of it for a block: fewer stages or, with more than 128 states, PyTorch's products in float32."""
+    """No more bytes of it for a block: fewer stages or, with many states or in float32, PyTorch's products in float32."""
     return switched("_limit_ssd_shared_bytes", limit)
 
 

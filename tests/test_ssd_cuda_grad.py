@@ -1,4 +1,4 @@
-"""ssd_chunk_scan on CUDA, gradients of 16-bit inputs: the paths of backward's kernels, what stays apart, streams and graphs."""
+"""ssd_chunk_scan on CUDA, gradients: the paths of backward's kernels, what stays apart, streams and graphs."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@
 
 namespace ssm_kernels::cuda {
 
-// The high part is rounded, by what cvt.rna would take more instructions for. Inf has no low part that is a number.
+// The high part is rounded, by what cvt.rna would take more instructions for. Of the low part the units ignore what TF32 has no
+// digits for: 2^-23 of the element, at most. Inf, and what is rounded to it, has no low part that is a number.
 template <int count>
 struct Tf32Pair {
   static constexpr int kLowDigits = 24 - 11;

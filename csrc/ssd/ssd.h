@@ -42,7 +42,7 @@ struct SsdBwdParams : SsdParams {
   float* grad_initial_states = nullptr;                    // as initial_states, or null
   int64_t slots = 0, units = 0;                            // chunks; kUnitRows rows of one head, of all heads
   int64_t splits = 1, heads_per_split = 0;                 // parts of a group's heads; the last may have fewer
-  void *states = nullptr, *grad_states = nullptr;          // (slots, units, kUnitRows, dstate), tiles of 16-bit numbers
+  void *states = nullptr, *grad_states = nullptr;          // (slots, units, kUnitRows, dstate), tiles of the inputs' type
   float *grad_B_parts = nullptr, *grad_C_parts = nullptr;  // (splits, batch, seqlen, groups, dstate), if not written in place
   float *grad_A_parts = nullptr, *grad_bias_parts = nullptr;  // (slots, heads)
   float* grad_D_parts = nullptr;                              // (slots, heads, headdim), or null

@@ -70,11 +70,11 @@ int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, bool 
                    cudaStream_t stream) {
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
-    constexpr int kLeast = least_shared_bytes(kDstate, kIsFine<Scalar>, /*is_backward=*/true);
+    constexpr int kLeast = least_shared_bytes(kDstate, kIsFp32<Scalar>, /*is_backward=*/true);
     static_assert(ChunksShared<Scalar, kDstate, WarpProducts>::bytes(1) <= kLeast &&
                       StatesShared<Scalar, kDstate, WarpProducts>::bytes(1) <= kLeast,
                   "a block is only begun where there is as much");
-    if constexpr (!kIsFine<Scalar>) {
+    if constexpr (!kIsFp32<Scalar>) {
       using OfChunks = ChunksShared<Scalar, kDstate, WgmmaProducts>;
       using OfStates = StatesShared<Scalar, kDstate, WgmmaProducts>;
       static_assert(OfChunks::bytes(OfChunks::kMaxStages) <= 227 * 1024 && OfStates::bytes(OfStates::kMaxStages) <= 227 * 1024,

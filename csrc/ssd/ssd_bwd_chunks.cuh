@@ -10,7 +10,8 @@
 //
 // Of a third warpgroup one warp copies the units ahead to shared memory and one makes the tables of their decays
 // (ssd_supply.cuh). The third multiplies S with T, and g with x for the gradient of D, element by element: in 16 bits
-// as the diagonal of a matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt, A and dt_bias.
+// as the diagonal of a matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt,
+// A and dt_bias.
 //
 // Products that run while their warps go on (ssd_products.cuh) are begun as early as their operands are there. Those of a warp
 // are done when they are called, so that each is called where its result is asked for, and registers are few: x g^T, and the
@@ -89,9 +90,9 @@ struct BwdChunks {
                        kPartGroups = kHalfGroups / kParts, kPartBlocks = kHalfStateBlocks / kParts;
   using OfPairs = PairProducts<Scalar, kPairBlocks>;
   // So many steps of a product at once, as loads of later ones take registers too.
-  static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : kIsFine<Scalar> ? 1 : 2;
-  // S and T, where the device has such copies.
-  static constexpr bool kCopiesInBulk = SSM_KERNELS_HAS_WGMMA;
+  static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : kIsFp32<Scalar> ? 1 : 2;
+  // S and T, where the device has such copies. In 16 bits products of a warp do as on other devices, which is tested so.
+  static constexpr bool kCopiesInBulk = SSM_KERNELS_HAS_WGMMA && (Products::kIsAsync || kIsFp32<Scalar>);
   static constexpr int kMultiplyingThreads = kHalves * kUnitThreads;
   static constexpr int kThreads = kMultiplyingThreads + kUnitThreads;
   static constexpr int kMultipliers = 1;  // the number of their named barrier
@@ -316,8 +317,8 @@ struct BwdChunks {
     const auto B_half = columns_of(Products::describe(shared.B, lane), half * kHalfGroups),
                C_half = columns_of(Products::describe(shared.C, lane), half * kHalfGroups);
     // Of 16 bits W^T rounded, and what that leaves: together, or one after the other.
-    constexpr int kAtOnce = Shared::kWeights, kWords = kIsFine<Scalar> ? 1 : 2,
-                  kUnrolledAtEnd = kIsFine<Scalar> ? 1 : kStepGroups;
+    constexpr int kAtOnce = Shared::kWeights, kWords = kIsFp32<Scalar> ? 1 : 2,
+                  kUnrolledAtEnd = kIsFp32<Scalar> ? 1 : kStepGroups;
 #pragma unroll
     for (int first = 0; first < kWords; first += kAtOnce) {
       cuda::barrier_sync(kMultipliers, kMultiplyingThreads);

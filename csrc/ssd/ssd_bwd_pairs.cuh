@@ -71,7 +71,7 @@ struct PairProducts {
         for (int e = 0; e < 2; ++e) {
           const bool counts = (is_pair & bit(b, h, e)) != 0;
           float log2 = (e == 0 ? log2_at.x : log2_at.y) - log2_decay[h];
-          if constexpr (kIsFine<Scalar>) {
+          if constexpr (kIsFp32<Scalar>) {
             log2 += tables.log2_decay_rest[first_column + 8 * n + 2 * lane.pair + e] - tables.log2_decay_rest[lane.row + 8 * h];
           }
           const float between = Math<float>::exp2(log2), decay = counts ? between : 0.0f;

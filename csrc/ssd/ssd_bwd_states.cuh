@@ -19,7 +19,7 @@
 // Warps have the roles of ssd_fwd_wgmma.cuh: a warpgroup for each of the block's two units, and one that moves data. With the
 // products of a warp (ssd_products.cuh) there are no such copies either: a unit rounds its state to where it had the chunk's
 // rows, 64 columns after another, and its threads write them. One warp copies then, not two, which leaves more registers to
-// each thread; in fp32 they are handed on, which takes four.
+// each thread; in fp32 two do, as four moving warps can hand registers on.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -77,7 +77,7 @@ struct DirectedPiece : Place {
 template <typename Scalar, int dstate, bool states_only, typename Products>
 struct BwdStates {
   // Of the warps that move data. Four can hand registers on, where the device lets them.
-  static constexpr bool kTradesRegisters = Products::kIsAsync || kIsFine<Scalar>;
+  static constexpr bool kTradesRegisters = Products::kIsAsync || kIsFp32<Scalar>;
   static constexpr int kCopyingWarps = kTradesRegisters ? 2 : 1, kCopyingThreads = kCopyingWarps * kWarpSize;
   static constexpr int kMovingWarps = kCopyingWarps + kUnits;  // the others make tables, one for each unit
   static constexpr int kThreads = kUnits * kUnitThreads + kMovingWarps * kWarpSize;
@@ -154,16 +154,16 @@ struct BwdStates {
       Stage& stage = shared.stage(ring.stage);
       const auto& tables = stage.tables[index];
       const float (&weights)[kChunk] = at.is_reverse ? tables.from_start : tables.to_end;
-      if constexpr (kIsFine<Scalar>) {
+      if constexpr (kIsFp32<Scalar>) {
         if (tables.begins_anew && !at.is_reverse) state.clear();
       }
 
       if constexpr (Products::kIsAsync && !states_only) {
         state.template round<Scalar>(shared.rounded[index][position % 2], pairs);
       }
-      cuda::OperandA<Scalar> x[kStepGroups], weighed[kStepGroups], rest[kIsFine<Scalar> ? 1 : kStepGroups];
+      cuda::OperandA<Scalar> x[kStepGroups], weighed[kStepGroups], rest[kIsFp32<Scalar> ? 1 : kStepGroups];
       const auto weigh = [&](int j) {
-        if constexpr (kIsFine<Scalar>) {
+        if constexpr (kIsFp32<Scalar>) {
           weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j]);
         } else {
           weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]);
@@ -185,7 +185,7 @@ struct BwdStates {
       for (int j = 0; j < kStepGroups; ++j) {
         if constexpr (!Products::kIsAsync) weigh(j);
         cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
-        if constexpr (!Products::kIsAsync && !kIsFine<Scalar>) {
+        if constexpr (!Products::kIsAsync && !kIsFp32<Scalar>) {
           cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
         }
       }
@@ -225,7 +225,7 @@ struct BwdStates {
   };
   __device__ __forceinline__ Rows rows_of_chunk(int chunk) const {
     const int steps = at.steps_of(chunk);
-    if (!kIsFine<Scalar> || p.resets == nullptr) return {0, steps};
+    if (!kIsFp32<Scalar> || p.resets == nullptr) return {0, steps};
     const uint8_t* const resets = at.resets(p, chunk);
     unsigned begins[kChunk / kWarpSize];
 #pragma unroll

@@ -10,7 +10,7 @@ constexpr int kHalves = 2;  // of a product's columns, of a warpgroup each
 
 // Of sums whose differences matter: for inputs of fp32 they have more digits than what they are sums of.
 template <typename Scalar>
-using PairSum = std::conditional_t<kIsFine<Scalar>, double, float>;
+using PairSum = std::conditional_t<kIsFp32<Scalar>, double, float>;
 
 // What a unit's products leave of each step, and of the chunk.
 template <typename Scalar>
@@ -57,7 +57,7 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
                                                    const Lane& lane, StepGradients& grads) {
   using Sum = PairSum<Scalar>;
   // Below it the rounding of the running sums over pairs is more than what is left of them.
-  constexpr float kForgottenLog2Decay = kIsFine<Scalar> ? -48 : -24;
+  constexpr float kForgottenLog2Decay = kIsFp32<Scalar> ? -48 : -24;
   Sum pairs[2];
   float before[2], from[2];
   bool is_forgotten[2];

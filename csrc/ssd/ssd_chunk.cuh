@@ -154,13 +154,13 @@ struct alignas(16) ChunkTables {
 };
 // For inputs of fp32 the sums have twice the digits: a difference of large ones is a decay like any other.
 struct FineChunkTables : ChunkTables {
-  float log2_decay_rest[kChunk];  // what rounding leaves of log2_decay
-  bool begins_anew;               // whether a sequence begins with the chunk: nothing of the state before is read
+  alignas(16) float log2_decay_rest[kChunk];  // what rounding leaves of log2_decay
+  bool begins_anew;                           // whether a sequence begins with the chunk: nothing of the state before is read
 };
 template <typename Scalar>
-constexpr bool kIsFine = std::is_same_v<Scalar, float>;
+constexpr bool kIsFp32 = std::is_same_v<Scalar, float>;
 template <typename Scalar>
-using TablesOf = std::conditional_t<kIsFine<Scalar>, FineChunkTables, ChunkTables>;
+using TablesOf = std::conditional_t<kIsFp32<Scalar>, FineChunkTables, ChunkTables>;
 
 // The logarithm of the decay from one step to a later one.
 __device__ __forceinline__ float log2_between(const ChunkTables& tables, int from, int to) {
@@ -235,7 +235,7 @@ struct FetchedSteps {
 // wait for one another.
 template <int count, typename Scalar>
 struct TableSteps {
-  using Sum = std::conditional_t<kIsFine<Scalar>, double, float>;
+  using Sum = std::conditional_t<kIsFp32<Scalar>, double, float>;
   Sum log2_decay[count][2];
   float gain[count][2], from_start[count][2], to_end[count][2];
   int first[count][2];
@@ -260,7 +260,7 @@ struct TableSteps {
       gain[k][i] = steps[k].is_there(i) ? d : 0.0f;
       zeta[k][i] = steps[k].is_there(i) ? d * head.A : 0.0f;
       Sum log2;
-      if constexpr (kIsFine<Scalar>) {
+      if constexpr (kIsFp32<Scalar>) {
         log2 = steps[k].is_there(i) ? Sum(d) * Sum(head.A) * kLog2E : Sum(0);
       } else {
         log2 = zeta[k][i] * static_cast<float>(kLog2E);
@@ -345,7 +345,7 @@ struct TableSteps {
     if constexpr (!states_only) {
       const float rounded[2] = {static_cast<float>(log2_decay[k][0]), static_cast<float>(log2_decay[k][1])};
       store_floats(tables.log2_decay, rounded);
-      if constexpr (kIsFine<Scalar>) {
+      if constexpr (kIsFp32<Scalar>) {
         store_floats(tables.log2_decay_rest,
                      {static_cast<float>(log2_decay[k][0] - rounded[0]), static_cast<float>(log2_decay[k][1] - rounded[1])});
       }
@@ -355,7 +355,7 @@ struct TableSteps {
     }
     if (lane == 0) {
       tables.has_begun = has_begun[k];
-      if constexpr (kIsFine<Scalar>) tables.begins_anew = begins_anew[k];
+      if constexpr (kIsFp32<Scalar>) tables.begins_anew = begins_anew[k];
       tables.whole = has_begun[k] ? 0.0f : Math<float>::exp2(static_cast<float>(last[k]));
     }
   }

@@ -13,7 +13,7 @@ namespace ssm_kernels::ssd {
 constexpr int kChunk = 64;     // steps
 constexpr int kUnitRows = 64;  // of a head's state, at most, that four warps carry
 
-constexpr int kRowElements = 8;  // rows are moved in pieces of as many
+constexpr int kRowElements = 8;  // rows are whole multiples of as many: 16 bytes of 16 bits
 
 constexpr int kUnits = 2;          // of a block
 constexpr int kDirections = 2;     // in time, of backward's walks

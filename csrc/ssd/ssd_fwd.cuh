@@ -41,7 +41,7 @@ int launch_staged(Kernel kernel, int threads, bool has_gate, const SsdFwdParams&
 template <typename Scalar, int dstate, bool states_only>
 int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {
   const bool has_gate = !states_only && params.z.data != nullptr;
-  if constexpr (!kIsFine<Scalar>) {
+  if constexpr (!kIsFp32<Scalar>) {
     const auto wgmma_kernel = params.resets != nullptr ? ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, true>
                                                        : ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, states_only>;
     constexpr int kWgmmaThreads = WgmmaFwd<Scalar, dstate, states_only, true>::kThreads;
@@ -51,7 +51,7 @@ int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_
     }
   }
   using Shared = MmaShared<Scalar, dstate>;
-  static_assert(Shared::bytes(1, true) <= least_shared_bytes(dstate, kIsFine<Scalar>, /*is_backward=*/false),
+  static_assert(Shared::bytes(1, true) <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
                 "a block is only begun where there is as much");
   return launch_staged<Shared>(ssd_fwd_mma_kernel<Scalar, dstate, states_only>, kUnits * kUnitThreads, has_gate, params, runs,
                                max_shared_bytes, stream);

@@ -25,8 +25,8 @@ struct alignas(128) MmaShared {
     GroupTile C[Units::kColumnBlocks], B[Units::kColumnBlocks];
     HeadTile x[Units::kRowBlocks];
   };
-  static constexpr bool kSharesPairs = kIsFine<Scalar> && !Units::kShareRows;
-  static constexpr bool kIsInPlaceOfC = kIsFine<Scalar> && sizeof(Stage::C) >= kUnits * sizeof(PairTile);
+  static constexpr bool kSharesPairs = kIsFp32<Scalar> && !Units::kShareRows;
+  static constexpr bool kIsInPlaceOfC = kIsFp32<Scalar> && sizeof(Stage::C) >= kUnits * sizeof(PairTile);
   struct OfUnit {
     std::conditional_t<kIsInPlaceOfC, Nothing, PairTile> products;  // M^T
     TablesOf<Scalar> tables[2];                                     // of the chunk at work and the next
@@ -85,10 +85,10 @@ class OutWriter {
   static constexpr int kPieces = 16 / OutTile::kPieceElements, kRows = kWarpSize / kPieces;
   // Of what the lane writes: each kRows-th row from that on, and the piece.
   static __device__ __forceinline__ int row(const Lane& lane) {
-    return kIsFine<Scalar> ? lane.index / kPieces : lane.index % kRows;
+    return kIsFp32<Scalar> ? lane.index / kPieces : lane.index % kRows;
   }
   static __device__ __forceinline__ int piece(const Lane& lane) {
-    return kPieces * lane.warp + (kIsFine<Scalar> ? lane.index % kPieces : lane.index / kRows);
+    return kPieces * lane.warp + (kIsFp32<Scalar> ? lane.index % kPieces : lane.index / kRows);
   }
 
   const SsdFwdParams& p_;
@@ -119,7 +119,8 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   using HeadTile = typename Shared::HeadTile;
   using GroupTile = typename Shared::GroupTile;
   constexpr int kStateGroups = Units::kColumns / 16, kThreads = kUnits * kUnitThreads;
-  constexpr int kUnrolled = kIsFine<Scalar> ? 1 : kStateGroups;
+  // In fp32 registers are few. Unrolled twice it was not faster, and ptxas 13.0 confused predicates (docs/tuning.md).
+  constexpr int kUnrolled = kIsFp32<Scalar> ? 1 : kStateGroups;
   constexpr int kThreadsOfRows = kThreads / Units::kRowBlocks;
   const bool has_gate = !states_only && p.z.data != nullptr;
   const int rows = Units::row_block(index), columns = Units::column_block(index);
@@ -180,7 +181,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   const PairsOfTile<sizeof(Scalar)> pairs(lane);
   float decay_of_piece = 1;
 
-  if constexpr (!states_only && !kIsFine<Scalar>) clear_left_of_diagonal<InOrder>(own.products, lane);
+  if constexpr (!states_only && !kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(own.products, lane);
 #pragma unroll 1
   for (int chunk = 0; chunk < at.chunks; ++chunk) {
     const int slot = chunk % runs.stages;
@@ -205,7 +206,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     const auto B = describe(tiles.B[columns]), C = describe(tiles.C[columns]);
     const auto& tables = own.tables[chunk % 2];
 
-    if constexpr (kIsFine<Scalar>) {
+    if constexpr (kIsFp32<Scalar>) {
       if (tables.begins_anew) state.clear();
     }
     float y[kStepBlocks][4] = {};
@@ -229,6 +230,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
       for (int k = 0; k < kStateGroups; ++k) {
         cuda::multiply<Scalar, false, false>(m, columns_of(B, k), columns_of(rows_of(C, first_block / 2), k), true);
       }
+      // Others read C still.
       if constexpr (Shared::kIsInPlaceOfC) __syncthreads();
       const auto weigh = [&](const TablesOf<Scalar>& tables_of_unit, auto& target) {
         const Lane of_lane = lane.anew();
@@ -236,10 +238,10 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
         weights.weigh(m, [&](float low, float high, int n, int half) {
           const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
           pairs.at(target, n, half) = packed;
-          if constexpr (!kIsFine<Scalar>) rest[n][half] = cuda::pack_rest<Scalar>(low, high, packed);
+          if constexpr (!kIsFp32<Scalar>) rest[n][half] = cuda::pack_rest<Scalar>(low, high, packed);
         });
         // Left of the diagonal, but multiplied.
-        if constexpr (kIsFine<Scalar>) {
+        if constexpr (kIsFp32<Scalar>) {
           if (2 * lane.warp / kBlocks * kBlocks == first_block) pairs.at(target, 2 * lane.warp, 1) = {0, 0};
         }
       };
@@ -256,7 +258,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     int first = 0;  // step that the state after the chunk has something of
     if (has_begun(p, tables)) {
       state.clear();
-      if constexpr (kIsFine<Scalar>) {
+      if constexpr (kIsFp32<Scalar>) {
         // Zero times NaN: no row of an earlier sequence is multiplied.
         first = tables.first[kChunk - 1];
         __syncthreads();
@@ -271,7 +273,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     for (int j = 0; j < kStepGroups; ++j) {
       cuda::OperandA<Scalar> x, weighed;
       load_inputs(x, x_tile, j, lane);
-      if constexpr (kIsFine<Scalar>) {
+      if constexpr (kIsFp32<Scalar>) {
         weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed, first);
       } else {
         weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
@@ -282,7 +284,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     if constexpr (!states_only) {
       // Of 16 bits the rounded M^T and the rest one after the other in the same place: there may be no room for another tile.
 #pragma unroll 1
-      for (int part = 0; part < (kIsFine<Scalar> ? 1 : 2); ++part) {
+      for (int part = 0; part < (kIsFp32<Scalar> ? 1 : 2); ++part) {
         if (part > 0) {
           cuda::barrier_sync(1 + index, kUnitThreads);
 #pragma unroll
