@@ -294,6 +294,11 @@ def has_16_bit_products(inputs: dict[str, Any]) -> bool:
     return inputs["B"].shape[3] <= 128 or _shared_memory(inputs["x"].device) >= 146 * 1024
 
 
+def has_fp32_kernels(inputs: dict[str, Any]) -> bool:
+    """Of both directions: else one of them is PyTorch's products."""
+    return _shared_memory(inputs["x"].device) >= (136 if inputs["B"].shape[3] <= 64 else 184) * 1024
+
+
 def _shared_memory(device: torch.device) -> int:
     """That a block may have, within the limit of :func:`limited_shared_memory`."""
     limit = torch.ops.ssm_kernels._limit_ssd_shared_bytes(2**62)

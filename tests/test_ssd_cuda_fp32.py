@@ -18,6 +18,7 @@ from ssd_helpers import (
     evaluate_in_float64,
     every_method,
     every_option,
+    has_fp32_kernels,
     limited_shared_memory,
     limited_workspace,
     make_cotangents,
@@ -172,6 +173,8 @@ def test_cuda_graph(name, dstate):
         inputs_on_cuda(seed=seed, dstate=dstate, **(OPTIONS[name] | {"seqlen": 300, "cu_seqlens": cu_seqlens}))
         for seed, cu_seqlens in enumerate(offsets)
     )
+    if name.startswith("packed") and not has_fp32_kernels(inputs):
+        pytest.skip("PyTorch's products read cu_seqlens on the host: a block has too little shared memory for the kernels")
     cotangents = make_cotangents(inputs)
     expected = evaluate(scan, others, cotangents)
     graph, found = captured(lambda: evaluate(scan, inputs, cotangents))
