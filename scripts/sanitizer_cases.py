@@ -235,6 +235,8 @@ def ssd_cases() -> Iterator[tuple[str, Inputs]]:
         sizes = {"heads": 2, "groups": 1, "dstate": dstate}
         yield ssd_case("resets, longer than a run", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
         yield ssd_case("packed, longer than a run", **sizes, cu_seqlens=(0, 0, 700, 701, 1500, 1500))
+    sizes = {"heads": 2, "groups": 1, "dstate": 128, "dtype": torch.float32}
+    yield ssd_case("resets, longer than a run", **sizes, batch=1, seqlen=1000, resets=((1, 64, 65, 700),))
     yield ssd_case("in two runs", batch=3, heads=120, groups=1, seqlen=500)
     yield ssd_case("packed, in two runs", heads=160, groups=1, cu_seqlens=(0, 0, 300, 364, 365, 900, 900))
 
@@ -308,11 +310,29 @@ def ssd_limited_cases() -> Iterator[tuple[str, Inputs, int, int]]:
     for dstate in (64, 128, 256):
         for kibibytes in (99, 163):
             yield *ssd_case(f"{kibibytes} KiB of shared memory", dstate=dstate, seqlen=600), plenty, 1024 * kibibytes
+    sizes = {"dstate": 137, "dtype": torch.float32, **packed}
+    yield *ssd_case("turns", **sizes), 1, plenty
+    yield *ssd_case("163 KiB of shared memory", **sizes), plenty, 1024 * 163
+    yield *ssd_case("163 KiB of shared memory", **(sizes | {"dstate": 100})), plenty, 1024 * 163
 
 
 def check_limited_ssd(name: str, inputs: Inputs, workspace: int, shared: int, products: str) -> str | None:
     with ssd_helpers.limited_workspace(workspace), ssd_helpers.limited_shared_memory(shared):
         return check_ssd(name, inputs, products, gradients=True)
+
+
+def ssd_checks() -> Iterator[Check]:
+    """Of either kind of products; float32 has one."""
+    checks = (
+        (partial(check_ssd, gradients=False), ssd_cases),
+        (partial(check_ssd, gradients=True), ssd_gradient_cases),
+        (check_limited_ssd, ssd_limited_cases),
+    )
+    for products in ("wgmma", "mma"):
+        for check, cases in checks:
+            for case in cases():
+                if products == "wgmma" or case[1]["x"].dtype != torch.float32:
+                    yield partial(check, *case, products=products)
 
 
 def state_update_cases() -> Iterator[tuple[str, Inputs]]:
@@ -363,15 +383,7 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, *case, way) for case in scan_cases() for way in ways(case[1])),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
-    "ssd_chunk_scan": lambda: (
-        check
-        for products in ("wgmma", "mma")
-        for check in (
-            *(partial(check_ssd, *case, products, gradients=False) for case in ssd_cases()),
-            *(partial(check_ssd, *case, products, gradients=True) for case in ssd_gradient_cases()),
-            *(partial(check_limited_ssd, *case, products) for case in ssd_limited_cases()),
-        )
-    ),
+    "ssd_chunk_scan": ssd_checks,
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import math
 import re
@@ -28,6 +29,12 @@ Cotangents = tuple[Tensor | None, Tensor | None]
 
 # Those whose transition is e^z; what the operator takes.
 METHODS = ("zoh", "foh", "poly", "highorder", "rk4")
+
+# Where assert_nan_ends may put its NaN.
+NAN_PLACES = (*SEQUENCES, "initial_states", "grad_out", "grad_final_states")
+
+# Steps that CUDA's kernels take together, whatever chunk_size says.
+KERNEL_CHUNK = 64
 
 # The options of make_inputs without anything optional.
 MINIMAL: dict[str, Any] = {"D": None} | dict.fromkeys(("z", "dt_bias", "dt_softplus", "initial_states"), False)
@@ -243,6 +250,38 @@ def assert_matches_reference(
     else:
         assert_all_as_accurate(actual, evaluate_natively(inputs, cotangents, expected), expected, inputs)
     return actual
+
+
+def assert_nan_ends(inputs: dict[str, Any], name: str, step: int, begins: Sequence[int], chunk: int) -> None:
+    """A NaN in the last row of the batch, whose sequences begin at these steps, reaches nothing but its own sequence, the
+    chunks of that many steps in which this begins and ends, and its own chunk.
+
+    Args:
+        name: of an argument or of a result's gradient; one of states has the NaN everywhere, else it is at the step.
+    """
+    cotangents = dict(zip(("grad_out", "grad_final_states"), make_cotangents(inputs), strict=True))
+    clean = evaluate(scan, inputs, tuple(cotangents.values()))
+    values = inputs | cotangents
+    values[name] = values[name].clone()
+    of_states = name in ("initial_states", "grad_final_states")
+    values[name][-1 if of_states else (-1, step)] = math.nan
+    actual = evaluate(scan, {key: values[key] for key in inputs}, tuple(values[key] for key in cotangents))
+
+    batch, length = inputs["x"].shape[:2]
+    last = len(begins) - 1
+    sequence = bisect.bisect(begins, step) - 1
+    sequence = {"initial_states": 0, "grad_final_states": last}.get(name, sequence)
+    first, end = begins[sequence], (*begins, length)[sequence + 1]
+    if not of_states:
+        first, end = min(first, step // chunk * chunk), max(end, (step // chunk + 1) * chunk)
+    reached = torch.zeros(batch, length, dtype=torch.bool, device=inputs["x"].device)
+    reached[-1, first // chunk * chunk : -(-end // chunk) * chunk] = True
+    for result in ("out", *(f"grad_{of}" for of in SEQUENCES)):
+        assert torch.equal(actual[result][~reached], clean[result][~reached]), f"{result} of a NaN in {name}"
+    for result, own in (("final_states", last), ("grad_initial_states", 0)):
+        rows = slice(0, batch - 1) if sequence == own else slice(None)
+        assert torch.equal(actual[result][rows], clean[result][rows]), f"{result} of a NaN in {name}"
+    assert any(value.isnan().any() for value in actual.values())
 
 
 def assert_as_exact_as_rounding(inputs: dict[str, Any]) -> None:

@@ -12,8 +12,11 @@ import pytest
 import torch
 from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
 from ssd_helpers import (
+    KERNEL_CHUNK,
+    NAN_PLACES,
     OPTIONS,
     assert_matches_reference,
+    assert_nan_ends,
     evaluate,
     evaluate_in_float64,
     every_method,
@@ -85,14 +88,15 @@ def test_products_are_those_of_fp32(is_allowed, dstate, monkeypatch):
     assert max(relative_errors(inputs_on_cuda(dstate=dstate, seqlen=512)).values()) <= 1e-6
 
 
-def test_weak_decays_keep_their_accuracy_beside_strong_ones():
+@pytest.mark.parametrize("strong", [30 * math.log(2), 60 * math.log(2), 100.0], ids=["30_bits", "60_bits", "144_bits"])
+def test_weak_decays_keep_their_accuracy_beside_strong_ones(strong):
     """Sums of decays are then large, and what lies between two steps the difference of two such."""
     inputs = inputs_on_cuda(heads=2, groups=1, dt_softplus=False, dt_bias=False, z=False)
-    inputs["dt"] = torch.where(torch.arange(130, device="cuda")[:, None] % 9 == 8, 100.0, 0.01).expand_as(inputs["dt"])
+    inputs["dt"] = torch.where(torch.arange(130, device="cuda")[:, None] % 9 == 8, strong, 0.01).expand_as(inputs["dt"])
     inputs["x"][:, 8::9] = 0  # else all else is small beside what such a step adds
     inputs["A"] = torch.tensor([-1.0, -1.1], device="cuda")
     errors = relative_errors(inputs)
-    assert max(errors[name] for name in ("out", "final_states", "grad_x", "grad_B", "grad_C")) <= 1e-6, errors
+    assert max(errors[name] for name in ("out", "final_states", "grad_x", "grad_dt", "grad_B", "grad_C")) <= 1e-6, errors
 
 
 def test_error_does_not_grow_with_the_length():
@@ -156,6 +160,43 @@ def test_nan_stays_in_its_head(dstate):
     assert results["out"][0, 70:, 1].isnan().any() and results["grad_z"][0, 70:, 1].isnan().any()
     for name in ("out", "grad_x", "grad_z", "grad_dt"):
         assert results[name][:, :, [0, 2, 3]].isfinite().all() and results[name][1].isfinite().all()
+
+
+# Steps, where the last row's sequences begin, and the step of the NaN: inside chunks, and of a walk that is cut into pieces.
+NAN_CASES = {
+    "in_chunks": ({"seqlen": 90}, (0, 36, 72), 40),
+    "in_pieces": ({"seqlen": 1000, "batch": 1, "heads": 1, "groups": 1}, (0, 300, 710), 500),
+}
+
+
+@every_dstate
+@pytest.mark.parametrize("sizes, begins, step", NAN_CASES.values(), ids=list(NAN_CASES))
+@pytest.mark.parametrize("name", NAN_PLACES)
+def test_nan_ends_where_a_sequence_begins(name, sizes, begins, step, dstate):
+    inputs = inputs_on_cuda(dstate=dstate, resets=(begins[1:],), **sizes)
+    assert_nan_ends(inputs, name, step, begins, chunk=KERNEL_CHUNK)
+
+
+@pytest.mark.parametrize("name", NAN_PLACES)
+def test_nan_ends_in_products_of_pytorch(name):
+    """Which take as many steps together as is asked for."""
+    inputs = inputs_on_cuda(seqlen=90, resets=((36, 72),), chunk_size=16)
+    with limited_shared_memory(99 * 1024):
+        assert_nan_ends(inputs, name, step=40, begins=(0, 36, 72), chunk=16)
+
+
+@every_dstate
+def test_kernels_run(dstate):
+    inputs = inputs_on_cuda(dstate=dstate)
+    if not has_fp32_kernels(inputs):
+        pytest.skip("a block has too little shared memory for the kernels of float32")
+    cotangents = make_cotangents(inputs)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        evaluate(scan, inputs, cotangents)
+        torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    for kernel in ("ssd_fwd_mma_kernel", "ssd_bwd_states_kernel", "ssd_bwd_chunks_kernel"):
+        assert any(f"{kernel}<float" in name for name in names), f"no {kernel} of float32 among {sorted(names)}"
 
 
 @every_dstate

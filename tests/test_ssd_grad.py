@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import bisect
 import itertools
-import math
 from typing import Any
 
 import pytest
 import torch
 from helpers import LAYOUTS, arrange, says
 from ssd_helpers import (
+    KERNEL_CHUNK,
     METHODS,
     MINIMAL,
+    NAN_PLACES,
     OPTIONS,
     SEQUENCES,
     TENSORS,
     assert_all_close,
     assert_matches_reference,
+    assert_nan_ends,
     at_steps,
     dtypes,
     evaluate,
@@ -48,9 +49,6 @@ def assert_gradcheck(inputs: dict[str, Any], **options: Any) -> None:
     leaves = [inputs[name].detach().requires_grad_() for name in names]
     assert torch.autograd.gradcheck(of_tensors, leaves, **options)
 
-
-# Steps that CUDA's kernels take together, whatever chunk_size says.
-KERNEL_CHUNK = 64
 
 SMALL = {"batch": 1, "seqlen": 4, "heads": 2, "headdim": 2, "dstate": 2, "groups": 1, "chunk_size": 2}
 
@@ -247,33 +245,11 @@ def test_long_chunks(chunk_size, device):
 
 @pytest.mark.parametrize("step", [34, 40, 70])
 @pytest.mark.parametrize("begins", [(0, 32, 64), (0, 36, 72)], ids=["with_chunks", "inside_chunks"])
-@pytest.mark.parametrize("name", [*SEQUENCES, "initial_states", "grad_out", "grad_final_states"])
+@pytest.mark.parametrize("name", NAN_PLACES)
 def test_nan_ends_where_a_sequence_begins(name, begins, step, device):
     """With seq_idx too, but for the chunks that its sequence begins and ends in, and its own one."""
-    length, chunk = 90, 16 if device == "cpu" else KERNEL_CHUNK
-    inputs = make_inputs(seqlen=length, resets=((11, 50), begins[1:]), chunk_size=16, dtype=torch.float32, device=device)
-    cotangents = dict(zip(("grad_out", "grad_final_states"), make_cotangents(inputs), strict=True))
-    clean = evaluate(scan, inputs, tuple(cotangents.values()))
-    values = inputs | cotangents
-    values[name] = values[name].clone()
-    of_states = name in ("initial_states", "grad_final_states")
-    values[name][1 if of_states else (1, step)] = math.nan
-    actual = evaluate(scan, {key: values[key] for key in inputs}, tuple(values[key] for key in cotangents))
-
-    last = len(begins) - 1
-    sequence = bisect.bisect(begins, step) - 1
-    sequence = {"initial_states": 0, "grad_final_states": last}.get(name, sequence)
-    first, end = begins[sequence], (*begins, length)[sequence + 1]
-    if not of_states:
-        first, end = min(first, step // chunk * chunk), max(end, (step // chunk + 1) * chunk)
-    reached = torch.zeros(2, length, dtype=torch.bool, device=device)
-    reached[1, first // chunk * chunk : -(-end // chunk) * chunk] = True
-    for result in ("out", *(f"grad_{of}" for of in SEQUENCES)):
-        assert torch.equal(actual[result][~reached], clean[result][~reached]), f"{result} of a NaN in {name}"
-    for result, own in (("final_states", last), ("grad_initial_states", 0)):
-        rows = slice(0, 1) if sequence == own else slice(None)
-        assert torch.equal(actual[result][rows], clean[result][rows]), f"{result} of a NaN in {name}"
-    assert any(value.isnan().any() for value in actual.values())
+    inputs = make_inputs(seqlen=90, resets=((11, 50), begins[1:]), chunk_size=16, dtype=torch.float32, device=device)
+    assert_nan_ends(inputs, name, step, begins, chunk=16 if device == "cpu" else KERNEL_CHUNK)
 
 
 def test_nothing_needs_a_gradient(device):

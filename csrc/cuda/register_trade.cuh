@@ -3,6 +3,15 @@
 
 namespace ssm_kernels::cuda {
 
+// What `leaving` threads of a block may keep, for `taking` others to have `taken` each: all together have what they began with,
+// which is what the compiler may give them, and who asked for more would wait for ever.
+template <int taking, int taken, int leaving, int blocks_of_multiprocessor = 1>
+constexpr int registers_left() {
+  constexpr int kOfMultiprocessor = 65536, kThreads = taking + leaving;
+  constexpr int kAtFirst = kOfMultiprocessor / blocks_of_multiprocessor / kThreads / 8 * 8 * kThreads;
+  return (kAtFirst - taking * taken) / leaving / 8 * 8;
+}
+
 // By each of four warps that begin at a multiple of four: from here on their threads have `count` registers, a multiple of
 // eight. Fewer than before are free for warps that ask for more; these wait until there are enough. Nothing happens
 // on other devices.

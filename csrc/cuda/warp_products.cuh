@@ -139,7 +139,9 @@ __device__ __forceinline__ void add_product(float (&d)[blocks][4], const uint32_
 // Of so many blocks, whose products do not wait for one another.
 template <bool b_is_transposed, int at_once>
 __device__ __forceinline__ void add_product_of_blocks(float (*d)[4], const Tf32A (&a)[2], const WarpOperand<4>& b, int first) {
-  float sum[at_once][4] = {};
+  // Few blocks have a sum for each eight terms.
+  constexpr int kSums = at_once > 2 ? 1 : 2;
+  float sums[kSums][at_once][4] = {};
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
     Tf32B of_b[at_once];
@@ -154,12 +156,12 @@ __device__ __forceinline__ void add_product_of_blocks(float (*d)[4], const Tf32A
       }
       of_b[i].split(pair);
     }
-    mma_tf32x3(sum, a[step], of_b);
+    mma_tf32x3(sums[step % kSums], a[step], of_b);
   }
 #pragma unroll
   for (int i = 0; i < at_once; ++i) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) d[first + i][j] += sum[i][j];
+    for (int j = 0; j < 4; ++j) d[first + i][j] += kSums == 1 ? sums[0][i][j] : sums[0][i][j] + sums[1][i][j];
   }
 }
 template <typename Scalar, bool b_is_transposed, int blocks>

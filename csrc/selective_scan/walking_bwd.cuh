@@ -35,10 +35,9 @@
 
 namespace ssm_kernels::selective_scan::walking {
 
-// Registers of a thread, where the device lets warps trade them; the two roles have equally many threads.
-constexpr int kWalkerRegisters = 144, kMoverRegisters = 112;
-static_assert(kWalkerRegisters + kMoverRegisters == 2 * 128 && kWalkingWarps == kMovingWarps && kResidentBlocks == 2,
-              "what the movers leave is what the walkers take of the 128 that each has at first");
+// Registers of a thread, where the device lets warps trade them.
+constexpr int kWalkerRegisters = 144, kMoverRegisters = cuda::registers_left<kWalkingWarps * kWarpSize, kWalkerRegisters,
+                                                                             kMovingWarps * kWarpSize, kResidentBlocks>();
 
 template <typename Scalar>
 using CutOfBwd = Cut<Scalar, kBwdTileSteps>;

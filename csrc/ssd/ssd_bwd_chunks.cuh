@@ -86,8 +86,9 @@ struct BwdChunks {
                        kHalfStateBlocks = dstate / 8 / kHalves;
   // What x g^T is, and products with S and T, is used in so many parts: products that do not run meanwhile need the registers
   // of one.
-  static constexpr int kParts = Products::kIsAsync ? 1 : 2, kPairBlocks = kHalfBlocks / kParts,
-                       kPartGroups = kHalfGroups / kParts, kPartBlocks = kHalfStateBlocks / kParts;
+  static constexpr int kParts = Products::kIsAsync || (kIsFp32<Scalar> && dstate <= 64) ? 1 : 2,
+                       kPairBlocks = kHalfBlocks / kParts, kPartGroups = kHalfGroups / kParts,
+                       kPartBlocks = kHalfStateBlocks / kParts;
   using OfPairs = PairProducts<Scalar, kPairBlocks>;
   // So many steps of a product at once, as loads of later ones take registers too.
   static constexpr int kUnrolled = Products::kIsAsync ? kStateGroups : kIsFp32<Scalar> ? 1 : 2;
@@ -95,6 +96,9 @@ struct BwdChunks {
   static constexpr bool kCopiesInBulk = SSM_KERNELS_HAS_WGMMA && (Products::kIsAsync || kIsFp32<Scalar>);
   static constexpr int kMultiplyingThreads = kHalves * kUnitThreads;
   static constexpr int kThreads = kMultiplyingThreads + kUnitThreads;
+  // Of a thread.
+  static constexpr int kMultiplierRegisters = kIsFp32<Scalar> ? 216 : 208,
+                       kMoverRegisters = cuda::registers_left<kMultiplyingThreads, kMultiplierRegisters, kUnitThreads>();
   static constexpr int kMultipliers = 1;  // the number of their named barrier
 
   const SsdBwdParams& p;
@@ -557,10 +561,10 @@ __global__ void __launch_bounds__(Products::kAreCompiled ? BwdChunks<Scalar, dst
     // By a shuffle the compiler sees that it is the same for all lanes.
     const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kUnitThreads, 0);
     if (warpgroup == kHalves) {
-      cuda::leave_registers<88>();
+      cuda::leave_registers<Chunks::kMoverRegisters>();
       chunks.move();
     } else {
-      cuda::take_registers<208>();
+      cuda::take_registers<Chunks::kMultiplierRegisters>();
       chunks.multiply(warpgroup);
     }
   }

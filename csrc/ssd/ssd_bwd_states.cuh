@@ -81,6 +81,10 @@ struct BwdStates {
   static constexpr int kCopyingWarps = kTradesRegisters ? 2 : 1, kCopyingThreads = kCopyingWarps * kWarpSize;
   static constexpr int kMovingWarps = kCopyingWarps + kUnits;  // the others make tables, one for each unit
   static constexpr int kThreads = kUnits * kUnitThreads + kMovingWarps * kWarpSize;
+  // Of a thread, where they are traded.
+  static constexpr int kUnitRegisters = 208,
+                       kMoverRegisters =
+                           cuda::registers_left<kUnits * kUnitThreads, kUnitRegisters, kMovingWarps * kWarpSize>();
 
   using Shared = StatesShared<Scalar, dstate, Products>;
   using Stage = typename Shared::Stage;
@@ -161,37 +165,45 @@ struct BwdStates {
       if constexpr (Products::kIsAsync && !states_only) {
         state.template round<Scalar>(shared.rounded[index][position % 2], pairs);
       }
-      cuda::OperandA<Scalar> x[kStepGroups], weighed[kStepGroups], rest[kIsFp32<Scalar> ? 1 : kStepGroups];
-      const auto weigh = [&](int j) {
-        if constexpr (kIsFp32<Scalar>) {
-          weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j]);
-        } else {
-          weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]);
-        }
-      };
-#pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) {
-        load_inputs(x[j], stage.of_unit[index], j, lane);
-        if constexpr (Products::kIsAsync) weigh(j);
-      }
-      if constexpr (!Products::kIsAsync && !states_only) {
-        if (unit.is_there()) write_in_parts(state, stage.of_unit[index], pairs, index, *target_of(position));
-      }
-      if constexpr (states_only) add_decay(p, decay_of_piece, tables);
-      state.decay(tables.whole);
       const auto rows = Products::describe(stage.of_group, lane);
-      Products::fence();
-#pragma unroll
-      for (int j = 0; j < kStepGroups; ++j) {
-        if constexpr (!Products::kIsAsync) weigh(j);
-        cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
-        if constexpr (!Products::kIsAsync && !kIsFp32<Scalar>) {
-          cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+      if constexpr (states_only) add_decay(p, decay_of_piece, tables);
+      if constexpr (kIsFp32<Scalar>) {
+        if (!states_only && unit.is_there()) state.template round<Scalar>(*target_of(position), pairs);
+        if (has_begun(p, tables)) {
+          state.clear();
+        } else {
+          state.decay(tables.whole);
         }
-      }
-      if constexpr (Products::kIsAsync) {
+        // One group of steps at a time: ptxas orders the products of all so that each waits for the one before.
+#pragma unroll 1
+        for (int j = 0; j < kStepGroups; ++j) {
+          cuda::OperandA<Scalar> x, weighed;
+          load_inputs(x, stage.of_unit[index], j, lane);
+          weigh_inputs<Scalar>(x, weights, j, lane, weighed);
+          cuda::multiply<Scalar, true>(state.values, weighed, rows_of(rows, j), true);
+        }
+      } else {
+        cuda::OperandA<Scalar> x[kStepGroups], weighed[kStepGroups], rest[kStepGroups];
 #pragma unroll
-        for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+        for (int j = 0; j < kStepGroups; ++j) {
+          load_inputs(x[j], stage.of_unit[index], j, lane);
+          if constexpr (Products::kIsAsync) weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]);
+        }
+        if constexpr (!Products::kIsAsync && !states_only) {
+          if (unit.is_there()) write_in_parts(state, stage.of_unit[index], pairs, index, *target_of(position));
+        }
+        state.decay(tables.whole);
+        Products::fence();
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) {
+          if constexpr (!Products::kIsAsync) weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]);
+          cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
+          if constexpr (!Products::kIsAsync) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+        }
+        if constexpr (Products::kIsAsync) {
+#pragma unroll
+          for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+        }
       }
       Products::commit();
 
@@ -287,10 +299,10 @@ __global__ void __launch_bounds__(Products::kAreCompiled ? BwdStates<Scalar, dst
     cuda::let_next_kernel_begin();
     const int warpgroup = threadIdx.x / kUnitThreads;
     if (warpgroup == kUnits) {
-      if constexpr (States::kTradesRegisters) cuda::leave_registers<88>();
+      if constexpr (States::kTradesRegisters) cuda::leave_registers<States::kMoverRegisters>();
       states.move();
     } else {
-      if constexpr (States::kTradesRegisters) cuda::take_registers<208>();
+      if constexpr (States::kTradesRegisters) cuda::take_registers<States::kUnitRegisters>();
       if constexpr (!states_only) cuda::wait_for_kernel_before();
       states.multiply(warpgroup);
     }

@@ -175,6 +175,16 @@ struct State {
     }
   }
 
+  // The blocks from that number on become the first.
+  __device__ __forceinline__ void rotate(int blocks) {
+    const State before = *this;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) values[n][i] = before.values[(n + blocks) % kBlocks][i];
+    }
+  }
+
   // To a tile whose rows are the unit's: all columns, or the part-th of as many as the tile has.
   template <typename Scalar, int columns>
   __device__ __forceinline__ void round(Tile<columns, sizeof(Scalar)>& tile, const PairsOfTile<sizeof(Scalar)>& pairs,
@@ -481,19 +491,28 @@ class OutRounder<float, InOrder> {
 
   __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const float (&x)[kStepGroups][8],
                                         Tile<kUnitRows, 4>* z_tile, Tile<kUnitRows, 4>& tile, const Lane& lane) const {
+    if (z_tile == nullptr) {
+      round_gated(y, x, tile, lane, [](float value, int, int) { return value; });
+    } else {
+      round_gated(y, x, tile, lane, [&](float value, int step, int row) { return value * silu(z_tile->element(step, row)); });
+    }
+  }
+
+ private:
+  template <typename Gate>
+  __device__ __forceinline__ void round_gated(const float (&y)[kStepBlocks][4], const float (&x)[kStepGroups][8],
+                                              Tile<kUnitRows, 4>& tile, const Lane& lane, const Gate& gate) const {
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int half = i / 2, step = 8 * n + 2 * lane.pair + i % 2, row = lane.row + 8 * half;
-        float value = fmaf(half == 0 ? D_.x : D_.y, x[n / 2][n % 2 * 4 + i % 2 * 2 + half], y[n][i]);
-        if (z_tile != nullptr) value *= silu(z_tile->element(step, row));
-        tile.element(step, row) = value;
+        const float value = fmaf(half == 0 ? D_.x : D_.y, x[n / 2][n % 2 * 4 + i % 2 * 2 + half], y[n][i]);
+        tile.element(step, row) = gate(value, step, row);
       }
     }
   }
 
- private:
   float2 D_;
 };
 

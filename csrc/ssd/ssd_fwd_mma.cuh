@@ -112,7 +112,7 @@ __device__ __forceinline__ void clear_rows_before(AnyTile (&tiles)[count], int r
 // Takes the state through a piece of a walk; returns the piece's decay.
 template <typename Scalar, int dstate, bool states_only>
 __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const Runs& runs, unsigned char* memory,
-                                                    const Place& at, const Unit& unit, int index, const Lane& lane,
+                                                    const Place& at, const Unit& unit, int index, const Lane& whole_lane,
                                                     State<UnitsOf<dstate>::kColumns>& state) {
   using Shared = MmaShared<Scalar, dstate>;
   using Units = UnitsOf<dstate>;
@@ -122,6 +122,11 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   // In fp32 registers are few. Unrolled twice it was not faster, and ptxas 13.0 confused predicates (docs/tuning.md).
   constexpr int kUnrolled = kIsFp32<Scalar> ? 1 : kStateGroups;
   constexpr int kThreadsOfRows = kThreads / Units::kRowBlocks;
+  // There what follows from a thread's index is found anew for each part of the work, rather than kept in registers.
+  const auto lane_anew = [&]() -> Lane {
+    if constexpr (kIsFp32<Scalar>) return whole_lane.anew();
+    return whole_lane;
+  };
   const bool has_gate = !states_only && p.z.data != nullptr;
   const int rows = Units::row_block(index), columns = Units::column_block(index);
   auto& shared = *reinterpret_cast<Shared*>(memory);
@@ -135,18 +140,20 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     if (chunk < at.chunks) {
       const int slot = chunk % runs.stages, steps = at.steps_of(chunk);
       auto& target = *stage_at(slot);
+      int thread = threadIdx.x;
+      if constexpr (kIsFp32<Scalar>) asm volatile("" : "+r"(thread));
       const auto copy_state_rows = [&](GroupTile(&tiles)[Units::kColumnBlocks], const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
 #pragma unroll
         for (int block = 0; block < Units::kColumnBlocks; ++block) {
           const int first = block * Units::kColumns;
-          RowCopier<Scalar, Units::kColumns, kThreads>(source + first, view.stride_step, p.dstate - first, threadIdx.x)
+          RowCopier<Scalar, Units::kColumns, kThreads>(source + first, view.stride_step, p.dstate - first, thread)
               .copy(tiles[block], steps, view.stride_step);
         }
       };
       const auto copy_head_rows = [&](HeadTile& tile, const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, unit.head, chunk) + unit.first_row;
-        RowCopier<Scalar, kUnitRows, kThreadsOfRows>(source, view.stride_step, unit.rows, threadIdx.x % kThreadsOfRows)
+        RowCopier<Scalar, kUnitRows, kThreadsOfRows>(source, view.stride_step, unit.rows, thread % kThreadsOfRows)
             .copy(tile, steps, view.stride_step);
       };
       copy_state_rows(target.B, p.B);
@@ -159,7 +166,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
 
   const HeadSteps head(p, unit.head);
   FetchedSteps<Scalar> fetched;
-  const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kUnitWarps == lane.warp; };
+  const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kUnitWarps == whole_lane.warp; };
   const auto fetch = [&](int chunk) {
     if (!is_mine(chunk)) return;
     fetched.fetch(p, at.rows<const Scalar>(p.dt, unit.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
@@ -177,11 +184,10 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   fetch(1);  // another warp's
   tabulate(0);
 
-  OutWriter<Scalar> out(p, at, unit, lane);
-  const PairsOfTile<sizeof(Scalar)> pairs(lane);
+  OutWriter<Scalar> out(p, at, unit, whole_lane);
   float decay_of_piece = 1;
 
-  if constexpr (!states_only && !kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(own.products, lane);
+  if constexpr (!states_only && !kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(own.products, whole_lane);
 #pragma unroll 1
   for (int chunk = 0; chunk < at.chunks; ++chunk) {
     const int slot = chunk % runs.stages;
@@ -198,8 +204,10 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     if (runs.stages > 1) copy(chunk + prefetched);
     fetch(chunk + 2);
 
+    const Lane lane = lane_anew();
     auto& tiles = *stage_at(slot);
     auto& x_tile = tiles.x[rows];
+    const PairsOfTile<sizeof(Scalar)> pairs(lane);
     const auto describe = [&](auto& tile) {
       return cuda::describe_warp_operand<sizeof(Scalar)>(&tile, std::decay_t<decltype(tile)>::kPartBytes, lane.index);
     };
@@ -215,11 +223,19 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     cuda::Packed<Scalar> rest[kStepBlocks][2] = {};
     if constexpr (!states_only) {
       // Two passes over C: its products with B and with the state at once would take too many registers.
+      // In fp32 a loop, for which the registers of the state take turns: of one long sequence of products ptxas makes one
+      // where each waits for that before.
+      constexpr int kParts = GroupTile::kParts, kGroups = kStateGroups / kParts, kPartsAtOnce = kIsFp32<Scalar> ? 1 : kParts;
+#pragma unroll kPartsAtOnce
+      for (int part = 0; part < kParts; ++part) {
+        const auto C_part = columns_of(C, part * kGroups);
 #pragma unroll
-      for (int k = 0; k < kStateGroups; ++k) {
-        cuda::OperandA<Scalar> s;
-        state.template pack<Scalar>(k, s);
-        cuda::multiply<Scalar, false>(y, s, columns_of(C, k), true);
+        for (int k = 0; k < kGroups; ++k) {
+          cuda::OperandA<Scalar> s;
+          state.template pack<Scalar>(k, s);
+          cuda::multiply<Scalar, false>(y, s, columns_of(C_part, k), true);
+        }
+        state.rotate(2 * kGroups);
       }
       decay_from_start(y, tables, lane);
       // The units of different rows have the same (B C^T)^T: in fp32 each makes half of its columns, for all.
@@ -255,63 +271,79 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
       }
     }
 
-    int first = 0;  // step that the state after the chunk has something of
-    if (has_begun(p, tables)) {
-      state.clear();
-      if constexpr (kIsFp32<Scalar>) {
-        // Zero times NaN: no row of an earlier sequence is multiplied.
-        first = tables.first[kChunk - 1];
-        __syncthreads();
-        clear_rows_before<kThreads>(tiles.B, first);
-        __syncthreads();
-      }
-    } else {
-      state.decay(tables.whole);
-    }
-    if (states_only) add_decay(p, decay_of_piece, tables);
-#pragma unroll kUnrolled
-    for (int j = 0; j < kStepGroups; ++j) {
-      cuda::OperandA<Scalar> x, weighed;
-      load_inputs(x, x_tile, j, lane);
-      if constexpr (kIsFp32<Scalar>) {
-        weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed, first);
-      } else {
-        weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
-      }
-      cuda::multiply<Scalar, true>(state.values, weighed, rows_of(B, j), true);
-    }
-
-    if constexpr (!states_only) {
-      // Of 16 bits the rounded M^T and the rest one after the other in the same place: there may be no room for another tile.
-#pragma unroll 1
-      for (int part = 0; part < (kIsFp32<Scalar> ? 1 : 2); ++part) {
-        if (part > 0) {
-          cuda::barrier_sync(1 + index, kUnitThreads);
-#pragma unroll
-          for (int n = 0; n < kStepBlocks; ++n) {
-#pragma unroll
-            for (int half = 0; half < 2; ++half) pairs.at(products, n, half) = rest[n][half];
-          }
-        }
-        if constexpr (Shared::kSharesPairs) {
+    const auto update_state = [&] {
+      const Lane lane = lane_anew();
+      int first = 0;  // step that the state after the chunk has something of
+      if (has_begun(p, tables)) {
+        state.clear();
+        if constexpr (kIsFp32<Scalar>) {
+          // Zero times NaN: no row of an earlier sequence is multiplied.
+          first = tables.first[kChunk - 1];
           __syncthreads();
-        } else {
-          cuda::barrier_sync(1 + index, kUnitThreads);
+          clear_rows_before<kThreads>(tiles.B, first);
+          __syncthreads();
         }
-        const auto M = describe(products);
-#pragma unroll
+      } else {
+        state.decay(tables.whole);
+      }
+      if (states_only) add_decay(p, decay_of_piece, tables);
+#pragma unroll kUnrolled
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::OperandA<Scalar> x, weighed;
+        load_inputs(x, x_tile, j, lane);
+        if constexpr (kIsFp32<Scalar>) {
+          weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed, first);
+        } else {
+          weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
+        }
+        cuda::multiply<Scalar, true>(state.values, weighed, rows_of(B, j), true);
+      }
+    };
+    // With many columns of a state in fp32 registers are few: y is written before the state takes more.
+    constexpr bool kEndsOutFirst = kIsFp32<Scalar> && dstate > 64;
+    const auto finish_out = [&] {
+      const Lane lane = lane_anew();
+      const auto M = describe(products);
+      const auto add_products = [&] {
+        constexpr int kUnrolledHere = kIsFp32<Scalar> ? 1 : kStepGroups;
+#pragma unroll kUnrolledHere
         for (int j = 0; j < kStepGroups; ++j) {
           cuda::OperandA<Scalar> x;
           load_inputs(x, x_tile, j, lane);
           cuda::multiply<Scalar, true>(y, x, rows_of(M, j), true, /*first_block=*/2 * j);
         }
+      };
+      if constexpr (Shared::kSharesPairs) {
+        __syncthreads();
+      } else {
+        cuda::barrier_sync(1 + index, kUnitThreads);
       }
-      // In place of x, of which a warp of a unit reads only the columns that it writes.
+      if constexpr (kIsFp32<Scalar>) {
+        add_products();
+        if constexpr (kEndsOutFirst) cuda::barrier_sync(1 + index, kUnitThreads);
+      } else {
+        // Of 16 bits the rounded M^T and the rest one after the other in the same place: there may be no room for another tile.
+#pragma unroll 1
+        for (int part = 0; part < 2; ++part) {
+          if (part > 0) {
+            cuda::barrier_sync(1 + index, kUnitThreads);
+#pragma unroll
+            for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+              for (int half = 0; half < 2; ++half) pairs.at(products, n, half) = rest[n][half];
+            }
+            cuda::barrier_sync(1 + index, kUnitThreads);
+          }
+          add_products();
+        }
+      }
+      // In place of x, of which a warp of a unit reads only the columns that it writes, or of M^T, if x is still to be read.
       const auto write_out = [&] {
         cuda::OperandA<Scalar> x[kStepGroups];
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) load_inputs(x[j], x_tile, j, lane);
-        out.write(y, x, has_gate ? z_at(slot) : nullptr, x_tile, lane, at.steps_of(chunk));
+        auto& target = *(kEndsOutFirst ? &products : &x_tile);
+        out.write(y, x, has_gate ? z_at(slot) : nullptr, target, lane, at.steps_of(chunk));
       };
       if constexpr (!Units::kShareRows) {
         write_out();
@@ -322,6 +354,15 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
         shared.part_of_out.leave(y);
         shared.part_of_out.wait_until_read();
       }
+    };
+    if constexpr (states_only) {
+      update_state();
+    } else if constexpr (kEndsOutFirst) {
+      finish_out();
+      update_state();
+    } else {
+      update_state();
+      finish_out();
     }
     tabulate(chunk + 1);
   }

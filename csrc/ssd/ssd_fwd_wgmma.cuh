@@ -85,10 +85,9 @@ struct WgmmaFwd {
   static constexpr int kStateGroups = Units::kColumns / 16;
   // Of the steps, down the rows of B and x, and of M^T.
   using Order = std::conditional_t<states_only, InOrder, FromBothEnds>;
-  // Of a thread: what all begin with, and what they have then.
-  static constexpr int kRegisters = states_only ? 128 : 168;
+  // Of a thread.
   static constexpr int kUnitRegisters = states_only ? 160 : dstate > 64 ? 208 : 192;
-  static constexpr int kMoverRegisters = ((kUnits + kMovers) * kRegisters - kUnits * kUnitRegisters) / kMovers;
+  static constexpr int kMoverRegisters = cuda::registers_left<kUnits * kUnitThreads, kUnitRegisters, kMovers * kUnitThreads>();
 
   const SsdFwdParams& p;
   const Runs& runs;
