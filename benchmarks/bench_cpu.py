@@ -7,7 +7,8 @@ Kernel and loop take turns, so that whatever else the machine does meets both. E
 forward with backward of selective_scan's kernel is less than that many times faster, for any of the methods; likewise with
 ``--require_recurrences`` for any of the linear recurrences. Their sizes are fixed: batch 4, seqlen 1024, 512 channels, float32;
 they shall be 20 times as fast as their loops, which is only reported. Likewise ssd_chunk_scan, 5 times as fast, at
-batch 2, seqlen 512, 8 heads, headdim 64, dstate 64, float32, with D, dt_bias and softplus.
+batch 2, seqlen 512, 8 heads, headdim 64, dstate 64, and for 500 sequences of 8 steps by cu_seqlens, 8 heads, headdim 32,
+dstate 32, in float32, with D, dt_bias and softplus.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ RECURRENCES: dict[str, tuple[str, dict[str, str]]] = {
     "rglru_scan": ("rglru_scan", {}),
 }
 SSD_SHAPE = {"batch": 2, "seqlen": 512, "heads": 8, "headdim": 64, "dstate": 64}
+PACKED_SHAPE = {"sequences": 500, "steps": 8, "heads": 8, "headdim": 32, "dstate": 32}
 SSD_BAR = 5
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
@@ -80,9 +82,20 @@ def compare_recurrence(name: str, options: dict[str, str], trials: int, warmup: 
     return compare_functions(name, inputs, options, torch.ones(*RECURRENCE_SHAPE.values()), trials, warmup)
 
 
-def compare_ssd(trials: int, warmup: int, seed: int) -> dict[str, Timing]:
+def ssd_inputs(seed: int) -> dict[str, dict[str, Tensor]]:
+    """The inputs of ssd_chunk_scan by the names of their rows."""
+    sequences, steps, *sizes = PACKED_SHAPE.values()
+    cases = {
+        "ssd_chunk_scan": Case(**SSD_SHAPE, dtype="float32"),
+        "packed sequences": Case(1, sequences * steps, *sizes, dtype="float32"),
+    }
+    rows = {name: case.inputs(torch.device("cpu"), seed) for name, case in cases.items()}
+    rows["packed sequences"]["cu_seqlens"] = steps * torch.arange(sequences + 1)
+    return rows
+
+
+def compare_ssd(inputs: dict[str, Tensor], trials: int, warmup: int) -> dict[str, Timing]:
     """As :func:`compare`, for ssd_chunk_scan."""
-    inputs = {name: tensor.float() for name, tensor in Case(**SSD_SHAPE).inputs(torch.device("cpu"), seed).items()}
     return compare_functions("ssd_chunk_scan", inputs, {"dt_softplus": True}, torch.ones_like(inputs["x"]), trials, warmup)
 
 
@@ -95,7 +108,8 @@ def compare_functions(
     warmup: int,
 ) -> dict[str, Timing]:
     """As :func:`compare`, for the function of this name and its reference."""
-    leaves = [value.requires_grad_() for value in inputs.values() if isinstance(value, Tensor)]
+    tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
+    leaves = [tensor.requires_grad_() for tensor in tensors if tensor.is_floating_point()]
 
     def stages(function: Callable[..., Tensor]) -> dict[str, Stages]:
         def forward() -> Tensor:
@@ -182,16 +196,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{line_of(row, timings)} {'met' if is_met else 'NOT met'}", flush=True)
         recurrences[row] = to_dict(timings) | {"bar": RECURRENCE_BAR}
     sizes = ", ".join(f"{name} {value}" for name, value in SSD_SHAPE.items())
+    packed = ", ".join(f"{name} {value}" for name, value in PACKED_SHAPE.items())
     print(f"\nstate-space duality, {sizes}, float32; at least {SSD_BAR}x forward + backward")
-    timings = compare_ssd(options.n_trials, options.warmup, options.seed)
-    is_met = ratios_of(timings)["both"] >= SSD_BAR
-    print(f"{line_of('ssd_chunk_scan', timings)} {'met' if is_met else 'NOT met'}", flush=True)
-    ssd = {"settings": SSD_SHAPE, "rows": {"ssd_chunk_scan": to_dict(timings) | {"bar": SSD_BAR}}}
+    print(f"packed sequences: {packed}")
+    ssd: dict[str, dict[str, object]] = {}
+    for row, inputs in ssd_inputs(options.seed).items():
+        timings = compare_ssd(inputs, options.n_trials, options.warmup)
+        is_met = ratios_of(timings)["both"] >= SSD_BAR
+        print(f"{line_of(row, timings)} {'met' if is_met else 'NOT met'}", flush=True)
+        ssd[row] = to_dict(timings) | {"bar": SSD_BAR}
 
     if options.json is not None:
         settings = {"dtype": options.dtype, "seed": options.seed, "trials": options.n_trials, **vars(size)}
         result = {"benchmark": "selective_scan_cpu", "machine": description, "settings": settings, "methods": results}
-        result |= {"recurrences": {"settings": RECURRENCE_SHAPE, "rows": recurrences}, "ssd": ssd}
+        result["recurrences"] = {"settings": RECURRENCE_SHAPE, "rows": recurrences}
+        result["ssd"] = {"settings": SSD_SHAPE, "packed": PACKED_SHAPE, "rows": ssd}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     status = 0
     for name, rows, required in (

@@ -412,11 +412,20 @@ def against_loop(rows: dict[str, Result], first: str = "method") -> str:
 
 def selective_scan_cpu(result: Result) -> str:
     settings, recurrences, ssd = result["settings"], result["recurrences"], result.get("ssd")
+    packed = (ssd or {}).get("packed")
+    of_packed = (
+        f"""
+*packed sequences*: {packed["sequences"]} of {packed["steps"]} steps by cu_seqlens, {packed["heads"]} heads, headdim
+{packed["headdim"]}, dstate {packed["dstate"]}, all else the same.
+"""
+        if packed  # measured since there is one
+        else ""
+    )
     of_ssd = (
         f"""
 ssd_chunk_scan at batch {ssd["settings"]["batch"]}, seqlen {ssd["settings"]["seqlen"]}, {ssd["settings"]["heads"]} heads,
 headdim {ssd["settings"]["headdim"]}, dstate {ssd["settings"]["dstate"]}, one group, with D, dt_bias and softplus, float32:
-
+{of_packed}
 {against_loop(ssd["rows"], "scan")}
 """
         if ssd  # measured since there is one

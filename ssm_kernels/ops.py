@@ -224,9 +224,10 @@ def ssd_chunk_scan(
     length cost no accuracy. (16-bit inputs on CUDA, where kernels are the package's own: in float32, within a chunk, and some
     operands are rounded to 16 bits; docs/ssd.md.) float32 inputs are multiplied as float32, whether TF32 is allowed or not.
     Only the inputs are kept for gradients; backward computes the states again. The values of ``cu_seqlens`` are read and
-    checked on the host, with two exceptions on CUDA: forward does not while a graph is being captured, and backward never does.
-    From wrong values come wrong numbers then, but no access outside the tensors. Under autocast ``x``, ``dt``, ``B``, ``C`` and
-    ``z`` are cast to its dtype, parameters and states to float32.
+    checked on the host, with two exceptions where kernels on CUDA are the package's own: forward does not while a graph is
+    being captured, and backward never does. From wrong values come wrong numbers then, but no access outside the tensors.
+    (PyTorch's products, which float64 and what has no such kernel runs as, read them on the host in both directions.) Under
+    autocast ``x``, ``dt``, ``B``, ``C`` and ``z`` are cast to its dtype, parameters and states to float32.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,

@@ -335,7 +335,7 @@ def has_16_bit_products(inputs: dict[str, Any]) -> bool:
 
 def has_fp32_kernels(inputs: dict[str, Any]) -> bool:
     """Of both directions: else one of them is PyTorch's products."""
-    return _shared_memory(inputs["x"].device) >= (136 if inputs["B"].shape[3] <= 64 else 184) * 1024
+    return _shared_memory(inputs["x"].device) >= (136 if inputs["B"].shape[3] <= 128 else 184) * 1024
 
 
 def _shared_memory(device: torch.device) -> int:

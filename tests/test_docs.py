@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import re
 import subprocess
 import sys
@@ -45,6 +47,25 @@ def test_pages_of_results_are_made_of_the_json_beside_them(tmp_path):
     made = {path.name: path.read_text() for path in tmp_path.glob("*.md")}
     assert made == {name: (folder / name).read_text() for name in made}
     assert "NVIDIA_H200.md" in made
+
+
+# What a case and its row of results have in common, by the benchmark's name.
+ROW_NAMES = {
+    "ssd": ("name",),
+    "selective_scan": ("name",),
+    "linear_scan": ("name",),
+    "state_update": ("sizes", "dtypes", "discretization"),
+}
+
+
+@pytest.mark.parametrize("benchmark", ROW_NAMES)
+def test_results_are_of_the_cases_that_are_measured(benchmark, monkeypatch):
+    pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
+    monkeypatch.syspath_prepend(str(ROOT))
+    cases = importlib.import_module(f"benchmarks.bench_{benchmark}").CASES
+    rows = json.loads((ROOT / "docs" / "benchmarks" / f"NVIDIA_H200_{benchmark}.json").read_text())["rows"]
+    names = ROW_NAMES[benchmark]
+    assert [[row[name] for name in names] for row in rows] == [[getattr(case, name) for name in names] for case in cases]
 
 
 def test_every_recurrence_is_in_the_table():

@@ -144,6 +144,12 @@ def test_constructor_is_that_of_mamba_ssm():
     assert [p.name for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY] == ["discretization"]
 
 
+def test_forward_is_that_of_mamba_ssm():
+    parameters = inspect.signature(Mamba2.forward).parameters
+    assert list(parameters) == ["self", "u", "seqlen", "seq_idx", "cu_seqlens", "inference_params"]
+    assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
 @pytest.mark.parametrize("bias, conv_bias, D_has_hdim, d_ssm", [(False, True, False, None), (True, False, True, 96)])
 def test_state_dict_is_that_of_mamba_ssm(bias, conv_bias, D_has_hdim, d_ssm):
     layer = Mamba2(64, 16, 3, headdim=32, ngroups=1, bias=bias, conv_bias=conv_bias, D_has_hdim=D_has_hdim, d_ssm=d_ssm)
@@ -219,9 +225,11 @@ BAD_ARGUMENTS = [
     ({"dt_limit": 0.5}, "ssd_chunk_scan: expected dt_limit = (min, max), got 0.5"),
     ({"d_conv": 0}, "Mamba2: expected d_conv of at least 1, got 0"),
     ({"process_group": "a group"}, "Mamba2: expected process_group None"),
+    ({"d_state": 300}, "Mamba2: expected d_state from 1 to 256, got 300"),
+    ({"d_state": 0}, "Mamba2: expected d_state from 1 to 256, got 0"),
+    ({"expand": 32, "headdim": 512}, "Mamba2: expected headdim from 1 to 256, got 512"),
     # What the scan says.
     ({"ngroups": 3}, "ssd_chunk_scan: expected the groups of B and C to divide heads = 8, got 3"),
-    ({"d_state": 300}, "ssd_chunk_scan: expected dstate from 1 to 256, got 300"),
     ({"chunk_size": 0}, "ssd_chunk_scan: expected chunk_size of at least 1, got 0"),
     ({"dt_limit": (1.0, 0.5)}, "ssd_chunk_scan: expected dt_limit"),
     ({"discretization": "tustin"}, "ssd_chunk_scan: unknown discretization 'tustin'"),
@@ -234,8 +242,6 @@ def test_bad_arguments(options, message):
     """When the layer is made, not when it is called."""
     with pytest.raises(ValueError, match=says(message)):
         Mamba2(16, **{"d_state": 8, "headdim": 4} | options)
-    with pytest.raises(ValueError, match=says("expected headdim from 1 to 256, got 512")):
-        Mamba2(256, headdim=512)
 
 
 # ----- values and gradients
@@ -349,6 +355,56 @@ def test_sequences_and_errors(device):
         layer(u, cu_seqlens=cu_seqlens.to("meta"))
     with pytest.raises(ValueError, match=says("Mamba2: expected hidden_states of shape (batch, seqlen, d_model), got [9, 6]")):
         layer(u[0], cu_seqlens=cu_seqlens)
+
+
+# ----- flattened batches
+
+
+@pytest.mark.parametrize("with_seq_idx", [False, True])
+def test_flattened_batch(with_seq_idx, device):
+    layer, u = make_layer(device), make_sequence(3, 4, D_MODEL, device=device).requires_grad_()
+    ids = torch.tensor([[0, 0, 1, 1], [0, 0, 0, 0], [2, 3, 3, 3]], device=device) if with_seq_idx else None
+    flat = u.detach().flatten(0, 1).requires_grad_()
+    actual, expected = layer(flat, 4, ids), layer(u, None, ids)
+    assert actual.shape == flat.shape
+    torch.testing.assert_close(actual, expected.flatten(0, 1), rtol=0, atol=0)
+    of_actual = gradients(actual, [flat, *layer.parameters()])
+    of_expected = gradients(expected.flatten(0, 1), [u, *layer.parameters()])
+    torch.testing.assert_close(of_actual[0].unflatten(0, (3, 4)), of_expected[0], rtol=1e-12, atol=1e-14)
+    for a, b in zip(of_actual[1:], of_expected[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-14)
+
+
+def test_flattened_batch_without_rows(device):
+    assert make_layer(device)(torch.ones(0, D_MODEL, device=device, dtype=torch.float64), seqlen=4).shape == (0, D_MODEL)
+
+
+def test_flattened_prefill_and_step(device):
+    layer, u = make_layer(device), make_sequence(2, 5, D_MODEL, device=device)
+    cache = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+    with torch.no_grad():
+        prefilled = layer(u[:, :4].flatten(0, 1), 4, None, None, cache)
+        cache.seqlen_offset = 4
+        step = layer(u[:, 4], 1, None, None, cache)
+        whole = layer(u)
+    torch.testing.assert_close(prefilled.unflatten(0, (2, 4)), whole[:, :4], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(step, whole[:, 4], rtol=1e-10, atol=1e-12)
+
+
+def test_flattened_batch_and_errors(device):
+    layer, u = make_layer(device), make_sequence(10, D_MODEL, device=device)
+    with pytest.raises(ValueError, match=says("Mamba2: expected u of a multiple of seqlen = 4 steps, got 10")):
+        layer(u, 4)
+    with pytest.raises(
+        ValueError, match=says("Mamba2: expected u of shape (batch * seqlen, d_model) with seqlen, got [1, 10, 6]")
+    ):
+        layer(u[None], 5)
+    with pytest.raises(ValueError, match=says("Mamba2: expected seqlen of at least 1, got 0")):
+        layer(u, 0)
+    with pytest.raises(ValueError, match=says("Mamba2: expected seqlen or cu_seqlens, got both")):
+        layer(u, 5, cu_seqlens=torch.tensor([0, 10], device=device))
+    with pytest.raises(ValueError, match=says("Mamba2: expected seq_idx of shape (batch, seqlen) = [2, 5], got [1, 10]")):
+        layer(u, 5, torch.zeros(1, 10, dtype=torch.int32, device=device))
 
 
 # ----- decoding

@@ -236,6 +236,12 @@ def test_gradients_of_a_subset(device):
                 assert gradient is None
 
 
+@pytest.mark.parametrize("cu_seqlens", [(0, 3, 6, 6, 10, 13, 17, 17), (0, 40, 70, 110, 140, 180)], ids=["short", "of_chunks"])
+def test_packed_sequences_of_equal_lengths(cu_seqlens, device):
+    """Products of PyTorch's take them together, wherever they lie."""
+    assert_matches_reference(make_inputs(cu_seqlens=cu_seqlens, chunk_size=16, device=device))
+
+
 @pytest.mark.parametrize("chunk_size", [None, 256])
 def test_long_chunks(chunk_size, device):
     """On CPU these take more than 64 steps together where the state is as large as here."""

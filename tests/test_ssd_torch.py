@@ -448,7 +448,7 @@ def test_memory_does_not_hold_a_state_for_every_step(device):
     grown = 4096
     fwd, bwd = (long - short for short, long in zip(measure(grown), measure(2 * grown), strict=True))
     states = 4 * grown * 4 * 16 * 64  # (seqlen, heads, headdim, dstate)
-    assert fwd < states / 4 and bwd < states / 2, (fwd / states, bwd / states)
+    assert fwd < states / 32 and bwd < states / 5, (fwd / states, bwd / states)
 
 
 # What programs and exported graphs call. A change here breaks them: add arguments at the end, with defaults.

@@ -25,7 +25,8 @@
 // masked, which ends a NaN too: it reaches other sequences only in the products of its own chunk.
 //
 // Memory: chunks are taken in runs whose temporaries have a bounded size. Forward goes from the first run to the last; backward
-// does so too, for the states between the runs, and then from the last to the first, computing those inside a run again.
+// does so too, for the states between the runs, and then from the last to the first, computing those inside a run again. Where
+// the states between the runs are many, of n about 2 sqrt(n) are kept at once, and the others found a second time.
 
 #include "ssd/ssd_aten.h"
 
@@ -42,9 +43,12 @@
 #include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 
+#include <algorithm>
+#include <cmath>
 #include <vector>
 
 #include "ssd/ssd_chunks.h"
+#include "ssd/ssd_packed.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::ssd {
@@ -120,39 +124,57 @@ void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs)
     scan.split_heads(Scan::run_of(outputs.out, run)).copy_(y);
     state = states.select(0, run.chunks);
   }
-  outputs.final_states.narrow(0, part.first_state, part.rows).copy_(state);
+  outputs.final_states.narrow(0, part.row, part.rows).copy_(state);
 }
 
+void forward(const Inputs& in, Discretization method, const FwdOutputs& outputs) {
+  const Scan scan(in, method);
+  for (const Part& part : scan.parts()) forward_part(scan, part, outputs);
+}
+
+// The gradients of the parameters, float64, summed over the runs.
+struct ParameterSums {
+  at::Tensor A, dt_bias, D;
+
+  explicit ParameterSums(const Inputs& in) {
+    const auto zeros = [&](at::IntArrayRef shape) { return at::zeros(shape, in.A.options().dtype(at::kDouble)); };
+    A = zeros({in.x.size(2)});
+    dt_bias = zeros({in.x.size(2)});
+    D = zeros({in.x.size(2), in.x.size(3)});
+  }
+
+  void write(const BwdInputs& bwd, const GradTensors& grads) const {
+    const auto write_one = [&](Grad grad, const at::Tensor& sum) {
+      if (grads[grad].numel() > 0) grads[grad].copy_(sum);
+    };
+    write_one(kGradA, A);
+    write_one(kGradDtBias, dt_bias);
+    write_one(kGradD, is_present(bwd.in.D) && bwd.in.D->dim() == 1 ? D.sum(1) : D);
+  }
+};
+
+// Writes the gradients of a batch but for those of parameters, which it adds to their sums.
 class Adjoint {
  public:
-  Adjoint(const BwdInputs& bwd, Discretization method)
-      : bwd_(bwd),
-        scan_(bwd.in, method),
-        grads_(allocate_bwd(bwd)),
-        grad_A_(zeros({scan_.heads})),
-        grad_dt_bias_(zeros({scan_.heads})),
-        grad_D_(zeros({scan_.heads, scan_.headdim})) {}
+  Adjoint(const BwdInputs& bwd, Discretization method, const GradTensors& grads, ParameterSums& sums)
+      : bwd_(bwd), scan_(bwd.in, method), grads_(grads), sums_(sums) {}
 
-  GradTensors compute() {
+  void compute() {
     if (scan_.heads == 0) {  // no run, but B and C have elements
       grads_[kGradB].zero_();
       grads_[kGradC].zero_();
     }
     for (const Part& part : scan_.parts()) part_adjoint(part);
-    if (needs(kGradA)) grads_[kGradA].copy_(grad_A_);
-    if (needs(kGradDtBias)) grads_[kGradDtBias].copy_(grad_dt_bias_);
-    if (needs(kGradD)) grads_[kGradD].copy_(bwd_.in.D->dim() == 1 ? grad_D_.sum(1) : grad_D_);
-    return grads_;
   }
 
  private:
   bool needs(Grad grad) const { return grads_[grad].numel() > 0; }
-  at::Tensor zeros(at::IntArrayRef shape) const { return at::zeros(shape, scan_.options.dtype(at::kDouble)); }
   // A run of a gradient by step, to be written.
   at::Tensor target(Grad grad, const Run& run) const { return scan_.split_heads(Scan::run_of(grads_[grad], run)); }
 
   void part_adjoint(const Part& part);
-  std::vector<at::Tensor> states_before(const Part& part, const std::vector<Run>& runs) const;
+  size_t runs_at_once(const Part& part, size_t runs) const;
+  at::Tensor state_after(const Run& run, const at::Tensor& state) const;
   at::Tensor run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state);
   at::Tensor gate_adjoint(const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states);
   at::Tensor boundary_grads(const Chunks& chunks, const at::Tensor& decayed_grad, const at::Tensor& last) const;
@@ -162,25 +184,41 @@ class Adjoint {
 
   const BwdInputs& bwd_;
   const Scan scan_;
-  GradTensors grads_;
-  at::Tensor grad_A_, grad_dt_bias_, grad_D_;  // float64, summed over the runs
+  const GradTensors& grads_;
+  ParameterSums& sums_;
 };
 
 void Adjoint::part_adjoint(const Part& part) {
   const std::vector<Run> runs = scan_.runs(part);
-  const std::vector<at::Tensor> states = states_before(part, runs);
+  const size_t at_once = runs_at_once(part, runs.size());
+  std::vector<at::Tensor> kept = {scan_.load_states(bwd_.in.initial_states, part)};  // before each at_once-th run
+  at::Tensor state = kept.front();
+  for (size_t i = 0; kept.size() * at_once < runs.size(); ++i) {
+    state = state_after(runs[i], state);
+    if ((i + 1) % at_once == 0) kept.push_back(state);
+  }
   at::Tensor grad_state = scan_.load_states(bwd_.grad_final_states, part);
-  for (size_t i = runs.size(); i-- > 0;) grad_state = run_adjoint(runs[i], states[i], grad_state);
-  if (needs(kGradInitialStates)) grads_[kGradInitialStates].narrow(0, part.first_state, part.rows).copy_(grad_state);
+  size_t end = runs.size();
+  for (size_t k = kept.size(); k-- > 0;) {
+    const size_t first = k * at_once;
+    std::vector<at::Tensor> states = {kept[k]};
+    for (size_t i = first; i + 1 < end; ++i) states.push_back(state_after(runs[i], states.back()));
+    for (size_t i = end; i-- > first;) grad_state = run_adjoint(runs[i], states[i - first], grad_state);
+    end = first;
+  }
+  if (needs(kGradInitialStates)) grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
 }
 
-std::vector<at::Tensor> Adjoint::states_before(const Part& part, const std::vector<Run>& runs) const {
-  std::vector<at::Tensor> states = {scan_.load_states(bwd_.in.initial_states, part)};
-  for (size_t i = 0; i + 1 < runs.size(); ++i) {
-    const at::Tensor inside = scan_.boundary_states(scan_.load(runs[i]), states[i]);
-    states.push_back(inside.select(0, runs[i].chunks).clone());
-  }
-  return states;
+// Of a part's runs, those between which all states are kept at once.
+size_t Adjoint::runs_at_once(const Part& part, size_t runs) const {
+  constexpr double kFewBytes = 64 << 20;
+  const double state_bytes = double(part.rows) * scan_.heads * scan_.headdim * scan_.dstate * scan_.options.dtype().itemsize();
+  if (runs * state_bytes <= kFewBytes) return std::max<size_t>(1, runs);
+  return static_cast<size_t>(std::ceil(std::sqrt(static_cast<double>(runs))));
+}
+
+at::Tensor Adjoint::state_after(const Run& run, const at::Tensor& state) const {
+  return scan_.boundary_states(scan_.load(run), state).select(0, run.chunks).clone();
 }
 
 // The gradient of y, by step; writes those of z and D.
@@ -195,7 +233,7 @@ at::Tensor Adjoint::gate_adjoint(const Chunks& chunks, const Pairs& pairs, const
     }
     grad = grad * at::silu(z);
   }
-  if (needs(kGradD)) grad_D_.add_((grad * chunks.x).sum({0, 1, 2}).flatten(0, 1));
+  if (needs(kGradD)) sums_.D.add_((grad * chunks.x).sum({0, 1, 2}).flatten(0, 1));
   return grad;
 }
 
@@ -267,8 +305,8 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
 // grad_zeta: that of zeta as the decay's logarithm; both (chunks, rows, steps, heads).
 void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, const at::Tensor& grad_gain) {
   const StepGrads grads = step_grads(bwd_.in, scan_.method, chunks.steps, grad_zeta, grad_gain);
-  grad_A_.add_(grads.A);
-  if (needs(kGradDtBias)) grad_dt_bias_.add_(grads.biased.sum({0, 1, 2}));
+  sums_.A.add_(grads.A);
+  if (needs(kGradDtBias)) sums_.dt_bias.add_(grads.biased.sum({0, 1, 2}));
   if (needs(kGradDt)) Scan::run_of(grads_[kGradDt], chunks.run).copy_(grads.biased);
 }
 
@@ -276,16 +314,48 @@ void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, c
 
 FwdResult fwd_aten(const Inputs& in) {
   const ExactProducts exact;
-  const Scan scan(in, check_inputs(in));
+  const Discretization method = check_inputs(in);
   const FwdOutputs outputs = allocate_fwd(in);
-  for (const Part& part : scan.parts()) forward_part(scan, part, outputs);
+  if (!is_present(in.cu_seqlens)) {
+    forward(in, method, outputs);
+  } else {
+    for (const SequencesOfLength& of : sequences_by_length(in)) {
+      const PackedBatch batch(in, of);
+      const FwdOutputs of_batch = allocate_fwd(batch.in);
+      forward(batch.in, method, of_batch);
+      of.put_steps(of_batch.out, outputs.out);
+      of.put_states(of_batch.final_states, outputs.final_states);
+    }
+  }
   return {outputs.out, outputs.final_states};
 }
 
 BwdResult bwd_aten(const BwdInputs& bwd) {
   const ExactProducts exact;
   const Discretization method = check_inputs(bwd.in);
-  return std::tuple_cat(Adjoint(bwd, method).compute());
+  const GradTensors grads = allocate_bwd(bwd);
+  ParameterSums sums(bwd.in);
+  if (!is_present(bwd.in.cu_seqlens)) {
+    Adjoint(bwd, method, grads, sums).compute();
+  } else {
+    for (const SequencesOfLength& of : sequences_by_length(bwd.in)) {
+      const PackedBatch batch(bwd.in, of);
+      const OptionalTensor grad_out =
+                               is_present(bwd.grad_out) ? OptionalTensor(of.take_steps(*bwd.grad_out)) : OptionalTensor(),
+                           grad_final_states = is_present(bwd.grad_final_states)
+                                                   ? OptionalTensor(of.take_states(*bwd.grad_final_states))
+                                                   : OptionalTensor();
+      const BwdInputs of_batch{grad_out, grad_final_states, batch.in, bwd.needs_grad};
+      const GradTensors grads_of_batch = allocate_bwd(of_batch);
+      Adjoint(of_batch, method, grads_of_batch, sums).compute();
+      for (const Grad grad : {kGradX, kGradDt, kGradB, kGradC, kGradZ}) {
+        if (grads[grad].numel() > 0) of.put_steps(grads_of_batch[grad], grads[grad]);
+      }
+      if (grads[kGradInitialStates].numel() > 0) of.put_states(grads_of_batch[kGradInitialStates], grads[kGradInitialStates]);
+    }
+  }
+  sums.write(bwd, grads);
+  return std::tuple_cat(grads);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -15,8 +15,8 @@
 //
 // Products that run while their warps go on (ssd_products.cuh) are begun as early as their operands are there. Those of a warp
 // are done when they are called, so that each is called where its result is asked for, and registers are few: x g^T, and the
-// products with S and T, are taken in two parts. M^T has one tile then, not two in turn, and the multiplying warps meet once
-// more before it is written again.
+// products with S and T, are taken in two parts, but for 64 states in fp32. M^T has one tile then, not two in turn, and the
+// multiplying warps meet once more before it is written again.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"
@@ -85,7 +85,7 @@ struct BwdChunks {
   static constexpr int kStateGroups = dstate / 16, kHalfGroups = kStateGroups / kHalves,
                        kHalfStateBlocks = dstate / 8 / kHalves;
   // What x g^T is, and products with S and T, is used in so many parts: products that do not run meanwhile need the registers
-  // of one.
+  // of one. In fp32 few blocks of columns are products that wait for one another, so that there are parts where they must be.
   static constexpr int kParts = Products::kIsAsync || (kIsFp32<Scalar> && dstate <= 64) ? 1 : 2,
                        kPairBlocks = kHalfBlocks / kParts, kPartGroups = kHalfGroups / kParts,
                        kPartBlocks = kHalfStateBlocks / kParts;

@@ -342,14 +342,14 @@ void run_in_turns(const BwdInputs& bwd, Discretization method, GradTensors& grad
 
 // Of more: y is a sum over columns of B, C and the states, and so is each gradient but those of these columns. D x and the gate
 // are no part of that sum: D x comes with the last columns.
-void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
+void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma, int64_t at_once) {
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);
   const OptionalTensor none;
   const OptionalTensor grad_y =
       is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads, may_use_wgmma)) : bwd.grad_out;
-  for (int64_t column = 0; column < dstate; column += kUnitColumns) {
-    const int64_t columns = std::min<int64_t>(kUnitColumns, dstate - column);
+  for (int64_t column = 0; column < dstate; column += at_once) {
+    const int64_t columns = std::min(at_once, dstate - column);
     const bool is_first = column == 0, is_last = column + columns == dstate;
     const Range range{0, in.x.size(0), 0, in.x.size(2), 0, in.B.size(2), column, columns};
     BwdInputs ungated{grad_y,
@@ -385,8 +385,12 @@ int64_t limit_backward_workspace(int64_t bytes) {
 }
 
 void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
-  const auto run = bwd.in.B.size(3) <= kUnitColumns ? run_in_turns : run_by_columns;
-  run(bwd, method, grads, may_use_wgmma);
+  const int64_t columns = backward_columns(bwd.in.x.scalar_type() == at::kFloat, max_shared_bytes(bwd.in.x));
+  if (bwd.in.B.size(3) <= columns) {
+    run_in_turns(bwd, method, grads, may_use_wgmma);
+  } else {
+    run_by_columns(bwd, method, grads, may_use_wgmma, columns);
+  }
 }
 
 }  // namespace ssm_kernels::ssd

@@ -18,8 +18,9 @@
 //
 // Warps have the roles of ssd_fwd_wgmma.cuh: a warpgroup for each of the block's two units, and one that moves data. With the
 // products of a warp (ssd_products.cuh) there are no such copies either: a unit rounds its state to where it had the chunk's
-// rows, 64 columns after another, and its threads write them. One warp copies then, not two, which leaves more registers to
-// each thread; in fp32 two do, as four moving warps can hand registers on.
+// rows, 64 columns after another, and its threads write them; in fp32 they write their registers, whose pairs fill sectors of
+// memory. One warp copies then, not two, which leaves more registers to each thread; in fp32 two do, as four moving warps can
+// hand registers on.
 #pragma once
 
 #include "cuda/bulk_copy.cuh"

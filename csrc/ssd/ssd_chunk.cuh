@@ -53,11 +53,7 @@ struct alignas(128) Tile {
   }
 
   // The address that a lane gives for load_matrices, which is for 16 bits: 16 rows from `row`, 16 columns from column_piece;
-  // the four matrices run down the rows first, or along the columns first. `row` is a multiple of 8: the pieces of a column lie
-  // so many rows apart.
-  __device__ __forceinline__ uint4* rows_first(int row, int column_piece, int lane) {
-    return piece(lane % 16, column_piece + lane / 16) + row * kPartPieces;
-  }
+  // the four matrices run along the columns first. `row` is a multiple of 8: the pieces of a column lie so many rows apart.
   __device__ __forceinline__ uint4* columns_first(int row, int column_piece, int lane) {
     return piece(lane / 16 * 8 + lane % 8, column_piece + lane / 8 % 2) + row * kPartPieces;
   }

@@ -11,7 +11,6 @@
 #include <vector>
 
 #include "torch/checks.h"
-#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
 namespace {
@@ -77,16 +76,7 @@ Scan::Scan(const Inputs& in, Discretization method)
 
 std::vector<Part> Scan::parts() const {
   std::vector<Part> result;
-  if (is_present(in.cu_seqlens)) {
-    const at::Tensor cu_seqlens = in.cu_seqlens->to(at::Device(at::kCPU), at::kLong).contiguous();
-    check_cu_seqlens_values("ssd_chunk_scan", cu_seqlens, seqlen);
-    const int64_t* const begins = cu_seqlens.const_data_ptr<int64_t>();
-    for (int64_t i = 0; i + 1 < cu_seqlens.numel(); ++i) result.push_back({0, 1, begins[i], begins[i + 1], i});
-  } else {
-    for (int64_t row = 0; row < batch; row += chunks_per_run_) {
-      result.push_back({row, std::min(chunks_per_run_, batch - row), 0, seqlen, row});
-    }
-  }
+  for (int64_t row = 0; row < batch; row += chunks_per_run_) result.push_back({row, std::min(chunks_per_run_, batch - row)});
   return result;
 }
 
@@ -94,8 +84,8 @@ std::vector<Run> Scan::runs(const Part& part) const {
   std::vector<Run> result;
   if (heads == 0) return result;
   const int64_t most = std::max<int64_t>(1, chunks_per_run_ / part.rows);
-  for (int64_t begin = part.begin; begin < part.end; begin += result.back().steps()) {
-    const int64_t steps = part.end - begin, length = std::min(chunk_length_, steps);
+  for (int64_t begin = 0; begin < seqlen; begin += result.back().steps()) {
+    const int64_t steps = seqlen - begin, length = std::min(chunk_length_, steps);
     result.push_back({part.row, part.rows, begin, std::min(most, steps / length), length});
   }
   return result;
@@ -151,7 +141,7 @@ at::Tensor Scan::D() const {
 
 at::Tensor Scan::load_states(const OptionalTensor& states, const Part& part) const {
   if (!is_present(states)) return at::zeros({part.rows, heads, headdim, dstate}, options);
-  return states->narrow(0, part.first_state, part.rows).clone(at::MemoryFormat::Contiguous);
+  return states->narrow(0, part.row, part.rows).clone(at::MemoryFormat::Contiguous);
 }
 
 at::Tensor Scan::across(const at::Tensor& states, const Chunks& chunks, int64_t chunk) {

@@ -25,10 +25,9 @@ at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask);
 // True where a sequence begins, but for the first of each row, (batch, seqlen).
 at::Tensor sequence_starts(const at::Tensor& seq_idx);
 
-// What is scanned together: steps [begin, end) of some rows of the batch, or of the one row that packed sequences share, with
-// one state for each row.
+// Rows of the batch that are scanned together.
 struct Part {
-  int64_t row, rows, begin, end, first_state;
+  int64_t row, rows;
 };
 
 // Chunks of equal length, one after another, of a part's rows.
@@ -53,11 +52,11 @@ struct Chunks {
   at::Tensor decay;  // e^cs_last, zero where the chunk is cut, (chunks, rows, heads, 1, 1)
 };
 
+// Of a batch: packed sequences are made batches of before (ssd_packed.h).
 class Scan {
  public:
   Scan(const Inputs& in, Discretization method);
 
-  // Reads cu_seqlens on the host and raises unless it cuts the sequence.
   std::vector<Part> parts() const;
   // Whole chunks, and in the last run the one that is left. Their temporaries have a bounded size.
   std::vector<Run> runs(const Part& part) const;

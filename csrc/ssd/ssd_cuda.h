@@ -21,10 +21,15 @@ constexpr int kUnitColumns = 128;  // of a head's state, at most, that a unit ca
 constexpr int kMaxKernelDstate = kUnits * kUnitColumns;
 constexpr int kLeastSharedBytes = 99 * 1024;  // that a block may have, from compute capability 8.0 on
 
-// What a block of the kernels takes, at least, of those that take most; backward's are for a unit's columns.
+// What a block of the kernels takes, at least, of those that take most; backward's are for up to a unit's columns.
 constexpr int least_shared_bytes(int64_t dstate, bool is_fp32, bool is_backward) {
   if (!is_fp32) return dstate > kUnitColumns ? 146 * 1024 : kLeastSharedBytes;
   return (dstate > kUnitColumns || (is_backward && dstate > 64) ? 184 : 136) * 1024;
+}
+
+// Columns of a state that backward takes at a time, where a block has that much shared memory.
+constexpr int64_t backward_columns(bool is_fp32, int max_shared_bytes) {
+  return max_shared_bytes >= least_shared_bytes(kUnitColumns, is_fp32, /*is_backward=*/true) ? kUnitColumns : 64;
 }
 
 // Columns of a unit's state with that many in all; what is over is zero.

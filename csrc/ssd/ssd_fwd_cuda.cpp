@@ -85,8 +85,14 @@ bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
 
 bool have_kernels_for(const Inputs& in, bool is_backward) {
   const at::ScalarType dtype = in.x.scalar_type();
+  if (dtype == at::kDouble) return false;
+  const bool is_fp32 = dtype == at::kFloat;
+  const int available = max_shared_bytes(in.x);
   static_assert(kMaxKernelDstate >= kMaxDstate, "dstate is checked before");
-  return dtype != at::kDouble && max_shared_bytes(in.x) >= least_shared_bytes(in.B.size(3), dtype == at::kFloat, is_backward);
+  // Backward computes y again where there is a gate.
+  int64_t columns = in.B.size(3);
+  if (is_backward && is_fp32 && !is_present(in.z)) columns = std::min(columns, backward_columns(is_fp32, available));
+  return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);
 }
 
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,

@@ -4,7 +4,7 @@
 // A block is its units' warps. Warp w of a unit computes rows 16 w to 16 w + 15 of M^T; the unit's warps exchange them through
 // shared memory. Every warp copies its share of the chunks ahead, and each in turn makes its unit's tables of the next chunk's
 // decays. In fp32, where all takes twice the room, M^T takes the place of C if there it fits, which all warps that read C have
-// done with then.
+// done with then; out, rounded where x was, is there rounded where M^T was, before the state takes more.
 #pragma once
 
 #include "cuda/launch.cuh"

@@ -1,10 +1,12 @@
 """Draws docs/figures/ssd_chunks.png: the scan of one head as a matrix cut into chunks, and what is computed of each.
 
-python docs/figures/ssd_chunks.py
+python docs/figures/ssd_chunks.py [--output FILE]
 """
 
 from __future__ import annotations
 
+import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 import matplotlib as mpl
@@ -91,13 +93,20 @@ def draw_flow(axes: Axes) -> None:
     axes.text(0.36, 1.47, r"$\times e^{cs}$", color=BETWEEN, ha="left", va="bottom", fontsize=7)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--output", type=Path, default=Path(__file__).with_suffix(".png"), metavar="FILE")
+    options = parser.parse_args(arguments)
+    if not options.output.parent.is_dir():
+        parser.error(f"--output {options.output}: there is no such folder")
     mpl.rcParams.update({"font.size": 8, "axes.linewidth": 0.6, "savefig.dpi": 200, "mathtext.fontset": "cm"})
     figure = Figure(figsize=(9, 3.6), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=[1, 1.65])
     draw_matrix(left)
     draw_flow(right)
-    figure.savefig(Path(__file__).with_suffix(".png"))
+    figure.savefig(options.output)
 
 
 if __name__ == "__main__":

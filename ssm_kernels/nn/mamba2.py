@@ -75,9 +75,9 @@ class GatedRMSNorm(nn.Module):
 class Mamba2(ConvMixer):
     """The Mamba-2 mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
 
-    The positional arguments, the names, shapes and order of the parameters, and ``step``, ``allocate_inference_cache`` and
-    ``inference_params`` are those of ``mamba_ssm``'s ``Mamba2``, so its checkpoints load with ``strict=True``. The
-    discretization is not part of the ``state_dict``.
+    The positional arguments, the names, shapes and order of the parameters, ``forward``, ``step``,
+    ``allocate_inference_cache`` and ``inference_params`` are those of ``mamba_ssm``'s ``Mamba2``, so its checkpoints load with
+    ``strict=True``. The discretization is not part of the ``state_dict``.
 
     With ``d_inner = expand * d_model``, ``nheads = d_ssm / headdim`` and ``d_xBC = d_ssm + 2 ngroups d_state``, parameters:
     ``dt_bias`` and ``A_log`` (nheads,), ``D`` (nheads,) or, with ``D_has_hdim``, (d_ssm,), ``in_proj.weight``
@@ -167,6 +167,9 @@ class Mamba2(ConvMixer):
             raise ValueError(f"Mamba2: expected d_ssm from 1 to d_inner = {self.d_inner}, got {self.d_ssm}")
         if headdim < 1 or self.d_ssm % headdim:
             raise ValueError(f"Mamba2: expected a headdim that divides d_ssm = {self.d_ssm}, got {headdim}")
+        for name, size in (("headdim", headdim), ("d_state", d_state)):
+            if not 1 <= size <= 256:
+                raise ValueError(f"Mamba2: expected {name} from 1 to 256, got {size}")
         if not 0 < A_init_range[0] <= A_init_range[1]:
             raise ValueError(f"Mamba2: expected A_init_range with 0 < low <= high, got {tuple(A_init_range)}")
         check_dt_range("Mamba2", dt_min, dt_max)
@@ -204,7 +207,7 @@ class Mamba2(ConvMixer):
     def forward(
         self,
         u: Tensor,
-        *,
+        seqlen: int | None = None,
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         inference_params: Any = None,
@@ -212,7 +215,8 @@ class Mamba2(ConvMixer):
         """Mixes a sequence, or several that lie one after another.
 
         Args:
-            u: (batch, seqlen, d_model), any strides.
+            u: (batch, seqlen, d_model), any strides; (batch * seqlen, d_model) if ``seqlen`` is given.
+            seqlen: steps of each row of the batch, where ``u`` is flattened. Not together with ``cu_seqlens``.
             seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
             cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
                 before ``cu_seqlens[i + 1]``.
@@ -224,8 +228,16 @@ class Mamba2(ConvMixer):
         Neither the convolution nor the state passes from one sequence to the next.
 
         Returns:
-            (batch, seqlen, d_model).
+            Shape of ``u``.
+
+        Raises:
+            ValueError: a shape is not as above, ``u`` is not a multiple of ``seqlen`` steps, or arguments are given together
+                that exclude each other.
         """
+        if seqlen is not None:
+            if cu_seqlens is not None:
+                raise ValueError("Mamba2: expected seqlen or cu_seqlens, got both: packed sequences are a batch of 1")
+            return self.forward(self._unflatten(u, seqlen), None, seq_idx, None, inference_params).flatten(0, 1)
         if seq_idx is None and cu_seqlens is None:
             return self._mix_or_step(u, inference_params)
         if inference_params is not None:
@@ -333,6 +345,17 @@ class Mamba2(ConvMixer):
         if self.rmsnorm:
             y = self.norm(y, z)
         return self.out_proj(y if mlp is None else torch.cat([mlp, y], dim=-1))
+
+    @staticmethod
+    def _unflatten(u: Tensor, seqlen: int) -> Tensor:
+        """The rows of a flattened batch, (batch, seqlen, d_model)."""
+        if u.dim() != 2:
+            raise ValueError(f"Mamba2: expected u of shape (batch * seqlen, d_model) with seqlen, got {list(u.shape)}")
+        if seqlen < 1:
+            raise ValueError(f"Mamba2: expected seqlen of at least 1, got {seqlen}")
+        if u.shape[0] % seqlen != 0:
+            raise ValueError(f"Mamba2: expected u of a multiple of seqlen = {seqlen} steps, got {u.shape[0]}")
+        return u.unflatten(0, (u.shape[0] // seqlen, seqlen))
 
     @staticmethod
     def _sequence_ids(u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:

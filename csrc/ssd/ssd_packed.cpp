@@ -1,0 +1,67 @@
+#include "ssd/ssd_packed.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/tensor.h>
+
+#include <map>
+
+#include "torch/checks.h"
+#include "torch/packed_sequences.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+OptionalTensor take_steps_if_present(const SequencesOfLength& of, const OptionalTensor& tensor) {
+  return is_present(tensor) ? OptionalTensor(of.take_steps(*tensor)) : OptionalTensor();
+}
+
+}  // namespace
+
+at::Tensor SequencesOfLength::take_steps(const at::Tensor& tensor) const {
+  if (count == 1) return tensor.narrow(1, begin, length);
+  return tensor.select(0, 0).index_select(0, steps).unflatten(0, {count, length});
+}
+
+at::Tensor SequencesOfLength::take_states(const at::Tensor& states) const { return states.index_select(0, sequences); }
+
+void SequencesOfLength::put_steps(const at::Tensor& values, const at::Tensor& target) const {
+  if (count == 1) {
+    target.narrow(1, begin, length).copy_(values);
+  } else {
+    target.select(0, 0).index_copy_(0, steps, values.flatten(0, 1));
+  }
+}
+
+void SequencesOfLength::put_states(const at::Tensor& values, const at::Tensor& target) const {
+  target.index_copy_(0, sequences, values);
+}
+
+std::vector<SequencesOfLength> sequences_by_length(const Inputs& in) {
+  const at::Tensor cu_seqlens = in.cu_seqlens->to(at::Device(at::kCPU), at::kLong).contiguous();
+  check_cu_seqlens_values("ssd_chunk_scan", cu_seqlens, in.x.size(1));
+  const int64_t* const begins = cu_seqlens.const_data_ptr<int64_t>();
+  std::map<int64_t, std::vector<int64_t>> numbers;
+  for (int64_t i = 0; i + 1 < cu_seqlens.numel(); ++i) numbers[begins[i + 1] - begins[i]].push_back(i);
+  std::vector<SequencesOfLength> result;
+  for (const auto& [length, sequences] : numbers) {
+    SequencesOfLength of{length, static_cast<int64_t>(sequences.size()), begins[sequences.front()], {}, {}};
+    const at::Tensor on_host = at::tensor(sequences, at::kLong);
+    of.sequences = on_host.to(in.x.device());
+    of.steps = (cu_seqlens.index_select(0, on_host).unsqueeze(1) + at::arange(length)).flatten().to(in.x.device());
+    result.push_back(of);
+  }
+  return result;
+}
+
+PackedBatch::PackedBatch(const Inputs& call, const SequencesOfLength& of)
+    : x(of.take_steps(call.x)),
+      dt(of.take_steps(call.dt)),
+      B(of.take_steps(call.B)),
+      C(of.take_steps(call.C)),
+      z(take_steps_if_present(of, call.z)),
+      initial_states(is_present(call.initial_states) ? OptionalTensor(of.take_states(*call.initial_states)) : OptionalTensor()),
+      in{x,           dt,          call.A,         B,    C,    call.chunk_size,    call.D, z, call.dt_bias, call.dt_softplus,
+         call.dt_min, call.dt_max, initial_states, none, none, call.discretization} {}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,42 @@
+// Packed sequences as batches: those that have equally many steps are the rows of one, so that many short ones are scanned
+// together.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "ssd/ssd_op.h"
+
+namespace ssm_kernels::ssd {
+
+// Some of the sequences, of `length` steps each.
+struct SequencesOfLength {
+  int64_t length, count;
+  int64_t begin;         // the first step of the first
+  at::Tensor sequences;  // their numbers, (count,)
+  at::Tensor steps;      // theirs, one sequence after another, (count * length,)
+
+  // Of a (1, seqlen, ...) tensor, (count, length, ...); a view of one sequence.
+  at::Tensor take_steps(const at::Tensor& tensor) const;
+  // Of a (sequences, ...) tensor, (count, ...).
+  at::Tensor take_states(const at::Tensor& states) const;
+  // The reverse: into such a tensor.
+  void put_steps(const at::Tensor& values, const at::Tensor& target) const;
+  void put_states(const at::Tensor& values, const at::Tensor& target) const;
+};
+
+// All, the shortest first. Reads cu_seqlens on the host and raises unless it cuts the sequence.
+std::vector<SequencesOfLength> sequences_by_length(const Inputs& in);
+
+// The call for some of the sequences, as a batch. Refers to the call.
+struct PackedBatch {
+  PackedBatch(const Inputs& in, const SequencesOfLength& of);
+  PackedBatch(const PackedBatch&) = delete;
+
+  const at::Tensor x, dt, B, C;
+  const OptionalTensor z, initial_states, none;
+  const Inputs in;
+};
+
+}  // namespace ssm_kernels::ssd
