@@ -27,6 +27,7 @@ from ssd_helpers import (
     make_cotangents,
     make_inputs,
     scan,
+    with_gradients,
 )
 from torch import Tensor
 
@@ -186,17 +187,40 @@ def test_nan_ends_in_products_of_pytorch(name):
 
 
 @every_dstate
-def test_kernels_run(dstate):
-    inputs = inputs_on_cuda(dstate=dstate)
-    if not has_fp32_kernels(inputs):
-        pytest.skip("a block has too little shared memory for the kernels of float32")
+@pytest.mark.parametrize("kibibytes", [163, 227])
+def test_kernels_run(kibibytes, dstate):
+    """Backward without z for every dstate, with less shared memory for 64 columns of the states at a time."""
+    inputs = inputs_on_cuda(dstate=dstate, z=False)
+    if torch.cuda.get_device_properties(0).shared_memory_per_block_optin < 1024 * kibibytes:
+        pytest.skip(f"a block has no {kibibytes} KiB of shared memory")
     cotangents = make_cotangents(inputs)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+    with (
+        limited_shared_memory(1024 * kibibytes),
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile,
+    ):
         evaluate(scan, inputs, cotangents)
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
-    for kernel in ("ssd_fwd_mma_kernel", "ssd_bwd_states_kernel", "ssd_bwd_chunks_kernel"):
-        assert any(f"{kernel}<float" in name for name in names), f"no {kernel} of float32 among {sorted(names)}"
+    columns = 64 if kibibytes == 163 else min(dstate, 128)
+    kernels = [f"{name}<float, {columns}," for name in ("ssd_bwd_states_kernel", "ssd_bwd_chunks_kernel")]
+    if kibibytes == 227 or dstate <= 128:
+        kernels.append(f"ssd_fwd_mma_kernel<float, {dstate},")
+    for kernel in kernels:
+        assert any(kernel in name for name in names), f"no {kernel} ...> among {sorted(names)}"
+
+
+@pytest.mark.parametrize("wanted", [("x",), ("dt", "A"), ("B", "initial_states"), ("C", "D"), ("dt_bias",)], ids="_".join)
+def test_some_gradients_by_columns(wanted):
+    """64 columns of the states at a time, of which the last are fewer, and some gradients of one part only."""
+    inputs = inputs_on_cuda(dstate=137, z=False)
+    cotangents = make_cotangents(inputs)
+    everything = evaluate(scan, inputs, cotangents)
+    with limited_shared_memory(163 * 1024):
+        leaves = with_gradients(inputs, wanted)
+        torch.autograd.backward(scan(**leaves), cotangents)
+    for name in wanted:
+        expected = everything[f"grad_{name}"]
+        assert (leaves[name].grad - expected).norm() <= 2e-6 * expected.norm(), name
 
 
 @every_dstate

@@ -26,7 +26,8 @@
 //
 // Memory: chunks are taken in runs whose temporaries have a bounded size. Forward goes from the first run to the last; backward
 // does so too, for the states between the runs, and then from the last to the first, computing those inside a run again. Where
-// the states between the runs are many, of n about 2 sqrt(n) are kept at once, and the others found a second time.
+// the states between the runs are many, of n about 2 sqrt(n) are kept at once, and the others found a second time. Of packed
+// sequences, those of equal length that do not lie side by side are copied whole.
 
 #include "ssd/ssd_aten.h"
 
@@ -44,6 +45,7 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <vector>
 
@@ -205,15 +207,16 @@ void Adjoint::part_adjoint(const Part& part) {
     for (size_t i = first; i + 1 < end; ++i) states.push_back(state_after(runs[i], states.back()));
     for (size_t i = end; i-- > first;) grad_state = run_adjoint(runs[i], states[i - first], grad_state);
     end = first;
+    kept.pop_back();
   }
   if (needs(kGradInitialStates)) grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
 }
 
 // Of a part's runs, those between which all states are kept at once.
 size_t Adjoint::runs_at_once(const Part& part, size_t runs) const {
-  constexpr double kFewBytes = 64 << 20;
+  const double few_bytes = scan_.options.device().is_cpu() ? 64 << 20 : 1 << 30;
   const double state_bytes = double(part.rows) * scan_.heads * scan_.headdim * scan_.dstate * scan_.options.dtype().itemsize();
-  if (runs * state_bytes <= kFewBytes) return std::max<size_t>(1, runs);
+  if (runs * state_bytes <= few_bytes) return std::max<size_t>(1, runs);
   return static_cast<size_t>(std::ceil(std::sqrt(static_cast<double>(runs))));
 }
 
@@ -310,6 +313,18 @@ void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, c
   if (needs(kGradDt)) Scan::run_of(grads_[kGradDt], chunks.run).copy_(grads.biased);
 }
 
+constexpr std::array kGradsOfSteps = {kGradX, kGradDt, kGradB, kGradC, kGradZ};
+
+// Gradients of packed sequences, those of some that are neighbors: views.
+GradTensors taken(const GradTensors& grads, const SequencesOfLength& of) {
+  GradTensors result = grads;
+  for (const Grad grad : kGradsOfSteps) {
+    if (grads[grad].numel() > 0) result[grad] = of.take_steps(grads[grad]);
+  }
+  if (grads[kGradInitialStates].numel() > 0) result[kGradInitialStates] = of.take_states(grads[kGradInitialStates]);
+  return result;
+}
+
 }  // namespace
 
 FwdResult fwd_aten(const Inputs& in) {
@@ -321,7 +336,9 @@ FwdResult fwd_aten(const Inputs& in) {
   } else {
     for (const SequencesOfLength& of : sequences_by_length(in)) {
       const PackedBatch batch(in, of);
-      const FwdOutputs of_batch = allocate_fwd(batch.in);
+      const FwdOutputs of_batch = of.are_neighbors
+                                      ? FwdOutputs{of.take_steps(outputs.out), of.take_states(outputs.final_states)}
+                                      : allocate_fwd(batch.in);
       forward(batch.in, method, of_batch);
       of.put_steps(of_batch.out, outputs.out);
       of.put_states(of_batch.final_states, outputs.final_states);
@@ -346,9 +363,9 @@ BwdResult bwd_aten(const BwdInputs& bwd) {
                                                    ? OptionalTensor(of.take_states(*bwd.grad_final_states))
                                                    : OptionalTensor();
       const BwdInputs of_batch{grad_out, grad_final_states, batch.in, bwd.needs_grad};
-      const GradTensors grads_of_batch = allocate_bwd(of_batch);
+      const GradTensors grads_of_batch = of.are_neighbors ? taken(grads, of) : allocate_bwd(of_batch);
       Adjoint(of_batch, method, grads_of_batch, sums).compute();
-      for (const Grad grad : {kGradX, kGradDt, kGradB, kGradC, kGradZ}) {
+      for (const Grad grad : kGradsOfSteps) {
         if (grads[grad].numel() > 0) of.put_steps(grads_of_batch[grad], grads[grad]);
       }
       if (grads[kGradInitialStates].numel() > 0) of.put_states(grads_of_batch[kGradInitialStates], grads[kGradInitialStates]);

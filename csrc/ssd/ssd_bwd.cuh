@@ -18,8 +18,9 @@
 // chip. Where a sequence's chunks are too few for the device, a group's heads are shared out to several blocks, whose sums are
 // added in order afterwards. Nothing is added atomically.
 //
-// They take up to kUnitColumns states. With more they run for as many columns of B, C, S and T at a time: all of the above but
-// D g_j is a sum over these columns, or of one of them (ssd_bwd_cuda.cpp).
+// They take up to kUnitColumns states, or as many as there is shared memory for (backward_columns). With more they run for as
+// many columns of B, C, S and T at a time: all of the above but D g_j is a sum over these columns, or of one of them
+// (ssd_bwd_cuda.cpp).
 //
 // The first sum of grad zeta is a running one: with every step t its own pairs (t, i > t) come in and (j < t, t) go out. It is
 // of fp32, and so are the differences (of doubles, where inputs are of fp32); after a step that leaves less of them than they

@@ -299,7 +299,7 @@ void for_each_turn(const Inputs& in, const Body& body) {
   }
 }
 
-// Of states that a unit can carry.
+// Of as many columns of the states as the kernels take.
 void run_in_turns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const Inputs& in = bwd.in;
   const int64_t batch = in.x.size(0), heads = in.x.size(2), heads_per_group = heads / in.B.size(2);

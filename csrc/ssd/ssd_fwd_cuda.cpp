@@ -89,7 +89,7 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   const bool is_fp32 = dtype == at::kFloat;
   const int available = max_shared_bytes(in.x);
   static_assert(kMaxKernelDstate >= kMaxDstate, "dstate is checked before");
-  // Backward computes y again where there is a gate.
+  // Backward computes y again where there is a gate. Of as many columns as it takes at a time it needs no more than forward.
   int64_t columns = in.B.size(3);
   if (is_backward && is_fp32 && !is_present(in.z)) columns = std::min(columns, backward_columns(is_fp32, available));
   return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);

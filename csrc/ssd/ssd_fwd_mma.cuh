@@ -301,6 +301,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
     };
     // With many columns of a state in fp32 registers are few: y is written before the state takes more.
     constexpr bool kEndsOutFirst = kIsFp32<Scalar> && dstate > 64;
+    static_assert(kEndsOutFirst == Shared::kIsInPlaceOfC, "both are of more columns than a state of 64 has");
     const auto finish_out = [&] {
       const Lane lane = lane_anew();
       const auto M = describe(products);

@@ -19,22 +19,21 @@ OptionalTensor take_steps_if_present(const SequencesOfLength& of, const Optional
 }  // namespace
 
 at::Tensor SequencesOfLength::take_steps(const at::Tensor& tensor) const {
-  if (count == 1) return tensor.narrow(1, begin, length);
-  return tensor.select(0, 0).index_select(0, steps).unflatten(0, {count, length});
+  const at::Tensor of_row = tensor.select(0, 0);
+  const at::Tensor taken = are_neighbors ? of_row.narrow(0, begin, count * length) : of_row.index_select(0, steps);
+  return taken.unflatten(0, {count, length});
 }
 
-at::Tensor SequencesOfLength::take_states(const at::Tensor& states) const { return states.index_select(0, sequences); }
+at::Tensor SequencesOfLength::take_states(const at::Tensor& states) const {
+  return are_neighbors ? states.narrow(0, first, count) : states.index_select(0, sequences);
+}
 
 void SequencesOfLength::put_steps(const at::Tensor& values, const at::Tensor& target) const {
-  if (count == 1) {
-    target.narrow(1, begin, length).copy_(values);
-  } else {
-    target.select(0, 0).index_copy_(0, steps, values.flatten(0, 1));
-  }
+  if (!are_neighbors) target.select(0, 0).index_copy_(0, steps, values.flatten(0, 1));
 }
 
 void SequencesOfLength::put_states(const at::Tensor& values, const at::Tensor& target) const {
-  target.index_copy_(0, sequences, values);
+  if (!are_neighbors) target.index_copy_(0, sequences, values);
 }
 
 std::vector<SequencesOfLength> sequences_by_length(const Inputs& in) {
@@ -45,10 +44,13 @@ std::vector<SequencesOfLength> sequences_by_length(const Inputs& in) {
   for (int64_t i = 0; i + 1 < cu_seqlens.numel(); ++i) numbers[begins[i + 1] - begins[i]].push_back(i);
   std::vector<SequencesOfLength> result;
   for (const auto& [length, sequences] : numbers) {
-    SequencesOfLength of{length, static_cast<int64_t>(sequences.size()), begins[sequences.front()], {}, {}};
-    const at::Tensor on_host = at::tensor(sequences, at::kLong);
-    of.sequences = on_host.to(in.x.device());
-    of.steps = (cu_seqlens.index_select(0, on_host).unsqueeze(1) + at::arange(length)).flatten().to(in.x.device());
+    const int64_t count = static_cast<int64_t>(sequences.size()), first = sequences.front();
+    SequencesOfLength of{length, count, first, begins[first], sequences.back() - first + 1 == count, {}, {}};
+    if (!of.are_neighbors) {
+      const at::Tensor on_host = at::tensor(sequences, at::kLong);
+      of.sequences = on_host.to(in.x.device());
+      of.steps = (cu_seqlens.index_select(0, on_host).unsqueeze(1) + at::arange(length)).flatten().to(in.x.device());
+    }
     result.push_back(of);
   }
   return result;

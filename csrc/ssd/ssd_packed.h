@@ -13,15 +13,15 @@ namespace ssm_kernels::ssd {
 // Some of the sequences, of `length` steps each.
 struct SequencesOfLength {
   int64_t length, count;
-  int64_t begin;         // the first step of the first
-  at::Tensor sequences;  // their numbers, (count,)
-  at::Tensor steps;      // theirs, one sequence after another, (count * length,)
+  int64_t first, begin;         // the number of the first, and its first step
+  bool are_neighbors;           // one after another: what is taken of a tensor is a view of it
+  at::Tensor sequences, steps;  // if not: their numbers, (count,), and their steps, (count * length,)
 
-  // Of a (1, seqlen, ...) tensor, (count, length, ...); a view of one sequence.
+  // Of a (1, seqlen, ...) tensor, (count, length, ...).
   at::Tensor take_steps(const at::Tensor& tensor) const;
   // Of a (sequences, ...) tensor, (count, ...).
   at::Tensor take_states(const at::Tensor& states) const;
-  // The reverse: into such a tensor.
+  // The reverse: into such a tensor, unless what was taken of it is a view.
   void put_steps(const at::Tensor& values, const at::Tensor& target) const;
   void put_states(const at::Tensor& values, const at::Tensor& target) const;
 };
