@@ -6,12 +6,18 @@ themselves.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import helpers
 import pytest
 import torch
 import torch._inductor.utils
 from helpers import DEVICES
 from ssd_helpers import preferred_products
+
+# For the benchmarks and the build's own functions, wherever pytest is started; last, so that it hides no installed package.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from build_backend import find_toolkit
 
 ROOT = Path(__file__).resolve().parents[1]
 # By compute capability: shared memory that a block may take, a kilobyte less than a multiprocessor has; types and directions
@@ -20,11 +21,6 @@ DEVICES = {
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory) -> Path:
-    sys.path.insert(0, str(ROOT))
-    try:
-        from build_backend import find_toolkit
-    finally:
-        sys.path.remove(str(ROOT))
     toolkit = find_toolkit([])
     if toolkit is None:
         pytest.skip("no nvcc was found")

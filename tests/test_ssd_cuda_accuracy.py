@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import torch
 
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.bench_ssd import Case, errors_of, judge
 

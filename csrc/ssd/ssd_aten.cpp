@@ -201,13 +201,13 @@ void Adjoint::part_adjoint(const Part& part) {
   }
   at::Tensor grad_state = scan_.load_states(bwd_.grad_final_states, part);
   size_t end = runs.size();
-  for (size_t k = kept.size(); k-- > 0;) {
-    const size_t first = k * at_once;
-    std::vector<at::Tensor> states = {kept[k]};
+  while (!kept.empty()) {
+    const size_t first = (kept.size() - 1) * at_once;
+    std::vector<at::Tensor> states = {kept.back()};
+    kept.pop_back();
     for (size_t i = first; i + 1 < end; ++i) states.push_back(state_after(runs[i], states.back()));
     for (size_t i = end; i-- > first;) grad_state = run_adjoint(runs[i], states[i - first], grad_state);
     end = first;
-    kept.pop_back();
   }
   if (needs(kGradInitialStates)) grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
 }
