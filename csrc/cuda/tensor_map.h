@@ -5,11 +5,35 @@
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <cstdint>
 
 namespace ssm_kernels::cuda {
 
 using TensorMap = CUtensorMap;
+
+using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
+                                     const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
+                                     CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
+
+// cuTensorMapEncodeTiled of the loaded driver, with which the package does not link; null if the look-up fails. A failure is
+// neither kept, as it may be of the moment, nor left as CUDA's last error, which the next launch would report as its own.
+inline EncodeTensorMap find_encode_tensor_map() {
+  static std::atomic<EncodeTensorMap> kept{nullptr};
+  if (const EncodeTensorMap known = kept.load(std::memory_order_relaxed); known != nullptr) return known;
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error =
+      cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
+  if (error != cudaSuccess) cudaGetLastError();
+  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) return nullptr;
+  kept.store(reinterpret_cast<EncodeTensorMap>(function), std::memory_order_relaxed);
+  return reinterpret_cast<EncodeTensorMap>(function);
+}
 
 // Describes (sizes[3], ..., sizes[0]) 16-bit numbers, of which those of the last dimension lie together, in tiles of tile[3]
 // ... tile[0] of them. strides[i] is that of dimension i + 1, in elements; where it matters, it is a multiple of 16 bytes, as
@@ -17,20 +41,7 @@ using TensorMap = CUtensorMap;
 // No size is zero.
 inline cudaError_t describe_tensor(TensorMap& map, void* data, const uint64_t (&sizes)[4], const int64_t (&strides)[3],
                                    const uint32_t (&tile)[4]) {
-  using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
-                              const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
-                              CUtensorMapL2promotion, CUtensorMapFloatOOBfill);
-  // From the driver that is loaded: the package links with none.
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-#else
-    cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
-#endif
-    return found == cudaDriverEntryPointSuccess ? reinterpret_cast<Encode>(function) : nullptr;
-  }();
+  const EncodeTensorMap encode = find_encode_tensor_map();
   if (encode == nullptr) return cudaErrorNotSupported;
   constexpr uint64_t kElementBytes = 2;
   constexpr cuuint32_t kNeighbors[4] = {1, 1, 1, 1};
