@@ -8,6 +8,9 @@
 TORCH_LIBRARY(ssm_kernels, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
+  // Sets a process-wide option of torch/debug_options.h and returns its previous value. For tests and measurements.
+  m.def("_set_debug_option(str name, int value) -> int", tags);
+
   // Selective scan: h_t = Abar(z_t) h_{t-1} + delta_t k(z_t) B_t u_t with z = delta A; out = (<C, h> + D u) silu(z).
   m.def(
       "selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "
@@ -27,11 +30,6 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "bool delta_softplus) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
       "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)",
       tags);
-  // On CUDA two ways of scanning share the work; each call takes the one that is faster. This makes every call that "walking"
-  // or "time_lanes" can do take that one, until it is "faster" again; returns what it was. For tests and measurements.
-  m.def("_prefer_selective_scan(str way) -> str", tags);
-  // Cuts the calls on CUDA as for a device whose blocks have no more shared memory; returns what it was. For tests.
-  m.def("_limit_selective_scan_shared_bytes(int bytes) -> int", tags);
 
   // One step of the scan, the state updated in place.
   m.def(
@@ -63,16 +61,6 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "-> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, "
       "Tensor grad_dt_bias, Tensor grad_initial_states)",
       tags);
-
-  // On CUDA two kernels do the same work, with the matrix products of compute capability 9.0a where there are any, else with
-  // those of all devices. "mma" makes every call take the latter, "wgmma" the former again; returns what it was. For tests.
-  m.def("_prefer_ssd_products(str products) -> str", tags);
-  // Backward's kernels on CUDA take a call in turns where the states they keep would take more; returns what the limit was. For
-  // tests.
-  m.def("_limit_ssd_workspace_bytes(int bytes) -> int", tags);
-  // Kernels whose products are those of a warp then run as on devices whose blocks have no more shared memory; returns what the
-  // limit was. For tests.
-  m.def("_limit_ssd_shared_bytes(int bytes) -> int", tags);
 
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan, mingru_scan, ..., one for each row of common/recurrences.h.
   for (const ssm_kernels::RecurrenceRow& row : ssm_kernels::kRecurrenceTable) {

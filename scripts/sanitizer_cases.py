@@ -36,6 +36,7 @@ from helpers import (
     move,
     move_all,
     scan_with_state,
+    set_debug_option,
     uninitialized_memory_is_nan,
     with_gradients,
 )
@@ -129,7 +130,7 @@ def evaluate_scan(inputs: Inputs, cotangents: dict[str, Tensor], through: tuple[
 
 
 def check_scan(name: str, inputs: Inputs, through: tuple[str, ...], way: str) -> str | None:
-    torch.ops.ssm_kernels._prefer_selective_scan(way)
+    set_debug_option("selective_scan_kernel", way)
     name = f"{way}, {name}"
     cotangents = dict(zip(RESULTS, make_cotangents(inputs), strict=True))
     expected, actual = (
@@ -283,7 +284,7 @@ def ssd_case(name: str, **options: Any) -> tuple[str, Inputs]:
 
 
 def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str | None:
-    torch.ops.ssm_kernels._prefer_ssd_products(products)
+    set_debug_option("ssd_mma", products)
     cotangents = ssd_helpers.make_cotangents(inputs) if gradients else None
 
     def evaluate(device: str) -> dict[str, Tensor]:

@@ -43,14 +43,14 @@ def _way_of_device(request):
     if callspec is None or not isinstance(callspec.params.get("device"), Walking):
         yield
         return
-    with helpers.switched("_prefer_selective_scan", "walking"):
+    with helpers.debug_option("selective_scan_kernel", "walking"):
         yield
 
 
 @pytest.fixture(params=["faster", "walking"])
 def each_way(request):
     """Twice: as calls are shared out among the kernels, and with walking ones wherever they can do the call."""
-    with helpers.switched("_prefer_selective_scan", request.param):
+    with helpers.debug_option("selective_scan_kernel", request.param):
         yield
 
 
@@ -61,12 +61,6 @@ def each_products(request):
     if request.param == "mma" and dtype in (torch.float32, torch.float64):
         pytest.skip(f"{dtype} has one kind of products")
     with preferred_products(request.param):
-        yield
-
-
-@pytest.fixture
-def preference_is_put_back():
-    with helpers.switched("_prefer_selective_scan", "faster"):
         yield
 
 

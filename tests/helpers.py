@@ -227,15 +227,28 @@ def move(tensor: Tensor, device: str) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+# The names of the values of the options that choose kernels, in the order of the values.
+DEBUG_OPTION_VALUES = {
+    "selective_scan_kernel": ("faster", "walking", "time_lanes"),
+    "ssd_mma": ("wgmma", "mma"),
+}
+
+
+def set_debug_option(name: str, value: str | int) -> int:
+    """Sets an option of csrc/torch/debug_options.h and returns the previous value."""
+    if isinstance(value, str):
+        value = DEBUG_OPTION_VALUES[name].index(value)
+    return torch.ops.ssm_kernels._set_debug_option(name, value)
+
+
 @contextmanager
-def switched(name: str, value: str | int) -> Iterator[None]:
-    """One of the package's switches for tests, and then what it was again, which is what the operator returns."""
-    switch = getattr(torch.ops.ssm_kernels, name)
-    before = switch(value)
+def debug_option(name: str, value: str | int) -> Iterator[int]:
+    """Sets the option within the context, which is the previous value, and restores that at the end."""
+    before = set_debug_option(name, value)
     try:
-        yield
+        yield before
     finally:
-        switch(before)
+        set_debug_option(name, before)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import arrange, assert_as_accurate, gradients_of_dependent, parameter_dtype, switched
+from helpers import arrange, assert_as_accurate, debug_option, gradients_of_dependent, parameter_dtype
 from torch import Tensor
 
 import ssm_kernels
@@ -340,24 +340,23 @@ def has_fp32_kernels(inputs: dict[str, Any]) -> bool:
 
 def _shared_memory(device: torch.device) -> int:
     """That a block may have, within the limit of :func:`limited_shared_memory`."""
-    limit = torch.ops.ssm_kernels._limit_ssd_shared_bytes(2**62)
-    torch.ops.ssm_kernels._limit_ssd_shared_bytes(limit)
-    return min(limit, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    with debug_option("ssd_shared_bytes", 2**62) as limit:
+        return min(limit, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
 
 def preferred_products(name: str) -> AbstractContextManager[None]:
     """``"wgmma"``: the kernels of compute capability 9.0a, where the device has them; ``"mma"``: those of all devices."""
-    return switched("_prefer_ssd_products", name)
+    return debug_option("ssd_mma", name)
 
 
 def limited_workspace(limit: int) -> AbstractContextManager[None]:
     """No more bytes for the states that backward's kernels keep on CUDA, or those of one head of one entry of the batch."""
-    return switched("_limit_ssd_workspace_bytes", limit)
+    return debug_option("ssd_workspace_bytes", limit)
 
 
 def limited_shared_memory(limit: int) -> AbstractContextManager[None]:
     """No more bytes of it for a block: fewer stages or, with many states or in float32, PyTorch's products in float32."""
-    return switched("_limit_ssd_shared_bytes", limit)
+    return debug_option("ssd_shared_bytes", limit)
 
 
 def scan_in_16_bit_products(

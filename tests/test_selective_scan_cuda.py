@@ -20,6 +20,7 @@ from helpers import (
     arrange,
     assert_as_accurate,
     assert_close,
+    debug_option,
     evaluate,
     evaluate_in_float64,
     make_cotangents,
@@ -27,7 +28,6 @@ from helpers import (
     move,
     move_all,
     scan_with_state,
-    switched,
     with_gradients,
 )
 from torch import Tensor
@@ -275,7 +275,7 @@ def test_constant_B_and_C(B, C, sizes):
 
 
 def shared_memory_of_a_block(size: int) -> AbstractContextManager[None]:
-    return switched("_limit_selective_scan_shared_bytes", size)
+    return debug_option("selective_scan_shared_bytes", size)
 
 
 @both_layouts

@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, evaluate, make_cotangents, make_inputs
+from helpers import assert_equal, debug_option, evaluate, make_cotangents, make_inputs
 from torch import Tensor
 
 from ssm_kernels import selective_scan
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("preference_is_put_back")]
+pytestmark = pytest.mark.cuda
 
 both_layouts = pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 
@@ -21,8 +21,8 @@ def evaluate_each_way(inputs: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
         pytest.skip("walking is made for two blocks of 113 KiB of shared memory on a multiprocessor")
     results = {}
     for way in ("faster", "walking", "time_lanes"):
-        torch.ops.ssm_kernels._prefer_selective_scan(way)
-        results[way] = evaluate(selective_scan, inputs, make_cotangents(inputs))
+        with debug_option("selective_scan_kernel", way):
+            results[way] = evaluate(selective_scan, inputs, make_cotangents(inputs))
     return results
 
 
@@ -60,8 +60,3 @@ def test_few_channels_have_lanes_in_time_in_forward():
     assert torch.equal(results["faster"]["out"], results["time_lanes"]["out"])
     assert not torch.equal(results["faster"]["last_state"], results["walking"]["last_state"])
     assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
-
-
-def test_unknown_way():
-    with pytest.raises(ValueError, match="expected 'faster', 'walking' or 'time_lanes', got 'running'"):
-        torch.ops.ssm_kernels._prefer_selective_scan("running")

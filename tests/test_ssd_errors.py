@@ -12,7 +12,7 @@ from helpers import BAD_OFFSETS, says
 from ssd_helpers import METHODS, PACKED, SEQUENCES, TENSORS, backward_arguments, make_inputs
 from torch import Tensor
 
-from ssm_kernels import build_info, ssd_chunk_scan
+from ssm_kernels import ssd_chunk_scan
 from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 
 OPERATOR = "ssd_chunk_scan"
@@ -281,14 +281,3 @@ def test_incoming_gradients_of_the_wrong_shape(device):
         name = ("grad_out", "grad_final_states")[index]
         with pytest.raises(ValueError, match=says(f"expected {name} of shape ", f"got {[*shape]}")):
             torch.ops.ssm_kernels._ssd_chunk_scan_bwd(*wrong)
-
-
-@pytest.mark.skipif(build_info()["cuda"] is None, reason="built without CUDA kernels")
-def test_switches_of_the_tests():
-    with pytest.raises(ValueError, match=says("_prefer_ssd_products: expected 'wgmma' or 'mma', got 'fma'")):
-        torch.ops.ssm_kernels._prefer_ssd_products("fma")
-    for limit in (0, -1):
-        with pytest.raises(ValueError, match=says(f"_limit_ssd_workspace_bytes: expected a positive number, got {limit}")):
-            torch.ops.ssm_kernels._limit_ssd_workspace_bytes(limit)
-    with pytest.raises(ValueError, match=says("_limit_ssd_shared_bytes: expected at least 101376, got 101375")):
-        torch.ops.ssm_kernels._limit_ssd_shared_bytes(101375)

@@ -15,10 +15,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <array>
-#include <atomic>
 #include <limits>
-#include <string>
 #include <string_view>
 #include <type_traits>
 #include <utility>
@@ -27,6 +24,7 @@
 #include "selective_scan/selective_scan_op.h"
 #include "selective_scan/selective_scan_plan.h"
 #include "torch/checks.h"
+#include "torch/debug_options.h"
 
 namespace ssm_kernels::selective_scan {
 namespace {
@@ -47,32 +45,15 @@ void visit_scalar(ScalarKind kind, const Visitor& visit) {
   }
 }
 
-std::atomic<int64_t> shared_bytes_limit{std::numeric_limits<int64_t>::max()};
-
-int64_t limit_shared_bytes(int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes > 0, "_limit_selective_scan_shared_bytes: expected a positive number, got ", bytes);
-  return shared_bytes_limit.exchange(bytes);
-}
-
 DeviceLimits limits_of(const at::Tensor& tensor) {
   const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(tensor.device().index());
-  return {properties.multiProcessorCount,
-          std::min(static_cast<int64_t>(properties.sharedMemPerBlockOptin), shared_bytes_limit.load()),
-          static_cast<int64_t>(properties.sharedMemPerMultiprocessor),
-          static_cast<int64_t>(properties.reservedSharedMemPerBlock)};
+  return {
+      properties.multiProcessorCount,
+      std::min(static_cast<int64_t>(properties.sharedMemPerBlockOptin), debug_option(DebugOption::kSelectiveScanSharedBytes)),
+      static_cast<int64_t>(properties.sharedMemPerMultiprocessor), static_cast<int64_t>(properties.reservedSharedMemPerBlock)};
 }
 
-std::atomic<Way> preferred_way{Way::kFaster};
-
-std::string prefer_way(std::string_view name) {
-  // In the order of Way.
-  static constexpr std::array<std::string_view, 3> kNames = {"faster", "walking", "time_lanes"};
-  const auto* const found = std::find(kNames.begin(), kNames.end(), name);
-  TORCH_CHECK_VALUE(found != kNames.end(), "_prefer_selective_scan: expected 'faster', 'walking' or 'time_lanes', got '", name,
-                    "'");
-  const Way before = preferred_way.exchange(static_cast<Way>(found - kNames.begin()));
-  return std::string(kNames[static_cast<size_t>(before)]);
-}
+Way preferred_way() { return static_cast<Way>(debug_option(DebugOption::kSelectiveScanKernel)); }
 
 void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimits& device, at::ScalarType dtype) {
   TORCH_CHECK(p.batch * plan.partition().segments * plan.partition().tiles <= std::numeric_limits<int32_t>::max(),
@@ -161,7 +142,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cuda(const at::Tensor& u, con
   visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
     const DeviceLimits device = limits_of(u);
-    Plan plan = plan_fwd<Scalar>(params, device, preferred_way);
+    Plan plan = plan_fwd<Scalar>(params, device, preferred_way());
     check_plan(params, plan, device, u.scalar_type());
     Workspace workspace;
     reserve_carries(workspace, plan.time_lanes, params);
@@ -207,7 +188,7 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
   visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
     const DeviceLimits device = limits_of(u);
-    Plan plan = plan_bwd<Scalar>(params, device, preferred_way);
+    Plan plan = plan_bwd<Scalar>(params, device, preferred_way());
     check_plan(params, plan, device, u.scalar_type());
     at::Tensor arranged_grad_out;
     if (plan.walks && !has_layout<Scalar>(params.grad_out, plan.walking)) {
@@ -248,11 +229,6 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   m.impl("_selective_scan_fwd", &fwd_cuda);
   m.impl("_selective_scan_bwd", &bwd_cuda);
-}
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
-  m.impl("_prefer_selective_scan", &prefer_way);
-  m.impl("_limit_selective_scan_shared_bytes", &limit_shared_bytes);
 }
 
 }  // namespace ssm_kernels::selective_scan

@@ -328,15 +328,6 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   m.impl("_selective_scan_fwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
   m.impl("_selective_scan_bwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
 }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
-  m.impl("_prefer_selective_scan", [](c10::string_view) -> std::string {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "_prefer_selective_scan: ssm_kernels was built without CUDA kernels");
-  });
-  m.impl("_limit_selective_scan_shared_bytes", [](int64_t) -> int64_t {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "_limit_selective_scan_shared_bytes: ssm_kernels was built without CUDA kernels");
-  });
-}
 #endif
 
 TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("selective_scan", &selective_scan_autocast<at::kCPU>); }

@@ -17,7 +17,8 @@ struct DeviceLimits {
   int64_t shared_bytes = 0, reserved_shared_bytes_per_block = 0;
 };
 
-// Either a preference, followed where the way can do the call, or the faster one.
+// Either a preference, followed where the way can do the call, or the faster one. The values of
+// DebugOption::kSelectiveScanKernel.
 enum class Way : int { kFaster, kWalking, kTimeLanes };
 
 struct Plan {

@@ -9,20 +9,16 @@
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
-#include <atomic>
 #include <utility>
 #include <vector>
 
 #include "cuda/device.h"
 #include "ssd/ssd_kernel_calls.h"
 #include "torch/checks.h"
+#include "torch/debug_options.h"
 
 namespace ssm_kernels::ssd {
 namespace {
-
-// Of states and their gradients: a call takes its work in turns that need no more, but never less than one head of one entry of
-// the batch at once.
-std::atomic<int64_t> workspace_limit{int64_t(1) << 30};
 
 template <typename Function>
 OptionalTensor if_present(const OptionalTensor& tensor, const Function& function) {
@@ -273,15 +269,16 @@ class Backward {
   SsdBwdParams params_;
 };
 
-// Cuts a call into turns, whose states take no more than the limit: of some entries of the batch; where one is too much, of
-// some groups of its heads; where one of these is, of some of the group's heads. All have about as many.
+// Cuts a call into turns, whose states take no more than DebugOption::kSsdWorkspaceBytes: of some entries of the batch; where
+// one is too much, of some groups of its heads; where one of these is, of some of the group's heads. All have about as many.
 template <typename Body>
 void for_each_turn(const Inputs& in, const Body& body) {
   const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
   const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1)
                                                    : at::ceil_div<int64_t>(in.x.size(1), kChunk);
   const int64_t bytes_of_image = kUnitRows * unit_columns(in.B.size(3)) * in.x.element_size();
-  const int64_t most_heads = workspace_limit / (2 * chunks * row_blocks(in.x.size(3)) * bytes_of_image);
+  const int64_t most_heads =
+      debug_option(DebugOption::kSsdWorkspaceBytes) / (2 * chunks * row_blocks(in.x.size(3)) * bytes_of_image);
   const auto at_once = [&](int64_t count, int64_t heads_of_each) {
     return at::ceil_div(count, at::ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
   };
@@ -378,11 +375,6 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& gr
 }
 
 }  // namespace
-
-int64_t limit_backward_workspace(int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes > 0, "_limit_ssd_workspace_bytes: expected a positive number, got ", bytes);
-  return workspace_limit.exchange(bytes);
-}
 
 void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const int64_t columns = backward_columns(bwd.in.x.scalar_type() == at::kFloat, max_shared_bytes(bwd.in.x));

@@ -11,25 +11,17 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <torch/library.h>
 
-#include <atomic>
-#include <string>
-#include <string_view>
-
 #include "cuda/device.h"
 #include "ssd/ssd_aten.h"
 #include "ssd/ssd_kernel_calls.h"
 #include "torch/checks.h"
+#include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
 namespace {
 
-std::atomic<bool> prefers_mma{false};
-
-std::string prefer_products(std::string_view name) {
-  TORCH_CHECK_VALUE(name == "wgmma" || name == "mma", "_prefer_ssd_products: expected 'wgmma' or 'mma', got '", name, "'");
-  return prefers_mma.exchange(name == "mma") ? "mma" : "wgmma";
-}
+bool may_use_wgmma() { return debug_option(DebugOption::kSsdMma) == 0; }
 
 FwdResult fwd_cuda(const Inputs& in) {
   const Discretization method = check_inputs(in);
@@ -41,7 +33,7 @@ FwdResult fwd_cuda(const Inputs& in) {
   const FwdOutputs outputs = allocate_fwd(in);
   const KernelInputs inputs(in, method);
   const KernelResult out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
-  run_forward(inputs, in.z, out.written, final_states.written, !prefers_mma);
+  run_forward(inputs, in.z, out.written, final_states.written, may_use_wgmma());
   out.finish();
   final_states.finish();
   return {outputs.out, outputs.final_states};
@@ -59,17 +51,11 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
   present.needs_grad[kGradZ] &= is_present(in.z);
   present.needs_grad[kGradDtBias] &= is_present(in.dt_bias);
   present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
-  run_backward(present, method, grads, !prefers_mma);
+  run_backward(present, method, grads, may_use_wgmma());
   return std::tuple_cat(grads);
 }
 
 }  // namespace
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
-  m.impl("_prefer_ssd_products", &prefer_products);
-  m.impl("_limit_ssd_workspace_bytes", &limit_backward_workspace);
-  m.impl("_limit_ssd_shared_bytes", &limit_shared_bytes);
-}
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_cuda>);

@@ -13,9 +13,6 @@ bool have_kernels_for(const Inputs& in, bool is_backward);
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
                  bool may_use_wgmma);
 
-// Until it is called again the states that backward keeps take no more bytes, or are of one head of one entry of the batch;
-// returns what the limit was.
-int64_t limit_backward_workspace(int64_t bytes);
 // Writes the gradients, or puts tensors like them in their place.
 void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma);
 

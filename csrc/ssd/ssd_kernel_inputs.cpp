@@ -7,17 +7,17 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
-#include <atomic>
 #include <limits>
 
 #include "cuda/device.h"
 #include "ssd/ssd_chunks.h"
 #include "torch/checks.h"
+#include "torch/debug_options.h"
 
 namespace ssm_kernels::ssd {
 namespace {
 
-std::atomic<int64_t> shared_limit{std::numeric_limits<int64_t>::max()};
+static_assert(kLeastSharedBytes == kLeastSharedBytesPerBlock, "the least that the option may be set to");
 
 bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
@@ -131,13 +131,8 @@ KernelResult KernelInputs::result_as_states(const at::Tensor& target) const {
 }
 
 int max_shared_bytes(const at::Tensor& x) {
-  return static_cast<int>(std::min<int64_t>(cuda::max_shared_bytes(x.get_device()), shared_limit));
-}
-
-int64_t limit_shared_bytes(int64_t bytes) {
-  TORCH_CHECK_VALUE(bytes >= kLeastSharedBytes, "_limit_ssd_shared_bytes: expected at least ", kLeastSharedBytes, ", got ",
-                    bytes);
-  return shared_limit.exchange(bytes);
+  return static_cast<int>(
+      std::min<int64_t>(cuda::max_shared_bytes(x.get_device()), debug_option(DebugOption::kSsdSharedBytes)));
 }
 
 void check_count(int64_t count, const char* of) {

@@ -79,9 +79,8 @@ void launch_for(const at::Tensor& x, const Launch& launch) {
   C10_CUDA_CHECK(static_cast<cudaError_t>(launch_of(x.scalar_type())));
 }
 
-// What a block of the device may ask for, within a limit that holds until it is set again; this returns what it was.
+// The shared memory that a block may have on the device of x, within the limit of DebugOption::kSsdSharedBytes.
 int max_shared_bytes(const at::Tensor& x);
-int64_t limit_shared_bytes(int64_t bytes);
 
 // Raises if a call has more of its kernels' blocks, or chunks, than they count.
 void check_count(int64_t count, const char* of);

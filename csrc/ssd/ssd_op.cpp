@@ -289,18 +289,6 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   m.impl("_ssd_chunk_scan_fwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
   m.impl("_ssd_chunk_scan_bwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
 }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
-  m.impl("_prefer_ssd_products", [](c10::string_view) -> std::string {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "_prefer_ssd_products: ssm_kernels was built without CUDA kernels");
-  });
-  m.impl("_limit_ssd_workspace_bytes", [](int64_t) -> int64_t {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "_limit_ssd_workspace_bytes: ssm_kernels was built without CUDA kernels");
-  });
-  m.impl("_limit_ssd_shared_bytes", [](int64_t) -> int64_t {
-    TORCH_CHECK_NOT_IMPLEMENTED(false, "_limit_ssd_shared_bytes: ssm_kernels was built without CUDA kernels");
-  });
-}
 #endif
 
 TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) {

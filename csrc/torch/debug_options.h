@@ -1,0 +1,31 @@
+// Process-wide options for tests, sanitizer runs and measurements: they choose between kernels that compute the same results,
+// or pretend that the device has less memory. torch.ops.ssm_kernels._set_debug_option(name, value) sets one and returns its
+// previous value; it exists in every build. Options of CUDA kernels have no effect in a build without them.
+#pragma once
+
+#include <cstdint>
+
+namespace ssm_kernels {
+
+// No supported device (compute capability 8.0 and newer) gives a block less shared memory.
+constexpr int64_t kLeastSharedBytesPerBlock = 99 * 1024;
+
+// In the order of the table in debug_options.cpp.
+enum class DebugOption : int {
+  // The CUDA kernels of selective_scan: a value of selective_scan::Way. A call that the preferred kernels do not support takes
+  // the others.
+  kSelectiveScanKernel,
+  // selective_scan plans as for a device whose blocks have no more shared memory.
+  kSelectiveScanSharedBytes,
+  // The tensor-core instructions of ssd_chunk_scan: 0, wgmma where the device has it; 1, mma.sync.
+  kSsdMma,
+  // Backward of ssd_chunk_scan splits a call whose states would take more; one head of one batch entry is the least.
+  kSsdWorkspaceBytes,
+  // ssd_chunk_scan's mma.sync kernels run as on a device whose blocks have no more shared memory.
+  kSsdSharedBytes,
+  kCount
+};
+
+int64_t debug_option(DebugOption option);
+
+}  // namespace ssm_kernels
