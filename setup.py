@@ -21,6 +21,7 @@ from setuptools.errors import BaseError
 
 import build_backend
 from build_backend import stop
+from build_linking import check_library, link_arguments
 
 ROOT = Path(__file__).parent.resolve()
 OPS = "ssm_kernels._ops"
@@ -131,6 +132,7 @@ class BuildLibraries(BuildExtension):
             super().build_extension(ext)
         except (RuntimeError, BaseError) as error:
             stop(f"building {ext.name} failed ({error}); the compiler's messages are above.")
+        check_library(Path(self.get_ext_fullpath(ext.name)), compiler.command)
 
     def copy_extensions_to_source(self):
         super().copy_extensions_to_source()
@@ -177,7 +179,7 @@ def ops_extension() -> Extension:
     sources = set(find_sources("csrc/**/*.cpp")) - {*CPU_KERNELS, "csrc/python_module.cpp"}
     options = {
         "include_dirs": [str(ROOT / "csrc")],
-        "extra_link_args": ["-fopenmp", "-Wl,-s", "-Wl,--no-undefined"],
+        "extra_link_args": ["-fopenmp", "-Wl,--no-undefined", *link_arguments("ops.exports")],
         "py_limited_api": True,
     }
     if not WITH_CUDA:
@@ -226,7 +228,7 @@ def python_extension() -> Extension:
         define_macros=[(f"SSM_KERNELS_{name}", f'"{value}"') for name, value in facts.items()],
         include_dirs=[str(ROOT / "csrc"), pybind11.get_include()],
         extra_compile_args=["-O2", "-g0", "-fvisibility=hidden"],
-        extra_link_args=["-Wl,-s"],
+        extra_link_args=link_arguments("module.exports"),
         language="c++",
     )
 

@@ -1,0 +1,203 @@
+"""How the libraries are linked: the shared libstdc++ with any compiler, nothing exported, and exceptions that PyTorch knows."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+
+import ssm_kernels
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+import build_linking
+
+ROOT = Path(__file__).resolve().parents[1]
+OPS = Path(ssm_kernels.__file__).parent / "_ops.abi3.so"
+MODULE = Path(sys.modules["ssm_kernels._C"].__file__)
+EXPORTED = {OPS: [], MODULE: ["PyInit__C"]}
+
+SOURCE = """
+#include <sstream>
+#include <vector>
+
+__attribute__((visibility("default"))) std::vector<std::string> format(long number) {
+  std::ostringstream stream;
+  stream << number << ' ' << 0.5;
+  return std::vector<std::string>(3, stream.str());
+}
+"""
+
+
+def compile_and_link(compiler: str | Path, library: Path, arguments: list[str]) -> None:
+    source = library.with_suffix(".cpp")
+    source.write_text(SOURCE)
+    command = [compiler, "-O2", "-fPIC", "-shared", "-fvisibility=hidden", source, "-o", library, *arguments]
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.fixture(params=["g++", "clang++"])
+def static_compiler(request, tmp_path) -> Path:
+    """A compiler that finds libstdc++.a before libstdc++.so, through a wrapper, as some clusters install theirs."""
+    command = shutil.which(request.param)
+    if command is None:
+        pytest.skip(f"{request.param} is not installed")
+    found = subprocess.run([command, "-print-file-name=libstdc++.a"], capture_output=True, text=True).stdout.strip()
+    if not Path(found).is_absolute():
+        pytest.skip(f"{request.param} has no libstdc++.a")
+    folder = tmp_path / "static"
+    folder.mkdir()
+    (folder / "libstdc++.a").symlink_to(found)
+    wrapper = tmp_path / f"wrapped-{request.param}"
+    wrapper.write_text(f'#!/bin/sh\nexec {command} -B{folder} -L{folder} "$@"\n')
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+# The libraries that were built
+
+
+@pytest.mark.parametrize("library", [OPS, MODULE], ids=["_ops", "_C"])
+def test_libraries_export_only_what_python_looks_up(library):
+    assert build_linking.read_shared_library(library).exported == EXPORTED[library]
+    if shutil.which("nm") is not None:
+        listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+        assert [line.split()[-1] for line in listed.splitlines()] == EXPORTED[library]
+
+
+@pytest.mark.parametrize("library", [OPS, MODULE], ids=["_ops", "_C"])
+def test_libraries_use_the_shared_libstdcxx(library):
+    assert "libstdc++.so.6" in build_linking.read_shared_library(library).needed
+
+
+def test_exceptions_cross_the_library_that_exports_no_typeinfo():
+    """PyTorch's Python bindings catch them by type; two copies of libstdc++ crash at the number in the message."""
+    zeros = torch.zeros
+    with pytest.raises(ValueError, match=r"expected B .*got \[2, 4, 7\]"):
+        ssm_kernels.selective_scan(zeros(2, 3, 5), zeros(2, 3, 5), zeros(3, 4), zeros(2, 4, 7), zeros(2, 4, 5))
+    with pytest.raises(RuntimeError) as error:
+        ssm_kernels.selective_scan(zeros(2, 3, 5), zeros(2, 3, 5).double(), zeros(3, 4), zeros(2, 4, 5), zeros(2, 4, 5))
+    assert type(error.value) is RuntimeError
+    state, A = zeros(2, 3, 4), zeros(3, 4)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="selective_state_update"):
+        x = forward_ad.make_dual(zeros(2, 3), zeros(2, 3))
+        ssm_kernels.selective_state_update(state, x, zeros(2, 3), A, zeros(2, 4), zeros(2, 4))
+
+
+# What the build checks
+
+
+def test_reader_agrees_with_binutils():
+    for tool in ("nm", "readelf"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} (binutils) is not installed")
+    library = Path(torch.__file__).parent / "lib" / "libc10.so"
+    listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
+    dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+    read = build_linking.read_shared_library(library)
+    assert sorted(read.exported) == sorted(line.split()[-1].split("@")[0] for line in listed.splitlines())
+    assert read.needed == re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+
+
+@pytest.mark.parametrize(
+    ("symbol", "is_std"),
+    [
+        ("_ZNSolsEl", True),  # std::ostream::operator<<(long)
+        ("_ZSt4cout", True),
+        ("_ZNKSt6locale4nameB5cxx11Ev", True),
+        ("_ZTISt9exception", True),
+        ("_ZTv0_n24_NSoD1Ev", True),  # a virtual thunk of std::ostream's destructor
+        ("_ZGVNSt7__cxx118numpunctIcE2idE", True),
+        ("_ZNSt6vectorIN2at6TensorESaIS1_EED1Ev", True),
+        ("_ZN3c105ErrorC1ESt6string", False),
+        ("_Z6formatRSt6vectorIiSaIiEE", False),
+        ("PyInit__C", False),
+    ],
+)
+def test_symbols_of_std_are_known_by_their_mangled_names(symbol, is_std):
+    assert (build_linking.STD_SYMBOL.match(symbol) is not None) == is_std
+
+
+def test_shared_libstdcxx_is_linked_where_the_compiler_prefers_the_static_one(static_compiler, tmp_path):
+    library = tmp_path / "library.so"
+    compile_and_link(static_compiler, library, build_linking.link_arguments("ops.exports"))
+    assert build_linking.read_shared_library(library).needed[0] == "libstdc++.so.6"
+    build_linking.check_library(library, str(static_compiler))
+    assert library.exists()
+
+
+@pytest.mark.parametrize(
+    ("keep", "reason"),
+    [
+        ([], r"it exports \d{3,} symbols of std::"),
+        (["-Wl,--version-script"], "it was linked statically"),
+        (["-l:libstdc"], r"it exports \d+ symbols of std::"),
+    ],
+    ids=["neither", "static but hidden", "shared but visible"],
+)
+def test_build_stops_at_a_library_with_a_copy_of_libstdcxx(static_compiler, tmp_path, keep, reason):
+    """With some of the arguments of the link left out."""
+    library = tmp_path / "library.so"
+    arguments = [argument for argument in build_linking.link_arguments("ops.exports") if argument.startswith(tuple(keep))]
+    assert len(arguments) == len(keep)
+    compile_and_link(static_compiler, library, arguments)
+    with pytest.raises(
+        SystemExit, match=rf"expected library\.so to use the shared libstdc\+\+\.so\.6.*{reason}.*{static_compiler}"
+    ):
+        build_linking.check_library(library, str(static_compiler))
+    assert not library.exists()
+
+
+def test_file_that_is_no_library_stops(tmp_path):
+    (tmp_path / "library.so").write_bytes(b"INPUT(-lc)")
+    with pytest.raises(SystemExit, match=r"expected .*library\.so to be a 64-bit ELF library"):
+        build_linking.check_library(tmp_path / "library.so", "c++")
+
+
+BUILD_MODULE = """
+import sys
+import setuptools
+from distutils.core import run_setup
+
+distribution = run_setup("setup.py", ["build_ext", "--inplace"], stop_after="commandline")
+(module,) = [extension for extension in distribution.ext_modules if extension.name == "ssm_kernels._C"]
+if sys.argv[1] == "without":
+    module.extra_link_args = []
+distribution.ext_modules = [module]
+distribution.run_commands()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("static_compiler", ["g++"], indirect=True)
+def test_setup_links_and_checks_every_library(static_compiler, tmp_path):
+    """setup.py itself, on its smaller library, in a copy of the sources: without the arguments of the link it stops."""
+    pytest.importorskip("setuptools", reason="setup.py needs setuptools")
+    pytest.importorskip("pybind11", reason="setup.py needs pybind11")
+    source = tmp_path / "source"
+    (source / "ssm_kernels").mkdir(parents=True)
+    for name in ("build_backend.py", "build_linking.py", "pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    shutil.copytree(ROOT / "csrc", source / "csrc")
+    environment = {**os.environ, "CXX": str(static_compiler), "SSM_KERNELS_CUDA": "0"}
+
+    def build(arguments: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-c", BUILD_MODULE, arguments]
+        return subprocess.run(command, cwd=source, env=environment, capture_output=True, text=True, timeout=300)
+
+    stopped = build("without")
+    assert stopped.returncode == 1 and "Traceback" not in stopped.stderr, stopped.stdout + stopped.stderr
+    assert re.search(r"ssm_kernels: expected _C\..*\.so to use the shared libstdc\+\+\.so\.6", stopped.stderr)
+    assert not list((source / "ssm_kernels").glob("*.so"))
+
+    built = build("with")
+    assert built.returncode == 0, built.stdout + built.stderr
+    (library,) = (source / "ssm_kernels").glob("_C.*.so")
+    assert build_linking.read_shared_library(library) == build_linking.read_shared_library(MODULE)
