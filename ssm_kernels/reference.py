@@ -458,11 +458,27 @@ def liquid_scan(candidate: Tensor, tau: Tensor, dt: Tensor | float) -> tuple[Ten
     return torch.exp(z), -torch.expm1(z) * candidate
 
 
+def _sigmoid(x: Tensor) -> Tensor:
+    """Sigmoid whose gradient is relatively exact.
+
+    Autograd has ``(1 - y) y`` for the derivative of :func:`torch.sigmoid`, which cancels where ``y`` is near 1.
+    """
+    return torch.where(x > 0, 1 / (1 + torch.exp(-x.abs())), torch.sigmoid(x))
+
+
+def _one_minus_exp(x: Tensor) -> Tensor:
+    """``1 - e^x`` for ``x <= 0``, with a relatively exact value and gradient.
+
+    Autograd has ``expm1(x) + 1`` for the derivative of :func:`torch.expm1`, which cancels far below zero.
+    """
+    return torch.where(x > -1, -torch.expm1(x), 1 - torch.exp(x))
+
+
 @_recurrence
 def rglru_scan(x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, recurrent_param: Tensor) -> tuple[Tensor, Tensor]:
     """``h = a h + sqrt(1 - a^2) sigmoid(input_gate) x``, ``log a = -8 softplus(recurrent_param) sigmoid(recurrence_gate)``."""
-    log_a = -8 * F.softplus(recurrent_param) * torch.sigmoid(recurrence_gate)
-    return torch.exp(log_a), torch.sqrt(-torch.expm1(2 * log_a)) * torch.sigmoid(input_gate) * x
+    log_a = -8 * F.softplus(recurrent_param) * _sigmoid(recurrence_gate)
+    return torch.exp(log_a), torch.sqrt(_one_minus_exp(2 * log_a)) * _sigmoid(input_gate) * x
 
 
 @_recurrence

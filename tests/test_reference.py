@@ -12,7 +12,7 @@ import scipy.linalg
 import scipy.signal
 import torch
 from helpers import METHODS, make_inputs
-from recurrence_helpers import LINEAR, PACKED, at_steps, common_options, every_variant, sequence_names, tensor_names
+from recurrence_helpers import LINEAR, PACKED, RGLRU, at_steps, common_options, every_variant, sequence_names, tensor_names
 from recurrence_helpers import make_inputs as make_recurrence_inputs
 
 from ssm_kernels import reference
@@ -316,6 +316,31 @@ def test_recurrence_against_its_formula(variant):
                 state = a * state + b
                 assert abs(h[0, t, channel].item() - state) < 1e-14 * max(1, abs(state))
             assert last_state[0, channel] == h[0, -1, channel]
+
+
+def test_rglru_gradients_are_relatively_exact_against_mpmath():
+    """A gradient that a strong decay or a saturated gate makes tiny has as many correct digits as any other."""
+    recurrence = RGLRU.recurrence
+    gates, params = (-30.0, -3.0, 0.0, 0.4, 3.0, 12.0, 30.0), (-30.0, -8.0, -1.0, 0.0, 0.7, 4.0, 15.0)
+    points = [(0.8, gate, input_gate, param) for gate, param in itertools.product(gates, params) for input_gate in (-2.0, 25.0)]
+    h0 = torch.tensor(0.3, dtype=torch.float64)
+    inputs = [x.clone().requires_grad_() for x in torch.tensor(points, dtype=torch.float64).unbind(1)]
+    a, b = reference.RECURRENCES["rglru_scan"](*inputs)
+    gradients = torch.stack(torch.autograd.grad((a * h0 + b).sum(), inputs), dim=1)
+    with mpmath.workdps(100):
+
+        def next_state(*numbers):
+            a, b = recurrence.formula(*numbers)
+            return a * mpmath.mpf(h0.item()) + b
+
+        for point, gradient in zip(points, gradients, strict=True):
+            numbers = [mpmath.mpf(x) for x in point]
+            for i, name in enumerate(recurrence.inputs):
+                order = [int(i == j) for j in range(len(numbers))]
+                expected = mpmath.diff(next_state, tuple(numbers), tuple(order))
+                error = relative_to(abs(expected), gradient[i].item(), expected)
+                # The factor a = e^(log a) turns the absolute rounding of log a, some 8 |recurrent_param| EPS, into a relative one.
+                assert error < 64 * (8 + abs(point[3])) * EPS, f"gradient of {name} at {point}"
 
 
 def assert_to_roundings(actual: tuple, expected: tuple) -> None:
