@@ -199,12 +199,12 @@ def liquid_scan(
 
 
 def rglru_scan(
-    x: Tensor,
     recurrence_gate: Tensor,
     input_gate: Tensor,
+    *,
+    x: Tensor,
     recurrent_param: Tensor,
     h0: Tensor | None = None,
-    *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
@@ -219,24 +219,30 @@ def rglru_scan(
     parameter as ``recurrentgemma`` and ``transformers`` store it.
 
     Args:
-        x: (batch, seqlen, channels).
-        recurrence_gate: shape and dtype of ``x``, before the sigmoid.
-        input_gate: shape and dtype of ``x``, before the sigmoid.
+        recurrence_gate: (batch, seqlen, channels), before the sigmoid.
+        input_gate: shape and dtype of ``recurrence_gate``, before the sigmoid.
+        x: shape and dtype of ``recurrence_gate``. By keyword only, as all that follows: no call can take it for a gate.
         recurrent_param: broadcasts; as a rule (channels,).
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
     """
     h, last_state = torch.ops.ssm_kernels.rglru_scan(
-        x, recurrence_gate, input_gate, recurrent_param, h0, reverse=reverse, cu_seqlens=cu_seqlens
+        recurrence_gate,
+        input_gate,
+        x=x,
+        recurrent_param=recurrent_param,
+        h0=h0,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
     )
     return (h, last_state) if return_last_state else h
 
 
 def hgrn_scan(
-    x: Tensor,
     log_gate: Tensor,
-    h0: Tensor | None = None,
     *,
+    x: Tensor,
+    h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
@@ -249,12 +255,12 @@ def hgrn_scan(
     ``flash-linear-attention``'s kernel: the forget gate comes as its logarithm, and what the input gate lets through as ``x``.
 
     Args:
-        x: (batch, seqlen, channels).
-        log_gate: shape and dtype of ``x``; at most 0 for a decay.
+        log_gate: (batch, seqlen, channels), the logarithm of the forget gate; at most 0 for a decay.
+        x: shape and dtype of ``log_gate``. By keyword only, as all that follows: no call can take it for the gate.
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
     """
-    h, last_state = torch.ops.ssm_kernels.hgrn_scan(x, log_gate, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    h, last_state = torch.ops.ssm_kernels.hgrn_scan(log_gate, x=x, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens)
     return (h, last_state) if return_last_state else h
 
 
@@ -329,9 +335,11 @@ def _step(
         if isinstance(x, Tensor) and not _broadcasts(x, first):
             shapes = f"{sizes} = {list(first.shape)}, got {list(x.shape)}"
             raise ValueError(f"{name}: expected {what} of a shape that broadcasts to {shapes}")
-    arguments = (*inputs.values(), *broadcast.values())
-    of_one_step = (x.unsqueeze(-2) if isinstance(x, Tensor) and x.dim() > 1 else x for x in arguments)
-    h, new_state = scan(*of_one_step, state, return_last_state=True, **options)
+    of_one_step = {
+        what: x.unsqueeze(-2) if isinstance(x, Tensor) and x.dim() > 1 else x
+        for what, x in (*inputs.items(), *broadcast.items())
+    }
+    h, new_state = scan(**of_one_step, h0=state, return_last_state=True, **options)
     return h.squeeze(1), new_state
 
 
@@ -387,16 +395,21 @@ def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tenso
 
 
 def rglru_step(
-    x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, recurrent_param: Tensor, state: Tensor | None = None
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    *,
+    x: Tensor,
+    recurrent_param: Tensor,
+    state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`rglru_scan`; see :func:`linear_step`."""
-    inputs = {"x": x, "recurrence_gate": recurrence_gate, "input_gate": input_gate}
+    inputs = {"recurrence_gate": recurrence_gate, "input_gate": input_gate, "x": x}
     return _step(rglru_scan, inputs, state, broadcast={"recurrent_param": recurrent_param})
 
 
-def hgrn_step(x: Tensor, log_gate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def hgrn_step(log_gate: Tensor, *, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`hgrn_scan`; see :func:`linear_step`."""
-    return _step(hgrn_scan, {"x": x, "log_gate": log_gate}, state)
+    return _step(hgrn_scan, {"log_gate": log_gate, "x": x}, state)
 
 
 def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -390,7 +390,7 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> Callable[
     """
     RECURRENCES[coefficients.__name__] = coefficients
     parameters = list(inspect.signature(coefficients).parameters.values())
-    inputs = [parameter for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    inputs = [parameter for parameter in parameters if parameter.default is parameter.empty]
     common = {"h0": None, "reverse": False, "cu_seqlens": None, "return_last_state": False}
 
     def parameter(name: str, kind) -> inspect.Parameter:
@@ -399,7 +399,7 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> Callable[
     signature = inspect.Signature(
         [
             *inputs,
-            parameter("h0", inspect.Parameter.POSITIONAL_OR_KEYWORD),
+            parameter("h0", inputs[-1].kind),
             *parameters[len(inputs) :],
             *(parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("reverse", "cu_seqlens", "return_last_state")),
         ]
@@ -475,14 +475,14 @@ def _one_minus_exp(x: Tensor) -> Tensor:
 
 
 @_recurrence
-def rglru_scan(x: Tensor, recurrence_gate: Tensor, input_gate: Tensor, recurrent_param: Tensor) -> tuple[Tensor, Tensor]:
+def rglru_scan(recurrence_gate: Tensor, input_gate: Tensor, *, x: Tensor, recurrent_param: Tensor) -> tuple[Tensor, Tensor]:
     """``h = a h + sqrt(1 - a^2) sigmoid(input_gate) x``, ``log a = -8 softplus(recurrent_param) sigmoid(recurrence_gate)``."""
     log_a = -8 * F.softplus(recurrent_param) * _sigmoid(recurrence_gate)
     return torch.exp(log_a), torch.sqrt(_one_minus_exp(2 * log_a)) * _sigmoid(input_gate) * x
 
 
 @_recurrence
-def hgrn_scan(x: Tensor, log_gate: Tensor) -> tuple[Tensor, Tensor]:
+def hgrn_scan(log_gate: Tensor, *, x: Tensor) -> tuple[Tensor, Tensor]:
     """``h = e^log_gate h + x``."""
     return torch.exp(log_gate), x
 

@@ -30,12 +30,18 @@ class Recurrence(NamedTuple):
         formula: ``(a, b)`` of ``h = a h + b`` for the inputs as mpmath numbers, written from its source.
         broadcast: the usual form, one of ``FORMS``, of the inputs that broadcast.
         options: the values of each option.
+        positional: how many of the inputs are taken by position too; None for all, and h0 after them.
     """
 
     inputs: dict[str, Callable[[Tensor], Tensor]]
     formula: Callable[..., tuple[Any, Any]]
     broadcast: Mapping[str, str] = MappingProxyType({})
     options: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
+    positional: int | None = None
+
+    @property
+    def positional_names(self) -> list[str]:
+        return [*self.inputs, "h0"] if self.positional is None else list(self.inputs)[: self.positional]
 
 
 def anything(x: Tensor) -> Tensor:
@@ -75,7 +81,7 @@ def minlstm(forget, input, candidate, candidate_activation):
     return f / (f + i), i / (f + i) * ACTIVATIONS[candidate_activation](candidate)
 
 
-def rglru(x, recurrence_gate, input_gate, recurrent_param):
+def rglru(recurrence_gate, input_gate, x, recurrent_param):
     """Griffin's a = sigmoid(Lambda)^(8 r), Lambda = -recurrent_param."""
     a = logistic(-recurrent_param) ** (8 * logistic(recurrence_gate))
     return a, mpmath.sqrt(1 - a**2) * logistic(input_gate) * x
@@ -99,11 +105,12 @@ RECURRENCES = {
         broadcast={"tau": "channels", "dt": "steps"},
     ),
     "rglru_scan": Recurrence(
-        {"x": anything, "recurrence_gate": anything, "input_gate": anything, "recurrent_param": anything},
+        {"recurrence_gate": anything, "input_gate": anything, "x": anything, "recurrent_param": anything},
         rglru,
         broadcast={"recurrent_param": "channels"},
+        positional=2,
     ),
-    "hgrn_scan": Recurrence({"x": anything, "log_gate": negative}, lambda x, log_gate: (mpmath.exp(log_gate), x)),
+    "hgrn_scan": Recurrence({"log_gate": negative, "x": anything}, lambda log_gate, x: (mpmath.exp(log_gate), x), positional=1),
     "elu_gru_scan": Recurrence(
         {"gate": anything, "candidate": anything},
         lambda gate, x: interpolation(logistic(gate), 1 + x if x > 0 else mpmath.exp(x)),
@@ -325,7 +332,7 @@ def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[
     dtype, device = first_input(arguments).dtype, first_input(arguments).device
     arguments = {name: _on_cpu(value) for name, value in arguments.items()}
     inputs = [x.float() for x in torch.broadcast_tensors(*(arguments[name] for name in variant.recurrence.inputs))]
-    a, b = reference.RECURRENCES[variant.name](*inputs, **variant.options)
+    a, b = reference.RECURRENCES[variant.name](**dict(zip(variant.recurrence.inputs, inputs, strict=True)), **variant.options)
     time = {name: arguments[name] for name in ("h0", "reverse", "cu_seqlens")}
     with torch.no_grad():
         h = reference.linear_scan(a, b, **time)
@@ -353,6 +360,12 @@ def at_steps(variant: Variant, inputs: dict[str, Any], steps: slice) -> dict[str
     return inputs | {name: inputs[name][:, steps] for name in sequence_names(variant, inputs)}
 
 
+def step_inputs(variant: Variant, inputs: dict[str, Any], t: int = 0) -> dict[str, Any]:
+    """The inputs of one step."""
+    of_scan = {name: inputs[name] for name in variant.recurrence.inputs}
+    return {name: x[:, t] if isinstance(x, Tensor) and x.dim() == 3 else x for name, x in of_scan.items()}
+
+
 def training_step(function: Callable, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""
     leaves = with_gradients(inputs)
@@ -372,7 +385,7 @@ def with_state(variant: Variant) -> Callable:
 
 def operator_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Of the public operator: positional and keyword ones."""
-    positional = (*variant.recurrence.inputs, "h0")
+    positional = variant.recurrence.positional_names
     return tuple(inputs[name] for name in positional), {k: v for k, v in inputs.items() if k not in positional}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import json
 import re
 import subprocess
@@ -74,11 +75,12 @@ def test_every_recurrence_is_in_the_table():
         if len(cells) == 4 and cells[0].startswith("`"):
             scan, step = re.findall(r"`(\w+)`", cells[0])
             assert step == scan.removesuffix("_scan") + "_step" and hasattr(recurrences, step)
-            rows[scan] = re.findall(r"`(\w+)`", cells[1])
+            rows[scan] = [(name, mark == "†") for name, mark in re.findall(r"`(\w+)`(?:\\\*)?(†?)", cells[1])]
     assert set(rows) == set(reference.RECURRENCES)
     for scan, inputs in rows.items():
         arguments = getattr(torch.ops.ssm_kernels, scan).default._schema.arguments
-        assert inputs == [argument.name for argument in arguments if not argument.kwarg_only and argument.name != "h0"]
+        of_operator = itertools.takewhile(lambda argument: argument.name != "h0", arguments)
+        assert inputs == [(argument.name, argument.kwarg_only) for argument in of_operator]
 
 
 def test_recipe_for_a_recurrence():

@@ -32,6 +32,7 @@ from recurrence_helpers import (
     make_inputs,
     sequence_names,
     state_of,
+    step_inputs,
     tensor_names,
 )
 
@@ -188,9 +189,7 @@ def test_step_by_step(variant, dtype, device):
     h, last_state = variant.scan(**inputs, return_last_state=True)
     state, steps = inputs["h0"], []
     for t in range(12):
-        of_step = [inputs[name] for name in variant.recurrence.inputs]
-        of_step = [x[:, t] if x.dim() == 3 else x for x in of_step]
-        h_t, state = variant.step(*of_step, state, **variant.options)
+        h_t, state = variant.step(**step_inputs(variant, inputs, t), state=state, **variant.options)
         assert h_t.dtype == dtype and state.dtype == parameter_dtype(dtype) and h_t.shape == state.shape == (2, 9)
         steps.append(h_t)
     # Between steps the state is of the accumulation dtype, and what is left is the order of its roundings.
@@ -203,8 +202,7 @@ def test_step_by_step(variant, dtype, device):
 def test_step_without_a_state_or_a_batch(variant, device):
     for batch in (0, 2):
         inputs = make_inputs(variant, batch=batch, seqlen=1, h0=False, device=device)
-        of_step = [inputs[name] for name in variant.recurrence.inputs]
-        h, state = variant.step(*(x[:, 0] if x.dim() == 3 else x for x in of_step))
+        h, state = variant.step(**step_inputs(variant, inputs))
         expected_h, expected_state = variant.scan(**inputs, return_last_state=True)
         assert torch.equal(h, expected_h[:, 0]) and torch.equal(state, expected_state)
 
@@ -213,8 +211,8 @@ def test_step_without_a_state_or_a_batch(variant, device):
 @every_broadcasting
 def test_step_with_inputs_that_broadcast(variant, form, device):
     inputs = make_inputs(variant, seqlen=1, form=form, device=device)
-    of_step = [x.squeeze(-2) if x.dim() >= 2 else x for x in (inputs[name] for name in variant.recurrence.inputs)]
-    h, state = variant.step(*of_step, inputs["h0"])
+    of_step = {name: x.squeeze(-2) if x.dim() >= 2 else x for name, x in inputs.items() if name in variant.recurrence.inputs}
+    h, state = variant.step(**of_step, state=inputs["h0"])
     expected_h, expected_state = variant.scan(**inputs, return_last_state=True)
     assert torch.equal(h, expected_h[:, 0]) and torch.equal(state, expected_state)
 
@@ -291,10 +289,10 @@ def test_reverse_is_the_scan_of_flipped_inputs(variant, common, device):
 @every_recurrence
 def test_options_and_h0_by_default(variant, device):
     inputs = make_inputs(variant, h0=False, device=device)
-    required = [inputs[name] for name in variant.recurrence.inputs]
-    assert torch.equal(variant.scan(*required), variant.scan(**inputs))
+    required = {name: inputs[name] for name in variant.recurrence.inputs}
+    assert torch.equal(variant.scan(**required), variant.scan(**inputs))
     zero = variant.scan(**inputs | {"h0": state_of(inputs)})
-    torch.testing.assert_close(variant.scan(*required), zero, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(variant.scan(**required), zero, rtol=1e-14, atol=1e-14)
 
 
 def test_activation_none_is_no_activation(device):

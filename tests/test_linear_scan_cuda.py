@@ -29,6 +29,7 @@ from recurrence_helpers import (
     first_input,
     make_cotangents,
     make_inputs,
+    step_inputs,
     tensor_names,
     training_step,
     with_gradients,
@@ -356,11 +357,10 @@ def test_nothing_waits_for_the_device(variant):
     leaves, cotangents = with_gradients(inputs), make_cotangents(inputs)
     if variant is LIQUID:
         leaves["dt"] = 0.1
-    of_step = [leaves[name] for name in variant.recurrence.inputs]
-    of_step = [x[:, 0] if isinstance(x, Tensor) and x.dim() == 3 else x for x in of_step]
+    of_step = step_inputs(variant, leaves)
     with no_synchronization():
         torch.autograd.backward(variant.scan(**leaves, return_last_state=True), cotangents)
-        variant.step(*of_step, leaves["h0"])
+        variant.step(**of_step, state=leaves["h0"])
 
 
 def test_runs_on_the_device_of_its_arguments():

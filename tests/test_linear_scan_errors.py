@@ -14,12 +14,15 @@ from recurrence_helpers import (
     MINGRU,
     MINLSTM,
     PACKED,
+    PLAIN,
     RGLRU,
     Variant,
     every_recurrence,
     make_inputs,
 )
 from torch import Tensor
+
+from ssm_kernels import reference
 
 OPERATOR = "linear_scan"
 SIZES = {"batch": 2, "seqlen": 5, "channels": 4}
@@ -239,13 +242,48 @@ def test_required_arguments(variant, device):
 @every_recurrence
 def test_options_are_keyword_only(variant, device):
     inputs = good_inputs(variant, device=device)
-    positional = [inputs[name] for name in (*variant.recurrence.inputs, "h0")]
+    positional = [inputs[name] for name in variant.recurrence.positional_names]
     with pytest.raises(TypeError, match="positional"):
         variant.scan(*positional, True)
     with pytest.raises(TypeError, match="positional"):
         variant.step(*positional, True)
     kinds = {p.kind for p in list(inspect.signature(variant.scan).parameters.values())[len(positional) :]}
     assert kinds == {inspect.Parameter.KEYWORD_ONLY}
+
+
+GATES = {"a", "gate", "forget", "input", "recurrence_gate", "input_gate", "log_gate"}
+GATED = {"b", "candidate", "x"}
+
+
+@every_recurrence
+def test_gates_come_before_the_input_that_they_gate(variant):
+    """In the function, the step, the reference and the operator; then what broadcasts."""
+    kinds = [0 if name in GATES else 1 if name in GATED else 2 for name in variant.recurrence.inputs]
+    assert kinds == sorted(kinds)
+    names = [*variant.recurrence.inputs]
+    for function in (variant.scan, variant.step, getattr(reference, variant.name)):
+        assert list(inspect.signature(function).parameters)[: len(names)] == names
+    assert [argument.name for argument in variant.operator._schema.arguments][: len(names)] == names
+
+
+@pytest.mark.parametrize("names", [("x", "log_gate"), ("x", "recurrence_gate", "input_gate", "recurrent_param")], ids=str)
+def test_inputs_in_an_older_order_are_refused(names, device):
+    """They have one shape: taken for one another they would give wrong numbers."""
+    variant = next(variant for variant in PLAIN.values() if variant.recurrence.inputs.keys() == {*names})
+    inputs = good_inputs(variant, h0=False, device=device)
+    in_order = [inputs[name] for name in names]
+    of_step = [x[:, 0] if x.dim() == 3 else x for x in in_order]
+    for function, arguments in (
+        (variant.scan, in_order),
+        (variant.step, of_step),
+        (getattr(reference, variant.name), in_order),
+    ):
+        with pytest.raises(TypeError, match="positional argument"):
+            function(*arguments)
+        with pytest.raises(TypeError, match="multiple values for argument"):
+            function(arguments[0], **dict(zip(names[1:], arguments[1:], strict=True)))
+    with pytest.raises(RuntimeError, match="positional argument"):
+        variant.operator(*in_order)
 
 
 @every_recurrence

@@ -33,6 +33,7 @@ from recurrence_helpers import (
     every_variant,
     make_cotangents,
     make_inputs,
+    step_inputs,
     tensor_names,
     with_gradients,
 )
@@ -318,10 +319,9 @@ def test_gradients_through_steps(variant, device):
     inputs = make_inputs(variant, seqlen=6, device=device)
 
     def step_by_step(*, h0, reverse, cu_seqlens, return_last_state, **arguments):
-        of_scan = [arguments[name] for name in variant.recurrence.inputs]
         state, outputs = h0, []
         for t in range(6):
-            h, state = variant.step(*(x[:, t] if x.dim() == 3 else x for x in of_scan), state, **variant.options)
+            h, state = variant.step(**step_inputs(variant, arguments, t), state=state, **variant.options)
             outputs.append(h)
         return torch.stack(outputs, dim=1), state
 

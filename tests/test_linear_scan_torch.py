@@ -28,6 +28,7 @@ from recurrence_helpers import (
     make_inputs,
     operator_arguments,
     sequence_names,
+    step_inputs,
     tensor_names,
     training_step,
     with_gradients,
@@ -189,12 +190,11 @@ def test_compiled_steps(variant, device, fresh_dynamo):
     def decode(state, *steps):
         outputs = []
         for of_step in steps:
-            h, state = variant.step(*of_step, state)
+            h, state = variant.step(**of_step, state=state)
             outputs.append(h)
         return torch.stack(outputs, dim=1), state
 
-    of_scan = [inputs[name] for name in variant.recurrence.inputs]
-    steps = [[x[:, t] if x.dim() == 3 else x for x in of_scan] for t in range(3)]
+    steps = [step_inputs(variant, inputs, t) for t in range(3)]
     compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
     for mode in (torch.no_grad, torch.inference_mode):
         with mode():
@@ -224,7 +224,7 @@ def test_export(variant, device):
 
     class Scan(torch.nn.Module):
         def forward(self, *tensors):
-            return variant.scan(*tensors, return_last_state=True)
+            return variant.scan(**dict(zip(names, tensors, strict=True)), return_last_state=True)
 
     def arguments(seqlen):
         inputs = make_inputs(variant, seqlen=seqlen, device=device)
@@ -420,8 +420,8 @@ SCHEMAS = {
     ),
     "minlstm_scan": "Tensor forget, Tensor input, Tensor candidate, Tensor? h0=None, *, str? candidate_activation=None",
     "liquid_scan": "Tensor candidate, Tensor tau, Tensor dt, Tensor? h0=None, *",
-    "rglru_scan": "Tensor x, Tensor recurrence_gate, Tensor input_gate, Tensor recurrent_param, Tensor? h0=None, *",
-    "hgrn_scan": "Tensor x, Tensor log_gate, Tensor? h0=None, *",
+    "rglru_scan": "Tensor recurrence_gate, Tensor input_gate, *, Tensor x, Tensor recurrent_param, Tensor? h0=None",
+    "hgrn_scan": "Tensor log_gate, *, Tensor x, Tensor? h0=None",
     "elu_gru_scan": "Tensor gate, Tensor candidate, Tensor? h0=None, *",
     "diag_linear_scan": "Tensor gate, Tensor x, Tensor? h0=None, *",
 }

@@ -4,7 +4,10 @@
 //
 // and is given here, once, for the CPU's vectors and for CUDA threads, as a struct of
 //
-//   kNames               the names of its inputs, in the order of its operator's arguments
+//   kNames               the names of its inputs, in the order of its operator's arguments: gates, then the input that they let
+//                        through, then inputs that broadcast
+//   kPositional          how many inputs the operator takes by position, the others by keyword only; kMaxRecurrenceInputs, as
+//                        SingleVariant has it, for all
 //   kAdded               the input that is b itself, which backward therefore does not read; kNoInput, as SingleVariant has it,
 //                        if there is none
 //   kFirstBroadcast      from this input on they may be of any shape that broadcasts, and in the accumulation type
@@ -81,6 +84,7 @@ SSM_HOST_DEVICE Activated<T> activate(T x) {
 template <typename Recurrence>
 struct SingleVariant {
   static constexpr int kAdded = kNoInput;
+  static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = false, kHasGateIsLogit = false;
   template <typename Visitor>
   static void visit(const RecurrenceOptions&, Visitor&& visitor) {
@@ -154,6 +158,7 @@ void visit_activation(Activation activation, Visitor&& visitor) {
 struct MinGru {
   static constexpr auto kNames = MinGruVariant<Activation::kNone, true>::kNames;
   static constexpr size_t kFirstBroadcast = kNames.size();
+  static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = true;
   template <Activation activation>
   using OfLogit = MinGruVariant<activation, true>;
@@ -216,6 +221,7 @@ struct MinLstmVariant {
 struct MinLstm {
   static constexpr auto kNames = MinLstmVariant<Activation::kNone>::kNames;
   static constexpr size_t kFirstBroadcast = kNames.size();
+  static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = false;
   template <typename Visitor>
   static void visit(const RecurrenceOptions& options, Visitor&& visitor) {
@@ -254,7 +260,8 @@ struct Liquid : SingleVariant<Liquid> {
 // Griffin's real-gated linear recurrent unit: log a = -8 softplus(recurrent_param) sigmoid(recurrence_gate), and the gated
 // input times sqrt(1 - a^2).
 struct RgLru : SingleVariant<RgLru> {
-  static constexpr std::array<std::string_view, 4> kNames = {"x", "recurrence_gate", "input_gate", "recurrent_param"};
+  static constexpr std::array<std::string_view, 4> kNames = {"recurrence_gate", "input_gate", "x", "recurrent_param"};
+  static constexpr size_t kPositional = 2;  // older versions take x first: a call by position in that order is an error
   static constexpr size_t kFirstBroadcast = 3;
   template <typename T>
   struct Gates {
@@ -263,50 +270,51 @@ struct RgLru : SingleVariant<RgLru> {
   template <typename T>
   static SSM_HOST_DEVICE Gates<T> gates(const T* x) {
     using Scalar = typename Math<T>::Scalar;
-    const T gate = sigmoid(x[1]), rate = T(Scalar(-8)) * softplus(x[3]);
+    const T gate = sigmoid(x[0]), rate = T(Scalar(-8)) * softplus(x[3]);
     const T log_a = rate * gate, a_minus_one = Math<T>::expm1(log_a);
     // Near one, where a state lasts long, a is as exact as its rounding.
     const auto is_near_one = Math<T>::less(T(Scalar(-0.5)), log_a);
     const T a = Math<T>::select(is_near_one, one<T>() + a_minus_one, Math<T>::exp(log_a));
     const T norm = Math<T>::sqrt(negate(a_minus_one) * (a_minus_one + T(Scalar(2))));
-    return {rate, a, norm, norm * sigmoid(x[2])};
+    return {rate, a, norm, norm * sigmoid(x[1])};
   }
   template <typename T>
   static SSM_HOST_DEVICE Step<T> step(const Gates<T>& gates, const T* x) {
-    return {gates.a, gates.gain * x[0]};
+    return {gates.a, gates.gain * x[2]};
   }
   template <typename T>
   static SSM_HOST_DEVICE void gradients(const Gates<T>& gates, const T* x, T h, T g, T* grad) {
     using Scalar = typename Math<T>::Scalar;
-    const T gate = sigmoid(x[1]), input_gate = sigmoid(x[2]), input = input_gate * x[0];
+    const T gate = sigmoid(x[0]), input_gate = sigmoid(x[1]), input = input_gate * x[2];
     // Where log a underflows, so does the factor that follows the slope of the root in the chain rule: their product is zero.
     constexpr Scalar kLeastNorm = std::is_same_v<Scalar, double> ? Scalar(1e-150) : Scalar(1e-18f);
     const T slope = negate(gates.a) * Math<T>::reciprocal(Math<T>::max(gates.norm, T(kLeastNorm)));
     const T grad_log_a = g * gates.a * Math<T>::fma(input, slope, h);
-    grad[0] = g * gates.norm * input_gate;
-    grad[1] = grad_log_a * gates.rate * (gate * (one<T>() - gate));
-    grad[2] = g * gates.norm * input * (one<T>() - input_gate);
+    grad[0] = grad_log_a * gates.rate * (gate * (one<T>() - gate));
+    grad[1] = g * gates.norm * input * (one<T>() - input_gate);
+    grad[2] = g * gates.norm * input_gate;
     grad[3] = grad_log_a * T(Scalar(-8)) * gate * softplus_derivative(x[3]);
   }
 };
 
 // HGRN's, as its gates reach the scan: a = e^log_gate.
 struct Hgrn : SingleVariant<Hgrn> {
-  static constexpr std::array<std::string_view, 2> kNames = {"x", "log_gate"};
-  static constexpr int kAdded = 0;
+  static constexpr std::array<std::string_view, 2> kNames = {"log_gate", "x"};
+  static constexpr size_t kPositional = 1;  // as RgLru
+  static constexpr int kAdded = 1;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE T gates(const T* x) {
-    return Math<T>::exp(x[1]);
+    return Math<T>::exp(x[0]);
   }
   template <typename T>
   static SSM_HOST_DEVICE Step<T> step(T a, const T* x) {
-    return {a, x[0]};
+    return {a, x[1]};
   }
   template <typename T>
   static SSM_HOST_DEVICE void gradients(T a, const T*, T h, T g, T* grad) {
-    grad[0] = g;
-    grad[1] = g * h * a;
+    grad[0] = g * h * a;
+    grad[1] = g;
   }
 };
 
@@ -378,7 +386,7 @@ struct RecurrenceRow {
   const char* name;
   Recurrence recurrence;
   const std::string_view* input_names;
-  size_t inputs, first_broadcast;
+  size_t inputs, positional, first_broadcast;
   bool has_candidate_activation, has_gate_is_logit;
 };
 
@@ -387,6 +395,7 @@ struct RecurrenceRow {
                 Recurrence::enumerator,        \
                 type::kNames.data(),           \
                 type::kNames.size(),           \
+                type::kPositional,             \
                 type::kFirstBroadcast,         \
                 type::kHasCandidateActivation, \
                 type::kHasGateIsLogit},

@@ -71,8 +71,11 @@ at::Tensor broadcast(const char* op, const char* name, const at::Tensor& tensor,
 
 std::string schema_of(const RecurrenceRow& row) {
   std::string schema = std::string(row.name) + "(";
-  for (size_t i = 0; i < row.inputs; ++i) schema += "Tensor " + std::string(row.input_names[i]) + ", ";
-  schema += "Tensor? h0=None, *, ";
+  for (size_t i = 0; i < row.inputs; ++i) {
+    if (i == row.positional) schema += "*, ";
+    schema += "Tensor " + std::string(row.input_names[i]) + ", ";
+  }
+  schema += row.positional < row.inputs ? "Tensor? h0=None, " : "Tensor? h0=None, *, ";
   if (row.has_candidate_activation) schema += "str? candidate_activation=None, ";
   if (row.has_gate_is_logit) schema += "bool gate_is_logit=True, ";
   return schema + "bool reverse=False, Tensor? cu_seqlens=None) -> (Tensor h, Tensor last_state)";
