@@ -322,10 +322,10 @@ def test_rglru_gradients_are_relatively_exact_against_mpmath():
     """A gradient that a strong decay or a saturated gate makes tiny has as many correct digits as any other."""
     recurrence = RGLRU.recurrence
     gates, params = (-30.0, -3.0, 0.0, 0.4, 3.0, 12.0, 30.0), (-30.0, -8.0, -1.0, 0.0, 0.7, 4.0, 15.0)
-    points = [(0.8, gate, input_gate, param) for gate, param in itertools.product(gates, params) for input_gate in (-2.0, 25.0)]
+    points = [(gate, input_gate, 0.8, param) for gate, param in itertools.product(gates, params) for input_gate in (-2.0, 25.0)]
     h0 = torch.tensor(0.3, dtype=torch.float64)
     inputs = [x.clone().requires_grad_() for x in torch.tensor(points, dtype=torch.float64).unbind(1)]
-    a, b = reference.RECURRENCES["rglru_scan"](*inputs)
+    a, b = reference.RECURRENCES["rglru_scan"](**dict(zip(recurrence.inputs, inputs, strict=True)))
     gradients = torch.stack(torch.autograd.grad((a * h0 + b).sum(), inputs), dim=1)
     with mpmath.workdps(100):
 
@@ -339,7 +339,7 @@ def test_rglru_gradients_are_relatively_exact_against_mpmath():
                 order = [int(i == j) for j in range(len(numbers))]
                 expected = mpmath.diff(next_state, tuple(numbers), tuple(order))
                 error = relative_to(abs(expected), gradient[i].item(), expected)
-                # The factor a = e^(log a) turns the absolute rounding of log a, some 8 |recurrent_param| EPS, into a relative one.
+                # The factor a = e^(log a) has the absolute rounding of log a, some 8 |recurrent_param| EPS, as a relative error.
                 assert error < 64 * (8 + abs(point[3])) * EPS, f"gradient of {name} at {point}"
 
 
