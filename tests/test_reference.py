@@ -339,7 +339,7 @@ def test_rglru_gradients_are_relatively_exact_against_mpmath():
                 order = [int(i == j) for j in range(len(numbers))]
                 expected = mpmath.diff(next_state, tuple(numbers), tuple(order))
                 error = relative_to(abs(expected), gradient[i].item(), expected)
-                # The factor a = e^(log a) has the absolute rounding of log a, some 8 |recurrent_param| EPS, as a relative error.
+                # The absolute rounding of log a, some 8 |recurrent_param| EPS, is a relative error of a = e^(log a).
                 assert error < 64 * (8 + abs(point[3])) * EPS, f"gradient of {name} at {point}"
 
 
