@@ -335,11 +335,10 @@ FwdResult fwd_aten(const Inputs& in) {
     forward(in, method, outputs);
   } else {
     for (const SequencesOfLength& of : sequences_by_length(in)) {
-      const PackedBatch batch(in, of);
-      const FwdOutputs of_batch = of.are_neighbors
-                                      ? FwdOutputs{of.take_steps(outputs.out), of.take_states(outputs.final_states)}
-                                      : allocate_fwd(batch.in);
-      forward(batch.in, method, of_batch);
+      const Inputs batch = packed_batch(in, of);
+      const FwdOutputs of_batch =
+          of.are_neighbors ? FwdOutputs{of.take_steps(outputs.out), of.take_states(outputs.final_states)} : allocate_fwd(batch);
+      forward(batch, method, of_batch);
       of.put_steps(of_batch.out, outputs.out);
       of.put_states(of_batch.final_states, outputs.final_states);
     }
@@ -356,13 +355,10 @@ BwdResult bwd_aten(const BwdInputs& bwd) {
     Adjoint(bwd, method, grads, sums).compute();
   } else {
     for (const SequencesOfLength& of : sequences_by_length(bwd.in)) {
-      const PackedBatch batch(bwd.in, of);
-      const OptionalTensor grad_out =
-                               is_present(bwd.grad_out) ? OptionalTensor(of.take_steps(*bwd.grad_out)) : OptionalTensor(),
-                           grad_final_states = is_present(bwd.grad_final_states)
-                                                   ? OptionalTensor(of.take_states(*bwd.grad_final_states))
-                                                   : OptionalTensor();
-      const BwdInputs of_batch{grad_out, grad_final_states, batch.in, bwd.needs_grad};
+      BwdInputs of_batch = bwd;
+      of_batch.in = packed_batch(bwd.in, of);
+      if (is_present(bwd.grad_out)) of_batch.grad_out = of.take_steps(*bwd.grad_out);
+      if (is_present(bwd.grad_final_states)) of_batch.grad_final_states = of.take_states(*bwd.grad_final_states);
       const GradTensors grads_of_batch = of.are_neighbors ? taken(grads, of) : allocate_bwd(of_batch);
       Adjoint(of_batch, method, grads_of_batch, sums).compute();
       for (const Grad grad : kGradsOfSteps) {

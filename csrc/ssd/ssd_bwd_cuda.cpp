@@ -20,11 +20,6 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-template <typename Function>
-OptionalTensor if_present(const OptionalTensor& tensor, const Function& function) {
-  return is_present(tensor) ? OptionalTensor(function(*tensor)) : OptionalTensor();
-}
-
 // Some entries of the batch, or all packed sequences, and of them some heads: those of whole groups, or of a part of one. Of
 // their states some columns.
 struct Range {
@@ -42,50 +37,37 @@ struct Range {
   }
 };
 
-// A call's tensors in a range.
+// A call's tensors in a range, and the gradients that it writes there.
 struct PartOfCall {
-  PartOfCall(const BwdInputs& bwd, const GradTensors& grads, const Range& range)
-      : is_packed(is_present(bwd.in.cu_seqlens)),
-        x(range.of_heads(bwd.in.x)),
-        dt(range.of_heads(bwd.in.dt)),
-        A(range.of_parameter(bwd.in.A)),
-        B(range.of_groups(bwd.in.B)),
-        C(range.of_groups(bwd.in.C)),
-        D(if_present(bwd.in.D, [&](const at::Tensor& D) { return range.of_parameter(D); })),
-        z(if_present(bwd.in.z, [&](const at::Tensor& z) { return range.of_heads(z); })),
-        dt_bias(if_present(bwd.in.dt_bias, [&](const at::Tensor& dt_bias) { return range.of_parameter(dt_bias); })),
-        initial_states(of_states(bwd.in.initial_states, range)),
-        seq_idx(if_present(bwd.in.seq_idx, [&](const at::Tensor& seq_idx) { return range.of_entries(seq_idx); })),
-        grad_out(if_present(bwd.grad_out, [&](const at::Tensor& grad_out) { return range.of_heads(grad_out); })),
-        grad_final_states(of_states(bwd.grad_final_states, range)),
-        grads(grads),
-        bwd{grad_out,
-            grad_final_states,
-            {x, dt, A, B, C, bwd.in.chunk_size, D, z, dt_bias, bwd.in.dt_softplus, bwd.in.dt_min, bwd.in.dt_max, initial_states,
-             seq_idx, bwd.in.cu_seqlens, bwd.in.discretization},
-            bwd.needs_grad} {
-    for (const Grad grad : {kGradX, kGradDt, kGradZ}) {
-      if (bwd.needs_grad[grad]) this->grads[grad] = range.of_heads(grads[grad]);
-    }
-    for (const Grad grad : {kGradB, kGradC}) {
-      if (bwd.needs_grad[grad]) this->grads[grad] = range.of_groups(grads[grad]);
-    }
-    if (bwd.needs_grad[kGradInitialStates]) {
-      this->grads[kGradInitialStates] = range.of_states(grads[kGradInitialStates], is_packed);
-    }
-  }
-
-  const bool is_packed;
-  const at::Tensor x, dt, A, B, C;
-  const OptionalTensor D, z, dt_bias, initial_states, seq_idx, grad_out, grad_final_states;
+  BwdInputs bwd;
   GradTensors grads;
-  const BwdInputs bwd;
-
- private:
-  OptionalTensor of_states(const OptionalTensor& states, const Range& range) const {
-    return if_present(states, [&](const at::Tensor& states) { return range.of_states(states, is_packed); });
-  }
 };
+PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& range) {
+  PartOfCall part{bwd, grads};
+  Inputs& in = part.bwd.in;
+  const bool is_packed = is_present(in.cu_seqlens);
+  const auto of_states = [&](const at::Tensor& states) { return range.of_states(states, is_packed); };
+  in.x = range.of_heads(in.x);
+  in.dt = range.of_heads(in.dt);
+  in.A = range.of_parameter(in.A);
+  in.B = range.of_groups(in.B);
+  in.C = range.of_groups(in.C);
+  if (is_present(in.D)) in.D = range.of_parameter(*in.D);
+  if (is_present(in.z)) in.z = range.of_heads(*in.z);
+  if (is_present(in.dt_bias)) in.dt_bias = range.of_parameter(*in.dt_bias);
+  if (is_present(in.initial_states)) in.initial_states = of_states(*in.initial_states);
+  if (is_present(in.seq_idx)) in.seq_idx = range.of_entries(*in.seq_idx);
+  if (is_present(bwd.grad_out)) part.bwd.grad_out = range.of_heads(*bwd.grad_out);
+  if (is_present(bwd.grad_final_states)) part.bwd.grad_final_states = of_states(*bwd.grad_final_states);
+  for (const Grad grad : {kGradX, kGradDt, kGradZ}) {
+    if (bwd.needs_grad[grad]) part.grads[grad] = range.of_heads(grads[grad]);
+  }
+  for (const Grad grad : {kGradB, kGradC}) {
+    if (bwd.needs_grad[grad]) part.grads[grad] = range.of_groups(grads[grad]);
+  }
+  if (bwd.needs_grad[kGradInitialStates]) part.grads[kGradInitialStates] = of_states(grads[kGradInitialStates]);
+  return part;
+}
 
 // The gradient of y, as rows; writes that of z.
 at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTensors& grads, bool may_use_wgmma) {
@@ -319,7 +301,7 @@ void run_in_turns(const BwdInputs& bwd, Discretization method, GradTensors& grad
       sum.narrow(0, range.head, range.heads).add_(more);
     };
     const bool is_part_of_group = range.heads < range.groups * heads_per_group;
-    const PartOfCall part(bwd, grads, range);
+    const PartOfCall part = part_of(bwd, grads, range);
     const Backward::Sums more = Backward(part.bwd, method, part.grads, may_use_wgmma, is_part_of_group).run();
     add_of_heads(sums.A, more.A);
     add_of_heads(sums.dt_bias, more.dt_bias);
@@ -342,18 +324,16 @@ void run_in_turns(const BwdInputs& bwd, Discretization method, GradTensors& grad
 void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma, int64_t at_once) {
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);
-  const OptionalTensor none;
   const OptionalTensor grad_y =
       is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads, may_use_wgmma)) : bwd.grad_out;
   for (int64_t column = 0; column < dstate; column += at_once) {
     const int64_t columns = std::min(at_once, dstate - column);
     const bool is_first = column == 0, is_last = column + columns == dstate;
     const Range range{0, in.x.size(0), 0, in.x.size(2), 0, in.B.size(2), column, columns};
-    BwdInputs ungated{grad_y,
-                      bwd.grad_final_states,
-                      {in.x, in.dt, in.A, in.B, in.C, in.chunk_size, is_last ? in.D : none, none, in.dt_bias, in.dt_softplus,
-                       in.dt_min, in.dt_max, in.initial_states, in.seq_idx, in.cu_seqlens, in.discretization},
-                      bwd.needs_grad};
+    BwdInputs ungated = bwd;
+    ungated.grad_out = grad_y;
+    ungated.in.z.reset();
+    if (!is_last) ungated.in.D.reset();
     NeedsGrad& needs_grad = ungated.needs_grad;
     needs_grad[kGradZ] = false;
     needs_grad[kGradD] &= is_last;
@@ -362,7 +342,7 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& gr
     for (const Grad grad : {kGradX, kGradDt}) {
       if (needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
     }
-    PartOfCall part(ungated, targets, range);
+    PartOfCall part = part_of(ungated, targets, range);
     run_in_turns(part.bwd, method, part.grads, may_use_wgmma);
     for (const Grad grad : {kGradX, kGradDt, kGradA, kGradDtBias}) {
       if (needs_grad[grad] && !is_first) grads[grad].add_(part.grads[grad]);

@@ -52,6 +52,46 @@ void check_options(const Inputs& in) {
 
 }  // namespace
 
+Inputs name_inputs(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
+                   std::optional<c10::SymInt> chunk_size, const OptionalTensor& D, const OptionalTensor& z,
+                   const OptionalTensor& dt_bias, bool dt_softplus, double dt_min, double dt_max,
+                   const OptionalTensor& initial_states, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
+                   std::string_view discretization) {
+  Inputs in;
+  in.x = x;
+  in.dt = dt;
+  in.A = A;
+  in.B = B;
+  in.C = C;
+  in.chunk_size = std::move(chunk_size);
+  in.D = D;
+  in.z = z;
+  in.dt_bias = dt_bias;
+  in.dt_softplus = dt_softplus;
+  in.dt_min = dt_min;
+  in.dt_max = dt_max;
+  in.initial_states = initial_states;
+  in.seq_idx = seq_idx;
+  in.cu_seqlens = cu_seqlens;
+  in.discretization = discretization;
+  return in;
+}
+
+BwdInputs name_inputs(const OptionalTensor& grad_out, const OptionalTensor& grad_final_states, const at::Tensor& x,
+                      const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
+                      std::optional<c10::SymInt> chunk_size, const OptionalTensor& D, const OptionalTensor& z,
+                      const OptionalTensor& dt_bias, bool dt_softplus, double dt_min, double dt_max,
+                      const OptionalTensor& initial_states, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
+                      std::string_view discretization, NeedsGrad needs_grad) {
+  BwdInputs bwd;
+  bwd.grad_out = grad_out;
+  bwd.grad_final_states = grad_final_states;
+  bwd.in = name_inputs(x, dt, A, B, C, std::move(chunk_size), D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states,
+                       seq_idx, cu_seqlens, discretization);
+  bwd.needs_grad = needs_grad;
+  return bwd;
+}
+
 c10::SymInt Inputs::sequences() const { return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : x.sym_size(0); }
 
 Discretization check_inputs(const Inputs& in) {
@@ -160,8 +200,8 @@ FwdResult ssd_chunk_scan(const at::Tensor& x, const at::Tensor& dt, const at::Te
                          const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, std::string_view discretization) {
   static const auto op = find_op<FwdSignature>("ssm_kernels::_ssd_chunk_scan");
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, dt_limit, {0, std::numeric_limits<double>::infinity()});
-  return call(op, {x, dt, A, B, C, std::move(chunk_size), D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx,
-                   cu_seqlens, discretization});
+  return op.call(x, dt, A, B, C, std::move(chunk_size), D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx,
+                 cu_seqlens, discretization);
 }
 
 FwdResult scan_no_grad(const Inputs& in) { return call(fwd_op(), in); }
@@ -198,34 +238,32 @@ class SsdChunkScan : public torch::autograd::Function<SsdChunkScan> {
     const auto saved = ctx->get_saved_variables();
     const auto optional = [&](size_t i) { return or_absent(saved[i]); };
     const auto option = [&](const char* name) -> const c10::IValue& { return ctx->saved_data[name]; };
-    const OptionalTensor D = optional(kGradD), z = optional(kGradZ), dt_bias = optional(kGradDtBias),
-                         initial_states = optional(kGradInitialStates), seq_idx = optional(kNumGrads),
-                         cu_seqlens = optional(kNumGrads + 1), grad_out = or_absent(grads[0]),
-                         grad_final_states = or_absent(grads[1]);
+    BwdInputs bwd;
+    bwd.grad_out = or_absent(grads[0]);
+    bwd.grad_final_states = or_absent(grads[1]);
+    bwd.in.x = saved[kGradX];
+    bwd.in.dt = saved[kGradDt];
+    bwd.in.A = saved[kGradA];
+    bwd.in.B = saved[kGradB];
+    bwd.in.C = saved[kGradC];
+    bwd.in.chunk_size = option("chunk_size").toOptional<c10::SymInt>();
+    bwd.in.D = optional(kGradD);
+    bwd.in.z = optional(kGradZ);
+    bwd.in.dt_bias = optional(kGradDtBias);
+    bwd.in.dt_softplus = option("dt_softplus").toBool();
+    bwd.in.dt_min = option("dt_min").toDouble();
+    bwd.in.dt_max = option("dt_max").toDouble();
+    bwd.in.initial_states = optional(kGradInitialStates);
+    bwd.in.seq_idx = optional(kNumGrads);
+    bwd.in.cu_seqlens = optional(kNumGrads + 1);
+    bwd.in.discretization = option("discretization").toStringView();
     // Those that are absent have no edge of the graph.
-    NeedsGrad needs_grad;
+    NeedsGrad& needs_grad = bwd.needs_grad;
     size_t edge = 0;
     for (size_t i = 0; i < kNumGrads; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
 
-    const Inputs in{saved[kGradX],
-                    saved[kGradDt],
-                    saved[kGradA],
-                    saved[kGradB],
-                    saved[kGradC],
-                    option("chunk_size").toOptional<c10::SymInt>(),
-                    D,
-                    z,
-                    dt_bias,
-                    option("dt_softplus").toBool(),
-                    option("dt_min").toDouble(),
-                    option("dt_max").toDouble(),
-                    initial_states,
-                    seq_idx,
-                    cu_seqlens,
-                    option("discretization").toStringView()};
     static const auto op = find_op<BwdSignature>("ssm_kernels::_ssd_chunk_scan_bwd");
-    const GradTensors computed = std::apply([](const auto&... grad) { return GradTensors{grad...}; },
-                                            call(op, {grad_out, grad_final_states, in, needs_grad}));
+    const GradTensors computed = std::apply([](const auto&... grad) { return GradTensors{grad...}; }, call(op, bwd));
     for (size_t i = 0; i < kNumGrads; ++i) {
       if (needs_grad[i]) result[i] = computed[i];
     }
@@ -259,9 +297,17 @@ FwdResult scan_autocast(const Inputs& in) {
   const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
   const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
   static const auto op = find_op<FwdSignature>("ssm_kernels::_ssd_chunk_scan");
-  return call(op, {sequence(in.x), sequence(in.dt), parameter(in.A), sequence(in.B), sequence(in.C), in.chunk_size,
-                   parameter(in.D), sequence(in.z), parameter(in.dt_bias), in.dt_softplus, in.dt_min, in.dt_max,
-                   parameter(in.initial_states), in.seq_idx, in.cu_seqlens, in.discretization});
+  Inputs cast = in;
+  cast.x = sequence(in.x);
+  cast.dt = sequence(in.dt);
+  cast.B = sequence(in.B);
+  cast.C = sequence(in.C);
+  cast.A = parameter(in.A);
+  cast.D = parameter(in.D);
+  cast.z = sequence(in.z);
+  cast.dt_bias = parameter(in.dt_bias);
+  cast.initial_states = parameter(in.initial_states);
+  return call(op, cast);
 }
 
 }  // namespace

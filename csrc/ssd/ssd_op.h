@@ -18,15 +18,15 @@ using OptionalTensor = std::optional<at::Tensor>;
 // The largest headdim. (dstate's: common/limits.h.)
 constexpr int64_t kMaxHeaddim = 256;
 
-// What forward reads, in the order of its schema. References: lives as long as the call.
+// What forward reads. No constructor takes it: most of the members have one type, and are set by name.
 struct Inputs {
-  const at::Tensor &x, &dt, &A, &B, &C;
+  at::Tensor x, dt, A, B, C;
   std::optional<c10::SymInt> chunk_size;
-  const OptionalTensor &D, &z, &dt_bias;
-  bool dt_softplus;
-  double dt_min, dt_max;
-  const OptionalTensor &initial_states, &seq_idx, &cu_seqlens;
-  std::string_view discretization;
+  OptionalTensor D, z, dt_bias;
+  bool dt_softplus = false;
+  double dt_min = 0, dt_max = 0;
+  OptionalTensor initial_states, seq_idx, cu_seqlens;
+  std::string_view discretization;  // of the caller's string
 
   // How many states there are: one for each entry of the batch or, where it is packed, for each sequence.
   c10::SymInt sequences() const;
@@ -45,11 +45,11 @@ enum Grad { kGradX, kGradDt, kGradA, kGradB, kGradC, kGradD, kGradZ, kGradDtBias
 using NeedsGrad = std::array<bool, kNumGrads>;
 using GradTensors = std::array<at::Tensor, kNumGrads>;
 
-// What backward reads, in the order of its schema.
+// What backward reads.
 struct BwdInputs {
-  const OptionalTensor &grad_out, &grad_final_states;
+  OptionalTensor grad_out, grad_final_states;
   Inputs in;
-  NeedsGrad needs_grad;
+  NeedsGrad needs_grad = {};
 };
 
 // Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences have the layout of the
@@ -69,6 +69,19 @@ using BwdSignature = BwdResult(const OptionalTensor&, const OptionalTensor&, con
                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, std::string_view,
                                NeedsGrad);
 
+// The arguments of FwdSignature, and of BwdSignature, under their names: the one place of each where their order counts.
+Inputs name_inputs(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
+                   std::optional<c10::SymInt> chunk_size, const OptionalTensor& D, const OptionalTensor& z,
+                   const OptionalTensor& dt_bias, bool dt_softplus, double dt_min, double dt_max,
+                   const OptionalTensor& initial_states, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
+                   std::string_view discretization);
+BwdInputs name_inputs(const OptionalTensor& grad_out, const OptionalTensor& grad_final_states, const at::Tensor& x,
+                      const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
+                      std::optional<c10::SymInt> chunk_size, const OptionalTensor& D, const OptionalTensor& z,
+                      const OptionalTensor& dt_bias, bool dt_softplus, double dt_min, double dt_max,
+                      const OptionalTensor& initial_states, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
+                      std::string_view discretization, NeedsGrad needs_grad);
+
 // A kernel for the dispatcher, whose many arguments come as one struct: Unpacked<FwdSignature>::kernel<&function>, where
 // function is FwdResult(const Inputs&), or likewise for backward.
 template <typename Signature>
@@ -79,7 +92,7 @@ struct Unpacked<Result(Arguments...)> {
 
   template <Result (*function)(const Struct&)>
   static Result kernel(Arguments... arguments) {
-    return function(Struct{arguments...});
+    return function(name_inputs(arguments...));
   }
 };
 

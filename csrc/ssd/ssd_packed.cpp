@@ -56,14 +56,17 @@ std::vector<SequencesOfLength> sequences_by_length(const Inputs& in) {
   return result;
 }
 
-PackedBatch::PackedBatch(const Inputs& call, const SequencesOfLength& of)
-    : x(of.take_steps(call.x)),
-      dt(of.take_steps(call.dt)),
-      B(of.take_steps(call.B)),
-      C(of.take_steps(call.C)),
-      z(take_steps_if_present(of, call.z)),
-      initial_states(is_present(call.initial_states) ? OptionalTensor(of.take_states(*call.initial_states)) : OptionalTensor()),
-      in{x,           dt,          call.A,         B,    C,    call.chunk_size,    call.D, z, call.dt_bias, call.dt_softplus,
-         call.dt_min, call.dt_max, initial_states, none, none, call.discretization} {}
+Inputs packed_batch(const Inputs& call, const SequencesOfLength& of) {
+  Inputs batch = call;
+  batch.x = of.take_steps(call.x);
+  batch.dt = of.take_steps(call.dt);
+  batch.B = of.take_steps(call.B);
+  batch.C = of.take_steps(call.C);
+  batch.z = take_steps_if_present(of, call.z);
+  if (is_present(call.initial_states)) batch.initial_states = of.take_states(*call.initial_states);
+  batch.seq_idx.reset();
+  batch.cu_seqlens.reset();
+  return batch;
+}
 
 }  // namespace ssm_kernels::ssd

@@ -29,14 +29,7 @@ struct SequencesOfLength {
 // All, the shortest first. Reads cu_seqlens on the host and raises unless it cuts the sequence.
 std::vector<SequencesOfLength> sequences_by_length(const Inputs& in);
 
-// The call for some of the sequences, as a batch. Refers to the call.
-struct PackedBatch {
-  PackedBatch(const Inputs& in, const SequencesOfLength& of);
-  PackedBatch(const PackedBatch&) = delete;
-
-  const at::Tensor x, dt, B, C;
-  const OptionalTensor z, initial_states, none;
-  const Inputs in;
-};
+// The call for some of the sequences, as a batch.
+Inputs packed_batch(const Inputs& call, const SequencesOfLength& of);
 
 }  // namespace ssm_kernels::ssd
