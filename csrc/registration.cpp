@@ -39,7 +39,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
       tags);
 
   // The scan in chunks (SSD, Mamba-2): S_t = e^zeta_t S_{t-1} + d_t k(zeta_t) x_t B_t^T with zeta = d A, one A for a head; out
-  // = (S C + D x) silu(z). dt_limit absent: (0, inf). chunk_size is a hint.
+  // = (S C + D x) silu(z). dt_limit absent: no limits, as in selective_state_update; the Python function's default is (0, inf).
+  // chunk_size is a hint.
   m.def(
       "ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, Tensor? initial_states=None, "

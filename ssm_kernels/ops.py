@@ -201,7 +201,7 @@ def ssd_chunk_scan(
         dt_bias: (heads,), dtype of ``A``.
         dt_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``dt + dt_bias``.
         dt_limit: the smallest and the largest step size: others are clamped, after bias and softplus, and have no gradient.
-            None: no limits.
+            None: no limits, which is also the default of ``torch.ops.ssm_kernels.ssd_chunk_scan``.
         initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to: where it changes from one
             step to the next the state starts again from zero. ``initial_states`` is what the first of a row's sequences
@@ -245,7 +245,7 @@ def ssd_chunk_scan(
         z=z,
         dt_bias=dt_bias,
         dt_softplus=dt_softplus,
-        dt_limit=(-math.inf, math.inf) if dt_limit is None else _dt_limit("ssd_chunk_scan", dt_limit),
+        dt_limit=_dt_limit("ssd_chunk_scan", dt_limit),
         initial_states=initial_states,
         seq_idx=seq_idx,
         cu_seqlens=cu_seqlens,

@@ -112,6 +112,20 @@ def test_limits_of_the_step_size(device):
     assert torch.equal(ssd_chunk_scan(**negative | {"dt_limit": None}), ssd_chunk_scan(**negative))
 
 
+def test_no_limits_of_the_step_size_mean_the_same_in_torch_ops(device):
+    """dt_limit=None, given or not, is no limits in torch.ops as in Python, whose default is (0, inf)."""
+    inputs = make_inputs(**MINIMAL, device=device)
+    inputs["dt"] = inputs["dt"] - 0.3  # some steps are negative
+    operator = torch.ops.ssm_kernels.ssd_chunk_scan
+    arguments = [inputs.pop(name) for name in ("x", "dt", "A", "B", "C")]
+    unlimited = ssd_chunk_scan(*arguments, dt_limit=(-math.inf, math.inf))
+    assert torch.equal(operator(*arguments)[0], unlimited)
+    assert torch.equal(operator(*arguments, dt_limit=None)[0], unlimited)
+    at_least_zero = ssd_chunk_scan(*arguments)
+    assert torch.equal(operator(*arguments, dt_limit=(0.0, math.inf))[0], at_least_zero)
+    assert not torch.equal(at_least_zero, unlimited)
+
+
 # ----- sizes and strides
 
 

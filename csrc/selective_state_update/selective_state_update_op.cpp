@@ -10,7 +10,6 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <memory>
 #include <type_traits>
 #include <utility>
@@ -23,7 +22,6 @@ namespace ssm_kernels::selective_state_update {
 namespace {
 
 constexpr char kOp[] = "selective_state_update";
-constexpr DtLimit kNoLimit = {-std::numeric_limits<double>::infinity(), std::numeric_limits<double>::infinity()};
 
 // Sizes of the two forms, by the names that the error messages use.
 struct Form {
@@ -83,7 +81,7 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
     checks.index_dtype("state_batch_indices", indices);
     checks.device("state_batch_indices", indices);
   }
-  const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit, kNoLimit);
+  const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   check_dt_limit(kOp, dt_min, dt_max);
   return parse_discretization(kOp, discretization);
 }
@@ -126,7 +124,7 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_s
   params.dstate = in.state.size(-1);
   params.discretization = method;
   params.dt_softplus = dt_softplus;
-  const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit, kNoLimit);
+  const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   params.dt_min = dt_min;
   params.dt_max = dt_max;
   params.input_kind = scalar_kind(in.x.scalar_type());

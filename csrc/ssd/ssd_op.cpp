@@ -10,7 +10,6 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <limits>
 #include <string>
 
 #include "common/limits.h"
@@ -199,7 +198,7 @@ FwdResult ssd_chunk_scan(const at::Tensor& x, const at::Tensor& dt, const at::Te
                          std::optional<at::ArrayRef<double>> dt_limit, const OptionalTensor& initial_states,
                          const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, std::string_view discretization) {
   static const auto op = find_op<FwdSignature>("ssm_kernels::_ssd_chunk_scan");
-  const auto [dt_min, dt_max] = parse_dt_limit(kOp, dt_limit, {0, std::numeric_limits<double>::infinity()});
+  const auto [dt_min, dt_max] = parse_dt_limit(kOp, dt_limit);
   return op.call(x, dt, A, B, C, std::move(chunk_size), D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx,
                  cu_seqlens, discretization);
 }

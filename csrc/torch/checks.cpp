@@ -5,6 +5,8 @@
 #include <ATen/FuncTorchTLS.h>
 #include <c10/util/Exception.h>
 
+#include <limits>
+
 namespace ssm_kernels {
 namespace {
 
@@ -67,8 +69,9 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
   TORCH_CHECK_VALUE(false, op, ": discretization '", name, "' is not supported, expected one of: ", supported);
 }
 
-DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit, const DtLimit& otherwise) {
-  if (!dt_limit.has_value()) return otherwise;
+DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  if (!dt_limit.has_value()) return {-kInfinity, kInfinity};
   TORCH_CHECK_VALUE(dt_limit->size() == 2, op, ": expected dt_limit = (min, max), got ", dt_limit->size(), " numbers");
   return {(*dt_limit)[0], (*dt_limit)[1]};
 }

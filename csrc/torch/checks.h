@@ -36,8 +36,8 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
 
 // The smallest and the largest step size.
 using DtLimit = std::array<double, 2>;
-// dt_limit as an operator's argument; `otherwise` if absent.
-DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit, const DtLimit& otherwise);
+// dt_limit as an operator's argument: absent, there are no limits.
+DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit);
 // Raises unless min <= max.
 void check_dt_limit(const char* op, double min, double max);
 
