@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import re
 from pathlib import Path
+from types import ModuleType
 from typing import TypedDict
 
 import torch
@@ -33,7 +34,7 @@ def rebuild_command() -> str:
     return "pip install --no-deps --force-reinstall <folder of the ssm_kernels sources>"
 
 
-def _module():
+def _module() -> ModuleType:
     try:
         return importlib.import_module("ssm_kernels._C")
     except ModuleNotFoundError:

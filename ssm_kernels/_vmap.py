@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,13 +19,26 @@ def _sample_shape(tensor: Tensor, dim: int | None) -> tuple[int, ...]:
     return tuple(size for axis, size in enumerate(tensor.shape) if dim is None or axis != dim % tensor.dim())
 
 
-def _select_sample(arguments: tuple, in_dims: tuple, sample: int) -> list:
+def _select_sample(arguments: tuple[Any, ...], in_dims: tuple[Any, ...], sample: int) -> list[Any]:
     return [
         argument if dim is None else argument.select(dim, sample) for argument, dim in zip(arguments, in_dims, strict=False)
     ]
 
 
-def _selective_scan(info, in_dims, u, delta, A, B, C, D=None, z=None, delta_bias=None, initial_state=None, **options):
+def _selective_scan(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
     """One call for all samples: folded into the batch or, where a parameter is mapped, into the channels as further groups."""
     samples = info.batch_size
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
@@ -59,7 +74,9 @@ def _selective_scan(info, in_dims, u, delta, A, B, C, D=None, z=None, delta_bias
     return tuple(output.unflatten(axis, (samples, batch_dim_seqlen[axis])) for output in outputs), (axis, axis)
 
 
-def _selective_state_update(info, in_dims, state, *tensors_and_flags, **options):
+def _selective_state_update(
+    info: Any, in_dims: tuple[Any, ...], state: Tensor, *tensors_and_flags: Any, **options: Any
+) -> tuple[Any, Any]:
     """A call for each sample: the state is updated in place, so the samples' states cannot be folded into a copy."""
     if in_dims[0] is None:
         raise RuntimeError("selective_state_update: expected vmap over state, which is updated in place, got in_dims None")
@@ -77,7 +94,15 @@ def _selective_state_update(info, in_dims, state, *tensors_and_flags, **options)
 class _RecurrenceFold:
     """Samples folded into the batch or, where the batch is one row of packed sequences, into the channels."""
 
-    def __init__(self, info, inputs, dims, cu_seqlens, cu_seqlens_dim, recurrence: str):
+    def __init__(
+        self,
+        info: Any,
+        inputs: list[Tensor],
+        dims: list[int | None],
+        cu_seqlens: Tensor | None,
+        cu_seqlens_dim: int | None,
+        recurrence: str,
+    ) -> None:
         if cu_seqlens_dim is not None:
             raise RuntimeError(f"{recurrence}: expected cu_seqlens that vmap does not map, got in_dims {cu_seqlens_dim}")
         self.samples = info.batch_size
@@ -102,7 +127,15 @@ class _RecurrenceFold:
         return tensor, self.axis if self.axis == 0 else tensor.dim() - 2
 
 
-def _linear_recurrence(info, in_dims, inputs, h0, cu_seqlens, recurrence, *options):
+def _linear_recurrence(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    inputs: list[Tensor],
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    recurrence: str,
+    *options: Any,
+) -> tuple[Any, Any]:
     input_dims, h0_dim, cu_seqlens_dim, *_ = in_dims
     samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
     results = torch.ops.ssm_kernels._linear_recurrence(
@@ -112,7 +145,18 @@ def _linear_recurrence(info, in_dims, inputs, h0, cu_seqlens, recurrence, *optio
     return (h, last_state), (h_dim, last_state_dim)
 
 
-def _linear_recurrence_bwd(info, in_dims, grad_h, grad_last_state, inputs, h, h0, cu_seqlens, recurrence, *options):
+def _linear_recurrence_bwd(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    grad_h: Tensor | None,
+    grad_last_state: Tensor | None,
+    inputs: list[Tensor],
+    h: Tensor,
+    h0: Tensor | None,
+    cu_seqlens: Tensor | None,
+    recurrence: str,
+    *options: Any,
+) -> tuple[Any, Any]:
     grad_h_dim, grad_last_state_dim, input_dims, h_dim, h0_dim, cu_seqlens_dim, *_ = in_dims
     samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
     grad_inputs, grad_h0 = torch.ops.ssm_kernels._linear_recurrence_bwd(
@@ -130,7 +174,7 @@ def _linear_recurrence_bwd(info, in_dims, grad_h, grad_last_state, inputs, h, h0
     return (grad_inputs, grad_h0), (grad_dims, grad_h0_dim)
 
 
-def _ssd_chunk_scan(info, in_dims, *arguments):
+def _ssd_chunk_scan(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
     """One call for all samples: folded into the batch or, where it is packed or a parameter is mapped, into the heads."""
     operator, samples = torch.ops.ssm_kernels._ssd_chunk_scan, info.batch_size
     names = [argument.name for argument in operator.default._schema.arguments]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -11,6 +12,54 @@ from torch import Tensor
 __all__ = ["selective_scan", "selective_state_update", "ssd_chunk_scan"]
 
 
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -68,7 +117,7 @@ def selective_scan(
         ValueError: a shape or the discretization is not as above.
         RuntimeError: a dtype or device is not as above, or there is no kernel for the device.
     """
-    out, last_state = torch.ops.ssm_kernels.selective_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.selective_scan(
         u,
         delta,
         A,
@@ -81,7 +130,7 @@ def selective_scan(
         discretization=discretization,
         delta_softplus=delta_softplus,
     )
-    return (out, last_state) if return_last_state else out
+    return results if return_last_state else results[0]
 
 
 def selective_state_update(
@@ -135,7 +184,7 @@ def selective_state_update(
         ValueError: a shape, the discretization or ``dt_limit`` is not as above.
         RuntimeError: a dtype or device is not as above, or there is no kernel for the device.
     """
-    return torch.ops.ssm_kernels.selective_state_update(
+    out: Tensor = torch.ops.ssm_kernels.selective_state_update(
         state,
         x,
         dt,
@@ -150,8 +199,69 @@ def selective_state_update(
         discretization=discretization,
         dt_limit=_dt_limit("selective_state_update", dt_limit),
     )
+    return out
 
 
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    discretization: str = "zoh",
+) -> Tensor: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[True],
+    discretization: str = "zoh",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool,
+    discretization: str = "zoh",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -234,7 +344,7 @@ def ssd_chunk_scan(
             or both ``seq_idx`` and ``cu_seqlens`` are given.
         RuntimeError: a dtype or device is not as above, or there is no kernel for the device.
     """
-    out, final_states = torch.ops.ssm_kernels.ssd_chunk_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan(
         x,
         dt,
         A,
@@ -251,7 +361,7 @@ def ssd_chunk_scan(
         cu_seqlens=cu_seqlens,
         discretization=discretization,
     )
-    return (out, final_states) if return_final_states else out
+    return results if return_final_states else results[0]
 
 
 def _dt_limit(operator: str, dt_limit: Sequence[float] | None) -> Sequence[float] | None:

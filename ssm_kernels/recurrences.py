@@ -5,7 +5,7 @@ from __future__ import annotations
 import numbers
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -30,6 +30,36 @@ __all__ = [
 ]
 
 
+@overload
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def linear_scan(
     a: Tensor,
     b: Tensor,
@@ -79,10 +109,46 @@ def linear_scan(
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
         RuntimeError: a dtype or device is not as documented, or there is no kernel for the device.
     """
-    h, last_state = torch.ops.ssm_kernels.linear_scan(a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens)
-    return (h, last_state) if return_last_state else h
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan(a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    return results if return_last_state else results[0]
 
 
+@overload
+def mingru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    gate_is_logit: bool = True,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def mingru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    gate_is_logit: bool = True,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def mingru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    gate_is_logit: bool = True,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def mingru_scan(
     gate: Tensor,
     candidate: Tensor,
@@ -112,7 +178,7 @@ def mingru_scan(
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
     """
-    h, last_state = torch.ops.ssm_kernels.mingru_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_scan(
         gate,
         candidate,
         h0,
@@ -121,9 +187,45 @@ def mingru_scan(
         reverse=reverse,
         cu_seqlens=cu_seqlens,
     )
-    return (h, last_state) if return_last_state else h
+    return results if return_last_state else results[0]
 
 
+@overload
+def minlstm_scan(
+    forget: Tensor,
+    input: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def minlstm_scan(
+    forget: Tensor,
+    input: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def minlstm_scan(
+    forget: Tensor,
+    input: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def minlstm_scan(
     forget: Tensor,
     input: Tensor,
@@ -154,12 +256,45 @@ def minlstm_scan(
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
     """
-    h, last_state = torch.ops.ssm_kernels.minlstm_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan(
         forget, input, candidate, h0, candidate_activation=candidate_activation, reverse=reverse, cu_seqlens=cu_seqlens
     )
-    return (h, last_state) if return_last_state else h
+    return results if return_last_state else results[0]
 
 
+@overload
+def liquid_scan(
+    candidate: Tensor,
+    tau: Tensor,
+    dt: Tensor | float,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def liquid_scan(
+    candidate: Tensor,
+    tau: Tensor,
+    dt: Tensor | float,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def liquid_scan(
+    candidate: Tensor,
+    tau: Tensor,
+    dt: Tensor | float,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def liquid_scan(
     candidate: Tensor,
     tau: Tensor,
@@ -194,10 +329,48 @@ def liquid_scan(
         dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
         # One for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
         dt = torch.full(candidate.shape[-1:], dt, dtype=dtype, device=candidate.device)
-    h, last_state = torch.ops.ssm_kernels.liquid_scan(candidate, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens)
-    return (h, last_state) if return_last_state else h
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan(
+        candidate, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens
+    )
+    return results if return_last_state else results[0]
 
 
+@overload
+def rglru_scan(
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    *,
+    x: Tensor,
+    recurrent_param: Tensor,
+    h0: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def rglru_scan(
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    *,
+    x: Tensor,
+    recurrent_param: Tensor,
+    h0: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def rglru_scan(
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    *,
+    x: Tensor,
+    recurrent_param: Tensor,
+    h0: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def rglru_scan(
     recurrence_gate: Tensor,
     input_gate: Tensor,
@@ -226,7 +399,7 @@ def rglru_scan(
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
     """
-    h, last_state = torch.ops.ssm_kernels.rglru_scan(
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan(
         recurrence_gate,
         input_gate,
         x=x,
@@ -235,9 +408,39 @@ def rglru_scan(
         reverse=reverse,
         cu_seqlens=cu_seqlens,
     )
-    return (h, last_state) if return_last_state else h
+    return results if return_last_state else results[0]
 
 
+@overload
+def hgrn_scan(
+    log_gate: Tensor,
+    *,
+    x: Tensor,
+    h0: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def hgrn_scan(
+    log_gate: Tensor,
+    *,
+    x: Tensor,
+    h0: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def hgrn_scan(
+    log_gate: Tensor,
+    *,
+    x: Tensor,
+    h0: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def hgrn_scan(
     log_gate: Tensor,
     *,
@@ -260,10 +463,42 @@ def hgrn_scan(
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
     """
-    h, last_state = torch.ops.ssm_kernels.hgrn_scan(log_gate, x=x, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens)
-    return (h, last_state) if return_last_state else h
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan(
+        log_gate, x=x, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens
+    )
+    return results if return_last_state else results[0]
 
 
+@overload
+def elu_gru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def elu_gru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def elu_gru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def elu_gru_scan(
     gate: Tensor,
     candidate: Tensor,
@@ -288,10 +523,42 @@ def elu_gru_scan(
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
     """
-    h, last_state = torch.ops.ssm_kernels.elu_gru_scan(gate, candidate, h0, reverse=reverse, cu_seqlens=cu_seqlens)
-    return (h, last_state) if return_last_state else h
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan(
+        gate, candidate, h0, reverse=reverse, cu_seqlens=cu_seqlens
+    )
+    return results if return_last_state else results[0]
 
 
+@overload
+def diag_linear_scan(
+    gate: Tensor,
+    x: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def diag_linear_scan(
+    gate: Tensor,
+    x: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def diag_linear_scan(
+    gate: Tensor,
+    x: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def diag_linear_scan(
     gate: Tensor,
     x: Tensor,
@@ -311,8 +578,8 @@ def diag_linear_scan(
 
     The other arguments, the results and what is raised: see :func:`linear_scan`.
     """
-    h, last_state = torch.ops.ssm_kernels.diag_linear_scan(gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens)
-    return (h, last_state) if return_last_state else h
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan(gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    return results if return_last_state else results[0]
 
 
 def _step(
@@ -331,9 +598,9 @@ def _step(
     for what, x in (*others, ("state", state)):
         if x is not None and x.shape != first.shape:
             raise ValueError(f"{name}: expected {what} of shape {sizes} = {list(first.shape)}, got {list(x.shape)}")
-    for what, x in broadcast.items():
-        if isinstance(x, Tensor) and not _broadcasts(x, first):
-            shapes = f"{sizes} = {list(first.shape)}, got {list(x.shape)}"
+    for what, value in broadcast.items():
+        if isinstance(value, Tensor) and not _broadcasts(value, first):
+            shapes = f"{sizes} = {list(first.shape)}, got {list(value.shape)}"
             raise ValueError(f"{name}: expected {what} of a shape that broadcasts to {shapes}")
     of_one_step = {
         what: x.unsqueeze(-2) if isinstance(x, Tensor) and x.dim() > 1 else x

@@ -21,7 +21,7 @@ import inspect
 import itertools
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol, cast, overload
 
 import torch
 import torch.nn.functional as F
@@ -63,12 +63,13 @@ class Discretization(NamedTuple):
     summary: str
 
 
+_Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
 DISCRETIZATIONS: dict[str, Discretization] = {}
 ALIASES = {"zoh_exact": "foh"}
 
 
-def _discretization(name: str, summary: str):
-    def register(function):
+def _discretization(name: str, summary: str) -> Callable[[_Coefficients], _Coefficients]:
+    def register(function: _Coefficients) -> _Coefficients:
         DISCRETIZATIONS[name] = Discretization(name, function, summary)
         return function
 
@@ -179,6 +180,54 @@ def _per_step(X: Tensor, batch: int, dim: int, seqlen: int) -> Tensor:
     return X.repeat_interleave(dim // X.shape[1], dim=1)
 
 
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -285,6 +334,66 @@ def _ssd_sequence(
     return torch.stack(outputs, dim=1) if outputs else x, state
 
 
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    discretization: str = "zoh",
+) -> Tensor: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[True],
+    discretization: str = "zoh",
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool,
+    discretization: str = "zoh",
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -325,8 +434,8 @@ def ssd_chunk_scan(
     else:
         outputs, final_states = [x[:, :0]], [states[:0]]
         for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-            sequence = (v[:, begin:end] for v in (x, a, c, Bt, Ct, resets))
-            y, state = _ssd_sequence(*sequence, states[i : i + 1])
+            x_i, a_i, c_i, B_i, C_i, resets_i = (v[:, begin:end] for v in (x, a, c, Bt, Ct, resets))
+            y, state = _ssd_sequence(x_i, a_i, c_i, B_i, C_i, resets_i, states[i : i + 1])
             outputs.append(y)
             final_states.append(state)
         out, states = torch.cat(outputs, dim=1), torch.cat(final_states)
@@ -382,7 +491,18 @@ RECURRENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
 """Of each recurrence, by the name of its scan: its inputs (and options) -> ``(a, b)`` of ``h_t = a_t h_{t-1} + b_t``."""
 
 
-def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
+class _Scan(Protocol):
+    """A scan of the family: ``h``, or ``(h, last_state)``."""
+
+    @overload
+    def __call__(self, *args: Any, return_last_state: Literal[False] = False, **kwargs: Any) -> Tensor: ...
+    @overload
+    def __call__(self, *args: Any, return_last_state: Literal[True], **kwargs: Any) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def __call__(self, *args: Any, return_last_state: bool, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]: ...
+
+
+def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> _Scan:
     """Enters the coefficients in :data:`RECURRENCES` and makes the scan of them.
 
     The scan has the arguments of the function of the same name in :mod:`ssm_kernels`. It is computed in float32 or, where any
@@ -393,7 +513,7 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> Callable[
     inputs = [parameter for parameter in parameters if parameter.default is parameter.empty]
     common = {"h0": None, "reverse": False, "cu_seqlens": None, "return_last_state": False}
 
-    def parameter(name: str, kind) -> inspect.Parameter:
+    def parameter(name: str, kind: Any) -> inspect.Parameter:
         return inspect.Parameter(name, kind, default=common[name])
 
     signature = inspect.Signature(
@@ -405,7 +525,7 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> Callable[
         ]
     )
 
-    def scan(*args, **kwargs):
+    def scan(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         arguments = bound.arguments
@@ -423,8 +543,8 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> Callable[
 
     scan.__name__ = scan.__qualname__ = coefficients.__name__
     scan.__doc__ = coefficients.__doc__
-    scan.__signature__ = signature
-    return scan
+    scan.__dict__["__signature__"] = signature
+    return cast(_Scan, scan)
 
 
 @_recurrence

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -14,6 +15,12 @@ from torch import Tensor
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states and of the parameters of the recurrence beside activations of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def mark_parameters(mark: str, *parameters: nn.Parameter) -> None:
+    """Sets an attribute that training code written for ``mamba_ssm`` looks for."""
+    for parameter in parameters:
+        setattr(parameter, mark, True)
 
 
 def check_dt_range(layer: str, dt_min: float, dt_max: float) -> None:
@@ -139,7 +146,7 @@ class ConvMixer(nn.Module):
                     before = F.pad(sequence_ids, (lag, 0), value=-1)[:, :seqlen]
                     window = window.masked_fill((before != sequence_ids)[:, None], 0)
                 terms.append(window * weight[:, :, self.d_conv - 1 - lag])
-            x = sum(terms).to(x.dtype)
+            x = functools.reduce(torch.add, terms).to(x.dtype)
         # Beside what comes from projections: the scan moves tensors of one layout by vectors.
         return F.silu(x.transpose(1, 2).contiguous()), inputs[..., seqlen:]
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..recurrences import liquid_scan, liquid_step
-from .common import wide_dtype
+from .common import mark_parameters, wide_dtype
 from .recurrent import RecurrentBase
 
 __all__ = ["Liquid"]
@@ -92,7 +92,7 @@ class Liquid(RecurrentBase):
             wide = wide_dtype(self.weight_ih_l0.dtype)
             for name in self._names():
                 raw_tau = nn.Parameter(torch.empty(hidden_size, device=device, dtype=wide))
-                raw_tau._no_weight_decay = True
+                mark_parameters("_no_weight_decay", raw_tau)
                 self.register_parameter(f"raw_tau_{name}", raw_tau)
         self.reset_parameters()
 
@@ -193,9 +193,17 @@ class Liquid(RecurrentBase):
         return target, F.softplus(raw_tau) + _TAU_MIN, dt
 
     def _scan(
-        self, projected: Tensor, h0: Tensor | None, name: str, *, dt: float | Tensor, **options: Any
+        self,
+        projected: Tensor,
+        h0: Tensor | None,
+        name: str,
+        *,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        return liquid_scan(*self._relaxation(projected, name, dt), h0, return_last_state=True, **options)
+        target, tau, dt = self._relaxation(projected, name, options["dt"])
+        return liquid_scan(target, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens, return_last_state=True)
 
-    def _step(self, projected: Tensor, state: Tensor | None, name: str, *, dt: float | Tensor) -> tuple[Tensor, Tensor]:
-        return liquid_step(*self._relaxation(projected, name, dt), state)
+    def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+        return liquid_step(*self._relaxation(projected, name, options["dt"]), state)

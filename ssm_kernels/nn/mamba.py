@@ -13,7 +13,6 @@ SSM is the layer of ``selective_ssm.py``. Source: Gu and Dao, *Mamba* (arXiv 231
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
@@ -87,12 +86,11 @@ class Mamba(SelectiveBase, ConvMixer):
         self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
         self.use_fast_path, self.layer_idx = use_fast_path, layer_idx
         d_inner = int(expand * d_model)
-        dt_rank = math.ceil(d_model / 16) if dt_rank == "auto" else dt_rank
         # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias, device=device, dtype=dtype)
         self.conv1d = short_convolution("Mamba", d_inner, d_conv, conv_bias, device, dtype)
         self._init_ssm(
-            d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
+            d_model, d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
         )
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias, device=device, dtype=dtype)
 

@@ -25,7 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import selective_state_update, ssd_chunk_scan
-from .common import ConvMixer, check_dt_range, init_dt_bias, short_convolution, wide_dtype
+from .common import ConvMixer, check_dt_range, init_dt_bias, mark_parameters, short_convolution, wide_dtype
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
 
@@ -185,8 +185,7 @@ class Mamba2(ConvMixer):
         self.dt_bias = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.A_log = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=wide))
-        for parameter in (self.dt_bias, self.A_log, self.D):
-            parameter._no_weight_decay = True  # a mark that training code written for mamba_ssm looks for
+        mark_parameters("_no_weight_decay", self.dt_bias, self.A_log, self.D)
         self.reset_parameters()
         if rmsnorm:
             self.norm = GatedRMSNorm(self.d_ssm, ngroups, norm_before_gate, device=device, dtype=dtype)
@@ -379,8 +378,16 @@ class Mamba2(ConvMixer):
         """Has the scan look at the sizes and options that it will be given, on tensors without memory."""
         x = torch.empty(1, 0, self.nheads, self.headdim, device="meta", dtype=torch.float32)
         BC = torch.empty(1, 0, self.ngroups, self.d_state, device="meta", dtype=torch.float32)
-        options = {"chunk_size": self.chunk_size, "dt_limit": self.dt_limit, "discretization": self.discretization}
-        ssd_chunk_scan(x, x[..., 0], x.new_empty(self.nheads), BC, BC, **options)
+        ssd_chunk_scan(
+            x,
+            x[..., 0],
+            x.new_empty(self.nheads),
+            BC,
+            BC,
+            chunk_size=self.chunk_size,
+            dt_limit=self.dt_limit,
+            discretization=self.discretization,
+        )
 
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
         dtype = wide_dtype(self.in_proj.weight.dtype) if dtype is None else dtype

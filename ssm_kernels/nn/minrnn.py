@@ -122,13 +122,31 @@ class MinGRU(_MinRNN):
 
     _parts = 2
 
-    def _scan(self, projected: Tensor, h0: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+    def _scan(
+        self,
+        projected: Tensor,
+        h0: Tensor | None,
+        name: str,
+        *,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
         gate, candidate = projected.chunk(2, dim=-1)
         activation = self.candidate_activation
-        return mingru_scan(gate, candidate, h0, candidate_activation=activation, return_last_state=True, **options)
+        return mingru_scan(
+            gate,
+            candidate,
+            h0,
+            candidate_activation=activation,
+            reverse=reverse,
+            cu_seqlens=cu_seqlens,
+            return_last_state=True,
+        )
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
-        return mingru_step(*projected.chunk(2, dim=-1), state, candidate_activation=self.candidate_activation)
+        gate, candidate = projected.chunk(2, dim=-1)
+        return mingru_step(gate, candidate, state, candidate_activation=self.candidate_activation)
 
 
 class MinLSTM(_MinRNN):
@@ -156,10 +174,29 @@ class MinLSTM(_MinRNN):
 
     _parts = 3
 
-    def _scan(self, projected: Tensor, h0: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+    def _scan(
+        self,
+        projected: Tensor,
+        h0: Tensor | None,
+        name: str,
+        *,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
         forget, input, candidate = projected.chunk(3, dim=-1)
         activation = self.candidate_activation
-        return minlstm_scan(forget, input, candidate, h0, candidate_activation=activation, return_last_state=True, **options)
+        return minlstm_scan(
+            forget,
+            input,
+            candidate,
+            h0,
+            candidate_activation=activation,
+            reverse=reverse,
+            cu_seqlens=cu_seqlens,
+            return_last_state=True,
+        )
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
-        return minlstm_step(*projected.chunk(3, dim=-1), state, candidate_activation=self.candidate_activation)
+        forget, input, candidate = projected.chunk(3, dim=-1)
+        return minlstm_step(forget, input, candidate, state, candidate_activation=self.candidate_activation)

@@ -26,6 +26,8 @@ class RecurrentBase(nn.Module):
     hidden_size, inputs of the layer) and, with ``bias``, ``bias_ih_l{k}`` (parts * hidden_size,).
     """
 
+    weight_ih_l0: nn.Parameter
+
     def __init__(
         self,
         parts: int,
@@ -71,7 +73,16 @@ class RecurrentBase(nn.Module):
     def flatten_parameters(self) -> None:
         """Does nothing: for code written for ``torch.nn.GRU``, whose parameters cuDNN wants side by side."""
 
-    def _scan(self, projected: Tensor, h0: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
+    def _scan(
+        self,
+        projected: Tensor,
+        h0: Tensor | None,
+        name: str,
+        *,
+        reverse: bool,
+        cu_seqlens: Tensor | None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]:
         """All states, (batch, seqlen, hidden_size), and the last, of what was projected, (batch, seqlen, parts * hidden_size).
 
         ``name`` ends the names of the parameters that belong to the layer and direction, as in ``l0_reverse``.

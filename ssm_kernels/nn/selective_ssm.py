@@ -15,6 +15,7 @@ Source: Gu and Dao, *Mamba* (arXiv 2312.00752), section 3 and algorithm 2. Initi
 from __future__ import annotations
 
 import math
+from typing import Literal, overload
 
 import torch
 import torch.nn as nn
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from .._C import discretization_aliases, discretizations
 from ..ops import selective_scan, selective_state_update
-from .common import check_dt_range, init_dt_bias, wide_dtype
+from .common import check_dt_range, init_dt_bias, mark_parameters, wide_dtype
 
 __all__ = ["SelectiveSSM"]
 
@@ -38,9 +39,10 @@ class SelectiveBase(nn.Module):
 
     def _init_ssm(
         self,
+        d_model: int,
         d_inner: int,
         d_state: int,
-        dt_rank: int,
+        dt_rank: int | str,
         discretization: str,
         dt_min: float,
         dt_max: float,
@@ -58,18 +60,17 @@ class SelectiveBase(nn.Module):
         if dt_init not in ("random", "constant"):
             raise ValueError(f"{type(self).__name__}: expected dt_init to be 'random' or 'constant', got {dt_init!r}")
         check_dt_range(type(self).__name__, dt_min, dt_max)
-        self.d_inner, self.d_state, self.dt_rank, self.discretization = d_inner, d_state, dt_rank, discretization
+        rank = math.ceil(d_model / 16) if isinstance(dt_rank, str) else dt_rank
+        self.d_inner, self.d_state, self.dt_rank, self.discretization = d_inner, d_state, rank, discretization
         self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
         self.dt_init, self.dt_scale = dt_init, dt_scale
-        self.x_proj = nn.Linear(d_inner, dt_rank + 2 * d_state, bias=False, device=device, dtype=dtype)
-        self.dt_proj = nn.Linear(dt_rank, d_inner, device=device, dtype=dtype)
+        self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False, device=device, dtype=dtype)
+        self.dt_proj = nn.Linear(rank, d_inner, device=device, dtype=dtype)
         wide = wide_dtype(self.dt_proj.weight.dtype)
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
-        # Marks that training code written for mamba_ssm looks for.
-        self.A_log._no_weight_decay = True
-        self.D._no_weight_decay = True
-        self.dt_proj.bias._no_reinit = True
+        mark_parameters("_no_weight_decay", self.A_log, self.D)
+        mark_parameters("_no_reinit", self.dt_proj.bias)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -166,11 +167,35 @@ class SelectiveSSM(SelectiveBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        dt_rank = math.ceil(d_inner / 16) if dt_rank == "auto" else dt_rank
         self._init_ssm(
-            d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
+            d_inner, d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
         )
 
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        z: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        return_last_state: Literal[False] = False,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self, x: Tensor, z: Tensor | None, initial_state: Tensor | None, return_last_state: Literal[True]
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        z: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        *,
+        return_last_state: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, x: Tensor, z: Tensor | None = None, initial_state: Tensor | None = None, return_last_state: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
         self, x: Tensor, z: Tensor | None = None, initial_state: Tensor | None = None, return_last_state: bool = False
     ) -> Tensor | tuple[Tensor, Tensor]:

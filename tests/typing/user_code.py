@@ -1,0 +1,104 @@
+"""Code of a user, for the type checker alone: nothing runs it. mypy reports what is no longer so, an unused ignore too."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from typing_extensions import assert_type
+
+import ssm_kernels
+from ssm_kernels import reference
+
+Pair = tuple[Tensor, Tensor]
+x = torch.zeros(1, 2, 3)
+state = torch.zeros(1, 3)
+
+
+def the_last_state_is_asked_for_or_not(flag: bool) -> None:
+    assert_type(ssm_kernels.selective_scan(x, x, x, x, x), Tensor)
+    assert_type(ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=False), Tensor)
+    assert_type(ssm_kernels.selective_scan(x, x, x, x, x, x, x, x, return_last_state=True, discretization="foh"), Pair)
+    assert_type(ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=flag), Tensor | Pair)
+    ssm_kernels.selective_scan(x, x, x, x, x).mean().backward()
+
+    assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x), Tensor)
+    assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, return_final_states=True, D=x), Pair)
+    assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, return_final_states=flag), Tensor | Pair)
+
+    assert_type(ssm_kernels.linear_scan(x, x), Tensor)
+    assert_type(ssm_kernels.linear_scan(x, x, state, return_last_state=True), Pair)
+    assert_type(ssm_kernels.linear_scan(x, x, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.mingru_scan(x, x, candidate_activation="g"), Tensor)
+    assert_type(ssm_kernels.mingru_scan(x, x, return_last_state=True), Pair)
+    assert_type(ssm_kernels.mingru_scan(x, x, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.minlstm_scan(x, x, x), Tensor)
+    assert_type(ssm_kernels.minlstm_scan(x, x, x, return_last_state=True), Pair)
+    assert_type(ssm_kernels.minlstm_scan(x, x, x, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.liquid_scan(x, x, 0.1), Tensor)
+    assert_type(ssm_kernels.liquid_scan(x, x, x, return_last_state=True), Pair)
+    assert_type(ssm_kernels.liquid_scan(x, x, 1, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.rglru_scan(x, x, x=x, recurrent_param=x), Tensor)
+    assert_type(ssm_kernels.rglru_scan(x, x, x=x, recurrent_param=x, return_last_state=True), Pair)
+    assert_type(ssm_kernels.rglru_scan(x, x, x=x, recurrent_param=x, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.hgrn_scan(x, x=x), Tensor)
+    assert_type(ssm_kernels.hgrn_scan(x, x=x, h0=state, return_last_state=True), Pair)
+    assert_type(ssm_kernels.hgrn_scan(x, x=x, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.elu_gru_scan(x, x), Tensor)
+    assert_type(ssm_kernels.elu_gru_scan(x, x, return_last_state=True), Pair)
+    assert_type(ssm_kernels.elu_gru_scan(x, x, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.diag_linear_scan(x, x), Tensor)
+    assert_type(ssm_kernels.diag_linear_scan(x, x, return_last_state=True), Pair)
+    assert_type(ssm_kernels.diag_linear_scan(x, x, return_last_state=flag), Tensor | Pair)
+
+
+def the_reference_as_well(flag: bool) -> None:
+    assert_type(reference.selective_scan(x, x, x, x, x), Tensor)
+    assert_type(reference.selective_scan(x, x, x, x, x, return_last_state=True), Pair)
+    assert_type(reference.selective_scan(x, x, x, x, x, return_last_state=flag), Tensor | Pair)
+    assert_type(reference.ssd_chunk_scan(x, x, x, x, x), Tensor)
+    assert_type(reference.ssd_chunk_scan(x, x, x, x, x, return_final_states=True), Pair)
+    assert_type(reference.mingru_scan(x, x), Tensor)
+    assert_type(reference.mingru_scan(x, x, return_last_state=True), Pair)
+    assert_type(reference.mingru_scan(x, x, return_last_state=flag), Tensor | Pair)
+
+
+def steps() -> None:
+    assert_type(ssm_kernels.selective_state_update(state, state, state, state, state, state), Tensor)
+    assert_type(ssm_kernels.linear_step(state, state), Pair)
+    assert_type(ssm_kernels.mingru_step(state, state, state, gate_is_logit=False), Pair)
+    assert_type(ssm_kernels.minlstm_step(state, state, state), Pair)
+    assert_type(ssm_kernels.liquid_step(state, state, 0.1, state), Pair)
+    assert_type(ssm_kernels.rglru_step(state, state, x=state, recurrent_param=state), Pair)
+    assert_type(ssm_kernels.hgrn_step(state, x=state), Pair)
+    assert_type(ssm_kernels.elu_gru_step(state, state), Pair)
+    assert_type(ssm_kernels.diag_linear_step(state, state), Pair)
+
+
+def layers(flag: bool) -> None:
+    selective = ssm_kernels.nn.SelectiveSSM(16)
+    assert_type(selective.forward(x), Tensor)
+    assert_type(selective.forward(x, x, x, False), Tensor)
+    assert_type(selective.forward(x, return_last_state=True), Pair)
+    assert_type(selective.forward(x, x, x, True), Pair)
+    assert_type(selective.forward(x, return_last_state=flag), Tensor | Pair)
+    assert_type(selective.step(x, state), Tensor)
+    assert_type(ssm_kernels.nn.Mamba(16).forward(x), Tensor)
+    assert_type(ssm_kernels.nn.Mamba2(64).step(x, state, state), tuple[Tensor, Tensor, Tensor])
+    assert_type(ssm_kernels.nn.MinGRU(3, 5).forward(x), Pair)
+    assert_type(ssm_kernels.nn.MinLSTM(3, 5).step(state), Pair)
+    assert_type(ssm_kernels.nn.Liquid(3, 5).forward(x, dt=0.1), Pair)
+
+
+def what_was_built() -> None:
+    assert_type(ssm_kernels.discretizations, tuple[str, ...])
+    assert_type(ssm_kernels.build_info()["cuda"], str | None)
+
+
+def mistakes(flag: bool) -> None:
+    ssm_kernels.selective_scan(x, x, x, x)  # type: ignore[call-overload]
+    ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=True).mean()  # type: ignore[attr-defined]
+    ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=flag).mean()  # type: ignore[union-attr]
+    ssm_kernels.mingru_scan(x, x, gate_is_logit="yes")  # type: ignore[call-overload]
+    ssm_kernels.hgrn_scan(x, x)  # type: ignore[call-overload]
+    ssm_kernels.hgrn_step(state, state)  # type: ignore[call-arg]
+    ssm_kernels.nn.MinGRU(3, 5, candidate_activation=1)  # type: ignore[arg-type]
