@@ -29,6 +29,7 @@ TOOLKIT_REQUIREMENT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"
 MINIMUM_COMPILERS = {"GCC": 11, "Clang": 14}
 # Before CUDA 13 the Python packages have no nvcc.
 FIRST_PACKAGED_CUDA = 13
+REQUESTED = "CUDA kernels are asked for (SSM_KERNELS_CUDA=1 or FORCE_CUDA=1)"
 
 
 def stop(message: str) -> NoReturn:
@@ -50,6 +51,11 @@ class Toolkit(NamedTuple):
     home: Path
     version: str  # "13.0"
     is_packaged: bool  # installed as Python packages
+
+
+class CudaPlan(NamedTuple):
+    decision: str  # "yes", "no", or "fetch": yes, with nvcc from Python packages
+    reason: str = ""  # why there are CPU kernels only although torch has CUDA
 
 
 def major(version: str) -> int:
@@ -156,34 +162,47 @@ def check_architectures(architectures: str, toolkit: Toolkit) -> None:
 
 
 def has_nvidia_driver() -> bool:
-    return os.path.exists("/proc/driver/nvidia/version") or shutil.which("nvidia-smi") is not None
+    """Whether the kernel module is loaded, or (under WSL, where there is none) nvidia-smi reaches a GPU."""
+    if os.path.exists("/proc/driver/nvidia/version"):
+        return True
+    # Login nodes have an nvidia-smi that fails.
+    return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
 
 
 def cuda_request() -> str | None:
-    request = os.environ.get("SSM_KERNELS_CUDA") or None
-    if request not in (None, "0", "1"):
-        stop(f"expected SSM_KERNELS_CUDA to be 0 or 1, got '{request}'.")
-    return request
+    """What the user asks for: "1" (CUDA kernels, or stop), "0" (none) or None (decide by the machine).
+
+    SSM_KERNELS_CUDA overrides FORCE_CUDA, which many packages read and container images set for all of them.
+    """
+    for variable in ("SSM_KERNELS_CUDA", "FORCE_CUDA"):
+        if os.environ.get(variable, "") not in ("", "0", "1"):
+            stop(f"expected {variable} to be 0 or 1, got '{os.environ[variable]}'.")
+    return os.environ.get("SSM_KERNELS_CUDA") or ("1" if os.environ.get("FORCE_CUDA") == "1" else None)
 
 
-def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None, has_driver: bool) -> str:
-    """Whether CUDA kernels are built: "yes", "no", or "fetch": yes, with nvcc from Python packages.
+def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None, has_driver: bool) -> CudaPlan:
+    """Whether CUDA kernels are built. Stops if they are asked for and cannot be.
+
+    CUDA kernels take most of the time of a build, and a machine without an NVIDIA driver cannot run them: it gets them on
+    request only, also if it has an nvcc.
 
     Args:
         torch: what is built against; None before it is installed.
         toolkit: the CUDA toolkit found, if any.
-        request: SSM_KERNELS_CUDA: "1", "0" or None.
+        request: what :func:`cuda_request` returns.
         has_driver: whether the machine has an NVIDIA driver.
     """
     if request == "0":
-        return "no"
+        return CudaPlan("no", "SSM_KERNELS_CUDA=0 is set")
     if torch is not None and torch.cuda is None:
         if request == "1":
             stop(
-                f"SSM_KERNELS_CUDA=1, but torch {torch.version} is a build without CUDA. "
-                "Install a CUDA build of torch first, or unset SSM_KERNELS_CUDA."
+                f"{REQUESTED}, but torch {torch.version} is a build without CUDA. "
+                "Install a CUDA build of torch first, or unset the variable."
             )
-        return "no"
+        return CudaPlan("no")
+    if request is None and not has_driver:
+        return CudaPlan("no", "this machine has no NVIDIA driver")
     if toolkit is not None:
         if torch is not None and major(toolkit.version) != major(torch.cuda):
             stop(
@@ -191,17 +210,27 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
                 f"built with CUDA {torch.cuda}; the major versions must agree. Set CUDA_HOME to a CUDA {major(torch.cuda)} "
                 "toolkit, or build CPU kernels only: SSM_KERNELS_CUDA=0."
             )
-        return "yes"
-    if request is None and not has_driver:
-        return "no"
+        return CudaPlan("yes")
     if torch is not None and major(torch.cuda) < FIRST_PACKAGED_CUDA:
+        missing = f"no nvcc was found, and CUDA {torch.cuda} has none as a Python package"
+        advice = f"install the CUDA {torch.cuda} toolkit and set CUDA_HOME to it"
         if request == "1":
-            stop(
-                f"SSM_KERNELS_CUDA=1, but no nvcc was found, and CUDA {torch.cuda} has none as a Python package. Install the "
-                f"CUDA {torch.cuda} toolkit and set CUDA_HOME to it."
-            )
-        return "no"
-    return "fetch"
+            stop(f"{REQUESTED}, but {missing}: {advice}.")
+        return CudaPlan("no", f"{missing} ({advice})")
+    return CudaPlan("fetch")
+
+
+def rebuild_with_cuda(sources: Path | str) -> str:
+    """The command that builds CUDA kernels on any machine; messages, ``python -m ssm_kernels`` and the docs have the same."""
+    return f"FORCE_CUDA=1 pip install --no-deps -e {sources}"
+
+
+def cpu_only_notice(plan: CudaPlan, sources: Path) -> str:
+    """The line that ends a build without CUDA kernels against a torch with CUDA."""
+    return (
+        f"ssm_kernels: CPU kernels only were built: {plan.reason}. To build CUDA kernels too, on any machine: "
+        f"{rebuild_with_cuda(sources)}"
+    )
 
 
 def toolkit_requirement(torch: Torch) -> str:
@@ -242,8 +271,8 @@ def build_requirements() -> list[str]:
     torch = find_torch(sys.path)
     plan = plan_cuda(torch, find_toolkit(sys.path), cuda_request(), has_nvidia_driver())
     if torch is None:
-        return torch_with_toolkit() if plan == "fetch" else [TORCH_REQUIREMENT]
-    return [toolkit_requirement(torch)] if plan == "fetch" else []
+        return torch_with_toolkit() if plan.decision == "fetch" else [TORCH_REQUIREMENT]
+    return [toolkit_requirement(torch)] if plan.decision == "fetch" else []
 
 
 def get_requires_for_build_wheel(config_settings=None):

@@ -1,7 +1,7 @@
 """Builds the two libraries: ``_ops`` (every operator, nothing of Python) and ``_C`` (what was built, nothing of torch).
 
-Environment variables: ``SSM_KERNELS_CUDA`` (0 or 1), ``CUDA_HOME``, ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``, ``CXX``; see
-docs/installation.md.
+Environment variables: ``FORCE_CUDA`` (1), ``SSM_KERNELS_CUDA`` (0 or 1), ``CUDA_HOME``, ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``,
+``CXX``; see docs/installation.md.
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ except ModuleNotFoundError:
 
 toolkit = build_backend.find_toolkit(sys.path)
 plan = build_backend.plan_cuda(torch_found, toolkit, request, build_backend.has_nvidia_driver())
-if plan == "fetch":
+if plan.decision == "fetch":
     # Nobody fetched it: there is no build isolation.
     advice = (
-        f"Install the CUDA toolkit and set CUDA_HOME to it, or: pip install '{build_backend.toolkit_requirement(torch_found)}'"
+        f"install the CUDA toolkit and set CUDA_HOME to it, or: pip install '{build_backend.toolkit_requirement(torch_found)}'"
     )
     if request == "1":
-        stop(f"SSM_KERNELS_CUDA=1, but no nvcc was found. {advice}")
-    print(f"ssm_kernels: there is an NVIDIA driver but no nvcc: CPU kernels only. For CUDA kernels too: {advice}")
-WITH_CUDA = plan == "yes"
+        stop(f"{build_backend.REQUESTED}, but no nvcc was found: {advice}")
+    plan = build_backend.CudaPlan("no", f"no nvcc was found ({advice})")
+WITH_CUDA = plan.decision == "yes"
 if WITH_CUDA:
     # Read by torch.utils.cpp_extension when it is imported.
     os.environ["CUDA_HOME"] = str(toolkit.home)
@@ -121,6 +121,11 @@ class BuildLibraries(BuildExtension):
         # Not the default, which is a temporary folder in an editable install; objects of another torch or Python are of no use.
         name = f"{torch.__version__}-{'cuda' if WITH_CUDA else 'cpu'}-{sys.implementation.cache_tag}"
         self.build_temp = str(ROOT / "build" / name)
+
+    def run(self):
+        super().run()
+        if plan.reason:
+            print(build_backend.cpu_only_notice(plan, ROOT))
 
     def build_extension(self, ext):
         jobs = number_of_jobs()

@@ -28,8 +28,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT))
+from build_backend import has_nvidia_driver  # noqa: E402
+
 BUILD_REQUIREMENTS = ["setuptools>=77,<82", "wheel", "ninja", "pybind11"]
 NO_NVCC = {"CUDA_HOME": "/nonexistent"}
+# CUDA kernels wherever they can be built; without these, on machines with an NVIDIA driver only.
+FORCE_CUDA = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0a"}
 
 SMOKE_TEST = """
 import json, torch, ssm_kernels
@@ -127,7 +132,7 @@ class Session:
                 shutil.copy2(ROOT / name, self.source / name)
 
     def run(self, command, env: dict[str, str] | None = None, cwd: Path | None = None, check: bool = True) -> str:
-        hidden = ("PYTHONPATH", "VIRTUAL_ENV", "SSM_KERNELS_CUDA")
+        hidden = ("PYTHONPATH", "VIRTUAL_ENV", "SSM_KERNELS_CUDA", "FORCE_CUDA")
         environment = {k: v for k, v in os.environ.items() if k not in hidden} | (env or {})
         command = [str(part) for part in command]
         with self.log.open("a") as log:
@@ -165,19 +170,19 @@ def install_in_place(session: Session, cuda: bool, env: dict[str, str] | None = 
     return environment
 
 
-@case("(a) pip install -e . where torch is installed: CUDA torch, nvcc")
+@case("(a) pip install -e . where torch is installed: CUDA kernels if there is a driver")
 def pip_with_torch(session):
-    install_in_place(session, cuda=True)
+    install_in_place(session, cuda=has_nvidia_driver())
 
 
-@case("(a) CUDA torch, no nvcc, no driver: CPU kernels")
-def pip_without_nvcc(session):
-    install_in_place(session, cuda=False, env=NO_NVCC)
+@case("(a) CUDA torch, nvcc, FORCE_CUDA=1: CUDA kernels, whether or not there is a driver")
+def pip_forces_cuda(session):
+    install_in_place(session, cuda=True, env=FORCE_CUDA)
 
 
-@case("(a) CUDA torch, no nvcc, SSM_KERNELS_CUDA=1: the compiler comes as Python packages")
+@case("(a) CUDA torch, no nvcc, FORCE_CUDA=1: the compiler comes as Python packages")
 def pip_fetches_nvcc(session):
-    install_in_place(session, cuda=True, env={**NO_NVCC, "SSM_KERNELS_CUDA": "1"})
+    install_in_place(session, cuda=True, env=NO_NVCC | FORCE_CUDA)
 
 
 @case("(a) torch without CUDA (simulated)")
@@ -189,13 +194,13 @@ def pip_cpu_torch(session):
 def pip_without_torch(session):
     environment = Environment(session, "venv")
     session.build(environment.pip, "install", "-v", "-e", str(session.source))
-    environment.verify(cuda=True)
+    environment.verify(cuda=has_nvidia_driver())
 
 
-@case("(b) no torch, no nvcc, SSM_KERNELS_CUDA=1: torch and the compiler that fits it")
+@case("(b) no torch, no nvcc, FORCE_CUDA=1: torch and the compiler that fits it")
 def pip_without_torch_fetches_nvcc(session):
     environment = Environment(session, "venv")
-    session.build(environment.pip, "install", "-v", "-e", str(session.source), env={**NO_NVCC, "SSM_KERNELS_CUDA": "1"})
+    session.build(environment.pip, "install", "-v", "-e", str(session.source), env=NO_NVCC | FORCE_CUDA)
     environment.verify(cuda=True)
 
 
@@ -205,36 +210,36 @@ def no_build_isolation(session):
     torch = environment.install_torch()
     environment.pip("install", *BUILD_REQUIREMENTS)
     install = ["install", "-v", "--no-build-isolation", "-e", str(session.source)]
-    refused = environment.pip(*install, env={**NO_NVCC, "SSM_KERNELS_CUDA": "1"}, check=False)
-    expect("SSM_KERNELS_CUDA=1, but no nvcc was found" in refused, "expected the build without nvcc to say so")
+    refused = environment.pip(*install, env=NO_NVCC | FORCE_CUDA, check=False)
+    expect("FORCE_CUDA=1), but no nvcc was found" in refused, "expected the build without nvcc to say so")
     log = session.build(environment.pip, *install)
     expect(not fetched_torch(log), "pip fetched another torch")
-    environment.verify(True, torch)
+    environment.verify(has_nvidia_driver(), torch)
 
 
-def uv(session: Session, with_torch: bool, env: dict[str, str] | None = None) -> None:
+def uv(session: Session, with_torch: bool, cuda: bool, env: dict[str, str] | None = None) -> None:
     tools = Environment(session, "uv")
     tools.pip("install", "uv")
     environment = Environment(session, "venv")
     torch = environment.install_torch() if with_torch else None
     command = [tools.folder / "bin" / "uv", "pip", "install", "-v", "--python", environment.python, "-e", session.source]
     session.build(session.run, command, env=env)
-    environment.verify(True, torch)
+    environment.verify(cuda, torch)
 
 
 @case("(d) uv pip install -e . where torch is installed")
 def uv_with_torch(session):
-    uv(session, with_torch=True)
+    uv(session, with_torch=True, cuda=has_nvidia_driver())
 
 
 @case("(d) uv pip install -e . where there is no torch")
 def uv_without_torch(session):
-    uv(session, with_torch=False)
+    uv(session, with_torch=False, cuda=has_nvidia_driver())
 
 
-@case("(d) uv, no nvcc, SSM_KERNELS_CUDA=1: the compiler comes as Python packages")
+@case("(d) uv, no nvcc, FORCE_CUDA=1: the compiler comes as Python packages")
 def uv_fetches_nvcc(session):
-    uv(session, with_torch=True, env={**NO_NVCC, "SSM_KERNELS_CUDA": "1"})
+    uv(session, with_torch=True, cuda=True, env=NO_NVCC | FORCE_CUDA)
 
 
 @case("(e) pip wheel . --no-deps, installed in another environment with the same torch")
@@ -253,7 +258,7 @@ def wheel(session):
     user = Environment(session, "venv")
     user.install_torch()
     user.pip("install", str(built))
-    info = user.verify(True, torch)
+    info = user.verify(has_nvidia_driver(), torch)
     expect(str(user.folder) in info["file"], f"imported from {info['file']}")
 
 

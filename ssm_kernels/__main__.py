@@ -10,7 +10,7 @@ import torch
 
 import ssm_kernels
 
-from ._build_info import rebuild_command, runs_on
+from ._build_info import rebuild_command, rebuild_with_cuda_command, runs_on
 
 
 def nvidia_driver() -> str | None:
@@ -51,7 +51,8 @@ def cuda_status(info: ssm_kernels._build_info.BuildInfo) -> tuple[list[tuple[str
         elif driver is not None:
             hints.append(f"torch {torch.__version__} cannot use the NVIDIA driver {driver}: it may be too old for its CUDA.")
     if info["cuda"] is None and torch.version.cuda is not None:
-        hints.append(f"CUDA kernels were not built. To build them: SSM_KERNELS_CUDA=1 {rebuild_command()}")
+        purpose = "" if driver else ", on this machine without an NVIDIA driver for a GPU elsewhere"
+        hints.append(f"CUDA kernels were not built. To build them{purpose}: {rebuild_with_cuda_command()}")
     return rows, hints
 
 

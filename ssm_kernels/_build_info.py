@@ -34,6 +34,11 @@ def rebuild_command() -> str:
     return "pip install --no-deps --force-reinstall <folder of the ssm_kernels sources>"
 
 
+def rebuild_with_cuda_command() -> str:
+    """The command that builds CUDA kernels too, whether or not there is a GPU."""
+    return f"FORCE_CUDA=1 {rebuild_command()}"
+
+
 def _module() -> ModuleType:
     try:
         return importlib.import_module("ssm_kernels._C")

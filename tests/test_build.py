@@ -21,7 +21,7 @@ from ssm_kernels._build_info import check_torch, runs_on
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(ssm_kernels.__file__).parent
 OPS = PACKAGE / "_ops.abi3.so"
-BUILD_COMMAND = re.compile(r"pip install .*--no-deps|SSM_KERNELS_CUDA=1 pip install")
+BUILD_COMMAND = re.compile(r"pip install --no-deps (-e|--force-reinstall) ")
 
 
 def load_backend():
@@ -32,7 +32,7 @@ def load_backend():
 
 
 build_backend = load_backend()
-Torch, Toolkit = build_backend.Torch, build_backend.Toolkit
+Torch, Toolkit, CudaPlan = build_backend.Torch, build_backend.Toolkit, build_backend.CudaPlan
 
 
 def run_python(*arguments, env=None, cwd=None) -> subprocess.CompletedProcess:
@@ -139,9 +139,10 @@ def test_cuda_tensors_without_cuda_kernels(name):
     operator = getattr(torch.ops.ssm_kernels, name).default
     values = {"Tensor": torch.zeros(1, 1, 1), "bool": False, "str": "zoh"}
     arguments = [values.get(str(a.type)) for a in operator._schema.arguments if not a.kwarg_only]
-    with pytest.raises(NotImplementedError, match=r"built without CUDA kernels.* SSM_KERNELS_CUDA=1 pip install") as error:
+    with pytest.raises(NotImplementedError, match=r"built without CUDA kernels, got CUDA tensors") as error:
         operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments)
     assert str(error.value).startswith(f"{name.removeprefix('_').removesuffix('_fwd').removesuffix('_bwd')}: ")
+    assert f"`{build_backend.rebuild_with_cuda('.')}`" in str(error.value)
 
 
 def test_build_info():
@@ -167,7 +168,16 @@ def test_command_line_report():
     for expected in (info["version"], info["torch"], info["compiler"], *info["discretizations"], str(torch.get_num_threads())):
         assert expected in result.stdout
     if info["cuda"] is None and torch.version.cuda is not None:
-        assert "CUDA kernels were not built" in result.stdout and BUILD_COMMAND.search(result.stdout)
+        (hint,) = (line for line in result.stdout.splitlines() if line.startswith("CUDA kernels were not built"))
+        if (PACKAGE.parent / "setup.py").exists():
+            assert hint.endswith(build_backend.rebuild_with_cuda(PACKAGE.parent))
+
+
+def test_documentation_has_the_command_that_builds_cuda_kernels():
+    for page in ("README.md", "docs/installation.md"):
+        assert build_backend.rebuild_with_cuda(".") in (ROOT / page).read_text()
+    source = (ROOT / "csrc" / "torch" / "missing_cuda.cpp").read_text()
+    assert build_backend.rebuild_with_cuda(".") in source
 
 
 @pytest.mark.parametrize(
@@ -341,7 +351,10 @@ NVCC_12, NVCC_13 = Toolkit(Path("/cuda"), "12.4", False), Toolkit(Path("/cuda"),
     [
         (CPU_TORCH, NVCC_13, None, True, "no"),
         (CPU_TORCH, None, None, False, "no"),
-        (TORCH_13, NVCC_13, None, False, "yes"),
+        (TORCH_13, NVCC_13, None, True, "yes"),
+        (TORCH_13, NVCC_13, None, False, "no"),
+        (TORCH_13, NVCC_13, "1", False, "yes"),
+        (TORCH_13, NVCC_12, None, False, "no"),
         (TORCH_13, NVCC_13, "0", True, "no"),
         (TORCH_13, NVCC_12, "0", True, "no"),
         (TORCH_12, NVCC_12, None, True, "yes"),
@@ -351,30 +364,81 @@ NVCC_12, NVCC_13 = Toolkit(Path("/cuda"), "12.4", False), Toolkit(Path("/cuda"),
         (TORCH_12, None, None, True, "no"),
         (None, None, None, False, "no"),
         (None, None, None, True, "fetch"),
-        (None, NVCC_13, None, False, "yes"),
+        (None, NVCC_13, None, False, "no"),
+        (None, NVCC_13, None, True, "yes"),
+        (None, NVCC_13, "1", False, "yes"),
     ],
 )
 def test_cuda_plan(torch_found, toolkit, request_, has_driver, expected):
-    assert build_backend.plan_cuda(torch_found, toolkit, request_, has_driver) == expected
+    plan = build_backend.plan_cuda(torch_found, toolkit, request_, has_driver)
+    assert plan.decision == expected
+    assert bool(plan.reason) == (expected == "no" and torch_found is not CPU_TORCH)
+
+
+@pytest.mark.parametrize(
+    ("torch_found", "toolkit", "request_", "has_driver", "reason"),
+    [
+        (TORCH_13, NVCC_13, None, False, "this machine has no NVIDIA driver"),
+        (TORCH_13, NVCC_13, "0", True, "SSM_KERNELS_CUDA=0 is set"),
+        (TORCH_12, None, None, True, "no nvcc was found, and CUDA 12.8 has none as a Python package"),
+    ],
+)
+def test_build_without_cuda_kernels_says_why_and_how_to_build_them(torch_found, toolkit, request_, has_driver, reason):
+    notice = build_backend.cpu_only_notice(
+        build_backend.plan_cuda(torch_found, toolkit, request_, has_driver), Path("/sources")
+    )
+    assert notice.startswith("ssm_kernels: CPU kernels only were built: " + reason) and "\n" not in notice
+    assert notice.endswith("FORCE_CUDA=1 pip install --no-deps -e /sources")
 
 
 @pytest.mark.parametrize(
     ("torch_found", "toolkit", "request_", "match"),
     [
         (TORCH_13, NVCC_12, None, r"/cuda/bin/nvcc is CUDA 12\.4, but torch 2\.11\.0\+cu130 is .* CUDA 13\.0.*CUDA_HOME"),
-        (CPU_TORCH, NVCC_13, "1", r"SSM_KERNELS_CUDA=1, but torch 2\.11\.0\+cpu is a build without CUDA"),
-        (TORCH_12, None, "1", r"no nvcc was found, and CUDA 12\.8 has none as a Python package"),
+        (CPU_TORCH, NVCC_13, "1", r"FORCE_CUDA=1\), but torch 2\.11\.0\+cpu is a build without CUDA"),
+        (TORCH_12, None, "1", r"FORCE_CUDA=1\), but no nvcc was found, and CUDA 12\.8 has none as a Python package"),
     ],
 )
 def test_impossible_cuda_plan_stops(torch_found, toolkit, request_, match):
     with stops(match):
-        build_backend.plan_cuda(torch_found, toolkit, request_, has_driver=False)
+        build_backend.plan_cuda(torch_found, toolkit, request_, has_driver=True)
 
 
-def test_misspelt_request_stops(monkeypatch):
-    monkeypatch.setenv("SSM_KERNELS_CUDA", "yes")
-    with stops("expected SSM_KERNELS_CUDA to be 0 or 1, got 'yes'"):
+@pytest.mark.parametrize(
+    ("own", "force", "expected"),
+    [
+        (None, None, None),
+        ("", "", None),
+        (None, "0", None),
+        (None, "1", "1"),
+        ("1", None, "1"),
+        ("0", None, "0"),
+        ("0", "1", "0"),
+        ("1", "0", "1"),
+    ],
+)
+def test_own_variable_overrides_the_one_that_all_packages_read(monkeypatch, own, force, expected):
+    for variable, value in {"SSM_KERNELS_CUDA": own, "FORCE_CUDA": force}.items():
+        if value is None:
+            monkeypatch.delenv(variable, raising=False)
+        else:
+            monkeypatch.setenv(variable, value)
+    assert build_backend.cuda_request() == expected
+
+
+@pytest.mark.parametrize("variable", ["SSM_KERNELS_CUDA", "FORCE_CUDA"])
+def test_misspelt_request_stops(monkeypatch, variable):
+    monkeypatch.setenv(variable, "yes")
+    with stops(f"expected {variable} to be 0 or 1, got 'yes'"):
         build_backend.cuda_request()
+
+
+@pytest.mark.skipif(os.path.exists("/proc/driver/nvidia/version"), reason="this machine has an NVIDIA driver")
+@pytest.mark.parametrize(("script", "expected"), [("echo 'GPU 0: an A100'", True), ("echo 'no driver'; exit 9", False)])
+def test_driver_is_one_that_nvidia_smi_reaches(monkeypatch, tmp_path, script, expected):
+    make_executable(tmp_path / "nvidia-smi", script)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert build_backend.has_nvidia_driver() == expected
 
 
 def make_torch(folder: Path, version: str, cuda: str | None) -> Path:

@@ -39,8 +39,8 @@ void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   check_one_device(op, *stack);
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, public_name(op),
-      ": ssm_kernels was built without CUDA kernels; expected CPU tensors, got CUDA tensors. "
-      "`python -m ssm_kernels` says what was built; SSM_KERNELS_CUDA=1 pip install -e . rebuilds with CUDA");
+      ": expected CPU tensors, as ssm_kernels was built without CUDA kernels, got CUDA tensors. In the folder of its sources, "
+      "`FORCE_CUDA=1 pip install --no-deps -e .` builds them; `python -m ssm_kernels` says what was built");
 }
 
 }  // namespace ssm_kernels
