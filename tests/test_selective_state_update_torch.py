@@ -132,6 +132,20 @@ def test_without_gradients(mode, device):
         assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
+@every_form
+def test_lazy_copies_stay_lazy(form, device):
+    """All arguments but the state are read through pointers that may be shared: nothing is copied on write."""
+    originals = make_step_inputs(**STEP_FORMS[form], slots=3, device=device)
+    expected_out, expected_state = step(originals)
+    before = originals["state"].clone()
+    inputs = {name: torch._lazy_clone(x) if isinstance(x, Tensor) else x for name, x in originals.items()}
+    out = selective_state_update(**inputs)
+    assert torch.equal(out, expected_out) and torch.equal(inputs["state"], expected_state)
+    assert torch.equal(originals["state"], before)
+    tensors = {name: x for name, x in inputs.items() if isinstance(x, Tensor)}
+    assert {name for name, x in tensors.items() if not torch._C._is_cow_tensor(x)} == {"state"}
+
+
 def test_version_is_counted_without_gradients(device):
     inputs = make_step_inputs(device=device)
     version = inputs["state"]._version

@@ -460,6 +460,18 @@ SCHEMA = (
 )
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@some_options
+def test_lazy_copies_stay_lazy(name, dtype, device):
+    """Arguments and incoming gradients are read through pointers that may be shared: nothing is copied on write."""
+    inputs = make_inputs(**OPTIONS[name], dtype=dtype, headdim=8, dstate=8, device=device)
+    cotangents = tuple(torch._lazy_clone(x) for x in make_cotangents(inputs))
+    inputs = {k: torch._lazy_clone(v) if isinstance(v, Tensor) else v for k, v in inputs.items()}
+    evaluate(scan, inputs, cotangents)
+    lazy = {k: v for k, v in inputs.items() if isinstance(v, Tensor)} | dict(enumerate(cotangents))
+    assert [k for k, tensor in lazy.items() if not torch._C._is_cow_tensor(tensor)] == []
+
+
 def test_schema_is_backward_compatible():
     released, current = torch._C.parse_schema(SCHEMA), ops.ssd_chunk_scan.default._schema
     assert current.is_backward_compatible_with(released), f"now {current}, was {released}"

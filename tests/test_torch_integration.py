@@ -407,6 +407,17 @@ def test_memory_that_backward_needs_for_itself(device, two_threads):
         assert 0 <= own <= batch * dim // 32 * dstate * seqlen * 4 + 2**19
 
 
+@every_case
+def test_lazy_copies_stay_lazy(case, device):
+    """Arguments and incoming gradients are read through pointers that may be shared: nothing is copied on write."""
+    inputs = make_inputs(**CASES[case], device=device)
+    cotangents = tuple(torch._lazy_clone(x) for x in make_cotangents(inputs))
+    inputs |= {name: torch._lazy_clone(inputs[name]) for name in TENSORS if inputs[name] is not None}
+    evaluate(selective_scan, inputs, cotangents)
+    lazy = {name: inputs[name] for name in TENSORS if inputs[name] is not None} | dict(enumerate(cotangents))
+    assert [name for name, tensor in lazy.items() if not torch._C._is_cow_tensor(tensor)] == []
+
+
 # What programs and exported graphs call. A change here breaks them: add arguments at the end, with defaults.
 SCHEMAS = {
     "selective_scan": (

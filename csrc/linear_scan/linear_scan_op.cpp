@@ -21,6 +21,7 @@
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
 #include "torch/packed_sequences.h"
+#include "torch/tensor_data.h"
 
 namespace ssm_kernels::linear_scan {
 namespace {
@@ -156,13 +157,6 @@ at::Tensor sequence_of_step(const Inputs& in) {
 }
 
 namespace {
-
-enum class Access { kRead, kWrite };
-
-// What is only read stays shared where it is a lazy copy.
-void* data_of(const at::Tensor& tensor, Access access) {
-  return access == Access::kWrite ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
-}
 
 SequenceView sequence_view(const Inputs& in, const OptionalTensor& tensor, Access access) {
   if (!is_present(tensor) || tensor->dim() != 3) return {};

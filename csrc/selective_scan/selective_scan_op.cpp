@@ -14,6 +14,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
+#include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_scan {
 namespace {
@@ -93,26 +94,28 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
 
 namespace {
 
-SequenceView sequence_view(const OptionalTensor& tensor) {
+SequenceView sequence_view(const OptionalTensor& tensor, Access access) {
   if (!is_present(tensor)) return {};
-  return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+  return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
 }
 
-MatrixView matrix_view(const at::Tensor& t) {
-  if (t.dim() == 2) return {t.data_ptr(), false, 1, 0, t.stride(0), t.stride(1), 0};
-  if (t.dim() == 3) return {t.data_ptr(), true, 1, t.stride(0), 0, t.stride(1), t.stride(2)};
-  return {t.data_ptr(), true, t.size(1), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
+MatrixView matrix_view(const at::Tensor& t, Access access) {
+  void* const data = data_of(t, access);
+  if (t.dim() == 2) return {data, false, 1, 0, t.stride(0), t.stride(1), 0};
+  if (t.dim() == 3) return {data, true, 1, t.stride(0), 0, t.stride(1), t.stride(2)};
+  return {data, true, t.size(1), t.stride(0), t.stride(1), t.stride(2), t.stride(3)};
 }
 
 StateView state_view(const OptionalTensor& tensor) {
   if (!is_present(tensor)) return {};
-  if (tensor->dim() == 2) return {tensor->data_ptr(), 0, tensor->stride(0), tensor->stride(1)};
-  return {tensor->data_ptr(), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+  const void* const data = tensor->const_data_ptr();
+  if (tensor->dim() == 2) return {data, 0, tensor->stride(0), tensor->stride(1)};
+  return {data, tensor->stride(0), tensor->stride(1), tensor->stride(2)};
 }
 
 ChannelView channel_view(const OptionalTensor& tensor) {
   if (!is_present(tensor)) return {};
-  return {tensor->data_ptr(), tensor->stride(0)};
+  return {tensor->const_data_ptr(), tensor->stride(0)};
 }
 
 // The part that forward and backward share.
@@ -125,11 +128,11 @@ void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization m
   params.chunk_boundaries = chunk_boundary_count(params.seqlen, params.dstate);
   params.discretization = method;
   params.delta_softplus = delta_softplus;
-  params.u = sequence_view(in.u);
-  params.delta = sequence_view(in.delta);
-  params.z = sequence_view(in.z);
-  params.B = matrix_view(in.B);
-  params.C = matrix_view(in.C);
+  params.u = sequence_view(in.u, Access::kRead);
+  params.delta = sequence_view(in.delta, Access::kRead);
+  params.z = sequence_view(in.z, Access::kRead);
+  params.B = matrix_view(in.B, Access::kRead);
+  params.C = matrix_view(in.C, Access::kRead);
   params.A = state_view(in.A);
   params.initial_state = state_view(in.initial_state);
   params.D = channel_view(in.D);
@@ -142,7 +145,7 @@ SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, 
                                        const FwdOutputs& outputs) {
   SelectiveScanFwdParams params;
   fill_params(params, in, method, delta_softplus);
-  params.out = sequence_view(outputs.out);
+  params.out = sequence_view(outputs.out, Access::kWrite);
   params.last_state = outputs.last_state.data_ptr();
   // Without boundaries to save there are none at all.
   if (outputs.chunk_states.size(1) > 0) params.chunk_states = outputs.chunk_states.data_ptr();
@@ -154,15 +157,15 @@ SelectiveScanBwdParams make_bwd_params(const Inputs& in, Discretization method, 
                                        const at::Tensor& chunk_states, const GradTensors& grads) {
   SelectiveScanBwdParams params;
   fill_params(params, in, method, delta_softplus);
-  params.grad_out = sequence_view(grad_out);
+  params.grad_out = sequence_view(grad_out, Access::kRead);
   params.grad_last_state = state_view(grad_last_state);
   params.chunk_states = chunk_states.const_data_ptr();
-  params.grad_u = sequence_view(grads[kGradU]);
-  params.grad_delta = sequence_view(grads[kGradDelta]);
-  params.grad_B = matrix_view(grads[kGradB]);
-  params.grad_C = matrix_view(grads[kGradC]);
+  params.grad_u = sequence_view(grads[kGradU], Access::kWrite);
+  params.grad_delta = sequence_view(grads[kGradDelta], Access::kWrite);
+  params.grad_B = matrix_view(grads[kGradB], Access::kWrite);
+  params.grad_C = matrix_view(grads[kGradC], Access::kWrite);
   params.grad_A = grads[kGradA].data_ptr();
-  if (params.z.data != nullptr) params.grad_z = sequence_view(grads[kGradZ]);
+  if (params.z.data != nullptr) params.grad_z = sequence_view(grads[kGradZ], Access::kWrite);
   if (params.D.data != nullptr) params.grad_D = grads[kGradD].data_ptr();
   if (params.delta_bias.data != nullptr) params.grad_delta_bias = grads[kGradDeltaBias].data_ptr();
   if (grads[kGradInitialState].dim() == 3) params.grad_initial_state = grads[kGradInitialState].data_ptr();

@@ -17,6 +17,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
+#include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_state_update {
 namespace {
@@ -94,16 +95,17 @@ namespace {
 int64_t stride_of(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
 
 // Without heads there is one, whose stride is never used.
-ChannelView batched_view(const at::Tensor& tensor) {
-  return {tensor.data_ptr(), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0, stride_of(tensor, -1)};
+ChannelView batched_view(const at::Tensor& tensor, Access access) {
+  return {data_of(tensor, access), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0, stride_of(tensor, -1)};
 }
 
 ChannelView parameter_view(const at::Tensor& tensor) {
-  return {tensor.data_ptr(), 0, tensor.dim() == 2 ? stride_of(tensor, 0) : 0, stride_of(tensor, -1)};
+  return {data_of(tensor, Access::kRead), 0, tensor.dim() == 2 ? stride_of(tensor, 0) : 0, stride_of(tensor, -1)};
 }
 
 GroupView group_view(const at::Tensor& tensor) {
-  return {tensor.data_ptr(), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0, stride_of(tensor, -1)};
+  return {data_of(tensor, Access::kRead), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0,
+          stride_of(tensor, -1)};
 }
 
 }  // namespace
@@ -130,15 +132,15 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_s
   params.input_kind = scalar_kind(in.x.scalar_type());
   params.state_kind = scalar_kind(in.state.scalar_type());
 
-  params.state = {in.state.data_ptr(), stride_of(in.state, 0), has_heads ? stride_of(in.state, 1) : 0, stride_of(in.state, -2),
-                  stride_of(in.state, -1)};
-  params.A = {in.A.data_ptr(), 0, has_heads ? stride_of(in.A, 0) : 0, stride_of(in.A, -2), stride_of(in.A, -1)};
-  params.x = batched_view(in.x);
-  params.dt = batched_view(in.dt);
-  params.out = batched_view(out);
+  params.state = {in.state.mutable_data_ptr(), stride_of(in.state, 0), has_heads ? stride_of(in.state, 1) : 0,
+                  stride_of(in.state, -2), stride_of(in.state, -1)};
+  params.A = {data_of(in.A, Access::kRead), 0, has_heads ? stride_of(in.A, 0) : 0, stride_of(in.A, -2), stride_of(in.A, -1)};
+  params.x = batched_view(in.x, Access::kRead);
+  params.dt = batched_view(in.dt, Access::kRead);
+  params.out = batched_view(out, Access::kWrite);
   params.B = group_view(in.B);
   params.C = group_view(in.C);
-  if (is_present(in.z)) params.z = batched_view(*in.z);
+  if (is_present(in.z)) params.z = batched_view(*in.z, Access::kRead);
   if (is_present(in.D)) {
     params.D = parameter_view(*in.D);
     params.D_is_input_kind = in.D->scalar_type() == in.x.scalar_type();
@@ -149,7 +151,7 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_s
   }
   if (is_present(in.state_batch_indices)) {
     const at::Tensor& indices = *in.state_batch_indices;
-    params.indices = {indices.data_ptr(), indices.scalar_type() == at::kLong, indices.stride(0)};
+    params.indices = {indices.const_data_ptr(), indices.scalar_type() == at::kLong, indices.stride(0)};
   }
   return params;
 }
