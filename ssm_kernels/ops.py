@@ -336,7 +336,7 @@ def ssd_chunk_scan(
     Only the inputs are kept for gradients; backward computes the states again. The values of ``cu_seqlens`` are read and
     checked on the host, with two exceptions where kernels on CUDA are the package's own: forward does not while a graph is
     being captured, and backward never does. From wrong values come wrong numbers then, but no access outside the tensors.
-    (PyTorch's products, which float64 and what has no such kernel runs as, read them on the host in both directions.) Under
+    (The PyTorch fallback, used for float64 and unsupported sizes, reads them on the host in both directions.) Under
     autocast ``x``, ``dt``, ``B``, ``C`` and ``z`` are cast to its dtype, parameters and states to float32.
 
     Raises:
