@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Turns the JSON files of the benchmarks into one page per GPU or CPU, docs/benchmarks/<name>.md, and its figures.
 
-    python benchmarks/report.py [FILE.json ...] [--output FOLDER]
+    python benchmarks/report.py [FILE.json ...] [--output FOLDER] [--costs PAGE.md]
 
-Without files, every JSON file in the folder is taken.
+Without files, every JSON file in the folder is taken, and the costs in docs/discretizations.md are written anew from them.
 """
 
 from __future__ import annotations
@@ -19,9 +19,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.costs import replace_costs
 from benchmarks.floors import floors
 
 Result = dict[str, Any]
+DOCS = Path(__file__).resolve().parents[1] / "docs"
 DIRECTIONS = ("forward", "backward")
 # What selective_scan's peak memory over mamba_ssm's is held to.
 MEMORY_BAR = 1.0
@@ -503,7 +505,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json")
     parser.add_argument(
-        "--output", type=Path, default=Path(__file__).resolve().parents[1] / "docs" / "benchmarks", metavar="FOLDER"
+        "--output", type=Path, default=DOCS / "benchmarks", metavar="FOLDER"
+    )
+    parser.add_argument(
+        "--costs",
+        type=Path,
+        metavar="PAGE.md",
+        help="a page with a block of costs to write anew (default: docs/discretizations.md, where no FILE.json is given)",
     )
     options = parser.parse_args(arguments)
     by_machine = defaultdict(list)
@@ -525,6 +533,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 draw(result, options.output / result["figure"])
         target.write_text(page(results))
         print(target)
+    costs = options.costs or (None if options.files else DOCS / "discretizations.md")
+    if costs is not None:
+        try:
+            costs.write_text(replace_costs(costs.read_text(), [result for of_one in by_machine.values() for result in of_one]))
+        except (OSError, ValueError) as error:
+            parser.error(f"{costs}: {error}")
+        print(costs)
     return 0
 
 

@@ -50,6 +50,21 @@ def test_pages_of_results_are_made_of_the_json_beside_them(tmp_path):
     assert "NVIDIA_H200.md" in made
 
 
+def test_costs_of_the_discretizations_are_made_of_the_json_files(tmp_path):
+    """What docs/discretizations.md says of cost is what ``benchmarks/report.py`` writes there."""
+    documented = (ROOT / "docs" / "discretizations.md").read_text()
+    begin, end = documented.index("<!-- costs:"), documented.index("<!-- end of costs -->")
+    page = tmp_path / "page.md"
+    page.write_text(documented[:begin] + documented[begin:end].splitlines()[0] + "\n" + documented[end:])
+    files = sorted((ROOT / "docs" / "benchmarks").glob("*.json"))
+    script = [sys.executable, str(ROOT / "benchmarks" / "report.py"), "--output", str(tmp_path / "pages"), "--costs", str(page)]
+    subprocess.run([*script, *map(str, files)], check=True)
+    assert page.read_text() == documented
+    # Outside the block no sentence says how fast a discretization is.
+    prose = re.sub(r"^```.*?^```$", "", documented[:begin] + documented[end:], flags=re.MULTILINE | re.DOTALL)
+    assert not re.findall(r"costs (?:about )?the\s+same|dearer|cheaper|times as (?:fast|long|slow)", prose)
+
+
 # What a case and its row of results have in common, by the benchmark's name.
 ROW_NAMES = {
     "ssd": ("name",),
