@@ -1,22 +1,53 @@
 #!/usr/bin/env bash
-# On a machine with a GPU, from a checkout: the CUDA tests, compute-sanitizer on every kernel, the profiler and the training
-# example, the GPU benchmarks.
+# On a machine with a GPU: builds the package from a clean checkout, with this machine's compiler and the README's command, then
+# runs from that checkout the whole test suite, compute-sanitizer on every kernel, the examples and the GPU benchmarks.
 #
-#   scripts/gpu_check.sh [folder] [build|tests|sanitizer|examples|benchmarks ...]
+#   scripts/gpu_check.sh [--carried] [folder] [build|tests-cpu|tests-cuda|sanitizer|examples|benchmarks ...]
 #
-# Uses the package as it is built; where it is not, builds it in place. Logs, plots, the measurements as JSON and the page made of
-# them go to the folder (default: $OUT, else build/gpu_check), the last two to docs/benchmarks too. Exits with 1 if anything failed.
+# Without stages: all of them. Each stage can run in a call of its own, after `build`.
+# The clean checkout is build/clean_checkout: HEAD in a git repository, else a copy of the sources without build products. Beside
+# it is the virtual environment that it is installed into, which sees the packages of the Python that runs this script.
+#
+# folder        receives logs, plots, the measurements as JSON and the page made of them; the last two go to docs/benchmarks too
+#               (default: $OUT, else build/gpu_check)
+# --carried     for tuning only: no clean checkout. The stages use this tree and the library in it, which another machine may have
+#               built; `build` adds what is missing. A run with this option does not check a commit.
+#
+# PYTHON        the interpreter (default: python3)
+# PIP_NO_INDEX  pip's own variable, for a machine that reaches no package index: `build` then installs without build isolation and
+#               without dependencies. It does the same where no index answers.
+# WORKERS       tests that run at a time, if pytest-xdist is installed (default: half the cores for tests-cpu, and of these at most
+#               four for tests-cuda, which share one GPU)
+#
+# Exits with 1 if anything failed.
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit 1
 
+tree=$(pwd -P)
+checkout=$tree/build/clean_checkout
+environment=$tree/build/clean_checkout_environment
+python=${PYTHON:-python3}
+carried=false
+if [ "${1:-}" = --carried ]; then
+  carried=true
+  shift
+fi
 out=${1:-${OUT:-build/gpu_check}}
 shift || true
 stages=("$@")
-[ ${#stages[@]} -gt 0 ] || stages=(build tests sanitizer examples benchmarks)
+[ ${#stages[@]} -gt 0 ] || stages=(build tests-cpu tests-cuda sanitizer examples benchmarks)
+for stage in "${stages[@]}"; do
+  case $stage in
+    build | tests-cpu | tests-cuda | sanitizer | examples | benchmarks) ;;
+    *)
+      echo "unknown stage '$stage', expected build, tests-cpu, tests-cuda, sanitizer, examples or benchmarks" >&2
+      exit 1
+      ;;
+  esac
+done
 mkdir -p "$out" || exit 1
 out=$(cd "$out" && pwd)
-python=${PYTHON:-python3}
-export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
+export PYTHONUNBUFFERED=1
 failed=()
 
 # run <name> <command ...>: output to <name>.log, its end to the terminal.
@@ -34,20 +65,86 @@ run() {
   fi
 }
 
+# The sources as a tar file, without what .gitignore lists, with neither times nor owners.
+archive_sources() {
+  sed -e 's,/$,,' -e 's,^/,./,' "$tree/.gitignore" |
+    tar -c -C "$tree" --sort=name --mtime=@0 --owner=0 --group=0 --numeric-owner --exclude=./.git -X - .
+}
+
+is_repository() { [ "$(git -C "$tree" rev-parse --show-toplevel 2>/dev/null)" = "$tree" ]; }
+
+# What a clean checkout of this tree holds now: the commit, or a checksum of the sources.
+version() {
+  if is_repository; then git -C "$tree" rev-parse HEAD; else archive_sources | sha256sum | cut -d ' ' -f 1; fi
+}
+
+make_clean_checkout() {
+  rm -rf "$checkout" "$environment" "$checkout.version"
+  if is_repository; then
+    [ -z "$(git -C "$tree" status --porcelain)" ] || echo "the tree has changes that are not committed: they are not checked"
+    git clone --quiet "$tree" "$checkout" || return 1
+  else
+    mkdir -p "$checkout" && archive_sources | tar -x -C "$checkout" || return 1
+  fi
+  if [ -n "$(find "$checkout" -name '*.so' -o -name '*.o')" ]; then
+    echo "the clean checkout has build products"
+    return 1
+  fi
+  version >"$checkout.version"
+  echo "clean checkout of $(cat "$checkout.version") in $checkout"
+  # Where $python is of a virtual environment itself, --system-site-packages would show the packages of the Python beneath it.
+  "$python" -m venv --without-pip "$environment" || return 1
+  "$python" -c 'import sys; print(*(path for path in sys.path if path.endswith("-packages")), sep="\n")' \
+    >"$(echo "$environment"/lib/python*/site-packages)/packages_of_the_caller.pth"
+}
+
+# pip of the virtual environment, as the README's command calls it.
+pip() { "$environment/bin/python" -m pip --disable-pip-version-check "$@"; }
+
+has_index() {
+  [ -z "${PIP_NO_INDEX:-}" ] &&
+    pip install --dry-run --ignore-installed --no-deps --retries 0 --timeout 10 pybind11 >/dev/null 2>&1
+}
+
+install_clean_checkout() {
+  local command
+  if has_index; then
+    command=$(sed -n 's/^\(pip install -e "\.\[test\]"\) && pytest$/\1/p' README.md)
+    [ -n "$command" ] || { echo "README.md has no command that installs and runs the tests"; return 1; }
+  else
+    echo "no package index: without build isolation, without dependencies"
+    command="pip install --no-index --no-build-isolation --no-deps -e ."
+  fi
+  echo "+ $command"
+  eval "$command --verbose"
+}
+
 is_usable() {
   "$python" - <<'PY'
+import sys
+from pathlib import Path
+
 import torch
 import ssm_kernels
 
 info = ssm_kernels.build_info()
-print(info)
+print(info, "from", ssm_kernels.__file__)
 assert torch.cuda.is_available(), "PyTorch finds no CUDA GPU"
 assert info["cuda"], "ssm_kernels was built without CUDA kernels"
+assert Path(ssm_kernels.__file__).is_relative_to(Path.cwd()), "another installation of ssm_kernels is imported"
 PY
 }
 
 build() {
   "$python" -c 'import torch; assert torch.cuda.is_available(), "PyTorch finds no CUDA GPU"' || return 1
+  make_clean_checkout || return 1
+  cd "$checkout" && install_clean_checkout || return 1
+  python=$environment/bin/python
+  is_usable
+}
+
+# --carried: uses the library that is there.
+complete_carried_build() {
   is_usable && return
   if [ -e ssm_kernels/_ops.abi3.so ]; then
     echo "_ops serves every Python, _C only its own: building that one"
@@ -62,6 +159,21 @@ PY
   fi
   echo "building everything"
   "$python" setup.py build_ext --inplace && is_usable
+}
+
+# tests <most workers> <expression of marks>
+tests() {
+  local most=$1 marks=$2 workers threads=${OMP_NUM_THREADS:-} parallel=()
+  workers=$((($(nproc) + 1) / 2))
+  workers=${WORKERS:-$((workers < most ? workers : most))}
+  if "$python" -c 'import xdist' 2>/dev/null; then
+    # Tests that need much of the GPU's memory are one group, which one worker runs.
+    parallel=(-n "$workers" --dist loadgroup)
+    threads=${threads:-$((($(nproc) + workers - 1) / workers))}
+  fi
+  echo "pytest ${parallel[*]:-, one test at a time}, OMP_NUM_THREADS=${threads:-unset}"
+  env ${threads:+OMP_NUM_THREADS="$threads"} "$python" -m pytest -q -p no:cacheprovider --durations 10 -rf "${parallel[@]}" \
+    -m "$marks" tests
 }
 
 # Each tool on several shares of the cases at once.
@@ -106,23 +218,30 @@ benchmarks() {
     [ ! -e "$out/$name.json" ] || { names+=("$name"); files+=("$out/$name.json"); }
   done
   [ ${#files[@]} -gt 0 ] || return 1
-  page=$("$python" benchmarks/report.py "${files[@]}") || return 1
+  page=$("$python" benchmarks/report.py --output "$tree/docs/benchmarks" "${files[@]}") || return 1
   for name in "${names[@]}"; do cp "$out/$name.json" "${page%.md}_$name.json" || return 1; done
   cp "$page" "${page%.md}"_*.png "$out/" || status=1
   return $status
 }
 
+if $carried; then
+  echo "with the library that is carried in this tree: for tuning only"
+  export PYTHONPATH="$tree${PYTHONPATH:+:$PYTHONPATH}"
+elif [ "${stages[0]}" != build ]; then
+  if [ "$(cat "$checkout.version" 2>/dev/null)" != "$(version)" ]; then
+    echo "there is no clean checkout of the present sources in $checkout: run the stage build first" >&2
+    exit 1
+  fi
+  cd "$checkout" || exit 1
+  python=$environment/bin/python
+fi
+
 for stage in "${stages[@]}"; do
   case $stage in
-    build) run build build ;;
-    tests) run tests "$python" -m pytest -q -m cuda -p no:cacheprovider tests ;;
-    sanitizer) run sanitizer sanitizer ;;
-    examples) run examples examples ;;
-    benchmarks) run benchmarks benchmarks ;;
-    *)
-      echo "unknown stage '$stage', expected build, tests, sanitizer, examples or benchmarks" >&2
-      exit 1
-      ;;
+    build) if $carried; then run build complete_carried_build; else run build build; fi ;;
+    tests-cpu) run "$stage" tests 64 "not cuda" ;;
+    tests-cuda) run "$stage" tests 4 cuda ;;
+    *) run "$stage" "$stage" ;;
   esac
   # Nothing else can succeed without it.
   if [ "$stage" = build ] && [ ${#failed[@]} -gt 0 ]; then break; fi

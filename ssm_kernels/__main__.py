@@ -51,7 +51,7 @@ def cuda_status(info: ssm_kernels._build_info.BuildInfo) -> tuple[list[tuple[str
         elif driver is not None:
             hints.append(f"torch {torch.__version__} cannot use the NVIDIA driver {driver}: it may be too old for its CUDA.")
     if info["cuda"] is None and torch.version.cuda is not None:
-        purpose = "" if driver else ", on this machine without an NVIDIA driver for a GPU elsewhere"
+        purpose = "" if driver else " for a GPU on another machine"
         hints.append(f"CUDA kernels were not built. To build them{purpose}: {rebuild_with_cuda_command()}")
     return rows, hints
 

@@ -74,7 +74,12 @@ def _why_no_cuda() -> str | None:
     return None
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.pluginmanager.hasplugin("xdist"):
+        # One worker runs them, with --dist loadgroup: two at a time would not find the memory that they need.
+        for item in items:
+            if "needs_gpu_memory" in item.fixturenames:
+                item.add_marker(pytest.mark.xdist_group("gpu_memory"))
     marked = [item for item in items if item.get_closest_marker("cuda")]
     reason = _why_no_cuda() if marked else None
     if reason:
