@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -510,6 +511,25 @@ def test_setup_stops_with_one_message(variable, value, match):
     assert "Traceback" not in result.stderr and "running build_ext" not in result.stdout
     (message,) = (line for line in result.stderr.splitlines() if line.startswith("ssm_kernels: "))
     assert match in message
+
+
+def test_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
+    """setuptools' own default for this layout is an import hook, ``__editable___..._finder``."""
+    pytest.importorskip("setuptools", reason="builds with setuptools")
+    source = tmp_path / "source"
+    shutil.copytree(PACKAGE, source / "ssm_kernels", ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("benchmarks", "docs", "tests"):  # other folders make the layout ambiguous
+        (source / name).mkdir()
+    script = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    result = run_python("-c", script, cwd=source)
+    assert result.returncode == 0, result.stderr
+    (path,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(path) as wheel:
+        files = [name for name in wheel.namelist() if ".dist-info/" not in name]
+        assert files == ["__editable__.ssm_kernels-" + ssm_kernels.__version__ + ".pth"]
+        assert wheel.read(files[0]).decode().strip() == str(source)
 
 
 # What CI checks of a build
