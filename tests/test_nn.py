@@ -183,16 +183,16 @@ def test_bad_arguments(layer_type):
     with pytest.raises(ValueError, match="unknown discretization 'tustin'") as error:
         layer_type(16, discretization="tustin")
     assert all(repr(name) in str(error.value) for name in ssm_kernels.discretizations)
-    with pytest.raises(ValueError, match="dt_init"):
+    with pytest.raises(ValueError, match="unknown dt_init 'uniform'"):
         layer_type(16, dt_init="uniform")
     with pytest.raises(ValueError, match="expected d_state from 1 to 256, got 300"):
         layer_type(16, d_state=300)
-    with pytest.raises(ValueError, match=r"0 < dt_min <= dt_max, got dt_min=0\.2, dt_max=0\.1"):
+    with pytest.raises(ValueError, match=r"0 < dt_min <= dt_max, both finite, got dt_min=0\.2, dt_max=0\.1"):
         layer_type(16, dt_min=0.2)
 
 
 def test_convolution_of_no_width():
-    with pytest.raises(ValueError, match="Mamba: expected d_conv of at least 1, got 0"):
+    with pytest.raises(ValueError, match="Mamba: expected d_conv to be at least 1, got 0"):
         Mamba(16, d_conv=0)
 
 
@@ -344,9 +344,12 @@ def test_inference_cache(device):
 def test_decoding_errors():
     layer = make_mamba()
     hidden = make_sequence(2, 3, 6)
-    with pytest.raises(ValueError, match=r"expected hidden_states of shape \(batch, 1, d_model\), got \[2, 3, 6\]"):
+    with pytest.raises(
+        ValueError, match=r"expected hidden_states of shape \(batch, 1, d_model\) with d_model = 6, got \[2, 3, 6\]"
+    ):
         layer.step(hidden, *layer.allocate_inference_cache(2, 3))
-    with pytest.raises(ValueError, match=r"Mamba: expected hidden_states of shape \(batch, seqlen, d_model\), got \[3, 6\]"):
+    expected = r"Mamba: expected hidden_states of shape \(batch, seqlen, d_model\) with d_model = 6, got \[3, 6\]"
+    with pytest.raises(ValueError, match=expected):
         layer(hidden[0])
     cache = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
     layer(hidden, cache)

@@ -489,7 +489,7 @@ def test_compiled_step(name, device):
 @pytest.mark.parametrize("layer_type", [MinGRU, MinLSTM, Liquid])
 def test_bad_arguments(layer_type):
     name = layer_type.__name__
-    with pytest.raises(ValueError, match=says(f"{name}: unknown candidate_activation 'relu', expected None")):
+    with pytest.raises(ValueError, match=says(f"{name}: unknown candidate_activation 'relu', expected one of [None, ")):
         layer_type(3, 4, candidate_activation="relu")
     for what in ("input_size", "hidden_size", "num_layers"):
         with pytest.raises(ValueError, match=f"{name}: expected {what} to be at least 1, got 0"):
@@ -517,27 +517,27 @@ def test_bad_calls(name):
             ValueError, match=says("expected input of shape (seqlen, batch, input_size)", f"got {list(bad.shape)}")
         ):
             layer(bad)
-    with pytest.raises(ValueError, match=says("h_0 of shape", "batch", "= [2, 3, 6], got [2, 4, 6]")):
+    with pytest.raises(ValueError, match=says("hx of shape", "batch", "= [2, 3, 6], got [2, 4, 6]")):
         layer(x, make(2, 4, HIDDEN))
-    with pytest.raises(ValueError, match=says("h_0 of shape", "= [2, 6], got [2, 1, 6]")):
+    with pytest.raises(ValueError, match=says("hx of shape", "= [2, 6], got [2, 1, 6]")):
         layer(x[:, 0], make(2, 1, HIDDEN))
     with pytest.raises(ValueError, match=says("state of shape", "= [2, 3, 6], got [1, 3, 6]")):
         layer.step(x[0], make(1, 3, HIDDEN))
-    with pytest.raises(ValueError, match=says("step: expected x of shape (batch, 5), got [4, 3, 5]")):
+    with pytest.raises(
+        ValueError, match=says("step: expected x of shape (batch, input_size) with input_size = 5, got [4, 3, 5]")
+    ):
         layer.step(x)
     with pytest.raises(ValueError, match="expected batch 1 with cu_seqlens, got 3"):
         layer(x, cu_seqlens=torch.tensor([0, 2, 4]))
     with pytest.raises(ValueError, match=says("step: a bidirectional layer needs the whole sequence")):
         make_layer(name, bidirectional=True).step(x[0])
-    with pytest.raises(TypeError, match="cu_seqlens, not as a PackedSequence"):
-        layer(nn.utils.rnn.pack_sequence([x[:3, 0], x[:2, 1]]))
 
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_arguments_that_are_no_tensors(name):
     layer, x = make_layer(name), make(4, 1, IN)
     h_0 = make(1, 1, HIDDEN)
-    with pytest.raises(TypeError, match=says("expected h_0 to be a tensor, got tuple")):
+    with pytest.raises(TypeError, match=says("expected hx to be a tensor, got tuple")):
         layer(x, (h_0, h_0))
     with pytest.raises(TypeError, match=says("expected state to be a tensor, got tuple")):
         layer.step(x[0], (h_0, h_0))
@@ -549,7 +549,7 @@ def test_arguments_that_are_no_tensors(name):
     if name == "liquid":
         for dt in (None, "1"):
             for call in (layer, lambda x, dt: layer.step(x[0], dt=dt)):
-                with pytest.raises(TypeError, match=says("expected dt to be a tensor or a number")):
+                with pytest.raises(TypeError, match=says("expected dt to be a number or a tensor")):
                     call(x, dt=dt)
 
 

@@ -11,6 +11,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .checks import check_int, check_number, check_shape, check_tensor
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states and of the parameters of the recurrence beside activations of ``dtype``."""
@@ -23,9 +25,12 @@ def mark_parameters(mark: str, *parameters: nn.Parameter) -> None:
         setattr(parameter, mark, True)
 
 
-def check_dt_range(layer: str, dt_min: float, dt_max: float) -> None:
-    if not 0 < dt_min <= dt_max:
-        raise ValueError(f"{layer}: expected 0 < dt_min <= dt_max, got dt_min={dt_min}, dt_max={dt_max}")
+def expanded(layer: str, expand: float, d_model: int) -> int:
+    """The inner channels, ``int(expand * d_model)``."""
+    check_number(layer, "expand", expand)
+    if not 1 <= expand * d_model < math.inf:
+        raise ValueError(f"{layer}: expected expand * d_model to be at least 1 and finite, got {expand} * {d_model}")
+    return int(expand * d_model)
 
 
 @torch.no_grad()
@@ -45,17 +50,17 @@ def short_convolution(
     dtype: torch.dtype | None,
 ) -> nn.Conv1d:
     """One of each channel, over the last ``d_conv`` steps."""
-    if d_conv < 1:
-        raise ValueError(f"{layer}: expected d_conv of at least 1, got {d_conv}")
+    check_int(layer, "d_conv", d_conv)
     return nn.Conv1d(channels, channels, d_conv, groups=channels, padding=d_conv - 1, bias=bias, device=device, dtype=dtype)
 
 
 class ConvMixer(nn.Module):
     """A mixer with a short causal convolution, ``conv1d``, before its recurrence, and with states for decoding.
 
-    A layer that derives from it sets ``d_conv`` and ``layer_idx`` and has ``_mix``, ``step`` and ``_zero_state``.
+    A layer that derives from it sets ``d_model``, ``d_conv`` and ``layer_idx`` and has ``_mix``, ``step`` and ``_zero_state``.
     """
 
+    d_model: int
     d_conv: int
     layer_idx: int | None
     conv1d: nn.Conv1d
@@ -74,7 +79,6 @@ class ConvMixer(nn.Module):
 
     def _mix_or_step(self, hidden_states: Tensor, inference_params: Any) -> Tensor:
         """The mixer over a sequence that begins here or, as ``inference_params`` say, goes on from its cache."""
-        self._check_sequences(hidden_states)
         if inference_params is None:
             return self._mix(hidden_states, None, None)[0]
         conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
@@ -88,17 +92,14 @@ class ConvMixer(nn.Module):
         ssm_state.copy_(last_state.detach())
         return out
 
-    def _check_sequences(self, hidden_states: Tensor) -> None:
-        if hidden_states.dim() != 3:
-            layer, shape = type(self).__name__, list(hidden_states.shape)
-            raise ValueError(f"{layer}: expected hidden_states of shape (batch, seqlen, d_model), got {shape}")
+    def _check_sequences(self, name: str, sequences: Tensor) -> None:
+        check_shape(type(self).__name__, name, sequences, "(batch, seqlen, d_model)", (None, None, self.d_model))
 
-    def _check_one_step(self, hidden_states: Tensor) -> None:
-        if hidden_states.dim() != 3 or hidden_states.shape[1] != 1:
-            raise ValueError(
-                f"{type(self).__name__}.step: expected hidden_states of shape (batch, 1, d_model), "
-                f"got {list(hidden_states.shape)}"
-            )
+    def _check_one_step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> None:
+        layer = f"{type(self).__name__}.step"
+        for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
+            check_tensor(layer, name, state)
+        check_shape(layer, "hidden_states", hidden_states, "(batch, 1, d_model)", (None, 1, self.d_model))
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
@@ -111,7 +112,12 @@ class ConvMixer(nn.Module):
             dtype: of both states. By default ``conv_state`` has the layer's dtype and ``ssm_state`` is float32 (float64 in a
                 float64 layer), so that nothing is lost from step to step.
             kwargs: without effect.
+
+        Raises:
+            ValueError: ``batch_size`` is negative.
+            TypeError: ``batch_size`` is not an int.
         """
+        check_int(f"{type(self).__name__}.allocate_inference_cache", "batch_size", batch_size, low=0)
         weight = self.conv1d.weight
         conv_dtype = weight.dtype if dtype is None else dtype
         conv_state = torch.zeros(batch_size, weight.shape[0], self.d_conv, device=weight.device, dtype=conv_dtype)
@@ -155,6 +161,9 @@ class ConvMixer(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """This layer's states in ``inference_params.key_value_memory_dict``, made if absent, cleared if asked."""
         layer = type(self).__name__
+        for name in ("seqlen_offset", "key_value_memory_dict"):
+            if not hasattr(inference_params, name):
+                raise TypeError(f"{layer}: expected inference_params with {name}, got {type(inference_params).__name__}")
         if self.layer_idx is None:
             raise ValueError(f"{layer}: inference_params needs a layer_idx, which this layer was built without")
         cache = inference_params.key_value_memory_dict

@@ -17,14 +17,17 @@ See ``docs/recurrences.md``.
 from __future__ import annotations
 
 import math
-from typing import Any
+import numbers
+from typing import Any, overload
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ..recurrences import liquid_scan, liquid_step
+from .checks import check_bools, check_choice, check_pair
 from .common import mark_parameters, wide_dtype
 from .recurrent import RecurrentBase
 
@@ -61,6 +64,7 @@ class Liquid(RecurrentBase):
 
     Raises:
         ValueError: an argument is not as above.
+        TypeError: an argument is of another type.
     """
 
     def __init__(
@@ -79,14 +83,15 @@ class Liquid(RecurrentBase):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
+        check_bools("Liquid", input_dependent_tau=input_dependent_tau)
         parts = 2 if input_dependent_tau else 1
         super().__init__(parts, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype)
-        if candidate_activation not in (None, "tanh"):
-            raise ValueError(f"Liquid: unknown candidate_activation {candidate_activation!r}, expected None or 'tanh'")
+        check_choice("Liquid", "candidate_activation", candidate_activation, (None, "tanh"))
         if input_dependent_tau and not bias:
             raise ValueError("Liquid: input-dependent time constants need bias=True")
-        if not _TAU_MIN < tau_init[0] <= tau_init[1]:
-            raise ValueError(f"Liquid: expected {_TAU_MIN} < tau_init[0] <= tau_init[1], got {tau_init}")
+        check_pair("Liquid", "tau_init", tau_init)
+        if not _TAU_MIN < tau_init[0] <= tau_init[1] < math.inf:
+            raise ValueError(f"Liquid: expected {_TAU_MIN} < tau_init[0] <= tau_init[1], both finite, got {tau_init}")
         self.candidate_activation, self.input_dependent_tau, self.tau_init = candidate_activation, input_dependent_tau, tau_init
         if not input_dependent_tau:
             wide = wide_dtype(self.weight_ih_l0.dtype)
@@ -109,41 +114,76 @@ class Liquid(RecurrentBase):
             rest = torch.empty_like(raw_tau, dtype=wide_dtype(raw_tau.dtype)).uniform_(low, high).exp() - _TAU_MIN
             raw_tau.copy_(rest + torch.log(-torch.expm1(-rest)))  # the inverse of softplus
 
+    @overload
     def forward(
         self,
         input: Tensor,
-        h_0: Tensor | None = None,
+        hx: Tensor | None = None,
         *,
         dt: float | Tensor = 1.0,
         cu_seqlens: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        h_0: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self,
+        input: PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        dt: float | PackedSequence = 1.0,
+        h_0: Tensor | None = None,
+    ) -> tuple[PackedSequence, Tensor]: ...
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        dt: float | Tensor | PackedSequence = 1.0,
+        cu_seqlens: Tensor | None = None,
+        h_0: Tensor | None = None,
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Runs the layers over sequences.
 
         Args:
             input: (seqlen, batch, input_size); with ``batch_first`` (batch, seqlen, input_size); or one sequence, (seqlen,
-                input_size).
-            h_0: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
+                input_size); or a ``torch.nn.utils.rnn.PackedSequence`` of data (steps, input_size).
+            hx: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
                 sequence; zero if absent.
-            dt: how long each sample is held, not negative: one number, or of the shape of ``input`` without its channels.
-                A step of length 0 changes nothing.
+            dt: how long each sample is held, not negative: one number, or of the shape of ``input`` without its channels;
+                with a ``PackedSequence`` a number, or one packed in the same way. A step of length 0 changes nothing.
             cu_seqlens: of S sequences packed one after another along seqlen, in a batch of 1: where each begins and the last
-                ends, (S + 1,), int32 or int64. Each has states of its own: ``h_0`` and ``h_n`` have S in the place of batch.
+                ends, (S + 1,), int32 or int64. Each has states of its own: ``hx`` and ``h_n`` have S in the place of batch.
+                Not together with a ``PackedSequence``.
+            h_0: the older name of ``hx``; warns.
 
         Returns:
             ``output``, the states of the last layer at every step, in the layout and dtype of ``input`` with num_directions *
-            hidden_size channels; ``h_n``, the states after the last step (for the direction ``_reverse`` after position 0),
-            shaped as ``h_0``, float32 (float64 in a float64 layer). Both are differentiable.
+            hidden_size channels, or a ``PackedSequence`` for one; ``h_n``, the states after the last step (for the direction
+            ``_reverse`` after position 0), shaped as ``hx``, float32 (float64 in a float64 layer). Both are differentiable. For
+            a ``PackedSequence`` the sequences of ``hx`` and ``h_n`` are in the order in which they were packed, as
+            ``torch.nn.GRU`` has them.
 
         Raises:
             ValueError: a shape is not as above.
             TypeError: an argument is not a tensor (``dt``: nor a number).
         """
-        if isinstance(dt, Tensor):
-            self._check_input(input)
+        hx = self._initial_state(hx, h_0)
+        if isinstance(input, PackedSequence):
+            order = self._packed_order(input)
+            if isinstance(dt, PackedSequence):
+                self._check_dt(dt.data, input.data.shape[:-1])
+                dt = order.to_sequences(dt.data).unsqueeze(0)[..., None]
+            else:
+                self._check_number(dt, "a number or a PackedSequence")
+            return self._run_packed(input, hx, cu_seqlens, order, dt=dt)
+        self._check_input(input)
+        if not isinstance(dt, Tensor):
+            self._check_number(dt, "a number or a tensor")
+        else:
             self._check_dt(dt, input.shape[:-1])
             dt = dt if input.dim() == 3 else dt[None]
             dt = (dt if self.batch_first or input.dim() == 2 else dt.transpose(0, 1))[..., None]
-        return self._run(input, h_0, cu_seqlens, dt=dt)
+        return self._run(input, hx, cu_seqlens, dt=dt)
 
     def step(self, x: Tensor, state: Tensor | None = None, *, dt: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
         """Runs one time step, for decoding; not for bidirectional layers.
@@ -160,7 +200,10 @@ class Liquid(RecurrentBase):
             ValueError: a shape is not as above, or the layers are bidirectional.
             TypeError: an argument is not a tensor (``dt``: nor a number).
         """
-        if isinstance(dt, Tensor):
+        self._check_step_input(x)
+        if not isinstance(dt, Tensor):
+            self._check_number(dt, "a number or a tensor")
+        else:
             self._check_dt(dt, x.shape[:-1])
             dt = dt[..., None]
         return self._run_step(x, state, dt=dt)
@@ -173,6 +216,10 @@ class Liquid(RecurrentBase):
 
     def _names(self) -> list[str]:
         return [f"l{layer}{suffix}" for layer in range(self.num_layers) for suffix in self._directions]
+
+    def _check_number(self, dt: Any, expected: str) -> None:
+        if isinstance(dt, bool) or not isinstance(dt, numbers.Real):
+            raise TypeError(f"Liquid: expected dt to be {expected}, got {type(dt).__name__}")
 
     def _check_dt(self, dt: Tensor, expected: torch.Size) -> None:
         if dt.shape != expected:

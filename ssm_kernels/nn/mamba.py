@@ -19,7 +19,8 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .common import ConvMixer, short_convolution
+from .checks import check_bools, check_dtype, check_int, check_optional_int
+from .common import ConvMixer, expanded, short_convolution
 from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
@@ -59,6 +60,7 @@ class Mamba(SelectiveBase, ConvMixer):
 
     Raises:
         ValueError: the discretization or another argument is not as above.
+        TypeError: an argument is of another type.
     """
 
     def __init__(
@@ -83,9 +85,13 @@ class Mamba(SelectiveBase, ConvMixer):
         discretization: str = "zoh",
     ) -> None:
         super().__init__()
+        check_int("Mamba", "d_model", d_model)
+        check_bools("Mamba", conv_bias=conv_bias, bias=bias, use_fast_path=use_fast_path)
+        check_optional_int("Mamba", "layer_idx", layer_idx, low=0)
+        check_dtype("Mamba", dtype)
+        d_inner = expanded("Mamba", expand, d_model)
         self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
         self.use_fast_path, self.layer_idx = use_fast_path, layer_idx
-        d_inner = int(expand * d_model)
         # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias, device=device, dtype=dtype)
         self.conv1d = short_convolution("Mamba", d_inner, d_conv, conv_bias, device, dtype)
@@ -106,7 +112,12 @@ class Mamba(SelectiveBase, ConvMixer):
 
         Returns:
             (batch, seqlen, d_model).
+
+        Raises:
+            ValueError: a shape is not as above, or the layer has no ``layer_idx`` for ``inference_params``.
+            TypeError: ``hidden_states`` is not a tensor, or ``inference_params`` lacks an attribute.
         """
+        self._check_sequences("hidden_states", hidden_states)
         return self._mix_or_step(hidden_states, inference_params)
 
     @torch.no_grad()
@@ -123,8 +134,9 @@ class Mamba(SelectiveBase, ConvMixer):
 
         Raises:
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            TypeError: an argument is not a tensor.
         """
-        self._check_one_step(hidden_states)
+        self._check_one_step(hidden_states, conv_state, ssm_state)
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
         x, inputs = self._convolve(x, conv_state)
         y = self._scan_step(x[:, 0], z[:, 0], ssm_state)

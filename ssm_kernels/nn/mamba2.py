@@ -25,7 +25,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops import selective_state_update, ssd_chunk_scan
-from .common import ConvMixer, check_dt_range, init_dt_bias, mark_parameters, short_convolution, wide_dtype
+from .checks import (
+    check_bools,
+    check_discretization,
+    check_dtype,
+    check_int,
+    check_not_negative,
+    check_optional_int,
+    check_pair,
+    check_step_sizes,
+    check_tensor,
+)
+from .common import ConvMixer, expanded, init_dt_bias, mark_parameters, short_convolution, wide_dtype
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
 
@@ -53,7 +64,12 @@ class GatedRMSNorm(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        if groups < 1 or channels % groups != 0:
+        check_int("GatedRMSNorm", "channels", channels)
+        check_int("GatedRMSNorm", "groups", groups)
+        check_bools("GatedRMSNorm", norm_before_gate=norm_before_gate)
+        check_not_negative("GatedRMSNorm", "eps", eps)
+        check_dtype("GatedRMSNorm", dtype)
+        if channels % groups != 0:
             raise ValueError(f"GatedRMSNorm: expected groups that divide channels = {channels}, got {groups}")
         self.group_size, self.norm_before_gate, self.eps = channels // groups, norm_before_gate, eps
         self.weight = nn.Parameter(torch.empty(channels, device=device, dtype=dtype))
@@ -116,6 +132,7 @@ class Mamba2(ConvMixer):
 
     Raises:
         ValueError: an argument is not as above, or not one that :func:`ssm_kernels.ssd_chunk_scan` takes.
+        TypeError: an argument is of another type.
     """
 
     def __init__(
@@ -149,8 +166,33 @@ class Mamba2(ConvMixer):
         discretization: str = "zoh",
     ) -> None:
         super().__init__()
+        for name, size in (("d_model", d_model), ("ngroups", ngroups)):
+            check_int("Mamba2", name, size)
+        for name, size in (("d_state", d_state), ("headdim", headdim)):
+            check_int("Mamba2", name, size, high=256)
+        for name, value in (("d_ssm", d_ssm), ("chunk_size", chunk_size)):
+            check_optional_int("Mamba2", name, value)
+        check_optional_int("Mamba2", "layer_idx", layer_idx, low=0)
+        if conv_init is not None:
+            check_not_negative("Mamba2", "conv_init", conv_init)
+        check_bools(
+            "Mamba2",
+            D_has_hdim=D_has_hdim,
+            rmsnorm=rmsnorm,
+            norm_before_gate=norm_before_gate,
+            bias=bias,
+            conv_bias=conv_bias,
+            use_mem_eff_path=use_mem_eff_path,
+            sequence_parallel=sequence_parallel,
+        )
+        check_pair("Mamba2", "A_init_range", A_init_range)
+        check_pair("Mamba2", "dt_limit", dt_limit)
+        check_step_sizes("Mamba2", dt_min, dt_max, dt_init_floor)
+        check_discretization("Mamba2", discretization)
+        check_dtype("Mamba2", dtype)
         self.d_model, self.d_state, self.d_conv, self.conv_init = d_model, d_state, d_conv, conv_init
-        self.expand, self.d_inner, self.headdim, self.ngroups = expand, int(expand * d_model), headdim, ngroups
+        self.expand, self.d_inner = expand, expanded("Mamba2", expand, d_model)
+        self.headdim, self.ngroups = headdim, ngroups
         self.d_ssm = self.d_inner if d_ssm is None else d_ssm
         self.A_init_range, self.D_has_hdim, self.rmsnorm, self.norm_before_gate = (
             A_init_range,
@@ -165,14 +207,10 @@ class Mamba2(ConvMixer):
             raise ValueError("Mamba2: expected process_group None: tensor parallelism is not supported")
         if not 0 < self.d_ssm <= self.d_inner:
             raise ValueError(f"Mamba2: expected d_ssm from 1 to d_inner = {self.d_inner}, got {self.d_ssm}")
-        if headdim < 1 or self.d_ssm % headdim:
+        if self.d_ssm % headdim:
             raise ValueError(f"Mamba2: expected a headdim that divides d_ssm = {self.d_ssm}, got {headdim}")
-        for name, size in (("headdim", headdim), ("d_state", d_state)):
-            if not 1 <= size <= 256:
-                raise ValueError(f"Mamba2: expected {name} from 1 to 256, got {size}")
-        if not 0 < A_init_range[0] <= A_init_range[1]:
+        if not 0 < A_init_range[0] <= A_init_range[1] < math.inf:
             raise ValueError(f"Mamba2: expected A_init_range with 0 < low <= high, got {tuple(A_init_range)}")
-        check_dt_range("Mamba2", dt_min, dt_max)
         self.nheads = self.d_ssm // headdim
         self._check_scan()
 
@@ -232,16 +270,20 @@ class Mamba2(ConvMixer):
         Raises:
             ValueError: a shape is not as above, ``u`` is not a multiple of ``seqlen`` steps, or arguments are given together
                 that exclude each other.
+            TypeError: an argument is not a tensor, ``seqlen`` is not an int, or ``inference_params`` lacks an attribute.
         """
+        for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
+            if value is not None:
+                check_tensor("Mamba2", name, value)
         if seqlen is not None:
             if cu_seqlens is not None:
                 raise ValueError("Mamba2: expected seqlen or cu_seqlens, got both: packed sequences are a batch of 1")
             return self.forward(self._unflatten(u, seqlen), None, seq_idx, None, inference_params).flatten(0, 1)
+        self._check_sequences("u", u)
         if seq_idx is None and cu_seqlens is None:
             return self._mix_or_step(u, inference_params)
         if inference_params is not None:
             raise ValueError("Mamba2: expected no inference_params with seq_idx or cu_seqlens: the cache has one state per row")
-        self._check_sequences(u)
         return self._mix(u, None, None, seq_idx, cu_seqlens)[0]
 
     @torch.no_grad()
@@ -258,8 +300,9 @@ class Mamba2(ConvMixer):
 
         Raises:
             ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            TypeError: an argument is not a tensor.
         """
-        self._check_one_step(hidden_states)
+        self._check_one_step(hidden_states, conv_state, ssm_state)
         mlp, z, xBC, dt = self._project(hidden_states)
         xBC, inputs = self._convolve(xBC, conv_state)
         # Autocast lowers projections and convolution alike.
@@ -348,10 +391,10 @@ class Mamba2(ConvMixer):
     @staticmethod
     def _unflatten(u: Tensor, seqlen: int) -> Tensor:
         """The rows of a flattened batch, (batch, seqlen, d_model)."""
+        check_tensor("Mamba2", "u", u)
         if u.dim() != 2:
             raise ValueError(f"Mamba2: expected u of shape (batch * seqlen, d_model) with seqlen, got {list(u.shape)}")
-        if seqlen < 1:
-            raise ValueError(f"Mamba2: expected seqlen of at least 1, got {seqlen}")
+        check_int("Mamba2", "seqlen", seqlen)
         if u.shape[0] % seqlen != 0:
             raise ValueError(f"Mamba2: expected u of a multiple of seqlen = {seqlen} steps, got {u.shape[0]}")
         return u.unflatten(0, (u.shape[0] // seqlen, seqlen))

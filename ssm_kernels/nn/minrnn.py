@@ -14,12 +14,14 @@ log-space form has ``candidate_activation="g"``. See ``docs/recurrences.md``.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, overload
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 
 from ..recurrences import mingru_scan, mingru_step, minlstm_scan, minlstm_step
+from .checks import check_choice
 from .recurrent import RecurrentBase
 
 __all__ = ["MinGRU", "MinLSTM"]
@@ -47,34 +49,58 @@ class _MinRNN(RecurrentBase):
         super().__init__(
             self._parts, input_size, hidden_size, num_layers, bias, batch_first, dropout, bidirectional, device, dtype
         )
-        if candidate_activation not in (None, "g", "tanh"):
-            raise ValueError(
-                f"{type(self).__name__}: unknown candidate_activation {candidate_activation!r}, expected None, 'g' or 'tanh'"
-            )
+        check_choice(type(self).__name__, "candidate_activation", candidate_activation, (None, "g", "tanh"))
         self.candidate_activation = candidate_activation
         self.reset_parameters()
 
-    def forward(self, input: Tensor, h_0: Tensor | None = None, *, cu_seqlens: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    @overload
+    def forward(
+        self,
+        input: Tensor,
+        hx: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        h_0: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor]: ...
+    @overload
+    def forward(
+        self, input: PackedSequence, hx: Tensor | None = None, *, h_0: Tensor | None = None
+    ) -> tuple[PackedSequence, Tensor]: ...
+    def forward(
+        self,
+        input: Tensor | PackedSequence,
+        hx: Tensor | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+        h_0: Tensor | None = None,
+    ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Runs the layers over sequences.
 
         Args:
             input: (seqlen, batch, input_size); with ``batch_first`` (batch, seqlen, input_size); or one sequence, (seqlen,
-                input_size).
-            h_0: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
+                input_size); or a ``torch.nn.utils.rnn.PackedSequence`` of data (steps, input_size).
+            hx: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
                 sequence; zero if absent.
             cu_seqlens: of S sequences packed one after another along seqlen, in a batch of 1: where each begins and the last
-                ends, (S + 1,), int32 or int64. Each has states of its own: ``h_0`` and ``h_n`` have S in the place of batch.
+                ends, (S + 1,), int32 or int64. Each has states of its own: ``hx`` and ``h_n`` have S in the place of batch.
+                Not together with a ``PackedSequence``.
+            h_0: the older name of ``hx``; warns.
 
         Returns:
             ``output``, the states of the last layer at every step, in the layout and dtype of ``input`` with num_directions *
-            hidden_size channels; ``h_n``, the states after the last step (for the direction ``_reverse`` after position 0),
-            shaped as ``h_0``, float32 (float64 in a float64 layer). Both are differentiable.
+            hidden_size channels, or a ``PackedSequence`` for one; ``h_n``, the states after the last step (for the direction
+            ``_reverse`` after position 0), shaped as ``hx``, float32 (float64 in a float64 layer). Both are differentiable. For
+            a ``PackedSequence`` the sequences of ``hx`` and ``h_n`` are in the order in which they were packed, as
+            ``torch.nn.GRU`` has them.
 
         Raises:
             ValueError: a shape is not as above.
             TypeError: an argument is not a tensor.
         """
-        return self._run(input, h_0, cu_seqlens)
+        hx = self._initial_state(hx, h_0)
+        if isinstance(input, PackedSequence):
+            return self._run_packed(input, hx, cu_seqlens, self._packed_order(input))
+        return self._run(input, hx, cu_seqlens)
 
     def step(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Runs one time step, for decoding; not for bidirectional layers.
@@ -118,6 +144,7 @@ class MinGRU(_MinRNN):
 
     Raises:
         ValueError: an argument is not as above.
+        TypeError: an argument is of another type.
     """
 
     _parts = 2
@@ -170,6 +197,7 @@ class MinLSTM(_MinRNN):
 
     Raises:
         ValueError: an argument is not as above.
+        TypeError: an argument is of another type.
     """
 
     _parts = 3

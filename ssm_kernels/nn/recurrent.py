@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from .checks import check_bools, check_dtype, check_int, check_probability, check_shape, check_tensor
 from .common import wide_dtype
+from .packed import PackedOrder
 
 __all__ = ["RecurrentBase"]
 
@@ -44,10 +46,10 @@ class RecurrentBase(nn.Module):
         super().__init__()
         name = type(self).__name__
         for what, size in (("input_size", input_size), ("hidden_size", hidden_size), ("num_layers", num_layers)):
-            if size < 1:
-                raise ValueError(f"{name}: expected {what} to be at least 1, got {size}")
-        if not 0 <= dropout <= 1:
-            raise ValueError(f"{name}: expected dropout from 0 to 1, got {dropout}")
+            check_int(name, what, size)
+        check_bools(name, bias=bias, batch_first=batch_first, bidirectional=bidirectional)
+        check_probability(name, "dropout", dropout)
+        check_dtype(name, dtype)
         if dropout > 0 and num_layers == 1:
             warnings.warn(f"{name}: dropout acts between layers, and there is only one", UserWarning, stacklevel=3)
         self.input_size, self.hidden_size, self.num_layers = input_size, hidden_size, num_layers
@@ -99,29 +101,28 @@ class RecurrentBase(nn.Module):
     def _is_dropped(self, layer: int) -> bool:
         return layer < self.num_layers - 1 and self.dropout > 0
 
-    def _split_states(self, states: Tensor | None, what: str, sizes: tuple[int, ...]) -> tuple[Tensor | None, ...]:
-        """The states of every layer and direction, checked and in the dtype of the recurrence."""
+    def _split_states(
+        self, states: Tensor | None, what: str, sizes: tuple[int, ...], method: str = ""
+    ) -> tuple[Tensor | None, ...]:
+        """The states of every layer and direction, checked and in the dtype of the recurrence. Messages name ``method``."""
+        name = type(self).__name__ + method
         layers = self.num_layers * len(self._directions)
         if states is None:
             return (None,) * layers
-        self._check_tensor(states, what)
+        check_tensor(name, what, states)
         expected = (layers, *sizes, self.hidden_size)
         if states.shape != expected:
             batch = "batch, " if sizes else ""
             raise ValueError(
-                f"{type(self).__name__}: expected {what} of shape (num_layers * num_directions, {batch}hidden_size) = "
+                f"{name}: expected {what} of shape (num_layers * num_directions, {batch}hidden_size) = "
                 f"{list(expected)}, got {list(states.shape)}"
             )
         return states.to(wide_dtype(self.weight_ih_l0.dtype)).unbind(0)
 
-    def _check_tensor(self, value: Any, what: str) -> None:
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{type(self).__name__}: expected {what} to be a tensor, got {type(value).__name__}")
-
     def _check_input(self, input: Tensor) -> None:
         name = type(self).__name__
-        if isinstance(input, PackedSequence):
-            raise TypeError(f"{name}: takes packed sequences one after another, with cu_seqlens, not as a PackedSequence")
+        if not isinstance(input, Tensor):
+            raise TypeError(f"{name}: expected input to be a tensor or a PackedSequence, got {type(input).__name__}")
         if input.dim() not in (2, 3) or input.shape[-1] != self.input_size:
             order = "batch, seqlen" if self.batch_first else "seqlen, batch"
             raise ValueError(
@@ -129,21 +130,50 @@ class RecurrentBase(nn.Module):
                 f"{self.input_size}, got {list(input.shape)}"
             )
 
-    def _run(self, input: Tensor, h_0: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    def _initial_state(self, hx: Tensor | None, h_0: Tensor | None) -> Tensor | None:
+        """``hx``, or what the call gave by its older name."""
+        if h_0 is None:
+            return hx
+        name = type(self).__name__
+        if hx is not None:
+            raise TypeError(f"{name}: expected hx or h_0, its older name, got both")
+        warnings.warn(f"{name}: h_0 is called hx now, as in torch.nn.GRU", DeprecationWarning, stacklevel=3)
+        return h_0
+
+    def _run_packed(
+        self, input: PackedSequence, hx: Tensor | None, cu_seqlens: Tensor | None, order: PackedOrder, **options: Any
+    ) -> tuple[PackedSequence, Tensor]:
+        """What ``forward`` returns for a ``PackedSequence``: the scan runs over its sequences one after another."""
+        name = type(self).__name__
+        if cu_seqlens is not None:
+            raise ValueError(f"{name}: expected a PackedSequence or cu_seqlens, got both")
+        if hx is not None:
+            self._split_states(hx, "hx", (order.cu_seqlens.shape[0] - 1,))
+            hx = hx if input.sorted_indices is None else hx.index_select(1, input.sorted_indices)
+        x = order.to_sequences(input.data).unsqueeze(0 if self.batch_first else 1)
+        output, h_n = self._run(x, hx, order.cu_seqlens, **options)
+        h_n = h_n if input.unsorted_indices is None else h_n.index_select(1, input.unsorted_indices)
+        return order.to_packed(output.squeeze(0 if self.batch_first else 1)), h_n
+
+    def _packed_order(self, input: PackedSequence) -> PackedOrder:
+        check_shape(type(self).__name__, "input.data", input.data, "(steps, input_size)", (None, self.input_size))
+        return PackedOrder(input)
+
+    def _run(self, input: Tensor, hx: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         """What ``forward`` returns. The options are those of ``_scan``."""
         self._check_input(input)
         is_batched = input.dim() == 3
         x = input if is_batched else input[None]
         is_batch_first = self.batch_first or not is_batched
         if cu_seqlens is not None:
-            self._check_tensor(cu_seqlens, "cu_seqlens")
+            check_tensor(type(self).__name__, "cu_seqlens", cu_seqlens)
             if cu_seqlens.dim() != 1:
                 shape = list(cu_seqlens.shape)
                 raise ValueError(f"{type(self).__name__}: expected cu_seqlens of shape (sequences + 1,), got {shape}")
             sizes: tuple[int, ...] = (cu_seqlens.shape[0] - 1,)
         else:
             sizes = (x.shape[0 if is_batch_first else 1],) if is_batched else ()
-        states = self._split_states(h_0, "h_0", sizes)
+        states = self._split_states(hx, "hx", sizes)
         last_states: list[Tensor] = []
         for layer in range(self.num_layers):
             outputs = []
@@ -167,15 +197,17 @@ class RecurrentBase(nn.Module):
             x = x.transpose(0, 1)
         return x, torch.stack(last_states)
 
+    def _check_step_input(self, x: Tensor) -> None:
+        check_shape(f"{type(self).__name__}.step", "x", x, "(batch, input_size)", (None, self.input_size))
+
     def _run_step(self, x: Tensor, state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
         """What ``step`` returns. The options are those of ``_step``."""
         name = type(self).__name__
         if self.bidirectional:
             raise ValueError(f"{name}.step: a bidirectional layer needs the whole sequence")
-        if x.dim() != 2 or x.shape[1] != self.input_size:
-            raise ValueError(f"{name}.step: expected x of shape (batch, {self.input_size}), got {list(x.shape)}")
+        self._check_step_input(x)
         new_states = []
-        for layer, layer_state in enumerate(self._split_states(state, "state", (x.shape[0],))):
+        for layer, layer_state in enumerate(self._split_states(state, "state", (x.shape[0],), ".step")):
             x, new_state = self._step(self._project(x, f"l{layer}"), layer_state, f"l{layer}", **options)
             new_states.append(new_state)
             if self._is_dropped(layer):

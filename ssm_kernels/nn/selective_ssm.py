@@ -22,9 +22,18 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from .._C import discretization_aliases, discretizations
 from ..ops import selective_scan, selective_state_update
-from .common import check_dt_range, init_dt_bias, mark_parameters, wide_dtype
+from .checks import (
+    check_choice,
+    check_discretization,
+    check_dtype,
+    check_int,
+    check_not_negative,
+    check_shape,
+    check_step_sizes,
+    check_tensor,
+)
+from .common import init_dt_bias, mark_parameters, wide_dtype
 
 __all__ = ["SelectiveSSM"]
 
@@ -52,15 +61,19 @@ class SelectiveBase(nn.Module):
         device: torch.device | str | None,
         dtype: torch.dtype | None,
     ) -> None:
-        known = [*discretizations, *discretization_aliases]
-        if discretization not in known:
-            raise ValueError(f"{type(self).__name__}: unknown discretization {discretization!r}, expected one of {known}")
-        if not 1 <= d_state <= 256:
-            raise ValueError(f"{type(self).__name__}: expected d_state from 1 to 256, got {d_state}")
-        if dt_init not in ("random", "constant"):
-            raise ValueError(f"{type(self).__name__}: expected dt_init to be 'random' or 'constant', got {dt_init!r}")
-        check_dt_range(type(self).__name__, dt_min, dt_max)
-        rank = math.ceil(d_model / 16) if isinstance(dt_rank, str) else dt_rank
+        layer = type(self).__name__
+        check_discretization(layer, discretization)
+        check_int(layer, "d_state", d_state, high=256)
+        if isinstance(dt_rank, str):
+            check_choice(layer, "dt_rank", dt_rank, ("auto",))
+            rank = math.ceil(d_model / 16)
+        else:
+            check_int(layer, "dt_rank", dt_rank)
+            rank = dt_rank
+        check_choice(layer, "dt_init", dt_init, ("random", "constant"))
+        check_not_negative(layer, "dt_scale", dt_scale)
+        check_step_sizes(layer, dt_min, dt_max, dt_init_floor)
+        check_dtype(layer, dtype)
         self.d_inner, self.d_state, self.dt_rank, self.discretization = d_inner, d_state, rank, discretization
         self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
         self.dt_init, self.dt_scale = dt_init, dt_scale
@@ -149,6 +162,7 @@ class SelectiveSSM(SelectiveBase):
 
     Raises:
         ValueError: the discretization or another argument is not as above.
+        TypeError: an argument is of another type.
     """
 
     def __init__(
@@ -167,6 +181,7 @@ class SelectiveSSM(SelectiveBase):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
+        check_int("SelectiveSSM", "d_inner", d_inner)
         self._init_ssm(
             d_inner, d_inner, d_state, dt_rank, discretization, dt_min, dt_max, dt_init, dt_scale, dt_init_floor, device, dtype
         )
@@ -210,7 +225,16 @@ class SelectiveSSM(SelectiveBase):
         Returns:
             ``out``, (batch, seqlen, d_inner); with ``return_last_state`` also ``last_state``, (batch, d_inner, d_state),
             float32 (float64 in a float64 layer). Both are differentiable with respect to all arguments and parameters.
+
+        Raises:
+            ValueError: a shape is not as above.
+            TypeError: an argument is not a tensor.
         """
+        self._check_sequence("x", x)
+        if z is not None:
+            self._check_sequence("z", z)
+        if initial_state is not None:
+            check_tensor("SelectiveSSM", "initial_state", initial_state)
         out, last_state = self._scan(x, z, initial_state)
         return (out, last_state) if return_last_state else out
 
@@ -225,11 +249,22 @@ class SelectiveSSM(SelectiveBase):
 
         Returns:
             ``out``, (batch, d_inner).
+
+        Raises:
+            ValueError: a shape is not as above.
+            TypeError: an argument is not a tensor.
         """
+        for name, value in (("x", x),) if z is None else (("x", x), ("z", z)):
+            check_shape("SelectiveSSM.step", name, value, "(batch, d_inner)", (None, self.d_inner))
+        check_tensor("SelectiveSSM.step", "state", state)
         return self._scan_step(x, z, state)
+
+    def _check_sequence(self, name: str, value: Tensor) -> None:
+        check_shape("SelectiveSSM", name, value, "(batch, seqlen, d_inner)", (None, None, self.d_inner))
 
     def allocate_state(self, batch_size: int, dtype: torch.dtype | None = None) -> Tensor:
         """The zero state, (batch, d_inner, d_state); float32 (float64 in a float64 layer) unless ``dtype`` is given."""
+        check_int("SelectiveSSM.allocate_state", "batch_size", batch_size, low=0)
         return self._zero_state(batch_size, dtype)
 
     def extra_repr(self) -> str:

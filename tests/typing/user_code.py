@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import assert_type
 
 import ssm_kernels
@@ -74,7 +75,7 @@ def steps() -> None:
     assert_type(ssm_kernels.diag_linear_step(state, state), Pair)
 
 
-def layers(flag: bool) -> None:
+def layers(flag: bool, packed: PackedSequence) -> None:
     selective = ssm_kernels.nn.SelectiveSSM(16)
     assert_type(selective.forward(x), Tensor)
     assert_type(selective.forward(x, x, x, False), Tensor)
@@ -85,6 +86,8 @@ def layers(flag: bool) -> None:
     assert_type(ssm_kernels.nn.Mamba(16).forward(x), Tensor)
     assert_type(ssm_kernels.nn.Mamba2(64).step(x, state, state), tuple[Tensor, Tensor, Tensor])
     assert_type(ssm_kernels.nn.MinGRU(3, 5).forward(x), Pair)
+    assert_type(ssm_kernels.nn.MinGRU(3, 5).forward(packed, hx=state), tuple[PackedSequence, Tensor])
+    assert_type(ssm_kernels.nn.Liquid(3, 5).forward(packed, dt=packed), tuple[PackedSequence, Tensor])
     assert_type(ssm_kernels.nn.MinLSTM(3, 5).step(state), Pair)
     assert_type(ssm_kernels.nn.Liquid(3, 5).forward(x, dt=0.1), Pair)
 
@@ -101,4 +104,5 @@ def mistakes(flag: bool) -> None:
     ssm_kernels.mingru_scan(x, x, gate_is_logit="yes")  # type: ignore[call-overload]
     ssm_kernels.hgrn_scan(x, x)  # type: ignore[call-overload]
     ssm_kernels.hgrn_step(state, state)  # type: ignore[call-arg]
+    ssm_kernels.nn.MinGRU(3, 5).forward([x])  # type: ignore[call-overload]
     ssm_kernels.nn.MinGRU(3, 5, candidate_activation=1)  # type: ignore[arg-type]

@@ -1,0 +1,114 @@
+"""Checks of the layers' arguments. TypeError for a type, ValueError for a value; each names the layer and the argument."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._C import discretization_aliases, discretizations
+
+
+def _wrong_type(layer: str, name: str, expected: str, value: Any) -> TypeError:
+    return TypeError(f"{layer}: expected {name} to be {expected}, got {type(value).__name__}")
+
+
+def check_int(layer: str, name: str, value: Any, low: int = 1, high: int | None = None) -> None:
+    # A bool is an int in Python; as a size it is a mistake.
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise _wrong_type(layer, name, "an int", value)
+    size = int(value)
+    if high is None and size < low:
+        raise ValueError(f"{layer}: expected {name} to be at least {low}, got {value}")
+    if high is not None and not low <= size <= high:
+        raise ValueError(f"{layer}: expected {name} from {low} to {high}, got {value}")
+
+
+def check_optional_int(layer: str, name: str, value: Any, low: int = 1) -> None:
+    if value is not None:
+        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+            raise _wrong_type(layer, name, "an int or None", value)
+        check_int(layer, name, value, low)
+
+
+def check_bools(layer: str, **values: Any) -> None:
+    for name, value in values.items():
+        if not isinstance(value, bool):
+            raise _wrong_type(layer, name, "a bool", value)
+
+
+def check_number(layer: str, name: str, value: Any) -> None:
+    """A real number; neither its sign nor its size is checked."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise _wrong_type(layer, name, "a number", value)
+
+
+def check_not_negative(layer: str, name: str, value: Any) -> None:
+    check_number(layer, name, value)
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{layer}: expected {name} to be finite and not negative, got {value}")
+
+
+def check_probability(layer: str, name: str, value: Any) -> None:
+    check_number(layer, name, value)
+    if not 0 <= value <= 1:
+        raise ValueError(f"{layer}: expected {name} from 0 to 1, got {value}")
+
+
+def check_pair(layer: str, name: str, value: Any) -> None:
+    """Two numbers; the order is checked by whoever knows the range."""
+    if isinstance(value, str) or not isinstance(value, Sequence):
+        raise _wrong_type(layer, name, "a pair of numbers", value)
+    if len(value) != 2:
+        raise ValueError(f"{layer}: expected {name} to be a pair of numbers, got {len(value)} of them")
+    for i, number in enumerate(value):
+        check_number(layer, f"{name}[{i}]", number)
+
+
+def check_choice(layer: str, name: str, value: Any, choices: Sequence[str | None]) -> None:
+    if not (value is None or isinstance(value, str)) or (value is None and None not in choices):
+        raise _wrong_type(layer, name, "a string or None" if None in choices else "a string", value)
+    if value not in choices:
+        raise ValueError(f"{layer}: unknown {name} {value!r}, expected one of {[*choices]}")
+
+
+def check_discretization(layer: str, value: Any) -> None:
+    check_choice(layer, "discretization", value, [*discretizations, *discretization_aliases])
+
+
+def check_step_sizes(layer: str, dt_min: Any, dt_max: Any, dt_init_floor: Any) -> None:
+    """The range that step sizes are drawn from at initialization."""
+    for name, value in (("dt_min", dt_min), ("dt_max", dt_max)):
+        check_number(layer, name, value)
+    if not 0 < dt_min <= dt_max < math.inf:
+        raise ValueError(f"{layer}: expected 0 < dt_min <= dt_max, both finite, got dt_min={dt_min}, dt_max={dt_max}")
+    check_not_negative(layer, "dt_init_floor", dt_init_floor)
+
+
+def check_dtype(layer: str, dtype: Any) -> None:
+    if dtype is None:
+        return
+    if not isinstance(dtype, torch.dtype):
+        raise _wrong_type(layer, "dtype", "a torch.dtype or None", dtype)
+    if not dtype.is_floating_point:
+        raise ValueError(f"{layer}: expected a floating-point dtype, got {dtype}")
+
+
+def check_tensor(layer: str, name: str, value: Any) -> None:
+    if not isinstance(value, Tensor):
+        raise _wrong_type(layer, name, "a tensor", value)
+
+
+def check_shape(layer: str, name: str, value: Any, axes: str, sizes: Sequence[int | None]) -> None:
+    """A tensor with these sizes, of which None may be any. ``axes`` names them, or is the size itself."""
+    check_tensor(layer, name, value)
+    fits = value.dim() == len(sizes) and all(size in (None, got) for size, got in zip(sizes, value.shape, strict=True))
+    if not fits:
+        names = axes.strip("()").split(", ")
+        known = [f"{axis} = {size}" for axis, size in zip(names, sizes, strict=True) if size is not None and axis != str(size)]
+        suffix = f" with {', '.join(known)}" if known else ""
+        raise ValueError(f"{layer}: expected {name} of shape {axes}{suffix}, got {list(value.shape)}")

@@ -1,0 +1,43 @@
+"""Between the order of a ``PackedSequence`` and that of sequences one after another, which the scans take."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+
+class PackedOrder:
+    """How the steps of a ``PackedSequence``, step t of every sequence before step t + 1 of any, follow each other.
+
+    Attributes:
+        cu_seqlens: (sequences + 1,), where each sequence begins once they follow one another. Sequences are in the order of
+            ``data``, longest first.
+    """
+
+    def __init__(self, packed: PackedSequence) -> None:
+        batch_sizes, device = packed.batch_sizes, packed.data.device  # batch_sizes is on the CPU, and does not increase
+        steps, total = batch_sizes.numel(), packed.data.shape[0]
+        sequences = torch.arange(int(batch_sizes[0]) if steps else 0)
+        # A sequence has a step wherever more sequences than its number do.
+        lengths = steps - torch.searchsorted(batch_sizes.flip(0), sequences, right=True)
+        cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        self._packed = packed
+        self.cu_seqlens = cu_seqlens.to(device)
+        sizes = batch_sizes.to(device)
+        # Given the size of its result, repeat_interleave does not wait for a GPU.
+        step = torch.arange(steps, device=device).repeat_interleave(sizes, output_size=total)
+        place = torch.arange(total, device=device)
+        sequence = place - (sizes.cumsum(0) - sizes)[step]
+        self._in_sequence = self.cu_seqlens[sequence] + step
+        self._in_packed = torch.empty_like(self._in_sequence).scatter_(0, self._in_sequence, place)
+
+    def to_sequences(self, data: Tensor) -> Tensor:
+        """(total, ...) in the order of ``data`` -> (total, ...), one sequence after another."""
+        return data.index_select(0, self._in_packed)
+
+    def to_packed(self, x: Tensor) -> PackedSequence:
+        """The inverse of :meth:`to_sequences`, as a ``PackedSequence`` with the batch sizes and indices of the given one."""
+        packed = self._packed
+        data = x.index_select(0, self._in_sequence)
+        return PackedSequence(data, packed.batch_sizes, packed.sorted_indices, packed.unsorted_indices)

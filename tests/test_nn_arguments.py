@@ -1,0 +1,228 @@
+"""Every argument of every layer: a wrong type is a TypeError, a wrong value a ValueError, and both name layer and argument."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+import torch.nn as nn
+
+from ssm_kernels.nn import Liquid, Mamba, Mamba2, MinGRU, MinLSTM, SelectiveSSM
+from ssm_kernels.nn.mamba2 import GatedRMSNorm
+
+OPERATOR = "linear_scan"
+
+
+class Kind(NamedTuple):
+    """What is wrong for an argument."""
+
+    types: tuple[Any, ...]
+    values: tuple[Any, ...]
+
+
+NO_INT = (True, 2.0, "2", [2], torch.tensor(2))
+NO_NUMBER = (True, "0.1", [0.1], None)
+SIZE = Kind((*NO_INT, None), (0, -8))
+OPTIONAL_SIZE = Kind(NO_INT, (0, -8))
+INDEX = Kind(NO_INT, (-1,))
+SMALL_SIZE = Kind(SIZE.types, (0, -8, 257))
+RANK = Kind((True, 2.0, None), (0, -8, "full"))
+BOOL = Kind((1, 0.0, None, "yes"), ())
+PROBABILITY = Kind(NO_NUMBER, (-0.1, 1.5, math.nan))
+NOT_NEGATIVE = Kind(NO_NUMBER, (-1, math.inf, math.nan))
+OPTIONAL_NOT_NEGATIVE = Kind(NO_NUMBER[:-1], NOT_NEGATIVE.values)
+POSITIVE = Kind(NO_NUMBER, (0, -1, math.inf, math.nan))
+PAIR = Kind((0.5, None, "ab", ("1", "2"), {1, 2}, (True, 2)), ((1.0,), (1.0, 2.0, 3.0), (2.0, 1.0), (math.nan, 1.0)))
+NAME = Kind((None, 3, True), ("tustin", "", "ZOH"))
+OPTIONAL_NAME = Kind((3, True), ("relu", ""))
+GROUP = Kind((), ("a group",))
+DTYPE = Kind(("float32", 3), (torch.int64, torch.bool, torch.complex64))
+
+RECURRENT = {
+    "input_size": SIZE,
+    "hidden_size": SIZE,
+    "num_layers": SIZE,
+    "bias": BOOL,
+    "batch_first": BOOL,
+    "dropout": PROBABILITY,
+    "bidirectional": BOOL,
+    "candidate_activation": OPTIONAL_NAME,
+    "dtype": DTYPE,
+}
+INIT = {"dt_min": POSITIVE, "dt_max": POSITIVE, "dt_init_floor": NOT_NEGATIVE, "discretization": NAME, "dtype": DTYPE}
+SELECTIVE = INIT | {"d_state": SMALL_SIZE, "dt_rank": RANK, "dt_init": NAME, "dt_scale": NOT_NEGATIVE}
+MIXER = {"d_model": SIZE, "d_conv": SIZE, "expand": POSITIVE, "layer_idx": INDEX, "bias": BOOL, "conv_bias": BOOL}
+
+# Arguments that make a layer, and what is wrong for each one that it has.
+LAYERS: dict[type[nn.Module], tuple[dict[str, Any], dict[str, Kind]]] = {
+    MinGRU: ({"input_size": 3, "hidden_size": 4}, RECURRENT),
+    MinLSTM: ({"input_size": 3, "hidden_size": 4}, RECURRENT),
+    Liquid: ({"input_size": 3, "hidden_size": 4}, RECURRENT | {"input_dependent_tau": BOOL, "tau_init": PAIR}),
+    SelectiveSSM: ({"d_inner": 6}, SELECTIVE | {"d_inner": SIZE}),
+    Mamba: ({"d_model": 6}, SELECTIVE | MIXER | {"use_fast_path": BOOL}),
+    Mamba2: (
+        {"d_model": 16, "d_state": 8, "headdim": 4},
+        INIT
+        | MIXER
+        | {
+            "d_state": SMALL_SIZE,
+            "headdim": SMALL_SIZE,
+            "d_ssm": OPTIONAL_SIZE,
+            "ngroups": SIZE,
+            "chunk_size": OPTIONAL_SIZE,
+            "conv_init": OPTIONAL_NOT_NEGATIVE,
+            "A_init_range": PAIR,
+            "dt_limit": PAIR,
+            "D_has_hdim": BOOL,
+            "rmsnorm": BOOL,
+            "norm_before_gate": BOOL,
+            "use_mem_eff_path": BOOL,
+            "sequence_parallel": BOOL,
+            "process_group": GROUP,
+        },
+    ),
+    GatedRMSNorm: (
+        {"channels": 8},
+        {"channels": SIZE, "groups": SIZE, "norm_before_gate": BOOL, "eps": NOT_NEGATIVE, "dtype": DTYPE},
+    ),
+}
+
+every_layer = pytest.mark.parametrize("layer_type", LAYERS, ids=lambda layer_type: layer_type.__name__)
+
+
+def assert_raises(error: type[Exception], layer: str, argument: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error) as raised:
+        call()
+    message = str(raised.value)
+    # The order of dt_limit is checked by the scan that takes it.
+    assert message.startswith((layer, "ssd_chunk_scan: expected dt_limit")), message
+    assert argument in message and "got" in message, message
+
+
+@every_layer
+def test_every_argument_of_the_constructor_is_checked(layer_type):
+    _, kinds = LAYERS[layer_type]
+    assert {*kinds, "device"} == {*inspect.signature(layer_type).parameters}
+
+
+@every_layer
+def test_arguments_of_constructors(layer_type):
+    good, kinds = LAYERS[layer_type]
+    name = layer_type.__name__
+    layer_type(**good)
+    for argument, kind in kinds.items():
+        for value in kind.types:
+            assert_raises(TypeError, name, argument, lambda: layer_type(**good | {argument: value}))  # noqa: B023
+        for value in kind.values:
+            expected = "unknown discretization" if argument == "discretization" else argument
+            if argument == "process_group":
+                with pytest.raises(ValueError, match="Mamba2: expected process_group None"):
+                    layer_type(**good | {argument: value})
+            elif argument in ("discretization", "dt_init", "candidate_activation", "dt_rank") and isinstance(value, str):
+                with pytest.raises(ValueError, match=f"^{name}: unknown {argument} '{value}', expected one of "):
+                    layer_type(**good | {argument: value})
+            else:
+                assert_raises(ValueError, name, expected, lambda: layer_type(**good | {argument: value}))  # noqa: B023
+
+
+@every_layer
+def test_ints_and_numbers_of_numpy_are_numbers(layer_type):
+    good, kinds = LAYERS[layer_type]
+    numbers = {name: np.int64(good[name]) for name in good}
+    numbers |= {name: np.float64(0.05) for name in ("dt_min", "dt_scale", "eps") if name in kinds}
+    layer_type(**numbers)
+
+
+@every_layer
+def test_device_and_dtype_are_those_of_the_parameters(layer_type):
+    good, _ = LAYERS[layer_type]
+    layer = layer_type(**good, device="meta", dtype=torch.float16)
+    assert all(parameter.is_meta for parameter in layer.parameters())
+    assert torch.float16 in {parameter.dtype for parameter in layer.parameters()} <= {torch.float16, torch.float32}
+    with pytest.raises(RuntimeError, match="nowhere"):
+        layer_type(**good, device="nowhere")
+
+
+NO_TENSOR = (np.zeros((2, 3), dtype=np.float32), [1.0], 3, "x")
+SEQUENCE, STEP = torch.zeros(2, 5, 6), torch.zeros(2, 6)
+
+
+def recurrent_calls(layer_type: type[nn.Module]) -> dict[str, tuple[Callable, dict[str, Any], list[str]]]:
+    layer = layer_type(6, 4)
+    return {
+        "": (layer, {"input": SEQUENCE}, ["hx", "cu_seqlens"]),
+        ".step": (layer.step, {"x": STEP}, ["state"]),
+    }
+
+
+def mixer_calls(layer: nn.Module, sequence: str) -> dict[str, tuple[Callable, dict[str, Any], list[str]]]:
+    conv_state, ssm_state = layer.allocate_inference_cache(2, 5)
+    states = {"conv_state": conv_state, "ssm_state": ssm_state}
+    optional = ["seq_idx", "cu_seqlens"] if isinstance(layer, Mamba2) else []
+    return {
+        "": (layer, {sequence: SEQUENCE}, optional),
+        ".step": (layer.step, {"hidden_states": SEQUENCE[:, :1]} | states, []),
+    }
+
+
+# Of each layer, its calls: the function, arguments that it needs, and names of other tensors that it takes.
+CALLS = {
+    MinGRU: lambda: recurrent_calls(MinGRU),
+    MinLSTM: lambda: recurrent_calls(MinLSTM),
+    Liquid: lambda: recurrent_calls(Liquid),
+    SelectiveSSM: lambda: {
+        "": (SelectiveSSM(6), {"x": SEQUENCE}, ["z", "initial_state"]),
+        ".step": (SelectiveSSM(6).step, {"x": STEP, "state": torch.zeros(2, 6, 16)}, ["z"]),
+    },
+    Mamba: lambda: mixer_calls(Mamba(6), "hidden_states"),
+    Mamba2: lambda: mixer_calls(Mamba2(6, d_state=8, headdim=4), "u"),
+}
+
+every_called_layer = pytest.mark.parametrize("layer_type", CALLS, ids=lambda layer_type: layer_type.__name__)
+
+
+@every_called_layer
+def test_arguments_of_calls_that_are_no_tensors(layer_type):
+    for suffix, (call, good, optional) in CALLS[layer_type]().items():
+        call(**good)
+        for argument in (*good, *optional):
+            for value in (*NO_TENSOR, *([] if argument in optional else [None])):
+                with pytest.raises(TypeError, match=rf"^{layer_type.__name__}{suffix}: expected {argument} to be a tensor"):
+                    call(**good | {argument: value})
+
+
+@every_called_layer
+def test_shapes_of_sequences_and_steps(layer_type):
+    for suffix, (call, good, _) in CALLS[layer_type]().items():
+        (argument, x), *_ = good.items()
+        for shape in ((6,), (), (1, *x.shape, 6), (*x.shape[:-1], 7), (*x.shape[:-1], 1)):
+            pattern = rf"^{layer_type.__name__}{suffix}: expected {argument} of shape .*, got \[{', '.join(map(str, shape))}\]"
+            with pytest.raises(ValueError, match=pattern):
+                call(**good | {argument: torch.zeros(shape)})
+
+
+def test_other_arguments_of_calls():
+    liquid, mamba2 = Liquid(6, 4), Mamba2(6, d_state=8, headdim=4)
+    for dt in (None, "1", True, [0.1]):
+        for call in (lambda dt: liquid(SEQUENCE, dt=dt), lambda dt: liquid.step(STEP, dt=dt)):
+            with pytest.raises(TypeError, match=r"^Liquid: expected dt to be a number or a tensor, got "):
+                call(dt)
+    for seqlen in (5.0, "5", True):
+        with pytest.raises(TypeError, match=r"^Mamba2: expected seqlen to be an int, got "):
+            mamba2(SEQUENCE.flatten(0, 1), seqlen=seqlen)
+    for layer in (Mamba(6, layer_idx=0), mamba2):
+        name = type(layer).__name__
+        for parameters, missing in ((3, "seqlen_offset"), (SimpleNamespace(seqlen_offset=0), "key_value_memory_dict")):
+            with pytest.raises(TypeError, match=f"^{name}: expected inference_params with {missing}, got "):
+                layer(SEQUENCE, inference_params=parameters)
+        for batch_size, error in ((2.0, TypeError), ("2", TypeError), (True, TypeError), (None, TypeError), (-1, ValueError)):
+            with pytest.raises(error, match=rf"^{name}\.allocate_inference_cache: expected batch_size to be "):
+                layer.allocate_inference_cache(batch_size, 5)
+    with pytest.raises(TypeError, match=r"^SelectiveSSM\.allocate_state: expected batch_size to be an int, got float"):
+        SelectiveSSM(6).allocate_state(2.0)

@@ -1,0 +1,153 @@
+"""The layers of linear recurrences called as torch.nn.GRU is: hx, and sequences packed by torch.nn.utils.rnn."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+
+import pytest
+import torch
+import torch.nn as nn
+from helpers import says
+from test_nn_minrnn import HIDDEN, IN, PLAIN, gradients, make, make_layer
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
+
+from ssm_kernels.nn.packed import PackedOrder
+
+OPERATOR = "linear_scan"
+
+# In the order of the user, who may have sorted them; the third are of one length.
+LENGTHS = {"sorted": (7, 4, 4, 1), "unsorted": (2, 9, 1, 5, 9), "equal": (3, 3, 3), "one": (6,)}
+every_lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=list(LENGTHS))
+
+
+def make_packed(lengths: tuple[int, ...], device: str = "cpu", channels: int = IN) -> tuple[list[Tensor], PackedSequence]:
+    sequences = [make(length, channels, device=device, seed=i).requires_grad_() for i, length in enumerate(lengths)]
+    return sequences, pack_sequence(sequences, enforce_sorted=sorted(lengths, reverse=True) == list(lengths))
+
+
+def as_of_gru(packed: PackedSequence, like: PackedSequence) -> bool:
+    """Whether all but the data is the same."""
+    return all(
+        (a is None and b is None) or torch.equal(a, b)
+        for a, b in zip(packed[1:], like[1:], strict=True)  # batch_sizes, sorted_indices, unsorted_indices
+    )
+
+
+@every_lengths
+@pytest.mark.parametrize(
+    ("num_layers", "bidirectional", "batch_first"), itertools.product((1, 2), (False, True), (False, True))
+)
+@pytest.mark.parametrize("name", PLAIN)
+def test_each_sequence_as_if_alone(name, num_layers, bidirectional, batch_first, lengths, device):
+    """In the order of the user, values and gradients, hx included."""
+    layer = make_layer(name, device, num_layers=num_layers, bidirectional=bidirectional, batch_first=batch_first)
+    hx = make(num_layers * (1 + bidirectional), len(lengths), HIDDEN, device=device, seed=9).requires_grad_()
+    for state in (None, hx):
+        sequences, packed = make_packed(lengths, device)
+        output, h_n = layer(packed, state)
+        alone = [layer(x, None if state is None else state[:, i]) for i, x in enumerate(sequences)]
+        expected = torch.cat([h for h, _ in alone]), torch.stack([h for _, h in alone], dim=1)
+        actual = torch.cat(unpack_sequence(output)), h_n
+        for a, b in zip(actual, expected, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        leaves = [*sequences, *layer.parameters(), *([] if state is None else [hx])]
+        for a, b in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+@every_lengths
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("name", PLAIN)
+def test_types_and_shapes_are_those_of_gru(name, bidirectional, lengths, device):
+    options = {"num_layers": 2, "bidirectional": bidirectional}
+    layer = make_layer(name, device, **options)
+    gru = nn.GRU(IN, HIDDEN, dtype=torch.float64, device=device, **options)
+    _, packed = make_packed(lengths, device)
+    hx = make(2 * (1 + bidirectional), len(lengths), HIDDEN, device=device)
+    for arguments in ((packed,), (packed, hx)):
+        (output, h_n), (gru_output, gru_h_n) = layer(*arguments), gru(*arguments)
+        assert isinstance(output, PackedSequence) and as_of_gru(output, gru_output) and as_of_gru(output, packed)
+        assert output.data.shape == gru_output.data.shape and output.data.dtype == gru_output.data.dtype
+        assert h_n.shape == gru_h_n.shape and h_n.dtype == gru_h_n.dtype
+    padded, padded_lengths = pad_packed_sequence(output)
+    assert padded.shape == (max(lengths), len(lengths), HIDDEN * (1 + bidirectional))
+    assert padded_lengths.tolist() == list(lengths)
+
+
+@every_lengths
+def test_order_and_back(lengths, device):
+    sequences, packed = make_packed(lengths, device)
+    order = PackedOrder(packed)
+    by_length = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    if packed.sorted_indices is not None:
+        by_length = packed.sorted_indices.tolist()
+    one_after_another = order.to_sequences(packed.data)
+    assert torch.equal(one_after_another, torch.cat([sequences[i] for i in by_length]))
+    assert order.cu_seqlens.tolist() == [0, *itertools.accumulate(lengths[i] for i in by_length)]
+    back = order.to_packed(one_after_another)
+    assert torch.equal(back.data, packed.data) and as_of_gru(back, packed)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_dropout_between_layers(name, device):
+    layer = make_layer(name, device, num_layers=2, dropout=1.0)
+    sequences, packed = make_packed(LENGTHS["unsorted"], device)
+    assert layer.training
+    dropped = torch.cat(unpack_sequence(layer(packed)[0]))
+    torch.testing.assert_close(dropped, torch.cat([layer(x)[0] for x in sequences]), rtol=1e-12, atol=1e-12)
+    kept = torch.cat(unpack_sequence(layer.eval()(packed)[0]))
+    assert not torch.allclose(dropped, kept)
+    torch.testing.assert_close(kept, torch.cat([layer(x)[0] for x in sequences]), rtol=1e-12, atol=1e-12)
+
+
+def test_step_lengths_are_packed_as_the_input(device):
+    layer = make_layer("liquid", device, num_layers=2, bidirectional=True)
+    sequences, packed = make_packed(LENGTHS["unsorted"], device)
+    dts = [0.1 + make(len(x), device=device, seed=20 + i).abs() for i, x in enumerate(sequences)]
+    output, h_n = layer(packed, dt=pack_sequence(dts, enforce_sorted=False))
+    alone = [layer(x, dt=dt) for x, dt in zip(sequences, dts, strict=True)]
+    torch.testing.assert_close(torch.cat(unpack_sequence(output)), torch.cat([h for h, _ in alone]), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(h_n, torch.stack([h for _, h in alone], dim=1), rtol=1e-12, atol=1e-12)
+    other, _ = layer(packed, dt=0.25)
+    expected = torch.cat([layer(x, dt=0.25)[0] for x in sequences])
+    torch.testing.assert_close(torch.cat(unpack_sequence(other)), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_hx_is_that_of_gru(name, device):
+    """Positional and by that name; by the older one with a warning."""
+    layer = make_layer(name, device)
+    names = [*inspect.signature(nn.GRU.forward).parameters]
+    assert [*inspect.signature(type(layer).forward).parameters][: len(names)] == names == ["self", "input", "hx"]
+    x, hx = make(7, 3, IN, device=device), make(1, 3, HIDDEN, device=device, seed=1)
+    expected = layer(x, hx)
+    with pytest.warns(DeprecationWarning, match="h_0 is called hx now"):
+        of_old_name = layer(x, h_0=hx)
+    for results in (layer(x, hx=hx), layer(input=x, hx=hx), of_old_name):
+        for a, b in zip(results, expected, strict=True):
+            assert torch.equal(a, b)
+    assert not torch.equal(layer(x)[0], expected[0])
+    with pytest.raises(TypeError, match=says("expected hx or h_0, its older name, got both")):
+        layer(x, hx, h_0=hx)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_bad_calls_with_a_packed_sequence(name):
+    layer = make_layer(name)
+    _, packed = make_packed((4, 2, 3))
+    with pytest.raises(ValueError, match=says("expected hx of shape", "= [1, 3, 6], got [1, 2, 6]")):
+        layer(packed, make(1, 2, HIDDEN))
+    with pytest.raises(TypeError, match=says("expected hx to be a tensor, got list")):
+        layer(packed, [make(1, 3, HIDDEN)])
+    with pytest.raises(ValueError, match=says("expected a PackedSequence or cu_seqlens, got both")):
+        layer(packed, cu_seqlens=torch.tensor([0, 9]))
+    _, wide = make_packed((4, 2, 3), channels=IN + 1)
+    with pytest.raises(ValueError, match=says("expected input.data of shape (steps, input_size)", "got [9, 6]")):
+        layer(wide)
+    if name == "liquid":
+        with pytest.raises(TypeError, match=says("expected dt to be a number or a PackedSequence, got Tensor")):
+            layer(packed, dt=torch.ones(9))
+        with pytest.raises(ValueError, match=says("dt", "[9]", "got [8]")):
+            layer(packed, dt=pack_sequence([torch.ones(4), torch.ones(2), torch.ones(2)], enforce_sorted=False))
