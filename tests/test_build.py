@@ -98,8 +98,8 @@ def program(tmp_path_factory) -> Path:
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
     toolkit = build_backend.find_toolkit(sys.path)
-    if torch.version.cuda and (toolkit is None or ssm_kernels.build_info()["cuda"] is None):
-        pytest.skip("find_package(Torch) wants a CUDA PyTorch's toolkit, with which ssm_kernels would have been built too")
+    if torch.version.cuda and toolkit is None:
+        pytest.skip("find_package(Torch) wants a CUDA PyTorch's toolkit")
     folder = tmp_path_factory.mktemp("libtorch")
     env = os.environ | ({"CUDACXX": str(toolkit.home / "bin" / "nvcc")} if torch.version.cuda else {})
     prefix = f"-DCMAKE_PREFIX_PATH={torch.utils.cmake_prefix_path}"
@@ -533,6 +533,20 @@ def test_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
 
 
 # What CI checks of a build
+
+
+def test_times_in_the_documentation_are_those_that_ci_allows():
+    """README: the two commands, in minutes; docs/installation.md: the clean builds, as measured and as limited."""
+    ci = (ROOT / ".ci" / "run").read_text()
+    commands = [int(seconds) for seconds in re.findall(r'within (\d+) eval "\$\{commands\[[01]\]\}"', ci)]
+    minutes = re.findall(r"under\s+(\d+)\s+minutes", (ROOT / "README.md").read_text())
+    assert commands == [60 * int(number) for number in minutes] and len(commands) == 2
+    builds = re.findall(r"SSM_KERNELS_CUDA=[01] (?:.* )?within (\d+) build", ci)
+    rows = re.findall(
+        r"^\| CPU .*kernels.* \| (\d+) \| (\d+) \|$", (ROOT / "docs" / "installation.md").read_text(), re.MULTILINE
+    )
+    assert [limit for _, limit in rows] == builds and len(builds) == 2
+    assert all(int(measured) <= int(limit) for measured, limit in rows)
 
 
 ALLOWED_TO_SPILL = "_ZN11ssm_kernels3ssd21ssd_bwd_chunks_kernelI6__halfLi128ENS0_12WarpProductsEEEvNS0_12SsdBwdParamsE"
