@@ -4,6 +4,7 @@
 #include <torch/library.h>
 
 #include "linear_scan/linear_scan_op.h"
+#include "torch/arguments.h"
 
 TORCH_LIBRARY(ssm_kernels, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
@@ -63,11 +64,12 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor grad_dt_bias, Tensor grad_initial_states)",
       tags);
 
-  // The family of h_t = a_t h_{t-1} + b_t: linear_scan, mingru_scan, ..., one for each row of common/recurrences.h.
-  for (const ssm_kernels::RecurrenceRow& row : ssm_kernels::kRecurrenceTable) {
-    m.def(ssm_kernels::linear_scan::schema_of(row).c_str(), tags);
+  // The family of h_t = a_t h_{t-1} + b_t: linear_scan and linear_step, mingru_scan and mingru_step, ..., a scan and a step of
+  // it for each row of common/recurrences.h.
+  for (const ssm_kernels::linear_scan::PublicOperator& op : ssm_kernels::linear_scan::public_operators()) {
+    m.def(op.schema().c_str(), tags);
   }
-  // Any of them, by name; what does not matter to it is ignored.
+  // Any of them, by name, a step with an axis of time of size 1; what does not matter to it is ignored.
   m.def(
       "_linear_recurrence(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, str recurrence, str candidate_activation, "
       "bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)",
@@ -82,4 +84,24 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor? cu_seqlens, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse, bool[5] needs_grad) "
       "-> (Tensor[] grad_inputs, Tensor grad_h0)",
       tags);
+}
+
+namespace {
+
+torch::CppFunction refusal() { return torch::CppFunction::makeFromBoxedFunction<&ssm_kernels::no_kernel>(); }
+
+}  // namespace
+
+// Public operators without a composite kernel, for tensors that no other kernel of theirs takes: sparse, nested and undefined
+// ones in inference mode, where no Autograd kernel checks them.
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("selective_state_update", refusal()); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, NestedTensorCPU, m) {
+  m.impl("selective_scan", refusal());
+  m.impl("selective_state_update", refusal());
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, NestedTensorCUDA, m) {
+  m.impl("selective_scan", refusal());
+  m.impl("selective_state_update", refusal());
 }

@@ -208,7 +208,7 @@ def _ssd_chunk_scan(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
 
 _library = torch.library.Library("ssm_kernels", "IMPL")
 # Calls of operators that have the rule.
-for _name in (*RECURRENCES, "ssd_chunk_scan"):
+for _name in (*RECURRENCES, *(name.replace("_scan", "_step") for name in RECURRENCES), "ssd_chunk_scan"):
     _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
 
 torch.library.register_vmap("ssm_kernels::_linear_recurrence", _linear_recurrence)

@@ -115,7 +115,8 @@ def selective_scan(
 
     Raises:
         ValueError: a shape or the discretization is not as above.
-        RuntimeError: a dtype or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        TypeError: a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.selective_scan(
         u,
@@ -182,7 +183,8 @@ def selective_state_update(
 
     Raises:
         ValueError: a shape, the discretization or ``dt_limit`` is not as above.
-        RuntimeError: a dtype or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        TypeError: a required tensor is None.
     """
     out: Tensor = torch.ops.ssm_kernels.selective_state_update(
         state,
@@ -342,7 +344,8 @@ def ssd_chunk_scan(
     Raises:
         ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,
             or both ``seq_idx`` and ``cu_seqlens`` are given.
-        RuntimeError: a dtype or device is not as above, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        TypeError: a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan(
         x,

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
-from typing import Any, Literal, overload
+from typing import Literal, overload
 
 import torch
 from torch import Tensor
@@ -107,7 +105,8 @@ def linear_scan(
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
-        RuntimeError: a dtype or device is not as documented, or there is no kernel for the device.
+        RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
+        TypeError: a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan(a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens)
     return results if return_last_state else results[0]
@@ -321,16 +320,10 @@ def liquid_scan(
     The other arguments, the results and what is raised: see :func:`linear_scan`.
 
     Raises:
-        TypeError: ``dt`` is neither a tensor nor a number.
+        TypeError: ``dt`` is neither a tensor nor a number, or a required tensor is None.
     """
-    if not isinstance(dt, Tensor):
-        if not isinstance(dt, numbers.Real):
-            raise TypeError(f"liquid_scan: expected dt to be a tensor or a number, got {type(dt).__name__}")
-        dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
-        # One for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
-        dt = torch.full(candidate.shape[-1:], dt, dtype=dtype, device=candidate.device)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan(
-        candidate, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens
+        candidate, tau, _step_size("liquid_scan", dt, candidate), h0, reverse=reverse, cu_seqlens=cu_seqlens
     )
     return results if return_last_state else results[0]
 
@@ -582,41 +575,21 @@ def diag_linear_scan(
     return results if return_last_state else results[0]
 
 
-def _step(
-    scan: Callable[..., Any],
-    inputs: dict[str, Tensor],
-    state: Tensor | None,
-    *,
-    broadcast: Mapping[str, Tensor | float] = MappingProxyType({}),
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """One step of the scan: of inputs with a batch, time is the axis before the last. Shapes are checked as those of a step."""
-    name, sizes = scan.__name__.replace("_scan", "_step"), "(batch, channels)"
-    (first_name, first), *others = inputs.items()
-    if first.dim() != 2:
-        raise ValueError(f"{name}: expected {first_name} of shape {sizes}, got {list(first.shape)}")
-    for what, x in (*others, ("state", state)):
-        if x is not None and x.shape != first.shape:
-            raise ValueError(f"{name}: expected {what} of shape {sizes} = {list(first.shape)}, got {list(x.shape)}")
-    for what, value in broadcast.items():
-        if isinstance(value, Tensor) and not _broadcasts(value, first):
-            shapes = f"{sizes} = {list(first.shape)}, got {list(value.shape)}"
-            raise ValueError(f"{name}: expected {what} of a shape that broadcasts to {shapes}")
-    of_one_step = {
-        what: x.unsqueeze(-2) if isinstance(x, Tensor) and x.dim() > 1 else x
-        for what, x in (*inputs.items(), *broadcast.items())
-    }
-    h, new_state = scan(**of_one_step, h0=state, return_last_state=True, **options)
-    return h.squeeze(1), new_state
-
-
-def _broadcasts(x: Tensor, like: Tensor) -> bool:
-    pairs = zip(reversed(x.shape), reversed(like.shape), strict=False)
-    return x.dim() <= like.dim() and all(size in (1, target) for size, target in pairs)
+def _step_size(operator: str, dt: Tensor | float, candidate: Tensor) -> Tensor:
+    """``dt`` as a tensor."""
+    if isinstance(dt, Tensor):
+        return dt
+    if not isinstance(dt, numbers.Real):
+        raise TypeError(f"{operator}: expected dt to be a tensor or a number, got {type(dt).__name__}")
+    if not isinstance(candidate, Tensor):
+        raise TypeError(f"{operator}: expected candidate to be a tensor, got {type(candidate).__name__}")
+    dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
+    # One for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
+    return torch.full(candidate.shape[-1:], dt, dtype=dtype, device=candidate.device)
 
 
 def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`linear_scan`, for decoding: a scan of seqlen 1. So are the steps of the other scans.
+    """One step of :func:`linear_scan`, for decoding: a scan of seqlen 1. The steps of the other scans are documented here too.
 
     Args:
         a, b: the scan's inputs in its order, (batch, channels). Inputs that broadcast do so to this shape.
@@ -625,9 +598,10 @@ def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tens
     Returns:
         ``(h, new_state)``: the same state in the dtype of the first input and in that of ``state``. Differentiable as the scan.
 
-    Options and what is raised are the scan's.
+    Options and what is raised are the scan's, with the names of the step and its arguments in the messages.
     """
-    return _step(linear_scan, {"a": a, "b": b}, state)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_step(a, b, state)
+    return results
 
 
 def mingru_step(
@@ -639,8 +613,10 @@ def mingru_step(
     gate_is_logit: bool = True,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`mingru_scan`; see :func:`linear_step`."""
-    inputs = {"gate": gate, "candidate": candidate}
-    return _step(mingru_scan, inputs, state, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_step(
+        gate, candidate, state, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit
+    )
+    return results
 
 
 def minlstm_step(
@@ -652,13 +628,18 @@ def minlstm_step(
     candidate_activation: str | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`minlstm_scan`; see :func:`linear_step`."""
-    inputs = {"forget": forget, "input": input, "candidate": candidate}
-    return _step(minlstm_scan, inputs, state, candidate_activation=candidate_activation)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_step(
+        forget, input, candidate, state, candidate_activation=candidate_activation
+    )
+    return results
 
 
 def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`liquid_scan`; see :func:`linear_step`."""
-    return _step(liquid_scan, {"candidate": candidate}, state, broadcast={"tau": tau, "dt": dt})
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_step(
+        candidate, tau, _step_size("liquid_step", dt, candidate), state
+    )
+    return results
 
 
 def rglru_step(
@@ -670,20 +651,25 @@ def rglru_step(
     state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """One step of :func:`rglru_scan`; see :func:`linear_step`."""
-    inputs = {"recurrence_gate": recurrence_gate, "input_gate": input_gate, "x": x}
-    return _step(rglru_scan, inputs, state, broadcast={"recurrent_param": recurrent_param})
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_step(
+        recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, state=state
+    )
+    return results
 
 
 def hgrn_step(log_gate: Tensor, *, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`hgrn_scan`; see :func:`linear_step`."""
-    return _step(hgrn_scan, {"log_gate": log_gate, "x": x}, state)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_step(log_gate, x=x, state=state)
+    return results
 
 
 def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`elu_gru_scan`; see :func:`linear_step`."""
-    return _step(elu_gru_scan, {"gate": gate, "candidate": candidate}, state)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_step(gate, candidate, state)
+    return results
 
 
 def diag_linear_step(gate: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`diag_linear_scan`; see :func:`linear_step`."""
-    return _step(diag_linear_scan, {"gate": gate, "x": x}, state)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_step(gate, x, state)
+    return results

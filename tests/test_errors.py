@@ -229,14 +229,6 @@ def test_cpu_and_cuda_mixed(name):
         selective_scan(**inputs)
 
 
-@pytest.mark.parametrize("name", ["u", *OTHERS])
-def test_sparse_is_not_supported(name, device):
-    inputs = good_inputs(device=device)
-    inputs[name] = inputs[name].to_sparse()
-    with pytest.raises(NotImplementedError, match=says("Could not run 'ssm_kernels::", "selective_scan", "Sparse")):
-        selective_scan(**inputs)
-
-
 @pytest.mark.parametrize("name", ["u", "delta", "A", "B", "C"])
 def test_required_arguments(name, device):
     inputs = good_inputs(device=device)

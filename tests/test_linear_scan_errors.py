@@ -219,14 +219,6 @@ def test_cpu_and_cuda_mixed(variant):
             variant.scan(**inputs | {name: inputs[name].to("cuda")})
 
 
-@every_recurrence
-def test_sparse_is_not_supported(variant, device):
-    inputs = good_inputs(variant, device=device)
-    for name in (first_name(variant), "h0"):
-        with pytest.raises(NotImplementedError, match=says("Could not run 'ssm_kernels::_linear_recurrence", "Sparse")):
-            variant.scan(**inputs | {name: inputs[name].to_sparse()})
-
-
 # ----- the functions
 
 
@@ -288,7 +280,7 @@ def test_inputs_in_an_older_order_are_refused(names, device):
 
 @every_recurrence
 def test_errors_of_steps(variant, device):
-    """Of shapes: those of a step. Of dtypes: the scan's."""
+    """They name the step and its `state`, also under autocast and vmap."""
     inputs = good_inputs(variant, seqlen=1, device=device)
     of_step = {name: inputs[name] for name in variant.recurrence.inputs}
     of_step = {name: x[:, 0] if x.dim() == 3 else x for name, x in of_step.items()} | {"state": inputs["h0"]}
@@ -310,16 +302,36 @@ def test_errors_of_steps(variant, device):
         for shape in ((3,), (3, 1), (1, 2, 4)):
             message = f"{step}: expected {name} of a shape that broadcasts to {axes} = [2, 4], got {[*shape]}"
             assert_step_raises(ValueError, message, **{name: torch.ones(shape, device=device)})
+    like = f"(with {first} of dtype Float)"
     bad = {"state": of_step["state"].double()}
-    assert_step_raises(RuntimeError, f"{variant.name}: expected h0 of dtype Float ", **bad)
+    assert_step_raises(RuntimeError, f"{step}: expected state of dtype Float {like}, got Double", **bad)
+    bad = {"state": of_step["state"].to("meta")}
+    assert_step_raises(RuntimeError, f"{step}: expected state on {of_step[first].device} (the device of {first})", **bad)
+    for name in other_names(variant):
+        assert_step_raises(
+            RuntimeError, f"{step}: expected {name} of dtype Float {like}, got Half", **{name: of_step[name].half()}
+        )
+    bad = {first: of_step[first].long()}
+    assert_step_raises(RuntimeError, f"{step}: expected {first} of dtype Float, Half, BFloat16 or Double, got Long", **bad)
+    if "candidate_activation" in variant.recurrence.options:
+        message = f"{step}: unknown candidate_activation 'relu', expected one of: none, g, tanh"
+        assert_step_raises(ValueError, message, candidate_activation="relu")
+    with torch.autocast(of_step[first].device.type, torch.bfloat16):
+        variant.step(**of_step | {name: of_step[name].half() for name in other_names(variant)})
+    bad = {"state": of_step["state"][:1]}
+    with pytest.raises(ValueError, match=re.escape(f"{step}: expected state of shape {axes} = [2, 4], got [1, 4]")):
+        torch.vmap(lambda x: variant.step(**of_step | bad | {first: x}))(of_step[first][None])
 
 
 @pytest.mark.parametrize("dt", [None, "0.1", [0.1]], ids=repr)
 def test_step_size_that_is_no_number(dt, device):
     inputs = good_inputs(LIQUID, device=device)
     of_step = [inputs["candidate"][:, 0], inputs["tau"], dt]
-    for call in (lambda: LIQUID.scan(**inputs | {"dt": dt}), lambda: LIQUID.step(*of_step)):
-        with pytest.raises(TypeError, match=says("liquid_scan: expected dt to be a tensor or a number, got ")):
+    for name, call in (
+        ("liquid_scan", lambda: LIQUID.scan(**inputs | {"dt": dt})),
+        ("liquid_step", lambda: LIQUID.step(*of_step)),
+    ):
+        with pytest.raises(TypeError, match=says(f"{name}: expected dt to be a tensor or a number, got ")):
             call()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, KeptGraphs, assert_equal
+from helpers import LAYOUTS, KeptGraphs, assert_equal, split
 from recurrence_helpers import (
     COMMON,
     LINEAR,
@@ -52,6 +52,15 @@ def test_opcheck(variant, needs_grad, device):
         inputs = make_inputs(variant, device=device, **COMMON[common])
         arguments = operator_arguments(variant, with_gradients(inputs) if needs_grad else inputs)
         torch.library.opcheck(variant.operator, *arguments)
+
+
+@every_recurrence
+def test_opcheck_of_steps(variant, device):
+    operator = getattr(ops, variant.step.__name__)
+    for h0 in (True, False):
+        inputs = with_gradients(make_inputs(variant, seqlen=1, h0=h0, device=device))
+        arguments = step_inputs(variant, inputs) | variant.options | {"state": inputs["h0"]}
+        torch.library.opcheck(operator.default, *split(operator, arguments))
 
 
 @pytest.mark.parametrize("common", ["h0", "packed_reverse", "required_only"])
@@ -438,6 +447,24 @@ def test_schema_is_backward_compatible(name):
     assert [(a.name, a.kwarg_only) for a in current.arguments][: len(arguments)] == arguments
 
 
-@pytest.mark.parametrize("name", [*PLAIN, "_linear_recurrence", "_linear_recurrence_fwd", "_linear_recurrence_bwd"])
+@pytest.mark.parametrize("name", SCHEMAS)
+def test_schema_of_the_step(name):
+    """The scan's, with `state` for `h0`, and without options of time."""
+    of_step = SCHEMAS[name].replace("h0", "state").removesuffix(", *")
+    step = name.replace("_scan", "_step")
+    released = torch._C.parse_schema(f"ssm_kernels::{step}({of_step}) -> (Tensor h, Tensor new_state)")
+    assert str(getattr(ops, step).default._schema) == str(released)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *PLAIN,
+        *(name.replace("_scan", "_step") for name in PLAIN),
+        "_linear_recurrence",
+        "_linear_recurrence_fwd",
+        "_linear_recurrence_bwd",
+    ],
+)
 def test_operators_are_tagged_for_compile(name):
     assert torch.Tag.pt2_compliant_tag in getattr(ops, name).default.tags

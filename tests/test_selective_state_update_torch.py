@@ -330,13 +330,6 @@ def test_cpu_and_cuda_mixed(name):
         selective_state_update(**(inputs | {name: inputs[name].to("cuda")}))
 
 
-@pytest.mark.parametrize("name", ["x", *ARGUMENTS])
-def test_sparse_is_not_supported(name, device):
-    inputs = good_inputs(slots=2, device=device)
-    with pytest.raises(NotImplementedError, match=says("Could not run 'ssm_kernels::selective_state_update'", "Sparse")):
-        selective_state_update(**(inputs | {name: inputs[name].to_sparse()}))
-
-
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C"])
 def test_required_arguments(name, device):
     inputs = good_inputs(device=device)

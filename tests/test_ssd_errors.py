@@ -235,13 +235,6 @@ def test_cpu_and_cuda_mixed():
             ssd_chunk_scan(**inputs | {name: inputs[name].to("cuda")})
 
 
-def test_sparse_is_not_supported(device):
-    inputs = good_inputs(device=device)
-    for name in ("x", "A", "initial_states"):
-        with pytest.raises(NotImplementedError, match=says("Could not run 'ssm_kernels::_ssd_chunk_scan_fwd", "Sparse")):
-            ssd_chunk_scan(**inputs | {name: inputs[name].to_sparse()})
-
-
 # ----- the function
 
 

@@ -118,8 +118,7 @@ std::tuple<at::Tensor, at::Tensor> fwd_cuda(at::TensorList inputs, const Optiona
   FwdOutputs outputs = allocate_fwd(in);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);
-  const Plan plan(params, member.row->name, first.element_size(), fwd_thread_steps(static_cast<int>(member.row->inputs)),
-                  first);
+  const Plan plan(params, member.name, first.element_size(), fwd_thread_steps(static_cast<int>(member.row->inputs)), first);
   if (!plan.is_empty()) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     plan.clear_words(stream);
@@ -141,7 +140,7 @@ std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_cuda(const OptionalTensor& g
   GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanBwdParams params = make_bwd_params(in, member, sequences, h, grad_h, grad_last_state, grads);
-  Plan plan(params, member.row->name, first.element_size(), kBwdThreadSteps, first);
+  Plan plan(params, member.name, first.element_size(), kBwdThreadSteps, first);
   for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) plan.add_view(Partition::kGradInputs + i, params.grad_inputs[i]);
   plan.add_view(Partition::kGradH, params.grad_h);
   if (!plan.is_empty()) {

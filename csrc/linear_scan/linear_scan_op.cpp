@@ -17,6 +17,7 @@
 #include <algorithm>
 
 #include "linear_scan/linear_scan_adjoint.h"
+#include "torch/arguments.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
@@ -28,11 +29,12 @@ namespace {
 
 constexpr const char* kActivationNames[] = {"none", "g", "tanh"};
 constexpr char kSequenceAxes[] = "(batch, seqlen, channels)";
+constexpr char kStateAxes[] = "(batch, channels)";
 constexpr size_t kH0 = kMaxRecurrenceInputs;  // its place in NeedsGrad
 
-const RecurrenceRow& find_row(std::string_view name) {
-  for (const RecurrenceRow& row : kRecurrenceTable) {
-    if (row.name == name) return row;
+const PublicOperator& find_operator(std::string_view name) {
+  for (const PublicOperator& op : public_operators()) {
+    if (op.name == name) return op;
   }
   TORCH_CHECK_VALUE(false, "unknown recurrence '", name, "'");
 }
@@ -46,17 +48,22 @@ Activation parse_activation(const char* op, std::string_view name) {
   TORCH_CHECK_VALUE(false, op, ": unknown candidate_activation '", name, "', expected one of: ", known);
 }
 
-// A broadcasting input in the shape of the first. Expanded axis by axis, so that its gradient is summed likewise, time first:
-// PyTorch's order in a sum to a single number depends on the number of threads.
-at::Tensor broadcast(const char* op, const char* name, const at::Tensor& tensor, const at::Tensor& like) {
-  const c10::SymIntArrayRef shape = tensor.sym_sizes(), target = like.sym_sizes();
+// Raises unless the tensor broadcasts to the shape.
+void check_broadcasts(const char* op, const char* name, const at::Tensor& tensor, const char* axes,
+                      c10::SymIntArrayRef target) {
+  const c10::SymIntArrayRef shape = tensor.sym_sizes();
   bool fits = shape.size() <= target.size();
   for (size_t i = 0; fits && i < shape.size(); ++i) {
     const c10::SymInt& size = shape[shape.size() - 1 - i];
     fits = size == 1 || size == target[target.size() - 1 - i];
   }
-  TORCH_CHECK_VALUE(fits, op, ": expected ", name, " of a shape that broadcasts to ", kSequenceAxes, " = ", target, ", got ",
-                    shape);
+  TORCH_CHECK_VALUE(fits, op, ": expected ", name, " of a shape that broadcasts to ", axes, " = ", target, ", got ", shape);
+}
+
+// A broadcasting input in the shape of the first. Expanded axis by axis, so that its gradient is summed likewise, time first:
+// PyTorch's order in a sum to a single number depends on the number of threads.
+at::Tensor broadcast(const at::Tensor& tensor, const at::Tensor& like) {
+  const c10::SymIntArrayRef shape = tensor.sym_sizes(), target = like.sym_sizes();
   std::vector<c10::SymInt> sizes(target.size(), 1);
   std::copy(shape.begin(), shape.end(), sizes.end() - static_cast<int64_t>(shape.size()));
   at::Tensor result = tensor;
@@ -70,25 +77,43 @@ at::Tensor broadcast(const char* op, const char* name, const at::Tensor& tensor,
 
 }  // namespace
 
-std::string schema_of(const RecurrenceRow& row) {
-  std::string schema = std::string(row.name) + "(";
-  for (size_t i = 0; i < row.inputs; ++i) {
-    if (i == row.positional) schema += "*, ";
-    schema += "Tensor " + std::string(row.input_names[i]) + ", ";
+std::string PublicOperator::schema() const {
+  std::string schema = name + "(";
+  for (size_t i = 0; i < row->inputs; ++i) {
+    if (i == row->positional) schema += "*, ";
+    schema += "Tensor " + std::string(row->input_names[i]) + ", ";
   }
-  schema += row.positional < row.inputs ? "Tensor? h0=None, " : "Tensor? h0=None, *, ";
-  if (row.has_candidate_activation) schema += "str? candidate_activation=None, ";
-  if (row.has_gate_is_logit) schema += "bool gate_is_logit=True, ";
-  return schema + "bool reverse=False, Tensor? cu_seqlens=None) -> (Tensor h, Tensor last_state)";
+  schema += "Tensor? " + std::string(state_name()) + "=None";
+  std::string options;
+  if (row->has_candidate_activation) options += ", str? candidate_activation=None";
+  if (row->has_gate_is_logit) options += ", bool gate_is_logit=True";
+  if (!is_step) options += ", bool reverse=False, Tensor? cu_seqlens=None";
+  if (row->positional >= row->inputs && !options.empty()) schema += ", *";
+  return schema + options + (is_step ? ") -> (Tensor h, Tensor new_state)" : ") -> (Tensor h, Tensor last_state)");
+}
+
+const std::vector<PublicOperator>& public_operators() {
+  static const std::vector<PublicOperator> operators = [] {
+    std::vector<PublicOperator> result;
+    for (const RecurrenceRow& row : kRecurrenceTable) {
+      const std::string scan = row.name;
+      result.push_back({scan, &row, false});
+      result.push_back({scan.substr(0, scan.rfind('_')) + "_step", &row, true});
+    }
+    return result;
+  }();
+  return operators;
 }
 
 c10::SymInt Inputs::sequences() const { return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : tensors[0].sym_size(0); }
 
 Member check_inputs(const Inputs& in) {
-  const RecurrenceRow& row = find_row(in.recurrence);
-  TORCH_CHECK_VALUE(in.tensors.size() == row.inputs, row.name, ": expected ", row.inputs, " inputs, got ", in.tensors.size());
+  const PublicOperator& op = find_operator(in.recurrence);
+  const RecurrenceRow& row = *op.row;
+  const char* const op_name = op.name.c_str();
+  TORCH_CHECK_VALUE(in.tensors.size() == row.inputs, op_name, ": expected ", row.inputs, " inputs, got ", in.tensors.size());
   const at::Tensor& first = in.tensors[0];
-  const ArgumentChecks checks(row.name, row.input_names[0].data(), first);
+  const ArgumentChecks checks(op_name, row.input_names[0].data(), first);
   checks.rank(row.input_names[0].data(), first, 3, kSequenceAxes);
   for (size_t i = 1; i < row.inputs; ++i) {
     const at::Tensor& input = in.tensors[i];
@@ -102,11 +127,11 @@ Member check_inputs(const Inputs& in) {
     checks.device(name, input);
   }
   if (is_present(in.cu_seqlens)) {
-    check_cu_seqlens_argument(checks, row.name, *in.cu_seqlens, first.sym_size(0));
+    check_cu_seqlens_argument(checks, op_name, *in.cu_seqlens, first.sym_size(0));
   }
-  checks.tensor("h0", in.h0, is_present(in.cu_seqlens) ? "(sequences, channels)" : "(batch, channels)",
+  checks.tensor(op.state_name(), in.h0, is_present(in.cu_seqlens) ? "(sequences, channels)" : kStateAxes,
                 {in.sequences(), first.sym_size(2)}, checks.accumulate());
-  return {&row, {parse_activation(row.name, in.candidate_activation), in.gate_is_logit}};
+  return {op_name, &row, {parse_activation(op_name, in.candidate_activation), in.gate_is_logit}};
 }
 
 namespace {
@@ -131,7 +156,7 @@ FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.tensors[0]
 GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTensor& grad_h,
                          const OptionalTensor& grad_last_state, const NeedsGrad& needs_grad) {
   const at::Tensor& first = in.tensors[0];
-  const ArgumentChecks checks(find_row(in.recurrence).name, "h", first);
+  const ArgumentChecks checks(find_operator(in.recurrence).name.c_str(), "h", first);
   checks.tensor("h", h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
   checks.tensor("grad_h", grad_h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
   checks.tensor("grad_last_state", grad_last_state, "(sequences, channels)", {in.sequences(), first.sym_size(2)},
@@ -243,27 +268,48 @@ const c10::TypedOperatorHandle<FwdSignature>& recurrence_op() {
   return op;
 }
 
-// A member's public operator.
-void public_operator(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
-  const std::string& name = op.schema().name();
-  const RecurrenceRow& row = find_row(std::string_view(name).substr(name.find("::") + 2));
-  auto arguments = torch::jit::pop(*stack, op.schema().arguments().size());
+// Checks the shapes of a step's arguments, then gives its inputs an axis of time.
+void prepare_step(const PublicOperator& op, std::vector<at::Tensor>& inputs, const OptionalTensor& state) {
+  const RecurrenceRow& row = *op.row;
+  const ArgumentChecks checks(op.name.c_str(), row.input_names[0].data(), inputs[0]);
+  checks.rank(row.input_names[0].data(), inputs[0], 2, kStateAxes);
+  const c10::SymDimVector shape(inputs[0].sym_sizes().begin(), inputs[0].sym_sizes().end());
+  for (size_t i = 1; i < row.first_broadcast; ++i) checks.shape(row.input_names[i].data(), inputs[i], kStateAxes, shape);
+  for (size_t i = row.first_broadcast; i < row.inputs; ++i) {
+    check_broadcasts(op.name.c_str(), row.input_names[i].data(), inputs[i], kStateAxes, shape);
+  }
+  if (is_present(state)) checks.shape(op.state_name(), *state, kStateAxes, shape);
+  for (at::Tensor& input : inputs) {
+    if (input.dim() == 2) input = input.unsqueeze(1);
+  }
+}
+
+// Every public operator of the family.
+void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
+  check_arguments(handle, *stack);
+  const std::string& name = handle.schema().name();
+  const PublicOperator& op = find_operator(std::string_view(name).substr(name.find("::") + 2));
+  const RecurrenceRow& row = *op.row;
+  auto arguments = torch::jit::pop(*stack, handle.schema().arguments().size());
   auto next = arguments.begin();
   std::vector<at::Tensor> inputs;
   for (size_t i = 0; i < row.inputs; ++i) inputs.push_back((next++)->toTensor());
   const OptionalTensor h0 = (next++)->toOptional<at::Tensor>();
   const auto activation = row.has_candidate_activation ? (next++)->toOptional<std::string>() : std::nullopt;
   const bool gate_is_logit = row.has_gate_is_logit ? (next++)->toBool() : true;
-  const bool reverse = (next++)->toBool();
-  const OptionalTensor cu_seqlens = next->toOptional<at::Tensor>();
+  const bool reverse = op.is_step ? false : (next++)->toBool();
+  const OptionalTensor cu_seqlens = op.is_step ? std::nullopt : next->toOptional<at::Tensor>();
 
-  ArgumentChecks(row.name, row.input_names[0].data(), inputs[0]).rank(row.input_names[0].data(), inputs[0], 3, kSequenceAxes);
+  if (op.is_step) prepare_step(op, inputs, h0);
+  const at::Tensor& first = inputs[0];
+  ArgumentChecks(op.name.c_str(), row.input_names[0].data(), first).rank(row.input_names[0].data(), first, 3, kSequenceAxes);
   for (size_t i = row.first_broadcast; i < row.inputs; ++i) {
-    inputs[i] = broadcast(row.name, row.input_names[i].data(), inputs[i], inputs[0]);
+    check_broadcasts(op.name.c_str(), row.input_names[i].data(), inputs[i], kSequenceAxes, first.sym_sizes());
+    inputs[i] = broadcast(inputs[i], first);
   }
   auto [h, last_state] =
-      recurrence_op().call(inputs, h0, cu_seqlens, row.name, activation.value_or(kActivationNames[0]), gate_is_logit, reverse);
-  torch::jit::push(*stack, std::move(h), std::move(last_state));
+      recurrence_op().call(inputs, h0, cu_seqlens, op.name, activation.value_or(kActivationNames[0]), gate_is_logit, reverse);
+  torch::jit::push(*stack, op.is_step ? h.squeeze(1) : std::move(h), std::move(last_state));
 }
 
 std::tuple<at::Tensor, at::Tensor> recurrence_no_grad(at::TensorList inputs, const OptionalTensor& h0,
@@ -312,7 +358,7 @@ class LinearRecurrence : public torch::autograd::Function<LinearRecurrence> {
     const std::string_view recurrence = ctx->saved_data["recurrence"].toStringView();
     const bool reverse = ctx->saved_data["reverse"].toBool();
     std::tuple<std::vector<at::Tensor>, at::Tensor> computed;
-    if (at::GradMode::is_enabled() && find_row(recurrence).recurrence == Recurrence::kLinear) {
+    if (at::GradMode::is_enabled() && find_operator(recurrence).row->recurrence == Recurrence::kLinear) {
       computed = differentiable_adjoint(grad_h, grad_last_state, tensors[0], saved[inputs], h0, cu_seqlens, reverse);
     } else {
       static const auto op = find_op<BwdSignature>("ssm_kernels::_linear_recurrence_bwd");
@@ -332,7 +378,7 @@ std::tuple<at::Tensor, at::Tensor> recurrence_autograd(at::TensorList inputs, co
                                                        const OptionalTensor& cu_seqlens, std::string_view recurrence,
                                                        std::string_view candidate_activation, bool gate_is_logit,
                                                        bool reverse) {
-  check_no_func_transform(find_row(recurrence).name);
+  check_no_func_transform(find_operator(recurrence).name.c_str());
   const auto any = [&](const auto& predicate) {
     return std::any_of(inputs.begin(), inputs.end(), predicate) || (is_present(h0) && predicate(*h0));
   };
@@ -356,7 +402,7 @@ std::tuple<at::Tensor, at::Tensor> recurrence_autocast(at::TensorList inputs, co
                                                        bool reverse) {
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
-  const size_t first_broadcast = find_row(recurrence).first_broadcast;
+  const size_t first_broadcast = find_operator(recurrence).row->first_broadcast;
   std::vector<at::Tensor> cast;
   for (size_t i = 0; i < inputs.size(); ++i) {
     cast.push_back(at::autocast::cached_cast(i < first_broadcast ? lower : at::kFloat, inputs[i], device_type));
@@ -368,8 +414,8 @@ std::tuple<at::Tensor, at::Tensor> recurrence_autocast(at::TensorList inputs, co
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
-  for (const RecurrenceRow& row : kRecurrenceTable) {
-    m.impl(row.name, torch::CppFunction::makeFromBoxedFunction<&public_operator>());
+  for (const PublicOperator& op : public_operators()) {
+    m.impl(op.name.c_str(), torch::CppFunction::makeFromBoxedFunction<&public_operator>());
   }
 }
 

@@ -17,10 +17,20 @@ namespace ssm_kernels::linear_scan {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// The schema of a row's operator.
-std::string schema_of(const RecurrenceRow& row);
+// A public operator of the family: a row's scan, or its step, which is a scan of one step whose tensors have no axis of time.
+struct PublicOperator {
+  std::string name;
+  const RecurrenceRow* row;
+  bool is_step;
 
-// What forward reads. References: lives as long as the call.
+  const char* state_name() const { return is_step ? "state" : "h0"; }
+  std::string schema() const;
+};
+// Two for each row.
+const std::vector<PublicOperator>& public_operators();
+
+// What forward reads. References: lives as long as the call. `recurrence` is the name of a public operator, which messages
+// bear.
 struct Inputs {
   at::TensorList tensors;
   const OptionalTensor &h0, &cu_seqlens;
@@ -31,6 +41,7 @@ struct Inputs {
 };
 
 struct Member {
+  const char* name;  // of the public operator
   const RecurrenceRow* row;
   RecurrenceOptions options;
 };

@@ -11,6 +11,7 @@
 
 #include <string>
 
+#include "torch/arguments.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
@@ -212,12 +213,23 @@ GradTuple bwd_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_la
   return as_tuple(allocate_bwd(in, grad_out, grad_last_state, chunk_states, has_initial_state));
 }
 
+using ScanSignature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                                         const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                                                         const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                                         std::string_view, bool);
+
+const c10::TypedOperatorHandle<ScanSignature>& scan_op() {
+  static const auto op = find_op<ScanSignature>("ssm_kernels::selective_scan");
+  return op;
+}
+
 // Without a graph to build: forward, saving nothing.
 std::tuple<at::Tensor, at::Tensor> selective_scan_no_grad(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
                                                           const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
                                                           const OptionalTensor& z, const OptionalTensor& delta_bias,
                                                           const OptionalTensor& initial_state, std::string_view discretization,
                                                           bool delta_softplus) {
+  check_arguments(scan_op(), {u, delta, A, B, C, D, z, delta_bias, initial_state});
   auto [out, last_state, chunk_states] =
       fwd_op().call(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus, false);
   return {out, last_state};
@@ -275,6 +287,7 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_autograd(const at::Tensor& u, 
                                                            const OptionalTensor& initial_state, std::string_view discretization,
                                                            bool delta_softplus) {
   check_no_func_transform(kOp);
+  check_arguments(scan_op(), {u, delta, A, B, C, D, z, delta_bias, initial_state});
   const auto any = [&](const auto& predicate) {
     const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
     return predicate(u) || predicate(delta) || predicate(A) || predicate(B) || predicate(C) || holds(D) || holds(z) ||
@@ -299,15 +312,14 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_autocast(const at::Tensor& u, 
                                                            const OptionalTensor& z, const OptionalTensor& delta_bias,
                                                            const OptionalTensor& initial_state, std::string_view discretization,
                                                            bool delta_softplus) {
+  check_arguments(scan_op(), {u, delta, A, B, C, D, z, delta_bias, initial_state});
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
   const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
   const auto matrix = [&](const at::Tensor& tensor) { return tensor.dim() == 2 ? parameter(tensor) : sequence(tensor); };
-  using Signature = decltype(selective_scan_no_grad);
-  static const auto op = find_op<Signature>("ssm_kernels::selective_scan");
-  return op.call(sequence(u), sequence(delta), parameter(A), matrix(B), matrix(C), parameter(D), sequence(z),
-                 parameter(delta_bias), parameter(initial_state), discretization, delta_softplus);
+  return scan_op().call(sequence(u), sequence(delta), parameter(A), matrix(B), matrix(C), parameter(D), sequence(z),
+                        parameter(delta_bias), parameter(initial_state), discretization, delta_softplus);
 }
 
 }  // namespace

@@ -14,6 +14,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "torch/arguments.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
@@ -42,6 +43,8 @@ void check_parameter(const ArgumentChecks& checks, const char* name, const Optio
 }  // namespace
 
 Discretization check_inputs(const Inputs& in, std::string_view discretization) {
+  check_defined(kOp, "state", in.state);
+  check_defined(kOp, "B", in.B);
   const ArgumentChecks checks(kOp, "x", in.x);
   TORCH_CHECK_VALUE(in.state.dim() == 3 || in.state.dim() == 4, kOp, ": expected state of shape ", kWithChannels.state, " or ",
                     kWithHeads.state, ", got ", in.state.sym_sizes());
@@ -191,6 +194,7 @@ at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tenso
                     const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
                     const OptionalTensor& dt_bias, bool dt_softplus, const OptionalTensor& state_batch_indices,
                     std::string_view discretization, OptionalLimit dt_limit) {
+  check_arguments(operator_handle(), {state, x, dt, A, B, C, D, z, dt_bias, std::nullopt, state_batch_indices});
   const auto check_mode = [](const auto&... tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(!(torch::autograd::isFwGradDefined(tensors) || ...), kOp,
                                 ": forward-mode differentiation is not supported");
@@ -235,6 +239,7 @@ at::Tensor autocast(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt
                     const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
                     bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
                     OptionalLimit dt_limit) {
+  check_arguments(operator_handle(), {state, x, dt, A, B, C, D, z, dt_bias, std::nullopt, state_batch_indices});
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto input = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };

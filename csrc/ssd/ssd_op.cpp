@@ -13,6 +13,7 @@
 #include <string>
 
 #include "common/limits.h"
+#include "torch/arguments.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
@@ -197,7 +198,10 @@ FwdResult ssd_chunk_scan(const at::Tensor& x, const at::Tensor& dt, const at::Te
                          const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus,
                          std::optional<at::ArrayRef<double>> dt_limit, const OptionalTensor& initial_states,
                          const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, std::string_view discretization) {
+  static const auto public_op = c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::ssd_chunk_scan", "");
   static const auto op = find_op<FwdSignature>("ssm_kernels::_ssd_chunk_scan");
+  check_arguments(public_op, {x, dt, A, B, C, std::nullopt, D, z, dt_bias, std::nullopt, std::nullopt, initial_states, seq_idx,
+                              cu_seqlens});
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, dt_limit);
   return op.call(x, dt, A, B, C, std::move(chunk_size), D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx,
                  cu_seqlens, discretization);

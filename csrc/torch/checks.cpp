@@ -7,6 +7,8 @@
 
 #include <limits>
 
+#include "torch/arguments.h"
+
 namespace ssm_kernels {
 namespace {
 
@@ -82,6 +84,7 @@ void check_dt_limit(const char* op, double min, double max) {
 
 ArgumentChecks::ArgumentChecks(const char* op, const char* like_name, const at::Tensor& like)
     : op_(op), like_name_(like_name), like_(like), accumulate_(accumulate_type(like.scalar_type())) {
+  check_defined(op, like_name, like);
   const at::ScalarType dtype = like.scalar_type();
   check_real(op, like_name, dtype);
   TORCH_CHECK(dtype == at::kFloat || dtype == at::kHalf || dtype == at::kBFloat16 || dtype == at::kDouble, op, ": expected ",
@@ -89,10 +92,12 @@ ArgumentChecks::ArgumentChecks(const char* op, const char* like_name, const at::
 }
 
 void ArgumentChecks::rank(const char* name, const at::Tensor& tensor, int64_t rank, const char* axes) const {
+  check_defined(op_, name, tensor);
   TORCH_CHECK_VALUE(tensor.dim() == rank, op_, ": expected ", name, " of shape ", axes, ", got ", tensor.sym_sizes());
 }
 
 void ArgumentChecks::shape(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape) const {
+  check_defined(op_, name, tensor);
   const c10::SymIntArrayRef got = tensor.sym_sizes();
   bool equal = got.size() == shape.size();
   for (size_t i = 0; equal && i < shape.size(); ++i) equal = got[i] == shape[i];

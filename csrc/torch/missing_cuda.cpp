@@ -5,18 +5,10 @@
 #include <ATen/core/Tensor.h>
 #include <c10/util/Exception.h>
 
-#include <string>
+#include "torch/arguments.h"
 
 namespace ssm_kernels {
 namespace {
-
-// "selective_scan" of "ssm_kernels::_selective_scan_fwd".
-std::string public_name(const c10::OperatorHandle& op) {
-  std::string name = op.schema().name();
-  name.erase(0, name.find("::") + 2);
-  if (name.front() == '_') name = name.substr(1, name.size() - sizeof("_fwd"));
-  return name;
-}
 
 // One CUDA tensor among CPU tensors also comes here; then that is what is wrong.
 void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {

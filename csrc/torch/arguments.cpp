@@ -1,0 +1,63 @@
+#include "torch/arguments.h"
+
+#include <c10/util/Exception.h>
+
+#include <algorithm>
+
+namespace ssm_kernels {
+namespace {
+
+void check_argument(const c10::OperatorHandle& op, const c10::Argument& argument, const at::Tensor& tensor) {
+  if (!tensor.defined()) {
+    if (argument.type()->kind() != c10::TypeKind::OptionalType) check_defined(public_name(op), argument.name(), tensor);
+    return;
+  }
+  TORCH_CHECK_NOT_IMPLEMENTED(tensor.layout() == at::kStrided, public_name(op), ": expected ", argument.name(),
+                              " to be a dense tensor (of layout Strided), got layout ", tensor.layout());
+  TORCH_CHECK_NOT_IMPLEMENTED(!tensor.is_nested(), public_name(op), ": expected ", argument.name(),
+                              " to be a dense tensor, got a nested one");
+}
+
+}  // namespace
+
+std::string public_name(const c10::OperatorHandle& op) {
+  std::string name = op.schema().name();
+  name.erase(0, name.find("::") + 2);
+  if (name.front() != '_') return name;
+  name.erase(0, 1);
+  for (const std::string_view suffix : {"_fwd", "_bwd"}) {
+    const size_t end = name.size() - std::min(name.size(), suffix.size());
+    if (name.substr(end) == suffix) name.erase(end);
+  }
+  return name;
+}
+
+void check_defined(std::string_view op, std::string_view name, const at::Tensor& tensor) {
+  TORCH_CHECK_TYPE(tensor.defined(), op, ": expected ", name, " to be a tensor, got None");
+}
+
+void check_arguments(const c10::OperatorHandle& op, std::initializer_list<AnyArgument> arguments) {
+  auto schema = op.schema().arguments().begin();
+  for (const AnyArgument& argument : arguments) {
+    if (argument.tensor != nullptr) check_argument(op, *schema, *argument.tensor);
+    ++schema;
+  }
+}
+
+void check_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& schema = op.schema().arguments();
+  auto value = stack.end() - static_cast<int64_t>(schema.size());
+  for (const c10::Argument& argument : schema) {
+    if (value->isTensor()) check_argument(op, argument, value->toTensor());
+    ++value;
+  }
+}
+
+void no_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_arguments(op, *stack);
+  const at::Tensor& first = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
+  TORCH_CHECK_NOT_IMPLEMENTED(false, public_name(op), ": expected CPU or CUDA tensors, got ", op.schema().arguments()[0].name(),
+                              " on ", first.device());
+}
+
+}  // namespace ssm_kernels

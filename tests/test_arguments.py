@@ -1,0 +1,193 @@
+"""Every tensor argument of every public operator: what None, another type and another layout are told.
+
+The message names the operator and the argument, through the Python function and through ``torch.ops``, whatever the mode.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from helpers import make_inputs, make_step_inputs, says, split
+from recurrence_helpers import PLAIN
+from recurrence_helpers import make_inputs as make_recurrence_inputs
+from recurrence_helpers import step_inputs as make_recurrence_step_inputs
+from ssd_helpers import make_inputs as make_ssd_inputs
+from torch import Tensor
+
+import ssm_kernels
+
+OPERATOR = "selective_scan"
+
+
+class Operator(NamedTuple):
+    """A public operator.
+
+    Attributes:
+        make: legal keyword arguments on a device, with every tensor that can be there together.
+    """
+
+    name: str
+    make: Callable[[str], dict[str, Any]]
+
+    @property
+    def overload(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.ssm_kernels, self.name).default
+
+    def calls(self) -> dict[str, Callable]:
+        """The ways of calling it, by keywords."""
+
+        def operator(**arguments: Any) -> Any:
+            packet = getattr(torch.ops.ssm_kernels, self.name)
+            positional, keywords = split(packet, arguments)
+            return packet(*positional, **keywords)
+
+        return {"function": getattr(ssm_kernels, self.name), "torch.ops": operator}
+
+    def tensors(self, *, required: bool) -> list[str]:
+        """The names of the tensor arguments that must, or need not, be there."""
+        kind = torch.TensorType if required else torch.OptionalType
+        return [
+            argument.name
+            for argument in self.overload._schema.arguments
+            if isinstance(argument.type, kind) and "Tensor" in str(argument.type)
+        ]
+
+
+def _recurrence_operators(name: str) -> list[Operator]:
+    variant = PLAIN[name]
+
+    def scan(device: str) -> dict[str, Any]:
+        return make_recurrence_inputs(variant, cu_seqlens=(0, 2, 5), dtype=torch.float32, device=device)
+
+    def step(device: str) -> dict[str, Any]:
+        inputs = make_recurrence_inputs(variant, seqlen=1, dtype=torch.float32, device=device)
+        options = {key: inputs[key] for key in variant.options}
+        return make_recurrence_step_inputs(variant, inputs) | options | {"state": inputs["h0"]}
+
+    return [Operator(name, scan), Operator(name.replace("_scan", "_step"), step)]
+
+
+OPERATORS = {
+    operator.name: operator
+    for operator in (
+        Operator("selective_scan", lambda device: make_inputs(dtype=torch.float32, device=device)),
+        Operator("selective_state_update", lambda device: make_step_inputs(slots=3, dtype=torch.float32, device=device)),
+        Operator("ssd_chunk_scan", lambda device: make_ssd_inputs(resets=[[2]], dtype=torch.float32, device=device)),
+        *(operator for name in PLAIN for operator in _recurrence_operators(name)),
+    )
+}
+every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
+MODES = {
+    "grad": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+}
+every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=list(MODES))
+
+
+def assert_raises(operator: Operator, arguments: dict[str, Any], error: type[Exception], message: str) -> None:
+    for how, call in operator.calls().items():
+        with pytest.raises(error, match=rf"^{re.escape(message)}(\n|$)") as raised:
+            call(**arguments)
+        assert raised.type is error, how
+
+
+def test_every_public_operator_is_tested():
+    names = {name.removeprefix("ssm_kernels::") for name in torch._C._dispatch_get_all_op_names() if "ssm_kernels::" in name}
+    assert {name for name in names if not name.startswith("_")} == set(OPERATORS)
+
+
+@every_operator
+def test_good_arguments_are_accepted(operator, device):
+    for call in operator.calls().values():
+        call(**operator.make(device))
+
+
+@every_mode
+@every_operator
+def test_none_for_a_required_tensor(operator, mode, device):
+    with mode():
+        for name in operator.tensors(required=True):
+            arguments = operator.make(device) | {name: None}
+            kind = "a tensor or a number" if operator.name.startswith("liquid") and name == "dt" else "a tensor"
+            for how, call in operator.calls().items():
+                got = "NoneType" if how == "function" and "number" in kind else "None"
+                expected = kind if how == "function" else "a tensor"
+                with pytest.raises(TypeError, match=rf"^{operator.name}: expected {name} to be {expected}, got {got}(\n|$)"):
+                    call(**arguments)
+
+
+@every_mode
+@every_operator
+def test_none_for_every_required_tensor(operator, mode, device):
+    required = operator.tensors(required=True)
+    arguments = {name: value for name, value in operator.make(device).items() if not isinstance(value, Tensor)}
+    number = {"dt": 0.1} if operator.name.startswith("liquid") else {}
+    with mode():
+        positional, keywords = split(getattr(torch.ops.ssm_kernels, operator.name), arguments | dict.fromkeys(required))
+        with pytest.raises(TypeError, match=rf"^{operator.name}: expected {required[0]} to be a tensor, got None(\n|$)"):
+            getattr(torch.ops.ssm_kernels, operator.name)(*positional, **keywords)
+        with pytest.raises(TypeError, match=rf"^{operator.name}: expected {required[0]} to be a tensor, got None"):
+            operator.calls()["function"](**arguments | dict.fromkeys(required) | number)
+
+
+LAYOUTS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "sparse": (lambda x: x.to_sparse(), "to be a dense tensor (of layout Strided), got layout Sparse"),
+    "nested": (
+        lambda x: torch.nested.nested_tensor([x, x], layout=torch.strided),
+        "to be a dense tensor, got a nested one",
+    ),
+    "jagged": (
+        lambda x: torch.nested.nested_tensor([x.reshape(-1), x.reshape(-1)], layout=torch.jagged),
+        "to be a dense tensor (of layout Strided), got layout Jagged",
+    ),
+    "csr": (lambda x: x.to_sparse_csr(), "to be a dense tensor (of layout Strided), got layout SparseCsr"),
+    "mkldnn": (lambda x: x.to_mkldnn(), "to be a dense tensor (of layout Strided), got layout Mkldnn"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_mode
+@every_operator
+def test_layouts(operator, mode, layout, device):
+    if layout == "jagged" and mode is torch.inference_mode:
+        pytest.skip("the tensor's own Python class refuses")
+    change, message = LAYOUTS[layout]
+    tried = 0
+    with mode():
+        for name in (*operator.tensors(required=True), *operator.tensors(required=False)):
+            arguments = operator.make(device)
+            x = arguments[name]
+            if x is None or (layout == "csr" and x.dim() < 2):
+                continue
+            if layout == "mkldnn" and (device != "cpu" or x.dtype != torch.float32 or x.dim() == 0):
+                continue
+            assert_raises(
+                operator, arguments | {name: change(x)}, NotImplementedError, f"{operator.name}: expected {name} {message}"
+            )
+            tried += 1
+    assert tried or (layout == "mkldnn" and device != "cpu")
+
+
+@pytest.mark.parametrize("value", [np.zeros((2, 3), np.float32), "x", [1.0]], ids=["numpy", "string", "list"])
+@every_operator
+def test_other_types(operator, value, device):
+    """The dispatcher's own message, but where a Python function looks into the argument first."""
+    for name in operator.tensors(required=True):
+        with pytest.raises((RuntimeError, TypeError), match=says(operator.name)) as raised:
+            operator.calls()["function"](**operator.make(device) | {name: value})
+        assert re.search(rf"(argument '{name}'|expected {name} to be)", str(raised.value))
+
+
+def test_step_size_as_a_number_beside_a_candidate_that_is_no_tensor(device):
+    tau = torch.ones(3, device=device)
+    for name in ("liquid_scan", "liquid_step"):
+        with pytest.raises(TypeError, match=rf"^{name}: expected candidate to be a tensor, got str$"):
+            getattr(ssm_kernels, name)("x", tau, 0.1)
