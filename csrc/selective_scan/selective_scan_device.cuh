@@ -1,6 +1,8 @@
 // What all scans share on the device: a block's place in the work and its rows, a step's transition, states in global memory.
 #pragma once
 
+#include <type_traits>
+
 #include "common/activations.h"
 #include "common/discretization.h"
 #include "cuda/async_copy.cuh"
@@ -101,6 +103,40 @@ struct BwdRows {
 // What A is multiplied by once so that z = delta A enters the exponential without another multiplication.
 template <typename Method, typename Acc>
 constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
+
+// In the place of a method: one kernel for all of them, which branches outside of its inner loops.
+struct RuntimeMethod {};
+
+// visit(Zoh{}), visit(Foh{}), ...: Method, or the one of the call. Nothing that follows from it stays in a register until
+// later.
+template <typename Method, typename Visitor>
+__device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
+  if constexpr (std::is_same_v<Method, RuntimeMethod>) {
+    switch (static_cast<Discretization>(opaque(static_cast<int>(p.discretization)))) {
+#define SSM_ROW(enumerator, name, type) \
+  case Discretization::enumerator:      \
+    visit(type{});                      \
+    break;
+      SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+    }
+  } else {
+    visit(Method{});
+  }
+}
+
+template <typename Method, typename Acc>
+__device__ __forceinline__ Acc scale_of_A(const SelectiveScanParams& p) {
+  Acc scale = 1;
+  visit_method<Method>(p, [&](auto method) { scale = kScaleOfA<decltype(method), Acc>; });
+  return scale;
+}
+template <typename Method>
+__device__ __forceinline__ bool has_unit_gain(const SelectiveScanParams& p) {
+  bool has = true;
+  visit_method<Method>(p, [&](auto method) { has = decltype(method)::kUnitGain; });
+  return has;
+}
 
 // z and the method's basis for a scaled A.
 template <typename Method, typename Acc>

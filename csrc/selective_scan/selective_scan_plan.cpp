@@ -114,12 +114,12 @@ time_lanes::ScanPlan plan_time_lanes(const SelectiveScanFwdParams& p, const Devi
   const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
   const int64_t resident = device.multiprocessors * kTimeLanesResidentWarps;
 
-  // Many channels need no more lanes each.
+  // Many channels need no more lanes each; that cut is not compiled for doubles.
   time_lanes::ScanPlan plan;
   const bool fills = many >= resident * 3 / 8 || p.seqlen <= Many::tile_steps(kIsDouble);
   const bool has_constants = !p.B.per_step || !p.C.per_step;
   plan.cut = FwdCut::kFewChannels;
-  if (fills && !has_constants) {
+  if (time_lanes::kHasCommonPasses<Scalar> && fills && !has_constants) {
     plan.cut = FwdCut::kManyChannels;
     plan.slice = Many::kSlice;
     set_tiles_that_fit<Scalar>(plan, p, Many::kTileChannels, device);

@@ -11,14 +11,16 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/divisor.h"
 #include "selective_scan/selective_scan_cuda.h"
 
 namespace ssm_kernels::selective_scan::time_lanes {
 
-// Forward is compiled for two cuts: lanes of a channel, and with them the most states of a slice. More lanes make more warps of
-// few channels, at the price of a longer scan over the lanes and of B and C staged for fewer channels.
+// Forward is compiled for two cuts (for doubles, for few channels only): lanes of a channel, and with them the most states of a
+// slice. More lanes make more warps of few channels, at the price of a longer scan over the lanes and of B and C staged for
+// fewer channels.
 enum class FwdCut : int { kManyChannels, kFewChannels };
 template <FwdCut cut>
 struct FwdSizes {
@@ -43,9 +45,17 @@ struct BwdSizes {
   static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is whole chunks");
 };
 
-// What a kernel is compiled for, so that none asks in its loops what another needs: B and C per step; one of them or both
-// constant; or the carry pass of segments, whatever B and C are.
-enum class Pass : int { kPerStep, kConstants, kCarry };
+// What a kernel is compiled for. kPerStep, B and C per step, is compiled once per method and carries no branches for other
+// cases in its loops. The other kernels serve all methods and branch on them once a slice of states: kCarry is the carry pass
+// of segments, whatever B and C are; kAny does every case, and serves constant B or C, and doubles. They keep builds short.
+enum class Pass : int { kPerStep, kAny, kCarry };
+
+// Doubles have kAny alone.
+template <typename Scalar>
+constexpr bool kHasCommonPasses = !std::is_same_v<Scalar, double>;
+// Whether a launch of kAny may be a carry pass.
+template <typename Scalar>
+constexpr bool kAnyCarries = !kHasCommonPasses<Scalar>;
 
 // A block has at most a tile's channels; fewer where the states of more do not fit into its memory. Where those of one do not,
 // forward's slices are of fewer states too.

@@ -167,7 +167,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   clear<Cut>(shared.grad_channel, 2 * Cut::kThreads);
   const Lane<Cut> lane;
   const int dstate = static_cast<int>(p.dstate);
-  constexpr bool carry_pass = pass == Pass::kCarry;
+  const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
   const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
   const bool sums_channels = !carry_pass && (has_B_steps || has_C_steps);
 
@@ -188,7 +188,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (!p.B.per_step) shared.grad_constant_B[place] = 0;
       if (!p.C.per_step) shared.grad_constant_C[place] = 0;
     }
-    shared.states[place * kPerState + kA] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+    shared.states[place * kPerState + kA] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
     shared.states[place * kPerState + kAdjoint] = g;
   });
 
@@ -259,18 +259,19 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           for (int j = 0; j < K; ++j) dy[j] = 0;
         }
         make_step_sizes(delta, bias, p.delta_softplus, valid);
+        const bool unit_gain = has_unit_gain<Method>(p);
 #pragma unroll
         for (int j = 0; j < K; ++j) {
-          if constexpr (Method::kUnitGain) u_or_delta_u[j] *= delta[j];
+          if (unit_gain) u_or_delta_u[j] *= delta[j];
           y[j] = grad_input[j] = grad_step[j] = 0;
           sum_of_delta += delta[j];
         }
       }
 
       // Past the end even a step of size zero would make NaN of an infinite or NaN A: there, and in the last tile only, A is
-      // zero.
-      const auto run_states = [&](auto tail) {
-        constexpr bool is_tail = decltype(tail)::value;
+      // zero. Other kernels have the loop twice, without and with that; kAny tests it for each state.
+      const auto run_states = [&](auto tail, auto method) {
+        using Known = decltype(method);
         const Acc* B_steps = is_channel ? B.lane(0, lane.time) : shared.zeros;
         const Acc* C_steps = is_channel ? C.lane(0, lane.time) : shared.zeros;
         const int pitch = is_channel ? B.kPitch : 0;
@@ -278,21 +279,22 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         Acc* sums = shared.warp_sums + threadIdx.x / kWarpSize * Shared::kSums + sums_of_lane(lane);
         for (int s = 0; s < slice_states;
              ++s, B_steps += pitch, C_steps += pitch, entry += kPerState, sums += Shared::kSumsPerState) {
+          const bool is_tail = tail();
           const int state = first_state + s;
           const auto of_state = Vector<Acc, kPerState>::load(entry);
           __syncwarp();  // the first lane of a channel writes what all its lanes have read
           const Acc A = of_state[kA];
           Acc decay = 1;
-          if constexpr (Method::kExponential && !is_tail) decay = Math<Acc>::exp2(A * sum_of_delta);
+          if (Known::kExponential && !is_tail) decay = Math<Acc>::exp2(A * sum_of_delta);
           const auto A_at = [&](int j) { return !is_tail || j < opaque(valid) ? A : Acc(0); };
           Acc basis[K] = {};
-          const auto transition = [&](int j) { return Transition<Method, Acc>(delta[j], A_at(j), basis[j]); };
+          const auto transition = [&](int j) { return Transition<Known, Acc>(delta[j], A_at(j), basis[j]); };
 #pragma unroll
           for (int j = 0; j < K; ++j) {
-            basis[j] = Transition<Method, Acc>(delta[j], A_at(j)).basis;
-            if constexpr (!Method::kExponential || is_tail) decay *= transition(j).abar();
+            basis[j] = Transition<Known, Acc>(delta[j], A_at(j)).basis;
+            if (!Known::kExponential || is_tail) decay *= transition(j).abar();
           }
-          const auto delta_u = [&](int j) { return Method::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j]; };
+          const auto delta_u = [&](int j) { return Known::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j]; };
 
           // A lane's maps: of the state before its first step to that after its last (end), and of the adjoint that comes to
           // its last step from later ones to what leaves its first for earlier ones (through).
@@ -330,8 +332,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(c[j], h[j], y[j]);
           }
           // Where registers are short, with doubles or the coefficients of a gain: rather than hold them, read them again.
-          constexpr bool is_double = std::is_same_v<Acc, double>, rereads_B = is_double || !Method::kUnitGain;
-          constexpr bool rereads_C = is_double || std::is_same_v<Method, Bilinear>;
+          constexpr bool is_double = std::is_same_v<Acc, double>, rereads_B = is_double || !Known::kUnitGain;
+          constexpr bool rereads_C = is_double || std::is_same_v<Known, Bilinear>;
           const auto b_at = [&](int j) {
             if (rereads_B && has_B_steps) return B_steps[opaque(j)];
             return b[rereads_B ? 0 : j];
@@ -348,22 +350,22 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             const Acc previous = j > 0 ? h[j - 1] : h_before;
             through = step.abar() * g;
             Acc q, to_A;
-            if constexpr (Method::kExponential) {
+            if constexpr (Known::kExponential) {
               q = through * previous;
             } else {
-              q = Method::derivatives(step.z, step.basis, Method::gain(step.z, step.basis)).abar * (g * previous);
+              q = Known::derivatives(step.z, step.basis, Known::gain(step.z, step.basis)).abar * (g * previous);
             }
             // What a step past the end must not turn into NaN.
             if (is_tail && j >= opaque(valid)) q = 0;
-            if constexpr (Method::kUnitGain) {
+            if constexpr (Known::kUnitGain) {
               to_A = q;
               grad_input[j] = Math<Acc>::fma(g, b_at(j), grad_input[j]);
               to_B[j] = g * delta_u(j);
             } else {
-              const Acc gain = Method::gain(step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
-              const auto derivatives = Method::derivatives(step.z, step.basis, gain);
+              const Acc gain = Known::gain(step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
+              const auto derivatives = Known::derivatives(step.z, step.basis, gain);
               to_A = Math<Acc>::fma(delta[j] * u_g_b, derivatives.gain, q);
-              grad_step[j] = Math<Acc>::fma(u_g_b * kScaleOfA<Method, Acc>, derivatives.z_gain, grad_step[j]);
+              grad_step[j] = Math<Acc>::fma(u_g_b * kScaleOfA<Known, Acc>, derivatives.z_gain, grad_step[j]);
               grad_input[j] = Math<Acc>::fma(g_b, gain, grad_input[j]);
               to_B[j] = g * delta_u(j) * gain;
             }
@@ -374,7 +376,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 
           grad_A = sum_over_time_lanes<Cut>(grad_A);
           if (is_first && is_channel) entry[kGradA] += grad_A;
-          if constexpr (pass == Pass::kConstants) {
+          if constexpr (pass == Pass::kAny) {
             const auto add_steps = [&](Acc* target, const Acc(&values)[K]) {
               Acc sum = 0;
 #pragma unroll
@@ -388,11 +390,15 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           if (sums_channels) store_channel_sums<Cut>(to_B, to_C, lane, sums);
         }
       };
-      if (steps < Cut::kTileSteps) {
-        run_states(std::true_type{});
-      } else {
-        run_states(std::false_type{});
-      }
+      visit_method<Method>(p, [&](auto method) {
+        if constexpr (pass == Pass::kAny) {
+          run_states([&] { return opaque(steps) < Cut::kTileSteps; }, method);
+        } else if (steps < Cut::kTileSteps) {
+          run_states([] { return true; }, method);
+        } else {
+          run_states([] { return false; }, method);
+        }
+      });
       if (sums_channels) add_slice<Cut>(p, plan, partial_sums, shared, at, first_state, t0, steps);
     }
 
@@ -420,11 +426,13 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       Acc raw[K];
       delta_tile.read(lane.channel, first_step, raw);
       const Acc bias = of_channel(p.delta_bias);
+      const bool unit_gain = has_unit_gain<Method>(p);
+      const Acc scale = scale_of_A<Method, Acc>(p);
       Acc grad_D = 0, grad_bias = 0;
 #pragma unroll
       for (int j = 0; j < K; ++j) {
-        Acc grad_delta = grad_step[j] * (1 / kScaleOfA<Method, Acc>);
-        if constexpr (Method::kUnitGain) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
+        Acc grad_delta = grad_step[j] * (1 / scale);
+        if (unit_gain) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
         if (p.delta_softplus) grad_delta *= softplus_derivative(raw[j] + bias);
         if (j < valid) {
           grad_bias += grad_delta;
@@ -475,9 +483,9 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   }
 }
 
-// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles and constants need.
+// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles and Pass::kAny need.
 template <typename Scalar, Pass pass>
-constexpr int kBwdResidentWarps = pass == Pass::kConstants || std::is_same_v<Scalar, double> ? 8 : 16;
+constexpr int kBwdResidentWarps = pass == Pass::kAny || std::is_same_v<Scalar, double> ? 8 : 16;
 
 template <typename Scalar, typename Method, Pass pass>
 __global__ void __launch_bounds__(CutOfBwd<Scalar>::kThreads, kBwdResidentWarps<Scalar, pass> / CutOfBwd<Scalar>::kWarps)
@@ -495,9 +503,13 @@ size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& pl
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  auto* kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kPerStep>;
-  if (!params.B.per_step || !params.C.per_step) kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kConstants>;
-  if (plan.carry_pass) kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kCarry>;
+  // With doubles one kernel for all methods spills.
+  using AnyMethod = std::conditional_t<std::is_same_v<Scalar, double>, Method, RuntimeMethod>;
+  auto* kernel = time_lanes_bwd_kernel<Scalar, AnyMethod, Pass::kAny>;
+  if constexpr (kHasCommonPasses<Scalar>) {
+    if (params.B.per_step && params.C.per_step) kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kPerStep>;
+    if (plan.carry_pass) kernel = time_lanes_bwd_kernel<Scalar, RuntimeMethod, Pass::kCarry>;
+  }
   const size_t bytes = bwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);

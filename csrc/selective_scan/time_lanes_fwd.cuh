@@ -77,7 +77,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   }
   const Lane<Cut> lane;
   const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
-  constexpr bool carry_pass = pass == Pass::kCarry;
+  const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
   const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
 
   const int rows_of_states = state_rows<Cut>(plan);
@@ -97,7 +97,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
         static_cast<Acc*>(p.chunk_states)[state_offset(p, at.batch * p.chunk_boundaries, d, state)] = h;
       }
     }
-    shared.pairs[2 * place] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+    shared.pairs[2 * place] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
     shared.pairs[2 * place + 1] = h;
   });
 
@@ -116,7 +116,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const MatrixSlice<Cut, slice> B{shared.B}, C{shared.C};
   const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
     if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
-    return fill<K>(is_channel ? constant_value<Acc>(view, d, state) : Acc(0));
+    return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
   };
 
   const Tile<Cut> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
@@ -154,17 +154,18 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       }
 
       // Past the end even a step of size zero would make NaN of an infinite or NaN A: there, and in the last tile only, A is
-      // zero.
-      const auto run_states = [&](auto tail) {
-        constexpr bool is_tail = decltype(tail)::value;
+      // zero. Other kernels have the loop twice, without and with that; kAny tests it for each state.
+      const auto run_states = [&](auto tail, auto method) {
+        using Known = decltype(method);
         const Acc *B_steps = B.lane(0, lane.time), *C_steps = C.lane(0, lane.time);
         Acc* pair = shared.pairs + 2 * (row * pitch + first_state);
         for (int s = 0; s < slice_states; ++s, B_steps += B.kPitch, C_steps += C.kPitch, pair += 2) {
+          const bool is_tail = tail();
           const int state = first_state + s;
           const auto A_and_state = Pair::load(pair);
           const Acc A = A_and_state[0], h_first = A_and_state[1];
           Acc early_decay = 1, late_decay = 1;
-          if constexpr (Method::kExponential && !is_tail) {
+          if (Known::kExponential && !is_tail) {
             early_decay = Math<Acc>::exp2(A * early_sum);
             late_decay = Math<Acc>::exp2(A * late_sum);
           }
@@ -172,10 +173,10 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           const auto b = read_matrix(p.B, B_steps, state);
 #pragma unroll
           for (int j = 0; j < K; ++j) {
-            const Transition<Method, Acc> transition(delta[j], !is_tail || j < valid ? A : Acc(0));
+            const Transition<Known, Acc> transition(delta[j], !is_tail || j < valid ? A : Acc(0));
             abar[j] = transition.abar();
             input[j] = transition.input(delta_u[j]) * b[j];
-            if constexpr (!Method::kExponential || is_tail) (j < kHalf ? early_decay : late_decay) *= abar[j];
+            if (!Known::kExponential || is_tail) (j < kHalf ? early_decay : late_decay) *= abar[j];
           }
           Acc early = input[0], late = input[kHalf];
 #pragma unroll
@@ -208,11 +209,15 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           }
         }
       };
-      if (steps < Cut::kTileSteps) {
-        run_states(std::true_type{});
-      } else {
-        run_states(std::false_type{});
-      }
+      visit_method<Method>(p, [&](auto method) {
+        if constexpr (pass == Pass::kAny) {
+          run_states([&] { return opaque(steps) < Cut::kTileSteps; }, method);
+        } else if (steps < Cut::kTileSteps) {
+          run_states([] { return true; }, method);
+        } else {
+          run_states([] { return false; }, method);
+        }
+      });
     }
 
     if (!carry_pass) {
@@ -282,13 +287,17 @@ size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& pl
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  // The host takes few channels where there are constants or segments.
+  // The host takes few channels where there are constants, segments or doubles.
   constexpr FwdCut kMany = FwdCut::kManyChannels, kFew = FwdCut::kFewChannels;
   const bool many = plan.cut == kMany;
-  auto* kernel = time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
-  if (many) kernel = time_lanes_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>;
-  if (!params.B.per_step || !params.C.per_step) kernel = time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kConstants>;
-  if (plan.carry_pass) kernel = time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kCarry>;
+  auto* kernel = time_lanes_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kAny>;
+  if constexpr (kHasCommonPasses<Scalar>) {
+    if (params.B.per_step && params.C.per_step) {
+      kernel = many ? time_lanes_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>
+                    : time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
+    }
+    if (plan.carry_pass) kernel = time_lanes_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kCarry>;
+  }
   const size_t bytes = fwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const int threads =
