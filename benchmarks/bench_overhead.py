@@ -54,9 +54,10 @@ def operators(inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
     tensors = tuple(inputs[name] for name in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias"))
     out, _, chunk_states = forward(*tensors, None, "zoh", True, True)
     grad_out = torch.ones_like(out)
+    needs_grad = [True] * 8 + [False]  # all but the initial state
     return {
         "operator, forward": lambda: forward(*tensors, None, "zoh", True, True),
-        "operator, backward": lambda: backward(grad_out, None, *tensors, chunk_states, False, "zoh", True),
+        "operator, backward": lambda: backward(grad_out, None, *tensors, chunk_states, "zoh", True, needs_grad),
     }
 
 

@@ -24,11 +24,11 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor? initial_state, str discretization, bool delta_softplus, bool save_chunk_states) "
       "-> (Tensor out, Tensor last_state, Tensor chunk_states)",
       tags);
-  // The scan's adjoint. The gradient of an absent optional input has no elements.
+  // The scan's adjoint. Gradients that are absent or not needed have no elements; the last of needs_grad is of initial_state.
   m.def(
       "_selective_scan_bwd(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, "
-      "Tensor? D, Tensor? z, Tensor? delta_bias, Tensor chunk_states, bool has_initial_state, str discretization, "
-      "bool delta_softplus) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
+      "Tensor? D, Tensor? z, Tensor? delta_bias, Tensor chunk_states, str discretization, bool delta_softplus, "
+      "bool[9] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
       "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)",
       tags);
 

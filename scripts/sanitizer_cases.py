@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -55,12 +55,21 @@ RESULTS = ("out", "last_state")
 VECTORS = {"dim": 64, "seqlen": 128}
 
 
-def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
-    """Name, inputs and the results that have a gradient: each kernel (dtype, method), then each path inside them."""
+class ScanCase(NamedTuple):
+    """A call: the results that have a gradient, and the inputs whose gradients are asked for."""
 
-    def case(name: str, through: tuple[str, ...] = RESULTS, **options: Any) -> tuple[str, Inputs, tuple[str, ...]]:
+    name: str
+    inputs: Inputs
+    through: tuple[str, ...] = RESULTS
+    wanted: tuple[str, ...] = TENSORS
+
+
+def scan_cases() -> Iterator[ScanCase]:
+    """Each kernel (dtype, method), then each path inside them."""
+
+    def case(name: str, through: tuple[str, ...] = RESULTS, wanted: tuple[str, ...] = TENSORS, **options: Any) -> ScanCase:
         sizes = {"dim": 21, "seqlen": 70, "dstate": 16, "dtype": torch.float32}
-        return f"{name} {options}", make_inputs(**(sizes | options)), through
+        return ScanCase(f"{name} {options}", make_inputs(**(sizes | options)), through, wanted)
 
     for dtype in SCAN_DTYPES:
         for method in METHODS:
@@ -92,16 +101,20 @@ def scan_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
         yield case("vectors, without", **VECTORS, **{option: False})
     for groups in (2, 10):
         yield case("groups", dim=20, groups=groups)
-    name, inputs, through = case("groups of B and of C", dim=20, groups=10)
-    yield name, inputs | {"C": make_inputs(dim=20, seqlen=70, dstate=16, groups=4, dtype=torch.float32)["C"]}, through
-    name, inputs, through = case("expanded")
-    expanded = {"delta": inputs["delta"][:, :1].expand(2, 21, 70), "B": inputs["B"][:1].expand(2, 16, 70)}
-    yield name, inputs | expanded, through
+    groups = case("groups of B and of C", dim=20, groups=10)
+    other_C = make_inputs(dim=20, seqlen=70, dstate=16, groups=4, dtype=torch.float32)["C"]
+    yield groups._replace(inputs=groups.inputs | {"C": other_C})
+    whole = case("expanded")
+    expanded = {"delta": whole.inputs["delta"][:, :1].expand(2, 21, 70), "B": whole.inputs["B"][:1].expand(2, 16, 70)}
+    yield whole._replace(inputs=whole.inputs | expanded)
     for result in RESULTS:
         yield case("gradient of one result", (result,))
         yield case("vectors, gradient of one result", (result,), **VECTORS)
         yield case("vectors, gradient of one result, without z", (result,), **VECTORS, z=False)
         yield case("gradient of one result, segments", (result,), batch=1, dim=3, seqlen=6300, dstate=3)
+    for wanted in (*((name,) for name in TENSORS), ("u", "delta", "z"), ("B", "A")):
+        for sizes in ({}, VECTORS, {"B": "constant", "C": "constant"}):
+            yield case(f"gradients of {', '.join(wanted)}", wanted=wanted, **sizes)
     segments = {"batch": 1, "dim": 4, "seqlen": 6300, "dstate": 3}
     yield case("vectors, segments", batch=1, dim=64, seqlen=512)
     yield case("vectors, segments", batch=1, dim=64, seqlen=512, layout="transposed", z=False)
@@ -118,25 +131,23 @@ def ways(inputs: Inputs) -> tuple[str, ...]:
     return ("time_lanes", "walking") if walks else ("time_lanes",)
 
 
-def evaluate_scan(inputs: Inputs, cotangents: dict[str, Tensor], through: tuple[str, ...]) -> dict[str, Tensor]:
-    if not through:
+def evaluate_scan(case: ScanCase, cotangents: dict[str, Tensor], device: str) -> dict[str, Tensor]:
+    inputs, cotangents = move_all(case.inputs, device), move_all(cotangents, device)
+    if not case.through:
         return dict(zip(RESULTS, scan_with_state(**inputs), strict=True))
     leaves = with_gradients(inputs)
     results = dict(zip(RESULTS, scan_with_state(**leaves), strict=True))
-    present = [name for name in TENSORS if leaves[name] is not None]
-    incoming = [cotangents[name] for name in through]
-    gradients = torch.autograd.grad([results[name] for name in through], [leaves[name] for name in present], incoming)
-    return results | {f"grad_{name}": gradient for name, gradient in zip(present, gradients, strict=True)}
+    wanted = [name for name in case.wanted if leaves[name] is not None]
+    incoming = [cotangents[name] for name in case.through]
+    gradients = torch.autograd.grad([results[name] for name in case.through], [leaves[name] for name in wanted], incoming)
+    return results | {f"grad_{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
 
 
-def check_scan(name: str, inputs: Inputs, through: tuple[str, ...], way: str) -> str | None:
+def check_scan(case: ScanCase, way: str) -> str | None:
     set_debug_option("selective_scan_kernel", way)
-    name = f"{way}, {name}"
-    cotangents = dict(zip(RESULTS, make_cotangents(inputs), strict=True))
-    expected, actual = (
-        evaluate_scan(move_all(inputs, device), move_all(cotangents, device), through) for device in ("cpu", "cuda")
-    )
-    return difference_between(name, actual, expected)
+    cotangents = dict(zip(RESULTS, make_cotangents(case.inputs), strict=True))
+    expected, actual = (evaluate_scan(case, cotangents, device) for device in ("cpu", "cuda"))
+    return difference_between(f"{way}, {case.name}", actual, expected)
 
 
 def difference_between(
@@ -382,7 +393,7 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
 
 
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
-    "selective_scan": lambda: (partial(check_scan, *case, way) for case in scan_cases() for way in ways(case[1])),
+    "selective_scan": lambda: (partial(check_scan, case, way) for case in scan_cases() for way in ways(case.inputs)),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
     "ssd_chunk_scan": ssd_checks,
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),

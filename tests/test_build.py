@@ -138,7 +138,7 @@ def test_cpp_program_without_its_library(program):
 def test_cuda_tensors_without_cuda_kernels(name):
     """What stands in for the kernels; the dispatch key leads CPU tensors there too, so that this takes no GPU."""
     operator = getattr(torch.ops.ssm_kernels, name).default
-    values = {"Tensor": torch.zeros(1, 1, 1), "bool": False, "str": "zoh"}
+    values = {"Tensor": torch.zeros(1, 1, 1), "bool": False, "str": "zoh", "List[bool]": [True] * 9}
     arguments = [values.get(str(a.type)) for a in operator._schema.arguments if not a.kwarg_only]
     with pytest.raises(NotImplementedError, match=r"built without CUDA kernels, got CUDA tensors") as error:
         operator.redispatch(torch._C.DispatchKeySet(torch._C.DispatchKey.CUDA), *arguments)

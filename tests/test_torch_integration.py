@@ -53,9 +53,9 @@ def bwd_arguments(inputs: dict) -> tuple:
         *make_cotangents(inputs),
         *(inputs[name] for name in TENSORS if name != "initial_state"),
         chunk_states,
-        inputs["initial_state"] is not None,
         inputs["discretization"],
         inputs["delta_softplus"],
+        [inputs[name] is not None for name in TENSORS],
     )
 
 

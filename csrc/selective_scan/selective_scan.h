@@ -88,9 +88,10 @@ struct SelectiveScanBwdParams : SelectiveScanParams {
   StateView grad_last_state;
   const void* chunk_states = nullptr;
 
+  // Gradients that are absent or not needed have data null; per_step is then false.
   SequenceView grad_u, grad_delta, grad_z;
   MatrixView grad_B, grad_C;
-  // Contiguous: (dim, dstate), (dim,), (dim,) and (batch, dim, dstate); null where the input is absent.
+  // Contiguous: (dim, dstate), (dim,), (dim,) and (batch, dim, dstate).
   void* grad_A = nullptr;
   void* grad_D = nullptr;
   void* grad_delta_bias = nullptr;

@@ -38,8 +38,9 @@ struct BwdChunk {
   // In and out.
   Acc* grad_state;  // [state][lane]
   Acc* grad_A;      // [state][lane]: this chunk's, zero at first
-  Acc* grad_B;      // [step][state][lane] or, for a constant B, [state][lane] of this chunk
+  Acc* grad_B;      // [step][state][lane]; with a stride of zero, [state][lane] of this chunk
   Acc* grad_C;
+  int64_t grad_B_stride, grad_C_stride;  // of steps
   // Out, [step][lane].
   Acc* grad_u;
   Acc* grad_delta;
@@ -86,8 +87,8 @@ void scan_chunk_backward(const BwdChunk<Acc>& c) {
     const V input = delta * u;
     const Acc* before = c.states + t * row;
     const Acc* after = before + row;
-    Acc* grad_B = c.grad_B + (c.B.per_step ? t * row : 0);
-    Acc* grad_C = c.grad_C + (c.C.per_step ? t * row : 0);
+    Acc* grad_B = c.grad_B + t * c.grad_B_stride;
+    Acc* grad_C = c.grad_C + t * c.grad_C_stride;
     V sum_gB(Acc(0)), grad_delta(Acc(0)), grad_u(Acc(0));
     for (int64_t n = 0; n < c.dstate; ++n) {
       const int64_t at = n * kLanes;
@@ -136,10 +137,12 @@ struct BwdTiles {
   Acc *B_steps, *C_steps;                                                    // [step][padded state]
   Acc *A, *B_constant, *C_constant;                                          // [state][lane]
   Acc *states, *basis;                                                       // [step][state][lane]
-  Acc *grad_B_lanes, *grad_C_lanes;  // [step][state][lane] for the task or, for a constant B or C, [state][lane] for a block
-  Acc* grad_A;                       // [state][lane]
+  // [step][state][lane] for the task. For a constant B or C, [state][lane] for a block; likewise where the gradient is not
+  // needed: what nobody reads then takes no branch in the loop over states.
+  Acc *grad_B_lanes, *grad_C_lanes;
+  Acc* grad_A;  // [state][lane]
 
-  BwdTiles(Scratch& scratch, const SelectiveScanParams& p, const Blocking& blocking) {
+  BwdTiles(Scratch& scratch, const SelectiveScanBwdParams& p, const Blocking& blocking) {
     const int64_t sequence = p.chunk_length * blocking.lanes;
     const int64_t padded_states = blocking.padded_dstate * blocking.lanes;
     const int64_t states_per_step = p.dstate * blocking.lanes;
@@ -153,8 +156,8 @@ struct BwdTiles {
     // The first state is loaded as whole square tiles; the rows past dstate are overwritten afterwards.
     states = scratch.take<Acc>(p.chunk_length * states_per_step + padded_states);
     basis = scratch.take<Acc>(p.chunk_length * states_per_step);
-    grad_B_lanes = scratch.take<Acc>((p.B.per_step ? p.chunk_length : 1) * states_per_step);
-    grad_C_lanes = scratch.take<Acc>((p.C.per_step ? p.chunk_length : 1) * states_per_step);
+    grad_B_lanes = scratch.take<Acc>((p.grad_B.per_step ? p.chunk_length : 1) * states_per_step);
+    grad_C_lanes = scratch.take<Acc>((p.grad_C.per_step ? p.chunk_length : 1) * states_per_step);
     grad_A = scratch.take<Acc>(states_per_step);
   }
 };
@@ -182,10 +185,11 @@ void sum_lanes(Acc* sums, int64_t row, const Acc* values, int64_t steps, int64_t
   }
 }
 
-// carried[block] += sums, [rows][lane].
+// carried[block] += sums, [rows][lane]. Nothing where carried is null.
 template <typename Acc>
 void add_to_block(void* carried, int64_t block, const Acc* sums, int64_t rows) {
   using V = Vec<Acc>;
+  if (carried == nullptr) return;
   Acc* target = static_cast<Acc*>(carried) + block * rows * V::size();
   for (int64_t i = 0; i < rows * V::size(); i += V::size()) (V::loadu(target + i) + V::loadu(sums + i)).store(target + i);
 }
@@ -203,21 +207,17 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
   const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
   const int64_t row = p.dstate * kLanes;
 
-  if (p.B.per_step) {
-    load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
-    std::fill_n(tiles.grad_B_lanes, steps * row, Acc(0));
-  }
-  if (p.C.per_step) {
-    load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
-    std::fill_n(tiles.grad_C_lanes, steps * row, Acc(0));
-  }
+  if (p.B.per_step) load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
+  if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
+  if (p.grad_B.per_step) std::fill_n(tiles.grad_B_lanes, steps * row, Acc(0));
+  if (p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, steps * row, Acc(0));
 
   for (int64_t block = 0; block < task.blocks; ++block) {
     const int64_t channel = task.first_channel + block * kLanes, channels = std::min(kLanes, task.end_channel - channel);
     const int64_t block_index = task.batch * blocking.blocks_per_batch() + task.first_block + block;
     std::fill_n(tiles.grad_A, row, Acc(0));
-    if (!p.B.per_step) std::fill_n(tiles.grad_B_lanes, row, Acc(0));
-    if (!p.C.per_step) std::fill_n(tiles.grad_C_lanes, row, Acc(0));
+    if (!p.grad_B.per_step) std::fill_n(tiles.grad_B_lanes, row, Acc(0));
+    if (!p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, row, Acc(0));
 
     load_states(tiles.A, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
     if (!p.B.per_step) {
@@ -263,6 +263,8 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
                    tiles.grad_A,
                    tiles.grad_B_lanes,
                    tiles.grad_C_lanes,
+                   p.grad_B.per_step ? row : 0,
+                   p.grad_C.per_step ? row : 0,
                    tiles.grad_u,
                    tiles.grad_delta,
                    channels});
@@ -271,7 +273,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);
 
     const V D = load_channels<Acc>(p.D, channel, channels);
-    if (p.z.data != nullptr) {
+    if (p.grad_z.data != nullptr) {
       for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
         const V z = V::loadu(tiles.z + i);
         const V y = at::vec::fmadd(D, V::loadu(tiles.u + i), V::loadu(tiles.y + i));
@@ -300,15 +302,17 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       grad_delta_bias.store(tiles.y);
       add_to_block(workspace.grad_delta_bias, block_index, tiles.y, 1);
     }
-    store_sequence<Acc, Scalar>(p.grad_u, tiles.grad_u, task.batch, channel, channels, start, steps);
-    store_sequence<Acc, Scalar>(p.grad_delta, tiles.grad_delta, task.batch, channel, channels, start, steps);
+    if (p.grad_u.data != nullptr)
+      store_sequence<Acc, Scalar>(p.grad_u, tiles.grad_u, task.batch, channel, channels, start, steps);
+    if (p.grad_delta.data != nullptr)
+      store_sequence<Acc, Scalar>(p.grad_delta, tiles.grad_delta, task.batch, channel, channels, start, steps);
   }
 
   const int64_t part = blocking.part_offset(index, chunk);
-  if (p.B.per_step) {
+  if (p.grad_B.per_step) {
     sum_lanes(static_cast<Acc*>(workspace.grad_B) + part, blocking.padded_dstate, tiles.grad_B_lanes, steps, p.dstate);
   }
-  if (p.C.per_step) {
+  if (p.grad_C.per_step) {
     sum_lanes(static_cast<Acc*>(workspace.grad_C) + part, blocking.padded_dstate, tiles.grad_C_lanes, steps, p.dstate);
   }
 }
@@ -342,7 +346,7 @@ Acc* reduce_tile(Scratch& scratch, const Blocking& blocking) {
 
 }  // namespace
 
-int64_t bwd_scratch_bytes(const SelectiveScanParams& p, const Blocking& blocking, ScalarKind kind) {
+int64_t bwd_scratch_bytes(const SelectiveScanBwdParams& p, const Blocking& blocking, ScalarKind kind) {
   int64_t bytes = 0;
   visit_scalar(kind, [&](auto scalar) {
     using Acc = AccumulateType<decltype(scalar)>;
@@ -366,8 +370,8 @@ void bwd_reduce(const SelectiveScanBwdParams& p, const Blocking& blocking, const
     using Acc = AccumulateType<Scalar>;
     Scratch scratch(memory);
     Acc* sums = reduce_tile<Acc>(scratch, blocking);
-    if (p.B.per_step) reduce_matrix<Acc, Scalar>(p.grad_B, workspace.grad_B, p, blocking, batch, chunk, sums);
-    if (p.C.per_step) reduce_matrix<Acc, Scalar>(p.grad_C, workspace.grad_C, p, blocking, batch, chunk, sums);
+    if (p.grad_B.per_step) reduce_matrix<Acc, Scalar>(p.grad_B, workspace.grad_B, p, blocking, batch, chunk, sums);
+    if (p.grad_C.per_step) reduce_matrix<Acc, Scalar>(p.grad_C, workspace.grad_C, p, blocking, batch, chunk, sums);
   });
 }
 

@@ -20,7 +20,7 @@ namespace ssm_kernels::selective_scan {
   namespace CAPABILITY {                                                                                                   \
   int64_t vector_bytes();                                                                                                  \
   int64_t fwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                      \
-  int64_t bwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                      \
+  int64_t bwd_scratch_bytes(const SelectiveScanBwdParams&, const Blocking&, ScalarKind);                                   \
   void fwd_task(const SelectiveScanFwdParams&, const Blocking&, ScalarKind, int64_t, std::byte*);                          \
   void bwd_task(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t,         \
                 std::byte*);                                                                                               \
@@ -116,19 +116,20 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
              const at::TensorOptions& options) {
   const CpuKernels& kernels = cpu_kernels();
   const int64_t parts = params.batch * blocking.tasks_per_batch() * blocking.chunks_per_sweep * blocking.part_size();
-  const auto matrix_sums = [&](const MatrixView& matrix) {
-    return LaneSums<Acc>(params, blocking, matrix.per_step ? 0 : params.dstate, options);
+  const auto sums = [&](const void* grad, int64_t rows) {
+    return LaneSums<Acc>(params, blocking, grad == nullptr ? 0 : rows, options);
   };
-  const auto matrix_parts = [&](const MatrixView& matrix) { return at::empty({matrix.per_step ? parts : 0}, options); };
+  const auto matrix_sums = [&](const MatrixView& grad) { return sums(grad.per_step ? nullptr : grad.data, params.dstate); };
+  const auto matrix_parts = [&](const MatrixView& grad) { return at::empty({grad.per_step ? parts : 0}, options); };
 
-  LaneSums<Acc> grad_state(params, blocking, params.dstate, options), grad_A(params, blocking, params.dstate, options);
-  LaneSums<Acc> grad_B = matrix_sums(params.B), grad_C = matrix_sums(params.C);
-  const at::Tensor grad_B_parts = matrix_parts(params.B), grad_C_parts = matrix_parts(params.C);
-  LaneSums<Acc> grad_D(params, blocking, 1, options), grad_delta_bias(params, blocking, 1, options);
+  LaneSums<Acc> grad_state(params, blocking, params.dstate, options), grad_A = sums(params.grad_A, params.dstate);
+  LaneSums<Acc> grad_B = matrix_sums(params.grad_B), grad_C = matrix_sums(params.grad_C);
+  const at::Tensor grad_B_parts = matrix_parts(params.grad_B), grad_C_parts = matrix_parts(params.grad_C);
+  LaneSums<Acc> grad_D = sums(params.grad_D, 1), grad_delta_bias = sums(params.grad_delta_bias, 1);
   const BwdWorkspace workspace{grad_state.data(),
                                grad_A.data(),
-                               params.B.per_step ? grad_B_parts.data_ptr() : grad_B.data(),
-                               params.C.per_step ? grad_C_parts.data_ptr() : grad_C.data(),
+                               params.grad_B.per_step ? grad_B_parts.mutable_data_ptr() : grad_B.data(),
+                               params.grad_C.per_step ? grad_C_parts.mutable_data_ptr() : grad_C.data(),
                                grad_D.data(),
                                grad_delta_bias.data()};
 
@@ -150,7 +151,7 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
         kernels.bwd_task(params, blocking, workspace, kind, task, chunk, scratch);
       }
     });
-    if (params.B.per_step || params.C.per_step) {
+    if (params.grad_B.per_step || params.grad_C.per_step) {
       threads.parallel_for(params.batch * chunks, reduce_work, [&](int64_t index, std::byte* scratch) {
         kernels.bwd_reduce(params, blocking, workspace, kind, index / chunks, begin + index % chunks, scratch);
       });
@@ -158,9 +159,9 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
     end = begin;
   }
 
-  grad_A.sum_batch(params.grad_A);
-  if (!params.B.per_step) grad_B.sum_batch(params.grad_B.data);
-  if (!params.C.per_step) grad_C.sum_batch(params.grad_C.data);
+  if (params.grad_A != nullptr) grad_A.sum_batch(params.grad_A);
+  if (params.grad_B.data != nullptr && !params.grad_B.per_step) grad_B.sum_batch(params.grad_B.data);
+  if (params.grad_C.data != nullptr && !params.grad_C.per_step) grad_C.sum_batch(params.grad_C.data);
   if (params.grad_D != nullptr) grad_D.sum_batch(params.grad_D);
   if (params.grad_delta_bias != nullptr) grad_delta_bias.sum_batch(params.grad_delta_bias);
   if (params.grad_initial_state != nullptr) {
@@ -173,12 +174,11 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
 GradTuple bwd_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
                   const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
                   const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                  const at::Tensor& chunk_states, bool has_initial_state, std::string_view discretization,
-                  bool delta_softplus) {
+                  const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus, NeedsGrad needs_grad) {
   const OptionalTensor no_initial_state;  // it is the first of chunk_states
   const Inputs in{u, delta, A, B, C, D, z, delta_bias, no_initial_state};
   const Discretization method = check_inputs(in, discretization);
-  const GradTensors grads = allocate_bwd(in, grad_out, grad_last_state, chunk_states, has_initial_state);
+  const GradTensors grads = allocate_bwd(in, grad_out, grad_last_state, chunk_states, needs_grad);
   const at::Tensor states = chunk_states.contiguous();
   const SelectiveScanBwdParams params = make_bwd_params(in, method, delta_softplus, grad_out, grad_last_state, states, grads);
 

@@ -76,7 +76,8 @@ struct Task {
   }
 };
 
-// Sums that backward carries from one chunk to the next, in the accumulation type. [blocks] counts over the whole batch.
+// Sums that backward carries from one chunk to the next, in the accumulation type. [blocks] counts over the whole batch. Null
+// for gradients that are not needed.
 struct BwdWorkspace {
   void* grad_state;  // [batch][blocks][dstate][lanes]: dL/dh at the chunk's end, then at its start
   void* grad_A;      // [batch][blocks][dstate][lanes]
@@ -90,7 +91,7 @@ struct BwdWorkspace {
 struct CpuKernels {
   int64_t (*vector_bytes)();
   int64_t (*fwd_scratch_bytes)(const SelectiveScanParams&, const Blocking&, ScalarKind);
-  int64_t (*bwd_scratch_bytes)(const SelectiveScanParams&, const Blocking&, ScalarKind);
+  int64_t (*bwd_scratch_bytes)(const SelectiveScanBwdParams&, const Blocking&, ScalarKind);
   // One task, all chunks.
   void (*fwd_task)(const SelectiveScanFwdParams&, const Blocking&, ScalarKind, int64_t task, std::byte* scratch);
   // One task, one chunk; chunks are visited from last to first.

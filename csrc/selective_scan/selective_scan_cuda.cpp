@@ -96,24 +96,26 @@ void reserve_carries(Workspace& workspace, Partition& partition, const Selective
   workspace.reserve(&partition.carry, count);
 }
 
-void reserve_partial_sums(Workspace& workspace, const Partition& partition, PartialSums& sums, const SelectiveScanParams& p) {
+void reserve_partial_sums(Workspace& workspace, const Partition& partition, PartialSums& sums,
+                          const SelectiveScanBwdParams& p) {
   sums.tiles = partition.tiles;
   sums.segments = partition.segments;
   constexpr int64_t kTileSteps = std::max(walking::kBwdTileSteps, time_lanes::BwdSizes::kTileSteps);
   sums.padded_steps = round_up(p.seqlen, kTileSteps);
   const int64_t rows = p.batch * partition.segments, states_per_row = p.dim * p.dstate;
-  const auto reserve_matrix = [&](const MatrixView& matrix, void** per_step, void** constant) {
-    if (!matrix.per_step) {
+  const auto reserve_matrix = [&](const MatrixView& grad, void** per_step, void** constant) {
+    if (grad.data == nullptr) return;
+    if (!grad.per_step) {
       workspace.reserve(constant, rows * states_per_row);
-    } else if (partition.tiles != matrix.groups) {
+    } else if (partition.tiles != grad.groups) {
       workspace.reserve(per_step, p.batch * partition.tiles * p.dstate * sums.padded_steps);
     }
   };
-  reserve_matrix(p.B, &sums.grad_B, &sums.grad_constant_B);
-  reserve_matrix(p.C, &sums.grad_C, &sums.grad_constant_C);
-  workspace.reserve(&sums.grad_A, rows * states_per_row);
-  if (p.D.data != nullptr) workspace.reserve(&sums.grad_D, rows * p.dim);
-  if (p.delta_bias.data != nullptr) workspace.reserve(&sums.grad_delta_bias, rows * p.dim);
+  reserve_matrix(p.grad_B, &sums.grad_B, &sums.grad_constant_B);
+  reserve_matrix(p.grad_C, &sums.grad_C, &sums.grad_constant_C);
+  if (p.grad_A != nullptr) workspace.reserve(&sums.grad_A, rows * states_per_row);
+  if (p.grad_D != nullptr) workspace.reserve(&sums.grad_D, rows * p.dim);
+  if (p.grad_delta_bias != nullptr) workspace.reserve(&sums.grad_delta_bias, rows * p.dim);
 }
 
 // The carry pass, where there are segments: of all but that after which (in backward: before which) there is no other.
@@ -168,13 +170,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cuda(const at::Tensor& u, con
 GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
                    const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
                    const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                   const at::Tensor& chunk_states, bool has_initial_state, std::string_view discretization,
-                   bool delta_softplus) {
+                   const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus, NeedsGrad needs_grad) {
   const OptionalTensor no_initial_state;  // it is the first of chunk_states
   const Inputs in{u, delta, A, B, C, D, z, delta_bias, no_initial_state};
   const Discretization method = check_inputs(in, discretization);
   const c10::cuda::CUDAGuard guard(u.device());
-  const GradTensors grads = allocate_bwd(in, grad_out, grad_last_state, chunk_states, has_initial_state);
+  const GradTensors grads = allocate_bwd(in, grad_out, grad_last_state, chunk_states, needs_grad);
   const at::Tensor states = chunk_states.contiguous();
   SelectiveScanBwdParams params = make_bwd_params(in, method, delta_softplus, grad_out, grad_last_state, states, grads);
 
@@ -192,10 +193,10 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
     check_plan(params, plan, device, u.scalar_type());
     at::Tensor arranged_grad_out;
     if (plan.walks && !has_layout<Scalar>(params.grad_out, plan.walking)) {
-      arranged_grad_out = at::empty_like(grads[kGradU]).copy_(*grad_out);
-      params.grad_out = params.grad_u;
-      params.grad_out.data = arranged_grad_out.data_ptr();
-      plan.time_lanes.grad_out = plan.time_lanes.grad_u;
+      arranged_grad_out = at::empty_like(u).copy_(*grad_out);
+      params.grad_out = {arranged_grad_out.mutable_data_ptr(), arranged_grad_out.stride(0), arranged_grad_out.stride(1),
+                         arranged_grad_out.stride(2)};
+      plan = plan_bwd<Scalar>(params, device, preferred_way());
     }
     Workspace workspace;
     PartialSums partial_sums;

@@ -44,11 +44,12 @@ struct Partition {
   void* carry = nullptr;
 };
 
-// Of backward, sums that other blocks' must still be added to; in the accumulation type.
+// Of backward, sums that other blocks' must still be added to; in the accumulation type. Null where the gradient is absent or
+// not needed.
 struct PartialSums {
   // Of the partition whose blocks leave them.
   int64_t tiles = 0, segments = 1;
-  // (batch, tiles, dstate, padded_steps) each; null where B or C is constant, or one tile is a whole group.
+  // (batch, tiles, dstate, padded_steps) each; null too where B or C is constant, or one tile is a whole group.
   void* grad_B = nullptr;
   void* grad_C = nullptr;
   int64_t padded_steps = 0;

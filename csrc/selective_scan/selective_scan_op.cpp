@@ -71,7 +71,7 @@ FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states) {
 }
 
 GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
-                         const at::Tensor& chunk_states, bool has_initial_state) {
+                         const at::Tensor& chunk_states, const NeedsGrad& needs_grad) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
   const ArgumentChecks checks("selective_scan backward", "u", in.u);
   checks.tensor("grad_out", grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
@@ -79,18 +79,22 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
   checks.tensor("chunk_states", chunk_states, "(batch, chunks + 1, dim, dstate)",
                 {batch, chunk_boundary_count(seqlen, dstate), dim, dstate}, checks.accumulate());
 
-  const auto parameter = [&](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
-  const auto matrix = [&](const at::Tensor& like) { return like.dim() == 2 ? parameter(like) : at::empty_like(like); };
+  const auto parameter = [](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
+  const auto sequence = [](const at::Tensor& like) { return at::empty_like(like); };
+  const auto matrix = [&](const at::Tensor& like) { return like.dim() == 2 ? parameter(like) : sequence(like); };
   const auto absent = [&] { return at::empty({0}, in.A.options()); };
-  return {at::empty_like(in.u),
-          at::empty_like(in.delta),
-          parameter(in.A),
-          matrix(in.B),
-          matrix(in.C),
-          is_present(in.D) ? parameter(*in.D) : absent(),
-          is_present(in.z) ? at::empty_like(*in.z) : absent(),
-          is_present(in.delta_bias) ? parameter(*in.delta_bias) : absent(),
-          has_initial_state ? at::empty_symint({batch, dim, dstate}, in.A.options()) : absent()};
+  const auto allocate = [&](Grad grad, const OptionalTensor& input, const auto& allocate_like) {
+    return is_present(input) && needs_grad[grad] ? allocate_like(*input) : absent();
+  };
+  return {allocate(kGradU, in.u, sequence),
+          allocate(kGradDelta, in.delta, sequence),
+          allocate(kGradA, in.A, parameter),
+          allocate(kGradB, in.B, matrix),
+          allocate(kGradC, in.C, matrix),
+          allocate(kGradD, in.D, parameter),
+          allocate(kGradZ, in.z, sequence),
+          allocate(kGradDeltaBias, in.delta_bias, parameter),
+          needs_grad[kGradInitialState] ? at::empty_symint({batch, dim, dstate}, in.A.options()) : absent()};
 }
 
 namespace {
@@ -161,15 +165,22 @@ SelectiveScanBwdParams make_bwd_params(const Inputs& in, Discretization method, 
   params.grad_out = sequence_view(grad_out, Access::kRead);
   params.grad_last_state = state_view(grad_last_state);
   params.chunk_states = chunk_states.const_data_ptr();
-  params.grad_u = sequence_view(grads[kGradU], Access::kWrite);
-  params.grad_delta = sequence_view(grads[kGradDelta], Access::kWrite);
-  params.grad_B = matrix_view(grads[kGradB], Access::kWrite);
-  params.grad_C = matrix_view(grads[kGradC], Access::kWrite);
-  params.grad_A = grads[kGradA].data_ptr();
-  if (params.z.data != nullptr) params.grad_z = sequence_view(grads[kGradZ], Access::kWrite);
-  if (params.D.data != nullptr) params.grad_D = grads[kGradD].data_ptr();
-  if (params.delta_bias.data != nullptr) params.grad_delta_bias = grads[kGradDeltaBias].data_ptr();
-  if (grads[kGradInitialState].dim() == 3) params.grad_initial_state = grads[kGradInitialState].data_ptr();
+  const auto sequence = [&](Grad grad) {
+    return grads[grad].numel() > 0 ? sequence_view(grads[grad], Access::kWrite) : SequenceView();
+  };
+  const auto matrix = [&](Grad grad) {
+    return grads[grad].numel() > 0 ? matrix_view(grads[grad], Access::kWrite) : MatrixView();
+  };
+  const auto pointer = [&](Grad grad) -> void* { return grads[grad].numel() > 0 ? grads[grad].mutable_data_ptr() : nullptr; };
+  params.grad_u = sequence(kGradU);
+  params.grad_delta = sequence(kGradDelta);
+  params.grad_z = sequence(kGradZ);
+  params.grad_B = matrix(kGradB);
+  params.grad_C = matrix(kGradC);
+  params.grad_A = pointer(kGradA);
+  params.grad_D = pointer(kGradD);
+  params.grad_delta_bias = pointer(kGradDeltaBias);
+  params.grad_initial_state = pointer(kGradInitialState);
   return params;
 }
 
@@ -181,7 +192,8 @@ using FwdSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Te
                                                                     const OptionalTensor&, std::string_view, bool, bool);
 using BwdSignature = GradTuple(const OptionalTensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&,
                                const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                               const OptionalTensor&, const OptionalTensor&, const at::Tensor&, bool, std::string_view, bool);
+                               const OptionalTensor&, const OptionalTensor&, const at::Tensor&, std::string_view, bool,
+                               NeedsGrad);
 
 const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
   static const auto op = find_op<FwdSignature>("ssm_kernels::_selective_scan_fwd");
@@ -207,10 +219,10 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_meta(const at::Tensor& u, con
 GradTuple bwd_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
                    const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
                    const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                   const at::Tensor& chunk_states, bool has_initial_state, std::string_view discretization, bool) {
+                   const at::Tensor& chunk_states, std::string_view discretization, bool, NeedsGrad needs_grad) {
   const Inputs in{u, delta, A, B, C, D, z, delta_bias, std::nullopt};
   check_inputs(in, discretization);
-  return as_tuple(allocate_bwd(in, grad_out, grad_last_state, chunk_states, has_initial_state));
+  return as_tuple(allocate_bwd(in, grad_out, grad_last_state, chunk_states, needs_grad));
 }
 
 using ScanSignature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -249,6 +261,7 @@ class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [out, last_state, chunk_states] =
         fwd_op().call(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus, true);
+    // In the order of Grad; in the place of the initial state, of which it is the first, chunk_states.
     ctx->save_for_backward({u, delta, A, B, C, or_undefined(D), or_undefined(z), or_undefined(delta_bias), chunk_states});
     ctx->saved_data["has_initial_state"] = or_undefined(initial_state).defined();
     ctx->saved_data["discretization"] = discretization;
@@ -259,25 +272,27 @@ class SelectiveScan : public torch::autograd::Function<SelectiveScan> {
 
   static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
     constexpr size_t kNumArguments = 11;  // of forward, after ctx
-    if (!grads[0].defined() && !grads[1].defined()) return torch::autograd::variable_list(kNumArguments);
+    torch::autograd::variable_list result(kNumArguments);
+    if (!grads[0].defined() && !grads[1].defined()) return result;
     const auto saved = ctx->get_saved_variables();
     const bool has_initial_state = ctx->saved_data["has_initial_state"].toBool();
-    auto [grad_u, grad_delta, grad_A, grad_B, grad_C, grad_D, grad_z, grad_delta_bias, grad_initial_state] =
-        bwd_op().call(or_absent(grads[0]), or_absent(grads[1]), saved[0], saved[1], saved[2], saved[3], saved[4],
-                      or_absent(saved[5]), or_absent(saved[6]), or_absent(saved[7]), saved[8], has_initial_state,
-                      ctx->saved_data["discretization"].toStringView(), ctx->saved_data["delta_softplus"].toBool());
-    const auto only_if = [](bool present, const at::Tensor& grad) { return present ? grad : at::Tensor(); };
-    return {grad_u,
-            grad_delta,
-            grad_A,
-            grad_B,
-            grad_C,
-            only_if(saved[5].defined(), grad_D),
-            only_if(saved[6].defined(), grad_z),
-            only_if(saved[7].defined(), grad_delta_bias),
-            only_if(has_initial_state, grad_initial_state),
-            at::Tensor(),
-            at::Tensor()};
+    // Inputs that are absent have no edge of the graph.
+    NeedsGrad needs_grad;
+    size_t edge = 0;
+    for (size_t i = 0; i < kNumGrads; ++i) {
+      const bool has_edge = i == kGradInitialState ? has_initial_state : saved[i].defined();
+      needs_grad[i] = has_edge && ctx->needs_input_grad(edge++);
+    }
+    const GradTensors computed = std::apply(
+        [](const auto&... grad) { return GradTensors{grad...}; },
+        bwd_op().call(or_absent(grads[0]), or_absent(grads[1]), saved[kGradU], saved[kGradDelta], saved[kGradA], saved[kGradB],
+                      saved[kGradC], or_absent(saved[kGradD]), or_absent(saved[kGradZ]), or_absent(saved[kGradDeltaBias]),
+                      saved[kNumGrads - 1], ctx->saved_data["discretization"].toStringView(),
+                      ctx->saved_data["delta_softplus"].toBool(), needs_grad));
+    for (size_t i = 0; i < kNumGrads; ++i) {
+      if (needs_grad[i]) result[i] = computed[i];
+    }
+    return result;
   }
 };
 

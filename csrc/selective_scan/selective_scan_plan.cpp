@@ -161,13 +161,15 @@ time_lanes::ScanPlan plan_time_lanes(const SelectiveScanBwdParams& p, const Devi
   return plan;
 }
 
+// writes_dense: also dense tensors of the same layout, (batch, dim, seqlen), which need not be among the sequences.
 void set_accesses(walking::ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes,
-                  std::initializer_list<const SequenceView*> sequences) {
+                  std::initializer_list<const SequenceView*> sequences, bool writes_dense) {
   const auto all = [&](const auto& holds) {
     return std::all_of(sequences.begin(), sequences.end(), [&](const SequenceView* view) { return holds(*view, bytes); });
   };
-  const bool along_steps = all(is_along_steps);
-  plan.along_channels = !along_steps && all(is_along_channels) && has_aligned_tiles(p, plan, bytes);
+  const auto is_dense_aligned = [&](int64_t row) { return !writes_dense || row * bytes % kVectorBytes == 0; };
+  const bool along_steps = all(is_along_steps) && is_dense_aligned(p.seqlen);
+  plan.along_channels = !along_steps && all(is_along_channels) && is_dense_aligned(p.dim) && has_aligned_tiles(p, plan, bytes);
   plan.has_vectors = along_steps || plan.along_channels;
   plan.B = access_of(p.B, p, bytes);
   plan.C = access_of(p.C, p, bytes);
@@ -196,7 +198,7 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Way w
     const size_t shared_bytes = walking::fwd_shared_bytes<Scalar>(p);
     if (way != Way::kTimeLanes && can_walk(p, device, shared_bytes)) {
       set_tiles(plan.walking, p, walking::kTileChannels);
-      set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out});
+      set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
       const bool fills = p.batch * plan.walking.tiles * 2 >= device.multiprocessors * 3;
       plan.walks = way == Way::kWalking || (fills && walks_well(p, plan.walking, device, shared_bytes));
       if (plan.walks) plan.shared_bytes = static_cast<int64_t>(shared_bytes);
@@ -219,7 +221,9 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Way w
     if (way != Way::kTimeLanes && can_walk(p, device, shared_bytes)) {
       constexpr int64_t kTileSteps = time_lanes::BwdSizes::kTileSteps;  // the carry pass's, of whole tiles of walking
       set_tiles(plan.walking, p, walking::kTileChannels);
-      set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z});
+      // The plan, and with it every bit of a gradient, does not depend on which of the others are needed.
+      set_accesses(plan.walking, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z},
+                   /*writes_dense=*/true);
       const int64_t blocks = p.batch * plan.walking.tiles, resident = device.multiprocessors * walking::kResidentBlocks;
       const int64_t segments = blocks > 0 ? std::min(resident / blocks, divide_up(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.walking, p, segments, kTileSteps);

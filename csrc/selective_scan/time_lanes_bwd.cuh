@@ -169,7 +169,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   const int dstate = static_cast<int>(p.dstate);
   const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
   const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
-  const bool sums_channels = !carry_pass && (has_B_steps || has_C_steps);
+  const bool sums_channels = !carry_pass && (p.grad_B.per_step || p.grad_C.per_step);
 
   // Lanes without a channel add zeros to the sums over channels.
   clear<Cut>(shared.states, state_rows<Cut>(plan) * state_pitch(p) * kPerState);
@@ -327,7 +327,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           Acc previous_state = h_before;
 #pragma unroll
           for (int j = 0; j < K; ++j) previous_state = h[j] = Math<Acc>::fma(transition(j).abar(), previous_state, h[j]);
-          if (p.z.data != nullptr) {
+          if (p.grad_z.data != nullptr) {
 #pragma unroll
             for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(c[j], h[j], y[j]);
           }
@@ -384,8 +384,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
               sum = sum_over_time_lanes<Cut>(sum);
               if (is_first && is_channel) target[row() * state_pitch(p) + state] += sum;
             };
-            if (!p.B.per_step) add_steps(shared.grad_constant_B, to_B);
-            if (!p.C.per_step) add_steps(shared.grad_constant_C, to_C);
+            if (partial_sums.grad_constant_B != nullptr) add_steps(shared.grad_constant_B, to_B);
+            if (partial_sums.grad_constant_C != nullptr) add_steps(shared.grad_constant_C, to_C);
           }
           if (sums_channels) store_channel_sums<Cut>(to_B, to_C, lane, sums);
         }
@@ -410,7 +410,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       Acc u[K];
       u_tile.read(lane.channel, first_step, u);
       const Acc skip = of_channel(p.D);
-      if (p.z.data != nullptr) {
+      if (p.grad_z.data != nullptr) {
         Acc gate[K];
         z_tile.read(lane.channel, first_step, gate);
 #pragma unroll
@@ -448,9 +448,9 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       grad_u_tile.write(lane.channel, first_step, grad_input);
       grad_delta_tile.write(lane.channel, first_step, grad_step);
       __syncthreads();
-      grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
-      grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
-      if (p.z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
+      if (p.grad_u.data != nullptr) grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
+      if (p.grad_delta.data != nullptr) grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
+      if (p.grad_z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
     }
     __syncthreads();
   }
@@ -464,9 +464,12 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       static_cast<Acc*>(plan.carry)[target] = shared.states[place * kPerState + kAdjoint];
       return;
     }
-    static_cast<Acc*>(partial_sums.grad_A)[target] = shared.states[place * kPerState + kGradA];
-    if (!p.B.per_step) static_cast<Acc*>(partial_sums.grad_constant_B)[target] = shared.grad_constant_B[place];
-    if (!p.C.per_step) static_cast<Acc*>(partial_sums.grad_constant_C)[target] = shared.grad_constant_C[place];
+    const auto leave = [&](void* sums, Acc sum) {
+      if (sums != nullptr) static_cast<Acc*>(sums)[target] = sum;
+    };
+    leave(partial_sums.grad_A, shared.states[place * kPerState + kGradA]);
+    leave(partial_sums.grad_constant_B, p.B.per_step ? Acc(0) : shared.grad_constant_B[place]);
+    leave(partial_sums.grad_constant_C, p.C.per_step ? Acc(0) : shared.grad_constant_C[place]);
     if (p.grad_initial_state != nullptr && at.segment == 0) {
       static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.batch, at.first_channel + channel, state)] =
           shared.states[place * kPerState + kAdjoint];

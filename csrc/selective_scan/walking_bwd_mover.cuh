@@ -171,7 +171,7 @@ struct BwdMover {
 
   __device__ __forceinline__ void write_vectors(int64_t t0, int tile) const {
     const Pieces<Cut, along_channels> pieces{thread()};
-    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr;
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
       Acc sum_D = 0, sum_bias = 0;
@@ -198,10 +198,8 @@ struct BwdMover {
         load(p.u, rows.u, u);
         load(p.delta, rows.delta, delta);
         if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
-        if (has_gate) {
-          load(p.z, rows.z, z);
-          pieces.get(shared.sum(tile, Shared::kY), i, first, y);
-        }
+        if (has_gate) load(p.z, rows.z, z);
+        if (needs_grad_z) pieces.get(shared.sum(tile, Shared::kY), i, first, y);
         pieces.of_channels(shared.skip, i, first, skip);
         pieces.of_channels(shared.bias, i, first, bias);
         pieces.get(shared.sum(tile, Shared::kInput), i, first, of_u);
@@ -209,9 +207,9 @@ struct BwdMover {
 #pragma unroll
         for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
         make_gradients(u, delta, z, skip, grad_out, y, of_u, of_delta);
-        if (has_gate) store(p.grad_z, rows.grad_z, y);
-        store(p.grad_u, rows.grad_u, of_u);
-        store(p.grad_delta, rows.grad_delta, of_delta);
+        if (needs_grad_z) store(p.grad_z, rows.grad_z, y);
+        if (p.grad_u.data != nullptr) store(p.grad_u, rows.grad_u, of_u);
+        if (p.grad_delta.data != nullptr) store(p.grad_delta, rows.grad_delta, of_delta);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) {
           if constexpr (along_channels) {
@@ -228,18 +226,18 @@ struct BwdMover {
 
   // An element's gradients; returns its terms of the gradients of D and delta_bias.
   __device__ __forceinline__ Vector<Acc, 2> write_element(int64_t t, int tile, int channel, int step) const {
-    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr;
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
     const Acc u[1] = {load_element(p.u, rows.u, channel, t, true)};
     const Acc raw_delta[1] = {load_element(p.delta, rows.delta, channel, t, true) + shared.bias[channel]};
     const Acc z[1] = {load_element(p.z, rows.z, channel, t, has_gate)}, skip[1] = {shared.skip[channel]};
     Acc grad_out[1] = {load_element(p.grad_out, rows.grad_out, channel, t, has_grad)};
-    Acc y[1] = {has_gate ? *shared.sum(tile, Shared::kY).at(channel, step) : Acc(0)};
+    Acc y[1] = {needs_grad_z ? *shared.sum(tile, Shared::kY).at(channel, step) : Acc(0)};
     Acc of_u[1] = {*shared.sum(tile, Shared::kInput).at(channel, step)};
     Acc of_delta[1] = {*shared.sum(tile, Shared::kStep).at(channel, step)};
     make_gradients(u, raw_delta, z, skip, grad_out, y, of_u, of_delta);
-    if (has_gate) store_element(p.grad_z, rows.grad_z, channel, t, y[0]);
-    store_element(p.grad_u, rows.grad_u, channel, t, of_u[0]);
-    store_element(p.grad_delta, rows.grad_delta, channel, t, of_delta[0]);
+    if (needs_grad_z) store_element(p.grad_z, rows.grad_z, channel, t, y[0]);
+    if (p.grad_u.data != nullptr) store_element(p.grad_u, rows.grad_u, channel, t, of_u[0]);
+    if (p.grad_delta.data != nullptr) store_element(p.grad_delta, rows.grad_delta, channel, t, of_delta[0]);
     Vector<Acc, 2> terms;
     terms.set(0, grad_out[0]);
     terms.set(1, of_delta[0]);

@@ -32,7 +32,7 @@ struct BwdWalker {
   const Shared& shared;
   const Position& at;
   Lane<Cut, true> lane;
-  bool has_gate;
+  bool needs_grad_z;
   // Lanes without a channel or a state have zeros. What comes to a step from later ones is `adjoint`.
   States A, adjoint, grad_A, h;
 
@@ -43,7 +43,7 @@ struct BwdWalker {
         partial_sums(partial_sums_),
         shared(shared_),
         at(*shared_.position),
-        has_gate(p_.z.data != nullptr) {
+        needs_grad_z(p_.grad_z.data != nullptr) {
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       A[k][i] = adjoint[k][i] = grad_A[k][i] = 0;
       if (!exists) return;
@@ -194,7 +194,7 @@ struct BwdWalker {
             grad_A[k][i] = Math<Acc>::fma(delta_at(k, j), to_A, grad_A[k][i]);
             to_B[j] += of_B;
             to_C[j] = Math<Acc>::fma(dy_at(k, j), states[j], to_C[j]);
-            if (has_gate) y[k][j] = Math<Acc>::fma(c[j], states[j], y[k][j]);
+            if (needs_grad_z) y[k][j] = Math<Acc>::fma(c[j], states[j], y[k][j]);
           }
         }
       }
@@ -241,7 +241,7 @@ struct BwdWalker {
       sum.set(j, both(late ? step : input, late ? input : step, 2));
     }
     sum.store(shared.sum(tile, late ? Shared::kStep : Shared::kInput).at(channel, t));
-    if (!has_gate) return;
+    if (!needs_grad_z) return;
     Acc of_channel[kG];
 #pragma unroll
     for (int j = 0; j < kG; ++j) of_channel[j] = both(y[0][j], y[1][j], 1);
@@ -256,6 +256,7 @@ struct BwdWalker {
   // Adds up the warps' sums over channels, and leaves them for other blocks' to be added to; of a group that is one tile they
   // are the gradients.
   __device__ __forceinline__ void write_sums_over_channels(int64_t t0, int steps) const {
+    if (!p.grad_B.per_step && !p.grad_C.per_step) return;
     constexpr int kPerRow = Cut::kTileSteps / kG;
     for (int i = threadIdx.x; i < 2 * kStates * kPerRow; i += Cut::kWalkers) {
       const int row = i / kPerRow, step = i % kPerRow * kG, state = row % kStates;
@@ -314,7 +315,9 @@ struct BwdWalker {
       }
     }
     meet<Cut>();  // for the movers' sums
-    save_states(p, at, lane, grad_A, partial_sums.grad_A, at.batch * plan.segments + at.segment);
+    if (partial_sums.grad_A != nullptr) {
+      save_states(p, at, lane, grad_A, partial_sums.grad_A, at.batch * plan.segments + at.segment);
+    }
     if (p.grad_initial_state != nullptr && at.segment == 0) save_states(p, at, lane, adjoint, p.grad_initial_state, at.batch);
   }
 };
