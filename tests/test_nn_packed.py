@@ -37,7 +37,7 @@ def as_of_gru(packed: PackedSequence, like: PackedSequence) -> bool:
 
 @every_lengths
 @pytest.mark.parametrize(
-    ("num_layers", "bidirectional", "batch_first"), itertools.product((1, 2), (False, True), (False, True))
+    ("num_layers", "bidirectional", "batch_first"), list(itertools.product((1, 2), (False, True), (False, True)))
 )
 @pytest.mark.parametrize("name", PLAIN)
 def test_each_sequence_as_if_alone(name, num_layers, bidirectional, batch_first, lengths, device):
