@@ -504,9 +504,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("files", nargs="*", type=Path, metavar="FILE.json")
-    parser.add_argument(
-        "--output", type=Path, default=DOCS / "benchmarks", metavar="FOLDER"
-    )
+    parser.add_argument("--output", type=Path, default=DOCS / "benchmarks", metavar="FOLDER")
     parser.add_argument(
         "--costs",
         type=Path,

@@ -30,8 +30,9 @@ class Mamba(SelectiveBase, ConvMixer):
     """The Mamba mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model), with a choice of discretization.
 
     The positional arguments, the names, shapes and order of the parameters, and ``step``, ``allocate_inference_cache`` and
-    ``inference_params`` are those of ``mamba_ssm``'s ``Mamba``, so its checkpoints load with ``strict=True``. The
-    discretization is not part of the ``state_dict``.
+    ``inference_params`` are those of ``mamba_ssm``'s ``Mamba``, so its checkpoints load with ``strict=True``, and with
+    ``discretization="zoh"`` they are loaded by it. With another discretization the ``state_dict`` also has
+    ``discretization_name``, which ``load_state_dict`` compares: see :class:`.discretized.DiscretizedModule`.
 
     Parameters: ``in_proj.weight`` (2 d_inner, d_model), ``conv1d.weight`` (d_inner, 1, d_conv), ``conv1d.bias`` (d_inner,),
     ``x_proj.weight`` (dt_rank + 2 d_state, d_inner), ``dt_proj.weight`` (d_inner, dt_rank), ``dt_proj.bias`` (d_inner,),

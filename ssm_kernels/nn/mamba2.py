@@ -37,6 +37,7 @@ from .checks import (
     check_tensor,
 )
 from .common import ConvMixer, expanded, init_dt_bias, mark_parameters, short_convolution, wide_dtype
+from .discretized import DiscretizedModule
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
 
@@ -88,12 +89,13 @@ class GatedRMSNorm(nn.Module):
         return (y * gate if self.norm_before_gate else y).to(x.dtype)
 
 
-class Mamba2(ConvMixer):
+class Mamba2(DiscretizedModule, ConvMixer):
     """The Mamba-2 mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
 
     The positional arguments, the names, shapes and order of the parameters, ``forward``, ``step``,
     ``allocate_inference_cache`` and ``inference_params`` are those of ``mamba_ssm``'s ``Mamba2``, so its checkpoints load with
-    ``strict=True``. The discretization is not part of the ``state_dict``.
+    ``strict=True``, and with ``discretization="zoh"`` they are loaded by it. With another discretization the ``state_dict``
+    also has ``discretization_name``, which ``load_state_dict`` compares: see :class:`.discretized.DiscretizedModule`.
 
     With ``d_inner = expand * d_model``, ``nheads = d_ssm / headdim`` and ``d_xBC = d_ssm + 2 ngroups d_state``, parameters:
     ``dt_bias`` and ``A_log`` (nheads,), ``D`` (nheads,) or, with ``D_has_hdim``, (d_ssm,), ``in_proj.weight``
@@ -224,6 +226,7 @@ class Mamba2(ConvMixer):
         self.A_log = nn.Parameter(torch.empty(self.nheads, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(self.d_ssm if D_has_hdim else self.nheads, device=device, dtype=wide))
         mark_parameters("_no_weight_decay", self.dt_bias, self.A_log, self.D)
+        self._register_discretization(device)
         self.reset_parameters()
         if rmsnorm:
             self.norm = GatedRMSNorm(self.d_ssm, ngroups, norm_before_gate, device=device, dtype=dtype)

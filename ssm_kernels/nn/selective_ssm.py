@@ -34,11 +34,12 @@ from .checks import (
     check_tensor,
 )
 from .common import init_dt_bias, mark_parameters, wide_dtype
+from .discretized import DiscretizedModule
 
 __all__ = ["SelectiveSSM"]
 
 
-class SelectiveBase(nn.Module):
+class SelectiveBase(DiscretizedModule):
     """The parameters of the selective SSM and the two ways to run it. Layers derive from it and add what surrounds it.
 
     Parameters: ``x_proj.weight`` (dt_rank + 2 d_state, d_inner), ``dt_proj.weight`` (d_inner, dt_rank), ``dt_proj.bias``
@@ -84,6 +85,7 @@ class SelectiveBase(nn.Module):
         self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
         mark_parameters("_no_weight_decay", self.A_log, self.D)
         mark_parameters("_no_reinit", self.dt_proj.bias)
+        self._register_discretization(device)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -150,8 +152,9 @@ class SelectiveSSM(SelectiveBase):
         d_inner: channels.
         d_state: states per channel, at most 256.
         dt_rank: rank of the projection to the step sizes; ``"auto"`` is ``ceil(d_inner / 16)``.
-        discretization: one of ``ssm_kernels.discretizations``. ``"euler"`` is stable only while ``delta * |A| <= 2``: start it
-            with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
+        discretization: one of ``ssm_kernels.discretizations``; unless it is ``"zoh"`` the ``state_dict`` names it, as
+            ``discretization_name``, which ``load_state_dict`` compares. ``"euler"`` is stable only while ``delta * |A| <= 2``:
+            start it with ``d_state * dt_max`` well below 2. Nothing keeps ``delta`` there in training.
         dt_min: smallest step size at initialization.
         dt_max: largest step size at initialization.
         dt_init: ``"random"`` (uniform) or ``"constant"`` weights of the projection to the step sizes.

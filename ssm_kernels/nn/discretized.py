@@ -1,0 +1,85 @@
+"""The discretization in the ``state_dict``: weights are trained through one rule and are inexact under another."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from .._C import discretization_aliases
+
+# What a checkpoint without the entry was trained with: mamba_ssm has no other rule.
+_DEFAULT = "zoh"
+_ENTRY = "discretization_name"
+
+
+def _canonical(name: str) -> str:
+    return discretization_aliases.get(name, name)
+
+
+def _encode(name: str, device: torch.device | str | None) -> Tensor:
+    return torch.tensor([*_canonical(name).encode()], dtype=torch.uint8, device=device)
+
+
+def _decode(entry: Tensor) -> str:
+    return bytes(entry.tolist()).decode(errors="replace")
+
+
+class DiscretizedModule(nn.Module):
+    """A layer whose ``state_dict`` names its discretization, unless that is ``"zoh"``.
+
+    The entry is ``discretization_name``, the UTF-8 bytes of the name: a buffer, which every way of saving and distributing a
+    model handles. A layer with ``"zoh"``, the rule of ``mamba_ssm``, has no entry, and its ``state_dict`` is that of
+    ``mamba_ssm``'s layer. ``load_state_dict`` compares:
+
+    - an entry with another name: an error, with ``strict=False`` too, as for a tensor of another shape. Without the entry the
+      checkpoint loads;
+    - no entry, in a layer whose discretization is not ``"zoh"``: a warning.
+    """
+
+    discretization: str
+
+    def _register_discretization(self, device: torch.device | str | None) -> None:
+        if _canonical(self.discretization) != _DEFAULT:
+            self.register_buffer(_ENTRY, _encode(self.discretization, device))
+
+    def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        # From the attribute: to_empty() leaves any bytes in the buffer.
+        buffer = destination.pop(prefix + _ENTRY, None)
+        if _canonical(self.discretization) != _DEFAULT:
+            destination[prefix + _ENTRY] = _encode(self.discretization, None if buffer is None else buffer.device)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        entry = state_dict.pop(prefix + _ENTRY, None)
+        own, saved = _canonical(self.discretization), _DEFAULT
+        if isinstance(entry, Tensor):
+            saved = own if entry.is_meta else _decode(entry)
+        if saved != own:
+            layer = f"{type(self).__name__} ({prefix.removesuffix('.')})" if prefix else type(self).__name__
+            named = f"of {saved!r}" if entry is not None else f"that names none, as of mamba_ssm, whose is {_DEFAULT!r}"
+            message = (
+                f"{layer}: expected a checkpoint of discretization {own!r}, got one {named}: weights trained with one "
+                f"discretization are inexact with another. Make the layer with discretization={saved!r}"
+            )
+            if entry is not None:
+                error_msgs.append(f"{message}, or delete {prefix + _ENTRY!r} from the checkpoint to load it all the same")
+            else:
+                warnings.warn(message, UserWarning, stacklevel=2)
+        if _ENTRY in self._buffers:
+            # The buffer is then copied or assigned as any other, with the layer's own name.
+            beside = entry if isinstance(entry, Tensor) else state_dict.get(f"{prefix}A_log")
+            state_dict[prefix + _ENTRY] = _encode(own, beside.device if isinstance(beside, Tensor) else None)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

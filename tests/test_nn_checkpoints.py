@@ -1,0 +1,193 @@
+"""The discretization in checkpoints: what names another one is refused, and mamba_ssm's load as they are."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn as nn
+from helpers import says
+from torch import Tensor
+
+from ssm_kernels.nn import Mamba, Mamba2, SelectiveSSM
+
+OPERATOR = "selective_scan"
+
+ENTRY = "discretization_name"
+LAYERS: dict[str, Callable[..., nn.Module]] = {
+    "SelectiveSSM": lambda **options: SelectiveSSM(8, d_state=4, **options),
+    "Mamba": lambda **options: Mamba(8, d_state=4, **options),
+    "Mamba2": lambda **options: Mamba2(8, d_state=4, headdim=4, **options),
+}
+every_layer = pytest.mark.parametrize("name", LAYERS)
+
+
+class Model(nn.Module):
+    """Where the layer has a prefix."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.mixer = layer
+
+
+def run(layer: nn.Module) -> Tensor:
+    return layer(torch.randn(2, 7, 8, generator=torch.Generator().manual_seed(3)))
+
+
+def saved_and_loaded(state_dict: dict[str, Tensor], folder) -> dict[str, Tensor]:
+    torch.save(state_dict, folder / "checkpoint.pt")
+    return torch.load(folder / "checkpoint.pt", weights_only=True)
+
+
+@pytest.fixture(autouse=True)
+def no_warnings():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@every_layer
+def test_zoh_has_the_entries_of_mamba_ssm(name):
+    layer = LAYERS[name]()
+    assert [*layer.state_dict()] == [key for key, _ in layer.named_parameters()] and not [*layer.buffers()]
+
+
+@pytest.mark.parametrize("discretization", ["zoh", "foh", "zoh_exact", "rk4"])
+@every_layer
+def test_round_trip(name, discretization, tmp_path):
+    layer, other = LAYERS[name](discretization=discretization), LAYERS[name](discretization=discretization)
+    state_dict = saved_and_loaded(layer.state_dict(), tmp_path)
+    assert other.load_state_dict(state_dict, strict=True) == ([], [])
+    assert torch.equal(run(layer), run(other))
+    # Plain dicts, as other formats than torch's save them.
+    plain = {key: value.clone() for key, value in Model(layer).state_dict().items()}
+    assert (f"mixer.{ENTRY}" in plain) == (discretization != "zoh")
+    assert all(isinstance(value, Tensor) for value in plain.values())
+    before = dict(plain)
+    assert Model(LAYERS[name](discretization=discretization)).load_state_dict(plain, strict=True) == ([], [])
+    assert plain == before
+
+
+@every_layer
+def test_an_alias_is_the_same_discretization(name):
+    LAYERS[name](discretization="foh").load_state_dict(LAYERS[name](discretization="zoh_exact").state_dict())
+
+
+@pytest.mark.parametrize(("saved", "own"), [("foh", "zoh"), ("foh", "rk4"), ("highorder", "foh")])
+@every_layer
+def test_another_discretization(name, saved, own, tmp_path):
+    state_dict = saved_and_loaded(Model(LAYERS[name](discretization=saved)).state_dict(), tmp_path)
+    model = Model(LAYERS[name](discretization=own))
+    message = f"{name} (mixer): expected a checkpoint of discretization '{own}', got one of '{saved}'"
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=says(message, f"discretization='{saved}'", f"delete 'mixer.{ENTRY}'")):
+            model.load_state_dict(state_dict, strict=strict)
+    del state_dict[f"mixer.{ENTRY}"]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert model.load_state_dict(state_dict, strict=True) == ([], [])
+    assert len(caught) == (own != "zoh")
+    assert model.mixer.discretization == own
+    assert torch.equal(model.mixer.A_log, state_dict["mixer.A_log"])
+
+
+@every_layer
+def test_checkpoints_of_mamba_ssm(name):
+    """They name none: as strict as ever, with a warning where the layer has another rule than mamba_ssm's."""
+    checkpoint = {key: torch.rand_like(value) for key, value in LAYERS[name]().state_dict().items()}
+    assert LAYERS[name]().load_state_dict(checkpoint, strict=True) == ([], [])
+    for strict in (True, False):
+        layer = LAYERS[name](discretization="foh")
+        message = (
+            f"{name}: expected a checkpoint of discretization 'foh', got one that names none, as of mamba_ssm, whose is 'zoh'"
+        )
+        with pytest.warns(UserWarning, match=says(message)):
+            assert layer.load_state_dict(checkpoint, strict=strict) == ([], [])
+        state_dict = layer.state_dict()
+        assert bytes(state_dict.pop(ENTRY).tolist()) == b"foh"
+        torch.testing.assert_close(dict(state_dict), checkpoint, rtol=0, atol=0)
+
+
+@every_layer
+def test_mamba_ssm_refuses_what_it_would_get_wrong(name):
+    """Its modules have these parameters and no more."""
+    theirs = nn.Module()
+    for key in ("A_log", "D"):
+        theirs.register_parameter(key, nn.Parameter(torch.empty_like(getattr(LAYERS[name](), key))))
+    state_dict = {key: value for key, value in LAYERS[name](discretization="foh").state_dict().items() if "." not in key}
+    state_dict.pop("dt_bias", None)
+    with pytest.raises(RuntimeError, match=says("Unexpected key(s)", ENTRY)):
+        theirs.load_state_dict(state_dict, strict=True)
+
+
+@every_layer
+def test_missing_and_unexpected_entries_are_still_reported(name):
+    state_dict = LAYERS[name](discretization="foh").state_dict()
+    del state_dict["A_log"]
+    state_dict["more"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r'(?s)Missing key\(s\).*"A_log".*Unexpected key\(s\).*"more"'):
+        LAYERS[name](discretization="foh").load_state_dict(state_dict)
+
+
+@every_layer
+def test_copies_casts_and_empty_layers(name):
+    layer = LAYERS[name](discretization="foh")
+    for other in (copy.deepcopy(layer), copy.deepcopy(layer).to(torch.bfloat16), copy.deepcopy(layer).double()):
+        assert torch.equal(other.state_dict()[ENTRY], layer.state_dict()[ENTRY])
+    # Made without memory, then given any, then the checkpoint's.
+    for assign in (True, False):
+        other = LAYERS[name](discretization="foh", device="meta")
+        assert other.state_dict()[ENTRY].is_meta
+        if not assign:
+            other.to_empty(device="cpu")
+            assert torch.equal(other.state_dict()[ENTRY], layer.state_dict()[ENTRY])
+        other.load_state_dict(layer.state_dict(), assign=assign)
+        assert not any(tensor.is_meta for tensor in other.state_dict().values())
+        assert torch.equal(other.state_dict()[ENTRY], layer.state_dict()[ENTRY])
+        assert torch.equal(run(other), run(layer))
+
+
+@every_layer
+def test_compiled(name, fresh_dynamo):
+    layer = LAYERS[name](discretization="foh")
+    compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(run(compiled), run(layer))
+    state_dict = compiled.state_dict()
+    compiled.load_state_dict(state_dict)
+    assert f"_orig_mod.{ENTRY}" in state_dict
+
+
+@pytest.mark.slow
+@every_layer
+def test_distributed(name, tmp_path):
+    """DistributedDataParallel, fully_shard, and the checkpoints of torch.distributed, which have the layer's own entries."""
+    dist = torch.distributed
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+    from torch.distributed.fsdp import fully_shard
+
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
+    try:
+        for discretization in ("zoh", "foh"):
+            layer = LAYERS[name](discretization=discretization)
+            wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(layer))
+            torch.testing.assert_close(run(wrapped), run(layer))
+            state_dict = get_model_state_dict(wrapped)
+            assert state_dict.keys() == layer.state_dict().keys()
+            other = nn.parallel.DistributedDataParallel(LAYERS[name](discretization=discretization))
+            set_model_state_dict(other, state_dict)
+            assert torch.equal(run(other), run(layer))
+            mesh = dist.init_device_mesh("cpu", (1,))
+            sharded = fully_shard(copy.deepcopy(layer), mesh=mesh)
+            torch.testing.assert_close(run(sharded), run(layer))
+            full = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
+            torch.testing.assert_close(full, dict(layer.state_dict()), rtol=0, atol=0)
+            other = fully_shard(LAYERS[name](discretization=discretization), mesh=mesh)
+            set_model_state_dict(other, get_model_state_dict(sharded))
+            torch.testing.assert_close(run(other), run(layer))
+    finally:
+        dist.destroy_process_group()
