@@ -106,7 +106,7 @@ def check_tensor(layer: str, name: str, value: Any) -> None:
 def check_shape(layer: str, name: str, value: Any, axes: str, sizes: Sequence[int | None]) -> None:
     """A tensor with these sizes, of which None may be any. ``axes`` names them, or is the size itself."""
     check_tensor(layer, name, value)
-    fits = value.dim() == len(sizes) and all(size in (None, got) for size, got in zip(sizes, value.shape, strict=True))
+    fits = value.dim() == len(sizes) and all(size is None or size == got for size, got in zip(sizes, value.shape, strict=True))
     if not fits:
         names = axes.strip("()").split(", ")
         known = [f"{axis} = {size}" for axis, size in zip(names, sizes, strict=True) if size is not None and axis != str(size)]
