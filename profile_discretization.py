@@ -88,6 +88,17 @@ def at_least(lowest: int, highest: float = math.inf) -> Callable[[str], int]:
     return parse
 
 
+def positive(text: str) -> float:
+    """An argument's type: a number above 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value
+
+
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
     switch = {"action": argparse.BooleanOptionalAction, "default": True}
@@ -109,9 +120,23 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     what.add_argument("--backward", **switch, help="time backward as well as forward")
     what.add_argument("--seed", type=at_least(0, 2**31 - 1), default=0)
     record = parser.add_argument_group("recorded input")
-    record.add_argument("--input", type=Path, metavar="FILE", help=".npy, .csv or .wav, evenly sampled")
+    record.add_argument(
+        "--input", type=Path, metavar="FILE", help=".npy, .csv or .wav, evenly sampled; A is -1 .. -dstate in its time unit"
+    )
     record.add_argument("--hold", choices=list(signals.HOLDS), default="linear", help="the input between its samples")
-    record.add_argument("--channel", type=at_least(0), metavar="K", help="of the recording (default: the mean of all)")
+    record.add_argument(
+        "--channel",
+        type=at_least(0),
+        metavar="K",
+        help="of the recording, its time axis not counted (default: the mean of all)",
+    )
+    record.add_argument(
+        "--step",
+        type=positive,
+        metavar="S",
+        help="time between samples (default: the file's time axis or sample rate, else "
+        f"{signals.REFINEMENT * signals.FINEST_STEP:g})",
+    )
     output = parser.add_argument_group("output")
     output.add_argument(
         "--plot",
@@ -130,6 +155,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         raise UsageError("nothing to measure: every part is switched off")
     if options.input is not None and not options.profile_accuracy:
         raise UsageError("--input is for the accuracy part, which --no-profile_accuracy switches off")
+    if options.input is None and options.step is not None:
+        raise UsageError("--step is for a recorded input: give --input FILE")
     options.plot = None if options.plot.lower() == "none" else Path(options.plot)
     if options.plot is not None and options.plot.suffix.lower().removeprefix(".") not in plots.FORMATS:
         raise UsageError(f"--plot {options.plot}: expected a name that ends in .{', .'.join(plots.FORMATS)}, or 'none'")
@@ -247,7 +274,7 @@ def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch
         head = scans.ScanSize(size.batch, size.dim, length, size.dstate)
         inputs = scans.scan_inputs(head, device=device, dtype=dtype, seed=0)
         stages = scans.scan_stages(
-            scans.reference.selective_scan, inputs, torch.ones_like(inputs["u"]), options.methods[0], backward=options.backward
+            scans.loop_scan, inputs, torch.ones_like(inputs["u"]), options.methods[0], backward=options.backward
         )
         seconds = measure({"loop": stages}, device=device, trials=2, warmup=1)["loop"].total.median
         if 2 * 2 * seconds * cost * len(options.methods) > SECONDS["loop"]:
@@ -289,9 +316,10 @@ def profile(options: argparse.Namespace) -> report.Report:
             response = signals.sinusoids(system, seed)
             found.signal = response.description
         else:
-            samples, taken = signals.load_recording(options.input, options.channel)
-            response = signals.recording(system, samples, options.hold)
-            found.signal, found.sample_spacing = f"{taken}; {response.description}", response.resolved
+            recording = signals.load_recording(options.input, options.channel)
+            spacing = options.step or recording.spacing or signals.REFINEMENT * signals.FINEST_STEP
+            response = signals.recording(system, recording.samples, options.hold, spacing / signals.REFINEMENT)
+            found.signal, found.sample_spacing = f"{recording.description}; {response.description}", response.resolved
 
     size = choose_size(options, device, dtype)
     found.settings = {

@@ -35,12 +35,16 @@ import ssm_kernels
 from ssm_kernels.nn import Mamba, Mamba2, MinGRU, MinLSTM
 
 try:
+    import matplotlib.style
     from matplotlib.figure import Figure
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
     from tqdm import tqdm
 except ImportError as error:
     sys.exit(f"{Path(__file__).name}: error: {error}: pip install scikit-learn tqdm matplotlib")
+
+# As the figures of the benchmarks; a copy of this script elsewhere draws in matplotlib's style.
+STYLE = Path(__file__).resolve().parents[1] / "benchmarks" / "style.mplstyle"
 
 
 class MinRNNMixer(nn.Module):
@@ -173,24 +177,32 @@ class History(NamedTuple):
     accuracies: list[tuple[int, float]]
 
 
-def plot_learning_curves(path: Path, histories: dict[str, History], title: str) -> None:
+def learning_curves(histories: dict[str, History], title: str) -> Figure:
     """Training loss, of every step and its running mean, and test accuracy of every epoch, for each run."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure = Figure(figsize=(7.35, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
+    window = max(1, min(len(losses) for losses, _ in histories.values()) // 50)
     for index, (name, (losses, accuracies)) in enumerate(histories.items()):
-        window = max(1, len(losses) // 50)
         smooth = torch.tensor(losses).unfold(0, window, 1).mean(dim=-1).tolist()
         left.plot(range(1, len(losses) + 1), losses, color=f"C{index}", alpha=0.3 / len(histories), linewidth=0.8)
-        left.plot(range(window, len(losses) + 1), smooth, color=f"C{index}", label=f"{name}, mean of {window} steps")
+        left.plot(range(window, len(losses) + 1), smooth, color=f"C{index}")
         steps, values = zip(*accuracies, strict=True)
-        label = f"{name}, last: {100 * values[-1]:.1f} %"
+        label = f"{name}: {100 * values[-1]:.1f} %"
         right.plot(steps, [100 * value for value in values], color=f"C{index}", marker=".", label=label)
-    left.set(xlabel="step", ylabel="training loss (cross-entropy)", yscale="log")
+    smoothed = f", mean of {window} steps" if window > 1 else ""
+    left.set(xlabel="step", ylabel=f"cross-entropy{smoothed}", yscale="log")
+    left.set_title("Training loss (light: of each step)", loc="left")
     right.set(xlabel="step", ylabel="test accuracy (%)", ylim=(0, 102))
-    for axes in (left, right):
-        axes.legend()
+    right.set_title("Test accuracy", loc="left")
     figure.suptitle(title)
-    figure.savefig(path, dpi=150)
+    # Below the panels, where there is no data.
+    figure.legend(loc="outside lower center", ncols=4, title="last test accuracy")
+    return figure
+
+
+def plot_learning_curves(path: Path, histories: dict[str, History], title: str) -> None:
+    with matplotlib.style.context([STYLE] if STYLE.is_file() else []):
+        learning_curves(histories, title).savefig(path, dpi=200)
 
 
 class Parser(argparse.ArgumentParser):

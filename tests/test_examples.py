@@ -16,6 +16,9 @@ import ssm_kernels
 for package in ("sklearn", "tqdm", "matplotlib"):
     pytest.importorskip(package, reason=f"the examples need {package}, which is not installed")
 
+import matplotlib.style  # noqa: E402
+from plot_helpers import assert_legible  # noqa: E402
+
 TRAIN = Path(__file__).parents[1] / "examples" / "train_sequence.py"
 
 # 2 epochs of 13 steps.
@@ -74,6 +77,16 @@ def test_learns(model, tmp_path):
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     described = f"{model or 'mamba'} (discretization zoh)" if model in ("", "mamba2") else model
     assert f" {described}\n" in run.stdout
+
+
+@pytest.mark.parametrize("models", [("mamba",), ("mamba", "mamba2", "mingru", "minlstm")])
+@pytest.mark.parametrize("steps", [3, 400])
+def test_learning_curves_are_legible(models, steps):
+    example = runpy.run_path(str(TRAIN))
+    losses = [2.3 * 0.99**step for step in range(steps)]
+    history = example["History"](losses, [(steps // 2, 0.5), (steps, 0.97)])
+    with matplotlib.style.context(example["STYLE"]):
+        assert_legible(example["learning_curves"](dict.fromkeys(models, history), f"digits: {', '.join(models)}"))
 
 
 @pytest.mark.slow

@@ -24,6 +24,8 @@ from ssm_kernels.reference import DISCRETIZATIONS
 pytest.importorskip("rich", reason="the profiler prints its tables with rich")
 pytest.importorskip("matplotlib", reason="the profiler draws with matplotlib")
 
+from plot_helpers import assert_legible
+
 OPERATOR = "selective_scan"
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "profile_discretization.py"
@@ -110,6 +112,7 @@ def test_recorded_input(profiler, tmp_path, monkeypatch, capsys, name):
     monkeypatch.chdir(tmp_path)
     recorded(tmp_path / name, np.random.default_rng(0).standard_normal(40).cumsum())
     arguments = [*ACCURACY_ONLY, "--input", name, "--hold", "zero", "--json", "found.json", "--plot", "found.svg", "--quiet"]
+    arguments += ["--step", "0.008"]  # a step of 1/8000 leaves the rules of higher orders nothing but rounding
     assert profiler.main(arguments) == 0, capsys.readouterr().err
     assert "constant between samples" in json.loads(Path("found.json").read_text())["signal"]
     assert Path("found.svg").read_text().lstrip().startswith("<?xml")
@@ -120,6 +123,107 @@ def test_recorded_input(profiler, tmp_path, monkeypatch, capsys, name):
             assert finest < 1e-12
         else:
             assert order == pytest.approx(expected, abs=0.15)
+
+
+def wave(path: Path, rate: int = 100) -> np.ndarray:
+    wavfile = pytest.importorskip("scipy.io.wavfile", reason="writes the WAV file")
+    samples = np.round(2**14 * np.sin(0.3 * np.arange(40))).astype(np.int16)
+    wavfile.write(path, rate, samples)
+    return samples
+
+
+def table(path: Path, heading: str, rows: np.ndarray, separator: str = ",", point: str = ".") -> Path:
+    lines = [separator.join(f"{value:.4f}".replace(".", point) for value in row) for row in rows]
+    path.write_text("\n".join([*([heading] if heading else []), *lines]) + "\n")
+    return path
+
+
+TIMES = 2.0 + 0.25 * np.arange(30)
+SIGNAL = np.cos(TIMES)
+
+
+@pytest.mark.parametrize("heading", ["time,x", "t [s],x", "Seconds,x", "# time,x", "time_s,x", ""])
+def test_time_column_is_the_axis_and_no_signal(profiler, tmp_path, heading):
+    path = table(tmp_path / "signal.csv", heading, np.stack([TIMES, SIGNAL], axis=1))
+    found = profiler.signals.load_recording(path)
+    assert found.spacing == pytest.approx(0.25)
+    np.testing.assert_allclose(found.samples, SIGNAL / np.abs(SIGNAL).max(), atol=1e-3)
+
+
+def test_time_column_is_not_counted_as_a_channel(profiler, tmp_path):
+    path = table(tmp_path / "signal.csv", "left,time,right", np.stack([SIGNAL, TIMES, 0 * SIGNAL + 3], axis=1))
+    found = profiler.signals.load_recording(path, channel=1)
+    assert found.spacing == pytest.approx(0.25) and "(right)" in found.description
+    np.testing.assert_array_equal(found.samples, 1.0)
+
+
+def test_column_that_only_looks_like_time_has_to_be_chosen(profiler, tmp_path):
+    path = table(tmp_path / "signal.csv", "ramp,x", np.stack([TIMES, SIGNAL], axis=1))
+    with pytest.raises(ValueError, match="choose the signal by --channel"):
+        profiler.signals.load_recording(path)
+    found = profiler.signals.load_recording(path, channel=0)
+    assert found.spacing is None
+    np.testing.assert_allclose(found.samples, TIMES / TIMES.max(), atol=1e-3)
+
+
+@pytest.mark.parametrize("heading", ["time,x", ""])
+def test_uneven_times_are_refused(profiler, tmp_path, heading):
+    path = table(tmp_path / "signal.csv", heading, np.stack([TIMES**2, SIGNAL], axis=1))
+    with pytest.raises(ValueError, match="times that increase evenly" if heading else "choose the signal by --channel"):
+        profiler.signals.load_recording(path)
+
+
+@pytest.mark.parametrize("separator", [";", "\t"])
+@pytest.mark.parametrize("heading", ["time{}x", ""])
+def test_decimal_commas(profiler, tmp_path, separator, heading):
+    rows = np.stack([TIMES, SIGNAL], axis=1)
+    found = profiler.signals.load_recording(table(tmp_path / "a.csv", heading.format(separator), rows, separator, ","))
+    expected = profiler.signals.load_recording(table(tmp_path / "b.csv", heading.format(","), rows))
+    np.testing.assert_array_equal(found.samples, expected.samples)
+    assert found.spacing == expected.spacing == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(("arguments", "spacing"), [((), 0.01), (("--step", "0.5"), 0.5)])
+def test_sample_rate_is_the_step(profiler, tmp_path, monkeypatch, capsys, arguments, spacing):
+    monkeypatch.chdir(tmp_path)
+    samples = wave(tmp_path / "signal.wav")
+    found = profiler.signals.load_recording(tmp_path / "signal.wav")
+    assert found.spacing == 0.01
+    np.testing.assert_allclose(found.samples, samples / np.abs(samples).max())
+    chosen = [*ACCURACY_ONLY, "--methods", "foh", "--input", "signal.wav", "--json", "found.json", "--plot", "none", *arguments]
+    assert profiler.main([*chosen, "--quiet"]) == 0, capsys.readouterr().err
+    written = json.loads(Path("found.json").read_text())
+    assert written["sample_spacing"] == pytest.approx(spacing)
+    assert written["accuracies"][0]["steps"][-1] == pytest.approx(spacing / profiler.signals.REFINEMENT)
+
+
+# --- figures ---
+
+
+@pytest.mark.parametrize("layout", ["page", "column"])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (),
+        ("--input", "signal.csv", "--hold", "zero"),
+        ("--input", "signal.csv", "--no-profile_ops", "--no-profile_scan"),
+        ("--no-profile_accuracy",),
+        ("--no-profile_accuracy", "--no-profile_scan"),
+        ("--no-profile_scan", "--methods", "euler", "backward_euler"),
+    ],
+    ids=" ".join,
+)
+def test_figures_are_legible(profiler, tmp_path, monkeypatch, parts, layout):
+    monkeypatch.chdir(tmp_path)
+    table(
+        Path("signal.csv"), "time,x", np.stack([0.008 * np.arange(129), np.random.default_rng(0).standard_normal(129)], axis=1)
+    )
+    drawn = []
+    figure_of = profiler.plots.figure_of
+    monkeypatch.setattr(profiler.plots, "figure_of", lambda *a, **k: drawn.append(figure_of(*a, **k)) or drawn[-1])
+    monkeypatch.setattr(profiler.plots.plt, "close", lambda _: None)
+    assert profiler.main([*SMALL, "--layout", layout, *parts, "--quiet"]) == 0
+    assert_legible(drawn[0])
 
 
 def test_methods_and_parts_can_be_chosen(profiler, tmp_path, monkeypatch, capsys):
@@ -181,6 +285,8 @@ def test_unstable_methods_and_many_states_are_reported(profiler, tmp_path, monke
         (["--input", "absent.npy"], "absent.npy: no such file"),
         (["--input", "signal.mp3"], "expected a .npy, .csv or .wav file"),
         (["--input", "absent.npy", "--no-profile_accuracy"], "--input"),
+        (["--input", "absent.npy", "--step", "0"], "--step: expected a number above 0, got '0'"),
+        (["--step", "0.1"], "--step is for a recorded input"),
         (["--batch", "4000000000", "--seqlen", "4000000000"], "GiB"),
     ],
 )
@@ -227,7 +333,7 @@ def test_damaged_recordings_are_read_or_refused(profiler, tmp_path, name):
     for content in damaged(whole):
         path.write_bytes(content)
         try:
-            samples, _ = profiler.signals.load_recording(path)
+            samples = profiler.signals.load_recording(path).samples
         except ValueError as error:
             refused += 1
             assert str(error).startswith(f"{path}: ")
@@ -351,6 +457,34 @@ def test_exact_response_to_a_recording(profiler, hold):
         continuous = (np.diag(A[d]), B[d][:, None], C[d][None], np.zeros((1, 1)))
         _, expected, _ = signal.lsim(continuous, given, times, interp=hold == "linear")
         np.testing.assert_allclose(response.y[d, refined - 1 :: refined].numpy(), np.ravel(expected)[1:], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("method", DISCRETIZATIONS)
+def test_loop_is_the_scan(profiler, method):
+    """In float64, forward and backward: what the kernel's time is compared with does the same work."""
+    size = profiler.scans.ScanSize(2, 3, 9, 4)
+    inputs = profiler.scans.scan_inputs(size, device=torch.device("cpu"), dtype=torch.float64, seed=0)
+    cotangent = torch.randn(2, 3, 9, dtype=torch.float64)
+    results = []
+    for scan in (profiler.scans.loop_scan, profiler.scans.reference.selective_scan):
+        forward, backward = profiler.scans.scan_stages(scan, inputs, cotangent, method, backward=True)
+        out = forward()
+        results.append((out.detach(), *backward(out)))
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-10)
+
+
+def test_loop_has_no_series(profiler, monkeypatch):
+    """foh's is ``expm1(z) / z``, as a user writes it, and not the 18 passes of the reference's phi1."""
+
+    def refuse(*_):
+        raise AssertionError("the loop calls reference.phi1")
+
+    monkeypatch.setattr(profiler.scans.reference, "phi1", refuse)
+    inputs = profiler.scans.scan_inputs(
+        profiler.scans.ScanSize(1, 2, 3, 2), device=torch.device("cpu"), dtype=torch.float32, seed=0
+    )
+    for method in DISCRETIZATIONS:
+        profiler.scans.loop_scan(**inputs, discretization=method, delta_softplus=True)
 
 
 def test_observed_order_is_the_slope(profiler):

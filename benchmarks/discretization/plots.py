@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
@@ -22,7 +23,7 @@ from benchmarks.discretization.report import Report
 from benchmarks.discretization.scans import Scan
 from benchmarks.style import COLORS, STYLE
 
-__all__ = ["FORMATS", "draw"]
+__all__ = ["FORMATS", "draw", "figure_of"]
 
 FORMATS = ("png", "pdf", "svg")
 
@@ -95,7 +96,7 @@ def _speed_against_error(
     left = min(1e3 * scan.step.p20 for scan in scans)
     right = max(1e3 * scan.step.p80 for scan in scans)
     width = max(right - left, 0.05 * right)
-    axes.set_xlim(left - 0.1 * width, right + 1.35 * width)
+    axes.set_xlim(left - 0.1 * width, right + 1.6 * width)
     axes.xaxis.set_major_locator(MaxNLocator(4))
     bottom, top = (math.log10(limit) for limit in axes.get_ylim())
     heights = [(math.log10(error) - bottom) / (top - bottom) for error in errors]
@@ -105,7 +106,7 @@ def _speed_against_error(
         axes.annotate(
             scan.method,
             (time, error),
-            xytext=(0.58, height),
+            xytext=(0.53, height),
             textcoords="axes fraction",
             fontsize=7,
             color=look.color,
@@ -117,8 +118,11 @@ def _speed_against_error(
     axes.set_title("Speed against error", loc="left")
 
 
-def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> None:
-    """A dashed line of each observed order: of the first above the curves that have it, of a higher one below them."""
+def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> list[int]:
+    """A dashed line of each observed order: of the first above the curves that have it, of a higher one below them.
+
+    Returns the orders.
+    """
     fine = accuracies[0].steps[-1]
     ends: dict[int, list[float]] = {}
     for accuracy in accuracies:
@@ -130,20 +134,13 @@ def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> None:
         start = 2.2 * max(errors + ends_of_steps) if order == 1 else min(errors) / 2.2
         end = (8 * fine, start * 8**order)
         axes.plot((fine, end[0]), (start, end[1]), color="#444444", lw=0.7, ls=(0, (4, 3)), zorder=0)
-        axes.annotate(
-            f"order {order}",
-            end,
-            xytext=(-6, 2) if order == 1 else (3, -1),
-            textcoords="offset points",
-            ha="right" if order == 1 else "left",
-            va="bottom" if order == 1 else "center",
-            fontsize=6.5,
-            color="#444444",
-            bbox={"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none", "alpha": 0.8},
-        )
+    return sorted(ends)
 
 
-def _error_against_step(axes: Axes, accuracies: Sequence[Accuracy], looks: dict[str, _Look], spacing: float | None) -> None:
+def _error_against_step(
+    axes: Axes, accuracies: Sequence[Accuracy], looks: dict[str, _Look], spacing: float | None
+) -> list[Line2D]:
+    """Returns what the legend has to explain beside the methods."""
     steps = accuracies[0].steps
     shown: list[float] = []
     for index, accuracy in enumerate(accuracies):
@@ -158,22 +155,16 @@ def _error_against_step(axes: Axes, accuracies: Sequence[Accuracy], looks: dict[
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_ylim(min(shown, default=1e-3) / 3, 10.0)
-    _order_guides(axes, accuracies)
+    explained = [Line2D([], [], color="#BBBBBB", lw=0.7, label="any, input at step's end")]
+    if orders := _order_guides(axes, accuracies):
+        label = f"slope of order {', '.join(map(str, orders))}"
+        explained.append(Line2D([], [], color="#444444", lw=0.7, ls=(0, (4, 3)), label=label))
     if spacing is not None:
-        axes.axvline(spacing, color="#444444", lw=0.6, ls=":", zorder=0)
-        axes.annotate(
-            "sample spacing",
-            (spacing, axes.get_ylim()[1]),
-            xytext=(-3, 0),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            fontsize=6.5,
-            color="#444444",
-        )
+        explained.append(axes.axvline(spacing, color="#444444", lw=0.6, ls=":", zorder=0, label="sample spacing"))
     axes.set_xlabel("step size; colors: input at mid-step")
     axes.set_ylabel("relative error")
     axes.set_title("Error against step size", loc="left")
+    return explained
 
 
 def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
@@ -201,7 +192,8 @@ def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
     axes.set_title("Forward and backward (light)" if scans[0].backward else "Forward", loc="left")
 
 
-def _operations(axes: Axes, report: Report) -> None:
+def _operations(axes: Axes, report: Report) -> list[Patch]:
+    """Returns what the legend explains."""
     colors = {"diagonal": COLORS[1], "full": COLORS[2]}
     for row, operation in enumerate(report.operations):
         axes.barh(row, operation.per_step, color=colors[operation.form], height=0.65)
@@ -210,14 +202,21 @@ def _operations(axes: Axes, report: Report) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("ns per channel and step")
     axes.set_title("Elementary operations", loc="left")
-    axes.legend(handles=[Patch(color=color, label=f"{form} A") for form, color in colors.items()], frameon=False)
+    return [Patch(color=color, label=f"{form} A") for form, color in colors.items()]
 
 
 def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = False) -> None:
+    """Writes the figure of :func:`figure_of` to a path that ends in one of ``FORMATS``."""
+    with plt.rc_context(STYLE):
+        figure = figure_of(report, known, column=column)
+        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
+
+
+def figure_of(report: Report, known: Sequence[str], *, column: bool = False) -> Figure:
     """Draws what the report has: two or three panels, side by side over a page's width, or stacked in one column.
 
     Args:
-        path: ends in one of ``FORMATS``.
         known: every method there is; a method's color and marker come from its place in it.
         column: stack the panels.
     """
@@ -232,22 +231,21 @@ def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = Fal
         panels.append(lambda axes: _times(axes, report.scans, looks))
     if not panels:
         panels.append(lambda axes: _operations(axes, report))
-    legend = bool(report.accuracies)
+    handles: list[Any] = []
+    if report.accuracies:
+        handles = [Line2D([], [], color=looks[method].color, marker=looks[method].marker, label=method) for method in methods]
+    across = 1 if column else len(panels)
+    legend_columns = (2, 3, 5)[across - 1]
+    width = 3.5 if across == 1 else 2.45 * across
     with plt.rc_context(STYLE):
-        across = 1 if column else len(panels)
-        legend_columns = (2, 3, 5)[across - 1]
-        legend_height = 0.15 * math.ceil((len(methods) + 1) / legend_columns) + 0.15 if legend else 0.0
-        size = (3.5 if across == 1 else 2.45 * across, 2.55 * len(panels) / across + legend_height)
         figure, grid = plt.subplots(
-            *((len(panels), 1) if column else (1, len(panels))), figsize=size, squeeze=False, layout="constrained"
+            *((len(panels), 1) if column else (1, len(panels))), squeeze=False, layout="constrained", figsize=(width, 2.55)
         )
         for axes, panel in zip(grid.flat, panels, strict=True):
-            panel(axes)
-        if legend:
-            handles = [
-                Line2D([], [], color=looks[method].color, marker=looks[method].marker, label=method) for method in methods
-            ]
-            handles.append(Line2D([], [], color="#BBBBBB", lw=0.7, label="any, input at step's end"))
-            figure.legend(handles=handles, loc="outside lower center", ncols=legend_columns, frameon=False)
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-        plt.close(figure)
+            handles += panel(axes) or ()
+        # Below the panels, where there is no data.
+        legend_height = 0.15 * math.ceil(len(handles) / legend_columns) + 0.15 if handles else 0.0
+        figure.set_size_inches(width, 2.55 * len(panels) / across + legend_height)
+        if handles:
+            figure.legend(handles=handles, loc="outside lower center", ncols=legend_columns)
+    return figure

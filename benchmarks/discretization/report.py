@@ -195,7 +195,7 @@ def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
     if looped:
         length, seqlen = scans[0].loop_seqlen, scans[0].size.seqlen
         ran = "" if length == seqlen else f", run over {length} steps and scaled by {seqlen / length:g}"
-        _note(console, f"Loop: the same in plain PyTorch, one step after another (ssm_kernels.reference){ran}.")
+        _note(console, f"Loop: the same in PyTorch, coefficients of all steps at once, then a loop over time{ran}.")
 
 
 def _error(value: float) -> str:

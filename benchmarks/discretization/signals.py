@@ -8,7 +8,9 @@ on average, an error of first order that hides what the rules differ in; one fro
 
 from __future__ import annotations
 
+import csv
 import math
+import re
 import warnings
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["FINEST_STEP", "HOLDS", "SAMPLINGS", "Response", "System", "load_recording", "recording", "sinusoids"]
+__all__ = [
+    "FINEST_STEP",
+    "HOLDS",
+    "REFINEMENT",
+    "SAMPLINGS",
+    "Recording",
+    "Response",
+    "System",
+    "load_recording",
+    "recording",
+    "sinusoids",
+]
 
 FINEST_STEP = 0.001
 """The smallest step of Mamba's initialization, in units of time in which A is -1 .. -dstate."""
@@ -33,6 +46,9 @@ REFINEMENT = 8
 """Steps per recorded sample at the finest step size: between samples the declared continuation is known as well."""
 
 MAX_SAMPLES = 2**13 + 1
+
+_ROUNDED_TIMES = 0.1
+"""By how much of their mean the steps of a time axis may differ: times are written with few digits."""
 
 
 @dataclass(frozen=True)
@@ -148,18 +164,43 @@ def recording(system: System, samples: np.ndarray, hold: str, step: float = FINE
     return Response(u, middle, exact, step, REFINEMENT * step, f"{HOLDS[hold]}, {REFINEMENT * step:g} apart")
 
 
-def load_recording(path: Path, channel: int | None = None) -> tuple[np.ndarray, str]:
-    """Reads a signal from a .npy, .csv or .wav file.
+@dataclass(frozen=True)
+class Recording:
+    """A signal from a file.
+
+    Attributes:
+        samples: (seqlen,), float64, scaled to 1.
+        spacing: the distance between samples that the file states, in its unit of time (of a .wav file the second); None
+            where it states none.
+        description: a line on what was taken.
+    """
+
+    samples: np.ndarray
+    spacing: float | None
+    description: str
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """What a file holds: numbers, the names of the columns if there is a heading, and the sample rate if there is one."""
+
+    data: np.ndarray
+    names: tuple[str, ...] | None = None
+    rate: float | None = None
+
+
+def load_recording(path: Path, channel: int | None = None) -> Recording:
+    """Reads a signal from a .npy, .csv or .wav file, at most its first ``MAX_SAMPLES`` samples.
+
+    A column is a time axis if its heading says so ("time", "t", "seconds", ...) or, where there are no headings, if it is the
+    first of several and increases in even steps.
 
     Args:
-        path: two-dimensional data is (samples, channels), or its transpose: time is the longer axis.
-        channel: which channel; None for the mean of all.
-
-    Returns:
-        The first ``MAX_SAMPLES`` samples, float64, and a line on what was taken.
+        path: two-dimensional data is (samples, channels) or, without headings, its transpose: time is the longer axis.
+        channel: which channel, the time axis not counted; None for the mean of all.
 
     Raises:
-        ValueError: the file cannot be read as a signal.
+        ValueError: the file cannot be read as a signal, or its time axis is not evenly sampled.
         OSError: the file cannot be opened.
         ModuleNotFoundError: a .wav file, and SciPy is not installed.
     """
@@ -169,29 +210,39 @@ def load_recording(path: Path, channel: int | None = None) -> tuple[np.ndarray, 
     if not path.is_file():
         raise ValueError(f"{path}: no such file")
     try:
-        data = _READERS[suffix](path)
+        contents = _READERS[suffix](path)
     except (OSError, ModuleNotFoundError):
         raise
     except Exception as error:  # readers raise many types at damaged files, struct.error and tokenize.TokenError among them
-        # What these two say is about the file, what the others say about the reader.
-        spoken = str(error).splitlines() if isinstance(error, (ValueError, EOFError)) else []
+        # What these say is about the file, what the others say about the reader.
+        spoken = str(error).splitlines() if isinstance(error, (ValueError, EOFError, csv.Error)) else []
         reason = spoken[0] if spoken else "the file is damaged or incomplete"
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {reason}") from error
+    data, names = contents.data, contents.names
     if not isinstance(data, np.ndarray):
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: expected one array, got {type(data).__name__}")
     if data.dtype.kind not in "biuf":
         raise ValueError(f"{path}: expected real numbers, got {data.dtype}")
-    data = np.atleast_1d(np.squeeze(data))
+    data = data if names is not None else np.atleast_1d(np.squeeze(data))
     if data.ndim > 2:
         raise ValueError(f"{path}: expected samples or (samples, channels), got an array of shape {list(data.shape)}")
     if data.ndim == 1:
         data = data[:, None]
-    elif data.shape[0] < data.shape[1]:
+    elif names is None and data.shape[0] < data.shape[1]:
         data = data.T
-    total, channels = data.shape
+    total = len(data)
+    data = data[:MAX_SAMPLES].astype(np.float64)
+    spacing = None if contents.rate is None else 1 / contents.rate
+    axis = None if contents.rate is not None else _time_axis(path, data, names, channel)
+    if axis is not None:
+        spacing = _even_spacing(path, data[:, axis])
+        data = np.delete(data, axis, axis=1)
+        names = None if names is None else (*names[:axis], *names[axis + 1 :])
+    channels = data.shape[1]
+    if channels == 0:
+        raise ValueError(f"{path}: expected a signal beside the time axis")
     if channel is not None and not 0 <= channel < channels:
         raise ValueError(f"{path}: channel {channel} asked for, but there are {channels} (0 to {channels - 1})")
-    data = data[:MAX_SAMPLES].astype(np.float64)
     samples = data.mean(1) if channel is None else data[:, channel]
     if len(samples) < 17:
         raise ValueError(f"{path}: expected at least 17 samples, got {len(samples)}")
@@ -199,34 +250,85 @@ def load_recording(path: Path, channel: int | None = None) -> tuple[np.ndarray, 
         raise ValueError(f"{path}: sample {int(np.flatnonzero(~np.isfinite(samples))[0])} is not finite")
     if not samples[1:].any():
         raise ValueError(f"{path}: the signal is zero everywhere")
-    which = (
-        "" if channels == 1 else f", mean of {channels} channels" if channel is None else f", channel {channel} of {channels}"
-    )
+    which = ""
+    if channels > 1:
+        which = f", mean of {channels} channels" if channel is None else f", channel {channel} of {channels}"
+    if names is not None and (channels == 1 or channel is not None):
+        which += f" ({names[channel or 0]})"
     taken = f"{total} samples" if total == len(samples) else f"the first {len(samples)} of {total} samples"
-    return np.ascontiguousarray(samples / np.abs(samples).max()), f"{path.name}: {taken}{which}, scaled to 1"
+    description = f"{path.name}: {taken}{which}, scaled to 1"
+    return Recording(np.ascontiguousarray(samples / np.abs(samples).max()), spacing, description)
 
 
-def _read_npy(path: Path) -> np.ndarray:
-    return np.load(path, allow_pickle=False)
+_TIME_HEADING = re.compile(r"(t|time|times|timestamp|seconds|secs?|s|ms)(\W.*|_.*)?", re.IGNORECASE)
 
 
-def _read_csv(path: Path) -> np.ndarray:
-    """Comma-separated columns, one per channel; a first line that is no data is a heading."""
+def _is_increasing(values: np.ndarray, spread: float = math.inf) -> bool:
+    """Whether all steps are above 0 and differ by no more than ``spread`` of their mean."""
+    steps = np.diff(values)
+    return len(steps) > 1 and bool(np.isfinite(values).all() and steps.min() > 0 and np.ptp(steps) <= spread * steps.mean())
+
+
+def _time_axis(path: Path, data: np.ndarray, names: tuple[str, ...] | None, channel: int | None) -> int | None:
+    """The column that is a time axis, if there is one."""
+    for column, name in enumerate(names or ()):
+        if _TIME_HEADING.fullmatch(name):
+            return column
+    if data.shape[1] < 2 or not _is_increasing(data[:, 0]):
+        return None
+    if names is None and _is_increasing(data[:, 0], _ROUNDED_TIMES):
+        return 0
+    if channel is None:
+        raise ValueError(
+            f"{path}: the first column increases as a time axis does: choose the signal by --channel, or name it 'time'"
+        )
+    return None
+
+
+def _even_spacing(path: Path, times: np.ndarray) -> float:
+    """The distance between samples, which may differ by what rounding of the times makes of it."""
+    if not _is_increasing(times, _ROUNDED_TIMES):
+        steps = np.diff(times)
+        found = f"steps from {steps.min():.3g} to {steps.max():.3g}" if len(steps) else f"{len(times)} times"
+        raise ValueError(f"{path}: expected times that increase evenly, got {found}")
+    return float(times[-1] - times[0]) / (len(times) - 1)
+
+
+def _read_npy(path: Path) -> _Contents:
+    return _Contents(np.load(path, allow_pickle=False))
+
+
+def _read_csv(path: Path) -> _Contents:
+    """Columns, one per channel, separated by commas, semicolons or tabs; a first line that is no data is a heading.
+
+    Where semicolons or tabs separate columns, a comma is a decimal point.
+    """
+    lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
+    try:
+        delimiter = csv.Sniffer().sniff("\n".join(lines[:50]), delimiters=";\t").delimiter
+    except csv.Error:  # commas, or one column
+        delimiter = ","
+    first = [cell.strip() for cell in next(csv.reader([lines[0].lstrip("# ")], delimiter=delimiter))] if lines else []
+    if delimiter != ",":
+        lines = [line.replace(",", ".") for line in lines]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an empty file is reported by its length
         try:
-            return np.loadtxt(path, delimiter=",", ndmin=2)
+            data, heading = np.loadtxt(lines, delimiter=delimiter, ndmin=2), lines and lines[0].startswith("#")
         except ValueError:
-            return np.loadtxt(path, delimiter=",", ndmin=2, skiprows=1)
+            data, heading = np.loadtxt(lines[1:], delimiter=delimiter, ndmin=2), True
+    return _Contents(data, tuple(first) if heading and len(first) == data.shape[1] else None)
 
 
-def _read_wav(path: Path) -> np.ndarray:
+def _read_wav(path: Path) -> _Contents:
     from scipy.io import wavfile
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # chunks that hold no samples
-        _, data = wavfile.read(path)
-    return data.astype(np.float64) - 128.0 if data.dtype == np.uint8 else data
+        rate, data = wavfile.read(path)
+    if rate <= 0:
+        raise ValueError(f"expected a sample rate above 0, got {rate}")
+    return _Contents(data.astype(np.float64) - 128.0 if data.dtype == np.uint8 else data, rate=float(rate))
 
 
 _READERS = {".npy": _read_npy, ".csv": _read_csv, ".wav": _read_wav}
