@@ -17,7 +17,8 @@
 //   gradients(gates, x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), h the state before the step, g the gradient of the one
 //                        after
 //
-// Options that change the formulas are template parameters; visit(options, visitor) makes types of them when running.
+// Options that change the formulas are a base class. Kernels for common cases have one that the compiler knows: visit(options,
+// visitor) makes types of the options. Other kernels read RuntimeOptions.
 //
 // To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference.py and a row in the tests'
 // table (and the documented function in ssm_kernels/ops.py). docs/recurrences.md has the formulas and their sources.
@@ -46,6 +47,27 @@ struct RecurrenceOptions {
   bool gate_is_logit = true;
 };
 
+template <Activation activation, bool is_logit = true>
+struct KnownOptions {
+  static SSM_HOST_DEVICE constexpr Activation candidate_activation() { return activation; }
+  static SSM_HOST_DEVICE constexpr bool gate_is_logit() { return is_logit; }
+};
+struct RuntimeOptions {
+  RecurrenceOptions options;
+  SSM_HOST_DEVICE Activation candidate_activation() const { return options.candidate_activation; }
+  SSM_HOST_DEVICE bool gate_is_logit() const { return options.gate_is_logit; }
+};
+
+// A variant with the options of a call, which must be its own where the compiler knows them.
+template <typename Variant>
+SSM_HOST_DEVICE Variant make_variant(const RecurrenceOptions& options) {
+  if constexpr (std::is_base_of_v<RuntimeOptions, Variant>) {
+    return Variant{RuntimeOptions{options}};
+  } else {
+    return Variant{};
+  }
+}
+
 constexpr size_t kMaxRecurrenceInputs = 4;
 constexpr int kNoInput = -1;
 
@@ -65,14 +87,14 @@ struct Activated {
   T value, derivative;
 };
 
-template <Activation activation, typename T>
-SSM_HOST_DEVICE Activated<T> activate(T x) {
+template <typename T>
+SSM_HOST_DEVICE Activated<T> activate(Activation activation, T x) {
   using Scalar = typename Math<T>::Scalar;
-  if constexpr (activation == Activation::kG) {
+  if (activation == Activation::kG) {
     const auto is_negative = Math<T>::less(x, T(Scalar(0)));
     const T s = sigmoid(x);
     return {Math<T>::select(is_negative, s, x + T(Scalar(0.5))), Math<T>::select(is_negative, s * (one<T>() - s), one<T>())};
-  } else if constexpr (activation == Activation::kTanh) {
+  } else if (activation == Activation::kTanh) {
     const T y = Math<T>::tanh(x);
     return {y, one<T>() - y * y};
   } else {
@@ -83,6 +105,7 @@ SSM_HOST_DEVICE Activated<T> activate(T x) {
 // A member without options is its own and only variant.
 template <typename Recurrence>
 struct SingleVariant {
+  using AtRunTime = Recurrence;
   static constexpr int kAdded = kNoInput;
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = false, kHasGateIsLogit = false;
@@ -119,25 +142,26 @@ SSM_HOST_DEVICE Step<T> interpolate(T z, T candidate) {
 }
 
 // z = sigmoid(gate), or the gate itself.
-template <Activation activation, bool gate_is_logit>
-struct MinGruVariant {
+template <typename Options>
+struct MinGruVariant : Options {
+  using Options::candidate_activation, Options::gate_is_logit;
   static constexpr std::array<std::string_view, 2> kNames = {"gate", "candidate"};
   static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
-  static SSM_HOST_DEVICE T gates(const T* x) {
-    if constexpr (gate_is_logit) return sigmoid(x[0]);
+  SSM_HOST_DEVICE T gates(const T* x) const {
+    if (gate_is_logit()) return sigmoid(x[0]);
     return x[0];
   }
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(T z, const T* x) {
-    return interpolate(z, activate<activation>(x[1]).value);
+  SSM_HOST_DEVICE Step<T> step(T z, const T* x) const {
+    return interpolate(z, activate(candidate_activation(), x[1]).value);
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(T z, const T* x, T h, T g, T* grad) {
-    const Activated<T> candidate = activate<activation>(x[1]);
+  SSM_HOST_DEVICE void gradients(T z, const T* x, T h, T g, T* grad) const {
+    const Activated<T> candidate = activate(candidate_activation(), x[1]);
     grad[0] = g * (candidate.value - h);
-    if constexpr (gate_is_logit) grad[0] = grad[0] * (z * (one<T>() - z));
+    if (gate_is_logit()) grad[0] = grad[0] * (z * (one<T>() - z));
     grad[1] = g * z * candidate.derivative;
   }
 };
@@ -156,14 +180,15 @@ void visit_activation(Activation activation, Visitor&& visitor) {
 }
 
 struct MinGru {
-  static constexpr auto kNames = MinGruVariant<Activation::kNone, true>::kNames;
+  static constexpr auto kNames = MinGruVariant<RuntimeOptions>::kNames;
   static constexpr size_t kFirstBroadcast = kNames.size();
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = true;
   template <Activation activation>
-  using OfLogit = MinGruVariant<activation, true>;
+  using OfLogit = MinGruVariant<KnownOptions<activation, true>>;
   template <Activation activation>
-  using OfGate = MinGruVariant<activation, false>;
+  using OfGate = MinGruVariant<KnownOptions<activation, false>>;
+  using AtRunTime = MinGruVariant<RuntimeOptions>;
   template <typename Visitor>
   static void visit(const RecurrenceOptions& options, Visitor&& visitor) {
     if (options.gate_is_logit) {
@@ -195,8 +220,9 @@ SSM_HOST_DEVICE NormalizedGates<T> normalized_gates(T forget_logit, T input_logi
   return {d_f * Math<T>::reciprocal(d_f + d_i), e_f * Math<T>::reciprocal(d_f), e_i * Math<T>::reciprocal(d_i)};
 }
 
-template <Activation activation>
-struct MinLstmVariant {
+template <typename Options>
+struct MinLstmVariant : Options {
+  using Options::candidate_activation;
   static constexpr std::array<std::string_view, 3> kNames = {"forget", "input", "candidate"};
   static constexpr int kAdded = kNoInput;
   static constexpr size_t kFirstBroadcast = 3;
@@ -205,12 +231,12 @@ struct MinLstmVariant {
     return normalized_gates(x[0], x[1]);
   }
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(const NormalizedGates<T>& gates, const T* x) {
-    return interpolate(gates.input, activate<activation>(x[2]).value);
+  SSM_HOST_DEVICE Step<T> step(const NormalizedGates<T>& gates, const T* x) const {
+    return interpolate(gates.input, activate(candidate_activation(), x[2]).value);
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(const NormalizedGates<T>& gates, const T* x, T h, T g, T* grad) {
-    const Activated<T> candidate = activate<activation>(x[2]);
+  SSM_HOST_DEVICE void gradients(const NormalizedGates<T>& gates, const T* x, T h, T g, T* grad) const {
+    const Activated<T> candidate = activate(candidate_activation(), x[2]);
     const T grad_logit = g * (candidate.value - h) * (gates.input * (one<T>() - gates.input));
     grad[0] = negate(grad_logit) * gates.one_minus_f;
     grad[1] = grad_logit * gates.one_minus_i;
@@ -219,13 +245,16 @@ struct MinLstmVariant {
 };
 
 struct MinLstm {
-  static constexpr auto kNames = MinLstmVariant<Activation::kNone>::kNames;
+  static constexpr auto kNames = MinLstmVariant<RuntimeOptions>::kNames;
   static constexpr size_t kFirstBroadcast = kNames.size();
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = false;
+  template <Activation activation>
+  using Of = MinLstmVariant<KnownOptions<activation>>;
+  using AtRunTime = MinLstmVariant<RuntimeOptions>;
   template <typename Visitor>
   static void visit(const RecurrenceOptions& options, Visitor&& visitor) {
-    visit_activation<MinLstmVariant>(options.candidate_activation, visitor);
+    visit_activation<Of>(options.candidate_activation, visitor);
   }
 };
 
@@ -409,6 +438,18 @@ void visit_recurrence(Recurrence recurrence, const RecurrenceOptions& options, V
 #define SSM_ROW(enumerator, name, type) \
   case Recurrence::enumerator:          \
     return type::visit(options, visitor);
+    SSM_RECURRENCES(SSM_ROW)
+#undef SSM_ROW
+  }
+}
+
+// Calls visitor(Variant{}) for the recurrence with RuntimeOptions.
+template <typename Visitor>
+void visit_recurrence_at_run_time(Recurrence recurrence, Visitor&& visitor) {
+  switch (recurrence) {
+#define SSM_ROW(enumerator, name, type) \
+  case Recurrence::enumerator:          \
+    return visitor(type::AtRunTime{});
     SSM_RECURRENCES(SSM_ROW)
 #undef SSM_ROW
   }

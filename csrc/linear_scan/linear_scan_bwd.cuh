@@ -78,18 +78,19 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
   using T = BwdTile<Scalar, Variant, is_plain>;
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
-  using Gates = decltype(Variant::gates(std::declval<const Acc*>()));
+  using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
   using Row = typename Shared<T>::Row;
   constexpr int kGradH = Inputs::kNarrow, kHBefore = kGradH + 1;  // their places in shared memory
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
+  const Variant variant = make_variant<Variant>(p.options);
 
   const auto stage = [&](const Place<T>& at, int buffer) {
     Rows<T> rows[Inputs::kNarrow];
 #pragma unroll
     for (int i = 0; i < Inputs::kNarrow; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
     const Rows<T> grad_h(p.grad_h, partition, Partition::kGradH, at), h_before(p.h, partition, Partition::kH, at, 1);
-    for_each_step<T, true>(at.steps, [&](int s, auto) {
+    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto) {
 #pragma unroll
       for (int i = 0; i < Inputs::kNarrow; ++i) {
         if (i != Variant::kAdded) rows[i].stage(s, &shared.row(buffer, i, s));
@@ -126,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs];
         step_inputs.get(j, x);
-        const Gates made = Variant::gates(x);
-        const Acc a = Variant::step(made, x).a;
+        const Gates made = variant.gates(x);
+        const Acc a = variant.step(made, x).a;
         own[j] = {own[j].A * a, a * (own[j].B + grad_h.accumulate(j))};
         if constexpr (decltype(keeps)::value) gates[s][j] = made;
       }
@@ -162,11 +163,11 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
         if constexpr (decltype(keeps)::value) {
           made = gates[s][j];
         } else {
-          made = Variant::gates(x);
+          made = variant.gates(x);
         }
         const Acc g = grad_h.accumulate(j) + e[j];
-        Variant::gradients(made, x, before[j], g, grad);
-        e[j] = Variant::step(made, x).a * g;
+        variant.gradients(made, x, before[j], g, grad);
+        e[j] = variant.step(made, x).a * g;
         grads.set(j, grad);
       }
       out.store(s, grads);
@@ -178,15 +179,19 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
 template <typename Scalar>
 int launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream) {
   int error = cudaSuccess;
-  visit_recurrence(params.recurrence, params.options, [&](auto variant) {
+  const auto launch = [&](auto variant, auto plain) {
     using Variant = decltype(variant);
-    const auto launch = [&](auto plain) {
-      constexpr bool kPlain = decltype(plain)::value;
-      return launch_tiles<BwdTile<Scalar, Variant, kPlain>>(linear_scan_bwd_kernel<Scalar, Variant, kPlain>, params, partition,
-                                                            kBwdBlocks<Variant>, stream);
-    };
-    error = partition.is_plain ? launch(std::true_type()) : launch(std::false_type());
-  });
+    constexpr bool kPlain = decltype(plain)::value;
+    error = launch_tiles<BwdTile<Scalar, Variant, kPlain>>(linear_scan_bwd_kernel<Scalar, Variant, kPlain>, params, partition,
+                                                           kBwdBlocks<Variant>, stream);
+  };
+  if constexpr (kHasPlainKernels<Scalar>) {
+    if (partition.is_plain) {
+      visit_recurrence(params.recurrence, params.options, [&](auto variant) { launch(variant, std::true_type()); });
+      return error;
+    }
+  }
+  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) { launch(variant, std::false_type()); });
   return error;
 }
 

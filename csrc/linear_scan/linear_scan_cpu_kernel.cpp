@@ -31,16 +31,17 @@ struct Rows {
   Acc* operator[](int64_t step) const { return data + step * stride; }
 };
 
-// The lanes, tiles and states of one task.
-template <typename Scalar>
+// The lanes, tiles and states of one task. Scans are compiled for the accumulation type; which type a tensor has is asked once
+// a tile.
+template <typename Acc>
 struct TaskView {
-  using Acc = AccumulateType<Scalar>;
   static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && kTileSteps % Vec<Acc>::size() == 0,
                 "tiles are moved in squares of the vector length");
 
+  ScalarKind kind;
   int64_t batch, first_channel, lanes;
 
-  TaskView(const LinearScanParams& p, const Tasks& tasks, int64_t task) {
+  TaskView(const LinearScanParams& p, ScalarKind scalar_kind, const Tasks& tasks, int64_t task) : kind(scalar_kind) {
     batch = task / tasks.blocks;
     first_channel = task % tasks.blocks * tasks.channels;
     lanes = std::min(tasks.channels, p.channels - first_channel);
@@ -50,9 +51,22 @@ struct TaskView {
     return batch * view.stride_batch + t * view.stride_step + first_channel * view.stride_channel;
   }
 
+  bool is_accumulate(const SequenceView& view) const {
+    return view.is_accumulate || kind == ScalarKind::kFloat || kind == ScalarKind::kDouble;
+  }
+
+  // visitor(Element()) with the type of the tensor's elements.
+  template <typename Visitor>
+  void visit_element(const SequenceView& view, const Visitor& visitor) const {
+    if (is_accumulate(view)) return visitor(Acc());
+    if constexpr (std::is_same_v<Acc, float>) {
+      if (kind == ScalarKind::kHalf) return visitor(c10::Half());
+      visitor(c10::BFloat16());
+    }
+  }
+
   bool is_in_place(const SequenceView& view) const {
-    return (std::is_same_v<Acc, Scalar> || view.is_accumulate) && view.data != nullptr && view.stride_channel == 1 &&
-           lanes % Vec<Acc>::size() == 0;
+    return is_accumulate(view) && view.data != nullptr && view.stride_channel == 1 && lanes % Vec<Acc>::size() == 0;
   }
 
   Rows<Acc> in_place(const SequenceView& view, int64_t t) const {
@@ -60,16 +74,15 @@ struct TaskView {
   }
 
   // Steps [t, t + steps) to read; zeros where there is no tensor.
-  Rows<Acc> load(Acc* tile, const SequenceView& view, int64_t t, int64_t steps) const {
+  __attribute__((noinline)) Rows<Acc> load(Acc* tile, const SequenceView& view, int64_t t, int64_t steps) const {
     if (is_in_place(view)) return in_place(view, t);
     if (view.data == nullptr) {
       std::fill(tile, tile + steps * kMaxTaskChannels, Acc(0));
-    } else if (view.is_accumulate) {
-      load_tile(tile, kMaxTaskChannels, static_cast<const Acc*>(view.data) + offset(view, t), view.stride_channel,
-                view.stride_step, lanes, steps);
     } else {
-      load_tile(tile, kMaxTaskChannels, static_cast<const Scalar*>(view.data) + offset(view, t), view.stride_channel,
-                view.stride_step, lanes, steps);
+      visit_element(view, [&](auto element) {
+        load_tile(tile, kMaxTaskChannels, static_cast<const decltype(element)*>(view.data) + offset(view, t),
+                  view.stride_channel, view.stride_step, lanes, steps);
+      });
     }
     return {tile, kMaxTaskChannels};
   }
@@ -79,25 +92,22 @@ struct TaskView {
     return is_in_place(view) ? in_place(view, t) : Rows<Acc>{tile, kMaxTaskChannels};
   }
 
-  void store(const SequenceView& view, const Acc* tile, int64_t t, int64_t steps) const {
+  __attribute__((noinline)) void store(const SequenceView& view, const Acc* tile, int64_t t, int64_t steps) const {
     if (view.data == nullptr || is_in_place(view)) return;
-    if (view.is_accumulate) {
-      store_tile(static_cast<Acc*>(view.data) + offset(view, t), view.stride_channel, view.stride_step, tile, kMaxTaskChannels,
-                 lanes, steps);
-    } else {
-      store_tile(static_cast<Scalar*>(view.data) + offset(view, t), view.stride_channel, view.stride_step, tile,
+    visit_element(view, [&](auto element) {
+      store_tile(static_cast<decltype(element)*>(view.data) + offset(view, t), view.stride_channel, view.stride_step, tile,
                  kMaxTaskChannels, lanes, steps);
-    }
+    });
   }
 
-  void load_state(Acc* row, const StateView& view, int64_t sequence) const {
+  __attribute__((noinline)) void load_state(Acc* row, const StateView& view, int64_t sequence) const {
     std::fill(row, row + kMaxTaskChannels, Acc(0));
     if (view.data == nullptr) return;
     const Acc* source = static_cast<const Acc*>(view.data) + sequence * view.stride_sequence;
     for (int64_t lane = 0; lane < lanes; ++lane) row[lane] = source[(first_channel + lane) * view.stride_channel];
   }
 
-  void store_state(const StateView& view, const Acc* row, int64_t sequence) const {
+  __attribute__((noinline)) void store_state(const StateView& view, const Acc* row, int64_t sequence) const {
     if (view.data == nullptr) return;
     Acc* target = static_cast<Acc*>(view.data) + sequence * view.stride_sequence;
     for (int64_t lane = 0; lane < lanes; ++lane) target[(first_channel + lane) * view.stride_channel] = row[lane];
@@ -111,12 +121,12 @@ std::array<Acc*, count> carve_tiles(Acc*& memory) {
   return tiles;
 }
 
-template <typename Scalar, typename Variant>
-void fwd(const LinearScanFwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
-  using Acc = AccumulateType<Scalar>;
+template <typename Acc, typename Variant>
+void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using V = Vec<Acc>;
   constexpr size_t kInputs = Variant::kNames.size();
-  const TaskView<Scalar> view(p, tasks, task);
+  const Variant variant = make_variant<Variant>(p.options);
+  const TaskView<Acc> view(p, kind, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
   const auto input_tiles = carve_tiles<Acc, kInputs>(memory);
   Acc* const h_tile = carve_tiles<Acc, 1>(memory)[0];
@@ -136,7 +146,7 @@ void fwd(const LinearScanFwdParams& p, const Tasks& tasks, int64_t task, std::by
       for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
         V x[kInputs];
         for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
-        const Step<V> coefficients = Variant::step(Variant::gates(x), x);
+        const Step<V> coefficients = variant.step(variant.gates(x), x);
         const V next = Math<V>::fma(coefficients.a, V::loadu(state + lane), coefficients.b);
         next.store(state + lane);
         next.store(h_row + lane);
@@ -147,12 +157,12 @@ void fwd(const LinearScanFwdParams& p, const Tasks& tasks, int64_t task, std::by
   }
 }
 
-template <typename Scalar, typename Variant>
-void bwd(const LinearScanBwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
-  using Acc = AccumulateType<Scalar>;
+template <typename Acc, typename Variant>
+void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using V = Vec<Acc>;
   constexpr size_t kInputs = Variant::kNames.size();
-  const TaskView<Scalar> view(p, tasks, task);
+  const Variant variant = make_variant<Variant>(p.options);
+  const TaskView<Acc> view(p, kind, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
   const auto input_tiles = carve_tiles<Acc, kInputs>(memory), grad_tiles = carve_tiles<Acc, kInputs>(memory);
   const auto [h_tile, grad_h_tile] = carve_tiles<Acc, 2>(memory);
@@ -186,9 +196,9 @@ void bwd(const LinearScanBwdParams& p, const Tasks& tasks, int64_t task, std::by
         V x[kInputs], grad[kInputs];
         for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
         const V g = V::loadu(grad_h_row + lane) + V::loadu(e + lane);
-        const auto gates = Variant::gates(x);
-        Variant::gradients(gates, x, V::loadu(before + lane), g, grad);
-        (Variant::step(gates, x).a * g).store(e + lane);
+        const auto gates = variant.gates(x);
+        variant.gradients(gates, x, V::loadu(before + lane), g, grad);
+        (variant.step(gates, x).a * g).store(e + lane);
         for (size_t i = 0; i < kInputs; ++i) grad[i].store(grad_row[i] + lane);
       }
       if (begins) view.store_state(p.grad_initial_state, e, p.sequence(view.batch, t));
@@ -201,16 +211,24 @@ void bwd(const LinearScanBwdParams& p, const Tasks& tasks, int64_t task, std::by
 }  // namespace
 
 void fwd_task(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
-  visit_scalar(kind, [&](auto scalar) {
-    visit_recurrence(p.recurrence, p.options,
-                     [&](auto variant) { fwd<decltype(scalar), decltype(variant)>(p, tasks, task, scratch); });
+  visit_recurrence_at_run_time(p.recurrence, [&](auto variant) {
+    using Variant = decltype(variant);
+    if (kind == ScalarKind::kDouble) {
+      fwd<double, Variant>(p, kind, tasks, task, scratch);
+    } else {
+      fwd<float, Variant>(p, kind, tasks, task, scratch);
+    }
   });
 }
 
 void bwd_task(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
-  visit_scalar(kind, [&](auto scalar) {
-    visit_recurrence(p.recurrence, p.options,
-                     [&](auto variant) { bwd<decltype(scalar), decltype(variant)>(p, tasks, task, scratch); });
+  visit_recurrence_at_run_time(p.recurrence, [&](auto variant) {
+    using Variant = decltype(variant);
+    if (kind == ScalarKind::kDouble) {
+      bwd<double, Variant>(p, kind, tasks, task, scratch);
+    } else {
+      bwd<float, Variant>(p, kind, tasks, task, scratch);
+    }
   });
 }
 

@@ -241,6 +241,11 @@ __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const P
   }
 }
 
+// Plain tiles have kernels in which the compiler knows a recurrence's options. Tiles that are not plain, and doubles, have one
+// kernel for each recurrence, which reads its options: the build is shorter.
+template <typename Scalar>
+constexpr bool kHasPlainKernels = !std::is_same_v<Scalar, double>;
+
 template <typename T, typename Kernel, typename Params>
 int launch_tiles(Kernel kernel, const Params& params, const Partition& partition, int resident_blocks, cudaStream_t stream) {
   static_assert(sizeof(Shared<T>) <= 99 * 1024, "what a block of compute capability 8.6, 8.9 or 12.0 may have");

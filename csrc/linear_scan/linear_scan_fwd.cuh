@@ -26,17 +26,19 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   using T = FwdTile<Scalar, Variant, is_plain>;
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
-  using Gates = decltype(Variant::gates(std::declval<const Acc*>()));
-  // In tiles that are not plain each step is long already.
-  constexpr bool kUnrolled = T::kPlain || Inputs::kInputs > 2;
+  using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
+  // In tiles that are not plain each step is long already. Gates of three and four inputs are worth keeping all the same, but
+  // not of doubles.
+  constexpr bool kUnrolled = T::kPlain || (Inputs::kInputs > 2 && kHasPlainKernels<Scalar>);
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
+  const Variant variant = make_variant<Variant>(p.options);
 
   const auto stage = [&](const Place<T>& at, int buffer) {
     Rows<T> rows[Inputs::kNarrow];
 #pragma unroll
     for (int i = 0; i < Inputs::kNarrow; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
-    for_each_step<T, true>(at.steps, [&](int s, auto) {
+    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto) {
 #pragma unroll
       for (int i = 0; i < Inputs::kNarrow; ++i) rows[i].stage(s, &shared.row(buffer, i, s));
     });
@@ -64,8 +66,8 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs];
         step_inputs.get(j, x);
-        const Gates made = Variant::gates(x);
-        const Step<Acc> step = Variant::step(made, x);
+        const Gates made = variant.gates(x);
+        const Step<Acc> step = variant.step(made, x);
         own[j] = {own[j].A * step.a, Math<Acc>::fma(step.a, own[j].B, step.b)};
         if constexpr (decltype(keeps)::value) gates[s][j] = made;
       }
@@ -90,9 +92,9 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
         if constexpr (decltype(keeps)::value) {
           made = gates[s][j];
         } else {
-          made = Variant::gates(x);
+          made = variant.gates(x);
         }
-        const Step<Acc> step = Variant::step(made, x);
+        const Step<Acc> step = variant.step(made, x);
         h[j] = Math<Acc>::fma(step.a, h[j], step.b);
         row.set(j, cuda::from_accumulate<Scalar>(h[j]));
       }
@@ -109,15 +111,19 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
 template <typename Scalar>
 int launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream) {
   int error = cudaSuccess;
-  visit_recurrence(params.recurrence, params.options, [&](auto variant) {
+  const auto launch = [&](auto variant, auto plain) {
     using Variant = decltype(variant);
-    const auto launch = [&](auto plain) {
-      constexpr bool kPlain = decltype(plain)::value;
-      return launch_tiles<FwdTile<Scalar, Variant, kPlain>>(linear_scan_fwd_kernel<Scalar, Variant, kPlain>, params, partition,
-                                                            kFwdBlocks, stream);
-    };
-    error = partition.is_plain ? launch(std::true_type()) : launch(std::false_type());
-  });
+    constexpr bool kPlain = decltype(plain)::value;
+    error = launch_tiles<FwdTile<Scalar, Variant, kPlain>>(linear_scan_fwd_kernel<Scalar, Variant, kPlain>, params, partition,
+                                                           kFwdBlocks, stream);
+  };
+  if constexpr (kHasPlainKernels<Scalar>) {
+    if (partition.is_plain) {
+      visit_recurrence(params.recurrence, params.options, [&](auto variant) { launch(variant, std::true_type()); });
+      return error;
+    }
+  }
+  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) { launch(variant, std::false_type()); });
   return error;
 }
 
