@@ -88,6 +88,50 @@ __device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], 
   return row;
 }
 
+// In the place of a method: all of them, chosen by the call. The general kernel is compiled once for all.
+struct RuntimeMethod {
+  Discretization discretization;
+
+  template <typename Visitor>
+  __device__ __forceinline__ void visit(const Visitor& visitor) const {
+    switch (discretization) {
+#define SSM_ROW(enumerator, name, type) \
+  case Discretization::enumerator:      \
+    visitor(type{});                    \
+    break;
+      SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+    }
+  }
+  template <typename T>
+  __device__ __forceinline__ T basis(T z) const {
+    T result = 0;
+    visit([&](auto method) { result = method.basis(z); });
+    return result;
+  }
+  template <typename T>
+  __device__ __forceinline__ T abar(T z, T basis) const {
+    T result = 0;
+    visit([&](auto method) { result = method.abar(z, basis); });
+    return result;
+  }
+  template <typename T>
+  __device__ __forceinline__ T gain(T z, T basis) const {
+    T result = 0;
+    visit([&](auto method) { result = method.gain(z, basis); });
+    return result;
+  }
+};
+
+template <typename Method>
+__device__ __forceinline__ Method make_method(const StateUpdateParams& p) {
+  if constexpr (std::is_same_v<Method, RuntimeMethod>) {
+    return {p.discretization};
+  } else {
+    return {};
+  }
+}
+
 // A warp's place in the work: which batch entry, which channels.
 template <typename Index>
 struct Tile {
@@ -121,6 +165,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   constexpr int kVectorSize = fast ? 16 / sizeof(State) : 1;
   const Index warp = Index(tiling.first_tile) + Index(blockIdx.x) * tiling.warps_per_block + Index(threadIdx.x / kWarpSize);
   if (warp >= Index(tiling.tiles)) return;
+  const Method method = make_method<Method>(p);
   const int lanes = tiling.lanes();
   const int lane = threadIdx.x & (lanes - 1);
   const Tile<Index> tile(tiling, warp, (threadIdx.x & (kWarpSize - 1)) >> tiling.log2_lanes);
@@ -207,9 +252,9 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
     first = delta;
     second = delta * x;
     if constexpr (tied_A) {
-      const Acc z = delta * row_A, basis = Method::basis(z);
-      first = Method::abar(z, basis);
-      second *= Method::gain(z, basis);
+      const Acc z = delta * row_A, basis = method.basis(z);
+      first = method.abar(z, basis);
+      second *= method.gain(z, basis);
     }
     if (p.D.data != nullptr) skipped = skip.value(p.D_is_input_kind) * x;
     if (p.z.data != nullptr) gate = silu(to_accumulate(z_in));
@@ -226,9 +271,9 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       for (int i = 0; i < kVectorSize; ++i) {
         Acc abar = row_first, factor = row_second;
         if constexpr (!tied_A) {
-          const Acc z = row_first * A_n[r][i], basis = Method::basis(z);
-          abar = Method::abar(z, basis);
-          factor = row_second * Method::gain(z, basis);
+          const Acc z = row_first * A_n[r][i], basis = method.basis(z);
+          abar = method.abar(z, basis);
+          factor = row_second * method.gain(z, basis);
         }
         const Acc value = Math<Acc>::fma(abar, to_accumulate(h[r][i]), factor * to_accumulate(B_n[i]));
         partial[r] = Math<Acc>::fma(value, to_accumulate(C_n[i]), partial[r]);
@@ -274,10 +319,12 @@ __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<Input
 
 template <typename Input, typename State, typename Method>
 void launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream) {
-  void (*kernel)(StateUpdateParams, Tiling) = selective_state_update_kernel<Input, State, Method, false, false>;
-  if (tiling.fast) {
-    kernel = params.tied_A() ? selective_state_update_kernel<Input, State, Method, true, true>
-                             : selective_state_update_kernel<Input, State, Method, true, false>;
+  void (*kernel)(StateUpdateParams, Tiling) = selective_state_update_kernel<Input, State, RuntimeMethod, false, false>;
+  if constexpr (kHasFastKernels<Input>) {
+    if (tiling.fast) {
+      kernel = params.tied_A() ? selective_state_update_kernel<Input, State, Method, true, true>
+                               : selective_state_update_kernel<Input, State, Method, true, false>;
+    }
   }
   constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
   for (; tiling.first_tile < tiling.tiles; tiling.first_tile += kMaxBlocks * tiling.warps_per_block) {

@@ -62,7 +62,9 @@ bool are_narrow(std::initializer_list<int64_t> values) {
 bool are_narrow(const ChannelView& view) { return are_narrow({view.stride_batch, view.stride_head, view.stride_dim}); }
 
 // Whether the fast kernel's demands are met (selective_state_update_cuda.h), except that on the number of tiles.
-bool can_be_fast(const StateUpdateParams& p, int64_t accumulate_bytes) {
+bool can_be_fast(const StateUpdateParams& p) {
+  if (p.input_kind == ScalarKind::kDouble) return false;
+  constexpr int64_t kAccumulateBytes = 4;
   const int64_t state_bytes = bytes_of(p.state_kind), input_bytes = bytes_of(p.input_kind);
   const int64_t vector_size = kVectorBytes / state_bytes;
   const auto fits = [&](const GroupView& view) {
@@ -76,7 +78,7 @@ bool can_be_fast(const StateUpdateParams& p, int64_t accumulate_bytes) {
     return false;
   }
   if (!p.tied_A() && (p.A.stride_state != 1 || !A_row.has_value() || !are_narrow({*A_row}) ||
-                      !is_aligned(p.A.data, accumulate_bytes, vector_size, {*A_row}))) {
+                      !is_aligned(p.A.data, kAccumulateBytes, vector_size, {*A_row}))) {
     return false;
   }
   return are_narrow({p.batch, p.slots, p.channels(), p.A.stride_head, p.A.stride_dim}) && are_narrow(p.x) && are_narrow(p.dt) &&
@@ -86,7 +88,7 @@ bool can_be_fast(const StateUpdateParams& p, int64_t accumulate_bytes) {
 Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
   Tiling tiling;
   const int64_t state_bytes = bytes_of(p.state_kind);
-  tiling.fast = can_be_fast(p, p.input_kind == ScalarKind::kDouble ? 8 : 4);
+  tiling.fast = can_be_fast(p);
   const int64_t vectors_per_row = tiling.fast ? p.dstate * state_bytes / kVectorBytes : p.dstate;
   while (tiling.lanes() < kWarpSize && tiling.lanes() < vectors_per_row) ++tiling.log2_lanes;
 

@@ -8,12 +8,14 @@
 //
 // There are two kernels. The fast one moves 16 bytes of state a lane and counts in 32 bits (addresses are 64-bit everywhere).
 // It wants the dstate values of state, B, C and A contiguous and aligned, the rows of the state (and of A) evenly spaced, and
-// all sizes and strides below 2^31. The general one moves one element a lane, and takes any strides.
+// all sizes and strides below 2^31. The general one moves one element a lane, takes any strides, and serves doubles, which have
+// no fast one.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/divisor.h"
 #include "selective_state_update/selective_state_update.h"
@@ -41,6 +43,9 @@ struct Tiling {
   SSM_HOST_DEVICE int lanes() const { return 1 << log2_lanes; }
   SSM_HOST_DEVICE int rows_per_tile() const { return (kWarpSize >> log2_lanes) * rows; }
 };
+
+template <typename Input>
+constexpr bool kHasFastKernels = !std::is_same_v<Input, double>;
 
 // Input: of x, dt, B, C, z and out. Instantiated in instantiations/.
 template <typename Input, typename State, typename Method>
