@@ -98,7 +98,8 @@ def linear_scan(
     On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
     with float64 inputs), whatever the dtype of the inputs, and no logarithms: values of any sign, and no loss of accuracy over
     long sequences. Where states grow, products of up to 128 consecutive ``a`` must be finite numbers too on CUDA, unless they
-    multiply a zero. For gradients the inputs and ``h`` are kept. On CUDA the work goes to the current stream and can be
+    multiply a zero. For gradients the inputs and ``h`` are kept. The gradient of an input that broadcasts is summed in float32
+    (float64 with float64 inputs) and rounded once. On CUDA the work goes to the current stream and can be
     captured in a CUDA graph; nothing waits for the device, except that the values of ``cu_seqlens`` are checked on the host,
     unless a graph is being captured. Under autocast the inputs are cast to its dtype, those that broadcast and ``h0`` to
     float32.

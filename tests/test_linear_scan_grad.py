@@ -494,3 +494,68 @@ def test_gradients_of_float32_sums(variant, device):
     """What broadcasts along a long sequence of 16-bit inputs has a gradient that is a sum in float32."""
     inputs = make_inputs(variant, batch=1, channels=2, seqlen=2000, form="channels", dtype=torch.bfloat16, device=device)
     assert_matches_reference(variant, inputs)
+
+
+def gradients_of_what_broadcasts(variant: Variant, inputs: dict[str, Any], function: Any = None) -> dict[str, Tensor]:
+    """Of an h whose cotangent is of one sign: no sum cancels."""
+    leaves = {name: inputs[name].detach().requires_grad_() for name in variant.recurrence.broadcast}
+    h = (function or variant.scan)(**inputs | leaves)
+    return dict(zip(leaves, torch.autograd.grad(h.float().square().sum(), [*leaves.values()]), strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_broadcasting
+def test_gradients_of_16_bit_parameters_are_rounded_once(variant, dtype, device):
+    """They are those of the same numbers in float32, rounded: backward rounds the sum and not what it adds."""
+    inputs = make_inputs(variant, batch=4, seqlen=257, channels=9, dtype=dtype, broadcast_dtype=dtype, device=device)
+    wide = {name: inputs[name].float() for name in variant.recurrence.broadcast}
+    expected = gradients_of_what_broadcasts(variant, inputs | wide)
+    for name, gradient in gradients_of_what_broadcasts(variant, inputs).items():
+        assert gradient.dtype == dtype and torch.equal(gradient, expected[name].to(dtype)), name
+
+    def mapped(**arguments: Any) -> Tensor:
+        """Two samples, of which each parameter has its own."""
+        twice = {name: x.expand(2, *x.shape) for name, x in arguments.items() if isinstance(x, Tensor)}
+        rest = {name: x for name, x in arguments.items() if not isinstance(x, Tensor)}
+        return torch.vmap(lambda of_sample: variant.scan(**of_sample, **rest))(twice)
+
+    def under_autocast(**arguments: Any) -> Tensor:
+        with torch.autocast(inputs["h0"].device.type, dtype):
+            return variant.scan(**arguments)
+
+    def not_16_bit(arguments: dict[str, Any]) -> dict[str, Any]:
+        others = [name for name in variant.recurrence.inputs if name not in variant.recurrence.broadcast]
+        return arguments | {name: arguments[name].float() for name in others}
+
+    for function, arguments in ((mapped, inputs), (under_autocast, inputs), (under_autocast, not_16_bit(inputs))):
+        expected = gradients_of_what_broadcasts(variant, arguments | wide, function)
+        for name, gradient in gradients_of_what_broadcasts(variant, arguments, function).items():
+            # vmap adds the samples' gradients, each of them rounded.
+            close = {"rtol": 2 * torch.finfo(dtype).eps, "atol": 0} if function is mapped else {"rtol": 0, "atol": 0}
+            torch.testing.assert_close(gradient, expected[name].to(dtype), **close)
+
+
+def test_error_of_the_gradient_of_a_16_bit_parameter(device):
+    """Against float64: that of a float32 parameter and one rounding."""
+    inputs = make_inputs(
+        RGLRU, batch=8, seqlen=1024, channels=64, dtype=torch.float16, broadcast_dtype=torch.float16, device=device
+    )
+    name = "recurrent_param"
+    exact = gradients_of_what_broadcasts(RGLRU, {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()})[
+        name
+    ]
+
+    def error(arguments: dict[str, Any]) -> float:
+        return ((gradients_of_what_broadcasts(RGLRU, arguments)[name].double() - exact).norm() / exact.norm()).item()
+
+    assert error(inputs) < error(inputs | {name: inputs[name].float()}) + torch.finfo(torch.float16).eps / 2
+
+
+def test_16_bit_parameters_that_do_not_broadcast_are_not_cast(device):
+    """Backward keeps the tensor that the caller has."""
+    inputs = make_inputs(RGLRU, form="full", dtype=torch.bfloat16, broadcast_dtype=torch.bfloat16, device=device)
+    inputs = with_gradients(inputs)
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+        RGLRU.scan(**inputs)
+    assert inputs["recurrent_param"].data_ptr() in {x.data_ptr() for x in kept if x.dtype == torch.bfloat16}

@@ -60,13 +60,26 @@ void check_broadcasts(const char* op, const char* name, const at::Tensor& tensor
   TORCH_CHECK_VALUE(fits, op, ": expected ", name, " of a shape that broadcasts to ", axes, " = ", target, ", got ", shape);
 }
 
+bool is_under_autocast(const at::Tensor& tensor) {
+  return (tensor.is_cpu() || tensor.is_cuda()) && at::autocast::is_autocast_enabled(tensor.device().type());
+}
+
+// Whether a gradient of a broadcasting input would be a sum of fp16 or bf16 numbers. Under autocast, which casts the inputs
+// afterwards, the input may have another dtype than `like`. (Under vmap no tensor says that it requires a gradient.)
+bool sums_rounded_gradients(const at::Tensor& tensor, const at::Tensor& like) {
+  const at::ScalarType dtype = tensor.scalar_type();
+  return (dtype == at::kHalf || dtype == at::kBFloat16) && at::GradMode::is_enabled() &&
+         tensor.sym_sizes() != like.sym_sizes() && (dtype == like.scalar_type() || is_under_autocast(like));
+}
+
 // A broadcasting input in the shape of the first. Expanded axis by axis, so that its gradient is summed likewise, time first:
-// PyTorch's order in a sum to a single number depends on the number of threads.
+// PyTorch's order in a sum to a single number depends on the number of threads. Cast before it is expanded, so that backward
+// writes and sums the gradient in the accumulation type and rounds the sum once.
 at::Tensor broadcast(const at::Tensor& tensor, const at::Tensor& like) {
   const c10::SymIntArrayRef shape = tensor.sym_sizes(), target = like.sym_sizes();
   std::vector<c10::SymInt> sizes(target.size(), 1);
   std::copy(shape.begin(), shape.end(), sizes.end() - static_cast<int64_t>(shape.size()));
-  at::Tensor result = tensor;
+  at::Tensor result = sums_rounded_gradients(tensor, like) ? tensor.to(at::kFloat) : tensor;
   for (const size_t axis : {0, 2, 1}) {
     if (sizes[axis] == target[axis]) continue;
     sizes[axis] = target[axis];
