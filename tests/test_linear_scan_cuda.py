@@ -463,7 +463,7 @@ def test_compiled_into_cuda_graphs(fresh_dynamo):
     """What torch.compile(mode="reduce-overhead") records and replays, forward and backward."""
 
     def layer(*, x, recurrence_gate, **inputs):
-        h, last_state = RGLRU.scan(torch.tanh(x) * 2, recurrence_gate * 3, **inputs, return_last_state=True)
+        h, last_state = RGLRU.scan(recurrence_gate * 3, x=torch.tanh(x) * 2, **inputs, return_last_state=True)
         return torch.relu(h) + x, last_state * 2
 
     compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
