@@ -438,8 +438,8 @@ headdim {ssd["settings"]["headdim"]}, dstate {ssd["settings"]["dstate"]}, one gr
 
 Milliseconds at batch {settings["batch"]}, dim {settings["dim"]}, seqlen {settings["seqlen"]}, dstate {settings["dstate"]},
 {settings["dtype"]}, {result["machine"]["threads"]} threads, {result["machine"]["cpu_capability"]}; *loop* is the same scan as a
-loop over time in PyTorch (`ssm_kernels.reference`, whose phi1 for foh is a series of 18 terms near zero), in turns with the kernel. {settings["trials"]} trials; median, ± half the
-distance from the 20th to the 80th percentile.
+loop over time in PyTorch (`ssm_kernels.reference`, whose phi1 for foh is a series of 18 terms near zero), in turns with the
+kernel. {settings["trials"]} trials; median, ± half the distance from the 20th to the 80th percentile.
 
 {against_loop(result["methods"])}
 
