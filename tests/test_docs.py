@@ -38,7 +38,42 @@ def test_snippet_runs(snippet):
 
 def test_there_are_snippets():
     names = {parameter.id.rpartition("-")[0] for parameter in snippets()}
-    assert {"README.md", "recurrences.md", "ssd.md"} <= names
+    assert {"README.md", "layers.md", "recurrences.md", "ssd.md", "torch_ops.md"} <= names
+
+
+def test_schemas_of_the_page_are_those_registered():
+    page = (ROOT / "docs" / "torch_ops.md").read_text()
+    documented = re.search(r"<!-- schemas -->\n```text\n(.*?)\n```", page, flags=re.DOTALL)[1].splitlines()
+    schemas = [schema for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("ssm_kernels::")]
+    public = [str(schema) for schema in schemas if not schema.name.startswith("ssm_kernels::_")]
+    # Parsed, because PyTorch's versions may print a schema in different ways.
+    assert sorted(str(torch._C.parse_schema(f"ssm_kernels::{line}")) for line in documented) == sorted(public)
+    # What the page says of results, positional arguments and private operators.
+    for schema in schemas:
+        name = schema.name.removeprefix("ssm_kernels::")
+        if not name.startswith("_"):
+            assert len(schema.returns) == (1 if name == "selective_state_update" else 2)
+        else:
+            assert re.fullmatch("_set_debug_option|_ssd_chunk_scan|_linear_recurrence|_.*_(fwd|bwd)", name), name
+    positional = [a.name for a in torch.ops.ssm_kernels.selective_scan.default._schema.arguments if not a.kwarg_only]
+    assert positional[8] == "initial_state"
+
+
+def test_names_of_the_table_are_arguments():
+    """Every name that docs/layers.md gives an operator's states, step sizes and input is one of its arguments or results."""
+    page = (ROOT / "docs" / "layers.md").read_text()
+    table = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    start = next(index for index, row in enumerate(table) if row[0] == "" and len(row) == 7)
+    operators = ("selective_scan", "ssd_chunk_scan", "selective_state_update")
+    checked = 0
+    for row in table[start + 2 : start + 7]:
+        for column, operator in enumerate(operators, start=1):
+            schema = getattr(torch.ops.ssm_kernels, operator).default._schema
+            names = {argument.name for argument in (*schema.arguments, *schema.returns)}
+            for name in re.findall(r"`(\w+)`", row[column]):
+                assert name in names, (operator, name)
+                checked += 1
+    assert checked >= 17
 
 
 def test_pages_of_results_are_made_of_the_json_beside_them(tmp_path):
