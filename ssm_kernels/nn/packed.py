@@ -23,8 +23,8 @@ class PackedOrder:
         lengths = steps - torch.searchsorted(batch_sizes.flip(0), sequences, right=True)
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         self._packed = packed
-        self.cu_seqlens = cu_seqlens.to(device)
-        sizes = batch_sizes.to(device)
+        self.cu_seqlens = cu_seqlens.to(device, non_blocking=True)
+        sizes = batch_sizes.to(device, non_blocking=True)
         # Given the size of its result, repeat_interleave does not wait for a GPU.
         step = torch.arange(steps, device=device).repeat_interleave(sizes, output_size=total)
         place = torch.arange(total, device=device)
