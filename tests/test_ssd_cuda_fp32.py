@@ -13,6 +13,7 @@ import torch
 from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
 from ssd_helpers import (
     KERNEL_CHUNK,
+    MINIMAL,
     NAN_PLACES,
     OPTIONS,
     assert_matches_reference,
@@ -151,6 +152,23 @@ def test_repeatable(sizes, dstate):
     inputs = inputs_on_cuda(dstate=dstate, **sizes)
     cotangents = make_cotangents(inputs)
     assert_equal(*(evaluate(scan, inputs, cotangents) for _ in range(2)))
+
+
+@every_dstate
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_largest_inputs(sign, dstate):
+    """The largest float is rounded to no TF32 number; it counts all the same. An infinite one is infinite at its own step."""
+    inputs = inputs_on_cuda(**MINIMAL, dstate=dstate, seqlen=70)
+    inputs["B"] *= 2.0**-40
+    place = (0, 40, 1, 3)
+    inputs["x"][place] = sign * torch.finfo(torch.float32).max
+    exact = {key: value.double() if isinstance(value, Tensor) else value for key, value in inputs.items()}
+    for actual, expected in zip(scan(**inputs), scan(**exact), strict=True):
+        assert actual.isfinite().all()
+        assert (actual - expected).abs().amax() <= 1e-5 * expected.abs().amax()
+    expected = scan(**exact)[0][place]
+    inputs["x"][place] = sign * math.inf
+    assert scan(**inputs)[0][place] == expected.sign() * math.inf
 
 
 @every_dstate

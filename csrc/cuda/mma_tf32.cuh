@@ -14,19 +14,32 @@
 
 #include <cstdint>
 
+#include "common/macros.h"
+
 namespace ssm_kernels::cuda {
 
-// The high part is rounded, by what cvt.rna would take more instructions for. Of the low part the units ignore what TF32 has no
-// digits for: 2^-23 of the element, at most. Inf, and what is rounded to it, has no low part that is a number.
+// The bits of a float rounded to TF32, half away from zero, by what cvt.rna would take more instructions for. No finite float
+// is rounded to Inf: the largest of either sign are cut off. Inf becomes the largest TF32, and what it leaves is Inf; of a NaN
+// one of the two is NaN.
+SSM_HOST_DEVICE uint32_t tf32_high(uint32_t bits) {
+  constexpr int kLowDigits = 24 - 11;
+  constexpr int32_t kLargest = 0x7f7fffff;            // of positive floats; as integers negative ones are less
+  constexpr uint32_t kLargestNegative = 0xff7fffffu;  // as unsigned integers positive ones are less
+  const auto rounded = static_cast<int32_t>(bits + (1u << (kLowDigits - 1)));
+  const auto finite = static_cast<uint32_t>(rounded < kLargest ? rounded : kLargest);
+  return (finite < kLargestNegative ? finite : kLargestNegative) & ~0u << kLowDigits;
+}
+
+// Of the low part the units ignore what TF32 has no digits for: 2^-23 of the element, at most, 2^-22 where the high part is cut
+// off.
 template <int count>
 struct Tf32Pair {
-  static constexpr int kLowDigits = 24 - 11;
   uint32_t high[count], low[count];
 
   __device__ __forceinline__ void split(const float* values) {
 #pragma unroll
     for (int i = 0; i < count; ++i) {
-      high[i] = (__float_as_uint(values[i]) + (1u << (kLowDigits - 1))) & ~0u << kLowDigits;
+      high[i] = tf32_high(__float_as_uint(values[i]));
       low[i] = __float_as_uint(values[i] - __uint_as_float(high[i]));
     }
   }
