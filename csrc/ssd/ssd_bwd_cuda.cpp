@@ -85,6 +85,7 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   params.seqlen = x.size(1);
   params.heads = x.size(2);
   params.pieces_of_head = cuda::Divisor(static_cast<int>(x.size(3) / kRowElements));
+  check_count(params.heads * params.pieces_of_head.value<int64_t>(), "vectors of a step");
   params.grad_out = const_rows_view(grad_out);
   params.z = const_rows_view(z);
   params.grad_y = rows_view(grad_y);

@@ -379,14 +379,14 @@ struct Span {
   }
 
   __device__ __forceinline__ void narrow(int first, int count) {
-    start += int64_t(first) * kChunk;
-    length -= int64_t(first) * kChunk;
+    start += first_step(first);
+    length -= first_step(first);
     chunks = count;
   }
 
   // Of one of the chunks, the steps that exist.
   __device__ __forceinline__ int steps_of(int chunk) const {
-    return static_cast<int>(min(int64_t(kChunk), length - int64_t(chunk) * kChunk));
+    return static_cast<int>(min(int64_t(kChunk), length - first_step(chunk)));
   }
 
   template <typename Scalar>
@@ -399,7 +399,7 @@ struct Span {
   }
 
  private:
-  __device__ __forceinline__ int64_t step_of(int chunk) const { return start + int64_t(chunk) * kChunk; }
+  __device__ __forceinline__ int64_t step_of(int chunk) const { return start + first_step(chunk); }
 };
 
 // Chunks of a walk, of which there are fewer than 2^31.

@@ -39,6 +39,9 @@ constexpr int column_blocks(int64_t dstate) { return dstate <= kUnitColumns ? 1 
 // Of one head.
 constexpr int64_t row_blocks(int64_t headdim) { return (headdim + kUnitRows - 1) / kUnitRows; }
 
+// The first step of a chunk, in 64 bits whatever the chunk's number has.
+SSM_HOST_DEVICE constexpr int64_t first_step(int64_t chunk) { return chunk * kChunk; }
+
 // Of packed sequences, at most: one of n steps has n / kChunk full chunks and one more, which may be all that it has.
 SSM_HOST_DEVICE int64_t max_packed_chunks(int64_t seqlen, int64_t sequences) { return seqlen / kChunk + sequences; }
 
@@ -51,6 +54,30 @@ struct Partition {
   int64_t walks = 0;
   int64_t chunks = 0;  // of a walk, where sequences are not packed
 };
+
+// The partition of a call, counted in 64 bits. Its `int`s are right if there are fewer than 2^31 units of each entry, walks,
+// and chunks of all walks, which the caller checks.
+struct CallSizes {
+  int64_t sequences, seqlen, heads, groups, headdim, dstate;
+};
+inline int64_t units_per_entry(const CallSizes& sizes) {
+  return sizes.heads * row_blocks(sizes.headdim) * column_blocks(sizes.dstate);
+}
+inline Partition partition_walks(const CallSizes& sizes) {
+  const int64_t units_per_group = units_per_entry(sizes) / sizes.groups,
+                walks_per_group = (units_per_group + kUnits - 1) / kUnits;
+  Partition result;
+  result.heads_per_group = static_cast<int>(sizes.heads / sizes.groups);
+  result.row_blocks = static_cast<int>(row_blocks(sizes.headdim));
+  result.column_blocks = column_blocks(sizes.dstate);
+  result.units_per_group = static_cast<int>(units_per_group);
+  result.walks_per_group = static_cast<int>(walks_per_group);
+  result.walks_per_entry = static_cast<int>(sizes.groups * walks_per_group);
+  result.walks = sizes.sequences * sizes.groups * walks_per_group;
+  const int64_t chunks = (sizes.seqlen + kChunk - 1) / kChunk;
+  result.chunks = chunks > 0 ? chunks : 1;
+  return result;
+}
 
 // How forward's blocks share the walks: ssd_runs.cuh.
 struct Runs : Partition {

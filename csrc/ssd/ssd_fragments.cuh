@@ -222,7 +222,7 @@ template <int dstate>
 struct PieceEffects {
   float *states, *decays;
 
-  __device__ __forceinline__ float* registers_of(int place) const { return states + place * (kUnitRows * dstate); }
+  __device__ __forceinline__ float* registers_of(int place) const { return states + int64_t(place) * (kUnitRows * dstate); }
 
   // By the threads of the unit.
   __device__ __forceinline__ void leave(const State<dstate>& after_zero, float decay, int place) const {

@@ -103,17 +103,11 @@ void KernelInputs::fill(SsdParams& params) const {
 }
 
 Partition KernelInputs::partition() const {
-  Partition partition;
-  const auto groups = static_cast<int>(B.size(2));
-  partition.heads_per_group = static_cast<int>(x.size(2)) / groups;
-  partition.row_blocks = static_cast<int>(row_blocks(x.size(3)));
-  partition.column_blocks = column_blocks(B.size(3));
-  partition.units_per_group = partition.heads_per_group * partition.row_blocks * partition.column_blocks;
-  partition.walks_per_group = at::ceil_div(partition.units_per_group, kUnits);
-  partition.walks_per_entry = groups * partition.walks_per_group;
-  partition.walks = sequences_ * partition.walks_per_entry;
-  partition.chunks = std::max<int64_t>(1, at::ceil_div<int64_t>(x.size(1), kChunk));
-  return partition;
+  const CallSizes sizes{sequences_, x.size(1), x.size(2), B.size(2), x.size(3), B.size(3)};
+  check_count(units_per_entry(sizes), "warpgroups' tiles");
+  const Partition result = partition_walks(sizes);
+  check_count(result.walks, "blocks");
+  return result;
 }
 
 at::Tensor KernelInputs::empty_states() const {

@@ -45,7 +45,7 @@ struct Walk {
 class Pieces {
  public:
   __device__ __forceinline__ Pieces(const SsdParams& p, const Runs& runs) : p_(p), runs_(runs) {
-    end_ = min(first() + length(), chunks());
+    end_ = first() + min(length(), chunks() - first());
   }
 
   __device__ __forceinline__ bool is_done() const { return end_ == first(); }

@@ -123,7 +123,7 @@ __device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Sp
       span.chunks, share, stages, at, full, empty,
       [&](int position, Fetched& fetched) {
         const int chunk = chunk_at(position);
-        fetched.fetch(p, dt + chunk * kChunk * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
+        fetched.fetch(p, dt + first_step(chunk) * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
       },
       [&](const Fetched* fetched) {
         TableSteps<at_once, Scalar> made;
