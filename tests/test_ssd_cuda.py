@@ -168,7 +168,7 @@ def test_a_step_that_forgets_everything():
 def test_cuda_graph(name, heads):
     """Replayed on new values in the same tensors, the offsets of packed sequences too, it computes what an eager call does.
 
-    Twice: with many heads states go from block to block, which a replay must not take from the one before.
+    Twice: with many heads states go from block to block, and blocks count as they begin: a replay must begin both anew.
     """
     sizes = {"headdim": 64, "dstate": 64, "seqlen": 300} | heads
     offsets = ((0, 0, 100, 101, 400), (0, 250, 250, 399, 400)) if name.startswith("packed") else (None, None)

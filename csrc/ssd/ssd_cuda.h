@@ -91,6 +91,8 @@ struct Runs : Partition {
   float* states = nullptr;
   float* decays = nullptr;
   int* ready = nullptr;
+  // The blocks that have begun, where any waits for another's states. Zero before the kernel.
+  int* tickets = nullptr;
   bool has_long_walks = false;  // or might have
   bool may_use_wgmma = true;
   int stages = 1;  // as many as there is shared memory for

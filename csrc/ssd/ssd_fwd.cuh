@@ -31,7 +31,7 @@ int launch_staged(Kernel kernel, int threads, bool has_gate, const SsdFwdParams&
                   cudaStream_t stream) {
   Runs staged = runs;
   const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
-  staged.stages = fit_stages(Shared::kMaxStages, max_shared_bytes, bytes_of);
+  staged.stages = fit_stages(Shared::kMaxStages, max_shared_bytes - kRunBytes, bytes_of);
   const int bytes = bytes_of(staged.stages);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(runs.blocks), threads, bytes, stream>>>(params, staged);
@@ -51,13 +51,13 @@ int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_
     }
   }
   using Shared = MmaShared<Scalar, dstate>;
-  static_assert(Shared::bytes(1, true) <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
+  static_assert(Shared::bytes(1, true) + kRunBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
                 "a block is only begun where there is as much");
   return launch_staged<Shared>(ssd_fwd_mma_kernel<Scalar, dstate, states_only>, kUnits * kUnitThreads, has_gate, params, runs,
                                max_shared_bytes, stream);
 }
 
-static_assert(WgmmaShared<kMaxKernelDstate, false>::bytes(1, true) <=
+static_assert(WgmmaShared<kMaxKernelDstate, false>::bytes(1, true) + kRunBytes <=
                   least_shared_bytes(kMaxKernelDstate, /*is_fp32=*/false, /*is_backward=*/false),
               "a block is only begun where there is as much");
 

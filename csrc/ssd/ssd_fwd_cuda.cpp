@@ -35,7 +35,7 @@ int64_t choose_run(const Partition& partition, int64_t multiprocessors) {
 
 // The workspace, which the runs then point to.
 struct Workspace {
-  at::Tensor states, ready, chunk_starts;
+  at::Tensor states, flags, chunk_starts;
 };
 Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs) {
   const int64_t multiprocessors = cuda::multiprocessor_count(inputs.x.get_device());
@@ -63,8 +63,11 @@ Workspace cut(const KernelInputs& inputs, const SsdFwdParams& params, Runs& runs
     runs.chunk_starts = result.chunk_starts.data_ptr<int>();
   }
   if (is_packed || !runs.has_long_walks) {
-    result.ready = is_packed ? at::empty({cuts}, options.dtype(at::kInt)) : at::zeros({cuts}, options.dtype(at::kInt));
-    runs.ready = result.ready.data_ptr<int>();
+    // The kernel that finds chunk_starts sets them to zero, too.
+    const at::TensorOptions of_flags = options.dtype(at::kInt);
+    result.flags = is_packed ? at::empty({cuts + 1}, of_flags) : at::zeros({cuts + 1}, of_flags);
+    runs.ready = result.flags.data_ptr<int>();
+    runs.tickets = runs.ready + cuts;
   }
   return result;
 }

@@ -376,6 +376,8 @@ template <typename Scalar, int dstate, bool states_only>
 __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     ssd_fwd_mma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
   extern __shared__ __align__(128) unsigned char memory[];
+  take_run<states_only>(runs);
+  __syncthreads();
   const int index = threadIdx.x / kUnitThreads;
   const Lane lane;
   using Units = UnitsOf<dstate>;

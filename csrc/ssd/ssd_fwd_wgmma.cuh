@@ -307,6 +307,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? WgmmaFwd<Scalar, dstat
     fwd.shared.full[threadIdx.x].init(Fwd::kCopyingThreads + kUnits * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
   }
+  take_run<states_only>(runs);
   __syncthreads();
   if (warpgroup >= kUnits) {
     cuda::leave_registers<Fwd::kMoverRegisters>();

@@ -23,15 +23,18 @@ class Handover {
     }
     if (pieces.begins(walk)) return;
     if (!pieces.is_long(walk)) {
-      const int cut = cut_of(static_cast<int>(blockIdx.x) - 1);
-      cuda::wait_for_flag(runs_.ready + cut);
+      const int cut = cut_of(run_of_block() - 1);
+      if (threadIdx.x % kUnitThreads == 0) cuda::wait_for_flag(runs_.ready + cut);
+      // Together again: if a warp might be divided from here on, the loop over chunks would take more registers.
+      __syncwarp();
+      cuda::barrier_sync(1 + index_, kUnitThreads);
       state.read_registers(effects().registers_of(cut), [](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = stored[i];
       });
       return;
     }
-    effects().fold_into(state, cut_of(pieces.run_of(walk.first)), cut_of(blockIdx.x), kUnits);
+    effects().fold_into(state, cut_of(pieces.run_of(walk.first)), cut_of(run_of_block()), kUnits);
   }
 
   // Hands on the state after the piece.
@@ -41,7 +44,7 @@ class Handover {
       const Place at(p_, runs_, walk.index);
       state.store(p_, states_of(p_, p_.final_states, at.entry), Unit(p_, runs_, at, index_), lane);
     } else if (!pieces.is_long(walk)) {
-      const int cut = cut_of(blockIdx.x);
+      const int cut = cut_of(run_of_block());
       state.store_registers(effects().registers_of(cut));
       cuda::barrier_sync(1 + index_, kUnitThreads);
       if (threadIdx.x % kUnitThreads == 0) cuda::raise_flag(runs_.ready + cut);
@@ -50,7 +53,7 @@ class Handover {
 
   // What the piece does to a state.
   __device__ __forceinline__ void leave(const State<dstate>& after_zero, float decay) const {
-    effects().leave(after_zero, decay, cut_of(blockIdx.x));
+    effects().leave(after_zero, decay, cut_of(run_of_block()));
   }
 
  private:

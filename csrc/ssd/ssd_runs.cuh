@@ -5,8 +5,10 @@
 //
 //   A walk no longer than a run is cut once at most. Its first piece is the last of a run, its second the first of the next. A
 //   block takes its pieces from the last to the first, so that the state is there, in fp32, mostly long before the next block
-//   asks, and the results are those of a walk that was not cut. A block waits for none but the one before it, which was started
-//   before it and comes to the state in question, in its first piece, without waiting for anybody.
+//   asks, and the results are those of a walk that was not cut. A block waits for none but the block of the run before. CUDA
+//   promises no order of blocks, so that each takes its run by a ticket: the block waited for has begun, and comes to the
+//   state in question, in its first piece, without waiting for anybody.
+//
 //   A longer walk has pieces that fill their runs. A kernel before forward's finds what each piece but the last does to a state
 //   (the state after it, begun with zero, and its decay); who begins inside the walk folds these in order.
 #pragma once
@@ -40,8 +42,23 @@ struct Walk {
   }
 };
 
-// The pieces of a block's run, from the last to the first. All but where the one at hand ends is found anew when it is asked
-// for: between, registers are few.
+// The number of the block's run. In shared memory of its own, at an address that takes no register.
+__device__ __forceinline__ int& run_of_block() {
+  __shared__ int run;
+  return run;
+}
+constexpr int kRunBytes = 128;  // with what the alignment of the memory after it leaves
+
+// Takes a run, by all threads, which meet after it. Where no block waits for another, and where only states are to be found, it
+// is the one of the block's number.
+template <bool states_only>
+__device__ __forceinline__ void take_run(const Runs& runs) {
+  if (threadIdx.x != 0) return;
+  run_of_block() = states_only || runs.tickets == nullptr ? static_cast<int>(blockIdx.x) : atomicAdd(runs.tickets, 1);
+}
+
+// The pieces of the block's run, from the last to the first. All but where the one at hand ends is
+// found anew when it is asked for: between, registers are few.
 class Pieces {
  public:
   __device__ __forceinline__ Pieces(const SsdParams& p, const Runs& runs) : p_(p), runs_(runs) {
@@ -74,7 +91,7 @@ class Pieces {
     if (p_.cu_seqlens == nullptr) return static_cast<int>(runs_.length);
     return (chunks() + gridDim.x - 1) / gridDim.x;
   }
-  __device__ __forceinline__ int first() const { return min(static_cast<int>(blockIdx.x) * length(), chunks()); }
+  __device__ __forceinline__ int first() const { return min(run_of_block() * length(), chunks()); }
 
   const SsdParams& p_;
   const Runs& runs_;
@@ -100,13 +117,14 @@ __device__ __forceinline__ void for_each_piece(const SsdParams& p, const Runs& r
 
 constexpr int kChunkStartsThreads = 1024;
 
-// Runs::chunk_starts, by one block, each thread some neighboring sequences; and nobody's states are ready.
+// Runs::chunk_starts, by one block, each thread some neighboring sequences; and nobody's states are ready, no run is taken.
 static __global__ void __launch_bounds__(kChunkStartsThreads)
     ssd_chunk_starts_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
   constexpr int kWarps = kChunkStartsThreads / kWarpSize;
   __shared__ int64_t of_warps[kWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   for (int64_t i = threadIdx.x; i < runs.blocks * kUnits; i += kChunkStartsThreads) runs.ready[i] = 0;
+  if (threadIdx.x == 0) *runs.tickets = 0;
 
   // Exceeded where cu_seqlens, which nobody has checked where a graph is captured, is wrong.
   const int64_t most = max_packed_chunks(p.seqlen, p.batch);
