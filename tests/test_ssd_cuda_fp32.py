@@ -155,6 +155,17 @@ def test_repeatable(sizes, dstate):
 
 
 @every_dstate
+@pytest.mark.parametrize("sizes", [{"batch": 3, "seqlen": 200}, {"batch": 1, "heads": 2, "groups": 1, "seqlen": 700}])
+def test_unpacked_calls_are_not_taken_as_packed(sizes, dstate):
+    """In a kernel for both, ptxas 13.0 read another predicate for that of cu_seqlens, which was not given (docs/tuning.md)."""
+    unpacked = inputs_on_cuda(dstate=dstate, **sizes)
+    assert_accurate(unpacked)
+    assert_accurate(unpacked | {"z": None, "D": None, "initial_states": None})
+    steps = sizes["batch"] * sizes["seqlen"]
+    assert_accurate(inputs_on_cuda(dstate=dstate, **sizes | {"cu_seqlens": (0, steps // 3, steps)}))
+
+
+@every_dstate
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_largest_inputs(sign, dstate):
     """The largest float is rounded to no TF32 number; it counts all the same. An infinite one is infinite at its own step."""

@@ -58,4 +58,8 @@ struct SsdFwdParams : SsdParams {
   float* final_states = nullptr;  // (batch, heads, headdim, dstate)
 };
 
+// The same, of a call whose kernel is compiled for packed sequences, or for others.
+struct PackedFwdParams : SsdFwdParams {};
+struct UnpackedFwdParams : SsdFwdParams {};
+
 }  // namespace ssm_kernels::ssd

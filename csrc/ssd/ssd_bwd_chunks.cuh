@@ -362,7 +362,7 @@ struct BwdChunks {
     // Found again here rather than kept in a register.
     const int64_t split = blockIdx.x % static_cast<unsigned>(p.splits);
     const int64_t first_step = block.at.batch * p.seqlen + block.at.start;
-    const int64_t all_steps = (p.cu_seqlens == nullptr ? p.batch : 1) * p.seqlen;
+    const int64_t all_steps = (is_packed(p) ? 1 : p.batch) * p.seqlen;
     const int first_column = 8 * half * kHalfStateBlocks + 2 * lane.pair;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -511,7 +511,7 @@ struct BwdChunks {
 
 // Of a chunk, its sequence; packed sequences leave some numbers to nobody.
 __device__ __forceinline__ int64_t sequence_of_slot(const SsdParams& p, int64_t slot) {
-  if (p.cu_seqlens == nullptr) return slot / ((p.seqlen + kChunk - 1) / kChunk);
+  if (!is_packed(p)) return slot / ((p.seqlen + kChunk - 1) / kChunk);
   int64_t low = 0, high = p.batch;
   while (high - low > 1) {
     const int64_t middle = (low + high) / 2;

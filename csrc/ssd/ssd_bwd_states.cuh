@@ -35,7 +35,7 @@ namespace ssm_kernels::ssd {
 
 // Of a sequence, the number of its first chunk among those of all.
 __device__ __forceinline__ int64_t first_slot(const SsdParams& p, int64_t entry) {
-  if (p.cu_seqlens != nullptr) return Span::sequence_start(p, entry) / kChunk + entry;
+  if (is_packed(p)) return Span::sequence_start(p, entry) / kChunk + entry;
   return entry * ((p.seqlen + kChunk - 1) / kChunk);
 }
 

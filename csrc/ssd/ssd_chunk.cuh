@@ -175,6 +175,11 @@ __device__ __forceinline__ bool has_begun(const SsdParams& p, const ChunkTables&
 // accuracy.
 constexpr float kLowestLog2Decay = -160;
 
+// Whether sequences are packed: asked at run time, or known from the type of the parameters.
+__device__ __forceinline__ bool is_packed(const SsdParams& p) { return p.cu_seqlens != nullptr; }
+__device__ __forceinline__ constexpr bool is_packed(const PackedFwdParams&) { return true; }
+__device__ __forceinline__ constexpr bool is_packed(const UnpackedFwdParams&) { return false; }
+
 // Calls visitor with the method as a type.
 template <typename Visitor>
 __device__ __forceinline__ void visit_exponential(Discretization discretization, const Visitor& visitor) {
@@ -365,11 +370,11 @@ struct Span {
   int chunks;
 
   // All of the sequence.
-  __device__ __forceinline__ Span(const SsdParams& p, int64_t entry) : entry(entry) {
-    const bool is_packed = p.cu_seqlens != nullptr;
-    start = is_packed ? sequence_start(p, entry) : 0;
-    batch = is_packed ? 0 : entry;
-    length = is_packed ? max(int64_t(0), sequence_start(p, entry + 1) - start) : p.seqlen;
+  template <typename Params>
+  __device__ __forceinline__ Span(const Params& p, int64_t entry) : entry(entry) {
+    start = is_packed(p) ? sequence_start(p, entry) : 0;
+    batch = is_packed(p) ? 0 : entry;
+    length = is_packed(p) ? max(int64_t(0), sequence_start(p, entry + 1) - start) : p.seqlen;
     chunks = static_cast<int>((length + kChunk - 1) / kChunk);
   }
 
@@ -408,7 +413,8 @@ struct Place : Span {
   int first_unit;  // of the group's
 
   // All of them.
-  __device__ __forceinline__ Place(const SsdParams& p, const Partition& partition, int walk)
+  template <typename Params>
+  __device__ __forceinline__ Place(const Params& p, const Partition& partition, int walk)
       : Span(p, walk / partition.walks_per_entry),
         group(walk / partition.walks_per_group % static_cast<int>(p.groups)),
         first_unit(walk % partition.walks_per_group * kUnits) {}

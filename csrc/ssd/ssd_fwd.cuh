@@ -26,8 +26,8 @@
 namespace ssm_kernels::ssd {
 
 // With as many stages as there is shared memory for.
-template <typename Shared, typename Kernel>
-int launch_staged(Kernel kernel, int threads, bool has_gate, const SsdFwdParams& params, const Runs& runs, int max_shared_bytes,
+template <typename Shared, typename Kernel, typename Params>
+int launch_staged(Kernel kernel, int threads, bool has_gate, const Params& params, const Runs& runs, int max_shared_bytes,
                   cudaStream_t stream) {
   Runs staged = runs;
   const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
@@ -53,8 +53,16 @@ int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_
   using Shared = MmaShared<Scalar, dstate>;
   static_assert(Shared::bytes(1, true) + kRunBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
                 "a block is only begun where there is as much");
-  return launch_staged<Shared>(ssd_fwd_mma_kernel<Scalar, dstate, states_only>, kUnits * kUnitThreads, has_gate, params, runs,
-                               max_shared_bytes, stream);
+  const auto launch = [&](const auto& of_call) {
+    using Params = std::decay_t<decltype(of_call)>;
+    return launch_staged<Shared>(ssd_fwd_mma_kernel<Scalar, dstate, states_only, Params>, kUnits * kUnitThreads, has_gate,
+                                 of_call, runs, max_shared_bytes, stream);
+  };
+  if constexpr (kIsFp32<Scalar> && !states_only) {
+    return params.cu_seqlens != nullptr ? launch(PackedFwdParams{params}) : launch(UnpackedFwdParams{params});
+  } else {
+    return launch(params);
+  }
 }
 
 static_assert(WgmmaShared<kMaxKernelDstate, false>::bytes(1, true) + kRunBytes <=

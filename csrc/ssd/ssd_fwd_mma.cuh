@@ -119,7 +119,7 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   using HeadTile = typename Shared::HeadTile;
   using GroupTile = typename Shared::GroupTile;
   constexpr int kStateGroups = Units::kColumns / 16, kThreads = kUnits * kUnitThreads;
-  // In fp32 registers are few. Unrolled twice it was not faster, and ptxas 13.0 confused predicates (docs/tuning.md).
+  // In fp32 registers are few. Unrolled twice it was not faster.
   constexpr int kUnrolled = kIsFp32<Scalar> ? 1 : kStateGroups;
   constexpr int kThreadsOfRows = kThreads / Units::kRowBlocks;
   // There what follows from a thread's index is found anew for each part of the work, rather than kept in registers.
@@ -372,10 +372,13 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   return decay_of_piece;
 }
 
-template <typename Scalar, int dstate, bool states_only>
+// Params: SsdFwdParams, whose sequences may be packed or not, or what says so. In fp32 it says so: with a predicate of it alive
+// through the loop over chunks, ptxas 13.0 took another value for it (docs/tuning.md).
+template <typename Scalar, int dstate, bool states_only, typename Params>
 __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
-    ssd_fwd_mma_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
+    ssd_fwd_mma_kernel(const __grid_constant__ Params p, const __grid_constant__ Runs runs) {
   extern __shared__ __align__(128) unsigned char memory[];
+  static_assert(!kIsFp32<Scalar> || states_only || !std::is_same_v<Params, SsdFwdParams>, "packed or not by its type");
   take_run<states_only>(runs);
   __syncthreads();
   const int index = threadIdx.x / kUnitThreads;

@@ -113,7 +113,7 @@ struct WgmmaFwd {
   __device__ __forceinline__ void move() {
     const int warp = threadIdx.x / kWarpSize - kUnits * kUnitWarps;
     RingPosition ring;
-    for_each_piece<states_only>(p, runs, [&](const Pieces&, const Place& at) {
+    for_each_piece<states_only>(p, runs, [&](const auto&, const Place& at) {
       if (warp < kCopyingWarps) {
         copy(at, ring);
       } else {

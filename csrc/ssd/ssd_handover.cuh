@@ -8,14 +8,14 @@
 
 namespace ssm_kernels::ssd {
 
-template <int dstate>
+template <int dstate, typename Params>
 class Handover {
  public:
   // For the unit of that index in its block.
-  __device__ __forceinline__ Handover(const SsdFwdParams& p, const Runs& runs, int index) : p_(p), runs_(runs), index_(index) {}
+  __device__ __forceinline__ Handover(const Params& p, const Runs& runs, int index) : p_(p), runs_(runs), index_(index) {}
 
   // The state before the piece.
-  __device__ __forceinline__ void begin(State<dstate>& state, const Pieces& pieces, const Lane& lane) const {
+  __device__ __forceinline__ void begin(State<dstate>& state, const Pieces<Params>& pieces, const Lane& lane) const {
     const Walk walk = pieces.walk();
     if (pieces.begins(walk) || pieces.is_long(walk)) {
       const Place at(p_, runs_, walk.index);
@@ -38,7 +38,7 @@ class Handover {
   }
 
   // Hands on the state after the piece.
-  __device__ __forceinline__ void end(const State<dstate>& state, const Pieces& pieces, const Lane& lane) const {
+  __device__ __forceinline__ void end(const State<dstate>& state, const Pieces<Params>& pieces, const Lane& lane) const {
     const Walk walk = pieces.walk();
     if (pieces.ends(walk)) {
       const Place at(p_, runs_, walk.index);
@@ -60,18 +60,18 @@ class Handover {
   __device__ __forceinline__ int cut_of(int run) const { return run * kUnits + index_; }
   __device__ __forceinline__ PieceEffects<dstate> effects() const { return {runs_.states, runs_.decays}; }
 
-  const SsdFwdParams& p_;
+  const Params& p_;
   const Runs& runs_;
   int index_;
 };
 
 // By the threads of a unit, for each piece of the block's run, with the state before it: multiply(state, place, unit) takes
 // that through the piece and returns the piece's decay.
-template <bool states_only, int dstate, typename Multiply>
-__device__ __forceinline__ void walk_pieces(const SsdFwdParams& p, const Runs& runs, int index, const Lane& lane,
+template <bool states_only, int dstate, typename Params, typename Multiply>
+__device__ __forceinline__ void walk_pieces(const Params& p, const Runs& runs, int index, const Lane& lane,
                                             const Multiply& multiply) {
-  const Handover<dstate> handover(p, runs, index);
-  for_each_piece<states_only>(p, runs, [&](const Pieces& pieces, const Place& at) {
+  const Handover<dstate, Params> handover(p, runs, index);
+  for_each_piece<states_only>(p, runs, [&](const auto& pieces, const Place& at) {
     const Unit unit(p, runs, at, index);
     State<dstate> state;
     if constexpr (states_only) {

@@ -23,11 +23,12 @@ struct Walk {
   int index, first, chunks;
 
   // The one that has that chunk.
-  __device__ __forceinline__ Walk(const SsdParams& p, const Runs& runs, int chunk) {
+  template <typename Params>
+  __device__ __forceinline__ Walk(const Params& p, const Runs& runs, int chunk) {
     const int walks_per_entry = runs.walks_per_entry;
     int entry = 0, before = 0;
     chunks = static_cast<int>(runs.chunks);
-    if (p.cu_seqlens != nullptr) {
+    if (is_packed(p)) {
       int high = static_cast<int>(p.batch);
       while (high - entry > 1) {
         const int middle = (entry + high) / 2;
@@ -59,9 +60,10 @@ __device__ __forceinline__ void take_run(const Runs& runs) {
 
 // The pieces of the block's run, from the last to the first. All but where the one at hand ends is
 // found anew when it is asked for: between, registers are few.
+template <typename Params>
 class Pieces {
  public:
-  __device__ __forceinline__ Pieces(const SsdParams& p, const Runs& runs) : p_(p), runs_(runs) {
+  __device__ __forceinline__ Pieces(const Params& p, const Runs& runs) : p_(p), runs_(runs) {
     end_ = first() + min(length(), chunks() - first());
   }
 
@@ -82,27 +84,27 @@ class Pieces {
 
  private:
   __device__ __forceinline__ int chunks() const {
-    if (p_.cu_seqlens == nullptr) return static_cast<int>(runs_.walks * runs_.chunks);
+    if (!is_packed(p_)) return static_cast<int>(runs_.walks * runs_.chunks);
     return runs_.chunk_starts[p_.batch] * runs_.walks_per_entry;
   }
   __device__ __forceinline__ int begin(const Walk& walk) const { return max(first(), walk.first); }
   // Of each run.
   __device__ __forceinline__ int length() const {
-    if (p_.cu_seqlens == nullptr) return static_cast<int>(runs_.length);
+    if (!is_packed(p_)) return static_cast<int>(runs_.length);
     return (chunks() + gridDim.x - 1) / gridDim.x;
   }
   __device__ __forceinline__ int first() const { return min(run_of_block() * length(), chunks()); }
 
-  const SsdParams& p_;
+  const Params& p_;
   const Runs& runs_;
   int end_;
 };
 
 // body(pieces, place) for each piece of the block's run; where only states are to be found, for the one, if there is one, that
 // other runs fold.
-template <bool states_only, typename Body>
-__device__ __forceinline__ void for_each_piece(const SsdParams& p, const Runs& runs, const Body& body) {
-  Pieces pieces(p, runs);
+template <bool states_only, typename Params, typename Body>
+__device__ __forceinline__ void for_each_piece(const Params& p, const Runs& runs, const Body& body) {
+  Pieces<Params> pieces(p, runs);
 #pragma unroll 1
   while (!pieces.is_done()) {
     if constexpr (states_only) {

@@ -31,7 +31,7 @@ class TileOut {
   __device__ __forceinline__ void send_last(Tile<kUnitRows>& tile) const {
     const int chunk = at_.chunks - 1, steps = at_.steps_of(chunk);
     if (!unit_.is_there() || chunk < 0 || steps <= 0) return;
-    if (p_.cu_seqlens == nullptr || steps == kChunk) {
+    if (steps == kChunk || !is_packed(p_)) {
       send(tile, chunk);
       return;
     }
