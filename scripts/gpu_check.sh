@@ -16,8 +16,8 @@
 # PYTHON        the interpreter (default: python3)
 # PIP_NO_INDEX  pip's own variable, for a machine that reaches no package index: `build` then installs without build isolation and
 #               without dependencies. It does the same where no index answers.
-# WORKERS       tests that run at a time, if pytest-xdist is installed (default: half the cores for tests-cpu, and of these at most
-#               four for tests-cuda, which share one GPU)
+# WORKERS       tests that run at a time, if pytest-xdist is installed (default: as many as cores, for tests-cuda at most twelve,
+#               which share the GPUs there are)
 #
 # Exits with 1 if anything failed.
 set -uo pipefail
@@ -164,7 +164,7 @@ PY
 # tests <most workers> <expression of marks>
 tests() {
   local most=$1 marks=$2 workers threads=${OMP_NUM_THREADS:-} parallel=()
-  workers=$((($(nproc) + 1) / 2))
+  workers=$(nproc)
   workers=${WORKERS:-$((workers < most ? workers : most))}
   if "$python" -c 'import xdist' 2>/dev/null; then
     # Tests that need much of the GPU's memory are one group, which one worker runs.
@@ -240,7 +240,7 @@ for stage in "${stages[@]}"; do
   case $stage in
     build) if $carried; then run build complete_carried_build; else run build build; fi ;;
     tests-cpu) run "$stage" tests 64 "not cuda" ;;
-    tests-cuda) run "$stage" tests 4 cuda ;;
+    tests-cuda) run "$stage" tests 12 cuda ;;
     *) run "$stage" "$stage" ;;
   esac
   # Nothing else can succeed without it.

@@ -6,6 +6,7 @@ themselves.
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -18,6 +19,20 @@ from ssd_helpers import preferred_products
 
 # For the benchmarks and the build's own functions, wherever pytest is started; last, so that it hides no installed package.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+
+def _order_gpus() -> None:
+    """Gives the workers of pytest-xdist different GPUs as their first; each still sees all."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "")
+    count = torch.cuda.device_count()
+    if not worker.startswith("gw") or count < 2:
+        return
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(count)))).split(",")[:count]
+    first = int(worker.removeprefix("gw")) % count
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(visible[first:] + visible[:first])
+
+
+_order_gpus()
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
