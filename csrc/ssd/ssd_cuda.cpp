@@ -9,7 +9,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAGuard.h>
-#include <torch/library.h>
 
 #include "cuda/device.h"
 #include "ssd/ssd_aten.h"
@@ -22,6 +21,8 @@ namespace ssm_kernels::ssd {
 namespace {
 
 bool may_use_wgmma() { return debug_option(DebugOption::kSsdMma) == 0; }
+
+}  // namespace
 
 FwdResult fwd_cuda(const Inputs& in) {
   const Discretization method = check_inputs(in);
@@ -53,13 +54,6 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
   present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
   run_backward(present, method, grads, may_use_wgmma());
   return std::tuple_cat(grads);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_cuda>);
-  m.impl("_ssd_chunk_scan_bwd", &Unpacked<BwdSignature>::kernel<&bwd_cuda>);
 }
 
 }  // namespace ssm_kernels::ssd

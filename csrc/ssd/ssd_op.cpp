@@ -1,5 +1,5 @@
 // The dispatcher entries of the chunked scan of structured state-space duality (SSD) that are the same for every device:
-// checks, allocation, Meta, Autograd, Autocast.
+// checks, allocation, Meta, Autograd, Autocast; and what registers the devices' own.
 
 #include "ssd/ssd_op.h"
 
@@ -13,6 +13,7 @@
 #include <string>
 
 #include "common/limits.h"
+#include "ssd/ssd_aten.h"
 #include "torch/arguments.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
@@ -333,12 +334,20 @@ TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
   m.impl("_ssd_chunk_scan_bwd", &Unpacked<BwdSignature>::kernel<&bwd_meta>);
 }
 
-#ifndef SSM_KERNELS_WITH_CUDA
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
+  m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_aten>);
+  m.impl("_ssd_chunk_scan_bwd", &Unpacked<BwdSignature>::kernel<&bwd_aten>);
+}
+
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+#ifdef SSM_KERNELS_WITH_CUDA
+  m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_cuda>);
+  m.impl("_ssd_chunk_scan_bwd", &Unpacked<BwdSignature>::kernel<&bwd_cuda>);
+#else
   m.impl("_ssd_chunk_scan_fwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
   m.impl("_ssd_chunk_scan_bwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
-}
 #endif
+}
 
 TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) {
   m.impl("_ssd_chunk_scan", &Unpacked<FwdSignature>::kernel<&scan_autocast<at::kCPU>>);

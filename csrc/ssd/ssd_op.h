@@ -69,6 +69,11 @@ using BwdSignature = BwdResult(const OptionalTensor&, const OptionalTensor&, con
                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, std::string_view,
                                NeedsGrad);
 
+// For CUDA tensors (ssd_cuda.cpp); for others ssd_aten.h has them. ssd_op.cpp registers both: each file that registers an
+// operator takes seconds to compile.
+FwdResult fwd_cuda(const Inputs& in);
+BwdResult bwd_cuda(const BwdInputs& bwd);
+
 // The arguments of FwdSignature, and of BwdSignature, under their names: the one place of each where their order counts.
 Inputs name_inputs(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
                    std::optional<c10::SymInt> chunk_size, const OptionalTensor& D, const OptionalTensor& z,

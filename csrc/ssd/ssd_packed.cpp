@@ -1,6 +1,5 @@
 #include "ssd/ssd_packed.h"
 
-#include <ATen/TensorOperators.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/tensor.h>
 
@@ -49,7 +48,7 @@ std::vector<SequencesOfLength> sequences_by_length(const Inputs& in) {
     if (!of.are_neighbors) {
       const at::Tensor on_host = at::tensor(sequences, at::kLong);
       of.sequences = on_host.to(in.x.device());
-      of.steps = (cu_seqlens.index_select(0, on_host).unsqueeze(1) + at::arange(length)).flatten().to(in.x.device());
+      of.steps = cu_seqlens.index_select(0, on_host).unsqueeze(1).add(at::arange(length)).flatten().to(in.x.device());
     }
     result.push_back(of);
   }
