@@ -172,9 +172,10 @@ def selective_state_update(
         dt_bias: (dim,) or (heads, headdim), dtype of ``A`` or of ``x``.
         dt_softplus: apply softplus to ``dt + dt_bias``.
         state_batch_indices: (batch,), int32 or int64: the slot of ``state`` that each row of the batch uses. A negative index
-            is padding: the output is zero and no state is touched. Indices must be distinct. An index past the last slot is an
-            error on the CPU; on CUDA, where checking would wait for the device, the row's output is NaN and no state is
-            touched.
+            is padding: the output is zero and no state is touched. Other indices must be distinct and below the number of
+            slots: on the CPU a ValueError. On CUDA, where a check would wait for the device, a row whose index is past the last
+            slot has NaN for output and touches no state; rows that share a slot race: which of them each element of the state
+            and the outputs see is undefined, and other slots stay as documented.
         discretization: as for :func:`selective_scan`.
         dt_limit: the smallest and the largest step size: others are clamped, after bias and softplus. None: no limits.
 
@@ -182,8 +183,9 @@ def selective_state_update(
         ``out``, shape and dtype of ``x``. Not differentiable: backward through it raises.
 
     Raises:
-        ValueError: a shape, the discretization or ``dt_limit`` is not as above.
+        ValueError: a shape, the discretization, ``dt_limit`` or, on the CPU, ``state_batch_indices`` is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: elements of ``state``, which is updated in place, share memory with each other or with another argument.
         TypeError: a required tensor is None.
     """
     out: Tensor = torch.ops.ssm_kernels.selective_state_update(

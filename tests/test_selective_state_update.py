@@ -312,6 +312,25 @@ def test_slot_out_of_range(dtype, device):
         torch.testing.assert_close(out[[0, 2]].double(), expected[[0, 2]], rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_slot_of_two_rows(dtype, device):
+    """On the CPU an error; on CUDA a race, of which only the slots of other rows can be tested. Padding may be repeated."""
+    inputs = make_step_inputs(batch=6, slots=4, dtype=torch.float32, device=device)
+    before = inputs["state"].clone()
+    inputs["state_batch_indices"] = torch.tensor([-1, 2, 0, -1, 2, 3], dtype=dtype, device=device)
+    if device == "cpu":
+        message = "selective_state_update: expected distinct state_batch_indices, got 2 at positions 1 and 4"
+        with pytest.raises(ValueError, match=says(message)):
+            selective_state_update(**inputs)
+        assert torch.equal(inputs["state"], before)
+    else:
+        out = selective_state_update(**inputs)
+        once = inputs | {"state": before, "state_batch_indices": torch.tensor([-1, 2, 0, -1, -1, 3], device=device)}
+        expected_out, expected_state = step(once)
+        assert torch.equal(out[[0, 2, 3, 5]], expected_out[[0, 2, 3, 5]])
+        assert torch.equal(inputs["state"][[0, 1, 3]], expected_state[[0, 1, 3]])
+
+
 def test_more_slots_than_a_32_bit_offset_reaches(device, needs_gpu_memory):
     """Two slots that lie 2^31 elements apart."""
     needs_gpu_memory(device, 5)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers import (
@@ -338,27 +339,94 @@ def test_required_arguments(name, device):
         selective_state_update(**inputs)
 
 
+INTERNAL_OVERLAP = "selective_state_update: expected state, which is updated in place, to have elements that share no memory"
+
+
 def test_state_whose_elements_share_memory(device):
     inputs = good_inputs(device=device)
-    inputs["state"] = inputs["state"][:1].expand(2, -1, -1)
-    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor refers to a single memory location"):
-        selective_state_update(**inputs)
+    windows = torch.zeros(40, device=device).as_strided(inputs["state"].shape, (4, 3, 1))
+    for state in (inputs["state"][:1].expand(inputs["state"].shape), windows[..., :1].expand(windows.shape), windows):
+        before = state.clone()
+        with pytest.raises(RuntimeError, match=says(INTERNAL_OVERLAP, str([*state.stride()]), "state.clone()")):
+            selective_state_update(**inputs | {"state": state})
+        assert torch.equal(state, before)
+
+
+def overlap_message(name: str) -> str:
+    return f"selective_state_update: expected {name} to share no memory with state, which is updated in place"
 
 
 @pytest.mark.parametrize("name", ["x", "dt", "A", "B", "C", "D", "z", "dt_bias"])
 def test_state_that_shares_memory_with_another_argument(name, device):
+    """The last element of one and the first of the other, or, in tensors with gaps, elements that neither range ends with."""
     inputs = good_inputs(device=device)
     state, other = inputs["state"], inputs[name]
-    memory = torch.zeros(state.numel() + other.numel(), device=device)
+    memory = torch.zeros(3 * (state.numel() + other.numel()), device=device)
     inputs["state"] = memory[: state.numel()].view(state.shape).copy_(state)
-    beside = memory[state.numel() :].view(other.shape).copy_(other)
+    beside = memory[state.numel() :][: other.numel()].view(other.shape).copy_(other)
     selective_state_update(**(inputs | {name: beside}))
     before = memory.clone()
     shared = memory[state.numel() - 1 :][: other.numel()].view(other.shape)
-    message = "some elements of the input tensor and the written-to tensor refer to a single memory location"
-    with pytest.raises(RuntimeError, match=message):
-        selective_state_update(**(inputs | {name: shared}))
-    assert torch.equal(memory, before)
+    every_second = memory[::2][: other.numel()].view(other.shape)
+    for overlapping in (shared, every_second):
+        with pytest.raises(RuntimeError, match=says(overlap_message(name), f"{name}.clone()")):
+            selective_state_update(**(inputs | {name: overlapping}))
+        assert torch.equal(memory, before)
+    # Interleaved: no element is in both.
+    inputs["state"] = memory[::2][: state.numel()].view(state.shape)
+    selective_state_update(**inputs | {name: memory[1::2][: other.numel()].view(other.shape)})
+
+
+def test_input_that_is_a_part_of_the_state(device):
+    inputs = good_inputs(device=device)
+    inputs["x"] = inputs["state"][..., 0]
+    with pytest.raises(RuntimeError, match=says(overlap_message("x"))):
+        selective_state_update(**inputs)
+    columns = torch.zeros(*inputs["state"].shape[:2], 5, device=device)  # the state beside the input, in one buffer
+    columns[..., :4] = inputs["state"]
+    selective_state_update(**inputs | {"state": columns[..., :4], "x": columns[..., 4]})
+
+
+def test_indices_in_the_memory_of_the_state(device):
+    inputs = good_inputs(device=device)
+    inputs["state_batch_indices"] = inputs["state"].view(torch.int32)[:, 0, 0].zero_()
+    with pytest.raises(RuntimeError, match=says(overlap_message("state_batch_indices"))):
+        selective_state_update(**inputs)
+
+
+def test_lazy_copies_share_no_memory(device):
+    inputs = good_inputs(device=device)
+    memory = inputs["state"].clone()
+    state, x = torch._lazy_clone(memory), torch._lazy_clone(memory)[..., 0]
+    selective_state_update(**inputs | {"state": state, "x": x})
+    assert torch.equal(memory, inputs["state"]) and not torch.equal(state, memory)
+
+
+def test_overlap_of_any_strides():
+    """Against NumPy's exact answer, for strided views of one buffer."""
+    random = np.random.default_rng(0)
+    inputs = good_inputs(device="cpu")
+    state_shape, x_shape = inputs["state"].shape, inputs["x"].shape
+    memory = torch.zeros(400)
+    seen = set()
+    for _ in range(3000):
+        strides, x_strides = random.integers(1, 16, 3).tolist(), random.integers(0, 16, 2).tolist()
+        state = memory.as_strided(state_shape, strides, int(random.integers(0, 60)))
+        x = memory.as_strided(x_shape, x_strides, int(random.integers(0, 60)))
+        elements = torch.arange(400).as_strided(state_shape, strides).flatten()
+        message = ""
+        if elements.unique().numel() < elements.numel():
+            message = INTERNAL_OVERLAP
+        elif np.shares_memory(state.numpy(), x.numpy()):
+            message = overlap_message("x")
+        seen.add(message)
+        if message:
+            with pytest.raises(RuntimeError, match=says(message)):
+                selective_state_update(**inputs | {"state": state, "x": x})
+        else:
+            selective_state_update(**inputs | {"state": state, "x": x})
+        memory.zero_()
+    assert len(seen) == 3
 
 
 def test_bad_arguments_leave_the_state_alone(device):

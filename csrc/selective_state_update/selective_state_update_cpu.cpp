@@ -5,6 +5,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <utility>
+#include <vector>
 
 #include "cpu/capability.h"
 #include "selective_state_update/selective_state_update_cpu.h"
@@ -31,12 +33,25 @@ const CpuKernel& cpu_kernel() {
   return *kBuilt[cpu_capability_index()];
 }
 
+// Each index below the number of slots, and each slot used by one row at most: threads take rows in no fixed order.
 void check_indices(const StateUpdateParams& p) {
   for (int64_t b = 0; b < p.batch; ++b) {
     TORCH_CHECK_VALUE(p.indices.at(b) < p.slots,
                       "selective_state_update: expected state_batch_indices below the number of slots, ", p.slots, ", got ",
                       p.indices.at(b), " at position ", b);
   }
+  if (p.indices.data == nullptr || p.batch <= 1) return;
+  using SlotAndRow = std::pair<int64_t, int64_t>;
+  std::vector<SlotAndRow> used;
+  used.reserve(p.batch);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    if (p.indices.at(b) >= 0) used.emplace_back(p.indices.at(b), b);
+  }
+  std::sort(used.begin(), used.end());
+  const auto repeated =
+      std::adjacent_find(used.begin(), used.end(), [](const SlotAndRow& a, const SlotAndRow& b) { return a.first == b.first; });
+  TORCH_CHECK_VALUE(repeated == used.end(), "selective_state_update: expected distinct state_batch_indices, got ",
+                    repeated->first, " at positions ", repeated->second, " and ", (repeated + 1)->second);
 }
 
 at::Tensor cpu(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,

@@ -2,7 +2,6 @@
 
 #include "selective_state_update/selective_state_update_op.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
@@ -17,6 +16,7 @@
 #include "torch/arguments.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/memory_overlap.h"
 #include "torch/missing_cuda.h"
 #include "torch/tensor_data.h"
 
@@ -111,14 +111,32 @@ GroupView group_view(const at::Tensor& tensor) {
           stride_of(tensor, -1)};
 }
 
+// Raises where a write to the state would change what is still to be read. The state's own memory comes first: where it is a
+// lazy copy, it moves away from the tensor that it shares memory with.
+void check_memory(const Inputs& in) {
+  in.state.mutable_data_ptr();
+  TORCH_CHECK(!has_internal_overlap(in.state), kOp,
+              ": expected state, which is updated in place, to have elements that share no memory, got strides ",
+              in.state.strides(), " for shape ", in.state.sizes(), ": pass state.clone()");
+  const auto check = [&](const char* name, const OptionalTensor& read) {
+    TORCH_CHECK(!is_present(read) || !share_memory(in.state, *read), kOp, ": expected ", name,
+                " to share no memory with state, which is updated in place, got overlapping memory: pass ", name, ".clone()");
+  };
+  check("x", in.x);
+  check("dt", in.dt);
+  check("A", in.A);
+  check("B", in.B);
+  check("C", in.C);
+  check("D", in.D);
+  check("z", in.z);
+  check("dt_bias", in.dt_bias);
+  check("state_batch_indices", in.state_batch_indices);
+}
+
 }  // namespace
 
 StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_softplus, const at::Tensor& out) {
-  at::assert_no_internal_overlap(in.state);
-  for (const at::Tensor* read : {&in.x, &in.dt, &in.A, &in.B, &in.C}) at::assert_no_overlap(in.state, *read);
-  for (const OptionalTensor* read : {&in.D, &in.z, &in.dt_bias}) {
-    if (is_present(*read)) at::assert_no_overlap(in.state, **read);
-  }
+  check_memory(in);
   const bool has_heads = in.state.dim() == 4;
   StateUpdateParams params;
   params.batch = in.x.size(0);
