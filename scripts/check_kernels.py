@@ -30,7 +30,7 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, ssd::WarpProducts>@(?!sm_90a)"): 700,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, ssd::WarpProducts>@sm_90a"): 32,
     re.compile(r"ssd::ssd_fwd_mma_kernel<\w+, (128|256), false, ssd::\w+>@(?!sm_90a)"): 48,
-    re.compile(r"ssd::ssd_fwd_mma_kernel<float, 256, false, ssd::\w+>@sm_90a"): 24,
+    re.compile(r"ssd::ssd_fwd_mma_kernel<float, 256, false, ssd::\w+>@sm_90a"): 8,
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 

@@ -58,7 +58,7 @@ int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_
     return launch_staged<Shared>(ssd_fwd_mma_kernel<Scalar, dstate, states_only, Params>, kUnits * kUnitThreads, has_gate,
                                  of_call, runs, max_shared_bytes, stream);
   };
-  if constexpr (kIsFp32<Scalar> && !states_only) {
+  if constexpr (kKnowsWhetherPacked<Scalar, dstate, states_only>) {
     return params.cu_seqlens != nullptr ? launch(PackedFwdParams{params}) : launch(UnpackedFwdParams{params});
   } else {
     return launch(params);

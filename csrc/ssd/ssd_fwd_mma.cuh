@@ -372,13 +372,17 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
   return decay_of_piece;
 }
 
-// Params: SsdFwdParams, whose sequences may be packed or not, or what says so. In fp32 it says so: with a predicate of it alive
-// through the loop over chunks, ptxas 13.0 took another value for it (docs/tuning.md).
+// Whether the type of a kernel's parameters says if sequences are packed: where ptxas 13.0, with a predicate of it alive
+// through the loop over chunks, took another value for it (docs/tuning.md).
+template <typename Scalar, int dstate, bool states_only>
+constexpr bool kKnowsWhetherPacked = kIsFp32<Scalar> && dstate <= 64 && !states_only;
+
 template <typename Scalar, int dstate, bool states_only, typename Params>
 __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     ssd_fwd_mma_kernel(const __grid_constant__ Params p, const __grid_constant__ Runs runs) {
   extern __shared__ __align__(128) unsigned char memory[];
-  static_assert(!kIsFp32<Scalar> || states_only || !std::is_same_v<Params, SsdFwdParams>, "packed or not by its type");
+  static_assert(kKnowsWhetherPacked<Scalar, dstate, states_only> != std::is_same_v<Params, SsdFwdParams>,
+                "by its type, or not");
   take_run<states_only>(runs);
   __syncthreads();
   const int index = threadIdx.x / kUnitThreads;
