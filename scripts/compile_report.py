@@ -1,0 +1,156 @@
+"""Prints what a clean build costs: seconds per object, from ninja's log, and CUDA kernels per operator, from the library.
+
+    rm -rf build && python setup.py build_ext --inplace
+    python scripts/compile_report.py
+    python scripts/compile_report.py --write      # into docs/installation.md, between its markers
+
+Seconds are wall time of one compiler, while one runs per core; measure on an idle machine. An object that came from a compiler
+cache has the time of the copy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent.resolve()
+LIBRARY = ROOT / "ssm_kernels" / "_ops.abi3.so"
+PAGE = ROOT / "docs" / "installation.md"
+BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
+
+# The most CUDA kernels that an operator may have for one architecture. A kernel costs about a second of one core, and .ci/run
+# allows the whole build 480 s on two cores. A new operator declares its number here. Before you raise a number, see whether a
+# branch at run time costs anything measurable.
+KERNEL_LIMITS = {
+    "linear_scan": 154,
+    "selective_scan": 145,
+    "selective_state_update": 86,
+    "ssd": 73,
+}
+
+
+def kernel_names(library: bytes) -> set[str]:
+    """The mangled names of the CUDA kernels that a library registers with the CUDA runtime."""
+    return {name.decode() for name in re.findall(rb"_ZN11ssm_kernels\w+_kernel\w+(?=\0)", library)}
+
+
+def operator_of(kernel: str) -> str:
+    """The operator of a kernel is the namespace inside ssm_kernels."""
+    match = re.match(r"_ZN11ssm_kernels(\d+)", kernel)
+    assert match is not None, kernel
+    return kernel[match.end() : match.end() + int(match[1])]
+
+
+def kernels_per_operator(names: set[str]) -> dict[str, int]:
+    return dict(sorted(Counter(map(operator_of, names)).items()))
+
+
+def over_limit(counts: dict[str, int]) -> list[str]:
+    """A line for each operator with more kernels than it declares."""
+    return [
+        f"{operator}: {count} CUDA kernels, but scripts/compile_report.py allows {KERNEL_LIMITS.get(operator, 0)}"
+        for operator, count in counts.items()
+        if count > KERNEL_LIMITS.get(operator, 0)
+    ]
+
+
+def read_objects(build: Path) -> dict[str, float]:
+    """Seconds by object, from all of ninja's logs under a build folder; of a repeated object the last."""
+    objects = {}
+    for log in sorted(build.rglob(".ninja_log")):
+        for line in log.read_text().splitlines():
+            if line.startswith("#"):
+                continue
+            start, end, _, output, _ = line.split("\t")
+            objects[os.path.relpath(output, build)] = (int(end) - int(start)) / 1000
+    return objects
+
+
+def part_of(name: str) -> tuple[str, str]:
+    """(operator, kind) of an object: cuda, cpu (kernels, once per instruction set) or host."""
+    folder = name.split("csrc/", 1)[1]
+    kind = "cpu" if name.startswith("cpu_") else "cuda" if "/instantiations/" in name else "host"
+    operator = folder.split("/", 1)[0] if "/" in folder else "registration"
+    return operator, kind
+
+
+def first_line(*command: str) -> str:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+
+
+def machine() -> str:
+    models = re.findall(r"^model name\s*: (.+)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+    processor = models[0] if models else platform.machine()
+    compiler = first_line(os.environ.get("CXX", "c++").split()[-1], "--version").splitlines()[:1]
+    nvcc = re.search(r"release ([\d.]+)", first_line(os.environ.get("CUDA_HOME", "/usr/local/cuda") + "/bin/nvcc", "--version"))
+    parts = [f"{processor}, {len(os.sched_getaffinity(0))} cores", *compiler, *([f"nvcc {nvcc[1]}"] if nvcc else [])]
+    return "; ".join(parts)
+
+
+def kernel_table(counts: dict[str, int]) -> str:
+    lines = ["| operator | CUDA kernels | limit |", "|---|---:|---:|"]
+    lines += [f"| {operator} | {count} | {KERNEL_LIMITS.get(operator, 0)} |" for operator, count in counts.items()]
+    lines.append(f"| all | {sum(counts.values())} | {sum(KERNEL_LIMITS.values())} |")
+    return "\n".join(lines)
+
+
+def seconds_tables(objects: dict[str, float], torch_version: str) -> str:
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for name, time in objects.items():
+        operator, kind = part_of(name)
+        seconds[operator][kind] += time
+        seconds["all"][kind] += time
+    kinds = ("cuda", "cpu", "host")
+    lines = [
+        f"Seconds of one compiler, summed over objects ({machine()}, torch {torch_version}):",
+        "",
+        "| operator or folder | CUDA objects | CPU kernels | other C++ |",
+        "|---|---:|---:|---:|",
+    ]
+    for operator in [*sorted(seconds.keys() - {"all"}), "all"]:
+        times = seconds[operator]
+        lines.append(f"| {operator} | {' | '.join(f'{times[kind]:.0f}' if kind in times else '' for kind in kinds)} |")
+    lines += ["", "<details><summary>Seconds per object</summary>", "", "| object | seconds |", "|---|---:|"]
+    lines += [f"| `{name}` | {time:.1f} |" for name, time in sorted(objects.items(), key=lambda item: -item[1])]
+    lines += ["", "</details>"]
+    return "\n".join(lines)
+
+
+def write(page: str, text: str) -> str:
+    before, rest = page.split(BEGIN)
+    return f"{before}{BEGIN}\n{text}\n{END}{rest.split(END)[1]}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("build", nargs="?", type=Path, help="a folder in build/; by default the one built last")
+    parser.add_argument("--kernels", action="store_true", help="kernels only, no seconds")
+    parser.add_argument("--write", action="store_true", help=f"write the tables into {PAGE.relative_to(ROOT)}")
+    arguments = parser.parse_args()
+    counts = kernels_per_operator(kernel_names(LIBRARY.read_bytes()))
+    tables = [kernel_table(counts)] if counts else []
+    if not arguments.kernels:
+        logs = sorted(ROOT.glob("build/*/.ninja_log"), key=lambda log: log.stat().st_mtime)
+        if arguments.build is None and not logs:
+            sys.exit("expected ninja's log in a folder of build/, found none: build first")
+        build = (arguments.build or logs[-1].parent).resolve()
+        tables.append(seconds_tables(read_objects(build), build.name.split("-")[0]))
+    text = "\n\n".join(tables)
+    print(text)
+    if arguments.write:
+        PAGE.write_text(write(PAGE.read_text(), text))
+    if wrong := over_limit(counts):
+        sys.exit("\n".join(wrong))
+
+
+if __name__ == "__main__":
+    main()
