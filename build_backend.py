@@ -29,6 +29,7 @@ TOOLKIT_REQUIREMENT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"
 MINIMUM_COMPILERS = {"GCC": 11, "Clang": 14}
 # Before CUDA 13 the Python packages have no nvcc.
 FIRST_PACKAGED_CUDA = 13
+DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
 REQUESTED = "CUDA kernels are asked for (SSM_KERNELS_CUDA=1 or FORCE_CUDA=1)"
 
 
@@ -163,7 +164,8 @@ def check_architectures(architectures: str, toolkit: Toolkit) -> None:
 
 def has_nvidia_driver() -> bool:
     """Whether the kernel module is loaded, or (under WSL, where there is none) nvidia-smi reaches a GPU."""
-    if os.path.exists("/proc/driver/nvidia/version"):
+    # Some containers show the device file alone.
+    if any(map(os.path.exists, DRIVER_FILES)):
         return True
     # Login nodes have an nvidia-smi that fails.
     return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0

@@ -434,12 +434,14 @@ def test_misspelt_request_stops(monkeypatch, variable):
         build_backend.cuda_request()
 
 
-@pytest.mark.skipif(os.path.exists("/proc/driver/nvidia/version"), reason="this machine has an NVIDIA driver")
 @pytest.mark.parametrize(("script", "expected"), [("echo 'GPU 0: an A100'", True), ("echo 'no driver'; exit 9", False)])
 def test_driver_is_one_that_nvidia_smi_reaches(monkeypatch, tmp_path, script, expected):
+    monkeypatch.setattr(build_backend, "DRIVER_FILES", (str(tmp_path / "nvidiactl"),))
     make_executable(tmp_path / "nvidia-smi", script)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     assert build_backend.has_nvidia_driver() == expected
+    (tmp_path / "nvidiactl").touch()
+    assert build_backend.has_nvidia_driver()
 
 
 def make_torch(folder: Path, version: str, cuda: str | None) -> Path:
