@@ -29,7 +29,8 @@ ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_bwd_(chunks|states)_kernel<\w+, 128, (false, )?ssd::WarpProducts>@(?!sm_90a)"): 200,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, ssd::WarpProducts>@(?!sm_90a)"): 700,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, ssd::WarpProducts>@sm_90a"): 32,
-    re.compile(r"ssd::ssd_fwd_mma_kernel<\w+, (128|256), false, ssd::\w+>@(?!sm_90a)"): 48,
+    re.compile(r"ssd::ssd_fwd_mma_kernel<\w+, 128, false, ssd::\w+>@(?!sm_90a)"): 48,
+    re.compile(r"ssd::ssd_fwd_mma_kernel<\w+, 256, false, ssd::\w+>@(?!sm_90a)"): 112,
     re.compile(r"ssd::ssd_fwd_mma_kernel<float, 256, false, ssd::\w+>@sm_90a"): 8,
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")

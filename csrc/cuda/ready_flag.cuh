@@ -8,7 +8,7 @@ __device__ __forceinline__ void raise_flag(int* flag) {
   asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
 }
 
-// By one thread, before a barrier with those that read.
+// By one thread, before a barrier, of a warp or of more, with those that read.
 __device__ __forceinline__ void wait_for_flag(const int* flag) {
   int is_raised;
   do {

@@ -24,10 +24,9 @@ class Handover {
     if (pieces.begins(walk)) return;
     if (!pieces.is_long(walk)) {
       const int cut = cut_of(run_of_block() - 1);
-      if (threadIdx.x % kUnitThreads == 0) cuda::wait_for_flag(runs_.ready + cut);
-      // Together again: if a warp might be divided from here on, the loop over chunks would take more registers.
+      // One thread of each warp: with a barrier of the unit here, for one of all, the loop over chunks takes more registers.
+      if (threadIdx.x % kWarpSize == 0) cuda::wait_for_flag(runs_.ready + cut);
       __syncwarp();
-      cuda::barrier_sync(1 + index_, kUnitThreads);
       state.read_registers(effects().registers_of(cut), [](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = stored[i];
