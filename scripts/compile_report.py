@@ -31,7 +31,7 @@ KERNEL_LIMITS = {
     "linear_scan": 154,
     "selective_scan": 145,
     "selective_state_update": 86,
-    "ssd": 73,
+    "ssd": 71,
 }
 
 
