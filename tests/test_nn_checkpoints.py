@@ -111,6 +111,66 @@ def test_checkpoints_of_mamba_ssm(name):
         torch.testing.assert_close(dict(state_dict), checkpoint, rtol=0, atol=0)
 
 
+def mean(*state_dicts: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {key: torch.stack([entries[key].float() for entries in state_dicts]).mean(0) for key in state_dicts[0]}
+
+
+CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
+    "half": lambda saved: {key: value.half() for key, value in saved.items()},
+    "bfloat16": lambda saved: {key: value.bfloat16() for key, value in saved.items()},
+    "double": lambda saved: {key: value.double() for key, value in saved.items()},
+    "mean of two": lambda saved: mean(saved, saved),
+    "mean of three": lambda saved: mean(saved, saved, saved),
+    # As an exponential moving average leaves them.
+    "near the bytes": lambda saved: {key: value.float() * (1 + 1e-5) for key, value in saved.items()},
+}
+
+
+@pytest.mark.parametrize("discretization", ["foh", "highorder", "rk4"])
+@pytest.mark.parametrize("change", CHANGES)
+@every_layer
+def test_checkpoints_that_were_cast_or_averaged(name, change, discretization):
+    saved = CHANGES[change](LAYERS[name](discretization=discretization).state_dict())
+    layer = LAYERS[name](discretization=discretization)
+    assert layer.load_state_dict(saved) == ([], [])
+    assert bytes(layer.state_dict()[ENTRY].tolist()) == discretization.encode()
+    message = f"{name}: expected a checkpoint of discretization 'zoh', got one of '{discretization}'"
+    with pytest.raises(RuntimeError, match=says(message)):
+        LAYERS[name]().load_state_dict(saved)
+
+
+@pytest.mark.parametrize(
+    ("entry", "got"),
+    [
+        ("foh", "str"),
+        (None, "NoneType"),
+        (torch.tensor([[102, 111, 104]], dtype=torch.uint8), "a tensor of shape [1, 3] and dtype torch.uint8"),
+        (torch.tensor(102), "a tensor of shape [] and dtype torch.int64"),
+        (torch.tensor([*b"euler?"]), "with the values [101, 117, 108, 101, 114, 63]"),
+        (torch.tensor([255, 254]), "with the values [255, 254]"),
+        (torch.tensor([102.0, 300.0]), "with the values [102.0, 300.0]"),
+        (torch.tensor([102.0, float("nan")]), "with the values [102.0, nan]"),
+        (torch.tensor([102.0, float("inf")]), "with the values [102.0, inf]"),
+        (torch.tensor([102j]), "dtype torch.complex64"),
+        (torch.zeros(0), "a tensor of shape [0]"),
+    ],
+    ids=["string", "None", "2-D", "0-D", "unknown", "no UTF-8", "no byte", "nan", "inf", "complex", "empty"],
+)
+@pytest.mark.parametrize("own", ["zoh", "foh"])
+@every_layer
+def test_entries_that_name_no_discretization(name, own, entry, got):
+    model = Model(LAYERS[name](discretization=own))
+    state_dict = {**model.state_dict(), f"mixer.{ENTRY}": entry}
+    message = f"{name} (mixer): expected 'mixer.{ENTRY}' of the checkpoint to be the bytes of one of"
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=says(message, got, f"delete 'mixer.{ENTRY}' from the checkpoint")):
+            model.load_state_dict(state_dict, strict=strict)
+    del state_dict[f"mixer.{ENTRY}"]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert model.load_state_dict(state_dict) == ([], [])
+
+
 @every_layer
 def test_mamba_ssm_refuses_what_it_would_get_wrong(name):
     """Its modules have these parameters and no more."""

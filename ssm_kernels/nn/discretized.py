@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from .._C import discretization_aliases
+from .._C import discretization_aliases, discretizations
 
 # What a checkpoint without the entry was trained with: mamba_ssm has no other rule.
 _DEFAULT = "zoh"
@@ -24,8 +24,25 @@ def _encode(name: str, device: torch.device | str | None) -> Tensor:
     return torch.tensor([*_canonical(name).encode()], dtype=torch.uint8, device=device)
 
 
-def _decode(entry: Tensor) -> str:
-    return bytes(entry.tolist()).decode(errors="replace")
+def _decode(entry: Any) -> str | None:
+    """The discretization that an entry names, None if it names none.
+
+    Bytes that were cast with the weights, or averaged over checkpoints, are floating-point numbers near an integer.
+    """
+    if not isinstance(entry, Tensor):
+        return None
+    try:
+        name = _canonical(bytes(round(byte) for byte in entry.tolist()).decode())
+    except (TypeError, ValueError, OverflowError):  # other shapes and complex numbers; NaN and no bytes or UTF-8; infinity
+        return None
+    return name if name in discretizations else None
+
+
+def _described(entry: Any) -> str:
+    if not isinstance(entry, Tensor):
+        return type(entry).__name__
+    values = f" with the values {entry.tolist()}" if entry.dim() == 1 and entry.numel() <= 32 else ""
+    return f"a tensor of shape {list(entry.shape)} and dtype {entry.dtype}{values}"
 
 
 class DiscretizedModule(nn.Module):
@@ -36,7 +53,8 @@ class DiscretizedModule(nn.Module):
     ``mamba_ssm``'s layer. ``load_state_dict`` compares:
 
     - an entry with another name: an error, with ``strict=False`` too, as for a tensor of another shape. Without the entry the
-      checkpoint loads;
+      checkpoint loads. Entries that were cast to a floating-point dtype or averaged are rounded to bytes;
+    - an entry that names no discretization: an error in the same way;
     - no entry, in a layer whose discretization is not ``"zoh"``: a warning.
     """
 
@@ -63,19 +81,27 @@ class DiscretizedModule(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
+        has_entry = prefix + _ENTRY in state_dict
         entry = state_dict.pop(prefix + _ENTRY, None)
-        own, saved = _canonical(self.discretization), _DEFAULT
-        if isinstance(entry, Tensor):
-            saved = own if entry.is_meta else _decode(entry)
-        if saved != own:
-            layer = f"{type(self).__name__} ({prefix.removesuffix('.')})" if prefix else type(self).__name__
-            named = f"of {saved!r}" if entry is not None else f"that names none, as of mamba_ssm, whose is {_DEFAULT!r}"
+        own = _canonical(self.discretization)
+        saved: str | None = _DEFAULT
+        layer = f"{type(self).__name__} ({prefix.removesuffix('.')})" if prefix else type(self).__name__
+        delete = f"delete {prefix + _ENTRY!r} from the checkpoint to load it all the same"
+        if has_entry:
+            saved = own if isinstance(entry, Tensor) and entry.is_meta else _decode(entry)
+        if saved is None:
+            error_msgs.append(
+                f"{layer}: expected {prefix + _ENTRY!r} of the checkpoint to be the bytes of one of {[*discretizations]}, a "
+                f"1-D tensor, got {_described(entry)}. If the checkpoint's discretization is {own!r}, {delete}"
+            )
+        elif saved != own:
+            named = f"of {saved!r}" if has_entry else f"that names none, as of mamba_ssm, whose is {_DEFAULT!r}"
             message = (
                 f"{layer}: expected a checkpoint of discretization {own!r}, got one {named}: weights trained with one "
                 f"discretization are inexact with another. Make the layer with discretization={saved!r}"
             )
-            if entry is not None:
-                error_msgs.append(f"{message}, or delete {prefix + _ENTRY!r} from the checkpoint to load it all the same")
+            if has_entry:
+                error_msgs.append(f"{message}, or {delete}")
             else:
                 warnings.warn(message, UserWarning, stacklevel=2)
         if _ENTRY in self._buffers:
