@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import inspect
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -123,7 +126,7 @@ def test_hx_is_that_of_gru(name, device):
     assert [*inspect.signature(type(layer).forward).parameters][: len(names)] == names == ["self", "input", "hx"]
     x, hx = make(7, 3, IN, device=device), make(1, 3, HIDDEN, device=device, seed=1)
     expected = layer(x, hx)
-    with pytest.warns(DeprecationWarning, match="h_0 is called hx now"):
+    with pytest.warns(FutureWarning, match="h_0 is called hx now"):
         of_old_name = layer(x, h_0=hx)
     for results in (layer(x, hx=hx), layer(input=x, hx=hx), of_old_name):
         for a, b in zip(results, expected, strict=True):
@@ -131,6 +134,19 @@ def test_hx_is_that_of_gru(name, device):
     assert not torch.equal(layer(x)[0], expected[0])
     with pytest.raises(TypeError, match=says("expected hx or h_0, its older name, got both")):
         layer(x, hx, h_0=hx)
+
+
+def test_the_older_name_of_hx_warns_by_default(tmp_path):
+    """Without filters of its own, in a module that is not the main one."""
+    code = "import torch\nfrom ssm_kernels.nn import Liquid, MinGRU\nx, hx = torch.zeros(5, 2, 3), torch.zeros(1, 2, 4)\n"
+    code += "for layer in (MinGRU(3, 4), Liquid(3, 4)):\n    layer(x, h_0=hx)\n"
+    (tmp_path / "user_model.py").write_text(code)
+    env = {key: value for key, value in os.environ.items() if key != "PYTHONWARNINGS"}
+    env["PYTHONPATH"] = os.pathsep.join([str(tmp_path), env.get("PYTHONPATH", "")])
+    result = subprocess.run([sys.executable, "-c", "import user_model"], env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    for name in ("MinGRU", "Liquid"):
+        assert f"FutureWarning: {name}: h_0 is called hx now" in result.stderr
 
 
 @pytest.mark.parametrize("name", PLAIN)

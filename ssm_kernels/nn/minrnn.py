@@ -84,7 +84,7 @@ class _MinRNN(RecurrentBase):
             cu_seqlens: of S sequences packed one after another along seqlen, in a batch of 1: where each begins and the last
                 ends, (S + 1,), int32 or int64. Each has states of its own: ``hx`` and ``h_n`` have S in the place of batch.
                 Not together with a ``PackedSequence``.
-            h_0: the older name of ``hx``; warns.
+            h_0: the older name of ``hx``; a FutureWarning.
 
         Returns:
             ``output``, the states of the last layer at every step, in the layout and dtype of ``input`` with num_directions *

@@ -137,7 +137,8 @@ class RecurrentBase(nn.Module):
         name = type(self).__name__
         if hx is not None:
             raise TypeError(f"{name}: expected hx or h_0, its older name, got both")
-        warnings.warn(f"{name}: h_0 is called hx now, as in torch.nn.GRU", DeprecationWarning, stacklevel=3)
+        # Python hides a DeprecationWarning outside __main__, and the caller's frame is that of nn.Module.__call__.
+        warnings.warn(f"{name}: h_0 is called hx now, as in torch.nn.GRU", FutureWarning, stacklevel=3)
         return h_0
 
     def _run_packed(
