@@ -594,11 +594,20 @@ def _one_minus_exp(x: Tensor) -> Tensor:
     return torch.where(x > -1, -torch.expm1(x), 1 - torch.exp(x))
 
 
+def _sqrt(x: Tensor) -> Tensor:
+    """Square root with the gradient 0 at 0, where autograd has infinity, which a factor of 0 behind it makes NaN."""
+    is_zero = x == 0
+    return torch.where(is_zero, 0, torch.sqrt(torch.where(is_zero, 1, x)))
+
+
 @_recurrence
 def rglru_scan(recurrence_gate: Tensor, input_gate: Tensor, *, x: Tensor, recurrent_param: Tensor) -> tuple[Tensor, Tensor]:
-    """``h = a h + sqrt(1 - a^2) sigmoid(input_gate) x``, ``log a = -8 softplus(recurrent_param) sigmoid(recurrence_gate)``."""
+    """``h = a h + sqrt(1 - a^2) sigmoid(input_gate) x``, ``log a = -8 softplus(recurrent_param) sigmoid(recurrence_gate)``.
+
+    Where ``a`` is 1 the gate and the parameter have the gradient 0.
+    """
     log_a = -8 * F.softplus(recurrent_param) * _sigmoid(recurrence_gate)
-    return torch.exp(log_a), torch.sqrt(_one_minus_exp(2 * log_a)) * _sigmoid(input_gate) * x
+    return torch.exp(log_a), _sqrt(_one_minus_exp(2 * log_a)) * _sigmoid(input_gate) * x
 
 
 @_recurrence

@@ -15,6 +15,7 @@ from helpers import METHODS, make_inputs
 from recurrence_helpers import LINEAR, PACKED, RGLRU, at_steps, common_options, every_variant, sequence_names, tensor_names
 from recurrence_helpers import make_inputs as make_recurrence_inputs
 
+import ssm_kernels
 from ssm_kernels import reference
 from ssm_kernels.reference import ALIASES, DISCRETIZATIONS, coefficients, phi1
 
@@ -316,6 +317,27 @@ def test_recurrence_against_its_formula(variant):
                 state = a * state + b
                 assert abs(h[0, t, channel].item() - state) < 1e-14 * max(1, abs(state))
             assert last_state[0, channel] == h[0, -1, channel]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    "point", [{"recurrent_param": -1000.0}, {"recurrent_param": -200.0}, {"recurrence_gate": -math.inf}], ids=str
+)
+def test_rglru_without_decay(point, dtype):
+    """Its gradients are finite and the operator's."""
+    inputs = make_recurrence_inputs(RGLRU, seqlen=5, dtype=dtype)
+    for name, value in point.items():
+        inputs[name] = torch.full_like(inputs[name], value)
+    names = [name for name, x in inputs.items() if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    results = []
+    for scan in (reference.rglru_scan, ssm_kernels.rglru_scan):
+        leaves = {name: inputs[name].clone().requires_grad_() for name in names}
+        h, last_state = scan(**inputs | leaves, return_last_state=True)
+        gradients = torch.autograd.grad(h.square().sum() + last_state.sum(), list(leaves.values()))
+        results.append(dict(zip(names, gradients, strict=True)))
+    for name, gradient in results[0].items():
+        assert gradient.isfinite().all(), name
+        torch.testing.assert_close(gradient, results[1][name], msg=lambda text, name=name: f"{name}: {text}")
 
 
 def test_rglru_gradients_are_relatively_exact_against_mpmath():
