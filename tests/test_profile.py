@@ -166,11 +166,60 @@ def test_column_that_only_looks_like_time_has_to_be_chosen(profiler, tmp_path):
     np.testing.assert_allclose(found.samples, TIMES / TIMES.max(), atol=1e-3)
 
 
-@pytest.mark.parametrize("heading", ["time,x", ""])
-def test_uneven_times_are_refused(profiler, tmp_path, heading):
+@pytest.mark.parametrize(
+    ("heading", "says"),
+    [
+        ("time,x", r"times that increase evenly in column 'time', got steps .*: resample the signal, or rename the column"),
+        ("", r"choose the signal by --channel \(0, 1\)"),
+        ("T,x", r"choose the signal by --channel \(0 is 'T', 1 is 'x'\)"),
+    ],
+)
+def test_uneven_times_are_refused(profiler, tmp_path, heading, says):
     path = table(tmp_path / "signal.csv", heading, np.stack([TIMES**2, SIGNAL], axis=1))
-    with pytest.raises(ValueError, match="times that increase evenly" if heading else "choose the signal by --channel"):
+    with pytest.raises(ValueError, match=says):
         profiler.signals.load_recording(path)
+
+
+@pytest.mark.parametrize("column, spacing", [(SIGNAL, None), (TIMES, 0.25)])
+def test_column_headed_with_a_capital_is_time_only_in_even_steps(profiler, tmp_path, column, spacing):
+    path = table(tmp_path / "signal.csv", "T,x", np.stack([column, SIGNAL], axis=1))
+    found = profiler.signals.load_recording(path)
+    assert found.spacing == (None if spacing is None else pytest.approx(spacing))
+    np.testing.assert_allclose(found.samples, SIGNAL / np.abs(SIGNAL).max(), atol=1e-3)
+
+
+def test_one_column_of_decimal_commas_below_its_name(profiler, tmp_path):
+    path = table(tmp_path / "signal.csv", "volts", SIGNAL[:, None], point=",")
+    with path.open("a") as file:
+        file.write("1\n1,5E-05\n")
+    samples = np.append(SIGNAL, [1.0, 1.5e-5])
+    found = profiler.signals.load_recording(path)
+    assert "(volts)" in found.description
+    np.testing.assert_allclose(found.samples, samples / np.abs(samples).max(), atol=1e-3)
+
+
+@pytest.mark.parametrize("heading", ["", "# recorded in the laboratory"])
+def test_comma_that_may_be_decimal_or_separate_channels_is_refused(profiler, tmp_path, heading):
+    rows = np.stack([7 - np.arange(30) % 7, np.arange(30) % 5], axis=1)
+    lines = [f"{left},{right}" for left, right in rows]
+    path = tmp_path / "signal.csv"
+    path.write_text("\n".join([*([heading] if heading else []), *lines]) + "\n")
+    with pytest.raises(ValueError, match=r"decimal comma or separate two channels.*heading of one name.*--channel 0"):
+        profiler.signals.load_recording(path)
+    np.testing.assert_array_equal(profiler.signals.load_recording(path, channel=1).samples, rows[:, 1] / 4)
+    path.write_text("\n".join(["left,right", *lines]) + "\n")
+    np.testing.assert_allclose(profiler.signals.load_recording(path).samples, rows.sum(1) / rows.sum(1).max())
+
+
+@pytest.mark.parametrize("separator", [",", ";"])
+@pytest.mark.parametrize("heading", ['"time"{}"x, y"', ""])
+def test_quoted_cells(profiler, tmp_path, separator, heading):
+    path = tmp_path / "signal.csv"
+    lines = [separator.join(f'"{value:.4f}"'.replace(".", ",") for value in row) for row in zip(TIMES, SIGNAL, strict=True)]
+    path.write_text("\n".join([*([heading.format(separator)] if heading else []), *lines]) + "\n")
+    found = profiler.signals.load_recording(path)
+    assert found.spacing == pytest.approx(0.25) and ("(x, y)" in found.description) == bool(heading)
+    np.testing.assert_allclose(found.samples, SIGNAL / np.abs(SIGNAL).max(), atol=1e-3)
 
 
 @pytest.mark.parametrize("separator", [";", "\t"])

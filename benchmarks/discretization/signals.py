@@ -182,25 +182,34 @@ class Recording:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a file holds: numbers, the names of the columns if there is a heading, and the sample rate if there is one."""
+    """What a file holds.
+
+    Attributes:
+        data: the numbers.
+        names: the columns' names; None without a heading.
+        rate: the sample rate; None where the file states none.
+        is_ambiguous: the two columns may be one column with decimal commas.
+    """
 
     data: np.ndarray
     names: tuple[str, ...] | None = None
     rate: float | None = None
+    is_ambiguous: bool = False
 
 
 def load_recording(path: Path, channel: int | None = None) -> Recording:
     """Reads a signal from a .npy, .csv or .wav file, at most its first ``MAX_SAMPLES`` samples.
 
     A column is a time axis if its heading says so ("time", "t", "seconds", ...) or, where there are no headings, if it is the
-    first of several and increases in even steps.
+    first of several and increases in even steps. A column headed "T" or "S" is one only if it increases in even steps.
 
     Args:
         path: two-dimensional data is (samples, channels) or, without headings, its transpose: time is the longer axis.
         channel: which channel, the time axis not counted; None for the mean of all.
 
     Raises:
-        ValueError: the file cannot be read as a signal, or its time axis is not evenly sampled.
+        ValueError: the file cannot be read as a signal, its commas may be decimal commas or separate two channels, or its time
+            axis is not evenly sampled.
         OSError: the file cannot be opened.
         ModuleNotFoundError: a .wav file, and SciPy is not installed.
     """
@@ -218,6 +227,12 @@ def load_recording(path: Path, channel: int | None = None) -> Recording:
         spoken = str(error).splitlines() if isinstance(error, (ValueError, EOFError, csv.Error)) else []
         reason = spoken[0] if spoken else "the file is damaged or incomplete"
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {reason}") from error
+    if contents.is_ambiguous and channel is None:
+        raise ValueError(
+            f"{path}: every line is two numbers and a comma, which may be a decimal comma or separate two channels. For "
+            "decimal commas, add a heading of one name or write decimal points; for two channels, add a heading of two names or pass "
+            "--channel 0 or --channel 1"
+        )
     data, names = contents.data, contents.names
     if not isinstance(data, np.ndarray):
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: expected one array, got {type(data).__name__}")
@@ -235,7 +250,7 @@ def load_recording(path: Path, channel: int | None = None) -> Recording:
     spacing = None if contents.rate is None else 1 / contents.rate
     axis = None if contents.rate is not None else _time_axis(path, data, names, channel)
     if axis is not None:
-        spacing = _even_spacing(path, data[:, axis])
+        spacing = _even_spacing(path, data[:, axis], None if names is None else names[axis])
         data = np.delete(data, axis, axis=1)
         names = None if names is None else (*names[:axis], *names[axis + 1 :])
     channels = data.shape[1]
@@ -262,6 +277,9 @@ def load_recording(path: Path, channel: int | None = None) -> Recording:
 
 _TIME_HEADING = re.compile(r"(t|time|times|timestamp|seconds|secs?|s|ms)(\W.*|_.*)?", re.IGNORECASE)
 
+_CAPITAL_HEADING = re.compile(r"[TS](\W.*|_.*)?")
+"""Headings that may mean another quantity, such as a temperature."""
+
 
 def _is_increasing(values: np.ndarray, spread: float = math.inf) -> bool:
     """Whether all steps are above 0 and differ by no more than ``spread`` of their mean."""
@@ -272,25 +290,33 @@ def _is_increasing(values: np.ndarray, spread: float = math.inf) -> bool:
 def _time_axis(path: Path, data: np.ndarray, names: tuple[str, ...] | None, channel: int | None) -> int | None:
     """The column that is a time axis, if there is one."""
     for column, name in enumerate(names or ()):
-        if _TIME_HEADING.fullmatch(name):
+        if _TIME_HEADING.fullmatch(name) and (
+            not _CAPITAL_HEADING.fullmatch(name) or _is_increasing(data[:, column], _ROUNDED_TIMES)
+        ):
             return column
     if data.shape[1] < 2 or not _is_increasing(data[:, 0]):
         return None
     if names is None and _is_increasing(data[:, 0], _ROUNDED_TIMES):
         return 0
     if channel is None:
+        columns = ", ".join(f"{k} is '{names[k]}'" if names else str(k) for k in range(data.shape[1]))
         raise ValueError(
-            f"{path}: the first column increases as a time axis does: choose the signal by --channel, or name it 'time'"
+            f"{path}: the first column increases as a time axis does: choose the signal by --channel ({columns}), "
+            "or name the first column 'time' if it has even steps"
         )
     return None
 
 
-def _even_spacing(path: Path, times: np.ndarray) -> float:
+def _even_spacing(path: Path, times: np.ndarray, name: str | None) -> float:
     """The distance between samples, which may differ by what rounding of the times makes of it."""
     if not _is_increasing(times, _ROUNDED_TIMES):
         steps = np.diff(times)
         found = f"steps from {steps.min():.3g} to {steps.max():.3g}" if len(steps) else f"{len(times)} times"
-        raise ValueError(f"{path}: expected times that increase evenly, got {found}")
+        column = "" if name is None else f" in column '{name}'"
+        raise ValueError(
+            f"{path}: expected times that increase evenly{column}, got {found}: resample the signal, or rename the column if "
+            "it holds no times"
+        )
     return float(times[-1] - times[0]) / (len(times) - 1)
 
 
@@ -298,10 +324,16 @@ def _read_npy(path: Path) -> _Contents:
     return _Contents(np.load(path, allow_pickle=False))
 
 
+_QUOTED = re.compile(r'"([^"]*)"')
+_DECIMAL_COMMA = re.compile(r"\s*[+-]?\d+,\d+([eE][+-]?\d+)?\s*")
+_INTEGER_OR_DECIMAL_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?([eE][+-]?\d+)?\s*")
+
+
 def _read_csv(path: Path) -> _Contents:
     """Columns, one per channel, separated by commas, semicolons or tabs; a first line that is no data is a heading.
 
-    Where semicolons or tabs separate columns, a comma is a decimal point.
+    A comma is a decimal point in quotes, where semicolons or tabs separate columns, and below a heading of one name. Without a
+    heading, lines such as ``0,123`` are ambiguous.
     """
     lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     try:
@@ -309,7 +341,15 @@ def _read_csv(path: Path) -> _Contents:
     except csv.Error:  # commas, or one column
         delimiter = ","
     first = [cell.strip() for cell in next(csv.reader([lines[0].lstrip("# ")], delimiter=delimiter))] if lines else []
-    if delimiter != ",":
+    lines = [_QUOTED.sub(lambda cell: cell[1].replace(",", "."), line) for line in lines]
+    has_decimal_commas, is_ambiguous = delimiter != ",", False
+    if not has_decimal_commas and lines:
+        # A comment or a number is one cell as well, but names no column.
+        if len(first) == 1 and not lines[0].startswith("#") and not _INTEGER_OR_DECIMAL_COMMA.fullmatch(lines[0]):
+            has_decimal_commas = all(map(_INTEGER_OR_DECIMAL_COMMA.fullmatch, lines[1:]))
+        elif len(first) == 1 or _DECIMAL_COMMA.fullmatch(lines[0]):
+            is_ambiguous = len(lines) > 1 and all(map(_DECIMAL_COMMA.fullmatch, lines[1:]))
+    if has_decimal_commas:
         lines = [line.replace(",", ".") for line in lines]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an empty file is reported by its length
@@ -317,7 +357,8 @@ def _read_csv(path: Path) -> _Contents:
             data, heading = np.loadtxt(lines, delimiter=delimiter, ndmin=2), lines and lines[0].startswith("#")
         except ValueError:
             data, heading = np.loadtxt(lines[1:], delimiter=delimiter, ndmin=2), True
-    return _Contents(data, tuple(first) if heading and len(first) == data.shape[1] else None)
+    names = tuple(first) if heading and len(first) == data.shape[1] else None
+    return _Contents(data, names, is_ambiguous=is_ambiguous)
 
 
 def _read_wav(path: Path) -> _Contents:
