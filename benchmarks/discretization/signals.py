@@ -230,8 +230,8 @@ def load_recording(path: Path, channel: int | None = None) -> Recording:
     if contents.is_ambiguous and channel is None:
         raise ValueError(
             f"{path}: every line is two numbers and a comma, which may be a decimal comma or separate two channels. For "
-            "decimal commas, add a heading of one name or write decimal points; for two channels, add a heading of two names or pass "
-            "--channel 0 or --channel 1"
+            "decimal commas, add a heading of one name or write decimal points; for two channels, add a heading of two names "
+            "or pass --channel 0 or --channel 1"
         )
     data, names = contents.data, contents.names
     if not isinstance(data, np.ndarray):
