@@ -57,6 +57,7 @@ class Toolkit(NamedTuple):
 class CudaPlan(NamedTuple):
     decision: str  # "yes", "no", or "fetch": yes, with nvcc from Python packages
     reason: str = ""  # why there are CPU kernels only although torch has CUDA
+    variable: str = "FORCE_CUDA"  # what asks for CUDA kernels on this machine
 
 
 def major(version: str) -> int:
@@ -194,8 +195,6 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
         request: what :func:`cuda_request` returns.
         has_driver: whether the machine has an NVIDIA driver.
     """
-    if request == "0":
-        return CudaPlan("no", "SSM_KERNELS_CUDA=0 is set")
     if torch is not None and torch.cuda is None:
         if request == "1":
             stop(
@@ -203,6 +202,9 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
                 "Install a CUDA build of torch first, or unset the variable."
             )
         return CudaPlan("no")
+    if request == "0":
+        # FORCE_CUDA has no effect where SSM_KERNELS_CUDA=0 is exported.
+        return CudaPlan("no", "SSM_KERNELS_CUDA=0 is set", "SSM_KERNELS_CUDA")
     if request is None and not has_driver:
         return CudaPlan("no", "this machine has no NVIDIA driver")
     if toolkit is not None:
@@ -222,16 +224,16 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
     return CudaPlan("fetch")
 
 
-def rebuild_with_cuda(sources: Path | str) -> str:
+def rebuild_with_cuda(sources: Path | str, variable: str = "FORCE_CUDA") -> str:
     """The command that builds CUDA kernels on any machine; messages, ``python -m ssm_kernels`` and the docs have the same."""
-    return f"FORCE_CUDA=1 pip install --no-deps -e {sources}"
+    return f"{variable}=1 pip install --no-deps -e {sources}"
 
 
 def cpu_only_notice(plan: CudaPlan, sources: Path) -> str:
     """The line that ends a build without CUDA kernels against a torch with CUDA."""
     return (
         f"ssm_kernels: CPU kernels only were built: {plan.reason}. To build CUDA kernels too, on any machine: "
-        f"{rebuild_with_cuda(sources)}"
+        f"{rebuild_with_cuda(sources, plan.variable)}"
     )
 
 

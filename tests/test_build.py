@@ -352,6 +352,7 @@ NVCC_12, NVCC_13 = Toolkit(Path("/cuda"), "12.4", False), Toolkit(Path("/cuda"),
     [
         (CPU_TORCH, NVCC_13, None, True, "no"),
         (CPU_TORCH, None, None, False, "no"),
+        (CPU_TORCH, NVCC_13, "0", True, "no"),
         (TORCH_13, NVCC_13, None, True, "yes"),
         (TORCH_13, NVCC_13, None, False, "no"),
         (TORCH_13, NVCC_13, "1", False, "yes"),
@@ -377,19 +378,21 @@ def test_cuda_plan(torch_found, toolkit, request_, has_driver, expected):
 
 
 @pytest.mark.parametrize(
-    ("torch_found", "toolkit", "request_", "has_driver", "reason"),
+    ("torch_found", "toolkit", "request_", "has_driver", "reason", "variable"),
     [
-        (TORCH_13, NVCC_13, None, False, "this machine has no NVIDIA driver"),
-        (TORCH_13, NVCC_13, "0", True, "SSM_KERNELS_CUDA=0 is set"),
-        (TORCH_12, None, None, True, "no nvcc was found, and CUDA 12.8 has none as a Python package"),
+        (TORCH_13, NVCC_13, None, False, "this machine has no NVIDIA driver", "FORCE_CUDA"),
+        (TORCH_13, NVCC_13, "0", True, "SSM_KERNELS_CUDA=0 is set", "SSM_KERNELS_CUDA"),
+        (TORCH_12, None, None, True, "no nvcc was found, and CUDA 12.8 has none as a Python package", "FORCE_CUDA"),
     ],
 )
-def test_build_without_cuda_kernels_says_why_and_how_to_build_them(torch_found, toolkit, request_, has_driver, reason):
+def test_build_without_cuda_kernels_says_why_and_how_to_build_them(
+    torch_found, toolkit, request_, has_driver, reason, variable
+):
     notice = build_backend.cpu_only_notice(
         build_backend.plan_cuda(torch_found, toolkit, request_, has_driver), Path("/sources")
     )
     assert notice.startswith("ssm_kernels: CPU kernels only were built: " + reason) and "\n" not in notice
-    assert notice.endswith("FORCE_CUDA=1 pip install --no-deps -e /sources")
+    assert notice.endswith(f": {variable}=1 pip install --no-deps -e /sources")
 
 
 @pytest.mark.parametrize(
