@@ -365,7 +365,7 @@ def test_refused_step_changes_no_state():
     conv_state, ssm_state = (torch.ones_like(state) for state in layer.allocate_inference_cache(2, 1))
     with pytest.raises(ValueError, match=r"expected state of shape"):
         layer.step(hidden, conv_state, ssm_state[:, :-1])
-    expected = r"Mamba: expected conv_state of shape \(batch, channels, d_conv\) = \[2, 12, 4\], got \[2, 12, 3\]"
+    expected = r"Mamba\.step: expected conv_state of shape \(batch, channels, d_conv\) = \[2, 12, 4\], got \[2, 12, 3\]"
     with pytest.raises(ValueError, match=expected):
         layer.step(hidden, conv_state[..., 1:], ssm_state)
     assert (conv_state == 1).all() and (ssm_state == 1).all()

@@ -230,7 +230,7 @@ BAD_ARGUMENTS = [
     # What the scan says.
     ({"ngroups": 3}, "ssd_chunk_scan: expected the groups of B and C to divide heads = 8, got 3"),
     ({"chunk_size": 0}, "Mamba2: expected chunk_size to be at least 1, got 0"),
-    ({"dt_limit": (1.0, 0.5)}, "ssd_chunk_scan: expected dt_limit"),
+    ({"dt_limit": (1.0, 0.5)}, "Mamba2: expected dt_limit = (min, max) with min <= max, got (1.0, 0.5)"),
     ({"discretization": "tustin"}, "Mamba2: unknown discretization 'tustin'"),
     ({"discretization": "bilinear"}, "ssd_chunk_scan: discretization 'bilinear' is not supported"),
 ]
@@ -489,7 +489,7 @@ def test_refused_step_changes_no_state():
     with pytest.raises(ValueError, match="expected state of shape"):
         layer.step(u, conv_state, ssm_state[:, :-1])
     with pytest.raises(
-        ValueError, match=says("Mamba2: expected conv_state of shape (batch, channels, d_conv)", "got [2, 18, 3]")
+        ValueError, match=says("Mamba2.step: expected conv_state of shape (batch, channels, d_conv)", "got [2, 18, 3]")
     ):
         layer.step(u, conv_state[..., 1:], ssm_state)
     assert (conv_state == 1).all() and (ssm_state == 1).all()

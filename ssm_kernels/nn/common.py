@@ -87,6 +87,7 @@ class ConvMixer(nn.Module):
         elif hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
             return self.step(hidden_states, conv_state, ssm_state)[0]
         else:
+            self._check_conv_state(type(self).__name__, conv_state, hidden_states.shape[0])
             out, inputs, last_state = self._mix(hidden_states, conv_state, ssm_state)
         conv_state.copy_(inputs.detach())
         ssm_state.copy_(last_state.detach())
@@ -100,6 +101,14 @@ class ConvMixer(nn.Module):
         for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
             check_tensor(layer, name, state)
         check_shape(layer, "hidden_states", hidden_states, "(batch, 1, d_model)", (None, 1, self.d_model))
+        self._check_conv_state(layer, conv_state, hidden_states.shape[0])
+
+    def _check_conv_state(self, layer: str, conv_state: Tensor, batch_size: int) -> None:
+        expected = [batch_size, self.conv1d.weight.shape[0], self.d_conv]
+        if [*conv_state.shape] != expected:
+            raise ValueError(
+                f"{layer}: expected conv_state of shape (batch, channels, d_conv) = {expected}, got {list(conv_state.shape)}"
+            )
 
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
@@ -131,11 +140,6 @@ class ConvMixer(nn.Module):
                 ``conv_state``.
         """
         x = x.transpose(1, 2)
-        if conv_state is not None and conv_state.shape != (*x.shape[:2], self.d_conv):
-            raise ValueError(
-                f"{type(self).__name__}: expected conv_state of shape (batch, channels, d_conv) = "
-                f"{[*x.shape[:2], self.d_conv]}, got {list(conv_state.shape)}"
-            )
         inputs = F.pad(x, (self.d_conv, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], dim=-1)
         # The first window ends before the sequence begins; keeping it until here makes empty sequences legal.
         seqlen = inputs.shape[-1] - self.d_conv

@@ -150,7 +150,8 @@ class Liquid(RecurrentBase):
             hx: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
                 sequence; zero if absent.
             dt: how long each sample is held, not negative: one number, or of the shape of ``input`` without its channels;
-                with a ``PackedSequence`` a number, or one packed in the same way. A step of length 0 changes nothing.
+                with a ``PackedSequence`` a number, or one packed in the same way. A step of length 0 changes nothing. The layer
+                does not check the values of tensors.
             cu_seqlens: of S sequences packed one after another along seqlen, in a batch of 1: where each begins and the last
                 ends, (S + 1,), int32 or int64. Each has states of its own: ``hx`` and ``h_n`` have S in the place of batch.
                 Not together with a ``PackedSequence``.
@@ -164,7 +165,7 @@ class Liquid(RecurrentBase):
             ``torch.nn.GRU`` has them.
 
         Raises:
-            ValueError: a shape is not as above.
+            ValueError: a shape is not as above, or ``dt`` is a negative number or NaN.
             TypeError: an argument is not a tensor (``dt``: nor a number).
         """
         hx = self._initial_state(hx, h_0)
@@ -191,13 +192,13 @@ class Liquid(RecurrentBase):
         Args:
             x: (batch, input_size).
             state: (num_layers, batch, hidden_size), an ``h_n`` or what the step before returned; zero if absent.
-            dt: how long ``x`` is held: one number, or (batch,).
+            dt: how long ``x`` is held, not negative: one number, or (batch,).
 
         Returns:
             ``output``, (batch, hidden_size), and the new state, shaped as ``state``, float32 (float64 in a float64 layer).
 
         Raises:
-            ValueError: a shape is not as above, or the layers are bidirectional.
+            ValueError: a shape is not as above, ``dt`` is a negative number or NaN, or the layers are bidirectional.
             TypeError: an argument is not a tensor (``dt``: nor a number).
         """
         self._check_step_input(x)
@@ -220,6 +221,8 @@ class Liquid(RecurrentBase):
     def _check_number(self, dt: Any, expected: str) -> None:
         if isinstance(dt, bool) or not isinstance(dt, numbers.Real):
             raise TypeError(f"Liquid: expected dt to be {expected}, got {type(dt).__name__}")
+        if not dt >= 0:
+            raise ValueError(f"Liquid: expected dt to be not negative, got {dt}")
 
     def _check_dt(self, dt: Tensor, expected: torch.Size) -> None:
         if dt.shape != expected:

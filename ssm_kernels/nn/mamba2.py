@@ -213,6 +213,8 @@ class Mamba2(DiscretizedModule, ConvMixer):
             raise ValueError(f"Mamba2: expected a headdim that divides d_ssm = {self.d_ssm}, got {headdim}")
         if not 0 < A_init_range[0] <= A_init_range[1] < math.inf:
             raise ValueError(f"Mamba2: expected A_init_range with 0 < low <= high, got {tuple(A_init_range)}")
+        if not dt_limit[0] <= dt_limit[1]:
+            raise ValueError(f"Mamba2: expected dt_limit = (min, max) with min <= max, got {tuple(dt_limit)}")
         self.nheads = self.d_ssm // headdim
         self._check_scan()
 
@@ -431,7 +433,6 @@ class Mamba2(DiscretizedModule, ConvMixer):
             BC,
             BC,
             chunk_size=self.chunk_size,
-            dt_limit=self.dt_limit,
             discretization=self.discretization,
         )
 
