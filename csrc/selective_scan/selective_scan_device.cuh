@@ -104,7 +104,7 @@ struct BwdRows {
 template <typename Method, typename Acc>
 constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 
-// In the place of a method: one kernel for all of them, which branches outside of its inner loops.
+// Stands for a method that the kernel reads from its parameters. The kernel branches outside of its inner loops.
 struct RuntimeMethod {};
 
 // visit(Zoh{}), visit(Foh{}), ...: Method, or the one of the call. Nothing that follows from it stays in a register until

@@ -88,7 +88,7 @@ __device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], 
   return row;
 }
 
-// In the place of a method: all of them, chosen by the call. The general kernel is compiled once for all.
+// Stands for a method that the kernel reads from its parameters. The general kernel is compiled once for all methods.
 struct RuntimeMethod {
   Discretization discretization;
 

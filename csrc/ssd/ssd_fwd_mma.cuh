@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
     ssd_fwd_mma_kernel(const __grid_constant__ Params p, const __grid_constant__ Runs runs) {
   extern __shared__ __align__(128) unsigned char memory[];
   static_assert(kKnowsWhetherPacked<Scalar, dstate, states_only> != std::is_same_v<Params, SsdFwdParams>,
-                "by its type, or not");
+                "PackedFwdParams or UnpackedFwdParams if and only if the kernel is compiled for one of them");
   take_run<states_only>(runs);
   __syncthreads();
   const int index = threadIdx.x / kUnitThreads;

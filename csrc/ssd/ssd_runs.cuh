@@ -43,15 +43,14 @@ struct Walk {
   }
 };
 
-// The number of the block's run. In shared memory of its own, at an address that takes no register.
+// The number of the block's run, kept in shared memory so that it takes no register.
 __device__ __forceinline__ int& run_of_block() {
   __shared__ int run;
   return run;
 }
 constexpr int kRunBytes = 128;  // with what the alignment of the memory after it leaves
 
-// Takes a run, by all threads, which meet after it. Where no block waits for another, and where only states are to be found, it
-// is the one of the block's number.
+// Thread 0 takes the block's run: a ticket, or blockIdx where no block waits. Call __syncthreads() before using it.
 template <bool states_only>
 __device__ __forceinline__ void take_run(const Runs& runs) {
   if (threadIdx.x != 0) return;
@@ -119,7 +118,7 @@ __device__ __forceinline__ void for_each_piece(const Params& p, const Runs& runs
 
 constexpr int kChunkStartsThreads = 1024;
 
-// Runs::chunk_starts, by one block, each thread some neighboring sequences; and nobody's states are ready, no run is taken.
+// One block writes Runs::chunk_starts, each thread for some neighboring sequences, and clears the flags and the ticket counter.
 static __global__ void __launch_bounds__(kChunkStartsThreads)
     ssd_chunk_starts_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Runs runs) {
   constexpr int kWarps = kChunkStartsThreads / kWarpSize;
