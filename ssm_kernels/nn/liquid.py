@@ -219,7 +219,8 @@ class Liquid(RecurrentBase):
         return [f"l{layer}{suffix}" for layer in range(self.num_layers) for suffix in self._directions]
 
     def _check_number(self, dt: Any, expected: str) -> None:
-        if isinstance(dt, bool) or not isinstance(dt, numbers.Real):
+        is_number = isinstance(dt, numbers.Real) and not isinstance(dt, bool)
+        if not is_number:
             raise TypeError(f"Liquid: expected dt to be {expected}, got {type(dt).__name__}")
         if not dt >= 0:
             raise ValueError(f"Liquid: expected dt to be not negative, got {dt}")
