@@ -9,6 +9,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ._arguments import names_arguments
+
 __all__ = ["selective_scan", "selective_state_update", "ssd_chunk_scan"]
 
 
@@ -60,6 +62,7 @@ def selective_scan(
     initial_state: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -116,7 +119,7 @@ def selective_scan(
     Raises:
         ValueError: a shape or the discretization is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
-        TypeError: a required tensor is None.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.selective_scan(
         u,
@@ -134,6 +137,7 @@ def selective_scan(
     return results if return_last_state else results[0]
 
 
+@names_arguments
 def selective_state_update(
     state: Tensor,
     x: Tensor,
@@ -186,7 +190,7 @@ def selective_state_update(
         ValueError: a shape, the discretization, ``dt_limit`` or, on the CPU, ``state_batch_indices`` is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         RuntimeError: elements of ``state``, which is updated in place, share memory with each other or with another argument.
-        TypeError: a required tensor is None.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
     out: Tensor = torch.ops.ssm_kernels.selective_state_update(
         state,
@@ -266,6 +270,7 @@ def ssd_chunk_scan(
     return_final_states: bool,
     discretization: str = "zoh",
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -348,7 +353,7 @@ def ssd_chunk_scan(
         ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,
             or both ``seq_idx`` and ``cu_seqlens`` are given.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
-        TypeError: a required tensor is None.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan(
         x,

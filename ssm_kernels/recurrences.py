@@ -8,6 +8,8 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
+from ._arguments import names_arguments
+
 __all__ = [
     "diag_linear_scan",
     "diag_linear_step",
@@ -58,6 +60,7 @@ def linear_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def linear_scan(
     a: Tensor,
     b: Tensor,
@@ -107,7 +110,7 @@ def linear_scan(
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
         RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
-        TypeError: a required tensor is None.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan(a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens)
     return results if return_last_state else results[0]
@@ -149,6 +152,7 @@ def mingru_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def mingru_scan(
     gate: Tensor,
     candidate: Tensor,
@@ -226,6 +230,7 @@ def minlstm_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def minlstm_scan(
     forget: Tensor,
     input: Tensor,
@@ -295,6 +300,7 @@ def liquid_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def liquid_scan(
     candidate: Tensor,
     tau: Tensor,
@@ -321,7 +327,7 @@ def liquid_scan(
     The other arguments, the results and what is raised: see :func:`linear_scan`.
 
     Raises:
-        TypeError: ``dt`` is neither a tensor nor a number, or a required tensor is None.
+        TypeError: ``dt`` is neither a tensor nor a number, another argument is not a tensor, or a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan(
         candidate, tau, _step_size("liquid_scan", dt, candidate), h0, reverse=reverse, cu_seqlens=cu_seqlens
@@ -365,6 +371,7 @@ def rglru_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def rglru_scan(
     recurrence_gate: Tensor,
     input_gate: Tensor,
@@ -435,6 +442,7 @@ def hgrn_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def hgrn_scan(
     log_gate: Tensor,
     *,
@@ -493,6 +501,7 @@ def elu_gru_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def elu_gru_scan(
     gate: Tensor,
     candidate: Tensor,
@@ -553,6 +562,7 @@ def diag_linear_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
 def diag_linear_scan(
     gate: Tensor,
     x: Tensor,
@@ -589,6 +599,7 @@ def _step_size(operator: str, dt: Tensor | float, candidate: Tensor) -> Tensor:
     return torch.full(candidate.shape[-1:], dt, dtype=dtype, device=candidate.device)
 
 
+@names_arguments
 def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`linear_scan`, for decoding: a scan of seqlen 1. The steps of the other scans are documented here too.
 
@@ -605,6 +616,7 @@ def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tens
     return results
 
 
+@names_arguments
 def mingru_step(
     gate: Tensor,
     candidate: Tensor,
@@ -620,6 +632,7 @@ def mingru_step(
     return results
 
 
+@names_arguments
 def minlstm_step(
     forget: Tensor,
     input: Tensor,
@@ -635,6 +648,7 @@ def minlstm_step(
     return results
 
 
+@names_arguments
 def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`liquid_scan`; see :func:`linear_step`."""
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_step(
@@ -643,6 +657,7 @@ def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tenso
     return results
 
 
+@names_arguments
 def rglru_step(
     recurrence_gate: Tensor,
     input_gate: Tensor,
@@ -658,18 +673,21 @@ def rglru_step(
     return results
 
 
+@names_arguments
 def hgrn_step(log_gate: Tensor, *, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`hgrn_scan`; see :func:`linear_step`."""
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_step(log_gate, x=x, state=state)
     return results
 
 
+@names_arguments
 def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`elu_gru_scan`; see :func:`linear_step`."""
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_step(gate, candidate, state)
     return results
 
 
+@names_arguments
 def diag_linear_step(gate: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """One step of :func:`diag_linear_scan`; see :func:`linear_step`."""
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_step(gate, x, state)

@@ -6,6 +6,7 @@ The message names the operator and the argument, through the Python function and
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from helpers import make_inputs, make_step_inputs, says, split
+from helpers import make_inputs, make_step_inputs, split
 from recurrence_helpers import PLAIN
 from recurrence_helpers import make_inputs as make_recurrence_inputs
 from recurrence_helpers import step_inputs as make_recurrence_step_inputs
@@ -176,14 +177,64 @@ def test_layouts(operator, mode, layout, device):
     assert tried or (layout == "mkldnn" and device != "cpu")
 
 
-@pytest.mark.parametrize("value", [np.zeros((2, 3), np.float32), "x", [1.0]], ids=["numpy", "string", "list"])
+OTHER_TYPES = {"numpy": np.zeros((2, 3), np.float32), "string": "x", "list": [1.0], "number": 3.0, "dict": {}}
+
+
+@pytest.mark.parametrize("value", OTHER_TYPES.values(), ids=list(OTHER_TYPES))
+@every_mode
 @every_operator
-def test_other_types(operator, value, device):
-    """The dispatcher's own message, but where a Python function looks into the argument first."""
-    for name in operator.tensors(required=True):
-        with pytest.raises((RuntimeError, TypeError), match=says(operator.name)) as raised:
-            operator.calls()["function"](**operator.make(device) | {name: value})
-        assert re.search(rf"(argument '{name}'|expected {name} to be)", str(raised.value))
+def test_other_types(operator, mode, value, device):
+    for required in (True, False):
+        for name in operator.tensors(required=required):
+            takes_numbers = operator.name.startswith("liquid") and name == "dt"
+            if takes_numbers and isinstance(value, float):
+                continue
+            kind = "a tensor" + " or a number" * takes_numbers + " or None" * (not required)
+            message = f"{operator.name}: expected {name} to be {kind}, got {type(value).__name__}"
+            with mode(), pytest.raises(TypeError, match=f"^{re.escape(message)}$") as raised:
+                operator.calls()["function"](**operator.make(device) | {name: value})
+            assert raised.value.__context__ is None  # the dispatcher's message, with the value
+
+
+@every_operator
+def test_other_types_by_position(operator, device):
+    arguments = operator.make(device)
+    for name, parameter in inspect.signature(getattr(ssm_kernels, operator.name)).parameters.items():
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name in operator.tensors(required=True):
+            before = [*arguments.values()][: [*arguments].index(name)]
+            after = {key: arguments[key] for key in [*arguments][len(before) + 1 :]}
+            with pytest.raises(TypeError, match=f"^{operator.name}: expected {name} to be a tensor.*, got str$"):
+                getattr(ssm_kernels, operator.name)(*before, "x", **after)
+
+
+@every_operator
+def test_other_errors_are_the_operators_own(operator, device):
+    """Those of a call whose arguments have the right types, and Python's of a call that does not fit the signature."""
+    function, arguments = getattr(ssm_kernels, operator.name), operator.make(device)
+    name = operator.tensors(required=True)[0]
+    with pytest.raises(NotImplementedError, match=f"^{operator.name}: expected {name} to be a dense tensor"):
+        function(**arguments | {name: arguments[name].to_sparse()})
+    with pytest.raises(TypeError, match=rf"^{operator.name}\(\) got an unexpected keyword argument 'more'"):
+        function(**arguments, more=1)
+    with pytest.raises(TypeError, match=rf"^{operator.name}\(\) missing .* required"):
+        function()
+
+
+@every_operator
+def test_the_function_keeps_its_signature(operator):
+    function = getattr(ssm_kernels, operator.name)
+    assert function.__name__ == operator.name and function.__doc__
+    names = [argument.name for argument in operator.overload._schema.arguments if not argument.kwarg_only]
+    assert {*names} <= {*inspect.signature(function).parameters}
+
+
+@pytest.mark.parametrize("name", ["linear_step", "diag_linear_step", "elu_gru_step"])
+def test_scripted(name):
+    """What torch.jit.script takes at all: it has no keyword-only arguments with defaults."""
+    function = getattr(ssm_kernels, name)
+    a, b = torch.full((2, 3), 0.5), torch.ones(2, 3)
+    for actual, expected in zip(torch.jit.script(function)(a, b), function(a, b), strict=True):
+        assert torch.equal(actual, expected)
 
 
 def test_step_size_as_a_number_beside_a_candidate_that_is_no_tensor(device):

@@ -276,6 +276,15 @@ def test_inputs_in_an_older_order_are_refused(names, device):
             function(arguments[0], **dict(zip(names[1:], arguments[1:], strict=True)))
     with pytest.raises(RuntimeError, match="positional argument"):
         variant.operator(*in_order)
+    usage = {
+        "hgrn": "expected x by keyword, as in {}(log_gate, x=x), got 2 positional arguments: gates come first",
+        "rglru": "expected x and recurrent_param by keyword, as in {}(recurrence_gate, input_gate, x=x, "
+        "recurrent_param=recurrent_param), got 4 positional arguments: gates come first",
+    }[variant.name.removesuffix("_scan")]
+    for function, arguments in ((variant.scan, in_order), (variant.step, of_step)):
+        name = function.__name__
+        with pytest.raises(TypeError, match="^" + re.escape(f"{name}: {usage.format(name)}") + "$"):
+            function(*arguments)
 
 
 @every_recurrence

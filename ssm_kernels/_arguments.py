@@ -1,0 +1,67 @@
+"""What the operators' Python functions say of an argument that is no tensor, or no longer positional."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import numbers
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+    """Has an operator's errors name the operator and the argument. Only calls that fail look at the arguments.
+
+    The dispatcher's own message for an argument that is no tensor is a RuntimeError of several lines with the value printed.
+    """
+
+    @functools.wraps(function)
+    def operator(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+        try:
+            return function(*args, **kwargs)
+        except (RuntimeError, TypeError):
+            error = _argument_error(function, args, kwargs)
+            if error is None:
+                raise
+        raise error
+
+    return operator
+
+
+def _argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
+    """What is wrong with the types of the arguments, if anything is."""
+    signature = inspect.signature(function)
+    try:
+        arguments = signature.bind(*args, **kwargs).arguments
+    except TypeError:
+        return _keyword_error(function.__name__, signature, len(args))
+    for name, value in arguments.items():
+        annotation = str(signature.parameters[name].annotation)
+        # None has a message that torch.ops gives too.
+        if not annotation.startswith("Tensor") or value is None or torch.overrides.is_tensor_like(value):
+            continue
+        if "float" in annotation and isinstance(value, numbers.Real):
+            continue
+        kind = "a tensor or a number" if "float" in annotation else "a tensor"
+        kind += " or None" if "None" in annotation else ""
+        return TypeError(f"{function.__name__}: expected {name} to be {kind}, got {type(value).__name__}")
+    return None
+
+
+def _keyword_error(operator: str, signature: inspect.Signature, given: int) -> TypeError | None:
+    """For a call by position with inputs that are keywords: ``x`` once came before the gates."""
+    parameters = signature.parameters.values()
+    positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
+    if given <= len(positional) or not keywords:
+        return None
+    usage = ", ".join([*positional, *(f"{name}={name}" for name in keywords)])
+    return TypeError(
+        f"{operator}: expected {' and '.join(keywords)} by keyword, as in {operator}({usage}), got {given} positional "
+        "arguments: gates come first"
+    )
