@@ -342,7 +342,8 @@ def ssd_chunk_scan(
     States and sums are float32 (float64 with float64 inputs), and exponents are summed in float64: strong decay, weak decay and
     length cost no accuracy. (16-bit inputs on CUDA, where kernels are the package's own: in float32, within a chunk, and some
     operands are rounded to 16 bits; docs/ssd.md.) float32 inputs are multiplied as float32, whether TF32 is allowed or not.
-    An infinite element of ``x`` makes NaN of other steps' ``out`` in its chunk, as zero times infinity is NaN.
+    An infinite element of ``x`` makes NaN of other steps' ``out`` in its chunk, as zero times infinity is NaN, and of its own
+    step's in float32 on CUDA.
     Only the inputs are kept for gradients; backward computes the states again. The values of ``cu_seqlens`` are read and
     checked on the host, with two exceptions where kernels on CUDA are the package's own: forward does not while a graph is
     being captured, and backward never does. From wrong values come wrong numbers then, but no access outside the tensors.

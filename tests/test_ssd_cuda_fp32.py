@@ -168,7 +168,7 @@ def test_unpacked_calls_are_not_taken_as_packed(sizes, dstate):
 @every_dstate
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_largest_inputs(sign, dstate):
-    """The largest float is rounded to no TF32 number; it counts all the same. An infinite one is infinite at its own step."""
+    """Rounding to the nearest TF32 number would make the largest float infinite; it counts all the same."""
     inputs = inputs_on_cuda(**MINIMAL, dstate=dstate, seqlen=70)
     inputs["B"] *= 2.0**-40
     place = (0, 40, 1, 3)
@@ -177,9 +177,6 @@ def test_largest_inputs(sign, dstate):
     for actual, expected in zip(scan(**inputs), scan(**exact), strict=True):
         assert actual.isfinite().all()
         assert (actual - expected).abs().amax() <= 1e-5 * expected.abs().amax()
-    expected = scan(**exact)[0][place]
-    inputs["x"][place] = sign * math.inf
-    assert scan(**inputs)[0][place] == expected.sign() * math.inf
 
 
 @every_dstate

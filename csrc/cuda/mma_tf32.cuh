@@ -12,26 +12,51 @@
 // which is not the order of terms that the instruction names, but of the same sum. So D is, but for its order, A.
 #pragma once
 
+#include <cmath>
 #include <cstdint>
+#include <cstring>
 
 #include "common/macros.h"
 
 namespace ssm_kernels::cuda {
 
-// The bits of a float rounded to TF32, half away from zero, by what cvt.rna would take more instructions for. No finite float
-// is rounded to Inf: the largest of either sign are cut off. Inf becomes the largest TF32, and what it leaves is Inf; of a NaN
-// one of the two is NaN.
+SSM_HOST_DEVICE float float_of_bits(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+SSM_HOST_DEVICE uint32_t bits_of_float(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+// a b + c rounded towards zero, on the host for a b that is exact.
+SSM_HOST_DEVICE float fma_towards_zero(float a, float b, float c) {
+#ifdef __CUDA_ARCH__
+  return __fmaf_rz(a, b, c);
+#else
+  const double exact = static_cast<double>(a) * b + c;
+  const float nearest = static_cast<float>(exact);
+  return std::fabs(static_cast<double>(nearest)) > std::fabs(exact) ? std::nextafter(nearest, 0.0f) : nearest;
+#endif
+}
+
+// The bits of a float rounded to TF32, half away from zero (a subnormal one: towards zero). Adds half a unit of TF32's last
+// digit and cuts the low digits off. The sum is rounded towards zero, so that it is finite for every finite float: the largest
+// ones become the largest TF32 number. On the FMA pipe, beside the integer pipe, which the split of operands fills
+// (docs/tuning.md).
 SSM_HOST_DEVICE uint32_t tf32_high(uint32_t bits) {
   constexpr int kLowDigits = 24 - 11;
-  constexpr int32_t kLargest = 0x7f7fffff;            // of positive floats; as integers negative ones are less
-  constexpr uint32_t kLargestNegative = 0xff7fffffu;  // as unsigned integers positive ones are less
-  const auto rounded = static_cast<int32_t>(bits + (1u << (kLowDigits - 1)));
-  const auto finite = static_cast<uint32_t>(rounded < kLargest ? rounded : kLargest);
-  return (finite < kLargestNegative ? finite : kLargestNegative) & ~0u << kLowDigits;
+  constexpr uint32_t kSignAndExponent = 0xff800000u;
+  constexpr float kHalfUnit = 0x1p-11f;  // of a number from 1 to 2
+  const float sum = fma_towards_zero(float_of_bits(bits & kSignAndExponent), kHalfUnit, float_of_bits(bits));
+  return bits_of_float(sum) & ~0u << kLowDigits;
 }
 
 // Of the low part the units ignore what TF32 has no digits for: 2^-23 of the element, at most, 2^-22 where the high part is cut
-// off.
+// off. Inf has a low part that is NaN.
 template <int count>
 struct Tf32Pair {
   uint32_t high[count], low[count];
