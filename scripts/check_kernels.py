@@ -64,6 +64,9 @@ def demangle(names: list[str]) -> list[str]:
     if tool is None or not names:
         return names
     output = subprocess.run([tool], input="\n".join(names), capture_output=True, text=True, check=True).stdout
+    # cu++filt writes (bool)1 and (int)128 where c++filt writes true and 128.
+    for pattern, text in ((r"\(bool\)0", "false"), (r"\(bool\)1", "true"), (r"\((?:unsigned )?(?:int|long)\)(?=-?\d)", "")):
+        output = re.sub(pattern, text, output)
     return [re.sub(r"ssm_kernels::|\(.*\)$|\bvoid ", "", line) for line in output.splitlines()]
 
 
