@@ -109,12 +109,12 @@ ROW_NAMES = {
 }
 
 
-@pytest.mark.parametrize("benchmark", ROW_NAMES)
-def test_results_are_of_the_cases_that_are_measured(benchmark):
+@pytest.mark.parametrize("operator", ROW_NAMES)
+def test_results_are_of_the_cases_that_are_measured(operator):
     pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
-    cases = importlib.import_module(f"benchmarks.bench_{benchmark}").CASES
-    rows = json.loads((ROOT / "docs" / "benchmarks" / f"NVIDIA_H200_{benchmark}.json").read_text())["rows"]
-    names = ROW_NAMES[benchmark]
+    cases = importlib.import_module(f"benchmarks.bench_{operator}").CASES
+    rows = json.loads((ROOT / "docs" / "benchmarks" / f"NVIDIA_H200_{operator}.json").read_text())["rows"]
+    names = ROW_NAMES[operator]
     assert [[row[name] for name in names] for row in rows] == [[getattr(case, name) for name in names] for case in cases]
 
 
