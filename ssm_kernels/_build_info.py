@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
 from pathlib import Path
 from types import ModuleType
@@ -35,8 +36,9 @@ def rebuild_command() -> str:
 
 
 def rebuild_with_cuda_command() -> str:
-    """The command that builds CUDA kernels too, whether or not there is a GPU."""
-    return f"FORCE_CUDA=1 {rebuild_command()}"
+    """The command that builds CUDA kernels too, whether or not there is a GPU, and though SSM_KERNELS_CUDA is exported."""
+    variable = "SSM_KERNELS_CUDA" if "SSM_KERNELS_CUDA" in os.environ else "FORCE_CUDA"
+    return f"{variable}=1 {rebuild_command()}"
 
 
 def _module() -> ModuleType:

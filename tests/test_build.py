@@ -162,7 +162,8 @@ def test_discretizations_are_those_of_the_reference():
     assert sys.modules["ssm_kernels._C"].discretization_aliases == ssm_kernels.reference.ALIASES
 
 
-def test_command_line_report():
+def test_command_line_report(monkeypatch):
+    monkeypatch.delenv("SSM_KERNELS_CUDA", raising=False)
     result = run_python("-m", "ssm_kernels")
     assert result.returncode == 0, result.stderr
     info = ssm_kernels.build_info()
@@ -179,6 +180,14 @@ def test_documentation_has_the_command_that_builds_cuda_kernels():
         assert build_backend.rebuild_with_cuda(".") in (ROOT / page).read_text()
     source = (ROOT / "csrc" / "torch" / "missing_cuda.cpp").read_text()
     assert build_backend.rebuild_with_cuda(".") in source
+
+
+@pytest.mark.parametrize("exported, variable", [(None, "FORCE_CUDA"), ("0", "SSM_KERNELS_CUDA")])
+def test_command_that_rebuilds_overrides_an_exported_variable(monkeypatch, exported, variable):
+    monkeypatch.delenv("SSM_KERNELS_CUDA", raising=False)
+    if exported is not None:
+        monkeypatch.setenv("SSM_KERNELS_CUDA", exported)
+    assert _build_info.rebuild_with_cuda_command().startswith(f"{variable}=1 pip install ")
 
 
 @pytest.mark.parametrize(
