@@ -182,9 +182,12 @@ inline const Discretization* find_discretization(std::string_view name) {
   return nullptr;
 }
 
-// Calls visitor(Zoh{}), visitor(Foh{}), ...: the run-time method as a type.
+// Calls visitor(Zoh{}), visitor(Foh{}), ...: the run-time method as a type. The visitor may be of the host or of the device.
+#if defined(__CUDACC__)
+#pragma nv_exec_check_disable
+#endif
 template <typename Visitor>
-void visit_discretization(Discretization method, Visitor&& visitor) {
+SSM_HOST_DEVICE void visit_discretization(Discretization method, Visitor&& visitor) {
   switch (method) {
 #define SSM_ROW(enumerator, name, type) \
   case Discretization::enumerator:      \

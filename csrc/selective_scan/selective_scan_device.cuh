@@ -112,14 +112,7 @@ struct RuntimeMethod {};
 template <typename Method, typename Visitor>
 __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
   if constexpr (std::is_same_v<Method, RuntimeMethod>) {
-    switch (static_cast<Discretization>(opaque(static_cast<int>(p.discretization)))) {
-#define SSM_ROW(enumerator, name, type) \
-  case Discretization::enumerator:      \
-    visit(type{});                      \
-    break;
-      SSM_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
-    }
+    visit_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), visit);
   } else {
     visit(Method{});
   }

@@ -92,33 +92,22 @@ __device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], 
 struct RuntimeMethod {
   Discretization discretization;
 
-  template <typename Visitor>
-  __device__ __forceinline__ void visit(const Visitor& visitor) const {
-    switch (discretization) {
-#define SSM_ROW(enumerator, name, type) \
-  case Discretization::enumerator:      \
-    visitor(type{});                    \
-    break;
-      SSM_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
-    }
-  }
   template <typename T>
   __device__ __forceinline__ T basis(T z) const {
     T result = 0;
-    visit([&](auto method) { result = method.basis(z); });
+    visit_discretization(discretization, [&](auto method) { result = method.basis(z); });
     return result;
   }
   template <typename T>
   __device__ __forceinline__ T abar(T z, T basis) const {
     T result = 0;
-    visit([&](auto method) { result = method.abar(z, basis); });
+    visit_discretization(discretization, [&](auto method) { result = method.abar(z, basis); });
     return result;
   }
   template <typename T>
   __device__ __forceinline__ T gain(T z, T basis) const {
     T result = 0;
-    visit([&](auto method) { result = method.gain(z, basis); });
+    visit_discretization(discretization, [&](auto method) { result = method.gain(z, basis); });
     return result;
   }
 };
