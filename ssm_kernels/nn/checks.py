@@ -17,10 +17,10 @@ def _wrong_type(layer: str, name: str, expected: str, value: Any) -> TypeError:
     return TypeError(f"{layer}: expected {name} to be {expected}, got {type(value).__name__}")
 
 
-def check_int(layer: str, name: str, value: Any, low: int = 1, high: int | None = None) -> None:
+def check_int(layer: str, name: str, value: Any, low: int = 1, high: int | None = None, *, expected: str = "an int") -> None:
     # A bool is an int in Python; as a size it is a mistake.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-        raise _wrong_type(layer, name, "an int", value)
+        raise _wrong_type(layer, name, expected, value)
     size = int(value)
     if high is None and size < low:
         raise ValueError(f"{layer}: expected {name} to be at least {low}, got {value}")
@@ -30,9 +30,7 @@ def check_int(layer: str, name: str, value: Any, low: int = 1, high: int | None 
 
 def check_optional_int(layer: str, name: str, value: Any, low: int = 1) -> None:
     if value is not None:
-        if isinstance(value, bool) or not isinstance(value, numbers.Integral):
-            raise _wrong_type(layer, name, "an int or None", value)
-        check_int(layer, name, value, low)
+        check_int(layer, name, value, low, expected="an int or None")
 
 
 def check_bools(layer: str, **values: Any) -> None:
