@@ -173,7 +173,7 @@ def has_nvidia_driver() -> bool:
 
 
 def cuda_request() -> str | None:
-    """What the user asks for: "1" (CUDA kernels, or stop), "0" (none) or None (decide by the machine).
+    """Returns the user's request: "1" (build CUDA kernels or stop), "0" (build none) or None (the machine decides).
 
     SSM_KERNELS_CUDA overrides FORCE_CUDA, which many packages read and container images set for all of them.
     """

@@ -1,5 +1,7 @@
-"""What each discretization costs over zoh, from the benchmarks' JSON files: the block of ``docs/discretizations.md`` that
-``benchmarks/report.py`` writes."""
+"""Computes the cost of each discretization relative to zoh from the benchmarks' JSON files.
+
+``benchmarks/report.py`` writes the result into ``docs/discretizations.md``.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the figures look like: ``style.mplstyle`` as matplotlib reads it."""
+"""The style of all figures: applies ``style.mplstyle``."""
 
 from __future__ import annotations
 

@@ -195,7 +195,7 @@ def learning_curves(histories: dict[str, History], title: str) -> Figure:
     right.set(xlabel="step", ylabel="test accuracy (%)", ylim=(0, 102))
     right.set_title("Test accuracy", loc="left")
     figure.suptitle(title)
-    # Below the panels, where there is no data.
+    # The legend goes below the panels, so that it covers no data.
     figure.legend(loc="outside lower center", ncols=4, title="last test accuracy")
     return figure
 

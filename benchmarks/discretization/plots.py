@@ -243,7 +243,7 @@ def figure_of(report: Report, known: Sequence[str], *, column: bool = False) -> 
         )
         for axes, panel in zip(grid.flat, panels, strict=True):
             handles += panel(axes) or ()
-        # Below the panels, where there is no data.
+        # The legend goes below the panels, so that it covers no data.
         legend_height = 0.15 * math.ceil(len(handles) / legend_columns) + 0.15 if handles else 0.0
         figure.set_size_inches(width, 2.55 * len(panels) / across + legend_height)
         if handles:

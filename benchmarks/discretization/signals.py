@@ -182,7 +182,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class _Contents:
-    """What a file holds.
+    """The contents of a file.
 
     Attributes:
         data: the numbers.
@@ -223,7 +223,7 @@ def load_recording(path: Path, channel: int | None = None) -> Recording:
     except (OSError, ModuleNotFoundError):
         raise
     except Exception as error:  # readers raise many types at damaged files, struct.error and tokenize.TokenError among them
-        # What these say is about the file, what the others say about the reader.
+        # The messages of these types describe the file; those of other types describe the reader's internals.
         spoken = str(error).splitlines() if isinstance(error, (ValueError, EOFError, csv.Error)) else []
         reason = spoken[0] if spoken else "the file is damaged or incomplete"
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {reason}") from error
@@ -330,7 +330,7 @@ _INTEGER_OR_DECIMAL_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?([eE][+-]?\d+)?\s*")
 
 
 def _read_csv(path: Path) -> _Contents:
-    """Columns, one per channel, separated by commas, semicolons or tabs; a first line that is no data is a heading.
+    """Reads columns, one per channel, separated by commas, semicolons or tabs; a first line without numbers is a heading.
 
     A comma is a decimal point in quotes, where semicolons or tabs separate columns, and below a heading of one name. Without a
     heading, lines such as ``0,123`` are ambiguous.

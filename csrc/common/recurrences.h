@@ -58,7 +58,7 @@ struct RuntimeOptions {
   SSM_HOST_DEVICE bool gate_is_logit() const { return options.gate_is_logit; }
 };
 
-// A variant with the options of a call, which must be its own where the compiler knows them.
+// Makes a variant with the options of a call. Options that the variant knows at compile time must equal them.
 template <typename Variant>
 SSM_HOST_DEVICE Variant make_variant(const RecurrenceOptions& options) {
   if constexpr (std::is_base_of_v<RuntimeOptions, Variant>) {

@@ -55,8 +55,8 @@ SSM_HOST_DEVICE uint32_t tf32_high(uint32_t bits) {
   return bits_of_float(sum) & ~0u << kLowDigits;
 }
 
-// Of the low part the units ignore what TF32 has no digits for: 2^-23 of the element, at most, 2^-22 where the high part is cut
-// off. Inf has a low part that is NaN.
+// The tensor cores truncate the low part to TF32, an error of at most 2^-23 of the element, or 2^-22 where the high part is
+// truncated. The low part of Inf is NaN.
 template <int count>
 struct Tf32Pair {
   uint32_t high[count], low[count];

@@ -29,8 +29,8 @@ struct PublicOperator {
 // Two for each row.
 const std::vector<PublicOperator>& public_operators();
 
-// What forward reads. References: lives as long as the call. `recurrence` is the name of a public operator, which messages
-// bear.
+// The inputs of forward, by reference: valid for the duration of the call. Messages begin with `recurrence`, the name of a
+// public operator.
 struct Inputs {
   at::TensorList tensors;
   const OptionalTensor &h0, &cu_seqlens;

@@ -44,8 +44,8 @@ struct Partition {
   void* carry = nullptr;
 };
 
-// Of backward, sums that other blocks' must still be added to; in the accumulation type. Null where the gradient is absent or
-// not needed.
+// Backward's partial sums, one per block, in the accumulation type; a second kernel adds them up. Null where the gradient is
+// absent or not needed.
 struct PartialSums {
   // Of the partition whose blocks leave them.
   int64_t tiles = 0, segments = 1;

@@ -15,7 +15,7 @@ namespace ssm_kernels::selective_scan {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// What forward reads. References: lives as long as the call.
+// The inputs of forward, by reference: valid for the duration of the call.
 struct Inputs {
   const at::Tensor &u, &delta, &A, &B, &C;
   const OptionalTensor &D, &z, &delta_bias, &initial_state;

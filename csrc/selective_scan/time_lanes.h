@@ -45,7 +45,7 @@ struct BwdSizes {
   static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is whole chunks");
 };
 
-// What a kernel is compiled for. kPerStep, B and C per step, is compiled once per method and carries no branches for other
+// Compile-time variants of a kernel. kPerStep, for B and C per step, is compiled once per method and has no branches for other
 // cases in its loops. The other kernels serve all methods and branch on them once a slice of states: kCarry is the carry pass
 // of segments, whatever B and C are; kAny does every case, and serves constant B or C, and doubles. They keep builds short.
 enum class Pass : int { kPerStep, kAny, kCarry };
