@@ -73,7 +73,10 @@ def test_sequences_in_runs(sizes, name, dstate):
         options |= {"resets": ((2, 64, 65, 499),) * sizes["batch"]}
     if name.startswith("packed"):
         options |= {"cu_seqlens": (0, 0, 300, 364, 365, 1500, 1500, 2000)}
-    assert_accurate(inputs_on_cuda(dstate=dstate, groups=1, **(options | sizes)))
+    if sizes["batch"] > 1:
+        # The reference keeps every step's state: 64 rows a head would take 41 GB. A head of 256 states counts twice as a walk.
+        options |= {"headdim": 16, "heads": 60 if dstate > 128 else 120}
+    assert_accurate(inputs_on_cuda(dstate=dstate, groups=1, **(sizes | options)))
 
 
 def relative_errors(inputs: dict[str, Any]) -> dict[str, float]:
