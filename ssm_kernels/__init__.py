@@ -2,7 +2,8 @@
 gated linear recurrences.
 
 ``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update`` and the scans and steps of ``linear_scan``'s family are the
-operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.reference`` the same in plain PyTorch.
+operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models`` language models of these layers, and
+``ssm_kernels.reference`` the operators in plain PyTorch.
 ``python -m ssm_kernels`` says what was built and what is usable here.
 """
 
@@ -10,7 +11,7 @@ from ._build_info import build_info, load_operators
 
 load_operators()
 
-from . import _vmap, nn, reference  # noqa: E402, F401
+from . import _vmap, models, nn, reference  # noqa: E402, F401
 from .ops import selective_scan, selective_state_update, ssd_chunk_scan  # noqa: E402
 from .recurrences import (  # noqa: E402
     diag_linear_scan,
@@ -53,6 +54,7 @@ __all__ = [
     "mingru_step",
     "minlstm_scan",
     "minlstm_step",
+    "models",
     "nn",
     "reference",
     "rglru_scan",

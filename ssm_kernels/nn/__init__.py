@@ -6,14 +6,17 @@
 - :class:`Mamba2`: the mixer of Mamba-2, with heads, the state-space dual form and a gated norm, likewise as ``mamba_ssm``'s.
 - :class:`MinGRU`, :class:`MinLSTM`: projections and linear recurrence, with the constructor and the calls of ``torch.nn.GRU``.
 - :class:`Liquid`: the same for states that relax towards a target, with step lengths for irregular samples.
+- :class:`Block`, :class:`GatedMLP`: the residual block of Mamba's language models, and its MLP, as ``mamba_ssm``'s.
 
-The first three take ``discretization=`` and are trained through the discretization they are given.
+The first three take ``discretization=`` and are trained through the discretization they are given. ``ssm_kernels.models`` has
+whole language models.
 """
 
+from .block import Block, GatedMLP
 from .liquid import Liquid
 from .mamba import Mamba
 from .mamba2 import Mamba2
 from .minrnn import MinGRU, MinLSTM
 from .selective_ssm import SelectiveSSM
 
-__all__ = ["Liquid", "Mamba", "Mamba2", "MinGRU", "MinLSTM", "SelectiveSSM"]
+__all__ = ["Block", "GatedMLP", "Liquid", "Mamba", "Mamba2", "MinGRU", "MinLSTM", "SelectiveSSM"]

@@ -1,0 +1,15 @@
+"""Language models of the layers in ``ssm_kernels.nn``.
+
+- :class:`MambaLM`: embedding, blocks, norm and head in the structure of ``mamba_ssm``'s ``MambaLMHeadModel``. It loads and
+  saves that model's checkpoints. One word of :class:`MambaConfig` chooses Mamba, Mamba-2, minGRU or minLSTM.
+- :class:`MixerModel`: the same without the head.
+- :class:`RecurrentMixer`: a minGRU or minLSTM in the place of a Mamba mixer.
+- :class:`InferenceParams`: the cache of decoding. ``MambaLM.generate`` makes its own.
+"""
+
+from .config import MambaConfig
+from .generation import InferenceParams, sample
+from .mamba_lm import CausalLMOutput, MambaLM, MixerModel
+from .recurrent_mixer import RecurrentMixer
+
+__all__ = ["CausalLMOutput", "InferenceParams", "MambaConfig", "MambaLM", "MixerModel", "RecurrentMixer", "sample"]

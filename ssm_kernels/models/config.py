@@ -1,0 +1,130 @@
+"""The configuration of a language model, and its form in a ``config.json``."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..nn.checks import check_bools, check_choice, check_discretization, check_int
+
+__all__ = ["MIXERS", "MambaConfig"]
+
+MIXERS = ("Mamba", "Mamba2", "MinGRU", "MinLSTM")
+# mamba_ssm's names, in ssm_cfg["layer"].
+_LAYERS = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
+
+
+@dataclasses.dataclass
+class MambaConfig:
+    """The fields of ``mamba_ssm``'s ``MambaConfig``, with its defaults, and two of ours: ``mixer`` and ``discretization``.
+
+    Args:
+        d_model: channels of the residual stream.
+        d_intermediate: channels of the gated MLP of each block, rounded up to a multiple of 128; 0 is no MLP.
+        n_layer: blocks.
+        vocab_size: tokens.
+        ssm_cfg: arguments of the mixer's constructor, such as ``{"d_state": 64}``. ``mamba_ssm``'s ``"layer"``, ``"Mamba1"`` or
+            ``"Mamba2"``, moves from here to ``mixer``.
+        attn_layer_idx: must be empty: attention layers are not supported.
+        attn_cfg: must be empty.
+        rms_norm: ``nn.RMSNorm``, not ``nn.LayerNorm``.
+        residual_in_fp32: keeps the residual stream in float32 (float64 in a float64 model).
+        fused_add_norm: computes residual sum and norm in one operator; see :class:`ssm_kernels.nn.Block`.
+        pad_vocab_size_multiple: the embedding has ``vocab_size`` rows rounded up to a multiple of this.
+        tie_embeddings: embedding and head share their weight.
+        mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"`` or ``"MinLSTM"``; ``None`` is what ``ssm_cfg["layer"]`` says, or
+            ``"Mamba"``.
+        discretization: of ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
+
+    Raises:
+        ValueError: a value is not as above.
+        TypeError: a value is of another type.
+    """
+
+    d_model: int = 2560
+    d_intermediate: int = 0
+    n_layer: int = 64
+    vocab_size: int = 50277
+    ssm_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
+    attn_layer_idx: list[int] = dataclasses.field(default_factory=list)
+    attn_cfg: dict[str, Any] = dataclasses.field(default_factory=dict)
+    rms_norm: bool = True
+    residual_in_fp32: bool = True
+    fused_add_norm: bool = True
+    pad_vocab_size_multiple: int = 8
+    tie_embeddings: bool = True
+    mixer: str | None = None
+    discretization: str = "zoh"
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        for size in ("d_model", "n_layer", "vocab_size", "pad_vocab_size_multiple"):
+            check_int(name, size, getattr(self, size))
+        check_int(name, "d_intermediate", self.d_intermediate, low=0)
+        for flag in ("rms_norm", "residual_in_fp32", "fused_add_norm", "tie_embeddings"):
+            check_bools(name, **{flag: getattr(self, flag)})
+        for field, kind in (("ssm_cfg", Mapping), ("attn_cfg", Mapping), ("attn_layer_idx", Sequence)):
+            if not isinstance(getattr(self, field), kind):
+                expected = "a dict" if kind is Mapping else "a list"
+                raise TypeError(f"{name}: expected {field} to be {expected}, got {type(getattr(self, field)).__name__}")
+        if len(self.attn_layer_idx) > 0 or self.attn_cfg:
+            raise ValueError(
+                f"{name}: expected no attention layers, which are not supported, got attn_layer_idx={self.attn_layer_idx} and "
+                f"attn_cfg={self.attn_cfg}"
+            )
+        self.ssm_cfg = dict(self.ssm_cfg)
+        self.mixer = self._resolve_mixer(self.ssm_cfg.pop("layer", None))
+        check_discretization(name, self.discretization)
+        if "discretization" in self.ssm_cfg:
+            raise ValueError(f"{name}: expected the discretization as MambaConfig(discretization=...), got it in ssm_cfg")
+        if self.discretization != "zoh" and self.mixer not in ("Mamba", "Mamba2"):
+            raise ValueError(
+                f"{name}: expected no discretization with mixer {self.mixer!r}, which has none, got {self.discretization!r}"
+            )
+
+    def _resolve_mixer(self, layer: Any) -> str:
+        name = type(self).__name__
+        if layer is not None:
+            check_choice(name, 'ssm_cfg["layer"]', layer, [*_LAYERS])
+            layer = _LAYERS[layer]
+        if self.mixer is None:
+            return layer or "Mamba"
+        check_choice(name, "mixer", self.mixer, MIXERS)
+        if layer not in (None, self.mixer):
+            raise ValueError(f'{name}: expected one mixer, got mixer={self.mixer!r} and ssm_cfg["layer"] of {layer!r}')
+        return self.mixer
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """The rows of the embedding and of the head."""
+        return -(-self.vocab_size // self.pad_vocab_size_multiple) * self.pad_vocab_size_multiple
+
+    def to_dict(self) -> dict[str, Any]:
+        """What a ``config.json`` holds: ``mamba_ssm``'s fields, and ours only where ``mamba_ssm`` has no such model."""
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        mixer, discretization = fields.pop("mixer"), fields.pop("discretization")
+        if mixer == "Mamba2":
+            fields["ssm_cfg"] = {"layer": "Mamba2", **self.ssm_cfg}
+        elif mixer != "Mamba":
+            fields["mixer"] = mixer
+        if discretization != "zoh":
+            fields["discretization"] = discretization
+        return fields
+
+    @classmethod
+    def from_dict(cls, fields: Mapping[str, Any]) -> MambaConfig:
+        """The configuration that a ``config.json`` holds; the inverse of :meth:`to_dict`.
+
+        Raises:
+            ValueError: there are other fields, as in a ``config.json`` of transformers, or a value is not as above.
+            TypeError: a value is of another type.
+        """
+        known = [field.name for field in dataclasses.fields(cls)]
+        unknown = sorted(set(fields) - set(known))
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__}: expected the fields of mamba_ssm's config.json, {known}, got {unknown} too; a config.json "
+                "with hidden_size or model_type is that of a transformers checkpoint, which has other parameter names"
+            )
+        return cls(**fields)

@@ -1,0 +1,249 @@
+"""Generation of tokens: a prompt in one call, then a step for each token, on CUDA as one replay of a CUDA graph.
+
+A step reads its token from a fixed tensor and updates the mixers' states in place, so that the graph captured for one position
+is right for every other. Sampling runs outside of the graph, where it can use any generator; the host launches it while the
+device still replays the graph. The host waits for the device only where it reads tokens: for ``eos_token_id`` and streamers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ..nn.checks import (
+    check_bools,
+    check_int,
+    check_not_negative,
+    check_optional_int,
+    check_probability,
+    check_shape,
+    check_tensor,
+)
+
+__all__ = ["GraphedStep", "InferenceParams", "Streamer", "generate", "sample"]
+
+# Steps between two looks of the host at the device, for eos_token_id in a CUDA graph.
+_EOS_INTERVAL = 8
+
+
+@dataclasses.dataclass
+class InferenceParams:
+    """The cache of decoding, with the fields of ``mamba_ssm``'s ``InferenceParams`` that layers read.
+
+    Args:
+        max_seqlen: steps that will be done at most; for callers, as the mixers' states do not grow.
+        max_batch_size: sequences decoded together.
+        seqlen_offset: steps done so far. The caller counts them.
+        key_value_memory_dict: the states of each mixer under its ``layer_idx``.
+    """
+
+    max_seqlen: int
+    max_batch_size: int
+    seqlen_offset: int = 0
+    key_value_memory_dict: dict[int, Any] = dataclasses.field(default_factory=dict)
+
+
+class Streamer(Protocol):
+    """Takes tokens while they are generated; the streamers of transformers are such."""
+
+    def put(self, value: Tensor) -> None: ...
+    def end(self) -> None: ...
+
+
+def _check_sampling(name: str, temperature: Any, top_k: Any, top_p: Any, generator: Any) -> None:
+    check_not_negative(name, "temperature", temperature)
+    check_int(name, "top_k", top_k, low=0)
+    check_probability(name, "top_p", top_p)
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(f"{name}: expected generator to be a torch.Generator or None, got {type(generator).__name__}")
+
+
+def sample(
+    logits: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 0.0,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draws a token for each row of logits, in float32. The host does not wait for the device.
+
+    Args:
+        logits: (batch, vocab_size), any floating-point dtype.
+        temperature: divides the logits; 0 takes the largest.
+        top_k: only the ``top_k`` most probable tokens are drawn; 0 is all, 1 takes the largest.
+        top_p: of these, only the most probable ones whose probabilities sum to at least ``top_p``; 0 and 1 are all.
+        generator: of the random numbers, on the device of ``logits``; ``None`` is PyTorch's.
+
+    Returns:
+        (batch,), int64.
+
+    Raises:
+        ValueError: an argument is not as above.
+        TypeError: an argument is of another type.
+    """
+    check_shape("sample", "logits", logits, "(batch, vocab_size)", (None, None))
+    _check_sampling("sample", temperature, top_k, top_p, generator)
+    return _sample(logits, temperature, top_k, top_p, generator)
+
+
+def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None) -> Tensor:
+    if temperature == 0 or top_k == 1:
+        return logits.argmax(dim=-1)
+    logits = logits.float()
+    if temperature != 1:
+        logits = logits / temperature
+    tokens: Tensor | None = None
+    if 0 < top_k < logits.shape[-1]:
+        logits, tokens = logits.topk(top_k, dim=-1)
+    if 0 < top_p < 1:
+        if tokens is None:
+            logits, tokens = logits.sort(dim=-1, descending=True)
+        probabilities = logits.softmax(dim=-1)
+        before = probabilities.cumsum(dim=-1) - probabilities
+        # The most probable one always stays, whatever the sums round to.
+        before[:, 0] = 0
+        logits = logits.masked_fill(before >= top_p, -torch.inf)
+    # The first of independent exponential clocks with the probabilities as rates. torch.multinomial waits for the device.
+    probabilities = logits.softmax(dim=-1)
+    clocks = torch.empty_like(probabilities).exponential_(generator=generator)
+    drawn = (probabilities / clocks).argmax(dim=-1)
+    return drawn if tokens is None else tokens.gather(-1, drawn[:, None])[:, 0]
+
+
+class GraphedStep:
+    """One decoding step of a model in a CUDA graph, with the states that it updates.
+
+    Attributes:
+        inference_params: the cache that the graph reads and writes. A prompt read with it and ``seqlen_offset`` 0 starts anew.
+
+    Args:
+        model: a :class:`.mamba_lm.MambaLM` on a CUDA device.
+        batch_size: sequences decoded together.
+    """
+
+    def __init__(self, model: Any, batch_size: int) -> None:
+        device = model.lm_head.weight.device
+        self.key = self.make_key(model, batch_size)
+        self.inference_params = InferenceParams(
+            max_seqlen=0, max_batch_size=batch_size, key_value_memory_dict=model.allocate_inference_cache(batch_size, 0)
+        )
+        self._input_ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
+        self._graph = torch.cuda.CUDAGraph()
+        # Any offset but 0: the mixers then step.
+        self.inference_params.seqlen_offset = 1
+        with torch.cuda.device(device), torch.no_grad(), _no_autocast_cache():
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                # What libraries allocate in their first calls must not be captured.
+                for _ in range(2):
+                    self._run(model)
+            torch.cuda.current_stream().wait_stream(stream)
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._logits = self._run(model)
+
+    @staticmethod
+    def make_key(model: Any, batch_size: int) -> tuple[Any, ...]:
+        """Equal keys: a graph captured for one is right for the other. Hooks that were added or removed do not count."""
+        autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        tensors = tuple((tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers()))
+        return batch_size, autocast, model.training, tensors
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits, (batch, padded vocabulary), after ``tokens``, (batch,). The next call overwrites them."""
+        self._input_ids.copy_(tokens[:, None])
+        self._graph.replay()
+        return self._logits
+
+    def _run(self, model: Any) -> Tensor:
+        return model(self._input_ids, inference_params=self.inference_params, num_last_tokens=1).logits[:, -1]
+
+
+def _no_autocast_cache() -> torch.autocast:
+    """Autocast as it is, without its cache of weights: a graph must not read copies that are freed when autocast ends."""
+    enabled = torch.is_autocast_enabled("cuda")
+    return torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=enabled, cache_enabled=False)
+
+
+def check_generation(
+    name: str, input_ids: Any, max_length: Any, max_new_tokens: Any, eos_token_id: Any, cg: Any, vocab_size: int
+) -> int:
+    """Checks the arguments of ``generate``, those of sampling apart; returns the length of the result."""
+    check_tensor(name, "input_ids", input_ids)
+    check_shape(name, "input_ids", input_ids, "(batch, seqlen)", (None, None))
+    batch, prompt = input_ids.shape
+    if batch == 0 or prompt == 0:
+        raise ValueError(f"{name}: expected a prompt of at least one token, got input_ids of shape {[*input_ids.shape]}")
+    if (max_length is None) == (max_new_tokens is None):
+        given = "neither" if max_length is None else "both"
+        raise ValueError(f"{name}: expected max_length or max_new_tokens, got {given}")
+    check_optional_int(name, "max_new_tokens", max_new_tokens, low=0)
+    check_optional_int(name, "max_length", max_length, low=prompt)
+    check_optional_int(name, "eos_token_id", eos_token_id, low=0)
+    if eos_token_id is not None and eos_token_id >= vocab_size:
+        raise ValueError(f"{name}: expected eos_token_id below vocab_size = {vocab_size}, got {eos_token_id}")
+    if cg is not None:
+        check_bools(name, cg=cg)
+    if cg and input_ids.device.type != "cuda":
+        raise ValueError(f"{name}: expected input_ids on a CUDA device with cg=True, got {input_ids.device}")
+    return int(max_length) if max_length is not None else prompt + int(max_new_tokens)
+
+
+@torch.no_grad()
+def generate(
+    model: Any,
+    input_ids: Tensor,
+    length: int,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    eos_token_id: int | None,
+    graphed: GraphedStep | None,
+    streamer: Streamer | None,
+    generator: torch.Generator | None,
+) -> Tensor:
+    """The loop of :meth:`.mamba_lm.MambaLM.generate`, with checked arguments; ``graphed`` does the steps if it is given."""
+    _check_sampling("MambaLM.generate", temperature, top_k, top_p, generator)
+    batch, prompt = input_ids.shape
+    vocab_size = model.config.vocab_size
+    if graphed is None:
+        params = InferenceParams(length, batch, key_value_memory_dict=model.allocate_inference_cache(batch, length))
+    else:
+        params = graphed.inference_params
+    sequences = torch.cat([input_ids, input_ids.new_empty(batch, length - prompt)], dim=1)
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
+    finished = torch.zeros(batch, dtype=torch.bool, device=input_ids.device)
+    interval = 1 if graphed is None or streamer is not None else _EOS_INTERVAL
+    done = prompt
+    logits: Tensor | None = None
+    while done < length:
+        if logits is None:
+            params.seqlen_offset = 0
+            logits = model(input_ids, inference_params=params, num_last_tokens=1).logits[:, -1]
+        elif graphed is not None:
+            logits = graphed(sequences[:, done - 1])
+        else:
+            params.seqlen_offset = done - 1
+            logits = model(sequences[:, done - 1 : done], inference_params=params, num_last_tokens=1).logits[:, -1]
+        # No token stands behind the rows that pad the vocabulary.
+        tokens = _sample(logits[:, :vocab_size], temperature, top_k, top_p, generator)
+        if eos_token_id is not None:
+            tokens = tokens.masked_fill(finished, eos_token_id)
+            finished |= tokens == eos_token_id
+        sequences[:, done] = tokens
+        done += 1
+        if streamer is not None:
+            streamer.put(tokens.cpu())
+        if eos_token_id is not None and (done - prompt) % interval == 0 and bool(finished.all()):
+            break
+    if streamer is not None:
+        streamer.end()
+    if eos_token_id is not None and done > prompt:
+        # Up to the step in which the last sequence ended.
+        running = ((sequences[:, prompt:done] == eos_token_id).cumsum(dim=1) == 0).sum(dim=1).max()
+        done = min(done, prompt + int(running) + 1)
+    return sequences[:, :done]

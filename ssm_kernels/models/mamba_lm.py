@@ -1,0 +1,336 @@
+"""A language model of residual blocks around Mamba, Mamba-2, minGRU or minLSTM mixers, as ``mamba_ssm``'s ``MambaLMHeadModel``.
+
+Embedding, ``n_layer`` blocks (:class:`ssm_kernels.nn.Block`), a norm, and a head that shares the embedding's weight. Source: Gu
+and Dao, *Mamba* (arXiv 2312.00752), section 3.4; the initialization is GPT-2's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+
+from ..nn.block import Block, GatedMLP, add_norm
+from ..nn.checks import check_int, check_shape
+from ..nn.mamba import Mamba
+from ..nn.mamba2 import Mamba2
+from .checkpoints import find_folder, load_config, load_weights, save
+from .config import MambaConfig
+from .generation import GraphedStep, Streamer, check_generation, generate
+from .recurrent_mixer import RecurrentMixer
+
+__all__ = ["CausalLMOutput", "MambaLM", "MixerModel"]
+
+_NORM_EPS = 1e-5
+
+
+class CausalLMOutput(NamedTuple):
+    """What :class:`MambaLM` returns.
+
+    Attributes:
+        logits: (batch, seqlen, padded vocabulary).
+    """
+
+    logits: Tensor
+
+
+def _mixer_class(config: MambaConfig) -> Callable[..., nn.Module]:
+    if config.mixer == "Mamba":
+        return functools.partial(Mamba, discretization=config.discretization, **config.ssm_cfg)
+    if config.mixer == "Mamba2":
+        return functools.partial(Mamba2, discretization=config.discretization, **config.ssm_cfg)
+    return functools.partial(RecurrentMixer, rnn=cast(str, config.mixer), **config.ssm_cfg)
+
+
+@torch.no_grad()
+def _init_weights(
+    module: nn.Module,
+    n_layer: int,
+    initializer_range: float = 0.02,
+    rescale_prenorm_residual: bool = True,
+    n_residuals_per_layer: int = 1,
+) -> None:
+    if isinstance(module, nn.Linear):
+        if module.bias is not None and not getattr(module.bias, "_no_reinit", False):
+            nn.init.zeros_(module.bias)
+    elif isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=initializer_range)
+    if rescale_prenorm_residual:
+        # The variance of the residual stream, a sum over the layers, then does not grow with their number.
+        for name in ("out_proj", "fc2"):
+            projection = getattr(module, name, None)
+            if isinstance(projection, nn.Linear):
+                nn.init.kaiming_uniform_(projection.weight, a=math.sqrt(5))
+                projection.weight /= math.sqrt(n_residuals_per_layer * n_layer)
+
+
+class MixerModel(nn.Module):
+    """Embedding, blocks and norm: :class:`MambaLM` without its head.
+
+    Parameters: ``embedding.weight`` (padded vocabulary, d_model), ``layers.{i}.norm.weight`` (d_model,),
+    ``layers.{i}.mixer.*``, with an MLP ``layers.{i}.norm2.weight``, ``layers.{i}.mlp.fc1.weight`` and
+    ``layers.{i}.mlp.fc2.weight``, and ``norm_f.weight`` (d_model,). An ``nn.LayerNorm`` also has a ``bias``.
+
+    Args:
+        config: the sizes and options.
+        initializer_cfg: ``mamba_ssm``'s: ``initializer_range`` (0.02), ``rescale_prenorm_residual`` (True) and
+            ``n_residuals_per_layer`` (1, with an MLP 2).
+        device: where the parameters are made.
+        dtype: dtype of the model. Those parameters that the mixers keep wider are float32 (float64 in a float64 model).
+    """
+
+    def __init__(
+        self,
+        config: MambaConfig,
+        initializer_cfg: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        factory: dict[str, Any] = {"device": device, "dtype": dtype}
+        self.fused_add_norm, self.residual_in_fp32 = config.fused_add_norm, config.residual_in_fp32
+        self.embedding = nn.Embedding(config.padded_vocab_size, config.d_model, **factory)
+
+        def norm_cls(channels: int) -> nn.Module:
+            if config.rms_norm:
+                return nn.RMSNorm(channels, eps=_NORM_EPS, device=device, dtype=dtype)
+            return nn.LayerNorm(channels, eps=_NORM_EPS, device=device, dtype=dtype)
+
+        mlp_cls: Callable[[int], nn.Module] = nn.Identity
+        if config.d_intermediate > 0:
+            mlp_cls = functools.partial(GatedMLP, hidden_features=config.d_intermediate, **factory)
+        mixer_cls = functools.partial(_mixer_class(config), **factory)
+        self.layers = nn.ModuleList(
+            Block(
+                config.d_model,
+                functools.partial(mixer_cls, layer_idx=i),
+                mlp_cls,
+                norm_cls,
+                fused_add_norm=config.fused_add_norm,
+                residual_in_fp32=config.residual_in_fp32,
+            )
+            for i in range(config.n_layer)
+        )
+        self.norm_f = norm_cls(config.d_model)
+        residuals = {"n_residuals_per_layer": 2 if config.d_intermediate > 0 else 1}
+        self.apply(functools.partial(_init_weights, n_layer=config.n_layer, **(residuals | (initializer_cfg or {}))))
+
+    def forward(self, input_ids: Tensor, inference_params: Any = None, **mixer_kwargs: Any) -> Tensor:
+        """Hidden states, (batch, seqlen, d_model), of tokens, (batch, seqlen). The arguments are those of :class:`MambaLM`."""
+        hidden_states, residual = self.embedding(input_ids), None
+        for layer in self.layers:
+            hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
+        return add_norm(
+            self.norm_f, hidden_states, residual, fused=self.fused_add_norm, residual_in_fp32=self.residual_in_fp32
+        )[0]
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> dict[int, Any]:
+        """Zero states of every mixer under its ``layer_idx``, for ``InferenceParams.key_value_memory_dict``."""
+        return {
+            i: cast(Block, layer).allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+            for i, layer in enumerate(self.layers)
+        }
+
+
+class MambaLM(nn.Module):
+    """A language model: tokens, (batch, seqlen), to logits of the next token, (batch, seqlen, padded vocabulary).
+
+    Structure, names of the parameters, ``forward`` and ``allocate_inference_cache`` are those of ``mamba_ssm``'s
+    ``MambaLMHeadModel``, and it reads and writes its checkpoints: see :meth:`from_pretrained` and :meth:`save_pretrained`. The
+    initialization is its too, with one difference: the projections that end a mixer or an MLP are divided by
+    ``sqrt(2 * n_layer)`` where blocks have an MLP. ``mamba_ssm`` means to do so, but its outer model then divides by
+    ``sqrt(n_layer)`` again from new values.
+
+    Parameters: ``backbone.*`` as in :class:`MixerModel`, and ``lm_head.weight`` (padded vocabulary, d_model), the same
+    parameter as ``backbone.embedding.weight`` with ``tie_embeddings``.
+
+    Args:
+        config: the sizes and options.
+        initializer_cfg: see :class:`MixerModel`.
+        device: where the parameters are made.
+        dtype: dtype of the model. Those parameters that the mixers keep wider are float32 (float64 in a float64 model).
+
+    Raises:
+        ValueError: ``config.ssm_cfg`` has a value that the mixer refuses.
+        TypeError: ``config`` is not a :class:`MambaConfig`, or ``config.ssm_cfg`` has a name that the mixer does not know.
+    """
+
+    def __init__(
+        self,
+        config: MambaConfig,
+        initializer_cfg: dict[str, Any] | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(config, MambaConfig):
+            raise TypeError(f"MambaLM: expected config to be a MambaConfig, got {type(config).__name__}")
+        self.config = config
+        self.backbone = MixerModel(config, initializer_cfg, device, dtype)
+        self.lm_head = nn.Linear(config.d_model, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
+        self._graphed: GraphedStep | None = None
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Makes embedding and head share their weight, if the configuration says so."""
+        if self.config.tie_embeddings:
+            self.lm_head.weight = self.backbone.embedding.weight
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Any = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        **mixer_kwargs: Any,
+    ) -> CausalLMOutput:
+        """Logits of the token after each token.
+
+        Args:
+            input_ids: (batch, seqlen), int32 or int64.
+            position_ids: without effect, for code written for transformers.
+            inference_params: ``None``, or a cache such as :class:`InferenceParams`; see :class:`ssm_kernels.nn.Mamba`.
+            num_last_tokens: returns the logits of so many last steps only; 0 is all.
+            mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` or ``seq_idx`` of Mamba-2.
+
+        Returns:
+            ``CausalLMOutput(logits)`` with logits (batch, seqlen or num_last_tokens, padded vocabulary).
+
+        Raises:
+            ValueError: ``input_ids`` is not of the shape above, or ``num_last_tokens`` is negative.
+            TypeError: an argument is of another type, or the mixers do not take it.
+        """
+        self._check_tokens("MambaLM", input_ids)
+        check_int("MambaLM", "num_last_tokens", num_last_tokens, low=0)
+        hidden_states = self.backbone(input_ids, inference_params=inference_params, **mixer_kwargs)
+        if num_last_tokens > 0:
+            hidden_states = hidden_states[:, -num_last_tokens:]
+        return CausalLMOutput(self.lm_head(hidden_states))
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> dict[int, Any]:
+        """Zero states of every mixer under its ``layer_idx``, for ``InferenceParams.key_value_memory_dict``."""
+        return self.backbone.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+    def generate(
+        self,
+        input_ids: Tensor,
+        max_length: int | None = None,
+        max_new_tokens: int | None = None,
+        temperature: float = 1.0,
+        top_k: int = 0,
+        top_p: float = 0.0,
+        eos_token_id: int | None = None,
+        cg: bool | None = None,
+        streamer: Streamer | None = None,
+        generator: torch.Generator | None = None,
+    ) -> Tensor:
+        """Continues sequences by sampled tokens: the prompt in one call, then a step for each token.
+
+        Args:
+            input_ids: the prompts, (batch, seqlen), int32 or int64, at least one token each and without padding.
+            max_length: tokens of prompt and result together. This or ``max_new_tokens`` is given.
+            max_new_tokens: tokens after the prompt.
+            temperature: divides the logits; 0 takes the most probable token.
+            top_k: only the ``top_k`` most probable tokens are drawn; 0 is all, 1 takes the most probable.
+            top_p: of these, only the most probable ones whose probabilities sum to at least ``top_p``; 0 and 1 are all.
+            eos_token_id: ends a sequence, which is then filled up with it. Generation ends with the last sequence.
+            cg: whether steps are replays of a CUDA graph; ``None``: on CUDA. The model keeps the graph and its states for the
+                next call with the same batch size, parameters and autocast. :meth:`clear_graph` frees them: call it after a
+                change that leaves every parameter in its memory, such as a new hook or an adapter that is switched off.
+            streamer: its ``put`` is called with the prompt and then with every step's tokens, (batch,), on the CPU, and ``end``
+                after the last; the streamers of transformers are such.
+            generator: of the random numbers, on the device of ``input_ids``; ``None`` is PyTorch's. Equal generators give equal
+                tokens.
+
+        Returns:
+            Prompts and new tokens, (batch, up to max_length), in the dtype of ``input_ids``. Tokens are below
+            ``config.vocab_size``, also where the vocabulary is padded.
+
+        Raises:
+            ValueError: an argument is not as above.
+            TypeError: an argument is of another type.
+        """
+        name = "MambaLM.generate"
+        length = check_generation(name, input_ids, max_length, max_new_tokens, eos_token_id, cg, self.config.vocab_size)
+        self._check_tokens(name, input_ids)
+        graphed = None
+        if cg or (cg is None and input_ids.device.type == "cuda"):
+            graphed = self._graphed_step(input_ids.shape[0])
+        return generate(self, input_ids, length, temperature, top_k, top_p, eos_token_id, graphed, streamer, generator)
+
+    def clear_graph(self) -> None:
+        """Frees the CUDA graph that :meth:`generate` keeps, and its states."""
+        self._graphed = None
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        folder: str | os.PathLike[str],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        **config_overrides: Any,
+    ) -> MambaLM:
+        """The model saved in a folder by :meth:`save_pretrained` or by ``mamba_ssm``.
+
+        Args:
+            folder: has ``config.json`` and ``pytorch_model.bin``, or ``model.safetensors`` where safetensors is installed.
+                Where huggingface_hub is installed, also a name on the hub, such as ``"state-spaces/mamba-130m"``.
+            device: where the parameters are made.
+            dtype: dtype of the model, whatever that of the checkpoint.
+            config_overrides: fields of :class:`MambaConfig` that replace those of ``config.json``, such as
+                ``discretization="foh"``.
+
+        Raises:
+            FileNotFoundError: there is no such folder, or a file is missing in it.
+            ValueError: ``config.json`` is not that of such a model, or a field has a value that is not supported.
+            RuntimeError: the parameters in the folder are not those of the model that ``config.json`` describes.
+        """
+        folder = find_folder(folder)
+        config = load_config(folder)
+        if config_overrides:
+            config = dataclasses.replace(config, **config_overrides)
+        weights = load_weights(folder)
+        if config.tie_embeddings:
+            # A file without shared tensors has only one of the two.
+            for name, other in (("lm_head", "backbone.embedding"), ("backbone.embedding", "lm_head")):
+                if f"{other}.weight" in weights:
+                    weights.setdefault(f"{name}.weight", weights[f"{other}.weight"])
+        model = cls(config, device=device, dtype=dtype)
+        model.load_state_dict(weights, strict=True)
+        return model
+
+    def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
+        """Writes ``config.json`` and ``pytorch_model.bin``; makes the folder if it is missing.
+
+        ``mamba_ssm``'s ``MambaLMHeadModel.from_pretrained`` reads them if the mixer is ``"Mamba"`` or ``"Mamba2"`` and the
+        discretization ``"zoh"``.
+        """
+        save(Path(folder), self.config, self.state_dict())
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A CUDA graph can be neither copied nor pickled."""
+        return self.__dict__ | {"_graphed": None}
+
+    def _graphed_step(self, batch_size: int) -> GraphedStep:
+        if self._graphed is None or self._graphed.key != GraphedStep.make_key(self, batch_size):
+            self._graphed = None  # frees the memory of the old one first
+            self._graphed = GraphedStep(self, batch_size)
+        return self._graphed
+
+    @staticmethod
+    def _check_tokens(name: str, input_ids: Any) -> None:
+        check_shape(name, "input_ids", input_ids, "(batch, seqlen)", (None, None))
+        if input_ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"{name}: expected input_ids of dtype int32 or int64, got {input_ids.dtype}")

@@ -1,0 +1,150 @@
+r"""A minGRU or minLSTM in the place of a Mamba mixer: a short convolution before it, a gate and a projection after it.
+
+For hidden states :math:`s_t` of ``d_model`` channels, with ``d_inner = expand * d_model``:
+
+.. math::
+    x_t &= \mathrm{silu}(b + \textstyle\sum_{k=0}^{w-1} K_k \odot s_{t-w+1+k}), \qquad w = \mathrm{d\_conv} \\
+    h_t &= \mathrm{RNN}(x)_t \\
+    \mathrm{out}_t &= W_{out}\, (h_t \odot \mathrm{silu}(W_{gate} s_t + b_{gate}))
+
+RNN is a layer of ``nn/minrnn.py`` from ``d_model`` to ``d_inner`` channels. Source of the convolution before it: Feng et al.,
+*Were RNNs All We Needed?* (arXiv 2410.01201), appendix on language modelling; of the gate: Gu and Dao, *Mamba*
+(arXiv 2312.00752), section 3.4.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int
+from ..nn.common import ConvMixer, expanded, short_convolution, wide_dtype
+from ..nn.minrnn import MinGRU, MinLSTM
+
+__all__ = ["RecurrentMixer"]
+
+_LAYERS = {"MinGRU": MinGRU, "MinLSTM": MinLSTM}
+
+
+class RecurrentMixer(ConvMixer):
+    """A causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model) around a minGRU or minLSTM, called as ``nn.Mamba`` is.
+
+    Parameters, with parts = 2 for a minGRU and 3 for a minLSTM: ``conv1d.weight`` (d_model, 1, d_conv), ``conv1d.bias``
+    (d_model,), ``rnn.weight_ih_l0`` (parts d_inner, d_model), ``rnn.bias_ih_l0`` (parts d_inner,), ``gate_proj.weight``
+    (d_inner, d_model), ``out_proj.weight`` (d_model, d_inner); with ``bias`` also ``gate_proj.bias`` and ``out_proj.bias``.
+
+    The bias of the gate that lets the candidate in is uniform in [-4, 0] at initialization, so that states last from two to
+    some fifty steps; around zero they would last about two.
+
+    Args:
+        d_model: channels of input and output.
+        rnn: ``"MinGRU"`` or ``"MinLSTM"``.
+        d_conv: width of the convolution.
+        expand: ``d_inner = int(expand * d_model)``.
+        candidate_activation: see :class:`ssm_kernels.nn.MinGRU`.
+        conv_bias: whether the convolution has a bias.
+        bias: whether ``gate_proj`` and ``out_proj`` have one.
+        layer_idx: key of this layer in the cache of ``inference_params``.
+        device: where the parameters are made.
+        dtype: dtype of the layer. States are float32 (float64 in a float64 layer).
+
+    Raises:
+        ValueError: an argument is not as above.
+        TypeError: an argument is of another type.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        rnn: str = "MinGRU",
+        d_conv: int = 4,
+        expand: float = 2,
+        candidate_activation: str | None = None,
+        conv_bias: bool = True,
+        bias: bool = False,
+        layer_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        name = type(self).__name__
+        check_int(name, "d_model", d_model)
+        check_choice(name, "rnn", rnn, [*_LAYERS])
+        check_bools(name, conv_bias=conv_bias, bias=bias)
+        check_optional_int(name, "layer_idx", layer_idx, low=0)
+        check_dtype(name, dtype)
+        self.d_model, self.d_conv, self.expand, self.layer_idx = d_model, d_conv, expand, layer_idx
+        self.d_inner = expanded(name, expand, d_model)
+        self.conv1d = short_convolution(name, d_model, d_conv, conv_bias, device, dtype)
+        self.rnn = _LAYERS[rnn](
+            d_model, self.d_inner, batch_first=True, candidate_activation=candidate_activation, device=device, dtype=dtype
+        )
+        self.gate_proj = nn.Linear(d_model, self.d_inner, bias=bias, device=device, dtype=dtype)
+        self.out_proj = nn.Linear(self.d_inner, d_model, bias=bias, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Initializes the bias of the gate that lets the candidate in; submodules have a ``reset_parameters`` of their own."""
+        # Both layers have the candidate's bias last and this gate's before it.
+        self.rnn.get_parameter("bias_ih_l0")[-2 * self.d_inner : -self.d_inner].uniform_(-4, 0)
+
+    def forward(self, hidden_states: Tensor, inference_params: Any = None) -> Tensor:
+        """Mixes a sequence.
+
+        Args:
+            hidden_states: (batch, seqlen, d_model), any strides.
+            inference_params: as in :class:`ssm_kernels.nn.Mamba`.
+
+        Returns:
+            (batch, seqlen, d_model).
+
+        Raises:
+            ValueError: a shape is not as above, or the layer has no ``layer_idx`` for ``inference_params``.
+            TypeError: ``hidden_states`` is not a tensor, or ``inference_params`` lacks an attribute.
+        """
+        self._check_sequences("hidden_states", hidden_states)
+        return self._mix_or_step(hidden_states, inference_params)
+
+    @torch.no_grad()
+    def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes one time step, for decoding. Not differentiable.
+
+        Args:
+            hidden_states: (batch, 1, d_model).
+            conv_state: the last ``d_conv`` inputs, (batch, d_model, d_conv), modified in place.
+            ssm_state: the state of the recurrence, (batch, d_inner), modified in place.
+
+        Returns:
+            ``out``, (batch, 1, d_model), and the two states.
+
+        Raises:
+            ValueError: ``hidden_states`` has more than one time step, or a state another shape. Neither state is modified then.
+            TypeError: an argument is not a tensor.
+        """
+        self._check_one_step(hidden_states, conv_state, ssm_state)
+        x, inputs = self._convolve(hidden_states, conv_state)
+        h, h_n = self.rnn.step(x[:, 0], ssm_state[None])
+        conv_state.copy_(inputs)
+        ssm_state.copy_(h_n[0])
+        return self._finish(h[:, None], hidden_states), conv_state, ssm_state
+
+    def extra_repr(self) -> str:
+        return f"d_model={self.d_model}, d_inner={self.d_inner}, d_conv={self.d_conv}"
+
+    def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+        x, inputs = self._convolve(hidden_states, conv_state)
+        h, h_n = self.rnn(x, None if ssm_state is None else ssm_state[None])
+        return self._finish(h, hidden_states), inputs, h_n[0]
+
+    def _finish(self, h: Tensor, hidden_states: Tensor) -> Tensor:
+        return self.out_proj(h * F.silu(self.gate_proj(hidden_states)))
+
+    def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
+        weight = self.out_proj.weight
+        dtype = wide_dtype(weight.dtype) if dtype is None else dtype
+        return torch.zeros(batch_size, self.d_inner, device=weight.device, dtype=dtype)

@@ -1,0 +1,227 @@
+r"""The residual block of Mamba's language models: add, norm, mixer and, where a model has one, a gated MLP.
+
+For the output :math:`x` of the previous block and the residual stream :math:`r`:
+
+.. math::
+    r' &= r + x, \qquad y = \mathrm{mixer}(\mathrm{norm}(r')) \\
+    r'' &= r' + y, \qquad \mathrm{out} = \mathrm{mlp}(\mathrm{norm}_2(r''))
+
+A block returns its last output and the residual stream apart. The next block adds them, so that the sum and the norm are one
+operator. Source: Gu and Dao, *Mamba* (arXiv 2312.00752), section 3.4; ``mamba_ssm`` has the block in this form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from .checks import check_bools, check_dtype, check_int, check_optional_int, check_shape
+from .common import wide_dtype
+
+__all__ = ["Block", "GatedMLP", "add_norm"]
+
+
+class GatedMLP(nn.Module):
+    """A gated MLP (SwiGLU with the default activation), ``fc2(value * activation(gate))`` with ``(value, gate) = fc1(x)``.
+
+    The names and shapes of the parameters are those of ``mamba_ssm``'s ``GatedMLP``: ``fc1.weight`` (2 hidden, in_features),
+    ``fc2.weight`` (out_features, hidden); with ``bias`` also ``fc1.bias`` and ``fc2.bias``.
+
+    Args:
+        in_features: channels of the input.
+        hidden_features: channels of value and gate, rounded up to a multiple of ``multiple_of``; ``None`` is
+            ``8 * in_features / 3``.
+        out_features: channels of the output; ``None`` is ``in_features``.
+        activation: of the gate.
+        bias: whether the two projections have one.
+        multiple_of: see ``hidden_features``.
+        device: where the parameters are made.
+        dtype: dtype of the parameters.
+
+    Raises:
+        ValueError: a size is not positive.
+        TypeError: an argument is of another type.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hidden_features: int | None = None,
+        out_features: int | None = None,
+        activation: Callable[[Tensor], Tensor] = F.silu,
+        bias: bool = False,
+        multiple_of: int = 128,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        check_int("GatedMLP", "in_features", in_features)
+        check_optional_int("GatedMLP", "hidden_features", hidden_features)
+        check_optional_int("GatedMLP", "out_features", out_features)
+        check_int("GatedMLP", "multiple_of", multiple_of)
+        check_bools("GatedMLP", bias=bias)
+        check_dtype("GatedMLP", dtype)
+        hidden = 8 * in_features // 3 if hidden_features is None else hidden_features
+        hidden = -(-hidden // multiple_of) * multiple_of
+        out_features = in_features if out_features is None else out_features
+        self.activation = activation
+        self.fc1 = nn.Linear(in_features, 2 * hidden, bias=bias, device=device, dtype=dtype)
+        self.fc2 = nn.Linear(hidden, out_features, bias=bias, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """(..., in_features) -> (..., out_features)."""
+        value, gate = self.fc1(x).chunk(2, dim=-1)
+        return self.fc2(value * self.activation(gate))
+
+
+def _composed_add_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    eps: float,
+    residual_in_fp32: bool,
+    is_rms_norm: bool,
+) -> tuple[Tensor, Tensor]:
+    wide = wide_dtype(x.dtype)
+    total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
+    size, weight, bias = total.shape[-1:], weight.to(wide), None if bias is None else bias.to(wide)
+    if is_rms_norm:
+        normed = F.rms_norm(total, size, weight, eps)
+        normed = normed if bias is None else normed + bias
+    else:
+        normed = F.layer_norm(total, size, weight, bias, eps)
+    narrow = x.dtype if residual is None else residual.dtype
+    return normed.to(x.dtype), total if residual_in_fp32 else total.to(narrow)
+
+
+def add_norm(
+    norm: nn.Module, x: Tensor, residual: Tensor | None, *, fused: bool, residual_in_fp32: bool
+) -> tuple[Tensor, Tensor]:
+    """``norm(x + residual)`` in the dtype of ``x``, and the sum, which is the new residual stream.
+
+    Args:
+        norm: an ``nn.RMSNorm`` or ``nn.LayerNorm`` if ``fused``, else any module.
+        x: (..., channels).
+        residual: shape of ``x``; zero if absent.
+        fused: reads the parameters of ``norm`` and computes sum and norm in fp32 (fp64 for fp64). Otherwise the sum has the
+            dtype that PyTorch gives it, and ``norm`` is called with the sum in the dtype of its weight.
+        residual_in_fp32: the sum is float32, or float64 if it would be without this argument.
+    """
+    if fused:
+        assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm)) and norm.eps is not None
+        return _composed_add_norm(
+            x,
+            residual,
+            norm.weight,
+            getattr(norm, "bias", None),
+            eps=norm.eps,
+            residual_in_fp32=residual_in_fp32,
+            is_rms_norm=isinstance(norm, nn.RMSNorm),
+        )
+    residual = x if residual is None else x + residual
+    weight = getattr(norm, "weight", None)
+    normed = norm(residual if weight is None else residual.to(weight.dtype))
+    return normed, residual.to(wide_dtype(residual.dtype)) if residual_in_fp32 else residual
+
+
+def check_fused_norm(layer: str, norm: nn.Module) -> None:
+    """A norm whose parameters :func:`add_norm` can read."""
+    if not isinstance(norm, (nn.RMSNorm, nn.LayerNorm)):
+        raise TypeError(
+            f"{layer}: expected norm_cls to make an nn.RMSNorm or nn.LayerNorm with fused_add_norm, got {type(norm).__name__}"
+        )
+    if norm.weight is None or norm.eps is None or len(norm.normalized_shape) != 1:
+        raise ValueError(f"{layer}: expected a norm of the last axis with a weight and an eps with fused_add_norm, got {norm}")
+
+
+class Block(nn.Module):
+    """A residual block: add, norm, mixer and, with ``mlp_cls``, add, norm, MLP. See the formulas of ``block.py``.
+
+    Constructor, calls and the names of the parameters are those of ``mamba_ssm``'s ``Block``: ``norm.*``, ``mixer.*`` and,
+    with an MLP, ``norm2.*`` and ``mlp.*``.
+
+    Args:
+        dim: channels.
+        mixer_cls: makes the mixer: ``mixer_cls(dim)`` maps (batch, seqlen, dim) to itself and takes ``inference_params``.
+        mlp_cls: makes the MLP: ``mlp_cls(dim)``, such as ``functools.partial(GatedMLP, hidden_features=1024)``.
+            ``nn.Identity`` is no MLP.
+        norm_cls: makes each norm: ``norm_cls(dim)``.
+        fused_add_norm: computes sum and norm in one operator, in fp32 (fp64 for fp64) whatever the dtype of the input. It reads
+            the parameters of an ``nn.RMSNorm`` or ``nn.LayerNorm`` and does not call the module, so hooks on it do not run.
+        residual_in_fp32: keeps the residual stream in float32 (float64 in a float64 model).
+
+    Raises:
+        ValueError: ``dim`` is not positive, or a norm lacks the weight or the eps that ``fused_add_norm`` reads.
+        TypeError: an argument is of another type, or ``fused_add_norm`` cannot read the norm.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        mixer_cls: Callable[[int], nn.Module],
+        mlp_cls: Callable[[int], nn.Module] = nn.Identity,
+        norm_cls: Callable[[int], nn.Module] = nn.LayerNorm,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+    ) -> None:
+        super().__init__()
+        check_int("Block", "dim", dim)
+        check_bools("Block", fused_add_norm=fused_add_norm, residual_in_fp32=residual_in_fp32)
+        self.dim, self.fused_add_norm, self.residual_in_fp32 = dim, fused_add_norm, residual_in_fp32
+        # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
+        self.norm = norm_cls(dim)
+        self.mixer = mixer_cls(dim)
+        self.mlp: nn.Module | None = None
+        if mlp_cls is not nn.Identity:
+            self.norm2 = norm_cls(dim)
+            self.mlp = mlp_cls(dim)
+        if fused_add_norm:
+            check_fused_norm("Block", self.norm)
+
+    def forward(
+        self, hidden_states: Tensor, residual: Tensor | None = None, inference_params: Any = None, **mixer_kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Runs the block.
+
+        Args:
+            hidden_states: (batch, seqlen, dim), the output of the block before.
+            residual: the residual stream without ``hidden_states``, of the same shape; zero if absent, as in the first block.
+            inference_params: passed to the mixer; see :class:`.mamba.Mamba`.
+            mixer_kwargs: passed to the mixer.
+
+        Returns:
+            The output of the mixer or of the MLP, in the shape of ``hidden_states``, and the residual stream without it.
+
+        Raises:
+            ValueError: ``hidden_states`` or ``residual`` is not of the shape above.
+            TypeError: one of them is not a tensor, or the mixer does not take an argument.
+        """
+        check_shape("Block", "hidden_states", hidden_states, "(batch, seqlen, dim)", (None, None, self.dim))
+        if residual is not None:
+            check_shape("Block", "residual", residual, "(batch, seqlen, dim)", hidden_states.shape)
+        hidden_states, residual = self._add_norm(self.norm, hidden_states, residual)
+        hidden_states = self.mixer(hidden_states, inference_params=inference_params, **mixer_kwargs)
+        if self.mlp is not None:
+            hidden_states, residual = self._add_norm(self.norm2, hidden_states, residual)
+            hidden_states = self.mlp(hidden_states)
+        return hidden_states, residual
+
+    def allocate_inference_cache(
+        self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
+    ) -> Any:
+        """The mixer's states for decoding; see its method of this name."""
+        allocate = cast(Callable[..., Any], self.mixer.allocate_inference_cache)
+        return allocate(batch_size, max_seqlen, dtype=dtype, **kwargs)
+
+    def extra_repr(self) -> str:
+        return f"fused_add_norm={self.fused_add_norm}, residual_in_fp32={self.residual_in_fp32}"
+
+    def _add_norm(self, norm: nn.Module, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+        return add_norm(norm, x, residual, fused=self.fused_add_norm, residual_in_fp32=self.residual_in_fp32)

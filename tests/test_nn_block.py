@@ -1,0 +1,230 @@
+"""The residual block and its MLP: names as in mamba_ssm, values and gradients as a composition in plain PyTorch, decoding."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from helpers import assert_as_accurate, says
+from torch import Tensor
+
+from ssm_kernels.nn import Block, GatedMLP, Mamba, Mamba2
+
+DIM = 8
+NORMS = {"rms": functools.partial(nn.RMSNorm, eps=1e-3), "layer": functools.partial(nn.LayerNorm, eps=1e-3)}
+
+
+class Linear(nn.Linear):
+    """A mixer that keeps what it is called with."""
+
+    def forward(self, x: Tensor, inference_params: Any = None, **kwargs: Any) -> Tensor:
+        self.called_with = inference_params, kwargs
+        return super().forward(x)
+
+
+def make_block(
+    norm: str = "rms", mlp: bool = False, dtype: torch.dtype = torch.float64, mixer: Any = None, **options: Any
+) -> Block:
+    """A block with parameters that are not at their initial values."""
+    torch.manual_seed(0)
+    mixer = functools.partial(Linear, DIM, dtype=dtype) if mixer is None else functools.partial(mixer, dtype=dtype)
+    block = Block(
+        DIM,
+        mixer,
+        functools.partial(GatedMLP, hidden_features=12, multiple_of=4, bias=True, dtype=dtype) if mlp else nn.Identity,
+        functools.partial(NORMS[norm], dtype=dtype),
+        **options,
+    )
+    with torch.no_grad():
+        for parameter in block.parameters():
+            parameter.add_(0.1 * torch.randn(parameter.shape).to(parameter))
+    return block
+
+
+def normalize(norm: nn.Module, x: Tensor) -> Tensor:
+    """The formula of either norm, not PyTorch's function."""
+    if isinstance(norm, nn.LayerNorm):
+        centred = x - x.mean(dim=-1, keepdim=True)
+        return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-3).sqrt() * norm.weight + norm.bias
+    return x / (x.square().mean(dim=-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+
+
+def composed(block: Block, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:
+    residual = x if residual is None else x + residual
+    y = F.linear(normalize(block.norm, residual), block.mixer.weight, block.mixer.bias)
+    if block.mlp is not None:
+        residual = residual + y
+        value, gate = F.linear(normalize(block.norm2, residual), block.mlp.fc1.weight, block.mlp.fc1.bias).chunk(2, dim=-1)
+        y = F.linear(value * gate * torch.sigmoid(gate), block.mlp.fc2.weight, block.mlp.fc2.bias)
+    return y, residual
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+# ----- what mamba_ssm has
+
+
+def test_signatures_are_those_of_mamba_ssm():
+    names = [*inspect.signature(Block.__init__).parameters][1:]
+    assert names == ["dim", "mixer_cls", "mlp_cls", "norm_cls", "fused_add_norm", "residual_in_fp32"]
+    names = [*inspect.signature(Block.forward).parameters][1:]
+    assert names == ["hidden_states", "residual", "inference_params", "mixer_kwargs"]
+    names = [*inspect.signature(GatedMLP.__init__).parameters][1:]
+    features = ["in_features", "hidden_features", "out_features"]
+    assert names == [*features, "activation", "bias", "multiple_of", "device", "dtype"]
+
+
+def test_names_and_shapes_of_parameters():
+    mixer = functools.partial(Mamba, d_state=2, layer_idx=0)
+    block = Block(DIM, mixer, functools.partial(GatedMLP, hidden_features=100), functools.partial(nn.RMSNorm, eps=1e-5))
+    shapes = {name: [*parameter.shape] for name, parameter in block.named_parameters()}
+    of_mixer = {f"mixer.{name}": [*parameter.shape] for name, parameter in mixer(DIM).named_parameters()}
+    expected = {"norm.weight": [DIM], **of_mixer, "norm2.weight": [DIM]}
+    expected |= {"mlp.fc1.weight": [256, DIM], "mlp.fc2.weight": [DIM, 128]}
+    assert shapes == expected and [*shapes] == [*expected]
+    assert [name for name, _ in Block(DIM, mixer).named_parameters()] == ["norm.weight", "norm.bias", *of_mixer]
+
+
+@pytest.mark.parametrize(
+    "arguments, hidden, out",
+    [({}, 128, 48), ({"multiple_of": 1}, 128, 48), ({"hidden_features": 129}, 256, 48), ({"out_features": 7}, 128, 7)],
+)
+def test_sizes_of_the_mlp(arguments, hidden, out):
+    mlp = GatedMLP(48, **arguments)
+    assert mlp.fc1.weight.shape == (2 * hidden, 48) and mlp.fc2.weight.shape == (out, hidden)
+    assert mlp.fc1.bias is None and mlp.fc2.bias is None
+    assert mlp(torch.randn(2, 3, 48)).shape == (2, 3, out)
+
+
+def test_activation_of_the_mlp():
+    mlp = GatedMLP(4, 6, activation=torch.tanh, multiple_of=2, dtype=torch.float64)
+    x = make(3, 4)
+    value, gate = F.linear(x, mlp.fc1.weight).split(6, dim=-1)
+    torch.testing.assert_close(mlp(x), F.linear(value * gate.tanh(), mlp.fc2.weight))
+
+
+# ----- values and gradients
+
+
+@pytest.mark.parametrize("residual_in_fp32", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("norm", NORMS)
+def test_values_and_gradients(norm, mlp, fused, residual_in_fp32):
+    block = make_block(norm, mlp, fused_add_norm=fused, residual_in_fp32=residual_in_fp32)
+    x, residual = (make(2, 5, DIM, seed=seed).requires_grad_() for seed in range(2))
+    cotangents = [make(2, 5, DIM, seed=seed) for seed in (2, 3)]
+    for inputs in ((x, residual), (x, None)):
+        leaves = [leaf for leaf in (*inputs, *block.parameters()) if leaf is not None]
+        actual, expected = block(*inputs), composed(block, *inputs)
+        torch.testing.assert_close(actual, expected)
+        gradients = (torch.autograd.grad(outputs, leaves, cotangents) for outputs in (actual, expected))
+        for got, wanted in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, wanted)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_fused_norm_is_as_accurate_as_pytorch(norm, dtype):
+    """Also with a residual stream in float32, which the sum does not round."""
+    block, wide = make_block(norm, dtype=dtype, fused_add_norm=True, residual_in_fp32=True), make_block(norm)
+    wide.load_state_dict({name: value.double() for name, value in block.state_dict().items()})
+    x, residual = make(2, 33, DIM, dtype=dtype), make(2, 33, DIM, dtype=torch.float32, seed=1)
+    y, total = block(x, residual)
+    assert y.dtype == dtype and total.dtype == torch.float32
+    torch.testing.assert_close(total, x.float() + residual, rtol=0, atol=0)
+    native = block.mixer(block.norm(x + residual.to(dtype)))
+    exact = composed(wide, x.double(), residual.double())[0]
+    assert_as_accurate(y.detach(), native.detach(), exact.detach(), "output")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_dtype_of_the_residual_stream(fused):
+    for dtype in (torch.bfloat16, torch.float32, torch.float64):
+        x = make(1, 2, DIM, dtype=dtype)
+        for in_fp32, expected in ((False, dtype), (True, torch.promote_types(dtype, torch.float32))):
+            block = make_block(dtype=dtype, mlp=True, fused_add_norm=fused, residual_in_fp32=in_fp32)
+            y, residual = block(x)
+            assert y.dtype == dtype and residual.dtype == expected
+            y, residual = block(y, residual)
+            assert y.dtype == dtype and residual.dtype == expected
+
+
+def test_autocast():
+    """Float32 parameters and residual stream around projections in bfloat16."""
+    block = make_block(mlp=True, dtype=torch.float32, fused_add_norm=True, residual_in_fp32=True)
+    x, residual = make(2, 9, DIM, dtype=torch.bfloat16), make(2, 9, DIM, dtype=torch.float32, seed=1)
+    with torch.autocast("cpu", torch.bfloat16):
+        y, total = block(x, residual)
+    assert y.dtype == torch.bfloat16 and total.dtype == torch.float32
+    y.float().square().sum().backward()
+    for name, parameter in block.named_parameters():
+        assert parameter.grad.dtype == torch.float32 and parameter.grad.abs().max() > 0, name
+
+
+# ----- mixers and decoding
+
+
+def test_mixer_is_given_the_arguments():
+    block = make_block()
+    params = SimpleNamespace()
+    block(make(1, 2, DIM), inference_params=params, seq_idx=3)
+    assert block.mixer.called_with == (params, {"seq_idx": 3})
+
+
+@pytest.mark.parametrize("mlp", [False, True])
+@pytest.mark.parametrize("mixer", [Mamba, functools.partial(Mamba2, headdim=4)])
+def test_steps_are_the_whole_sequence(mixer, mlp):
+    block = make_block(mlp=mlp, mixer=functools.partial(mixer, d_state=3, layer_idx=0), fused_add_norm=True)
+    x, residual = make(2, 7, DIM), make(2, 7, DIM, seed=1)
+    with torch.no_grad():
+        whole = block(x, residual)
+        states = block.allocate_inference_cache(2, 7)
+        params = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={0: states})
+        pieces = []
+        for begin, end in ((0, 3), (3, 4), (4, 6), (6, 7)):
+            params.seqlen_offset = begin
+            pieces.append(block(x[:, begin:end], residual[:, begin:end], inference_params=params))
+    for got, wanted in zip(zip(*pieces, strict=True), whole, strict=True):
+        torch.testing.assert_close(torch.cat(got, dim=1), wanted)
+    assert params.key_value_memory_dict[0] is states
+
+
+# ----- errors
+
+
+def test_bad_arguments():
+    with pytest.raises(ValueError, match="Block: expected dim to be at least 1, got 0"):
+        Block(0, Linear)
+    with pytest.raises(TypeError, match="Block: expected fused_add_norm to be a bool, got int"):
+        Block(DIM, functools.partial(Linear, DIM), fused_add_norm=1)
+    with pytest.raises(TypeError, match=says("nn.RMSNorm or nn.LayerNorm with fused_add_norm, got BatchNorm1d")):
+        Block(DIM, functools.partial(Linear, DIM), norm_cls=nn.BatchNorm1d, fused_add_norm=True)
+    for norm in (nn.RMSNorm, functools.partial(nn.LayerNorm, elementwise_affine=False)):
+        with pytest.raises(ValueError, match=says("a norm of the last axis with a weight and an eps")):
+            Block(DIM, functools.partial(Linear, DIM), norm_cls=norm, fused_add_norm=True)
+    with pytest.raises(ValueError, match="GatedMLP: expected hidden_features to be at least 1, got 0"):
+        GatedMLP(4, 0)
+    with pytest.raises(ValueError, match="GatedMLP: expected multiple_of to be at least 1, got 0"):
+        GatedMLP(4, multiple_of=0)
+
+
+def test_bad_calls():
+    block = make_block()
+    for bad in (make(2, DIM), make(2, 3, DIM + 1)):
+        with pytest.raises(
+            ValueError, match=says("Block: expected hidden_states of shape (batch, seqlen, dim)", f"{[*bad.shape]}")
+        ):
+            block(bad)
+    with pytest.raises(ValueError, match=says("Block: expected residual of shape (batch, seqlen, dim)", "got [2, 1, 8]")):
+        block(make(2, 3, DIM), make(2, 1, DIM))
+    with pytest.raises(TypeError, match="Block: expected hidden_states to be a tensor, got list"):
+        block([1.0])
