@@ -20,15 +20,20 @@ import matplotlib.style  # noqa: E402
 from plot_helpers import assert_legible  # noqa: E402
 
 TRAIN = Path(__file__).parents[1] / "examples" / "train_sequence.py"
+CHAR_LM = TRAIN.with_name("char_lm.py")
 
 # 2 epochs of 13 steps.
 SHORT = ["--epochs", "2", "--batch-size", "100", "--d-model", "8", "--n-layers", "1"]
 
 
-@pytest.fixture
-def train(capsys):
+# 4 steps of 3 sequences of 20 bytes, of this file.
+SHORT_LM = ["--steps", "4", "--batch-size", "3", "--seqlen", "20", "--d-model", "16", "--n-layers", "1", "--sample", "30"]
+SHORT_LM += ["--text", __file__]
+
+
+def calls(script: Path, capsys):
     """Calls the script's ``main``, which is quicker than a process of its own; returns what it prints."""
-    main, threads = runpy.run_path(str(TRAIN))["main"], torch.get_num_threads()
+    main, threads = runpy.run_path(str(script))["main"], torch.get_num_threads()
 
     def run(*arguments: str | Path) -> str:
         main([str(argument) for argument in arguments])
@@ -38,20 +43,39 @@ def train(capsys):
     torch.set_num_threads(threads)
 
 
-@pytest.fixture
-def mistake(train, capsys):
-    """Calls ``main`` with arguments that it must refuse; returns what it then writes to stderr."""
+def refusals(script: Path, run, capsys):
+    """Calls ``run`` with arguments that it must refuse; returns what it then writes to stderr."""
 
-    def run(*arguments: str | Path) -> str:
+    def refused(*arguments: str | Path) -> str:
         with pytest.raises(SystemExit) as stop:
-            train(*arguments)
+            run(*arguments)
         assert stop.value.code
         # A message as the exit code is printed by the interpreter.
         message = capsys.readouterr().err + (f"{stop.value.code}\n" if isinstance(stop.value.code, str) else "")
-        assert message.startswith("train_sequence.py: error: ") and message.index("\n") == len(message) - 1, message
+        assert message.startswith(f"{script.name}: error: ") and message.index("\n") == len(message) - 1, message
         return message
 
-    return run
+    return refused
+
+
+@pytest.fixture
+def train(capsys):
+    yield from calls(TRAIN, capsys)
+
+
+@pytest.fixture
+def mistake(train, capsys):
+    return refusals(TRAIN, train, capsys)
+
+
+@pytest.fixture
+def char_lm(capsys):
+    yield from calls(CHAR_LM, capsys)
+
+
+@pytest.fixture
+def mistake_of_char_lm(char_lm, capsys):
+    return refusals(CHAR_LM, char_lm, capsys)
 
 
 def read(checkpoint: Path) -> dict:
@@ -198,9 +222,107 @@ def test_checkpoints_that_do_not_fit(tmp_path, train, mistake):
         assert "run.pt is not a checkpoint" in mistake(*resume)
 
 
-def test_missing_packages():
-    """Python with an import that fails: what the example says without scikit-learn."""
-    program = f"import sys, runpy; sys.modules['sklearn'] = None; runpy.run_path({str(TRAIN)!r}, run_name='__main__')"
+@pytest.mark.parametrize(
+    "script, package, install", [(TRAIN, "sklearn", "scikit-learn tqdm matplotlib"), (CHAR_LM, "tqdm", "tqdm matplotlib")]
+)
+def test_missing_packages(script, package, install):
+    """Python with an import that fails: what the example says without scikit-learn, or without tqdm."""
+    program = f"import sys, runpy; sys.modules[{package!r}] = None; runpy.run_path({str(script)!r}, run_name='__main__')"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert run.returncode == 1
-    assert re.fullmatch(r"train_sequence\.py: error: .*sklearn.*: pip install scikit-learn tqdm matplotlib\n", run.stderr)
+    assert re.fullmatch(rf"{re.escape(script.name)}: error: .*{package}.*: pip install {install}\n", run.stderr)
+
+
+# ----- char_lm.py
+
+
+def test_char_lm_learns_and_writes(tmp_path):
+    """As a user runs it, in a process of its own, on the text that it finds by itself."""
+    arguments = ["--steps=40", "--d-model=32", "--batch-size=4", "--seqlen=64", "--sample=50", "--prompt=def "]
+    arguments += ["--checkpoint=run.pt", "--plot=curve.png"]
+    run = subprocess.run([sys.executable, CHAR_LM, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert run.returncode == 0, run.stderr
+    checkpoint = read(tmp_path / "run.pt")
+    assert len(checkpoint["losses"]) == 40
+    assert [step for step, _ in checkpoint["tests"]] == [*range(5, 41, 5)]
+    # An untrained model of bytes has 8 bits.
+    assert checkpoint["losses"][0] == pytest.approx(8, abs=0.2)
+    assert checkpoint["tests"][-1][1] < 5.5 and sum(checkpoint["losses"][-5:]) / 5 < 5.5
+    assert f"test loss: {checkpoint['tests'][-1][1]:.2f} bits per byte after 40 steps" in run.stdout
+    assert "mamba (discretization zoh)\n" in run.stdout and (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    sample = run.stdout.partition("sample:\n")[2]
+    assert sample.startswith("def ") and 20 <= len(sample.removesuffix("\n")) <= 54
+
+
+@pytest.mark.parametrize("stop, model", [(1, "mamba"), (3, "mamba2"), (3, "mingru"), (2, "minlstm")])
+def test_char_lm_stopped_and_resumed_is_one_run(stop, model, tmp_path, char_lm):
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    options = (*SHORT_LM, "--model", model)
+    expected = char_lm(*options, "--checkpoint", whole)
+    char_lm(*options, "--checkpoint", parts, "--max-steps", stop)
+    assert len(read(parts)["losses"]) == stop
+    resumed = char_lm(*options, "--checkpoint", parts, "--resume")
+    assert resumed.partition("sample:")[2] == expected.partition("sample:")[2] != ""
+    a, b = read(whole), read(parts)
+    assert a["losses"] == b["losses"] and a["tests"] == b["tests"] and len(a["losses"]) == 4
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+
+
+def test_seed_model_and_discretization_decide_the_run_of_char_lm(tmp_path, char_lm):
+    losses = []
+    for arguments in ([], [], ["--seed", "1"], ["--discretization", "foh"], ["--model", "mamba2"], ["--model", "mingru"]):
+        char_lm(*SHORT_LM, "--checkpoint", tmp_path / "run.pt", "--max-steps", "2", *arguments)
+        losses.append(read(tmp_path / "run.pt")["losses"])
+    first, again, *others = losses
+    assert first == again
+    assert all(other != first for other in others)
+
+
+@pytest.mark.parametrize("steps", [1, 30, 800])
+def test_curve_of_char_lm_is_legible(steps):
+    example = runpy.run_path(str(CHAR_LM))
+    history = example["History"]([8 * 0.99**step for step in range(steps)], [(max(1, steps // 2), 5.0), (steps, 2.31)])
+    with matplotlib.style.context(example["STYLE"]):
+        title = "mamba2 (discretization highorder) on Python's reference pages"
+        assert_legible(example["learning_curve"](history, title))
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--discretization", "tustin"], ["tustin", *ssm_kernels.discretizations]),
+        (["--model", "lstm"], ["--model", "lstm", "mamba", "mamba2", "mingru", "minlstm"]),
+        (["--model", "mamba2", "--discretization", "bilinear"], ["--discretization", "bilinear", "zoh", "foh"]),
+        (["--steps", "0"], ["--steps", "0"]),
+        (["--text", "no/such/file"], ["--text", "cannot read"]),
+        (["--seqlen", "100000"], ["--seqlen 100000", "bytes are too few"]),
+        (["--prompt", ""], ["--prompt"]),
+        (["--device", "abacus"], ["--device", "abacus"]),
+        (["--plot", "curve.svg"], ["--plot", "curve.svg", ".png"]),
+        (["--checkpoint", "no/such/folder/run.pt"], ["--checkpoint", "no/such/folder"]),
+        (["--resume"], ["--resume", "--checkpoint"]),
+    ],
+)
+def test_bad_arguments_of_char_lm(arguments, words, mistake_of_char_lm):
+    message = mistake_of_char_lm(*arguments)
+    assert all(word in message for word in words), message
+
+
+def test_checkpoints_that_do_not_fit_char_lm(tmp_path, char_lm, mistake_of_char_lm):
+    checkpoint = tmp_path / "run.pt"
+    char_lm(*SHORT_LM, "--checkpoint", checkpoint, "--max-steps", "2")
+    resume = (*SHORT_LM, "--checkpoint", checkpoint, "--resume")
+    assert "lr 0.006, not 0.5" in mistake_of_char_lm(*resume, "--lr", "0.5")
+    assert "text " in mistake_of_char_lm(*resume, "--text", CHAR_LM)
+    assert "2 steps already" in mistake_of_char_lm(*resume, "--max-steps", "2")
+    checkpoint.write_text("")
+    assert "run.pt is not a checkpoint" in mistake_of_char_lm(*resume)
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("model", ["mamba", "mamba2", "mingru", "minlstm"])
+def test_char_lm_on_cuda_is_as_on_the_cpu(model, tmp_path, char_lm):
+    for device in ("cpu", "cuda"):
+        printed = char_lm(*SHORT_LM, "--model", model, "--checkpoint", tmp_path / f"{device}.pt", "--device", device)
+        assert "sample:" in printed
+    assert read(tmp_path / "cuda.pt")["losses"] == pytest.approx(read(tmp_path / "cpu.pt")["losses"], abs=1e-2)
