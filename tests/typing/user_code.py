@@ -8,7 +8,7 @@ from torch.nn.utils.rnn import PackedSequence
 from typing_extensions import assert_type
 
 import ssm_kernels
-from ssm_kernels import reference
+from ssm_kernels import models, reference
 
 Pair = tuple[Tensor, Tensor]
 x = torch.zeros(1, 2, 3)
@@ -61,6 +61,15 @@ def the_reference_as_well(flag: bool) -> None:
     assert_type(reference.mingru_scan(x, x), Tensor)
     assert_type(reference.mingru_scan(x, x, return_last_state=True), Pair)
     assert_type(reference.mingru_scan(x, x, return_last_state=flag), Tensor | Pair)
+
+
+def language_models() -> None:
+    model = models.MambaLM(models.MambaConfig(d_model=16, n_layer=1, mixer="MinGRU"))
+    assert_type(model.forward(x).logits, Tensor)
+    assert_type(model.generate(x, max_new_tokens=3, temperature=0.5, top_k=3), Tensor)
+    assert_type(models.MambaLM.from_pretrained("folder", discretization="foh"), models.MambaLM)
+    block = ssm_kernels.nn.Block(16, ssm_kernels.nn.Mamba, norm_cls=torch.nn.LayerNorm)
+    assert_type(block.forward(x), Pair)
 
 
 def steps() -> None:
