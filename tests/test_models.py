@@ -587,6 +587,16 @@ def test_nothing_has_a_gradient():
     model(model.generate(tokens, 5)).logits.sum().backward()
 
 
+def test_inference_mode(device):
+    """A graph that is kept from inference mode is used outside of it too."""
+    model, tokens = make_talker("Mamba", device), make_tokens(2, 3, device=device)
+    with torch.inference_mode():
+        inside = model.generate(tokens, 9, temperature=0)
+    assert torch.equal(model.generate(tokens, 9, temperature=0), inside)
+    with torch.inference_mode():
+        assert torch.equal(model.generate(tokens, 9, temperature=0), inside)
+
+
 # ----- CUDA graphs
 
 

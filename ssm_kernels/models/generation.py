@@ -20,7 +20,6 @@ from ..nn.checks import (
     check_optional_int,
     check_probability,
     check_shape,
-    check_tensor,
 )
 
 __all__ = ["GraphedStep", "InferenceParams", "Streamer", "generate", "sample"]
@@ -53,7 +52,7 @@ class Streamer(Protocol):
     def end(self) -> None: ...
 
 
-def _check_sampling(name: str, temperature: Any, top_k: Any, top_p: Any, generator: Any) -> None:
+def check_sampling(name: str, temperature: Any, top_k: Any, top_p: Any, generator: Any) -> None:
     check_not_negative(name, "temperature", temperature)
     check_int(name, "top_k", top_k, low=0)
     check_probability(name, "top_p", top_p)
@@ -85,7 +84,7 @@ def sample(
         TypeError: an argument is of another type.
     """
     check_shape("sample", "logits", logits, "(batch, vocab_size)", (None, None))
-    _check_sampling("sample", temperature, top_k, top_p, generator)
+    check_sampling("sample", temperature, top_k, top_p, generator)
     return _sample(logits, temperature, top_k, top_p, generator)
 
 
@@ -127,14 +126,12 @@ class GraphedStep:
     def __init__(self, model: Any, batch_size: int) -> None:
         device = model.lm_head.weight.device
         self.key = self.make_key(model, batch_size)
-        self.inference_params = InferenceParams(
-            max_seqlen=0, max_batch_size=batch_size, key_value_memory_dict=model.allocate_inference_cache(batch_size, 0)
-        )
-        self._input_ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
         self._graph = torch.cuda.CUDAGraph()
-        # Any offset but 0: the mixers then step.
-        self.inference_params.seqlen_offset = 1
-        with torch.cuda.device(device), torch.no_grad(), _no_autocast_cache():
+        # States that were made in inference mode could not be updated outside of it.
+        with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
+            # Any offset but 0: the mixers then step.
+            self.inference_params = InferenceParams(0, batch_size, 1, model.allocate_inference_cache(batch_size, 0))
+            self._input_ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
@@ -172,7 +169,6 @@ def check_generation(
     name: str, input_ids: Any, max_length: Any, max_new_tokens: Any, eos_token_id: Any, cg: Any, vocab_size: int
 ) -> int:
     """Checks the arguments of ``generate``, those of sampling apart; returns the length of the result."""
-    check_tensor(name, "input_ids", input_ids)
     check_shape(name, "input_ids", input_ids, "(batch, seqlen)", (None, None))
     batch, prompt = input_ids.shape
     if batch == 0 or prompt == 0:
@@ -206,7 +202,6 @@ def generate(
     generator: torch.Generator | None,
 ) -> Tensor:
     """The loop of :meth:`.mamba_lm.MambaLM.generate`, with checked arguments; ``graphed`` does the steps if it is given."""
-    _check_sampling("MambaLM.generate", temperature, top_k, top_p, generator)
     batch, prompt = input_ids.shape
     vocab_size = model.config.vocab_size
     if graphed is None:

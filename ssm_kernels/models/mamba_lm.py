@@ -24,7 +24,7 @@ from ..nn.mamba import Mamba
 from ..nn.mamba2 import Mamba2
 from .checkpoints import find_folder, load_config, load_weights, save
 from .config import MambaConfig
-from .generation import GraphedStep, Streamer, check_generation, generate
+from .generation import GraphedStep, Streamer, check_generation, check_sampling, generate
 from .recurrent_mixer import RecurrentMixer
 
 __all__ = ["CausalLMOutput", "MambaLM", "MixerModel"]
@@ -265,6 +265,7 @@ class MambaLM(nn.Module):
         name = "MambaLM.generate"
         length = check_generation(name, input_ids, max_length, max_new_tokens, eos_token_id, cg, self.config.vocab_size)
         self._check_tokens(name, input_ids)
+        check_sampling(name, temperature, top_k, top_p, generator)
         graphed = None
         if cg or (cg is None and input_ids.device.type == "cuda"):
             graphed = self._graphed_step(input_ids.shape[0])
