@@ -48,11 +48,11 @@ MIXERS = {"mamba": "Mamba", "mamba2": "Mamba2", "mingru": "MinGRU", "minlstm": "
 
 
 def make_model(name: str, d_model: int, n_layers: int, discretization: str) -> MambaLM:
-    """A token is a byte."""
-    # Of a small model as many heads as of a large one, and states to match.
+    """A model whose tokens are bytes."""
+    # Mamba2's defaults, 64 channels a head and 128 states, suit larger models.
     sizes = {"mamba2": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32}}
     if name in ("mingru", "minlstm"):
-        discretization = "zoh"  # they have none
+        discretization = "zoh"  # these recurrences have none
     return MambaLM(
         MambaConfig(
             d_model=d_model,
@@ -66,7 +66,7 @@ def make_model(name: str, d_model: int, n_layers: int, discretization: str) -> M
 
 
 def default_text() -> bytes:
-    """Some 450 kB of English that ship with Python; where they are left out, the sources of its modules."""
+    """Python's reference pages, some 450 kB of English; the sources of its modules where they are not installed."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -104,7 +104,7 @@ def bits_per_byte(model: MambaLM, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def test_loss(model: MambaLM, text: Tensor, args: argparse.Namespace) -> float:
-    """Of 32 sequences, or as many as there are, evenly spread over the text."""
+    """The loss of 32 sequences that are evenly spread over the text, or of as many as it has."""
     count = min(32, len(text) // (args.seqlen + 1))
     starts = torch.linspace(0, len(text) - args.seqlen - 1, count).long()
     batches = windows(text, starts, args.seqlen).split(args.batch_size)
@@ -125,7 +125,7 @@ def make_optimizer(model: nn.Module, lr: float, total_steps: int) -> tuple[Optim
 
 
 def write(model: MambaLM, args: argparse.Namespace) -> str:
-    """The prompt and what the model makes of it."""
+    """The prompt and the bytes that the model draws after it."""
     prompt = torch.tensor([[*args.prompt.encode()]], device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens = model.generate(
@@ -161,7 +161,7 @@ def load_checkpoint(path: Path, run: dict[str, Any]) -> dict[str, Any]:
 
 
 class History(NamedTuple):
-    """What a run measures, in bits per byte.
+    """The losses of a run, in bits per byte.
 
     Attributes:
         losses: training loss of every step.
@@ -186,7 +186,7 @@ def learning_curve(history: History, title: str) -> Figure:
     axes.plot(steps, values, color="C1", marker=".", label=f"test: {values[-1]:.2f}")
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.set_title(title, loc="left")
-    # Below the panel, so that it covers no data.
+    # The legend goes below the panel, so that it covers no data.
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -201,7 +201,6 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}\n")
-        raise SystemExit(2)
 
 
 def number(kind: Callable[[str], float], low: float, high: float) -> Callable[[str], float]:

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from helpers import says
 from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from ssm_kernels import reference
 from ssm_kernels.models import InferenceParams, MambaConfig, MambaLM, MixerModel, RecurrentMixer, sample
@@ -855,10 +856,35 @@ def test_gradients_reach_every_parameter(mixer):
         assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name
 
 
+# ----- torch.compile and torch.export
+
+
+@pytest.mark.slow
+def test_compiles_once_for_all_lengths(device):
+    """With one mixer: those of the others are compiled in the tests of their layers."""
+    model = make_model("MinGRU", device, d_intermediate=20, n_layer=1)
+    parameters = [*model.parameters()]
+    counter = CompileCounterWithBackend("aot_eager")
+    torch._dynamo.reset()
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
+    graphs = []
+    for seqlen in (9, 5, 64):
+        tokens = make_tokens(2, seqlen, device=device)
+        actual, expected = compiled(tokens).logits, model(tokens).logits
+        torch.testing.assert_close(actual, expected)
+        gradients = (torch.autograd.grad(logits.square().sum(), parameters) for logits in (actual, expected))
+        for got, wanted in zip(*gradients, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-9)
+        graphs.append(counter.frame_count)
+    # The first call may be traced twice, as a module's float is a variable before it is found to be a constant.
+    assert graphs[0] == graphs[-1] <= 2
+
+
 @pytest.mark.slow
 @every_mixer
-def test_compiles(mixer):
-    model, tokens = make_model(mixer), make_tokens(2, 9)
-    torch._dynamo.reset()
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(tokens).logits, model(tokens).logits)
+def test_exports(mixer):
+    model = make_model(mixer, d_intermediate=20)
+    sizes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("seqlen")}}
+    program = torch.export.export(model, (make_tokens(2, 9),), dynamic_shapes=sizes)
+    for shape in ((2, 9), (3, 17)):
+        torch.testing.assert_close(program.module()(make_tokens(*shape)).logits, model(make_tokens(*shape)).logits)
