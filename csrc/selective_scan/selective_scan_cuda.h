@@ -27,7 +27,7 @@ constexpr int kVectorBytes = 16;
 
 // How the elements of a tile are moved: kVectorBytes at a time along the steps, or along the channels (of a matrix: the
 // states), or one by one.
-enum class Access : int { kAlongSteps, kAlongChannels, kSingly };
+enum class VectorAccess : int { kAlongSteps, kAlongChannels, kSingly };
 
 // How channels and time are shared out among blocks.
 struct Partition {

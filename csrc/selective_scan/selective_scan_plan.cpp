@@ -35,20 +35,21 @@ bool has_aligned_tiles(const SelectiveScanParams& p, const Partition& partition,
          partition.block_channels * bytes % kVectorBytes == 0;
 }
 
-Access access_of(const SequenceView& view, const SelectiveScanParams& p, const Partition& partition, int64_t bytes) {
-  if (is_along_steps(view, bytes)) return Access::kAlongSteps;
-  return is_along_channels(view, bytes) && has_aligned_tiles(p, partition, bytes) ? Access::kAlongChannels : Access::kSingly;
+VectorAccess access_of(const SequenceView& view, const SelectiveScanParams& p, const Partition& partition, int64_t bytes) {
+  if (is_along_steps(view, bytes)) return VectorAccess::kAlongSteps;
+  return is_along_channels(view, bytes) && has_aligned_tiles(p, partition, bytes) ? VectorAccess::kAlongChannels
+                                                                                  : VectorAccess::kSingly;
 }
 
-Access access_of(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
+VectorAccess access_of(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
   if (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_state})) {
-    return Access::kAlongSteps;
+    return VectorAccess::kAlongSteps;
   }
   if (view.stride_state == 1 && p.dstate * bytes % kVectorBytes == 0 &&
       is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_step})) {
-    return Access::kAlongChannels;
+    return VectorAccess::kAlongChannels;
   }
-  return Access::kSingly;
+  return VectorAccess::kSingly;
 }
 
 // Shares out the channels, `block_channels` to a block.

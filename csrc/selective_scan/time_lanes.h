@@ -64,9 +64,10 @@ struct ScanPlan : Partition {
   int slice = 0;  // states; of forward
   bool carry_pass = false;
   cuda::Divisor dstate;
-  Access u = Access::kSingly, delta = Access::kSingly, z = Access::kSingly, out = Access::kSingly;
-  Access grad_out = Access::kSingly, grad_u = Access::kSingly, grad_delta = Access::kSingly, grad_z = Access::kSingly;
-  Access B = Access::kSingly, C = Access::kSingly;
+  VectorAccess u = VectorAccess::kSingly, delta = VectorAccess::kSingly, z = VectorAccess::kSingly, out = VectorAccess::kSingly;
+  VectorAccess grad_out = VectorAccess::kSingly, grad_u = VectorAccess::kSingly, grad_delta = VectorAccess::kSingly,
+               grad_z = VectorAccess::kSingly;
+  VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
 };
 
 // Bytes of shared memory of a block.

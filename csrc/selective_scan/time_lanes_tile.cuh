@@ -44,10 +44,10 @@ struct Tile {
   static constexpr bool kHasChannelVectors = kChannels % kVector == 0;
 
   Scalar* data;
-  Access access;
+  VectorAccess access;
 
   __device__ __forceinline__ Scalar* at(int channel, int step) const {
-    if (kHasChannelVectors && access == Access::kAlongChannels) {
+    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
       return data + channel + step * kChannels + step / Cut::kSteps * kVector;
     }
     return data + channel * kChannelPitch + step;
@@ -55,7 +55,7 @@ struct Tile {
 
   __device__ __forceinline__ void read(int channel, int first_step, Acc (&values)[Cut::kSteps]) const {
     const Scalar* const source = at(channel, opaque(first_step));
-    if (kHasChannelVectors && access == Access::kAlongChannels) {
+    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
 #pragma unroll
       for (int j = 0; j < Cut::kSteps; ++j) values[j] = to_accumulate(source[j * kChannels]);
     } else {
@@ -67,7 +67,7 @@ struct Tile {
 
   __device__ __forceinline__ void write(int channel, int first_step, const Acc (&values)[Cut::kSteps]) const {
     Scalar* const target = at(channel, opaque(first_step));
-    if (kHasChannelVectors && access == Access::kAlongChannels) {
+    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
 #pragma unroll
       for (int j = 0; j < Cut::kSteps; ++j) target[j * kChannels] = from_accumulate<Scalar>(values[j]);
     } else {
@@ -81,9 +81,9 @@ struct Tile {
   // By the whole block; `row` is the first row of the block's channels. The copies may still be under way when it returns.
   __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
                                        int steps) const {
-    const Scalar* const source = row + (access == Access::kAlongSteps ? first_step : first_step * view.stride_step);
+    const Scalar* const source = row + (access == VectorAccess::kAlongSteps ? first_step : first_step * view.stride_step);
     for_each_piece(view, channels, steps, [&](Scalar* place, int64_t offset, int count) {
-      if (access == Access::kSingly) {
+      if (access == VectorAccess::kSingly) {
         *place = count ? source[offset] : from_accumulate<Scalar>(0);
       } else {
         cuda::async_copy(place, source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
@@ -93,9 +93,9 @@ struct Tile {
 
   __device__ __forceinline__ void store(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
                                         int steps) const {
-    Scalar* const target = row + (access == Access::kAlongSteps ? first_step : first_step * view.stride_step);
+    Scalar* const target = row + (access == VectorAccess::kAlongSteps ? first_step : first_step * view.stride_step);
     for_each_piece(view, channels, steps, [&](Scalar* place, int64_t offset, int count) {
-      if (access != Access::kSingly && count == kVector) {
+      if (access != VectorAccess::kSingly && count == kVector) {
         Vector<Scalar, kVector>::load(place).store_once(target + offset);
       } else {
         for (int i = 0; i < count; ++i) target[offset + i] = place[i];
@@ -110,7 +110,7 @@ struct Tile {
   __device__ __forceinline__ void for_each_piece(const SequenceView& view, int channels, int steps,
                                                  const Visitor& visit) const {
     const int thread = opaque(static_cast<int>(threadIdx.x));
-    if (access == Access::kAlongSteps) {
+    if (access == VectorAccess::kAlongSteps) {
       constexpr int kPieces = kSteps / kVector, kRows = Cut::kThreads / kPieces;
       static_assert(Cut::kThreads % kPieces == 0, "a thread's pieces are the same steps of several channels");
       const int step = thread % kPieces * kVector, count = max(0, min(kVector, steps - step));
@@ -120,7 +120,7 @@ struct Tile {
         if (kChannels % kRows != 0 && channel >= kChannels) break;
         visit(data + channel * kChannelPitch + step, channel * view.stride_dim + step, channel < channels ? count : 0);
       }
-    } else if (kHasChannelVectors && access == Access::kAlongChannels) {
+    } else if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
       constexpr int kPieces = kHasChannelVectors ? kChannels / kVector : 1, kRows = Cut::kThreads / kPieces;
       const int channel = thread % kPieces * kVector, count = max(0, min(kVector, channels - channel));
 #pragma unroll 1
@@ -157,11 +157,11 @@ struct MatrixSlice {
   }
 
   // By the whole block; `row` is the first row of its group.
-  __device__ __forceinline__ void stage(Access access, const MatrixView& view, const Scalar* row, int first_state,
+  __device__ __forceinline__ void stage(VectorAccess access, const MatrixView& view, const Scalar* row, int first_state,
                                         int64_t first_step, int states, int steps) const {
     const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
     const int thread = opaque(static_cast<int>(threadIdx.x));
-    if (access == Access::kAlongSteps) {
+    if (access == VectorAccess::kAlongSteps) {
       constexpr int kPieces = Cut::kTileSteps / kVector, kRows = Cut::kThreads / kPieces;
       static_assert(Cut::kThreads % kPieces == 0, "a thread's pieces are the same steps of several states");
       const int step = thread % kPieces * kVector;
@@ -181,7 +181,7 @@ struct MatrixSlice {
         for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(vector[j]));
         wide.store(at(state, step));
       }
-    } else if (access == Access::kAlongChannels) {
+    } else if (access == VectorAccess::kAlongChannels) {
       constexpr int kPieces = slice_states / kVector;
       static_assert(slice_states % kVector == 0, "a slice is whole vectors of states");
       for (int i = thread; i < Cut::kTileSteps * kPieces; i += Cut::kThreads) {

@@ -34,7 +34,7 @@ constexpr int fwd_tile_steps(int scalar_bytes) { return scalar_bytes == 2 ? 32 :
 struct ScanPlan : Partition {
   // Of the tensors (batch, dim, seqlen) together: whether they can be moved by vectors, and along which dimension.
   bool has_vectors = false, along_channels = false;
-  Access B = Access::kSingly, C = Access::kSingly;
+  VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
 };
 
 // Bytes of shared memory of a block.

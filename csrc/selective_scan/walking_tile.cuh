@@ -267,20 +267,20 @@ struct Matrices {
     if constexpr (kPerMatrix % Cut::kMovers == 0) return i < kPerMatrix / Cut::kMovers;
     return index(i) < kPerMatrix;
   }
-  __device__ __forceinline__ static int state(int i, Access access) {
+  __device__ __forceinline__ static int state(int i, VectorAccess access) {
     const int piece = index(i) % kPerMatrix;
-    return access == Access::kAlongChannels ? piece % (kStates / kVector) * kVector : piece / (Cut::kTileSteps / kVector);
+    return access == VectorAccess::kAlongChannels ? piece % (kStates / kVector) * kVector : piece / (Cut::kTileSteps / kVector);
   }
-  __device__ __forceinline__ static int step(int i, Access access) {
+  __device__ __forceinline__ static int step(int i, VectorAccess access) {
     const int piece = index(i) % kPerMatrix;
-    return access == Access::kAlongChannels ? piece / (kStates / kVector) : piece % (Cut::kTileSteps / kVector) * kVector;
+    return access == VectorAccess::kAlongChannels ? piece / (kStates / kVector) : piece % (Cut::kTileSteps / kVector) * kVector;
   }
 
   // Where this thread's piece i begins at the first step.
   __device__ __forceinline__ static const Scalar* place(const SelectiveScanParams& p, const ScanPlan& plan, const Scalar* B_row,
                                                         const Scalar* C_row, int i) {
     const bool b = is_B(i);
-    const Access access = b ? plan.B : plan.C;
+    const VectorAccess access = b ? plan.B : plan.C;
     return (b ? B_row : C_row) + state(i, access) * (b ? p.B.stride_state : p.C.stride_state) +
            step(i, access) * (b ? p.B.stride_step : p.C.stride_step);
   }
@@ -295,11 +295,11 @@ struct Matrices {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const bool b = is_B(i);
-      const Access access = b ? plan.B : plan.C;
+      const VectorAccess access = b ? plan.B : plan.C;
       const int64_t stride_state = b ? p.B.stride_state : p.C.stride_state, stride_step = b ? p.B.stride_step : p.C.stride_step;
       const Scalar* const piece = places[i] + first_step * stride_step;
       const int n = state(i, access), t = step(i, access);
-      const bool along_states = access == Access::kAlongChannels;
+      const bool along_states = access == VectorAccess::kAlongChannels;
       int valid = kVector;
       if (!is_whole) {
         const int left = along_states ? states - n : steps - t;
@@ -313,20 +313,22 @@ struct Matrices {
   __device__ __forceinline__ static void copy(const SelectiveScanParams& p, const ScanPlan& plan,
                                               const Scalar* const (&places)[kCount], int64_t first_step, int steps,
                                               Raw* stage) {
-    for_each(p, plan, places, first_step, steps, [&](int i, const Scalar* piece, int64_t stride, Access access, int valid) {
-      if (access != Access::kSingly && valid == kVector) {
-        cuda::async_copy(stage + i * Cut::kMovers, piece, kVectorBytes);
-      } else {
-        stage[i * Cut::kMovers] = load_vector<Scalar, kVector>(piece, stride, false, valid);
-      }
-    });
+    for_each(p, plan, places, first_step, steps,
+             [&](int i, const Scalar* piece, int64_t stride, VectorAccess access, int valid) {
+               if (access != VectorAccess::kSingly && valid == kVector) {
+                 cuda::async_copy(stage + i * Cut::kMovers, piece, kVectorBytes);
+               } else {
+                 stage[i * Cut::kMovers] = load_vector<Scalar, kVector>(piece, stride, false, valid);
+               }
+             });
   }
   __device__ __forceinline__ static void load(const SelectiveScanParams& p, const ScanPlan& plan,
                                               const Scalar* const (&places)[kCount], int64_t first_step, int steps,
                                               Raw (&raw)[kCount]) {
-    for_each(p, plan, places, first_step, steps, [&](int i, const Scalar* piece, int64_t stride, Access access, int valid) {
-      raw[i] = load_vector<Scalar, kVector>(piece, stride, access != Access::kSingly, valid);
-    });
+    for_each(p, plan, places, first_step, steps,
+             [&](int i, const Scalar* piece, int64_t stride, VectorAccess access, int valid) {
+               raw[i] = load_vector<Scalar, kVector>(piece, stride, access != VectorAccess::kSingly, valid);
+             });
   }
 
   __device__ __forceinline__ void put(const ScanPlan& plan, const Raw* stage) const {
@@ -338,9 +340,9 @@ struct Matrices {
   __device__ __forceinline__ void put(const ScanPlan& plan, const Raw (&raw)[kCount]) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const Access access = is_B(i) ? plan.B : plan.C;
+      const VectorAccess access = is_B(i) ? plan.B : plan.C;
       Acc* const place = (is_B(i) ? B : C) + state(i, access) * kPitch + step(i, access);
-      if (access == Access::kAlongChannels) {
+      if (access == VectorAccess::kAlongChannels) {
 #pragma unroll
         for (int j = 0; j < kVector; ++j) place[j * kPitch] = to_accumulate(raw[i][j]);
       } else {
