@@ -5,8 +5,8 @@ one. pip isolates by setting PYTHONPATH for the same interpreter: a child proces
 are appended here. uv isolates with another interpreter; there ``[tool.uv] extra-build-dependencies`` in pyproject.toml brings
 the right torch. Only if neither has one is torch a build requirement.
 
-The first half holds the decisions that setup.py shares: which compilers there are, whether CUDA kernels are built, and what
-stops the build with one message.
+The first half holds the decisions that setup.py shares: which compilers there are, whether CUDA kernels are built, which
+files are compiled together, and what stops the build with one message.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ TORCH_REQUIREMENT = "torch>=2.11"
 TOOLKIT_REQUIREMENT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"
 # PyTorch's headers are C++17 up to 2.11 and C++20 in its newest releases, which GCC has from 11 and Clang from 14 on.
 MINIMUM_COMPILERS = {"GCC": 11, "Clang": 14}
+# The folders of csrc/ that belong to no single operator.
+SHARED_FOLDERS = ("common", "cpu", "cuda", "torch")
 # Before CUDA 13 the Python packages have no nvcc.
 FIRST_PACKAGED_CUDA = 13
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
@@ -107,6 +109,20 @@ def find_compiler() -> Compiler:
             "Name a newer one in the environment variable CXX, for example CXX=g++-13."
         )
     return Compiler(command, name, version)
+
+
+def host_units(sources: list[str]) -> dict[str, str]:
+    """The text of the translation units that include the host's .cpp files: one per operator, and "torch" for the others.
+
+    PyTorch's headers take 3 to 7 s of one core per unit, longer than most of these files alone.
+    """
+    units: dict[str, str] = {}
+    for source in sorted(sources):
+        path = Path(source).relative_to("csrc")
+        is_shared = len(path.parts) == 1 or path.parts[0] in SHARED_FOLDERS
+        unit = "torch" if is_shared else path.parts[0]
+        units[unit] = units.get(unit, "") + f'#include "{path.as_posix()}"\n'
+    return units
 
 
 def find_toolkit(paths: list[str]) -> Toolkit | None:

@@ -6,6 +6,7 @@ Environment variables: ``FORCE_CUDA`` (1), ``SSM_KERNELS_CUDA`` (0 or 1), ``CUDA
 
 from __future__ import annotations
 
+import copy
 import os
 import platform
 import re
@@ -113,6 +114,24 @@ def find_sources(pattern: str) -> list[str]:
 CPU_KERNELS = find_sources("csrc/**/*_cpu_kernel.cpp")
 
 
+def join_host_files(sources: list[str]) -> list[str]:
+    """The sources with units in place of the host's .cpp files; see host_units.
+
+    Units are files of #include lines in build/units. Their text is the same in every build and is written only where it
+    changes, so ninja compiles a unit again when a file that it includes changes, or when an operator gains or loses a file.
+    """
+    host_files = [source for source in sources if source.endswith(".cpp")]
+    folder = ROOT / "build" / "units"
+    folder.mkdir(parents=True, exist_ok=True)
+    units = []
+    for name, text in build_backend.host_units(host_files).items():
+        unit = folder / f"{name}.cpp"
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+        units.append(str(unit.relative_to(ROOT)))
+    return [*units, *(source for source in sources if source not in host_files)]
+
+
 class BuildLibraries(BuildExtension):
     """BuildExtension, with the CPU kernels compiled per capability, and objects kept so that a rebuild is incremental."""
 
@@ -132,7 +151,10 @@ class BuildLibraries(BuildExtension):
         try:
             if ext.name == OPS:
                 os.environ["MAX_JOBS"] = str(-(-jobs // len(CPU_CAPABILITIES)))
+                # A copy, so that source distributions list the sources and not the units.
+                ext = copy.copy(ext)
                 ext.extra_objects = self.compile_cpu_kernels(ext)
+                ext.sources = join_host_files(ext.sources)
             os.environ["MAX_JOBS"] = str(jobs)
             super().build_extension(ext)
         except (RuntimeError, BaseError) as error:

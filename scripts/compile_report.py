@@ -73,11 +73,13 @@ def read_objects(build: Path) -> dict[str, float]:
 
 
 def part_of(name: str) -> tuple[str, str]:
-    """(operator, kind) of an object: cuda, cpu (kernels, once per instruction set) or host."""
-    folder = name.split("csrc/", 1)[1]
+    """(operator, kind) of an object: cuda, cpu (kernels, once per instruction set) or host.
+
+    The host's files are compiled as units, build/units/<operator>.cpp, each of which includes all of an operator's files.
+    """
+    path = re.split(r"csrc/|units/", name, maxsplit=1)[1]
     kind = "cpu" if name.startswith("cpu_") else "cuda" if "/instantiations/" in name else "host"
-    operator = folder.split("/", 1)[0] if "/" in folder else "registration"
-    return operator, kind
+    return path.split("/", 1)[0].removesuffix(".o"), kind
 
 
 def first_line(*command: str) -> str:

@@ -546,6 +546,29 @@ def test_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
         assert wheel.read(files[0]).decode().strip() == str(source)
 
 
+# Units of the host's files
+
+
+def test_every_host_file_is_in_the_unit_of_its_operator():
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")]
+    units = build_backend.host_units(files)
+    operators = {path.parent.name for path in (ROOT / "csrc").glob("*/instantiations")}
+    assert operators < set(units) and set(units).isdisjoint(build_backend.SHARED_FOLDERS[:-1])
+    included = [f"csrc/{name}" for text in units.values() for name in re.findall(r'^#include "(.+)"$', text, re.MULTILINE)]
+    assert sorted(included) == sorted(files)
+    for operator in operators:
+        assert all(line.startswith(f'#include "{operator}/') for line in units[operator].splitlines())
+
+
+def test_units_take_nested_folders_and_do_not_depend_on_the_order():
+    files = ["csrc/ssd/ssd_op.cpp", "csrc/ssd/cuda/ssd_fwd.cpp", "csrc/torch/checks.cpp", "csrc/registration.cpp"]
+    expected = {
+        "ssd": '#include "ssd/cuda/ssd_fwd.cpp"\n#include "ssd/ssd_op.cpp"\n',
+        "torch": '#include "registration.cpp"\n#include "torch/checks.cpp"\n',
+    }
+    assert build_backend.host_units(files) == build_backend.host_units(files[::-1]) == expected
+
+
 # What CI checks of a build
 
 
