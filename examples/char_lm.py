@@ -106,7 +106,7 @@ def bits_per_byte(model: MambaLM, batch: Tensor) -> Tensor:
 def test_loss(model: MambaLM, text: Tensor, args: argparse.Namespace) -> float:
     """The loss of 32 sequences that are evenly spread over the text, or of as many as it has."""
     count = min(32, len(text) // (args.seqlen + 1))
-    starts = torch.linspace(0, len(text) - args.seqlen - 1, count).long()
+    starts = torch.linspace(0, len(text) - args.seqlen - 1, count, dtype=torch.float64).long()
     batches = windows(text, starts, args.seqlen).split(args.batch_size)
     return sum(bits_per_byte(model, batch.to(args.device)).item() * len(batch) for batch in batches) / count
 
@@ -284,7 +284,7 @@ def train(args: argparse.Namespace) -> tuple[MambaLM, History]:
     losses: list[float] = []
     tests: list[tuple[int, float]] = []
 
-    # What must be the same in all parts of an interrupted run.
+    # All parts of an interrupted run must agree on these.
     options = ("model", "discretization", "steps", "batch_size", "seqlen", "lr", "d_model", "n_layers", "seed")
     run = {name: getattr(args, name) for name in options}
     run["text"] = hashlib.sha256(train_text.numpy().tobytes()).hexdigest()[:8]

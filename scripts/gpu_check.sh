@@ -206,6 +206,7 @@ examples() {
   "$python" profile_discretization.py --device cuda --plot "$out/profile_discretization.png" \
     --json "$out/profile_discretization.json" || status=1
   "$python" examples/train_sequence.py --device cuda --plot "$out/train_sequence.png" || status=1
+  "$python" examples/char_lm.py --device cuda --plot "$out/char_lm.png" || status=1
   return $status
 }
 

@@ -366,7 +366,7 @@ def test_round_trip(mixer, discretization, fields, tmp_path):
     other = MambaLM.from_pretrained(tmp_path, dtype=torch.float64)
     assert other.config == model.config
     torch.testing.assert_close(other(make_tokens(2, 9)), model(make_tokens(2, 9)), rtol=0, atol=0)
-    # What optimizers need to know about parameters is there after loading.
+    # The marks that optimizers look for survive.
     marks = [getattr(parameter, "_no_weight_decay", False) for parameter in model.parameters()]
     assert [getattr(parameter, "_no_weight_decay", False) for parameter in other.parameters()] == marks
 

@@ -101,7 +101,7 @@ class MambaConfig:
         return -(-self.vocab_size // self.pad_vocab_size_multiple) * self.pad_vocab_size_multiple
 
     def to_dict(self) -> dict[str, Any]:
-        """What a ``config.json`` holds: ``mamba_ssm``'s fields, and ours only where ``mamba_ssm`` has no such model."""
+        """The fields of a ``config.json``: ``mamba_ssm``'s, and ours only where ``mamba_ssm`` has no such model."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mixer, discretization = fields.pop("mixer"), fields.pop("discretization")
         if mixer == "Mamba2":

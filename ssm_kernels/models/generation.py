@@ -135,7 +135,7 @@ class GraphedStep:
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                # What libraries allocate in their first calls must not be captured.
+                # Libraries allocate in their first calls, which must not be captured.
                 for _ in range(2):
                     self._run(model)
             torch.cuda.current_stream().wait_stream(stream)

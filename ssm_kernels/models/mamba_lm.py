@@ -33,7 +33,7 @@ _NORM_EPS = 1e-5
 
 
 class CausalLMOutput(NamedTuple):
-    """What :class:`MambaLM` returns.
+    """The result of :class:`MambaLM`.
 
     Attributes:
         logits: (batch, seqlen, padded vocabulary).
