@@ -64,6 +64,36 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor grad_dt_bias, Tensor grad_initial_states)",
       tags);
 
+  // Depthwise convolution over the last `width` steps: act(bias + sum_l weight[:, width - 1 - l] x_{t-l}).
+  m.def(
+      "causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, *, str? activation=None, Tensor? seq_idx=None, "
+      "Tensor? cu_seqlens=None, Tensor? initial_state=None) -> (Tensor out, Tensor final_state)",
+      tags);
+  // The same with all arguments positional, as vmap wants them: differentiable; and forward alone.
+  for (const char* name : {"_causal_conv1d", "_causal_conv1d_fwd"}) {
+    const std::string arguments =
+        "(Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, Tensor? cu_seqlens, Tensor? initial_state, "
+        "str? activation) -> (Tensor out, Tensor final_state)";
+    m.def((name + arguments).c_str(), tags);
+  }
+  // Its adjoint. Gradients that are absent or not needed have no elements; the last of needs_grad is of initial_state. The
+  // second form writes the first gradient where it is told to: into columns of a wider tensor, for instance.
+  m.def(
+      "_causal_conv1d_bwd(Tensor? grad_out, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, Tensor? seq_idx, "
+      "Tensor? cu_seqlens, Tensor? initial_state, str? activation, bool[4] needs_grad) "
+      "-> (Tensor grad_x, Tensor grad_weight, Tensor grad_bias, Tensor grad_initial_state)",
+      tags);
+  m.def(
+      "_causal_conv1d_bwd_out(Tensor? grad_out, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, "
+      "Tensor? seq_idx, Tensor? cu_seqlens, Tensor? initial_state, str? activation, bool[4] needs_grad, Tensor(a!) grad_x) "
+      "-> (Tensor grad_weight, Tensor grad_bias, Tensor grad_initial_state)",
+      tags);
+  // A step of it or a few, the state rolled in place.
+  m.def(
+      "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias=None, str? activation=None, "
+      "Tensor? state_batch_indices=None) -> Tensor",
+      tags);
+
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan and linear_step, mingru_scan and mingru_step, ..., a scan and a step of
   // it for each row of common/recurrences.h.
   for (const ssm_kernels::linear_scan::PublicOperator& op : ssm_kernels::linear_scan::public_operators()) {
@@ -94,14 +124,19 @@ torch::CppFunction refusal() { return torch::CppFunction::makeFromBoxedFunction<
 
 // Public operators without a composite kernel, for tensors that no other kernel of theirs takes: sparse, nested and undefined
 // ones in inference mode, where no Autograd kernel checks them.
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("selective_state_update", refusal()); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
+  m.impl("selective_state_update", refusal());
+  m.impl("causal_conv1d_update", refusal());
+}
 
 TORCH_LIBRARY_IMPL(ssm_kernels, NestedTensorCPU, m) {
   m.impl("selective_scan", refusal());
   m.impl("selective_state_update", refusal());
+  m.impl("causal_conv1d_update", refusal());
 }
 
 TORCH_LIBRARY_IMPL(ssm_kernels, NestedTensorCUDA, m) {
   m.impl("selective_scan", refusal());
   m.impl("selective_state_update", refusal());
+  m.impl("causal_conv1d_update", refusal());
 }

@@ -1,9 +1,9 @@
 """State-space model kernels for PyTorch: the selective scan with a choice of discretization, Mamba-2's scan in chunks, and
-gated linear recurrences.
+gated linear recurrences; and the short causal convolution in front of them.
 
-``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update`` and the scans and steps of ``linear_scan``'s family are the
-operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models`` language models of these layers, and
-``ssm_kernels.reference`` the operators in plain PyTorch.
+``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update``, ``causal_conv1d``, ``causal_conv1d_update`` and the scans
+and steps of ``linear_scan``'s family are the operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models``
+language models of these layers, and ``ssm_kernels.reference`` the operators in plain PyTorch.
 ``python -m ssm_kernels`` says what was built and what is usable here.
 """
 
@@ -12,6 +12,7 @@ from ._build_info import build_info, load_operators
 load_operators()
 
 from . import _vmap, models, nn, reference  # noqa: E402, F401
+from .convolutions import causal_conv1d, causal_conv1d_update  # noqa: E402
 from .ops import selective_scan, selective_state_update, ssd_chunk_scan  # noqa: E402
 from .recurrences import (  # noqa: E402
     diag_linear_scan,
@@ -39,6 +40,8 @@ discretizations: tuple[str, ...] = build_info()["discretizations"]
 __all__ = [
     "__version__",
     "build_info",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "diag_linear_scan",
     "diag_linear_step",
     "discretizations",

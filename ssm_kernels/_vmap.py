@@ -206,11 +206,59 @@ def _ssd_chunk_scan(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
     return (out.unflatten(0, (samples, batch)), final_states.unflatten(0, (samples, batch))), (0, 0)
 
 
+def _causal_conv1d(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """One call for all samples: folded into the batch or, where it is packed or a parameter is mapped, into the channels."""
+    operator, samples = torch.ops.ssm_kernels._causal_conv1d, info.batch_size
+    names = [argument.name for argument in operator.default._schema.arguments]
+    values, dims = dict(zip(names, arguments, strict=True)), dict(zip(names, in_dims, strict=True))
+    if dims["cu_seqlens"] is not None:
+        raise RuntimeError(f"causal_conv1d: expected cu_seqlens that vmap does not map, got in_dims {dims['cu_seqlens']}")
+    batch, seqlen, channels = _sample_shape(values["x"], dims["x"])
+    into_channels = values["cu_seqlens"] is not None or dims["weight"] is not None or dims["bias"] is not None
+    if samples == 0:
+        states = batch if values["cu_seqlens"] is None else len(values["cu_seqlens"]) - 1
+        past = _sample_shape(values["weight"], dims["weight"])[-1] - 1
+        x = values["x"]
+        return (x.new_empty(0, batch, seqlen, channels), x.new_empty(0, states, channels, past)), (0, 0)
+    if into_channels and dims["seq_idx"] is not None:  # which channels share: a call for each sample
+        results = [operator(*_select_sample(arguments, in_dims, sample)) for sample in range(samples)]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
+
+    axes = dict.fromkeys(("x", "seq_idx", "initial_state"), 0)  # that the samples are folded into
+    if into_channels:
+        axes = {"x": 2, "weight": 0, "bias": 0, "initial_state": 1}
+    folded = values | {
+        name: _samples_first(values[name], dims[name], samples).movedim(0, axis).flatten(axis, axis + 1)
+        for name, axis in axes.items()
+        if values[name] is not None
+    }
+    out, final_state = operator(*folded.values())
+    if into_channels:
+        return (out.unflatten(2, (samples, channels)), final_state.unflatten(1, (samples, channels))), (2, 1)
+    return (out.unflatten(0, (samples, batch)), final_state.unflatten(0, (samples, batch))), (0, 0)
+
+
+def _causal_conv1d_update(
+    info: Any, in_dims: tuple[Any, ...], x: Tensor, conv_state: Tensor, *others: Any, **options: Any
+) -> tuple[Any, Any]:
+    """A call for each sample: the state is updated in place, so the samples' states cannot be folded into a copy."""
+    if in_dims[1] is None:
+        raise RuntimeError("causal_conv1d_update: expected vmap over conv_state, which is updated in place, got in_dims None")
+    dims = (*in_dims, *(None,) * (2 + len(others) - len(in_dims)))
+    outputs = []
+    for sample in range(info.batch_size):
+        arguments = _select_sample((x, conv_state, *others), dims, sample)
+        outputs.append(torch.ops.ssm_kernels.causal_conv1d_update(*arguments, **options))
+    return (torch.stack(outputs) if outputs else x.new_empty(0, *_sample_shape(x, in_dims[0]))), 0
+
+
 _library = torch.library.Library("ssm_kernels", "IMPL")
 # Calls of operators that have the rule.
-for _name in (*RECURRENCES, *(name.replace("_scan", "_step") for name in RECURRENCES), "ssd_chunk_scan"):
+for _name in (*RECURRENCES, *(name.replace("_scan", "_step") for name in RECURRENCES), "ssd_chunk_scan", "causal_conv1d"):
     _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
 
+torch.library.register_vmap("ssm_kernels::_causal_conv1d", _causal_conv1d)
+torch.library.register_vmap("ssm_kernels::causal_conv1d_update", _causal_conv1d_update)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence", _linear_recurrence)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence_bwd", _linear_recurrence_bwd)
 torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan", _ssd_chunk_scan)

@@ -13,6 +13,8 @@ and differs only in the two functions ``Abar`` and ``gain``.
 The state-space dual form has a matrix for its state, headdim x dstate, that decays by one number of the head.
 
 The gated linear recurrences are ``h_t = a_t * h_{t-1} + b_t`` and differ only in how ``a`` and ``b`` come from their inputs.
+
+The causal convolution is in ``reference_convolution.py``.
 """
 
 from __future__ import annotations
@@ -27,12 +29,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .reference_convolution import causal_conv1d, causal_conv1d_update
+
 __all__ = [
     "ALIASES",
     "CANDIDATE_ACTIVATIONS",
     "DISCRETIZATIONS",
     "RECURRENCES",
     "Discretization",
+    "causal_conv1d",
+    "causal_conv1d_update",
     "coefficients",
     "diag_linear_scan",
     "elu_gru_scan",

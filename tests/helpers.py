@@ -22,6 +22,7 @@ from ssm_kernels import reference, selective_scan, selective_state_update
 
 # The devices that each operator has kernels for. Every test that takes `device` runs on each of its operator's.
 DEVICES = {
+    "causal_conv1d": ["cpu", "cuda"],  # and its decoding step
     "linear_scan": ["cpu", "cuda"],  # and every other recurrence of its family
     "selective_scan": ["cpu", "cuda"],
     "selective_state_update": ["cpu", "cuda"],

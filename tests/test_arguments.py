@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from conv_helpers import make_inputs as make_conv_inputs
+from conv_helpers import make_step_inputs as make_conv_step_inputs
 from helpers import make_inputs, make_step_inputs, split
 from recurrence_helpers import PLAIN
 from recurrence_helpers import make_inputs as make_recurrence_inputs
@@ -80,6 +82,8 @@ OPERATORS = {
         Operator("selective_scan", lambda device: make_inputs(dtype=torch.float32, device=device)),
         Operator("selective_state_update", lambda device: make_step_inputs(slots=3, dtype=torch.float32, device=device)),
         Operator("ssd_chunk_scan", lambda device: make_ssd_inputs(resets=[[2]], dtype=torch.float32, device=device)),
+        Operator("causal_conv1d", lambda device: make_conv_inputs(seq_idx=True, dtype=torch.float32, device=device)),
+        Operator("causal_conv1d_update", lambda device: make_conv_step_inputs(slots=4, dtype=torch.float32, device=device)),
         *(operator for name in PLAIN for operator in _recurrence_operators(name)),
     )
 }

@@ -26,6 +26,11 @@ def the_last_state_is_asked_for_or_not(flag: bool) -> None:
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, return_final_states=True, D=x), Pair)
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, return_final_states=flag), Tensor | Pair)
 
+    assert_type(ssm_kernels.causal_conv1d(x, state), Tensor)
+    assert_type(ssm_kernels.causal_conv1d(x, state, activation="silu", return_final_state=False), Tensor)
+    assert_type(ssm_kernels.causal_conv1d(x, state, state, initial_state=x, return_final_state=True), Pair)
+    assert_type(ssm_kernels.causal_conv1d(x, state, seq_idx=state, return_final_state=flag), Tensor | Pair)
+
     assert_type(ssm_kernels.linear_scan(x, x), Tensor)
     assert_type(ssm_kernels.linear_scan(x, x, state, return_last_state=True), Pair)
     assert_type(ssm_kernels.linear_scan(x, x, return_last_state=flag), Tensor | Pair)
@@ -58,6 +63,10 @@ def the_reference_as_well(flag: bool) -> None:
     assert_type(reference.selective_scan(x, x, x, x, x, return_last_state=flag), Tensor | Pair)
     assert_type(reference.ssd_chunk_scan(x, x, x, x, x), Tensor)
     assert_type(reference.ssd_chunk_scan(x, x, x, x, x, return_final_states=True), Pair)
+    assert_type(reference.causal_conv1d(x, state), Tensor)
+    assert_type(reference.causal_conv1d(x, state, return_final_state=True), Pair)
+    assert_type(reference.causal_conv1d(x, state, return_final_state=flag), Tensor | Pair)
+    assert_type(reference.causal_conv1d_update(state, x, state), Pair)
     assert_type(reference.mingru_scan(x, x), Tensor)
     assert_type(reference.mingru_scan(x, x, return_last_state=True), Pair)
     assert_type(reference.mingru_scan(x, x, return_last_state=flag), Tensor | Pair)
@@ -74,6 +83,7 @@ def language_models() -> None:
 
 def steps() -> None:
     assert_type(ssm_kernels.selective_state_update(state, state, state, state, state, state), Tensor)
+    assert_type(ssm_kernels.causal_conv1d_update(state, x, state, activation="silu"), Tensor)
     assert_type(ssm_kernels.linear_step(state, state), Pair)
     assert_type(ssm_kernels.mingru_step(state, state, state, gate_is_logit=False), Pair)
     assert_type(ssm_kernels.minlstm_step(state, state, state), Pair)
@@ -110,6 +120,7 @@ def mistakes(flag: bool) -> None:
     ssm_kernels.selective_scan(x, x, x, x)  # type: ignore[call-overload]
     ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=True).mean()  # type: ignore[attr-defined]
     ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=flag).mean()  # type: ignore[union-attr]
+    ssm_kernels.causal_conv1d(x, state, state, "silu")  # type: ignore[call-overload]
     ssm_kernels.mingru_scan(x, x, gate_is_logit="yes")  # type: ignore[call-overload]
     ssm_kernels.hgrn_scan(x, x)  # type: ignore[call-overload]
     ssm_kernels.hgrn_step(state, state)  # type: ignore[call-arg]

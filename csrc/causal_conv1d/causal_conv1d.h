@@ -1,0 +1,113 @@
+// What the kernels of the causal convolution are given: plain data, no torch type, shared by CPU and CUDA.
+//
+//   pre_t = bias + sum_l w_l x_{t-l},  l = 0 .. width - 1,  w_l = weight[:, width - 1 - l]        out_t = act(pre_t)
+//
+// for each channel by itself. A tap that lies before a sequence's first step reads the sequence's initial state, whose last
+// element is one step before the sequence, or zero. A sequence's final state is the last width - 1 elements of its initial
+// state followed by its steps.
+//
+// A row of the batch is one sequence, or is cut by `ids`: a new sequence begins wherever the number of a step differs from that
+// of the step before. The numbers are then either arbitrary (seq_idx: one initial and one final state a row, of its first and
+// its last sequence) or count the sequences (cu_seqlens: a state of each sequence).
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "common/scalar_kind.h"
+
+namespace ssm_kernels::causal_conv1d {
+
+// A (batch, seqlen, channels) tensor, data null if absent. Strides are in elements.
+struct SequenceView {
+  void* data = nullptr;
+  int64_t stride_batch = 0, stride_step = 0, stride_channel = 0;
+
+  SSM_HOST_DEVICE int64_t offset(int64_t b, int64_t t, int64_t c) const {
+    return b * stride_batch + t * stride_step + c * stride_channel;
+  }
+};
+
+// A (sequences, channels, width - 1) tensor, data null if absent.
+struct StateView {
+  void* data = nullptr;
+  int64_t stride_sequence = 0, stride_channel = 0, stride_step = 0;
+
+  SSM_HOST_DEVICE int64_t offset(int64_t sequence, int64_t c, int64_t i) const {
+    return sequence * stride_sequence + c * stride_channel + i * stride_step;
+  }
+};
+
+// A (channels, width) or (channels,) tensor, data null if absent; of the inputs' kind or else of the accumulation type.
+struct ParameterView {
+  const void* data = nullptr;
+  int64_t stride_channel = 0, stride_tap = 0;
+  bool is_input_kind = false;
+};
+
+// The number of the sequence that a step belongs to, (batch, seqlen), data null if each row is one sequence.
+struct IdView {
+  const void* data = nullptr;
+  bool is_int64 = false;
+  int64_t stride_batch = 0, stride_step = 0;
+
+  SSM_HOST_DEVICE int64_t at(int64_t b, int64_t t) const {
+    const int64_t offset = b * stride_batch + t * stride_step;
+    return is_int64 ? static_cast<const int64_t*>(data)[offset] : static_cast<const int32_t*>(data)[offset];
+  }
+};
+
+struct ConvParams {
+  int64_t batch = 0, seqlen = 0, channels = 0;
+  int64_t width = 0;
+  bool has_silu = false;
+  bool has_state_of_each_sequence = false;
+  ScalarKind kind = ScalarKind::kFloat;  // of x, out, states and their gradients
+  SequenceView x;
+  ParameterView weight, bias;
+  StateView initial_state;
+  IdView ids;
+
+  SSM_HOST_DEVICE bool is_first_step(int64_t b, int64_t t) const {
+    return t == 0 || (ids.data != nullptr && ids.at(b, t) != ids.at(b, t - 1));
+  }
+  SSM_HOST_DEVICE bool is_last_step(int64_t b, int64_t t) const {
+    return t == seqlen - 1 || (ids.data != nullptr && ids.at(b, t) != ids.at(b, t + 1));
+  }
+  // The place among the states of the sequence that begins or ends at step t; negative if it has none.
+  SSM_HOST_DEVICE int64_t state_of_first_step(int64_t b, int64_t t) const {
+    return has_state_of_each_sequence ? ids.at(b, t) : t == 0 ? b : -1;
+  }
+  SSM_HOST_DEVICE int64_t state_of_last_step(int64_t b, int64_t t) const {
+    return has_state_of_each_sequence ? ids.at(b, t) : t == seqlen - 1 ? b : -1;
+  }
+};
+
+struct ConvFwdParams : ConvParams {
+  SequenceView out;
+  StateView final_state;
+};
+
+// grad_out and grad_final_state are absent where there is no gradient, the others where none is wanted.
+struct ConvBwdParams : ConvParams {
+  SequenceView grad_out, grad_x;
+  StateView grad_final_state, grad_initial_state;
+  // Contiguous, (channels, width) and (channels,), of the parameters' own dtypes.
+  void *grad_weight = nullptr, *grad_bias = nullptr;
+};
+
+// A step or a few, with the state rolled in place: (slots, channels, length >= width - 1), of which the last width - 1 elements
+// are read.
+struct ConvUpdateParams {
+  int64_t batch = 0, seqlen = 0, channels = 0, slots = 0;
+  int64_t width = 0, state_length = 0;
+  bool has_silu = false;
+  bool state_is_input_kind = true;  // else the accumulation type
+  ScalarKind kind = ScalarKind::kFloat;
+  SequenceView x, out;
+  ParameterView weight, bias;
+  StateView state;
+  IdView slots_of_batch;  // (batch,) as its first axis; data null if entry b uses slot b
+};
+
+}  // namespace ssm_kernels::causal_conv1d

@@ -1,0 +1,478 @@
+// The causal convolution's dispatcher entries that are the same for every device: checks, allocation, Meta, Autograd, Autocast;
+// and those of its decoding step.
+
+#include "causal_conv1d/causal_conv1d_op.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <string>
+
+#include "torch/arguments.h"
+#include "torch/checks.h"
+#include "torch/dispatch.h"
+#include "torch/memory_overlap.h"
+#include "torch/missing_cuda.h"
+#include "torch/packed_sequences.h"
+#include "torch/tensor_data.h"
+
+namespace ssm_kernels::causal_conv1d {
+namespace {
+
+constexpr char kOp[] = "causal_conv1d", kUpdateOp[] = "causal_conv1d_update";
+constexpr char kSequence[] = "(batch, seqlen, channels)";
+
+bool has_silu(const char* op, OptionalName activation) {
+  if (!activation.has_value() || *activation == "none") return false;
+  TORCH_CHECK_VALUE(*activation == "silu" || *activation == "swish", op, ": unknown activation '", *activation,
+                    "', expected None, 'silu' or 'swish'");
+  return true;
+}
+
+void check_parameters(const ArgumentChecks& checks, const char* op, const at::Tensor& weight, const OptionalTensor& bias,
+                      const c10::SymInt& channels) {
+  checks.rank("weight", weight, 2, "(channels, width)");
+  const c10::SymInt width = weight.sym_size(1);
+  TORCH_CHECK_VALUE(width >= 1, op, ": expected weight of a width of at least 1, got ", weight.sym_sizes());
+  checks.shape("weight", weight, "(channels, width)", {channels, width});
+  checks.dtype_or_accumulate("weight", weight);
+  checks.device("weight", weight);
+  if (!is_present(bias)) return;
+  checks.shape("bias", *bias, "(channels,)", {channels});
+  checks.dtype_or_accumulate("bias", *bias);
+  checks.device("bias", *bias);
+}
+
+const char* state_axes(const Inputs& in) {
+  return is_present(in.cu_seqlens) ? "(sequences, channels, width - 1)" : "(batch, channels, width - 1)";
+}
+
+c10::SymDimVector state_shape(const Inputs& in) { return {in.sequences(), in.x.sym_size(2), in.weight.sym_size(1) - 1}; }
+
+// States, of which a kernel writes those of sequences with steps. Sequences without steps have a copy of `empty`, or zero.
+at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
+  const c10::SymDimVector shape = state_shape(in);
+  if (!is_present(in.cu_seqlens) && in.x.sym_size(1) != 0) return at::empty_symint(shape, in.x.options());
+  if (!is_present(empty)) return at::zeros_symint(shape, in.x.options());
+  return empty->clone(at::MemoryFormat::Contiguous);
+}
+
+}  // namespace
+
+c10::SymInt Inputs::sequences() const { return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : x.sym_size(0); }
+
+void check_inputs(const Inputs& in) {
+  const ArgumentChecks checks(kOp, "x", in.x);
+  checks.rank("x", in.x, 3, kSequence);
+  const c10::SymInt batch = in.x.sym_size(0), seqlen = in.x.sym_size(1);
+  check_parameters(checks, kOp, in.weight, in.bias, in.x.sym_size(2));
+  TORCH_CHECK_VALUE(!is_present(in.seq_idx) || !is_present(in.cu_seqlens), kOp,
+                    ": expected seq_idx or cu_seqlens, got both: they say the same");
+  if (is_present(in.seq_idx)) {
+    checks.shape("seq_idx", *in.seq_idx, "(batch, seqlen)", {batch, seqlen});
+    checks.index_dtype("seq_idx", *in.seq_idx);
+    checks.device("seq_idx", *in.seq_idx);
+  }
+  if (is_present(in.cu_seqlens)) {
+    check_cu_seqlens_argument(checks, kOp, *in.cu_seqlens, batch);
+    TORCH_CHECK_VALUE(in.sequences() >= 1 || seqlen == 0, kOp, ": expected cu_seqlens to end at seqlen = ", seqlen,
+                      ", got 0 sequences");
+  }
+  checks.tensor("initial_state", in.initial_state, state_axes(in), state_shape(in), in.x.scalar_type());
+  has_silu(kOp, in.activation);
+}
+
+FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.x), allocate_states(in, in.initial_state)}; }
+
+GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x) {
+  const Inputs& in = bwd.in;
+  const ArgumentChecks checks("causal_conv1d backward", "x", in.x);
+  const at::ScalarType dtype = in.x.scalar_type();
+  checks.tensor("grad_out", bwd.grad_out, kSequence, in.x.sym_sizes(), dtype);
+  checks.tensor("grad_final_state", bwd.grad_final_state, state_axes(in), state_shape(in), dtype);
+  checks.tensor("grad_x", grad_x, kSequence, in.x.sym_sizes(), dtype);
+  const auto none = [&] { return at::empty({0}, in.x.options()); };
+  const auto parameter = [&](Grad grad, const at::Tensor& tensor) {
+    return bwd.needs_grad[grad] ? at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous) : none();
+  };
+  GradTensors grads;
+  grads[kGradX] = is_present(grad_x) ? *grad_x : bwd.needs_grad[kGradX] ? at::empty_like(in.x) : none();
+  grads[kGradWeight] = parameter(kGradWeight, in.weight);
+  grads[kGradBias] = is_present(in.bias) ? parameter(kGradBias, *in.bias) : none();
+  const bool needs_state = bwd.needs_grad[kGradInitialState] && is_present(in.initial_state);
+  grads[kGradInitialState] = needs_state ? allocate_states(in, bwd.grad_final_state) : none();
+  return grads;
+}
+
+at::Tensor sequence_ids(const Inputs& in) {
+  if (is_present(in.seq_idx)) return *in.seq_idx;
+  if (!is_present(in.cu_seqlens)) return {};
+  return sequence_at(*in.cu_seqlens, at::arange(in.x.size(1), in.cu_seqlens->options()));
+}
+
+namespace {
+
+SequenceView sequence_view(const OptionalTensor& tensor, Access access) {
+  if (!is_present(tensor) || tensor->dim() != 3) return {};
+  return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+}
+
+StateView state_view(const OptionalTensor& tensor, Access access) {
+  if (!is_present(tensor) || tensor->dim() != 3 || tensor->size(2) == 0) return {};
+  return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
+}
+
+ParameterView parameter_view(const OptionalTensor& tensor, at::ScalarType dtype) {
+  if (!is_present(tensor)) return {};
+  return {tensor->const_data_ptr(), tensor->stride(0), tensor->dim() == 2 ? tensor->stride(1) : 0,
+          tensor->scalar_type() == dtype};
+}
+
+// The part that forward and backward share.
+void fill_params(ConvParams& params, const Inputs& in, const at::Tensor& ids) {
+  params.batch = in.x.size(0);
+  params.seqlen = in.x.size(1);
+  params.channels = in.x.size(2);
+  params.width = in.weight.size(1);
+  params.has_silu = has_silu(kOp, in.activation);
+  params.has_state_of_each_sequence = is_present(in.cu_seqlens);
+  params.kind = scalar_kind(in.x.scalar_type());
+  params.x = sequence_view(in.x, Access::kRead);
+  params.weight = parameter_view(in.weight, in.x.scalar_type());
+  params.bias = parameter_view(in.bias, in.x.scalar_type());
+  params.initial_state = state_view(in.initial_state, Access::kRead);
+  if (ids.defined()) {
+    const bool has_rows = ids.dim() == 2;
+    params.ids = {ids.const_data_ptr(), ids.scalar_type() == at::kLong, has_rows ? ids.stride(0) : 0,
+                  ids.stride(has_rows ? 1 : 0)};
+  }
+}
+
+}  // namespace
+
+ConvFwdParams make_fwd_params(const Inputs& in, const at::Tensor& ids, const FwdOutputs& outputs) {
+  ConvFwdParams params;
+  fill_params(params, in, ids);
+  params.out = sequence_view(outputs.out, Access::kWrite);
+  params.final_state = state_view(outputs.final_state, Access::kWrite);
+  return params;
+}
+
+ConvBwdParams make_bwd_params(const BwdInputs& bwd, const at::Tensor& ids, const GradTensors& grads) {
+  ConvBwdParams params;
+  fill_params(params, bwd.in, ids);
+  params.grad_out = sequence_view(bwd.grad_out, Access::kRead);
+  params.grad_final_state = state_view(bwd.grad_final_state, Access::kRead);
+  params.grad_x = sequence_view(grads[kGradX], Access::kWrite);
+  params.grad_initial_state = state_view(grads[kGradInitialState], Access::kWrite);
+  if (bwd.needs_grad[kGradWeight]) params.grad_weight = grads[kGradWeight].mutable_data_ptr();
+  if (bwd.needs_grad[kGradBias] && is_present(bwd.in.bias)) params.grad_bias = grads[kGradBias].mutable_data_ptr();
+  return params;
+}
+
+void check_update_inputs(const UpdateInputs& in) {
+  check_defined(kUpdateOp, "conv_state", in.conv_state);
+  const ArgumentChecks checks(kUpdateOp, "x", in.x);
+  TORCH_CHECK_VALUE(in.x.dim() == 2 || in.x.dim() == 3, kUpdateOp,
+                    ": expected x of shape (batch, channels) or (batch, seqlen, channels), got ", in.x.sym_sizes());
+  const c10::SymInt batch = in.x.sym_size(0), channels = in.x.sym_size(-1);
+  check_parameters(checks, kUpdateOp, in.weight, in.bias, channels);
+  checks.rank("conv_state", in.conv_state, 3, "(batch, channels, length)");
+  const c10::SymInt length = in.conv_state.sym_size(2);
+  const bool has_indices = is_present(in.state_batch_indices);
+  checks.shape("conv_state", in.conv_state, "(batch, channels, length)",
+               {has_indices ? in.conv_state.sym_size(0) : batch, channels, length});
+  TORCH_CHECK_VALUE(length >= in.weight.sym_size(1) - 1, kUpdateOp,
+                    ": expected conv_state of at least width - 1 = ", in.weight.sym_size(1) - 1, " steps, got ",
+                    in.conv_state.sym_sizes());
+  checks.dtype_or_accumulate("conv_state", in.conv_state);
+  checks.device("conv_state", in.conv_state);
+  if (has_indices) {
+    checks.shape("state_batch_indices", *in.state_batch_indices, "(batch,)", {batch});
+    checks.index_dtype("state_batch_indices", *in.state_batch_indices);
+    checks.device("state_batch_indices", *in.state_batch_indices);
+  }
+  has_silu(kUpdateOp, in.activation);
+}
+
+at::Tensor allocate_update(const UpdateInputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
+
+namespace {
+
+// Raises where a write to the state would change what is still to be read. The state's own memory comes first: where it is a
+// lazy copy, it moves away from the tensor that it shares memory with.
+void check_update_memory(const UpdateInputs& in) {
+  in.conv_state.mutable_data_ptr();
+  TORCH_CHECK(!has_internal_overlap(in.conv_state), kUpdateOp,
+              ": expected conv_state, which is updated in place, to have elements that share no memory, got strides ",
+              in.conv_state.strides(), " for shape ", in.conv_state.sizes(), ": pass conv_state.clone()");
+  const auto check = [&](const char* name, const OptionalTensor& read) {
+    TORCH_CHECK(!is_present(read) || !share_memory(in.conv_state, *read), kUpdateOp, ": expected ", name,
+                " to share no memory with conv_state, which is updated in place, got overlapping memory: pass ", name,
+                ".clone()");
+  };
+  check("x", in.x);
+  check("weight", in.weight);
+  check("bias", in.bias);
+  check("state_batch_indices", in.state_batch_indices);
+}
+
+}  // namespace
+
+ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& out) {
+  check_update_memory(in);
+  const bool has_steps = in.x.dim() == 3;
+  const auto view = [&](const at::Tensor& tensor, Access access) {
+    return SequenceView{data_of(tensor, access), tensor.stride(0), has_steps ? tensor.stride(1) : 0, tensor.stride(-1)};
+  };
+  ConvUpdateParams params;
+  params.batch = in.x.size(0);
+  params.seqlen = has_steps ? in.x.size(1) : 1;
+  params.channels = in.x.size(-1);
+  params.slots = in.conv_state.size(0);
+  params.width = in.weight.size(1);
+  params.state_length = in.conv_state.size(2);
+  params.has_silu = has_silu(kUpdateOp, in.activation);
+  params.kind = scalar_kind(in.x.scalar_type());
+  params.state_is_input_kind = in.conv_state.scalar_type() == in.x.scalar_type();
+  params.x = view(in.x, Access::kRead);
+  params.out = view(out, Access::kWrite);
+  params.weight = parameter_view(in.weight, in.x.scalar_type());
+  params.bias = parameter_view(in.bias, in.x.scalar_type());
+  params.state = {in.conv_state.mutable_data_ptr(), in.conv_state.stride(0), in.conv_state.stride(1), in.conv_state.stride(2)};
+  if (is_present(in.state_batch_indices)) {
+    const at::Tensor& indices = *in.state_batch_indices;
+    params.slots_of_batch = {indices.const_data_ptr(), indices.scalar_type() == at::kLong, indices.stride(0), 0};
+  }
+  return params;
+}
+
+namespace {
+
+FwdResult fwd_meta(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
+                   const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state, OptionalName activation) {
+  const Inputs in{x, weight, bias, seq_idx, cu_seqlens, initial_state, activation};
+  check_inputs(in);
+  FwdOutputs outputs = allocate_fwd(in);
+  return {outputs.out, outputs.final_state};
+}
+
+GradTensors allocate_meta(const BwdInputs& bwd, const OptionalTensor& grad_x) {
+  check_inputs(bwd.in);
+  return allocate_bwd(bwd, grad_x);
+}
+
+BwdResult bwd_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_final_state, const at::Tensor& x,
+                   const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
+                   const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state, OptionalName activation,
+                   NeedsGrad needs_grad) {
+  const Inputs in{x, weight, bias, seq_idx, cu_seqlens, initial_state, activation};
+  return std::tuple_cat(allocate_meta({grad_out, grad_final_state, in, needs_grad}, std::nullopt));
+}
+
+BwdOutResult bwd_out_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_final_state, const at::Tensor& x,
+                          const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
+                          const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state, OptionalName activation,
+                          NeedsGrad needs_grad, at::Tensor& grad_x) {
+  const Inputs in{x, weight, bias, seq_idx, cu_seqlens, initial_state, activation};
+  const GradTensors grads = allocate_meta({grad_out, grad_final_state, in, needs_grad}, grad_x);
+  return {grads[kGradWeight], grads[kGradBias], grads[kGradInitialState]};
+}
+
+at::Tensor update_meta(const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight, const OptionalTensor& bias,
+                       OptionalName activation, const OptionalTensor& state_batch_indices) {
+  const UpdateInputs in{x, conv_state, weight, bias, state_batch_indices, activation};
+  check_update_inputs(in);
+  return allocate_update(in);
+}
+
+const auto& fwd_op() {
+  static const auto op = find_op<FwdSignature>("ssm_kernels::_causal_conv1d_fwd");
+  return op;
+}
+
+const auto& convolution_op() {
+  static const auto op = find_op<FwdSignature>("ssm_kernels::_causal_conv1d");
+  return op;
+}
+
+const auto& update_op() {
+  static const auto op = find_op<UpdateSignature>("ssm_kernels::causal_conv1d_update");
+  return op;
+}
+
+// The public operator.
+FwdResult causal_conv1d(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias, OptionalName activation,
+                        const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state) {
+  static const auto public_op = c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::causal_conv1d", "");
+  check_arguments(public_op, {x, weight, bias, std::nullopt, seq_idx, cu_seqlens, initial_state});
+  return convolution_op().call(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation);
+}
+
+FwdResult convolution_no_grad(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                              const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
+                              const OptionalTensor& initial_state, OptionalName activation) {
+  return fwd_op().call(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation);
+}
+
+// Saves the inputs and nothing else.
+class CausalConv1d : public torch::autograd::Function<CausalConv1d> {
+ public:
+  // Backward calls a registered operator and nothing else, so compiled autograd may look inside.
+  static constexpr bool is_traceable = true;
+
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
+                                                const at::Tensor& weight, const OptionalTensor& bias,
+                                                const OptionalTensor& initial_state, const OptionalTensor& seq_idx,
+                                                const OptionalTensor& cu_seqlens,
+                                                const std::optional<std::string>& activation) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const OptionalName name = activation.has_value() ? OptionalName(*activation) : std::nullopt;
+    auto [out, final_state] = fwd_op().call(x, weight, bias, seq_idx, cu_seqlens, initial_state, name);
+    ctx->save_for_backward(
+        {x, weight, or_undefined(bias), or_undefined(initial_state), or_undefined(seq_idx), or_undefined(cu_seqlens)});
+    ctx->saved_data["activation"] = activation;
+    ctx->set_materialize_grads(false);
+    return {out, final_state};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    constexpr size_t kNumArguments = 7;  // of forward, after ctx
+    torch::autograd::variable_list result(kNumArguments);
+    if (!grads[0].defined() && !grads[1].defined()) return result;
+    const auto saved = ctx->get_saved_variables();
+    const auto activation = ctx->saved_data["activation"].toOptional<std::string>();
+    NeedsGrad needs_grad{};
+    // Absent tensors have no edge of the graph.
+    size_t edge = 0;
+    for (size_t i = 0; i < kNumGrads; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
+    static const auto op = find_op<BwdSignature>("ssm_kernels::_causal_conv1d_bwd");
+    const BwdResult computed = op.call(or_absent(grads[0]), or_absent(grads[1]), saved[0], saved[1], or_absent(saved[2]),
+                                       or_absent(saved[4]), or_absent(saved[5]), or_absent(saved[3]),
+                                       activation.has_value() ? OptionalName(*activation) : std::nullopt, needs_grad);
+    const GradTensors tensors = std::apply([](const auto&... grad) { return GradTensors{grad...}; }, computed);
+    for (size_t i = 0; i < kNumGrads; ++i) {
+      if (needs_grad[i]) result[i] = tensors[i];
+    }
+    return result;
+  }
+};
+
+FwdResult convolution_autograd(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                               const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
+                               const OptionalTensor& initial_state, OptionalName activation) {
+  check_no_func_transform(kOp);
+  const auto any = [&](const auto& predicate) {
+    const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
+    return predicate(x) || predicate(weight) || holds(bias) || holds(initial_state);
+  };
+  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
+  // Forward-mode AD: apply() is what says that there is none.
+  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
+  if (!needs_graph && !has_tangent) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return convolution_no_grad(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation);
+  }
+  auto outputs = CausalConv1d::apply(x, weight, bias, initial_state, seq_idx, cu_seqlens,
+                                     activation.has_value() ? std::optional<std::string>(*activation) : std::nullopt);
+  return {outputs[0], outputs[1]};
+}
+
+// Sequences and states in the autocast dtype; parameters as they are, or in float32 where they are of a third dtype.
+template <at::DeviceType device_type>
+FwdResult convolution_autocast(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                               const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
+                               const OptionalTensor& initial_state, OptionalName activation) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
+  const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
+  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
+  return convolution_op().call(sequence(x), parameter(weight), parameter(bias), seq_idx, cu_seqlens, sequence(initial_state),
+                               activation);
+}
+
+// Not differentiable; where a gradient would be wanted it raises, rather than leave the graph without a word.
+at::Tensor update_autograd(c10::DispatchKeySet keys, const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight,
+                           const OptionalTensor& bias, OptionalName activation, const OptionalTensor& state_batch_indices) {
+  check_arguments(update_op(), {x, conv_state, weight, bias, std::nullopt, state_batch_indices});
+  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(x, conv_state, weight, bias), kUpdateOp,
+                              " is not differentiable: train with causal_conv1d, and decode under torch.no_grad()");
+  at::AutoDispatchBelowAutograd guard;
+  return update_op().redispatch(keys & c10::after_autograd_keyset, x, conv_state, weight, bias, activation,
+                                state_batch_indices);
+}
+
+at::Tensor update_count_version(c10::DispatchKeySet keys, const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight,
+                                const OptionalTensor& bias, OptionalName activation,
+                                const OptionalTensor& state_batch_indices) {
+  at::Tensor out;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    out = update_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, x, conv_state, weight, bias, activation,
+                                 state_batch_indices);
+  }
+  torch::autograd::increment_version(conv_state);
+  return out;
+}
+
+// The state is written to, so it stays what it is: x in the autocast dtype has to have its dtype, or else float32 is its dtype.
+template <at::DeviceType device_type>
+at::Tensor update_autocast(const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight, const OptionalTensor& bias,
+                           OptionalName activation, const OptionalTensor& state_batch_indices) {
+  check_arguments(update_op(), {x, conv_state, weight, bias, std::nullopt, state_batch_indices});
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
+  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
+  return update_op().call(at::autocast::cached_cast(lower, x, device_type), conv_state, parameter(weight), parameter(bias),
+                          activation, state_batch_indices);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { m.impl("causal_conv1d", &causal_conv1d); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("_causal_conv1d", &convolution_no_grad); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
+  m.impl("_causal_conv1d", &convolution_autograd);
+  for (const char* name : {"_causal_conv1d_fwd", "_causal_conv1d_bwd", "_causal_conv1d_bwd_out"}) {
+    m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  }
+  m.impl("causal_conv1d_update", TORCH_FN(update_autograd));
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) { m.impl("causal_conv1d_update", TORCH_FN(update_count_version)); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
+  m.impl("_causal_conv1d_fwd", &fwd_meta);
+  m.impl("_causal_conv1d_bwd", &bwd_meta);
+  m.impl("_causal_conv1d_bwd_out", &bwd_out_meta);
+  m.impl("causal_conv1d_update", &update_meta);
+}
+
+#ifndef SSM_KERNELS_WITH_CUDA
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  for (const char* name : {"_causal_conv1d_fwd", "_causal_conv1d_bwd", "_causal_conv1d_bwd_out", "causal_conv1d_update"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+  }
+}
+#endif
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) {
+  m.impl("_causal_conv1d", &convolution_autocast<at::kCPU>);
+  m.impl("causal_conv1d_update", &update_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) {
+  m.impl("_causal_conv1d", &convolution_autocast<at::kCUDA>);
+  m.impl("causal_conv1d_update", &update_autocast<at::kCUDA>);
+}
+
+}  // namespace ssm_kernels::causal_conv1d

@@ -1,0 +1,542 @@
+// Causal convolution on the CPU, forward and backward, and its decoding step.
+//
+//   pre_t = bias + sum_j weight_j e_{t+j},  j = 0 .. width - 1        out_t = act(pre_t)
+//
+// where e is a sequence's initial state (or zeros), width - 1 elements, followed by its steps. With g_t = grad_out_t
+// act'(pre_t), which is zero outside of the sequence, and with pre_t computed again from x, the adjoint is
+//
+//   grad e_t = sum_j weight_j g_{t-j} + grad_final_state        grad weight_j = sum_t g_t e_{t+j}        grad bias = sum_t g_t
+//
+// The first width - 1 elements of grad e are the initial state's gradient, the others are x's. grad e_t needs no g after g_t,
+// so backward goes forward in time as well, and its gradients of x are width - 1 steps behind. Nothing is saved for it.
+//
+// A task walks through the sequences of its row in tiles of kTileSteps steps; a SIMD lane is a channel. Between tiles the last
+// width - 1 steps of x and g stay in scratch memory. A tensor of the accumulation type whose channels lie side by side is read
+// and written where it is; any other passes through scratch memory, transposed where time is its contiguous axis. Widths of 2
+// to 4 in float32 take four steps at a time in registers; what remains, and all else, is computed step by step with the same
+// operations in the same order. This file is compiled once per instruction set.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "causal_conv1d/cpu/causal_conv1d_cpu.h"
+#include "common/activations.h"
+#include "cpu/scalar_types.h"
+#include "cpu/tile_io.h"
+#include "cpu/vec_math.h"
+
+namespace ssm_kernels::causal_conv1d {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+constexpr int64_t kGroupSteps = 4;  // that one pass of the loop over channels computes
+constexpr int64_t kMaxLanes = 16;   // of a vector: the transposing tile_io.h rounds steps up to it
+
+// Values of [steps][lanes] in the accumulation type: a tensor's own memory, or a tile.
+template <typename Acc>
+struct Rows {
+  Acc* data;
+  int64_t stride;
+
+  Acc* operator[](int64_t step) const { return data + step * stride; }
+};
+
+// `count` rows of the past followed by those of a tile.
+template <typename Acc>
+struct Continued {
+  Rows<Acc> past;
+  int64_t count;
+  Rows<Acc> tile;
+
+  Acc* operator[](int64_t i) const { return i < count ? past[i] : tile[i - count]; }
+
+  // What the past is after `steps` steps of the tile.
+  void advance(int64_t steps, int64_t lanes) const {
+    if (steps == 0) return;
+    for (int64_t i = 0; i < count; ++i) std::copy_n((*this)[i + steps], round_up(lanes, Vec<Acc>::size()), past[i]);
+  }
+};
+
+// Scratch memory in rows of a task's channels.
+template <typename Acc>
+class Carver {
+ public:
+  Carver(std::byte* scratch, int64_t row) : next_(reinterpret_cast<Acc*>(scratch)), row_(row) {}
+
+  Rows<Acc> rows(int64_t count) {
+    const Rows<Acc> rows{next_, row_};
+    next_ += count * row_;
+    return rows;
+  }
+  // Room for what a transposing move rounds up.
+  Rows<Acc> tile(int64_t steps) { return rows(steps + kMaxLanes); }
+
+ private:
+  Acc* next_;
+  int64_t row_;
+};
+
+// What forward and backward compute a tile from.
+template <typename Acc>
+struct TileInputs {
+  int64_t width, lanes;
+  bool has_silu;
+  Rows<Acc> weight;  // a row for each tap, and one for the bias
+  Continued<Acc> x;
+};
+
+template <typename Acc>
+struct TileGrads {
+  Rows<Acc> grad_out;
+  Continued<Acc> g;
+  Rows<Acc> sums;  // a row for each tap, and one for the bias; data null if no parameter needs a gradient
+  bool needs_grad_e;
+  Continued<Acc> grad_e;  // rows of the initial state's gradient, of which there are less and less, and rows of x's
+};
+
+template <typename V>
+V activate(const V& pre, bool has_silu) {
+  return has_silu ? silu(pre) : pre;
+}
+
+template <typename V>
+V grad_pre(const V& grad_out, const V& pre, bool has_silu) {
+  return has_silu ? grad_out * silu_derivative(pre, sigmoid(pre)) : grad_out;
+}
+
+template <typename V, typename Acc>
+V pre_activation(const TileInputs<Acc>& in, int64_t step, int64_t lane) {
+  V pre = V::loadu(in.weight[in.width] + lane);
+  for (int64_t j = 0; j < in.width; ++j) {
+    pre = Math<V>::fma(V::loadu(in.weight[j] + lane), V::loadu(in.x[step + j] + lane), pre);
+  }
+  return pre;
+}
+
+template <typename Acc>
+void fwd_steps(const TileInputs<Acc>& in, const Rows<Acc>& out, int64_t begin, int64_t end) {
+  using V = Vec<Acc>;
+  for (int64_t step = begin; step < end; ++step) {
+    for (int64_t lane = 0; lane < in.lanes; lane += V::size()) {
+      activate(pre_activation<V>(in, step, lane), in.has_silu).store(out[step] + lane);
+    }
+  }
+}
+
+template <typename Acc>
+void bwd_steps(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64_t begin, int64_t end) {
+  using V = Vec<Acc>;
+  const auto add_to = [](Acc* sum, const V& a, const V& b) { Math<V>::fma(a, b, V::loadu(sum)).store(sum); };
+  for (int64_t step = begin; step < end; ++step) {
+    for (int64_t lane = 0; lane < in.lanes; lane += V::size()) {
+      const V grad_out = V::loadu(grads.grad_out[step] + lane);
+      const V g = in.has_silu ? grad_pre(grad_out, pre_activation<V>(in, step, lane), true) : grad_out;
+      g.store(grads.g[step + in.width - 1] + lane);
+      if (grads.needs_grad_e) {
+        V grad = V::loadu(in.weight[0] + lane) * g;
+        for (int64_t j = 1; j < in.width; ++j) {
+          grad = Math<V>::fma(V::loadu(in.weight[j] + lane), V::loadu(grads.g[step + in.width - 1 - j] + lane), grad);
+        }
+        grad.store(grads.grad_e[step] + lane);
+      }
+      if (grads.sums.data != nullptr) {
+        for (int64_t j = 0; j < in.width; ++j) add_to(grads.sums[j] + lane, g, V::loadu(in.x[step + j] + lane));
+        add_to(grads.sums[in.width] + lane, g, V(Acc(1)));
+      }
+    }
+  }
+}
+
+// As fwd_steps, kGroupSteps at a time; returns how many steps it computed.
+template <int kWidth, typename Acc>
+int64_t fwd_groups(const TileInputs<Acc>& in, const Rows<Acc>& out, int64_t steps) {
+  using V = Vec<Acc>;
+  constexpr int kSpan = kWidth - 1 + kGroupSteps;
+  int64_t step = 0;
+  for (; step + kGroupSteps <= steps; step += kGroupSteps) {
+    const Acc* x_row[kSpan];
+    for (int i = 0; i < kSpan; ++i) x_row[i] = in.x[step + i];
+    for (int64_t lane = 0; lane < in.lanes; lane += V::size()) {
+      V weight[kWidth], x[kSpan];
+      for (int j = 0; j < kWidth; ++j) weight[j] = V::loadu(in.weight[j] + lane);
+      for (int i = 0; i < kSpan; ++i) x[i] = V::loadu(x_row[i] + lane);
+      const V bias = V::loadu(in.weight[kWidth] + lane);
+      for (int i = 0; i < kGroupSteps; ++i) {
+        V pre = bias;
+        for (int j = 0; j < kWidth; ++j) pre = Math<V>::fma(weight[j], x[i + j], pre);
+        activate(pre, in.has_silu).store(out[step + i] + lane);
+      }
+    }
+  }
+  return step;
+}
+
+// As bwd_steps, kGroupSteps at a time; returns how many steps it computed.
+template <int kWidth, typename Acc>
+int64_t bwd_groups(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64_t steps) {
+  using V = Vec<Acc>;
+  constexpr int kPast = kWidth - 1, kSpan = kPast + kGroupSteps;
+  static_assert(kGroupSteps >= kPast, "a group's g is all the past that the next group needs");
+  int64_t step = 0;
+  for (; step + kGroupSteps <= steps; step += kGroupSteps) {
+    const Acc* x_row[kSpan];
+    for (int i = 0; i < kSpan; ++i) x_row[i] = in.x[step + i];
+    Acc *g_row[kSpan], *grad_row[kGroupSteps];
+    for (int i = 0; i < kSpan; ++i) g_row[i] = grads.g[step + i];
+    for (int i = 0; i < kGroupSteps; ++i) grad_row[i] = grads.needs_grad_e ? grads.grad_e[step + i] : nullptr;
+    for (int64_t lane = 0; lane < in.lanes; lane += V::size()) {
+      V weight[kWidth], x[kSpan], g[kSpan];
+      for (int j = 0; j < kWidth; ++j) weight[j] = V::loadu(in.weight[j] + lane);
+      for (int i = 0; i < kSpan; ++i) x[i] = V::loadu(x_row[i] + lane);
+      for (int i = 0; i < kPast; ++i) g[i] = V::loadu(g_row[i] + lane);
+      const V bias = V::loadu(in.weight[kWidth] + lane);
+      for (int i = 0; i < kGroupSteps; ++i) {
+        V pre = bias;
+        for (int j = 0; j < kWidth; ++j) pre = Math<V>::fma(weight[j], x[i + j], pre);
+        g[kPast + i] = grad_pre(V::loadu(grads.grad_out[step + i] + lane), pre, in.has_silu);
+        g[kPast + i].store(g_row[kPast + i] + lane);
+      }
+      if (grads.needs_grad_e) {
+        for (int i = 0; i < kGroupSteps; ++i) {
+          V grad = weight[0] * g[kPast + i];
+          for (int j = 1; j < kWidth; ++j) grad = Math<V>::fma(weight[j], g[kPast + i - j], grad);
+          grad.store(grad_row[i] + lane);
+        }
+      }
+      if (grads.sums.data != nullptr) {
+        for (int j = 0; j < kWidth; ++j) {
+          V sum = V::loadu(grads.sums[j] + lane);
+          for (int i = 0; i < kGroupSteps; ++i) sum = Math<V>::fma(g[kPast + i], x[i + j], sum);
+          sum.store(grads.sums[j] + lane);
+        }
+        V sum = V::loadu(grads.sums[kWidth] + lane);
+        for (int i = 0; i < kGroupSteps; ++i) sum = sum + g[kPast + i];
+        sum.store(grads.sums[kWidth] + lane);
+      }
+    }
+  }
+  return step;
+}
+
+template <typename Acc>
+void fwd_tile(const TileInputs<Acc>& in, const Rows<Acc>& out, int64_t steps) {
+  int64_t done = 0;
+  if constexpr (std::is_same_v<Acc, float>) {
+    if (in.width == 4) done = fwd_groups<4>(in, out, steps);
+    if (in.width == 3) done = fwd_groups<3>(in, out, steps);
+    if (in.width == 2) done = fwd_groups<2>(in, out, steps);
+  }
+  fwd_steps(in, out, done, steps);
+}
+
+template <typename Acc>
+void bwd_tile(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64_t steps) {
+  int64_t done = 0;
+  if constexpr (std::is_same_v<Acc, float>) {
+    if (in.width == 4) done = bwd_groups<4>(in, grads, steps);
+    if (in.width == 3) done = bwd_groups<3>(in, grads, steps);
+    if (in.width == 2) done = bwd_groups<2>(in, grads, steps);
+  }
+  bwd_steps(in, grads, done, steps);
+}
+
+// The channels of one task, and how tensors are read and written for it. Loops are compiled for the accumulation type; which
+// type a tensor has is asked once a tile.
+template <typename Acc>
+struct TaskView {
+  static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && Vec<Acc>::size() <= kMaxLanes,
+                "a task's channels are whole vectors, and tiles have room for steps rounded up to one");
+
+  ScalarKind kind;
+  int64_t batch, first_channel, lanes, row;
+
+  TaskView(const ConvParams& p, const Tasks& tasks, int64_t task) : kind(p.kind), row(tasks.channels) {
+    batch = task / tasks.blocks;
+    first_channel = task % tasks.blocks * tasks.channels;
+    lanes = std::min(tasks.channels, p.channels - first_channel);
+  }
+
+  // visitor(Element()) with the type of a tensor's elements: the inputs' own or the accumulation type.
+  template <typename Visitor>
+  void visit_element(bool is_input_kind, const Visitor& visitor) const {
+    if (!is_input_kind || kind == ScalarKind::kFloat || kind == ScalarKind::kDouble) return visitor(Acc());
+    if constexpr (std::is_same_v<Acc, float>) {
+      if (kind == ScalarKind::kHalf) return visitor(c10::Half());
+      visitor(c10::BFloat16());
+    }
+  }
+
+  __attribute__((noinline)) void load(const Rows<Acc>& rows, const void* data, bool is_input_kind, int64_t offset,
+                                      int64_t stride_lane, int64_t stride_step, int64_t steps) const {
+    visit_element(is_input_kind, [&](auto element) {
+      load_tile(rows.data, row, static_cast<const decltype(element)*>(data) + offset, stride_lane, stride_step, lanes, steps);
+    });
+  }
+
+  __attribute__((noinline)) void store(void* data, int64_t offset, int64_t stride_lane, int64_t stride_step,
+                                       const Rows<Acc>& rows, int64_t steps) const {
+    visit_element(true, [&](auto element) {
+      store_tile(static_cast<decltype(element)*>(data) + offset, stride_lane, stride_step, rows.data, row, lanes, steps);
+    });
+  }
+
+  void clear(const Rows<Acc>& rows, int64_t count) const { std::fill_n(rows.data, count * row, Acc(0)); }
+
+  bool is_in_place(const SequenceView& view) const {
+    return (kind == ScalarKind::kFloat || kind == ScalarKind::kDouble) && view.data != nullptr && view.stride_channel == 1 &&
+           lanes % Vec<Acc>::size() == 0;
+  }
+
+  Rows<Acc> in_place(const SequenceView& view, int64_t t) const {
+    return {static_cast<Acc*>(view.data) + view.offset(batch, t, first_channel), view.stride_step};
+  }
+
+  // Steps [t, t + steps) to read; zeros where there is no tensor.
+  Rows<Acc> load(const Rows<Acc>& tile, const SequenceView& view, int64_t t, int64_t steps) const {
+    if (is_in_place(view)) return in_place(view, t);
+    if (view.data == nullptr) {
+      clear(tile, steps);
+    } else {
+      load(tile, view.data, true, view.offset(batch, t, first_channel), view.stride_channel, view.stride_step, steps);
+    }
+    return tile;
+  }
+
+  // Where steps from t on are written; store() brings them to the tensor if this is not its own memory.
+  Rows<Acc> target(const Rows<Acc>& tile, const SequenceView& view, int64_t t) const {
+    return is_in_place(view) ? in_place(view, t) : tile;
+  }
+
+  void store(const SequenceView& view, const Rows<Acc>& tile, int64_t t, int64_t steps) const {
+    if (view.data == nullptr || steps <= 0 || is_in_place(view)) return;
+    store(view.data, view.offset(batch, t, first_channel), view.stride_channel, view.stride_step, tile, steps);
+  }
+
+  // A sequence's state; zeros where there is no tensor, or the sequence has none.
+  void load_state(const Rows<Acc>& rows, const StateView& view, bool is_input_kind, int64_t sequence, int64_t steps) const {
+    if (view.data == nullptr || sequence < 0) return clear(rows, steps);
+    load(rows, view.data, is_input_kind, view.offset(sequence, first_channel, 0), view.stride_channel, view.stride_step, steps);
+  }
+
+  void store_state(const StateView& view, int64_t sequence, const Rows<Acc>& rows, int64_t steps) const {
+    if (view.data == nullptr || sequence < 0) return;
+    store(view.data, view.offset(sequence, first_channel, 0), view.stride_channel, view.stride_step, rows, steps);
+  }
+
+  // The taps, and the bias or zeros.
+  Rows<Acc> load_parameters(Carver<Acc>& memory, const ConvParams& p) const {
+    const Rows<Acc> rows = memory.tile(p.width + 1);
+    const auto load_parameter = [&](const Rows<Acc>& target, const ParameterView& view, int64_t taps) {
+      load(target, view.data, view.is_input_kind, first_channel * view.stride_channel, view.stride_channel, view.stride_tap,
+           taps);
+    };
+    load_parameter(rows, p.weight, p.width);
+    const Rows<Acc> bias{rows[p.width], row};
+    clear(bias, 1);
+    if (p.bias.data != nullptr) load_parameter(bias, p.bias, 1);
+    return rows;
+  }
+};
+
+// visitor(begin, end) for each sequence of a row of the batch.
+template <typename Visitor>
+void for_each_sequence(const ConvParams& p, int64_t batch, const Visitor& visitor) {
+  for (int64_t begin = 0; begin < p.seqlen;) {
+    int64_t last = p.ids.data == nullptr ? p.seqlen - 1 : begin;
+    while (!p.is_last_step(batch, last)) ++last;
+    visitor(begin, last + 1);
+    begin = last + 1;
+  }
+}
+
+// Computes steps [begin, end), whose past `x.past` holds before and after.
+template <typename Acc>
+void convolve(const TaskView<Acc>& view, const ConvFwdParams& p, TileInputs<Acc>& in, const Rows<Acc>& x_tile,
+              const Rows<Acc>& out_tile, int64_t begin, int64_t end) {
+  for (int64_t t0 = begin; t0 < end; t0 += kTileSteps) {
+    const int64_t steps = std::min(kTileSteps, end - t0);
+    in.x.tile = view.load(x_tile, p.x, t0, steps);
+    fwd_tile(in, view.target(out_tile, p.out, t0), steps);
+    view.store(p.out, out_tile, t0, steps);
+    in.x.advance(steps, view.lanes);
+  }
+}
+
+template <typename Acc>
+void fwd(const ConvFwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  const TaskView<Acc> view(p, tasks, task);
+  Carver<Acc> memory(scratch, view.row);
+  TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, p), {}};
+  const int64_t past = p.width - 1;
+  in.x = {memory.tile(past), past, {}};
+  const Rows<Acc> x_tile = memory.tile(kTileSteps), out_tile = memory.tile(kTileSteps);
+  for_each_sequence(p, view.batch, [&](int64_t begin, int64_t end) {
+    view.load_state(in.x.past, p.initial_state, true, p.state_of_first_step(view.batch, begin), past);
+    convolve(view, p, in, x_tile, out_tile, begin, end);
+    view.store_state(p.final_state, p.state_of_last_step(view.batch, end - 1), in.x.past, past);
+  });
+}
+
+template <typename Acc>
+void bwd(const ConvBwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch, std::byte* sums) {
+  const TaskView<Acc> view(p, tasks, task);
+  Carver<Acc> memory(scratch, view.row);
+  TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, p), {}};
+  const int64_t past = p.width - 1;
+  in.x = {memory.tile(past), past, {}};
+  TileGrads<Acc> grads{};
+  grads.g = {memory.rows(past), past, memory.rows(kTileSteps)};
+  grads.sums = {reinterpret_cast<Acc*>(sums), view.row};
+  if (sums != nullptr) view.clear(grads.sums, p.width + 1);
+  grads.needs_grad_e = p.grad_x.data != nullptr || p.grad_initial_state.data != nullptr;
+  const Rows<Acc> grad_initial = memory.tile(past), grad_final = memory.tile(past);
+  const Rows<Acc> x_tile = memory.tile(kTileSteps), grad_out_tile = memory.tile(kTileSteps);
+  const Rows<Acc> grad_x_tile = memory.tile(std::max(kTileSteps, past));
+
+  for_each_sequence(p, view.batch, [&](int64_t begin, int64_t end) {
+    const int64_t first_state = p.state_of_first_step(view.batch, begin),
+                  last_state = p.state_of_last_step(view.batch, end - 1);
+    view.load_state(in.x.past, p.initial_state, true, first_state, past);
+    view.clear(grads.g.past, past);
+    // Element i of the tile's grad_e belongs to the initial state for i < is_initial, else to step t0 + i - past of x.
+    const auto grad_e_from = [&](int64_t t0) {
+      const int64_t is_initial = std::clamp<int64_t>(begin + past - t0, 0, past);
+      const Rows<Acc> initial{grad_initial[past - is_initial], view.row};
+      const bool has_grad_x = p.grad_x.data != nullptr;
+      const int64_t first_step = t0 + is_initial - past;
+      return Continued<Acc>{initial, is_initial, has_grad_x ? view.target(grad_x_tile, p.grad_x, first_step) : grad_x_tile};
+    };
+    for (int64_t t0 = begin; t0 < end; t0 += kTileSteps) {
+      const int64_t steps = std::min(kTileSteps, end - t0);
+      in.x.tile = view.load(x_tile, p.x, t0, steps);
+      grads.grad_out = view.load(grad_out_tile, p.grad_out, t0, steps);
+      grads.grad_e = grad_e_from(t0);
+      bwd_tile(in, grads, steps);
+      view.store(p.grad_x, grad_x_tile, t0 + grads.grad_e.count - past, steps - grads.grad_e.count);
+      in.x.advance(steps, view.lanes);
+      grads.g.advance(steps, view.lanes);
+    }
+    if (!grads.needs_grad_e) return;
+    // The last elements of grad e, which no later g reaches.
+    using V = Vec<Acc>;
+    view.load_state(grad_final, p.grad_final_state, true, last_state, past);
+    grads.grad_e = grad_e_from(end);
+    for (int64_t i = 0; i < past; ++i) {
+      for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
+        V grad = V::loadu(grad_final[i] + lane);
+        for (int64_t j = i + 1; j < p.width; ++j) {
+          grad = Math<V>::fma(V::loadu(in.weight[j] + lane), V::loadu(grads.g.past[past + i - j] + lane), grad);
+        }
+        grad.store(grads.grad_e[i] + lane);
+      }
+    }
+    view.store(p.grad_x, grad_x_tile, end + grads.grad_e.count - past, past - grads.grad_e.count);
+    view.store_state(p.grad_initial_state, first_state, grad_initial, past);
+  });
+}
+
+template <typename Acc>
+void finish_sums(const ConvBwdParams& p, const Tasks& tasks, int64_t block, const std::byte* bytes) {
+  const int64_t first_channel = block * tasks.channels, lanes = std::min(tasks.channels, p.channels - first_channel);
+  const int64_t task_values = (p.width + 1) * tasks.channels;
+  const Acc* const sums = reinterpret_cast<const Acc*>(bytes);
+  const auto total = [&](int64_t j, int64_t lane) {
+    Acc sum(0);
+    for (int64_t b = 0; b < p.batch; ++b) sum += sums[(b * tasks.blocks + block) * task_values + j * tasks.channels + lane];
+    return sum;
+  };
+  const auto write = [&](void* grad, bool is_input_kind, int64_t index, Acc value) {
+    if (!is_input_kind) {
+      static_cast<Acc*>(grad)[index] = value;
+    } else {
+      visit_scalar(p.kind,
+                   [&](auto scalar) { static_cast<decltype(scalar)*>(grad)[index] = static_cast<decltype(scalar)>(value); });
+    }
+  };
+  for (int64_t lane = 0; lane < lanes; ++lane) {
+    const int64_t c = first_channel + lane;
+    if (p.grad_weight != nullptr) {
+      for (int64_t j = 0; j < p.width; ++j) write(p.grad_weight, p.weight.is_input_kind, c * p.width + j, total(j, lane));
+    }
+    if (p.grad_bias != nullptr) write(p.grad_bias, p.bias.is_input_kind, c, total(p.width, lane));
+  }
+}
+
+// Element i becomes element i + seqlen of the state followed by x.
+template <typename Input, typename State>
+void roll(const ConvUpdateParams& p, const TaskView<AccumulateType<Input>>& view, int64_t slot) {
+  const Input* const x = static_cast<const Input*>(p.x.data);
+  State* const state = static_cast<State*>(p.state.data);
+  const int64_t kept = std::max<int64_t>(0, p.state_length - p.seqlen);
+  for (int64_t c = view.first_channel; c < view.first_channel + view.lanes; ++c) {
+    for (int64_t i = 0; i < kept; ++i) state[p.state.offset(slot, c, i)] = state[p.state.offset(slot, c, i + p.seqlen)];
+    for (int64_t i = kept; i < p.state_length; ++i) {
+      state[p.state.offset(slot, c, i)] = static_cast<State>(x[p.x.offset(view.batch, i + p.seqlen - p.state_length, c)]);
+    }
+  }
+}
+
+template <typename Input>
+void update(const ConvUpdateParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  using Acc = AccumulateType<Input>;
+  const ConvFwdParams steps = conv_params(p);
+  const TaskView<Acc> view(steps, tasks, task);
+  const int64_t slot = p.slots_of_batch.data == nullptr ? view.batch : p.slots_of_batch.at(view.batch, 0);
+  if (slot < 0) {
+    for (int64_t t = 0; t < p.seqlen; ++t) {
+      for (int64_t c = view.first_channel; c < view.first_channel + view.lanes; ++c) {
+        static_cast<Input*>(p.out.data)[p.out.offset(view.batch, t, c)] = Input(0);
+      }
+    }
+    return;
+  }
+  Carver<Acc> memory(scratch, view.row);
+  TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, steps), {}};
+  const int64_t past = p.width - 1;
+  in.x = {memory.tile(past), past, {}};
+  const Rows<Acc> x_tile = memory.tile(kTileSteps), out_tile = memory.tile(kTileSteps);
+  if (past > 0) {
+    view.load(in.x.past, p.state.data, p.state_is_input_kind, p.state.offset(slot, view.first_channel, p.state_length - past),
+              p.state.stride_channel, p.state.stride_step, past);
+  }
+  convolve(view, steps, in, x_tile, out_tile, 0, p.seqlen);
+  if (p.state_is_input_kind) {
+    roll<Input, Input>(p, view, slot);
+  } else {
+    roll<Input, Acc>(p, view, slot);
+  }
+}
+
+}  // namespace
+
+int64_t scratch_bytes(int64_t width, int64_t channels) {
+  // Backward has the most: parameters, the past of g, the past of x and the states' gradients, and the tiles of g, x and the
+  // gradients, of which x's takes what is left at the end of a sequence too.
+  const int64_t past = width - 1, tile = kTileSteps + kMaxLanes;
+  const int64_t rows = (width + 1 + kMaxLanes) + past + 3 * (past + kMaxLanes) + 3 * tile + std::max(tile, past + kMaxLanes);
+  return rows * channels * static_cast<int64_t>(sizeof(double));
+}
+
+int64_t sum_bytes(const ConvParams& p, const Tasks& tasks) {
+  const size_t size = p.kind == ScalarKind::kDouble ? sizeof(double) : sizeof(float);
+  return (p.width + 1) * tasks.channels * static_cast<int64_t>(size);
+}
+
+void fwd_task(const ConvFwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  p.kind == ScalarKind::kDouble ? fwd<double>(p, tasks, task, scratch) : fwd<float>(p, tasks, task, scratch);
+}
+
+void bwd_task(const ConvBwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch, std::byte* sums) {
+  p.kind == ScalarKind::kDouble ? bwd<double>(p, tasks, task, scratch, sums) : bwd<float>(p, tasks, task, scratch, sums);
+}
+
+void finish(const ConvBwdParams& p, const Tasks& tasks, int64_t block, const std::byte* sums) {
+  p.kind == ScalarKind::kDouble ? finish_sums<double>(p, tasks, block, sums) : finish_sums<float>(p, tasks, block, sums);
+}
+
+void update_task(const ConvUpdateParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  visit_scalar(p.kind, [&](auto input) { update<decltype(input)>(p, tasks, task, scratch); });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace ssm_kernels::causal_conv1d

@@ -1,0 +1,166 @@
+"""The causal convolution and its decoding step, typed and documented. Each calls ``torch.ops.ssm_kernels``."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+from torch import Tensor
+
+from ._arguments import names_arguments
+
+__all__ = ["causal_conv1d", "causal_conv1d_update"]
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+@names_arguments
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    r"""Depthwise causal convolution over time, with SiLU: the short convolution in front of Mamba's scans.
+
+    Each channel by itself, with :math:`W` taps:
+
+    .. math::
+        \mathrm{out}_t = \mathrm{act}\Big(\mathrm{bias} + \sum_{l=0}^{W-1} \mathrm{weight}_{W-1-l}\; x_{t-l}\Big)
+
+    A tap before a sequence's first step reads its initial state, or zero. The result is that of
+    ``act(conv1d(x.transpose(1, 2), weight[:, None], bias, padding=W - 1, groups=channels))`` without its last ``W - 1`` steps.
+    Source: the shift SSM of Fu et al., *Hungry Hungry Hippos* (arXiv 2212.14052), and Gu and Dao, *Mamba* (arXiv 2312.00752),
+    section 3.4. The package ``causal-conv1d`` has the same function for widths of 2 to 4.
+
+    Args:
+        x: input, (batch, seqlen, channels); float32, float16, bfloat16 or float64. Any strides: channels-contiguous and
+            time-contiguous tensors are read as they are, slices of wider tensors too. For a (batch, channels, seqlen) tensor
+            pass ``x.transpose(1, 2)``.
+        weight: (channels, width), width >= 1, the last tap the newest; dtype of ``x``, or float32 (float64 with float64
+            inputs).
+        bias: (channels,), dtypes as for ``weight``, independently of it.
+        activation: ``"silu"`` (alias ``"swish"``), or None (alias ``"none"``).
+        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to: where it changes from one
+            step to the next, in whatever direction, a new sequence begins, whose initial state is zero. ``initial_state`` is
+            that of the first of a row's sequences, ``final_state`` that of the last.
+        cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
+            ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
+            a sequence may have no steps. Nothing passes from one sequence to the next: ``initial_state`` and ``final_state``
+            are (sequences, channels, width - 1). Not together with ``seq_idx``.
+        initial_state: the ``width - 1`` steps before the first one, (batch, channels, width - 1), the last element the newest;
+            dtype of ``x``; zero if absent.
+        return_final_state: also return the state after the last step.
+
+    Returns:
+        ``out`` of the shape and dtype of ``x`` and, where ``x`` is dense, of its strides; with ``return_final_state`` also
+        ``final_state``, (batch, channels, width - 1), dtype of ``x``: the last ``width - 1`` elements of the initial state
+        followed by the sequence. Both are differentiable with respect to ``x``, ``weight``, ``bias`` and ``initial_state``.
+        Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
+
+    On CPU and on CUDA, with the same bits every time. Sums are float32 (float64 with float64 inputs), and each result is
+    rounded once. Only the inputs are kept for gradients; backward computes the sums before the activation again. On CUDA the
+    work goes to the current stream and can be captured in a CUDA graph. The values of ``cu_seqlens`` are checked on the host
+    for tensors on the CPU. Under autocast ``x`` and ``initial_state`` are cast to its dtype, ``weight`` and ``bias`` to
+    float32.
+
+    Raises:
+        ValueError: a shape, the activation or, on the CPU, the values of ``cu_seqlens`` are not as above, or both ``seq_idx``
+            and ``cu_seqlens`` are given.
+        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.causal_conv1d(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+    )
+    return results if return_final_state else results[0]
+
+
+@names_arguments
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    state_batch_indices: Tensor | None = None,
+) -> Tensor:
+    r"""A decoding step of :func:`causal_conv1d`, or a few; ``conv_state`` is updated in place.
+
+    Equal to :func:`causal_conv1d` with the last ``width - 1`` elements of ``conv_state`` as its initial state. The state is
+    then shifted to the left by the new steps, which become its last elements, as ``mamba_ssm`` does it. The package
+    ``causal-conv1d`` has the same function.
+
+    Args:
+        x: (batch, channels), one step, or (batch, seqlen, channels), a few; float32, float16, bfloat16 or float64. Any strides.
+        conv_state: (batch, channels, length), length >= width - 1, modified in place: the last steps, the last element the
+            newest; dtype of ``x``, or float32 (float64 with float64 inputs). With ``state_batch_indices`` its first size is
+            the number of cache slots instead.
+        weight: (channels, width), the last tap the newest; dtype of ``x``, or float32 (float64 with float64 inputs).
+        bias: (channels,), dtypes as for ``weight``, independently of it.
+        activation: ``"silu"`` (alias ``"swish"``), or None (alias ``"none"``).
+        state_batch_indices: (batch,), int32 or int64: the slot of ``conv_state`` that each row of the batch uses. A negative
+            index is padding: the output is zero and no state is touched. Other indices must be distinct and below the number
+            of slots: on the CPU a ValueError. On CUDA, where a check would wait for the device, a row whose index is past the
+            last slot has NaN for output and touches no state; rows that share a slot race.
+
+    Returns:
+        ``out``, shape and dtype of ``x``. Not differentiable: backward through it raises.
+
+    Raises:
+        ValueError: a shape, the activation or, on the CPU, ``state_batch_indices`` is not as above.
+        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        RuntimeError: elements of ``conv_state``, which is updated in place, share memory with each other or with another
+            argument.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+    """
+    out: Tensor = torch.ops.ssm_kernels.causal_conv1d_update(
+        x, conv_state, weight, bias, activation=activation, state_batch_indices=state_batch_indices
+    )
+    return out

@@ -1,0 +1,141 @@
+"""Reference of the causal convolution and its decoding step: see :mod:`ssm_kernels.reference`, which has both."""
+
+from __future__ import annotations
+
+from typing import Literal, overload
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+__all__ = ["causal_conv1d", "causal_conv1d_update"]
+
+
+def _activate(x: Tensor, activation: str | None) -> Tensor:
+    if activation in (None, "none"):
+        return x
+    if activation in ("silu", "swish"):
+        return F.silu(x)
+    raise ValueError(f"unknown activation {activation!r}, expected None, 'silu' or 'swish'")
+
+
+def _convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, number: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The sums before the activation and the new state of x, (batch, seqlen, channels), a loop over the lags.
+
+    Args:
+        number: (batch, seqlen), of the sequence that a step belongs to, not descending from 0, the one whose state is given.
+    """
+    past, seqlen = weight.shape[1] - 1, x.shape[1]
+    steps = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
+    if number is not None:
+        of_steps = torch.cat([number.new_zeros(x.shape[0], past), number], dim=1)
+
+    def read(first: int, count: int, reader: Tensor | None) -> Tensor:
+        """Some steps, zero where they are another sequence's than the reader's."""
+        found = steps[:, first : first + count]
+        if reader is None:
+            return found
+        is_own = of_steps[:, first : first + count] == reader
+        return torch.where(is_own[..., None], found, torch.zeros_like(found))
+
+    total = x.new_zeros(()) if bias is None else bias
+    for lag in range(past + 1):
+        total = total + weight[:, past - lag] * read(past - lag, seqlen, number)
+    last = number[:, -1:] if number is not None and seqlen else None
+    return total, read(seqlen, past, last).transpose(1, 2)
+
+
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: Literal[False] = False,
+) -> Tensor: ...
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: Literal[True],
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool,
+) -> Tensor | tuple[Tensor, Tensor]: ...
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Depthwise causal convolution. Arguments and results as :func:`ssm_kernels.causal_conv1d`.
+
+    A loop over packed sequences, and for each over the lags.
+    """
+    sequences = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+    state = x.new_zeros(sequences, x.shape[2], weight.shape[1] - 1) if initial_state is None else initial_state
+    if cu_seqlens is not None:
+        pieces = x.split(cu_seqlens.diff().tolist(), dim=1)
+        results = [_convolve(piece, weight, bias, state[i, None]) for i, piece in enumerate(pieces[:sequences])]
+        total = torch.cat([total for total, _ in results], dim=1) if results else x
+        final_state = torch.cat([state for _, state in results]) if results else state
+    else:
+        number = None if seq_idx is None else F.pad((seq_idx.diff(dim=1) != 0).cumsum(dim=1), (min(1, x.shape[1]), 0))
+        total, final_state = _convolve(x, weight, bias, state, number)
+    out = _activate(total, activation)
+    return (out, final_state) if return_final_state else out
+
+
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    state_batch_indices: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One decoding step or a few. Arguments as :func:`ssm_kernels.causal_conv1d_update`; nothing is modified in place.
+
+    Returns:
+        ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; rows of negative index are
+        padding: their output is zero and they touch no state.
+    """
+    steps = x if x.dim() == 3 else x[:, None]
+    batch, seqlen, _ = steps.shape
+    past = weight.shape[1] - 1
+    slots = torch.arange(batch, device=x.device) if state_batch_indices is None else state_batch_indices.long()
+    padding = slots < 0
+    state = conv_state[slots.clamp(min=0)]
+    total, _ = _convolve(steps, weight, bias, state[..., state.shape[2] - past :])
+    out = torch.where(padding[:, None, None], torch.zeros_like(total), _activate(total, activation))
+    rolled = torch.cat([state, steps.transpose(1, 2).to(state.dtype)], dim=2)[..., seqlen:]
+    new_state = conv_state.clone()
+    new_state[slots[~padding]] = rolled[~padding]
+    return (out if x.dim() == 3 else out[:, 0]), new_state
