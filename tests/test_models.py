@@ -438,6 +438,9 @@ def test_folders_that_do_not_fit(tmp_path):
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(ValueError, match=says("expected an object in", "got list")):
         MambaLM.from_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match=says("expected JSON in", "config.json: ")):
+        MambaLM.from_pretrained(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps(config))
     (tmp_path / "pytorch_model.bin").unlink()
     with pytest.raises(FileNotFoundError, match=r"no pytorch_model\.bin in .*$"):

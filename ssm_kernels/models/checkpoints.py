@@ -51,7 +51,10 @@ def load_config(folder: Path) -> MambaConfig:
     path = folder / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"MambaLM.from_pretrained: no {_CONFIG} in {folder}")
-    fields = json.loads(path.read_text())
+    try:
+        fields = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"MambaLM.from_pretrained: expected JSON in {path}: {error}") from None
     if not isinstance(fields, dict):
         raise ValueError(f"MambaLM.from_pretrained: expected an object in {path}, got {type(fields).__name__}")
     return MambaConfig.from_dict(fields)
