@@ -102,12 +102,12 @@ class _CudaClock:
     not part of short trials: eight write 1 GB on an H200, for which it takes about a quarter of a millisecond.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, writes: int) -> None:
         cache = torch.cuda.get_device_properties(device).L2_cache_size
-        self._evict = torch.empty(2 * max(cache, 2**25), dtype=torch.int8, device=device)
+        self._evict, self._writes = torch.empty(2 * max(cache, 2**25), dtype=torch.int8, device=device), writes
 
     def prepare(self) -> None:
-        for _ in range(_CACHE_WRITES):
+        for _ in range(self._writes):
             self._evict.zero_()
 
     def mark(self) -> torch.cuda.Event:
@@ -129,6 +129,7 @@ def measure(
     budget: float | None = None,
     least: int = 3,
     on_trial: Callable[[], None] | None = None,
+    cache_writes: int = _CACHE_WRITES,
 ) -> dict[str, Measurement]:
     """Times every benchmark, in turns.
 
@@ -139,9 +140,11 @@ def measure(
         warmup: trials of each benchmark that do not.
         budget: seconds after which no further round of trials starts, once there have been ``least``; None for no limit.
         on_trial: called after every trial, the warm-up's included.
+        cache_writes: how often the cache is overwritten before a trial on CUDA. With one, as in triton.testing.do_bench, the
+            host's time to enqueue a trial counts wherever the device is faster.
     """
     device = torch.device(device)
-    clock = _CudaClock(device) if device.type == "cuda" else _CpuClock()
+    clock = _CudaClock(device, cache_writes) if device.type == "cuda" else _CpuClock()
     marks: dict[str, list[list[Any]]] = {name: [] for name in benchmarks}
     start = time.perf_counter()
     for trial in range(-warmup, trials):

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 __all__ = [
     "RECORDED_GATED_SCAN",
+    "RECORDED_LAYERS",
+    "RECORDED_MODELS",
+    "RECORDED_REPLAYS",
     "RECORDED_SCAN",
     "RECORDED_SSD",
     "RECORDED_STATE_UPDATE",
@@ -19,7 +23,11 @@ __all__ = [
     "GatedScan",
     "described",
     "described_gated_scans",
+    "described_layers",
     "gated_scans",
+    "language_model",
+    "layer_operators",
+    "layers",
     "selective_scan",
     "ssd",
     "state_update",
@@ -52,6 +60,33 @@ RECORDED_GATED_SCAN = {
     (8, 2048, 2048): {"chunk_hgrn": (0.273e-3, 0.418e-3), "accelerated_scan": (0.060e-3, 0.154e-3)},
     (32, 512, 1024): {"chunk_hgrn": (0.160e-3, 0.246e-3), "accelerated_scan": (0.099e-3, 0.123e-3)},
     (1, 65536, 1024): {"chunk_hgrn": (1.553e-3, 2.292e-3), "accelerated_scan": (0.146e-3, 0.342e-3)},
+}
+# Whole layers in bfloat16 of 2048 steps, in seconds and bytes: by (layer, batch, d_model). "before" is ours when only the scan
+# was fused.
+RECORDED_LAYERS = {
+    ("Mamba", 8, 2048): {
+        "mamba_ssm": {"forward": 2.447e-3, "both": 9.462e-3, "peak": 1393e6},
+        "before": {"forward": 3.389e-3, "both": 10.040e-3, "peak": 1512e6},
+    },
+    ("Mamba2", 8, 2560): {
+        "mamba_ssm": {"forward": 2.822e-3, "both": 9.566e-3, "peak": 2091e6},
+        "before": {"forward": 5.534e-3, "both": 15.275e-3, "peak": 3476e6},
+    },
+    ("Mamba", 1, 768): {
+        "mamba_ssm": {"forward": 0.754e-3, "both": 3.332e-3, "peak": 62e6},
+        "before": {"forward": 0.57e-3, "both": 1.92e-3, "peak": 71e6},
+    },
+    ("Mamba2", 1, 768): {
+        "mamba_ssm": {"forward": 1.008e-3, "both": 5.077e-3, "peak": 97e6},
+        "before": {"forward": 0.37e-3, "both": 2.18e-3, "peak": 150e6},
+    },
+}
+# A replay of a CUDA graph with the forward of two such layers, 32 steps of 256 channels in float32: by layer.
+RECORDED_REPLAYS = {"Mamba": {"before": {"replay": 0.134e-3}}, "Mamba2": {"before": {"replay": 0.146e-3}}}
+# The training step of a language model of 24 such layers, ours before: by layer.
+RECORDED_MODELS = {
+    "Mamba": {"before": {"step": 108.0e-3, "peak": 21.2 * 2**30}},
+    "Mamba2": {"before": {"step": 119.2e-3, "peak": 30.9 * 2**30}},
 }
 # Names of the packages, and where the figures above come from.
 _GATED_SCAN_PACKAGES = {"chunk_hgrn": "flash-linear-attention", "accelerated_scan": "accelerated-scan"}
@@ -96,6 +131,62 @@ def ssd() -> Callable[..., Tensor] | None:
     except (ImportError, AttributeError, RuntimeError):
         return None
     return lambda **tensors: mamba_chunk_scan_combined(**tensors, chunk_size=256, dt_softplus=True)
+
+
+def layers() -> dict[str, Callable[..., nn.Module]]:
+    """The mixers with causal-conv1d's kernels, by their names; none where one of the two packages cannot be imported."""
+    try:
+        importlib.import_module("causal_conv1d")  # without it the mixers can be imported, and run PyTorch's convolution
+        from mamba_ssm.modules.mamba2 import Mamba2
+        from mamba_ssm.modules.mamba_simple import Mamba
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return {}
+    return {"Mamba": Mamba, "Mamba2": Mamba2}
+
+
+def language_model() -> Callable[..., nn.Module] | None:
+    """The language model, if installed with causal-conv1d; takes the layer's name, the configuration, device and dtype."""
+    if not layers():
+        return None
+    try:
+        from mamba_ssm.models.config_mamba import MambaConfig
+        from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return None
+
+    def make(layer: str, config: dict[str, Any], **factory: Any) -> nn.Module:
+        ssm_cfg = {"layer": "Mamba2"} if layer == "Mamba2" else {}
+        return MambaLMHeadModel(MambaConfig(**config, ssm_cfg=ssm_cfg), **factory)
+
+    return make
+
+
+def layer_operators() -> dict[str, Callable[..., Any]]:
+    """The operators between scans and projections in the peers' layers, by the names of ours; none if not installed."""
+    if not layers():
+        return {}
+    try:
+        from causal_conv1d import causal_conv1d_fn
+        from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
+        from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return {}
+    return {
+        "causal_conv1d": lambda x, weight, bias: causal_conv1d_fn(x.mT, weight, bias, activation="silu").mT,
+        "rms_norm_gated": lambda x, weight, z: rmsnorm_fn(x, weight, None, z=z, eps=1e-5, norm_before_gate=False),
+        "add_rms_norm": lambda x, residual, weight: rms_norm_fn(
+            x, weight, None, residual=residual, prenorm=True, residual_in_fp32=True, eps=1e-5
+        ),
+    }
+
+
+def described_layers(found: dict[str, Callable[..., nn.Module]]) -> str:
+    """Where the figures of whole layers come from."""
+    if not found:
+        return f"recorded: {SOURCE.replace('mamba e9594ce', 'mamba e9594ce with causal-conv1d')}"
+    import causal_conv1d
+
+    return f"{described(layers).removesuffix(', in this run')} with causal-conv1d {causal_conv1d.__version__}, in this run"
 
 
 class GatedScan(NamedTuple):

@@ -13,7 +13,7 @@ import json
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,18 +21,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.costs import replace_costs
 from benchmarks.floors import floors
+from benchmarks.markdown import table
+from benchmarks.report_layers import layers
 
 Result = dict[str, Any]
 DOCS = Path(__file__).resolve().parents[1] / "docs"
 DIRECTIONS = ("forward", "backward")
 # What selective_scan's peak memory over mamba_ssm's is held to.
 MEMORY_BAR = 1.0
-
-
-def table(header: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A Markdown table whose first ``left`` columns are aligned to the left, the others to the right."""
-    lines = [header, ["---"] * left + ["---:"] * (len(header) - left), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def microseconds(seconds: float) -> str:
@@ -451,6 +447,7 @@ Linear recurrences at batch {size["batch"]}, seqlen {size["seqlen"]}, {size["cha
 
 # In the order of the page.
 SECTIONS: dict[str, Callable[[Result], str]] = {
+    "layers": layers,
     "selective_scan": selective_scan,
     "ssd_chunk_scan": ssd_chunk_scan,
     "linear_scan": linear_scan,

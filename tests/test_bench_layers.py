@@ -1,0 +1,138 @@
+"""benchmarks/bench_layers.py: its bars, what it counts as kept for backward, and its section of the page of results."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
+
+from benchmarks import bench_layers, layer_cases, peers, report
+from benchmarks.layer_cases import Bar, LayerCase
+
+
+def timing(seconds: float) -> dict[str, float]:
+    return {"median": seconds, "p20": seconds * 0.99, "p80": seconds * 1.01, "trials": 30, "spread": 0.01}
+
+
+def figures(**quantities: object) -> dict[str, object]:
+    return {"recorded": False, "unsupported": None, **quantities}
+
+
+def judged(row: dict, bars: list[Bar]) -> dict:
+    return {"wrong": [], "errors": {}, **row, "judged": [found for bar in bars if (found := bar.judge(row)) is not None]}
+
+
+@pytest.mark.parametrize(
+    ("bar", "met", "goal_met"),
+    [
+        (Bar("forward", "speed", 1.5, 2.0), True, True),
+        (Bar("forward", "speed", 2.5, 3.0), False, False),
+        (Bar("peak", "share", 1.0, 0.9), True, False),
+        (Bar("peak", "share", 0.9), False, None),
+        (Bar("kept", "limit", 42e3, 31.4e3), True, False),
+        (Bar("forward", "speed", 0.5, 0.6, "copy"), True, False),
+    ],
+)
+def test_bar(bar, met, goal_met):
+    """Speed is the other's time over ours, a share ours over the other's."""
+    row = {
+        "ours": figures(forward=timing(2e-3), peak=95, kept=40e3),
+        "mamba_ssm": figures(forward=timing(4e-3), peak=100),
+        "copy": figures(forward=timing(1e-3)),
+    }
+    found = bar.judge(row)
+    assert found["met"] is met and found["goal_met"] is goal_met
+
+
+def test_bar_without_the_other_figure_is_not_judged():
+    assert Bar("forward", "speed", 1.0).judge({"ours": figures(forward=timing(1e-3)), "mamba_ssm": None}) is None
+
+
+def test_kept_bytes_counts_storages_once_without_parameters_and_input():
+    class Layer(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = torch.nn.Linear(8, 16), torch.nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            hidden = self.first(x)
+            return self.second(hidden) * self.second(hidden[..., :16])
+
+    # The hidden tensor, which both calls of the second layer save, and the two factors.
+    assert layer_cases.kept_bytes(Layer(), torch.randn(2, 3, 8, requires_grad=True)) == 4 * 6 * (16 + 4 + 4)
+
+
+@pytest.mark.parametrize("layer", ["Mamba", "Mamba2"])
+def test_layer_is_compared_with_float64(layer, monkeypatch):
+    """A peer with other weights is reported as wrong."""
+    monkeypatch.setattr(peers, "layers", lambda: {layer: getattr(layer_cases.ssm_kernels.nn, layer)})
+    case = LayerCase((Bar("both", "speed", 0.0),), layer, 2, 64, 24)
+    settings = layer_cases.Settings(torch.device("cpu"), 1, 0)
+    row = case.row(settings)
+    assert row["wrong"] == [] and row["judged"][0]["met"]
+    assert 0 < row["errors"]["mamba_ssm"]["out"] < layer_cases.WRONG_OUT
+
+    def spoil(ours: torch.nn.Module, peer: torch.nn.Module) -> None:
+        peer.load_state_dict({name: 1.1 * value for name, value in ours.state_dict().items()})
+
+    monkeypatch.setattr(layer_cases, "share_weights", spoil)
+    assert "mamba_ssm: out" in case.row(settings)["wrong"]
+
+
+def test_every_case_has_its_own_name_and_recorded_layers_are_cases():
+    names = [case.name for case in bench_layers.CASES]
+    assert len(set(names)) == len(names)
+    layers = {(case.layer, case.batch, case.d_model) for case in bench_layers.CASES if isinstance(case, LayerCase)}
+    assert set(peers.RECORDED_LAYERS) == layers
+    assert all(case.bars for case in bench_layers.CASES)
+
+
+def test_section_of_the_page(tmp_path):
+    layer = {
+        "name": "Mamba2 B8 L2048 d_model 2560",
+        "kind": "layer",
+        "ours": figures(forward=timing(2e-3), both=timing(8e-3), peak=2000e6, kept=41.6e3, held=42e3),
+        "mamba_ssm": figures(forward={"median": 2.822e-3}, both={"median": 9.566e-3}, peak=2091e6) | {"recorded": True},
+        "before": figures(forward={"median": 5.534e-3}) | {"recorded": True},
+        "errors": {"ours": {"out": 4e-3, "grad_x": 5e-3, "grad_D": 6e-3}},
+    }
+    latency = {"name": "two Mamba", "kind": "latency", "ours": figures(replay=timing(0.07e-3))}
+    latency["mamba_ssm"] = {"recorded": False, "unsupported": "RuntimeError: float32"}
+    operator = {
+        "name": "causal_conv1d",
+        "kind": "operator",
+        "ours": figures(forward=timing(1e-4), backward=timing(2e-4)),
+        "copy": figures(forward=timing(0.9e-4), backward=timing(1.5e-4)),
+        "bytes": {"forward": 352e6, "backward": 528e6},
+    }
+    result = {
+        "benchmark": "layers",
+        "machine": {"gpu": "A GPU", "cpu": "a CPU"},
+        "settings": {"trials": 30, "warmup": 5},
+        "peer": "recorded: somewhere",
+        "rows": [
+            judged(layer, list(bench_layers.MAMBA2)),
+            judged(latency, [Bar("replay", "limit", 0.08e-3, 0.05e-3)]),
+            judged(operator, list(bench_layers.COPY)),
+        ],
+        "skipped": {"Mamba generation": "left out by --no-models"},
+    }
+    path = tmp_path / "layers.json"
+    path.write_text(json.dumps(result))
+    assert report.main([str(path), "--output", str(tmp_path)]) == 0
+    page = Path(tmp_path / "A_GPU.md").read_text()
+    assert "## Layers and models" in page
+    (times,) = [line for line in page.splitlines() if "2.822 (recorded)" in line]
+    assert "2.000 ± 1 % | 5.534 (recorded) | 2.822 (recorded) | 1.41 | ≥ 1.2 met, goal 1.25 met |" in times
+    assert "8.000 ± 1 % |  | 9.566 (recorded) | 1.20 | ≥ 1.3 **missed**, goal 1.4 missed |" in times
+    assert "| 2000 |  | 2091 (recorded) | 0.96 | ≤ 1 met, goal 0.9 missed | 41.6 |  | ≤ 42 met, goal 31.4 missed |" in page
+    assert "| two Mamba | 0.0700 ± 1 % |  | unsupported | ≤ 0.08 met, goal 0.05 missed |" in page
+    assert "| causal_conv1d | forward | 0.1000 ± 1 % | 3520 | 0.0900 | 0.90 | ≥ 0.85 met, goal 0.92 missed |" in page
+    assert "| causal_conv1d | backward | 0.2000 ± 1 % | 2640 | 0.1500 | 0.75 | ≥ 0.85 **missed**, goal 0.92 missed |" in page
+    assert "4.0e-03 (out) | 6.0e-03 (grad_D)" in page
+    assert "mamba_ssm does not run two Mamba: RuntimeError: float32." in page
+    assert "Not measured (left out by --no-models): Mamba generation." in page
