@@ -19,6 +19,7 @@ import helpers
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 from helpers import says
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -857,6 +858,22 @@ def test_gradients_reach_every_parameter(mixer):
     model(make_tokens(2, 9)).logits.square().sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad.isfinite().all() and parameter.grad.abs().max() > 0, name
+
+
+@every_mixer
+def test_checkpointed_blocks(mixer):
+    """torch.utils.checkpoint computes every block again in backward."""
+    model, tokens = make_model(mixer, d_intermediate=20), make_tokens(2, 9)
+    parameters = [*model.parameters()]
+    expected = torch.autograd.grad(model(tokens).logits.square().sum(), parameters)
+    calls = []
+    for layer in model.backbone.layers:
+        layer.mixer.register_forward_hook(lambda *_: calls.append(None))
+        layer.forward = functools.partial(torch.utils.checkpoint.checkpoint, layer.forward, use_reentrant=False)
+    actual = torch.autograd.grad(model(tokens).logits.square().sum(), parameters)
+    assert len(calls) == 4
+    for got, wanted in zip(actual, expected, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=0)
 
 
 # ----- torch.compile and torch.export
