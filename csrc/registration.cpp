@@ -114,6 +114,53 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor? cu_seqlens, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse, bool[5] needs_grad) "
       "-> (Tensor[] grad_inputs, Tensor grad_h0)",
       tags);
+
+  // Norms, of groups of columns, with a gate or with a residual; norm/norm.h has the formulas.
+  for (const char* name : {"rms_norm_gated", "layer_norm_gated"}) {
+    const std::string arguments =
+        "(Tensor x, Tensor? weight, Tensor? z=None, Tensor? bias=None, *, float eps=1e-05, SymInt? group_size=None, "
+        "bool norm_before_gate=False, str activation='silu') -> Tensor";
+    m.def((name + arguments).c_str(), tags);
+  }
+  for (const char* name : {"add_rms_norm", "add_layer_norm"}) {
+    const std::string arguments =
+        "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias=None, *, float eps=1e-05, bool residual_in_fp32=False) "
+        "-> (Tensor normed, Tensor new_residual)";
+    m.def((name + arguments).c_str(), tags);
+  }
+  // Both norms, differentiable; and forward alone, with rstd and mean of each row's groups. RMSNorm's mean has no elements.
+  const std::string gated_arguments =
+      "(Tensor x, Tensor? weight, Tensor? z, Tensor? bias, float eps, SymInt? group_size, bool norm_before_gate, "
+      "str activation, bool subtract_mean) -> ";
+  m.def(("_norm_gated" + gated_arguments + "Tensor").c_str(), tags);
+  m.def(("_norm_gated_fwd" + gated_arguments + "(Tensor out, Tensor rstd, Tensor mean)").c_str(), tags);
+  // Its adjoint. Gradients that are absent or not needed have no elements; needs_grad: x, weight, z, bias.
+  const std::string gated_bwd_arguments =
+      "(Tensor grad_out, Tensor x, Tensor? weight, Tensor? z, Tensor? bias, Tensor mean, Tensor rstd, SymInt? group_size, "
+      "bool norm_before_gate, str activation, bool subtract_mean, ";
+  m.def(("_norm_gated_bwd" + gated_bwd_arguments +
+         "bool[4] needs_grad) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_z, Tensor grad_bias)")
+            .c_str(),
+        tags);
+  // The same into buffers, which may be column slices of wider tensors; `out` takes the forward output, computed again.
+  // needs_grad: weight, bias.
+  m.def(
+      ("_norm_gated_bwd_out" + gated_bwd_arguments +
+       "bool[2] needs_grad, Tensor(a!)? grad_x, Tensor(b!)? grad_z, Tensor(c!)? out) -> (Tensor grad_weight, Tensor grad_bias)")
+          .c_str(),
+      tags);
+  const std::string add_arguments =
+      "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, SymInt? group_size, bool residual_in_fp32, "
+      "bool subtract_mean) -> (Tensor normed, Tensor new_residual";
+  m.def(("_add_norm" + add_arguments + ")").c_str(), tags);
+  m.def(("_add_norm_fwd" + add_arguments + ", Tensor rstd, Tensor mean)").c_str(), tags);
+  // grad_residual has the accumulation type; a residual in the dtype of x has the gradient of x. needs_grad: x, residual,
+  // weight, bias.
+  m.def(
+      "_add_norm_bwd(Tensor grad_normed, Tensor? grad_new_residual, Tensor new_residual, Tensor? weight, Tensor? bias, "
+      "Tensor mean, Tensor rstd, SymInt? group_size, bool subtract_mean, bool[4] needs_grad) "
+      "-> (Tensor grad_x, Tensor grad_residual, Tensor grad_weight, Tensor grad_bias)",
+      tags);
 }
 
 namespace {

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import norm_helpers
 import recurrence_helpers
 import ssd_helpers
 import torch
@@ -43,6 +44,7 @@ from helpers import (
 from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
 from torch import Tensor
 
+import ssm_kernels
 from ssm_kernels import selective_state_update
 
 Inputs = dict[str, Any]
@@ -392,10 +394,46 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
     return None
 
 
+def norm_cases() -> Iterator[tuple[str, Inputs]]:
+    """Each kernel (dtype, vectors or single elements, gate or residual), and each mapping of groups to threads."""
+    for dtype in norm_helpers.DTYPES:
+        for size, sizes in norm_helpers.SIZES.items():
+            gated = partial(norm_helpers.make_gated_inputs, dtype=dtype, **sizes)
+            yield "layer_norm_gated", gated()
+            if size in ("odd", "vectors", "warps"):
+                yield "rms_norm_gated", gated(norm_before_gate=True, bias=False)
+                yield "rms_norm_gated", gated(z=False, weight=False, bias=False)
+            if "group" not in size:
+                add = partial(norm_helpers.make_add_inputs, dtype=dtype, **sizes)
+                yield "add_layer_norm", add()
+                yield "add_rms_norm", add(residual_dtype=norm_helpers.accumulate_type(dtype), bias=False)
+                yield "add_rms_norm", add(residual=False, residual_in_fp32=True)
+        for activation in ("gelu", "gelu_tanh", "sigmoid", "none"):
+            yield "rms_norm_gated", norm_helpers.make_gated_inputs(rows=(5,), columns=64, dtype=dtype, activation=activation)
+    yield "rms_norm_gated", norm_helpers.make_gated_inputs(rows=(9001,), columns=512, dtype=torch.bfloat16)
+
+
+def check_norm(name: str, inputs: Inputs) -> str | None:
+    function = getattr(ssm_kernels, name)
+    cotangents = norm_helpers.make_cotangents(inputs, 2 if name in norm_helpers.ADD else 1)
+    expected = norm_helpers.evaluate(function, inputs, cotangents)
+    on_cuda = [cotangent.cuda() for cotangent in cotangents]
+    for key, actual in norm_helpers.evaluate(function, move_all(inputs, "cuda"), on_cuda).items():
+        # Sums in another order, of which a 16-bit result is one rounding.
+        roundings = 2 if actual.element_size() == 2 else 256
+        tolerance = roundings * torch.finfo(actual.dtype).eps * (1 + expected[key].double().abs().max().item())
+        difference = (actual.cpu().double() - expected[key].double()).abs().max().item()
+        if not difference <= tolerance:
+            sizes = tuple(inputs["x"].shape)
+            return f"{name} {sizes}: {key} differs from the CPU's by {difference:.3g}, more than {tolerance:.3g}"
+    return None
+
+
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, case, way) for case in scan_cases() for way in ways(case.inputs)),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
     "ssd_chunk_scan": ssd_checks,
+    "norms": lambda: (partial(check_norm, *case) for case in norm_cases()),
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
 }
 

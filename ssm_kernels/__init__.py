@@ -1,9 +1,10 @@
 """State-space model kernels for PyTorch: the selective scan with a choice of discretization, Mamba-2's scan in chunks, and
 gated linear recurrences; and the short causal convolution in front of them.
 
-``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update``, ``causal_conv1d``, ``causal_conv1d_update`` and the scans
-and steps of ``linear_scan``'s family are the operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models``
-language models of these layers, and ``ssm_kernels.reference`` the operators in plain PyTorch.
+``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update``, ``causal_conv1d``, ``causal_conv1d_update``, the scans and
+steps of ``linear_scan``'s family and the norms (``rms_norm_gated``, ``add_rms_norm``, ...) are the operators,
+``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models`` language models of these layers, and
+``ssm_kernels.reference`` the operators in plain PyTorch.
 ``python -m ssm_kernels`` says what was built and what is usable here.
 """
 
@@ -13,6 +14,7 @@ load_operators()
 
 from . import _vmap, models, nn, reference  # noqa: E402, F401
 from .convolutions import causal_conv1d, causal_conv1d_update  # noqa: E402
+from .norms import add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated  # noqa: E402
 from .ops import selective_scan, selective_state_update, ssd_chunk_scan  # noqa: E402
 from .recurrences import (  # noqa: E402
     diag_linear_scan,
@@ -39,6 +41,8 @@ discretizations: tuple[str, ...] = build_info()["discretizations"]
 
 __all__ = [
     "__version__",
+    "add_layer_norm",
+    "add_rms_norm",
     "build_info",
     "causal_conv1d",
     "causal_conv1d_update",
@@ -49,6 +53,7 @@ __all__ = [
     "elu_gru_step",
     "hgrn_scan",
     "hgrn_step",
+    "layer_norm_gated",
     "linear_scan",
     "linear_step",
     "liquid_scan",
@@ -62,6 +67,7 @@ __all__ = [
     "reference",
     "rglru_scan",
     "rglru_step",
+    "rms_norm_gated",
     "selective_scan",
     "selective_state_update",
     "ssd_chunk_scan",

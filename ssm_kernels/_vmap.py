@@ -252,15 +252,100 @@ def _causal_conv1d_update(
     return (torch.stack(outputs) if outputs else x.new_empty(0, *_sample_shape(x, in_dims[0]))), 0
 
 
+class _NormFold:
+    """Samples folded into the rows or, where a parameter is mapped, into the columns as further groups."""
+
+    def __init__(self, info: Any, x: Tensor, x_dim: int | None, parameter_dims: tuple[int | None, ...]) -> None:
+        self.samples = info.batch_size
+        self.shape = _sample_shape(x, x_dim)
+        self.into_columns = self.samples > 0 and any(dim is not None for dim in parameter_dims)
+
+    def fold(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
+        """Rows, or a parameter, the same for every sample where it is not mapped."""
+        if tensor is None:
+            return None
+        tensor = _samples_first(tensor, dim, self.samples)
+        return tensor.movedim(0, -2).flatten(-2) if self.into_columns else tensor
+
+    def fold_parameter(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
+        if self.into_columns:
+            return self.fold(tensor, dim)
+        # Mapped although not into the columns: there are no samples.
+        return tensor if tensor is None or dim is None else tensor.new_empty(_sample_shape(tensor, dim))
+
+    def group_size(self, group_size: int | None) -> int | None:
+        return self.shape[-1] if self.into_columns and group_size is None else group_size
+
+    def unfold(self, tensor: Tensor) -> tuple[Tensor, int]:
+        if not self.into_columns:
+            return tensor, 0
+        return tensor.unflatten(-1, (self.samples, self.shape[-1])), tensor.dim() - 1
+
+
+def _norm_gated(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    x: Tensor,
+    weight: Tensor | None,
+    z: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    *options: Any,
+) -> tuple[Any, Any]:
+    x_dim, weight_dim, z_dim, bias_dim, *_ = in_dims
+    samples = _NormFold(info, x, x_dim, (weight_dim, bias_dim))
+    out = torch.ops.ssm_kernels._norm_gated(
+        samples.fold(x, x_dim),
+        samples.fold_parameter(weight, weight_dim),
+        samples.fold(z, z_dim),
+        samples.fold_parameter(bias, bias_dim),
+        eps,
+        samples.group_size(group_size),
+        *options,
+    )
+    return samples.unfold(out)
+
+
+def _add_norm(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+    group_size: int | None,
+    *options: Any,
+) -> tuple[Any, Any]:
+    x_dim, residual_dim, weight_dim, bias_dim, *_ = in_dims
+    samples = _NormFold(info, x, x_dim, (weight_dim, bias_dim))
+    results = torch.ops.ssm_kernels._add_norm(
+        samples.fold(x, x_dim),
+        samples.fold(residual, residual_dim),
+        samples.fold_parameter(weight, weight_dim),
+        samples.fold_parameter(bias, bias_dim),
+        eps,
+        samples.group_size(group_size),
+        *options,
+    )
+    (normed, dim), (new_residual, _) = map(samples.unfold, results)
+    return (normed, new_residual), (dim, dim)
+
+
 _library = torch.library.Library("ssm_kernels", "IMPL")
 # Calls of operators that have the rule.
-for _name in (*RECURRENCES, *(name.replace("_scan", "_step") for name in RECURRENCES), "ssd_chunk_scan", "causal_conv1d"):
+_NORMS = ("rms_norm_gated", "layer_norm_gated", "add_rms_norm", "add_layer_norm")
+_STEPS = tuple(name.replace("_scan", "_step") for name in RECURRENCES)
+for _name in (*RECURRENCES, *_STEPS, "ssd_chunk_scan", "causal_conv1d", *_NORMS):
     _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
 
+torch.library.register_vmap("ssm_kernels::_add_norm", _add_norm)
 torch.library.register_vmap("ssm_kernels::_causal_conv1d", _causal_conv1d)
 torch.library.register_vmap("ssm_kernels::causal_conv1d_update", _causal_conv1d_update)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence", _linear_recurrence)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence_bwd", _linear_recurrence_bwd)
+torch.library.register_vmap("ssm_kernels::_norm_gated", _norm_gated)
 torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan", _ssd_chunk_scan)
 torch.library.register_vmap("ssm_kernels::selective_scan", _selective_scan)
 torch.library.register_vmap("ssm_kernels::selective_state_update", _selective_state_update)

@@ -30,25 +30,31 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .reference_convolution import causal_conv1d, causal_conv1d_update
+from .reference_norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
 
 __all__ = [
     "ALIASES",
     "CANDIDATE_ACTIVATIONS",
     "DISCRETIZATIONS",
+    "GATE_ACTIVATIONS",
     "RECURRENCES",
     "Discretization",
+    "add_layer_norm",
+    "add_rms_norm",
     "causal_conv1d",
     "causal_conv1d_update",
     "coefficients",
     "diag_linear_scan",
     "elu_gru_scan",
     "hgrn_scan",
+    "layer_norm_gated",
     "linear_scan",
     "liquid_scan",
     "mingru_scan",
     "minlstm_scan",
     "phi1",
     "rglru_scan",
+    "rms_norm_gated",
     "selective_scan",
     "selective_state_update",
     "ssd_chunk_scan",

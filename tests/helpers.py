@@ -24,6 +24,7 @@ from ssm_kernels import reference, selective_scan, selective_state_update
 DEVICES = {
     "causal_conv1d": ["cpu", "cuda"],  # and its decoding step
     "linear_scan": ["cpu", "cuda"],  # and every other recurrence of its family
+    "norms": ["cpu", "cuda"],  # gated, and with a residual
     "selective_scan": ["cpu", "cuda"],
     "selective_state_update": ["cpu", "cuda"],
     "ssd_chunk_scan": ["cpu", "cuda"],

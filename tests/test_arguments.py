@@ -17,6 +17,7 @@ import torch
 from conv_helpers import make_inputs as make_conv_inputs
 from conv_helpers import make_step_inputs as make_conv_step_inputs
 from helpers import make_inputs, make_step_inputs, split
+from norm_helpers import ADD, GATED, make_add_inputs, make_gated_inputs
 from recurrence_helpers import PLAIN
 from recurrence_helpers import make_inputs as make_recurrence_inputs
 from recurrence_helpers import step_inputs as make_recurrence_step_inputs
@@ -85,6 +86,8 @@ OPERATORS = {
         Operator("causal_conv1d", lambda device: make_conv_inputs(seq_idx=True, dtype=torch.float32, device=device)),
         Operator("causal_conv1d_update", lambda device: make_conv_step_inputs(slots=4, dtype=torch.float32, device=device)),
         *(operator for name in PLAIN for operator in _recurrence_operators(name)),
+        *(Operator(name, lambda device: make_gated_inputs(dtype=torch.float32, device=device)) for name in GATED),
+        *(Operator(name, lambda device: make_add_inputs(dtype=torch.float32, device=device)) for name in ADD),
     )
 }
 every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=list(OPERATORS))
@@ -134,6 +137,7 @@ def test_none_for_a_required_tensor(operator, mode, device):
 def test_none_for_every_required_tensor(operator, mode, device):
     required = operator.tensors(required=True)
     arguments = {name: value for name, value in operator.make(device).items() if not isinstance(value, Tensor)}
+    arguments |= dict.fromkeys(operator.tensors(required=False))
     number = {"dt": 0.1} if operator.name.startswith("liquid") else {}
     with mode():
         positional, keywords = split(getattr(torch.ops.ssm_kernels, operator.name), arguments | dict.fromkeys(required))

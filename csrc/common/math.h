@@ -52,6 +52,7 @@ struct Math<float> {
   static SSM_HOST_DEVICE float sqrt(float x) { return ::sqrtf(x); }
   static SSM_HOST_DEVICE float expm1(float x) { return ::expm1f(x); }
   static SSM_HOST_DEVICE float tanh(float x) { return ::tanhf(x); }
+  static SSM_HOST_DEVICE float erf(float x) { return ::erff(x); }
   static SSM_HOST_DEVICE float fma(float a, float b, float c) { return ::fmaf(a, b, c); }
   static SSM_HOST_DEVICE bool less(float a, float b) { return a < b; }
   static SSM_HOST_DEVICE float select(bool mask, float a, float b) { return mask ? a : b; }
@@ -70,6 +71,7 @@ struct Math<double> {
   static SSM_HOST_DEVICE double sqrt(double x) { return ::sqrt(x); }
   static SSM_HOST_DEVICE double expm1(double x) { return ::expm1(x); }
   static SSM_HOST_DEVICE double tanh(double x) { return ::tanh(x); }
+  static SSM_HOST_DEVICE double erf(double x) { return ::erf(x); }
   static SSM_HOST_DEVICE double fma(double a, double b, double c) { return ::fma(a, b, c); }
   static SSM_HOST_DEVICE bool less(double a, double b) { return a < b; }
   static SSM_HOST_DEVICE double select(bool mask, double a, double b) { return mask ? a : b; }

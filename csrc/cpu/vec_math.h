@@ -19,6 +19,7 @@ struct Common {
   static inline __attribute__((always_inline)) Vec abs(const Vec& x) { return x.abs(); }
   static inline __attribute__((always_inline)) Vec negate(const Vec& x) { return x.neg(); }
   static inline Vec sqrt(const Vec& x) { return x.sqrt(); }
+  static inline Vec erf(const Vec& x) { return x.erf(); }
   static inline __attribute__((always_inline)) Vec fma(const Vec& a, const Vec& b, const Vec& c) {
     return at::vec::fmadd(a, b, c);
   }

@@ -25,7 +25,7 @@ std::string public_name(const c10::OperatorHandle& op) {
   name.erase(0, name.find("::") + 2);
   if (name.front() != '_') return name;
   name.erase(0, 1);
-  for (const std::string_view suffix : {"_fwd", "_bwd"}) {
+  for (const std::string_view suffix : {"_out", "_fwd", "_bwd"}) {
     const size_t end = name.size() - std::min(name.size(), suffix.size());
     if (name.substr(end) == suffix) name.erase(end);
   }

@@ -1,0 +1,75 @@
+// Parameters of the norm kernels, CPU and CUDA: plain data, no torch type.
+//
+// A row is one index of the leading axes, a group is group_size consecutive columns of it, and statistics belong to a group.
+// Both pairs of operators share one set of parameters:
+//
+//   norm_gated   v = x, or x a(z) with the gate before the norm
+//                out = norm(v) weight + bias, times a(z) with the gate after the norm
+//   add_norm     v = x + residual, rounded to the dtype of new_residual
+//                out = norm(v) weight + bias,  new_residual = v
+//
+//   norm(v) = (v - mean) rstd,  rstd = 1 / sqrt(mean((v - mean)^2) + eps);  mean is 0 for RMSNorm
+#pragma once
+
+#include <cstdint>
+
+#include "common/macros.h"
+#include "common/scalar_kind.h"
+#include "norm/gate_activation.h"
+
+namespace ssm_kernels::norm {
+
+// Of a row: kernels count columns in 32 bits. Rows and offsets are 64-bit.
+constexpr int64_t kMaxColumns = int64_t(1) << 30;
+
+// Row r = outer_index * inner + inner_index begins at outer_index * stride_outer + inner_index * stride_inner; its columns are
+// contiguous. Two strides cover every slice of a contiguous tensor along one leading axis and along its columns.
+struct RowsView {
+  void* data = nullptr;  // null where the tensor is absent
+  int64_t stride_outer = 0, stride_inner = 0;
+  bool is_accumulate = false;  // of the accumulation type, not of the kernel's element type
+};
+
+// Contiguous, one value per column.
+struct ParameterView {
+  void* data = nullptr;
+  bool is_accumulate = false;
+};
+
+struct NormParams {
+  ScalarKind kind = ScalarKind::kFloat;
+  int device = -1;
+  int64_t outer = 0, inner = 1;
+  int64_t groups = 1, group_size = 0;
+  double eps = 0;
+  GateActivation activation = GateActivation::kSilu;
+  bool is_add = false, subtract_mean = false, norm_before_gate = false;
+
+  RowsView x;  // backward of add_norm: new_residual, in its place
+  RowsView z;  // norm_gated
+  ParameterView weight, bias;
+  void *rstd = nullptr, *mean = nullptr;  // (rows, groups), accumulation type; mean is null for RMSNorm
+
+  SSM_HOST_DEVICE int64_t rows() const { return outer * inner; }
+  SSM_HOST_DEVICE int64_t columns() const { return groups * group_size; }
+};
+
+struct NormFwdParams : NormParams {
+  RowsView residual, new_residual;  // add_norm
+  RowsView out;
+};
+
+// A gradient whose data is null is not computed.
+struct NormBwdParams : NormParams {
+  RowsView grad_out;
+  RowsView grad_new_residual;  // add_norm; may be absent
+  RowsView grad_x, grad_z;     // grad_z: norm_gated
+  RowsView grad_residual;      // add_norm, accumulation type
+  RowsView out;                // norm_gated: recomputed forward output
+  ParameterView grad_weight, grad_bias;
+  // Partial sums over rows, (partials, columns) each, accumulation type. grad_weight and grad_bias are their sums in order.
+  void *partial_weight = nullptr, *partial_bias = nullptr;
+  int64_t partials = 0;
+};
+
+}  // namespace ssm_kernels::norm

@@ -1,0 +1,419 @@
+"""Gated norms and norms with a residual: values, gradients, layouts, determinism, messages."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from helpers import assert_equal, uninitialized_memory_is_nan
+from norm_helpers import (
+    ADD,
+    DTYPES,
+    GATED,
+    SIZES,
+    accumulate_type,
+    assert_matches_reference,
+    evaluate,
+    make_add_inputs,
+    make_cotangents,
+    make_gated_inputs,
+    tensors_of,
+)
+from torch import Tensor
+
+import ssm_kernels
+from ssm_kernels import reference
+
+OPERATOR = "norms"
+ops = torch.ops.ssm_kernels
+
+every_gated = pytest.mark.parametrize("name", GATED)
+every_add = pytest.mark.parametrize("name", ADD)
+every_norm = pytest.mark.parametrize("name", (*GATED, *ADD))
+every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_activation = pytest.mark.parametrize("activation", reference.GATE_ACTIVATIONS)
+
+
+def make_inputs(name: str, **options) -> dict:
+    return make_gated_inputs(**options) if name in GATED else make_add_inputs(**options)
+
+
+# ----- Values and gradients
+
+
+@every_activation
+@pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
+@every_gated
+def test_gradcheck_of_every_gate(name, norm_before_gate, activation, device):
+    inputs = make_gated_inputs(norm_before_gate=norm_before_gate, activation=activation, group_size=4, device=device)
+    tensors = tensors_of(inputs)
+    leaves = [inputs[key].requires_grad_() for key in tensors]
+    assert torch.autograd.gradcheck(
+        lambda *values: getattr(ssm_kernels, name)(**(inputs | dict(zip(tensors, values, strict=True)))), leaves
+    )
+
+
+@pytest.mark.parametrize("absent", ["weight", "z", "bias"])
+@every_gated
+def test_gradcheck_without(name, absent, device):
+    for norm_before_gate in (False, True):
+        inputs = make_gated_inputs(norm_before_gate=norm_before_gate, device=device, **{absent: False})
+        tensors = tensors_of(inputs)
+        leaves = [inputs[key].requires_grad_() for key in tensors]
+        assert torch.autograd.gradcheck(
+            lambda *values, inputs=inputs, tensors=tensors: getattr(ssm_kernels, name)(
+                **(inputs | dict(zip(tensors, values, strict=True)))
+            ),
+            leaves,
+        )
+
+
+@pytest.mark.parametrize("absent", [None, "weight", "residual", "bias"])
+@every_add
+def test_gradcheck_with_a_residual(name, absent, device):
+    inputs = make_add_inputs(device=device, **({absent: False} if absent else {}))
+    tensors = tensors_of(inputs)
+    leaves = [inputs[key].requires_grad_() for key in tensors]
+    assert torch.autograd.gradcheck(
+        lambda *values: getattr(ssm_kernels, name)(**(inputs | dict(zip(tensors, values, strict=True)))), leaves
+    )
+
+
+@every_dtype
+@pytest.mark.parametrize("size", SIZES)
+@every_gated
+def test_gated_matches_the_reference(name, size, dtype, device):
+    for options in ({}, {"norm_before_gate": True}, {"z": False, "bias": False}):
+        assert_matches_reference(name, make_gated_inputs(dtype=dtype, device=device, **SIZES[size], **options))
+
+
+@every_dtype
+@every_activation
+def test_every_activation_in_every_dtype(activation, dtype, device):
+    for norm_before_gate in (False, True):
+        inputs = make_gated_inputs(
+            rows=(6,), columns=128, dtype=dtype, device=device, norm_before_gate=norm_before_gate, activation=activation
+        )
+        assert_matches_reference("rms_norm_gated", inputs)
+
+
+@every_dtype
+@pytest.mark.parametrize("size", [size for size in SIZES if "group" not in size])
+@every_add
+def test_add_matches_the_reference(name, size, dtype, device):
+    for options in (
+        {},
+        {"residual_in_fp32": True},
+        {"residual_dtype": accumulate_type(dtype)},
+        {"residual": False},
+        {"residual": False, "residual_in_fp32": True, "bias": False},
+    ):
+        inputs = make_add_inputs(dtype=dtype, device=device, **SIZES[size], **options)
+        actual = assert_matches_reference(name, inputs)
+        is_kept_wide = inputs["residual_in_fp32"] or "residual_dtype" in options
+        assert actual["result_1"].dtype == (accumulate_type(dtype) if is_kept_wide else dtype)
+
+
+@pytest.mark.parametrize("columns", [512, 509])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ["rms_norm_gated", "add_layer_norm"])
+def test_many_rows(name, dtype, columns, device):
+    """More rows than a GPU takes at a time: several for each partial sum."""
+    assert_matches_reference(name, make_inputs(name, rows=(9001,), columns=columns, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@every_norm
+def test_parameters_in_the_dtype_of_x(name, dtype, device):
+    inputs = make_inputs(name, rows=(6,), columns=128, dtype=dtype, parameter_dtype=dtype, device=device)
+    actual = assert_matches_reference(name, inputs)
+    assert actual["grad_weight"].dtype == actual["grad_bias"].dtype == dtype
+
+
+def test_equals_the_norms_of_pytorch(device):
+    inputs = make_gated_inputs(rows=(4, 3), columns=64, z=False, device=device)
+    x, weight, bias = inputs["x"], inputs["weight"], inputs["bias"]
+    torch.testing.assert_close(ssm_kernels.rms_norm_gated(x, weight), torch.nn.functional.rms_norm(x, (64,), weight, eps=1e-5))
+    torch.testing.assert_close(
+        ssm_kernels.layer_norm_gated(x, weight, bias=bias), torch.nn.functional.layer_norm(x, (64,), weight, bias)
+    )
+
+
+def test_eps(device):
+    x = torch.full((2, 8), 1e-3, dtype=torch.float64, device=device)
+    torch.testing.assert_close(ssm_kernels.rms_norm_gated(x, None, eps=3e-6), x / 2e-3)
+    torch.testing.assert_close(ssm_kernels.rms_norm_gated(x, None, eps=0.0), torch.ones_like(x))
+
+
+@every_add
+def test_gradient_through_one_result(name, device):
+    """Through the new residual alone it is the cotangent itself."""
+    inputs = make_add_inputs(dtype=torch.bfloat16, residual_dtype=torch.float32, device=device)
+    leaves = {key: inputs[key].requires_grad_() for key in tensors_of(inputs)}
+    normed, new_residual = getattr(ssm_kernels, name)(**(inputs | leaves))
+    cotangent = torch.randn_like(new_residual)
+    grad_x, grad_residual, grad_weight = torch.autograd.grad(
+        new_residual, [leaves["x"], leaves["residual"], leaves["weight"]], cotangent, allow_unused=True, retain_graph=True
+    )
+    assert torch.equal(grad_residual, cotangent) and torch.equal(grad_x, cotangent.bfloat16()) and grad_weight is None
+    _, grad_residual = torch.autograd.grad(normed, [leaves["x"], leaves["residual"]], torch.ones_like(normed))
+    assert grad_residual.dtype == torch.float32 and grad_residual.abs().sum() > 0
+
+
+# ----- Layouts
+
+
+def layouts(x: Tensor) -> dict[str, Tensor]:
+    """The values of x, of shape (batch, seqlen, columns), in other strides."""
+    batch, seqlen, columns = x.shape
+    wide = torch.zeros(batch, seqlen, columns + 24, dtype=x.dtype, device=x.device)
+    unaligned = torch.zeros(batch, seqlen, columns + 5, dtype=x.dtype, device=x.device)
+    longer = torch.zeros(batch, seqlen + 3, columns, dtype=x.dtype, device=x.device)
+    return {
+        "columns": wide[..., 8 : 8 + columns].copy_(x),
+        "unaligned_columns": unaligned[..., 3 : 3 + columns].copy_(x),
+        "steps": longer[:, 2 : 2 + seqlen].copy_(x),
+        "seqlen_first": x.transpose(0, 1).contiguous().transpose(0, 1),
+        "channels_first": x.transpose(1, 2).contiguous().transpose(1, 2),
+    }
+
+
+@pytest.mark.parametrize("layout", ["columns", "unaligned_columns", "steps", "seqlen_first", "channels_first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_norm
+def test_layouts(name, dtype, layout, device):
+    inputs = make_inputs(name, rows=(3, 5), columns=64, dtype=dtype, device=device)
+    cotangents = make_cotangents(inputs, 2)[: 1 if name in GATED else 2]
+    expected = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+    strided = {key: layouts(inputs[key])[layout] for key in ("x", "z", "residual") if inputs.get(key) is not None}
+    cotangents = [layouts(cotangent)[layout] for cotangent in cotangents]
+    actual = evaluate(getattr(ssm_kernels, name), inputs | strided, cotangents)
+    for key, value in actual.items():
+        # The scalar kernels sum in another order.
+        roundings = 4 if value.dtype == torch.float32 else 1
+        tolerance = roundings * torch.finfo(value.dtype).eps
+        torch.testing.assert_close(value, expected[key], rtol=tolerance, atol=tolerance * expected[key].abs().max().item())
+    assert actual["result_0"].is_contiguous()
+
+
+def test_five_axes(device):
+    inputs = make_gated_inputs(rows=(2, 3, 2, 2), columns=16, device=device)
+    flat = {key: value.flatten(0, 3) if key in ("x", "z") else value for key, value in inputs.items()}
+    out = ssm_kernels.rms_norm_gated(**inputs)
+    assert torch.equal(out.flatten(0, 3), ssm_kernels.rms_norm_gated(**flat))
+    permuted = {key: value.permute(2, 0, 3, 1, 4) if key in ("x", "z") else value for key, value in inputs.items()}
+    assert torch.equal(ssm_kernels.rms_norm_gated(**permuted), out.permute(2, 0, 3, 1, 4))
+
+
+@every_norm
+def test_one_column(name, device):
+    """In float64: all but eps of the gradient cancels."""
+    assert_matches_reference(name, make_inputs(name, rows=(5,), columns=1, device=device))
+
+
+def test_one_axis(device):
+    inputs = make_gated_inputs(rows=(), columns=16, device=device)
+    assert torch.equal(
+        ssm_kernels.rms_norm_gated(**inputs),
+        ssm_kernels.rms_norm_gated(**(inputs | {key: inputs[key][None] for key in ("x", "z")}))[0],
+    )
+
+
+@every_norm
+def test_no_rows(name, device):
+    with uninitialized_memory_is_nan():
+        actual = evaluate(
+            getattr(ssm_kernels, name),
+            make_inputs(name, rows=(2, 0), device=device),
+            make_cotangents(make_inputs(name, rows=(2, 0), device=device), 1 if name in GATED else 2),
+        )
+    assert actual["result_0"].shape == (2, 0, 12)
+    for key in ("grad_weight", "grad_bias"):
+        assert torch.equal(actual[key], torch.zeros_like(actual[key]))
+
+
+# ----- Backward into buffers
+
+
+@pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
+@pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_gated
+def test_backward_into_slices(name, dtype, norm_before_gate, has_bias, device):
+    inputs = make_gated_inputs(rows=(3, 7), columns=64, dtype=dtype, bias=has_bias, device=device)
+    x, weight, z, bias = (inputs[key] for key in ("x", "weight", "z", "bias"))
+    options = (32, norm_before_gate, "silu", name == "layer_norm_gated")
+    out, rstd, mean = ops._norm_gated_fwd(x, weight, z, bias, 1e-5, *options)
+    grad_out = torch.randn_like(x)
+    arguments = (grad_out, x, weight, z, bias, mean, rstd, *options)
+    grad_x, grad_weight, grad_z, grad_bias = ops._norm_gated_bwd(*arguments, [True] * 4)
+
+    buffer = torch.full((3, 7, 3 * 64 + 16), torch.nan, dtype=dtype, device=device)
+    slices = [buffer[..., i * 64 + 8 : i * 64 + 72] for i in range(3)]
+    weight_and_bias = ops._norm_gated_bwd_out(*arguments, [True, True], *slices)
+    for actual, expected in zip((*slices[:2], *weight_and_bias), (grad_x, grad_z, grad_weight, grad_bias), strict=True):
+        assert torch.equal(actual, expected)
+    if has_bias:  # one more rounding on CUDA
+        torch.testing.assert_close(slices[2], out)
+    else:
+        assert torch.equal(slices[2], out)
+    assert buffer[..., :8].isnan().all() and buffer[..., -8:].isnan().all()
+
+    # Any of them may be absent.
+    buffer.fill_(torch.nan)
+    nothing = ops._norm_gated_bwd_out(*arguments, [False, False], None, slices[1], None)
+    assert torch.equal(slices[1], grad_z) and [gradient.numel() for gradient in nothing] == [0, 0]
+    assert slices[0].isnan().all() and slices[2].isnan().all()
+
+
+def test_buffers_that_no_two_strides_describe(device):
+    x = torch.randn(2, 3, 2, 8, device=device)
+    _, rstd, mean = ops._norm_gated_fwd(x, None, None, None, 1e-5, None, False, "silu", False)
+    strided = torch.empty(2, 5, 4, 8, device=device)[:, :3, :2]
+    with pytest.raises(ValueError, match="rms_norm_gated: expected grad_x, which is written to, to be a slice of"):
+        ops._norm_gated_bwd_out(
+            x, x, None, None, None, mean, rstd, None, False, "silu", False, [False, False], strided, None, None
+        )
+
+
+@every_norm
+def test_needs_grad(name, device):
+    """Each gradient alone has the bits that it has with all others."""
+    inputs = make_inputs(name, rows=(5,), columns=48, dtype=torch.float32, device=device)
+    cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
+    expected = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+    for key in tensors_of(inputs):
+        leaf = inputs[key].detach().requires_grad_()
+        results = getattr(ssm_kernels, name)(**(inputs | {key: leaf}))
+        (gradient,) = torch.autograd.grad(results, leaf, cotangents)
+        assert torch.equal(gradient, expected[f"grad_{key}"]), key
+
+
+# ----- Numerics
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@every_norm
+def test_not_finite_values_stay_in_their_group(name, value, device):
+    options = {"group_size": 8} if name in GATED else {}
+    clean = make_inputs(name, rows=(3, 4), columns=16, dtype=torch.float32, device=device) | options
+    inputs = clean | {"x": clean["x"].clone()}
+    inputs["x"][1, 2, 3] = value
+    cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
+    expected = evaluate(getattr(ssm_kernels, name), clean, cotangents)
+    actual = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+    affected = torch.zeros(3, 4, 16, dtype=torch.bool, device=device)
+    affected[1, 2, : 8 if name in GATED else 16] = True
+    for key in ("result_0", "grad_x", "grad_z"):
+        if key in actual:
+            assert torch.equal(actual[key][~affected], expected[key][~affected])
+    assert actual["result_0"][1, 2, 3].isnan()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@every_norm
+def test_deterministic(name, dtype, device):
+    inputs = make_inputs(name, rows=(3, 257), columns=192, dtype=dtype, device=device)
+    cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
+    first = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+    for _ in range(3):
+        assert_equal(evaluate(getattr(ssm_kernels, name), inputs, cotangents), first)
+
+
+@every_norm
+def test_a_row_does_not_depend_on_its_batch(name, device):
+    inputs = make_inputs(name, rows=(65,), columns=192, dtype=torch.bfloat16, device=device)
+    cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
+    whole = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+    rows = {key: inputs[key][40:41] for key in ("x", "z", "residual") if key in inputs}
+    alone = evaluate(getattr(ssm_kernels, name), inputs | rows, [cotangent[40:41] for cotangent in cotangents])
+    for key in ("result_0", "result_1", "grad_x", "grad_z", "grad_residual"):
+        if key in whole:
+            assert torch.equal(alone[key], whole[key][40:41]), key
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_do_not_change_the_bits(threads):
+    inputs = make_gated_inputs(rows=(3, 257), columns=192, dtype=torch.float32)
+    cotangents = make_cotangents(inputs, 1)
+    before = torch.get_num_threads()
+    expected = evaluate(ssm_kernels.rms_norm_gated, inputs, cotangents)
+    torch.set_num_threads(threads)
+    try:
+        assert_equal(evaluate(ssm_kernels.rms_norm_gated, inputs, cotangents), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_large_and_small_values(device):
+    """The mean of squares is taken in float32, and the variance around the mean."""
+    x = torch.randn(4, 256, dtype=torch.float64).to(device, torch.float32)
+    for scale, shift in ((1e15, 0.0), (1e-12, 0.0), (1.0, 3000.0)):
+        y = x * scale + shift
+        actual = ssm_kernels.layer_norm_gated(y, None, eps=0.0)
+        exact = reference.layer_norm_gated(y.double(), None, eps=0.0)
+        assert (actual.double() - exact).abs().max() <= 1e-5 + 1e-3 * (shift > 0)
+
+
+# ----- Messages
+
+
+GATED_MESSAGES = [
+    ({"weight": torch.ones(11)}, ValueError, "expected weight of shape (columns,) = [12], got [11]"),
+    ({"bias": torch.ones(1, 12)}, ValueError, "expected bias of shape (columns,) = [12], got [1, 12]"),
+    ({"z": torch.ones(2, 5, 11)}, ValueError, "expected z of shape (..., columns) = [2, 5, 12], got [2, 5, 11]"),
+    ({"z": torch.ones(2, 5, 12).half()}, RuntimeError, "expected z of dtype Float (with x of dtype Float), got Half"),
+    ({"weight": torch.ones(12).half()}, RuntimeError, "expected weight of dtype Float (with x of dtype Float), got Half"),
+    ({"x": torch.ones(())}, ValueError, "expected x of shape (..., columns) with at least one column, got []"),
+    ({"x": torch.ones(3, 0)}, ValueError, "expected x of shape (..., columns) with at least one column, got [3, 0]"),
+    ({"x": torch.ones(2, 5, 12).int()}, RuntimeError, "expected x of dtype Float, Half, BFloat16 or Double, got Int"),
+    ({"group_size": 5}, ValueError, "expected group_size to divide columns = 12, got 5"),
+    ({"group_size": 0}, ValueError, "expected group_size to divide columns = 12, got 0"),
+    ({"group_size": -12}, ValueError, "expected group_size to divide columns = 12, got -12"),
+    ({"eps": -1.0}, ValueError, "expected eps >= 0, got -1"),
+    (
+        {"activation": "relu"},
+        ValueError,
+        "unknown activation 'relu', expected one of: silu, gelu, gelu_tanh, sigmoid, none",
+    ),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), GATED_MESSAGES, ids=lambda value: str(value)[:40])
+@every_gated
+def test_messages(name, wrong, error, message, device):
+    wrong = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in wrong.items()}
+    with pytest.raises(error, match=f"^{re.escape(f'{name}: {message}')}"):
+        getattr(ssm_kernels, name)(**(make_gated_inputs(dtype=torch.float32, device=device) | wrong))
+
+
+ADD_MESSAGES = [
+    ({"residual": torch.ones(2, 5, 11)}, ValueError, "expected residual of shape (..., columns) = [2, 5, 12], got [2, 5, 11]"),
+    (
+        {"residual": torch.ones(2, 5, 12).half()},
+        RuntimeError,
+        "expected residual of dtype BFloat16 or Float (with x of dtype BFloat16), got Half",
+    ),
+    ({"weight": torch.ones(13)}, ValueError, "expected weight of shape (columns,) = [12], got [13]"),
+    ({"eps": float("nan")}, ValueError, "expected eps >= 0, got nan"),
+]
+
+
+@pytest.mark.parametrize(("wrong", "error", "message"), ADD_MESSAGES, ids=lambda value: str(value)[:40])
+@every_add
+def test_messages_with_a_residual(name, wrong, error, message, device):
+    wrong = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in wrong.items()}
+    with pytest.raises(error, match=f"^{re.escape(f'{name}: {message}')}"):
+        getattr(ssm_kernels, name)(**(make_add_inputs(dtype=torch.bfloat16, device=device) | wrong))
+
+
+@every_norm
+def test_double_backward_raises(name, device):
+    inputs = make_inputs(name, device=device)
+    leaf = inputs["x"].requires_grad_()
+    results = getattr(ssm_kernels, name)(**inputs)
+    total = results.sum() if name in GATED else results[0].sum()
+    (gradient,) = torch.autograd.grad(total, leaf, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"derivative for ssm_kernels::_(norm_gated|add_norm)_bwd is not implemented"):
+        gradient.sum().backward()
