@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ssm_kernels.nn import Block, GatedMLP, Mamba, Mamba2
 
+OPERATOR = "norms"
 DIM = 8
 NORMS = {"rms": functools.partial(nn.RMSNorm, eps=1e-3), "layer": functools.partial(nn.LayerNorm, eps=1e-3)}
 
@@ -118,10 +119,10 @@ def test_activation_of_the_mlp():
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("mlp", [False, True])
 @pytest.mark.parametrize("norm", NORMS)
-def test_values_and_gradients(norm, mlp, fused, residual_in_fp32):
-    block = make_block(norm, mlp, fused_add_norm=fused, residual_in_fp32=residual_in_fp32)
-    x, residual = (make(2, 5, DIM, seed=seed).requires_grad_() for seed in range(2))
-    cotangents = [make(2, 5, DIM, seed=seed) for seed in (2, 3)]
+def test_values_and_gradients(norm, mlp, fused, residual_in_fp32, device):
+    block = make_block(norm, mlp, fused_add_norm=fused, residual_in_fp32=residual_in_fp32).to(device)
+    x, residual = (make(2, 5, DIM, seed=seed).to(device).requires_grad_() for seed in range(2))
+    cotangents = [make(2, 5, DIM, seed=seed).to(device) for seed in (2, 3)]
     for inputs in ((x, residual), (x, None)):
         leaves = [leaf for leaf in (*inputs, *block.parameters()) if leaf is not None]
         actual, expected = block(*inputs), composed(block, *inputs)
@@ -132,12 +133,22 @@ def test_values_and_gradients(norm, mlp, fused, residual_in_fp32):
 
 
 @pytest.mark.parametrize("norm", NORMS)
+def test_norms_without_parameters(norm):
+    plain = functools.partial(NORMS[norm], elementwise_affine=False)
+    mixer = functools.partial(Linear, DIM, dtype=torch.float64)
+    fused, unfused = (Block(DIM, mixer, norm_cls=plain, fused_add_norm=fused) for fused in (True, False))
+    unfused.load_state_dict(fused.state_dict())
+    torch.testing.assert_close(fused(make(2, 5, DIM)), unfused(make(2, 5, DIM)))
+
+
+@pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_fused_norm_is_as_accurate_as_pytorch(norm, dtype):
+def test_fused_norm_is_as_accurate_as_pytorch(norm, dtype, device):
     """Also with a residual stream in float32, which the sum does not round."""
-    block, wide = make_block(norm, dtype=dtype, fused_add_norm=True, residual_in_fp32=True), make_block(norm)
+    block = make_block(norm, dtype=dtype, fused_add_norm=True, residual_in_fp32=True).to(device)
+    wide = make_block(norm).to(device)
     wide.load_state_dict({name: value.double() for name, value in block.state_dict().items()})
-    x, residual = make(2, 33, DIM, dtype=dtype), make(2, 33, DIM, dtype=torch.float32, seed=1)
+    x, residual = make(2, 33, DIM, dtype=dtype).to(device), make(2, 33, DIM, dtype=torch.float32, seed=1).to(device)
     y, total = block(x, residual)
     assert y.dtype == dtype and total.dtype == torch.float32
     torch.testing.assert_close(total, x.float() + residual, rtol=0, atol=0)
@@ -147,22 +158,22 @@ def test_fused_norm_is_as_accurate_as_pytorch(norm, dtype):
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_dtype_of_the_residual_stream(fused):
+def test_dtype_of_the_residual_stream(fused, device):
     for dtype in (torch.bfloat16, torch.float32, torch.float64):
-        x = make(1, 2, DIM, dtype=dtype)
+        x = make(1, 2, DIM, dtype=dtype).to(device)
         for in_fp32, expected in ((False, dtype), (True, torch.promote_types(dtype, torch.float32))):
-            block = make_block(dtype=dtype, mlp=True, fused_add_norm=fused, residual_in_fp32=in_fp32)
+            block = make_block(dtype=dtype, mlp=True, fused_add_norm=fused, residual_in_fp32=in_fp32).to(device)
             y, residual = block(x)
             assert y.dtype == dtype and residual.dtype == expected
             y, residual = block(y, residual)
             assert y.dtype == dtype and residual.dtype == expected
 
 
-def test_autocast():
+def test_autocast(device):
     """Float32 parameters and residual stream around projections in bfloat16."""
-    block = make_block(mlp=True, dtype=torch.float32, fused_add_norm=True, residual_in_fp32=True)
-    x, residual = make(2, 9, DIM, dtype=torch.bfloat16), make(2, 9, DIM, dtype=torch.float32, seed=1)
-    with torch.autocast("cpu", torch.bfloat16):
+    block = make_block(mlp=True, dtype=torch.float32, fused_add_norm=True, residual_in_fp32=True).to(device)
+    x, residual = make(2, 9, DIM, dtype=torch.bfloat16).to(device), make(2, 9, DIM, dtype=torch.float32, seed=1).to(device)
+    with torch.autocast(device, torch.bfloat16):
         y, total = block(x, residual)
     assert y.dtype == torch.bfloat16 and total.dtype == torch.float32
     y.float().square().sum().backward()
@@ -208,8 +219,8 @@ def test_bad_arguments():
         Block(DIM, functools.partial(Linear, DIM), fused_add_norm=1)
     with pytest.raises(TypeError, match=says("nn.RMSNorm or nn.LayerNorm with fused_add_norm, got BatchNorm1d")):
         Block(DIM, functools.partial(Linear, DIM), norm_cls=nn.BatchNorm1d, fused_add_norm=True)
-    for norm in (nn.RMSNorm, functools.partial(nn.LayerNorm, elementwise_affine=False)):
-        with pytest.raises(ValueError, match=says("a norm of the last axis with a weight and an eps")):
+    for norm in (nn.RMSNorm, lambda dim: nn.LayerNorm((2, dim))):
+        with pytest.raises(ValueError, match=says("Block: expected a norm of the last axis with an eps with fused_add_norm")):
             Block(DIM, functools.partial(Linear, DIM), norm_cls=norm, fused_add_norm=True)
     with pytest.raises(ValueError, match="GatedMLP: expected hidden_features to be at least 1, got 0"):
         GatedMLP(4, 0)

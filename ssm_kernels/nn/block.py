@@ -20,6 +20,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..norms import add_layer_norm, add_rms_norm
 from .checks import check_bools, check_dtype, check_int, check_optional_int, check_shape
 from .common import wide_dtype
 
@@ -79,28 +80,6 @@ class GatedMLP(nn.Module):
         return self.fc2(value * self.activation(gate))
 
 
-def _composed_add_norm(
-    x: Tensor,
-    residual: Tensor | None,
-    weight: Tensor,
-    bias: Tensor | None,
-    *,
-    eps: float,
-    residual_in_fp32: bool,
-    is_rms_norm: bool,
-) -> tuple[Tensor, Tensor]:
-    wide = wide_dtype(x.dtype)
-    total = x.to(wide) if residual is None else x.to(wide) + residual.to(wide)
-    size, weight, bias = total.shape[-1:], weight.to(wide), None if bias is None else bias.to(wide)
-    if is_rms_norm:
-        normed = F.rms_norm(total, size, weight, eps)
-        normed = normed if bias is None else normed + bias
-    else:
-        normed = F.layer_norm(total, size, weight, bias, eps)
-    narrow = x.dtype if residual is None else residual.dtype
-    return normed.to(x.dtype), total if residual_in_fp32 else total.to(narrow)
-
-
 def add_norm(
     norm: nn.Module, x: Tensor, residual: Tensor | None, *, fused: bool, residual_in_fp32: bool
 ) -> tuple[Tensor, Tensor]:
@@ -110,21 +89,15 @@ def add_norm(
         norm: an ``nn.RMSNorm`` or ``nn.LayerNorm`` if ``fused``, else any module.
         x: (..., channels).
         residual: shape of ``x``; zero if absent.
-        fused: reads the parameters of ``norm`` and computes sum and norm in fp32 (fp64 for fp64). Otherwise the sum has the
-            dtype that PyTorch gives it, and ``norm`` is called with the sum in the dtype of its weight.
+        fused: reads the parameters of ``norm`` and calls :func:`ssm_kernels.add_rms_norm` or ``add_layer_norm``. Otherwise the
+            sum has the dtype that PyTorch gives it, and ``norm`` is called with the sum in the dtype of its weight.
         residual_in_fp32: the sum is float32, or float64 if it would be without this argument.
     """
     if fused:
         assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm)) and norm.eps is not None
-        return _composed_add_norm(
-            x,
-            residual,
-            norm.weight,
-            getattr(norm, "bias", None),
-            eps=norm.eps,
-            residual_in_fp32=residual_in_fp32,
-            is_rms_norm=isinstance(norm, nn.RMSNorm),
-        )
+        operator = add_rms_norm if isinstance(norm, nn.RMSNorm) else add_layer_norm
+        bias = getattr(norm, "bias", None)
+        return operator(x, residual, norm.weight, bias, eps=norm.eps, residual_in_fp32=residual_in_fp32)
     residual = x if residual is None else x + residual
     weight = getattr(norm, "weight", None)
     normed = norm(residual if weight is None else residual.to(weight.dtype))
@@ -137,8 +110,8 @@ def check_fused_norm(layer: str, norm: nn.Module) -> None:
         raise TypeError(
             f"{layer}: expected norm_cls to make an nn.RMSNorm or nn.LayerNorm with fused_add_norm, got {type(norm).__name__}"
         )
-    if norm.weight is None or norm.eps is None or len(norm.normalized_shape) != 1:
-        raise ValueError(f"{layer}: expected a norm of the last axis with a weight and an eps with fused_add_norm, got {norm}")
+    if norm.eps is None or len(norm.normalized_shape) != 1:
+        raise ValueError(f"{layer}: expected a norm of the last axis with an eps with fused_add_norm, got {norm}")
 
 
 class Block(nn.Module):
@@ -153,12 +126,12 @@ class Block(nn.Module):
         mlp_cls: makes the MLP: ``mlp_cls(dim)``, such as ``functools.partial(GatedMLP, hidden_features=1024)``.
             ``nn.Identity`` is no MLP.
         norm_cls: makes each norm: ``norm_cls(dim)``.
-        fused_add_norm: computes sum and norm in one operator, in fp32 (fp64 for fp64) whatever the dtype of the input. It reads
+        fused_add_norm: computes sum and norm in one operator, :func:`ssm_kernels.add_rms_norm` or ``add_layer_norm``. It reads
             the parameters of an ``nn.RMSNorm`` or ``nn.LayerNorm`` and does not call the module, so hooks on it do not run.
         residual_in_fp32: keeps the residual stream in float32 (float64 in a float64 model).
 
     Raises:
-        ValueError: ``dim`` is not positive, or a norm lacks the weight or the eps that ``fused_add_norm`` reads.
+        ValueError: ``dim`` is not positive, or a norm lacks the eps that ``fused_add_norm`` reads.
         TypeError: an argument is of another type, or ``fused_add_norm`` cannot read the norm.
     """
 
