@@ -79,6 +79,24 @@ struct Vector {
   __device__ __forceinline__ void set(int i, Scalar value) {
     memcpy(reinterpret_cast<char*>(pieces) + i * sizeof(Scalar), &value, sizeof(Scalar));
   }
+  // Rounds numbers of the accumulation type, two at a time where one instruction does so.
+  __device__ __forceinline__ static Vector round(const AccumulateType<Scalar> (&values)[size]) {
+    Vector result;
+#pragma unroll
+    for (int i = 0; i < size; i += 2) {
+      if constexpr (size % 2 == 0 && std::is_same_v<Scalar, __nv_bfloat16>) {
+        const __nv_bfloat162 pair = __floats2bfloat162_rn(values[i], values[i + 1]);
+        memcpy(reinterpret_cast<char*>(result.pieces) + i * sizeof(Scalar), &pair, sizeof(pair));
+      } else if constexpr (size % 2 == 0 && std::is_same_v<Scalar, __half>) {
+        const __half2 pair = __floats2half2_rn(values[i], values[i + 1]);
+        memcpy(reinterpret_cast<char*>(result.pieces) + i * sizeof(Scalar), &pair, sizeof(pair));
+      } else {
+        result.set(i, from_accumulate<Scalar>(values[i]));
+        if (i + 1 < size) result.set(i + 1, from_accumulate<Scalar>(values[i + 1]));
+      }
+    }
+    return result;
+  }
   __device__ __forceinline__ static Vector zero() {
     Vector result;
     memset(&result, 0, sizeof(result));

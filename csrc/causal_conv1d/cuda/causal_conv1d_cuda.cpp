@@ -1,0 +1,149 @@
+// CUDA entry points of the causal convolution: choose the kernels, cut the work, allocate the workspace, launch on the current
+// stream. Nothing waits for the device, except that the values of cu_seqlens are checked on the host unless a CUDA graph is
+// being captured.
+
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "causal_conv1d/cuda/causal_conv1d_cuda.h"
+
+#include <ATen/ceil_div.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "causal_conv1d/causal_conv1d_op.h"
+#include "cuda/device.h"
+#include "torch/checks.h"
+#include "torch/packed_sequences.h"
+
+namespace ssm_kernels::causal_conv1d {
+namespace {
+
+int64_t element_bytes(ScalarKind kind) { return kind == ScalarKind::kDouble ? 8 : kind == ScalarKind::kFloat ? 4 : 2; }
+
+// Whether vectors of that many elements begin at multiples of their bytes, along an axis whose stride is 1. Absent tensors fit.
+bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t stride, int64_t size, int64_t other_stride) {
+  if (view.data == nullptr) return true;
+  const auto is_aligned = [&](int64_t elements) { return elements * bytes % (vector * bytes) == 0; };
+  return stride == 1 && is_aligned(size) && reinterpret_cast<int64_t>(view.data) % (vector * bytes) == 0 &&
+         is_aligned(view.stride_batch) && is_aligned(other_stride);
+}
+
+KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView> views, int64_t step_vector) {
+  if (p.kind == ScalarKind::kDouble || p.width > kMaxVectorWidth) return KernelSet::kGeneral;
+  const int64_t bytes = element_bytes(p.kind);
+  const auto all = [&](const auto& fits) { return std::all_of(views.begin(), views.end(), fits); };
+  if (all([&](const SequenceView& view) {
+        return has_vectors(view, bytes, step_vector, view.stride_channel, p.channels, view.stride_step);
+      })) {
+    return KernelSet::kSteps;
+  }
+  const bool are_rows =
+      p.ids.data == nullptr && all([&](const SequenceView& view) {
+        return has_vectors(view, bytes, kVectorBytes / bytes, view.stride_step, p.seqlen, view.stride_channel);
+      });
+  return are_rows ? KernelSet::kRows : KernelSet::kGeneral;
+}
+
+// Long pieces of time read little twice and leave few sums; short ones give every multiprocessor several blocks.
+Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t step_vector, int64_t least_steps, int64_t most_steps,
+                   int device) {
+  constexpr int64_t kBlocksPerMultiprocessor = 16;
+  const int64_t wanted_blocks = kBlocksPerMultiprocessor * cuda::multiprocessor_count(device);
+  Tiling tiling;
+  if (set == KernelSet::kSteps) {
+    tiling.channel_blocks = at::ceil_div(p.channels, step_vector * kWarpSize);
+    tiling.steps = most_steps;
+    const auto tiles = [&] { return at::ceil_div(p.seqlen, tiling.steps * kWarps); };
+    while (tiling.steps > least_steps && p.batch * tiles() * tiling.channel_blocks < wanted_blocks) tiling.steps /= 2;
+    tiling.tiles = tiles();
+  } else if (set == KernelSet::kRows) {
+    const int64_t warp_steps = kWarpSize * kVectorBytes / element_bytes(p.kind);
+    // A tile of them all, or of fewer if there are too few rows.
+    const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = at::ceil_div(wanted_blocks * kWarps, rows);
+    tiling.steps = at::ceil_div(at::ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps;
+    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
+  } else {
+    constexpr int64_t kGeneralSteps = 64;
+    tiling.steps = kGeneralSteps;
+    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
+  }
+  return tiling;
+}
+
+template <typename Visitor>
+void visit_scalar(ScalarKind kind, const Visitor& visitor) {
+  switch (kind) {
+    case ScalarKind::kFloat:
+      return visitor(float());
+    case ScalarKind::kDouble:
+      return visitor(double());
+    case ScalarKind::kHalf:
+      return visitor(__half());
+    case ScalarKind::kBFloat16:
+      return visitor(__nv_bfloat16());
+  }
+}
+
+struct Cuda {
+  struct Guard {
+    c10::cuda::CUDAGuard device;
+
+    explicit Guard(const Inputs& in) : device(in.x.device()) {
+      if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
+        check_cu_seqlens_values("causal_conv1d", in.cu_seqlens->cpu(), in.x.size(1));
+      }
+    }
+    explicit Guard(const UpdateInputs& in) : device(in.x.device()) {}
+  };
+
+  static void run(const ConvFwdParams& params, const at::Tensor& x) {
+    const int64_t vector = kVectorBytes / element_bytes(params.kind);
+    const KernelSet set = choose_kernels(params, {params.x, params.out}, vector);
+    const Tiling tiling = make_tiling(params, set, vector, /*least_steps=*/8, /*most_steps=*/32, x.get_device());
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  static void run(const ConvBwdParams& params, const at::Tensor& x) {
+    if (params.channels == 0) return;
+    const KernelSet set = choose_kernels(params, {params.x, params.grad_out, params.grad_x}, kBwdStepVector);
+    const Tiling tiling = make_tiling(params, set, kBwdStepVector, /*least_steps=*/16, /*most_steps=*/64, x.get_device());
+    const at::TensorOptions options = x.options().dtype(accumulate_type(x.scalar_type()));
+    BwdWorkspace workspace;
+    at::Tensor sums, grad_pre;
+    if (params.grad_weight != nullptr || params.grad_bias != nullptr) {
+      sums = at::empty({params.batch * tiling.tiles, params.width + 1, params.channels}, options);
+      workspace.sums = sums.mutable_data_ptr();
+    }
+    if (set == KernelSet::kGeneral) {
+      grad_pre = at::empty({params.batch, params.seqlen, params.channels}, options);
+      workspace.grad_pre = {grad_pre.mutable_data_ptr(), grad_pre.stride(0), grad_pre.stride(1), grad_pre.stride(2)};
+    }
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    visit_scalar(params.kind, [&](auto scalar) { launch_bwd<decltype(scalar)>(params, set, tiling, workspace, stream); });
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  static void run(const ConvUpdateParams& params, const at::Tensor&) {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    visit_scalar(params.kind, [&](auto scalar) { launch_update<decltype(scalar)>(params, stream); });
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { Kernels<Cuda>::register_in(m); }
+
+}  // namespace ssm_kernels::causal_conv1d
+
+#endif
