@@ -357,6 +357,7 @@ BwdResult bwd_aten(const BwdInputs& bwd) {
     for (const SequencesOfLength& of : sequences_by_length(bwd.in)) {
       BwdInputs of_batch = bwd;
       of_batch.in = packed_batch(bwd.in, of);
+      of_batch.targets = {};
       if (is_present(bwd.grad_out)) of_batch.grad_out = of.take_steps(*bwd.grad_out);
       if (is_present(bwd.grad_final_states)) of_batch.grad_final_states = of.take_states(*bwd.grad_final_states);
       const GradTensors grads_of_batch = of.are_neighbors ? taken(grads, of) : allocate_bwd(of_batch);

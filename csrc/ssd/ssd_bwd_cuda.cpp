@@ -252,16 +252,21 @@ class Backward {
   SsdBwdParams params_;
 };
 
-// Cuts a call into turns, whose states take no more than DebugOption::kSsdWorkspaceBytes: of some entries of the batch; where
-// one is too much, of some groups of its heads; where one of these is, of some of the group's heads. All have about as many.
+// Cuts a call into turns, whose states take no more than twice the memory of x or kSmallWorkspaceBytes, whichever is more, and
+// no more than DebugOption::kSsdWorkspaceBytes: beside a layer's saved tensors they then do not decide how much memory a
+// training step takes. A turn is of some entries of the batch; where one is too much, of some groups of its heads; where one of
+// these is, of some of the group's heads. All have about as many.
 template <typename Body>
 void for_each_turn(const Inputs& in, const Body& body) {
   const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
   const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1)
                                                    : at::ceil_div<int64_t>(in.x.size(1), kChunk);
   const int64_t bytes_of_image = kUnitRows * unit_columns(in.B.size(3)) * in.x.element_size();
-  const int64_t most_heads =
-      debug_option(DebugOption::kSsdWorkspaceBytes) / (2 * chunks * row_blocks(in.x.size(3)) * bytes_of_image);
+  constexpr int64_t kSmallWorkspaceBytes = int64_t(256) << 20;
+  const int64_t x_bytes = in.x.numel() * in.x.element_size();
+  const int64_t most_bytes =
+      std::min(debug_option(DebugOption::kSsdWorkspaceBytes), std::max(kSmallWorkspaceBytes, 2 * x_bytes));
+  const int64_t most_heads = most_bytes / (2 * chunks * row_blocks(in.x.size(3)) * bytes_of_image);
   const auto at_once = [&](int64_t count, int64_t heads_of_each) {
     return at::ceil_div(count, at::ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
   };

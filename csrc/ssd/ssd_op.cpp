@@ -150,6 +150,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   };
   const auto allocate = [&](Grad grad, const OptionalTensor& input, const auto& allocate_like) {
     const bool is_needed = is_present(input) && bwd.needs_grad[grad];
+    if (is_needed && is_present(bwd.targets[grad])) return *bwd.targets[grad];
     return is_needed ? allocate_like(*input) : at::empty({0}, in.A.options());
   };
   return {allocate(kGradX, in.x, like),
@@ -315,6 +316,22 @@ FwdResult scan_autocast(const Inputs& in) {
 }
 
 }  // namespace
+
+FwdResult forward(const Inputs& in) {
+  if (in.x.is_meta()) return fwd_meta(in);
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (in.x.is_cuda()) return fwd_cuda(in);
+#endif
+  return fwd_aten(in);
+}
+
+BwdResult backward(const BwdInputs& bwd) {
+  if (bwd.in.x.is_meta()) return bwd_meta(bwd);
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (bwd.in.x.is_cuda()) return bwd_cuda(bwd);
+#endif
+  return bwd_aten(bwd);
+}
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { m.impl("ssd_chunk_scan", &ssd_chunk_scan); }
 

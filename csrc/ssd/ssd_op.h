@@ -50,10 +50,12 @@ struct BwdInputs {
   OptionalTensor grad_out, grad_final_states;
   Inputs in;
   NeedsGrad needs_grad = {};
+  // Where gradients of sequences shall be written, for a caller in C++: columns of a wider tensor, for instance.
+  std::array<OptionalTensor, kNumGrads> targets;
 };
 
-// Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences have the layout of the
-// sequence, those of parameters and states are contiguous, and those absent or not needed have no elements.
+// Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences are their targets, or have the
+// layout of the sequence, those of parameters and states are contiguous, and those absent or not needed have no elements.
 GradTensors allocate_bwd(const BwdInputs& bwd);
 
 using FwdResult = std::tuple<at::Tensor, at::Tensor>;
@@ -72,6 +74,10 @@ using BwdSignature = BwdResult(const OptionalTensor&, const OptionalTensor&, con
 // For CUDA tensors (ssd_cuda.cpp); for others ssd_aten.h has them. ssd_op.cpp registers both.
 FwdResult fwd_cuda(const Inputs& in);
 BwdResult bwd_cuda(const BwdInputs& bwd);
+
+// Forward and backward without the dispatcher, for the operators that are made of it. On the device of x, Meta included.
+FwdResult forward(const Inputs& in);
+BwdResult backward(const BwdInputs& bwd);
 
 // The arguments of FwdSignature, and of BwdSignature, under their names: the one place of each where their order counts.
 Inputs name_inputs(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
