@@ -36,7 +36,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
   m.def(
       "selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
-      "str discretization='zoh', float[]? dt_limit=None) -> Tensor",
+      "str discretization='zoh', float[]? dt_limit=None, bool A_is_log=False) -> Tensor",
       tags);
 
   // The scan in chunks (SSD, Mamba-2): S_t = e^zeta_t S_{t-1} + d_t k(zeta_t) x_t B_t^T with zeta = d A, one A for a head; out
@@ -93,6 +93,42 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias=None, str? activation=None, "
       "Tensor? state_batch_indices=None) -> Tensor",
       tags);
+
+  // The selective scan between the projections of a Mamba mixer, of (batch, seqlen, ...) sequences: A = -e^A_log, and a
+  // softplus on delta. Forward alone also returns what it saves for backward.
+  const std::string scan_arguments =
+      "Tensor x, Tensor delta, Tensor A_log, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, ";
+  m.def(("_mamba_mixer(" + scan_arguments + "Tensor? initial_state, str discretization) -> (Tensor out, Tensor last_state)")
+            .c_str(),
+        tags);
+  m.def(("_mamba_mixer_fwd(" + scan_arguments +
+         "Tensor? initial_state, str discretization, bool save_chunk_states) "
+         "-> (Tensor out, Tensor last_state, Tensor chunk_states)")
+            .c_str(),
+        tags);
+  m.def(("_mamba_mixer_bwd(Tensor? grad_out, Tensor? grad_last_state, " + scan_arguments +
+         "Tensor chunk_states, str discretization, bool[9] needs_grad) -> (Tensor grad_x, Tensor grad_delta, "
+         "Tensor grad_A_log, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, "
+         "Tensor grad_initial_state)")
+            .c_str(),
+        tags);
+
+  // What stands between the projections of a Mamba-2 mixer: convolution, scan and gated norm. mixers/mamba2_mixer_op.cpp
+  // has the formulas. Forward alone also returns what it saves for backward.
+  const std::string mixer_arguments =
+      "Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, Tensor? D, Tensor dt_bias, Tensor? norm_weight, "
+      "Tensor? conv_state, Tensor? ssm_state, Tensor? seq_idx, Tensor? cu_seqlens, int headdim, int ngroups, int dstate, "
+      "SymInt? chunk_size, float dt_min, float dt_max, float eps, bool norm_before_gate, str discretization) -> ";
+  const std::string mixer_results = "(Tensor out, Tensor final_conv_state, Tensor final_ssm_state";
+  m.def(("_mamba2_mixer(" + mixer_arguments + mixer_results + ")").c_str(), tags);
+  m.def(("_mamba2_mixer_fwd(" + mixer_arguments + mixer_results + ", Tensor y, Tensor rstd)").c_str(), tags);
+  m.def(("_mamba2_mixer_bwd(Tensor? grad_out, Tensor? grad_final_conv_state, Tensor? grad_final_ssm_state, Tensor y, "
+         "Tensor rstd, bool[9] needs_grad, " +
+         mixer_arguments +
+         "(Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_A_log, Tensor grad_D, "
+         "Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, Tensor grad_ssm_state)")
+            .c_str(),
+        tags);
 
   // The family of h_t = a_t h_{t-1} + b_t: linear_scan and linear_step, mingru_scan and mingru_step, ..., a scan and a step of
   // it for each row of common/recurrences.h.

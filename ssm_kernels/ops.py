@@ -153,6 +153,7 @@ def selective_state_update(
     *,
     discretization: str = "zoh",
     dt_limit: Sequence[float] | None = None,
+    A_is_log: bool = False,
 ) -> Tensor:
     r"""One decoding step of the selective scan; ``state`` is updated in place.
 
@@ -182,6 +183,7 @@ def selective_state_update(
             and the outputs see is undefined, and other slots stay as documented.
         discretization: as for :func:`selective_scan`.
         dt_limit: the smallest and the largest step size: others are clamped, after bias and softplus. None: no limits.
+        A_is_log: ``-exp(A)`` takes the place of ``A``, as layers keep it.
 
     Returns:
         ``out``, shape and dtype of ``x``. Not differentiable: backward through it raises.
@@ -206,6 +208,7 @@ def selective_state_update(
         state_batch_indices,
         discretization=discretization,
         dt_limit=_dt_limit("selective_state_update", dt_limit),
+        A_is_log=A_is_log,
     )
     return out
 

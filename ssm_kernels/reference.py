@@ -295,6 +295,7 @@ def selective_state_update(
     dt_limit: tuple[float, float] | None = None,
     discretization: str = "zoh",
     state_batch_indices: Tensor | None = None,
+    A_is_log: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One decoding step. Arguments as :func:`ssm_kernels.selective_state_update`, but nothing is modified in place.
 
@@ -310,6 +311,7 @@ def selective_state_update(
         z = None if z is None else z[:, None]
     nheads = state.shape[1]
     dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
+    A = -torch.exp(A) if A_is_log else A
     rows = torch.arange(x.shape[0], device=x.device) if state_batch_indices is None else state_batch_indices.long()
     padding = rows < 0
     rows = rows.clamp(min=0)

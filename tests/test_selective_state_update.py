@@ -89,6 +89,16 @@ def test_tied_parameters(discretization, form, device):
         assert_matches_reference(inputs)
 
 
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@every_form
+@every_dtype
+def test_logarithm_of_A(dtype, state_dtype, form, tied, device):
+    inputs = make_step_inputs(**STEP_FORMS[form], dstate=16, dtype=dtype, state_dtype=state_dtype, device=device)
+    A = inputs["A"]
+    A_log = torch.log(-A[..., :1]).expand_as(A) if tied else torch.log(-A)
+    assert_matches_reference(inputs | {"A": A_log, "A_is_log": True})
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @every_form
 def test_layouts(form, layout, device):

@@ -225,6 +225,15 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       h[r] = is_active(r) ? Vector<State, kVectorSize>::load_once(source) : Vector<State, kVectorSize>::zero();
       if constexpr (!tied_A) A_n[r] = load_if<kVectorSize>(is_active(r), element(A, r, tiling.A_stride_row, p.A.stride_state));
     }
+    if constexpr (!tied_A) {
+      if (p.A_is_log) {
+#pragma unroll
+        for (int r = 0; r < kRowsInFlight; ++r) {
+#pragma unroll
+          for (int i = 0; i < kVectorSize; ++i) A_n[r].set(i, -Math<Acc>::exp(A_n[r][i]));
+        }
+      }
+    }
   };
   load_rows();
   auto B_n = load_group(B, p.B.stride_state);
@@ -241,6 +250,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
     first = delta;
     second = delta * x;
     if constexpr (tied_A) {
+      if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
       const Acc z = delta * row_A, basis = method.basis(z);
       first = method.abar(z, basis);
       second *= method.gain(z, basis);

@@ -4,6 +4,8 @@
 //   h     = Abar(delta A) h + delta k(delta A) B x        (slots, heads, headdim, dstate), in place
 //   out   = (<C, h> + D x) silu(z)                        (batch, heads, headdim)
 //
+// With A_is_log, -e^A takes the place of A.
+//
 // The form without heads, a state of shape (slots, dim, dstate), is one head of headdim = dim. A channel is one (head, headdim)
 // pair, counted head * headdim + p; channel c reads group c / (channels / groups) of B and C.
 #pragma once
@@ -49,7 +51,7 @@ struct IndexView {
 struct StateUpdateParams {
   int64_t batch = 0, slots = 0, heads = 0, headdim = 0, groups = 0, dstate = 0;
   Discretization discretization = Discretization::kZoh;
-  bool dt_softplus = false;
+  bool dt_softplus = false, A_is_log = false;
   double dt_min = 0, dt_max = 0;
   ScalarKind input_kind = ScalarKind::kFloat;  // of x, dt, B, C, z and out
   ScalarKind state_kind = ScalarKind::kFloat;

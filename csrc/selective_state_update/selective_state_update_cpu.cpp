@@ -57,8 +57,8 @@ void check_indices(const StateUpdateParams& p) {
 at::Tensor cpu(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
                bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
-               OptionalLimit dt_limit) {
-  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit};
+               OptionalLimit dt_limit, bool A_is_log) {
+  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit, A_is_log};
   const Discretization method = check_inputs(in, discretization);
   at::Tensor out = allocate_out(in);
   const StateUpdateParams params = make_params(in, method, dt_softplus, out);

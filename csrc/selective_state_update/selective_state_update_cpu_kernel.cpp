@@ -45,12 +45,13 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
   };
   const Acc* const A = static_cast<const Acc*>(p.A.data);
   State* const state = static_cast<State*>(p.state.data);
+  const auto value_of_A = [&](const V& A) { return p.A_is_log ? Math<V>::exp(A).neg() : A; };
 
   alignas(64) Acc tied_abar[kSize] = {}, tied_factor[kSize] = {};
   if (p.tied_A()) {
     alignas(64) Acc row_A[kSize] = {};
     for (int64_t r = 0; r < rows.count; ++r) row_A[r] = A[row_of(p.A, r)];
-    const V z = V::loadu(rows.delta) * V::loadu(row_A), basis = Method::basis(z);
+    const V z = V::loadu(rows.delta) * value_of_A(V::loadu(row_A)), basis = Method::basis(z);
     Method::abar(z, basis).store(tied_abar);
     (V::loadu(rows.input) * Method::gain(z, basis)).store(tied_factor);
   }
@@ -75,7 +76,7 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
     for (int64_t n = 0; n < p.dstate; n += kSize) {
       const int64_t count = std::min(kSize, p.dstate - n);
       if (!p.tied_A()) {
-        const V z = delta * load_as<Acc>(row_A + n, count), basis = Method::basis(z);
+        const V z = delta * value_of_A(load_as<Acc>(row_A + n, count)), basis = Method::basis(z);
         abar = Method::abar(z, basis);
         factor = input * Method::gain(z, basis);
       }

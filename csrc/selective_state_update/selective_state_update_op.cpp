@@ -147,6 +147,7 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_s
   params.dstate = in.state.size(-1);
   params.discretization = method;
   params.dt_softplus = dt_softplus;
+  params.A_is_log = in.A_is_log;
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   params.dt_min = dt_min;
   params.dt_max = dt_max;
@@ -181,8 +182,8 @@ namespace {
 
 at::Tensor meta(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
                 const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias, bool,
-                const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit) {
-  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit};
+                const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit, bool A_is_log) {
+  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit, A_is_log};
   check_inputs(in, discretization);
   return allocate_out(in);
 }
@@ -211,7 +212,7 @@ Pointer make_error_node(torch::autograd::edge_list inputs) {
 at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A,
                     const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
                     const OptionalTensor& dt_bias, bool dt_softplus, const OptionalTensor& state_batch_indices,
-                    std::string_view discretization, OptionalLimit dt_limit) {
+                    std::string_view discretization, OptionalLimit dt_limit, bool A_is_log) {
   check_arguments(operator_handle(), {state, x, dt, A, B, C, D, z, dt_bias, std::nullopt, state_batch_indices});
   const auto check_mode = [](const auto&... tensors) {
     TORCH_CHECK_NOT_IMPLEMENTED(!(torch::autograd::isFwGradDefined(tensors) || ...), kOp,
@@ -228,7 +229,7 @@ at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tenso
   {
     at::AutoDispatchBelowAutograd guard;
     out = operator_handle().redispatch(keys & c10::after_autograd_keyset, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
-                                       state_batch_indices, discretization, dt_limit);
+                                       state_batch_indices, discretization, dt_limit, A_is_log);
   }
   if (needs_graph) {
     torch::autograd::set_history(out, make_error_node(inputs));
@@ -240,12 +241,12 @@ at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tenso
 at::Tensor count_version(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt,
                          const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
                          const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus,
-                         const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit) {
+                         const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit, bool A_is_log) {
   at::Tensor out;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
     out = operator_handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, state, x, dt, A, B, C, D, z, dt_bias,
-                                       dt_softplus, state_batch_indices, discretization, dt_limit);
+                                       dt_softplus, state_batch_indices, discretization, dt_limit, A_is_log);
   }
   torch::autograd::increment_version(state);
   return out;
@@ -256,14 +257,14 @@ template <at::DeviceType device_type>
 at::Tensor autocast(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
                     const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
                     bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
-                    OptionalLimit dt_limit) {
+                    OptionalLimit dt_limit, bool A_is_log) {
   check_arguments(operator_handle(), {state, x, dt, A, B, C, D, z, dt_bias, std::nullopt, state_batch_indices});
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto input = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
   const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
   return operator_handle().call(state, input(x), input(dt), parameter(A), input(B), input(C), parameter(D), input(z),
-                                parameter(dt_bias), dt_softplus, state_batch_indices, discretization, dt_limit);
+                                parameter(dt_bias), dt_softplus, state_batch_indices, discretization, dt_limit, A_is_log);
 }
 
 }  // namespace

@@ -19,6 +19,7 @@ struct Inputs {
   const at::Tensor &state, &x, &dt, &A, &B, &C;
   const OptionalTensor &D, &z, &dt_bias, &state_batch_indices;
   OptionalLimit dt_limit;
+  bool A_is_log;
 };
 
 // Raises unless the inputs are as ssm_kernels.selective_state_update documents; returns the method.
