@@ -333,6 +333,95 @@ def _add_norm(
     return (normed, new_residual), (dim, dim)
 
 
+def _mamba_mixer(
+    x: Tensor,
+    delta: Tensor,
+    A_log: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None,
+    z: Tensor | None,
+    delta_bias: Tensor | None,
+    initial_state: Tensor | None,
+    discretization: str,
+) -> tuple[Tensor, Tensor]:
+    """The scan that it is made of, which has a rule."""
+    sequences = [None if v is None else v.transpose(1, 2) for v in (x, delta, B, C, z)]
+    A = -torch.exp(A_log.to(torch.float64 if x.dtype == torch.float64 else torch.float32))
+    out, last_state = torch.ops.ssm_kernels.selective_scan(
+        *sequences[:2],
+        A,
+        *sequences[2:4],
+        D,
+        sequences[4],
+        delta_bias,
+        initial_state,
+        discretization=discretization,
+        delta_softplus=True,
+    )
+    return out.transpose(1, 2), last_state
+
+
+def _mamba2_mixer(
+    projected: Tensor,
+    conv_weight: Tensor,
+    conv_bias: Tensor | None,
+    A_log: Tensor,
+    D: Tensor | None,
+    dt_bias: Tensor,
+    norm_weight: Tensor | None,
+    conv_state: Tensor | None,
+    ssm_state: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    headdim: int,
+    ngroups: int,
+    dstate: int,
+    chunk_size: int | None,
+    dt_min: float,
+    dt_max: float,
+    eps: float,
+    norm_before_gate: bool,
+    discretization: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The operators that it is made of, each with a rule of its own."""
+    operators, heads = torch.ops.ssm_kernels, dt_bias.shape[-1]
+    d_ssm, matrix = heads * headdim, ngroups * dstate
+    z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * matrix, heads], dim=-1)
+    xBC, final_conv_state = operators.causal_conv1d(
+        xBC,
+        conv_weight,
+        conv_bias,
+        activation="silu",
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        initial_state=conv_state,
+    )
+    x, B, C = xBC.split([d_ssm, matrix, matrix], dim=-1)
+    y, final_ssm_state = operators.ssd_chunk_scan(
+        x.unflatten(-1, (heads, headdim)),
+        dt,
+        -torch.exp(A_log.to(dt_bias.dtype)),
+        B.unflatten(-1, (ngroups, dstate)),
+        C.unflatten(-1, (ngroups, dstate)),
+        chunk_size=chunk_size,
+        D=D,
+        z=z.unflatten(-1, (heads, headdim)) if norm_weight is None else None,
+        dt_bias=dt_bias,
+        dt_softplus=True,
+        dt_limit=(dt_min, dt_max),
+        initial_states=ssm_state,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        discretization=discretization,
+    )
+    y = y.flatten(-2)
+    if norm_weight is not None:
+        options: dict[str, Any] = {"eps": eps, "group_size": d_ssm // ngroups, "norm_before_gate": norm_before_gate}
+        y = operators.rms_norm_gated(y, norm_weight, z, **options)
+    return y, final_conv_state, final_ssm_state
+
+
 _library = torch.library.Library("ssm_kernels", "IMPL")
 # Calls of operators that have the rule.
 _NORMS = ("rms_norm_gated", "layer_norm_gated", "add_rms_norm", "add_layer_norm")
@@ -349,3 +438,5 @@ torch.library.register_vmap("ssm_kernels::_norm_gated", _norm_gated)
 torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan", _ssd_chunk_scan)
 torch.library.register_vmap("ssm_kernels::selective_scan", _selective_scan)
 torch.library.register_vmap("ssm_kernels::selective_state_update", _selective_state_update)
+_library.impl("_mamba2_mixer", _mamba2_mixer, "FuncTorchBatchedDecomposition")
+_library.impl("_mamba_mixer", _mamba_mixer, "FuncTorchBatchedDecomposition")

@@ -27,6 +27,7 @@ DEVICES = {
     "norms": ["cpu", "cuda"],  # gated, and with a residual
     "selective_scan": ["cpu", "cuda"],
     "selective_state_update": ["cpu", "cuda"],
+    "mamba2_mixer": ["cpu", "cuda"],
     "ssd_chunk_scan": ["cpu", "cuda"],
 }
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 
+from ..convolutions import causal_conv1d, causal_conv1d_update
 from .checks import check_int, check_number, check_shape, check_tensor
 
 
@@ -58,6 +57,7 @@ class ConvMixer(nn.Module):
     """A mixer with a short causal convolution, ``conv1d``, before its recurrence, and with states for decoding.
 
     A layer that derives from it sets ``d_model``, ``d_conv`` and ``layer_idx`` and has ``_mix``, ``step`` and ``_zero_state``.
+    Its ``conv1d`` holds the convolution's parameters, under the names that ``mamba_ssm`` gives them, and is not called.
     """
 
     d_model: int
@@ -66,7 +66,9 @@ class ConvMixer(nn.Module):
     conv1d: nn.Conv1d
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The mixer over a sequence, from the given states or from zero; also the states after it."""
+        """The mixer over a sequence, from the given states or from zero; also the inputs of the convolution, (batch, seqlen,
+        channels), and the recurrence's state after it.
+        """
         raise NotImplementedError
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -75,6 +77,12 @@ class ConvMixer(nn.Module):
 
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
         """The recurrence's."""
+        raise NotImplementedError
+
+    _state_axes: str
+
+    def _state_shape(self) -> tuple[int, ...]:
+        """That of the recurrence's state, without the batch."""
         raise NotImplementedError
 
     def _mix_or_step(self, hidden_states: Tensor, inference_params: Any) -> Tensor:
@@ -89,7 +97,10 @@ class ConvMixer(nn.Module):
         else:
             self._check_conv_state(type(self).__name__, conv_state, hidden_states.shape[0])
             out, inputs, last_state = self._mix(hidden_states, conv_state, ssm_state)
-        conv_state.copy_(inputs.detach())
+        last_inputs = inputs.detach()[:, -self.d_conv :].transpose(1, 2)
+        if inference_params.seqlen_offset == 0:
+            conv_state.zero_()
+        conv_state.copy_(torch.cat([conv_state.to(inputs.dtype), last_inputs], dim=-1)[..., -self.d_conv :])
         ssm_state.copy_(last_state.detach())
         return out
 
@@ -102,6 +113,11 @@ class ConvMixer(nn.Module):
             check_tensor(layer, name, state)
         check_shape(layer, "hidden_states", hidden_states, "(batch, 1, d_model)", (None, 1, self.d_model))
         self._check_conv_state(layer, conv_state, hidden_states.shape[0])
+        expected = [hidden_states.shape[0], *self._state_shape()]
+        if [*ssm_state.shape] != expected:
+            raise ValueError(
+                f"{layer}: expected ssm_state of shape {self._state_axes} = {expected}, got {list(ssm_state.shape)}"
+            )
 
     def _check_conv_state(self, layer: str, conv_state: Tensor, batch_size: int) -> None:
         expected = [batch_size, self.conv1d.weight.shape[0], self.d_conv]
@@ -132,33 +148,28 @@ class ConvMixer(nn.Module):
         conv_state = torch.zeros(batch_size, weight.shape[0], self.d_conv, device=weight.device, dtype=conv_dtype)
         return conv_state, self._zero_state(batch_size, dtype)
 
-    def _convolve(self, x: Tensor, conv_state: Tensor | None, sequence_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """The convolution and its activation on ``x``, (batch, seqlen, channels); also the ``d_conv`` inputs that ended it.
+    def _conv_parameters(self) -> tuple[Tensor, Tensor | None]:
+        """The weight, (channels, d_conv), and the bias."""
+        return self.conv1d.weight.squeeze(1), self.conv1d.bias
 
-        Args:
-            sequence_ids: (batch or 1, seqlen), not negative: a step reads those before it that have its number. Without
-                ``conv_state``.
-        """
-        x = x.transpose(1, 2)
-        inputs = F.pad(x, (self.d_conv, 0)) if conv_state is None else torch.cat([conv_state.to(x.dtype), x], dim=-1)
-        # The first window ends before the sequence begins; keeping it until here makes empty sequences legal.
-        seqlen = inputs.shape[-1] - self.d_conv
-        weight, bias = self.conv1d.weight, self.conv1d.bias
-        if sequence_ids is None and not torch.compiler.is_compiling():
-            x = F.conv1d(inputs, weight, bias, groups=weight.shape[0])[..., 1:]
-        else:
-            # Inductor makes one graph of these; its convolution's backward is compiled anew for every length.
-            weight = weight.to(wide_dtype(x.dtype))
-            terms = [] if bias is None else [bias[:, None].to(weight.dtype)]
-            for lag in range(self.d_conv):
-                window = inputs[..., self.d_conv - lag : self.d_conv - lag + seqlen]
-                if sequence_ids is not None and lag:
-                    before = F.pad(sequence_ids, (lag, 0), value=-1)[:, :seqlen]
-                    window = window.masked_fill((before != sequence_ids)[:, None], 0)
-                terms.append(window * weight[:, :, self.d_conv - 1 - lag])
-            x = functools.reduce(torch.add, terms).to(x.dtype)
-        # Beside what comes from projections: the scan moves tensors of one layout by vectors.
-        return F.silu(x.transpose(1, 2).contiguous()), inputs[..., seqlen:]
+    def _initial_state(self, conv_state: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+        """What the convolution reads of a decoding state beside inputs of ``dtype``: all but the oldest step."""
+        return None if conv_state is None else conv_state[..., 1:].to(dtype)
+
+    def _convolve(self, x: Tensor, conv_state: Tensor | None) -> Tensor:
+        """The convolution and its activation on ``x``, (batch, seqlen, channels)."""
+        weight, bias = self._conv_parameters()
+        return causal_conv1d(x, weight, bias, activation="silu", initial_state=self._initial_state(conv_state, x.dtype))
+
+    def _convolve_step(self, x: Tensor, conv_state: Tensor) -> Tensor:
+        """The same for one step, ``x`` (batch, channels); ``conv_state`` is modified in place."""
+        weight, bias = self._conv_parameters()
+        if conv_state.dtype in (x.dtype, wide_dtype(x.dtype)):
+            return causal_conv1d_update(x, conv_state, weight, bias, activation="silu")
+        state = conv_state.to(x.dtype)
+        out = causal_conv1d_update(x, state, weight, bias, activation="silu")
+        conv_state.copy_(state)
+        return out
 
     def _get_states_from_cache(
         self, inference_params: Any, batch_size: int, initialize_states: bool = False

@@ -138,10 +138,8 @@ class Mamba(SelectiveBase, ConvMixer):
             TypeError: an argument is not a tensor.
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
-        x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
-        x, inputs = self._convolve(x, conv_state)
-        y = self._scan_step(x[:, 0], z[:, 0], ssm_state)
-        conv_state.copy_(inputs)
+        x, z = self.in_proj(hidden_states[:, 0]).chunk(2, dim=-1)
+        y = self._scan_step(self._convolve_step(x, conv_state), z, ssm_state)
         return self.out_proj(y)[:, None], conv_state, ssm_state
 
     def extra_repr(self) -> str:
@@ -149,6 +147,5 @@ class Mamba(SelectiveBase, ConvMixer):
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
-        x, inputs = self._convolve(x, conv_state)
-        y, last_state = self._scan(x, z, ssm_state)
-        return self.out_proj(y), inputs, last_state
+        y, last_state = self._scan(self._convolve(x, conv_state), z, ssm_state)
+        return self.out_proj(y), x, last_state

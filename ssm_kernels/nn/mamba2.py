@@ -24,6 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..norms import rms_norm_gated
 from ..ops import selective_state_update, ssd_chunk_scan
 from .checks import (
     check_bools,
@@ -80,13 +81,9 @@ class GatedRMSNorm(nn.Module):
         nn.init.ones_(self.weight)
 
     def forward(self, x: Tensor, z: Tensor) -> Tensor:
-        wide = wide_dtype(x.dtype)
-        y, gate = x.to(wide), F.silu(z.to(wide))
-        if not self.norm_before_gate:
-            y = y * gate
-        y = y.unflatten(-1, (self.weight.shape[0] // self.group_size, self.group_size))
-        y = F.rms_norm(y, (self.group_size,), eps=self.eps).flatten(-2) * self.weight.to(wide)
-        return (y * gate if self.norm_before_gate else y).to(x.dtype)
+        return rms_norm_gated(
+            x, self.weight, z, eps=self.eps, group_size=self.group_size, norm_before_gate=self.norm_before_gate
+        )
 
 
 class Mamba2(DiscretizedModule, ConvMixer):
@@ -289,6 +286,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
             return self._mix_or_step(u, inference_params)
         if inference_params is not None:
             raise ValueError("Mamba2: expected no inference_params with seq_idx or cu_seqlens: the cache has one state per row")
+        self._check_packed(u, seq_idx, cu_seqlens)
         return self._mix(u, None, None, seq_idx, cu_seqlens)[0]
 
     @torch.no_grad()
@@ -308,27 +306,28 @@ class Mamba2(DiscretizedModule, ConvMixer):
             TypeError: an argument is not a tensor.
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
-        mlp, z, xBC, dt = self._project(hidden_states)
-        xBC, inputs = self._convolve(xBC, conv_state)
-        # Autocast lowers projections and convolution alike.
-        x, B, C = (v[:, 0] for v in self._split_heads(xBC))
-        A, D, dt_bias = (v if v.dim() > 1 else v[:, None] for v in self._recurrence(x.dtype))
+        mlp, mixed = self._project(hidden_states[:, 0])
+        z, xBC, dt = mixed.split([self.d_ssm, self.conv1d.weight.shape[0], self.nheads], dim=-1)
+        x, B, C = self._split_heads(self._convolve_step(xBC, conv_state))
+        D, dt_bias = (v if v.dim() > 1 else v[:, None] for v in self._D_and_dt_bias(x.dtype))
+        A_log = self.A_log.to(D.dtype)[:, None, None]
         y = selective_state_update(
             ssm_state,
             x,
-            dt[:, 0, :, None].expand(x.shape),
-            A[..., None].expand(-1, self.headdim, self.d_state),
+            dt[..., None].expand(x.shape),
+            A_log.expand(-1, self.headdim, self.d_state),
             B,
             C,
             D.expand(-1, self.headdim),
-            None if self.rmsnorm else z[:, 0].unflatten(-1, (self.nheads, self.headdim)),
+            None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
             dt_bias.expand(-1, self.headdim),
             dt_softplus=True,
             dt_limit=self.dt_limit,
             discretization=self.discretization,
+            A_is_log=True,
         )
-        conv_state.copy_(inputs)
-        return self._finish(y[:, None], z, mlp), conv_state, ssm_state
+        y = y.flatten(-2)
+        return self._finish(self.norm(y, z) if self.rmsnorm else y, mlp)[:, None], conv_state, ssm_state
 
     def extra_repr(self) -> str:
         return (
@@ -344,36 +343,39 @@ class Mamba2(DiscretizedModule, ConvMixer):
         seq_idx: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        mlp, z, xBC, dt = self._project(hidden_states)
-        xBC, inputs = self._convolve(xBC, conv_state, self._sequence_ids(hidden_states, seq_idx, cu_seqlens))
-        x, B, C = self._split_heads(xBC)
-        A, D, dt_bias = self._recurrence(x.dtype)
-        y, final_states = ssd_chunk_scan(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            chunk_size=self.chunk_size,
-            D=D,
-            z=None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
-            dt_bias=dt_bias,
-            dt_softplus=True,
-            dt_limit=self.dt_limit,
-            initial_states=None if ssm_state is None else ssm_state.to(A.dtype),
-            seq_idx=seq_idx,
-            cu_seqlens=cu_seqlens,
-            return_final_states=True,
-            discretization=self.discretization,
+        mlp, mixed = self._project(hidden_states)
+        weight, bias = self._conv_parameters()
+        D, dt_bias = self._D_and_dt_bias(mixed.dtype)
+        y, _, final_states = torch.ops.ssm_kernels._mamba2_mixer(
+            mixed,
+            weight,
+            bias,
+            self.A_log,
+            D,
+            dt_bias,
+            self.norm.weight if self.rmsnorm else None,
+            self._initial_state(conv_state, mixed.dtype),
+            None if ssm_state is None else ssm_state.to(dt_bias.dtype),
+            seq_idx,
+            cu_seqlens,
+            self.headdim,
+            self.ngroups,
+            self.d_state,
+            self.chunk_size,
+            *self.dt_limit,
+            self.norm.eps if self.rmsnorm else 0.0,
+            self.norm_before_gate,
+            self.discretization,
         )
-        return self._finish(y, z, mlp), inputs, final_states
+        return self._finish(y, mlp), mixed[..., self.d_ssm : -self.nheads], final_states
 
-    def _project(self, u: Tensor) -> tuple[Tensor | None, Tensor, Tensor, Tensor]:
-        """What the MLP beside the SSM gives, if there is one, z, the input of the convolution, and dt."""
-        d_mlp, d_xBC = self.d_inner - self.d_ssm, self.conv1d.weight.shape[0]
-        projected = self.in_proj(u)
-        gate, up, z, xBC, dt = projected.split([d_mlp, d_mlp, self.d_ssm, d_xBC, self.nheads], dim=-1)
-        return F.silu(gate) * up if d_mlp else None, z, xBC, dt
+    def _project(self, u: Tensor) -> tuple[Tensor | None, Tensor]:
+        """What the MLP beside the SSM gives, if there is one, and z, the input of the convolution and dt, side by side."""
+        projected, d_mlp = self.in_proj(u), self.d_inner - self.d_ssm
+        if d_mlp == 0:
+            return None, projected
+        gate, up, mixed = projected.tensor_split([d_mlp, 2 * d_mlp], dim=-1)
+        return F.silu(gate) * up, mixed
 
     def _split_heads(self, xBC: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """x, (batch, seqlen, nheads, headdim), B and C, (batch, seqlen, ngroups, d_state)."""
@@ -381,16 +383,13 @@ class Mamba2(DiscretizedModule, ConvMixer):
         of_groups = (self.ngroups, self.d_state)
         return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, of_groups), C.unflatten(-1, of_groups)
 
-    def _recurrence(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """``A``, ``D`` and the bias of ``dt`` beside activations of ``dtype``."""
+    def _D_and_dt_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """``D``, (nheads,) or (nheads, headdim), and the bias of ``dt`` beside activations of ``dtype``."""
         wide = wide_dtype(dtype)
         D = self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D
-        return -torch.exp(self.A_log.to(wide)), D.to(wide), self.dt_bias.to(wide)
+        return D.to(wide), self.dt_bias.to(wide)
 
-    def _finish(self, y: Tensor, z: Tensor, mlp: Tensor | None) -> Tensor:
-        y = y.flatten(-2)
-        if self.rmsnorm:
-            y = self.norm(y, z)
+    def _finish(self, y: Tensor, mlp: Tensor | None) -> Tensor:
         return self.out_proj(y if mlp is None else torch.cat([mlp, y], dim=-1))
 
     @staticmethod
@@ -405,22 +404,18 @@ class Mamba2(DiscretizedModule, ConvMixer):
         return u.unflatten(0, (u.shape[0] // seqlen, seqlen))
 
     @staticmethod
-    def _sequence_ids(u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
-        """A number for each step, (batch or 1, seqlen), that no other sequence of its row has."""
-        if seq_idx is not None:
-            if seq_idx.shape != u.shape[:2]:
-                raise ValueError(
-                    f"Mamba2: expected seq_idx of shape (batch, seqlen) = {list(u.shape[:2])}, got {list(seq_idx.shape)}"
-                )
-            return F.pad(seq_idx.diff(dim=1) != 0, (1, 0))[:, : u.shape[1]].cumsum(dim=1)
+    def _check_packed(u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        if seq_idx is not None and cu_seqlens is not None:
+            raise ValueError("Mamba2: expected seq_idx or cu_seqlens, got both: they say the same")
+        if seq_idx is not None and seq_idx.shape != u.shape[:2]:
+            raise ValueError(
+                f"Mamba2: expected seq_idx of shape (batch, seqlen) = {list(u.shape[:2])}, got {list(seq_idx.shape)}"
+            )
         if cu_seqlens is not None:
             if cu_seqlens.dim() != 1:
                 raise ValueError(f"Mamba2: expected cu_seqlens of shape (sequences + 1,), got {list(cu_seqlens.shape)}")
             if cu_seqlens.device != u.device:
                 raise RuntimeError(f"Mamba2: expected cu_seqlens on {u.device}, got {cu_seqlens.device}")
-            steps = torch.arange(u.shape[1], device=u.device, dtype=cu_seqlens.dtype)
-            return torch.bucketize(steps, cu_seqlens[1:], right=True)[None]
-        return None
 
     def _check_scan(self) -> None:
         """Has the scan look at the sizes and options that it will be given, on tensors without memory."""
@@ -436,6 +431,11 @@ class Mamba2(DiscretizedModule, ConvMixer):
             discretization=self.discretization,
         )
 
+    _state_axes = "(batch, nheads, headdim, d_state)"
+
+    def _state_shape(self) -> tuple[int, ...]:
+        return self.nheads, self.headdim, self.d_state
+
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
         dtype = wide_dtype(self.in_proj.weight.dtype) if dtype is None else dtype
-        return torch.zeros(batch_size, self.nheads, self.headdim, self.d_state, device=self.D.device, dtype=dtype)
+        return torch.zeros(batch_size, *self._state_shape(), device=self.D.device, dtype=dtype)

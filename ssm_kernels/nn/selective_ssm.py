@@ -22,7 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops import selective_scan, selective_state_update
+from ..ops import selective_state_update
 from .checks import (
     check_choice,
     check_discretization,
@@ -37,6 +37,16 @@ from .common import init_dt_bias, mark_parameters, wide_dtype
 from .discretized import DiscretizedModule
 
 __all__ = ["SelectiveSSM"]
+
+
+class StepProjection(nn.Linear):
+    """The projection to the step sizes, without its bias: the scan adds that in float32.
+
+    A layer calls it as it calls its other projections, so that adapters, quantization and hooks act on it.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        return F.linear(input, self.weight)
 
 
 class SelectiveBase(DiscretizedModule):
@@ -79,7 +89,7 @@ class SelectiveBase(DiscretizedModule):
         self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
         self.dt_init, self.dt_scale = dt_init, dt_scale
         self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False, device=device, dtype=dtype)
-        self.dt_proj = nn.Linear(rank, d_inner, device=device, dtype=dtype)
+        self.dt_proj: nn.Linear = StepProjection(rank, d_inner, device=device, dtype=dtype)
         wide = wide_dtype(self.dt_proj.weight.dtype)
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
@@ -101,48 +111,55 @@ class SelectiveBase(DiscretizedModule):
         self.D.fill_(1)
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``delta`` without its bias, (..., d_inner), ``B`` and ``C``, (..., d_state), of ``x``, (..., d_inner)."""
+        """``delta``, (..., d_inner), ``B`` and ``C``, (..., d_state), of ``x``, (..., d_inner)."""
         dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
-        return F.linear(dt, self.dt_proj.weight), B, C
+        return self.dt_proj(dt), B, C
 
-    def _recurrence(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-        """``A``, ``D`` and the bias of ``delta`` beside activations of ``dtype``."""
-        wide = wide_dtype(dtype)
-        return -torch.exp(self.A_log.to(wide)), self.D.to(wide), self.dt_proj.bias.to(wide)
+    def _delta_bias(self, wide: torch.dtype) -> Tensor | None:
+        """What is to be added to ``delta``.
+
+        A layer that was put in the place of ``dt_proj`` adds its bias itself, unless it calls ``dt_proj`` as its
+        ``base_layer``, which is how adapters wrap a layer.
+        """
+        projection = getattr(self.dt_proj, "base_layer", self.dt_proj)
+        return projection.bias.to(wide) if isinstance(projection, StepProjection) else None
 
     def _scan(self, x: Tensor, z: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state."""
         delta, B, C = self._project(x)
-        A, D, delta_bias = self._recurrence(x.dtype)
-        out, last_state = selective_scan(
-            x.transpose(1, 2),
-            delta.transpose(1, 2),
-            A,
-            B.transpose(1, 2),
-            C.transpose(1, 2),
-            D,
-            None if z is None else z.transpose(1, 2),
-            delta_bias,
-            discretization=self.discretization,
-            delta_softplus=True,
-            initial_state=None if initial_state is None else initial_state.to(A.dtype),
-            return_last_state=True,
+        wide = wide_dtype(x.dtype)
+        return torch.ops.ssm_kernels._mamba_mixer(
+            x,
+            delta,
+            self.A_log,
+            B,
+            C,
+            self.D.to(wide),
+            z,
+            self._delta_bias(wide),
+            None if initial_state is None else initial_state.to(wide),
+            self.discretization,
         )
-        return out.transpose(1, 2), last_state
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
         dt, B, C = self._project(x)
-        A, D, dt_bias = self._recurrence(x.dtype)
+        wide = wide_dtype(dt.dtype)
+        A_log, D, dt_bias = self.A_log.to(wide), self.D.to(wide), self._delta_bias(wide)
         # Autocast lowers the projections but not x itself.
         x, z = x.to(dt.dtype), None if z is None else z.to(dt.dtype)
         return selective_state_update(
-            state, x, dt, A, B, C, D, z, dt_bias, dt_softplus=True, discretization=self.discretization
+            state, x, dt, A_log, B, C, D, z, dt_bias, dt_softplus=True, discretization=self.discretization, A_is_log=True
         )
 
+    _state_axes = "(batch, d_inner, d_state)"
+
+    def _state_shape(self) -> tuple[int, ...]:
+        return self.d_inner, self.d_state
+
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        dtype = wide_dtype(self.dt_proj.weight.dtype) if dtype is None else dtype
-        return torch.zeros(batch_size, self.d_inner, self.d_state, device=self.D.device, dtype=dtype)
+        dtype = wide_dtype(self.x_proj.weight.dtype) if dtype is None else dtype
+        return torch.zeros(batch_size, *self._state_shape(), device=self.D.device, dtype=dtype)
 
 
 class SelectiveSSM(SelectiveBase):

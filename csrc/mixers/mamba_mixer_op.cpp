@@ -1,0 +1,207 @@
+// What stands between the projections to the step sizes and out of a Mamba mixer, as one differentiable operator for every
+// device: the selective scan of sequences (batch, seqlen, ...), as projections give them, with A = -e^A_log and a softplus on
+// delta.
+//
+// It saves what the scan saves. The transposes and A are part of it, so that a call of the layer is one node of the graph here.
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <string>
+#include <tuple>
+
+#include "selective_scan/selective_scan_op.h"
+#include "torch/checks.h"
+#include "torch/dispatch.h"
+
+namespace ssm_kernels::mamba_mixer {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+// The places of x, delta, A_log, B, C, D, z, delta_bias and initial_state: those of the scan's inputs.
+using selective_scan::GradTensors;
+using selective_scan::GradTuple;
+using selective_scan::kGradA;
+using selective_scan::kGradB;
+using selective_scan::kGradC;
+using selective_scan::kGradD;
+using selective_scan::kGradDelta;
+using selective_scan::kGradDeltaBias;
+using selective_scan::kGradInitialState;
+using selective_scan::kGradU;
+using selective_scan::kGradZ;
+using selective_scan::kNumGrads;
+using selective_scan::NeedsGrad;
+
+using Result = std::tuple<at::Tensor, at::Tensor>;
+using Signature = Result(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
+                         const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
+                         const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
+                         std::string_view discretization);
+using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using FwdSignature = FwdResult(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
+                               const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
+                               const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
+                               std::string_view discretization, bool save_chunk_states);
+using BwdSignature = GradTuple(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& x,
+                               const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B, const at::Tensor& C,
+                               const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                               const at::Tensor& chunk_states, std::string_view discretization, NeedsGrad needs_grad);
+using ScanFwdSignature = FwdResult(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                                   const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                                   const OptionalTensor&, std::string_view, bool, bool);
+using ScanBwdSignature = GradTuple(const OptionalTensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&,
+                                   const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
+                                   const OptionalTensor&, const OptionalTensor&, const at::Tensor&, std::string_view, bool,
+                                   NeedsGrad);
+
+// Between (batch, seqlen, channels) and the scan's (batch, channels, seqlen), either way, without a copy.
+at::Tensor transposed(const at::Tensor& sequence) { return sequence.transpose(1, 2); }
+OptionalTensor transposed(const OptionalTensor& sequence) {
+  return is_present(sequence) ? OptionalTensor(transposed(*sequence)) : std::nullopt;
+}
+
+at::Tensor A_of(const at::Tensor& x, const at::Tensor& A_log) {
+  return A_log.to(accumulate_type(x.scalar_type())).exp().neg_();
+}
+
+FwdResult fwd(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B, const at::Tensor& C,
+              const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+              const OptionalTensor& initial_state, std::string_view discretization, bool save_chunk_states) {
+  static const auto op = find_op<ScanFwdSignature>("ssm_kernels::_selective_scan_fwd");
+  auto [out, last_state, chunk_states] =
+      op.call(transposed(x), transposed(delta), A_of(x, A_log), transposed(B), transposed(C), D, transposed(z), delta_bias,
+              initial_state, discretization, /*delta_softplus=*/true, save_chunk_states);
+  return {transposed(out), last_state, chunk_states};
+}
+
+GradTuple bwd(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& x,
+              const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B, const at::Tensor& C,
+              const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+              const at::Tensor& chunk_states, std::string_view discretization, NeedsGrad needs_grad) {
+  static const auto op = find_op<ScanBwdSignature>("ssm_kernels::_selective_scan_bwd");
+  const at::Tensor A = A_of(x, A_log);
+  GradTensors grads = std::apply(
+      [](const auto&... grad) { return GradTensors{grad...}; },
+      op.call(transposed(grad_out), grad_last_state, transposed(x), transposed(delta), A, transposed(B), transposed(C), D,
+              transposed(z), delta_bias, chunk_states, discretization, /*delta_softplus=*/true, needs_grad));
+  for (const auto place : {kGradU, kGradDelta, kGradB, kGradC, kGradZ}) {
+    if (grads[place].dim() == 3) grads[place] = transposed(grads[place]);
+  }
+  if (needs_grad[kGradA]) grads[kGradA] = (grads[kGradA] * A).to(A_log.scalar_type());
+  return selective_scan::as_tuple(grads);
+}
+
+Result mixer_no_grad(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
+                     const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                     const OptionalTensor& initial_state, std::string_view discretization) {
+  static const auto op = find_op<FwdSignature>("ssm_kernels::_mamba_mixer_fwd");
+  auto [out, last_state, chunk_states] = op.call(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization,
+                                                 /*save_chunk_states=*/false);
+  return {out, last_state};
+}
+
+class MambaMixer : public torch::autograd::Function<MambaMixer> {
+ public:
+  // Backward calls a registered operator and nothing else, so compiled autograd may look inside.
+  static constexpr bool is_traceable = true;
+
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
+                                                const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
+                                                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
+                                                const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
+                                                const std::string& discretization) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    static const auto op = find_op<FwdSignature>("ssm_kernels::_mamba_mixer_fwd");
+    auto [out, last_state, chunk_states] = op.call(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization,
+                                                   /*save_chunk_states=*/true);
+    // In the place of the initial state, of which it is the first, chunk_states.
+    ctx->save_for_backward({x, delta, A_log, B, C, or_undefined(D), or_undefined(z), or_undefined(delta_bias), chunk_states});
+    ctx->saved_data["has_initial_state"] = is_present(initial_state);
+    ctx->saved_data["discretization"] = discretization;
+    ctx->set_materialize_grads(false);
+    return {out, last_state};
+  }
+
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
+    constexpr size_t kNumArguments = kNumGrads + 1;  // of forward, after ctx
+    torch::autograd::variable_list result(kNumArguments);
+    if (!grads[0].defined() && !grads[1].defined()) return result;
+    const auto saved = ctx->get_saved_variables();
+    // Absent tensors have no edge of the graph.
+    NeedsGrad needs_grad{};
+    size_t edge = 0;
+    for (size_t i = 0; i < kNumGrads; ++i) {
+      const bool has_edge = i == kGradInitialState ? ctx->saved_data["has_initial_state"].toBool() : saved[i].defined();
+      needs_grad[i] = has_edge && ctx->needs_input_grad(edge++);
+    }
+    static const auto op = find_op<BwdSignature>("ssm_kernels::_mamba_mixer_bwd");
+    const GradTensors computed = std::apply(
+        [](const auto&... grad) { return GradTensors{grad...}; },
+        op.call(or_absent(grads[0]), or_absent(grads[1]), saved[kGradU], saved[kGradDelta], saved[kGradA], saved[kGradB],
+                saved[kGradC], or_absent(saved[kGradD]), or_absent(saved[kGradZ]), or_absent(saved[kGradDeltaBias]),
+                saved[kGradInitialState], ctx->saved_data["discretization"].toStringView(), needs_grad));
+    for (size_t i = 0; i < kNumGrads; ++i) {
+      if (needs_grad[i]) result[i] = computed[i];
+    }
+    return result;
+  }
+};
+
+Result mixer_autograd(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
+                      const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                      const OptionalTensor& initial_state, std::string_view discretization) {
+  check_no_func_transform("Mamba");
+  const auto any = [&](const auto& predicate) {
+    const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
+    return predicate(x) || predicate(delta) || predicate(A_log) || predicate(B) || predicate(C) || holds(D) || holds(z) ||
+           holds(delta_bias) || holds(initial_state);
+  };
+  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
+  // Forward-mode AD: apply() is what says that there is none.
+  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
+  if (!needs_graph && !has_tangent) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    return mixer_no_grad(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization);
+  }
+  auto outputs = MambaMixer::apply(x, delta, A_log, B, C, D, z, delta_bias, initial_state, std::string(discretization));
+  return {outputs[0], outputs[1]};
+}
+
+// Sequences in the autocast dtype; parameters and states in float32.
+template <at::DeviceType device_type>
+Result mixer_autocast(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
+                      const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                      const OptionalTensor& initial_state, std::string_view discretization) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
+  const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
+  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
+  static const auto op = find_op<Signature>("ssm_kernels::_mamba_mixer");
+  return op.call(sequence(x), sequence(delta), parameter(A_log), sequence(B), sequence(C), parameter(D), sequence(z),
+                 parameter(delta_bias), parameter(initial_state), discretization);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
+  m.impl("_mamba_mixer", &mixer_no_grad);
+  m.impl("_mamba_mixer_fwd", &fwd);
+  m.impl("_mamba_mixer_bwd", &bwd);
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
+  m.impl("_mamba_mixer", &mixer_autograd);
+  m.impl("_mamba_mixer_fwd", torch::autograd::autogradNotImplementedFallback());
+  m.impl("_mamba_mixer_bwd", torch::autograd::autogradNotImplementedFallback());
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("_mamba_mixer", &mixer_autocast<at::kCPU>); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { m.impl("_mamba_mixer", &mixer_autocast<at::kCUDA>); }
+
+}  // namespace ssm_kernels::mamba_mixer

@@ -1,0 +1,226 @@
+"""The operator between Mamba-2's projections: against the operators that it is made of, and what it keeps for backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ssm_kernels._vmap import _mamba2_mixer as composition
+
+OPERATOR = "mamba2_mixer"
+operator = torch.ops.ssm_kernels._mamba2_mixer
+SEQUENCES = ("projected", "conv_state")
+TENSORS = ("projected", "conv_weight", "conv_bias", "A_log", "D", "dt_bias", "norm_weight", "conv_state", "ssm_state")
+RESULTS = ("out", "final_conv_state", "final_ssm_state")
+
+# Of make_inputs.
+OPTIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "norm_before_gate": {"norm_before_gate": True},
+    "no_norm": {"norm": False},
+    "groups": {"groups": 2},
+    "states": {"states": True},
+    "no_norm_states": {"norm": False, "states": True},
+    "D_of_channels": {"D": "channel"},
+    "no_D_no_bias": {"D": None, "conv_bias": False},
+    "seq_idx": {"resets": True, "states": True},
+    "cu_seqlens": {"cu_seqlens": (0, 0, 2, 9, 9, 14), "states": True},
+    "foh": {"discretization": "foh", "dt_limit": (0.1, 0.5)},
+}
+every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
+
+
+def make_inputs(
+    *,
+    batch: int = 2,
+    seqlen: int = 14,
+    heads: int = 4,
+    headdim: int = 3,
+    groups: int = 1,
+    dstate: int = 5,
+    width: int = 4,
+    norm: bool = True,
+    norm_before_gate: bool = False,
+    states: bool = False,
+    D: str | None = "head",
+    conv_bias: bool = True,
+    resets: bool = False,
+    cu_seqlens: tuple[int, ...] | None = None,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    discretization: str = "zoh",
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+) -> dict[str, Any]:
+    """The operator's arguments in its order, the same numbers on every device."""
+    generator = torch.Generator().manual_seed(0)
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    if cu_seqlens is not None:
+        batch, seqlen = 1, cu_seqlens[-1]
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    d_ssm, d_conv_in = heads * headdim, heads * headdim + 2 * groups * dstate
+    values = {
+        "projected": normal(batch, seqlen, d_ssm + d_conv_in + heads),
+        "conv_weight": normal(d_conv_in, width),
+        "conv_bias": normal(d_conv_in) if conv_bias else None,
+        "A_log": normal(heads),
+        "D": {"head": normal(heads), "channel": normal(heads, headdim), None: None}[D],
+        "dt_bias": normal(heads),
+        "norm_weight": normal(d_ssm) if norm else None,
+        "conv_state": normal(sequences, d_conv_in, width - 1) if states else None,
+        "ssm_state": normal(sequences, heads, headdim, dstate) if states else None,
+    }
+    inputs: dict[str, Any] = {
+        name: None if value is None else value.to(device, dtype if name in SEQUENCES else wide)
+        for name, value in values.items()
+    }
+    steps = torch.arange(seqlen, device=device)
+    return inputs | {
+        "seq_idx": (steps // 5 % 2).expand(batch, -1) if resets else None,
+        "cu_seqlens": None if cu_seqlens is None else torch.tensor(cu_seqlens, device=device),
+        "headdim": headdim,
+        "ngroups": groups,
+        "dstate": dstate,
+        "chunk_size": None,
+        "dt_min": dt_limit[0],
+        "dt_max": dt_limit[1],
+        "eps": 1e-5,
+        "norm_before_gate": norm_before_gate,
+        "discretization": discretization,
+    }
+
+
+def with_gradients(inputs: dict[str, Any], names: tuple[str, ...] = TENSORS) -> dict[str, Any]:
+    return inputs | {n: inputs[n].detach().requires_grad_() for n in names if inputs[n] is not None}
+
+
+def evaluate(function: Any, inputs: dict[str, Any], results: tuple[str, ...] = RESULTS) -> dict[str, Tensor]:
+    """The results, and the gradients through some of them."""
+    inputs = with_gradients(inputs)
+    outputs = dict(zip(RESULTS, function(*inputs.values()), strict=True))
+    generator = torch.Generator().manual_seed(1)
+    cotangents = {n: torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for n, v in outputs.items()}
+    leaves = [n for n in TENSORS if inputs[n] is not None]
+    gradients = torch.autograd.grad(
+        [outputs[n] for n in results],
+        [inputs[n] for n in leaves],
+        [cotangents[n] for n in results],
+        allow_unused=True,
+        materialize_grads=True,
+    )
+    return {n: v.detach() for n, v in outputs.items()} | {f"grad_{n}": g for n, g in zip(leaves, gradients, strict=True)}
+
+
+def assert_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
+    assert actual.keys() == expected.keys()
+    for name, value in actual.items():
+        size = expected[name].abs().max().item() if expected[name].numel() else 0
+        torch.testing.assert_close(
+            value.to(expected[name].dtype),
+            expected[name],
+            rtol=0,
+            atol=tolerance * max(1, size),
+            msg=lambda m, n=name: f"{n}: {m}",
+        )
+
+
+@every_option
+def test_is_the_composition(options, device):
+    inputs = make_inputs(device=device, **options)
+    assert_close(evaluate(operator, inputs), evaluate(composition, inputs), 1e-10)
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
+@pytest.mark.parametrize("result", RESULTS)
+def test_gradient_of_one_result(result, norm, device):
+    inputs = make_inputs(states=True, norm=norm, device=device)
+    assert_close(evaluate(operator, inputs, (result,)), evaluate(composition, inputs, (result,)), 1e-10)
+
+
+@pytest.mark.parametrize("norm", [True, False], ids=["norm", "no_norm"])
+def test_gradients_of_a_subset(norm, device):
+    inputs = make_inputs(states=True, norm=norm, device=device)
+    whole = evaluate(operator, inputs)
+    for name in TENSORS:
+        if inputs[name] is None:
+            continue
+        subset = with_gradients(inputs, (name,))
+        outputs = operator(*subset.values())
+        generator = torch.Generator().manual_seed(1)
+        cotangents = [torch.randn(v.shape, generator=generator, dtype=torch.float64).to(v) for v in outputs]
+        (gradient,) = torch.autograd.grad(outputs, subset[name], cotangents)
+        assert_close({name: gradient}, {name: whole[f"grad_{name}"]}, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("options", [{}, {"resets": True}, {"norm": False}], ids=["default", "seq_idx", "no_norm"])
+def test_low_precision(options, dtype, device):
+    """Forward and backward are those of the operators that it is made of: the same kernels on the same numbers."""
+    inputs = make_inputs(seqlen=80, heads=4, headdim=16, dstate=16, dtype=dtype, device=device, **options)
+    actual, expected = evaluate(operator, inputs), evaluate(composition, inputs)
+    assert_close(actual, expected, 4 * torch.finfo(dtype).eps)
+    assert torch.equal(actual["out"], expected["out"])
+
+
+def test_keeps_little_for_backward(device):
+    inputs = with_gradients(make_inputs(seqlen=80, heads=4, headdim=16, dstate=16, dtype=torch.bfloat16, device=device))
+    saved: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out, *_ = operator(*inputs.values())
+    given = {v.untyped_storage().data_ptr() for v in inputs.values() if isinstance(v, Tensor)}
+    rows, d_ssm = 2 * 80, 64
+    assert inputs["projected"].untyped_storage().data_ptr() in saved
+    assert sum(size for pointer, size in saved.items() if pointer not in given) == rows * (d_ssm * 2 + 4)
+    assert out.untyped_storage().data_ptr() not in saved
+
+
+def test_writes_the_gradient_of_a_slice(device):
+    """As beside an MLP, whose columns come first."""
+    inputs = make_inputs(device=device)
+    expected = evaluate(operator, inputs)["grad_projected"]
+    wider = torch.cat([torch.ones(2, 14, 6, device=device, dtype=torch.float64), inputs["projected"]], dim=-1)
+    sliced = evaluate(operator, inputs | {"projected": wider[..., 6:]})["grad_projected"]
+    assert torch.equal(sliced, expected)
+
+
+def test_wrong_number_of_columns(device):
+    inputs = make_inputs(device=device)
+    inputs["projected"] = inputs["projected"][..., 1:]
+    with pytest.raises(ValueError, match="Mamba2: expected projected of 38 columns, got 37"):
+        operator(*inputs.values())
+
+
+@pytest.mark.parametrize("name", ["default", "no_norm_states", "cu_seqlens"])
+def test_opcheck(name, device):
+    inputs = make_inputs(device=device, **OPTIONS[name])
+    torch.library.opcheck(operator.default, tuple(with_gradients(inputs).values()))
+    torch.library.opcheck(torch.ops.ssm_kernels._mamba2_mixer_fwd.default, tuple(inputs.values()))
+
+
+def test_vmap(device):
+    inputs = make_inputs(device=device)
+    samples = torch.stack([inputs["projected"], inputs["projected"].flip(1)])
+    rest = list(inputs.values())[1:]
+    mapped = torch.vmap(lambda projected: operator(projected, *rest)[0])(samples)
+    for sample, result in zip(samples, mapped, strict=True):
+        assert_close({"out": result}, {"out": operator(sample, *rest)[0]}, 1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+def test_autocast(dtype, device):
+    inputs = make_inputs(dtype=torch.float32, device=device)
+    with torch.autocast(device, dtype=dtype):
+        out, *_ = operator(*inputs.values())
+    assert out.dtype == dtype
+    assert torch.equal(out, operator(*(inputs | {"projected": inputs["projected"].to(dtype)}).values())[0])
