@@ -182,7 +182,8 @@ namespace {
 
 at::Tensor meta(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
                 const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias, bool,
-                const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit, bool A_is_log) {
+                const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit,
+                bool A_is_log) {
   const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit, A_is_log};
   check_inputs(in, discretization);
   return allocate_out(in);
@@ -241,7 +242,8 @@ at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tenso
 at::Tensor count_version(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt,
                          const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
                          const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus,
-                         const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit, bool A_is_log) {
+                         const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit,
+                         bool A_is_log) {
   at::Tensor out;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
