@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   // Bounds that are the same for all threads: each takes part in the sums.
   for (Row row = partial; row - partial < static_cast<Row>(p.rows()); row += plan.partials) {
     const bool active = is_active(row);
-    const GroupIndex<Row> index(p, active ? row : 0, active ? group : 0);
+    const GroupIndex<Row> index(p, row, group);
     const Acc rstd = next_rstd, mean = next_mean;
     next_rstd = statistic(p.rstd, row + plan.partials);
     if (p.subtract_mean) next_mean = statistic(p.mean, row + plan.partials);
