@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import conv_helpers
 import norm_helpers
 import recurrence_helpers
 import ssd_helpers
@@ -45,7 +46,7 @@ from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
 from torch import Tensor
 
 import ssm_kernels
-from ssm_kernels import selective_state_update
+from ssm_kernels import causal_conv1d_update, selective_state_update
 
 Inputs = dict[str, Any]
 # Returns what is wrong, or None.
@@ -429,12 +430,82 @@ def check_norm(name: str, inputs: Inputs) -> str | None:
     return None
 
 
+def conv_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
+    """Name, inputs and the gradients asked for: each kernel (dtype, layout, width), then each path inside them."""
+
+    def case(what: str, wanted: tuple[str, ...] = conv_helpers.TENSORS, **options: Any) -> tuple[str, Inputs, tuple[str, ...]]:
+        sizes = {"channels": 72, "seqlen": 136, "dtype": torch.float32}
+        inputs = conv_helpers.make_inputs(**(sizes | options))
+        return f"{what} {options}", inputs, tuple(name for name in wanted if inputs[name] is not None)
+
+    cuts: tuple[dict[str, Any], ...] = ({}, {"seq_idx": True}, {"cu_seqlens": conv_helpers.PACKED})
+    absent = {"bias": False, "initial_state": False, "activation": None}
+    for dtype in conv_helpers.DTYPES:
+        for layout in ("contiguous", *conv_helpers.LAYOUTS):
+            for cut in cuts:
+                yield case("cut", dtype=dtype, layout=layout, **cut)
+            for width in (1, 2, 3, 4, 5, 9):
+                yield case("width", dtype=dtype, layout=layout, width=width)
+            yield case("required only", dtype=dtype, layout=layout, **absent)
+            yield case("parameters in the dtype of x", dtype=dtype, layout=layout, weight_dtype=dtype)
+        for layout in ("transposed", "permuted", "offset", "sliced"):
+            yield case("layout", dtype=dtype, layout=layout, channels=37, seqlen=129)
+    for dtype in (torch.float32, torch.bfloat16):
+        for layout in ("contiguous", "channels_first_memory"):
+            for channels, seqlen in ((1, 1), (5, 2), (8, 3), (33, 65), (136, 31), (264, 200), (520, 704)):
+                yield case("tails", dtype=dtype, layout=layout, channels=channels, seqlen=seqlen)
+            yield case("many rows", dtype=dtype, layout=layout, batch=70, channels=16, seqlen=40)
+            yield case("long", dtype=dtype, layout=layout, batch=1, channels=16, seqlen=9000)
+            yield case("long, packed", dtype=dtype, layout=layout, channels=16, cu_seqlens=(0, 4000, 4001, 4001, 9000))
+            for cut in cuts:
+                for wanted in ((), *((name,) for name in conv_helpers.TENSORS)):
+                    yield case(f"gradients of {', '.join(wanted)}", wanted, dtype=dtype, layout=layout, **cut)
+    for size in ({"batch": 0}, {"seqlen": 0}, {"channels": 0}, {"cu_seqlens": (0, 0, 0)}):
+        yield case("empty", **size)
+
+
+def check_conv(name: str, inputs: Inputs, wanted: tuple[str, ...]) -> str | None:
+    cotangents = conv_helpers.make_cotangents(inputs)
+    expected, actual = (
+        conv_helpers.evaluate(
+            conv_helpers.with_state,
+            move_all(inputs, device),
+            tuple(move(x, device) for x in cotangents) if wanted else None,
+            wanted,
+        )
+        for device in ("cpu", "cuda")
+    )
+    return difference_between(name, actual, expected)
+
+
+def conv_update_cases() -> Iterator[tuple[str, Inputs]]:
+    for dtype, state_dtype in STEP_DTYPES:
+        for channels in (1, 5, 72, 300):
+            for seqlen in (None, 1, 3, 9):
+                for width, length, slots in ((4, 4, None), (4, 3, 5), (1, 1, None), (2, 6, 7), (9, 9, 5)):
+                    options = {"channels": channels, "seqlen": seqlen, "width": width, "length": length, "slots": slots}
+                    options |= {"dtype": dtype, "state_dtype": state_dtype}
+                    yield f"step {options}", conv_helpers.make_step_inputs(**options)
+    padded = conv_helpers.make_step_inputs(batch=4, channels=72, slots=5, dtype=torch.bfloat16)
+    yield "step, padding", padded | {"state_batch_indices": torch.tensor([4, -1, 0, 2])}
+
+
+def check_conv_update(name: str, inputs: Inputs) -> str | None:
+    results = []
+    for device in ("cpu", "cuda"):
+        moved = move_all(inputs, device)
+        results.append({"out": causal_conv1d_update(**moved), "state": moved["conv_state"]})
+    return difference_between(name, results[1], results[0])
+
+
 CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_scan": lambda: (partial(check_scan, case, way) for case in scan_cases() for way in ways(case.inputs)),
     "linear_scan": lambda: (partial(check_recurrence, *case) for case in recurrence_cases()),
     "ssd_chunk_scan": ssd_checks,
     "norms": lambda: (partial(check_norm, *case) for case in norm_cases()),
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
+    "causal_conv1d": lambda: (partial(check_conv, *case) for case in conv_cases()),
+    "causal_conv1d_update": lambda: (partial(check_conv_update, *case) for case in conv_update_cases()),
 }
 
 

@@ -104,6 +104,17 @@ def make_cotangents(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tens
     return torch.empty_like(x).copy_(grad_out), grad_state
 
 
+def forward_arguments(inputs: dict[str, Any]) -> tuple[Any, ...]:
+    """Of _causal_conv1d and _causal_conv1d_fwd."""
+    order = ("x", "weight", "bias", "seq_idx", "cu_seqlens", "initial_state", "activation")
+    return tuple(inputs[name] for name in order)
+
+
+def backward_arguments(inputs: dict[str, Any], needs_grad: Sequence[bool] = (True,) * 4) -> tuple[Any, ...]:
+    """Of _causal_conv1d_bwd."""
+    return (*make_cotangents(inputs), *forward_arguments(inputs), needs_grad)
+
+
 def with_state(**inputs: Any) -> tuple[Tensor, Tensor]:
     return causal_conv1d(**inputs, return_final_state=True)
 

@@ -16,6 +16,7 @@ from conv_helpers import (
     assert_all_close,
     assert_matches_reference,
     assert_step_matches_reference,
+    backward_arguments,
     evaluate,
     make_cotangents,
     make_inputs,
@@ -26,7 +27,7 @@ from conv_helpers import (
     with_state,
 )
 from helpers import LAYOUTS as ANY_LAYOUTS
-from helpers import arrange, as_float64, assert_equal, says
+from helpers import arrange, as_float64, assert_equal, captured, says
 from torch import Tensor
 
 from ssm_kernels import causal_conv1d, causal_conv1d_update, reference
@@ -336,18 +337,13 @@ def test_gradient_through_one_result(through, activation, device):
         assert_all_close(evaluate(with_state, inputs, chosen), evaluate(with_state, inputs, zeros), 1e-13)
 
 
-def backward_arguments(inputs, cotangents, needs_grad) -> tuple:
-    names = ("x", "weight", "bias", "seq_idx", "cu_seqlens", "initial_state", "activation")
-    return (*cotangents, *(inputs[name] for name in names), needs_grad)
-
-
 @pytest.mark.parametrize("layout", ["slice", "odd_slice", "contiguous", "channels_first_slice", "channels_first_memory"])
 @every_cut
 def test_gradient_into_a_part_of_a_tensor(cut, layout, device):
     """_causal_conv1d_bwd_out leaves what lies beside the gradient alone."""
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), SIZES.values()):
         inputs = make_inputs(**(size | cut), dtype=dtype, layout=layout, device=device)
-        arguments = backward_arguments(inputs, make_cotangents(inputs), [True] * 4)
+        arguments = backward_arguments(inputs)
         expected = ops._causal_conv1d_bwd(*arguments)
         grad_x = make_inputs(**(size | cut), dtype=dtype, layout=layout, device=device)["x"]
         base = grad_x if grad_x._base is None else grad_x._base
@@ -593,8 +589,6 @@ def test_step_of_nothing(shape, device):
 @pytest.mark.cuda
 def test_step_in_a_cuda_graph():
     """A captured step replays on new values in the same tensors, and goes on with the same state."""
-    from helpers import captured
-
     draws = [make_step_inputs(channels=72, slots=6, dtype=torch.bfloat16, device="cuda", seed=seed) for seed in range(4)]
     static = {k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()}
     graph, out = captured(lambda: causal_conv1d_update(**static))
@@ -611,8 +605,6 @@ def test_step_in_a_cuda_graph():
 @pytest.mark.cuda
 @pytest.mark.parametrize("cut", CUTS.values(), ids=list(CUTS))
 def test_training_in_a_cuda_graph(cut):
-    from helpers import captured
-
     inputs = make_inputs(**(SIZES["vectors"] | cut), dtype=torch.bfloat16, device="cuda")
     cotangents = make_cotangents(inputs)
     graph, results = captured(lambda: evaluate(with_state, inputs, cotangents))

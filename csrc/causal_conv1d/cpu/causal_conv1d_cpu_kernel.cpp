@@ -19,7 +19,8 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "causal_conv1d/cpu/causal_conv1d_cpu.h"
+#include "causal_conv1d/cpu/task_view.h"
+#include "causal_conv1d/cpu/time_lanes.h"
 #include "common/activations.h"
 #include "cpu/scalar_types.h"
 #include "cpu/tile_io.h"
@@ -30,51 +31,6 @@ inline namespace CPU_CAPABILITY {
 namespace {
 
 constexpr int64_t kGroupSteps = 4;  // that one pass of the loop over channels computes
-constexpr int64_t kMaxLanes = 16;   // of a vector: the transposing tile_io.h rounds steps up to it
-
-// Values of [steps][lanes] in the accumulation type: a tensor's own memory, or a tile.
-template <typename Acc>
-struct Rows {
-  Acc* data;
-  int64_t stride;
-
-  Acc* operator[](int64_t step) const { return data + step * stride; }
-};
-
-// `count` rows of the past followed by those of a tile.
-template <typename Acc>
-struct Continued {
-  Rows<Acc> past;
-  int64_t count;
-  Rows<Acc> tile;
-
-  Acc* operator[](int64_t i) const { return i < count ? past[i] : tile[i - count]; }
-
-  // What the past is after `steps` steps of the tile.
-  void advance(int64_t steps, int64_t lanes) const {
-    if (steps == 0) return;
-    for (int64_t i = 0; i < count; ++i) std::copy_n((*this)[i + steps], round_up(lanes, Vec<Acc>::size()), past[i]);
-  }
-};
-
-// Scratch memory in rows of a task's channels.
-template <typename Acc>
-class Carver {
- public:
-  Carver(std::byte* scratch, int64_t row) : next_(reinterpret_cast<Acc*>(scratch)), row_(row) {}
-
-  Rows<Acc> rows(int64_t count) {
-    const Rows<Acc> rows{next_, row_};
-    next_ += count * row_;
-    return rows;
-  }
-  // Room for what a transposing move rounds up.
-  Rows<Acc> tile(int64_t steps) { return rows(steps + kMaxLanes); }
-
- private:
-  Acc* next_;
-  int64_t row_;
-};
 
 // What forward and backward compute a tile from.
 template <typename Acc>
@@ -93,16 +49,6 @@ struct TileGrads {
   bool needs_grad_e;
   Continued<Acc> grad_e;  // rows of the initial state's gradient, of which there are less and less, and rows of x's
 };
-
-template <typename V>
-V activate(const V& pre, bool has_silu) {
-  return has_silu ? silu(pre) : pre;
-}
-
-template <typename V>
-V grad_pre(const V& grad_out, const V& pre, bool has_silu) {
-  return has_silu ? grad_out * silu_derivative(pre, sigmoid(pre)) : grad_out;
-}
 
 template <typename V, typename Acc>
 V pre_activation(const TileInputs<Acc>& in, int64_t step, int64_t lane) {
@@ -240,115 +186,6 @@ void bwd_tile(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64_t st
   bwd_steps(in, grads, done, steps);
 }
 
-// The channels of one task, and how tensors are read and written for it. Loops are compiled for the accumulation type; which
-// type a tensor has is asked once a tile.
-template <typename Acc>
-struct TaskView {
-  static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && Vec<Acc>::size() <= kMaxLanes,
-                "a task's channels are whole vectors, and tiles have room for steps rounded up to one");
-
-  ScalarKind kind;
-  int64_t batch, first_channel, lanes, row;
-
-  TaskView(const ConvParams& p, const Tasks& tasks, int64_t task) : kind(p.kind), row(tasks.channels) {
-    batch = task / tasks.blocks;
-    first_channel = task % tasks.blocks * tasks.channels;
-    lanes = std::min(tasks.channels, p.channels - first_channel);
-  }
-
-  // visitor(Element()) with the type of a tensor's elements: the inputs' own or the accumulation type.
-  template <typename Visitor>
-  void visit_element(bool is_input_kind, const Visitor& visitor) const {
-    if (!is_input_kind || kind == ScalarKind::kFloat || kind == ScalarKind::kDouble) return visitor(Acc());
-    if constexpr (std::is_same_v<Acc, float>) {
-      if (kind == ScalarKind::kHalf) return visitor(c10::Half());
-      visitor(c10::BFloat16());
-    }
-  }
-
-  __attribute__((noinline)) void load(const Rows<Acc>& rows, const void* data, bool is_input_kind, int64_t offset,
-                                      int64_t stride_lane, int64_t stride_step, int64_t steps) const {
-    visit_element(is_input_kind, [&](auto element) {
-      load_tile(rows.data, row, static_cast<const decltype(element)*>(data) + offset, stride_lane, stride_step, lanes, steps);
-    });
-  }
-
-  __attribute__((noinline)) void store(void* data, int64_t offset, int64_t stride_lane, int64_t stride_step,
-                                       const Rows<Acc>& rows, int64_t steps) const {
-    visit_element(true, [&](auto element) {
-      store_tile(static_cast<decltype(element)*>(data) + offset, stride_lane, stride_step, rows.data, row, lanes, steps);
-    });
-  }
-
-  void clear(const Rows<Acc>& rows, int64_t count) const { std::fill_n(rows.data, count * row, Acc(0)); }
-
-  bool is_in_place(const SequenceView& view) const {
-    return (kind == ScalarKind::kFloat || kind == ScalarKind::kDouble) && view.data != nullptr && view.stride_channel == 1 &&
-           lanes % Vec<Acc>::size() == 0;
-  }
-
-  Rows<Acc> in_place(const SequenceView& view, int64_t t) const {
-    return {static_cast<Acc*>(view.data) + view.offset(batch, t, first_channel), view.stride_step};
-  }
-
-  // Steps [t, t + steps) to read; zeros where there is no tensor.
-  Rows<Acc> load(const Rows<Acc>& tile, const SequenceView& view, int64_t t, int64_t steps) const {
-    if (is_in_place(view)) return in_place(view, t);
-    if (view.data == nullptr) {
-      clear(tile, steps);
-    } else {
-      load(tile, view.data, true, view.offset(batch, t, first_channel), view.stride_channel, view.stride_step, steps);
-    }
-    return tile;
-  }
-
-  // Where steps from t on are written; store() brings them to the tensor if this is not its own memory.
-  Rows<Acc> target(const Rows<Acc>& tile, const SequenceView& view, int64_t t) const {
-    return is_in_place(view) ? in_place(view, t) : tile;
-  }
-
-  void store(const SequenceView& view, const Rows<Acc>& tile, int64_t t, int64_t steps) const {
-    if (view.data == nullptr || steps <= 0 || is_in_place(view)) return;
-    store(view.data, view.offset(batch, t, first_channel), view.stride_channel, view.stride_step, tile, steps);
-  }
-
-  // A sequence's state; zeros where there is no tensor, or the sequence has none.
-  void load_state(const Rows<Acc>& rows, const StateView& view, bool is_input_kind, int64_t sequence, int64_t steps) const {
-    if (view.data == nullptr || sequence < 0) return clear(rows, steps);
-    load(rows, view.data, is_input_kind, view.offset(sequence, first_channel, 0), view.stride_channel, view.stride_step, steps);
-  }
-
-  void store_state(const StateView& view, int64_t sequence, const Rows<Acc>& rows, int64_t steps) const {
-    if (view.data == nullptr || sequence < 0) return;
-    store(view.data, view.offset(sequence, first_channel, 0), view.stride_channel, view.stride_step, rows, steps);
-  }
-
-  // The taps, and the bias or zeros.
-  Rows<Acc> load_parameters(Carver<Acc>& memory, const ConvParams& p) const {
-    const Rows<Acc> rows = memory.tile(p.width + 1);
-    const auto load_parameter = [&](const Rows<Acc>& target, const ParameterView& view, int64_t taps) {
-      load(target, view.data, view.is_input_kind, first_channel * view.stride_channel, view.stride_channel, view.stride_tap,
-           taps);
-    };
-    load_parameter(rows, p.weight, p.width);
-    const Rows<Acc> bias{rows[p.width], row};
-    clear(bias, 1);
-    if (p.bias.data != nullptr) load_parameter(bias, p.bias, 1);
-    return rows;
-  }
-};
-
-// visitor(begin, end) for each sequence of a row of the batch.
-template <typename Visitor>
-void for_each_sequence(const ConvParams& p, int64_t batch, const Visitor& visitor) {
-  for (int64_t begin = 0; begin < p.seqlen;) {
-    int64_t last = p.ids.data == nullptr ? p.seqlen - 1 : begin;
-    while (!p.is_last_step(batch, last)) ++last;
-    visitor(begin, last + 1);
-    begin = last + 1;
-  }
-}
-
 // Computes steps [begin, end), whose past `x.past` holds before and after.
 template <typename Acc>
 void convolve(const TaskView<Acc>& view, const ConvFwdParams& p, TileInputs<Acc>& in, const Rows<Acc>& x_tile,
@@ -366,6 +203,9 @@ template <typename Acc>
 void fwd(const ConvFwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
   const TaskView<Acc> view(p, tasks, task);
   Carver<Acc> memory(scratch, view.row);
+  if (takes_time_lanes(p, {&p.out})) {
+    return view.visit_element(true, [&](auto element) { fwd_time_lanes<Acc, decltype(element)>(p, view, memory); });
+  }
   TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, p), {}};
   const int64_t past = p.width - 1;
   in.x = {memory.tile(past), past, {}};
@@ -381,13 +221,17 @@ template <typename Acc>
 void bwd(const ConvBwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch, std::byte* sums) {
   const TaskView<Acc> view(p, tasks, task);
   Carver<Acc> memory(scratch, view.row);
+  const Rows<Acc> task_sums{reinterpret_cast<Acc*>(sums), view.row};
+  if (sums != nullptr) view.clear(task_sums, p.width + 1);
+  if (takes_time_lanes(p, {&p.grad_out, &p.grad_x})) {
+    return view.visit_element(true, [&](auto element) { bwd_time_lanes<Acc, decltype(element)>(p, view, memory, task_sums); });
+  }
   TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, p), {}};
   const int64_t past = p.width - 1;
   in.x = {memory.tile(past), past, {}};
   TileGrads<Acc> grads{};
   grads.g = {memory.rows(past), past, memory.rows(kTileSteps)};
-  grads.sums = {reinterpret_cast<Acc*>(sums), view.row};
-  if (sums != nullptr) view.clear(grads.sums, p.width + 1);
+  grads.sums = task_sums;
   grads.needs_grad_e = p.grad_x.data != nullptr || p.grad_initial_state.data != nullptr;
   const Rows<Acc> grad_initial = memory.tile(past), grad_final = memory.tile(past);
   const Rows<Acc> x_tile = memory.tile(kTileSteps), grad_out_tile = memory.tile(kTileSteps);
@@ -510,11 +354,15 @@ void update(const ConvUpdateParams& p, const Tasks& tasks, int64_t task, std::by
 }  // namespace
 
 int64_t scratch_bytes(int64_t width, int64_t channels) {
-  // Backward has the most: parameters, the past of g, the past of x and the states' gradients, and the tiles of g, x and the
-  // gradients, of which x's takes what is left at the end of a sequence too.
-  const int64_t past = width - 1, tile = kTileSteps + kMaxLanes;
-  const int64_t rows = (width + 1 + kMaxLanes) + past + 3 * (past + kMaxLanes) + 3 * tile + std::max(tile, past + kMaxLanes);
-  return rows * channels * static_cast<int64_t>(sizeof(double));
+  // Backward has the most. In tiles: parameters, the past of g, the past of x and the states' gradients, the tiles of g, x and
+  // the gradients, of which x's takes what is left at the end of a sequence too.
+  const int64_t past = width - 1, tile = kTileSteps + kMaxLanes, states = 3 * (past + kMaxLanes);
+  const int64_t parameters = width + 1 + kMaxLanes;
+  const int64_t tile_rows = parameters + past + states + 3 * tile + std::max(tile, past + kMaxLanes);
+  // Along time: parameters, three states, a channel's taps, and its chunks of x, g, the gradient and ones.
+  const int64_t chunk_rows = (past + kChunkSteps + kMaxLanes) / channels + 1;
+  const int64_t time_rows = parameters + states + (width + kMaxLanes) / channels + 1 + 4 * chunk_rows;
+  return std::max(tile_rows, time_rows) * channels * static_cast<int64_t>(sizeof(double));
 }
 
 int64_t sum_bytes(const ConvParams& p, const Tasks& tasks) {

@@ -1,0 +1,192 @@
+// The causal convolution of rows whose steps lie side by side, one sequence each: channel after channel, a SIMD lane is a step.
+//
+// A chunk of kChunkSteps steps of one channel is converted to the accumulation type behind the width - 1 elements of its past,
+// in scratch memory of the first cache; a tap is then a load from that many elements further on. Backward passes over the chunk
+// once for g, once for the gradient of x, and once for each tap's sum. See causal_conv1d_cpu_kernel.cpp for the formulas.
+#pragma once
+
+#include <algorithm>
+#include <initializer_list>
+
+#include "causal_conv1d/cpu/task_view.h"
+#include "common/activations.h"
+#include "cpu/vec_math.h"
+
+namespace ssm_kernels::causal_conv1d {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+constexpr int64_t kChunkSteps = 512;
+
+template <typename V>
+V activate(const V& pre, bool has_silu) {
+  return has_silu ? silu(pre) : pre;
+}
+
+template <typename V>
+V grad_pre(const V& grad_out, const V& pre, bool has_silu) {
+  return has_silu ? grad_out * silu_derivative(pre, sigmoid(pre)) : grad_out;
+}
+
+// Whether forward, and backward, of these params are done here.
+inline bool takes_time_lanes(const ConvParams& p, std::initializer_list<const SequenceView*> others) {
+  const auto is_along_time = [](const SequenceView* view) { return view->data == nullptr || view->stride_step == 1; };
+  return p.ids.data == nullptr && p.seqlen >= 2 * kMaxLanes && p.x.stride_step == 1 && p.x.stride_channel != 1 &&
+         std::all_of(others.begin(), others.end(), is_along_time);
+}
+
+// A row of one channel. Elements [from, from + count) of a tensor are converted to values, or from them.
+template <typename Acc, typename Scalar>
+struct TimeRow {
+  Scalar* data;
+
+  TimeRow(const SequenceView& view, const TaskView<Acc>& task, int64_t lane)
+      : data(view.data == nullptr ? nullptr
+                                  : static_cast<Scalar*>(view.data) + view.offset(task.batch, 0, task.first_channel + lane)) {}
+
+  // Zeros up to a whole vector, and where there is no tensor.
+  void load(Acc* values, int64_t from, int64_t count) const {
+    constexpr int64_t kSize = Vec<Acc>::size();
+    if (data == nullptr) return void(std::fill_n(values, round_up(count, kSize), Acc(0)));
+    for (int64_t t = 0; t < count; t += kSize) load_as<Acc>(data + from + t, std::min(kSize, count - t)).store(values + t);
+  }
+  void store(const Acc* values, int64_t from, int64_t count) const {
+    constexpr int64_t kSize = Vec<Acc>::size();
+    if (data == nullptr) return;
+    for (int64_t t = 0; t < count; t += kSize) {
+      store_as<Acc>(data + from + t, Vec<Acc>::loadu(values + t), std::min(kSize, count - t));
+    }
+  }
+};
+
+// The parameters of one channel.
+template <typename Acc>
+struct Taps {
+  const Acc* weight;
+  Acc bias;
+  int64_t width;
+  bool has_silu;
+
+  // Gathers a lane of the task's rows of parameters.
+  Taps(const ConvParams& p, const Rows<Acc>& parameters, int64_t lane, Acc* memory)
+      : weight(memory), bias(parameters[p.width][lane]), width(p.width), has_silu(p.has_silu) {
+    for (int64_t j = 0; j < width; ++j) memory[j] = parameters[j][lane];
+  }
+
+  Vec<Acc> pre(const Acc* e) const {
+    using V = Vec<Acc>;
+    V sum(bias);
+    for (int64_t j = 0; j < width; ++j) sum = Math<V>::fma(V(weight[j]), V::loadu(e + j), sum);
+    return sum;
+  }
+};
+
+template <typename Acc, typename Scalar>
+void fwd_time_lanes(const ConvFwdParams& p, const TaskView<Acc>& view, Carver<Acc>& memory) {
+  using V = Vec<Acc>;
+  constexpr int64_t kSize = V::size();
+  const int64_t past = p.width - 1;
+  const Rows<Acc> parameters = view.load_parameters(memory, p), state = memory.tile(past);
+  Acc* const weight = memory.values(p.width);
+  Acc* const e = memory.values(past + kChunkSteps);
+  Acc* const out = memory.values(kChunkSteps);
+  view.load_state(state, p.initial_state, true, view.batch, past);
+  for (int64_t lane = 0; lane < view.lanes; ++lane) {
+    const Taps<Acc> taps(p, parameters, lane, weight);
+    const TimeRow<Acc, Scalar> x_row(p.x, view, lane), out_row(p.out, view, lane);
+    for (int64_t i = 0; i < past; ++i) e[i] = state[i][lane];
+    for (int64_t t0 = 0; t0 < p.seqlen; t0 += kChunkSteps) {
+      const int64_t steps = std::min(kChunkSteps, p.seqlen - t0);
+      x_row.load(e + past, t0, steps);
+      for (int64_t t = 0; t < steps; t += kSize) activate(taps.pre(e + t), p.has_silu).store(out + t);
+      out_row.store(out, t0, steps);
+      std::copy_n(e + steps, past, e);
+    }
+    for (int64_t i = 0; i < past; ++i) state[i][lane] = e[i];
+  }
+  view.store_state(p.final_state, view.batch, state, past);
+}
+
+// sum_t a_t b_t, in an order that depends on the count alone.
+template <typename Acc>
+Acc dot(const Acc* a, const Acc* b, int64_t count) {
+  using V = Vec<Acc>;
+  constexpr int64_t kSize = V::size();
+  V sums[4] = {V(Acc(0)), V(Acc(0)), V(Acc(0)), V(Acc(0))};
+  int64_t t = 0;
+  for (; t + 4 * kSize <= count; t += 4 * kSize) {
+    for (int64_t i = 0; i < 4; ++i) {
+      sums[i] = Math<V>::fma(V::loadu(a + t + i * kSize), V::loadu(b + t + i * kSize), sums[i]);
+    }
+  }
+  for (; t < count; t += kSize) {
+    const int64_t rest = std::min(kSize, count - t);
+    sums[0] = Math<V>::fma(load_as<Acc>(a + t, rest), load_as<Acc>(b + t, rest), sums[0]);
+  }
+  alignas(64) Acc lanes[kSize];
+  ((sums[0] + sums[1]) + (sums[2] + sums[3])).store(lanes);
+  for (int64_t half = kSize / 2; half > 0; half /= 2) {
+    for (int64_t i = 0; i < half; ++i) lanes[i] += lanes[i + half];
+  }
+  return lanes[0];
+}
+
+template <typename Acc, typename Scalar>
+void bwd_time_lanes(const ConvBwdParams& p, const TaskView<Acc>& view, Carver<Acc>& memory, const Rows<Acc>& sums) {
+  using V = Vec<Acc>;
+  constexpr int64_t kSize = V::size();
+  const int64_t past = p.width - 1;
+  const Rows<Acc> parameters = view.load_parameters(memory, p), state = memory.tile(past), grad_final = memory.tile(past);
+  const Rows<Acc> grad_initial = memory.tile(past);
+  Acc* const weight = memory.values(p.width);
+  Acc* const e = memory.values(past + kChunkSteps);
+  Acc* const g = memory.values(past + kChunkSteps);  // behind the past's, as e
+  Acc* const grad = memory.values(kChunkSteps + past);
+  Acc* const ones = memory.values(kChunkSteps);
+  std::fill_n(ones, kChunkSteps, Acc(1));
+  view.load_state(state, p.initial_state, true, view.batch, past);
+  view.load_state(grad_final, p.grad_final_state, true, view.batch, past);
+  for (int64_t lane = 0; lane < view.lanes; ++lane) {
+    const Taps<Acc> taps(p, parameters, lane, weight);
+    const TimeRow<Acc, Scalar> x_row(p.x, view, lane), grad_out_row(p.grad_out, view, lane), grad_x_row(p.grad_x, view, lane);
+    // Elements [t0, t0 + count) of grad e are in `grad`.
+    const auto store_grad = [&](int64_t t0, int64_t count) {
+      int64_t i = 0;
+      for (; i < count && t0 + i < past; ++i) grad_initial[t0 + i][lane] = grad[i];
+      if (i < count) grad_x_row.store(grad + i, t0 + i - past, count - i);
+    };
+    for (int64_t i = 0; i < past; ++i) e[i] = state[i][lane];
+    std::fill_n(g, past, Acc(0));
+    for (int64_t t0 = 0; t0 < p.seqlen; t0 += kChunkSteps) {
+      const int64_t steps = std::min(kChunkSteps, p.seqlen - t0);
+      x_row.load(e + past, t0, steps);
+      grad_out_row.load(g + past, t0, steps);
+      for (int64_t t = 0; p.has_silu && t < steps; t += kSize) {
+        grad_pre(V::loadu(g + past + t), taps.pre(e + t), true).store(g + past + t);
+      }
+      for (int64_t t = 0; t < steps; t += kSize) {
+        V sum(Acc(0));
+        for (int64_t j = 0; j < p.width; ++j) sum = Math<V>::fma(V(weight[j]), V::loadu(g + past + t - j), sum);
+        sum.store(grad + t);
+      }
+      store_grad(t0, steps);
+      if (sums.data != nullptr) {
+        for (int64_t j = 0; j < p.width; ++j) sums[j][lane] += dot(g + past, e + j, steps);
+        sums[p.width][lane] += dot(g + past, ones, steps);
+      }
+      std::copy_n(e + steps, past, e);
+      std::copy_n(g + steps, past, g);
+    }
+    // The last elements of grad e, which no later g reaches.
+    for (int64_t i = 0; i < past; ++i) {
+      grad[i] = grad_final[i][lane];
+      for (int64_t j = i + 1; j < p.width; ++j) grad[i] += weight[j] * g[past + i - j];
+    }
+    store_grad(p.seqlen, past);
+  }
+  view.store_state(p.grad_initial_state, view.batch, grad_initial, past);
+}
+
+}  // namespace
+}  // namespace CPU_CAPABILITY
+}  // namespace ssm_kernels::causal_conv1d
