@@ -492,10 +492,16 @@ def test_logits_of_the_last_tokens():
     torch.testing.assert_close(F.linear(backbone(tokens), model.lm_head.weight), whole)
 
 
-def test_packed_sequences_reach_the_mixers():
-    model, tokens = make_model("Mamba2"), make_tokens(1, 9)
-    packed = model(tokens, cu_seqlens=torch.tensor([0, 4, 9])).logits
-    torch.testing.assert_close(packed, torch.cat([model(tokens[:, :4]).logits, model(tokens[:, 4:]).logits], dim=1))
+@pytest.mark.parametrize("mixer", ["Mamba2", "MinGRU", "MinLSTM"])
+def test_packed_sequences_are_one_by_one(mixer, device):
+    model, tokens = make_model(mixer, device), make_tokens(1, 9, device=device)
+    packed = model(tokens, cu_seqlens=torch.tensor([0, 4, 4, 9], device=device)).logits
+    single = torch.cat([model(tokens[:, :4]).logits, model(tokens[:, 4:]).logits], dim=1)
+    torch.testing.assert_close(packed, single)
+    parameters = [*model.parameters()]
+    gradients = (torch.autograd.grad(logits.square().sum(), parameters) for logits in (packed, single))
+    for got, wanted in zip(*gradients, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-9)
 
 
 def greedy(model: MambaLM, tokens: Tensor, steps: int) -> Tensor:
@@ -803,9 +809,13 @@ def test_bad_calls_of_the_recurrent_mixer(rnn):
     conv_state, state = mixer.allocate_inference_cache(2, 0)
     with pytest.raises(ValueError, match=says("RecurrentMixer.step: expected hidden_states", "got [2, 2, 4]")):
         mixer.step(torch.zeros(2, 2, 4), conv_state, state)
-    with pytest.raises(ValueError, match=says(f"{rnn}.step: expected state", "[1, 2, 8]")):
+    with pytest.raises(ValueError, match=says("RecurrentMixer.step: expected ssm_state of shape (batch, d_inner) = [2, 8]")):
         mixer.step(torch.ones(2, 1, 4), conv_state, state[:1])
     assert not conv_state.any()
+    with pytest.raises(ValueError, match=says("RecurrentMixer: expected no inference_params with cu_seqlens")):
+        mixer(torch.zeros(1, 3, 4), InferenceParams(3, 1), torch.tensor([0, 3]))
+    with pytest.raises(TypeError, match=says("RecurrentMixer: expected cu_seqlens to be a tensor, got list")):
+        mixer(torch.zeros(1, 3, 4), cu_seqlens=[0, 3])
     with pytest.raises(ValueError, match="inference_params needs a layer_idx"):
         mixer(torch.zeros(2, 3, 4), InferenceParams(3, 2))
     for arguments, words in (

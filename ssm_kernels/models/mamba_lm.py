@@ -201,7 +201,7 @@ class MambaLM(nn.Module):
             position_ids: without effect, for code written for transformers.
             inference_params: ``None``, or a cache such as :class:`InferenceParams`; see :class:`ssm_kernels.nn.Mamba`.
             num_last_tokens: returns the logits of so many last steps only; 0 is all.
-            mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` or ``seq_idx`` of Mamba-2.
+            mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` for packed sequences, which all but Mamba take.
 
         Returns:
             ``CausalLMOutput(logits)`` with logits (batch, seqlen or num_last_tokens, padded vocabulary).

@@ -21,7 +21,8 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int
+from ..convolutions import causal_conv1d
+from ..nn.checks import check_bools, check_choice, check_dtype, check_int, check_optional_int, check_tensor
 from ..nn.common import ConvMixer, expanded, short_convolution, wide_dtype
 from ..nn.minrnn import MinGRU, MinLSTM
 
@@ -93,22 +94,30 @@ class RecurrentMixer(ConvMixer):
         # Both layers have the candidate's bias last and this gate's before it.
         self.rnn.get_parameter("bias_ih_l0")[-2 * self.d_inner : -self.d_inner].uniform_(-4, 0)
 
-    def forward(self, hidden_states: Tensor, inference_params: Any = None) -> Tensor:
-        """Mixes a sequence.
+    def forward(self, hidden_states: Tensor, inference_params: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Mixes a sequence, or several that lie one after another.
 
         Args:
             hidden_states: (batch, seqlen, d_model), any strides.
-            inference_params: as in :class:`ssm_kernels.nn.Mamba`.
+            inference_params: as in :class:`ssm_kernels.nn.Mamba`. Not together with ``cu_seqlens``.
+            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
+                before ``cu_seqlens[i + 1]``. Neither the convolution nor the state passes from one to the next.
 
         Returns:
             (batch, seqlen, d_model).
 
         Raises:
-            ValueError: a shape is not as above, or the layer has no ``layer_idx`` for ``inference_params``.
-            TypeError: ``hidden_states`` is not a tensor, or ``inference_params`` lacks an attribute.
+            ValueError: a shape is not as above, arguments are given together that exclude each other, or the layer has no
+                ``layer_idx`` for ``inference_params``.
+            TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
         """
         self._check_sequences("hidden_states", hidden_states)
-        return self._mix_or_step(hidden_states, inference_params)
+        if cu_seqlens is None:
+            return self._mix_or_step(hidden_states, inference_params)
+        if inference_params is not None:
+            raise ValueError("RecurrentMixer: expected no inference_params with cu_seqlens: the cache has one state per row")
+        check_tensor("RecurrentMixer", "cu_seqlens", cu_seqlens)
+        return self._mix(hidden_states, None, None, cu_seqlens)[0]
 
     @torch.no_grad()
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,24 +136,42 @@ class RecurrentMixer(ConvMixer):
             TypeError: an argument is not a tensor.
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
-        x, inputs = self._convolve(hidden_states, conv_state)
-        h, h_n = self.rnn.step(x[:, 0], ssm_state[None])
-        conv_state.copy_(inputs)
+        x = hidden_states[:, 0]
+        h, h_n = self.rnn.step(self._convolve_step(x, conv_state), ssm_state[None])
         ssm_state.copy_(h_n[0])
-        return self._finish(h[:, None], hidden_states), conv_state, ssm_state
+        return self._finish(h, x)[:, None], conv_state, ssm_state
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_inner={self.d_inner}, d_conv={self.d_conv}"
 
-    def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        x, inputs = self._convolve(hidden_states, conv_state)
-        h, h_n = self.rnn(x, None if ssm_state is None else ssm_state[None])
-        return self._finish(h, hidden_states), inputs, h_n[0]
+    def _mix(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        weight, bias = self._conv_parameters()
+        x = causal_conv1d(
+            hidden_states,
+            weight,
+            bias,
+            activation="silu",
+            cu_seqlens=cu_seqlens,
+            initial_state=self._initial_state(conv_state, hidden_states.dtype),
+        )
+        h, h_n = self.rnn(x, None if ssm_state is None else ssm_state[None], cu_seqlens=cu_seqlens)
+        return self._finish(h, hidden_states), hidden_states, h_n[0]
 
     def _finish(self, h: Tensor, hidden_states: Tensor) -> Tensor:
         return self.out_proj(h * F.silu(self.gate_proj(hidden_states)))
 
+    _state_axes = "(batch, d_inner)"
+
+    def _state_shape(self) -> tuple[int, ...]:
+        return (self.d_inner,)
+
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        weight = self.out_proj.weight
+        weight = self.conv1d.weight
         dtype = wide_dtype(weight.dtype) if dtype is None else dtype
-        return torch.zeros(batch_size, self.d_inner, device=weight.device, dtype=dtype)
+        return torch.zeros(batch_size, *self._state_shape(), device=weight.device, dtype=dtype)
