@@ -716,6 +716,8 @@ def test_samples_of_extreme_logits(device):
     logits = torch.tensor([[-torch.inf, 3e38, -3e38, 0.0]], device=device)
     for options in ({}, {"top_p": 0.5}, {"top_k": 3}, {"top_k": 2, "top_p": 0.9}, {"temperature": 0}):
         assert draw(logits, 100, **options).tolist() == [0, 1, 0, 0]
+    cold = torch.tensor([[1.0, 9.0, 3.0, 8.0]], device=device)
+    assert draw(cold, 100, temperature=1e-30).tolist() == draw(cold, 100, temperature=1e-44).tolist() == [0, 1, 0, 0]
     half = torch.tensor([[6e4, 6e4, -6e4]], dtype=torch.float16, device=device)
     assert draw(half, 1000, temperature=0.5)[:2].min() > 0.4
 

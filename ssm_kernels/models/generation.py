@@ -93,7 +93,9 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
         return logits.argmax(dim=-1)
     logits = logits.float()
     if temperature != 1:
-        logits = logits / temperature
+        # Relative to the largest, which a low temperature would turn into infinity. CUDA multiplies by the reciprocal, which must
+        # be finite.
+        logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)
     tokens: Tensor | None = None
     if 0 < top_k < logits.shape[-1]:
         logits, tokens = logits.topk(top_k, dim=-1)
