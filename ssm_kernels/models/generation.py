@@ -93,8 +93,8 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
         return logits.argmax(dim=-1)
     logits = logits.float()
     if temperature != 1:
-        # Relative to the largest, which a low temperature would turn into infinity. CUDA multiplies by the reciprocal, which must
-        # be finite.
+        # Relative to the largest, which a low temperature would turn into infinity. CUDA multiplies by the reciprocal, and
+        # zero times infinity is NaN.
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)
     tokens: Tensor | None = None
     if 0 < top_k < logits.shape[-1]:
