@@ -273,8 +273,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     const Acc mean_gwy = sums[0] / size, mean_gw = p.subtract_mean ? sums[1] / size : Acc(0);
 
     for (int chunk = 0; chunk < chunks; ++chunk) {
-      // Not unrolled: nothing of it stays in registers, and two vectors at a time would spill.
-#pragma unroll 1
+#pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!active || column(chunk, i) >= group_size) continue;
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
