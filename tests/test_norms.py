@@ -254,7 +254,7 @@ def test_backward_into_slices(name, dtype, norm_before_gate, has_bias, device):
     weight_and_bias = ops._norm_gated_bwd_out(*arguments, [True, True], *slices)
     for actual, expected in zip((*slices[:2], *weight_and_bias), (grad_x, grad_z, grad_weight, grad_bias), strict=True):
         assert torch.equal(actual, expected)
-    if has_bias:  # one more rounding on CUDA
+    if device != "cpu":  # contracted otherwise, into other multiply-adds
         torch.testing.assert_close(slices[2], out)
     else:
         assert torch.equal(slices[2], out)

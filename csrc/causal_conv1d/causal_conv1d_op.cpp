@@ -111,6 +111,14 @@ GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x) {
   return grads;
 }
 
+OptionalTensor grad_out_like_x(const BwdInputs& bwd) {
+  if (!is_present(bwd.grad_out)) return std::nullopt;
+  const at::Tensor &grad = *bwd.grad_out, &x = bwd.in.x;
+  if (x.stride(2) == 1) return grad.stride(2) == 1 ? grad : grad.contiguous();
+  if (x.stride(1) != 1 || grad.stride(1) == 1) return grad;
+  return grad.transpose(1, 2).contiguous().transpose(1, 2);
+}
+
 at::Tensor sequence_ids(const Inputs& in) {
   if (is_present(in.seq_idx)) return *in.seq_idx;
   if (!is_present(in.cu_seqlens)) return {};

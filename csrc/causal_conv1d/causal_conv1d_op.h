@@ -47,6 +47,10 @@ using GradTensors = std::array<at::Tensor, kNumGrads>;
 // gradient is allocated, else it is that tensor.
 GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x);
 
+// The gradient of out with its contiguous axis where x has its own: kernels go along one of them, and a copy costs less than
+// a read across it.
+OptionalTensor grad_out_like_x(const BwdInputs& bwd);
+
 // The number of the sequence that each step belongs to; undefined if each row is one. The params keep a pointer to it.
 at::Tensor sequence_ids(const Inputs& in);
 
@@ -143,7 +147,8 @@ struct Kernels {
     const typename Device::Guard guard(inputs.in);
     GradTensors grads = allocate_bwd(inputs, grad_x);
     const at::Tensor ids = sequence_ids(inputs.in);
-    Device::run(make_bwd_params(inputs, ids, grads), inputs.in.x);
+    const OptionalTensor grad_out = grad_out_like_x(inputs);
+    Device::run(make_bwd_params({grad_out, inputs.grad_final_state, inputs.in, inputs.needs_grad}, ids, grads), inputs.in.x);
     return grads;
   }
 };

@@ -9,7 +9,7 @@
 // after it and its sums in registers. A warp begins width - 1 steps after its piece of time, where it computes g only. A block
 // adds its warps' sums up in shared memory, in their order, and writes them to the workspace.
 //
-// Four steps at a time shift the inputs. Near the ends of sequences and pieces a step at a time reads them all from memory.
+// kAhead steps at a time shift the inputs. Near the ends of sequences and pieces a step at a time reads them all from memory.
 #pragma once
 
 #include <type_traits>
@@ -22,7 +22,7 @@ template <typename Scalar, bool is_packed>
 __global__ void __launch_bounds__(kWarpSize* kWarps)
     conv_bwd_steps_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kVector = kBwdStepVector, kAhead = 4, kLags = kMaxVectorWidth, kAfter = kMaxVectorWidth - 1;
+  constexpr int kVector = kBwdStepVector, kAhead = is_packed ? 4 : 8, kLags = kMaxVectorWidth, kAfter = kMaxVectorWidth - 1;
   constexpr int kSums = kLags + 1;  // of each channel, by lag and last of bias
   using Inputs = cuda::Vector<Scalar, kVector>;
   const StepPiece piece(p, tiling, kVector);

@@ -1,6 +1,6 @@
 // CUDA entry points of the causal convolution: choose the kernels, cut the work, allocate the workspace, launch on the current
-// stream. Nothing waits for the device, except that the values of cu_seqlens are checked on the host unless a CUDA graph is
-// being captured.
+// stream. Nothing waits for the device: the values of cu_seqlens are not checked, and whatever they are, each step belongs to
+// one of the sequences.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -21,7 +21,6 @@
 #include "causal_conv1d/causal_conv1d_op.h"
 #include "cuda/device.h"
 #include "torch/checks.h"
-#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::causal_conv1d {
 namespace {
@@ -96,18 +95,13 @@ struct Cuda {
   struct Guard {
     c10::cuda::CUDAGuard device;
 
-    explicit Guard(const Inputs& in) : device(in.x.device()) {
-      if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
-        check_cu_seqlens_values("causal_conv1d", in.cu_seqlens->cpu(), in.x.size(1));
-      }
-    }
+    explicit Guard(const Inputs& in) : device(in.x.device()) {}
     explicit Guard(const UpdateInputs& in) : device(in.x.device()) {}
   };
 
   static void run(const ConvFwdParams& params, const at::Tensor& x) {
-    const int64_t vector = kVectorBytes / element_bytes(params.kind);
-    const KernelSet set = choose_kernels(params, {params.x, params.out}, vector);
-    const Tiling tiling = make_tiling(params, set, vector, /*least_steps=*/8, /*most_steps=*/32, x.get_device());
+    const KernelSet set = choose_kernels(params, {params.x, params.out}, kFwdStepVector);
+    const Tiling tiling = make_tiling(params, set, kFwdStepVector, /*least_steps=*/8, /*most_steps=*/64, x.get_device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
     C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -121,7 +115,9 @@ struct Cuda {
     BwdWorkspace workspace;
     at::Tensor sums, grad_pre;
     if (params.grad_weight != nullptr || params.grad_bias != nullptr) {
-      sums = at::empty({params.batch * tiling.tiles, params.width + 1, params.channels}, options);
+      // Without elements a tensor has no memory, whose absence means that no sums are wanted.
+      const int64_t rows = std::max<int64_t>(1, params.batch * tiling.tiles);
+      sums = at::empty({rows, params.width + 1, params.channels}, options);
       workspace.sums = sums.mutable_data_ptr();
     }
     if (set == KernelSet::kGeneral) {

@@ -2,7 +2,7 @@
 //
 // Three sets of kernels compute the same sums in the same order of taps:
 //
-//   steps    channels-last: a lane has kStepVector neighboring channels and goes along time; sequences may be packed.
+//   steps    channels-last: a lane has a few neighboring channels and goes along time; sequences may be packed.
 //   rows     channels-first: a lane has neighboring steps of one channel, a warp goes along time; each row one sequence.
 //   general  anything else (any strides, widths above kMaxVectorWidth, float64): a thread for each element.
 #pragma once
@@ -19,8 +19,9 @@ constexpr int kWarpSize = 32;
 constexpr int kWarps = 4;  // of a block of the first two sets
 constexpr int64_t kMaxVectorWidth = 4;
 constexpr int64_t kVectorBytes = 16;
-// Channels of a lane of backward's kernel of steps: more would not leave enough registers for all that it carries.
-constexpr int kBwdStepVector = 4;
+// Channels of a lane of the kernels of steps. With more, what a lane carries takes so many registers that too few warps are
+// resident to keep memory busy.
+constexpr int kFwdStepVector = 4, kBwdStepVector = 2;
 
 enum class KernelSet { kSteps, kRows, kGeneral };
 

@@ -18,8 +18,9 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
   const int64_t slot = p.slots_of_batch.data == nullptr ? b : p.slots_of_batch.at(b, 0);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(b, 0, c);
   Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(b, 0, c);
-  if (slot < 0) {
-    for (int64_t t = 0; t < p.seqlen; ++t) out[t * p.out.stride_step] = from_accumulate<Scalar>(0);
+  if (slot < 0 || slot >= p.slots) {
+    const Scalar value = from_accumulate<Scalar>(slot < 0 ? Acc(0) : static_cast<Acc>(nan("")));
+    for (int64_t t = 0; t < p.seqlen; ++t) out[t * p.out.stride_step] = value;
     return;
   }
   const auto state_at = [&](int64_t i) {
