@@ -28,27 +28,53 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
     return p.state_is_input_kind ? to_accumulate(static_cast<const Scalar*>(p.state.data)[offset])
                                  : static_cast<const Acc*>(p.state.data)[offset];
   };
-  // The i-th of the state's elements and the new steps after them.
-  const auto element = [&](int64_t i) {
-    return i < p.state_length ? state_at(i) : to_accumulate(x[(i - p.state_length) * p.x.stride_step]);
-  };
-  for (int64_t t = 0; t < p.seqlen; ++t) {
-    Acc pre = p.bias.data == nullptr ? Acc(0) : load_parameter<Scalar>(p.bias, c * p.bias.stride_channel);
-    for (int64_t tap = 0; tap < p.width; ++tap) {
-      const Acc weight = load_parameter<Scalar>(p.weight, c * p.weight.stride_channel + tap * p.weight.stride_tap);
-      pre = Math<Acc>::fma(weight, element(p.state_length + t - (p.width - 1) + tap), pre);
-    }
-    out[t * p.out.stride_step] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
-  }
-  for (int64_t i = 0; i < p.state_length; ++i) {
-    const Acc value = element(i + p.seqlen);
+  const auto store_state = [&](int64_t i, Acc value) {
     const int64_t offset = p.state.offset(slot, c, i);
     if (p.state_is_input_kind) {
       static_cast<Scalar*>(p.state.data)[offset] = from_accumulate<Scalar>(value);
     } else {
       static_cast<Acc*>(p.state.data)[offset] = value;
     }
+  };
+  const auto load_tap = [&](int64_t tap) {
+    return load_parameter<Scalar>(p.weight, c * p.weight.stride_channel + tap * p.weight.stride_tap);
+  };
+  const Acc bias = p.bias.data == nullptr ? Acc(0) : load_parameter<Scalar>(p.bias, c * p.bias.stride_channel);
+
+  if (p.seqlen == 1 && p.state_length <= kMaxVectorWidth) {
+    // All of a step's loads come before their first use: their latencies overlap.
+    const int width = static_cast<int>(p.width), length = static_cast<int>(p.state_length);
+    Acc inputs[kMaxVectorWidth + 1], weight[kMaxVectorWidth + 1];  // by lag; a state of `width - 1` steps is the shortest
+    inputs[0] = to_accumulate(x[0]);
+#pragma unroll
+    for (int lag = 0; lag <= kMaxVectorWidth; ++lag) {
+      if (lag > 0) inputs[lag] = lag <= length ? state_at(length - lag) : Acc(0);
+      weight[lag] = lag < width ? load_tap(width - 1 - lag) : Acc(0);
+    }
+    Acc pre = bias;
+#pragma unroll
+    for (int lag = kMaxVectorWidth; lag >= 0; --lag) {
+      if (lag < width) pre = Math<Acc>::fma(weight[lag], inputs[lag], pre);
+    }
+    out[0] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
+#pragma unroll
+    for (int lag = 1; lag <= kMaxVectorWidth; ++lag) {
+      if (lag <= length) store_state(length - lag, inputs[lag - 1]);
+    }
+    return;
   }
+  // The i-th of the state's elements and the new steps after them.
+  const auto element = [&](int64_t i) {
+    return i < p.state_length ? state_at(i) : to_accumulate(x[(i - p.state_length) * p.x.stride_step]);
+  };
+  for (int64_t t = 0; t < p.seqlen; ++t) {
+    Acc pre = bias;
+    for (int64_t tap = 0; tap < p.width; ++tap) {
+      pre = Math<Acc>::fma(load_tap(tap), element(p.state_length + t - (p.width - 1) + tap), pre);
+    }
+    out[t * p.out.stride_step] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
+  }
+  for (int64_t i = 0; i < p.state_length; ++i) store_state(i, element(i + p.seqlen));
 }
 
 }  // namespace ssm_kernels::causal_conv1d
