@@ -15,7 +15,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 import compile_report
 
 ROOT = Path(__file__).resolve().parents[1]
-OPERATORS = {path.parent.name for path in (ROOT / "csrc").glob("*/instantiations")}
+OPERATORS = {path.relative_to(ROOT / "csrc").parts[0] for path in (ROOT / "csrc").glob("**/instantiations")}
 KERNEL = "_ZN11ssm_kernels3ssd15ssd_some_kernelIfEEvv"
 
 
@@ -51,8 +51,8 @@ def test_undeclared_operator_and_exceeded_limit_are_errors():
     assert compile_report.over_limit({"ssd": limit}) == []
     (exceeded,) = compile_report.over_limit({"ssd": limit + 1})
     assert f"ssd: {limit + 1} CUDA kernels" in exceeded
-    (undeclared,) = compile_report.over_limit({"causal_conv1d": 1})
-    assert "causal_conv1d: 1 CUDA kernels" in undeclared
+    (undeclared,) = compile_report.over_limit({"another": 1})
+    assert "another: 1 CUDA kernels" in undeclared
 
 
 def test_report_of_seconds(tmp_path):
