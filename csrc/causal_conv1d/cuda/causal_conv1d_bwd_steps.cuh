@@ -5,7 +5,7 @@
 //
 //   grad_x_t = sum_l w_l g_{t+l}        grad_w_l = sum_t g_t x_{t-l}        grad_bias = sum_t g_t
 //
-// A lane has kBwdStepVector neighboring channels and goes back in time, with the four inputs that end at its step, the three g
+// A lane has kStepVector neighboring channels and goes back in time, with the four inputs that end at its step, the three g
 // after it and its sums in registers. A warp begins width - 1 steps after its piece of time, where it computes g only. A block
 // adds its warps' sums up in shared memory, in their order, and writes them to the workspace.
 //
@@ -22,7 +22,7 @@ template <typename Scalar, bool is_packed>
 __global__ void __launch_bounds__(kWarpSize* kWarps)
     conv_bwd_steps_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kVector = kBwdStepVector, kAhead = is_packed ? 4 : 8, kLags = kMaxVectorWidth, kAfter = kMaxVectorWidth - 1;
+  constexpr int kVector = kStepVector, kAhead = 4, kLags = kMaxVectorWidth, kAfter = kMaxVectorWidth - 1;
   constexpr int kSums = kLags + 1;  // of each channel, by lag and last of bias
   using Inputs = cuda::Vector<Scalar, kVector>;
   const StepPiece piece(p, tiling, kVector);

@@ -100,8 +100,8 @@ struct Cuda {
   };
 
   static void run(const ConvFwdParams& params, const at::Tensor& x) {
-    const KernelSet set = choose_kernels(params, {params.x, params.out}, kFwdStepVector);
-    const Tiling tiling = make_tiling(params, set, kFwdStepVector, /*least_steps=*/8, /*most_steps=*/64, x.get_device());
+    const KernelSet set = choose_kernels(params, {params.x, params.out}, kStepVector);
+    const Tiling tiling = make_tiling(params, set, kStepVector, /*least_steps=*/8, /*most_steps=*/64, x.get_device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
     C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -109,8 +109,8 @@ struct Cuda {
 
   static void run(const ConvBwdParams& params, const at::Tensor& x) {
     if (params.channels == 0) return;
-    const KernelSet set = choose_kernels(params, {params.x, params.grad_out, params.grad_x}, kBwdStepVector);
-    const Tiling tiling = make_tiling(params, set, kBwdStepVector, /*least_steps=*/16, /*most_steps=*/64, x.get_device());
+    const KernelSet set = choose_kernels(params, {params.x, params.grad_out, params.grad_x}, kStepVector);
+    const Tiling tiling = make_tiling(params, set, kStepVector, /*least_steps=*/16, /*most_steps=*/64, x.get_device());
     const at::TensorOptions options = x.options().dtype(accumulate_type(x.scalar_type()));
     BwdWorkspace workspace;
     at::Tensor sums, grad_pre;

@@ -19,9 +19,9 @@ constexpr int kWarpSize = 32;
 constexpr int kWarps = 4;  // of a block of the first two sets
 constexpr int64_t kMaxVectorWidth = 4;
 constexpr int64_t kVectorBytes = 16;
-// Channels of a lane of the kernels of steps. With more, what a lane carries takes so many registers that too few warps are
-// resident to keep memory busy.
-constexpr int kFwdStepVector = 4, kBwdStepVector = 2;
+// Channels of a lane of the kernels of steps: enough to share the addresses' arithmetic, and so few that the registers leave
+// room for the warps that keep memory busy (docs/tuning.md).
+constexpr int kStepVector = 4;
 
 enum class KernelSet { kSteps, kRows, kGeneral };
 

@@ -1,6 +1,6 @@
 // Forward of the causal convolution for channels-last tensors.
 //
-// A lane has kFwdStepVector neighboring channels and goes through `steps` steps of time, so that a warp reads and writes
+// A lane has kStepVector neighboring channels and goes through `steps` steps of time, so that a warp reads and writes
 // contiguous pieces of rows, each element once; the width - 1 steps before its first are read twice. It keeps the
 // channels' weights and the last three inputs in registers. A block's warps take consecutive pieces of time.
 //
@@ -81,7 +81,7 @@ __device__ __forceinline__ void load_before(const ConvParams& p, int64_t b, int6
 template <typename Scalar, bool is_packed>
 __global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_steps_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kVector = kFwdStepVector, kAhead = is_packed ? 4 : 8;
+  constexpr int kVector = kStepVector, kAhead = is_packed ? 4 : 8;
   using Inputs = cuda::Vector<Scalar, kVector>;
   const StepPiece piece(p, tiling, kVector);
   if (!piece.has_channels || piece.t >= piece.end) return;
