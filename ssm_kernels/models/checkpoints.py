@@ -78,7 +78,11 @@ def load_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def save(folder: Path, config: MambaConfig, state_dict: dict[str, Any]) -> None:
-    """Writes ``config.json`` and ``pytorch_model.bin``; makes the folder if it is missing."""
+    """Writes ``config.json`` and ``pytorch_model.bin``; makes the folder if it is missing.
+
+    Removes a ``model.safetensors``, which :func:`load_weights` would prefer to the new weights.
+    """
     folder.mkdir(parents=True, exist_ok=True)
+    (folder / _SAFE_WEIGHTS).unlink(missing_ok=True)
     torch.save(state_dict, folder / _WEIGHTS)
     (folder / _CONFIG).write_text(json.dumps(config.to_dict(), indent=4) + "\n")
