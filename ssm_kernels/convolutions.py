@@ -100,8 +100,8 @@ def causal_conv1d(
     On CPU and on CUDA, with the same bits every time. Sums are float32 (float64 with float64 inputs), and each result is
     rounded once. Only the inputs are kept for gradients; backward computes the sums before the activation again. On CUDA the
     work goes to the current stream and can be captured in a CUDA graph. The values of ``cu_seqlens`` are checked on the host
-    for tensors on the CPU. Under autocast ``x`` and ``initial_state`` are cast to its dtype, ``weight`` and ``bias`` to
-    float32.
+    for tensors on the CPU. Under autocast ``x`` and ``initial_state`` are cast to its dtype, ``weight`` and ``bias`` of
+    a third dtype to float32.
 
     Raises:
         ValueError: a shape, the activation or, on the CPU, the values of ``cu_seqlens`` are not as above, or both ``seq_idx``
@@ -134,8 +134,8 @@ def causal_conv1d_update(
     r"""A decoding step of :func:`causal_conv1d`, or a few; ``conv_state`` is updated in place.
 
     Equal to :func:`causal_conv1d` with the last ``width - 1`` elements of ``conv_state`` as its initial state. The state is
-    then shifted to the left by the new steps, which become its last elements, as ``mamba_ssm`` does it. The package
-    ``causal-conv1d`` has the same function.
+    then shifted to the left by the new steps, which become its last elements, as ``mamba_ssm`` does it. The function of
+    that name in the package ``causal-conv1d`` takes a few steps as (batch, channels, seqlen).
 
     Args:
         x: (batch, channels), one step, or (batch, seqlen, channels), a few; float32, float16, bfloat16 or float64. Any strides.
@@ -151,13 +151,14 @@ def causal_conv1d_update(
             last slot has NaN for output and touches no state; rows that share a slot race.
 
     Returns:
-        ``out``, shape and dtype of ``x``. Not differentiable: backward through it raises.
+        ``out``, shape and dtype of ``x``. Not differentiable: call it under ``torch.no_grad()``.
 
     Raises:
         ValueError: a shape, the activation or, on the CPU, ``state_batch_indices`` is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         RuntimeError: elements of ``conv_state``, which is updated in place, share memory with each other or with another
             argument.
+        NotImplementedError: an argument requires a gradient, or has a tangent of forward-mode differentiation.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
     out: Tensor = torch.ops.ssm_kernels.causal_conv1d_update(

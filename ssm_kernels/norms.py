@@ -50,8 +50,8 @@ def rms_norm_gated(
 
     On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time on one device. Everything is computed
     in float32 (float64 with float64 inputs) and rounded once. For gradients the inputs and one number per group of a row are
-    kept. Autocast leaves the tensors as they are. On CUDA the work goes to the current stream, nothing waits for the device,
-    and forward and backward can be captured in a CUDA graph.
+    kept. Under autocast parameters and residuals of a third dtype beside ``x`` are cast to float32. On CUDA the work goes to
+    the current stream, nothing waits for the device, and forward and backward can be captured in a CUDA graph.
 
     Raises:
         ValueError: a shape, ``eps``, ``group_size`` or the activation is not as above.

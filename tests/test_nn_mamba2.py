@@ -451,6 +451,9 @@ def test_prefill_in_pieces_is_the_whole_sequence(device):
         cache.seqlen_offset += piece.shape[1]
     torch.testing.assert_close(torch.cat(parts, dim=1), layer(u), rtol=1e-10, atol=1e-12)
     assert not any(state.requires_grad for state in cache.key_value_memory_dict[0])
+    for part in parts:  # each from a state that the next has overwritten in the cache
+        part.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
     cache.seqlen_offset = 0  # starts anew, whatever the cache holds
     torch.testing.assert_close(layer(u, inference_params=cache), layer(u), rtol=1e-12, atol=1e-14)
 

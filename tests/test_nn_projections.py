@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn as nn
@@ -27,7 +29,7 @@ class Adapter(nn.Module):
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()
-        self.base_layer = base_layer
+        self.base_layer, self.in_features, self.out_features = base_layer, base_layer.in_features, base_layer.out_features
         options = {"bias": False, "dtype": base_layer.weight.dtype}
         self.down = nn.Linear(base_layer.in_features, 2, **options)
         self.up = nn.Linear(2, base_layer.out_features, **options)
@@ -74,6 +76,58 @@ def test_adapters_train(make):
     for name, module in layer.named_modules():
         if isinstance(module, Adapter):
             assert module.up.weight.grad.abs().max() > 0, name
+
+
+class Wrapper(nn.Module):
+    """Calls a layer and adds nothing, as checkpoint wrappers do."""
+
+    def __init__(self, wrapped: nn.Module) -> None:
+        super().__init__()
+        self.wrapped = wrapped
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.wrapped(input)
+
+
+@every_mixer
+@pytest.mark.parametrize("wrap", [Wrapper, lambda module: Adapter(Adapter(module))], ids=["wrapper", "two_adapters"])
+def test_wrapped_projections(make, wrap):
+    torch.manual_seed(0)
+    layer = make()
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+    expected = layer(x)
+    for name, module in projections(layer).items():
+        setattr(layer, name, wrap(module))
+    assert torch.equal(layer(x), expected)
+    layer(x).square().sum().backward()
+    assert all(p.grad is not None for name, p in layer.named_parameters() if name.endswith("bias"))
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_backward_through_a_continued_piece(name):
+    """The cache is written after the piece, and backward reads the states before it."""
+    torch.manual_seed(0)
+    layer, x = MIXERS[name](), torch.randn(2, 7, 8, dtype=torch.float64)
+    layer.layer_idx = 0
+    cache = SimpleNamespace(seqlen_offset=0, key_value_memory_dict={})
+    layer(x[:, :4], inference_params=cache)
+    cache.seqlen_offset = 4
+    continued = layer(x[:, 4:], inference_params=cache)
+    torch.testing.assert_close(continued, layer(x)[:, 4:], rtol=1e-10, atol=1e-12)
+    continued.square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@pytest.mark.parametrize("name", ["Mamba", "Mamba2"])
+def test_step_of_a_16_bit_layer_under_autocast_to_the_other_dtype(name):
+    torch.manual_seed(0)
+    layer, x = MIXERS[name]().half(), torch.randn(2, 3, 8, dtype=torch.float16)
+    conv_state, ssm_state = layer.allocate_inference_cache(2, 3)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        whole = layer(x)
+        steps = torch.cat([layer.step(x[:, t : t + 1], conv_state, ssm_state)[0] for t in range(3)], dim=1)
+    assert steps.dtype == whole.dtype == torch.bfloat16
+    torch.testing.assert_close(steps, whole, rtol=5e-2, atol=5e-2)
 
 
 @pytest.mark.parametrize("name", ["Mamba", "SelectiveSSM"])

@@ -393,7 +393,7 @@ FwdResult convolution_autograd(const at::Tensor& x, const at::Tensor& weight, co
   return {outputs[0], outputs[1]};
 }
 
-// Sequences and states in the autocast dtype; parameters as they are, or in float32 where they are of a third dtype.
+// Casts sequences and states to the autocast dtype, and parameters of a third dtype to float32.
 template <at::DeviceType device_type>
 FwdResult convolution_autocast(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                                const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
@@ -401,8 +401,11 @@ FwdResult convolution_autocast(const at::Tensor& x, const at::Tensor& weight, co
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
-  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
-  return convolution_op().call(sequence(x), parameter(weight), parameter(bias), seq_idx, cu_seqlens, sequence(initial_state),
+  const auto parameter = [&](const at::Tensor& tensor) {
+    return tensor.scalar_type() == lower ? tensor : at::autocast::cached_cast(at::kFloat, tensor, device_type);
+  };
+  const OptionalTensor cast_bias = is_present(bias) ? OptionalTensor(parameter(*bias)) : std::nullopt;
+  return convolution_op().call(sequence(x), parameter(weight), cast_bias, seq_idx, cu_seqlens, sequence(initial_state),
                                activation);
 }
 
@@ -410,6 +413,9 @@ FwdResult convolution_autocast(const at::Tensor& x, const at::Tensor& weight, co
 at::Tensor update_autograd(c10::DispatchKeySet keys, const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight,
                            const OptionalTensor& bias, OptionalName activation, const OptionalTensor& state_batch_indices) {
   check_arguments(update_op(), {x, conv_state, weight, bias, std::nullopt, state_batch_indices});
+  const auto has_tangent = [](const auto&... tensors) { return (torch::autograd::isFwGradDefined(tensors) || ...); };
+  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(x, conv_state, weight, bias), kUpdateOp,
+                              ": forward-mode differentiation is not supported");
   TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(x, conv_state, weight, bias), kUpdateOp,
                               " is not differentiable: train with causal_conv1d, and decode under torch.no_grad()");
   at::AutoDispatchBelowAutograd guard;

@@ -1,4 +1,4 @@
-// What stands between the projections of a Mamba-2 mixer, as one differentiable operator for every device:
+// Convolution, scan and gated norm between the projections of a Mamba-2 mixer, as one differentiable operator for every device:
 //
 //   z, xBC, dt = projected            (batch, seqlen, d_ssm + (d_ssm + 2 ngroups dstate) + heads), d_ssm = heads headdim
 //   x, B, C    = silu(conv(xBC))
@@ -16,6 +16,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <array>
 #include <string>
 #include <tuple>
@@ -163,7 +164,7 @@ GradTensors backward(const OptionalTensor& grad_out, const OptionalTensor& grad_
   const at::Tensor& projected = call.of(kProjected);
   GradTensors grads;
   for (at::Tensor& grad : grads) grad = at::empty({0}, call.A.options());
-  const at::Tensor grad_projected = at::empty_like(projected);
+  const at::Tensor grad_projected = at::empty_like(projected, projected.options(), at::MemoryFormat::Contiguous);
 
   ssd::BwdInputs scan;
   scan.grad_final_states = grad_ssm_state;
@@ -184,6 +185,10 @@ GradTensors backward(const OptionalTensor& grad_out, const OptionalTensor& grad_
   } else if (is_present(grad_out)) {
     scan.grad_out = call.in_heads(*grad_out);
   }
+
+  NeedsGrad needs_scan = needs_grad;
+  needs_scan[kNormWeight] = false;
+  if (std::none_of(needs_scan.begin(), needs_scan.end(), [](bool needs) { return needs; })) return grads;
 
   at::Tensor grad_conv_out;
   {
@@ -227,7 +232,7 @@ using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at:
 using BwdResult =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
-// The operators' arguments in the order of their schemas, as those that follow what backward has of its own.
+// A schema's C++ signature: arguments of backward alone, if any, then those that all three operators share.
 template <typename Result, typename... First>
 using SignatureOf = Result(First..., const at::Tensor&, const at::Tensor&, const OptionalTensor&, const at::Tensor&,
                            const OptionalTensor&, const at::Tensor&, const OptionalTensor&, const OptionalTensor&,
@@ -268,7 +273,7 @@ auto call_op(const Op& op, const Tensors& t, const Options& o, const First&... f
                  o.dt_max, o.eps, o.norm_before_gate, o.discretization);
 }
 
-// The same the other way round: an operator's kernel from a function of tensors and options.
+// Makes an operator's kernel of a function that takes tensors and options, and then the arguments of backward alone.
 template <auto function, typename Signature>
 struct Kernel;
 template <auto function, typename Result, typename... Arguments>

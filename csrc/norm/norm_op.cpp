@@ -3,6 +3,7 @@
 
 #include "norm/norm_op.h"
 
+#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -539,6 +540,48 @@ constexpr const char* kKernels[] = {"_norm_gated_fwd", "_norm_gated_bwd", "_norm
                                     "_add_norm_bwd"};
 
 }  // namespace
+
+namespace {
+
+// Under autocast a parameter of a third dtype beside x is cast to float32, and so is a residual; the gate is cast to x's dtype.
+template <at::DeviceType device_type>
+OptionalTensor as_legal(const OptionalTensor& tensor, at::ScalarType dtype) {
+  const bool is_legal = !is_present(tensor) || tensor->scalar_type() == dtype;
+  return is_legal ? tensor : OptionalTensor(at::autocast::cached_cast(at::kFloat, *tensor, device_type));
+}
+
+template <at::DeviceType device_type>
+Tensor gated_autocast(const Tensor& x, const OptionalTensor& weight, const OptionalTensor& z, const OptionalTensor& bias,
+                      double eps, std::optional<c10::SymInt> group_size, bool norm_before_gate, std::string_view activation,
+                      bool subtract_mean) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  static const auto op = find_op<GatedSignature>("ssm_kernels::_norm_gated");
+  const at::ScalarType dtype = x.scalar_type();
+  return op.call(x, as_legal<device_type>(weight, dtype), at::autocast::cached_cast(dtype, z, device_type),
+                 as_legal<device_type>(bias, dtype), eps, std::move(group_size), norm_before_gate, activation, subtract_mean);
+}
+
+template <at::DeviceType device_type>
+std::tuple<Tensor, Tensor> add_autocast(const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight,
+                                        const OptionalTensor& bias, double eps, std::optional<c10::SymInt> group_size,
+                                        bool residual_in_fp32, bool subtract_mean) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  static const auto op = find_op<AddSignature>("ssm_kernels::_add_norm");
+  const auto legal = [&](const OptionalTensor& tensor) { return as_legal<device_type>(tensor, x.scalar_type()); };
+  return op.call(x, legal(residual), legal(weight), legal(bias), eps, std::move(group_size), residual_in_fp32, subtract_mean);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) {
+  m.impl("_norm_gated", &gated_autocast<at::kCPU>);
+  m.impl("_add_norm", &add_autocast<at::kCPU>);
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) {
+  m.impl("_norm_gated", &gated_autocast<at::kCUDA>);
+  m.impl("_add_norm", &add_autocast<at::kCUDA>);
+}
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
   for (const char* name : {"rms_norm_gated", "layer_norm_gated", "add_rms_norm", "add_layer_norm"}) {

@@ -83,18 +83,18 @@ class GatedMLP(nn.Module):
 def add_norm(
     norm: nn.Module, x: Tensor, residual: Tensor | None, *, fused: bool, residual_in_fp32: bool
 ) -> tuple[Tensor, Tensor]:
-    """``norm(x + residual)`` in the dtype of ``x``, and the sum, which is the new residual stream.
+    """``norm(x + residual)`` and the sum, which is the new residual stream.
 
     Args:
         norm: an ``nn.RMSNorm`` or ``nn.LayerNorm`` if ``fused``, else any module.
         x: (..., channels).
         residual: shape of ``x``; zero if absent.
-        fused: reads the parameters of ``norm`` and calls :func:`ssm_kernels.add_rms_norm` or ``add_layer_norm``. Otherwise the
-            sum has the dtype that PyTorch gives it, and ``norm`` is called with the sum in the dtype of its weight.
+        fused: reads the parameters of ``norm`` and calls :func:`ssm_kernels.add_rms_norm` or ``add_layer_norm``; the result has
+            the dtype of ``x``. Otherwise, and where another module has taken the place of the norm, the sum has the dtype that
+            PyTorch gives it, and ``norm`` is called with the sum in the dtype of its weight.
         residual_in_fp32: the sum is float32, or float64 if it would be without this argument.
     """
-    if fused:
-        assert isinstance(norm, (nn.RMSNorm, nn.LayerNorm)) and norm.eps is not None
+    if fused and isinstance(norm, (nn.RMSNorm, nn.LayerNorm)) and norm.eps is not None:
         operator = add_rms_norm if isinstance(norm, nn.RMSNorm) else add_layer_norm
         bias = getattr(norm, "bias", None)
         return operator(x, residual, norm.weight, bias, eps=norm.eps, residual_in_fp32=residual_in_fp32)

@@ -76,13 +76,13 @@ class ConvMixer(nn.Module):
         raise NotImplementedError
 
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        """The recurrence's."""
+        """The recurrence's zero state."""
         raise NotImplementedError
 
     _state_axes: str
 
     def _state_shape(self) -> tuple[int, ...]:
-        """That of the recurrence's state, without the batch."""
+        """The shape of the recurrence's state, without the batch."""
         raise NotImplementedError
 
     def _mix_or_step(self, hidden_states: Tensor, inference_params: Any) -> Tensor:
@@ -96,7 +96,9 @@ class ConvMixer(nn.Module):
             return self.step(hidden_states, conv_state, ssm_state)[0]
         else:
             self._check_conv_state(type(self).__name__, conv_state, hidden_states.shape[0])
-            out, inputs, last_state = self._mix(hidden_states, conv_state, ssm_state)
+            # Backward reads the states that this piece begins with, and the cache is written below.
+            states = (conv_state, ssm_state)
+            out, inputs, last_state = self._mix(hidden_states, *(s.clone() if torch.is_grad_enabled() else s for s in states))
         last_inputs = inputs.detach()[:, -self.d_conv :].transpose(1, 2)
         if inference_params.seqlen_offset == 0:
             conv_state.zero_()
@@ -153,7 +155,7 @@ class ConvMixer(nn.Module):
         return self.conv1d.weight.squeeze(1), self.conv1d.bias
 
     def _initial_state(self, conv_state: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """What the convolution reads of a decoding state beside inputs of ``dtype``: all but the oldest step."""
+        """The convolution's initial state in ``dtype``: all of a decoding state but its oldest step."""
         return None if conv_state is None else conv_state[..., 1:].to(dtype)
 
     def _convolve(self, x: Tensor, conv_state: Tensor | None) -> Tensor:
@@ -162,8 +164,10 @@ class ConvMixer(nn.Module):
         return causal_conv1d(x, weight, bias, activation="silu", initial_state=self._initial_state(conv_state, x.dtype))
 
     def _convolve_step(self, x: Tensor, conv_state: Tensor) -> Tensor:
-        """The same for one step, ``x`` (batch, channels); ``conv_state`` is modified in place."""
+        """The convolution and its activation on one step, ``x`` (batch, channels); ``conv_state`` is modified in place."""
         weight, bias = self._conv_parameters()
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
         if conv_state.dtype in (x.dtype, wide_dtype(x.dtype)):
             return causal_conv1d_update(x, conv_state, weight, bias, activation="silu")
         state = conv_state.to(x.dtype)

@@ -327,7 +327,16 @@ class Mamba2(DiscretizedModule, ConvMixer):
             A_is_log=True,
         )
         y = y.flatten(-2)
-        return self._finish(self.norm(y, z) if self.rmsnorm else y, mlp)[:, None], conv_state, ssm_state
+        if self.rmsnorm:
+            y = rms_norm_gated(
+                y,
+                self.norm.weight,
+                z,
+                eps=self.norm.eps,
+                group_size=self.d_ssm // self.ngroups,
+                norm_before_gate=self.norm_before_gate,
+            )
+        return self._finish(y, mlp)[:, None], conv_state, ssm_state
 
     def extra_repr(self) -> str:
         return (
@@ -437,5 +446,5 @@ class Mamba2(DiscretizedModule, ConvMixer):
         return self.nheads, self.headdim, self.d_state
 
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        dtype = wide_dtype(self.in_proj.weight.dtype) if dtype is None else dtype
+        dtype = wide_dtype(self.A_log.dtype) if dtype is None else dtype
         return torch.zeros(batch_size, *self._state_shape(), device=self.D.device, dtype=dtype)

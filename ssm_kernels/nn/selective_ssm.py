@@ -116,13 +116,15 @@ class SelectiveBase(DiscretizedModule):
         return self.dt_proj(dt), B, C
 
     def _delta_bias(self, wide: torch.dtype) -> Tensor | None:
-        """What is to be added to ``delta``.
+        """The bias that the scan adds to ``delta``.
 
-        A layer that was put in the place of ``dt_proj`` adds its bias itself, unless it calls ``dt_proj`` as its
-        ``base_layer``, which is how adapters wrap a layer.
+        It is that of the :class:`StepProjection` in ``dt_proj``, which leaves it out: ``dt_proj`` itself, or the layer that an
+        adapter or another wrapper calls. Another layer in the place of ``dt_proj`` adds its own bias.
         """
-        projection = getattr(self.dt_proj, "base_layer", self.dt_proj)
-        return projection.bias.to(wide) if isinstance(projection, StepProjection) else None
+        projections = [self.dt_proj]
+        if not isinstance(self.dt_proj, StepProjection):
+            projections = [module for module in self.dt_proj.modules() if isinstance(module, StepProjection)]
+        return projections[-1].bias.to(wide) if projections else None
 
     def _scan(self, x: Tensor, z: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state."""
@@ -158,7 +160,7 @@ class SelectiveBase(DiscretizedModule):
         return self.d_inner, self.d_state
 
     def _zero_state(self, batch_size: int, dtype: torch.dtype | None) -> Tensor:
-        dtype = wide_dtype(self.x_proj.weight.dtype) if dtype is None else dtype
+        dtype = wide_dtype(self.A_log.dtype) if dtype is None else dtype
         return torch.zeros(batch_size, *self._state_shape(), device=self.D.device, dtype=dtype)
 
 

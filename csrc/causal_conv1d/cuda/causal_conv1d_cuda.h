@@ -1,6 +1,6 @@
 // Between the CUDA entry points (causal_conv1d_cuda.cpp) and the kernels: how the work is cut, and what is launched.
 //
-// Three sets of kernels compute the same sums in the same order of taps:
+// There are three sets of kernels. Forward adds the taps in the same order in all of them:
 //
 //   steps    channels-last: a lane has a few neighboring channels and goes along time; sequences may be packed.
 //   rows     channels-first: a lane has neighboring steps of one channel, a warp goes along time; each row one sequence.
