@@ -180,6 +180,7 @@ class BuildLibraries(BuildExtension):
                 include_dirs=ext.include_dirs,
                 extra_postargs=[
                     *ext.extra_compile_args["cxx"],
+                    "-O3",
                     *CPU_CAPABILITIES[capability],
                     f"-DCPU_CAPABILITY={capability}",
                     f"-DCPU_CAPABILITY_{capability}",
@@ -201,11 +202,13 @@ class CleanBuild(build):
 
 def ops_extension() -> Extension:
     """``_ops``: py_limited_api keeps libtorch_python out, and with it every Python symbol."""
-    host_flags = ["-O3", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    # The host's files check, allocate and launch; the loops are in the CPU kernels. -O1 saves a fifth of their compile time.
+    host_flags = ["-O1", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
     host_flags += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]  # PyTorch's headers
     host_flags.append("-DAT_PER_OPERATOR_HEADERS")  # fewer of them to parse: a twentieth of the time of a CPU build
     if compiler.name == "GCC":
         host_flags.append("-Wno-maybe-uninitialized")  # GCC's own AVX-512 intrinsics
+        host_flags += ["-finline-small-functions", "-findirect-inlining"]  # which Clang does at -O1
     host_flags += [f"-DSSM_KERNELS_CPU_{capability}" for capability in CPU_CAPABILITIES]
     sources = set(find_sources("csrc/**/*.cpp")) - {*CPU_KERNELS, "csrc/python_module.cpp"}
     options = {
