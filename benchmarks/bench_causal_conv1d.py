@@ -65,7 +65,7 @@ class Case:
         return x, normal(self.channels, self.width) / 2, normal(self.channels), grad
 
     def moved_bytes(self) -> dict[str, int]:
-        """What forward and backward must read and write, without the parameters."""
+        """Bytes that forward and backward must read and write, parameters left out."""
         elements = self.batch * self.seqlen * self.channels * self.dtype.itemsize
         return {"forward": 2 * elements, "backward": 3 * elements}
 

@@ -60,7 +60,7 @@ class Settings(NamedTuple):
 
 @dataclass(frozen=True)
 class Bar:
-    """What a quantity of a row is held to, and what is hoped for.
+    """The bar and the goal of one quantity of a row.
 
     Attributes:
         quantity: its name in the row's figures.
@@ -75,7 +75,7 @@ class Bar:
     other: str = PEER
 
     def judge(self, row: Row) -> Row | None:
-        """What became of it; None where the other figure is not known."""
+        """Compares the quantity with the bar; None where the other figure is not known."""
         ours = median_of(row["ours"], self.quantity)
         theirs = 1.0 if self.kind == "limit" else median_of(row.get(self.other), self.quantity)
         if ours is None or theirs is None:

@@ -60,7 +60,7 @@ class OperatorCase(Case):
         return None if hasattr(ssm_kernels, self.operator) else f"ssm_kernels has no {self.operator}"
 
     def leaves(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """What is given, in the order of the operator's arguments; ``normal`` makes tensors of a shape and a dtype."""
+        """Makes the operator's arguments, in its order; ``normal`` makes a tensor of a shape and a dtype."""
         raise NotImplementedError
 
     def functions(self) -> dict[str, Function]:
@@ -68,7 +68,7 @@ class OperatorCase(Case):
         raise NotImplementedError
 
     def bytes_per_element(self) -> dict[str, int]:
-        """What forward and backward must move, without the parameters."""
+        """Bytes that forward and backward must move, parameters left out."""
         raise NotImplementedError
 
     def results(self, function: Function, leaves: dict[str, Tensor], gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:

@@ -39,7 +39,7 @@ def ratio(row: Result, quantity: str, other: str = PEER, *, of_ours: bool = Fals
 
 
 def bar(row: Result, quantity: str, unit: float = 1.0, other: str | None = PEER) -> str:
-    """What the row is held to, whether it is met, and the goal."""
+    """The row's bar, whether it is met, and the goal."""
     for judged in row["judged"]:
         if judged["quantity"] == quantity and judged["other"] == other:
             words = f"{RELATIONS[judged['kind']]} {judged['bar'] / unit:g} {'met' if judged['met'] else '**missed**'}"

@@ -1,4 +1,4 @@
-// What the kernels of the causal convolution are given: plain data, no torch type, shared by CPU and CUDA.
+// Parameters of the causal convolution's kernels: plain data without torch types, shared by CPU and CUDA.
 //
 //   pre_t = bias + sum_l w_l x_{t-l},  l = 0 .. width - 1,  w_l = weight[:, width - 1 - l]        out_t = act(pre_t)
 //
@@ -88,7 +88,7 @@ struct ConvFwdParams : ConvParams {
   StateView final_state;
 };
 
-// grad_out and grad_final_state are absent where there is no gradient, the others where none is wanted.
+// An absent grad_out or grad_final_state is a zero gradient. Backward skips a result whose view is absent.
 struct ConvBwdParams : ConvParams {
   SequenceView grad_out, grad_x;
   StateView grad_final_state, grad_initial_state;

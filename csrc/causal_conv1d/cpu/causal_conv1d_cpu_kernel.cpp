@@ -32,7 +32,7 @@ namespace {
 
 constexpr int64_t kGroupSteps = 4;  // that one pass of the loop over channels computes
 
-// What forward and backward compute a tile from.
+// The inputs of one tile, for forward and backward.
 template <typename Acc>
 struct TileInputs {
   int64_t width, lanes;

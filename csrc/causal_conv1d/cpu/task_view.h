@@ -34,7 +34,7 @@ struct Continued {
 
   Acc* operator[](int64_t i) const { return i < count ? past[i] : tile[i - count]; }
 
-  // What the past is after `steps` steps of the tile.
+  // Moves the past forward by `steps` steps of the tile.
   void advance(int64_t steps, int64_t lanes) const {
     if (steps == 0) return;
     for (int64_t i = 0; i < count; ++i) std::copy_n((*this)[i + steps], round_up(lanes, Vec<Acc>::size()), past[i]);
@@ -113,7 +113,7 @@ struct TaskView {
     return {static_cast<Acc*>(view.data) + view.offset(batch, t, first_channel), view.stride_step};
   }
 
-  // Steps [t, t + steps) to read; zeros where there is no tensor.
+  // Reads steps [t, t + steps); gives zeros for an absent tensor.
   Rows<Acc> load(const Rows<Acc>& tile, const SequenceView& view, int64_t t, int64_t steps) const {
     if (is_in_place(view)) return in_place(view, t);
     if (view.data == nullptr) {
@@ -134,7 +134,7 @@ struct TaskView {
     store(view.data, view.offset(batch, t, first_channel), view.stride_channel, view.stride_step, tile, steps);
   }
 
-  // A sequence's state; zeros where there is no tensor, or the sequence has none.
+  // Reads a sequence's state; gives zeros for an absent tensor and for a sequence without a state.
   void load_state(const Rows<Acc>& rows, const StateView& view, bool is_input_kind, int64_t sequence, int64_t steps) const {
     if (view.data == nullptr || sequence < 0) return clear(rows, steps);
     load(rows, view.data, is_input_kind, view.offset(sequence, first_channel, 0), view.stride_channel, view.stride_step, steps);

@@ -44,7 +44,7 @@ struct TimeRow {
       : data(view.data == nullptr ? nullptr
                                   : static_cast<Scalar*>(view.data) + view.offset(task.batch, 0, task.first_channel + lane)) {}
 
-  // Zeros up to a whole vector, and where there is no tensor.
+  // Pads with zeros to a whole vector; gives zeros for an absent tensor.
   void load(Acc* values, int64_t from, int64_t count) const {
     constexpr int64_t kSize = Vec<Acc>::size();
     if (data == nullptr) return void(std::fill_n(values, round_up(count, kSize), Acc(0)));

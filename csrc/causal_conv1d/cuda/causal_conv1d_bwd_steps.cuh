@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
 #pragma unroll
         for (int j = 0; j < kAhead; ++j) {
           step(t - j, grads[j], std::true_type());
-          // To the step before: x_t is no longer needed, x_{t - kLags} is.
+          // Shifts the inputs to the previous step, which needs x_{t - kLags} and no longer x_t.
 #pragma unroll
           for (int i = 0; i < kVector; ++i) {
             inputs[i] = before[0][i];

@@ -1,4 +1,4 @@
-// What the kernels of the causal convolution share: elements before a step, parameters, the activation.
+// Device functions that the causal convolution's kernels share: elements before a step, parameters, the activation.
 #pragma once
 
 #include "causal_conv1d/cuda/causal_conv1d_cuda.h"
