@@ -123,15 +123,12 @@ def join_host_files(sources: list[str]) -> list[str]:
     host_files = [source for source in sources if source.endswith(".cpp")]
     folder = ROOT / "build" / "units"
     folder.mkdir(parents=True, exist_ok=True)
-    sizes = {}
+    units = []
     for name, text in build_backend.host_units(host_files).items():
         unit = folder / f"{name}.cpp"
         if not unit.exists() or unit.read_text() != text:
             unit.write_text(text)
-        included = [source for source in host_files if f'"{source.removeprefix("csrc/")}"' in text]
-        sizes[str(unit.relative_to(ROOT))] = sum((ROOT / source).stat().st_size for source in included)
-    # The largest first: no core is then left with a long unit while the others have none.
-    units = sorted(sizes, key=lambda unit: sizes[unit], reverse=True)
+        units.append(str(unit.relative_to(ROOT)))
     return [*units, *(source for source in sources if source not in host_files)]
 
 
