@@ -5,39 +5,24 @@
 
 #include "norm/norm_cuda.h"
 
+#include <ATen/ceil_div.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <algorithm>
 #include <initializer_list>
 #include <limits>
 
 #include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "norm/norm_op.h"
 
 namespace ssm_kernels::norm {
 namespace {
 
-int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
-
-int element_bytes(ScalarKind kind) {
-  switch (kind) {
-    case ScalarKind::kDouble:
-      return 8;
-    case ScalarKind::kFloat:
-      return 4;
-    case ScalarKind::kHalf:
-    case ScalarKind::kBFloat16:
-      return 2;
-  }
-  return 0;
-}
-
 int bytes_of(const NormParams& p, bool is_accumulate) {
-  return is_accumulate && p.kind != ScalarKind::kDouble ? 4 : element_bytes(p.kind);
+  return is_accumulate && p.kind != ScalarKind::kDouble ? 4 : cuda::element_bytes(p.kind);
 }
 
 bool is_aligned(int64_t bytes) { return bytes % kVectorBytes == 0; }
@@ -45,7 +30,7 @@ bool is_aligned(int64_t bytes) { return bytes % kVectorBytes == 0; }
 // Whether the vector kernels take the call: each vector of each tensor begins at a multiple of 16 bytes.
 bool can_use_vectors(const NormParams& p, std::initializer_list<RowsView> views) {
   if (p.kind == ScalarKind::kDouble || p.rows() * p.groups >= kMaxNarrowRows) return false;
-  if (!is_aligned(p.group_size * element_bytes(p.kind))) return false;
+  if (!is_aligned(p.group_size * cuda::element_bytes(p.kind))) return false;
   for (const ParameterView& view : {p.weight, p.bias}) {
     if (!is_aligned(reinterpret_cast<int64_t>(view.data))) return false;
   }
@@ -61,17 +46,17 @@ Teams make_teams(const NormParams& p, bool use_vectors, int max_lanes) {
   Teams teams;
   teams.use_vectors = use_vectors;
   const int64_t columns = use_vectors ? kThreadColumns : 1;
-  const int64_t needed = divide_up(p.group_size, columns);
+  const int64_t needed = at::ceil_div<int64_t>(p.group_size, columns);
   if (needed <= kWarpSize) {
     teams.lanes = 1;
     while (teams.lanes < needed) teams.lanes *= 2;
     teams.count = kSharedBlockThreads / teams.lanes;
     return teams;
   }
-  teams.chunks = static_cast<int>(divide_up(needed, max_lanes));
-  teams.lanes = static_cast<int>(divide_up(divide_up(needed, teams.chunks), kWarpSize)) * kWarpSize;
+  teams.chunks = static_cast<int>(at::ceil_div<int64_t>(needed, max_lanes));
+  teams.lanes = static_cast<int>(at::ceil_div<int64_t>(at::ceil_div<int64_t>(needed, teams.chunks), kWarpSize)) * kWarpSize;
   // Rounded up to warps, fewer chunks may do.
-  teams.chunks = static_cast<int>(divide_up(needed, teams.lanes));
+  teams.chunks = static_cast<int>(at::ceil_div<int64_t>(needed, teams.lanes));
   return teams;
 }
 
@@ -80,13 +65,13 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
   plan.units = p.rows() * p.groups;
   const bool use_vectors = can_use_vectors(p, {p.x, p.z, p.residual, p.out, p.new_residual});
   plan.teams = make_teams(p, use_vectors, kFwdMaxThreads);
-  plan.blocks = std::min<int64_t>(divide_up(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
+  plan.blocks = std::min<int64_t>(at::ceil_div<int64_t>(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
   return plan;
 }
 
 BwdPlan plan_bwd(const NormBwdParams& p) {
   BwdPlan plan;
-  const int vector_size = kVectorBytes / element_bytes(p.kind);
+  const int vector_size = kVectorBytes / cuda::element_bytes(p.kind);
   const int stage_pieces = bwd_pieces(p, kThreadColumns / vector_size);
   // Sums for grad_bias: one piece for a thread of a scalar kernel, else all of its columns.
   const auto record_bytes = [&](int pieces, int sums) {
@@ -108,32 +93,16 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
 
   while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;
   plan.row_teams = plan.teams.count / plan.group_teams;
-  plan.column_blocks = static_cast<int>(divide_up(p.groups, plan.group_teams));
+  plan.column_blocks = static_cast<int>(at::ceil_div<int64_t>(p.groups, plan.group_teams));
   // As many blocks as the device runs at a time: more would leave more partial sums.
   const int threads = plan.teams.threads();
   const int by_registers = 65536 / (kBwdRegisters * threads), by_memory = available / (plan.record_bytes * threads);
   const int per_multiprocessor = std::clamp(std::min(by_registers, by_memory), 1, 16);
   const int64_t resident = static_cast<int64_t>(cuda::multiprocessor_count(p.device)) * per_multiprocessor;
-  const int64_t most = divide_up(p.rows(), plan.row_teams);
+  const int64_t most = at::ceil_div<int64_t>(p.rows(), plan.row_teams);
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / plan.column_blocks, 1, most));
   plan.partials = plan.row_blocks * plan.row_teams;
   return plan;
-}
-
-// Calls visitor(Scalar()) with the CUDA type behind the kind.
-template <typename Visitor>
-cudaError_t visit(ScalarKind kind, const Visitor& visitor) {
-  switch (kind) {
-    case ScalarKind::kFloat:
-      return visitor(float());
-    case ScalarKind::kDouble:
-      return visitor(double());
-    case ScalarKind::kHalf:
-      return visitor(__half());
-    case ScalarKind::kBFloat16:
-      return visitor(__nv_bfloat16());
-  }
-  return cudaErrorInvalidValue;
 }
 
 c10::cuda::CUDAGuard device_guard(const NormParams& p) { return c10::cuda::CUDAGuard(static_cast<c10::DeviceIndex>(p.device)); }
@@ -142,7 +111,7 @@ void fwd_cuda(const NormFwdParams& p) {
   const auto guard = device_guard(p);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const FwdPlan plan = plan_fwd(p);
-  C10_CUDA_CHECK(visit(p.kind, [&](auto scalar) { return launch_norm_fwd<decltype(scalar)>(p, plan, stream); }));
+  cuda::visit_scalar(p.kind, [&](auto scalar) { C10_CUDA_CHECK(launch_norm_fwd<decltype(scalar)>(p, plan, stream)); });
 }
 
 int64_t count_partials_cuda(const NormBwdParams& p) { return plan_bwd(p).partials; }
@@ -151,7 +120,7 @@ void bwd_cuda(const NormBwdParams& p) {
   const auto guard = device_guard(p);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const BwdPlan plan = plan_bwd(p);
-  C10_CUDA_CHECK(visit(p.kind, [&](auto scalar) { return launch_norm_bwd<decltype(scalar)>(p, plan, stream); }));
+  cuda::visit_scalar(p.kind, [&](auto scalar) { C10_CUDA_CHECK(launch_norm_bwd<decltype(scalar)>(p, plan, stream)); });
   if (p.kind == ScalarKind::kDouble) {
     launch_norm_sum<double>(p, stream);
   } else {

@@ -12,20 +12,17 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <torch/library.h>
 
 #include <algorithm>
 
 #include "causal_conv1d/causal_conv1d_op.h"
 #include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::causal_conv1d {
 namespace {
-
-int64_t element_bytes(ScalarKind kind) { return kind == ScalarKind::kDouble ? 8 : kind == ScalarKind::kFloat ? 4 : 2; }
 
 // Whether vectors of that many elements begin at multiples of their bytes, along an axis whose stride is 1. Absent tensors fit.
 bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t stride, int64_t size, int64_t other_stride) {
@@ -37,7 +34,7 @@ bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_
 
 KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView> views, int64_t step_vector) {
   if (p.kind == ScalarKind::kDouble || p.width > kMaxVectorWidth) return KernelSet::kGeneral;
-  const int64_t bytes = element_bytes(p.kind);
+  const int64_t bytes = cuda::element_bytes(p.kind);
   const auto all = [&](const auto& fits) { return std::all_of(views.begin(), views.end(), fits); };
   if (all([&](const SequenceView& view) {
         return has_vectors(view, bytes, step_vector, view.stride_channel, p.channels, view.stride_step);
@@ -64,7 +61,7 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t step_vector, int6
     while (tiling.steps > least_steps && p.batch * tiles() * tiling.channel_blocks < wanted_blocks) tiling.steps /= 2;
     tiling.tiles = tiles();
   } else if (set == KernelSet::kRows) {
-    const int64_t warp_steps = kWarpSize * kVectorBytes / element_bytes(p.kind);
+    const int64_t warp_steps = kWarpSize * kVectorBytes / cuda::element_bytes(p.kind);
     // A tile of them all, or of fewer if there are too few rows.
     const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = at::ceil_div(wanted_blocks * kWarps, rows);
     tiling.steps = at::ceil_div(at::ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps;
@@ -75,20 +72,6 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t step_vector, int6
     tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
   }
   return tiling;
-}
-
-template <typename Visitor>
-void visit_scalar(ScalarKind kind, const Visitor& visitor) {
-  switch (kind) {
-    case ScalarKind::kFloat:
-      return visitor(float());
-    case ScalarKind::kDouble:
-      return visitor(double());
-    case ScalarKind::kHalf:
-      return visitor(__half());
-    case ScalarKind::kBFloat16:
-      return visitor(__nv_bfloat16());
-  }
 }
 
 struct Cuda {
@@ -103,7 +86,7 @@ struct Cuda {
     const KernelSet set = choose_kernels(params, {params.x, params.out}, kStepVector);
     const Tiling tiling = make_tiling(params, set, kStepVector, /*least_steps=*/8, /*most_steps=*/64, x.get_device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
+    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
@@ -125,13 +108,13 @@ struct Cuda {
       workspace.grad_pre = {grad_pre.mutable_data_ptr(), grad_pre.stride(0), grad_pre.stride(1), grad_pre.stride(2)};
     }
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    visit_scalar(params.kind, [&](auto scalar) { launch_bwd<decltype(scalar)>(params, set, tiling, workspace, stream); });
+    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_bwd<decltype(scalar)>(params, set, tiling, workspace, stream); });
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
   static void run(const ConvUpdateParams& params, const at::Tensor&) {
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    visit_scalar(params.kind, [&](auto scalar) { launch_update<decltype(scalar)>(params, stream); });
+    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_update<decltype(scalar)>(params, stream); });
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 };
