@@ -23,93 +23,53 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-import ssm_kernels
+from benchmarks import peers
 from benchmarks.harness import Stages, add_case_options, chosen_cases, machine, measure, require_cuda
+from benchmarks.operator_cases import Convolution, Function, gradients_like, normal_tensors, outputs_of
 from ssm_kernels import reference
 
-Function = Callable[[Tensor, Tensor, Tensor], Tensor]
 COMPARED_STEPS = 64
 
 
 @dataclass(frozen=True)
-class Case:
-    """A call on (batch, seqlen, channels), which are some of so many columns, or the rows of a channels-first tensor."""
+class Case(Convolution):
+    """A convolution by the name that ``--cases`` chooses it by."""
 
-    name: str
-    batch: int
-    seqlen: int
-    channels: int
-    columns: int | None = None
-    channels_first: bool = False
-    width: int = 4
-    dtype: torch.dtype = torch.float32
-    cu_seqlens: tuple[int, ...] | None = None
+    name: str = ""
 
-    def tensors(self, device: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def tensors(self, device: str) -> tuple[Tensor, ...]:
         """x, weight, bias and the gradient of the result."""
         generator = torch.Generator(device).manual_seed(0)
+        leaves = self.leaves(normal_tensors(generator))
+        with torch.no_grad():
+            outputs = outputs_of(self.functions(device)["ours"], leaves)
+        return (*leaves.values(), *gradients_like(outputs, generator))
 
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device).to(self.dtype)
-
-        if self.channels_first:
-            x, grad = (normal(self.batch, self.channels, self.seqlen).mT for _ in range(2))
-        else:
-            columns = self.columns or self.channels
-            first = (columns - self.channels) // 2 // 8 * 8
-            x = normal(self.batch, self.seqlen, columns)[..., first : first + self.channels]
-            grad = normal(self.batch, self.seqlen, self.channels)
-        return x, normal(self.channels, self.width) / 2, normal(self.channels), grad
-
-    def moved_bytes(self) -> dict[str, int]:
-        """Bytes that forward and backward must read and write, parameters left out."""
-        elements = self.batch * self.seqlen * self.channels * self.dtype.itemsize
-        return {"forward": 2 * elements, "backward": 3 * elements}
-
-    def functions(self, device: str) -> dict[str, Function]:
-        offsets = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
-
-        def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return ssm_kernels.causal_conv1d(x, weight, bias, activation="silu", cu_seqlens=offsets)
-
-        def pytorch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            total = F.conv1d(x.mT, weight[:, None], bias, padding=self.width - 1, groups=self.channels)
-            return F.silu(total[..., : self.seqlen]).mT
-
-        found: dict[str, Function] = {"ours": ours}
-        if offsets is None:
-            found["pytorch"] = pytorch
-            if device == "cuda" and (peer := causal_conv1d_package()) is not None:
-                found["causal-conv1d"] = peer
+    def contenders(self, device: str) -> dict[str, Function]:
+        """Ours, PyTorch's and, on CUDA and if it is installed, causal-conv1d's."""
+        found = {"pytorch" if who == "PyTorch" else who: function for who, function in self.functions(device).items()}
+        if device == "cuda" and self.cu_seqlens is None and (peer := peers.causal_conv1d()) is not None:
+            found["causal-conv1d"] = peer
         return found
-
-
-def causal_conv1d_package() -> Function | None:
-    try:
-        from causal_conv1d import causal_conv1d_fn
-    except (ImportError, OSError):
-        return None
-    return lambda x, weight, bias: causal_conv1d_fn(x.mT, weight, bias, activation="silu").mT
 
 
 LAYER = {"batch": 8, "seqlen": 2048, "channels": 5376, "dtype": torch.bfloat16}
 SEQUENCES = tuple(range(0, 8 * 2048 + 1, 512))
 CUDA_CASES = [
-    Case("slice", **LAYER, columns=10576),
-    Case("channels-first", **LAYER, channels_first=True),
-    Case("contiguous", **LAYER),
-    Case("packed slice", **LAYER | {"batch": 1, "seqlen": SEQUENCES[-1]}, columns=10576, cu_seqlens=SEQUENCES),
-    Case("float32 slice", **LAYER | {"dtype": torch.float32}, columns=10576),
-    Case("batch 1 slice", **LAYER | {"batch": 1, "channels": 1792}, columns=3352),
+    Case(**LAYER, columns=10576, name="slice"),
+    Case(**LAYER, channels_first=True, name="channels-first"),
+    Case(**LAYER, name="contiguous"),
+    Case(**LAYER | {"batch": 1, "seqlen": SEQUENCES[-1]}, columns=10576, cu_seqlens=SEQUENCES, name="packed slice"),
+    Case(**LAYER | {"dtype": torch.float32}, columns=10576, name="float32 slice"),
+    Case(**LAYER | {"batch": 1, "channels": 1792}, columns=3352, name="batch 1 slice"),
 ]
 CPU_CASES = [
-    Case("slice", 2, 2048, 1536, columns=3352),
-    Case("channels-first", 2, 2048, 1536, channels_first=True),
-    Case("contiguous", 2, 2048, 1536),
-    Case("width 2, channels-first", 2, 2048, 1536, channels_first=True, width=2),
+    Case(2, 2048, 1536, columns=3352, name="slice"),
+    Case(2, 2048, 1536, channels_first=True, name="channels-first"),
+    Case(2, 2048, 1536, name="contiguous"),
+    Case(2, 2048, 1536, channels_first=True, width=2, name="width 2, channels-first"),
 ]
 
 
@@ -137,7 +97,7 @@ def measure_case(case: Case, device: str, trials: int, warmup: int) -> dict[str,
     tensors = case.tensors(device)
     row: dict[str, Any] = {**asdict(case), "bytes": case.moved_bytes(), "errors": {}, "seconds": {}}
     benchmarks: dict[str, Stages] = {}
-    for who, function in case.functions(device).items():
+    for who, function in case.contenders(device).items():
         row["errors"][who] = errors_of(case, function, tensors)
 
         def forward(function: Function = function) -> None:

@@ -49,7 +49,7 @@ from benchmarks.layer_cases import (
     median_of,
     models_are_missing,
 )
-from benchmarks.layer_operators import AddNormCase, ConvCase, GatedNormCase, OperatorCase
+from benchmarks.layer_operators import CONVOLUTION, CONVOLUTION_CHANNELS_FIRST, NORM_ADD, NORM_GATED, OperatorCase
 
 PEAK = Bar("peak", "share", 1.0, 0.9)
 STEP = Bar("step", "speed", 1.0, 1.5)
@@ -75,10 +75,10 @@ CASES: list[Case] = [
     *(LatencyCase((Bar("replay", "limit", 0.08e-3, 0.05e-3),), layer) for layer in LAYERS),
     *(ModelCase((Bar("step", "speed", 1.3, 1.5),), layer) for layer in LAYERS),
     *(GenerationCase((Bar("generate", "speed", 1.0, 1.5),), layer) for layer in LAYERS),
-    ConvCase(COPY),
-    ConvCase(COPY, channels_first=True),
-    GatedNormCase(COPY),
-    AddNormCase(ADD_NORM),
+    OperatorCase(COPY, CONVOLUTION),
+    OperatorCase(COPY, CONVOLUTION_CHANNELS_FIRST),
+    OperatorCase(COPY, NORM_GATED),
+    OperatorCase(ADD_NORM, NORM_ADD, with_pytorch=True),
 ]
 MODELS = (ModelCase, GenerationCase)
 # How the figures are printed: unit, its size, decimals.

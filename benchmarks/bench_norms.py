@@ -16,43 +16,33 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
 import ssm_kernels
 from benchmarks.harness import machine, require_cuda, time_graph
+from benchmarks.operator_cases import EPS, Function, Norm, normal_tensors, outputs_of
 from ssm_kernels import reference
 
 ops = torch.ops.ssm_kernels
 
 
 @dataclass(frozen=True)
-class Case:
-    """``operator``: a public one. With ``slice_of``, x and z are columns of a tensor that is so wide."""
-
-    operator: str
-    rows: int
-    columns: int
-    group_size: int | None = None
-    norm_before_gate: bool = False
-    bias: bool = False
-    residual_dtype: torch.dtype | None = None
-    slice_of: int | None = None
-    dtype: torch.dtype = torch.bfloat16
+class Case(Norm):
+    """A norm on a matrix, with all options in its name."""
 
     @property
     def name(self) -> str:
-        parts = [self.operator, f"R{self.rows} C{self.columns}", str(self.dtype).removeprefix("torch.")]
+        parts = [self.described.replace(" ", ", ", 1), str(self.dtype).removeprefix("torch.")]
         parts += [f"groups of {self.group_size}"] if self.group_size else []
         parts += ["norm before gate"] if self.norm_before_gate else []
         parts += ["bias"] if self.bias else []
@@ -60,35 +50,12 @@ class Case:
         parts += [f"slices of {self.slice_of}"] if self.slice_of else []
         return ", ".join(parts)
 
-    @property
-    def is_add(self) -> bool:
-        return self.operator.startswith("add")
-
-    @property
-    def subtract_mean(self) -> bool:
-        return "layer" in self.operator
-
-    def inputs(self, seed: int, rows: int | None = None) -> dict[str, Any]:
-        generator = torch.Generator("cuda").manual_seed(seed)
-        rows = rows or self.rows
-
-        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.randn(shape, generator=generator, device="cuda").to(dtype)
-
-        def sliced() -> Tensor:
-            return normal(rows, self.slice_of or self.columns)[:, : self.columns]
-
-        weight = 1 + normal(self.columns, dtype=torch.float32) / 8
-        bias = normal(self.columns, dtype=torch.float32) if self.bias else None
-        if self.is_add:
-            residual = normal(rows, self.columns, dtype=self.residual_dtype or self.dtype)
-            return {"x": sliced(), "residual": residual, "weight": weight, "bias": bias}
-        options = {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
-        return {"x": sliced(), "weight": weight, "z": sliced(), "bias": bias, **options}
+    def tensors(self, seed: int) -> dict[str, Tensor]:
+        return self.leaves(normal_tensors(torch.Generator("cuda").manual_seed(seed)))
 
 
-MAIN = (8 * 2048, 5120)
-RESIDUAL = (8 * 2048, 2560)
+MAIN = ((8 * 2048,), 5120)
+RESIDUAL = ((8 * 2048,), 2560)
 FP32 = torch.float32
 CASES = [
     Case("rms_norm_gated", *MAIN),
@@ -97,13 +64,13 @@ CASES = [
     Case("rms_norm_gated", *MAIN, group_size=640),
     Case("layer_norm_gated", *MAIN, bias=True),
     Case("rms_norm_gated", *MAIN, dtype=FP32),
-    Case("rms_norm_gated", 2048, 1536),
-    Case("rms_norm_gated", 8 * 2048, 16384),
+    Case("rms_norm_gated", (2048,), 1536),
+    Case("rms_norm_gated", (8 * 2048,), 16384),
     Case("add_rms_norm", *RESIDUAL),
     Case("add_rms_norm", *RESIDUAL, residual_dtype=FP32),
     Case("add_layer_norm", *RESIDUAL, bias=True),
-    Case("add_rms_norm", 8 * 2048, 768),
-    Case("add_rms_norm", 2048, 768),
+    Case("add_rms_norm", (8 * 2048,), 768),
+    Case("add_rms_norm", (2048,), 768),
 ]
 
 
@@ -111,16 +78,16 @@ class Calls:
     """Forward and backward of a case as calls on one set of tensors, made of the private operators."""
 
     def __init__(self, case: Case) -> None:
-        self.case = case
+        self.case, self.pytorch = case, case.functions("cuda")["PyTorch"]
 
     def forward(self, tensors: dict[str, Any]) -> tuple[Tensor, ...]:
         case = self.case
         if case.is_add:
-            first = (tensors[name] for name in ("x", "residual", "weight", "bias"))
-            return ops._add_norm_fwd(*first, 1e-5, None, False, case.subtract_mean)
-        first = (tensors[name] for name in ("x", "weight", "z", "bias"))
+            first = (tensors.get(name) for name in ("x", "residual", "weight", "bias"))
+            return ops._add_norm_fwd(*first, EPS, None, False, case.subtract_mean)
+        first = (tensors.get(name) for name in ("x", "weight", "z", "bias"))
         options = (case.group_size, case.norm_before_gate, "silu", case.subtract_mean)
-        return ops._norm_gated_fwd(*first, 1e-5, *options)
+        return ops._norm_gated_fwd(*first, EPS, *options)
 
     def prepare_backward(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors that backward reads."""
@@ -143,61 +110,37 @@ class Calls:
         if case.is_add:
             # A residual in the dtype of x shares its gradient.
             needs_grad = [True, case.residual_dtype is not None, True, case.bias]
-            arguments = (t["grad"], t["grad_new_residual"], t["new_residual"], t["weight"], t["bias"], t["mean"], t["rstd"])
+            arguments = (t["grad"], t["grad_new_residual"], t["new_residual"], t["weight"], t.get("bias"), t["mean"], t["rstd"])
             return ops._add_norm_bwd(*arguments, None, case.subtract_mean, needs_grad)
-        arguments = (t["grad"], t["x"], t["weight"], t["z"], t["bias"], t["mean"], t["rstd"])
+        arguments = (t["grad"], t["x"], t["weight"], t["z"], t.get("bias"), t["mean"], t["rstd"])
         options = (case.group_size, case.norm_before_gate, "silu", case.subtract_mean)
         return ops._norm_gated_bwd(*arguments, *options, [True, True, True, case.bias])
 
     def native(self, tensors: dict[str, Any]) -> tuple[Tensor, ...]:
-        """PyTorch's functions, in the dtype of x: forward, and gradients of the sum of the results."""
-        case = self.case
-        x, weight, bias = tensors["x"], tensors["weight"], tensors["bias"]
-        second = tensors["residual" if case.is_add else "z"]
-        leaves = [t.detach().requires_grad_() for t in (x, second, weight)]
-        x, second, weight = leaves
-        size = (case.group_size or case.columns,)
-
-        def norm(v: Tensor) -> Tensor:
-            v = v.unflatten(-1, (-1, *size)).to(case.dtype)
-            y = F.layer_norm(v, size) if case.subtract_mean else F.rms_norm(v, size, eps=1e-5)
-            y = y.flatten(-2) * weight.to(case.dtype)
-            return y if bias is None else y + bias.to(case.dtype)
-
-        if case.is_add:
-            new_residual = x + second
-            results: tuple[Tensor, ...] = (norm(new_residual), new_residual)
-        elif case.norm_before_gate:
-            results = (norm(x) * F.silu(second),)
-        else:
-            results = (norm(x * F.silu(second)),)
-        return torch.autograd.grad(results, leaves, [torch.ones_like(result) for result in results])
-
-
-def bytes_of(*tensors: Any) -> int:
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+        """PyTorch's functions: forward, and gradients of the sum of the results."""
+        names = [name for name in ("x", "residual", "weight", "z", "bias") if name in tensors]
+        leaves = {name: tensors[name].detach().requires_grad_() for name in names}
+        results = outputs_of(self.pytorch, leaves)
+        return torch.autograd.grad(results, [*leaves.values()], [torch.ones_like(result) for result in results])
 
 
 def error_of(case: Case) -> float:
     """Largest error of results and gradients over the roundings allowed to them; at most 1 for a right result."""
-    inputs = case.inputs(seed=1, rows=67)
+    inputs = replace(case, rows=(67,)).tensors(seed=1)
 
-    def evaluate(function: Callable[..., Any], tensors: dict[str, Any]) -> list[Tensor]:
-        leaves = {name: t.detach().requires_grad_() for name, t in tensors.items() if isinstance(t, Tensor)}
-        results = function(**(tensors | leaves))
-        results = (results,) if isinstance(results, Tensor) else results
+    def evaluate(function: Function, tensors: dict[str, Tensor]) -> list[Tensor]:
+        leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+        results = outputs_of(function, leaves)
         generator = torch.Generator("cuda").manual_seed(2)
         cotangents = [torch.randn(r.shape, generator=generator, device="cuda").to(case.dtype).to(r.dtype) for r in results]
         return [*results, *torch.autograd.grad(results, list(leaves.values()), cotangents)]
 
-    doubles = {name: value.double() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    doubles = {name: tensor.double() for name, tensor in inputs.items()}
     worst = 0.0
     for actual, exact in zip(
-        evaluate(getattr(ssm_kernels, case.operator), inputs),
-        evaluate(getattr(reference, case.operator), doubles),
-        strict=True,
+        evaluate(case.function_of(ssm_kernels), inputs), evaluate(case.function_of(reference), doubles), strict=True
     ):
-        # fp32 results follow from a rounded residual where that is of 16 bits.
+        # fp32 results follow from a residual that is rounded to the dtype of x.
         roundings = max(2 * torch.finfo(case.dtype).eps, 256 * torch.finfo(torch.float32).eps)
         worst = max(worst, ((actual.double() - exact).abs().max() / (roundings * exact.abs().max())).item())
     return worst
@@ -206,12 +149,10 @@ def error_of(case: Case) -> float:
 def measure_case(case: Case, trials: int) -> dict[str, Any]:
     calls = Calls(case)
     cache = torch.cuda.get_device_properties("cuda").L2_cache_size or 2**26
-    one = calls.prepare_backward(case.inputs(seed=0))
-    forward_bytes = bytes_of(*(one[name] for name in ("x", "z", "residual") if name in one), *calls.forward(one))
-    read = ("grad", "grad_new_residual", "new_residual") if case.is_add else ("grad", "x", "z")
-    backward_bytes = bytes_of(*(one[name] for name in read), *calls.backward(one))
-    count = min(32, max(2, math.ceil(4 * cache / forward_bytes)))
-    sets = [one, *(calls.prepare_backward(case.inputs(seed=i)) for i in range(1, count))]
+    one = calls.prepare_backward(case.tensors(seed=0))
+    moved = case.moved_bytes()
+    count = min(32, max(2, math.ceil(4 * cache / moved["forward"])))
+    sets = [one, *(calls.prepare_backward(case.tensors(seed=i)) for i in range(1, count))]
 
     def copy_of(size: int) -> dict[str, float]:
         half = size // 2 // 16 * 16  # both ends aligned
@@ -221,12 +162,12 @@ def measure_case(case: Case, trials: int) -> dict[str, Any]:
     row: dict[str, Any] = {
         "name": case.name,
         "error": error_of(case),
-        "forward_bytes": forward_bytes,
-        "backward_bytes": backward_bytes,
+        "forward_bytes": moved["forward"],
+        "backward_bytes": moved["backward"],
         "forward": time_graph(calls.forward, sets, trials).to_dict(),
         "backward": time_graph(calls.backward, sets, trials).to_dict(),
-        "forward_copy": copy_of(forward_bytes),
-        "backward_copy": copy_of(backward_bytes),
+        "forward_copy": copy_of(moved["forward"]),
+        "backward_copy": copy_of(moved["backward"]),
     }
     row["native"] = time_graph(calls.native, sets[: max(1, count // 4)], trials).to_dict()
     return row

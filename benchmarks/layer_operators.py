@@ -6,11 +6,9 @@ of the bytes that the operator must move and writes as many.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import ssm_kernels
@@ -29,73 +27,63 @@ from benchmarks.layer_cases import (
     attempts,
     relative_error,
 )
+from benchmarks.operator_cases import Convolution, Function, Norm, gradients_like, normal_tensors, outputs_of
 
-__all__ = ["AddNormCase", "ConvCase", "GatedNormCase", "OperatorCase"]
+__all__ = ["CONVOLUTION", "CONVOLUTION_CHANNELS_FIRST", "NORM_ADD", "NORM_GATED", "OperatorCase"]
 
 BF16, FP32 = torch.bfloat16, torch.float32
-Function = Callable[..., Tensor | tuple[Tensor, ...]]
 
-
-def outputs_of(function: Function, leaves: dict[str, Tensor]) -> tuple[Tensor, ...]:
-    out = function(*leaves.values())
-    return out if isinstance(out, tuple) else (out,)
+# What a Mamba-2 layer of 2560 channels calls: x of the convolution is a slice of the in-projection's output.
+CONVOLUTION = Convolution(8, 2048, 5376, columns=10576, dtype=BF16)
+CONVOLUTION_CHANNELS_FIRST = Convolution(8, 2048, 5376, channels_first=True, dtype=BF16)
+NORM_GATED = Norm("rms_norm_gated", (8, 2048), 5120, weight_dtype=BF16)
+NORM_ADD = Norm("add_rms_norm", (8, 2048), 2560, residual_dtype=FP32, weight_dtype=BF16)
 
 
 @dataclass(frozen=True)
 class OperatorCase(Case):
-    """Forward and backward of an operator on (batch, seqlen, channels), with gradients of every tensor."""
+    """Forward and backward of an operator, with gradients of every tensor; beside PyTorch's functions if ``with_pytorch``."""
 
-    batch: int = 8
-    seqlen: int = 2048
-    channels: int = 5120
+    call: Convolution | Norm = CONVOLUTION
+    with_pytorch: bool = False
     kind = "operator"
-    operator = ""
 
     @property
     def name(self) -> str:
-        return f"{self.operator} B{self.batch} L{self.seqlen} C{self.channels}"
+        return self.call.described
 
     def is_missing(self) -> str | None:
         """Why there is nothing to measure, or None."""
-        return None if hasattr(ssm_kernels, self.operator) else f"ssm_kernels has no {self.operator}"
+        return None if hasattr(ssm_kernels, self.call.operator) else f"ssm_kernels has no {self.call.operator}"
 
-    def leaves(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        """Makes the operator's arguments, in its order; ``normal`` makes a tensor of a shape and a dtype."""
-        raise NotImplementedError
+    def functions(self, device: torch.device) -> dict[str, Function]:
+        """Ours, PyTorch's if it is asked for, and the peer's if it is installed."""
+        found = self.call.functions(device)
+        if not self.with_pytorch:
+            found = {"ours": found["ours"]}
+        if self.call.operator in (installed := peers.layer_operators()):
+            found[PEER] = installed[self.call.operator]
+        return found
 
-    def functions(self) -> dict[str, Function]:
-        """Ours, and others without the peer's."""
-        raise NotImplementedError
-
-    def bytes_per_element(self) -> dict[str, int]:
-        """Bytes that forward and backward must move, parameters left out."""
-        raise NotImplementedError
-
-    def results(self, function: Function, leaves: dict[str, Tensor], gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
+    @staticmethod
+    def results(function: Function, leaves: dict[str, Tensor], gradients: tuple[Tensor, ...]) -> dict[str, Tensor]:
         """Outputs and gradients, of activations the first steps of the first sequence only."""
         leaves = {name: tensor.detach().requires_grad_() for name, tensor in leaves.items()}
-        steps = min(COMPARED_STEPS, self.seqlen)
         masked = [torch.zeros_like(gradient) for gradient in gradients]
         for target, gradient in zip(masked, gradients, strict=True):
-            target[:1, :steps] = gradient[:1, :steps]
+            target[:1, :COMPARED_STEPS] = gradient[:1, :COMPARED_STEPS]
         out = outputs_of(function, leaves)
         found = {f"out {i}": tensor.detach() for i, tensor in enumerate(out)}
         of_leaves = torch.autograd.grad(out, [*leaves.values()], masked)
         found |= {f"grad_{name}": gradient for name, gradient in zip(leaves, of_leaves, strict=True)}
-        return {name: tensor[:1, :steps] if tensor.dim() == 3 else tensor for name, tensor in found.items()}
+        return {name: tensor[:1, :COMPARED_STEPS] if tensor.dim() == 3 else tensor for name, tensor in found.items()}
 
     def measure(self, settings: Settings) -> Row:
         device, generator = settings.device, torch.Generator(settings.device).manual_seed(0)
-
-        def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
-            return torch.randn(shape, generator=generator, device=device).to(dtype)
-
-        functions = self.functions()
-        if self.operator in (installed := peers.layer_operators()):
-            functions[PEER] = installed[self.operator]
-        leaves = {name: tensor.requires_grad_() for name, tensor in self.leaves(normal).items()}
+        functions = self.functions(device)
+        leaves = {name: tensor.requires_grad_() for name, tensor in self.call.leaves(normal_tensors(generator)).items()}
         with torch.no_grad():
-            gradients = tuple(normal(*out.shape, dtype=out.dtype) for out in outputs_of(functions["ours"], leaves))
+            gradients = gradients_like(outputs_of(functions["ours"], leaves), generator)
         first = {
             name: (tensor[:1, :COMPARED_STEPS] if tensor.dim() == 3 else tensor).detach().cpu().double()
             for name, tensor in leaves.items()
@@ -121,7 +109,7 @@ class OperatorCase(Case):
 
         figures = attempts(functions, of_one)
         figures["copy"] = {"recorded": False, "unsupported": None}
-        moved = {what: size * self.batch * self.seqlen * self.channels for what, size in self.bytes_per_element().items()}
+        moved = self.call.moved_bytes()
         for what, size in moved.items():
             source, target = (torch.zeros(size // 2, dtype=torch.int8, device=device) for _ in range(2))
             stages["copy", what] = [lambda source=source, target=target: target.copy_(source)]
@@ -134,73 +122,3 @@ class OperatorCase(Case):
             and not error <= (WRONG_OUT if name.startswith("out") else WRONG_GRADIENT)
         ]
         return {**figures, "bytes": moved, "errors": errors, "wrong": wrong}
-
-
-@dataclass(frozen=True)
-class ConvCase(OperatorCase):
-    """Width 4 with bias and silu; x is a slice of the in-projection's output, or channels-first."""
-
-    channels: int = 5376
-    columns: int = 10576
-    channels_first: bool = False
-    operator = "causal_conv1d"
-
-    @property
-    def name(self) -> str:
-        return f"{super().name} {'channels-first' if self.channels_first else f'of {self.columns} columns'}"
-
-    def leaves(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        if self.channels_first:
-            x = normal(self.batch, self.channels, self.seqlen).mT
-        else:
-            start = (self.columns - self.channels) // 2 // 8 * 8
-            x = normal(self.batch, self.seqlen, self.columns)[..., start : start + self.channels]
-        return {"x": x, "weight": normal(self.channels, 4) / 2, "bias": normal(self.channels)}
-
-    def functions(self) -> dict[str, Function]:
-        return {"ours": lambda x, weight, bias: ssm_kernels.causal_conv1d(x, weight, bias, activation="silu")}
-
-    def bytes_per_element(self) -> dict[str, int]:
-        return {"forward": 4, "backward": 6}
-
-
-@dataclass(frozen=True)
-class GatedNormCase(OperatorCase):
-    """Mamba-2's norm of x * silu(z)."""
-
-    operator = "rms_norm_gated"
-
-    def leaves(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        shape = (self.batch, self.seqlen, self.channels)
-        return {"x": normal(*shape), "weight": 1 + normal(self.channels) / 8, "z": normal(*shape)}
-
-    def functions(self) -> dict[str, Function]:
-        return {"ours": lambda x, weight, z: ssm_kernels.rms_norm_gated(x, weight, z, eps=1e-5)}
-
-    def bytes_per_element(self) -> dict[str, int]:
-        return {"forward": 6, "backward": 10}
-
-
-@dataclass(frozen=True)
-class AddNormCase(OperatorCase):
-    """The sum with a float32 residual, and its norm; beside PyTorch's sum, ``rms_norm`` and cast as well."""
-
-    channels: int = 2560
-    operator = "add_rms_norm"
-
-    def leaves(self, normal: Callable[..., Tensor]) -> dict[str, Tensor]:
-        shape = (self.batch, self.seqlen, self.channels)
-        return {"x": normal(*shape), "residual": normal(*shape, dtype=FP32), "weight": 1 + normal(self.channels) / 8}
-
-    def functions(self) -> dict[str, Function]:
-        def by_pytorch(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            total = x + residual
-            return F.rms_norm(total, (self.channels,), weight.to(total.dtype), 1e-5).to(x.dtype), total
-
-        def ours(x: Tensor, residual: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-            return ssm_kernels.add_rms_norm(x, residual, weight, eps=1e-5, residual_in_fp32=x.dtype != torch.float64)
-
-        return {"ours": ours, "PyTorch": by_pytorch}
-
-    def bytes_per_element(self) -> dict[str, int]:
-        return {"forward": 12, "backward": 16}

@@ -21,6 +21,7 @@ __all__ = [
     "RECORDED_STATE_UPDATE",
     "SOURCE",
     "GatedScan",
+    "causal_conv1d",
     "described",
     "described_gated_scans",
     "described_layers",
@@ -161,18 +162,26 @@ def language_model() -> Callable[..., nn.Module] | None:
     return make
 
 
-def layer_operators() -> dict[str, Callable[..., Any]]:
-    """The operators between scans and projections in the peers' layers, by the names of ours; none if not installed."""
-    if not layers():
-        return {}
+def causal_conv1d() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """causal-conv1d's convolution with SiLU, or None if it is not installed."""
     try:
         from causal_conv1d import causal_conv1d_fn
+    except (ImportError, AttributeError, OSError, RuntimeError):
+        return None
+    return lambda x, weight, bias: causal_conv1d_fn(x.mT, weight, bias, activation="silu").mT
+
+
+def layer_operators() -> dict[str, Callable[..., Any]]:
+    """The operators between scans and projections in the peers' layers, by the names of ours; none if not installed."""
+    if not layers() or (convolution := causal_conv1d()) is None:
+        return {}
+    try:
         from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
         from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
     except (ImportError, AttributeError, OSError, RuntimeError):
         return {}
     return {
-        "causal_conv1d": lambda x, weight, bias: causal_conv1d_fn(x.mT, weight, bias, activation="silu").mT,
+        "causal_conv1d": convolution,
         "rms_norm_gated": lambda x, weight, z: rmsnorm_fn(x, weight, None, z=z, eps=1e-5, norm_before_gate=False),
         "add_rms_norm": lambda x, residual, weight: rms_norm_fn(
             x, weight, None, residual=residual, prenorm=True, residual_in_fp32=True, eps=1e-5

@@ -1,4 +1,4 @@
-"""benchmarks/bench_layers.py: its bars, what it counts as kept for backward, and its section of the page of results."""
+"""benchmarks/bench_layers.py: its bars, what it counts as kept for backward, its operators, and its section of the results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ import torch
 
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
-from benchmarks import bench_layers, layer_cases, peers, report
+from benchmarks import bench_causal_conv1d, bench_layers, bench_norms, layer_cases, peers, report
 from benchmarks.layer_cases import Bar, LayerCase
+from benchmarks.layer_operators import OperatorCase
+from benchmarks.operator_cases import Convolution, Norm, gradients_like, normal_tensors, outputs_of
+from ssm_kernels import reference
 
 
 def timing(seconds: float) -> dict[str, float]:
@@ -81,6 +84,53 @@ def test_layer_is_compared_with_float64(layer, monkeypatch):
 
     monkeypatch.setattr(layer_cases, "share_weights", spoil)
     assert "mamba_ssm: out" in case.row(settings)["wrong"]
+
+
+BF16 = torch.bfloat16
+SMALL_OPERATORS = [
+    Convolution(2, 300, 24, columns=64, dtype=BF16),
+    Convolution(2, 300, 24, channels_first=True, dtype=BF16),
+    Norm("rms_norm_gated", (2, 300), 24, weight_dtype=BF16),
+    Norm("add_rms_norm", (2, 300), 24, residual_dtype=torch.float32),
+]
+
+
+@pytest.mark.parametrize("call", SMALL_OPERATORS, ids=lambda call: call.described)
+def test_operator_is_compared_with_float64(call, monkeypatch):
+    """Results and gradients of ours and of PyTorch's functions are right; a peer that computes something else is wrong."""
+    ours = call.functions("cpu")["ours"]
+    monkeypatch.setattr(peers, "layer_operators", lambda: {call.operator: lambda x, *rest: ours(1.1 * x + 0.1, *rest)})
+    row = OperatorCase((Bar("forward", "speed", 0.0, None, "copy"),), call, True).row(
+        layer_cases.Settings(torch.device("cpu"), 1, 0)
+    )
+    assert row["wrong"] and all(wrong.startswith("mamba_ssm: out") for wrong in row["wrong"]), row["errors"]
+    assert row["judged"][0]["met"] and row["bytes"] == call.moved_bytes()
+    assert {"out 0", "grad_x", "grad_weight"} <= row["errors"]["PyTorch"].keys()
+
+
+@pytest.mark.parametrize("channels_first", [False, True])
+def test_gradients_have_the_strides_of_the_output(channels_first):
+    call, generator = Convolution(2, 10, 24, channels_first=channels_first), torch.Generator().manual_seed(0)
+    outputs = outputs_of(call.functions("cpu")["ours"], call.leaves(normal_tensors(generator)))
+    (gradient,) = gradients_like(outputs, generator)
+    assert gradient.stride() == outputs[0].stride() == ((240, 1, 10) if channels_first else (240, 24, 1))
+    assert gradient.std() > 0.5
+
+
+@pytest.mark.parametrize("case", bench_norms.CASES, ids=lambda case: case.name)
+def test_norms_beside_pytorch_and_the_reference(case):
+    """In float64, every case of bench_norms.py is the same norm in all three."""
+    sizes = {"columns": 1280} if case.group_size else {"columns": 24, "slice_of": case.slice_of and 64}
+    short = Norm(**{**case.__dict__, "rows": (5,), **sizes})
+    leaves = {name: t.double() for name, t in short.leaves(normal_tensors(torch.Generator().manual_seed(0))).items()}
+    exact = outputs_of(short.function_of(reference), leaves)
+    for function in short.functions("cpu").values():
+        torch.testing.assert_close(outputs_of(function, leaves), exact)
+
+
+def test_names_of_cases_are_unique():
+    for cases in (bench_norms.CASES, bench_causal_conv1d.CUDA_CASES, bench_causal_conv1d.CPU_CASES):
+        assert len({case.name for case in cases}) == len(cases)
 
 
 def test_every_case_has_its_own_name_and_recorded_layers_are_cases():
