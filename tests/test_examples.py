@@ -21,6 +21,10 @@ from plot_helpers import assert_legible  # noqa: E402
 
 TRAIN = Path(__file__).parents[1] / "examples" / "train_sequence.py"
 CHAR_LM = TRAIN.with_name("char_lm.py")
+# As Python does for a script: the scripts import training.py, which is beside them.
+sys.path.insert(0, str(TRAIN.parent))
+
+import training  # noqa: E402
 
 # 2 epochs of 13 steps.
 SHORT = ["--epochs", "2", "--batch-size", "100", "--d-model", "8", "--n-layers", "1"]
@@ -109,7 +113,7 @@ def test_learning_curves_are_legible(models, steps):
     example = runpy.run_path(str(TRAIN))
     losses = [2.3 * 0.99**step for step in range(steps)]
     history = example["History"](losses, [(steps // 2, 0.5), (steps, 0.97)])
-    with matplotlib.style.context(example["STYLE"]):
+    with matplotlib.style.context(training.STYLE):
         assert_legible(example["learning_curves"](dict.fromkeys(models, history), f"digits: {', '.join(models)}"))
 
 
@@ -227,7 +231,8 @@ def test_checkpoints_that_do_not_fit(tmp_path, train, mistake):
 )
 def test_missing_packages(script, package, install):
     """Python with an import that fails: what the example says without scikit-learn, or without tqdm."""
-    program = f"import sys, runpy; sys.modules[{package!r}] = None; runpy.run_path({str(script)!r}, run_name='__main__')"
+    program = f"import sys, runpy; sys.modules[{package!r}] = None; sys.path.insert(0, {str(script.parent)!r})\n"
+    program += f"runpy.run_path({str(script)!r}, run_name='__main__')"
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
     assert run.returncode == 1
     assert re.fullmatch(rf"{re.escape(script.name)}: error: .*{package}.*: pip install {install}\n", run.stderr)
@@ -282,7 +287,7 @@ def test_seed_model_and_discretization_decide_the_run_of_char_lm(tmp_path, char_
 def test_curve_of_char_lm_is_legible(steps):
     example = runpy.run_path(str(CHAR_LM))
     history = example["History"]([8 * 0.99**step for step in range(steps)], [(max(1, steps // 2), 5.0), (steps, 2.31)])
-    with matplotlib.style.context(example["STYLE"]):
+    with matplotlib.style.context(training.STYLE):
         title = "mamba2 (discretization highorder) on Python's reference pages"
         assert_legible(example["learning_curve"](history, title))
 
