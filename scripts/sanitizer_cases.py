@@ -364,6 +364,11 @@ def state_update_cases() -> Iterator[tuple[str, Inputs]]:
         name = f"{dtype} {state_dtype}"
         for dstate in (1, 8, 16, 64, 128, 255, 256):
             yield f"dstate {dstate} {name}", make_step_inputs(dim=9, dstate=dstate, **options)
+        for dstate in (7, 32):
+            inputs = make_step_inputs(dim=37, dstate=dstate, **options)
+            cast = inputs | {parameter: inputs[parameter].to(dtype) for parameter in ("A", "D", "dt_bias")}
+            yield f"parameters in the dtype of x, dstate {dstate} {name}", cast
+            yield f"the same, tied {name}", cast | {"A": cast["A"][:, :1].expand(37, dstate)}
         for layout in ("transposed", "permuted", "offset", "sliced"):
             yield f"{layout} {name}", make_step_inputs(heads=3, dim=5, dstate=16, groups=3, layout=layout, **options)
         yield f"groups {name}", make_step_inputs(heads=6, dim=11, dstate=64, groups=2, **options)

@@ -168,13 +168,14 @@ def selective_state_update(
             inputs), or the dtype of ``x``. With ``state_batch_indices`` its first size is the number of cache slots instead.
         x: (batch, dim) or (batch, heads, headdim).
         dt: shape and dtype of ``x`` (with heads often expanded over headdim, which is read without a copy).
-        A: (dim, dstate) or (heads, headdim, dstate); float32 (float64 with float64 inputs); may be expanded.
+        A: (dim, dstate) or (heads, headdim, dstate); float32 (float64 with float64 inputs), or the dtype of ``x``; may be
+            expanded.
         B: (batch, dstate) or (batch, groups, dstate), dtype of ``x``. The groups divide dim or, where there
             are heads, the heads.
         C: shape and dtype of ``B``.
-        D: (dim,) or (heads, headdim), dtype of ``A`` or of ``x``.
+        D: (dim,) or (heads, headdim), dtypes as for ``A``.
         z: gate, shape and dtype of ``x``.
-        dt_bias: (dim,) or (heads, headdim), dtype of ``A`` or of ``x``.
+        dt_bias: (dim,) or (heads, headdim), dtypes as for ``A``.
         dt_softplus: apply softplus to ``dt + dt_bias``.
         state_batch_indices: (batch,), int32 or int64: the slot of ``state`` that each row of the batch uses. A negative index
             is padding: the output is zero and no state is touched. Other indices must be distinct and below the number of

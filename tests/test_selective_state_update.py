@@ -147,14 +147,26 @@ def test_limits_of_the_step_size_that_exclude_each_other(device):
         selective_state_update(**make_step_inputs(device=device) | {"dt_limit": 0.5})
 
 
-@pytest.mark.parametrize("names", [("D",), ("dt_bias",), ("D", "dt_bias")], ids="-".join)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
-def test_D_and_dt_bias_in_the_dtype_of_x(dtype, names, device):
-    for form in ("channels", "heads"):
-        inputs = make_step_inputs(**STEP_FORMS[form], dstate=16, dtype=dtype, device=device)
+@pytest.mark.parametrize("names", [("D",), ("dt_bias",), ("A",), ("A", "D", "dt_bias")], ids="-".join)
+@every_dtype
+def test_parameters_in_the_dtype_of_x(dtype, state_dtype, names, device):
+    for form, dstate, tied, is_log in itertools.product(("channels", "heads"), (3, 16), (False, True), (False, True)):
+        inputs = make_step_inputs(**STEP_FORMS[form], dstate=dstate, dtype=dtype, state_dtype=state_dtype, device=device)
+        if is_log:
+            inputs |= {"A": torch.log(-inputs["A"]), "A_is_log": True}
         cast = inputs | {name: inputs[name].to(dtype) for name in names}
-        actual, expected = step(cast), step(cast | {name: cast[name].float() for name in names})
+        wide = cast | {name: cast[name].to(inputs["A"].dtype) for name in names}
+        actual, expected = (step(tie(i) if tied else i) for i in (cast, wide))
         assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_layout_of_A_in_the_dtype_of_x(layout, device):
+    inputs = make_step_inputs(**STEP_FORMS["heads_groups"], dstate=16, dtype=torch.bfloat16, device=device)
+    A = inputs["A"].bfloat16()
+    expected = step(inputs | {"A": A.float()})
+    for actual, value in zip(step(inputs | {"A": arrange(A, layout)}), expected, strict=True):
+        torch.testing.assert_close(actual, value, rtol=1e-5, atol=1e-6)
 
 
 def test_B_and_C_without_groups_beside_heads(device):

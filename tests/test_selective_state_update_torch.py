@@ -283,7 +283,7 @@ BAD_DTYPES = [
     (torch.float16, "state", torch.bfloat16, "expected state of dtype Float (with x of dtype Half), got BFloat16"),
     (torch.float64, "state", torch.float32, "expected state of dtype Double (with x of dtype Double), got Float"),
     (torch.bfloat16, "dt", torch.float32, "expected dt of dtype BFloat16 (with x of dtype BFloat16), got Float"),
-    (torch.bfloat16, "A", torch.bfloat16, "expected A of dtype Float (with x of dtype BFloat16), got BFloat16"),
+    (torch.bfloat16, "A", torch.float16, "expected A of dtype Float (with x of dtype BFloat16), got Half"),
     (torch.float32, "A", torch.complex64, "expected a real A, got ComplexFloat: complex tensors are not supported"),
     (torch.bfloat16, "B", torch.float32, "expected B of dtype BFloat16 (with x of dtype BFloat16), got Float"),
     (torch.float16, "C", torch.bfloat16, "expected C of dtype Half (with x of dtype Half), got BFloat16"),

@@ -188,19 +188,19 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   };
   State* const state =
       static_cast<State*>(p.state.data) + times(Index(slot), p.state.stride_batch) + row_in(p.state, tiling.state_stride_row);
-  const Acc* const A = static_cast<const Acc*>(p.A.data) + (tied_A ? offset_in(p.A) : row_in(p.A, tiling.A_stride_row));
+  // In elements: of the lane's number where A is tied, else of a row.
+  const auto A_offset = tied_A ? offset_in(p.A) : row_in(p.A, tiling.A_stride_row);
 
   // Loads only, up to the next comment: the latencies of all of them overlap.
   Input x_in, dt_in, z_in;
-  Parameter<Input> dt_bias, skip;
-  Acc row_A = 0;
+  Parameter<Input> dt_bias, skip, tied;
   if (owner) {
     dt_in = static_cast<const Input*>(p.dt.data)[offset_in(p.dt)];
     x_in = static_cast<const Input*>(p.x.data)[offset_in(p.x)];
     if (p.dt_bias.data != nullptr) dt_bias.load(p.dt_bias.data, offset_in(p.dt_bias), p.dt_bias_is_input_kind);
     if (p.D.data != nullptr) skip.load(p.D.data, offset_in(p.D), p.D_is_input_kind);
     if (p.z.data != nullptr) z_in = static_cast<const Input*>(p.z.data)[offset_in(p.z)];
-    if constexpr (tied_A) row_A = *A;
+    if constexpr (tied_A) tied.load(p.A.data, A_offset, p.A_is_input_kind);
   }
   int first_row = 0;
   const auto is_active = [&](int r) { return first_row + r < tile.rows && n < dstate; };
@@ -218,14 +218,26 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   };
   Vector<State, kVectorSize> h[kRowsInFlight];
   Vector<Acc, kVectorSize> A_n[tied_A ? 1 : kRowsInFlight];
+  const auto load_A = [&](const auto* A) {
+#pragma unroll
+    for (int r = 0; r < kRowsInFlight; ++r) {
+      const auto loaded = load_if<kVectorSize>(is_active(r), element(A, r, tiling.A_stride_row, p.A.stride_state));
+#pragma unroll
+      for (int i = 0; i < kVectorSize; ++i) A_n[r].set(i, loaded.accumulate(i));
+    }
+  };
   const auto load_rows = [&] {
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
       const State* const source = element(state, r, tiling.state_stride_row, p.state.stride_state);
       h[r] = is_active(r) ? Vector<State, kVectorSize>::load_once(source) : Vector<State, kVectorSize>::zero();
-      if constexpr (!tied_A) A_n[r] = load_if<kVectorSize>(is_active(r), element(A, r, tiling.A_stride_row, p.A.stride_state));
     }
     if constexpr (!tied_A) {
+      if (!std::is_same_v<Input, Acc> && p.A_is_input_kind) {
+        load_A(static_cast<const Input*>(p.A.data) + A_offset);
+      } else {
+        load_A(static_cast<const Acc*>(p.A.data) + A_offset);
+      }
       if (p.A_is_log) {
 #pragma unroll
         for (int r = 0; r < kRowsInFlight; ++r) {
@@ -250,6 +262,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
     first = delta;
     second = delta * x;
     if constexpr (tied_A) {
+      Acc row_A = tied.value(p.A_is_input_kind);
       if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
       const Acc z = delta * row_A, basis = method.basis(z);
       first = method.abar(z, basis);

@@ -55,8 +55,8 @@ struct StateUpdateParams {
   double dt_min = 0, dt_max = 0;
   ScalarKind input_kind = ScalarKind::kFloat;  // of x, dt, B, C, z and out
   ScalarKind state_kind = ScalarKind::kFloat;
-  bool D_is_input_kind = false;  // else the accumulation type, which A always has
-  bool dt_bias_is_input_kind = false;
+  // Else the accumulation type.
+  bool A_is_input_kind = false, D_is_input_kind = false, dt_bias_is_input_kind = false;
 
   StateView state, A;
   ChannelView x, dt, z, out, D, dt_bias;

@@ -4,7 +4,7 @@
 //
 // What belongs to a row (softplus, gate, and Abar and the gain where A is tied) is computed for a block of rows at once, a SIMD
 // lane a row; then row after row the state is updated, a SIMD lane a state. A row of the state or of A that is not contiguous
-// passes through scratch memory. This file is compiled once per instruction set.
+// passes through scratch memory, as does a row of A in the inputs' type. This file is compiled once per instruction set.
 
 #include <algorithm>
 #include <type_traits>
@@ -35,6 +35,16 @@ struct Rows {
   alignas(64) Acc C[kMaxDstate];
 };
 
+// The first values of a row of A.
+template <typename Acc>
+void gather_A(const StateUpdateParams& p, int64_t row, int64_t count, Acc* target) {
+  const auto gather = [&](const auto* A) {
+    for (int64_t n = 0; n < count; ++n) target[n] = static_cast<Acc>(A[row + n * p.A.stride_state]);
+  };
+  if (!p.A_is_input_kind) return gather(static_cast<const Acc*>(p.A.data));
+  visit_scalar(p.input_kind, [&](auto input) { gather(static_cast<const decltype(input)*>(p.A.data)); });
+}
+
 // Updates the state of the rows and sets their y.
 template <typename Acc, typename State, typename Method>
 void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
@@ -43,14 +53,13 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
   const auto row_of = [&](const StateView& view, int64_t r) {
     return view.stride_batch * rows.slot + view.stride_head * rows.head[r] + view.stride_dim * rows.dim[r];
   };
-  const Acc* const A = static_cast<const Acc*>(p.A.data);
   State* const state = static_cast<State*>(p.state.data);
   const auto value_of_A = [&](const V& A) { return p.A_is_log ? Math<V>::exp(A).neg() : A; };
 
   alignas(64) Acc tied_abar[kSize] = {}, tied_factor[kSize] = {};
   if (p.tied_A()) {
     alignas(64) Acc row_A[kSize] = {};
-    for (int64_t r = 0; r < rows.count; ++r) row_A[r] = A[row_of(p.A, r)];
+    for (int64_t r = 0; r < rows.count; ++r) gather_A(p, row_of(p.A, r), 1, row_A + r);
     const V z = V::loadu(rows.delta) * value_of_A(V::loadu(row_A)), basis = Method::basis(z);
     Method::abar(z, basis).store(tied_abar);
     (V::loadu(rows.input) * Method::gain(z, basis)).store(tied_factor);
@@ -65,10 +74,13 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
       for (int64_t n = 0; n < p.dstate; ++n) gathered_state[n] = strided_h[n * p.state.stride_state];
       h = gathered_state;
     }
-    const Acc* row_A = A + row_of(p.A, r);
-    if (!p.tied_A() && p.A.stride_state != 1) {
-      for (int64_t n = 0; n < p.dstate; ++n) gathered_A[n] = row_A[n * p.A.stride_state];
-      row_A = gathered_A;
+    const Acc* row_A = gathered_A;
+    if (!p.tied_A()) {
+      if (p.A.stride_state == 1 && !p.A_is_input_kind) {
+        row_A = static_cast<const Acc*>(p.A.data) + row_of(p.A, r);
+      } else {
+        gather_A(p, row_of(p.A, r), p.dstate, gathered_A);
+      }
     }
 
     const V delta(rows.delta[r]), input(rows.input[r]);

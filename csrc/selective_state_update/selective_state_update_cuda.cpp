@@ -66,6 +66,7 @@ bool can_be_fast(const StateUpdateParams& p) {
   if (p.input_kind == ScalarKind::kDouble) return false;
   constexpr int64_t kAccumulateBytes = 4;
   const int64_t state_bytes = bytes_of(p.state_kind), input_bytes = bytes_of(p.input_kind);
+  const int64_t A_bytes = p.A_is_input_kind ? input_bytes : kAccumulateBytes;
   const int64_t vector_size = kVectorBytes / state_bytes;
   const auto fits = [&](const GroupView& view) {
     return view.stride_state == 1 && is_aligned(view.data, input_bytes, vector_size, {view.stride_batch, view.stride_group}) &&
@@ -78,7 +79,7 @@ bool can_be_fast(const StateUpdateParams& p) {
     return false;
   }
   if (!p.tied_A() && (p.A.stride_state != 1 || !A_row.has_value() || !are_narrow({*A_row}) ||
-                      !is_aligned(p.A.data, kAccumulateBytes, vector_size, {*A_row}))) {
+                      !is_aligned(p.A.data, A_bytes, vector_size, {*A_row}))) {
     return false;
   }
   return are_narrow({p.batch, p.slots, p.channels(), p.A.stride_head, p.A.stride_dim}) && are_narrow(p.x) && are_narrow(p.dt) &&

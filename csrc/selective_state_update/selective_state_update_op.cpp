@@ -63,7 +63,7 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
   checks.tensor("state", in.state, form.state, state_shape, in.state.scalar_type() == dtype ? dtype : checks.accumulate());
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
   checks.tensor("dt", in.dt, form.input, in.x.sym_sizes(), dtype);
-  checks.tensor("A", in.A, form.A, channels_dstate, checks.accumulate());
+  check_parameter(checks, "A", in.A, form.A, channels_dstate, in);
   TORCH_CHECK_VALUE(in.B.dim() == 2 || in.B.dim() == 3, kOp,
                     ": expected B of shape (batch, dstate) or (batch, groups, dstate), got ", in.B.sym_sizes());
   if (in.B.dim() == 2) {
@@ -157,6 +157,7 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_s
   params.state = {in.state.mutable_data_ptr(), stride_of(in.state, 0), has_heads ? stride_of(in.state, 1) : 0,
                   stride_of(in.state, -2), stride_of(in.state, -1)};
   params.A = {data_of(in.A, Access::kRead), 0, has_heads ? stride_of(in.A, 0) : 0, stride_of(in.A, -2), stride_of(in.A, -1)};
+  params.A_is_input_kind = in.A.scalar_type() == in.x.scalar_type();
   params.x = batched_view(in.x, Access::kRead);
   params.dt = batched_view(in.dt, Access::kRead);
   params.out = batched_view(out, Access::kWrite);

@@ -18,6 +18,11 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def readable(parameter: Tensor, dtype: torch.dtype) -> Tensor:
+    """``parameter`` as the decoding steps read it beside activations of ``dtype``: in that dtype, or in its wide dtype."""
+    return parameter if parameter.dtype in (dtype, wide_dtype(dtype)) else parameter.to(wide_dtype(dtype))
+
+
 def mark_parameters(mark: str, *parameters: nn.Parameter) -> None:
     """Sets an attribute that training code written for ``mamba_ssm`` looks for."""
     for parameter in parameters:

@@ -37,7 +37,7 @@ from .checks import (
     check_step_sizes,
     check_tensor,
 )
-from .common import ConvMixer, expanded, init_dt_bias, mark_parameters, short_convolution, wide_dtype
+from .common import ConvMixer, expanded, init_dt_bias, mark_parameters, readable, short_convolution, wide_dtype
 from .discretized import DiscretizedModule
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
@@ -309,18 +309,17 @@ class Mamba2(DiscretizedModule, ConvMixer):
         mlp, mixed = self._project(hidden_states[:, 0])
         z, xBC, dt = mixed.split([self.d_ssm, self.conv1d.weight.shape[0], self.nheads], dim=-1)
         x, B, C = self._split_heads(self._convolve_step(xBC, conv_state))
-        D, dt_bias = (v if v.dim() > 1 else v[:, None] for v in self._D_and_dt_bias(x.dtype))
-        A_log = self.A_log.to(D.dtype)[:, None, None]
+        D = self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D[:, None]
         y = selective_state_update(
             ssm_state,
             x,
             dt[..., None].expand(x.shape),
-            A_log.expand(-1, self.headdim, self.d_state),
+            readable(self.A_log, x.dtype)[:, None, None].expand(-1, self.headdim, self.d_state),
             B,
             C,
-            D.expand(-1, self.headdim),
+            readable(D, x.dtype).expand(-1, self.headdim),
             None if self.rmsnorm else z.unflatten(-1, (self.nheads, self.headdim)),
-            dt_bias.expand(-1, self.headdim),
+            readable(self.dt_bias, x.dtype)[:, None].expand(-1, self.headdim),
             dt_softplus=True,
             dt_limit=self.dt_limit,
             discretization=self.discretization,

@@ -33,7 +33,7 @@ from .checks import (
     check_step_sizes,
     check_tensor,
 )
-from .common import init_dt_bias, mark_parameters, wide_dtype
+from .common import init_dt_bias, mark_parameters, readable, wide_dtype
 from .discretized import DiscretizedModule
 
 __all__ = ["SelectiveSSM"]
@@ -115,7 +115,7 @@ class SelectiveBase(DiscretizedModule):
         dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
         return self.dt_proj(dt), B, C
 
-    def _delta_bias(self, wide: torch.dtype) -> Tensor | None:
+    def _delta_bias(self) -> Tensor | None:
         """The bias that the scan adds to ``delta``.
 
         It is that of the :class:`StepProjection` in ``dt_proj``, which leaves it out: ``dt_proj`` itself, or the layer that an
@@ -124,12 +124,12 @@ class SelectiveBase(DiscretizedModule):
         projections = [self.dt_proj]
         if not isinstance(self.dt_proj, StepProjection):
             projections = [module for module in self.dt_proj.modules() if isinstance(module, StepProjection)]
-        return projections[-1].bias.to(wide) if projections else None
+        return projections[-1].bias if projections else None
 
     def _scan(self, x: Tensor, z: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
         """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state."""
         delta, B, C = self._project(x)
-        wide = wide_dtype(x.dtype)
+        wide, bias = wide_dtype(x.dtype), self._delta_bias()
         return torch.ops.ssm_kernels._mamba_mixer(
             x,
             delta,
@@ -138,7 +138,7 @@ class SelectiveBase(DiscretizedModule):
             C,
             self.D.to(wide),
             z,
-            self._delta_bias(wide),
+            None if bias is None else bias.to(wide),
             None if initial_state is None else initial_state.to(wide),
             self.discretization,
         )
@@ -146,12 +146,22 @@ class SelectiveBase(DiscretizedModule):
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
         dt, B, C = self._project(x)
-        wide = wide_dtype(dt.dtype)
-        A_log, D, dt_bias = self.A_log.to(wide), self.D.to(wide), self._delta_bias(wide)
+        dt_bias = self._delta_bias()
         # Autocast lowers the projections but not x itself.
         x, z = x.to(dt.dtype), None if z is None else z.to(dt.dtype)
         return selective_state_update(
-            state, x, dt, A_log, B, C, D, z, dt_bias, dt_softplus=True, discretization=self.discretization, A_is_log=True
+            state,
+            x,
+            dt,
+            readable(self.A_log, dt.dtype),
+            B,
+            C,
+            readable(self.D, dt.dtype),
+            z,
+            None if dt_bias is None else readable(dt_bias, dt.dtype),
+            dt_softplus=True,
+            discretization=self.discretization,
+            A_is_log=True,
         )
 
     _state_axes = "(batch, d_inner, d_state)"
