@@ -1,14 +1,24 @@
-"""linear_scan's family of gated linear recurrences: the scans, and a step of each. Typed and documented as ops.py."""
+"""linear_scan's family of gated linear recurrences: the scans, and from ``recurrence_steps.py`` the steps. Typed as ops.py."""
 
 from __future__ import annotations
 
-import numbers
 from typing import Literal, overload
 
 import torch
 from torch import Tensor
 
 from ._arguments import names_arguments
+from .recurrence_steps import (
+    diag_linear_step,
+    elu_gru_step,
+    hgrn_step,
+    linear_step,
+    liquid_step,
+    mingru_step,
+    minlstm_step,
+    rglru_step,
+    step_size,
+)
 
 __all__ = [
     "diag_linear_scan",
@@ -330,7 +340,7 @@ def liquid_scan(
         TypeError: ``dt`` is neither a tensor nor a number, another argument is not a tensor, or a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan(
-        candidate, tau, _step_size("liquid_scan", dt, candidate), h0, reverse=reverse, cu_seqlens=cu_seqlens
+        candidate, tau, step_size("liquid_scan", dt, candidate), h0, reverse=reverse, cu_seqlens=cu_seqlens
     )
     return results if return_last_state else results[0]
 
@@ -584,111 +594,3 @@ def diag_linear_scan(
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan(gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens)
     return results if return_last_state else results[0]
-
-
-def _step_size(operator: str, dt: Tensor | float, candidate: Tensor) -> Tensor:
-    """``dt`` as a tensor."""
-    if isinstance(dt, Tensor):
-        return dt
-    if not isinstance(dt, numbers.Real):
-        raise TypeError(f"{operator}: expected dt to be a tensor or a number, got {type(dt).__name__}")
-    if not isinstance(candidate, Tensor):
-        raise TypeError(f"{operator}: expected candidate to be a tensor, got {type(candidate).__name__}")
-    dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
-    # One for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
-    return torch.full(candidate.shape[-1:], dt, dtype=dtype, device=candidate.device)
-
-
-@names_arguments
-def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`linear_scan`, for decoding: a scan of seqlen 1. The steps of the other scans are documented here too.
-
-    Args:
-        a, b: the scan's inputs in its order, (batch, channels). Inputs that broadcast do so to this shape.
-        state: state before the step, (batch, channels), float32 (float64 with float64 inputs); zero if absent. Not modified.
-
-    Returns:
-        ``(h, new_state)``: the same state in the dtype of the first input and in that of ``state``. Differentiable as the scan.
-
-    Options and what is raised are the scan's, with the names of the step and its arguments in the messages.
-    """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_step(a, b, state)
-    return results
-
-
-@names_arguments
-def mingru_step(
-    gate: Tensor,
-    candidate: Tensor,
-    state: Tensor | None = None,
-    *,
-    candidate_activation: str | None = None,
-    gate_is_logit: bool = True,
-) -> tuple[Tensor, Tensor]:
-    """One step of :func:`mingru_scan`; see :func:`linear_step`."""
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_step(
-        gate, candidate, state, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit
-    )
-    return results
-
-
-@names_arguments
-def minlstm_step(
-    forget: Tensor,
-    input: Tensor,
-    candidate: Tensor,
-    state: Tensor | None = None,
-    *,
-    candidate_activation: str | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One step of :func:`minlstm_scan`; see :func:`linear_step`."""
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_step(
-        forget, input, candidate, state, candidate_activation=candidate_activation
-    )
-    return results
-
-
-@names_arguments
-def liquid_step(candidate: Tensor, tau: Tensor, dt: Tensor | float, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`liquid_scan`; see :func:`linear_step`."""
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_step(
-        candidate, tau, _step_size("liquid_step", dt, candidate), state
-    )
-    return results
-
-
-@names_arguments
-def rglru_step(
-    recurrence_gate: Tensor,
-    input_gate: Tensor,
-    *,
-    x: Tensor,
-    recurrent_param: Tensor,
-    state: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """One step of :func:`rglru_scan`; see :func:`linear_step`."""
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_step(
-        recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, state=state
-    )
-    return results
-
-
-@names_arguments
-def hgrn_step(log_gate: Tensor, *, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`hgrn_scan`; see :func:`linear_step`."""
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_step(log_gate, x=x, state=state)
-    return results
-
-
-@names_arguments
-def elu_gru_step(gate: Tensor, candidate: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`elu_gru_scan`; see :func:`linear_step`."""
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_step(gate, candidate, state)
-    return results
-
-
-@names_arguments
-def diag_linear_step(gate: Tensor, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`diag_linear_scan`; see :func:`linear_step`."""
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_step(gate, x, state)
-    return results

@@ -20,8 +20,9 @@
 // Options that change the formulas are a base class. Kernels for common cases have one that the compiler knows: visit(options,
 // visitor) makes types of the options. Other kernels read RuntimeOptions.
 //
-// To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference.py and a row in the tests'
-// table (and the documented function in ssm_kernels/ops.py). docs/recurrences.md has the formulas and their sources.
+// To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference_recurrences.py and a row in
+// the tests' table (and the documented function in ssm_kernels/recurrences.py). docs/recurrences.md has the formulas and their
+// sources.
 #pragma once
 
 #include <array>
