@@ -6,7 +6,7 @@
 
 namespace ssm_kernels::norm {
 
-// In the order of kActivationNames in norm_op.cpp.
+// In the order of kActivationNames in norm_gated_op.cpp.
 enum class GateActivation : int { kSilu, kGelu, kGeluTanh, kSigmoid, kNone };
 
 template <typename T>

@@ -1,4 +1,4 @@
-// Between the norms' dispatcher-facing half (norm_op.cpp) and their devices, which see plain data alone.
+// Between the norms' dispatcher-facing half (norm_call.cpp) and their devices, which see plain data alone.
 #pragma once
 
 #include "norm/norm.h"

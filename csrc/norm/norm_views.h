@@ -1,4 +1,4 @@
-// From the tensors of a call to the kernels' views of them. Host code of norm_op.cpp.
+// From the tensors of a call to the kernels' views of them. Host code of norm_call.cpp and the operators.
 #pragma once
 
 #include <ATen/core/Tensor.h>

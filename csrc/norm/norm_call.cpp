@@ -1,0 +1,137 @@
+#include "norm/norm_call.h"
+
+#include <ATen/core/grad_mode.h>
+#include <ATen/ops/empty.h>
+
+#include <utility>
+
+#include "norm/norm_op.h"
+#include "torch/dispatch.h"
+
+namespace ssm_kernels::norm {
+
+ArgumentChecks check_call(const Call& call, const char* like_name) {
+  const ArgumentChecks checks(call.op, like_name, call.like);
+  TORCH_CHECK_VALUE(call.like.dim() >= 1 && call.columns() >= 1, call.op, ": expected ", like_name, " of shape ", kRowAxes,
+                    " with at least one column, got ", call.like.sym_sizes());
+  TORCH_CHECK_VALUE(call.columns() <= kMaxColumns, call.op, ": expected at most ", kMaxColumns, " columns, got ",
+                    call.columns());
+  TORCH_CHECK_VALUE(call.group() >= 1 && call.columns() % call.group() == 0, call.op,
+                    ": expected group_size to divide columns = ", call.columns(), ", got ", call.group());
+  const auto check_parameter = [&](const char* name, const OptionalTensor& parameter) {
+    if (!is_present(parameter)) return;
+    checks.shape(name, *parameter, "(columns,)", {call.columns()});
+    checks.dtype_or_accumulate(name, *parameter);
+    checks.device(name, *parameter);
+  };
+  check_parameter("weight", call.weight);
+  check_parameter("bias", call.bias);
+  return checks;
+}
+
+void check_eps(const char* op, double eps) { TORCH_CHECK_VALUE(eps >= 0, op, ": expected eps >= 0, got ", eps); }
+
+void check_statistics(const Call& call, const ArgumentChecks& checks, const Tensor& mean, const Tensor& rstd) {
+  checks.tensor("rstd", rstd, "(rows, groups)", {call.rows(), call.groups()}, checks.accumulate());
+  if (call.subtract_mean) {
+    checks.tensor("mean", mean, "(rows, groups)", {call.rows(), call.groups()}, checks.accumulate());
+  }
+}
+
+Tensor empty_rows(const Tensor& like, at::ScalarType dtype) {
+  return at::empty_symint(like.sym_sizes(), like.options().dtype(dtype));
+}
+
+Tensor empty_statistics(const Call& call) { return at::empty_symint({call.rows(), call.groups()}, call.statistics_options()); }
+
+Tensor nothing(const Call& call) { return at::empty({0}, call.statistics_options()); }
+
+Tensor empty_gradient(const Call& call, const OptionalTensor& parameter, bool is_needed) {
+  return is_needed && is_present(parameter) ? at::empty_symint(parameter->sym_sizes(), parameter->options()) : nothing(call);
+}
+
+namespace {
+
+const DeviceKernels& kernels_of(const Tensor& tensor) {
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (tensor.is_cuda()) return kCuda;
+#endif
+  return kCpu;
+}
+
+ParameterView gradient_view(const Tensor& gradient) {
+  if (!gradient.defined() || gradient.numel() == 0) return {};
+  return {gradient.mutable_data_ptr(), is_accumulate(gradient)};
+}
+
+void fill_params(NormParams& params, const Call& call, Parameters& parameters) {
+  params.kind = scalar_kind(call.like.scalar_type());
+  params.device = call.like.get_device();
+  params.group_size = call.group().expect_int();
+  params.groups = call.groups().expect_int();
+  params.subtract_mean = call.subtract_mean;
+  params.weight = parameters.view(call.weight);
+  params.bias = parameters.view(call.bias);
+}
+
+}  // namespace
+
+void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean) {
+  if (call.like.numel() == 0) return;
+  Parameters parameters;
+  fill_params(params, call, parameters);
+  rows.fill(params);
+  params.rstd = rstd.mutable_data_ptr();
+  params.mean = call.subtract_mean ? mean.mutable_data_ptr() : nullptr;
+  kernels_of(call.like).fwd(params);
+}
+
+void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
+             const Tensor& grad_weight, const Tensor& grad_bias) {
+  if (call.like.numel() == 0) {
+    if (grad_weight.numel() > 0) grad_weight.zero_();
+    if (grad_bias.numel() > 0) grad_bias.zero_();
+    return;
+  }
+  Parameters parameters;
+  fill_params(params, call, parameters);
+  rows.fill(params);
+  const Tensor kept_rstd = rstd.contiguous(), kept_mean = mean.contiguous();
+  params.rstd = data_of(kept_rstd, Access::kRead);
+  params.mean = call.subtract_mean ? data_of(kept_mean, Access::kRead) : nullptr;
+  params.grad_weight = gradient_view(grad_weight);
+  params.grad_bias = gradient_view(grad_bias);
+  const DeviceKernels& kernels = kernels_of(call.like);
+  Tensor partials;
+  const int64_t sums = (params.grad_weight.data != nullptr) + (params.grad_bias.data != nullptr);
+  params.partials = kernels.count_partials(params);
+  if (sums > 0) {
+    partials = at::empty({sums, params.partials, params.columns()}, call.statistics_options());
+    auto* next = static_cast<char*>(partials.mutable_data_ptr());
+    for (auto [gradient, partial] :
+         {std::pair(params.grad_weight.data, &params.partial_weight), std::pair(params.grad_bias.data, &params.partial_bias)}) {
+      if (gradient == nullptr) continue;
+      *partial = next;
+      next += partials.stride(0) * partials.element_size();
+    }
+  }
+  kernels.bwd(params);
+}
+
+FourFlags needed_gradients(torch::autograd::AutogradContext* ctx, const std::array<bool, 4>& is_input_present) {
+  FourFlags needs_grad{};
+  size_t edge = 0;
+  for (size_t i = 0; i < needs_grad.size(); ++i) needs_grad[i] = is_input_present[i] && ctx->needs_input_grad(edge++);
+  return needs_grad;
+}
+
+bool is_recorded(std::initializer_list<const OptionalTensor*> inputs, const Tensor& x) {
+  const auto concerns = [](const Tensor& tensor) {
+    return (at::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
+  };
+  bool result = concerns(x);
+  for (const OptionalTensor* input : inputs) result = result || (is_present(*input) && concerns(**input));
+  return result;
+}
+
+}  // namespace ssm_kernels::norm
