@@ -1,4 +1,4 @@
-"""What the operators' Python functions say of an argument that is no tensor, or no longer positional."""
+"""Error messages of the operators' Python functions for arguments that are not tensors or no longer positional."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _Result = TypeVar("_Result")
 def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
     """Has an operator's errors name the operator and the argument. Only calls that fail look at the arguments.
 
-    The dispatcher's own message for an argument that is no tensor is a RuntimeError of several lines with the value printed.
+    The dispatcher's own message for an argument that is not a tensor is a RuntimeError of several lines with the value printed.
     """
 
     @functools.wraps(function)

@@ -62,12 +62,12 @@ def causal_conv1d(
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""Depthwise causal convolution over time, with SiLU: the short convolution in front of Mamba's scans.
 
-    Each channel by itself, with :math:`W` taps:
+    Convolves each channel by itself with :math:`W` taps:
 
     .. math::
         \mathrm{out}_t = \mathrm{act}\Big(\mathrm{bias} + \sum_{l=0}^{W-1} \mathrm{weight}_{W-1-l}\; x_{t-l}\Big)
 
-    A tap before a sequence's first step reads its initial state, or zero. The result is that of
+    A tap before a sequence's first step reads its initial state, or zero. The result equals
     ``act(conv1d(x.transpose(1, 2), weight[:, None], bias, padding=W - 1, groups=channels))`` without its last ``W - 1`` steps.
     Source: the shift SSM of Fu et al., *Hungry Hungry Hippos* (arXiv 2212.14052), and Gu and Dao, *Mamba* (arXiv 2312.00752),
     section 3.4. The package ``causal-conv1d`` has the same function for widths of 2 to 4.
@@ -81,8 +81,8 @@ def causal_conv1d(
         bias: (channels,), dtypes as for ``weight``, independently of it.
         activation: ``"silu"`` (alias ``"swish"``), or None (alias ``"none"``).
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to: where it changes from one
-            step to the next, in whatever direction, a new sequence begins, whose initial state is zero. ``initial_state`` is
-            that of the first of a row's sequences, ``final_state`` that of the last.
+            step to the next, in whatever direction, a new sequence begins, whose initial state is zero. ``initial_state``
+            belongs to the first sequence of a row, ``final_state`` to the last.
         cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
             a sequence may have no steps. Nothing passes from one sequence to the next: ``initial_state`` and ``final_state``
@@ -98,7 +98,7 @@ def causal_conv1d(
         Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
     On CPU and on CUDA, with the same bits every time. Sums are float32 (float64 with float64 inputs), and each result is
-    rounded once. Only the inputs are kept for gradients; backward computes the sums before the activation again. On CUDA the
+    rounded once. Autograd saves the inputs only; backward computes the sums before the activation again. On CUDA the
     work goes to the current stream and can be captured in a CUDA graph. The values of ``cu_seqlens`` are checked on the host
     for tensors on the CPU. Under autocast ``x`` and ``initial_state`` are cast to its dtype, ``weight`` and ``bias`` of
     a third dtype to float32.
@@ -131,14 +131,15 @@ def causal_conv1d_update(
     activation: str | None = None,
     state_batch_indices: Tensor | None = None,
 ) -> Tensor:
-    r"""A decoding step of :func:`causal_conv1d`, or a few; ``conv_state`` is updated in place.
+    r"""One or several decoding steps of :func:`causal_conv1d`; ``conv_state`` is updated in place.
 
-    Equal to :func:`causal_conv1d` with the last ``width - 1`` elements of ``conv_state`` as its initial state. The state is
-    then shifted to the left by the new steps, which become its last elements, as ``mamba_ssm`` does it. The function of
-    that name in the package ``causal-conv1d`` takes a few steps as (batch, channels, seqlen).
+    The result equals :func:`causal_conv1d` with the last ``width - 1`` elements of ``conv_state`` as its initial state. The
+    state is then shifted to the left by the new steps, which become its last elements, as in ``mamba_ssm``. The package
+    ``causal-conv1d`` has a function of the same name, which takes several steps as (batch, channels, seqlen).
 
     Args:
-        x: (batch, channels), one step, or (batch, seqlen, channels), a few; float32, float16, bfloat16 or float64. Any strides.
+        x: (batch, channels), one step, or (batch, seqlen, channels), several; float32, float16, bfloat16 or float64. Any
+            strides.
         conv_state: (batch, channels, length), length >= width - 1, modified in place: the last steps, the last element the
             newest; dtype of ``x``, or float32 (float64 with float64 inputs). With ``state_batch_indices`` its first size is
             the number of cache slots instead.

@@ -30,7 +30,7 @@ def rms_norm_gated(
         \mathrm{out} &= (\mathrm{norm}(x) \cdot \mathrm{weight} + \mathrm{bias}) \cdot a(z)
         \quad \text{with norm\_before\_gate}
 
-    Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 7; both orders are those of ``mamba_ssm``.
+    Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 7; ``mamba_ssm`` has both orders.
 
     Args:
         x: (..., columns), any number of leading axes; float32, float16, bfloat16 or float64. A slice of a wider tensor along
@@ -49,9 +49,9 @@ def rms_norm_gated(
         ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
     On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time on one device. Everything is computed
-    in float32 (float64 with float64 inputs) and rounded once. For gradients the inputs and one number per group of a row are
-    kept. Under autocast parameters and residuals of a third dtype beside ``x`` are cast to float32. On CUDA the work goes to
-    the current stream, nothing waits for the device, and forward and backward can be captured in a CUDA graph.
+    in float32 (float64 with float64 inputs) and rounded once. Autograd saves the inputs and one number per group of a row.
+    Autocast casts to float32 the parameters and residuals whose dtype differs from the dtype of ``x``. On CUDA the work
+    goes to the current stream, the host does not wait for the device, and forward and backward can be captured in a CUDA graph.
 
     Raises:
         ValueError: a shape, ``eps``, ``group_size`` or the activation is not as above.
@@ -81,7 +81,7 @@ def layer_norm_gated(
     .. math::
         \mathrm{norm}(v) = (v - \mathrm{mean}(v)) / \sqrt{\mathrm{mean}((v - \mathrm{mean}(v))^2) + \mathrm{eps}}
 
-    Everything else: see :func:`rms_norm_gated`. For gradients two numbers per group of a row are kept.
+    :func:`rms_norm_gated` documents everything else. Autograd saves two numbers per group of a row.
     """
     out: Tensor = torch.ops.ssm_kernels.layer_norm_gated(
         x, weight, z, bias, eps=eps, group_size=group_size, norm_before_gate=norm_before_gate, activation=activation
@@ -99,7 +99,7 @@ def add_rms_norm(
     eps: float = 1e-5,
     residual_in_fp32: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    r"""Sum with a residual and its RMSNorm: what stands between two mixers of a model.
+    r"""Sum with a residual and its RMSNorm: the residual connection and norm between two mixers of a model.
 
     .. math::
         \mathrm{new\_residual} &= x + \mathrm{residual} \\
@@ -115,12 +115,12 @@ def add_rms_norm(
         residual_in_fp32: return ``new_residual`` in float32 (float64 with float64 ``x``).
 
     Returns:
-        ``(normed, new_residual)``, both of the shape of ``x``: ``normed`` in the dtype of ``x``, ``new_residual`` in that of
-        ``residual``, or of ``x`` without a residual. ``normed`` is the norm of ``new_residual`` as rounded. Both are
-        differentiable with respect to every tensor argument. For gradients ``new_residual``, the parameters and one number per
-        row are kept.
+        ``(normed, new_residual)``, both of the shape of ``x``: ``normed`` in the dtype of ``x``, ``new_residual`` in the dtype
+        of ``residual``, or of ``x`` without a residual. ``normed`` is the norm of the rounded ``new_residual``. Both are
+        differentiable with respect to every tensor argument. Autograd saves ``new_residual``, the parameters and one number per
+        row.
 
-    The rest, and what is raised: see :func:`rms_norm_gated`.
+    :func:`rms_norm_gated` documents the rest and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.add_rms_norm(
         x, residual, weight, bias, eps=eps, residual_in_fp32=residual_in_fp32

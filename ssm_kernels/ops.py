@@ -1,4 +1,4 @@
-"""The operators but linear_scan's family (recurrences.py), typed and documented. Each calls ``torch.ops.ssm_kernels``."""
+"""The selective and the chunked scan and their decoding step, typed and documented. Each calls ``torch.ops.ssm_kernels``."""
 
 from __future__ import annotations
 
@@ -86,9 +86,9 @@ def selective_scan(
         h_t &= \bar A(\Delta_t A)\, h_{t-1} + \Delta_t\, k(\Delta_t A)\, B_t u_t \\
         y_t &= (\langle C_t, h_t \rangle + D u_t) \cdot \mathrm{silu}(z_t)
 
-    The functions :math:`\bar A` and :math:`k` are the discretization's: see ``docs/discretizations.md``.
-    Source: Gu and Dao, *Mamba* (arXiv 2312.00752), equations 1 to 4; ``"zoh"`` is the rule of its code, not of its equation 4,
-    which is ``"foh"`` here.
+    The discretization defines the functions :math:`\bar A` and :math:`k`: see ``docs/discretizations.md``.
+    Source: Gu and Dao, *Mamba* (arXiv 2312.00752), equations 1 to 4. ``"zoh"`` is the rule of the paper's code; the
+    paper's equation 4 is ``"foh"`` here.
 
     Args:
         u: input, (batch, dim, seqlen); float32, float16, bfloat16 or float64. Any strides; seqlen-contiguous and
@@ -113,8 +113,8 @@ def selective_scan(
         ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
     On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
-    with float64 inputs). For gradients the states at every 32nd step (above 16 states: 64th) are kept. On CUDA the work goes to
-    the current stream, nothing waits for the device, and forward and backward can be captured in a CUDA graph.
+    with float64 inputs). Autograd saves the states at every 32nd step (above 16 states: 64th). On CUDA the work goes to the
+    current stream, the host does not wait for the device, and forward and backward can be captured in a CUDA graph.
 
     Raises:
         ValueError: a shape or the discretization is not as above.
@@ -157,11 +157,11 @@ def selective_state_update(
 ) -> Tensor:
     r"""One decoding step of the selective scan; ``state`` is updated in place.
 
-    Equal to a scan with seqlen 1 whose initial state is ``state`` (and whose ``dt_limit``, in :func:`ssd_chunk_scan` by default
-    (0, inf), is the same). Two forms: with channels (``state`` of shape (batch, dim, dstate), Mamba, :func:`selective_scan`)
-    and with heads (``state`` of shape (batch, heads, headdim, dstate), Mamba-2, :func:`ssd_chunk_scan`, with ``A``, ``dt``,
-    ``D`` and ``dt_bias`` expanded over what they do not depend on). The argument names and order are those of ``mamba_ssm``'s
-    function.
+    The result equals a scan with seqlen 1, the initial state ``state`` and the same ``dt_limit``, whose default in
+    :func:`ssd_chunk_scan` is (0, inf). The step has two forms. With channels (Mamba, :func:`selective_scan`) ``state`` is
+    (batch, dim, dstate). With heads (Mamba-2, :func:`ssd_chunk_scan`) ``state`` is (batch, heads, headdim, dstate), and ``A``,
+    ``dt``, ``D`` and ``dt_bias`` are expanded over the axes that they do not depend on. Arguments have the names and the order
+    of ``mamba_ssm``'s function.
 
     Args:
         state: (batch, dim, dstate) or (batch, heads, headdim, dstate), modified in place; float32 (float64 with float64
@@ -183,8 +183,8 @@ def selective_state_update(
             slot has NaN for output and touches no state; rows that share a slot race: which of them each element of the state
             and the outputs see is undefined, and other slots stay as documented.
         discretization: as for :func:`selective_scan`.
-        dt_limit: the smallest and the largest step size: others are clamped, after bias and softplus. None: no limits.
-        A_is_log: ``-exp(A)`` takes the place of ``A``, as layers keep it.
+        dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
+        A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
 
     Returns:
         ``out``, shape and dtype of ``x``. Not differentiable: backward through it raises.
@@ -294,7 +294,7 @@ def ssd_chunk_scan(
     return_final_states: bool = False,
     discretization: str = "zoh",
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""The scan of Mamba-2, structured state-space duality (SSD), in chunks: nearly all of it products of matrices.
+    r"""The scan of Mamba-2, structured state-space duality (SSD), in chunks, as matrix products.
 
     Each head is a selective scan whose :math:`A` is one number, with a state of headdim times dstate:
 
@@ -305,8 +305,8 @@ def ssd_chunk_scan(
         S_t &= e^{\Delta_t A} S_{t-1} + \Delta_t\, k(\Delta_t A)\, x_t B_t^\top \\
         y_t &= (S_t C_t + D x_t) \cdot \mathrm{silu}(z_t)
 
-    The function :math:`k` is the discretization's: see ``docs/discretizations.md``.
-    Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 6. The argument names are those of ``mamba_ssm``'s
+    The discretization defines the function :math:`k`: see ``docs/discretizations.md``.
+    Source: Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 6. Arguments have the names of ``mamba_ssm``'s
     ``mamba_chunk_scan_combined``.
 
     Args:
@@ -317,8 +317,8 @@ def ssd_chunk_scan(
         B: input matrix, (batch, seqlen, groups, dstate), dtype of ``x``; dstate <= 256. The groups divide the heads: head ``h``
             reads group ``h // (heads // groups)``.
         C: output matrix, shape and dtype of ``B``.
-        chunk_size: a hint, how many steps to take together, on CPU at most 64 or 128; None chooses. Without effect on the
-            result but for rounding.
+        chunk_size: a hint how many steps to take together, on CPU at most 64 or 128; None lets the operator choose. It changes
+            the rounding of the result only.
         D: skip connection, (heads,) or (heads, headdim), dtype of ``A``.
         z: gate, shape and dtype of ``x``.
         dt_bias: (heads,), dtype of ``A``.
@@ -327,32 +327,33 @@ def ssd_chunk_scan(
             None: no limits, which is also the default of ``torch.ops.ssm_kernels.ssd_chunk_scan``.
         initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to: where it changes from one
-            step to the next the state starts again from zero. ``initial_states`` is what the first of a row's sequences
-            begins with, ``final_states`` what the last one ends with.
+            step to the next the state starts again from zero. ``initial_states`` belongs to the first sequence of a row,
+            ``final_states`` to the last.
         cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
             a sequence may have no steps. Nothing passes from one sequence to the next: ``initial_states`` and ``final_states``
             are (sequences, heads, headdim, dstate). Not together with ``seq_idx``.
         return_final_states: also return the states after the last step.
-        discretization: one of those whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"foh"`` (alias ``"zoh_exact"``),
+        discretization: a rule whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"foh"`` (alias ``"zoh_exact"``),
             ``"poly"``, ``"highorder"`` or ``"rk4"``. They differ in the input's factor.
 
     Returns:
         ``out`` of the shape and dtype of ``x``; with ``return_final_states`` also ``final_states``, (batch, heads, headdim,
-        dstate), dtype of ``A``, which of a sequence without steps is its initial state. Both are differentiable with respect to
+        dstate), dtype of ``A``; a sequence without steps returns its initial state. Both are differentiable with respect to
         every floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other
         than ``vmap`` are not supported and raise.
 
     States and sums are float32 (float64 with float64 inputs), and exponents are summed in float64: strong decay, weak decay and
-    length cost no accuracy. (16-bit inputs on CUDA, where kernels are the package's own: in float32, within a chunk, and some
-    operands are rounded to 16 bits; docs/ssd.md.) float32 inputs are multiplied as float32, whether TF32 is allowed or not.
-    An infinite element of ``x`` makes NaN of other steps' ``out`` in its chunk, as zero times infinity is NaN, and of its own
-    step's in float32 on CUDA.
-    Only the inputs are kept for gradients; backward computes the states again. The values of ``cu_seqlens`` are read and
-    checked on the host, with two exceptions where kernels on CUDA are the package's own: forward does not while a graph is
-    being captured, and backward never does. From wrong values come wrong numbers then, but no access outside the tensors.
-    (The PyTorch fallback, used for float64 and unsupported sizes, reads them on the host in both directions.) Under
-    autocast ``x``, ``dt``, ``B``, ``C`` and ``z`` are cast to its dtype, parameters and states to float32.
+    length cost no accuracy. The fused CUDA kernels for float16 and bfloat16 differ: they sum exponents in float32 within a
+    chunk and round some operands to the dtype of ``x`` (docs/ssd.md). float32 inputs are multiplied as float32, whether TF32 is
+    allowed or not. An infinite element of ``x`` makes ``out`` NaN in other steps of its chunk, as zero times infinity is NaN,
+    and on CUDA in float32 in its own step too.
+
+    Autograd saves the inputs only; backward computes the states again. The values of ``cu_seqlens`` are read and checked on the
+    host, with two exceptions in the fused CUDA kernels: forward does not check them while a graph is being captured, and
+    backward never does. Wrong values then give wrong numbers, but no access outside the tensors. The PyTorch fallback, used for
+    float64 and unsupported sizes, reads them on the host in both directions. Autocast casts ``x``, ``dt``, ``B``, ``C`` and
+    ``z`` to its dtype, parameters and states to float32.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,

@@ -30,7 +30,7 @@ def step_size(operator: str, dt: Tensor | float, candidate: Tensor) -> Tensor:
     if not isinstance(candidate, Tensor):
         raise TypeError(f"{operator}: expected candidate to be a tensor, got {type(candidate).__name__}")
     dtype = torch.float64 if candidate.dtype == torch.float64 else torch.float32
-    # One for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
+    # One value for each channel: CUDA reads rows whose channels are contiguous as vectors, others element by element.
     return torch.full(candidate.shape[-1:], dt, dtype=dtype, device=candidate.device)
 
 
@@ -43,9 +43,10 @@ def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tens
         state: state before the step, (batch, channels), float32 (float64 with float64 inputs); zero if absent. Not modified.
 
     Returns:
-        ``(h, new_state)``: the same state in the dtype of the first input and in that of ``state``. Differentiable as the scan.
+        ``(h, new_state)``: the same state in the dtype of the first input and in the dtype of ``state``. Differentiable as the
+        scan is.
 
-    Options and what is raised are the scan's, with the names of the step and its arguments in the messages.
+    The step has the options and errors of the scan. Messages name the step and its arguments.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_step(a, b, state)
     return results

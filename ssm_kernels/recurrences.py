@@ -80,17 +80,17 @@ def linear_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""All states of a linear recurrence, each channel by itself.
+    r"""All states of a linear recurrence, computed for each channel by itself.
 
     .. math:: h_t = a_t h_{t-1} + b_t
 
-    The scans that follow make :math:`a` and :math:`b` of gates and candidates, in the same kernel; what is said here of inputs,
-    ``h0``, the options and the results holds for all of them.
+    The other scans of the family compute :math:`a` and :math:`b` from gates and candidates, in the same kernel. This docstring
+    documents inputs, ``h0``, options and results for all of them.
 
     Args:
         a: (batch, seqlen, channels); float32, float16, bfloat16 or float64. Any value, any strides. The other inputs of a scan
             have the first one's shape, dtype and device, unless its documentation says that they broadcast: then their shape is
-            any that broadcasts to the first one's, and their dtype the first one's or that of ``h0``.
+            any that broadcasts to the first one's, and their dtype the first one's or the dtype of ``h0``.
         b: shape and dtype of ``a``.
         h0: state before the first step, (batch, channels), float32 (float64 with float64 inputs); zero if absent.
         reverse: time runs backwards, from the last step to the first: ``h0`` comes before the last step, and ``last_state`` is
@@ -98,7 +98,7 @@ def linear_scan(
         cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
             a sequence may have no steps. Nothing passes from one sequence to the next: ``h0`` and ``last_state`` are
-            (sequences, channels). While a CUDA graph is captured or replayed nobody checks the values; from wrong ones come
+            (sequences, channels). The values are not checked while a CUDA graph is captured or replayed; wrong ones then give
             wrong numbers, but no access outside the tensors.
         return_last_state: also return the state after the last step.
 
@@ -111,11 +111,10 @@ def linear_scan(
     On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
     with float64 inputs), whatever the dtype of the inputs, and no logarithms: values of any sign, and no loss of accuracy over
     long sequences. Where states grow, products of up to 128 consecutive ``a`` must be finite numbers too on CUDA, unless they
-    multiply a zero. For gradients the inputs and ``h`` are kept. The gradient of an input that broadcasts is summed in float32
+    multiply a zero. Autograd saves the inputs and ``h``. The gradient of an input that broadcasts is summed in float32
     (float64 with float64 inputs) and rounded once. On CUDA the work goes to the current stream and can be
-    captured in a CUDA graph; nothing waits for the device, except that the values of ``cu_seqlens`` are checked on the host,
-    unless a graph is being captured. Under autocast the inputs are cast to its dtype, those that broadcast and ``h0`` to
-    float32.
+    captured in a CUDA graph. The host waits for the device only to check the values of ``cu_seqlens``, and not while a graph is
+    being captured. Autocast casts the inputs to its dtype, except inputs that broadcast and ``h0``, which it casts to float32.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.

@@ -180,7 +180,7 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[fl
     if limit is None:
         return dt
     low, high = limit
-    # The gradient at a limit itself is that of the identity; clamp's is another from one PyTorch to the next.
+    # At a limit itself the gradient is the identity's. The gradient of torch.clamp there depends on the PyTorch version.
     return torch.where(dt < low, low, torch.where(dt > high, high, dt))
 
 

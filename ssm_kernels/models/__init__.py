@@ -1,7 +1,7 @@
 """Language models of the layers in ``ssm_kernels.nn``.
 
 - :class:`MambaLM`: embedding, blocks, norm and head in the structure of ``mamba_ssm``'s ``MambaLMHeadModel``. It loads and
-  saves that model's checkpoints. One word of :class:`MambaConfig` chooses Mamba, Mamba-2, minGRU or minLSTM.
+  saves that model's checkpoints. ``MambaConfig(mixer=...)`` chooses Mamba, Mamba-2, minGRU or minLSTM.
 - :class:`MixerModel`: the same without the head.
 - :class:`RecurrentMixer`: a minGRU or minLSTM in the place of a Mamba mixer.
 - :class:`InferenceParams`: the cache of decoding. ``MambaLM.generate`` makes its own.

@@ -21,20 +21,19 @@ class MambaConfig:
 
     Args:
         d_model: channels of the residual stream.
-        d_intermediate: channels of the gated MLP of each block, rounded up to a multiple of 128; 0 is no MLP.
+        d_intermediate: channels of the gated MLP of each block, rounded up to a multiple of 128; 0: blocks have no MLP.
         n_layer: blocks.
         vocab_size: tokens.
         ssm_cfg: arguments of the mixer's constructor, such as ``{"d_state": 64}``. ``mamba_ssm``'s ``"layer"``, ``"Mamba1"`` or
             ``"Mamba2"``, moves from here to ``mixer``.
         attn_layer_idx: must be empty: attention layers are not supported.
         attn_cfg: must be empty.
-        rms_norm: ``nn.RMSNorm``, not ``nn.LayerNorm``.
+        rms_norm: norm with ``nn.RMSNorm`` instead of ``nn.LayerNorm``.
         residual_in_fp32: keeps the residual stream in float32 (float64 in a float64 model).
         fused_add_norm: computes residual sum and norm in one operator; see :class:`ssm_kernels.nn.Block`.
         pad_vocab_size_multiple: the embedding has ``vocab_size`` rows rounded up to a multiple of this.
         tie_embeddings: embedding and head share their weight.
-        mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"`` or ``"MinLSTM"``; ``None`` is what ``ssm_cfg["layer"]`` says, or
-            ``"Mamba"``.
+        mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"`` or ``"MinLSTM"``; ``None`` takes ``ssm_cfg["layer"]``, or ``"Mamba"``.
         discretization: of ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
 
     Raises:
@@ -125,6 +124,6 @@ class MambaConfig:
         if unknown:
             raise ValueError(
                 f"{cls.__name__}: expected the fields of mamba_ssm's config.json, {known}, got {unknown} too; a config.json "
-                "with hidden_size or model_type is that of a transformers checkpoint, which has other parameter names"
+                "with hidden_size or model_type belongs to a transformers checkpoint, which has other parameter names"
             )
         return cls(**fields)

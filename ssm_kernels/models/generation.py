@@ -24,7 +24,7 @@ from ..nn.checks import (
 
 __all__ = ["GraphedStep", "InferenceParams", "Streamer", "generate", "sample"]
 
-# Steps between two looks of the host at the device, for eos_token_id in a CUDA graph.
+# Steps of a CUDA graph between two checks of the host whether every sequence has reached eos_token_id.
 _EOS_INTERVAL = 8
 
 
@@ -33,7 +33,7 @@ class InferenceParams:
     """The cache of decoding, with the fields of ``mamba_ssm``'s ``InferenceParams`` that layers read.
 
     Args:
-        max_seqlen: steps that will be done at most; for callers, as the mixers' states do not grow.
+        max_seqlen: the largest number of steps. Only callers need it, because the mixers' states do not grow.
         max_batch_size: sequences decoded together.
         seqlen_offset: steps done so far. The caller counts them.
         key_value_memory_dict: the states of each mixer under its ``layer_idx``.
@@ -46,7 +46,7 @@ class InferenceParams:
 
 
 class Streamer(Protocol):
-    """Takes tokens while they are generated; the streamers of transformers are such."""
+    """Receives tokens while they are generated, as streamers of transformers do."""
 
     def put(self, value: Tensor) -> None: ...
     def end(self) -> None: ...
@@ -74,7 +74,7 @@ def sample(
         temperature: divides the logits; 0 takes the largest.
         top_k: only the ``top_k`` most probable tokens are drawn; 0 is all, 1 takes the largest.
         top_p: of these, only the most probable ones whose probabilities sum to at least ``top_p``; 0 and 1 are all.
-        generator: of the random numbers, on the device of ``logits``; ``None`` is PyTorch's.
+        generator: draws the random numbers, on the device of ``logits``; ``None`` is PyTorch's.
 
     Returns:
         (batch,), int64.
@@ -170,7 +170,7 @@ def _no_autocast_cache() -> torch.autocast:
 def check_generation(
     name: str, input_ids: Any, max_length: Any, max_new_tokens: Any, eos_token_id: Any, cg: Any, vocab_size: int
 ) -> int:
-    """Checks the arguments of ``generate``, those of sampling apart; returns the length of the result."""
+    """Checks the arguments of ``generate`` except the sampling options; returns the length of the result."""
     check_shape(name, "input_ids", input_ids, "(batch, seqlen)", (None, None))
     batch, prompt = input_ids.shape
     if batch == 0 or prompt == 0:
@@ -226,7 +226,7 @@ def generate(
         else:
             params.seqlen_offset = done - 1
             logits = model(sequences[:, done - 1 : done], inference_params=params, num_last_tokens=1).logits[:, -1]
-        # No token stands behind the rows that pad the vocabulary.
+        # The rows that pad the vocabulary belong to no token.
         tokens = _sample(logits[:, :vocab_size], temperature, top_k, top_p, generator)
         if eos_token_id is not None:
             tokens = tokens.masked_fill(finished, eos_token_id)

@@ -124,7 +124,7 @@ class MixerModel(nn.Module):
         self.apply(functools.partial(_init_weights, n_layer=config.n_layer, **(residuals | (initializer_cfg or {}))))
 
     def forward(self, input_ids: Tensor, inference_params: Any = None, **mixer_kwargs: Any) -> Tensor:
-        """Hidden states, (batch, seqlen, d_model), of tokens, (batch, seqlen). The arguments are those of :class:`MambaLM`."""
+        """Hidden states, (batch, seqlen, d_model), of tokens, (batch, seqlen). :class:`MambaLM` documents the arguments."""
         hidden_states, residual = self.embedding(input_ids), None
         for layer in self.layers:
             hidden_states, residual = layer(hidden_states, residual, inference_params=inference_params, **mixer_kwargs)
@@ -145,11 +145,11 @@ class MixerModel(nn.Module):
 class MambaLM(nn.Module):
     """A language model: tokens, (batch, seqlen), to logits of the next token, (batch, seqlen, padded vocabulary).
 
-    Structure, names of the parameters, ``forward`` and ``allocate_inference_cache`` are those of ``mamba_ssm``'s
-    ``MambaLMHeadModel``, and it reads and writes its checkpoints: see :meth:`from_pretrained` and :meth:`save_pretrained`. The
-    initialization is its too, with one difference: the projections that end a mixer or an MLP are divided by
-    ``sqrt(2 * n_layer)`` where blocks have an MLP. ``mamba_ssm`` means to do so, but its outer model then divides by
-    ``sqrt(n_layer)`` again from new values.
+    The model has the structure, parameter names, ``forward`` and ``allocate_inference_cache`` of ``mamba_ssm``'s
+    ``MambaLMHeadModel`` and reads and writes its checkpoints: see :meth:`from_pretrained` and :meth:`save_pretrained`. It also
+    initializes as that model does, with one difference: where blocks have an MLP, the projections that end a mixer or an MLP
+    are divided by ``sqrt(2 * n_layer)``. ``mamba_ssm`` means to do so, but its outer model draws new values and divides them by
+    ``sqrt(n_layer)``.
 
     Parameters: ``backbone.*`` as in :class:`MixerModel`, and ``lm_head.weight`` (padded vocabulary, d_model), the same
     parameter as ``backbone.embedding.weight`` with ``tie_embeddings``.
@@ -200,7 +200,7 @@ class MambaLM(nn.Module):
             input_ids: (batch, seqlen), int32 or int64.
             position_ids: without effect, for code written for transformers.
             inference_params: ``None``, or a cache such as :class:`InferenceParams`; see :class:`ssm_kernels.nn.Mamba`.
-            num_last_tokens: returns the logits of so many last steps only; 0 is all.
+            num_last_tokens: how many last steps to return logits of; 0 is all.
             mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` for packed sequences, which all but Mamba take.
 
         Returns:
@@ -240,19 +240,19 @@ class MambaLM(nn.Module):
 
         Args:
             input_ids: the prompts, (batch, seqlen), int32 or int64, at least one token each and without padding.
-            max_length: tokens of prompt and result together. This or ``max_new_tokens`` is given.
-            max_new_tokens: tokens after the prompt.
+            max_length: number of tokens, the prompt included. Give this or ``max_new_tokens``.
+            max_new_tokens: number of tokens after the prompt.
             temperature: divides the logits; 0 takes the most probable token.
             top_k: only the ``top_k`` most probable tokens are drawn; 0 is all, 1 takes the most probable.
             top_p: of these, only the most probable ones whose probabilities sum to at least ``top_p``; 0 and 1 are all.
-            eos_token_id: ends a sequence, which is then filled up with it. Generation ends with the last sequence.
-            cg: whether steps are replays of a CUDA graph; ``None``: on CUDA. The model keeps the graph and its states for the
+            eos_token_id: token that ends a sequence and fills the rest of it. Generation ends with the last sequence.
+            cg: whether each step replays a CUDA graph; ``None``: on CUDA. The model keeps the graph and its states for the
                 next call with the same batch size, parameters and autocast. :meth:`clear_graph` frees them: call it after a
                 change that leaves every parameter in its memory, such as a new hook or an adapter that is switched off.
             streamer: its ``put`` is called with the prompt and then with every step's tokens, (batch,), on the CPU, and ``end``
-                after the last; the streamers of transformers are such.
-            generator: of the random numbers, on the device of ``input_ids``; ``None`` is PyTorch's. Equal generators give equal
-                tokens.
+                after the last; streamers of transformers work.
+            generator: draws the random numbers, on the device of ``input_ids``; ``None`` is PyTorch's. Equal generators give
+                equal tokens.
 
         Returns:
             Prompts and new tokens, (batch, up to max_length), in the dtype of ``input_ids``. Tokens are below
@@ -289,14 +289,14 @@ class MambaLM(nn.Module):
             folder: has ``config.json`` and ``pytorch_model.bin``, or ``model.safetensors`` where safetensors is installed.
                 Where huggingface_hub is installed, also a name on the hub, such as ``"state-spaces/mamba-130m"``.
             device: where the parameters are made.
-            dtype: dtype of the model, whatever that of the checkpoint.
-            config_overrides: fields of :class:`MambaConfig` that replace those of ``config.json``, such as
+            dtype: dtype of the model, whatever dtype the checkpoint has.
+            config_overrides: fields of :class:`MambaConfig` that override ``config.json``, such as
                 ``discretization="foh"``.
 
         Raises:
             FileNotFoundError: there is no such folder, or a file is missing in it.
-            ValueError: ``config.json`` is not that of such a model, or a field has a value that is not supported.
-            RuntimeError: the parameters in the folder are not those of the model that ``config.json`` describes.
+            ValueError: ``config.json`` does not describe such a model, or a field has a value that is not supported.
+            RuntimeError: the parameters in the folder do not fit the model that ``config.json`` describes.
         """
         folder = find_folder(folder)
         config = load_config(folder)

@@ -38,8 +38,8 @@ class RecurrentMixer(ConvMixer):
     (d_model,), ``rnn.weight_ih_l0`` (parts d_inner, d_model), ``rnn.bias_ih_l0`` (parts d_inner,), ``gate_proj.weight``
     (d_inner, d_model), ``out_proj.weight`` (d_model, d_inner); with ``bias`` also ``gate_proj.bias`` and ``out_proj.bias``.
 
-    The bias of the gate that lets the candidate in is uniform in [-4, 0] at initialization, so that states last from two to
-    some fifty steps; around zero they would last about two.
+    The bias of the gate that lets the candidate in is uniform in [-4, 0] at initialization, so that states last two to about
+    fifty steps; with biases around zero they would last about two.
 
     Args:
         d_model: channels of input and output.
@@ -95,7 +95,7 @@ class RecurrentMixer(ConvMixer):
         self.rnn.get_parameter("bias_ih_l0")[-2 * self.d_inner : -self.d_inner].uniform_(-4, 0)
 
     def forward(self, hidden_states: Tensor, inference_params: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Mixes a sequence, or several that lie one after another.
+        """Mixes a sequence, or several packed one after another.
 
         Args:
             hidden_states: (batch, seqlen, d_model), any strides.
