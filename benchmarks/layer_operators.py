@@ -33,7 +33,7 @@ __all__ = ["CONVOLUTION", "CONVOLUTION_CHANNELS_FIRST", "NORM_ADD", "NORM_GATED"
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
-# What a Mamba-2 layer of 2560 channels calls: x of the convolution is a slice of the in-projection's output.
+# The calls of a Mamba-2 layer of 2560 channels. x of the convolution is a slice of the in-projection's output.
 CONVOLUTION = Convolution(8, 2048, 5376, columns=10576, dtype=BF16)
 CONVOLUTION_CHANNELS_FIRST = Convolution(8, 2048, 5376, channels_first=True, dtype=BF16)
 NORM_GATED = Norm("rms_norm_gated", (8, 2048), 5120, weight_dtype=BF16)

@@ -1,4 +1,4 @@
-"""What the training scripts of this folder share: optimizer, training loop, checkpoints, options and figures."""
+"""Shared by the training scripts of this folder: optimizer, training loop, checkpoints, options and figures."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def capability_in_use(built: tuple[str, ...]) -> str:
 
 
 def cuda_status(info: ssm_kernels._build_info.BuildInfo) -> tuple[list[tuple[str, str]], list[str]]:
-    """What of CUDA is usable: (rows to print, hints)."""
+    """Which parts of CUDA are usable: (rows to print, hints)."""
     driver = nvidia_driver()
     rows = [("NVIDIA driver", driver or "none found")]
     hints = []

@@ -34,7 +34,7 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
 
 
 def _argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
-    """What is wrong with the types of the arguments, if anything is."""
+    """Describes the first argument of a wrong type, if there is one."""
     signature = inspect.signature(function)
     try:
         arguments = signature.bind(*args, **kwargs).arguments

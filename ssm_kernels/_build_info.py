@@ -1,4 +1,4 @@
-"""What was built, whether it fits the torch that runs, and the loading of the operators."""
+"""Build information, the check that it fits the running torch, and the loading of the operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent
 
 
 class BuildInfo(TypedDict):
-    """What was built; every value is plain, so that ``json.dumps`` takes it."""
+    """Describes the build; every value is plain, so that ``json.dumps`` takes it."""
 
     version: str  # of this package
     torch: str  # version that the operators were compiled against, the only one that they load under
@@ -52,7 +52,7 @@ def _module() -> ModuleType:
 
 
 def build_info() -> BuildInfo:
-    """What was built: a dict with the keys of :class:`BuildInfo`."""
+    """Describes the build: a dict with the keys of :class:`BuildInfo`."""
     module = _module()
     return BuildInfo(
         version=module.version,

@@ -1,4 +1,4 @@
-"""What the test files share: the methods and what is expected of each, the factory of inputs, the rules of comparison.
+"""Shared by the test files: the methods and their expected properties, the factory of inputs, the rules of comparison.
 
 A new discretization needs one row in ``METHODS``; a new device for an operator, one word in ``DEVICES``.
 """
@@ -33,7 +33,7 @@ DEVICES = {
 
 
 class Method(NamedTuple):
-    """What is known of a discretization apart from its code.
+    """Known properties of a discretization, independent of its code.
 
     Attributes:
         oracle: ``(Abar, gain)`` at an mpmath number ``z``, written from the formula.
@@ -89,7 +89,7 @@ METHODS = {
 
 
 def chunk_length(dstate: int) -> int:
-    """How many steps lie between two states that the scan saves, (batch, chunks + 1, dim, dstate) in all."""
+    """Steps between two states that the scan saves; it saves (batch, chunks + 1, dim, dstate) in all."""
     u, A = torch.empty(1, 1, 4096, device="meta"), torch.empty(1, dstate, device="meta")
     *_, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(u, u, A, A, A, None, None, None, None, "zoh", False, True)
     return 4096 // (chunk_states.shape[1] - 1)
@@ -121,7 +121,7 @@ STEP_FORMS: dict[str, dict[str, Any]] = {
 }
 
 
-# What of torch.func the operators refuse: by name, the transform of a function at a tensor.
+# The transforms of torch.func that the operators refuse: by name, the transform of a function at a tensor.
 FUNC_TRANSFORMS: dict[str, Callable[[Callable, Tensor], Any]] = {
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
     "vjp": lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x)),
@@ -148,7 +148,7 @@ class KeptGraphs:
         return make_boxed_func(graph.forward)
 
     def kernels(self) -> tuple[list[str], list[str]]:
-        """What of ssm_kernels the one graph of forward calls, and the one of backward."""
+        """The operators of ssm_kernels in the one graph of forward, and in the one of backward."""
         (forward,), (backward,) = self.forward, self.backward
         return tuple(
             [str(node.target) for node in graph.graph.nodes if "ssm_kernels" in str(node.target)]
@@ -256,7 +256,7 @@ def debug_option(name: str, value: str | int) -> Iterator[int]:
 
 @contextmanager
 def no_synchronization() -> Iterator[None]:
-    """What waits for the device raises."""
+    """Raises where the host waits for the device."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -280,7 +280,7 @@ def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
 
 @contextmanager
 def uninitialized_memory_is_nan() -> Iterator[None]:
-    """What nobody wrote is not zero by luck."""
+    """Fills new memory, so that an element that no kernel writes is not zero by luck."""
     torch.use_deterministic_algorithms(True)
     assert torch.utils.deterministic.fill_uninitialized_memory
     try:
@@ -315,7 +315,7 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments of ``selective_scan``, the same numbers on every device.
 
-    ``delta * A`` lies in (-2, 0), where no method blows up, whatever the length.
+    ``delta * A`` is in (-2, 0), where no method blows up, whatever the length.
 
     Args:
         groups: None for B and C of shape (batch, dstate, seqlen), else (batch, groups, dstate, seqlen).

@@ -1,4 +1,4 @@
-"""What makes a figure legible, found from the places where matplotlib draws."""
+"""Checks that a figure is legible, by the extents of what matplotlib draws."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the gated linear recurrences share: their table, the factory of inputs, the rules of comparison.
+"""Shared by the tests of the gated linear recurrences: their table, the factory of inputs, the rules of comparison.
 
 A new recurrence needs one row in ``RECURRENCES``.
 """
@@ -23,7 +23,7 @@ from ssm_kernels import reference
 
 
 class Recurrence(NamedTuple):
-    """What is known of a recurrence apart from its code.
+    """Known properties of a recurrence, independent of its code.
 
     Attributes:
         inputs: by name, in the operator's order, what makes a legal input of normally distributed numbers.
@@ -256,12 +256,12 @@ common_options = pytest.mark.parametrize("common", COMMON.values(), ids=list(COM
 
 
 def tensor_names(inputs: dict[str, Any]) -> list[str]:
-    """Of the differentiable arguments."""
+    """Names of the differentiable arguments."""
     return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def sequence_names(variant: Variant, inputs: dict[str, Any]) -> list[str]:
-    """Of the inputs that have a time axis."""
+    """Names of the inputs that have a time axis."""
     return [name for name in variant.recurrence.inputs if inputs[name].dim() == 3 and inputs[name].shape[1] > 1]
 
 
@@ -384,13 +384,13 @@ def with_state(variant: Variant) -> Callable:
 
 
 def operator_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Of the public operator: positional and keyword ones."""
+    """Arguments of the public operator, positional and keyword ones."""
     positional = variant.recurrence.positional_names
     return tuple(inputs[name] for name in positional), {k: v for k, v in inputs.items() if k not in positional}
 
 
 def forward_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple:
-    """Of _linear_recurrence and _linear_recurrence_fwd."""
+    """Arguments of _linear_recurrence and _linear_recurrence_fwd."""
     tensors = [inputs[name] for name in variant.recurrence.inputs]
     return (
         [tensors[0], *(tensor.expand_as(tensors[0]) for tensor in tensors[1:])],
@@ -404,7 +404,7 @@ def forward_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple:
 
 
 def backward_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple:
-    """Of _linear_recurrence_bwd."""
+    """Arguments of _linear_recurrence_bwd."""
     tensors, h0, *others = forward_arguments(variant, inputs)
     h, _ = torch.ops.ssm_kernels._linear_recurrence_fwd(tensors, h0, *others)
     needs_grad = [*(i < len(tensors) for i in range(4)), h0 is not None]

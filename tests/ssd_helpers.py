@@ -1,4 +1,4 @@
-"""What the tests of ssd_chunk_scan share: the factory of inputs, its options, the rules of comparison."""
+"""Shared by the tests of ssd_chunk_scan: the factory of inputs, its options, the rules of comparison."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def make_inputs(
 ) -> dict[str, Any]:
     """Keyword arguments of ``ssd_chunk_scan``, the same numbers on every device.
 
-    ``dt * A`` lies in (-2, 0).
+    ``dt * A`` is in (-2, 0).
 
     Args:
         D: ``"head"``, ``"channel"`` or None.
@@ -158,7 +158,7 @@ def make_seq_idx(resets: Sequence[Iterable[int]], seqlen: int) -> Tensor:
 
 
 def tensor_names(inputs: dict[str, Any]) -> list[str]:
-    """Of the differentiable arguments that there are."""
+    """Names of the differentiable arguments that are present."""
     return [name for name in TENSORS if inputs[name] is not None]
 
 
@@ -218,7 +218,7 @@ def evaluate(function: Callable, inputs: dict[str, Any], cotangents: Cotangents 
 
 
 def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
-    """To so much of each result's largest value, or of 1: sums of many terms cancel."""
+    """Compares to a fraction of each result's largest value, or of 1, because sums of many terms cancel."""
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         size = expected[name].abs().max().item() if expected[name].numel() else 0
@@ -238,7 +238,7 @@ def assert_matches_reference(
     """Compares with the float64 reference, by the low-precision rule below float64; returns the function's results.
 
     Args:
-        cotangents: in place of those of :func:`make_cotangents`.
+        cotangents: replace the result of :func:`make_cotangents`.
         exact: in place of the reference; given everything in float64.
     """
     if cotangents is None and gradients:
@@ -327,14 +327,14 @@ def evaluate_natively(inputs: dict[str, Any], cotangents: Cotangents | None, exa
 
 
 def has_16_bit_products(inputs: dict[str, Any]) -> bool:
-    """Whether there are kernels whose products take operands of the inputs' 16 bits: else they are those of float32."""
+    """Whether the kernels multiply operands in the dtype of the inputs, float16 or bfloat16, instead of float32."""
     if not inputs["x"].is_cuda or inputs["x"].element_size() != 2:
         return False
     return inputs["B"].shape[3] <= 128 or _shared_memory(inputs["x"].device) >= 146 * 1024
 
 
 def has_fp32_kernels(inputs: dict[str, Any]) -> bool:
-    """Of both directions: else one of them is PyTorch's products."""
+    """Whether both directions run as fused kernels; otherwise one of them falls back to PyTorch matmuls."""
     return _shared_memory(inputs["x"].device) >= (136 if inputs["B"].shape[3] <= 128 else 184) * 1024
 
 
@@ -345,7 +345,7 @@ def _shared_memory(device: torch.device) -> int:
 
 
 def preferred_products(name: str) -> AbstractContextManager[None]:
-    """``"wgmma"``: the kernels of compute capability 9.0a, where the device has them; ``"mma"``: those of all devices."""
+    """``"wgmma"``: the kernels of capability 9.0a, where the device runs them; ``"mma"``: the kernels of all devices."""
     return debug_option("ssd_mma", name)
 
 
@@ -390,7 +390,7 @@ def scan_in_16_bit_products(
     d = dt if dt_bias is None else dt + dt_bias
     d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
     gain = reference.coefficients(discretization, d, A)[1]
-    zeta = (d * A).clamp(min=-800)  # else sums of it that are infinite have differences that are no numbers
+    zeta = (d * A).clamp(min=-800)  # infinite sums would have NaN differences
     if initial_states is None:
         sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         initial_states = x.new_zeros(sequences, heads, headdim, B.shape[3])
@@ -456,7 +456,7 @@ class _RoundedGradient(torch.autograd.Function):
 
 
 class _RoundedProduct(torch.autograd.Function):
-    """An einsum whose operands are rounded to a dtype, as are those of its gradients: what comes in is one of them."""
+    """An einsum that rounds its operands to a dtype; its gradients round theirs too, the incoming gradient included."""
 
     @staticmethod
     def forward(ctx: Any, equation: str, dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
@@ -483,18 +483,18 @@ def training_step(function: Callable, inputs: dict[str, Any]) -> dict[str, Tenso
 
 
 def operator_arguments(inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Of the public operator: positional and keyword ones."""
+    """Arguments of the public operator, positional and keyword ones."""
     positional = ("x", "dt", "A", "B", "C")
     return tuple(inputs[name] for name in positional), {k: v for k, v in inputs.items() if k not in positional}
 
 
 def forward_arguments(inputs: dict[str, Any]) -> tuple:
-    """Of _ssd_chunk_scan_fwd, in the order of its schema."""
+    """Arguments of _ssd_chunk_scan_fwd, in the order of its schema."""
     return tuple(_by_schema(torch.ops.ssm_kernels._ssd_chunk_scan_fwd.default, inputs))
 
 
 def backward_arguments(inputs: dict[str, Any], needs_grad: Sequence[bool] | None = None) -> tuple:
-    """Of _ssd_chunk_scan_bwd, in the order of its schema."""
+    """Arguments of _ssd_chunk_scan_bwd, in the order of its schema."""
     grad_out, grad_final_states = make_cotangents(inputs)
     others = {"grad_out": grad_out, "grad_final_states": grad_final_states}
     others["needs_grad"] = [inputs[name] is not None for name in TENSORS] if needs_grad is None else list(needs_grad)

@@ -238,7 +238,7 @@ def test_the_function_keeps_its_signature(operator):
 
 @pytest.mark.parametrize("name", ["linear_step", "diag_linear_step", "elu_gru_step"])
 def test_scripted(name):
-    """What torch.jit.script takes at all: it has no keyword-only arguments with defaults."""
+    """torch.jit.script compiles operators without keyword-only arguments; it does not support their defaults."""
     function = getattr(ssm_kernels, name)
     a, b = torch.full((2, 3), 0.5), torch.ones(2, 3)
     for actual, expected in zip(torch.jit.script(function)(a, b), function(a, b), strict=True):

@@ -1,4 +1,4 @@
-"""The built package: what the libraries link to, what the package says of itself, imports, and what CI checks of a build."""
+"""The built package: its libraries, build information, imports, editable installs, and the checks of CI."""
 
 from __future__ import annotations
 
@@ -106,13 +106,13 @@ def test_cpp_program_without_its_library(program):
     assert result.returncode == 2 and "nowhere.so" in result.stderr
 
 
-# What the package says of itself
+# Build information
 
 
 @pytest.mark.skipif(ssm_kernels.build_info()["cuda"] is not None, reason="built with CUDA kernels")
 @pytest.mark.parametrize("name", ["_selective_scan_fwd", "_selective_scan_bwd", "selective_state_update"])
 def test_cuda_tensors_without_cuda_kernels(name):
-    """What stands in for the kernels; the dispatch key leads CPU tensors there too, so that this takes no GPU."""
+    """Calls the replacement of the kernels; the dispatch key sends CPU tensors there too, so that the test needs no GPU."""
     operator = getattr(torch.ops.ssm_kernels, name).default
     values = {"Tensor": torch.zeros(1, 1, 1), "bool": False, "str": "zoh", "List[bool]": [True] * 9}
     arguments = [values.get(str(a.type)) for a in operator._schema.arguments if not a.kwarg_only]
@@ -262,7 +262,7 @@ def test_editable_install_is_a_path_that_type_checkers_follow(tmp_path):
         assert wheel.read(files[0]).decode().strip() == str(source)
 
 
-# What CI checks of a build
+# Checks of CI
 
 
 def test_times_in_the_documentation_are_those_that_ci_allows():

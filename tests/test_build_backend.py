@@ -1,4 +1,4 @@
-"""build_backend.py: what stops a build, whether CUDA kernels are built, what a build requires, and its translation units."""
+"""build_backend.py: errors that stop a build, the choice of CUDA kernels, build requirements, and translation units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import torch
 from build_helpers import ROOT, Toolkit, Torch, build_backend, run_python
 
-# What stops a build
+# Errors that stop a build, its plan and its requirements
 
 
 def stops(match: str):

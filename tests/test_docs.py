@@ -1,4 +1,4 @@
-"""The documentation: its Python runs as it stands, and what it says of recurrences is so."""
+"""The documentation: its Python runs, and its tables, recipes and figures match the code and the results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def snippets() -> list:
-    """The Python of README and docs that can run by itself: what begins with an import."""
+    """The Python of README and docs that runs by itself: blocks that begin with an import."""
     found = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         blocks = re.findall(r"^```python\n(import .*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
@@ -48,7 +48,7 @@ def test_schemas_of_the_page_are_those_registered():
     public = [str(schema) for schema in schemas if not schema.name.startswith("ssm_kernels::_")]
     # Parsed, because PyTorch's versions may print a schema in different ways.
     assert sorted(str(torch._C.parse_schema(f"ssm_kernels::{line}")) for line in documented) == sorted(public)
-    # What the page says of results, positional arguments and private operators.
+    # The page's statements about results, positional arguments and private operators.
     for schema in schemas:
         name = schema.name.removeprefix("ssm_kernels::")
         if not name.startswith("_"):
@@ -88,7 +88,7 @@ def test_pages_of_results_are_made_of_the_json_beside_them(tmp_path):
 
 
 def test_costs_of_the_discretizations_are_made_of_the_json_files(tmp_path):
-    """What docs/discretizations.md says of cost is what ``benchmarks/report.py`` writes there."""
+    """``benchmarks/report.py`` writes the statements on cost in docs/discretizations.md."""
     documented = (ROOT / "docs" / "discretizations.md").read_text()
     begin, end = documented.index("<!-- costs:"), documented.index("<!-- end of costs -->")
     page = tmp_path / "page.md"
@@ -102,7 +102,7 @@ def test_costs_of_the_discretizations_are_made_of_the_json_files(tmp_path):
     assert not re.findall(r"costs (?:about )?the\s+same|dearer|cheaper|times as (?:fast|long|slow)", prose)
 
 
-# What a case and its row of results have in common, by the benchmark's name.
+# Fields that a case and its row of results share, by the benchmark's name.
 ROW_NAMES = {
     "ssd": ("name",),
     "selective_scan": ("name",),
@@ -136,7 +136,7 @@ def test_every_recurrence_is_in_the_table():
 
 
 def test_recipe_for_a_recurrence():
-    """Its row is one of the tests' table, and says what its reference says."""
+    """The recipe's row fits the tests' table and computes the same as its reference."""
     page = (ROOT / "docs" / "recurrences.md").read_text()
     blocks = re.findall(r"^   ```python\n(.*?)^   ```$", page, flags=re.MULTILINE | re.DOTALL)
     of_reference, row = (textwrap.dedent(block) for block in blocks)

@@ -135,7 +135,7 @@ def test_halves_of_one_projection(device):
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @every_recurrence
 def test_inputs_are_not_copied(variant, layout, device):
-    """And the output has the first input's layout."""
+    """Values are right in every layout, and the output has the layout of the first input."""
     for dtype in (torch.float32, torch.bfloat16):
         inputs = make_inputs(variant, channels=6, seqlen=70, dtype=dtype, layout=layout, device=device)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
@@ -423,7 +423,7 @@ def one_place(inputs: dict) -> tuple[int, int, slice]:
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @every_recurrence
 def test_nonfinite_stays_in_its_channel_and_sequence(variant, layout, value, device):
-    """What it cannot reach is bit for bit as without it; a NaN fills all of what it reaches."""
+    """Elements that a NaN cannot reach keep their bits; it fills all elements that it reaches."""
     for dtype, common in itertools.product((torch.float64, torch.float32), COMMON.values()):
         inputs = make_inputs(
             variant, channels=9, form="full", dtype=dtype, layout=layout, device=device, **({"seqlen": 70} | common)

@@ -1,6 +1,6 @@
 """linear_scan and its family on CUDA beside the CPU's kernels: tiles of time, sizes beyond 32 bits, streams, CUDA graphs.
 
-What holds on every device is tested where it is tested for the CPU; here is what only a GPU's kernels can get wrong.
+Tests for every device are beside the tests for the CPU; this file has tests that only a GPU's kernels can fail.
 """
 
 from __future__ import annotations
@@ -193,7 +193,7 @@ def test_error_does_not_grow_along_the_sequence(dtype):
 @both_directions
 @pytest.mark.parametrize("packed", [False, True], ids=["whole", "packed"])
 def test_nan_at_the_edges_of_tiles(packed, reverse, layout):
-    """What it cannot reach is bit for bit as without it: the steps before it, other channels, other sequences."""
+    """Elements that a NaN cannot reach keep their bits: earlier steps, other channels, other sequences."""
     cu_seqlens = (0, 1000, 1024, 2048, 2049, 6000, 8300) if packed else None
     inputs = move_all(
         make_inputs(
@@ -241,7 +241,7 @@ def test_more_channels_rows_and_steps_than_a_grid_axis_holds(sizes, layout):
 @both_layouts
 @both_directions
 def test_more_elements_than_32_bits_count(reverse, layout, needs_gpu_memory):
-    """The first channels and the last ones, whose later steps lie beyond element 2^31."""
+    """Compares the first channels and the last ones, whose later steps are beyond element 2^31."""
     needs_gpu_memory("cuda", 60)
     seqlen, channels = 2**16, 2**15 + 64
     generator = torch.Generator("cuda").manual_seed(0)
@@ -271,7 +271,7 @@ def test_more_elements_than_32_bits_count(reverse, layout, needs_gpu_memory):
 
 
 def test_offsets_beyond_32_bits(needs_gpu_memory):
-    """Two batch rows, two steps, or two channels that lie 2^31 elements apart."""
+    """Two batch rows, two steps, or two channels are 2^31 elements apart."""
     needs_gpu_memory("cuda", 10)
     for axis, shape in enumerate([(2, 8, 3), (8, 2, 3), (3, 8, 2)]):
         batch, seqlen, channels = shape
@@ -460,7 +460,7 @@ def test_cuda_graph_of_decoding_steps():
 
 
 def test_compiled_into_cuda_graphs(fresh_dynamo):
-    """What torch.compile(mode="reduce-overhead") records and replays, forward and backward."""
+    """torch.compile(mode="reduce-overhead") records and replays forward and backward."""
 
     def layer(*, x, recurrence_gate, **inputs):
         h, last_state = RGLRU.scan(recurrence_gate * 3, x=torch.tanh(x) * 2, **inputs, return_last_state=True)

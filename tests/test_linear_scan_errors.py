@@ -38,7 +38,7 @@ def first_name(variant: Variant) -> str:
 
 
 def other_names(variant: Variant) -> list[str]:
-    """Of the inputs that must have the first one's shape and dtype."""
+    """Names of the inputs that must have the first one's shape and dtype."""
     return [name for name in list(variant.recurrence.inputs)[1:] if name not in variant.recurrence.broadcast]
 
 

@@ -55,7 +55,7 @@ def leaves_and_scan(variant: Variant, inputs: dict[str, Any]):
 @common_options
 @every_variant
 def test_gradcheck(variant, common, device):
-    """From h and from last_state to every tensor argument, the other result's gradient zero and undefined."""
+    """Gradients flow from h and from last_state to every tensor argument, the other result's gradient zero or undefined."""
     inputs = make_inputs(variant, channels=2, device=device, **({"seqlen": 4} | common))
     leaves, scan = leaves_and_scan(variant, inputs)
     assert torch.autograd.gradcheck(scan, leaves)
@@ -290,7 +290,7 @@ def test_no_elements(variant, sizes, device, uninitialized_memory_is_nan):
 @pytest.mark.parametrize("cu_seqlens", [(0,), (0, 0, 0), (0, 0, 5, 5, 5, 6, 6)], ids=str)
 @every_recurrence
 def test_packed_sequences_of_no_steps(variant, cu_seqlens, device, uninitialized_memory_is_nan):
-    """The gradient of their initial states is that of their last."""
+    """Their initial states get the gradient of their last states."""
     for reverse, h0 in itertools.product((False, True), repeat=2):
         inputs = make_inputs(variant, cu_seqlens=cu_seqlens, reverse=reverse, h0=h0, device=device)
         results = assert_matches_reference(variant, inputs)
@@ -377,7 +377,7 @@ def test_transition_of_zero(device):
 
 
 def test_kink_of_g(device):
-    """At 0 the two branches of g meet, in value and from the right in slope."""
+    """At 0 the two branches of g have the same value, and the gradient is the slope from the right."""
     variant = VARIANTS["mingru_scan-g-True"]
     inputs = make_inputs(variant, seqlen=3, device=device)
     inputs["candidate"] = torch.zeros_like(inputs["candidate"])
@@ -491,13 +491,13 @@ def test_in_place_change_of_what_is_saved_is_noticed(name, device):
 
 @every_broadcasting
 def test_gradients_of_float32_sums(variant, device):
-    """What broadcasts along a long sequence of 16-bit inputs has a gradient that is a sum in float32."""
+    """An input that broadcasts along a long float16 or bfloat16 sequence gets a gradient summed in float32."""
     inputs = make_inputs(variant, batch=1, channels=2, seqlen=2000, form="channels", dtype=torch.bfloat16, device=device)
     assert_matches_reference(variant, inputs)
 
 
 def gradients_of_what_broadcasts(variant: Variant, inputs: dict[str, Any], function: Any = None) -> dict[str, Tensor]:
-    """Of an h whose cotangent is of one sign: no sum cancels."""
+    """The cotangent of h has one sign, so that no sum cancels."""
     leaves = {name: inputs[name].detach().requires_grad_() for name in variant.recurrence.broadcast}
     h = (function or variant.scan)(**inputs | leaves)
     return dict(zip(leaves, torch.autograd.grad(h.float().square().sum(), [*leaves.values()]), strict=True))
@@ -506,7 +506,7 @@ def gradients_of_what_broadcasts(variant: Variant, inputs: dict[str, Any], funct
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_broadcasting
 def test_gradients_of_16_bit_parameters_are_rounded_once(variant, dtype, device):
-    """They are those of the same numbers in float32, rounded: backward rounds the sum and not what it adds."""
+    """They equal the rounded gradients of the same numbers in float32: backward rounds the sum, not its terms."""
     inputs = make_inputs(variant, batch=4, seqlen=257, channels=9, dtype=dtype, broadcast_dtype=dtype, device=device)
     wide = {name: inputs[name].float() for name in variant.recurrence.broadcast}
     expected = gradients_of_what_broadcasts(variant, inputs | wide)
@@ -536,7 +536,7 @@ def test_gradients_of_16_bit_parameters_are_rounded_once(variant, dtype, device)
 
 
 def test_error_of_the_gradient_of_a_16_bit_parameter(device):
-    """Against float64: that of a float32 parameter and one rounding."""
+    """Compared with float64: the error of a float32 parameter plus one rounding."""
     inputs = make_inputs(
         RGLRU, batch=8, seqlen=1024, channels=64, dtype=torch.float16, broadcast_dtype=torch.float16, device=device
     )

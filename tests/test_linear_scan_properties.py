@@ -65,7 +65,7 @@ def test_values_and_gradients(arguments, device):
 def test_low_precision(arguments, device):
     """Relative to the largest value of each result, which cancellation may leave far below the terms of its sums.
 
-    Gradients are also those of states that were rounded to the dtype of h.
+    Backward also reads states that were rounded to the dtype of h.
     """
     variant, inputs = arguments
     inputs = move_all(inputs, device)

@@ -228,7 +228,7 @@ def test_backward_through_one_result_under_compile(device, fresh_dynamo):
 
 @every_recurrence
 def test_export(variant, device):
-    """With a symbolic length."""
+    """Exports with a symbolic length."""
     names = [*variant.recurrence.inputs, "h0"]
 
     class Scan(torch.nn.Module):
@@ -324,7 +324,7 @@ def test_autocast(variant, low, device):
 
 
 def test_autocast_of_mixed_arguments(device):
-    """What projections give under autocast: 16-bit activations beside float32 ones, and 16-bit parameters cast up."""
+    """Inputs as projections give them under autocast: float16 or bfloat16 beside float32, and parameters to cast up."""
     for variant in (LIQUID, RGLRU):
         inputs = make_inputs(variant, dtype=torch.float32, device=device)
         names = list(variant.recurrence.inputs)
@@ -396,7 +396,7 @@ def test_memory_grows_only_with_results_and_gradients(device):
     measure(64)  # what is allocated once
     fwd, bwd = (long - short for short, long in zip(measure(grown), measure(2 * grown), strict=True))
     sequence = 4 * batch * channels * grown
-    # On CUDA also what blocks hand over to each other: the more segments of time, the more.
+    # On CUDA also the carries between blocks, which grow with the number of segments.
     slack = 1024 if device == "cpu" else sequence // 4
     assert sequence <= fwd <= sequence + slack
     assert 4 * sequence <= bwd <= 4 * sequence + slack
@@ -421,7 +421,7 @@ def test_what_is_kept_for_backward(device):
     assert {x.untyped_storage().data_ptr() for x in kept} == storages
 
 
-# What programs and exported graphs call. A change here breaks them: add arguments at the end, with defaults.
+# Programs and exported graphs call these schemas. A change breaks them: add arguments at the end, with defaults.
 SCHEMAS = {
     "linear_scan": "Tensor a, Tensor b, Tensor? h0=None, *",
     "mingru_scan": (

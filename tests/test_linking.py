@@ -91,7 +91,7 @@ def test_exceptions_cross_the_library_that_exports_no_typeinfo():
         ssm_kernels.selective_state_update(state, x, zeros(2, 3), A, zeros(2, 4), zeros(2, 4))
 
 
-# What the build checks
+# Checks of the build
 
 
 def test_reader_agrees_with_binutils():

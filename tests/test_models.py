@@ -31,7 +31,7 @@ def _rms_norm(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def _causal_convolution(p: dict[str, Tensor], x: Tensor) -> Tensor:
-    """And the activation; (batch, seqlen, channels)."""
+    """The short convolution and its activation on (batch, seqlen, channels)."""
     weight = p["conv1d.weight"]
     padded = F.pad(x.transpose(1, 2), (weight.shape[-1] - 1, 0))
     return F.silu(F.conv1d(padded, weight, p["conv1d.bias"], groups=weight.shape[0])).transpose(1, 2)
@@ -362,7 +362,7 @@ def test_checkpointed_blocks(mixer):
 
 @pytest.mark.slow
 def test_compiles_once_for_all_lengths(device):
-    """With one mixer: those of the others are compiled in the tests of their layers."""
+    """Compiles one mixer; the tests of the layers compile the others."""
     model = make_model("MinGRU", device, d_intermediate=20, n_layer=1)
     parameters = [*model.parameters()]
     counter = CompileCounterWithBackend("aot_eager")

@@ -78,7 +78,7 @@ def test_fields_are_replaced_on_loading(tmp_path):
 
 
 def test_safetensors(tmp_path, monkeypatch):
-    """A module in the place of safetensors, which is no dependency; its files have a shared tensor once."""
+    """A module replaces safetensors, which is not a dependency; its files store a shared tensor once."""
     model = make_model("Mamba", dtype=torch.float32)
     model.save_pretrained(tmp_path)
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "model.safetensors")
@@ -101,7 +101,7 @@ def test_safetensors(tmp_path, monkeypatch):
 
 
 def test_hub(tmp_path, monkeypatch):
-    """A module in the place of huggingface_hub, which is no dependency."""
+    """A module replaces huggingface_hub, which is not a dependency."""
     make_model("Mamba").save_pretrained(tmp_path)
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(FileNotFoundError, match=says("no folder someone/mamba", "pip install huggingface_hub")):

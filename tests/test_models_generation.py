@@ -78,7 +78,7 @@ def test_packed_sequences_are_one_by_one(mixer, device):
 
 
 def greedy(model: MambaLM, tokens: Tensor, steps: int) -> Tensor:
-    """By a full forward pass for every token."""
+    """Generates greedily, with a full forward pass for every token."""
     for _ in range(steps):
         logits = model(tokens).logits[:, -1, : model.config.vocab_size]
         tokens = torch.cat([tokens, logits.argmax(dim=-1, keepdim=True)], dim=1)
@@ -98,7 +98,7 @@ def test_greedy_generation(mixer, prompt, device):
     assert torch.equal(model.generate(tokens, max_new_tokens=0), tokens)
 
 
-def test_sequences_of_a_batch_do_not_meet():
+def test_sequences_of_a_batch_are_independent():
     model, tokens = make_talker("Mamba"), make_tokens(3, 4)
     together = model.generate(tokens, 10, temperature=0)
     for row, alone in zip(together, tokens, strict=True):

@@ -46,7 +46,7 @@ def test_coefficients_against_mpmath(method):
     with mpmath.workdps(400):
         for i, x in enumerate(POINTS):
             expected_Abar, expected_gain = METHODS[method].oracle(mpmath.mpf(x))
-            # Rounding happens at the size of the terms, which is larger than that of a sum near its zero.
+            # Rounding errors have the size of the terms, which are larger than a sum near its zero.
             Abar_scale = abs(expected_Abar) if expected_Abar == mpmath.exp(mpmath.mpf(x)) else max(1, abs(expected_Abar))
             terms = METHODS[method].gain_terms
             gain_scale = abs(expected_gain) if terms is None else max(abs(x) ** k / math.factorial(k + 1) for k in range(terms))
@@ -304,7 +304,7 @@ def test_reference_gradcheck(method):
 
 @every_variant
 def test_recurrence_against_its_formula(variant):
-    """As the papers have it, one number at a time, in mpmath."""
+    """The formulas of the papers, one number at a time, in mpmath."""
     inputs = make_recurrence_inputs(variant, batch=1, seqlen=9, channels=3)
     h, last_state = variant.reference(**inputs, return_last_state=True)
     sequences = [inputs[name].expand(h.shape) for name in variant.recurrence.inputs]
@@ -366,7 +366,7 @@ def test_rglru_gradients_are_relatively_exact_against_mpmath():
 
 
 def assert_to_roundings(actual: tuple, expected: tuple) -> None:
-    """To roundings: PyTorch's functions of the last elements are not bit for bit those of whole vectors."""
+    """To roundings: PyTorch evaluates the last elements of a vector with other bits than the rest."""
     torch.testing.assert_close(actual, expected, rtol=1e-14, atol=1e-14)
 
 

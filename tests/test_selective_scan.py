@@ -228,7 +228,7 @@ def test_halves_of_one_projection(device):
 
 
 def test_offsets_beyond_32_bits(device, needs_gpu_memory):
-    """Two batch rows that lie 2^31 elements apart."""
+    """Two batch rows are 2^31 elements apart."""
     needs_gpu_memory(device, 5)
     inputs = make_inputs(batch=2, dim=3, seqlen=8, dtype=torch.bfloat16, device=device)
     expected = evaluate(selective_scan, inputs)

@@ -1,6 +1,6 @@
 """selective_scan on CUDA beside the CPU's kernels: tiles, segments of time, sizes beyond 32 bits.
 
-What holds on every device is tested where it is tested for the CPU; here is what only a GPU's kernels can get wrong.
+Tests for every device are beside the tests for the CPU; this file has tests that only a GPU's kernels can fail.
 """
 
 from __future__ import annotations
@@ -53,12 +53,12 @@ def dtypes(*chosen: torch.dtype):
 
 
 def evaluate_on_cuda(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    """Of CPU tensors, whose strides the copies on the GPU keep."""
+    """Evaluates on the GPU copies of CPU tensors that keep their strides."""
     return evaluate(selective_scan, move_all(inputs, "cuda"), cotangents and tuple(move(x, "cuda") for x in cotangents))
 
 
 def assert_agrees_with_cpu(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    """Results and all gradients beside those of the CPU's kernel in float64; returns the GPU's."""
+    """Compares results and all gradients with the CPU's kernel in float64; returns the GPU's."""
     cotangents = cotangents or make_cotangents(inputs)
     actual = evaluate_on_cuda(inputs, cotangents)
     assert_close(actual, evaluate_in_float64(inputs, cotangents), inputs["u"].dtype)
@@ -136,7 +136,7 @@ def test_gradient_of_one_result_on_whole_tiles(through, z, layout):
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["u", "delta", "B", "C"])
 def test_infinity_makes_no_nan_of_states_that_do_not_exist(name, value, layout):
-    """What is infinite on the CPU is infinite, not NaN, also in the steps of the tile after it."""
+    """Results that are infinite on the CPU are infinite, not NaN, also in the later steps of the tile."""
     inputs = make_inputs(batch=2, dim=64, seqlen=72, dstate=13, dtype=torch.float32, z=True)
     inputs[name][1, 5, 3] = value
     inputs = arrange_sequences(inputs, layout)
@@ -433,7 +433,7 @@ def test_error_does_not_grow_along_the_sequence(method, dtype, memory):
 def assert_nan_spreads_as_on_the_cpu(
     inputs: dict[str, Any], name: str, places: Iterable[tuple[int, int, int]], clean: dict[str, Tensor] | None = None
 ) -> None:
-    """What the NaNs at these places do not reach is bit for bit as without."""
+    """Elements that the NaNs at these places do not reach keep their bits."""
     cotangents = make_cotangents(inputs)
     clean = clean or evaluate_on_cuda(inputs, cotangents)
     tensor = (cotangents[0] if name == "grad_out" else inputs[name]).clone()

@@ -54,7 +54,7 @@ GRADCHECK = {
 @pytest.mark.parametrize("case", GRADCHECK)
 @every_method
 def test_gradcheck(method, case, device):
-    """From out and from last_state to every tensor argument, the other result's gradient zero and undefined."""
+    """Gradients flow from out and last_state to every tensor argument, the other result's gradient zero or undefined."""
     inputs = make_inputs(**({"batch": 2, "dim": 3, "seqlen": 4, "dstate": 2} | GRADCHECK[case]), device=device)
     inputs["discretization"] = method
     names = [name for name in TENSORS if inputs[name] is not None]
@@ -214,7 +214,7 @@ def test_sum_backward(device):
 @pytest.mark.parametrize("through", ["out", "last_state"])
 @every_method
 def test_gradient_through_one_result_only(method, through, device):
-    """What does not influence the result (C, D and z for last_state) has a gradient of zero or none."""
+    """Arguments that do not influence the result (C, D and z for last_state) get a zero or undefined gradient."""
     inputs = make_inputs(dim=5, seqlen=70, discretization=method, device=device)
     gradients = []
     for function in (selective_scan, reference_scan):

@@ -68,7 +68,7 @@ def test_without_one_of_the_incoming_gradients(device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_rows_whose_padding_gradients_do_not_have(dtype, device):
-    """Padding aligns the rows of u, delta and z, not those of gradients: which are needed must not decide the CUDA kernel."""
+    """Padding aligns the rows of u, delta and z, but not of gradients: needs_grad must not decide the CUDA kernel."""
     inputs = make_inputs(batch=1, dim=64, seqlen=98, dstate=16, dtype=dtype, device=device)
     for name in ("u", "delta", "z"):
         rows = inputs[name].new_zeros(1, 64, 104)
@@ -113,7 +113,7 @@ def test_frozen_inputs_get_none_and_change_no_other_gradient(case, device):
 
 
 class RecordedMasks(torch.utils._python_dispatch.TorchDispatchMode):
-    """What each call of the backward operator is asked for."""
+    """Records needs_grad of each call of the backward operator."""
 
     def __init__(self):
         super().__init__()
@@ -185,5 +185,5 @@ def test_what_is_not_needed_takes_no_memory(matrices, device, two_threads):
     saved = taken(*TENSORS) - without_matrices
     own = 2 * batch * dstate * seqlen * (2 if device == "cpu" else dim // 64 + 1) if matrices == "variable" else states // 2
     assert saved >= own
-    # What is left when nothing is needed: the adjoint, and on CUDA what segments of time hand to each other.
+    # The rest when no gradient is needed: the adjoint, and on CUDA the carries between segments.
     assert none <= 3 * states + 2**19

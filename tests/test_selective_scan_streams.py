@@ -144,7 +144,7 @@ def test_cuda_graph_of_forward_and_backward(options):
 
 
 def test_compiled_into_cuda_graphs(fresh_dynamo):
-    """What torch.compile(mode="reduce-overhead") records and replays, forward and backward."""
+    """torch.compile(mode="reduce-overhead") records and replays forward and backward."""
 
     def layer(*, u, z, **inputs):
         out, last_state = selective_scan(torch.tanh(u) * 2, z=z * 3, **inputs, return_last_state=True)

@@ -78,7 +78,7 @@ def test_discretizations_differ(device):
 
 
 def test_defaults(device):
-    """Of the optional arguments, on step sizes among which there are negative ones: those are 0."""
+    """Defaults of the optional arguments, with some negative step sizes, which become 0."""
     inputs = make_inputs(**MINIMAL, seqlen=20, device=device)
     inputs["dt"] = inputs["dt"] - 0.3
     assert (inputs["dt"] < 0).any() and (inputs["dt"] > 0).any()
@@ -91,7 +91,7 @@ def test_defaults(device):
 
 
 def test_limits_of_the_step_size(device):
-    """They come after bias and softplus, and the unlimited is no limit."""
+    """The limits apply after bias and softplus, and infinite limits change nothing."""
     inputs = make_inputs(seqlen=70, device=device)
     steps = torch.nn.functional.softplus(inputs["dt"] + inputs["dt_bias"])
     low, high = (torch.quantile(steps, q).item() for q in (0.3, 0.7))
@@ -108,7 +108,7 @@ def test_limits_of_the_step_size(device):
 
 
 def test_no_limits_of_the_step_size_mean_the_same_in_torch_ops(device):
-    """dt_limit=None, given or not, is no limits in torch.ops as in Python, whose default is (0, inf)."""
+    """dt_limit=None sets no limits in torch.ops and in Python; it is the default of torch.ops only."""
     inputs = make_inputs(**MINIMAL, device=device)
     inputs["dt"] = inputs["dt"] - 0.3  # some steps are negative
     operator = torch.ops.ssm_kernels.ssd_chunk_scan
@@ -194,7 +194,7 @@ def test_layout_of_all_arguments(layout, device):
 
 
 def test_slices_of_one_projection(device):
-    """As a layer makes them: x, B and C are parts of each row of one tensor, and z and dt of another."""
+    """Inputs as a layer makes them: x, B and C are slices of one tensor, z and dt of another."""
     for dtype in (torch.float64, torch.bfloat16):
         inputs = make_inputs(seqlen=70, headdim=8, dstate=4, dtype=dtype, device=device)
         sliced = dict(inputs)
@@ -234,7 +234,7 @@ def test_no_elements(sizes, device):
 
 
 def test_resets_are_separate_sequences(device):
-    """Inside of chunks and at their borders, in each row elsewhere; initial_states is that of the first sequence."""
+    """Resets inside chunks and at their borders, elsewhere in each row; initial_states belongs to the first sequence."""
     seqlen, resets = 150, ((1, 16, 40, 64, 128, 149), (63, 64, 65), ())
     for chunk_size in (None, 16, 64):
         inputs = make_inputs(batch=3, seqlen=seqlen, resets=resets, chunk_size=chunk_size, device=device)
@@ -252,7 +252,7 @@ def test_resets_are_separate_sequences(device):
 
 
 def test_packed_sequences_one_by_one(device):
-    """Of no steps, of one, and of more than a chunk."""
+    """Sequences of no steps, of one, and of more than a chunk."""
     cu_seqlens = (0, 0, 1, 65, 65, 193, 200, 200)
     for with_states, chunk_size in itertools.product((True, False), (None, 16, 64)):
         inputs = make_inputs(cu_seqlens=cu_seqlens, initial_states=with_states, chunk_size=chunk_size, device=device)

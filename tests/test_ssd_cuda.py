@@ -1,4 +1,4 @@
-"""What is particular to ssd_chunk_scan on CUDA: its kernels, sequences cut at runs, streams and graphs.
+"""ssd_chunk_scan on CUDA: its kernels, sequences cut at runs, streams and graphs.
 
 Its gradients are in test_ssd_cuda_grad.py.
 """

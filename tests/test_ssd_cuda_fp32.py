@@ -1,6 +1,6 @@
 """ssd_chunk_scan on CUDA for fp32: kernels of three TF32 products, as exact as PyTorch's in fp32, be TF32 allowed or not.
 
-What all dtypes have alike is tested for each in test_ssd_cuda.py, test_ssd_cuda_grad.py and test_ssd_cuda_many_states.py.
+test_ssd_cuda.py, test_ssd_cuda_grad.py and test_ssd_cuda_many_states.py test all dtypes for what they have in common.
 """
 
 from __future__ import annotations

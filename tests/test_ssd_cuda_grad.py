@@ -93,7 +93,7 @@ def test_headdim_and_dstate(headdim, dstate, dtype):
 @pytest.mark.parametrize("headdim", [64, 128])
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 1), (6, 2), (6, 6), (9, 3), (9, 1), (80, 2)])
 def test_heads_share_groups(heads, groups, headdim):
-    """A block's heads, and those of the blocks that add to the gradients of the same B and C."""
+    """The heads of a block, and of all blocks that add to the gradients of the same B and C."""
     for dstate in (64, 128):
         assert_accurate(inputs_on_cuda(heads=heads, groups=groups, headdim=headdim, dstate=dstate, seqlen=70))
 
@@ -105,7 +105,7 @@ def test_lengths(seqlen, name):
 
 
 def test_both_products_agree_with_many_heads():
-    """To roundings of 16 bits: only their sums come in another order."""
+    """Equal up to roundings to the dtype of x, because only the order of sums differs."""
     inputs = inputs_on_cuda(batch=8, heads=80, groups=2, dstate=128)
     cotangents, results = make_cotangents(inputs), []
     for name in ("wgmma", "mma"):
@@ -322,7 +322,7 @@ def test_rows_at_any_address():
 
 
 def test_strides_of_zero():
-    """What is the same along an axis is read where it lies."""
+    """The kernels read expanded tensors in place."""
     inputs = inputs_on_cuda(seqlen=70)
     cotangents = make_cotangents(inputs)
     for name in SEQUENCES:
@@ -486,7 +486,7 @@ def test_cuda_graph_of_forward_and_backward(name, sizes):
 @pytest.mark.parametrize("length", [400, 1600], ids=["whole_walks", "cut_walks"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 def test_wrong_offsets_in_a_cuda_graph(gradients, length):
-    """Nobody checks them there: the numbers are wrong, but the kernels end, and write nothing that right offsets meet again."""
+    """Graphs do not check offsets: wrong ones give wrong numbers, but the kernels end, and later calls are right."""
     inputs = inputs_on_cuda(cu_seqlens=(0, 100, length))
     cotangents = make_cotangents(inputs) if gradients else None
     kept = {name: value.clone() for name, value in inputs.items() if isinstance(value, Tensor)}

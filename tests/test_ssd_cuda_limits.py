@@ -35,7 +35,7 @@ def inputs_on_cuda(**options: Any) -> dict[str, Any]:
 
 
 def bytes_of_heads(inputs: dict[str, Any], heads: int) -> int:
-    """Of the states that backward keeps."""
+    """Bytes of the states that backward keeps."""
     x, offsets, units = inputs["x"], inputs["cu_seqlens"], math.ceil(inputs["x"].shape[3] / 64)
     chunks = math.ceil(x.shape[1] / 64) if offsets is None else x.shape[1] // 64 + len(offsets) - 1
     return heads * 2 * chunks * units * 64 * (64 if inputs["B"].shape[3] <= 64 else 128) * 2

@@ -191,7 +191,7 @@ SCALARS = {torch.float64: "Double", torch.float32: "Float", torch.bfloat16: "BFl
 
 @pytest.mark.parametrize("dtype", SCALARS, ids=str)
 def test_mixed_dtypes(dtype, device):
-    """Sequences have that of x, parameters and states the accumulation dtype."""
+    """Sequences have the dtype of x, parameters and states the accumulation dtype."""
     inputs = good_inputs(dtype=dtype, device=device)
     accumulation = "Double" if dtype == torch.float64 else "Float"
     for name in TENSORS[1:]:
@@ -265,7 +265,7 @@ def test_bad_arguments_leave_no_trace(device):
 
 
 def test_incoming_gradients_of_the_wrong_shape(device):
-    """Of the internal operator: autograd itself sends none."""
+    """Errors of the internal operator, which autograd itself never causes."""
     arguments = backward_arguments(good_inputs(device=device))
     torch.ops.ssm_kernels._ssd_chunk_scan_bwd(*arguments)
     for index, shape in ((0, (2, 4, 4, 3)), (1, (1, 4, 3, 6))):

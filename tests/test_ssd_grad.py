@@ -40,7 +40,7 @@ OPERATOR = "ssd_chunk_scan"
 
 
 def assert_gradcheck(inputs: dict[str, Any], **options: Any) -> None:
-    """From both results to every tensor argument, the other result's gradient zero and undefined."""
+    """Gradients flow from both results to every tensor argument, the other result's gradient zero or undefined."""
     names = tensor_names(inputs)
 
     def of_tensors(*tensors: Tensor) -> tuple[Tensor, Tensor]:
@@ -238,7 +238,7 @@ def test_gradients_of_a_subset(device):
 
 @pytest.mark.parametrize("cu_seqlens", [(0, 3, 6, 6, 10, 13, 17, 17), (0, 40, 70, 110, 140, 180)], ids=["short", "of_chunks"])
 def test_packed_sequences_of_equal_lengths(cu_seqlens, device):
-    """Products of PyTorch's take them together, wherever they lie."""
+    """The PyTorch fallback batches them, wherever they are in memory."""
     assert_matches_reference(make_inputs(cu_seqlens=cu_seqlens, chunk_size=16, device=device))
 
 
@@ -280,7 +280,7 @@ def test_no_elements(sizes, device, uninitialized_memory_is_nan):
 
 @pytest.mark.parametrize("cu_seqlens", [(0, 0, 0), (0, 0, 5, 5, 5, 6, 6), (0, 64, 64, 65)], ids=str)
 def test_packed_sequences_of_no_steps(cu_seqlens, device, uninitialized_memory_is_nan):
-    """The gradient of their initial states is that of their final ones."""
+    """Their initial states get the gradient of their final states."""
     for options in ({}, {"initial_states": False}):
         inputs = make_inputs(cu_seqlens=cu_seqlens, device=device, **options)
         results = assert_matches_reference(inputs)
@@ -417,7 +417,7 @@ def test_what_is_kept_for_backward(device):
 
 
 def test_gradients_of_sums_over_long_sequences(device):
-    """Of 16-bit inputs: those of A, D and dt_bias are sums in float32."""
+    """With float16 and bfloat16 inputs the gradients of A, D and dt_bias are sums in float32."""
     sizes = {"batch": 1, "seqlen": 1000, "heads": 2, "headdim": 4, "dstate": 4, "groups": 1}
     inputs = make_inputs(**sizes, dtype=torch.bfloat16, device=device)
     assert_matches_reference(inputs)

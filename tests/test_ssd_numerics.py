@@ -40,7 +40,7 @@ DECAYS = {
     "sum_of_-1000": (lambda t: torch.full_like(t, 1 / 256), -1000.0),
     "sum_of_-1000_large_steps": (lambda t: torch.full_like(t, 1000 / 256), -1.0),
     "sum_of_-1e6": (lambda t: torch.full_like(t, 1.0), -4000.0),
-    # What comes after a strong step decays weakly, and must not be computed from its large sum.
+    # Steps after a strong one decay weakly; their decays must not be differences of its large sum.
     "strong_steps_among_weak": (lambda t: torch.where(t % 50 == 20, 100.0, 1e-4), -10.0),
     "one_step_of_-1e5_at_the_start": (lambda t: torch.where(t == 0, 1e4, 1e-3), -10.0),
     "one_step_of_-1e5_at_the_end_of_a_chunk": (lambda t: torch.where(t == 63, 1e4, 1e-3), -10.0),
@@ -93,7 +93,7 @@ def test_float32_is_float32(device):
 
 @dtypes(torch.bfloat16, torch.float16)
 def test_rounding_of_16_bit_results(dtype, device):
-    """Little more than that of the exact result to 16 bits."""
+    """The error is little more than the rounding of the exact result to the dtype."""
     inputs = make_inputs(batch=1, seqlen=300, heads=2, groups=1, headdim=64, dstate=64, dtype=dtype, device=device)
     out, exact = evaluate(scan, inputs)["out"], evaluate(reference_scan, as_float64(inputs))["out"]
     assert_as_accurate(out, exact.to(dtype), exact, "out")
@@ -104,7 +104,7 @@ def test_rounding_of_16_bit_results(dtype, device):
 
 @pytest.mark.parametrize("name", [*SEQUENCES, "A", "D", "dt_bias", "initial_states", "grad_out", "grad_final_states"])
 def test_nan_stays_in_its_head_and_row(name, device):
-    """Of B and C: in its group. Every result that it cannot reach is bit for bit as without it."""
+    """A NaN of B or C stays in its group. Every result that a NaN cannot reach keeps its bits."""
     inputs = make_inputs(batch=3, seqlen=70, heads=6, groups=3, headdim=4, dtype=torch.float32, chunk_size=16, device=device)
     row, step, head, group, heads_of_group = 1, 20, 2, 1, slice(2, 4)
     of_group, of_parameter = name in ("B", "C"), name in ("A", "D", "dt_bias")

@@ -14,7 +14,7 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def test_partition_counts_in_64_bits(tmp_path):
-    """Sizes whose products with a chunk's length, or with each other, are no numbers of 32 bits."""
+    """Sizes whose products with a chunk's length, or with each other, do not fit into 32 bits."""
     calls = [  # sequences, seqlen, heads, groups, headdim, dstate
         (2, 300, 24, 1, 64, 128),
         (1, 2**31, 1, 1, 64, 64),

@@ -184,7 +184,7 @@ def test_compile_with_inductor(device, fresh_dynamo):
 
 
 def test_export(device):
-    """With a symbolic length."""
+    """Exports with a symbolic length."""
 
     options = {name: value for name, value in make_inputs().items() if name not in TENSORS}
 
@@ -274,7 +274,7 @@ def test_autocast(low, device):
 
 
 def test_autocast_of_mixed_arguments(device):
-    """What projections give under autocast: 16-bit activations beside float32 ones, and 16-bit parameters cast up."""
+    """Inputs as projections give them under autocast: float16 or bfloat16 beside float32, and parameters to cast up."""
     inputs = make_inputs(dtype=torch.float32, device=device)
     rounded = inputs | {name: inputs[name].bfloat16() for name in TENSORS}
     expected = evaluate(scan, rounded | {name: rounded[name].float() for name in set(TENSORS) - set(SEQUENCES)})
@@ -451,7 +451,7 @@ def test_memory_does_not_hold_a_state_for_every_step(device):
     assert fwd < states / 32 and bwd < states / 5, (fwd / states, bwd / states)
 
 
-# What programs and exported graphs call. A change here breaks them: add arguments at the end, with defaults.
+# Programs and exported graphs call these schemas. A change breaks them: add arguments at the end, with defaults.
 SCHEMA = (
     "ssm_kernels::ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, "
     "Tensor? D=None, Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, "

@@ -169,7 +169,7 @@ def test_compile_with_automatic_dynamic_shapes(device, fresh_dynamo):
 
 
 def test_compile_once_for_every_number_of_states(device, fresh_dynamo):
-    """How many steps lie between two saved states depends on it."""
+    """The number of steps between two saved states depends on it."""
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(scan_with_state, fullgraph=True, dynamic=True, backend=counter)
     for dstate, seqlen in ((16, 70), (17, 70), (64, 33), (5, 130)):
@@ -210,7 +210,7 @@ class Scan(torch.nn.Module):
 
 
 def test_export(device):
-    """By its public name, with a symbolic length."""
+    """Exports the public name, with a symbolic length."""
     arguments = tuple(make_inputs(seqlen=9, device=device)[name] for name in TENSORS)
     seqlen = torch.export.Dim("seqlen", min=2, max=4096)
     dynamic = {name: {2: seqlen} if name in ("u", "delta", "B", "C", "z") else None for name in TENSORS}
@@ -305,7 +305,7 @@ def test_autocast(low, form, device):
 
 
 def test_autocast_of_mixed_arguments(device):
-    """What Mamba's projections give under autocast: 16-bit activations beside float32 parameters, and a 16-bit A cast up."""
+    """Inputs as Mamba's projections give them under autocast: float16 or bfloat16 beside float32, and an A to cast up."""
     inputs = make_inputs(dim=6, dtype=torch.float32, device=device)
     mixed = inputs | {name: inputs[name].bfloat16() for name in ("u", "B", "z")} | {"A": inputs["A"].bfloat16()}
     with torch.autocast(device, dtype=torch.bfloat16):
@@ -379,7 +379,7 @@ def test_memory_grows_only_with_results_and_chunk_states(device):
     inference, fwd, bwd = (long - short for short, long in zip(measure(grown), measure(2 * grown), strict=True))
     sequence, matrix = 4 * batch * dim * grown, 4 * batch * dstate * grown
     chunk_states = sequence * dstate // chunk_length(dstate)
-    # On CUDA also what blocks hand over to each other: the more segments of time, the more.
+    # On CUDA also the carries between blocks, which grow with the number of segments.
     slack = 1024 if device == "cpu" else sequence * dstate // 8
     assert sequence <= inference <= sequence + slack  # out
     assert sequence + chunk_states <= fwd <= sequence + chunk_states + slack
@@ -418,7 +418,7 @@ def test_lazy_copies_stay_lazy(case, device):
     assert [name for name, tensor in lazy.items() if not torch._C._is_cow_tensor(tensor)] == []
 
 
-# What programs and exported graphs call. A change here breaks them: add arguments at the end, with defaults.
+# Programs and exported graphs call these schemas. A change breaks them: add arguments at the end, with defaults.
 SCHEMAS = {
     "selective_scan": (
         "ssm_kernels::selective_scan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "

@@ -1,4 +1,4 @@
-"""What type checkers find in the package, and in the code of a user."""
+"""mypy on the package and on the code of a user."""
 
 from __future__ import annotations
 
