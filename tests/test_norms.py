@@ -32,6 +32,10 @@ every_gated = pytest.mark.parametrize("name", GATED)
 every_add = pytest.mark.parametrize("name", ADD)
 every_norm = pytest.mark.parametrize("name", (*GATED, *ADD))
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+# The CUDA kernels compiled for RMSNorm take groups of more than 256 columns without bias, the general kernels all others.
+columns_and_bias = pytest.mark.parametrize(
+    ("columns", "bias"), [(192, True), (768, True), (768, False)], ids=["few_columns", "bias", "no_bias"]
+)
 every_activation = pytest.mark.parametrize("activation", reference.GATE_ACTIVATIONS)
 
 
@@ -84,7 +88,14 @@ def test_gradcheck_with_a_residual(name, absent, device):
 @pytest.mark.parametrize("size", SIZES)
 @every_gated
 def test_gated_matches_the_reference(name, size, dtype, device):
-    for options in ({}, {"norm_before_gate": True}, {"z": False, "bias": False}):
+    for options in (
+        {},
+        {"norm_before_gate": True},
+        {"bias": False},
+        {"bias": False, "norm_before_gate": True},
+        {"z": False, "bias": False},
+        {"bias": False, "weight": False},
+    ):
         assert_matches_reference(name, make_gated_inputs(dtype=dtype, device=device, **SIZES[size], **options))
 
 
@@ -107,6 +118,8 @@ def test_add_matches_the_reference(name, size, dtype, device):
         {"residual_in_fp32": True},
         {"residual_dtype": accumulate_type(dtype)},
         {"residual": False},
+        {"bias": False},
+        {"bias": False, "residual_dtype": accumulate_type(dtype)},
         {"residual": False, "residual_in_fp32": True, "bias": False},
     ):
         inputs = make_add_inputs(dtype=dtype, device=device, **SIZES[size], **options)
@@ -115,12 +128,26 @@ def test_add_matches_the_reference(name, size, dtype, device):
         assert actual["result_1"].dtype == (accumulate_type(dtype) if is_kept_wide else dtype)
 
 
-@pytest.mark.parametrize("columns", [512, 509])
+@pytest.mark.parametrize(("columns", "bias"), [(512, True), (509, True), (512, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["rms_norm_gated", "add_layer_norm"])
-def test_many_rows(name, dtype, columns, device):
+@pytest.mark.parametrize("name", ["rms_norm_gated", "add_rms_norm", "add_layer_norm"])
+def test_many_rows(name, dtype, columns, bias, device):
     """More rows than a GPU takes at a time: several for each partial sum."""
-    assert_matches_reference(name, make_inputs(name, rows=(9001,), columns=columns, dtype=dtype, device=device))
+    assert_matches_reference(name, make_inputs(name, rows=(9001,), columns=columns, dtype=dtype, bias=bias, device=device))
+
+
+@pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_steps_in_groups(dtype, norm_before_gate, device):
+    """Rows of two strides, and blocks that go from one sequence to the next."""
+    inputs = make_gated_inputs(
+        rows=(601, 3), columns=800, group_size=400, dtype=dtype, bias=False, norm_before_gate=norm_before_gate, device=device
+    )
+    strided = {}
+    for key in ("x", "z"):
+        longer = torch.zeros(601, 5, 800, dtype=dtype, device=device)
+        strided[key] = longer[:, 1:4].copy_(inputs[key])
+    assert_matches_reference("rms_norm_gated", inputs | strided)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -181,9 +208,10 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("layout", ["columns", "unaligned_columns", "steps", "seqlen_first", "channels_first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("columns", "bias"), [(64, True), (320, False)])
 @every_norm
-def test_layouts(name, dtype, layout, device):
-    inputs = make_inputs(name, rows=(3, 5), columns=64, dtype=dtype, device=device)
+def test_layouts(name, columns, bias, dtype, layout, device):
+    inputs = make_inputs(name, rows=(3, 5), columns=columns, dtype=dtype, bias=bias, device=device)
     cotangents = make_cotangents(inputs, 2)[: 1 if name in GATED else 2]
     expected = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
     strided = {key: layouts(inputs[key])[layout] for key in ("x", "z", "residual") if inputs.get(key) is not None}
@@ -239,18 +267,19 @@ def test_no_rows(name, device):
 @pytest.mark.parametrize("has_bias", [False, True], ids=["no_bias", "bias"])
 @pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("columns", [64, 768])
 @every_gated
-def test_backward_into_slices(name, dtype, norm_before_gate, has_bias, device):
-    inputs = make_gated_inputs(rows=(3, 7), columns=64, dtype=dtype, bias=has_bias, device=device)
+def test_backward_into_slices(name, columns, dtype, norm_before_gate, has_bias, device):
+    inputs = make_gated_inputs(rows=(3, 7), columns=columns, dtype=dtype, bias=has_bias, device=device)
     x, weight, z, bias = (inputs[key] for key in ("x", "weight", "z", "bias"))
-    options = (32, norm_before_gate, "silu", name == "layer_norm_gated")
+    options = (columns // 2, norm_before_gate, "silu", name == "layer_norm_gated")
     out, rstd, mean = ops._norm_gated_fwd(x, weight, z, bias, 1e-5, *options)
     grad_out = torch.randn_like(x)
     arguments = (grad_out, x, weight, z, bias, mean, rstd, *options)
     grad_x, grad_weight, grad_z, grad_bias = ops._norm_gated_bwd(*arguments, [True] * 4)
 
-    buffer = torch.full((3, 7, 3 * 64 + 16), torch.nan, dtype=dtype, device=device)
-    slices = [buffer[..., i * 64 + 8 : i * 64 + 72] for i in range(3)]
+    buffer = torch.full((3, 7, 3 * columns + 16), torch.nan, dtype=dtype, device=device)
+    slices = [buffer[..., 8 + i * columns : 8 + (i + 1) * columns] for i in range(3)]
     weight_and_bias = ops._norm_gated_bwd_out(*arguments, [True, True], *slices)
     for actual, expected in zip((*slices[:2], *weight_and_bias), (grad_x, grad_z, grad_weight, grad_bias), strict=True):
         assert torch.equal(actual, expected)
@@ -277,10 +306,11 @@ def test_buffers_that_no_two_strides_describe(device):
         )
 
 
+@columns_and_bias
 @every_norm
-def test_needs_grad(name, device):
+def test_needs_grad(name, columns, bias, device):
     """Each gradient alone has the bits that it has with all others."""
-    inputs = make_inputs(name, rows=(5,), columns=48, dtype=torch.float32, device=device)
+    inputs = make_inputs(name, rows=(5,), columns=columns, dtype=torch.float32, bias=bias, device=device)
     cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
     expected = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
     for key in tensors_of(inputs):
@@ -294,17 +324,19 @@ def test_needs_grad(name, device):
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize(("columns", "bias"), [(16, True), (768, False)])
 @every_norm
-def test_not_finite_values_stay_in_their_group(name, value, device):
-    options = {"group_size": 8} if name in GATED else {}
-    clean = make_inputs(name, rows=(3, 4), columns=16, dtype=torch.float32, device=device) | options
+def test_not_finite_values_stay_in_their_group(name, columns, bias, value, device):
+    group_size = columns // 2 if name in GATED else columns
+    options = {"group_size": group_size} if name in GATED else {}
+    clean = make_inputs(name, rows=(3, 4), columns=columns, dtype=torch.float32, bias=bias, device=device) | options
     inputs = clean | {"x": clean["x"].clone()}
     inputs["x"][1, 2, 3] = value
     cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
     expected = evaluate(getattr(ssm_kernels, name), clean, cotangents)
     actual = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
-    affected = torch.zeros(3, 4, 16, dtype=torch.bool, device=device)
-    affected[1, 2, : 8 if name in GATED else 16] = True
+    affected = torch.zeros(3, 4, columns, dtype=torch.bool, device=device)
+    affected[1, 2, :group_size] = True
     for key in ("result_0", "grad_x", "grad_z"):
         if key in actual:
             assert torch.equal(actual[key][~affected], expected[key][~affected])
@@ -312,18 +344,20 @@ def test_not_finite_values_stay_in_their_group(name, value, device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@columns_and_bias
 @every_norm
-def test_deterministic(name, dtype, device):
-    inputs = make_inputs(name, rows=(3, 257), columns=192, dtype=dtype, device=device)
+def test_deterministic(name, columns, bias, dtype, device):
+    inputs = make_inputs(name, rows=(3, 257), columns=columns, dtype=dtype, bias=bias, device=device)
     cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
     first = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
     for _ in range(3):
         assert_equal(evaluate(getattr(ssm_kernels, name), inputs, cotangents), first)
 
 
+@columns_and_bias
 @every_norm
-def test_a_row_does_not_depend_on_its_batch(name, device):
-    inputs = make_inputs(name, rows=(65,), columns=192, dtype=torch.bfloat16, device=device)
+def test_a_row_does_not_depend_on_its_batch(name, columns, bias, device):
+    inputs = make_inputs(name, rows=(65,), columns=columns, dtype=torch.bfloat16, bias=bias, device=device)
     cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
     whole = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
     rows = {key: inputs[key][40:41] for key in ("x", "z", "residual") if key in inputs}

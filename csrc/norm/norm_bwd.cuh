@@ -1,5 +1,6 @@
-// Norms on CUDA, backward; norm.h has the formulas of forward, norm_cuda.h how the work is cut. With y = norm(v) and gy the
-// gradient that reaches y weight,
+// Norms on CUDA, backward: the general kernels, which take every option. norm.h has the formulas of forward, norm_cuda.h how
+// the work is cut, norm_rms_bwd.cuh the kernels of the most frequent cases. With y = norm(v) and gy the gradient that reaches y
+// weight,
 //
 //   grad_v = rstd (gy weight - mean(gy weight) - y mean(gy weight y)),  the first mean for LayerNorm alone
 //   grad_weight = sum over rows of gy y,  grad_bias = sum over rows of gy
@@ -18,6 +19,7 @@
 #include "cuda/async_copy.cuh"
 #include "cuda/launch.cuh"
 #include "norm/norm_device.cuh"
+#include "norm/norm_rms_bwd.cuh"
 
 namespace ssm_kernels::norm {
 
@@ -411,6 +413,7 @@ cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cu
   void (*kernel)(NormBwdParams, BwdPlan) =
       params.is_add ? norm_bwd_kernel<Scalar, false, true> : norm_bwd_kernel<Scalar, false, false>;
   if constexpr (kHasVectorKernels<Scalar>) {
+    if (plan.rms.rms_case != RmsCase::kNone) return launch_norm_rms_bwd<Scalar>(params, plan.rms, stream);
     if (plan.teams.use_vectors) {
       kernel = params.is_add ? norm_bwd_kernel<Scalar, true, true> : norm_bwd_kernel<Scalar, true, false>;
     }

@@ -17,13 +17,10 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "norm/norm_op.h"
+#include "norm/norm_rms.h"
 
 namespace ssm_kernels::norm {
 namespace {
-
-int bytes_of(const NormParams& p, bool is_accumulate) {
-  return is_accumulate && p.kind != ScalarKind::kDouble ? 4 : cuda::element_bytes(p.kind);
-}
 
 bool is_aligned(int64_t bytes) { return bytes % kVectorBytes == 0; }
 
@@ -60,10 +57,53 @@ Teams make_teams(const NormParams& p, bool use_vectors, int max_lanes) {
   return teams;
 }
 
+// How many blocks the device runs at a time.
+int64_t resident_blocks(int device, int warps, int registers, int shared_bytes) {
+  // Each block takes the reserved bytes too, and a multiprocessor has that much more than one block may ask for.
+  constexpr int kReservedBytes = 1024, kMaxBlocks = 32;
+  // A multiprocessor is four partitions of 16384 registers. The warps of a block are spread over them.
+  constexpr int kPartitions = 4, kPartitionRegisters = 16384;
+  const int by_registers = kPartitions * (kPartitionRegisters / (registers * kWarpSize)) / warps;
+  const int by_memory = (cuda::max_shared_bytes(device) + kReservedBytes) / (shared_bytes + kReservedBytes);
+  const int per_multiprocessor = std::clamp(std::min(by_registers, by_memory), 1, kMaxBlocks);
+  return static_cast<int64_t>(cuda::multiprocessor_count(device)) * per_multiprocessor;
+}
+
+// The RMSNorm kernel for a call that the vector kernels take. The choice depends neither on the rows nor on which gradients are
+// wanted: a row has the same bits in every batch.
+RmsCase choose_rms_case(const NormParams& p) {
+  if (p.subtract_mean || p.bias.data != nullptr) return RmsCase::kNone;
+  if (p.is_add || p.z.data == nullptr) {
+    return bytes_of(p, p.x.is_accumulate) == bytes_of(p, false) ? RmsCase::kNoGate : RmsCase::kNoGateWide;
+  }
+  if (p.activation != GateActivation::kSilu) return RmsCase::kNone;
+  return p.norm_before_gate ? RmsCase::kGateAfter : RmsCase::kGateBefore;
+}
+
+// A plan of kNone if the group does not have a warp's columns, or does not fit into a block.
+RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int column_bytes, int max_threads, int registers) {
+  constexpr int64_t kWarpColumns = kWarpSize * kThreadColumns;
+  RmsPlan plan;
+  const int64_t warps = at::ceil_div(p.group_size, kWarpColumns);
+  if (p.group_size <= kWarpColumns / 2 || warps * kWarpSize > max_threads) return plan;
+  plan.warps = static_cast<int>(warps);
+  plan.shared_bytes = rms_shared_bytes(plan.warps, column_bytes);
+  if (plan.shared_bytes > cuda::max_shared_bytes(p.device)) return plan;
+  const int64_t resident = resident_blocks(p.device, plan.warps, registers, plan.shared_bytes);
+  // Blocks beyond those that run at a time would leave more partial sums.
+  plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / p.groups, 1, p.rows()));
+  plan.rms_case = rms_case;
+  return plan;
+}
+
 FwdPlan plan_fwd(const NormFwdParams& p) {
   FwdPlan plan;
   plan.units = p.rows() * p.groups;
   const bool use_vectors = can_use_vectors(p, {p.x, p.z, p.residual, p.out, p.new_residual});
+  const RmsCase rms_case = choose_rms_case(p);
+  if (use_vectors && (rms_case == RmsCase::kGateBefore || rms_case == RmsCase::kGateAfter)) {
+    plan.rms = plan_rms(p, rms_case, kRmsFwdReads * bytes_of(p, false), kFwdMaxThreads, kFwdRegisters);
+  }
   plan.teams = make_teams(p, use_vectors, kFwdMaxThreads);
   plan.blocks = std::min<int64_t>(at::ceil_div<int64_t>(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
   return plan;
@@ -83,6 +123,13 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
 
   bool use_vectors =
       can_use_vectors(p, {p.x, p.z, p.grad_out, p.grad_new_residual, p.grad_x, p.grad_z, p.grad_residual, p.out});
+  const RmsCase rms_case = choose_rms_case(p);
+  if (use_vectors && rms_case != RmsCase::kNone) {
+    const int column_bytes = bytes_of(p, false) + 2 * bytes_of(p, p.x.is_accumulate);
+    plan.rms = plan_rms(p, rms_case, column_bytes, kBwdMaxThreads, kBwdRegisters);
+    plan.partials = plan.rms.row_blocks;
+    if (plan.rms.rms_case != RmsCase::kNone) return plan;
+  }
   plan.teams = make_teams(p, use_vectors, kBwdMaxThreads);
   if (use_vectors && (plan.teams.chunks > 1 || plan.teams.threads() * vector_record > available)) {
     use_vectors = false;

@@ -10,7 +10,7 @@
 // second kernel, which adds them in order.
 //
 // The vector kernels move 16 bytes at a time and want contiguous, aligned groups; the scalar kernels take any others, and
-// float64.
+// float64. The RMSNorm kernels (norm_rms.h) are vector kernels compiled for one case each, without options in their loops.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,7 +27,7 @@ constexpr int kWarpSize = 32, kVectorBytes = 16;
 constexpr int kThreadColumns = 16;
 // 640 threads leave backward 96 registers each, forward 64 in two blocks of 512. 10240 and 8192 columns fit; longer groups are
 // read again for each pass, in backward by the scalar kernel.
-constexpr int kFwdMaxThreads = 512, kBwdMaxThreads = 640, kBwdRegisters = 96;
+constexpr int kFwdMaxThreads = 512, kBwdMaxThreads = 640, kFwdRegisters = 64, kBwdRegisters = 96;
 // Rows of a call of the vector kernels, with room for those that they look ahead; groups of these rows are as few.
 constexpr int64_t kMaxNarrowRows = int64_t(1) << 30;
 // Threads of a block of several teams.
@@ -44,9 +44,22 @@ struct Teams {
   int threads() const { return lanes * count; }
 };
 
+// The cases that RMSNorm kernels exist for: a silu gate before or after the norm, or no gate, where the residual may be float32
+// beside 16-bit activations. kNone: the general kernels.
+enum class RmsCase : int { kNone, kGateBefore, kGateAfter, kNoGate, kNoGateWide };
+
+// The blocks of an RMSNorm kernel, groups * row_blocks: each takes one group of every row_blocks-th row.
+struct RmsPlan {
+  RmsCase rms_case = RmsCase::kNone;
+  int warps = 1;  // of a block
+  int shared_bytes = 0;
+  int row_blocks = 1;
+};
+
 struct FwdPlan {
   Teams teams;
   int64_t units = 0, blocks = 0;
+  RmsPlan rms;
 };
 
 struct BwdPlan {
@@ -54,6 +67,7 @@ struct BwdPlan {
   int group_teams = 1, row_teams = 1;
   int column_blocks = 1, row_blocks = 1;
   int partials = 1;  // row_blocks * row_teams
+  RmsPlan rms;
   // A thread's shared memory: the pieces of each stage, and then its sums for grad_bias. An odd number of pieces, so that the
   // same piece of neighboring threads is in different banks.
   int stage_pieces = 0, record_bytes = 0;

@@ -1,4 +1,5 @@
-// Norms on CUDA, forward; norm.h has the formulas, norm_cuda.h how the work is cut.
+// Norms on CUDA, forward: the general kernels, which take every option. norm.h has the formulas, norm_cuda.h how the work is
+// cut, norm_rms_fwd.cuh the kernels of the most frequent case.
 //
 // A team reads a group once, into registers: x and its gate, or x and the residual. It sums v^2 (LayerNorm: v, then the squares
 // of v - mean), and writes the output from the registers. All loads of a group come before their first use, to keep as many
@@ -8,6 +9,7 @@
 #include <algorithm>
 
 #include "norm/norm_device.cuh"
+#include "norm/norm_rms_fwd.cuh"
 
 namespace ssm_kernels::norm {
 
@@ -169,6 +171,7 @@ cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cu
   void (*kernel)(NormFwdParams, FwdPlan) =
       params.is_add ? norm_fwd_kernel<Scalar, false, true> : norm_fwd_kernel<Scalar, false, false>;
   if constexpr (kHasVectorKernels<Scalar>) {
+    if (plan.rms.rms_case != RmsCase::kNone) return launch_norm_rms_fwd<Scalar>(params, plan.rms, stream);
     if (plan.teams.use_vectors) {
       kernel = params.is_add ? norm_fwd_kernel<Scalar, true, true> : norm_fwd_kernel<Scalar, true, false>;
     }
