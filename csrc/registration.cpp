@@ -31,6 +31,13 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "bool[9] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
       "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)",
       tags);
+  // The same, with the gradient of z written where it is told to: into columns of a wider tensor, for instance.
+  m.def(
+      "_selective_scan_bwd_out(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, "
+      "Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor chunk_states, str discretization, bool delta_softplus, "
+      "bool[9] needs_grad, Tensor(a!) grad_z) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, "
+      "Tensor grad_C, Tensor grad_D, Tensor grad_delta_bias, Tensor grad_initial_state)",
+      tags);
 
   // One step of the scan, the state updated in place.
   m.def(
@@ -94,8 +101,14 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor? state_batch_indices=None) -> Tensor",
       tags);
 
+  // -e^A_log and the other parameters in the accumulation type, one after another in one tensor: one kernel on a GPU.
+  m.def("_mixer_parameters(Tensor A_log, Tensor? bias, Tensor? D, ScalarType dtype) -> Tensor", tags);
+  // The convolution of a Mamba mixer, with SiLU, on the left half of the columns: x twice, with a gradient each, and the right
+  // half. mixers/mamba_conv_op.cpp says why.
+  m.def("_mamba_conv(Tensor xz, Tensor weight, Tensor? bias, Tensor? initial_state) -> (Tensor, Tensor, Tensor z)", tags);
+
   // The selective scan between the projections of a Mamba mixer, of (batch, seqlen, ...) sequences: A = -e^A_log, and a
-  // softplus on delta. Forward alone also returns what it saves for backward.
+  // softplus on delta. Forward alone also returns what it saves for backward: the last is of _mixer_parameters.
   const std::string scan_arguments =
       "Tensor x, Tensor delta, Tensor A_log, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, ";
   m.def(("_mamba_mixer(" + scan_arguments + "Tensor? initial_state, str discretization) -> (Tensor out, Tensor last_state)")
@@ -103,15 +116,16 @@ TORCH_LIBRARY(ssm_kernels, m) {
         tags);
   m.def(("_mamba_mixer_fwd(" + scan_arguments +
          "Tensor? initial_state, str discretization, bool save_chunk_states) "
-         "-> (Tensor out, Tensor last_state, Tensor chunk_states)")
+         "-> (Tensor out, Tensor last_state, Tensor chunk_states, Tensor parameters)")
             .c_str(),
         tags);
-  m.def(("_mamba_mixer_bwd(Tensor? grad_out, Tensor? grad_last_state, " + scan_arguments +
-         "Tensor chunk_states, str discretization, bool[9] needs_grad) -> (Tensor grad_x, Tensor grad_delta, "
-         "Tensor grad_A_log, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, "
-         "Tensor grad_initial_state)")
-            .c_str(),
-        tags);
+  m.def(
+      ("_mamba_mixer_bwd(Tensor? grad_out, Tensor? grad_last_state, " + scan_arguments +
+       "Tensor chunk_states, Tensor parameters, str discretization, bool[9] needs_grad) -> (Tensor grad_x, Tensor grad_delta, "
+       "Tensor grad_A_log, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, "
+       "Tensor grad_initial_state)")
+          .c_str(),
+      tags);
 
   // What stands between the projections of a Mamba-2 mixer: convolution, scan and gated norm. mixers/mamba2_mixer_op.cpp
   // has the formulas. Forward alone also returns what it saves for backward.
@@ -121,9 +135,9 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "SymInt? chunk_size, float dt_min, float dt_max, float eps, bool norm_before_gate, str discretization) -> ";
   const std::string mixer_results = "(Tensor out, Tensor final_conv_state, Tensor final_ssm_state";
   m.def(("_mamba2_mixer(" + mixer_arguments + mixer_results + ")").c_str(), tags);
-  m.def(("_mamba2_mixer_fwd(" + mixer_arguments + mixer_results + ", Tensor y, Tensor rstd)").c_str(), tags);
+  m.def(("_mamba2_mixer_fwd(" + mixer_arguments + mixer_results + ", Tensor y, Tensor rstd, Tensor parameters)").c_str(), tags);
   m.def(("_mamba2_mixer_bwd(Tensor? grad_out, Tensor? grad_final_conv_state, Tensor? grad_final_ssm_state, Tensor y, "
-         "Tensor rstd, bool[9] needs_grad, " +
+         "Tensor rstd, Tensor parameters, bool[9] needs_grad, " +
          mixer_arguments +
          "(Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_A_log, Tensor grad_D, "
          "Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, Tensor grad_ssm_state)")

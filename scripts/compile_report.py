@@ -30,6 +30,7 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 KERNEL_LIMITS = {
     "causal_conv1d": 46,
     "linear_scan": 154,
+    "mixers": 2,
     "norm": 30,
     "selective_scan": 145,
     "selective_state_update": 86,

@@ -347,14 +347,14 @@ def _mamba_mixer(
 ) -> tuple[Tensor, Tensor]:
     """The scan that it is made of, which has a rule."""
     sequences = [None if v is None else v.transpose(1, 2) for v in (x, delta, B, C, z)]
-    A = -torch.exp(A_log.to(torch.float64 if x.dtype == torch.float64 else torch.float32))
+    wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out, last_state = torch.ops.ssm_kernels.selective_scan(
         *sequences[:2],
-        A,
+        -torch.exp(A_log.to(wide)),
         *sequences[2:4],
-        D,
+        None if D is None else D.to(wide),
         sequences[4],
-        delta_bias,
+        None if delta_bias is None else delta_bias.to(wide),
         initial_state,
         discretization=discretization,
         delta_softplus=True,
@@ -386,6 +386,7 @@ def _mamba2_mixer(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The operators that it is made of, each with a rule of its own."""
     operators, heads = torch.ops.ssm_kernels, dt_bias.shape[-1]
+    wide = torch.float64 if projected.dtype == torch.float64 else torch.float32
     d_ssm, matrix = heads * headdim, ngroups * dstate
     z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * matrix, heads], dim=-1)
     xBC, final_conv_state = operators.causal_conv1d(
@@ -401,13 +402,13 @@ def _mamba2_mixer(
     y, final_ssm_state = operators.ssd_chunk_scan(
         x.unflatten(-1, (heads, headdim)),
         dt,
-        -torch.exp(A_log.to(dt_bias.dtype)),
+        -torch.exp(A_log.to(wide)),
         B.unflatten(-1, (ngroups, dstate)),
         C.unflatten(-1, (ngroups, dstate)),
         chunk_size=chunk_size,
-        D=D,
+        D=None if D is None else D.to(wide),
         z=z.unflatten(-1, (heads, headdim)) if norm_weight is None else None,
-        dt_bias=dt_bias,
+        dt_bias=dt_bias.to(wide),
         dt_softplus=True,
         dt_limit=(dt_min, dt_max),
         initial_states=ssm_state,
@@ -426,7 +427,7 @@ _library = torch.library.Library("ssm_kernels", "IMPL")
 # Calls of operators that have the rule.
 _NORMS = ("rms_norm_gated", "layer_norm_gated", "add_rms_norm", "add_layer_norm")
 _STEPS = tuple(name.replace("_scan", "_step") for name in RECURRENCES)
-for _name in (*RECURRENCES, *_STEPS, "ssd_chunk_scan", "causal_conv1d", *_NORMS):
+for _name in (*RECURRENCES, *_STEPS, "ssd_chunk_scan", "causal_conv1d", "_mamba_conv", *_NORMS):
     _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
 
 torch.library.register_vmap("ssm_kernels::_add_norm", _add_norm)

@@ -11,6 +11,10 @@ import ssm_kernels.nn as snn
 
 MATRIX_PRODUCTS = ("mm", "addmm", "bmm", "linear")
 MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "_unsafe_view")
+# Operators that call others: of a profile, what is inside of them counts.
+COMPOSED = ("_mamba_conv", "_mamba_mixer", "_mamba2_mixer", "reshape", "flatten", "unflatten", "to", "matmul", "contiguous")
+VIEWS = ("view", "t", "transpose", "slice", "narrow", "split", "split_with_sizes", "chunk", "select", "expand", "squeeze")
+VIEWS += ("unsqueeze", "as_strided", "resolve_conj")
 MIXERS = {
     "Mamba": lambda dtype: snn.Mamba(16, d_state=4, dtype=dtype),
     "Mamba_d_bias": lambda dtype: snn.Mamba(16, d_state=4, bias=True, conv_bias=False, dtype=dtype),
@@ -47,6 +51,20 @@ def count(run) -> list[str]:
     return launches.names
 
 
+def profiled(run) -> list[str]:
+    """The same by the profiler, which sees what is inside of the mixers' operators."""
+
+    def visit(event) -> list[str]:
+        name = event.name.removeprefix("aten::").removeprefix("ssm_kernels::")
+        if name == event.name or name in COMPOSED:  # a node of the graph, or an operator that is composed
+            return [found for child in event.cpu_children for found in visit(child)]
+        return [] if name in (*MATRIX_PRODUCTS, *MEMORY, *VIEWS) else [name]
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profiler:
+        run()
+    return [name for event in profiler.events() if event.cpu_parent is None for name in visit(event)]
+
+
 def make_layer(make, made: torch.dtype, cast: torch.dtype | None) -> tuple[torch.nn.Module, Tensor]:
     torch.manual_seed(0)
     layer = make(made) if cast is None else make(made).to(cast)
@@ -63,3 +81,33 @@ def test_step(make, made, cast):
     if hasattr(layer, "norm"):
         expected.append("_norm_gated_fwd")
     assert count(lambda: layer.step(x[:, :1], *states)) == expected
+
+
+@every_dtype
+@every_mixer
+def test_forward(make, made, cast):
+    """Once: the parameters, the convolution, the scan and, in Mamba-2, the norm."""
+    layer, x = make_layer(make, made, cast)
+    expected = ["_mixer_parameters", "_causal_conv1d_fwd"]
+    if isinstance(layer, snn.Mamba):
+        expected = [*reversed(expected), "_selective_scan_fwd"]
+    elif hasattr(layer, "norm"):
+        expected.append("_norm_gated_fwd")
+    found = profiled(lambda: layer(x))
+    if isinstance(layer, snn.Mamba2):  # on the CPU its scan is made of PyTorch's operators
+        assert found[:2] == expected[:2]
+        found = [name for name in found if name in expected]
+    assert found == expected
+
+
+@every_dtype
+def test_backward_of_mamba(made, cast):
+    """Beside the adjoints of the scan and of the convolution: the gradient of A_log, conversions of those of parameters, the
+    gradient of x_proj's output, put together, and the sum of the gradients of the convolution's result.
+    """
+    layer, x = make_layer(MIXERS["Mamba"], made, cast)
+    out = layer(x.requires_grad_())
+    found = profiled(lambda: out.backward(torch.ones_like(out)))
+    rounded = {None: ["_to_copy"] * (made == torch.bfloat16), torch.bfloat16: ["_to_copy"] * 2}[cast]
+    expected = ["_selective_scan_bwd_out", "mul" if cast else "mul_", *rounded, "cat", "add_", "_causal_conv1d_bwd_out"]
+    assert found[found.index("_selective_scan_bwd_out") :] == expected

@@ -5,8 +5,9 @@
 //   y          = SSD(x, dt, -e^A_log, B, C, D)
 //   out        = norm(y silu(z)), norm(y) silu(z) or, without norm_weight, y silu(z)
 //
-// Backward keeps `projected`, y and a number for each row's groups, and computes the convolution, the step sizes and the norm
-// again. The gradient of `projected` is one tensor: the gradients of z, xBC and dt are written where they lie in it.
+// Backward keeps `projected`, y, the parameters as the scan reads them and a number for each row's groups, and computes the
+// convolution, the step sizes and the norm again. The gradient of `projected` is one tensor: the gradients of z, xBC and dt are
+// written where they lie in it.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
@@ -22,9 +23,11 @@
 #include <tuple>
 
 #include "causal_conv1d/causal_conv1d_op.h"
+#include "mixers/mixer_parameters_op.h"
 #include "ssd/ssd_op.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/eager.h"
 
 namespace ssm_kernels::mamba2_mixer {
 namespace {
@@ -65,15 +68,18 @@ struct Call {
   const Tensors& tensors;
   const Options& options;
   int64_t heads, d_ssm, d_conv_in;
-  at::Tensor A;
+  mixers::Parameters parameters;  // A, the bias of dt and D as the scan reads them
 
-  Call(const Tensors& tensors, const Options& options)
+  // With the parameters that forward saved or, in forward, an undefined tensor.
+  Call(const Tensors& tensors, const Options& options, const at::Tensor& saved_parameters)
       : tensors(tensors),
         options(options),
         heads(of(kDtBias).size(0)),
         d_ssm(heads * options.headdim),
         d_conv_in(d_ssm + 2 * options.groups * options.dstate),
-        A(of(kALog).to(accumulate_type(of(kProjected).scalar_type())).exp().neg_()) {
+        parameters(saved_parameters.defined()
+                       ? mixers::restore_parameters(saved_parameters, of(kALog), tensors[kDtBias], tensors[kD])
+                       : mixers::compute_parameters(of(kALog), tensors[kDtBias], tensors[kD], of(kProjected).scalar_type())) {
     const c10::SymInt columns = of(kProjected).sym_size(-1);
     TORCH_CHECK_VALUE(columns == d_ssm + d_conv_in + heads, kOp, ": expected projected of ", d_ssm + d_conv_in + heads,
                       " columns, got ", columns);
@@ -97,13 +103,13 @@ struct Call {
     ssd::Inputs in;
     in.x = x_of(conv_out);
     in.dt = dt_of(of(kProjected));
-    in.A = A;
+    in.A = parameters.A;
     in.B = B_of(conv_out);
     in.C = C_of(conv_out);
     in.chunk_size = options.chunk_size;
-    in.D = tensors[kD];
+    in.D = parameters.D;
     if (!has_norm()) in.z = in_heads(z_of(of(kProjected)));
-    in.dt_bias = tensors[kDtBias];
+    in.dt_bias = parameters.bias;
     in.dt_softplus = true;
     in.dt_min = options.dt_min;
     in.dt_max = options.dt_max;
@@ -138,32 +144,32 @@ using NormBwdOutSignature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&
                                                                const OptionalTensor&, const OptionalTensor&,
                                                                const OptionalTensor&);
 
-// The last two are saved for backward; without a norm they have no elements.
+// The last three are saved for backward; without a norm y and rstd have no elements.
 struct Outputs {
-  at::Tensor out, conv_state, ssm_state, y, rstd;
+  at::Tensor out, conv_state, ssm_state, y, rstd, parameters;
 };
 
 Outputs forward(const Tensors& tensors, const Options& options) {
-  const Call call(tensors, options);
+  const Call call(tensors, options, {});
   auto [conv_out, conv_state] = call.convolve();
   auto [y, ssm_state] = ssd::forward(call.scan_inputs(conv_out));
   y = y.flatten(-2);
   const auto none = [&] { return at::empty({0}, y.options()); };
-  if (!call.has_norm()) return {y, conv_state, ssm_state, none(), none()};
+  if (!call.has_norm()) return {y, conv_state, ssm_state, none(), none(), call.parameters.saved};
   static const auto op = find_op<NormFwdSignature>("ssm_kernels::_norm_gated_fwd");
   auto [out, rstd, mean] = op.call(y, tensors[kNormWeight], call.z_of(call.of(kProjected)), std::nullopt, options.eps,
                                    call.group_size(), options.norm_before_gate, kActivation, /*subtract_mean=*/false);
-  return {out, conv_state, ssm_state, y, rstd};
+  return {out, conv_state, ssm_state, y, rstd, call.parameters.saved};
 }
 
-// At least one of grad_out and the gradients of the states is there.
+// At least one of grad_out and the gradients of the states is there. Gradients that are not needed are undefined.
 GradTensors backward(const OptionalTensor& grad_out, const OptionalTensor& grad_conv_state,
-                     const OptionalTensor& grad_ssm_state, const at::Tensor& y, const at::Tensor& rstd, const Tensors& tensors,
-                     const Options& options, const NeedsGrad& needs_grad) {
-  const Call call(tensors, options);
+                     const OptionalTensor& grad_ssm_state, const at::Tensor& y, const at::Tensor& rstd,
+                     const at::Tensor& parameters, const Tensors& tensors, const Options& options,
+                     const NeedsGrad& needs_grad) {
+  const Call call(tensors, options, parameters);
   const at::Tensor& projected = call.of(kProjected);
   GradTensors grads;
-  for (at::Tensor& grad : grads) grad = at::empty({0}, call.A.options());
   const at::Tensor grad_projected = at::empty_like(projected, projected.options(), at::MemoryFormat::Contiguous);
 
   ssd::BwdInputs scan;
@@ -207,9 +213,11 @@ GradTensors backward(const OptionalTensor& grad_out, const OptionalTensor& grad_
     if (!call.has_norm()) scan.targets[ssd::kGradZ] = call.in_heads(call.z_of(grad_projected));
     const ssd::GradTensors scan_grads =
         std::apply([](const auto&... grad) { return ssd::GradTensors{grad...}; }, ssd::backward(scan));
-    if (needs_grad[kALog]) grads[kALog] = (scan_grads[ssd::kGradA] * call.A).to(call.of(kALog).scalar_type());
-    if (needs_grad[kD]) grads[kD] = scan_grads[ssd::kGradD];
-    if (needs_grad[kDtBias]) grads[kDtBias] = scan_grads[ssd::kGradDtBias];
+    if (needs_grad[kALog]) {
+      grads[kALog] = mixers::grad_of_A_log(scan_grads[ssd::kGradA], call.parameters.A, call.of(kALog).scalar_type());
+    }
+    if (needs_grad[kD]) grads[kD] = mixers::in_dtype_of(scan_grads[ssd::kGradD], call.of(kD));
+    if (needs_grad[kDtBias]) grads[kDtBias] = mixers::in_dtype_of(scan_grads[ssd::kGradDtBias], call.of(kDtBias));
     if (needs_grad[kSsmState]) grads[kSsmState] = scan_grads[ssd::kGradInitialStates];
     scan = {};
   }
@@ -228,7 +236,7 @@ GradTensors backward(const OptionalTensor& grad_out, const OptionalTensor& grad_
 }
 
 using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
+using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using BwdResult =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 
@@ -241,7 +249,7 @@ using SignatureOf = Result(First..., const at::Tensor&, const at::Tensor&, const
 using Signature = SignatureOf<Result>;
 using FwdSignature = SignatureOf<FwdResult>;
 using BwdSignature = SignatureOf<BwdResult, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                 const at::Tensor&, const at::Tensor&, NeedsGrad>;
+                                 const at::Tensor&, const at::Tensor&, const at::Tensor&, NeedsGrad>;
 
 Tensors name_tensors(const at::Tensor& projected, const at::Tensor& conv_weight, const OptionalTensor& conv_bias,
                      const at::Tensor& A_log, const OptionalTensor& D, const at::Tensor& dt_bias,
@@ -298,19 +306,30 @@ struct Kernel<function, Result(Arguments...)> {
 
 FwdResult fwd(const Tensors& tensors, const Options& options) {
   Outputs outputs = forward(tensors, options);
-  return {outputs.out, outputs.conv_state, outputs.ssm_state, outputs.y, outputs.rstd};
+  return {outputs.out, outputs.conv_state, outputs.ssm_state, outputs.y, outputs.rstd, outputs.parameters};
 }
 
 BwdResult bwd(const Tensors& tensors, const Options& options, const OptionalTensor& grad_out,
               const OptionalTensor& grad_conv_state, const OptionalTensor& grad_ssm_state, const at::Tensor& y,
-              const at::Tensor& rstd, NeedsGrad needs_grad) {
-  return std::tuple_cat(backward(grad_out, grad_conv_state, grad_ssm_state, y, rstd, tensors, options, needs_grad));
+              const at::Tensor& rstd, const at::Tensor& parameters, NeedsGrad needs_grad) {
+  GradTensors grads = backward(grad_out, grad_conv_state, grad_ssm_state, y, rstd, parameters, tensors, options, needs_grad);
+  for (at::Tensor& grad : grads) {
+    if (!grad.defined()) grad = at::empty({0}, parameters.options());
+  }
+  return std::tuple_cat(grads);
 }
 
+bool are_plain(const Tensors& tensors) {
+  return std::all_of(tensors.begin(), tensors.end(),
+                     [](const OptionalTensor& tensor) { return is_plain(or_undefined(tensor)); });
+}
+
+// Forward as an operator or, where nothing records operators, as a function.
 Outputs call_fwd(const Tensors& tensors, const Options& options) {
+  if (!c10::impl::dispatch_mode_enabled() && are_plain(tensors)) return forward(tensors, options);
   static const auto op = find_op<FwdSignature>("ssm_kernels::_mamba2_mixer_fwd");
-  auto [out, conv_state, ssm_state, y, rstd] = call_op(op, tensors, options);
-  return {out, conv_state, ssm_state, y, rstd};
+  auto [out, conv_state, ssm_state, y, rstd, parameters] = call_op(op, tensors, options);
+  return {out, conv_state, ssm_state, y, rstd, parameters};
 }
 
 class Mamba2Mixer : public torch::autograd::Function<Mamba2Mixer> {
@@ -329,7 +348,7 @@ class Mamba2Mixer : public torch::autograd::Function<Mamba2Mixer> {
     const Outputs outputs = call_fwd(tensors, options);
     torch::autograd::variable_list saved;
     for (const OptionalTensor& tensor : tensors) saved.push_back(or_undefined(tensor));
-    saved.insert(saved.end(), {outputs.y, outputs.rstd});
+    saved.insert(saved.end(), {outputs.y, outputs.rstd, outputs.parameters});
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["headdim"] = options.headdim;
     ctx->saved_data["groups"] = options.groups;
@@ -360,12 +379,20 @@ class Mamba2Mixer : public torch::autograd::Function<Mamba2Mixer> {
     NeedsGrad needs_grad{};
     size_t edge = 0;
     for (size_t i = 0; i < kNumGrads; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
-    static const auto op = find_op<BwdSignature>("ssm_kernels::_mamba2_mixer_bwd");
-    const BwdResult computed = call_op(op, tensors, options, or_absent(grads[0]), or_absent(grads[1]), or_absent(grads[2]),
-                                       saved[kNumTensors], saved[kNumTensors + 1], needs_grad);
-    const GradTensors computed_grads = std::apply([](const auto&... grad) { return GradTensors{grad...}; }, computed);
+    const at::Tensor &y = saved[kNumTensors], &rstd = saved[kNumTensors + 1], &parameters = saved[kNumTensors + 2];
+    const OptionalTensor grad_out = or_absent(grads[0]), grad_conv = or_absent(grads[1]), grad_ssm = or_absent(grads[2]);
+    GradTensors computed;
+    if (runs_eagerly() && ssm_kernels::are_plain(saved) && ssm_kernels::are_plain(grads)) {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      computed = mamba2_mixer::backward(grad_out, grad_conv, grad_ssm, y, rstd, parameters, tensors, options, needs_grad);
+    } else {
+      static const auto op = find_op<BwdSignature>("ssm_kernels::_mamba2_mixer_bwd");
+      const BwdResult grads_of_op =
+          call_op(op, tensors, options, grad_out, grad_conv, grad_ssm, y, rstd, parameters, needs_grad);
+      computed = std::apply([](const auto&... grad) { return GradTensors{grad...}; }, grads_of_op);
+    }
     for (size_t i = 0; i < kNumGrads; ++i) {
-      if (needs_grad[i]) result[i] = computed_grads[i];
+      if (needs_grad[i]) result[i] = std::move(computed[i]);
     }
     return result;
   }

@@ -2,21 +2,25 @@
 // device: the selective scan of sequences (batch, seqlen, ...), as projections give them, with A = -e^A_log and a softplus on
 // delta.
 //
-// It saves what the scan saves. The transposes and A are part of it, so that a call of the layer is one node of the graph here.
+// It saves what the scan saves, and the parameters as the scan reads them. The transposes and A are part of it, so that a call
+// of the layer is one node of the graph here.
 
 #include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ops/empty.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <array>
 #include <string>
 #include <tuple>
 
+#include "mixers/mamba_conv_op.h"
+#include "mixers/mixer_parameters_op.h"
 #include "selective_scan/selective_scan_op.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/eager.h"
 
 namespace ssm_kernels::mamba_mixer {
 namespace {
@@ -42,7 +46,7 @@ using Signature = Result(const at::Tensor& x, const at::Tensor& delta, const at:
                          const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
                          const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
                          std::string_view discretization);
-using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using FwdResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 using FwdSignature = FwdResult(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
                                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
                                const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
@@ -50,14 +54,8 @@ using FwdSignature = FwdResult(const at::Tensor& x, const at::Tensor& delta, con
 using BwdSignature = GradTuple(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& x,
                                const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B, const at::Tensor& C,
                                const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                               const at::Tensor& chunk_states, std::string_view discretization, NeedsGrad needs_grad);
-using ScanFwdSignature = FwdResult(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                   const at::Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                                   const OptionalTensor&, std::string_view, bool, bool);
-using ScanBwdSignature = GradTuple(const OptionalTensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&,
-                                   const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                                   const OptionalTensor&, const OptionalTensor&, const at::Tensor&, std::string_view, bool,
-                                   NeedsGrad);
+                               const at::Tensor& chunk_states, const at::Tensor& parameters, std::string_view discretization,
+                               NeedsGrad needs_grad);
 
 // Between (batch, seqlen, channels) and the scan's (batch, channels, seqlen), either way, without a copy.
 at::Tensor transposed(const at::Tensor& sequence) { return sequence.transpose(1, 2); }
@@ -65,43 +63,80 @@ OptionalTensor transposed(const OptionalTensor& sequence) {
   return is_present(sequence) ? OptionalTensor(transposed(*sequence)) : std::nullopt;
 }
 
-at::Tensor A_of(const at::Tensor& x, const at::Tensor& A_log) {
-  return A_log.to(accumulate_type(x.scalar_type())).exp().neg_();
+template <typename Tuple>
+auto as_array(const Tuple& tuple) {
+  return std::apply([](const auto&... grad) { return std::array<at::Tensor, sizeof...(grad)>{grad...}; }, tuple);
 }
 
 FwdResult fwd(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B, const at::Tensor& C,
               const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
               const OptionalTensor& initial_state, std::string_view discretization, bool save_chunk_states) {
-  static const auto op = find_op<ScanFwdSignature>("ssm_kernels::_selective_scan_fwd");
+  static const auto op = find_op<selective_scan::FwdSignature>("ssm_kernels::_selective_scan_fwd");
+  const mixers::Parameters wide = mixers::compute_parameters(A_log, delta_bias, D, x.scalar_type());
   auto [out, last_state, chunk_states] =
-      op.call(transposed(x), transposed(delta), A_of(x, A_log), transposed(B), transposed(C), D, transposed(z), delta_bias,
+      op.call(transposed(x), transposed(delta), wide.A, transposed(B), transposed(C), wide.D, transposed(z), wide.bias,
               initial_state, discretization, /*delta_softplus=*/true, save_chunk_states);
-  return {transposed(out), last_state, chunk_states};
+  return {transposed(out), last_state, chunk_states, wide.saved};
+}
+
+// With grad_z, the gradient of z is written there.
+GradTensors compute_grads(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& x,
+                          const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B, const at::Tensor& C,
+                          const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                          const at::Tensor& chunk_states, const at::Tensor& parameters, std::string_view discretization,
+                          NeedsGrad needs_grad, const OptionalTensor& grad_z) {
+  const mixers::Parameters wide = mixers::restore_parameters(parameters, A_log, delta_bias, D);
+  const auto call = [&](const auto& op, auto&... targets) {
+    return as_array(op.call(transposed(grad_out), grad_last_state, transposed(x), transposed(delta), wide.A, transposed(B),
+                            transposed(C), wide.D, transposed(z), wide.bias, chunk_states, discretization,
+                            /*delta_softplus=*/true, needs_grad, targets...));
+  };
+  GradTensors grads;
+  if (is_present(grad_z)) {
+    static const auto op = find_op<selective_scan::BwdOutSignature>("ssm_kernels::_selective_scan_bwd_out");
+    at::Tensor target = transposed(*grad_z);
+    const auto others = call(op, target);
+    for (size_t i = 0, other = 0; i < kNumGrads; ++i) grads[i] = i == kGradZ ? target : others[other++];
+  } else {
+    static const auto op = find_op<selective_scan::BwdSignature>("ssm_kernels::_selective_scan_bwd");
+    grads = call(op);
+  }
+  for (const auto place : {kGradU, kGradDelta, kGradB, kGradC, kGradZ}) {
+    if (grads[place].dim() == 3) grads[place] = transposed(grads[place]);
+  }
+  if (needs_grad[kGradA]) grads[kGradA] = mixers::grad_of_A_log(grads[kGradA], wide.A, A_log.scalar_type());
+  if (needs_grad[kGradD]) grads[kGradD] = mixers::in_dtype_of(grads[kGradD], *D);
+  if (needs_grad[kGradDeltaBias]) grads[kGradDeltaBias] = mixers::in_dtype_of(grads[kGradDeltaBias], *delta_bias);
+  return grads;
 }
 
 GradTuple bwd(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& x,
               const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B, const at::Tensor& C,
               const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-              const at::Tensor& chunk_states, std::string_view discretization, NeedsGrad needs_grad) {
-  static const auto op = find_op<ScanBwdSignature>("ssm_kernels::_selective_scan_bwd");
-  const at::Tensor A = A_of(x, A_log);
-  GradTensors grads = std::apply(
-      [](const auto&... grad) { return GradTensors{grad...}; },
-      op.call(transposed(grad_out), grad_last_state, transposed(x), transposed(delta), A, transposed(B), transposed(C), D,
-              transposed(z), delta_bias, chunk_states, discretization, /*delta_softplus=*/true, needs_grad));
-  for (const auto place : {kGradU, kGradDelta, kGradB, kGradC, kGradZ}) {
-    if (grads[place].dim() == 3) grads[place] = transposed(grads[place]);
+              const at::Tensor& chunk_states, const at::Tensor& parameters, std::string_view discretization,
+              NeedsGrad needs_grad) {
+  return selective_scan::as_tuple(compute_grads(grad_out, grad_last_state, x, delta, A_log, B, C, D, z, delta_bias,
+                                                chunk_states, parameters, discretization, needs_grad, std::nullopt));
+}
+
+// Forward as an operator or, where nothing records operators, as a function.
+FwdResult call_fwd(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
+                   const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
+                   const OptionalTensor& initial_state, std::string_view discretization, bool save_chunk_states) {
+  const std::array<at::Tensor, kNumGrads> tensors{
+      x, delta, A_log, B, C, or_undefined(D), or_undefined(z), or_undefined(delta_bias), or_undefined(initial_state)};
+  if (!c10::impl::dispatch_mode_enabled() && are_plain(tensors)) {
+    return fwd(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization, save_chunk_states);
   }
-  if (needs_grad[kGradA]) grads[kGradA] = (grads[kGradA] * A).to(A_log.scalar_type());
-  return selective_scan::as_tuple(grads);
+  static const auto op = find_op<FwdSignature>("ssm_kernels::_mamba_mixer_fwd");
+  return op.call(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization, save_chunk_states);
 }
 
 Result mixer_no_grad(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B,
                      const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
                      const OptionalTensor& initial_state, std::string_view discretization) {
-  static const auto op = find_op<FwdSignature>("ssm_kernels::_mamba_mixer_fwd");
-  auto [out, last_state, chunk_states] = op.call(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization,
-                                                 /*save_chunk_states=*/false);
+  auto [out, last_state, chunk_states, parameters] =
+      call_fwd(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization, /*save_chunk_states=*/false);
   return {out, last_state};
 }
 
@@ -116,12 +151,13 @@ class MambaMixer : public torch::autograd::Function<MambaMixer> {
                                                 const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
                                                 const std::string& discretization) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto op = find_op<FwdSignature>("ssm_kernels::_mamba_mixer_fwd");
-    auto [out, last_state, chunk_states] = op.call(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization,
-                                                   /*save_chunk_states=*/true);
+    auto [out, last_state, chunk_states, parameters] =
+        call_fwd(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization, /*save_chunk_states=*/true);
     // In the place of the initial state, of which it is the first, chunk_states.
-    ctx->save_for_backward({x, delta, A_log, B, C, or_undefined(D), or_undefined(z), or_undefined(delta_bias), chunk_states});
+    ctx->save_for_backward(
+        {x, delta, A_log, B, C, or_undefined(D), or_undefined(z), or_undefined(delta_bias), chunk_states, parameters});
     ctx->saved_data["has_initial_state"] = is_present(initial_state);
+    ctx->saved_data["has_gate_of_convolution"] = is_present(z) && mamba_conv::is_gate(*z);
     ctx->saved_data["discretization"] = discretization;
     ctx->set_materialize_grads(false);
     return {out, last_state};
@@ -139,14 +175,24 @@ class MambaMixer : public torch::autograd::Function<MambaMixer> {
       const bool has_edge = i == kGradInitialState ? ctx->saved_data["has_initial_state"].toBool() : saved[i].defined();
       needs_grad[i] = has_edge && ctx->needs_input_grad(edge++);
     }
-    static const auto op = find_op<BwdSignature>("ssm_kernels::_mamba_mixer_bwd");
-    const GradTensors computed = std::apply(
-        [](const auto&... grad) { return GradTensors{grad...}; },
-        op.call(or_absent(grads[0]), or_absent(grads[1]), saved[kGradU], saved[kGradDelta], saved[kGradA], saved[kGradB],
-                saved[kGradC], or_absent(saved[kGradD]), or_absent(saved[kGradZ]), or_absent(saved[kGradDeltaBias]),
-                saved[kGradInitialState], ctx->saved_data["discretization"].toStringView(), needs_grad));
+    const std::string_view discretization = ctx->saved_data["discretization"].toStringView();
+    const auto call = [&](const auto& function, const auto&... targets) {
+      return function(or_absent(grads[0]), or_absent(grads[1]), saved[kGradU], saved[kGradDelta], saved[kGradA], saved[kGradB],
+                      saved[kGradC], or_absent(saved[kGradD]), or_absent(saved[kGradZ]), or_absent(saved[kGradDeltaBias]),
+                      saved[kGradInitialState], saved[kNumGrads], discretization, needs_grad, targets...);
+    };
+    GradTensors computed;
+    if (runs_eagerly() && are_plain(saved) && are_plain(grads)) {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      const bool is_half = needs_grad[kGradZ] && ctx->saved_data["has_gate_of_convolution"].toBool();
+      const OptionalTensor grad_z = is_half ? OptionalTensor(mamba_conv::allocate_grad_gate(saved[kGradZ])) : std::nullopt;
+      computed = call(compute_grads, grad_z);
+    } else {
+      static const auto op = find_op<BwdSignature>("ssm_kernels::_mamba_mixer_bwd");
+      computed = as_array(call([](const auto&... arguments) { return op.call(arguments...); }));
+    }
     for (size_t i = 0; i < kNumGrads; ++i) {
-      if (needs_grad[i]) result[i] = computed[i];
+      if (needs_grad[i]) result[i] = std::move(computed[i]);
     }
     return result;
   }

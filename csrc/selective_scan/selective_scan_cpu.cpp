@@ -171,32 +171,31 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
   }
 }
 
-GradTuple bwd_cpu(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                  const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                  const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                  const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus, NeedsGrad needs_grad) {
-  const OptionalTensor no_initial_state;  // it is the first of chunk_states
-  const Inputs in{u, delta, A, B, C, D, z, delta_bias, no_initial_state};
-  const Discretization method = check_inputs(in, discretization);
-  const GradTensors grads = allocate_bwd(in, grad_out, grad_last_state, chunk_states, needs_grad);
-  const at::Tensor states = chunk_states.contiguous();
-  const SelectiveScanBwdParams params = make_bwd_params(in, method, delta_softplus, grad_out, grad_last_state, states, grads);
+GradTensors compute_bwd_cpu(const BwdCall& call) {
+  const Inputs& in = call.in;
+  const Discretization method = check_inputs(in, call.discretization);
+  const GradTensors grads =
+      allocate_bwd(in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z);
+  const at::Tensor states = call.chunk_states.contiguous();
+  const SelectiveScanBwdParams params =
+      make_bwd_params(in, method, call.delta_softplus, call.grad_out, call.grad_last_state, states, grads);
 
-  const ScalarKind kind = scalar_kind(u.scalar_type());
-  const Blocking blocking(params, cpu_kernels().vector_bytes() / A.element_size());
+  const ScalarKind kind = scalar_kind(in.u.scalar_type());
+  const Blocking blocking(params, cpu_kernels().vector_bytes() / in.A.element_size());
   if (kind == ScalarKind::kDouble) {
-    run_bwd<double>(params, blocking, kind, A.options());
+    run_bwd<double>(params, blocking, kind, in.A.options());
   } else {
-    run_bwd<float>(params, blocking, kind, A.options());
+    run_bwd<float>(params, blocking, kind, in.A.options());
   }
-  return as_tuple(grads);
+  return grads;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
   m.impl("_selective_scan_fwd", &fwd_cpu);
-  m.impl("_selective_scan_bwd", &bwd_cpu);
+  m.impl("_selective_scan_bwd", &BwdKernels<&compute_bwd_cpu>::bwd);
+  m.impl("_selective_scan_bwd_out", &BwdKernels<&compute_bwd_cpu>::bwd_out);
 }
 
 }  // namespace ssm_kernels::selective_scan

@@ -167,23 +167,22 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cuda(const at::Tensor& u, con
   return {outputs.out, outputs.last_state, outputs.chunk_states};
 }
 
-GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                   const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                   const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                   const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus, NeedsGrad needs_grad) {
-  const OptionalTensor no_initial_state;  // it is the first of chunk_states
-  const Inputs in{u, delta, A, B, C, D, z, delta_bias, no_initial_state};
-  const Discretization method = check_inputs(in, discretization);
+GradTensors compute_bwd_cuda(const BwdCall& call) {
+  const Inputs& in = call.in;
+  const at::Tensor& u = in.u;
+  const Discretization method = check_inputs(in, call.discretization);
   const c10::cuda::CUDAGuard guard(u.device());
-  const GradTensors grads = allocate_bwd(in, grad_out, grad_last_state, chunk_states, needs_grad);
-  const at::Tensor states = chunk_states.contiguous();
-  SelectiveScanBwdParams params = make_bwd_params(in, method, delta_softplus, grad_out, grad_last_state, states, grads);
+  const GradTensors grads =
+      allocate_bwd(in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z);
+  const at::Tensor states = call.chunk_states.contiguous();
+  SelectiveScanBwdParams params =
+      make_bwd_params(in, method, call.delta_softplus, call.grad_out, call.grad_last_state, states, grads);
 
   // Of no channels: sums of nothing.
   if (params.dim == 0) {
     grads[kGradB].zero_();
     grads[kGradC].zero_();
-    return as_tuple(grads);
+    return grads;
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
@@ -193,7 +192,7 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
     check_plan(params, plan, device, u.scalar_type());
     at::Tensor arranged_grad_out;
     if (plan.walks && !has_layout<Scalar>(params.grad_out, plan.walking)) {
-      arranged_grad_out = at::empty_like(u).copy_(*grad_out);
+      arranged_grad_out = at::empty_like(u).copy_(*call.grad_out);
       params.grad_out = {arranged_grad_out.mutable_data_ptr(), arranged_grad_out.stride(0), arranged_grad_out.stride(1),
                          arranged_grad_out.stride(2)};
       plan = plan_bwd<Scalar>(params, device, preferred_way());
@@ -202,7 +201,7 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
     PartialSums partial_sums;
     reserve_carries(workspace, plan.time_lanes, params);
     reserve_partial_sums(workspace, plan.partition(), partial_sums, params);
-    workspace.allocate(A.options());
+    workspace.allocate(in.A.options());
     plan.walking.decay = plan.time_lanes.decay;
     plan.walking.carry = plan.time_lanes.carry;
     visit_discretization(method, [&](auto rule) {
@@ -222,14 +221,15 @@ GradTuple bwd_cuda(const OptionalTensor& grad_out, const OptionalTensor& grad_la
     });
     C10_CUDA_CHECK(launch_bwd_finish<Scalar>(params, partial_sums, stream));
   });
-  return as_tuple(grads);
+  return grads;
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   m.impl("_selective_scan_fwd", &fwd_cuda);
-  m.impl("_selective_scan_bwd", &bwd_cuda);
+  m.impl("_selective_scan_bwd", &BwdKernels<&compute_bwd_cuda>::bwd);
+  m.impl("_selective_scan_bwd_out", &BwdKernels<&compute_bwd_cuda>::bwd_out);
 }
 
 }  // namespace ssm_kernels::selective_scan

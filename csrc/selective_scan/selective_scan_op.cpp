@@ -71,13 +71,14 @@ FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states) {
 }
 
 GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
-                         const at::Tensor& chunk_states, const NeedsGrad& needs_grad) {
+                         const at::Tensor& chunk_states, const NeedsGrad& needs_grad, const OptionalTensor& grad_z) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
   const ArgumentChecks checks("selective_scan backward", "u", in.u);
   checks.tensor("grad_out", grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_last_state", grad_last_state, "(batch, dim, dstate)", {batch, dim, dstate}, checks.accumulate());
   checks.tensor("chunk_states", chunk_states, "(batch, chunks + 1, dim, dstate)",
                 {batch, chunk_boundary_count(seqlen, dstate), dim, dstate}, checks.accumulate());
+  checks.tensor("grad_z", grad_z, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 
   const auto parameter = [](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
   const auto sequence = [](const at::Tensor& like) { return at::empty_like(like); };
@@ -92,7 +93,7 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
           allocate(kGradB, in.B, matrix),
           allocate(kGradC, in.C, matrix),
           allocate(kGradD, in.D, parameter),
-          allocate(kGradZ, in.z, sequence),
+          is_present(grad_z) ? *grad_z : allocate(kGradZ, in.z, sequence),
           allocate(kGradDeltaBias, in.delta_bias, parameter),
           needs_grad[kGradInitialState] ? at::empty_symint({batch, dim, dstate}, in.A.options()) : absent()};
 }
@@ -186,15 +187,6 @@ SelectiveScanBwdParams make_bwd_params(const Inputs& in, Discretization method, 
 
 namespace {
 
-using FwdSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
-                                                                    const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                                                                    const OptionalTensor&, const OptionalTensor&,
-                                                                    const OptionalTensor&, std::string_view, bool, bool);
-using BwdSignature = GradTuple(const OptionalTensor&, const OptionalTensor&, const at::Tensor&, const at::Tensor&,
-                               const at::Tensor&, const at::Tensor&, const at::Tensor&, const OptionalTensor&,
-                               const OptionalTensor&, const OptionalTensor&, const at::Tensor&, std::string_view, bool,
-                               NeedsGrad);
-
 const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
   static const auto op = find_op<FwdSignature>("ssm_kernels::_selective_scan_fwd");
   return op;
@@ -216,13 +208,9 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_meta(const at::Tensor& u, con
   return {outputs.out, outputs.last_state, outputs.chunk_states};
 }
 
-GradTuple bwd_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                   const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                   const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                   const at::Tensor& chunk_states, std::string_view discretization, bool, NeedsGrad needs_grad) {
-  const Inputs in{u, delta, A, B, C, D, z, delta_bias, std::nullopt};
-  check_inputs(in, discretization);
-  return as_tuple(allocate_bwd(in, grad_out, grad_last_state, chunk_states, needs_grad));
+GradTensors compute_bwd_meta(const BwdCall& call) {
+  check_inputs(call.in, call.discretization);
+  return allocate_bwd(call.in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z);
 }
 
 using ScanSignature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,
@@ -346,17 +334,20 @@ TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
   // The adjoint is not differentiable again: say so rather than return wrong second derivatives.
   m.impl("_selective_scan_fwd", torch::autograd::autogradNotImplementedFallback());
   m.impl("_selective_scan_bwd", torch::autograd::autogradNotImplementedFallback());
+  m.impl("_selective_scan_bwd_out", torch::autograd::autogradNotImplementedFallback());
 }
 
 TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
   m.impl("_selective_scan_fwd", &fwd_meta);
-  m.impl("_selective_scan_bwd", &bwd_meta);
+  m.impl("_selective_scan_bwd", &BwdKernels<&compute_bwd_meta>::bwd);
+  m.impl("_selective_scan_bwd_out", &BwdKernels<&compute_bwd_meta>::bwd_out);
 }
 
 #ifndef SSM_KERNELS_WITH_CUDA
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  m.impl("_selective_scan_fwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
-  m.impl("_selective_scan_bwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+  for (const char* name : {"_selective_scan_fwd", "_selective_scan_bwd", "_selective_scan_bwd_out"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+  }
 }
 #endif
 

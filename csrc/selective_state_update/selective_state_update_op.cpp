@@ -63,6 +63,7 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
   checks.tensor("state", in.state, form.state, state_shape, in.state.scalar_type() == dtype ? dtype : checks.accumulate());
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
   checks.tensor("dt", in.dt, form.input, in.x.sym_sizes(), dtype);
+  check_defined(kOp, "A", in.A);
   check_parameter(checks, "A", in.A, form.A, channels_dstate, in);
   TORCH_CHECK_VALUE(in.B.dim() == 2 || in.B.dim() == 3, kOp,
                     ": expected B of shape (batch, dstate) or (batch, groups, dstate), got ", in.B.sym_sizes());

@@ -9,7 +9,7 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
-from ..convolutions import causal_conv1d, causal_conv1d_update
+from ..convolutions import causal_conv1d_update
 from .checks import check_int, check_number, check_shape, check_tensor
 
 
@@ -71,10 +71,14 @@ class ConvMixer(nn.Module):
     conv1d: nn.Conv1d
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The mixer over a sequence, from the given states or from zero; also the inputs of the convolution, (batch, seqlen,
-        channels), and the recurrence's state after it.
+        """The mixer over a sequence, from the given states or from zero; also a tensor that has the convolution's inputs,
+        which ``_conv_inputs`` takes out of it, and the recurrence's state after it.
         """
         raise NotImplementedError
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        """The inputs of the convolution, (batch, seqlen, channels), in what ``_mix`` returns: all of it unless overridden."""
+        return projected
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mixes one time step."""
@@ -96,15 +100,18 @@ class ConvMixer(nn.Module):
             return self._mix(hidden_states, None, None)[0]
         conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
         if inference_params.seqlen_offset == 0:
-            out, inputs, last_state = self._mix(hidden_states, None, None)
+            out, projected, last_state = self._mix(hidden_states, None, None)
         elif hidden_states.shape[1] == 1 and not torch.is_grad_enabled():
             return self.step(hidden_states, conv_state, ssm_state)[0]
         else:
             self._check_conv_state(type(self).__name__, conv_state, hidden_states.shape[0])
             # Backward reads the states that this piece begins with, and the cache is written below.
             states = (conv_state, ssm_state)
-            out, inputs, last_state = self._mix(hidden_states, *(s.clone() if torch.is_grad_enabled() else s for s in states))
-        last_inputs = inputs.detach()[:, -self.d_conv :].transpose(1, 2)
+            out, projected, last_state = self._mix(
+                hidden_states, *(s.clone() if torch.is_grad_enabled() else s for s in states)
+            )
+        inputs = self._conv_inputs(projected.detach())
+        last_inputs = inputs[:, -self.d_conv :].transpose(1, 2)
         if inference_params.seqlen_offset == 0:
             conv_state.zero_()
         conv_state.copy_(torch.cat([conv_state.to(inputs.dtype), last_inputs], dim=-1)[..., -self.d_conv :])
@@ -162,11 +169,6 @@ class ConvMixer(nn.Module):
     def _initial_state(self, conv_state: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The convolution's initial state in ``dtype``: all of a decoding state but its oldest step."""
         return None if conv_state is None else conv_state[..., 1:].to(dtype)
-
-    def _convolve(self, x: Tensor, conv_state: Tensor | None) -> Tensor:
-        """The convolution and its activation on ``x``, (batch, seqlen, channels)."""
-        weight, bias = self._conv_parameters()
-        return causal_conv1d(x, weight, bias, activation="silu", initial_state=self._initial_state(conv_state, x.dtype))
 
     def _convolve_step(self, x: Tensor, conv_state: Tensor) -> Tensor:
         """The convolution and its activation on one step, ``x`` (batch, channels); ``conv_state`` is modified in place."""

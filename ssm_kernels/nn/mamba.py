@@ -25,6 +25,8 @@ from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
 
+_mamba_conv = torch.ops.ssm_kernels._mamba_conv.default
+
 
 class Mamba(SelectiveBase, ConvMixer):
     """The Mamba mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model), with a choice of discretization.
@@ -146,6 +148,10 @@ class Mamba(SelectiveBase, ConvMixer):
         return f"d_model={self.d_model}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        x, z = self.in_proj(hidden_states).chunk(2, dim=-1)
-        y, last_state = self._scan(self._convolve(x, conv_state), z, ssm_state)
-        return self.out_proj(y), x, last_state
+        xz = self.in_proj(hidden_states)
+        x, scanned, z = _mamba_conv(xz, *self._conv_parameters(), self._initial_state(conv_state, xz.dtype))
+        y, last_state = self._scan(x, z, ssm_state, scanned)
+        return self.out_proj(y), xz, last_state
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        return projected[..., : self.d_inner]

@@ -42,6 +42,8 @@ from .discretized import DiscretizedModule
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
 
+_mamba2_mixer = torch.ops.ssm_kernels._mamba2_mixer.default
+
 
 class GatedRMSNorm(nn.Module):
     """Normalization by the root mean square, of each group of channels by itself, and a gate.
@@ -353,17 +355,16 @@ class Mamba2(DiscretizedModule, ConvMixer):
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
         weight, bias = self._conv_parameters()
-        D, dt_bias = self._D_and_dt_bias(mixed.dtype)
-        y, _, final_states = torch.ops.ssm_kernels._mamba2_mixer(
+        y, _, final_states = _mamba2_mixer(
             mixed,
             weight,
             bias,
             self.A_log,
-            D,
-            dt_bias,
+            self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D,
+            self.dt_bias,
             self.norm.weight if self.rmsnorm else None,
             self._initial_state(conv_state, mixed.dtype),
-            None if ssm_state is None else ssm_state.to(dt_bias.dtype),
+            None if ssm_state is None else ssm_state.to(wide_dtype(mixed.dtype)),
             seq_idx,
             cu_seqlens,
             self.headdim,
@@ -375,7 +376,10 @@ class Mamba2(DiscretizedModule, ConvMixer):
             self.norm_before_gate,
             self.discretization,
         )
-        return self._finish(y, mlp), mixed[..., self.d_ssm : -self.nheads], final_states
+        return self._finish(y, mlp), mixed, final_states
+
+    def _conv_inputs(self, projected: Tensor) -> Tensor:
+        return projected[..., self.d_ssm : -self.nheads]
 
     def _project(self, u: Tensor) -> tuple[Tensor | None, Tensor]:
         """What the MLP beside the SSM gives, if there is one, and z, the input of the convolution and dt, side by side."""
@@ -390,12 +394,6 @@ class Mamba2(DiscretizedModule, ConvMixer):
         x, B, C = xBC.split([self.d_ssm, *[self.ngroups * self.d_state] * 2], dim=-1)
         of_groups = (self.ngroups, self.d_state)
         return x.unflatten(-1, (self.nheads, self.headdim)), B.unflatten(-1, of_groups), C.unflatten(-1, of_groups)
-
-    def _D_and_dt_bias(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """``D``, (nheads,) or (nheads, headdim), and the bias of ``dt`` beside activations of ``dtype``."""
-        wide = wide_dtype(dtype)
-        D = self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D
-        return D.to(wide), self.dt_bias.to(wide)
 
     def _finish(self, y: Tensor, mlp: Tensor | None) -> Tensor:
         return self.out_proj(y if mlp is None else torch.cat([mlp, y], dim=-1))

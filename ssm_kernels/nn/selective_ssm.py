@@ -38,6 +38,8 @@ from .discretized import DiscretizedModule
 
 __all__ = ["SelectiveSSM"]
 
+_mamba_mixer = torch.ops.ssm_kernels._mamba_mixer.default
+
 
 class StepProjection(nn.Linear):
     """The projection to the step sizes, without its bias: the scan adds that in float32.
@@ -126,20 +128,33 @@ class SelectiveBase(DiscretizedModule):
             projections = [module for module in self.dt_proj.modules() if isinstance(module, StepProjection)]
         return projections[-1].bias if projections else None
 
-    def _scan(self, x: Tensor, z: Tensor | None, initial_state: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state."""
-        delta, B, C = self._project(x)
-        wide, bias = wide_dtype(x.dtype), self._delta_bias()
-        return torch.ops.ssm_kernels._mamba_mixer(
-            x,
+    def _scan(
+        self, x: Tensor, z: Tensor | None, initial_state: Tensor | None, scanned: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state.
+
+        ``scanned`` is ``x`` in the same memory, for the scan, where the two shall have gradients of their own.
+        """
+        if scanned is None:
+            scanned = x
+            delta, B, C = self._project(x)
+        else:
+            is_tracked = x.requires_grad and not torch.compiler.is_compiling()
+            version = x._version if is_tracked else 0
+            delta, B, C = self._project(x)
+            # A hook of x_proj wrote into its input, which has the history of that.
+            if is_tracked and x._version != version:
+                scanned = x
+        return _mamba_mixer(
+            scanned,
             delta,
             self.A_log,
             B,
             C,
-            self.D.to(wide),
+            self.D,
             z,
-            None if bias is None else bias.to(wide),
-            None if initial_state is None else initial_state.to(wide),
+            self._delta_bias(),
+            None if initial_state is None else initial_state.to(wide_dtype(x.dtype)),
             self.discretization,
         )
 

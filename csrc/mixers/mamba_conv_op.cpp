@@ -1,0 +1,216 @@
+// The causal convolution of a Mamba mixer as one node of the graph that begins at the in-projection's output:
+//
+//   x, z = halves of the columns of xz              (batch, seqlen, 2 channels)
+//   x    = silu(conv(x))
+//
+// The gradient of xz is one buffer. The mixer's scan writes the gradient of z into the right half of a new one
+// (allocate_grad_gate), backward of the convolution writes the gradient of x into the left half, and no kernel joins them.
+//
+// The result x is returned twice, as two tensors that share their memory: one for the projections, one for the scan. Their
+// gradients therefore come apart, and are added where the convolution reads them.
+//
+// The node exists for plain tensors only. Where a call is traced, batched or forward-differentiated, the operator is the
+// composition of PyTorch's operators and causal_conv1d that it stands for.
+
+#include "mixers/mamba_conv_op.h"
+
+#include <ATen/autocast_mode.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <tuple>
+
+#include "causal_conv1d/causal_conv1d_op.h"
+#include "torch/checks.h"
+#include "torch/dispatch.h"
+#include "torch/eager.h"
+
+namespace ssm_kernels::mamba_conv {
+namespace {
+
+using OptionalTensor = std::optional<at::Tensor>;
+using causal_conv1d::kGradBias;
+using causal_conv1d::kGradInitialState;
+using causal_conv1d::kGradWeight;
+using causal_conv1d::kGradX;
+using causal_conv1d::NeedsGrad;
+
+constexpr char kActivation[] = "silu";
+
+using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
+using Signature = Result(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
+                         const OptionalTensor& initial_state);
+
+at::Tensor left_half(const at::Tensor& xz) { return xz.narrow_symint(-1, 0, xz.sym_size(-1) / 2); }
+at::Tensor right_half(const at::Tensor& xz) {
+  const c10::SymInt columns = xz.sym_size(-1) / 2;
+  return xz.narrow_symint(-1, columns, columns);
+}
+
+// The whole tensor whose right half of columns `half` is, if nobody else can see its left half: of the sizes and strides that
+// allocate_grad_gate gives, in memory of exactly that size.
+at::Tensor whole_of(const at::Tensor& half) {
+  if (!is_sole_owner(half) || half.dim() != 3) return {};
+  const int64_t batch = half.size(0), seqlen = half.size(1), columns = half.size(2);
+  const std::array<int64_t, 3> strides{seqlen * 2 * columns, 2 * columns, 1};
+  const bool fits = half.strides() == at::IntArrayRef(strides) && half.storage_offset() == columns &&
+                    half.storage().nbytes() == static_cast<size_t>(batch * strides[0]) * half.element_size();
+  return fits ? half.as_strided({batch, seqlen, 2 * columns}, strides, 0) : at::Tensor();
+}
+
+// The sum of the gradients that are there, in the memory of one of them where that is allowed.
+at::Tensor add_grads(const at::Tensor& a, const at::Tensor& b, bool reuses_memory) {
+  if (!a.defined() || !b.defined()) return a.defined() ? a : b;
+  if (reuses_memory) {
+    const auto can_take = [](const at::Tensor& grad) { return is_sole_owner(grad) && grad.is_non_overlapping_and_dense(); };
+    if (can_take(a)) return a.add_(b);
+    if (can_take(b)) return b.add_(a);
+  }
+  return a + b;
+}
+
+class MambaConv : public torch::autograd::Function<MambaConv> {
+ public:
+  // Backward calls operators and nothing else unless it runs eagerly, so compiled autograd may look inside.
+  static constexpr bool is_traceable = true;
+
+  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& xz,
+                                                const at::Tensor& weight, const OptionalTensor& bias,
+                                                const OptionalTensor& initial_state) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const at::Tensor x = left_half(xz), z = right_half(xz);
+    static const auto op = find_op<causal_conv1d::FwdSignature>("ssm_kernels::_causal_conv1d_fwd");
+    const at::Tensor out = std::get<0>(op.call(x, weight, bias, std::nullopt, std::nullopt, initial_state, kActivation));
+    const at::Tensor again = out.alias();
+    // Views made below autograd count their versions apart: in-place changes would go unnoticed.
+    if (!xz.is_inference()) {
+      for (const at::Tensor& view : {x, z})
+        torch::autograd::impl::set_version_counter(view, xz.unsafeGetTensorImpl()->version_counter());
+    }
+    torch::autograd::impl::set_version_counter(again, out.unsafeGetTensorImpl()->version_counter());
+    ctx->save_for_backward({x, weight, or_undefined(bias), or_undefined(initial_state)});
+    ctx->set_materialize_grads(false);
+    return {out, again, z};
+  }
+
+  // `grads` by reference: a copy would refer to the gradients a second time.
+  template <typename Grads>
+  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, Grads&& grads) {
+    constexpr size_t kNumArguments = 4;  // of forward, after ctx
+    torch::autograd::variable_list result(kNumArguments);
+    if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return result;
+    const auto saved = ctx->get_saved_variables();
+    NeedsGrad needs_grad{};
+    // Absent tensors have no edge of the graph.
+    size_t edge = 0;
+    for (size_t i = 0; i < needs_grad.size(); ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
+    const bool is_eager = runs_eagerly() && are_plain(saved) && are_plain(grads);
+    const at::Tensor &x = saved[0], grad_out = add_grads(grads[0], grads[1], is_eager);
+    const OptionalTensor bias = or_absent(saved[2]), initial_state = or_absent(saved[3]), none;
+    std::tuple<at::Tensor, at::Tensor, at::Tensor> grads_of_parameters;
+    if (is_eager && needs_grad[kGradX]) {
+      at::AutoDispatchBelowADInplaceOrView guard;
+      at::Tensor grad_xz = grads[2].defined() ? whole_of(grads[2]) : at::Tensor();
+      if (!grad_xz.defined()) {
+        grad_xz = at::empty({x.size(0), x.size(1), 2 * x.size(2)}, x.options());
+        grads[2].defined() ? right_half(grad_xz).copy_(grads[2]) : right_half(grad_xz).zero_();
+      }
+      at::Tensor grad_x = left_half(grad_xz);
+      if (grad_out.defined()) {
+        static const auto op = find_op<causal_conv1d::BwdOutSignature>("ssm_kernels::_causal_conv1d_bwd_out");
+        grads_of_parameters =
+            op.call(grad_out, none, x, saved[1], bias, none, none, initial_state, kActivation, needs_grad, grad_x);
+      } else {
+        grad_x.zero_();
+      }
+      result[0] = grad_xz;
+    } else {
+      at::Tensor grad_x;
+      if (grad_out.defined()) {
+        static const auto op = find_op<causal_conv1d::BwdSignature>("ssm_kernels::_causal_conv1d_bwd");
+        auto [computed_x, weight, grad_bias, state] =
+            op.call(grad_out, none, x, saved[1], bias, none, none, initial_state, kActivation, needs_grad);
+        grad_x = computed_x;
+        grads_of_parameters = {weight, grad_bias, state};
+      }
+      if (needs_grad[kGradX]) {
+        const auto or_zeros = [&](const at::Tensor& grad) { return grad.defined() ? grad : at::zeros_like(x); };
+        result[0] = at::cat({or_zeros(grad_x), or_zeros(grads[2])}, -1);
+      }
+    }
+    if (!grad_out.defined()) return result;
+    if (needs_grad[kGradWeight]) result[kGradWeight] = std::get<0>(grads_of_parameters);
+    if (needs_grad[kGradBias]) result[kGradBias] = std::get<1>(grads_of_parameters);
+    if (needs_grad[kGradInitialState]) result[kGradInitialState] = std::get<2>(grads_of_parameters);
+    return result;
+  }
+};
+
+// What the operator stands for.
+Result compose(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
+               const OptionalTensor& initial_state) {
+  static const auto op = find_op<causal_conv1d::FwdSignature>("ssm_kernels::_causal_conv1d");
+  const at::Tensor out =
+      std::get<0>(op.call(left_half(xz), weight, bias, std::nullopt, std::nullopt, initial_state, kActivation));
+  return {out, out.alias(), right_half(xz)};
+}
+
+Result mamba_conv(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
+                  const OptionalTensor& initial_state) {
+  TORCH_CHECK_VALUE(xz.dim() == 3 && xz.sym_size(2) % 2 == 0, "Mamba: expected xz of shape (batch, seqlen, 2 * channels), got ",
+                    xz.sym_sizes());
+  const std::array<at::Tensor, 4> tensors{xz, weight, or_undefined(bias), or_undefined(initial_state)};
+  const auto any = [&](const auto& predicate) {
+    return std::any_of(tensors.begin(), tensors.end(),
+                       [&](const at::Tensor& tensor) { return tensor.defined() && predicate(tensor); });
+  };
+  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
+  if (!needs_graph || !are_plain(tensors) ||
+      any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); })) {
+    return compose(xz, weight, bias, initial_state);
+  }
+  auto outputs = MambaConv::apply(xz, weight, bias, initial_state);
+  return {outputs[0], outputs[1], outputs[2]};
+}
+
+// Casts as causal_conv1d does: the sequence and the state to the autocast dtype, parameters of a third dtype to float32.
+template <at::DeviceType device_type>
+Result mamba_conv_autocast(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
+                           const OptionalTensor& initial_state) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
+  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
+  const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
+  const auto parameter = [&](const at::Tensor& tensor) {
+    return tensor.scalar_type() == lower ? tensor : at::autocast::cached_cast(at::kFloat, tensor, device_type);
+  };
+  const OptionalTensor cast_bias = is_present(bias) ? OptionalTensor(parameter(*bias)) : std::nullopt;
+  static const auto op = find_op<Signature>("ssm_kernels::_mamba_conv");
+  return op.call(sequence(xz), parameter(weight), cast_bias, sequence(initial_state));
+}
+
+}  // namespace
+
+bool is_gate(const at::Tensor& z) {
+  if (!z.requires_grad() || !is_plain(z)) return false;
+  const auto node = z.grad_fn();
+  return node != nullptr && dynamic_cast<torch::autograd::CppNode<MambaConv>*>(&*node) != nullptr;
+}
+
+at::Tensor allocate_grad_gate(const at::Tensor& z) {
+  return right_half(at::empty({z.size(0), z.size(1), 2 * z.size(2)}, z.options()));
+}
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { m.impl("_mamba_conv", &mamba_conv); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("_mamba_conv", &mamba_conv_autocast<at::kCPU>); }
+
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { m.impl("_mamba_conv", &mamba_conv_autocast<at::kCUDA>); }
+
+}  // namespace ssm_kernels::mamba_conv

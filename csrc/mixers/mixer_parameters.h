@@ -1,0 +1,29 @@
+// What the kernel of the mixers' parameters is given: plain data, no torch type.
+//
+//   out = [-exp(A_log), bias, D], in the accumulation type
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "common/scalar_kind.h"
+
+namespace ssm_kernels::mixers {
+
+// A contiguous tensor; without elements if it is absent.
+struct ParameterView {
+  const void* data = nullptr;
+  int64_t count = 0;
+  ScalarKind kind = ScalarKind::kFloat;
+};
+
+struct MixerParametersParams {
+  ParameterView A_log, bias, D;
+  void* out = nullptr;
+};
+
+template <typename Acc>
+void launch_mixer_parameters(const MixerParametersParams& params, cudaStream_t stream);
+
+}  // namespace ssm_kernels::mixers

@@ -1,0 +1,36 @@
+// Whether a call runs now, on memory of its own: the condition for reusing the memory of tensors that nobody else holds.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+
+#include <initializer_list>
+
+namespace ssm_kernels {
+
+// Whether a tensor is a plain one with memory: no subclass, not fake, functional, batched or lazily negated. Undefined ones
+// are.
+inline bool is_plain(const at::Tensor& tensor) {
+  constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
+                                        c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA,
+                                        c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
+  return !tensor.defined() || (kPlain | tensor.key_set()) == kPlain;
+}
+
+template <typename Tensors>
+bool are_plain(const Tensors& tensors) {
+  for (const at::Tensor& tensor : tensors) {
+    if (!is_plain(tensor)) return false;
+  }
+  return true;
+}
+
+// Whether operators run as they are called, rather than being traced or recorded for a second derivative.
+inline bool runs_eagerly() { return !c10::impl::dispatch_mode_enabled() && !at::GradMode::is_enabled(); }
+
+// Whether this is the only reference to a tensor and to its memory, which may then be written to.
+inline bool is_sole_owner(const at::Tensor& tensor) {
+  return tensor.use_count() == 1 && tensor.has_storage() && tensor.storage().use_count() == 1;
+}
+
+}  // namespace ssm_kernels
