@@ -14,4 +14,17 @@ __device__ __forceinline__ int64_t multiply(uint32_t a, uint32_t b) {
   return static_cast<int64_t>(product);
 }
 
+// base + a * b, in bytes; one instruction, for the same reason.
+template <typename Byte>
+__device__ __forceinline__ Byte* add_product(Byte* base, int a, int b) {
+  static_assert(sizeof(Byte) == 1, "the product counts bytes");
+#ifdef __CUDA_ARCH__
+  Byte* address;
+  asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(a), "r"(b), "l"(base));
+  return address;
+#else
+  return base + static_cast<int64_t>(a) * b;
+#endif
+}
+
 }  // namespace ssm_kernels::cuda

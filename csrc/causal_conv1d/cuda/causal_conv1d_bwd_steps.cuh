@@ -6,10 +6,12 @@
 //   grad_x_t = sum_l w_l g_{t+l}        grad_w_l = sum_t g_t x_{t-l}        grad_bias = sum_t g_t
 //
 // A lane has kStepVector neighboring channels and goes back in time, with the four inputs that end at its step, the three g
-// after it and its sums in registers. A warp begins width - 1 steps after its piece of time, where it computes g only. A block
-// adds its warps' sums up in shared memory, in their order, and writes them to the workspace.
+// after it and its sums in registers. A warp begins width - 1 steps after its interval of time, where it computes g only. A
+// block adds its warps' sums in shared memory, in their order, and writes them to the workspace.
 //
-// kAhead steps at a time shift the inputs. Near the ends of sequences and pieces a step at a time reads them all from memory.
+// The main loop takes kAhead steps per iteration. Each lane copies the next iteration's inputs and gradients into shared memory
+// of its own meanwhile, which takes no registers and no barrier. Near the ends of sequences one step at a time reads all of its
+// inputs from memory.
 #pragma once
 
 #include <type_traits>
@@ -18,15 +20,21 @@
 
 namespace ssm_kernels::causal_conv1d {
 
-template <typename Scalar, bool is_packed>
-__global__ void __launch_bounds__(kWarpSize* kWarps)
+// kHalo: after the interval, g only. kInner: without a part in the final state. kEdge: any step of the interval.
+enum class StepKind { kHalo, kInner, kEdge };
+
+template <typename Scalar, bool is_plain>
+__global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBwdBlocks - 1)
     conv_bwd_steps_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kVector = kStepVector, kAhead = 4, kLags = kMaxVectorWidth, kAfter = kMaxVectorWidth - 1;
+  constexpr int kVector = kStepVector, kAhead = 4, kLags = kMaxVectorWidth;
   constexpr int kSums = kLags + 1;  // of each channel, by lag and last of bias
   using Inputs = cuda::Vector<Scalar, kVector>;
   const StepPiece piece(p, tiling, kVector);
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize, width = static_cast<int>(p.width);
+  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
+  const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
+  // Inputs and gradients of two groups of steps, each lane's by itself.
+  __shared__ Inputs ring[2][kAhead][2][kWarpSize * kWarps];
   Acc grad_weight[kSums][kVector];
 #pragma unroll
   for (int row = 0; row < kSums; ++row) {
@@ -35,35 +43,30 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   }
 
   if (piece.has_channels && piece.t < piece.end) {
-    const StepWeights<Scalar, kVector> weights(p, piece.c);
-    const bool has_grad_out = p.grad_out.data != nullptr;
-    const int64_t last = piece.end + kAfter - 1 < p.seqlen - 1 ? piece.end + kAfter - 1 : p.seqlen - 1;
-    const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(piece.b, 0, piece.c);
-    const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(piece.b, 0, piece.c);
-    Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(piece.b, 0, piece.c);
-    const auto load_grad_out = [&](int64_t t) {
-      return has_grad_out ? Inputs::load_once(grad_out + t * p.grad_out.stride_step) : Inputs::zero();
-    };
+    const StepRows<const Scalar> x(p.x, piece.b, piece.c), grad_out(p.grad_out, piece.b, piece.c);
+    const StepRows<Scalar> grad_x(p.grad_x, piece.b, piece.c);
+    const StepWeights<Scalar, kVector> weights(p, width, piece.c);
+    const int seqlen = static_cast<int>(p.seqlen);
 
-    Acc inputs[kVector], before[kAfter][kVector], grad_after[kAfter][kVector];
+    Acc inputs[kVector], before[kBefore][kVector], grad_after[kBefore][kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
 #pragma unroll
-      for (int lag = 0; lag < kAfter; ++lag) grad_after[lag][i] = 0;
+      for (int lag = 0; lag < kBefore; ++lag) grad_after[lag][i] = 0;
     }
-    // Steps from the present one to its sequence's last; kFar, if it is too far away to matter or has no final state.
+    // Steps from the present one to its sequence's last; kFar if that is too far away to matter or has no final state.
     constexpr int kFar = 1 << 30;
-    int to_last = last == p.seqlen - 1 ? 0 : kFar;
+    const bool has_grad_final = p.grad_final_state.data != nullptr;
+    int to_last = kFar;
 
-    // Takes step t, whose inputs are in place. An inner step is one of the piece, without a part in the final state.
-    const auto step = [&](int64_t t, const Inputs& grads, auto is_inner) {
-      Acc grad_pre[kVector];
+    // Begins with the step's grad_out in grad_pre.
+    const auto step = [&](int t, Acc(&grad_pre)[kVector], auto kind, auto has_silu) {
+      constexpr StepKind kKind = decltype(kind)::value;
+      if (has_silu) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        grad_pre[i] = grads.accumulate(i);
-        if (p.has_silu && has_grad_out) grad_pre[i] *= silu_derivative(weights.sum(width, i, inputs[i], before));
+        for (int i = 0; i < kVector; ++i) grad_pre[i] *= silu_derivative(weights.sum(width, i, inputs[i], before));
       }
-      if (is_inner || t < piece.end) {
+      if constexpr (kKind != StepKind::kHalo) {
         Acc grad_inputs[kVector];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
@@ -79,76 +82,135 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
           }
           grad_weight[kLags][i] += grad_pre[i];
         }
-        if (!is_inner && to_last < width - 1) {
+        if (kKind == StepKind::kEdge && to_last < width - 1) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) {
             grad_inputs[i] += load_grad_final<Scalar>(p, piece.b, t + to_last, piece.c + i, to_last);
           }
         }
-        if (p.grad_x.data != nullptr) Inputs::round(grad_inputs).store_once(grad_x + t * p.grad_x.stride_step);
+        if (is_plain || p.grad_x.data != nullptr) grad_x.store(t, Inputs::round(grad_inputs));
       }
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
 #pragma unroll
-        for (int lag = kAfter - 1; lag > 0; --lag) grad_after[lag][i] = grad_after[lag - 1][i];
+        for (int lag = kBefore - 1; lag > 0; --lag) grad_after[lag][i] = grad_after[lag - 1][i];
         grad_after[0][i] = grad_pre[i];
       }
+    };
+    // Moves the window of inputs one step back, to the step whose oldest input `oldest` is.
+    const auto shift_inputs = [&](const Inputs& oldest) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) {
+        inputs[i] = before[0][i];
+#pragma unroll
+        for (int lag = 1; lag < kBefore; ++lag) before[lag - 1][i] = before[lag][i];
+        before[kBefore - 1][i] = oldest.accumulate(i);
+      }
+    };
+    // A step of any kind, with its own check of what ends at it.
+    const auto step_alone = [&](int t, auto kind) {
+      if (t == seqlen - 1 || (!is_plain && p.is_last_step(piece.b, t))) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) {
+#pragma unroll
+          for (int lag = 0; lag < kBefore; ++lag) grad_after[lag][i] = 0;
+        }
+        to_last = has_grad_final && (t == seqlen - 1 || p.has_state_of_each_sequence) ? 0 : kFar;
+      }
+      to_channels(x.load(t), inputs);
+      load_before<Scalar, kVector, is_plain>(p, piece.b, t, piece.c, before);
+      Acc grad_pre[kVector];
+      to_channels(grad_out.load_once(t), grad_pre);
+      step(t, grad_pre, kind, p.has_silu);
       to_last = to_last < kFar ? to_last + 1 : kFar;
     };
-
-    const auto set_inputs = [&](int64_t t) {
-      const Inputs loaded = Inputs::load(x + t * p.x.stride_step);
+    // Whether no sequence begins at steps `from` to `to`, the last of which may be the one after the row.
+    const auto is_unbroken = [&](int from, int to) {
+      if constexpr (!is_plain) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) inputs[i] = loaded.accumulate(i);
-      load_before<Scalar, kVector, is_packed>(p, piece.b, t, piece.c, before);
-    };
-    // Whether steps t - kAhead + 1 to t are inner ones whose inputs, and the step's before them, lie in memory one after
-    // another.
-    const auto are_inner = [&](int64_t t) {
-      if (t >= piece.end || to_last < width - 1 || t - kAhead + 1 < max(piece.t, int64_t(kLags))) return false;
-      if constexpr (is_packed) {
-#pragma unroll
-        for (int64_t i = 1 - kAhead - kAfter; i <= 1; ++i) {
-          if (t + i < p.seqlen && p.is_first_step(piece.b, t + i)) return false;
+        for (int t = from; t <= to; ++t) {
+          if (t < seqlen && p.is_first_step(piece.b, t)) return false;
         }
       }
       return true;
     };
-    set_inputs(last);
-    int64_t t = last;
+    // Whether steps t - kAhead + 1 to t are inner ones whose inputs, and the step's before them, are consecutive in memory.
+    const auto are_inner = [&](int t) {
+      const int least = t - kAhead + 1;
+      return least >= piece.t && least >= kBefore && to_last >= width - 1 && (t + 1 < seqlen || !has_grad_final) &&
+             is_unbroken(least - kBefore + 1, t + 1);
+    };
+
+    if (piece.end + kBefore <= seqlen && is_unbroken(piece.end - kBefore + 1, piece.end + kBefore - 1)) {
+      Inputs rows[2 * kBefore], grads[kBefore];
+#pragma unroll
+      for (int j = 0; j < 2 * kBefore; ++j) rows[j] = x.load(piece.end + kBefore - 1 - j);
+#pragma unroll
+      for (int j = 0; j < kBefore; ++j) grads[j] = grad_out.load_once(piece.end + kBefore - 1 - j);
+      to_channels(rows[0], inputs);
+#pragma unroll
+      for (int lag = 0; lag < kBefore; ++lag) to_channels(rows[1 + lag], before[lag]);
+#pragma unroll
+      for (int j = 0; j < kBefore; ++j) {
+        Acc grad_pre[kVector];
+        to_channels(grads[j], grad_pre);
+        step(piece.end + kBefore - 1 - j, grad_pre, std::integral_constant<StepKind, StepKind::kHalo>(), p.has_silu);
+        if (j + 1 < kBefore) shift_inputs(rows[1 + kBefore + j]);
+      }
+    } else {
+      const int last = piece.end + kBefore - 1 < seqlen - 1 ? piece.end + kBefore - 1 : seqlen - 1;
+#pragma unroll 1
+      for (int t = last; t >= piece.end; --t) step_alone(t, std::integral_constant<StepKind, StepKind::kHalo>());
+    }
+
+    int t = piece.end - 1;
+    bool is_inner = are_inner(t);
 #pragma unroll 1
     while (t >= piece.t) {
-      if (are_inner(t)) {
-        Inputs grads[kAhead], next[kAhead];
+      if (is_inner) {
+        to_channels(x.load_once(t), inputs);
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          grads[j] = load_grad_out(t - j);
-          next[j] = Inputs::load_once(x + (t - j - kLags) * p.x.stride_step);
-        }
+        for (int lag = 1; lag < kBefore; ++lag) to_channels(x.load_once(t - lag), before[lag - 1]);
+        int half = 0;
+        const auto start_copies = [&](int t) {
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) {
-          step(t - j, grads[j], std::true_type());
-          // Shifts the inputs to the previous step, which needs x_{t - kLags} and no longer x_t.
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-            inputs[i] = before[0][i];
-#pragma unroll
-            for (int lag = 1; lag < kAfter; ++lag) before[lag - 1][i] = before[lag][i];
-            before[kAfter - 1][i] = next[j].accumulate(i);
+          for (int j = 0; j < kAhead; ++j) {
+            x.start_copy(t - kBefore - j, ring[half][j][0][threadIdx.x]);
+            grad_out.start_copy(t - j, ring[half][j][1][threadIdx.x]);
           }
-        }
-        t -= kAhead;
+        };
+        start_copies(t);
+        cuda::commit_async_copies();
+        const auto run = [&](auto has_silu) {
+#pragma unroll 1
+          do {
+            is_inner = are_inner(t - kAhead);
+            half ^= 1;
+            if (is_inner) start_copies(t - kAhead);
+            cuda::commit_async_copies();
+            cuda::wait_for_async_copies<1>();
+#pragma unroll
+            for (int j = 0; j < kAhead; ++j) {
+              Acc grad_pre[kVector];
+              to_channels(ring[half ^ 1][j][0][threadIdx.x], before[kBefore - 1]);
+              to_channels(ring[half ^ 1][j][1][threadIdx.x], grad_pre);
+              step(t - j, grad_pre, std::integral_constant<StepKind, StepKind::kInner>(), has_silu);
+#pragma unroll
+              for (int i = 0; i < kVector; ++i) {
+                inputs[i] = before[0][i];
+#pragma unroll
+                for (int lag = 1; lag < kBefore; ++lag) before[lag - 1][i] = before[lag][i];
+              }
+            }
+            t -= kAhead;
+          } while (is_inner);
+        };
+        p.has_silu ? run(std::true_type()) : run(std::false_type());
+        to_last = kFar;
       } else {
-        if (is_packed && t < last && p.is_last_step(piece.b, t)) {
-#pragma unroll
-          for (int i = 0; i < kVector; ++i) {
-#pragma unroll
-            for (int lag = 0; lag < kAfter; ++lag) grad_after[lag][i] = 0;
-          }
-          to_last = p.has_state_of_each_sequence ? 0 : kFar;
-        }
-        step(t, load_grad_out(t), std::false_type());
-        if (--t >= piece.t) set_inputs(t);
+        step_alone(t, std::integral_constant<StepKind, StepKind::kEdge>());
+        --t;
+        is_inner = are_inner(t);
       }
     }
   }

@@ -15,6 +15,8 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 
 #include "causal_conv1d/causal_conv1d_op.h"
 #include "cuda/device.h"
@@ -23,6 +25,9 @@
 
 namespace ssm_kernels::causal_conv1d {
 namespace {
+
+// Steps, and bytes between them, that the kernels of steps count in 32 bits, with room for the steps they look ahead.
+constexpr int64_t kMaxNarrow = (int64_t(1) << 31) - 1024;
 
 // Whether vectors of that many elements begin at multiples of their bytes, along an axis whose stride is 1. Absent tensors fit.
 bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t stride, int64_t size, int64_t other_stride) {
@@ -36,33 +41,57 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
   if (p.kind == ScalarKind::kDouble || p.width > kMaxVectorWidth) return KernelSet::kGeneral;
   const int64_t bytes = cuda::element_bytes(p.kind);
   const auto all = [&](const auto& fits) { return std::all_of(views.begin(), views.end(), fits); };
+  const auto are_narrow = [&](const SequenceView& view) {
+    return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
+  };
   if (all([&](const SequenceView& view) {
-        return has_vectors(view, bytes, step_vector, view.stride_channel, p.channels, view.stride_step);
+        return are_narrow(view) && has_vectors(view, bytes, step_vector, view.stride_channel, p.channels, view.stride_step);
       })) {
     return KernelSet::kSteps;
   }
   const bool are_rows =
-      p.ids.data == nullptr && all([&](const SequenceView& view) {
+      p.ids.data == nullptr && p.batch * p.channels * at::ceil_div(p.seqlen, int64_t(kWarpSize)) <= kMaxNarrow &&
+      all([&](const SequenceView& view) {
         return has_vectors(view, bytes, kVectorBytes / bytes, view.stride_step, p.seqlen, view.stride_channel);
       });
   return are_rows ? KernelSet::kRows : KernelSet::kGeneral;
 }
 
-// Long pieces of time read little twice and leave few sums; short ones give every multiprocessor several blocks.
-Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t step_vector, int64_t least_steps, int64_t most_steps,
-                   int device) {
-  constexpr int64_t kBlocksPerMultiprocessor = 16;
-  const int64_t wanted_blocks = kBlocksPerMultiprocessor * cuda::multiprocessor_count(device);
+// What a warp of the kernels of steps does before and after its steps, in steps: it loads weights, reads steps twice, adds
+// sums.
+constexpr int64_t kStepsOverhead = 12;
+constexpr int64_t kLeastSteps = 16, kMostSteps = 256;
+constexpr int64_t kMostWaves = 8;
+
+// Few tiles read little twice and leave few sums; many fill the last wave of blocks and keep every multiprocessor busy. Blocks
+// of backward, which is bound by arithmetic, run in whole waves; those of forward, bound by memory, speed up as others end.
+Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multiprocessor, bool has_whole_waves, int device) {
+  const int64_t multiprocessors = cuda::multiprocessor_count(device);
   Tiling tiling;
   if (set == KernelSet::kSteps) {
-    tiling.channel_blocks = at::ceil_div(p.channels, step_vector * kWarpSize);
-    tiling.steps = most_steps;
-    const auto tiles = [&] { return at::ceil_div(p.seqlen, tiling.steps * kWarps); };
-    while (tiling.steps > least_steps && p.batch * tiles() * tiling.channel_blocks < wanted_blocks) tiling.steps /= 2;
-    tiling.tiles = tiles();
+    constexpr int64_t kGroup = 8;  // a multiple of the steps of an iteration
+    tiling.channel_blocks = at::ceil_div(p.channels, int64_t(kStepVector) * kWarpSize);
+    const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
+    const int64_t most_tiles = at::ceil_div(p.seqlen, kLeastSteps * kWarps);
+    tiling.steps = kGroup;
+    double least = 0;
+    for (int64_t tiles = std::max<int64_t>(1, at::ceil_div(p.seqlen, kMostSteps * kWarps)); tiles <= most_tiles; ++tiles) {
+      const int64_t steps = at::ceil_div(at::ceil_div(p.seqlen, tiles * kWarps), kGroup) * kGroup;
+      const double waves = static_cast<double>(rows * tiles) / static_cast<double>(resident);
+      const double found = (has_whole_waves ? std::ceil(waves) : waves + 0.5) * static_cast<double>(steps + kStepsOverhead);
+      if (least == 0 || found < least) {
+        least = found;
+        tiling.steps = steps;
+      }
+      // Several waves in, more tiles change the last one little.
+      if (rows * tiles > kMostWaves * resident) break;
+    }
+    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps * kWarps);
   } else if (set == KernelSet::kRows) {
     const int64_t warp_steps = kWarpSize * kVectorBytes / cuda::element_bytes(p.kind);
     // A tile of them all, or of fewer if there are too few rows.
+    constexpr int64_t kBlocksOfMultiprocessor = 16;
+    const int64_t wanted_blocks = kBlocksOfMultiprocessor * multiprocessors;
     const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = at::ceil_div(wanted_blocks * kWarps, rows);
     tiling.steps = at::ceil_div(at::ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps;
     tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
@@ -84,7 +113,7 @@ struct Cuda {
 
   static void run(const ConvFwdParams& params, const at::Tensor& x) {
     const KernelSet set = choose_kernels(params, {params.x, params.out}, kStepVector);
-    const Tiling tiling = make_tiling(params, set, kStepVector, /*least_steps=*/8, /*most_steps=*/64, x.get_device());
+    const Tiling tiling = make_tiling(params, set, kFwdBlocks, /*has_whole_waves=*/false, x.get_device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     cuda::visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
     C10_CUDA_KERNEL_LAUNCH_CHECK();
@@ -92,8 +121,11 @@ struct Cuda {
 
   static void run(const ConvBwdParams& params, const at::Tensor& x) {
     if (params.channels == 0) return;
-    const KernelSet set = choose_kernels(params, {params.x, params.grad_out, params.grad_x}, kStepVector);
-    const Tiling tiling = make_tiling(params, set, kStepVector, /*least_steps=*/16, /*most_steps=*/64, x.get_device());
+    // Without grad_out there are gradients of states alone, which are a few steps' work.
+    const KernelSet set = params.grad_out.data == nullptr
+                              ? KernelSet::kGeneral
+                              : choose_kernels(params, {params.x, params.grad_out, params.grad_x}, kStepVector);
+    const Tiling tiling = make_tiling(params, set, kBwdBlocks, /*has_whole_waves=*/true, x.get_device());
     const at::TensorOptions options = x.options().dtype(accumulate_type(x.scalar_type()));
     BwdWorkspace workspace;
     at::Tensor sums, grad_pre;

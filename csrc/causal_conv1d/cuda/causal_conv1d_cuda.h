@@ -23,6 +23,9 @@ constexpr int64_t kVectorBytes = 16;
 // room for the warps that keep memory busy (docs/tuning.md).
 constexpr int kStepVector = 4;
 
+// Blocks of the plain kernels of steps whose registers a multiprocessor has.
+constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
+
 enum class KernelSet { kSteps, kRows, kGeneral };
 
 // How a row's time is cut. A block of the kernels of steps takes kWarps * steps steps, a warp of those of rows `steps`.

@@ -11,6 +11,9 @@ using cuda::AccumulateType;
 using cuda::from_accumulate;
 using cuda::to_accumulate;
 
+// Steps before a step that the vector kernels look at, and in backward after it.
+constexpr int kBefore = kMaxVectorWidth - 1;
+
 template <typename Scalar>
 __device__ __forceinline__ AccumulateType<Scalar> load_parameter(const ParameterView& view, int64_t offset) {
   return view.is_input_kind ? to_accumulate(static_cast<const Scalar*>(view.data)[offset])

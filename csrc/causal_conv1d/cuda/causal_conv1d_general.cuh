@@ -36,7 +36,7 @@ __device__ __forceinline__ AccumulateType<Scalar> sum_taps(const ConvParams& p, 
   using Acc = AccumulateType<Scalar>;
   Acc sum = load_bias<Scalar>(p, c);
   const int64_t since = steps_since_first(p, b, t, p.width - 1);
-  for (int64_t lag = p.width - 1; lag >= 0; --lag) {
+  for (int64_t lag = 0; lag < p.width; ++lag) {
     const Scalar x = lag <= since ? static_cast<const Scalar*>(p.x.data)[p.x.offset(b, t - lag, c)]
                                   : load_initial<Scalar>(p, b, t - since, c, lag - since);
     sum = Math<Acc>::fma(load_weight<Scalar>(p, c, lag), to_accumulate(x), sum);

@@ -21,13 +21,13 @@ inline unsigned step_blocks(const ConvParams& p, const Tiling& tiling) {
 inline unsigned row_blocks(const ConvParams& p, const Tiling& tiling) {
   return blocks_for(p.batch * p.channels * tiling.tiles, kWarps);
 }
+inline bool is_plain(const ConvParams& p) { return p.ids.data == nullptr && p.width == kMaxVectorWidth; }
 
 template <typename Scalar>
 void launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
   if constexpr (!std::is_same_v<Scalar, double>) {
     if (set == KernelSet::kSteps) {
-      const auto kernel =
-          params.ids.data != nullptr ? &conv_fwd_steps_kernel<Scalar, true> : &conv_fwd_steps_kernel<Scalar, false>;
+      const auto kernel = is_plain(params) ? &conv_fwd_steps_kernel<Scalar, true> : &conv_fwd_steps_kernel<Scalar, false>;
       return kernel<<<step_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
     }
     if (set == KernelSet::kRows) {
@@ -46,8 +46,8 @@ void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling
   const auto launch_tiles = [&] {
     if constexpr (!std::is_same_v<Scalar, double>) {
       if (set == KernelSet::kSteps) {
-        const auto kernel =
-            params.ids.data != nullptr ? &conv_bwd_steps_kernel<Scalar, true> : &conv_bwd_steps_kernel<Scalar, false>;
+        const auto kernel = is_plain(params) && params.grad_x.data != nullptr ? &conv_bwd_steps_kernel<Scalar, true>
+                                                                              : &conv_bwd_steps_kernel<Scalar, false>;
         return kernel<<<step_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
       }
       if (set == KernelSet::kRows) {

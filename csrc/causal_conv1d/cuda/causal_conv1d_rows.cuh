@@ -1,28 +1,30 @@
 // The causal convolution for channels-first tensors, whose steps are contiguous: forward, and backward as in
 // causal_conv1d_bwd_steps.cuh. Each row of the batch is one sequence.
 //
-// A warp has a tile of time of one channel. A lane loads 16 bytes of neighboring steps; the three steps before its first come
-// from the lane below, and in backward the three g after its last from the lane above. Forward goes on in time and keeps what
-// the last lane had for the next lane 0; backward goes back and keeps what lane 0 had. A warp's sums for the gradients of
-// weight and bias are added up over its lanes by shuffles, in a fixed order.
+// A warp has a tile of time of one channel and takes a vector of 16 bytes of neighboring steps for each lane per iteration.
+// Forward advances in time, backward goes back. The three steps before a lane's first come from the lane below by shuffles, in
+// backward also the three g after its last from the lane above; the lanes at the warp's ends exchange them with the vectors of
+// the iteration before or after. A warp's sums for the gradients of weight and bias are added over its lanes by shuffles, in a
+// fixed order.
 #pragma once
 
 #include "causal_conv1d/cuda/causal_conv1d_device.cuh"
+#include "cuda/async_copy.cuh"
 
 namespace ssm_kernels::causal_conv1d {
-
-constexpr int kBefore = kMaxVectorWidth - 1;
 
 // A warp's tile, [begin, end) of channel c.
 struct RowPiece {
   int64_t b, c, tile, begin, end;
 
+  // False if there is none. choose_kernels makes sure that the warps are counted in 32 bits.
   __device__ __forceinline__ bool find(const ConvParams& p, const Tiling& tiling) {
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kWarps + threadIdx.x / kWarpSize;
-    const int64_t row = index / tiling.tiles;
-    tile = index - row * tiling.tiles;
-    b = row / p.channels;
-    c = row - b * p.channels;
+    const unsigned index = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
+    const unsigned tiles = static_cast<unsigned>(tiling.tiles), channels = static_cast<unsigned>(p.channels);
+    const unsigned row = index / tiles, batch = row / channels;
+    tile = index - row * tiles;
+    b = batch;
+    c = row - batch * channels;
     begin = tile * tiling.steps;
     end = begin + tiling.steps < p.seqlen ? begin + tiling.steps : p.seqlen;
     return b < p.batch;
@@ -36,37 +38,81 @@ struct RowWeights {
   int width;
 
   __device__ __forceinline__ RowWeights(const ConvParams& p, int64_t c) : width(static_cast<int>(p.width)) {
+    const auto load = [&](const auto* tap) {
+      tap += c * p.weight.stride_channel + (width - 1) * p.weight.stride_tap;
 #pragma unroll
-    for (int lag = 0; lag < kMaxVectorWidth; ++lag) weight[lag] = lag < width ? load_weight<Scalar>(p, c, lag) : Acc(0);
+      for (int lag = 0; lag < kMaxVectorWidth; ++lag, tap -= p.weight.stride_tap) {
+        weight[lag] = lag < width ? to_accumulate(*tap) : Acc(0);
+      }
+    };
+    if (p.weight.is_input_kind) {
+      load(static_cast<const Scalar*>(p.weight.data));
+    } else {
+      load(static_cast<const Acc*>(p.weight.data));
+    }
     bias = load_bias<Scalar>(p, c);
   }
 
-  // inputs[kBefore + i] is step i's, those before it come before it.
+  // Of step i, whose input is inputs[kBefore + i], in the order of the lags.
   template <int size>
   __device__ __forceinline__ Acc sum(const Acc (&inputs)[size], int i) const {
-    Acc result = bias;
-    if (width > 3) result = Math<Acc>::fma(weight[3], inputs[i], result);
-    if (width > 2) result = Math<Acc>::fma(weight[2], inputs[i + 1], result);
+    Acc result = Math<Acc>::fma(weight[0], inputs[i + 3], bias);
     if (width > 1) result = Math<Acc>::fma(weight[1], inputs[i + 2], result);
-    return Math<Acc>::fma(weight[0], inputs[i + 3], result);
+    if (width > 2) result = Math<Acc>::fma(weight[2], inputs[i + 1], result);
+    if (width > 3) result = Math<Acc>::fma(weight[3], inputs[i], result);
+    return result;
   }
 };
 
-// The inputs of the kBefore steps before step t.
+// The last kBefore elements of a lane's vector, as the words that shuffles move.
 template <typename Scalar>
-__device__ __forceinline__ void load_row_before(const ConvParams& p, int64_t b, int64_t t, int64_t c,
-                                                AccumulateType<Scalar> (&before)[kBefore]) {
-#pragma unroll
-  for (int lag = 1; lag <= kBefore; ++lag) {
-    before[kBefore - lag] = lag < p.width ? to_accumulate(element_before<Scalar>(p, b, t, c, lag)) : AccumulateType<Scalar>(0);
+struct VectorTail {
+  static constexpr int kElements = sizeof(Scalar) == 2 ? 4 : kBefore;  // whole words
+  static constexpr int kWords = kElements * static_cast<int>(sizeof(Scalar)) / 4;
+  uint32_t words[kWords];
+
+  template <int size>
+  __device__ __forceinline__ static VectorTail of(const cuda::Vector<Scalar, size>& vector) {
+    VectorTail tail;
+    memcpy(tail.words, reinterpret_cast<const char*>(vector.pieces) + (size - kElements) * sizeof(Scalar), sizeof(tail.words));
+    return tail;
   }
-}
+  // Of the kBefore steps before a tile's first, of the tile before or of the initial state.
+  __device__ __forceinline__ static VectorTail load(const ConvParams& p, const RowPiece& piece, const Scalar* x) {
+    Scalar elements[kElements];
+#pragma unroll
+    for (int lag = 1; lag <= kElements; ++lag) {
+      elements[kElements - lag] = from_accumulate<Scalar>(AccumulateType<Scalar>(0));
+      if (lag < p.width) {
+        elements[kElements - lag] = piece.begin > 0 ? x[piece.begin - lag] : load_initial<Scalar>(p, piece.b, 0, piece.c, lag);
+      }
+    }
+    VectorTail tail;
+    memcpy(tail.words, elements, sizeof(tail.words));
+    return tail;
+  }
+  // The inputs before a lane's first, of the lane below; of lane 0, those of lane 31 of the vectors `earlier`.
+  __device__ __forceinline__ void to_lane_above(const VectorTail& earlier, AccumulateType<Scalar>* before) const {
+    const int lane = threadIdx.x % kWarpSize;
+    VectorTail received;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      const uint32_t sent = lane == kWarpSize - 1 ? earlier.words[i] : words[i];
+      received.words[i] = __shfl_sync(~0u, sent, (lane + kWarpSize - 1) % kWarpSize);
+    }
+    Scalar elements[kElements];
+    memcpy(elements, received.words, sizeof(elements));
+#pragma unroll
+    for (int i = 0; i < kBefore; ++i) before[i] = to_accumulate(elements[kElements - kBefore + i]);
+  }
+};
 
 template <typename Scalar>
 __global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_rows_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
+  using Tail = VectorTail<Scalar>;
   constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize, kAhead = 4;
-  static_assert(kVector >= kBefore, "the steps before a lane's first are one lane's");
+  static_assert(kVector >= Tail::kElements, "the steps before a lane's first are one lane's");
   using Inputs = cuda::Vector<Scalar, kVector>;
   const int lane = threadIdx.x % kWarpSize;
   RowPiece piece;
@@ -74,8 +120,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_rows_kernel(const 
   const RowWeights<Scalar> weights(p, piece.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(piece.b, 0, piece.c);
   Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(piece.b, 0, piece.c);
-  Acc carry[kBefore];
-  load_row_before<Scalar>(p, piece.b, piece.begin, piece.c, carry);
+  Tail earlier = Tail::load(p, piece, x);
 
   for (int64_t begin = piece.begin; begin < piece.end; begin += kAhead * kWarpSteps) {
     Inputs loaded[kAhead];
@@ -90,18 +135,16 @@ __global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_rows_kernel(const 
       Acc inputs[kBefore + kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) inputs[kBefore + i] = loaded[j].accumulate(i);
-#pragma unroll
-      for (int i = 0; i < kBefore; ++i) {
-        inputs[i] = __shfl_up_sync(~0u, inputs[kVector + i], 1);
-        if (lane == 0) inputs[i] = carry[i];
-        carry[i] = __shfl_sync(~0u, inputs[kVector + i], kWarpSize - 1);
-      }
+      const Tail tail = Tail::of(loaded[j]);
+      tail.to_lane_above(earlier, inputs);
+      earlier = tail;
       if (t >= piece.end) continue;
       Acc outputs[kVector];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) {
-        outputs[i] = weights.sum(inputs, i);
-        if (p.has_silu) outputs[i] = silu(outputs[i]);
+      for (int i = 0; i < kVector; ++i) outputs[i] = weights.sum(inputs, i);
+      if (p.has_silu) {
+#pragma unroll
+        for (int i = 0; i < kVector; ++i) outputs[i] = silu(outputs[i]);
       }
       Inputs::round(outputs).store_once(out + t);
     }
@@ -115,69 +158,83 @@ template <typename Scalar>
 __global__ void __launch_bounds__(kWarpSize* kWarps)
     conv_bwd_rows_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
+  using Tail = VectorTail<Scalar>;
   constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize;
   using Inputs = cuda::Vector<Scalar, kVector>;
+  // Vectors of x and grad_out, each lane's by itself: one in use, the others being copied.
+  constexpr int kStages = 4;
+  __shared__ Inputs stages[kStages][2][kWarpSize * kWarps];
   const int lane = threadIdx.x % kWarpSize;
   RowPiece piece;
   if (!piece.find(p, tiling)) return;
   const RowWeights<Scalar> weights(p, piece.c);
-  const bool has_grad_out = p.grad_out.data != nullptr;
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(piece.b, 0, piece.c);
   const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(piece.b, 0, piece.c);
   Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(piece.b, 0, piece.c);
 
-  // g at the kBefore steps from t on, zero after the sequence.
-  Acc carry[kBefore];
-  const auto load_grad_pre = [&](int64_t t) {
+  // The gradient of the row's final state, which is its last width - 1 steps.
+  const Scalar* const grad_final = p.grad_final_state.data == nullptr ? nullptr
+                                                                      : static_cast<const Scalar*>(p.grad_final_state.data) +
+                                                                            p.grad_final_state.offset(piece.b, piece.c, 0);
+
+  // g at the kBefore steps after the present vectors, zero after the sequence. Lane 0 has them.
+  Acc later[kBefore];
 #pragma unroll
-    for (int i = 0; i < kBefore; ++i) {
-      carry[i] = 0;
-      if (t + i >= p.seqlen || !has_grad_out) continue;
-      carry[i] = to_accumulate(grad_out[t + i]);
-      if (!p.has_silu) continue;
-      Acc inputs[kBefore + 1];
-      Acc before[kBefore];
-      load_row_before<Scalar>(p, piece.b, t + i, piece.c, before);
+  for (int i = 0; i < kBefore; ++i) {
+    const int64_t t = piece.end + i;
+    later[i] = 0;
+    if (t >= p.seqlen) continue;
+    later[i] = to_accumulate(grad_out[t]);
+    if (!p.has_silu) continue;
+    Acc inputs[kBefore + 1];
 #pragma unroll
-      for (int k = 0; k < kBefore; ++k) inputs[k] = before[k];
-      inputs[kBefore] = to_accumulate(x[t + i]);
-      carry[i] *= silu_derivative(weights.sum(inputs, 0));
-    }
-  };
-  load_grad_pre(piece.end);
+    for (int lag = 0; lag <= kBefore; ++lag) inputs[kBefore - lag] = to_accumulate(x[t - lag]);
+    later[i] *= silu_derivative(weights.sum(inputs, 0));
+  }
 
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
-  const int64_t blocks = (piece.end - piece.begin + kWarpSteps - 1) / kWarpSteps;
-  for (int64_t block = blocks - 1; block >= 0; --block) {
-    const int64_t t = piece.begin + block * kWarpSteps + lane * kVector;
+  const int64_t begin = piece.begin + lane * kVector;
+  int64_t t = begin + (piece.end - piece.begin - 1) / kWarpSteps * kWarpSteps;
+  const auto start_copies = [&](int64_t t, int stage) {
+    if (begin <= t && t < piece.end) {
+      cuda::async_copy<kVectorBytes>(&stages[stage][0][threadIdx.x], x + t);
+      cuda::async_copy<kVectorBytes>(&stages[stage][1][threadIdx.x], grad_out + t);
+    }
+    cuda::commit_async_copies();
+  };
+#pragma unroll
+  for (int i = 0; i + 1 < kStages; ++i) start_copies(t - i * kWarpSteps, i);
+  const Tail first = Tail::load(p, piece, x);
+#pragma unroll 1
+  for (int stage = 0; t >= begin; t -= kWarpSteps, stage = (stage + 1) % kStages) {
+    start_copies(t - (kStages - 1) * kWarpSteps, (stage + kStages - 1) % kStages);
+    // This iteration's, and the next's, of which lane 31 has the inputs before lane 0's.
+    cuda::wait_for_async_copies<kStages - 2>();
     const bool has_steps = t < piece.end;
-    const Inputs loaded = has_steps ? Inputs::load_once(x + t) : Inputs::zero();
-    const Inputs grads = has_steps && has_grad_out ? Inputs::load_once(grad_out + t) : Inputs::zero();
+    const Inputs loaded = has_steps ? stages[stage][0][threadIdx.x] : Inputs::zero();
+    const Inputs grads = has_steps ? stages[stage][1][threadIdx.x] : Inputs::zero();
     Acc inputs[kBefore + kVector], grad_pre[kVector + kBefore];
 #pragma unroll
-    for (int i = 0; i < kVector; ++i) inputs[kBefore + i] = loaded.accumulate(i);
-#pragma unroll
-    for (int i = 0; i < kBefore; ++i) inputs[i] = __shfl_up_sync(~0u, inputs[kVector + i], 1);
-    if (lane == 0) {
-      Acc before[kBefore];
-      load_row_before<Scalar>(p, piece.b, t, piece.c, before);
-#pragma unroll
-      for (int i = 0; i < kBefore; ++i) inputs[i] = before[i];
-    }
-#pragma unroll
     for (int i = 0; i < kVector; ++i) {
+      inputs[kBefore + i] = loaded.accumulate(i);
       grad_pre[i] = grads.accumulate(i);
-      if (p.has_silu && has_grad_out && has_steps) grad_pre[i] *= silu_derivative(weights.sum(inputs, i));
     }
-    // What comes after the last lane that has steps is the carry.
-    const bool is_last = lane == kWarpSize - 1 || t + kVector >= piece.end;
+    const Tail earlier = t > begin ? Tail::of(stages[(stage + 1) % kStages][0][threadIdx.x]) : first;
+    Tail::of(loaded).to_lane_above(earlier, inputs);
+    if (p.has_silu) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) grad_pre[i] *= silu_derivative(weights.sum(inputs, i));
+    }
+    if (!has_steps) {
+#pragma unroll
+      for (int i = 0; i < kVector; ++i) grad_pre[i] = 0;
+    }
 #pragma unroll
     for (int i = 0; i < kBefore; ++i) {
-      const Acc above = __shfl_down_sync(~0u, grad_pre[i], 1);
-      grad_pre[kVector + i] = is_last ? carry[i] : above;
+      const Acc sent = lane == 0 ? later[i] : grad_pre[i];
+      grad_pre[kVector + i] = __shfl_sync(~0u, sent, (lane + 1) % kWarpSize);
+      later[i] = grad_pre[i];
     }
-#pragma unroll
-    for (int i = 0; i < kBefore; ++i) carry[i] = __shfl_sync(~0u, grad_pre[i], 0);
     if (!has_steps) continue;
 
     Acc grad_inputs[kVector];
@@ -193,10 +250,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
       }
       grad_bias += grad_pre[i];
     }
-    if (p.grad_final_state.data != nullptr && t + kVector + kBefore > p.seqlen) {
+    if (grad_final != nullptr && t + kVector + kBefore > p.seqlen) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
-        grad_inputs[i] += load_grad_final<Scalar>(p, piece.b, p.seqlen - 1, piece.c, p.seqlen - 1 - t - i);
+        const int64_t index = t + i - (p.seqlen - (p.width - 1));
+        if (index >= 0) grad_inputs[i] += to_accumulate(grad_final[index * p.grad_final_state.stride_step]);
       }
     }
     if (p.grad_x.data != nullptr) Inputs::round(grad_inputs).store_once(grad_x + t);

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
     }
     Acc pre = bias;
 #pragma unroll
-    for (int lag = kMaxVectorWidth; lag >= 0; --lag) {
+    for (int lag = 0; lag <= kMaxVectorWidth; ++lag) {
       if (lag < width) pre = Math<Acc>::fma(weight[lag], inputs[lag], pre);
     }
     out[0] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
   };
   for (int64_t t = 0; t < p.seqlen; ++t) {
     Acc pre = bias;
-    for (int64_t tap = 0; tap < p.width; ++tap) {
+    for (int64_t tap = p.width - 1; tap >= 0; --tap) {
       pre = Math<Acc>::fma(load_tap(tap), element(p.state_length + t - (p.width - 1) + tap), pre);
     }
     out[t * p.out.stride_step] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
