@@ -14,15 +14,15 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global, int
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(valid_bytes) : "memory");
 }
 
-// Starts a copy of 8 bytes through the first-level cache, or of 16 past it. Both addresses are multiples of `bytes`.
+// Starts a copy of 4 or 8 bytes through the first-level cache, or of 16 past it. Both addresses are multiples of `bytes`.
 template <int bytes>
 __device__ __forceinline__ void async_copy(void* shared, const void* global) {
-  static_assert(bytes == 8 || bytes == kAsyncCopyBytes, "the instruction has no other sizes but 4");
+  static_assert(bytes == 4 || bytes == 8 || bytes == kAsyncCopyBytes, "cp.async has no other sizes");
   const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (bytes == 8) {
-    asm volatile("cp.async.ca.shared.global [%0], [%1], 8;" ::"r"(target), "l"(global) : "memory");
-  } else {
+  if constexpr (bytes == kAsyncCopyBytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(global) : "memory");
+  } else {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(global), "n"(bytes) : "memory");
   }
 }
 

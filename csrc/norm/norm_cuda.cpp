@@ -81,13 +81,13 @@ RmsCase choose_rms_case(const NormParams& p) {
 }
 
 // A plan of kNone if the group does not have a warp's columns, or does not fit into a block.
-RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int column_bytes, int max_threads, int registers) {
+RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int column_bytes, int row_bytes, int max_threads, int registers) {
   constexpr int64_t kWarpColumns = kWarpSize * kThreadColumns;
   RmsPlan plan;
   const int64_t warps = at::ceil_div(p.group_size, kWarpColumns);
   if (p.group_size <= kWarpColumns / 2 || warps * kWarpSize > max_threads) return plan;
   plan.warps = static_cast<int>(warps);
-  plan.shared_bytes = rms_shared_bytes(plan.warps, column_bytes);
+  plan.shared_bytes = rms_shared_bytes(plan.warps, column_bytes, row_bytes);
   if (plan.shared_bytes > cuda::max_shared_bytes(p.device)) return plan;
   const int64_t resident = resident_blocks(p.device, plan.warps, registers, plan.shared_bytes);
   // Blocks beyond those that run at a time would leave more partial sums.
@@ -102,7 +102,7 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
   const bool use_vectors = can_use_vectors(p, {p.x, p.z, p.residual, p.out, p.new_residual});
   const RmsCase rms_case = choose_rms_case(p);
   if (use_vectors && (rms_case == RmsCase::kGateBefore || rms_case == RmsCase::kGateAfter)) {
-    plan.rms = plan_rms(p, rms_case, kRmsFwdReads * bytes_of(p, false), kFwdMaxThreads, kFwdRegisters);
+    plan.rms = plan_rms(p, rms_case, kRmsFwdReads * bytes_of(p, false), /*row_bytes=*/0, kFwdMaxThreads, kFwdRegisters);
   }
   plan.teams = make_teams(p, use_vectors, kFwdMaxThreads);
   plan.blocks = std::min<int64_t>(at::ceil_div<int64_t>(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
@@ -126,7 +126,7 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
   const RmsCase rms_case = choose_rms_case(p);
   if (use_vectors && rms_case != RmsCase::kNone) {
     const int column_bytes = bytes_of(p, false) + 2 * bytes_of(p, p.x.is_accumulate);
-    plan.rms = plan_rms(p, rms_case, column_bytes, kBwdMaxThreads, kBwdRegisters);
+    plan.rms = plan_rms(p, rms_case, column_bytes, kRmsBwdRowBytes, kBwdMaxThreads, kBwdRegisters);
     plan.partials = plan.rms.row_blocks;
     if (plan.rms.rms_case != RmsCase::kNone) return plan;
   }

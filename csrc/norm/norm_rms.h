@@ -30,6 +30,8 @@ struct RmsParams {
 constexpr int kRmsFwdReads = 2;
 // grad_out, x, z or grad_new_residual; grad_x, grad_z or grad_residual, out.
 constexpr int kRmsBwdReads = 3, kRmsBwdWrites = 3;
+// rstd, for each lane.
+constexpr int kRmsBwdRowBytes = sizeof(float);
 
 struct RmsFwdParams : RmsParams {
   RowStream reads[kRmsFwdReads], writes[1];
@@ -45,8 +47,9 @@ struct RmsBwdParams : RmsParams {
 constexpr int rms_stages(int column_bytes) { return column_bytes <= 6 ? 3 : 2; }
 // Two sums of each warp.
 constexpr int kRmsSumBytes = 2 * 32 * static_cast<int>(sizeof(float));
-constexpr int rms_shared_bytes(int warps, int column_bytes) {
-  return kRmsSumBytes + warps * kWarpSize * kThreadColumns * rms_stages(column_bytes) * column_bytes;
+// row_bytes: that each thread copies of a row beside its columns.
+constexpr int rms_shared_bytes(int warps, int column_bytes, int row_bytes) {
+  return kRmsSumBytes + warps * kWarpSize * rms_stages(column_bytes) * (kThreadColumns * column_bytes + row_bytes);
 }
 
 inline int bytes_of(const NormParams& p, bool is_accumulate) {

@@ -10,10 +10,10 @@
 // a = z s with s = sigmoid(z), and a' = s + a (1 - s).
 //
 // Persistent blocks: a block takes one group of every row_step-th row. Weights and the sums for grad_weight stay in registers.
-// Each thread copies its vectors of grad_out, x and z (or grad_new_residual) kStages - 1 rows ahead into its own shared memory
-// (cp.async), which takes no registers and no barrier. It reads them twice: for S, whose sum over the block has the one barrier
-// of a row, and for the gradients. In between, s stays in registers, so that the special functions are evaluated once. The sums
-// for grad_weight make a row of partial sums for each block, which norm_sum_kernel adds in order.
+// Each thread copies rstd and its vectors of grad_out, x and z (or grad_new_residual) kStages - 1 rows ahead into its own
+// shared memory (cp.async), which takes no registers and no barrier. It reads them twice: for S, whose sum over the block has
+// the one barrier of a row, and for the gradients. In between, s stays in registers, so that the special functions are
+// evaluated once. The sums for grad_weight make a row of partial sums for each block, which norm_sum_kernel adds in order.
 //
 // Where x and grad_new_residual are float32 beside a 16-bit grad_out (kNoGateWide), vectors have 4 columns, 16 bytes of one and
 // 8 of the other. A warp's accesses to either are then contiguous; with 8 columns, each of the two accesses to a vector of
@@ -41,7 +41,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   constexpr int kStages = rms_stages(kRmsBwdColumnBytes<Scalar, rms_case>), kOffset = kWarpSize * kSize;
   using GradOut = StagedInput<Scalar, kSize, kVectors>;
   using Input = StagedInput<Wide, kSize, kVectors>;
-  constexpr int kStageBytes = GradOut::kBytes + 2 * Input::kBytes;
+  using Rstd = StagedInput<float, 1, 1>;
+  static_assert(Rstd::kLaneBytes == kRmsBwdRowBytes, "what is copied of a row beside its columns");
+  constexpr int kStageBytes = GradOut::kBytes + 2 * Input::kBytes + Rstd::kBytes;
   enum { kReadGradOut, kReadX, kReadThird };
   enum { kGradX, kSecondGrad, kOut };
   static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
@@ -64,6 +66,8 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
       (GradOut::kLaneBytes == Input::kLaneBytes ? static_cast<int>(first_grad_out - warp_stages)
                                                 : kept_in_register(first_stage + place.lane * Input::kLaneBytes));
   char* const first_third = first_x + Input::kBytes;
+  char* const first_rstd =
+      warp_stages + kStageBytes - Rstd::kBytes + kept_in_register(first_stage + place.lane * Rstd::kLaneBytes);
   const bool has_third = kHasGate || p.reads[kReadThird].data != nullptr;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
@@ -81,6 +85,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
     const Wide* const x = reads.template at<Wide>(kReadX, place);
     const Wide* const third = reads.template at<Wide>(kReadThird, place);
     if (row < p.rows) {
+      Rstd::copy(first_rstd + stage, 0, p.rstd + (row * p.groups + place.group));
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!is_valid[i]) continue;
@@ -101,19 +106,15 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
   RowCursor<kRmsBwdWrites> writes(p, p.writes, place);
 
-  const auto load_rstd = [&](int row) { return row < p.rows ? p.rstd[row * p.groups + place.group] : 0.0f; };
-  float next_rstd = load_rstd(place.first_row);
   float* const sums = reinterpret_cast<float*>(rms_shared);
   int stage = 0, buffer = 0;
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
     // Into the stage of the row before, which this thread has read.
     copy(row + (kStages - 1) * p.row_step, stage == 0 ? (kStages - 1) * kStageBytes : stage - kStageBytes);
-    const float rstd = next_rstd;
-    next_rstd = load_rstd(row + p.row_step);
     cuda::wait_for_async_copies<kStages - 1>();
+    const float rstd = Rstd::load(first_rstd + stage, 0)[0];
 
-    // kept: v with the gate before the norm; s: of the gate.
-    float kept[kBefore ? kVectors : 1][kSize], s[kHasGate ? kVectors : 1][kSize], sum = 0;
+    float s[kHasGate ? kVectors : 1][kSize], sum = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       const auto grad_out = GradOut::load(first_grad_out + stage, i);
@@ -131,7 +132,6 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
         const float term = gy * v;
         sum = Math<float>::fma(term, weight[i][j], sum);
         sum_weight[i][j] = Math<float>::fma(term, rstd, sum_weight[i][j]);
-        if constexpr (kBefore) kept[i][j] = v;
       }
     }
     sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane);
@@ -142,24 +142,21 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
-      // One vector after the other: more of float32 would spill.
-      if constexpr (kHasGate && sizeof(Scalar) == 4) asm volatile("" ::: "memory");
+      const auto grad_out = GradOut::load(first_grad_out + stage, i);
       const auto x = Input::load(first_x + stage, i);
       typename Input::Values third;
       if constexpr (kHasGate) third = Input::load(first_third + stage, i);
       float grad_x[kSize], grad_z[kSize];
       if constexpr (kBefore) {
-        const auto grad_out = GradOut::load(first_grad_out + stage, i);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
-          const float v = kept[i][j], one_minus_s = 1.0f - s[i][j];
+          const float a = third.accumulate(j) * s[i][j], v = x.accumulate(j) * a;
           const float grad_v = Math<float>::fma(grad_out.accumulate(j) * weight[i][j], rstd, -(v * k));
-          grad_x[j] = grad_v * (third.accumulate(j) * s[i][j]);
+          grad_x[j] = grad_v * a;
           // x a' = x s + v (1 - s)
-          grad_z[j] = grad_v * Math<float>::fma(v, one_minus_s, x.accumulate(j) * s[i][j]);
+          grad_z[j] = grad_v * Math<float>::fma(v, 1.0f - s[i][j], x.accumulate(j) * s[i][j]);
         }
       } else if constexpr (kAfter) {
-        const auto grad_out = GradOut::load(first_grad_out + stage, i);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
           const float v = x.accumulate(j), a = third.accumulate(j) * s[i][j];
@@ -168,7 +165,6 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
           grad_z[j] = grad_out.accumulate(j) * (v * rstd * weight[i][j]) * slope;
         }
       } else {
-        const auto grad_out = GradOut::load(first_grad_out + stage, i);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
           grad_x[j] = Math<float>::fma(grad_out.accumulate(j) * weight[i][j], rstd, -(x.accumulate(j) * k));
@@ -190,9 +186,9 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
         float out[kSize];
 #pragma unroll
         for (int j = 0; j < kSize; ++j) {
-          const float y = (kBefore ? kept[i][j] : x.accumulate(j)) * rstd;
-          out[j] = y * weight[i][j];
-          if constexpr (kAfter) out[j] *= third.accumulate(j) * s[i][j];
+          const float a = kHasGate ? third.accumulate(j) * s[i][j] : 1.0f;
+          out[j] = (kBefore ? x.accumulate(j) * a : x.accumulate(j)) * rstd * weight[i][j];
+          if constexpr (kAfter) out[j] *= a;
         }
         Vector<Scalar, kSize>::round(out).store(out_row + i * kOffset);
       }

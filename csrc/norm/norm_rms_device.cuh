@@ -102,7 +102,7 @@ __device__ __forceinline__ void load_weight(const RmsParams& p, const RmsPlace& 
   }
 }
 
-// One input of a warp in a stage: vector i of the lanes is contiguous. Reads and copies are of 8 or 16 bytes a lane.
+// One input of a warp in a stage: vector i of the lanes is contiguous. Reads and copies are of 4, 8 or 16 bytes a lane.
 template <typename Element, int size, int vectors>
 struct StagedInput {
   static constexpr int kLaneBytes = size * static_cast<int>(sizeof(Element)), kVectorStride = kWarpSize * kLaneBytes;
