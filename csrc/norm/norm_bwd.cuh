@@ -368,7 +368,10 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
 
 // ----- The sum of the partial sums
 
-constexpr int kSumColumns = 32, kSumRows = 32;
+// Threads of a block. Eight columns are a sector of float32: so few make enough blocks for the whole device.
+constexpr int kSumColumns = 8, kSumRows = 64;
+// Loads of a thread that are in flight together, in three blocks a multiprocessor.
+constexpr int kSumLoads = 16;
 
 struct SumParams {
   const void* partials[2];
@@ -377,25 +380,37 @@ struct SumParams {
   int64_t rows, columns, blocks;  // blocks of one target
 };
 
-// A block sums kSumColumns columns: each of its kSumRows threads per column every kSumRows-th row, then the first of them all.
+// A block sums kSumColumns columns: each of its kSumRows threads per column every kSumRows-th row, then warps over their lanes,
+// and then the first warp over the warps.
 template <typename Acc>
-__global__ void __launch_bounds__(kSumColumns* kSumRows) norm_sum_kernel(const __grid_constant__ SumParams p) {
-  __shared__ Acc shared[kSumRows][kSumColumns];
+__global__ void __launch_bounds__(kSumColumns* kSumRows, sizeof(Acc) == 4 ? 3 : 1)
+    norm_sum_kernel(const __grid_constant__ SumParams p) {
+  constexpr int kWarps = kSumColumns * kSumRows / kWarpSize;
+  __shared__ Acc shared[kWarps][kSumColumns];
   const int which = blockIdx.x >= p.blocks;
-  const int64_t column = (blockIdx.x - which * p.blocks) * kSumColumns + threadIdx.x % kSumColumns;
-  const int first = threadIdx.x / kSumColumns;
+  const int lane_column = threadIdx.x % kSumColumns;
+  const int64_t column = (blockIdx.x - which * p.blocks) * kSumColumns + lane_column;
+  const bool has_column = column < p.columns;
   Acc sum = 0;
-  if (column < p.columns) {
-    const Acc* const partials = static_cast<const Acc*>(p.partials[which]) + column;
-#pragma unroll 8
-    for (int64_t row = first; row < p.rows; row += kSumRows) sum += partials[row * p.columns];
+  const Acc* next = static_cast<const Acc*>(p.partials[which]) + threadIdx.x / kSumColumns * p.columns + column;
+  for (int64_t first = threadIdx.x / kSumColumns; first < p.rows; first += kSumLoads * kSumRows) {
+    Acc values[kSumLoads];
+#pragma unroll
+    for (int i = 0; i < kSumLoads; ++i) {
+      values[i] = has_column && first + i * kSumRows < p.rows ? *next : Acc(0);
+      next += kSumRows * p.columns;
+    }
+#pragma unroll
+    for (int i = 0; i < kSumLoads; ++i) sum += values[i];
   }
-  shared[first][threadIdx.x % kSumColumns] = sum;
+#pragma unroll
+  for (int distance = kSumColumns; distance < kWarpSize; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  if (threadIdx.x % kWarpSize < kSumColumns) shared[threadIdx.x / kWarpSize][lane_column] = sum;
   __syncthreads();
-  if (first != 0 || column >= p.columns) return;
+  if (threadIdx.x >= kSumColumns || !has_column) return;
   sum = 0;
 #pragma unroll
-  for (int i = 0; i < kSumRows; ++i) sum += shared[i][threadIdx.x % kSumColumns];
+  for (int i = 0; i < kWarps; ++i) sum += shared[i][lane_column];
   void* const target = p.targets[which].data;
   if (p.targets[which].is_accumulate) {
     static_cast<Acc*>(target)[column] = sum;
