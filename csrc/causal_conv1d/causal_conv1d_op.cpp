@@ -20,6 +20,7 @@
 #include "torch/dispatch.h"
 #include "torch/memory_overlap.h"
 #include "torch/missing_cuda.h"
+#include "torch/needs_autograd.h"
 #include "torch/packed_sequences.h"
 #include "torch/tensor_data.h"
 
@@ -377,14 +378,7 @@ FwdResult convolution_autograd(const at::Tensor& x, const at::Tensor& weight, co
                                const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
                                const OptionalTensor& initial_state, OptionalName activation) {
   check_no_func_transform(kOp);
-  const auto any = [&](const auto& predicate) {
-    const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
-    return predicate(x) || predicate(weight) || holds(bias) || holds(initial_state);
-  };
-  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
-  // Forward-mode AD: apply() is what says that there is none.
-  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
-  if (!needs_graph && !has_tangent) {
+  if (!any_needs_autograd(x, weight, bias, initial_state)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return convolution_no_grad(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation);
   }

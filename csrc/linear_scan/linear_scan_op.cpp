@@ -21,6 +21,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
+#include "torch/needs_autograd.h"
 #include "torch/packed_sequences.h"
 #include "torch/tensor_data.h"
 
@@ -392,13 +393,8 @@ std::tuple<at::Tensor, at::Tensor> recurrence_autograd(at::TensorList inputs, co
                                                        std::string_view candidate_activation, bool gate_is_logit,
                                                        bool reverse) {
   check_no_func_transform(find_operator(recurrence).name.c_str());
-  const auto any = [&](const auto& predicate) {
-    return std::any_of(inputs.begin(), inputs.end(), predicate) || (is_present(h0) && predicate(*h0));
-  };
-  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
-  // Forward-mode AD: apply() is what says that there is none.
-  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
-  if (!needs_graph && !has_tangent) {
+  const bool any_input = std::any_of(inputs.begin(), inputs.end(), [](const auto& input) { return needs_autograd(input); });
+  if (!any_input && !needs_autograd(h0)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return recurrence_no_grad(inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse);
   }

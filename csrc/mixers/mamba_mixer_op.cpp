@@ -21,6 +21,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/eager.h"
+#include "torch/needs_autograd.h"
 
 namespace ssm_kernels::mamba_mixer {
 namespace {
@@ -202,15 +203,7 @@ Result mixer_autograd(const at::Tensor& x, const at::Tensor& delta, const at::Te
                       const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
                       const OptionalTensor& initial_state, std::string_view discretization) {
   check_no_func_transform("Mamba");
-  const auto any = [&](const auto& predicate) {
-    const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
-    return predicate(x) || predicate(delta) || predicate(A_log) || predicate(B) || predicate(C) || holds(D) || holds(z) ||
-           holds(delta_bias) || holds(initial_state);
-  };
-  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
-  // Forward-mode AD: apply() is what says that there is none.
-  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
-  if (!needs_graph && !has_tangent) {
+  if (!any_needs_autograd(x, delta, A_log, B, C, D, z, delta_bias, initial_state)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return mixer_no_grad(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization);
   }

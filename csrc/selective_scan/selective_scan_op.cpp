@@ -15,6 +15,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
+#include "torch/needs_autograd.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_scan {
@@ -291,15 +292,7 @@ std::tuple<at::Tensor, at::Tensor> selective_scan_autograd(const at::Tensor& u, 
                                                            bool delta_softplus) {
   check_no_func_transform(kOp);
   check_arguments(scan_op(), {u, delta, A, B, C, D, z, delta_bias, initial_state});
-  const auto any = [&](const auto& predicate) {
-    const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
-    return predicate(u) || predicate(delta) || predicate(A) || predicate(B) || predicate(C) || holds(D) || holds(z) ||
-           holds(delta_bias) || holds(initial_state);
-  };
-  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
-  // Forward-mode AD: apply() is what says that there is none.
-  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
-  if (!needs_graph && !has_tangent) {
+  if (!any_needs_autograd(u, delta, A, B, C, D, z, delta_bias, initial_state)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return selective_scan_no_grad(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, delta_softplus);
   }

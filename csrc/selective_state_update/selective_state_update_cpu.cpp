@@ -5,12 +5,11 @@
 #include <torch/library.h>
 
 #include <algorithm>
-#include <utility>
-#include <vector>
 
 #include "cpu/capability.h"
 #include "selective_state_update/selective_state_update_cpu.h"
 #include "selective_state_update/selective_state_update_op.h"
+#include "torch/slot_indices.h"
 
 namespace ssm_kernels::selective_state_update {
 
@@ -33,27 +32,6 @@ const CpuKernel& cpu_kernel() {
   return *kBuilt[cpu_capability_index()];
 }
 
-// Each index below the number of slots, and each slot used by one row at most: threads take rows in no fixed order.
-void check_indices(const StateUpdateParams& p) {
-  for (int64_t b = 0; b < p.batch; ++b) {
-    TORCH_CHECK_VALUE(p.indices.at(b) < p.slots,
-                      "selective_state_update: expected state_batch_indices below the number of slots, ", p.slots, ", got ",
-                      p.indices.at(b), " at position ", b);
-  }
-  if (p.indices.data == nullptr || p.batch <= 1) return;
-  using SlotAndRow = std::pair<int64_t, int64_t>;
-  std::vector<SlotAndRow> used;
-  used.reserve(p.batch);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    if (p.indices.at(b) >= 0) used.emplace_back(p.indices.at(b), b);
-  }
-  std::sort(used.begin(), used.end());
-  const auto repeated =
-      std::adjacent_find(used.begin(), used.end(), [](const SlotAndRow& a, const SlotAndRow& b) { return a.first == b.first; });
-  TORCH_CHECK_VALUE(repeated == used.end(), "selective_state_update: expected distinct state_batch_indices, got ",
-                    repeated->first, " at positions ", repeated->second, " and ", (repeated + 1)->second);
-}
-
 at::Tensor cpu(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
                bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
@@ -62,7 +40,7 @@ at::Tensor cpu(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, con
   const Discretization method = check_inputs(in, discretization);
   at::Tensor out = allocate_out(in);
   const StateUpdateParams params = make_params(in, method, dt_softplus, out);
-  check_indices(params);
+  check_slot_indices("selective_state_update", state_batch_indices, params.slots);
   if (out.numel() == 0) return out;
 
   const CpuKernel& kernel = cpu_kernel();

@@ -18,6 +18,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/missing_cuda.h"
+#include "torch/needs_autograd.h"
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
@@ -278,15 +279,7 @@ class SsdChunkScan : public torch::autograd::Function<SsdChunkScan> {
 
 FwdResult scan_autograd(const Inputs& in) {
   check_no_func_transform(kOp);
-  const auto any = [&](const auto& predicate) {
-    const auto holds = [&](const OptionalTensor& tensor) { return is_present(tensor) && predicate(*tensor); };
-    return predicate(in.x) || predicate(in.dt) || predicate(in.A) || predicate(in.B) || predicate(in.C) || holds(in.D) ||
-           holds(in.z) || holds(in.dt_bias) || holds(in.initial_states);
-  };
-  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
-  // Forward-mode AD: apply() is what says that there is none.
-  const bool has_tangent = any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); });
-  if (!needs_graph && !has_tangent) {
+  if (!any_needs_autograd(in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.initial_states)) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return scan_no_grad(in);
   }

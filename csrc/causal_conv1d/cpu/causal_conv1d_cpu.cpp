@@ -6,15 +6,12 @@
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
-#include <algorithm>
-#include <utility>
-#include <vector>
-
 #include "causal_conv1d/causal_conv1d_op.h"
 #include "cpu/capability.h"
 #include "cpu/thread_scratch.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
+#include "torch/slot_indices.h"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -41,27 +38,6 @@ const CpuKernels& cpu_kernels() {
   return *kBuilt[cpu_capability_index()];
 }
 
-// Each index below the number of slots, and each slot used by one row at most: threads take rows in no fixed order.
-void check_indices(const UpdateInputs& in) {
-  if (!is_present(in.state_batch_indices)) return;
-  const at::Tensor indices = in.state_batch_indices->to(at::kLong).contiguous();
-  const int64_t* const values = indices.const_data_ptr<int64_t>();
-  using SlotAndRow = std::pair<int64_t, int64_t>;
-  std::vector<SlotAndRow> used;
-  used.reserve(indices.numel());
-  for (int64_t b = 0; b < indices.numel(); ++b) {
-    TORCH_CHECK_VALUE(values[b] < in.conv_state.size(0),
-                      "causal_conv1d_update: expected state_batch_indices below the number of slots, ", in.conv_state.size(0),
-                      ", got ", values[b], " at position ", b);
-    if (values[b] >= 0) used.emplace_back(values[b], b);
-  }
-  std::sort(used.begin(), used.end());
-  const auto repeated =
-      std::adjacent_find(used.begin(), used.end(), [](const SlotAndRow& a, const SlotAndRow& b) { return a.first == b.first; });
-  TORCH_CHECK_VALUE(repeated == used.end(), "causal_conv1d_update: expected distinct state_batch_indices, got ",
-                    repeated->first, " at positions ", repeated->second, " and ", (repeated + 1)->second);
-}
-
 template <typename Body>
 void for_each_task(const ConvParams& params, const Tasks& tasks, const Body& body) {
   ThreadScratch threads(cpu_kernels().scratch_bytes(params.width, tasks.channels));
@@ -73,7 +49,9 @@ struct Cpu {
     explicit Guard(const Inputs& in) {
       if (is_present(in.cu_seqlens)) check_cu_seqlens_values("causal_conv1d", *in.cu_seqlens, in.x.size(1));
     }
-    explicit Guard(const UpdateInputs& in) { check_indices(in); }
+    explicit Guard(const UpdateInputs& in) {
+      check_slot_indices("causal_conv1d_update", in.state_batch_indices, in.conv_state.size(0));
+    }
   };
 
   static void run(const ConvFwdParams& params, const at::Tensor&) {
