@@ -391,7 +391,7 @@ def _mamba2_mixer(
     z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * matrix, heads], dim=-1)
     xBC, final_conv_state = operators.causal_conv1d(
         xBC,
-        conv_weight,
+        conv_weight.squeeze(1) if conv_weight.dim() == 3 else conv_weight,
         conv_bias,
         activation="silu",
         seq_idx=seq_idx,

@@ -28,6 +28,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/eager.h"
+#include "torch/needs_autograd.h"
 
 namespace ssm_kernels::mamba2_mixer {
 namespace {
@@ -89,15 +90,19 @@ struct Call {
   bool has_norm() const { return is_present(tensors[kNormWeight]); }
   c10::SymInt group_size() const { return d_ssm / options.groups; }
 
-  at::Tensor z_of(const at::Tensor& projected) const { return projected.narrow(-1, 0, d_ssm); }
-  at::Tensor conv_in_of(const at::Tensor& projected) const { return projected.narrow(-1, d_ssm, d_conv_in); }
-  at::Tensor dt_of(const at::Tensor& projected) const { return projected.narrow(-1, d_ssm + d_conv_in, heads); }
-  at::Tensor in_heads(const at::Tensor& sequence) const { return sequence.unflatten(-1, {heads, options.headdim}); }
+  at::Tensor z_of(const at::Tensor& projected) const { return columns(projected, 0, {d_ssm}); }
+  at::Tensor conv_in_of(const at::Tensor& projected) const { return columns(projected, d_ssm, {d_conv_in}); }
+  at::Tensor dt_of(const at::Tensor& projected) const { return columns(projected, d_ssm + d_conv_in, {heads}); }
+  at::Tensor z_in_heads(const at::Tensor& projected) const { return in_heads(projected); }
+  at::Tensor in_heads(const at::Tensor& sequence) const { return columns(sequence, 0, {heads, options.headdim}); }
 
   // x, B and C, or their gradients, in the convolution's output, or its gradient.
-  at::Tensor x_of(const at::Tensor& conv_out) const { return in_heads(conv_out.narrow(-1, 0, d_ssm)); }
+  at::Tensor x_of(const at::Tensor& conv_out) const { return in_heads(conv_out); }
   at::Tensor B_of(const at::Tensor& conv_out) const { return in_groups(conv_out, 0); }
   at::Tensor C_of(const at::Tensor& conv_out) const { return in_groups(conv_out, 1); }
+
+  // The convolution's weight, (channels, width), which nn.Conv1d has as (channels, 1, width).
+  at::Tensor taps() const { return of(kConvWeight).dim() == 3 ? of(kConvWeight).squeeze(1) : of(kConvWeight); }
 
   ssd::Inputs scan_inputs(const at::Tensor& conv_out) const {
     ssd::Inputs in;
@@ -108,7 +113,7 @@ struct Call {
     in.C = C_of(conv_out);
     in.chunk_size = options.chunk_size;
     in.D = parameters.D;
-    if (!has_norm()) in.z = in_heads(z_of(of(kProjected)));
+    if (!has_norm()) in.z = z_in_heads(of(kProjected));
     in.dt_bias = parameters.bias;
     in.dt_softplus = true;
     in.dt_min = options.dt_min;
@@ -122,14 +127,32 @@ struct Call {
 
   std::tuple<at::Tensor, at::Tensor> convolve() const {
     static const auto op = find_op<causal_conv1d::FwdSignature>("ssm_kernels::_causal_conv1d_fwd");
-    return op.call(conv_in_of(of(kProjected)), of(kConvWeight), tensors[kConvBias], tensors[kSeqIdx], tensors[kCuSeqlens],
+    return op.call(conv_in_of(of(kProjected)), taps(), tensors[kConvBias], tensors[kSeqIdx], tensors[kCuSeqlens],
                    tensors[kConvState], kActivation);
   }
 
  private:
   at::Tensor in_groups(const at::Tensor& conv_out, int64_t which) const {
-    const int64_t columns = options.groups * options.dstate;
-    return conv_out.narrow(-1, d_ssm + which * columns, columns).unflatten(-1, {options.groups, options.dstate});
+    return columns(conv_out, d_ssm + which * options.groups * options.dstate, {options.groups, options.dstate});
+  }
+
+  // As many columns as `axes` have elements, seen under these axes. One operator where none is recorded, as there are many.
+  static at::Tensor columns(const at::Tensor& tensor, int64_t first, std::initializer_list<int64_t> axes) {
+    const int64_t count = c10::multiply_integers(axes);
+    if (c10::impl::dispatch_mode_enabled() || !is_plain(tensor)) {
+      const at::Tensor narrow = tensor.narrow(-1, first, count);
+      return axes.size() == 1 ? narrow : narrow.unflatten(-1, axes);
+    }
+    const int64_t stride = tensor.stride(-1);
+    c10::DimVector sizes(tensor.sizes().begin(), tensor.sizes().end() - 1);
+    c10::DimVector strides(tensor.strides().begin(), tensor.strides().end() - 1);
+    int64_t inner = count;
+    for (const int64_t size : axes) {
+      inner /= std::max<int64_t>(1, size);
+      sizes.push_back(size);
+      strides.push_back(inner * stride);
+    }
+    return tensor.as_strided(sizes, strides, tensor.storage_offset() + first * stride);
   }
 };
 
@@ -210,7 +233,7 @@ GradTensors backward(const OptionalTensor& grad_out, const OptionalTensor& grad_
     scan.targets[ssd::kGradB] = call.B_of(grad_conv_out);
     scan.targets[ssd::kGradC] = call.C_of(grad_conv_out);
     scan.targets[ssd::kGradDt] = call.dt_of(grad_projected);
-    if (!call.has_norm()) scan.targets[ssd::kGradZ] = call.in_heads(call.z_of(grad_projected));
+    if (!call.has_norm()) scan.targets[ssd::kGradZ] = call.z_in_heads(grad_projected);
     const ssd::GradTensors scan_grads =
         std::apply([](const auto&... grad) { return ssd::GradTensors{grad...}; }, ssd::backward(scan));
     if (needs_grad[kALog]) {
@@ -225,11 +248,11 @@ GradTensors backward(const OptionalTensor& grad_out, const OptionalTensor& grad_
   static const auto op = find_op<causal_conv1d::BwdOutSignature>("ssm_kernels::_causal_conv1d_bwd_out");
   at::Tensor grad_conv_in = call.conv_in_of(grad_projected);
   auto [grad_weight, grad_bias, grad_state] =
-      op.call(grad_conv_out, grad_conv_state, call.conv_in_of(projected), call.of(kConvWeight), tensors[kConvBias],
-              tensors[kSeqIdx], tensors[kCuSeqlens], tensors[kConvState], kActivation,
+      op.call(grad_conv_out, grad_conv_state, call.conv_in_of(projected), call.taps(), tensors[kConvBias], tensors[kSeqIdx],
+              tensors[kCuSeqlens], tensors[kConvState], kActivation,
               {true, needs_grad[kConvWeight], needs_grad[kConvBias], needs_grad[kConvState]}, grad_conv_in);
   if (needs_grad[kProjected]) grads[kProjected] = grad_projected;
-  if (needs_grad[kConvWeight]) grads[kConvWeight] = grad_weight;
+  if (needs_grad[kConvWeight]) grads[kConvWeight] = grad_weight.view(call.of(kConvWeight).sizes());
   if (needs_grad[kConvBias]) grads[kConvBias] = grad_bias;
   if (needs_grad[kConvState]) grads[kConvState] = grad_state;
   return grads;
@@ -405,14 +428,7 @@ Result mixer_no_grad(const Tensors& tensors, const Options& options) {
 
 Result mixer_autograd(const Tensors& tensors, const Options& options) {
   check_no_func_transform(kOp);
-  bool needs_graph = false, has_tangent = false;
-  for (size_t i = 0; i < kNumGrads; ++i) {
-    if (!is_present(tensors[i])) continue;
-    needs_graph |= at::GradMode::is_enabled() && tensors[i]->requires_grad();
-    // Forward-mode AD: apply() is what says that there is none.
-    has_tangent |= tensors[i]->_fw_grad(/*level=*/0).defined();
-  }
-  if (!needs_graph && !has_tangent) {
+  if (!std::any_of(tensors.begin(), tensors.begin() + kNumGrads, [](const auto& tensor) { return needs_autograd(tensor); })) {
     at::AutoDispatchBelowADInplaceOrView guard;
     return mixer_no_grad(tensors, options);
   }

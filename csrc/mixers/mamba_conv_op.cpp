@@ -31,6 +31,7 @@
 #include "torch/checks.h"
 #include "torch/dispatch.h"
 #include "torch/eager.h"
+#include "torch/needs_autograd.h"
 
 namespace ssm_kernels::mamba_conv {
 namespace {
@@ -47,6 +48,9 @@ constexpr char kActivation[] = "silu";
 using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 using Signature = Result(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
                          const OptionalTensor& initial_state);
+
+// The convolution's weight, (channels, width), which nn.Conv1d has as (channels, 1, width).
+at::Tensor taps_of(const at::Tensor& weight) { return weight.dim() == 3 ? weight.squeeze(1) : weight; }
 
 at::Tensor left_half(const at::Tensor& xz) { return xz.narrow_symint(-1, 0, xz.sym_size(-1) / 2); }
 at::Tensor right_half(const at::Tensor& xz) {
@@ -87,7 +91,8 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
     at::AutoDispatchBelowADInplaceOrView guard;
     const at::Tensor x = left_half(xz), z = right_half(xz);
     static const auto op = find_op<causal_conv1d::FwdSignature>("ssm_kernels::_causal_conv1d_fwd");
-    const at::Tensor out = std::get<0>(op.call(x, weight, bias, std::nullopt, std::nullopt, initial_state, kActivation));
+    const at::Tensor out =
+        std::get<0>(op.call(x, taps_of(weight), bias, std::nullopt, std::nullopt, initial_state, kActivation));
     const at::Tensor again = out.alias();
     // Views made below autograd count their versions apart: in-place changes would go unnoticed.
     if (!xz.is_inference()) {
@@ -126,7 +131,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
       if (grad_out.defined()) {
         static const auto op = find_op<causal_conv1d::BwdOutSignature>("ssm_kernels::_causal_conv1d_bwd_out");
         grads_of_parameters =
-            op.call(grad_out, none, x, saved[1], bias, none, none, initial_state, kActivation, needs_grad, grad_x);
+            op.call(grad_out, none, x, taps_of(saved[1]), bias, none, none, initial_state, kActivation, needs_grad, grad_x);
       } else {
         grad_x.zero_();
       }
@@ -136,7 +141,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
       if (grad_out.defined()) {
         static const auto op = find_op<causal_conv1d::BwdSignature>("ssm_kernels::_causal_conv1d_bwd");
         auto [computed_x, weight, grad_bias, state] =
-            op.call(grad_out, none, x, saved[1], bias, none, none, initial_state, kActivation, needs_grad);
+            op.call(grad_out, none, x, taps_of(saved[1]), bias, none, none, initial_state, kActivation, needs_grad);
         grad_x = computed_x;
         grads_of_parameters = {weight, grad_bias, state};
       }
@@ -146,7 +151,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
       }
     }
     if (!grad_out.defined()) return result;
-    if (needs_grad[kGradWeight]) result[kGradWeight] = std::get<0>(grads_of_parameters);
+    if (needs_grad[kGradWeight]) result[kGradWeight] = std::get<0>(grads_of_parameters).view(saved[1].sizes());
     if (needs_grad[kGradBias]) result[kGradBias] = std::get<1>(grads_of_parameters);
     if (needs_grad[kGradInitialState]) result[kGradInitialState] = std::get<2>(grads_of_parameters);
     return result;
@@ -158,7 +163,7 @@ Result compose(const at::Tensor& xz, const at::Tensor& weight, const OptionalTen
                const OptionalTensor& initial_state) {
   static const auto op = find_op<causal_conv1d::FwdSignature>("ssm_kernels::_causal_conv1d");
   const at::Tensor out =
-      std::get<0>(op.call(left_half(xz), weight, bias, std::nullopt, std::nullopt, initial_state, kActivation));
+      std::get<0>(op.call(left_half(xz), taps_of(weight), bias, std::nullopt, std::nullopt, initial_state, kActivation));
   return {out, out.alias(), right_half(xz)};
 }
 
@@ -167,13 +172,9 @@ Result mamba_conv(const at::Tensor& xz, const at::Tensor& weight, const Optional
   TORCH_CHECK_VALUE(xz.dim() == 3 && xz.sym_size(2) % 2 == 0, "Mamba: expected xz of shape (batch, seqlen, 2 * channels), got ",
                     xz.sym_sizes());
   const std::array<at::Tensor, 4> tensors{xz, weight, or_undefined(bias), or_undefined(initial_state)};
-  const auto any = [&](const auto& predicate) {
-    return std::any_of(tensors.begin(), tensors.end(),
-                       [&](const at::Tensor& tensor) { return tensor.defined() && predicate(tensor); });
-  };
-  const bool needs_graph = at::GradMode::is_enabled() && any([](const at::Tensor& tensor) { return tensor.requires_grad(); });
-  if (!needs_graph || !are_plain(tensors) ||
-      any([](const at::Tensor& tensor) { return tensor._fw_grad(/*level=*/0).defined(); })) {
+  const auto has_tangent = [](const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); };
+  if (!any_needs_autograd(xz, weight, bias, initial_state) || !are_plain(tensors) ||
+      std::any_of(tensors.begin(), tensors.end(), has_tangent)) {
     return compose(xz, weight, bias, initial_state);
   }
   auto outputs = MambaConv::apply(xz, weight, bias, initial_state);

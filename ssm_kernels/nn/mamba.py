@@ -148,8 +148,8 @@ class Mamba(SelectiveBase, ConvMixer):
         return f"d_model={self.d_model}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        xz = self.in_proj(hidden_states)
-        x, scanned, z = _mamba_conv(xz, *self._conv_parameters(), self._initial_state(conv_state, xz.dtype))
+        xz, conv1d = self.in_proj(hidden_states), self.conv1d
+        x, scanned, z = _mamba_conv(xz, conv1d.weight, conv1d.bias, self._initial_state(conv_state, xz.dtype))
         y, last_state = self._scan(x, z, ssm_state, scanned)
         return self.out_proj(y), xz, last_state
 

@@ -354,11 +354,11 @@ class Mamba2(DiscretizedModule, ConvMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
-        weight, bias = self._conv_parameters()
+        conv1d = self.conv1d
         y, _, final_states = _mamba2_mixer(
             mixed,
-            weight,
-            bias,
+            conv1d.weight,
+            conv1d.bias,
             self.A_log,
             self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D,
             self.dt_bias,

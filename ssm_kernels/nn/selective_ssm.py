@@ -114,7 +114,7 @@ class SelectiveBase(DiscretizedModule):
 
     def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """``delta``, (..., d_inner), ``B`` and ``C``, (..., d_state), of ``x``, (..., d_inner)."""
-        dt, B, C = self.x_proj(x).split([self.dt_rank, self.d_state, self.d_state], dim=-1)
+        dt, B, C = torch.split_with_sizes(self.x_proj(x), (self.dt_rank, self.d_state, self.d_state), -1)
         return self.dt_proj(dt), B, C
 
     def _delta_bias(self) -> Tensor | None:
@@ -123,9 +123,10 @@ class SelectiveBase(DiscretizedModule):
         It is that of the :class:`StepProjection` in ``dt_proj``, which leaves it out: ``dt_proj`` itself, or the layer that an
         adapter or another wrapper calls. Another layer in the place of ``dt_proj`` adds its own bias.
         """
-        projections = [self.dt_proj]
-        if not isinstance(self.dt_proj, StepProjection):
-            projections = [module for module in self.dt_proj.modules() if isinstance(module, StepProjection)]
+        dt_proj = self.dt_proj
+        if isinstance(dt_proj, StepProjection):
+            return dt_proj.bias
+        projections = [module for module in dt_proj.modules() if isinstance(module, StepProjection)]
         return projections[-1].bias if projections else None
 
     def _scan(
