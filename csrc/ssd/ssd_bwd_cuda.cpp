@@ -121,8 +121,8 @@ class Backward {
     inputs_.fill(params_);
   }
 
-  // The sums over the batch, for A, dt_bias and, (heads, headdim), D; and, if asked for, those over the heads, padded, for B
-  // and C. Undefined where they are not needed.
+  // The sums over the batch, for A, dt_bias and, in its shape, D; and, if asked for, those over the heads, padded, for B and C.
+  // Undefined where they are not needed.
   struct Sums {
     at::Tensor A, dt_bias, D, B, C;
   };
@@ -173,7 +173,11 @@ class Backward {
     sums.C = finish_group_grad(kGradC, parts_C);
     if (needs(kGradA)) sums.A = parts_A.sum(0);
     if (needs(kGradDtBias)) sums.dt_bias = parts_bias.sum(0);
-    if (needs(kGradD)) sums.D = parts_D.sum(0).narrow(1, 0, bwd_.in.x.size(3));
+    if (needs(kGradD)) {
+      constexpr int64_t kSlotsAndHeaddim[] = {0, 2};
+      const at::Tensor unpadded = parts_D.narrow(2, 0, bwd_.in.x.size(3));
+      sums.D = bwd_.in.D->dim() == 1 ? unpadded.sum(at::IntArrayRef(kSlotsAndHeaddim)) : unpadded.sum(0);
+    }
     return sums;
   }
 
@@ -322,7 +326,7 @@ void run_in_turns(const BwdInputs& bwd, Discretization method, GradTensors& grad
   });
   if (bwd.needs_grad[kGradA]) grads[kGradA] = sums.A;
   if (bwd.needs_grad[kGradDtBias]) grads[kGradDtBias] = sums.dt_bias;
-  if (bwd.needs_grad[kGradD]) grads[kGradD] = in.D->dim() == 1 ? sums.D.sum(1) : sums.D.contiguous();
+  if (bwd.needs_grad[kGradD]) grads[kGradD] = sums.D.contiguous();
 }
 
 // Of more: y is a sum over columns of B, C and the states, and so is each gradient but those of these columns. D x and the gate
