@@ -92,8 +92,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
       tags);
   m.def(
       "_causal_conv1d_bwd_out(Tensor? grad_out, Tensor? grad_final_state, Tensor x, Tensor weight, Tensor? bias, "
-      "Tensor? seq_idx, Tensor? cu_seqlens, Tensor? initial_state, str? activation, bool[4] needs_grad, Tensor(a!) grad_x) "
-      "-> (Tensor grad_weight, Tensor grad_bias, Tensor grad_initial_state)",
+      "Tensor? seq_idx, Tensor? cu_seqlens, Tensor? initial_state, str? activation, bool[4] needs_grad, Tensor(a!) grad_x, "
+      "Tensor? grad_out_2=None) -> (Tensor grad_weight, Tensor grad_bias, Tensor grad_initial_state)",
       tags);
   // A step of it or a few, the state rolled in place.
   m.def(

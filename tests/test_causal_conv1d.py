@@ -357,6 +357,28 @@ def test_gradient_into_a_part_of_a_tensor(cut, layout, device):
         torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("needs_state", [True, False])
+@pytest.mark.parametrize("width", [3, 4])
+@pytest.mark.parametrize("layout", ["slice", "odd_slice", "channels_first_memory"])
+@every_cut
+def test_two_gradients_of_the_output(cut, layout, width, needs_state, device):
+    """_causal_conv1d_bwd_out adds grad_out_2 to grad_out, in the kernel where that can, with any of its layouts."""
+    for dtype, size in itertools.product((torch.float64, torch.float32, torch.bfloat16), SIZES.values()):
+        inputs = make_inputs(**(size | cut), width=width, dtype=dtype, layout=layout, device=device)
+        if not needs_state:
+            inputs["initial_state"] = None
+        arguments = backward_arguments(inputs, (True, True, True, needs_state))
+        first, second = arguments[0], torch.randn_like(arguments[0])
+        total, grad_x = (first.double() + second.double()).to(dtype), torch.empty_like(inputs["x"])
+        found = ops._causal_conv1d_bwd_out(*arguments, grad_x, second)
+        expected = ops._causal_conv1d_bwd(total, *arguments[1:])
+        # The sum of low-precision gradients is rounded here alone.
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 1.6e-2}[dtype]
+        for actual, wanted in zip((grad_x, *found), expected, strict=True):
+            if wanted.numel() > 0:
+                assert (actual.double() - wanted.double()).norm() <= tolerance * wanted.double().norm()
+
+
 @every_cut
 @every_size
 def test_the_same_bits_every_time(size, cut, device, uninitialized_memory_is_nan):

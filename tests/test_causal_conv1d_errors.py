@@ -141,6 +141,10 @@ def test_gradients_of_a_wrong_shape_or_dtype(device):
     for bad, error in ((inputs["x"][:1].clone(), ValueError), (inputs["x"].float(), RuntimeError)):
         with pytest.raises(error, match=says("causal_conv1d backward: expected grad_x of ")):
             ops._causal_conv1d_bwd_out(*arguments, bad)
+        with pytest.raises(error, match=says("causal_conv1d backward: expected grad_out_2 of ")):
+            ops._causal_conv1d_bwd_out(*arguments, inputs["x"].clone(), bad)
+    with pytest.raises(ValueError, match=says("causal_conv1d backward: expected grad_out with grad_out_2, got None")):
+        ops._causal_conv1d_bwd_out(None, *arguments[1:], inputs["x"].clone(), arguments[0])
 
 
 STEP_SHAPES = [

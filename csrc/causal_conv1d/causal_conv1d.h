@@ -88,9 +88,10 @@ struct ConvFwdParams : ConvParams {
   StateView final_state;
 };
 
-// An absent grad_out or grad_final_state is a zero gradient. Backward skips a result whose view is absent.
+// An absent grad_out or grad_final_state is a zero gradient; grad_out_2, where present, is added to grad_out. Backward skips a
+// result whose view is absent.
 struct ConvBwdParams : ConvParams {
-  SequenceView grad_out, grad_x;
+  SequenceView grad_out, grad_out_2, grad_x;
   StateView grad_final_state, grad_initial_state;
   // Contiguous, (channels, width) and (channels,), of the parameters' own dtypes.
   void *grad_weight = nullptr, *grad_bias = nullptr;

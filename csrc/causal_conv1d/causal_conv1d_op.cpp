@@ -97,6 +97,9 @@ GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x) {
   const ArgumentChecks checks("causal_conv1d backward", "x", in.x);
   const at::ScalarType dtype = in.x.scalar_type();
   checks.tensor("grad_out", bwd.grad_out, kSequence, in.x.sym_sizes(), dtype);
+  checks.tensor("grad_out_2", bwd.grad_out_2, kSequence, in.x.sym_sizes(), dtype);
+  TORCH_CHECK_VALUE(is_present(bwd.grad_out) || !is_present(bwd.grad_out_2),
+                    "causal_conv1d backward: expected grad_out with grad_out_2, got None");
   checks.tensor("grad_final_state", bwd.grad_final_state, state_axes(in), state_shape(in), dtype);
   checks.tensor("grad_x", grad_x, kSequence, in.x.sym_sizes(), dtype);
   const auto none = [&] { return at::empty({0}, in.x.options()); };
@@ -112,9 +115,9 @@ GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x) {
   return grads;
 }
 
-OptionalTensor grad_out_like_x(const BwdInputs& bwd) {
-  if (!is_present(bwd.grad_out)) return std::nullopt;
-  const at::Tensor &grad = *bwd.grad_out, &x = bwd.in.x;
+OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x) {
+  if (!is_present(grad_out)) return std::nullopt;
+  const at::Tensor& grad = *grad_out;
   if (x.stride(2) == 1) return grad.stride(2) == 1 ? grad : grad.contiguous();
   if (x.stride(1) != 1 || grad.stride(1) == 1) return grad;
   return grad.transpose(1, 2).contiguous().transpose(1, 2);
@@ -178,6 +181,7 @@ ConvBwdParams make_bwd_params(const BwdInputs& bwd, const at::Tensor& ids, const
   ConvBwdParams params;
   fill_params(params, bwd.in, ids);
   params.grad_out = sequence_view(bwd.grad_out, Access::kRead);
+  params.grad_out_2 = sequence_view(bwd.grad_out_2, Access::kRead);
   params.grad_final_state = state_view(bwd.grad_final_state, Access::kRead);
   params.grad_x = sequence_view(grads[kGradX], Access::kWrite);
   params.grad_initial_state = state_view(grads[kGradInitialState], Access::kWrite);
@@ -289,9 +293,9 @@ BwdResult bwd_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_fi
 BwdOutResult bwd_out_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_final_state, const at::Tensor& x,
                           const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
                           const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state, OptionalName activation,
-                          NeedsGrad needs_grad, at::Tensor& grad_x) {
+                          NeedsGrad needs_grad, at::Tensor& grad_x, const OptionalTensor& grad_out_2) {
   const Inputs in{x, weight, bias, seq_idx, cu_seqlens, initial_state, activation};
-  const GradTensors grads = allocate_meta({grad_out, grad_final_state, in, needs_grad}, grad_x);
+  const GradTensors grads = allocate_meta({grad_out, grad_final_state, in, needs_grad, grad_out_2}, grad_x);
   return {grads[kGradWeight], grads[kGradBias], grads[kGradInitialState]};
 }
 

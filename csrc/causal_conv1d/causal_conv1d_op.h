@@ -11,6 +11,7 @@
 #include <tuple>
 
 #include "causal_conv1d/causal_conv1d.h"
+#include "torch/checks.h"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -41,6 +42,7 @@ struct BwdInputs {
   const OptionalTensor &grad_out, &grad_final_state;
   Inputs in;
   NeedsGrad needs_grad;
+  OptionalTensor grad_out_2;  // present: added to grad_out
 };
 using GradTensors = std::array<at::Tensor, kNumGrads>;
 // Checks what backward is given beside the inputs, then as allocate_fwd. What is not needed has no elements. Without grad_x its
@@ -49,7 +51,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x);
 
 // The gradient of out with its contiguous axis where x has its own: kernels go along one of them, and a copy costs less than
 // a read across it.
-OptionalTensor grad_out_like_x(const BwdInputs& bwd);
+OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x);
 
 // The number of the sequence that each step belongs to; undefined if each row is one. The params keep a pointer to it.
 at::Tensor sequence_ids(const Inputs& in);
@@ -85,13 +87,14 @@ using BwdOutSignature = BwdOutResult(const OptionalTensor& grad_out, const Optio
                                      const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
                                      const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
                                      const OptionalTensor& initial_state, OptionalName activation, NeedsGrad needs_grad,
-                                     at::Tensor& grad_x);
+                                     at::Tensor& grad_x, const OptionalTensor& grad_out_2);
 using UpdateSignature = at::Tensor(const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight,
                                    const OptionalTensor& bias, OptionalName activation,
                                    const OptionalTensor& state_batch_indices);
 
-// A device's kernels as the operators' signatures want them. Device has Guard, made from x and alive during the call, and
-// run(params, x) for each kind of params, which launches or computes.
+// A device's kernels as the operators' signatures want them. Device has Guard, made from x and alive during the call;
+// run(params, x) for each kind of params, which launches or computes; and adds_grads(params), which says whether backward's
+// kernels read grad_out_2.
 template <typename Device>
 struct Kernels {
   static FwdResult fwd(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
@@ -118,9 +121,9 @@ struct Kernels {
   static BwdOutResult bwd_out(const OptionalTensor& grad_out, const OptionalTensor& grad_final_state, const at::Tensor& x,
                               const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
                               const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state, OptionalName activation,
-                              NeedsGrad needs_grad, at::Tensor& grad_x) {
+                              NeedsGrad needs_grad, at::Tensor& grad_x, const OptionalTensor& grad_out_2) {
     const Inputs in{x, weight, bias, seq_idx, cu_seqlens, initial_state, activation};
-    const GradTensors grads = adjoint({grad_out, grad_final_state, in, needs_grad}, grad_x);
+    const GradTensors grads = adjoint({grad_out, grad_final_state, in, needs_grad, grad_out_2}, grad_x);
     return {grads[kGradWeight], grads[kGradBias], grads[kGradInitialState]};
   }
 
@@ -147,8 +150,19 @@ struct Kernels {
     const typename Device::Guard guard(inputs.in);
     GradTensors grads = allocate_bwd(inputs, grad_x);
     const at::Tensor ids = sequence_ids(inputs.in);
-    const OptionalTensor grad_out = grad_out_like_x(inputs);
-    Device::run(make_bwd_params({grad_out, inputs.grad_final_state, inputs.in, inputs.needs_grad}, ids, grads), inputs.in.x);
+    const auto params_of = [&](const OptionalTensor& grad_out, const OptionalTensor& grad_out_2) {
+      return make_bwd_params({grad_out, inputs.grad_final_state, inputs.in, inputs.needs_grad, grad_out_2}, ids, grads);
+    };
+    if (is_present(inputs.grad_out_2)) {
+      const ConvBwdParams params = params_of(inputs.grad_out, inputs.grad_out_2);
+      if (Device::adds_grads(params)) {
+        Device::run(params, inputs.in.x);
+      } else {
+        Device::run(params_of(grad_out_like_x(inputs.grad_out->add(*inputs.grad_out_2), inputs.in.x), {}), inputs.in.x);
+      }
+    } else {
+      Device::run(params_of(grad_out_like_x(inputs.grad_out, inputs.in.x), {}), inputs.in.x);
+    }
     return grads;
   }
 };

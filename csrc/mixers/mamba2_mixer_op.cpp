@@ -250,7 +250,8 @@ GradTensors backward(const OptionalTensor& grad_out, const OptionalTensor& grad_
   auto [grad_weight, grad_bias, grad_state] =
       op.call(grad_conv_out, grad_conv_state, call.conv_in_of(projected), call.taps(), tensors[kConvBias], tensors[kSeqIdx],
               tensors[kCuSeqlens], tensors[kConvState], kActivation,
-              {true, needs_grad[kConvWeight], needs_grad[kConvBias], needs_grad[kConvState]}, grad_conv_in);
+              {true, needs_grad[kConvWeight], needs_grad[kConvBias], needs_grad[kConvState]}, grad_conv_in,
+              /*grad_out_2=*/std::nullopt);
   if (needs_grad[kProjected]) grads[kProjected] = grad_projected;
   if (needs_grad[kConvWeight]) grads[kConvWeight] = grad_weight.view(call.of(kConvWeight).sizes());
   if (needs_grad[kConvBias]) grads[kConvBias] = grad_bias;

@@ -117,7 +117,11 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
     size_t edge = 0;
     for (size_t i = 0; i < needs_grad.size(); ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
     const bool is_eager = runs_eagerly() && are_plain(saved) && are_plain(grads);
-    const at::Tensor &x = saved[0], grad_out = add_grads(grads[0], grads[1], is_eager);
+    const at::Tensor& x = saved[0];
+    // CUDA's kernels read both gradients of x; elsewhere they are added first.
+    const bool reads_both = is_eager && needs_grad[kGradX] && x.is_cuda() && grads[0].defined() && grads[1].defined();
+    const at::Tensor grad_out = reads_both ? grads[0] : add_grads(grads[0], grads[1], is_eager);
+    const OptionalTensor grad_out_2 = reads_both ? OptionalTensor(grads[1]) : std::nullopt;
     const OptionalTensor bias = or_absent(saved[2]), initial_state = or_absent(saved[3]), none;
     std::tuple<at::Tensor, at::Tensor, at::Tensor> grads_of_parameters;
     if (is_eager && needs_grad[kGradX]) {
@@ -130,8 +134,8 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
       at::Tensor grad_x = left_half(grad_xz);
       if (grad_out.defined()) {
         static const auto op = find_op<causal_conv1d::BwdOutSignature>("ssm_kernels::_causal_conv1d_bwd_out");
-        grads_of_parameters =
-            op.call(grad_out, none, x, taps_of(saved[1]), bias, none, none, initial_state, kActivation, needs_grad, grad_x);
+        grads_of_parameters = op.call(grad_out, none, x, taps_of(saved[1]), bias, none, none, initial_state, kActivation,
+                                      needs_grad, grad_x, grad_out_2);
       } else {
         grad_x.zero_();
       }

@@ -60,6 +60,8 @@ struct Cpu {
                   [&](int64_t task, std::byte* scratch) { cpu_kernels().fwd_task(params, tasks, task, scratch); });
   }
 
+  static bool adds_grads(const ConvBwdParams&) { return false; }
+
   static void run(const ConvBwdParams& params, const at::Tensor&) {
     const Tasks tasks(params, at::get_num_threads());
     const bool needs_sums = params.grad_weight != nullptr || params.grad_bias != nullptr;

@@ -9,9 +9,9 @@
 // after it and its sums in registers. A warp begins width - 1 steps after its interval of time, where it computes g only. A
 // block adds its warps' sums in shared memory, in their order, and writes them to the workspace.
 //
-// The main loop takes kAhead steps per iteration. Each lane copies the next iteration's inputs and gradients into shared memory
-// of its own meanwhile, which takes no registers and no barrier. Near the ends of sequences one step at a time reads all of its
-// inputs from memory.
+// grad_out may be the sum of two tensors, which only the plain kernel takes. The main loop takes kAhead steps per iteration.
+// Each lane copies the next iteration's inputs and gradients into shared memory of its own meanwhile, which takes no registers
+// and no barrier. Near the ends of sequences one step at a time reads all of its inputs from memory.
 #pragma once
 
 #include <type_traits>
@@ -23,18 +23,18 @@ namespace ssm_kernels::causal_conv1d {
 // kHalo: after the interval, g only. kInner: without a part in the final state. kEdge: any step of the interval.
 enum class StepKind { kHalo, kInner, kEdge };
 
-template <typename Scalar, bool is_plain>
+template <typename Scalar, bool is_plain, bool has_second>
 __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBwdBlocks - 1)
     conv_bwd_steps_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kVector = kStepVector, kAhead = 4, kLags = kMaxVectorWidth;
+  constexpr int kVector = kStepVector, kAhead = has_second && sizeof(Scalar) > 2 ? 2 : 4, kLags = kMaxVectorWidth;
   constexpr int kSums = kLags + 1;  // of each channel, by lag and last of bias
   using Inputs = cuda::Vector<Scalar, kVector>;
   const StepPiece piece(p, tiling, kVector);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
   // Inputs and gradients of two groups of steps, each lane's by itself.
-  __shared__ Inputs ring[2][kAhead][2][kWarpSize * kWarps];
+  __shared__ Inputs ring[2][kAhead][has_second ? 3 : 2][kWarpSize * kWarps];
   Acc grad_weight[kSums][kVector];
 #pragma unroll
   for (int row = 0; row < kSums; ++row) {
@@ -44,6 +44,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
 
   if (piece.has_channels && piece.t < piece.end) {
     const StepRows<const Scalar> x(p.x, piece.b, piece.c), grad_out(p.grad_out, piece.b, piece.c);
+    const StepRows<const Scalar> grad_out_2(p.grad_out_2, piece.b, piece.c);
     const StepRows<Scalar> grad_x(p.grad_x, piece.b, piece.c);
     const StepWeights<Scalar, kVector> weights(p, width, piece.c);
     const int seqlen = static_cast<int>(p.seqlen);
@@ -121,6 +122,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
       load_before<Scalar, kVector, is_plain>(p, piece.b, t, piece.c, before);
       Acc grad_pre[kVector];
       to_channels(grad_out.load_once(t), grad_pre);
+      if constexpr (has_second) add_channels(grad_out_2.load_once(t), grad_pre);
       step(t, grad_pre, kind, p.has_silu);
       to_last = to_last < kFar ? to_last + 1 : kFar;
     };
@@ -154,6 +156,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
       for (int j = 0; j < kBefore; ++j) {
         Acc grad_pre[kVector];
         to_channels(grads[j], grad_pre);
+        if constexpr (has_second) add_channels(grad_out_2.load_once(piece.end + kBefore - 1 - j), grad_pre);
         step(piece.end + kBefore - 1 - j, grad_pre, std::integral_constant<StepKind, StepKind::kHalo>(), p.has_silu);
         if (j + 1 < kBefore) shift_inputs(rows[1 + kBefore + j]);
       }
@@ -177,6 +180,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
           for (int j = 0; j < kAhead; ++j) {
             x.start_copy(t - kBefore - j, ring[half][j][0][threadIdx.x]);
             grad_out.start_copy(t - j, ring[half][j][1][threadIdx.x]);
+            if constexpr (has_second) grad_out_2.start_copy(t - j, ring[half][j][2][threadIdx.x]);
           }
         };
         start_copies(t);
@@ -194,6 +198,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
               Acc grad_pre[kVector];
               to_channels(ring[half ^ 1][j][0][threadIdx.x], before[kBefore - 1]);
               to_channels(ring[half ^ 1][j][1][threadIdx.x], grad_pre);
+              if constexpr (has_second) add_channels(ring[half ^ 1][j][2][threadIdx.x], grad_pre);
               step(t - j, grad_pre, std::integral_constant<StepKind, StepKind::kInner>(), has_silu);
 #pragma unroll
               for (int i = 0; i < kVector; ++i) {

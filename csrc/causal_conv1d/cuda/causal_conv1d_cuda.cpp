@@ -57,6 +57,10 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
   return are_rows ? KernelSet::kRows : KernelSet::kGeneral;
 }
 
+KernelSet choose_bwd_kernels(const ConvBwdParams& p) {
+  return choose_kernels(p, {p.x, p.grad_out, p.grad_out_2, p.grad_x}, kStepVector);
+}
+
 // What a warp of the kernels of steps does before and after its steps, in steps: it loads weights, reads steps twice, adds
 // sums.
 constexpr int64_t kStepsOverhead = 12;
@@ -119,12 +123,15 @@ struct Cuda {
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
+  static bool adds_grads(const ConvBwdParams& params) {
+    return params.grad_x.data != nullptr && params.grad_initial_state.data == nullptr && is_plain(params) &&
+           choose_bwd_kernels(params) == KernelSet::kSteps;
+  }
+
   static void run(const ConvBwdParams& params, const at::Tensor& x) {
     if (params.channels == 0) return;
     // Without grad_out there are gradients of states alone, which are a few steps' work.
-    const KernelSet set = params.grad_out.data == nullptr
-                              ? KernelSet::kGeneral
-                              : choose_kernels(params, {params.x, params.grad_out, params.grad_x}, kStepVector);
+    const KernelSet set = params.grad_out.data == nullptr ? KernelSet::kGeneral : choose_bwd_kernels(params);
     const Tiling tiling = make_tiling(params, set, kBwdBlocks, /*has_whole_waves=*/true, x.get_device());
     const at::TensorOptions options = x.options().dtype(accumulate_type(x.scalar_type()));
     BwdWorkspace workspace;

@@ -28,6 +28,9 @@ constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 
 enum class KernelSet { kSteps, kRows, kGeneral };
 
+// Whether the kernels of steps that know the width and have no packed sequences take the call.
+inline bool is_plain(const ConvParams& p) { return p.ids.data == nullptr && p.width == kMaxVectorWidth; }
+
 // How a row's time is cut. A block of the kernels of steps takes kWarps * steps steps, a warp of those of rows `steps`.
 struct Tiling {
   int64_t steps = 0;

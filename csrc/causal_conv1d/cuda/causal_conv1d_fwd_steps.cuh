@@ -107,6 +107,12 @@ __device__ __forceinline__ void to_channels(const Row& row, Acc (&channels)[vect
   for (int i = 0; i < vector; ++i) channels[i] = row.accumulate(i);
 }
 
+template <typename Acc, typename Row, int vector>
+__device__ __forceinline__ void add_channels(const Row& row, Acc (&channels)[vector]) {
+#pragma unroll
+  for (int i = 0; i < vector; ++i) channels[i] += row.accumulate(i);
+}
+
 // The inputs of `vector` channels 1, 2 and 3 steps before step t of its sequence.
 template <typename Scalar, int vector, bool is_plain>
 __device__ __forceinline__ void load_before(const ConvParams& p, int64_t b, int64_t t, int64_t c,

@@ -21,8 +21,6 @@ inline unsigned step_blocks(const ConvParams& p, const Tiling& tiling) {
 inline unsigned row_blocks(const ConvParams& p, const Tiling& tiling) {
   return blocks_for(p.batch * p.channels * tiling.tiles, kWarps);
 }
-inline bool is_plain(const ConvParams& p) { return p.ids.data == nullptr && p.width == kMaxVectorWidth; }
-
 template <typename Scalar>
 void launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
   if constexpr (!std::is_same_v<Scalar, double>) {
@@ -46,8 +44,12 @@ void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling
   const auto launch_tiles = [&] {
     if constexpr (!std::is_same_v<Scalar, double>) {
       if (set == KernelSet::kSteps) {
-        const auto kernel = is_plain(params) && params.grad_x.data != nullptr ? &conv_bwd_steps_kernel<Scalar, true>
-                                                                              : &conv_bwd_steps_kernel<Scalar, false>;
+        void (*kernel)(ConvBwdParams, Tiling, Acc*) = &conv_bwd_steps_kernel<Scalar, false, false>;
+        if (params.grad_out_2.data != nullptr) {
+          kernel = &conv_bwd_steps_kernel<Scalar, true, true>;
+        } else if (is_plain(params) && params.grad_x.data != nullptr) {
+          kernel = &conv_bwd_steps_kernel<Scalar, true, false>;
+        }
         return kernel<<<step_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
       }
       if (set == KernelSet::kRows) {
