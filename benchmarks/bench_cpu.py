@@ -1,23 +1,35 @@
 #!/usr/bin/env python3
-"""The CPU kernels of the scans against loops over time in PyTorch, forward and forward with backward.
+"""The CPU kernels, forward and forward with backward: scans against loops over time in PyTorch, the convolution against
+PyTorch's, and the layers against compositions of PyTorch's functions around the scans.
 
     python benchmarks/bench_cpu.py [--methods all] [--json FILE] [--require 10] [--require_recurrences 20]
+                                   [--require_convolutions 3] [--require_layers 1.5]
 
-Kernel and loop take turns, so that whatever else the machine does meets both. Exits with 1 if ``--require`` is given and the
-forward with backward of selective_scan's kernel is less than that many times faster, for any of the methods; likewise with
-``--require_recurrences`` for any of the linear recurrences. Their sizes are fixed: batch 4, seqlen 1024, 512 channels, float32;
-they shall be 20 times as fast as their loops, which is only reported. Likewise ssd_chunk_scan, 5 times as fast, at
-batch 2, seqlen 512, 8 heads, headdim 64, dstate 64, and for 500 sequences of 8 steps by cu_seqlens, 8 heads, headdim 32,
-dstate 32, in float32, with D, dt_bias and softplus.
+The two sides of a row take turns, so that whatever else the machine does meets both. Exits with 1 if ``--require`` is given and
+the forward with backward of selective_scan's kernel is less than that many times faster, for any of the methods. The other
+options likewise hold the other sections. The page that ``report.py`` writes compares every row with its bar:
+
+| rows | sizes, in float32 unless the row says otherwise | bar | of |
+|---|---|---|---|
+| linear recurrences | batch 4, seqlen 1024, 512 channels | 20 | forward + backward |
+| ssd_chunk_scan | batch 2, seqlen 512, 8 heads, headdim 64, dstate 64, with D, dt_bias and softplus | 5 | forward + backward |
+| packed sequences | the same for 500 sequences of 8 steps by cu_seqlens, headdim 32, dstate 32 | 5 | forward + backward |
+| causal_conv1d | batch 2, seqlen 512 and 2048, 1792 channels, width 4, with bias and SiLU | 3 | forward, forward + backward |
+| Mamba, Mamba2 | batch 2, seqlen 512, d_model 256 and 768 | 1.5 | forward + backward |
+
+The script checks that the convolutions and the layers agree with the other side, before it times them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import itertools
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -25,9 +37,11 @@ import torch
 from torch import Tensor
 
 import ssm_kernels
+from benchmarks import composed_layers
 from benchmarks.bench_ssd import Case
 from benchmarks.discretization.scans import ScanSize, scan_inputs, scan_stages
 from benchmarks.harness import Stages, Timing, machine, measure
+from benchmarks.operator_cases import Convolution, gradients_like, normal_tensors
 from ssm_kernels import reference
 
 RECURRENCE_SHAPE = {"batch": 4, "seqlen": 1024, "channels": 512}
@@ -44,6 +58,17 @@ RECURRENCES: dict[str, tuple[str, dict[str, str]]] = {
 SSD_SHAPE = {"batch": 2, "seqlen": 512, "heads": 8, "headdim": 64, "dstate": 64}
 PACKED_SHAPE = {"sequences": 500, "steps": 8, "heads": 8, "headdim": 32, "dstate": 32}
 SSD_BAR = 5
+# The convolution of a Mamba2 of d_model 768, which cuts its input out of the projection's output.
+CONVOLUTION_SHAPE = {"batch": 2, "channels": 1792, "width": 4}
+CONVOLUTION_SEQLENS = (512, 2048)
+CONVOLUTION_COLUMNS = 3352
+CONVOLUTION_BAR = 3
+LAYER_SHAPE = {"batch": 2, "seqlen": 512}
+LAYER_SIZES = (256, 768)
+LAYER_BAR = 1.5
+# The limit on the relative difference of convolutions and of layers, in units of the dtype's epsilon.
+ROUNDING = 8
+COMPARED_DTYPES = ("float32", "bfloat16")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
@@ -110,42 +135,127 @@ def compare_functions(
     """As :func:`compare`, for the function of this name and its reference."""
     tensors = [value for value in inputs.values() if isinstance(value, Tensor)]
     leaves = [tensor.requires_grad_() for tensor in tensors if tensor.is_floating_point()]
+    functions = {"kernel": getattr(ssm_kernels, name), "loop": getattr(reference, name)}
+    calls = {who: functools.partial(function, **inputs, **options) for who, function in functions.items()}
+    return compare_calls(calls, leaves, dict.fromkeys(calls, grad_out), trials, warmup)
 
-    def stages(function: Callable[..., Tensor]) -> dict[str, Stages]:
+
+def compare_calls(
+    calls: Mapping[str, Callable[[], Tensor]],
+    leaves: Sequence[Tensor],
+    grads: Mapping[str, Tensor],
+    trials: int,
+    warmup: int,
+) -> dict[str, Timing]:
+    """As :func:`compare`, for two calls, each with the gradient of its result."""
+
+    def stages(call: Callable[[], Tensor], grad: Tensor) -> dict[str, Stages]:
         def forward() -> Tensor:
             with torch.no_grad():
-                return function(**inputs, **options)
+                return call()
 
-        both = (lambda: function(**inputs, **options), lambda out: torch.autograd.grad(out, leaves, grad_out))
-        return {"forward": (forward,), "both": both}
+        return {"forward": (forward,), "both": (call, lambda out: torch.autograd.grad(out, leaves, grad))}
 
-    functions = {"kernel": getattr(ssm_kernels, name), "loop": getattr(reference, name)}
-    benchmarks = {f"{who} {what}": timed for who, function in functions.items() for what, timed in stages(function).items()}
+    benchmarks = {f"{who} {what}": timed for who, call in calls.items() for what, timed in stages(call, grads[who]).items()}
     return {name: found.total for name, found in measure(benchmarks, trials=trials, warmup=warmup).items()}
 
 
+def check_agreement(name: str, calls: Mapping[str, Callable[[], Tensor]], leaves: Sequence[Tensor], grad: Tensor) -> None:
+    """Raises RuntimeError where results or gradients of the two calls differ by more than rounding."""
+    ours, other = ([out, *torch.autograd.grad(out, leaves, grad)] for out in (call() for call in calls.values()))
+    limit = ROUNDING * torch.finfo(ours[0].dtype).eps
+    for index, (found, expected) in enumerate(zip(ours, other, strict=True)):
+        error = ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+        if not error <= limit:
+            what = "result" if index == 0 else f"gradient {index - 1}"
+            raise RuntimeError(f"{name}: expected the {what} of {' and '.join(calls)} to agree to {limit:.1e}, got {error:.1e}")
+
+
+def convolutions() -> dict[str, Convolution]:
+    """The cases of causal_conv1d by the names of their rows."""
+    layouts: dict[str, dict[str, int]] = {"slice": {"columns": CONVOLUTION_COLUMNS}, "channels-first": {"channels_first": True}}
+    return {
+        f"{layout} {seqlen}, {dtype}": Convolution(**CONVOLUTION_SHAPE, **sizes, seqlen=seqlen, dtype=DTYPES[dtype])
+        for seqlen in CONVOLUTION_SEQLENS
+        for dtype in COMPARED_DTYPES
+        for layout, sizes in layouts.items()
+    }
+
+
+def compare_convolution(name: str, case: Convolution, trials: int, warmup: int, seed: int) -> dict[str, Timing]:
+    """As :func:`compare`, for causal_conv1d and PyTorch's functions."""
+    generator = torch.Generator().manual_seed(seed)
+    leaves = [leaf.requires_grad_() for leaf in case.leaves(normal_tensors(generator)).values()]
+    functions = {"PyTorch" if who == "PyTorch" else "kernel": function for who, function in case.functions("cpu").items()}
+    calls = {who: functools.partial(function, *leaves) for who, function in functions.items()}
+    with torch.no_grad():
+        results = {who: call() for who, call in calls.items()}
+    (grad,) = gradients_like((results["kernel"],), generator)
+    check_agreement(name, calls, leaves, grad)
+    # The same numbers, for each in the strides of its result.
+    grads = {who: torch.empty_like(result).copy_(grad) for who, result in results.items()}
+    return compare_calls(calls, leaves, grads, trials, warmup)
+
+
+def compare_layer(
+    layer: str, d_model: int, dtype: torch.dtype, trials: int, warmup: int, seed: int, batch: int, seqlen: int
+) -> dict[str, Timing]:
+    """As :func:`compare`, for a layer and its composition of PyTorch's functions around the scan."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = getattr(ssm_kernels.nn, layer)(d_model, dtype=dtype)
+        x = torch.randn(batch, seqlen, d_model, dtype=dtype).requires_grad_()
+        grad = torch.randn(batch, seqlen, d_model, dtype=dtype)
+    composition = getattr(composed_layers, layer.lower())
+    calls = {"layer": lambda: module(x), "composed": lambda: composition(module, x)}
+    leaves = [x, *module.parameters()]
+    check_agreement(f"{layer} {d_model}, {dtype}", calls, leaves, grad)
+    return compare_calls(calls, leaves, dict.fromkeys(calls, grad), trials, warmup)
+
+
+def sides_of(timings: dict[str, Timing]) -> tuple[str, str]:
+    """What a row compares: ours and the other."""
+    ours, other = dict.fromkeys(name.rpartition(" ")[0] for name in timings)
+    return ours, other
+
+
 def ratios_of(timings: dict[str, Timing]) -> dict[str, float]:
-    return {what: timings[f"loop {what}"].median / timings[f"kernel {what}"].median for what in ("forward", "both")}
+    ours, other = sides_of(timings)
+    return {what: timings[f"{other} {what}"].median / timings[f"{ours} {what}"].median for what in ("forward", "both")}
 
 
 def line_of(name: str, timings: dict[str, Timing]) -> str:
     cells = []
     for what, ratio in ratios_of(timings).items():
-        for who in ("kernel", "loop"):
+        for who in sides_of(timings):
             timing = timings[f"{who} {what}"]
             spread = f"+-{100 * timing.spread:.0f}%"
             cells.append(f"{1e3 * timing.median:8.3f} {spread:>5}")
         cells.append(f"{ratio:6.1f}x")
-    return f"{name:17} {' '.join(cells)}"
+    return f"{name:28} {' '.join(cells)}"
 
 
-def to_dict(timings: dict[str, Timing]) -> dict[str, object]:
+def heading_of(first: str, ours: str, other: str) -> str:
+    columns = f"{ours:>14} {other:>14} {'ratio':>7}"
+    return f"{first:28} {columns} {columns}"
+
+
+def to_dict(timings: dict[str, Timing], holds_forward: bool = False) -> dict[str, Any]:
+    """Timings and ratios; ``ratio_held`` is what a bar holds: forward + backward, or the least of both ratios."""
     ratios = ratios_of(timings)
     return {
         **{name.replace(" ", "_"): timing.to_dict() for name, timing in timings.items()},
         "ratio_forward": ratios["forward"],
         "ratio_forward_backward": ratios["both"],
+        "ratio_held": min(ratios.values()) if holds_forward else ratios["both"],
     }
+
+
+def judged_row(name: str, timings: dict[str, Timing], bar: float, holds_forward: bool = False) -> dict[str, Any]:
+    """Prints the row and whether it meets its bar."""
+    row = to_dict(timings, holds_forward) | {"bar": bar}
+    print(f"{line_of(name, timings)} {'met' if row['ratio_held'] >= bar else 'NOT met'}", flush=True)
+    return row
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -164,7 +274,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, metavar="FILE")
     parser.add_argument("--require", type=float, metavar="RATIO", help="the least ratio, loop over kernel, that is a success")
-    parser.add_argument("--require_recurrences", type=float, metavar="RATIO", help="likewise, of the linear recurrences")
+    for section in ("recurrences", "convolutions", "layers"):
+        parser.add_argument(f"--require_{section}", type=float, metavar="RATIO", help=f"likewise, of the {section}")
     options = parser.parse_args(arguments)
     if min(options.batch, options.dim, options.seqlen, options.dstate, options.n_trials) < 1 or options.warmup < 0:
         parser.error("sizes and --n_trials start at 1, --warmup at 0")
@@ -178,50 +289,63 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(f"ssm_kernels {description['ssm_kernels']}, torch {description['torch']}, Python {description['python']}")
     print(f"{description['cpu']}, {description['threads']} threads, {description['cpu_capability']}")
     print(f"selective_scan, {size}, {options.dtype}; median ms of {options.n_trials} trials, +- half of 20 % to 80 %\n")
-    print(f"{'':17} {'------------- forward -------------':>37} {'-------- forward + backward --------':>38}")
-    heading = f"{'kernel':>14} {'loop':>14} {'ratio':>7}"
-    print(f"{'method':17} {heading} {heading}")
+    print(f"{'':28} {'------------- forward -------------':>37} {'-------- forward + backward --------':>38}")
+    print(heading_of("method", "kernel", "loop"))
 
-    results: dict[str, dict[str, object]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for method in methods if "all" in options.methods else options.methods:
         timings = compare(method, size, DTYPES[options.dtype], options.n_trials, options.warmup, options.seed)
         print(line_of(method, timings), flush=True)
         results[method] = to_dict(timings)
     sizes = ", ".join(f"{name} {value}" for name, value in RECURRENCE_SHAPE.items())
     print(f"\nlinear recurrences, {sizes}, float32; at least {RECURRENCE_BAR}x forward + backward")
-    recurrences: dict[str, dict[str, object]] = {}
+    recurrences: dict[str, dict[str, Any]] = {}
     for row, (name, arguments_of_row) in RECURRENCES.items():
         timings = compare_recurrence(name, arguments_of_row, options.n_trials, options.warmup, options.seed)
-        is_met = ratios_of(timings)["both"] >= RECURRENCE_BAR
-        print(f"{line_of(row, timings)} {'met' if is_met else 'NOT met'}", flush=True)
-        recurrences[row] = to_dict(timings) | {"bar": RECURRENCE_BAR}
+        recurrences[row] = judged_row(row, timings, RECURRENCE_BAR)
     sizes = ", ".join(f"{name} {value}" for name, value in SSD_SHAPE.items())
     packed = ", ".join(f"{name} {value}" for name, value in PACKED_SHAPE.items())
     print(f"\nstate-space duality, {sizes}, float32; at least {SSD_BAR}x forward + backward")
     print(f"packed sequences: {packed}")
-    ssd: dict[str, dict[str, object]] = {}
+    ssd: dict[str, dict[str, Any]] = {}
     for row, inputs in ssd_inputs(options.seed).items():
         timings = compare_ssd(inputs, options.n_trials, options.warmup)
-        is_met = ratios_of(timings)["both"] >= SSD_BAR
-        print(f"{line_of(row, timings)} {'met' if is_met else 'NOT met'}", flush=True)
-        ssd[row] = to_dict(timings) | {"bar": SSD_BAR}
+        ssd[row] = judged_row(row, timings, SSD_BAR)
+    sizes = ", ".join(f"{name} {value}" for name, value in CONVOLUTION_SHAPE.items())
+    print(f"\ncausal_conv1d, {sizes}; at least {CONVOLUTION_BAR}x forward, and forward + backward")
+    print(f"with the seqlen; slice: of {CONVOLUTION_COLUMNS} columns\n{heading_of('', 'kernel', 'PyTorch')}")
+    convolved: dict[str, dict[str, Any]] = {}
+    for row, case in convolutions().items():
+        timings = compare_convolution(row, case, options.n_trials, options.warmup, options.seed)
+        convolved[row] = judged_row(row, timings, CONVOLUTION_BAR, holds_forward=True)
+    sizes = ", ".join(f"{name} {value}" for name, value in LAYER_SHAPE.items())
+    print(f"\nlayers and their d_model, {sizes}; at least {LAYER_BAR:g}x forward + backward")
+    print(heading_of("", "layer", "composed"))
+    layers: dict[str, dict[str, Any]] = {}
+    for layer, dtype, d_model in itertools.product(("Mamba", "Mamba2"), COMPARED_DTYPES, LAYER_SIZES):
+        row, settings = f"{layer} {d_model}, {dtype}", (options.n_trials, options.warmup, options.seed)
+        layers[row] = judged_row(row, compare_layer(layer, d_model, DTYPES[dtype], *settings, **LAYER_SHAPE), LAYER_BAR)
 
     if options.json is not None:
         settings = {"dtype": options.dtype, "seed": options.seed, "trials": options.n_trials, **vars(size)}
         result = {"benchmark": "selective_scan_cpu", "machine": description, "settings": settings, "methods": results}
         result["recurrences"] = {"settings": RECURRENCE_SHAPE, "rows": recurrences}
         result["ssd"] = {"settings": SSD_SHAPE, "packed": PACKED_SHAPE, "rows": ssd}
+        result["convolutions"] = {"settings": CONVOLUTION_SHAPE | {"columns": CONVOLUTION_COLUMNS}, "rows": convolved}
+        result["layers"] = {"settings": LAYER_SHAPE, "rows": layers}
         options.json.write_text(json.dumps(result, indent=2) + "\n")
     status = 0
     for name, rows, required in (
         ("selective_scan", results, options.require),
         ("linear recurrences", recurrences, options.require_recurrences),
+        ("causal_conv1d", convolved, options.require_convolutions),
+        ("layers", layers, options.require_layers),
     ):
         if required is not None:
-            least = min(row["ratio_forward_backward"] for row in rows.values())
+            least = min(row["ratio_held"] for row in rows.values())
             status = status if least >= required else 1
             is_met = "met" if least >= required else "NOT met"
-            print(f"\n{name}: required {required:g}x forward + backward: {is_met}, {least:.1f}x")
+            print(f"\n{name}: required {required:g}x: {is_met}, {least:.1f}x")
     return status
 
 
