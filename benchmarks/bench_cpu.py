@@ -231,7 +231,7 @@ def line_of(name: str, timings: dict[str, Timing]) -> str:
             timing = timings[f"{who} {what}"]
             spread = f"+-{100 * timing.spread:.0f}%"
             cells.append(f"{1e3 * timing.median:8.3f} {spread:>5}")
-        cells.append(f"{ratio:6.1f}x")
+        cells.append(f"{ratio:6.2f}x")
     return f"{name:28} {' '.join(cells)}"
 
 
@@ -345,7 +345,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             least = min(row["ratio_held"] for row in rows.values())
             status = status if least >= required else 1
             is_met = "met" if least >= required else "NOT met"
-            print(f"\n{name}: required {required:g}x: {is_met}, {least:.1f}x")
+            print(f"\n{name}: required {required:g}x: {is_met}, {least:.2f}x")
     return status
 
 

@@ -391,7 +391,9 @@ autograd; `a * b` is what PyTorch needs for a product of two such tensors. Media
 """
 
 
-def against_other(rows: dict[str, Result], first: str = "method", ours: str = "kernel", other: str = "loop") -> str:
+def against_other(
+    rows: dict[str, Result], first: str = "method", ours: str = "kernel", other: str = "loop", digits: int = 1
+) -> str:
     """Times of both sides of each row, and whether the ratio that its bar holds meets it."""
     has_bars = any("bar" in row for row in rows.values())
     lines = []
@@ -401,7 +403,7 @@ def against_other(rows: dict[str, Result], first: str = "method", ours: str = "k
             for who in (ours, other):
                 timing = row[f"{who}_{what}"]
                 cells.append(f"{timing['median'] * 1e3:.2f} ± {100 * timing['spread']:.0f} %")
-            cells.append(f"{row[ratio]:.1f}")
+            cells.append(f"{row[ratio]:.{digits}f}")
         if has_bars:
             held = row.get("ratio_held", row["ratio_forward_backward"])  # older measurements lack it
             cells.append(f"≥ {row['bar']:g} {'met' if held >= row['bar'] else '**missed**'}")
@@ -428,7 +430,7 @@ Layers at batch {size["batch"]}, seqlen {size["seqlen"]}; the number after the n
 PyTorch's functions around `selective_scan` or `ssd_chunk_scan`, with `F.conv1d` on a padded copy and `F.rms_norm`
 (`benchmarks/composed_layers.py`). The bar holds forward + backward:
 
-{against_other(found["rows"], "layer", "layer", "composed")}
+{against_other(found["rows"], "layer", "layer", "composed", digits=2)}
 """
 
 

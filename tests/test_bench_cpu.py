@@ -86,5 +86,5 @@ def test_requirements(section, enough, too_much, monkeypatch, tmp_path):
     page = Path(tmp_path / "A_CPU.md").read_text()
     assert "| x | forward | forward, PyTorch | ratio | forward + backward | forward + backward, PyTorch | ratio | bar |" in page
     assert page.count("| 3.5 | 2000.00 ± 0 % | 18000.00 ± 0 % | 9.0 | ≥ 3 met |") == 8
-    assert "| Mamba2 768, bfloat16 | 1000.00 ± 0 % | 1000.00 ± 0 % | 1.0 |" in page
-    assert page.count("| 2.0 | ≥ 1.5 met |") == 8
+    assert "| Mamba2 768, bfloat16 | 1000.00 ± 0 % | 1000.00 ± 0 % | 1.00 |" in page
+    assert page.count("| 2.00 | ≥ 1.5 met |") == 8
