@@ -303,6 +303,9 @@ def test_scan_backward_into_a_slice(device):
     assert torch.equal(wide[..., 5:], expected.pop(6)) and bool((wide[..., :5] == 7).all())
     assert all(torch.equal(a, e) for a, e in zip(others, expected, strict=True))
     torch.library.opcheck(torch.ops.ssm_kernels._selective_scan_bwd_out.default, (*arguments, wide[..., 5:]))
+    again = torch.ops.ssm_kernels._selective_scan_bwd_out(*arguments, wide[..., 5:], wide[..., :5])
+    assert torch.equal(wide[..., :5], expected.pop(1)) and again[1].numel() == 0
+    assert all(torch.equal(a, e) for a, e in zip((again[0], *again[2:]), expected, strict=True))
 
 
 def test_rounding_of_the_gradient_does_not_depend_on_the_path(device):

@@ -14,7 +14,7 @@ MEMORY = ("empty", "empty_like", "empty_strided", "new_empty", "detach", "alias"
 # Operators that call others: of a profile, what is inside of them counts.
 COMPOSED = ("_mamba_conv", "_mamba_mixer", "_mamba2_mixer", "reshape", "flatten", "unflatten", "to", "matmul", "contiguous")
 VIEWS = ("view", "t", "transpose", "slice", "narrow", "split", "split_with_sizes", "chunk", "select", "expand", "squeeze")
-VIEWS += ("unsqueeze", "as_strided", "resolve_conj")
+VIEWS += ("unsqueeze", "as_strided", "resolve_conj", "_reshape_alias")
 MIXERS = {
     "Mamba": lambda dtype: snn.Mamba(16, d_state=4, dtype=dtype),
     "Mamba_d_bias": lambda dtype: snn.Mamba(16, d_state=4, bias=True, conv_bias=False, dtype=dtype),

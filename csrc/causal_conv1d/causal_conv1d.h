@@ -104,6 +104,9 @@ struct ConvUpdateParams {
   int64_t width = 0, state_length = 0;
   bool has_silu = false;
   bool state_is_input_kind = true;  // else the accumulation type
+  // Whether each channel's state, and each channel's weights, are four aligned neighbors in memory. CUDA's entry point sets
+  // them.
+  bool has_state_vectors = false, has_weight_vectors = false;
   ScalarKind kind = ScalarKind::kFloat;
   SequenceView x, out;
   ParameterView weight, bias;

@@ -5,6 +5,7 @@
 //
 // The gradient of xz is one buffer. The mixer's scan writes the gradient of z into the right half of a new one
 // (allocate_grad_gate), backward of the convolution writes the gradient of x into the left half, and no kernel joins them.
+// Between the two the left half holds the gradient of delta.
 //
 // The result x is returned twice, as two tensors that share their memory: one for the projections, one for the scan. Their
 // gradients therefore come apart, and are added where the convolution reads them.
@@ -210,6 +211,10 @@ bool is_gate(const at::Tensor& z) {
 
 at::Tensor allocate_grad_gate(const at::Tensor& z) {
   return right_half(at::empty({z.size(0), z.size(1), 2 * z.size(2)}, z.options()));
+}
+
+at::Tensor left_of_grad_gate(const at::Tensor& grad_gate) {
+  return grad_gate.as_strided(grad_gate.sizes(), grad_gate.strides(), /*storage_offset=*/0);
 }
 
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { m.impl("_mamba_conv", &mamba_conv); }

@@ -80,12 +80,12 @@ FwdResult fwd(const at::Tensor& x, const at::Tensor& delta, const at::Tensor& A_
   return {transposed(out), last_state, chunk_states, wide.saved};
 }
 
-// With grad_z, the gradient of z is written there.
+// With grad_z, the gradient of z is written there, and with grad_delta that of delta.
 GradTensors compute_grads(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& x,
                           const at::Tensor& delta, const at::Tensor& A_log, const at::Tensor& B, const at::Tensor& C,
                           const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
                           const at::Tensor& chunk_states, const at::Tensor& parameters, std::string_view discretization,
-                          NeedsGrad needs_grad, const OptionalTensor& grad_z) {
+                          NeedsGrad needs_grad, const OptionalTensor& grad_z, const OptionalTensor& grad_delta) {
   const mixers::Parameters wide = mixers::restore_parameters(parameters, A_log, delta_bias, D);
   const auto call = [&](const auto& op, auto&... targets) {
     return as_array(op.call(transposed(grad_out), grad_last_state, transposed(x), transposed(delta), wide.A, transposed(B),
@@ -96,8 +96,10 @@ GradTensors compute_grads(const OptionalTensor& grad_out, const OptionalTensor& 
   if (is_present(grad_z)) {
     static const auto op = find_op<selective_scan::BwdOutSignature>("ssm_kernels::_selective_scan_bwd_out");
     at::Tensor target = transposed(*grad_z);
-    const auto others = call(op, target);
+    const OptionalTensor target_of_delta = transposed(grad_delta);
+    const auto others = call(op, target, target_of_delta);
     for (size_t i = 0, other = 0; i < kNumGrads; ++i) grads[i] = i == kGradZ ? target : others[other++];
+    if (is_present(target_of_delta)) grads[kGradDelta] = *target_of_delta;
   } else {
     static const auto op = find_op<selective_scan::BwdSignature>("ssm_kernels::_selective_scan_bwd");
     grads = call(op);
@@ -117,7 +119,8 @@ GradTuple bwd(const OptionalTensor& grad_out, const OptionalTensor& grad_last_st
               const at::Tensor& chunk_states, const at::Tensor& parameters, std::string_view discretization,
               NeedsGrad needs_grad) {
   return selective_scan::as_tuple(compute_grads(grad_out, grad_last_state, x, delta, A_log, B, C, D, z, delta_bias,
-                                                chunk_states, parameters, discretization, needs_grad, std::nullopt));
+                                                chunk_states, parameters, discretization, needs_grad, std::nullopt,
+                                                std::nullopt));
 }
 
 // Forward as an operator or, where nothing records operators, as a function.
@@ -186,8 +189,13 @@ class MambaMixer : public torch::autograd::Function<MambaMixer> {
     if (runs_eagerly() && are_plain(saved) && are_plain(grads)) {
       at::AutoDispatchBelowADInplaceOrView guard;
       const bool is_half = needs_grad[kGradZ] && ctx->saved_data["has_gate_of_convolution"].toBool();
-      const OptionalTensor grad_z = is_half ? OptionalTensor(mamba_conv::allocate_grad_gate(saved[kGradZ])) : std::nullopt;
-      computed = call(compute_grads, grad_z);
+      OptionalTensor grad_z, grad_delta;
+      if (is_half) {
+        grad_z = mamba_conv::allocate_grad_gate(saved[kGradZ]);
+        // The left half is free until the convolution's backward, which runs after the gradient of delta was used.
+        if (needs_grad[kGradDelta]) grad_delta = mamba_conv::left_of_grad_gate(*grad_z);
+      }
+      computed = call(compute_grads, grad_z, grad_delta);
     } else {
       static const auto op = find_op<BwdSignature>("ssm_kernels::_mamba_mixer_bwd");
       computed = as_array(call([](const auto&... arguments) { return op.call(arguments...); }));

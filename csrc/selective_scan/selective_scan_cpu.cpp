@@ -175,7 +175,7 @@ GradTensors compute_bwd_cpu(const BwdCall& call) {
   const Inputs& in = call.in;
   const Discretization method = check_inputs(in, call.discretization);
   const GradTensors grads =
-      allocate_bwd(in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z);
+      allocate_bwd(in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z, call.grad_delta);
   const at::Tensor states = call.chunk_states.contiguous();
   const SelectiveScanBwdParams params =
       make_bwd_params(in, method, call.delta_softplus, call.grad_out, call.grad_last_state, states, grads);

@@ -173,7 +173,7 @@ GradTensors compute_bwd_cuda(const BwdCall& call) {
   const Discretization method = check_inputs(in, call.discretization);
   const c10::cuda::CUDAGuard guard(u.device());
   const GradTensors grads =
-      allocate_bwd(in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z);
+      allocate_bwd(in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z, call.grad_delta);
   const at::Tensor states = call.chunk_states.contiguous();
   SelectiveScanBwdParams params =
       make_bwd_params(in, method, call.delta_softplus, call.grad_out, call.grad_last_state, states, grads);

@@ -72,7 +72,8 @@ FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states) {
 }
 
 GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
-                         const at::Tensor& chunk_states, const NeedsGrad& needs_grad, const OptionalTensor& grad_z) {
+                         const at::Tensor& chunk_states, const NeedsGrad& needs_grad, const OptionalTensor& grad_z,
+                         const OptionalTensor& grad_delta) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
   const ArgumentChecks checks("selective_scan backward", "u", in.u);
   checks.tensor("grad_out", grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
@@ -80,6 +81,7 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
   checks.tensor("chunk_states", chunk_states, "(batch, chunks + 1, dim, dstate)",
                 {batch, chunk_boundary_count(seqlen, dstate), dim, dstate}, checks.accumulate());
   checks.tensor("grad_z", grad_z, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
+  checks.tensor("grad_delta", grad_delta, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 
   const auto parameter = [](const at::Tensor& like) { return at::empty_symint(like.sym_sizes(), like.options()); };
   const auto sequence = [](const at::Tensor& like) { return at::empty_like(like); };
@@ -89,7 +91,7 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
     return is_present(input) && needs_grad[grad] ? allocate_like(*input) : absent();
   };
   return {allocate(kGradU, in.u, sequence),
-          allocate(kGradDelta, in.delta, sequence),
+          is_present(grad_delta) ? *grad_delta : allocate(kGradDelta, in.delta, sequence),
           allocate(kGradA, in.A, parameter),
           allocate(kGradB, in.B, matrix),
           allocate(kGradC, in.C, matrix),
@@ -211,7 +213,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_meta(const at::Tensor& u, con
 
 GradTensors compute_bwd_meta(const BwdCall& call) {
   check_inputs(call.in, call.discretization);
-  return allocate_bwd(call.in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z);
+  return allocate_bwd(call.in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z,
+                      call.grad_delta);
 }
 
 using ScanSignature = std::tuple<at::Tensor, at::Tensor>(const at::Tensor&, const at::Tensor&, const at::Tensor&,

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "selective_scan/selective_scan.h"
+#include "torch/checks.h"
 
 namespace ssm_kernels::selective_scan {
 
@@ -37,16 +38,17 @@ using GradTensors = std::array<at::Tensor, kNumGrads>;
 // Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences have the layout of the
 // sequence, those of parameters and states are contiguous, and those absent or not needed have no elements. The initial state
 // is the first of chunk_states, not among the inputs: needs_grad alone says whether its gradient is asked for. With grad_z, the
-// gradient of z is that tensor.
+// gradient of z is that tensor, and likewise that of delta.
 GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
-                         const at::Tensor& chunk_states, const NeedsGrad& needs_grad, const OptionalTensor& grad_z);
+                         const at::Tensor& chunk_states, const NeedsGrad& needs_grad, const OptionalTensor& grad_z,
+                         const OptionalTensor& grad_delta);
 
 using GradTuple =
     std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
 inline GradTuple as_tuple(const GradTensors& grads) { return std::tuple_cat(grads); }
 
-// The signatures of _selective_scan_fwd, _selective_scan_bwd, and _selective_scan_bwd_out, which writes the gradient of z where
-// it is told to and returns the others.
+// The signatures of _selective_scan_fwd, _selective_scan_bwd, and _selective_scan_bwd_out, which writes the gradient of z, and
+// of delta if it is told to, where it is told to and returns the others.
 using FwdSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
     const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
     const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
@@ -61,7 +63,7 @@ using BwdOutSignature = BwdOutResult(const OptionalTensor& grad_out, const Optio
                                      const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
                                      const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
                                      const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus,
-                                     NeedsGrad needs_grad, at::Tensor& grad_z);
+                                     NeedsGrad needs_grad, at::Tensor& grad_z, const OptionalTensor& grad_delta);
 
 // What a device computes of backward: gradients as allocate_bwd gives them.
 struct BwdCall {
@@ -71,7 +73,7 @@ struct BwdCall {
   std::string_view discretization;
   bool delta_softplus;
   NeedsGrad needs_grad;
-  const OptionalTensor& grad_z;
+  const OptionalTensor &grad_z, &grad_delta;
 };
 
 // The dispatcher's kernels of backward, both forms, of a device's function.
@@ -90,6 +92,7 @@ struct BwdKernels {
                              discretization,
                              delta_softplus,
                              needs_grad,
+                             absent,
                              absent}));
   }
 
@@ -97,7 +100,7 @@ struct BwdKernels {
                               const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
                               const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
                               const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus,
-                              NeedsGrad needs_grad, at::Tensor& grad_z) {
+                              NeedsGrad needs_grad, at::Tensor& grad_z, const OptionalTensor& grad_delta) {
     const OptionalTensor absent, target = grad_z;
     GradTensors grads = compute({grad_out,
                                  grad_last_state,
@@ -106,7 +109,10 @@ struct BwdKernels {
                                  discretization,
                                  delta_softplus,
                                  needs_grad,
-                                 target});
+                                 target,
+                                 grad_delta});
+    // Results share no memory with arguments.
+    if (is_present(grad_delta)) grads[kGradDelta] = at::empty({0}, A.options());
     return {std::move(grads[kGradU]),         std::move(grads[kGradDelta]),       std::move(grads[kGradA]),
             std::move(grads[kGradB]),         std::move(grads[kGradC]),           std::move(grads[kGradD]),
             std::move(grads[kGradDeltaBias]), std::move(grads[kGradInitialState])};

@@ -151,7 +151,18 @@ struct Cuda {
     C10_CUDA_KERNEL_LAUNCH_CHECK();
   }
 
-  static void run(const ConvUpdateParams& params, const at::Tensor&) {
+  static void run(ConvUpdateParams params, const at::Tensor&) {
+    const auto are_vectors = [&](const void* data, bool is_input_kind, int64_t size, int64_t stride, auto... outer_strides) {
+      const int64_t bytes = is_input_kind ? cuda::element_bytes(params.kind) : sizeof(float);
+      const bool is_aligned = reinterpret_cast<int64_t>(data) % (kMaxVectorWidth * bytes) == 0;
+      return params.kind != ScalarKind::kDouble && size == kMaxVectorWidth && stride == 1 && is_aligned &&
+             ((outer_strides % kMaxVectorWidth == 0) && ...);
+    };
+    params.has_state_vectors = are_vectors(params.state.data, params.state_is_input_kind, params.state_length,
+                                           params.state.stride_step, params.state.stride_channel, params.state.stride_sequence);
+    params.has_weight_vectors =
+        params.weight.stride_channel == kMaxVectorWidth &&
+        are_vectors(params.weight.data, params.weight.is_input_kind, params.width, params.weight.stride_tap);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     cuda::visit_scalar(params.kind, [&](auto scalar) { launch_update<decltype(scalar)>(params, stream); });
     C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -1,6 +1,6 @@
 // The decoding step of the causal convolution: a thread for each channel of each batch entry. It sums the taps of each new
 // step, from the state and the steps before, then rolls the state: its elements move towards the front, the new steps become
-// its last.
+// its last. One step with a contiguous state of four elements moves it, and a contiguous weight, in one access each.
 #pragma once
 
 #include "causal_conv1d/cuda/causal_conv1d_device.cuh"
@@ -46,10 +46,33 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
     const int width = static_cast<int>(p.width), length = static_cast<int>(p.state_length);
     Acc inputs[kMaxVectorWidth + 1], weight[kMaxVectorWidth + 1];  // by lag; a state of `width - 1` steps is the shortest
     inputs[0] = to_accumulate(x[0]);
+    const auto load_state = [&](const auto* state) {
+      const auto loaded = cuda::Vector<std::decay_t<decltype(*state)>, kMaxVectorWidth>::load(state);
 #pragma unroll
-    for (int lag = 0; lag <= kMaxVectorWidth; ++lag) {
-      if (lag > 0) inputs[lag] = lag <= length ? state_at(length - lag) : Acc(0);
-      weight[lag] = lag < width ? load_tap(width - 1 - lag) : Acc(0);
+      for (int lag = 1; lag <= kMaxVectorWidth; ++lag) inputs[lag] = loaded.accumulate(kMaxVectorWidth - lag);
+    };
+    const auto load_weight = [&](const auto* weights) {
+      const auto loaded = cuda::Vector<std::decay_t<decltype(*weights)>, kMaxVectorWidth>::load(weights);
+#pragma unroll
+      for (int lag = 0; lag < kMaxVectorWidth; ++lag) weight[lag] = loaded.accumulate(kMaxVectorWidth - 1 - lag);
+      weight[kMaxVectorWidth] = 0;
+    };
+    const int64_t state_offset = p.state.offset(slot, c, 0);
+    if (p.has_state_vectors && p.state_is_input_kind) {
+      load_state(static_cast<const Scalar*>(p.state.data) + state_offset);
+    } else if (p.has_state_vectors) {
+      load_state(static_cast<const Acc*>(p.state.data) + state_offset);
+    } else {
+#pragma unroll
+      for (int lag = 1; lag <= kMaxVectorWidth; ++lag) inputs[lag] = lag <= length ? state_at(length - lag) : Acc(0);
+    }
+    if (p.has_weight_vectors && p.weight.is_input_kind) {
+      load_weight(static_cast<const Scalar*>(p.weight.data) + c * kMaxVectorWidth);
+    } else if (p.has_weight_vectors) {
+      load_weight(static_cast<const Acc*>(p.weight.data) + c * kMaxVectorWidth);
+    } else {
+#pragma unroll
+      for (int lag = 0; lag <= kMaxVectorWidth; ++lag) weight[lag] = lag < width ? load_tap(width - 1 - lag) : Acc(0);
     }
     Acc pre = bias;
 #pragma unroll
@@ -57,9 +80,23 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
       if (lag < width) pre = Math<Acc>::fma(weight[lag], inputs[lag], pre);
     }
     out[0] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
+    const auto store_vector = [&](auto* state) {
+      cuda::Vector<std::decay_t<decltype(*state)>, kMaxVectorWidth> rolled;
 #pragma unroll
-    for (int lag = 1; lag <= kMaxVectorWidth; ++lag) {
-      if (lag <= length) store_state(length - lag, inputs[lag - 1]);
+      for (int lag = 1; lag <= kMaxVectorWidth; ++lag) {
+        rolled.set(kMaxVectorWidth - lag, from_accumulate<std::decay_t<decltype(*state)>>(inputs[lag - 1]));
+      }
+      rolled.store(state);
+    };
+    if (p.has_state_vectors && p.state_is_input_kind) {
+      store_vector(static_cast<Scalar*>(p.state.data) + state_offset);
+    } else if (p.has_state_vectors) {
+      store_vector(static_cast<Acc*>(p.state.data) + state_offset);
+    } else {
+#pragma unroll
+      for (int lag = 1; lag <= kMaxVectorWidth; ++lag) {
+        if (lag <= length) store_state(length - lag, inputs[lag - 1]);
+      }
     }
     return;
   }
