@@ -80,6 +80,14 @@ RmsCase choose_rms_case(const NormParams& p) {
   return p.norm_before_gate ? RmsCase::kGateAfter : RmsCase::kGateBefore;
 }
 
+// Forward has no kernel of a sum with a residual that is not float32.
+RmsCase choose_fwd_rms_case(const NormFwdParams& p) {
+  if (!p.is_add) return p.z.data == nullptr ? RmsCase::kNone : choose_rms_case(p);
+  const auto is_float = [&](const RowsView& view) { return view.data != nullptr && bytes_of(p, view.is_accumulate) == 4; };
+  const bool fits = !p.subtract_mean && p.bias.data == nullptr && is_float(p.residual) && is_float(p.new_residual);
+  return fits ? RmsCase::kNoGateWide : RmsCase::kNone;
+}
+
 // A plan of kNone if the group does not have a warp's columns, or does not fit into a block.
 RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int column_bytes, int row_bytes, int max_threads, int registers) {
   constexpr int64_t kWarpColumns = kWarpSize * kThreadColumns;
@@ -100,9 +108,10 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
   FwdPlan plan;
   plan.units = p.rows() * p.groups;
   const bool use_vectors = can_use_vectors(p, {p.x, p.z, p.residual, p.out, p.new_residual});
-  const RmsCase rms_case = choose_rms_case(p);
-  if (use_vectors && (rms_case == RmsCase::kGateBefore || rms_case == RmsCase::kGateAfter)) {
-    plan.rms = plan_rms(p, rms_case, kRmsFwdReads * bytes_of(p, false), /*row_bytes=*/0, kFwdMaxThreads, kFwdRegisters);
+  const RmsCase rms_case = choose_fwd_rms_case(p);
+  if (use_vectors && rms_case != RmsCase::kNone) {
+    const int second_bytes = bytes_of(p, rms_case == RmsCase::kNoGateWide);
+    plan.rms = plan_rms(p, rms_case, bytes_of(p, false) + second_bytes, /*row_bytes=*/0, kFwdMaxThreads, kFwdRegisters);
   }
   plan.teams = make_teams(p, use_vectors, kFwdMaxThreads);
   plan.blocks = std::min<int64_t>(at::ceil_div<int64_t>(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());

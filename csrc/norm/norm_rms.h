@@ -26,15 +26,15 @@ struct RmsParams {
   float* rstd = nullptr;
 };
 
-// x, z; out.
-constexpr int kRmsFwdReads = 2;
+// x, z or residual; out, new_residual.
+constexpr int kRmsFwdReads = 2, kRmsFwdWrites = 2;
 // grad_out, x, z or grad_new_residual; grad_x, grad_z or grad_residual, out.
 constexpr int kRmsBwdReads = 3, kRmsBwdWrites = 3;
 // rstd, for each lane.
 constexpr int kRmsBwdRowBytes = sizeof(float);
 
 struct RmsFwdParams : RmsParams {
-  RowStream reads[kRmsFwdReads], writes[1];
+  RowStream reads[kRmsFwdReads], writes[kRmsFwdWrites];
 };
 
 struct RmsBwdParams : RmsParams {

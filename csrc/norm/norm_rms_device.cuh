@@ -58,7 +58,10 @@ struct RmsPlace {
 template <int count>
 class RowCursor {
  public:
-  __device__ __forceinline__ RowCursor(const RmsParams& p, const RowStream (&streams)[count], const RmsPlace& place) {
+  // The first `count` of the streams.
+  template <int size>
+  __device__ __forceinline__ RowCursor(const RmsParams& p, const RowStream (&streams)[size], const RmsPlace& place) {
+    static_assert(count <= size, "each row is of a stream");
     const int outer = place.first_row / p.inner;
     inner_ = place.first_row - outer * p.inner;
 #pragma unroll
@@ -67,7 +70,8 @@ class RowCursor {
     }
   }
   // Additions, in place of products for each row. A step leaves the inner rows once at most, as RowStream is made.
-  __device__ __forceinline__ void advance(const RmsParams& p, const RowStream (&streams)[count]) {
+  template <int size>
+  __device__ __forceinline__ void advance(const RmsParams& p, const RowStream (&streams)[size]) {
 #pragma unroll
     for (int i = 0; i < count; ++i) at_[i] += streams[i].step;
     inner_ += p.inner_step;

@@ -1,12 +1,14 @@
-// RMSNorm with a silu gate and without bias on CUDA, forward. norm_fwd.cuh has the kernels for all other norms.
+// RMSNorm without bias on CUDA, with a silu gate or of the sum with a float32 residual, forward. norm_fwd.cuh has the kernels
+// for all other norms.
 //
 //   gate before:  v = x z sigmoid(z),  out = v rstd weight
 //   gate after:   v = x,               out = v rstd weight z sigmoid(z)
+//   sum:          v = x + residual,    out = v rstd weight,  new_residual = v
 //
 // Persistent blocks: a block takes one group of every row_step-th row and keeps the weights of its columns in registers. Each
-// thread copies its vectors of x and z kStages - 1 rows ahead into its own shared memory (cp.async), which takes no registers
-// and no barrier. The one barrier of a row is in the sum of v^2. v stays in registers from the sum to the output. Saved for
-// backward: rstd of each group.
+// thread copies its vectors of x and of z or the residual kStages - 1 rows ahead into its own shared memory (cp.async), which
+// takes no registers and no barrier. The one barrier of a row is in the sum of v^2. v stays in registers from the sum to the
+// output. Saved for backward: rstd of each group.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -16,11 +18,15 @@ namespace ssm_kernels::norm {
 
 template <typename Scalar, RmsCase rms_case>
 __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const __grid_constant__ RmsFwdParams p) {
-  constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Scalar)), kVectors = kThreadColumns / kSize;
-  constexpr int kStages = rms_stages(kRmsFwdReads * static_cast<int>(sizeof(Scalar))), kOffset = kWarpSize * kSize;
+  constexpr bool kIsSum = rms_case == RmsCase::kNoGateWide;
+  using Second = std::conditional_t<kIsSum, float, Scalar>;  // of z or the residual
+  constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Second)), kVectors = kThreadColumns / kSize;
+  constexpr int kStages = rms_stages(static_cast<int>(sizeof(Scalar) + sizeof(Second))), kOffset = kWarpSize * kSize;
   using Input = StagedInput<Scalar, kSize, kVectors>;
-  constexpr int kStageBytes = kRmsFwdReads * Input::kBytes, kGate = Input::kBytes;
-  enum { kX, kZ };
+  using SecondInput = StagedInput<Second, kSize, kVectors>;
+  constexpr int kStageBytes = Input::kBytes + SecondInput::kBytes;
+  enum { kX, kSecond };
+  enum { kOut, kNewResidual };
   static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
   extern __shared__ __align__(kVectorBytes) char rms_shared[];
 
@@ -29,14 +35,16 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) is_valid[i] = place.first_column + i * kOffset < p.group_size;
 
-  char* const first_stage =
-      rms_shared + kRmsSumBytes + kept_in_register(place.warp * (kStages * kStageBytes) + place.lane * Input::kLaneBytes);
+  char* const warp_stages = rms_shared + kRmsSumBytes + place.warp * (kStages * kStageBytes);
+  char* const first_stage = warp_stages + kept_in_register(place.lane * Input::kLaneBytes);
+  char* const first_second = kIsSum ? warp_stages + Input::kBytes + kept_in_register(place.lane * SecondInput::kLaneBytes)
+                                    : first_stage + Input::kBytes;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if (is_valid[i]) continue;
     for (int stage = 0; stage < kStages; ++stage) {
       Input::clear(first_stage + stage * kStageBytes, i);
-      Input::clear(first_stage + stage * kStageBytes + kGate, i);
+      SecondInput::clear(first_second + stage * kStageBytes, i);
     }
   }
 
@@ -47,14 +55,14 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
       for (int i = 0; i < kVectors; ++i) {
         if (!is_valid[i]) continue;
         Input::copy(first_stage + stage_offset, i, reads.template at<Scalar>(kX, place));
-        Input::copy(first_stage + stage_offset + kGate, i, reads.template at<Scalar>(kZ, place));
+        SecondInput::copy(first_second + stage_offset, i, reads.template at<Second>(kSecond, place));
       }
     }
     cuda::commit_async_copies();
     reads.advance(p, p.reads);
   };
   for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
-  RowCursor<1> writes(p, p.writes, place);
+  RowCursor<kIsSum ? 2 : 1> writes(p, p.writes, place);
   float weight[kVectors][kSize];
   load_weight<Scalar>(p, place, weight);
 
@@ -64,16 +72,24 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
     // Into the stage of the row before, which this thread has read.
     copy(row + (kStages - 1) * p.row_step, stage_offset == 0 ? (kStages - 1) * kStageBytes : stage_offset - kStageBytes);
     cuda::wait_for_async_copies<kStages - 1>();
-    const char* const stage = first_stage + stage_offset;
+    const char *const stage = first_stage + stage_offset, *const second = first_second + stage_offset;
 
     float v[kVectors][kSize], sum = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       to_values(Input::load(stage, i), v[i]);
       if constexpr (rms_case == RmsCase::kGateBefore) {
-        const auto z = Input::load(stage + kGate, i);
+        const auto z = SecondInput::load(second, i);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
+      }
+      if constexpr (kIsSum) {
+        const auto residual = SecondInput::load(second, i);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) v[i][j] += residual.accumulate(j);
+        if (is_valid[i]) {
+          SecondInput::Values::round(v[i]).store(writes.template at<Second>(kNewResidual, place) + i * kOffset);
+        }
       }
 #pragma unroll
       for (int j = 0; j < kSize; ++j) sum = Math<float>::fma(v[i][j], v[i][j], sum);
@@ -87,11 +103,11 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 #pragma unroll
       for (int j = 0; j < kSize; ++j) v[i][j] = v[i][j] * rstd * weight[i][j];
       if constexpr (rms_case == RmsCase::kGateAfter) {
-        const auto z = Input::load(stage + kGate, i);
+        const auto z = SecondInput::load(second, i);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
       }
-      if (is_valid[i]) Input::Values::round(v[i]).store(writes.template at<Scalar>(0, place) + i * kOffset);
+      if (is_valid[i]) Input::Values::round(v[i]).store(writes.template at<Scalar>(kOut, place) + i * kOffset);
     }
     writes.advance(p, p.writes);
     buffer ^= kMaxWarps;
@@ -104,10 +120,12 @@ cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan
   RmsFwdParams p;
   fill_rms_params(p, params, plan);
   p.reads[0] = make_row_stream(params, plan, params.x);
-  p.reads[1] = make_row_stream(params, plan, params.z);
+  p.reads[1] = make_row_stream(params, plan, params.is_add ? params.residual : params.z);
   p.writes[0] = make_row_stream(params, plan, params.out);
-  void (*const kernel)(RmsFwdParams) = plan.rms_case == RmsCase::kGateBefore ? norm_rms_fwd_kernel<Scalar, RmsCase::kGateBefore>
-                                                                             : norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter>;
+  p.writes[1] = make_row_stream(params, plan, params.new_residual);
+  void (*kernel)(RmsFwdParams) = norm_rms_fwd_kernel<Scalar, RmsCase::kNoGateWide>;
+  if (plan.rms_case == RmsCase::kGateBefore) kernel = norm_rms_fwd_kernel<Scalar, RmsCase::kGateBefore>;
+  if (plan.rms_case == RmsCase::kGateAfter) kernel = norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter>;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, plan.shared_bytes); error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(params.groups * plan.row_blocks), plan.warps * kWarpSize, plan.shared_bytes, stream>>>(p);
   return cudaGetLastError();
