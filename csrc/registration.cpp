@@ -31,14 +31,14 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "bool[9] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor grad_C, "
       "Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, Tensor grad_initial_state)",
       tags);
-  // The same, with the gradients of z and, if grad_delta is given, of delta written where they are told to: into columns of a
-  // wider tensor, for instance. The result grad_delta then has no elements.
+  // As above, but writes grad_z, and grad_delta if given, into the caller's tensors, which may be column slices. The second
+  // result then has no elements.
   m.def(
       "_selective_scan_bwd_out(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, "
       "Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, Tensor chunk_states, str discretization, bool delta_softplus, "
-      "bool[9] needs_grad, Tensor(a!) grad_z, Tensor(b!)? grad_delta=None) -> (Tensor grad_u, Tensor, Tensor grad_A, Tensor "
-      "grad_B, "
-      "Tensor grad_C, Tensor grad_D, Tensor grad_delta_bias, Tensor grad_initial_state)",
+      "bool[9] needs_grad, Tensor(a!) grad_z, Tensor(b!)? grad_delta=None) "
+      "-> (Tensor grad_u, Tensor, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_delta_bias, Tensor "
+      "grad_initial_state)",
       tags);
 
   // One step of the scan, the state updated in place.

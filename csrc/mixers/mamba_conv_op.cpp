@@ -59,8 +59,8 @@ at::Tensor right_half(const at::Tensor& xz) {
   return xz.narrow_symint(-1, columns, columns);
 }
 
-// The whole tensor whose right half of columns `half` is, if nobody else can see its left half: of the sizes and strides that
-// allocate_grad_gate gives, in memory of exactly that size.
+// Returns the tensor whose right half of columns is `half`; undefined unless nobody else refers to the storage and its layout
+// is allocate_grad_gate's.
 at::Tensor whole_of(const at::Tensor& half) {
   if (!is_sole_owner(half) || half.dim() != 3) return {};
   const int64_t batch = half.size(0), seqlen = half.size(1), columns = half.size(2);
@@ -103,6 +103,8 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
     torch::autograd::impl::set_version_counter(again, out.unsafeGetTensorImpl()->version_counter());
     ctx->save_for_backward({x, weight, or_undefined(bias), or_undefined(initial_state)});
     ctx->set_materialize_grads(false);
+    // Without a gradient of xz nobody wants that of z.
+    if (!xz.requires_grad()) ctx->mark_non_differentiable({z});
     return {out, again, z};
   }
 

@@ -146,7 +146,7 @@ Result mixer_no_grad(const at::Tensor& x, const at::Tensor& delta, const at::Ten
 
 class MambaMixer : public torch::autograd::Function<MambaMixer> {
  public:
-  // Backward calls a registered operator and nothing else, so compiled autograd may look inside.
+  // Backward calls a registered operator and nothing else unless it runs eagerly, so compiled autograd may look inside.
   static constexpr bool is_traceable = true;
 
   static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
@@ -157,7 +157,7 @@ class MambaMixer : public torch::autograd::Function<MambaMixer> {
     at::AutoDispatchBelowADInplaceOrView guard;
     auto [out, last_state, chunk_states, parameters] =
         call_fwd(x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization, /*save_chunk_states=*/true);
-    // In the place of the initial state, of which it is the first, chunk_states.
+    // chunk_states takes the place of initial_state: its first state is the initial state.
     ctx->save_for_backward(
         {x, delta, A_log, B, C, or_undefined(D), or_undefined(z), or_undefined(delta_bias), chunk_states, parameters});
     ctx->saved_data["has_initial_state"] = is_present(initial_state);
@@ -192,7 +192,7 @@ class MambaMixer : public torch::autograd::Function<MambaMixer> {
       OptionalTensor grad_z, grad_delta;
       if (is_half) {
         grad_z = mamba_conv::allocate_grad_gate(saved[kGradZ]);
-        // The left half is free until the convolution's backward, which runs after the gradient of delta was used.
+        // The left half is free once nobody refers to the gradient of delta, which the convolution's backward checks.
         if (needs_grad[kGradDelta]) grad_delta = mamba_conv::left_of_grad_gate(*grad_z);
       }
       computed = call(compute_grads, grad_z, grad_delta);

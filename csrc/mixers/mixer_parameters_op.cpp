@@ -30,7 +30,10 @@ using Signature = at::Tensor(const at::Tensor& A_log, const OptionalTensor& bias
 at::Tensor allocate(const at::Tensor& A_log, const OptionalTensor& bias, const OptionalTensor& D, at::ScalarType dtype) {
   c10::SymInt count = A_log.sym_numel();
   for (const OptionalTensor* other : {&bias, &D}) {
-    if (is_present(*other)) count += (*other)->sym_numel();
+    if (!is_present(*other)) continue;
+    TORCH_CHECK((*other)->device() == A_log.device(), "expected the parameters of a mixer on one device, got A_log on ",
+                A_log.device(), " and ", other == &D ? "D" : "the bias of the step sizes", " on ", (*other)->device());
+    count += (*other)->sym_numel();
   }
   return at::empty_symint({count}, A_log.options().dtype(dtype));
 }

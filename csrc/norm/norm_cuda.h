@@ -83,7 +83,7 @@ inline int bwd_pieces(const NormBwdParams& p, int vectors) {
 
 // 16-byte pieces of a vector of sums. The scalar kernels leave a part of the one piece unused.
 template <typename Acc, int size>
-constexpr int kSumPieces = size * sizeof(Acc) <= kVectorBytes ? 1 : size* static_cast<int>(sizeof(Acc)) / kVectorBytes;
+constexpr int kSumPieces = size * sizeof(Acc) <= kVectorBytes ? 1 : size * static_cast<int>(sizeof(Acc)) / kVectorBytes;
 
 // Instantiated in instantiations/, for float, double, __half and __nv_bfloat16.
 template <typename Scalar>

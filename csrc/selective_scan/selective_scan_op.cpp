@@ -80,6 +80,7 @@ GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const
   checks.tensor("grad_last_state", grad_last_state, "(batch, dim, dstate)", {batch, dim, dstate}, checks.accumulate());
   checks.tensor("chunk_states", chunk_states, "(batch, chunks + 1, dim, dstate)",
                 {batch, chunk_boundary_count(seqlen, dstate), dim, dstate}, checks.accumulate());
+  TORCH_CHECK_VALUE(is_present(in.z) || !is_present(grad_z), "selective_scan backward: expected z with grad_z, got None");
   checks.tensor("grad_z", grad_z, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
   checks.tensor("grad_delta", grad_delta, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
 

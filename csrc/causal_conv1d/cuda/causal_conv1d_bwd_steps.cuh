@@ -20,7 +20,7 @@
 
 namespace ssm_kernels::causal_conv1d {
 
-// kHalo: after the interval, g only. kInner: without a part in the final state. kEdge: any step of the interval.
+// kHalo: steps after the interval, g only. kInner: steps that the final state does not contain. kEdge: any step.
 enum class StepKind { kHalo, kInner, kEdge };
 
 template <typename Scalar, bool is_plain, bool has_second>
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
       step(t, grad_pre, kind, p.has_silu);
       to_last = to_last < kFar ? to_last + 1 : kFar;
     };
-    // Whether no sequence begins at steps `from` to `to`, the last of which may be the one after the row.
+    // Whether no sequence begins in [from, to]; `to` may be seqlen.
     const auto is_unbroken = [&](int from, int to) {
       if constexpr (!is_plain) {
 #pragma unroll

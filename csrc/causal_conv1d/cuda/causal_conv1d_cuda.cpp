@@ -29,6 +29,9 @@ namespace {
 // Steps, and bytes between them, that the kernels of steps count in 32 bits, with room for the steps they look ahead.
 constexpr int64_t kMaxNarrow = (int64_t(1) << 31) - 1024;
 
+// The kernels of steps take a multiple of the steps of an iteration.
+constexpr int64_t kStepGroup = 8;
+
 // Whether vectors of that many elements begin at multiples of their bytes, along an axis whose stride is 1. Absent tensors fit.
 bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t stride, int64_t size, int64_t other_stride) {
   if (view.data == nullptr) return true;
@@ -44,7 +47,9 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
   const auto are_narrow = [&](const SequenceView& view) {
     return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
   };
-  if (all([&](const SequenceView& view) {
+  const int64_t most_step_blocks =
+      p.batch * at::ceil_div(p.channels, step_vector * kWarpSize) * at::ceil_div(p.seqlen, kStepGroup * kWarps);
+  if (most_step_blocks <= kMaxNarrow && all([&](const SequenceView& view) {
         return are_narrow(view) && has_vectors(view, bytes, step_vector, view.stride_channel, p.channels, view.stride_step);
       })) {
     return KernelSet::kSteps;
@@ -73,14 +78,13 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
   const int64_t multiprocessors = cuda::multiprocessor_count(device);
   Tiling tiling;
   if (set == KernelSet::kSteps) {
-    constexpr int64_t kGroup = 8;  // a multiple of the steps of an iteration
     tiling.channel_blocks = at::ceil_div(p.channels, int64_t(kStepVector) * kWarpSize);
     const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
     const int64_t most_tiles = at::ceil_div(p.seqlen, kLeastSteps * kWarps);
-    tiling.steps = kGroup;
+    tiling.steps = kStepGroup;
     double least = 0;
     for (int64_t tiles = std::max<int64_t>(1, at::ceil_div(p.seqlen, kMostSteps * kWarps)); tiles <= most_tiles; ++tiles) {
-      const int64_t steps = at::ceil_div(at::ceil_div(p.seqlen, tiles * kWarps), kGroup) * kGroup;
+      const int64_t steps = at::ceil_div(at::ceil_div(p.seqlen, tiles * kWarps), kStepGroup) * kStepGroup;
       const double waves = static_cast<double>(rows * tiles) / static_cast<double>(resident);
       const double found = (has_whole_waves ? std::ceil(waves) : waves + 0.5) * static_cast<double>(steps + kStepsOverhead);
       if (least == 0 || found < least) {
@@ -97,7 +101,7 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
     constexpr int64_t kBlocksOfMultiprocessor = 16;
     const int64_t wanted_blocks = kBlocksOfMultiprocessor * multiprocessors;
     const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = at::ceil_div(wanted_blocks * kWarps, rows);
-    tiling.steps = at::ceil_div(at::ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps;
+    tiling.steps = std::max(warp_steps, at::ceil_div(at::ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps);
     tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
   } else {
     constexpr int64_t kGeneralSteps = 64;

@@ -143,6 +143,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
   // Inputs of groups of steps, each lane's by itself: one group in use, the others being copied.
   constexpr int kGroups = 3;
   __shared__ Inputs ring[kGroups][kAhead][kWarpSize * kWarps];
+  static_assert(sizeof(ring) <= 48 * 1024, "a block has no more static shared memory");
   const StepPiece piece(p, tiling, kVector);
   if (!piece.has_channels || piece.t >= piece.end) return;
   const StepRows<const Scalar> x(p.x, piece.b, piece.c);
