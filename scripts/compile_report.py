@@ -28,10 +28,10 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 # allows the whole build 480 s on two cores. A new operator declares its number here. Before you raise a number, see whether a
 # branch at run time costs anything measurable.
 KERNEL_LIMITS = {
-    "causal_conv1d": 46,
+    "causal_conv1d": 49,
     "linear_scan": 154,
     "mixers": 2,
-    "norm": 30,
+    "norm": 50,
     "selective_scan": 145,
     "selective_state_update": 86,
     "ssd": 71,
