@@ -214,7 +214,7 @@ def compare_layer(
 
 
 def sides_of(timings: dict[str, Timing]) -> tuple[str, str]:
-    """What a row compares: ours and the other."""
+    """Returns the two names that a row compares: ours and the other's."""
     ours, other = dict.fromkeys(name.rpartition(" ")[0] for name in timings)
     return ours, other
 

@@ -115,6 +115,14 @@ GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x) {
   return grads;
 }
 
+at::Tensor autocast_parameter(const at::Tensor& tensor, at::ScalarType lower, at::DeviceType device_type) {
+  return tensor.scalar_type() == lower ? tensor : at::autocast::cached_cast(at::kFloat, tensor, device_type);
+}
+
+OptionalTensor autocast_parameter(const OptionalTensor& tensor, at::ScalarType lower, at::DeviceType device_type) {
+  return is_present(tensor) ? OptionalTensor(autocast_parameter(*tensor, lower, device_type)) : std::nullopt;
+}
+
 OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x) {
   if (!is_present(grad_out)) return std::nullopt;
   const at::Tensor& grad = *grad_out;
@@ -399,11 +407,8 @@ FwdResult convolution_autocast(const at::Tensor& x, const at::Tensor& weight, co
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
-  const auto parameter = [&](const at::Tensor& tensor) {
-    return tensor.scalar_type() == lower ? tensor : at::autocast::cached_cast(at::kFloat, tensor, device_type);
-  };
-  const OptionalTensor cast_bias = is_present(bias) ? OptionalTensor(parameter(*bias)) : std::nullopt;
-  return convolution_op().call(sequence(x), parameter(weight), cast_bias, seq_idx, cu_seqlens, sequence(initial_state),
+  const auto parameter = [&](const auto& tensor) { return autocast_parameter(tensor, lower, device_type); };
+  return convolution_op().call(sequence(x), parameter(weight), parameter(bias), seq_idx, cu_seqlens, sequence(initial_state),
                                activation);
 }
 

@@ -49,6 +49,10 @@ using GradTensors = std::array<at::Tensor, kNumGrads>;
 // gradient is allocated, else it is that tensor.
 GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x);
 
+// A parameter under autocast to `lower`: parameters of a third dtype become float32.
+at::Tensor autocast_parameter(const at::Tensor& tensor, at::ScalarType lower, at::DeviceType device_type);
+OptionalTensor autocast_parameter(const OptionalTensor& tensor, at::ScalarType lower, at::DeviceType device_type);
+
 // The gradient of out with its contiguous axis where x has its own: kernels go along one of them, and a copy costs less than
 // a read across it.
 OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x);

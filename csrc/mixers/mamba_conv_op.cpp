@@ -165,7 +165,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
   }
 };
 
-// What the operator stands for.
+// Composes the operator of causal_conv1d and views.
 Result compose(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
                const OptionalTensor& initial_state) {
   static const auto op = find_op<causal_conv1d::FwdSignature>("ssm_kernels::_causal_conv1d");
@@ -195,12 +195,9 @@ Result mamba_conv_autocast(const at::Tensor& xz, const at::Tensor& weight, const
   c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
   const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
   const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
-  const auto parameter = [&](const at::Tensor& tensor) {
-    return tensor.scalar_type() == lower ? tensor : at::autocast::cached_cast(at::kFloat, tensor, device_type);
-  };
-  const OptionalTensor cast_bias = is_present(bias) ? OptionalTensor(parameter(*bias)) : std::nullopt;
+  const auto parameter = [&](const auto& tensor) { return causal_conv1d::autocast_parameter(tensor, lower, device_type); };
   static const auto op = find_op<Signature>("ssm_kernels::_mamba_conv");
-  return op.call(sequence(xz), parameter(weight), cast_bias, sequence(initial_state));
+  return op.call(sequence(xz), parameter(weight), parameter(bias), sequence(initial_state));
 }
 
 }  // namespace

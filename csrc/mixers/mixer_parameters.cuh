@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kParameterThreads) mixer_parameters_kernel(con
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kParameterThreads + threadIdx.x;
   Acc* const out = static_cast<Acc*>(p.out);
   if (index < p.A_log.count) {
-    // Not Math<float>'s approximation: A decays whole sequences, and this is no hot loop.
+    // The accurate exponential, not Math<float>'s approximation: an error of A grows with the length of a sequence.
     out[index] = -::exp(load_parameter<Acc>(p.A_log, index));
     return;
   }

@@ -1,4 +1,4 @@
-// What the kernel of the mixers' parameters is given: plain data, no torch type.
+// Arguments of the kernel that converts the mixers' parameters: plain data, no torch type.
 //
 //   out = [-exp(A_log), bias, D], in the accumulation type
 #pragma once

@@ -56,7 +56,7 @@ Three gated_fwd(const Tensor& x, const OptionalTensor& weight, const OptionalTen
   return {out, rstd, mean};
 }
 
-// Of both forms of backward: what is absent or has no elements in the last five is not written.
+// Both forms of backward. Of the last five arguments, those that are absent or have no elements are not written.
 template <bool meta>
 void gated_bwd_into(const Tensor& grad_out, const Tensor& x, const OptionalTensor& weight, const OptionalTensor& z,
                     const OptionalTensor& bias, const Tensor& mean, const Tensor& rstd, OptionalSize group_size,

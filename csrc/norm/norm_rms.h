@@ -1,5 +1,5 @@
-// What the RMSNorm kernels are given, and how the host fills it in. They take calls without bias whose groups have whole warps
-// and fit into one block: norm_cuda.cpp chooses.
+// Arguments of the RMSNorm kernels, and the host functions that fill them in. norm_cuda.cpp chooses these kernels for calls
+// without bias whose groups take whole warps and fit into one block.
 #pragma once
 
 #include "norm/norm_cuda.h"
@@ -11,7 +11,7 @@ struct RowStream {
   char* data = nullptr;          // null where the tensor is absent
   int64_t outer = 0, inner = 0;  // between rows
   int64_t step = 0;              // row_step / inner outer rows and row_step % inner inner rows on
-  int64_t wrap = 0;              // from beyond the inner rows of an outer row to those of the next
+  int64_t wrap = 0;              // added when a step passes the end of an outer row
   int64_t group = 0;             // between groups of a row
 };
 
@@ -47,7 +47,7 @@ struct RmsBwdParams : RmsParams {
 constexpr int rms_stages(int column_bytes) { return column_bytes <= 6 ? 3 : 2; }
 // Two sums of each warp.
 constexpr int kRmsSumBytes = 2 * 32 * static_cast<int>(sizeof(float));
-// row_bytes: that each thread copies of a row beside its columns.
+// row_bytes: bytes per row that a thread copies in addition to its columns (rstd).
 constexpr int rms_shared_bytes(int warps, int column_bytes, int row_bytes) {
   return kRmsSumBytes + warps * kWarpSize * rms_stages(column_bytes) * (kThreadColumns * column_bytes + row_bytes);
 }

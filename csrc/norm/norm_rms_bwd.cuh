@@ -25,7 +25,7 @@
 
 namespace ssm_kernels::norm {
 
-// What is copied for a column of a row: grad_out, x, and z or grad_new_residual.
+// Bytes that a column of a row takes in a stage: grad_out, x, and z or grad_new_residual.
 template <typename Scalar, RmsCase rms_case>
 constexpr int kRmsBwdColumnBytes = sizeof(Scalar) + 2 * (rms_case == RmsCase::kNoGateWide ? sizeof(float) : sizeof(Scalar));
 
@@ -33,9 +33,9 @@ template <typename Scalar, RmsCase rms_case>
 __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const __grid_constant__ RmsBwdParams p) {
   constexpr bool kBefore = rms_case == RmsCase::kGateBefore, kAfter = rms_case == RmsCase::kGateAfter;
   constexpr bool kHasGate = kBefore || kAfter;
-  // Of x and of z or grad_new_residual.
+  // The element type of x and of z or grad_new_residual.
   using Wide = std::conditional_t<rms_case == RmsCase::kNoGateWide, float, Scalar>;
-  // Of grad_z or grad_residual.
+  // The element type of grad_z or grad_residual.
   using Second = std::conditional_t<kHasGate, Scalar, float>;
   constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Wide)), kVectors = kThreadColumns / kSize;
   constexpr int kStages = rms_stages(kRmsBwdColumnBytes<Scalar, rms_case>), kOffset = kWarpSize * kSize;

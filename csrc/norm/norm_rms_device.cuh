@@ -20,8 +20,8 @@ __device__ __forceinline__ int kept_in_register(int value) {
   return value;
 }
 
-// Sums a value over the block. Calls alternate between two `shared`: a warp writes to one only after the barrier of the other,
-// which all warps reached having read the one. All lanes get the same bits.
+// Sums a value over the block; all lanes get the same bits. Calls alternate between two `shared` buffers: the barrier of the
+// next call separates the reads of this one from the next writes to the same buffer.
 __device__ __forceinline__ float sum_over_block(float value, float* shared, int warps, int warp, int lane) {
 #pragma unroll
   for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);

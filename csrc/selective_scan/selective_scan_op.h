@@ -65,7 +65,7 @@ using BwdOutSignature = BwdOutResult(const OptionalTensor& grad_out, const Optio
                                      const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus,
                                      NeedsGrad needs_grad, at::Tensor& grad_z, const OptionalTensor& grad_delta);
 
-// What a device computes of backward: gradients as allocate_bwd gives them.
+// The arguments of a device's backward, which returns gradients as allocate_bwd makes them.
 struct BwdCall {
   const OptionalTensor &grad_out, &grad_last_state;
   Inputs in;  // without an initial state, which is the first of chunk_states

@@ -17,6 +17,7 @@
 #include <initializer_list>
 
 #include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "selective_state_update/selective_state_update_op.h"
 
 namespace ssm_kernels::selective_state_update {
@@ -26,19 +27,6 @@ constexpr int64_t kVectorBytes = 16;
 // Of a multiprocessor, at 64 registers a thread.
 constexpr int64_t kResidentWarps = 32;
 constexpr int64_t kTilesPerWarp = 8;
-
-int64_t bytes_of(ScalarKind kind) {
-  switch (kind) {
-    case ScalarKind::kDouble:
-      return 8;
-    case ScalarKind::kFloat:
-      return 4;
-    case ScalarKind::kHalf:
-    case ScalarKind::kBFloat16:
-      return 2;
-  }
-  return 0;
-}
 
 // Whether every vector of `count` elements starts at a multiple of its size, or of 16 bytes if it is larger.
 bool is_aligned(const void* data, int64_t element_bytes, int64_t count, std::initializer_list<int64_t> strides) {
@@ -65,7 +53,7 @@ bool are_narrow(const ChannelView& view) { return are_narrow({view.stride_batch,
 bool can_be_fast(const StateUpdateParams& p) {
   if (p.input_kind == ScalarKind::kDouble) return false;
   constexpr int64_t kAccumulateBytes = 4;
-  const int64_t state_bytes = bytes_of(p.state_kind), input_bytes = bytes_of(p.input_kind);
+  const int64_t state_bytes = cuda::element_bytes(p.state_kind), input_bytes = cuda::element_bytes(p.input_kind);
   const int64_t A_bytes = p.A_is_input_kind ? input_bytes : kAccumulateBytes;
   const int64_t vector_size = kVectorBytes / state_bytes;
   const auto fits = [&](const GroupView& view) {
@@ -88,7 +76,7 @@ bool can_be_fast(const StateUpdateParams& p) {
 
 Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
   Tiling tiling;
-  const int64_t state_bytes = bytes_of(p.state_kind);
+  const int64_t state_bytes = cuda::element_bytes(p.state_kind);
   tiling.fast = can_be_fast(p);
   const int64_t vectors_per_row = tiling.fast ? p.dstate * state_bytes / kVectorBytes : p.dstate;
   while (tiling.lanes() < kWarpSize && tiling.lanes() < vectors_per_row) ++tiling.log2_lanes;

@@ -66,8 +66,7 @@ KernelSet choose_bwd_kernels(const ConvBwdParams& p) {
   return choose_kernels(p, {p.x, p.grad_out, p.grad_out_2, p.grad_x}, kStepVector);
 }
 
-// What a warp of the kernels of steps does before and after its steps, in steps: it loads weights, reads steps twice, adds
-// sums.
+// A warp of the kernels of steps spends the time of that many steps on its weights, the steps it reads twice, and its sums.
 constexpr int64_t kStepsOverhead = 12;
 constexpr int64_t kLeastSteps = 16, kMostSteps = 256;
 constexpr int64_t kMostWaves = 8;

@@ -138,7 +138,7 @@ template <typename Scalar, bool is_plain>
 __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFwdBlocks / 2)
     conv_fwd_steps_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kVector = kStepVector, kAhead = 8;
+  constexpr int kVector = kStepVector, kAhead = sizeof(Scalar) > 2 ? 4 : 8;
   using Inputs = cuda::Vector<Scalar, kVector>;
   // Inputs of groups of steps, each lane's by itself: one group in use, the others being copied.
   constexpr int kGroups = 3;

@@ -53,7 +53,7 @@ struct RowWeights {
     bias = load_bias<Scalar>(p, c);
   }
 
-  // Of step i, whose input is inputs[kBefore + i], in the order of the lags.
+  // Sums the taps of step i, whose input is inputs[kBefore + i], in the order of the lags.
   template <int size>
   __device__ __forceinline__ Acc sum(const Acc (&inputs)[size], int i) const {
     Acc result = Math<Acc>::fma(weight[0], inputs[i + 3], bias);
@@ -77,7 +77,7 @@ struct VectorTail {
     memcpy(tail.words, reinterpret_cast<const char*>(vector.pieces) + (size - kElements) * sizeof(Scalar), sizeof(tail.words));
     return tail;
   }
-  // Of the kBefore steps before a tile's first, of the tile before or of the initial state.
+  // Loads the kBefore steps before a tile's first: from the tile before, or from the initial state.
   __device__ __forceinline__ static VectorTail load(const ConvParams& p, const RowPiece& piece, const Scalar* x) {
     Scalar elements[kElements];
 #pragma unroll
