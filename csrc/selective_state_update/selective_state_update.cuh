@@ -151,7 +151,7 @@ template <typename Input, typename State, typename Method, bool fast, bool tied_
 __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Tiling& tiling) {
   using Acc = cuda::AccumulateType<Input>;
   using Index = std::conditional_t<fast, uint32_t, int64_t>;
-  constexpr int kVectorSize = fast ? 16 / sizeof(State) : 1;
+  constexpr int kVectorSize = fast ? state_vector_bytes(sizeof(State), tied_A) / static_cast<int>(sizeof(State)) : 1;
   const Index warp = Index(tiling.first_tile) + Index(blockIdx.x) * tiling.warps_per_block + Index(threadIdx.x / kWarpSize);
   if (warp >= Index(tiling.tiles)) return;
   const Method method = make_method<Method>(p);
@@ -316,11 +316,11 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   if (owner) *out = from_accumulate<Input>((sum + skipped) * gate);
 }
 
-// Blocks of a multiprocessor. That leaves a thread 128 registers for doubles, else 64 where A is tied and 80 where it is not,
-// and with a 16-bit state, whose vectors hold twice the values, 80 and 128. With fewer the kernels spill.
+// Blocks of a multiprocessor. That leaves a thread 128 registers for doubles, else 64 where A is tied and 80 where it is not;
+// tied with a 16-bit state, whose vectors hold twice the values, 80. With fewer the kernels spill.
 template <typename Input, typename State, bool tied_A>
 constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4
-                           : sizeof(State) == 2          ? (tied_A ? 6 : 4)
+                           : sizeof(State) == 2          ? 6
                                                          : (tied_A ? 8 : 6);
 
 template <typename Input, typename State, typename Method, bool fast, bool tied_A>

@@ -23,14 +23,14 @@
 namespace ssm_kernels::selective_state_update {
 namespace {
 
-constexpr int64_t kVectorBytes = 16;
+constexpr int64_t kWidestAccess = 16;  // bytes
 // Of a multiprocessor, at 64 registers a thread.
 constexpr int64_t kResidentWarps = 32;
 constexpr int64_t kTilesPerWarp = 8;
 
 // Whether every vector of `count` elements starts at a multiple of its size, or of 16 bytes if it is larger.
 bool is_aligned(const void* data, int64_t element_bytes, int64_t count, std::initializer_list<int64_t> strides) {
-  const int64_t alignment = std::min(element_bytes * count, kVectorBytes);
+  const int64_t alignment = std::min(element_bytes * count, kWidestAccess);
   const auto aligned = [&](int64_t offset) { return offset % alignment == 0; };
   return aligned(reinterpret_cast<int64_t>(data)) &&
          std::all_of(strides.begin(), strides.end(), [&](int64_t stride) { return aligned(stride * element_bytes); });
@@ -55,7 +55,7 @@ bool can_be_fast(const StateUpdateParams& p) {
   constexpr int64_t kAccumulateBytes = 4;
   const int64_t state_bytes = cuda::element_bytes(p.state_kind), input_bytes = cuda::element_bytes(p.input_kind);
   const int64_t A_bytes = p.A_is_input_kind ? input_bytes : kAccumulateBytes;
-  const int64_t vector_size = kVectorBytes / state_bytes;
+  const int64_t vector_size = state_vector_bytes(state_bytes, p.tied_A()) / state_bytes;
   const auto fits = [&](const GroupView& view) {
     return view.stride_state == 1 && is_aligned(view.data, input_bytes, vector_size, {view.stride_batch, view.stride_group}) &&
            are_narrow({view.stride_batch, view.stride_group});
@@ -78,7 +78,7 @@ Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
   Tiling tiling;
   const int64_t state_bytes = cuda::element_bytes(p.state_kind);
   tiling.fast = can_be_fast(p);
-  const int64_t vectors_per_row = tiling.fast ? p.dstate * state_bytes / kVectorBytes : p.dstate;
+  const int64_t vectors_per_row = tiling.fast ? p.dstate * state_bytes / state_vector_bytes(state_bytes, p.tied_A()) : p.dstate;
   while (tiling.lanes() < kWarpSize && tiling.lanes() < vectors_per_row) ++tiling.log2_lanes;
 
   tiling.channels_per_group = p.channels() / p.groups;

@@ -6,10 +6,10 @@
 // step size and gate, and writes its output. A warp's 32 / lanes groups make a tile: consecutive channels of one batch entry
 // inside one group of B and C. The cut does not touch numerics: a row is summed in the same order whatever `rows` is.
 //
-// There are two kernels. The fast one moves 16 bytes of state a lane and counts in 32 bits (addresses are 64-bit everywhere).
-// It wants the dstate values of state, B, C and A contiguous and aligned, the rows of the state (and of A) evenly spaced, and
-// all sizes and strides below 2^31. The general one moves one element a lane, takes any strides, and serves doubles, which have
-// no fast one.
+// There are two kernels. The fast one moves vectors of state_vector_bytes of the state a lane and counts in 32 bits (addresses
+// are 64-bit everywhere). It wants the dstate values of state, B, C and A contiguous and aligned, the rows of the state (and of
+// A) evenly spaced, and all sizes and strides below 2^31. The general one moves one element a lane, takes any strides, and
+// serves doubles, which have no fast one.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -43,6 +43,9 @@ struct Tiling {
   SSM_HOST_DEVICE int lanes() const { return 1 << log2_lanes; }
   SSM_HOST_DEVICE int rows_per_tile() const { return (kWarpSize >> log2_lanes) * rows; }
 };
+
+// Rows of untied A are mostly 16 values: of 16-bit states, smaller vectors give each of kRowsInFlight lanes some.
+constexpr int state_vector_bytes(int64_t state_bytes, bool tied_A) { return state_bytes == 2 && !tied_A ? 8 : 16; }
 
 template <typename Input>
 constexpr bool kHasFastKernels = !std::is_same_v<Input, double>;
