@@ -69,6 +69,13 @@ def each_way(request):
         yield
 
 
+@pytest.fixture
+def kernels_by_layout():
+    """causal_conv1d's kernels on CUDA for its layouts, which calls of few elements take others than."""
+    with helpers.debug_option("causal_conv1d_kernel", "by_layout"):
+        yield
+
+
 @pytest.fixture(params=["wgmma", "mma"])
 def each_products(request):
     """Twice: with either of ssd_chunk_scan's preferences, of which float32 and float64 have no use."""

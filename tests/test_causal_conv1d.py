@@ -26,12 +26,13 @@ from conv_helpers import (
     with_state,
 )
 from helpers import LAYOUTS as ANY_LAYOUTS
-from helpers import arrange, as_float64, assert_equal, captured, says
+from helpers import arrange, as_float64, assert_equal, captured, debug_option, says
 from torch import Tensor
 
 from ssm_kernels import causal_conv1d, reference
 
 OPERATOR = "causal_conv1d"
+pytestmark = pytest.mark.usefixtures("kernels_by_layout")
 ops = torch.ops.ssm_kernels
 
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
@@ -54,6 +55,20 @@ def test_matches_reference(dtype, activation, size, cut, device):
             **(size | cut), dtype=dtype, weight_dtype=weight_dtype, activation=activation, layout=layout, device=device
         )
         assert_matches_reference(inputs)
+
+
+@pytest.mark.cuda
+@every_cut
+@every_activation
+@every_dtype
+def test_few_elements_give_the_same_bits(dtype, activation, cut):
+    for channels, width in ((136, 4), (136, 3), (768, 2)):
+        sizes = {"channels": channels, "seqlen": 40, "width": width}
+        inputs = make_inputs(**(sizes | cut), dtype=dtype, activation=activation, device="cuda")
+        expected = with_state(**inputs)
+        with debug_option("causal_conv1d_kernel", "faster"):
+            actual = with_state(**inputs)
+        assert all(map(torch.equal, actual, expected))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

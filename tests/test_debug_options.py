@@ -11,6 +11,7 @@ from helpers import DEBUG_OPTION_VALUES, debug_option, set_debug_option
 LARGEST = 2**63 - 1
 # Of each option: its default, and the least and the most that it may be.
 OPTIONS = {
+    "causal_conv1d_kernel": (0, 0, 1),
     "selective_scan_kernel": (0, 0, 2),
     "selective_scan_shared_bytes": (LARGEST, 1, LARGEST),
     "ssd_mma": (0, 0, 1),

@@ -12,6 +12,8 @@ constexpr int64_t kLeastSharedBytesPerBlock = 99 * 1024;
 
 // In the order of the table in debug_options.cpp.
 enum class DebugOption : int {
+  // The CUDA kernels of causal_conv1d's forward: 0, by layout and size; 1, by layout alone, whatever the size.
+  kCausalConv1dKernel,
   // The CUDA kernels of selective_scan: a value of selective_scan::Way. A call that the preferred kernels do not support takes
   // the others.
   kSelectiveScanKernel,

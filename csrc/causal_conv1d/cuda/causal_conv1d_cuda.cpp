@@ -22,6 +22,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "torch/checks.h"
+#include "torch/debug_options.h"
 
 namespace ssm_kernels::causal_conv1d {
 namespace {
@@ -60,6 +61,17 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
         return has_vectors(view, bytes, kVectorBytes / bytes, view.stride_step, p.seqlen, view.stride_channel);
       });
   return are_rows ? KernelSet::kRows : KernelSet::kGeneral;
+}
+
+// Elements of a multiprocessor, up to which a thread for each of them ends sooner than a lane that goes through steps: what
+// takes time then is latency.
+constexpr int64_t kFewElements = 1024;
+
+KernelSet choose_fwd_kernels(const ConvFwdParams& p, int device) {
+  const KernelSet set = choose_kernels(p, {p.x, p.out}, kStepVector);
+  const bool is_small = p.batch * p.seqlen * p.channels <= kFewElements * cuda::multiprocessor_count(device);
+  const bool may_be_general = set == KernelSet::kSteps && debug_option(DebugOption::kCausalConv1dKernel) == 0;
+  return may_be_general && is_small ? KernelSet::kGeneral : set;
 }
 
 KernelSet choose_bwd_kernels(const ConvBwdParams& p) {
@@ -119,7 +131,7 @@ struct Cuda {
   };
 
   static void run(const ConvFwdParams& params, const at::Tensor& x) {
-    const KernelSet set = choose_kernels(params, {params.x, params.out}, kStepVector);
+    const KernelSet set = choose_fwd_kernels(params, x.get_device());
     const Tiling tiling = make_tiling(params, set, kFwdBlocks, /*has_whole_waves=*/false, x.get_device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     cuda::visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
