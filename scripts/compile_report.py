@@ -32,9 +32,9 @@ KERNEL_LIMITS = {
     "linear_scan": 154,
     "mixers": 2,
     "norm": 50,
-    "selective_scan": 145,
+    "selective_scan": 148,
     "selective_state_update": 86,
-    "ssd": 71,
+    "ssd": 74,
 }
 
 

@@ -85,6 +85,8 @@ def scan_cases() -> Iterator[ScanCase]:
             yield case("layout", dtype=dtype, dim=37, seqlen=129, groups=1, layout=layout)
         yield case("inference", (), dtype=dtype, dim=37, seqlen=130)
         yield case("required only", dtype=dtype, **MINIMAL)
+        for layout in ("contiguous", "transposed"):
+            yield case("short sequences", dtype=dtype, dim=40, seqlen=27, layout=layout)
         yield case("segments", dtype=dtype, batch=1, dim=5, seqlen=6300, dstate=5)
     for method in METHODS:
         yield case("method, tiles of long sequences", dim=9, seqlen=140, discretization=method)
@@ -131,7 +133,8 @@ def ways(inputs: Inputs) -> tuple[str, ...]:
     """Those that have a kernel for such a call."""
     per_step = inputs["B"].dim() > 2 and inputs["C"].dim() > 2
     walks = per_step and inputs["A"].shape[1] <= 16 and inputs["u"].dtype != torch.float64
-    return ("time_lanes", "walking") if walks else ("time_lanes",)
+    # Sequences of a few steps have a third, taken where neither of these is preferred.
+    return ("time_lanes", "walking", *(["faster"] if inputs["u"].shape[2] <= 32 else [])) if walks else ("time_lanes",)
 
 
 def evaluate_scan(case: ScanCase, cotangents: dict[str, Tensor], device: str) -> dict[str, Tensor]:
@@ -242,6 +245,7 @@ def ssd_cases() -> Iterator[tuple[str, Inputs]]:
     for dtype in SSD_DTYPES:
         for dstate in (64, 128, 256):
             yield ssd_case("kernel", dtype=dtype, dstate=dstate)
+            yield ssd_case("short sequences", dtype=dtype, dstate=dstate, seqlen=25, resets=((3, 9), (1,)))
             yield ssd_case("longer than a run", dtype=dtype, dstate=dstate, batch=1, heads=2, groups=1, seqlen=1000)
     yield from ssd_paths()
     yield ssd_case("heads without a partner", heads=3, groups=3)
@@ -470,6 +474,7 @@ def conv_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
 
 
 def check_conv(name: str, inputs: Inputs, wanted: tuple[str, ...]) -> str | None:
+    set_debug_option("causal_conv1d_kernel", "by_layout")
     cotangents = conv_helpers.make_cotangents(inputs)
     expected, actual = (
         conv_helpers.evaluate(

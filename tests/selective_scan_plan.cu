@@ -67,7 +67,7 @@ int main(int, char** arguments) {
   const DeviceLimits device{84, per_block, per_block + 1024, 1024};
   for (const int64_t batch : {1, 100}) {
     for (const int64_t dim : {1, 5, 64, 2048}) {
-      for (const int64_t seqlen : {60, 4096}) {
+      for (const int64_t seqlen : {30, 60, 4096}) {
         for (const int64_t dstate : {1, 8, 16, 17, 32, 64, 100, 120, 128, 200, 255, 256}) {
           for (int bits = 0; bits < 16; ++bits) {
             const Options options{batch,          dim, seqlen, dstate, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0,

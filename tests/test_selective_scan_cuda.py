@@ -212,9 +212,28 @@ def test_state_sizes_of_many_channels(dstate):
     ids=str,
 )
 def test_tiles_and_their_tails(dtype, dim, layout):
-    for seqlen in (1, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000):
+    for seqlen in (1, 8, 31, 32, 33, 63, 64, 65, 127, 128, 129, 511, 512, 513, 1000):
         inputs = make_inputs(batch=2, dim=dim, seqlen=seqlen, dstate=16, dtype=dtype, seed=seqlen)
         assert_agrees_with_cpu(arrange_sequences(inputs, layout))
+
+
+# ----- lanes in time: sequences of one tile of few steps
+
+
+@both_layouts
+@dtypes(torch.float32, torch.bfloat16, torch.float16)
+@every_method
+def test_every_method_on_short_sequences(method, dtype, layout):
+    for seqlen, dstate in ((32, 16), (32, 3), (20, 40)):
+        inputs = make_inputs(batch=2, dim=40, seqlen=seqlen, dstate=dstate, groups=2, dtype=dtype, discretization=method)
+        assert_as_accurate_as_cpu(arrange_sequences(inputs, layout))
+
+
+@pytest.mark.parametrize("B, C", itertools.product(("constant", "variable"), repeat=2))
+@pytest.mark.parametrize("option", [None, *MINIMAL])
+def test_options_on_short_sequences(option, B, C):
+    absent = {} if option is None else {option: False}
+    assert_agrees_with_cpu(make_inputs(batch=2, dim=40, seqlen=27, dstate=16, B=B, C=C, dtype=torch.float32, **absent))
 
 
 @both_layouts

@@ -59,9 +59,35 @@ def test_discretizations(discretization):
 
 
 @every_dstate
-@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("seqlen", [1, 32, 33, 63, 64, 65, 1000])
 def test_lengths(seqlen, dstate):
     assert_accurate(inputs_on_cuda(seqlen=seqlen, dstate=dstate, heads=3, groups=1))
+
+
+# Up to 32 steps a sequential scan takes the place of the matrix products.
+@pytest.mark.parametrize("dstate", [5, 64, 128, 200, 256])
+@every_option
+def test_options_of_short_sequences(options, dstate):
+    assert_accurate(inputs_on_cuda(dstate=dstate, **({"seqlen": 24} | options)))
+
+
+@every_method
+def test_discretizations_of_short_sequences(discretization):
+    assert_accurate(inputs_on_cuda(seqlen=32, discretization=discretization))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("headdim", [3, 16, 40, 72, 200])
+def test_rows_of_short_sequences(headdim, layout):
+    assert_accurate(inputs_on_cuda(seqlen=19, headdim=headdim, dstate=24, heads=6, groups=3, layout=layout))
+
+
+def test_short_sequences_reset_at_every_step():
+    inputs = inputs_on_cuda(seqlen=32, resets=(range(1, 32), (31,)))
+    assert_accurate(inputs)
+    inputs["initial_states"] = torch.full_like(inputs["initial_states"], math.inf)
+    out = scan(**inputs)[0]
+    assert out[0, 1:].isfinite().all() and out[1, 31].isfinite().all()
 
 
 @every_dstate
@@ -194,6 +220,7 @@ def test_nan_stays_in_its_head(dstate):
 
 # Steps, where the last row's sequences begin, and the step of the NaN: inside chunks, and of a walk that is cut into pieces.
 NAN_CASES = {
+    "in_steps": ({"seqlen": 30}, (0, 10, 20), 13),
     "in_chunks": ({"seqlen": 90}, (0, 36, 72), 40),
     "in_pieces": ({"seqlen": 1000, "batch": 1, "heads": 1, "groups": 1}, (0, 300, 710), 500),
 }

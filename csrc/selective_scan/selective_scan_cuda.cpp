@@ -149,6 +149,12 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cuda(const at::Tensor& u, con
     Workspace workspace;
     reserve_carries(workspace, plan.time_lanes, params);
     workspace.allocate(A.options());
+    if constexpr (!std::is_same_v<Scalar, double>) {
+      if (plan.is_sequential) {
+        C10_CUDA_CHECK(sequential::launch_fwd<Scalar>(params, plan.sequential, stream));
+        return;
+      }
+    }
     visit_discretization(method, [&](auto rule) {
       using Method = decltype(rule);
       if constexpr (!std::is_same_v<Scalar, double>) {

@@ -1,13 +1,15 @@
-// Between the CUDA entry point (selective_scan_cuda.cpp) and the kernels: what the two ways of scanning share.
+// Between the CUDA entry point (selective_scan_cuda.cpp) and the kernels: what the three ways of scanning share.
 // * Walking (walking.h): a lane walks through time with states of two channels. For nearly 16 states, B and C per step, types
 //   of at most 32 bits, sequences of one layout; in forward for many channels only. A block takes up to 112 KB of shared
 //   memory, and a multiprocessor must have room for two (compute capability 9.0: 228 KB).
 // * Lanes in time (time_lanes.h): a lane takes some consecutive steps of one channel, and lanes compose their maps of the
 //   state. For everything else.
+// * Step after step (sequential.h): as walking, but of sequences of a few steps, and of few channels, for which nothing is
+//   overlapped. Forward only.
 // selective_scan_plan.cpp decides.
 //
-// In both a block takes a tile of neighboring channels along time, so that the rows of B and C are staged once for all of them.
-// Its channels share these rows: they lie in one span, the longest run of channels for which neither group changes.
+// In all of them a block takes a tile of neighboring channels along time, so that the rows of B and C are staged once for all
+// of them. Its channels share these rows: they lie in one span, the longest run of channels for which neither group changes.
 //
 // Where batch and dim leave the device idle, time is also cut into segments, each for blocks of its own: a first launch (the
 // carry pass, of time_lanes) finds how each segment maps the state before it to the state after it, in backward the adjoint

@@ -7,6 +7,7 @@
 
 #include <algorithm>
 #include <initializer_list>
+#include <limits>
 #include <numeric>
 #include <type_traits>
 
@@ -95,7 +96,8 @@ void set_tiles_that_fit(time_lanes::ScanPlan& plan, const Params& p, int block_c
   set_tiles(plan, p, plan.block_channels);
 }
 
-void set_accesses(time_lanes::ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
+template <typename ScanPlan>
+void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
   plan.u = access_of(p.u, p, plan, bytes);
   plan.delta = access_of(p.delta, p, plan, bytes);
   plan.z = access_of(p.z, p, plan, bytes);
@@ -176,6 +178,12 @@ void set_accesses(walking::ScanPlan& plan, const SelectiveScanParams& p, int64_t
   plan.C = access_of(p.C, p, bytes);
 }
 
+// Whether the sequential kernel can do a call, not of doubles. It takes a few kilobytes of shared memory.
+bool is_short(const SelectiveScanParams& p) {
+  return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates && p.seqlen > 0 &&
+         p.seqlen <= sequential::kMostSteps && p.dim <= std::numeric_limits<int32_t>::max();
+}
+
 // Whether walking can do a call, not of doubles, that takes `shared_bytes` of a block.
 bool can_walk(const SelectiveScanParams& p, const DeviceLimits& device, size_t shared_bytes) {
   return p.B.per_step && p.C.per_step && p.dstate <= walking::kStates &&
@@ -203,6 +211,12 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Way w
       const bool fills = p.batch * plan.walking.tiles * 2 >= device.multiprocessors * 3;
       plan.walks = way == Way::kWalking || (fills && walks_well(p, plan.walking, device, shared_bytes));
       if (plan.walks) plan.shared_bytes = static_cast<int64_t>(shared_bytes);
+    }
+    if (way == Way::kFaster && !plan.walks && is_short(p)) {
+      plan.is_sequential = true;
+      set_tiles(plan.sequential, p, sequential::kTileChannels);
+      set_accesses(plan.sequential, p, sizeof(Scalar));
+      return plan;
     }
   }
   if (!plan.walks) {

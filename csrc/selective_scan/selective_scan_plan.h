@@ -1,10 +1,11 @@
-// How a call of the selective scan is cut for a device: by which of the two ways, and how each shares out channels and time.
+// How a call of the selective scan is cut for a device: by which of the three ways, and how each shares out channels and time.
 // Plain data to plain data; what it decides depends on sizes, strides and the device only.
 #pragma once
 
 #include <cstdint>
 
 #include "selective_scan/selective_scan_cuda.h"
+#include "selective_scan/sequential.h"
 #include "selective_scan/time_lanes.h"
 #include "selective_scan/walking.h"
 
@@ -22,14 +23,18 @@ struct DeviceLimits {
 enum class Way : int { kFaster, kWalking, kTimeLanes };
 
 struct Plan {
-  bool walks = false;
+  bool walks = false, is_sequential = false;
+  sequential::ScanPlan sequential;
   walking::ScanPlan walking;
   // Of the carry pass too, where it is walking that has segments: the same ones.
   time_lanes::ScanPlan time_lanes;
   // Of a block of any of its launches, the most. More than the device's limit only if no cut of the call fits.
   int64_t shared_bytes = 0;
 
-  const Partition& partition() const { return walks ? static_cast<const Partition&>(walking) : time_lanes; }
+  const Partition& partition() const {
+    if (is_sequential) return sequential;
+    return walks ? static_cast<const Partition&>(walking) : time_lanes;
+  }
 };
 
 template <typename Scalar>

@@ -39,6 +39,12 @@ constexpr int column_blocks(int64_t dstate) { return dstate <= kUnitColumns ? 1 
 // Of one head.
 constexpr int64_t row_blocks(int64_t headdim) { return (headdim + kUnitRows - 1) / kUnitRows; }
 
+// The sequential scan of short fp32 sequences, ssd_fwd_sequential.cuh: its most steps, and rows of a head's state of a block.
+constexpr int kSequentialSteps = 32, kSequentialRows = 16;
+inline int64_t sequential_blocks(const SsdParams& p) {
+  return p.batch * p.heads * ((p.headdim + kSequentialRows - 1) / kSequentialRows);
+}
+
 // The first step of a chunk, in 64 bits whatever the chunk's number has.
 SSM_HOST_DEVICE constexpr int64_t first_step(int64_t chunk) { return chunk * kChunk; }
 
@@ -115,6 +121,7 @@ int fit_stages(int most, int max_shared_bytes, const BytesOf& bytes_of) {
 // Queue the kernels on the stream; return a cudaError_t. Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
 int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, CUstream_st* stream);
+int launch_ssd_fwd_sequential(const SsdFwdParams& params, CUstream_st* stream);  // of float
 template <typename Scalar>
 int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, bool may_use_wgmma, int max_shared_bytes,
                    CUstream_st* stream);

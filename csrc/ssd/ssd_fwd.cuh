@@ -17,7 +17,8 @@
 // meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks: ssd_runs.cuh. Nothing is
 // saved for backward.
 //
-// Two kernels do this: ssd_fwd_wgmma.cuh in 16 bits where the device has such products, else ssd_fwd_mma.cuh.
+// Two kernels do this: ssd_fwd_wgmma.cuh in 16 bits where the device has such products, else ssd_fwd_mma.cuh. A third,
+// ssd_fwd_sequential.cuh, does without matrix products; it takes fp32 sequences of up to kSequentialSteps steps.
 #pragma once
 
 #include "ssd/ssd_fwd_mma.cuh"

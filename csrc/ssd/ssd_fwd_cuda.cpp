@@ -84,6 +84,12 @@ bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
                                {out.stride(2), out.stride(1), out.stride(0)}, {kUnitRows, 1, kChunk, 1}) == cudaSuccess;
 }
 
+// Whether the sequential scan takes a call.
+bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
+  return out.scalar_type() == at::kFloat && params.cu_seqlens == nullptr && params.seqlen > 0 &&
+         params.seqlen <= kSequentialSteps && sequential_blocks(params) <= std::numeric_limits<int32_t>::max();
+}
+
 }  // namespace
 
 bool have_kernels_for(const Inputs& in, bool is_backward) {
@@ -104,16 +110,19 @@ void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::
   inputs.fill(params);
   Runs runs{inputs.partition()};
   if (runs.walks == 0) return;
-  const Workspace workspace = cut(inputs, params, runs);
-
   const at::Tensor gate = is_present(z) ? as_rows(*z) : at::Tensor();
   if (gate.defined()) params.z = const_rows_view(gate);
   params.out = rows_view(out);
-  runs.may_use_wgmma = may_use_wgmma && describe_tiles(out, params);
   params.final_states = final_states.data_ptr<float>();
-
-  const int max_shared_bytes = ssd::max_shared_bytes(out);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  if (is_short(out, params)) {
+    C10_CUDA_CHECK(static_cast<cudaError_t>(launch_ssd_fwd_sequential(params, stream)));
+    return;
+  }
+
+  const Workspace workspace = cut(inputs, params, runs);
+  runs.may_use_wgmma = may_use_wgmma && describe_tiles(out, params);
+  const int max_shared_bytes = ssd::max_shared_bytes(out);
   launch_for(out, [&](auto scalar) { return launch_ssd_fwd<decltype(scalar)>(params, runs, max_shared_bytes, stream); });
 }
 

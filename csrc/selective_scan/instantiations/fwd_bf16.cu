@@ -1,3 +1,4 @@
+#include "selective_scan/sequential_fwd.cuh"
 #include "selective_scan/time_lanes_fwd.cuh"
 #include "selective_scan/walking_fwd.cuh"
 
@@ -5,6 +6,8 @@ namespace ssm_kernels::selective_scan {
 
 template size_t time_lanes::fwd_shared_bytes<__nv_bfloat16>(const SelectiveScanFwdParams&, const time_lanes::ScanPlan&);
 template size_t walking::fwd_shared_bytes<__nv_bfloat16>(const SelectiveScanFwdParams&);
+template cudaError_t sequential::launch_fwd<__nv_bfloat16>(const SelectiveScanFwdParams&, const sequential::ScanPlan&,
+                                                           cudaStream_t);
 
 #define SSM_ROW(enumerator, name, Method)                                                                                  \
   template cudaError_t time_lanes::launch_fwd<__nv_bfloat16, Method>(const SelectiveScanFwdParams&,                        \

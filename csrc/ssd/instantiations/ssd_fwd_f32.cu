@@ -1,4 +1,5 @@
 #include "ssd/ssd_fwd.cuh"
+#include "ssd/ssd_fwd_sequential.cuh"
 
 namespace ssm_kernels::ssd {
 

@@ -1,0 +1,24 @@
+// Sums over neighboring lanes of a warp.
+#pragma once
+
+namespace ssm_kernels::cuda {
+
+// Sums each of `count` values over `lanes` neighboring lanes, a power of two. Of these lanes, the one of index l then has the
+// sums of values l count / lanes to (l + 1) count / lanes - 1, in the first of its values. Each exchange halves what a lane has
+// left, so that there are count - count / lanes shuffles and not count log2(lanes).
+template <int lanes, typename Value, int count, int kept = count / 2>
+__device__ __forceinline__ void sum_over_lanes(Value (&values)[count]) {
+  static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0 && count % lanes == 0, "the sums are shared equally");
+  if constexpr (lanes > 1) {
+    constexpr int kDistance = lanes / 2;
+    const bool is_upper = (threadIdx.x & kDistance) != 0;
+#pragma unroll
+    for (int i = 0; i < kept; ++i) {
+      const Value own = is_upper ? values[kept + i] : values[i], other = is_upper ? values[i] : values[kept + i];
+      values[i] = own + __shfl_xor_sync(0xffffffffu, other, kDistance);
+    }
+    sum_over_lanes<kDistance, Value, count, kept / 2>(values);
+  }
+}
+
+}  // namespace ssm_kernels::cuda
