@@ -88,19 +88,28 @@ RmsCase choose_fwd_rms_case(const NormFwdParams& p) {
   return fits ? RmsCase::kNoGateWide : RmsCase::kNone;
 }
 
-// A plan of kNone if the group does not have a warp's columns, or does not fit into a block.
-RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int column_bytes, int row_bytes, int max_threads, int registers) {
+// A block for each group of each row. A plan of kNone if the group does not have a warp's columns, or does not fit into a
+// block.
+RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int max_threads) {
   constexpr int64_t kWarpColumns = kWarpSize * kThreadColumns;
   RmsPlan plan;
   const int64_t warps = at::ceil_div(p.group_size, kWarpColumns);
   if (p.group_size <= kWarpColumns / 2 || warps * kWarpSize > max_threads) return plan;
   plan.warps = static_cast<int>(warps);
+  plan.row_blocks = static_cast<int>(p.rows());
+  plan.rms_case = rms_case;
+  return plan;
+}
+
+// As many blocks as run at a time, each with its rows in shared memory. Also of kNone if a block does not have that much.
+RmsPlan plan_persistent_rms(const NormParams& p, RmsCase rms_case, int column_bytes, int row_bytes, int max_threads,
+                            int registers) {
+  RmsPlan plan = plan_rms(p, rms_case, max_threads);
   plan.shared_bytes = rms_shared_bytes(plan.warps, column_bytes, row_bytes);
-  if (plan.shared_bytes > cuda::max_shared_bytes(p.device)) return plan;
+  if (plan.rms_case == RmsCase::kNone || plan.shared_bytes > cuda::max_shared_bytes(p.device)) return {};
   const int64_t resident = resident_blocks(p.device, plan.warps, registers, plan.shared_bytes);
   // Blocks beyond those that run at a time would leave more partial sums.
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / p.groups, 1, p.rows()));
-  plan.rms_case = rms_case;
   return plan;
 }
 
@@ -109,9 +118,10 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
   plan.units = p.rows() * p.groups;
   const bool use_vectors = can_use_vectors(p, {p.x, p.z, p.residual, p.out, p.new_residual});
   const RmsCase rms_case = choose_fwd_rms_case(p);
-  if (use_vectors && rms_case != RmsCase::kNone) {
-    const int second_bytes = bytes_of(p, rms_case == RmsCase::kNoGateWide);
-    plan.rms = plan_rms(p, rms_case, bytes_of(p, false) + second_bytes, /*row_bytes=*/0, kFwdMaxThreads, kFwdRegisters);
+  if (use_vectors && rms_case == RmsCase::kNoGateWide) {
+    plan.rms = plan_rms(p, rms_case, kFwdMaxThreads);
+  } else if (use_vectors && rms_case != RmsCase::kNone) {
+    plan.rms = plan_persistent_rms(p, rms_case, 2 * bytes_of(p, false), /*row_bytes=*/0, kFwdMaxThreads, kFwdRegisters);
   }
   plan.teams = make_teams(p, use_vectors, kFwdMaxThreads);
   plan.blocks = std::min<int64_t>(at::ceil_div<int64_t>(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
@@ -135,7 +145,7 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
   const RmsCase rms_case = choose_rms_case(p);
   if (use_vectors && rms_case != RmsCase::kNone) {
     const int column_bytes = bytes_of(p, false) + 2 * bytes_of(p, p.x.is_accumulate);
-    plan.rms = plan_rms(p, rms_case, column_bytes, kRmsBwdRowBytes, kBwdMaxThreads, kBwdRegisters);
+    plan.rms = plan_persistent_rms(p, rms_case, column_bytes, kRmsBwdRowBytes, kBwdMaxThreads, kBwdRegisters);
     plan.partials = plan.rms.row_blocks;
     if (plan.rms.rms_case != RmsCase::kNone) return plan;
   }

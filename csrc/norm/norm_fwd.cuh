@@ -10,6 +10,7 @@
 
 #include "norm/norm_device.cuh"
 #include "norm/norm_rms_fwd.cuh"
+#include "norm/norm_rms_sum_fwd.cuh"
 
 namespace ssm_kernels::norm {
 
@@ -171,6 +172,7 @@ cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cu
   void (*kernel)(NormFwdParams, FwdPlan) =
       params.is_add ? norm_fwd_kernel<Scalar, false, true> : norm_fwd_kernel<Scalar, false, false>;
   if constexpr (kHasVectorKernels<Scalar>) {
+    if (plan.rms.rms_case == RmsCase::kNoGateWide) return launch_norm_rms_sum_fwd<Scalar>(params, plan.rms, stream);
     if (plan.rms.rms_case != RmsCase::kNone) return launch_norm_rms_fwd<Scalar>(params, plan.rms, stream);
     if (plan.teams.use_vectors) {
       kernel = params.is_add ? norm_fwd_kernel<Scalar, true, true> : norm_fwd_kernel<Scalar, true, false>;

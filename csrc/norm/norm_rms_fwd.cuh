@@ -1,12 +1,11 @@
-// RMSNorm without bias on CUDA, with a silu gate or of the sum with a float32 residual, forward. norm_fwd.cuh has the kernels
-// for all other norms.
+// RMSNorm without bias on CUDA, with a silu gate, forward. norm_rms_sum_fwd.cuh has the kernel of a sum, norm_fwd.cuh those of
+// all other norms.
 //
 //   gate before:  v = x z sigmoid(z),  out = v rstd weight
 //   gate after:   v = x,               out = v rstd weight z sigmoid(z)
-//   sum:          v = x + residual,    out = v rstd weight,  new_residual = v
 //
 // Persistent blocks: a block takes one group of every row_step-th row and keeps the weights of its columns in registers. Each
-// thread copies its vectors of x and of z or the residual kStages - 1 rows ahead into its own shared memory (cp.async), which
+// thread copies its vectors of x and of z kStages - 1 rows ahead into its own shared memory (cp.async), which
 // takes no registers and no barrier. The one barrier of a row is in the sum of v^2. v stays in registers from the sum to the
 // output. Saved for backward: rstd of each group.
 #pragma once
@@ -18,15 +17,12 @@ namespace ssm_kernels::norm {
 
 template <typename Scalar, RmsCase rms_case>
 __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const __grid_constant__ RmsFwdParams p) {
-  constexpr bool kIsSum = rms_case == RmsCase::kNoGateWide;
-  using Second = std::conditional_t<kIsSum, float, Scalar>;  // of z or the residual
-  constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Second)), kVectors = kThreadColumns / kSize;
-  constexpr int kStages = rms_stages(static_cast<int>(sizeof(Scalar) + sizeof(Second))), kOffset = kWarpSize * kSize;
+  constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Scalar)), kVectors = kThreadColumns / kSize;
+  constexpr int kStages = rms_stages(2 * static_cast<int>(sizeof(Scalar))), kOffset = kWarpSize * kSize;
   using Input = StagedInput<Scalar, kSize, kVectors>;
-  using SecondInput = StagedInput<Second, kSize, kVectors>;
-  constexpr int kStageBytes = Input::kBytes + SecondInput::kBytes;
-  enum { kX, kSecond };
-  enum { kOut, kNewResidual };
+  constexpr int kStageBytes = 2 * Input::kBytes;
+  enum { kX, kZ };
+  enum { kOut };
   static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
   extern __shared__ __align__(kVectorBytes) char rms_shared[];
 
@@ -37,14 +33,13 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 
   char* const warp_stages = rms_shared + kRmsSumBytes + place.warp * (kStages * kStageBytes);
   char* const first_stage = warp_stages + kept_in_register(place.lane * Input::kLaneBytes);
-  char* const first_second = kIsSum ? warp_stages + Input::kBytes + kept_in_register(place.lane * SecondInput::kLaneBytes)
-                                    : first_stage + Input::kBytes;
+  char* const first_z = first_stage + Input::kBytes;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
     if (is_valid[i]) continue;
     for (int stage = 0; stage < kStages; ++stage) {
       Input::clear(first_stage + stage * kStageBytes, i);
-      SecondInput::clear(first_second + stage * kStageBytes, i);
+      Input::clear(first_z + stage * kStageBytes, i);
     }
   }
 
@@ -55,14 +50,14 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
       for (int i = 0; i < kVectors; ++i) {
         if (!is_valid[i]) continue;
         Input::copy(first_stage + stage_offset, i, reads.template at<Scalar>(kX, place));
-        SecondInput::copy(first_second + stage_offset, i, reads.template at<Second>(kSecond, place));
+        Input::copy(first_z + stage_offset, i, reads.template at<Scalar>(kZ, place));
       }
     }
     cuda::commit_async_copies();
     reads.advance(p, p.reads);
   };
   for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
-  RowCursor<kIsSum ? 2 : 1> writes(p, p.writes, place);
+  RowCursor<1> writes(p, p.writes, place);
   float weight[kVectors][kSize];
   load_weight<Scalar>(p, place, weight);
 
@@ -72,24 +67,16 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
     // Into the stage of the row before, which this thread has read.
     copy(row + (kStages - 1) * p.row_step, stage_offset == 0 ? (kStages - 1) * kStageBytes : stage_offset - kStageBytes);
     cuda::wait_for_async_copies<kStages - 1>();
-    const char *const stage = first_stage + stage_offset, *const second = first_second + stage_offset;
+    const char *const stage = first_stage + stage_offset, *const z_stage = first_z + stage_offset;
 
     float v[kVectors][kSize], sum = 0;
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
       to_values(Input::load(stage, i), v[i]);
       if constexpr (rms_case == RmsCase::kGateBefore) {
-        const auto z = SecondInput::load(second, i);
+        const auto z = Input::load(z_stage, i);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
-      }
-      if constexpr (kIsSum) {
-        const auto residual = SecondInput::load(second, i);
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) v[i][j] += residual.accumulate(j);
-        if (is_valid[i]) {
-          SecondInput::Values::round(v[i]).store(writes.template at<Second>(kNewResidual, place) + i * kOffset);
-        }
       }
 #pragma unroll
       for (int j = 0; j < kSize; ++j) sum = Math<float>::fma(v[i][j], v[i][j], sum);
@@ -103,7 +90,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 #pragma unroll
       for (int j = 0; j < kSize; ++j) v[i][j] = v[i][j] * rstd * weight[i][j];
       if constexpr (rms_case == RmsCase::kGateAfter) {
-        const auto z = SecondInput::load(second, i);
+        const auto z = Input::load(z_stage, i);
 #pragma unroll
         for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
       }
@@ -120,12 +107,10 @@ cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan
   RmsFwdParams p;
   fill_rms_params(p, params, plan);
   p.reads[0] = make_row_stream(params, plan, params.x);
-  p.reads[1] = make_row_stream(params, plan, params.is_add ? params.residual : params.z);
+  p.reads[1] = make_row_stream(params, plan, params.z);
   p.writes[0] = make_row_stream(params, plan, params.out);
-  p.writes[1] = make_row_stream(params, plan, params.new_residual);
-  void (*kernel)(RmsFwdParams) = norm_rms_fwd_kernel<Scalar, RmsCase::kNoGateWide>;
+  void (*kernel)(RmsFwdParams) = norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter>;
   if (plan.rms_case == RmsCase::kGateBefore) kernel = norm_rms_fwd_kernel<Scalar, RmsCase::kGateBefore>;
-  if (plan.rms_case == RmsCase::kGateAfter) kernel = norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter>;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, plan.shared_bytes); error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(params.groups * plan.row_blocks), plan.warps * kWarpSize, plan.shared_bytes, stream>>>(p);
   return cudaGetLastError();
