@@ -50,9 +50,7 @@ SSM_HOST_DEVICE T softplus(T x) {
 
 template <typename T>
 SSM_HOST_DEVICE T sigmoid(T x) {
-  using Scalar = typename Math<T>::Scalar;
-  const T one(Scalar(1));
-  return Math<T>::reciprocal(one + Math<T>::exp(Math<T>::negate(x)));
+  return Math<T>::reciprocal(Math<T>::one_plus_exp_negative(x));
 }
 
 template <typename T>

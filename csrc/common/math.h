@@ -49,6 +49,7 @@ struct Math<float> {
   static SSM_HOST_DEVICE float max(float a, float b) { return ::fmaxf(a, b); }
   static SSM_HOST_DEVICE float abs(float x) { return ::fabsf(x); }
   static SSM_HOST_DEVICE float negate(float x) { return -x; }
+  static SSM_HOST_DEVICE float one_plus_exp_negative(float x) { return 1.0f + exp(-x); }
   static SSM_HOST_DEVICE float sqrt(float x) { return ::sqrtf(x); }
   static SSM_HOST_DEVICE float expm1(float x) { return ::expm1f(x); }
   static SSM_HOST_DEVICE float tanh(float x) { return ::tanhf(x); }
@@ -68,6 +69,7 @@ struct Math<double> {
   static SSM_HOST_DEVICE double max(double a, double b) { return ::fmax(a, b); }
   static SSM_HOST_DEVICE double abs(double x) { return ::fabs(x); }
   static SSM_HOST_DEVICE double negate(double x) { return -x; }
+  static SSM_HOST_DEVICE double one_plus_exp_negative(double x) { return 1.0 + exp(-x); }
   static SSM_HOST_DEVICE double sqrt(double x) { return ::sqrt(x); }
   static SSM_HOST_DEVICE double expm1(double x) { return ::expm1(x); }
   static SSM_HOST_DEVICE double tanh(double x) { return ::tanh(x); }

@@ -50,6 +50,37 @@ inline void store_as(Scalar* target, const at::vec::Vectorized<Acc>& value, int6
   }
 }
 
+// Two full vectors: one rounding and one store of their 16-bit elements takes fewer shuffles than two.
+template <typename Acc, typename Scalar>
+inline void store_pair_as(Scalar* target, const at::vec::Vectorized<Acc>& low, const at::vec::Vectorized<Acc>& high) {
+  if constexpr (std::is_same_v<Acc, Scalar>) {
+    low.store(target);
+    high.store(target + at::vec::Vectorized<Acc>::size());
+  } else {
+    at::vec::convert_from_float<Scalar>(low, high).store(target);
+  }
+}
+
+// Converts a row, followed by zeros up to a whole vector.
+template <typename Acc, typename Scalar>
+inline void load_row(Acc* target, const Scalar* source, int64_t count) {
+  constexpr int64_t kSize = at::vec::Vectorized<Acc>::size();
+  int64_t i = 0;
+  for (; i + kSize <= count; i += kSize) load_as<Acc>(source + i).store(target + i);
+  if (i < count) load_as<Acc>(source + i, count - i).store(target + i);
+}
+
+template <typename Acc, typename Scalar>
+inline void store_row(Scalar* target, const Acc* source, int64_t count) {
+  using Vec = at::vec::Vectorized<Acc>;
+  constexpr int64_t kSize = Vec::size();
+  int64_t i = 0;
+  for (; i + 2 * kSize <= count; i += 2 * kSize) {
+    store_pair_as<Acc>(target + i, Vec::loadu(source + i), Vec::loadu(source + i + kSize));
+  }
+  for (; i < count; i += kSize) store_as<Acc>(target + i, Vec::loadu(source + i), std::min(kSize, count - i));
+}
+
 // target[i][j] = source[j][i] for i, j < the vector length.
 template <typename Acc>
 inline void transpose_square(const Acc* source, int64_t source_row, Acc* target, int64_t target_row) {
@@ -71,11 +102,7 @@ void load_tile(Acc* tile, int64_t row, const Scalar* source, int64_t stride_lane
   using Vec = at::vec::Vectorized<Acc>;
   constexpr int64_t kSize = Vec::size();
   if (stride_lane == 1 || lanes == 1) {
-    for (int64_t t = 0; t < steps; ++t) {
-      for (int64_t lane = 0; lane < lanes; lane += kSize) {
-        load_as<Acc>(source + t * stride_step + lane, std::min(kSize, lanes - lane)).store(tile + t * row + lane);
-      }
-    }
+    for (int64_t t = 0; t < steps; ++t) load_row(tile + t * row, source + t * stride_step, lanes);
   } else if (stride_step == 1) {
     alignas(64) Acc square[kSize * kSize];
     for (int64_t lane = 0; lane < lanes; lane += kSize) {
@@ -104,11 +131,7 @@ void store_tile(Scalar* target, int64_t stride_lane, int64_t stride_step, const 
   using Vec = at::vec::Vectorized<Acc>;
   constexpr int64_t kSize = Vec::size();
   if (stride_lane == 1 || lanes == 1) {
-    for (int64_t t = 0; t < steps; ++t) {
-      for (int64_t lane = 0; lane < lanes; lane += kSize) {
-        store_as<Acc>(target + t * stride_step + lane, Vec::loadu(tile + t * row + lane), std::min(kSize, lanes - lane));
-      }
-    }
+    for (int64_t t = 0; t < steps; ++t) store_row(target + t * stride_step, tile + t * row, lanes);
   } else if (stride_step == 1) {
     alignas(64) Acc square[kSize * kSize];
     for (int64_t lane = 0; lane < lanes; lane += kSize) {

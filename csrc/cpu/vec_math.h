@@ -42,46 +42,59 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
   // Vectorized::exp, expm1 and tanh are calls into another library, and exp_u20 loses NaN.
   //
-  // e^x = 2^n e^r with n = round(x / ln 2), |r| <= ln(2) / 2, and e^r - 1 = r + r^2 p(r), p of degree 4 fitted to minimize the
-  // relative error of e^r (3e-9).
+  // e^(kSign x) = 2^n e^r with n = round(kSign x / ln 2), |r| <= ln(2) / 2, and e^r = 1 + r + r^2 p(r), p of degree 4 fitted to
+  // minimize the relative error of e^r (3e-9). The sign goes into the constants: r and p(r) are functions of s = kSign r, whose
+  // odd coefficients have the sign of kSign.
   struct Reduced {
-    Vec expm1_r, half_scale;  // e^r - 1, and 2^(n-1), which for n = 128 is still finite
+    Vec s, p, scale;  // `scale` is 2^(n + kShift)
   };
+  template <int kSign, int kShift>
   static inline __attribute__((always_inline)) Reduced reduce(const Vec& x) {
     // The clamps keep n inside the exponent field; both let NaN through.
-    const Vec clamped = at::vec::clamp_max(at::vec::clamp_min(x, Vec(-87.3f)), Vec(89.0f));
-    const Vec shift(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer, which is then in the low mantissa bits
-    const Vec shifted = at::vec::fmadd(clamped, Vec(1.44269504f), shift);
+    constexpr float kLeast = -87.3f, kLargest = 89.0f;
+    const Vec clamped =
+        at::vec::clamp_max(at::vec::clamp_min(x, Vec(kSign > 0 ? kLeast : -kLargest)), Vec(kSign > 0 ? kLargest : -kLeast));
+    // 1.5 * 2^23: adding it rounds to an integer, which is then in the low mantissa bits, here with the exponent's bias.
+    const Vec shift(12582912.0f + 127.0f + kShift);
+    const Vec shifted = at::vec::fmadd(clamped, Vec(kSign * 1.44269504f), shift);
     const Vec n = shifted - shift;
-    Vec r = at::vec::fmadd(n, Vec(-0.693359375f), clamped);
-    r = at::vec::fmadd(n, Vec(2.12194440e-4f), r);
-    Vec p = at::vec::fmadd(r, Vec(0.001381422160193324f), Vec(0.00836889911442995f));
-    p = at::vec::fmadd(p, r, Vec(0.04166840761899948f));
-    p = at::vec::fmadd(p, r, Vec(0.1666651964187622f));
-    p = at::vec::fmadd(p, r, Vec(0.4999999403953552f));
-    p = at::vec::fmadd(p * r, r, r);
-    // At n = -126 the exponent field is 0: flushed to zero.
+    Vec s = at::vec::fmadd(n, Vec(kSign * -0.693359375f), clamped);
+    s = at::vec::fmadd(n, Vec(kSign * 2.12194440e-4f), s);
+    Vec p = at::vec::fmadd(s, Vec(0.001381422160193324f), Vec(kSign * 0.00836889911442995f));
+    p = at::vec::fmadd(p, s, Vec(0.04166840761899948f));
+    p = at::vec::fmadd(p, s, Vec(kSign * 0.1666651964187622f));
+    p = at::vec::fmadd(p, s, Vec(0.4999999403953552f));
+    // An exponent field of 0 is zero, one of 255 inf.
 #if defined(CPU_CAPABILITY_AVX512)
-    const __m512i exponent = _mm512_slli_epi32(_mm512_add_epi32(_mm512_castps_si512(shifted), _mm512_set1_epi32(126)), 23);
-    return {p, Vec(_mm512_castsi512_ps(exponent))};
+    return {s, p, Vec(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(shifted), 23)))};
 #else
-    const __m256i exponent = _mm256_slli_epi32(_mm256_add_epi32(_mm256_castps_si256(shifted), _mm256_set1_epi32(126)), 23);
-    return {p, Vec(_mm256_castsi256_ps(exponent))};
+    return {s, p, Vec(_mm256_castsi256_ps(_mm256_slli_epi32(_mm256_castps_si256(shifted), 23)))};
 #endif
   }
+  template <int kSign>
+  static inline __attribute__((always_inline)) Vec exp_reduced(const Vec& s, const Vec& p) {
+    return at::vec::fmadd(at::vec::fmadd(p, s, Vec(kSign)), s, Vec(1.0f));
+  }
 
-  // Within 2 ulp; zero below -87, inf above 88.8, NaN for NaN.
+  // Within 2 ulp; zero below -87, inf above 88.8, NaN for NaN. 2^(n-1), as 2^n is inf for n = 128.
   static inline __attribute__((always_inline)) Vec exp(const Vec& x) {
-    const Reduced reduced = reduce(x);
-    const Vec e_r = reduced.expm1_r + Vec(1.0f);
-    return (e_r + e_r) * reduced.half_scale;
+    const Reduced reduced = reduce<1, -1>(x);
+    const Vec e_r = exp_reduced<1>(reduced.s, reduced.p);
+    return (e_r + e_r) * reduced.scale;
+  }
+
+  // Within 2 ulp; inf below -88.4, where its reciprocal is denormal, NaN for NaN.
+  static inline __attribute__((always_inline)) Vec one_plus_exp_negative(const Vec& x) {
+    const Reduced reduced = reduce<-1, 0>(x);
+    return at::vec::fmadd(exp_reduced<-1>(reduced.s, reduced.p), reduced.scale, Vec(1.0f));
   }
 
   // 2^n (e^r - 1) + 2^n - 1, without cancellation: where n is not 0, the last two terms are as large as the result. Within 2
   // ulp.
   static inline __attribute__((always_inline)) Vec expm1(const Vec& x) {
-    const Reduced reduced = reduce(x);
-    const Vec half = at::vec::fmadd(reduced.expm1_r, reduced.half_scale, reduced.half_scale - Vec(0.5f));
+    const Reduced reduced = reduce<1, -1>(x);
+    const Vec expm1_r = at::vec::fmadd(reduced.p * reduced.s, reduced.s, reduced.s);
+    const Vec half = at::vec::fmadd(expm1_r, reduced.scale, reduced.scale - Vec(0.5f));
     return half + half;
   }
 
@@ -92,6 +105,7 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
   }
 #else
   static inline Vec exp(const Vec& x) { return x.exp(); }
+  static inline Vec one_plus_exp_negative(const Vec& x) { return Vec(Scalar(1)) + exp(x.neg()); }
   static inline Vec expm1(const Vec& x) { return x.expm1(); }
   static inline Vec tanh(const Vec& x) { return x.tanh(); }
 #endif
@@ -101,6 +115,7 @@ template <>
 struct Math<at::vec::Vectorized<double>> : vec_math::Common<double> {
   using Scalar = double;
   static inline Vec exp(const Vec& x) { return x.exp(); }
+  static inline Vec one_plus_exp_negative(const Vec& x) { return Vec(Scalar(1)) + exp(x.neg()); }
   static inline Vec expm1(const Vec& x) { return x.expm1(); }
   static inline Vec tanh(const Vec& x) { return x.tanh(); }
 };

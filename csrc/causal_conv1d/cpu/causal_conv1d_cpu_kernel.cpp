@@ -98,11 +98,15 @@ template <int kWidth, typename Acc>
 int64_t fwd_groups(const TileInputs<Acc>& in, const Rows<Acc>& out, int64_t steps) {
   using V = Vec<Acc>;
   constexpr int kSpan = kWidth - 1 + kGroupSteps;
+  const int64_t lanes = in.lanes;
+  const bool has_silu = in.has_silu;
   int64_t step = 0;
   for (; step + kGroupSteps <= steps; step += kGroupSteps) {
     const Acc* x_row[kSpan];
+    Acc* out_row[kGroupSteps];
     for (int i = 0; i < kSpan; ++i) x_row[i] = in.x[step + i];
-    for (int64_t lane = 0; lane < in.lanes; lane += V::size()) {
+    for (int i = 0; i < kGroupSteps; ++i) out_row[i] = out[step + i];
+    for (int64_t lane = 0; lane < lanes; lane += V::size()) {
       V weight[kWidth], x[kSpan];
       for (int j = 0; j < kWidth; ++j) weight[j] = V::loadu(in.weight[j] + lane);
       for (int i = 0; i < kSpan; ++i) x[i] = V::loadu(x_row[i] + lane);
@@ -110,7 +114,7 @@ int64_t fwd_groups(const TileInputs<Acc>& in, const Rows<Acc>& out, int64_t step
       for (int i = 0; i < kGroupSteps; ++i) {
         V pre = bias;
         for (int j = 0; j < kWidth; ++j) pre = Math<V>::fma(weight[j], x[i + j], pre);
-        activate(pre, in.has_silu).store(out[step + i] + lane);
+        activate(pre, has_silu).store(out_row[i] + lane);
       }
     }
   }
@@ -167,22 +171,18 @@ int64_t bwd_groups(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64
 template <typename Acc>
 void fwd_tile(const TileInputs<Acc>& in, const Rows<Acc>& out, int64_t steps) {
   int64_t done = 0;
-  if constexpr (std::is_same_v<Acc, float>) {
-    if (in.width == 4) done = fwd_groups<4>(in, out, steps);
-    if (in.width == 3) done = fwd_groups<3>(in, out, steps);
-    if (in.width == 2) done = fwd_groups<2>(in, out, steps);
-  }
+  visit_width<Acc>(in.width, [&](auto width) {
+    if constexpr (width > 0) done = fwd_groups<width>(in, out, steps);
+  });
   fwd_steps(in, out, done, steps);
 }
 
 template <typename Acc>
 void bwd_tile(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64_t steps) {
   int64_t done = 0;
-  if constexpr (std::is_same_v<Acc, float>) {
-    if (in.width == 4) done = bwd_groups<4>(in, grads, steps);
-    if (in.width == 3) done = bwd_groups<3>(in, grads, steps);
-    if (in.width == 2) done = bwd_groups<2>(in, grads, steps);
-  }
+  visit_width<Acc>(in.width, [&](auto width) {
+    if constexpr (width > 0) done = bwd_groups<width>(in, grads, steps);
+  });
   bwd_steps(in, grads, done, steps);
 }
 
@@ -204,7 +204,9 @@ void fwd(const ConvFwdParams& p, const Tasks& tasks, int64_t task, std::byte* sc
   const TaskView<Acc> view(p, tasks, task);
   Carver<Acc> memory(scratch, view.row);
   if (takes_time_lanes(p, {&p.out})) {
-    return view.visit_element(true, [&](auto element) { fwd_time_lanes<Acc, decltype(element)>(p, view, memory); });
+    return view.visit_element(true, [&](auto element) {
+      visit_width<Acc>(p.width, [&](auto width) { fwd_time_lanes<Acc, decltype(element), width>(p, view, memory); });
+    });
   }
   TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, p), {}};
   const int64_t past = p.width - 1;
@@ -224,7 +226,9 @@ void bwd(const ConvBwdParams& p, const Tasks& tasks, int64_t task, std::byte* sc
   const Rows<Acc> task_sums{reinterpret_cast<Acc*>(sums), view.row};
   if (sums != nullptr) view.clear(task_sums, p.width + 1);
   if (takes_time_lanes(p, {&p.grad_out, &p.grad_x})) {
-    return view.visit_element(true, [&](auto element) { bwd_time_lanes<Acc, decltype(element)>(p, view, memory, task_sums); });
+    return view.visit_element(true, [&](auto element) {
+      visit_width<Acc>(p.width, [&](auto width) { bwd_time_lanes<Acc, decltype(element), width>(p, view, memory, task_sums); });
+    });
   }
   TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, p), {}};
   const int64_t past = p.width - 1;
@@ -360,7 +364,7 @@ int64_t scratch_bytes(int64_t width, int64_t channels) {
   const int64_t parameters = width + 1 + kMaxLanes;
   const int64_t tile_rows = parameters + past + states + 3 * tile + std::max(tile, past + kMaxLanes);
   // Along time: parameters, three states, a channel's taps, and its chunks of x, g, the gradient and ones.
-  const int64_t chunk_rows = (past + kChunkSteps + kMaxLanes) / channels + 1;
+  const int64_t chunk_rows = (round_up(past, kMaxLanes) + kChunkSteps + kMaxLanes) / channels + 1;
   const int64_t time_rows = parameters + states + (width + kMaxLanes) / channels + 1 + 4 * chunk_rows;
   return std::max(tile_rows, time_rows) * channels * static_cast<int64_t>(sizeof(double));
 }

@@ -1,12 +1,15 @@
 // The causal convolution of rows whose steps lie side by side, one sequence each: channel after channel, a SIMD lane is a step.
 //
 // A chunk of kChunkSteps steps of one channel is converted to the accumulation type behind the width - 1 elements of its past,
-// in scratch memory of the first cache; a tap is then a load from that many elements further on. Backward passes over the chunk
-// once for g, once for the gradient of x, and once for each tap's sum. See causal_conv1d_cpu_kernel.cpp for the formulas.
+// in scratch memory of the first cache; a tap is then a load from that many elements further on. Forward writes its result
+// straight to the tensor. In float32 the loops are compiled for each width of 2 to 4, with the taps in registers. Backward
+// passes over the chunk once for g, once for the gradient of x, and once for each tap's sum. See causal_conv1d_cpu_kernel.cpp
+// for the formulas.
 #pragma once
 
 #include <algorithm>
 #include <initializer_list>
+#include <type_traits>
 
 #include "causal_conv1d/cpu/task_view.h"
 #include "common/activations.h"
@@ -19,12 +22,12 @@ namespace {
 constexpr int64_t kChunkSteps = 512;
 
 template <typename V>
-V activate(const V& pre, bool has_silu) {
+inline __attribute__((always_inline)) V activate(const V& pre, bool has_silu) {
   return has_silu ? silu(pre) : pre;
 }
 
 template <typename V>
-V grad_pre(const V& grad_out, const V& pre, bool has_silu) {
+inline __attribute__((always_inline)) V grad_pre(const V& grad_out, const V& pre, bool has_silu) {
   return has_silu ? grad_out * silu_derivative(pre, sigmoid(pre)) : grad_out;
 }
 
@@ -46,61 +49,81 @@ struct TimeRow {
 
   // Pads with zeros to a whole vector; gives zeros for an absent tensor.
   void load(Acc* values, int64_t from, int64_t count) const {
-    constexpr int64_t kSize = Vec<Acc>::size();
-    if (data == nullptr) return void(std::fill_n(values, round_up(count, kSize), Acc(0)));
-    for (int64_t t = 0; t < count; t += kSize) load_as<Acc>(data + from + t, std::min(kSize, count - t)).store(values + t);
+    if (data == nullptr) return void(std::fill_n(values, round_up(count, Vec<Acc>::size()), Acc(0)));
+    load_row(values, data + from, count);
   }
   void store(const Acc* values, int64_t from, int64_t count) const {
-    constexpr int64_t kSize = Vec<Acc>::size();
-    if (data == nullptr) return;
-    for (int64_t t = 0; t < count; t += kSize) {
-      store_as<Acc>(data + from + t, Vec<Acc>::loadu(values + t), std::min(kSize, count - t));
-    }
+    if (data != nullptr) store_row(data + from, values, count);
   }
 };
 
-// The parameters of one channel.
-template <typename Acc>
+// visitor(std::integral_constant<int64_t, w>()) with a width that loops are compiled for, or with 0 for any other width.
+template <typename Acc, typename Visitor>
+void visit_width(int64_t width, const Visitor& visitor) {
+  if constexpr (std::is_same_v<Acc, float>) {
+    if (width == 4) return visitor(std::integral_constant<int64_t, 4>());
+    if (width == 3) return visitor(std::integral_constant<int64_t, 3>());
+    if (width == 2) return visitor(std::integral_constant<int64_t, 2>());
+  }
+  visitor(std::integral_constant<int64_t, 0>());
+}
+
+// The parameters of one channel, in registers if the width is compiled in.
+template <typename Acc, int64_t kWidth>
 struct Taps {
+  Vec<Acc> in_registers[kWidth > 0 ? kWidth : 1];
   const Acc* weight;
-  Acc bias;
+  Vec<Acc> bias;
   int64_t width;
-  bool has_silu;
 
   // Gathers a lane of the task's rows of parameters.
   Taps(const ConvParams& p, const Rows<Acc>& parameters, int64_t lane, Acc* memory)
-      : weight(memory), bias(parameters[p.width][lane]), width(p.width), has_silu(p.has_silu) {
+      : weight(memory), bias(parameters[p.width][lane]), width(kWidth > 0 ? kWidth : p.width) {
     for (int64_t j = 0; j < width; ++j) memory[j] = parameters[j][lane];
+    for (int64_t j = 0; j < kWidth; ++j) in_registers[j] = Vec<Acc>(memory[j]);
   }
 
-  Vec<Acc> pre(const Acc* e) const {
-    using V = Vec<Acc>;
-    V sum(bias);
-    for (int64_t j = 0; j < width; ++j) sum = Math<V>::fma(V(weight[j]), V::loadu(e + j), sum);
+  __attribute__((always_inline)) Vec<Acc> operator[](int64_t j) const {
+    return kWidth > 0 ? in_registers[j] : Vec<Acc>(weight[j]);
+  }
+
+  __attribute__((always_inline)) Vec<Acc> pre(const Acc* e) const {
+    Vec<Acc> sum = bias;
+    for (int64_t j = 0; j < width; ++j) sum = Math<Vec<Acc>>::fma((*this)[j], Vec<Acc>::loadu(e + j), sum);
     return sum;
   }
 };
 
-template <typename Acc, typename Scalar>
+// Room for `past` elements and a chunk behind them, which begins at a whole vector.
+template <typename Acc>
+Acc* continued_chunk(Carver<Acc>& memory, int64_t past) {
+  const int64_t before = round_up(past, kMaxLanes);
+  return memory.values(before + kChunkSteps) + before - past;
+}
+
+template <typename Acc, typename Scalar, int64_t kWidth>
 void fwd_time_lanes(const ConvFwdParams& p, const TaskView<Acc>& view, Carver<Acc>& memory) {
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
-  const int64_t past = p.width - 1;
+  const int64_t past = (kWidth > 0 ? kWidth : p.width) - 1;
+  const bool has_silu = p.has_silu;
   const Rows<Acc> parameters = view.load_parameters(memory, p), state = memory.tile(past);
   Acc* const weight = memory.values(p.width);
-  Acc* const e = memory.values(past + kChunkSteps);
-  Acc* const out = memory.values(kChunkSteps);
+  Acc* const e = continued_chunk(memory, past);
   view.load_state(state, p.initial_state, true, view.batch, past);
   for (int64_t lane = 0; lane < view.lanes; ++lane) {
-    const Taps<Acc> taps(p, parameters, lane, weight);
+    const Taps<Acc, kWidth> taps(p, parameters, lane, weight);
+    const auto result = [&](int64_t t) __attribute__((always_inline)) { return activate(taps.pre(e + t), has_silu); };
     const TimeRow<Acc, Scalar> x_row(p.x, view, lane), out_row(p.out, view, lane);
     for (int64_t i = 0; i < past; ++i) e[i] = state[i][lane];
     for (int64_t t0 = 0; t0 < p.seqlen; t0 += kChunkSteps) {
       const int64_t steps = std::min(kChunkSteps, p.seqlen - t0);
       x_row.load(e + past, t0, steps);
-      for (int64_t t = 0; t < steps; t += kSize) activate(taps.pre(e + t), p.has_silu).store(out + t);
-      out_row.store(out, t0, steps);
-      std::copy_n(e + steps, past, e);
+      Scalar* const out = out_row.data + t0;
+      int64_t t = 0;
+      for (; t + 2 * kSize <= steps; t += 2 * kSize) store_pair_as<Acc>(out + t, result(t), result(t + kSize));
+      for (; t < steps; t += kSize) store_as<Acc>(out + t, result(t), std::min(kSize, steps - t));
+      for (int64_t i = 0; i < past; ++i) e[i] = e[steps + i];
     }
     for (int64_t i = 0; i < past; ++i) state[i][lane] = e[i];
   }
@@ -131,7 +154,7 @@ Acc dot(const Acc* a, const Acc* b, int64_t count) {
   return lanes[0];
 }
 
-template <typename Acc, typename Scalar>
+template <typename Acc, typename Scalar, int64_t kWidth>
 void bwd_time_lanes(const ConvBwdParams& p, const TaskView<Acc>& view, Carver<Acc>& memory, const Rows<Acc>& sums) {
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
@@ -139,15 +162,15 @@ void bwd_time_lanes(const ConvBwdParams& p, const TaskView<Acc>& view, Carver<Ac
   const Rows<Acc> parameters = view.load_parameters(memory, p), state = memory.tile(past), grad_final = memory.tile(past);
   const Rows<Acc> grad_initial = memory.tile(past);
   Acc* const weight = memory.values(p.width);
-  Acc* const e = memory.values(past + kChunkSteps);
-  Acc* const g = memory.values(past + kChunkSteps);  // behind the past's, as e
+  Acc* const e = continued_chunk(memory, past);
+  Acc* const g = continued_chunk(memory, past);
   Acc* const grad = memory.values(kChunkSteps + past);
   Acc* const ones = memory.values(kChunkSteps);
   std::fill_n(ones, kChunkSteps, Acc(1));
   view.load_state(state, p.initial_state, true, view.batch, past);
   view.load_state(grad_final, p.grad_final_state, true, view.batch, past);
   for (int64_t lane = 0; lane < view.lanes; ++lane) {
-    const Taps<Acc> taps(p, parameters, lane, weight);
+    const Taps<Acc, kWidth> taps(p, parameters, lane, weight);
     const TimeRow<Acc, Scalar> x_row(p.x, view, lane), grad_out_row(p.grad_out, view, lane), grad_x_row(p.grad_x, view, lane);
     // Elements [t0, t0 + count) of grad e are in `grad`.
     const auto store_grad = [&](int64_t t0, int64_t count) {
@@ -166,7 +189,7 @@ void bwd_time_lanes(const ConvBwdParams& p, const TaskView<Acc>& view, Carver<Ac
       }
       for (int64_t t = 0; t < steps; t += kSize) {
         V sum(Acc(0));
-        for (int64_t j = 0; j < p.width; ++j) sum = Math<V>::fma(V(weight[j]), V::loadu(g + past + t - j), sum);
+        for (int64_t j = 0; j < taps.width; ++j) sum = Math<V>::fma(taps[j], V::loadu(g + past + t - j), sum);
         sum.store(grad + t);
       }
       store_grad(t0, steps);
