@@ -1,0 +1,68 @@
+"""The script that compares the machine code of two builds."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+import compare_sass
+
+LISTING = """
+Fatbin elf code:
+================
+arch = {architecture}
+\tcode for sm_90
+\t\tFunction : {first}
+\t.headerflags\t@"EF_CUDA_SM90"
+        /*0000*/                   LDC R1, c[0x0][0x28] ;          /* 0x00000a00ff017b82 */
+                                                                   /* 0x000fe20000000800 */
+        /*0010*/                   {instruction} ;                 /* 0x000000000000794d */
+                                                                   /* {control} */
+\t\t..........
+\t\tFunction : {second}
+        /*0000*/                   EXIT ;                          /* 0x000000000000794d */
+                                                                   /* 0x000fea0003800000 */
+"""
+DEFAULTS = {"architecture": "sm_90a", "first": "scan", "second": "norm", "instruction": "EXIT", "control": "0x000fea0003800000"}
+
+
+def kernels(**changes: str) -> list[compare_sass.Kernel]:
+    return list(compare_sass.kernels_of(LISTING.format(**(DEFAULTS | changes)).splitlines()))
+
+
+def test_a_listing_is_cut_into_kernels():
+    first, second = kernels()
+    assert (first.architecture, first.name, len(first.lines)) == ("sm_90a", "scan", 4)
+    assert (second.architecture, second.name, len(second.lines)) == ("sm_90a", "norm", 2)
+
+
+def test_names_do_not_matter():
+    lines, is_same = compare_sass.report(kernels(), kernels(first="sequential_scan", second="scan"))
+    assert is_same and lines == ["2 kernels before, 2 after, 2 with the same SASS"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"instruction": "BRA 0x10"}, "differs, sm_90a: scan: EXIT -> BRA 0x10"),
+        ({"control": "0x000fe20003800000"}, "differs, sm_90a: scan: (encoding or end) -> (encoding or end)"),
+    ],
+    ids=["instruction", "control"],
+)
+def test_a_changed_instruction_is_named(changes, expected):
+    lines, is_same = compare_sass.report(kernels(), kernels(**changes))
+    assert not is_same and lines[1:] == [expected]
+
+
+def test_architectures_are_compared_apart():
+    lines, is_same = compare_sass.report(kernels(), kernels(architecture="sm_80"))
+    assert not is_same and len(lines) == 5
+
+
+def test_each_equal_counts_once():
+    twice = [*kernels(), *kernels()]
+    lines, is_same = compare_sass.report(twice, [*kernels(), kernels()[0]])
+    assert not is_same and lines[1:] == ["only before, sm_90a: norm, 2 lines"]
