@@ -71,7 +71,7 @@ def each_way(request):
 
 @pytest.fixture
 def kernels_by_layout():
-    """causal_conv1d's kernels on CUDA for its layouts, which calls of few elements take others than."""
+    """causal_conv1d's forward on CUDA takes the kernels of its layout for few elements, too."""
     with helpers.debug_option("causal_conv1d_kernel", "by_layout"):
         yield
 

@@ -148,6 +148,20 @@ def test_infinity_makes_no_nan_of_states_that_do_not_exist(name, value, layout):
 
 @both_layouts
 @pytest.mark.parametrize("value", [float("inf"), float("-inf")])
+@pytest.mark.parametrize("dstate", [1, 3, 13])
+@pytest.mark.parametrize("name", ["u", "delta", "B", "C"])
+def test_infinity_makes_no_nan_of_states_that_do_not_exist_in_short_sequences(name, dstate, value, layout):
+    inputs = make_inputs(batch=2, dim=64, seqlen=27, dstate=dstate, dtype=torch.float32, z=True)
+    inputs |= {name: inputs[name].abs() for name in ("B", "C")}
+    inputs[name][1, 0, 5] = value
+    inputs = arrange_sequences(inputs, layout)
+    actual, expected = evaluate_on_cuda(inputs), evaluate(selective_scan, inputs)
+    assert torch.equal(actual["out"].cpu().isnan(), expected["out"].isnan())
+    assert torch.equal(actual["last_state"].cpu().isnan(), expected["last_state"].isnan())
+
+
+@both_layouts
+@pytest.mark.parametrize("value", [float("inf"), float("-inf")])
 @pytest.mark.parametrize("dim", [5, 64, 70])
 @pytest.mark.parametrize("name", ["B", "C"])
 def test_infinity_makes_no_nan_of_channels_that_do_not_exist(name, dim, value, layout):
@@ -217,7 +231,7 @@ def test_tiles_and_their_tails(dtype, dim, layout):
         assert_agrees_with_cpu(arrange_sequences(inputs, layout))
 
 
-# ----- lanes in time: sequences of one tile of few steps
+# ----- sequential: up to 32 steps
 
 
 @both_layouts

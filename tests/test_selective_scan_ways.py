@@ -1,4 +1,4 @@
-"""Which of its two ways selective_scan takes on CUDA."""
+"""Which of its three ways selective_scan takes on CUDA."""
 
 from __future__ import annotations
 
@@ -60,3 +60,13 @@ def test_few_channels_have_lanes_in_time_in_forward():
     assert torch.equal(results["faster"]["out"], results["time_lanes"]["out"])
     assert not torch.equal(results["faster"]["last_state"], results["walking"]["last_state"])
     assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+
+
+@pytest.mark.parametrize(("seqlen", "is_sequential"), [(32, True), (33, False)])
+def test_few_steps_are_sequential(seqlen, is_sequential):
+    inputs = make_inputs(batch=2, dim=40, seqlen=seqlen, dstate=16, dtype=torch.bfloat16, device="cuda")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        selective_scan(**inputs)
+        torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    assert any("sequential_fwd_kernel" in name for name in names) == is_sequential, sorted(names)

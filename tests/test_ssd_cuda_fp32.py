@@ -82,6 +82,25 @@ def test_rows_of_short_sequences(headdim, layout):
     assert_accurate(inputs_on_cuda(seqlen=19, headdim=headdim, dstate=24, heads=6, groups=3, layout=layout))
 
 
+@pytest.mark.parametrize(("seqlen", "is_sequential"), [(32, True), (33, False)])
+def test_short_sequences_are_sequential(seqlen, is_sequential):
+    inputs = inputs_on_cuda(seqlen=seqlen)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
+        scan(**inputs)
+        torch.cuda.synchronize()
+    names = {event.key for event in profile.key_averages()}
+    assert any("ssd_fwd_sequential_kernel" in name for name in names) == is_sequential, sorted(names)
+
+
+def test_nan_in_a_short_sequence_reaches_its_later_steps_alone():
+    inputs = inputs_on_cuda(seqlen=30, batch=1, resets=((10, 20),))
+    clean = scan(**inputs)[0]
+    inputs["x"][0, 13, 1] = math.nan
+    out = scan(**inputs)[0]
+    assert torch.equal(out[0, :13], clean[0, :13]) and torch.equal(out[0, 20:], clean[0, 20:])
+    assert out[0, 13:20, 1].isnan().all() and torch.equal(out[0, :, [0, 2, 3]], clean[0, :, [0, 2, 3]])
+
+
 def test_short_sequences_reset_at_every_step():
     inputs = inputs_on_cuda(seqlen=32, resets=(range(1, 32), (31,)))
     assert_accurate(inputs)

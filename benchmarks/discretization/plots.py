@@ -16,7 +16,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
-from matplotlib.ticker import MaxNLocator
+from matplotlib.ticker import MaxNLocator, NullFormatter
 
 from benchmarks.discretization.accuracy import DC_STEP, Accuracy
 from benchmarks.discretization.report import Report
@@ -200,6 +200,10 @@ def _operations(axes: Axes, report: Report) -> list[Patch]:
     axes.set_yticks(range(len(report.operations)), [operation.name for operation in report.operations])
     axes.invert_yaxis()
     axes.set_xscale("log")
+    # Whole decades: within one, matplotlib labels the ticks between, which overlap.
+    times = [operation.per_step for operation in report.operations]
+    axes.set_xlim(10 ** math.floor(math.log10(min(times) / 1.5)), 10 ** math.ceil(math.log10(max(times) * 1.1)))
+    axes.xaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("ns per channel and step")
     axes.set_title("Elementary operations", loc="left")
     return [Patch(color=color, label=f"{form} A") for form, color in colors.items()]

@@ -5,9 +5,9 @@
 //   gate after:   v = x,               out = v rstd weight z sigmoid(z)
 //
 // Persistent blocks: a block takes one group of every row_step-th row and keeps the weights of its columns in registers. Each
-// thread copies its vectors of x and of z kStages - 1 rows ahead into its own shared memory (cp.async), which
-// takes no registers and no barrier. The one barrier of a row is in the sum of v^2. v stays in registers from the sum to the
-// output. Saved for backward: rstd of each group.
+// thread copies its vectors of x and of z kStages - 1 rows ahead into its own shared memory (cp.async), which takes no
+// registers and no barrier. The one barrier of a row is in the sum of v^2. v stays in registers from the sum to the output.
+// Saved for backward: rstd of each group.
 #pragma once
 
 #include "cuda/launch.cuh"

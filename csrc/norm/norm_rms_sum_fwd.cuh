@@ -3,7 +3,7 @@
 //   v = x + residual,  out = v rstd weight,  new_residual = v
 //
 // A block takes one group of one row: each thread loads all of its vectors of x and of the residual, and keeps v in registers
-// from the sum of v^2 to the output. Persistent blocks, as those of gated norms (norm_rms_fwd.cuh), take 3 to 6 % longer
+// from the sum of v^2 to the output. Persistent blocks, as those of gated norms (norm_rms_fwd.cuh), take 3 to 4 % longer
 // (docs/tuning.md). Saved for backward: rstd of each group.
 #pragma once
 

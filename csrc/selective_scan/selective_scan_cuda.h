@@ -3,9 +3,10 @@
 //   of at most 32 bits, sequences of one layout; in forward for many channels only. A block takes up to 112 KB of shared
 //   memory, and a multiprocessor must have room for two (compute capability 9.0: 228 KB).
 // * Lanes in time (time_lanes.h): a lane takes some consecutive steps of one channel, and lanes compose their maps of the
-//   state. For everything else.
-// * Step after step (sequential.h): as walking, but of sequences of a few steps, and of few channels, for which nothing is
-//   overlapped. Forward only.
+//   state. For whatever the other two do not take.
+// * Sequential (sequential.h): forward of up to 32 steps and 16 states, with B and C per step and types of at most 32 bits,
+// where
+//   walking would not fill the device.
 // selective_scan_plan.cpp decides.
 //
 // In all of them a block takes a tile of neighboring channels along time, so that the rows of B and C are staged once for all

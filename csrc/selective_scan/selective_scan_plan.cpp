@@ -178,10 +178,11 @@ void set_accesses(walking::ScanPlan& plan, const SelectiveScanParams& p, int64_t
   plan.C = access_of(p.C, p, bytes);
 }
 
-// Whether the sequential kernel can do a call, not of doubles. It takes a few kilobytes of shared memory.
-bool is_short(const SelectiveScanParams& p) {
-  return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates && p.seqlen > 0 &&
-         p.seqlen <= sequential::kMostSteps && p.dim <= std::numeric_limits<int32_t>::max();
+// Whether the sequential kernel can do a call, not of doubles.
+bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
+  return sequential::kSharedBytes <= device.shared_bytes_per_block && p.B.per_step && p.C.per_step &&
+         p.dstate <= sequential::kStates && p.seqlen > 0 && p.seqlen <= sequential::kMostSteps &&
+         p.dim <= std::numeric_limits<int32_t>::max();
 }
 
 // Whether walking can do a call, not of doubles, that takes `shared_bytes` of a block.
@@ -212,8 +213,9 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Way w
       plan.walks = way == Way::kWalking || (fills && walks_well(p, plan.walking, device, shared_bytes));
       if (plan.walks) plan.shared_bytes = static_cast<int64_t>(shared_bytes);
     }
-    if (way == Way::kFaster && !plan.walks && is_short(p)) {
+    if (way == Way::kFaster && !plan.walks && is_short(p, device)) {
       plan.is_sequential = true;
+      plan.shared_bytes = sequential::kSharedBytes;
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       set_accesses(plan.sequential, p, sizeof(Scalar));
       return plan;

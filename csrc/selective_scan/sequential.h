@@ -13,6 +13,7 @@ namespace ssm_kernels::selective_scan::sequential {
 constexpr int kMostSteps = 32;
 constexpr int kStateLanes = 8, kLaneStates = 2, kStates = kStateLanes * kLaneStates;
 constexpr int kThreads = 128, kTileChannels = kThreads / kStateLanes;
+constexpr int kSharedBytes = 17 * 1024;  // of a block, at most
 
 struct ScanPlan : Partition {
   VectorAccess u = VectorAccess::kSingly, delta = VectorAccess::kSingly, z = VectorAccess::kSingly;

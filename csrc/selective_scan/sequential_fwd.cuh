@@ -6,8 +6,8 @@
 //
 // sequential.h says how the work is cut. The block copies all that it needs at once into shared memory; the lanes of a channel
 // then compute its step sizes, kStateLanes steps at a time, and take their states through the steps. They add up their parts of
-// <C_t, h_t> by shuffles, a group of steps at a time. At the end, the block writes out. What takes time is latency: of one
-// launch, of one round of reads, and of the chain of states.
+// <C_t, h_t> by shuffles, a group of steps at a time. At the end, the block writes out. The time is that of one launch, one
+// round of reads and the chain of states.
 #pragma once
 
 #include "cuda/lane_sums.cuh"
@@ -16,7 +16,7 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-constexpr int kGroupSteps = 8;  // whose parts of the output are added up together
+constexpr int kGroupSteps = 8;  // the lanes of a channel add up their parts of so many outputs at a time
 static_assert(kMostSteps % kGroupSteps == 0 && kGroupSteps % kStateLanes == 0, "lanes share the steps of a group equally");
 static_assert(kMostSteps <= kShortChunk, "the states are saved before the first step and after the last, nowhere else");
 
@@ -68,6 +68,8 @@ struct Shared {
   float2 size_and_input[kMostSteps][kTileChannels];  // the step size, and its product with u
   float D[kTileChannels];
 };
+
+static_assert(sizeof(Shared<float>) <= kSharedBytes, "the plan counts as much for a block");
 
 template <typename Scalar>
 __global__ void __launch_bounds__(kThreads)
@@ -153,7 +155,9 @@ __global__ void __launch_bounds__(kThreads)
         for (int n = 0; n < kLaneStates; ++n) {
           // Past the end, a size of zero would make NaN of an infinite or NaN A.
           const Transition<Method, float> transition(size, t < steps ? scaled_A[n] : 0.0f);
-          state[n] = fmaf(transition.abar(), state[n], transition.input(input) * B.accumulate(n));
+          const float next = fmaf(transition.abar(), state[n], transition.input(input) * B.accumulate(n));
+          // Of a state that does not exist, an infinite input would make NaN.
+          state[n] = n < states ? next : 0.0f;
           y[j] = fmaf(C.accumulate(n), state[n], y[j]);
         }
       }

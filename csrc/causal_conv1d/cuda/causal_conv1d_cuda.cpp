@@ -63,8 +63,7 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
   return are_rows ? KernelSet::kRows : KernelSet::kGeneral;
 }
 
-// Elements of a multiprocessor, up to which a thread for each of them ends sooner than a lane that goes through steps: what
-// takes time then is latency.
+// Up to so many elements a multiprocessor, a thread for each of them ends sooner than a lane that goes through steps.
 constexpr int64_t kFewElements = 1024;
 
 KernelSet choose_fwd_kernels(const ConvFwdParams& p, int device) {
