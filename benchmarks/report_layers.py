@@ -206,7 +206,7 @@ Parameters and activations in bfloat16, unless a row says otherwise; eager, with
 same weights ({result["peer"]}); *speed-up* is their time over
 ours. *Before* is ours when only the scan was fused, recorded. Between two events, after the second-level cache was overwritten
 once, as `triton.testing.do_bench` measures; {result["settings"]["trials"]} trials; median, ± half the distance from the 20th to
-the 80th percentile.
+the 80th percentile. A row's own figures were measured in turns; rows may be of different runs.
 
 {body}
 """
