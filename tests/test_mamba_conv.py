@@ -331,7 +331,7 @@ def test_rounding_of_the_gradient_does_not_depend_on_the_path(device):
 @pytest.mark.parametrize("seqlen", [1, 2, 3, 65, 300])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gradients_of_many_channels(dtype, seqlen, keeps_grad_of_delta, device):
-    """Of the kernels for many channels, and of the copy that is made while somebody keeps the gradient of delta."""
+    """The kernels for many channels give the composition's gradients, also where a kept gradient of delta forces a copy."""
     layer, xz = make_mixer(device, dtype, d_model=128, seqlen=seqlen)
     kept: list[Tensor] = []
     if keeps_grad_of_delta:

@@ -83,6 +83,16 @@ inline void fill_rms_params(RmsParams& target, const NormParams& p, const RmsPla
   target.rstd = static_cast<float*>(p.rstd);
 }
 
+inline RmsFwdParams make_rms_fwd_params(const NormFwdParams& params, const RmsPlan& plan) {
+  RmsFwdParams p;
+  fill_rms_params(p, params, plan);
+  p.reads[0] = make_row_stream(params, plan, params.x);
+  p.reads[1] = make_row_stream(params, plan, params.is_add ? params.residual : params.z);
+  p.writes[0] = make_row_stream(params, plan, params.out);
+  p.writes[1] = make_row_stream(params, plan, params.new_residual);
+  return p;
+}
+
 // Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
 cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream);

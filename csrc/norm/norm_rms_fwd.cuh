@@ -104,15 +104,11 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
 
 template <typename Scalar>
 cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream) {
-  RmsFwdParams p;
-  fill_rms_params(p, params, plan);
-  p.reads[0] = make_row_stream(params, plan, params.x);
-  p.reads[1] = make_row_stream(params, plan, params.z);
-  p.writes[0] = make_row_stream(params, plan, params.out);
   void (*kernel)(RmsFwdParams) = norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter>;
   if (plan.rms_case == RmsCase::kGateBefore) kernel = norm_rms_fwd_kernel<Scalar, RmsCase::kGateBefore>;
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, plan.shared_bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(params.groups * plan.row_blocks), plan.warps * kWarpSize, plan.shared_bytes, stream>>>(p);
+  kernel<<<static_cast<unsigned>(params.groups * plan.row_blocks), plan.warps * kWarpSize, plan.shared_bytes, stream>>>(
+      make_rms_fwd_params(params, plan));
   return cudaGetLastError();
 }
 

@@ -63,14 +63,8 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_sum_fwd_kernel(con
 
 template <typename Scalar>
 cudaError_t launch_norm_rms_sum_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream) {
-  RmsFwdParams p;
-  fill_rms_params(p, params, plan);
-  p.reads[0] = make_row_stream(params, plan, params.x);
-  p.reads[1] = make_row_stream(params, plan, params.residual);
-  p.writes[0] = make_row_stream(params, plan, params.out);
-  p.writes[1] = make_row_stream(params, plan, params.new_residual);
   const auto blocks = static_cast<unsigned>(params.groups * plan.row_blocks);
-  norm_rms_sum_fwd_kernel<Scalar><<<blocks, plan.warps * kWarpSize, 0, stream>>>(p);
+  norm_rms_sum_fwd_kernel<Scalar><<<blocks, plan.warps * kWarpSize, 0, stream>>>(make_rms_fwd_params(params, plan));
   return cudaGetLastError();
 }
 

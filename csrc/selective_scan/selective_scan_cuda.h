@@ -4,9 +4,8 @@
 //   memory, and a multiprocessor must have room for two (compute capability 9.0: 228 KB).
 // * Lanes in time (time_lanes.h): a lane takes some consecutive steps of one channel, and lanes compose their maps of the
 //   state. For whatever the other two do not take.
-// * Sequential (sequential.h): forward of up to 32 steps and 16 states, with B and C per step and types of at most 32 bits,
-// where
-//   walking would not fill the device.
+// * Sequential (sequential.h): forward of up to 32 steps and 16 states, with B and C per step, types of at most 32 bits, and
+//   fewer channels than walking takes.
 // selective_scan_plan.cpp decides.
 //
 // In all of them a block takes a tile of neighboring channels along time, so that the rows of B and C are staged once for all

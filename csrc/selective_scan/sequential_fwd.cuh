@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads)
           // Past the end, a size of zero would make NaN of an infinite or NaN A.
           const Transition<Method, float> transition(size, t < steps ? scaled_A[n] : 0.0f);
           const float next = fmaf(transition.abar(), state[n], transition.input(input) * B.accumulate(n));
-          // Of a state that does not exist, an infinite input would make NaN.
+          // An infinite input would make a padding state NaN, and with it the channel's output.
           state[n] = n < states ? next : 0.0f;
           y[j] = fmaf(C.accumulate(n), state[n], y[j]);
         }

@@ -17,8 +17,8 @@
 // meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks: ssd_runs.cuh. Nothing is
 // saved for backward.
 //
-// Two kernels do this: ssd_fwd_wgmma.cuh in 16 bits where the device has such products, else ssd_fwd_mma.cuh. A third,
-// ssd_fwd_sequential.cuh, does without matrix products; it takes fp32 sequences of up to kSequentialSteps steps.
+// Three files have the kernels: ssd_fwd_wgmma.cuh for fp16 and bf16 on devices with wgmma, ssd_fwd_mma.cuh for fp32 and other
+// devices, and ssd_fwd_sequential.cuh, a sequential scan of fp32 sequences of up to kSequentialSteps steps.
 #pragma once
 
 #include "ssd/ssd_fwd_mma.cuh"
