@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from helpers import MINIMAL, TENSORS, evaluate, make_cotangents, make_inputs, with_gradients
-from test_torch_integration import allocated, assert_same_layout, bwd_arguments
+from test_selective_scan_torch import allocated, assert_same_layout, bwd_arguments
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ssm_kernels import selective_scan
