@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn as nn
 from helpers import says
-from test_nn_minrnn import HIDDEN, IN, PLAIN, gradients, make, make_layer
+from test_nn_recurrent import HIDDEN, IN, PLAIN, gradients, make, make_layer
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
