@@ -177,9 +177,8 @@ def chosen_methods(words: Sequence[str]) -> list[str]:
     methods: list[str] = []
     for name in names:
         if name != "all" and name not in DISCRETIZATIONS and name not in ALIASES:
-            raise UsageError(
-                f"--methods: unknown discretization {name!r}, expected 'all' or some of {', '.join(DISCRETIZATIONS)}"
-            )
+            known = ", ".join([*DISCRETIZATIONS, *ALIASES])
+            raise UsageError(f"--methods: unknown discretization {name!r}, expected 'all' or some of {known}")
         methods += list(DISCRETIZATIONS) if name == "all" else [ALIASES.get(name, name)]
     return list(dict.fromkeys(methods))
 

@@ -268,7 +268,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seqlen", type=int, default=512)
     parser.add_argument("--dstate", type=int, default=16)
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
-    parser.add_argument("--methods", nargs="+", choices=["all", *methods], default=["zoh"], metavar="NAME")
+    parser.add_argument(
+        "--methods",
+        nargs="+",
+        type=lambda name: reference.ALIASES.get(name, name),
+        choices=["all", *methods],
+        default=["zoh"],
+        metavar="NAME",
+    )
     parser.add_argument("--n_trials", type=int, default=9)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)

@@ -128,7 +128,7 @@ def within(other: str, value: float) -> tuple[Bar, Bar]:
 
 
 MAIN = (8, 2048, 2048)
-EXPONENTIAL = ("zoh", "foh", "poly", "highorder", "rk4")
+EXPONENTIAL = ("zoh", "zoh_exact", "poly", "highorder", "rk4")
 NO_SLOWER = faster(1.0, 1.0)
 CASES = [
     Case(*MAIN, bars=(faster(2.5, 4.0, (3.5, 6.0)),)),

@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+from benchmarks.labels import label
+
 __all__ = ["costs_block", "replace_costs"]
 
 Result = dict[str, Any]
@@ -80,21 +82,22 @@ def costs_block(results: Sequence[Result]) -> str:
         for cost in _READERS[result["benchmark"]](result, result["machine"].get("gpu") or result["machine"]["cpu"])
     ]
     scans, steps = ([cost for cost in costs if cost.scan is scan] for scan in (True, False))
-    over_zoh = _range([cost.over("foh", "zoh") for cost in scans])
-    over_truncations = _range([cost.over("foh", other) for cost in scans for other in TRUNCATIONS])
+    over_zoh = _range([cost.over("zoh_exact", "zoh") for cost in scans])
+    over_truncations = _range([cost.over("zoh_exact", other) for cost in scans for other in TRUNCATIONS])
     sentences = [
-        f"A scan with `foh` takes {over_zoh} times as long as with `zoh`, and {over_truncations} times as long as with "
-        "`highorder`, `poly` or `rk4`."
+        f"A scan with `zoh_exact` (`foh`) takes {over_zoh} times as long as with `zoh`, and {over_truncations} times as "
+        "long as with `highorder`, `poly` or `rk4`."
     ]
     if steps:
         sentences.append(
-            f"A step of decoding with `foh` takes {_range([cost.over('foh', 'zoh') for cost in steps])} times as long as "
-            "with `zoh`."
+            f"A step of decoding with `zoh_exact` takes {_range([cost.over('zoh_exact', 'zoh') for cost in steps])} times as "
+            "long as with `zoh`."
         )
-    lines = ["| time over `zoh`'s | " + " | ".join(f"`{method}`" for method in scans[0].seconds if method != "zoh") + " |"]
-    lines.append("|---|" + "---:|" * (len(scans[0].seconds) - 1))
+    methods = [method for method in scans[0].seconds if method != "zoh"]
+    lines = ["| time over `zoh`'s | " + " | ".join(f"`{label(method)}`" for method in methods) + " |"]
+    lines.append("|---|" + "---:|" * len(methods))
     for cost in costs:
-        ratios = [f"{cost.over(method, 'zoh'):.2f}" for method in scans[0].seconds if method != "zoh"]
+        ratios = [f"{cost.over(method, 'zoh'):.2f}" for method in methods]
         lines.append(f"| {cost.machine}: {cost.what} | {' | '.join(ratios)} |")
     return "\n".join([" ".join(sentences), "", *lines])
 

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.costs import replace_costs
 from benchmarks.floors import floors
+from benchmarks.labels import label
 from benchmarks.markdown import table
 from benchmarks.report_layers import layers
 
@@ -43,7 +44,7 @@ def state_update(result: Result) -> str:
             [
                 row["sizes"],
                 row["dtypes"],
-                row["discretization"],
+                label(row["discretization"]),
                 f"{microseconds(graph)} ± {100 * row['graph']['spread']:.0f} %",
                 f"{row['bytes'] / graph / 1e9:.0f}",
                 microseconds(copy),
@@ -398,7 +399,7 @@ def against_other(
     has_bars = any("bar" in row for row in rows.values())
     lines = []
     for name, row in rows.items():
-        cells = [name]
+        cells = [label(name)]
         for what, ratio in (("forward", "ratio_forward"), ("both", "ratio_forward_backward")):
             for who in (ours, other):
                 timing = row[f"{who}_{what}"]
@@ -463,8 +464,8 @@ headdim {ssd["settings"]["headdim"]}, dstate {ssd["settings"]["dstate"]}, one gr
 
 Milliseconds at batch {settings["batch"]}, dim {settings["dim"]}, seqlen {settings["seqlen"]}, dstate {settings["dstate"]},
 {settings["dtype"]}, {result["machine"]["threads"]} threads, {result["machine"]["cpu_capability"]}; *loop* is the same scan as a
-loop over time in PyTorch (`ssm_kernels.reference`, whose phi1 for foh is a series of 18 terms near zero), in turns with the
-kernel. {settings["trials"]} trials; median, ± half the distance from the 20th to the 80th percentile.
+loop over time in PyTorch (`ssm_kernels.reference`, whose phi1 for zoh_exact is a series of 18 terms near zero), in turns with
+the kernel. {settings["trials"]} trials; median, ± half the distance from the 20th to the 80th percentile.
 
 {against_other(result["methods"])}
 

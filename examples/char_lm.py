@@ -5,7 +5,7 @@ last tenth of the text is kept for testing; the loss is in bits per byte, of whi
 
     python examples/char_lm.py --plot curve.png
     python examples/char_lm.py --model mingru --text book.txt --steps 3000
-    python examples/char_lm.py --discretization foh --prompt "def "
+    python examples/char_lm.py --discretization zoh_exact --prompt "def "
 
 Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and tests depend on
 the seed and the number of steps done alone, so the result is that of a run that was never stopped.

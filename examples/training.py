@@ -23,6 +23,8 @@ from torch.optim import AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from tqdm import tqdm
 
+from ssm_kernels.reference import ALIASES
+
 # The style of the benchmarks' figures; copies of the scripts elsewhere draw in matplotlib's style.
 STYLE = Path(__file__).resolve().parents[1] / "benchmarks" / "style.mplstyle"
 
@@ -212,7 +214,7 @@ def add_options(parser: Parser, discretizations: Sequence[str], *, lr: float, d_
     parser.add_argument(
         "--discretization",
         default="zoh",
-        choices=discretizations,
+        choices=[*discretizations, *ALIASES],
         help="of mamba and, those of the exponential family, mamba2; default: zoh",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default: cpu")

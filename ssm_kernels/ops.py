@@ -88,7 +88,7 @@ def selective_scan(
 
     The discretization defines the functions :math:`\bar A` and :math:`k`: see ``docs/discretizations.md``.
     Source: Gu and Dao, *Mamba* (arXiv 2312.00752), equations 1 to 4. ``"zoh"`` is the rule of the paper's code; the
-    paper's equation 4 is ``"foh"`` here.
+    paper's equation 4 is ``"zoh_exact"`` here.
 
     Args:
         u: input, (batch, dim, seqlen); float32, float16, bfloat16 or float64. Any strides; seqlen-contiguous and
@@ -101,8 +101,8 @@ def selective_scan(
         D: skip connection, (dim,), dtype of ``A``.
         z: gate, shape and dtype of ``u``.
         delta_bias: (dim,), dtype of ``A``.
-        discretization: one of ``ssm_kernels.discretizations``, such as ``"zoh"``, ``"foh"`` and ``"bilinear"``, or
-            ``"zoh_exact"``, an alias of ``"foh"``.
+        discretization: one of ``ssm_kernels.discretizations``, such as ``"zoh"``, ``"zoh_exact"`` and ``"bilinear"``, or
+            ``"foh"``, an alias of ``"zoh_exact"``.
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent.
         return_last_state: also return the state after the last step.
@@ -334,7 +334,7 @@ def ssd_chunk_scan(
             a sequence may have no steps. Nothing passes from one sequence to the next: ``initial_states`` and ``final_states``
             are (sequences, heads, headdim, dstate). Not together with ``seq_idx``.
         return_final_states: also return the states after the last step.
-        discretization: a rule whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"foh"`` (alias ``"zoh_exact"``),
+        discretization: a rule whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"zoh_exact"`` (alias ``"foh"``),
             ``"poly"``, ``"highorder"`` or ``"rk4"``. They differ in the input's factor.
 
     Returns:

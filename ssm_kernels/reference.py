@@ -87,7 +87,7 @@ class Discretization(NamedTuple):
 
 _Coefficients = Callable[[Tensor], tuple[Tensor, Tensor]]
 DISCRETIZATIONS: dict[str, Discretization] = {}
-ALIASES = {"zoh_exact": "foh"}
+ALIASES = {"foh": "zoh_exact"}
 
 
 def _discretization(name: str, summary: str) -> Callable[[_Coefficients], _Coefficients]:
@@ -118,8 +118,8 @@ def _zoh(z: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(z), torch.ones_like(z)
 
 
-@_discretization("foh", "exact for an input that is constant over the step: zero-order hold for A and B")
-def _foh(z: Tensor) -> tuple[Tensor, Tensor]:
+@_discretization("zoh_exact", "exact for an input that is constant over the step: zero-order hold for A and B")
+def _zoh_exact(z: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(z), phi1(z)
 
 
@@ -128,17 +128,17 @@ def _bilinear(z: Tensor) -> tuple[Tensor, Tensor]:
     return (1 + z / 2) / (1 - z / 2), 1 / (1 - z / 2)
 
 
-@_discretization("poly", "foh with three Taylor terms of phi1")
+@_discretization("poly", "zoh_exact with three Taylor terms of phi1")
 def _poly(z: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(z), 1 + z / 2 + z**2 / 6
 
 
-@_discretization("highorder", "foh with two Taylor terms of phi1")
+@_discretization("highorder", "zoh_exact with two Taylor terms of phi1")
 def _highorder(z: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(z), 1 + z / 2
 
 
-@_discretization("rk4", "foh with four Taylor terms of phi1")
+@_discretization("rk4", "zoh_exact with four Taylor terms of phi1")
 def _rk4(z: Tensor) -> tuple[Tensor, Tensor]:
     return torch.exp(z), 1 + z / 2 + z**2 / 6 + z**3 / 24
 

@@ -78,7 +78,7 @@ def _generalized_bilinear(alpha: str) -> Callable[[Any], tuple[Any, Any]]:
 
 METHODS = {
     "zoh": Method(_exponential(1), None, 1, False, -math.inf),
-    "foh": Method(_exponential(None), ("zoh", None), None, True, -math.inf),
+    "zoh_exact": Method(_exponential(None), ("zoh", None), None, True, -math.inf),
     "bilinear": Method(_generalized_bilinear("0.5"), ("bilinear", None), 2, True, -math.inf),
     "poly": Method(_exponential(3), None, 3, False, -math.inf, gain_terms=3),
     "highorder": Method(_exponential(2), None, 2, False, -math.inf, gain_terms=2),

@@ -28,7 +28,7 @@ SEQUENCES = ("x", "dt", "B", "C", "z")
 Cotangents = tuple[Tensor | None, Tensor | None]
 
 # Those whose transition is e^z; what the operator takes.
-METHODS = ("zoh", "foh", "poly", "highorder", "rk4")
+METHODS = ("zoh", "zoh_exact", "poly", "highorder", "rk4")
 
 # Where assert_nan_ends may put its NaN.
 NAN_PLACES = (*SEQUENCES, "initial_states", "grad_out", "grad_final_states")

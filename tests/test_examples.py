@@ -275,7 +275,7 @@ def test_char_lm_stopped_and_resumed_is_one_run(stop, model, tmp_path, char_lm):
 
 def test_seed_model_and_discretization_decide_the_run_of_char_lm(tmp_path, char_lm):
     losses = []
-    for arguments in ([], [], ["--seed", "1"], ["--discretization", "foh"], ["--model", "mamba2"], ["--model", "mingru"]):
+    for arguments in ([], [], ["--seed", "1"], ["--discretization", "zoh_exact"], ["--model", "mamba2"], ["--model", "mingru"]):
         char_lm(*SHORT_LM, "--checkpoint", tmp_path / "run.pt", "--max-steps", "2", *arguments)
         losses.append(read(tmp_path / "run.pt")["losses"])
     first, again, *others = losses

@@ -72,7 +72,7 @@ def test_round_trip(mixer, discretization, fields, tmp_path):
 
 def test_fields_are_replaced_on_loading(tmp_path):
     make_model("Mamba").save_pretrained(tmp_path)
-    with pytest.warns(UserWarning, match="expected a checkpoint of discretization 'foh'"):
+    with pytest.warns(UserWarning, match="expected a checkpoint of discretization 'zoh_exact'"):
         model = MambaLM.from_pretrained(tmp_path, discretization="foh")
     assert {layer.mixer.discretization for layer in model.backbone.layers} == {"foh"}
 

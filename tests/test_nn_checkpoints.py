@@ -76,10 +76,26 @@ def test_round_trip(name, discretization, tmp_path):
 
 @every_layer
 def test_an_alias_is_the_same_discretization(name):
-    LAYERS[name](discretization="foh").load_state_dict(LAYERS[name](discretization="zoh_exact").state_dict())
+    for saved, own in (("foh", "zoh_exact"), ("zoh_exact", "foh")):
+        state_dict = LAYERS[name](discretization=saved).state_dict()
+        assert bytes(state_dict[ENTRY].tolist()) == b"zoh_exact"
+        assert LAYERS[name](discretization=own).load_state_dict(state_dict) == ([], [])
 
 
-@pytest.mark.parametrize(("saved", "own"), [("foh", "zoh"), ("foh", "rk4"), ("highorder", "foh")])
+@pytest.mark.parametrize("own", ["zoh_exact", "foh"])
+@every_layer
+def test_checkpoints_that_name_the_alias(name, own):
+    """As layers saved them while ``foh`` was the canonical name."""
+    layer = LAYERS[name](discretization=own)
+    state_dict = layer.state_dict() | {ENTRY: torch.tensor([*b"foh"], dtype=torch.uint8)}
+    assert layer.load_state_dict(state_dict, strict=True) == ([], [])
+    assert bytes(layer.state_dict()[ENTRY].tolist()) == b"zoh_exact"
+    message = f"{name}: expected a checkpoint of discretization 'zoh', got one of 'zoh_exact'"
+    with pytest.raises(RuntimeError, match=says(message)):
+        LAYERS[name]().load_state_dict(state_dict)
+
+
+@pytest.mark.parametrize(("saved", "own"), [("zoh_exact", "zoh"), ("zoh_exact", "rk4"), ("highorder", "zoh_exact")])
 @every_layer
 def test_another_discretization(name, saved, own, tmp_path):
     state_dict = saved_and_loaded(Model(LAYERS[name](discretization=saved)).state_dict(), tmp_path)
@@ -104,13 +120,11 @@ def test_checkpoints_of_mamba_ssm(name):
     assert LAYERS[name]().load_state_dict(checkpoint, strict=True) == ([], [])
     for strict in (True, False):
         layer = LAYERS[name](discretization="foh")
-        message = (
-            f"{name}: expected a checkpoint of discretization 'foh', got one that names none, as of mamba_ssm, whose is 'zoh'"
-        )
+        message = f"{name}: expected a checkpoint of discretization 'zoh_exact', got one that names none, as of mamba_ssm"
         with pytest.warns(UserWarning, match=says(message)):
             assert layer.load_state_dict(checkpoint, strict=strict) == ([], [])
         state_dict = layer.state_dict()
-        assert bytes(state_dict.pop(ENTRY).tolist()) == b"foh"
+        assert bytes(state_dict.pop(ENTRY).tolist()) == b"zoh_exact"
         torch.testing.assert_close(dict(state_dict), checkpoint, rtol=0, atol=0)
 
 
@@ -129,7 +143,7 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 }
 
 
-@pytest.mark.parametrize("discretization", ["foh", "highorder", "rk4"])
+@pytest.mark.parametrize("discretization", ["zoh_exact", "highorder", "rk4"])
 @pytest.mark.parametrize("change", CHANGES)
 @every_layer
 def test_checkpoints_that_were_cast_or_averaged(name, change, discretization):

@@ -19,7 +19,7 @@ import pytest
 import torch
 from helpers import METHODS
 
-from ssm_kernels.reference import DISCRETIZATIONS
+from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
 
 pytest.importorskip("rich", reason="the profiler prints its tables with rich")
 pytest.importorskip("matplotlib", reason="the profiler draws with matplotlib")
@@ -280,7 +280,7 @@ def test_methods_and_parts_can_be_chosen(profiler, tmp_path, monkeypatch, capsys
     arguments = [*SMALL, "--methods", "zoh_exact,bilinear", "foh", "--no-profile_ops", "--no-profile_accuracy", "--no-backward"]
     assert profiler.main([*arguments, "--plot", "none", "--json", "found.json"]) == 0, capsys.readouterr().err
     found = json.loads(Path("found.json").read_text())
-    assert [scan["method"] for scan in found["scans"]] == ["foh", "bilinear"]
+    assert [scan["method"] for scan in found["scans"]] == ["zoh_exact", "bilinear"]
     assert all(scan["backward"] is None for scan in found["scans"])
     assert found["operations"] == found["accuracies"] == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["found.json"]
@@ -317,7 +317,7 @@ def test_unstable_methods_and_many_states_are_reported(profiler, tmp_path, monke
         (["--dstate", "257"], "expected an integer from 1 to 256, got '257'"),
         (["--n_trials", "2.5"], "--n_trials"),
         (["--seed", "-1"], "--seed"),
-        (["--methods", "tustin"], "unknown discretization 'tustin', expected 'all' or some of zoh, foh"),
+        (["--methods", "tustin"], "unknown discretization 'tustin', expected 'all' or some of zoh, zoh_exact"),
         (["--methods", ","], "--methods"),
         (["--methods"], "--methods"),
         (["--device", "tpu"], "--device"),
@@ -445,8 +445,9 @@ def test_safe_range_and_orders_of_the_documentation():
     rows = {}
     for line in (ROOT / "docs" / "discretizations.md").read_text().splitlines():
         cells = [cell.strip() for cell in line.replace("\\|", "").split("|")[1:-1]]
-        if len(cells) == 6 and cells[0].strip("`") in DISCRETIZATIONS:
-            rows[cells[0].strip("`")] = cells[1:]
+        name = cells[0].partition(" ")[0].strip("`") if len(cells) == 6 else ""
+        if name in DISCRETIZATIONS:
+            rows[name] = cells[1:]
     assert set(rows) == set(DISCRETIZATIONS)
     z = -torch.logspace(-3, 1, 200_001, dtype=torch.float64)
     for method, (orders, held, _, gain, safe) in rows.items():
@@ -523,7 +524,7 @@ def test_loop_is_the_scan(profiler, method):
 
 
 def test_loop_has_no_series(profiler, monkeypatch):
-    """foh's is ``expm1(z) / z``, as a user writes it, and not the 18 passes of the reference's phi1."""
+    """zoh_exact's is ``expm1(z) / z``, as a user writes it, and not the 18 passes of the reference's phi1."""
 
     def refuse(*_):
         raise AssertionError("the loop calls reference.phi1")
@@ -543,6 +544,13 @@ def test_observed_order_is_the_slope(profiler):
     errors[0] = math.inf
     assert profiler.accuracy.observed_order(steps, errors, largest_step=1.0) == pytest.approx(2)
     assert profiler.accuracy.observed_order(steps, [1e-15] * 8, largest_step=1.0) is None
+
+
+def test_names_in_tables_and_plots_have_the_alias(profiler):
+    from benchmarks import labels
+
+    assert {alias: name for name, alias in labels.ALIASES.items()} == ALIASES
+    assert [labels.label(name) for name in ("zoh", "zoh_exact")] == ["zoh", "zoh_exact (foh)"]
 
 
 def test_labels_keep_their_order_and_distance(profiler):

@@ -36,7 +36,7 @@ def relative_to(scale: float, value: float, expected) -> float:
 
 def test_every_method_has_its_row_of_expectations():
     assert set(METHODS) == set(DISCRETIZATIONS)
-    assert ALIASES == {"zoh_exact": "foh"}
+    assert ALIASES == {"foh": "zoh_exact"}
 
 
 @pytest.mark.parametrize("method", METHOD_NAMES)
@@ -109,7 +109,7 @@ def test_generalized_bilinear_family_against_scipy(method, alpha):
     np.testing.assert_allclose(c.numpy()[:, None], expected_B, rtol=1e-13)
 
 
-def test_foh_is_the_exponential_of_the_augmented_matrix():
+def test_zoh_exact_is_the_exponential_of_the_augmented_matrix():
     """exp(delta [[A, B], [0, 0]]) = [[Abar, c B], [0, 1]] for an input that is constant over the step; also at A = 0."""
     A = np.array([0.0, -1e-9, -1e-3, -0.5, -7.0, 0.4])
     B = np.array([1.0, 2.0, -1.0, 0.5, 3.0, -2.0])
@@ -117,7 +117,7 @@ def test_foh_is_the_exponential_of_the_augmented_matrix():
         augmented = np.zeros((7, 7))
         augmented[:6, :6], augmented[:6, 6] = np.diag(A), B
         exponential = scipy.linalg.expm(delta * augmented)
-        Abar, c = coefficients("foh", torch.tensor(delta, dtype=torch.float64), torch.from_numpy(A))
+        Abar, c = coefficients("zoh_exact", torch.tensor(delta, dtype=torch.float64), torch.from_numpy(A))
         np.testing.assert_allclose(Abar.numpy(), np.diag(exponential)[:6], rtol=1e-13)
         np.testing.assert_allclose(c.numpy() * B, exponential[:6, 6], rtol=1e-13)
 
@@ -267,7 +267,7 @@ def test_scan_against_its_definition(method, options):
     np.testing.assert_allclose(last_state.numpy(), expected_last_state, rtol=1e-12, atol=1e-13)
 
 
-def test_scan_with_foh_is_exact_for_a_held_input():
+def test_scan_with_zoh_exact_is_exact_for_a_held_input():
     """A held input is what SciPy's lsim integrates with interp=False; its sample i acts over the step that ends at i + 1."""
     generator = np.random.default_rng(0)
     A, B, C, D = np.array([-0.3, -1.1, -2.5]), generator.normal(size=3), generator.normal(size=3), 0.7
@@ -280,7 +280,7 @@ def test_scan_with_foh_is_exact_for_a_held_input():
         torch.full((1, 1, steps), delta, dtype=torch.float64),
         *(torch.from_numpy(x)[None] for x in (A, B, C)),
         D=torch.tensor([D], dtype=torch.float64),
-        discretization="foh",
+        discretization="zoh_exact",
         return_last_state=True,
     )
     np.testing.assert_allclose(y[0, 0].numpy(), states[1:] @ C + D * u, rtol=1e-10, atol=1e-12)

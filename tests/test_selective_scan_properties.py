@@ -44,7 +44,7 @@ def argument_sets(draw, dtypes=(torch.float64,)):
         delta_bias=draw(st.booleans()),
         delta_softplus=draw(st.booleans()),
         initial_state=draw(st.booleans()),
-        discretization=draw(st.sampled_from([*METHODS, "zoh_exact"])),
+        discretization=draw(st.sampled_from([*METHODS, "foh"])),
         dtype=draw(st.sampled_from(dtypes)),
         seed=draw(st.integers(0, 2**16)),
     )

@@ -126,7 +126,7 @@ def test_discretizations_that_are_not_exponential(name, device):
 @pytest.mark.parametrize("name", ["", "ZOH", "zoh ", "tustin"])
 def test_unknown_discretization(name, device):
     expected = says(
-        "ssd_chunk_scan: unknown discretization ", name, "expected one of: zoh, foh, poly, highorder, rk4, zoh_exact"
+        "ssd_chunk_scan: unknown discretization ", name, "expected one of: zoh, zoh_exact, poly, highorder, rk4, foh"
     )
     with pytest.raises(ValueError, match=expected + "$"):
         ssd_chunk_scan(**good_inputs(discretization=name, device=device))

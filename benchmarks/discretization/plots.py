@@ -21,6 +21,7 @@ from matplotlib.ticker import MaxNLocator, NullFormatter
 from benchmarks.discretization.accuracy import DC_STEP, Accuracy
 from benchmarks.discretization.report import Report
 from benchmarks.discretization.scans import Scan
+from benchmarks.labels import label
 from benchmarks.style import COLORS, STYLE
 
 __all__ = ["FORMATS", "draw", "figure_of"]
@@ -104,7 +105,7 @@ def _speed_against_error(
     for scan, time, error, height in zip(scans, times, errors, labels, strict=True):
         look = looks[scan.method]
         axes.annotate(
-            scan.method,
+            label(scan.method),
             (time, error),
             xytext=(0.53, height),
             textcoords="axes fraction",
@@ -182,7 +183,7 @@ def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
             place = (1e3 * scan.step.p80, row)
             faster = f"{scan.speedup:.0f}x" if scan.speedup >= 10 else f"{scan.speedup:.1f}x"
             axes.annotate(faster, place, xytext=(4, 0), textcoords="offset points", va="center", fontsize=6.5)
-    axes.set_yticks(range(len(scans)), [scan.method for scan in scans])
+    axes.set_yticks(range(len(scans)), [label(scan.method) for scan in scans])
     axes.invert_yaxis()
     axes.tick_params(axis="y", length=0)
     axes.xaxis.set_major_locator(MaxNLocator(4))
@@ -237,7 +238,9 @@ def figure_of(report: Report, known: Sequence[str], *, column: bool = False) -> 
         panels.append(lambda axes: _operations(axes, report))
     handles: list[Any] = []
     if report.accuracies:
-        handles = [Line2D([], [], color=looks[method].color, marker=looks[method].marker, label=method) for method in methods]
+        handles = [
+            Line2D([], [], color=looks[method].color, marker=looks[method].marker, label=label(method)) for method in methods
+        ]
     across = 1 if column else len(panels)
     legend_columns = (2, 3, 5)[across - 1]
     width = 3.5 if across == 1 else 2.45 * across

@@ -17,6 +17,7 @@ from benchmarks.discretization.accuracy import DC_STEP, Accuracy, Convergence
 from benchmarks.discretization.operations import Operation
 from benchmarks.discretization.scans import Scan
 from benchmarks.harness import Timing
+from benchmarks.labels import label
 
 __all__ = ["Report"]
 
@@ -175,7 +176,7 @@ def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
     zoh = next((scan.step.median for scan in scans if scan.method == "zoh"), None)
     for scan in scans:
         timings = (scan.forward, scan.backward, scan.training) if training else (scan.forward,)
-        row = [scan.method, *(_milliseconds(timing) for timing in timings)]
+        row = [label(scan.method), *(_milliseconds(timing) for timing in timings)]
         row.append("-" if zoh is None else f"{scan.step.median / zoh:.2f}")
         row += [_number(scan.tokens_per_second / 1e6), _number(scan.bytes_per_second / 1e9)]
         if scan.loop_step is not None:
@@ -222,7 +223,7 @@ def _print_accuracies(console: Console, accuracies: Sequence[Accuracy], signal: 
     rounded = accuracies[0].rounding is not None
     table = _table("3. Error against the exact solution", headings + ["DC gain\nerror"] + ([dtype] if rounded else []))
     for accuracy in accuracies:
-        row = [accuracy.method]
+        row = [label(accuracy.method)]
         for sampling in ("end", "middle"):
             found = accuracy.convergence[sampling]
             row += [_error(found.errors[0]), _error(found.errors[-1]), _order(found)]

@@ -152,7 +152,7 @@ def loop_bytes(size: ScanSize, dtype: torch.dtype) -> int:
 def _loop_coefficients(method: str, z: Tensor) -> tuple[Tensor, Tensor]:
     """``Abar`` and the gain. The reference's phi1 is a series near zero, in 18 passes over memory; ``expm1(z) / z`` is what a
     user writes, and exact enough for z < 0."""
-    if method == "foh":
+    if method == "zoh_exact":
         return torch.exp(z), torch.expm1(z) / z
     return reference.DISCRETIZATIONS[method].coefficients(z)
 

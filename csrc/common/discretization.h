@@ -61,7 +61,7 @@ struct Zoh : ExponentialTransition {
 };
 
 // Exact for a piecewise-constant input: delta phi1(z) = (e^z - 1) / A.
-struct Foh : ExponentialTransition {
+struct ZohExact : ExponentialTransition {
   static constexpr bool kUnitGain = false;
   template <typename T>
   static SSM_HOST_DEVICE T gain(T z, T ez) {
@@ -144,7 +144,7 @@ using BackwardEuler = GeneralizedBilinear<2>;
 // follow from it.
 #define SSM_DISCRETIZATIONS(ROW)          \
   ROW(kZoh, "zoh", Zoh)                   \
-  ROW(kFoh, "foh", Foh)                   \
+  ROW(kZohExact, "zoh_exact", ZohExact)   \
   ROW(kBilinear, "bilinear", Bilinear)    \
   ROW(kPoly, "poly", Poly)                \
   ROW(kHighOrder, "highorder", HighOrder) \
@@ -169,7 +169,7 @@ constexpr DiscretizationRow kDiscretizationTable[] = {
 #undef SSM_ROW
 };
 
-constexpr DiscretizationRow kDiscretizationAliases[] = {{"zoh_exact", Discretization::kFoh}};
+constexpr DiscretizationRow kDiscretizationAliases[] = {{"foh", Discretization::kZohExact}};
 
 // The method of that name, or null.
 inline const Discretization* find_discretization(std::string_view name) {
@@ -182,7 +182,8 @@ inline const Discretization* find_discretization(std::string_view name) {
   return nullptr;
 }
 
-// Calls visitor(Zoh{}), visitor(Foh{}), ...: the run-time method as a type. The visitor may be of the host or of the device.
+// Calls visitor(Zoh{}), visitor(ZohExact{}), ...: the run-time method as a type. The visitor may be of the host or of the
+// device.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif

@@ -107,7 +107,7 @@ constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 // Stands for a method that the kernel reads from its parameters. The kernel branches outside of its inner loops.
 struct RuntimeMethod {};
 
-// visit(Zoh{}), visit(Foh{}), ...: Method, or the one of the call. Nothing that follows from it stays in a register until
+// visit(Zoh{}), visit(ZohExact{}), ...: Method, or the one of the call. Nothing that follows from it stays in a register until
 // later.
 template <typename Method, typename Visitor>
 __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {

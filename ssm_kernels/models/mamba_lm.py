@@ -291,7 +291,7 @@ class MambaLM(nn.Module):
             device: where the parameters are made.
             dtype: dtype of the model, whatever dtype the checkpoint has.
             config_overrides: fields of :class:`MambaConfig` that override ``config.json``, such as
-                ``discretization="foh"``.
+                ``discretization="zoh_exact"``.
 
         Raises:
             FileNotFoundError: there is no such folder, or a file is missing in it.
