@@ -80,7 +80,3 @@ def mamba_ssm_shapes(config: MambaConfig) -> dict[str, list[int]]:
     layers = {f"layers.{i}.{name}": shape for i in range(config.n_layer) for name, shape in block.items()}
     backbone = {"embedding.weight": [rows, d], **layers, "norm_f.weight": [d]}
     return {f"backbone.{name}": shape for name, shape in backbone.items()} | {"lm_head.weight": [rows, d]}
-
-
-def within(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in parameters.items() if name.startswith(prefix)}

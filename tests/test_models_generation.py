@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import says
-from model_helpers import VOCABULARY, every_mixer, make_model, make_talker, make_tokens, within
+from model_helpers import VOCABULARY, every_mixer, make_model, make_talker, make_tokens
+from plain_layers import within
 from torch import Tensor
 
 from ssm_kernels.models import InferenceParams, MambaLM, MixerModel, sample

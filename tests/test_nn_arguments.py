@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 import torch.nn as nn
+from helpers import says
 from torch.nn.utils.rnn import pack_sequence
 
+import ssm_kernels
 from ssm_kernels.nn import Liquid, Mamba, Mamba2, MinGRU, MinLSTM, SelectiveSSM
 from ssm_kernels.nn.mamba2 import GatedRMSNorm
 
@@ -95,6 +97,7 @@ LAYERS: dict[type[nn.Module], tuple[dict[str, Any], dict[str, Kind]]] = {
     ),
 }
 
+RECURRENCES = (MinGRU, MinLSTM, Liquid)
 every_layer = pytest.mark.parametrize("layer_type", LAYERS, ids=lambda layer_type: layer_type.__name__)
 
 
@@ -132,6 +135,65 @@ def test_arguments_of_constructors(layer_type):
                 assert_raises(ValueError, name, expected, lambda: layer_type(**good | {argument: value}))  # noqa: B023
 
 
+# Options that a layer of LAYERS refuses, and the message without the layer's name.
+BAD_VALUES: dict[tuple[type[nn.Module], ...], list[tuple[dict[str, Any], str]]] = {
+    (SelectiveSSM, Mamba, Mamba2): [
+        ({"d_state": 300}, "expected d_state from 1 to 256, got 300"),
+        ({"d_state": 0}, "expected d_state from 1 to 256, got 0"),
+        ({"dt_min": 0.2}, "expected 0 < dt_min <= dt_max, both finite, got dt_min=0.2, dt_max=0.1"),
+    ],
+    (SelectiveSSM, Mamba): [({"dt_init": "uniform"}, "unknown dt_init 'uniform'")],
+    (Mamba, Mamba2): [({"d_conv": 0}, "expected d_conv to be at least 1, got 0")],
+    (Mamba2,): [
+        ({"headdim": 5}, "expected a headdim that divides d_ssm = 32, got 5"),
+        ({"headdim": 0}, "expected headdim from 1 to 256, got 0"),
+        ({"d_ssm": 40}, "expected d_ssm from 1 to d_inner = 32, got 40"),
+        ({"d_ssm": 0}, "expected d_ssm to be at least 1, got 0"),
+        ({"A_init_range": (0, 1)}, "expected A_init_range with 0 < low <= high, got (0, 1)"),
+        ({"process_group": "a group"}, "expected process_group None"),
+        ({"expand": 32, "headdim": 512}, "expected headdim from 1 to 256, got 512"),
+        ({"ngroups": 3}, "ssd_chunk_scan: expected the groups of B and C to divide heads = 8, got 3"),
+        ({"chunk_size": 0}, "expected chunk_size to be at least 1, got 0"),
+        ({"dt_limit": (1.0, 0.5)}, "expected dt_limit = (min, max) with min <= max, got (1.0, 0.5)"),
+        ({"discretization": "bilinear"}, "ssd_chunk_scan: discretization 'bilinear' is not supported"),
+    ],
+    RECURRENCES: [
+        *(({size: 0}, f"expected {size} to be at least 1, got 0") for size in ("input_size", "hidden_size", "num_layers")),
+        ({"dropout": 1.5, "num_layers": 2}, "expected dropout from 0 to 1, got 1.5"),
+        ({"candidate_activation": "relu"}, "unknown candidate_activation 'relu', expected one of [None, "),
+    ],
+    (Liquid,): [
+        ({"bias": False}, "input-dependent time constants need bias=True"),
+        ({"tau_init": (2.0, 1.0)}, "expected 0.001 < tau_init[0] <= tau_init[1], both finite, got (2.0, 1.0)"),
+        ({"tau_init": (0.0, 1.0)}, "expected 0.001 < tau_init[0] <= tau_init[1], both finite, got (0.0, 1.0)"),
+    ],
+}
+EVERY_BAD_VALUE = [(layer, *row) for layers, rows in BAD_VALUES.items() for layer in layers for row in rows]
+
+
+@pytest.mark.parametrize(
+    ("layer_type", "options", "message"), EVERY_BAD_VALUE, ids=lambda value: getattr(value, "__name__", "")
+)
+def test_bad_values(layer_type, options, message):
+    """When the layer is made, not when it is called."""
+    prefix = "" if message.startswith("ssd_chunk_scan") else f"{layer_type.__name__}: "
+    with pytest.raises(ValueError, match="^" + says(prefix + message)):
+        layer_type(**LAYERS[layer_type][0] | options)
+
+
+@pytest.mark.parametrize("layer_type", [SelectiveSSM, Mamba, Mamba2])
+def test_unknown_discretization_lists_those_there_are(layer_type):
+    with pytest.raises(ValueError, match=f"^{layer_type.__name__}: unknown discretization 'tustin'") as error:
+        layer_type(**LAYERS[layer_type][0], discretization="tustin")
+    assert all(repr(name) in str(error.value) for name in ssm_kernels.discretizations)
+
+
+@pytest.mark.parametrize("layer_type", RECURRENCES)
+def test_dropout_of_one_layer_warns(layer_type):
+    with pytest.warns(UserWarning, match="dropout acts between layers, and there is only one"):
+        layer_type(3, 4, dropout=0.5)
+
+
 @every_layer
 def test_ints_and_numbers_of_numpy_are_numbers(layer_type):
     good, kinds = LAYERS[layer_type]
@@ -150,7 +212,7 @@ def test_device_and_dtype_are_those_of_the_parameters(layer_type):
         layer_type(**good, device="nowhere")
 
 
-NO_TENSOR = (np.zeros((2, 3), dtype=np.float32), [1.0], 3, "x")
+NO_TENSOR = (np.zeros((2, 3), dtype=np.float32), [1.0], (torch.zeros(1), torch.zeros(1)), 3, "x")
 SEQUENCE, STEP = torch.zeros(2, 5, 6), torch.zeros(2, 6)
 
 

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.nn as nn
 from helpers import says
-from test_nn_recurrent import HIDDEN, IN, PLAIN, gradients, make, make_layer
+from layer_helpers import HIDDEN, IN, assert_all_close, assert_same_gradients, every_recurrence, make_layer, make_sequence
+from plain_layers import parameters_of
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence, pack_sequence, pad_packed_sequence, unpack_sequence
 
@@ -26,7 +27,7 @@ every_lengths = pytest.mark.parametrize("lengths", LENGTHS.values(), ids=list(LE
 
 
 def make_packed(lengths: tuple[int, ...], device: str = "cpu", channels: int = IN) -> tuple[list[Tensor], PackedSequence]:
-    sequences = [make(length, channels, device=device, seed=i).requires_grad_() for i, length in enumerate(lengths)]
+    sequences = [make_sequence(length, channels, device=device, seed=i).requires_grad_() for i, length in enumerate(lengths)]
     return sequences, pack_sequence(sequences, enforce_sorted=sorted(lengths, reverse=True) == list(lengths))
 
 
@@ -42,33 +43,31 @@ def as_of_gru(packed: PackedSequence, like: PackedSequence) -> bool:
 @pytest.mark.parametrize(
     ("num_layers", "bidirectional", "batch_first"), list(itertools.product((1, 2), (False, True), (False, True)))
 )
-@pytest.mark.parametrize("name", PLAIN)
+@every_recurrence
 def test_each_sequence_as_if_alone(name, num_layers, bidirectional, batch_first, lengths, device):
     """In the order of the user, values and gradients, hx included."""
     layer = make_layer(name, device, num_layers=num_layers, bidirectional=bidirectional, batch_first=batch_first)
-    hx = make(num_layers * (1 + bidirectional), len(lengths), HIDDEN, device=device, seed=9).requires_grad_()
+    hx = make_sequence(num_layers * (1 + bidirectional), len(lengths), HIDDEN, device=device, seed=9).requires_grad_()
     for state in (None, hx):
         sequences, packed = make_packed(lengths, device)
         output, h_n = layer(packed, state)
         alone = [layer(x, None if state is None else state[:, i]) for i, x in enumerate(sequences)]
         expected = torch.cat([h for h, _ in alone]), torch.stack([h for _, h in alone], dim=1)
         actual = torch.cat(unpack_sequence(output)), h_n
-        for a, b in zip(actual, expected, strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
-        leaves = [*sequences, *layer.parameters(), *([] if state is None else [hx])]
-        for a, b in zip(gradients(actual, leaves), gradients(expected, leaves), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+        assert_all_close(actual, expected, 1e-12, 1e-12)
+        leaves = {f"sequence {i}": x for i, x in enumerate(sequences)} | parameters_of(layer)
+        assert_same_gradients(actual, expected, leaves | ({} if state is None else {"hx": hx}), 1e-10, 1e-12)
 
 
 @every_lengths
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize("name", PLAIN)
+@every_recurrence
 def test_types_and_shapes_are_those_of_gru(name, bidirectional, lengths, device):
     options = {"num_layers": 2, "bidirectional": bidirectional}
     layer = make_layer(name, device, **options)
     gru = nn.GRU(IN, HIDDEN, dtype=torch.float64, device=device, **options)
     _, packed = make_packed(lengths, device)
-    hx = make(2 * (1 + bidirectional), len(lengths), HIDDEN, device=device)
+    hx = make_sequence(2 * (1 + bidirectional), len(lengths), HIDDEN, device=device)
     for arguments in ((packed,), (packed, hx)):
         (output, h_n), (gru_output, gru_h_n) = layer(*arguments), gru(*arguments)
         assert isinstance(output, PackedSequence) and as_of_gru(output, gru_output) and as_of_gru(output, packed)
@@ -93,9 +92,9 @@ def test_order_and_back(lengths, device):
     assert torch.equal(back.data, packed.data) and as_of_gru(back, packed)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@every_recurrence
 def test_dropout_between_layers(name, device):
-    layer = make_layer(name, device, num_layers=2, dropout=1.0)
+    layer = make_layer(name, device, dropout=1.0)
     sequences, packed = make_packed(LENGTHS["unsorted"], device)
     assert layer.training
     dropped = torch.cat(unpack_sequence(layer(packed)[0]))
@@ -106,9 +105,9 @@ def test_dropout_between_layers(name, device):
 
 
 def test_step_lengths_are_packed_as_the_input(device):
-    layer = make_layer("liquid", device, num_layers=2, bidirectional=True)
+    layer = make_layer("Liquid", device, bidirectional=True)
     sequences, packed = make_packed(LENGTHS["unsorted"], device)
-    dts = [0.1 + make(len(x), device=device, seed=20 + i).abs() for i, x in enumerate(sequences)]
+    dts = [0.1 + make_sequence(len(x), device=device, seed=20 + i).abs() for i, x in enumerate(sequences)]
     output, h_n = layer(packed, dt=pack_sequence(dts, enforce_sorted=False))
     alone = [layer(x, dt=dt) for x, dt in zip(sequences, dts, strict=True)]
     torch.testing.assert_close(torch.cat(unpack_sequence(output)), torch.cat([h for h, _ in alone]), rtol=1e-12, atol=1e-12)
@@ -118,13 +117,13 @@ def test_step_lengths_are_packed_as_the_input(device):
     torch.testing.assert_close(torch.cat(unpack_sequence(other)), expected, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@every_recurrence
 def test_hx_is_that_of_gru(name, device):
     """Positional and by that name; by the older one with a warning."""
-    layer = make_layer(name, device)
+    layer = make_layer(name, device, num_layers=1)
     names = [*inspect.signature(nn.GRU.forward).parameters]
     assert [*inspect.signature(type(layer).forward).parameters][: len(names)] == names == ["self", "input", "hx"]
-    x, hx = make(7, 3, IN, device=device), make(1, 3, HIDDEN, device=device, seed=1)
+    x, hx = make_sequence(7, 3, IN, device=device), make_sequence(1, 3, HIDDEN, device=device, seed=1)
     expected = layer(x, hx)
     with pytest.warns(FutureWarning, match="h_0 is called hx now"):
         of_old_name = layer(x, h_0=hx)
@@ -149,20 +148,20 @@ def test_the_older_name_of_hx_warns_by_default(tmp_path):
         assert f"FutureWarning: {name}: h_0 is called hx now" in result.stderr
 
 
-@pytest.mark.parametrize("name", PLAIN)
+@every_recurrence
 def test_bad_calls_with_a_packed_sequence(name):
-    layer = make_layer(name)
+    layer = make_layer(name, num_layers=1)
     _, packed = make_packed((4, 2, 3))
     with pytest.raises(ValueError, match=says("expected hx of shape", "= [1, 3, 6], got [1, 2, 6]")):
-        layer(packed, make(1, 2, HIDDEN))
+        layer(packed, make_sequence(1, 2, HIDDEN))
     with pytest.raises(TypeError, match=says("expected hx to be a tensor, got list")):
-        layer(packed, [make(1, 3, HIDDEN)])
+        layer(packed, [make_sequence(1, 3, HIDDEN)])
     with pytest.raises(ValueError, match=says("expected a PackedSequence or cu_seqlens, got both")):
         layer(packed, cu_seqlens=torch.tensor([0, 9]))
     _, wide = make_packed((4, 2, 3), channels=IN + 1)
     with pytest.raises(ValueError, match=says("expected input.data of shape (steps, input_size)", "got [9, 6]")):
         layer(wide)
-    if name == "liquid":
+    if name == "Liquid":
         with pytest.raises(TypeError, match=says("expected dt to be a number or a PackedSequence, got Tensor")):
             layer(packed, dt=torch.ones(9))
         with pytest.raises(ValueError, match=says("dt", "[9]", "got [8]")):
