@@ -92,7 +92,7 @@ def selective_scan(
 
     Args:
         u: input, (batch, dim, seqlen); float32, float16, bfloat16 or float64. Any strides; seqlen-contiguous and
-            dim-contiguous are read as they are, others element by element on CUDA.
+            dim-contiguous tensors are read in 16-byte vectors, others element by element on CUDA.
         delta: step sizes, shape and dtype of ``u``.
         A: diagonal of the continuous system, (dim, dstate), real, float32 (float64 with float64 inputs); dstate <= 256.
         B: input matrix. Constant: (dim, dstate) in the dtype of ``A``. Per step: (batch, dstate, seqlen) or
@@ -112,9 +112,10 @@ def selective_scan(
         ``A``. Both are differentiable with respect to every tensor argument, ``initial_state`` included. Double backward and
         ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
-    On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
-    with float64 inputs). Autograd saves the states at every 32nd step (above 16 states: 64th). On CUDA the work goes to the
-    current stream, the host does not wait for the device, and forward and backward can be captured in a CUDA graph.
+    The operator runs on CPU and on CUDA (compute capability 8.0 and newer) and gives the same bits every time. States and sums
+    are float32 (float64 with float64 inputs). Autograd saves the states at every 32nd step (above 16 states: 64th). On CUDA the
+    operator launches on the current stream, the host does not wait for the device, and forward and backward can be captured in
+    a CUDA graph.
 
     Raises:
         ValueError: a shape or the discretization is not as above.
@@ -179,9 +180,9 @@ def selective_state_update(
         dt_softplus: apply softplus to ``dt + dt_bias``.
         state_batch_indices: (batch,), int32 or int64: the slot of ``state`` that each row of the batch uses. A negative index
             is padding: the output is zero and no state is touched. Other indices must be distinct and below the number of
-            slots: on the CPU a ValueError. On CUDA, where a check would wait for the device, a row whose index is past the last
-            slot has NaN for output and touches no state; rows that share a slot race: which of them each element of the state
-            and the outputs see is undefined, and other slots stay as documented.
+            slots; the CPU raises a ValueError otherwise. CUDA does not check, because the host would have to wait for the
+            device: a row whose index is past the last slot returns NaN and touches no state. Rows that share a slot race:
+            the contents of this slot and the outputs of these rows are undefined; other slots are not affected.
         discretization: as for :func:`selective_scan`.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
@@ -310,29 +311,29 @@ def ssd_chunk_scan(
     ``mamba_chunk_scan_combined``.
 
     Args:
-        x: input, (batch, seqlen, heads, headdim); float32, float16, bfloat16 or float64; headdim <= 256. Any strides, as all
-            tensors here.
+        x: input, (batch, seqlen, heads, headdim); float32, float16, bfloat16 or float64; headdim <= 256. All tensors may have
+            any strides.
         dt: step sizes, (batch, seqlen, heads), dtype of ``x``.
         A: (heads,), float32 (float64 with float64 inputs).
         B: input matrix, (batch, seqlen, groups, dstate), dtype of ``x``; dstate <= 256. The groups divide the heads: head ``h``
             reads group ``h // (heads // groups)``.
         C: output matrix, shape and dtype of ``B``.
-        chunk_size: a hint how many steps to take together, on CPU at most 64 or 128; None lets the operator choose. It changes
+        chunk_size: a hint of how many steps a chunk has, on CPU at most 64 or 128; None lets the operator choose. It changes
             the rounding of the result only.
         D: skip connection, (heads,) or (heads, headdim), dtype of ``A``.
         z: gate, shape and dtype of ``x``.
         dt_bias: (heads,), dtype of ``A``.
         dt_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``dt + dt_bias``.
-        dt_limit: the smallest and the largest step size: others are clamped, after bias and softplus, and have no gradient.
+        dt_limit: the smallest and the largest step size. Others are clamped, after bias and softplus, and have no gradient.
             None: no limits, which is also the default of ``torch.ops.ssm_kernels.ssd_chunk_scan``.
         initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
-        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to: where it changes from one
-            step to the next the state starts again from zero. ``initial_states`` belongs to the first sequence of a row,
+        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
+            step to the next, the state starts again from zero. ``initial_states`` belongs to the first sequence of a row,
             ``final_states`` to the last.
-        cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
+        cu_seqlens: (sequences + 1,), int32 or int64. The batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
-            a sequence may have no steps. Nothing passes from one sequence to the next: ``initial_states`` and ``final_states``
-            are (sequences, heads, headdim, dstate). Not together with ``seq_idx``.
+            a sequence may have no steps. Sequences are independent: ``initial_states`` and ``final_states`` are (sequences,
+            heads, headdim, dstate). Not together with ``seq_idx``.
         return_final_states: also return the states after the last step.
         discretization: a rule whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"zoh_exact"`` (alias ``"foh"``),
             ``"poly"``, ``"highorder"`` or ``"rk4"``. They differ in the input's factor.
@@ -343,17 +344,10 @@ def ssd_chunk_scan(
         every floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other
         than ``vmap`` are not supported and raise.
 
-    States and sums are float32 (float64 with float64 inputs), and exponents are summed in float64: strong decay, weak decay and
-    length cost no accuracy. The fused CUDA kernels for float16 and bfloat16 differ: they sum exponents in float32 within a
-    chunk and round some operands to the dtype of ``x`` (docs/ssd.md). float32 inputs are multiplied as float32, whether TF32 is
-    allowed or not. An infinite element of ``x`` makes ``out`` NaN in other steps of its chunk, as zero times infinity is NaN,
-    and on CUDA in float32 in its own step too.
-
-    Autograd saves the inputs only; backward computes the states again. The values of ``cu_seqlens`` are read and checked on the
-    host, with two exceptions in the fused CUDA kernels: forward does not check them while a graph is being captured, and
-    backward never does. Wrong values then give wrong numbers, but no access outside the tensors. The PyTorch fallback, used for
-    float64 and unsupported sizes, reads them on the host in both directions. Autocast casts ``x``, ``dt``, ``B``, ``C`` and
-    ``z`` to its dtype, parameters and states to float32.
+    States and sums are float32 (float64 with float64 inputs), also for float16 and bfloat16; float32 inputs are multiplied as
+    float32, whether TF32 is allowed or not. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and
+    ``z`` to its dtype, parameters and states to float32. ``docs/ssd.md`` describes rounding, NaN and infinity, memory, and when
+    the values of ``cu_seqlens`` are checked.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,
