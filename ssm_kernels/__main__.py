@@ -1,4 +1,4 @@
-"""``python -m ssm_kernels``: what was built, what is usable on this machine, and what to do about the difference."""
+"""``python -m ssm_kernels``: prints what was built, what is usable on this machine, and how to build the rest."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._build_info import rebuild_command, rebuild_with_cuda_command, runs_on
 
 
 def nvidia_driver() -> str | None:
-    """Version of the NVIDIA driver; None where there is none."""
+    """Version of the NVIDIA driver, or None."""
     if shutil.which("nvidia-smi") is None:
         return None
     query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
@@ -23,13 +23,13 @@ def nvidia_driver() -> str | None:
 
 
 def capability_in_use(built: tuple[str, ...]) -> str:
-    """The instruction set whose kernels run here: the CPU's if it was built, as PyTorch names it, else the baseline."""
+    """The instruction set whose kernels run here, in PyTorch's names: the CPU's if it was built, else the baseline."""
     capability = torch.backends.cpu.get_cpu_capability()
     return capability if capability in built else "DEFAULT"
 
 
 def cuda_status(info: ssm_kernels._build_info.BuildInfo) -> tuple[list[tuple[str, str]], list[str]]:
-    """Which parts of CUDA are usable: (rows to print, hints)."""
+    """Checks which parts of CUDA are usable; returns (rows to print, hints)."""
     driver = nvidia_driver()
     rows = [("NVIDIA driver", driver or "none found")]
     hints = []

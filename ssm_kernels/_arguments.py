@@ -1,4 +1,4 @@
-"""Error messages of the operators' Python functions for arguments that are not tensors or no longer positional."""
+"""Error messages for arguments of the operators' Python functions that are not tensors, or that are no longer positional."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _Result = TypeVar("_Result")
 
 
 def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
-    """Has an operator's errors name the operator and the argument. Only calls that fail look at the arguments.
+    """Decorator: an operator's errors name the operator and the argument. Only failing calls inspect the arguments.
 
     The dispatcher's own message for an argument that is not a tensor is a RuntimeError of several lines with the value printed.
     """
@@ -42,7 +42,7 @@ def _argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return _keyword_error(function.__name__, signature, len(args))
     for name, value in arguments.items():
         annotation = str(signature.parameters[name].annotation)
-        # None has a message that torch.ops gives too.
+        # torch.ops raises the same message for None.
         if not annotation.startswith("Tensor") or value is None or torch.overrides.is_tensor_like(value):
             continue
         if "float" in annotation and isinstance(value, numbers.Real):
@@ -54,7 +54,7 @@ def _argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
 
 
 def _keyword_error(operator: str, signature: inspect.Signature, given: int) -> TypeError | None:
-    """For a call by position with inputs that are keywords: ``x`` once came before the gates."""
+    """Describes a call that passes keyword-only inputs by position: ``x`` once came before the gates."""
     parameters = signature.parameters.values()
     positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
     keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty]

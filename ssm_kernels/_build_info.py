@@ -1,4 +1,4 @@
-"""Build information, the check that it fits the running torch, and the loading of the operators."""
+"""Build information, the check that it matches the running torch, and the loading of the operators."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGE = Path(__file__).parent
 
 
 class BuildInfo(TypedDict):
-    """Describes the build; every value is plain, so that ``json.dumps`` takes it."""
+    """Describes the build; every value is plain, so that ``json.dumps`` accepts it."""
 
     version: str  # of this package
     torch: str  # version that the operators were compiled against, the only one that they load under
@@ -36,7 +36,7 @@ def rebuild_command() -> str:
 
 
 def rebuild_with_cuda_command() -> str:
-    """The command that builds CUDA kernels too, whether or not there is a GPU, and though SSM_KERNELS_CUDA is exported."""
+    """The command that builds CUDA kernels too, with or without a GPU, and even if SSM_KERNELS_CUDA is exported."""
     variable = "SSM_KERNELS_CUDA" if "SSM_KERNELS_CUDA" in os.environ else "FORCE_CUDA"
     return f"{variable}=1 {rebuild_command()}"
 
@@ -66,7 +66,7 @@ def build_info() -> BuildInfo:
 
 
 def check_torch(built: str, running: str) -> None:
-    """Raises ImportError unless the versions are the same: PyTorch's C++ interface changes from one to the next."""
+    """Raises ImportError unless the versions are equal: PyTorch's C++ interface changes with every version."""
     if built != running:
         raise ImportError(
             f"ssm_kernels was built with torch {built}, but the torch that is installed is {running}. "
@@ -78,7 +78,7 @@ def load_operators() -> None:
     """Loads ``_ops``, which registers ``torch.ops.ssm_kernels.*``.
 
     Raises:
-        ImportError: the package is not built, or was built with another torch; the message has the command that mends it.
+        ImportError: the package is not built, or was built with another torch; the message has the command that fixes it.
     """
     check_torch(_module().torch, torch.__version__)
     library = PACKAGE / "_ops.abi3.so"
@@ -95,8 +95,8 @@ def load_operators() -> None:
 def runs_on(architectures: tuple[str, ...], capability: tuple[int, int]) -> bool:
     """Whether code for ``architectures`` (as in TORCH_CUDA_ARCH_LIST) runs on a device of compute capability ``capability``.
 
-    Machine code runs on its own major version from its minor version on, architecture-specific code ("9.0a") on its own
-    version only, PTX on all that are newer.
+    Machine code runs on its own major version, from its minor version on. Architecture-specific code ("9.0a") runs on its
+    own version only, PTX on all newer ones.
     """
     for name in architectures:
         match = re.fullmatch(r"(\d+)\.(\d+)(a?)(\+PTX)?", name)

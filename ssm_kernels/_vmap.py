@@ -11,7 +11,7 @@ from .reference import RECURRENCES
 
 
 def _samples_first(tensor: Tensor, dim: int | None, samples: int) -> Tensor:
-    """The mapped axis in front; a tensor that is not mapped is the same for every sample."""
+    """Moves the mapped axis to the front; expands a tensor that is not mapped over the samples."""
     return tensor.expand(samples, *tensor.shape) if dim is None else tensor.movedim(dim, 0)
 
 
@@ -39,7 +39,7 @@ def _selective_scan(
     initial_state: Tensor | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """One call for all samples: folded into the batch or, where a parameter is mapped, into the channels as further groups."""
+    """One call for all samples, folded into the batch or, if a parameter is mapped, into the channels as more groups."""
     samples = info.batch_size
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
     dims = dict(zip(names, in_dims, strict=False))
@@ -77,7 +77,7 @@ def _selective_scan(
 def _selective_state_update(
     info: Any, in_dims: tuple[Any, ...], state: Tensor, *tensors_and_flags: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """A call for each sample: the state is updated in place, so the samples' states cannot be folded into a copy."""
+    """One call per sample: the state is updated in place, so the samples' states cannot be folded into a copy."""
     if in_dims[0] is None:
         raise RuntimeError("selective_state_update: expected vmap over state, which is updated in place, got in_dims None")
     outputs = []
@@ -92,7 +92,7 @@ def _selective_state_update(
 
 
 class _RecurrenceFold:
-    """Samples folded into the batch or, where the batch is one row of packed sequences, into the channels."""
+    """Folds samples into the batch or, if the batch is one row of packed sequences, into the channels."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _RecurrenceFold:
         self.size = _sample_shape(inputs[0], dims[0])[self.axis]
 
     def fold(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
-        """A sequence or a state, the same for every sample where it is not mapped."""
+        """Folds a sequence or a state; one that is not mapped is repeated for every sample."""
         if tensor is None:
             return None
         tensor = _samples_first(tensor, dim, self.samples)
@@ -175,7 +175,7 @@ def _linear_recurrence_bwd(
 
 
 def _ssd_chunk_scan(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """One call for all samples: folded into the batch or, where it is packed or a parameter is mapped, into the heads."""
+    """One call for all samples, folded into the batch or, if it is packed or a parameter is mapped, into the heads."""
     operator, samples = torch.ops.ssm_kernels._ssd_chunk_scan, info.batch_size
     names = [argument.name for argument in operator.default._schema.arguments]
     values, dims = dict(zip(names, arguments, strict=True)), dict(zip(names, in_dims, strict=True))
@@ -207,7 +207,7 @@ def _ssd_chunk_scan(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
 
 
 def _causal_conv1d(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-    """One call for all samples: folded into the batch or, where it is packed or a parameter is mapped, into the channels."""
+    """One call for all samples, folded into the batch or, if it is packed or a parameter is mapped, into the channels."""
     operator, samples = torch.ops.ssm_kernels._causal_conv1d, info.batch_size
     names = [argument.name for argument in operator.default._schema.arguments]
     values, dims = dict(zip(names, arguments, strict=True)), dict(zip(names, in_dims, strict=True))
@@ -241,7 +241,7 @@ def _causal_conv1d(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tupl
 def _causal_conv1d_update(
     info: Any, in_dims: tuple[Any, ...], x: Tensor, conv_state: Tensor, *others: Any, **options: Any
 ) -> tuple[Any, Any]:
-    """A call for each sample: the state is updated in place, so the samples' states cannot be folded into a copy."""
+    """One call per sample: the state is updated in place, so the samples' states cannot be folded into a copy."""
     if in_dims[1] is None:
         raise RuntimeError("causal_conv1d_update: expected vmap over conv_state, which is updated in place, got in_dims None")
     dims = (*in_dims, *(None,) * (2 + len(others) - len(in_dims)))
@@ -253,7 +253,7 @@ def _causal_conv1d_update(
 
 
 class _NormFold:
-    """Samples folded into the rows or, where a parameter is mapped, into the columns as further groups."""
+    """Folds samples into the rows or, if a parameter is mapped, into the columns as more groups."""
 
     def __init__(self, info: Any, x: Tensor, x_dim: int | None, parameter_dims: tuple[int | None, ...]) -> None:
         self.samples = info.batch_size
@@ -261,7 +261,7 @@ class _NormFold:
         self.into_columns = self.samples > 0 and any(dim is not None for dim in parameter_dims)
 
     def fold(self, tensor: Tensor | None, dim: int | None) -> Tensor | None:
-        """Rows, or a parameter, the same for every sample where it is not mapped."""
+        """Folds rows or a parameter; one that is not mapped is repeated for every sample."""
         if tensor is None:
             return None
         tensor = _samples_first(tensor, dim, self.samples)
@@ -345,7 +345,7 @@ def _mamba_mixer(
     initial_state: Tensor | None,
     discretization: str,
 ) -> tuple[Tensor, Tensor]:
-    """The scan that it is made of, which has a rule."""
+    """Calls the scan that the mixer consists of, which has a rule."""
     sequences = [None if v is None else v.transpose(1, 2) for v in (x, delta, B, C, z)]
     wide = torch.float64 if x.dtype == torch.float64 else torch.float32
     out, last_state = torch.ops.ssm_kernels.selective_scan(
@@ -384,7 +384,7 @@ def _mamba2_mixer(
     norm_before_gate: bool,
     discretization: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The operators that it is made of, each with a rule of its own."""
+    """Calls the operators that the mixer consists of, each with its own rule."""
     operators, heads = torch.ops.ssm_kernels, dt_bias.shape[-1]
     wide = torch.float64 if projected.dtype == torch.float64 else torch.float32
     d_ssm, matrix = heads * headdim, ngroups * dstate

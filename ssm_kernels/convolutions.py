@@ -80,12 +80,12 @@ def causal_conv1d(
             inputs).
         bias: (channels,), dtypes as for ``weight``, independently of it.
         activation: ``"silu"`` (alias ``"swish"``), or None (alias ``"none"``).
-        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to: where it changes from one
-            step to the next, in whatever direction, a new sequence begins, whose initial state is zero. ``initial_state``
+        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
+            step to the next, up or down, a new sequence begins, whose initial state is zero. ``initial_state``
             belongs to the first sequence of a row, ``final_state`` to the last.
         cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
-            a sequence may have no steps. Nothing passes from one sequence to the next: ``initial_state`` and ``final_state``
+            a sequence may have no steps. Sequences are independent: ``initial_state`` and ``final_state``
             are (sequences, channels, width - 1). Not together with ``seq_idx``.
         initial_state: the ``width - 1`` steps before the first one, (batch, channels, width - 1), the last element the newest;
             dtype of ``x``; zero if absent.
@@ -97,11 +97,11 @@ def causal_conv1d(
         followed by the sequence. Both are differentiable with respect to ``x``, ``weight``, ``bias`` and ``initial_state``.
         Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
-    On CPU and on CUDA, with the same bits every time. Sums are float32 (float64 with float64 inputs), and each result is
-    rounded once. Autograd saves the inputs only; backward computes the sums before the activation again. On CUDA the
-    work goes to the current stream and can be captured in a CUDA graph. The values of ``cu_seqlens`` are checked on the host
-    for tensors on the CPU. Under autocast ``x`` and ``initial_state`` are cast to its dtype, ``weight`` and ``bias`` of
-    a third dtype to float32.
+    The operator runs on CPU and on CUDA and gives the same bits every time. Sums are float32 (float64 with float64 inputs), and
+    each result is rounded once. Autograd saves the inputs only; backward recomputes the sums before the activation. On CUDA the
+    operator launches on the current stream and can be captured in a CUDA graph. The values of ``cu_seqlens`` are checked for
+    tensors on the CPU only. Autocast casts ``x`` and ``initial_state`` to its dtype, and ``weight`` and ``bias`` of a third
+    dtype to float32.
 
     Raises:
         ValueError: a shape, the activation or, on the CPU, the values of ``cu_seqlens`` are not as above, or both ``seq_idx``
@@ -134,7 +134,7 @@ def causal_conv1d_update(
     r"""One or several decoding steps of :func:`causal_conv1d`; ``conv_state`` is updated in place.
 
     The result equals :func:`causal_conv1d` with the last ``width - 1`` elements of ``conv_state`` as its initial state. The
-    state is then shifted to the left by the new steps, which become its last elements, as in ``mamba_ssm``. The package
+    operator then shifts the state to the left and appends the new steps, as in ``mamba_ssm``. The package
     ``causal-conv1d`` has a function of the same name, which takes several steps as (batch, channels, seqlen).
 
     Args:
@@ -148,8 +148,8 @@ def causal_conv1d_update(
         activation: ``"silu"`` (alias ``"swish"``), or None (alias ``"none"``).
         state_batch_indices: (batch,), int32 or int64: the slot of ``conv_state`` that each row of the batch uses. A negative
             index is padding: the output is zero and no state is touched. Other indices must be distinct and below the number
-            of slots: on the CPU a ValueError. On CUDA, where a check would wait for the device, a row whose index is past the
-            last slot has NaN for output and touches no state; rows that share a slot race.
+            of slots; the CPU raises a ValueError otherwise. CUDA does not check, because the host would have to wait for the
+            device: a row whose index is past the last slot returns NaN and touches no state, and rows that share a slot race.
 
     Returns:
         ``out``, shape and dtype of ``x``. Not differentiable: call it under ``torch.no_grad()``.

@@ -39,7 +39,7 @@ def rms_norm_gated(
         z: the gate, shape and dtype of ``x``. Without it, a plain norm.
         bias: as ``weight``.
         eps: added to the mean square; at least 0.
-        group_size: columns that are normed together, a divisor of columns; all by default.
+        group_size: columns that are normalized together, a divisor of columns; all by default.
         norm_before_gate: apply the gate to the norm's result instead of its input.
         activation: ``a``: ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` (the tanh approximation), ``"sigmoid"`` or ``"none"``, the
             gate itself.
@@ -48,10 +48,11 @@ def rms_norm_gated(
         ``out``, shape and dtype of ``x``, contiguous; differentiable with respect to every tensor argument. Double backward and
         ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
-    On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time on one device. Everything is computed
-    in float32 (float64 with float64 inputs) and rounded once. Autograd saves the inputs and one number per group of a row.
-    Autocast casts to float32 the parameters and residuals whose dtype differs from the dtype of ``x``. On CUDA the work
-    goes to the current stream, the host does not wait for the device, and forward and backward can be captured in a CUDA graph.
+    The operator runs on CPU and on CUDA (compute capability 8.0 and newer) and gives the same bits every time on one device. It
+    computes in float32 (float64 with float64 inputs) and rounds once. Autograd saves the inputs and one number per group of a
+    row. Autocast casts to float32 the parameters and residuals whose dtype differs from the dtype of ``x``. On CUDA the
+    operator launches on the current stream, the host does not wait for the device, and forward and backward can be captured in
+    a CUDA graph.
 
     Raises:
         ValueError: a shape, ``eps``, ``group_size`` or the activation is not as above.

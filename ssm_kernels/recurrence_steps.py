@@ -1,4 +1,4 @@
-"""A step of each recurrence of linear_scan's family, for decoding. ``recurrences.py`` has the scans and exports the steps."""
+"""One decoding step of each gated linear recurrence. ``recurrences.py`` has the scans and exports the steps."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ def step_size(operator: str, dt: Tensor | float, candidate: Tensor) -> Tensor:
 
 @names_arguments
 def linear_step(a: Tensor, b: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """One step of :func:`linear_scan`, for decoding: a scan of seqlen 1. The steps of the other scans are documented here too.
+    """One decoding step of :func:`linear_scan`: a scan of seqlen 1. This docstring documents the steps of the other scans too.
 
     Args:
         a, b: the scan's inputs in its order, (batch, channels). Inputs that broadcast do so to this shape.
         state: state before the step, (batch, channels), float32 (float64 with float64 inputs); zero if absent. Not modified.
 
     Returns:
-        ``(h, new_state)``: the same state in the dtype of the first input and in the dtype of ``state``. Differentiable as the
-        scan is.
+        ``(h, new_state)``: the same state in the dtype of the first input and in the dtype of ``state``. Differentiable like
+        the scan.
 
     The step has the options and errors of the scan. Messages name the step and its arguments.
     """

@@ -1,4 +1,4 @@
-"""linear_scan's family of gated linear recurrences: the scans, and from ``recurrence_steps.py`` the steps. Typed as ops.py."""
+"""The gated linear recurrences: the scans, and from ``recurrence_steps.py`` the steps. Typed like ``ops.py``."""
 
 from __future__ import annotations
 
@@ -89,17 +89,17 @@ def linear_scan(
 
     Args:
         a: (batch, seqlen, channels); float32, float16, bfloat16 or float64. Any value, any strides. The other inputs of a scan
-            have the first one's shape, dtype and device, unless its documentation says that they broadcast: then their shape is
-            any that broadcasts to the first one's, and their dtype the first one's or the dtype of ``h0``.
+            have its shape, dtype and device. Inputs that broadcast, as the scan's documentation says, may have any shape that
+            broadcasts to it, and its dtype or the dtype of ``h0``.
         b: shape and dtype of ``a``.
         h0: state before the first step, (batch, channels), float32 (float64 with float64 inputs); zero if absent.
-        reverse: time runs backwards, from the last step to the first: ``h0`` comes before the last step, and ``last_state`` is
-            the state at step 0. In each packed sequence, too.
+        reverse: time runs backwards, from the last step to the first, also in each packed sequence. ``h0`` is then the state
+            before the last step, and ``last_state`` the state at step 0.
         cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
-            a sequence may have no steps. Nothing passes from one sequence to the next: ``h0`` and ``last_state`` are
-            (sequences, channels). The values are not checked while a CUDA graph is captured or replayed; wrong ones then give
-            wrong numbers, but no access outside the tensors.
+            a sequence may have no steps. Sequences are independent: ``h0`` and ``last_state`` are
+            (sequences, channels). The values are not checked while a CUDA graph is captured or replayed. Wrong values then
+            give wrong numbers, but no access outside the tensors.
         return_last_state: also return the state after the last step.
 
     Returns:
@@ -108,13 +108,13 @@ def linear_scan(
         tensor argument, ``h0`` included. Double backward is supported by ``linear_scan`` alone and raises in the others;
         transforms of ``torch.func`` other than ``vmap`` are not supported and raise.
 
-    On CPU and on CUDA (compute capability 8.0 and newer), with the same bits every time. States and sums are float32 (float64
-    with float64 inputs), whatever the dtype of the inputs, and no logarithms: values of any sign, and no loss of accuracy over
-    long sequences. Where states grow, products of up to 128 consecutive ``a`` must be finite numbers too on CUDA, unless they
-    multiply a zero. Autograd saves the inputs and ``h``. The gradient of an input that broadcasts is summed in float32
-    (float64 with float64 inputs) and rounded once. On CUDA the work goes to the current stream and can be
-    captured in a CUDA graph. The host waits for the device only to check the values of ``cu_seqlens``, and not while a graph is
-    being captured. Autocast casts the inputs to its dtype, except inputs that broadcast and ``h0``, which it casts to float32.
+    The operator runs on CPU and on CUDA (compute capability 8.0 and newer) and gives the same bits every time. States and sums
+    are float32 (float64 with float64 inputs), whatever the dtype of the inputs. They are not in log-space: values may have any
+    sign, and long sequences lose no accuracy. On CUDA products of up to 128 consecutive ``a`` must be finite, unless they
+    multiply a zero. Autograd saves the inputs and ``h``. The gradient of an input that broadcasts is summed in float32 (float64
+    with float64 inputs) and rounded once. On CUDA the operator launches on the current stream and can be captured in a CUDA
+    graph. The host waits for the device only to check the values of ``cu_seqlens``, and not while a graph is being captured.
+    Autocast casts the inputs to its dtype, except inputs that broadcast and ``h0``, which it casts to float32.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
@@ -189,7 +189,7 @@ def mingru_scan(
             ``x >= 0`` and ``sigmoid(x)`` elsewhere, or ``"tanh"``.
         gate_is_logit: apply the sigmoid to ``gate``.
 
-    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_scan(
         gate,
@@ -268,7 +268,7 @@ def minlstm_scan(
         candidate: shape and dtype of ``forget``.
         candidate_activation: as for :func:`mingru_scan`.
 
-    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan(
         forget, input, candidate, h0, candidate_activation=candidate_activation, reverse=reverse, cu_seqlens=cu_seqlens
@@ -333,7 +333,7 @@ def liquid_scan(
         tau: time constant, not zero; broadcasts, such as (channels,). Positive for a decay.
         dt: step size; broadcasts, such as (batch, seqlen, 1) for irregular sampling, or a number.
 
-    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    :func:`linear_scan` documents the other arguments, the results and the errors.
 
     Raises:
         TypeError: ``dt`` is neither a tensor nor a number, another argument is not a tensor, or a required tensor is None.
@@ -404,10 +404,10 @@ def rglru_scan(
     Args:
         recurrence_gate: (batch, seqlen, channels), before the sigmoid.
         input_gate: shape and dtype of ``recurrence_gate``, before the sigmoid.
-        x: shape and dtype of ``recurrence_gate``. By keyword only, as all that follows: no call can take it for a gate.
+        x: shape and dtype of ``recurrence_gate``. Keyword-only, like all later arguments, so that no call passes it as a gate.
         recurrent_param: broadcasts; as a rule (channels,).
 
-    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan(
         recurrence_gate,
@@ -461,18 +461,18 @@ def hgrn_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""All states of a hierarchically gated recurrent network (HGRN), of gates in log-space.
+    r"""All states of a hierarchically gated recurrent network (HGRN), with gates in log-space.
 
     .. math:: h_t = e^{\mathrm{log\_gate}_t} h_{t-1} + x_t
 
     Source: Qin et al., *Hierarchically Gated Recurrent Neural Network* (arXiv 2311.04823), in the form of
-    ``flash-linear-attention``'s kernel: the forget gate comes as its logarithm, and what the input gate lets through as ``x``.
+    ``flash-linear-attention``'s kernel: the forget gate is given as its logarithm, and the gated input as ``x``.
 
     Args:
         log_gate: (batch, seqlen, channels), the logarithm of the forget gate; at most 0 for a decay.
-        x: shape and dtype of ``log_gate``. By keyword only, as all that follows: no call can take it for the gate.
+        x: shape and dtype of ``log_gate``. Keyword-only, like all later arguments, so that no call passes it as the gate.
 
-    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan(
         log_gate, x=x, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens
@@ -520,20 +520,20 @@ def elu_gru_scan(
     cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    r"""All states of a minGRU whose candidate is made positive by ``1 + elu``.
+    r"""All states of a minGRU with the positive candidate ``1 + elu(x)``.
 
     .. math::
         z_t &= \sigma(\mathrm{gate}_t) \\
         h_t &= (1 - z_t)\, h_{t-1} + z_t\, (1 + \mathrm{elu}(\mathrm{candidate}_t))
 
-    ``1 + elu(x)`` is ``x + 1`` for ``x > 0``, else ``e^x``. Otherwise as :func:`mingru_scan` with
-    ``candidate_activation="g"``, and smooth where that has a kink.
+    ``1 + elu(x)`` is ``x + 1`` for ``x > 0``, else ``e^x``. The scan otherwise equals :func:`mingru_scan`
+    with ``candidate_activation="g"``, and is smooth where ``"g"`` has a kink.
 
     Args:
         gate: (batch, seqlen, channels), the update gate before the sigmoid.
         candidate: shape and dtype of ``gate``.
 
-    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan(
         gate, candidate, h0, reverse=reverse, cu_seqlens=cu_seqlens
@@ -589,7 +589,7 @@ def diag_linear_scan(
         gate: (batch, seqlen, channels), the forget gate before the sigmoid.
         x: shape and dtype of ``gate``.
 
-    The other arguments, the results and what is raised: see :func:`linear_scan`.
+    :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan(gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens)
     return results if return_last_state else results[0]

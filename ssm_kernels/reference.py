@@ -1,7 +1,7 @@
 """Reference operators: the ground truth that every kernel is tested against.
 
 Plain, differentiable PyTorch, written from the formulas, one time step after another. Everything is computed in the dtype of
-the arguments (pass float64 for a yardstick); nothing here is fast.
+the arguments (pass float64 for a precise one); nothing here is fast.
 
 The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t) h(t) + D u(t)``. With the step ``delta`` and
 ``z = delta * A`` every discretization has the form
@@ -10,7 +10,7 @@ The continuous system is diagonal, ``h'(t) = A h(t) + B(t) u(t)``, ``y(t) = C(t)
 
 and differs only in the two functions ``Abar`` and ``gain``.
 
-The state-space dual form has a matrix for its state, headdim x dstate, that decays by one number of the head.
+In the state-space dual form the state is a matrix, headdim x dstate, and the whole matrix decays by one number.
 
 The gated linear recurrences are in ``reference_recurrences.py``, the causal convolution is in ``reference_convolution.py`` and
 the norms are in ``reference_norms.py``; this module exports all of them.
@@ -105,7 +105,7 @@ def phi1(z: Tensor) -> Tensor:
     because the derivative of the quotient cancels near zero.
     """
     near_zero = z.abs() < 0.5
-    # Neither branch is evaluated where it is not taken: infinite there, it would make the gradient NaN.
+    # Each branch gets a harmless argument where it is not taken: an infinite value there would make the gradient NaN.
     near, away = torch.where(near_zero, z, 0), torch.where(near_zero, 1, z)
     series = torch.zeros_like(z)
     for k in range(17, -1, -1):
@@ -172,7 +172,7 @@ def coefficients(discretization: str, delta: Tensor, A: Tensor) -> tuple[Tensor,
 
 
 def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:
-    """The step sizes of the raw ones: with the bias, which broadcasts, softplus and the limits, in this order."""
+    """Applies the bias, which broadcasts, softplus and the limits, in this order, to raw step sizes."""
     if bias is not None:
         dt = dt + bias
     if softplus:
@@ -180,7 +180,7 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[fl
     if limit is None:
         return dt
     low, high = limit
-    # At a limit itself the gradient is the identity's. The gradient of torch.clamp there depends on the PyTorch version.
+    # Exactly at a limit the gradient is 1. The gradient of torch.clamp there depends on the PyTorch version.
     return torch.where(dt < low, low, torch.where(dt > high, high, dt))
 
 
@@ -277,7 +277,7 @@ def selective_scan(
     Ct = _per_step(C.to(dtype), batch, dim, seqlen)
     h = A.new_zeros(batch, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
     outputs = []
-    # unbind, because the gradient of indexing one step is as large as the whole sequence.
+    # unbind, because indexing one step has a gradient as large as the whole sequence.
     for u_t, delta_t, B_t, C_t in zip(*(sequence.unbind(-1) for sequence in (u, delta, Bt, Ct)), strict=True):
         Abar, c = coefficients(discretization, delta_t[..., None], A)
         h = Abar * h + c * B_t * u_t[..., None]
@@ -310,7 +310,7 @@ def selective_state_update(
     """One decoding step. Arguments as :func:`ssm_kernels.selective_state_update`, but nothing is modified in place.
 
     Returns:
-        ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; entries of negative index are
+        ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; rows with a negative index are
         padding: their output is zero and they touch no state.
     """
     heads = state.dim() == 4

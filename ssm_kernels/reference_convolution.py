@@ -22,10 +22,10 @@ def _activate(x: Tensor, activation: str | None) -> Tensor:
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, number: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """The sums before the activation and the new state of x, (batch, seqlen, channels), a loop over the lags.
+    """Loops over the lags; returns the sums before the activation and the new state of x, (batch, seqlen, channels).
 
     Args:
-        number: (batch, seqlen), of the sequence that a step belongs to, not descending from 0, the one whose state is given.
+        number: (batch, seqlen), the sequence of each step, not decreasing; ``state`` is the initial state of sequence 0.
     """
     past, seqlen = weight.shape[1] - 1, x.shape[1]
     steps = torch.cat([state.transpose(1, 2).to(x.dtype), x], dim=1)
@@ -33,7 +33,7 @@ def _convolve(
         of_steps = torch.cat([number.new_zeros(x.shape[0], past), number], dim=1)
 
     def read(first: int, count: int, reader: Tensor | None) -> Tensor:
-        """Some steps, zero where they are another sequence's than the reader's."""
+        """Reads steps; zero where a step belongs to another sequence than the reader."""
         found = steps[:, first : first + count]
         if reader is None:
             return found
@@ -124,7 +124,7 @@ def causal_conv1d_update(
     """One decoding step or a few. Arguments as :func:`ssm_kernels.causal_conv1d_update`; nothing is modified in place.
 
     Returns:
-        ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; rows of negative index are
+        ``(out, new_state)``. With ``state_batch_indices``, ``new_state`` is the whole cache; rows with a negative index are
         padding: their output is zero and they touch no state.
     """
     steps = x if x.dim() == 3 else x[:, None]

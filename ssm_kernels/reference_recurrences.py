@@ -53,7 +53,7 @@ def _scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tenso
 
 
 def _scan_sequences(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
-    """As :func:`_scan`, for any number of steps, and one packed sequence after another where ``cu_seqlens`` are given."""
+    """:func:`_scan` for any number of steps, and over each packed sequence if ``cu_seqlens`` are given."""
     batch, seqlen, channels = b.shape
     if cu_seqlens is None:
         if seqlen == 0:
@@ -84,7 +84,7 @@ class _Scan(Protocol):
 
 
 def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> _Scan:
-    """Enters the coefficients in :data:`RECURRENCES` and makes the scan of them.
+    """Registers the coefficients in :data:`RECURRENCES` and builds the scan from them.
 
     The scan has the arguments of the function of the same name in :mod:`ssm_kernels`. It is computed in float32 or, where any
     argument is float64, in float64; ``h`` and ``last_state`` have that dtype.
@@ -176,7 +176,7 @@ def _one_minus_exp(x: Tensor) -> Tensor:
 
 
 def _sqrt(x: Tensor) -> Tensor:
-    """Square root with the gradient 0 at 0, where autograd has infinity, which a factor of 0 behind it makes NaN."""
+    """Square root with the gradient 0 at 0. Autograd has infinity there, and NaN after a factor of 0."""
     is_zero = x == 0
     return torch.where(is_zero, 0, torch.sqrt(torch.where(is_zero, 1, x)))
 

@@ -3,8 +3,8 @@
 - :class:`MambaLM`: embedding, blocks, norm and head in the structure of ``mamba_ssm``'s ``MambaLMHeadModel``. It loads and
   saves that model's checkpoints. ``MambaConfig(mixer=...)`` chooses Mamba, Mamba-2, minGRU or minLSTM.
 - :class:`MixerModel`: the same without the head.
-- :class:`RecurrentMixer`: a minGRU or minLSTM in the place of a Mamba mixer.
-- :class:`InferenceParams`: the cache of decoding. ``MambaLM.generate`` makes its own.
+- :class:`RecurrentMixer`: a minGRU or minLSTM instead of a Mamba mixer.
+- :class:`InferenceParams`: the cache for decoding. ``MambaLM.generate`` makes its own.
 """
 
 from .config import MambaConfig

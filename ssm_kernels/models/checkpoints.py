@@ -20,7 +20,7 @@ _CONFIG, _WEIGHTS, _SAFE_WEIGHTS = "config.json", "pytorch_model.bin", "model.sa
 
 
 def find_folder(name: str | os.PathLike[str]) -> Path:
-    """A folder that exists, or one with a download from the Hugging Face hub.
+    """Returns an existing folder, or downloads from the Hugging Face hub into one.
 
     Raises:
         FileNotFoundError: there is no such folder, and ``name`` cannot be fetched.
@@ -29,7 +29,7 @@ def find_folder(name: str | os.PathLike[str]) -> Path:
     if folder.is_dir():
         return folder
     text = os.fspath(name)
-    # On the hub: an owner and a name.
+    # A name on the hub: owner/name.
     if text.count("/") != 1 or text.startswith((".", "/", "~")):
         raise FileNotFoundError(f"MambaLM.from_pretrained: no folder {text}")
     if importlib.util.find_spec("huggingface_hub") is None:
@@ -46,7 +46,7 @@ def load_config(folder: Path) -> MambaConfig:
 
     Raises:
         FileNotFoundError: the folder has no ``config.json``.
-        ValueError: it does not hold a configuration.
+        ValueError: the file does not hold a configuration.
     """
     path = folder / _CONFIG
     if not path.is_file():
@@ -61,8 +61,8 @@ def load_config(folder: Path) -> MambaConfig:
 
 
 def load_weights(folder: Path) -> dict[str, Tensor]:
-    """The ``state_dict`` in a folder, on the CPU: ``model.safetensors`` if it and safetensors are there, else
-    ``pytorch_model.bin``.
+    """Loads the ``state_dict`` of a folder on the CPU: from ``model.safetensors`` if the file and the package safetensors
+    exist, else from ``pytorch_model.bin``.
 
     Raises:
         FileNotFoundError: the folder has no weights that can be read here.

@@ -17,7 +17,7 @@ _LAYERS = {"Mamba1": "Mamba", "Mamba2": "Mamba2"}
 
 @dataclasses.dataclass
 class MambaConfig:
-    """The fields of ``mamba_ssm``'s ``MambaConfig``, with its defaults, and two of ours: ``mixer`` and ``discretization``.
+    """The fields of ``mamba_ssm``'s ``MambaConfig``, with its defaults, and two more: ``mixer`` and ``discretization``.
 
     Args:
         d_model: channels of the residual stream.
@@ -34,7 +34,7 @@ class MambaConfig:
         pad_vocab_size_multiple: the embedding has ``vocab_size`` rows rounded up to a multiple of this.
         tie_embeddings: embedding and head share their weight.
         mixer: ``"Mamba"``, ``"Mamba2"``, ``"MinGRU"`` or ``"MinLSTM"``; ``None`` takes ``ssm_cfg["layer"]``, or ``"Mamba"``.
-        discretization: of ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
+        discretization: for ``"Mamba"`` and ``"Mamba2"``; see :func:`ssm_kernels.selective_scan`.
 
     Raises:
         ValueError: a value is not as above.
@@ -96,11 +96,13 @@ class MambaConfig:
 
     @property
     def padded_vocab_size(self) -> int:
-        """The rows of the embedding and of the head."""
+        """Rows of the embedding and of the head."""
         return -(-self.vocab_size // self.pad_vocab_size_multiple) * self.pad_vocab_size_multiple
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields of a ``config.json``: ``mamba_ssm``'s, and ours only where ``mamba_ssm`` has no such model."""
+        """Fields for a ``config.json``: ``mamba_ssm``'s, and ``mixer`` and ``discretization`` only if ``mamba_ssm`` has no such
+        model.
+        """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         mixer, discretization = fields.pop("mixer"), fields.pop("discretization")
         if mixer == "Mamba2":
@@ -113,7 +115,7 @@ class MambaConfig:
 
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> MambaConfig:
-        """The configuration that a ``config.json`` holds; the inverse of :meth:`to_dict`.
+        """Reads the fields of a ``config.json``; the inverse of :meth:`to_dict`.
 
         Raises:
             ValueError: there are other fields, as in a ``config.json`` of transformers, or a value is not as above.

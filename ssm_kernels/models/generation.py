@@ -1,7 +1,7 @@
-"""Generation of tokens: a prompt in one call, then a step for each token, on CUDA as one replay of a CUDA graph.
+"""Token generation: the prompt in one call, then a step for each token, which replays a CUDA graph on CUDA.
 
-A step reads its token from a fixed tensor and updates the mixers' states in place, so that the graph captured for one position
-is right for every other. Sampling runs outside of the graph, where it can use any generator; the host launches it while the
+A step reads its token from a fixed tensor and updates the mixers' states in place, so a graph captured at one position is
+right at every other. Sampling runs outside of the graph, where it can use any generator; the host launches it while the
 device still replays the graph. The host waits for the device only where it reads tokens: for ``eos_token_id`` and streamers.
 """
 
@@ -24,13 +24,13 @@ from ..nn.checks import (
 
 __all__ = ["GraphedStep", "InferenceParams", "Streamer", "generate", "sample"]
 
-# Steps of a CUDA graph between two checks of the host whether every sequence has reached eos_token_id.
+# The host checks after this many graph replays whether every sequence has reached eos_token_id.
 _EOS_INTERVAL = 8
 
 
 @dataclasses.dataclass
 class InferenceParams:
-    """The cache of decoding, with the fields of ``mamba_ssm``'s ``InferenceParams`` that layers read.
+    """The cache for decoding, with the fields of ``mamba_ssm``'s ``InferenceParams`` that layers read.
 
     Args:
         max_seqlen: the largest number of steps. Only callers need it, because the mixers' states do not grow.
@@ -46,7 +46,7 @@ class InferenceParams:
 
 
 class Streamer(Protocol):
-    """Receives tokens while they are generated, as streamers of transformers do."""
+    """Receives tokens during generation, like the streamers of transformers."""
 
     def put(self, value: Tensor) -> None: ...
     def end(self) -> None: ...
@@ -93,8 +93,8 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
         return logits.argmax(dim=-1)
     logits = logits.float()
     if temperature != 1:
-        # Relative to the largest, which a low temperature would turn into infinity. CUDA multiplies by the reciprocal, and
-        # zero times infinity is NaN.
+        # Subtract the largest logit first: a low temperature would turn it into infinity. CUDA multiplies by the reciprocal,
+        # and zero times infinity is NaN.
         logits = (logits - logits.amax(dim=-1, keepdim=True)) / max(temperature, 1e-30)
     tokens: Tensor | None = None
     if 0 < top_k < logits.shape[-1]:
@@ -104,10 +104,11 @@ def _sample(logits: Tensor, temperature: float, top_k: int, top_p: float, genera
             logits, tokens = logits.sort(dim=-1, descending=True)
         probabilities = logits.softmax(dim=-1)
         before = probabilities.cumsum(dim=-1) - probabilities
-        # The most probable one always stays, whatever the sums round to.
+        # The most probable token always stays, whatever the sums round to.
         before[:, 0] = 0
         logits = logits.masked_fill(before >= top_p, -torch.inf)
-    # The first of independent exponential clocks with the probabilities as rates. torch.multinomial waits for the device.
+    # Sample as the first of independent exponential clocks whose rates are the probabilities: torch.multinomial would make the
+    # host wait for the device.
     probabilities = logits.softmax(dim=-1)
     clocks = torch.empty_like(probabilities).exponential_(generator=generator)
     drawn = (probabilities / clocks).argmax(dim=-1)
@@ -118,7 +119,8 @@ class GraphedStep:
     """One decoding step of a model in a CUDA graph, with the states that it updates.
 
     Attributes:
-        inference_params: the cache that the graph reads and writes. A prompt read with it and ``seqlen_offset`` 0 starts anew.
+        inference_params: the cache that the graph reads and writes. Reading a prompt with it at ``seqlen_offset`` 0 starts
+            anew.
 
     Args:
         model: a :class:`.mamba_lm.MambaLM` on a CUDA device.
@@ -131,13 +133,13 @@ class GraphedStep:
         self._graph = torch.cuda.CUDAGraph()
         # States that were made in inference mode could not be updated outside of it.
         with torch.cuda.device(device), torch.inference_mode(False), torch.no_grad(), _no_autocast_cache():
-            # Any offset but 0: the mixers then step.
+            # Any offset but 0 makes the mixers step.
             self.inference_params = InferenceParams(0, batch_size, 1, model.allocate_inference_cache(batch_size, 0))
             self._input_ids = torch.zeros(batch_size, 1, dtype=torch.int64, device=device)
             stream = torch.cuda.Stream()
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
-                # Libraries allocate in their first calls, which must not be captured.
+                # The first calls allocate in libraries, which a capture must not contain.
                 for _ in range(2):
                     self._run(model)
             torch.cuda.current_stream().wait_stream(stream)
@@ -146,7 +148,7 @@ class GraphedStep:
 
     @staticmethod
     def make_key(model: Any, batch_size: int) -> tuple[Any, ...]:
-        """Equal keys: a graph captured for one is right for the other. Hooks that were added or removed do not count."""
+        """Graphs with equal keys are interchangeable. Hooks that were added or removed do not change the key."""
         autocast = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         tensors = tuple((tensor.data_ptr(), tensor.dtype) for tensor in (*model.parameters(), *model.buffers()))
         return batch_size, autocast, model.training, tensors
@@ -162,7 +164,7 @@ class GraphedStep:
 
 
 def _no_autocast_cache() -> torch.autocast:
-    """Autocast as it is, without its cache of weights: a graph must not read copies that are freed when autocast ends."""
+    """Keeps autocast but disables its cache of weights: a graph must not read copies that are freed when autocast ends."""
     enabled = torch.is_autocast_enabled("cuda")
     return torch.autocast("cuda", torch.get_autocast_dtype("cuda"), enabled=enabled, cache_enabled=False)
 
@@ -203,7 +205,7 @@ def generate(
     streamer: Streamer | None,
     generator: torch.Generator | None,
 ) -> Tensor:
-    """The loop of :meth:`.mamba_lm.MambaLM.generate`, with checked arguments; ``graphed`` does the steps if it is given."""
+    """The loop of :meth:`.mamba_lm.MambaLM.generate`, with checked arguments; ``graphed``, if given, computes the steps."""
     batch, prompt = input_ids.shape
     vocab_size = model.config.vocab_size
     if graphed is None:
@@ -226,7 +228,7 @@ def generate(
         else:
             params.seqlen_offset = done - 1
             logits = model(sequences[:, done - 1 : done], inference_params=params, num_last_tokens=1).logits[:, -1]
-        # The rows that pad the vocabulary belong to no token.
+        # Rows that pad the vocabulary are no tokens.
         tokens = _sample(logits[:, :vocab_size], temperature, top_k, top_p, generator)
         if eos_token_id is not None:
             tokens = tokens.masked_fill(finished, eos_token_id)
@@ -240,7 +242,7 @@ def generate(
     if streamer is not None:
         streamer.end()
     if eos_token_id is not None and done > prompt:
-        # Up to the step in which the last sequence ended.
+        # Cut after the step in which the last sequence ended.
         running = ((sequences[:, prompt:done] == eos_token_id).cumsum(dim=1) == 0).sum(dim=1).max()
         done = min(done, prompt + int(running) + 1)
     return sequences[:, :done]

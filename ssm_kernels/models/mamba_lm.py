@@ -1,4 +1,4 @@
-"""A language model of residual blocks around Mamba, Mamba-2, minGRU or minLSTM mixers, as ``mamba_ssm``'s ``MambaLMHeadModel``.
+"""A language model of residual blocks with Mamba, Mamba-2, minGRU or minLSTM mixers, like ``mamba_ssm``'s ``MambaLMHeadModel``.
 
 Embedding, ``n_layer`` blocks (:class:`ssm_kernels.nn.Block`), a norm, and a head that shares the embedding's weight. Source: Gu
 and Dao, *Mamba* (arXiv 2312.00752), section 3.4; the initialization is GPT-2's.
@@ -64,7 +64,7 @@ def _init_weights(
     elif isinstance(module, nn.Embedding):
         nn.init.normal_(module.weight, std=initializer_range)
     if rescale_prenorm_residual:
-        # The variance of the residual stream, a sum over the layers, then does not grow with their number.
+        # So that the variance of the residual stream, a sum over the layers, does not grow with their number.
         for name in ("out_proj", "fc2"):
             projection = getattr(module, name, None)
             if isinstance(projection, nn.Linear):
@@ -84,7 +84,7 @@ class MixerModel(nn.Module):
         initializer_cfg: ``mamba_ssm``'s: ``initializer_range`` (0.02), ``rescale_prenorm_residual`` (True) and
             ``n_residuals_per_layer`` (1, with an MLP 2).
         device: where the parameters are made.
-        dtype: dtype of the model. Those parameters that the mixers keep wider are float32 (float64 in a float64 model).
+        dtype: dtype of the model. Parameters that the mixers keep in a wider dtype are float32 (float64 in a float64 model).
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class MixerModel(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Any]:
-        """Zero states of every mixer under its ``layer_idx``, for ``InferenceParams.key_value_memory_dict``."""
+        """Returns zero states of every mixer under its ``layer_idx``, for ``InferenceParams.key_value_memory_dict``."""
         return {
             i: cast(Block, layer).allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
             for i, layer in enumerate(self.layers)
@@ -148,8 +148,8 @@ class MambaLM(nn.Module):
     The model has the structure, parameter names, ``forward`` and ``allocate_inference_cache`` of ``mamba_ssm``'s
     ``MambaLMHeadModel`` and reads and writes its checkpoints: see :meth:`from_pretrained` and :meth:`save_pretrained`. It also
     initializes as that model does, with one difference: where blocks have an MLP, the projections that end a mixer or an MLP
-    are divided by ``sqrt(2 * n_layer)``. ``mamba_ssm`` means to do so, but its outer model draws new values and divides them by
-    ``sqrt(n_layer)``.
+    are divided by ``sqrt(2 * n_layer)``. ``mamba_ssm`` intends this too, but its outer model draws new values and divides them
+    by ``sqrt(n_layer)``.
 
     Parameters: ``backbone.*`` as in :class:`MixerModel`, and ``lm_head.weight`` (padded vocabulary, d_model), the same
     parameter as ``backbone.embedding.weight`` with ``tie_embeddings``.
@@ -158,7 +158,7 @@ class MambaLM(nn.Module):
         config: the sizes and options.
         initializer_cfg: see :class:`MixerModel`.
         device: where the parameters are made.
-        dtype: dtype of the model. Those parameters that the mixers keep wider are float32 (float64 in a float64 model).
+        dtype: dtype of the model. Parameters that the mixers keep in a wider dtype are float32 (float64 in a float64 model).
 
     Raises:
         ValueError: ``config.ssm_cfg`` has a value that the mixer refuses.
@@ -198,9 +198,9 @@ class MambaLM(nn.Module):
 
         Args:
             input_ids: (batch, seqlen), int32 or int64.
-            position_ids: without effect, for code written for transformers.
+            position_ids: ignored; for code written for transformers.
             inference_params: ``None``, or a cache such as :class:`InferenceParams`; see :class:`ssm_kernels.nn.Mamba`.
-            num_last_tokens: how many last steps to return logits of; 0 is all.
+            num_last_tokens: return logits of this many last steps; 0 is all.
             mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` for packed sequences, which all but Mamba take.
 
         Returns:
@@ -220,7 +220,7 @@ class MambaLM(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> dict[int, Any]:
-        """Zero states of every mixer under its ``layer_idx``, for ``InferenceParams.key_value_memory_dict``."""
+        """Returns zero states of every mixer under its ``layer_idx``, for ``InferenceParams.key_value_memory_dict``."""
         return self.backbone.allocate_inference_cache(batch_size, max_seqlen, dtype=dtype, **kwargs)
 
     def generate(
@@ -236,7 +236,7 @@ class MambaLM(nn.Module):
         streamer: Streamer | None = None,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        """Continues sequences by sampled tokens: the prompt in one call, then a step for each token.
+        """Continues sequences with sampled tokens: the prompt in one call, then a step for each token.
 
         Args:
             input_ids: the prompts, (batch, seqlen), int32 or int64, at least one token each and without padding.
@@ -283,7 +283,7 @@ class MambaLM(nn.Module):
         dtype: torch.dtype | None = None,
         **config_overrides: Any,
     ) -> MambaLM:
-        """The model saved in a folder by :meth:`save_pretrained` or by ``mamba_ssm``.
+        """Loads a model that :meth:`save_pretrained` or ``mamba_ssm`` saved in a folder.
 
         Args:
             folder: has ``config.json`` and ``pytorch_model.bin``, or ``model.safetensors`` where safetensors is installed.
@@ -304,7 +304,7 @@ class MambaLM(nn.Module):
             config = dataclasses.replace(config, **config_overrides)
         weights = load_weights(folder)
         if config.tie_embeddings:
-            # A file without shared tensors has only one of the two.
+            # A file format without shared tensors holds only one of the two.
             for name, other in (("lm_head", "backbone.embedding"), ("backbone.embedding", "lm_head")):
                 if f"{other}.weight" in weights:
                     weights.setdefault(f"{name}.weight", weights[f"{other}.weight"])
@@ -321,12 +321,12 @@ class MambaLM(nn.Module):
         save(Path(folder), self.config, self.state_dict())
 
     def __getstate__(self) -> dict[str, Any]:
-        """A CUDA graph can be neither copied nor pickled."""
+        """Leaves out the CUDA graph, which can be neither copied nor pickled."""
         return self.__dict__ | {"_graphed": None}
 
     def _graphed_step(self, batch_size: int) -> GraphedStep:
         if self._graphed is None or self._graphed.key != GraphedStep.make_key(self, batch_size):
-            self._graphed = None  # frees the memory of the old one first
+            self._graphed = None  # free the memory of the old graph first
             self._graphed = GraphedStep(self, batch_size)
         return self._graphed
 

@@ -1,4 +1,4 @@
-r"""A minGRU or minLSTM in the place of a Mamba mixer: a short convolution before it, a gate and a projection after it.
+r"""A minGRU or minLSTM as a mixer: a short convolution before it, a gate and a projection after it.
 
 For hidden states :math:`s_t` of ``d_model`` channels, with ``d_inner = expand * d_model``:
 
@@ -91,7 +91,7 @@ class RecurrentMixer(ConvMixer):
     @torch.no_grad()
     def reset_parameters(self) -> None:
         """Initializes the bias of the gate that lets the candidate in; submodules have a ``reset_parameters`` of their own."""
-        # Both layers have the candidate's bias last and this gate's before it.
+        # In both layers the last part of the bias is the candidate's, and the part before it this gate's.
         self.rnn.get_parameter("bias_ih_l0")[-2 * self.d_inner : -self.d_inner].uniform_(-4, 0)
 
     def forward(self, hidden_states: Tensor, inference_params: Any = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -101,7 +101,7 @@ class RecurrentMixer(ConvMixer):
             hidden_states: (batch, seqlen, d_model), any strides.
             inference_params: as in :class:`ssm_kernels.nn.Mamba`. Not together with ``cu_seqlens``.
             cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
-                before ``cu_seqlens[i + 1]``. Neither the convolution nor the state passes from one to the next.
+                before ``cu_seqlens[i + 1]``. The sequences are independent, in the convolution and in the state.
 
         Returns:
             (batch, seqlen, d_model).

@@ -1,14 +1,15 @@
-"""Layers built on the operators: ``torch.nn.Module``s to put into a model.
+"""Layers built on the operators: ``torch.nn.Module``s for use in a model.
 
 - :class:`SelectiveSSM`: the selective state-space model of the Mamba paper, with its projections.
 - :class:`Mamba`: the whole mixer (in-projection, short convolution, selective SSM, gate, out-projection) with the constructor
   and the ``state_dict`` of ``mamba_ssm``'s ``Mamba``.
-- :class:`Mamba2`: the mixer of Mamba-2, with heads, the state-space dual form and a gated norm, likewise as ``mamba_ssm``'s.
+- :class:`Mamba2`: the mixer of Mamba-2, with heads, the state-space dual form and a gated norm; also with ``mamba_ssm``'s
+  constructor and ``state_dict``.
 - :class:`MinGRU`, :class:`MinLSTM`: projections and linear recurrence, with the constructor and the calls of ``torch.nn.GRU``.
 - :class:`Liquid`: the same for states that relax towards a target, with step lengths for irregular samples.
-- :class:`Block`, :class:`GatedMLP`: the residual block of Mamba's language models, and its MLP, as ``mamba_ssm``'s.
+- :class:`Block`, :class:`GatedMLP`: the residual block of Mamba's language models and its MLP, with ``mamba_ssm``'s parameters.
 
-The first three take ``discretization=`` and are trained through the discretization they are given. ``ssm_kernels.models`` has
+The first three take ``discretization=``, and backward differentiates that discretization. ``ssm_kernels.models`` has
 whole language models.
 """
 

@@ -6,8 +6,8 @@ For the output :math:`x` of the previous block and the residual stream :math:`r`
     r' &= r + x, \qquad y = \mathrm{mixer}(\mathrm{norm}(r')) \\
     r'' &= r' + y, \qquad \mathrm{out} = \mathrm{mlp}(\mathrm{norm}_2(r''))
 
-A block returns its last output and the residual stream apart. The next block adds them, so that the sum and the norm are one
-operator. Source: Gu and Dao, *Mamba* (arXiv 2312.00752), section 3.4; ``mamba_ssm`` has the block in this form.
+A block returns its last output and the residual stream separately. The next block adds them, so that one operator computes the
+sum and the norm. Source: Gu and Dao, *Mamba* (arXiv 2312.00752), section 3.4; ``mamba_ssm`` has the block in this form.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["Block", "GatedMLP", "add_norm"]
 class GatedMLP(nn.Module):
     """A gated MLP (SwiGLU with the default activation), ``fc2(value * activation(gate))`` with ``(value, gate) = fc1(x)``.
 
-    The names and shapes of the parameters are those of ``mamba_ssm``'s ``GatedMLP``: ``fc1.weight`` (2 hidden, in_features),
+    Parameter names and shapes match ``mamba_ssm``'s ``GatedMLP``: ``fc1.weight`` (2 hidden, in_features),
     ``fc2.weight`` (out_features, hidden); with ``bias`` also ``fc1.bias`` and ``fc2.bias``.
 
     Args:
@@ -90,9 +90,9 @@ def add_norm(
         x: (..., channels).
         residual: shape of ``x``; zero if absent.
         fused: reads the parameters of ``norm`` and calls :func:`ssm_kernels.add_rms_norm` or ``add_layer_norm``; the result has
-            the dtype of ``x``. Otherwise, and where another module has taken the place of the norm, the sum has the dtype that
-            PyTorch gives it, and ``norm`` is called with the sum in the dtype of its weight.
-        residual_in_fp32: the sum is float32, or float64 if it would be without this argument.
+            the dtype of ``x``. Otherwise, or if another module replaces the norm, the sum has the dtype that PyTorch gives
+            it, and the function calls ``norm`` with the sum in the dtype of its weight.
+        residual_in_fp32: the sum is float32 (float64 if it would be float64 without this argument).
     """
     if fused and isinstance(norm, (nn.RMSNorm, nn.LayerNorm)) and norm.eps is not None:
         operator = add_rms_norm if isinstance(norm, nn.RMSNorm) else add_layer_norm
@@ -105,7 +105,7 @@ def add_norm(
 
 
 def check_fused_norm(layer: str, norm: nn.Module) -> None:
-    """A norm whose parameters :func:`add_norm` can read."""
+    """Checks that :func:`add_norm` can read the parameters of ``norm``."""
     if not isinstance(norm, (nn.RMSNorm, nn.LayerNorm)):
         raise TypeError(
             f"{layer}: expected norm_cls to make an nn.RMSNorm or nn.LayerNorm with fused_add_norm, got {type(norm).__name__}"
@@ -117,7 +117,7 @@ def check_fused_norm(layer: str, norm: nn.Module) -> None:
 class Block(nn.Module):
     """A residual block: add, norm, mixer and, with ``mlp_cls``, add, norm, MLP. See the formulas of ``block.py``.
 
-    Constructor, calls and the names of the parameters are those of ``mamba_ssm``'s ``Block``: ``norm.*``, ``mixer.*`` and,
+    Constructor, calls and parameter names match ``mamba_ssm``'s ``Block``: ``norm.*``, ``mixer.*`` and,
     with an MLP, ``norm2.*`` and ``mlp.*``.
 
     Args:
@@ -148,7 +148,7 @@ class Block(nn.Module):
         check_int("Block", "dim", dim)
         check_bools("Block", fused_add_norm=fused_add_norm, residual_in_fp32=residual_in_fp32)
         self.dim, self.fused_add_norm, self.residual_in_fp32 = dim, fused_add_norm, residual_in_fp32
-        # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
+        # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.
         self.norm = norm_cls(dim)
         self.mixer = mixer_cls(dim)
         self.mlp: nn.Module | None = None
@@ -164,7 +164,7 @@ class Block(nn.Module):
         """Runs the block.
 
         Args:
-            hidden_states: (batch, seqlen, dim), the output of the block before.
+            hidden_states: (batch, seqlen, dim), the output of the previous block.
             residual: the residual stream without ``hidden_states``, of the same shape; zero if absent, as in the first block.
             inference_params: passed to the mixer; see :class:`.mamba.Mamba`.
             mixer_kwargs: passed to the mixer.
@@ -189,7 +189,7 @@ class Block(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> Any:
-        """The mixer's states for decoding; see its method of this name."""
+        """Returns the mixer's states for decoding; see its method of this name."""
         allocate = cast(Callable[..., Any], self.mixer.allocate_inference_cache)
         return allocate(batch_size, max_seqlen, dtype=dtype, **kwargs)
 

@@ -18,7 +18,7 @@ def _wrong_type(layer: str, name: str, expected: str, value: Any) -> TypeError:
 
 
 def check_int(layer: str, name: str, value: Any, low: int = 1, high: int | None = None, *, expected: str = "an int") -> None:
-    # A bool is an int in Python; as a size it is a mistake.
+    # A bool is an int in Python, but as a size it is a mistake.
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise _wrong_type(layer, name, expected, value)
     size = int(value)
@@ -40,7 +40,7 @@ def check_bools(layer: str, **values: Any) -> None:
 
 
 def check_number(layer: str, name: str, value: Any) -> None:
-    """A real number; neither its sign nor its size is checked."""
+    """Checks for a real number, of any sign and size."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise _wrong_type(layer, name, "a number", value)
 
@@ -58,7 +58,7 @@ def check_probability(layer: str, name: str, value: Any) -> None:
 
 
 def check_pair(layer: str, name: str, value: Any) -> None:
-    """Two numbers; the order is checked by whoever knows the range."""
+    """Checks for two numbers; callers check their order."""
     if isinstance(value, str) or not isinstance(value, Sequence):
         raise _wrong_type(layer, name, "a pair of numbers", value)
     if len(value) != 2:
@@ -79,7 +79,7 @@ def check_discretization(layer: str, value: Any) -> None:
 
 
 def check_step_sizes(layer: str, dt_min: Any, dt_max: Any, dt_init_floor: Any) -> None:
-    """The range that step sizes are drawn from at initialization."""
+    """Checks the range of step sizes at initialization."""
     for name, value in (("dt_min", dt_min), ("dt_max", dt_max)):
         check_number(layer, name, value)
     if not 0 < dt_min <= dt_max < math.inf:
@@ -102,7 +102,7 @@ def check_tensor(layer: str, name: str, value: Any) -> None:
 
 
 def check_shape(layer: str, name: str, value: Any, axes: str, sizes: Sequence[int | None]) -> None:
-    """A tensor with these sizes, of which None may be any. ``axes`` names them, or is the size itself."""
+    """Checks for a tensor with these sizes; None stands for any. ``axes`` names them, or is the size itself."""
     check_tensor(layer, name, value)
     fits = value.dim() == len(sizes) and all(size is None or size == got for size, got in zip(sizes, value.shape, strict=True))
     if not fits:

@@ -1,4 +1,4 @@
-"""What the mixers share: dtypes, the initialization of step sizes, the short convolution, the states of decoding."""
+"""Shared by the mixers: dtypes, the initialization of step sizes, the short convolution, the states for decoding."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from .checks import check_int, check_number, check_shape, check_tensor
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of states and of the parameters of the recurrence beside activations of ``dtype``."""
+    """The dtype of states and of the recurrence's parameters for activations of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def readable(parameter: Tensor, dtype: torch.dtype) -> Tensor:
-    """``parameter`` as the decoding steps read it beside activations of ``dtype``: in that dtype, or in its wide dtype."""
+    """``parameter`` in a dtype that decoding steps accept with activations of ``dtype``: that dtype or its wide dtype."""
     return parameter if parameter.dtype in (dtype, wide_dtype(dtype)) else parameter.to(wide_dtype(dtype))
 
 
@@ -53,7 +53,7 @@ def short_convolution(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> nn.Conv1d:
-    """One of each channel, over the last ``d_conv`` steps."""
+    """Depthwise convolution over the last ``d_conv`` steps."""
     check_int(layer, "d_conv", d_conv)
     return nn.Conv1d(channels, channels, d_conv, groups=channels, padding=d_conv - 1, bias=bias, device=device, dtype=dtype)
 
@@ -61,8 +61,8 @@ def short_convolution(
 class ConvMixer(nn.Module):
     """A mixer with a short causal convolution, ``conv1d``, before its recurrence, and with states for decoding.
 
-    A layer that derives from it sets ``d_model``, ``d_conv`` and ``layer_idx`` and has ``_mix``, ``step`` and ``_zero_state``.
-    Its ``conv1d`` holds the convolution's parameters, under the names that ``mamba_ssm`` gives them, and is not called.
+    A derived layer sets ``d_model``, ``d_conv`` and ``layer_idx`` and defines ``_mix``, ``step`` and ``_zero_state``. Its
+    ``conv1d`` holds the convolution's parameters under ``mamba_ssm``'s names and is not called.
     """
 
     d_model: int
@@ -71,13 +71,15 @@ class ConvMixer(nn.Module):
     conv1d: nn.Conv1d
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        """The mixer over a sequence, from the given states or from zero; also a tensor that has the convolution's inputs,
-        which ``_conv_inputs`` takes out of it, and the recurrence's state after it.
+        """Mixes a sequence, from the given states or from zero. Also returns a tensor that contains the convolution's inputs,
+        which ``_conv_inputs`` extracts, and the last state of the recurrence.
         """
         raise NotImplementedError
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
-        """The inputs of the convolution, (batch, seqlen, channels), in what ``_mix`` returns: all of it unless overridden."""
+        """Extracts the convolution's inputs, (batch, seqlen, channels), from the tensor of ``_mix``: all of it unless
+        overridden.
+        """
         return projected
 
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -95,7 +97,7 @@ class ConvMixer(nn.Module):
         raise NotImplementedError
 
     def _mix_or_step(self, hidden_states: Tensor, inference_params: Any) -> Tensor:
-        """The mixer over a sequence that begins here or, as ``inference_params`` say, goes on from its cache."""
+        """Mixes a sequence that begins here or continues from the cache of ``inference_params``."""
         if inference_params is None:
             return self._mix(hidden_states, None, None)[0]
         conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
@@ -105,7 +107,7 @@ class ConvMixer(nn.Module):
             return self.step(hidden_states, conv_state, ssm_state)[0]
         else:
             self._check_conv_state(type(self).__name__, conv_state, hidden_states.shape[0])
-            # Backward reads the states that this piece begins with, and the cache is written below.
+            # Backward reads the initial states of this segment, and the cache is overwritten below.
             states = (conv_state, ssm_state)
             out, projected, last_state = self._mix(
                 hidden_states, *(s.clone() if torch.is_grad_enabled() else s for s in states)
@@ -143,14 +145,15 @@ class ConvMixer(nn.Module):
     def allocate_inference_cache(
         self, batch_size: int, max_seqlen: int, dtype: torch.dtype | None = None, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Zero states for :meth:`step`: ``conv_state``, (batch, channels of the convolution, d_conv), and ``ssm_state``.
+        """Returns zero states for :meth:`step`: ``conv_state``, (batch, channels of the convolution, d_conv), and
+        ``ssm_state``.
 
         Args:
             batch_size: sequences decoded together.
-            max_seqlen: without effect, the states do not grow; kept for callers written for ``mamba_ssm``.
-            dtype: of both states. By default ``conv_state`` has the layer's dtype and ``ssm_state`` is float32 (float64 in a
-                float64 layer), so that nothing is lost from step to step.
-            kwargs: without effect.
+            max_seqlen: ignored, because the states do not grow; for callers written for ``mamba_ssm``.
+            dtype: dtype of both states. By default ``conv_state`` has the layer's dtype and ``ssm_state`` is float32 (float64
+                in a float64 layer), so that steps lose no precision.
+            kwargs: ignored.
 
         Raises:
             ValueError: ``batch_size`` is negative.
@@ -167,11 +170,11 @@ class ConvMixer(nn.Module):
         return self.conv1d.weight.squeeze(1), self.conv1d.bias
 
     def _initial_state(self, conv_state: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-        """The convolution's initial state in ``dtype``: all of a decoding state but its oldest step."""
+        """The convolution's initial state in ``dtype``: a decoding state without its oldest step."""
         return None if conv_state is None else conv_state[..., 1:].to(dtype)
 
     def _convolve_step(self, x: Tensor, conv_state: Tensor) -> Tensor:
-        """The convolution and its activation on one step, ``x`` (batch, channels); ``conv_state`` is modified in place."""
+        """Convolution and activation of one step, ``x`` (batch, channels); modifies ``conv_state`` in place."""
         weight, bias = self._conv_parameters()
         if torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
@@ -185,7 +188,7 @@ class ConvMixer(nn.Module):
     def _get_states_from_cache(
         self, inference_params: Any, batch_size: int, initialize_states: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """This layer's states in ``inference_params.key_value_memory_dict``, made if absent, cleared if asked."""
+        """This layer's states in ``inference_params.key_value_memory_dict``; created if absent, cleared on request."""
         layer = type(self).__name__
         for name in ("seqlen_offset", "key_value_memory_dict"):
             if not hasattr(inference_params, name):

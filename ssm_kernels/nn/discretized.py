@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .._C import discretization_aliases, discretizations
 
-# What a checkpoint without the entry was trained with: mamba_ssm has no other rule.
+# The rule of a checkpoint without the entry: mamba_ssm has no other.
 _DEFAULT = "zoh"
 _ENTRY = "discretization_name"
 
@@ -25,7 +25,7 @@ def _encode(name: str, device: torch.device | str | None) -> Tensor:
 
 
 def _decode(entry: Any) -> str | None:
-    """The discretization that an entry names, None if it names none.
+    """The discretization that an entry names, or None.
 
     Bytes that were cast with the weights, or averaged over checkpoints, are floating-point numbers near an integer.
     """
@@ -33,7 +33,8 @@ def _decode(entry: Any) -> str | None:
         return None
     try:
         name = _canonical(bytes(round(byte) for byte in entry.tolist()).decode())
-    except (TypeError, ValueError, OverflowError):  # other shapes and complex numbers; NaN and no bytes or UTF-8; infinity
+    except (TypeError, ValueError, OverflowError):
+        # TypeError: other shapes, complex numbers. ValueError: NaN, not bytes or not UTF-8. OverflowError: infinity.
         return None
     return name if name in discretizations else None
 
@@ -49,8 +50,8 @@ class DiscretizedModule(nn.Module):
     """A layer whose ``state_dict`` names its discretization, unless that is ``"zoh"``.
 
     The entry is ``discretization_name``, the UTF-8 bytes of the name: a buffer, which every way of saving and distributing a
-    model handles. A layer with ``"zoh"``, the rule of ``mamba_ssm``, has no entry, and its ``state_dict`` is that of
-    ``mamba_ssm``'s layer. ``load_state_dict`` compares:
+    model handles. A layer with ``"zoh"``, the rule of ``mamba_ssm``, has no entry, and its ``state_dict`` equals
+    the one of ``mamba_ssm``'s layer. ``load_state_dict`` compares:
 
     - an entry with another name: an error, with ``strict=False`` too, as for a tensor of another shape. Without the entry the
       checkpoint loads. Entries that were cast to a floating-point dtype or averaged are rounded to bytes;
@@ -66,7 +67,7 @@ class DiscretizedModule(nn.Module):
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        # From the attribute: to_empty() leaves any bytes in the buffer.
+        # Encode the attribute, because to_empty() leaves arbitrary bytes in the buffer.
         buffer = destination.pop(prefix + _ENTRY, None)
         if _canonical(self.discretization) != _DEFAULT:
             destination[prefix + _ENTRY] = _encode(self.discretization, None if buffer is None else buffer.device)
@@ -105,7 +106,7 @@ class DiscretizedModule(nn.Module):
             else:
                 warnings.warn(message, UserWarning, stacklevel=2)
         if _ENTRY in self._buffers:
-            # The buffer is then copied or assigned as any other, with the layer's own name.
+            # PyTorch then copies or assigns the buffer like any other, with the layer's own name.
             beside = entry if isinstance(entry, Tensor) else state_dict.get(f"{prefix}A_log")
             state_dict[prefix + _ENTRY] = _encode(own, beside.device if isinstance(beside, Tensor) else None)
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs)

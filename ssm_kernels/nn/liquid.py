@@ -40,22 +40,22 @@ _TAU_MIN = 1e-3
 class Liquid(RecurrentBase):
     """Relaxation with input-dependent ("liquid") time constants, for samples at regular or irregular times.
 
-    The constructor, the shapes and the calls are those of ``torch.nn.GRU``, with a step length ``dt``.
+    Constructor, shapes and calls match ``torch.nn.GRU``, plus a step length ``dt``.
 
     Parameters: ``weight_ih_l{k}`` (2 hidden_size, inputs of the layer), rows of the target before those of the time constant,
     and ``bias_ih_l{k}`` (2 hidden_size,). Without ``input_dependent_tau`` both have hidden_size rows, and ``raw_tau_l{k}``
-    (hidden_size,), float32 (float64 in a float64 layer), is what softplus is applied to. Those of the backward direction end in
-    ``_reverse``.
+    (hidden_size,), float32 (float64 in a float64 layer), is the argument of softplus. Parameters of the backward direction end
+    in ``_reverse``.
 
     Args:
         input_size: channels of the input.
         hidden_size: channels of the state, and of the output for each direction.
-        num_layers: layers, each of which reads the output of the one before.
+        num_layers: layers; each reads the output of the previous one.
         bias: whether the projections have a bias; input-dependent time constants need it.
         batch_first: whether ``input`` and ``output`` are (batch, seqlen, channels) instead of (seqlen, batch, channels).
-        dropout: probability that an output of a layer, the last one excepted, is dropped in training.
+        dropout: probability that an output of a layer, except the last one, is dropped in training.
         bidirectional: whether each layer also runs backwards in time; the outputs of both directions are side by side.
-        candidate_activation: of the target :math:`f`: ``"tanh"`` or ``None``.
+        candidate_activation: activation of the target :math:`f`: ``"tanh"`` or ``None``.
         input_dependent_tau: whether the time constants depend on the input; else each channel has a constant one.
         tau_init: the range, in the unit of ``dt``, in which :math:`\\tau_{min} + \\mathrm{softplus}(b_\\tau)` is log-uniform at
             initialization; :math:`\\tau_{min}` is 0.001.
@@ -103,7 +103,7 @@ class Liquid(RecurrentBase):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """As ``torch.nn.GRU``, except for the time constants, which are drawn from ``tau_init``."""
+        """Initializes like ``torch.nn.GRU``, except for the time constants, which are drawn from ``tau_init``."""
         super().reset_parameters()
         low, high = (math.log(tau) for tau in self.tau_init)
         for name in self._names():
@@ -152,8 +152,8 @@ class Liquid(RecurrentBase):
             dt: how long each sample is held, not negative: one number, or of the shape of ``input`` without its channels;
                 with a ``PackedSequence`` a number, or one packed in the same way. A step of length 0 changes nothing. The layer
                 does not check the values of tensors.
-            cu_seqlens: of S sequences packed one after another along seqlen, in a batch of 1: where each begins and the last
-                ends, (S + 1,), int32 or int64. Each has states of its own: ``hx`` and ``h_n`` have S in the place of batch.
+            cu_seqlens: (S + 1,), int32 or int64, for a batch of 1 with S sequences packed one after another along seqlen: where
+                each begins and the last one ends. Each has its own states: ``hx`` and ``h_n`` have size S instead of batch.
                 Not together with a ``PackedSequence``.
             h_0: the older name of ``hx``; a FutureWarning.
 
@@ -191,7 +191,7 @@ class Liquid(RecurrentBase):
 
         Args:
             x: (batch, input_size).
-            state: (num_layers, batch, hidden_size), an ``h_n`` or what the step before returned; zero if absent.
+            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent.
             dt: how long ``x`` is held, not negative: one number, or (batch,).
 
         Returns:
@@ -233,7 +233,7 @@ class Liquid(RecurrentBase):
             )
 
     def _relaxation(self, projected: Tensor, name: str, dt: float | Tensor) -> tuple[Tensor, Tensor, float | Tensor]:
-        """Target, time constant and step of a layer and direction."""
+        """Returns target, time constant and step of a layer and direction."""
         if self.input_dependent_tau:
             target, raw_tau = projected.chunk(2, dim=-1)
         else:

@@ -31,9 +31,9 @@ _mamba_conv = torch.ops.ssm_kernels._mamba_conv.default
 class Mamba(SelectiveBase, ConvMixer):
     """The Mamba mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model), with a choice of discretization.
 
-    The positional arguments, the names, shapes and order of the parameters, and ``step``, ``allocate_inference_cache`` and
-    ``inference_params`` are those of ``mamba_ssm``'s ``Mamba``, so its checkpoints load with ``strict=True``, and with
-    ``discretization="zoh"`` they are loaded by it. With another discretization the ``state_dict`` also has
+    Positional arguments, parameters (names, shapes, order), ``step``, ``allocate_inference_cache`` and ``inference_params``
+    match ``mamba_ssm``'s ``Mamba``. Its checkpoints load here with ``strict=True``, and checkpoints with
+    ``discretization="zoh"`` load there. With another discretization the ``state_dict`` also has
     ``discretization_name``, which ``load_state_dict`` compares: see :class:`.discretized.DiscretizedModule`.
 
     Parameters: ``in_proj.weight`` (2 d_inner, d_model), ``conv1d.weight`` (d_inner, 1, d_conv), ``conv1d.bias`` (d_inner,),
@@ -54,7 +54,7 @@ class Mamba(SelectiveBase, ConvMixer):
         dt_init_floor: lower bound of the step sizes at initialization, applied after ``dt_min``.
         conv_bias: whether the convolution has a bias.
         bias: whether the in- and out-projections have one.
-        use_fast_path: accepted for compatibility, without effect: there is one path.
+        use_fast_path: ignored, for compatibility: there is one path.
         layer_idx: key of this layer in the cache of ``inference_params``.
         device: where the parameters are made.
         dtype: dtype of the layer. ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
@@ -95,7 +95,7 @@ class Mamba(SelectiveBase, ConvMixer):
         d_inner = expanded("Mamba", expand, d_model)
         self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
         self.use_fast_path, self.layer_idx = use_fast_path, layer_idx
-        # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
+        # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.
         self.in_proj = nn.Linear(d_model, 2 * d_inner, bias=bias, device=device, dtype=dtype)
         self.conv1d = short_convolution("Mamba", d_inner, d_conv, conv_bias, device, dtype)
         self._init_ssm(

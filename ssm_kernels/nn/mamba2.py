@@ -46,7 +46,7 @@ _mamba2_mixer = torch.ops.ssm_kernels._mamba2_mixer.default
 
 
 class GatedRMSNorm(nn.Module):
-    """Normalization by the root mean square, of each group of channels by itself, and a gate.
+    """RMSNorm of each group of channels, with a gate.
 
     ``norm(x * silu(z)) * weight``, or ``norm(x) * weight * silu(z)`` with ``norm_before_gate``; computed in float32 (float64
     for float64 inputs).
@@ -91,9 +91,9 @@ class GatedRMSNorm(nn.Module):
 class Mamba2(DiscretizedModule, ConvMixer):
     """The Mamba-2 mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
 
-    The positional arguments, the names, shapes and order of the parameters, ``forward``, ``step``,
-    ``allocate_inference_cache`` and ``inference_params`` are those of ``mamba_ssm``'s ``Mamba2``, so its checkpoints load with
-    ``strict=True``, and with ``discretization="zoh"`` they are loaded by it. With another discretization the ``state_dict``
+    Positional arguments, parameters (names, shapes, order), ``forward``, ``step``, ``allocate_inference_cache`` and
+    ``inference_params`` match ``mamba_ssm``'s ``Mamba2``. Its checkpoints load here with ``strict=True``, and checkpoints with
+    ``discretization="zoh"`` load there. With another discretization the ``state_dict``
     also has ``discretization_name``, which ``load_state_dict`` compares: see :class:`.discretized.DiscretizedModule`.
 
     With ``d_inner = expand * d_model``, ``nheads = d_ssm / headdim`` and ``d_xBC = d_ssm + 2 ngroups d_state``, parameters:
@@ -114,22 +114,22 @@ class Mamba2(DiscretizedModule, ConvMixer):
         ngroups: groups of heads that share B and C, and of channels that are normalized together.
         A_init_range: ``-A`` is uniform in this range at initialization.
         D_has_hdim: whether D is a number for each channel, not for each head.
-        rmsnorm: whether there is a norm; without it the result is ``y * silu(z)``.
-        norm_before_gate: the norm of y and then the gate, instead of the norm of what the gate lets through.
+        rmsnorm: whether there is a norm; without it, ``out_proj`` reads ``y * silu(z)``.
+        norm_before_gate: normalize y and then apply the gate, instead of normalizing the gated y.
         dt_min: smallest step size at initialization.
         dt_max: largest step size at initialization.
         dt_init_floor: lower bound of the step sizes at initialization, applied after ``dt_min``.
         dt_limit: the step sizes are clamped to this range, in training and in decoding.
         bias: whether the in- and out-projections have one.
         conv_bias: whether the convolution has one.
-        chunk_size: of the scan, a hint; ``None`` leaves the choice to it.
-        use_mem_eff_path: accepted for compatibility, without effect: there is one path.
+        chunk_size: a hint for the scan; ``None`` leaves the choice to it.
+        use_mem_eff_path: ignored, for compatibility: there is one path.
         layer_idx: key of this layer in the cache of ``inference_params``.
-        process_group: accepted for its place in the order of arguments; must be ``None``: tensor parallelism is not supported.
-        sequence_parallel: without effect.
+        process_group: must be ``None``: tensor parallelism is not supported. It keeps the order of arguments.
+        sequence_parallel: ignored.
         device: where the parameters are made.
         dtype: dtype of the layer. ``dt_bias``, ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
-        discretization: one of those of :func:`ssm_kernels.ssd_chunk_scan`.
+        discretization: one that :func:`ssm_kernels.ssd_chunk_scan` takes.
 
     Raises:
         ValueError: an argument is not as above, or not one that :func:`ssm_kernels.ssd_chunk_scan` takes.
@@ -218,7 +218,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
         self._check_scan()
 
         d_xBC = self.d_ssm + 2 * ngroups * d_state
-        # In mamba_ssm's order, in which optimizer states are saved and random numbers are drawn.
+        # The order of mamba_ssm: optimizer states are saved, and random numbers drawn, in the order of creation.
         d_in_proj = 2 * self.d_inner + 2 * ngroups * d_state + self.nheads
         self.in_proj = nn.Linear(d_model, d_in_proj, bias=bias, device=device, dtype=dtype)
         self.conv1d = short_convolution("Mamba2", d_xBC, d_conv, conv_bias, device, dtype)
@@ -235,9 +235,9 @@ class Mamba2(DiscretizedModule, ConvMixer):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initializes ``dt_bias``, ``A_log`` and ``D``, and ``conv1d.weight`` where ``conv_init`` says how.
+        """Initializes ``dt_bias``, ``A_log`` and ``D``, and ``conv1d.weight`` if ``conv_init`` is given.
 
-        The submodules have a ``reset_parameters`` of their own.
+        The submodules have their own ``reset_parameters``.
         """
         if self.conv_init is not None:
             nn.init.uniform_(self.conv1d.weight, -self.conv_init, self.conv_init)
@@ -253,7 +253,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
         cu_seqlens: Tensor | None = None,
         inference_params: Any = None,
     ) -> Tensor:
-        """Mixes a sequence, or several that lie one after another.
+        """Mixes a sequence, or several packed one after another.
 
         Args:
             u: (batch, seqlen, d_model), any strides; (batch * seqlen, d_model) if ``seqlen`` is given.
@@ -266,7 +266,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
                 later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
                 states carry no gradient. Not together with ``seq_idx`` or ``cu_seqlens``.
 
-        Neither the convolution nor the state passes from one sequence to the next.
+        Packed sequences are independent, in the convolution and in the state.
 
         Returns:
             Shape of ``u``.
@@ -382,7 +382,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
         return projected[..., self.d_ssm : -self.nheads]
 
     def _project(self, u: Tensor) -> tuple[Tensor | None, Tensor]:
-        """What the MLP beside the SSM gives, if there is one, and z, the input of the convolution and dt, side by side."""
+        """Returns the output of the parallel MLP, if there is one, and z, the convolution's input and dt in one tensor."""
         projected, d_mlp = self.in_proj(u), self.d_inner - self.d_ssm
         if d_mlp == 0:
             return None, projected
@@ -412,7 +412,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
     @staticmethod
     def _check_packed(u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if seq_idx is not None and cu_seqlens is not None:
-            raise ValueError("Mamba2: expected seq_idx or cu_seqlens, got both: they say the same")
+            raise ValueError("Mamba2: expected seq_idx or cu_seqlens, got both: they have the same meaning")
         if seq_idx is not None and seq_idx.shape != u.shape[:2]:
             raise ValueError(
                 f"Mamba2: expected seq_idx of shape (batch, seqlen) = {list(u.shape[:2])}, got {list(seq_idx.shape)}"
@@ -424,7 +424,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
                 raise RuntimeError(f"Mamba2: expected cu_seqlens on {u.device}, got {cu_seqlens.device}")
 
     def _check_scan(self) -> None:
-        """Has the scan look at the sizes and options that it will be given, on tensors without memory."""
+        """Lets the scan check its sizes and options, on meta tensors."""
         x = torch.empty(1, 0, self.nheads, self.headdim, device="meta", dtype=torch.float32)
         BC = torch.empty(1, 0, self.ngroups, self.d_state, device="meta", dtype=torch.float32)
         ssd_chunk_scan(

@@ -28,7 +28,7 @@ __all__ = ["MinGRU", "MinLSTM"]
 
 
 class _MinRNN(RecurrentBase):
-    """What minGRU and minLSTM have in common."""
+    """Base class of minGRU and minLSTM."""
 
     _parts: int
 
@@ -81,8 +81,8 @@ class _MinRNN(RecurrentBase):
                 input_size); or a ``torch.nn.utils.rnn.PackedSequence`` of data (steps, input_size).
             hx: states before the first step, (num_layers * num_directions, batch, hidden_size), without batch for one
                 sequence; zero if absent.
-            cu_seqlens: of S sequences packed one after another along seqlen, in a batch of 1: where each begins and the last
-                ends, (S + 1,), int32 or int64. Each has states of its own: ``hx`` and ``h_n`` have S in the place of batch.
+            cu_seqlens: (S + 1,), int32 or int64, for a batch of 1 with S sequences packed one after another along seqlen: where
+                each begins and the last one ends. Each has its own states: ``hx`` and ``h_n`` have size S instead of batch.
                 Not together with a ``PackedSequence``.
             h_0: the older name of ``hx``; a FutureWarning.
 
@@ -107,7 +107,7 @@ class _MinRNN(RecurrentBase):
 
         Args:
             x: (batch, input_size).
-            state: (num_layers, batch, hidden_size), an ``h_n`` or what the step before returned; zero if absent.
+            state: (num_layers, batch, hidden_size), an ``h_n`` or the result of the previous step; zero if absent.
 
         Returns:
             ``output``, (batch, hidden_size), and the new state, shaped as ``state``, float32 (float64 in a float64 layer).
@@ -127,15 +127,15 @@ class MinGRU(_MinRNN):
     """minGRU, with the constructor, the shapes and the calls of ``torch.nn.GRU``.
 
     Parameters: ``weight_ih_l{k}`` (2 hidden_size, inputs of the layer), rows of the gate before rows of the candidate, and
-    ``bias_ih_l{k}`` (2 hidden_size,); those of the backward direction end in ``_reverse``. There is no ``weight_hh``.
+    ``bias_ih_l{k}`` (2 hidden_size,); parameters of the backward direction end in ``_reverse``. There is no ``weight_hh``.
 
     Args:
         input_size: channels of the input.
         hidden_size: channels of the state, and of the output for each direction.
-        num_layers: layers, each of which reads the output of the one before.
+        num_layers: layers; each reads the output of the previous one.
         bias: whether the projections have a bias.
         batch_first: whether ``input`` and ``output`` are (batch, seqlen, channels) instead of (seqlen, batch, channels).
-        dropout: probability that an output of a layer, the last one excepted, is dropped in training.
+        dropout: probability that an output of a layer, except the last one, is dropped in training.
         bidirectional: whether each layer also runs backwards in time; the outputs of both directions are side by side.
         candidate_activation: ``None``, ``"tanh"`` or ``"g"``, the paper's :math:`g(x) = x + 1/2` for :math:`x \\ge 0`, else
             :math:`\\sigma(x)`.
@@ -180,15 +180,15 @@ class MinLSTM(_MinRNN):
     """minLSTM, with the constructor of ``torch.nn.LSTM`` and, having one state, the shapes and the calls of ``torch.nn.GRU``.
 
     Parameters: ``weight_ih_l{k}`` (3 hidden_size, inputs of the layer), rows of forget gate, input gate and candidate, and
-    ``bias_ih_l{k}`` (3 hidden_size,); those of the backward direction end in ``_reverse``. There is no ``weight_hh``.
+    ``bias_ih_l{k}`` (3 hidden_size,); parameters of the backward direction end in ``_reverse``. There is no ``weight_hh``.
 
     Args:
         input_size: channels of the input.
         hidden_size: channels of the state, and of the output for each direction.
-        num_layers: layers, each of which reads the output of the one before.
+        num_layers: layers; each reads the output of the previous one.
         bias: whether the projections have a bias.
         batch_first: whether ``input`` and ``output`` are (batch, seqlen, channels) instead of (seqlen, batch, channels).
-        dropout: probability that an output of a layer, the last one excepted, is dropped in training.
+        dropout: probability that an output of a layer, except the last one, is dropped in training.
         bidirectional: whether each layer also runs backwards in time; the outputs of both directions are side by side.
         candidate_activation: ``None``, ``"tanh"`` or ``"g"``, the paper's :math:`g(x) = x + 1/2` for :math:`x \\ge 0`, else
             :math:`\\sigma(x)`.

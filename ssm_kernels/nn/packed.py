@@ -1,4 +1,4 @@
-"""Between the order of a ``PackedSequence`` and that of sequences one after another, which the scans take."""
+"""Conversion between the order of a ``PackedSequence`` and sequences one after another, which the scans take."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from torch.nn.utils.rnn import PackedSequence
 
 
 class PackedOrder:
-    """How the steps of a ``PackedSequence``, step t of every sequence before step t + 1 of any, follow each other.
+    """The order of steps in a ``PackedSequence``: step t of every sequence before step t + 1 of any.
 
     Attributes:
-        cu_seqlens: (sequences + 1,), where each sequence begins once they follow one another. Sequences are in the order of
+        cu_seqlens: (sequences + 1,), where each sequence begins when they follow one another. Sequences are in the order of
             ``data``, longest first.
     """
 
@@ -19,13 +19,13 @@ class PackedOrder:
         batch_sizes, device = packed.batch_sizes, packed.data.device  # batch_sizes is on the CPU, and does not increase
         steps, total = batch_sizes.numel(), packed.data.shape[0]
         sequences = torch.arange(int(batch_sizes[0]) if steps else 0)
-        # A sequence has a step wherever more sequences than its number do.
+        # Sequence i has step t if the batch at step t is larger than i.
         lengths = steps - torch.searchsorted(batch_sizes.flip(0), sequences, right=True)
         cu_seqlens = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
         self._packed = packed
         self.cu_seqlens = cu_seqlens.to(device, non_blocking=True)
         sizes = batch_sizes.to(device, non_blocking=True)
-        # Given the size of its result, repeat_interleave does not wait for a GPU.
+        # With a given output size, repeat_interleave does not wait for the GPU.
         step = torch.arange(steps, device=device).repeat_interleave(sizes, output_size=total)
         place = torch.arange(total, device=device)
         sequence = place - (sizes.cumsum(0) - sizes)[step]

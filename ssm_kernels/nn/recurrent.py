@@ -1,4 +1,4 @@
-"""What the layers of linear recurrences have in common: everything of ``torch.nn.GRU`` but the recurrence itself."""
+"""Base class of the layers of linear recurrences: everything of ``torch.nn.GRU`` except the recurrence itself."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["RecurrentBase"]
 
 
 class RecurrentBase(nn.Module):
-    """Layers of a linear recurrence, each after one projection of its input; called as ``torch.nn.GRU`` is.
+    """Layers of a linear recurrence, each after one projection of its input; called like ``torch.nn.GRU``.
 
-    Layers derive from it, give the number of the projection's parts, each ``hidden_size`` wide, and define ``_scan`` and
-    ``_step``, which take its result.
+    Derived layers give the number of the projection's parts, each ``hidden_size`` wide, and define ``_scan`` and ``_step``,
+    which take the projection's result.
 
     Parameters, for each layer k, and with ``_reverse`` after their names for its other direction: ``weight_ih_l{k}`` (parts *
     hidden_size, inputs of the layer) and, with ``bias``, ``bias_ih_l{k}`` (parts * hidden_size,).
@@ -68,12 +68,12 @@ class RecurrentBase(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draws weights and biases as ``torch.nn.GRU`` does: uniform, up to ``hidden_size**-0.5``."""
+        """Draws weights and biases like ``torch.nn.GRU``: uniform, up to ``hidden_size**-0.5``."""
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -(self.hidden_size**-0.5), self.hidden_size**-0.5)
 
     def flatten_parameters(self) -> None:
-        """Does nothing: for code written for ``torch.nn.GRU``, whose parameters cuDNN wants side by side."""
+        """Does nothing; for code written for ``torch.nn.GRU``, whose parameters cuDNN wants contiguous."""
 
     def _scan(
         self,
@@ -85,14 +85,15 @@ class RecurrentBase(nn.Module):
         cu_seqlens: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
-        """All states, (batch, seqlen, hidden_size), and the last, of what was projected, (batch, seqlen, parts * hidden_size).
+        """Returns all states, (batch, seqlen, hidden_size), and the last one, from the projected input, (batch, seqlen, parts *
+        hidden_size).
 
-        ``name`` ends the names of the parameters that belong to the layer and direction, as in ``l0_reverse``.
+        ``name`` is the suffix of the parameters' names of this layer and direction, such as ``l0_reverse``.
         """
         raise NotImplementedError
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
-        """One step of ``_scan``: the output and the state, (batch, hidden_size)."""
+        """One step of ``_scan``; returns the output and the state, (batch, hidden_size)."""
         raise NotImplementedError
 
     def _project(self, x: Tensor, name: str) -> Tensor:
@@ -104,7 +105,7 @@ class RecurrentBase(nn.Module):
     def _split_states(
         self, states: Tensor | None, what: str, sizes: tuple[int, ...], method: str = ""
     ) -> tuple[Tensor | None, ...]:
-        """The states of every layer and direction, checked and in the dtype of the recurrence. Messages name ``method``."""
+        """Checks the states of every layer and direction and casts them to the recurrence's dtype. Messages name ``method``."""
         name = type(self).__name__ + method
         layers = self.num_layers * len(self._directions)
         if states is None:
@@ -131,20 +132,20 @@ class RecurrentBase(nn.Module):
             )
 
     def _initial_state(self, hx: Tensor | None, h_0: Tensor | None) -> Tensor | None:
-        """``hx``, or what the call gave by its older name."""
+        """``hx``, or the argument under its older name."""
         if h_0 is None:
             return hx
         name = type(self).__name__
         if hx is not None:
             raise TypeError(f"{name}: expected hx or h_0, its older name, got both")
-        # Python hides a DeprecationWarning outside __main__, and the caller's frame is that of nn.Module.__call__.
+        # Not a DeprecationWarning: Python hides it outside __main__, and the caller's frame is nn.Module.__call__.
         warnings.warn(f"{name}: h_0 is called hx now, as in torch.nn.GRU", FutureWarning, stacklevel=3)
         return h_0
 
     def _run_packed(
         self, input: PackedSequence, hx: Tensor | None, cu_seqlens: Tensor | None, order: PackedOrder, **options: Any
     ) -> tuple[PackedSequence, Tensor]:
-        """What ``forward`` returns for a ``PackedSequence``: the scan runs over its sequences one after another."""
+        """``forward`` of a ``PackedSequence``: the scan runs over its sequences one after another."""
         name = type(self).__name__
         if cu_seqlens is not None:
             raise ValueError(f"{name}: expected a PackedSequence or cu_seqlens, got both")
@@ -161,7 +162,7 @@ class RecurrentBase(nn.Module):
         return PackedOrder(input)
 
     def _run(self, input: Tensor, hx: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-        """What ``forward`` returns. The options are those of ``_scan``."""
+        """Implements ``forward``; ``options`` go to ``_scan``."""
         self._check_input(input)
         is_batched = input.dim() == 3
         x = input if is_batched else input[None]
@@ -180,7 +181,7 @@ class RecurrentBase(nn.Module):
             outputs = []
             for suffix in self._directions:
                 projected = self._project(x, f"l{layer}{suffix}")
-                # After the projection, which would copy a transposed input; the scan reads any strides.
+                # Transpose after the projection, which would copy a transposed input; the scan reads any strides.
                 projected = projected if is_batch_first else projected.transpose(0, 1)
                 h0 = states[len(last_states)]
                 h0 = h0 if sizes or h0 is None else h0[None]
@@ -202,7 +203,7 @@ class RecurrentBase(nn.Module):
         check_shape(f"{type(self).__name__}.step", "x", x, "(batch, input_size)", (None, self.input_size))
 
     def _run_step(self, x: Tensor, state: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
-        """What ``step`` returns. The options are those of ``_step``."""
+        """Implements ``step``; ``options`` go to ``_step``."""
         name = type(self).__name__
         if self.bidirectional:
             raise ValueError(f"{name}.step: a bidirectional layer needs the whole sequence")

@@ -42,9 +42,9 @@ _mamba_mixer = torch.ops.ssm_kernels._mamba_mixer.default
 
 
 class StepProjection(nn.Linear):
-    """The projection to the step sizes, without its bias: the scan adds that in float32.
+    """The projection to the step sizes, without its bias, which the scan adds in float32.
 
-    A layer calls it as it calls its other projections, so that adapters, quantization and hooks act on it.
+    A layer calls it like its other projections, so that adapters, quantization and hooks act on it.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class StepProjection(nn.Linear):
 
 
 class SelectiveBase(DiscretizedModule):
-    """The parameters of the selective SSM and the two ways to run it. Layers derive from it and add what surrounds it.
+    """Base class: the parameters of the selective SSM, its scan and its step. Derived layers add the rest of the mixer.
 
     Parameters: ``x_proj.weight`` (dt_rank + 2 d_state, d_inner), ``dt_proj.weight`` (d_inner, dt_rank), ``dt_proj.bias``
     (d_inner,), ``A_log`` (d_inner, d_state), ``D`` (d_inner,). ``A_log`` and ``D`` are float32 whatever the ``dtype`` of the
@@ -102,7 +102,7 @@ class SelectiveBase(DiscretizedModule):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initializes ``dt_proj``, ``A_log`` and ``D``; the other submodules have a ``reset_parameters`` of their own."""
+        """Initializes ``dt_proj``, ``A_log`` and ``D``; the other submodules have their own ``reset_parameters``."""
         bound = self.dt_rank**-0.5 * self.dt_scale
         if self.dt_init == "constant":
             nn.init.constant_(self.dt_proj.weight, bound)
@@ -120,8 +120,8 @@ class SelectiveBase(DiscretizedModule):
     def _delta_bias(self) -> Tensor | None:
         """The bias that the scan adds to ``delta``.
 
-        It is that of the :class:`StepProjection` in ``dt_proj``, which leaves it out: ``dt_proj`` itself, or the layer that an
-        adapter or another wrapper calls. Another layer in the place of ``dt_proj`` adds its own bias.
+        A :class:`StepProjection` leaves its bias to the scan. It is ``dt_proj`` itself, or the layer that an adapter or another
+        wrapper in its place calls. Any other layer that replaces ``dt_proj`` adds its own bias.
         """
         dt_proj = self.dt_proj
         if isinstance(dt_proj, StepProjection):
@@ -134,7 +134,7 @@ class SelectiveBase(DiscretizedModule):
     ) -> tuple[Tensor, Tensor]:
         """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state.
 
-        ``scanned`` is ``x`` in the same memory, for the scan, where the two shall have gradients of their own.
+        ``scanned`` is a view of ``x`` for the scan, if the two need separate gradients.
         """
         if scanned is None:
             scanned = x
@@ -143,7 +143,7 @@ class SelectiveBase(DiscretizedModule):
             is_tracked = x.requires_grad and not torch.compiler.is_compiling()
             version = x._version if is_tracked else 0
             delta, B, C = self._project(x)
-            # A hook of x_proj wrote into its input, which has the history of that.
+            # A hook of x_proj wrote into its input, so its autograd history changed.
             if is_tracked and x._version != version:
                 scanned = x
         return _mamba_mixer(
@@ -163,7 +163,7 @@ class SelectiveBase(DiscretizedModule):
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
         dt, B, C = self._project(x)
         dt_bias = self._delta_bias()
-        # Autocast lowers the projections but not x itself.
+        # Autocast casts the projections, but not x itself.
         x, z = x.to(dt.dtype), None if z is None else z.to(dt.dtype)
         return selective_state_update(
             state,
