@@ -33,53 +33,46 @@ SHORT = ["--epochs", "2", "--batch-size", "100", "--d-model", "8", "--n-layers",
 # 4 steps of 3 sequences of 20 bytes, of this file.
 SHORT_LM = ["--steps", "4", "--batch-size", "3", "--seqlen", "20", "--d-model", "16", "--n-layers", "1", "--sample", "30"]
 SHORT_LM += ["--text", __file__]
+SHORT_OF = {TRAIN: SHORT, CHAR_LM: SHORT_LM}
 
 
-def calls(script: Path, capsys):
-    """Calls the script's ``main``, which is quicker than a process of its own; returns what it prints."""
-    main, threads = runpy.run_path(str(script))["main"], torch.get_num_threads()
+class Example:
+    """An example whose ``main`` is called, which is quicker than a process of its own."""
 
-    def run(*arguments: str | Path) -> str:
-        main([str(argument) for argument in arguments])
-        return capsys.readouterr().out
+    def __init__(self, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+        self.script, self.short, self.capsys = script, SHORT_OF[script], capsys
+        self.main = runpy.run_path(str(script))["main"]
 
-    yield run
+    def run(self, *arguments: str | Path) -> str:
+        """What it prints."""
+        self.main([str(argument) for argument in arguments])
+        return self.capsys.readouterr().out
+
+    def refuse(self, *arguments: str | Path) -> str:
+        """The one line that it writes to stderr for arguments that it must refuse."""
+        with pytest.raises(SystemExit) as stop:
+            self.run(*arguments)
+        assert stop.value.code
+        # A message as the exit code is printed by the interpreter.
+        message = self.capsys.readouterr().err + (f"{stop.value.code}\n" if isinstance(stop.value.code, str) else "")
+        assert message.startswith(f"{self.script.name}: error: ") and message.index("\n") == len(message) - 1, message
+        return message
+
+
+@pytest.fixture
+def example(request, capsys):
+    threads = torch.get_num_threads()
+    yield Example(request.param, capsys)
     torch.set_num_threads(threads)
 
 
-def refusals(script: Path, run, capsys):
-    """Calls ``run`` with arguments that it must refuse; returns what it then writes to stderr."""
-
-    def refused(*arguments: str | Path) -> str:
-        with pytest.raises(SystemExit) as stop:
-            run(*arguments)
-        assert stop.value.code
-        # A message as the exit code is printed by the interpreter.
-        message = capsys.readouterr().err + (f"{stop.value.code}\n" if isinstance(stop.value.code, str) else "")
-        assert message.startswith(f"{script.name}: error: ") and message.index("\n") == len(message) - 1, message
-        return message
-
-    return refused
+def name_of(value: object) -> str | None:
+    return value.stem if isinstance(value, Path) else None
 
 
-@pytest.fixture
-def train(capsys):
-    yield from calls(TRAIN, capsys)
-
-
-@pytest.fixture
-def mistake(train, capsys):
-    return refusals(TRAIN, train, capsys)
-
-
-@pytest.fixture
-def char_lm(capsys):
-    yield from calls(CHAR_LM, capsys)
-
-
-@pytest.fixture
-def mistake_of_char_lm(char_lm, capsys):
-    return refusals(CHAR_LM, char_lm, capsys)
+each_example = pytest.mark.parametrize("example", [TRAIN, CHAR_LM], indirect=True, ids=name_of)
+train = pytest.mark.parametrize("example", [TRAIN], indirect=True, ids=name_of)
+char_lm = pytest.mark.parametrize("example", [CHAR_LM], indirect=True, ids=name_of)
 
 
 def read(checkpoint: Path) -> dict:
@@ -117,130 +110,6 @@ def test_learning_curves_are_legible(models, steps):
         assert_legible(example["learning_curves"](dict.fromkeys(models, history), f"digits: {', '.join(models)}"))
 
 
-@pytest.mark.slow
-def test_compares_models(tmp_path, train):
-    """One after another, each as if it were alone, in one plot."""
-    models, plot = ["mamba", "mamba2", "mingru", "minlstm"], tmp_path / "curves.png"
-    together = train(*SHORT, "--max-steps", "3", "--model", *models, "--plot", plot)
-    assert plot.read_bytes().startswith(b"\x89PNG") and f"learning curves: {plot}" in together
-    found = re.findall(r"test accuracy: (.*) % after 3 steps .*, (\w+)(?: \(.*\))?\n", together)
-    assert [name for _, name in found] == models
-    for value, name in found:
-        assert f"test accuracy: {value} %" in train(*SHORT, "--max-steps", "3", "--model", name)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stop, model", [(13, "mamba"), (17, "mamba"), (17, "mamba2"), (17, "mingru")])
-def test_stopped_and_resumed_is_one_run(stop, model, tmp_path, train):
-    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    options = (*SHORT, "--model", model)
-    expected = train(*options, "--checkpoint", whole)
-    train(*options, "--checkpoint", parts, "--max-steps", stop)
-    assert len(read(parts)["losses"]) == stop
-    resumed = train(*options, "--checkpoint", parts, "--resume")
-    assert re.search("test accuracy: .* %", resumed)[0] == re.search("test accuracy: .* %", expected)[0]
-    a, b = read(whole), read(parts)
-    assert a["losses"] == b["losses"] and len(a["losses"]) == 26
-    assert a["accuracies"] == [entry for entry in b["accuracies"] if entry[0] % 13 == 0]
-    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
-
-
-@pytest.mark.cuda
-@pytest.mark.slow
-@pytest.mark.parametrize("model", ["mamba", "mamba2", "mingru", "minlstm"])
-def test_trains_on_cuda_as_on_the_cpu(model, tmp_path, train):
-    """From the same weights on the same batches, stopped and resumed in between."""
-    on_cpu, on_cuda = tmp_path / "cpu.pt", tmp_path / "cuda.pt"
-    options = (*SHORT, "--model", model)
-    train(*options, "--max-steps", "17", "--checkpoint", on_cpu)
-    train(*options, "--max-steps", "9", "--checkpoint", on_cuda, "--device", "cuda")
-    train(*options, "--max-steps", "17", "--checkpoint", on_cuda, "--device", "cuda", "--resume")
-    assert read(on_cuda)["losses"] == pytest.approx(read(on_cpu)["losses"], abs=1e-2)
-
-
-@pytest.mark.slow
-def test_seed_model_and_discretization_decide_the_run(tmp_path, train):
-    losses = {}
-    for name, arguments in {
-        "first": [],
-        "again": [],
-        "other seed": ["--seed", "1"],
-        "other method": ["--discretization", "bilinear"],
-        "other model": ["--model", "mingru"],
-        "method of mamba2": ["--model", "mamba2", "--discretization", "foh"],
-        "mamba2": ["--model", "mamba2"],
-    }.items():
-        train(*SHORT, "--max-steps", "3", "--checkpoint", tmp_path / "run.pt", *arguments)
-        losses[name] = read(tmp_path / "run.pt")["losses"]
-    assert losses["first"] == losses["again"]
-    assert losses["first"] != losses["other seed"]
-    assert losses["first"] != losses["other method"]
-    assert losses["first"] != losses["other model"]
-    assert losses["mamba2"] != losses["method of mamba2"]
-
-
-@pytest.mark.parametrize(
-    "arguments, words",
-    [
-        (["--discretization", "tustin"], ["tustin", *ssm_kernels.discretizations]),
-        (["--model", "lstm"], ["--model", "lstm", "mamba", "mamba2", "mingru", "minlstm"]),
-        (["--model", "mamba2", "--discretization", "bilinear"], ["--discretization", "bilinear", "zoh", "foh"]),
-        (["--model", "mamba", "mingru", "--checkpoint", "run.pt"], ["--checkpoint", "mamba", "mingru"]),
-        (["--epochs", "0"], ["--epochs", "0"]),
-        (["--lr", "nan"], ["--lr", "nan"]),
-        (["--lr", "-1"], ["--lr", "-1"]),
-        (["--batch-size", "10000"], ["--batch-size", "10000", "1347"]),
-        (["--device", "abacus"], ["--device", "abacus"]),
-        (["--device", "meta"], ["--device", "meta"]),
-        (["--seed", "-1"], ["--seed", "-1"]),
-        (["--checkpoint", "."], ["--checkpoint", "cannot write"]),
-        (["--plot", "curve.svg"], ["--plot", "curve.svg", ".png"]),
-        (["--plot", "no/such/folder/curve.png"], ["--plot", "no/such/folder"]),
-        (["--checkpoint", "no/such/folder/run.pt"], ["--checkpoint", "no/such/folder"]),
-        (["--resume"], ["--resume", "--checkpoint"]),
-        (["--resume", "--checkpoint", "missing.pt"], ["--resume", "missing.pt"]),
-        (["--no-such-option"], ["--no-such-option"]),
-    ],
-)
-def test_bad_arguments(arguments, words, mistake):
-    message = mistake(*arguments)
-    assert all(word in message for word in words), message
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
-def test_no_gpu(mistake):
-    assert "--device" in mistake("--device", "cuda")
-
-
-def test_checkpoints_that_do_not_fit(tmp_path, train, mistake):
-    checkpoint = tmp_path / "run.pt"
-    train(*SHORT, "--lr", "0.003", "--checkpoint", checkpoint, "--max-steps", "2")
-    resume = (*SHORT, "--checkpoint", checkpoint, "--resume")
-    assert "lr 0.003, not 0.5" in mistake(*resume, "--lr", "0.5")
-    assert "model mamba, not mingru" in mistake(*resume, "--lr", "0.003", "--model", "mingru")
-    assert "2 steps already" in mistake(*resume, "--lr", "0.003", "--max-steps", "2")
-    torch.save({"model": {}}, checkpoint)
-    assert "run.pt is not a checkpoint" in mistake(*resume)
-    for text in ("", "not a checkpoint"):
-        checkpoint.write_text(text)
-        assert "run.pt is not a checkpoint" in mistake(*resume)
-
-
-@pytest.mark.parametrize(
-    "script, package, install", [(TRAIN, "sklearn", "scikit-learn tqdm matplotlib"), (CHAR_LM, "tqdm", "tqdm matplotlib")]
-)
-def test_missing_packages(script, package, install):
-    """Python with an import that fails: what the example says without scikit-learn, or without tqdm."""
-    program = f"import sys, runpy; sys.modules[{package!r}] = None; sys.path.insert(0, {str(script.parent)!r})\n"
-    program += f"runpy.run_path({str(script)!r}, run_name='__main__')"
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
-    assert run.returncode == 1
-    assert re.fullmatch(rf"{re.escape(script.name)}: error: .*{package}.*: pip install {install}\n", run.stderr)
-
-
-# ----- char_lm.py
-
-
 def test_char_lm_learns_and_writes(tmp_path):
     """As a user runs it, in a process of its own, on the text that it finds by itself."""
     arguments = ["--steps=40", "--d-model=32", "--batch-size=4", "--seqlen=64", "--sample=50", "--prompt=def "]
@@ -259,30 +128,6 @@ def test_char_lm_learns_and_writes(tmp_path):
     assert sample.startswith("def ") and 20 <= len(sample.removesuffix("\n")) <= 54
 
 
-@pytest.mark.parametrize("stop, model", [(1, "mamba"), (3, "mamba2"), (3, "mingru"), (2, "minlstm")])
-def test_char_lm_stopped_and_resumed_is_one_run(stop, model, tmp_path, char_lm):
-    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
-    options = (*SHORT_LM, "--model", model)
-    expected = char_lm(*options, "--checkpoint", whole)
-    char_lm(*options, "--checkpoint", parts, "--max-steps", stop)
-    assert len(read(parts)["losses"]) == stop
-    resumed = char_lm(*options, "--checkpoint", parts, "--resume")
-    assert resumed.partition("sample:")[2] == expected.partition("sample:")[2] != ""
-    a, b = read(whole), read(parts)
-    assert a["losses"] == b["losses"] and a["tests"] == b["tests"] and len(a["losses"]) == 4
-    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
-
-
-def test_seed_model_and_discretization_decide_the_run_of_char_lm(tmp_path, char_lm):
-    losses = []
-    for arguments in ([], [], ["--seed", "1"], ["--discretization", "zoh_exact"], ["--model", "mamba2"], ["--model", "mingru"]):
-        char_lm(*SHORT_LM, "--checkpoint", tmp_path / "run.pt", "--max-steps", "2", *arguments)
-        losses.append(read(tmp_path / "run.pt")["losses"])
-    first, again, *others = losses
-    assert first == again
-    assert all(other != first for other in others)
-
-
 @pytest.mark.parametrize("steps", [1, 30, 800])
 def test_curve_of_char_lm_is_legible(steps):
     example = runpy.run_path(str(CHAR_LM))
@@ -292,42 +137,159 @@ def test_curve_of_char_lm_is_legible(steps):
         assert_legible(example["learning_curve"](history, title))
 
 
+@pytest.mark.slow
+@train
+def test_compares_models(tmp_path, example):
+    """One after another, each as if it were alone, in one plot."""
+    models, plot = ["mamba", "mamba2", "mingru", "minlstm"], tmp_path / "curves.png"
+    together = example.run(*SHORT, "--max-steps", "3", "--model", *models, "--plot", plot)
+    assert plot.read_bytes().startswith(b"\x89PNG") and f"learning curves: {plot}" in together
+    found = re.findall(r"test accuracy: (.*) % after 3 steps .*, (\w+)(?: \(.*\))?\n", together)
+    assert [name for _, name in found] == models
+    for value, name in found:
+        assert f"test accuracy: {value} %" in example.run(*SHORT, "--max-steps", "3", "--model", name)
+
+
 @pytest.mark.parametrize(
-    "arguments, words",
+    "example, stop, model",
     [
-        (["--discretization", "tustin"], ["tustin", *ssm_kernels.discretizations]),
-        (["--model", "lstm"], ["--model", "lstm", "mamba", "mamba2", "mingru", "minlstm"]),
-        (["--model", "mamba2", "--discretization", "bilinear"], ["--discretization", "bilinear", "zoh", "foh"]),
-        (["--steps", "0"], ["--steps", "0"]),
-        (["--text", "no/such/file"], ["--text", "cannot read"]),
-        (["--seqlen", "100000"], ["--seqlen 100000", "bytes are too few"]),
-        (["--prompt", ""], ["--prompt"]),
-        (["--device", "abacus"], ["--device", "abacus"]),
-        (["--plot", "curve.svg"], ["--plot", "curve.svg", ".png"]),
-        (["--checkpoint", "no/such/folder/run.pt"], ["--checkpoint", "no/such/folder"]),
-        (["--resume"], ["--resume", "--checkpoint"]),
+        *(
+            pytest.param(TRAIN, *case, marks=pytest.mark.slow)
+            for case in ((13, "mamba"), (17, "mamba"), (17, "mamba2"), (17, "mingru"))
+        ),
+        *((CHAR_LM, *case) for case in ((1, "mamba"), (3, "mamba2"), (3, "mingru"), (2, "minlstm"))),
     ],
+    indirect=["example"],
+    ids=name_of,
 )
-def test_bad_arguments_of_char_lm(arguments, words, mistake_of_char_lm):
-    message = mistake_of_char_lm(*arguments)
-    assert all(word in message for word in words), message
-
-
-def test_checkpoints_that_do_not_fit_char_lm(tmp_path, char_lm, mistake_of_char_lm):
-    checkpoint = tmp_path / "run.pt"
-    char_lm(*SHORT_LM, "--checkpoint", checkpoint, "--max-steps", "2")
-    resume = (*SHORT_LM, "--checkpoint", checkpoint, "--resume")
-    assert "lr 0.006, not 0.5" in mistake_of_char_lm(*resume, "--lr", "0.5")
-    assert "text " in mistake_of_char_lm(*resume, "--text", CHAR_LM)
-    assert "2 steps already" in mistake_of_char_lm(*resume, "--max-steps", "2")
-    checkpoint.write_text("")
-    assert "run.pt is not a checkpoint" in mistake_of_char_lm(*resume)
+def test_stopped_and_resumed_is_one_run(example, stop, model, tmp_path):
+    # What is printed in the end; the checkpoint's evaluations, which come every so many steps and at the stop; the steps.
+    pattern, evaluations, every, steps = {
+        TRAIN: (r"test accuracy: .* %", "accuracies", 13, 26),
+        CHAR_LM: (r"(?s)sample:.*", "tests", 1, 4),
+    }[example.script]
+    whole, parts = tmp_path / "whole.pt", tmp_path / "parts.pt"
+    options = (*example.short, "--model", model)
+    expected = example.run(*options, "--checkpoint", whole)
+    example.run(*options, "--checkpoint", parts, "--max-steps", stop)
+    assert len(read(parts)["losses"]) == stop
+    resumed = example.run(*options, "--checkpoint", parts, "--resume")
+    assert re.search(pattern, resumed)[0] == re.search(pattern, expected)[0]
+    a, b = read(whole), read(parts)
+    assert a["losses"] == b["losses"] and len(a["losses"]) == steps
+    assert a[evaluations] == [entry for entry in b[evaluations] if entry[0] % every == 0]
+    torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
 
 
 @pytest.mark.cuda
+@pytest.mark.slow
+@train
 @pytest.mark.parametrize("model", ["mamba", "mamba2", "mingru", "minlstm"])
-def test_char_lm_on_cuda_is_as_on_the_cpu(model, tmp_path, char_lm):
+def test_trains_on_cuda_as_on_the_cpu(model, tmp_path, example):
+    """From the same weights on the same batches, stopped and resumed in between."""
+    on_cpu, on_cuda = tmp_path / "cpu.pt", tmp_path / "cuda.pt"
+    options = (*SHORT, "--model", model)
+    example.run(*options, "--max-steps", "17", "--checkpoint", on_cpu)
+    example.run(*options, "--max-steps", "9", "--checkpoint", on_cuda, "--device", "cuda")
+    example.run(*options, "--max-steps", "17", "--checkpoint", on_cuda, "--device", "cuda", "--resume")
+    assert read(on_cuda)["losses"] == pytest.approx(read(on_cpu)["losses"], abs=1e-2)
+
+
+@pytest.mark.cuda
+@char_lm
+@pytest.mark.parametrize("model", ["mamba", "mamba2", "mingru", "minlstm"])
+def test_char_lm_on_cuda_is_as_on_the_cpu(model, tmp_path, example):
     for device in ("cpu", "cuda"):
-        printed = char_lm(*SHORT_LM, "--model", model, "--checkpoint", tmp_path / f"{device}.pt", "--device", device)
+        printed = example.run(*SHORT_LM, "--model", model, "--checkpoint", tmp_path / f"{device}.pt", "--device", device)
         assert "sample:" in printed
     assert read(tmp_path / "cuda.pt")["losses"] == pytest.approx(read(tmp_path / "cpu.pt")["losses"], abs=1e-2)
+
+
+@pytest.mark.parametrize(
+    "example, steps", [pytest.param(TRAIN, 3, marks=pytest.mark.slow), (CHAR_LM, 2)], indirect=["example"], ids=name_of
+)
+def test_seed_model_and_discretization_decide_the_run(example, steps, tmp_path):
+    def losses(*arguments: str) -> list[float]:
+        example.run(*example.short, "--max-steps", steps, "--checkpoint", tmp_path / "run.pt", *arguments)
+        return read(tmp_path / "run.pt")["losses"]
+
+    first, mamba2 = losses(), losses("--model", "mamba2")
+    assert first == losses()
+    for others in (["--seed", "1"], ["--discretization", "bilinear"], ["--discretization", "zoh_exact"], ["--model", "mingru"]):
+        assert losses(*others) != first
+    assert first != mamba2 != losses("--model", "mamba2", "--discretization", "zoh_exact")
+
+
+# Of both examples.
+BAD_ARGUMENTS = [
+    (["--discretization", "tustin"], ["tustin", *ssm_kernels.discretizations]),
+    (["--model", "lstm"], ["--model", "lstm", "mamba", "mamba2", "mingru", "minlstm"]),
+    (["--model", "mamba2", "--discretization", "bilinear"], ["--discretization", "bilinear", "zoh", "zoh_exact"]),
+    (["--lr", "nan"], ["--lr", "nan"]),
+    (["--lr", "-1"], ["--lr", "-1"]),
+    (["--device", "abacus"], ["--device", "abacus"]),
+    (["--device", "meta"], ["--device", "meta"]),
+    (["--seed", "-1"], ["--seed", "-1"]),
+    (["--checkpoint", "."], ["--checkpoint", "cannot write"]),
+    (["--plot", "curve.svg"], ["--plot", "curve.svg", ".png"]),
+    (["--plot", "no/such/folder/curve.png"], ["--plot", "no/such/folder"]),
+    (["--checkpoint", "no/such/folder/run.pt"], ["--checkpoint", "no/such/folder"]),
+    (["--resume"], ["--resume", "--checkpoint"]),
+    (["--resume", "--checkpoint", "missing.pt"], ["--resume", "missing.pt"]),
+    (["--no-such-option"], ["--no-such-option"]),
+]
+
+
+@pytest.mark.parametrize(
+    "example, arguments, words",
+    [
+        *((script, *case) for script in (TRAIN, CHAR_LM) for case in BAD_ARGUMENTS),
+        (TRAIN, ["--model", "mamba", "mingru", "--checkpoint", "run.pt"], ["--checkpoint", "mamba", "mingru"]),
+        (TRAIN, ["--epochs", "0"], ["--epochs", "0"]),
+        (TRAIN, ["--batch-size", "10000"], ["--batch-size", "10000", "1347"]),
+        (CHAR_LM, ["--steps", "0"], ["--steps", "0"]),
+        (CHAR_LM, ["--text", "no/such/file"], ["--text", "cannot read"]),
+        (CHAR_LM, ["--seqlen", "100000"], ["--seqlen 100000", "bytes are too few"]),
+        (CHAR_LM, ["--prompt", ""], ["--prompt"]),
+    ],
+    indirect=["example"],
+    ids=name_of,
+)
+def test_bad_arguments(example, arguments, words):
+    message = example.refuse(*arguments)
+    assert all(word in message for word in words), message
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+@each_example
+def test_no_gpu(example):
+    assert "--device" in example.refuse("--device", "cuda")
+
+
+@each_example
+def test_checkpoints_that_do_not_fit(example, tmp_path):
+    checkpoint = tmp_path / "run.pt"
+    options = (*example.short, "--lr", "0.003", "--checkpoint", checkpoint)
+    example.run(*options, "--max-steps", "2")
+    assert "lr 0.003, not 0.5" in example.refuse(*options, "--resume", "--lr", "0.5")
+    assert "model mamba, not mingru" in example.refuse(*options, "--resume", "--model", "mingru")
+    assert "2 steps already" in example.refuse(*options, "--resume", "--max-steps", "2")
+    if example.script == CHAR_LM:
+        assert "text " in example.refuse(*options, "--resume", "--text", CHAR_LM)
+    torch.save({"model": {}}, checkpoint)
+    assert "run.pt is not a checkpoint" in example.refuse(*options, "--resume")
+    for text in ("", "not a checkpoint"):
+        checkpoint.write_text(text)
+        assert "run.pt is not a checkpoint" in example.refuse(*options, "--resume")
+
+
+@pytest.mark.parametrize(
+    "script, package, install", [(TRAIN, "sklearn", "scikit-learn tqdm matplotlib"), (CHAR_LM, "tqdm", "tqdm matplotlib")]
+)
+def test_missing_packages(script, package, install):
+    """Python with an import that fails: what the example says without scikit-learn, or without tqdm."""
+    program = f"import sys, runpy; sys.modules[{package!r}] = None; sys.path.insert(0, {str(script.parent)!r})\n"
+    program += f"runpy.run_path({str(script)!r}, run_name='__main__')"
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
+    assert run.returncode == 1
+    assert re.fullmatch(rf"{re.escape(script.name)}: error: .*{package}.*: pip install {install}\n", run.stderr)
