@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Whole layers and language models on CUDA, beside mamba_ssm's with causal-conv1d's kernels; eager, without torch.compile.
 
-    python benchmarks/bench_layers.py [--json FILE] [--only PATTERN ...] [--trials N] [--no-models]
+    python benchmarks/bench_layers.py [--json FILE] [--cases NAME ...] [--trials N] [--no-models]
 
 Layers: nn.Mamba and nn.Mamba2 with parameters and activations in bfloat16, projections included. "forward" runs without
 gradients; "forward + backward" ends with the gradients of the input and of every parameter. Each is time between two events
@@ -22,182 +22,170 @@ bar is only reported. Where mamba_ssm or causal-conv1d is not installed, figures
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks import peers
-from benchmarks.harness import machine, require_cuda
+from benchmarks.benchmark import PEER, Benchmark, Result, Run, main, speedups
 from benchmarks.layer_cases import (
-    PEER,
-    Bar,
     Case,
     DecodeCase,
     GenerationCase,
+    LanguageModelCase,
     LatencyCase,
     LayerCase,
     ModelCase,
-    Settings,
-    median_of,
-    models_are_missing,
+    OperatorCase,
 )
-from benchmarks.layer_operators import CONVOLUTION, CONVOLUTION_CHANNELS_FIRST, NORM_ADD, NORM_GATED, OperatorCase
+from benchmarks.operator_cases import Convolution, Norm, operator_columns
+from benchmarks.tables import DIRECTIONS, Column, Row, Table, by_direction, figure, median, ratio, text, throughput
 
-PEAK = Bar("peak", "share", 1.0, 0.9)
-STEP = Bar("step", "speed", 1.0, 1.5)
-SMALL = (Bar("forward", "speed", 2.0, 4.0), Bar("both", "speed", 2.5, 4.0), PEAK)
-MAMBA = (Bar("forward", "speed", 1.25, 1.35), Bar("both", "speed", 1.45, 1.6), PEAK)
-MAMBA2 = (Bar("forward", "speed", 1.2, 1.25), Bar("both", "speed", 1.3, 1.4), PEAK, Bar("kept", "limit", 42e3, 31.4e3))
-COPY = tuple(Bar(direction, "speed", 0.85, 0.92, "copy") for direction in ("forward", "backward"))
-ADD_NORM = (
-    *(Bar(direction, "speed", 0.85, None, "copy") for direction in ("forward", "backward")),
-    *(Bar(direction, "speed", 1.0, None, other) for direction in ("forward", "backward") for other in ("PyTorch", PEER)),
-)
+BF16, FP32 = torch.bfloat16, torch.float32
 LAYERS = {"Mamba": 2048, "Mamba2": 2560}
 CASES: list[Case] = [
-    LayerCase(MAMBA, "Mamba", 8, 2048),
-    LayerCase(MAMBA2, "Mamba2", 8, 2560),
-    *(LayerCase(SMALL, layer, 1, 768) for layer in LAYERS),
+    *(LayerCase(layer, 8, d_model) for layer, d_model in LAYERS.items()),
+    *(LayerCase(layer, 1, 768) for layer in LAYERS),
     *(
-        DecodeCase((STEP,), layer, batch, d_model, dtype)
+        DecodeCase(layer, batch, d_model, dtype)
         for layer, d_model in LAYERS.items()
         for batch in (1, 64)
-        for dtype in (torch.float32, torch.bfloat16)
+        for dtype in (FP32, BF16)
     ),
-    *(LatencyCase((Bar("replay", "limit", 0.08e-3, 0.05e-3),), layer) for layer in LAYERS),
-    *(ModelCase((Bar("step", "speed", 1.3, 1.5),), layer) for layer in LAYERS),
-    *(GenerationCase((Bar("generate", "speed", 1.0, 1.5),), layer) for layer in LAYERS),
-    OperatorCase(COPY, CONVOLUTION),
-    OperatorCase(COPY, CONVOLUTION_CHANNELS_FIRST),
-    OperatorCase(COPY, NORM_GATED),
-    OperatorCase(ADD_NORM, NORM_ADD, with_pytorch=True),
+    *(LatencyCase(layer) for layer in LAYERS),
+    *(ModelCase(layer) for layer in LAYERS),
+    *(GenerationCase(layer) for layer in LAYERS),
+    # The calls of a Mamba-2 layer of 2560 channels. x of the convolution is a slice of the in-projection's output.
+    OperatorCase(Convolution(8, 2048, 5376, columns=10576, dtype=BF16)),
+    OperatorCase(Convolution(8, 2048, 5376, channels_first=True, dtype=BF16)),
+    OperatorCase(Norm("rms_norm_gated", (8, 2048), 5120, weight_dtype=BF16)),
+    OperatorCase(Norm("add_rms_norm", (8, 2048), 2560, residual_dtype=FP32, weight_dtype=BF16), with_pytorch=True),
 ]
-MODELS = (ModelCase, GenerationCase)
-# How the figures are printed: unit, its size, decimals.
-UNITS = {
-    "forward": ("ms", 1e-3, 4),
-    "backward": ("ms", 1e-3, 4),
-    "both": ("ms", 1e-3, 3),
-    "peak": ("MB", 1e6, 0),
-    "kept": ("kB / token", 1e3, 1),
-    "held": ("kB / token", 1e3, 1),
-    "step": ("ms", 1e-3, 4),
-    "replay": ("ms", 1e-3, 4),
-    "generate": ("ms", 1e-3, 1),
-}
-RELATIONS = {"speed": "≥", "share": "≤", "limit": "≤"}
 
 
-def words_of(judged: Mapping[str, Any]) -> str:
-    """A bar and what became of it."""
-    scale = UNITS[judged["quantity"]][1] if judged["kind"] == "limit" else 1.0
-    relation = RELATIONS[judged["kind"]]
-    of_other = "" if judged["other"] in (None, PEER) else f"{judged['other']} {judged['found']:.2f}, "
-    words = f"{of_other}{relation} {judged['bar'] / scale:g} {'met' if judged['met'] else 'missed'}"
-    if judged["goal"] is not None:
-        words += f", goal {judged['goal'] / scale:g} {'met' if judged['goal_met'] else 'missed'}"
-    return words
+def figures(row: Row, result: Result) -> dict[str, float]:
+    others = {name: name for name in (PEER, "copy", "PyTorch")}
+    found = speedups(row, others, (*DIRECTIONS, "both", "step", "generate"))
+    found |= {what: value for what in ("kept", "replay") if (value := median(row["ours"], what)) is not None}
+    ours, theirs = (median(row.get(who), "peak") for who in ("ours", PEER))
+    return found | ({"peak over mamba_ssm": ours / theirs} if ours and theirs else {})
 
 
-def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
-    table = Table(title="layers and models", caption="* recorded", box=None)
-    for index, name in enumerate(("case", "figure", "unit", "ours", "before", PEER, "ratio", "bar")):
-        table.add_column(name, justify="right" if 2 < index < 7 else "left", no_wrap=True)
-    for row in rows:
-        first = row["name"]
-        for quantity, (unit, scale, decimals) in UNITS.items():
-            ours = median_of(row["ours"], quantity)
-            if ours is None:
-                continue
-            cells = [f"{ours / scale:.{decimals}f}"]
-            for who in ("before", PEER):
-                figures, found = row.get(who) or {}, median_of(row.get(who), quantity)
-                mark = "*" if figures.get("recorded") else ""
-                cells.append("" if found is None else f"{found / scale:.{decimals}f}{mark}")
-            theirs = median_of(row.get(PEER), quantity)
-            speed = quantity not in ("peak", "kept", "held")
-            ratio = "" if theirs is None else f"{theirs / ours if speed else ours / theirs:.2f}"
-            asked = [words_of(judged) for judged in row["judged"] if judged["quantity"] == quantity]
-            table.add_row(first, quantity, unit, *cells, ratio, "; ".join(asked))
-            first = ""
-    return table
+def beside(what: str, unit: float, decimals: int, name: str, *, before: bool = True) -> list[Column]:
+    """The columns of our figure, of ours before, and of mamba_ssm's."""
+    contenders = {"ours": name, **({"before": "before"} if before else {}), PEER: PEER}
+    return [figure(column, who, what, unit, decimals) for who, column in contenders.items()]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument(
-        "--only", nargs="+", metavar="PATTERN", help="only rows whose names contain one of these, as 'step B64'"
-    )
-    parser.add_argument("--no-models", action="store_true", help="without training and generation of language models")
-    parser.add_argument("--trials", type=int, default=30, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=5, help="trials before those (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
-    options = parser.parse_args(arguments)
-    if options.trials < 1 or options.warmup < 0:
-        parser.error("--trials starts at 1, --warmup at 0")
-    chosen = [case for case in CASES if options.only is None or any(part in case.name for part in options.only)]
-    if not chosen:
-        parser.error(f"--only: no name contains {' or '.join(options.only)}; there are: {', '.join(c.name for c in CASES)}")
-    require_cuda(parser)
+def per_second(name: str, what: str, unit: float = 1.0) -> list[Column]:
+    """The columns of our tokens per second and of mamba_ssm's."""
+    return [throughput(name, "tokens", what, unit), throughput(PEER, "tokens", what, unit, PEER)]
 
-    settings = Settings(torch.device("cuda", torch.cuda.current_device()), options.trials, options.warmup)
-    console = Console(width=200, highlight=False)
-    described = peers.described_layers(peers.layers())
-    console.print(f"{torch.cuda.get_device_name(settings.device)}, torch {torch.__version__}; peer: {described}")
-    rows: list[dict[str, Any]] = []
-    skipped: dict[str, str] = {}
-    result = {
-        "benchmark": "layers",
-        "machine": machine(settings.device),
-        "settings": {"trials": options.trials, "warmup": options.warmup},
-        "peer": described,
-        "rows": rows,
-        "skipped": skipped,
-    }
-    for case in chosen:
-        reason = None
-        if isinstance(case, MODELS):
-            reason = "left out by --no-models" if options.no_models else models_are_missing()
-        elif isinstance(case, OperatorCase):
-            reason = case.is_missing()
-        if reason is not None:
-            skipped[case.name] = reason
-            console.print(f"skipped: {case.name}: {reason}")
-            continue
-        row = case.row(settings)
-        rows.append(row)
-        # After each case: what was measured is kept if a later one does not end.
-        if options.json is not None:
-            options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
-        unsupported = (row.get(PEER) or {}).get("unsupported")
-        console.print(f"{case.name}: done" + (f"; {PEER}: {unsupported}" if unsupported else ""))
-        torch.cuda.empty_cache()
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
-    console.print(table_of(rows))
-    missed = [
-        f"{row['name']}, {judged['quantity']}: {judged['found']:.3g}, bar {judged['bar']:g}"
-        for row in rows
-        for judged in row["judged"]
-        if not judged["met"]
+
+def speedup(what: str) -> Column:
+    return ratio("speed-up", what, PEER, "ours")
+
+
+def worst_error(name: str, who: str, *, of_gradients: bool) -> Column:
+    def of_row(row: Row) -> str:
+        found = row["errors"].get(who, {})
+        chosen = {result: error for result, error in found.items() if result.startswith("grad_") == of_gradients}
+        worst = max(chosen, key=lambda result: chosen[result], default=None)
+        return "" if worst is None else f"{chosen[worst]:.1e} ({worst})"
+
+    return Column(name, of_row)
+
+
+def tables(result: Result) -> list[Table]:
+    rows, case = result["rows"], text("case", "name")
+
+    def of_kind(title: str, kind: str, *columns: Column) -> Table:
+        return Table(title, [case, *columns], [row for row in rows if row["kind"] == kind])
+
+    operators = by_direction([row for row in rows if row["kind"] == "operator"])
+    unsupported = [row for row in rows if (row.get(PEER) or {}).get("unsupported")]
+    skipped = [{"name": name, "reason": reason} for name, reason in result["skipped"].items()]
+    return [
+        of_kind(
+            "layers, milliseconds",
+            "layer",
+            *beside("forward", 1e-3, 3, "forward"),
+            speedup("forward"),
+            *beside("both", 1e-3, 3, "forward + backward"),
+            speedup("both"),
+        ),
+        of_kind(
+            "memory of layers",
+            "layer",
+            *beside("peak", 1e6, 0, "peak, MB"),
+            ratio("ours / mamba_ssm", "peak", "ours", PEER),
+            *beside("kept", 1e3, 1, "kept, kB", before=False),
+            *beside("held", 1e3, 1, "held, kB", before=False),
+        ),
+        of_kind("decoding steps, microseconds", "decode", *beside("step", 1e-6, 2, "µs", before=False), speedup("step")),
+        of_kind("small layers, milliseconds", "latency", *beside("replay", 1e-3, 4, "ms")),
+        of_kind(
+            "training steps",
+            "model",
+            *beside("step", 1e-3, 1, "ms"),
+            *per_second("10³ tokens/s", "step", 1e3),
+            speedup("step"),
+            *beside("peak", 2**30, 1, "peak, GiB"),
+        ),
+        of_kind(
+            "generation",
+            "generation",
+            *beside("generate", 1e-3, 1, "ms", before=False),
+            *per_second("tokens/s", "generate"),
+            speedup("generate"),
+        ),
+        Table(
+            "operators", [case, text("", "direction"), *operator_columns({PEER: PEER, "PyTorch": "PyTorch"})], operators, left=2
+        ),
+        Table(
+            "largest relative errors",
+            [
+                case,
+                *(
+                    worst_error(prefix + name, who, of_gradients=name == "gradients")
+                    for who, prefix in (("ours", ""), (PEER, f"{PEER}, "))
+                    for name in ("outputs", "gradients")
+                ),
+            ],
+            rows,
+        ),
+        Table("not measured", [case, text("reason")], skipped, left=2),
+        Table("unsupported by mamba_ssm", [case, Column("reason", lambda row: row[PEER]["unsupported"])], unsupported, left=2),
     ]
-    console.print("every bar that could be judged is met" if not missed else "missed:\n  " + "\n  ".join(missed))
 
-    wrong = [f"{row['name']}: {', '.join(row['wrong'])}" for row in rows if row["wrong"]]
-    if wrong:
-        print("wrong results: " + "; ".join(wrong), file=sys.stderr)
-    return 1 if wrong else 0
 
+def skipped(options: argparse.Namespace) -> dict[str, str]:
+    models = [case.name for case in CASES if isinstance(case, LanguageModelCase)]
+    return dict.fromkeys(models, "left out by --no-models") if options.no_models else {}
+
+
+def context(run: Run) -> Result:
+    return {"peer": peers.described_layers(peers.layers()), "skipped": skipped(run.options)}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--no-models", action="store_true", help="without training and generation of language models")
+
+
+BENCHMARK = Benchmark(
+    "layers",
+    lambda options: [case for case in CASES if case.name not in skipped(options)],
+    lambda cases, run: [case.row(run) for case in cases],
+    tables,
+    figures,
+    trials=30,
+    warmup=5,
+    context=context,
+    add_options=add_options,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK, __doc__))

@@ -12,11 +12,7 @@ together. Every case is compared with the float64 reference before it is timed. 
 
 from __future__ import annotations
 
-import argparse
-import json
-import math
 import sys
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +20,13 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks.harness import machine, require_cuda, time_graph
-from benchmarks.operator_cases import EPS, Function, Norm, normal_tensors, outputs_of
+from benchmarks.benchmark import Benchmark, Function, Result, Run, gradients_of, leaves_of, main, outputs_of
+from benchmarks.harness import sets_beyond_cache, time_graph
+from benchmarks.operator_cases import EPS, Norm
+from benchmarks.tables import DIRECTIONS, Table, figure, ratio, text
 from ssm_kernels import reference
 
 ops = torch.ops.ssm_kernels
@@ -50,8 +46,8 @@ class Case(Norm):
         parts += [f"slices of {self.slice_of}"] if self.slice_of else []
         return ", ".join(parts)
 
-    def tensors(self, seed: int) -> dict[str, Tensor]:
-        return self.leaves(normal_tensors(torch.Generator("cuda").manual_seed(seed)))
+    def tensors(self, device: torch.device, seed: int) -> dict[str, Tensor]:
+        return self.leaves(torch.Generator(device).manual_seed(seed))
 
 
 MAIN = ((8 * 2048,), 5120)
@@ -78,7 +74,7 @@ class Calls:
     """Forward and backward of a case as calls on one set of tensors, made of the private operators."""
 
     def __init__(self, case: Case) -> None:
-        self.case, self.pytorch = case, case.functions("cuda")["PyTorch"]
+        self.case = case
 
     def forward(self, tensors: dict[str, Any]) -> tuple[Tensor, ...]:
         case = self.case
@@ -91,19 +87,12 @@ class Calls:
 
     def prepare_backward(self, tensors: dict[str, Any]) -> dict[str, Any]:
         """The tensors that backward reads."""
-        results = self.forward(tensors)
-        grad = torch.randn_like(results[0])
+        out, *rest = self.forward(tensors)
+        names = ("new_residual", "rstd", "mean") if self.case.is_add else ("rstd", "mean")
+        saved = dict(zip(names, rest, strict=True))
         if self.case.is_add:
-            _, new_residual, rstd, mean = results
-            return tensors | {
-                "grad": grad,
-                "grad_new_residual": torch.randn_like(new_residual),
-                "new_residual": new_residual,
-                "rstd": rstd,
-                "mean": mean,
-            }
-        _, rstd, mean = results
-        return tensors | {"grad": grad, "rstd": rstd, "mean": mean}
+            saved["grad_new_residual"] = torch.randn_like(saved["new_residual"])
+        return tensors | saved | {"grad": torch.randn_like(out)}
 
     def backward(self, tensors: dict[str, Any]) -> tuple[Tensor, ...]:
         case, t = self.case, tensors
@@ -118,106 +107,82 @@ class Calls:
 
     def native(self, tensors: dict[str, Any]) -> tuple[Tensor, ...]:
         """PyTorch's functions: forward, and gradients of the sum of the results."""
-        names = [name for name in ("x", "residual", "weight", "z", "bias") if name in tensors]
-        leaves = {name: tensors[name].detach().requires_grad_() for name in names}
-        results = outputs_of(self.pytorch, leaves)
+        leaves = leaves_of({name: tensors[name] for name in ("x", "residual", "weight", "z", "bias") if name in tensors})
+        results = outputs_of(self.case.functions(tensors["x"].device)["PyTorch"], leaves)
         return torch.autograd.grad(results, [*leaves.values()], [torch.ones_like(result) for result in results])
 
 
-def error_of(case: Case) -> float:
+def error_of(case: Case, device: torch.device) -> float:
     """Largest error of results and gradients over the roundings allowed to them; at most 1 for a right result."""
-    inputs = replace(case, rows=(67,)).tensors(seed=1)
+    inputs = replace(case, rows=(67,)).tensors(device, seed=1)
 
-    def evaluate(function: Function, tensors: dict[str, Tensor]) -> list[Tensor]:
-        leaves = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
-        results = outputs_of(function, leaves)
-        generator = torch.Generator("cuda").manual_seed(2)
-        cotangents = [torch.randn(r.shape, generator=generator, device="cuda").to(case.dtype).to(r.dtype) for r in results]
-        return [*results, *torch.autograd.grad(results, list(leaves.values()), cotangents)]
+    def evaluate(function: Function, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        generator = torch.Generator(device).manual_seed(2)
+        results = outputs_of(function, tensors)
+        grads = [torch.randn(r.shape, generator=generator, device=device).to(case.dtype).to(r.dtype) for r in results]
+        return gradients_of(function, tensors, grads, ("out 0", "out 1"))
 
-    doubles = {name: tensor.double() for name, tensor in inputs.items()}
-    worst = 0.0
-    for actual, exact in zip(
-        evaluate(case.function_of(ssm_kernels), inputs), evaluate(case.function_of(reference), doubles), strict=True
-    ):
-        # fp32 results follow from a residual that is rounded to the dtype of x.
-        roundings = max(2 * torch.finfo(case.dtype).eps, 256 * torch.finfo(torch.float32).eps)
-        worst = max(worst, ((actual.double() - exact).abs().max() / (roundings * exact.abs().max())).item())
-    return worst
+    found = evaluate(case.function_of(ssm_kernels), inputs)
+    exact = evaluate(case.function_of(reference), {name: tensor.double() for name, tensor in inputs.items()})
+    # fp32 results follow from a residual that is rounded to the dtype of x.
+    roundings = max(2 * torch.finfo(case.dtype).eps, 256 * torch.finfo(torch.float32).eps)
+    errors = [(found[name].double() - of_one).abs().max() / (roundings * of_one.abs().max()) for name, of_one in exact.items()]
+    return torch.stack(errors).max().item()
 
 
-def measure_case(case: Case, trials: int) -> dict[str, Any]:
-    calls = Calls(case)
-    cache = torch.cuda.get_device_properties("cuda").L2_cache_size or 2**26
-    one = calls.prepare_backward(case.tensors(seed=0))
-    moved = case.moved_bytes()
-    count = min(32, max(2, math.ceil(4 * cache / moved["forward"])))
-    sets = [one, *(calls.prepare_backward(case.tensors(seed=i)) for i in range(1, count))]
+def measure_case(case: Case, run: Run) -> dict[str, Any]:
+    calls, moved = Calls(case), case.moved_bytes()
+    sets = sets_beyond_cache(
+        lambda seed: calls.prepare_backward(case.tensors(run.device, seed)), moved["forward"], run.device, 32
+    )
 
     def copy_of(size: int) -> dict[str, float]:
         half = size // 2 // 16 * 16  # both ends aligned
-        pairs = [tuple(torch.empty(2, half, dtype=torch.int8, device="cuda")) for _ in range(count)]
-        return time_graph(lambda pair: pair[1].copy_(pair[0]), pairs, trials).to_dict()
+        pairs = [tuple(torch.empty(2, half, dtype=torch.int8, device=run.device)) for _ in sets]
+        return time_graph(lambda pair: pair[1].copy_(pair[0]), pairs, run.trials).to_dict()
 
-    row: dict[str, Any] = {
+    error = error_of(case, run.device)
+    return {
         "name": case.name,
-        "error": error_of(case),
+        "error": error,
+        "wrong": [] if error <= 1 else ["a result or gradient"],
         "forward_bytes": moved["forward"],
         "backward_bytes": moved["backward"],
-        "forward": time_graph(calls.forward, sets, trials).to_dict(),
-        "backward": time_graph(calls.backward, sets, trials).to_dict(),
+        "forward": time_graph(calls.forward, sets, run.trials).to_dict(),
+        "backward": time_graph(calls.backward, sets, run.trials).to_dict(),
         "forward_copy": copy_of(moved["forward"]),
         "backward_copy": copy_of(moved["backward"]),
+        "native": time_graph(calls.native, sets[: max(1, len(sets) // 4)], run.trials).to_dict(),
     }
-    row["native"] = time_graph(calls.native, sets[: max(1, count // 4)], trials).to_dict()
-    return row
 
 
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="norms, microseconds; share of the copy's speed")
-    for name in ("case", "forward", "copy", "share", "backward", "copy", "share", "both", "PyTorch"):
-        table.add_column(name, justify="left" if name == "case" else "right")
-    for row in rows:
-        cells = [row["name"]]
-        for way in ("forward", "backward"):
-            ours, copy = row[way]["median"], row[f"{way}_copy"]["median"]
-            cells += [f"{ours * 1e6:.1f}", f"{copy * 1e6:.1f}", f"{copy / ours:.0%}"]
-        both = row["forward"]["median"] + row["backward"]["median"]
-        table.add_row(*cells, f"{both * 1e6:.1f}", f"{row['native']['median'] * 1e6:.1f}")
-    return table
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--trials", type=int, default=30, help="replays of each graph (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
-    options = parser.parse_args(arguments)
-    if options.trials < 1:
-        parser.error("--trials starts at 1")
-    require_cuda(parser)
-
-    console = Console(width=160)
-    rows = []
-    for case in CASES:
-        rows.append(measure_case(case, options.trials))
-        torch.cuda.empty_cache()
-        console.print(f"{case.name}: {rows[-1]['forward']['median'] * 1e6:.1f}, {rows[-1]['backward']['median'] * 1e6:.1f} us")
-    console.print(table_of(rows))
-    if options.json is not None:
-        result = {
-            "benchmark": "norms",
-            "machine": machine("cuda"),
-            "settings": {"trials": options.trials, "cases": [asdict(case) for case in CASES]},
-            "rows": rows,
+def tables(result: Result) -> list[Table]:
+    rows = [
+        {
+            "name": row["name"],
+            "ours": {what: row[what] for what in DIRECTIONS},
+            "copy": {what: row[f"{what}_copy"] for what in DIRECTIONS},
+            "both": {"both": sum(row[what]["median"] for what in DIRECTIONS)},
+            "PyTorch": {"both": row["native"]},
         }
-        options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
-    wrong = [row["name"] for row in rows if not row["error"] <= 1]
-    if wrong:
-        print("wrong results: " + "; ".join(wrong), file=sys.stderr)
-    return 1 if wrong else 0
+        for row in result["rows"]
+    ]
+    columns = [text("case", "name")]
+    for what in DIRECTIONS:
+        columns += [figure(what, "ours", what, 1e-6, 1), figure("copy", "copy", what, 1e-6, 1)]
+        columns.append(ratio("of a copy", what, "copy", "ours"))
+    columns += [figure("both", "both", "both", 1e-6, 1), figure("PyTorch", "PyTorch", "both", 1e-6, 1)]
+    return [Table("norms, microseconds", columns, rows)]
 
+
+BENCHMARK = Benchmark(
+    "norms",
+    lambda options: CASES,
+    lambda cases, run: [measure_case(case, run) for case in cases],
+    tables,
+    trials=30,
+    context=lambda run: {"settings": {"cases": [asdict(case) for case in CASES]}},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK, __doc__))

@@ -13,32 +13,29 @@ Median over blocks of 50 calls.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks import peers
-from benchmarks.bench_ssd import Case
+from benchmarks import bench_ssd, peers
+from benchmarks.benchmark import Benchmark, Result, Run, leaves_of, main
 from benchmarks.discretization.scans import ScanSize, scan_inputs
-from benchmarks.harness import machine, require_cuda, time_host
+from benchmarks.harness import time_host
+from benchmarks.tables import Row, Table, figure, text
 
 SIZE = ScanSize(batch=1, dim=64, seqlen=64, dstate=16)
-BARS = {("selective_scan", "without gradients"): 5e-6, ("selective_scan", "forward + backward"): 20e-6}
 
 
 def training(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
     """The calls of a function of tensors: of tensors that need no gradients, recording a graph, forward and backward."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
+    leaves = leaves_of(inputs)
     wanted = tuple(leaves.values())
     grad_out = torch.ones_like(function(**inputs))
     return {
@@ -81,61 +78,69 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     return a * b
 
 
-def calls(device: torch.device) -> dict[tuple[str, str], Callable[[], Any]]:
-    """What is timed, by name of the function and what of it."""
-    inputs = scan_inputs(SIZE, device=device, dtype=torch.bfloat16, seed=0)
-    step = step_inputs(inputs)
-    one_head = Case(SIZE.batch, SIZE.seqlen, heads=1, headdim=SIZE.dim, dstate=SIZE.dstate).inputs(device)
-    functions = {
-        "selective_scan": training(scan, inputs) | operators(inputs),
-        "ssd_chunk_scan": training(ssd, one_head),
-        "selective_state_update": {"without gradients": lambda: ssm_kernels.selective_state_update(**step)},
-        "a * b": training(product, {"a": inputs["u"], "b": inputs["delta"]}),
-    }
+class Case(NamedTuple):
+    """A function whose calls are timed."""
+
+    name: str
+    calls: Callable[[dict[str, Tensor]], dict[str, Callable[[], Any]]]
+
+
+def of_ssd(inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+    case = bench_ssd.Case(SIZE.batch, SIZE.seqlen, heads=1, headdim=SIZE.dim, dstate=SIZE.dstate)
+    return training(ssd, case.inputs(inputs["u"].device))
+
+
+def of_step(function: Callable[[dict[str, Any]], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Callable[[], Any]]]:
+    def calls(inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+        step = step_inputs(inputs)
+        return {"without gradients": lambda: function(step)}
+
+    return calls
+
+
+def cases(options: argparse.Namespace) -> list[Case]:
+    found = [
+        Case("selective_scan", lambda inputs: training(scan, inputs) | operators(inputs)),
+        Case("ssd_chunk_scan", of_ssd),
+        Case("selective_state_update", of_step(lambda step: ssm_kernels.selective_state_update(**step))),
+        Case("a * b", lambda inputs: training(product, {"a": inputs["u"], "b": inputs["delta"]})),
+    ]
     peer_scan, peer_step = peers.selective_scan(), peers.state_update()
     if peer_scan is not None:
-        functions["mamba_ssm, selective_scan"] = training(peer_scan, inputs)
+        found.append(Case("mamba_ssm, selective_scan", lambda inputs: training(peer_scan, inputs)))
     if peer_step is not None:
-        functions["mamba_ssm, selective_state_update"] = {"without gradients": lambda: peer_step(step)}
-    return {(name, what): call for name, timed in functions.items() for what, call in timed.items()}
+        found.append(Case("mamba_ssm, selective_state_update", of_step(peer_step)))
+    return found
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--blocks", type=int, default=40, help="of 50 calls (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
-    options = parser.parse_args(arguments)
-    if options.blocks < 1:
-        parser.error("--blocks starts at 1")
-    require_cuda(parser)
+def measure_case(case: Case, run: Run) -> list[dict[str, Any]]:
+    calls = case.calls(scan_inputs(SIZE, device=run.device, dtype=torch.bfloat16, seed=0))
+    return [
+        {"name": case.name, "function": case.name, "what": what, "host": time_host(call, blocks=run.trials).to_dict()}
+        for what, call in calls.items()
+    ]
 
-    device = torch.device("cuda", torch.cuda.current_device())
-    rows = []
-    for (name, what), call in calls(device).items():
-        timing = time_host(call, blocks=options.blocks).to_dict()
-        bar = BARS.get((name, what))
-        rows.append({"function": name, "what": what, "host": timing, "bar": bar})
-    table = Table(title=f"host time, microseconds per call at {SIZE}", box=None)
-    for index, column in enumerate(("function", "", "us", "+- %", "bar")):
-        table.add_column(column, justify="left" if index < 2 else "right")
-    for row in rows:
-        found, bar = row["host"]["median"], row["bar"]
-        verdict = "" if bar is None else f"{bar * 1e6:g} {'met' if found <= bar else 'missed'}"
-        table.add_row(row["function"], row["what"], f"{found * 1e6:.2f}", f"{100 * row['host']['spread']:.0f}", verdict)
-    Console(width=120, highlight=False).print(table)
 
-    if options.json is not None:
-        result = {
-            "benchmark": "overhead",
-            "machine": machine(device),
-            "settings": {"blocks": options.blocks, **vars(SIZE)},
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=2) + "\n")
-    return 0
+def tables(result: Result) -> list[Table]:
+    rows = [row | {"ours": row} for row in result["rows"]]
+    columns = [text("function"), text("what"), figure("µs", "ours", "host", 1e-6, 2)]
+    return [Table("host time of a call, microseconds", columns, rows, left=2)]
 
+
+def figures(row: Row, result: Result) -> dict[str, float]:
+    return {row["what"]: row["host"]["median"]}
+
+
+BENCHMARK = Benchmark(
+    "overhead",
+    cases,
+    lambda cases, run: [row for case in cases for row in measure_case(case, run)],
+    tables,
+    figures,
+    trials=40,
+    context=lambda run: {"settings": {"blocks": run.trials, **vars(SIZE)}},
+    trials_option="--blocks",
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK, __doc__))

@@ -16,11 +16,9 @@ with 1 if one is wrong; a missed bar is only reported.
 
 from __future__ import annotations
 
-import argparse
 import functools
-import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,15 +26,41 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import ssm_kernels
 from benchmarks import peers
+from benchmarks.benchmark import (
+    PEER,
+    Benchmark,
+    Result,
+    Run,
+    Turns,
+    directions,
+    gradients_of,
+    leaves_of,
+    main,
+    recorded_figures,
+    relative_error,
+    speedups,
+    wrong_results,
+)
 from benchmarks.discretization.scans import ScanSize, scan_bytes, scan_inputs
 from benchmarks.floors import H200_RATES, floors
-from benchmarks.harness import Stages, add_case_options, chosen_cases, machine, measure, require_cuda
+from benchmarks.harness import Stages, on_h200, peak_bytes
+from benchmarks.tables import (
+    DIRECTIONS,
+    Column,
+    Row,
+    Table,
+    figure,
+    largest_errors,
+    median,
+    over,
+    ratio,
+    text,
+    throughput,
+)
 from ssm_kernels import reference
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -44,33 +68,11 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ALLOWED_ERROR = {BF16: 2.5e-3, FP32: 1e-5}
 ALWAYS_FP32 = {"grad_A", "grad_D", "grad_delta_bias"}
 CHECKED_CHANNELS = 8
-DIRECTIONS = ("forward", "backward")
-PEER, ZOH, LAYOUT = "mamba_ssm", "zoh", "L-contiguous"
-
-
-@dataclass(frozen=True)
-class Bar:
-    """What a case's times are held to.
-
-    Attributes:
-        other: ``PEER``: its time over ours is at least ``value``. ``ZOH``: our time over that of zoh is at most ``value``.
-            ``LAYOUT``: our times for the two layouts differ by no more than that factor.
-        goal: what is hoped for beyond ``value``.
-    """
-
-    other: str
-    value: float
-    goal: float | None = None
-
-    def is_met(self, ratio: float) -> bool:
-        if self.other == PEER:
-            return ratio >= self.value
-        return ratio <= self.value and (self.other == ZOH or ratio >= 1 / self.value)
 
 
 @dataclass(frozen=True)
 class Case:
-    """A row of the table: sizes, types and options of a scan, and the bars for (forward, backward)."""
+    """A row of the table: sizes, types and options of a scan."""
 
     batch: int
     dim: int
@@ -81,7 +83,6 @@ class Case:
     groups: int | None = None
     contiguous: str = "seqlen"
     discretization: str = "zoh"
-    bars: tuple[tuple[Bar, Bar], ...] = ()
 
     @property
     def name(self) -> str:
@@ -107,46 +108,27 @@ class Case:
             del inputs["z"]
         if (contiguous or self.contiguous) == "dim":
             for name in inputs.keys() & {"u", "delta", "z", "B", "C"}:
-                inputs[name] = channels_last(inputs[name])
+                inputs[name] = inputs[name].mT.contiguous().mT
         return inputs
 
     def function(self) -> Callable[..., Tensor]:
         return functools.partial(ssm_kernels.selective_scan, discretization=self.discretization, delta_softplus=True)
 
 
-def channels_last(tensor: Tensor) -> Tensor:
-    """The same values with the dimension before the last contiguous in memory."""
-    return tensor.transpose(-1, -2).contiguous().transpose(-1, -2)
-
-
-def faster(forward: float, backward: float, goals: tuple[float | None, float | None] = (None, None)) -> tuple[Bar, Bar]:
-    return Bar(PEER, forward, goals[0]), Bar(PEER, backward, goals[1])
-
-
-def within(other: str, value: float) -> tuple[Bar, Bar]:
-    return Bar(other, value), Bar(other, value)
-
-
 MAIN = (8, 2048, 2048)
-EXPONENTIAL = ("zoh", "zoh_exact", "poly", "highorder", "rk4")
-NO_SLOWER = faster(1.0, 1.0)
 CASES = [
-    Case(*MAIN, bars=(faster(2.5, 4.0, (3.5, 6.0)),)),
-    Case(*MAIN, z=False, bars=(faster(2.5, 4.0, (3.5, 6.0)),)),
-    Case(8, 5120, 2048, bars=(faster(2.5, 4.0),)),
-    Case(1, 2048, 65536, bars=(faster(2.5, 4.0, (4.0, 7.0)),)),
-    Case(1, 1536, 4096, bars=(faster(2.5, 4.0, (4.0, 7.0)),)),
-    Case(32, 512, 60, dtype=FP32, z=False, bars=(faster(4.0, 4.0),)),
-    Case(8, 512, 1024, dtype=FP32, z=False, bars=(faster(4.0, 4.0),)),
+    Case(*MAIN),
+    Case(*MAIN, z=False),
+    Case(8, 5120, 2048),
+    Case(1, 2048, 65536),
+    Case(1, 1536, 4096),
+    Case(32, 512, 60, dtype=FP32, z=False),
+    Case(8, 512, 1024, dtype=FP32, z=False),
     Case(*MAIN, dtype=FP32),
-    *(Case(8, 1024, 2048, dstate, bars=(NO_SLOWER,)) for dstate in (8, 32, 64, 128, 256)),
-    *(Case(*MAIN, groups=groups, bars=(NO_SLOWER,)) for groups in (1, 4)),
-    Case(*MAIN, contiguous="dim", bars=(NO_SLOWER, within(LAYOUT, 1.15))),
-    *(
-        Case(*MAIN, discretization=method, bars=(within(ZOH, 1.1 if method in EXPONENTIAL else 1.25),))
-        for method in reference.DISCRETIZATIONS
-        if method != "zoh"
-    ),
+    *(Case(8, 1024, 2048, dstate) for dstate in (8, 32, 64, 128, 256)),
+    *(Case(*MAIN, groups=groups) for groups in (1, 4)),
+    Case(*MAIN, contiguous="dim"),
+    *(Case(*MAIN, discretization=method) for method in reference.DISCRETIZATIONS if method != "zoh"),
 ]
 
 
@@ -158,20 +140,13 @@ def chunk_state_bytes(inputs: Mapping[str, Tensor]) -> int:
     return states.nbytes
 
 
-def gradients_of(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad_out: Tensor) -> tuple[Tensor, ...]:
-    """``out`` and the gradient of every input."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-    out = function(**leaves)
-    return out.detach(), *torch.autograd.grad(out, tuple(leaves.values()), grad_out)
-
-
 def errors_of(case: Case, inputs: Mapping[str, Tensor], grad_out: Tensor) -> dict[str, float]:
     """Relative L2 errors of ``out`` and every gradient for some channels, the whole scan run.
 
     The incoming gradient is zero for all other channels, so that gradients of B and C are those of the few channels alone.
     """
-    every, function = case.dim // CHECKED_CHANNELS, case.function()
-    few = {"u": 1, "delta": 1, "z": 1, "A": 0, "D": 0, "delta_bias": 0}  # where the channels are
+    every = case.dim // CHECKED_CHANNELS
+    few = {"out": 1, "u": 1, "delta": 1, "z": 1, "A": 0, "D": 0, "delta_bias": 0}  # where the channels are
 
     def sliced(name: str, tensor: Tensor) -> Tensor:
         if name in few:
@@ -181,216 +156,145 @@ def errors_of(case: Case, inputs: Mapping[str, Tensor], grad_out: Tensor) -> dic
 
     masked = torch.zeros_like(grad_out)
     masked[:, : CHECKED_CHANNELS * every : every] = grad_out[:, : CHECKED_CHANNELS * every : every]
-    found = gradients_of(function, inputs, masked)
+    found = gradients_of(case.function(), inputs, [masked])
     doubles = {name: sliced(name, tensor) for name, tensor in inputs.items()}
-    exact = gradients_of(function, doubles, sliced("u", grad_out))
-    errors = {}
-    for name, actual, expected in zip(("u", *inputs), found, exact, strict=True):
-        label = f"grad_{name}" if errors else "out"
-        errors[label] = ((sliced(name, actual) - expected).norm() / expected.norm()).item()
-    return errors
+    exact = gradients_of(case.function(), doubles, [sliced("u", grad_out)])
+    return {name: relative_error(sliced(name.removeprefix("grad_"), found[name]), expected) for name, expected in exact.items()}
 
 
-def stages_of(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad_out: Tensor) -> dict[str, Stages]:
-    """What is timed."""
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-    wanted = tuple(leaves.values())
-    out = function(**leaves)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return function(**inputs)
-
-    return {
-        "forward": (forward,),
-        "training": (lambda: function(**leaves),),
-        "backward": (lambda: torch.autograd.grad(out, wanted, grad_out, retain_graph=True),),
-    }
-
-
-def peak_bytes(function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad_out: Tensor) -> int | None:
-    """The most that forward and backward need at a time beside inputs and incoming gradient: outputs and gradients included."""
-    if not grad_out.is_cuda:
-        return None
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients_of(function, inputs, grad_out)
-    return torch.cuda.max_memory_allocated() - before
-
-
-class Contender:
-    """A function on one set of inputs: what of it is timed, what memory it needs, or why it does not run."""
-
-    def __init__(self, function: Callable[..., Tensor], inputs: Mapping[str, Tensor], grad_out: Tensor, *, may_fail: bool):
-        self.stages: dict[str, Stages] = {}
-        self.peak: int | None = None
-        self.unsupported: str | None = None
-        try:
-            gradients_of(function, inputs, grad_out)  # what is made once, at the first call, is none of its memory
-            self.peak = peak_bytes(function, inputs, grad_out)
-            self.stages = stages_of(function, inputs, grad_out)
-        except Exception as error:  # whatever a peer raises
-            if not may_fail:
-                raise
-            self.unsupported = (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def measure_shape(
-    cases: Sequence[Case], trials: int, warmup: int, peer: Callable[..., Tensor] | None, device: torch.device
-) -> list[dict[str, Any]]:
+def measure_shape(cases: list[Case], run: Run) -> list[dict[str, Any]]:
     """The rows of cases that have their shape in common, measured in turns."""
-    rows, contenders = [], {}
+    rows, turns, peer = [], Turns(run), peers.selective_scan()
+
+    def prepare(who: str, contender: Any, figures: dict[str, Any]) -> dict[str, Stages]:
+        function, inputs, _ = contender
+        figures["peak_bytes"] = peak_bytes(lambda: gradients_of(*contender), run.device)
+        stages = directions(*contender)
+        training = (functools.partial(function, **leaves_of(inputs)),)
+        return {"forward": stages["forward"], "training": training, "backward": stages["backward"]}
+
     for case in cases:
-        inputs = case.inputs(device)
-        grad_out = torch.empty_like(inputs["u"]).normal_(generator=torch.Generator(device).manual_seed(1))
+        inputs = case.inputs(run.device)
+        grad_out = torch.empty_like(inputs["u"]).normal_(generator=torch.Generator(run.device).manual_seed(1))
+        contenders = {"ours": (case.function(), inputs, [grad_out])}
+        if peer is not None and case.discretization == "zoh":
+            contenders["peer"] = (peer, inputs, [grad_out])
+            if case.contiguous == "dim":  # the peer copies such tensors: in its own layout too
+                contenders["peer_given"] = contenders["peer"]
+                contenders["peer"] = (peer, case.inputs(run.device, contiguous="seqlen"), [grad_out.contiguous()])
         forward_bytes, both_bytes = scan_bytes(inputs)
+        errors = errors_of(case, inputs, grad_out)
         row = {
             "name": case.name,
-            **{key: value for key, value in asdict(case).items() if key not in ("bars", "dtype")},
+            **asdict(case),
             "dtype": str(case.dtype).removeprefix("torch."),
             "updates": case.size.updates,
             "bytes": {"forward": forward_bytes, "backward": both_bytes - forward_bytes},
             "chunk_state_bytes": chunk_state_bytes(inputs),
-            "errors": errors_of(case, inputs, grad_out),
+            "errors": errors,
+            "wrong": wrong_results(
+                errors, lambda name, dtype=case.dtype: ALLOWED_ERROR[FP32 if name in ALWAYS_FP32 else dtype]
+            ),
+            **turns.contend(contenders, prepare),
         }
-        row["wrong"] = [
-            name
-            for name, error in row["errors"].items()
-            if not error <= ALLOWED_ERROR[FP32 if name in ALWAYS_FP32 else case.dtype]
-        ]
+        key = (case.dtype, *case.shape[:-1], case.z)
+        if case.discretization == "zoh" and case.groups in (None, 1) and key in peers.RECORDED_SCAN:
+            recorded_figures({"peer": peers.RECORDED_SCAN[key]}, row, run.device)
         rows.append(row)
-        contenders[case.name, "ours"] = Contender(case.function(), inputs, grad_out, may_fail=False)
-        if peer is not None and case.discretization == "zoh":
-            if case.contiguous == "dim":  # the peer copies such tensors: in its own layout too
-                contenders[case.name, "peer_given"] = Contender(peer, inputs, grad_out, may_fail=True)
-                inputs, grad_out = case.inputs(device, contiguous="seqlen"), grad_out.contiguous()
-            contenders[case.name, "peer"] = Contender(peer, inputs, grad_out, may_fail=True)
-
-    benchmarks = {(*key, what): stages for key, contender in contenders.items() for what, stages in contender.stages.items()}
-    measured = measure(benchmarks, device=device, trials=trials, warmup=warmup)
-    for case, row in zip(cases, rows, strict=True):
-        for who in ("ours", "peer", "peer_given"):
-            contender = contenders.get((case.name, who))
-            if contender is None:
-                continue
-            row[who] = {what: measured[case.name, who, what].total.to_dict() for what in contender.stages}
-            row[who] |= {"peak_bytes": contender.peak, "unsupported": contender.unsupported, "recorded": False}
-        recorded = peers.RECORDED_SCAN.get((case.dtype, *case.shape[:-1], case.z))
-        if peer is None and recorded and on_h200(device) and case.discretization == "zoh" and case.groups in (None, 1):
-            times = {direction: {"median": seconds} for direction, seconds in zip(DIRECTIONS, recorded, strict=True)}
-            row["peer"] = {**times, "peak_bytes": None, "unsupported": None, "recorded": True}
+    turns.measure()
     return rows
 
 
-def on_h200(device: torch.device) -> bool:
-    return device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
+def other_of(row: Row, result: Result) -> tuple[str, Row] | None:
+    """What a row of another method or layout is compared with, and its row."""
+    if row["discretization"] != "zoh":
+        other, name = "zoh", row["name"].removesuffix(f" {row['discretization']}")
+    else:
+        other, name = "L-contiguous", row["name"].removesuffix(" D-contiguous")
+    found = next((found for found in result["rows"] if found["name"] == name), row)
+    return None if found is row else (other, found)
 
 
-def judge(cases: Sequence[Case], rows: Sequence[dict[str, Any]]) -> None:
-    """Adds to every row its ratios to what its bars name, where that was measured."""
-    by_name = {row["name"]: row for row in rows}
-    for case, row in zip(cases, rows, strict=True):
-        plain = Case(*case.shape, z=case.z, groups=case.groups).name
-        row["judged"] = []
-        for pair in case.bars:
-            for direction, bar in zip(DIRECTIONS, pair, strict=True):
-                other = row.get("peer") if bar.other == PEER else by_name.get(plain, {}).get("ours")
-                if other is None or direction not in other:
-                    continue
-                ratio = row["ours"][direction]["median"] / other[direction]["median"]
-                ratio = 1 / ratio if bar.other == PEER else ratio
-                found = {"direction": direction, "other": bar.other, "ratio": ratio, "bar": bar.value, "goal": bar.goal}
-                row["judged"].append(found | {"met": bar.is_met(ratio)})
+def figures(row: Row, result: Result) -> dict[str, float]:
+    found = speedups(row, {"peer": PEER})
+    if other := other_of(row, result):
+        name, ours, theirs = other[0], row["ours"], other[1]["ours"]
+        found |= {f"{what}, time over {name}": ours[what]["median"] / theirs[what]["median"] for what in DIRECTIONS}
+    ours, theirs = (median(row.get(who), "peak_bytes") for who in ("ours", "peer"))
+    return found | ({"peak memory over mamba_ssm": ours / theirs} if ours and theirs else {})
 
 
-def milliseconds(row: Mapping[str, Any], who: str, what: str) -> str:
-    found = row.get(who)
-    if found is None:
-        return ""
-    if what not in found:
-        return "" if found["unsupported"] is None else "unsupported"
-    return f"{found[what]['median'] * 1e3:.3f}" + ("*" if found["recorded"] else "")
+def floor_columns(direction: str, rates: Mapping[str, float]) -> list[Column]:
+    def floor_of(row: Row) -> tuple[str, float]:
+        return max(floors(row, rates)[direction].items(), key=lambda item: item[1])
+
+    return [
+        Column(f"floor, {direction}", lambda row: f"{floor_of(row)[1] * 1e3:.3f}"),
+        Column("by", lambda row: floor_of(row)[0]),
+        Column("× floor", lambda row: over(median(row["ours"], direction), floor_of(row)[1])),
+        throughput("GB/s", "bytes", direction, 1e9),
+        Column("10¹² updates/s", lambda row: over(row["updates"] / 1e12, median(row["ours"], direction))),
+    ]
 
 
-def peak(row: Mapping[str, Any], who: str) -> str:
-    """Peak memory in bytes per batch entry, channel and step."""
-    found = (row.get(who) or {}).get("peak_bytes")
-    return "" if found is None else f"{found * row['dstate'] / row['updates']:.2f}"
+def tables(result: Result) -> list[Table]:
+    rows = result["rows"]
+    of_zoh = [row for row in rows if row["discretization"] == "zoh"]
+    case = text("case", "name")
+    speed = [case]
+    for what, name in (("forward", "forward"), ("training", "in training"), ("backward", "backward")):
+        speed += [figure(name, "ours", what), figure(PEER, "peer", what), ratio("speed-up", what, "peer", "ours")]
+    against = [case, text("against", "other")]
+    for what in DIRECTIONS:
+        against += [figure(what, "found", what), ratio("ratio", what, "ours", "other's")]
+    compared = [
+        row | {"found": row["ours"], "other": other[0], "other's": other[1]["ours"]}
+        for row in rows
+        if (other := other_of(row, result))
+    ]
+
+    def bytes_each(name: str, found: Callable[[Row], float | None]) -> Column:
+        return Column(name, lambda row: over(found(row), row["updates"] // row["dstate"]))
+
+    memory = [
+        case,
+        bytes_each("ours", lambda row: median(row["ours"], "peak_bytes")),
+        bytes_each("of which chunk states", lambda row: row["chunk_state_bytes"]),
+        bytes_each(PEER, lambda row: median(row.get("peer"), "peak_bytes")),
+        ratio("ours / mamba_ssm", "peak_bytes", "ours", "peer", 3),
+    ]
+    rates = result["rates"]
+    return [
+        Table("selective_scan, milliseconds", speed, of_zoh),
+        Table(
+            "mamba_ssm with D-contiguous tensors, milliseconds",
+            [case, *(figure(what, "peer_given", what) for what in DIRECTIONS)],
+            [row for row in rows if "forward" in row.get("peer_given", {})],
+        ),
+        Table("methods and layouts", against, compared, left=2),
+        Table(
+            "time over the floor",
+            [case, *(column for what in DIRECTIONS for column in floor_columns(what, rates))],
+            of_zoh if rates else [],
+        ),
+        Table("peak memory, bytes", memory, [row for row in of_zoh if median(row["ours"], "peak_bytes") is not None]),
+        largest_errors(rows, "dtype"),
+    ]
 
 
-def table_of(rows: Sequence[dict[str, Any]], rates: Mapping[str, float] | None) -> Table:
-    table = Table(title="selective_scan, milliseconds", caption="* recorded; bars: met +, missed -", box=None)
-    rest = ("peer", "ratio, bar", "/ floor", "GB/s")
-    for index, name in enumerate(("case", "fwd", "training", *rest, "bwd", *rest, "peak B", "peer")):
-        table.add_column(name, justify="right" if index else "left", no_wrap=True)
-    for row in rows:
-        cells = [row["name"]]
-        floor = floors(row, rates) if rates else None
-        for direction in DIRECTIONS:
-            ours = row["ours"][direction]["median"]
-            cells.append(milliseconds(row, "ours", direction))
-            cells += [milliseconds(row, "ours", "training")] if direction == "forward" else []
-            cells.append(milliseconds(row, "peer", direction))
-            judged = [found for found in row["judged"] if found["direction"] == direction]
-            cells.append(" ".join(f"{found['ratio']:.2f} {'+' if found['met'] else '-'}{found['bar']:g}" for found in judged))
-            cells.append(f"{ours / max(floor[direction].values()):.2f}" if floor else "")
-            cells.append(f"{row['bytes'][direction] / ours / 1e9:.0f}")
-        table.add_row(*cells, peak(row, "ours"), peak(row, "peer"))
-    return table
+def context(run: Run) -> Result:
+    return {"peer": peers.described(peers.selective_scan()), "rates": H200_RATES if on_h200(run.device) else None}
 
 
-def sentence(row: Mapping[str, Any], found: Mapping[str, Any]) -> str:
-    ratio = f"{found['ratio']:.2f}"
-    said = f"{ratio} times as fast as mamba_ssm" if found["other"] == PEER else f"{ratio} times the time of {found['other']}"
-    return f"{row['name']}, {found['direction']}: {said}, bar {found['bar']:g}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    add_case_options(parser, "L65536", trials=20, warmup=3)
-    options = parser.parse_args(arguments)
-    chosen = chosen_cases(parser, options, CASES)
-    require_cuda(parser)
-
-    device = torch.device("cuda", torch.cuda.current_device())
-    peer = peers.selective_scan()
-    console = Console(width=180, highlight=False)
-    console.print(f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}; peer: {peers.described(peer)}")
-    measured: dict[str, dict[str, Any]] = {}
-    for shape in dict.fromkeys(case.shape for case in chosen):
-        cases = [case for case in chosen if case.shape == shape]
-        found = measure_shape(cases, options.trials, options.warmup, peer, device)
-        measured |= {row["name"]: row for row in found}
-        times = (
-            f"{row['name']} {' / '.join(milliseconds(row, 'ours', direction) for direction in DIRECTIONS)}" for row in found
-        )
-        console.print(f"ms forward / backward: {'; '.join(times)}")
-        torch.cuda.empty_cache()
-    rows = [measured[case.name] for case in chosen]
-    judge(chosen, rows)
-    rates = H200_RATES if on_h200(device) else None
-    console.print(table_of(rows, rates))
-    missed = [sentence(row, found) for row in rows for found in row["judged"] if not found["met"]]
-    console.print("every bar that could be judged is met" if not missed else "missed:\n  " + "\n  ".join(missed))
-
-    if options.json is not None:
-        result = {
-            "benchmark": "selective_scan",
-            "machine": machine(device),
-            "settings": {"trials": options.trials, "warmup": options.warmup},
-            "peer": peers.described(peer),
-            "rates": rates,
-            "rows": rows,
-        }
-        options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
-    wrong = [f"{row['name']}: {', '.join(row['wrong'])}" for row in rows if row["wrong"]]
-    if wrong:
-        print("wrong results: " + "; ".join(wrong), file=sys.stderr)
-    return 1 if wrong else 0
-
+BENCHMARK = Benchmark(
+    "selective_scan",
+    lambda options: CASES,
+    measure_shape,
+    tables,
+    figures,
+    turns=lambda case: case.shape,
+    context=context,
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK, __doc__))

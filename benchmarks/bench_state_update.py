@@ -12,11 +12,9 @@ with the float64 reference before it is timed. Exits with 1 if one is wrong.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -24,13 +22,14 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
 import ssm_kernels
 from benchmarks import peers
-from benchmarks.harness import machine, measure, require_cuda, time_graph, time_host
+from benchmarks.benchmark import PEER, Benchmark, Result, Run, main
+from benchmarks.harness import measure, on_h200, sets_beyond_cache, time_graph, time_host
+from benchmarks.labels import label
+from benchmarks.tables import Table, figure, ratio, text, throughput
 from ssm_kernels import reference
 
 Inputs = dict[str, Any]
@@ -47,6 +46,10 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     state_dtype: torch.dtype = torch.float32
     discretization: str = "zoh"
+
+    @property
+    def name(self) -> str:
+        return f"{self.sizes}, {self.dtypes}, {self.discretization}"
 
     @property
     def sizes(self) -> str:
@@ -68,12 +71,12 @@ class Case:
             return None
         return peers.RECORDED_STATE_UPDATE.get((self.batch, self.heads, self.dim, self.dstate))
 
-    def inputs(self, seed: int, batch: int | None = None) -> Inputs:
-        generator = torch.Generator("cuda").manual_seed(seed)
+    def inputs(self, device: torch.device, seed: int, batch: int | None = None) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
         batch = batch or self.batch
 
         def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            return torch.randn(shape, generator=generator, device="cuda").to(dtype)
+            return torch.randn(shape, generator=generator, device=device).to(dtype)
 
         channels = (self.dim,) if self.heads is None else (self.heads, self.dim)
         matrix = (batch, self.dstate) if self.heads is None else (batch, 1, self.dstate)
@@ -130,9 +133,9 @@ def moved_bytes(inputs: Inputs) -> int:
     return sum(sizes.values()) + sizes["state"] + sizes["x"]
 
 
-def error_of(case: Case) -> float:
+def error_of(case: Case, device: torch.device) -> float:
     """Largest error of output and state over the roundings allowed to them; at most 1 for a right result."""
-    inputs = case.inputs(seed=1, batch=min(case.batch, 3))
+    inputs = case.inputs(device, seed=1, batch=min(case.batch, 3))
     doubles = {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
     exact = reference.selective_state_update(**doubles, discretization=case.discretization)
     out = step(inputs, case.discretization)
@@ -152,101 +155,88 @@ def time_call(function: Callable[[Inputs], Any], inputs: Inputs) -> float:
     return do_bench(lambda: function(inputs), warmup=25, rep=200, return_mode="median") * 1e-3
 
 
-def measure_case(case: Case, trials: int, peer: Callable[[Inputs], Tensor] | None) -> dict[str, Any]:
-    cache = torch.cuda.get_device_properties("cuda").L2_cache_size or 2**26
-    one = case.inputs(seed=0)
-    sets = [one, *(case.inputs(seed=i) for i in range(1, min(256, max(2, math.ceil(4 * cache / moved_bytes(one))))))]
+def measure_case(case: Case, run: Run) -> dict[str, Any]:
+    one = case.inputs(run.device, seed=0)
+    sets = sets_beyond_cache(lambda seed: case.inputs(run.device, seed), moved_bytes(one), run.device, 256)
+    pairs = [(inputs["state"], torch.empty_like(inputs["state"])) for inputs in sets]
+    error, peer = error_of(case, run.device), peers.state_update()
 
     def ours(inputs: Inputs) -> Tensor:
         return step(inputs, case.discretization)
-
-    pairs = [(inputs["state"], torch.empty_like(inputs["state"])) for inputs in sets]
 
     def copy(pair: Any) -> Tensor:
         return pair[1].copy_(pair[0])
 
     row: dict[str, Any] = {
+        "name": case.name,
         "sizes": case.sizes,
         "dtypes": case.dtypes,
         "discretization": case.discretization,
         "bytes": moved_bytes(one),
         "copied_bytes": 2 * case.state_bytes,
-        "error": error_of(case),
-        "graph": time_graph(ours, sets, trials).to_dict(),
+        "error": error,
+        "wrong": [] if error <= 1 else ["output or state"],
+        "graph": time_graph(ours, sets, run.trials).to_dict(),
         "call": time_call(ours, one),
-        "copy_graph": time_graph(copy, pairs, trials).to_dict(),
+        "copy_graph": time_graph(copy, pairs, run.trials).to_dict(),
         "copy_call": time_call(copy, pairs[0]),
     }
     if peer is not None and case.discretization == "zoh":
-        row["peer"] = {"graph": time_graph(peer, sets, trials).to_dict(), "call": time_call(peer, one), "recorded": False}
-    elif case.recorded is not None and "H200" in torch.cuda.get_device_name():
+        in_graph = time_graph(peer, sets, run.trials).to_dict()
+        row["peer"] = {"graph": in_graph, "call": time_call(peer, one), "recorded": False}
+    elif case.recorded is not None and on_h200(run.device):
         row["peer"] = {"graph": None, "call": case.recorded, "recorded": True}
     return row
 
 
-def table_of(rows: Sequence[dict[str, Any]]) -> Table:
-    table = Table(title="selective_state_update, microseconds per step")
-    columns = ("sizes", "x / state", "method", "graph", "GB/s", "copy", "/ copy", "peer", "call", "copy", "peer")
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("sizes", "x / state", "method") else "right")
-    for row in rows:
-        peer = row.get("peer")
-        table.add_row(
-            row["sizes"],
-            row["dtypes"],
-            row["discretization"],
-            f"{row['graph']['median'] * 1e6:.2f}",
-            f"{row['bytes'] / row['graph']['median'] / 1e9:.0f}",
-            f"{row['copy_graph']['median'] * 1e6:.2f}",
-            f"{row['graph']['median'] / row['copy_graph']['median']:.2f}",
-            f"{peer['graph']['median'] * 1e6:.2f}" if peer and peer["graph"] else "",
-            f"{row['call'] * 1e6:.2f}",
-            f"{row['copy_call'] * 1e6:.2f}",
-            f"{peer['call'] * 1e6:.2f}{' (recorded)' if peer['recorded'] else ''}" if peer else "",
-        )
-    return table
+def host_times(run: Run) -> dict[str, float]:
+    small = Case(1, None, 64, 16).inputs(run.device, seed=0)  # the GPU finishes this step sooner than the host the next call
+    host, peer = {"ours": time_host(lambda: step(small, "zoh")).median}, peers.state_update()
+    return host if peer is None else host | {"peer": time_host(lambda: peer(small)).median}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--trials", type=int, default=50, help="replays of each graph (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
-    options = parser.parse_args(arguments)
-    if options.trials < 1:
-        parser.error("--trials starts at 1")
-    require_cuda(parser)
-
-    peer = peers.state_update()
-    console = Console(width=140)
-    rows = []
-    for case in CASES:
-        rows.append(measure_case(case, options.trials, peer))
-        torch.cuda.empty_cache()
-        console.print(f"{case.sizes}, {case.dtypes}, {case.discretization}: {rows[-1]['graph']['median'] * 1e6:.2f} us")
-    small = Case(1, None, 64, 16).inputs(seed=0)  # the GPU finishes this step sooner than the host the next call
-    host = {"ours": time_host(lambda: step(small, "zoh")).median}
-    if peer is not None:
-        host["peer"] = time_host(lambda: peer(small)).median
-    console.print(table_of(rows))
-    console.print(", ".join(f"host time per call, {who}: {seconds * 1e6:.1f} us" for who, seconds in host.items()))
-
-    if options.json is not None:
-        result = {
-            "benchmark": "selective_state_update",
-            "machine": machine("cuda"),
-            "settings": {"trials": options.trials, "cases": [asdict(case) for case in CASES]},
-            "peer": peers.described(peer),
-            "rows": rows,
-            "host_seconds": host,
+def tables(result: Result) -> list[Table]:
+    rows = [
+        {
+            **row,
+            "ours": row,
+            "copy": {"graph": row["copy_graph"], "call": row["copy_call"]},
+            "method": label(row["discretization"]),
         }
-        options.json.write_text(json.dumps(result, indent=2, default=str) + "\n")
-    wrong = [f"{row['sizes']}, {row['dtypes']}, {row['discretization']}" for row in rows if not row["error"] <= 1]
-    if wrong:
-        print("wrong results: " + "; ".join(wrong), file=sys.stderr)
-    return 1 if wrong else 0
+        for row in result["rows"]
+    ]
+    graph, call = (
+        [
+            figure(what, "ours", what, 1e-6, 2),
+            figure(f"{what}, copy", "copy", what, 1e-6, 2),
+            figure(f"{what}, {PEER}", "peer", what, 1e-6, 2),
+            ratio("speed-up", what, "peer", "ours"),
+        ]
+        for what in ("graph", "call")
+    )
+    graph.insert(1, throughput("GB/s", "bytes", "graph", 1e9))
+    graph.insert(3, ratio("× copy", "graph", "ours", "copy"))
+    columns = [text("sizes"), text("x / state", "dtypes"), text("method"), *graph, *call]
+    host = [{"who": who, "µs": f"{seconds * 1e6:.2f}"} for who, seconds in result["host_seconds"].items()]
+    return [
+        Table("selective_state_update, microseconds", columns, rows, left=3),
+        Table("host time, microseconds", [text("who"), text("µs")], host),
+    ]
 
+
+def context(run: Run) -> Result:
+    return {"peer": peers.described(peers.state_update()), "settings": {"cases": [asdict(case) for case in CASES]}}
+
+
+BENCHMARK = Benchmark(
+    "selective_state_update",
+    lambda options: CASES,
+    lambda cases, run: [measure_case(case, run) for case in cases],
+    tables,
+    trials=50,
+    context=context,
+    conclude=lambda run: {"host_seconds": host_times(run)},
+)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(BENCHMARK, __doc__))

@@ -1,13 +1,12 @@
 """Timing on the CPU and on CUDA: warm-up, interleaved trials, median and spread, cold caches on CUDA; graphs; host time.
 
-A benchmark is a sequence of *stages*; the first takes no argument, every other takes its predecessor's result. The stages of
-one trial are timed separately and together, so that a training step gives its forward, its backward and their sum from the same
-run. Several benchmarks are measured in turns, trial by trial: a machine that slows down slows them all.
+:func:`measure` times sequences of *stages*; the first takes no argument, every other takes its predecessor's result. The stages
+of one trial are timed separately and together, so that a training step gives its forward, its backward and their sum from the
+same run. Several sequences are measured in turns, trial by trial: a machine that slows down slows them all.
 """
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import platform
@@ -23,14 +22,15 @@ import torch
 
 __all__ = [
     "Measurement",
+    "Stages",
     "Timing",
-    "add_case_options",
     "available_memory",
-    "chosen_cases",
     "driver_version",
     "machine",
     "measure",
-    "require_cuda",
+    "on_h200",
+    "peak_bytes",
+    "sets_beyond_cache",
     "time_graph",
     "time_host",
 ]
@@ -172,6 +172,12 @@ def measure(
     return measurements
 
 
+def sets_beyond_cache(make: Callable[[int], Any], nbytes: int, device: torch.device, most: int = 2**20) -> list[Any]:
+    """Makes sets of inputs from seeds, so many that the second-level cache holds none of them when its turn comes again."""
+    cache = torch.cuda.get_device_properties(device).L2_cache_size or 2**26
+    return [make(seed) for seed in range(min(most, max(2, math.ceil(4 * cache / nbytes))))]
+
+
 def time_graph(function: Callable[[Any], Any], sets: Sequence[Any], trials: int) -> Timing:
     """Seconds per call in a CUDA graph that calls the function on one set of inputs after another."""
     for inputs in sets:
@@ -224,6 +230,23 @@ def available_memory(device: torch.device | str = "cpu") -> int | None:
         return None
 
 
+def peak_bytes(step: Callable[[], Any], device: torch.device) -> int | None:
+    """Returns the memory that ``step`` takes at its highest, over what was allocated before; None on the CPU."""
+    if device.type != "cuda":
+        return None
+    step()  # allocates what later calls share
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    step()
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
+
+
+def on_h200(device: torch.device) -> bool:
+    return device.type == "cuda" and "H200" in torch.cuda.get_device_name(device)
+
+
 def _processor() -> str:
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -240,36 +263,6 @@ def driver_version() -> str:
         return subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
     except (OSError, subprocess.CalledProcessError, IndexError):
         return "unknown"
-
-
-def require_cuda(parser: argparse.ArgumentParser) -> None:
-    """Ends the program with one line where there is no GPU, or no kernels for it."""
-    import ssm_kernels
-
-    if not torch.cuda.is_available():
-        parser.error("needs a CUDA GPU, and PyTorch finds none here")
-    if ssm_kernels.build_info()["cuda"] is None:
-        parser.error("needs CUDA kernels, and ssm_kernels was built without; `python -m ssm_kernels` says more")
-
-
-def add_case_options(parser: argparse.ArgumentParser, example: str, trials: int, warmup: int) -> None:
-    """Which of a benchmark's cases, how often, and where the measurements go."""
-    parser.add_argument(
-        "--cases", nargs="+", metavar="NAME", help=f"only cases whose name contains one of these, as '{example}'"
-    )
-    parser.add_argument("--trials", type=int, default=trials, help="of each measurement (default: %(default)s)")
-    parser.add_argument("--warmup", type=int, default=warmup, help="trials before those (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
-
-
-def chosen_cases(parser: argparse.ArgumentParser, options: argparse.Namespace, cases: Sequence[Any]) -> list[Any]:
-    """Those that the options name, all without; ends the program where the options make no sense."""
-    if options.trials < 1 or options.warmup < 0:
-        parser.error("--trials starts at 1, --warmup at 0")
-    chosen = [case for case in cases if options.cases is None or any(part in case.name for part in options.cases)]
-    if not chosen:
-        parser.error(f"--cases: no name contains {' or '.join(options.cases)}; there are: {', '.join(c.name for c in cases)}")
-    return chosen
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, str | int]:

@@ -1,71 +1,43 @@
 """The causal convolution and the norms as cases: their tensors, the calls on them, and the bytes that a call must move.
 
-``bench_layers.py``, ``bench_causal_conv1d.py`` and ``bench_norms.py`` time these cases, each in its own way.
+``bench_layers.py`` and ``bench_causal_conv1d.py`` time them by :func:`measure_operator`, ``bench_norms.py`` in CUDA graphs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 import ssm_kernels
+from benchmarks.benchmark import Function, Run, Turns, directions, gradients_of, outputs_of, relative_error, wrong_results
+from benchmarks.harness import Stages
+from benchmarks.tables import Column, figure, ratio, throughput
+from ssm_kernels import reference
 
-__all__ = ["EPS", "Convolution", "Function", "Norm", "Normal", "Operator", "gradients_like", "normal_tensors", "outputs_of"]
+__all__ = ["EPS", "Convolution", "Norm", "gradients_like", "measure_operator", "operator_columns"]
 
 EPS = 1e-5
-Function = Callable[..., Tensor | tuple[Tensor, ...]]
+# How many steps of the first sequence are compared with the reference. No operator's step depends on later ones.
+COMPARED_STEPS = 256
+# Relative L2 errors beyond which an output and a gradient are wrong; rounding the exact result to bfloat16 makes 1.7e-3.
+WRONG = {torch.bfloat16: (1.2e-2, 4e-2), torch.float32: (1e-5, 1e-5)}
 
 
-class Normal(Protocol):
-    def __call__(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Draws a tensor from the standard normal distribution."""
-
-
-def normal_tensors(generator: torch.Generator) -> Normal:
+def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
     """Draws float32 numbers on the generator's device and rounds them to the dtype."""
-
-    def normal(*shape: int, dtype: torch.dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
-
-    return normal
+    return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
 
 
-def outputs_of(function: Function, leaves: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """Calls the function on the leaves; one output becomes a tuple too."""
-    out = function(*leaves.values())
-    return out if isinstance(out, tuple) else (out,)
-
-
-def gradients_like(outputs: tuple[Tensor, ...], generator: torch.Generator) -> tuple[Tensor, ...]:
+def gradients_like(outputs: tuple[Tensor, ...], generator: torch.Generator) -> list[Tensor]:
     """Draws a gradient for every output, with the strides of the output, as a model of this layout passes it to backward."""
-    return tuple(torch.empty_like(out).normal_(generator=generator) for out in outputs)
-
-
-class Operator(Protocol):
-    """A case, of any operator."""
-
-    @property
-    def operator(self) -> str:
-        """The public operator's name."""
-
-    @property
-    def described(self) -> str:
-        """The operator and the sizes."""
-
-    def leaves(self, normal: Normal) -> dict[str, Tensor]:
-        """Makes the operator's tensors, in the order of its arguments."""
-
-    def functions(self, device: torch.device | str) -> dict[str, Function]:
-        """Ours, and PyTorch's own functions where they compute the same. Each takes the leaves."""
-
-    def moved_bytes(self) -> dict[str, int]:
-        """Bytes that forward and backward must read and write, parameters left out."""
+    return [torch.empty_like(out).normal_(generator=generator) for out in outputs]
 
 
 @dataclass(frozen=True)
@@ -96,29 +68,34 @@ class Convolution:
         layout = "channels-first" if self.channels_first else f"of {self.columns or self.channels} columns"
         return f"{self.operator} B{self.batch} L{self.seqlen} C{self.channels} {layout}"
 
-    def leaves(self, normal: Normal) -> dict[str, Tensor]:
+    def leaves(self, generator: torch.Generator) -> dict[str, Tensor]:
         if self.channels_first:
-            x = normal(self.batch, self.channels, self.seqlen, dtype=self.dtype).mT
+            x = normal(generator, self.batch, self.channels, self.seqlen, dtype=self.dtype).mT
         else:
             columns = self.columns or self.channels
             start = (columns - self.channels) // 2 // 8 * 8
-            x = normal(self.batch, self.seqlen, columns, dtype=self.dtype)[..., start : start + self.channels]
-        weight = normal(self.channels, self.width, dtype=self.dtype) / 2
-        return {"x": x, "weight": weight, "bias": normal(self.channels, dtype=self.dtype)}
+            x = normal(generator, self.batch, self.seqlen, columns, dtype=self.dtype)[..., start : start + self.channels]
+        weight = normal(generator, self.channels, self.width, dtype=self.dtype) / 2
+        return {"x": x, "weight": weight, "bias": normal(generator, self.channels, dtype=self.dtype)}
+
+    def function_of(self, module: ModuleType, **options: Any) -> Function:
+        """The operator of ``ssm_kernels`` or of ``ssm_kernels.reference``."""
+        return functools.partial(module.causal_conv1d, activation="silu", **options)
 
     def functions(self, device: torch.device | str) -> dict[str, Function]:
-        offsets = None if self.cu_seqlens is None else torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
-
-        def ours(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            return ssm_kernels.causal_conv1d(x, weight, bias, activation="silu", cu_seqlens=offsets)
+        """Ours, and PyTorch's own functions where they compute the same. Each takes the leaves by name."""
+        if self.cu_seqlens is not None:
+            offsets = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
+            return {"ours": self.function_of(ssm_kernels, cu_seqlens=offsets)}
 
         def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
             padded = F.conv1d(x.mT, weight[:, None], bias, padding=self.width - 1, groups=self.channels)
             return F.silu(padded[..., : self.seqlen]).mT
 
-        return {"ours": ours} if offsets is not None else {"ours": ours, "PyTorch": by_pytorch}
+        return {"ours": self.function_of(ssm_kernels), "PyTorch": by_pytorch}
 
     def moved_bytes(self) -> dict[str, int]:
+        """Bytes that forward and backward must read and write, parameters left out."""
         tensor = self.batch * self.seqlen * self.channels * self.dtype.itemsize
         return {"forward": 2 * tensor, "backward": 3 * tensor}
 
@@ -158,42 +135,38 @@ class Norm:
     def subtract_mean(self) -> bool:
         return "layer" in self.operator
 
-    def leaves(self, normal: Normal) -> dict[str, Tensor]:
+    def leaves(self, generator: torch.Generator) -> dict[str, Tensor]:
         def sliced() -> Tensor:
-            return normal(*self.rows, self.slice_of or self.columns, dtype=self.dtype)[..., : self.columns]
+            return normal(generator, *self.rows, self.slice_of or self.columns, dtype=self.dtype)[..., : self.columns]
 
         def parameter() -> Tensor:
-            return normal(self.columns, dtype=self.weight_dtype)
+            return normal(generator, self.columns, dtype=self.weight_dtype)
 
         leaves = {"x": sliced()}
         if self.is_add:
-            leaves["residual"] = normal(*self.rows, self.columns, dtype=self.residual_dtype or self.dtype)
-            leaves["weight"] = 1 + parameter() / 8
-        else:
-            leaves["weight"] = 1 + parameter() / 8
+            leaves["residual"] = normal(generator, *self.rows, self.columns, dtype=self.residual_dtype or self.dtype)
+        leaves["weight"] = 1 + parameter() / 8
+        if not self.is_add:
             leaves["z"] = sliced()
-        return leaves | {"bias": parameter()} if self.bias else leaves
+        return leaves | ({"bias": parameter()} if self.bias else {})
 
     def function_of(self, module: ModuleType) -> Function:
         """The operator of ``ssm_kernels`` or of ``ssm_kernels.reference``."""
-        options: dict[str, Any] = {"eps": EPS}
-        if not self.is_add:
-            options |= {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
-        operator = getattr(module, self.operator)
-        return lambda *leaves: operator(*leaves, **options)
+        options = {} if self.is_add else {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
+        return functools.partial(getattr(module, self.operator), eps=EPS, **options)
 
     def functions(self, device: torch.device | str) -> dict[str, Function]:
         return {"ours": self.function_of(ssm_kernels), "PyTorch": self._by_pytorch}
 
     def _by_pytorch(
-        self, x: Tensor, second: Tensor, third: Tensor, bias: Tensor | None = None
+        self, x: Tensor, weight: Tensor, z: Tensor | None = None, residual: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         if self.is_add:
-            total = x + second
-            return self._norm_by_pytorch(total, third, bias).to(x.dtype), total
+            total = x + residual
+            return self._norm_by_pytorch(total, weight, bias).to(x.dtype), total
         if self.norm_before_gate:
-            return self._norm_by_pytorch(x, second, bias) * F.silu(third)
-        return self._norm_by_pytorch(x * F.silu(third), second, bias)
+            return self._norm_by_pytorch(x, weight, bias) * F.silu(z)
+        return self._norm_by_pytorch(x * F.silu(z), weight, bias)
 
     def _norm_by_pytorch(self, v: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         weight, bias = weight.to(v.dtype), None if bias is None else bias.to(v.dtype)
@@ -217,3 +190,58 @@ class Norm:
         # A residual in the dtype of x shares its gradient.
         gradients = size if self.residual_dtype in (None, self.dtype) else size + residual
         return {"forward": 2 * (size + residual) * elements, "backward": (size + 2 * residual + gradients) * elements}
+
+
+def measure_operator(call: Convolution | Norm, contenders: Mapping[str, Function], run: Run, **timing: Any) -> dict[str, Any]:
+    """The figures of forward and backward of every contender and of copies, the bytes, and the errors against the reference.
+
+    A copy reads half of the bytes that the operator must move and writes as many.
+    """
+    generator, turns = torch.Generator(run.device).manual_seed(0), Turns(run)
+    leaves = call.leaves(generator)
+    with torch.no_grad():
+        grads = gradients_like(outputs_of(contenders["ours"], leaves), generator)
+    names = [f"out {index}" for index in range(len(grads))]
+    masked = [torch.zeros_like(grad) for grad in grads]
+    for target, grad in zip(masked, grads, strict=True):
+        target[:1, :COMPARED_STEPS] = grad[:1, :COMPARED_STEPS]
+
+    def first(tensor: Tensor) -> Tensor:
+        return tensor[:1, :COMPARED_STEPS] if tensor.dim() == 3 else tensor
+
+    doubles = {name: first(leaf).cpu().double() for name, leaf in leaves.items()}
+    exact = gradients_of(call.function_of(reference), doubles, [first(grad).cpu().double() for grad in grads], names)
+    errors: dict[str, dict[str, float]] = {}
+
+    def prepare(who: str, function: Function, figures: dict[str, Any]) -> Mapping[str, Stages]:
+        found = gradients_of(function, leaves, masked, names)
+        errors[who] = {name: relative_error(first(found[name]), expected) for name, expected in exact.items()}
+        return directions(function, leaves, grads)
+
+    row = {**turns.contend(contenders, prepare), "bytes": call.moved_bytes(), "errors": errors}
+    row["copy"] = {"recorded": False, "unsupported": None}
+    for what, size in row["bytes"].items():
+        source, target = (torch.zeros(size // 2, dtype=torch.int8, device=run.device) for _ in range(2))
+        turns.add(row["copy"], {what: [lambda source=source, target=target: target.copy_(source)]})
+    turns.measure(**timing)
+    # The others' gradients are their own affair: only their outputs say whether they compute the same.
+    row["wrong"] = [
+        f"{who}: {name}"
+        for who, found in errors.items()
+        for name in wrong_results(found, lambda name: WRONG[call.dtype][name.startswith("grad_")])
+        if who == "ours" or name.startswith("out")
+    ]
+    return row
+
+
+def operator_columns(others: Mapping[str, str]) -> list[Column]:
+    """The columns of operators' rows ``by_direction``; others by key and name."""
+    columns = [
+        figure("ms", "ours", "it", decimals=4),
+        throughput("GB/s", "bytes", "it", 1e9),
+        figure("copy, ms", "copy", "it", decimals=4),
+        ratio("of a copy", "it", "copy", "ours"),
+    ]
+    for key, name in others.items():
+        columns += [figure(name, key, "it", decimals=4), ratio("speed-up", "it", key, "ours")]
+    return columns

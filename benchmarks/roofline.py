@@ -153,15 +153,14 @@ def draw_shares(result: Mapping[str, Any], path: Path) -> None:
         recorded = set()
         for axes, direction in zip(grid, ("forward", "backward"), strict=True):
             for index, row in enumerate(rows):
-                axes.plot(100 * row["share"][direction], index, "o", color=_OURS, zorder=4)
-                if row["bar"] is not None:
-                    axes.plot(100 * row["bar"], index, marker="|", ms=9, color="black", zorder=2)
+                moved = 100 * row["bytes"][direction] / rate
+                axes.plot(moved / row["ours"][direction]["median"], index, "o", color=_OURS, zorder=4)
                 for name, peer in row["peers"].items():
                     if direction in peer:
-                        share = row["bytes"][direction] / peer[direction]["median"] / rate
                         fill = "white" if peer["recorded"] else colors[name]
                         recorded |= {name} if peer["recorded"] else set()
-                        axes.plot(100 * share, index - 0.35, "o", color=colors[name], mfc=fill, zorder=3)
+                        share = moved / peer[direction]["median"]
+                        axes.plot(share, index - 0.35, "o", color=colors[name], mfc=fill, zorder=3)
             axes.axvline(100, color=_GREY, lw=1.0, zorder=1)
             axes.set_xlim(left=-2)
             axes.set_xlabel("useful bytes per second [% of a copy's]")
@@ -172,7 +171,6 @@ def draw_shares(result: Mapping[str, Any], path: Path) -> None:
             fill = "white" if name in recorded else colors[name]
             label = f"{name}, recorded" if name in recorded else name
             handles.append(Line2D([], [], color=colors[name], mfc=fill, marker="o", ls="", label=label))
-        handles.append(Line2D([], [], color="black", marker="|", ms=9, ls="", label="bar"))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), frameon=False)
         figure.savefig(path)
         plt.close(figure)

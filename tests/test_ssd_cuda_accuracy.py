@@ -1,4 +1,4 @@
-"""ssd_chunk_scan on CUDA: the bars of accuracy that benchmarks/bench_ssd.py reports, on its inputs, as Mamba-2 makes them."""
+"""ssd_chunk_scan on CUDA: the bars of accuracy in benchmarks/bars.json, on the inputs of bench_ssd.py as Mamba-2 makes them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import torch
 
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
-from benchmarks.bench_ssd import Case, errors_of, judge
+from benchmarks import bars
+from benchmarks.bench_ssd import Case, errors_of, figures
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
@@ -28,5 +29,5 @@ def test_bars(case):
     inputs = case.inputs(device)
     grad_out = torch.empty_like(inputs["x"]).normal_(generator=torch.Generator(device).manual_seed(1))
     row = asdict(case) | errors_of(case, inputs, grad_out)
-    judge(row)
-    assert all(found["met"] for found in row["accuracy"].values()), row["accuracy"] | {"errors": row["errors"]}
+    judged = bars.judge([(case.name, figures(row, {}))], bars.load("ssd_chunk_scan"))
+    assert len(judged) == 2 and all(found["met"] for found in judged), (judged, row["errors"])

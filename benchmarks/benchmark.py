@@ -1,0 +1,324 @@
+"""What the benchmarks share: contenders that take turns, and the program around the cases.
+
+A benchmark declares a :class:`Benchmark`: its cases, how they are measured, the tables of its result and the figures that
+``bars.json`` holds. :func:`main` does the rest: arguments, progress, JSON, tables, bars and exit status. ``report.py`` makes
+the pages of the same tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import ssm_kernels
+from benchmarks import bars
+from benchmarks.harness import Stages, machine, measure, on_h200
+from benchmarks.tables import DIRECTIONS, Row, Table, median, show
+
+__all__ = [
+    "PEER",
+    "Benchmark",
+    "Run",
+    "Turns",
+    "directions",
+    "gradients_of",
+    "main",
+    "recorded_figures",
+    "relative_error",
+    "speedups",
+    "wrong_results",
+]
+
+PEER = "mamba_ssm"
+Result = dict[str, Any]
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a case is measured."""
+
+    device: torch.device
+    trials: int
+    warmup: int
+    options: argparse.Namespace = field(default_factory=argparse.Namespace)
+
+
+def outputs_of(function: Function, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
+    """Calls the function on its inputs; one output becomes a tuple too."""
+    out = function(**inputs)
+    return out if isinstance(out, tuple) else (out,)
+
+
+def leaves_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    """The inputs, those that can have a gradient as leaves that require it."""
+    return {
+        name: value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
+        for name, value in inputs.items()
+    }
+
+
+def wanted(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in leaves.items() if isinstance(value, Tensor) and value.requires_grad}
+
+
+def gradients_of(
+    function: Function, inputs: Mapping[str, Any], grads: Sequence[Tensor], names: Sequence[str] = ("out",)
+) -> dict[str, Tensor]:
+    """The outputs by name, of which the first have a gradient, and the gradient of every input as "grad_" and its name."""
+    leaves = leaves_of(inputs)
+    outputs, of_leaves = outputs_of(function, leaves), wanted(leaves)
+    gradients = torch.autograd.grad(outputs[: len(grads)], list(of_leaves.values()), grads)
+    found = {name: out.detach() for name, out in zip(names, outputs, strict=False)}
+    return found | {f"grad_{name}": gradient for name, gradient in zip(of_leaves, gradients, strict=True)}
+
+
+def directions(function: Function, inputs: Mapping[str, Any], grads: Sequence[Tensor]) -> dict[str, Stages]:
+    """The stages of forward without gradients, and of backward to every input."""
+    leaves = leaves_of(inputs)
+    outputs, of_leaves = outputs_of(function, leaves), list(wanted(leaves).values())
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return function(**inputs)
+
+    return {
+        "forward": (forward,),
+        "backward": (lambda: torch.autograd.grad(outputs, of_leaves, grads, retain_graph=True),),
+    }
+
+
+def relative_error(actual: Tensor, exact: Tensor) -> float:
+    """The relative L2 error against a result in float64 on the CPU."""
+    return ((actual.cpu().double() - exact).norm() / exact.norm()).item()
+
+
+def wrong_results(errors: Mapping[str, float], allowed: Callable[[str], float]) -> list[str]:
+    """The names of the results whose error is not within what is allowed for them; NaN is not."""
+    return [name for name, error in errors.items() if not error <= allowed(name)]
+
+
+class Turns:
+    """Contenders of one or several rows, measured in turns."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._stages: dict[int, Stages] = {}
+        self._targets: list[tuple[dict[str, Any], str]] = []
+
+    def contend(
+        self, contenders: Mapping[str, Any], prepare: Callable[[str, Any, dict[str, Any]], Mapping[str, Stages]]
+    ) -> dict[str, dict[str, Any]]:
+        """The figures of every contender. Whatever another than ours raises becomes its figure.
+
+        Args:
+            prepare: takes a contender's name, the contender and its figures; may add figures, and returns the stages to time by
+                the figures' names.
+        """
+        found: dict[str, dict[str, Any]] = {}
+        for who, contender in contenders.items():
+            found[who] = {"recorded": False, "unsupported": None}
+            try:
+                self.add(found[who], prepare(who, contender, found[who]))
+            except Exception as error:
+                if who == "ours":
+                    raise
+                message = (str(error).strip().splitlines() or [""])[0]
+                found[who] = {"recorded": False, "unsupported": f"{type(error).__name__}: {message}"}
+        return found
+
+    def add(self, figures: dict[str, Any], stages: Mapping[str, Stages]) -> None:
+        """Adds stages whose times are to become figures."""
+        for what, of_one in stages.items():
+            self._stages[len(self._targets)] = of_one
+            self._targets.append((figures, what))
+
+    def measure(self, **options: Any) -> None:
+        """Times everything that was added."""
+        run = self.run
+        measured = measure(self._stages, device=run.device, trials=run.trials, warmup=run.warmup, **options)
+        for index, found in measured.items():
+            figures, what = self._targets[index]
+            figures[what] = found.total.to_dict()
+
+
+def recorded_figures(recorded: Mapping[str, Any] | None, row: dict[str, Any], device: torch.device) -> None:
+    """Adds to a row what is recorded on an H200, and not measured in this run; a pair is of forward and backward."""
+    for who, found in (recorded or {}).items() if on_h200(device) else ():
+        if who not in row:
+            found = found if isinstance(found, Mapping) else dict(zip(DIRECTIONS, found, strict=True))
+            times = {what: {"median": value} if what != "peak" else value for what, value in found.items()}
+            row[who] = {"recorded": True, "unsupported": None, **times}
+
+
+def speedups(row: Row, others: Mapping[str, str], whats: Iterable[str] = DIRECTIONS) -> dict[str, float]:
+    """The figures "forward, speed-up over ..." of a row, where both times are known, by the others' keys in it and names."""
+    return {
+        f"{what}, speed-up over {name}": theirs / ours
+        for other, name in others.items()
+        for what in whats
+        if (ours := median(row.get("ours"), what)) and (theirs := median(row.get(other), what))
+    }
+
+
+def nothing(*_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Benchmark:
+    """A benchmark.
+
+    Attributes:
+        name: in its results, in ``bars.json`` and in ``page.md``.
+        cases: the cases, from the options; each has a name.
+        measure: makes the rows of cases that take turns.
+        tables: what the terminal and the page show of a result.
+        figures: what the bars hold, of a row and the result that it is part of.
+        trials, warmup: the default number of each.
+        turns: cases with the same value take turns.
+        context: what a result has beside its rows, known before they are measured.
+        conclude: what a result has beside its rows, measured after them.
+        add_options: adds the benchmark's own options.
+        layout: the result as the JSON file and the tables have it.
+        required: the options, by name, that make a missed bar an error, each with the rows that it holds, a prefix.
+        trials_option: how the option is called that sets ``trials``.
+    """
+
+    name: str
+    cases: Callable[[argparse.Namespace], Sequence[Any]]
+    measure: Callable[[list[Any], Run], list[dict[str, Any]]]
+    tables: Callable[[Result], list[Table]]
+    figures: Callable[[Row, Result], Mapping[str, float]] = nothing
+    trials: int = 20
+    warmup: int = 3
+    turns: Callable[[Any], Any] = id
+    context: Callable[[Run], Result] = nothing
+    conclude: Callable[[Run], Result] = nothing
+    add_options: Callable[[argparse.ArgumentParser], None] = nothing
+    layout: Callable[[Result], Result] = dict
+    required: Mapping[str, str] = field(default_factory=dict)
+    trials_option: str = "--trials"
+
+
+def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str] | None) -> tuple[Run, list[Any]]:
+    """How to measure, and the cases that the options name; ends the program where the options make no sense."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument(
+        "--cases", "--only", nargs="+", metavar="NAME", help="only cases whose name contains one of these (default: all)"
+    )
+    parser.add_argument(
+        benchmark.trials_option,
+        dest="trials",
+        type=int,
+        default=benchmark.trials,
+        help="of each measurement (default: %(default)s)",
+    )
+    parser.add_argument("--warmup", type=int, default=benchmark.warmup, help="trials before those (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where to write the measurements")
+    for option, rows in benchmark.required.items():
+        words = f"fail if a bar of {rows.rstrip('/') or 'any row'} is missed; RATIO replaces that of bars.json"
+        parser.add_argument(f"--{option}", type=float, nargs="?", const=0.0, metavar="RATIO", help=words)
+    parser.set_defaults(device="cuda")
+    benchmark.add_options(parser)
+    options = parser.parse_args(arguments)
+    if options.trials < 1 or options.warmup < 0:
+        parser.error(f"{benchmark.trials_option} starts at 1, --warmup at 0")
+    if options.json is not None and not options.json.parent.is_dir():
+        parser.error(f"--json {options.json}: there is no such folder")
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        if not torch.cuda.is_available():
+            parser.error("needs a CUDA GPU, and PyTorch finds none here")
+        if ssm_kernels.build_info()["cuda"] is None:
+            parser.error("needs CUDA kernels, and ssm_kernels was built without; `python -m ssm_kernels` says more")
+        device = torch.device("cuda", torch.cuda.current_device())
+    cases = benchmark.cases(options)
+    chosen = [case for case in cases if options.cases is None or any(part in case.name for part in options.cases)]
+    if not chosen:
+        names = ", ".join(case.name for case in cases)
+        parser.error(f"--cases: no name contains {' or '.join(options.cases)}; there are: {names}")
+    return Run(device, options.trials, options.warmup, options), chosen
+
+
+def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
+    """The result; after each group of cases the JSON file has what was measured, in case a later one does not end."""
+    context = dict(benchmark.context(run))
+    settings = {"trials": run.trials, "warmup": run.warmup, **context.pop("settings", {})}
+    result: Result = {"benchmark": benchmark.name, "machine": machine(run.device), "settings": settings, **context, "rows": []}
+
+    def write() -> None:
+        if run.options.json is not None:
+            run.options.json.write_text(json.dumps(benchmark.layout(result), indent=2, default=str) + "\n")
+
+    groups: dict[Any, list[Any]] = {}
+    for case in cases:
+        groups.setdefault(benchmark.turns(case), []).append(case)
+    order = [case.name for case in cases]
+    for group in groups.values():
+        rows = benchmark.measure(group, run)
+        result["rows"] = sorted([*result["rows"], *rows], key=lambda row: order.index(row["name"]))
+        write()
+        for row in rows:
+            print(progress(row), flush=True)
+        if run.device.type == "cuda":
+            torch.cuda.empty_cache()
+    result |= benchmark.conclude(run)
+    write()
+    return result
+
+
+def progress(row: Row) -> str:
+    """The row's name and our times, or why there are none."""
+    timed = {what: found for what, found in (row.get("ours") or row).items() if isinstance(found, dict) and "median" in found}
+    times = [f"{what} {1e3 * found['median']:.4f} ms" for what, found in timed.items()]
+    return f"{row['name']}: {row.get('skipped') or ', '.join(times)}"
+
+
+def held(benchmark: Benchmark, options: argparse.Namespace) -> tuple[bars.Bars, list[str]]:
+    """The bars, with the ratios that the options ask for, and the names of the rows that must meet theirs."""
+    found, names = dict(bars.load(benchmark.name)), []
+    for option, prefix in benchmark.required.items():
+        asked = getattr(options, option)
+        if asked is not None:
+            names.append(f"{prefix}*")
+        if asked:
+            found |= {
+                rows: {figure: {"at_least": asked} for figure in of_rows}
+                for rows, of_rows in found.items()
+                if rows.startswith(prefix)
+            }
+    return found, names
+
+
+def main(benchmark: Benchmark, description: str | None, arguments: Sequence[str] | None = None) -> int:
+    """Measures, prints tables and bars, and writes JSON; 1 if a result is wrong, or a bar is missed that an option requires."""
+    run, cases = parse(benchmark, description, arguments)
+    where = torch.cuda.get_device_name(run.device) if run.device.type == "cuda" else machine()["cpu"]
+    print(f"ssm_kernels {ssm_kernels.__version__}, torch {torch.__version__}, {where}")
+    result = measured(benchmark, run, cases)
+    for table in benchmark.tables(benchmark.layout(result)):
+        if table.rows:
+            show(table)
+    asked, required = held(benchmark, run.options)
+    judged = bars.judge(((row["name"], benchmark.figures(row, result)) for row in result["rows"]), asked)
+    if judged:
+        show(bars.table(judged))
+    missed = [one for one in judged if not one["met"] and any(fnmatchcase(one["row"], rows) for rows in required)]
+    for one in missed:
+        print(f"{one['row']}: {one['figure']} is {one['found']:.3g}, required {bars.words(one['bar'])}", file=sys.stderr)
+    wrong = [f"{row['name']}: {', '.join(row['wrong'])}" for row in result["rows"] if row.get("wrong")]
+    if wrong:
+        print("wrong results: " + "; ".join(wrong), file=sys.stderr)
+    return 1 if wrong or missed else 0
