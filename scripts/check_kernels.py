@@ -26,12 +26,12 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # state, in 168 registers, and some words, each once a chunk, do not fit: except where 9.0a lets other warps hand registers on.
 # Forward's keep a word or two of their walk. In fp32 operands are pairs of numbers, for which there is less room still.
 ALLOWED_SPILLS = {
-    re.compile(r"ssd::ssd_bwd_(chunks|states)_kernel<\w+, 128, (false, )?ssd::WarpProducts>@(?!sm_90a)"): 200,
-    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, ssd::WarpProducts>@(?!sm_90a)"): 700,
-    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, ssd::WarpProducts>@sm_90a"): 32,
-    re.compile(r"ssd::ssd_fwd_mma_kernel<\w+, 128, false, ssd::\w+>@(?!sm_90a)"): 48,
-    re.compile(r"ssd::ssd_fwd_mma_kernel<\w+, 256, false, ssd::\w+>@(?!sm_90a)"): 112,
-    re.compile(r"ssd::ssd_fwd_mma_kernel<float, 256, false, ssd::\w+>@sm_90a"): 8,
+    re.compile(r"ssd::ssd_bwd_(chunks|states)_kernel<\w+, 128, (false, )?ssd::Sm80Mma>@(?!sm_90a)"): 200,
+    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, ssd::Sm80Mma>@(?!sm_90a)"): 700,
+    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, ssd::Sm80Mma>@sm_90a"): 32,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 128, false, ssd::\w+>@(?!sm_90a)"): 48,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 256, false, ssd::\w+>@(?!sm_90a)"): 112,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<float, 256, false, ssd::\w+>@sm_90a"): 8,
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 

@@ -134,7 +134,7 @@ def ways(inputs: Inputs) -> tuple[str, ...]:
     per_step = inputs["B"].dim() > 2 and inputs["C"].dim() > 2
     walks = per_step and inputs["A"].shape[1] <= 16 and inputs["u"].dtype != torch.float64
     # Sequences of a few steps have a third, taken where neither of these is preferred.
-    return ("time_lanes", "walking", *(["faster"] if inputs["u"].shape[2] <= 32 else [])) if walks else ("time_lanes",)
+    return ("warp_scan", "sequential", *(["faster"] if inputs["u"].shape[2] <= 32 else [])) if walks else ("warp_scan",)
 
 
 def evaluate_scan(case: ScanCase, cotangents: dict[str, Tensor], device: str) -> dict[str, Tensor]:

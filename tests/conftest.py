@@ -44,27 +44,27 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     marks = {"cuda": pytest.mark.cuda}
     devices = [pytest.param(device, marks=marks.get(device, ())) for device in DEVICES[operator]]
     if getattr(metafunc.module, "EACH_WAY", False):
-        devices.append(pytest.param(Walking("cuda"), marks=marks["cuda"], id="cuda-walking"))
+        devices.append(pytest.param(Sequential("cuda"), marks=marks["cuda"], id="cuda-sequential"))
     metafunc.parametrize("device", devices)
 
 
-class Walking(str):
-    """A CUDA device on which the walking kernels take every call that they can do."""
+class Sequential(str):
+    """A CUDA device on which the sequential kernels take every call that they can do."""
 
 
 @pytest.fixture(autouse=True)
 def _way_of_device(request):
     callspec = getattr(request.node, "callspec", None)
-    if callspec is None or not isinstance(callspec.params.get("device"), Walking):
+    if callspec is None or not isinstance(callspec.params.get("device"), Sequential):
         yield
         return
-    with helpers.debug_option("selective_scan_kernel", "walking"):
+    with helpers.debug_option("selective_scan_kernel", "sequential"):
         yield
 
 
-@pytest.fixture(params=["faster", "walking"])
+@pytest.fixture(params=["faster", "sequential"])
 def each_way(request):
-    """Twice: as calls are shared out among the kernels, and with walking ones wherever they can do the call."""
+    """Twice: as calls are shared out among the kernels, and with sequential ones wherever they can do the call."""
     with helpers.debug_option("selective_scan_kernel", request.param):
         yield
 

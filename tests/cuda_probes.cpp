@@ -27,8 +27,8 @@ void other_kernel() {}
 
 cudaError_t describe() {
   static uint16_t data[64];
-  ssm_kernels::cuda::TensorMap map;
-  return ssm_kernels::cuda::describe_tensor(map, data, {64, 1, 1, 1}, {64, 64, 64}, {64, 1, 1, 1});
+  ssm_kernels::cuda::TmaDescriptor map;
+  return ssm_kernels::cuda::make_tma_descriptor(map, data, {64, 1, 1, 1}, {64, 64, 64}, {64, 1, 1, 1});
 }
 
 void expect(bool holds, const char* fact) {

@@ -233,7 +233,7 @@ def move(tensor: Tensor, device: str) -> Tensor:
 # The names of the values of the options that choose kernels, in the order of the values.
 DEBUG_OPTION_VALUES = {
     "causal_conv1d_kernel": ("faster", "by_layout"),
-    "selective_scan_kernel": ("faster", "walking", "time_lanes"),
+    "selective_scan_kernel": ("faster", "sequential", "warp_scan"),
     "ssd_mma": ("wgmma", "mma"),
 }
 

@@ -45,19 +45,19 @@ void print(const char* dtype, const Options& o, const DeviceLimits& device) {
     std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s: %ld\n", dtype, direction, static_cast<long>(o.dstate),
                 static_cast<long>(o.batch), static_cast<long>(o.dim), static_cast<long>(o.seqlen), o.z ? " z" : "",
                 o.saves ? " saves" : "", o.constant_B ? " constant B" : "", o.constant_C ? " constant C" : "",
-                plan.walks ? " walks" : "", static_cast<long>(plan.shared_bytes));
+                plan.is_sequential ? " walks" : "", static_cast<long>(plan.shared_bytes));
   };
   SelectiveScanFwdParams fwd;
   set_inputs(fwd, o);
   fwd.out = fwd.u;
   if (o.saves) fwd.chunk_states = present;
-  line("forward", plan_fwd<Scalar>(fwd, device, Way::kFaster));
+  line("forward", plan_fwd<Scalar>(fwd, device, KernelChoice::kFaster));
   if (!o.saves) return;
   SelectiveScanBwdParams bwd;
   set_inputs(bwd, o);
   bwd.grad_out = bwd.grad_u = bwd.grad_delta = bwd.u;
   bwd.grad_z = bwd.z;
-  line("backward", plan_bwd<Scalar>(bwd, device, Way::kFaster));
+  line("backward", plan_bwd<Scalar>(bwd, device, KernelChoice::kFaster));
 }
 
 }  // namespace

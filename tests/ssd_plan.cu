@@ -12,11 +12,11 @@ int main(int count, char** arguments) {
   const auto number = [&](int i) { return static_cast<int64_t>(std::atoll(arguments[i])); };
   for (int i = 1; i + 5 < count; i += 6) {
     const CallSizes sizes{number(i), number(i + 1), number(i + 2), number(i + 3), number(i + 4), number(i + 5)};
-    const Partition partition = partition_walks(sizes);
-    // As Span finds it: from a chunk's number, which is an int.
+    const WorkPartition partition = partition_work(sizes);
+    // As ChunkSpan finds it: from a chunk's number, which is an int.
     const int last = static_cast<int>(partition.chunks - 1);
-    std::printf("%lld %lld %lld %lld\n", static_cast<long long>(units_per_entry(sizes)),
-                static_cast<long long>(partition.walks), static_cast<long long>(partition.chunks),
+    std::printf("%lld %lld %lld %lld\n", static_cast<long long>(tiles_per_entry(sizes)),
+                static_cast<long long>(partition.work_tiles), static_cast<long long>(partition.chunks),
                 static_cast<long long>(first_step(last)));
   }
 }

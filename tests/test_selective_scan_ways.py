@@ -18,9 +18,9 @@ both_layouts = pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 
 def evaluate_each_way(inputs: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     if torch.cuda.get_device_properties("cuda").shared_memory_per_multiprocessor < 227 * 1024:
-        pytest.skip("walking is made for two blocks of 113 KiB of shared memory on a multiprocessor")
+        pytest.skip("the sequential scan is made for two blocks of 113 KiB of shared memory on a multiprocessor")
     results = {}
-    for way in ("faster", "walking", "time_lanes"):
+    for way in ("faster", "sequential", "warp_scan"):
         with debug_option("selective_scan_kernel", way):
             results[way] = evaluate(selective_scan, inputs, make_cotangents(inputs))
     return results
@@ -32,8 +32,8 @@ def test_many_channels_are_walked(dstate, layout):
     sizes = {"batch": 8, "dim": 2048, "seqlen": 64, "dstate": dstate}
     inputs = make_inputs(**sizes, dtype=torch.bfloat16, layout=layout, device="cuda")
     results = evaluate_each_way(inputs)
-    assert_equal(results["faster"], results["walking"])
-    assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+    assert_equal(results["faster"], results["sequential"])
+    assert not torch.equal(results["faster"]["grad_A"], results["warp_scan"]["grad_A"])
 
 
 @pytest.mark.parametrize(
@@ -51,15 +51,15 @@ def test_many_channels_are_walked(dstate, layout):
 def test_other_calls_have_lanes_in_time(options):
     inputs = make_inputs(**{"seqlen": 64, "dstate": 16, "dtype": torch.bfloat16, "device": "cuda"} | options)
     results = evaluate_each_way(inputs)
-    assert_equal(results["faster"], results["time_lanes"])
+    assert_equal(results["faster"], results["warp_scan"])
 
 
 def test_few_channels_have_lanes_in_time_in_forward():
     inputs = make_inputs(batch=2, dim=64, seqlen=304, dstate=16, dtype=torch.bfloat16, device="cuda")
     results = evaluate_each_way(inputs)
-    assert torch.equal(results["faster"]["out"], results["time_lanes"]["out"])
-    assert not torch.equal(results["faster"]["last_state"], results["walking"]["last_state"])
-    assert not torch.equal(results["faster"]["grad_A"], results["time_lanes"]["grad_A"])
+    assert torch.equal(results["faster"]["out"], results["warp_scan"]["out"])
+    assert not torch.equal(results["faster"]["last_state"], results["sequential"]["last_state"])
+    assert not torch.equal(results["faster"]["grad_A"], results["warp_scan"]["grad_A"])
 
 
 @pytest.mark.parametrize(("seqlen", "is_sequential"), [(32, True), (33, False)])
@@ -69,4 +69,4 @@ def test_few_steps_are_sequential(seqlen, is_sequential):
         selective_scan(**inputs)
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
-    assert any("sequential_fwd_kernel" in name for name in names) == is_sequential, sorted(names)
+    assert any("short_scan_fwd_kernel" in name for name in names) == is_sequential, sorted(names)

@@ -89,7 +89,7 @@ def test_short_sequences_are_sequential(seqlen, is_sequential):
         scan(**inputs)
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
-    assert any("ssd_fwd_sequential_kernel" in name for name in names) == is_sequential, sorted(names)
+    assert any("ssd_fwd_short_kernel" in name for name in names) == is_sequential, sorted(names)
 
 
 def test_nan_in_a_short_sequence_reaches_its_later_steps_alone():
@@ -279,7 +279,7 @@ def test_kernels_run(kibibytes, dstate):
     columns = 64 if kibibytes == 163 else min(dstate, 128)
     kernels = [f"{name}<float, {columns}," for name in ("ssd_bwd_states_kernel", "ssd_bwd_chunks_kernel")]
     if kibibytes == 227 or dstate <= 128:
-        kernels.append(f"ssd_fwd_mma_kernel<float, {dstate},")
+        kernels.append(f"ssd_fwd_sm80_kernel<float, {dstate},")
     for kernel in kernels:
         assert any(kernel in name for name in names), f"no {kernel} ...> among {sorted(names)}"
 

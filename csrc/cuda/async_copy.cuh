@@ -5,21 +5,21 @@
 
 namespace ssm_kernels::cuda {
 
-constexpr int kAsyncCopyBytes = 16;
+constexpr int kCpAsyncBytes = 16;
 
-// Starts a copy of kAsyncCopyBytes, of which only the first `valid_bytes` are read; the rest are zeros. Both addresses are
-// multiples of kAsyncCopyBytes; with no valid bytes the source is not read.
-__device__ __forceinline__ void async_copy(void* shared, const void* global, int valid_bytes) {
+// Starts a copy of kCpAsyncBytes, of which only the first `valid_bytes` are read; the rest are zeros. Both addresses are
+// multiples of kCpAsyncBytes; with no valid bytes the source is not read.
+__device__ __forceinline__ void cp_async(void* shared, const void* global, int valid_bytes) {
   const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(valid_bytes) : "memory");
 }
 
 // Starts a copy of 4 or 8 bytes through the first-level cache, or of 16 past it. Both addresses are multiples of `bytes`.
 template <int bytes>
-__device__ __forceinline__ void async_copy(void* shared, const void* global) {
-  static_assert(bytes == 4 || bytes == 8 || bytes == kAsyncCopyBytes, "cp.async has no other sizes");
+__device__ __forceinline__ void cp_async(void* shared, const void* global) {
+  static_assert(bytes == 4 || bytes == 8 || bytes == kCpAsyncBytes, "cp.async has no other sizes");
   const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
-  if constexpr (bytes == kAsyncCopyBytes) {
+  if constexpr (bytes == kCpAsyncBytes) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(target), "l"(global) : "memory");
   } else {
     asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(target), "l"(global), "n"(bytes) : "memory");
@@ -27,14 +27,14 @@ __device__ __forceinline__ void async_copy(void* shared, const void* global) {
 }
 
 // Until every copy that this thread started is done.
-__device__ __forceinline__ void wait_for_async_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Makes a group of the copies that this thread started since the last.
-__device__ __forceinline__ void commit_async_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // Until all of this thread's groups but the last `pending` are done.
 template <int pending>
-__device__ __forceinline__ void wait_for_async_copies() {
+__device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");
 }
 

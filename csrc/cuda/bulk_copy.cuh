@@ -9,9 +9,9 @@
 
 namespace ssm_kernels::cuda {
 
-// To shared memory; the barrier's phase waits for it, as arrive_expecting said before. What the copy writes is seen by whoever
-// waited for the barrier.
-__device__ __forceinline__ void bulk_load(void* shared, const void* global, int bytes, SharedBarrier& barrier) {
+// To shared memory; the barrier's phase waits for it, as arrive_and_expect_tx said before. What the copy writes is seen by
+// whoever waited for the barrier.
+__device__ __forceinline__ void tma_load(void* shared, const void* global, int bytes, Mbarrier& barrier) {
 #if __CUDA_ARCH__ >= 900
   const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
@@ -21,8 +21,8 @@ __device__ __forceinline__ void bulk_load(void* shared, const void* global, int 
 }
 
 // From shared memory. A thread with `starts` starts the copy and makes a group of it, without a branch, which products under
-// way would wait for. Of what the block's threads wrote, it sees what they published (publish_to_products) before a barrier.
-__device__ __forceinline__ void bulk_store(void* global, const void* shared, int bytes, bool starts) {
+// way would wait for. Of what the block's threads wrote, it sees what they published (fence_proxy_async) before a barrier.
+__device__ __forceinline__ void tma_store(void* global, const void* shared, int bytes, bool starts) {
 #if __CUDA_ARCH__ >= 900
   const auto source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile(
@@ -35,8 +35,8 @@ __device__ __forceinline__ void bulk_store(void* global, const void* shared, int
 
 // The same for a tile of a tensor, at these coordinates, from the innermost dimension on. In shared memory it begins at a
 // multiple of 1024 bytes. What of it lies outside of the tensor is not written.
-__device__ __forceinline__ void tensor_store(const TensorMap& map, int first, int second, int third, int fourth,
-                                             const void* shared, bool starts) {
+__device__ __forceinline__ void tma_store_tile(const TmaDescriptor& map, int first, int second, int third, int fourth,
+                                               const void* shared, bool starts) {
 #if __CUDA_ARCH__ >= 900
   const auto source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile(
@@ -50,7 +50,7 @@ __device__ __forceinline__ void tensor_store(const TensorMap& map, int first, in
 
 // Until shared memory has been read by all groups of this thread but the last `pending`.
 template <int pending>
-__device__ __forceinline__ void wait_for_bulk_reads() {
+__device__ __forceinline__ void tma_store_wait_read() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
 #endif

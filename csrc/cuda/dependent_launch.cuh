@@ -9,7 +9,7 @@
 namespace ssm_kernels::cuda {
 
 // By threads of the kernel before. When each of its blocks has come here or has ended, the next may begin.
-__device__ __forceinline__ void let_next_kernel_begin() {
+__device__ __forceinline__ void launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
@@ -17,17 +17,17 @@ __device__ __forceinline__ void let_next_kernel_begin() {
 
 // Until the kernel before has ended and what it wrote is seen. Each block of a kernel that was launched so has a thread that
 // comes here, also if it reads nothing of that: kernels after it rely on both having ended.
-__device__ __forceinline__ void wait_for_kernel_before() {
+__device__ __forceinline__ void grid_dependency_sync() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Launches the kernel; where `may_begin_early`, it may begin before the one that was launched before it has ended. Both then
+// Launches the kernel; where `uses_pdl`, it may begin before the one that was launched before it has ended. Both then
 // are of compute capability 9.0.
 template <typename... Params>
-cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream,
-                   bool may_begin_early, const Params&... params) {
+cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, bool uses_pdl,
+                   const Params&... params) {
   cudaLaunchAttribute early;
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
@@ -37,7 +37,7 @@ cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int s
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;
   config.attrs = &early;
-  config.numAttrs = may_begin_early ? 1 : 0;
+  config.numAttrs = uses_pdl ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 

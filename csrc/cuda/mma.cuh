@@ -36,26 +36,26 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
 
 // Four 8 x 8 matrices from shared memory; lane 8 i + r gives the address of row r of matrix i. What other threads wrote there
 // is seen after a barrier with them, as always.
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t row) {
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row));
 }
-__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], const void* row) {
-  load_matrices(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
+__device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], const void* row) {
+  ldmatrix(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t row) {
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
                : "r"(row));
 }
-__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], const void* row) {
-  load_matrices_transposed(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
+__device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void* row) {
+  ldmatrix_transposed(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 
-// Four 8 x 8 matrices, whose rows are spread as D's, transposed to shared memory; addresses as for load_matrices, of rows as
+// Four 8 x 8 matrices, whose rows are spread as D's, transposed to shared memory; addresses as for ldmatrix, of rows as
 // they are there.
-__device__ __forceinline__ void store_matrices_transposed(void* row, const uint32_t (&r)[4]) {
+__device__ __forceinline__ void stmatrix_transposed(void* row, const uint32_t (&r)[4]) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
 #if __CUDA_ARCH__ >= 900
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(r[0]), "r"(r[1]),
@@ -105,7 +105,7 @@ __device__ __forceinline__ float2 unpack(Packed<Scalar> pair) {
 
 // What pack() left of the two, packed: together with its result they have twice the digits.
 template <typename Scalar>
-__device__ __forceinline__ uint32_t pack_rest(float low, float high, uint32_t packed) {
+__device__ __forceinline__ uint32_t pack_lo(float low, float high, uint32_t packed) {
   const float2 rounded = unpack<Scalar>(packed);
   return pack<Scalar>(low - rounded.x, high - rounded.y);
 }

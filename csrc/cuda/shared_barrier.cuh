@@ -5,7 +5,7 @@
 
 namespace ssm_kernels::cuda {
 
-class SharedBarrier {
+class Mbarrier {
  public:
   // By one thread, before all threads of the block meet; `threads` arrivals make a phase.
   __device__ __forceinline__ void init(int threads) {
@@ -15,7 +15,7 @@ class SharedBarrier {
     asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(address()) : "memory");
   }
   // The phase then also waits for that many bytes of bulk loads.
-  __device__ __forceinline__ void arrive_expecting(int bytes) {
+  __device__ __forceinline__ void arrive_and_expect_tx(int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.expect_tx.shared.b64 phase, [%0], %1;\n}" ::"r"(address()), "r"(bytes)
                  : "memory");

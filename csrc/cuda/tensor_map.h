@@ -10,7 +10,7 @@
 
 namespace ssm_kernels::cuda {
 
-using TensorMap = CUtensorMap;
+using TmaDescriptor = CUtensorMap;
 
 using EncodeTensorMap = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*,
                                      const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave, CUtensorMapSwizzle,
@@ -39,8 +39,8 @@ inline EncodeTensorMap find_encode_tensor_map() {
 // ... tile[0] of them. strides[i] is that of dimension i + 1, in elements; where it matters, it is a multiple of 16 bytes, as
 // the address. A tile has rows of 64 elements, whose pieces of 16 bytes change places in shared memory as cuda/wgmma.cuh says.
 // No size is zero.
-inline cudaError_t describe_tensor(TensorMap& map, void* data, const uint64_t (&sizes)[4], const int64_t (&strides)[3],
-                                   const uint32_t (&tile)[4]) {
+inline cudaError_t make_tma_descriptor(TmaDescriptor& map, void* data, const uint64_t (&sizes)[4], const int64_t (&strides)[3],
+                                       const uint32_t (&tile)[4]) {
   const EncodeTensorMap encode = find_encode_tensor_map();
   if (encode == nullptr) return cudaErrorNotSupported;
   constexpr uint64_t kElementBytes = 2;

@@ -32,20 +32,20 @@ __device__ __forceinline__ Scalar from_accumulate(AccumulateType<Scalar> value) 
 
 // The widest piece that one instruction moves for a vector of that many bytes.
 template <int bytes>
-struct PieceOf {
+struct AccessOf {
   static_assert(bytes % 16 == 0, "a vector is 2, 4 or 8 bytes, or a multiple of 16");
   using type = uint4;
 };
 template <>
-struct PieceOf<2> {
+struct AccessOf<2> {
   using type = unsigned short;
 };
 template <>
-struct PieceOf<4> {
+struct AccessOf<4> {
   using type = unsigned int;
 };
 template <>
-struct PieceOf<8> {
+struct AccessOf<8> {
   using type = uint2;
 };
 
@@ -54,15 +54,15 @@ template <typename Scalar, int size>
 struct Vector {
   static constexpr int kSize = size;
   static constexpr int kBytes = size * static_cast<int>(sizeof(Scalar));
-  using Piece = typename PieceOf<kBytes>::type;
-  static constexpr int kPieces = kBytes / static_cast<int>(sizeof(Piece));
-  static constexpr int kAlignment = sizeof(Piece);
+  using Access = typename AccessOf<kBytes>::type;
+  static constexpr int kAccesses = kBytes / static_cast<int>(sizeof(Access));
+  static constexpr int kAlignment = sizeof(Access);
 
-  Piece pieces[kPieces];
+  Access accesses[kAccesses];
 
   __device__ __forceinline__ Scalar operator[](int i) const {
     Scalar value;
-    memcpy(&value, reinterpret_cast<const char*>(pieces) + i * sizeof(Scalar), sizeof(Scalar));
+    memcpy(&value, reinterpret_cast<const char*>(accesses) + i * sizeof(Scalar), sizeof(Scalar));
     return value;
   }
   // An element in the accumulation type.
@@ -70,14 +70,14 @@ struct Vector {
     if constexpr (std::is_same_v<Scalar, __nv_bfloat16> && size % 2 == 0) {
       // The upper half of a float: taken out of a pair of them, it takes one instruction.
       uint32_t pair;
-      memcpy(&pair, reinterpret_cast<const char*>(pieces) + i / 2 * sizeof(pair), sizeof(pair));
+      memcpy(&pair, reinterpret_cast<const char*>(accesses) + i / 2 * sizeof(pair), sizeof(pair));
       return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
     } else {
       return to_accumulate((*this)[i]);
     }
   }
   __device__ __forceinline__ void set(int i, Scalar value) {
-    memcpy(reinterpret_cast<char*>(pieces) + i * sizeof(Scalar), &value, sizeof(Scalar));
+    memcpy(reinterpret_cast<char*>(accesses) + i * sizeof(Scalar), &value, sizeof(Scalar));
   }
   // Rounds numbers of the accumulation type, two at a time where one instruction does so.
   __device__ __forceinline__ static Vector round(const AccumulateType<Scalar> (&values)[size]) {
@@ -86,10 +86,10 @@ struct Vector {
     for (int i = 0; i < size; i += 2) {
       if constexpr (size % 2 == 0 && std::is_same_v<Scalar, __nv_bfloat16>) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(values[i], values[i + 1]);
-        memcpy(reinterpret_cast<char*>(result.pieces) + i * sizeof(Scalar), &pair, sizeof(pair));
+        memcpy(reinterpret_cast<char*>(result.accesses) + i * sizeof(Scalar), &pair, sizeof(pair));
       } else if constexpr (size % 2 == 0 && std::is_same_v<Scalar, __half>) {
         const __half2 pair = __floats2half2_rn(values[i], values[i + 1]);
-        memcpy(reinterpret_cast<char*>(result.pieces) + i * sizeof(Scalar), &pair, sizeof(pair));
+        memcpy(reinterpret_cast<char*>(result.accesses) + i * sizeof(Scalar), &pair, sizeof(pair));
       } else {
         result.set(i, from_accumulate<Scalar>(values[i]));
         if (i + 1 < size) result.set(i + 1, from_accumulate<Scalar>(values[i + 1]));
@@ -107,23 +107,23 @@ struct Vector {
   __device__ __forceinline__ static Vector load(const Scalar* source) {
     Vector result;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) result.pieces[i] = reinterpret_cast<const Piece*>(source)[i];
+    for (int i = 0; i < kAccesses; ++i) result.accesses[i] = reinterpret_cast<const Access*>(source)[i];
     return result;
   }
   __device__ __forceinline__ void store(Scalar* target) const {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) reinterpret_cast<Piece*>(target)[i] = pieces[i];
+    for (int i = 0; i < kAccesses; ++i) reinterpret_cast<Access*>(target)[i] = accesses[i];
   }
   // Past the first-level cache: for what is read once.
   __device__ __forceinline__ static Vector load_once(const Scalar* source) {
     Vector result;
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) result.pieces[i] = __ldcg(reinterpret_cast<const Piece*>(source) + i);
+    for (int i = 0; i < kAccesses; ++i) result.accesses[i] = __ldcg(reinterpret_cast<const Access*>(source) + i);
     return result;
   }
   __device__ __forceinline__ void store_once(Scalar* target) const {
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) __stcg(reinterpret_cast<Piece*>(target) + i, pieces[i]);
+    for (int i = 0; i < kAccesses; ++i) __stcg(reinterpret_cast<Access*>(target) + i, accesses[i]);
   }
 };
 

@@ -14,7 +14,7 @@ namespace ssm_kernels::cuda {
 // neighbors, and those of four rows lie in different banks, be they four that follow one another or each second of eight: what
 // one load of cuda/mma_tf32.cuh reads.
 template <int element_bytes>
-__device__ __forceinline__ constexpr uint32_t piece_turn(uint32_t row) {
+__device__ __forceinline__ constexpr uint32_t swizzle(uint32_t row) {
   static_assert(element_bytes == 2 || element_bytes == 4, "operands are of 16 bits or fp32");
   return element_bytes == 2 ? row & 7 : ((row ^ row >> 2) & 1) << 2 | (row & 2);
 }
@@ -22,27 +22,27 @@ __device__ __forceinline__ constexpr uint32_t piece_turn(uint32_t row) {
 // An operand in shared memory: from 16 rows and 16 columns of a part on.
 template <int element_bytes>
 struct WarpOperand {
-  uint32_t part;        // the address of the first part
-  uint32_t offset = 0;  // bytes from there to the rows, in the part that has the columns
-  uint32_t column = 0;  // bytes along a row, before its pieces change places
-  uint32_t part_bytes;  // from one part to the next
-  uint32_t lane;        // of the warp's, that loads
+  uint32_t panel;        // the address of the first part
+  uint32_t offset = 0;   // bytes from there to the rows, in the part that has the columns
+  uint32_t column = 0;   // bytes along a row, before its pieces change places
+  uint32_t panel_bytes;  // from one part to the next
+  uint32_t lane;         // of the warp's, that loads
 
-  static constexpr uint32_t kRowBytes = 128, kGroupBytes = 16 * element_bytes, kGroupsOfPart = kRowBytes / kGroupBytes;
+  static constexpr uint32_t kRowBytes = 128, kGroupBytes = 16 * element_bytes, kGroupsOfPanel = kRowBytes / kGroupBytes;
 };
 
 template <int element_bytes>
-__device__ __forceinline__ WarpOperand<element_bytes> describe_warp_operand(const void* operand, int part_bytes, int lane) {
-  return {static_cast<uint32_t>(__cvta_generic_to_shared(operand)), 0, 0, static_cast<uint32_t>(part_bytes),
+__device__ __forceinline__ WarpOperand<element_bytes> make_warp_operand(const void* operand, int panel_bytes, int lane) {
+  return {static_cast<uint32_t>(__cvta_generic_to_shared(operand)), 0, 0, static_cast<uint32_t>(panel_bytes),
           static_cast<uint32_t>(lane)};
 }
 // From an operand on, that of the given group of 16 columns or rows. Column groups of one part: what was asked for before is of
 // other bits.
 template <int element_bytes>
 __device__ __forceinline__ WarpOperand<element_bytes> columns_of(WarpOperand<element_bytes> operand, int group) {
-  constexpr int kGroupsOfPart = WarpOperand<element_bytes>::kGroupsOfPart;
-  operand.offset += group / kGroupsOfPart * operand.part_bytes;
-  operand.column += group % kGroupsOfPart * WarpOperand<element_bytes>::kGroupBytes;
+  constexpr int kGroupsOfPanel = WarpOperand<element_bytes>::kGroupsOfPanel;
+  operand.offset += group / kGroupsOfPanel * operand.panel_bytes;
+  operand.column += group % kGroupsOfPanel * WarpOperand<element_bytes>::kGroupBytes;
   return operand;
 }
 template <int element_bytes>
@@ -60,13 +60,13 @@ template <bool columns_first, bool is_transposed>
 __device__ __forceinline__ void load_group(uint32_t (&r)[4], const WarpOperand<2>& operand) {
   const uint32_t lane = operand.lane;
   const uint32_t row = columns_first ? lane / 16 * 8 + lane % 8 : lane % 16;
-  const uint32_t piece = columns_first ? lane / 8 % 2 : lane / 16;
-  const uint32_t first = operand.part + row * WarpOperand<2>::kRowBytes + (piece ^ piece_turn<2>(row)) * 16;
+  const uint32_t vector = columns_first ? lane / 8 % 2 : lane / 16;
+  const uint32_t first = operand.panel + row * WarpOperand<2>::kRowBytes + (vector ^ swizzle<2>(row)) * 16;
   const uint32_t address = (first ^ operand.column) + operand.offset;
   if constexpr (is_transposed) {
-    load_matrices_transposed(r, address);
+    ldmatrix_transposed(r, address);
   } else {
-    load_matrices(r, address);
+    ldmatrix(r, address);
   }
 }
 
@@ -82,7 +82,7 @@ __device__ __forceinline__ WarpOperand<4> eight_rows(WarpOperand<4> operand, int
 // A lane's pair, where a product's sum goes along the rows: of eight rows, two columns of eight.
 __device__ __forceinline__ void load_pair_of_columns(float& first, float& second, const WarpOperand<4>& operand) {
   const uint32_t row = operand.lane / 4, pair = operand.lane % 4;
-  const uint32_t place = operand.part + row * WarpOperand<4>::kRowBytes + (pair / 2 ^ piece_turn<4>(row)) * 16 + pair % 2 * 8;
+  const uint32_t place = operand.panel + row * WarpOperand<4>::kRowBytes + (pair / 2 ^ swizzle<4>(row)) * 16 + pair % 2 * 8;
   const uint32_t address = (place ^ operand.column) + operand.offset;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address));
 }
@@ -90,9 +90,8 @@ __device__ __forceinline__ void load_pair_of_columns(float& first, float& second
 __device__ __forceinline__ void load_pair_of_rows(float& first, float& second, const WarpOperand<4>& operand) {
   constexpr uint32_t kOtherHalf = WarpOperand<4>::kRowBytes / 2;
   const uint32_t column = operand.lane / 4, row = operand.lane % 4 * 2;
-  static_assert((piece_turn<4>(0) ^ piece_turn<4>(1)) * 16 == kOtherHalf, "of two rows, from an even one on");
-  const uint32_t place =
-      operand.part + row * WarpOperand<4>::kRowBytes + (column / 4 ^ piece_turn<4>(row)) * 16 + column % 4 * 4;
+  static_assert((swizzle<4>(0) ^ swizzle<4>(1)) * 16 == kOtherHalf, "of two rows, from an even one on");
+  const uint32_t place = operand.panel + row * WarpOperand<4>::kRowBytes + (column / 4 ^ swizzle<4>(row)) * 16 + column % 4 * 4;
   const uint32_t address = (place ^ operand.column) + operand.offset;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(first) : "r"(address));
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(second) : "r"((address ^ kOtherHalf) + WarpOperand<4>::kRowBytes));
@@ -121,30 +120,30 @@ __device__ __forceinline__ void load_a(float (&a)[8], const WarpOperand<4>& oper
 
 // d += a b from the first of D's blocks on, an even one: those before are not asked for.
 template <typename Scalar, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void add_product(float (&d)[blocks][4], const uint32_t (&a)[4], const WarpOperand<2>& b,
-                                            int first_block) {
+__device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const uint32_t (&a)[4], const WarpOperand<2>& b,
+                                                int first_block) {
 #pragma unroll
   for (int n = 0; n < blocks; n += 2) {
     if (n < first_block) continue;
-    uint32_t of_b[4];
+    uint32_t b_fragment[4];
     if constexpr (b_is_transposed) {
-      load_group<false, true>(of_b, columns_of(b, n / 2));
+      load_group<false, true>(b_fragment, columns_of(b, n / 2));
     } else {
-      load_group<true, false>(of_b, rows_of(b, n / 2));
+      load_group<true, false>(b_fragment, rows_of(b, n / 2));
     }
-    mma<Scalar>(d[n], a, of_b[0], of_b[1]);
-    mma<Scalar>(d[n + 1], a, of_b[2], of_b[3]);
+    mma<Scalar>(d[n], a, b_fragment[0], b_fragment[1]);
+    mma<Scalar>(d[n + 1], a, b_fragment[2], b_fragment[3]);
   }
 }
 // Of so many blocks, whose products do not wait for one another.
 template <bool b_is_transposed, int at_once>
-__device__ __forceinline__ void add_product_of_blocks(float (*d)[4], const Tf32A (&a)[2], const WarpOperand<4>& b, int first) {
+__device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32A (&a)[2], const WarpOperand<4>& b, int first) {
   // Few blocks have a sum for each eight terms.
   constexpr int kSums = at_once > 2 ? 1 : 2;
   float sums[kSums][at_once][4] = {};
 #pragma unroll
   for (int step = 0; step < 2; ++step) {
-    Tf32B of_b[at_once];
+    Tf32B b_fragment[at_once];
 #pragma unroll
     for (int i = 0; i < at_once; ++i) {
       const int n = first + i;
@@ -154,9 +153,9 @@ __device__ __forceinline__ void add_product_of_blocks(float (*d)[4], const Tf32A
       } else {
         load_pair_of_columns(pair[0], pair[1], eight_rows(eight_columns(b, step), n));
       }
-      of_b[i].split(pair);
+      b_fragment[i].split(pair);
     }
-    mma_tf32x3(sums[step % kSums], a[step], of_b);
+    mma_tf32x3(sums[step % kSums], a[step], b_fragment);
   }
 #pragma unroll
   for (int i = 0; i < at_once; ++i) {
@@ -165,27 +164,27 @@ __device__ __forceinline__ void add_product_of_blocks(float (*d)[4], const Tf32A
   }
 }
 template <typename Scalar, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void add_product(float (&d)[blocks][4], const float (&a)[8], const WarpOperand<4>& b,
-                                            int first_block) {
+__device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const float (&a)[8], const WarpOperand<4>& b,
+                                                int first_block) {
   static_assert(std::is_same_v<Scalar, float>, "operands of fp32");
   constexpr int kAtOnce = blocks % 4 == 0 ? 4 : 2;
-  Tf32A of_a[2];
+  Tf32A a_fragment[2];
 #pragma unroll
-  for (int step = 0; step < 2; ++step) of_a[step].split(a + 4 * step);
+  for (int step = 0; step < 2; ++step) a_fragment[step].split(a + 4 * step);
 #pragma unroll
   for (int n = 0; n < blocks; n += kAtOnce) {
     if (n >= first_block) {
-      add_product_of_blocks<b_is_transposed, kAtOnce>(d, of_a, b, n);
+      gemm_accumulate_blocks<b_is_transposed, kAtOnce>(d, a_fragment, b, n);
     } else if (n + 2 == first_block && n + 2 < blocks) {
-      add_product_of_blocks<b_is_transposed, 2>(d, of_a, b, n + 2);
+      gemm_accumulate_blocks<b_is_transposed, 2>(d, a_fragment, b, n + 2);
     }
   }
 }
 
 // d = a b, or d += a b; a in registers.
 template <typename Scalar, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void multiply(float (&d)[blocks][4], const OperandA<Scalar>& a, const WarpOperand<sizeof(Scalar)>& b,
-                                         bool adds, int first_block = 0) {
+__device__ __forceinline__ void gemm(float (&d)[blocks][4], const OperandA<Scalar>& a, const WarpOperand<sizeof(Scalar)>& b,
+                                     bool adds, int first_block = 0) {
   static_assert(blocks % 2 == 0, "operands are loaded for 16 columns of d at once");
   if (!adds) {
 #pragma unroll
@@ -194,20 +193,20 @@ __device__ __forceinline__ void multiply(float (&d)[blocks][4], const OperandA<S
       for (int i = 0; i < 4; ++i) d[n][i] = 0;
     }
   }
-  add_product<Scalar, b_is_transposed>(d, a, b, first_block);
+  gemm_accumulate<Scalar, b_is_transposed>(d, a, b, first_block);
 }
 // Both in shared memory.
 template <typename Scalar, bool a_is_transposed, bool b_is_transposed, int blocks>
-__device__ __forceinline__ void multiply(float (&d)[blocks][4], const WarpOperand<sizeof(Scalar)>& a,
-                                         const WarpOperand<sizeof(Scalar)>& b, bool adds) {
+__device__ __forceinline__ void gemm(float (&d)[blocks][4], const WarpOperand<sizeof(Scalar)>& a,
+                                     const WarpOperand<sizeof(Scalar)>& b, bool adds) {
   const int warp = threadIdx.x % 128 / 32;
-  OperandA<Scalar> of_a;
+  OperandA<Scalar> a_fragment;
   if constexpr (a_is_transposed) {
-    load_a<true>(of_a, columns_of(a, warp));
+    load_a<true>(a_fragment, columns_of(a, warp));
   } else {
-    load_a<false>(of_a, rows_of(a, warp));
+    load_a<false>(a_fragment, rows_of(a, warp));
   }
-  multiply<Scalar, b_is_transposed>(d, of_a, b, adds);
+  gemm<Scalar, b_is_transposed>(d, a_fragment, b, adds);
 }
 
 }  // namespace ssm_kernels::cuda

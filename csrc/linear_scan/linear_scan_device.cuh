@@ -98,7 +98,7 @@ struct Rows {
   // Into shared memory, where it is once the thread has waited for its asynchronous copies.
   __device__ __forceinline__ void stage(int s, cuda::Vector<Scalar, kVector>* place) const {
     if (vectors) {
-      cuda::async_copy(place, row<Scalar>(s), cuda::kAsyncCopyBytes);
+      cuda::cp_async(place, row<Scalar>(s), cuda::kCpAsyncBytes);
     } else if constexpr (!T::kPlain) {
       *place = load<Scalar>(s);
     }
@@ -229,12 +229,12 @@ __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const P
                                               const Stage& stage, const Work& work) {
   TileQueue<T> queue(partition, shared.carry);
   stage(Place<T>(p, partition, queue.current), 1);
-  cuda::commit_async_copies();
+  cuda::cp_async_commit();
   queue.take_second();
   for (int buffer = 1; queue.current < partition.tiles_in_all; buffer ^= 1) {
     stage(Place<T>(p, partition, queue.next), buffer ^ 1);
-    cuda::commit_async_copies();
-    cuda::wait_for_async_copies<1>();
+    cuda::cp_async_commit();
+    cuda::cp_async_wait<1>();
     queue.begin(buffer);
     work(Place<T>(p, partition, queue.current), buffer);
     queue.end(buffer);

@@ -71,20 +71,20 @@ class BwdInputs {
   __device__ __forceinline__ bool is_wide() const { return kMayBeWide && p_.x.is_accumulate; }
 
   // The first piece of vector i.
-  __device__ __forceinline__ char* piece(int stage, Input input, int i) const {
+  __device__ __forceinline__ char* access(int stage, Input input, int i) const {
     const int width = is_wide() ? 2 : 1;
     const int index = input == kGradOut ? i : kVectors + ((input == kThird ? kVectors : 0) + i) * width;
-    return record_ + (stage * plan_.stage_pieces + index) * kVectorBytes;
+    return record_ + (stage * plan_.stage_accesses + index) * kVectorBytes;
   }
 
   __device__ __forceinline__ void copy_vector(int stage, Input input, int i, const RowsView& view, int64_t offset) {
-    char* const target = piece(stage, input, i);
+    char* const target = access(stage, input, i);
     if (input != kGradOut && is_wide()) {
       const Acc* const source = static_cast<const Acc*>(view.data) + offset;
-      cuda::async_copy(target, source, kVectorBytes);
-      cuda::async_copy(target + kVectorBytes, source + kVectorBytes / sizeof(Acc), kVectorBytes);
+      cuda::cp_async(target, source, kVectorBytes);
+      cuda::cp_async(target + kVectorBytes, source + kVectorBytes / sizeof(Acc), kVectorBytes);
     } else {
-      cuda::async_copy(target, static_cast<const Scalar*>(view.data) + offset, kVectorBytes);
+      cuda::cp_async(target, static_cast<const Scalar*>(view.data) + offset, kVectorBytes);
     }
   }
 
@@ -92,13 +92,13 @@ class BwdInputs {
   __device__ __forceinline__ void read(Acc (&values)[kSize], int stage, Input input, int i, const RowsView& view,
                                        const OffsetOf& offset_of) const {
     if constexpr (use_vectors) {
-      const char* const source = piece(stage, input, i);
+      const char* const source = access(stage, input, i);
       if constexpr (kMayBeWide) {
         static_assert(kSize * sizeof(Acc) == 2 * kVectorBytes, "a wide vector is two pieces");
         if (input != kGradOut && is_wide()) {
           Vector<Acc, kSize> vector;
-          vector.pieces[0] = *reinterpret_cast<const uint4*>(source);
-          vector.pieces[1] = *reinterpret_cast<const uint4*>(source + kVectorBytes);
+          vector.accesses[0] = *reinterpret_cast<const uint4*>(source);
+          vector.accesses[1] = *reinterpret_cast<const uint4*>(source + kVectorBytes);
           return to_values(vector, values);
         }
       }
@@ -147,7 +147,7 @@ class SharedSums {
 
  private:
   __device__ __forceinline__ Acc* address(int i) const {
-    return reinterpret_cast<Acc*>(record_ + i * kSumPieces<Acc, size> * kVectorBytes);
+    return reinterpret_cast<Acc*>(record_ + i * kSumAccesses<Acc, size> * kVectorBytes);
   }
   __device__ __forceinline__ void store(int i, const Acc (&values)[size]) { from_values<Acc>(values).store(address(i)); }
 
@@ -194,7 +194,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
           stage, [&](int i) { return column(0, i) < group_size; },
           [&](const RowsView& view, int i) { return index.offset(view) + column(0, i); });
     }
-    cuda::commit_async_copies();
+    cuda::cp_async_commit();
   };
   if constexpr (use_vectors) {
     for (int i = 0; i < kBwdStages - 1; ++i) copy(partial + i * plan.partials, i);
@@ -202,7 +202,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   int stage = 0;  // of the row
 
   Acc sum_weight[kVectors][kSize] = {};
-  SharedSums<Acc, kVectors, kSize> sum_bias(record + kBwdStages * plan.stage_pieces * kVectorBytes);
+  SharedSums<Acc, kVectors, kSize> sum_bias(record + kBwdStages * plan.stage_accesses * kVectorBytes);
   const bool sums_bias = is_single && p.partial_bias != nullptr;
   if (sums_bias) sum_bias.clear();
   const auto statistic = [&](const void* values, Row row) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     if constexpr (use_vectors) {
       // Into the stage of the row before, which this thread has read.
       copy(row + (kBwdStages - 1) * plan.partials, stage == 0 ? kBwdStages - 1 : stage - 1);
-      cuda::wait_for_async_copies<kBwdStages - 1>();
+      cuda::cp_async_wait<kBwdStages - 1>();
     }
 
     Acc sums[2] = {0, 0};  // of gy weight y, and of gy weight

@@ -131,12 +131,12 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
 BwdPlan plan_bwd(const NormBwdParams& p) {
   BwdPlan plan;
   const int vector_size = kVectorBytes / cuda::element_bytes(p.kind);
-  const int stage_pieces = bwd_pieces(p, kThreadColumns / vector_size);
+  const int stage_accesses = bwd_accesses(p, kThreadColumns / vector_size);
   // Sums for grad_bias: one piece for a thread of a scalar kernel, else all of its columns.
-  const auto record_bytes = [&](int pieces, int sums) {
-    return ((kBwdStages * pieces + (p.grad_bias.data != nullptr ? sums : 0)) | 1) * kVectorBytes;
+  const auto record_bytes = [&](int accesses, int sums) {
+    return ((kBwdStages * accesses + (p.grad_bias.data != nullptr ? sums : 0)) | 1) * kVectorBytes;
   };
-  const int vector_record = record_bytes(stage_pieces, kThreadColumns * 4 / kVectorBytes);
+  const int vector_record = record_bytes(stage_accesses, kThreadColumns * 4 / kVectorBytes);
   // Beside the sums of a team, which are static.
   const int available = cuda::max_shared_bytes(p.device) - 2048;
 
@@ -154,7 +154,7 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
     use_vectors = false;
     plan.teams = make_teams(p, use_vectors, kBwdMaxThreads);
   }
-  plan.stage_pieces = use_vectors ? stage_pieces : 0;
+  plan.stage_accesses = use_vectors ? stage_accesses : 0;
   plan.record_bytes = use_vectors ? vector_record : record_bytes(0, 1);
 
   while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;

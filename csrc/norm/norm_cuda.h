@@ -70,12 +70,12 @@ struct BwdPlan {
   RmsPlan rms;
   // A thread's shared memory: the pieces of each stage, and then its sums for grad_bias. An odd number of pieces, so that the
   // same piece of neighboring threads is in different banks.
-  int stage_pieces = 0, record_bytes = 0;
+  int stage_accesses = 0, record_bytes = 0;
 };
 
 // 16-byte pieces that backward copies for each thread and row. Vectors of 16-bit tensors stand beside vectors of float32 that
 // are twice as long, where the residual is float32.
-inline int bwd_pieces(const NormBwdParams& p, int vectors) {
+inline int bwd_accesses(const NormBwdParams& p, int vectors) {
   const bool is_wide = p.x.is_accumulate && (p.kind == ScalarKind::kHalf || p.kind == ScalarKind::kBFloat16);
   const int third = p.is_add ? p.grad_new_residual.data != nullptr : p.z.data != nullptr;
   return vectors * (1 + (1 + third) * (is_wide ? 2 : 1));
@@ -83,7 +83,7 @@ inline int bwd_pieces(const NormBwdParams& p, int vectors) {
 
 // 16-byte pieces of a vector of sums. The scalar kernels leave a part of the one piece unused.
 template <typename Acc, int size>
-constexpr int kSumPieces = size * sizeof(Acc) <= kVectorBytes ? 1 : size * static_cast<int>(sizeof(Acc)) / kVectorBytes;
+constexpr int kSumAccesses = size * sizeof(Acc) <= kVectorBytes ? 1 : size * static_cast<int>(sizeof(Acc)) / kVectorBytes;
 
 // Instantiated in instantiations/, for float, double, __half and __nv_bfloat16.
 template <typename Scalar>

@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
         }
       }
     }
-    cuda::commit_async_copies();
+    cuda::cp_async_commit();
     reads.advance(p, p.reads);
   };
   for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
     // Into the stage of the row before, which this thread has read.
     copy(row + (kStages - 1) * p.row_step, stage == 0 ? (kStages - 1) * kStageBytes : stage - kStageBytes);
-    cuda::wait_for_async_copies<kStages - 1>();
+    cuda::cp_async_wait<kStages - 1>();
     const float rstd = Rstd::load(first_rstd + stage, 0)[0];
 
     float s[kHasGate ? kVectors : 1][kSize], sum = 0;

@@ -117,7 +117,7 @@ struct StagedInput {
     return Values::load(reinterpret_cast<const Element*>(input + i * kVectorStride));
   }
   static __device__ __forceinline__ void copy(char* input, int i, const Element* source) {
-    cuda::async_copy<kLaneBytes>(input + i * kVectorStride, source + i * kWarpSize * size);
+    cuda::cp_async<kLaneBytes>(input + i * kVectorStride, source + i * kWarpSize * size);
   }
   static __device__ __forceinline__ void clear(char* input, int i) {
     Values::zero().store(reinterpret_cast<Element*>(input + i * kVectorStride));

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
         Input::copy(first_z + stage_offset, i, reads.template at<Scalar>(kZ, place));
       }
     }
-    cuda::commit_async_copies();
+    cuda::cp_async_commit();
     reads.advance(p, p.reads);
   };
   for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
@@ -66,7 +66,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
     // Into the stage of the row before, which this thread has read.
     copy(row + (kStages - 1) * p.row_step, stage_offset == 0 ? (kStages - 1) * kStageBytes : stage_offset - kStageBytes);
-    cuda::wait_for_async_copies<kStages - 1>();
+    cuda::cp_async_wait<kStages - 1>();
     const char *const stage = first_stage + stage_offset, *const z_stage = first_z + stage_offset;
 
     float v[kVectors][kSize], sum = 0;

@@ -20,9 +20,9 @@ class Scratch {
 
   template <typename Acc>
   Acc* take(int64_t count) {
-    Acc* piece = reinterpret_cast<Acc*>(data_ + used_);
+    Acc* vector_source = reinterpret_cast<Acc*>(data_ + used_);
     used_ += round_up(count * int64_t(sizeof(Acc)), 64);
-    return piece;
+    return vector_source;
   }
 
   int64_t used() const { return used_; }

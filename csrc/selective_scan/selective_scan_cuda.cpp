@@ -53,7 +53,7 @@ DeviceLimits limits_of(const at::Tensor& tensor) {
       static_cast<int64_t>(properties.sharedMemPerMultiprocessor), static_cast<int64_t>(properties.reservedSharedMemPerBlock)};
 }
 
-Way preferred_way() { return static_cast<Way>(debug_option(DebugOption::kSelectiveScanKernel)); }
+KernelChoice preferred_kernel() { return static_cast<KernelChoice>(debug_option(DebugOption::kSelectiveScanKernel)); }
 
 void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimits& device, at::ScalarType dtype) {
   TORCH_CHECK(p.batch * plan.partition().segments * plan.partition().tiles <= std::numeric_limits<int32_t>::max(),
@@ -89,18 +89,18 @@ class Workspace {
 };
 
 // What segments hand to each other.
-void reserve_carries(Workspace& workspace, Partition& partition, const SelectiveScanParams& p) {
+void reserve_carries(Workspace& workspace, ChannelPartition& partition, const SelectiveScanParams& p) {
   if (partition.segments == 1) return;
   const int64_t count = p.batch * partition.segments * p.dim * p.dstate;
   workspace.reserve(&partition.decay, count);
   workspace.reserve(&partition.carry, count);
 }
 
-void reserve_partial_sums(Workspace& workspace, const Partition& partition, PartialSums& sums,
+void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partition, PartialSums& sums,
                           const SelectiveScanBwdParams& p) {
   sums.tiles = partition.tiles;
   sums.segments = partition.segments;
-  constexpr int64_t kTileSteps = std::max(walking::kBwdTileSteps, time_lanes::BwdSizes::kTileSteps);
+  constexpr int64_t kTileSteps = std::max(sequential::kBwdTileSteps, warp_scan::BwdSizes::kTileSteps);
   sums.padded_steps = round_up(p.seqlen, kTileSteps);
   const int64_t rows = p.batch * partition.segments, states_per_row = p.dim * p.dstate;
   const auto reserve_matrix = [&](const MatrixView& grad, void** per_step, void** constant) {
@@ -120,7 +120,7 @@ void reserve_partial_sums(Workspace& workspace, const Partition& partition, Part
 
 // The carry pass, where there are segments: of all but that after which (in backward: before which) there is no other.
 template <typename Launch>
-void launch_carry_pass(time_lanes::ScanPlan plan, int64_t first_segment, const Launch& launch) {
+void launch_carry_pass(warp_scan::ScanPlan plan, int64_t first_segment, const Launch& launch) {
   if (plan.segments == 1) return;
   plan.carry_pass = true;
   plan.first_segment = first_segment;
@@ -144,30 +144,30 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cuda(const at::Tensor& u, con
   visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
     const DeviceLimits device = limits_of(u);
-    Plan plan = plan_fwd<Scalar>(params, device, preferred_way());
+    Plan plan = plan_fwd<Scalar>(params, device, preferred_kernel());
     check_plan(params, plan, device, u.scalar_type());
     Workspace workspace;
-    reserve_carries(workspace, plan.time_lanes, params);
+    reserve_carries(workspace, plan.warp_scan, params);
     workspace.allocate(A.options());
     if constexpr (!std::is_same_v<Scalar, double>) {
-      if (plan.is_sequential) {
-        C10_CUDA_CHECK(sequential::launch_fwd<Scalar>(params, plan.sequential, stream));
+      if (plan.is_short) {
+        C10_CUDA_CHECK(short_scan::launch_fwd<Scalar>(params, plan.short_scan, stream));
         return;
       }
     }
     visit_discretization(method, [&](auto rule) {
       using Method = decltype(rule);
       if constexpr (!std::is_same_v<Scalar, double>) {
-        if (plan.walks) {
-          C10_CUDA_CHECK((walking::launch_fwd<Scalar, Method>(params, plan.walking, stream)));
+        if (plan.is_sequential) {
+          C10_CUDA_CHECK((sequential::launch_fwd<Scalar, Method>(params, plan.sequential, stream)));
           return;
         }
       }
-      const auto launch = [&](const time_lanes::ScanPlan& pass) {
-        return time_lanes::launch_fwd<Scalar, Method>(params, pass, stream);
+      const auto launch = [&](const warp_scan::ScanPlan& pass) {
+        return warp_scan::launch_fwd<Scalar, Method>(params, pass, stream);
       };
-      launch_carry_pass(plan.time_lanes, 0, launch);
-      C10_CUDA_CHECK(launch(plan.time_lanes));
+      launch_carry_pass(plan.warp_scan, 0, launch);
+      C10_CUDA_CHECK(launch(plan.warp_scan));
     });
   });
   return {outputs.out, outputs.last_state, outputs.chunk_states};
@@ -194,36 +194,36 @@ GradTensors compute_bwd_cuda(const BwdCall& call) {
   visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
     const DeviceLimits device = limits_of(u);
-    Plan plan = plan_bwd<Scalar>(params, device, preferred_way());
+    Plan plan = plan_bwd<Scalar>(params, device, preferred_kernel());
     check_plan(params, plan, device, u.scalar_type());
     at::Tensor arranged_grad_out;
-    if (plan.walks && !has_layout<Scalar>(params.grad_out, plan.walking)) {
+    if (plan.is_sequential && !has_layout<Scalar>(params.grad_out, plan.sequential)) {
       arranged_grad_out = at::empty_like(u).copy_(*call.grad_out);
       params.grad_out = {arranged_grad_out.mutable_data_ptr(), arranged_grad_out.stride(0), arranged_grad_out.stride(1),
                          arranged_grad_out.stride(2)};
-      plan = plan_bwd<Scalar>(params, device, preferred_way());
+      plan = plan_bwd<Scalar>(params, device, preferred_kernel());
     }
     Workspace workspace;
     PartialSums partial_sums;
-    reserve_carries(workspace, plan.time_lanes, params);
+    reserve_carries(workspace, plan.warp_scan, params);
     reserve_partial_sums(workspace, plan.partition(), partial_sums, params);
     workspace.allocate(in.A.options());
-    plan.walking.decay = plan.time_lanes.decay;
-    plan.walking.carry = plan.time_lanes.carry;
+    plan.sequential.decay = plan.warp_scan.decay;
+    plan.sequential.carry = plan.warp_scan.carry;
     visit_discretization(method, [&](auto rule) {
       using Method = decltype(rule);
       if (params.batch == 0) return;
-      const auto launch = [&](const time_lanes::ScanPlan& pass) {
-        return time_lanes::launch_bwd<Scalar, Method>(params, pass, partial_sums, stream);
+      const auto launch = [&](const warp_scan::ScanPlan& pass) {
+        return warp_scan::launch_bwd<Scalar, Method>(params, pass, partial_sums, stream);
       };
-      launch_carry_pass(plan.time_lanes, 1, launch);
+      launch_carry_pass(plan.warp_scan, 1, launch);
       if constexpr (!std::is_same_v<Scalar, double>) {
-        if (plan.walks) {
-          C10_CUDA_CHECK((walking::launch_bwd<Scalar, Method>(params, plan.walking, partial_sums, stream)));
+        if (plan.is_sequential) {
+          C10_CUDA_CHECK((sequential::launch_bwd<Scalar, Method>(params, plan.sequential, partial_sums, stream)));
           return;
         }
       }
-      C10_CUDA_CHECK(launch(plan.time_lanes));
+      C10_CUDA_CHECK(launch(plan.warp_scan));
     });
     C10_CUDA_CHECK(launch_bwd_finish<Scalar>(params, partial_sums, stream));
   });

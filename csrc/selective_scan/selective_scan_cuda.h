@@ -32,7 +32,7 @@ constexpr int kVectorBytes = 16;
 enum class VectorAccess : int { kAlongSteps, kAlongChannels, kSingly };
 
 // How channels and time are shared out among blocks.
-struct Partition {
+struct ChannelPartition {
   int block_channels = 0;
   int64_t span = 0;  // channels
   int64_t tiles_per_span = 0;

@@ -17,7 +17,7 @@ using cuda::to_accumulate;
 using cuda::Vector;
 
 constexpr unsigned int kAllLanes = 0xffffffffu;
-static_assert(kVectorBytes == cuda::kAsyncCopyBytes, "tiles are filled by asynchronous copies of one vector");
+static_assert(kVectorBytes == cuda::kCpAsyncBytes, "tiles are filled by asynchronous copies of one vector");
 
 template <typename T>
 constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
@@ -37,7 +37,7 @@ struct Position {
   int channels;
   int64_t begin, end;
 
-  __device__ __forceinline__ Position(const SelectiveScanParams& p, const Partition& partition, int64_t block) {
+  __device__ __forceinline__ Position(const SelectiveScanParams& p, const ChannelPartition& partition, int64_t block) {
     const int64_t row = block / partition.tiles;
     tile = block - row * partition.tiles;
     batch = row / partition.launched_segments;
@@ -169,7 +169,7 @@ __device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, 
 // What the segment before (in backward: after) hands on, folded into the state that it started from. A state of zero stays one
 // even if the segment's decay has overflowed.
 template <typename Acc>
-__device__ __forceinline__ Acc fold_segment(const Partition& partition, int64_t offset, Acc state) {
+__device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, int64_t offset, Acc state) {
   const Acc carry = static_cast<const Acc*>(partition.carry)[offset];
   return state == 0 ? carry : Math<Acc>::fma(static_cast<const Acc*>(partition.decay)[offset], state, carry);
 }
@@ -177,7 +177,7 @@ __device__ __forceinline__ Acc fold_segment(const Partition& partition, int64_t 
 // Leaves what a block adds to the gradient of B or of C, of one state at `size` steps from `step` on, of which `valid` exist,
 // for others' to be added to; of a group that is one tile it is the gradient.
 template <typename Scalar, typename Acc, int size>
-__device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p, const Partition& partition,
+__device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p, const ChannelPartition& partition,
                                                  const PartialSums& partial_sums, const Position& at, bool is_B, int state,
                                                  int64_t step, int valid, const Vector<Acc, size>& sum) {
   Acc* const partial = static_cast<Acc*>(is_B ? partial_sums.grad_B : partial_sums.grad_C);

@@ -20,31 +20,31 @@ struct DeviceLimits {
 
 // Either a preference, followed where the way can do the call, or the faster one. The values of
 // DebugOption::kSelectiveScanKernel.
-enum class Way : int { kFaster, kWalking, kTimeLanes };
+enum class KernelChoice : int { kFaster, kSequential, kWarpScan };
 
 struct Plan {
-  bool walks = false, is_sequential = false;
+  bool is_sequential = false, is_short = false;
+  short_scan::ScanPlan short_scan;
   sequential::ScanPlan sequential;
-  walking::ScanPlan walking;
   // Of the carry pass too, where it is walking that has segments: the same ones.
-  time_lanes::ScanPlan time_lanes;
+  warp_scan::ScanPlan warp_scan;
   // Of a block of any of its launches, the most. More than the device's limit only if no cut of the call fits.
   int64_t shared_bytes = 0;
 
-  const Partition& partition() const {
-    if (is_sequential) return sequential;
-    return walks ? static_cast<const Partition&>(walking) : time_lanes;
+  const ChannelPartition& partition() const {
+    if (is_short) return short_scan;
+    return is_sequential ? static_cast<const ChannelPartition&>(sequential) : warp_scan;
   }
 };
 
 template <typename Scalar>
-Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, Way way);
+Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, KernelChoice choice);
 // Whether it walks does not depend on the layout of grad_out: one that does not fit (has_layout) is for the caller to copy.
 template <typename Scalar>
-Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, Way way);
+Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, KernelChoice choice);
 
 // Whether a tensor can be moved as the plan moves the others.
 template <typename Scalar>
-bool has_layout(const SequenceView& view, const walking::ScanPlan& plan);
+bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan);
 
 }  // namespace ssm_kernels::selective_scan

@@ -8,14 +8,14 @@
 
 #include "selective_scan/selective_scan_cuda.h"
 
-namespace ssm_kernels::selective_scan::sequential {
+namespace ssm_kernels::selective_scan::short_scan {
 
 constexpr int kMostSteps = 32;
 constexpr int kStateLanes = 8, kLaneStates = 2, kStates = kStateLanes * kLaneStates;
 constexpr int kThreads = 128, kTileChannels = kThreads / kStateLanes;
 constexpr int kSharedBytes = 17 * 1024;  // of a block, at most
 
-struct ScanPlan : Partition {
+struct ScanPlan : ChannelPartition {
   VectorAccess u = VectorAccess::kSingly, delta = VectorAccess::kSingly, z = VectorAccess::kSingly;
   VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
 };
@@ -23,4 +23,4 @@ struct ScanPlan : Partition {
 template <typename Scalar>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream);
 
-}  // namespace ssm_kernels::selective_scan::sequential
+}  // namespace ssm_kernels::selective_scan::short_scan

@@ -14,7 +14,7 @@
 #include "selective_scan/selective_scan_device.cuh"
 #include "selective_scan/sequential.h"
 
-namespace ssm_kernels::selective_scan::sequential {
+namespace ssm_kernels::selective_scan::short_scan {
 
 constexpr int kGroupSteps = 8;  // the lanes of a channel add up their parts of so many outputs at a time
 static_assert(kMostSteps % kGroupSteps == 0 && kGroupSteps % kStateLanes == 0, "lanes share the steps of a group equally");
@@ -41,16 +41,16 @@ struct Tile {
   __device__ __forceinline__ void load(VectorAccess access, const Scalar* source, int64_t stride_row, int64_t stride_step,
                                        int valid_rows, int steps) {
     if (access == VectorAccess::kAlongChannels) {
-      constexpr int kVector = kVectorSize<Scalar>, kPieces = rows / kVector;
-      constexpr int kVectors = kMostSteps * kPieces;
+      constexpr int kVector = kVectorSize<Scalar>, kRowVectors = rows / kVector;
+      constexpr int kVectors = kMostSteps * kRowVectors;
       static_assert(rows % kVector == 0, "a step is whole vectors");
 #pragma unroll
       for (int first = 0; first < kVectors; first += kThreads) {
-        const int i = first + static_cast<int>(threadIdx.x), step = i / kPieces, row = i % kPieces * kVector;
+        const int i = first + static_cast<int>(threadIdx.x), step = i / kRowVectors, row = i % kRowVectors * kVector;
         if (kVectors % kThreads != 0 && i >= kVectors) break;
         const int valid = step < steps ? max(0, min(kVector, valid_rows - row)) : 0;
-        cuda::async_copy(&elements[step][row], valid > 0 ? source + row + step * stride_step : source,
-                         valid * static_cast<int>(sizeof(Scalar)));
+        cuda::cp_async(&elements[step][row], valid > 0 ? source + row + step * stride_step : source,
+                       valid * static_cast<int>(sizeof(Scalar)));
       }
     } else {
       for_each_element<rows>(stride_row, stride_step, [&](int row, int step) {
@@ -73,7 +73,7 @@ static_assert(sizeof(Shared<float>) <= kSharedBytes, "the plan counts as much fo
 
 template <typename Scalar>
 __global__ void __launch_bounds__(kThreads)
-    sequential_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams p, const __grid_constant__ ScanPlan plan) {
+    short_scan_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams p, const __grid_constant__ ScanPlan plan) {
   __shared__ Shared<Scalar> shared;
   // Sizes have 32 bits (is_short): 64-bit quotients would take longer than a round of reads.
   const unsigned tiles = static_cast<unsigned>(plan.tiles), batch = blockIdx.x / tiles, tile = blockIdx.x - batch * tiles;
@@ -123,7 +123,7 @@ __global__ void __launch_bounds__(kThreads)
     }
   };
   save_states(p.chunk_states, batch * p.chunk_boundaries);
-  cuda::wait_for_async_copies();
+  cuda::cp_async_wait();
   __syncthreads();
 
   // The size of a step that does not exist is zero.
@@ -184,8 +184,8 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Scalar>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  sequential_fwd_kernel<Scalar><<<static_cast<unsigned>(params.batch * plan.tiles), kThreads, 0, stream>>>(params, plan);
+  short_scan_fwd_kernel<Scalar><<<static_cast<unsigned>(params.batch * plan.tiles), kThreads, 0, stream>>>(params, plan);
   return cudaGetLastError();
 }
 
-}  // namespace ssm_kernels::selective_scan::sequential
+}  // namespace ssm_kernels::selective_scan::short_scan

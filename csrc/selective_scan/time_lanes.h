@@ -16,17 +16,17 @@
 #include "cuda/divisor.h"
 #include "selective_scan/selective_scan_cuda.h"
 
-namespace ssm_kernels::selective_scan::time_lanes {
+namespace ssm_kernels::selective_scan::warp_scan {
 
 // Forward is compiled for two cuts (for doubles, for few channels only): lanes of a channel, and with them the most states of a
 // slice. More lanes make more warps of few channels, at the price of a longer scan over the lanes and of B and C staged for
 // fewer channels.
-enum class FwdCut : int { kManyChannels, kFewChannels };
-template <FwdCut cut>
+enum class FwdConfig : int { kManyChannels, kFewChannels };
+template <FwdConfig config>
 struct FwdSizes {
-  static constexpr int kLog2TimeLanes = cut == FwdCut::kManyChannels ? 3 : 5;
+  static constexpr int kLog2TimeLanes = config == FwdConfig::kManyChannels ? 3 : 5;
   static constexpr int kLog2Warps = 3;
-  static constexpr int kSlice = cut == FwdCut::kManyChannels ? 16 : 8;
+  static constexpr int kSlice = config == FwdConfig::kManyChannels ? 16 : 8;
   static constexpr int kTileChannels = kWarpSize << kLog2Warps >> kLog2TimeLanes;
   // Steps of a lane. More share the cost of the scan; fewer take fewer registers, of which doubles take twice as many.
   static constexpr int log2_steps(bool is_double) { return is_double ? 3 : 4; }
@@ -59,8 +59,8 @@ constexpr bool kAnyCarries = !kHasCommonPasses<Scalar>;
 
 // A block has at most a tile's channels; fewer where the states of more do not fit into its memory. Where those of one do not,
 // forward's slices are of fewer states too.
-struct ScanPlan : Partition {
-  FwdCut cut = FwdCut::kManyChannels;
+struct ScanPlan : ChannelPartition {
+  FwdConfig config = FwdConfig::kManyChannels;
   int slice = 0;  // states; of forward
   bool carry_pass = false;
   cuda::Divisor dstate;
@@ -81,4 +81,4 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& pla
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream);
-}  // namespace ssm_kernels::selective_scan::time_lanes
+}  // namespace ssm_kernels::selective_scan::warp_scan

@@ -29,20 +29,20 @@
 #include "cuda/launch.cuh"
 #include "selective_scan/time_lanes_tile.cuh"
 
-namespace ssm_kernels::selective_scan::time_lanes {
+namespace ssm_kernels::selective_scan::warp_scan {
 
 template <typename Scalar>
-using CutOfBwd =
-    Cut<Scalar, BwdSizes::log2_warps(std::is_same_v<Scalar, double>), BwdSizes::kLog2TimeLanes, BwdSizes::kLog2Steps>;
+using BwdTileConfig =
+    TileConfig<Scalar, BwdSizes::log2_warps(std::is_same_v<Scalar, double>), BwdSizes::kLog2TimeLanes, BwdSizes::kLog2Steps>;
 
 // The arrays in a block's shared memory.
-template <typename Cut>
+template <typename TileConfig>
 struct BwdShared {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
   static constexpr int kSlice = BwdSizes::kSlice;
   // Of a state: what the block adds to the gradients of B and of C, (2, steps of a tile).
-  static constexpr int kSumsPerState = 2 * Cut::kTileSteps;
+  static constexpr int kSumsPerState = 2 * TileConfig::kTileSteps;
   static constexpr int kSums = kSlice * kSumsPerState;
 
   // Of a channel and state: A, scaled; the state before the tile; the adjoint that comes from after it; the gradient of A.
@@ -61,21 +61,21 @@ struct BwdShared {
   size_t bytes;
 
   SSM_HOST_DEVICE BwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan) {
-    const int count = state_rows<Cut>(plan) * state_pitch(p);
+    const int count = state_rows<TileConfig>(plan) * state_pitch(p);
     const bool sums = !plan.carry_pass && (p.B.per_step || p.C.per_step);
     Carver carver(memory);
     // What has the same size for all calls first: its addresses are known when compiling.
-    grad_channel = carver.take<Acc>(2 * Cut::kThreads);
+    grad_channel = carver.take<Acc>(2 * TileConfig::kThreads);
     position = carver.take<Position>(1);
     rows = carver.take<BwdRows<Scalar>>(1);
-    zeros = carver.take<Acc>(Cut::kSteps);
-    delta = carver.take<Scalar>(Tile<Cut>::kCapacity);
-    grad_out = carver.take<Scalar>(Tile<Cut>::kCapacity);
-    u = carver.take<Scalar>(plan.carry_pass ? 0 : Tile<Cut>::kCapacity);
-    z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Cut>::kCapacity : 0);
-    B = carver.take<Acc>(p.B.per_step && !plan.carry_pass ? kSlice * MatrixSlice<Cut, kSlice>::kPitch : 0);
-    C = carver.take<Acc>(p.C.per_step ? kSlice * MatrixSlice<Cut, kSlice>::kPitch : 0);
-    warp_sums = carver.take<Acc>(sums ? Cut::kWarps * kSums : 0);
+    zeros = carver.take<Acc>(TileConfig::kSteps);
+    delta = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    grad_out = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    u = carver.take<Scalar>(plan.carry_pass ? 0 : SequenceTile<TileConfig>::kCapacity);
+    z = carver.take<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
+    B = carver.take<Acc>(p.B.per_step && !plan.carry_pass ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
+    C = carver.take<Acc>(p.C.per_step ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
+    warp_sums = carver.take<Acc>(sums ? TileConfig::kWarps * kSums : 0);
     states = carver.take<Acc>(kPerState * count);
     decay = carver.take<Acc>(plan.carry_pass ? count : 0);
     grad_constant_B = carver.take<Acc>(p.B.per_step || plan.carry_pass ? 0 : count);
@@ -85,12 +85,12 @@ struct BwdShared {
 };
 
 // Adds the values of each step over the warp's channels, and stores the sums: (2, steps of the tile).
-template <typename Cut>
-__device__ __forceinline__ void store_channel_sums(typename Cut::Acc (&to_B)[Cut::kSteps],
-                                                   typename Cut::Acc (&to_C)[Cut::kSteps], const Lane<Cut>& lane,
-                                                   typename Cut::Acc* place) {
-  using Acc = typename Cut::Acc;
-  static_assert(Cut::kSteps == 8 && Cut::kLanesPerStep == 4, "four lanes share two times eight sums");
+template <typename TileConfig>
+__device__ __forceinline__ void store_channel_sums(typename TileConfig::Acc (&to_B)[TileConfig::kSteps],
+                                                   typename TileConfig::Acc (&to_C)[TileConfig::kSteps],
+                                                   const Lane<TileConfig>& lane, typename TileConfig::Acc* place) {
+  using Acc = typename TileConfig::Acc;
+  static_assert(TileConfig::kSteps == 8 && TileConfig::kLanesPerStep == 4, "four lanes share two times eight sums");
   const int quarter = lane.channel_in_warp;
   Vector<Acc, 4> mine;
   Acc half[8];
@@ -107,15 +107,15 @@ __device__ __forceinline__ void store_channel_sums(typename Cut::Acc (&to_B)[Cut
 }
 
 // Where a lane's four sums lie.
-template <typename Cut>
-__device__ __forceinline__ int sums_of_lane(const Lane<Cut>& lane) {
-  return lane.channel_in_warp / 2 * Cut::kTileSteps + lane.time * Cut::kSteps + lane.channel_in_warp % 2 * 4;
+template <typename TileConfig>
+__device__ __forceinline__ int sums_of_lane(const Lane<TileConfig>& lane) {
+  return lane.channel_in_warp / 2 * TileConfig::kTileSteps + lane.time * TileConfig::kSteps + lane.channel_in_warp % 2 * 4;
 }
 
-template <typename Cut>
-__device__ __forceinline__ typename Cut::Acc sum_over_time_lanes(typename Cut::Acc value) {
+template <typename TileConfig>
+__device__ __forceinline__ typename TileConfig::Acc sum_over_time_lanes(typename TileConfig::Acc value) {
 #pragma unroll
-  for (int distance = Cut::kLanesPerStep; distance < kWarpSize; distance *= 2) {
+  for (int distance = TileConfig::kLanesPerStep; distance < kWarpSize; distance *= 2) {
     value += __shfl_xor_sync(kAllLanes, value, distance);
   }
   return value;
@@ -123,38 +123,38 @@ __device__ __forceinline__ typename Cut::Acc sum_over_time_lanes(typename Cut::A
 
 // Adds up what the warps of a block add to the gradients of B and C in a slice of states, by the whole block. Of a group that
 // is one tile that is the gradient itself.
-template <typename Cut>
+template <typename TileConfig>
 __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const ScanPlan& plan,
-                                          const PartialSums& partial_sums, const BwdShared<Cut>& shared, const Position& at,
-                                          int first_state, int64_t first_step, int steps) {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
-  using Shared = BwdShared<Cut>;
+                                          const PartialSums& partial_sums, const BwdShared<TileConfig>& shared,
+                                          const Position& at, int first_state, int64_t first_step, int steps) {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
   constexpr int kVector = kVectorSize<Acc>;
   __syncthreads();
   const int count = min(Shared::kSlice, static_cast<int>(p.dstate) - first_state) * Shared::kSumsPerState;
 #pragma unroll 1
-  for (int i = opaque(static_cast<int>(threadIdx.x)) * kVector; i < count; i += Cut::kThreads * kVector) {
+  for (int i = opaque(static_cast<int>(threadIdx.x)) * kVector; i < count; i += TileConfig::kThreads * kVector) {
     auto sum = Vector<Acc, kVector>::load(shared.warp_sums + i);
 #pragma unroll
-    for (int warp = 1; warp < Cut::kWarps; ++warp) {
+    for (int warp = 1; warp < TileConfig::kWarps; ++warp) {
       const auto part = Vector<Acc, kVector>::load(shared.warp_sums + warp * Shared::kSums + i);
 #pragma unroll
       for (int j = 0; j < kVector; ++j) sum.set(j, sum[j] + part[j]);
     }
-    const int state = first_state + i / Shared::kSumsPerState, step = i % Cut::kTileSteps;
-    const bool is_B = i / Cut::kTileSteps % 2 == 0;
+    const int state = first_state + i / Shared::kSumsPerState, step = i % TileConfig::kTileSteps;
+    const bool is_B = i / TileConfig::kTileSteps % 2 == 0;
     store_matrix_sum<Scalar>(p, plan, partial_sums, at, is_B, state, first_step + step, steps - step, sum);
   }
 }
 
-template <typename Cut, typename Method, Pass pass>
+template <typename TileConfig, typename Method, Pass pass>
 __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,
                                           const PartialSums& partial_sums, unsigned char* memory) {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
-  using Shared = BwdShared<Cut>;
-  constexpr int K = Cut::kSteps, kSlice = Shared::kSlice;
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  constexpr int K = TileConfig::kSteps, kSlice = Shared::kSlice;
   constexpr int kA = Shared::kA, kBefore = Shared::kBefore, kAdjoint = Shared::kAdjoint, kGradA = Shared::kGradA,
                 kPerState = Shared::kPerState;
   const Shared shared(memory, p, plan);
@@ -164,18 +164,18 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     *shared.position = Position(p, plan, blockIdx.x);
     *shared.rows = BwdRows<Scalar>(p, at);
   }
-  clear<Cut>(shared.grad_channel, 2 * Cut::kThreads);
-  const Lane<Cut> lane;
+  clear<TileConfig>(shared.grad_channel, 2 * TileConfig::kThreads);
+  const Lane<TileConfig> lane;
   const int dstate = static_cast<int>(p.dstate);
   const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
   const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
   const bool sums_channels = !carry_pass && (p.grad_B.per_step || p.grad_C.per_step);
 
   // Lanes without a channel add zeros to the sums over channels.
-  clear<Cut>(shared.states, state_rows<Cut>(plan) * state_pitch(p) * kPerState);
-  clear<Cut>(shared.zeros, K);
+  clear<TileConfig>(shared.states, state_rows<TileConfig>(plan) * state_pitch(p) * kPerState);
+  clear<TileConfig>(shared.zeros, K);
   __syncthreads();
-  for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
     const int64_t d = at.first_channel + channel;
     Acc g = 0;
     if (carry_pass) {
@@ -194,22 +194,22 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 
   const bool is_channel = lane.channel < at.channels, is_first = lane.is_first(), is_last = lane.is_last();
   const int first_step = lane.time * K;
-  const auto row = [&] { return min(lane.channel, state_rows<Cut>(plan) - 1); };
+  const auto row = [&] { return min(lane.channel, state_rows<TileConfig>(plan) - 1); };
   const auto of_channel = [&](const ChannelView& view) {
     if (!is_channel || view.data == nullptr) return Acc(0);
     return static_cast<const Acc*>(view.data)[(at.first_channel + lane.channel) * view.stride];
   };
-  const MatrixSlice<Cut, kSlice> B{shared.B}, C{shared.C};
-  const Tile<Cut> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
+  const MatrixSlice<TileConfig, kSlice> B{shared.B}, C{shared.C};
+  const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
       grad_out_tile{shared.grad_out, plan.grad_out};
   const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
     if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
     return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
   };
 
-  const int64_t tiles = (at.end - at.begin + Cut::kTileSteps - 1) / Cut::kTileSteps;
-  for (int64_t t0 = at.begin + (tiles - 1) * Cut::kTileSteps; t0 >= at.begin; t0 -= Cut::kTileSteps) {
-    const int steps = at.steps_from(t0, Cut::kTileSteps);
+  const int64_t tiles = (at.end - at.begin + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps;
+  for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
     delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
     if (p.grad_out.data != nullptr) {
       grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps);
@@ -217,10 +217,10 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps);
     if (!carry_pass) {
       u_tile.load(p.u, rows.u, t0, at.channels, steps);
-      const int chunks = Cut::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
-      const int64_t boundary = at.batch * p.chunk_boundaries + t0 / Cut::kTileSteps * chunks;
+      const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
+      const int64_t boundary = at.batch * p.chunk_boundaries + t0 / TileConfig::kTileSteps * chunks;
       const Acc* const source = static_cast<const Acc*>(p.chunk_states) + state_offset(p, boundary, at.first_channel, 0);
-      for_each_state<Cut>(p, plan, at.channels, [&](int place, int offset, int, int) {
+      for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int offset, int, int) {
         shared.states[place * kPerState + kBefore] = source[offset];
       });
     }
@@ -240,7 +240,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       if (has_C_steps) {
         C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
-      if (first_state == 0) cuda::wait_for_async_copies();
+      if (first_state == 0) cuda::cp_async_wait();
       __syncthreads();
 
       if (first_state == 0) {
@@ -312,7 +312,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           Acc through = is_last ? of_state[kAdjoint] : Acc(0), through_decay = decay;
 #pragma unroll
           for (int j = K - 1; j >= 0; --j) through = transition(j).abar() * Math<Acc>::fma(dy[j], c[j], through);
-          scan_lanes_both_ways<Cut>(end_decay, end, through_decay, through);
+          scan_lanes_both_ways<TileConfig>(end_decay, end, through_decay, through);
           if (is_first && is_channel) {
             entry[kAdjoint] = through;
             if (carry_pass) shared.decay[row() * state_pitch(p) + state] *= through_decay;
@@ -320,8 +320,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           if (carry_pass) continue;
 
           // h[j] becomes the state after step j.
-          end = shuffle_earlier(end, Cut::kLanesPerStep);
-          through = shuffle_later(through, Cut::kLanesPerStep);
+          end = shuffle_earlier(end, TileConfig::kLanesPerStep);
+          through = shuffle_later(through, TileConfig::kLanesPerStep);
           const Acc h_before = is_first ? entry[kBefore] : end;
           if (is_last) through = of_state[kAdjoint];
           Acc previous_state = h_before;
@@ -374,38 +374,38 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             to_C[j] = dy[j] * h[j];
           }
 
-          grad_A = sum_over_time_lanes<Cut>(grad_A);
+          grad_A = sum_over_time_lanes<TileConfig>(grad_A);
           if (is_first && is_channel) entry[kGradA] += grad_A;
           if constexpr (pass == Pass::kAny) {
             const auto add_steps = [&](Acc* target, const Acc(&values)[K]) {
               Acc sum = 0;
 #pragma unroll
               for (int j = 0; j < K; ++j) sum += values[j];
-              sum = sum_over_time_lanes<Cut>(sum);
+              sum = sum_over_time_lanes<TileConfig>(sum);
               if (is_first && is_channel) target[row() * state_pitch(p) + state] += sum;
             };
             if (partial_sums.grad_constant_B != nullptr) add_steps(shared.grad_constant_B, to_B);
             if (partial_sums.grad_constant_C != nullptr) add_steps(shared.grad_constant_C, to_C);
           }
-          if (sums_channels) store_channel_sums<Cut>(to_B, to_C, lane, sums);
+          if (sums_channels) store_channel_sums<TileConfig>(to_B, to_C, lane, sums);
         }
       };
       visit_method<Method>(p, [&](auto method) {
         if constexpr (pass == Pass::kAny) {
-          run_states([&] { return opaque(steps) < Cut::kTileSteps; }, method);
-        } else if (steps < Cut::kTileSteps) {
+          run_states([&] { return opaque(steps) < TileConfig::kTileSteps; }, method);
+        } else if (steps < TileConfig::kTileSteps) {
           run_states([] { return true; }, method);
         } else {
           run_states([] { return false; }, method);
         }
       });
-      if (sums_channels) add_slice<Cut>(p, plan, partial_sums, shared, at, first_state, t0, steps);
+      if (sums_channels) add_slice<TileConfig>(p, plan, partial_sums, shared, at, first_state, t0, steps);
     }
 
     if (!carry_pass) {
       // The tiles are intact: what is left of a lane's steps is computed from them. Then the gradients take their places, once
       // every lane has read.
-      const Tile<Cut> grad_u_tile{shared.u, plan.grad_u}, grad_delta_tile{shared.delta, plan.grad_delta},
+      const SequenceTile<TileConfig> grad_u_tile{shared.u, plan.grad_u}, grad_delta_tile{shared.delta, plan.grad_delta},
           grad_z_tile{shared.z, plan.grad_z};
       Acc u[K];
       u_tile.read(lane.channel, first_step, u);
@@ -443,7 +443,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       }
       Acc* const grad_channel = shared.grad_channel + opaque(static_cast<int>(threadIdx.x));
       grad_channel[0] += grad_D;
-      grad_channel[Cut::kThreads] += grad_bias;
+      grad_channel[TileConfig::kThreads] += grad_bias;
       __syncthreads();
       grad_u_tile.write(lane.channel, first_step, grad_input);
       grad_delta_tile.write(lane.channel, first_step, grad_step);
@@ -457,7 +457,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 
   if (tiles == 0) __syncthreads();
   const int64_t segment_row = at.batch * plan.segments + at.segment;
-  for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
     const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
     if (carry_pass) {
       static_cast<Acc*>(plan.decay)[target] = shared.decay[place];
@@ -476,8 +476,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     }
   });
   if (!carry_pass) {
-    const Acc grad_D = sum_over_time_lanes<Cut>(shared.grad_channel[threadIdx.x]);
-    const Acc grad_bias = sum_over_time_lanes<Cut>(shared.grad_channel[Cut::kThreads + threadIdx.x]);
+    const Acc grad_D = sum_over_time_lanes<TileConfig>(shared.grad_channel[threadIdx.x]);
+    const Acc grad_bias = sum_over_time_lanes<TileConfig>(shared.grad_channel[TileConfig::kThreads + threadIdx.x]);
     if (is_first && is_channel) {
       const int64_t target = segment_row * p.dim + at.first_channel + lane.channel;
       if (partial_sums.grad_D != nullptr) static_cast<Acc*>(partial_sums.grad_D)[target] = grad_D;
@@ -491,16 +491,17 @@ template <typename Scalar, Pass pass>
 constexpr int kBwdResidentWarps = pass == Pass::kAny || std::is_same_v<Scalar, double> ? 8 : 16;
 
 template <typename Scalar, typename Method, Pass pass>
-__global__ void __launch_bounds__(CutOfBwd<Scalar>::kThreads, kBwdResidentWarps<Scalar, pass> / CutOfBwd<Scalar>::kWarps)
-    time_lanes_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
-                          const __grid_constant__ PartialSums partial_sums) {
+__global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
+                                  kBwdResidentWarps<Scalar, pass> / BwdTileConfig<Scalar>::kWarps)
+    warp_scan_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
+                         const __grid_constant__ PartialSums partial_sums) {
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  bwd_block<CutOfBwd<Scalar>, Method, pass>(params, plan, partial_sums, memory);
+  bwd_block<BwdTileConfig<Scalar>, Method, pass>(params, plan, partial_sums, memory);
 }
 
 template <typename Scalar>
 size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan) {
-  return BwdShared<CutOfBwd<Scalar>>(nullptr, params, plan).bytes;
+  return BwdShared<BwdTileConfig<Scalar>>(nullptr, params, plan).bytes;
 }
 
 template <typename Scalar, typename Method>
@@ -508,16 +509,16 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& pla
                        cudaStream_t stream) {
   // With doubles one kernel for all methods spills.
   using AnyMethod = std::conditional_t<std::is_same_v<Scalar, double>, Method, RuntimeMethod>;
-  auto* kernel = time_lanes_bwd_kernel<Scalar, AnyMethod, Pass::kAny>;
+  auto* kernel = warp_scan_bwd_kernel<Scalar, AnyMethod, Pass::kAny>;
   if constexpr (kHasCommonPasses<Scalar>) {
-    if (params.B.per_step && params.C.per_step) kernel = time_lanes_bwd_kernel<Scalar, Method, Pass::kPerStep>;
-    if (plan.carry_pass) kernel = time_lanes_bwd_kernel<Scalar, RuntimeMethod, Pass::kCarry>;
+    if (params.B.per_step && params.C.per_step) kernel = warp_scan_bwd_kernel<Scalar, Method, Pass::kPerStep>;
+    if (plan.carry_pass) kernel = warp_scan_bwd_kernel<Scalar, RuntimeMethod, Pass::kCarry>;
   }
   const size_t bytes = bwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
-  kernel<<<blocks, CutOfBwd<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
+  kernel<<<blocks, BwdTileConfig<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
   return cudaGetLastError();
 }
 
-}  // namespace ssm_kernels::selective_scan::time_lanes
+}  // namespace ssm_kernels::selective_scan::warp_scan

@@ -21,13 +21,13 @@
 #include "cuda/launch.cuh"
 #include "selective_scan/time_lanes_tile.cuh"
 
-namespace ssm_kernels::selective_scan::time_lanes {
+namespace ssm_kernels::selective_scan::warp_scan {
 
 // The arrays in a block's shared memory.
-template <typename Cut, int slice>
+template <typename TileConfig, int slice>
 struct FwdShared {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
 
   // A, scaled, and the state at the end of the tile before.
   using Pair = Vector<Acc, 2>;
@@ -43,17 +43,17 @@ struct FwdShared {
   size_t bytes;
 
   SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p, const ScanPlan& plan) {
-    const int states = state_rows<Cut>(plan) * state_pitch(p);
-    chunks = Cut::kTileSteps / static_cast<int>(p.chunk_length);
+    const int states = state_rows<TileConfig>(plan) * state_pitch(p);
+    chunks = TileConfig::kTileSteps / static_cast<int>(p.chunk_length);
     Carver carver(memory);
     // What has the same size for all calls first: its addresses are known when compiling.
     position = carver.take<Position>(1);
     rows = carver.take<FwdRows<Scalar>>(1);
-    u = carver.take<Scalar>(Tile<Cut>::kCapacity);
-    delta = carver.take<Scalar>(Tile<Cut>::kCapacity);
-    B = carver.take<Acc>(plan.slice * MatrixSlice<Cut, slice>::kPitch);
-    C = carver.take<Acc>(plan.slice * MatrixSlice<Cut, slice>::kPitch);
-    z = carver.take<Scalar>(p.z.data != nullptr ? Tile<Cut>::kCapacity : 0);
+    u = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    delta = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    B = carver.take<Acc>(plan.slice * MatrixSlice<TileConfig, slice>::kPitch);
+    C = carver.take<Acc>(plan.slice * MatrixSlice<TileConfig, slice>::kPitch);
+    z = carver.take<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
     pairs = carver.take<Acc>(2 * states);
     ends = carver.take<Acc>(p.chunk_states != nullptr ? states * (chunks - 1) : 0);
     decay = carver.take<Acc>(plan.carry_pass ? states : 0);
@@ -61,13 +61,13 @@ struct FwdShared {
   }
 };
 
-template <typename Cut, int slice, typename Method, Pass pass>
+template <typename TileConfig, int slice, typename Method, Pass pass>
 __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const ScanPlan& plan, unsigned char* memory) {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
-  using Shared = FwdShared<Cut, slice>;
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = FwdShared<TileConfig, slice>;
   using Pair = typename Shared::Pair;
-  constexpr int K = Cut::kSteps, kHalf = K / 2;
+  constexpr int K = TileConfig::kSteps, kHalf = K / 2;
   const Shared shared(memory, p, plan);
   const Position& at = *shared.position;
   const FwdRows<Scalar>& rows = *shared.rows;
@@ -75,15 +75,15 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     *shared.position = Position(p, plan, blockIdx.x);
     *shared.rows = FwdRows<Scalar>(p, at);
   }
-  const Lane<Cut> lane;
+  const Lane<TileConfig> lane;
   const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
   const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
   const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
 
-  const int rows_of_states = state_rows<Cut>(plan);
-  clear<Cut>(shared.pairs, 2 * rows_of_states * pitch);
+  const int rows_of_states = state_rows<TileConfig>(plan);
+  clear<TileConfig>(shared.pairs, 2 * rows_of_states * pitch);
   __syncthreads();
-  for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
     const int64_t d = at.first_channel + channel;
     Acc h = 0;
     if (carry_pass) {
@@ -110,18 +110,18 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const int first_step = lane.time * K, row = min(lane.channel, rows_of_states - 1);
   const bool is_first = lane.is_first();
   // Whether a chunk, but not the tile, ends with this lane's steps, and which.
-  const int lanes_per_chunk = Cut::kTimeLanes / shared.chunks, chunk_of_lane = lane.time / lanes_per_chunk;
+  const int lanes_per_chunk = TileConfig::kTimeLanes / shared.chunks, chunk_of_lane = lane.time / lanes_per_chunk;
   const bool ends_chunk =
       !carry_pass && p.chunk_states != nullptr && is_channel && (lane.time + 1) % lanes_per_chunk == 0 && !lane.is_last();
-  const MatrixSlice<Cut, slice> B{shared.B}, C{shared.C};
+  const MatrixSlice<TileConfig, slice> B{shared.B}, C{shared.C};
   const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
     if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
     return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
   };
 
-  const Tile<Cut> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
-  for (int64_t t0 = at.begin; t0 < at.end; t0 += Cut::kTileSteps) {
-    const int steps = at.steps_from(t0, Cut::kTileSteps);
+  const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
+  for (int64_t t0 = at.begin; t0 < at.end; t0 += TileConfig::kTileSteps) {
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
     delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
     u_tile.load(p.u, rows.u, t0, at.channels, steps);
     if (p.z.data != nullptr && !carry_pass) z_tile.load(p.z, rows.z, t0, at.channels, steps);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       if (has_C_steps && !carry_pass) {
         C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
       }
-      if (first_state == 0) cuda::wait_for_async_copies();
+      if (first_state == 0) cuda::cp_async_wait();
       __syncthreads();
 
       if (first_state == 0) {
@@ -187,8 +187,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           Acc decay = early_decay * late_decay;
           Acc h = Math<Acc>::fma(late_decay, early, late);
           if (is_first) h = Math<Acc>::fma(decay, h_first, h);
-          scan_lanes<Cut>(decay, h);
-          const Acc h_before = shuffle_earlier(h, Cut::kLanesPerStep);
+          scan_lanes<TileConfig>(decay, h);
+          const Acc h_before = shuffle_earlier(h, TileConfig::kLanesPerStep);
           __syncwarp();
           if (lane.is_last() && is_channel) {
             pair[1] = h;
@@ -211,8 +211,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       };
       visit_method<Method>(p, [&](auto method) {
         if constexpr (pass == Pass::kAny) {
-          run_states([&] { return opaque(steps) < Cut::kTileSteps; }, method);
-        } else if (steps < Cut::kTileSteps) {
+          run_states([&] { return opaque(steps) < TileConfig::kTileSteps; }, method);
+        } else if (steps < TileConfig::kTileSteps) {
           run_states([] { return true; }, method);
         } else {
           run_states([] { return false; }, method);
@@ -229,18 +229,18 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
       }
       // The output takes the place of u, which every lane must have read.
       __syncthreads();
-      const Tile<Cut> out_tile{shared.u, plan.out};
+      const SequenceTile<TileConfig> out_tile{shared.u, plan.out};
       out_tile.write(lane.channel, first_step, out);
       __syncthreads();
       out_tile.store(p.out, rows.out, t0, at.channels, steps);
       if (p.chunk_states != nullptr) {
 #pragma unroll 1
         for (int chunk = 0; chunk < shared.chunks; ++chunk) {
-          const int64_t boundary = t0 / Cut::kTileSteps * shared.chunks + chunk + 1;
+          const int64_t boundary = t0 / TileConfig::kTileSteps * shared.chunks + chunk + 1;
           if (boundary >= p.chunk_boundaries) break;
           Acc* const target = static_cast<Acc*>(p.chunk_states) +
                               state_offset(p, at.batch * p.chunk_boundaries + boundary, at.first_channel, 0);
-          for_each_state<Cut>(p, plan, at.channels, [&](int place, int offset, int, int) {
+          for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int offset, int, int) {
             target[offset] =
                 chunk + 1 == shared.chunks ? shared.pairs[2 * place + 1] : shared.ends[chunk * rows_of_states * pitch + place];
           });
@@ -251,7 +251,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   }
 
   if (at.begin >= at.end) __syncthreads();
-  for_each_state<Cut>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
     const Acc h = shared.pairs[2 * place + 1];
     if (carry_pass) {
       const int64_t target = state_offset(p, at.batch * plan.segments + at.segment, at.first_channel + channel, state);
@@ -263,48 +263,49 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   });
 }
 
-template <typename Scalar, FwdCut cut>
-using CutOfFwd = Cut<Scalar, FwdSizes<cut>::kLog2Warps, FwdSizes<cut>::kLog2TimeLanes,
-                     FwdSizes<cut>::log2_steps(std::is_same_v<Scalar, double>)>;
+template <typename Scalar, FwdConfig config>
+using FwdTileConfig = TileConfig<Scalar, FwdSizes<config>::kLog2Warps, FwdSizes<config>::kLog2TimeLanes,
+                                 FwdSizes<config>::log2_steps(std::is_same_v<Scalar, double>)>;
 
 // Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles need.
 template <typename Scalar>
 constexpr int kFwdResidentWarps = std::is_same_v<Scalar, double> ? 8 : 16;
 
-template <typename Scalar, typename Method, FwdCut cut, Pass pass>
-__global__ void __launch_bounds__(CutOfFwd<Scalar, cut>::kThreads, kFwdResidentWarps<Scalar> / CutOfFwd<Scalar, cut>::kWarps)
-    time_lanes_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
+template <typename Scalar, typename Method, FwdConfig config, Pass pass>
+__global__ void __launch_bounds__(FwdTileConfig<Scalar, config>::kThreads,
+                                  kFwdResidentWarps<Scalar> / FwdTileConfig<Scalar, config>::kWarps)
+    warp_scan_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  fwd_block<CutOfFwd<Scalar, cut>, FwdSizes<cut>::kSlice, Method, pass>(params, plan, memory);
+  fwd_block<FwdTileConfig<Scalar, config>, FwdSizes<config>::kSlice, Method, pass>(params, plan, memory);
 }
 
 template <typename Scalar>
 size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
-  constexpr FwdCut kMany = FwdCut::kManyChannels, kFew = FwdCut::kFewChannels;
-  return plan.cut == kMany ? FwdShared<CutOfFwd<Scalar, kMany>, FwdSizes<kMany>::kSlice>(nullptr, params, plan).bytes
-                           : FwdShared<CutOfFwd<Scalar, kFew>, FwdSizes<kFew>::kSlice>(nullptr, params, plan).bytes;
+  constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels;
+  return plan.config == kMany ? FwdShared<FwdTileConfig<Scalar, kMany>, FwdSizes<kMany>::kSlice>(nullptr, params, plan).bytes
+                              : FwdShared<FwdTileConfig<Scalar, kFew>, FwdSizes<kFew>::kSlice>(nullptr, params, plan).bytes;
 }
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
   // The host takes few channels where there are constants, segments or doubles.
-  constexpr FwdCut kMany = FwdCut::kManyChannels, kFew = FwdCut::kFewChannels;
-  const bool many = plan.cut == kMany;
-  auto* kernel = time_lanes_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kAny>;
+  constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels;
+  const bool many = plan.config == kMany;
+  auto* kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kAny>;
   if constexpr (kHasCommonPasses<Scalar>) {
     if (params.B.per_step && params.C.per_step) {
-      kernel = many ? time_lanes_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>
-                    : time_lanes_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
+      kernel = many ? warp_scan_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>
+                    : warp_scan_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
     }
-    if (plan.carry_pass) kernel = time_lanes_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kCarry>;
+    if (plan.carry_pass) kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kCarry>;
   }
   const size_t bytes = fwd_shared_bytes<Scalar>(params, plan);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  const int threads =
-      many ? CutOfFwd<Scalar, FwdCut::kManyChannels>::kThreads : CutOfFwd<Scalar, FwdCut::kFewChannels>::kThreads;
+  const int threads = many ? FwdTileConfig<Scalar, FwdConfig::kManyChannels>::kThreads
+                           : FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
   kernel<<<blocks, threads, bytes, stream>>>(params, plan);
   return cudaGetLastError();
 }
 
-}  // namespace ssm_kernels::selective_scan::time_lanes
+}  // namespace ssm_kernels::selective_scan::warp_scan

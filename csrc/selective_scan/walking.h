@@ -14,7 +14,7 @@
 
 #include "selective_scan/selective_scan_cuda.h"
 
-namespace ssm_kernels::selective_scan::walking {
+namespace ssm_kernels::selective_scan::sequential {
 
 constexpr int kStateLanes = 4;
 constexpr int kLaneStates = 4;
@@ -23,15 +23,15 @@ constexpr int kLaneChannels = 2;
 constexpr int kGroupSteps = 4;  // that a lane takes between two loads
 
 // Warps of a block that walk, and that move.
-constexpr int kWalkingWarps = 4, kMovingWarps = 4;
-constexpr int kTileChannels = kWarpSize / kStateLanes * kLaneChannels * kWalkingWarps;
+constexpr int kConsumerWarps = 4, kProducerWarps = 4;
+constexpr int kTileChannels = kWarpSize / kStateLanes * kLaneChannels * kConsumerWarps;
 constexpr int kResidentBlocks = 2;  // of a multiprocessor
 // Of a tile of backward: it starts from a saved state.
 constexpr int kBwdTileSteps = static_cast<int>(chunk_length(kStates));
 // Of a tile of forward: what lets a multiprocessor have kResidentBlocks.
 constexpr int fwd_tile_steps(int scalar_bytes) { return scalar_bytes == 2 ? 32 : 16; }
 
-struct ScanPlan : Partition {
+struct ScanPlan : ChannelPartition {
   // Of the tensors (batch, dim, seqlen) together: whether they can be moved by vectors, and along which dimension.
   bool has_vectors = false, along_channels = false;
   VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
@@ -50,4 +50,4 @@ template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream);
 
-}  // namespace ssm_kernels::selective_scan::walking
+}  // namespace ssm_kernels::selective_scan::sequential

@@ -33,52 +33,54 @@
 #include "selective_scan/walking_bwd_mover.cuh"
 #include "selective_scan/walking_bwd_walker.cuh"
 
-namespace ssm_kernels::selective_scan::walking {
+namespace ssm_kernels::selective_scan::sequential {
 
 // Registers of a thread, where the device lets warps trade them.
-constexpr int kWalkerRegisters = 144, kMoverRegisters = cuda::registers_left<kWalkingWarps * kWarpSize, kWalkerRegisters,
-                                                                             kMovingWarps * kWarpSize, kResidentBlocks>();
+constexpr int
+    kConsumerRegisters = 144,
+    kProducerRegisters =
+        cuda::producer_registers<kConsumerWarps * kWarpSize, kConsumerRegisters, kProducerWarps * kWarpSize, kResidentBlocks>();
 
 template <typename Scalar>
-using CutOfBwd = Cut<Scalar, kBwdTileSteps>;
+using BwdTileConfig = TileConfig<Scalar, kBwdTileSteps>;
 
 template <typename Scalar, typename Method>
-__global__ void __launch_bounds__(CutOfBwd<Scalar>::kThreads, kResidentBlocks)
-    walking_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
-                       const __grid_constant__ PartialSums partial_sums) {
-  using C = CutOfBwd<Scalar>;
+__global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBlocks)
+    sequential_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
+                          const __grid_constant__ PartialSums partial_sums) {
+  using C = BwdTileConfig<Scalar>;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const BwdShared<C> shared(memory);
-  if (threadIdx.x == 0) shared.sums_are_read->init(C::kWalkers);
+  if (threadIdx.x == 0) shared.sums_are_read->init(C::kConsumers);
   for (int i = threadIdx.x; i < shared.kChannelSums; i += C::kThreads) shared.channel_sums[i] = 0;
   begin_block<C, BwdRows<Scalar>>(params, plan, shared);
-  if (threadIdx.x < C::kWalkers) {
-    cuda::take_registers<kWalkerRegisters>();
-    BwdWalker<C, Method>(params, plan, partial_sums, shared).run();
+  if (threadIdx.x < C::kConsumers) {
+    cuda::warpgroup_reg_alloc<kConsumerRegisters>();
+    BwdConsumer<C, Method>(params, plan, partial_sums, shared).run();
   } else {
-    cuda::leave_registers<kMoverRegisters>();
+    cuda::warpgroup_reg_dealloc<kProducerRegisters>();
     if (plan.along_channels) {
-      BwdMover<C, Method, true>(params, plan, partial_sums, shared).run();
+      BwdProducer<C, Method, true>(params, plan, partial_sums, shared).run();
     } else {
-      BwdMover<C, Method, false>(params, plan, partial_sums, shared).run();
+      BwdProducer<C, Method, false>(params, plan, partial_sums, shared).run();
     }
   }
 }
 
 template <typename Scalar>
 size_t bwd_shared_bytes() {
-  return BwdShared<CutOfBwd<Scalar>>(nullptr).bytes;
+  return BwdShared<BwdTileConfig<Scalar>>(nullptr).bytes;
 }
 
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  const auto kernel = walking_bwd_kernel<Scalar, Method>;
+  const auto kernel = sequential_bwd_kernel<Scalar, Method>;
   const size_t bytes = bwd_shared_bytes<Scalar>();
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
-  kernel<<<blocks, CutOfBwd<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
+  kernel<<<blocks, BwdTileConfig<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
   return cudaGetLastError();
 }
 
-}  // namespace ssm_kernels::selective_scan::walking
+}  // namespace ssm_kernels::selective_scan::sequential

@@ -10,16 +10,17 @@
 
 #include "selective_scan/walking_bwd_shared.cuh"
 
-namespace ssm_kernels::selective_scan::walking {
+namespace ssm_kernels::selective_scan::sequential {
 
 // Movers: from memory to delta, delta_u, dy, B and C; from the sums over states to the gradients.
-template <typename Cut, typename Method, bool along_channels>
-struct BwdMover {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
-  using Shared = BwdShared<Cut>;
-  using Raw = typename Pieces<Cut, false>::Raw;
-  static constexpr int kVector = kVectorSize<Scalar>, kCount = Pieces<Cut, false>::kCount, kPart = Pieces<Cut, false>::kPart;
+template <typename TileConfig, typename Method, bool along_channels>
+struct BwdProducer {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  using Raw = typename ThreadVectors<TileConfig, false>::Raw;
+  static constexpr int kVector = kVectorSize<Scalar>, kCount = ThreadVectors<TileConfig, false>::kCount,
+                       kPart = ThreadVectors<TileConfig, false>::kPart;
 
   const SelectiveScanBwdParams& p;
   const ScanPlan& plan;
@@ -28,20 +29,21 @@ struct BwdMover {
   const Position& at;
   const BwdRows<Scalar>& rows;
 
-  __device__ __forceinline__ BwdMover(const SelectiveScanBwdParams& p_, const ScanPlan& plan_, const PartialSums& partial_sums_,
-                                      const Shared& shared_)
+  __device__ __forceinline__ BwdProducer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
+                                         const PartialSums& partial_sums_, const Shared& shared_)
       : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {}
 
   // Its number among the movers.
-  __device__ __forceinline__ static int thread() { return opaque(static_cast<int>(threadIdx.x)) - Cut::kWalkers; }
+  __device__ __forceinline__ static int thread() { return opaque(static_cast<int>(threadIdx.x)) - TileConfig::kConsumers; }
 
   __device__ __forceinline__ void put(int64_t t0, int tile) const {
-    const Scalar* matrices[Matrices<Cut>::kCount];
+    const Scalar* matrices[Matrices<TileConfig>::kCount];
 #pragma unroll
-    for (int i = 0; i < Matrices<Cut>::kCount; ++i) matrices[i] = Matrices<Cut>::place(p, plan, rows.B, rows.C, i);
-    typename Matrices<Cut>::Raw raw_matrices[Matrices<Cut>::kCount];
-    Matrices<Cut>::load(p, plan, matrices, t0, at.steps_from(t0, Cut::kTileSteps), raw_matrices);
-    if (has_vectors<Cut>(plan, at, t0)) {
+    for (int i = 0; i < Matrices<TileConfig>::kCount; ++i)
+      matrices[i] = Matrices<TileConfig>::place(p, plan, rows.B, rows.C, i);
+    typename Matrices<TileConfig>::Raw raw_matrices[Matrices<TileConfig>::kCount];
+    Matrices<TileConfig>::load(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps), raw_matrices);
+    if (has_vectors<TileConfig>(plan, at, t0)) {
       put_vectors(t0, tile);
     } else {
       put_elements(t0, tile);
@@ -50,11 +52,11 @@ struct BwdMover {
   }
 
   __device__ __forceinline__ void put_vectors(int64_t t0, int tile) const {
-    const Pieces<Cut, along_channels> pieces{thread()};
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
 #pragma unroll(along_channels ? 1 : 2)
     for (int i = 0; i < kCount; ++i) {
-      const auto load = [&](const SequenceView& view, Scalar* row) { return pieces.load(view, row, t0, i); };
+      const auto load = [&](const SequenceView& view, Scalar* row) { return thread_vectors.load(view, row, t0, i); };
       const Raw raw_delta = load(p.delta, rows.delta);
       const Raw raw_u = load(p.u, rows.u);
       Raw raw_grad_out, raw_z;
@@ -63,37 +65,37 @@ struct BwdMover {
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         Acc bias[kPart], delta[kPart], u[kPart], dy[kPart] = {};
-        pieces.of_channels(shared.bias, i, first, bias);
-        pieces.widen(raw_delta, first, delta);
-        pieces.widen(raw_u, first, u);
+        thread_vectors.of_channels(shared.bias, i, first, bias);
+        thread_vectors.widen(raw_delta, first, delta);
+        thread_vectors.widen(raw_u, first, u);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
         if (p.delta_softplus) {
 #pragma unroll
           for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
         }
-        pieces.put(shared.delta(tile), i, first, delta);
+        thread_vectors.put(shared.delta(tile), i, first, delta);
         if constexpr (Method::kUnitGain) {
 #pragma unroll
           for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
         }
-        pieces.put(shared.delta_u(tile), i, first, u);
-        if (has_grad) pieces.widen(raw_grad_out, first, dy);
+        thread_vectors.put(shared.delta_u(tile), i, first, u);
+        if (has_grad) thread_vectors.widen(raw_grad_out, first, dy);
         if (has_gate) {
           Acc z[kPart];
-          pieces.widen(raw_z, first, z);
+          thread_vectors.widen(raw_z, first, z);
 #pragma unroll
           for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
         }
-        pieces.put(shared.dy(tile), i, first, dy);
+        thread_vectors.put(shared.dy(tile), i, first, dy);
       }
     }
   }
 
   __device__ __forceinline__ void put_elements(int64_t t0, int tile) const {
-    const Pieces<Cut, along_channels> pieces{thread()};
-    const int steps = at.steps_from(t0, Cut::kTileSteps);
-    pieces.for_each_element([&](int channel, int step) {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    thread_vectors.for_each_element([&](int channel, int step) {
       const bool exists = channel < at.channels && step < steps;
       Acc delta = load_element(p.delta, rows.delta, channel, t0 + step, exists) + shared.bias[channel];
       if (p.delta_softplus) delta = softplus(delta);
@@ -145,7 +147,7 @@ struct BwdMover {
 
   // Writes the gradients of the tile that starts at t0.
   __device__ __forceinline__ void write(int64_t t0, int tile) const {
-    if (has_vectors<Cut>(plan, at, t0)) {
+    if (has_vectors<TileConfig>(plan, at, t0)) {
       write_vectors(t0, tile);
     } else {
       write_elements(t0, tile);
@@ -155,7 +157,7 @@ struct BwdMover {
   // Adds to a channel's part of the gradients of D and delta_bias what the lanes with the same channel have for it. By all of a
   // warp's lanes.
   __device__ __forceinline__ void add_to_channel(int channel, Acc to_D, Acc to_bias) const {
-    using P = Pieces<Cut, along_channels>;
+    using P = ThreadVectors<TileConfig, along_channels>;
     // They are multiples of kFrom and less than kTo apart.
     constexpr int kFrom = along_channels ? P::kPerStep : 1, kTo = along_channels ? kWarpSize : P::kPerRow;
 #pragma unroll
@@ -166,11 +168,11 @@ struct BwdMover {
     if (thread() % kWarpSize / kFrom % (kTo / kFrom) != 0) return;
     Acc* const sum = shared.channel_sums + thread() / kWarpSize * kTileChannels + channel;
     sum[0] += to_D;
-    sum[kMovingWarps * kTileChannels] += to_bias;
+    sum[kProducerWarps * kTileChannels] += to_bias;
   }
 
   __device__ __forceinline__ void write_vectors(int64_t t0, int tile) const {
-    const Pieces<Cut, along_channels> pieces{thread()};
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
@@ -180,7 +182,7 @@ struct BwdMover {
       for (int first = 0; first < kVector; first += kPart) {
         using Part = Vector<Scalar, kPart>;
         const auto place = [&](const SequenceView& view, Scalar* row) {
-          return pieces.place(view, row, t0) + i * pieces.stride(view) + first;
+          return thread_vectors.place(view, row, t0) + i * thread_vectors.stride(view) + first;
         };
         const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[kPart]) {
           const Part part = Part::load_once(place(view, row));
@@ -199,11 +201,11 @@ struct BwdMover {
         load(p.delta, rows.delta, delta);
         if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
         if (has_gate) load(p.z, rows.z, z);
-        if (needs_grad_z) pieces.get(shared.sum(tile, Shared::kY), i, first, y);
-        pieces.of_channels(shared.skip, i, first, skip);
-        pieces.of_channels(shared.bias, i, first, bias);
-        pieces.get(shared.sum(tile, Shared::kInput), i, first, of_u);
-        pieces.get(shared.sum(tile, Shared::kStep), i, first, of_delta);
+        if (needs_grad_z) thread_vectors.get(shared.sum(tile, Shared::kY), i, first, y);
+        thread_vectors.of_channels(shared.skip, i, first, skip);
+        thread_vectors.of_channels(shared.bias, i, first, bias);
+        thread_vectors.get(shared.sum(tile, Shared::kInput), i, first, of_u);
+        thread_vectors.get(shared.sum(tile, Shared::kStep), i, first, of_delta);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
         make_gradients(u, delta, z, skip, grad_out, y, of_u, of_delta);
@@ -213,14 +215,14 @@ struct BwdMover {
 #pragma unroll
         for (int j = 0; j < kPart; ++j) {
           if constexpr (along_channels) {
-            add_to_channel(pieces.channel(i) + first + j, grad_out[j], of_delta[j]);
+            add_to_channel(thread_vectors.channel(i) + first + j, grad_out[j], of_delta[j]);
           } else {
             sum_D += grad_out[j];
             sum_bias += of_delta[j];
           }
         }
       }
-      if constexpr (!along_channels) add_to_channel(pieces.channel(i), sum_D, sum_bias);
+      if constexpr (!along_channels) add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
     }
   }
 
@@ -245,14 +247,15 @@ struct BwdMover {
   }
 
   __device__ __forceinline__ void write_elements(int64_t t0, int tile) const {
-    const Pieces<Cut, along_channels> pieces{thread()};
-    const int steps = at.steps_from(t0, Cut::kTileSteps);
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
       Acc sum_D = 0, sum_bias = 0;
 #pragma unroll(along_channels ? 1 : 2)
       for (int j = 0; j < kVector; ++j) {
-        const int channel = pieces.channel(i) + (along_channels ? j : 0), step = pieces.step(i) + (along_channels ? 0 : j);
+        const int channel = thread_vectors.channel(i) + (along_channels ? j : 0),
+                  step = thread_vectors.step(i) + (along_channels ? 0 : j);
         if (channel < at.channels && step < steps) {
           const auto terms = write_element(t0 + step, tile, channel, step);
           sum_D += terms[0];
@@ -266,41 +269,41 @@ struct BwdMover {
       }
       if constexpr (!along_channels) {
         __syncwarp();
-        add_to_channel(pieces.channel(i), sum_D, sum_bias);
+        add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
       }
     }
   }
 
   // Adds up the gradients of D and delta_bias over the moving warps.
   __device__ __forceinline__ void finish() const {
-    for (int channel = thread(); channel < at.channels; channel += Cut::kMovers) {
+    for (int channel = thread(); channel < at.channels; channel += TileConfig::kProducers) {
       const int64_t target = (at.batch * plan.segments + at.segment) * p.dim + at.first_channel + channel;
       const auto add_up = [&](const Acc* of_warps, void* place) {
         if (place == nullptr) return;
         Acc total = 0;
 #pragma unroll
-        for (int warp = 0; warp < kMovingWarps; ++warp) total += of_warps[warp * kTileChannels + channel];
+        for (int warp = 0; warp < kProducerWarps; ++warp) total += of_warps[warp * kTileChannels + channel];
         static_cast<Acc*>(place)[target] = total;
       };
       add_up(shared.channel_sums, partial_sums.grad_D);
-      add_up(shared.channel_sums + kMovingWarps * kTileChannels, partial_sums.grad_delta_bias);
+      add_up(shared.channel_sums + kProducerWarps * kTileChannels, partial_sums.grad_delta_bias);
     }
   }
 
   __device__ __forceinline__ void run() const {
     if (at.begin < at.end) {
       // While the walkers are at a tile, the gradients of the one before are written, and the next put into its place.
-      int64_t t0 = last_tile<Cut>(at);
-      for (int tile = 0;; ++tile, t0 -= Cut::kTileSteps) {
-        if (tile >= 2) write(t0 + 2 * Cut::kTileSteps, tile - 2);
-        if (t0 + Cut::kTileSteps < at.begin) break;
+      int64_t t0 = last_tile<TileConfig>(at);
+      for (int tile = 0;; ++tile, t0 -= TileConfig::kTileSteps) {
+        if (tile >= 2) write(t0 + 2 * TileConfig::kTileSteps, tile - 2);
+        if (t0 + TileConfig::kTileSteps < at.begin) break;
         if (t0 >= at.begin) put(t0, tile);
-        meet<Cut>();
+        sync_roles<TileConfig>();
       }
     }
-    meet<Cut>();
+    sync_roles<TileConfig>();
     finish();
   }
 };
 
-}  // namespace ssm_kernels::selective_scan::walking
+}  // namespace ssm_kernels::selective_scan::sequential

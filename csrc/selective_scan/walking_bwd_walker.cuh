@@ -12,18 +12,18 @@
 
 #include "selective_scan/walking_bwd_shared.cuh"
 
-namespace ssm_kernels::selective_scan::walking {
+namespace ssm_kernels::selective_scan::sequential {
 
 // Walkers: from delta, delta_u, dy, B, C and the saved states to the sums over states and over channels, and the adjoints.
-template <typename Cut, typename Method>
-struct BwdWalker {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
-  using Shared = BwdShared<Cut>;
+template <typename TileConfig, typename Method>
+struct BwdConsumer {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
   using Group = Vector<Acc, kGroupSteps>;
   using States = Acc[kLaneChannels][kLaneStates];
   static constexpr int kG = kGroupSteps;
-  static_assert(kGroupSteps == 4 && kLaneStates == 4 && kStateLanes == 4 && Cut::kWarpRows == 8 && kLaneChannels == 2,
+  static_assert(kGroupSteps == 4 && kLaneStates == 4 && kStateLanes == 4 && TileConfig::kWarpRows == 8 && kLaneChannels == 2,
                 "the exchanges between lanes are written out for these");
 
   const SelectiveScanBwdParams& p;
@@ -31,13 +31,13 @@ struct BwdWalker {
   const PartialSums& partial_sums;
   const Shared& shared;
   const Position& at;
-  Lane<Cut, true> lane;
+  ConsumerLane<TileConfig, true> lane;
   bool needs_grad_z;
   // Lanes without a channel or a state have zeros. What comes to a step from later ones is `adjoint`.
   States A, adjoint, grad_A, h;
 
-  __device__ __forceinline__ BwdWalker(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
-                                       const PartialSums& partial_sums_, const Shared& shared_)
+  __device__ __forceinline__ BwdConsumer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
+                                         const PartialSums& partial_sums_, const Shared& shared_)
       : p(p_),
         plan(plan_),
         partial_sums(partial_sums_),
@@ -69,18 +69,18 @@ struct BwdWalker {
   }
 
   __device__ __forceinline__ Group row_of(const Acc* matrix, int i, int t) const {
-    return Group::load(matrix + lane.state(i) * Matrices<Cut>::kPitch + t);
+    return Group::load(matrix + lane.state(i) * Matrices<TileConfig>::kPitch + t);
   }
   // delta u, of what lies in its array.
   __device__ __forceinline__ static Acc delta_u_of(Acc delta, Acc u_or_delta_u) {
     return Method::kUnitGain ? u_or_delta_u : delta * u_or_delta_u;
   }
   __device__ __forceinline__ typename Shared::LaneStates* states_before(int t, int k) const {
-    return shared.states + (t / kG * kLaneChannels + k) * Cut::kWalkers + threadIdx.x;
+    return shared.states + (t / kG * kLaneChannels + k) * TileConfig::kConsumers + threadIdx.x;
   }
 
   // Forwards through a group that is not the tile's last.
-  __device__ __forceinline__ void walk_forwards(int t, int tile, const Matrices<Cut>& matrices) {
+  __device__ __forceinline__ void scan_forward(int t, int tile, const Matrices<TileConfig>& matrices) {
     Group delta[kLaneChannels], u[kLaneChannels];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
@@ -118,7 +118,7 @@ struct BwdWalker {
   // Backwards through a group of steps, or if not plain the first `count` of one, for the states and channels that exist: even
   // a step of size zero would make NaN of an infinite A, and even a state of zeros NaN of an infinite input.
   template <bool is_plain>
-  __device__ __forceinline__ void walk_backwards(int t, int count, int tile, const Matrices<Cut>& matrices) {
+  __device__ __forceinline__ void scan_backward(int t, int count, int tile, const Matrices<TileConfig>& matrices) {
     Group delta[kLaneChannels], u[kLaneChannels], dy[kLaneChannels];
     Acc y[kLaneChannels][kG], sum_input[kLaneChannels][kG], sum_step[kLaneChannels][kG];
 #pragma unroll
@@ -132,7 +132,7 @@ struct BwdWalker {
       for (int j = 0; j < kG; ++j) y[k][j] = sum_input[k][j] = sum_step[k][j] = 0;
     }
     // Where registers are short: rather than hold them, read them again.
-    const auto at_step = [&](const Group& group, TileArray<Cut> tile, int k, int j) {
+    const auto at_step = [&](const Group& group, TileArray<TileConfig> tile, int k, int j) {
       if constexpr (is_plain) return group[j];
       return *tile.at(opaque(lane.channel(k)), t + j);
     };
@@ -257,13 +257,13 @@ struct BwdWalker {
   // are the gradients.
   __device__ __forceinline__ void write_sums_over_channels(int64_t t0, int steps) const {
     if (!p.grad_B.per_step && !p.grad_C.per_step) return;
-    constexpr int kPerRow = Cut::kTileSteps / kG;
-    for (int i = threadIdx.x; i < 2 * kStates * kPerRow; i += Cut::kWalkers) {
+    constexpr int kPerRow = TileConfig::kTileSteps / kG;
+    for (int i = threadIdx.x; i < 2 * kStates * kPerRow; i += TileConfig::kConsumers) {
       const int row = i / kPerRow, step = i % kPerRow * kG, state = row % kStates;
       if (state >= static_cast<int>(p.dstate)) continue;
       Group sum = Group::load(shared.sums + row * Shared::kSumsPitch + step);
 #pragma unroll
-      for (int warp = 1; warp < kWalkingWarps; ++warp) {
+      for (int warp = 1; warp < kConsumerWarps; ++warp) {
         const Group part = Group::load(shared.sums + warp * Shared::kSums + row * Shared::kSumsPitch + step);
 #pragma unroll
         for (int j = 0; j < kG; ++j) sum.set(j, sum[j] + part[j]);
@@ -272,12 +272,12 @@ struct BwdWalker {
     }
   }
 
-  __device__ __forceinline__ void walk_tile(int tile, int steps) {
-    const Matrices<Cut> matrices = shared.matrices(tile);
+  __device__ __forceinline__ void scan_tile(int tile, int steps) {
+    const Matrices<TileConfig> matrices = shared.matrices(tile);
     const int last = (steps - 1) / kG * kG;
 #pragma unroll 1
     for (int t = 0; t < last; t += kG) {
-      walk_forwards(t, tile, matrices);
+      scan_forward(t, tile, matrices);
       if (p.dstate < kStates && !(is_finite(shared.delta(tile), lane, t) && is_finite(shared.delta_u(tile), lane, t))) {
         forget_states_that_do_not_exist();
       }
@@ -293,9 +293,9 @@ struct BwdWalker {
                     is_finite(shared.dy(tile), lane, t);
       }
       if (is_plain) {
-        walk_backwards<true>(t, kG, tile, matrices);
+        scan_backward<true>(t, kG, tile, matrices);
       } else {
-        walk_backwards<false>(t, steps - t, tile, matrices);
+        scan_backward<false>(t, steps - t, tile, matrices);
       }
     }
   }
@@ -303,18 +303,18 @@ struct BwdWalker {
   __device__ __forceinline__ void run() {
     if (at.begin < at.end) {
       // Computed where it is needed: registers are short.
-      const auto first_step = [&](int tile) { return last_tile<Cut>(at) - int64_t(tile) * Cut::kTileSteps; };
+      const auto first_step = [&](int tile) { return last_tile<TileConfig>(at) - int64_t(tile) * TileConfig::kTileSteps; };
       load_saved_states(first_step(0));
-      meet<Cut>();
+      sync_roles<TileConfig>();
       for (int tile = 0; first_step(tile) >= at.begin; ++tile) {
-        walk_tile(tile, at.steps_from(first_step(tile), Cut::kTileSteps));
+        scan_tile(tile, at.steps_from(first_step(tile), TileConfig::kTileSteps));
         if (first_step(tile) > at.begin) load_saved_states(first_step(tile + 1));
-        meet<Cut>();
-        write_sums_over_channels(first_step(tile), at.steps_from(first_step(tile), Cut::kTileSteps));
+        sync_roles<TileConfig>();
+        write_sums_over_channels(first_step(tile), at.steps_from(first_step(tile), TileConfig::kTileSteps));
         shared.sums_are_read->arrive();
       }
     }
-    meet<Cut>();  // for the movers' sums
+    sync_roles<TileConfig>();  // for the movers' sums
     if (partial_sums.grad_A != nullptr) {
       save_states(p, at, lane, grad_A, partial_sums.grad_A, at.batch * plan.segments + at.segment);
     }
@@ -322,4 +322,4 @@ struct BwdWalker {
   }
 };
 
-}  // namespace ssm_kernels::selective_scan::walking
+}  // namespace ssm_kernels::selective_scan::sequential

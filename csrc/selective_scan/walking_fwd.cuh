@@ -20,37 +20,38 @@
 #include "selective_scan/walking_fwd_mover.cuh"
 #include "selective_scan/walking_fwd_walker.cuh"
 
-namespace ssm_kernels::selective_scan::walking {
+namespace ssm_kernels::selective_scan::sequential {
 
 template <typename Scalar>
-using CutOfFwd = Cut<Scalar, fwd_tile_steps(sizeof(Scalar))>;
+using FwdTileConfig = TileConfig<Scalar, fwd_tile_steps(sizeof(Scalar))>;
 
 template <typename Scalar, typename Method>
-__global__ void __launch_bounds__(CutOfFwd<Scalar>::kThreads, kResidentBlocks)
-    walking_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
-  using C = CutOfFwd<Scalar>;
+__global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBlocks)
+    sequential_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
+  using C = FwdTileConfig<Scalar>;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const FwdShared<C> shared(memory, params);
   begin_block<C, FwdRows<Scalar>>(params, plan, shared);
-  if (threadIdx.x < C::kWalkers) {
-    FwdWalker<C, Method>(params, shared).run();
+  if (threadIdx.x < C::kConsumers) {
+    FwdConsumer<C, Method>(params, shared).run();
   } else {
-    FwdMover<C>(params, plan, shared).run();
+    FwdProducer<C>(params, plan, shared).run();
   }
 }
 
 template <typename Scalar>
 size_t fwd_shared_bytes(const SelectiveScanFwdParams& params) {
-  return FwdShared<CutOfFwd<Scalar>>(nullptr, params).bytes;
+  return FwdShared<FwdTileConfig<Scalar>>(nullptr, params).bytes;
 }
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  const auto kernel = walking_fwd_kernel<Scalar, Method>;
+  const auto kernel = sequential_fwd_kernel<Scalar, Method>;
   const size_t bytes = fwd_shared_bytes<Scalar>(params);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned int>(params.batch * plan.tiles), CutOfFwd<Scalar>::kThreads, bytes, stream>>>(params, plan);
+  kernel<<<static_cast<unsigned int>(params.batch * plan.tiles), FwdTileConfig<Scalar>::kThreads, bytes, stream>>>(params,
+                                                                                                                   plan);
   return cudaGetLastError();
 }
 
-}  // namespace ssm_kernels::selective_scan::walking
+}  // namespace ssm_kernels::selective_scan::sequential

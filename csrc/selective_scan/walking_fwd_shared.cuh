@@ -3,31 +3,31 @@
 
 #include "selective_scan/walking_tile.cuh"
 
-namespace ssm_kernels::selective_scan::walking {
+namespace ssm_kernels::selective_scan::sequential {
 
 // The arrays in a block's shared memory.
-template <typename Cut>
+template <typename TileConfig>
 struct FwdShared {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
   // Apart by two groups of steps in banks, for state lanes that write beside each other.
-  static constexpr int kArray = TileArray<Cut>::kCapacity + 2 * kGroupSteps;
+  static constexpr int kArray = TileArray<TileConfig>::kCapacity + 2 * kGroupSteps;
   static constexpr int kBuffers = 2;
   // Tiles as they were read: one that is put into place and one under way; of u also one that is written out. Gates are read a
   // tile later.
   static constexpr int kStages = 2, kStagesOfU = 3;
-  using RawPiece = typename Pieces<Cut, false>::Raw;
-  using RawMatrix = typename Matrices<Cut>::Raw;
-  static constexpr int kStage = Pieces<Cut, false>::kCount * Cut::kMovers;
-  static constexpr int kMatrixStage = Matrices<Cut>::kCount * Cut::kMovers;
+  using RawVector = typename ThreadVectors<TileConfig, false>::Raw;
+  using RawMatrix = typename Matrices<TileConfig>::Raw;
+  static constexpr int kStage = ThreadVectors<TileConfig, false>::kCount * TileConfig::kProducers;
+  static constexpr int kMatrixStage = Matrices<TileConfig>::kCount * TileConfig::kProducers;
 
   Position* position;
   FwdRows<Scalar>* rows;
   Acc *skip, *bias;
-  RawPiece *u, *delta_raw, *z;  // (stages, kStage)
-  RawMatrix* raw_matrices;      // (stages, kMatrixStage)
-  Acc* matrix_arrays;           // (buffers, B and C)
-  Acc* arrays;                  // (buffers, delta and delta_u), then (buffers, the parts of two state lanes)
+  RawVector *u, *delta_raw, *z;  // (stages, kStage)
+  RawMatrix* raw_matrices;       // (stages, kMatrixStage)
+  Acc* matrix_arrays;            // (buffers, B and C)
+  Acc* arrays;                   // (buffers, delta and delta_u), then (buffers, the parts of two state lanes)
   size_t bytes;
 
   SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p) {
@@ -36,25 +36,27 @@ struct FwdShared {
     rows = carver.take<FwdRows<Scalar>>(1);
     skip = carver.take<Acc>(kTileChannels);
     bias = carver.take<Acc>(kTileChannels);
-    u = carver.take<RawPiece>(kStagesOfU * kStage);
-    delta_raw = carver.take<RawPiece>(kStages * kStage);
+    u = carver.take<RawVector>(kStagesOfU * kStage);
+    delta_raw = carver.take<RawVector>(kStages * kStage);
     raw_matrices = carver.take<RawMatrix>(kStages * kMatrixStage);
-    matrix_arrays = carver.take<Acc>(kBuffers * 2 * Matrices<Cut>::kCapacity);
+    matrix_arrays = carver.take<Acc>(kBuffers * 2 * Matrices<TileConfig>::kCapacity);
     arrays = carver.take<Acc>(kBuffers * 4 * kArray);
-    z = carver.take<RawPiece>(p.z.data != nullptr ? kStages * kStage : 0);
+    z = carver.take<RawVector>(p.z.data != nullptr ? kStages * kStage : 0);
     bytes = carver.bytes();
   }
-  __device__ __forceinline__ TileArray<Cut> delta(int tile) const { return {arrays + tile % kBuffers * 2 * kArray}; }
-  __device__ __forceinline__ TileArray<Cut> delta_u(int tile) const { return {arrays + (tile % kBuffers * 2 + 1) * kArray}; }
+  __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return {arrays + tile % kBuffers * 2 * kArray}; }
+  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) const {
+    return {arrays + (tile % kBuffers * 2 + 1) * kArray};
+  }
   // Of two state lanes in the place of delta and delta u. In either buffer the four are different modulo four.
-  __device__ __forceinline__ TileArray<Cut> part(int tile, int state_lane) const {
+  __device__ __forceinline__ TileArray<TileConfig> part(int tile, int state_lane) const {
     const int buffer = tile % kBuffers;
     return {arrays + (state_lane < 2 ? buffer * 2 + state_lane : 4 + (1 - buffer) * 2 + state_lane - 2) * kArray};
   }
-  __device__ __forceinline__ Matrices<Cut> matrices(int tile) const {
-    Acc* const B = matrix_arrays + tile % kBuffers * 2 * Matrices<Cut>::kCapacity;
-    return {B, B + Matrices<Cut>::kCapacity};
+  __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) const {
+    Acc* const B = matrix_arrays + tile % kBuffers * 2 * Matrices<TileConfig>::kCapacity;
+    return {B, B + Matrices<TileConfig>::kCapacity};
   }
 };
 
-}  // namespace ssm_kernels::selective_scan::walking
+}  // namespace ssm_kernels::selective_scan::sequential

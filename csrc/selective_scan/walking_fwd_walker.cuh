@@ -7,25 +7,25 @@
 
 #include "selective_scan/walking_fwd_shared.cuh"
 
-namespace ssm_kernels::selective_scan::walking {
+namespace ssm_kernels::selective_scan::sequential {
 
 // Walkers: from delta, delta_u, B and C to the parts, and the states.
-template <typename Cut, typename Method>
-struct FwdWalker {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
-  using Shared = FwdShared<Cut>;
+template <typename TileConfig, typename Method>
+struct FwdConsumer {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = FwdShared<TileConfig>;
   using Group = Vector<Acc, kGroupSteps>;
 
   const SelectiveScanFwdParams& p;
   const Shared& shared;
   const Position& at;
-  Lane<Cut, false> lane;
+  ConsumerLane<TileConfig, false> lane;
   int dstate;
   // Lanes without a channel or a state have zeros.
   Acc A[kLaneChannels][kLaneStates], h[kLaneChannels][kLaneStates];
 
-  __device__ __forceinline__ FwdWalker(const SelectiveScanFwdParams& p_, const Shared& shared_)
+  __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Shared& shared_)
       : p(p_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       A[k][i] = h[k][i] = 0;
@@ -41,9 +41,9 @@ struct FwdWalker {
   // A group of steps, or if not plain the first `count` of one, of the states that exist: even a step of size zero would make
   // NaN of an infinite A, and even a state of zeros NaN of an infinite input.
   template <bool is_plain>
-  __device__ __forceinline__ void walk_group(int t, int count, int tile) {
-    const TileArray<Cut> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
-    const Matrices<Cut> matrices = shared.matrices(tile);
+  __device__ __forceinline__ void scan_group(int t, int count, int tile) {
+    const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
+    const Matrices<TileConfig> matrices = shared.matrices(tile);
     Group delta[kLaneChannels], delta_u[kLaneChannels], b[kLaneStates], c[kLaneStates];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
@@ -52,7 +52,7 @@ struct FwdWalker {
     }
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
-      const int place = lane.state(i) * Matrices<Cut>::kPitch + t;
+      const int place = lane.state(i) * Matrices<TileConfig>::kPitch + t;
       b[i] = Group::load(matrices.B + place);
       c[i] = Group::load(matrices.C + place);
     }
@@ -83,15 +83,15 @@ struct FwdWalker {
     }
   }
 
-  __device__ __forceinline__ void walk_tile(int tile, int steps) {
+  __device__ __forceinline__ void scan_tile(int tile, int steps) {
 #pragma unroll 1
     for (int t = 0; t < steps; t += kGroupSteps) {
       bool is_plain = t + kGroupSteps <= steps;
       if (dstate < kStates) is_plain &= is_finite(shared.delta_u(tile), lane, t);
       if (is_plain) {
-        walk_group<true>(t, kGroupSteps, tile);
+        scan_group<true>(t, kGroupSteps, tile);
       } else {
-        walk_group<false>(t, steps - t, tile);
+        scan_group<false>(t, steps - t, tile);
       }
     }
   }
@@ -100,11 +100,11 @@ struct FwdWalker {
     constexpr int64_t kChunk = chunk_length(kStates);
     if (p.chunk_states != nullptr) save(p.chunk_states, at.batch * p.chunk_boundaries);
     int tile = 0;
-    if (at.end > 0) meet<Cut>();
-    for (int64_t t0 = 0; t0 < at.end; t0 += Cut::kTileSteps, ++tile) {
-      const int64_t t_end = min(t0 + Cut::kTileSteps, at.end);
-      walk_tile(tile, static_cast<int>(t_end - t0));
-      meet<Cut>();
+    if (at.end > 0) sync_roles<TileConfig>();
+    for (int64_t t0 = 0; t0 < at.end; t0 += TileConfig::kTileSteps, ++tile) {
+      const int64_t t_end = min(t0 + TileConfig::kTileSteps, at.end);
+      scan_tile(tile, static_cast<int>(t_end - t0));
+      sync_roles<TileConfig>();
       if (p.chunk_states != nullptr && (t_end % kChunk == 0 || t_end == at.end)) {
         save(p.chunk_states, at.batch * p.chunk_boundaries + (t_end + kChunk - 1) / kChunk);
       }
@@ -113,4 +113,4 @@ struct FwdWalker {
   }
 };
 
-}  // namespace ssm_kernels::selective_scan::walking
+}  // namespace ssm_kernels::selective_scan::sequential

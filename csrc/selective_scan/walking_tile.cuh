@@ -10,16 +10,16 @@
 #include "selective_scan/selective_scan_device.cuh"
 #include "selective_scan/walking.h"
 
-namespace ssm_kernels::selective_scan::walking {
+namespace ssm_kernels::selective_scan::sequential {
 
 // How a block and its tile are cut; each kernel knows it when it is compiled.
 template <typename Scalar_, int tile_steps>
-struct Cut {
+struct TileConfig {
   using Scalar = Scalar_;
   using Acc = AccumulateType<Scalar>;
-  static constexpr int kWalkers = kWalkingWarps * kWarpSize;  // threads
-  static constexpr int kMovers = kMovingWarps * kWarpSize;
-  static constexpr int kThreads = kWalkers + kMovers;
+  static constexpr int kConsumers = kConsumerWarps * kWarpSize;  // threads
+  static constexpr int kProducers = kProducerWarps * kWarpSize;
+  static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kWarpRows = kWarpSize / kStateLanes;  // channels of a warp that differ by lane
   static constexpr int kTileSteps = tile_steps;
   static_assert(chunk_length(kStates) % kTileSteps == 0, "a chunk is whole tiles, after one of which its state is saved");
@@ -30,20 +30,20 @@ struct Cut {
 //
 // If permuted, which register holds which of a thread's channels depends on its state lane, and which of its states on its row:
 // two lanes that exchange sums then keep and send the same registers.
-template <typename Cut, bool permuted>
-struct Lane {
+template <typename TileConfig, bool permuted>
+struct ConsumerLane {
   int state_lane, row, first_channel;
 
-  __device__ __forceinline__ Lane() {
+  __device__ __forceinline__ ConsumerLane() {
     const int lane = threadIdx.x % kWarpSize;
     state_lane = lane % kStateLanes;
     row = lane / kStateLanes;
-    first_channel = static_cast<int>(threadIdx.x) / kWarpSize * Cut::kWarpRows * kLaneChannels + row;
+    first_channel = static_cast<int>(threadIdx.x) / kWarpSize * TileConfig::kWarpRows * kLaneChannels + row;
   }
   __device__ __forceinline__ int channel(int k) const {
     static_assert(kLaneChannels == 2, "a lane has two channels, which may be swapped");
     const int place = permuted ? k ^ (state_lane & 1) : k;
-    return first_channel + place * Cut::kWarpRows;
+    return first_channel + place * TileConfig::kWarpRows;
   }
   __device__ __forceinline__ int state(int i) const {
     return state_lane + (permuted ? i ^ (row & (kLaneStates - 1)) : i) * kStateLanes;
@@ -51,8 +51,8 @@ struct Lane {
 };
 
 // visit(k, i, channel, state, whether they exist) for each of a walking thread's channels and states.
-template <typename Lane, typename Visitor>
-__device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const Position& at, const Lane& lane,
+template <typename ConsumerLane, typename Visitor>
+__device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const Position& at, const ConsumerLane& lane,
                                                const Visitor& visit) {
   const int channels = at.channels;
 #pragma unroll
@@ -66,8 +66,8 @@ __device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, con
 }
 
 // Into (rows, dim, dstate).
-template <typename Lane, typename Acc>
-__device__ __forceinline__ void save_states(const SelectiveScanParams& p, const Position& at, const Lane& lane,
+template <typename ConsumerLane, typename Acc>
+__device__ __forceinline__ void save_states(const SelectiveScanParams& p, const Position& at, const ConsumerLane& lane,
                                             const Acc (&values)[kLaneChannels][kLaneStates], void* array, int64_t row) {
   Acc* const target = static_cast<Acc*>(array) + state_offset(p, row, at.first_channel, 0);
   for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
@@ -78,17 +78,18 @@ __device__ __forceinline__ void save_states(const SelectiveScanParams& p, const 
 // A tile in the accumulation type in shared memory. The groups of steps of a channel are swapped by exclusive or, so that the
 // groups that lie in the same banks are not those of neighboring channels (which lanes read together), nor those of channels
 // eight apart (which threads write together).
-template <typename Cut>
+template <typename TileConfig>
 struct TileArray {
-  using Acc = typename Cut::Acc;
-  static constexpr int kCapacity = kTileChannels * Cut::kTileSteps;
+  using Acc = typename TileConfig::Acc;
+  static constexpr int kCapacity = kTileChannels * TileConfig::kTileSteps;
 
   Acc* data;
 
   __device__ __forceinline__ static int offset(int channel, int step) {
-    constexpr int kGroups = Cut::kTileSteps / kGroupSteps, kSwapped = kGroups < 8 ? kGroups : 8, kTogether = 8 / kSwapped;
+    constexpr int kGroups = TileConfig::kTileSteps / kGroupSteps, kSwapped = kGroups < 8 ? kGroups : 8,
+                  kTogether = 8 / kSwapped;
     static_assert((kGroups & (kGroups - 1)) == 0 && kGroups <= 32, "groups are swapped by exclusive or");
-    return channel * Cut::kTileSteps + (step ^ ((channel / kTogether + channel / 8) % kSwapped * kGroupSteps));
+    return channel * TileConfig::kTileSteps + (step ^ ((channel / kTogether + channel / 8) % kSwapped * kGroupSteps));
   }
   __device__ __forceinline__ Acc* at(int channel, int step) const { return data + offset(channel, step); }
 };
@@ -109,9 +110,9 @@ __device__ __forceinline__ Vector<Scalar, size> load_vector(const Scalar* place,
 }
 
 // By a whole walking warp: whether what its lanes read of a group of steps is finite.
-template <typename Cut, bool permuted>
-__device__ __forceinline__ bool is_finite(TileArray<Cut> tile, const Lane<Cut, permuted>& lane, int t) {
-  using Acc = typename Cut::Acc;
+template <typename TileConfig, bool permuted>
+__device__ __forceinline__ bool is_finite(TileArray<TileConfig> tile, const ConsumerLane<TileConfig, permuted>& lane, int t) {
+  using Acc = typename TileConfig::Acc;
   Acc sum = 0;
 #pragma unroll
   for (int k = 0; k < kLaneChannels; ++k) {
@@ -124,17 +125,19 @@ __device__ __forceinline__ bool is_finite(TileArray<Cut> tile, const Lane<Cut, p
 
 // The elements of a tile that belong to a moving thread. Of a whole tile of tensors whose vectors lie together in memory they
 // are kCount pieces of one vector each, along the steps or along the channels. Else the same elements are moved one by one.
-template <typename Cut, bool along_channels>
-struct Pieces {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
+template <typename TileConfig, bool along_channels>
+struct ThreadVectors {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
   static constexpr int kVector = kVectorSize<Scalar>;
-  static constexpr int kCount = kTileChannels * Cut::kTileSteps / (kVector * Cut::kMovers);
-  static constexpr int kPerRow = Cut::kTileSteps / kVector, kPerStep = kTileChannels / kVector;
-  static constexpr int kRows = Cut::kMovers / kPerRow;    // channels between one piece and the next along the steps
-  static constexpr int kSteps = Cut::kMovers / kPerStep;  // steps between one and the next along the channels
-  static_assert(kCount * kVector * Cut::kMovers == kTileChannels * Cut::kTileSteps, "threads share a tile evenly");
-  static_assert(kRows * kPerRow == Cut::kMovers && kSteps * kPerStep == Cut::kMovers, "a thread's pieces lie in one line");
+  static constexpr int kCount = kTileChannels * TileConfig::kTileSteps / (kVector * TileConfig::kProducers);
+  static constexpr int kPerRow = TileConfig::kTileSteps / kVector, kPerStep = kTileChannels / kVector;
+  static constexpr int kRows = TileConfig::kProducers / kPerRow;    // channels between one piece and the next along the steps
+  static constexpr int kSteps = TileConfig::kProducers / kPerStep;  // steps between one and the next along the channels
+  static_assert(kCount * kVector * TileConfig::kProducers == kTileChannels * TileConfig::kTileSteps,
+                "threads share a tile evenly");
+  static_assert(kRows * kPerRow == TileConfig::kProducers && kSteps * kPerStep == TileConfig::kProducers,
+                "a thread's pieces lie in one line");
   using Raw = Vector<Scalar, kVector>;
   // Of a piece's elements, how many are worked on at a time.
   static constexpr int kPart = kVector < kGroupSteps ? kVector : kGroupSteps;
@@ -162,11 +165,11 @@ struct Pieces {
   // Into this thread's places of a stage in shared memory, `stage` the first of them; the copies are under way when it returns.
   __device__ __forceinline__ void copy(const SequenceView& view, const Scalar* first, Raw* stage) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) cuda::async_copy(stage + i * Cut::kMovers, first + i * stride(view), kVectorBytes);
+    for (int i = 0; i < kCount; ++i) cuda::cp_async(stage + i * TileConfig::kProducers, first + i * stride(view), kVectorBytes);
   }
   // Between `count` elements of piece i, from the element `first` on, and a tile in shared memory.
   template <int count>
-  __device__ __forceinline__ void put(TileArray<Cut> tile, int i, int first, const Acc (&values)[count]) const {
+  __device__ __forceinline__ void put(TileArray<TileConfig> tile, int i, int first, const Acc (&values)[count]) const {
     static_assert(count <= kGroupSteps, "a group of steps lies together");
     if constexpr (along_channels) {
 #pragma unroll
@@ -179,7 +182,7 @@ struct Pieces {
     }
   }
   template <int count>
-  __device__ __forceinline__ void get(TileArray<Cut> tile, int i, int first, Acc (&values)[count]) const {
+  __device__ __forceinline__ void get(TileArray<TileConfig> tile, int i, int first, Acc (&values)[count]) const {
     static_assert(count <= kGroupSteps, "a group of steps lies together");
     if constexpr (along_channels) {
 #pragma unroll
@@ -226,9 +229,9 @@ struct Pieces {
 };
 
 // Whether a block's tile that starts at t0 is moved by vectors.
-template <typename Cut>
+template <typename TileConfig>
 __device__ __forceinline__ bool has_vectors(const ScanPlan& plan, const Position& at, int64_t t0) {
-  return plan.has_vectors && at.channels == kTileChannels && t0 + Cut::kTileSteps <= at.end;
+  return plan.has_vectors && at.channels == kTileChannels && t0 + TileConfig::kTileSteps <= at.end;
 }
 
 // An element of a tile, zero if it does not exist. `row` is that of the block's first channel.
@@ -244,36 +247,38 @@ __device__ __forceinline__ void store_element(const SequenceView& view, Scalar* 
 }
 
 // B and C at the steps of a tile, in shared memory: the steps of a state beside each other.
-template <typename Cut>
+template <typename TileConfig>
 struct Matrices {
-  using Scalar = typename Cut::Scalar;
-  using Acc = typename Cut::Acc;
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
   static constexpr int kVector = kVectorSize<Scalar>;
-  static constexpr int kPitch = Cut::kTileSteps + kGroupSteps;
+  static constexpr int kPitch = TileConfig::kTileSteps + kGroupSteps;
   static constexpr int kCapacity = kStates * kPitch;  // of one matrix
-  static constexpr int kPerMatrix = kStates * Cut::kTileSteps / kVector;
-  static constexpr int kCount = 2 * kPerMatrix / Cut::kMovers;
+  static constexpr int kPerMatrix = kStates * TileConfig::kTileSteps / kVector;
+  static constexpr int kCount = 2 * kPerMatrix / TileConfig::kProducers;
   static_assert(kPerMatrix % kWarpSize == 0, "a warp reads from one matrix at a time");
-  static_assert(2 * kPerMatrix % Cut::kMovers == 0, "threads share the matrices evenly");
+  static_assert(2 * kPerMatrix % TileConfig::kProducers == 0, "threads share the matrices evenly");
   using Raw = Vector<Scalar, kVector>;
 
   Acc *B, *C;
 
   // By threads that are numbered from Cut::kWalkers.
   __device__ __forceinline__ static int index(int i) {
-    return i * Cut::kMovers + opaque(static_cast<int>(threadIdx.x)) - Cut::kWalkers;
+    return i * TileConfig::kProducers + opaque(static_cast<int>(threadIdx.x)) - TileConfig::kConsumers;
   }
   __device__ __forceinline__ static bool is_B(int i) {
-    if constexpr (kPerMatrix % Cut::kMovers == 0) return i < kPerMatrix / Cut::kMovers;
+    if constexpr (kPerMatrix % TileConfig::kProducers == 0) return i < kPerMatrix / TileConfig::kProducers;
     return index(i) < kPerMatrix;
   }
   __device__ __forceinline__ static int state(int i, VectorAccess access) {
-    const int piece = index(i) % kPerMatrix;
-    return access == VectorAccess::kAlongChannels ? piece % (kStates / kVector) * kVector : piece / (Cut::kTileSteps / kVector);
+    const int vector_source = index(i) % kPerMatrix;
+    return access == VectorAccess::kAlongChannels ? vector_source % (kStates / kVector) * kVector
+                                                  : vector_source / (TileConfig::kTileSteps / kVector);
   }
   __device__ __forceinline__ static int step(int i, VectorAccess access) {
-    const int piece = index(i) % kPerMatrix;
-    return access == VectorAccess::kAlongChannels ? piece / (kStates / kVector) : piece % (Cut::kTileSteps / kVector) * kVector;
+    const int vector_source = index(i) % kPerMatrix;
+    return access == VectorAccess::kAlongChannels ? vector_source / (kStates / kVector)
+                                                  : vector_source % (TileConfig::kTileSteps / kVector) * kVector;
   }
 
   // Where this thread's piece i begins at the first step.
@@ -291,13 +296,13 @@ struct Matrices {
                                                   const Scalar* const (&places)[kCount], int64_t first_step, int steps,
                                                   const Visitor& visit) {
     const int states = static_cast<int>(p.dstate);
-    const bool is_whole = steps == Cut::kTileSteps && states >= kStates;
+    const bool is_whole = steps == TileConfig::kTileSteps && states >= kStates;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const bool b = is_B(i);
       const VectorAccess access = b ? plan.B : plan.C;
       const int64_t stride_state = b ? p.B.stride_state : p.C.stride_state, stride_step = b ? p.B.stride_step : p.C.stride_step;
-      const Scalar* const piece = places[i] + first_step * stride_step;
+      const Scalar* const vector_source = places[i] + first_step * stride_step;
       const int n = state(i, access), t = step(i, access);
       const bool along_states = access == VectorAccess::kAlongChannels;
       int valid = kVector;
@@ -305,7 +310,7 @@ struct Matrices {
         const int left = along_states ? states - n : steps - t;
         valid = n >= states || t >= steps ? 0 : left < kVector ? left : kVector;
       }
-      visit(i, piece, along_states ? stride_state : stride_step, access, valid);
+      visit(i, vector_source, along_states ? stride_state : stride_step, access, valid);
     }
   }
 
@@ -314,11 +319,11 @@ struct Matrices {
                                               const Scalar* const (&places)[kCount], int64_t first_step, int steps,
                                               Raw* stage) {
     for_each(p, plan, places, first_step, steps,
-             [&](int i, const Scalar* piece, int64_t stride, VectorAccess access, int valid) {
+             [&](int i, const Scalar* vector_source, int64_t stride, VectorAccess access, int valid) {
                if (access != VectorAccess::kSingly && valid == kVector) {
-                 cuda::async_copy(stage + i * Cut::kMovers, piece, kVectorBytes);
+                 cuda::cp_async(stage + i * TileConfig::kProducers, vector_source, kVectorBytes);
                } else {
-                 stage[i * Cut::kMovers] = load_vector<Scalar, kVector>(piece, stride, false, valid);
+                 stage[i * TileConfig::kProducers] = load_vector<Scalar, kVector>(vector_source, stride, false, valid);
                }
              });
   }
@@ -326,15 +331,15 @@ struct Matrices {
                                               const Scalar* const (&places)[kCount], int64_t first_step, int steps,
                                               Raw (&raw)[kCount]) {
     for_each(p, plan, places, first_step, steps,
-             [&](int i, const Scalar* piece, int64_t stride, VectorAccess access, int valid) {
-               raw[i] = load_vector<Scalar, kVector>(piece, stride, access != VectorAccess::kSingly, valid);
+             [&](int i, const Scalar* vector_source, int64_t stride, VectorAccess access, int valid) {
+               raw[i] = load_vector<Scalar, kVector>(vector_source, stride, access != VectorAccess::kSingly, valid);
              });
   }
 
   __device__ __forceinline__ void put(const ScanPlan& plan, const Raw* stage) const {
     Raw raw[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) raw[i] = stage[i * Cut::kMovers];
+    for (int i = 0; i < kCount; ++i) raw[i] = stage[i * TileConfig::kProducers];
     put(plan, raw);
   }
   __device__ __forceinline__ void put(const ScanPlan& plan, const Raw (&raw)[kCount]) const {
@@ -356,23 +361,23 @@ struct Matrices {
 };
 
 // Where the two roles meet, once a tile: what either has written to shared memory before, both see after.
-template <typename Cut>
-__device__ __forceinline__ void meet() {
+template <typename TileConfig>
+__device__ __forceinline__ void sync_roles() {
   constexpr int kBarrier = 1;
-  cuda::barrier_sync(kBarrier, Cut::kThreads);
+  cuda::barrier_sync(kBarrier, TileConfig::kThreads);
 }
 
 // A block's first lines: where it is, and what D and delta_bias are for its channels.
-template <typename Cut, typename Rows, typename Params, typename Shared>
+template <typename TileConfig, typename Rows, typename Params, typename Shared>
 __device__ __forceinline__ void begin_block(const Params& p, const ScanPlan& plan, const Shared& shared) {
-  using Acc = typename Cut::Acc;
+  using Acc = typename TileConfig::Acc;
   if (threadIdx.x == 0) {
     *shared.position = Position(p, plan, blockIdx.x);
     *shared.rows = Rows(p, *shared.position);
   }
   __syncthreads();
   const Position& at = *shared.position;
-  for (int channel = threadIdx.x; channel < kTileChannels; channel += Cut::kThreads) {
+  for (int channel = threadIdx.x; channel < kTileChannels; channel += TileConfig::kThreads) {
     const auto of_channel = [&](const ChannelView& view) {
       if (channel >= at.channels || view.data == nullptr) return Acc(0);
       return static_cast<const Acc*>(view.data)[(at.first_channel + channel) * view.stride];
@@ -383,4 +388,4 @@ __device__ __forceinline__ void begin_block(const Params& p, const ScanPlan& pla
   __syncthreads();
 }
 
-}  // namespace ssm_kernels::selective_scan::walking
+}  // namespace ssm_kernels::selective_scan::sequential

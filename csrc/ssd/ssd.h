@@ -33,29 +33,30 @@ struct SsdParams {
   const float* initial_states = nullptr;  // (batch, heads, headdim, dstate), or null: zero
 };
 
-// What backward keeps between its kernels is numbered by chunk: of those of all sequences, first_slot is a sequence's first. A
-// sequence of packed ones begins wherever the one before ends, so that numbers may be left out, but none is taken twice.
+// What backward keeps between its kernels is numbered by chunk: of those of all sequences, first_chunk_index is a sequence's
+// first. A sequence of packed ones begins wherever the one before ends, so that numbers may be left out, but none is taken
+// twice.
 struct SsdBwdParams : SsdParams {
   RowsView grad_out;                                       // of y, where there is a gate: z is of no concern to these kernels
   const float* grad_final_states = nullptr;                // (batch, heads, headdim, dstate), or null: zero
   RowsView grad_x, grad_dt, grad_B, grad_C;                // null where they are not needed
   float* grad_initial_states = nullptr;                    // as initial_states, or null
-  int64_t slots = 0, units = 0;                            // chunks; kUnitRows rows of one head, of all heads
+  int64_t num_chunks = 0, state_tiles = 0;                 // chunks; kStateRows rows of one head, of all heads
   int64_t splits = 1, heads_per_split = 0;                 // parts of a group's heads; the last may have fewer
-  void *states = nullptr, *grad_states = nullptr;          // (slots, units, kUnitRows, dstate), tiles of the inputs' type
+  void *states = nullptr, *grad_states = nullptr;          // (slots, units, kStateRows, dstate), tiles of the inputs' type
   float *grad_B_parts = nullptr, *grad_C_parts = nullptr;  // (splits, batch, seqlen, groups, dstate), if not written in place
   float *grad_A_parts = nullptr, *grad_bias_parts = nullptr;  // (slots, heads)
   float* grad_D_parts = nullptr;                              // (slots, heads, headdim), or null
   int stages = 1;  // of a kernel's shared memory, where its products are those of a warp
   // Of each walk along time; and for all pieces but the last, all walks, directions and units, what the piece does to a state.
-  int pieces = 1;
-  float *piece_states = nullptr, *piece_decays = nullptr;
+  int segments = 1;
+  float *segment_states = nullptr, *segment_decays = nullptr;
 };
 
 struct SsdFwdParams : SsdParams {
   RowsView out;
-  cuda::TensorMap out_map = {};   // its tiles, where the device copies such: ssd_tile_out.cuh
-  float* final_states = nullptr;  // (batch, heads, headdim, dstate)
+  cuda::TmaDescriptor out_descriptor = {};  // its tiles, where the device copies such: ssd_tile_out.cuh
+  float* final_states = nullptr;            // (batch, heads, headdim, dstate)
 };
 
 // The same, of a call whose kernel is compiled for packed sequences, or for others.

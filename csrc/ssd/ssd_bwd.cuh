@@ -16,9 +16,9 @@
 // are cut along time, and another launch of the kernel, before, finds what their pieces do to a state. The second
 // (ssd_bwd_chunks.cuh) takes all chunks at once, and the heads of a group together, so that gradients of B and C are summed on
 // chip. Where a sequence's chunks are too few for the device, a group's heads are shared out to several blocks, whose sums are
-// added in order afterwards. Nothing is added atomically.
+// added in order afterwards. Empty is added atomically.
 //
-// They take up to kUnitColumns states, or as many as there is shared memory for (backward_columns). With more they run for as
+// They take up to kStateColumns states, or as many as there is shared memory for (backward_columns). With more they run for as
 // many columns of B, C, S and T at a time: all of the above but D g_j is a sum over these columns, or of one of them
 // (ssd_bwd_cuda.cpp).
 //
@@ -37,58 +37,59 @@
 namespace ssm_kernels::ssd {
 
 // Threads: what they do, BwdStates or BwdChunks. Products of a warp have as many stages as there is shared memory for.
-template <typename Threads, typename Products, typename Kernel>
-int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool may_begin_early, SsdBwdParams params, const Partition& partition,
+template <typename Threads, typename Mma, typename Kernel>
+int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdParams params, const WorkPartition& partition,
                           int max_shared_bytes, cudaStream_t stream) {
   using Shared = typename Threads::Shared;
-  params.stages = Products::kIsAsync ? Shared::kMaxStages : fit_stages(Shared::kMaxStages, max_shared_bytes, &Shared::bytes);
+  params.stages = Mma::kIsAsync ? Shared::kMaxStages : fit_stages(Shared::kMaxStages, max_shared_bytes, &Shared::bytes);
   const int bytes = Shared::bytes(params.stages);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, blocks, Threads::kThreads, bytes, stream, may_begin_early, params, partition);
+  return cuda::launch(kernel, blocks, Threads::kThreads, bytes, stream, uses_pdl, params, partition);
 }
 
-template <typename Scalar, int dstate, typename Products>
-int launch_ssd_bwd_kernels(const SsdBwdParams& params, const Partition& partition, int max_shared_bytes, cudaStream_t stream) {
-  const auto launch_states = [&](auto states_only, int pieces, bool may_begin_early) {
+template <typename Scalar, int dstate, typename Mma>
+int launch_ssd_bwd_kernels(const SsdBwdParams& params, const WorkPartition& partition, int max_shared_bytes,
+                           cudaStream_t stream) {
+  const auto launch_states = [&](auto states_only, int segments, bool uses_pdl) {
     constexpr bool kStatesOnly = decltype(states_only)::value;
-    return launch_ssd_bwd_kernel<BwdStates<Scalar, dstate, kStatesOnly, Products>, Products>(
-        ssd_bwd_states_kernel<Scalar, dstate, kStatesOnly, Products>, partition.walks * kDirections * pieces, may_begin_early,
+    return launch_ssd_bwd_kernel<BwdStates<Scalar, dstate, kStatesOnly, Mma>, Mma>(
+        ssd_bwd_states_kernel<Scalar, dstate, kStatesOnly, Mma>, partition.work_tiles * kDirections * segments, uses_pdl,
         params, partition, max_shared_bytes, stream);
   };
-  const bool is_cut = params.pieces > 1;
-  int error = is_cut ? launch_states(std::true_type(), params.pieces - 1, false) : cudaSuccess;
+  const bool is_cut = params.segments > 1;
+  int error = is_cut ? launch_states(std::true_type(), params.segments - 1, false) : cudaSuccess;
   if (error != cudaSuccess) return error;
   // Wherever there are asynchronous products, kernels may begin early.
-  error = launch_states(std::false_type(), params.pieces, is_cut && Products::kIsAsync);
+  error = launch_states(std::false_type(), params.segments, is_cut && Mma::kIsAsync);
   if (error != cudaSuccess) return error;
-  return launch_ssd_bwd_kernel<BwdChunks<Scalar, dstate, Products>, Products>(
-      ssd_bwd_chunks_kernel<Scalar, dstate, Products>, params.slots * params.groups * params.splits, Products::kIsAsync, params,
-      partition, max_shared_bytes, stream);
+  return launch_ssd_bwd_kernel<BwdChunks<Scalar, dstate, Mma>, Mma>(ssd_bwd_chunks_kernel<Scalar, dstate, Mma>,
+                                                                    params.num_chunks * params.groups * params.splits,
+                                                                    Mma::kIsAsync, params, partition, max_shared_bytes, stream);
 }
 
 template <typename Scalar>
-int launch_ssd_bwd(const SsdBwdParams& params, const Partition& partition, bool may_use_wgmma, int max_shared_bytes,
+int launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
                    cudaStream_t stream) {
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
     constexpr int kLeast = least_shared_bytes(kDstate, kIsFp32<Scalar>, /*is_backward=*/true);
-    static_assert(ChunksShared<Scalar, kDstate, WarpProducts>::bytes(1) <= kLeast &&
-                      StatesShared<Scalar, kDstate, WarpProducts>::bytes(1) <= kLeast,
+    static_assert(ChunksShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kLeast &&
+                      StatesShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kLeast,
                   "a block is only begun where there is as much");
     if constexpr (!kIsFp32<Scalar>) {
-      using OfChunks = ChunksShared<Scalar, kDstate, WgmmaProducts>;
-      using OfStates = StatesShared<Scalar, kDstate, WgmmaProducts>;
+      using OfChunks = ChunksShared<Scalar, kDstate, Sm90Wgmma>;
+      using OfStates = StatesShared<Scalar, kDstate, Sm90Wgmma>;
       static_assert(OfChunks::bytes(OfChunks::kMaxStages) <= 227 * 1024 && OfStates::bytes(OfStates::kMaxStages) <= 227 * 1024,
                     "a block of compute capability 9.0 has that much shared memory");
-      if (may_use_wgmma && cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, kDstate, false, WgmmaProducts>,
-                                                         BwdStates<Scalar, kDstate, false, WgmmaProducts>::kThreads)) {
-        return launch_ssd_bwd_kernels<Scalar, kDstate, WgmmaProducts>(params, partition, max_shared_bytes, stream);
+      if (may_use_wgmma && cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, kDstate, false, Sm90Wgmma>,
+                                                         BwdStates<Scalar, kDstate, false, Sm90Wgmma>::kThreads)) {
+        return launch_ssd_bwd_kernels<Scalar, kDstate, Sm90Wgmma>(params, partition, max_shared_bytes, stream);
       }
     }
-    return launch_ssd_bwd_kernels<Scalar, kDstate, WarpProducts>(params, partition, max_shared_bytes, stream);
+    return launch_ssd_bwd_kernels<Scalar, kDstate, Sm80Mma>(params, partition, max_shared_bytes, stream);
   };
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
-  return launch(std::integral_constant<int, kUnitColumns>());
+  return launch(std::integral_constant<int, kStateColumns>());
 }
 
 template <typename Scalar>

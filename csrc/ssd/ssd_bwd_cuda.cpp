@@ -84,8 +84,8 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   params.batch = x.size(0);
   params.seqlen = x.size(1);
   params.heads = x.size(2);
-  params.pieces_of_head = cuda::Divisor(static_cast<int>(x.size(3) / kRowElements));
-  check_count(params.heads * params.pieces_of_head.value<int64_t>(), "vectors of a step");
+  params.vectors_per_head = cuda::Divisor(static_cast<int>(x.size(3) / kRowElements));
+  check_count(params.heads * params.vectors_per_head.value<int64_t>(), "vectors of a step");
   params.grad_out = const_rows_view(grad_out);
   params.z = const_rows_view(z);
   params.grad_y = rows_view(grad_y);
@@ -144,19 +144,19 @@ class Backward {
       grad_initial_states.emplace(inputs_.result_as_states(grads_[kGradInitialStates]));
       params_.grad_initial_states = grad_initial_states->written.data_ptr<float>();
     }
-    cut();
-    const at::Tensor piece_states = cut_along_time();
-    const at::Tensor states = empty_images(), grad_states = empty_images();
+    share_work();
+    const at::Tensor segment_states = split_along_time();
+    const at::Tensor states = empty_swizzled_states(), grad_states = empty_swizzled_states();
     params_.states = states.data_ptr();
     params_.grad_states = grad_states.data_ptr();
     const at::Tensor parts_B = place_group_grad(kGradB, params_.grad_B, params_.grad_B_parts),
                      parts_C = place_group_grad(kGradC, params_.grad_C, params_.grad_C_parts);
-    const at::Tensor parts_A = at::empty({params_.slots, params_.heads}, options), parts_bias = at::empty_like(parts_A);
+    const at::Tensor parts_A = at::empty({params_.num_chunks, params_.heads}, options), parts_bias = at::empty_like(parts_A);
     params_.grad_A_parts = parts_A.data_ptr<float>();
     params_.grad_bias_parts = parts_bias.data_ptr<float>();
     at::Tensor parts_D;
     if (needs(kGradD)) {
-      parts_D = at::empty({params_.slots, params_.heads, params_.headdim}, options);
+      parts_D = at::empty({params_.num_chunks, params_.heads, params_.headdim}, options);
       params_.grad_D_parts = parts_D.data_ptr<float>();
     }
 
@@ -174,9 +174,9 @@ class Backward {
     if (needs(kGradA)) sums.A = parts_A.sum(0);
     if (needs(kGradDtBias)) sums.dt_bias = parts_bias.sum(0);
     if (needs(kGradD)) {
-      constexpr int64_t kSlotsAndHeaddim[] = {0, 2};
+      constexpr int64_t kChunksAndHeaddim[] = {0, 2};
       const at::Tensor unpadded = parts_D.narrow(2, 0, bwd_.in.x.size(3));
-      sums.D = bwd_.in.D->dim() == 1 ? unpadded.sum(at::IntArrayRef(kSlotsAndHeaddim)) : unpadded.sum(0);
+      sums.D = bwd_.in.D->dim() == 1 ? unpadded.sum(at::IntArrayRef(kChunksAndHeaddim)) : unpadded.sum(0);
     }
     return sums;
   }
@@ -186,16 +186,17 @@ class Backward {
 
   // Numbers the chunks, and shares the heads of a group out to as few blocks as fill the device: in rounds of one block a
   // multiprocessor, of its units' time and that of beginning and ending.
-  void cut() {
+  void share_work() {
     const int64_t chunks = at::ceil_div<int64_t>(params_.seqlen, kChunk);
-    params_.slots = params_.cu_seqlens == nullptr ? params_.batch * chunks : max_packed_chunks(params_.seqlen, params_.batch);
-    params_.units = params_.heads * partition_.row_blocks;
-    const int64_t heads_per_group = partition_.heads_per_group, blocks = params_.slots * params_.groups;
+    params_.num_chunks =
+        params_.cu_seqlens == nullptr ? params_.batch * chunks : max_packed_chunks(params_.seqlen, params_.batch);
+    params_.state_tiles = params_.heads * partition_.row_blocks;
+    const int64_t heads_per_group = partition_.heads_per_group, blocks = params_.num_chunks * params_.groups;
     const int64_t multiprocessors = cuda::multiprocessor_count(inputs_.x.get_device());
-    constexpr int64_t kUnitsOfOverhead = 4;
+    constexpr int64_t kTilesOfOverhead = 4;
     const auto time = [&](int64_t splits) {
-      const int64_t units = at::ceil_div<int64_t>(heads_per_group, splits) * partition_.row_blocks + kUnitsOfOverhead;
-      return at::ceil_div<int64_t>(blocks * splits, multiprocessors) * units;
+      const int64_t state_tiles = at::ceil_div<int64_t>(heads_per_group, splits) * partition_.row_blocks + kTilesOfOverhead;
+      return at::ceil_div<int64_t>(blocks * splits, multiprocessors) * state_tiles;
     };
     int64_t best = 1;
     for (int64_t splits = 2; splits <= std::min<int64_t>(heads_per_group, multiprocessors); ++splits) {
@@ -203,29 +204,29 @@ class Backward {
     }
     params_.heads_per_split = at::ceil_div<int64_t>(heads_per_group, best);
     params_.splits = at::ceil_div<int64_t>(heads_per_group, params_.heads_per_split);
-    check_count(std::max(kDirections * partition_.walks, blocks * params_.splits), "blocks");
+    check_count(std::max(kDirections * partition_.work_tiles, blocks * params_.splits), "blocks");
   }
 
   // Cuts walks where there are fewer than the device has room for. A piece takes about as long for each before it as for a
   // chunk of its own: more pieces than each has chunks would take longer again, and those of a few chunks as long as what they
   // spare. Of packed sequences, whose lengths the host does not ask for, each might be almost all. Returns the workspace.
-  at::Tensor cut_along_time() {
+  at::Tensor split_along_time() {
     constexpr int64_t kLeastChunks = 4;
-    const int64_t blocks = std::max<int64_t>(1, kDirections * partition_.walks);
+    const int64_t blocks = std::max<int64_t>(1, kDirections * partition_.work_tiles);
     const int64_t room = cuda::multiprocessor_count(inputs_.x.get_device()) / blocks;
-    int64_t pieces = std::max<int64_t>(1, room);
-    while (pieces > 1 && pieces * std::max(kLeastChunks, pieces) > partition_.chunks) --pieces;
-    params_.pieces = static_cast<int>(pieces);
-    if (pieces == 1) return {};
-    const int64_t places = (pieces - 1) * blocks * kUnits, elements = kUnitRows * unit_columns(params_.dstate);
+    int64_t segments = std::max<int64_t>(1, room);
+    while (segments > 1 && segments * std::max(kLeastChunks, segments) > partition_.chunks) --segments;
+    params_.segments = static_cast<int>(segments);
+    if (segments == 1) return {};
+    const int64_t places = (segments - 1) * blocks * kWarpgroups, elements = kStateRows * tile_columns(params_.dstate);
     const at::Tensor result = at::empty({places, elements + 1}, bwd_.in.A.options());
-    params_.piece_states = result.data_ptr<float>();
-    params_.piece_decays = params_.piece_states + places * elements;
+    params_.segment_states = result.data_ptr<float>();
+    params_.segment_decays = params_.segment_states + places * elements;
     return result;
   }
 
-  at::Tensor empty_images() const {
-    return at::empty({params_.slots, params_.units, kUnitRows, unit_columns(params_.dstate)}, inputs_.x.options());
+  at::Tensor empty_swizzled_states() const {
+    return at::empty({params_.num_chunks, params_.state_tiles, kStateRows, tile_columns(params_.dstate)}, inputs_.x.options());
   }
 
   // Where the kernels write that of B or C: in place, or as parts, which are returned.
@@ -251,7 +252,7 @@ class Backward {
   const BwdInputs& bwd_;
   const GradTensors& grads_;
   const KernelInputs inputs_;
-  Partition partition_;
+  WorkPartition partition_;
   const bool may_use_wgmma_, sums_groups_;
   SsdBwdParams params_;
 };
@@ -261,16 +262,16 @@ class Backward {
 // training step takes. A turn is of some entries of the batch; where one is too much, of some groups of its heads; where one of
 // these is, of some of the group's heads. All have about as many.
 template <typename Body>
-void for_each_turn(const Inputs& in, const Body& body) {
+void for_each_sub_batch(const Inputs& in, const Body& body) {
   const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
   const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1)
                                                    : at::ceil_div<int64_t>(in.x.size(1), kChunk);
-  const int64_t bytes_of_image = kUnitRows * unit_columns(in.B.size(3)) * in.x.element_size();
+  const int64_t swizzled_state_bytes = kStateRows * tile_columns(in.B.size(3)) * in.x.element_size();
   constexpr int64_t kSmallWorkspaceBytes = int64_t(256) << 20;
   const int64_t x_bytes = in.x.numel() * in.x.element_size();
   const int64_t most_bytes =
       std::min(debug_option(DebugOption::kSsdWorkspaceBytes), std::max(kSmallWorkspaceBytes, 2 * x_bytes));
-  const int64_t most_heads = most_bytes / (2 * chunks * row_blocks(in.x.size(3)) * bytes_of_image);
+  const int64_t most_heads = most_bytes / (2 * chunks * row_blocks(in.x.size(3)) * swizzled_state_bytes);
   const auto at_once = [&](int64_t count, int64_t heads_of_each) {
     return at::ceil_div(count, at::ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
   };
@@ -278,25 +279,25 @@ void for_each_turn(const Inputs& in, const Body& body) {
                 heads_at_once = at_once(heads_per_group, 1);
   for (int64_t entry = 0; entry < batch; entry += entries) {
     for (int64_t group = 0; group < groups; group += groups_at_once) {
-      const int64_t groups_of_turn = std::min(groups_at_once, groups - group);
+      const int64_t sub_batch_groups = std::min(groups_at_once, groups - group);
       for (int64_t head = 0; head < heads_per_group; head += heads_at_once) {
-        const int64_t heads_of_turn = groups_of_turn * std::min(heads_at_once, heads_per_group - head);
-        body(Range{entry, std::min(entries, batch - entry), group * heads_per_group + head, heads_of_turn, group,
-                   groups_of_turn, 0, in.B.size(3)});
+        const int64_t sub_batch_heads = sub_batch_groups * std::min(heads_at_once, heads_per_group - head);
+        body(Range{entry, std::min(entries, batch - entry), group * heads_per_group + head, sub_batch_heads, group,
+                   sub_batch_groups, 0, in.B.size(3)});
       }
     }
   }
 }
 
 // Of as many columns of the states as the kernels take.
-void run_in_turns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
+void run_in_sub_batches(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const Inputs& in = bwd.in;
   const int64_t batch = in.x.size(0), heads = in.x.size(2), heads_per_group = heads / in.B.size(2);
   Backward::Sums sums;
   const auto add = [](at::Tensor& sum, const at::Tensor& more) {
     if (more.defined()) sum = sum.defined() ? sum.add_(more) : more;
   };
-  for_each_turn(in, [&](const Range& range) {
+  for_each_sub_batch(in, [&](const Range& range) {
     if (range.entries == batch && range.heads == heads) {
       sums = Backward(bwd, method, grads, may_use_wgmma, /*sums_groups=*/false).run();
       return;
@@ -353,7 +354,7 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& gr
       if (needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
     }
     PartOfCall part = part_of(ungated, targets, range);
-    run_in_turns(part.bwd, method, part.grads, may_use_wgmma);
+    run_in_sub_batches(part.bwd, method, part.grads, may_use_wgmma);
     for (const Grad grad : {kGradX, kGradDt, kGradA, kGradDtBias}) {
       if (needs_grad[grad] && !is_first) grads[grad].add_(part.grads[grad]);
     }
@@ -369,7 +370,7 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& gr
 void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const int64_t columns = backward_columns(bwd.in.x.scalar_type() == at::kFloat, max_shared_bytes(bwd.in.x));
   if (bwd.in.B.size(3) <= columns) {
-    run_in_turns(bwd, method, grads, may_use_wgmma);
+    run_in_sub_batches(bwd, method, grads, may_use_wgmma);
   } else {
     run_by_columns(bwd, method, grads, may_use_wgmma, columns);
   }

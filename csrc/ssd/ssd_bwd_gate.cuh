@@ -12,19 +12,19 @@ constexpr int kGateThreads = 256;
 
 template <typename Scalar>
 __global__ void __launch_bounds__(kGateThreads) ssd_bwd_gate_kernel(const __grid_constant__ GateBwdParams p) {
-  using Piece = cuda::Vector<Scalar, kRowElements>;
-  const uint32_t pieces = static_cast<uint32_t>(p.heads * p.pieces_of_head.value<int64_t>());
+  using Vector8 = cuda::Vector<Scalar, kRowElements>;
+  const uint32_t vectors = static_cast<uint32_t>(p.heads * p.vectors_per_head.value<int64_t>());
   for (int64_t at = blockIdx.x; at < p.batch * p.seqlen; at += gridDim.x) {
     const int64_t batch = at / p.seqlen, step = at % p.seqlen;
-    for (uint32_t i = threadIdx.x; i < pieces; i += kGateThreads) {
-      const uint32_t head = p.pieces_of_head.divide(i), piece = i - head * p.pieces_of_head.value<uint32_t>();
+    for (uint32_t i = threadIdx.x; i < vectors; i += kGateThreads) {
+      const uint32_t head = p.vectors_per_head.divide(i), vector = i - head * p.vectors_per_head.value<uint32_t>();
       const auto address = [&](const RowsView& view) {
         return static_cast<Scalar*>(view.data) + batch * view.stride_batch + step * view.stride_step + head * view.stride_head +
-               piece * kRowElements;
+               vector * kRowElements;
       };
-      const Piece incoming = Piece::load_once(address(p.grad_out)), z = Piece::load_once(address(p.z));
-      Piece y = Piece::zero(), grad_y, grad_z;
-      if (p.grad_z.data != nullptr) y = Piece::load_once(address(p.y));
+      const Vector8 incoming = Vector8::load_once(address(p.grad_out)), z = Vector8::load_once(address(p.z));
+      Vector8 y = Vector8::zero(), grad_y, grad_z;
+      if (p.grad_z.data != nullptr) y = Vector8::load_once(address(p.y));
 #pragma unroll
       for (int k = 0; k < kRowElements; ++k) {
         const float h = incoming.accumulate(k), gate = z.accumulate(k), s = sigmoid(gate);

@@ -14,7 +14,7 @@ struct PairRowSums {
   PairSum<Scalar> later[2];
   float same[2];
 
-  __device__ __forceinline__ void store(int half, const Lane& lane, StepSums<Scalar>& sums) const {
+  __device__ __forceinline__ void store(int half, const FragmentLane& lane, StepSums<Scalar>& sums) const {
     using Sum = PairSum<Scalar>;
     const Sum of_row = sum_over_row<Sum>({later[0], later[1], Sum(same[0]), Sum(same[1])}, lane);
     const int row = lane.row + lane.pair % 2 * 8;
@@ -35,7 +35,7 @@ struct PairProducts {
   uint32_t is_pair, is_same;
 
   // The sequences are those of all heads.
-  __device__ __forceinline__ void begin(int half, const ChunkTables& tables, const Lane& lane) {
+  __device__ __forceinline__ void begin(int half, const ChunkTables& tables, const FragmentLane& lane) {
     is_pair = is_same = 0;
     for_each([&](int b, int h, int e) {
       const int j = lane.row + 8 * h, i = half * kHalfChunk + 8 * b + 2 * lane.pair + e;
@@ -52,10 +52,11 @@ struct PairProducts {
 
   // Of the blocks of columns from the first on. Adds to W^T and to the rows' sums; M^T, without the gain, goes to a tile, and
   // the columns' sums to `sums`. xg: x_j . g_i.
-  __device__ __forceinline__ void weigh(int half, int first, const TablesOf<Scalar>& tables, const float (&xg)[part_blocks][4],
-                                        const PairsOfTile<sizeof(Scalar)>& pairs, const Lane& lane,
-                                        Tile<kChunk, sizeof(Scalar)>& M, PairRowSums<Scalar>& of_rows, StepSums<Scalar>& sums) {
-    const float log2_decay[2] = {tables.log2_decay[lane.row], tables.log2_decay[lane.row + 8]};
+  __device__ __forceinline__ void apply(int half, int first, const TablesOf<Scalar>& tables, const float (&xg)[part_blocks][4],
+                                        const FragmentPairs<sizeof(Scalar)>& pairs, const FragmentLane& lane,
+                                        SmemTile<kChunk, sizeof(Scalar)>& M, PairRowSums<Scalar>& of_rows,
+                                        StepSums<Scalar>& sums) {
+    const float log2_cumsum[2] = {tables.log2_cumsum[lane.row], tables.log2_cumsum[lane.row + 8]};
     const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
     const int first_column = half * kHalfChunk + 8 * first;
     using Sum = PairSum<Scalar>;
@@ -63,16 +64,16 @@ struct PairProducts {
 #pragma unroll
     for (int n = 0; n < part_blocks; ++n) {
       const int b = first + n;
-      const auto log2_at = *reinterpret_cast<const float2*>(&tables.log2_decay[first_column + 8 * n + 2 * lane.pair]);
+      const auto log2_at = *reinterpret_cast<const float2*>(&tables.log2_cumsum[first_column + 8 * n + 2 * lane.pair]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         float of_pair[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const bool counts = (is_pair & bit(b, h, e)) != 0;
-          float log2 = (e == 0 ? log2_at.x : log2_at.y) - log2_decay[h];
+          float log2 = (e == 0 ? log2_at.x : log2_at.y) - log2_cumsum[h];
           if constexpr (kIsFp32<Scalar>) {
-            log2 += tables.log2_decay_rest[first_column + 8 * n + 2 * lane.pair + e] - tables.log2_decay_rest[lane.row + 8 * h];
+            log2 += tables.log2_cumsum_lo[first_column + 8 * n + 2 * lane.pair + e] - tables.log2_cumsum_lo[lane.row + 8 * h];
           }
           const float between = Math<float>::exp2(log2), decay = counts ? between : 0.0f;
           const float u = counts ? xg[n][2 * h + e] : 0.0f;

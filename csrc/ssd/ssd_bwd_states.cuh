@@ -34,38 +34,38 @@
 namespace ssm_kernels::ssd {
 
 // Of a sequence, the number of its first chunk among those of all.
-__device__ __forceinline__ int64_t first_slot(const SsdParams& p, int64_t entry) {
-  if (is_packed(p)) return Span::sequence_start(p, entry) / kChunk + entry;
+__device__ __forceinline__ int64_t first_chunk_index(const SsdParams& p, int64_t entry) {
+  if (is_packed(p)) return ChunkSpan::sequence_start(p, entry) / kChunk + entry;
   return entry * ((p.seqlen + kChunk - 1) / kChunk);
 }
 
 template <typename Scalar, int dstate>
 struct StatesStage {
-  Tile<dstate, sizeof(Scalar)> of_group;
-  Tile<kUnitRows, sizeof(Scalar)> of_unit[kUnits];
-  TablesOf<Scalar> tables[kUnits];
+  SmemTile<dstate, sizeof(Scalar)> group_rows;
+  SmemTile<kStateRows, sizeof(Scalar)> head_rows[kWarpgroups];
+  TablesOf<Scalar> tables[kWarpgroups];
 };
 template <int dstate>
 struct RoundedStates {
-  Tile<dstate> rounded[kUnits][2];  // of the chunk at work and the one before
+  SmemTile<dstate> rounded[kWarpgroups][2];  // of the chunk at work and the one before
 };
-template <typename Scalar, int dstate, typename Products>
-using StatesShared = StagedShared<std::conditional_t<Products::kIsAsync, RoundedStates<dstate>, Nothing>,
-                                  StatesStage<Scalar, dstate>, Products, 4>;
+template <typename Scalar, int dstate, typename Mma>
+using StatesShared =
+    StagedShared<std::conditional_t<Mma::kIsAsync, RoundedStates<dstate>, Empty>, StatesStage<Scalar, dstate>, Mma, 4>;
 
 // A block's piece of a walk. The first blocks have the first pieces of all walks, forward and then back, the next ones the
 // second pieces, and so on: neighbors, which run at the same time, read the same rows of the group. All pieces of a walk have
 // equally many chunks, but the last ones may have fewer, or none.
-struct DirectedPiece : Place {
+struct DirectedSegment : WorkSpan {
   int index;  // in the order of the walk
   bool is_reverse;
   int first_chunk;  // in time, of the sequence's
 
-  __device__ __forceinline__ DirectedPiece(const SsdBwdParams& p, const Partition& partition)
-      : Place(p, partition, blockIdx.x % static_cast<unsigned>(partition.walks)),
-        index(blockIdx.x / static_cast<unsigned>(partition.walks) / kDirections),
-        is_reverse(blockIdx.x / static_cast<unsigned>(partition.walks) % kDirections != 0) {
-    const int length = (chunks + p.pieces - 1) / p.pieces;
+  __device__ __forceinline__ DirectedSegment(const SsdBwdParams& p, const WorkPartition& partition)
+      : WorkSpan(p, partition, blockIdx.x % static_cast<unsigned>(partition.work_tiles)),
+        index(blockIdx.x / static_cast<unsigned>(partition.work_tiles) / kDirections),
+        is_reverse(blockIdx.x / static_cast<unsigned>(partition.work_tiles) % kDirections != 0) {
+    const int length = (chunks + p.segments - 1) / p.segments;
     const int begin = min(index * length, chunks), end = min(begin + length, chunks);
     first_chunk = is_reverse ? chunks - end : begin;
     narrow(first_chunk, end - begin);
@@ -75,159 +75,160 @@ struct DirectedPiece : Place {
   __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? chunks - 1 - position : position; }
 };
 
-template <typename Scalar, int dstate, bool states_only, typename Products>
+template <typename Scalar, int dstate, bool states_only, typename Mma>
 struct BwdStates {
   // Of the warps that move data. Four can hand registers on, where the device lets them.
-  static constexpr bool kTradesRegisters = Products::kIsAsync || kIsFp32<Scalar>;
-  static constexpr int kCopyingWarps = kTradesRegisters ? 2 : 1, kCopyingThreads = kCopyingWarps * kWarpSize;
-  static constexpr int kMovingWarps = kCopyingWarps + kUnits;  // the others make tables, one for each unit
-  static constexpr int kThreads = kUnits * kUnitThreads + kMovingWarps * kWarpSize;
+  static constexpr bool kTradesRegisters = Mma::kIsAsync || kIsFp32<Scalar>;
+  static constexpr int kCopyWarps = kTradesRegisters ? 2 : 1, kCopyThreads = kCopyWarps * kWarpSize;
+  static constexpr int kProducerWarps = kCopyWarps + kWarpgroups;  // the others make tables, one for each unit
+  static constexpr int kThreads = kWarpgroups * kWarpgroupThreads + kProducerWarps * kWarpSize;
   // Of a thread, where they are traded.
-  static constexpr int kUnitRegisters = 208,
-                       kMoverRegisters =
-                           cuda::registers_left<kUnits * kUnitThreads, kUnitRegisters, kMovingWarps * kWarpSize>();
+  static constexpr int
+      kConsumerRegisters = 208,
+      kProducerRegisters =
+          cuda::producer_registers<kWarpgroups * kWarpgroupThreads, kConsumerRegisters, kProducerWarps * kWarpSize>();
 
-  using Shared = StatesShared<Scalar, dstate, Products>;
+  using Shared = StatesShared<Scalar, dstate, Mma>;
   using Stage = typename Shared::Stage;
-  using Image = Tile<dstate, sizeof(Scalar)>;
-  using HeadTile = Tile<kUnitRows, sizeof(Scalar)>;
-  using PairsOfTile = ssd::PairsOfTile<sizeof(Scalar)>;
+  using SwizzledState = SmemTile<dstate, sizeof(Scalar)>;
+  using HeadTile = SmemTile<kStateRows, sizeof(Scalar)>;
+  using FragmentPairs = ssd::FragmentPairs<sizeof(Scalar)>;
 
   const SsdBwdParams& p;
-  const Partition& partition;
+  const WorkPartition& partition;
   Shared& shared;
-  const DirectedPiece at;
+  const DirectedSegment at;
 
   __device__ __forceinline__ int stages() const { return Shared::stages(p); }
 
   // The warpgroup after the units'.
-  __device__ __forceinline__ void move() {
-    const int thread = threadIdx.x % kUnitThreads, warp = thread / kWarpSize;
-    const auto unit_at = [&](int index) { return Unit(p, partition, at, index); };
-    RingPosition ring;
-    if (warp >= kCopyingWarps) {
-      const int index = warp - kCopyingWarps;
-      supply_chunk_tables<Scalar, 2, false>(
-          p, at, unit_at(index).head, Share<1>(), stages(), ring, shared.full, shared.empty,
+  __device__ __forceinline__ void produce() {
+    const int thread = threadIdx.x % kWarpgroupThreads, warp = thread / kWarpSize;
+    const auto state_tile_at = [&](int index) { return StateTile(p, partition, at, index); };
+    PipelineState pipeline;
+    if (warp >= kCopyWarps) {
+      const int index = warp - kCopyWarps;
+      produce_chunk_cumsum<Scalar, 2, false>(
+          p, at, state_tile_at(index).head, Share<1>(), stages(), pipeline, shared.full, shared.empty,
           [&](int position) { return at.chunk_at(position); },
           [&](int stage) -> TablesOf<Scalar>& { return shared.stage(stage).tables[index]; });
       return;
     }
-    const RowsView &of_group = at.is_reverse ? p.C : p.B, &of_unit = at.is_reverse ? p.grad_out : p.x;
+    const RowsView &group_rows = at.is_reverse ? p.C : p.B, &head_rows = at.is_reverse ? p.grad_out : p.x;
     const int first = at.chunks > 0 ? at.chunk_at(0) : 0;
-    RowCopier<Scalar, dstate, kCopyingThreads> copy_of_group(at.template rows<Scalar>(of_group, at.group, first),
-                                                             of_group.stride_step, p.dstate, thread);
-    using CopierOfUnit = RowCopier<Scalar, kUnitRows, kCopyingThreads>;
-    const auto copier_of_unit = [&](const Unit& unit) {
-      return CopierOfUnit(at.template rows<Scalar>(of_unit, unit.head, first) + unit.first_row, of_unit.stride_step, unit.rows,
-                          thread);
+    RowCopier<Scalar, dstate, kCopyThreads> copy_group_rows(at.template rows<Scalar>(group_rows, at.group, first),
+                                                            group_rows.stride_step, p.dstate, thread);
+    using TileCopier = RowCopier<Scalar, kStateRows, kCopyThreads>;
+    const auto tile_copier = [&](const StateTile& state_tile) {
+      return TileCopier(at.template rows<Scalar>(head_rows, state_tile.head, first) + state_tile.first_row,
+                        head_rows.stride_step, state_tile.rows, thread);
     };
-    CopierOfUnit copy_of_units[kUnits] = {copier_of_unit(unit_at(0)), copier_of_unit(unit_at(1))};
+    TileCopier copy_tiles[kWarpgroups] = {tile_copier(state_tile_at(0)), tile_copier(state_tile_at(1))};
     constexpr int kPending = Shared::kMaxStages - 2;
-    supply_copies<kPending>(at.chunks, stages(), ring, shared.full, shared.empty, [&](int position, int stage) {
+    produce_copies<kPending>(at.chunks, stages(), pipeline, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stage(stage);
       const Rows rows = rows_of_chunk(at.chunk_at(position));
-      copy_of_group.copy(target.of_group, rows.end, of_group.stride_step, at.is_reverse, rows.first);
+      copy_group_rows.copy(target.group_rows, rows.end, group_rows.stride_step, at.is_reverse, rows.first);
 #pragma unroll
-      for (int index = 0; index < kUnits; ++index)
-        copy_of_units[index].copy(target.of_unit[index], rows.end, of_unit.stride_step, at.is_reverse, rows.first);
+      for (int index = 0; index < kWarpgroups; ++index)
+        copy_tiles[index].copy(target.head_rows[index], rows.end, head_rows.stride_step, at.is_reverse, rows.first);
     });
   }
 
   // A unit's warpgroup.
-  __device__ __forceinline__ void multiply(int index) {
-    const Unit unit(p, partition, at, index);
-    const Lane lane;
-    const PairsOfTile pairs(lane);
+  __device__ __forceinline__ void consume(int index) {
+    const StateTile state_tile(p, partition, at, index);
+    const FragmentLane lane;
+    const FragmentPairs pairs(lane);
     State<dstate> state;
     if constexpr (states_only) {
       state.clear();
     } else {
-      begin(state, unit, index, lane);
+      begin(state, state_tile, index, lane);
     }
-    float decay_of_piece = 1;
-    const int64_t first_target = first_slot(p, at.entry) + at.first_chunk;
-    auto* const tiles = static_cast<Image*>(at.is_reverse ? p.grad_states : p.states) + unit.head * partition.row_blocks +
-                        unit.first_row / kUnitRows;
-    const auto target_of = [&](int position) { return tiles + (first_target + at.chunk_at(position)) * p.units; };
-    const bool starts_copies = threadIdx.x % kUnitThreads == 0 && unit.is_there();
+    float segment_decay = 1;
+    const int64_t first_target = first_chunk_index(p, at.entry) + at.first_chunk;
+    auto* const tiles = static_cast<SwizzledState*>(at.is_reverse ? p.grad_states : p.states) +
+                        state_tile.head * partition.row_blocks + state_tile.first_row / kStateRows;
+    const auto target_of = [&](int position) { return tiles + (first_target + at.chunk_at(position)) * p.state_tiles; };
+    const bool starts_copies = threadIdx.x % kWarpgroupThreads == 0 && state_tile.is_there();
 
-    RingPosition ring;
+    PipelineState pipeline;
 #pragma unroll 1
     for (int position = 0; position < at.chunks; ++position) {
-      shared.full[ring.stage].wait(ring.phase);
-      Stage& stage = shared.stage(ring.stage);
+      shared.full[pipeline.stage].wait(pipeline.phase);
+      Stage& stage = shared.stage(pipeline.stage);
       const auto& tables = stage.tables[index];
-      const float (&weights)[kChunk] = at.is_reverse ? tables.from_start : tables.to_end;
+      const float (&weights)[kChunk] = at.is_reverse ? tables.exp_cumsum : tables.gain_to_chunk_end;
       if constexpr (kIsFp32<Scalar>) {
-        if (tables.begins_anew && !at.is_reverse) state.clear();
+        if (tables.starts_with_reset && !at.is_reverse) state.clear();
       }
 
-      if constexpr (Products::kIsAsync && !states_only) {
+      if constexpr (Mma::kIsAsync && !states_only) {
         state.template round<Scalar>(shared.rounded[index][position % 2], pairs);
       }
-      const auto rows = Products::describe(stage.of_group, lane);
-      if constexpr (states_only) add_decay(p, decay_of_piece, tables);
+      const auto rows = Mma::describe(stage.group_rows, lane);
+      if constexpr (states_only) add_decay(p, segment_decay, tables);
       if constexpr (kIsFp32<Scalar>) {
-        if (!states_only && unit.is_there()) state.template round<Scalar>(*target_of(position), pairs);
-        if (has_begun(p, tables)) {
+        if (!states_only && state_tile.is_there()) state.template round<Scalar>(*target_of(position), pairs);
+        if (has_reset(p, tables)) {
           state.clear();
         } else {
-          state.decay(tables.whole);
+          state.decay(tables.chunk_decay);
         }
         // One group of steps at a time: ptxas orders the products of all so that each waits for the one before.
 #pragma unroll 1
         for (int j = 0; j < kStepGroups; ++j) {
-          cuda::OperandA<Scalar> x, weighed;
-          load_inputs(x, stage.of_unit[index], j, lane);
-          weigh_inputs<Scalar>(x, weights, j, lane, weighed);
-          cuda::multiply<Scalar, true>(state.values, weighed, rows_of(rows, j), true);
+          cuda::OperandA<Scalar> x, scaled;
+          load_inputs(x, stage.head_rows[index], j, lane);
+          scale_inputs<Scalar>(x, weights, j, lane, scaled);
+          cuda::gemm<Scalar, true>(state.values, scaled, rows_of(rows, j), true);
         }
       } else {
-        cuda::OperandA<Scalar> x[kStepGroups], weighed[kStepGroups], rest[kStepGroups];
+        cuda::OperandA<Scalar> x[kStepGroups], scaled[kStepGroups], lo[kStepGroups];
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {
-          load_inputs(x[j], stage.of_unit[index], j, lane);
-          if constexpr (Products::kIsAsync) weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]);
+          load_inputs(x[j], stage.head_rows[index], j, lane);
+          if constexpr (Mma::kIsAsync) scale_inputs<Scalar>(x[j], weights, j, lane, scaled[j], lo[j]);
         }
-        if constexpr (!Products::kIsAsync && !states_only) {
-          if (unit.is_there()) write_in_parts(state, stage.of_unit[index], pairs, index, *target_of(position));
+        if constexpr (!Mma::kIsAsync && !states_only) {
+          if (state_tile.is_there()) write_panels(state, stage.head_rows[index], pairs, index, *target_of(position));
         }
-        state.decay(tables.whole);
-        Products::fence();
+        state.decay(tables.chunk_decay);
+        Mma::fence();
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {
-          if constexpr (!Products::kIsAsync) weigh_inputs<Scalar>(x[j], weights, j, lane, weighed[j], rest[j]);
-          cuda::multiply<Scalar, true>(state.values, weighed[j], rows_of(rows, j), j > 0 || !has_begun(p, tables));
-          if constexpr (!Products::kIsAsync) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+          if constexpr (!Mma::kIsAsync) scale_inputs<Scalar>(x[j], weights, j, lane, scaled[j], lo[j]);
+          cuda::gemm<Scalar, true>(state.values, scaled[j], rows_of(rows, j), j > 0 || !has_reset(p, tables));
+          if constexpr (!Mma::kIsAsync) cuda::gemm<Scalar, true>(state.values, lo[j], rows_of(rows, j), true);
         }
-        if constexpr (Products::kIsAsync) {
+        if constexpr (Mma::kIsAsync) {
 #pragma unroll
-          for (int j = 0; j < kStepGroups; ++j) cuda::multiply<Scalar, true>(state.values, rest[j], rows_of(rows, j), true);
+          for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, true>(state.values, lo[j], rows_of(rows, j), true);
         }
       }
-      Products::commit();
+      Mma::commit();
 
-      if constexpr (Products::kIsAsync && !states_only) {
+      if constexpr (Mma::kIsAsync && !states_only) {
         // The tile of the chunk before has been read, so that the next may be written over it.
-        cuda::wait_for_bulk_reads<0>();
-        Products::publish();
-        cuda::barrier_sync(1 + index, kUnitThreads);
-        const Image& rounded = shared.rounded[index][position % 2];
-        cuda::bulk_store(target_of(position), &rounded, sizeof(rounded), starts_copies);
+        cuda::tma_store_wait_read<0>();
+        Mma::publish();
+        cuda::barrier_sync(1 + index, kWarpgroupThreads);
+        const SwizzledState& rounded = shared.rounded[index][position % 2];
+        cuda::tma_store(target_of(position), &rounded, sizeof(rounded), starts_copies);
       }
-      Products::template wait<0>(state.values);
-      shared.empty[ring.stage].arrive();
-      ring.advance(stages());
+      Mma::template wait<0>(state.values);
+      shared.empty[pipeline.stage].arrive();
+      pipeline.advance(stages());
     }
     if constexpr (states_only) {
-      effects().leave(state, decay_of_piece, place_of(blockIdx.x, index));
+      summaries().store(state, segment_decay, place_of(blockIdx.x, index));
     } else {
-      const bool is_last = at.index + 1 == p.pieces;
+      const bool is_last = at.index + 1 == p.segments;
       if (at.is_reverse && is_last && p.grad_initial_states != nullptr) {
-        state.store(p, states_of(p, p.grad_initial_states, at.entry), unit, lane);
+        state.store(p, states_of(p, p.grad_initial_states, at.entry), state_tile, lane);
       }
-      if constexpr (Products::kIsAsync) cuda::wait_for_bulk_reads<0>();
+      if constexpr (Mma::kIsAsync) cuda::tma_store_wait_read<0>();
     }
   }
 
@@ -252,60 +253,60 @@ struct BwdStates {
   }
 
   // The rounded state, by the threads of the unit, through the tile of its chunk's rows, which all of them have read then.
-  __device__ __forceinline__ void write_in_parts(const State<dstate>& state, HeadTile& tile, const PairsOfTile& pairs,
-                                                 int index, Image& target) const {
-    constexpr int kPieces = sizeof(HeadTile) / sizeof(uint4);
-    static_assert(sizeof(HeadTile) % Image::kPartBytes == 0, "parts of the state's columns take the place of the rows");
-    const int thread = threadIdx.x % kUnitThreads;
+  __device__ __forceinline__ void write_panels(const State<dstate>& state, HeadTile& tile, const FragmentPairs& pairs,
+                                               int index, SwizzledState& target) const {
+    constexpr int kVectors = sizeof(HeadTile) / sizeof(uint4);
+    static_assert(sizeof(HeadTile) % SwizzledState::kPanelBytes == 0,
+                  "parts of the state's columns take the place of the rows");
+    const int thread = threadIdx.x % kWarpgroupThreads;
 #pragma unroll
-    for (int part = 0; part < dstate / kUnitRows; ++part) {
-      cuda::barrier_sync(1 + index, kUnitThreads);
-      state.template round<Scalar>(tile, pairs, part);
-      cuda::barrier_sync(1 + index, kUnitThreads);
+    for (int panel = 0; panel < dstate / kStateRows; ++panel) {
+      cuda::barrier_sync(1 + index, kWarpgroupThreads);
+      state.template round<Scalar>(tile, pairs, panel);
+      cuda::barrier_sync(1 + index, kWarpgroupThreads);
       const auto* const source = reinterpret_cast<const uint4*>(&tile) + thread;
-      auto* const pieces = reinterpret_cast<uint4*>(&target) + part * kPieces + thread;
+      auto* const vectors = reinterpret_cast<uint4*>(&target) + panel * kVectors + thread;
 #pragma unroll
-      for (int i = 0; i < kPieces; i += kUnitThreads) __stcg(pieces + i, source[i]);
+      for (int i = 0; i < kVectors; i += kWarpgroupThreads) __stcg(vectors + i, source[i]);
     }
   }
 
   // The state with which the piece begins.
-  __device__ __forceinline__ void begin(State<dstate>& state, const Unit& unit, int index, const Lane& lane) const {
-    state.load(p, states_of(p, at.is_reverse ? p.grad_final_states : p.initial_states, at.entry), unit, lane);
-    const int blocks = static_cast<int>(partition.walks) * kDirections;  // from one piece of a walk to the next
+  __device__ __forceinline__ void begin(State<dstate>& state, const StateTile& state_tile, int index,
+                                        const FragmentLane& lane) const {
+    state.load(p, states_of(p, at.is_reverse ? p.grad_final_states : p.initial_states, at.entry), state_tile, lane);
+    const int blocks = static_cast<int>(partition.work_tiles) * kDirections;  // from one piece of a walk to the next
     const int block = static_cast<int>(blockIdx.x);
-    effects().fold_into(state, place_of(block - at.index * blocks, index), place_of(block, index), place_of(blocks, 0));
+    summaries().fold_into(state, place_of(block - at.index * blocks, index), place_of(block, index), place_of(blocks, 0));
   }
 
-  __device__ __forceinline__ PieceEffects<dstate> effects() const { return {p.piece_states, p.piece_decays}; }
+  __device__ __forceinline__ SegmentSummaries<dstate> summaries() const { return {p.segment_states, p.segment_decays}; }
   // Where it lies what a block's piece does to the state of a unit.
-  static __device__ __forceinline__ int place_of(int block, int index) { return block * kUnits + index; }
+  static __device__ __forceinline__ int place_of(int block, int index) { return block * kWarpgroups + index; }
 };
 
-template <typename Scalar, int dstate, bool states_only, typename Products>
-__global__ void __launch_bounds__(Products::kAreCompiled ? BwdStates<Scalar, dstate, states_only, Products>::kThreads
-                                                         : kWarpSize,
-                                  1)
-    ssd_bwd_states_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ Partition partition) {
-  if constexpr (Products::kAreCompiled) {
-    using States = BwdStates<Scalar, dstate, states_only, Products>;
+template <typename Scalar, int dstate, bool states_only, typename Mma>
+__global__ void __launch_bounds__(Mma::kAreCompiled ? BwdStates<Scalar, dstate, states_only, Mma>::kThreads : kWarpSize, 1)
+    ssd_bwd_states_kernel(const __grid_constant__ SsdBwdParams p, const __grid_constant__ WorkPartition partition) {
+  if constexpr (Mma::kAreCompiled) {
+    using States = BwdStates<Scalar, dstate, states_only, Mma>;
     extern __shared__ unsigned char unaligned_memory[];
     auto& shared = States::Shared::at(unaligned_memory);
-    States states{p, partition, shared, DirectedPiece(p, partition)};
+    States states{p, partition, shared, DirectedSegment(p, partition)};
     if (threadIdx.x < states.stages()) {
-      shared.full[threadIdx.x].init(States::kCopyingThreads + kUnits * kWarpSize);
-      shared.empty[threadIdx.x].init(kUnits * kUnitThreads);
+      shared.full[threadIdx.x].init(States::kCopyThreads + kWarpgroups * kWarpSize);
+      shared.empty[threadIdx.x].init(kWarpgroups * kWarpgroupThreads);
     }
     __syncthreads();
-    cuda::let_next_kernel_begin();
-    const int warpgroup = threadIdx.x / kUnitThreads;
-    if (warpgroup == kUnits) {
-      if constexpr (States::kTradesRegisters) cuda::leave_registers<States::kMoverRegisters>();
-      states.move();
+    cuda::launch_dependents();
+    const int warpgroup = threadIdx.x / kWarpgroupThreads;
+    if (warpgroup == kWarpgroups) {
+      if constexpr (States::kTradesRegisters) cuda::warpgroup_reg_dealloc<States::kProducerRegisters>();
+      states.produce();
     } else {
-      if constexpr (States::kTradesRegisters) cuda::take_registers<States::kUnitRegisters>();
-      if constexpr (!states_only) cuda::wait_for_kernel_before();
-      states.multiply(warpgroup);
+      if constexpr (States::kTradesRegisters) cuda::warpgroup_reg_alloc<States::kConsumerRegisters>();
+      if constexpr (!states_only) cuda::grid_dependency_sync();
+      states.consume(warpgroup);
     }
   }
 }

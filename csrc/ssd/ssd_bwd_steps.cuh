@@ -17,7 +17,7 @@ template <typename Scalar>
 struct StepSums {
   // With V = x_j . g_i (C_i . B_j) e^(s_i - s_j): over i > j, of each half of these; over j < i, times c_j, of each warp's j;
   // and for i = j.
-  PairSum<Scalar> later[kHalves][kChunk], earlier[kUnitWarps][kChunk];
+  PairSum<Scalar> later[kHalves][kChunk], earlier[kWarpgroupWarps][kChunk];
   float same[kChunk];
   float read_state[kHalves][kChunk];  // g_i . S C_i, of each half of the states
   float grad_state[kHalves][kChunk];  // x_j . T B_j, likewise
@@ -26,16 +26,16 @@ struct StepSums {
 
 // What of a unit is the same for all its rows or columns.
 template <typename Scalar>
-struct UnitTables {
+struct TileTables {
   TablesOf<Scalar> steps;
   float dt[kChunk];
-  float D[kUnitRows];
+  float D[kStateRows];
   HeadSteps head;
 };
 
 // The decay from a step to the chunk's last: zero if a sequence begins between.
 template <typename Tables>
-__device__ __forceinline__ float decay_to_end(const Tables& tables, int step) {
+__device__ __forceinline__ float decay_to_chunk_end(const Tables& tables, int step) {
   const float decay = Math<float>::exp2(log2_between(tables, step, kChunk - 1));
   return step >= tables.first[kChunk - 1] ? decay : 0.0f;
 }
@@ -54,7 +54,7 @@ struct StepGradients {
 // Adds a unit's.
 template <typename Scalar>
 __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& tables, const StepSums<Scalar>& sums,
-                                                   const Lane& lane, StepGradients& grads) {
+                                                   const FragmentLane& lane, StepGradients& grads) {
   using Sum = PairSum<Scalar>;
   // Below it the rounding of the running sums over pairs is more than what is left of them.
   constexpr float kForgottenLog2Decay = kIsFp32<Scalar> ? -48 : -24;
@@ -66,15 +66,16 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
     const int step = 2 * lane.index + i;
     const float gain = tables.gain[step];
     const Sum later = sums.later[0][step] + sums.later[1][step];
-    const float grad_state = (sums.grad_state[0][step] + sums.grad_state[1][step]) * decay_to_end(tables, step);
+    const float grad_state = (sums.grad_state[0][step] + sums.grad_state[1][step]) * decay_to_chunk_end(tables, step);
     const Sum earlier = (sums.earlier[0][step] + sums.earlier[1][step]) + (sums.earlier[2][step] + sums.earlier[3][step]);
     grads.gain[i] += static_cast<float>(later) + sums.same[step] + grad_state;
     pairs[i] = fma(Sum(gain), later, -earlier);
     before[i] = gain * grad_state;
-    from[i] = tables.from_start[step] * (sums.read_state[0][step] + sums.read_state[1][step]);
-    is_forgotten[i] = step == tables.first[step] || tables.log2_decay[step] - tables.log2_decay[step - 1] < kForgottenLog2Decay;
+    from[i] = tables.exp_cumsum[step] * (sums.read_state[0][step] + sums.read_state[1][step]);
+    is_forgotten[i] =
+        step == tables.first[step] || tables.log2_cumsum[step] - tables.log2_cumsum[step - 1] < kForgottenLog2Decay;
   }
-  // Running sums: of `pairs` and `before` up to a step, of `from` from there on. That of `pairs` begins anew at a step that
+  // Running sums: of `pairs` and `before` up to a step, of `from` from there on. That of `pairs` begins opaque at a step that
   // forgets: none of its rounding goes on.
   Sum pairs_up_to = is_forgotten[1] ? pairs[1] : pairs[0] + pairs[1];
   float up_to = before[0] + before[1], from_on = from[0] + from[1];
@@ -101,16 +102,16 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
   const Sum pairs_before = is_forgotten[0] ? Sum(0) : pairs_before_lane;
   const float from_next = __shfl_down_sync(kWholeWarp, from_on, 1);
   const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
-  const float through = tables.has_begun ? 0.0f : tables.whole * sums.states;
+  const float through = tables.has_reset ? 0.0f : tables.chunk_decay * sums.states;
   const Sum pairs_before_second = is_forgotten[1] ? Sum(0) : pairs_before + pairs[0];
   grads.zeta[0] += static_cast<float>(pairs_before) + (sum_before + from_on + through);
   grads.zeta[1] += static_cast<float>(pairs_before_second) + (sum_before + before[0]) + (sum_after + from[1]) + through;
 }
 
-// Of one chunk and head: writes the gradient of dt, and the chunk's part of those of A and dt_bias; then begins anew.
+// Of one chunk and head: writes the gradient of dt, and the chunk's part of those of A and dt_bias; then begins opaque.
 template <typename Scalar>
-__device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, const Span& at, int steps, int64_t slot,
-                                                     int64_t head, const UnitTables<Scalar>& tables, const Lane& lane,
+__device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, const ChunkSpan& at, int steps, int64_t chunk_index,
+                                                     int64_t head, const TileTables<Scalar>& tables, const FragmentLane& lane,
                                                      StepGradients& grads) {
   const HeadSteps& of_head = tables.head;
   float grad_A = 0, grad_bias = 0;
@@ -141,8 +142,8 @@ __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, cons
   grad_A = sum_over_warp(grad_A);
   grad_bias = sum_over_warp(grad_bias);
   if (lane.index == 0) {
-    p.grad_A_parts[slot * p.heads + head] = grad_A;
-    p.grad_bias_parts[slot * p.heads + head] = grad_bias;
+    p.grad_A_parts[chunk_index * p.heads + head] = grad_A;
+    p.grad_bias_parts[chunk_index * p.heads + head] = grad_bias;
   }
 }
 

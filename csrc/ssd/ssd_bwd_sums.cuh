@@ -9,7 +9,7 @@ namespace ssm_kernels::ssd {
 
 // Sums of four numbers over the four lanes of a row: each has the one of its `pair`.
 template <typename Sum>
-__device__ __forceinline__ Sum sum_over_row(const Sum (&values)[4], const Lane& lane) {
+__device__ __forceinline__ Sum sum_over_row(const Sum (&values)[4], const FragmentLane& lane) {
   const bool is_odd = lane.pair % 2 != 0, is_upper = lane.pair >= 2;
   Sum kept[2];
 #pragma unroll
@@ -23,7 +23,7 @@ __device__ __forceinline__ Sum sum_over_row(const Sum (&values)[4], const Lane& 
 // column_sum_index names.
 constexpr int kColumnLanes = 8;
 template <typename Sum, int count>
-__device__ __forceinline__ Sum sum_over_column(Sum (&values)[count], const Lane& lane) {
+__device__ __forceinline__ Sum sum_over_column(Sum (&values)[count], const FragmentLane& lane) {
 #pragma unroll
   for (int kept = count / 2, distance = 16; distance >= 4; kept /= 2, distance /= 2) {
     if (kept == 0) {
@@ -40,36 +40,36 @@ __device__ __forceinline__ Sum sum_over_column(Sum (&values)[count], const Lane&
   return values[0];
 }
 template <int count>
-__device__ __forceinline__ bool has_column_sum(const Lane& lane) {
+__device__ __forceinline__ bool has_column_sum(const FragmentLane& lane) {
   return lane.quad % (kColumnLanes / count) == 0;
 }
 template <int count>
-__device__ __forceinline__ int column_sum_index(const Lane& lane) {
+__device__ __forceinline__ int column_sum_index(const FragmentLane& lane) {
   static_assert(count == 4 || count == 8, "powers of two, to as many lanes or half of them");
   return lane.quad / (kColumnLanes / count);
 }
 // The sums of the elements on the diagonals of the blocks (16 x 8) that follow one another in two products of a warp: those of
 // the first have the upper eight rows, those of the second the lower. Zero in lanes that have none.
-__device__ __forceinline__ float2 diagonal(const float (&products)[2][4], const Lane& lane) {
+__device__ __forceinline__ float2 diagonal(const float (&products)[2][4], const FragmentLane& lane) {
   const bool is_odd = lane.quad % 2 != 0, is_there = lane.pair == lane.quad / 2;
   return {is_there ? is_odd ? products[0][1] : products[0][0] : 0.0f,
           is_there ? is_odd ? products[1][3] : products[1][2] : 0.0f};
 }
 
-// Where a lane's row of four 8 x 8 matrices lies, as for load_matrices, in 16 rows and 16 columns of a tile.
+// Where a lane's row of four 8 x 8 matrices lies, as for ldmatrix, in 16 rows and 16 columns of a tile.
 class MatricesOfTile {
  public:
   // The four run along the columns first, or down the rows.
-  __device__ __forceinline__ MatricesOfTile(bool columns_first, const Lane& lane) {
-    const int row = columns_first ? lane.index / 16 * 8 + lane.index % 8 : lane.index % 16;
-    const int piece = columns_first ? lane.index / 8 % 2 : lane.index / 16;
-    offset_ = row * Tile<kChunk>::kRowBytes + (piece ^ row % 8) * int(sizeof(uint4));
+  __device__ __forceinline__ MatricesOfTile(bool ldmatrix_row, const FragmentLane& lane) {
+    const int row = ldmatrix_row ? lane.index / 16 * 8 + lane.index % 8 : lane.index % 16;
+    const int piece = ldmatrix_row ? lane.index / 8 % 2 : lane.index / 16;
+    offset_ = row * SmemTile<kChunk>::kRowBytes + (piece ^ row % 8) * int(sizeof(uint4));
   }
 
   template <int columns>
-  __device__ __forceinline__ const void* at(Tile<columns>& tile, int row_group, int column_group) const {
+  __device__ __forceinline__ const void* at(SmemTile<columns>& tile, int row_group, int column_group) const {
     const int place = (offset_ ^ (column_group % 4 * 2 * int(sizeof(uint4)))) +
-                      column_group / 4 * (kChunk * Tile<kChunk>::kRowBytes) + row_group * 16 * Tile<kChunk>::kRowBytes;
+                      column_group / 4 * (kChunk * SmemTile<kChunk>::kRowBytes) + row_group * 16 * SmemTile<kChunk>::kRowBytes;
     return reinterpret_cast<const unsigned char*>(&tile) + place;
   }
 
@@ -79,35 +79,35 @@ class MatricesOfTile {
 
 // The sum over all elements of a product of two tiles, element by element, by one warp.
 template <typename Scalar, int columns>
-__device__ __forceinline__ float inner_product(const Tile<columns, 4>& first, const Tile<columns, 4>& second,
-                                               const Lane& lane) {
-  constexpr int kPieces = sizeof(first) / sizeof(float4);
+__device__ __forceinline__ float inner_product(const SmemTile<columns, 4>& first, const SmemTile<columns, 4>& second,
+                                               const FragmentLane& lane) {
+  constexpr int kVectors = sizeof(first) / sizeof(float4);
   const auto *of_first = reinterpret_cast<const float4*>(&first), *of_second = reinterpret_cast<const float4*>(&second);
   float4 sums = {0, 0, 0, 0};
 #pragma unroll 8
-  for (int i = lane.index; i < kPieces; i += kWarpSize) {
+  for (int i = lane.index; i < kVectors; i += kWarpSize) {
     const float4 a = of_first[i], b = of_second[i];
     sums = {fmaf(a.x, b.x, sums.x), fmaf(a.y, b.y, sums.y), fmaf(a.z, b.z, sums.z), fmaf(a.w, b.w, sums.w)};
   }
   return sum_over_warp((sums.x + sums.y) + (sums.z + sums.w));
 }
 template <typename Scalar, int columns>
-__device__ __forceinline__ float inner_product(Tile<columns>& first, Tile<columns>& second, const Lane& lane) {
+__device__ __forceinline__ float inner_product(SmemTile<columns>& first, SmemTile<columns>& second, const FragmentLane& lane) {
   const MatricesOfTile of_first(false, lane), of_second(true, lane);
-  constexpr int kGroupsOfPart = 4;
+  constexpr int kGroupsOfPanel = 4;
   float products[2][2][4] = {};
 #pragma unroll
-  for (int part = 0; part < columns / 16; part += kGroupsOfPart) {
+  for (int panel = 0; panel < columns / 16; panel += kGroupsOfPanel) {
 #pragma unroll
     for (int row = 0; row < kChunk / 16; ++row) {
-      uint32_t a[kGroupsOfPart][4], b[kGroupsOfPart][4];
+      uint32_t a[kGroupsOfPanel][4], b[kGroupsOfPanel][4];
 #pragma unroll
-      for (int k = 0; k < kGroupsOfPart; ++k) {
-        cuda::load_matrices(a[k], of_first.at(first, row, part + k));
-        cuda::load_matrices(b[k], of_second.at(second, row, part + k));
+      for (int k = 0; k < kGroupsOfPanel; ++k) {
+        cuda::ldmatrix(a[k], of_first.at(first, row, panel + k));
+        cuda::ldmatrix(b[k], of_second.at(second, row, panel + k));
       }
 #pragma unroll
-      for (int k = 0; k < kGroupsOfPart; ++k) {
+      for (int k = 0; k < kGroupsOfPanel; ++k) {
         cuda::mma<Scalar>(products[k % 2][0], a[k], b[k][0], b[k][1]);
         cuda::mma<Scalar>(products[k % 2][1], a[k], b[k][2], b[k][3]);
       }
@@ -119,8 +119,8 @@ __device__ __forceinline__ float inner_product(Tile<columns>& first, Tile<column
 
 // The sums over each column of a product of two tiles, element by element, by one warp: of the first `columns`, an even number.
 template <typename Scalar>
-__device__ __forceinline__ void write_column_products(Tile<kUnitRows, 4>& first, Tile<kUnitRows, 4>& second, float* target,
-                                                      int columns, const Lane& lane) {
+__device__ __forceinline__ void write_column_products(SmemTile<kStateRows, 4>& first, SmemTile<kStateRows, 4>& second,
+                                                      float* target, int columns, const FragmentLane& lane) {
   const int column = 2 * lane.index;
   float2 sum = {0, 0};
 #pragma unroll 8
@@ -132,18 +132,18 @@ __device__ __forceinline__ void write_column_products(Tile<kUnitRows, 4>& first,
   if (column < columns) *reinterpret_cast<float2*>(target + column) = sum;
 }
 template <typename Scalar>
-__device__ __forceinline__ void write_column_products(Tile<kUnitRows>& first, Tile<kUnitRows>& second, float* target,
-                                                      int columns, const Lane& lane) {
+__device__ __forceinline__ void write_column_products(SmemTile<kStateRows>& first, SmemTile<kStateRows>& second, float* target,
+                                                      int columns, const FragmentLane& lane) {
   const MatricesOfTile of_first(true, lane), of_second(false, lane);
   target += lane.quad;
   const int left = lane.pair == lane.quad / 2 ? columns - lane.quad : 0;
 #pragma unroll
-  for (int group = 0; group < kUnitRows / 16; ++group) {
+  for (int group = 0; group < kStateRows / 16; ++group) {
     uint32_t a[kStepGroups][4], b[kStepGroups][4];
 #pragma unroll
     for (int k = 0; k < kStepGroups; ++k) {
-      cuda::load_matrices_transposed(a[k], of_first.at(first, k, group));
-      cuda::load_matrices_transposed(b[k], of_second.at(second, k, group));
+      cuda::ldmatrix_transposed(a[k], of_first.at(first, k, group));
+      cuda::ldmatrix_transposed(b[k], of_second.at(second, k, group));
     }
     float products[2][4] = {};
 #pragma unroll

@@ -14,14 +14,14 @@
 namespace ssm_kernels::ssd {
 
 // In place of what a struct has only with some template arguments.
-struct Nothing {};
+struct Empty {};
 
 constexpr int kWarpSize = 32;
 constexpr unsigned kWholeWarp = 0xffffffffu;
-constexpr int kUnitWarps = 4;
-constexpr int kUnitThreads = kUnitWarps * kWarpSize;
+constexpr int kWarpgroupWarps = 4;
+constexpr int kWarpgroupThreads = kWarpgroupWarps * kWarpSize;
 static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that makes the tables has two steps");
-static_assert(kUnitRows == kUnitWarps * 16, "each warp of a unit has the 16 rows of one matrix product");
+static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a unit has the 16 rows of one matrix product");
 
 // What operands of cuda/wgmma.cuh in shared memory begin at multiples of.
 constexpr int kOperandAlignment = 1024;
@@ -35,41 +35,41 @@ __device__ __forceinline__ Shared& align_shared(unsigned char* memory) {
 // 16 bytes change places by the row's number (cuda/warp_products.cuh says why so), so that loads of operands meet different
 // banks. That of 16 bits is also the layout that cuda/wgmma.cuh describes.
 template <int columns, int element_bytes = 2>
-struct alignas(128) Tile {
-  static constexpr int kPieceElements = static_cast<int>(sizeof(uint4)) / element_bytes, kPartPieces = 8;
-  static constexpr int kPieces = columns / kPieceElements, kParts = kPieces / kPartPieces;
-  static_assert(kPieces % kPartPieces == 0, "a tile is made of whole parts");
-  uint4 parts[kParts][kChunk][kPartPieces];
-  static constexpr int kRowBytes = sizeof(uint4) * kPartPieces, kPartBytes = kChunk * kRowBytes;  // a row's of a part
+struct alignas(128) SmemTile {
+  static constexpr int kVectorElements = static_cast<int>(sizeof(uint4)) / element_bytes, kPanelVectors = 8;
+  static constexpr int kVectors = columns / kVectorElements, kPanels = kVectors / kPanelVectors;
+  static_assert(kVectors % kPanelVectors == 0, "a tile is made of whole parts");
+  uint4 panels[kPanels][kChunk][kPanelVectors];
+  static constexpr int kRowBytes = sizeof(uint4) * kPanelVectors, kPanelBytes = kChunk * kRowBytes;  // a row's of a part
 
-  __device__ __forceinline__ uint4* piece(int row, int column_piece) {
-    return &parts[column_piece / kPartPieces][row][column_piece % kPartPieces ^ cuda::piece_turn<element_bytes>(row)];
+  __device__ __forceinline__ uint4* vector(int row, int column_vector) {
+    return &panels[column_vector / kPanelVectors][row][column_vector % kPanelVectors ^ cuda::swizzle<element_bytes>(row)];
   }
 
   // Of fp32.
   __device__ __forceinline__ float& element(int row, int column) {
     static_assert(element_bytes == sizeof(float), "others are not taken one by one");
-    return reinterpret_cast<float*>(piece(row, column / kPieceElements))[column % kPieceElements];
+    return reinterpret_cast<float*>(vector(row, column / kVectorElements))[column % kVectorElements];
   }
 
-  // The address that a lane gives for load_matrices, which is for 16 bits: 16 rows from `row`, 16 columns from column_piece;
+  // The address that a lane gives for ldmatrix, which is for 16 bits: 16 rows from `row`, 16 columns from column_piece;
   // the four matrices run along the columns first. `row` is a multiple of 8: the pieces of a column lie so many rows apart.
-  __device__ __forceinline__ uint4* columns_first(int row, int column_piece, int lane) {
-    return piece(lane / 16 * 8 + lane % 8, column_piece + lane / 8 % 2) + row * kPartPieces;
+  __device__ __forceinline__ uint4* ldmatrix_row(int row, int column_vector, int lane) {
+    return vector(lane / 16 * 8 + lane % 8, column_vector + lane / 8 % 2) + row * kPanelVectors;
   }
 };
 
 // A tile as an operand of cuda/wgmma.cuh, and from an operand on, that of the given group of 16 columns or rows.
 template <int columns>
-__device__ __forceinline__ uint64_t describe(const Tile<columns>& tile) {
-  return cuda::describe_operand(&tile, Tile<columns>::kPartBytes);
+__device__ __forceinline__ uint64_t describe(const SmemTile<columns>& tile) {
+  return cuda::make_wgmma_descriptor(&tile, SmemTile<columns>::kPanelBytes);
 }
 __device__ __forceinline__ uint64_t columns_of(uint64_t operand, int group) {
-  constexpr int kGroupsOfPart = 4, kColumnBytes = 32;
-  return operand + (group / kGroupsOfPart * Tile<kChunk>::kPartBytes + group % kGroupsOfPart * kColumnBytes) / 16;
+  constexpr int kGroupsOfPanel = 4, kColumnBytes = 32;
+  return operand + (group / kGroupsOfPanel * SmemTile<kChunk>::kPanelBytes + group % kGroupsOfPanel * kColumnBytes) / 16;
 }
 __device__ __forceinline__ uint64_t rows_of(uint64_t operand, int group) {
-  return operand + group * 16 * Tile<kChunk>::kRowBytes / 16;
+  return operand + group * 16 * SmemTile<kChunk>::kRowBytes / 16;
 }
 
 // Orders in which a chunk's steps, eight by eight, lie down the rows of a tile: which eight are at a place, and the reverse.
@@ -90,14 +90,14 @@ struct FromBothEnds {
 template <typename Scalar, int columns, int threads, typename Order = InOrder>
 class RowCopier {
  public:
-  using TargetTile = Tile<columns, sizeof(Scalar)>;
+  using TargetTile = SmemTile<columns, sizeof(Scalar)>;
 
   // From a chunk at `source`, rows of that many elements; a tile's other columns become zeros.
   __device__ __forceinline__ RowCopier(const Scalar* source, int64_t stride_step, int elements, int thread)
-      : column_(thread % kPieces),
-        row_(thread / kPieces),
-        is_there_(column_ * kPieceElements < elements),
-        source_(source + column_ * kPieceElements + row_ * stride_step) {}
+      : column_(thread % kVectors),
+        row_(thread / kVectors),
+        is_there_(column_ * kVectorElements < elements),
+        source_(source + column_ * kVectorElements + row_ * stride_step) {}
 
   // Starts the copies of a chunk, of which only the first `steps` rows exist, or those from `first` on; the others become
   // zeros. Then goes on to the next, or the one before.
@@ -105,17 +105,17 @@ class RowCopier {
                                        int first = 0) {
     const Scalar* source = source_;
     if (steps == kChunk && first == 0) {
-      const int bytes = is_there_ ? cuda::kAsyncCopyBytes : 0;
+      const int bytes = is_there_ ? cuda::kCpAsyncBytes : 0;
 #pragma unroll
       for (int i = 0; i < kCopies; ++i) {
-        cuda::async_copy(tile.piece(row_ + place_of(i * kRows), column_), source, bytes);
+        cuda::cp_async(tile.vector(row_ + place_of(i * kRows), column_), source, bytes);
         source += kRows * stride_step;
       }
     } else {
 #pragma unroll 1
       for (int row = row_; row < kChunk; row += kRows) {
-        cuda::async_copy(tile.piece(place_of(row), column_), source,
-                         is_there_ && row >= first && row < steps ? cuda::kAsyncCopyBytes : 0);
+        cuda::cp_async(tile.vector(place_of(row), column_), source,
+                       is_there_ && row >= first && row < steps ? cuda::kCpAsyncBytes : 0);
         source += kRows * stride_step;
       }
     }
@@ -123,9 +123,9 @@ class RowCopier {
   }
 
  private:
-  static constexpr int kPieceElements = TargetTile::kPieceElements, kPieces = TargetTile::kPieces;
-  static constexpr int kRows = threads / kPieces, kCopies = kChunk / kRows;
-  static_assert(threads % kPieces == 0 && kChunk % kRows == 0, "a thread copies one column of pieces");
+  static constexpr int kVectorElements = TargetTile::kVectorElements, kVectors = TargetTile::kVectors;
+  static constexpr int kRows = threads / kVectors, kCopies = kChunk / kRows;
+  static_assert(threads % kVectors == 0 && kChunk % kRows == 0, "a thread copies one column of pieces");
   static_assert(std::is_same_v<Order, InOrder> || kBlockSteps % kRows == 0, "rows of one copy lie together in any order");
 
   static __device__ __forceinline__ constexpr int place_of(int row) {
@@ -138,37 +138,37 @@ class RowCopier {
 };
 
 // Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
-// differences of `log2_decay`, their sums from the chunk's first step, begun anew where a sequence begins.
+// differences of `log2_cumsum`, their sums from the chunk's first step, begun opaque where a sequence begins.
 struct alignas(16) ChunkTables {
-  float log2_decay[kChunk];
-  float gain[kChunk];        // of the input: d k(zeta)
-  float from_start[kChunk];  // the decay from before the chunk to the step; zero if a sequence begins between
-  float to_end[kChunk];      // gain times the decay from the step to l; likewise
-  int first[kChunk];         // the first step, in the chunk, of the step's sequence
-  float whole;               // the decay from before the chunk to l; likewise
-  bool has_begun;            // whether any sequence begins in the chunk
+  float log2_cumsum[kChunk];
+  float gain[kChunk];               // of the input: d k(zeta)
+  float exp_cumsum[kChunk];         // the decay from before the chunk to the step; zero if a sequence begins between
+  float gain_to_chunk_end[kChunk];  // gain times the decay from the step to l; likewise
+  int first[kChunk];                // the first step, in the chunk, of the step's sequence
+  float chunk_decay;                // the decay from before the chunk to l; likewise
+  bool has_reset;                   // whether any sequence begins in the chunk
 };
 // For inputs of fp32 the sums have twice the digits: a difference of large ones is a decay like any other.
-struct FineChunkTables : ChunkTables {
-  alignas(16) float log2_decay_rest[kChunk];  // what rounding leaves of log2_decay
-  bool begins_anew;                           // whether a sequence begins with the chunk: nothing of the state before is read
+struct Fp32ChunkTables : ChunkTables {
+  alignas(16) float log2_cumsum_lo[kChunk];  // what rounding leaves of log2_cumsum
+  bool starts_with_reset;                    // whether a sequence begins with the chunk: nothing of the state before is read
 };
 template <typename Scalar>
 constexpr bool kIsFp32 = std::is_same_v<Scalar, float>;
 template <typename Scalar>
-using TablesOf = std::conditional_t<kIsFp32<Scalar>, FineChunkTables, ChunkTables>;
+using TablesOf = std::conditional_t<kIsFp32<Scalar>, Fp32ChunkTables, ChunkTables>;
 
 // The logarithm of the decay from one step to a later one.
 __device__ __forceinline__ float log2_between(const ChunkTables& tables, int from, int to) {
-  return tables.log2_decay[to] - tables.log2_decay[from];
+  return tables.log2_cumsum[to] - tables.log2_cumsum[from];
 }
-__device__ __forceinline__ float log2_between(const FineChunkTables& tables, int from, int to) {
-  return (tables.log2_decay[to] - tables.log2_decay[from]) + (tables.log2_decay_rest[to] - tables.log2_decay_rest[from]);
+__device__ __forceinline__ float log2_between(const Fp32ChunkTables& tables, int from, int to) {
+  return (tables.log2_cumsum[to] - tables.log2_cumsum[from]) + (tables.log2_cumsum_lo[to] - tables.log2_cumsum_lo[from]);
 }
 
 // Whether any sequence begins in the chunk. Mostly none can, which is known sooner than what the table says.
-__device__ __forceinline__ bool has_begun(const SsdParams& p, const ChunkTables& tables) {
-  return p.resets != nullptr && tables.has_begun;
+__device__ __forceinline__ bool has_reset(const SsdParams& p, const ChunkTables& tables) {
+  return p.resets != nullptr && tables.has_reset;
 }
 
 // Two to the power of it is zero. Sums of lower ones would cost the differences between weaker decays after them their
@@ -235,13 +235,13 @@ struct FetchedSteps {
 // A lane's two steps of the tables of `count` chunks. They are made together, by one warp: each is a chain of operations that
 // wait for one another.
 template <int count, typename Scalar>
-struct TableSteps {
+struct ChunkCumsum {
   using Sum = std::conditional_t<kIsFp32<Scalar>, double, float>;
-  Sum log2_decay[count][2];
-  float gain[count][2], from_start[count][2], to_end[count][2];
+  Sum log2_cumsum[count][2];
+  float gain[count][2], exp_cumsum[count][2], gain_to_chunk_end[count][2];
   int first[count][2];
   Sum last[count];  // of the sums, that of the chunk
-  bool has_begun[count], begins_anew[count];
+  bool has_reset[count], starts_with_reset[count];
 
   // body(chunk, step)
   template <typename Body>
@@ -266,7 +266,7 @@ struct TableSteps {
       } else {
         log2 = zeta[k][i] * static_cast<float>(kLog2E);
       }
-      log2_decay[k][i] = log2 < kLowestLog2Decay ? Sum(kLowestLog2Decay) : log2;
+      log2_cumsum[k][i] = log2 < kLowestLog2Decay ? Sum(kLowestLog2Decay) : log2;
     });
     visit_exponential(p.discretization, [&](auto method) {
       using Method = decltype(method);
@@ -278,15 +278,15 @@ struct TableSteps {
     // A sum ends with the first step, from the last, before which a sequence begins.
     unsigned begins[count][2];
     Sum sum[count];
-    bool any_has_begun = false;
+    bool any_reset = false;
 #pragma unroll
     for (int k = 0; k < count; ++k) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) begins[k][i] = __ballot_sync(kWholeWarp, steps[k].resets[i] != 0);
-      has_begun[k] = (begins[k][0] | begins[k][1]) != 0;
-      begins_anew[k] = (begins[k][0] & 1) != 0;
-      any_has_begun |= has_begun[k];
-      sum[k] = steps[k].resets[1] != 0 ? log2_decay[k][1] : log2_decay[k][0] + log2_decay[k][1];
+      has_reset[k] = (begins[k][0] | begins[k][1]) != 0;
+      starts_with_reset[k] = (begins[k][0] & 1) != 0;
+      any_reset |= has_reset[k];
+      sum[k] = steps[k].resets[1] != 0 ? log2_cumsum[k][1] : log2_cumsum[k][0] + log2_cumsum[k][1];
     }
     const auto add_earlier_lanes = [&](auto may_be_cut) {
       bool is_cut[count];
@@ -307,7 +307,7 @@ struct TableSteps {
         }
       }
     };
-    if (any_has_begun) {
+    if (any_reset) {
       add_earlier_lanes(std::true_type());
     } else {
       add_earlier_lanes(std::false_type());
@@ -316,21 +316,21 @@ struct TableSteps {
     for (int k = 0; k < count; ++k) {
       const Sum before = __shfl_up_sync(kWholeWarp, sum[k], 1);
       last[k] = __shfl_sync(kWholeWarp, sum[k], kWarpSize - 1);
-      if (steps[k].resets[0] == 0 && lane > 0) log2_decay[k][0] += before;
-      log2_decay[k][1] = sum[k];
+      if (steps[k].resets[0] == 0 && lane > 0) log2_cumsum[k][0] += before;
+      log2_cumsum[k][1] = sum[k];
     }
     for_each([&](int k, int i) {
-      from_start[k][i] = Math<float>::exp2(static_cast<float>(log2_decay[k][i]));
-      to_end[k][i] = gain[k][i] * Math<float>::exp2(static_cast<float>(last[k] - log2_decay[k][i]));
+      exp_cumsum[k][i] = Math<float>::exp2(static_cast<float>(log2_cumsum[k][i]));
+      gain_to_chunk_end[k][i] = gain[k][i] * Math<float>::exp2(static_cast<float>(last[k] - log2_cumsum[k][i]));
       first[k][i] = 0;
     });
-    if (!any_has_begun) return;
+    if (!any_reset) return;
     const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
     for_each([&](int k, int i) {
       const unsigned of_first = begins[k][0] & (earlier_lanes | this_lane);
       const unsigned of_second = begins[k][1] & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
-      if ((of_first | of_second) != 0) from_start[k][i] = 0;
-      if (of_first != begins[k][0] || of_second != begins[k][1]) to_end[k][i] = 0;
+      if ((of_first | of_second) != 0) exp_cumsum[k][i] = 0;
+      if (of_first != begins[k][0] || of_second != begins[k][1]) gain_to_chunk_end[k][i] = 0;
       first[k][i] = max(0, max(2 * (31 - __clz(of_first)), 2 * (31 - __clz(of_second)) + 1));
     });
   }
@@ -342,28 +342,28 @@ struct TableSteps {
     const auto store_floats = [&](float (&table)[kChunk], const float (&values)[2]) {
       reinterpret_cast<float2*>(table)[lane] = {values[0], values[1]};
     };
-    store_floats(tables.to_end, to_end[k]);
+    store_floats(tables.gain_to_chunk_end, gain_to_chunk_end[k]);
     if constexpr (!states_only) {
-      const float rounded[2] = {static_cast<float>(log2_decay[k][0]), static_cast<float>(log2_decay[k][1])};
-      store_floats(tables.log2_decay, rounded);
+      const float rounded[2] = {static_cast<float>(log2_cumsum[k][0]), static_cast<float>(log2_cumsum[k][1])};
+      store_floats(tables.log2_cumsum, rounded);
       if constexpr (kIsFp32<Scalar>) {
-        store_floats(tables.log2_decay_rest,
-                     {static_cast<float>(log2_decay[k][0] - rounded[0]), static_cast<float>(log2_decay[k][1] - rounded[1])});
+        store_floats(tables.log2_cumsum_lo,
+                     {static_cast<float>(log2_cumsum[k][0] - rounded[0]), static_cast<float>(log2_cumsum[k][1] - rounded[1])});
       }
       store_floats(tables.gain, gain[k]);
-      store_floats(tables.from_start, from_start[k]);
+      store_floats(tables.exp_cumsum, exp_cumsum[k]);
       reinterpret_cast<int2*>(tables.first)[lane] = {first[k][0], first[k][1]};
     }
     if (lane == 0) {
-      tables.has_begun = has_begun[k];
-      if constexpr (kIsFp32<Scalar>) tables.begins_anew = begins_anew[k];
-      tables.whole = has_begun[k] ? 0.0f : Math<float>::exp2(static_cast<float>(last[k]));
+      tables.has_reset = has_reset[k];
+      if constexpr (kIsFp32<Scalar>) tables.starts_with_reset = starts_with_reset[k];
+      tables.chunk_decay = has_reset[k] ? 0.0f : Math<float>::exp2(static_cast<float>(last[k]));
     }
   }
 };
 
 // Some chunks of a sequence, one after another.
-struct Span {
+struct ChunkSpan {
   int64_t entry;  // of the batch, or of the packed sequences
   int64_t batch;
   int64_t start, length;  // the first step, in the batch entry, and how many the sequence has from there on
@@ -371,7 +371,7 @@ struct Span {
 
   // All of the sequence.
   template <typename Params>
-  __device__ __forceinline__ Span(const Params& p, int64_t entry) : entry(entry) {
+  __device__ __forceinline__ ChunkSpan(const Params& p, int64_t entry) : entry(entry) {
     start = is_packed(p) ? sequence_start(p, entry) : 0;
     batch = is_packed(p) ? 0 : entry;
     length = is_packed(p) ? max(int64_t(0), sequence_start(p, entry + 1) - start) : p.seqlen;
@@ -408,30 +408,30 @@ struct Span {
 };
 
 // Chunks of a walk, of which there are fewer than 2^31.
-struct Place : Span {
+struct WorkSpan : ChunkSpan {
   int group;
-  int first_unit;  // of the group's
+  int first_tile;  // of the group's
 
   // All of them.
   template <typename Params>
-  __device__ __forceinline__ Place(const Params& p, const Partition& partition, int walk)
-      : Span(p, walk / partition.walks_per_entry),
-        group(walk / partition.walks_per_group % static_cast<int>(p.groups)),
-        first_unit(walk % partition.walks_per_group * kUnits) {}
+  __device__ __forceinline__ WorkSpan(const Params& p, const WorkPartition& partition, int work_tile)
+      : ChunkSpan(p, work_tile / partition.work_tiles_per_entry),
+        group(work_tile / partition.work_tiles_per_group % static_cast<int>(p.groups)),
+        first_tile(work_tile % partition.work_tiles_per_group * kWarpgroups) {}
 };
 
 // One of a block's units.
-struct Unit {
+struct StateTile {
   int head;
   int first_row, first_column;  // of the head's state
   int rows;                     // from there on; none if the group has no more units
 
-  __device__ __forceinline__ Unit(const SsdParams& p, const Partition& partition, const Place& at, int index) {
-    const bool is_there = at.first_unit + index < partition.units_per_group;
-    const int unit = (at.first_unit + index) / partition.column_blocks;
-    first_column = (at.first_unit + index) % partition.column_blocks * kUnitColumns;
-    head = at.group * partition.heads_per_group + (is_there ? unit / partition.row_blocks : 0);
-    first_row = is_there ? unit % partition.row_blocks * kUnitRows : 0;
+  __device__ __forceinline__ StateTile(const SsdParams& p, const WorkPartition& partition, const WorkSpan& at, int index) {
+    const bool is_there = at.first_tile + index < partition.tiles_per_group;
+    const int state_tile = (at.first_tile + index) / partition.column_blocks;
+    first_column = (at.first_tile + index) % partition.column_blocks * kStateColumns;
+    head = at.group * partition.heads_per_group + (is_there ? state_tile / partition.row_blocks : 0);
+    first_row = is_there ? state_tile % partition.row_blocks * kStateRows : 0;
     rows = is_there ? p.headdim - first_row : 0;
   }
   __device__ __forceinline__ bool is_there() const { return rows > 0; }

@@ -1,5 +1,5 @@
 // CUDA entry points of the chunked scan. It runs as kernels of its own (ssd_fwd.cuh, ssd_bwd.cuh) on the current stream; fp64,
-// and what takes more shared memory than the device has for a block, as ATen's products (ssd_aten.h). Nothing waits for the
+// and what takes more shared memory than the device has for a block, as ATen's products (ssd_aten.h). Empty waits for the
 // device, except that the values of cu_seqlens are checked on the host by forward unless a CUDA graph is being captured, and
 // read there by ATen's products.
 

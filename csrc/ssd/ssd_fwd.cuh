@@ -14,11 +14,11 @@
 // A unit of four warps carries up to 64 rows (headdim) and 128 columns of one head's state; warp w has rows 16 w to 16 w + 15
 // of S and of y^T. A block has two units, of different rows, which share B and C, or, with more columns, of the same rows
 // (ssd_columns.cuh), and walks through chunks of one sequence after another; x, z, B and C of the next chunks are on their way
-// meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks: ssd_runs.cuh. Nothing is
+// meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks: ssd_runs.cuh. Empty is
 // saved for backward.
 //
 // Three files have the kernels: ssd_fwd_wgmma.cuh for fp16 and bf16 on devices with wgmma, ssd_fwd_mma.cuh for fp32 and other
-// devices, and ssd_fwd_sequential.cuh, a sequential scan of fp32 sequences of up to kSequentialSteps steps.
+// devices, and ssd_fwd_sequential.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
 #pragma once
 
 #include "ssd/ssd_fwd_mma.cuh"
@@ -28,36 +28,36 @@ namespace ssm_kernels::ssd {
 
 // With as many stages as there is shared memory for.
 template <typename Shared, typename Kernel, typename Params>
-int launch_staged(Kernel kernel, int threads, bool has_gate, const Params& params, const Runs& runs, int max_shared_bytes,
-                  cudaStream_t stream) {
-  Runs staged = runs;
+int launch_staged(Kernel kernel, int threads, bool has_gate, const Params& params, const Schedule& schedule,
+                  int max_shared_bytes, cudaStream_t stream) {
+  Schedule staged = schedule;
   const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
-  staged.stages = fit_stages(Shared::kMaxStages, max_shared_bytes - kRunBytes, bytes_of);
+  staged.stages = fit_stages(Shared::kMaxStages, max_shared_bytes - kTicketBytes, bytes_of);
   const int bytes = bytes_of(staged.stages);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(runs.blocks), threads, bytes, stream>>>(params, staged);
+  kernel<<<static_cast<unsigned>(schedule.blocks), threads, bytes, stream>>>(params, staged);
   return cudaGetLastError();
 }
 
 template <typename Scalar, int dstate, bool states_only>
-int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {
+int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
   const bool has_gate = !states_only && params.z.data != nullptr;
   if constexpr (!kIsFp32<Scalar>) {
-    const auto wgmma_kernel = params.resets != nullptr ? ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, true>
-                                                       : ssd_fwd_wgmma_kernel<Scalar, dstate, states_only, states_only>;
-    constexpr int kWgmmaThreads = WgmmaFwd<Scalar, dstate, states_only, true>::kThreads;
-    if (runs.may_use_wgmma && cuda::is_compiled_for_threads(wgmma_kernel, kWgmmaThreads)) {
-      return launch_staged<WgmmaShared<dstate, states_only>>(wgmma_kernel, kWgmmaThreads, has_gate, params, runs,
-                                                             max_shared_bytes, stream);
+    const auto sm90_kernel = params.resets != nullptr ? ssd_fwd_sm90_kernel<Scalar, dstate, states_only, true>
+                                                      : ssd_fwd_sm90_kernel<Scalar, dstate, states_only, states_only>;
+    constexpr int kSm90Threads = FwdSm90<Scalar, dstate, states_only, true>::kThreads;
+    if (schedule.may_use_wgmma && cuda::is_compiled_for_threads(sm90_kernel, kSm90Threads)) {
+      return launch_staged<Sm90Shared<dstate, states_only>>(sm90_kernel, kSm90Threads, has_gate, params, schedule,
+                                                            max_shared_bytes, stream);
     }
   }
-  using Shared = MmaShared<Scalar, dstate>;
-  static_assert(Shared::bytes(1, true) + kRunBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
+  using Shared = Sm80Shared<Scalar, dstate>;
+  static_assert(Shared::bytes(1, true) + kTicketBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
                 "a block is only begun where there is as much");
   const auto launch = [&](const auto& of_call) {
     using Params = std::decay_t<decltype(of_call)>;
-    return launch_staged<Shared>(ssd_fwd_mma_kernel<Scalar, dstate, states_only, Params>, kUnits * kUnitThreads, has_gate,
-                                 of_call, runs, max_shared_bytes, stream);
+    return launch_staged<Shared>(ssd_fwd_sm80_kernel<Scalar, dstate, states_only, Params>, kWarpgroups * kWarpgroupThreads,
+                                 has_gate, of_call, schedule, max_shared_bytes, stream);
   };
   if constexpr (kKnowsWhetherPacked<Scalar, dstate, states_only>) {
     return params.cu_seqlens != nullptr ? launch(PackedFwdParams{params}) : launch(UnpackedFwdParams{params});
@@ -66,26 +66,26 @@ int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Runs& runs, int max_
   }
 }
 
-static_assert(WgmmaShared<kMaxKernelDstate, false>::bytes(1, true) + kRunBytes <=
+static_assert(Sm90Shared<kMaxKernelDstate, false>::bytes(1, true) + kTicketBytes <=
                   least_shared_bytes(kMaxKernelDstate, /*is_fp32=*/false, /*is_backward=*/false),
               "a block is only begun where there is as much");
 
 template <typename Scalar>
-int launch_ssd_fwd(const SsdFwdParams& params, const Runs& runs, int max_shared_bytes, cudaStream_t stream) {
+int launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
   if (params.cu_seqlens != nullptr) {
-    ssd_chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, runs);
+    ssd_chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
-    if (runs.has_long_walks) {
-      const int error = launch_ssd_fwd_kernel<Scalar, kDstate, true>(params, runs, max_shared_bytes, stream);
+    if (schedule.splits_work_tiles) {
+      const int error = launch_ssd_fwd_kernel<Scalar, kDstate, true>(params, schedule, max_shared_bytes, stream);
       if (error != cudaSuccess) return error;
     }
-    return launch_ssd_fwd_kernel<Scalar, kDstate, false>(params, runs, max_shared_bytes, stream);
+    return launch_ssd_fwd_kernel<Scalar, kDstate, false>(params, schedule, max_shared_bytes, stream);
   };
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
-  if (params.dstate <= kUnitColumns) return launch(std::integral_constant<int, kUnitColumns>());
+  if (params.dstate <= kStateColumns) return launch(std::integral_constant<int, kStateColumns>());
   return launch(std::integral_constant<int, kMaxKernelDstate>());
 }
 

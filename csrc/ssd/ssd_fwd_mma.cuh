@@ -15,30 +15,30 @@
 namespace ssm_kernels::ssd {
 
 template <typename Scalar, int dstate>
-struct alignas(128) MmaShared {
-  using Units = UnitsOf<dstate>;
-  using HeadTile = Tile<kUnitRows, sizeof(Scalar)>;
-  using GroupTile = Tile<Units::kColumns, sizeof(Scalar)>;
-  using PairTile = Tile<kChunk, sizeof(Scalar)>;
+struct alignas(128) Sm80Shared {
+  using Layout = WarpgroupLayout<dstate>;
+  using HeadTile = SmemTile<kStateRows, sizeof(Scalar)>;
+  using GroupTile = SmemTile<Layout::kColumns, sizeof(Scalar)>;
+  using PairTile = SmemTile<kChunk, sizeof(Scalar)>;
   static constexpr int kMaxStages = 3;
   struct Stage {
-    GroupTile C[Units::kColumnBlocks], B[Units::kColumnBlocks];
-    HeadTile x[Units::kRowBlocks];
+    GroupTile C[Layout::kColumnBlocks], B[Layout::kColumnBlocks];
+    HeadTile x[Layout::kRowBlocks];
   };
-  static constexpr bool kSharesPairs = kIsFp32<Scalar> && !Units::kShareRows;
-  static constexpr bool kIsInPlaceOfC = kIsFp32<Scalar> && sizeof(Stage::C) >= kUnits * sizeof(PairTile);
-  struct OfUnit {
-    std::conditional_t<kIsInPlaceOfC, Nothing, PairTile> products;  // M^T
-    TablesOf<Scalar> tables[2];                                     // of the chunk at work and the next
+  static constexpr bool kSharesBmm = kIsFp32<Scalar> && !Layout::kShareRows;
+  static constexpr bool kIsInPlaceOfC = kIsFp32<Scalar> && sizeof(Stage::C) >= kWarpgroups * sizeof(PairTile);
+  struct PerWarpgroup {
+    std::conditional_t<kIsInPlaceOfC, Empty, PairTile> bmm;  // M^T
+    TablesOf<Scalar> tables[2];                              // of the chunk at work and the next
   };
-  OfUnit of_unit[kUnits];
-  typename Units::PartOfOut part_of_out;
+  PerWarpgroup per_warpgroup[kWarpgroups];
+  typename Layout::PartialOut partial_out;
 
-  __device__ __forceinline__ PairTile& products(int index, Stage& stage) {
+  __device__ __forceinline__ PairTile& bmm(int index, Stage& stage) {
     if constexpr (kIsInPlaceOfC) {
-      return reinterpret_cast<PairTile*>(&stage.C)[sizeof(Stage::C) / kUnits / sizeof(PairTile) * index];
+      return reinterpret_cast<PairTile*>(&stage.C)[sizeof(Stage::C) / kWarpgroups / sizeof(PairTile) * index];
     } else {
-      return of_unit[index].products;
+      return per_warpgroup[index].bmm;
     }
   }
 
@@ -46,53 +46,54 @@ struct alignas(128) MmaShared {
     return static_cast<int>(sizeof(Stage) + (has_gate ? sizeof(Stage::x) : 0));
   }
   static SSM_HOST_DEVICE constexpr int bytes(int stages, bool has_gate) {
-    return static_cast<int>(sizeof(MmaShared)) + stages * stage_bytes(has_gate);
+    return static_cast<int>(sizeof(Sm80Shared)) + stages * stage_bytes(has_gate);
   }
 };
 
 // Writes a unit's out, chunk by chunk: this warp's columns, through a tile of which each warp has columns of its own.
 template <typename Scalar>
-class OutWriter {
+class RegisterEpilogue {
  public:
-  using OutTile = Tile<kUnitRows, sizeof(Scalar)>;
+  using OutTile = SmemTile<kStateRows, sizeof(Scalar)>;
 
-  __device__ __forceinline__ OutWriter(const SsdFwdParams& p, const Place& at, const Unit& unit, const Lane& lane)
-      : p_(p), rounder_(p, unit, lane) {
-    const int column = piece(lane) * OutTile::kPieceElements;
-    is_there_ = column < unit.rows;
-    target_ = at.rows<Scalar>(p.out, unit.head, 0) + unit.first_row + column + row(lane) * p.out.stride_step;
+  __device__ __forceinline__ RegisterEpilogue(const SsdFwdParams& p, const WorkSpan& at, const StateTile& state_tile,
+                                              const FragmentLane& lane)
+      : p_(p), math_(p, state_tile, lane) {
+    const int column = vector(lane) * OutTile::kVectorElements;
+    is_there_ = column < state_tile.rows;
+    target_ = at.rows<Scalar>(p.out, state_tile.head, 0) + state_tile.first_row + column + row(lane) * p.out.stride_step;
   }
 
   __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const cuda::OperandA<Scalar> (&x)[kStepGroups],
-                                        OutTile* z_tile, OutTile& tile, const Lane& lane, int steps) {
-    rounder_.round(y, x, z_tile, tile, lane);
+                                        OutTile* z_tile, OutTile& tile, const FragmentLane& lane, int steps) {
+    math_.round(y, x, z_tile, tile, lane);
     __syncwarp();
-    const uint4* const source = tile.piece(row(lane), piece(lane));
+    const uint4* const source = tile.vector(row(lane), vector(lane));
     const int rows = is_there_ ? steps - row(lane) : 0;
-    uint4 pieces[kChunk / kRows];
+    uint4 vectors[kChunk / kRows];
 #pragma unroll
-    for (int i = 0; i < kChunk / kRows; ++i) pieces[i] = source[kRows * i * OutTile::kPartPieces];
+    for (int i = 0; i < kChunk / kRows; ++i) vectors[i] = source[kRows * i * OutTile::kPanelVectors];
 #pragma unroll
     for (int i = 0; i < kChunk / kRows; ++i) {
-      if (kRows * i < rows) __stcg(reinterpret_cast<uint4*>(target_), pieces[i]);
+      if (kRows * i < rows) __stcg(reinterpret_cast<uint4*>(target_), vectors[i]);
       target_ += kRows * p_.out.stride_step;
     }
     __syncwarp();
   }
 
  private:
-  // Pieces of a warp's columns, and rows that it writes at once: eight lanes' pieces lie in different banks.
-  static constexpr int kPieces = 16 / OutTile::kPieceElements, kRows = kWarpSize / kPieces;
+  // TileScheduler of a warp's columns, and rows that it writes at once: eight lanes' pieces lie in different banks.
+  static constexpr int kVectors = 16 / OutTile::kVectorElements, kRows = kWarpSize / kVectors;
   // Of what the lane writes: each kRows-th row from that on, and the piece.
-  static __device__ __forceinline__ int row(const Lane& lane) {
-    return kIsFp32<Scalar> ? lane.index / kPieces : lane.index % kRows;
+  static __device__ __forceinline__ int row(const FragmentLane& lane) {
+    return kIsFp32<Scalar> ? lane.index / kVectors : lane.index % kRows;
   }
-  static __device__ __forceinline__ int piece(const Lane& lane) {
-    return kPieces * lane.warp + (kIsFp32<Scalar> ? lane.index % kPieces : lane.index / kRows);
+  static __device__ __forceinline__ int vector(const FragmentLane& lane) {
+    return kVectors * lane.warp + (kIsFp32<Scalar> ? lane.index % kVectors : lane.index / kRows);
   }
 
   const SsdFwdParams& p_;
-  OutRounder<Scalar, InOrder> rounder_;
+  EpilogueMath<Scalar, InOrder> math_;
   bool is_there_;
   Scalar* target_;
 };
@@ -103,178 +104,180 @@ __device__ __forceinline__ void clear_rows_before(AnyTile (&tiles)[count], int r
 #pragma unroll
   for (int tile = 0; tile < count; ++tile) {
 #pragma unroll 1
-    for (int i = threadIdx.x; i < row * AnyTile::kPieces; i += threads) {
-      *tiles[tile].piece(i / AnyTile::kPieces, i % AnyTile::kPieces) = {0, 0, 0, 0};
+    for (int i = threadIdx.x; i < row * AnyTile::kVectors; i += threads) {
+      *tiles[tile].vector(i / AnyTile::kVectors, i % AnyTile::kVectors) = {0, 0, 0, 0};
     }
   }
 }
 
 // Takes the state through a piece of a walk; returns the piece's decay.
 template <typename Scalar, int dstate, bool states_only>
-__device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const Runs& runs, unsigned char* memory,
-                                                    const Place& at, const Unit& unit, int index, const Lane& whole_lane,
-                                                    State<UnitsOf<dstate>::kColumns>& state) {
-  using Shared = MmaShared<Scalar, dstate>;
-  using Units = UnitsOf<dstate>;
+__device__ __forceinline__ float scan_segment_sm80(const SsdFwdParams& p, const Schedule& schedule, unsigned char* memory,
+                                                   const WorkSpan& at, const StateTile& state_tile, int index,
+                                                   const FragmentLane& thread_lane,
+                                                   State<WarpgroupLayout<dstate>::kColumns>& state) {
+  using Shared = Sm80Shared<Scalar, dstate>;
+  using Layout = WarpgroupLayout<dstate>;
   using HeadTile = typename Shared::HeadTile;
   using GroupTile = typename Shared::GroupTile;
-  constexpr int kStateGroups = Units::kColumns / 16, kThreads = kUnits * kUnitThreads;
+  constexpr int kStateGroups = Layout::kColumns / 16, kThreads = kWarpgroups * kWarpgroupThreads;
   // In fp32 registers are few. Unrolled twice it was not faster.
   constexpr int kUnrolled = kIsFp32<Scalar> ? 1 : kStateGroups;
-  constexpr int kThreadsOfRows = kThreads / Units::kRowBlocks;
-  // There what follows from a thread's index is found anew for each part of the work, rather than kept in registers.
-  const auto lane_anew = [&]() -> Lane {
-    if constexpr (kIsFp32<Scalar>) return whole_lane.anew();
-    return whole_lane;
+  constexpr int kThreadsOfRows = kThreads / Layout::kRowBlocks;
+  // There what follows from a thread's index is found opaque for each part of the work, rather than kept in registers.
+  const auto opaque_lane = [&]() -> FragmentLane {
+    if constexpr (kIsFp32<Scalar>) return thread_lane.opaque();
+    return thread_lane;
   };
   const bool has_gate = !states_only && p.z.data != nullptr;
-  const int rows = Units::row_block(index), columns = Units::column_block(index);
+  const int rows = Layout::row_block(index), columns = Layout::column_block(index);
   auto& shared = *reinterpret_cast<Shared*>(memory);
-  auto& own = shared.of_unit[index];
-  const auto stage_at = [&](int slot) {
-    return reinterpret_cast<typename Shared::Stage*>(memory + sizeof(Shared) + slot * Shared::stage_bytes(has_gate));
+  auto& own = shared.per_warpgroup[index];
+  const auto stage_at = [&](int stage_index) {
+    return reinterpret_cast<typename Shared::Stage*>(memory + sizeof(Shared) + stage_index * Shared::stage_bytes(has_gate));
   };
-  const auto z_at = [&](int slot) { return reinterpret_cast<HeadTile*>(stage_at(slot) + 1) + rows; };
+  const auto z_at = [&](int stage_index) { return reinterpret_cast<HeadTile*>(stage_at(stage_index) + 1) + rows; };
 
   const auto copy = [&](int chunk) {
     if (chunk < at.chunks) {
-      const int slot = chunk % runs.stages, steps = at.steps_of(chunk);
-      auto& target = *stage_at(slot);
+      const int stage_index = chunk % schedule.stages, steps = at.steps_of(chunk);
+      auto& target = *stage_at(stage_index);
       int thread = threadIdx.x;
       if constexpr (kIsFp32<Scalar>) asm volatile("" : "+r"(thread));
-      const auto copy_state_rows = [&](GroupTile(&tiles)[Units::kColumnBlocks], const RowsView& view) {
+      const auto copy_state_rows = [&](GroupTile(&tiles)[Layout::kColumnBlocks], const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
 #pragma unroll
-        for (int block = 0; block < Units::kColumnBlocks; ++block) {
-          const int first = block * Units::kColumns;
-          RowCopier<Scalar, Units::kColumns, kThreads>(source + first, view.stride_step, p.dstate - first, thread)
+        for (int block = 0; block < Layout::kColumnBlocks; ++block) {
+          const int first = block * Layout::kColumns;
+          RowCopier<Scalar, Layout::kColumns, kThreads>(source + first, view.stride_step, p.dstate - first, thread)
               .copy(tiles[block], steps, view.stride_step);
         }
       };
       const auto copy_head_rows = [&](HeadTile& tile, const RowsView& view) {
-        const Scalar* const source = at.rows<Scalar>(view, unit.head, chunk) + unit.first_row;
-        RowCopier<Scalar, kUnitRows, kThreadsOfRows>(source, view.stride_step, unit.rows, thread % kThreadsOfRows)
+        const Scalar* const source = at.rows<Scalar>(view, state_tile.head, chunk) + state_tile.first_row;
+        RowCopier<Scalar, kStateRows, kThreadsOfRows>(source, view.stride_step, state_tile.rows, thread % kThreadsOfRows)
             .copy(tile, steps, view.stride_step);
       };
       copy_state_rows(target.B, p.B);
       if constexpr (!states_only) copy_state_rows(target.C, p.C);
       copy_head_rows(target.x[rows], p.x);
-      if (has_gate) copy_head_rows(*z_at(slot), p.z);
+      if (has_gate) copy_head_rows(*z_at(stage_index), p.z);
     }
-    cuda::commit_async_copies();
+    cuda::cp_async_commit();
   };
 
-  const HeadSteps head(p, unit.head);
+  const HeadSteps head(p, state_tile.head);
   FetchedSteps<Scalar> fetched;
-  const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kUnitWarps == whole_lane.warp; };
+  const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kWarpgroupWarps == thread_lane.warp; };
   const auto fetch = [&](int chunk) {
     if (!is_mine(chunk)) return;
-    fetched.fetch(p, at.rows<const Scalar>(p.dt, unit.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
+    fetched.fetch(p, at.rows<const Scalar>(p.dt, state_tile.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
   };
-  const auto tabulate = [&](int chunk) {
+  const auto chunk_cumsum = [&](int chunk) {
     if (!is_mine(chunk)) return;
-    TableSteps<1, Scalar> made;
+    ChunkCumsum<1, Scalar> made;
     made.make(p, head, &fetched);
     made.store(0, own.tables[chunk % 2]);
   };
 
-  const int prefetched = runs.stages - 1;
+  const int prefetched = schedule.stages - 1;
   for (int chunk = 0; chunk < prefetched; ++chunk) copy(chunk);
   fetch(0);
   fetch(1);  // another warp's
-  tabulate(0);
+  chunk_cumsum(0);
 
-  OutWriter<Scalar> out(p, at, unit, whole_lane);
-  float decay_of_piece = 1;
+  RegisterEpilogue<Scalar> out(p, at, state_tile, thread_lane);
+  float segment_decay = 1;
 
-  if constexpr (!states_only && !kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(own.products, whole_lane);
+  if constexpr (!states_only && !kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(own.bmm, thread_lane);
 #pragma unroll 1
   for (int chunk = 0; chunk < at.chunks; ++chunk) {
-    const int slot = chunk % runs.stages;
-    if (runs.stages == 1) {
+    const int stage_index = chunk % schedule.stages;
+    if (schedule.stages == 1) {
       __syncthreads();
       copy(chunk);
     }
-    if (runs.stages == 3) {
-      cuda::wait_for_async_copies<1>();
+    if (schedule.stages == 3) {
+      cuda::cp_async_wait<1>();
     } else {
-      cuda::wait_for_async_copies<0>();
+      cuda::cp_async_wait<0>();
     }
     __syncthreads();
-    if (runs.stages > 1) copy(chunk + prefetched);
+    if (schedule.stages > 1) copy(chunk + prefetched);
     fetch(chunk + 2);
 
-    const Lane lane = lane_anew();
-    auto& tiles = *stage_at(slot);
+    const FragmentLane lane = opaque_lane();
+    auto& tiles = *stage_at(stage_index);
     auto& x_tile = tiles.x[rows];
-    const PairsOfTile<sizeof(Scalar)> pairs(lane);
+    const FragmentPairs<sizeof(Scalar)> pairs(lane);
     const auto describe = [&](auto& tile) {
-      return cuda::describe_warp_operand<sizeof(Scalar)>(&tile, std::decay_t<decltype(tile)>::kPartBytes, lane.index);
+      return cuda::make_warp_operand<sizeof(Scalar)>(&tile, std::decay_t<decltype(tile)>::kPanelBytes, lane.index);
     };
     const auto B = describe(tiles.B[columns]), C = describe(tiles.C[columns]);
     const auto& tables = own.tables[chunk % 2];
 
     if constexpr (kIsFp32<Scalar>) {
-      if (tables.begins_anew) state.clear();
+      if (tables.starts_with_reset) state.clear();
     }
     float y[kStepBlocks][4] = {};
-    auto& products = shared.products(index, tiles);
+    auto& bmm = shared.bmm(index, tiles);
     // What rounding leaves of this warp's rows of M^T.
-    cuda::Packed<Scalar> rest[kStepBlocks][2] = {};
+    cuda::Packed<Scalar> lo[kStepBlocks][2] = {};
     if constexpr (!states_only) {
       // Two passes over C: its products with B and with the state at once would take too many registers.
       // In fp32 a loop, for which the registers of the state take turns: of one long sequence of products ptxas makes one
       // where each waits for that before.
-      constexpr int kParts = GroupTile::kParts, kGroups = kStateGroups / kParts, kPartsAtOnce = kIsFp32<Scalar> ? 1 : kParts;
-#pragma unroll kPartsAtOnce
-      for (int part = 0; part < kParts; ++part) {
-        const auto C_part = columns_of(C, part * kGroups);
+      constexpr int kPanels = GroupTile::kPanels, kGroups = kStateGroups / kPanels,
+                    kPanelsAtOnce = kIsFp32<Scalar> ? 1 : kPanels;
+#pragma unroll kPanelsAtOnce
+      for (int panel = 0; panel < kPanels; ++panel) {
+        const auto C_panel = columns_of(C, panel * kGroups);
 #pragma unroll
         for (int k = 0; k < kGroups; ++k) {
           cuda::OperandA<Scalar> s;
           state.template pack<Scalar>(k, s);
-          cuda::multiply<Scalar, false>(y, s, columns_of(C_part, k), true);
+          cuda::gemm<Scalar, false>(y, s, columns_of(C_panel, k), true);
         }
         state.rotate(2 * kGroups);
       }
-      decay_from_start(y, tables, lane);
+      scale_by_exp_cumsum(y, tables, lane);
       // The units of different rows have the same (B C^T)^T: in fp32 each makes half of its columns, for all.
-      constexpr int kBlocks = Shared::kSharesPairs ? kStepBlocks / kUnits : kStepBlocks;
-      const int first_block = Shared::kSharesPairs ? kBlocks * index : 0;
+      constexpr int kBlocks = Shared::kSharesBmm ? kStepBlocks / kWarpgroups : kStepBlocks;
+      const int first_block = Shared::kSharesBmm ? kBlocks * index : 0;
       float m[kBlocks][4] = {};
 #pragma unroll kUnrolled
       for (int k = 0; k < kStateGroups; ++k) {
-        cuda::multiply<Scalar, false, false>(m, columns_of(B, k), columns_of(rows_of(C, first_block / 2), k), true);
+        cuda::gemm<Scalar, false, false>(m, columns_of(B, k), columns_of(rows_of(C, first_block / 2), k), true);
       }
       // Others read C still.
       if constexpr (Shared::kIsInPlaceOfC) __syncthreads();
-      const auto weigh = [&](const TablesOf<Scalar>& tables_of_unit, auto& target) {
-        const Lane of_lane = lane.anew();
-        PairWeights<InOrder, true, TablesOf<Scalar>, kBlocks> weights(tables_of_unit, of_lane, first_block);
-        weights.weigh(m, [&](float low, float high, int n, int half) {
+      const auto apply_mask = [&](const TablesOf<Scalar>& tile_tables, auto& target) {
+        const FragmentLane of_lane = lane.opaque();
+        DecayMask<InOrder, true, TablesOf<Scalar>, kBlocks> mask(tile_tables, of_lane, first_block);
+        mask.apply(m, [&](float low, float high, int n, int half) {
           const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
           pairs.at(target, n, half) = packed;
-          if constexpr (!kIsFp32<Scalar>) rest[n][half] = cuda::pack_rest<Scalar>(low, high, packed);
+          if constexpr (!kIsFp32<Scalar>) lo[n][half] = cuda::pack_lo<Scalar>(low, high, packed);
         });
         // Left of the diagonal, but multiplied.
         if constexpr (kIsFp32<Scalar>) {
           if (2 * lane.warp / kBlocks * kBlocks == first_block) pairs.at(target, 2 * lane.warp, 1) = {0, 0};
         }
       };
-      if constexpr (Shared::kSharesPairs) {
+      if constexpr (Shared::kSharesBmm) {
 #pragma unroll
-        for (int unit = 0; unit < kUnits; ++unit) {
-          weigh(shared.of_unit[unit].tables[chunk % 2], shared.products(unit, tiles));
+        for (int state_tile = 0; state_tile < kWarpgroups; ++state_tile) {
+          apply_mask(shared.per_warpgroup[state_tile].tables[chunk % 2], shared.bmm(state_tile, tiles));
         }
       } else {
-        weigh(tables, products);
+        apply_mask(tables, bmm);
       }
     }
 
-    const auto update_state = [&] {
-      const Lane lane = lane_anew();
+    const auto chunk_state = [&] {
+      const FragmentLane lane = opaque_lane();
       int first = 0;  // step that the state after the chunk has something of
-      if (has_begun(p, tables)) {
+      if (has_reset(p, tables)) {
         state.clear();
         if constexpr (kIsFp32<Scalar>) {
           // Zero times NaN: no row of an earlier sequence is multiplied.
@@ -284,58 +287,58 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
           __syncthreads();
         }
       } else {
-        state.decay(tables.whole);
+        state.decay(tables.chunk_decay);
       }
-      if (states_only) add_decay(p, decay_of_piece, tables);
+      if (states_only) add_decay(p, segment_decay, tables);
 #pragma unroll kUnrolled
       for (int j = 0; j < kStepGroups; ++j) {
-        cuda::OperandA<Scalar> x, weighed;
+        cuda::OperandA<Scalar> x, scaled;
         load_inputs(x, x_tile, j, lane);
         if constexpr (kIsFp32<Scalar>) {
-          weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed, first);
+          scale_inputs<Scalar>(x, tables.gain_to_chunk_end, j, lane, scaled, first);
         } else {
-          weigh_inputs<Scalar>(x, tables.to_end, j, lane, weighed);
+          scale_inputs<Scalar>(x, tables.gain_to_chunk_end, j, lane, scaled);
         }
-        cuda::multiply<Scalar, true>(state.values, weighed, rows_of(B, j), true);
+        cuda::gemm<Scalar, true>(state.values, scaled, rows_of(B, j), true);
       }
     };
     // With many columns of a state in fp32 registers are few: y is written before the state takes more.
     constexpr bool kEndsOutFirst = kIsFp32<Scalar> && dstate > 64;
     static_assert(kEndsOutFirst == Shared::kIsInPlaceOfC, "both are of more columns than a state of 64 has");
-    const auto finish_out = [&] {
-      const Lane lane = lane_anew();
-      const auto M = describe(products);
-      const auto add_products = [&] {
+    const auto chunk_scan = [&] {
+      const FragmentLane lane = opaque_lane();
+      const auto M = describe(bmm);
+      const auto add_intra_chunk = [&] {
         constexpr int kUnrolledHere = kIsFp32<Scalar> ? 1 : kStepGroups;
 #pragma unroll kUnrolledHere
         for (int j = 0; j < kStepGroups; ++j) {
           cuda::OperandA<Scalar> x;
           load_inputs(x, x_tile, j, lane);
-          cuda::multiply<Scalar, true>(y, x, rows_of(M, j), true, /*first_block=*/2 * j);
+          cuda::gemm<Scalar, true>(y, x, rows_of(M, j), true, /*first_block=*/2 * j);
         }
       };
-      if constexpr (Shared::kSharesPairs) {
+      if constexpr (Shared::kSharesBmm) {
         __syncthreads();
       } else {
-        cuda::barrier_sync(1 + index, kUnitThreads);
+        cuda::barrier_sync(1 + index, kWarpgroupThreads);
       }
       if constexpr (kIsFp32<Scalar>) {
-        add_products();
-        if constexpr (kEndsOutFirst) cuda::barrier_sync(1 + index, kUnitThreads);
+        add_intra_chunk();
+        if constexpr (kEndsOutFirst) cuda::barrier_sync(1 + index, kWarpgroupThreads);
       } else {
         // Of 16 bits the rounded M^T and the rest one after the other in the same place: there may be no room for another tile.
 #pragma unroll 1
-        for (int part = 0; part < 2; ++part) {
-          if (part > 0) {
-            cuda::barrier_sync(1 + index, kUnitThreads);
+        for (int term = 0; term < 2; ++term) {
+          if (term > 0) {
+            cuda::barrier_sync(1 + index, kWarpgroupThreads);
 #pragma unroll
             for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
-              for (int half = 0; half < 2; ++half) pairs.at(products, n, half) = rest[n][half];
+              for (int half = 0; half < 2; ++half) pairs.at(bmm, n, half) = lo[n][half];
             }
-            cuda::barrier_sync(1 + index, kUnitThreads);
+            cuda::barrier_sync(1 + index, kWarpgroupThreads);
           }
-          add_products();
+          add_intra_chunk();
         }
       }
       // In place of x, of which a warp of a unit reads only the columns that it writes, or of M^T, if x is still to be read.
@@ -343,33 +346,33 @@ __device__ __forceinline__ float multiply_mma_piece(const SsdFwdParams& p, const
         cuda::OperandA<Scalar> x[kStepGroups];
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) load_inputs(x[j], x_tile, j, lane);
-        auto& target = *(kEndsOutFirst ? &products : &x_tile);
-        out.write(y, x, has_gate ? z_at(slot) : nullptr, target, lane, at.steps_of(chunk));
+        auto& target = *(kEndsOutFirst ? &bmm : &x_tile);
+        out.write(y, x, has_gate ? z_at(stage_index) : nullptr, target, lane, at.steps_of(chunk));
       };
-      if constexpr (!Units::kShareRows) {
+      if constexpr (!Layout::kShareRows) {
         write_out();
-      } else if (Units::writes_out(index)) {
-        shared.part_of_out.add_to(y);
+      } else if (Layout::writes_out(index)) {
+        shared.partial_out.add_to(y);
         write_out();
       } else {
-        shared.part_of_out.leave(y);
-        shared.part_of_out.wait_until_read();
+        shared.partial_out.put(y);
+        shared.partial_out.wait_until_read();
       }
     };
     if constexpr (states_only) {
-      update_state();
+      chunk_state();
     } else if constexpr (kEndsOutFirst) {
-      finish_out();
-      update_state();
+      chunk_scan();
+      chunk_state();
     } else {
-      update_state();
-      finish_out();
+      chunk_state();
+      chunk_scan();
     }
-    tabulate(chunk + 1);
+    chunk_cumsum(chunk + 1);
   }
   // What this piece had in shared memory the next one's copies write over.
   __syncthreads();
-  return decay_of_piece;
+  return segment_decay;
 }
 
 // Whether the type of a kernel's parameters says if sequences are packed: where ptxas 13.0, with a predicate of it alive
@@ -378,19 +381,19 @@ template <typename Scalar, int dstate, bool states_only>
 constexpr bool kKnowsWhetherPacked = kIsFp32<Scalar> && dstate <= 64 && !states_only;
 
 template <typename Scalar, int dstate, bool states_only, typename Params>
-__global__ void __launch_bounds__(kUnits* kUnitThreads, 1)
-    ssd_fwd_mma_kernel(const __grid_constant__ Params p, const __grid_constant__ Runs runs) {
+__global__ void __launch_bounds__(kWarpgroups* kWarpgroupThreads, 1)
+    ssd_fwd_sm80_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule schedule) {
   extern __shared__ __align__(128) unsigned char memory[];
   static_assert(kKnowsWhetherPacked<Scalar, dstate, states_only> != std::is_same_v<Params, SsdFwdParams>,
                 "PackedFwdParams or UnpackedFwdParams if and only if the kernel is compiled for one of them");
-  take_run<states_only>(runs);
+  take_ticket<states_only>(schedule);
   __syncthreads();
-  const int index = threadIdx.x / kUnitThreads;
-  const Lane lane;
-  using Units = UnitsOf<dstate>;
-  walk_pieces<states_only, Units::kColumns>(
-      p, runs, index, lane, [&](State<Units::kColumns>& state, const Place& at, const Unit& unit) {
-        return multiply_mma_piece<Scalar, dstate, states_only>(p, runs, memory, at, unit, index, lane, state);
+  const int index = threadIdx.x / kWarpgroupThreads;
+  const FragmentLane lane;
+  using Layout = WarpgroupLayout<dstate>;
+  scan_segments<states_only, Layout::kColumns>(
+      p, schedule, index, lane, [&](State<Layout::kColumns>& state, const WorkSpan& at, const StateTile& state_tile) {
+        return scan_segment_sm80<Scalar, dstate, states_only>(p, schedule, memory, at, state_tile, index, lane, state);
       });
 }
 

@@ -9,78 +9,82 @@
 namespace ssm_kernels::ssd {
 
 template <int dstate, typename Params>
-class Handover {
+class StateCarry {
  public:
   // For the unit of that index in its block.
-  __device__ __forceinline__ Handover(const Params& p, const Runs& runs, int index) : p_(p), runs_(runs), index_(index) {}
+  __device__ __forceinline__ StateCarry(const Params& p, const Schedule& schedule, int index)
+      : p_(p), schedule_(schedule), index_(index) {}
 
   // The state before the piece.
-  __device__ __forceinline__ void begin(State<dstate>& state, const Pieces<Params>& pieces, const Lane& lane) const {
-    const Walk walk = pieces.walk();
-    if (pieces.begins(walk) || pieces.is_long(walk)) {
-      const Place at(p_, runs_, walk.index);
-      state.load(p_, states_of(p_, p_.initial_states, at.entry), Unit(p_, runs_, at, index_), lane);
+  __device__ __forceinline__ void load_before(State<dstate>& state, const TileScheduler<Params>& scheduler,
+                                              const FragmentLane& lane) const {
+    const WorkTile work_tile = scheduler.work_tile();
+    if (scheduler.begins(work_tile) || scheduler.is_long(work_tile)) {
+      const WorkSpan at(p_, schedule_, work_tile.index);
+      state.load(p_, states_of(p_, p_.initial_states, at.entry), StateTile(p_, schedule_, at, index_), lane);
     }
-    if (pieces.begins(walk)) return;
-    if (!pieces.is_long(walk)) {
-      const int cut = cut_of(run_of_block() - 1);
+    if (scheduler.begins(work_tile)) return;
+    if (!scheduler.is_long(work_tile)) {
+      const int slot = summary_index(ticket_of_block() - 1);
       // One thread of each warp: with a barrier of the unit here, for one of all, the loop over chunks takes more registers.
-      if (threadIdx.x % kWarpSize == 0) cuda::wait_for_flag(runs_.ready + cut);
+      if (threadIdx.x % kWarpSize == 0) cuda::wait_for_flag(schedule_.ready + slot);
       __syncwarp();
-      state.read_registers(effects().registers_of(cut), [](float (&values)[4], const float (&stored)[4]) {
+      state.read_registers(summaries().registers_of(slot), [](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = stored[i];
       });
       return;
     }
-    effects().fold_into(state, cut_of(pieces.run_of(walk.first)), cut_of(run_of_block()), kUnits);
+    summaries().fold_into(state, summary_index(scheduler.block_of_chunk(work_tile.first)), summary_index(ticket_of_block()),
+                          kWarpgroups);
   }
 
   // Hands on the state after the piece.
-  __device__ __forceinline__ void end(const State<dstate>& state, const Pieces<Params>& pieces, const Lane& lane) const {
-    const Walk walk = pieces.walk();
-    if (pieces.ends(walk)) {
-      const Place at(p_, runs_, walk.index);
-      state.store(p_, states_of(p_, p_.final_states, at.entry), Unit(p_, runs_, at, index_), lane);
-    } else if (!pieces.is_long(walk)) {
-      const int cut = cut_of(run_of_block());
-      state.store_registers(effects().registers_of(cut));
-      cuda::barrier_sync(1 + index_, kUnitThreads);
-      if (threadIdx.x % kUnitThreads == 0) cuda::raise_flag(runs_.ready + cut);
+  __device__ __forceinline__ void store_after(const State<dstate>& state, const TileScheduler<Params>& scheduler,
+                                              const FragmentLane& lane) const {
+    const WorkTile work_tile = scheduler.work_tile();
+    if (scheduler.ends(work_tile)) {
+      const WorkSpan at(p_, schedule_, work_tile.index);
+      state.store(p_, states_of(p_, p_.final_states, at.entry), StateTile(p_, schedule_, at, index_), lane);
+    } else if (!scheduler.is_long(work_tile)) {
+      const int slot = summary_index(ticket_of_block());
+      state.store_registers(summaries().registers_of(slot));
+      cuda::barrier_sync(1 + index_, kWarpgroupThreads);
+      if (threadIdx.x % kWarpgroupThreads == 0) cuda::raise_flag(schedule_.ready + slot);
     }
   }
 
   // What the piece does to a state.
-  __device__ __forceinline__ void leave(const State<dstate>& after_zero, float decay) const {
-    effects().leave(after_zero, decay, cut_of(run_of_block()));
+  __device__ __forceinline__ void store_summary(const State<dstate>& after_zero, float decay) const {
+    summaries().store(after_zero, decay, summary_index(ticket_of_block()));
   }
 
  private:
-  __device__ __forceinline__ int cut_of(int run) const { return run * kUnits + index_; }
-  __device__ __forceinline__ PieceEffects<dstate> effects() const { return {runs_.states, runs_.decays}; }
+  __device__ __forceinline__ int summary_index(int block) const { return block * kWarpgroups + index_; }
+  __device__ __forceinline__ SegmentSummaries<dstate> summaries() const { return {schedule_.states, schedule_.decays}; }
 
   const Params& p_;
-  const Runs& runs_;
+  const Schedule& schedule_;
   int index_;
 };
 
 // By the threads of a unit, for each piece of the block's run, with the state before it: multiply(state, place, unit) takes
 // that through the piece and returns the piece's decay.
 template <bool states_only, int dstate, typename Params, typename Multiply>
-__device__ __forceinline__ void walk_pieces(const Params& p, const Runs& runs, int index, const Lane& lane,
-                                            const Multiply& multiply) {
-  const Handover<dstate, Params> handover(p, runs, index);
-  for_each_piece<states_only>(p, runs, [&](const auto& pieces, const Place& at) {
-    const Unit unit(p, runs, at, index);
+__device__ __forceinline__ void scan_segments(const Params& p, const Schedule& schedule, int index, const FragmentLane& lane,
+                                              const Multiply& multiply) {
+  const StateCarry<dstate, Params> carry(p, schedule, index);
+  for_each_segment<states_only>(p, schedule, [&](const auto& scheduler, const WorkSpan& at) {
+    const StateTile state_tile(p, schedule, at, index);
     State<dstate> state;
     if constexpr (states_only) {
       state.clear();
-      const float decay = multiply(state, at, unit);
-      handover.leave(state, decay);
+      const float decay = multiply(state, at, state_tile);
+      carry.store_summary(state, decay);
     } else {
-      handover.begin(state, pieces, lane);
-      multiply(state, at, unit);
-      handover.end(state, pieces, lane);
+      carry.load_before(state, scheduler, lane);
+      multiply(state, at, state_tile);
+      carry.store_after(state, scheduler, lane);
     }
   });
 }

@@ -102,11 +102,11 @@ void KernelInputs::fill(SsdParams& params) const {
   if (initial_states_.defined()) params.initial_states = initial_states_.const_data_ptr<float>();
 }
 
-Partition KernelInputs::partition() const {
+WorkPartition KernelInputs::partition() const {
   const CallSizes sizes{sequences_, x.size(1), x.size(2), B.size(2), x.size(3), B.size(3)};
-  check_count(units_per_entry(sizes), "warpgroups' tiles");
-  const Partition result = partition_walks(sizes);
-  check_count(result.walks, "blocks");
+  check_count(tiles_per_entry(sizes), "warpgroups' tiles");
+  const WorkPartition result = partition_work(sizes);
+  check_count(result.work_tiles, "blocks");
   return result;
 }
 

@@ -46,7 +46,7 @@ class KernelInputs {
   KernelInputs(const Inputs& in, Discretization method);
 
   void fill(SsdParams& params) const;
-  Partition partition() const;
+  WorkPartition partition() const;
 
   // Uninitialized, with the kernels' headdim and dstate.
   at::Tensor empty_states() const;

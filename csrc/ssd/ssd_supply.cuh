@@ -13,7 +13,7 @@
 namespace ssm_kernels::ssd {
 
 // A stage, and how often the ring came round to it before.
-struct RingPosition {
+struct PipelineState {
   int stage = 0, phase = 0;
 
   __device__ __forceinline__ void advance(int stages) {
@@ -39,43 +39,43 @@ struct Share {
 // By the warps that copy: copy(position, stage) starts what one position takes. A stage is handed over while the copies of up
 // to `pending` later ones run, if there are stages for them beside that being read; the first at once.
 template <int pending, typename Copy>
-__device__ __forceinline__ void supply_copies(int positions, int stages, RingPosition& at, cuda::SharedBarrier* full,
-                                              cuda::SharedBarrier* empty, const Copy& copy) {
+__device__ __forceinline__ void produce_copies(int positions, int stages, PipelineState& at, cuda::Mbarrier* full,
+                                               cuda::Mbarrier* empty, const Copy& copy) {
   const bool runs_ahead = stages >= pending + 2;
-  const auto hand_over = [&](int positions_ago) {
+  const auto commit_stage = [&](int positions_ago) {
     const int stage = at.stage - positions_ago;
-    cuda::publish_to_products();
+    cuda::fence_proxy_async();
     full[stage < 0 ? stage + stages : stage].arrive();
   };
 #pragma unroll 1
   for (int position = 0; position < positions; ++position) {
     if (at.phase > 0) empty[at.stage].wait(at.phase - 1);
     copy(position, at.stage);
-    cuda::commit_async_copies();
+    cuda::cp_async_commit();
     at.advance(stages);
     if (!runs_ahead || position == 0) {
-      cuda::wait_for_async_copies<0>();
-      hand_over(1);
+      cuda::cp_async_wait<0>();
+      commit_stage(1);
     } else if (position > pending) {
-      cuda::wait_for_async_copies<pending>();
-      hand_over(1 + pending);
+      cuda::cp_async_wait<pending>();
+      commit_stage(1 + pending);
     }
   }
   if (!runs_ahead) return;
-  cuda::wait_for_async_copies<0>();
-  for (int ago = min(pending, positions - 1); ago > 0; --ago) hand_over(ago);
+  cuda::cp_async_wait<0>();
+  for (int ago = min(pending, positions - 1); ago > 0; --ago) commit_stage(ago);
 }
 
 // By a warp that makes tables. fetch(position, fetched) begins to load what a position's are made of, kFetchedAhead of its
 // positions ahead; make(fetched) makes those of `at_once`, and store(stage, fetched, made, k) writes the k-th of them where
 // nobody reads any more. `empty`: of the tables.
 template <int at_once, typename Fetched, int warps, typename Fetch, typename Make, typename Store>
-__device__ __forceinline__ void supply_tables(int positions, Share<warps> share, int stages, RingPosition& at,
-                                              cuda::SharedBarrier* full, cuda::SharedBarrier* empty, const Fetch& fetch,
-                                              const Make& make, const Store& store) {
+__device__ __forceinline__ void produce_tables(int positions, Share<warps> share, int stages, PipelineState& at,
+                                               cuda::Mbarrier* full, cuda::Mbarrier* empty, const Fetch& fetch,
+                                               const Make& make, const Store& store) {
   constexpr int kFetchedAhead = 4;
   static_assert(kFetchedAhead % at_once == 0, "what was fetched is used up in turns");
-  std::conditional_t<warps == 1, RingPosition&, RingPosition> own = at;
+  std::conditional_t<warps == 1, PipelineState&, PipelineState> own = at;
   if constexpr (warps > 1) {
     own.advance(stages, share.first());
     at.advance(stages, positions);
@@ -112,25 +112,25 @@ __device__ __forceinline__ void supply_tables(int positions, Share<warps> share,
 
 // The same of chunks of a head, chunk_at(position); tables_at(stage) are the unit's.
 template <typename Scalar, int at_once, bool states_only, int warps, typename ChunkAt, typename TablesAt>
-__device__ __forceinline__ void supply_chunk_tables(const SsdParams& p, const Span& span, int64_t head, Share<warps> share,
-                                                    int stages, RingPosition& at, cuda::SharedBarrier* full,
-                                                    cuda::SharedBarrier* empty, const ChunkAt& chunk_at,
-                                                    const TablesAt& tables_at) {
+__device__ __forceinline__ void produce_chunk_cumsum(const SsdParams& p, const ChunkSpan& span, int64_t head,
+                                                     Share<warps> share, int stages, PipelineState& at, cuda::Mbarrier* full,
+                                                     cuda::Mbarrier* empty, const ChunkAt& chunk_at,
+                                                     const TablesAt& tables_at) {
   const HeadSteps steps_of_head(p, head);
   const Scalar* const dt = span.template rows<const Scalar>(p.dt, head, 0);
   using Fetched = FetchedSteps<Scalar>;
-  supply_tables<at_once, Fetched>(
+  produce_tables<at_once, Fetched>(
       span.chunks, share, stages, at, full, empty,
       [&](int position, Fetched& fetched) {
         const int chunk = chunk_at(position);
         fetched.fetch(p, dt + first_step(chunk) * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
       },
       [&](const Fetched* fetched) {
-        TableSteps<at_once, Scalar> made;
+        ChunkCumsum<at_once, Scalar> made;
         made.make(p, steps_of_head, fetched);
         return made;
       },
-      [&](int stage, const Fetched&, const TableSteps<at_once, Scalar>& made, int k) {
+      [&](int stage, const Fetched&, const ChunkCumsum<at_once, Scalar>& made, int k) {
         made.template store<states_only>(k, tables_at(stage));
       });
 }

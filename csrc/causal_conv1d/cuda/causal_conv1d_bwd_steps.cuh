@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
   constexpr int kVector = kStepVector, kAhead = has_second && sizeof(Scalar) > 2 ? 2 : 4, kLags = kMaxVectorWidth;
   constexpr int kSums = kLags + 1;  // of each channel, by lag and last of bias
   using Inputs = cuda::Vector<Scalar, kVector>;
-  const StepPiece piece(p, tiling, kVector);
+  const StepSegment segment(p, tiling, kVector);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
   // Inputs and gradients of two groups of steps, each lane's by itself.
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
     for (int i = 0; i < kVector; ++i) grad_weight[row][i] = 0;
   }
 
-  if (piece.has_channels && piece.t < piece.end) {
-    const StepRows<const Scalar> x(p.x, piece.b, piece.c), grad_out(p.grad_out, piece.b, piece.c);
-    const StepRows<const Scalar> grad_out_2(p.grad_out_2, piece.b, piece.c);
-    const StepRows<Scalar> grad_x(p.grad_x, piece.b, piece.c);
-    const StepWeights<Scalar, kVector> weights(p, width, piece.c);
+  if (segment.has_channels && segment.t < segment.end) {
+    const StepRows<const Scalar> x(p.x, segment.b, segment.c), grad_out(p.grad_out, segment.b, segment.c);
+    const StepRows<const Scalar> grad_out_2(p.grad_out_2, segment.b, segment.c);
+    const StepRows<Scalar> grad_x(p.grad_x, segment.b, segment.c);
+    const StepWeights<Scalar, kVector> weights(p, width, segment.c);
     const int seqlen = static_cast<int>(p.seqlen);
 
     Acc inputs[kVector], before[kBefore][kVector], grad_after[kBefore][kVector];
@@ -86,7 +86,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
         if (kKind == StepKind::kEdge && to_last < width - 1) {
 #pragma unroll
           for (int i = 0; i < kVector; ++i) {
-            grad_inputs[i] += load_grad_final<Scalar>(p, piece.b, t + to_last, piece.c + i, to_last);
+            grad_inputs[i] += load_grad_final<Scalar>(p, segment.b, t + to_last, segment.c + i, to_last);
           }
         }
         if (is_plain || p.grad_x.data != nullptr) grad_x.store(t, Inputs::round(grad_inputs));
@@ -110,7 +110,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
     };
     // A step of any kind, with its own check of what ends at it.
     const auto step_alone = [&](int t, auto kind) {
-      if (t == seqlen - 1 || (!is_plain && p.is_last_step(piece.b, t))) {
+      if (t == seqlen - 1 || (!is_plain && p.is_last_step(segment.b, t))) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
 #pragma unroll
@@ -119,7 +119,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
         to_last = has_grad_final && (t == seqlen - 1 || p.has_state_of_each_sequence) ? 0 : kFar;
       }
       to_channels(x.load(t), inputs);
-      load_before<Scalar, kVector, is_plain>(p, piece.b, t, piece.c, before);
+      load_before<Scalar, kVector, is_plain>(p, segment.b, t, segment.c, before);
       Acc grad_pre[kVector];
       to_channels(grad_out.load_once(t), grad_pre);
       if constexpr (has_second) add_channels(grad_out_2.load_once(t), grad_pre);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
       if constexpr (!is_plain) {
 #pragma unroll
         for (int t = from; t <= to; ++t) {
-          if (t < seqlen && p.is_first_step(piece.b, t)) return false;
+          if (t < seqlen && p.is_first_step(segment.b, t)) return false;
         }
       }
       return true;
@@ -139,16 +139,16 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
     // Whether steps t - kAhead + 1 to t are inner ones whose inputs, and the step's before them, are consecutive in memory.
     const auto are_inner = [&](int t) {
       const int least = t - kAhead + 1;
-      return least >= piece.t && least >= kBefore && to_last >= width - 1 && (t + 1 < seqlen || !has_grad_final) &&
+      return least >= segment.t && least >= kBefore && to_last >= width - 1 && (t + 1 < seqlen || !has_grad_final) &&
              is_unbroken(least - kBefore + 1, t + 1);
     };
 
-    if (piece.end + kBefore <= seqlen && is_unbroken(piece.end - kBefore + 1, piece.end + kBefore - 1)) {
+    if (segment.end + kBefore <= seqlen && is_unbroken(segment.end - kBefore + 1, segment.end + kBefore - 1)) {
       Inputs rows[2 * kBefore], grads[kBefore];
 #pragma unroll
-      for (int j = 0; j < 2 * kBefore; ++j) rows[j] = x.load(piece.end + kBefore - 1 - j);
+      for (int j = 0; j < 2 * kBefore; ++j) rows[j] = x.load(segment.end + kBefore - 1 - j);
 #pragma unroll
-      for (int j = 0; j < kBefore; ++j) grads[j] = grad_out.load_once(piece.end + kBefore - 1 - j);
+      for (int j = 0; j < kBefore; ++j) grads[j] = grad_out.load_once(segment.end + kBefore - 1 - j);
       to_channels(rows[0], inputs);
 #pragma unroll
       for (int lag = 0; lag < kBefore; ++lag) to_channels(rows[1 + lag], before[lag]);
@@ -156,20 +156,20 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
       for (int j = 0; j < kBefore; ++j) {
         Acc grad_pre[kVector];
         to_channels(grads[j], grad_pre);
-        if constexpr (has_second) add_channels(grad_out_2.load_once(piece.end + kBefore - 1 - j), grad_pre);
-        step(piece.end + kBefore - 1 - j, grad_pre, std::integral_constant<StepKind, StepKind::kHalo>(), p.has_silu);
+        if constexpr (has_second) add_channels(grad_out_2.load_once(segment.end + kBefore - 1 - j), grad_pre);
+        step(segment.end + kBefore - 1 - j, grad_pre, std::integral_constant<StepKind, StepKind::kHalo>(), p.has_silu);
         if (j + 1 < kBefore) shift_inputs(rows[1 + kBefore + j]);
       }
     } else {
-      const int last = piece.end + kBefore - 1 < seqlen - 1 ? piece.end + kBefore - 1 : seqlen - 1;
+      const int last = segment.end + kBefore - 1 < seqlen - 1 ? segment.end + kBefore - 1 : seqlen - 1;
 #pragma unroll 1
-      for (int t = last; t >= piece.end; --t) step_alone(t, std::integral_constant<StepKind, StepKind::kHalo>());
+      for (int t = last; t >= segment.end; --t) step_alone(t, std::integral_constant<StepKind, StepKind::kHalo>());
     }
 
-    int t = piece.end - 1;
+    int t = segment.end - 1;
     bool is_inner = are_inner(t);
 #pragma unroll 1
-    while (t >= piece.t) {
+    while (t >= segment.t) {
       if (is_inner) {
         to_channels(x.load_once(t), inputs);
 #pragma unroll
@@ -184,15 +184,15 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
           }
         };
         start_copies(t);
-        cuda::commit_async_copies();
+        cuda::cp_async_commit();
         const auto run = [&](auto has_silu) {
 #pragma unroll 1
           do {
             is_inner = are_inner(t - kAhead);
             half ^= 1;
             if (is_inner) start_copies(t - kAhead);
-            cuda::commit_async_copies();
-            cuda::wait_for_async_copies<1>();
+            cuda::cp_async_commit();
+            cuda::cp_async_wait<1>();
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
               Acc grad_pre[kVector];
@@ -229,7 +229,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
   }
   __syncthreads();
   constexpr int kChannels = kWarpSize * kVector;
-  const int64_t block_channel = piece.c - lane * kVector;
+  const int64_t block_channel = segment.c - lane * kVector;
   Acc* const target = sums + blockIdx.x / static_cast<unsigned>(tiling.channel_blocks) * (p.width + 1) * p.channels;
   for (int index = threadIdx.x; index < kSums * kChannels; index += kWarpSize * kWarps) {
     const int row = index / kChannels, channel = index % kChannels;

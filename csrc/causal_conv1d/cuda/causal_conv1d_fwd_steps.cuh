@@ -19,12 +19,12 @@
 namespace ssm_kernels::causal_conv1d {
 
 // A lane's channels and a warp's steps, [t, end), of a block of the kernels of steps.
-struct StepPiece {
+struct StepSegment {
   int64_t b, c;
   int t, end;
   bool has_channels;
 
-  __device__ __forceinline__ StepPiece(const ConvParams& p, const Tiling& tiling, int vector) {
+  __device__ __forceinline__ StepSegment(const ConvParams& p, const Tiling& tiling, int vector) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const unsigned channel_blocks = static_cast<unsigned>(tiling.channel_blocks);
     const unsigned tiles = static_cast<unsigned>(tiling.tiles), tile = blockIdx.x / channel_blocks;
@@ -53,7 +53,7 @@ class StepRows {
   // Past the first-level cache: for what one warp reads.
   __device__ __forceinline__ Row load_once(int t) const { return Row::load_once(at(t)); }
   // Into shared memory.
-  __device__ __forceinline__ void start_copy(int t, Row& target) const { cuda::async_copy<Row::kBytes>(&target, at(t)); }
+  __device__ __forceinline__ void start_copy(int t, Row& target) const { cuda::cp_async<Row::kBytes>(&target, at(t)); }
   __device__ __forceinline__ Row load(int t) const { return Row::load(at(t)); }
   __device__ __forceinline__ void store(int t, const Row& row) const { row.store_once(at(t)); }
 
@@ -144,14 +144,14 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
   constexpr int kGroups = 3;
   __shared__ Inputs ring[kGroups][kAhead][kWarpSize * kWarps];
   static_assert(sizeof(ring) <= 48 * 1024, "a block has no more static shared memory");
-  const StepPiece piece(p, tiling, kVector);
-  if (!piece.has_channels || piece.t >= piece.end) return;
-  const StepRows<const Scalar> x(p.x, piece.b, piece.c);
-  const StepRows<Scalar> out(p.out, piece.b, piece.c);
+  const StepSegment segment(p, tiling, kVector);
+  if (!segment.has_channels || segment.t >= segment.end) return;
+  const StepRows<const Scalar> x(p.x, segment.b, segment.c);
+  const StepRows<Scalar> out(p.out, segment.b, segment.c);
   const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
-  const StepWeights<Scalar, kVector> weights(p, width, piece.c);
+  const StepWeights<Scalar, kVector> weights(p, width, segment.c);
   Acc before[kBefore][kVector];
-  load_before<Scalar, kVector, is_plain>(p, piece.b, piece.t, piece.c, before);
+  load_before<Scalar, kVector, is_plain>(p, segment.b, segment.t, segment.c, before);
 
   const auto step = [&](int t, const Acc(&inputs)[kVector], auto has_silu) {
     Acc outputs[kVector];
@@ -170,19 +170,19 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
   };
   // Whether steps t to t + kAhead - 1 are of one sequence, which goes on after them.
   const auto are_inner = [&](int t) {
-    if (t + kAhead > piece.end) return false;
+    if (t + kAhead > segment.end) return false;
     if constexpr (!is_plain) {
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) {
-        if (t + i == p.seqlen || (t + i > piece.t && p.is_first_step(piece.b, t + i))) return false;
+        if (t + i == p.seqlen || (t + i > segment.t && p.is_first_step(segment.b, t + i))) return false;
       }
     }
     return true;
   };
-  int t = piece.t;
+  int t = segment.t;
   bool is_inner = are_inner(t);
 #pragma unroll 1
-  while (t < piece.end) {
+  while (t < segment.end) {
     if (is_inner) {
       int group = 0;
       const auto start_copies = [&](int t, int group) {
@@ -190,18 +190,18 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
         for (int j = 0; j < kAhead; ++j) x.start_copy(t + j, ring[group][j][threadIdx.x]);
       };
       start_copies(t, 0);
-      cuda::commit_async_copies();
+      cuda::cp_async_commit();
       bool is_next_inner = are_inner(t + kAhead);
       if (is_next_inner) start_copies(t + kAhead, 1);
-      cuda::commit_async_copies();
+      cuda::cp_async_commit();
       const auto run = [&](auto has_silu) {
 #pragma unroll 1
         do {
           is_inner = is_next_inner;
           is_next_inner = is_inner && are_inner(t + 2 * kAhead);
           if (is_next_inner) start_copies(t + 2 * kAhead, group == 0 ? kGroups - 1 : group - 1);
-          cuda::commit_async_copies();
-          cuda::wait_for_async_copies<kGroups - 1>();
+          cuda::cp_async_commit();
+          cuda::cp_async_wait<kGroups - 1>();
 #pragma unroll
           for (int j = 0; j < kAhead; ++j) {
             Acc inputs[kVector];
@@ -214,24 +214,24 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
       };
       p.has_silu ? run(std::true_type()) : run(std::false_type());
     } else {
-      if (!is_plain && t > piece.t && p.is_first_step(piece.b, t)) {
-        load_before<Scalar, kVector, is_plain>(p, piece.b, t, piece.c, before);
+      if (!is_plain && t > segment.t && p.is_first_step(segment.b, t)) {
+        load_before<Scalar, kVector, is_plain>(p, segment.b, t, segment.c, before);
       }
       Acc inputs[kVector];
       to_channels(x.load_once(t), inputs);
       step(t, inputs, p.has_silu);
-      if (!is_plain && p.final_state.data != nullptr && p.is_last_step(piece.b, t)) {
+      if (!is_plain && p.final_state.data != nullptr && p.is_last_step(segment.b, t)) {
 #pragma unroll 1
-        for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, p.final_state, piece.b, t, piece.c + i);
+        for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, p.final_state, segment.b, t, segment.c + i);
       }
       ++t;
       is_inner = are_inner(t);
     }
   }
   if constexpr (is_plain) {
-    if (p.final_state.data != nullptr && piece.end == p.seqlen) {
+    if (p.final_state.data != nullptr && segment.end == p.seqlen) {
 #pragma unroll 1
-      for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, p.final_state, piece.b, p.seqlen - 1, piece.c + i);
+      for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, p.final_state, segment.b, p.seqlen - 1, segment.c + i);
     }
   }
 }

@@ -14,7 +14,7 @@
 namespace ssm_kernels::causal_conv1d {
 
 // A warp's tile, [begin, end) of channel c.
-struct RowPiece {
+struct RowSegment {
   int64_t b, c, tile, begin, end;
 
   // False if there is none. choose_kernels makes sure that the warps are counted in 32 bits.
@@ -74,17 +74,19 @@ struct VectorTail {
   template <int size>
   __device__ __forceinline__ static VectorTail of(const cuda::Vector<Scalar, size>& vector) {
     VectorTail tail;
-    memcpy(tail.words, reinterpret_cast<const char*>(vector.pieces) + (size - kElements) * sizeof(Scalar), sizeof(tail.words));
+    memcpy(tail.words, reinterpret_cast<const char*>(vector.accesses) + (size - kElements) * sizeof(Scalar),
+           sizeof(tail.words));
     return tail;
   }
   // Loads the kBefore steps before a tile's first: from the tile before, or from the initial state.
-  __device__ __forceinline__ static VectorTail load(const ConvParams& p, const RowPiece& piece, const Scalar* x) {
+  __device__ __forceinline__ static VectorTail load(const ConvParams& p, const RowSegment& segment, const Scalar* x) {
     Scalar elements[kElements];
 #pragma unroll
     for (int lag = 1; lag <= kElements; ++lag) {
       elements[kElements - lag] = from_accumulate<Scalar>(AccumulateType<Scalar>(0));
       if (lag < p.width) {
-        elements[kElements - lag] = piece.begin > 0 ? x[piece.begin - lag] : load_initial<Scalar>(p, piece.b, 0, piece.c, lag);
+        elements[kElements - lag] =
+            segment.begin > 0 ? x[segment.begin - lag] : load_initial<Scalar>(p, segment.b, 0, segment.c, lag);
       }
     }
     VectorTail tail;
@@ -115,19 +117,19 @@ __global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_rows_kernel(const 
   static_assert(kVector >= Tail::kElements, "the steps before a lane's first are one lane's");
   using Inputs = cuda::Vector<Scalar, kVector>;
   const int lane = threadIdx.x % kWarpSize;
-  RowPiece piece;
-  if (!piece.find(p, tiling)) return;
-  const RowWeights<Scalar> weights(p, piece.c);
-  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(piece.b, 0, piece.c);
-  Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(piece.b, 0, piece.c);
-  Tail earlier = Tail::load(p, piece, x);
+  RowSegment segment;
+  if (!segment.find(p, tiling)) return;
+  const RowWeights<Scalar> weights(p, segment.c);
+  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
+  Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
+  Tail earlier = Tail::load(p, segment, x);
 
-  for (int64_t begin = piece.begin; begin < piece.end; begin += kAhead * kWarpSteps) {
+  for (int64_t begin = segment.begin; begin < segment.end; begin += kAhead * kWarpSteps) {
     Inputs loaded[kAhead];
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const int64_t t = begin + j * kWarpSteps + lane * kVector;
-      loaded[j] = t < piece.end ? Inputs::load_once(x + t) : Inputs::zero();
+      loaded[j] = t < segment.end ? Inputs::load_once(x + t) : Inputs::zero();
     }
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
@@ -138,7 +140,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_rows_kernel(const 
       const Tail tail = Tail::of(loaded[j]);
       tail.to_lane_above(earlier, inputs);
       earlier = tail;
-      if (t >= piece.end) continue;
+      if (t >= segment.end) continue;
       Acc outputs[kVector];
 #pragma unroll
       for (int i = 0; i < kVector; ++i) outputs[i] = weights.sum(inputs, i);
@@ -149,8 +151,8 @@ __global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_rows_kernel(const 
       Inputs::round(outputs).store_once(out + t);
     }
   }
-  if (p.final_state.data != nullptr && piece.end == p.seqlen && lane == 0) {
-    store_final_state<Scalar>(p, p.final_state, piece.b, p.seqlen - 1, piece.c);
+  if (p.final_state.data != nullptr && segment.end == p.seqlen && lane == 0) {
+    store_final_state<Scalar>(p, p.final_state, segment.b, p.seqlen - 1, segment.c);
   }
 }
 
@@ -165,23 +167,23 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   constexpr int kStages = 4;
   __shared__ Inputs stages[kStages][2][kWarpSize * kWarps];
   const int lane = threadIdx.x % kWarpSize;
-  RowPiece piece;
-  if (!piece.find(p, tiling)) return;
-  const RowWeights<Scalar> weights(p, piece.c);
-  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(piece.b, 0, piece.c);
-  const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(piece.b, 0, piece.c);
-  Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(piece.b, 0, piece.c);
+  RowSegment segment;
+  if (!segment.find(p, tiling)) return;
+  const RowWeights<Scalar> weights(p, segment.c);
+  const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
+  const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(segment.b, 0, segment.c);
+  Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(segment.b, 0, segment.c);
 
   // The gradient of the row's final state, which is its last width - 1 steps.
   const Scalar* const grad_final = p.grad_final_state.data == nullptr ? nullptr
                                                                       : static_cast<const Scalar*>(p.grad_final_state.data) +
-                                                                            p.grad_final_state.offset(piece.b, piece.c, 0);
+                                                                            p.grad_final_state.offset(segment.b, segment.c, 0);
 
   // g at the kBefore steps after the present vectors, zero after the sequence. Lane 0 has them.
   Acc later[kBefore];
 #pragma unroll
   for (int i = 0; i < kBefore; ++i) {
-    const int64_t t = piece.end + i;
+    const int64_t t = segment.end + i;
     later[i] = 0;
     if (t >= p.seqlen) continue;
     later[i] = to_accumulate(grad_out[t]);
@@ -193,24 +195,24 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   }
 
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
-  const int64_t begin = piece.begin + lane * kVector;
-  int64_t t = begin + (piece.end - piece.begin - 1) / kWarpSteps * kWarpSteps;
+  const int64_t begin = segment.begin + lane * kVector;
+  int64_t t = begin + (segment.end - segment.begin - 1) / kWarpSteps * kWarpSteps;
   const auto start_copies = [&](int64_t t, int stage) {
-    if (begin <= t && t < piece.end) {
-      cuda::async_copy<kVectorBytes>(&stages[stage][0][threadIdx.x], x + t);
-      cuda::async_copy<kVectorBytes>(&stages[stage][1][threadIdx.x], grad_out + t);
+    if (begin <= t && t < segment.end) {
+      cuda::cp_async<kVectorBytes>(&stages[stage][0][threadIdx.x], x + t);
+      cuda::cp_async<kVectorBytes>(&stages[stage][1][threadIdx.x], grad_out + t);
     }
-    cuda::commit_async_copies();
+    cuda::cp_async_commit();
   };
 #pragma unroll
   for (int i = 0; i + 1 < kStages; ++i) start_copies(t - i * kWarpSteps, i);
-  const Tail first = Tail::load(p, piece, x);
+  const Tail first = Tail::load(p, segment, x);
 #pragma unroll 1
   for (int stage = 0; t >= begin; t -= kWarpSteps, stage = (stage + 1) % kStages) {
     start_copies(t - (kStages - 1) * kWarpSteps, (stage + kStages - 1) % kStages);
     // This iteration's, and the next's, of which lane 31 has the inputs before lane 0's.
-    cuda::wait_for_async_copies<kStages - 2>();
-    const bool has_steps = t < piece.end;
+    cuda::cp_async_wait<kStages - 2>();
+    const bool has_steps = t < segment.end;
     const Inputs loaded = has_steps ? stages[stage][0][threadIdx.x] : Inputs::zero();
     const Inputs grads = has_steps ? stages[stage][1][threadIdx.x] : Inputs::zero();
     Acc inputs[kBefore + kVector], grad_pre[kVector + kBefore];
@@ -261,7 +263,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   }
 
   if (sums == nullptr) return;
-  Acc* const target = sums + (piece.b * tiling.tiles + piece.tile) * (p.width + 1) * p.channels + piece.c;
+  Acc* const target = sums + (segment.b * tiling.tiles + segment.tile) * (p.width + 1) * p.channels + segment.c;
   const auto sum_of_lanes = [](Acc value) {
 #pragma unroll
     for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);

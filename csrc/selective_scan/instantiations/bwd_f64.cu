@@ -3,12 +3,12 @@
 
 namespace ssm_kernels::selective_scan {
 
-template size_t time_lanes::bwd_shared_bytes<double>(const SelectiveScanBwdParams&, const time_lanes::ScanPlan&);
+template size_t warp_scan::bwd_shared_bytes<double>(const SelectiveScanBwdParams&, const warp_scan::ScanPlan&);
 template cudaError_t launch_bwd_finish<double>(const SelectiveScanBwdParams&, const PartialSums&, cudaStream_t);
 
-#define SSM_ROW(enumerator, name, Method)                                                                                 \
-  template cudaError_t time_lanes::launch_bwd<double, Method>(const SelectiveScanBwdParams&, const time_lanes::ScanPlan&, \
-                                                              const PartialSums&, cudaStream_t);
+#define SSM_ROW(enumerator, name, Method)                                                                               \
+  template cudaError_t warp_scan::launch_bwd<double, Method>(const SelectiveScanBwdParams&, const warp_scan::ScanPlan&, \
+                                                             const PartialSums&, cudaStream_t);
 SSM_DISCRETIZATIONS(SSM_ROW)
 #undef SSM_ROW
 

@@ -2,11 +2,11 @@
 
 namespace ssm_kernels::selective_scan {
 
-template size_t time_lanes::fwd_shared_bytes<double>(const SelectiveScanFwdParams&, const time_lanes::ScanPlan&);
+template size_t warp_scan::fwd_shared_bytes<double>(const SelectiveScanFwdParams&, const warp_scan::ScanPlan&);
 
-#define SSM_ROW(enumerator, name, Method)                                                                                 \
-  template cudaError_t time_lanes::launch_fwd<double, Method>(const SelectiveScanFwdParams&, const time_lanes::ScanPlan&, \
-                                                              cudaStream_t);
+#define SSM_ROW(enumerator, name, Method)                                                                               \
+  template cudaError_t warp_scan::launch_fwd<double, Method>(const SelectiveScanFwdParams&, const warp_scan::ScanPlan&, \
+                                                             cudaStream_t);
 SSM_DISCRETIZATIONS(SSM_ROW)
 #undef SSM_ROW
 
