@@ -27,7 +27,7 @@ from build_linking import check_library, link_arguments
 ROOT = Path(__file__).parent.resolve()
 OPS = "ssm_kernels._ops"
 
-# The hot CPU loops, *_cpu_kernel.cpp, are compiled once per capability and chosen among when running, as PyTorch's own are.
+# The hot CPU loops, cpu/*kernel.cpp, are compiled once per capability and chosen among when running, as PyTorch's own are.
 CPU_CAPABILITIES = {"DEFAULT": []}
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -111,7 +111,7 @@ def find_sources(pattern: str) -> list[str]:
     return sorted(str(path.relative_to(ROOT)) for path in ROOT.glob(pattern))
 
 
-CPU_KERNELS = find_sources("csrc/**/*_cpu_kernel.cpp")
+CPU_KERNELS = find_sources("csrc/**/cpu/*kernel.cpp")
 
 
 def join_host_files(sources: list[str]) -> list[str]:

@@ -4,7 +4,7 @@
 #include <cstdio>
 
 #include "cuda/launch.cuh"
-#include "cuda/tensor_map.h"
+#include "cuda/tma_descriptor.h"
 
 namespace {
 

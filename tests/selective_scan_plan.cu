@@ -5,11 +5,11 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "selective_scan/selective_scan_plan.cpp"
-#include "selective_scan/time_lanes_bwd.cuh"
-#include "selective_scan/time_lanes_fwd.cuh"
-#include "selective_scan/walking_bwd.cuh"
-#include "selective_scan/walking_fwd.cuh"
+#include "selective_scan/cuda/plan.cpp"
+#include "selective_scan/cuda/warp_scan_bwd.cuh"
+#include "selective_scan/cuda/warp_scan_fwd.cuh"
+#include "selective_scan/cuda/sequential_bwd.cuh"
+#include "selective_scan/cuda/sequential_fwd.cuh"
 
 using namespace ssm_kernels::selective_scan;
 

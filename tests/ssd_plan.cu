@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstdlib>
 
-#include "ssd/ssd_cuda.h"
+#include "ssd/cuda/launch.h"
 
 using namespace ssm_kernels::ssd;
 

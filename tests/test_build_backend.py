@@ -282,7 +282,7 @@ def test_setup_stops_with_one_message(variable, value, match):
 def test_every_host_file_is_in_the_unit_of_its_operator():
     files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")]
     units = build_backend.host_units(files)
-    operators = {path.parent.name for path in (ROOT / "csrc").glob("*/instantiations")}
+    operators = {path.parent.parent.name for path in (ROOT / "csrc").glob("*/cuda/instantiations")}
     assert operators < set(units) and set(units).isdisjoint(build_backend.SHARED_FOLDERS[:-1])
     included = [f"csrc/{name}" for text in units.values() for name in re.findall(r'^#include "(.+)"$', text, re.MULTILINE)]
     assert sorted(included) == sorted(files)

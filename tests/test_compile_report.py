@@ -62,7 +62,7 @@ def test_report_of_seconds(tmp_path):
     cuda = tmp_path / "csrc" / "ssd" / "instantiations" / "ssd_fwd_f32.o"
     host = tmp_path / "build" / "units" / "ssd.o"
     shared = tmp_path / "build" / "units" / "torch.o"
-    cpu = tmp_path / "cpu_avx2" / "csrc" / "linear_scan" / "linear_scan_cpu_kernel.o"
+    cpu = tmp_path / "cpu_avx2" / "csrc" / "linear_scan" / "cpu" / "kernel.o"
     # An object that was built twice: the last time counts.
     log = header + line.format(0, 9000, cuda) + line.format(100, 2100, cuda) + line.format(0, 1500, host)
     (tmp_path / ".ninja_log").write_text(log + line.format(1500, 4500, shared))

@@ -1,4 +1,4 @@
-"""float32 as two TF32 numbers (csrc/cuda/mma_tf32.cuh), by the host's compiler."""
+"""float32 as two TF32 numbers (csrc/cuda/mma_tf32x3.cuh), by the host's compiler."""
 
 from __future__ import annotations
 

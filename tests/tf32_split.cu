@@ -4,7 +4,7 @@
 #include <cstdio>
 #include <cstring>
 
-#include "cuda/mma_tf32.cuh"
+#include "cuda/mma_tf32x3.cuh"
 
 namespace {
 

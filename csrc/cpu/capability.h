@@ -1,4 +1,4 @@
-// The hot CPU loops, *_cpu_kernel.cpp, are compiled once per instruction set, each into the namespace of its name (at::vec's
+// The hot CPU loops, cpu/*kernel.cpp, are compiled once per instruction set, each into the namespace of its name (at::vec's
 // CPU_CAPABILITY). Here is which sets are built, and which of them this processor runs.
 #pragma once
 

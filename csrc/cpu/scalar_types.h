@@ -1,4 +1,4 @@
-// From a ScalarKind to the type behind it. Included only by *_cpu_kernel.cpp files.
+// From a ScalarKind to the type behind it. Included only by cpu/*kernel.cpp files.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>

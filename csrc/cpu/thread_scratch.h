@@ -1,4 +1,4 @@
-// Scratch memory for each thread of a parallel loop. Never included by *_cpu_kernel.cpp files, which know no tensors.
+// Scratch memory for each thread of a parallel loop. Never included by cpu/*kernel.cpp files, which know no tensors.
 #pragma once
 
 #include <ATen/Parallel.h>

@@ -1,6 +1,6 @@
 // Math<T> for the SIMD vectors of at::vec, so that the formulas in common/ run on a vector of channels.
 //
-// Included only by *_cpu_kernel.cpp files, which are compiled once per instruction set; at::vec keeps each set's types apart.
+// Included only by cpu/*kernel.cpp files, which are compiled once per instruction set; at::vec keeps each set's types apart.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>

@@ -12,7 +12,7 @@
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
 
-#include "mixers/mixer_parameters.h"
+#include "mixers/cuda/launch.h"
 #endif
 
 #include <array>

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 #include "common/discretization.h"
-#include "cuda/tensor_map.h"
+#include "cuda/tma_descriptor.h"
 
 namespace ssm_kernels::ssd {
 
@@ -55,7 +55,7 @@ struct SsdBwdParams : SsdParams {
 
 struct SsdFwdParams : SsdParams {
   RowsView out;
-  cuda::TmaDescriptor out_descriptor = {};  // its tiles, where the device copies such: ssd_tile_out.cuh
+  cuda::TmaDescriptor out_descriptor = {};  // its tiles, where the device copies such: epilogue.cuh
   float* final_states = nullptr;            // (batch, heads, headdim, dstate)
 };
 

@@ -13,7 +13,7 @@
 #include <string>
 
 #include "common/limits.h"
-#include "ssd/ssd_aten.h"
+#include "ssd/aten/chunked_scan.h"
 #include "torch/arguments.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"

@@ -71,7 +71,7 @@ using BwdSignature = BwdResult(const OptionalTensor&, const OptionalTensor&, con
                                const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, std::string_view,
                                NeedsGrad);
 
-// For CUDA tensors (ssd_cuda.cpp); for others ssd_aten.h has them. ssd_op.cpp registers both.
+// For CUDA tensors (entry.cpp); for others chunked_scan.h has them. ssd_op.cpp registers both.
 FwdResult fwd_cuda(const Inputs& in);
 BwdResult bwd_cuda(const BwdInputs& bwd);
 

@@ -1,12 +1,12 @@
 // A task's channels and scratch memory, and how tensors of any strides and element type are read and written for it. Included
-// only by causal_conv1d_cpu_kernel.cpp and what it includes.
+// only by kernel.cpp and what it includes.
 #pragma once
 
 #include <algorithm>
 #include <cstddef>
 #include <type_traits>
 
-#include "causal_conv1d/cpu/causal_conv1d_cpu.h"
+#include "causal_conv1d/cpu/kernels.h"
 #include "cpu/scalar_types.h"
 #include "cpu/tile_io.h"
 

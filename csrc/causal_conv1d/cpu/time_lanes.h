@@ -3,7 +3,7 @@
 // A chunk of kChunkSteps steps of one channel is converted to the accumulation type behind the width - 1 elements of its past,
 // in scratch memory of the first cache; a tap is then a load from that many elements further on. Forward writes its result
 // straight to the tensor. In float32 the loops are compiled for each width of 2 to 4, with the taps in registers. Backward
-// passes over the chunk once for g, once for the gradient of x, and once for each tap's sum. See causal_conv1d_cpu_kernel.cpp
+// passes over the chunk once for g, once for the gradient of x, and once for each tap's sum. See kernel.cpp
 // for the formulas.
 #pragma once
 

@@ -1,0 +1,92 @@
+// CPU entry points of the causal convolution: check values, choose the instruction set, hand tasks to threads.
+
+#include "causal_conv1d/cpu/kernels.h"
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include "causal_conv1d/causal_conv1d_op.h"
+#include "cpu/capability.h"
+#include "cpu/thread_scratch.h"
+#include "torch/checks.h"
+#include "torch/packed_sequences.h"
+#include "torch/slot_indices.h"
+
+namespace ssm_kernels::causal_conv1d {
+
+#define SSM_CPU_KERNELS(CAPABILITY)                                                                       \
+  namespace CAPABILITY {                                                                                  \
+  int64_t scratch_bytes(int64_t, int64_t);                                                                \
+  int64_t sum_bytes(const ConvParams&, const Tasks&);                                                     \
+  void fwd_task(const ConvFwdParams&, const Tasks&, int64_t, std::byte*);                                 \
+  void bwd_task(const ConvBwdParams&, const Tasks&, int64_t, std::byte*, std::byte*);                     \
+  void finish(const ConvBwdParams&, const Tasks&, int64_t, const std::byte*);                             \
+  void update_task(const ConvUpdateParams&, const Tasks&, int64_t, std::byte*);                           \
+  constexpr CpuKernels kKernels{&scratch_bytes, &sum_bytes, &fwd_task, &bwd_task, &finish, &update_task}; \
+  }
+
+SSM_CPU_CAPABILITIES(SSM_CPU_KERNELS)
+#undef SSM_CPU_KERNELS
+
+namespace {
+
+const CpuKernels& cpu_kernels() {
+#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernels,
+  static constexpr const CpuKernels* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
+#undef SSM_ROW
+  return *kBuilt[cpu_capability_index()];
+}
+
+template <typename Body>
+void for_each_task(const ConvParams& params, const Tasks& tasks, const Body& body) {
+  ThreadScratch threads(cpu_kernels().scratch_bytes(params.width, tasks.channels));
+  threads.parallel_for(tasks.count, params.seqlen * tasks.channels, body);
+}
+
+struct Cpu {
+  struct Guard {
+    explicit Guard(const Inputs& in) {
+      if (is_present(in.cu_seqlens)) check_cu_seqlens_values("causal_conv1d", *in.cu_seqlens, in.x.size(1));
+    }
+    explicit Guard(const UpdateInputs& in) {
+      check_slot_indices("causal_conv1d_update", in.state_batch_indices, in.conv_state.size(0));
+    }
+  };
+
+  static void run(const ConvFwdParams& params, const at::Tensor&) {
+    const Tasks tasks(params, at::get_num_threads());
+    for_each_task(params, tasks,
+                  [&](int64_t task, std::byte* scratch) { cpu_kernels().fwd_task(params, tasks, task, scratch); });
+  }
+
+  static bool adds_grads(const ConvBwdParams&) { return false; }
+
+  static void run(const ConvBwdParams& params, const at::Tensor&) {
+    const Tasks tasks(params, at::get_num_threads());
+    const bool needs_sums = params.grad_weight != nullptr || params.grad_bias != nullptr;
+    const int64_t bytes = needs_sums ? cpu_kernels().sum_bytes(params, tasks) : 0;
+    const at::Tensor memory = at::empty({tasks.count * bytes}, at::kByte);
+    std::byte* const sums = static_cast<std::byte*>(memory.mutable_data_ptr());
+    for_each_task(params, tasks, [&](int64_t task, std::byte* scratch) {
+      cpu_kernels().bwd_task(params, tasks, task, scratch, needs_sums ? sums + task * bytes : nullptr);
+    });
+    if (!needs_sums) return;
+    at::parallel_for(0, tasks.blocks, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t block = begin; block < end; ++block) cpu_kernels().finish(params, tasks, block, sums);
+    });
+  }
+
+  static void run(const ConvUpdateParams& params, const at::Tensor&) {
+    const ConvFwdParams steps = conv_params(params);
+    const Tasks tasks(steps, at::get_num_threads());
+    for_each_task(steps, tasks,
+                  [&](int64_t task, std::byte* scratch) { cpu_kernels().update_task(params, tasks, task, scratch); });
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { Kernels<Cpu>::register_in(m); }
+
+}  // namespace ssm_kernels::causal_conv1d

@@ -1,0 +1,64 @@
+// Between the CPU entry points (entry.cpp, compiled once) and the CPU kernels (kernel.cpp,
+// compiled once per instruction set).
+//
+// A task is a block of channels of one row of the batch, over all of time.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "causal_conv1d/causal_conv1d.h"
+
+namespace ssm_kernels::causal_conv1d {
+
+constexpr int64_t kLeastTaskChannels = 64, kTileSteps = 32;
+
+// Sequences that are read where they are get wide blocks, as long as every thread has one: prefetchers follow long pieces of
+// rows. Sequences that pass through tiles get blocks whose tiles fit into the first cache.
+struct Tasks {
+  int64_t channels, blocks, count;
+
+  Tasks(const ConvParams& p, int64_t threads) : channels(is_read_in_place(p) ? 512 : 128) {
+    if (p.x.stride_channel != 1) channels = kLeastTaskChannels;
+    while (channels > kLeastTaskChannels && (p.channels + channels - 1) / channels * p.batch < threads) channels /= 2;
+    blocks = (p.channels + channels - 1) / channels;
+    count = p.batch * blocks;
+  }
+
+ private:
+  static bool is_read_in_place(const ConvParams& p) {
+    return p.x.stride_channel == 1 && (p.kind == ScalarKind::kFloat || p.kind == ScalarKind::kDouble);
+  }
+};
+
+// The kernels of one instruction set. `scratch` is scratch_bytes(width, tasks.channels) of 64-byte aligned memory of the
+// calling thread's own. `sums` is null unless a parameter needs a gradient; a task leaves its sums over time there: for each
+// tap and for the bias tasks.channels values of the accumulation type, sum_bytes(width, tasks.channels) in all.
+struct CpuKernels {
+  int64_t (*scratch_bytes)(int64_t width, int64_t channels);
+  int64_t (*sum_bytes)(const ConvParams&, const Tasks&);
+  void (*fwd_task)(const ConvFwdParams&, const Tasks&, int64_t task, std::byte* scratch);
+  void (*bwd_task)(const ConvBwdParams&, const Tasks&, int64_t task, std::byte* scratch, std::byte* sums);
+  // Adds the tasks' sums of a block of channels up, over the rows of the batch in their order, into grad_weight and grad_bias.
+  void (*finish)(const ConvBwdParams&, const Tasks&, int64_t block, const std::byte* sums);
+  // `tasks` are those of the step's sequences, as conv_params() describes them.
+  void (*update_task)(const ConvUpdateParams&, const Tasks&, int64_t task, std::byte* scratch);
+};
+
+// A decoding step is the convolution of a short row whose initial state is the end of a slot.
+inline ConvFwdParams conv_params(const ConvUpdateParams& p) {
+  ConvFwdParams params;
+  params.batch = p.batch;
+  params.seqlen = p.seqlen;
+  params.channels = p.channels;
+  params.width = p.width;
+  params.has_silu = p.has_silu;
+  params.kind = p.kind;
+  params.x = p.x;
+  params.weight = p.weight;
+  params.bias = p.bias;
+  params.out = p.out;
+  return params;
+}
+
+}  // namespace ssm_kernels::causal_conv1d

@@ -1,0 +1,192 @@
+// CUDA entry points of the causal convolution: choose the kernels, cut the work, allocate the workspace, launch on the current
+// stream. Nothing waits for the device: the values of cu_seqlens are not checked, and whatever they are, each step belongs to
+// one of the sequences.
+
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "causal_conv1d/cuda/launch.h"
+
+#include <ATen/ceil_div.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdlib>
+
+#include "causal_conv1d/causal_conv1d_op.h"
+#include "cuda/device.h"
+#include "cuda/scalar_types.h"
+#include "torch/checks.h"
+#include "torch/debug_options.h"
+
+namespace ssm_kernels::causal_conv1d {
+namespace {
+
+// Steps, and bytes between them, that the kernels of steps count in 32 bits, with room for the steps they look ahead.
+constexpr int64_t kMaxNarrow = (int64_t(1) << 31) - 1024;
+
+// The kernels of steps take a multiple of the steps of an iteration.
+constexpr int64_t kStepGroup = 8;
+
+// Whether vectors of that many elements begin at multiples of their bytes, along an axis whose stride is 1. Absent tensors fit.
+bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t stride, int64_t size, int64_t other_stride) {
+  if (view.data == nullptr) return true;
+  const auto is_aligned = [&](int64_t elements) { return elements * bytes % (vector * bytes) == 0; };
+  return stride == 1 && is_aligned(size) && reinterpret_cast<int64_t>(view.data) % (vector * bytes) == 0 &&
+         is_aligned(view.stride_batch) && is_aligned(other_stride);
+}
+
+KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView> views, int64_t step_vector) {
+  if (p.kind == ScalarKind::kDouble || p.width > kMaxVectorWidth) return KernelSet::kGeneral;
+  const int64_t bytes = cuda::element_bytes(p.kind);
+  const auto all = [&](const auto& fits) { return std::all_of(views.begin(), views.end(), fits); };
+  const auto are_narrow = [&](const SequenceView& view) {
+    return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
+  };
+  const int64_t most_step_blocks =
+      p.batch * at::ceil_div(p.channels, step_vector * kWarpSize) * at::ceil_div(p.seqlen, kStepGroup * kWarps);
+  if (most_step_blocks <= kMaxNarrow && all([&](const SequenceView& view) {
+        return are_narrow(view) && has_vectors(view, bytes, step_vector, view.stride_channel, p.channels, view.stride_step);
+      })) {
+    return KernelSet::kSteps;
+  }
+  const bool are_rows =
+      p.ids.data == nullptr && p.batch * p.channels * at::ceil_div(p.seqlen, int64_t(kWarpSize)) <= kMaxNarrow &&
+      all([&](const SequenceView& view) {
+        return has_vectors(view, bytes, kVectorBytes / bytes, view.stride_step, p.seqlen, view.stride_channel);
+      });
+  return are_rows ? KernelSet::kRows : KernelSet::kGeneral;
+}
+
+// Up to so many elements a multiprocessor, a thread for each of them ends sooner than a lane that goes through steps.
+constexpr int64_t kFewElements = 1024;
+
+KernelSet choose_fwd_kernels(const ConvFwdParams& p, int device) {
+  const KernelSet set = choose_kernels(p, {p.x, p.out}, kStepVector);
+  const bool is_small = p.batch * p.seqlen * p.channels <= kFewElements * cuda::multiprocessor_count(device);
+  const bool may_be_general = set == KernelSet::kSteps && debug_option(DebugOption::kCausalConv1dKernel) == 0;
+  return may_be_general && is_small ? KernelSet::kGeneral : set;
+}
+
+KernelSet choose_bwd_kernels(const ConvBwdParams& p) {
+  return choose_kernels(p, {p.x, p.grad_out, p.grad_out_2, p.grad_x}, kStepVector);
+}
+
+// A warp of the kernels of steps spends the time of that many steps on its weights, the steps it reads twice, and its sums.
+constexpr int64_t kStepsOverhead = 12;
+constexpr int64_t kLeastSteps = 16, kMostSteps = 256;
+constexpr int64_t kMostWaves = 8;
+
+// Few tiles read little twice and leave few sums; many fill the last wave of blocks and keep every multiprocessor busy. Blocks
+// of backward, which is bound by arithmetic, run in whole waves; those of forward, bound by memory, speed up as others end.
+Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multiprocessor, bool has_whole_waves, int device) {
+  const int64_t multiprocessors = cuda::multiprocessor_count(device);
+  Tiling tiling;
+  if (set == KernelSet::kSteps) {
+    tiling.channel_blocks = at::ceil_div(p.channels, int64_t(kStepVector) * kWarpSize);
+    const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
+    const int64_t most_tiles = at::ceil_div(p.seqlen, kLeastSteps * kWarps);
+    tiling.steps = kStepGroup;
+    double least = 0;
+    for (int64_t tiles = std::max<int64_t>(1, at::ceil_div(p.seqlen, kMostSteps * kWarps)); tiles <= most_tiles; ++tiles) {
+      const int64_t steps = at::ceil_div(at::ceil_div(p.seqlen, tiles * kWarps), kStepGroup) * kStepGroup;
+      const double waves = static_cast<double>(rows * tiles) / static_cast<double>(resident);
+      const double found = (has_whole_waves ? std::ceil(waves) : waves + 0.5) * static_cast<double>(steps + kStepsOverhead);
+      if (least == 0 || found < least) {
+        least = found;
+        tiling.steps = steps;
+      }
+      // Several waves in, more tiles change the last one little.
+      if (rows * tiles > kMostWaves * resident) break;
+    }
+    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps * kWarps);
+  } else if (set == KernelSet::kRows) {
+    const int64_t warp_steps = kWarpSize * kVectorBytes / cuda::element_bytes(p.kind);
+    // A tile of them all, or of fewer if there are too few rows.
+    constexpr int64_t kBlocksOfMultiprocessor = 16;
+    const int64_t wanted_blocks = kBlocksOfMultiprocessor * multiprocessors;
+    const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = at::ceil_div(wanted_blocks * kWarps, rows);
+    tiling.steps = std::max(warp_steps, at::ceil_div(at::ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps);
+    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
+  } else {
+    constexpr int64_t kGeneralSteps = 64;
+    tiling.steps = kGeneralSteps;
+    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
+  }
+  return tiling;
+}
+
+struct Cuda {
+  struct Guard {
+    c10::cuda::CUDAGuard device;
+
+    explicit Guard(const Inputs& in) : device(in.x.device()) {}
+    explicit Guard(const UpdateInputs& in) : device(in.x.device()) {}
+  };
+
+  static void run(const ConvFwdParams& params, const at::Tensor& x) {
+    const KernelSet set = choose_fwd_kernels(params, x.get_device());
+    const Tiling tiling = make_tiling(params, set, kFwdBlocks, /*has_whole_waves=*/false, x.get_device());
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  static bool adds_grads(const ConvBwdParams& params) {
+    return params.grad_x.data != nullptr && params.grad_initial_state.data == nullptr && is_plain(params) &&
+           choose_bwd_kernels(params) == KernelSet::kSteps;
+  }
+
+  static void run(const ConvBwdParams& params, const at::Tensor& x) {
+    if (params.channels == 0) return;
+    // Without grad_out there are gradients of states alone, which are a few steps' work.
+    const KernelSet set = params.grad_out.data == nullptr ? KernelSet::kGeneral : choose_bwd_kernels(params);
+    const Tiling tiling = make_tiling(params, set, kBwdBlocks, /*has_whole_waves=*/true, x.get_device());
+    const at::TensorOptions options = x.options().dtype(accumulate_type(x.scalar_type()));
+    BwdWorkspace workspace;
+    at::Tensor sums, grad_pre;
+    if (params.grad_weight != nullptr || params.grad_bias != nullptr) {
+      // Without elements a tensor has no memory, whose absence means that no sums are wanted.
+      const int64_t rows = std::max<int64_t>(1, params.batch * tiling.tiles);
+      sums = at::empty({rows, params.width + 1, params.channels}, options);
+      workspace.sums = sums.mutable_data_ptr();
+    }
+    if (set == KernelSet::kGeneral) {
+      grad_pre = at::empty({params.batch, params.seqlen, params.channels}, options);
+      workspace.grad_pre = {grad_pre.mutable_data_ptr(), grad_pre.stride(0), grad_pre.stride(1), grad_pre.stride(2)};
+    }
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_bwd<decltype(scalar)>(params, set, tiling, workspace, stream); });
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+
+  static void run(ConvUpdateParams params, const at::Tensor&) {
+    const auto are_vectors = [&](const void* data, bool is_input_kind, int64_t size, int64_t stride, auto... outer_strides) {
+      const int64_t bytes = is_input_kind ? cuda::element_bytes(params.kind) : sizeof(float);
+      const bool is_aligned = reinterpret_cast<int64_t>(data) % (kMaxVectorWidth * bytes) == 0;
+      return params.kind != ScalarKind::kDouble && size == kMaxVectorWidth && stride == 1 && is_aligned &&
+             ((outer_strides % kMaxVectorWidth == 0) && ...);
+    };
+    params.has_state_vectors = are_vectors(params.state.data, params.state_is_input_kind, params.state_length,
+                                           params.state.stride_step, params.state.stride_channel, params.state.stride_sequence);
+    params.has_weight_vectors =
+        params.weight.stride_channel == kMaxVectorWidth &&
+        are_vectors(params.weight.data, params.weight.is_input_kind, params.width, params.weight.stride_tap);
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_update<decltype(scalar)>(params, stream); });
+    C10_CUDA_KERNEL_LAUNCH_CHECK();
+  }
+};
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { Kernels<Cuda>::register_in(m); }
+
+}  // namespace ssm_kernels::causal_conv1d
+
+#endif

@@ -1,0 +1,93 @@
+// Queues the kernels of a call. Included by instantiations/*.cu, one for each dtype.
+#pragma once
+
+#include <type_traits>
+
+#include "causal_conv1d/cuda/bwd_finish.cuh"
+#include "causal_conv1d/cuda/bwd_steps.cuh"
+#include "causal_conv1d/cuda/fwd_steps.cuh"
+#include "causal_conv1d/cuda/general.cuh"
+#include "causal_conv1d/cuda/rows.cuh"
+#include "causal_conv1d/cuda/update.cuh"
+
+namespace ssm_kernels::causal_conv1d {
+
+constexpr int kThreads = kWarpSize * kWarps;
+
+inline unsigned blocks_for(int64_t count, int64_t threads) { return static_cast<unsigned>((count + threads - 1) / threads); }
+inline unsigned step_blocks(const ConvParams& p, const Tiling& tiling) {
+  return static_cast<unsigned>(p.batch * tiling.tiles * tiling.channel_blocks);
+}
+inline unsigned row_blocks(const ConvParams& p, const Tiling& tiling) {
+  return blocks_for(p.batch * p.channels * tiling.tiles, kWarps);
+}
+template <typename Scalar>
+void launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
+  if constexpr (!std::is_same_v<Scalar, double>) {
+    if (set == KernelSet::kSteps) {
+      const auto kernel = is_plain(params) ? &conv_fwd_steps_kernel<Scalar, true> : &conv_fwd_steps_kernel<Scalar, false>;
+      return kernel<<<step_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+    }
+    if (set == KernelSet::kRows) {
+      return conv_fwd_rows_kernel<Scalar><<<row_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+    }
+  }
+  const int64_t elements = params.batch * params.seqlen * params.channels;
+  conv_fwd_general_kernel<Scalar><<<blocks_for(elements, kGeneralThreads), kGeneralThreads, 0, stream>>>(params);
+}
+
+template <typename Scalar>
+void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
+                cudaStream_t stream) {
+  using Acc = AccumulateType<Scalar>;
+  Acc* const sums = static_cast<Acc*>(workspace.sums);
+  const auto launch_tiles = [&] {
+    if constexpr (!std::is_same_v<Scalar, double>) {
+      if (set == KernelSet::kSteps) {
+        void (*kernel)(ConvBwdParams, Tiling, Acc*) = &conv_bwd_steps_kernel<Scalar, false, false>;
+        if (params.grad_out_2.data != nullptr) {
+          kernel = &conv_bwd_steps_kernel<Scalar, true, true>;
+        } else if (is_plain(params) && params.grad_x.data != nullptr) {
+          kernel = &conv_bwd_steps_kernel<Scalar, true, false>;
+        }
+        return kernel<<<step_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
+      }
+      if (set == KernelSet::kRows) {
+        return conv_bwd_rows_kernel<Scalar><<<row_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
+      }
+    }
+    const unsigned blocks = blocks_for(params.batch * params.seqlen * params.channels, kGeneralThreads);
+    conv_bwd_pre_general_kernel<Scalar><<<blocks, kGeneralThreads, 0, stream>>>(params, workspace.grad_pre);
+    if (params.grad_x.data != nullptr) {
+      conv_bwd_x_general_kernel<Scalar><<<blocks, kGeneralThreads, 0, stream>>>(params, workspace.grad_pre);
+    }
+    if (sums != nullptr) {
+      const int64_t count = params.batch * tiling.tiles * (params.width + 1) * params.channels;
+      conv_bwd_sums_general_kernel<Scalar>
+          <<<blocks_for(count, kGeneralThreads), kGeneralThreads, 0, stream>>>(params, tiling, workspace.grad_pre, sums);
+    }
+  };
+  if (params.seqlen > 0 && params.batch > 0) {
+    launch_tiles();
+    if (params.grad_initial_state.data != nullptr) {
+      const int64_t count = params.batch * (params.ids.data == nullptr ? 1 : params.seqlen) * params.channels;
+      conv_bwd_initial_kernel<Scalar><<<blocks_for(count, kGeneralThreads), kGeneralThreads, 0, stream>>>(params);
+    }
+  }
+  if (sums == nullptr) return;
+  conv_bwd_finish_kernel<Scalar>
+      <<<blocks_for((params.width + 1) * params.channels, kWarpSize), kWarpSize * kFinishWarps, 0, stream>>>(
+          params, sums, params.batch * tiling.tiles);
+}
+
+template <typename Scalar>
+void launch_update(const ConvUpdateParams& params, cudaStream_t stream) {
+  conv_update_kernel<Scalar><<<blocks_for(params.batch * params.channels, kUpdateThreads), kUpdateThreads, 0, stream>>>(params);
+}
+
+#define SSM_INSTANTIATE_CAUSAL_CONV1D(Scalar)                                                                          \
+  template void launch_fwd<Scalar>(const ConvFwdParams&, KernelSet, const Tiling&, cudaStream_t);                      \
+  template void launch_bwd<Scalar>(const ConvBwdParams&, KernelSet, const Tiling&, const BwdWorkspace&, cudaStream_t); \
+  template void launch_update<Scalar>(const ConvUpdateParams&, cudaStream_t);
+
+}  // namespace ssm_kernels::causal_conv1d

@@ -1,0 +1,59 @@
+// Copies of whole blocks between shared and global memory that one thread starts (cp.async.bulk, compute capability 9.0).
+// Addresses and sizes are multiples of 16 bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/tma_descriptor.h"
+
+namespace ssm_kernels::cuda {
+
+// To shared memory; the barrier's phase waits for it, as arrive_and_expect_tx said before. What the copy writes is seen by
+// whoever waited for the barrier.
+__device__ __forceinline__ void tma_load(void* shared, const void* global, int bytes, Mbarrier& barrier) {
+#if __CUDA_ARCH__ >= 900
+  const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(target),
+               "l"(global), "r"(bytes), "r"(barrier.address())
+               : "memory");
+#endif
+}
+
+// From shared memory. A thread with `starts` starts the copy and makes a group of it, without a branch, which products under
+// way would wait for. Of what the block's threads wrote, it sees what they published (fence_proxy_async) before a barrier.
+__device__ __forceinline__ void tma_store(void* global, const void* shared, int bytes, bool starts) {
+#if __CUDA_ARCH__ >= 900
+  const auto source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "{\n.reg .pred starts;\nsetp.ne.b32 starts, %3, 0;\n"
+      "@starts cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;\n}" ::"l"(global),
+      "r"(source), "r"(bytes), "r"(int(starts))
+      : "memory");
+#endif
+}
+
+// The same for a tile of a tensor, at these coordinates, from the innermost dimension on. In shared memory it begins at a
+// multiple of 1024 bytes. What of it lies outside of the tensor is not written.
+__device__ __forceinline__ void tma_store_tile(const TmaDescriptor& map, int first, int second, int third, int fourth,
+                                               const void* shared, bool starts) {
+#if __CUDA_ARCH__ >= 900
+  const auto source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
+  asm volatile(
+      "{\n.reg .pred starts;\nsetp.ne.b32 starts, %6, 0;\n"
+      "@starts cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%1, %2, %3, %4}], [%5];\n"
+      "cp.async.bulk.commit_group;\n}" ::"l"(&map),
+      "r"(first), "r"(second), "r"(third), "r"(fourth), "r"(source), "r"(int(starts))
+      : "memory");
+#endif
+}
+
+// Until shared memory has been read by all groups of this thread but the last `pending`.
+template <int pending>
+__device__ __forceinline__ void tma_store_wait_read() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(pending) : "memory");
+#endif
+}
+
+}  // namespace ssm_kernels::cuda

@@ -1,0 +1,236 @@
+// Linear scan on the CPU, forward and backward.
+//
+//   h_t = a_t h_{t-1} + b_t          g_t = grad_h_t + e_{t+1},  e_t = a_t g_t
+//
+// A task walks through time, backward from the last step, and in each step a SIMD lane is a channel. A tensor of the
+// accumulation type whose channels lie side by side is read and written in place, row by row; any other goes through scratch
+// memory tile by tile, whatever its strides. Backward reads the states that forward returned; nothing else is saved. This file
+// is compiled once per instruction set.
+
+#include <algorithm>
+#include <array>
+#include <type_traits>
+#include <utility>
+
+#include "common/recurrences.h"
+#include "cpu/scalar_types.h"
+#include "cpu/tile_io.h"
+#include "cpu/vec_math.h"
+#include "linear_scan/cpu/kernels.h"
+
+namespace ssm_kernels::linear_scan {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// Values of [steps][lanes] in the accumulation type: a tensor's own memory, or a tile.
+template <typename Acc>
+struct Rows {
+  Acc* data;
+  int64_t stride;
+
+  Acc* operator[](int64_t step) const { return data + step * stride; }
+};
+
+// The lanes, tiles and states of one task. Scans are compiled for the accumulation type; which type a tensor has is asked once
+// a tile.
+template <typename Acc>
+struct TaskView {
+  static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && kTileSteps % Vec<Acc>::size() == 0,
+                "tiles are moved in squares of the vector length");
+
+  ScalarKind kind;
+  int64_t batch, first_channel, lanes;
+
+  TaskView(const LinearScanParams& p, ScalarKind scalar_kind, const Tasks& tasks, int64_t task) : kind(scalar_kind) {
+    batch = task / tasks.blocks;
+    first_channel = task % tasks.blocks * tasks.channels;
+    lanes = std::min(tasks.channels, p.channels - first_channel);
+  }
+
+  int64_t offset(const SequenceView& view, int64_t t) const {
+    return batch * view.stride_batch + t * view.stride_step + first_channel * view.stride_channel;
+  }
+
+  bool is_accumulate(const SequenceView& view) const {
+    return view.is_accumulate || kind == ScalarKind::kFloat || kind == ScalarKind::kDouble;
+  }
+
+  // visitor(Element()) with the type of the tensor's elements.
+  template <typename Visitor>
+  void visit_element(const SequenceView& view, const Visitor& visitor) const {
+    if (is_accumulate(view)) return visitor(Acc());
+    if constexpr (std::is_same_v<Acc, float>) {
+      if (kind == ScalarKind::kHalf) return visitor(c10::Half());
+      visitor(c10::BFloat16());
+    }
+  }
+
+  bool is_in_place(const SequenceView& view) const {
+    return is_accumulate(view) && view.data != nullptr && view.stride_channel == 1 && lanes % Vec<Acc>::size() == 0;
+  }
+
+  Rows<Acc> in_place(const SequenceView& view, int64_t t) const {
+    return {static_cast<Acc*>(view.data) + offset(view, t), view.stride_step};
+  }
+
+  // Steps [t, t + steps) to read; zeros where there is no tensor.
+  __attribute__((noinline)) Rows<Acc> load(Acc* tile, const SequenceView& view, int64_t t, int64_t steps) const {
+    if (is_in_place(view)) return in_place(view, t);
+    if (view.data == nullptr) {
+      std::fill(tile, tile + steps * kMaxTaskChannels, Acc(0));
+    } else {
+      visit_element(view, [&](auto element) {
+        load_tile(tile, kMaxTaskChannels, static_cast<const decltype(element)*>(view.data) + offset(view, t),
+                  view.stride_channel, view.stride_step, lanes, steps);
+      });
+    }
+    return {tile, kMaxTaskChannels};
+  }
+
+  // Steps from t on to write; store() brings them to the tensor where this is not its own memory.
+  Rows<Acc> target(Acc* tile, const SequenceView& view, int64_t t) const {
+    return is_in_place(view) ? in_place(view, t) : Rows<Acc>{tile, kMaxTaskChannels};
+  }
+
+  __attribute__((noinline)) void store(const SequenceView& view, const Acc* tile, int64_t t, int64_t steps) const {
+    if (view.data == nullptr || is_in_place(view)) return;
+    visit_element(view, [&](auto element) {
+      store_tile(static_cast<decltype(element)*>(view.data) + offset(view, t), view.stride_channel, view.stride_step, tile,
+                 kMaxTaskChannels, lanes, steps);
+    });
+  }
+
+  __attribute__((noinline)) void load_state(Acc* row, const StateView& view, int64_t sequence) const {
+    std::fill(row, row + kMaxTaskChannels, Acc(0));
+    if (view.data == nullptr) return;
+    const Acc* source = static_cast<const Acc*>(view.data) + sequence * view.stride_sequence;
+    for (int64_t lane = 0; lane < lanes; ++lane) row[lane] = source[(first_channel + lane) * view.stride_channel];
+  }
+
+  __attribute__((noinline)) void store_state(const StateView& view, const Acc* row, int64_t sequence) const {
+    if (view.data == nullptr) return;
+    Acc* target = static_cast<Acc*>(view.data) + sequence * view.stride_sequence;
+    for (int64_t lane = 0; lane < lanes; ++lane) target[(first_channel + lane) * view.stride_channel] = row[lane];
+  }
+};
+
+template <typename Acc, size_t count>
+std::array<Acc*, count> carve_tiles(Acc*& memory) {
+  std::array<Acc*, count> tiles;
+  for (Acc*& tile : tiles) tile = std::exchange(memory, memory + kTileSteps * kMaxTaskChannels);
+  return tiles;
+}
+
+template <typename Acc, typename Variant>
+void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  using V = Vec<Acc>;
+  constexpr size_t kInputs = Variant::kNames.size();
+  const Variant variant = make_variant<Variant>(p.options);
+  const TaskView<Acc> view(p, kind, tasks, task);
+  Acc* memory = reinterpret_cast<Acc*>(scratch);
+  const auto input_tiles = carve_tiles<Acc, kInputs>(memory);
+  Acc* const h_tile = carve_tiles<Acc, 1>(memory)[0];
+  Acc* const state = memory;
+
+  for (int64_t t0 = 0; t0 < p.seqlen; t0 += kTileSteps) {
+    const int64_t steps = std::min(kTileSteps, p.seqlen - t0);
+    Rows<Acc> inputs[kInputs];
+    for (size_t i = 0; i < kInputs; ++i) inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
+    const Rows<Acc> h = view.target(h_tile, p.h, t0);
+    for (int64_t step = 0; step < steps; ++step) {
+      const int64_t t = t0 + step;
+      if (p.begins(t)) view.load_state(state, p.initial_state, p.sequence(view.batch, t));
+      const Acc* input_row[kInputs];
+      for (size_t i = 0; i < kInputs; ++i) input_row[i] = inputs[i][step];
+      Acc* const h_row = h[step];
+      for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
+        V x[kInputs];
+        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
+        const Step<V> coefficients = variant.step(variant.gates(x), x);
+        const V next = Math<V>::fma(coefficients.a, V::loadu(state + lane), coefficients.b);
+        next.store(state + lane);
+        next.store(h_row + lane);
+      }
+      if (p.ends(t)) view.store_state(p.last_state, state, p.sequence(view.batch, t));
+    }
+    view.store(p.h, h_tile, t0, steps);
+  }
+}
+
+template <typename Acc, typename Variant>
+void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  using V = Vec<Acc>;
+  constexpr size_t kInputs = Variant::kNames.size();
+  const Variant variant = make_variant<Variant>(p.options);
+  const TaskView<Acc> view(p, kind, tasks, task);
+  Acc* memory = reinterpret_cast<Acc*>(scratch);
+  const auto input_tiles = carve_tiles<Acc, kInputs>(memory), grad_tiles = carve_tiles<Acc, kInputs>(memory);
+  const auto [h_tile, grad_h_tile] = carve_tiles<Acc, 2>(memory);
+  Acc* const e = memory;
+  Acc* const initial = memory + kMaxTaskChannels;
+
+  for (int64_t end = p.seqlen; end > 0;) {
+    const int64_t t0 = (end - 1) / kTileSteps * kTileSteps, steps = end - t0;
+    Rows<Acc> inputs[kInputs], grads[kInputs];
+    for (size_t i = 0; i < kInputs; ++i) {
+      inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
+      grads[i] = view.target(grad_tiles[i], p.grad_inputs[i], t0);
+    }
+    const Rows<Acc> grad_h = view.load(grad_h_tile, p.grad_h, t0, steps);
+    const int64_t missing = t0 == 0 ? 1 : 0;  // there is no state before the first step
+    const Rows<Acc> h = view.load(h_tile, p.h, t0 - 1 + missing, steps - missing);
+    for (int64_t step = steps - 1; step >= 0; --step) {
+      const int64_t t = t0 + step;
+      const bool begins = p.begins(t);
+      if (p.ends(t)) view.load_state(e, p.grad_last_state, p.sequence(view.batch, t));
+      if (begins) view.load_state(initial, p.initial_state, p.sequence(view.batch, t));
+      const Acc* input_row[kInputs];
+      Acc* grad_row[kInputs];
+      for (size_t i = 0; i < kInputs; ++i) {
+        input_row[i] = inputs[i][step];
+        grad_row[i] = grads[i][step];
+      }
+      const Acc* const grad_h_row = grad_h[step];
+      const Acc* const before = begins ? initial : h[step - missing];
+      for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
+        V x[kInputs], grad[kInputs];
+        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
+        const V g = V::loadu(grad_h_row + lane) + V::loadu(e + lane);
+        const auto gates = variant.gates(x);
+        variant.gradients(gates, x, V::loadu(before + lane), g, grad);
+        (variant.step(gates, x).a * g).store(e + lane);
+        for (size_t i = 0; i < kInputs; ++i) grad[i].store(grad_row[i] + lane);
+      }
+      if (begins) view.store_state(p.grad_initial_state, e, p.sequence(view.batch, t));
+    }
+    for (size_t i = 0; i < kInputs; ++i) view.store(p.grad_inputs[i], grad_tiles[i], t0, steps);
+    end = t0;
+  }
+}
+
+}  // namespace
+
+void fwd_task(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  visit_recurrence_at_run_time(p.recurrence, [&](auto variant) {
+    using Variant = decltype(variant);
+    if (kind == ScalarKind::kDouble) {
+      fwd<double, Variant>(p, kind, tasks, task, scratch);
+    } else {
+      fwd<float, Variant>(p, kind, tasks, task, scratch);
+    }
+  });
+}
+
+void bwd_task(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  visit_recurrence_at_run_time(p.recurrence, [&](auto variant) {
+    using Variant = decltype(variant);
+    if (kind == ScalarKind::kDouble) {
+      bwd<double, Variant>(p, kind, tasks, task, scratch);
+    } else {
+      bwd<float, Variant>(p, kind, tasks, task, scratch);
+    }
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace ssm_kernels::linear_scan

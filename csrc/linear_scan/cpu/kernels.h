@@ -1,0 +1,37 @@
+// Between the CPU entry points (entry.cpp, compiled once) and the CPU kernels (kernel.cpp, compiled
+// once per instruction set).
+//
+// A task is a block of channels of one batch entry, over all of time. What is not read and written where it lies passes through
+// scratch memory, in tiles of [steps][lanes] in the accumulation type.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "linear_scan/linear_scan.h"
+
+namespace ssm_kernels::linear_scan {
+
+constexpr int64_t kLeastTaskChannels = 64, kMaxTaskChannels = 512, kTileSteps = 16;
+
+// Wide blocks, as long as every thread has one: prefetchers follow long pieces of rows, not short ones a row apart.
+struct Tasks {
+  int64_t channels, blocks, count;
+  Tasks(const LinearScanParams& p, int64_t threads) : channels(kMaxTaskChannels) {
+    while (channels > kLeastTaskChannels && (p.channels + channels - 1) / channels * p.batch < threads) channels /= 2;
+    blocks = (p.channels + channels - 1) / channels;
+    count = p.batch * blocks;
+  }
+};
+
+// Backward has the most tiles: the inputs and their gradients, h and grad_h; and two rows of states.
+constexpr int64_t kScratchRows = (2 * kMaxRecurrenceInputs + 2) * kTileSteps + 2;
+constexpr int64_t kScratchBytes = kScratchRows * kMaxTaskChannels * static_cast<int64_t>(sizeof(double));
+
+// The kernels of one instruction set. `scratch` is kScratchBytes of 64-byte aligned memory of the calling thread's own.
+struct CpuKernels {
+  void (*fwd_task)(const LinearScanFwdParams&, ScalarKind, const Tasks&, int64_t task, std::byte* scratch);
+  void (*bwd_task)(const LinearScanBwdParams&, ScalarKind, const Tasks&, int64_t task, std::byte* scratch);
+};
+
+}  // namespace ssm_kernels::linear_scan

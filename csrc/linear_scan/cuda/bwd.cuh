@@ -1,0 +1,198 @@
+// Linear scan, backward, on CUDA: the gradients of the raw inputs in one pass over memory.
+//
+//   e_t = a_t e_{t+1} + a_t grad_h_t          g_t = grad_h_t + e_{t+1}
+//   the input's gradients from g_t, h_{t-1} and the inputs, as the recurrence has them
+//
+// This is a linear scan that walks from the last step to the first (position 0 is the last step), begun with the gradient of
+// the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier to shared memory, a tile ahead;
+// what its steps do to e, the e before them (carry.cuh), and the gradients then follow as in forward. Each of these
+// tensors is read once and each gradient written once. (Inputs that broadcast are read where they are, twice.)
+#pragma once
+
+#include <type_traits>
+#include <utility>
+
+#include "linear_scan/cuda/device.cuh"
+
+namespace ssm_kernels::linear_scan {
+
+// The gradients of the inputs of one of a thread's steps.
+template <typename T, typename Variant>
+struct StepGradients {
+  using Inputs = StepInputs<T, Variant>;
+  using Acc = typename T::Acc;
+
+  typename Shared<T>::Row narrow[Inputs::kNarrow];
+  cuda::Vector<Acc, T::kVector> wide[Inputs::kWide > 0 ? Inputs::kWide : 1];
+
+  __device__ __forceinline__ void set(int j, const Acc (&grad)[Inputs::kInputs]) {
+#pragma unroll
+    for (int i = 0; i < Inputs::kNarrow; ++i) narrow[i].set(j, cuda::from_accumulate<typename T::Scalar>(grad[i]));
+#pragma unroll
+    for (int i = 0; i < Inputs::kWide; ++i) wide[i].set(j, grad[Inputs::kNarrow + i]);
+  }
+};
+
+// Where those of all of its steps in a tile go.
+template <typename T, typename Variant>
+struct ThreadGradients {
+  using Inputs = StepInputs<T, Variant>;
+
+  Rows<T> rows[Inputs::kInputs];
+
+  __device__ __forceinline__ ThreadGradients(const LinearScanBwdParams& p, const Partition& partition, const Place<T>& at) {
+#pragma unroll
+    for (int i = 0; i < Inputs::kInputs; ++i) rows[i] = Rows<T>(p.grad_inputs[i], partition, Partition::kGradInputs + i, at);
+  }
+
+  __device__ __forceinline__ void store(int s, const StepGradients<T, Variant>& grads) const {
+#pragma unroll
+    for (int i = 0; i < Inputs::kInputs; ++i) {
+      if (rows[i].view->data == nullptr) continue;
+      if (i < Inputs::kNarrow) {
+        rows[i].template store<typename T::Scalar>(s, grads.narrow[i < Inputs::kNarrow ? i : 0]);
+        continue;
+      }
+      const auto& wide = grads.wide[i < Inputs::kNarrow ? 0 : i - Inputs::kNarrow];
+      if (rows[i].view->is_accumulate) {
+        rows[i].template store<typename T::Acc>(s, wide);
+        continue;
+      }
+      typename Shared<T>::Row row;
+#pragma unroll
+      for (int j = 0; j < T::kVector; ++j) row.set(j, cuda::from_accumulate<typename T::Scalar>(wide[j]));
+      rows[i].template store<typename T::Scalar>(s, row);
+    }
+  }
+};
+
+template <typename Scalar, typename Variant, bool is_plain>
+using BwdTile = Tile<Scalar, kBwdThreadSteps, static_cast<int>(Variant::kFirstBroadcast) + 2, is_plain, false>;
+// Of shared memory, five tensors take so much that only two blocks have room on a multiprocessor.
+template <typename Variant>
+constexpr int kBwdBlocks = Variant::kFirstBroadcast <= 2 ? 3 : 2;
+
+template <typename Scalar, typename Variant, bool is_plain>
+__global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
+    linear_scan_bwd_kernel(const __grid_constant__ LinearScanBwdParams p, const __grid_constant__ Partition partition) {
+  using T = BwdTile<Scalar, Variant, is_plain>;
+  using Acc = typename T::Acc;
+  using Inputs = StepInputs<T, Variant>;
+  using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
+  using Row = typename Shared<T>::Row;
+  constexpr int kGradH = Inputs::kNarrow, kHBefore = kGradH + 1;  // their places in shared memory
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  auto& shared = *reinterpret_cast<Shared<T>*>(memory);
+  const Variant variant = make_variant<Variant>(p.options);
+
+  const auto stage = [&](const Place<T>& at, int buffer) {
+    Rows<T> rows[Inputs::kNarrow];
+#pragma unroll
+    for (int i = 0; i < Inputs::kNarrow; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
+    const Rows<T> grad_h(p.grad_h, partition, Partition::kGradH, at), h_before(p.h, partition, Partition::kH, at, 1);
+    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto) {
+#pragma unroll
+      for (int i = 0; i < Inputs::kNarrow; ++i) {
+        if (i != Variant::kAdded) rows[i].stage(s, &shared.row(buffer, i, s));
+      }
+      if (p.grad_h.data == nullptr) {
+        shared.row(buffer, kGradH, s) = Row::zero();
+      } else {
+        grad_h.stage(s, &shared.row(buffer, kGradH, s));
+      }
+      if (s + 1 < at.steps || at.step(s) > 0) h_before.stage(s, &shared.row(buffer, kHBefore, s));
+    });
+  };
+
+  for_each_tile<T>(p, partition, shared, stage, [&](const Place<T>& at, int buffer) {
+    Link<T> link(partition, at.index, at.tile);
+    const ThreadInputs<T, Variant> inputs(shared, buffer, p, partition, at);
+    Gates gates[T::kThreadSteps][T::kVector];
+    Map<Acc> own[T::kVector];
+    bool is_cut = false;
+    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
+      if constexpr (!T::kPlain) {
+        const int64_t t = at.step(s);
+        if (p.ends(t)) {
+          Acc grad_last[T::kVector];
+          load_state<T>(p.grad_last_state, p.sequence(at.batch, t), at, grad_last);
+#pragma unroll
+          for (int j = 0; j < T::kVector; ++j) own[j] = {0, grad_last[j]};
+          is_cut = true;
+        }
+      }
+      const Inputs step_inputs = inputs[s];
+      const Row grad_h = shared.row(buffer, kGradH, s);
+#pragma unroll
+      for (int j = 0; j < T::kVector; ++j) {
+        Acc x[Inputs::kInputs];
+        step_inputs.get(j, x);
+        const Gates made = variant.gates(x);
+        const Acc a = variant.step(made, x).a;
+        own[j] = {own[j].A * a, a * (own[j].B + grad_h.accumulate(j))};
+        if constexpr (decltype(keeps)::value) gates[s][j] = made;
+      }
+    });
+
+    Acc e[T::kVector];
+    carry<T>(link, shared.carry, [&](int channel) { return at.element(p.grad_last_state, p, channel); }, own, is_cut, e);
+
+    const ThreadGradients<T, Variant> out(p, partition, at);
+    for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
+      const int64_t t = at.step(s);
+      const bool begins = T::kPlain ? s + 1 == at.steps && t == 0 : p.begins(t);
+      if constexpr (!T::kPlain) {
+        if (p.ends(t)) load_state<T>(p.grad_last_state, p.sequence(at.batch, t), at, e);
+      }
+      Acc before[T::kVector];
+      if (begins) {
+        load_state<T>(p.initial_state, p.sequence(at.batch, t), at, before);
+      } else {
+        const Row h_before = shared.row(buffer, kHBefore, s);
+#pragma unroll
+        for (int j = 0; j < T::kVector; ++j) before[j] = h_before.accumulate(j);
+      }
+      const Inputs step_inputs = inputs[s];
+      const Row grad_h = shared.row(buffer, kGradH, s);
+      StepGradients<T, Variant> grads;
+#pragma unroll
+      for (int j = 0; j < T::kVector; ++j) {
+        Acc x[Inputs::kInputs], grad[Inputs::kInputs];
+        step_inputs.get(j, x);
+        Gates made;
+        if constexpr (decltype(keeps)::value) {
+          made = gates[s][j];
+        } else {
+          made = variant.gates(x);
+        }
+        const Acc g = grad_h.accumulate(j) + e[j];
+        variant.gradients(made, x, before[j], g, grad);
+        e[j] = variant.step(made, x).a * g;
+        grads.set(j, grad);
+      }
+      out.store(s, grads);
+      if (begins) store_state<T>(p.grad_initial_state, p.sequence(at.batch, t), at, e);
+    });
+  });
+}
+
+template <typename Scalar>
+int launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream) {
+  int error = cudaSuccess;
+  const auto launch = [&](auto variant, auto plain) {
+    using Variant = decltype(variant);
+    constexpr bool kPlain = decltype(plain)::value;
+    error = launch_tiles<BwdTile<Scalar, Variant, kPlain>>(linear_scan_bwd_kernel<Scalar, Variant, kPlain>, params, partition,
+                                                           kBwdBlocks<Variant>, stream);
+  };
+  if constexpr (kHasPlainKernels<Scalar>) {
+    if (partition.is_plain) {
+      visit_recurrence(params.recurrence, params.options, [&](auto variant) { launch(variant, std::true_type()); });
+      return error;
+    }
+  }
+  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) { launch(variant, std::false_type()); });
+  return error;
+}
+
+}  // namespace ssm_kernels::linear_scan

@@ -1,0 +1,164 @@
+// CUDA entry points of the linear scan's family: cut the work, allocate what tiles hand on to each other, and launch on the
+// current stream. Nothing waits for the device, except that the values of cu_seqlens are checked on the host unless a CUDA
+// graph is being captured.
+
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "linear_scan/cuda/launch.h"
+
+#include <ATen/ceil_div.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "cuda/device.h"
+#include "linear_scan/linear_scan_op.h"
+#include "torch/checks.h"
+#include "torch/packed_sequences.h"
+
+namespace ssm_kernels::linear_scan {
+namespace {
+
+// Whether each row can be moved in vectors of kVectorBytes.
+bool has_vector_rows(const SequenceView& view, int64_t channels, int64_t element_bytes, int64_t vector_elements) {
+  const auto is_aligned = [](int64_t bytes) { return bytes % kVectorBytes == 0; };
+  return view.data != nullptr && view.stride_channel == 1 && channels % vector_elements == 0 &&
+         is_aligned(reinterpret_cast<int64_t>(view.data)) && is_aligned(view.stride_batch * element_bytes) &&
+         is_aligned(view.stride_step * element_bytes);
+}
+
+// How the work of one call is cut, and the memory through which its tiles hand states on.
+class Plan {
+ public:
+  Plan(const LinearScanParams& p, const char* op, int64_t scalar_bytes, int thread_steps, const at::Tensor& like)
+      : channels_(p.channels), scalar_bytes_(scalar_bytes), accumulate_bytes_(scalar_bytes == 8 ? 8 : 4) {
+    const int64_t channel_blocks = at::ceil_div<int64_t>(p.channels, kTileChannels), chains = p.batch * channel_blocks;
+    partition.tiles = at::ceil_div<int64_t>(p.seqlen, tile_steps(static_cast<int>(scalar_bytes), thread_steps));
+    constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
+    TORCH_CHECK_VALUE(chains <= kMaxTiles && chains * partition.tiles <= kMaxTiles, op, ": expected at most ", kMaxTiles,
+                      " tiles of ", kTileChannels, " channels, got ", chains, " times ", partition.tiles);
+    partition.tiles_in_all = static_cast<uint32_t>(chains * partition.tiles);
+    if (partition.tiles_in_all == 0) return;
+    partition.chains = cuda::Divisor(chains);
+    partition.channel_blocks = cuda::Divisor(channel_blocks);
+    partition.multiprocessors = cuda::multiprocessor_count(like.get_device());
+    partition.is_plain = p.sequence_of_step == nullptr;
+    for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) add_view(Partition::kInputs + i, p.inputs[i]);
+    add_view(Partition::kH, p.h);
+    if (partition.tiles > 1) {
+      // Blocks come to a chain's next tile after as many others as there are chains: with a third of the blocks, long enough.
+      const bool has_many_chains = chains >= partition.multiprocessors;
+      const int64_t words_per_value = accumulate_bytes_ / 4;
+      const int64_t state_words = partition.tiles * chains * kTileChannels * words_per_value;
+      constexpr int64_t kWordsOfTaken = 2;  // keeps what follows at multiples of 16 bytes
+      words_ = at::empty({kWordsOfTaken + (has_many_chains ? 1 : 3) * state_words}, like.options().dtype(at::kLong));
+      auto* const words = static_cast<uint64_t*>(words_.data_ptr());
+      partition.taken = reinterpret_cast<uint32_t*>(words);
+      partition.state_words = words + kWordsOfTaken;
+      if (!has_many_chains) partition.tile_words = partition.state_words + state_words;
+    }
+  }
+
+  void add_view(size_t bit, const SequenceView& view) {
+    const int64_t element_bytes = view.is_accumulate ? accumulate_bytes_ : scalar_bytes_;
+    if (has_vector_rows(view, channels_, element_bytes, kVectorBytes / scalar_bytes_)) {
+      partition.vector_views |= 1u << bit;
+    } else if (view.data != nullptr) {
+      partition.is_plain = false;
+    }
+  }
+
+  bool is_empty() const { return partition.tiles_in_all == 0; }
+
+  void clear_words(cudaStream_t stream) const {
+    if (words_.defined()) C10_CUDA_CHECK(cudaMemsetAsync(words_.data_ptr(), 0, words_.nbytes(), stream));
+  }
+
+  Partition partition;
+
+ private:
+  int64_t channels_, scalar_bytes_, accumulate_bytes_;
+  at::Tensor words_;
+};
+
+// launcher(Scalar()) for the type behind the kind.
+template <typename Launcher>
+void launch(ScalarKind kind, const Launcher& launcher) {
+  const auto error = [&] {
+    switch (kind) {
+      case ScalarKind::kFloat:
+        return launcher(float());
+      case ScalarKind::kDouble:
+        return launcher(double());
+      case ScalarKind::kHalf:
+        return launcher(__half());
+      case ScalarKind::kBFloat16:
+        return launcher(__nv_bfloat16());
+    }
+    return static_cast<int>(cudaErrorInvalidValue);
+  }();
+  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
+}
+
+std::tuple<at::Tensor, at::Tensor> fwd_cuda(at::TensorList inputs, const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
+                                            std::string_view recurrence, std::string_view candidate_activation,
+                                            bool gate_is_logit, bool reverse) {
+  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+  const Member member = check_inputs(in);
+  const at::Tensor& first = inputs[0];
+  const c10::cuda::CUDAGuard guard(first.device());
+  if (is_present(cu_seqlens) && !cuda::is_capturing()) check_cu_seqlens_values(recurrence, cu_seqlens->cpu(), first.size(1));
+  FwdOutputs outputs = allocate_fwd(in);
+  const at::Tensor sequences = sequence_of_step(in);
+  const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);
+  const Plan plan(params, member.name, first.element_size(), fwd_thread_steps(static_cast<int>(member.row->inputs)), first);
+  if (!plan.is_empty()) {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    plan.clear_words(stream);
+    launch(scalar_kind(first.scalar_type()),
+           [&](auto scalar) { return launch_linear_scan_fwd<decltype(scalar)>(params, plan.partition, stream); });
+  }
+  return {outputs.h, outputs.last_state};
+}
+
+std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_cuda(const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
+                                                         at::TensorList inputs, const at::Tensor& h, const OptionalTensor& h0,
+                                                         const OptionalTensor& cu_seqlens, std::string_view recurrence,
+                                                         std::string_view candidate_activation, bool gate_is_logit,
+                                                         bool reverse, NeedsGrad needs_grad) {
+  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+  const Member member = check_inputs(in);
+  const at::Tensor& first = inputs[0];
+  const c10::cuda::CUDAGuard guard(first.device());
+  GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
+  const at::Tensor sequences = sequence_of_step(in);
+  const LinearScanBwdParams params = make_bwd_params(in, member, sequences, h, grad_h, grad_last_state, grads);
+  Plan plan(params, member.name, first.element_size(), kBwdThreadSteps, first);
+  for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) plan.add_view(Partition::kGradInputs + i, params.grad_inputs[i]);
+  plan.add_view(Partition::kGradH, params.grad_h);
+  if (!plan.is_empty()) {
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    plan.clear_words(stream);
+    launch(scalar_kind(first.scalar_type()),
+           [&](auto scalar) { return launch_linear_scan_bwd<decltype(scalar)>(params, plan.partition, stream); });
+  }
+  return {std::move(grads.inputs), grads.h0};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  m.impl("_linear_recurrence_fwd", &fwd_cuda);
+  m.impl("_linear_recurrence_bwd", &bwd_cuda);
+}
+
+}  // namespace ssm_kernels::linear_scan
+
+#endif

@@ -1,0 +1,7 @@
+#include "linear_scan/cuda/fwd.cuh"
+
+namespace ssm_kernels::linear_scan {
+
+template int launch_linear_scan_fwd<float>(const LinearScanFwdParams&, const Partition&, cudaStream_t);
+
+}  // namespace ssm_kernels::linear_scan

@@ -1,7 +1,0 @@
-#include "linear_scan/linear_scan_bwd.cuh"
-
-namespace ssm_kernels::linear_scan {
-
-template int launch_linear_scan_bwd<__nv_bfloat16>(const LinearScanBwdParams&, const Partition&, cudaStream_t);
-
-}  // namespace ssm_kernels::linear_scan

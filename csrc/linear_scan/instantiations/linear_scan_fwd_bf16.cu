@@ -1,7 +1,0 @@
-#include "linear_scan/linear_scan_fwd.cuh"
-
-namespace ssm_kernels::linear_scan {
-
-template int launch_linear_scan_fwd<__nv_bfloat16>(const LinearScanFwdParams&, const Partition&, cudaStream_t);
-
-}  // namespace ssm_kernels::linear_scan

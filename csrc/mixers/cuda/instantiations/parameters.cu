@@ -1,0 +1,8 @@
+#include "mixers/cuda/parameters.cuh"
+
+namespace ssm_kernels::mixers {
+
+template void launch_mixer_parameters<float>(const MixerParametersParams&, cudaStream_t);
+template void launch_mixer_parameters<double>(const MixerParametersParams&, cudaStream_t);
+
+}  // namespace ssm_kernels::mixers

@@ -1,0 +1,57 @@
+// The parameters of a mixer's recurrence as the scans read them: A = -exp(A_log), the bias of the step sizes and D, converted
+// to the accumulation type and written one after another.
+//
+// A thread computes one element; the grid covers the three tensors in that order. Element types are read at run time: a call
+// has at most some ten thousand elements, and its time is the launch.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "cuda/vector_io.cuh"
+#include "mixers/cuda/launch.h"
+
+namespace ssm_kernels::mixers {
+
+constexpr int kParameterThreads = 256;
+
+template <typename Acc>
+__device__ __forceinline__ Acc load_parameter(const ParameterView& view, int64_t index) {
+  switch (view.kind) {
+    case ScalarKind::kFloat:
+      return static_cast<Acc>(static_cast<const float*>(view.data)[index]);
+    case ScalarKind::kDouble:
+      return static_cast<Acc>(static_cast<const double*>(view.data)[index]);
+    case ScalarKind::kHalf:
+      return static_cast<Acc>(cuda::to_accumulate(static_cast<const __half*>(view.data)[index]));
+    case ScalarKind::kBFloat16:
+      return static_cast<Acc>(cuda::to_accumulate(static_cast<const __nv_bfloat16*>(view.data)[index]));
+  }
+  return 0;
+}
+
+template <typename Acc>
+__global__ void __launch_bounds__(kParameterThreads) mixer_parameters_kernel(const MixerParametersParams p) {
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kParameterThreads + threadIdx.x;
+  Acc* const out = static_cast<Acc*>(p.out);
+  if (index < p.A_log.count) {
+    // The accurate exponential, not Math<float>'s approximation: an error of A grows with the length of a sequence.
+    out[index] = -::exp(load_parameter<Acc>(p.A_log, index));
+    return;
+  }
+  const int64_t in_bias = index - p.A_log.count, in_D = in_bias - p.bias.count;
+  if (in_D < 0) {
+    out[index] = load_parameter<Acc>(p.bias, in_bias);
+  } else if (in_D < p.D.count) {
+    out[index] = load_parameter<Acc>(p.D, in_D);
+  }
+}
+
+template <typename Acc>
+void launch_mixer_parameters(const MixerParametersParams& params, cudaStream_t stream) {
+  const int64_t count = params.A_log.count + params.bias.count + params.D.count;
+  const int64_t blocks = (count + kParameterThreads - 1) / kParameterThreads;
+  mixer_parameters_kernel<Acc><<<static_cast<unsigned int>(blocks), kParameterThreads, 0, stream>>>(params);
+}
+
+}  // namespace ssm_kernels::mixers

@@ -1,8 +1,0 @@
-#include "mixers/mixer_parameters.cuh"
-
-namespace ssm_kernels::mixers {
-
-template void launch_mixer_parameters<float>(const MixerParametersParams&, cudaStream_t);
-template void launch_mixer_parameters<double>(const MixerParametersParams&, cudaStream_t);
-
-}  // namespace ssm_kernels::mixers

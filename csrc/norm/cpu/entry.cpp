@@ -1,0 +1,58 @@
+// CPU side of the norms: chooses the instruction set and gives rows to threads.
+
+#include "norm/cpu/kernels.h"
+
+#include "cpu/capability.h"
+#include "cpu/thread_scratch.h"
+#include "norm/norm_op.h"
+
+namespace ssm_kernels::norm {
+
+#define SSM_CPU_KERNELS(CAPABILITY)                                          \
+  namespace CAPABILITY {                                                     \
+  void fwd_row(const NormFwdParams&, int64_t, std::byte*);                   \
+  void bwd_rows(const NormBwdParams&, const RowTasks&, int64_t, std::byte*); \
+  void sum_partials(const NormBwdParams&);                                   \
+  constexpr CpuKernels kKernels{&fwd_row, &bwd_rows, &sum_partials};         \
+  }
+
+SSM_CPU_CAPABILITIES(SSM_CPU_KERNELS)
+#undef SSM_CPU_KERNELS
+
+namespace {
+
+const CpuKernels& cpu_kernels() {
+#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernels,
+  static constexpr const CpuKernels* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
+#undef SSM_ROW
+  return *kBuilt[cpu_capability_index()];
+}
+
+int64_t scratch_bytes(const NormParams& p) {
+  return kScratchRows * (p.group_size + kScratchPadding) * static_cast<int64_t>(sizeof(double));
+}
+
+// In units of ThreadScratch: a column costs about as much as four steps of a scan.
+int64_t work(const NormParams& p) { return 4 * p.columns(); }
+
+void fwd_cpu(const NormFwdParams& p) {
+  ThreadScratch(scratch_bytes(p)).parallel_for(p.rows(), work(p), [&](int64_t row, std::byte* scratch) {
+    cpu_kernels().fwd_row(p, row, scratch);
+  });
+}
+
+int64_t count_partials_cpu(const NormBwdParams& p) { return RowTasks(p.rows()).count; }
+
+void bwd_cpu(const NormBwdParams& p) {
+  const RowTasks tasks(p.rows());
+  ThreadScratch(scratch_bytes(p))
+      .parallel_for(tasks.count, work(p) * tasks.rows_per_task,
+                    [&](int64_t task, std::byte* scratch) { cpu_kernels().bwd_rows(p, tasks, task, scratch); });
+  cpu_kernels().sum_partials(p);
+}
+
+}  // namespace
+
+const DeviceKernels kCpu{&fwd_cpu, &count_partials_cpu, &bwd_cpu};
+
+}  // namespace ssm_kernels::norm

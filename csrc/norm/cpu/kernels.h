@@ -1,0 +1,35 @@
+// Between entry.cpp, compiled once, and kernel.cpp, compiled once per instruction set.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "norm/norm.h"
+
+namespace ssm_kernels::norm {
+
+// Backward sums the parameters' gradients over tasks of consecutive rows. The split depends on the rows alone, and so do the
+// bits of the sums.
+struct RowTasks {
+  int64_t rows, rows_per_task, count;
+  explicit RowTasks(int64_t rows) : rows(rows) {
+    constexpr int64_t kMostTasks = 64, kLeastRows = 16;
+    rows_per_task = std::max(kLeastRows, (rows + kMostTasks - 1) / kMostTasks);
+    count = (rows + rows_per_task - 1) / rows_per_task;
+  }
+  int64_t begin(int64_t task) const { return task * rows_per_task; }
+  int64_t end(int64_t task) const { return std::min(rows, begin(task) + rows_per_task); }
+};
+
+// Scratch memory of a thread: backward keeps four rows of a group, each rounded up to whole vectors.
+constexpr int64_t kScratchRows = 4, kScratchPadding = 16;
+
+// The kernels of one instruction set.
+struct CpuKernels {
+  void (*fwd_row)(const NormFwdParams&, int64_t row, std::byte* scratch);
+  void (*bwd_rows)(const NormBwdParams&, const RowTasks&, int64_t task, std::byte* scratch);
+  void (*sum_partials)(const NormBwdParams&);
+};
+
+}  // namespace ssm_kernels::norm

@@ -1,0 +1,458 @@
+// Norms on CUDA, backward: the general kernels, which take every option. norm.h has the formulas of forward, launch.h how
+// the work is cut, rms_bwd.cuh the kernels of the most frequent cases. With y = norm(v) and gy the gradient that reaches y
+// weight,
+//
+//   grad_v = rstd (gy weight - mean(gy weight) - y mean(gy weight y)),  the first mean for LayerNorm alone
+//   grad_weight = sum over rows of gy y,  grad_bias = sum over rows of gy
+//
+// A block keeps its columns and walks through rows. Each thread copies its vectors of x, grad_out and z (or, of add_norm,
+// grad_new_residual) kBwdStages - 1 rows ahead into shared memory of its own, which takes no registers and no barrier. It reads
+// them twice: for the two means, which are one sum over the team, and for the gradients; v, y and the gate are computed both
+// times. Its columns' sums for grad_weight stay in registers and those for grad_bias in shared memory until the last row. They
+// then make a row of partial sums, and a second kernel adds these rows in order. The scalar kernel reads global memory in both
+// passes. It also takes groups too long for the registers, in chunks, and then updates the partial sums in global memory with
+// each row.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/launch.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "norm/cuda/device.cuh"
+#include "norm/cuda/rms_bwd.cuh"
+
+namespace ssm_kernels::norm {
+
+// What a thread reads of a group: x, grad_out, and z or grad_new_residual. x and grad_new_residual may be of the accumulation
+// type: wide.
+template <typename Scalar, bool use_vectors, bool is_add>
+class BwdInputs {
+ public:
+  using Acc = AccumulateType<Scalar>;
+  static constexpr int kSize = kVectorSize<Scalar, use_vectors>, kVectors = kVectorsOfThread<Scalar, use_vectors>;
+  static constexpr bool kMayBeWide = is_add && !std::is_same_v<Scalar, Acc>;
+
+  __device__ __forceinline__ BwdInputs(const NormBwdParams& p, const BwdPlan& plan, char* record)
+      : p_(p), plan_(plan), record_(record) {}
+
+  // Starts the copies of a group into a stage; is_valid(i) says whether vector i exists.
+  template <typename IsValid, typename OffsetOf>
+  __device__ __forceinline__ void copy(int stage, const IsValid& is_valid, const OffsetOf& offset_of) {
+    if constexpr (use_vectors) {
+      const RowsView& third = third_view();
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (!is_valid(i)) continue;
+        copy_vector(stage, kGradOut, i, p_.grad_out, offset_of(p_.grad_out, i));
+        copy_vector(stage, kX, i, p_.x, offset_of(p_.x, i));
+        if (third.data != nullptr) copy_vector(stage, kThird, i, third, offset_of(third, i));
+      }
+    }
+  }
+
+  template <typename OffsetOf>
+  __device__ __forceinline__ void read_x(Acc (&values)[kSize], int stage, int i, const OffsetOf& offset_of) const {
+    read(values, stage, kX, i, p_.x, offset_of);
+  }
+  template <typename OffsetOf>
+  __device__ __forceinline__ void read_grad_out(Acc (&values)[kSize], int stage, int i, const OffsetOf& offset_of) const {
+    read(values, stage, kGradOut, i, p_.grad_out, offset_of);
+  }
+  template <typename OffsetOf>
+  __device__ __forceinline__ void read_third(Acc (&values)[kSize], int stage, int i, const OffsetOf& offset_of) const {
+    read(values, stage, kThird, i, third_view(), offset_of);
+  }
+
+ private:
+  // Narrow grad_out first: the place of the others depends on their width.
+  enum Input { kGradOut, kX, kThird };
+
+  __device__ __forceinline__ const RowsView& third_view() const { return is_add ? p_.grad_new_residual : p_.z; }
+  __device__ __forceinline__ bool is_wide() const { return kMayBeWide && p_.x.is_accumulate; }
+
+  // The first piece of vector i.
+  __device__ __forceinline__ char* access(int stage, Input input, int i) const {
+    const int width = is_wide() ? 2 : 1;
+    const int index = input == kGradOut ? i : kVectors + ((input == kThird ? kVectors : 0) + i) * width;
+    return record_ + (stage * plan_.stage_accesses + index) * kVectorBytes;
+  }
+
+  __device__ __forceinline__ void copy_vector(int stage, Input input, int i, const RowsView& view, int64_t offset) {
+    char* const target = access(stage, input, i);
+    if (input != kGradOut && is_wide()) {
+      const Acc* const source = static_cast<const Acc*>(view.data) + offset;
+      cuda::cp_async(target, source, kVectorBytes);
+      cuda::cp_async(target + kVectorBytes, source + kVectorBytes / sizeof(Acc), kVectorBytes);
+    } else {
+      cuda::cp_async(target, static_cast<const Scalar*>(view.data) + offset, kVectorBytes);
+    }
+  }
+
+  template <typename OffsetOf>
+  __device__ __forceinline__ void read(Acc (&values)[kSize], int stage, Input input, int i, const RowsView& view,
+                                       const OffsetOf& offset_of) const {
+    if constexpr (use_vectors) {
+      const char* const source = access(stage, input, i);
+      if constexpr (kMayBeWide) {
+        static_assert(kSize * sizeof(Acc) == 2 * kVectorBytes, "a wide vector is two pieces");
+        if (input != kGradOut && is_wide()) {
+          Vector<Acc, kSize> vector;
+          vector.accesses[0] = *reinterpret_cast<const uint4*>(source);
+          vector.accesses[1] = *reinterpret_cast<const uint4*>(source + kVectorBytes);
+          return to_values(vector, values);
+        }
+      }
+      to_values(Vector<Scalar, kSize>::load(reinterpret_cast<const Scalar*>(source)), values);
+    } else {
+      load_values<Scalar>(view.data, view.is_accumulate, offset_of(view, i), values);
+    }
+  }
+
+  const NormBwdParams& p_;
+  const BwdPlan& plan_;
+  char* record_;
+};
+
+// Adds a vector of terms to sums in global memory.
+template <typename Acc, int size>
+__device__ __forceinline__ void add_to(Acc* sums, const Acc (&terms)[size], bool is_first) {
+  Acc values[size] = {};
+  if (!is_first) to_values(Vector<Acc, size>::load(sums), values);
+#pragma unroll
+  for (int j = 0; j < size; ++j) values[j] += terms[j];
+  from_values<Acc>(values).store(sums);
+}
+
+// A thread's sums for grad_bias, in shared memory: with both sums in registers the kernels would spill.
+template <typename Acc, int vectors, int size>
+class SharedSums {
+ public:
+  __device__ __forceinline__ explicit SharedSums(char* record) : record_(record) {}
+
+  __device__ __forceinline__ void clear() {
+    const Acc zeros[size] = {};
+#pragma unroll
+    for (int i = 0; i < vectors; ++i) store(i, zeros);
+  }
+  __device__ __forceinline__ void add(int i, const Acc (&terms)[size]) {
+    Acc values[size];
+    load(i, values);
+#pragma unroll
+    for (int j = 0; j < size; ++j) values[j] += terms[j];
+    store(i, values);
+  }
+  __device__ __forceinline__ void load(int i, Acc (&values)[size]) const {
+    to_values(Vector<Acc, size>::load(address(i)), values);
+  }
+
+ private:
+  __device__ __forceinline__ Acc* address(int i) const {
+    return reinterpret_cast<Acc*>(record_ + i * kSumAccesses<Acc, size> * kVectorBytes);
+  }
+  __device__ __forceinline__ void store(int i, const Acc (&values)[size]) { from_values<Acc>(values).store(address(i)); }
+
+  char* record_;
+};
+
+template <typename Scalar, bool use_vectors, bool is_add>
+__global__ void __launch_bounds__(kBwdMaxThreads, 1)
+    norm_bwd_kernel(const __grid_constant__ NormBwdParams p, const __grid_constant__ BwdPlan plan) {
+  using Acc = AccumulateType<Scalar>;
+  using Inputs = BwdInputs<Scalar, use_vectors, is_add>;
+  constexpr int kSize = Inputs::kSize, kVectors = Inputs::kVectors;
+  static_assert(kBwdStages <= TeamSum<Acc, 2>::kBuffers, "a stage is a buffer of the sums");
+  static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
+  extern __shared__ __align__(kVectorBytes) char records[];
+  __shared__ typename TeamSum<Acc, 2>::Shared shared_sums;
+  const Teams& teams = plan.teams;
+  TeamSum<Acc, 2> team_sum(shared_sums, teams.lanes);
+  char* const record = records + threadIdx.x * plan.record_bytes;
+  Inputs inputs(p, plan, record);
+
+  const int team = teams.count == 1 ? 0 : threadIdx.x / teams.lanes, lane = threadIdx.x - team * teams.lanes;
+  const int row_team = team / plan.group_teams;
+  const int row_block = blockIdx.x / plan.column_blocks, column_block = blockIdx.x - row_block * plan.column_blocks;
+  const int group = column_block * plan.group_teams + (team - row_team * plan.group_teams);
+  const int partial = row_block * plan.row_teams + row_team;
+  const bool has_group = group < p.groups, is_single = use_vectors || teams.chunks == 1;
+  const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
+  const Acc size = static_cast<Acc>(p.group_size);
+  const int chunks = use_vectors ? 1 : teams.chunks;
+  const bool has_gate = !is_add && p.z.data != nullptr, gate_before = has_gate && !p.norm_before_gate;
+
+  using Row = RowIndex<use_vectors>;
+  const auto is_active = [&](Row row) { return has_group && row < static_cast<Row>(p.rows()); };
+  const auto column = [&](int chunk, int i) { return (chunk * kVectors + i) * stride + lane * kSize; };
+  const auto partial_offset = [&](int first_column) {
+    return partial * p.columns() + group * static_cast<int>(p.group_size) + first_column;
+  };
+
+  const auto copy = [&](Row row, int stage) {
+    if (is_active(row)) {
+      const GroupIndex<Row> index(p, row, group);
+      inputs.copy(
+          stage, [&](int i) { return column(0, i) < group_size; },
+          [&](const RowsView& view, int i) { return index.offset(view) + column(0, i); });
+    }
+    cuda::cp_async_commit();
+  };
+  if constexpr (use_vectors) {
+    for (int i = 0; i < kBwdStages - 1; ++i) copy(partial + i * plan.partials, i);
+  }
+  int stage = 0;  // of the row
+
+  Acc sum_weight[kVectors][kSize] = {};
+  SharedSums<Acc, kVectors, kSize> sum_bias(record + kBwdStages * plan.stage_accesses * kVectorBytes);
+  const bool sums_bias = is_single && p.partial_bias != nullptr;
+  if (sums_bias) sum_bias.clear();
+  const auto statistic = [&](const void* values, Row row) {
+    return is_active(row) ? static_cast<const Acc*>(values)[row * p.groups + group] : Acc(0);
+  };
+  Acc next_rstd = statistic(p.rstd, partial), next_mean = p.subtract_mean ? statistic(p.mean, partial) : Acc(0);
+
+  // Bounds that are the same for all threads: each takes part in the sums.
+  for (Row row = partial; row - partial < static_cast<Row>(p.rows()); row += plan.partials) {
+    const bool active = is_active(row);
+    const GroupIndex<Row> index(p, row, group);
+    const Acc rstd = next_rstd, mean = next_mean;
+    next_rstd = statistic(p.rstd, row + plan.partials);
+    if (p.subtract_mean) next_mean = statistic(p.mean, row + plan.partials);
+
+    if constexpr (use_vectors) {
+      // Into the stage of the row before, which this thread has read.
+      copy(row + (kBwdStages - 1) * plan.partials, stage == 0 ? kBwdStages - 1 : stage - 1);
+      cuda::cp_async_wait<kBwdStages - 1>();
+    }
+
+    Acc sums[2] = {0, 0};  // of gy weight y, and of gy weight
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (!active || column(chunk, i) >= group_size) continue;
+        const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
+        Acc v[kSize], gy[kSize], weight[kSize];  // weight, last needed, is loaded last: registers are short
+        inputs.read_x(v, stage, i, offset_of);
+        inputs.read_grad_out(gy, stage, i, offset_of);
+        if constexpr (!is_add) {
+          if (has_gate) {
+            Acc z[kSize];
+            inputs.read_third(z, stage, i, offset_of);
+            visit_activation(p.activation, [&](auto gate) {
+#pragma unroll
+              for (int j = 0; j < kSize; ++j) z[j] = gate.value(z[j]);
+            });
+#pragma unroll
+            for (int j = 0; j < kSize; ++j) {
+              if (gate_before) {
+                v[j] *= z[j];
+              } else {
+                gy[j] *= z[j];
+              }
+            }
+          }
+        }
+        load_parameter<Scalar>(p.weight, index.first_column + column(chunk, i), 1, weight);
+        Acc terms[kSize];
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          const Acc y = (v[j] - mean) * rstd, gw = gy[j] * weight[j];
+          sums[0] = Math<Acc>::fma(gw, y, sums[0]);
+          sums[1] += gw;
+          terms[j] = gy[j] * y;
+        }
+        if (is_single) {
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) sum_weight[i][j] += terms[j];
+          if (sums_bias) sum_bias.add(i, gy);
+        } else {
+          const int64_t offset = partial_offset(column(chunk, i));
+          if (p.partial_weight != nullptr) add_to(static_cast<Acc*>(p.partial_weight) + offset, terms, row == partial);
+          if (p.partial_bias != nullptr) add_to(static_cast<Acc*>(p.partial_bias) + offset, gy, row == partial);
+        }
+      }
+    }
+    team_sum(sums, stage);
+    const Acc mean_gwy = sums[0] / size, mean_gw = p.subtract_mean ? sums[1] / size : Acc(0);
+
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (!active || column(chunk, i) >= group_size) continue;
+        const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
+        const int parameter_offset = index.first_column + column(chunk, i);
+        Acc x[kSize], g[kSize], weight[kSize];
+        inputs.read_x(x, stage, i, offset_of);
+        inputs.read_grad_out(g, stage, i, offset_of);
+        if constexpr (is_add) {
+          load_parameter<Scalar>(p.weight, parameter_offset, 1, weight);
+          Acc grad[kSize];
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) grad[j] = rstd * (g[j] * weight[j] - mean_gw - (x[j] - mean) * rstd * mean_gwy);
+          if (p.grad_new_residual.data != nullptr) {
+            inputs.read_third(x, stage, i, offset_of);
+#pragma unroll
+            for (int j = 0; j < kSize; ++j) grad[j] += x[j];
+          }
+          if (p.grad_x.data != nullptr) store_values<Scalar>(p.grad_x, offset_of(p.grad_x, i), grad);
+          if (p.grad_residual.data != nullptr) store_values<Scalar>(p.grad_residual, offset_of(p.grad_residual, i), grad);
+        } else {
+          Acc a[kSize], slope[kSize];
+          if (has_gate) {
+            inputs.read_third(a, stage, i, offset_of);
+            visit_activation(p.activation, [&](auto gate) {
+#pragma unroll
+              for (int j = 0; j < kSize; ++j) {
+                const Gate<Acc> both = gate.with_derivative(a[j]);
+                a[j] = both.value;
+                slope[j] = both.derivative;
+              }
+            });
+          } else {
+#pragma unroll
+            for (int j = 0; j < kSize; ++j) {
+              a[j] = 1;
+              slope[j] = 0;
+            }
+          }
+          load_parameter<Scalar>(p.weight, parameter_offset, 1, weight);
+          // Compiled for either order, which share few values: registers are short.
+          const auto differentiate = [&](auto before) {
+            constexpr bool kBefore = decltype(before)::value;
+            Acc grad_x[kSize];
+#pragma unroll
+            for (int j = 0; j < kSize; ++j) {
+              const Acc y = ((kBefore ? x[j] * a[j] : x[j]) - mean) * rstd;
+              const Acc grad_v = rstd * ((kBefore ? g[j] : g[j] * a[j]) * weight[j] - mean_gw - y * mean_gwy);
+              grad_x[j] = kBefore ? grad_v * a[j] : grad_v;
+              slope[j] *= kBefore ? grad_v * x[j] : g[j];
+              x[j] = y * weight[j];
+            }
+            if (p.grad_x.data != nullptr) store_values<Scalar>(p.grad_x, offset_of(p.grad_x, i), grad_x);
+            if (p.out.data == nullptr && (kBefore || p.grad_z.data == nullptr)) return;
+            load_parameter<Scalar>(p.bias, parameter_offset, 0, weight);
+#pragma unroll
+            for (int j = 0; j < kSize; ++j) {
+              x[j] += weight[j];
+              if constexpr (!kBefore) {
+                slope[j] *= x[j];
+                x[j] *= a[j];
+              }
+            }
+            if (p.out.data != nullptr) store_values<Scalar>(p.out, offset_of(p.out, i), x);
+          };
+          if (gate_before) {
+            differentiate(std::true_type());
+          } else {
+            differentiate(std::false_type());
+          }
+          if (p.grad_z.data != nullptr) store_values<Scalar>(p.grad_z, offset_of(p.grad_z, i), slope);
+        }
+      }
+    }
+    stage = stage == kBwdStages - 1 ? 0 : stage + 1;
+  }
+
+  if (!is_single || !has_group) return;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (column(0, i) >= group_size) continue;
+    const int64_t offset = partial_offset(column(0, i));
+    if (p.partial_weight != nullptr) from_values<Acc>(sum_weight[i]).store(static_cast<Acc*>(p.partial_weight) + offset);
+    if (sums_bias) {
+      Acc values[kSize];
+      sum_bias.load(i, values);
+      from_values<Acc>(values).store(static_cast<Acc*>(p.partial_bias) + offset);
+    }
+  }
+}
+
+// ----- The sum of the partial sums
+
+// Threads of a block. Eight columns are a sector of float32: so few make enough blocks for the whole device.
+constexpr int kSumColumns = 8, kSumRows = 64;
+// Loads of a thread that are in flight together, in three blocks a multiprocessor.
+constexpr int kSumLoads = 16;
+
+struct SumParams {
+  const void* partials[2];
+  ParameterView targets[2];
+  ScalarKind kind;                // of a target that is not of the accumulation type
+  int64_t rows, columns, blocks;  // blocks of one target
+};
+
+// A block sums kSumColumns columns: each of its kSumRows threads per column every kSumRows-th row, then warps over their lanes,
+// and then the first warp over the warps.
+template <typename Acc>
+__global__ void __launch_bounds__(kSumColumns* kSumRows, sizeof(Acc) == 4 ? 3 : 1)
+    norm_sum_kernel(const __grid_constant__ SumParams p) {
+  constexpr int kWarps = kSumColumns * kSumRows / kWarpSize;
+  __shared__ Acc shared[kWarps][kSumColumns];
+  const int which = blockIdx.x >= p.blocks;
+  const int lane_column = threadIdx.x % kSumColumns;
+  const int64_t column = (blockIdx.x - which * p.blocks) * kSumColumns + lane_column;
+  const bool has_column = column < p.columns;
+  Acc sum = 0;
+  const Acc* next = static_cast<const Acc*>(p.partials[which]) + threadIdx.x / kSumColumns * p.columns + column;
+  for (int64_t first = threadIdx.x / kSumColumns; first < p.rows; first += kSumLoads * kSumRows) {
+    Acc values[kSumLoads];
+#pragma unroll
+    for (int i = 0; i < kSumLoads; ++i) {
+      values[i] = has_column && first + i * kSumRows < p.rows ? *next : Acc(0);
+      next += kSumRows * p.columns;
+    }
+#pragma unroll
+    for (int i = 0; i < kSumLoads; ++i) sum += values[i];
+  }
+#pragma unroll
+  for (int distance = kSumColumns; distance < kWarpSize; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
+  if (threadIdx.x % kWarpSize < kSumColumns) shared[threadIdx.x / kWarpSize][lane_column] = sum;
+  __syncthreads();
+  if (threadIdx.x >= kSumColumns || !has_column) return;
+  sum = 0;
+#pragma unroll
+  for (int i = 0; i < kWarps; ++i) sum += shared[i][lane_column];
+  void* const target = p.targets[which].data;
+  if (p.targets[which].is_accumulate) {
+    static_cast<Acc*>(target)[column] = sum;
+  } else if constexpr (std::is_same_v<Acc, float>) {
+    if (p.kind == ScalarKind::kHalf) {
+      static_cast<__half*>(target)[column] = from_accumulate<__half>(sum);
+    } else {
+      static_cast<__nv_bfloat16*>(target)[column] = from_accumulate<__nv_bfloat16>(sum);
+    }
+  }
+}
+
+template <typename Scalar>
+cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cudaStream_t stream) {
+  void (*kernel)(NormBwdParams, BwdPlan) =
+      params.is_add ? norm_bwd_kernel<Scalar, false, true> : norm_bwd_kernel<Scalar, false, false>;
+  if constexpr (kHasVectorKernels<Scalar>) {
+    if (plan.rms.rms_case != RmsCase::kNone) return launch_norm_rms_bwd<Scalar>(params, plan.rms, stream);
+    if (plan.teams.use_vectors) {
+      kernel = params.is_add ? norm_bwd_kernel<Scalar, true, true> : norm_bwd_kernel<Scalar, true, false>;
+    }
+  }
+  const size_t shared_bytes = static_cast<size_t>(plan.teams.threads()) * plan.record_bytes;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(plan.row_blocks * plan.column_blocks), plan.teams.threads(), shared_bytes, stream>>>(params,
+                                                                                                                      plan);
+  return cudaGetLastError();
+}
+
+template <typename Acc>
+void launch_norm_sum(const NormBwdParams& params, cudaStream_t stream) {
+  SumParams sum{{}, {}, params.kind, params.partials, params.columns(), (params.columns() + kSumColumns - 1) / kSumColumns};
+  int targets = 0;
+  const auto add = [&](const ParameterView& target, const void* partials) {
+    if (target.data == nullptr) return;
+    sum.targets[targets] = target;
+    sum.partials[targets++] = partials;
+  };
+  add(params.grad_weight, params.partial_weight);
+  add(params.grad_bias, params.partial_bias);
+  if (targets == 0) return;
+  norm_sum_kernel<Acc><<<static_cast<unsigned>(targets * sum.blocks), kSumColumns * kSumRows, 0, stream>>>(sum);
+}
+
+}  // namespace ssm_kernels::norm

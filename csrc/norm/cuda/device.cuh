@@ -1,0 +1,127 @@
+// What forward and backward of the norms share on the device: sums over a team, and vectors of either of two types.
+#pragma once
+
+#include "cuda/vector_io.cuh"
+#include "norm/cuda/launch.h"
+
+namespace ssm_kernels::norm {
+
+using cuda::AccumulateType;
+using cuda::from_accumulate;
+using cuda::to_accumulate;
+using cuda::Vector;
+
+constexpr unsigned kAllLanes = 0xffffffffu;
+constexpr int kMaxWarps = 32;
+
+// double has no vector kernels, which saves compiling its long elementary functions many times over.
+template <typename Scalar>
+constexpr bool kHasVectorKernels = !std::is_same_v<Scalar, double>;
+template <typename Scalar, bool use_vectors>
+constexpr int kVectorSize = use_vectors ? kVectorBytes / static_cast<int>(sizeof(Scalar)) : 1;
+
+template <typename Scalar, bool use_vectors>
+constexpr int kVectorsOfThread = use_vectors ? kThreadColumns / kVectorSize<Scalar, use_vectors> : 1;
+
+// The vector kernels count rows in 32 bits, which saves registers; the scalar kernels take more than kMaxNarrowRows.
+template <bool use_vectors>
+using RowIndex = std::conditional_t<use_vectors, int, int64_t>;
+
+// A row and a group of it.
+template <typename Row>
+struct GroupIndex {
+  Row outer, inner;
+  int first_column;
+
+  __device__ __forceinline__ GroupIndex(const NormParams& p, Row row, int group) {
+    outer = p.outer == 1 ? 0 : row / static_cast<Row>(p.inner);
+    inner = row - outer * static_cast<Row>(p.inner);
+    first_column = group * static_cast<int>(p.group_size);
+  }
+  __device__ __forceinline__ int64_t offset(const RowsView& view) const {
+    return outer * view.stride_outer + inner * view.stride_inner + first_column;
+  }
+};
+
+// Sums `count` values over each team. All threads of the block call it together, with another buffer than in the call before:
+// a thread then writes to a buffer only after a barrier that all threads reached having read it. Lanes add in the same order,
+// and all get the same bits.
+template <typename Acc, int count>
+class TeamSum {
+ public:
+  static constexpr int kBuffers = 3;
+  using Shared = Acc[kBuffers][count][kMaxWarps];
+
+  __device__ __forceinline__ TeamSum(Shared& shared, int lanes) : shared_(shared), lanes_(lanes) {}
+
+  __device__ __forceinline__ void operator()(Acc (&values)[count], int buffer) {
+    for (int distance = min(lanes_, kWarpSize) / 2; distance > 0; distance /= 2) add_across(values, distance);
+    if (lanes_ <= kWarpSize) return;
+    const int warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
+#pragma unroll
+    for (int i = 0; i < count; ++i) {
+      if (lane == 0) shared_[buffer][i][warp] = values[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < count; ++i) values[i] = lane < lanes_ / kWarpSize ? shared_[buffer][i][lane] : Acc(0);
+#pragma unroll
+    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) add_across(values, distance);
+  }
+
+ private:
+  static __device__ __forceinline__ void add_across(Acc (&values)[count], int distance) {
+#pragma unroll
+    for (int i = 0; i < count; ++i) values[i] += __shfl_xor_sync(kAllLanes, values[i], distance);
+  }
+
+  Shared& shared_;
+  int lanes_;
+};
+
+template <typename Scalar, int size>
+__device__ __forceinline__ void to_values(const Vector<Scalar, size>& vector, AccumulateType<Scalar> (&values)[size]) {
+#pragma unroll
+  for (int j = 0; j < size; ++j) values[j] = vector.accumulate(j);
+}
+
+template <typename Scalar, int size>
+__device__ __forceinline__ Vector<Scalar, size> from_values(const AccumulateType<Scalar> (&values)[size]) {
+  Vector<Scalar, size> vector;
+#pragma unroll
+  for (int j = 0; j < size; ++j) vector.set(j, from_accumulate<Scalar>(values[j]));
+  return vector;
+}
+
+// Values of a tensor of type Scalar or, where it says so, of the accumulation type.
+template <typename Scalar, int size>
+__device__ __forceinline__ void load_values(const void* data, bool is_accumulate, int64_t offset,
+                                            AccumulateType<Scalar> (&values)[size]) {
+  using Acc = AccumulateType<Scalar>;
+  if (!std::is_same_v<Scalar, Acc> && is_accumulate) {
+    to_values(Vector<Acc, size>::load(static_cast<const Acc*>(data) + offset), values);
+  } else {
+    to_values(Vector<Scalar, size>::load(static_cast<const Scalar*>(data) + offset), values);
+  }
+}
+
+template <typename Scalar, int size>
+__device__ __forceinline__ void load_parameter(const ParameterView& view, int64_t offset, AccumulateType<Scalar> absent,
+                                               AccumulateType<Scalar> (&values)[size]) {
+  if (view.data != nullptr) return load_values<Scalar>(view.data, view.is_accumulate, offset, values);
+#pragma unroll
+  for (int j = 0; j < size; ++j) values[j] = absent;
+}
+
+template <typename Scalar, int size>
+__device__ __forceinline__ void store_values(const RowsView& view, int64_t offset,
+                                             const AccumulateType<Scalar> (&values)[size]) {
+  using Acc = AccumulateType<Scalar>;
+  if (!std::is_same_v<Scalar, Acc> && view.is_accumulate) {
+    from_values<Acc>(values).store(static_cast<Acc*>(view.data) + offset);
+  } else {
+    from_values<Scalar>(values).store(static_cast<Scalar*>(view.data) + offset);
+  }
+}
+
+}  // namespace ssm_kernels::norm

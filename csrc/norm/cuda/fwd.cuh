@@ -1,0 +1,185 @@
+// Norms on CUDA, forward: the general kernels, which take every option. norm.h has the formulas, launch.h how the work is
+// cut, rms_fwd.cuh the kernels of the most frequent case.
+//
+// A team reads a group once, into registers: x and its gate, or x and the residual. It sums v^2 (LayerNorm: v, then the squares
+// of v - mean), and writes the output from the registers. All loads of a group come before their first use, to keep as many
+// bytes in flight as the group has. Saved for backward: rstd and, for LayerNorm, mean of each group.
+#pragma once
+
+#include <algorithm>
+
+#include "norm/cuda/device.cuh"
+#include "norm/cuda/rms_fwd.cuh"
+#include "norm/cuda/rms_sum_fwd.cuh"
+
+namespace ssm_kernels::norm {
+
+// The group that a team holds: its values in the accumulation type, and a gate that is applied after the norm.
+template <typename Scalar, int vectors, int size, bool is_add>
+struct GroupValues {
+  using Acc = AccumulateType<Scalar>;
+  static constexpr bool kMayBeWide = is_add && !std::is_same_v<Scalar, Acc>;
+
+  Acc v[vectors][size];
+  Vector<Scalar, size> z[is_add ? 1 : vectors];
+
+  // offset_of(view, i): of vector i in a tensor.
+  template <typename IsValid, typename OffsetOf>
+  __device__ __forceinline__ void load(const NormFwdParams& p, const IsValid& is_valid, const OffsetOf& offset_of,
+                                       bool stores_residual) {
+    Vector<Scalar, size> x[vectors], residual[is_add ? vectors : 1];
+    Vector<Acc, size> wide_residual[kMayBeWide ? vectors : 1];
+    const auto load_all = [&](auto& vectors_of_lane, const RowsView& view) {
+      using Element = std::decay_t<decltype(vectors_of_lane[0])>;
+      using Stored = std::decay_t<decltype(vectors_of_lane[0][0])>;
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) {
+        vectors_of_lane[i] =
+            is_valid(i) ? Element::load_once(static_cast<const Stored*>(view.data) + offset_of(view, i)) : Element::zero();
+      }
+    };
+    load_all(x, p.x);
+    if constexpr (is_add) {
+      const bool is_wide = kMayBeWide && p.residual.is_accumulate;
+      if (p.residual.data != nullptr) {
+        if constexpr (kMayBeWide) {
+          if (is_wide) load_all(wide_residual, p.residual);
+        }
+        if (!is_wide) load_all(residual, p.residual);
+      }
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) {
+        to_values(x[i], v[i]);
+        if (p.residual.data != nullptr) {
+#pragma unroll
+          for (int j = 0; j < size; ++j) {
+            if constexpr (kMayBeWide) {
+              v[i][j] += is_wide ? wide_residual[i][j] : residual[i].accumulate(j);
+            } else {
+              v[i][j] += residual[i].accumulate(j);
+            }
+          }
+        }
+        // The norm is of the new residual as it is rounded.
+        if (!p.new_residual.is_accumulate) to_values(from_values<Scalar>(v[i]), v[i]);
+        if (stores_residual && is_valid(i)) store_values<Scalar>(p.new_residual, offset_of(p.new_residual, i), v[i]);
+      }
+    } else {
+      if (p.z.data != nullptr) load_all(z, p.z);
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) to_values(x[i], v[i]);
+      if (p.z.data != nullptr && !p.norm_before_gate) multiply_by_gate(p.activation);
+    }
+  }
+
+  __device__ __forceinline__ void multiply_by_gate(GateActivation activation) {
+    visit_activation(activation, [&](auto gate) {
+#pragma unroll
+      for (int i = 0; i < vectors; ++i) {
+#pragma unroll
+        for (int j = 0; j < size; ++j) v[i][j] *= gate.value(z[i].accumulate(j));
+      }
+    });
+  }
+};
+
+// Two leave a thread 64 registers: the gated kernel of 16-bit types, whose row is longest, needs the blocks to have enough
+// bytes in flight. The others would spill.
+template <typename Scalar, bool is_add>
+constexpr int kFwdMinBlocks = sizeof(Scalar) == 2 && !is_add ? 2 : 1;
+
+template <typename Scalar, bool use_vectors, bool is_add>
+__global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>))
+    norm_fwd_kernel(const __grid_constant__ NormFwdParams p, const __grid_constant__ FwdPlan plan) {
+  using Acc = AccumulateType<Scalar>;
+  constexpr int kSize = kVectorSize<Scalar, use_vectors>, kVectors = kVectorsOfThread<Scalar, use_vectors>;
+  static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
+  __shared__ typename TeamSum<Acc, 1>::Shared shared;
+  const Teams& teams = plan.teams;
+  TeamSum<Acc, 1> team_sum(shared, teams.lanes);
+  const int team = teams.count == 1 ? 0 : threadIdx.x / teams.lanes, lane = threadIdx.x - team * teams.lanes;
+  const int stride = teams.lanes * kSize, group_size = static_cast<int>(p.group_size);
+  const Acc size = static_cast<Acc>(p.group_size);
+
+  int buffer = 0;
+
+  // Bounds that are the same for the whole block: every thread takes part in the sums.
+  using Row = RowIndex<use_vectors>;
+  for (Row first = static_cast<Row>(blockIdx.x) * teams.count; first < static_cast<Row>(plan.units);
+       first += static_cast<Row>(gridDim.x) * teams.count) {
+    const Row unit = first + team;
+    const bool is_active = unit < static_cast<Row>(plan.units);
+    const Row row = !is_active ? 0 : p.groups == 1 ? unit : unit / static_cast<Row>(p.groups);
+    const GroupIndex<Row> index(p, row, is_active ? static_cast<int>(unit - row * static_cast<Row>(p.groups)) : 0);
+
+    GroupValues<Scalar, kVectors, kSize, is_add> group;
+    Acc mean = 0, rstd = 0;
+    // Pass 0 sums v^2, or v for the mean; pass 1, of LayerNorm alone, (v - mean)^2; pass 2 writes the output.
+    for (int pass = 0; pass < 3; ++pass) {
+      if (pass == 1 && !p.subtract_mean) continue;
+      Acc sum[1] = {0};
+      for (int chunk = 0; chunk < teams.chunks; ++chunk) {
+        const int first_column = chunk * kVectors * stride + lane * kSize;
+        const auto column = [&](int i) { return first_column + i * stride; };
+        const auto is_valid = [&](int i) { return is_active && column(i) < group_size; };
+        const auto offset_of = [&](const RowsView& view, int i) { return index.offset(view) + column(i); };
+        if (pass == 0 || teams.chunks > 1) group.load(p, is_valid, offset_of, pass == 0);
+        if (pass < 2) {
+#pragma unroll
+          for (int i = 0; i < kVectors; ++i) {
+            if (!is_valid(i)) continue;
+#pragma unroll
+            for (int j = 0; j < kSize; ++j) {
+              const Acc v = group.v[i][j] - mean;
+              sum[0] = pass == 0 && p.subtract_mean ? sum[0] + v : Math<Acc>::fma(v, v, sum[0]);
+            }
+          }
+          continue;
+        }
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          if (!is_valid(i)) continue;
+          Acc weight[kSize], bias[kSize];
+          load_parameter<Scalar>(p.weight, index.first_column + column(i), 1, weight);
+          load_parameter<Scalar>(p.bias, index.first_column + column(i), 0, bias);
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) group.v[i][j] = Math<Acc>::fma((group.v[i][j] - mean) * rstd, weight[j], bias[j]);
+        }
+        if constexpr (!is_add) {
+          if (p.z.data != nullptr && p.norm_before_gate) group.multiply_by_gate(p.activation);
+        }
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          if (is_valid(i)) store_values<Scalar>(p.out, offset_of(p.out, i), group.v[i]);
+        }
+      }
+      if (pass == 2) continue;
+      team_sum(sum, buffer);
+      buffer ^= 1;
+      if (pass == 0 && p.subtract_mean) {
+        mean = sum[0] / size;
+        if (is_active && lane == 0) static_cast<Acc*>(p.mean)[unit] = mean;
+      } else {
+        rstd = Acc(1) / Math<Acc>::sqrt(sum[0] / size + static_cast<Acc>(p.eps));
+        if (is_active && lane == 0) static_cast<Acc*>(p.rstd)[unit] = rstd;
+      }
+    }
+  }
+}
+
+template <typename Scalar>
+cudaError_t launch_norm_fwd(const NormFwdParams& params, const FwdPlan& plan, cudaStream_t stream) {
+  void (*kernel)(NormFwdParams, FwdPlan) =
+      params.is_add ? norm_fwd_kernel<Scalar, false, true> : norm_fwd_kernel<Scalar, false, false>;
+  if constexpr (kHasVectorKernels<Scalar>) {
+    if (plan.rms.rms_case == RmsCase::kNoGateWide) return launch_norm_rms_sum_fwd<Scalar>(params, plan.rms, stream);
+    if (plan.rms.rms_case != RmsCase::kNone) return launch_norm_rms_fwd<Scalar>(params, plan.rms, stream);
+    if (plan.teams.use_vectors) {
+      kernel = params.is_add ? norm_fwd_kernel<Scalar, true, true> : norm_fwd_kernel<Scalar, true, false>;
+    }
+  }
+  kernel<<<static_cast<unsigned>(plan.blocks), plan.teams.threads(), 0, stream>>>(params, plan);
+  return cudaGetLastError();
+}
+
+}  // namespace ssm_kernels::norm

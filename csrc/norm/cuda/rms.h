@@ -1,0 +1,102 @@
+// Arguments of the RMSNorm kernels, and the host functions that fill them in. entry.cpp chooses these kernels for calls
+// without bias whose groups take whole warps and fit into one block.
+#pragma once
+
+#include "norm/cuda/launch.h"
+
+namespace ssm_kernels::norm {
+
+// The rows of a tensor, in bytes. A block steps through them.
+struct RowStream {
+  char* data = nullptr;          // null where the tensor is absent
+  int64_t outer = 0, inner = 0;  // between rows
+  int64_t step = 0;              // row_step / inner outer rows and row_step % inner inner rows on
+  int64_t wrap = 0;              // added when a step passes the end of an outer row
+  int64_t group = 0;             // between groups of a row
+};
+
+struct RmsParams {
+  int rows = 0, inner = 1;  // fewer than kMaxNarrowRows
+  int groups = 1, group_size = 0;
+  int warps = 1;       // of a block
+  int row_step = 1;    // blocks that share a group's rows
+  int inner_step = 1;  // row_step % inner
+  float inverse_size = 0, eps = 0;
+  ParameterView weight;
+  float* rstd = nullptr;
+};
+
+// x, z or residual; out, new_residual.
+constexpr int kRmsFwdReads = 2, kRmsFwdWrites = 2;
+// grad_out, x, z or grad_new_residual; grad_x, grad_z or grad_residual, out.
+constexpr int kRmsBwdReads = 3, kRmsBwdWrites = 3;
+// rstd, for each lane.
+constexpr int kRmsBwdRowBytes = sizeof(float);
+
+struct RmsFwdParams : RmsParams {
+  RowStream reads[kRmsFwdReads], writes[kRmsFwdWrites];
+};
+
+struct RmsBwdParams : RmsParams {
+  RowStream reads[kRmsBwdReads], writes[kRmsBwdWrites];
+  float* partial_weight = nullptr;
+};
+
+// Rows in shared memory, one in use and the others being copied, by the bytes of a column of one row. A third stage of more
+// bytes would take blocks from a multiprocessor, and leave no more bytes in flight.
+constexpr int rms_stages(int column_bytes) { return column_bytes <= 6 ? 3 : 2; }
+// Two sums of each warp.
+constexpr int kRmsSumBytes = 2 * 32 * static_cast<int>(sizeof(float));
+// row_bytes: bytes per row that a thread copies in addition to its columns (rstd).
+constexpr int rms_shared_bytes(int warps, int column_bytes, int row_bytes) {
+  return kRmsSumBytes + warps * kWarpSize * rms_stages(column_bytes) * (kThreadColumns * column_bytes + row_bytes);
+}
+
+inline int bytes_of(const NormParams& p, bool is_accumulate) {
+  if (p.kind == ScalarKind::kDouble) return 8;
+  return p.kind == ScalarKind::kFloat || is_accumulate ? 4 : 2;
+}
+
+inline RowStream make_row_stream(const NormParams& p, const RmsPlan& plan, const RowsView& view) {
+  const int64_t bytes = bytes_of(p, view.is_accumulate);
+  RowStream stream;
+  stream.data = static_cast<char*>(view.data);
+  stream.outer = view.stride_outer * bytes;
+  stream.inner = view.stride_inner * bytes;
+  stream.step = plan.row_blocks / p.inner * stream.outer + plan.row_blocks % p.inner * stream.inner;
+  stream.wrap = stream.outer - p.inner * stream.inner;
+  stream.group = p.group_size * bytes;
+  return stream;
+}
+
+inline void fill_rms_params(RmsParams& target, const NormParams& p, const RmsPlan& plan) {
+  target.rows = static_cast<int>(p.rows());
+  target.inner = static_cast<int>(p.inner);
+  target.groups = static_cast<int>(p.groups);
+  target.group_size = static_cast<int>(p.group_size);
+  target.warps = plan.warps;
+  target.row_step = plan.row_blocks;
+  target.inner_step = static_cast<int>(plan.row_blocks % p.inner);
+  target.inverse_size = 1.0f / static_cast<float>(p.group_size);
+  target.eps = static_cast<float>(p.eps);
+  target.weight = p.weight;
+  target.rstd = static_cast<float*>(p.rstd);
+}
+
+inline RmsFwdParams make_rms_fwd_params(const NormFwdParams& params, const RmsPlan& plan) {
+  RmsFwdParams p;
+  fill_rms_params(p, params, plan);
+  p.reads[0] = make_row_stream(params, plan, params.x);
+  p.reads[1] = make_row_stream(params, plan, params.is_add ? params.residual : params.z);
+  p.writes[0] = make_row_stream(params, plan, params.out);
+  p.writes[1] = make_row_stream(params, plan, params.new_residual);
+  return p;
+}
+
+// Instantiated for float, __half and __nv_bfloat16.
+template <typename Scalar>
+cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream);
+template <typename Scalar>
+cudaError_t launch_norm_rms_bwd(const NormBwdParams& params, const RmsPlan& plan, cudaStream_t stream);
+
+}  // namespace ssm_kernels::norm

@@ -1,0 +1,232 @@
+// RMSNorm without bias on CUDA, backward: with a silu gate before or after the norm, or without gate, as add_rms_norm's.
+// bwd.cuh has the kernels for all other norms. With gy the gradient that reaches y weight, y = v rstd, and g = grad_out:
+//
+//   S = sum(gy weight v) over the group,  k = rstd^3 S / size
+//   grad_v = rstd gy weight - k v,  grad_weight = sum over rows of gy y
+//   gate before:  v = x a,  gy = g,    grad_x = grad_v a,  grad_z = grad_v x a'
+//   gate after:   v = x,    gy = g a,  grad_x = grad_v,    grad_z = g y weight a'
+//   no gate:      v = x,    gy = g,    grad_x = grad_residual = grad_v + grad_new_residual
+//
+// a = z s with s = sigmoid(z), and a' = s + a (1 - s).
+//
+// Persistent blocks: a block takes one group of every row_step-th row. Weights and the sums for grad_weight stay in registers.
+// Each thread copies rstd and its vectors of grad_out, x and z (or grad_new_residual) kStages - 1 rows ahead into its own
+// shared memory (cp.async), which takes no registers and no barrier. It reads them twice: for S, whose sum over the block has
+// the one barrier of a row, and for the gradients. In between, s stays in registers, so that the special functions are
+// evaluated once. The sums for grad_weight make a row of partial sums for each block, which norm_sum_kernel adds in order.
+//
+// Where x and grad_new_residual are float32 beside a 16-bit grad_out (kNoGateWide), vectors have 4 columns, 16 bytes of one and
+// 8 of the other. A warp's accesses to either are then contiguous; with 8 columns, each of the two accesses to a vector of
+// float32 would touch every sector of both.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "norm/cuda/rms_device.cuh"
+
+namespace ssm_kernels::norm {
+
+// Bytes that a column of a row takes in a stage: grad_out, x, and z or grad_new_residual.
+template <typename Scalar, RmsCase rms_case>
+constexpr int kRmsBwdColumnBytes = sizeof(Scalar) + 2 * (rms_case == RmsCase::kNoGateWide ? sizeof(float) : sizeof(Scalar));
+
+template <typename Scalar, RmsCase rms_case>
+__global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const __grid_constant__ RmsBwdParams p) {
+  constexpr bool kBefore = rms_case == RmsCase::kGateBefore, kAfter = rms_case == RmsCase::kGateAfter;
+  constexpr bool kHasGate = kBefore || kAfter;
+  // The element type of x and of z or grad_new_residual.
+  using Wide = std::conditional_t<rms_case == RmsCase::kNoGateWide, float, Scalar>;
+  // The element type of grad_z or grad_residual.
+  using Second = std::conditional_t<kHasGate, Scalar, float>;
+  constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Wide)), kVectors = kThreadColumns / kSize;
+  constexpr int kStages = rms_stages(kRmsBwdColumnBytes<Scalar, rms_case>), kOffset = kWarpSize * kSize;
+  using GradOut = StagedInput<Scalar, kSize, kVectors>;
+  using Input = StagedInput<Wide, kSize, kVectors>;
+  using Rstd = StagedInput<float, 1, 1>;
+  static_assert(Rstd::kLaneBytes == kRmsBwdRowBytes, "what is copied of a row beside its columns");
+  constexpr int kStageBytes = GradOut::kBytes + 2 * Input::kBytes + Rstd::kBytes;
+  enum { kReadGradOut, kReadX, kReadThird };
+  enum { kGradX, kSecondGrad, kOut };
+  static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
+  extern __shared__ __align__(kVectorBytes) char rms_shared[];
+
+  const RmsPlace place(p, kSize);
+  bool is_valid[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) is_valid[i] = place.first_column + i * kOffset < p.group_size;
+
+  float weight[kVectors][kSize], sum_weight[kVectors][kSize] = {};
+  load_weight<Scalar>(p, place, weight);
+
+  // Lanes of the two widths are at other offsets.
+  char* const warp_stages = rms_shared + kRmsSumBytes;
+  const int first_stage = place.warp * (kStages * kStageBytes);
+  char* const first_grad_out = warp_stages + kept_in_register(first_stage + place.lane * GradOut::kLaneBytes);
+  char* const first_x =
+      warp_stages + GradOut::kBytes +
+      (GradOut::kLaneBytes == Input::kLaneBytes ? static_cast<int>(first_grad_out - warp_stages)
+                                                : kept_in_register(first_stage + place.lane * Input::kLaneBytes));
+  char* const first_third = first_x + Input::kBytes;
+  char* const first_rstd =
+      warp_stages + kStageBytes - Rstd::kBytes + kept_in_register(first_stage + place.lane * Rstd::kLaneBytes);
+  const bool has_third = kHasGate || p.reads[kReadThird].data != nullptr;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (is_valid[i]) continue;
+    for (int stage = 0; stage < kStages; ++stage) {
+      GradOut::clear(first_grad_out + stage * kStageBytes, i);
+      Input::clear(first_x + stage * kStageBytes, i);
+      Input::clear(first_third + stage * kStageBytes, i);
+    }
+  }
+
+  RowCursor<kRmsBwdReads> reads(p, p.reads, place);
+  const auto copy = [&](int row, int stage) {
+    const Scalar* const grad_out = reads.template at<Scalar>(kReadGradOut, place);
+    const Wide* const x = reads.template at<Wide>(kReadX, place);
+    const Wide* const third = reads.template at<Wide>(kReadThird, place);
+    if (row < p.rows) {
+      Rstd::copy(first_rstd + stage, 0, p.rstd + (row * p.groups + place.group));
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (!is_valid[i]) continue;
+        GradOut::copy(first_grad_out + stage, i, grad_out);
+        Input::copy(first_x + stage, i, x);
+        if (kHasGate) Input::copy(first_third + stage, i, third);
+      }
+      if (!kHasGate && has_third) {
+#pragma unroll
+        for (int i = 0; i < kVectors; ++i) {
+          if (is_valid[i]) Input::copy(first_third + stage, i, third);
+        }
+      }
+    }
+    cuda::cp_async_commit();
+    reads.advance(p, p.reads);
+  };
+  for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
+  RowCursor<kRmsBwdWrites> writes(p, p.writes, place);
+
+  float* const sums = reinterpret_cast<float*>(rms_shared);
+  int stage = 0, buffer = 0;
+  for (int row = place.first_row; row < p.rows; row += p.row_step) {
+    // Into the stage of the row before, which this thread has read.
+    copy(row + (kStages - 1) * p.row_step, stage == 0 ? (kStages - 1) * kStageBytes : stage - kStageBytes);
+    cuda::cp_async_wait<kStages - 1>();
+    const float rstd = Rstd::load(first_rstd + stage, 0)[0];
+
+    float s[kHasGate ? kVectors : 1][kSize], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const auto grad_out = GradOut::load(first_grad_out + stage, i);
+      const auto x = Input::load(first_x + stage, i);
+      typename Input::Values z;
+      if constexpr (kHasGate) z = Input::load(first_third + stage, i);
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) {
+        float v = x.accumulate(j), gy = grad_out.accumulate(j);
+        if constexpr (kHasGate) {
+          s[i][j] = sigmoid(z.accumulate(j));
+          const float a = z.accumulate(j) * s[i][j];
+          (kBefore ? v : gy) *= a;
+        }
+        const float term = gy * v;
+        sum = Math<float>::fma(term, weight[i][j], sum);
+        sum_weight[i][j] = Math<float>::fma(term, rstd, sum_weight[i][j]);
+      }
+    }
+    sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane);
+    const float k = sum * rstd * p.inverse_size * (rstd * rstd);
+    Scalar* const grad_x_row = writes.template at<Scalar>(kGradX, place);
+    Second* const second_row = writes.template at<Second>(kSecondGrad, place);
+    Scalar* const out_row = writes.template at<Scalar>(kOut, place);
+
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      const auto grad_out = GradOut::load(first_grad_out + stage, i);
+      const auto x = Input::load(first_x + stage, i);
+      typename Input::Values third;
+      if constexpr (kHasGate) third = Input::load(first_third + stage, i);
+      float grad_x[kSize], grad_z[kSize];
+      if constexpr (kBefore) {
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          const float a = third.accumulate(j) * s[i][j], v = x.accumulate(j) * a;
+          const float grad_v = Math<float>::fma(grad_out.accumulate(j) * weight[i][j], rstd, -(v * k));
+          grad_x[j] = grad_v * a;
+          // x a' = x s + v (1 - s)
+          grad_z[j] = grad_v * Math<float>::fma(v, 1.0f - s[i][j], x.accumulate(j) * s[i][j]);
+        }
+      } else if constexpr (kAfter) {
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          const float v = x.accumulate(j), a = third.accumulate(j) * s[i][j];
+          grad_x[j] = Math<float>::fma(grad_out.accumulate(j) * a * weight[i][j], rstd, -(v * k));
+          const float slope = Math<float>::fma(a, 1.0f - s[i][j], s[i][j]);
+          grad_z[j] = grad_out.accumulate(j) * (v * rstd * weight[i][j]) * slope;
+        }
+      } else {
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          grad_x[j] = Math<float>::fma(grad_out.accumulate(j) * weight[i][j], rstd, -(x.accumulate(j) * k));
+        }
+      }
+      if constexpr (!kHasGate) {
+        if (has_third) {
+          third = Input::load(first_third + stage, i);
+#pragma unroll
+          for (int j = 0; j < kSize; ++j) grad_x[j] += third.accumulate(j);
+        }
+      }
+      if (!is_valid[i]) continue;
+      if (p.writes[kGradX].data != nullptr) Vector<Scalar, kSize>::round(grad_x).store(grad_x_row + i * kOffset);
+      if (p.writes[kSecondGrad].data != nullptr) {
+        Vector<Second, kSize>::round(kHasGate ? grad_z : grad_x).store(second_row + i * kOffset);
+      }
+      if (p.writes[kOut].data != nullptr) {
+        float out[kSize];
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) {
+          const float a = kHasGate ? third.accumulate(j) * s[i][j] : 1.0f;
+          out[j] = (kBefore ? x.accumulate(j) * a : x.accumulate(j)) * rstd * weight[i][j];
+          if constexpr (kAfter) out[j] *= a;
+        }
+        Vector<Scalar, kSize>::round(out).store(out_row + i * kOffset);
+      }
+    }
+    writes.advance(p, p.writes);
+    buffer ^= kMaxWarps;
+    stage = stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes;
+  }
+
+  if (p.partial_weight == nullptr) return;
+  float* const target =
+      p.partial_weight + (static_cast<int64_t>(place.first_row) * p.groups + place.group) * p.group_size + place.first_column;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (is_valid[i]) Vector<float, kSize>::round(sum_weight[i]).store(target + i * kOffset);
+  }
+}
+
+template <typename Scalar>
+cudaError_t launch_norm_rms_bwd(const NormBwdParams& params, const RmsPlan& plan, cudaStream_t stream) {
+  RmsBwdParams p;
+  fill_rms_params(p, params, plan);
+  p.reads[0] = make_row_stream(params, plan, params.grad_out);
+  p.reads[1] = make_row_stream(params, plan, params.x);
+  p.reads[2] = make_row_stream(params, plan, params.is_add ? params.grad_new_residual : params.z);
+  p.writes[0] = make_row_stream(params, plan, params.grad_x);
+  p.writes[1] = make_row_stream(params, plan, params.is_add ? params.grad_residual : params.grad_z);
+  p.writes[2] = make_row_stream(params, plan, params.out);
+  p.partial_weight = static_cast<float*>(params.partial_weight);
+  void (*kernel)(RmsBwdParams) = norm_rms_bwd_kernel<Scalar, RmsCase::kNoGate>;
+  if (plan.rms_case == RmsCase::kGateBefore) kernel = norm_rms_bwd_kernel<Scalar, RmsCase::kGateBefore>;
+  if (plan.rms_case == RmsCase::kGateAfter) kernel = norm_rms_bwd_kernel<Scalar, RmsCase::kGateAfter>;
+  if constexpr (sizeof(Scalar) == 2) {
+    if (plan.rms_case == RmsCase::kNoGateWide) kernel = norm_rms_bwd_kernel<Scalar, RmsCase::kNoGateWide>;
+  }
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, plan.shared_bytes); error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(params.groups * plan.row_blocks), plan.warps * kWarpSize, plan.shared_bytes, stream>>>(p);
+  return cudaGetLastError();
+}
+
+}  // namespace ssm_kernels::norm

@@ -1,0 +1,115 @@
+// RMSNorm without bias on CUDA, with a silu gate, forward. rms_sum_fwd.cuh has the kernel of a sum, fwd.cuh those of
+// all other norms.
+//
+//   gate before:  v = x z sigmoid(z),  out = v rstd weight
+//   gate after:   v = x,               out = v rstd weight z sigmoid(z)
+//
+// Persistent blocks: a block takes one group of every row_step-th row and keeps the weights of its columns in registers. Each
+// thread copies its vectors of x and of z kStages - 1 rows ahead into its own shared memory (cp.async), which takes no
+// registers and no barrier. The one barrier of a row is in the sum of v^2. v stays in registers from the sum to the output.
+// Saved for backward: rstd of each group.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "norm/cuda/rms_device.cuh"
+
+namespace ssm_kernels::norm {
+
+template <typename Scalar, RmsCase rms_case>
+__global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const __grid_constant__ RmsFwdParams p) {
+  constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Scalar)), kVectors = kThreadColumns / kSize;
+  constexpr int kStages = rms_stages(2 * static_cast<int>(sizeof(Scalar))), kOffset = kWarpSize * kSize;
+  using Input = StagedInput<Scalar, kSize, kVectors>;
+  constexpr int kStageBytes = 2 * Input::kBytes;
+  enum { kX, kZ };
+  enum { kOut };
+  static_assert(kFwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
+  extern __shared__ __align__(kVectorBytes) char rms_shared[];
+
+  const RmsPlace place(p, kSize);
+  bool is_valid[kVectors];
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) is_valid[i] = place.first_column + i * kOffset < p.group_size;
+
+  char* const warp_stages = rms_shared + kRmsSumBytes + place.warp * (kStages * kStageBytes);
+  char* const first_stage = warp_stages + kept_in_register(place.lane * Input::kLaneBytes);
+  char* const first_z = first_stage + Input::kBytes;
+#pragma unroll
+  for (int i = 0; i < kVectors; ++i) {
+    if (is_valid[i]) continue;
+    for (int stage = 0; stage < kStages; ++stage) {
+      Input::clear(first_stage + stage * kStageBytes, i);
+      Input::clear(first_z + stage * kStageBytes, i);
+    }
+  }
+
+  RowCursor<kRmsFwdReads> reads(p, p.reads, place);
+  const auto copy = [&](int row, int stage_offset) {
+    if (row < p.rows) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        if (!is_valid[i]) continue;
+        Input::copy(first_stage + stage_offset, i, reads.template at<Scalar>(kX, place));
+        Input::copy(first_z + stage_offset, i, reads.template at<Scalar>(kZ, place));
+      }
+    }
+    cuda::cp_async_commit();
+    reads.advance(p, p.reads);
+  };
+  for (int i = 0; i < kStages - 1; ++i) copy(place.first_row + i * p.row_step, i * kStageBytes);
+  RowCursor<1> writes(p, p.writes, place);
+  float weight[kVectors][kSize];
+  load_weight<Scalar>(p, place, weight);
+
+  float* const sums = reinterpret_cast<float*>(rms_shared);
+  int stage_offset = 0, buffer = 0;
+  for (int row = place.first_row; row < p.rows; row += p.row_step) {
+    // Into the stage of the row before, which this thread has read.
+    copy(row + (kStages - 1) * p.row_step, stage_offset == 0 ? (kStages - 1) * kStageBytes : stage_offset - kStageBytes);
+    cuda::cp_async_wait<kStages - 1>();
+    const char *const stage = first_stage + stage_offset, *const z_stage = first_z + stage_offset;
+
+    float v[kVectors][kSize], sum = 0;
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+      to_values(Input::load(stage, i), v[i]);
+      if constexpr (rms_case == RmsCase::kGateBefore) {
+        const auto z = Input::load(z_stage, i);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
+      }
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) sum = Math<float>::fma(v[i][j], v[i][j], sum);
+    }
+    sum = sum_over_block(sum, sums + buffer, p.warps, place.warp, place.lane);
+    const float rstd = reciprocal_sqrt(Math<float>::fma(sum, p.inverse_size, p.eps));
+    if (threadIdx.x == 0) p.rstd[row * p.groups + place.group] = rstd;
+
+#pragma unroll
+    for (int i = 0; i < kVectors; ++i) {
+#pragma unroll
+      for (int j = 0; j < kSize; ++j) v[i][j] = v[i][j] * rstd * weight[i][j];
+      if constexpr (rms_case == RmsCase::kGateAfter) {
+        const auto z = Input::load(z_stage, i);
+#pragma unroll
+        for (int j = 0; j < kSize; ++j) v[i][j] *= silu(z.accumulate(j));
+      }
+      if (is_valid[i]) Input::Values::round(v[i]).store(writes.template at<Scalar>(kOut, place) + i * kOffset);
+    }
+    writes.advance(p, p.writes);
+    buffer ^= kMaxWarps;
+    stage_offset = stage_offset == (kStages - 1) * kStageBytes ? 0 : stage_offset + kStageBytes;
+  }
+}
+
+template <typename Scalar>
+cudaError_t launch_norm_rms_fwd(const NormFwdParams& params, const RmsPlan& plan, cudaStream_t stream) {
+  void (*kernel)(RmsFwdParams) = norm_rms_fwd_kernel<Scalar, RmsCase::kGateAfter>;
+  if (plan.rms_case == RmsCase::kGateBefore) kernel = norm_rms_fwd_kernel<Scalar, RmsCase::kGateBefore>;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, plan.shared_bytes); error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(params.groups * plan.row_blocks), plan.warps * kWarpSize, plan.shared_bytes, stream>>>(
+      make_rms_fwd_params(params, plan));
+  return cudaGetLastError();
+}
+
+}  // namespace ssm_kernels::norm

@@ -1,0 +1,379 @@
+// Selective scan, backward, on the CPU.
+//
+// With g_t = dL/dh_t = Abar_{t+1} g_{t+1} + C_t dy_t, dy = grad_out silu(z), v_t = B_t u_t, c_t = delta_t k(z_t), z_t = delta_t
+// A:
+//
+//   grad_C_t     += dy_t h_t                      (sum over the channels of a group)
+//   grad_B_t     += g_t c_t u_t                   (likewise)
+//   grad_u_t      = D dy_t + sum_n g_t c_t B_t
+//   grad_delta_t  = sum_n g_t h_{t-1} A Abar' + g_t v_t (z k)'
+//   grad_A       += delta_t (g_t h_{t-1} Abar' + g_t v_t delta_t k')
+//
+// Abar may be zero or negative, so h_{t-1} is never recovered from h_t: each chunk's states are recomputed from the saved state
+// before it and kept, with the method's basis (its one expensive value), for the chunk's way back.
+//
+// Lanes are channels, as in forward. The sums over channels of a per-step B and C stay in lanes while a task's blocks add to
+// them, are then summed over lanes, and bwd_reduce adds up the tasks, in order: no atomics, and the same bits for any number of
+// threads. Sums over time are taken chunk by chunk and the chunks' sums added, so that rounding does not grow with every step.
+// To bound what the tasks hold, all of them finish a sweep of some chunks before the next; chunks are visited from last to
+// first, and grad_state is carried between them. This file is compiled once per instruction set.
+
+#include "selective_scan/cpu/kernel.h"
+
+namespace ssm_kernels::selective_scan {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+template <typename Acc>
+struct BwdChunk {
+  int64_t steps, dstate;
+  const Acc* A;      // [state][lane]
+  const Acc* u;      // [step][lane]
+  const Acc* delta;  // [step][lane]
+  const Acc* dy;     // [step][lane]: gradient of y = <C, h>
+  Operand<Acc> B, C;
+  Acc* states;  // [1 + step][state][lane]; the first is given
+  Acc* basis;   // [step][state][lane]
+  Acc* y;       // [step][lane]: recomputed <C, h>
+  // In and out.
+  Acc* grad_state;  // [state][lane]
+  Acc* grad_A;      // [state][lane]: this chunk's, zero at first
+  Acc* grad_B;      // [step][state][lane]; with a stride of zero, [state][lane] of this chunk
+  Acc* grad_C;
+  int64_t grad_B_stride, grad_C_stride;  // of steps
+  // Out, [step][lane].
+  Acc* grad_u;
+  Acc* grad_delta;
+  int64_t live_lanes;
+};
+
+// The forward recurrence again, keeping states and basis.
+template <typename Acc, typename Method>
+void recompute_chunk(const BwdChunk<Acc>& c) {
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  const int64_t row = c.dstate * kLanes;
+  for (int64_t t = 0; t < c.steps; ++t) {
+    const V delta = V::loadu(c.delta + t * kLanes);
+    const V input = delta * V::loadu(c.u + t * kLanes);
+    const Acc* before = c.states + t * row;
+    Acc* after = c.states + (t + 1) * row;
+    V y(Acc(0));
+    for (int64_t n = 0; n < c.dstate; ++n) {
+      const V z = delta * V::loadu(c.A + n * kLanes);
+      const V basis = Method::basis(z);
+      basis.store(c.basis + t * row + n * kLanes);
+      V scaled = input;
+      if constexpr (!Method::kUnitGain) scaled = scaled * Method::gain(z, basis);
+      const V h = at::vec::fmadd(Method::abar(z, basis), V::loadu(before + n * kLanes), scaled * c.B.at(t, n));
+      h.store(after + n * kLanes);
+      y = at::vec::fmadd(h, c.C.at(t, n), y);
+    }
+    y.store(c.y + t * kLanes);
+  }
+}
+
+template <typename Acc, typename Method>
+void scan_chunk_backward(const BwdChunk<Acc>& c) {
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  recompute_chunk<Acc, Method>(c);
+  const int64_t row = c.dstate * kLanes;
+  const bool partial = c.live_lanes < kLanes;
+  // An empty lane's 0 * inf must not reach the sum over lanes.
+  const auto live = [&](const V& value) { return partial ? V::set(V(Acc(0)), value, c.live_lanes) : value; };
+  for (int64_t t = c.steps - 1; t >= 0; --t) {
+    const V delta = V::loadu(c.delta + t * kLanes), u = V::loadu(c.u + t * kLanes), dy = V::loadu(c.dy + t * kLanes);
+    const V input = delta * u;
+    const Acc* before = c.states + t * row;
+    const Acc* after = before + row;
+    Acc* grad_B = c.grad_B + t * c.grad_B_stride;
+    Acc* grad_C = c.grad_C + t * c.grad_C_stride;
+    V sum_gB(Acc(0)), grad_delta(Acc(0)), grad_u(Acc(0));
+    for (int64_t n = 0; n < c.dstate; ++n) {
+      const int64_t at = n * kLanes;
+      const V A = V::loadu(c.A + at), B = c.B.at(t, n);
+      const V z = delta * A, basis = V::loadu(c.basis + t * row + at), gain = Method::gain(z, basis);
+      const auto derivative = Method::derivatives(z, basis, gain);
+
+      (V::loadu(grad_C + at) + live(dy * V::loadu(after + at))).store(grad_C + at);
+      const V g = at::vec::fmadd(c.C.at(t, n), dy, V::loadu(c.grad_state + at));
+      const V gB = g * B;
+      const V grad_abar = g * V::loadu(before + at) * derivative.abar;
+      V grad_z = grad_abar;  // dL/dz through Abar and, below, through k
+      if constexpr (Method::kUnitGain) {
+        (V::loadu(grad_B + at) + live(g * input)).store(grad_B + at);
+        sum_gB = sum_gB + gB;
+        grad_delta = at::vec::fmadd(grad_abar, A, grad_delta);
+      } else {
+        (V::loadu(grad_B + at) + live(g * (input * gain))).store(grad_B + at);
+        grad_u = at::vec::fmadd(gB, gain, grad_u);
+        sum_gB = at::vec::fmadd(gB, derivative.z_gain, sum_gB);
+        grad_delta = at::vec::fmadd(grad_abar, A, grad_delta);
+        grad_z = at::vec::fmadd(gB * input, derivative.gain, grad_z);
+      }
+      at::vec::fmadd(delta, grad_z, V::loadu(c.grad_A + at)).store(c.grad_A + at);
+      (Method::abar(z, basis) * g).store(c.grad_state + at);
+    }
+    if constexpr (Method::kUnitGain) grad_u = sum_gB;
+    (grad_u * delta).store(c.grad_u + t * kLanes);
+    at::vec::fmadd(sum_gB, u, grad_delta).store(c.grad_delta + t * kLanes);
+  }
+}
+
+template <typename Acc>
+using ScanChunkBackward = void (*)(const BwdChunk<Acc>&);
+
+template <typename Acc>
+ScanChunkBackward<Acc> scan_chunk_backward_for(Discretization discretization) {
+  ScanChunkBackward<Acc> result = nullptr;
+  visit_discretization(discretization, [&](auto method) { result = &scan_chunk_backward<Acc, decltype(method)>; });
+  return result;
+}
+
+template <typename Acc>
+struct BwdTiles {
+  Acc *u, *raw_delta, *delta, *z, *grad_out, *dy, *y, *grad_u, *grad_delta;  // [step][lane]
+  Acc *B_steps, *C_steps;                                                    // [step][padded state]
+  Acc *A, *B_constant, *C_constant;                                          // [state][lane]
+  Acc *states, *basis;                                                       // [step][state][lane]
+  // [step][state][lane] for the task. For a constant B or C, [state][lane] for a block; likewise where the gradient is not
+  // needed: what nobody reads then takes no branch in the loop over states.
+  Acc *grad_B_lanes, *grad_C_lanes;
+  Acc* grad_A;  // [state][lane]
+
+  BwdTiles(Scratch& scratch, const SelectiveScanBwdParams& p, const Blocking& blocking) {
+    const int64_t sequence = p.chunk_length * blocking.lanes;
+    const int64_t padded_states = blocking.padded_dstate * blocking.lanes;
+    const int64_t states_per_step = p.dstate * blocking.lanes;
+    for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &grad_u, &grad_delta})
+      *tile = scratch.take<Acc>(sequence);
+    B_steps = scratch.take<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    C_steps = scratch.take<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    A = scratch.take<Acc>(padded_states);
+    B_constant = scratch.take<Acc>(p.B.per_step ? 0 : padded_states);
+    C_constant = scratch.take<Acc>(p.C.per_step ? 0 : padded_states);
+    // The first state is loaded as whole square tiles; the rows past dstate are overwritten afterwards.
+    states = scratch.take<Acc>(p.chunk_length * states_per_step + padded_states);
+    basis = scratch.take<Acc>(p.chunk_length * states_per_step);
+    grad_B_lanes = scratch.take<Acc>((p.grad_B.per_step ? p.chunk_length : 1) * states_per_step);
+    grad_C_lanes = scratch.take<Acc>((p.grad_C.per_step ? p.chunk_length : 1) * states_per_step);
+    grad_A = scratch.take<Acc>(states_per_step);
+  }
+};
+
+// sums[step][state] = sum over lanes of values[step][state][lane].
+template <typename Acc>
+void sum_lanes(Acc* sums, int64_t row, const Acc* values, int64_t steps, int64_t dstate) {
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  alignas(64) Acc source[kLanes * kLanes];
+  alignas(64) Acc square[kLanes * kLanes];
+  for (int64_t t = 0; t < steps; ++t) {
+    for (int64_t n = 0; n < dstate; n += kLanes) {
+      const Acc* tile = values + (t * dstate + n) * kLanes;
+      if (dstate - n < kLanes) {
+        std::fill_n(source, kLanes * kLanes, Acc(0));
+        std::copy_n(tile, (dstate - n) * kLanes, source);
+        tile = source;
+      }
+      transpose_square(tile, kLanes, square, kLanes);
+      V sum = V::loadu(square);
+      for (int64_t lane = 1; lane < kLanes; ++lane) sum = sum + V::loadu(square + lane * kLanes);
+      sum.store(sums + t * row + n);
+    }
+  }
+}
+
+// carried[block] += sums, [rows][lane]. Nothing where carried is null.
+template <typename Acc>
+void add_to_block(void* carried, int64_t block, const Acc* sums, int64_t rows) {
+  using V = Vec<Acc>;
+  if (carried == nullptr) return;
+  Acc* target = static_cast<Acc*>(carried) + block * rows * V::size();
+  for (int64_t i = 0; i < rows * V::size(); i += V::size()) (V::loadu(target + i) + V::loadu(sums + i)).store(target + i);
+}
+
+template <typename Scalar>
+void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, int64_t index,
+              int64_t chunk, std::byte* memory) {
+  using Acc = AccumulateType<Scalar>;
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  Scratch scratch(memory);
+  const BwdTiles<Acc> tiles(scratch, p, blocking);
+  const ScanChunkBackward<Acc> scan_backward = scan_chunk_backward_for<Acc>(p.discretization);
+  const Task task(blocking, index);
+  const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
+  const int64_t row = p.dstate * kLanes;
+
+  if (p.B.per_step) load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
+  if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
+  if (p.grad_B.per_step) std::fill_n(tiles.grad_B_lanes, steps * row, Acc(0));
+  if (p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, steps * row, Acc(0));
+
+  for (int64_t block = 0; block < task.blocks; ++block) {
+    const int64_t channel = task.first_channel + block * kLanes, channels = std::min(kLanes, task.end_channel - channel);
+    const int64_t block_index = task.batch * blocking.blocks_per_batch() + task.first_block + block;
+    std::fill_n(tiles.grad_A, row, Acc(0));
+    if (!p.grad_B.per_step) std::fill_n(tiles.grad_B_lanes, row, Acc(0));
+    if (!p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, row, Acc(0));
+
+    load_states(tiles.A, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
+    if (!p.B.per_step) {
+      load_states(tiles.B_constant, p.B.data, channel * p.B.stride_channel, p.B.stride_channel, p.B.stride_state, channels,
+                  p.dstate);
+    }
+    if (!p.C.per_step) {
+      load_states(tiles.C_constant, p.C.data, channel * p.C.stride_channel, p.C.stride_channel, p.C.stride_state, channels,
+                  p.dstate);
+    }
+    const int64_t saved = ((task.batch * p.chunk_boundaries + chunk) * p.dim + channel) * p.dstate;
+    load_states(tiles.states, p.chunk_states, saved, p.dstate, 1, channels, p.dstate);
+
+    load_sequence<Acc, Scalar>(tiles.u, p.u, task.batch, channel, channels, start, steps);
+    load_sequence<Acc, Scalar>(tiles.raw_delta, p.delta, task.batch, channel, channels, start, steps);
+    finish_delta(tiles.raw_delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
+    if (p.grad_out.data != nullptr) {
+      load_sequence<Acc, Scalar>(tiles.grad_out, p.grad_out, task.batch, channel, channels, start, steps);
+    } else {
+      std::fill_n(tiles.grad_out, steps * kLanes, Acc(0));
+    }
+    const Acc* dy = tiles.grad_out;
+    if (p.z.data != nullptr) {
+      load_sequence<Acc, Scalar>(tiles.z, p.z, task.batch, channel, channels, start, steps);
+      for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
+        (V::loadu(tiles.grad_out + i) * silu(V::loadu(tiles.z + i))).store(tiles.dy + i);
+      }
+      dy = tiles.dy;
+    }
+
+    scan_backward({steps,
+                   p.dstate,
+                   tiles.A,
+                   tiles.u,
+                   tiles.delta,
+                   dy,
+                   {p.B.per_step ? tiles.B_steps : tiles.B_constant, blocking.padded_dstate, p.B.per_step},
+                   {p.C.per_step ? tiles.C_steps : tiles.C_constant, blocking.padded_dstate, p.C.per_step},
+                   tiles.states,
+                   tiles.basis,
+                   tiles.y,
+                   static_cast<Acc*>(workspace.grad_state) + block_index * row,
+                   tiles.grad_A,
+                   tiles.grad_B_lanes,
+                   tiles.grad_C_lanes,
+                   p.grad_B.per_step ? row : 0,
+                   p.grad_C.per_step ? row : 0,
+                   tiles.grad_u,
+                   tiles.grad_delta,
+                   channels});
+    add_to_block(workspace.grad_A, block_index, tiles.grad_A, p.dstate);
+    if (!p.B.per_step) add_to_block(workspace.grad_B, block_index, tiles.grad_B_lanes, p.dstate);
+    if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);
+
+    const V D = load_channels<Acc>(p.D, channel, channels);
+    if (p.grad_z.data != nullptr) {
+      for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
+        const V z = V::loadu(tiles.z + i);
+        const V y = at::vec::fmadd(D, V::loadu(tiles.u + i), V::loadu(tiles.y + i));
+        (V::loadu(tiles.grad_out + i) * y * silu_derivative(z, sigmoid(z))).store(tiles.z + i);
+      }
+      store_sequence<Acc, Scalar>(p.grad_z, tiles.z, task.batch, channel, channels, start, steps);
+    }
+    if (p.D.data != nullptr) {
+      V grad_D(Acc(0));
+      for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
+        const V step_dy = V::loadu(dy + i);
+        grad_D = at::vec::fmadd(step_dy, V::loadu(tiles.u + i), grad_D);
+        at::vec::fmadd(D, step_dy, V::loadu(tiles.grad_u + i)).store(tiles.grad_u + i);
+      }
+      grad_D.store(tiles.y);
+      add_to_block(workspace.grad_D, block_index, tiles.y, 1);
+    }
+    if (p.delta_softplus) {
+      for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
+        (V::loadu(tiles.grad_delta + i) * softplus_derivative(V::loadu(tiles.raw_delta + i))).store(tiles.grad_delta + i);
+      }
+    }
+    if (p.delta_bias.data != nullptr) {
+      V grad_delta_bias(Acc(0));
+      for (int64_t i = 0; i < steps * kLanes; i += kLanes) grad_delta_bias = grad_delta_bias + V::loadu(tiles.grad_delta + i);
+      grad_delta_bias.store(tiles.y);
+      add_to_block(workspace.grad_delta_bias, block_index, tiles.y, 1);
+    }
+    if (p.grad_u.data != nullptr)
+      store_sequence<Acc, Scalar>(p.grad_u, tiles.grad_u, task.batch, channel, channels, start, steps);
+    if (p.grad_delta.data != nullptr)
+      store_sequence<Acc, Scalar>(p.grad_delta, tiles.grad_delta, task.batch, channel, channels, start, steps);
+  }
+
+  const int64_t part = blocking.part_offset(index, chunk);
+  if (p.grad_B.per_step) {
+    sum_lanes(static_cast<Acc*>(workspace.grad_B) + part, blocking.padded_dstate, tiles.grad_B_lanes, steps, p.dstate);
+  }
+  if (p.grad_C.per_step) {
+    sum_lanes(static_cast<Acc*>(workspace.grad_C) + part, blocking.padded_dstate, tiles.grad_C_lanes, steps, p.dstate);
+  }
+}
+
+// Adds the tasks of each group, in order, and stores steps [start, start + steps) of the gradient.
+template <typename Acc, typename Scalar>
+void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveScanBwdParams& p, const Blocking& blocking,
+                   int64_t batch, int64_t chunk, Acc* sums) {
+  using V = Vec<Acc>;
+  const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
+  const int64_t size = steps * blocking.padded_dstate, next_task = blocking.chunks_per_sweep * blocking.part_size();
+  const int64_t tasks = blocking.tasks_per_batch() / grad.groups;
+  for (int64_t group = 0; group < grad.groups; ++group) {
+    const int64_t first_task = batch * blocking.tasks_per_batch() + group * tasks;
+    const Acc* part = static_cast<const Acc*>(parts) + blocking.part_offset(first_task, chunk);
+    for (int64_t i = 0; i < size; i += V::size()) {
+      V sum(Acc(0));  // which it stays where there are no channels
+      for (int64_t task = 0; task < tasks; ++task) sum = sum + V::loadu(part + task * next_task + i);
+      sum.store(sums + i);
+    }
+    Scalar* target =
+        static_cast<Scalar*>(grad.data) + batch * grad.stride_batch + group * grad.stride_channel + start * grad.stride_step;
+    store_tile<Acc>(target, grad.stride_state, grad.stride_step, sums, blocking.padded_dstate, p.dstate, steps);
+  }
+}
+
+template <typename Acc>
+Acc* reduce_tile(Scratch& scratch, const Blocking& blocking) {
+  return scratch.take<Acc>(blocking.part_size());
+}
+
+}  // namespace
+
+int64_t bwd_scratch_bytes(const SelectiveScanBwdParams& p, const Blocking& blocking, ScalarKind kind) {
+  int64_t bytes = 0;
+  visit_scalar(kind, [&](auto scalar) {
+    using Acc = AccumulateType<decltype(scalar)>;
+    Scratch for_task(nullptr), for_reduce(nullptr);
+    BwdTiles<Acc>(for_task, p, blocking);
+    reduce_tile<Acc>(for_reduce, blocking);
+    bytes = std::max(for_task.used(), for_reduce.used());
+  });
+  return bytes;
+}
+
+void bwd_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, ScalarKind kind,
+              int64_t task, int64_t chunk, std::byte* scratch) {
+  visit_scalar(kind, [&](auto scalar) { run_task<decltype(scalar)>(p, blocking, workspace, task, chunk, scratch); });
+}
+
+void bwd_reduce(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, ScalarKind kind,
+                int64_t batch, int64_t chunk, std::byte* memory) {
+  visit_scalar(kind, [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    using Acc = AccumulateType<Scalar>;
+    Scratch scratch(memory);
+    Acc* sums = reduce_tile<Acc>(scratch, blocking);
+    if (p.grad_B.per_step) reduce_matrix<Acc, Scalar>(p.grad_B, workspace.grad_B, p, blocking, batch, chunk, sums);
+    if (p.grad_C.per_step) reduce_matrix<Acc, Scalar>(p.grad_C, workspace.grad_C, p, blocking, batch, chunk, sums);
+  });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace ssm_kernels::selective_scan

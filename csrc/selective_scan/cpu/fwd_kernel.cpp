@@ -1,0 +1,188 @@
+// Selective scan, forward, on the CPU.
+//
+//   h_t = Abar(z) h_{t-1} + delta_t k(z) B_t u_t, z = delta_t A        out_t = (<C_t, h_t> + D u_t) silu(z_t)
+//
+// A SIMD lane is a channel: u, delta and out are read and written as [step][lane] tiles (tile_io.h transposes where time is
+// contiguous), a per-step B_t[n] or C_t[n] is one number for all lanes, and the dstate recurrences of a lane are independent,
+// so neither the sum over states nor the time loop waits for a single chain. The state stays in the first-level cache. Tasks
+// (kernels.h) go to threads; each walks all chunks in order, saving the state at their boundaries. This file is
+// compiled once per instruction set.
+
+#include "selective_scan/cpu/kernel.h"
+
+namespace ssm_kernels::selective_scan {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+template <typename Acc>
+struct FwdChunk {
+  int64_t steps, dstate;
+  const Acc* A;      // [state][lane]
+  const Acc* u;      // [step][lane]
+  const Acc* delta;  // [step][lane]
+  Operand<Acc> B, C;
+  Acc* state;  // [state][lane], updated
+  Acc* y;      // [step][lane]: <C_t, h_t>
+};
+
+template <typename Acc, typename Method>
+void scan_chunk(const FwdChunk<Acc>& c) {
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  for (int64_t t = 0; t < c.steps; ++t) {
+    const V delta = V::loadu(c.delta + t * kLanes);
+    const V input = delta * V::loadu(c.u + t * kLanes);
+    V y(Acc(0));
+    for (int64_t n = 0; n < c.dstate; ++n) {
+      const V z = delta * V::loadu(c.A + n * kLanes);
+      const V basis = Method::basis(z);
+      V scaled = input;
+      if constexpr (!Method::kUnitGain) scaled = scaled * Method::gain(z, basis);
+      const V h = at::vec::fmadd(Method::abar(z, basis), V::loadu(c.state + n * kLanes), scaled * c.B.at(t, n));
+      h.store(c.state + n * kLanes);
+      y = at::vec::fmadd(h, c.C.at(t, n), y);
+    }
+    y.store(c.y + t * kLanes);
+  }
+}
+
+template <typename Acc>
+using ScanChunk = void (*)(const FwdChunk<Acc>&);
+
+template <typename Acc>
+ScanChunk<Acc> scan_chunk_for(Discretization discretization) {
+  ScanChunk<Acc> result = nullptr;
+  visit_discretization(discretization, [&](auto method) { result = &scan_chunk<Acc, decltype(method)>; });
+  return result;
+}
+
+template <typename Acc>
+struct FwdTiles {
+  Acc *u, *delta, *z, *y;                    // [step][lane]
+  Acc *B_steps, *C_steps;                    // [step][padded state]
+  Acc *A, *B_constant, *C_constant, *state;  // [block][state][lane]
+  int64_t states_per_block;
+
+  FwdTiles(Scratch& scratch, const SelectiveScanParams& p, const Blocking& blocking) {
+    const int64_t sequence = p.chunk_length * blocking.lanes;
+    // Square tiles are transposed whole, so there are as many rows as padded states.
+    states_per_block = blocking.padded_dstate * blocking.lanes;
+    const int64_t states = blocking.blocks_per_task * states_per_block;
+    u = scratch.take<Acc>(sequence);
+    delta = scratch.take<Acc>(sequence);
+    z = scratch.take<Acc>(sequence);
+    y = scratch.take<Acc>(sequence);
+    B_steps = scratch.take<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    C_steps = scratch.take<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    A = scratch.take<Acc>(states);
+    state = scratch.take<Acc>(states);
+    B_constant = scratch.take<Acc>(p.B.per_step ? 0 : states);
+    C_constant = scratch.take<Acc>(p.C.per_step ? 0 : states);
+  }
+};
+
+template <typename Scalar>
+void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t index, std::byte* memory) {
+  using Acc = AccumulateType<Scalar>;
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  static_assert(kShortChunk % kLanes == 0, "a chunk's tile has whole square tiles");
+  Scratch scratch(memory);
+  const FwdTiles<Acc> tiles(scratch, p, blocking);
+  const ScanChunk<Acc> scan = scan_chunk_for<Acc>(p.discretization);
+  const Task task(blocking, index);
+  const int64_t chunks = p.chunk_boundaries - 1;
+
+  const auto channel_of = [&](int64_t block) { return task.first_channel + block * kLanes; };
+  const auto channels_of = [&](int64_t block) { return std::min(kLanes, task.end_channel - channel_of(block)); };
+  const auto save_state = [&](int64_t boundary, int64_t block) {
+    if (p.chunk_states == nullptr) return;
+    const int64_t row = (task.batch * p.chunk_boundaries + boundary) * p.dim + channel_of(block);
+    store_tile(static_cast<Acc*>(p.chunk_states) + row * p.dstate, p.dstate, 1, tiles.state + block * tiles.states_per_block,
+               kLanes, channels_of(block), p.dstate);
+  };
+
+  for (int64_t block = 0; block < task.blocks; ++block) {
+    const int64_t channel = channel_of(block), channels = channels_of(block), at = block * tiles.states_per_block;
+    load_states(tiles.A + at, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
+    if (!p.B.per_step) {
+      load_states(tiles.B_constant + at, p.B.data, channel * p.B.stride_channel, p.B.stride_channel, p.B.stride_state, channels,
+                  p.dstate);
+    }
+    if (!p.C.per_step) {
+      load_states(tiles.C_constant + at, p.C.data, channel * p.C.stride_channel, p.C.stride_channel, p.C.stride_state, channels,
+                  p.dstate);
+    }
+    if (p.initial_state.data != nullptr) {
+      const int64_t offset = task.batch * p.initial_state.stride_batch + channel * p.initial_state.stride_dim;
+      load_states(tiles.state + at, p.initial_state.data, offset, p.initial_state.stride_dim, p.initial_state.stride_state,
+                  channels, p.dstate);
+    } else {
+      std::fill_n(tiles.state + at, p.dstate * kLanes, Acc(0));
+    }
+  }
+
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
+    if (p.B.per_step) load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
+    if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
+    for (int64_t block = 0; block < task.blocks; ++block) {
+      const int64_t channel = channel_of(block), channels = channels_of(block), at = block * tiles.states_per_block;
+      save_state(chunk, block);
+      load_sequence<Acc, Scalar>(tiles.u, p.u, task.batch, channel, channels, start, steps);
+      load_sequence<Acc, Scalar>(tiles.delta, p.delta, task.batch, channel, channels, start, steps);
+      finish_delta(tiles.delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
+
+      scan({steps,
+            p.dstate,
+            tiles.A + at,
+            tiles.u,
+            tiles.delta,
+            {p.B.per_step ? tiles.B_steps : tiles.B_constant + at, blocking.padded_dstate, p.B.per_step},
+            {p.C.per_step ? tiles.C_steps : tiles.C_constant + at, blocking.padded_dstate, p.C.per_step},
+            tiles.state + at,
+            tiles.y});
+
+      if (p.D.data != nullptr) {
+        const V D = load_channels<Acc>(p.D, channel, channels);
+        for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
+          at::vec::fmadd(D, V::loadu(tiles.u + i), V::loadu(tiles.y + i)).store(tiles.y + i);
+        }
+      }
+      if (p.z.data != nullptr) {
+        load_sequence<Acc, Scalar>(tiles.z, p.z, task.batch, channel, channels, start, steps);
+        for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
+          (V::loadu(tiles.y + i) * silu(V::loadu(tiles.z + i))).store(tiles.y + i);
+        }
+      }
+      store_sequence<Acc, Scalar>(p.out, tiles.y, task.batch, channel, channels, start, steps);
+    }
+  }
+
+  for (int64_t block = 0; block < task.blocks; ++block) {
+    save_state(chunks, block);
+    Acc* last = static_cast<Acc*>(p.last_state) + (task.batch * p.dim + channel_of(block)) * p.dstate;
+    store_tile(last, p.dstate, 1, tiles.state + block * tiles.states_per_block, kLanes, channels_of(block), p.dstate);
+  }
+}
+
+}  // namespace
+
+int64_t vector_bytes() { return Vec<float>::size() * int64_t(sizeof(float)); }
+
+int64_t fwd_scratch_bytes(const SelectiveScanParams& p, const Blocking& blocking, ScalarKind kind) {
+  int64_t bytes = 0;
+  visit_scalar(kind, [&](auto scalar) {
+    Scratch scratch(nullptr);
+    FwdTiles<AccumulateType<decltype(scalar)>>(scratch, p, blocking);
+    bytes = scratch.used();
+  });
+  return bytes;
+}
+
+void fwd_task(const SelectiveScanFwdParams& p, const Blocking& blocking, ScalarKind kind, int64_t task, std::byte* scratch) {
+  visit_scalar(kind, [&](auto scalar) { run_task<decltype(scalar)>(p, blocking, task, scratch); });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace ssm_kernels::selective_scan

@@ -1,0 +1,105 @@
+// Between the CPU entry points (entry.cpp, compiled once) and the CPU kernels (cpu/*kernel.cpp, compiled once per
+// instruction set): how the work is cut up, and the table of kernels of one instruction set.
+//
+// A block is a vector's length of channels, one channel per SIMD lane; it lies inside one group of B and of C. A task is up to
+// kMaxBlocksPerTask consecutive blocks of one batch entry that read the same groups, so that B and C are loaded once for all of
+// them. The cut depends on the shape and the vector length only, never on the number of threads, and so do all sums.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <numeric>
+
+#include "common/scalar_kind.h"
+#include "selective_scan/selective_scan.h"
+
+namespace ssm_kernels::selective_scan {
+
+constexpr int64_t kMaxBlocksPerTask = 8;
+// Backward goes through time in sweeps of so many chunks. All tasks finish a sweep before its gradients of B and C are added
+// up: long sweeps make threads wait for each other less often, short ones hold less.
+constexpr int64_t kMaxChunksPerSweep = 8;
+
+struct Blocking {
+  int64_t lanes;               // channels per block: the vector length
+  int64_t segment;             // channels that share their groups of B and C
+  int64_t blocks_per_segment;  // the last block of a segment may be partly empty
+  int64_t blocks_per_task;
+  int64_t tasks_per_segment;
+  int64_t segments;
+  int64_t padded_dstate;  // dstate rounded up to whole vectors
+  int64_t chunk_length;
+  int64_t chunks_per_sweep;
+
+  Blocking(const SelectiveScanParams& p, int64_t lanes) : lanes(lanes) {
+    segment = std::gcd(p.B.per_step ? p.dim / p.B.groups : p.dim, p.C.per_step ? p.dim / p.C.groups : p.dim);
+    segments = segment == 0 ? 0 : p.dim / segment;
+    blocks_per_segment = (segment + lanes - 1) / lanes;
+    // At least eight tasks per segment where there are as many blocks, so that one batch entry fills several cores.
+    blocks_per_task = std::clamp<int64_t>(blocks_per_segment / 8, 1, kMaxBlocksPerTask);
+    tasks_per_segment = (blocks_per_segment + blocks_per_task - 1) / blocks_per_task;
+    padded_dstate = (p.dstate + lanes - 1) / lanes * lanes;
+    chunk_length = p.chunk_length;
+    // The tasks' parts of the gradients of B and C then hold at most chunk_length values for each state of each channel.
+    const int64_t channels_per_task = p.dim / std::max<int64_t>(1, tasks_per_batch());
+    chunks_per_sweep = std::clamp<int64_t>(std::min(p.chunk_boundaries - 1, channels_per_task), 1, kMaxChunksPerSweep);
+  }
+
+  int64_t tasks_per_batch() const { return segments * tasks_per_segment; }
+  int64_t blocks_per_batch() const { return segments * blocks_per_segment; }
+
+  // Where a task's part of the gradient of B or C for one chunk begins; tasks count over the whole batch.
+  int64_t part_offset(int64_t task, int64_t chunk) const {
+    return (task * chunks_per_sweep + chunk % chunks_per_sweep) * part_size();
+  }
+  int64_t part_size() const { return chunk_length * padded_dstate; }
+};
+
+// Where a task lies.
+struct Task {
+  int64_t batch;
+  int64_t first_channel;  // of its first block
+  int64_t end_channel;    // of its segment: blocks end there
+  int64_t first_block;    // counted over the batch entry
+  int64_t blocks;
+
+  Task(const Blocking& blocking, int64_t index) {
+    batch = index / blocking.tasks_per_batch();
+    const int64_t in_batch = index % blocking.tasks_per_batch();
+    const int64_t segment = in_batch / blocking.tasks_per_segment;
+    const int64_t block = in_batch % blocking.tasks_per_segment * blocking.blocks_per_task;
+    first_channel = segment * blocking.segment + block * blocking.lanes;
+    end_channel = (segment + 1) * blocking.segment;
+    first_block = segment * blocking.blocks_per_segment + block;
+    blocks = std::min(blocking.blocks_per_task, blocking.blocks_per_segment - block);
+  }
+};
+
+// Sums that backward carries from one chunk to the next, in the accumulation type. [blocks] counts over the whole batch. Null
+// for gradients that are not needed.
+struct BwdWorkspace {
+  void* grad_state;  // [batch][blocks][dstate][lanes]: dL/dh at the chunk's end, then at its start
+  void* grad_A;      // [batch][blocks][dstate][lanes]
+  void* grad_B;      // the same, for a constant B; else [batch][tasks][chunks_per_sweep][chunk_length][padded_dstate], parts
+  void* grad_C;      // as grad_B
+  void* grad_D;      // [batch][blocks][lanes]
+  void* grad_delta_bias;  // [batch][blocks][lanes]
+};
+
+// The kernels of one instruction set. `scratch` is scratch_bytes() of 64-byte aligned memory of the calling thread's own.
+struct CpuKernels {
+  int64_t (*vector_bytes)();
+  int64_t (*fwd_scratch_bytes)(const SelectiveScanParams&, const Blocking&, ScalarKind);
+  int64_t (*bwd_scratch_bytes)(const SelectiveScanBwdParams&, const Blocking&, ScalarKind);
+  // One task, all chunks.
+  void (*fwd_task)(const SelectiveScanFwdParams&, const Blocking&, ScalarKind, int64_t task, std::byte* scratch);
+  // One task, one chunk; chunks are visited from last to first.
+  void (*bwd_task)(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t task, int64_t chunk,
+                   std::byte* scratch);
+  // Adds up the tasks' parts of the gradients of a per-step B and C for one chunk of one batch entry.
+  void (*bwd_reduce)(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t batch,
+                     int64_t chunk, std::byte* scratch);
+};
+
+}  // namespace ssm_kernels::selective_scan

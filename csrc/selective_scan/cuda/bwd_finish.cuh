@@ -1,0 +1,122 @@
+// The last step of backward on CUDA: adds up what the blocks left in the workspace, in the order of their tiles, batch entries
+// and segments, and writes the gradients in their own type and strides.
+//
+// One launch does all sums; a range of its blocks belongs to each. A thread takes one element of one sum, neighbors along the
+// innermost dimension of the partial_sums.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/vector_io.cuh"
+#include "selective_scan/cuda/launch.h"
+
+namespace ssm_kernels::selective_scan {
+
+constexpr int kFinishThreads = 256;
+// Launches are numbered in 31 bits; what is more goes round again.
+constexpr int64_t kFinishMaxBlocks = int64_t(1) << 20;
+
+// grad_B or grad_C from (batch, groups * parts, dstate, padded_steps).
+struct MatrixSum {
+  const void* source = nullptr;
+  MatrixView target;
+  int64_t parts = 0, count = 0, first_block = 0, blocks = 0;
+};
+
+// The sum over rows of (rows, count).
+struct RowSum {
+  const void* source = nullptr;
+  void* target = nullptr;
+  int64_t count = 0, first_block = 0, blocks = 0;
+};
+
+struct FinishPlan {
+  static constexpr int kMatrices = 2, kRowSums = 5;
+
+  MatrixSum matrices[kMatrices];
+  RowSum row_sums[kRowSums];
+  int64_t dstate = 0, seqlen = 0, padded_steps = 0, rows = 0, blocks = 0;
+};
+
+// The sum of `count` values, `stride` apart, four loads under way at a time.
+template <typename Acc>
+__device__ __forceinline__ Acc sum_strided(const Acc* source, int64_t count, int64_t stride) {
+  Acc sum = 0;
+#pragma unroll 4
+  for (int64_t i = 0; i < count; ++i) sum += source[i * stride];
+  return sum;
+}
+
+template <typename Scalar>
+__global__ void __launch_bounds__(kFinishThreads) selective_scan_bwd_finish_kernel(const __grid_constant__ FinishPlan plan) {
+  using Acc = cuda::AccumulateType<Scalar>;
+  const int64_t block = blockIdx.x;
+  const auto visit = [&](const auto& sum, const auto& add) {
+    if (block < sum.first_block || block >= sum.first_block + sum.blocks) return;
+    const int64_t step = sum.blocks * kFinishThreads;
+    for (int64_t i = (block - sum.first_block) * kFinishThreads + threadIdx.x; i < sum.count; i += step) add(sum, i);
+  };
+#pragma unroll
+  for (int m = 0; m < FinishPlan::kMatrices; ++m) {
+    visit(plan.matrices[m], [&](const MatrixSum& sum, int64_t i) {
+      const int64_t step = i % plan.seqlen, row = i / plan.seqlen, state = row % plan.dstate, batch_group = row / plan.dstate;
+      const int64_t stride = plan.dstate * plan.padded_steps;
+      const Acc* const source =
+          static_cast<const Acc*>(sum.source) + batch_group * sum.parts * stride + state * plan.padded_steps + step;
+      const MatrixView& target = sum.target;
+      const int64_t offset = batch_group / target.groups * target.stride_batch +
+                             batch_group % target.groups * target.stride_channel + state * target.stride_state +
+                             step * target.stride_step;
+      static_cast<Scalar*>(target.data)[offset] = cuda::from_accumulate<Scalar>(sum_strided(source, sum.parts, stride));
+    });
+  }
+#pragma unroll
+  for (int r = 0; r < FinishPlan::kRowSums; ++r) {
+    visit(plan.row_sums[r], [&](const RowSum& sum, int64_t i) {
+      static_cast<Acc*>(sum.target)[i] = sum_strided(static_cast<const Acc*>(sum.source) + i, plan.rows, sum.count);
+    });
+  }
+}
+
+template <typename Scalar>
+cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const PartialSums& partial_sums, cudaStream_t stream) {
+  FinishPlan finish;
+  finish.dstate = p.dstate;
+  finish.seqlen = p.seqlen;
+  finish.padded_steps = partial_sums.padded_steps;
+  finish.rows = p.batch * partial_sums.segments;
+  const auto take_blocks = [&](auto& sum) {
+    sum.first_block = finish.blocks;
+    sum.blocks = std::min((sum.count + kFinishThreads - 1) / kFinishThreads, kFinishMaxBlocks);
+    finish.blocks += sum.blocks;
+  };
+  const auto add_matrix = [&](MatrixSum& sum, const MatrixView& target, const void* source) {
+    if (source == nullptr) return;
+    sum.source = source;
+    sum.target = target;
+    sum.parts = partial_sums.tiles / target.groups;
+    sum.count = p.batch * target.groups * p.dstate * p.seqlen;
+    take_blocks(sum);
+  };
+  add_matrix(finish.matrices[0], p.grad_B, partial_sums.grad_B);
+  add_matrix(finish.matrices[1], p.grad_C, partial_sums.grad_C);
+  int sums = 0;
+  const auto add_rows = [&](void* target, const void* source, int64_t count) {
+    if (target == nullptr) return;
+    RowSum& sum = finish.row_sums[sums++];
+    sum.source = source;
+    sum.target = target;
+    sum.count = count;
+    take_blocks(sum);
+  };
+  add_rows(p.grad_A, partial_sums.grad_A, p.dim * p.dstate);
+  if (!p.grad_B.per_step) add_rows(p.grad_B.data, partial_sums.grad_constant_B, p.dim * p.dstate);
+  if (!p.grad_C.per_step) add_rows(p.grad_C.data, partial_sums.grad_constant_C, p.dim * p.dstate);
+  add_rows(p.grad_D, partial_sums.grad_D, p.dim);
+  add_rows(p.grad_delta_bias, partial_sums.grad_delta_bias, p.dim);
+  if (finish.blocks == 0) return cudaSuccess;
+  selective_scan_bwd_finish_kernel<Scalar><<<static_cast<unsigned int>(finish.blocks), kFinishThreads, 0, stream>>>(finish);
+  return cudaGetLastError();
+}
+
+}  // namespace ssm_kernels::selective_scan

@@ -1,0 +1,216 @@
+// What all scans share on the device: a block's place in the work and its rows, a step's transition, states in global memory.
+#pragma once
+
+#include <type_traits>
+
+#include "common/activations.h"
+#include "common/discretization.h"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/vector_io.cuh"
+#include "selective_scan/cuda/launch.h"
+
+namespace ssm_kernels::selective_scan {
+
+using cuda::AccumulateType;
+using cuda::from_accumulate;
+using cuda::to_accumulate;
+using cuda::Vector;
+
+constexpr unsigned int kAllLanes = 0xffffffffu;
+static_assert(kVectorBytes == cuda::kCpAsyncBytes, "tiles are filled by asynchronous copies of one vector");
+
+template <typename T>
+constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
+
+// The same value, but the compiler does not know. What a thread moves of a tile has the same place in all tiles, and what
+// follows from it would be kept in registers from tile to tile, which has none to spare.
+__device__ __forceinline__ int opaque(int value) {
+  asm volatile("" : "+r"(value));
+  return value;
+}
+
+// A block's batch entry, channels and steps. It lies in shared memory: read where it is needed, it takes no registers in
+// between.
+struct Position {
+  int64_t batch, segment, tile;
+  int64_t first_channel;
+  int channels;
+  int64_t begin, end;
+
+  __device__ __forceinline__ Position(const SelectiveScanParams& p, const ChannelPartition& partition, int64_t block) {
+    const int64_t row = block / partition.tiles;
+    tile = block - row * partition.tiles;
+    batch = row / partition.launched_segments;
+    segment = partition.first_segment + row - batch * partition.launched_segments;
+    const int64_t span = tile / partition.tiles_per_span;
+    const int64_t in_span = (tile - span * partition.tiles_per_span) * partition.block_channels;
+    first_channel = span * partition.span + in_span;
+    channels = static_cast<int>(min(partition.span - in_span, int64_t(partition.block_channels)));
+    begin = segment * partition.segment_steps;
+    end = segment + 1 == partition.segments ? p.seqlen : begin + partition.segment_steps;
+  }
+  // Of a tile of `tile_steps` that starts at t0, how many exist.
+  __device__ __forceinline__ int steps_from(int64_t t0, int tile_steps) const {
+    return static_cast<int>(min(end - t0, int64_t(tile_steps)));
+  }
+};
+
+// Of the block's first channel in its batch entry.
+template <typename Scalar>
+__device__ __forceinline__ Scalar* first_row(const SequenceView& view, const Position& at) {
+  return static_cast<Scalar*>(view.data) + at.batch * view.stride_batch + at.first_channel * view.stride_dim;
+}
+
+// Of the block's group in its batch entry, at the first state and step; null where the matrix is constant.
+template <typename Scalar>
+__device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const SelectiveScanParams& p, const Position& at) {
+  if (!view.per_step) return nullptr;
+  const int64_t group = at.first_channel / (p.dim / view.groups);
+  return static_cast<const Scalar*>(view.data) + at.batch * view.stride_batch + group * view.stride_channel;
+}
+
+// A block's rows, which lie in shared memory beside Position, for the same reason.
+template <typename Scalar>
+struct FwdRows {
+  Scalar *u, *delta, *z, *out;
+  const Scalar *B, *C;
+
+  __device__ __forceinline__ FwdRows(const SelectiveScanFwdParams& p, const Position& at)
+      : u(first_row<Scalar>(p.u, at)),
+        delta(first_row<Scalar>(p.delta, at)),
+        z(first_row<Scalar>(p.z, at)),
+        out(first_row<Scalar>(p.out, at)),
+        B(first_row<Scalar>(p.B, p, at)),
+        C(first_row<Scalar>(p.C, p, at)) {}
+};
+template <typename Scalar>
+struct BwdRows {
+  Scalar *u, *delta, *z, *grad_out, *grad_u, *grad_delta, *grad_z;
+  const Scalar *B, *C;
+
+  __device__ __forceinline__ BwdRows(const SelectiveScanBwdParams& p, const Position& at)
+      : u(first_row<Scalar>(p.u, at)),
+        delta(first_row<Scalar>(p.delta, at)),
+        z(first_row<Scalar>(p.z, at)),
+        grad_out(first_row<Scalar>(p.grad_out, at)),
+        grad_u(first_row<Scalar>(p.grad_u, at)),
+        grad_delta(first_row<Scalar>(p.grad_delta, at)),
+        grad_z(first_row<Scalar>(p.grad_z, at)),
+        B(first_row<Scalar>(p.B, p, at)),
+        C(first_row<Scalar>(p.C, p, at)) {}
+};
+
+// What A is multiplied by once so that z = delta A enters the exponential without another multiplication.
+template <typename Method, typename Acc>
+constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
+
+// Stands for a method that the kernel reads from its parameters. The kernel branches outside of its inner loops.
+struct RuntimeMethod {};
+
+// visit(Zoh{}), visit(ZohExact{}), ...: Method, or the one of the call. Nothing that follows from it stays in a register until
+// later.
+template <typename Method, typename Visitor>
+__device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
+  if constexpr (std::is_same_v<Method, RuntimeMethod>) {
+    visit_discretization(static_cast<Discretization>(opaque(static_cast<int>(p.discretization))), visit);
+  } else {
+    visit(Method{});
+  }
+}
+
+template <typename Method, typename Acc>
+__device__ __forceinline__ Acc scale_of_A(const SelectiveScanParams& p) {
+  Acc scale = 1;
+  visit_method<Method>(p, [&](auto method) { scale = kScaleOfA<decltype(method), Acc>; });
+  return scale;
+}
+template <typename Method>
+__device__ __forceinline__ bool has_unit_gain(const SelectiveScanParams& p) {
+  bool has = true;
+  visit_method<Method>(p, [&](auto method) { has = decltype(method)::kUnitGain; });
+  return has;
+}
+
+// z and the method's basis for a scaled A.
+template <typename Method, typename Acc>
+struct Transition {
+  Acc z, basis;
+
+  __device__ __forceinline__ Transition(Acc delta, Acc scaled_A) {
+    if constexpr (Method::kExponential) {
+      const Acc exponent = delta * scaled_A;
+      basis = Math<Acc>::exp2(exponent);
+      z = exponent * Acc(kLn2);
+    } else {
+      z = delta * scaled_A;
+      basis = Method::basis(z);
+    }
+  }
+  __device__ __forceinline__ Transition(Acc delta, Acc scaled_A, Acc known_basis) : z(delta * scaled_A), basis(known_basis) {
+    if constexpr (Method::kExponential) z *= Acc(kLn2);
+  }
+  __device__ __forceinline__ Acc abar() const { return Method::abar(z, basis); }
+  // delta u k(z), given delta u.
+  __device__ __forceinline__ Acc input(Acc delta_u) const {
+    return Method::kUnitGain ? delta_u : delta_u * Method::gain(z, basis);
+  }
+};
+
+// Into (rows, dim, dstate).
+__device__ __forceinline__ int64_t state_offset(const SelectiveScanParams& p, int64_t row, int64_t channel, int state) {
+  return (row * p.dim + channel) * p.dstate + state;
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, int64_t channel, int state) {
+  return static_cast<const Acc*>(view.data)[batch * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
+}
+
+// What the segment before (in backward: after) hands on, folded into the state that it started from. A state of zero stays one
+// even if the segment's decay has overflowed.
+template <typename Acc>
+__device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, int64_t offset, Acc state) {
+  const Acc carry = static_cast<const Acc*>(partition.carry)[offset];
+  return state == 0 ? carry : Math<Acc>::fma(static_cast<const Acc*>(partition.decay)[offset], state, carry);
+}
+
+// Leaves what a block adds to the gradient of B or of C, of one state at `size` steps from `step` on, of which `valid` exist,
+// for others' to be added to; of a group that is one tile it is the gradient.
+template <typename Scalar, typename Acc, int size>
+__device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p, const ChannelPartition& partition,
+                                                 const PartialSums& partial_sums, const Position& at, bool is_B, int state,
+                                                 int64_t step, int valid, const Vector<Acc, size>& sum) {
+  Acc* const partial = static_cast<Acc*>(is_B ? partial_sums.grad_B : partial_sums.grad_C);
+  if (partial != nullptr) {
+    const int64_t row = (at.batch * partition.tiles + at.tile) * p.dstate + state;
+    sum.store_once(partial + row * partial_sums.padded_steps + step);
+  } else if (const MatrixView& target = is_B ? p.grad_B : p.grad_C; target.per_step) {
+    const int64_t group = at.first_channel / (p.dim / target.groups);
+    Scalar* const place = static_cast<Scalar*>(target.data) + at.batch * target.stride_batch + group * target.stride_channel +
+                          state * target.stride_state + step * target.stride_step;
+#pragma unroll
+    for (int j = 0; j < size; ++j) {
+      if (j < valid) place[j * target.stride_step] = from_accumulate<Scalar>(sum[j]);
+    }
+  }
+}
+
+// Carves a block's shared memory into arrays.
+class Carver {
+ public:
+  SSM_HOST_DEVICE explicit Carver(unsigned char* memory) : begin_(memory), next_(memory) {}
+
+  template <typename T>
+  SSM_HOST_DEVICE T* take(int count) {
+    T* const array = reinterpret_cast<T*>(next_);
+    next_ += (static_cast<size_t>(count) * sizeof(T) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
+    return array;
+  }
+  SSM_HOST_DEVICE size_t bytes() const { return static_cast<size_t>(next_ - begin_); }
+
+ private:
+  unsigned char* begin_;
+  unsigned char* next_;
+};
+
+}  // namespace ssm_kernels::selective_scan

@@ -1,0 +1,280 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "selective_scan/cuda/plan.h"
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <limits>
+#include <numeric>
+#include <type_traits>
+
+namespace ssm_kernels::selective_scan {
+namespace {
+
+constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
+
+// Whether vectors that start at multiples of their size within each of these strides are aligned in memory.
+bool is_aligned(const void* data, int64_t bytes, std::initializer_list<int64_t> strides) {
+  const auto aligned = [](int64_t offset) { return offset % kVectorBytes == 0; };
+  return aligned(reinterpret_cast<int64_t>(data)) &&
+         std::all_of(strides.begin(), strides.end(), [&](int64_t stride) { return aligned(stride * bytes); });
+}
+
+// An absent tensor can be moved in any way.
+bool is_along_steps(const SequenceView& view, int64_t bytes) {
+  return view.data == nullptr || (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_dim}));
+}
+bool is_along_channels(const SequenceView& view, int64_t bytes) {
+  return view.data == nullptr || (view.stride_dim == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_step}));
+}
+// Whether a tile's first channel is a multiple of the vector's size.
+bool has_aligned_tiles(const SelectiveScanParams& p, const ChannelPartition& partition, int64_t bytes) {
+  return (partition.span == p.dim || partition.span * bytes % kVectorBytes == 0) &&
+         partition.block_channels * bytes % kVectorBytes == 0;
+}
+
+VectorAccess access_of(const SequenceView& view, const SelectiveScanParams& p, const ChannelPartition& partition,
+                       int64_t bytes) {
+  if (is_along_steps(view, bytes)) return VectorAccess::kAlongSteps;
+  return is_along_channels(view, bytes) && has_aligned_tiles(p, partition, bytes) ? VectorAccess::kAlongChannels
+                                                                                  : VectorAccess::kSingly;
+}
+
+VectorAccess access_of(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
+  if (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_state})) {
+    return VectorAccess::kAlongSteps;
+  }
+  if (view.stride_state == 1 && p.dstate * bytes % kVectorBytes == 0 &&
+      is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_step})) {
+    return VectorAccess::kAlongChannels;
+  }
+  return VectorAccess::kSingly;
+}
+
+// Shares out the channels, `block_channels` to a block.
+void set_tiles(ChannelPartition& partition, const SelectiveScanParams& p, int block_channels) {
+  partition.block_channels = block_channels;
+  partition.span = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
+  partition.tiles_per_span = divide_up(partition.span, block_channels);
+  partition.tiles = p.dim / partition.span * partition.tiles_per_span;
+}
+
+// Cuts time into at most `segments` segments of whole tiles.
+void set_segments(ChannelPartition& partition, const SelectiveScanParams& p, int64_t segments, int64_t tile_steps) {
+  const int64_t tiles = divide_up(p.seqlen, tile_steps);
+  const int64_t tiles_per_segment = divide_up(std::max<int64_t>(1, tiles), std::max<int64_t>(1, segments));
+  partition.segments = std::max<int64_t>(1, divide_up(tiles, tiles_per_segment));
+  partition.segment_steps = tiles_per_segment * tile_steps;
+  partition.launched_segments = partition.segments;
+}
+
+// What a block takes in the carry pass or in the other, whichever is more.
+template <typename Scalar, typename Params>
+int64_t warp_scan_shared_bytes(const Params& p, warp_scan::ScanPlan plan) {
+  const auto of_pass = [&](bool carry_pass) {
+    plan.carry_pass = carry_pass;
+    if constexpr (std::is_same_v<Params, SelectiveScanFwdParams>) {
+      return static_cast<int64_t>(warp_scan::fwd_shared_bytes<Scalar>(p, plan));
+    } else {
+      return static_cast<int64_t>(warp_scan::bwd_shared_bytes<Scalar>(p, plan));
+    }
+  };
+  return std::max(of_pass(false), of_pass(true));
+}
+
+// At most `block_channels` to a block; fewer where their states do not fit into its shared memory, and where those of one do
+// not, fewer states to a slice, but not fewer than a vector's.
+template <typename Scalar, typename Params>
+void set_tiles_that_fit(warp_scan::ScanPlan& plan, const Params& p, int block_channels, const DeviceLimits& device) {
+  plan.dstate = cuda::Divisor(p.dstate);
+  plan.block_channels = block_channels;
+  const auto fits = [&] { return warp_scan_shared_bytes<Scalar>(p, plan) <= device.shared_bytes_per_block; };
+  while (plan.block_channels > 1 && !fits()) plan.block_channels /= 2;
+  while (plan.slice * static_cast<int>(sizeof(Scalar)) > kVectorBytes && !fits()) plan.slice /= 2;
+  set_tiles(plan, p, plan.block_channels);
+}
+
+template <typename ScanPlan>
+void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
+  plan.u = access_of(p.u, p, plan, bytes);
+  plan.delta = access_of(p.delta, p, plan, bytes);
+  plan.z = access_of(p.z, p, plan, bytes);
+  plan.B = access_of(p.B, p, bytes);
+  plan.C = access_of(p.C, p, bytes);
+}
+
+constexpr int64_t kWarpScanResidentWarps = 16;  // of a multiprocessor, by the registers that the kernels take
+
+template <typename Scalar>
+warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const DeviceLimits& device) {
+  using warp_scan::FwdConfig, warp_scan::FwdSizes;
+  using Many = FwdSizes<FwdConfig::kManyChannels>;
+  using Few = FwdSizes<FwdConfig::kFewChannels>;
+  constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
+  const auto warps = [&](int log2_time_lanes) { return p.batch * divide_up(p.dim << log2_time_lanes, kWarpSize); };
+  const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
+  const int64_t resident = device.multiprocessors * kWarpScanResidentWarps;
+
+  // Many channels need no more lanes each; that cut is not compiled for doubles.
+  warp_scan::ScanPlan plan;
+  const bool fills = many >= resident * 3 / 8 || p.seqlen <= Many::tile_steps(kIsDouble);
+  const bool has_constants = !p.B.per_step || !p.C.per_step;
+  plan.config = FwdConfig::kFewChannels;
+  if (warp_scan::kHasCommonPasses<Scalar> && fills && !has_constants) {
+    plan.config = FwdConfig::kManyChannels;
+    plan.slice = Many::kSlice;
+    set_tiles_that_fit<Scalar>(plan, p, Many::kTileChannels, device);
+    if (plan.block_channels < Many::kTileChannels) plan.config = FwdConfig::kFewChannels;
+  }
+  int64_t segments = 1;
+  if (plan.config == FwdConfig::kFewChannels) {
+    plan.slice = Few::kSlice;
+    set_tiles_that_fit<Scalar>(plan, p, Few::kTileChannels, device);
+    // The carry pass takes as long as a whole one: a few segments gain nothing.
+    if (few > 0 && few * 8 < resident) {
+      segments = std::min(resident / few, divide_up(p.seqlen, 4 * Few::tile_steps(kIsDouble)));
+      if (segments < 4) segments = 1;
+    }
+  }
+  set_segments(plan, p, segments,
+               plan.config == FwdConfig::kManyChannels ? Many::tile_steps(kIsDouble) : Few::tile_steps(kIsDouble));
+  set_accesses(plan, p, sizeof(Scalar));
+  plan.out = access_of(p.out, p, plan, sizeof(Scalar));
+  return plan;
+}
+
+// Of as many segments as the blocks leave room for.
+template <typename Scalar>
+warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const DeviceLimits& device) {
+  using Sizes = warp_scan::BwdSizes;
+  constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
+  warp_scan::ScanPlan plan;
+  set_tiles_that_fit<Scalar>(plan, p, Sizes::tile_channels(kIsDouble), device);
+  const int64_t blocks = p.batch * plan.tiles;
+  const int64_t resident = device.multiprocessors * kWarpScanResidentWarps >> Sizes::log2_warps(kIsDouble);
+  int64_t segments = 1;
+  if (blocks > 0 && blocks * 2 < resident) segments = std::min(resident / blocks, divide_up(p.seqlen, 4 * Sizes::kTileSteps));
+  set_segments(plan, p, segments, Sizes::kTileSteps);
+  set_accesses(plan, p, sizeof(Scalar));
+  plan.grad_out = access_of(p.grad_out, p, plan, sizeof(Scalar));
+  plan.grad_u = access_of(p.grad_u, p, plan, sizeof(Scalar));
+  plan.grad_delta = access_of(p.grad_delta, p, plan, sizeof(Scalar));
+  plan.grad_z = access_of(p.grad_z, p, plan, sizeof(Scalar));
+  return plan;
+}
+
+// writes_dense: also dense tensors of the same layout, (batch, dim, seqlen), which need not be among the sequences.
+void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes,
+                  std::initializer_list<const SequenceView*> sequences, bool writes_dense) {
+  const auto all = [&](const auto& holds) {
+    return std::all_of(sequences.begin(), sequences.end(), [&](const SequenceView* view) { return holds(*view, bytes); });
+  };
+  const auto is_dense_aligned = [&](int64_t row) { return !writes_dense || row * bytes % kVectorBytes == 0; };
+  const bool along_steps = all(is_along_steps) && is_dense_aligned(p.seqlen);
+  plan.along_channels = !along_steps && all(is_along_channels) && is_dense_aligned(p.dim) && has_aligned_tiles(p, plan, bytes);
+  plan.has_vectors = along_steps || plan.along_channels;
+  plan.B = access_of(p.B, p, bytes);
+  plan.C = access_of(p.C, p, bytes);
+}
+
+// Whether the sequential kernel can do a call, not of doubles.
+bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
+  return short_scan::kSharedBytes <= device.shared_bytes_per_block && p.B.per_step && p.C.per_step &&
+         p.dstate <= short_scan::kStates && p.seqlen > 0 && p.seqlen <= short_scan::kMostSteps &&
+         p.dim <= std::numeric_limits<int32_t>::max();
+}
+
+// Whether walking can do a call, not of doubles, that takes `shared_bytes` of a block.
+bool can_be_sequential(const SelectiveScanParams& p, const DeviceLimits& device, size_t shared_bytes) {
+  return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates &&
+         static_cast<int64_t>(shared_bytes) <= device.shared_bytes_per_block;
+}
+
+// Whether it keeps its lanes busy: with states, with channels, with vectors, with as many blocks as it is made for.
+bool suits_sequential(const SelectiveScanParams& p, const sequential::ScanPlan& plan, const DeviceLimits& device,
+                      size_t shared_bytes) {
+  const int64_t bytes =
+      sequential::kResidentBlocks * (static_cast<int64_t>(shared_bytes) + device.reserved_shared_bytes_per_block);
+  return p.dstate * 4 > sequential::kStates * 3 && plan.tiles * sequential::kTileChannels * 2 <= p.dim * 3 &&
+         plan.has_vectors && bytes <= device.shared_bytes;
+}
+
+}  // namespace
+
+template <typename Scalar>
+Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, KernelChoice choice) {
+  Plan plan;
+  if constexpr (!std::is_same_v<Scalar, double>) {
+    const size_t shared_bytes = sequential::fwd_shared_bytes<Scalar>(p);
+    if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
+      set_tiles(plan.sequential, p, sequential::kTileChannels);
+      set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
+      const bool fills = p.batch * plan.sequential.tiles * 2 >= device.multiprocessors * 3;
+      plan.is_sequential =
+          choice == KernelChoice::kSequential || (fills && suits_sequential(p, plan.sequential, device, shared_bytes));
+      if (plan.is_sequential) plan.shared_bytes = static_cast<int64_t>(shared_bytes);
+    }
+    if (choice == KernelChoice::kFaster && !plan.is_sequential && is_short(p, device)) {
+      plan.is_short = true;
+      plan.shared_bytes = short_scan::kSharedBytes;
+      set_tiles(plan.short_scan, p, short_scan::kTileChannels);
+      set_accesses(plan.short_scan, p, sizeof(Scalar));
+      return plan;
+    }
+  }
+  if (!plan.is_sequential) {
+    plan.warp_scan = plan_warp_scan<Scalar>(p, device);
+    plan.shared_bytes = warp_scan_shared_bytes<Scalar>(p, plan.warp_scan);
+  }
+  return plan;
+}
+
+template <typename Scalar>
+Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, KernelChoice choice) {
+  Plan plan;
+  plan.warp_scan = plan_warp_scan<Scalar>(p, device);
+  plan.shared_bytes = warp_scan_shared_bytes<Scalar>(p, plan.warp_scan);
+  if constexpr (!std::is_same_v<Scalar, double>) {
+    const size_t shared_bytes = sequential::bwd_shared_bytes<Scalar>();
+    if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
+      constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;  // the carry pass's, of whole tiles of walking
+      set_tiles(plan.sequential, p, sequential::kTileChannels);
+      // The plan, and with it every bit of a gradient, does not depend on which of the others are needed.
+      set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z},
+                   /*writes_dense=*/true);
+      const int64_t blocks = p.batch * plan.sequential.tiles, resident = device.multiprocessors * sequential::kResidentBlocks;
+      const int64_t segments = blocks > 0 ? std::min(resident / blocks, divide_up(p.seqlen, 2 * kTileSteps)) : 1;
+      set_segments(plan.sequential, p, segments, kTileSteps);
+      plan.is_sequential = choice == KernelChoice::kSequential || suits_sequential(p, plan.sequential, device, shared_bytes);
+      if (plan.is_sequential) plan.shared_bytes = std::max(plan.shared_bytes, static_cast<int64_t>(shared_bytes));
+    }
+  }
+  if (plan.is_sequential) {
+    plan.warp_scan.segments = plan.sequential.segments;
+    plan.warp_scan.segment_steps = plan.sequential.segment_steps;
+  }
+  return plan;
+}
+
+template <typename Scalar>
+bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
+  if (!plan.has_vectors) return true;
+  return plan.along_channels ? is_along_channels(view, sizeof(Scalar)) : is_along_steps(view, sizeof(Scalar));
+}
+
+#define SSM_PLANS(Scalar)                                                                           \
+  template Plan plan_fwd<Scalar>(const SelectiveScanFwdParams&, const DeviceLimits&, KernelChoice); \
+  template Plan plan_bwd<Scalar>(const SelectiveScanBwdParams&, const DeviceLimits&, KernelChoice); \
+  template bool has_layout<Scalar>(const SequenceView&, const sequential::ScanPlan&);
+SSM_PLANS(float)
+SSM_PLANS(double)
+SSM_PLANS(__half)
+SSM_PLANS(__nv_bfloat16)
+#undef SSM_PLANS
+
+}  // namespace ssm_kernels::selective_scan
+
+#endif

@@ -1,0 +1,86 @@
+// Selective scan, backward, on CUDA.
+//
+// With y_t = <C_t, h_t> + D u_t, out_t = y_t silu(z_t) and dy_t = grad_out_t silu(z_t), the adjoint g of the state runs against
+// time,
+//
+//   g_t = C_t dy_t + Abar_{t+1} g_{t+1}
+//
+// and with p_t = g_t B_t and q_t = g_t h_{t-1} Abar'(z_t), summed over states, channels or time,
+//
+//   grad_delta_t = sum_n (A q_t + u_t p_t (z k)')
+//   grad_u_t     = delta_t sum_n p_t k + D dy_t
+//   grad_z_t     = grad_out_t y_t silu'(z_t)
+//   grad_A       = sum_t delta_t (q_t + delta_t u_t p_t k')
+//   grad_B_t     = sum_d g_t delta_t u_t k
+//   grad_C_t     = sum_d dy_t h_t
+//
+// sequential.h says how the work is cut; warps are walkers and movers, as in forward. Tiles are taken from the last to
+// the first. A tile is a chunk: it starts from the state that forward saved. Walkers take their states through it twice:
+// * forwards, leaving the state before each group of steps in shared memory, each thread its own;
+// * backwards, group by group: from that state forwards through the group once more, now with every state and coefficient in
+//   registers, then backwards with the adjoint.
+// What a group adds to sums over states is added up over the state lanes, and takes the place of delta, delta u and dy. What it
+// adds to sums over channels is added up over the rows of a warp, and over the walking warps at the end of the tile; what is
+// left, sums over the tiles of channels, is for another kernel. Every order of additions is fixed.
+//
+// Movers read the tensors of a tile twice: before, for delta, delta u and dy; and after, for the gradients.
+//
+// The bound is the rate at which instructions are issued.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/ptx/setmaxnreg.cuh"
+#include "selective_scan/cuda/sequential_bwd_consumer.cuh"
+#include "selective_scan/cuda/sequential_bwd_producer.cuh"
+
+namespace ssm_kernels::selective_scan::sequential {
+
+// Registers of a thread, where the device lets warps trade them.
+constexpr int
+    kConsumerRegisters = 144,
+    kProducerRegisters =
+        cuda::producer_registers<kConsumerWarps * kWarpSize, kConsumerRegisters, kProducerWarps * kWarpSize, kResidentBlocks>();
+
+template <typename Scalar>
+using BwdTileConfig = TileConfig<Scalar, kBwdTileSteps>;
+
+template <typename Scalar, typename Method>
+__global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBlocks)
+    sequential_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
+                          const __grid_constant__ PartialSums partial_sums) {
+  using C = BwdTileConfig<Scalar>;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  const BwdShared<C> shared(memory);
+  if (threadIdx.x == 0) shared.sums_are_read->init(C::kConsumers);
+  for (int i = threadIdx.x; i < shared.kChannelSums; i += C::kThreads) shared.channel_sums[i] = 0;
+  begin_block<C, BwdRows<Scalar>>(params, plan, shared);
+  if (threadIdx.x < C::kConsumers) {
+    cuda::warpgroup_reg_alloc<kConsumerRegisters>();
+    BwdConsumer<C, Method>(params, plan, partial_sums, shared).run();
+  } else {
+    cuda::warpgroup_reg_dealloc<kProducerRegisters>();
+    if (plan.along_channels) {
+      BwdProducer<C, Method, true>(params, plan, partial_sums, shared).run();
+    } else {
+      BwdProducer<C, Method, false>(params, plan, partial_sums, shared).run();
+    }
+  }
+}
+
+template <typename Scalar>
+size_t bwd_shared_bytes() {
+  return BwdShared<BwdTileConfig<Scalar>>(nullptr).bytes;
+}
+
+template <typename Scalar, typename Method>
+cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
+                       cudaStream_t stream) {
+  const auto kernel = sequential_bwd_kernel<Scalar, Method>;
+  const size_t bytes = bwd_shared_bytes<Scalar>();
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
+  kernel<<<blocks, BwdTileConfig<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
+  return cudaGetLastError();
+}
+
+}  // namespace ssm_kernels::selective_scan::sequential

@@ -1,0 +1,325 @@
+// Selective scan, backward, on CUDA: the warps that walk through time. sequential_bwd.cuh says what is computed and how the
+// work is shared.
+//
+// A walking thread has kLaneStates states of two channels. Of a group of kGroupSteps steps it knows, once it has walked
+// through it forwards, each h_t and each coefficient; walking backwards with the adjoint g it adds to sums over states (which
+// the kStateLanes lanes of a channel then exchange), to sums over channels (which the rows of the warp exchange) and to the
+// gradient of A, its own to the end.
+//
+// Where a sum over lanes is of as many values as there are lanes, each exchange halves the values that a lane holds: it keeps
+// one register of two and sends the other. Lane's permutation makes these the same registers in all lanes.
+#pragma once
+
+#include "selective_scan/cuda/sequential_bwd_shared.cuh"
+
+namespace ssm_kernels::selective_scan::sequential {
+
+// Walkers: from delta, delta_u, dy, B, C and the saved states to the sums over states and over channels, and the adjoints.
+template <typename TileConfig, typename Method>
+struct BwdConsumer {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  using Group = Vector<Acc, kGroupSteps>;
+  using States = Acc[kLaneChannels][kLaneStates];
+  static constexpr int kG = kGroupSteps;
+  static_assert(kGroupSteps == 4 && kLaneStates == 4 && kStateLanes == 4 && TileConfig::kWarpRows == 8 && kLaneChannels == 2,
+                "the exchanges between lanes are written out for these");
+
+  const SelectiveScanBwdParams& p;
+  const ScanPlan& plan;
+  const PartialSums& partial_sums;
+  const Shared& shared;
+  const Position& at;
+  ConsumerLane<TileConfig, true> lane;
+  bool needs_grad_z;
+  // Lanes without a channel or a state have zeros. What comes to a step from later ones is `adjoint`.
+  States A, adjoint, grad_A, h;
+
+  __device__ __forceinline__ BwdConsumer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
+                                         const PartialSums& partial_sums_, const Shared& shared_)
+      : p(p_),
+        plan(plan_),
+        partial_sums(partial_sums_),
+        shared(shared_),
+        at(*shared_.position),
+        needs_grad_z(p_.grad_z.data != nullptr) {
+    for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
+      A[k][i] = adjoint[k][i] = grad_A[k][i] = 0;
+      if (!exists) return;
+      const int64_t d = at.first_channel + channel;
+      A[k][i] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+      if (p.grad_last_state.data != nullptr) adjoint[k][i] = load_state<Acc>(p.grad_last_state, at.batch, d, state);
+    });
+#pragma unroll 1
+    for (int64_t s = plan.segments - 1; s > at.segment; --s) {
+      for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
+        const int64_t offset = state_offset(p, at.batch * plan.segments + s, at.first_channel + channel, state);
+        if (exists) adjoint[k][i] = fold_segment(plan, offset, adjoint[k][i]);
+      });
+    }
+  }
+
+  __device__ __forceinline__ void load_saved_states(int64_t t0) {
+    const int64_t row = at.batch * p.chunk_boundaries + t0 / kBwdTileSteps;
+    const Acc* const saved = static_cast<const Acc*>(p.chunk_states) + state_offset(p, row, at.first_channel, 0);
+    for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
+      h[k][i] = exists ? __ldcg(saved + (channel * static_cast<int>(p.dstate) + state)) : Acc(0);
+    });
+  }
+
+  __device__ __forceinline__ Group row_of(const Acc* matrix, int i, int t) const {
+    return Group::load(matrix + lane.state(i) * Matrices<TileConfig>::kPitch + t);
+  }
+  // delta u, of what lies in its array.
+  __device__ __forceinline__ static Acc delta_u_of(Acc delta, Acc u_or_delta_u) {
+    return Method::kUnitGain ? u_or_delta_u : delta * u_or_delta_u;
+  }
+  __device__ __forceinline__ typename Shared::LaneStates* states_before(int t, int k) const {
+    return shared.states + (t / kG * kLaneChannels + k) * TileConfig::kConsumers + threadIdx.x;
+  }
+
+  // Forwards through a group that is not the tile's last.
+  __device__ __forceinline__ void scan_forward(int t, int tile, const Matrices<TileConfig>& matrices) {
+    Group delta[kLaneChannels], u[kLaneChannels];
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) {
+      delta[k] = Group::load(shared.delta(tile).at(lane.channel(k), t));
+      u[k] = Group::load(shared.delta_u(tile).at(lane.channel(k), t));
+      leave_states_before(t, k);
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneStates; ++i) {
+      const Group b = row_of(matrices.B, i, t);
+#pragma unroll
+      for (int k = 0; k < kLaneChannels; ++k) {
+#pragma unroll
+        for (int j = 0; j < kG; ++j) {
+          const Transition<Method, Acc> transition(delta[k][j], A[k][i]);
+          const Acc input = transition.input(delta_u_of(delta[k][j], u[k][j])) * b[j];
+          h[k][i] = Math<Acc>::fma(transition.abar(), h[k][i], input);
+        }
+      }
+    }
+  }
+  // Which an infinite input or step has made NaN.
+  __device__ __forceinline__ void forget_states_that_do_not_exist() {
+    for_each_state(p, at, lane, [&](int k, int i, int, int, bool exists) {
+      if (!exists) h[k][i] = 0;
+    });
+  }
+  __device__ __forceinline__ void leave_states_before(int t, int k) const {
+    typename Shared::LaneStates states;
+#pragma unroll
+    for (int i = 0; i < kLaneStates; ++i) states.set(i, h[k][i]);
+    states.store(reinterpret_cast<Acc*>(states_before(t, k)));
+  }
+
+  // Backwards through a group of steps, or if not plain the first `count` of one, for the states and channels that exist: even
+  // a step of size zero would make NaN of an infinite A, and even a state of zeros NaN of an infinite input.
+  template <bool is_plain>
+  __device__ __forceinline__ void scan_backward(int t, int count, int tile, const Matrices<TileConfig>& matrices) {
+    Group delta[kLaneChannels], u[kLaneChannels], dy[kLaneChannels];
+    Acc y[kLaneChannels][kG], sum_input[kLaneChannels][kG], sum_step[kLaneChannels][kG];
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) {
+      if constexpr (is_plain) {
+        delta[k] = Group::load(shared.delta(tile).at(lane.channel(k), t));
+        u[k] = Group::load(shared.delta_u(tile).at(lane.channel(k), t));
+        dy[k] = Group::load(shared.dy(tile).at(lane.channel(k), t));
+      }
+#pragma unroll
+      for (int j = 0; j < kG; ++j) y[k][j] = sum_input[k][j] = sum_step[k][j] = 0;
+    }
+    // Where registers are short: rather than hold them, read them again.
+    const auto at_step = [&](const Group& group, TileArray<TileConfig> tile, int k, int j) {
+      if constexpr (is_plain) return group[j];
+      return *tile.at(opaque(lane.channel(k)), t + j);
+    };
+    const auto delta_at = [&](int k, int j) { return at_step(delta[k], shared.delta(tile), k, j); };
+    const auto u_at = [&](int k, int j) { return at_step(u[k], shared.delta_u(tile), k, j); };
+    const auto dy_at = [&](int k, int j) { return at_step(dy[k], shared.dy(tile), k, j); };
+    Acc of_half[2][2][kG];  // (states of a lane after the first exchange, B and C, steps)
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      Acc of_state[2][2][kG];
+#pragma unroll
+      for (int s = 0; s < 2; ++s) {
+        const int i = 2 * half + s;
+        const Group b = row_of(matrices.B, i, t), c = row_of(matrices.C, i, t);
+        Acc(&to_B)[kG] = of_state[s][0];
+        Acc(&to_C)[kG] = of_state[s][1];
+#pragma unroll
+        for (int j = 0; j < kG; ++j) to_B[j] = to_C[j] = 0;
+#pragma unroll
+        for (int k = 0; k < kLaneChannels; ++k) {
+          if (!is_plain && !(lane.channel(k) < at.channels && lane.state(i) < static_cast<int>(p.dstate))) continue;
+          const Acc h_before = reinterpret_cast<const Acc*>(states_before(t, k))[i];
+          Acc basis[kG] = {}, states[kG];
+          const auto transition = [&](int j) { return Transition<Method, Acc>(delta_at(k, j), A[k][i], basis[j]); };
+          Acc state = h_before;
+#pragma unroll
+          for (int j = 0; j < kG; ++j) {
+            if (!is_plain && j >= count) continue;
+            basis[j] = Transition<Method, Acc>(delta_at(k, j), A[k][i]).basis;
+            const Acc input = transition(j).input(delta_u_of(delta_at(k, j), u_at(k, j))) * b[j];
+            state = states[j] = Math<Acc>::fma(transition(j).abar(), state, input);
+          }
+#pragma unroll
+          for (int j = kG - 1; j >= 0; --j) {
+            if (!is_plain && j >= count) continue;
+            const auto step = transition(j);
+            const Acc g = Math<Acc>::fma(dy_at(k, j), c[j], adjoint[k][i]);
+            const Acc previous = j > 0 ? states[j > 0 ? j - 1 : 0] : h_before;
+            adjoint[k][i] = step.abar() * g;
+            Acc q, to_A, of_B;
+            if constexpr (Method::kExponential) {
+              q = adjoint[k][i] * previous;
+            } else {
+              q = Method::derivatives(step.z, step.basis, Method::gain(step.z, step.basis)).abar * (g * previous);
+            }
+            if constexpr (Method::kUnitGain) {
+              to_A = q;
+              sum_input[k][j] = Math<Acc>::fma(g, b[j], sum_input[k][j]);
+              of_B = g * u_at(k, j);
+            } else {
+              const Acc gain = Method::gain(step.z, step.basis), g_b = g * b[j], u_g_b = u_at(k, j) * g_b;
+              const auto derivatives = Method::derivatives(step.z, step.basis, gain);
+              to_A = Math<Acc>::fma(delta_at(k, j) * u_g_b, derivatives.gain, q);
+              sum_step[k][j] = Math<Acc>::fma(u_g_b * kScaleOfA<Method, Acc>, derivatives.z_gain, sum_step[k][j]);
+              sum_input[k][j] = Math<Acc>::fma(g_b, gain, sum_input[k][j]);
+              of_B = g * delta_u_of(delta_at(k, j), u_at(k, j)) * gain;
+            }
+            sum_step[k][j] = Math<Acc>::fma(A[k][i], q, sum_step[k][j]);
+            grad_A[k][i] = Math<Acc>::fma(delta_at(k, j), to_A, grad_A[k][i]);
+            to_B[j] += of_B;
+            to_C[j] = Math<Acc>::fma(dy_at(k, j), states[j], to_C[j]);
+            if (needs_grad_z) y[k][j] = Math<Acc>::fma(c[j], states[j], y[k][j]);
+          }
+        }
+      }
+      // Over rows one apart, which keep the state of the first register and send that of the second.
+#pragma unroll
+      for (int kind = 0; kind < 2; ++kind) {
+#pragma unroll
+        for (int j = 0; j < kG; ++j) {
+          of_half[half][kind][j] = of_state[0][kind][j] + __shfl_xor_sync(kAllLanes, of_state[1][kind][j], kStateLanes);
+        }
+      }
+    }
+    store_sums_over_channels(of_half, t);
+    __syncwarp();  // the sums may take the place of what the other state lanes have read
+    store_sums_over_states(y, sum_input, sum_step, t, tile);
+  }
+
+  // Over rows two apart, then four; half of the lanes are left with B and half with C, of one state each.
+  __device__ __forceinline__ void store_sums_over_channels(const Acc (&of_half)[2][2][kG], int t) const {
+    const bool has_C = lane.row & 4;
+    Group sum;
+#pragma unroll
+    for (int j = 0; j < kG; ++j) {
+      const Acc of_B = of_half[0][0][j] + __shfl_xor_sync(kAllLanes, of_half[1][0][j], 2 * kStateLanes);
+      const Acc of_C = of_half[0][1][j] + __shfl_xor_sync(kAllLanes, of_half[1][1][j], 2 * kStateLanes);
+      sum.set(j, (has_C ? of_C : of_B) + __shfl_xor_sync(kAllLanes, has_C ? of_B : of_C, 4 * kStateLanes));
+    }
+    const int warp = threadIdx.x / kWarpSize;
+    sum.store(shared.sums + warp * Shared::kSums + ((has_C ? kStates : 0) + lane.state(0)) * Shared::kSumsPitch + t);
+  }
+
+  // Over the state lanes one apart, then two: lanes one apart keep the channel of the first register, lanes two apart one sum,
+  // or half of the steps.
+  __device__ __forceinline__ void store_sums_over_states(const Acc (&y)[kLaneChannels][kG],
+                                                         const Acc (&sum_input)[kLaneChannels][kG],
+                                                         const Acc (&sum_step)[kLaneChannels][kG], int t, int tile) const {
+    const bool late = lane.state_lane & 2;
+    const int channel = lane.channel(0);
+    const auto both = [&](Acc kept, Acc sent, int lanes) { return kept + __shfl_xor_sync(kAllLanes, sent, lanes); };
+    Group sum;
+#pragma unroll
+    for (int j = 0; j < kG; ++j) {
+      const Acc input = both(sum_input[0][j], sum_input[1][j], 1), step = both(sum_step[0][j], sum_step[1][j], 1);
+      sum.set(j, both(late ? step : input, late ? input : step, 2));
+    }
+    sum.store(shared.sum(tile, late ? Shared::kStep : Shared::kInput).at(channel, t));
+    if (!needs_grad_z) return;
+    Acc of_channel[kG];
+#pragma unroll
+    for (int j = 0; j < kG; ++j) of_channel[j] = both(y[0][j], y[1][j], 1);
+    Vector<Acc, 2> sum_y;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      sum_y.set(j, both(late ? of_channel[2 + j] : of_channel[j], late ? of_channel[j] : of_channel[2 + j], 2));
+    }
+    sum_y.store(shared.sum(tile, Shared::kY).at(channel, t + (late ? 2 : 0)));
+  }
+
+  // Adds up the warps' sums over channels, and leaves them for other blocks' to be added to; of a group that is one tile they
+  // are the gradients.
+  __device__ __forceinline__ void write_sums_over_channels(int64_t t0, int steps) const {
+    if (!p.grad_B.per_step && !p.grad_C.per_step) return;
+    constexpr int kPerRow = TileConfig::kTileSteps / kG;
+    for (int i = threadIdx.x; i < 2 * kStates * kPerRow; i += TileConfig::kConsumers) {
+      const int row = i / kPerRow, step = i % kPerRow * kG, state = row % kStates;
+      if (state >= static_cast<int>(p.dstate)) continue;
+      Group sum = Group::load(shared.sums + row * Shared::kSumsPitch + step);
+#pragma unroll
+      for (int warp = 1; warp < kConsumerWarps; ++warp) {
+        const Group part = Group::load(shared.sums + warp * Shared::kSums + row * Shared::kSumsPitch + step);
+#pragma unroll
+        for (int j = 0; j < kG; ++j) sum.set(j, sum[j] + part[j]);
+      }
+      store_matrix_sum<Scalar>(p, plan, partial_sums, at, row < kStates, state, t0 + step, steps - step, sum);
+    }
+  }
+
+  __device__ __forceinline__ void scan_tile(int tile, int steps) {
+    const Matrices<TileConfig> matrices = shared.matrices(tile);
+    const int last = (steps - 1) / kG * kG;
+#pragma unroll 1
+    for (int t = 0; t < last; t += kG) {
+      scan_forward(t, tile, matrices);
+      if (p.dstate < kStates && !(is_finite(shared.delta(tile), lane, t) && is_finite(shared.delta_u(tile), lane, t))) {
+        forget_states_that_do_not_exist();
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) leave_states_before(last, k);
+    if (tile > 0) shared.sums_are_read->wait(tile - 1);
+#pragma unroll 1
+    for (int t = last; t >= 0; t -= kG) {
+      bool is_plain = at.channels == kTileChannels && t + kG <= steps;
+      if (p.dstate < kStates) {
+        is_plain &= is_finite(shared.delta(tile), lane, t) & is_finite(shared.delta_u(tile), lane, t) &
+                    is_finite(shared.dy(tile), lane, t);
+      }
+      if (is_plain) {
+        scan_backward<true>(t, kG, tile, matrices);
+      } else {
+        scan_backward<false>(t, steps - t, tile, matrices);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (at.begin < at.end) {
+      // Computed where it is needed: registers are short.
+      const auto first_step = [&](int tile) { return last_tile<TileConfig>(at) - int64_t(tile) * TileConfig::kTileSteps; };
+      load_saved_states(first_step(0));
+      sync_roles<TileConfig>();
+      for (int tile = 0; first_step(tile) >= at.begin; ++tile) {
+        scan_tile(tile, at.steps_from(first_step(tile), TileConfig::kTileSteps));
+        if (first_step(tile) > at.begin) load_saved_states(first_step(tile + 1));
+        sync_roles<TileConfig>();
+        write_sums_over_channels(first_step(tile), at.steps_from(first_step(tile), TileConfig::kTileSteps));
+        shared.sums_are_read->arrive();
+      }
+    }
+    sync_roles<TileConfig>();  // for the movers' sums
+    if (partial_sums.grad_A != nullptr) {
+      save_states(p, at, lane, grad_A, partial_sums.grad_A, at.batch * plan.segments + at.segment);
+    }
+    if (p.grad_initial_state != nullptr && at.segment == 0) save_states(p, at, lane, adjoint, p.grad_initial_state, at.batch);
+  }
+};
+
+}  // namespace ssm_kernels::selective_scan::sequential

@@ -1,0 +1,309 @@
+// Selective scan, backward, on CUDA: the warps that move a tile's elements. sequential_bwd.cuh says what is computed and
+// how the work is shared.
+//
+// Before the walkers take a tile, each element's delta = softplus?(raw + bias), delta u (or u, where the method's gain is not
+// one) and dy = grad_out silu(z) go to shared memory in the accumulation type, and the tile's rows of B and C with them.
+// Afterwards, from what the walkers have summed over the states (y, the sums of p k and of A q + u p (z k)') and from the same
+// tensors, read again, each element's gradients of u, delta and z are written, and its terms of the gradients of D and
+// delta_bias added up: over the lanes of a channel by shuffles, over tiles in shared memory, over warps at the end.
+#pragma once
+
+#include "selective_scan/cuda/sequential_bwd_shared.cuh"
+
+namespace ssm_kernels::selective_scan::sequential {
+
+// Movers: from memory to delta, delta_u, dy, B and C; from the sums over states to the gradients.
+template <typename TileConfig, typename Method, bool along_channels>
+struct BwdProducer {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  using Raw = typename ThreadVectors<TileConfig, false>::Raw;
+  static constexpr int kVector = kVectorSize<Scalar>, kCount = ThreadVectors<TileConfig, false>::kCount,
+                       kPart = ThreadVectors<TileConfig, false>::kPart;
+
+  const SelectiveScanBwdParams& p;
+  const ScanPlan& plan;
+  const PartialSums& partial_sums;
+  const Shared& shared;
+  const Position& at;
+  const BwdRows<Scalar>& rows;
+
+  __device__ __forceinline__ BwdProducer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
+                                         const PartialSums& partial_sums_, const Shared& shared_)
+      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {}
+
+  // Its number among the movers.
+  __device__ __forceinline__ static int thread() { return opaque(static_cast<int>(threadIdx.x)) - TileConfig::kConsumers; }
+
+  __device__ __forceinline__ void put(int64_t t0, int tile) const {
+    const Scalar* matrices[Matrices<TileConfig>::kCount];
+#pragma unroll
+    for (int i = 0; i < Matrices<TileConfig>::kCount; ++i)
+      matrices[i] = Matrices<TileConfig>::place(p, plan, rows.B, rows.C, i);
+    typename Matrices<TileConfig>::Raw raw_matrices[Matrices<TileConfig>::kCount];
+    Matrices<TileConfig>::load(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps), raw_matrices);
+    if (has_vectors<TileConfig>(plan, at, t0)) {
+      put_vectors(t0, tile);
+    } else {
+      put_elements(t0, tile);
+    }
+    shared.matrices(tile).put(plan, raw_matrices);
+  }
+
+  __device__ __forceinline__ void put_vectors(int64_t t0, int tile) const {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
+#pragma unroll(along_channels ? 1 : 2)
+    for (int i = 0; i < kCount; ++i) {
+      const auto load = [&](const SequenceView& view, Scalar* row) { return thread_vectors.load(view, row, t0, i); };
+      const Raw raw_delta = load(p.delta, rows.delta);
+      const Raw raw_u = load(p.u, rows.u);
+      Raw raw_grad_out, raw_z;
+      if (has_grad) raw_grad_out = load(p.grad_out, rows.grad_out);
+      if (has_gate) raw_z = load(p.z, rows.z);
+#pragma unroll
+      for (int first = 0; first < kVector; first += kPart) {
+        Acc bias[kPart], delta[kPart], u[kPart], dy[kPart] = {};
+        thread_vectors.of_channels(shared.bias, i, first, bias);
+        thread_vectors.widen(raw_delta, first, delta);
+        thread_vectors.widen(raw_u, first, u);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
+        if (p.delta_softplus) {
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
+        }
+        thread_vectors.put(shared.delta(tile), i, first, delta);
+        if constexpr (Method::kUnitGain) {
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
+        }
+        thread_vectors.put(shared.delta_u(tile), i, first, u);
+        if (has_grad) thread_vectors.widen(raw_grad_out, first, dy);
+        if (has_gate) {
+          Acc z[kPart];
+          thread_vectors.widen(raw_z, first, z);
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
+        }
+        thread_vectors.put(shared.dy(tile), i, first, dy);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void put_elements(int64_t t0, int tile) const {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    thread_vectors.for_each_element([&](int channel, int step) {
+      const bool exists = channel < at.channels && step < steps;
+      Acc delta = load_element(p.delta, rows.delta, channel, t0 + step, exists) + shared.bias[channel];
+      if (p.delta_softplus) delta = softplus(delta);
+      *shared.delta(tile).at(channel, step) = delta;
+      const Acc u = load_element(p.u, rows.u, channel, t0 + step, exists);
+      *shared.delta_u(tile).at(channel, step) = Method::kUnitGain ? delta * u : u;
+      Acc dy = load_element(p.grad_out, rows.grad_out, channel, t0 + step, exists && p.grad_out.data != nullptr);
+      if (exists && p.grad_out.data != nullptr && p.z.data != nullptr) {
+        dy *= silu(load_element(p.z, rows.z, channel, t0 + step, true));
+      }
+      *shared.dy(tile).at(channel, step) = dy;
+    });
+  }
+
+  // Of some elements, in place: grad_out, y, and the sums kInput and kStep become what their sums of grad_D are made of, and
+  // the gradients of z, u and delta. raw_delta has its bias.
+  template <int count>
+  __device__ __forceinline__ void make_gradients(const Acc (&u)[count], const Acc (&raw_delta)[count], const Acc (&z)[count],
+                                                 const Acc (&skip)[count], Acc (&grad_out)[count], Acc (&y)[count],
+                                                 Acc (&input)[count], Acc (&step)[count]) const {
+    if (p.z.data != nullptr) {
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        const Acc s = sigmoid(z[j]);
+        y[j] = grad_out[j] * Math<Acc>::fma(skip[j], u[j], y[j]) * silu_derivative(z[j], s);
+        grad_out[j] *= z[j] * s;
+      }
+    }
+    Acc delta[count];
+#pragma unroll
+    for (int j = 0; j < count; ++j) {
+      delta[j] = raw_delta[j];
+      step[j] *= 1 / kScaleOfA<Method, Acc>;
+      if constexpr (Method::kUnitGain) step[j] = Math<Acc>::fma(u[j], input[j], step[j]);
+    }
+    if (p.delta_softplus) {
+#pragma unroll
+      for (int j = 0; j < count; ++j) {
+        step[j] *= softplus_derivative(delta[j]);
+        delta[j] = softplus(delta[j]);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < count; ++j) {
+      input[j] = Math<Acc>::fma(delta[j], input[j], skip[j] * grad_out[j]);
+      grad_out[j] *= u[j];
+    }
+  }
+
+  // Writes the gradients of the tile that starts at t0.
+  __device__ __forceinline__ void write(int64_t t0, int tile) const {
+    if (has_vectors<TileConfig>(plan, at, t0)) {
+      write_vectors(t0, tile);
+    } else {
+      write_elements(t0, tile);
+    }
+  }
+
+  // Adds to a channel's part of the gradients of D and delta_bias what the lanes with the same channel have for it. By all of a
+  // warp's lanes.
+  __device__ __forceinline__ void add_to_channel(int channel, Acc to_D, Acc to_bias) const {
+    using P = ThreadVectors<TileConfig, along_channels>;
+    // They are multiples of kFrom and less than kTo apart.
+    constexpr int kFrom = along_channels ? P::kPerStep : 1, kTo = along_channels ? kWarpSize : P::kPerRow;
+#pragma unroll
+    for (int distance = kFrom; distance < kTo; distance *= 2) {
+      to_D += __shfl_xor_sync(kAllLanes, to_D, distance);
+      to_bias += __shfl_xor_sync(kAllLanes, to_bias, distance);
+    }
+    if (thread() % kWarpSize / kFrom % (kTo / kFrom) != 0) return;
+    Acc* const sum = shared.channel_sums + thread() / kWarpSize * kTileChannels + channel;
+    sum[0] += to_D;
+    sum[kProducerWarps * kTileChannels] += to_bias;
+  }
+
+  __device__ __forceinline__ void write_vectors(int64_t t0, int tile) const {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+      Acc sum_D = 0, sum_bias = 0;
+      // Part by part of a piece: registers are short.
+#pragma unroll
+      for (int first = 0; first < kVector; first += kPart) {
+        using Part = Vector<Scalar, kPart>;
+        const auto place = [&](const SequenceView& view, Scalar* row) {
+          return thread_vectors.place(view, row, t0) + i * thread_vectors.stride(view) + first;
+        };
+        const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[kPart]) {
+          const Part part = Part::load_once(place(view, row));
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) values[j] = to_accumulate(part[j]);
+        };
+        const auto store = [&](const SequenceView& view, Scalar* row, const Acc(&values)[kPart]) {
+          Part part;
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
+          part.store_once(place(view, row));
+        };
+        Acc u[kPart], delta[kPart], z[kPart] = {}, grad_out[kPart] = {};
+        Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
+        load(p.u, rows.u, u);
+        load(p.delta, rows.delta, delta);
+        if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
+        if (has_gate) load(p.z, rows.z, z);
+        if (needs_grad_z) thread_vectors.get(shared.sum(tile, Shared::kY), i, first, y);
+        thread_vectors.of_channels(shared.skip, i, first, skip);
+        thread_vectors.of_channels(shared.bias, i, first, bias);
+        thread_vectors.get(shared.sum(tile, Shared::kInput), i, first, of_u);
+        thread_vectors.get(shared.sum(tile, Shared::kStep), i, first, of_delta);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
+        make_gradients(u, delta, z, skip, grad_out, y, of_u, of_delta);
+        if (needs_grad_z) store(p.grad_z, rows.grad_z, y);
+        if (p.grad_u.data != nullptr) store(p.grad_u, rows.grad_u, of_u);
+        if (p.grad_delta.data != nullptr) store(p.grad_delta, rows.grad_delta, of_delta);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) {
+          if constexpr (along_channels) {
+            add_to_channel(thread_vectors.channel(i) + first + j, grad_out[j], of_delta[j]);
+          } else {
+            sum_D += grad_out[j];
+            sum_bias += of_delta[j];
+          }
+        }
+      }
+      if constexpr (!along_channels) add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
+    }
+  }
+
+  // An element's gradients; returns its terms of the gradients of D and delta_bias.
+  __device__ __forceinline__ Vector<Acc, 2> write_element(int64_t t, int tile, int channel, int step) const {
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
+    const Acc u[1] = {load_element(p.u, rows.u, channel, t, true)};
+    const Acc raw_delta[1] = {load_element(p.delta, rows.delta, channel, t, true) + shared.bias[channel]};
+    const Acc z[1] = {load_element(p.z, rows.z, channel, t, has_gate)}, skip[1] = {shared.skip[channel]};
+    Acc grad_out[1] = {load_element(p.grad_out, rows.grad_out, channel, t, has_grad)};
+    Acc y[1] = {needs_grad_z ? *shared.sum(tile, Shared::kY).at(channel, step) : Acc(0)};
+    Acc of_u[1] = {*shared.sum(tile, Shared::kInput).at(channel, step)};
+    Acc of_delta[1] = {*shared.sum(tile, Shared::kStep).at(channel, step)};
+    make_gradients(u, raw_delta, z, skip, grad_out, y, of_u, of_delta);
+    if (needs_grad_z) store_element(p.grad_z, rows.grad_z, channel, t, y[0]);
+    if (p.grad_u.data != nullptr) store_element(p.grad_u, rows.grad_u, channel, t, of_u[0]);
+    if (p.grad_delta.data != nullptr) store_element(p.grad_delta, rows.grad_delta, channel, t, of_delta[0]);
+    Vector<Acc, 2> terms;
+    terms.set(0, grad_out[0]);
+    terms.set(1, of_delta[0]);
+    return terms;
+  }
+
+  __device__ __forceinline__ void write_elements(int64_t t0, int tile) const {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+      Acc sum_D = 0, sum_bias = 0;
+#pragma unroll(along_channels ? 1 : 2)
+      for (int j = 0; j < kVector; ++j) {
+        const int channel = thread_vectors.channel(i) + (along_channels ? j : 0),
+                  step = thread_vectors.step(i) + (along_channels ? 0 : j);
+        if (channel < at.channels && step < steps) {
+          const auto terms = write_element(t0 + step, tile, channel, step);
+          sum_D += terms[0];
+          sum_bias += terms[1];
+        }
+        if constexpr (along_channels) {
+          __syncwarp();
+          add_to_channel(channel, sum_D, sum_bias);
+          sum_D = sum_bias = 0;
+        }
+      }
+      if constexpr (!along_channels) {
+        __syncwarp();
+        add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
+      }
+    }
+  }
+
+  // Adds up the gradients of D and delta_bias over the moving warps.
+  __device__ __forceinline__ void finish() const {
+    for (int channel = thread(); channel < at.channels; channel += TileConfig::kProducers) {
+      const int64_t target = (at.batch * plan.segments + at.segment) * p.dim + at.first_channel + channel;
+      const auto add_up = [&](const Acc* of_warps, void* place) {
+        if (place == nullptr) return;
+        Acc total = 0;
+#pragma unroll
+        for (int warp = 0; warp < kProducerWarps; ++warp) total += of_warps[warp * kTileChannels + channel];
+        static_cast<Acc*>(place)[target] = total;
+      };
+      add_up(shared.channel_sums, partial_sums.grad_D);
+      add_up(shared.channel_sums + kProducerWarps * kTileChannels, partial_sums.grad_delta_bias);
+    }
+  }
+
+  __device__ __forceinline__ void run() const {
+    if (at.begin < at.end) {
+      // While the walkers are at a tile, the gradients of the one before are written, and the next put into its place.
+      int64_t t0 = last_tile<TileConfig>(at);
+      for (int tile = 0;; ++tile, t0 -= TileConfig::kTileSteps) {
+        if (tile >= 2) write(t0 + 2 * TileConfig::kTileSteps, tile - 2);
+        if (t0 + TileConfig::kTileSteps < at.begin) break;
+        if (t0 >= at.begin) put(t0, tile);
+        sync_roles<TileConfig>();
+      }
+    }
+    sync_roles<TileConfig>();
+    finish();
+  }
+};
+
+}  // namespace ssm_kernels::selective_scan::sequential

@@ -1,0 +1,116 @@
+// Selective scan, forward, on CUDA: the warps that walk through time. sequential_fwd.cuh says what is computed and how the
+// work is shared.
+//
+// A walking thread has kLaneStates states of two channels in registers. It loads delta, delta u and its rows of B and C
+// for kGroupSteps steps at a time, takes its states through them and leaves its part of <C_t, h_t>.
+#pragma once
+
+#include "selective_scan/cuda/sequential_fwd_shared.cuh"
+
+namespace ssm_kernels::selective_scan::sequential {
+
+// Walkers: from delta, delta_u, B and C to the parts, and the states.
+template <typename TileConfig, typename Method>
+struct FwdConsumer {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = FwdShared<TileConfig>;
+  using Group = Vector<Acc, kGroupSteps>;
+
+  const SelectiveScanFwdParams& p;
+  const Shared& shared;
+  const Position& at;
+  ConsumerLane<TileConfig, false> lane;
+  int dstate;
+  // Lanes without a channel or a state have zeros.
+  Acc A[kLaneChannels][kLaneStates], h[kLaneChannels][kLaneStates];
+
+  __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Shared& shared_)
+      : p(p_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
+    for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
+      A[k][i] = h[k][i] = 0;
+      if (!exists) return;
+      const int64_t d = at.first_channel + channel;
+      A[k][i] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
+      if (p.initial_state.data != nullptr) h[k][i] = load_state<Acc>(p.initial_state, at.batch, d, state);
+    });
+  }
+
+  __device__ __forceinline__ void save(void* array, int64_t row) const { save_states(p, at, lane, h, array, row); }
+
+  // A group of steps, or if not plain the first `count` of one, of the states that exist: even a step of size zero would make
+  // NaN of an infinite A, and even a state of zeros NaN of an infinite input.
+  template <bool is_plain>
+  __device__ __forceinline__ void scan_group(int t, int count, int tile) {
+    const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
+    const Matrices<TileConfig> matrices = shared.matrices(tile);
+    Group delta[kLaneChannels], delta_u[kLaneChannels], b[kLaneStates], c[kLaneStates];
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) {
+      delta[k] = Group::load(deltas.at(lane.channel(k), t));
+      delta_u[k] = Group::load(delta_us.at(lane.channel(k), t));
+    }
+#pragma unroll
+    for (int i = 0; i < kLaneStates; ++i) {
+      const int place = lane.state(i) * Matrices<TileConfig>::kPitch + t;
+      b[i] = Group::load(matrices.B + place);
+      c[i] = Group::load(matrices.C + place);
+    }
+    Acc y[kLaneChannels][kGroupSteps];
+#pragma unroll
+    for (int j = 0; j < kGroupSteps; ++j) {
+#pragma unroll
+      for (int k = 0; k < kLaneChannels; ++k) {
+        y[k][j] = 0;
+        if (!is_plain && j >= count) continue;
+#pragma unroll
+        for (int i = 0; i < kLaneStates; ++i) {
+          if (!is_plain && lane.state(i) >= dstate) continue;
+          const Transition<Method, Acc> transition(delta[k][j], A[k][i]);
+          const Acc input = transition.input(delta_u[k][j]) * b[i][j];
+          h[k][i] = Math<Acc>::fma(transition.abar(), h[k][i], input);
+          y[k][j] = is_plain && i == 0 ? c[i][j] * h[k][i] : Math<Acc>::fma(c[i][j], h[k][i], y[k][j]);
+        }
+      }
+    }
+    __syncwarp();  // parts take the place of delta and delta_u
+#pragma unroll
+    for (int k = 0; k < kLaneChannels; ++k) {
+      Group part;
+#pragma unroll
+      for (int j = 0; j < kGroupSteps; ++j) part.set(j, y[k][j]);
+      part.store(shared.part(tile, lane.state_lane).at(lane.channel(k), t));
+    }
+  }
+
+  __device__ __forceinline__ void scan_tile(int tile, int steps) {
+#pragma unroll 1
+    for (int t = 0; t < steps; t += kGroupSteps) {
+      bool is_plain = t + kGroupSteps <= steps;
+      if (dstate < kStates) is_plain &= is_finite(shared.delta_u(tile), lane, t);
+      if (is_plain) {
+        scan_group<true>(t, kGroupSteps, tile);
+      } else {
+        scan_group<false>(t, steps - t, tile);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    constexpr int64_t kChunk = chunk_length(kStates);
+    if (p.chunk_states != nullptr) save(p.chunk_states, at.batch * p.chunk_boundaries);
+    int tile = 0;
+    if (at.end > 0) sync_roles<TileConfig>();
+    for (int64_t t0 = 0; t0 < at.end; t0 += TileConfig::kTileSteps, ++tile) {
+      const int64_t t_end = min(t0 + TileConfig::kTileSteps, at.end);
+      scan_tile(tile, static_cast<int>(t_end - t0));
+      sync_roles<TileConfig>();
+      if (p.chunk_states != nullptr && (t_end % kChunk == 0 || t_end == at.end)) {
+        save(p.chunk_states, at.batch * p.chunk_boundaries + (t_end + kChunk - 1) / kChunk);
+      }
+    }
+    save(p.last_state, at.batch);
+  }
+};
+
+}  // namespace ssm_kernels::selective_scan::sequential

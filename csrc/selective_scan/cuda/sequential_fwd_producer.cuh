@@ -1,0 +1,225 @@
+// Selective scan, forward, on CUDA: the warps that move a tile's elements. sequential_fwd.cuh says what is computed and how
+// the work is shared.
+//
+// A tile is read by asynchronous copies two tiles ahead, each thread's pieces into places of its own, and put into place while
+// the walkers are at the one before: delta = softplus?(raw + bias) and delta u of each element in the accumulation type, the
+// rows of B and C widened. When the walkers are done with a tile, out = (sum of the parts + D u) silu(z) is written.
+#pragma once
+
+#include "selective_scan/cuda/sequential_fwd_shared.cuh"
+
+namespace ssm_kernels::selective_scan::sequential {
+
+// Movers: from memory to delta, delta_u, B and C; from the parts to out.
+template <typename TileConfig>
+struct FwdProducer {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = FwdShared<TileConfig>;
+  static constexpr int kVector = kVectorSize<Scalar>, kPart = ThreadVectors<TileConfig, false>::kPart,
+                       kCount = ThreadVectors<TileConfig, false>::kCount;
+
+  const SelectiveScanFwdParams& p;
+  const ScanPlan& plan;
+  const Shared& shared;
+  const Position& at;
+  const FwdRows<Scalar>& rows;
+  int thread;
+  // Of the next tile to read, and of the next to write.
+  Scalar *delta, *u, *z, *out;
+  const Scalar* matrices[Matrices<TileConfig>::kCount];
+
+  __device__ __forceinline__ FwdProducer(const SelectiveScanFwdParams& p_, const ScanPlan& plan_, const Shared& shared_)
+      : p(p_),
+        plan(plan_),
+        shared(shared_),
+        at(*shared_.position),
+        rows(*shared_.rows),
+        thread(static_cast<int>(threadIdx.x) - TileConfig::kConsumers) {
+    by_layout([&](auto thread_vectors) {
+      delta = thread_vectors.place(p.delta, rows.delta, 0);
+      u = thread_vectors.place(p.u, rows.u, 0);
+      z = thread_vectors.place(p.z, rows.z, 0);
+      out = thread_vectors.place(p.out, rows.out, 0);
+    });
+#pragma unroll
+    for (int i = 0; i < Matrices<TileConfig>::kCount; ++i) {
+      matrices[i] = Matrices<TileConfig>::place(p, plan, rows.B, rows.C, i);
+    }
+  }
+
+  // visit(pieces) with those of vectors.
+  template <typename Visitor>
+  __device__ __forceinline__ void by_layout(const Visitor& visit) const {
+    if (plan.along_channels) {
+      visit(ThreadVectors<TileConfig, true>{thread});
+    } else {
+      visit(ThreadVectors<TileConfig, false>{thread});
+    }
+  }
+
+  // Where this thread's pieces of a tile lie among the stages.
+  template <int stages>
+  __device__ __forceinline__ int place(int tile) const {
+    return tile % stages * Shared::kStage + thread;
+  }
+  __device__ __forceinline__ int matrix_place(int tile) const { return tile % Shared::kStages * Shared::kMatrixStage + thread; }
+
+  // Starts to read a tile, and the gates of the one before, which are needed last.
+  __device__ __forceinline__ void read(int tile) {
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    if (tile > 0) read_gate(tile - 1);
+    if (t0 < at.end) {
+      if (has_vectors<TileConfig>(plan, at, t0)) {
+        by_layout([&](auto thread_vectors) {
+          thread_vectors.copy(p.delta, delta, shared.delta_raw + place<Shared::kStages>(tile));
+          thread_vectors.copy(p.u, u, shared.u + place<Shared::kStagesOfU>(tile));
+        });
+        delta += TileConfig::kTileSteps * p.delta.stride_step;
+        u += TileConfig::kTileSteps * p.u.stride_step;
+      }
+      Matrices<TileConfig>::copy(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps),
+                                 shared.raw_matrices + matrix_place(tile));
+    }
+    cuda::cp_async_commit();
+  }
+  __device__ __forceinline__ void read_gate(int tile) {
+    if (p.z.data == nullptr || !has_vectors<TileConfig>(plan, at, int64_t(tile) * TileConfig::kTileSteps)) return;
+    by_layout([&](auto thread_vectors) { thread_vectors.copy(p.z, z, shared.z + place<Shared::kStages>(tile)); });
+    z += TileConfig::kTileSteps * p.z.stride_step;
+  }
+
+  template <typename P>
+  __device__ __forceinline__ void put_vectors(P thread_vectors, int tile) const {
+    const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const auto raw_delta = shared.delta_raw[place<Shared::kStages>(tile) + i * TileConfig::kProducers];
+      const auto raw_u = shared.u[place<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
+#pragma unroll
+      for (int first = 0; first < kVector; first += kPart) {
+        Acc bias[kPart], delta[kPart], u[kPart];
+        thread_vectors.of_channels(shared.bias, i, first, bias);
+        thread_vectors.widen(raw_delta, first, delta);
+        thread_vectors.widen(raw_u, first, u);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
+        if (p.delta_softplus) {
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
+        thread_vectors.put(deltas, i, first, delta);
+        thread_vectors.put(delta_us, i, first, u);
+      }
+    }
+  }
+
+  template <typename P>
+  __device__ __forceinline__ void put_elements(P thread_vectors, int tile) const {
+    const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    thread_vectors.for_each_element([&](int channel, int step) {
+      const bool exists = channel < at.channels && step < steps;
+      Acc value = load_element(p.delta, rows.delta, channel, t0 + step, exists) + shared.bias[channel];
+      if (p.delta_softplus) value = softplus(value);
+      *deltas.at(channel, step) = value;
+      *delta_us.at(channel, step) = value * load_element(p.u, rows.u, channel, t0 + step, exists);
+    });
+  }
+
+  // Puts a tile that was read into place.
+  __device__ __forceinline__ void put(int tile) const {
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    cuda::cp_async_wait<Shared::kStages - 1>();
+    if (has_vectors<TileConfig>(plan, at, t0)) {
+      by_layout([&](auto thread_vectors) { put_vectors(thread_vectors, tile); });
+    } else {
+      by_layout([&](auto thread_vectors) { put_elements(thread_vectors, tile); });
+    }
+    shared.matrices(tile).put(plan, shared.raw_matrices + matrix_place(tile));
+  }
+
+  template <typename P>
+  __device__ __forceinline__ void write_vectors(P thread_vectors, int tile) const {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const auto raw_u = shared.u[place<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
+      typename Shared::RawVector raw_z, raw_out;
+      if (p.z.data != nullptr) raw_z = shared.z[place<Shared::kStages>(tile) + i * TileConfig::kProducers];
+#pragma unroll
+      for (int first = 0; first < kVector; first += kPart) {
+        Acc sum[kPart], skip[kPart], u[kPart];
+        thread_vectors.get(shared.part(tile, 0), i, first, sum);
+#pragma unroll
+        for (int part = 1; part < kStateLanes; ++part) {
+          Acc other[kPart];
+          thread_vectors.get(shared.part(tile, part), i, first, other);
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) sum[j] += other[j];
+        }
+        thread_vectors.of_channels(shared.skip, i, first, skip);
+        thread_vectors.widen(raw_u, first, u);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) sum[j] = Math<Acc>::fma(skip[j], u[j], sum[j]);
+        if (p.z.data != nullptr) {
+          Acc z[kPart];
+          thread_vectors.widen(raw_z, first, z);
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) sum[j] *= silu(z[j]);
+        }
+        thread_vectors.narrow(sum, first, raw_out);
+      }
+      raw_out.store_once(out + i * thread_vectors.stride(p.out));
+    }
+  }
+
+  template <typename P>
+  __device__ __forceinline__ void write_elements(P thread_vectors, int tile) const {
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    thread_vectors.for_each_element([&](int channel, int step) {
+      if (channel >= at.channels || step >= steps) return;
+      Acc sum = 0;
+#pragma unroll
+      for (int part = 0; part < kStateLanes; ++part) sum += *shared.part(tile, part).at(channel, step);
+      sum = Math<Acc>::fma(shared.skip[channel], load_element(p.u, rows.u, channel, t0 + step, true), sum);
+      if (p.z.data != nullptr) sum *= silu(load_element(p.z, rows.z, channel, t0 + step, true));
+      store_element(p.out, rows.out, channel, t0 + step, sum);
+    });
+  }
+
+  // Writes the outputs of a tile.
+  __device__ __forceinline__ void write(int tile) {
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    if (has_vectors<TileConfig>(plan, at, t0)) {
+      by_layout([&](auto thread_vectors) { write_vectors(thread_vectors, tile); });
+      out += TileConfig::kTileSteps * p.out.stride_step;
+    } else {
+      by_layout([&](auto thread_vectors) { write_elements(thread_vectors, tile); });
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    const int tiles = static_cast<int>((at.end + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps);
+    if (tiles == 0) return;
+    read(0);
+    read(1);
+    put(0);
+    sync_roles<TileConfig>();
+    // While the walkers are at a tile, the one before is written out, and the next put into place. What is read takes the
+    // place of what was just written.
+    for (int tile = 0; tile < tiles; ++tile) {
+      if (tile > 0) write(tile - 1);
+      read(tile + 2);
+      if (tile + 1 < tiles) put(tile + 1);
+      sync_roles<TileConfig>();
+    }
+    cuda::cp_async_wait<0>();
+    write(tiles - 1);
+  }
+};
+
+}  // namespace ssm_kernels::selective_scan::sequential

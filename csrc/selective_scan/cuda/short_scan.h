@@ -1,0 +1,26 @@
+// Selective scan on CUDA, forward of short sequences: how the work is cut.
+//
+// kStateLanes neighboring lanes share a channel; each keeps kLaneStates of its states in registers. A block has a tile of
+// channels and all steps, of which the sequence has at most kMostSteps.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "selective_scan/cuda/launch.h"
+
+namespace ssm_kernels::selective_scan::short_scan {
+
+constexpr int kMostSteps = 32;
+constexpr int kStateLanes = 8, kLaneStates = 2, kStates = kStateLanes * kLaneStates;
+constexpr int kThreads = 128, kTileChannels = kThreads / kStateLanes;
+constexpr int kSharedBytes = 17 * 1024;  // of a block, at most
+
+struct ScanPlan : ChannelPartition {
+  VectorAccess u = VectorAccess::kSingly, delta = VectorAccess::kSingly, z = VectorAccess::kSingly;
+  VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
+};
+
+template <typename Scalar>
+cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream);
+
+}  // namespace ssm_kernels::selective_scan::short_scan

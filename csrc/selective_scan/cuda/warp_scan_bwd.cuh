@@ -1,0 +1,524 @@
+// Selective scan, backward, on CUDA, with lanes in time.
+//
+// With y_t = <C_t, h_t> + D u_t, out_t = y_t silu(z_t) and dy_t = grad_out_t silu(z_t), the adjoint g of the state runs against
+// time,
+//
+//   g_t = C_t dy_t + Abar_{t+1} g_{t+1}
+//
+// and with p_t = g_t B_t and q_t = g_t h_{t-1} Abar'(z_t), summed over states, channels or time,
+//
+//   grad_delta_t = sum_n (A q_t + u_t p_t (z k)')
+//   grad_u_t     = delta_t sum_n p_t k + D dy_t
+//   grad_z_t     = grad_out_t y_t silu'(z_t)
+//   grad_A       = sum_t delta_t (q_t + delta_t u_t p_t k')
+//   grad_B_t     = sum_d g_t delta_t u_t k
+//   grad_C_t     = sum_d dy_t h_t
+//
+// warp_scan.h says how the work is cut. A tile starts from a state that forward saved, and tiles are taken from the last to
+// the first. State by state, each lane computes Abar for its steps once; the maps from step to step are scanned over the lanes
+// forwards, for the states, and backwards, for the adjoints, and run through again from the true state and adjoint, both of
+// which then exist at every step, in registers only.
+//
+// grad_B and grad_C sum over channels: first over those of a warp, by shuffles; a slice of states at a time then over the warps
+// of a block, through shared memory; and what is left over the tiles of channels, by another kernel. Every order of additions
+// is fixed.
+//
+// The bound is the rate at which instructions are issued: some thirty for each state and step.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "selective_scan/cuda/warp_scan_tile.cuh"
+
+namespace ssm_kernels::selective_scan::warp_scan {
+
+template <typename Scalar>
+using BwdTileConfig =
+    TileConfig<Scalar, BwdSizes::log2_warps(std::is_same_v<Scalar, double>), BwdSizes::kLog2TimeLanes, BwdSizes::kLog2Steps>;
+
+// The arrays in a block's shared memory.
+template <typename TileConfig>
+struct BwdShared {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  static constexpr int kSlice = BwdSizes::kSlice;
+  // Of a state: what the block adds to the gradients of B and of C, (2, steps of a tile).
+  static constexpr int kSumsPerState = 2 * TileConfig::kTileSteps;
+  static constexpr int kSums = kSlice * kSumsPerState;
+
+  // Of a channel and state: A, scaled; the state before the tile; the adjoint that comes from after it; the gradient of A.
+  static constexpr int kA = 0, kBefore = 1, kAdjoint = 2, kGradA = 3, kPerState = 4;
+
+  Scalar *u, *delta, *z, *grad_out;
+  Acc* states;  // (channels, dstate, kPerState)
+  Acc *decay, *grad_constant_B, *grad_constant_C;
+  Acc *B, *C;
+  Acc* zeros;      // what lanes without a channel read of B and C: their zeros times an infinity were NaN
+  Acc* warp_sums;  // (warps, kSums)
+  // Of each thread, its parts of the gradients of D and delta_bias.
+  Acc* grad_channel;
+  Position* position;
+  BwdRows<Scalar>* rows;
+  size_t bytes;
+
+  SSM_HOST_DEVICE BwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan) {
+    const int count = state_rows<TileConfig>(plan) * state_pitch(p);
+    const bool sums = !plan.carry_pass && (p.B.per_step || p.C.per_step);
+    Carver carver(memory);
+    // What has the same size for all calls first: its addresses are known when compiling.
+    grad_channel = carver.take<Acc>(2 * TileConfig::kThreads);
+    position = carver.take<Position>(1);
+    rows = carver.take<BwdRows<Scalar>>(1);
+    zeros = carver.take<Acc>(TileConfig::kSteps);
+    delta = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    grad_out = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    u = carver.take<Scalar>(plan.carry_pass ? 0 : SequenceTile<TileConfig>::kCapacity);
+    z = carver.take<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
+    B = carver.take<Acc>(p.B.per_step && !plan.carry_pass ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
+    C = carver.take<Acc>(p.C.per_step ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
+    warp_sums = carver.take<Acc>(sums ? TileConfig::kWarps * kSums : 0);
+    states = carver.take<Acc>(kPerState * count);
+    decay = carver.take<Acc>(plan.carry_pass ? count : 0);
+    grad_constant_B = carver.take<Acc>(p.B.per_step || plan.carry_pass ? 0 : count);
+    grad_constant_C = carver.take<Acc>(p.C.per_step || plan.carry_pass ? 0 : count);
+    bytes = carver.bytes();
+  }
+};
+
+// Adds the values of each step over the warp's channels, and stores the sums: (2, steps of the tile).
+template <typename TileConfig>
+__device__ __forceinline__ void store_channel_sums(typename TileConfig::Acc (&to_B)[TileConfig::kSteps],
+                                                   typename TileConfig::Acc (&to_C)[TileConfig::kSteps],
+                                                   const Lane<TileConfig>& lane, typename TileConfig::Acc* place) {
+  using Acc = typename TileConfig::Acc;
+  static_assert(TileConfig::kSteps == 8 && TileConfig::kLanesPerStep == 4, "four lanes share two times eight sums");
+  const int quarter = lane.channel_in_warp;
+  Vector<Acc, 4> mine;
+  Acc half[8];
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    half[j] = (quarter & 2 ? to_C[j] : to_B[j]) + __shfl_xor_sync(kAllLanes, quarter & 2 ? to_B[j] : to_C[j], 2);
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const Acc sent = quarter & 1 ? half[i] : half[4 + i];
+    mine.set(i, (quarter & 1 ? half[4 + i] : half[i]) + __shfl_xor_sync(kAllLanes, sent, 1));
+  }
+  mine.store(place);
+}
+
+// Where a lane's four sums lie.
+template <typename TileConfig>
+__device__ __forceinline__ int sums_of_lane(const Lane<TileConfig>& lane) {
+  return lane.channel_in_warp / 2 * TileConfig::kTileSteps + lane.time * TileConfig::kSteps + lane.channel_in_warp % 2 * 4;
+}
+
+template <typename TileConfig>
+__device__ __forceinline__ typename TileConfig::Acc sum_over_time_lanes(typename TileConfig::Acc value) {
+#pragma unroll
+  for (int distance = TileConfig::kLanesPerStep; distance < kWarpSize; distance *= 2) {
+    value += __shfl_xor_sync(kAllLanes, value, distance);
+  }
+  return value;
+}
+
+// Adds up what the warps of a block add to the gradients of B and C in a slice of states, by the whole block. Of a group that
+// is one tile that is the gradient itself.
+template <typename TileConfig>
+__device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const ScanPlan& plan,
+                                          const PartialSums& partial_sums, const BwdShared<TileConfig>& shared,
+                                          const Position& at, int first_state, int64_t first_step, int steps) {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  constexpr int kVector = kVectorSize<Acc>;
+  __syncthreads();
+  const int count = min(Shared::kSlice, static_cast<int>(p.dstate) - first_state) * Shared::kSumsPerState;
+#pragma unroll 1
+  for (int i = opaque(static_cast<int>(threadIdx.x)) * kVector; i < count; i += TileConfig::kThreads * kVector) {
+    auto sum = Vector<Acc, kVector>::load(shared.warp_sums + i);
+#pragma unroll
+    for (int warp = 1; warp < TileConfig::kWarps; ++warp) {
+      const auto part = Vector<Acc, kVector>::load(shared.warp_sums + warp * Shared::kSums + i);
+#pragma unroll
+      for (int j = 0; j < kVector; ++j) sum.set(j, sum[j] + part[j]);
+    }
+    const int state = first_state + i / Shared::kSumsPerState, step = i % TileConfig::kTileSteps;
+    const bool is_B = i / TileConfig::kTileSteps % 2 == 0;
+    store_matrix_sum<Scalar>(p, plan, partial_sums, at, is_B, state, first_step + step, steps - step, sum);
+  }
+}
+
+template <typename TileConfig, typename Method, Pass pass>
+__device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const ScanPlan& plan,
+                                          const PartialSums& partial_sums, unsigned char* memory) {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = BwdShared<TileConfig>;
+  constexpr int K = TileConfig::kSteps, kSlice = Shared::kSlice;
+  constexpr int kA = Shared::kA, kBefore = Shared::kBefore, kAdjoint = Shared::kAdjoint, kGradA = Shared::kGradA,
+                kPerState = Shared::kPerState;
+  const Shared shared(memory, p, plan);
+  const Position& at = *shared.position;
+  const BwdRows<Scalar>& rows = *shared.rows;
+  if (threadIdx.x == 0) {
+    *shared.position = Position(p, plan, blockIdx.x);
+    *shared.rows = BwdRows<Scalar>(p, at);
+  }
+  clear<TileConfig>(shared.grad_channel, 2 * TileConfig::kThreads);
+  const Lane<TileConfig> lane;
+  const int dstate = static_cast<int>(p.dstate);
+  const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
+  const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
+  const bool sums_channels = !carry_pass && (p.grad_B.per_step || p.grad_C.per_step);
+
+  // Lanes without a channel add zeros to the sums over channels.
+  clear<TileConfig>(shared.states, state_rows<TileConfig>(plan) * state_pitch(p) * kPerState);
+  clear<TileConfig>(shared.zeros, K);
+  __syncthreads();
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+    const int64_t d = at.first_channel + channel;
+    Acc g = 0;
+    if (carry_pass) {
+      shared.decay[place] = 1;
+    } else {
+      if (p.grad_last_state.data != nullptr) g = load_state<Acc>(p.grad_last_state, at.batch, d, state);
+      for (int64_t s = plan.segments - 1; s > at.segment; --s) {
+        g = fold_segment(plan, state_offset(p, at.batch * plan.segments + s, d, state), g);
+      }
+      if (!p.B.per_step) shared.grad_constant_B[place] = 0;
+      if (!p.C.per_step) shared.grad_constant_C[place] = 0;
+    }
+    shared.states[place * kPerState + kA] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
+    shared.states[place * kPerState + kAdjoint] = g;
+  });
+
+  const bool is_channel = lane.channel < at.channels, is_first = lane.is_first(), is_last = lane.is_last();
+  const int first_step = lane.time * K;
+  const auto row = [&] { return min(lane.channel, state_rows<TileConfig>(plan) - 1); };
+  const auto of_channel = [&](const ChannelView& view) {
+    if (!is_channel || view.data == nullptr) return Acc(0);
+    return static_cast<const Acc*>(view.data)[(at.first_channel + lane.channel) * view.stride];
+  };
+  const MatrixSlice<TileConfig, kSlice> B{shared.B}, C{shared.C};
+  const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
+      grad_out_tile{shared.grad_out, plan.grad_out};
+  const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
+    if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
+    return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
+  };
+
+  const int64_t tiles = (at.end - at.begin + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps;
+  for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
+    if (p.grad_out.data != nullptr) {
+      grad_out_tile.load(p.grad_out, rows.grad_out, t0, at.channels, steps);
+    }
+    if (p.z.data != nullptr) z_tile.load(p.z, rows.z, t0, at.channels, steps);
+    if (!carry_pass) {
+      u_tile.load(p.u, rows.u, t0, at.channels, steps);
+      const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
+      const int64_t boundary = at.batch * p.chunk_boundaries + t0 / TileConfig::kTileSteps * chunks;
+      const Acc* const source = static_cast<const Acc*>(p.chunk_states) + state_offset(p, boundary, at.first_channel, 0);
+      for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int offset, int, int) {
+        shared.states[place * kPerState + kBefore] = source[offset];
+      });
+    }
+
+    const int valid = is_channel ? steps - first_step : 0;
+    // Where the gain is not one, its derivative asks for u itself.
+    Acc delta[K], u_or_delta_u[K], dy[K];
+    // Sums over the states.
+    Acc y[K], grad_input[K], grad_step[K];
+    Acc sum_of_delta = 0;
+    for (int first_state = 0; first_state < dstate; first_state += kSlice) {
+      const int slice_states = min(kSlice, dstate - first_state);
+      if (first_state > 0) __syncthreads();
+      if (has_B_steps && !carry_pass) {
+        B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
+      }
+      if (has_C_steps) {
+        C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+      }
+      if (first_state == 0) cuda::cp_async_wait();
+      __syncthreads();
+
+      if (first_state == 0) {
+        const Acc bias = of_channel(p.delta_bias);
+        delta_tile.read(lane.channel, first_step, delta);
+        if (!carry_pass) u_tile.read(lane.channel, first_step, u_or_delta_u);
+        if (p.grad_out.data != nullptr) {
+          grad_out_tile.read(lane.channel, first_step, dy);
+          if (p.z.data != nullptr) {
+            z_tile.read(lane.channel, first_step, y);
+#pragma unroll
+            for (int j = 0; j < K; ++j) dy[j] *= silu(y[j]);
+          }
+        } else {
+#pragma unroll
+          for (int j = 0; j < K; ++j) dy[j] = 0;
+        }
+        make_step_sizes(delta, bias, p.delta_softplus, valid);
+        const bool unit_gain = has_unit_gain<Method>(p);
+#pragma unroll
+        for (int j = 0; j < K; ++j) {
+          if (unit_gain) u_or_delta_u[j] *= delta[j];
+          y[j] = grad_input[j] = grad_step[j] = 0;
+          sum_of_delta += delta[j];
+        }
+      }
+
+      // Past the end even a step of size zero would make NaN of an infinite or NaN A: there, and in the last tile only, A is
+      // zero. Other kernels have the loop twice, without and with that; kAny tests it for each state.
+      const auto run_states = [&](auto tail, auto method) {
+        using Known = decltype(method);
+        const Acc* B_steps = is_channel ? B.lane(0, lane.time) : shared.zeros;
+        const Acc* C_steps = is_channel ? C.lane(0, lane.time) : shared.zeros;
+        const int pitch = is_channel ? B.kPitch : 0;
+        Acc* entry = shared.states + (row() * state_pitch(p) + first_state) * kPerState;
+        Acc* sums = shared.warp_sums + threadIdx.x / kWarpSize * Shared::kSums + sums_of_lane(lane);
+        for (int s = 0; s < slice_states;
+             ++s, B_steps += pitch, C_steps += pitch, entry += kPerState, sums += Shared::kSumsPerState) {
+          const bool is_tail = tail();
+          const int state = first_state + s;
+          const auto of_state = Vector<Acc, kPerState>::load(entry);
+          __syncwarp();  // the first lane of a channel writes what all its lanes have read
+          const Acc A = of_state[kA];
+          Acc decay = 1;
+          if (Known::kExponential && !is_tail) decay = Math<Acc>::exp2(A * sum_of_delta);
+          const auto A_at = [&](int j) { return !is_tail || j < opaque(valid) ? A : Acc(0); };
+          Acc basis[K] = {};
+          const auto transition = [&](int j) { return Transition<Known, Acc>(delta[j], A_at(j), basis[j]); };
+#pragma unroll
+          for (int j = 0; j < K; ++j) {
+            basis[j] = Transition<Known, Acc>(delta[j], A_at(j)).basis;
+            if (!Known::kExponential || is_tail) decay *= transition(j).abar();
+          }
+          const auto delta_u = [&](int j) { return Known::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j]; };
+
+          // A lane's maps: of the state before its first step to that after its last (end), and of the adjoint that comes to
+          // its last step from later ones to what leaves its first for earlier ones (through).
+          Vector<Acc, K> b;
+          Acc h[K], end = is_first ? of_state[kBefore] : Acc(0), end_decay = decay;
+          if (!carry_pass) {
+            b = read_matrix(p.B, B_steps, state);
+#pragma unroll
+            for (int j = 0; j < K; ++j) {
+              h[j] = transition(j).input(delta_u(j)) * b[j];
+              end = Math<Acc>::fma(transition(j).abar(), end, h[j]);
+            }
+          }
+          const auto c = read_matrix(p.C, C_steps, state);
+          Acc through = is_last ? of_state[kAdjoint] : Acc(0), through_decay = decay;
+#pragma unroll
+          for (int j = K - 1; j >= 0; --j) through = transition(j).abar() * Math<Acc>::fma(dy[j], c[j], through);
+          scan_lanes_both_ways<TileConfig>(end_decay, end, through_decay, through);
+          if (is_first && is_channel) {
+            entry[kAdjoint] = through;
+            if (carry_pass) shared.decay[row() * state_pitch(p) + state] *= through_decay;
+          }
+          if (carry_pass) continue;
+
+          // h[j] becomes the state after step j.
+          end = shuffle_earlier(end, TileConfig::kLanesPerStep);
+          through = shuffle_later(through, TileConfig::kLanesPerStep);
+          const Acc h_before = is_first ? entry[kBefore] : end;
+          if (is_last) through = of_state[kAdjoint];
+          Acc previous_state = h_before;
+#pragma unroll
+          for (int j = 0; j < K; ++j) previous_state = h[j] = Math<Acc>::fma(transition(j).abar(), previous_state, h[j]);
+          if (p.grad_z.data != nullptr) {
+#pragma unroll
+            for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(c[j], h[j], y[j]);
+          }
+          // Where registers are short, with doubles or the coefficients of a gain: rather than hold them, read them again.
+          constexpr bool is_double = std::is_same_v<Acc, double>, rereads_B = is_double || !Known::kUnitGain;
+          constexpr bool rereads_C = is_double || std::is_same_v<Known, Bilinear>;
+          const auto b_at = [&](int j) {
+            if (rereads_B && has_B_steps) return B_steps[opaque(j)];
+            return b[rereads_B ? 0 : j];
+          };
+          const auto c_at = [&](int j) {
+            if (rereads_C && has_C_steps) return C_steps[opaque(j)];
+            return c[rereads_C ? 0 : j];
+          };
+          Acc to_B[K], to_C[K], grad_A = 0;
+#pragma unroll
+          for (int j = K - 1; j >= 0; --j) {
+            const auto step = transition(j);
+            const Acc g = Math<Acc>::fma(dy[j], c_at(j), through);
+            const Acc previous = j > 0 ? h[j - 1] : h_before;
+            through = step.abar() * g;
+            Acc q, to_A;
+            if constexpr (Known::kExponential) {
+              q = through * previous;
+            } else {
+              q = Known::derivatives(step.z, step.basis, Known::gain(step.z, step.basis)).abar * (g * previous);
+            }
+            // What a step past the end must not turn into NaN.
+            if (is_tail && j >= opaque(valid)) q = 0;
+            if constexpr (Known::kUnitGain) {
+              to_A = q;
+              grad_input[j] = Math<Acc>::fma(g, b_at(j), grad_input[j]);
+              to_B[j] = g * delta_u(j);
+            } else {
+              const Acc gain = Known::gain(step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
+              const auto derivatives = Known::derivatives(step.z, step.basis, gain);
+              to_A = Math<Acc>::fma(delta[j] * u_g_b, derivatives.gain, q);
+              grad_step[j] = Math<Acc>::fma(u_g_b * kScaleOfA<Known, Acc>, derivatives.z_gain, grad_step[j]);
+              grad_input[j] = Math<Acc>::fma(g_b, gain, grad_input[j]);
+              to_B[j] = g * delta_u(j) * gain;
+            }
+            grad_step[j] = Math<Acc>::fma(A, q, grad_step[j]);
+            grad_A = Math<Acc>::fma(delta[j], to_A, grad_A);
+            to_C[j] = dy[j] * h[j];
+          }
+
+          grad_A = sum_over_time_lanes<TileConfig>(grad_A);
+          if (is_first && is_channel) entry[kGradA] += grad_A;
+          if constexpr (pass == Pass::kAny) {
+            const auto add_steps = [&](Acc* target, const Acc(&values)[K]) {
+              Acc sum = 0;
+#pragma unroll
+              for (int j = 0; j < K; ++j) sum += values[j];
+              sum = sum_over_time_lanes<TileConfig>(sum);
+              if (is_first && is_channel) target[row() * state_pitch(p) + state] += sum;
+            };
+            if (partial_sums.grad_constant_B != nullptr) add_steps(shared.grad_constant_B, to_B);
+            if (partial_sums.grad_constant_C != nullptr) add_steps(shared.grad_constant_C, to_C);
+          }
+          if (sums_channels) store_channel_sums<TileConfig>(to_B, to_C, lane, sums);
+        }
+      };
+      visit_method<Method>(p, [&](auto method) {
+        if constexpr (pass == Pass::kAny) {
+          run_states([&] { return opaque(steps) < TileConfig::kTileSteps; }, method);
+        } else if (steps < TileConfig::kTileSteps) {
+          run_states([] { return true; }, method);
+        } else {
+          run_states([] { return false; }, method);
+        }
+      });
+      if (sums_channels) add_slice<TileConfig>(p, plan, partial_sums, shared, at, first_state, t0, steps);
+    }
+
+    if (!carry_pass) {
+      // The tiles are intact: what is left of a lane's steps is computed from them. Then the gradients take their places, once
+      // every lane has read.
+      const SequenceTile<TileConfig> grad_u_tile{shared.u, plan.grad_u}, grad_delta_tile{shared.delta, plan.grad_delta},
+          grad_z_tile{shared.z, plan.grad_z};
+      Acc u[K];
+      u_tile.read(lane.channel, first_step, u);
+      const Acc skip = of_channel(p.D);
+      if (p.grad_z.data != nullptr) {
+        Acc gate[K];
+        z_tile.read(lane.channel, first_step, gate);
+#pragma unroll
+        for (int j = 0; j < K; ++j) {
+          y[j] = Math<Acc>::fma(skip, u[j], y[j]) * silu_derivative(gate[j], sigmoid(gate[j]));
+        }
+        if (p.grad_out.data != nullptr) grad_out_tile.read(lane.channel, first_step, gate);
+#pragma unroll
+        for (int j = 0; j < K; ++j) y[j] *= p.grad_out.data != nullptr ? gate[j] : Acc(0);
+        __syncthreads();
+        grad_z_tile.write(lane.channel, first_step, y);
+      }
+      Acc raw[K];
+      delta_tile.read(lane.channel, first_step, raw);
+      const Acc bias = of_channel(p.delta_bias);
+      const bool unit_gain = has_unit_gain<Method>(p);
+      const Acc scale = scale_of_A<Method, Acc>(p);
+      Acc grad_D = 0, grad_bias = 0;
+#pragma unroll
+      for (int j = 0; j < K; ++j) {
+        Acc grad_delta = grad_step[j] * (1 / scale);
+        if (unit_gain) grad_delta = Math<Acc>::fma(u[j], grad_input[j], grad_delta);
+        if (p.delta_softplus) grad_delta *= softplus_derivative(raw[j] + bias);
+        if (j < valid) {
+          grad_bias += grad_delta;
+          grad_D = Math<Acc>::fma(dy[j], u[j], grad_D);
+        }
+        grad_input[j] = Math<Acc>::fma(delta[j], grad_input[j], skip * dy[j]);
+        grad_step[j] = grad_delta;
+      }
+      Acc* const grad_channel = shared.grad_channel + opaque(static_cast<int>(threadIdx.x));
+      grad_channel[0] += grad_D;
+      grad_channel[TileConfig::kThreads] += grad_bias;
+      __syncthreads();
+      grad_u_tile.write(lane.channel, first_step, grad_input);
+      grad_delta_tile.write(lane.channel, first_step, grad_step);
+      __syncthreads();
+      if (p.grad_u.data != nullptr) grad_u_tile.store(p.grad_u, rows.grad_u, t0, at.channels, steps);
+      if (p.grad_delta.data != nullptr) grad_delta_tile.store(p.grad_delta, rows.grad_delta, t0, at.channels, steps);
+      if (p.grad_z.data != nullptr) grad_z_tile.store(p.grad_z, rows.grad_z, t0, at.channels, steps);
+    }
+    __syncthreads();
+  }
+
+  if (tiles == 0) __syncthreads();
+  const int64_t segment_row = at.batch * plan.segments + at.segment;
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+    const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
+    if (carry_pass) {
+      static_cast<Acc*>(plan.decay)[target] = shared.decay[place];
+      static_cast<Acc*>(plan.carry)[target] = shared.states[place * kPerState + kAdjoint];
+      return;
+    }
+    const auto leave = [&](void* sums, Acc sum) {
+      if (sums != nullptr) static_cast<Acc*>(sums)[target] = sum;
+    };
+    leave(partial_sums.grad_A, shared.states[place * kPerState + kGradA]);
+    leave(partial_sums.grad_constant_B, p.B.per_step ? Acc(0) : shared.grad_constant_B[place]);
+    leave(partial_sums.grad_constant_C, p.C.per_step ? Acc(0) : shared.grad_constant_C[place]);
+    if (p.grad_initial_state != nullptr && at.segment == 0) {
+      static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.batch, at.first_channel + channel, state)] =
+          shared.states[place * kPerState + kAdjoint];
+    }
+  });
+  if (!carry_pass) {
+    const Acc grad_D = sum_over_time_lanes<TileConfig>(shared.grad_channel[threadIdx.x]);
+    const Acc grad_bias = sum_over_time_lanes<TileConfig>(shared.grad_channel[TileConfig::kThreads + threadIdx.x]);
+    if (is_first && is_channel) {
+      const int64_t target = segment_row * p.dim + at.first_channel + lane.channel;
+      if (partial_sums.grad_D != nullptr) static_cast<Acc*>(partial_sums.grad_D)[target] = grad_D;
+      if (partial_sums.grad_delta_bias != nullptr) static_cast<Acc*>(partial_sums.grad_delta_bias)[target] = grad_bias;
+    }
+  }
+}
+
+// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles and Pass::kAny need.
+template <typename Scalar, Pass pass>
+constexpr int kBwdResidentWarps = pass == Pass::kAny || std::is_same_v<Scalar, double> ? 8 : 16;
+
+template <typename Scalar, typename Method, Pass pass>
+__global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
+                                  kBwdResidentWarps<Scalar, pass> / BwdTileConfig<Scalar>::kWarps)
+    warp_scan_bwd_kernel(const __grid_constant__ SelectiveScanBwdParams params, const __grid_constant__ ScanPlan plan,
+                         const __grid_constant__ PartialSums partial_sums) {
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  bwd_block<BwdTileConfig<Scalar>, Method, pass>(params, plan, partial_sums, memory);
+}
+
+template <typename Scalar>
+size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan) {
+  return BwdShared<BwdTileConfig<Scalar>>(nullptr, params, plan).bytes;
+}
+
+template <typename Scalar, typename Method>
+cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
+                       cudaStream_t stream) {
+  // With doubles one kernel for all methods spills.
+  using AnyMethod = std::conditional_t<std::is_same_v<Scalar, double>, Method, RuntimeMethod>;
+  auto* kernel = warp_scan_bwd_kernel<Scalar, AnyMethod, Pass::kAny>;
+  if constexpr (kHasCommonPasses<Scalar>) {
+    if (params.B.per_step && params.C.per_step) kernel = warp_scan_bwd_kernel<Scalar, Method, Pass::kPerStep>;
+    if (plan.carry_pass) kernel = warp_scan_bwd_kernel<Scalar, RuntimeMethod, Pass::kCarry>;
+  }
+  const size_t bytes = bwd_shared_bytes<Scalar>(params, plan);
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
+  kernel<<<blocks, BwdTileConfig<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
+  return cudaGetLastError();
+}
+
+}  // namespace ssm_kernels::selective_scan::warp_scan

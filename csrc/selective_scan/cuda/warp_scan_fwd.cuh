@@ -1,0 +1,311 @@
+// Selective scan, forward, on CUDA, with lanes in time.
+//
+//   h_t = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t          out_t = (<C_t, h_t> + D u_t) silu(z_t)
+//
+// warp_scan.h says how the work is cut into blocks, warps and lanes. A block walks along time. Of each tile it stages
+// u, delta, z in shared memory, and each lane takes the step sizes, delta u and the partial outputs of its steps into
+// registers. Then, state by state:
+// * the lane computes Abar and its input for each of its steps, once, and composes them: the map from the state before its
+//   steps to the state after them (of exponential methods the product of Abar is the exponential of the sum of z);
+// * the lanes of a channel scan these maps;
+// * the lane runs through its steps again from the state that it now knows, with one multiplication and one addition a step,
+//   and adds C h to its outputs.
+// Both runs are done in two halves at once, joined by one more composition: a chain of dependent instructions half as long.
+// The state passes from tile to tile through shared memory, where the states at the ends of chunks lie too until the block
+// writes them out together.
+//
+// The bound is the special function unit, one exponential per state and step at 16 a clock and multiprocessor, with the rate at
+// which instructions are issued close behind.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "selective_scan/cuda/warp_scan_tile.cuh"
+
+namespace ssm_kernels::selective_scan::warp_scan {
+
+// The arrays in a block's shared memory.
+template <typename TileConfig, int slice>
+struct FwdShared {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+
+  // A, scaled, and the state at the end of the tile before.
+  using Pair = Vector<Acc, 2>;
+
+  Scalar *u, *delta, *z;
+  Acc* pairs;
+  Acc* ends;  // (chunks of a tile but the last, channels, dstate)
+  Acc* decay;
+  Acc *B, *C;
+  Position* position;
+  FwdRows<Scalar>* rows;
+  int chunks;  // of a tile
+  size_t bytes;
+
+  SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p, const ScanPlan& plan) {
+    const int states = state_rows<TileConfig>(plan) * state_pitch(p);
+    chunks = TileConfig::kTileSteps / static_cast<int>(p.chunk_length);
+    Carver carver(memory);
+    // What has the same size for all calls first: its addresses are known when compiling.
+    position = carver.take<Position>(1);
+    rows = carver.take<FwdRows<Scalar>>(1);
+    u = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    delta = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    B = carver.take<Acc>(plan.slice * MatrixSlice<TileConfig, slice>::kPitch);
+    C = carver.take<Acc>(plan.slice * MatrixSlice<TileConfig, slice>::kPitch);
+    z = carver.take<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
+    pairs = carver.take<Acc>(2 * states);
+    ends = carver.take<Acc>(p.chunk_states != nullptr ? states * (chunks - 1) : 0);
+    decay = carver.take<Acc>(plan.carry_pass ? states : 0);
+    bytes = carver.bytes();
+  }
+};
+
+template <typename TileConfig, int slice, typename Method, Pass pass>
+__device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const ScanPlan& plan, unsigned char* memory) {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  using Shared = FwdShared<TileConfig, slice>;
+  using Pair = typename Shared::Pair;
+  constexpr int K = TileConfig::kSteps, kHalf = K / 2;
+  const Shared shared(memory, p, plan);
+  const Position& at = *shared.position;
+  const FwdRows<Scalar>& rows = *shared.rows;
+  if (threadIdx.x == 0) {
+    *shared.position = Position(p, plan, blockIdx.x);
+    *shared.rows = FwdRows<Scalar>(p, at);
+  }
+  const Lane<TileConfig> lane;
+  const int dstate = static_cast<int>(p.dstate), pitch = state_pitch(p);
+  const bool carry_pass = pass == Pass::kCarry || (pass == Pass::kAny && kAnyCarries<Scalar> && plan.carry_pass);
+  const bool has_B_steps = pass == Pass::kPerStep || p.B.per_step, has_C_steps = pass == Pass::kPerStep || p.C.per_step;
+
+  const int rows_of_states = state_rows<TileConfig>(plan);
+  clear<TileConfig>(shared.pairs, 2 * rows_of_states * pitch);
+  __syncthreads();
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+    const int64_t d = at.first_channel + channel;
+    Acc h = 0;
+    if (carry_pass) {
+      shared.decay[place] = 1;
+    } else {
+      if (p.initial_state.data != nullptr) h = load_state<Acc>(p.initial_state, at.batch, d, state);
+      for (int64_t s = 0; s < at.segment; ++s) {
+        h = fold_segment(plan, state_offset(p, at.batch * plan.segments + s, d, state), h);
+      }
+      if (p.chunk_states != nullptr && at.segment == 0) {
+        static_cast<Acc*>(p.chunk_states)[state_offset(p, at.batch * p.chunk_boundaries, d, state)] = h;
+      }
+    }
+    shared.pairs[2 * place] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
+    shared.pairs[2 * place + 1] = h;
+  });
+
+  const bool is_channel = lane.channel < at.channels;
+  const int64_t d = at.first_channel + lane.channel;
+  const auto of_channel = [&](const ChannelView& view) {
+    return is_channel && view.data != nullptr ? static_cast<const Acc*>(view.data)[d * view.stride] : Acc(0);
+  };
+  const Acc skip = of_channel(p.D), bias = of_channel(p.delta_bias);
+  const int first_step = lane.time * K, row = min(lane.channel, rows_of_states - 1);
+  const bool is_first = lane.is_first();
+  // Whether a chunk, but not the tile, ends with this lane's steps, and which.
+  const int lanes_per_chunk = TileConfig::kTimeLanes / shared.chunks, chunk_of_lane = lane.time / lanes_per_chunk;
+  const bool ends_chunk =
+      !carry_pass && p.chunk_states != nullptr && is_channel && (lane.time + 1) % lanes_per_chunk == 0 && !lane.is_last();
+  const MatrixSlice<TileConfig, slice> B{shared.B}, C{shared.C};
+  const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
+    if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
+    return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
+  };
+
+  const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
+  for (int64_t t0 = at.begin; t0 < at.end; t0 += TileConfig::kTileSteps) {
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    delta_tile.load(p.delta, rows.delta, t0, at.channels, steps);
+    u_tile.load(p.u, rows.u, t0, at.channels, steps);
+    if (p.z.data != nullptr && !carry_pass) z_tile.load(p.z, rows.z, t0, at.channels, steps);
+
+    const int valid = is_channel ? steps - first_step : 0;
+    Acc delta[K], delta_u[K], out[K];
+    Acc early_sum = 0, late_sum = 0;  // of delta over the two halves
+    for (int first_state = 0; first_state < dstate; first_state += plan.slice) {
+      const int slice_states = min(plan.slice, dstate - first_state);
+      if (first_state > 0) __syncthreads();
+      if (has_B_steps) {
+        B.stage(plan.B, p.B, rows.B, first_state, t0, slice_states, steps);
+      }
+      if (has_C_steps && !carry_pass) {
+        C.stage(plan.C, p.C, rows.C, first_state, t0, slice_states, steps);
+      }
+      if (first_state == 0) cuda::cp_async_wait();
+      __syncthreads();
+
+      if (first_state == 0) {
+        u_tile.read(lane.channel, first_step, out);
+        delta_tile.read(lane.channel, first_step, delta);
+        make_step_sizes(delta, bias, p.delta_softplus, valid);
+#pragma unroll
+        for (int j = 0; j < K; ++j) {
+          delta_u[j] = delta[j] * out[j];
+          out[j] *= skip;
+          (j < kHalf ? early_sum : late_sum) += delta[j];
+        }
+      }
+
+      // Past the end even a step of size zero would make NaN of an infinite or NaN A: there, and in the last tile only, A is
+      // zero. Other kernels have the loop twice, without and with that; kAny tests it for each state.
+      const auto run_states = [&](auto tail, auto method) {
+        using Known = decltype(method);
+        const Acc *B_steps = B.lane(0, lane.time), *C_steps = C.lane(0, lane.time);
+        Acc* pair = shared.pairs + 2 * (row * pitch + first_state);
+        for (int s = 0; s < slice_states; ++s, B_steps += B.kPitch, C_steps += C.kPitch, pair += 2) {
+          const bool is_tail = tail();
+          const int state = first_state + s;
+          const auto A_and_state = Pair::load(pair);
+          const Acc A = A_and_state[0], h_first = A_and_state[1];
+          Acc early_decay = 1, late_decay = 1;
+          if (Known::kExponential && !is_tail) {
+            early_decay = Math<Acc>::exp2(A * early_sum);
+            late_decay = Math<Acc>::exp2(A * late_sum);
+          }
+          Acc abar[K], input[K];
+          const auto b = read_matrix(p.B, B_steps, state);
+#pragma unroll
+          for (int j = 0; j < K; ++j) {
+            const Transition<Known, Acc> transition(delta[j], !is_tail || j < valid ? A : Acc(0));
+            abar[j] = transition.abar();
+            input[j] = transition.input(delta_u[j]) * b[j];
+            if (!Known::kExponential || is_tail) (j < kHalf ? early_decay : late_decay) *= abar[j];
+          }
+          Acc early = input[0], late = input[kHalf];
+#pragma unroll
+          for (int j = 1; j < kHalf; ++j) {
+            early = Math<Acc>::fma(abar[j], early, input[j]);
+            late = Math<Acc>::fma(abar[kHalf + j], late, input[kHalf + j]);
+          }
+          Acc decay = early_decay * late_decay;
+          Acc h = Math<Acc>::fma(late_decay, early, late);
+          if (is_first) h = Math<Acc>::fma(decay, h_first, h);
+          scan_lanes<TileConfig>(decay, h);
+          const Acc h_before = shuffle_earlier(h, TileConfig::kLanesPerStep);
+          __syncwarp();
+          if (lane.is_last() && is_channel) {
+            pair[1] = h;
+            if (carry_pass) shared.decay[row * pitch + state] *= decay;
+          }
+          if (ends_chunk) shared.ends[(chunk_of_lane * rows_of_states + row) * pitch + state] = h;
+          if (carry_pass) continue;
+
+          const auto c = read_matrix(p.C, C_steps, state);
+          h = is_first ? h_first : h_before;
+          Acc h_late = Math<Acc>::fma(early_decay, h, early);
+#pragma unroll
+          for (int j = 0; j < kHalf; ++j) {
+            h = Math<Acc>::fma(abar[j], h, input[j]);
+            out[j] = Math<Acc>::fma(c[j], h, out[j]);
+            h_late = Math<Acc>::fma(abar[kHalf + j], h_late, input[kHalf + j]);
+            out[kHalf + j] = Math<Acc>::fma(c[kHalf + j], h_late, out[kHalf + j]);
+          }
+        }
+      };
+      visit_method<Method>(p, [&](auto method) {
+        if constexpr (pass == Pass::kAny) {
+          run_states([&] { return opaque(steps) < TileConfig::kTileSteps; }, method);
+        } else if (steps < TileConfig::kTileSteps) {
+          run_states([] { return true; }, method);
+        } else {
+          run_states([] { return false; }, method);
+        }
+      });
+    }
+
+    if (!carry_pass) {
+      if (p.z.data != nullptr) {
+        Acc gate[K];
+        z_tile.read(lane.channel, first_step, gate);
+#pragma unroll
+        for (int j = 0; j < K; ++j) out[j] *= silu(gate[j]);
+      }
+      // The output takes the place of u, which every lane must have read.
+      __syncthreads();
+      const SequenceTile<TileConfig> out_tile{shared.u, plan.out};
+      out_tile.write(lane.channel, first_step, out);
+      __syncthreads();
+      out_tile.store(p.out, rows.out, t0, at.channels, steps);
+      if (p.chunk_states != nullptr) {
+#pragma unroll 1
+        for (int chunk = 0; chunk < shared.chunks; ++chunk) {
+          const int64_t boundary = t0 / TileConfig::kTileSteps * shared.chunks + chunk + 1;
+          if (boundary >= p.chunk_boundaries) break;
+          Acc* const target = static_cast<Acc*>(p.chunk_states) +
+                              state_offset(p, at.batch * p.chunk_boundaries + boundary, at.first_channel, 0);
+          for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int offset, int, int) {
+            target[offset] =
+                chunk + 1 == shared.chunks ? shared.pairs[2 * place + 1] : shared.ends[chunk * rows_of_states * pitch + place];
+          });
+        }
+      }
+    }
+    __syncthreads();
+  }
+
+  if (at.begin >= at.end) __syncthreads();
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+    const Acc h = shared.pairs[2 * place + 1];
+    if (carry_pass) {
+      const int64_t target = state_offset(p, at.batch * plan.segments + at.segment, at.first_channel + channel, state);
+      static_cast<Acc*>(plan.decay)[target] = shared.decay[place];
+      static_cast<Acc*>(plan.carry)[target] = h;
+    } else if (at.segment + 1 == plan.segments) {
+      static_cast<Acc*>(p.last_state)[state_offset(p, at.batch, at.first_channel + channel, state)] = h;
+    }
+  });
+}
+
+template <typename Scalar, FwdConfig config>
+using FwdTileConfig = TileConfig<Scalar, FwdSizes<config>::kLog2Warps, FwdSizes<config>::kLog2TimeLanes,
+                                 FwdSizes<config>::log2_steps(std::is_same_v<Scalar, double>)>;
+
+// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles need.
+template <typename Scalar>
+constexpr int kFwdResidentWarps = std::is_same_v<Scalar, double> ? 8 : 16;
+
+template <typename Scalar, typename Method, FwdConfig config, Pass pass>
+__global__ void __launch_bounds__(FwdTileConfig<Scalar, config>::kThreads,
+                                  kFwdResidentWarps<Scalar> / FwdTileConfig<Scalar, config>::kWarps)
+    warp_scan_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  fwd_block<FwdTileConfig<Scalar, config>, FwdSizes<config>::kSlice, Method, pass>(params, plan, memory);
+}
+
+template <typename Scalar>
+size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
+  constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels;
+  return plan.config == kMany ? FwdShared<FwdTileConfig<Scalar, kMany>, FwdSizes<kMany>::kSlice>(nullptr, params, plan).bytes
+                              : FwdShared<FwdTileConfig<Scalar, kFew>, FwdSizes<kFew>::kSlice>(nullptr, params, plan).bytes;
+}
+
+template <typename Scalar, typename Method>
+cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
+  // The host takes few channels where there are constants, segments or doubles.
+  constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels;
+  const bool many = plan.config == kMany;
+  auto* kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kAny>;
+  if constexpr (kHasCommonPasses<Scalar>) {
+    if (params.B.per_step && params.C.per_step) {
+      kernel = many ? warp_scan_fwd_kernel<Scalar, Method, kMany, Pass::kPerStep>
+                    : warp_scan_fwd_kernel<Scalar, Method, kFew, Pass::kPerStep>;
+    }
+    if (plan.carry_pass) kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kCarry>;
+  }
+  const size_t bytes = fwd_shared_bytes<Scalar>(params, plan);
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  const int threads = many ? FwdTileConfig<Scalar, FwdConfig::kManyChannels>::kThreads
+                           : FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads;
+  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
+  kernel<<<blocks, threads, bytes, stream>>>(params, plan);
+  return cudaGetLastError();
+}
+
+}  // namespace ssm_kernels::selective_scan::warp_scan

@@ -1,0 +1,342 @@
+// What forward and backward share on the device: tiles in shared memory, scans over a warp's lanes.
+//
+// A tile of a (batch, dim, seqlen) tensor lies in shared memory in the order in which it was read: steps of a channel beside
+// each other, or channels of a step. A lane reads and writes its consecutive steps in either. Steps and channels past the end
+// are zeros. A tile of B or C is widened to the accumulation type, steps of a state beside each other. Where each lane's steps
+// begin, a gap of kVectorBytes is left, so that the lanes' vectors lie in different banks.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "selective_scan/cuda/device.cuh"
+#include "selective_scan/cuda/warp_scan.h"
+
+namespace ssm_kernels::selective_scan::warp_scan {
+
+constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes - 1) / kVectorBytes * kVectorBytes; }
+
+// How a block and its tile are cut; each kernel knows it when it is compiled.
+template <typename Scalar_, int log2_warps, int log2_time_lanes, int log2_steps_per_lane>
+struct TileConfig {
+  using Scalar = Scalar_;
+  using Acc = AccumulateType<Scalar>;
+  static constexpr int kThreads = kWarpSize << log2_warps;
+  static constexpr int kWarps = 1 << log2_warps;
+  static constexpr int kTimeLanes = 1 << log2_time_lanes;
+  static constexpr int kLanesPerStep = kWarpSize >> log2_time_lanes;  // the channels of a warp
+  static constexpr int kSteps = 1 << log2_steps_per_lane;             // of a lane
+  static constexpr int kTileSteps = kSteps * kTimeLanes;
+  static constexpr int kTileChannels = kThreads >> log2_time_lanes;
+  static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is whole chunks");
+};
+
+template <typename TileConfig>
+struct SequenceTile {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  static constexpr int kVector = kVectorSize<Scalar>;
+  static constexpr int kChannels = TileConfig::kTileChannels, kSteps = TileConfig::kTileSteps;
+  static constexpr int kChannelPitch = kSteps + kVector;
+  static constexpr int kCapacity =
+      std::max(kChannels * kChannelPitch, round_up_to_vector(kSteps* kChannels + TileConfig::kTimeLanes * kVector));
+  // Below a vector of channels they are never moved together.
+  static constexpr bool kHasChannelVectors = kChannels % kVector == 0;
+
+  Scalar* data;
+  VectorAccess access;
+
+  __device__ __forceinline__ Scalar* at(int channel, int step) const {
+    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
+      return data + channel + step * kChannels + step / TileConfig::kSteps * kVector;
+    }
+    return data + channel * kChannelPitch + step;
+  }
+
+  __device__ __forceinline__ void read(int channel, int first_step, Acc (&values)[TileConfig::kSteps]) const {
+    const Scalar* const source = at(channel, opaque(first_step));
+    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
+#pragma unroll
+      for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(source[j * kChannels]);
+    } else {
+      const auto vector = Vector<Scalar, TileConfig::kSteps>::load(source);
+#pragma unroll
+      for (int j = 0; j < TileConfig::kSteps; ++j) values[j] = to_accumulate(vector[j]);
+    }
+  }
+
+  __device__ __forceinline__ void write(int channel, int first_step, const Acc (&values)[TileConfig::kSteps]) const {
+    Scalar* const target = at(channel, opaque(first_step));
+    if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
+#pragma unroll
+      for (int j = 0; j < TileConfig::kSteps; ++j) target[j * kChannels] = from_accumulate<Scalar>(values[j]);
+    } else {
+      Vector<Scalar, TileConfig::kSteps> vector;
+#pragma unroll
+      for (int j = 0; j < TileConfig::kSteps; ++j) vector.set(j, from_accumulate<Scalar>(values[j]));
+      vector.store(target);
+    }
+  }
+
+  // By the whole block; `row` is the first row of the block's channels. The copies may still be under way when it returns.
+  __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
+                                       int steps) const {
+    const Scalar* const source = row + (access == VectorAccess::kAlongSteps ? first_step : first_step * view.stride_step);
+    for_each_vector(view, channels, steps, [&](Scalar* place, int64_t offset, int count) {
+      if (access == VectorAccess::kSingly) {
+        *place = count ? source[offset] : from_accumulate<Scalar>(0);
+      } else {
+        cuda::cp_async(place, source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
+      }
+    });
+  }
+
+  __device__ __forceinline__ void store(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
+                                        int steps) const {
+    Scalar* const target = row + (access == VectorAccess::kAlongSteps ? first_step : first_step * view.stride_step);
+    for_each_vector(view, channels, steps, [&](Scalar* place, int64_t offset, int count) {
+      if (access != VectorAccess::kSingly && count == kVector) {
+        Vector<Scalar, kVector>::load(place).store_once(target + offset);
+      } else {
+        for (int i = 0; i < count; ++i) target[offset + i] = place[i];
+      }
+    });
+  }
+
+ private:
+  // visit(place, offset in the tensor, count) for each piece, neighbors along steps or channels, of which `count` elements lie
+  // in the tensor.
+  template <typename Visitor>
+  __device__ __forceinline__ void for_each_vector(const SequenceView& view, int channels, int steps,
+                                                  const Visitor& visit) const {
+    const int thread = opaque(static_cast<int>(threadIdx.x));
+    if (access == VectorAccess::kAlongSteps) {
+      constexpr int kRowVectors = kSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
+      static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's pieces are the same steps of several channels");
+      const int step = thread % kRowVectors * kVector, count = max(0, min(kVector, steps - step));
+#pragma unroll
+      for (int first = 0; first < kChannels; first += kRows) {
+        const int channel = first + thread / kRowVectors;
+        if (kChannels % kRows != 0 && channel >= kChannels) break;
+        visit(data + channel * kChannelPitch + step, channel * view.stride_dim + step, channel < channels ? count : 0);
+      }
+    } else if (kHasChannelVectors && access == VectorAccess::kAlongChannels) {
+      constexpr int kRowVectors = kHasChannelVectors ? kChannels / kVector : 1, kRows = TileConfig::kThreads / kRowVectors;
+      const int channel = thread % kRowVectors * kVector, count = max(0, min(kVector, channels - channel));
+#pragma unroll 1
+      for (int step = thread / kRowVectors; step < kSteps; step += kRows) {
+        visit(at(channel, step), channel + step * view.stride_step, step < steps ? count : 0);
+      }
+    } else {
+      const bool steps_are_closer = view.stride_step <= view.stride_dim;
+#pragma unroll 1
+      for (int i = thread; i < kChannels * kSteps; i += TileConfig::kThreads) {
+        const int channel = steps_are_closer ? i / kSteps : i % kChannels, step = steps_are_closer ? i % kSteps : i / kChannels;
+        visit(at(channel, step), channel * view.stride_dim + step * view.stride_step, channel < channels && step < steps);
+      }
+    }
+  }
+};
+
+// A slice of B or C: at most `slice_states` states of a tile's steps.
+template <typename TileConfig, int slice_states>
+struct MatrixSlice {
+  using Scalar = typename TileConfig::Scalar;
+  using Acc = typename TileConfig::Acc;
+  static constexpr int kVector = kVectorSize<Scalar>;
+  static constexpr int kLanePitch = TileConfig::kSteps + kVectorSize<Acc>;
+  static constexpr int kPitch = TileConfig::kTimeLanes * kLanePitch;
+
+  Acc* data;
+
+  __device__ __forceinline__ const Acc* lane(int state, int time_lane) const {
+    return data + state * kPitch + time_lane * kLanePitch;
+  }
+  __device__ __forceinline__ Acc* at(int state, int step) const {
+    return data + state * kPitch + step + step / TileConfig::kSteps * kVectorSize<Acc>;
+  }
+
+  // By the whole block; `row` is the first row of its group.
+  __device__ __forceinline__ void stage(VectorAccess access, const MatrixView& view, const Scalar* row, int first_state,
+                                        int64_t first_step, int states, int steps) const {
+    const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
+    const int thread = opaque(static_cast<int>(threadIdx.x));
+    if (access == VectorAccess::kAlongSteps) {
+      constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
+      static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's pieces are the same steps of several states");
+      const int step = thread % kRowVectors * kVector;
+#pragma unroll 1
+      for (int state = thread / kRowVectors; state < states; state += kRows) {
+        const Scalar* const vector_source = source + state * view.stride_state + step;
+        auto vector = Vector<Scalar, kVector>::zero();
+        if (step + kVector <= steps) {
+          vector = Vector<Scalar, kVector>::load(vector_source);
+        } else {
+          for (int j = 0; j < kVector; ++j) {
+            if (step + j < steps) vector.set(j, vector_source[j]);
+          }
+        }
+        Vector<Acc, kVector> wide;
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(vector[j]));
+        wide.store(at(state, step));
+      }
+    } else if (access == VectorAccess::kAlongChannels) {
+      constexpr int kRowVectors = slice_states / kVector;
+      static_assert(slice_states % kVector == 0, "a slice is whole vectors of states");
+      for (int i = thread; i < TileConfig::kTileSteps * kRowVectors; i += TileConfig::kThreads) {
+        const int step = i / kRowVectors, state = i % kRowVectors * kVector;
+        if (state >= states) continue;
+        auto vector = Vector<Scalar, kVector>::zero();
+        if (step < steps) vector = Vector<Scalar, kVector>::load(source + state + step * view.stride_step);
+#pragma unroll
+        for (int j = 0; j < kVector; ++j) *at(state + j, step) = to_accumulate(vector[j]);
+      }
+    } else {
+      const bool steps_are_closer = view.stride_step <= view.stride_state;
+      for (int i = thread; i < TileConfig::kTileSteps * slice_states; i += TileConfig::kThreads) {
+        const int state = steps_are_closer ? i / TileConfig::kTileSteps : i % slice_states;
+        const int step = steps_are_closer ? i % TileConfig::kTileSteps : i / slice_states;
+        if (state >= states) continue;
+        *at(state, step) = step < steps ? to_accumulate(source[state * view.stride_state + step * view.stride_step]) : Acc(0);
+      }
+    }
+  }
+};
+
+// The value of a constant matrix for one channel and state.
+template <typename Acc>
+__device__ __forceinline__ Acc constant_value(const MatrixView& view, int64_t channel, int state) {
+  return static_cast<const Acc*>(view.data)[channel * view.stride_channel + state * view.stride_state];
+}
+
+// Raw step sizes to step sizes; zero past the end, which leaves the state alone, and its adjoint. `valid`: how many are not.
+template <int count, typename Acc>
+__device__ __forceinline__ void make_step_sizes(Acc (&delta)[count], Acc bias, bool apply_softplus, int valid) {
+#pragma unroll
+  for (int j = 0; j < count; ++j) delta[j] += bias;
+  if (apply_softplus) {
+#pragma unroll
+    for (int j = 0; j < count; ++j) delta[j] = softplus(delta[j]);
+  }
+  if (valid < count) {
+#pragma unroll
+    for (int j = 0; j < count; ++j) delta[j] = j < valid ? delta[j] : Acc(0);
+  }
+}
+
+template <typename Acc>
+__device__ __forceinline__ Acc shuffle_earlier(Acc value, int lanes) {
+  return __shfl_up_sync(kAllLanes, value, lanes);
+}
+template <typename Acc>
+__device__ __forceinline__ Acc shuffle_later(Acc value, int lanes) {
+  return __shfl_down_sync(kAllLanes, value, lanes);
+}
+
+// A thread's place in its block: the lane of a warp is time * kLanesPerStep + the channel in the warp.
+template <typename TileConfig>
+struct Lane {
+  int time, channel_in_warp, channel;
+
+  __device__ __forceinline__ Lane() {
+    const int lane = threadIdx.x % kWarpSize;
+    time = lane / TileConfig::kLanesPerStep;
+    channel_in_warp = lane % TileConfig::kLanesPerStep;
+    channel = threadIdx.x / kWarpSize * TileConfig::kLanesPerStep + channel_in_warp;
+  }
+  __device__ __forceinline__ bool is_first() const { return time == 0; }
+  __device__ __forceinline__ bool is_last() const { return time + 1 == TileConfig::kTimeLanes; }
+};
+
+// Composes each lane's map of the state, x -> decay x + carry, with that of the lane `lanes` before it (after it, if reverse),
+// where there is one. For floats in place: the shuffle itself says where there is one.
+template <bool reverse, int lanes>
+__device__ __forceinline__ void compose_with_lane(float& decay, float& carry) {
+  if constexpr (reverse) {
+    asm volatile(
+        "{\n.reg .pred exists;\n.reg .f32 other_carry, other_decay;\n"
+        "shfl.sync.down.b32 other_carry|exists, %0, %2, 0x1f, 0xffffffff;\n"
+        "shfl.sync.down.b32 other_decay, %1, %2, 0x1f, 0xffffffff;\n"
+        "@exists fma.rn.f32 %0, %1, other_carry, %0;\n@exists mul.rn.f32 %1, %1, other_decay;\n}"
+        : "+f"(carry), "+f"(decay)
+        : "n"(lanes));
+  } else {
+    asm volatile(
+        "{\n.reg .pred exists;\n.reg .f32 other_carry, other_decay;\n"
+        "shfl.sync.up.b32 other_carry|exists, %0, %2, 0x0, 0xffffffff;\n"
+        "shfl.sync.up.b32 other_decay, %1, %2, 0x0, 0xffffffff;\n"
+        "@exists fma.rn.f32 %0, %1, other_carry, %0;\n@exists mul.rn.f32 %1, %1, other_decay;\n}"
+        : "+f"(carry), "+f"(decay)
+        : "n"(lanes));
+  }
+}
+template <bool reverse, int lanes>
+__device__ __forceinline__ void compose_with_lane(double& decay, double& carry) {
+  const int lane = threadIdx.x % kWarpSize;
+  const double other_carry = reverse ? shuffle_later(carry, lanes) : shuffle_earlier(carry, lanes);
+  const double other_decay = reverse ? shuffle_later(decay, lanes) : shuffle_earlier(decay, lanes);
+  if (reverse ? lane + lanes < kWarpSize : lane >= lanes) {
+    carry = Math<double>::fma(decay, other_carry, carry);
+    decay *= other_decay;
+  }
+}
+
+// Each lane's map composed with those of all lanes before it in time.
+template <typename TileConfig, int distance = 1>
+__device__ __forceinline__ void scan_lanes(typename TileConfig::Acc& decay, typename TileConfig::Acc& carry) {
+  if constexpr (distance < TileConfig::kTimeLanes) {
+    compose_with_lane<false, distance * TileConfig::kLanesPerStep>(decay, carry);
+    scan_lanes<TileConfig, 2 * distance>(decay, carry);
+  }
+}
+
+// One scan forwards and one backwards, step by step in turns: the shuffles of one fill the latency of the other's.
+template <typename TileConfig, int distance = 1, typename Acc>
+__device__ __forceinline__ void scan_lanes_both_ways(Acc& decay, Acc& carry, Acc& reverse_decay, Acc& reverse_carry) {
+  if constexpr (distance < TileConfig::kTimeLanes) {
+    compose_with_lane<false, distance * TileConfig::kLanesPerStep>(decay, carry);
+    compose_with_lane<true, distance * TileConfig::kLanesPerStep>(reverse_decay, reverse_carry);
+    scan_lanes_both_ways<TileConfig, 2 * distance>(decay, carry, reverse_decay, reverse_carry);
+  }
+}
+
+// Rows of states in shared memory, one for each of the block's channels, and where there are more lanes, one of zeros for them
+// all.
+template <typename TileConfig>
+SSM_HOST_DEVICE int state_rows(const ScanPlan& plan) {
+  return plan.block_channels < TileConfig::kTileChannels ? plan.block_channels + 1 : TileConfig::kTileChannels;
+}
+
+// Of (channels, dstate) values in shared memory. Odd, so that the channels of a warp lie in different banks.
+SSM_HOST_DEVICE int state_pitch(const SelectiveScanParams& p) { return static_cast<int>(p.dstate) | 1; }
+
+// visit(place in shared memory, offset in (channels, dstate), channel, state) for the block's channels and states, neighbors by
+// neighboring threads.
+template <typename TileConfig, typename Visitor>
+__device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const ScanPlan& plan, int channels,
+                                               const Visitor& visit) {
+  const int count = channels * static_cast<int>(p.dstate);
+#pragma unroll 1
+  for (int i = opaque(static_cast<int>(threadIdx.x)); i < count; i += TileConfig::kThreads) {
+    const int channel = static_cast<int>(plan.dstate.divide(static_cast<uint32_t>(i))),
+              state = i - channel * static_cast<int>(p.dstate);
+    visit(channel * state_pitch(p) + state, i, channel, state);
+  }
+}
+
+// By the whole block.
+template <typename TileConfig>
+__device__ __forceinline__ void clear(typename TileConfig::Acc* array, int count) {
+  for (int i = threadIdx.x; i < count; i += TileConfig::kThreads) array[i] = 0;
+}
+
+template <int size, typename T>
+__device__ __forceinline__ Vector<T, size> fill(T value) {
+  Vector<T, size> vector;
+#pragma unroll
+  for (int i = 0; i < size; ++i) vector.set(i, value);
+  return vector;
+}
+
+}  // namespace ssm_kernels::selective_scan::warp_scan

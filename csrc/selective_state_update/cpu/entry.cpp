@@ -1,0 +1,59 @@
+// CPU entry point of the selective state update: chooses the instruction set and hands blocks of rows to threads.
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include <algorithm>
+
+#include "cpu/capability.h"
+#include "selective_state_update/cpu/kernels.h"
+#include "selective_state_update/selective_state_update_op.h"
+#include "torch/slot_indices.h"
+
+namespace ssm_kernels::selective_state_update {
+
+#define SSM_CPU_KERNEL(CAPABILITY)                                                 \
+  namespace CAPABILITY {                                                           \
+  int64_t vector_size(const StateUpdateParams&);                                   \
+  void update_blocks(const StateUpdateParams&, const Blocking&, int64_t, int64_t); \
+  constexpr CpuKernel kKernel{&vector_size, &update_blocks};                       \
+  }
+
+SSM_CPU_CAPABILITIES(SSM_CPU_KERNEL)
+#undef SSM_CPU_KERNEL
+
+namespace {
+
+const CpuKernel& cpu_kernel() {
+#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernel,
+  static constexpr const CpuKernel* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
+#undef SSM_ROW
+  return *kBuilt[cpu_capability_index()];
+}
+
+at::Tensor cpu(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
+               const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
+               bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
+               OptionalLimit dt_limit, bool A_is_log) {
+  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit, A_is_log};
+  const Discretization method = check_inputs(in, discretization);
+  at::Tensor out = allocate_out(in);
+  const StateUpdateParams params = make_params(in, method, dt_softplus, out);
+  check_slot_indices("selective_state_update", state_batch_indices, params.slots);
+  if (out.numel() == 0) return out;
+
+  const CpuKernel& kernel = cpu_kernel();
+  const Blocking blocking(params, kernel.vector_size(params));
+  // Some ten thousand states are worth a thread's while.
+  const int64_t grain = std::max<int64_t>(1, 16384 / (blocking.block_channels * params.dstate));
+  at::parallel_for(0, blocking.blocks, grain,
+                   [&](int64_t begin, int64_t end) { kernel.update_blocks(params, blocking, begin, end); });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { m.impl("selective_state_update", &cpu); }
+
+}  // namespace ssm_kernels::selective_state_update

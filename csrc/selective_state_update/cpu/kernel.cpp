@@ -1,0 +1,201 @@
+// Selective state update on the CPU: one step of the scan, the state updated in place.
+//
+//   h = Abar(z) h + delta k(z) B x, z = delta A        out = (<C, h> + D x) silu(gate)
+//
+// What belongs to a row (softplus, gate, and Abar and the gain where A is tied) is computed for a block of rows at once, a SIMD
+// lane a row; then row after row the state is updated, a SIMD lane a state. A row of the state or of A that is not contiguous
+// passes through scratch memory, as does a row of A in the inputs' type. This file is compiled once per instruction set.
+
+#include <algorithm>
+#include <type_traits>
+
+#include "common/activations.h"
+#include "common/discretization.h"
+#include "cpu/scalar_types.h"
+#include "cpu/tile_io.h"
+#include "cpu/vec_math.h"
+#include "selective_state_update/cpu/kernels.h"
+
+namespace ssm_kernels::selective_state_update {
+inline namespace CPU_CAPABILITY {
+namespace {
+
+// The rows of one block, and B and C of their group.
+template <typename Acc>
+struct Rows {
+  static constexpr int64_t kMaxRows = Vec<Acc>::size();
+
+  int64_t count;
+  int64_t slot;
+  int64_t head[kMaxRows], dim[kMaxRows];
+  alignas(64) Acc delta[kMaxRows];
+  alignas(64) Acc input[kMaxRows];  // delta x
+  alignas(64) Acc y[kMaxRows];      // <C, h>
+  alignas(64) Acc B[kMaxDstate];
+  alignas(64) Acc C[kMaxDstate];
+};
+
+// The first values of a row of A.
+template <typename Acc>
+void gather_A(const StateUpdateParams& p, int64_t row, int64_t count, Acc* target) {
+  const auto gather = [&](const auto* A) {
+    for (int64_t n = 0; n < count; ++n) target[n] = static_cast<Acc>(A[row + n * p.A.stride_state]);
+  };
+  if (!p.A_is_input_kind) return gather(static_cast<const Acc*>(p.A.data));
+  visit_scalar(p.input_kind, [&](auto input) { gather(static_cast<const decltype(input)*>(p.A.data)); });
+}
+
+// Updates the state of the rows and sets their y.
+template <typename Acc, typename State, typename Method>
+void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
+  using V = Vec<Acc>;
+  constexpr int64_t kSize = V::size();
+  const auto row_of = [&](const StateView& view, int64_t r) {
+    return view.stride_batch * rows.slot + view.stride_head * rows.head[r] + view.stride_dim * rows.dim[r];
+  };
+  State* const state = static_cast<State*>(p.state.data);
+  const auto value_of_A = [&](const V& A) { return p.A_is_log ? Math<V>::exp(A).neg() : A; };
+
+  alignas(64) Acc tied_abar[kSize] = {}, tied_factor[kSize] = {};
+  if (p.tied_A()) {
+    alignas(64) Acc row_A[kSize] = {};
+    for (int64_t r = 0; r < rows.count; ++r) gather_A(p, row_of(p.A, r), 1, row_A + r);
+    const V z = V::loadu(rows.delta) * value_of_A(V::loadu(row_A)), basis = Method::basis(z);
+    Method::abar(z, basis).store(tied_abar);
+    (V::loadu(rows.input) * Method::gain(z, basis)).store(tied_factor);
+  }
+
+  alignas(64) State gathered_state[kMaxDstate];
+  alignas(64) Acc gathered_A[kMaxDstate];
+  for (int64_t r = 0; r < rows.count; ++r) {
+    State* const strided_h = state + row_of(p.state, r);
+    State* h = strided_h;
+    if (p.state.stride_state != 1) {
+      for (int64_t n = 0; n < p.dstate; ++n) gathered_state[n] = strided_h[n * p.state.stride_state];
+      h = gathered_state;
+    }
+    const Acc* row_A = gathered_A;
+    if (!p.tied_A()) {
+      if (p.A.stride_state == 1 && !p.A_is_input_kind) {
+        row_A = static_cast<const Acc*>(p.A.data) + row_of(p.A, r);
+      } else {
+        gather_A(p, row_of(p.A, r), p.dstate, gathered_A);
+      }
+    }
+
+    const V delta(rows.delta[r]), input(rows.input[r]);
+    V abar(tied_abar[r]), factor(tied_factor[r]), sum(Acc(0));
+    for (int64_t n = 0; n < p.dstate; n += kSize) {
+      const int64_t count = std::min(kSize, p.dstate - n);
+      if (!p.tied_A()) {
+        const V z = delta * value_of_A(load_as<Acc>(row_A + n, count)), basis = Method::basis(z);
+        abar = Method::abar(z, basis);
+        factor = input * Method::gain(z, basis);
+      }
+      V value = at::vec::fmadd(abar, load_as<Acc>(h + n, count), factor * V::loadu(rows.B + n));
+      // A step size of inf makes NaN even of a zero state.
+      if (count < kSize) value = V::set(V(Acc(0)), value, count);
+      sum = at::vec::fmadd(value, V::loadu(rows.C + n), sum);
+      store_as<Acc>(h + n, value, count);
+    }
+    rows.y[r] = at::vec::vec_reduce_all<Acc>([](V& a, V& b) { return a + b; }, sum);
+    if (h != strided_h) {
+      for (int64_t n = 0; n < p.dstate; ++n) strided_h[n * p.state.stride_state] = gathered_state[n];
+    }
+  }
+}
+
+template <typename Acc, typename State>
+auto update_rows_for(Discretization discretization) {
+  void (*result)(const StateUpdateParams&, Rows<Acc>&) = nullptr;
+  visit_discretization(discretization, [&](auto method) { result = &update_rows<Acc, State, decltype(method)>; });
+  return result;
+}
+
+template <typename Acc>
+auto update_rows_for(Discretization discretization, ScalarKind state_kind) {
+  void (*result)(const StateUpdateParams&, Rows<Acc>&) = nullptr;
+  visit_scalar(state_kind, [&](auto state) {
+    using State = decltype(state);
+    if constexpr (std::is_same_v<AccumulateType<State>, Acc>) result = update_rows_for<Acc, State>(discretization);
+  });
+  return result;
+}
+
+template <typename Input>
+void run(const StateUpdateParams& p, const Blocking& blocking, int64_t begin, int64_t end) {
+  using Acc = AccumulateType<Input>;
+  using V = Vec<Acc>;
+  constexpr int64_t kSize = V::size();
+  const auto update = update_rows_for<Acc>(p.discretization, p.state_kind);
+  Rows<Acc> rows = {};
+  int64_t loaded_group = -1;
+
+  for (int64_t index = begin; index < end; ++index) {
+    const int64_t group_index = index / blocking.blocks_per_group, b = group_index / p.groups, group = group_index % p.groups;
+    const int64_t first_in_group = index % blocking.blocks_per_group * kSize;
+    const int64_t first_channel = group * blocking.channels_per_group + first_in_group;
+    rows.count = std::min(kSize, blocking.channels_per_group - first_in_group);
+    rows.slot = p.indices.at(b);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      rows.head[r] = (first_channel + r) / p.headdim;
+      rows.dim[r] = (first_channel + r) % p.headdim;
+    }
+    const auto offset_in = [&](const ChannelView& view, int64_t r) {
+      return b * view.stride_batch + rows.head[r] * view.stride_head + rows.dim[r] * view.stride_dim;
+    };
+    Input* const out = static_cast<Input*>(p.out.data);
+    if (rows.slot < 0) {
+      for (int64_t r = 0; r < rows.count; ++r) out[offset_in(p.out, r)] = Input(0);
+      continue;
+    }
+
+    if (group_index != loaded_group) {
+      const auto load_group = [&](Acc* target, const GroupView& view) {
+        const Input* source = static_cast<const Input*>(view.data) + b * view.stride_batch + group * view.stride_group;
+        for (int64_t n = 0; n < p.dstate; ++n) target[n] = static_cast<Acc>(source[n * view.stride_state]);
+      };
+      load_group(rows.B, p.B);
+      load_group(rows.C, p.C);
+      loaded_group = group_index;
+    }
+    // A vector of the rows' elements, zero where there is no row or no tensor.
+    const auto load = [&](const ChannelView& view, bool is_input_kind) {
+      alignas(64) Acc values[kSize] = {};
+      for (int64_t r = 0; view.data != nullptr && r < rows.count; ++r) {
+        const int64_t offset = offset_in(view, r);
+        values[r] = is_input_kind ? static_cast<Acc>(static_cast<const Input*>(view.data)[offset])
+                                  : static_cast<const Acc*>(view.data)[offset];
+      }
+      return V::loadu(values);
+    };
+    const V x = load(p.x, true);
+    V delta = load(p.dt, true);
+    if (p.dt_bias.data != nullptr) delta = delta + load(p.dt_bias, p.dt_bias_is_input_kind);
+    if (p.dt_softplus) delta = softplus(delta);
+    delta = clamp(delta, V(static_cast<Acc>(p.dt_min)), V(static_cast<Acc>(p.dt_max)));
+    delta.store(rows.delta);
+    (delta * x).store(rows.input);
+    update(p, rows);
+
+    V y = V::loadu(rows.y);
+    if (p.D.data != nullptr) y = at::vec::fmadd(load(p.D, p.D_is_input_kind), x, y);
+    if (p.z.data != nullptr) y = y * silu(load(p.z, true));
+    alignas(64) Acc results[kSize];
+    y.store(results);
+    for (int64_t r = 0; r < rows.count; ++r) out[offset_in(p.out, r)] = static_cast<Input>(results[r]);
+  }
+}
+
+}  // namespace
+
+int64_t vector_size(const StateUpdateParams& p) {
+  return p.input_kind == ScalarKind::kDouble ? Vec<double>::size() : Vec<float>::size();
+}
+
+void update_blocks(const StateUpdateParams& p, const Blocking& blocking, int64_t begin, int64_t end) {
+  visit_scalar(p.input_kind, [&](auto input) { run<decltype(input)>(p, blocking, begin, end); });
+}
+
+}  // namespace CPU_CAPABILITY
+}  // namespace ssm_kernels::selective_state_update

@@ -1,0 +1,29 @@
+// Between the CPU entry point (entry.cpp, compiled once) and the CPU kernel
+// (kernel.cpp, compiled once per instruction set).
+//
+// A block is up to a vector's length of consecutive channels of one batch entry, inside one group of B and C.
+#pragma once
+
+#include <cstdint>
+
+#include "selective_state_update/selective_state_update.h"
+
+namespace ssm_kernels::selective_state_update {
+
+struct Blocking {
+  int64_t channels_per_group, block_channels, blocks_per_group, blocks;
+
+  Blocking(const StateUpdateParams& p, int64_t block_channels)
+      : channels_per_group(p.channels() / p.groups),
+        block_channels(block_channels),
+        blocks_per_group((channels_per_group + block_channels - 1) / block_channels),
+        blocks(p.batch * p.groups * blocks_per_group) {}
+};
+
+// The kernel of one instruction set.
+struct CpuKernel {
+  int64_t (*vector_size)(const StateUpdateParams&);
+  void (*update_blocks)(const StateUpdateParams&, const Blocking&, int64_t begin, int64_t end);
+};
+
+}  // namespace ssm_kernels::selective_state_update

@@ -1,0 +1,349 @@
+// Selective state update on CUDA: one step of the scan, the state updated in place.
+//
+//   h = Abar(z) h + delta k(z) B x, z = delta A        out = (<C, h> + D x) silu(gate)
+//
+// The time is that of reading and writing the state once, so everything else is kept off that path:
+// * launch.h says which lanes take which rows. kRowsInFlight rows are loaded before the first is used, the
+//   first of them together with what the step sizes are computed from.
+// * What belongs to a row and not to a state (softplus, gate, and Abar and the gain where A is tied) is computed by the row's
+//   owner, once, and handed to the other lanes by shuffles.
+// * The sums <C, h> of kRowsInFlight rows are reduced together: each exchange between lanes halves the rows a lane still holds,
+//   until every owner has its own. The order of additions is fixed.
+// The state passes by the first-level cache; A, B and C stay in it.
+#pragma once
+
+#include <algorithm>
+#include <limits>
+#include <type_traits>
+
+#include "common/activations.h"
+#include "common/discretization.h"
+#include "cuda/index_math.cuh"
+#include "cuda/vector_io.cuh"
+#include "selective_state_update/cuda/launch.h"
+
+namespace ssm_kernels::selective_state_update {
+
+using cuda::from_accumulate;
+using cuda::to_accumulate;
+using cuda::Vector;
+
+constexpr unsigned int kAllLanes = 0xffffffffu;
+
+// One element of a tensor whose type is the input's or the accumulation type. Loading and converting are apart, so that no
+// arithmetic stands between the loads of a row.
+template <typename Input, typename Acc = cuda::AccumulateType<Input>>
+struct Parameter {
+  Input as_input;
+  Acc as_accumulate;
+
+  __device__ __forceinline__ void load(const void* data, int64_t offset, bool is_input_kind) {
+    if (is_input_kind) {
+      as_input = static_cast<const Input*>(data)[offset];
+    } else {
+      as_accumulate = static_cast<const Acc*>(data)[offset];
+    }
+  }
+  __device__ __forceinline__ Acc value(bool is_input_kind) const {
+    return is_input_kind ? to_accumulate(as_input) : as_accumulate;
+  }
+};
+template <typename Acc>
+struct Parameter<Acc, Acc> {
+  Acc loaded;
+
+  __device__ __forceinline__ void load(const void* data, int64_t offset, bool) {
+    loaded = static_cast<const Acc*>(data)[offset];
+  }
+  __device__ __forceinline__ Acc value(bool) const { return loaded; }
+};
+
+template <int size, typename Scalar>
+__device__ __forceinline__ Vector<Scalar, size> load_if(bool condition, const Scalar* source) {
+  return condition ? Vector<Scalar, size>::load(source) : Vector<Scalar, size>::zero();
+}
+
+// The value that lane `source` of this lane's group of lanes holds.
+template <typename T>
+__device__ __forceinline__ T shuffle(T value, int source, int lanes) {
+  return __shfl_sync(kAllLanes, value, source, lanes);
+}
+template <typename T>
+__device__ __forceinline__ T* shuffle(T* value, int source, int lanes) {
+  return reinterpret_cast<T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(value), source, lanes));
+}
+
+// Sums row r of `partial` over the lanes of a group; the lane whose number is r modulo kRowsInFlight returns it.
+template <typename Acc>
+__device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], int lane, int lanes) {
+  static_assert(kRowsInFlight == 4, "two exchanges leave one row");
+  const bool upper = lane & 2, odd = lane & 1;
+  Acc even_row = upper ? partial[2] : partial[0];
+  Acc odd_row = upper ? partial[3] : partial[1];
+  even_row += __shfl_xor_sync(kAllLanes, upper ? partial[0] : partial[2], 2);
+  odd_row += __shfl_xor_sync(kAllLanes, upper ? partial[1] : partial[3], 2);
+  Acc row = odd ? odd_row : even_row;
+  row += __shfl_xor_sync(kAllLanes, odd ? even_row : odd_row, 1);
+  for (int distance = kRowsInFlight; distance < lanes; distance *= 2) row += __shfl_xor_sync(kAllLanes, row, distance);
+  return row;
+}
+
+// Stands for a method that the kernel reads from its parameters. The general kernel is compiled once for all methods.
+struct RuntimeMethod {
+  Discretization discretization;
+
+  template <typename T>
+  __device__ __forceinline__ T basis(T z) const {
+    T result = 0;
+    visit_discretization(discretization, [&](auto method) { result = method.basis(z); });
+    return result;
+  }
+  template <typename T>
+  __device__ __forceinline__ T abar(T z, T basis) const {
+    T result = 0;
+    visit_discretization(discretization, [&](auto method) { result = method.abar(z, basis); });
+    return result;
+  }
+  template <typename T>
+  __device__ __forceinline__ T gain(T z, T basis) const {
+    T result = 0;
+    visit_discretization(discretization, [&](auto method) { result = method.gain(z, basis); });
+    return result;
+  }
+};
+
+template <typename Method>
+__device__ __forceinline__ Method make_method(const StateUpdateParams& p) {
+  if constexpr (std::is_same_v<Method, RuntimeMethod>) {
+    return {p.discretization};
+  } else {
+    return {};
+  }
+}
+
+// A warp's place in the work: which batch entry, which channels.
+template <typename Index>
+struct Tile {
+  Index batch, group;
+  Index first_channel;  // of this lane's group of lanes
+  int rows;             // of this lane's group of lanes; may be 0 at the end of a group of channels
+
+  __device__ __forceinline__ Tile(const Tiling& tiling, Index index, int lane_group) {
+    Index channel_tile;
+    if (tiling.batch_fastest) {
+      channel_tile = tiling.batch.divide(index);
+      batch = index - channel_tile * tiling.batch.value<Index>();
+    } else {
+      batch = tiling.tiles_per_batch.divide(index);
+      channel_tile = index - batch * tiling.tiles_per_batch.value<Index>();
+    }
+    group = tiling.tiles_per_group.divide(channel_tile);
+    const Index tile_in_group = channel_tile - group * tiling.tiles_per_group.value<Index>();
+    const Index first_in_group = tile_in_group * tiling.rows_per_tile() + lane_group * tiling.rows;
+    const Index channels_per_group = static_cast<Index>(tiling.channels_per_group);
+    first_channel = group * channels_per_group + first_in_group;
+    const Index left = channels_per_group > first_in_group ? channels_per_group - first_in_group : 0;
+    rows = left > Index(tiling.rows) ? tiling.rows : static_cast<int>(left);
+  }
+};
+
+template <typename Input, typename State, typename Method, bool fast, bool tied_A>
+__device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Tiling& tiling) {
+  using Acc = cuda::AccumulateType<Input>;
+  using Index = std::conditional_t<fast, uint32_t, int64_t>;
+  constexpr int kVectorSize = fast ? state_vector_bytes(sizeof(State), tied_A) / static_cast<int>(sizeof(State)) : 1;
+  const Index warp = Index(tiling.first_tile) + Index(blockIdx.x) * tiling.warps_per_block + Index(threadIdx.x / kWarpSize);
+  if (warp >= Index(tiling.tiles)) return;
+  const Method method = make_method<Method>(p);
+  const int lanes = tiling.lanes();
+  const int lane = threadIdx.x & (lanes - 1);
+  const Tile<Index> tile(tiling, warp, (threadIdx.x & (kWarpSize - 1)) >> tiling.log2_lanes);
+
+  const auto times = [](Index index, int64_t stride) { return cuda::widening_multiply(index, static_cast<Index>(stride)); };
+  const bool owner = lane < tile.rows;
+  const Index channel = tile.first_channel + (owner ? lane : 0);
+  const Index head = tiling.headdim.divide(channel);
+  const Index dim = channel - head * tiling.headdim.value<Index>();
+  const auto offset_in = [&](const auto& view) {
+    return times(tile.batch, view.stride_batch) + times(head, view.stride_head) + times(dim, view.stride_dim);
+  };
+  Input* const out = static_cast<Input*>(p.out.data) + offset_in(p.out);
+
+  const int64_t slot = p.indices.at(tile.batch);
+  if (slot < 0 || slot >= p.slots) {
+    if (owner) *out = from_accumulate<Input>(slot < 0 ? Acc(0) : static_cast<Acc>(nan("")));
+    return;
+  }
+
+  const int dstate = static_cast<int>(p.dstate);
+  int n = lane * kVectorSize;
+  const auto in_matrix = [&](const GroupView& view) {
+    return static_cast<const Input*>(view.data) + times(tile.batch, view.stride_batch) + times(tile.group, view.stride_group);
+  };
+  const Input* const B = in_matrix(p.B);
+  const Input* const C = in_matrix(p.C);
+  // Of the row that the lane owns; where rows are evenly spaced, of its group's first row.
+  const auto row_in = [&](const StateView& view, int64_t stride_row) {
+    return fast ? times(tile.first_channel, stride_row) : times(head, view.stride_head) + times(dim, view.stride_dim);
+  };
+  State* const state =
+      static_cast<State*>(p.state.data) + times(Index(slot), p.state.stride_batch) + row_in(p.state, tiling.state_stride_row);
+  // In elements: of the lane's number where A is tied, else of a row.
+  const auto A_offset = tied_A ? offset_in(p.A) : row_in(p.A, tiling.A_stride_row);
+
+  // Loads only, up to the next comment: the latencies of all of them overlap.
+  Input x_in, dt_in, z_in;
+  Parameter<Input> dt_bias, skip, tied;
+  if (owner) {
+    dt_in = static_cast<const Input*>(p.dt.data)[offset_in(p.dt)];
+    x_in = static_cast<const Input*>(p.x.data)[offset_in(p.x)];
+    if (p.dt_bias.data != nullptr) dt_bias.load(p.dt_bias.data, offset_in(p.dt_bias), p.dt_bias_is_input_kind);
+    if (p.D.data != nullptr) skip.load(p.D.data, offset_in(p.D), p.D_is_input_kind);
+    if (p.z.data != nullptr) z_in = static_cast<const Input*>(p.z.data)[offset_in(p.z)];
+    if constexpr (tied_A) tied.load(p.A.data, A_offset, p.A_is_input_kind);
+  }
+  int first_row = 0;
+  const auto is_active = [&](int r) { return first_row + r < tile.rows && n < dstate; };
+  const auto of_row = [&](auto owned, int r) { return shuffle(owned, first_row + r, lanes); };
+  // Element n of row r in flight.
+  const auto element = [&](auto* rows, int r, int64_t stride_row, int64_t stride_state) {
+    if constexpr (fast) {
+      return rows + times(first_row + r, stride_row) + n;
+    } else {
+      return of_row(rows, r) + times(n, stride_state);
+    }
+  };
+  const auto load_group = [&](const Input* row, int64_t stride_state) {
+    return load_if<kVectorSize>(n < dstate, row + (fast ? n : times(n, stride_state)));
+  };
+  Vector<State, kVectorSize> h[kRowsInFlight];
+  Vector<Acc, kVectorSize> A_n[tied_A ? 1 : kRowsInFlight];
+  const auto load_A = [&](const auto* A) {
+#pragma unroll
+    for (int r = 0; r < kRowsInFlight; ++r) {
+      const auto loaded = load_if<kVectorSize>(is_active(r), element(A, r, tiling.A_stride_row, p.A.stride_state));
+#pragma unroll
+      for (int i = 0; i < kVectorSize; ++i) A_n[r].set(i, loaded.accumulate(i));
+    }
+  };
+  const auto load_rows = [&] {
+#pragma unroll
+    for (int r = 0; r < kRowsInFlight; ++r) {
+      const State* const source = element(state, r, tiling.state_stride_row, p.state.stride_state);
+      h[r] = is_active(r) ? Vector<State, kVectorSize>::load_once(source) : Vector<State, kVectorSize>::zero();
+    }
+    if constexpr (!tied_A) {
+      if (!std::is_same_v<Input, Acc> && p.A_is_input_kind) {
+        load_A(static_cast<const Input*>(p.A.data) + A_offset);
+      } else {
+        load_A(static_cast<const Acc*>(p.A.data) + A_offset);
+      }
+      if (p.A_is_log) {
+#pragma unroll
+        for (int r = 0; r < kRowsInFlight; ++r) {
+#pragma unroll
+          for (int i = 0; i < kVectorSize; ++i) A_n[r].set(i, -Math<Acc>::exp(A_n[r][i]));
+        }
+      }
+    }
+  };
+  load_rows();
+  auto B_n = load_group(B, p.B.stride_state);
+  auto C_n = load_group(C, p.C.stride_state);
+
+  // Abar and the input's factor where A is tied, else what they are computed from: delta and delta x.
+  Acc first = 0, second = 0, skipped = 0, gate = 1;
+  if (owner) {
+    const Acc x = to_accumulate(x_in);
+    Acc delta = to_accumulate(dt_in);
+    if (p.dt_bias.data != nullptr) delta += dt_bias.value(p.dt_bias_is_input_kind);
+    if (p.dt_softplus) delta = softplus(delta);
+    delta = clamp(delta, static_cast<Acc>(p.dt_min), static_cast<Acc>(p.dt_max));
+    first = delta;
+    second = delta * x;
+    if constexpr (tied_A) {
+      Acc row_A = tied.value(p.A_is_input_kind);
+      if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
+      const Acc z = delta * row_A, basis = method.basis(z);
+      first = method.abar(z, basis);
+      second *= method.gain(z, basis);
+    }
+    if (p.D.data != nullptr) skipped = skip.value(p.D_is_input_kind) * x;
+    if (p.z.data != nullptr) gate = silu(to_accumulate(z_in));
+  }
+
+  Acc sum = 0;
+  for (;;) {
+    Acc partial[kRowsInFlight];
+#pragma unroll
+    for (int r = 0; r < kRowsInFlight; ++r) {
+      const Acc row_first = of_row(first, r), row_second = of_row(second, r);
+      partial[r] = 0;
+#pragma unroll
+      for (int i = 0; i < kVectorSize; ++i) {
+        Acc abar = row_first, factor = row_second;
+        if constexpr (!tied_A) {
+          const Acc z = row_first * A_n[r][i], basis = method.basis(z);
+          abar = method.abar(z, basis);
+          factor = row_second * method.gain(z, basis);
+        }
+        const Acc value = Math<Acc>::fma(abar, to_accumulate(h[r][i]), factor * to_accumulate(B_n[i]));
+        partial[r] = Math<Acc>::fma(value, to_accumulate(C_n[i]), partial[r]);
+        h[r].set(i, from_accumulate<State>(value));
+      }
+      State* const target = element(state, r, tiling.state_stride_row, p.state.stride_state);
+      if (is_active(r)) {
+        h[r].store_once(target);
+      } else {
+        // A step size of inf makes NaN even of a zero state.
+        partial[r] = 0;
+      }
+    }
+    const Acc reduced = reduce_rows(partial, lane, lanes);
+    if ((lane & ~(kRowsInFlight - 1)) == first_row) sum += reduced;
+
+    first_row += kRowsInFlight;
+    if (first_row >= tiling.rows) {
+      first_row = 0;
+      n += lanes * kVectorSize;
+      if (n - lane * kVectorSize >= dstate) break;
+      B_n = load_group(B, p.B.stride_state);
+      C_n = load_group(C, p.C.stride_state);
+    }
+    load_rows();
+  }
+
+  if (owner) *out = from_accumulate<Input>((sum + skipped) * gate);
+}
+
+// Blocks of a multiprocessor. That leaves a thread 128 registers for doubles, else 64 where A is tied and 80 where it is not;
+// tied with a 16-bit state, whose vectors hold twice the values, 80. With fewer the kernels spill.
+template <typename Input, typename State, bool tied_A>
+constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4
+                           : sizeof(State) == 2          ? 6
+                                                         : (tied_A ? 8 : 6);
+
+template <typename Input, typename State, typename Method, bool fast, bool tied_A>
+__global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<Input, State, tied_A>)
+    selective_state_update_kernel(const __grid_constant__ StateUpdateParams params, const __grid_constant__ Tiling tiling) {
+  update_tile<Input, State, Method, fast, tied_A>(params, tiling);
+}
+
+template <typename Input, typename State, typename Method>
+void launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream) {
+  void (*kernel)(StateUpdateParams, Tiling) = selective_state_update_kernel<Input, State, RuntimeMethod, false, false>;
+  if constexpr (kHasFastKernels<Input>) {
+    if (tiling.fast) {
+      kernel = params.tied_A() ? selective_state_update_kernel<Input, State, Method, true, true>
+                               : selective_state_update_kernel<Input, State, Method, true, false>;
+    }
+  }
+  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
+  for (; tiling.first_tile < tiling.tiles; tiling.first_tile += kMaxBlocks * tiling.warps_per_block) {
+    const int64_t blocks = (tiling.tiles - tiling.first_tile + tiling.warps_per_block - 1) / tiling.warps_per_block;
+    kernel<<<static_cast<unsigned int>(std::min(blocks, kMaxBlocks)), tiling.warps_per_block * kWarpSize, 0, stream>>>(params,
+                                                                                                                       tiling);
+  }
+}
+
+}  // namespace ssm_kernels::selective_state_update

@@ -1,0 +1,375 @@
+// The chunked scan (Dao and Gu, "Transformers are SSMs", arXiv 2405.21060, section 6) and its adjoint.
+//
+// With zeta_t the logarithm of the state's decay at step t, c_t the input's factor and cs_i = zeta_1 + ... + zeta_i inside a
+// chunk, the recurrence S_t = e^zeta_t S_{t-1} + c_t x_t B_t^T, y_t = S_t C_t is, for a chunk that begins with the state S,
+//
+//   y_i = sum_{j <= i} M_ij c_j x_j + e^cs_i S C_i,      M_ij = (C_i . B_j) e^(cs_i - cs_j)
+//   S'  = e^cs_last S + sum_j e^(cs_last - cs_j) c_j x_j B_j^T
+//
+// All of it is products of matrices, but for the sum in the second line, the one thing that goes from chunk to chunk. With g
+// the gradient of y, and T that of S', which the chunk after hands back, the adjoint is
+//
+//   grad S       = e^cs_last T + sum_i e^cs_i g_i C_i^T
+//   grad (c x)_j = sum_{i >= j} M_ij g_i + e^(cs_last - cs_j) T B_j
+//   grad C_i     = sum_{j <= i} W_ij B_j + e^cs_i S^T g_i,       W_ij = (g_i . c_j x_j) e^(cs_i - cs_j)
+//   grad B_j     = sum_{i >= j} W_ij C_i + e^(cs_last - cs_j) T^T c_j x_j
+//   grad zeta_t  = sum_{j < t <= i} W_ij (C_i . B_j) + sum_{i >= t} e^cs_i (g_i . S C_i)
+//                  + sum_{j < t} e^(cs_last - cs_j) (c_j x_j . T B_j) + e^cs_last <T, S>
+//
+// zeta_t is in the exponent of every pair of steps (j, i) that it lies between, and of the pairs of a step and a boundary.
+// Written as sums over these pairs its gradient has no terms that cancel, however strong the decay. The heads of a group share
+// C_i . B_j, and their W are summed before they meet B and C.
+//
+// The sums cs are of doubles, and their differences are rounded once: no exponent loses accuracy to a long or a strong decay.
+// Where seq_idx begins a new sequence, e^ of the sums between a pair of steps is zero, and what goes by way of a state is
+// masked, which ends a NaN too: it reaches other sequences only in the products of its own chunk.
+//
+// Memory: chunks are taken in runs whose temporaries have a bounded size. Forward goes from the first run to the last; backward
+// does so too, for the states between the runs, and then from the last to the first, computing those inside a run again. Where
+// the states between the runs are many, of n about 2 sqrt(n) are kept at once, and the others found a second time. Of packed
+// sequences, those of equal length that do not lie side by side are copied whole.
+
+#include "ssd/aten/chunked_scan.h"
+
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/baddbmm.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/matmul.h>
+#include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/silu.h>
+#include <ATen/ops/silu_backward.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/ops/zeros_like.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <vector>
+
+#include "ssd/aten/layout.h"
+#include "ssd/aten/packed.h"
+#include "torch/checks.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+// Products of float32 in float32: where backward is called under autocast, or TF32 is allowed, too.
+struct ExactProducts {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+  at::NoTF32Guard no_tf32;
+};
+
+at::Tensor transposed(const at::Tensor& matrices) { return matrices.transpose(1, 2); }
+
+at::Tensor row_products(const at::Tensor& a, const at::Tensor& b) { return (a * b).sum(-1); }
+
+// sum_{j < t <= i} V_ij for each t, of matrices V, (..., steps, steps).
+at::Tensor sum_across(const at::Tensor& V) {
+  const int64_t length = V.size(-1);
+  const at::Tensor is_later = at::ones({length, length}, V.options()).triu_(1);
+  return at::mm(V.view({-1, length}), is_later).view(V.sizes()).tril_().sum(-2);
+}
+
+// sum_{i >= t} and sum_{j < t} for each step t of (chunks, rows, steps, heads), in float64.
+at::Tensor sum_from(const at::Tensor& values) {
+  const int64_t length = values.size(2);
+  const at::TensorOptions options = values.options().dtype(at::kDouble);
+  return at::matmul(at::ones({length, length}, options).triu_(), values.to(at::kDouble));
+}
+at::Tensor sum_before(const at::Tensor& values) {
+  const int64_t length = values.size(2);
+  const at::TensorOptions options = values.options().dtype(at::kDouble);
+  return at::matmul(at::ones({length, length}, options).tril_(-1), values.to(at::kDouble));
+}
+
+// Of the pairs of steps inside the chunks.
+struct Pairs {
+  at::Tensor products;  // C_i . B_j: a matrix (i, j) of each group
+  at::Tensor decay;     // e^(cs_i - cs_j), (groups of all chunks, heads of a group, i, j)
+  at::Tensor M;         // a matrix (i, j) of each head
+  at::Tensor input;     // c_j x_j by head
+};
+
+Pairs make_pairs(const Scan& scan, const Chunks& chunks) {
+  Pairs pairs;
+  pairs.products = at::bmm(chunks.C, transposed(chunks.B));
+  pairs.decay = scan.decay_between(chunks);
+  pairs.M = (pairs.decay * pairs.products.unsqueeze(1)).flatten(0, 1);
+  pairs.input = scan.by_head(chunks.x, chunks.gain);
+  return pairs;
+}
+
+// e^cs_i S C_i of the states S before each chunk, by step.
+at::Tensor read_states(const Scan& scan, const Chunks& chunks, const at::Tensor& states) {
+  const at::Tensor S = scan.state_matrices(states, 0, chunks.run.chunks);
+  const at::Tensor products = scan.group_by_step(at::bmm(chunks.C, transposed(S)), chunks.run);
+  return zero_where_(products.mul_(chunks.decay_from_start), chunks.is_after_beginning);
+}
+
+// y with D x, by step, given what read_states returns.
+at::Tensor output(const Scan& scan, const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states) {
+  at::Tensor y = from_states + scan.head_by_step(at::bmm(pairs.M, pairs.input), chunks.run);
+  if (is_present(scan.in.D)) y.addcmul_(chunks.x, scan.D());
+  return y;
+}
+
+void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs) {
+  at::Tensor state = scan.load_states(scan.in.initial_states, part);
+  for (const Run& run : scan.runs(part)) {
+    const Chunks chunks = scan.load(run);
+    const at::Tensor states = scan.boundary_states(chunks, state);
+    at::Tensor y = output(scan, chunks, make_pairs(scan, chunks), read_states(scan, chunks, states));
+    if (is_present(scan.in.z)) y.mul_(at::silu(scan.by_step(*scan.in.z, run)));
+    scan.split_heads(Scan::run_of(outputs.out, run)).copy_(y);
+    state = states.select(0, run.chunks);
+  }
+  outputs.final_states.narrow(0, part.row, part.rows).copy_(state);
+}
+
+void forward(const Inputs& in, Discretization method, const FwdOutputs& outputs) {
+  const Scan scan(in, method);
+  for (const Part& part : scan.parts()) forward_part(scan, part, outputs);
+}
+
+// The gradients of the parameters, float64, summed over the runs.
+struct ParameterSums {
+  at::Tensor A, dt_bias, D;
+
+  explicit ParameterSums(const Inputs& in) {
+    const auto zeros = [&](at::IntArrayRef shape) { return at::zeros(shape, in.A.options().dtype(at::kDouble)); };
+    A = zeros({in.x.size(2)});
+    dt_bias = zeros({in.x.size(2)});
+    D = zeros({in.x.size(2), in.x.size(3)});
+  }
+
+  void write(const BwdInputs& bwd, const GradTensors& grads) const {
+    const auto write_one = [&](Grad grad, const at::Tensor& sum) {
+      if (grads[grad].numel() > 0) grads[grad].copy_(sum);
+    };
+    write_one(kGradA, A);
+    write_one(kGradDtBias, dt_bias);
+    write_one(kGradD, is_present(bwd.in.D) && bwd.in.D->dim() == 1 ? D.sum(1) : D);
+  }
+};
+
+// Writes the gradients of a batch but for those of parameters, which it adds to their sums.
+class Adjoint {
+ public:
+  Adjoint(const BwdInputs& bwd, Discretization method, const GradTensors& grads, ParameterSums& sums)
+      : bwd_(bwd), scan_(bwd.in, method), grads_(grads), sums_(sums) {}
+
+  void compute() {
+    if (scan_.heads == 0) {  // no run, but B and C have elements
+      grads_[kGradB].zero_();
+      grads_[kGradC].zero_();
+    }
+    for (const Part& part : scan_.parts()) part_adjoint(part);
+  }
+
+ private:
+  bool needs(Grad grad) const { return grads_[grad].numel() > 0; }
+  // A run of a gradient by step, to be written.
+  at::Tensor target(Grad grad, const Run& run) const { return scan_.split_heads(Scan::run_of(grads_[grad], run)); }
+
+  void part_adjoint(const Part& part);
+  size_t runs_at_once(const Part& part, size_t runs) const;
+  at::Tensor state_after(const Run& run, const at::Tensor& state) const;
+  at::Tensor run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state);
+  at::Tensor gate_adjoint(const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states);
+  at::Tensor boundary_grads(const Chunks& chunks, const at::Tensor& decayed_grad, const at::Tensor& last) const;
+  void write_matrices(Grad grad, const Run& run, at::Tensor from_states, const at::Tensor& mask, const at::Tensor& pairs,
+                      const at::Tensor& others) const;
+  void steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, const at::Tensor& grad_gain);
+
+  const BwdInputs& bwd_;
+  const Scan scan_;
+  const GradTensors& grads_;
+  ParameterSums& sums_;
+};
+
+void Adjoint::part_adjoint(const Part& part) {
+  const std::vector<Run> runs = scan_.runs(part);
+  const size_t at_once = runs_at_once(part, runs.size());
+  std::vector<at::Tensor> kept = {scan_.load_states(bwd_.in.initial_states, part)};  // before each at_once-th run
+  at::Tensor state = kept.front();
+  for (size_t i = 0; kept.size() * at_once < runs.size(); ++i) {
+    state = state_after(runs[i], state);
+    if ((i + 1) % at_once == 0) kept.push_back(state);
+  }
+  at::Tensor grad_state = scan_.load_states(bwd_.grad_final_states, part);
+  size_t end = runs.size();
+  while (!kept.empty()) {
+    const size_t first = (kept.size() - 1) * at_once;
+    std::vector<at::Tensor> states = {kept.back()};
+    kept.pop_back();
+    for (size_t i = first; i + 1 < end; ++i) states.push_back(state_after(runs[i], states.back()));
+    for (size_t i = end; i-- > first;) grad_state = run_adjoint(runs[i], states[i - first], grad_state);
+    end = first;
+  }
+  if (needs(kGradInitialStates)) grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
+}
+
+// Of a part's runs, those between which all states are kept at once.
+size_t Adjoint::runs_at_once(const Part& part, size_t runs) const {
+  const double few_bytes = scan_.options.device().is_cpu() ? 64 << 20 : 1 << 30;
+  const double state_bytes = double(part.rows) * scan_.heads * scan_.headdim * scan_.dstate * scan_.options.dtype().itemsize();
+  if (runs * state_bytes <= few_bytes) return std::max<size_t>(1, runs);
+  return static_cast<size_t>(std::ceil(std::sqrt(static_cast<double>(runs))));
+}
+
+at::Tensor Adjoint::state_after(const Run& run, const at::Tensor& state) const {
+  return scan_.boundary_states(scan_.load(run), state).select(0, run.chunks).clone();
+}
+
+// The gradient of y, by step; writes those of z and D.
+at::Tensor Adjoint::gate_adjoint(const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states) {
+  const Run& run = chunks.run;
+  at::Tensor grad = is_present(bwd_.grad_out) ? scan_.by_step(*bwd_.grad_out, run) : at::zeros_like(chunks.x);
+  if (is_present(bwd_.in.z)) {
+    const at::Tensor z = scan_.by_step(*bwd_.in.z, run);
+    if (needs(kGradZ)) {
+      const at::Tensor y = output(scan_, chunks, pairs, from_states);
+      target(kGradZ, run).copy_(at::silu_backward(y.mul_(grad), z));
+    }
+    grad = grad * at::silu(z);
+  }
+  if (needs(kGradD)) sums_.D.add_((grad * chunks.x).sum({0, 1, 2}).flatten(0, 1));
+  return grad;
+}
+
+// The gradients of the states before each chunk and after the last, (chunks + 1, rows, heads, headdim, dstate). decayed_grad:
+// e^cs_i g_i, by group.
+at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decayed_grad, const at::Tensor& last) const {
+  const int64_t count = chunks.run.chunks;
+  at::Tensor grads = at::empty({count + 1, chunks.run.rows, scan_.heads, scan_.headdim, scan_.dstate}, scan_.options);
+  at::Tensor increments = scan_.state_matrices(grads, 0, count);
+  at::bmm_out(increments, transposed(decayed_grad), scan_.without(chunks.C, chunks.is_after_beginning, chunks.run));
+  grads.select(0, count).copy_(last);
+  for (int64_t k = count; k-- > 0;) {
+    grads.select(0, k).addcmul_(Scan::across(grads.select(0, k + 1), chunks, k), chunks.decay.select(0, k));
+  }
+  return grads;
+}
+
+// Of B or C: from_states, what comes by way of a state, zero where the mask says so, and what comes from a step's pairs with
+// others, pairs times the other matrices.
+void Adjoint::write_matrices(Grad grad, const Run& run, at::Tensor from_states, const at::Tensor& mask, const at::Tensor& pairs,
+                             const at::Tensor& others) const {
+  zero_where_(scan_.matrices_by_step(from_states, run), mask);
+  Scan::run_of(grads_[grad], run).copy_(scan_.matrices_by_step(from_states.baddbmm_(pairs, others), run));
+}
+
+// The gradient of the run's first state, given that of its last; writes all others.
+at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state) {
+  const Chunks chunks = scan_.load(run);
+  const at::Tensor states = scan_.boundary_states(chunks, state), from_states = read_states(scan_, chunks, states);
+  const Pairs pairs = make_pairs(scan_, chunks);
+  const at::Tensor grad_y = gate_adjoint(chunks, pairs, from_states);
+  const at::Tensor decayed_grad = scan_.decayed(grad_y, chunks), g = scan_.by_head(grad_y);
+  const at::Tensor grad_states = boundary_grads(chunks, decayed_grad, grad_state);
+  const at::Tensor S = scan_.state_matrices(states, 0, run.chunks), T = scan_.state_matrices(grad_states, 1, run.chunks);
+
+  at::Tensor W = at::bmm(g, transposed(pairs.input)).view(pairs.decay.sizes()).mul_(pairs.decay);
+  const at::Tensor grad_products = W.sum(1);
+  if (needs(kGradB)) {
+    write_matrices(kGradB, run, at::bmm(scan_.weighted_input(chunks), T), chunks.is_before_beginning, transposed(grad_products),
+                   chunks.C);
+  }
+  if (needs(kGradC)) {
+    write_matrices(kGradC, run, at::bmm(decayed_grad, S), chunks.is_after_beginning, grad_products, chunks.B);
+  }
+
+  const at::Tensor from_end = scan_.group_by_step(at::bmm(chunks.B, transposed(T)), run).mul_(chunks.decay_to_end);
+  zero_where_(from_end, chunks.is_before_beginning);
+  const at::Tensor grad_input = scan_.head_by_step(at::bmm(transposed(pairs.M), g), run).add(from_end);
+  if (needs(kGradX)) {
+    at::Tensor grad_x = grad_input * chunks.gain;
+    if (is_present(bwd_.in.D)) grad_x.addcmul_(grad_y, scan_.D());
+    target(kGradX, run).copy_(grad_x);
+  }
+
+  if (needs(kGradDt) || needs(kGradA) || needs(kGradDtBias)) {
+    const at::Tensor input_to_end = row_products(from_end, chunks.x).mul_(chunks.gain.squeeze(-1));
+    const at::Tensor within = sum_across(W.mul_(pairs.products.unsqueeze(1)));
+    const at::Tensor through =
+        zero_where_(states.narrow(0, 0, run.chunks) * grad_states.narrow(0, 1, run.chunks), chunks.is_cut).sum({-2, -1});
+    const at::Tensor grad_zeta = sum_from(scan_.merge_heads(row_products(from_states, grad_y))) +
+                                 sum_before(scan_.merge_heads(input_to_end)) +
+                                 within.view({run.chunks, run.rows, scan_.heads, run.length}).transpose(2, 3) +
+                                 (through * chunks.decay.flatten(2)).unsqueeze(2);
+    steps_adjoint(chunks, grad_zeta, scan_.merge_heads(row_products(grad_input, chunks.x)));
+  }
+  return grad_states.select(0, 0);
+}
+
+// grad_zeta: that of zeta as the decay's logarithm; both (chunks, rows, steps, heads).
+void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, const at::Tensor& grad_gain) {
+  const StepGrads grads = step_grads(bwd_.in, scan_.method, chunks.steps, grad_zeta, grad_gain);
+  sums_.A.add_(grads.A);
+  if (needs(kGradDtBias)) sums_.dt_bias.add_(grads.biased.sum({0, 1, 2}));
+  if (needs(kGradDt)) Scan::run_of(grads_[kGradDt], chunks.run).copy_(grads.biased);
+}
+
+constexpr std::array kGradsOfSteps = {kGradX, kGradDt, kGradB, kGradC, kGradZ};
+
+// Gradients of packed sequences, those of some that are neighbors: views.
+GradTensors taken(const GradTensors& grads, const SequencesOfLength& of) {
+  GradTensors result = grads;
+  for (const Grad grad : kGradsOfSteps) {
+    if (grads[grad].numel() > 0) result[grad] = of.take_steps(grads[grad]);
+  }
+  if (grads[kGradInitialStates].numel() > 0) result[kGradInitialStates] = of.take_states(grads[kGradInitialStates]);
+  return result;
+}
+
+}  // namespace
+
+FwdResult fwd_aten(const Inputs& in) {
+  const ExactProducts exact;
+  const Discretization method = check_inputs(in);
+  const FwdOutputs outputs = allocate_fwd(in);
+  if (!is_present(in.cu_seqlens)) {
+    forward(in, method, outputs);
+  } else {
+    for (const SequencesOfLength& of : sequences_by_length(in)) {
+      const Inputs batch = packed_batch(in, of);
+      const FwdOutputs of_batch =
+          of.are_neighbors ? FwdOutputs{of.take_steps(outputs.out), of.take_states(outputs.final_states)} : allocate_fwd(batch);
+      forward(batch, method, of_batch);
+      of.put_steps(of_batch.out, outputs.out);
+      of.put_states(of_batch.final_states, outputs.final_states);
+    }
+  }
+  return {outputs.out, outputs.final_states};
+}
+
+BwdResult bwd_aten(const BwdInputs& bwd) {
+  const ExactProducts exact;
+  const Discretization method = check_inputs(bwd.in);
+  const GradTensors grads = allocate_bwd(bwd);
+  ParameterSums sums(bwd.in);
+  if (!is_present(bwd.in.cu_seqlens)) {
+    Adjoint(bwd, method, grads, sums).compute();
+  } else {
+    for (const SequencesOfLength& of : sequences_by_length(bwd.in)) {
+      BwdInputs of_batch = bwd;
+      of_batch.in = packed_batch(bwd.in, of);
+      of_batch.targets = {};
+      if (is_present(bwd.grad_out)) of_batch.grad_out = of.take_steps(*bwd.grad_out);
+      if (is_present(bwd.grad_final_states)) of_batch.grad_final_states = of.take_states(*bwd.grad_final_states);
+      const GradTensors grads_of_batch = of.are_neighbors ? taken(grads, of) : allocate_bwd(of_batch);
+      Adjoint(of_batch, method, grads_of_batch, sums).compute();
+      for (const Grad grad : kGradsOfSteps) {
+        if (grads[grad].numel() > 0) of.put_steps(grads_of_batch[grad], grads[grad]);
+      }
+      if (grads[kGradInitialStates].numel() > 0) of.put_states(grads_of_batch[kGradInitialStates], grads[kGradInitialStates]);
+    }
+  }
+  sums.write(bwd, grads);
+  return std::tuple_cat(grads);
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,231 @@
+#include "ssd/aten/layout.h"
+
+#include <ATen/ExpandUtils.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/bmm.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/mul.h>
+#include <ATen/ops/zeros.h>
+
+#include <algorithm>
+#include <vector>
+
+#include "torch/checks.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+constexpr int64_t kDefaultChunkLength = 64, kMaxChunkLength = 256;
+// Of a run's temporaries, about: enough for the products to be worth their calls, and on a CPU little enough for its caches.
+constexpr int64_t kCpuRunBytes = int64_t(8) << 20, kDeviceRunBytes = int64_t(1) << 30;
+
+// e^ of it is zero even in float64; sums of lower ones would cost the differences their accuracy.
+constexpr double kLowestZeta = -800;
+
+at::Tensor contiguous_product(const at::Tensor& a, const at::Tensor& b) {
+  at::Tensor result = at::empty(at::infer_size(a.sizes(), b.sizes()), b.options());
+  return at::mul_out(result, a, b);
+}
+
+struct ChunkLengths {
+  int64_t by_default, most;
+};
+// A chunk's matrices are quadratic in its length, and each chunk has a state. On a CPU the two cost about the same where the
+// length is the root of the state's elements.
+ChunkLengths chunk_lengths(bool is_cpu, int64_t state_elements) {
+  if (!is_cpu) return {kDefaultChunkLength, kMaxChunkLength};
+  int64_t length = 16;
+  while (length < 128 && 4 * length * length <= state_elements) length *= 2;
+  return {length, std::max(length, kDefaultChunkLength)};
+}
+
+}  // namespace
+
+at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask) {
+  if (!mask.defined()) return values;
+  std::vector<int64_t> shape = mask.sizes().vec();
+  shape.resize(values.dim(), 1);
+  return values.masked_fill_(mask.view(shape), 0);
+}
+
+at::Tensor sequence_starts(const at::Tensor& seq_idx) {
+  const int64_t inner = seq_idx.size(1) - 1;
+  at::Tensor starts = at::zeros(seq_idx.sizes(), seq_idx.options().dtype(at::kBool));
+  if (inner > 0) starts.narrow(1, 1, inner).copy_(seq_idx.narrow(1, 1, inner).ne(seq_idx.narrow(1, 0, inner)));
+  return starts;
+}
+
+Scan::Scan(const Inputs& in, Discretization method)
+    : in(in),
+      method(method),
+      options(in.A.options()),
+      batch(in.x.size(0)),
+      seqlen(in.x.size(1)),
+      heads(in.x.size(2)),
+      headdim(in.x.size(3)),
+      groups(in.B.size(2)),
+      dstate(in.B.size(3)),
+      heads_per_group(heads / groups) {
+  const ChunkLengths lengths = chunk_lengths(in.x.is_cpu(), headdim * dstate);
+  chunk_length_ = std::min(in.chunk_size.has_value() ? in.chunk_size->expect_int() : lengths.by_default, lengths.most);
+  const int64_t per_head = 2 * headdim * dstate + 4 * chunk_length_ * chunk_length_ + 8 * chunk_length_ * headdim;
+  const int64_t bytes = std::max<int64_t>(1, heads * per_head * static_cast<int64_t>(options.dtype().itemsize()));
+  chunks_per_run_ = std::max<int64_t>(1, (in.x.is_cpu() ? kCpuRunBytes : kDeviceRunBytes) / bytes);
+  if (is_present(in.seq_idx)) starts_ = sequence_starts(*in.seq_idx);
+}
+
+std::vector<Part> Scan::parts() const {
+  std::vector<Part> result;
+  for (int64_t row = 0; row < batch; row += chunks_per_run_) result.push_back({row, std::min(chunks_per_run_, batch - row)});
+  return result;
+}
+
+std::vector<Run> Scan::runs(const Part& part) const {
+  std::vector<Run> result;
+  if (heads == 0) return result;
+  const int64_t most = std::max<int64_t>(1, chunks_per_run_ / part.rows);
+  for (int64_t begin = 0; begin < seqlen; begin += result.back().steps()) {
+    const int64_t steps = seqlen - begin, length = std::min(chunk_length_, steps);
+    result.push_back({part.row, part.rows, begin, std::min(most, steps / length), length});
+  }
+  return result;
+}
+
+at::Tensor Scan::run_of(const at::Tensor& tensor, const Run& run) {
+  return tensor.narrow(0, run.row, run.rows)
+      .narrow(1, run.begin, run.steps())
+      .unflatten(1, {run.chunks, run.length})
+      .transpose(0, 1);
+}
+
+Chunks Scan::load(const Run& run) const {
+  const at::ScalarType accumulate = options.dtype().toScalarType();
+  const auto matrices = [&](const at::Tensor& tensor) {
+    return run_of(tensor, run).to(accumulate).transpose(2, 3).reshape({-1, run.length, dstate});
+  };
+  const auto factor = [&](const at::Tensor& tensor) { return split_heads(tensor.to(accumulate)).unsqueeze(-1); };
+  Chunks chunks;
+  chunks.run = run;
+  chunks.steps = make_steps(in, method, run_of(in.dt, run));
+  const at::Tensor zeta = chunks.steps.zeta.clamp_min(kLowestZeta);
+  chunks.cs = zeta.cumsum(2);
+  const at::Tensor cs_last = chunks.cs.narrow(2, run.length - 1, 1);
+  const at::Tensor from_start = chunks.cs.exp();
+  at::Tensor to_end, decay = cs_last.exp();
+  if (starts_.defined()) {
+    chunks.sequence = run_of(starts_, run).cumsum(2);
+    const at::Tensor last = chunks.sequence.narrow(2, run.length - 1, 1);
+    chunks.is_after_beginning = chunks.sequence.ne(0);
+    chunks.is_before_beginning = chunks.sequence.ne(last);
+    chunks.is_cut = last.ne(0);
+    zero_where_(decay, chunks.is_cut);
+    // From the end: a NaN before the last beginning would be in the difference.
+    to_end = (zeta.flip(2).cumsum(2).flip(2) - zeta).exp_();
+  } else {
+    to_end = (cs_last - chunks.cs).exp_();
+  }
+  chunks.x = by_step(in.x, run);
+  chunks.B = matrices(in.B);
+  chunks.C = matrices(in.C);
+  chunks.gain = factor(chunks.steps.gain);
+  chunks.decay_from_start = factor(from_start);
+  chunks.decay_to_end = factor(to_end);
+  chunks.decay = decay.to(accumulate).squeeze(2).unsqueeze(-1).unsqueeze(-1);
+  return chunks;
+}
+
+at::Tensor Scan::D() const {
+  const at::Tensor D = in.D->unflatten(0, {groups, heads_per_group});
+  return D.dim() == 2 ? D.unsqueeze(-1) : D;
+}
+
+at::Tensor Scan::load_states(const OptionalTensor& states, const Part& part) const {
+  if (!is_present(states)) return at::zeros({part.rows, heads, headdim, dstate}, options);
+  return states->narrow(0, part.row, part.rows).clone(at::MemoryFormat::Contiguous);
+}
+
+at::Tensor Scan::across(const at::Tensor& states, const Chunks& chunks, int64_t chunk) {
+  return chunks.is_cut.defined() ? zero_where_(states.clone(), chunks.is_cut.select(0, chunk)) : states;
+}
+
+at::Tensor Scan::boundary_states(const Chunks& chunks, const at::Tensor& first) const {
+  const int64_t count = chunks.run.chunks;
+  at::Tensor states = at::empty({count + 1, chunks.run.rows, heads, headdim, dstate}, options);
+  states.select(0, 0).copy_(first);
+  at::Tensor increments = state_matrices(states, 1, count);
+  at::bmm_out(increments, weighted_input(chunks).transpose(1, 2), without(chunks.B, chunks.is_before_beginning, chunks.run));
+  for (int64_t k = 0; k < count; ++k) {
+    states.select(0, k + 1).addcmul_(across(states.select(0, k), chunks, k), chunks.decay.select(0, k));
+  }
+  return states;
+}
+
+at::Tensor Scan::state_matrices(const at::Tensor& states, int64_t begin, int64_t count) const {
+  return states.narrow(0, begin, count).view({-1, heads_per_group * headdim, dstate});
+}
+
+at::Tensor Scan::without(const at::Tensor& matrices, const at::Tensor& mask, const Run& run) const {
+  if (!mask.defined()) return matrices;
+  const at::Tensor result = matrices.clone();
+  zero_where_(matrices_by_step(result, run), mask);
+  return result;
+}
+
+at::Tensor Scan::decayed(const at::Tensor& g, const Chunks& chunks) const {
+  const at::Tensor result = by_group(g, chunks.decay_from_start);
+  zero_where_(matrices_by_step(result, chunks.run), chunks.is_after_beginning);
+  return result;
+}
+
+at::Tensor Scan::weighted_input(const Chunks& chunks) const {
+  const at::Tensor result = by_group(chunks.x, chunks.gain * chunks.decay_to_end);
+  zero_where_(matrices_by_step(result, chunks.run), chunks.is_before_beginning);
+  return result;
+}
+
+at::Tensor Scan::decay_between(const Chunks& chunks) const {
+  const auto differences = [](const at::Tensor& values) { return values.unsqueeze(-1) - values.unsqueeze(-2); };
+  const at::Tensor cs = chunks.cs.transpose(2, 3).contiguous();
+  const at::Tensor high = cs.to(options.dtype().toScalarType());
+  at::Tensor result = differences(high);
+  if (high.scalar_type() != at::kDouble) {
+    // What float32 leaves of cs: the difference is then as exact as if it had been taken in float64 and rounded.
+    const at::Tensor low = (cs - high).to(high.scalar_type());
+    result.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2));
+  }
+  // Above the diagonal, where e^ may overflow, the result is overwritten and not multiplied.
+  result.exp_().tril_();
+  if (chunks.sequence.defined()) {
+    result.masked_fill_(chunks.sequence.unsqueeze(-1).ne(chunks.sequence.unsqueeze(-2)).unsqueeze(2), 0);
+  }
+  return result.view({-1, heads_per_group, chunks.run.length, chunks.run.length});
+}
+
+at::Tensor Scan::by_step(const at::Tensor& tensor, const Run& run) const {
+  return split_heads(run_of(tensor, run)).to(options.dtype().toScalarType());
+}
+
+at::Tensor Scan::by_group(const at::Tensor& tensor, const at::Tensor& factor) const {
+  return contiguous_product(tensor.transpose(2, 3), factor.transpose(2, 3))
+      .view({-1, tensor.size(2), heads_per_group * headdim});
+}
+
+at::Tensor Scan::by_head(const at::Tensor& tensor, const at::Tensor& factor) const {
+  return contiguous_product(tensor.movedim(2, 4), factor.movedim(2, 4)).view({-1, tensor.size(2), headdim});
+}
+
+at::Tensor Scan::by_head(const at::Tensor& tensor) const { return tensor.movedim(2, 4).reshape({-1, tensor.size(2), headdim}); }
+
+at::Tensor Scan::matrices_by_step(const at::Tensor& matrices, const Run& run) const {
+  return matrices.view({run.chunks, run.rows, groups, run.length, matrices.size(-1)}).transpose(2, 3);
+}
+
+at::Tensor Scan::group_by_step(const at::Tensor& product, const Run& run) const {
+  return product.view({run.chunks, run.rows, groups, run.length, heads_per_group, headdim}).transpose(2, 3);
+}
+
+at::Tensor Scan::head_by_step(const at::Tensor& product, const Run& run) const {
+  return product.view({run.chunks, run.rows, groups, heads_per_group, run.length, headdim}).movedim(4, 2);
+}
+
+}  // namespace ssm_kernels::ssd

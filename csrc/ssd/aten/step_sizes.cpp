@@ -1,0 +1,55 @@
+#include "ssd/aten/step_sizes.h"
+
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/clamp.h>
+#include <ATen/ops/softplus.h>
+#include <ATen/ops/softplus_backward.h>
+
+#include "torch/checks.h"
+#include "torch/tensor_math.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+constexpr double kSoftplusBeta = 1, kSoftplusThreshold = 20;
+
+}  // namespace
+
+Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt) {
+  const at::ScalarType accumulate = accumulate_type(dt.scalar_type());
+  Steps steps;
+  steps.biased = dt.to(accumulate);
+  if (is_present(in.dt_bias)) steps.biased = steps.biased + *in.dt_bias;
+  steps.unclamped = in.dt_softplus ? at::softplus(steps.biased, kSoftplusBeta, kSoftplusThreshold) : steps.biased;
+  steps.size = at::clamp(steps.unclamped, in.dt_min, in.dt_max).to(at::kDouble);
+  steps.zeta = steps.size * in.A.to(at::kDouble);
+  visit_discretization(method, [&](auto rule) {
+    using Rule = decltype(rule);
+    const TensorValue zeta(steps.zeta);
+    steps.gain = (steps.size * Rule::gain(zeta, Rule::basis(zeta)).tensor).to(accumulate);
+  });
+  return steps;
+}
+
+StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps, const at::Tensor& grad_zeta,
+                     const at::Tensor& grad_gain) {
+  StepGrads grads;
+  at::Tensor grad_size;
+  visit_discretization(method, [&](auto rule) {
+    using Rule = decltype(rule);
+    const TensorValue zeta(steps.zeta), basis = Rule::basis(zeta);
+    const auto derivatives = Rule::derivatives(zeta, basis, Rule::gain(zeta, basis));
+    // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
+    grad_size = grad_zeta * in.A.to(at::kDouble) + grad_gain * derivatives.z_gain.tensor;
+    const at::Tensor grad_A = (grad_zeta + grad_gain * steps.size * derivatives.gain.tensor) * steps.size;
+    grads.A = grad_A.flatten(0, -2).sum(0);
+  });
+  const at::Tensor is_clamped = steps.unclamped.lt(in.dt_min).logical_or_(steps.unclamped.gt(in.dt_max));
+  grads.biased = grad_size.masked_fill_(is_clamped, 0);
+  if (in.dt_softplus) {
+    grads.biased = at::softplus_backward(grads.biased, steps.biased.to(at::kDouble), kSoftplusBeta, kSoftplusThreshold);
+  }
+  return grads;
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,40 @@
+// The gate's adjoint: of out = y silu(z), with h the gradient of out, those of y and z, g = h silu(z) and h y silu'(z). One
+// pass over memory; a block takes one step of a sequence after another, a thread 8 elements of a head at once.
+#pragma once
+
+#include "common/activations.h"
+#include "cuda/vector_io.cuh"
+#include "ssd/cuda/launch.h"
+
+namespace ssm_kernels::ssd {
+
+constexpr int kGateThreads = 256;
+
+template <typename Scalar>
+__global__ void __launch_bounds__(kGateThreads) ssd_bwd_gate_kernel(const __grid_constant__ GateBwdParams p) {
+  using Vector8 = cuda::Vector<Scalar, kRowElements>;
+  const uint32_t vectors = static_cast<uint32_t>(p.heads * p.vectors_per_head.value<int64_t>());
+  for (int64_t at = blockIdx.x; at < p.batch * p.seqlen; at += gridDim.x) {
+    const int64_t batch = at / p.seqlen, step = at % p.seqlen;
+    for (uint32_t i = threadIdx.x; i < vectors; i += kGateThreads) {
+      const uint32_t head = p.vectors_per_head.divide(i), vector = i - head * p.vectors_per_head.value<uint32_t>();
+      const auto address = [&](const RowsView& view) {
+        return static_cast<Scalar*>(view.data) + batch * view.stride_batch + step * view.stride_step + head * view.stride_head +
+               vector * kRowElements;
+      };
+      const Vector8 incoming = Vector8::load_once(address(p.grad_out)), z = Vector8::load_once(address(p.z));
+      Vector8 y = Vector8::zero(), grad_y, grad_z;
+      if (p.grad_z.data != nullptr) y = Vector8::load_once(address(p.y));
+#pragma unroll
+      for (int k = 0; k < kRowElements; ++k) {
+        const float h = incoming.accumulate(k), gate = z.accumulate(k), s = sigmoid(gate);
+        grad_y.set(k, cuda::from_accumulate<Scalar>(h * (gate * s)));
+        grad_z.set(k, cuda::from_accumulate<Scalar>(h * y.accumulate(k) * silu_derivative(gate, s)));
+      }
+      grad_y.store_once(address(p.grad_y));
+      if (p.grad_z.data != nullptr) grad_z.store_once(address(p.grad_z));
+    }
+  }
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,150 @@
+// SSD chunk-scan, backward: from what a unit's products leave of each step to the gradients of dt, A and dt_bias, by one warp.
+// A lane has two steps. See bwd.cuh for the formulas.
+#pragma once
+
+#include "ssd/cuda/state.cuh"
+
+namespace ssm_kernels::ssd {
+
+constexpr int kHalves = 2;  // of a product's columns, of a warpgroup each
+
+// Of sums whose differences matter: for inputs of fp32 they have more digits than what they are sums of.
+template <typename Scalar>
+using PairSum = std::conditional_t<kIsFp32<Scalar>, double, float>;
+
+// What a unit's products leave of each step, and of the chunk.
+template <typename Scalar>
+struct StepSums {
+  // With V = x_j . g_i (C_i . B_j) e^(s_i - s_j): over i > j, of each half of these; over j < i, times c_j, of each warp's j;
+  // and for i = j.
+  PairSum<Scalar> later[kHalves][kChunk], earlier[kWarpgroupWarps][kChunk];
+  float same[kChunk];
+  float read_state[kHalves][kChunk];  // g_i . S C_i, of each half of the states
+  float grad_state[kHalves][kChunk];  // x_j . T B_j, likewise
+  float states;                       // <S, T>
+};
+
+// What of a unit is the same for all its rows or columns.
+template <typename Scalar>
+struct TileTables {
+  TablesOf<Scalar> steps;
+  float dt[kChunk];
+  float D[kStateRows];
+  HeadSteps head;
+};
+
+// The decay from a step to the chunk's last: zero if a sequence begins between.
+template <typename Tables>
+__device__ __forceinline__ float decay_to_chunk_end(const Tables& tables, int step) {
+  const float decay = Math<float>::exp2(log2_between(tables, step, kChunk - 1));
+  return step >= tables.first[kChunk - 1] ? decay : 0.0f;
+}
+
+__device__ __forceinline__ float sum_over_warp(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kWholeWarp, value, distance);
+  return value;
+}
+
+// Of a lane's two steps of one head, summed over its units.
+struct StepGradients {
+  float zeta[2], gain[2];
+};
+
+// Adds a unit's.
+template <typename Scalar>
+__device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& tables, const StepSums<Scalar>& sums,
+                                                   const FragmentLane& lane, StepGradients& grads) {
+  using Sum = PairSum<Scalar>;
+  // Below it the rounding of the running sums over pairs is more than what is left of them.
+  constexpr float kForgottenLog2Decay = kIsFp32<Scalar> ? -48 : -24;
+  Sum pairs[2];
+  float before[2], from[2];
+  bool is_forgotten[2];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int step = 2 * lane.index + i;
+    const float gain = tables.gain[step];
+    const Sum later = sums.later[0][step] + sums.later[1][step];
+    const float grad_state = (sums.grad_state[0][step] + sums.grad_state[1][step]) * decay_to_chunk_end(tables, step);
+    const Sum earlier = (sums.earlier[0][step] + sums.earlier[1][step]) + (sums.earlier[2][step] + sums.earlier[3][step]);
+    grads.gain[i] += static_cast<float>(later) + sums.same[step] + grad_state;
+    pairs[i] = fma(Sum(gain), later, -earlier);
+    before[i] = gain * grad_state;
+    from[i] = tables.exp_cumsum[step] * (sums.read_state[0][step] + sums.read_state[1][step]);
+    is_forgotten[i] =
+        step == tables.first[step] || tables.log2_cumsum[step] - tables.log2_cumsum[step - 1] < kForgottenLog2Decay;
+  }
+  // Running sums: of `pairs` and `before` up to a step, of `from` from there on. That of `pairs` begins opaque at a step that
+  // forgets: none of its rounding goes on.
+  Sum pairs_up_to = is_forgotten[1] ? pairs[1] : pairs[0] + pairs[1];
+  float up_to = before[0] + before[1], from_on = from[0] + from[1];
+  bool is_cut = is_forgotten[0] || is_forgotten[1];
+#pragma unroll
+  for (int distance = 1; distance < kWarpSize; distance *= 2) {
+    const Sum more_pairs = __shfl_up_sync(kWholeWarp, pairs_up_to, distance);
+    const bool more_are_cut = __shfl_up_sync(kWholeWarp, is_cut, distance);
+    const float earlier = __shfl_up_sync(kWholeWarp, up_to, distance);
+    const float later = __shfl_down_sync(kWholeWarp, from_on, distance);
+    if (lane.index >= distance) {
+      if (!is_cut) pairs_up_to += more_pairs;
+      is_cut |= more_are_cut;
+      up_to += earlier;
+    }
+    if (lane.index + distance < kWarpSize) from_on += later;
+  }
+  const auto of_lane_before = [&](auto value) {
+    const auto shifted = __shfl_up_sync(kWholeWarp, value, 1);
+    return lane.index == 0 ? decltype(value)(0) : shifted;
+  };
+  const Sum pairs_before_lane = of_lane_before(pairs_up_to);
+  const float sum_before = of_lane_before(up_to);
+  const Sum pairs_before = is_forgotten[0] ? Sum(0) : pairs_before_lane;
+  const float from_next = __shfl_down_sync(kWholeWarp, from_on, 1);
+  const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
+  const float through = tables.has_reset ? 0.0f : tables.chunk_decay * sums.states;
+  const Sum pairs_before_second = is_forgotten[1] ? Sum(0) : pairs_before + pairs[0];
+  grads.zeta[0] += static_cast<float>(pairs_before) + (sum_before + from_on + through);
+  grads.zeta[1] += static_cast<float>(pairs_before_second) + (sum_before + before[0]) + (sum_after + from[1]) + through;
+}
+
+// Of one chunk and head: writes the gradient of dt, and the chunk's part of those of A and dt_bias; then begins opaque.
+template <typename Scalar>
+__device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, const ChunkSpan& at, int steps, int64_t chunk_index,
+                                                     int64_t head, const TileTables<Scalar>& tables, const FragmentLane& lane,
+                                                     StepGradients& grads) {
+  const HeadSteps& of_head = tables.head;
+  float grad_A = 0, grad_bias = 0;
+  Scalar* const target = at.rows<Scalar>(p.grad_dt, head, 0);
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int step = 2 * lane.index + i;
+    const float dt = tables.dt[step], unlimited = of_head.before_limits(p, dt), d = of_head.step_size(p, dt);
+    const float zeta = d * of_head.A;
+    // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
+    float by_size = 0, by_A = 0;
+    visit_exponential(p.discretization, [&](auto method) {
+      using Method = decltype(method);
+      const float basis = Method::basis(zeta);
+      const auto derivatives = Method::derivatives(zeta, basis, Method::gain(zeta, basis));
+      by_size = fmaf(grads.zeta[i], of_head.A, grads.gain[i] * derivatives.z_gain);
+      by_A = fmaf(grads.gain[i] * d, derivatives.gain, grads.zeta[i]) * d;
+    });
+    float grad = unlimited < p.dt_min || unlimited > p.dt_max ? 0.0f : by_size;
+    if (p.dt_softplus) grad *= softplus_derivative(dt + of_head.dt_bias);
+    if (step < steps) {
+      grad_A += by_A;
+      grad_bias += grad;
+      if (p.grad_dt.data != nullptr) target[step * p.grad_dt.stride_step] = cuda::from_accumulate<Scalar>(grad);
+    }
+  }
+  grads = {};
+  grad_A = sum_over_warp(grad_A);
+  grad_bias = sum_over_warp(grad_bias);
+  if (lane.index == 0) {
+    p.grad_A_parts[chunk_index * p.heads + head] = grad_A;
+    p.grad_bias_parts[chunk_index * p.heads + head] = grad_bias;
+  }
+}
+
+}  // namespace ssm_kernels::ssd

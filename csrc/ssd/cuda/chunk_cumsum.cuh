@@ -1,0 +1,440 @@
+// What the SSD kernels share: where a unit of work lies, a chunk's tiles in shared memory, and the tables of its step sizes.
+#pragma once
+
+#include <type_traits>
+
+#include "common/activations.h"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/mma_sm80.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+#include "cuda/vector_io.cuh"
+#include "cuda/warp_mma.cuh"
+#include "ssd/cuda/launch.h"
+
+namespace ssm_kernels::ssd {
+
+// In place of what a struct has only with some template arguments.
+struct Empty {};
+
+constexpr int kWarpSize = 32;
+constexpr unsigned kWholeWarp = 0xffffffffu;
+constexpr int kWarpgroupWarps = 4;
+constexpr int kWarpgroupThreads = kWarpgroupWarps * kWarpSize;
+static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that makes the tables has two steps");
+static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a unit has the 16 rows of one matrix product");
+
+// What operands of cuda/ptx/wgmma_sm90.cuh in shared memory begin at multiples of.
+constexpr int kOperandAlignment = 1024;
+template <typename Shared>
+__device__ __forceinline__ Shared& align_shared(unsigned char* memory) {
+  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+  return *reinterpret_cast<Shared*>(memory + (kOperandAlignment - address % kOperandAlignment) % kOperandAlignment);
+}
+
+// kChunk rows in shared memory, of 16-bit elements or of fp32, in parts of 64 or 32 columns: rows of 128 bytes, whose pieces of
+// 16 bytes change places by the row's number (cuda/warp_mma.cuh says why so), so that loads of operands meet different
+// banks. That of 16 bits is also the layout that cuda/ptx/wgmma_sm90.cuh describes.
+template <int columns, int element_bytes = 2>
+struct alignas(128) SmemTile {
+  static constexpr int kVectorElements = static_cast<int>(sizeof(uint4)) / element_bytes, kPanelVectors = 8;
+  static constexpr int kVectors = columns / kVectorElements, kPanels = kVectors / kPanelVectors;
+  static_assert(kVectors % kPanelVectors == 0, "a tile is made of whole parts");
+  uint4 panels[kPanels][kChunk][kPanelVectors];
+  static constexpr int kRowBytes = sizeof(uint4) * kPanelVectors, kPanelBytes = kChunk * kRowBytes;  // a row's of a part
+
+  __device__ __forceinline__ uint4* vector(int row, int column_vector) {
+    return &panels[column_vector / kPanelVectors][row][column_vector % kPanelVectors ^ cuda::swizzle<element_bytes>(row)];
+  }
+
+  // Of fp32.
+  __device__ __forceinline__ float& element(int row, int column) {
+    static_assert(element_bytes == sizeof(float), "others are not taken one by one");
+    return reinterpret_cast<float*>(vector(row, column / kVectorElements))[column % kVectorElements];
+  }
+
+  // The address that a lane gives for ldmatrix, which is for 16 bits: 16 rows from `row`, 16 columns from column_piece;
+  // the four matrices run along the columns first. `row` is a multiple of 8: the pieces of a column lie so many rows apart.
+  __device__ __forceinline__ uint4* ldmatrix_row(int row, int column_vector, int lane) {
+    return vector(lane / 16 * 8 + lane % 8, column_vector + lane / 8 % 2) + row * kPanelVectors;
+  }
+};
+
+// A tile as an operand of cuda/ptx/wgmma_sm90.cuh, and from an operand on, that of the given group of 16 columns or rows.
+template <int columns>
+__device__ __forceinline__ uint64_t describe(const SmemTile<columns>& tile) {
+  return cuda::make_wgmma_descriptor(&tile, SmemTile<columns>::kPanelBytes);
+}
+__device__ __forceinline__ uint64_t columns_of(uint64_t operand, int group) {
+  constexpr int kGroupsOfPanel = 4, kColumnBytes = 32;
+  return operand + (group / kGroupsOfPanel * SmemTile<kChunk>::kPanelBytes + group % kGroupsOfPanel * kColumnBytes) / 16;
+}
+__device__ __forceinline__ uint64_t rows_of(uint64_t operand, int group) {
+  return operand + group * 16 * SmemTile<kChunk>::kRowBytes / 16;
+}
+
+// Orders in which a chunk's steps, eight by eight, lie down the rows of a tile: which eight are at a place, and the reverse.
+constexpr int kBlockSteps = 8;
+struct InOrder {
+  static SSM_HOST_DEVICE constexpr int block_at(int place) { return place; }
+  static SSM_HOST_DEVICE constexpr int place_of(int block) { return block; }
+};
+// The first, the last, the second, the last but one ... Of a matrix of pairs of steps each warp's 16 rows have then equally
+// much on one side of the diagonal.
+struct FromBothEnds {
+  static constexpr int kLast = kChunk / kBlockSteps - 1;
+  static SSM_HOST_DEVICE constexpr int block_at(int place) { return place % 2 == 0 ? place / 2 : kLast - place / 2; }
+  static SSM_HOST_DEVICE constexpr int place_of(int block) { return 2 * block <= kLast ? 2 * block : 2 * (kLast - block) + 1; }
+};
+
+// A thread's share of copying a tensor's rows, chunk by chunk, to tiles of that many columns: of every kRows-th row one piece.
+template <typename Scalar, int columns, int threads, typename Order = InOrder>
+class RowCopier {
+ public:
+  using TargetTile = SmemTile<columns, sizeof(Scalar)>;
+
+  // From a chunk at `source`, rows of that many elements; a tile's other columns become zeros.
+  __device__ __forceinline__ RowCopier(const Scalar* source, int64_t stride_step, int elements, int thread)
+      : column_(thread % kVectors),
+        row_(thread / kVectors),
+        is_there_(column_ * kVectorElements < elements),
+        source_(source + column_ * kVectorElements + row_ * stride_step) {}
+
+  // Starts the copies of a chunk, of which only the first `steps` rows exist, or those from `first` on; the others become
+  // zeros. Then goes on to the next, or the one before.
+  __device__ __forceinline__ void copy(TargetTile& tile, int steps, int64_t stride_step, bool is_reverse = false,
+                                       int first = 0) {
+    const Scalar* source = source_;
+    if (steps == kChunk && first == 0) {
+      const int bytes = is_there_ ? cuda::kCpAsyncBytes : 0;
+#pragma unroll
+      for (int i = 0; i < kCopies; ++i) {
+        cuda::cp_async(tile.vector(row_ + place_of(i * kRows), column_), source, bytes);
+        source += kRows * stride_step;
+      }
+    } else {
+#pragma unroll 1
+      for (int row = row_; row < kChunk; row += kRows) {
+        cuda::cp_async(tile.vector(place_of(row), column_), source,
+                       is_there_ && row >= first && row < steps ? cuda::kCpAsyncBytes : 0);
+        source += kRows * stride_step;
+      }
+    }
+    source_ += is_reverse ? -kChunk * stride_step : kChunk * stride_step;
+  }
+
+ private:
+  static constexpr int kVectorElements = TargetTile::kVectorElements, kVectors = TargetTile::kVectors;
+  static constexpr int kRows = threads / kVectors, kCopies = kChunk / kRows;
+  static_assert(threads % kVectors == 0 && kChunk % kRows == 0, "a thread copies one column of pieces");
+  static_assert(std::is_same_v<Order, InOrder> || kBlockSteps % kRows == 0, "rows of one copy lie together in any order");
+
+  static __device__ __forceinline__ constexpr int place_of(int row) {
+    return Order::place_of(row / kBlockSteps) * kBlockSteps + row % kBlockSteps;
+  }
+
+  int column_, row_;
+  bool is_there_;
+  const Scalar* source_;
+};
+
+// Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
+// differences of `log2_cumsum`, their sums from the chunk's first step, begun opaque where a sequence begins.
+struct alignas(16) ChunkTables {
+  float log2_cumsum[kChunk];
+  float gain[kChunk];               // of the input: d k(zeta)
+  float exp_cumsum[kChunk];         // the decay from before the chunk to the step; zero if a sequence begins between
+  float gain_to_chunk_end[kChunk];  // gain times the decay from the step to l; likewise
+  int first[kChunk];                // the first step, in the chunk, of the step's sequence
+  float chunk_decay;                // the decay from before the chunk to l; likewise
+  bool has_reset;                   // whether any sequence begins in the chunk
+};
+// For inputs of fp32 the sums have twice the digits: a difference of large ones is a decay like any other.
+struct Fp32ChunkTables : ChunkTables {
+  alignas(16) float log2_cumsum_lo[kChunk];  // what rounding leaves of log2_cumsum
+  bool starts_with_reset;                    // whether a sequence begins with the chunk: nothing of the state before is read
+};
+template <typename Scalar>
+constexpr bool kIsFp32 = std::is_same_v<Scalar, float>;
+template <typename Scalar>
+using TablesOf = std::conditional_t<kIsFp32<Scalar>, Fp32ChunkTables, ChunkTables>;
+
+// The logarithm of the decay from one step to a later one.
+__device__ __forceinline__ float log2_between(const ChunkTables& tables, int from, int to) {
+  return tables.log2_cumsum[to] - tables.log2_cumsum[from];
+}
+__device__ __forceinline__ float log2_between(const Fp32ChunkTables& tables, int from, int to) {
+  return (tables.log2_cumsum[to] - tables.log2_cumsum[from]) + (tables.log2_cumsum_lo[to] - tables.log2_cumsum_lo[from]);
+}
+
+// Whether any sequence begins in the chunk. Mostly none can, which is known sooner than what the table says.
+__device__ __forceinline__ bool has_reset(const SsdParams& p, const ChunkTables& tables) {
+  return p.resets != nullptr && tables.has_reset;
+}
+
+// Two to the power of it is zero. Sums of lower ones would cost the differences between weaker decays after them their
+// accuracy.
+constexpr float kLowestLog2Decay = -160;
+
+// Whether sequences are packed: asked at run time, or known from the type of the parameters.
+__device__ __forceinline__ bool is_packed(const SsdParams& p) { return p.cu_seqlens != nullptr; }
+__device__ __forceinline__ constexpr bool is_packed(const PackedFwdParams&) { return true; }
+__device__ __forceinline__ constexpr bool is_packed(const UnpackedFwdParams&) { return false; }
+
+// Calls visitor with the method as a type.
+template <typename Visitor>
+__device__ __forceinline__ void visit_exponential(Discretization discretization, const Visitor& visitor) {
+  switch (discretization) {
+#define SSM_ROW(enumerator, name, type)                \
+  case Discretization::enumerator:                     \
+    if constexpr (type::kExponential) visitor(type()); \
+    break;
+    SSM_DISCRETIZATIONS(SSM_ROW)
+#undef SSM_ROW
+  }
+}
+
+// What one head's step sizes are made of.
+struct HeadSteps {
+  float A, dt_bias;
+
+  HeadSteps() = default;
+  __device__ __forceinline__ HeadSteps(const SsdParams& p, int64_t head)
+      : A(p.A[head]), dt_bias(p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f) {}
+
+  // d, from dt as it is given.
+  __device__ __forceinline__ float step_size(const SsdParams& p, float dt) const {
+    return clamp(before_limits(p, dt), p.dt_min, p.dt_max);
+  }
+  __device__ __forceinline__ float before_limits(const SsdParams& p, float dt) const {
+    const float biased = dt + dt_bias;
+    return p.dt_softplus ? softplus(biased) : biased;
+  }
+};
+
+// A lane's two steps of a chunk, fetched before they are needed: as they are, so that nothing waits for them yet.
+template <typename Scalar>
+struct FetchedSteps {
+  Scalar dt[2];
+  uint8_t resets[2];
+  int steps;  // that exist in the chunk
+
+  __device__ __forceinline__ void fetch(const SsdParams& p, const Scalar* source, const uint8_t* resets_source,
+                                        int steps_of_chunk) {
+    steps = steps_of_chunk;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      dt[i] = is_there(i) ? source[step(i) * p.dt.stride_step] : Scalar{};
+      resets[i] = resets_source != nullptr && is_there(i) ? resets_source[step(i)] : 0;
+    }
+  }
+
+  static __device__ __forceinline__ int step(int i) { return 2 * (threadIdx.x % kWarpSize) + i; }
+  __device__ __forceinline__ bool is_there(int i) const { return step(i) < steps; }
+};
+
+// A lane's two steps of the tables of `count` chunks. They are made together, by one warp: each is a chain of operations that
+// wait for one another.
+template <int count, typename Scalar>
+struct ChunkCumsum {
+  using Sum = std::conditional_t<kIsFp32<Scalar>, double, float>;
+  Sum log2_cumsum[count][2];
+  float gain[count][2], exp_cumsum[count][2], gain_to_chunk_end[count][2];
+  int first[count][2];
+  Sum last[count];  // of the sums, that of the chunk
+  bool has_reset[count], starts_with_reset[count];
+
+  // body(chunk, step)
+  template <typename Body>
+  static __device__ __forceinline__ void for_each(const Body& body) {
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) body(k, i);
+    }
+  }
+
+  __device__ __forceinline__ void make(const SsdParams& p, const HeadSteps& head, const FetchedSteps<Scalar>* steps) {
+    const int lane = threadIdx.x % kWarpSize;
+    float zeta[count][2];
+    for_each([&](int k, int i) {
+      const float d = head.step_size(p, cuda::to_accumulate(steps[k].dt[i]));
+      gain[k][i] = steps[k].is_there(i) ? d : 0.0f;
+      zeta[k][i] = steps[k].is_there(i) ? d * head.A : 0.0f;
+      Sum log2;
+      if constexpr (kIsFp32<Scalar>) {
+        log2 = steps[k].is_there(i) ? Sum(d) * Sum(head.A) * kLog2E : Sum(0);
+      } else {
+        log2 = zeta[k][i] * static_cast<float>(kLog2E);
+      }
+      log2_cumsum[k][i] = log2 < kLowestLog2Decay ? Sum(kLowestLog2Decay) : log2;
+    });
+    visit_exponential(p.discretization, [&](auto method) {
+      using Method = decltype(method);
+      if constexpr (!Method::kUnitGain) {
+        for_each([&](int k, int i) { gain[k][i] *= Method::gain(zeta[k][i], Method::basis(zeta[k][i])); });
+      }
+    });
+
+    // A sum ends with the first step, from the last, before which a sequence begins.
+    unsigned begins[count][2];
+    Sum sum[count];
+    bool any_reset = false;
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) begins[k][i] = __ballot_sync(kWholeWarp, steps[k].resets[i] != 0);
+      has_reset[k] = (begins[k][0] | begins[k][1]) != 0;
+      starts_with_reset[k] = (begins[k][0] & 1) != 0;
+      any_reset |= has_reset[k];
+      sum[k] = steps[k].resets[1] != 0 ? log2_cumsum[k][1] : log2_cumsum[k][0] + log2_cumsum[k][1];
+    }
+    const auto add_earlier_lanes = [&](auto may_be_cut) {
+      bool is_cut[count];
+#pragma unroll
+      for (int k = 0; k < count; ++k) is_cut[k] = steps[k].resets[0] != 0 || steps[k].resets[1] != 0;
+#pragma unroll
+      for (int distance = 1; distance < kWarpSize; distance *= 2) {
+#pragma unroll
+        for (int k = 0; k < count; ++k) {
+          const Sum earlier = __shfl_up_sync(kWholeWarp, sum[k], distance);
+          if constexpr (decltype(may_be_cut)::value) {
+            const bool earlier_is_cut = __shfl_up_sync(kWholeWarp, is_cut[k], distance);
+            if (lane >= distance && !is_cut[k]) sum[k] += earlier;
+            is_cut[k] |= lane >= distance && earlier_is_cut;
+          } else {
+            if (lane >= distance) sum[k] += earlier;
+          }
+        }
+      }
+    };
+    if (any_reset) {
+      add_earlier_lanes(std::true_type());
+    } else {
+      add_earlier_lanes(std::false_type());
+    }
+#pragma unroll
+    for (int k = 0; k < count; ++k) {
+      const Sum before = __shfl_up_sync(kWholeWarp, sum[k], 1);
+      last[k] = __shfl_sync(kWholeWarp, sum[k], kWarpSize - 1);
+      if (steps[k].resets[0] == 0 && lane > 0) log2_cumsum[k][0] += before;
+      log2_cumsum[k][1] = sum[k];
+    }
+    for_each([&](int k, int i) {
+      exp_cumsum[k][i] = Math<float>::exp2(static_cast<float>(log2_cumsum[k][i]));
+      gain_to_chunk_end[k][i] = gain[k][i] * Math<float>::exp2(static_cast<float>(last[k] - log2_cumsum[k][i]));
+      first[k][i] = 0;
+    });
+    if (!any_reset) return;
+    const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
+    for_each([&](int k, int i) {
+      const unsigned of_first = begins[k][0] & (earlier_lanes | this_lane);
+      const unsigned of_second = begins[k][1] & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
+      if ((of_first | of_second) != 0) exp_cumsum[k][i] = 0;
+      if (of_first != begins[k][0] || of_second != begins[k][1]) gain_to_chunk_end[k][i] = 0;
+      first[k][i] = max(0, max(2 * (31 - __clz(of_first)), 2 * (31 - __clz(of_second)) + 1));
+    });
+  }
+
+  // Of the k-th chunk; where only states are to be found, what that takes.
+  template <bool states_only = false>
+  __device__ __forceinline__ void store(int k, TablesOf<Scalar>& tables) const {
+    const int lane = threadIdx.x % kWarpSize;
+    const auto store_floats = [&](float (&table)[kChunk], const float (&values)[2]) {
+      reinterpret_cast<float2*>(table)[lane] = {values[0], values[1]};
+    };
+    store_floats(tables.gain_to_chunk_end, gain_to_chunk_end[k]);
+    if constexpr (!states_only) {
+      const float rounded[2] = {static_cast<float>(log2_cumsum[k][0]), static_cast<float>(log2_cumsum[k][1])};
+      store_floats(tables.log2_cumsum, rounded);
+      if constexpr (kIsFp32<Scalar>) {
+        store_floats(tables.log2_cumsum_lo,
+                     {static_cast<float>(log2_cumsum[k][0] - rounded[0]), static_cast<float>(log2_cumsum[k][1] - rounded[1])});
+      }
+      store_floats(tables.gain, gain[k]);
+      store_floats(tables.exp_cumsum, exp_cumsum[k]);
+      reinterpret_cast<int2*>(tables.first)[lane] = {first[k][0], first[k][1]};
+    }
+    if (lane == 0) {
+      tables.has_reset = has_reset[k];
+      if constexpr (kIsFp32<Scalar>) tables.starts_with_reset = starts_with_reset[k];
+      tables.chunk_decay = has_reset[k] ? 0.0f : Math<float>::exp2(static_cast<float>(last[k]));
+    }
+  }
+};
+
+// Some chunks of a sequence, one after another.
+struct ChunkSpan {
+  int64_t entry;  // of the batch, or of the packed sequences
+  int64_t batch;
+  int64_t start, length;  // the first step, in the batch entry, and how many the sequence has from there on
+  int chunks;
+
+  // All of the sequence.
+  template <typename Params>
+  __device__ __forceinline__ ChunkSpan(const Params& p, int64_t entry) : entry(entry) {
+    start = is_packed(p) ? sequence_start(p, entry) : 0;
+    batch = is_packed(p) ? 0 : entry;
+    length = is_packed(p) ? max(int64_t(0), sequence_start(p, entry + 1) - start) : p.seqlen;
+    chunks = static_cast<int>((length + kChunk - 1) / kChunk);
+  }
+
+  // Within the tensors whatever cu_seqlens says, which nobody has checked where a graph is captured.
+  static __device__ __forceinline__ int64_t sequence_start(const SsdParams& p, int64_t entry) {
+    return max(int64_t(0), min(p.cu_seqlens[entry], p.seqlen));
+  }
+
+  __device__ __forceinline__ void narrow(int first, int count) {
+    start += first_step(first);
+    length -= first_step(first);
+    chunks = count;
+  }
+
+  // Of one of the chunks, the steps that exist.
+  __device__ __forceinline__ int steps_of(int chunk) const {
+    return static_cast<int>(min(int64_t(kChunk), length - first_step(chunk)));
+  }
+
+  template <typename Scalar>
+  __device__ __forceinline__ Scalar* rows(const RowsView& view, int64_t head_or_group, int chunk) const {
+    return static_cast<Scalar*>(view.data) + batch * view.stride_batch + step_of(chunk) * view.stride_step +
+           head_or_group * view.stride_head;
+  }
+  __device__ __forceinline__ const uint8_t* resets(const SsdParams& p, int chunk) const {
+    return p.resets == nullptr ? nullptr : p.resets + batch * p.seqlen + step_of(chunk);
+  }
+
+ private:
+  __device__ __forceinline__ int64_t step_of(int chunk) const { return start + first_step(chunk); }
+};
+
+// Chunks of a walk, of which there are fewer than 2^31.
+struct WorkSpan : ChunkSpan {
+  int group;
+  int first_tile;  // of the group's
+
+  // All of them.
+  template <typename Params>
+  __device__ __forceinline__ WorkSpan(const Params& p, const WorkPartition& partition, int work_tile)
+      : ChunkSpan(p, work_tile / partition.work_tiles_per_entry),
+        group(work_tile / partition.work_tiles_per_group % static_cast<int>(p.groups)),
+        first_tile(work_tile % partition.work_tiles_per_group * kWarpgroups) {}
+};
+
+// One of a block's units.
+struct StateTile {
+  int head;
+  int first_row, first_column;  // of the head's state
+  int rows;                     // from there on; none if the group has no more units
+
+  __device__ __forceinline__ StateTile(const SsdParams& p, const WorkPartition& partition, const WorkSpan& at, int index) {
+    const bool is_there = at.first_tile + index < partition.tiles_per_group;
+    const int state_tile = (at.first_tile + index) / partition.column_blocks;
+    first_column = (at.first_tile + index) % partition.column_blocks * kStateColumns;
+    head = at.group * partition.heads_per_group + (is_there ? state_tile / partition.row_blocks : 0);
+    first_row = is_there ? state_tile % partition.row_blocks * kStateRows : 0;
+    rows = is_there ? p.headdim - first_row : 0;
+  }
+  __device__ __forceinline__ bool is_there() const { return rows > 0; }
+};
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,61 @@
+// CUDA entry points of the chunked scan. It runs as kernels of its own (fwd.cuh, bwd.cuh) on the current stream; fp64,
+// and what takes more shared memory than the device has for a block, as ATen's products (chunked_scan.h). Empty waits for the
+// device, except that the values of cu_seqlens are checked on the host by forward unless a CUDA graph is being captured, and
+// read there by ATen's products.
+
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "ssd/cuda/launch.h"
+
+#include <ATen/core/Tensor.h>
+#include <c10/cuda/CUDAGuard.h>
+
+#include "cuda/device.h"
+#include "ssd/aten/chunked_scan.h"
+#include "ssd/cuda/run.h"
+#include "torch/checks.h"
+#include "torch/debug_options.h"
+#include "torch/packed_sequences.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+bool may_use_wgmma() { return debug_option(DebugOption::kSsdMma) == 0; }
+
+}  // namespace
+
+FwdResult fwd_cuda(const Inputs& in) {
+  const Discretization method = check_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.x.device());
+  if (!have_kernels_for(in, /*is_backward=*/false)) return fwd_aten(in);
+  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
+    check_cu_seqlens_values("ssd_chunk_scan", in.cu_seqlens->cpu(), in.x.size(1));
+  }
+  const FwdOutputs outputs = allocate_fwd(in);
+  const KernelInputs inputs(in, method);
+  const KernelResult out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
+  run_forward(inputs, in.z, out.written, final_states.written, may_use_wgmma());
+  out.finish();
+  final_states.finish();
+  return {outputs.out, outputs.final_states};
+}
+
+BwdResult bwd_cuda(const BwdInputs& bwd) {
+  const Discretization method = check_inputs(bwd.in);
+  const c10::cuda::CUDAGuard guard(bwd.in.x.device());
+  const bool has_elements = bwd.in.x.numel() > 0 && bwd.in.B.numel() > 0;
+  if (!has_elements || !have_kernels_for(bwd.in, /*is_backward=*/true)) return bwd_aten(bwd);
+  GradTensors grads = allocate_bwd(bwd);
+  BwdInputs present = bwd;
+  const Inputs& in = bwd.in;
+  present.needs_grad[kGradD] &= is_present(in.D);
+  present.needs_grad[kGradZ] &= is_present(in.z);
+  present.needs_grad[kGradDtBias] &= is_present(in.dt_bias);
+  present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
+  run_backward(present, method, grads, may_use_wgmma());
+  return std::tuple_cat(grads);
+}
+
+}  // namespace ssm_kernels::ssd
+
+#endif

@@ -1,0 +1,92 @@
+// SSD chunk-scan, forward, on CUDA: S_t = a_t S_{t-1} + c_t x_t B_t^T, y_t = S_t C_t + D x_t, out = y silu(z), with the scalar
+// decay a = e^zeta, zeta = d A, and gain c = d k(zeta) of each head (Dao and Gu 2024, section 6), in one pass over memory.
+//
+// Within a chunk of kChunk steps everything is a matrix product. With s the sums of zeta from the chunk's start, S the state
+// before it, and all of it transposed, so that the state stays where it is, in registers:
+//
+//   M^T (j, i) = (B C^T)(j, i) e^(s_i - s_j) c_j for j <= i, else 0
+//   y^T = (S C^T) e^(s_i) + x^T M^T + D x^T
+//   S' = e^(s_l) S + (x_j c_j e^(s_l - s_j))^T B
+//
+// In 16 bits M^T is multiplied as two numbers, the rounded and what rounding leaves: to round it alone would make most of the
+// error of out. S and the weighed x are rounded. In fp32 nothing is.
+//
+// A unit of four warps carries up to 64 rows (headdim) and 128 columns of one head's state; warp w has rows 16 w to 16 w + 15
+// of S and of y^T. A block has two units, of different rows, which share B and C, or, with more columns, of the same rows
+// (warpgroup_layout.cuh), and walks through chunks of one sequence after another; x, z, B and C of the next chunks are on their
+// way meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks: scheduler.cuh. Empty is
+// saved for backward.
+//
+// Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32 and other
+// devices, and fwd_short.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
+#pragma once
+
+#include "ssd/cuda/fwd_sm80.cuh"
+#include "ssd/cuda/fwd_sm90.cuh"
+
+namespace ssm_kernels::ssd {
+
+// With as many stages as there is shared memory for.
+template <typename Shared, typename Kernel, typename Params>
+int launch_staged(Kernel kernel, int threads, bool has_gate, const Params& params, const Schedule& schedule,
+                  int max_shared_bytes, cudaStream_t stream) {
+  Schedule staged = schedule;
+  const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
+  staged.stages = fit_stages(Shared::kMaxStages, max_shared_bytes - kTicketBytes, bytes_of);
+  const int bytes = bytes_of(staged.stages);
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  kernel<<<static_cast<unsigned>(schedule.blocks), threads, bytes, stream>>>(params, staged);
+  return cudaGetLastError();
+}
+
+template <typename Scalar, int dstate, bool states_only>
+int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+  const bool has_gate = !states_only && params.z.data != nullptr;
+  if constexpr (!kIsFp32<Scalar>) {
+    const auto sm90_kernel = params.resets != nullptr ? ssd_fwd_sm90_kernel<Scalar, dstate, states_only, true>
+                                                      : ssd_fwd_sm90_kernel<Scalar, dstate, states_only, states_only>;
+    constexpr int kSm90Threads = FwdSm90<Scalar, dstate, states_only, true>::kThreads;
+    if (schedule.may_use_wgmma && cuda::is_compiled_for_threads(sm90_kernel, kSm90Threads)) {
+      return launch_staged<Sm90Shared<dstate, states_only>>(sm90_kernel, kSm90Threads, has_gate, params, schedule,
+                                                            max_shared_bytes, stream);
+    }
+  }
+  using Shared = Sm80Shared<Scalar, dstate>;
+  static_assert(Shared::bytes(1, true) + kTicketBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
+                "a block is only begun where there is as much");
+  const auto launch = [&](const auto& of_call) {
+    using Params = std::decay_t<decltype(of_call)>;
+    return launch_staged<Shared>(ssd_fwd_sm80_kernel<Scalar, dstate, states_only, Params>, kWarpgroups * kWarpgroupThreads,
+                                 has_gate, of_call, schedule, max_shared_bytes, stream);
+  };
+  if constexpr (kKnowsWhetherPacked<Scalar, dstate, states_only>) {
+    return params.cu_seqlens != nullptr ? launch(PackedFwdParams{params}) : launch(UnpackedFwdParams{params});
+  } else {
+    return launch(params);
+  }
+}
+
+static_assert(Sm90Shared<kMaxKernelDstate, false>::bytes(1, true) + kTicketBytes <=
+                  least_shared_bytes(kMaxKernelDstate, /*is_fp32=*/false, /*is_backward=*/false),
+              "a block is only begun where there is as much");
+
+template <typename Scalar>
+int launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+  if (params.cu_seqlens != nullptr) {
+    ssd_chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
+    if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
+  }
+  const auto launch = [&](auto dstate) -> int {
+    constexpr int kDstate = decltype(dstate)::value;
+    if (schedule.splits_work_tiles) {
+      const int error = launch_ssd_fwd_kernel<Scalar, kDstate, true>(params, schedule, max_shared_bytes, stream);
+      if (error != cudaSuccess) return error;
+    }
+    return launch_ssd_fwd_kernel<Scalar, kDstate, false>(params, schedule, max_shared_bytes, stream);
+  };
+  if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
+  if (params.dstate <= kStateColumns) return launch(std::integral_constant<int, kStateColumns>());
+  return launch(std::integral_constant<int, kMaxKernelDstate>());
+}
+
+}  // namespace ssm_kernels::ssd

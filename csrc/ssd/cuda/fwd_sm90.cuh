@@ -1,0 +1,333 @@
+// SSD chunk-scan, forward, with the products of compute capability 9.0a (cuda/ptx/wgmma_sm90.cuh). See fwd.cuh for what is
+// computed.
+//
+// A block has a warpgroup for each of its two units, and one more that moves data: two of its warps copy the chunks ahead to
+// shared memory, and one makes the tables of their decays for each unit (pipeline.cuh). Where only states are to be found it
+// has two such warpgroups, whose warps take turns in making a unit's tables. A unit's products overlap with its
+// other work: while S C^T runs, M^T is weighed; while S is updated, out is rounded.
+//
+// Of the steps that products sum over, the rows of B, x and M^T, tiles have those of both ends together (FromBothEnds), so that
+// no warp has more of M^T to weigh than another. What is read of shared memory before a product ends is read before it begins:
+// loads after products wait for them. out leaves by way of shared memory, as copies of whole tiles (epilogue.cuh), a
+// chunk's while the next is under way.
+//
+// Products read registers that were made before any product under way began: the compiler waits for these where it cannot tell
+// that registers are none of theirs, and before branches that it takes for divergent.
+#pragma once
+
+#include "cuda/launch.cuh"
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/setmaxnreg.cuh"
+#include "ssd/cuda/epilogue.cuh"
+#include "ssd/cuda/pipeline.cuh"
+#include "ssd/cuda/state_carry.cuh"
+#include "ssd/cuda/warpgroup_layout.cuh"
+
+namespace ssm_kernels::ssd {
+
+// Of the kernel that only finds states, and of the one that scans.
+template <int dstate>
+struct StatesOnlyShared {
+  using Layout = WarpgroupLayout<dstate>;
+  static constexpr int kMaxStages = 6;
+  struct Stage {
+    SmemTile<Layout::kColumns> B[Layout::kColumnBlocks];
+    SmemTile<kStateRows> x[Layout::kRowBlocks];
+  };
+};
+template <int dstate>
+struct ScanShared {
+  using Layout = WarpgroupLayout<dstate>;
+  static constexpr int kMaxStages = 3;
+  struct Stage {
+    SmemTile<Layout::kColumns> B[Layout::kColumnBlocks], C[Layout::kColumnBlocks];
+    SmemTile<kStateRows> x[Layout::kRowBlocks];
+  };
+  struct {
+    SmemTile<kChunk> rounded, lo;
+  } bmm[kWarpgroups];  // M^T
+  SmemTile<kStateRows> out[Layout::kRowBlocks];
+  typename Layout::PartialOut partial_out;
+};
+
+template <int dstate, bool states_only>
+struct Sm90Shared : std::conditional_t<states_only, StatesOnlyShared<dstate>, ScanShared<dstate>> {
+  using Base = std::conditional_t<states_only, StatesOnlyShared<dstate>, ScanShared<dstate>>;
+  using Base::kMaxStages;
+  using typename Base::Stage;
+  ChunkTables tables[kMaxStages][kWarpgroups];
+  cuda::Mbarrier full[kMaxStages], empty[kMaxStages];
+
+  static SSM_HOST_DEVICE constexpr int align(int bytes) {
+    return (bytes + kOperandAlignment - 1) / kOperandAlignment * kOperandAlignment;
+  }
+  static SSM_HOST_DEVICE constexpr int stage_bytes(bool has_gate) {
+    return static_cast<int>(sizeof(Stage) + (has_gate ? sizeof(Stage::x) : 0));
+  }
+  static SSM_HOST_DEVICE constexpr int bytes(int stages, bool has_gate) {
+    return kOperandAlignment + align(static_cast<int>(sizeof(Sm90Shared))) + stages * stage_bytes(has_gate);
+  }
+};
+
+template <typename Scalar, int dstate, bool states_only, bool has_resets>
+struct FwdSm90 {
+  // Warpgroups that move data: where only states are to be found, units are soon done with a chunk.
+  static constexpr int kProducerWarpgroups = states_only ? 2 : 1,
+                       kThreads = (kWarpgroups + kProducerWarpgroups) * kWarpgroupThreads;
+  static constexpr int kCopyWarps = 2 * kProducerWarpgroups, kCopyThreads = kCopyWarps * kWarpSize;
+  static_assert(kCopyWarps + kProducerWarpgroups * kWarpgroups == kProducerWarpgroups * kWarpgroupWarps,
+                "the others make tables, for one unit each");
+  static_assert(has_resets || !states_only, "one kernel finds states");
+  static constexpr int kTablesAtOnce = states_only ? 2 : 1;
+
+  using Shared = Sm90Shared<dstate, states_only>;
+  using Stage = typename Shared::Stage;
+  using Layout = WarpgroupLayout<dstate>;
+  using TileState = State<Layout::kColumns>;
+  static constexpr int kStateGroups = Layout::kColumns / 16;
+  // Of the steps, down the rows of B and x, and of M^T.
+  using Order = std::conditional_t<states_only, InOrder, FromBothEnds>;
+  // Of a thread.
+  static constexpr int kConsumerRegisters = states_only ? 160 : dstate > 64 ? 208 : 192;
+  static constexpr int kProducerRegisters =
+      cuda::producer_registers<kWarpgroups * kWarpgroupThreads, kConsumerRegisters, kProducerWarpgroups * kWarpgroupThreads>();
+
+  const SsdFwdParams& p;
+  const Schedule& schedule;
+  Shared& shared;
+  unsigned char* stages;
+  bool has_gate;
+
+  __device__ __forceinline__ FwdSm90(const SsdFwdParams& p, const Schedule& schedule, unsigned char* memory)
+      : p(p),
+        schedule(schedule),
+        shared(*reinterpret_cast<Shared*>(memory)),
+        stages(memory + Shared::align(sizeof(Shared))),
+        has_gate(!states_only && p.z.data != nullptr) {}
+
+  __device__ __forceinline__ Stage& stage(int stage_index) const {
+    return *reinterpret_cast<Stage*>(stages + stage_index * Shared::stage_bytes(has_gate));
+  }
+  __device__ __forceinline__ SmemTile<kStateRows>* z_tile(int stage_index, int state_tile) const {
+    return reinterpret_cast<SmemTile<kStateRows>*>(&stage(stage_index) + 1) + state_tile;
+  }
+
+  // The warpgroups after the units'.
+  __device__ __forceinline__ void produce() {
+    const int warp = threadIdx.x / kWarpSize - kWarpgroups * kWarpgroupWarps;
+    PipelineState pipeline;
+    for_each_segment<states_only>(p, schedule, [&](const auto&, const WorkSpan& at) {
+      if (warp < kCopyWarps) {
+        copy(at, pipeline);
+      } else {
+        produce_cumsum(at, (warp - kCopyWarps) % kWarpgroups, {(warp - kCopyWarps) / kWarpgroups}, pipeline);
+      }
+    });
+  }
+
+  __device__ __forceinline__ void produce_cumsum(const WorkSpan& at, int index, Share<kProducerWarpgroups> share,
+                                                 PipelineState& pipeline) {
+    const StateTile state_tile(p, schedule, at, index);
+    produce_chunk_cumsum<Scalar, kTablesAtOnce, states_only>(
+        p, at, state_tile.head, share, schedule.stages, pipeline, shared.full, shared.empty, [](int chunk) { return chunk; },
+        [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
+  }
+
+  __device__ __forceinline__ void copy(const WorkSpan& at, PipelineState& pipeline) {
+    // Opaque: what follows from it is computed again for each piece.
+    int thread = threadIdx.x - kWarpgroups * kWarpgroupThreads;
+    asm volatile("" : "+r"(thread));
+    const auto of_group = [&](const RowsView& view, int block, auto order) {
+      const int first = block * Layout::kColumns;
+      return RowCopier<Scalar, Layout::kColumns, kCopyThreads, decltype(order)>(
+          at.template rows<Scalar>(view, at.group, 0) + first, view.stride_step, p.dstate - first, thread);
+    };
+    const auto of_unit = [&](const RowsView& view, int index, auto order) {
+      const StateTile state_tile(p, schedule, at, index);
+      return RowCopier<Scalar, kStateRows, kCopyThreads, decltype(order)>(
+          at.template rows<Scalar>(view, state_tile.head, 0) + state_tile.first_row, view.stride_step, state_tile.rows, thread);
+    };
+    const RowsView& z = has_gate ? p.z : p.x;
+    using CopierOfB = RowCopier<Scalar, Layout::kColumns, kCopyThreads, Order>;
+    using CopierOfC = RowCopier<Scalar, Layout::kColumns, kCopyThreads>;
+    CopierOfB copy_B[kWarpgroups] = {of_group(p.B, 0, Order()), of_group(p.B, 1, Order())};
+    RowCopier<Scalar, kStateRows, kCopyThreads, Order> copy_x[kWarpgroups] = {of_unit(p.x, 0, Order()),
+                                                                              of_unit(p.x, 1, Order())};
+    CopierOfC copy_C[kWarpgroups] = {of_group(p.C, 0, InOrder()), of_group(p.C, 1, InOrder())};
+    RowCopier<Scalar, kStateRows, kCopyThreads> copy_z[kWarpgroups] = {of_unit(z, 0, InOrder()), of_unit(z, 1, InOrder())};
+    produce_copies<Shared::kMaxStages - 2>(at.chunks, schedule.stages, pipeline, shared.full, shared.empty,
+                                           [&](int chunk, int stage_index) {
+                                             Stage& target = stage(stage_index);
+                                             const int steps = at.steps_of(chunk);
+#pragma unroll
+                                             for (int index = 0; index < Layout::kColumnBlocks; ++index) {
+                                               copy_B[index].copy(target.B[index], steps, p.B.stride_step);
+                                               if constexpr (!states_only)
+                                                 copy_C[index].copy(target.C[index], steps, p.C.stride_step);
+                                             }
+#pragma unroll
+                                             for (int index = 0; index < Layout::kRowBlocks; ++index) {
+                                               copy_x[index].copy(target.x[index], steps, p.x.stride_step);
+                                               if (has_gate)
+                                                 copy_z[index].copy(*z_tile(stage_index, index), steps, p.z.stride_step);
+                                             }
+                                           });
+  }
+
+  // A unit's warpgroup.
+  __device__ __forceinline__ void consume(int index) {
+    const FragmentLane lane = FragmentLane::opaque_thread();
+    if constexpr (!states_only) {
+      clear_left_of_diagonal<Order>(shared.bmm[index].rounded, lane);
+      clear_left_of_diagonal<Order>(shared.bmm[index].lo, lane);
+    }
+    const FragmentPairs<> pairs(lane);
+    PipelineState pipeline;
+    scan_segments<states_only, Layout::kColumns>(p, schedule, index, lane,
+                                                 [&](TileState& state, const WorkSpan& at, const StateTile& state_tile) {
+                                                   return scan_segment(state, at, state_tile, index, pairs, lane, pipeline);
+                                                 });
+    if constexpr (!states_only) TmaEpilogue<Scalar, Order>::wait_for_sent();
+  }
+
+  // Takes the state through the piece; returns the piece's decay.
+  __device__ __forceinline__ float scan_segment(TileState& state, const WorkSpan& at, const StateTile& state_tile, int index,
+                                                const FragmentPairs<>& pairs, const FragmentLane& lane,
+                                                PipelineState& pipeline) {
+    // A unit without rows sends nothing.
+    StateTile of_out = state_tile;
+    if (!Layout::writes_out(index)) of_out.rows = 0;
+    TmaEpilogue<Scalar, Order> out(p, at, of_out, lane);
+    const int rows = Layout::row_block(index), columns = Layout::column_block(index);
+    float segment_decay = 1;
+#pragma unroll 1
+    for (int left = at.chunks; left > 0; --left) {
+      shared.full[pipeline.stage].wait(pipeline.phase);
+      Stage& tiles = stage(pipeline.stage);
+      const ChunkTables& tables = shared.tables[pipeline.stage][index];
+      const uint64_t B_rows = describe(tiles.B[columns]);
+
+      float y[kStepBlocks][4];
+      if constexpr (!states_only) {
+        const uint64_t C_rows = describe(tiles.C[columns]);
+        float m[kStepBlocks][4];
+        uint32_t s[kStateGroups][4];
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
+        // Most of what weighing takes of the tables is loaded before the products: loads after them wait for them.
+        const DecayMask<Order, has_resets> mask(tables, lane);
+        cuda::warpgroup_arrive();
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) {
+          cuda::gemm<Scalar, false, false>(m, columns_of(B_rows, k), columns_of(C_rows, k), k > 0);
+        }
+        cuda::warpgroup_commit();
+#pragma unroll
+        for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(y, s[k], columns_of(C_rows, k), k > 0);
+        cuda::warpgroup_commit();
+        cuda::warpgroup_wait<1>(m);
+        // All warps have done with the M^T of the chunk before, and have written its out.
+        cuda::barrier_sync(1 + index, kWarpgroupThreads);
+        if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
+        const FragmentPairs<> places = pairs.opaque();
+        auto& bmm = shared.bmm[index];
+        mask.apply(m, [&](float low, float high, int n, int half) {
+          const uint32_t rounded = cuda::pack<Scalar>(low, high);
+          places.at(bmm.rounded, n, half) = rounded;
+          places.at(bmm.lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
+        });
+        cuda::fence_proxy_async();
+      }
+
+      uint32_t x[kStepGroups][4], scaled[kStepGroups][4];
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::ldmatrix_transposed(x[j], tiles.x[rows].ldmatrix_row(16 * j, 2 * lane.warp, lane.index));
+        scale_inputs<Scalar, Order>(x[j], tables.gain_to_chunk_end, j, lane, scaled[j]);
+      }
+
+      if constexpr (!states_only) {
+        cuda::warpgroup_wait<0>(y);
+        scale_by_exp_cumsum(y, tables, lane);
+        out.wait_for_sent();
+        cuda::barrier_sync(1 + index, kWarpgroupThreads);
+        cuda::warpgroup_arrive();
+        const uint64_t m_rows = describe(shared.bmm[index].rounded), lo_rows = describe(shared.bmm[index].lo);
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) {
+          cuda::gemm<Scalar, true>(y, x[j], rows_of(m_rows, j), true);
+          cuda::gemm<Scalar, true>(y, x[j], rows_of(lo_rows, j), true);
+        }
+        cuda::warpgroup_commit();
+      } else {
+        add_decay(p, segment_decay, tables);
+      }
+
+      state.decay(tables.chunk_decay);
+      cuda::warpgroup_arrive();
+#pragma unroll
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::gemm<Scalar, true>(state.values, scaled[j], rows_of(B_rows, j), j > 0 || !(has_resets && has_reset(p, tables)));
+      }
+      cuda::warpgroup_commit();
+
+      if constexpr (!states_only) {
+        cuda::warpgroup_wait<1>(y);
+        const auto write_out = [&] {
+          out.write(y, x, has_gate ? z_tile(pipeline.stage, rows) : nullptr, shared.out[rows], lane);
+        };
+        if constexpr (!Layout::kShareRows) {
+          write_out();
+        } else if (Layout::writes_out(index)) {
+          shared.partial_out.add_to(y);
+          write_out();
+        } else {
+          shared.partial_out.put(y);
+        }
+      }
+      cuda::warpgroup_wait<0>(state.values);
+      shared.empty[pipeline.stage].arrive();
+      pipeline.advance(schedule.stages);
+      if constexpr (!states_only && Layout::kShareRows) {
+        if (!Layout::writes_out(index)) shared.partial_out.wait_until_read();
+      }
+    }
+    if constexpr (!states_only) {
+      cuda::barrier_sync(1 + index, kWarpgroupThreads);
+      out.send_last(shared.out[rows]);
+    }
+    return segment_decay;
+  }
+};
+
+// has_resets: whether p.resets may be there. Where only states are found that costs too little for two kernels.
+template <typename Scalar, int dstate, bool states_only, bool has_resets>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, states_only, has_resets>::kThreads
+                                                        : kWarpSize,
+                                  1)
+    ssd_fwd_sm90_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {
+#if SSM_KERNELS_HAS_WGMMA
+  using Fwd = FwdSm90<Scalar, dstate, states_only, has_resets>;
+  extern __shared__ unsigned char unaligned_memory[];
+  auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
+  Fwd fwd(p, schedule, reinterpret_cast<unsigned char*>(&shared));
+
+  // By a shuffle the compiler sees that it is the same for all lanes.
+  const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  if (threadIdx.x < schedule.stages) {
+    fwd.shared.full[threadIdx.x].init(Fwd::kCopyThreads + kWarpgroups * kWarpSize);
+    fwd.shared.empty[threadIdx.x].init(kWarpgroups * kWarpgroupThreads);
+  }
+  take_ticket<states_only>(schedule);
+  __syncthreads();
+  if (warpgroup >= kWarpgroups) {
+    cuda::warpgroup_reg_dealloc<Fwd::kProducerRegisters>();
+    fwd.produce();
+  } else {
+    cuda::warpgroup_reg_alloc<Fwd::kConsumerRegisters>();
+    fwd.consume(warpgroup);
+  }
+#endif
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,8 @@
+#include "ssd/cuda/bwd.cuh"
+
+namespace ssm_kernels::ssd {
+
+template int launch_ssd_bwd<float>(const SsdBwdParams&, const WorkPartition&, bool, int, cudaStream_t);
+template int launch_ssd_bwd_gate<float>(const GateBwdParams&, int, cudaStream_t);
+
+}  // namespace ssm_kernels::ssd

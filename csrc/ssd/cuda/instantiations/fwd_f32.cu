@@ -1,0 +1,8 @@
+#include "ssd/cuda/fwd.cuh"
+#include "ssd/cuda/fwd_short.cuh"
+
+namespace ssm_kernels::ssd {
+
+template int launch_ssd_fwd<float>(const SsdFwdParams&, const Schedule&, int, cudaStream_t);
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,19 @@
+// Calls of the SSD kernels, on the current device and stream.
+#pragma once
+
+#include "ssd/cuda/tensors.h"
+#include "ssd/ssd_op.h"
+
+namespace ssm_kernels::ssd {
+
+// Whether forward's, or backward's, take a call: all dtypes but fp64, if blocks have the shared memory.
+bool have_kernels_for(const Inputs& in, bool is_backward);
+
+// Writes out, rows as those of inputs.x, and final_states, as inputs.empty_states().
+void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                 bool may_use_wgmma);
+
+// Writes the gradients, or puts tensors like them in their place.
+void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma);
+
+}  // namespace ssm_kernels::ssd

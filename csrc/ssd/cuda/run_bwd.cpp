@@ -1,0 +1,381 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include <ATen/ceil_div.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "cuda/device.h"
+#include "ssd/cuda/run.h"
+#include "torch/checks.h"
+#include "torch/debug_options.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+// Some entries of the batch, or all packed sequences, and of them some heads: those of whole groups, or of a part of one. Of
+// their states some columns.
+struct Range {
+  int64_t entry, entries, head, heads, group, groups, column, columns;
+
+  at::Tensor of_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, head, heads); }
+  at::Tensor of_parameter(const at::Tensor& parameter) const { return parameter.narrow(0, head, heads); }
+  at::Tensor of_groups(const at::Tensor& matrix) const {
+    return of_entries(matrix).narrow(2, group, groups).narrow(3, column, columns);
+  }
+  at::Tensor of_entries(const at::Tensor& tensor) const { return tensor.narrow(0, entry, entries); }
+  // (sequences, heads, ...); packed ones are of a single entry.
+  at::Tensor of_states(const at::Tensor& states, bool are_packed) const {
+    return (are_packed ? states : of_entries(states)).narrow(1, head, heads).narrow(3, column, columns);
+  }
+};
+
+// A call's tensors in a range, and the gradients that it writes there.
+struct PartOfCall {
+  BwdInputs bwd;
+  GradTensors grads;
+};
+PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& range) {
+  PartOfCall part{bwd, grads};
+  Inputs& in = part.bwd.in;
+  const bool is_packed = is_present(in.cu_seqlens);
+  const auto of_states = [&](const at::Tensor& states) { return range.of_states(states, is_packed); };
+  in.x = range.of_heads(in.x);
+  in.dt = range.of_heads(in.dt);
+  in.A = range.of_parameter(in.A);
+  in.B = range.of_groups(in.B);
+  in.C = range.of_groups(in.C);
+  if (is_present(in.D)) in.D = range.of_parameter(*in.D);
+  if (is_present(in.z)) in.z = range.of_heads(*in.z);
+  if (is_present(in.dt_bias)) in.dt_bias = range.of_parameter(*in.dt_bias);
+  if (is_present(in.initial_states)) in.initial_states = of_states(*in.initial_states);
+  if (is_present(in.seq_idx)) in.seq_idx = range.of_entries(*in.seq_idx);
+  if (is_present(bwd.grad_out)) part.bwd.grad_out = range.of_heads(*bwd.grad_out);
+  if (is_present(bwd.grad_final_states)) part.bwd.grad_final_states = of_states(*bwd.grad_final_states);
+  for (const Grad grad : {kGradX, kGradDt, kGradZ}) {
+    if (bwd.needs_grad[grad]) part.grads[grad] = range.of_heads(grads[grad]);
+  }
+  for (const Grad grad : {kGradB, kGradC}) {
+    if (bwd.needs_grad[grad]) part.grads[grad] = range.of_groups(grads[grad]);
+  }
+  if (bwd.needs_grad[kGradInitialStates]) part.grads[kGradInitialStates] = of_states(grads[kGradInitialStates]);
+  return part;
+}
+
+// The gradient of y, as rows; writes that of z.
+at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTensors& grads, bool may_use_wgmma) {
+  const at::Tensor& x = inputs.x;
+  const bool needs_grad_z = bwd.needs_grad[kGradZ];
+  if (!is_present(bwd.grad_out)) {
+    if (needs_grad_z) grads[kGradZ].zero_();
+    return at::zeros(x.sizes(), x.options());
+  }
+  const at::Tensor grad_out = as_rows(*bwd.grad_out);
+  if (!is_present(bwd.in.z)) return grad_out;
+  const at::Tensor z = as_rows(*bwd.in.z), grad_y = at::empty(x.sizes(), x.options());
+  GateBwdParams params;
+  params.batch = x.size(0);
+  params.seqlen = x.size(1);
+  params.heads = x.size(2);
+  params.vectors_per_head = cuda::Divisor(static_cast<int>(x.size(3) / kRowElements));
+  check_count(params.heads * params.vectors_per_head.value<int64_t>(), "vectors of a step");
+  params.grad_out = const_rows_view(grad_out);
+  params.z = const_rows_view(z);
+  params.grad_y = rows_view(grad_y);
+  at::Tensor y;
+  std::optional<KernelResult> grad_z;
+  if (needs_grad_z) {
+    y = at::empty(x.sizes(), x.options());
+    run_forward(inputs, /*z=*/{}, y, inputs.empty_states(), may_use_wgmma);
+    params.y = const_rows_view(y);
+    grad_z.emplace(result_as_rows(grads[kGradZ], x));
+    params.grad_z = rows_view(grad_z->written);
+  }
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  constexpr int64_t kBlocksPerMultiprocessor = 32;
+  const int64_t most = kBlocksPerMultiprocessor * cuda::multiprocessor_count(x.get_device());
+  const int blocks = static_cast<int>(std::min(most, params.batch * params.seqlen));
+  launch_for(x, [&](auto scalar) { return launch_ssd_bwd_gate<decltype(scalar)>(params, blocks, stream); });
+  if (grad_z.has_value()) grad_z->finish();
+  return grad_y;
+}
+
+// One call of the kernels.
+class Backward {
+ public:
+  // sums_groups: the gradients of B and C are returned, not written.
+  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, bool may_use_wgmma, bool sums_groups)
+      : bwd_(bwd),
+        grads_(grads),
+        inputs_(bwd.in, method),
+        partition_(inputs_.partition()),
+        may_use_wgmma_(may_use_wgmma),
+        sums_groups_(sums_groups) {
+    inputs_.fill(params_);
+  }
+
+  // The sums over the batch, for A, dt_bias and, in its shape, D; and, if asked for, those over the heads, padded, for B and C.
+  // Undefined where they are not needed.
+  struct Sums {
+    at::Tensor A, dt_bias, D, B, C;
+  };
+  Sums run() {
+    const at::TensorOptions options = bwd_.in.A.options();
+    const at::Tensor grad_y = gate(bwd_, inputs_, grads_, may_use_wgmma_);
+    params_.grad_out = const_rows_view(grad_y);
+    const at::Tensor grad_final_states =
+        is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
+    if (grad_final_states.defined()) params_.grad_final_states = grad_final_states.const_data_ptr<float>();
+
+    std::optional<KernelResult> grad_x, grad_initial_states;
+    if (needs(kGradX)) {
+      grad_x.emplace(result_as_rows(grads_[kGradX], inputs_.x));
+      params_.grad_x = rows_view(grad_x->written);
+    }
+    if (needs(kGradDt)) params_.grad_dt = rows_view(grads_[kGradDt]);
+    if (needs(kGradInitialStates)) {
+      grad_initial_states.emplace(inputs_.result_as_states(grads_[kGradInitialStates]));
+      params_.grad_initial_states = grad_initial_states->written.data_ptr<float>();
+    }
+    share_work();
+    const at::Tensor segment_states = split_along_time();
+    const at::Tensor states = empty_swizzled_states(), grad_states = empty_swizzled_states();
+    params_.states = states.data_ptr();
+    params_.grad_states = grad_states.data_ptr();
+    const at::Tensor parts_B = place_group_grad(kGradB, params_.grad_B, params_.grad_B_parts),
+                     parts_C = place_group_grad(kGradC, params_.grad_C, params_.grad_C_parts);
+    const at::Tensor parts_A = at::empty({params_.num_chunks, params_.heads}, options), parts_bias = at::empty_like(parts_A);
+    params_.grad_A_parts = parts_A.data_ptr<float>();
+    params_.grad_bias_parts = parts_bias.data_ptr<float>();
+    at::Tensor parts_D;
+    if (needs(kGradD)) {
+      parts_D = at::empty({params_.num_chunks, params_.heads, params_.headdim}, options);
+      params_.grad_D_parts = parts_D.data_ptr<float>();
+    }
+
+    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+    const int max_shared_bytes = ssd::max_shared_bytes(bwd_.in.x);
+    launch_for(bwd_.in.x, [&](auto scalar) {
+      return launch_ssd_bwd<decltype(scalar)>(params_, partition_, may_use_wgmma_, max_shared_bytes, stream);
+    });
+
+    if (grad_x.has_value()) grad_x->finish();
+    if (grad_initial_states.has_value()) grad_initial_states->finish();
+    Sums sums;
+    sums.B = finish_group_grad(kGradB, parts_B);
+    sums.C = finish_group_grad(kGradC, parts_C);
+    if (needs(kGradA)) sums.A = parts_A.sum(0);
+    if (needs(kGradDtBias)) sums.dt_bias = parts_bias.sum(0);
+    if (needs(kGradD)) {
+      constexpr int64_t kChunksAndHeaddim[] = {0, 2};
+      const at::Tensor unpadded = parts_D.narrow(2, 0, bwd_.in.x.size(3));
+      sums.D = bwd_.in.D->dim() == 1 ? unpadded.sum(at::IntArrayRef(kChunksAndHeaddim)) : unpadded.sum(0);
+    }
+    return sums;
+  }
+
+ private:
+  bool needs(Grad grad) const { return bwd_.needs_grad[grad]; }
+
+  // Numbers the chunks, and shares the heads of a group out to as few blocks as fill the device: in rounds of one block a
+  // multiprocessor, of its units' time and that of beginning and ending.
+  void share_work() {
+    const int64_t chunks = at::ceil_div<int64_t>(params_.seqlen, kChunk);
+    params_.num_chunks =
+        params_.cu_seqlens == nullptr ? params_.batch * chunks : max_packed_chunks(params_.seqlen, params_.batch);
+    params_.state_tiles = params_.heads * partition_.row_blocks;
+    const int64_t heads_per_group = partition_.heads_per_group, blocks = params_.num_chunks * params_.groups;
+    const int64_t multiprocessors = cuda::multiprocessor_count(inputs_.x.get_device());
+    constexpr int64_t kTilesOfOverhead = 4;
+    const auto time = [&](int64_t splits) {
+      const int64_t state_tiles = at::ceil_div<int64_t>(heads_per_group, splits) * partition_.row_blocks + kTilesOfOverhead;
+      return at::ceil_div<int64_t>(blocks * splits, multiprocessors) * state_tiles;
+    };
+    int64_t best = 1;
+    for (int64_t splits = 2; splits <= std::min<int64_t>(heads_per_group, multiprocessors); ++splits) {
+      if (time(splits) < time(best)) best = splits;
+    }
+    params_.heads_per_split = at::ceil_div<int64_t>(heads_per_group, best);
+    params_.splits = at::ceil_div<int64_t>(heads_per_group, params_.heads_per_split);
+    check_count(std::max(kDirections * partition_.work_tiles, blocks * params_.splits), "blocks");
+  }
+
+  // Cuts walks where there are fewer than the device has room for. A piece takes about as long for each before it as for a
+  // chunk of its own: more pieces than each has chunks would take longer again, and those of a few chunks as long as what they
+  // spare. Of packed sequences, whose lengths the host does not ask for, each might be almost all. Returns the workspace.
+  at::Tensor split_along_time() {
+    constexpr int64_t kLeastChunks = 4;
+    const int64_t blocks = std::max<int64_t>(1, kDirections * partition_.work_tiles);
+    const int64_t room = cuda::multiprocessor_count(inputs_.x.get_device()) / blocks;
+    int64_t segments = std::max<int64_t>(1, room);
+    while (segments > 1 && segments * std::max(kLeastChunks, segments) > partition_.chunks) --segments;
+    params_.segments = static_cast<int>(segments);
+    if (segments == 1) return {};
+    const int64_t places = (segments - 1) * blocks * kWarpgroups, elements = kStateRows * tile_columns(params_.dstate);
+    const at::Tensor result = at::empty({places, elements + 1}, bwd_.in.A.options());
+    params_.segment_states = result.data_ptr<float>();
+    params_.segment_decays = params_.segment_states + places * elements;
+    return result;
+  }
+
+  at::Tensor empty_swizzled_states() const {
+    return at::empty({params_.num_chunks, params_.state_tiles, kStateRows, tile_columns(params_.dstate)}, inputs_.x.options());
+  }
+
+  // Where the kernels write that of B or C: in place, or as parts, which are returned.
+  at::Tensor place_group_grad(Grad grad, RowsView& in_place, float*& parts) const {
+    if (!needs(grad)) return {};
+    if (params_.splits == 1 && !sums_groups_ && has_rows(grads_[grad])) {
+      in_place = rows_view(grads_[grad]);
+      return {};
+    }
+    const at::Tensor& B = inputs_.B;
+    const at::Tensor result = at::empty({params_.splits, B.size(0), B.size(1), B.size(2), B.size(3)}, bwd_.in.A.options());
+    parts = result.data_ptr<float>();
+    return result;
+  }
+  at::Tensor finish_group_grad(Grad grad, const at::Tensor& parts) const {
+    if (!parts.defined()) return {};
+    const at::Tensor sum = params_.splits == 1 ? parts.squeeze(0) : parts.sum(0);
+    if (sums_groups_) return sum;
+    grads_[grad].copy_(without_padding(sum, grads_[grad]));
+    return {};
+  }
+
+  const BwdInputs& bwd_;
+  const GradTensors& grads_;
+  const KernelInputs inputs_;
+  WorkPartition partition_;
+  const bool may_use_wgmma_, sums_groups_;
+  SsdBwdParams params_;
+};
+
+// Cuts a call into turns, whose states take no more than twice the memory of x or kSmallWorkspaceBytes, whichever is more, and
+// no more than DebugOption::kSsdWorkspaceBytes: beside a layer's saved tensors they then do not decide how much memory a
+// training step takes. A turn is of some entries of the batch; where one is too much, of some groups of its heads; where one of
+// these is, of some of the group's heads. All have about as many.
+template <typename Body>
+void for_each_sub_batch(const Inputs& in, const Body& body) {
+  const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
+  const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1)
+                                                   : at::ceil_div<int64_t>(in.x.size(1), kChunk);
+  const int64_t swizzled_state_bytes = kStateRows * tile_columns(in.B.size(3)) * in.x.element_size();
+  constexpr int64_t kSmallWorkspaceBytes = int64_t(256) << 20;
+  const int64_t x_bytes = in.x.numel() * in.x.element_size();
+  const int64_t most_bytes =
+      std::min(debug_option(DebugOption::kSsdWorkspaceBytes), std::max(kSmallWorkspaceBytes, 2 * x_bytes));
+  const int64_t most_heads = most_bytes / (2 * chunks * row_blocks(in.x.size(3)) * swizzled_state_bytes);
+  const auto at_once = [&](int64_t count, int64_t heads_of_each) {
+    return at::ceil_div(count, at::ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
+  };
+  const int64_t entries = at_once(batch, groups * heads_per_group), groups_at_once = at_once(groups, heads_per_group),
+                heads_at_once = at_once(heads_per_group, 1);
+  for (int64_t entry = 0; entry < batch; entry += entries) {
+    for (int64_t group = 0; group < groups; group += groups_at_once) {
+      const int64_t sub_batch_groups = std::min(groups_at_once, groups - group);
+      for (int64_t head = 0; head < heads_per_group; head += heads_at_once) {
+        const int64_t sub_batch_heads = sub_batch_groups * std::min(heads_at_once, heads_per_group - head);
+        body(Range{entry, std::min(entries, batch - entry), group * heads_per_group + head, sub_batch_heads, group,
+                   sub_batch_groups, 0, in.B.size(3)});
+      }
+    }
+  }
+}
+
+// Of as many columns of the states as the kernels take.
+void run_in_sub_batches(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
+  const Inputs& in = bwd.in;
+  const int64_t batch = in.x.size(0), heads = in.x.size(2), heads_per_group = heads / in.B.size(2);
+  Backward::Sums sums;
+  const auto add = [](at::Tensor& sum, const at::Tensor& more) {
+    if (more.defined()) sum = sum.defined() ? sum.add_(more) : more;
+  };
+  for_each_sub_batch(in, [&](const Range& range) {
+    if (range.entries == batch && range.heads == heads) {
+      sums = Backward(bwd, method, grads, may_use_wgmma, /*sums_groups=*/false).run();
+      return;
+    }
+    const auto add_of_heads = [&](at::Tensor& sum, const at::Tensor& more) {
+      if (!more.defined()) return;
+      if (!sum.defined()) {
+        std::vector<int64_t> sizes = more.sizes().vec();
+        sizes[0] = heads;
+        sum = at::zeros(sizes, more.options());
+      }
+      sum.narrow(0, range.head, range.heads).add_(more);
+    };
+    const bool is_part_of_group = range.heads < range.groups * heads_per_group;
+    const PartOfCall part = part_of(bwd, grads, range);
+    const Backward::Sums more = Backward(part.bwd, method, part.grads, may_use_wgmma, is_part_of_group).run();
+    add_of_heads(sums.A, more.A);
+    add_of_heads(sums.dt_bias, more.dt_bias);
+    add_of_heads(sums.D, more.D);
+    add(sums.B, more.B);
+    add(sums.C, more.C);
+    if ((range.head + range.heads) % heads_per_group != 0) return;
+    for (const auto& [grad, sum] : {std::pair(kGradB, &sums.B), std::pair(kGradC, &sums.C)}) {
+      if (sum->defined()) part.grads[grad].copy_(without_padding(*sum, part.grads[grad]));
+      *sum = at::Tensor();
+    }
+  });
+  if (bwd.needs_grad[kGradA]) grads[kGradA] = sums.A;
+  if (bwd.needs_grad[kGradDtBias]) grads[kGradDtBias] = sums.dt_bias;
+  if (bwd.needs_grad[kGradD]) grads[kGradD] = sums.D.contiguous();
+}
+
+// Of more: y is a sum over columns of B, C and the states, and so is each gradient but those of these columns. D x and the gate
+// are no part of that sum: D x comes with the last columns.
+void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma, int64_t at_once) {
+  const Inputs& in = bwd.in;
+  const int64_t dstate = in.B.size(3);
+  const OptionalTensor grad_y =
+      is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads, may_use_wgmma)) : bwd.grad_out;
+  for (int64_t column = 0; column < dstate; column += at_once) {
+    const int64_t columns = std::min(at_once, dstate - column);
+    const bool is_first = column == 0, is_last = column + columns == dstate;
+    const Range range{0, in.x.size(0), 0, in.x.size(2), 0, in.B.size(2), column, columns};
+    BwdInputs ungated = bwd;
+    ungated.grad_out = grad_y;
+    ungated.in.z.reset();
+    if (!is_last) ungated.in.D.reset();
+    NeedsGrad& needs_grad = ungated.needs_grad;
+    needs_grad[kGradZ] = false;
+    needs_grad[kGradD] &= is_last;
+    if (std::none_of(needs_grad.begin(), needs_grad.end(), [](bool needs) { return needs; })) continue;
+    GradTensors targets = grads;
+    for (const Grad grad : {kGradX, kGradDt}) {
+      if (needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
+    }
+    PartOfCall part = part_of(ungated, targets, range);
+    run_in_sub_batches(part.bwd, method, part.grads, may_use_wgmma);
+    for (const Grad grad : {kGradX, kGradDt, kGradA, kGradDtBias}) {
+      if (needs_grad[grad] && !is_first) grads[grad].add_(part.grads[grad]);
+    }
+    for (const Grad grad : {kGradA, kGradDtBias}) {
+      if (needs_grad[grad] && is_first) grads[grad] = part.grads[grad];
+    }
+    if (needs_grad[kGradD]) grads[kGradD] = part.grads[kGradD];
+  }
+}
+
+}  // namespace
+
+void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
+  const int64_t columns = backward_columns(bwd.in.x.scalar_type() == at::kFloat, max_shared_bytes(bwd.in.x));
+  if (bwd.in.B.size(3) <= columns) {
+    run_in_sub_batches(bwd, method, grads, may_use_wgmma);
+  } else {
+    run_by_columns(bwd, method, grads, may_use_wgmma, columns);
+  }
+}
+
+}  // namespace ssm_kernels::ssd
+
+#endif

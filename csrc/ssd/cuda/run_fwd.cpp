@@ -1,0 +1,131 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include <ATen/ceil_div.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
+#include <c10/cuda/CUDAStream.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "common/limits.h"
+#include "cuda/device.h"
+#include "ssd/cuda/run.h"
+#include "torch/checks.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+// Chunks of each run, so that all blocks end at about the same time. In terms of the time that a chunk takes: to find what one
+// does to a state takes a part of that; beginning inside a walk, the kernel before forward's, and each state that is folded
+// cost some more. A run of whole walks costs nothing but that the last ones may be few.
+int64_t choose_run(const WorkPartition& partition, int64_t multiprocessors) {
+  constexpr double kStatesOnly = 0.3, kBeginInside = 1, kLaunch = 1, kFold = 0.4;
+  const int64_t chunks = partition.chunks;
+  const int64_t chunk_decay = at::ceil_div(partition.work_tiles, multiprocessors) * chunks;
+  const int64_t equal = at::ceil_div(partition.work_tiles * chunks, multiprocessors);
+  double time = static_cast<double>(equal) + kBeginInside;
+  if (chunks > equal) {
+    time += kStatesOnly * static_cast<double>(equal) + kLaunch + kFold * static_cast<double>(at::ceil_div(chunks, equal));
+  }
+  return time < static_cast<double>(chunk_decay) ? equal : chunk_decay;
+}
+
+// The workspace, which the runs then point to.
+struct Workspace {
+  at::Tensor states, flags, chunk_starts;
+};
+Workspace make_schedule(const KernelInputs& inputs, const SsdFwdParams& params, Schedule& schedule) {
+  const int64_t multiprocessors = cuda::multiprocessor_count(inputs.x.get_device());
+  const bool is_packed = params.cu_seqlens != nullptr;
+  if (is_packed) {
+    const int64_t most = max_packed_chunks(params.seqlen, params.batch) * schedule.work_tiles_per_entry;
+    check_count(most, "chunks");
+    schedule.blocks = std::min(multiprocessors, most);
+    schedule.splits_work_tiles = schedule.work_tiles_per_entry < schedule.blocks;
+  } else {
+    check_count(schedule.work_tiles * schedule.chunks, "chunks");
+    schedule.length = choose_run(schedule, multiprocessors);
+    schedule.blocks = at::ceil_div(schedule.work_tiles * schedule.chunks, schedule.length);
+    schedule.splits_work_tiles = schedule.chunks > schedule.length;
+    if (schedule.length % schedule.chunks == 0) return {};
+  }
+  Workspace result;
+  const at::TensorOptions options = inputs.x.options();
+  const int64_t cuts = schedule.blocks * kWarpgroups, elements = kStateRows * tile_columns(params.dstate);
+  result.states = at::empty({cuts, elements + 1}, options.dtype(at::kFloat));
+  schedule.states = result.states.data_ptr<float>();
+  schedule.decays = schedule.states + cuts * elements;
+  if (is_packed) {
+    result.chunk_starts = at::empty({params.batch + 1}, options.dtype(at::kInt));
+    schedule.chunk_starts = result.chunk_starts.data_ptr<int>();
+  }
+  if (is_packed || !schedule.splits_work_tiles) {
+    // The kernel that finds chunk_starts sets them to zero, too.
+    const at::TensorOptions of_flags = options.dtype(at::kInt);
+    result.flags = is_packed ? at::empty({cuts + 1}, of_flags) : at::zeros({cuts + 1}, of_flags);
+    schedule.ready = result.flags.data_ptr<int>();
+    schedule.tickets = schedule.ready + cuts;
+  }
+  return result;
+}
+
+// For the kernels of compute capability 9.0, of 16 bits: epilogue.cuh. Whether that may be.
+bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
+  if (out.scalar_type() == at::kFloat) return false;
+  // A tile's first step is a number of 32 bits.
+  if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
+  if (out.numel() == 0) return true;
+  if (cuda::compute_capability_major(out.get_device()) != 9) return false;
+  const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
+  return cuda::make_tma_descriptor(params.out_descriptor, out.data_ptr(), {size(3), size(2), size(1), size(0)},
+                                   {out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1}) == cudaSuccess;
+}
+
+// Whether the sequential scan takes a call.
+bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
+  return out.scalar_type() == at::kFloat && params.cu_seqlens == nullptr && params.seqlen > 0 && params.seqlen <= kShortSteps &&
+         short_blocks(params) <= std::numeric_limits<int32_t>::max();
+}
+
+}  // namespace
+
+bool have_kernels_for(const Inputs& in, bool is_backward) {
+  const at::ScalarType dtype = in.x.scalar_type();
+  if (dtype == at::kDouble) return false;
+  const bool is_fp32 = dtype == at::kFloat;
+  const int available = max_shared_bytes(in.x);
+  static_assert(kMaxKernelDstate >= kMaxDstate, "dstate is checked before");
+  // Backward computes y again where there is a gate. Of as many columns as it takes at a time it needs no more than forward.
+  int64_t columns = in.B.size(3);
+  if (is_backward && is_fp32 && !is_present(in.z)) columns = std::min(columns, backward_columns(is_fp32, available));
+  return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);
+}
+
+void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                 bool may_use_wgmma) {
+  SsdFwdParams params;
+  inputs.fill(params);
+  Schedule schedule{inputs.partition()};
+  if (schedule.work_tiles == 0) return;
+  const at::Tensor gate = is_present(z) ? as_rows(*z) : at::Tensor();
+  if (gate.defined()) params.z = const_rows_view(gate);
+  params.out = rows_view(out);
+  params.final_states = final_states.data_ptr<float>();
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  if (is_short(out, params)) {
+    C10_CUDA_CHECK(static_cast<cudaError_t>(launch_ssd_fwd_short(params, stream)));
+    return;
+  }
+
+  const Workspace workspace = make_schedule(inputs, params, schedule);
+  schedule.may_use_wgmma = may_use_wgmma && describe_tiles(out, params);
+  const int max_shared_bytes = ssd::max_shared_bytes(out);
+  launch_for(out, [&](auto scalar) { return launch_ssd_fwd<decltype(scalar)>(params, schedule, max_shared_bytes, stream); });
+}
+
+}  // namespace ssm_kernels::ssd
+
+#endif

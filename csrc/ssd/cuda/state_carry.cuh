@@ -1,0 +1,92 @@
+// The states of a unit where a piece of a walk begins and ends (scheduler.cuh): given, final, or handed from run to run.
+#pragma once
+
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ready_flag.cuh"
+#include "ssd/cuda/scheduler.cuh"
+#include "ssd/cuda/state.cuh"
+
+namespace ssm_kernels::ssd {
+
+template <int dstate, typename Params>
+class StateCarry {
+ public:
+  // For the unit of that index in its block.
+  __device__ __forceinline__ StateCarry(const Params& p, const Schedule& schedule, int index)
+      : p_(p), schedule_(schedule), index_(index) {}
+
+  // The state before the piece.
+  __device__ __forceinline__ void load_before(State<dstate>& state, const TileScheduler<Params>& scheduler,
+                                              const FragmentLane& lane) const {
+    const WorkTile work_tile = scheduler.work_tile();
+    if (scheduler.begins(work_tile) || scheduler.is_long(work_tile)) {
+      const WorkSpan at(p_, schedule_, work_tile.index);
+      state.load(p_, states_of(p_, p_.initial_states, at.entry), StateTile(p_, schedule_, at, index_), lane);
+    }
+    if (scheduler.begins(work_tile)) return;
+    if (!scheduler.is_long(work_tile)) {
+      const int slot = summary_index(ticket_of_block() - 1);
+      // One thread of each warp: with a barrier of the unit here, for one of all, the loop over chunks takes more registers.
+      if (threadIdx.x % kWarpSize == 0) cuda::wait_for_flag(schedule_.ready + slot);
+      __syncwarp();
+      state.read_registers(summaries().registers_of(slot), [](float (&values)[4], const float (&stored)[4]) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) values[i] = stored[i];
+      });
+      return;
+    }
+    summaries().fold_into(state, summary_index(scheduler.block_of_chunk(work_tile.first)), summary_index(ticket_of_block()),
+                          kWarpgroups);
+  }
+
+  // Hands on the state after the piece.
+  __device__ __forceinline__ void store_after(const State<dstate>& state, const TileScheduler<Params>& scheduler,
+                                              const FragmentLane& lane) const {
+    const WorkTile work_tile = scheduler.work_tile();
+    if (scheduler.ends(work_tile)) {
+      const WorkSpan at(p_, schedule_, work_tile.index);
+      state.store(p_, states_of(p_, p_.final_states, at.entry), StateTile(p_, schedule_, at, index_), lane);
+    } else if (!scheduler.is_long(work_tile)) {
+      const int slot = summary_index(ticket_of_block());
+      state.store_registers(summaries().registers_of(slot));
+      cuda::barrier_sync(1 + index_, kWarpgroupThreads);
+      if (threadIdx.x % kWarpgroupThreads == 0) cuda::raise_flag(schedule_.ready + slot);
+    }
+  }
+
+  // What the piece does to a state.
+  __device__ __forceinline__ void store_summary(const State<dstate>& after_zero, float decay) const {
+    summaries().store(after_zero, decay, summary_index(ticket_of_block()));
+  }
+
+ private:
+  __device__ __forceinline__ int summary_index(int block) const { return block * kWarpgroups + index_; }
+  __device__ __forceinline__ SegmentSummaries<dstate> summaries() const { return {schedule_.states, schedule_.decays}; }
+
+  const Params& p_;
+  const Schedule& schedule_;
+  int index_;
+};
+
+// By the threads of a unit, for each piece of the block's run, with the state before it: multiply(state, place, unit) takes
+// that through the piece and returns the piece's decay.
+template <bool states_only, int dstate, typename Params, typename Multiply>
+__device__ __forceinline__ void scan_segments(const Params& p, const Schedule& schedule, int index, const FragmentLane& lane,
+                                              const Multiply& multiply) {
+  const StateCarry<dstate, Params> carry(p, schedule, index);
+  for_each_segment<states_only>(p, schedule, [&](const auto& scheduler, const WorkSpan& at) {
+    const StateTile state_tile(p, schedule, at, index);
+    State<dstate> state;
+    if constexpr (states_only) {
+      state.clear();
+      const float decay = multiply(state, at, state_tile);
+      carry.store_summary(state, decay);
+    } else {
+      carry.load_before(state, scheduler, lane);
+      multiply(state, at, state_tile);
+      carry.store_after(state, scheduler, lane);
+    }
+  });
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,139 @@
+#ifdef SSM_KERNELS_WITH_CUDA
+
+#include "ssd/cuda/tensors.h"
+
+#include <ATen/ceil_div.h>
+#include <ATen/ops/constant_pad_nd.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "cuda/device.h"
+#include "ssd/aten/layout.h"
+#include "torch/checks.h"
+#include "torch/debug_options.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+static_assert(kLeastSharedBytes == kLeastSharedBytesPerBlock, "the least that the option may be set to");
+
+bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
+
+int64_t padding(int64_t size) { return at::ceil_div<int64_t>(size, kRowElements) * kRowElements - size; }
+
+// Contiguous; constant_pad_nd by itself keeps the order in memory of tensors whose second axis is the innermost one.
+at::Tensor pad(const at::Tensor& tensor, at::IntArrayRef sizes) {
+  const bool is_needed = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0; });
+  return (is_needed ? at::constant_pad_nd(tensor, sizes) : tensor).contiguous();
+}
+
+}  // namespace
+
+bool has_rows(const at::Tensor& tensor) {
+  bool result = padding(tensor.size(3)) == 0 && tensor.stride(3) == 1 && is_aligned(tensor);
+  for (int64_t axis = 0; axis < 3; ++axis) result &= tensor.stride(axis) % kRowElements == 0 || tensor.size(axis) == 1;
+  return result;
+}
+
+at::Tensor as_rows(const at::Tensor& tensor) {
+  if (has_rows(tensor)) return tensor;
+  const int64_t more = padding(tensor.size(3));
+  return more > 0 ? pad(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
+}
+
+RowsView rows_view(const at::Tensor& tensor) {
+  return {tensor.data_ptr(), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+RowsView const_rows_view(const at::Tensor& tensor) {
+  return {const_cast<void*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target) {
+  return padded.narrow(-2, 0, target.size(-2)).narrow(-1, 0, target.size(-1));
+}
+
+KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like) {
+  return {target, has_rows(target) ? target : at::empty(like.sizes(), like.options())};
+}
+
+KernelInputs::KernelInputs(const Inputs& in, Discretization method)
+    : x(as_rows(in.x)),
+      B(as_rows(in.B)),
+      C(as_rows(in.C)),
+      in_(in),
+      method_(method),
+      more_rows_(padding(in.x.size(3))),
+      more_columns_(padding(in.B.size(3))),
+      sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
+  if (is_present(in.seq_idx)) resets_ = sequence_starts(*in.seq_idx);
+  if (is_present(in.cu_seqlens)) cu_seqlens_ = in.cu_seqlens->to(at::kLong).contiguous();
+  A_ = in.A.contiguous();
+  if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
+  if (is_present(in.D)) D_ = in.D->dim() == 2 ? pad(*in.D, {0, more_rows_}) : in.D->contiguous();
+  if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states);
+}
+
+void KernelInputs::fill(SsdParams& params) const {
+  params.batch = sequences_;
+  params.seqlen = x.size(1);
+  params.heads = x.size(2);
+  params.groups = B.size(2);
+  params.headdim = static_cast<int>(x.size(3));
+  params.dstate = static_cast<int>(B.size(3));
+  params.discretization = method_;
+  params.dt_softplus = in_.dt_softplus;
+  params.dt_min = static_cast<float>(in_.dt_min);
+  params.dt_max = static_cast<float>(in_.dt_max);
+  params.x = const_rows_view(x);
+  params.B = const_rows_view(B);
+  params.C = const_rows_view(C);
+  params.dt = const_rows_view(in_.dt);
+  params.A = A_.const_data_ptr<float>();
+  if (dt_bias_.defined()) params.dt_bias = dt_bias_.const_data_ptr<float>();
+  if (D_.defined()) {
+    params.D = D_.const_data_ptr<float>();
+    params.D_stride_head = D_.stride(0);
+    params.D_stride_row = D_.dim() == 2 ? D_.stride(1) : 0;
+  }
+  if (cu_seqlens_.defined()) params.cu_seqlens = cu_seqlens_.const_data_ptr<int64_t>();
+  if (resets_.defined()) params.resets = static_cast<const uint8_t*>(resets_.const_data_ptr());
+  if (initial_states_.defined()) params.initial_states = initial_states_.const_data_ptr<float>();
+}
+
+WorkPartition KernelInputs::partition() const {
+  const CallSizes sizes{sequences_, x.size(1), x.size(2), B.size(2), x.size(3), B.size(3)};
+  check_count(tiles_per_entry(sizes), "warpgroups' tiles");
+  const WorkPartition result = partition_work(sizes);
+  check_count(result.work_tiles, "blocks");
+  return result;
+}
+
+at::Tensor KernelInputs::empty_states() const {
+  return at::empty({sequences_, x.size(2), x.size(3), B.size(3)}, in_.A.options());
+}
+
+at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
+  const at::Tensor padded = pad(states, {0, more_columns_, 0, more_rows_});
+  return is_aligned(padded) ? padded : padded.clone();
+}
+
+KernelResult KernelInputs::result_as_states(const at::Tensor& target) const {
+  const bool is_written = more_rows_ == 0 && more_columns_ == 0 && target.is_contiguous();
+  return {target, is_written ? target : empty_states()};
+}
+
+int max_shared_bytes(const at::Tensor& x) {
+  return static_cast<int>(
+      std::min<int64_t>(cuda::max_shared_bytes(x.get_device()), debug_option(DebugOption::kSsdSharedBytes)));
+}
+
+void check_count(int64_t count, const char* of) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(count <= kMost, "ssd_chunk_scan: expected a call of at most ", kMost, " ", of, ", got ", count);
+}
+
+}  // namespace ssm_kernels::ssd
+
+#endif

@@ -1,0 +1,56 @@
+// Forward with more states than a unit carries: a block's two units have the same rows of one head and half of the columns of
+// its state each. y is a sum over columns, of S C and of the C_i . B_j in M alike, so that each unit has a part of it: the
+// second leaves its part in shared memory to the first, which adds it and writes out.
+#pragma once
+
+#include "cuda/ptx/named_barrier.cuh"
+#include "ssd/cuda/state.cuh"
+
+namespace ssm_kernels::ssd {
+
+// y^T of a unit, in the order of its threads' registers, from one unit of a block to the other.
+class PartialOut {
+ public:
+  __device__ __forceinline__ void put(const float (&y)[kStepBlocks][4]) {
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) values_[n][threadIdx.x % kWarpgroupThreads] = {y[n][0], y[n][1], y[n][2], y[n][3]};
+    cuda::barrier_arrive(kIsThere, kWarpgroups * kWarpgroupThreads);
+  }
+  __device__ __forceinline__ void add_to(float (&y)[kStepBlocks][4]) const {
+    cuda::barrier_sync(kIsThere, kWarpgroups * kWarpgroupThreads);
+#pragma unroll
+    for (int n = 0; n < kStepBlocks; ++n) {
+      const float4 part = values_[n][threadIdx.x % kWarpgroupThreads];
+      y[n][0] += part.x;
+      y[n][1] += part.y;
+      y[n][2] += part.z;
+      y[n][3] += part.w;
+    }
+    cuda::barrier_arrive(kIsRead, kWarpgroups * kWarpgroupThreads);
+  }
+  // By the unit that left it, once for each part, before it leaves the next.
+  __device__ __forceinline__ void wait_until_read() const { cuda::barrier_sync(kIsRead, kWarpgroups * kWarpgroupThreads); }
+
+ private:
+  // Barriers, after those of the units.
+  static constexpr int kIsThere = 1 + kWarpgroups, kIsRead = 2 + kWarpgroups;
+
+  float4 values_[kStepBlocks][kWarpgroupThreads];
+};
+
+// How the units of a block share its rows, and the columns of that many states.
+template <int dstate>
+struct WarpgroupLayout {
+  static constexpr int kColumns = static_cast<int>(tile_columns(dstate)), kColumnBlocks = column_blocks(dstate);
+  static constexpr int kRowBlocks = kWarpgroups / kColumnBlocks;
+  static constexpr bool kShareRows = kRowBlocks == 1;
+
+  using PartialOut = std::conditional_t<kShareRows, ssd::PartialOut, Empty>;
+
+  static __device__ __forceinline__ int column_block(int index) { return kShareRows ? index : 0; }
+  static __device__ __forceinline__ int row_block(int index) { return kShareRows ? 0 : index; }
+  // Of the units of the same rows, one.
+  static __device__ __forceinline__ bool writes_out(int index) { return column_block(index) == 0; }
+};
+
+}  // namespace ssm_kernels::ssd

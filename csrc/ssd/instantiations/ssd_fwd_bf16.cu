@@ -1,7 +1,0 @@
-#include "ssd/ssd_fwd.cuh"
-
-namespace ssm_kernels::ssd {
-
-template int launch_ssd_fwd<__nv_bfloat16>(const SsdFwdParams&, const Schedule&, int, cudaStream_t);
-
-}  // namespace ssm_kernels::ssd
