@@ -1,6 +1,8 @@
 // Sums over neighboring lanes of a warp.
 #pragma once
 
+#include "cuda/constants.h"
+
 namespace ssm_kernels::cuda {
 
 // Sums each of `count` values over `lanes` neighboring lanes, a power of two. Of these lanes, the one of index l then has the
@@ -15,7 +17,7 @@ __device__ __forceinline__ void sum_over_lanes(Value (&values)[count]) {
 #pragma unroll
     for (int i = 0; i < kept; ++i) {
       const Value own = is_upper ? values[kept + i] : values[i], other = is_upper ? values[i] : values[kept + i];
-      values[i] = own + __shfl_xor_sync(0xffffffffu, other, kDistance);
+      values[i] = own + __shfl_xor_sync(kAllLanes, other, kDistance);
     }
     sum_over_lanes<kDistance, Value, count, kept / 2>(values);
   }

@@ -12,13 +12,14 @@
 #include <cstdint>
 
 #include "causal_conv1d/causal_conv1d.h"
+#include "cuda/constants.h"
 
 namespace ssm_kernels::causal_conv1d {
 
-constexpr int kWarpSize = 32;
+using cuda::kWarpSize;
+constexpr int64_t kVectorBytes = cuda::kVectorBytes;
 constexpr int kWarps = 4;  // of a block of the first two sets
 constexpr int64_t kMaxVectorWidth = 4;
-constexpr int64_t kVectorBytes = 16;
 // Channels of a lane of the kernels of steps: enough to share the addresses' arithmetic, and so few that the registers leave
 // room for the warps that keep memory busy (docs/tuning.md).
 constexpr int kStepVector = 4;

@@ -15,6 +15,8 @@
 #include <cstring>
 #include <type_traits>
 
+#include "cuda/constants.h"
+
 namespace ssm_kernels::cuda {
 
 // d += a b
@@ -67,7 +69,7 @@ __device__ __forceinline__ void stmatrix_transposed(void* row, const uint32_t (&
   for (int i = 0; i < 4; ++i) {
     uint32_t transposed;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(transposed) : "r"(r[i]));
-    const uint32_t target = __shfl_sync(0xffffffffu, address, 8 * i + lane / 4) + lane % 4 * 4;
+    const uint32_t target = __shfl_sync(kAllLanes, address, 8 * i + lane / 4) + lane % 4 * 4;
     asm volatile("st.shared.u32 [%0], %1;" ::"r"(target), "r"(transposed) : "memory");
   }
 #endif

@@ -10,6 +10,7 @@
 
 #include <cstdint>
 
+#include "cuda/constants.h"
 #include "cuda/divisor.h"
 #include "linear_scan/linear_scan.h"
 
@@ -18,8 +19,8 @@ struct CUstream_st;
 namespace ssm_kernels::linear_scan {
 
 constexpr int kTileChannels = 64;
-constexpr int kVectorBytes = 16;  // of a row, that a thread moves at once
-constexpr int kThreads = 128;     // of a block, three of which a multiprocessor holds
+using cuda::kVectorBytes;
+constexpr int kThreads = 128;  // of a block, three of which a multiprocessor holds
 // Consecutive steps of one thread. More inputs leave room for fewer steps, in shared memory and for the gates in registers.
 constexpr int fwd_thread_steps(int inputs) { return inputs <= 2 ? 8 : 4; }
 constexpr int kBwdThreadSteps = 4;

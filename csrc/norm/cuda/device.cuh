@@ -11,7 +11,6 @@ using cuda::from_accumulate;
 using cuda::to_accumulate;
 using cuda::Vector;
 
-constexpr unsigned kAllLanes = 0xffffffffu;
 constexpr int kMaxWarps = 32;
 
 // double has no vector kernels, which saves compiling its long elementary functions many times over.

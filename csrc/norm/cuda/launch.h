@@ -17,11 +17,12 @@
 
 #include <cstdint>
 
+#include "cuda/constants.h"
 #include "norm/norm.h"
 
 namespace ssm_kernels::norm {
 
-constexpr int kWarpSize = 32, kVectorBytes = 16;
+using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 // Columns of a thread in registers, in vectors: forward keeps their values, backward the sums over rows. The scalar kernels,
 // which have time for it, read one column at a time.
 constexpr int kThreadColumns = 16;

@@ -16,7 +16,6 @@ using cuda::from_accumulate;
 using cuda::to_accumulate;
 using cuda::Vector;
 
-constexpr unsigned int kAllLanes = 0xffffffffu;
 static_assert(kVectorBytes == cuda::kCpAsyncBytes, "tiles are filled by asynchronous copies of one vector");
 
 template <typename T>

@@ -21,12 +21,12 @@
 
 #include <cstdint>
 
+#include "cuda/constants.h"
 #include "selective_scan/selective_scan.h"
 
 namespace ssm_kernels::selective_scan {
 
-constexpr int kWarpSize = 32;
-constexpr int kVectorBytes = 16;
+using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 
 // How the elements of a tile are moved: kVectorBytes at a time along the steps, or along the channels (of a matrix: the
 // states), or one by one.

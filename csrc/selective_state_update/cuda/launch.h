@@ -17,12 +17,13 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "cuda/constants.h"
 #include "cuda/divisor.h"
 #include "selective_state_update/selective_state_update.h"
 
 namespace ssm_kernels::selective_state_update {
 
-constexpr int kWarpSize = 32;
+using cuda::kWarpSize, cuda::kAllLanes;
 constexpr int kMaxWarpsPerBlock = 4;
 // Enough rows to cover the latency of memory; more would take the registers of the warps that do the same.
 constexpr int kRowsInFlight = 4;

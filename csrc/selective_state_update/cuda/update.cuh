@@ -28,8 +28,6 @@ using cuda::from_accumulate;
 using cuda::to_accumulate;
 using cuda::Vector;
 
-constexpr unsigned int kAllLanes = 0xffffffffu;
-
 // One element of a tensor whose type is the input's or the accumulation type. Loading and converting are apart, so that no
 // arithmetic stands between the loads of a row.
 template <typename Input, typename Acc = cuda::AccumulateType<Input>>

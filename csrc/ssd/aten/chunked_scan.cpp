@@ -106,7 +106,7 @@ Pairs make_pairs(const Scan& scan, const Chunks& chunks) {
 at::Tensor read_states(const Scan& scan, const Chunks& chunks, const at::Tensor& states) {
   const at::Tensor S = scan.state_matrices(states, 0, chunks.run.chunks);
   const at::Tensor products = scan.group_by_step(at::bmm(chunks.C, transposed(S)), chunks.run);
-  return zero_where_(products.mul_(chunks.decay_from_start), chunks.is_after_beginning);
+  return zero_where_(products.mul_(chunks.exp_cumsum), chunks.is_after_beginning);
 }
 
 // y with D x, by step, given what read_states returns.
@@ -282,7 +282,7 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
     write_matrices(kGradC, run, at::bmm(decayed_grad, S), chunks.is_after_beginning, grad_products, chunks.B);
   }
 
-  const at::Tensor from_end = scan_.group_by_step(at::bmm(chunks.B, transposed(T)), run).mul_(chunks.decay_to_end);
+  const at::Tensor from_end = scan_.group_by_step(at::bmm(chunks.B, transposed(T)), run).mul_(chunks.decay_to_chunk_end);
   zero_where_(from_end, chunks.is_before_beginning);
   const at::Tensor grad_input = scan_.head_by_step(at::bmm(transposed(pairs.M), g), run).add(from_end);
   if (needs(kGradX)) {

@@ -128,8 +128,8 @@ Chunks Scan::load(const Run& run) const {
   chunks.B = matrices(in.B);
   chunks.C = matrices(in.C);
   chunks.gain = factor(chunks.steps.gain);
-  chunks.decay_from_start = factor(from_start);
-  chunks.decay_to_end = factor(to_end);
+  chunks.exp_cumsum = factor(from_start);
+  chunks.decay_to_chunk_end = factor(to_end);
   chunks.decay = decay.to(accumulate).squeeze(2).unsqueeze(-1).unsqueeze(-1);
   return chunks;
 }
@@ -172,13 +172,13 @@ at::Tensor Scan::without(const at::Tensor& matrices, const at::Tensor& mask, con
 }
 
 at::Tensor Scan::decayed(const at::Tensor& g, const Chunks& chunks) const {
-  const at::Tensor result = by_group(g, chunks.decay_from_start);
+  const at::Tensor result = by_group(g, chunks.exp_cumsum);
   zero_where_(matrices_by_step(result, chunks.run), chunks.is_after_beginning);
   return result;
 }
 
 at::Tensor Scan::weighted_input(const Chunks& chunks) const {
-  const at::Tensor result = by_group(chunks.x, chunks.gain * chunks.decay_to_end);
+  const at::Tensor result = by_group(chunks.x, chunks.gain * chunks.decay_to_chunk_end);
   zero_where_(matrices_by_step(result, chunks.run), chunks.is_before_beginning);
   return result;
 }

@@ -48,7 +48,7 @@ struct Chunks {
   at::Tensor x;     // by step, accumulation type
   at::Tensor B, C;  // matrices (steps, dstate) of each group
   // c_j, e^cs_i and e^(cs_last - cs_j), by step with 1 for headdim
-  at::Tensor gain, scale_by_exp_cumsum, decay_to_chunk_end;
+  at::Tensor gain, exp_cumsum, decay_to_chunk_end;
   at::Tensor decay;  // e^cs_last, zero where the chunk is cut, (chunks, rows, heads, 1, 1)
 };
 
@@ -59,11 +59,11 @@ class Scan {
 
   std::vector<Part> parts() const;
   // Whole chunks, and in the last run the one that is left. Their temporaries have a bounded size.
-  std::vector<Run> schedule(const Part& part) const;
+  std::vector<Run> runs(const Part& part) const;
 
   Chunks load(const Run& run) const;
   // A run of a (batch, seqlen, ...) tensor as (chunks, rows, steps, ...).
-  static at::Tensor block_of_chunk(const at::Tensor& tensor, const Run& run);
+  static at::Tensor run_of(const at::Tensor& tensor, const Run& run);
   // (chunks, rows, steps, heads, ...) with the heads' axis made (groups, heads of a group).
   at::Tensor split_heads(const at::Tensor& tensor) const { return tensor.unflatten(3, {groups, heads_per_group}); }
   at::Tensor merge_heads(const at::Tensor& tensor) const { return tensor.flatten(3, 4); }

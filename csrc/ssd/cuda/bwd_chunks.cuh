@@ -25,7 +25,6 @@
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/bwd_pairs.cuh"
 #include "ssd/cuda/bwd_states.cuh"
-#include "ssd/cuda/mma_policy.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -52,7 +51,7 @@ struct ChunksOnce {
   // M^T, of two units in turn where there is room; in the end W^T.
   static constexpr int kWeights = is_async ? 2 : 1;
   SmemTile<kChunk, sizeof(Scalar)> weights[kWeights];
-  cuda::Mbarrier tables_empty[kChunksStages];
+  Mbarrier tables_empty[kChunksStages];
   BlockOfChunks block;
 };
 template <typename Scalar, int dstate, typename Mma>
@@ -80,7 +79,7 @@ struct BwdChunks {
   using SwizzledState = SmemTile<dstate, sizeof(Scalar)>;
   using HeadTile = SmemTile<kStateRows, sizeof(Scalar)>;
   using PairTile = SmemTile<kChunk, sizeof(Scalar)>;
-  using FragmentPairs = ssd::FragmentPairs<sizeof(Scalar)>;
+  using FragmentPairs = cuda::FragmentPairs<sizeof(Scalar)>;
   static constexpr int kStateGroups = dstate / 16, kHalfGroups = kStateGroups / kHalves,
                        kHalfStateBlocks = dstate / 8 / kHalves;
   // What x g^T is, and products with S and T, is used in so many parts: products that do not run meanwhile need the registers
@@ -115,7 +114,7 @@ struct BwdChunks {
     }
   }
 
-  __device__ __forceinline__ int stages() const { return Shared::stages(p); }
+  __device__ __forceinline__ int stages() const { return Shared::stages(p.stages); }
   // Of a head.
   __device__ __forceinline__ int row_blocks() const { return (p.headdim + kStateRows - 1) / kStateRows; }
 
@@ -406,7 +405,7 @@ struct BwdChunks {
     const SwizzledState* S = static_cast<const SwizzledState*>(p.states) + first_state;
     const SwizzledState* T = static_cast<const SwizzledState*>(p.grad_states) + first_state;
     PipelineState pipeline;
-    produce_copies<Shared::kMaxStages - 2>(
+    cuda::produce_copies<Shared::kMaxStages - 2>(
         block.state_tiles, stages(), pipeline, shared.full, shared.empty, [&](int, int stage) {
           Stage& target = shared.stage(stage);
           const int first_row = work_tile.row_block * kStateRows;
@@ -443,8 +442,8 @@ struct BwdChunks {
     TileCursor next{block.first_head}, work_tile{block.first_head};
     PipelineState pipeline;
     using Fetched = FetchedSteps<Scalar>;
-    produce_tables<1, Fetched>(
-        block.state_tiles, Share<1>(), stages(), pipeline, shared.full, shared.tables_empty,
+    cuda::produce_tables<1, Fetched>(
+        block.state_tiles, WarpShare<1>(), stages(), pipeline, shared.full, shared.tables_empty,
         [&](int, Fetched& fetched) {
           fetched.fetch(p, block.at.template rows<const Scalar>(p.dt, next.head, 0), block.at.resets(p, 0), block.steps);
           next.advance(row_blocks());
@@ -563,7 +562,7 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, 
     }
     __syncthreads();
     // By a shuffle the compiler sees that it is the same for all lanes.
-    const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+    const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
     if (warpgroup == kHalves) {
       cuda::warpgroup_reg_dealloc<Chunks::kProducerRegisters>();
       chunks.produce();

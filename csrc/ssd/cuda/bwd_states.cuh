@@ -27,8 +27,6 @@
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
-#include "ssd/cuda/mma_policy.cuh"
-#include "ssd/cuda/pipeline.cuh"
 #include "ssd/cuda/state.cuh"
 
 namespace ssm_kernels::ssd {
@@ -92,14 +90,14 @@ struct BwdStates {
   using Stage = typename Shared::Stage;
   using SwizzledState = SmemTile<dstate, sizeof(Scalar)>;
   using HeadTile = SmemTile<kStateRows, sizeof(Scalar)>;
-  using FragmentPairs = ssd::FragmentPairs<sizeof(Scalar)>;
+  using FragmentPairs = cuda::FragmentPairs<sizeof(Scalar)>;
 
   const SsdBwdParams& p;
   const WorkPartition& partition;
   Shared& shared;
   const DirectedSegment at;
 
-  __device__ __forceinline__ int stages() const { return Shared::stages(p); }
+  __device__ __forceinline__ int stages() const { return Shared::stages(p.stages); }
 
   // The warpgroup after the units'.
   __device__ __forceinline__ void produce() {
@@ -109,7 +107,7 @@ struct BwdStates {
     if (warp >= kCopyWarps) {
       const int index = warp - kCopyWarps;
       produce_chunk_cumsum<Scalar, 2, false>(
-          p, at, state_tile_at(index).head, Share<1>(), stages(), pipeline, shared.full, shared.empty,
+          p, at, state_tile_at(index).head, WarpShare<1>(), stages(), pipeline, shared.full, shared.empty,
           [&](int position) { return at.chunk_at(position); },
           [&](int stage) -> TablesOf<Scalar>& { return shared.stage(stage).tables[index]; });
       return;
@@ -125,7 +123,7 @@ struct BwdStates {
     };
     TileCopier copy_tiles[kWarpgroups] = {tile_copier(state_tile_at(0)), tile_copier(state_tile_at(1))};
     constexpr int kPending = Shared::kMaxStages - 2;
-    produce_copies<kPending>(at.chunks, stages(), pipeline, shared.full, shared.empty, [&](int position, int stage) {
+    cuda::produce_copies<kPending>(at.chunks, stages(), pipeline, shared.full, shared.empty, [&](int position, int stage) {
       Stage& target = shared.stage(stage);
       const Rows rows = rows_of_chunk(at.chunk_at(position));
       copy_group_rows.copy(target.group_rows, rows.end, group_rows.stride_step, at.is_reverse, rows.first);
@@ -245,7 +243,7 @@ struct BwdStates {
 #pragma unroll
     for (int i = 0; i < kChunk / kWarpSize; ++i) {
       const int step = i * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize;
-      begins[i] = __ballot_sync(kWholeWarp, step < steps && resets[step] != 0);
+      begins[i] = __ballot_sync(kAllLanes, step < steps && resets[step] != 0);
     }
     if ((begins[0] | begins[1]) == 0) return {0, steps};
     if (at.is_reverse) return {0, begins[0] != 0 ? __ffs(begins[0]) - 1 : kWarpSize + __ffs(begins[1]) - 1};

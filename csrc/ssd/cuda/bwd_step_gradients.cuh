@@ -42,7 +42,7 @@ __device__ __forceinline__ float decay_to_chunk_end(const Tables& tables, int st
 
 __device__ __forceinline__ float sum_over_warp(float value) {
 #pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kWholeWarp, value, distance);
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
   return value;
 }
 
@@ -82,10 +82,10 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
   bool is_cut = is_forgotten[0] || is_forgotten[1];
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const Sum more_pairs = __shfl_up_sync(kWholeWarp, pairs_up_to, distance);
-    const bool more_are_cut = __shfl_up_sync(kWholeWarp, is_cut, distance);
-    const float earlier = __shfl_up_sync(kWholeWarp, up_to, distance);
-    const float later = __shfl_down_sync(kWholeWarp, from_on, distance);
+    const Sum more_pairs = __shfl_up_sync(kAllLanes, pairs_up_to, distance);
+    const bool more_are_cut = __shfl_up_sync(kAllLanes, is_cut, distance);
+    const float earlier = __shfl_up_sync(kAllLanes, up_to, distance);
+    const float later = __shfl_down_sync(kAllLanes, from_on, distance);
     if (lane.index >= distance) {
       if (!is_cut) pairs_up_to += more_pairs;
       is_cut |= more_are_cut;
@@ -94,13 +94,13 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
     if (lane.index + distance < kWarpSize) from_on += later;
   }
   const auto of_lane_before = [&](auto value) {
-    const auto shifted = __shfl_up_sync(kWholeWarp, value, 1);
+    const auto shifted = __shfl_up_sync(kAllLanes, value, 1);
     return lane.index == 0 ? decltype(value)(0) : shifted;
   };
   const Sum pairs_before_lane = of_lane_before(pairs_up_to);
   const float sum_before = of_lane_before(up_to);
   const Sum pairs_before = is_forgotten[0] ? Sum(0) : pairs_before_lane;
-  const float from_next = __shfl_down_sync(kWholeWarp, from_on, 1);
+  const float from_next = __shfl_down_sync(kAllLanes, from_on, 1);
   const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
   const float through = tables.has_reset ? 0.0f : tables.chunk_decay * sums.states;
   const Sum pairs_before_second = is_forgotten[1] ? Sum(0) : pairs_before + pairs[0];

@@ -15,9 +15,9 @@ __device__ __forceinline__ Sum sum_over_row(const Sum (&values)[4], const Fragme
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const Sum own = is_upper ? values[2 + i] : values[i], other = is_upper ? values[i] : values[2 + i];
-    kept[i] = own + __shfl_xor_sync(kWholeWarp, other, 2);
+    kept[i] = own + __shfl_xor_sync(kAllLanes, other, 2);
   }
-  return (is_odd ? kept[1] : kept[0]) + __shfl_xor_sync(kWholeWarp, is_odd ? kept[0] : kept[1], 1);
+  return (is_odd ? kept[1] : kept[0]) + __shfl_xor_sync(kAllLanes, is_odd ? kept[0] : kept[1], 1);
 }
 // Sums of so many numbers over the eight lanes of a warp with the same `pair`: of a lane for which has_column_sum, the one that
 // column_sum_index names.
@@ -27,14 +27,14 @@ __device__ __forceinline__ Sum sum_over_column(Sum (&values)[count], const Fragm
 #pragma unroll
   for (int kept = count / 2, distance = 16; distance >= 4; kept /= 2, distance /= 2) {
     if (kept == 0) {
-      values[0] += __shfl_xor_sync(kWholeWarp, values[0], distance);
+      values[0] += __shfl_xor_sync(kAllLanes, values[0], distance);
       continue;
     }
     const bool is_upper = (lane.index & distance) != 0;
 #pragma unroll
     for (int k = 0; k < kept; ++k) {
       const Sum own = is_upper ? values[k + kept] : values[k];
-      values[k] = own + __shfl_xor_sync(kWholeWarp, is_upper ? values[k] : values[k + kept], distance);
+      values[k] = own + __shfl_xor_sync(kAllLanes, is_upper ? values[k] : values[k + kept], distance);
     }
   }
   return values[0];

@@ -4,138 +4,24 @@
 #include <type_traits>
 
 #include "common/activations.h"
-#include "cuda/ptx/cp_async.cuh"
-#include "cuda/ptx/mma_sm80.cuh"
-#include "cuda/ptx/wgmma_sm90.cuh"
+#include "cuda/fragment.cuh"
+#include "cuda/mma_policy.cuh"
+#include "cuda/pipeline.cuh"
 #include "cuda/vector_io.cuh"
-#include "cuda/warp_mma.cuh"
 #include "ssd/cuda/launch.h"
 
 namespace ssm_kernels::ssd {
 
-// In place of what a struct has only with some template arguments.
-struct Empty {};
+// The toolkit of cuda/ that the kernels are written in.
+using cuda::align_shared, cuda::make_operand, cuda::columns_of, cuda::rows_of;
+using cuda::Empty, cuda::SmemTile, cuda::RowCopier, cuda::InOrder, cuda::FromBothEnds, cuda::FragmentLane, cuda::FragmentPairs;
+using cuda::kWarpSize, cuda::kAllLanes, cuda::kWarpgroupWarps, cuda::kWarpgroupThreads, cuda::kOperandAlignment,
+    cuda::kBlockSteps;
+using cuda::Mbarrier, cuda::PipelineState, cuda::Sm80Mma, cuda::Sm90Wgmma, cuda::StagedShared, cuda::WarpShare;
 
-constexpr int kWarpSize = 32;
-constexpr unsigned kWholeWarp = 0xffffffffu;
-constexpr int kWarpgroupWarps = 4;
-constexpr int kWarpgroupThreads = kWarpgroupWarps * kWarpSize;
 static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that makes the tables has two steps");
 static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a unit has the 16 rows of one matrix product");
-
-// What operands of cuda/ptx/wgmma_sm90.cuh in shared memory begin at multiples of.
-constexpr int kOperandAlignment = 1024;
-template <typename Shared>
-__device__ __forceinline__ Shared& align_shared(unsigned char* memory) {
-  const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
-  return *reinterpret_cast<Shared*>(memory + (kOperandAlignment - address % kOperandAlignment) % kOperandAlignment);
-}
-
-// kChunk rows in shared memory, of 16-bit elements or of fp32, in parts of 64 or 32 columns: rows of 128 bytes, whose pieces of
-// 16 bytes change places by the row's number (cuda/warp_mma.cuh says why so), so that loads of operands meet different
-// banks. That of 16 bits is also the layout that cuda/ptx/wgmma_sm90.cuh describes.
-template <int columns, int element_bytes = 2>
-struct alignas(128) SmemTile {
-  static constexpr int kVectorElements = static_cast<int>(sizeof(uint4)) / element_bytes, kPanelVectors = 8;
-  static constexpr int kVectors = columns / kVectorElements, kPanels = kVectors / kPanelVectors;
-  static_assert(kVectors % kPanelVectors == 0, "a tile is made of whole parts");
-  uint4 panels[kPanels][kChunk][kPanelVectors];
-  static constexpr int kRowBytes = sizeof(uint4) * kPanelVectors, kPanelBytes = kChunk * kRowBytes;  // a row's of a part
-
-  __device__ __forceinline__ uint4* vector(int row, int column_vector) {
-    return &panels[column_vector / kPanelVectors][row][column_vector % kPanelVectors ^ cuda::swizzle<element_bytes>(row)];
-  }
-
-  // Of fp32.
-  __device__ __forceinline__ float& element(int row, int column) {
-    static_assert(element_bytes == sizeof(float), "others are not taken one by one");
-    return reinterpret_cast<float*>(vector(row, column / kVectorElements))[column % kVectorElements];
-  }
-
-  // The address that a lane gives for ldmatrix, which is for 16 bits: 16 rows from `row`, 16 columns from column_piece;
-  // the four matrices run along the columns first. `row` is a multiple of 8: the pieces of a column lie so many rows apart.
-  __device__ __forceinline__ uint4* ldmatrix_row(int row, int column_vector, int lane) {
-    return vector(lane / 16 * 8 + lane % 8, column_vector + lane / 8 % 2) + row * kPanelVectors;
-  }
-};
-
-// A tile as an operand of cuda/ptx/wgmma_sm90.cuh, and from an operand on, that of the given group of 16 columns or rows.
-template <int columns>
-__device__ __forceinline__ uint64_t describe(const SmemTile<columns>& tile) {
-  return cuda::make_wgmma_descriptor(&tile, SmemTile<columns>::kPanelBytes);
-}
-__device__ __forceinline__ uint64_t columns_of(uint64_t operand, int group) {
-  constexpr int kGroupsOfPanel = 4, kColumnBytes = 32;
-  return operand + (group / kGroupsOfPanel * SmemTile<kChunk>::kPanelBytes + group % kGroupsOfPanel * kColumnBytes) / 16;
-}
-__device__ __forceinline__ uint64_t rows_of(uint64_t operand, int group) {
-  return operand + group * 16 * SmemTile<kChunk>::kRowBytes / 16;
-}
-
-// Orders in which a chunk's steps, eight by eight, lie down the rows of a tile: which eight are at a place, and the reverse.
-constexpr int kBlockSteps = 8;
-struct InOrder {
-  static SSM_HOST_DEVICE constexpr int block_at(int place) { return place; }
-  static SSM_HOST_DEVICE constexpr int place_of(int block) { return block; }
-};
-// The first, the last, the second, the last but one ... Of a matrix of pairs of steps each warp's 16 rows have then equally
-// much on one side of the diagonal.
-struct FromBothEnds {
-  static constexpr int kLast = kChunk / kBlockSteps - 1;
-  static SSM_HOST_DEVICE constexpr int block_at(int place) { return place % 2 == 0 ? place / 2 : kLast - place / 2; }
-  static SSM_HOST_DEVICE constexpr int place_of(int block) { return 2 * block <= kLast ? 2 * block : 2 * (kLast - block) + 1; }
-};
-
-// A thread's share of copying a tensor's rows, chunk by chunk, to tiles of that many columns: of every kRows-th row one piece.
-template <typename Scalar, int columns, int threads, typename Order = InOrder>
-class RowCopier {
- public:
-  using TargetTile = SmemTile<columns, sizeof(Scalar)>;
-
-  // From a chunk at `source`, rows of that many elements; a tile's other columns become zeros.
-  __device__ __forceinline__ RowCopier(const Scalar* source, int64_t stride_step, int elements, int thread)
-      : column_(thread % kVectors),
-        row_(thread / kVectors),
-        is_there_(column_ * kVectorElements < elements),
-        source_(source + column_ * kVectorElements + row_ * stride_step) {}
-
-  // Starts the copies of a chunk, of which only the first `steps` rows exist, or those from `first` on; the others become
-  // zeros. Then goes on to the next, or the one before.
-  __device__ __forceinline__ void copy(TargetTile& tile, int steps, int64_t stride_step, bool is_reverse = false,
-                                       int first = 0) {
-    const Scalar* source = source_;
-    if (steps == kChunk && first == 0) {
-      const int bytes = is_there_ ? cuda::kCpAsyncBytes : 0;
-#pragma unroll
-      for (int i = 0; i < kCopies; ++i) {
-        cuda::cp_async(tile.vector(row_ + place_of(i * kRows), column_), source, bytes);
-        source += kRows * stride_step;
-      }
-    } else {
-#pragma unroll 1
-      for (int row = row_; row < kChunk; row += kRows) {
-        cuda::cp_async(tile.vector(place_of(row), column_), source,
-                       is_there_ && row >= first && row < steps ? cuda::kCpAsyncBytes : 0);
-        source += kRows * stride_step;
-      }
-    }
-    source_ += is_reverse ? -kChunk * stride_step : kChunk * stride_step;
-  }
-
- private:
-  static constexpr int kVectorElements = TargetTile::kVectorElements, kVectors = TargetTile::kVectors;
-  static constexpr int kRows = threads / kVectors, kCopies = kChunk / kRows;
-  static_assert(threads % kVectors == 0 && kChunk % kRows == 0, "a thread copies one column of pieces");
-  static_assert(std::is_same_v<Order, InOrder> || kBlockSteps % kRows == 0, "rows of one copy lie together in any order");
-
-  static __device__ __forceinline__ constexpr int place_of(int row) {
-    return Order::place_of(row / kBlockSteps) * kBlockSteps + row % kBlockSteps;
-  }
-
-  int column_, row_;
-  bool is_there_;
-  const Scalar* source_;
-};
+static_assert(kChunk == cuda::kTileRows, "a chunk's steps are the rows of a tile");
 
 // Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
 // differences of `log2_cumsum`, their sums from the chunk's first step, begun opaque where a sequence begins.
@@ -282,7 +168,7 @@ struct ChunkCumsum {
 #pragma unroll
     for (int k = 0; k < count; ++k) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) begins[k][i] = __ballot_sync(kWholeWarp, steps[k].resets[i] != 0);
+      for (int i = 0; i < 2; ++i) begins[k][i] = __ballot_sync(kAllLanes, steps[k].resets[i] != 0);
       has_reset[k] = (begins[k][0] | begins[k][1]) != 0;
       starts_with_reset[k] = (begins[k][0] & 1) != 0;
       any_reset |= has_reset[k];
@@ -296,9 +182,9 @@ struct ChunkCumsum {
       for (int distance = 1; distance < kWarpSize; distance *= 2) {
 #pragma unroll
         for (int k = 0; k < count; ++k) {
-          const Sum earlier = __shfl_up_sync(kWholeWarp, sum[k], distance);
+          const Sum earlier = __shfl_up_sync(kAllLanes, sum[k], distance);
           if constexpr (decltype(may_be_cut)::value) {
-            const bool earlier_is_cut = __shfl_up_sync(kWholeWarp, is_cut[k], distance);
+            const bool earlier_is_cut = __shfl_up_sync(kAllLanes, is_cut[k], distance);
             if (lane >= distance && !is_cut[k]) sum[k] += earlier;
             is_cut[k] |= lane >= distance && earlier_is_cut;
           } else {
@@ -314,8 +200,8 @@ struct ChunkCumsum {
     }
 #pragma unroll
     for (int k = 0; k < count; ++k) {
-      const Sum before = __shfl_up_sync(kWholeWarp, sum[k], 1);
-      last[k] = __shfl_sync(kWholeWarp, sum[k], kWarpSize - 1);
+      const Sum before = __shfl_up_sync(kAllLanes, sum[k], 1);
+      last[k] = __shfl_sync(kAllLanes, sum[k], kWarpSize - 1);
       if (steps[k].resets[0] == 0 && lane > 0) log2_cumsum[k][0] += before;
       log2_cumsum[k][1] = sum[k];
     }
@@ -436,5 +322,29 @@ struct StateTile {
   }
   __device__ __forceinline__ bool is_there() const { return rows > 0; }
 };
+
+// The same of chunks of a head, chunk_at(position); tables_at(stage) are the unit's.
+template <typename Scalar, int at_once, bool states_only, int warps, typename ChunkAt, typename TablesAt>
+__device__ __forceinline__ void produce_chunk_cumsum(const SsdParams& p, const ChunkSpan& span, int64_t head,
+                                                     WarpShare<warps> share, int stages, PipelineState& at, Mbarrier* full,
+                                                     Mbarrier* empty, const ChunkAt& chunk_at, const TablesAt& tables_at) {
+  const HeadSteps steps_of_head(p, head);
+  const Scalar* const dt = span.template rows<const Scalar>(p.dt, head, 0);
+  using Fetched = FetchedSteps<Scalar>;
+  cuda::produce_tables<at_once, Fetched>(
+      span.chunks, share, stages, at, full, empty,
+      [&](int position, Fetched& fetched) {
+        const int chunk = chunk_at(position);
+        fetched.fetch(p, dt + first_step(chunk) * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
+      },
+      [&](const Fetched* fetched) {
+        ChunkCumsum<at_once, Scalar> made;
+        made.make(p, steps_of_head, fetched);
+        return made;
+      },
+      [&](int stage, const Fetched&, const ChunkCumsum<at_once, Scalar>& made, int k) {
+        made.template store<states_only>(k, tables_at(stage));
+      });
+}
 
 }  // namespace ssm_kernels::ssd

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   if (threadIdx.x < kShortSteps) {
     const int t = threadIdx.x;
     const bool is_reset = p.resets != nullptr && t < steps && p.resets[b * p.seqlen + t] != 0;
-    const unsigned resets = __ballot_sync(kWholeWarp, is_reset);
+    const unsigned resets = __ballot_sync(kAllLanes, is_reset);
     float decay = 1, gain = 0;
     if (t < steps) {
       const HeadSteps of_head(p, head);

@@ -19,7 +19,6 @@
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "ssd/cuda/epilogue.cuh"
-#include "ssd/cuda/pipeline.cuh"
 #include "ssd/cuda/state_carry.cuh"
 #include "ssd/cuda/warpgroup_layout.cuh"
 
@@ -56,7 +55,7 @@ struct Sm90Shared : std::conditional_t<states_only, StatesOnlyShared<dstate>, Sc
   using Base::kMaxStages;
   using typename Base::Stage;
   ChunkTables tables[kMaxStages][kWarpgroups];
-  cuda::Mbarrier full[kMaxStages], empty[kMaxStages];
+  Mbarrier full[kMaxStages], empty[kMaxStages];
 
   static SSM_HOST_DEVICE constexpr int align(int bytes) {
     return (bytes + kOperandAlignment - 1) / kOperandAlignment * kOperandAlignment;
@@ -125,7 +124,7 @@ struct FwdSm90 {
     });
   }
 
-  __device__ __forceinline__ void produce_cumsum(const WorkSpan& at, int index, Share<kProducerWarpgroups> share,
+  __device__ __forceinline__ void produce_cumsum(const WorkSpan& at, int index, WarpShare<kProducerWarpgroups> share,
                                                  PipelineState& pipeline) {
     const StateTile state_tile(p, schedule, at, index);
     produce_chunk_cumsum<Scalar, kTablesAtOnce, states_only>(
@@ -155,23 +154,23 @@ struct FwdSm90 {
                                                                               of_unit(p.x, 1, Order())};
     CopierOfC copy_C[kWarpgroups] = {of_group(p.C, 0, InOrder()), of_group(p.C, 1, InOrder())};
     RowCopier<Scalar, kStateRows, kCopyThreads> copy_z[kWarpgroups] = {of_unit(z, 0, InOrder()), of_unit(z, 1, InOrder())};
-    produce_copies<Shared::kMaxStages - 2>(at.chunks, schedule.stages, pipeline, shared.full, shared.empty,
-                                           [&](int chunk, int stage_index) {
-                                             Stage& target = stage(stage_index);
-                                             const int steps = at.steps_of(chunk);
+    cuda::produce_copies<Shared::kMaxStages - 2>(at.chunks, schedule.stages, pipeline, shared.full, shared.empty,
+                                                 [&](int chunk, int stage_index) {
+                                                   Stage& target = stage(stage_index);
+                                                   const int steps = at.steps_of(chunk);
 #pragma unroll
-                                             for (int index = 0; index < Layout::kColumnBlocks; ++index) {
-                                               copy_B[index].copy(target.B[index], steps, p.B.stride_step);
-                                               if constexpr (!states_only)
-                                                 copy_C[index].copy(target.C[index], steps, p.C.stride_step);
-                                             }
+                                                   for (int index = 0; index < Layout::kColumnBlocks; ++index) {
+                                                     copy_B[index].copy(target.B[index], steps, p.B.stride_step);
+                                                     if constexpr (!states_only)
+                                                       copy_C[index].copy(target.C[index], steps, p.C.stride_step);
+                                                   }
 #pragma unroll
-                                             for (int index = 0; index < Layout::kRowBlocks; ++index) {
-                                               copy_x[index].copy(target.x[index], steps, p.x.stride_step);
-                                               if (has_gate)
-                                                 copy_z[index].copy(*z_tile(stage_index, index), steps, p.z.stride_step);
-                                             }
-                                           });
+                                                   for (int index = 0; index < Layout::kRowBlocks; ++index) {
+                                                     copy_x[index].copy(target.x[index], steps, p.x.stride_step);
+                                                     if (has_gate)
+                                                       copy_z[index].copy(*z_tile(stage_index, index), steps, p.z.stride_step);
+                                                   }
+                                                 });
   }
 
   // A unit's warpgroup.
@@ -205,11 +204,11 @@ struct FwdSm90 {
       shared.full[pipeline.stage].wait(pipeline.phase);
       Stage& tiles = stage(pipeline.stage);
       const ChunkTables& tables = shared.tables[pipeline.stage][index];
-      const uint64_t B_rows = describe(tiles.B[columns]);
+      const uint64_t B_rows = make_operand(tiles.B[columns]);
 
       float y[kStepBlocks][4];
       if constexpr (!states_only) {
-        const uint64_t C_rows = describe(tiles.C[columns]);
+        const uint64_t C_rows = make_operand(tiles.C[columns]);
         float m[kStepBlocks][4];
         uint32_t s[kStateGroups][4];
 #pragma unroll
@@ -252,7 +251,7 @@ struct FwdSm90 {
         out.wait_for_sent();
         cuda::barrier_sync(1 + index, kWarpgroupThreads);
         cuda::warpgroup_arrive();
-        const uint64_t m_rows = describe(shared.bmm[index].rounded), lo_rows = describe(shared.bmm[index].lo);
+        const uint64_t m_rows = make_operand(shared.bmm[index].rounded), lo_rows = make_operand(shared.bmm[index].lo);
 #pragma unroll
         for (int j = 0; j < kStepGroups; ++j) {
           cuda::gemm<Scalar, true>(y, x[j], rows_of(m_rows, j), true);
@@ -313,7 +312,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate
   Fwd fwd(p, schedule, reinterpret_cast<unsigned char*>(&shared));
 
   // By a shuffle the compiler sees that it is the same for all lanes.
-  const int warpgroup = __shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
+  const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
   if (threadIdx.x < schedule.stages) {
     fwd.shared.full[threadIdx.x].init(Fwd::kCopyThreads + kWarpgroups * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(kWarpgroups * kWarpgroupThreads);

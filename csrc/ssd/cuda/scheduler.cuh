@@ -140,7 +140,7 @@ static __global__ void __launch_bounds__(kChunkStartsThreads)
     int64_t sum = value;
 #pragma unroll
     for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const int64_t earlier = __shfl_up_sync(kWholeWarp, sum, distance);
+      const int64_t earlier = __shfl_up_sync(kAllLanes, sum, distance);
       if (lane >= distance) sum += earlier;
     }
     return sum - value;
@@ -149,7 +149,7 @@ static __global__ void __launch_bounds__(kChunkStartsThreads)
   if (lane == kWarpSize - 1) of_warps[warp] = before + own;
   __syncthreads();
   static_assert(kWarps == kWarpSize, "a lane of each warp has the sum of one");
-  before += __shfl_sync(kWholeWarp, sum_of_earlier_lanes(of_warps[lane]), warp);
+  before += __shfl_sync(kAllLanes, sum_of_earlier_lanes(of_warps[lane]), warp);
   if (threadIdx.x == 0) schedule.chunk_starts[0] = 0;
   for (int64_t entry = first; entry < end; ++entry) {
     before += chunks_of(entry);

@@ -5,12 +5,13 @@
 
 #include <type_traits>
 
+#include <cstddef>
+#include <cstdint>
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/ptx/mbarrier.cuh"
 #include "cuda/ptx/wgmma_sm90.cuh"
-#include "ssd/cuda/chunk_cumsum.cuh"
 
-namespace ssm_kernels::ssd {
+namespace ssm_kernels::cuda {
 
 // A stage, and how often the ring came round to it before.
 struct PipelineState {
@@ -30,39 +31,63 @@ struct PipelineState {
 
 // Of the positions that so many warps take in turns, those of one.
 template <int warps>
-struct Share {
+struct WarpShare {
   int of_warp = 0;
 
   __device__ __forceinline__ int first() const { return warps == 1 ? 0 : of_warp; }
 };
 
+// A block's shared memory: what it has once, then as many stages as there is room for.
+template <typename Once, typename Stage_, typename Mma, int max_stages>
+struct StagedShared : Once {
+  using Stage = Stage_;
+  static constexpr int kMaxStages = max_stages;
+  static __device__ __forceinline__ int stages(int given) { return Mma::kIsAsync ? kMaxStages : given; }
+  Mbarrier full[max_stages], empty[max_stages];
+
+  __device__ __forceinline__ Stage& stage(int index) {
+    return *reinterpret_cast<Stage*>(reinterpret_cast<unsigned char*>(this) + align(sizeof(*this)) + index * kStageBytes);
+  }
+  static constexpr int bytes(int stages) { return Mma::kAlignment + align(sizeof(StagedShared)) + stages * kStageBytes; }
+  static __device__ __forceinline__ StagedShared& at(unsigned char* memory) {
+    const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(memory));
+    return *reinterpret_cast<StagedShared*>(memory + align(address) - address);
+  }
+
+ private:
+  static constexpr int align(size_t bytes) {
+    return static_cast<int>((bytes + Mma::kAlignment - 1) / Mma::kAlignment * Mma::kAlignment);
+  }
+  static constexpr int kStageBytes = align(sizeof(Stage));
+};
+
 // By the warps that copy: copy(position, stage) starts what one position takes. A stage is handed over while the copies of up
 // to `pending` later ones run, if there are stages for them beside that being read; the first at once.
 template <int pending, typename Copy>
-__device__ __forceinline__ void produce_copies(int positions, int stages, PipelineState& at, cuda::Mbarrier* full,
-                                               cuda::Mbarrier* empty, const Copy& copy) {
+__device__ __forceinline__ void produce_copies(int positions, int stages, PipelineState& at, Mbarrier* full, Mbarrier* empty,
+                                               const Copy& copy) {
   const bool runs_ahead = stages >= pending + 2;
   const auto commit_stage = [&](int positions_ago) {
     const int stage = at.stage - positions_ago;
-    cuda::fence_proxy_async();
+    fence_proxy_async();
     full[stage < 0 ? stage + stages : stage].arrive();
   };
 #pragma unroll 1
   for (int position = 0; position < positions; ++position) {
     if (at.phase > 0) empty[at.stage].wait(at.phase - 1);
     copy(position, at.stage);
-    cuda::cp_async_commit();
+    cp_async_commit();
     at.advance(stages);
     if (!runs_ahead || position == 0) {
-      cuda::cp_async_wait<0>();
+      cp_async_wait<0>();
       commit_stage(1);
     } else if (position > pending) {
-      cuda::cp_async_wait<pending>();
+      cp_async_wait<pending>();
       commit_stage(1 + pending);
     }
   }
   if (!runs_ahead) return;
-  cuda::cp_async_wait<0>();
+  cp_async_wait<0>();
   for (int ago = min(pending, positions - 1); ago > 0; --ago) commit_stage(ago);
 }
 
@@ -70,9 +95,9 @@ __device__ __forceinline__ void produce_copies(int positions, int stages, Pipeli
 // positions ahead; make(fetched) makes those of `at_once`, and store(stage, fetched, made, k) writes the k-th of them where
 // nobody reads any more. `empty`: of the tables.
 template <int at_once, typename Fetched, int warps, typename Fetch, typename Make, typename Store>
-__device__ __forceinline__ void produce_tables(int positions, Share<warps> share, int stages, PipelineState& at,
-                                               cuda::Mbarrier* full, cuda::Mbarrier* empty, const Fetch& fetch,
-                                               const Make& make, const Store& store) {
+__device__ __forceinline__ void produce_tables(int positions, WarpShare<warps> share, int stages, PipelineState& at,
+                                               Mbarrier* full, Mbarrier* empty, const Fetch& fetch, const Make& make,
+                                               const Store& store) {
   constexpr int kFetchedAhead = 4;
   static_assert(kFetchedAhead % at_once == 0, "what was fetched is used up in turns");
   std::conditional_t<warps == 1, PipelineState&, PipelineState> own = at;
@@ -110,29 +135,4 @@ __device__ __forceinline__ void produce_tables(int positions, Share<warps> share
   }
 }
 
-// The same of chunks of a head, chunk_at(position); tables_at(stage) are the unit's.
-template <typename Scalar, int at_once, bool states_only, int warps, typename ChunkAt, typename TablesAt>
-__device__ __forceinline__ void produce_chunk_cumsum(const SsdParams& p, const ChunkSpan& span, int64_t head,
-                                                     Share<warps> share, int stages, PipelineState& at, cuda::Mbarrier* full,
-                                                     cuda::Mbarrier* empty, const ChunkAt& chunk_at,
-                                                     const TablesAt& tables_at) {
-  const HeadSteps steps_of_head(p, head);
-  const Scalar* const dt = span.template rows<const Scalar>(p.dt, head, 0);
-  using Fetched = FetchedSteps<Scalar>;
-  produce_tables<at_once, Fetched>(
-      span.chunks, share, stages, at, full, empty,
-      [&](int position, Fetched& fetched) {
-        const int chunk = chunk_at(position);
-        fetched.fetch(p, dt + first_step(chunk) * p.dt.stride_step, span.resets(p, chunk), span.steps_of(chunk));
-      },
-      [&](const Fetched* fetched) {
-        ChunkCumsum<at_once, Scalar> made;
-        made.make(p, steps_of_head, fetched);
-        return made;
-      },
-      [&](int stage, const Fetched&, const ChunkCumsum<at_once, Scalar>& made, int k) {
-        made.template store<states_only>(k, tables_at(stage));
-      });
-}
-
-}  // namespace ssm_kernels::ssd
+}  // namespace ssm_kernels::cuda

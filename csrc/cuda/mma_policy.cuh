@@ -1,0 +1,56 @@
+// Products of whole tiles in backward's kernels, which are written for either kind: those of compute capability 9.0a, which run
+// while their warps go on, and those of a warp. The kernels call cuda::gemm with operands that describe() makes.
+#pragma once
+
+#include "cuda/fragment.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/ptx/wgmma_sm90.cuh"
+#include "cuda/warp_mma.cuh"
+
+namespace ssm_kernels::cuda {
+
+struct Sm90Wgmma {
+  static constexpr bool kIsAsync = true;
+  static constexpr int kAlignment = kOperandAlignment;  // of tiles
+  static constexpr bool kAreCompiled = SSM_KERNELS_HAS_WGMMA;
+
+  template <int columns>
+  static __device__ __forceinline__ uint64_t describe(const SmemTile<columns>& tile, const FragmentLane&) {
+    return make_operand(tile);
+  }
+  template <typename Value>
+  static __device__ __forceinline__ const Value& opaque(const Value& value) {
+    return value;
+  }
+  static __device__ __forceinline__ void fence() { warpgroup_arrive(); }
+  static __device__ __forceinline__ void commit() { warpgroup_commit(); }
+  static __device__ __forceinline__ void publish() { fence_proxy_async(); }
+  template <int pending, int blocks>
+  static __device__ __forceinline__ void wait(float (&d)[blocks][4]) {
+    warpgroup_wait<pending>(d);
+  }
+};
+
+struct Sm80Mma {
+  static constexpr bool kIsAsync = false;
+  static constexpr int kAlignment = 128;
+  static constexpr bool kAreCompiled = true;
+
+  template <int columns, int element_bytes>
+  static __device__ __forceinline__ WarpOperand<element_bytes> describe(const SmemTile<columns, element_bytes>& tile,
+                                                                        const FragmentLane& lane) {
+    return make_warp_operand<element_bytes>(&tile, SmemTile<columns, element_bytes>::kPanelBytes, lane.opaque().index);
+  }
+  // Registers are few: addresses of one use are not kept for the next.
+  template <typename Value>
+  static __device__ __forceinline__ Value opaque(const Value& value) {
+    return value.opaque();
+  }
+  static __device__ __forceinline__ void fence() {}
+  static __device__ __forceinline__ void commit() {}
+  static __device__ __forceinline__ void publish() {}
+  template <int pending, int blocks>
+  static __device__ __forceinline__ void wait(float (&)[blocks][4]) {}
+};
+
+}  // namespace ssm_kernels::cuda
