@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import plain_layers
 import pytest
 import torch
+from layer_helpers import assert_all_close
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -39,40 +40,26 @@ def loss_of(outputs: tuple[Tensor, Tensor, Tensor], used: str = "xaz") -> Tensor
     return sum((terms[name] for name in used), torch.zeros((), dtype=x.dtype, device=x.device))
 
 
-def grads_of(function: Callable, inputs: dict[str, Tensor | None], names=NAMES, used: str = "xaz") -> list[Tensor]:
+def grads_of(function: Callable, inputs: dict[str, Tensor | None], names=NAMES, used: str = "xaz") -> Sequence[Tensor]:
     leaves = {name: value if value is None else value.detach().clone() for name, value in inputs.items()}
-    for name in names:
-        leaves[name].requires_grad_()
-    return [
-        torch.zeros_like(leaves[name]) if grad is None else grad
-        for name, grad in zip(
-            names,
-            torch.autograd.grad(loss_of(function(**leaves), used), [leaves[name] for name in names], allow_unused=True),
-            strict=True,
-        )
-    ]
+    wanted = [leaves[name].requires_grad_() for name in names]
+    return torch.autograd.grad(loss_of(function(**leaves), used), wanted, allow_unused=True, materialize_grads=True)
 
 
-@pytest.mark.parametrize("used", ["xaz", "xa", "xz", "az", "x", "z"])
-def test_gradients(used, device):
-    inputs = make_inputs(device=device)
-    for actual, expected in zip(grads_of(operator, inputs, used=used), grads_of(compose, inputs, used=used), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+# The inputs that need gradients, the results that are used, and an argument that is absent.
+GRADIENT_CASES = [
+    *((NAMES, used, None) for used in ("xaz", "xa", "xz", "az", "x", "z")),
+    *((names, "xaz", None) for k in (1, 2, 3) for names in itertools.combinations(NAMES, k)),
+    *((tuple(name for name in NAMES if name != absent), "xaz", absent) for absent in ("bias", "initial_state")),
+]
 
 
-@pytest.mark.parametrize("names", [n for k in (1, 2, 3) for n in itertools.combinations(NAMES, k)], ids="-".join)
-def test_gradients_of_some_inputs(names, device):
-    inputs = make_inputs(device=device)
-    for actual, expected in zip(grads_of(operator, inputs, names), grads_of(compose, inputs, names), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("absent", ["bias", "initial_state"])
-def test_absent_arguments(absent, device):
-    inputs = make_inputs(device=device) | {absent: None}
-    names = [name for name in NAMES if name != absent]
-    for actual, expected in zip(grads_of(operator, inputs, names), grads_of(compose, inputs, names), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize(
+    "names, used, absent", GRADIENT_CASES, ids=lambda value: "-".join(value) if isinstance(value, tuple) else value
+)
+def test_gradients(names, used, absent, device):
+    inputs = make_inputs(device=device) | ({absent: None} if absent else {})
+    assert_all_close(grads_of(operator, inputs, names, used), grads_of(compose, inputs, names, used), 1e-12, 1e-12)
 
 
 def test_the_two_results_share_their_memory(device):
@@ -247,8 +234,7 @@ def test_vmap(device):
     others = {name: inputs[name] for name in NAMES[1:]}
     batched = torch.vmap(lambda xz: operator(xz, **others))(xz)
     for i in range(2):
-        for actual, expected in zip(batched, operator(xz[i], **others), strict=True):
-            torch.testing.assert_close(actual[i], expected, rtol=1e-12, atol=1e-12)
+        assert_all_close([result[i] for result in batched], operator(xz[i], **others), 1e-12, 1e-12)
 
 
 def test_opcheck(device):
@@ -261,8 +247,8 @@ def test_opcheck(device):
 def test_compiled_equals_eager(device):
     inputs = make_inputs(device=device)
     compiled = torch.compile(lambda *args: operator(*args), backend="aot_eager", fullgraph=True)
-    for actual, expected in zip(grads_of(lambda **i: compiled(*i.values()), inputs), grads_of(operator, inputs), strict=True):
-        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    actual = grads_of(lambda **inputs: compiled(*inputs.values()), inputs)
+    assert_all_close(actual, grads_of(operator, inputs), 1e-12, 1e-12)
 
 
 def test_odd_columns(device):
