@@ -100,7 +100,6 @@ every_layer = pytest.mark.parametrize("name", LAYERS)
 every_mixer = pytest.mark.parametrize("name", MIXERS)
 every_variant_of_mixers = pytest.mark.parametrize("name", variants_of(*MIXERS))
 every_recurrence = pytest.mark.parametrize("name", RECURRENCES)
-every_variant_of_recurrences = pytest.mark.parametrize("name", variants_of(*RECURRENCES))
 
 
 def make_layer(

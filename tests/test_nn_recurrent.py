@@ -19,9 +19,9 @@ from layer_helpers import (
     assert_same_gradients,
     decode,
     every_recurrence,
-    every_variant_of_recurrences,
     make_layer,
     make_sequence,
+    variants_of,
 )
 from plain_layers import parameters_of, recurrent
 
@@ -98,19 +98,6 @@ def test_shapes_are_those_of_gru(name, num_layers, bidirectional, batch_first, d
 
 
 @every_recurrence
-def test_layouts_of_the_input_agree(name, device):
-    time_first = make_layer(name, device, bidirectional=True)
-    batch_first = make_layer(name, device, bidirectional=True, batch_first=True)
-    x, h_0 = make_sequence(7, 3, IN, device=device), make_sequence(4, 3, HIDDEN, device=device, seed=1)
-    output, h_n = time_first(x, h_0)
-    other, other_h_n = batch_first(x.transpose(0, 1), h_0)
-    assert_all_close((other.transpose(0, 1), other_h_n), (output, h_n))
-    for b in range(3):
-        for layer in (time_first, batch_first):
-            assert_all_close(layer(x[:, b], h_0[:, b]), (output[:, b], h_n[:, b]))
-
-
-@every_recurrence
 @pytest.mark.parametrize("shape", [(0, 3), (4, 0), (1, 1)])
 def test_empty_and_short_sequences(name, shape, device):
     layer = make_layer(name, device)
@@ -126,15 +113,31 @@ def test_empty_and_short_sequences(name, shape, device):
 # ----- values and gradients
 
 
+# Every layer, and Liquid at irregular times.
+every_timing = pytest.mark.parametrize(
+    "name, has_dt", [*((name, False) for name in variants_of(*RECURRENCES)), ("Liquid", True), ("Liquid-constant_tau", True)]
+)
+
+
+@every_timing
+@pytest.mark.parametrize("layout", ["time_first", "batch_first", "one"])
 @pytest.mark.parametrize("bidirectional", [False, True])
-@every_variant_of_recurrences
-def test_layer_is_its_formula(name, bidirectional, device):
-    layer = make_layer(name, device, bidirectional=bidirectional)
+def test_layer_is_its_formula(name, has_dt, bidirectional, layout, device):
+    layer = make_layer(name, device, bidirectional=bidirectional, batch_first=layout == "batch_first")
     x = make_sequence(9, 2, IN, device=device).requires_grad_()
     h_0 = make_sequence(2 * (1 + bidirectional), 2, HIDDEN, device=device, seed=1).requires_grad_()
-    actual, expected = layer(x, h_0), recurrent(layer, x, h_0)
+    dt = {"dt": (make_sequence(9, 2, device=device, seed=1).abs() * 3).requires_grad_()} if has_dt else {}
+    if layout == "one":
+        parts = [layer(x[:, b], h_0[:, b], **{key: value[:, b] for key, value in dt.items()}) for b in range(2)]
+        actual = tuple(torch.stack(results, dim=1) for results in zip(*parts, strict=True))
+    elif layout == "batch_first":
+        output, h_n = layer(x.transpose(0, 1), h_0, **{key: value.transpose(0, 1) for key, value in dt.items()})
+        actual = output.transpose(0, 1), h_n
+    else:
+        actual = layer(x, h_0, **dt)
+    expected = recurrent(layer, x, h_0, **dt)
     assert_all_close(actual, expected)
-    assert_same_gradients(actual, expected, {"x": x, "h_0": h_0} | parameters_of(layer))
+    assert_same_gradients(actual, expected, {"x": x, "h_0": h_0, **dt} | parameters_of(layer))
 
 
 @pytest.mark.parametrize("name", ["MinGRU", "MinLSTM", "Liquid-constant_tau"])
@@ -142,25 +145,6 @@ def test_without_bias_and_state(name, device):
     layer = make_layer(name, device, bias=False, num_layers=1)
     x = make_sequence(6, 2, IN, device=device)
     assert_all_close(layer(x), recurrent(layer, x))
-
-
-@pytest.mark.parametrize("layout", ["time_first", "batch_first", "one"])
-@pytest.mark.parametrize("name", ["Liquid", "Liquid-constant_tau"])
-def test_liquid_at_irregular_times(name, layout, device):
-    layer = make_layer(name, device, bidirectional=True, batch_first=layout == "batch_first")
-    x = make_sequence(7, 2, IN, device=device).requires_grad_()
-    dt = (make_sequence(7, 2, device=device, seed=1).abs() * 3).requires_grad_()
-    expected = recurrent(layer, x, dt=dt)
-    if layout == "one":
-        parts = [layer(x[:, b], dt=dt[:, b]) for b in range(2)]
-        actual = tuple(torch.stack(results, dim=1) for results in zip(*parts, strict=True))
-    elif layout == "batch_first":
-        output, h_n = layer(x.transpose(0, 1), dt=dt.transpose(0, 1))
-        actual = output.transpose(0, 1), h_n
-    else:
-        actual = layer(x, dt=dt)
-    assert_all_close(actual, expected)
-    assert_same_gradients(actual, expected, {"x": x, "dt": dt} | parameters_of(layer))
 
 
 def test_liquid_is_exact_in_time(device):
@@ -194,32 +178,23 @@ def test_bidirectional_is_two_unidirectional(name, device):
 # ----- steps and packed sequences
 
 
-@every_variant_of_recurrences
-def test_steps_are_the_whole_sequence(name, device):
+@every_timing
+def test_steps_are_the_whole_sequence(name, has_dt, device):
     layer = make_layer(name, device)
     x, h_0 = make_sequence(8, 3, IN, device=device), make_sequence(2, 3, HIDDEN, device=device, seed=1)
-    whole, h_n = layer(x, h_0)
+    dt = {"dt": make_sequence(8, 3, device=device, seed=1).abs()} if has_dt else {}
+    whole, h_n = layer(x, h_0, **dt)
     for start in (0, 1, 5):
-        _, state = layer(x[:start], h_0)
+        _, state = layer(x[:start], h_0, **{key: value[:start] for key, value in dt.items()})
         for t in range(start, 8):
-            output, state = layer.step(x[t], state)
+            output, state = layer.step(x[t], state, **{key: value[t] for key, value in dt.items()})
             torch.testing.assert_close(output, whole[t], rtol=1e-10, atol=1e-12)
         torch.testing.assert_close(state, h_n, rtol=1e-10, atol=1e-12)
     fresh = layer.step(x[0])
     assert_all_close(fresh, (layer(x[:1])[0][0], layer(x[:1])[1]))
-
-
-@pytest.mark.parametrize("name", ["Liquid", "Liquid-constant_tau"])
-def test_liquid_steps_at_irregular_times(name, device):
-    layer = make_layer(name, device)
-    x, dt = make_sequence(6, 3, IN, device=device), make_sequence(6, 3, device=device, seed=1).abs()
-    whole, h_n = layer(x, dt=dt)
-    state = None
-    for t in range(6):
-        output, state = layer.step(x[t], state, dt=dt[t])
-        torch.testing.assert_close(output, whole[t], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(state, h_n, rtol=1e-10, atol=1e-12)
-    assert_all_close(layer.step(x[0], dt=0.3), layer.step(x[0], dt=torch.full((3,), 0.3, device=device, dtype=torch.float64)))
+    if has_dt:
+        equal = torch.full((3,), 0.3, device=device, dtype=torch.float64)
+        assert_all_close(layer.step(x[0], dt=0.3), layer.step(x[0], dt=equal))
 
 
 @pytest.mark.parametrize("form", ["one", "batch_first", "time_first"])
