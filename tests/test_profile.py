@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import csv
 import importlib.util
+import io
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
@@ -41,15 +42,36 @@ def profiler() -> ModuleType:
     return module
 
 
-def run_script(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        cwd=cwd,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        timeout=180,
-    )
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.fixture
+def measure(profiler, capsys):
+    """Calls ``main`` and returns what it writes as JSON."""
+
+    def call(*arguments: str) -> dict:
+        assert profiler.main([*arguments, "--json", "found.json"]) == 0, capsys.readouterr().err
+        return json.loads(Path("found.json").read_text())
+
+    return call
+
+
+@pytest.fixture
+def refuse(profiler, capsys):
+    """Calls ``main``, which refuses the arguments in one line."""
+
+    def call(arguments: list[str], says: str) -> None:
+        assert profiler.main(arguments) == 2
+        assert_one_line(capsys.readouterr().err, says)
+
+    return call
+
+
+def run_script(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command, environment = [sys.executable, str(SCRIPT), *arguments], {**os.environ, **environment}
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=180)
 
 
 def assert_one_line(stderr: str, says: str) -> None:
@@ -64,7 +86,7 @@ def assert_one_line(stderr: str, says: str) -> None:
 
 def test_small_run_measures_and_writes_everything(device, tmp_path):
     files = ("--json", "found.json", "--csv", "found.csv", "--plot", "found.png")
-    done = run_script(*SMALL, "--device", device, *files, cwd=tmp_path)
+    done = run_script(*SMALL, "--device", device, *files)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
     for name in DISCRETIZATIONS:
@@ -108,15 +130,13 @@ def recorded(path: Path, samples: np.ndarray) -> Path:
 
 
 @pytest.mark.parametrize("name", ["signal.npy", "signal.csv", "signal.wav"])
-def test_recorded_input(profiler, tmp_path, monkeypatch, capsys, name):
-    monkeypatch.chdir(tmp_path)
-    recorded(tmp_path / name, np.random.default_rng(0).standard_normal(40).cumsum())
-    arguments = [*ACCURACY_ONLY, "--input", name, "--hold", "zero", "--json", "found.json", "--plot", "found.svg", "--quiet"]
-    arguments += ["--step", "0.008"]  # a step of 1/8000 leaves the rules of higher orders nothing but rounding
-    assert profiler.main(arguments) == 0, capsys.readouterr().err
-    assert "constant between samples" in json.loads(Path("found.json").read_text())["signal"]
+def test_recorded_input(measure, name):
+    recorded(Path(name), np.random.default_rng(0).standard_normal(40).cumsum())
+    # A step of 1/8000 leaves the rules of higher orders nothing but rounding.
+    found = measure(*ACCURACY_ONLY, "--input", name, "--hold", "zero", "--plot", "found.svg", "--quiet", "--step", "0.008")
+    assert "constant between samples" in found["signal"]
     assert Path("found.svg").read_text().lstrip().startswith("<?xml")
-    for accuracy in json.loads(Path("found.json").read_text())["accuracies"]:
+    for accuracy in found["accuracies"]:
         finest, order = accuracy["sampled_at_end"]["errors"][-1], accuracy["sampled_at_end"]["order"]
         expected = METHODS[accuracy["method"]].step_order
         if expected is None:
@@ -233,15 +253,13 @@ def test_decimal_commas(profiler, tmp_path, separator, heading):
 
 
 @pytest.mark.parametrize(("arguments", "spacing"), [((), 0.01), (("--step", "0.5"), 0.5)])
-def test_sample_rate_is_the_step(profiler, tmp_path, monkeypatch, capsys, arguments, spacing):
-    monkeypatch.chdir(tmp_path)
-    samples = wave(tmp_path / "signal.wav")
-    found = profiler.signals.load_recording(tmp_path / "signal.wav")
+def test_sample_rate_is_the_step(profiler, measure, arguments, spacing):
+    samples = wave(Path("signal.wav"))
+    found = profiler.signals.load_recording(Path("signal.wav"))
     assert found.spacing == 0.01
     np.testing.assert_allclose(found.samples, samples / np.abs(samples).max())
-    chosen = [*ACCURACY_ONLY, "--methods", "foh", "--input", "signal.wav", "--json", "found.json", "--plot", "none", *arguments]
-    assert profiler.main([*chosen, "--quiet"]) == 0, capsys.readouterr().err
-    written = json.loads(Path("found.json").read_text())
+    chosen = ["--methods", "foh", "--input", "signal.wav", "--plot", "none", "--quiet", *arguments]
+    written = measure(*ACCURACY_ONLY, *chosen)
     assert written["sample_spacing"] == pytest.approx(spacing)
     assert written["accuracies"][0]["steps"][-1] == pytest.approx(spacing / profiler.signals.REFINEMENT)
 
@@ -262,11 +280,9 @@ def test_sample_rate_is_the_step(profiler, tmp_path, monkeypatch, capsys, argume
     ],
     ids=" ".join,
 )
-def test_figures_are_legible(profiler, tmp_path, monkeypatch, parts, layout):
-    monkeypatch.chdir(tmp_path)
-    table(
-        Path("signal.csv"), "time,x", np.stack([0.008 * np.arange(129), np.random.default_rng(0).standard_normal(129)], axis=1)
-    )
+def test_figures_are_legible(profiler, monkeypatch, parts, layout):
+    times = 0.008 * np.arange(129)
+    table(Path("signal.csv"), "time,x", np.stack([times, np.random.default_rng(0).standard_normal(129)], axis=1))
     drawn = []
     figure_of = profiler.plots.figure_of
     monkeypatch.setattr(profiler.plots, "figure_of", lambda *a, **k: drawn.append(figure_of(*a, **k)) or drawn[-1])
@@ -275,11 +291,9 @@ def test_figures_are_legible(profiler, tmp_path, monkeypatch, parts, layout):
     assert_legible(drawn[0])
 
 
-def test_methods_and_parts_can_be_chosen(profiler, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    arguments = [*SMALL, "--methods", "zoh_exact,bilinear", "foh", "--no-profile_ops", "--no-profile_accuracy", "--no-backward"]
-    assert profiler.main([*arguments, "--plot", "none", "--json", "found.json"]) == 0, capsys.readouterr().err
-    found = json.loads(Path("found.json").read_text())
+def test_methods_and_parts_can_be_chosen(measure, tmp_path):
+    parts = ["--no-profile_ops", "--no-profile_accuracy", "--no-backward", "--plot", "none"]
+    found = measure(*SMALL, "--methods", "zoh_exact,bilinear", "foh", *parts)
     assert [scan["method"] for scan in found["scans"]] == ["zoh_exact", "bilinear"]
     assert all(scan["backward"] is None for scan in found["scans"])
     assert found["operations"] == found["accuracies"] == []
@@ -287,20 +301,16 @@ def test_methods_and_parts_can_be_chosen(profiler, tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_dtypes(profiler, tmp_path, monkeypatch, capsys, dtype):
-    monkeypatch.chdir(tmp_path)
-    assert profiler.main([*SMALL, "--dtype", dtype, "--methods", "foh", "--json", "found.json"]) == 0, capsys.readouterr().err
-    found = json.loads(Path("found.json").read_text())
+def test_dtypes(measure, dtype):
+    found = measure(*SMALL, "--dtype", dtype, "--methods", "foh")
     rounding = found["accuracies"][0]["rounding"]
     assert rounding is None if dtype == "float64" else 1e-5 < rounding < 0.1
     assert {operation["dtype"] for operation in found["operations"] if operation["form"] == "diagonal"} == {dtype}
 
 
 @pytest.mark.parametrize("layout", ["page", "column"])
-def test_unstable_methods_and_many_states_are_reported(profiler, tmp_path, monkeypatch, capsys, layout):
-    monkeypatch.chdir(tmp_path)
-    arguments = ["--device", "cpu", "--dstate", "256", "--no-profile_ops", "--no-profile_scan", "--layout", layout]
-    assert profiler.main([*arguments, "--methods", "euler", "bilinear"]) == 0, capsys.readouterr().err
+def test_unstable_methods_and_many_states_are_reported(measure, capsys, layout):
+    measure("--device", "cpu", "--dstate", "256", *ACCURACY_ONLY[4:], "--layout", layout, "--methods", "euler", "bilinear")
     printed = capsys.readouterr().out
     assert "unstable" in next(line for line in printed.splitlines() if line.startswith("euler"))
 
@@ -339,11 +349,15 @@ def test_unstable_methods_and_many_states_are_reported(profiler, tmp_path, monke
         (["--batch", "4000000000", "--seqlen", "4000000000"], "GiB"),
     ],
 )
-def test_bad_arguments_give_one_line(profiler, tmp_path, monkeypatch, capsys, arguments, says):
-    monkeypatch.chdir(tmp_path)
-    assert profiler.main(["--dim", "4", "--n_trials", "1", *arguments]) == 2
-    assert_one_line(capsys.readouterr().err, says)
+def test_bad_arguments_give_one_line(refuse, tmp_path, arguments, says):
+    refuse(["--dim", "4", "--n_trials", "1", *arguments], says)
     assert list(tmp_path.iterdir()) == []
+
+
+def saved(save: Callable[..., None], *arrays: np.ndarray) -> bytes:
+    file = io.BytesIO()
+    save(file, *arrays)
+    return file.getvalue()
 
 
 @pytest.mark.parametrize(
@@ -359,13 +373,17 @@ def test_bad_arguments_give_one_line(profiler, tmp_path, monkeypatch, capsys, ar
         ("ragged.csv", b"1,2\n" * 20 + b"1\n", "cannot be read as csv"),
         ("cut.wav", b"RIFF\x24\x00\x00\x00WAVE", "cannot be read as wav"),
         ("text.wav", b"no sound", "cannot be read as wav"),
+        ("archive.npy", saved(np.savez, np.ones(20)), "expected one array, got NpzFile"),
+        ("array.npy", saved(np.save, np.ones(20, dtype=np.complex128)), "expected real numbers"),
+        ("array.npy", saved(np.save, np.ones((20, 3, 3))), "expected samples or (samples, channels)"),
+        ("array.npy", saved(np.save, np.array([{}] * 20)), "cannot be read as npy"),
+        ("array.npy", saved(np.save, np.ones((20, 2))), "channel 2 asked for, but there are 2"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_bad_recordings_give_one_line(profiler, tmp_path, monkeypatch, capsys, name, content, says):
-    monkeypatch.chdir(tmp_path)
+def test_bad_recordings_give_one_line(refuse, name, content, says):
     Path(name).write_bytes(content)
-    assert profiler.main(["--input", name]) == 2
-    assert_one_line(capsys.readouterr().err, says)
+    refuse(["--input", name, *(["--channel", "2"] if name == "array.npy" else [])], says)
 
 
 def damaged(content: bytes) -> Iterator[bytes]:
@@ -392,48 +410,23 @@ def test_damaged_recordings_are_read_or_refused(profiler, tmp_path, name):
     assert refused > 0
 
 
-def test_archive_named_as_an_array_gives_one_line(profiler, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    with open("signal.npy", "wb") as file:
-        np.savez(file, signal=np.ones(20))
-    assert profiler.main(["--input", "signal.npy"]) == 2
-    assert_one_line(capsys.readouterr().err, "expected one array, got NpzFile")
-
-
-@pytest.mark.parametrize(
-    ("array", "says"),
-    [
-        (np.ones(20, dtype=np.complex128), "expected real numbers"),
-        (np.ones((20, 3, 3)), "expected samples or (samples, channels)"),
-        (np.array([{}] * 20), "cannot be read as npy"),
-        (np.ones((20, 2)), "channel 2 asked for, but there are 2"),
-    ],
-)
-def test_bad_arrays_give_one_line(profiler, tmp_path, monkeypatch, capsys, array, says):
-    monkeypatch.chdir(tmp_path)
-    np.save("signal.npy", array)
-    assert profiler.main(["--input", "signal.npy", "--channel", "2"]) == 2
-    assert_one_line(capsys.readouterr().err, says)
-
-
-def test_script_exits_with_2_and_no_traceback(tmp_path):
-    done = run_script("--methods", "tustin", cwd=tmp_path)
+def test_script_exits_with_2_and_no_traceback():
+    done = run_script("--methods", "tustin")
     assert done.returncode == 2
     assert done.stdout == ""
     assert_one_line(done.stderr, "tustin")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_no_cuda_device_gives_one_line(profiler, capsys):
-    assert profiler.main(["--device", "cuda"]) == 2
-    assert_one_line(capsys.readouterr().err, "finds no CUDA device")
+def test_no_cuda_device_gives_one_line(refuse):
+    refuse(["--device", "cuda"], "finds no CUDA device")
 
 
 def test_missing_packages_give_one_line(tmp_path):
     absent = tmp_path / "rich"
     absent.mkdir()
     (absent / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')\n")
-    done = run_script(cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    done = run_script(PYTHONPATH=str(tmp_path))
     assert done.returncode == 2
     assert_one_line(done.stderr, 'pip install -e ".[profile]"')
 
