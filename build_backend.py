@@ -1,4 +1,4 @@
-"""PEP 517 backend: setuptools, run against the torch of the environment that the package is being installed into.
+"""PEP 517 backend: setuptools, with the torch of the environment that the package is installed into.
 
 Build isolation hides that environment, so a plain setuptools backend would fetch the newest torch and build against the wrong
 one. pip isolates by setting PYTHONPATH for the same interpreter: a child process without it sees the environment, and its paths
@@ -27,7 +27,7 @@ TORCH_REQUIREMENT = "torch>=2.11"
 TOOLKIT_REQUIREMENT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"
 # PyTorch's headers are C++17 up to 2.11 and C++20 in its newest releases, which GCC has from 11 and Clang from 14 on.
 MINIMUM_COMPILERS = {"GCC": 11, "Clang": 14}
-# The folders of csrc/ that belong to no single operator.
+# Folders of csrc/ that belong to no single operator.
 SHARED_FOLDERS = ("common", "cpu", "cuda", "torch")
 # Before CUDA 13 the Python packages have no nvcc.
 FIRST_PACKAGED_CUDA = 13
@@ -58,8 +58,8 @@ class Toolkit(NamedTuple):
 
 class CudaPlan(NamedTuple):
     decision: str  # "yes", "no", or "fetch": yes, with nvcc from Python packages
-    reason: str = ""  # why there are CPU kernels only although torch has CUDA
-    variable: str = "FORCE_CUDA"  # what asks for CUDA kernels on this machine
+    reason: str = ""  # why only CPU kernels are built although torch has CUDA
+    variable: str = "FORCE_CUDA"  # the variable that requests CUDA kernels on this machine
 
 
 def major(version: str) -> int:
@@ -67,18 +67,18 @@ def major(version: str) -> int:
 
 
 def run_in_environment(*arguments: str) -> subprocess.CompletedProcess:
-    """Runs Python in the environment being installed into, not in the isolated one."""
+    """Runs Python in the environment that the package is installed into, not in the isolated one."""
     environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True)
 
 
 def environment_paths() -> list[str]:
-    """sys.path of the environment being installed into."""
+    """sys.path of the environment that the package is installed into."""
     return run_in_environment("-c", "import sys; print(*filter(None, sys.path[1:]), sep='\\n')").stdout.splitlines()
 
 
 def find_torch(paths: list[str]) -> Torch | None:
-    """The torch on ``paths``, read from its version file: importing it takes seconds, and would fail if it is broken."""
+    """Finds the torch on ``paths`` from its version file: an import takes seconds, and fails if torch is broken."""
     spec = importlib.machinery.PathFinder.find_spec("torch", paths)
     if spec is None or spec.origin is None:
         return None
@@ -87,7 +87,7 @@ def find_torch(paths: list[str]) -> Torch | None:
 
 
 def find_compiler() -> Compiler:
-    """The C++ compiler that PyTorch's build extension will call. Stops if there is none, or it is too old for PyTorch."""
+    """Finds the C++ compiler that PyTorch's build extension will call. Stops if there is none, or if it is too old."""
     command = os.environ.get("CXX") or "c++"
     needed = " or ".join(f"{name} >= {version}" for name, version in MINIMUM_COMPILERS.items())
     if shutil.which(command.split()[0]) is None:
@@ -112,7 +112,7 @@ def find_compiler() -> Compiler:
 
 
 def host_units(sources: list[str]) -> dict[str, str]:
-    """The text of the translation units that include the host's .cpp files: one per operator, and "torch" for the others.
+    """Returns the text of the translation units that include the host's .cpp files: one per operator, "torch" for the others.
 
     PyTorch's headers take 3 to 7 s of one core per unit, longer than most of these files alone.
     """
@@ -126,7 +126,9 @@ def host_units(sources: list[str]) -> dict[str, str]:
 
 
 def find_toolkit(paths: list[str]) -> Toolkit | None:
-    """CUDA_HOME or CUDA_PATH alone if set, else the toolkit of the nvcc on PATH, else /usr/local/cuda; then Python packages."""
+    """Finds the toolkit: CUDA_HOME or CUDA_PATH alone if set, else the nvcc on PATH, else /usr/local/cuda, else Python
+    packages.
+    """
     named = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     on_path = shutil.which("nvcc")
     if named:
@@ -137,7 +139,7 @@ def find_toolkit(paths: list[str]) -> Toolkit | None:
     packaged = [home for path in paths for home in sorted(Path(path).glob("nvidia/cu[0-9]*"), reverse=True)]
     for home in [*homes, *packaged]:
         nvcc = home / "bin" / "nvcc"
-        # A script called nvcc outside a toolkit has no headers beside it.
+        # A script named nvcc outside a toolkit has no headers next to it.
         if nvcc.exists() and cuda_include_dirs(home):
             output = subprocess.run([str(nvcc), "--version"], capture_output=True, text=True).stdout
             release = re.search(r"release (\d+\.\d+)", output)
@@ -153,9 +155,9 @@ def cuda_include_dirs(home: Path) -> list[str]:
 
 
 def complete_architectures(architectures: str) -> str:
-    """``architectures``, spelt as in TORCH_CUDA_ARCH_LIST, with 9.0a in the place of 9.0.
+    """Replaces 9.0 by 9.0a in ``architectures``, spelt as in TORCH_CUDA_ARCH_LIST.
 
-    Kernels that hand registers from warp to warp can do so in 9.0a only, and spill without.
+    setmaxnreg, which moves registers between warps, needs 9.0a; without it kernels spill.
     """
     names = architectures.replace("Hopper", "9.0+PTX").split(";")
     completed = ";".join(re.sub(r"^9\.0(?=\+|$)", "9.0a", name) for name in names)
@@ -180,11 +182,11 @@ def check_architectures(architectures: str, toolkit: Toolkit) -> None:
 
 
 def has_nvidia_driver() -> bool:
-    """Whether the kernel module is loaded, or (under WSL, where there is none) nvidia-smi reaches a GPU."""
-    # Some containers show the device file alone.
+    """Checks whether the kernel module is loaded or, under WSL, which has none, whether nvidia-smi reaches a GPU."""
+    # Some containers have only the device file.
     if any(map(os.path.exists, DRIVER_FILES)):
         return True
-    # Login nodes have an nvidia-smi that fails.
+    # On login nodes nvidia-smi exists and fails.
     return shutil.which("nvidia-smi") is not None and subprocess.run(["nvidia-smi", "-L"], capture_output=True).returncode == 0
 
 
@@ -200,15 +202,15 @@ def cuda_request() -> str | None:
 
 
 def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None, has_driver: bool) -> CudaPlan:
-    """Whether CUDA kernels are built. Stops if they are asked for and cannot be.
+    """Decides whether to build CUDA kernels. Stops if they are requested and cannot be built.
 
-    CUDA kernels take most of the time of a build, and a machine without an NVIDIA driver cannot run them: it gets them on
-    request only, also if it has an nvcc.
+    CUDA kernels take most of the time of a build, and a machine without an NVIDIA driver cannot run them. Such a machine gets
+    them on request only, even if it has an nvcc.
 
     Args:
-        torch: what is built against; None before it is installed.
+        torch: the torch to build against; None before it is installed.
         toolkit: the CUDA toolkit found, if any.
-        request: what :func:`cuda_request` returns.
+        request: the result of :func:`cuda_request`.
         has_driver: whether the machine has an NVIDIA driver.
     """
     if torch is not None and torch.cuda is None:
@@ -241,12 +243,12 @@ def plan_cuda(torch: Torch | None, toolkit: Toolkit | None, request: str | None,
 
 
 def rebuild_with_cuda(sources: Path | str, variable: str = "FORCE_CUDA") -> str:
-    """The command that builds CUDA kernels on any machine; messages, ``python -m ssm_kernels`` and the docs have the same."""
+    """The command that builds CUDA kernels on any machine, the same in messages, ``python -m ssm_kernels`` and the docs."""
     return f"{variable}=1 pip install --no-deps -e {sources}"
 
 
 def cpu_only_notice(plan: CudaPlan, sources: Path) -> str:
-    """The line that ends a build without CUDA kernels against a torch with CUDA."""
+    """The last line of a build without CUDA kernels against a torch with CUDA."""
     return (
         f"ssm_kernels: CPU kernels only were built: {plan.reason}. To build CUDA kernels too, on any machine: "
         f"{rebuild_with_cuda(sources, plan.variable)}"
@@ -258,10 +260,10 @@ def toolkit_requirement(torch: Torch) -> str:
 
 
 def torch_with_toolkit() -> list[str]:
-    """Requirements for the torch that pip will choose and the compiler that fits it.
+    """Requirements for the torch that pip will choose and the matching compiler.
 
-    torch requires one version of cuda-toolkit. Asked for both at once, pip (23.2, for one) begins with the newest of each and
-    gives up; so it is asked for torch alone first.
+    torch requires one version of cuda-toolkit. If asked for both at once, pip (for example 23.2) starts with the newest of each
+    and gives up. The function therefore asks for torch alone first.
     """
     resolve = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report", "-", TORCH_REQUIREMENT]
     result = run_in_environment(*resolve)

@@ -1,8 +1,8 @@
-"""How the two libraries are linked, and what the build checks of them afterwards.
+"""Link arguments of the two libraries, and the checks after linking.
 
 PyTorch's libraries use the shared libstdc++. A compiler whose search path has ``libstdc++.a`` before ``libstdc++.so`` links a
-second copy into an extension. The process then crashes when one copy uses an object of the other: the first error message with
-a number in it is enough.
+second copy into an extension. The process then crashes when one copy uses an object of the other, for example at the first
+error message with a number.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def link_arguments(exports: str) -> list[str]:
         exports: name of the version script in ``csrc/`` that lists the symbols that other libraries see.
     """
     return [
-        # Comes before the -lstdc++ that the driver appends: no symbol is left for that one to resolve, from a .so or a .a.
+        # Precedes the -lstdc++ that the driver appends, so that no symbol is left for that one to resolve.
         *("-Wl,--push-state,--no-as-needed", f"-l:{LIBSTDCXX}", "-Wl,--pop-state"),
         # -fvisibility=hidden alone exports std:: templates: libstdc++'s headers declare the whole namespace visible.
         f"-Wl,--version-script={ROOT / 'csrc' / exports}",
@@ -44,12 +44,12 @@ def link_arguments(exports: str) -> list[str]:
 
 
 class SharedLibrary(NamedTuple):
-    needed: list[str]  # names of the libraries that the loader loads with it
+    needed: list[str]  # names of the libraries that the loader loads with this one
     exported: list[str]  # defined symbols that other libraries can bind to
 
 
 def read_shared_library(path: Path) -> SharedLibrary:
-    """Reads the dynamic section and symbols of a 64-bit ELF file: not every compiler comes with readelf and nm."""
+    """Reads the dynamic section and symbols of a 64-bit ELF file, because not every compiler comes with readelf and nm."""
     with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
         if data[:5] != b"\x7fELF\x02":
             stop(f"expected {path} to be a 64-bit ELF library, got a file that begins with {data[:5]!r}.")
@@ -89,7 +89,7 @@ def check_library(path: Path, compiler: str) -> None:
     copied = [name for name in library.exported if STD_SYMBOL.match(name)]
     if LIBSTDCXX in library.needed and not copied:
         return
-    # A library that is left there can be imported, or be taken for up to date by the next build.
+    # A remaining library could be imported, and the next build would consider it up to date.
     path.unlink()
     found = f"it exports {len(copied)} symbols of std::" if copied else "it was linked statically"
     stop(

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Cost and error of every discretization, on the machine it runs on.
+"""Measures cost and error of every discretization on this machine.
 
-Without arguments everything is measured, at sizes that finish within a minute:
+Without arguments it measures everything, at sizes that finish within a minute:
 
-1. the elementary operations that the rules are made of;
-2. each rule's forward and backward through ``ssm_kernels.selective_scan``, beside a loop over time in PyTorch;
+1. the elementary operations of the rules;
+2. each rule's forward and backward through ``ssm_kernels.selective_scan``, against a loop over time in PyTorch;
 3. each rule's error against the exact solution of the continuous system, for a known input or a recorded one (``--input``).
 
 Tables go to standard output, a figure to ``--plot``, all numbers to ``--json`` and ``--csv``. ``docs/discretizations.md``
@@ -44,7 +44,7 @@ except ImportError as error:
     sys.exit(2)
 
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
-SIZES = {  # of which the largest that fits the time is taken
+SIZES = {  # the program takes the largest that fits the time
     "cpu": [
         (1, 64, 128, 16),
         (1, 128, 256, 16),
@@ -58,11 +58,11 @@ SIZES = {  # of which the largest that fits the time is taken
 ACCURACY_DIM = 16
 TRIALS = 20
 LOOP_TRIALS = 3
-SECONDS = {"operations": 4.0, "scans": 14.0, "loop": 12.0}  # for what is left to the program to choose
+SECONDS = {"operations": 4.0, "scans": 14.0, "loop": 12.0}  # for sizes that the program chooses
 
 
 class UsageError(Exception):
-    """What the user has to change, in one line."""
+    """A mistake of the user, described in one line."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -73,7 +73,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def at_least(lowest: int, highest: float = math.inf) -> Callable[[str], int]:
-    """An argument's type: an integer in a range."""
+    """Returns an argument type: an integer in a range."""
     wanted = f"an integer of at least {lowest}" if highest == math.inf else f"an integer from {lowest} to {highest}"
 
     def parse(text: str) -> int:
@@ -89,7 +89,7 @@ def at_least(lowest: int, highest: float = math.inf) -> Callable[[str], int]:
 
 
 def positive(text: str) -> float:
-    """An argument's type: a number above 0."""
+    """An argument type: a number above 0."""
     try:
         value = float(text)
     except ValueError:
@@ -113,7 +113,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--methods", nargs="+", default=["all"], metavar="NAME", help=f"'all' or a list of {', '.join(DISCRETIZATIONS)}"
     )
     what.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
-    what.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of part 1 and 2; errors are found in float64")
+    what.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of parts 1 and 2; errors use float64")
     what.add_argument("--profile_ops", **switch, help="part 1, the elementary operations")
     what.add_argument("--profile_scan", **switch, help="part 2, time of each method")
     what.add_argument("--profile_accuracy", **switch, help="part 3, error of each method")
@@ -128,7 +128,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--channel",
         type=at_least(0),
         metavar="K",
-        help="of the recording, its time axis not counted (default: the mean of all)",
+        help="channel of the recording, without its time axis (default: the mean of all)",
     )
     record.add_argument(
         "--step",
@@ -147,7 +147,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     output.add_argument("--layout", choices=["page", "column"], default="page", help="panels side by side, or stacked")
     output.add_argument("--json", type=Path, metavar="FILE")
     output.add_argument("--csv", type=Path, metavar="FILE")
-    output.add_argument("--quiet", action="store_true", help="print only where files were written")
+    output.add_argument("--quiet", action="store_true", help="print only the paths of written files")
     options = parser.parse_args(arguments)
 
     options.methods = chosen_methods(options.methods)
@@ -199,11 +199,11 @@ def first_line(error: BaseException) -> str:
 
 
 def usable_device(wanted: str, dtype: torch.dtype) -> torch.device:
-    """The device to run on; that it has the kernels is found out by trying."""
+    """Returns the device to run on, after a trial run of its kernels."""
     if wanted == "cpu":
         return torch.device("cpu")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a driver too old is one of the reasons for there being none
+        warnings.simplefilter("ignore")  # one possible reason is a driver that is too old
         available = torch.cuda.is_available()
     if not available:
         if wanted == "cuda":
@@ -229,7 +229,7 @@ def run_once(size: scans.ScanSize, device: torch.device, dtype: torch.dtype) -> 
 
 
 def choose_size(options: argparse.Namespace, device: torch.device, dtype: torch.dtype) -> scans.ScanSize:
-    """The sizes asked for; the others from the largest of ``SIZES`` at which all trials are expected to fit the time."""
+    """Completes the requested sizes from the largest of ``SIZES`` at which all trials are expected to fit the time."""
     wanted = (options.batch, options.dim, options.seqlen, options.dstate)
     candidates = [
         scans.ScanSize(*(given or default for given, default in zip(wanted, sizes, strict=True)))
@@ -247,7 +247,7 @@ def choose_size(options: argparse.Namespace, device: torch.device, dtype: torch.
             name: scans.scan_stages(ssm_kernels.selective_scan, inputs, grad_out, options.methods[0], backward=backward)
             for name, backward in (("forward", False), ("training", options.backward))
         }
-        # The fast trials count: on a busy machine some wait for a core, and the time is limited later in any case.
+        # Count the fast trials: on a busy machine some wait for a core, and the time is limited later anyway.
         probed = measure(trial, device=device, trials=40, warmup=1, budget=1.0, least=2)
         seconds = sum(measured.total.p20 for measured in probed.values())
         if 1.2 * seconds * len(options.methods) * rounds > SECONDS["scans"]:
@@ -257,7 +257,7 @@ def choose_size(options: argparse.Namespace, device: torch.device, dtype: torch.
 
 
 def needed_bytes(size: scans.ScanSize, dtype: torch.dtype) -> int:
-    """An estimate for one training step: arguments, results and gradients, and the states that are kept, one in 32."""
+    """Estimates the memory of one training step: arguments, results, gradients, and the saved states, one in 32."""
     width = torch.finfo(dtype).bits // 8
     tokens = size.batch * size.seqlen
     arguments = width * tokens * (3 * size.dim + 2 * size.dstate) + 4 * size.dim * (size.dstate + 2)
@@ -265,9 +265,9 @@ def needed_bytes(size: scans.ScanSize, dtype: torch.dtype) -> int:
 
 
 def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch.device, dtype: torch.dtype) -> int:
-    """How many steps the loop runs over: all, or as many doublings of 8 as fit time and memory, twice over."""
+    """Chooses the loop's number of steps: all, or as many doublings of 8 as fit time and memory, twice over."""
     memory = available_memory(device)
-    cost = 1.6 if options.backward else 1.2  # of forward alone, and of the rules with more terms
+    cost = 1.6 if options.backward else 1.2  # forward alone, and the rules with more terms
     length = min(8, size.seqlen)
     while length < size.seqlen:
         head = scans.ScanSize(size.batch, size.dim, length, size.dstate)
@@ -286,13 +286,13 @@ def choose_loop(options: argparse.Namespace, size: scans.ScanSize, device: torch
 
 @contextmanager
 def progress_bar(quiet: bool) -> Iterator[Callable[[str, int], Callable[[], None]]]:
-    """Gives a function that starts a bar and returns what advances it; on standard error, and only on a terminal."""
+    """Yields a function that starts a bar and returns its advance function; on standard error, on a terminal only."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description:<24}"), BarColumn(), TextColumn("{task.percentage:>3.0f}%"), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True, disable=quiet or not console.is_terminal) as progress:
 
         def start(description: str, total: int) -> Callable[[], None]:
-            for task in progress.task_ids:  # a part may end early, when its time is over
+            for task in progress.task_ids:  # a part may end early, at its time limit
                 progress.update(task, completed=progress.tasks[task].total)
             task = progress.add_task(description, total=total)
             return lambda: progress.advance(task)
@@ -309,7 +309,7 @@ def profile(options: argparse.Namespace) -> report.Report:
     found = report.Report(machine(device), {})
 
     response = system = None
-    if options.profile_accuracy:  # before the long parts: a bad file is reported at once
+    if options.profile_accuracy:  # before the long parts, to report a bad file at once
         system = signals.System.random(ACCURACY_DIM, options.dstate or SIZES["cpu"][0][3], seed)
         if options.input is None:
             response = signals.sinusoids(system, seed)
@@ -398,7 +398,7 @@ def run(arguments: Sequence[str] | None) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """The exit code: 0, 2 for what the user has to change, 130 if interrupted."""
+    """Returns the exit code: 0, 2 for a mistake of the user, 130 if interrupted."""
     try:
         run(arguments)
     except KeyboardInterrupt:

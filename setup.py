@@ -1,4 +1,4 @@
-"""Builds the two libraries: ``_ops`` (every operator, nothing of Python) and ``_C`` (what was built, nothing of torch).
+"""Builds the two libraries: ``_ops`` (every operator, without Python) and ``_C`` (build information, without torch).
 
 Environment variables: ``FORCE_CUDA`` (1), ``SSM_KERNELS_CUDA`` (0 or 1), ``CUDA_HOME``, ``TORCH_CUDA_ARCH_LIST``, ``MAX_JOBS``,
 ``CXX``; see docs/installation.md.
@@ -27,7 +27,7 @@ from build_linking import check_library, link_arguments
 ROOT = Path(__file__).parent.resolve()
 OPS = "ssm_kernels._ops"
 
-# The hot CPU loops, cpu/*kernel.cpp, are compiled once per capability and chosen among when running, as PyTorch's own are.
+# Hot CPU loops, cpu/*kernel.cpp, are compiled once per capability and selected at run time, like PyTorch's own.
 CPU_CAPABILITIES = {"DEFAULT": []}
 if platform.machine() in ("x86_64", "AMD64"):
     CPU_CAPABILITIES["AVX2"] = ["-mavx2", "-mfma", "-mf16c"]
@@ -46,7 +46,7 @@ request = build_backend.cuda_request()
 compiler = build_backend.find_compiler()
 torch_found = build_backend.find_torch(sys.path)
 if torch_found is None:
-    # Metadata and source distributions need none.
+    # Metadata and source distributions need no torch.
     if {"egg_info", "dist_info", "sdist"}.isdisjoint(sys.argv):
         stop("torch is not installed in this environment. Install it first, or let pip do it: drop --no-build-isolation.")
     setup()
@@ -59,7 +59,7 @@ except ModuleNotFoundError:
 try:
     import ninja
 
-    # Not on PATH when pip is called by its path in an environment that is not active.
+    # ninja is not on PATH if pip is called by its path in an environment that is not active.
     os.environ["PATH"] = os.pathsep.join([ninja.BIN_DIR, os.environ["PATH"]])
 except ModuleNotFoundError:
     if shutil.which("ninja") is None:
@@ -68,7 +68,7 @@ except ModuleNotFoundError:
 toolkit = build_backend.find_toolkit(sys.path)
 plan = build_backend.plan_cuda(torch_found, toolkit, request, build_backend.has_nvidia_driver())
 if plan.decision == "fetch":
-    # Nobody fetched it: there is no build isolation.
+    # Without build isolation nobody fetched it.
     advice = (
         f"install the CUDA toolkit and set CUDA_HOME to it, or: pip install '{build_backend.toolkit_requirement(torch_found)}'"
     )
@@ -77,7 +77,7 @@ if plan.decision == "fetch":
     plan = build_backend.CudaPlan("no", f"no nvcc was found ({advice})")
 WITH_CUDA = plan.decision == "yes"
 if WITH_CUDA:
-    # Read by torch.utils.cpp_extension when it is imported.
+    # torch.utils.cpp_extension reads it at import.
     os.environ["CUDA_HOME"] = str(toolkit.home)
 
 import torch  # noqa: E402
@@ -85,7 +85,7 @@ from torch.utils.cpp_extension import BuildExtension, CppExtension, CUDAExtensio
 
 
 def cuda_architectures() -> str:
-    """TORCH_CUDA_ARCH_LIST, else the visible GPUs, else what runs on everything from Ampere on and uses all of Hopper."""
+    """TORCH_CUDA_ARCH_LIST, else the visible GPUs, else code for everything from Ampere on that also uses all of Hopper."""
     listed = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(" ", ";").replace(",", ";")
     if listed not in ("", "native"):
         return build_backend.complete_architectures(listed)
@@ -93,13 +93,13 @@ def cuda_architectures() -> str:
         capabilities = {torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count())}
     except RuntimeError:  # a GPU that torch cannot use
         capabilities = set()
-    # From Hopper on the tensor cores' instructions are in the architecture-specific set, "a".
+    # From Hopper on, tensor-core instructions belong to the architecture-specific set, "a".
     names = [f"{major}.{minor}{'a' if major >= 9 else ''}" for major, minor in sorted(capabilities)]
     return ";".join(names) or "8.0+PTX;9.0a"
 
 
 def number_of_jobs() -> int:
-    """MAX_JOBS, else one per core as far as memory allows: a compiler takes up to 2 GB for a C++ file, 4 GB for a CUDA one."""
+    """MAX_JOBS, else one per core as far as memory allows: compilers take up to 2 GB for a C++ file, 4 GB for a CUDA file."""
     requested = os.environ.get("MAX_JOBS", "")
     if requested.isdigit() and int(requested) > 0:
         return int(requested)
@@ -115,10 +115,10 @@ CPU_KERNELS = find_sources("csrc/**/cpu/*kernel.cpp")
 
 
 def join_host_files(sources: list[str]) -> list[str]:
-    """The sources with units in place of the host's .cpp files; see host_units.
+    """Replaces the host's .cpp files by units; see host_units.
 
-    Units are files of #include lines in build/units. Their text is the same in every build and is written only where it
-    changes, so ninja compiles a unit again when a file that it includes changes, or when an operator gains or loses a file.
+    Units are files of #include lines in build/units. They are written only if their text changes. Therefore ninja recompiles a
+    unit only when a file that it includes changes, or when an operator gains or loses a file.
     """
     host_files = [source for source in sources if source.endswith(".cpp")]
     folder = ROOT / "build" / "units"
@@ -133,11 +133,11 @@ def join_host_files(sources: list[str]) -> list[str]:
 
 
 class BuildLibraries(BuildExtension):
-    """BuildExtension, with the CPU kernels compiled per capability, and objects kept so that a rebuild is incremental."""
+    """BuildExtension that compiles the CPU kernels per capability and keeps the objects for incremental rebuilds."""
 
     def finalize_options(self):
         super().finalize_options()
-        # Not the default, which is a temporary folder in an editable install; objects of another torch or Python are of no use.
+        # Not the default, a temporary folder in an editable install. Each version of torch and Python needs its own objects.
         name = f"{torch.__version__}-{'cuda' if WITH_CUDA else 'cpu'}-{sys.implementation.cache_tag}"
         self.build_temp = str(ROOT / "build" / name)
 
@@ -151,7 +151,7 @@ class BuildLibraries(BuildExtension):
         try:
             if ext.name == OPS:
                 os.environ["MAX_JOBS"] = str(-(-jobs // len(CPU_CAPABILITIES)))
-                # A copy, so that source distributions list the sources and not the units.
+                # Change a copy, so that source distributions list the sources and not the units.
                 ext = copy.copy(ext)
                 ext.extra_objects = self.compile_cpu_kernels(ext)
                 ext.sources = join_host_files(ext.sources)
@@ -163,9 +163,9 @@ class BuildLibraries(BuildExtension):
 
     def copy_extensions_to_source(self):
         super().copy_extensions_to_source()
-        # _ops serves every Python: the _C of another one that names another torch no longer describes it.
+        # _ops serves every Python. A _C of another Python that names another torch no longer describes it.
         for module in (ROOT / "ssm_kernels").glob("_C.*.so"):
-            # Ended as C++ ends it: "2.11.0" is not "2.11.0+cu130".
+            # With the terminating NUL of C++: "2.11.0" must not match "2.11.0+cu130".
             if torch.__version__.encode() + b"\0" not in module.read_bytes():
                 module.unlink()
 
@@ -184,13 +184,13 @@ class BuildLibraries(BuildExtension):
                 ],
             )
 
-        # In the order of the table, DEFAULT first: of an inline function that several objects hold the linker keeps the first.
+        # In the order of the table, DEFAULT first: the linker keeps the first copy of an inline function.
         with ThreadPoolExecutor() as pool:
             return [obj for objects in pool.map(compile_for, CPU_CAPABILITIES) for obj in objects]
 
 
 class CleanBuild(build):
-    """Starts from an empty build_lib, so that a wheel holds no file that the sources no longer have."""
+    """Starts from an empty build_lib, so that a wheel contains no file that is gone from the sources."""
 
     def run(self):
         shutil.rmtree(self.build_lib, ignore_errors=True)
@@ -199,13 +199,13 @@ class CleanBuild(build):
 
 def ops_extension() -> Extension:
     """``_ops``: py_limited_api keeps libtorch_python out, and with it every Python symbol."""
-    # The host's files check, allocate and launch; the loops are in the CPU kernels. -O1 saves a fifth of their compile time.
+    # Host files only check, allocate and launch; the loops are in the CPU kernels. -O1 saves a fifth of their compile time.
     host_flags = ["-O1", "-g0", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wextra"]
     host_flags += ["-Wno-unused-parameter", "-Wno-unknown-pragmas"]  # PyTorch's headers
-    host_flags.append("-DAT_PER_OPERATOR_HEADERS")  # fewer of them to parse: a twentieth of the time of a CPU build
+    host_flags.append("-DAT_PER_OPERATOR_HEADERS")  # fewer headers to parse: saves a twentieth of a CPU build
     if compiler.name == "GCC":
         host_flags.append("-Wno-maybe-uninitialized")  # GCC's own AVX-512 intrinsics
-        host_flags += ["-finline-small-functions", "-findirect-inlining"]  # which Clang does at -O1
+        host_flags += ["-finline-small-functions", "-findirect-inlining"]  # Clang does this at -O1
     host_flags += [f"-DSSM_KERNELS_CPU_{capability}" for capability in CPU_CAPABILITIES]
     sources = set(find_sources("csrc/**/*.cpp")) - {*CPU_KERNELS, "csrc/python_module.cpp"}
     options = {
@@ -221,11 +221,11 @@ def ops_extension() -> Extension:
     nvcc_flags = ["-O3", "-lineinfo", "-Xptxas", "-v,-warn-spills", "-Xfatbin", "-compress-all"]
     nvcc_flags += ["-Xcompiler", "-fvisibility=hidden"]
     if os.environ.get("CXX") and not os.environ.get("CC"):
-        # torch tells nvcc of CC only; without either, both find the same default.
+        # torch passes only CC to nvcc; without CC and CXX, both find the same default.
         nvcc_flags += ["-ccbin", shutil.which(compiler.command.split()[-1])]
     homes = [toolkit.home]
     if toolkit.is_packaged:
-        # Some headers come with torch's own requirements, which may lie in another folder than nvcc.
+        # Some headers come with torch's own requirements, which may be in another folder than nvcc.
         homes += [home for path in sys.path for home in Path(path).glob("nvidia/cu[0-9]*") if home != toolkit.home]
         options["library_dirs"] = [linkable_runtime(toolkit.home / "lib")]
     folders = [folder for home in homes for folder in build_backend.cuda_include_dirs(home)]
@@ -235,7 +235,7 @@ def ops_extension() -> Extension:
 
 
 def linkable_runtime(lib: Path) -> str:
-    """A folder with libcudart.so, the name that -lcudart looks for: the Python package has libcudart.so.<major> only."""
+    """Makes a folder with libcudart.so, the name that -lcudart needs: the Python package has libcudart.so.<major> only."""
     folder = ROOT / "build" / "cudart"
     folder.mkdir(parents=True, exist_ok=True)
     link = folder / "libcudart.so"

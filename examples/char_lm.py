@@ -1,14 +1,14 @@
-"""Trains a language model on the bytes of any text file, and lets it write: Mamba, Mamba-2, minGRU or minLSTM by one word.
+"""Trains a language model on the bytes of any text file and samples from it: Mamba, Mamba-2, minGRU or minLSTM.
 
-Without ``--text`` it reads the reference pages that ship with Python (what ``help("for")`` shows): nothing is downloaded. The
-last tenth of the text is kept for testing; the loss is in bits per byte, of which an untrained model has 8.
+Without ``--text`` it reads the reference pages that ship with Python (the text of ``help("for")``): nothing is downloaded. The
+last tenth of the text is for testing. The loss is in bits per byte; an untrained model has 8.
 
     python examples/char_lm.py --plot curve.png
     python examples/char_lm.py --model mingru --text book.txt --steps 3000
     python examples/char_lm.py --discretization zoh_exact --prompt "def "
 
-Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and tests depend on
-the seed and the number of steps done alone, so the result is that of a run that was never stopped.
+Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and tests depend
+only on the seed and the number of steps, so the result equals a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def make_model(name: str, d_model: int, n_layers: int, discretization: str) -> M
     # Mamba2's defaults, 64 channels a head and 128 states, suit larger models.
     sizes = {"mamba2": {"headdim": math.gcd(2 * d_model, 32), "d_state": 32}}
     if name in ("mingru", "minlstm"):
-        discretization = "zoh"  # these recurrences have none
+        discretization = "zoh"  # these recurrences have no discretization
     return MambaLM(
         MambaConfig(
             d_model=d_model,
@@ -57,7 +57,7 @@ def make_model(name: str, d_model: int, n_layers: int, discretization: str) -> M
 
 
 def default_text() -> bytes:
-    """Python's reference pages, some 450 kB of English; the sources of its modules where they are not installed."""
+    """Python's reference pages, some 450 kB of English, or the sources of its modules if the pages are not installed."""
     try:
         from pydoc_data.topics import topics
     except ImportError:
@@ -66,7 +66,7 @@ def default_text() -> bytes:
 
 
 def load_text(path: Path | None, seqlen: int) -> tuple[Tensor, Tensor]:
-    """The bytes for training and those for testing, each at least a sequence long."""
+    """Returns the bytes for training and for testing, each at least one sequence long."""
     name = "Python's reference pages" if path is None else path
     data = default_text() if path is None else path.read_bytes()
     split = len(data) * 9 // 10
@@ -77,12 +77,12 @@ def load_text(path: Path | None, seqlen: int) -> tuple[Tensor, Tensor]:
 
 
 def windows(text: Tensor, starts: Tensor, seqlen: int) -> Tensor:
-    """Sequences of ``seqlen`` tokens and the one after each, (batch, seqlen + 1)."""
+    """Sequences of ``seqlen`` tokens and the next token, (batch, seqlen + 1)."""
     return text[starts[:, None] + torch.arange(seqlen + 1)].long()
 
 
 def training_batch(text: Tensor, step: int, args: argparse.Namespace) -> Tensor:
-    """The batch of a step, from random places."""
+    """The batch of a step, from random positions."""
     generator = torch.Generator().manual_seed(1_000_000 * args.seed + step)
     starts = torch.randint(len(text) - args.seqlen, (args.batch_size,), generator=generator)
     return windows(text, starts, args.seqlen).to(args.device)
@@ -95,7 +95,7 @@ def bits_per_byte(model: MambaLM, batch: Tensor) -> Tensor:
 
 @torch.no_grad()
 def test_loss(model: MambaLM, text: Tensor, args: argparse.Namespace) -> float:
-    """The loss of 32 sequences that are evenly spread over the text, or of as many as it has."""
+    """Mean loss of up to 32 sequences, evenly spread over the text."""
     count = min(32, len(text) // (args.seqlen + 1))
     starts = torch.linspace(0, len(text) - args.seqlen - 1, count, dtype=torch.float64).long()
     batches = windows(text, starts, args.seqlen).split(args.batch_size)
@@ -103,7 +103,7 @@ def test_loss(model: MambaLM, text: Tensor, args: argparse.Namespace) -> float:
 
 
 def write(model: MambaLM, args: argparse.Namespace) -> str:
-    """The prompt and the bytes that the model draws after it."""
+    """Returns the prompt and the bytes that the model samples after it."""
     prompt = torch.tensor([[*args.prompt.encode()]], device=args.device)
     generator = torch.Generator(args.device).manual_seed(args.seed)
     tokens = model.generate(
@@ -125,7 +125,7 @@ class History(NamedTuple):
 
 
 def learning_curve(history: History, title: str) -> Figure:
-    """Training loss, of every step and its running mean, and test loss."""
+    """Draws training loss (every step and running mean) and test loss."""
     losses, tests = history
     figure = Figure(figsize=(5.2, 3.2), layout="constrained")
     axes = figure.subplots()
@@ -136,7 +136,7 @@ def learning_curve(history: History, title: str) -> Figure:
     axes.plot(steps, values, color="C1", marker=".", label=f"test: {values[-1]:.2f}")
     axes.set(xlabel="step", ylabel="bits per byte")
     axes.set_title(title, loc="left")
-    # The legend goes below the panel, so that it covers no data.
+    # The legend is below the panel, so that it covers no data.
     figure.legend(loc="outside lower center", ncols=2)
     return figure
 
@@ -144,12 +144,12 @@ def learning_curve(history: History, title: str) -> Figure:
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = training.Parser(__file__, __doc__)
     parser.add_argument("--model", default="mamba", choices=MIXERS, help="default: mamba")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="what to learn; default: Python's reference pages")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="text file to learn; default: Python's reference pages")
     parser.add_argument("--steps", type=number(int, 1, 10**9), default=1000, help="default: 1000")
     parser.add_argument("--batch-size", type=number(int, 1, 10_000), default=8, help="sequences of a step; default: 8")
     parser.add_argument("--seqlen", type=number(int, 1, 10**6), default=256, help="bytes of a sequence; default: 256")
     training.add_options(parser, ssm_kernels.discretizations, lr=6e-3, d_model=128, checkpoint="eight times")
-    parser.add_argument("--prompt", default="The ", help="what the sample begins with; default: 'The '")
+    parser.add_argument("--prompt", default="The ", help="beginning of the sample; default: 'The '")
     parser.add_argument("--sample", type=number(int, 0, 10**6), default=400, help="bytes to write at the end; default: 400")
     parser.add_argument("--temperature", type=number(float, 0, 100), default=0.8, help="of the sample; default: 0.8")
     parser.add_argument("--top-p", type=number(float, 0, 1), default=0.95, help="of the sample; default: 0.95")
@@ -170,7 +170,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def train(args: argparse.Namespace) -> tuple[MambaLM, History]:
-    """Trains a model, or goes on with it, and says how it did."""
+    """Trains a model from scratch or from a checkpoint, and prints its result."""
     train_text, test_text = load_text(args.text, args.seqlen)
     torch.manual_seed(args.seed)
     model = make_model(args.model, args.d_model, args.n_layers, args.discretization).to(args.device)

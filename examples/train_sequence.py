@@ -1,15 +1,15 @@
 """Classifies handwritten digits read pixel by pixel, with a small stack of Mamba, Mamba-2, minGRU or minLSTM blocks.
 
 The images are scikit-learn's digits (8 x 8 pixels, 10 classes, part of the package: nothing is downloaded). Each is a sequence
-of 64 numbers that the model reads one after another. One word changes the model, one Mamba's discretization, and several models
-are trained one after another and compared in one plot:
+of 64 numbers. ``--model`` chooses the model and ``--discretization`` Mamba's discretization. Several models are trained one
+after another and compared in one plot:
 
     python examples/train_sequence.py --model mingru
     python examples/train_sequence.py --discretization bilinear --plot curve.png
     python examples/train_sequence.py --model mamba mamba2 mingru minlstm --plot curves.png
 
 Stop and continue with ``--checkpoint run.pt`` and ``--checkpoint run.pt --resume``: batches, learning rate and evaluations
-depend on the seed and the number of steps done alone, so the result is that of a run that was never stopped.
+depend only on the seed and the number of steps, so the result equals a run that was never stopped.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ except ImportError as error:
 
 
 class MinRNNMixer(nn.Module):
-    """A minGRU or minLSTM in Mamba's surroundings: after a short convolution, before a gate and a projection."""
+    """A minGRU or minLSTM with Mamba's short convolution before it, and a gate and a projection after it."""
 
     def __init__(self, d_model: int, layer: type[MinGRU] | type[MinLSTM], d_conv: int = 4, expand: int = 2) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class MinRNNMixer(nn.Module):
         self.rnn = layer(d_model, d_inner, batch_first=True)
         self.gate = nn.Linear(d_model, d_inner)
         self.out_proj = nn.Linear(d_inner, d_model)
-        # Small biases put the gate that lets the candidate in near 1/2, and a state lasts two steps. These: up to some thirty
+        # With small biases the input gate is near 1/2 and a state lasts two steps. With these it lasts up to about thirty steps
         # in a minLSTM, fifty in a minGRU.
         with torch.no_grad():
             self.rnn.bias_ih_l0[-2 * d_inner : -d_inner].uniform_(-4, 0)
@@ -71,7 +71,7 @@ MIXERS: dict[str, Callable[[int, str], nn.Module]] = {
 
 
 class Block(nn.Module):
-    """A mixer with normalization before it and a residual connection around it; (batch, seqlen, d_model)."""
+    """A mixer with a norm before it and a residual connection around it; (batch, seqlen, d_model)."""
 
     def __init__(self, d_model: int, mixer: nn.Module) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ class Block(nn.Module):
 
 
 class SequenceClassifier(nn.Module):
-    """A class for each sequence of numbers: (batch, seqlen) -> logits (batch, n_classes)."""
+    """Classifies sequences of numbers: (batch, seqlen) -> logits (batch, n_classes)."""
 
     def __init__(self, model: str, d_model: int, n_layers: int, n_classes: int, discretization: str) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def load_data(device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 def batch_indices(step: int, n_samples: int, batch_size: int, seed: int) -> Tensor:
-    """The batch of a step. Every epoch visits the samples in an order of its own and drops the incomplete last batch."""
+    """The batch of a step. Every epoch visits the samples in its own order and drops the incomplete last batch."""
     epoch, position = divmod(step, n_samples // batch_size)
     order = torch.randperm(n_samples, generator=torch.Generator().manual_seed(10_000 * seed + epoch))
     return order[position * batch_size : (position + 1) * batch_size]
@@ -120,7 +120,7 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor) -> float:
 
 
 class History(NamedTuple):
-    """What a run measures.
+    """The measurements of a run.
 
     Attributes:
         losses: training loss of every step.
@@ -132,7 +132,7 @@ class History(NamedTuple):
 
 
 def learning_curves(histories: dict[str, History], title: str) -> Figure:
-    """Training loss, of every step and its running mean, and test accuracy of every epoch, for each run."""
+    """Draws training loss (every step and running mean) and test accuracy of every epoch, for each run."""
     figure = Figure(figsize=(7.35, 2.9), layout="constrained")
     left, right = figure.subplots(1, 2)
     window = max(1, min(len(losses) for losses, _ in histories.values()) // 50)
@@ -147,7 +147,7 @@ def learning_curves(histories: dict[str, History], title: str) -> Figure:
     right.set(xlabel="step", ylabel="test accuracy (%)", ylim=(0, 102))
     right.set_title("Test accuracy", loc="left")
     figure.suptitle(title)
-    # The legend goes below the panels, so that it covers no data.
+    # The legend is below the panels, so that it covers no data.
     figure.legend(loc="outside lower center", ncols=4, title="last test accuracy")
     return figure
 
@@ -176,7 +176,7 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def train(model_name: str, args: argparse.Namespace) -> History:
-    """Trains a model, or goes on with it, and says how it did."""
+    """Trains a model from scratch or from a checkpoint, and prints its result."""
     train_x, train_y, test_x, test_y = load_data(args.device)
     if args.batch_size > len(train_x):
         raise Mistake(f"--batch-size {args.batch_size} is more than the {len(train_x)} training images")

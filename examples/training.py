@@ -25,7 +25,7 @@ from tqdm import tqdm
 
 from ssm_kernels.reference import ALIASES
 
-# The style of the benchmarks' figures; copies of the scripts elsewhere draw in matplotlib's style.
+# The style of the benchmarks' figures. Copies of the scripts elsewhere use matplotlib's style.
 STYLE = Path(__file__).resolve().parents[1] / "benchmarks" / "style.mplstyle"
 
 
@@ -66,7 +66,7 @@ def make_optimizer(
 
 
 def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
-    """Writes beside the old checkpoint, then replaces it, so that a run killed here loses nothing."""
+    """Writes a temporary file and then replaces the old checkpoint, so that a run killed here loses nothing."""
     partial = path.with_name(path.name + ".partial")
     torch.save(checkpoint, partial)
     os.replace(partial, path)
@@ -75,7 +75,7 @@ def save_checkpoint(path: Path, checkpoint: dict[str, Any]) -> None:
 def load_checkpoint(path: Path, keys: set[str], settings: dict[str, Any]) -> dict[str, Any]:
     """Loads the checkpoint if it has these keys and belongs to a run with these settings."""
     try:
-        # On the CPU, where the optimizer keeps its step counts; `load_state_dict` copies the rest to the device.
+        # Load on the CPU, where the optimizer keeps its step counts; `load_state_dict` copies the rest to the device.
         checkpoint = torch.load(path, map_location="cpu", weights_only=True)
         if not keys | {"run"} <= checkpoint.keys():
             raise KeyError
@@ -85,7 +85,7 @@ def load_checkpoint(path: Path, keys: set[str], settings: dict[str, Any]) -> dic
         raise Mistake(f"{path} is not a checkpoint of this script") from None
     if other:
         differences = ", ".join(f"{name} {was}, not {now}" for name, (was, now) in other.items())
-        raise Mistake(f"{path} is of another run: {differences}")
+        raise Mistake(f"{path} belongs to another run: {differences}")
     return checkpoint
 
 
@@ -93,13 +93,13 @@ class Run(NamedTuple):
     """A training run.
 
     Attributes:
-        name: what the progress bar shows.
-        model, optimizer, schedule: what the checkpoint holds, together with the history.
+        name: text of the progress bar.
+        model, optimizer, schedule: saved in the checkpoint, together with the history.
         total_steps: steps of the whole run, in all its parts.
         test_every: steps between two tests; the last step is followed by a test too.
         loss: the loss of a step's batch.
         test: the model's result on the test data.
-        settings: what all parts of an interrupted run must agree on.
+        settings: must be equal in all parts of an interrupted run.
         loss_format, test_format: format the progress bar's loss and result.
     """
 
@@ -125,7 +125,7 @@ def train(run: Run, args: argparse.Namespace, history_type: type) -> tuple[Any, 
         history_type: a NamedTuple of two lists: training loss of every step, and (steps done, result) of every test.
 
     Returns:
-        The history, and in words how many seconds the steps took and on which device.
+        The history, and a text with the seconds of the steps and the device.
     """
     last_step = min(args.max_steps or run.total_steps, run.total_steps)
     parts: dict[str, Any] = {"model": run.model, "optimizer": run.optimizer, "schedule": run.schedule}
@@ -152,7 +152,7 @@ def train(run: Run, args: argparse.Namespace, history_type: type) -> tuple[Any, 
             losses.append(loss.item())
             if not math.isfinite(losses[-1]):
                 raise Mistake(
-                    f"the loss is {losses[-1]} in step {step + 1}: try a lower --lr or, of a mamba, another discretization"
+                    f"the loss is {losses[-1]} in step {step + 1}: try a lower --lr or, with a mamba, another discretization"
                 )
             if (step + 1) % run.test_every == 0 or step + 1 == last_step:
                 tests.append((step + 1, run.test()))
@@ -215,7 +215,7 @@ def add_options(parser: Parser, discretizations: Sequence[str], *, lr: float, d_
         "--discretization",
         default="zoh",
         choices=[*discretizations, *ALIASES],
-        help="of mamba and, those of the exponential family, mamba2; default: zoh",
+        help="for mamba; for mamba2 one of the exponential family; default: zoh",
     )
     parser.add_argument("--device", default="cpu", help="cpu or cuda; default: cpu")
     parser.add_argument("--lr", type=number(float, 1e-9, 10), default=lr, help="peak learning rate; default: %(default)s")
@@ -230,7 +230,7 @@ def add_options(parser: Parser, discretizations: Sequence[str], *, lr: float, d_
 
 
 def check_paths(parser: Parser, args: argparse.Namespace) -> None:
-    """Ends the script where ``--checkpoint``, ``--resume`` or ``--plot`` cannot work."""
+    """Ends the script if ``--checkpoint``, ``--resume`` or ``--plot`` cannot work."""
     for option, path in (("--checkpoint", args.checkpoint), ("--plot", args.plot)):
         if path is not None and (path.is_dir() or not os.access(path.absolute().parent, os.W_OK)):
             parser.error(f"argument {option}: cannot write {path}")
@@ -241,11 +241,11 @@ def check_paths(parser: Parser, args: argparse.Namespace) -> None:
 
 
 def check_device(parser: Parser, args: argparse.Namespace, attempt: Callable[[torch.device], object]) -> None:
-    """Makes ``args.device`` a device; ends the script where a small model does not run there, as ``attempt`` finds out."""
+    """Makes ``args.device`` a device; ends the script if ``attempt``, a small model, does not run there."""
     try:
         args.device = torch.device(args.device)
         attempt(args.device)
-    except ValueError as error:  # mamba2 has some of mamba's rules only
+    except ValueError as error:  # mamba2 has only some of mamba's rules
         reason, *_ = str(error).splitlines()
         parser.error(f"argument --discretization: {reason}")
     except (AssertionError, RuntimeError) as error:  # no such device, or no kernels for it

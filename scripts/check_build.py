@@ -6,9 +6,9 @@
     python scripts/check_build.py --torch newest --json results.json
 
 Each case must end with a package that imports, agrees with the reference, and reports what the case expects to have been
-built; pip's own log must show that no other torch was fetched. "No nvcc" is had by CUDA_HOME naming a folder without one; "a
-torch without CUDA" by a CUDA build of torch whose version file and headers are edited to say that it has none, since the
-package index has no such build for Linux on x86-64.
+built; pip's own log must show that no other torch was fetched. For "no nvcc" CUDA_HOME names a folder without one. For "a torch
+without CUDA" the script edits version file and headers of a CUDA build, because the package index has no CPU build for Linux on
+x86-64.
 
 A case takes minutes and up to 12 GB of temporary disk space.
 """
@@ -33,7 +33,7 @@ from build_backend import has_nvidia_driver  # noqa: E402
 
 BUILD_REQUIREMENTS = ["setuptools>=77,<82", "wheel", "ninja", "pybind11"]
 NO_NVCC = {"CUDA_HOME": "/nonexistent"}
-# CUDA kernels wherever they can be built; without these, on machines with an NVIDIA driver only.
+# CUDA kernels on every machine that can build them; without this variable, only on machines with an NVIDIA driver.
 FORCE_CUDA = {"FORCE_CUDA": "1", "TORCH_CUDA_ARCH_LIST": "9.0a"}
 
 SMOKE_TEST = """
@@ -68,7 +68,7 @@ def expect(condition: bool, message: str) -> None:
 
 
 class Environment:
-    """A virtual environment. ``python`` and ``pip`` run in it without it being active, as an IDE or a script would."""
+    """A virtual environment, used without activation, like by an IDE or a script."""
 
     def __init__(self, session: Session, name: str):
         self.session = session
@@ -99,7 +99,9 @@ class Environment:
             shutil.rmtree(torch / "include" / headers)
 
     def verify(self, cuda: bool, torch: str | None = None) -> dict:
-        """Imports, compares with the reference, and checks what was built. ``torch``: the version that must still be there."""
+        """Imports the package, compares it with the reference, and checks the build. ``torch``: the version that must be
+        unchanged.
+        """
         output = self.session.run([self.python, "-c", SMOKE_TEST], cwd=self.session.folder)
         info = json.loads(output.splitlines()[-1])
         expect(info["torch"] == info["running"], f"built with torch {info['torch']}, runs with {info['running']}")
@@ -148,7 +150,7 @@ class Session:
         return result.stdout
 
     def build(self, run: Callable[..., str], *arguments, env: dict[str, str] | None = None) -> str:
-        """Runs the installing command and keeps the time it took."""
+        """Runs the command that installs, and records its time."""
         start = time.monotonic()
         output = run(*arguments, env=env)
         self.build_seconds = time.monotonic() - start

@@ -1,12 +1,12 @@
-"""Prints what ptxas said of each CUDA kernel in the output of a build, and fails if one spills registers, beyond what is put up
-with (ALLOWED_SPILLS), or if there is none.
+"""Prints ptxas's report of each CUDA kernel in the output of a build. Fails if a kernel spills more registers than
+ALLOWED_SPILLS allows, or if there is no kernel.
 
     SSM_KERNELS_CUDA=1 TORCH_CUDA_ARCH_LIST=9.0a python setup.py build_ext --inplace > build.log 2>&1
     python scripts/check_kernels.py build.log
 
-What was built is what is checked, with PyTorch's own flags; a build after another one compiles, and prints, only what changed.
-It takes neither a GPU nor nvcc. Shared memory is a matter of each launch, which ptxas does not know:
-tests/selective_scan_plan.cu prints the selective scan's.
+The script checks the build itself, with PyTorch's own flags. An incremental build compiles, and prints, only the changed files.
+The script needs neither a GPU nor nvcc. ptxas does not know the shared memory of a launch:
+tests/selective_scan_plan.cu prints it for the selective scan.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-# A warning of spills repeats their sizes, in a line that does not begin with the stack's.
+# A warning of spills repeats their sizes in a line that does not begin with the stack frame.
 MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", re.MULTILINE)
 REGISTERS = re.compile(r"Used (\d+) registers")
 # Bytes stored and loaded. With 128 states and products of a warp, backward's kernels of the SSD chunk-scan keep 96 sums, or a
@@ -45,7 +45,7 @@ class Kernel(NamedTuple):
 
 
 def read_kernels(log: str) -> list[Kernel]:
-    """The kernels of a build's output, in the order in which ptxas reports them."""
+    """The kernels in a build's output, in ptxas's order."""
     entries = [*ENTRY.finditer(log)]
     bounds = [entry.start() for entry in entries] + [len(log)]
     kernels = []

@@ -1,9 +1,9 @@
-"""Compares the CUDA kernels of two builds by their instructions, whatever their names: for changes that rename or move code.
+"""Compares the CUDA kernels of two builds by their instructions, not by their names: for changes that rename or move code.
 
     python scripts/compare_sass.py OLD NEW
 
 OLD and NEW are libraries or objects (`_ops.abi3.so`, `*.o`). Needs cuobjdump from the CUDA toolkit. Exits with 1 if any kernel
-of one build has no equal in the other.
+of one build has no equal kernel in the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ INSTRUCTION = re.compile(r"^\s*/\*(?P<address>[0-9a-f]{4,})\*/\s+(?P<text>.*?);?
 
 @dataclass(frozen=True)
 class Kernel:
-    """A function of a listing: its name, and its lines, encodings of instructions included."""
+    """A function of a listing: its name and its lines, which include the encodings of instructions."""
 
     architecture: str
     name: str
@@ -34,12 +34,12 @@ class Kernel:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Equal for the same machine code of the same architecture."""
+        """The key is equal for the same machine code of the same architecture."""
         return self.architecture, sha256("\n".join(self.lines).encode()).hexdigest()
 
 
 def kernels_of(listing: Iterable[str]) -> Iterator[Kernel]:
-    """The functions of what ``cuobjdump -sass`` prints."""
+    """Reads the functions in the output of ``cuobjdump -sass``."""
     architecture, name, lines = "", "", []
     for line in listing:
         header = HEADER.match(line)
@@ -56,7 +56,7 @@ def kernels_of(listing: Iterable[str]) -> Iterator[Kernel]:
 
 
 def without_equal(kernels: list[Kernel], others: list[Kernel]) -> list[Kernel]:
-    """Kernels that the others have no equal of, each equal counted once."""
+    """Kernels without an equal among the others; each equal counts once."""
     left = Counter(kernel.key for kernel in others)
     result = []
     for kernel in kernels:
@@ -77,7 +77,7 @@ def first_difference(old: Kernel, new: Kernel) -> str:
 
 
 def report(old: list[Kernel], new: list[Kernel]) -> tuple[list[str], bool]:
-    """Lines to print, and whether each kernel has its equal."""
+    """Returns lines to print, and whether every kernel has an equal."""
     gone, come = without_equal(old, new), without_equal(new, old)
     lines = [f"{len(old)} kernels before, {len(new)} after, {len(old) - len(gone)} with the same SASS"]
     by_name = {(kernel.architecture, kernel.name): kernel for kernel in come}

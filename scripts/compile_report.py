@@ -1,11 +1,11 @@
-"""Prints what a clean build costs: seconds per object, from ninja's log, and CUDA kernels per operator, from the library.
+"""Prints the cost of a clean build: seconds per object, from ninja's log, and CUDA kernels per operator, from the library.
 
     rm -rf build && python setup.py build_ext --inplace
     python scripts/compile_report.py
     python scripts/compile_report.py --write      # into docs/installation.md, between its markers
 
-Seconds are wall time of one compiler, while one runs per core; measure on an idle machine. An object that came from a compiler
-cache has the time of the copy.
+Seconds are wall time of one compiler while one runs per core: measure on an idle machine. An object from a compiler cache has
+the time of the copy.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ LIBRARY = ROOT / "ssm_kernels" / "_ops.abi3.so"
 PAGE = ROOT / "docs" / "installation.md"
 BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 
-# The most CUDA kernels that an operator may have for one architecture. A kernel costs about a second of one core, and .ci/run
-# allows the whole build 480 s on two cores. A new operator declares its number here. Before you raise a number, see whether a
-# branch at run time costs anything measurable.
+# Limits on the number of CUDA kernels of an operator, for one architecture. A kernel costs about a second of one core, and
+# .ci/run allows the whole build 480 s on two cores. A new operator declares its number here. Before you raise a number, measure
+# whether a branch at run time costs anything.
 KERNEL_LIMITS = {
     "causal_conv1d": 49,
     "linear_scan": 154,
@@ -44,7 +44,7 @@ def kernel_names(library: bytes) -> set[str]:
 
 
 def operator_of(kernel: str) -> str:
-    """The operator of a kernel is the namespace inside ssm_kernels."""
+    """The operator of a kernel: its namespace inside ssm_kernels."""
     match = re.match(r"_ZN11ssm_kernels(\d+)", kernel)
     assert match is not None, kernel
     return kernel[match.end() : match.end() + int(match[1])]
@@ -55,7 +55,7 @@ def kernels_per_operator(names: set[str]) -> dict[str, int]:
 
 
 def over_limit(counts: dict[str, int]) -> list[str]:
-    """A line for each operator with more kernels than it declares."""
+    """A message for each operator with more kernels than it declares."""
     return [
         f"{operator}: {count} CUDA kernels, but scripts/compile_report.py allows {KERNEL_LIMITS.get(operator, 0)}"
         for operator, count in counts.items()
@@ -64,7 +64,7 @@ def over_limit(counts: dict[str, int]) -> list[str]:
 
 
 def read_objects(build: Path) -> dict[str, float]:
-    """Seconds by object, from all of ninja's logs under a build folder; of a repeated object the last."""
+    """Seconds by object, from all ninja logs under a build folder; the last entry of a repeated object."""
     objects = {}
     for log in sorted(build.rglob(".ninja_log")):
         for line in log.read_text().splitlines():
