@@ -144,9 +144,8 @@ class Turns:
 
     def measure(self, **options: Any) -> None:
         """Times everything that was added."""
-        run = self.run
-        measured = measure(self._stages, device=run.device, trials=run.trials, warmup=run.warmup, **options)
-        for index, found in measured.items():
+        defaults = {"device": self.run.device, "trials": self.run.trials, "warmup": self.run.warmup}
+        for index, found in measure(self._stages, **defaults | options).items():
             figures, what = self._targets[index]
             figures[what] = found.total.to_dict()
 

@@ -67,12 +67,12 @@ def show(table: Table) -> None:
     from rich.console import Console  # here, because a page needs no rich
     from rich.table import Table as RichTable
 
-    shown = RichTable(title=table.title, title_justify="left", box=None, pad_edge=False)
+    shown = RichTable(box=None, pad_edge=False)
     for index, column in enumerate(table.columns):
         shown.add_column(column.name, justify="left" if index < table.left else "right", no_wrap=True)
     for row in table.rows:
         shown.add_row(*table.cells(row))
-    Console(width=220, highlight=False, markup=False).print(shown)
+    Console(width=220, highlight=False, markup=False).print(f"\n{table.title}", shown, sep="\n")
 
 
 def median(figures: Figures | None, what: str) -> float | None:
