@@ -11,22 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
+from model_helpers import MIXERS, make_model, make_tokens
 from torch import Tensor
 
-from ssm_kernels.models import MambaConfig, MambaLM
-
-MIXERS = {"Mamba": {"d_state": 4}, "Mamba2": {"d_state": 4, "headdim": 8}, "MinGRU": {}, "MinLSTM": {}}
 PROCESSES = 2
-
-
-def make_model(mixer: str) -> MambaLM:
-    torch.manual_seed(0)
-    config = MambaConfig(16, n_layer=2, vocab_size=21, d_intermediate=20, mixer=mixer, ssm_cfg=MIXERS[mixer])
-    return MambaLM(config, {"initializer_range": 1.0}, dtype=torch.float64)
-
-
-def make_tokens(*shape: int) -> Tensor:
-    return torch.randint(21, shape, generator=torch.Generator().manual_seed(0))
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -47,7 +35,7 @@ def work(rank: int, folder: str) -> None:
     mesh = dist.init_device_mesh("cpu", (PROCESSES,))
     tokens = make_tokens(2 * PROCESSES, 10)
     for mixer in MIXERS:
-        model = make_model(mixer)
+        model = make_model(mixer, d_intermediate=20)
         data_parallel = nn.parallel.DistributedDataParallel(copy.deepcopy(model))
         sharded = copy.deepcopy(model)
         for layer in sharded.backbone.layers:
