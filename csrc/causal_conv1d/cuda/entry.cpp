@@ -1,6 +1,6 @@
-// CUDA entry points of the causal convolution: choose the kernels, cut the work, allocate the workspace, launch on the current
-// stream. Nothing waits for the device: the values of cu_seqlens are not checked, and whatever they are, each step belongs to
-// one of the sequences.
+// CUDA entry points of the causal convolution: choose the kernels and the tiling, allocate the workspace and launch on the
+// current stream. They never wait for the device and therefore do not check the values of cu_seqlens: for any values, each step
+// belongs to one of the sequences.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -27,13 +27,13 @@
 namespace ssm_kernels::causal_conv1d {
 namespace {
 
-// Steps, and bytes between them, that the kernels of steps count in 32 bits, with room for the steps they look ahead.
+// The channels-last kernels count steps, and bytes between steps, in 32 bits; they look fewer than 1024 steps ahead.
 constexpr int64_t kMaxNarrow = (int64_t(1) << 31) - 1024;
 
-// The kernels of steps take a multiple of the steps of an iteration.
+// Steps per warp of the channels-last kernels are a multiple of the steps of an iteration.
 constexpr int64_t kStepGroup = 8;
 
-// Whether vectors of that many elements begin at multiples of their bytes, along an axis whose stride is 1. Absent tensors fit.
+// Whether the axis of `stride` is contiguous and every vector of `vector` elements along it is aligned. Absent tensors qualify.
 bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_t stride, int64_t size, int64_t other_stride) {
   if (view.data == nullptr) return true;
   const auto is_aligned = [&](int64_t elements) { return elements * bytes % (vector * bytes) == 0; };
@@ -41,54 +41,52 @@ bool has_vectors(const SequenceView& view, int64_t bytes, int64_t vector, int64_
          is_aligned(view.stride_batch) && is_aligned(other_stride);
 }
 
-KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView> views, int64_t step_vector) {
+KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView> views) {
   if (p.kind == ScalarKind::kDouble || p.width > kMaxVectorWidth) return KernelSet::kGeneral;
   const int64_t bytes = cuda::element_bytes(p.kind);
   const auto all = [&](const auto& fits) { return std::all_of(views.begin(), views.end(), fits); };
   const auto are_narrow = [&](const SequenceView& view) {
     return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
   };
-  const int64_t most_step_blocks =
-      p.batch * at::ceil_div(p.channels, step_vector * kWarpSize) * at::ceil_div(p.seqlen, kStepGroup * kWarps);
-  if (most_step_blocks <= kMaxNarrow && all([&](const SequenceView& view) {
-        return are_narrow(view) && has_vectors(view, bytes, step_vector, view.stride_channel, p.channels, view.stride_step);
+  const int64_t most_channels_last_blocks =
+      p.batch * at::ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * at::ceil_div(p.seqlen, kStepGroup * kWarps);
+  if (most_channels_last_blocks <= kMaxNarrow && all([&](const SequenceView& view) {
+        return are_narrow(view) && has_vectors(view, bytes, kLaneChannels, view.stride_channel, p.channels, view.stride_step);
       })) {
-    return KernelSet::kSteps;
+    return KernelSet::kChannelsLast;
   }
-  const bool are_rows =
+  const bool is_channels_first =
       p.ids.data == nullptr && p.batch * p.channels * at::ceil_div(p.seqlen, int64_t(kWarpSize)) <= kMaxNarrow &&
       all([&](const SequenceView& view) {
         return has_vectors(view, bytes, kVectorBytes / bytes, view.stride_step, p.seqlen, view.stride_channel);
       });
-  return are_rows ? KernelSet::kRows : KernelSet::kGeneral;
+  return is_channels_first ? KernelSet::kChannelsFirst : KernelSet::kGeneral;
 }
 
-// Up to so many elements a multiprocessor, a thread for each of them ends sooner than a lane that goes through steps.
+// Up to this many elements per multiprocessor, one thread per element finishes sooner than one lane per channel.
 constexpr int64_t kFewElements = 1024;
 
 KernelSet choose_fwd_kernels(const ConvFwdParams& p, int device) {
-  const KernelSet set = choose_kernels(p, {p.x, p.out}, kStepVector);
+  const KernelSet set = choose_kernels(p, {p.x, p.out});
   const bool is_small = p.batch * p.seqlen * p.channels <= kFewElements * cuda::multiprocessor_count(device);
-  const bool may_be_general = set == KernelSet::kSteps && debug_option(DebugOption::kCausalConv1dKernel) == 0;
+  const bool may_be_general = set == KernelSet::kChannelsLast && debug_option(DebugOption::kCausalConv1dKernel) == 0;
   return may_be_general && is_small ? KernelSet::kGeneral : set;
 }
 
-KernelSet choose_bwd_kernels(const ConvBwdParams& p) {
-  return choose_kernels(p, {p.x, p.grad_out, p.grad_out_2, p.grad_x}, kStepVector);
-}
+KernelSet choose_bwd_kernels(const ConvBwdParams& p) { return choose_kernels(p, {p.x, p.grad_out, p.grad_out_2, p.grad_x}); }
 
-// A warp of the kernels of steps spends the time of that many steps on its weights, the steps it reads twice, and its sums.
+// Cost of a channels-last warp apart from its steps, in steps: weights, halo and partial sums.
 constexpr int64_t kStepsOverhead = 12;
 constexpr int64_t kLeastSteps = 16, kMostSteps = 256;
 constexpr int64_t kMostWaves = 8;
 
-// Few tiles read little twice and leave few sums; many fill the last wave of blocks and keep every multiprocessor busy. Blocks
-// of backward, which is bound by arithmetic, run in whole waves; those of forward, bound by memory, speed up as others end.
+// Fewer tiles read less halo and write fewer partial sums; more tiles fill the last wave of blocks. Backward is bound by
+// arithmetic, so its time is a whole number of waves; forward is bound by memory, so blocks of a partial wave run faster.
 Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multiprocessor, bool has_whole_waves, int device) {
   const int64_t multiprocessors = cuda::multiprocessor_count(device);
   Tiling tiling;
-  if (set == KernelSet::kSteps) {
-    tiling.channel_blocks = at::ceil_div(p.channels, int64_t(kStepVector) * kWarpSize);
+  if (set == KernelSet::kChannelsLast) {
+    tiling.channel_blocks = at::ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
     const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
     const int64_t most_tiles = at::ceil_div(p.seqlen, kLeastSteps * kWarps);
     tiling.steps = kStepGroup;
@@ -101,13 +99,13 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
         least = found;
         tiling.steps = steps;
       }
-      // Several waves in, more tiles change the last one little.
+      // After several waves the last one hardly matters.
       if (rows * tiles > kMostWaves * resident) break;
     }
     tiling.tiles = at::ceil_div(p.seqlen, tiling.steps * kWarps);
-  } else if (set == KernelSet::kRows) {
+  } else if (set == KernelSet::kChannelsFirst) {
     const int64_t warp_steps = kWarpSize * kVectorBytes / cuda::element_bytes(p.kind);
-    // A tile of them all, or of fewer if there are too few rows.
+    // One tile per channel, or more if there are too few channels to fill the device.
     constexpr int64_t kBlocksOfMultiprocessor = 16;
     const int64_t wanted_blocks = kBlocksOfMultiprocessor * multiprocessors;
     const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = at::ceil_div(wanted_blocks * kWarps, rows);
@@ -139,19 +137,19 @@ struct Cuda {
 
   static bool adds_grads(const ConvBwdParams& params) {
     return params.grad_x.data != nullptr && params.grad_initial_state.data == nullptr && is_plain(params) &&
-           choose_bwd_kernels(params) == KernelSet::kSteps;
+           choose_bwd_kernels(params) == KernelSet::kChannelsLast;
   }
 
   static void run(const ConvBwdParams& params, const at::Tensor& x) {
     if (params.channels == 0) return;
-    // Without grad_out there are gradients of states alone, which are a few steps' work.
+    // Without grad_out only the states have gradients, which concern a few steps.
     const KernelSet set = params.grad_out.data == nullptr ? KernelSet::kGeneral : choose_bwd_kernels(params);
     const Tiling tiling = make_tiling(params, set, kBwdBlocks, /*has_whole_waves=*/true, x.get_device());
     const at::TensorOptions options = x.options().dtype(accumulate_type(x.scalar_type()));
     BwdWorkspace workspace;
     at::Tensor sums, grad_pre;
     if (params.grad_weight != nullptr || params.grad_bias != nullptr) {
-      // Without elements a tensor has no memory, whose absence means that no sums are wanted.
+      // At least one row: an empty tensor has a null pointer, which means that no sums are needed.
       const int64_t rows = std::max<int64_t>(1, params.batch * tiling.tiles);
       sums = at::empty({rows, params.width + 1, params.channels}, options);
       workspace.sums = sums.mutable_data_ptr();

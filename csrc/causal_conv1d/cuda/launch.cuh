@@ -4,10 +4,10 @@
 #include <type_traits>
 
 #include "causal_conv1d/cuda/bwd_finish.cuh"
-#include "causal_conv1d/cuda/bwd_steps.cuh"
-#include "causal_conv1d/cuda/fwd_steps.cuh"
+#include "causal_conv1d/cuda/channels_first.cuh"
+#include "causal_conv1d/cuda/channels_last_bwd.cuh"
+#include "causal_conv1d/cuda/channels_last_fwd.cuh"
 #include "causal_conv1d/cuda/general.cuh"
-#include "causal_conv1d/cuda/rows.cuh"
 #include "causal_conv1d/cuda/update.cuh"
 
 namespace ssm_kernels::causal_conv1d {
@@ -15,21 +15,23 @@ namespace ssm_kernels::causal_conv1d {
 constexpr int kThreads = kWarpSize * kWarps;
 
 inline unsigned blocks_for(int64_t count, int64_t threads) { return static_cast<unsigned>((count + threads - 1) / threads); }
-inline unsigned step_blocks(const ConvParams& p, const Tiling& tiling) {
+inline unsigned channels_last_blocks(const ConvParams& p, const Tiling& tiling) {
   return static_cast<unsigned>(p.batch * tiling.tiles * tiling.channel_blocks);
 }
-inline unsigned row_blocks(const ConvParams& p, const Tiling& tiling) {
+inline unsigned channels_first_blocks(const ConvParams& p, const Tiling& tiling) {
   return blocks_for(p.batch * p.channels * tiling.tiles, kWarps);
 }
 template <typename Scalar>
 void launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
   if constexpr (!std::is_same_v<Scalar, double>) {
-    if (set == KernelSet::kSteps) {
-      const auto kernel = is_plain(params) ? &conv_fwd_steps_kernel<Scalar, true> : &conv_fwd_steps_kernel<Scalar, false>;
-      return kernel<<<step_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+    if (set == KernelSet::kChannelsLast) {
+      const auto kernel =
+          is_plain(params) ? &conv_fwd_channels_last_kernel<Scalar, true> : &conv_fwd_channels_last_kernel<Scalar, false>;
+      return kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
     }
-    if (set == KernelSet::kRows) {
-      return conv_fwd_rows_kernel<Scalar><<<row_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+    if (set == KernelSet::kChannelsFirst) {
+      return conv_fwd_channels_first_kernel<Scalar>
+          <<<channels_first_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
     }
   }
   const int64_t elements = params.batch * params.seqlen * params.channels;
@@ -43,17 +45,18 @@ void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling
   Acc* const sums = static_cast<Acc*>(workspace.sums);
   const auto launch_tiles = [&] {
     if constexpr (!std::is_same_v<Scalar, double>) {
-      if (set == KernelSet::kSteps) {
-        void (*kernel)(ConvBwdParams, Tiling, Acc*) = &conv_bwd_steps_kernel<Scalar, false, false>;
+      if (set == KernelSet::kChannelsLast) {
+        void (*kernel)(ConvBwdParams, Tiling, Acc*) = &conv_bwd_channels_last_kernel<Scalar, false, false>;
         if (params.grad_out_2.data != nullptr) {
-          kernel = &conv_bwd_steps_kernel<Scalar, true, true>;
+          kernel = &conv_bwd_channels_last_kernel<Scalar, true, true>;
         } else if (is_plain(params) && params.grad_x.data != nullptr) {
-          kernel = &conv_bwd_steps_kernel<Scalar, true, false>;
+          kernel = &conv_bwd_channels_last_kernel<Scalar, true, false>;
         }
-        return kernel<<<step_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
+        return kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
       }
-      if (set == KernelSet::kRows) {
-        return conv_bwd_rows_kernel<Scalar><<<row_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
+      if (set == KernelSet::kChannelsFirst) {
+        return conv_bwd_channels_first_kernel<Scalar>
+            <<<channels_first_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
       }
     }
     const unsigned blocks = blocks_for(params.batch * params.seqlen * params.channels, kGeneralThreads);

@@ -1,10 +1,10 @@
-// Between the CUDA entry points (entry.cpp) and the kernels: how the work is cut, and what is launched.
+// Interface between the CUDA entry points (entry.cpp) and the kernels: the tiling and the launchers.
 //
-// There are three sets of kernels. Forward adds the taps in the same order in all of them:
+// Three sets of kernels implement the convolution. Forward adds the taps in the same order in all of them.
 //
-//   steps    channels-last: a lane has a few neighboring channels and goes along time; sequences may be packed.
-//   rows     channels-first: a lane has neighboring steps of one channel, a warp goes along time; each row one sequence.
-//   general  anything else (any strides, widths above kMaxVectorWidth, float64): a thread for each element.
+//   channels last   a lane owns a few neighboring channels and advances in time; sequences may be packed
+//   channels first  a lane owns neighboring steps of one channel, and a warp advances in time; no packed sequences
+//   general         any strides and widths, and float64: one thread per element
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,37 +18,39 @@ namespace ssm_kernels::causal_conv1d {
 
 using cuda::kWarpSize;
 constexpr int64_t kVectorBytes = cuda::kVectorBytes;
-constexpr int kWarps = 4;  // of a block of the first two sets
+constexpr int kWarps = 4;  // per block of the first two sets
 constexpr int64_t kMaxVectorWidth = 4;
-// Channels of a lane of the kernels of steps: enough to share the addresses' arithmetic, and so few that the registers leave
-// room for the warps that keep memory busy (docs/tuning.md).
-constexpr int kStepVector = 4;
+// Channels per lane of the channels-last kernels. More share the address arithmetic; fewer leave registers for more warps in
+// flight. docs/tuning.md has the measurements.
+constexpr int kLaneChannels = 4;
 
-// Blocks of the plain kernels of steps whose registers a multiprocessor has.
+// Resident blocks per multiprocessor of the plain channels-last kernels, which bound their registers.
 constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 
-enum class KernelSet { kSteps, kRows, kGeneral };
+enum class KernelSet { kChannelsLast, kChannelsFirst, kGeneral };
 
-// Whether the kernels of steps that know the width and have no packed sequences take the call.
+// Whether the plain channels-last kernels take the call: they are compiled for a width of kMaxVectorWidth and for batch entries
+// of one sequence each.
 inline bool is_plain(const ConvParams& p) { return p.ids.data == nullptr && p.width == kMaxVectorWidth; }
 
-// How a row's time is cut. A block of the kernels of steps takes kWarps * steps steps, a warp of those of rows `steps`.
+// Tiles of time. A tile is kWarps * steps steps in the channels-last kernels, one tile a block, and `steps` steps in the
+// others.
 struct Tiling {
   int64_t steps = 0;
-  int64_t tiles = 0;           // of a row
-  int64_t channel_blocks = 0;  // of the kernels of steps
+  int64_t tiles = 0;           // per batch entry
+  int64_t channel_blocks = 0;  // channels last: blocks that share a tile's steps
 };
 
-// Sums over a tile of time for the gradients of the parameters, in the accumulation type: (batch, tiles, width + 1, channels),
-// by lag and last of bias; null if neither is wanted. A second kernel adds the tiles up in their order.
 struct BwdWorkspace {
+  // Partial sums of grad_weight, by lag, and of grad_bias: (batch, tiles, width + 1, channels) in the accumulation type, one
+  // row of width + 1 per tile. A second kernel adds them in the order of the tiles. Null if neither gradient is needed.
   void* sums = nullptr;
-  // Of the general kernels: grad_out act'(pre), (batch, seqlen, channels), in the accumulation type.
+  // General kernels: grad_out act'(pre), (batch, seqlen, channels), in the accumulation type.
   SequenceView grad_pre;
 };
 
-// Queue the kernels on the stream. Instantiated in instantiations/ for float, __half and __nv_bfloat16, and for double, of
-// which there are the general kernels only.
+// Launch the kernels on the stream. Instantiated in instantiations/ for float, __half, __nv_bfloat16 and double; double has
+// general kernels only.
 template <typename Scalar>
 void launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream);
 template <typename Scalar>

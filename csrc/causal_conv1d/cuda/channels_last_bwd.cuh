@@ -5,7 +5,7 @@
 //
 //   grad_x_t = sum_l w_l g_{t+l}        grad_w_l = sum_t g_t x_{t-l}        grad_bias = sum_t g_t
 //
-// A lane has kStepVector neighboring channels and goes back in time, with the four inputs that end at its step, the three g
+// A lane has kLaneChannels neighboring channels and goes back in time, with the four inputs that end at its step, the three g
 // after it and its sums in registers. A warp begins width - 1 steps after its interval of time, where it computes g only. A
 // block adds its warps' sums in shared memory, in their order, and writes them to the workspace.
 //
@@ -16,7 +16,7 @@
 
 #include <type_traits>
 
-#include "causal_conv1d/cuda/fwd_steps.cuh"
+#include "causal_conv1d/cuda/channels_last_fwd.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -25,12 +25,12 @@ enum class StepKind { kHalo, kInner, kEdge };
 
 template <typename Scalar, bool is_plain, bool has_second>
 __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBwdBlocks - 1)
-    conv_bwd_steps_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
+    conv_bwd_channels_last_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kVector = kStepVector, kAhead = has_second && sizeof(Scalar) > 2 ? 2 : 4, kLags = kMaxVectorWidth;
+  constexpr int kVector = kLaneChannels, kAhead = has_second && sizeof(Scalar) > 2 ? 2 : 4, kLags = kMaxVectorWidth;
   constexpr int kSums = kLags + 1;  // of each channel, by lag and last of bias
   using Inputs = cuda::Vector<Scalar, kVector>;
-  const StepSegment segment(p, tiling, kVector);
+  const ChannelsLastSegment segment(p, tiling, kVector);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
   // Inputs and gradients of two groups of steps, each lane's by itself.
@@ -43,9 +43,9 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
   }
 
   if (segment.has_channels && segment.t < segment.end) {
-    const StepRows<const Scalar> x(p.x, segment.b, segment.c), grad_out(p.grad_out, segment.b, segment.c);
-    const StepRows<const Scalar> grad_out_2(p.grad_out_2, segment.b, segment.c);
-    const StepRows<Scalar> grad_x(p.grad_x, segment.b, segment.c);
+    const ChannelsLastRows<const Scalar> x(p.x, segment.b, segment.c), grad_out(p.grad_out, segment.b, segment.c);
+    const ChannelsLastRows<const Scalar> grad_out_2(p.grad_out_2, segment.b, segment.c);
+    const ChannelsLastRows<Scalar> grad_x(p.grad_x, segment.b, segment.c);
     const StepWeights<Scalar, kVector> weights(p, width, segment.c);
     const int seqlen = static_cast<int>(p.seqlen);
 

@@ -1,5 +1,5 @@
 // The causal convolution for channels-first tensors, whose steps are contiguous: forward, and backward as in
-// bwd_steps.cuh. Each row of the batch is one sequence.
+// channels_last_bwd.cuh. Each row of the batch is one sequence.
 //
 // A warp has a tile of time of one channel and takes a vector of 16 bytes of neighboring steps for each lane per iteration.
 // Forward advances in time, backward goes back. The three steps before a lane's first come from the lane below by shuffles, in
@@ -14,7 +14,7 @@
 namespace ssm_kernels::causal_conv1d {
 
 // A warp's tile, [begin, end) of channel c.
-struct RowSegment {
+struct ChannelsFirstSegment {
   int64_t b, c, tile, begin, end;
 
   // False if there is none. choose_kernels makes sure that the warps are counted in 32 bits.
@@ -79,7 +79,7 @@ struct VectorTail {
     return tail;
   }
   // Loads the kBefore steps before a tile's first: from the tile before, or from the initial state.
-  __device__ __forceinline__ static VectorTail load(const ConvParams& p, const RowSegment& segment, const Scalar* x) {
+  __device__ __forceinline__ static VectorTail load(const ConvParams& p, const ChannelsFirstSegment& segment, const Scalar* x) {
     Scalar elements[kElements];
 #pragma unroll
     for (int lag = 1; lag <= kElements; ++lag) {
@@ -110,14 +110,15 @@ struct VectorTail {
 };
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_rows_kernel(const ConvFwdParams p, const Tiling tiling) {
+__global__ void __launch_bounds__(kWarpSize* kWarps)
+    conv_fwd_channels_first_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
   constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize, kAhead = 4;
   static_assert(kVector >= Tail::kElements, "the steps before a lane's first are one lane's");
   using Inputs = cuda::Vector<Scalar, kVector>;
   const int lane = threadIdx.x % kWarpSize;
-  RowSegment segment;
+  ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
   const RowWeights<Scalar> weights(p, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
@@ -158,7 +159,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps) conv_fwd_rows_kernel(const 
 
 template <typename Scalar>
 __global__ void __launch_bounds__(kWarpSize* kWarps)
-    conv_bwd_rows_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
+    conv_bwd_channels_first_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
   constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize;
@@ -167,7 +168,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   constexpr int kStages = 4;
   __shared__ Inputs stages[kStages][2][kWarpSize * kWarps];
   const int lane = threadIdx.x % kWarpSize;
-  RowSegment segment;
+  ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
   const RowWeights<Scalar> weights(p, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);

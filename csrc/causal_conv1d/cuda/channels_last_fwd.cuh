@@ -1,6 +1,6 @@
 // Forward of the causal convolution for channels-last tensors.
 //
-// A lane has kStepVector neighboring channels and goes through `steps` steps of time, so that a warp reads and writes
+// A lane has kLaneChannels neighboring channels and goes through `steps` steps of time, so that a warp reads and writes
 // contiguous parts of rows, each element once; the width - 1 steps before its first are read twice. It keeps the
 // channels' weights and the last three inputs in registers. A block's warps take consecutive intervals of time.
 //
@@ -19,12 +19,12 @@
 namespace ssm_kernels::causal_conv1d {
 
 // A lane's channels and a warp's steps, [t, end), of a block of the kernels of steps.
-struct StepSegment {
+struct ChannelsLastSegment {
   int64_t b, c;
   int t, end;
   bool has_channels;
 
-  __device__ __forceinline__ StepSegment(const ConvParams& p, const Tiling& tiling, int vector) {
+  __device__ __forceinline__ ChannelsLastSegment(const ConvParams& p, const Tiling& tiling, int vector) {
     const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
     const unsigned channel_blocks = static_cast<unsigned>(tiling.channel_blocks);
     const unsigned tiles = static_cast<unsigned>(tiling.tiles), tile = blockIdx.x / channel_blocks;
@@ -41,11 +41,11 @@ struct StepSegment {
 // The rows of one lane's channels in a channels-last tensor. A step's address is one multiplication of 32-bit numbers, which
 // choose_kernels makes sure is enough.
 template <typename Scalar>
-class StepRows {
+class ChannelsLastRows {
  public:
-  using Row = cuda::Vector<std::remove_const_t<Scalar>, kStepVector>;
+  using Row = cuda::Vector<std::remove_const_t<Scalar>, kLaneChannels>;
 
-  __device__ __forceinline__ StepRows(const SequenceView& view, int64_t b, int64_t c)
+  __device__ __forceinline__ ChannelsLastRows(const SequenceView& view, int64_t b, int64_t c)
       : base_(reinterpret_cast<Bytes*>(static_cast<Scalar*>(view.data) + view.offset(b, 0, c))),
         stride_(static_cast<int>(view.stride_step * static_cast<int64_t>(sizeof(Scalar)))) {}
 
@@ -136,18 +136,18 @@ __device__ __forceinline__ void load_before(const ConvParams& p, int64_t b, int6
 
 template <typename Scalar, bool is_plain>
 __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFwdBlocks / 2)
-    conv_fwd_steps_kernel(const ConvFwdParams p, const Tiling tiling) {
+    conv_fwd_channels_last_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
-  constexpr int kVector = kStepVector, kAhead = sizeof(Scalar) > 2 ? 4 : 8;
+  constexpr int kVector = kLaneChannels, kAhead = sizeof(Scalar) > 2 ? 4 : 8;
   using Inputs = cuda::Vector<Scalar, kVector>;
   // Inputs of groups of steps, each lane's by itself: one group in use, the others being copied.
   constexpr int kGroups = 3;
   __shared__ Inputs ring[kGroups][kAhead][kWarpSize * kWarps];
   static_assert(sizeof(ring) <= 48 * 1024, "a block has no more static shared memory");
-  const StepSegment segment(p, tiling, kVector);
+  const ChannelsLastSegment segment(p, tiling, kVector);
   if (!segment.has_channels || segment.t >= segment.end) return;
-  const StepRows<const Scalar> x(p.x, segment.b, segment.c);
-  const StepRows<Scalar> out(p.out, segment.b, segment.c);
+  const ChannelsLastRows<const Scalar> x(p.x, segment.b, segment.c);
+  const ChannelsLastRows<Scalar> out(p.out, segment.b, segment.c);
   const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
   const StepWeights<Scalar, kVector> weights(p, width, segment.c);
   Acc before[kBefore][kVector];
