@@ -13,24 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import PACKAGE, ROOT, build_backend, run_python
+from build_helpers import MODULE, OPS, PACKAGE, ROOT, binutil, build_backend, needed_libraries, run_python
 
 import ssm_kernels
 from ssm_kernels import _build_info
 from ssm_kernels._build_info import check_torch, runs_on
 
-OPS = PACKAGE / "_ops.abi3.so"
 BUILD_COMMAND = re.compile(r"pip install --no-deps (-e|--force-reinstall) ")
-
-
-def binutil(*command) -> str:
-    if shutil.which(command[0]) is None:
-        pytest.skip(f"{command[0]} (binutils) is not installed")
-    return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout
-
-
-def needed_libraries(library: Path) -> list[str]:
-    return re.findall(r"\(NEEDED\).*\[(.*)\]", binutil("readelf", "-d", library))
 
 
 # Libraries
@@ -44,8 +33,7 @@ def test_operators_hold_no_python_symbol():
 
 
 def test_python_module_needs_no_torch():
-    (module,) = (Path(path) for path in [sys.modules["ssm_kernels._C"].__file__])
-    assert not [lib for lib in needed_libraries(module) if re.search(r"torch|c10", lib)]
+    assert not [lib for lib in needed_libraries(MODULE) if re.search(r"torch|c10", lib)]
 
 
 def test_cuda_runtime_is_needed_only_if_cuda_kernels_were_built():
@@ -230,7 +218,7 @@ def test_incomplete_build_is_an_import_error(tmp_path, state):
     for source in PACKAGE.glob("*.py"):
         shutil.copy(source, copy)
     if state != "nothing built":
-        shutil.copy(sys.modules["ssm_kernels._C"].__file__, copy)
+        shutil.copy(MODULE, copy)
     if state == "unloadable operators":
         (copy / "_ops.abi3.so").write_bytes(b"not a library")
     result = run_python("-c", "import ssm_kernels", cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
@@ -282,38 +270,33 @@ def test_times_in_the_documentation_are_those_that_ci_allows():
 ALLOWED_TO_SPILL = "_ZN11ssm_kernels3ssd21ssd_bwd_chunks_kernelI6__halfLi128ENS0_7Sm80MmaEEEvNS0_12SsdBwdParamsE"
 
 
-@pytest.mark.parametrize("name, spills, status", [("_Z6kernelv", 0, 0), ("_Z6kernelv", 8, 1), (ALLOWED_TO_SPILL, 8, 1)])
-def test_check_of_kernels(tmp_path, name, spills, status):
+needs_names = pytest.mark.skipif(shutil.which("c++filt") is None, reason="needs c++filt")
+
+
+@pytest.mark.parametrize(
+    "name, architecture, spills, status",
+    [
+        ("_Z6kernelv", "sm_90a", 0, 0),
+        ("_Z6kernelv", "sm_90a", 8, 1),
+        (ALLOWED_TO_SPILL, "sm_90a", 8, 1),
+        pytest.param(ALLOWED_TO_SPILL, "sm_80", 100, 0, marks=needs_names),
+        pytest.param(ALLOWED_TO_SPILL, "sm_80", 104, 1, marks=needs_names),
+    ],
+)
+def test_check_of_kernels(tmp_path, name, architecture, spills, status):
     report = (
-        f"ptxas info    : Compiling entry function '{name}' for 'sm_90a'\n"
+        f"ptxas info    : Compiling entry function '{name}' for '{architecture}'\n"
         f"ptxas info    : Function properties for {name}\n"
         "    16 bytes stack frame, {0} bytes spill stores, {0} bytes spill loads\n"
         "ptxas info    : Used 40 registers, used 1 barriers, 16 bytes cumulative stack size\n"
     )
+    warning = f"ptxas warning : Registers are spilled to local memory in function '{name}', {spills} bytes spill stores\n"
     log = tmp_path / "build.log"
-    warning = f"ptxas warning : Registers are spilled to local memory in function '{name}', {{0}} bytes spill stores\n"
-    log.write_text(
-        report.format(0) + "[2/2] another source\n" + report.format(spills) + (warning.format(spills) if spills else "")
-    )
-    result = run_python(ROOT / "scripts" / "check_kernels.py", log)
-    assert result.returncode == status, result.stderr
-    assert [line.split()[:4] for line in result.stdout.splitlines()[1:3]] == [
-        ["sm_90a", "40", "16", "0"],
-        ["sm_90a", "40", "16", str(2 * spills)],
-    ]
-
-
-@pytest.mark.skipif(shutil.which("c++filt") is None, reason="needs c++filt")
-@pytest.mark.parametrize("spills, status", [(100, 0), (104, 1)])
-def test_check_of_kernels_that_may_spill(tmp_path, spills, status):
-    log = tmp_path / "build.log"
-    log.write_text(
-        f"ptxas info    : Compiling entry function '{ALLOWED_TO_SPILL}' for 'sm_80'\n"
-        f"    16 bytes stack frame, {spills} bytes spill stores, {spills} bytes spill loads\n"
-        "ptxas info    : Used 168 registers, used 1 barriers, 16 bytes cumulative stack size\n"
-    )
+    log.write_text(report.format(0) + "[2/2] another source\n" + report.format(spills) + warning * (spills > 0))
     result = run_python(ROOT / "scripts" / "check_kernels.py", log)
     assert result.returncode == status, result.stdout + result.stderr
+    found = [line.split()[:4] for line in result.stdout.splitlines()[1:3]]
+    assert found == [[architecture, "40", "16", str(spilled)] for spilled in (0, 2 * spills)]
 
 
 def test_check_of_kernels_where_none_was_built(tmp_path):

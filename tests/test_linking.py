@@ -11,16 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from build_helpers import MODULE, OPS, ROOT, exported_symbols, needed_libraries
 from torch.autograd import forward_ad
 
+import build_linking
 import ssm_kernels
 
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-import build_linking
-
-ROOT = Path(__file__).resolve().parents[1]
-OPS = Path(ssm_kernels.__file__).parent / "_ops.abi3.so"
-MODULE = Path(sys.modules["ssm_kernels._C"].__file__)
 EXPORTED = {OPS: [], MODULE: ["PyInit__C"]}
 
 SOURCE = """
@@ -67,9 +63,7 @@ def static_compiler(request, tmp_path) -> Path:
 @pytest.mark.parametrize("library", [OPS, MODULE], ids=["_ops", "_C"])
 def test_libraries_export_only_what_python_looks_up(library):
     assert build_linking.read_shared_library(library).exported == EXPORTED[library]
-    if shutil.which("nm") is not None:
-        listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
-        assert [line.split()[-1] for line in listed.splitlines()] == EXPORTED[library]
+    assert exported_symbols(library) == EXPORTED[library]
 
 
 @pytest.mark.parametrize("library", [OPS, MODULE], ids=["_ops", "_C"])
@@ -95,15 +89,9 @@ def test_exceptions_cross_the_library_that_exports_no_typeinfo():
 
 
 def test_reader_agrees_with_binutils():
-    for tool in ("nm", "readelf"):
-        if shutil.which(tool) is None:
-            pytest.skip(f"{tool} (binutils) is not installed")
     library = Path(torch.__file__).parent / "lib" / "libc10.so"
-    listed = subprocess.run(["nm", "-D", "--defined-only", library], capture_output=True, text=True, check=True).stdout
-    dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
     read = build_linking.read_shared_library(library)
-    assert sorted(read.exported) == sorted(line.split()[-1].split("@")[0] for line in listed.splitlines())
-    assert read.needed == re.findall(r"\(NEEDED\).*\[(.*)\]", dynamic)
+    assert sorted(read.exported) == sorted(exported_symbols(library)) and read.needed == needed_libraries(library)
 
 
 @pytest.mark.parametrize(
