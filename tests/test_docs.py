@@ -62,6 +62,14 @@ def test_schemas_of_the_page_are_those_registered():
     assert positional[8] == "initial_state"
 
 
+def test_files_that_the_pages_name_exist():
+    for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))):
+        # The compile report lists object files.
+        page = re.sub(r"<!-- compile report: begin -->.*?<!-- compile report: end -->", "", path.read_text(), flags=re.DOTALL)
+        for name in re.findall(r"`((?:csrc|ssm_kernels|tests|scripts|benchmarks|examples)/[\w./]+\.\w+)`", page):
+            assert (ROOT / name).exists(), (path.name, name)
+
+
 def test_names_of_the_table_are_arguments():
     """Every name that docs/layers.md gives an operator's states, step sizes and input is one of its arguments or results."""
     page = (ROOT / "docs" / "layers.md").read_text()
