@@ -1,5 +1,5 @@
-// CUDA side of the norms: chooses the kernel and the cut of the work, and launches on the current stream without waiting for it
-// or reading anything from the device, so that it can be captured in a CUDA graph.
+// CUDA entry points of the norms: choose the kernel and its plan, and launch on the current stream. They read nothing from the
+// device and never wait for it, so that calls can be captured in a CUDA graph.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -24,7 +24,7 @@ namespace {
 
 bool is_aligned(int64_t bytes) { return bytes % kVectorBytes == 0; }
 
-// Whether the vector kernels take the call: each vector of each tensor begins at a multiple of 16 bytes.
+// Whether the vector kernels take the call: each vector of each tensor must begin at a multiple of 16 bytes.
 bool can_use_vectors(const NormParams& p, std::initializer_list<RowsView> views) {
   if (p.kind == ScalarKind::kDouble || p.rows() * p.groups >= kMaxNarrowRows) return false;
   if (!is_aligned(p.group_size * cuda::element_bytes(p.kind))) return false;
@@ -38,7 +38,7 @@ bool can_use_vectors(const NormParams& p, std::initializer_list<RowsView> views)
   });
 }
 
-// Teams for groups of p.group_size columns, with no more than max_lanes threads.
+// Teams of at most max_lanes threads for groups of p.group_size columns.
 Teams make_teams(const NormParams& p, bool use_vectors, int max_lanes) {
   Teams teams;
   teams.use_vectors = use_vectors;
@@ -52,16 +52,16 @@ Teams make_teams(const NormParams& p, bool use_vectors, int max_lanes) {
   }
   teams.chunks = static_cast<int>(at::ceil_div<int64_t>(needed, max_lanes));
   teams.lanes = static_cast<int>(at::ceil_div<int64_t>(at::ceil_div<int64_t>(needed, teams.chunks), kWarpSize)) * kWarpSize;
-  // Rounded up to warps, fewer chunks may do.
+  // Rounding up to whole warps may leave fewer chunks.
   teams.chunks = static_cast<int>(at::ceil_div<int64_t>(needed, teams.lanes));
   return teams;
 }
 
-// How many blocks the device runs at a time.
+// How many blocks are resident on the device at a time.
 int64_t resident_blocks(int device, int warps, int registers, int shared_bytes) {
-  // Each block takes the reserved bytes too, and a multiprocessor has that much more than one block may ask for.
+  // CUDA reserves kReservedBytes of shared memory per block; a multiprocessor has that much more than one block may ask for.
   constexpr int kReservedBytes = 1024, kMaxBlocks = 32;
-  // A multiprocessor is four partitions of 16384 registers. The warps of a block are spread over them.
+  // A multiprocessor has four partitions of 16384 registers, and spreads the warps of a block over them.
   constexpr int kPartitions = 4, kPartitionRegisters = 16384;
   const int by_registers = kPartitions * (kPartitionRegisters / (registers * kWarpSize)) / warps;
   const int by_memory = (cuda::max_shared_bytes(device) + kReservedBytes) / (shared_bytes + kReservedBytes);
@@ -69,8 +69,8 @@ int64_t resident_blocks(int device, int warps, int registers, int shared_bytes) 
   return static_cast<int64_t>(cuda::multiprocessor_count(device)) * per_multiprocessor;
 }
 
-// The RMSNorm kernel for a call that the vector kernels take. The choice depends neither on the rows nor on which gradients are
-// wanted: a row has the same bits in every batch.
+// The RMSNorm kernel for a call that the vector kernels take. The choice does not depend on the number of rows or on the needed
+// gradients, so that a row has the same bits in every batch.
 RmsCase choose_rms_case(const NormParams& p) {
   if (p.subtract_mean || p.bias.data != nullptr) return RmsCase::kNone;
   if (p.is_add || p.z.data == nullptr) {
@@ -80,7 +80,7 @@ RmsCase choose_rms_case(const NormParams& p) {
   return p.norm_before_gate ? RmsCase::kGateAfter : RmsCase::kGateBefore;
 }
 
-// Forward has no kernel of a sum with a residual that is not float32.
+// Forward has an add_norm RMSNorm kernel for float32 residuals only.
 RmsCase choose_fwd_rms_case(const NormFwdParams& p) {
   if (!p.is_add) return p.z.data == nullptr ? RmsCase::kNone : choose_rms_case(p);
   const auto is_float = [&](const RowsView& view) { return view.data != nullptr && bytes_of(p, view.is_accumulate) == 4; };
@@ -88,8 +88,7 @@ RmsCase choose_fwd_rms_case(const NormFwdParams& p) {
   return fits ? RmsCase::kNoGateWide : RmsCase::kNone;
 }
 
-// A block for each group of each row. A plan of kNone if the group does not have a warp's columns, or does not fit into a
-// block.
+// One block per group of each row. The case is kNone for groups of at most half a warp's columns or more than a block's.
 RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int max_threads) {
   constexpr int64_t kWarpColumns = kWarpSize * kThreadColumns;
   RmsPlan plan;
@@ -101,14 +100,15 @@ RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int max_threads) {
   return plan;
 }
 
-// As many blocks as run at a time, each with its rows in shared memory. Also of kNone if a block does not have that much.
+// Persistent blocks: as many as are resident, with the pipeline stages in shared memory. The case is also kNone if these exceed
+// a block's shared memory.
 RmsPlan plan_persistent_rms(const NormParams& p, RmsCase rms_case, int column_bytes, int row_bytes, int max_threads,
                             int registers) {
   RmsPlan plan = plan_rms(p, rms_case, max_threads);
   plan.shared_bytes = rms_shared_bytes(plan.warps, column_bytes, row_bytes);
   if (plan.rms_case == RmsCase::kNone || plan.shared_bytes > cuda::max_shared_bytes(p.device)) return {};
   const int64_t resident = resident_blocks(p.device, plan.warps, registers, plan.shared_bytes);
-  // Blocks beyond those that run at a time would leave more partial sums.
+  // More blocks than are resident would write more partial sums.
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / p.groups, 1, p.rows()));
   return plan;
 }
@@ -132,13 +132,14 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
   BwdPlan plan;
   const int vector_size = kVectorBytes / cuda::element_bytes(p.kind);
   const int stage_accesses = bwd_accesses(p, kThreadColumns / vector_size);
-  // Sums for grad_bias: one piece for a thread of a scalar kernel, else all of its columns.
+  // Accesses for the grad_bias sums: one per thread of a scalar kernel, else those of all its columns.
   const auto record_bytes = [&](int accesses, int sums) {
     return ((kBwdStages * accesses + (p.grad_bias.data != nullptr ? sums : 0)) | 1) * kVectorBytes;
   };
   const int vector_record = record_bytes(stage_accesses, kThreadColumns * 4 / kVectorBytes);
-  // Beside the sums of a team, which are static.
-  const int available = cuda::max_shared_bytes(p.device) - 2048;
+  // Sums of the teams, in static shared memory.
+  constexpr int kStaticBytes = 2048;
+  const int available = cuda::max_shared_bytes(p.device) - kStaticBytes;
 
   bool use_vectors =
       can_use_vectors(p, {p.x, p.z, p.grad_out, p.grad_new_residual, p.grad_x, p.grad_z, p.grad_residual, p.out});
@@ -160,11 +161,10 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
   while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;
   plan.row_teams = plan.teams.count / plan.group_teams;
   plan.column_blocks = static_cast<int>(at::ceil_div<int64_t>(p.groups, plan.group_teams));
-  // As many blocks as the device runs at a time: more would leave more partial sums.
+  // More blocks than are resident would write more partial sums.
   const int threads = plan.teams.threads();
-  const int by_registers = 65536 / (kBwdRegisters * threads), by_memory = available / (plan.record_bytes * threads);
-  const int per_multiprocessor = std::clamp(std::min(by_registers, by_memory), 1, 16);
-  const int64_t resident = static_cast<int64_t>(cuda::multiprocessor_count(p.device)) * per_multiprocessor;
+  const int64_t resident =
+      resident_blocks(p.device, threads / kWarpSize, kBwdRegisters, plan.record_bytes * threads + kStaticBytes);
   const int64_t most = at::ceil_div<int64_t>(p.rows(), plan.row_teams);
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / plan.column_blocks, 1, most));
   plan.partials = plan.row_blocks * plan.row_teams;
