@@ -1,4 +1,4 @@
-// What launches ask of a device and of the current stream.
+// Host queries: attributes of a device, and whether the current stream is being captured.
 #pragma once
 
 #include <c10/cuda/CUDAException.h>
@@ -19,7 +19,7 @@ inline int compute_capability_major(int device) {
   return major;
 }
 
-// Of a block that asks for more than a kernel gets by default.
+// Bytes that one block can have if its kernel opts in to more than the default.
 inline int max_shared_bytes(int device) {
   int bytes = 0;
   C10_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));

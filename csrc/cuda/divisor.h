@@ -1,4 +1,4 @@
-// Division by a number that is known before the kernel starts.
+// Division by a number that the host knows before it launches the kernel.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace ssm_kernels::cuda {
 
-// divide(n) is n / divisor for n >= 0. The 32-bit form, for n and a divisor below 2^31, is one multiplication and one shift:
-// floor(n m / 2^(32 + s)) with s = ceil(log2 d) - 1 and m = ceil(2^(32 + s) / d) < 2^32, where the excess of m / 2^(32 + s)
-// over 1 / d, at most 2^-(32 + s) <= 2^-31 / d, times n < 2^31 is less than 1 / d.
+// divide(n) returns n / divisor for n >= 0. For n and a divisor d below 2^31 the 32-bit form is one multiplication and one
+// shift: floor(n m / 2^(32 + s)) with s = ceil(log2 d) - 1 and m = ceil(2^(32 + s) / d) < 2^32. It is exact: m / 2^(32 + s)
+// exceeds 1 / d by at most 2^-(32 + s) <= 2^-31 / d, which times n < 2^31 is less than 1 / d.
 class Divisor {
  public:
   Divisor() = default;

@@ -1,5 +1,6 @@
-// Accumulator fragments of tensor-core products as cuda/ptx/mma_sm80.cuh and cuda/ptx/wgmma_sm90.cuh distribute them: a warp
-// has 16 rows; a lane has two of them, `row` and row + 8, and in each block of 8 columns two, 2 pair and 2 pair + 1.
+// Fragments of tensor-core accumulators, distributed over lanes as in cuda/ptx/mma_sm80.cuh and cuda/ptx/wgmma_sm90.cuh. A warp
+// holds 16 rows. A lane holds two of them, `row` and row + 8, and of each block of 8 columns the two columns 2 pair and 2 pair
+// + 1.
 #pragma once
 
 #include <type_traits>
@@ -9,21 +10,22 @@
 
 namespace ssm_kernels::cuda {
 
-// A lane among its unit's.
+// A lane of a warpgroup.
 struct FragmentLane {
-  int index;  // of the warp's
+  int index;  // in the warp
   int quad, pair;
   int warp;
-  int row;  // of the unit's
+  int row;  // of the warpgroup's 64 rows
 
   __device__ __forceinline__ FragmentLane() : FragmentLane(threadIdx.x % kWarpSize) {}
-  // The compiler does not ask for the thread's index again wherever registers are few: that takes longer than what it is for.
+  // Keeps the lane's index in a register. Under register pressure the compiler would read the special register again and again,
+  // which takes longer (about 20 cycles) than the work that needs it.
   static __device__ __forceinline__ FragmentLane opaque_thread() {
     int index = threadIdx.x % kWarpSize;
     asm volatile("" : "+r"(index));
     return FragmentLane(index);
   }
-  // The same; what follows from its index is computed again rather than kept in registers.
+  // The same lane; the compiler recomputes what follows from its index instead of keeping it in registers.
   __device__ __forceinline__ FragmentLane opaque() const {
     FragmentLane result = *this;
     asm volatile("" : "+r"(result.index));
@@ -35,14 +37,14 @@ struct FragmentLane {
 
  private:
   __device__ __forceinline__ explicit FragmentLane(int index) : index(index), quad(index / 4), pair(index % 4) {
-    // By a shuffle the compiler sees that it is the same for all lanes.
+    // The shuffle tells the compiler that all lanes have the same value.
     warp = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) % kWarpgroupThreads / kWarpSize, 0);
     row = 16 * warp + quad;
   }
 };
 
-// A lane's pairs of neighboring elements of a tile: in row lane.row + 8 half, of each block of 8 columns those that a product
-// would give it.
+// Pairs of neighboring elements of a tile, where an accumulator fragment has them: in row lane.row + 8 half, the two columns of
+// the lane in each block of 8.
 template <int element_bytes = 2>
 class FragmentPairs {
  public:
@@ -51,13 +53,13 @@ class FragmentPairs {
   __device__ __forceinline__ explicit FragmentPairs(const FragmentLane& lane)
       : offset_(lane.row * kRowBytes + (lane.pair * sizeof(Pair) ^ swizzle<element_bytes>(lane.quad) * sizeof(uint4))) {}
 
-  // The same; what follows from it is computed again rather than kept in registers.
+  // The same pairs; the compiler recomputes what follows from their offset instead of keeping it in registers.
   __device__ __forceinline__ FragmentPairs opaque() const {
     FragmentPairs result = *this;
     asm volatile("" : "+r"(result.offset_));
     return result;
   }
-  // The same of blocks that many further, of the same 8.
+  // Shifts all blocks by `blocks`, within a panel. The shift is an XOR: it and the blocks use different bits.
   __device__ __forceinline__ FragmentPairs moved(int blocks) const {
     FragmentPairs result = *this;
     result.offset_ ^= blocks * kBlockBytes;
@@ -67,9 +69,9 @@ class FragmentPairs {
   template <int columns>
   __device__ __forceinline__ Pair& at(SmemTile<columns, element_bytes>& tile, int block, int half) const {
     constexpr int kBlocksOfPanel = kRowBytes / kBlockBytes;
-    const int place = (offset_ ^ (block % kBlocksOfPanel * kBlockBytes)) + block / kBlocksOfPanel * (kTileRows * kRowBytes) +
-                      half * 8 * kRowBytes;
-    return *reinterpret_cast<Pair*>(reinterpret_cast<unsigned char*>(&tile) + place);
+    const int offset = (offset_ ^ (block % kBlocksOfPanel * kBlockBytes)) + block / kBlocksOfPanel * (kTileRows * kRowBytes) +
+                       half * 8 * kRowBytes;
+    return *reinterpret_cast<Pair*>(reinterpret_cast<unsigned char*>(&tile) + offset);
   }
 
  private:

@@ -1,4 +1,4 @@
-// Integer arithmetic of offsets.
+// Integer arithmetic for offsets.
 #pragma once
 
 #include <cstdint>
@@ -7,17 +7,17 @@ namespace ssm_kernels::cuda {
 
 __device__ __forceinline__ int64_t widening_multiply(int64_t a, int64_t b) { return a * b; }
 
-// One instruction. Left to itself the compiler multiplies the 64-bit value that a 32-bit one was narrowed from.
+// One instruction. Without the assembly the compiler multiplies the 64-bit values that the arguments were narrowed from.
 __device__ __forceinline__ int64_t widening_multiply(uint32_t a, uint32_t b) {
   uint64_t product;
   asm("mul.wide.u32 %0, %1, %2;" : "=l"(product) : "r"(a), "r"(b));
   return static_cast<int64_t>(product);
 }
 
-// base + a * b, in bytes; one instruction, for the same reason.
+// base + a * b bytes in one instruction, for the same reason.
 template <typename Byte>
 __device__ __forceinline__ Byte* add_product(Byte* base, int a, int b) {
-  static_assert(sizeof(Byte) == 1, "the product counts bytes");
+  static_assert(sizeof(Byte) == 1, "a * b is an offset in bytes");
 #ifdef __CUDA_ARCH__
   Byte* address;
   asm("mad.wide.s32 %0, %1, %2, %3;" : "=l"(address) : "r"(a), "r"(b), "l"(base));

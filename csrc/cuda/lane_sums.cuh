@@ -5,12 +5,12 @@
 
 namespace ssm_kernels::cuda {
 
-// Sums each of `count` values over `lanes` neighboring lanes, a power of two. Of these lanes, the one of index l then has the
-// sums of values l count / lanes to (l + 1) count / lanes - 1, in the first of its values. Each exchange halves what a lane has
-// left, so that there are count - count / lanes shuffles and not count log2(lanes).
+// Sums each of `count` values over `lanes` neighboring lanes, a power of two. Afterwards lane l of them has the sums of values
+// l count / lanes to (l + 1) count / lanes - 1, as its first values. Each exchange halves the number of values that a lane
+// still sums, so that there are count - count / lanes shuffles instead of count log2(lanes).
 template <int lanes, typename Value, int count, int kept = count / 2>
 __device__ __forceinline__ void sum_over_lanes(Value (&values)[count]) {
-  static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0 && count % lanes == 0, "the sums are shared equally");
+  static_assert(lanes <= 32 && (lanes & (lanes - 1)) == 0 && count % lanes == 0, "every lane ends with equally many sums");
   if constexpr (lanes > 1) {
     constexpr int kDistance = lanes / 2;
     const bool is_upper = (threadIdx.x & kDistance) != 0;

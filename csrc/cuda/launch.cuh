@@ -1,25 +1,26 @@
-// What launches of kernels share.
+// Launches of kernels, and the attributes that a kernel or a launch needs first.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <map>
 #include <set>
 #include <utility>
 
 namespace ssm_kernels::cuda {
 
-// A kernel on a device. What the runtime says of it never changes, so that each thread asks once.
+// A kernel on a device, as a key. Its attributes never change, so each thread queries them once.
 using KernelOnDevice = std::pair<const void*, int>;
 
-// Lets a kernel have that much dynamic shared memory: more than the default limit must be asked for. It is given all that the
-// device has, so that what one thread asks for never takes from what another is about to launch with; each thread asks once
+// Raises a kernel's limit of dynamic shared memory if `bytes` exceed the default. The new limit is all that the device has: a
+// smaller one could be below the limit that another thread has just set and is about to launch with. Each thread sets it once
 // for a kernel and device.
 template <typename Kernel>
 cudaError_t allow_shared_bytes(Kernel kernel, size_t bytes) {
-  constexpr size_t kWithoutAsking = 48 * 1024;
-  if (bytes <= kWithoutAsking) return cudaSuccess;
+  constexpr size_t kDefaultBytes = 48 * 1024;
+  if (bytes <= kDefaultBytes) return cudaSuccess;
   const void* const function = reinterpret_cast<const void*>(kernel);
   int device = 0, available = 0;
   if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
@@ -36,9 +37,9 @@ cudaError_t allow_shared_bytes(Kernel kernel, size_t bytes) {
   return error;
 }
 
-// Whether the kernel, as it is compiled for the current device, takes blocks of that many threads. Where the device lacks the
-// instructions of a kernel, it is compiled, empty, for fewer. A query that fails means no, is made again next time, and leaves
-// no error that a later cudaGetLastError() would report as that of another kernel.
+// Whether the kernel's code for the current device accepts blocks of `threads` threads. A kernel whose instructions the device
+// lacks is compiled with an empty body and fewer threads. A failed query returns false and is not cached. Its error is cleared:
+// a later cudaGetLastError() would report it as another kernel's.
 template <typename Kernel>
 bool is_compiled_for_threads(Kernel kernel, int threads) {
   const void* const function = reinterpret_cast<const void*>(kernel);
@@ -57,6 +58,24 @@ bool is_compiled_for_threads(Kernel kernel, int threads) {
   }
   cudaGetLastError();
   return false;
+}
+
+// Launches a kernel. With `uses_pdl` it may start before the previous kernel of the stream has finished (cuda/ptx/pdl.cuh); the
+// device then has compute capability 9.0 or newer.
+template <typename... Params>
+cudaError_t launch(void (*kernel)(Params...), int64_t blocks, int threads, int shared_bytes, cudaStream_t stream, bool uses_pdl,
+                   const Params&... params) {
+  cudaLaunchAttribute pdl;
+  pdl.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  pdl.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &pdl;
+  config.numAttrs = uses_pdl ? 1 : 0;
+  return cudaLaunchKernelEx(&config, kernel, params...);
 }
 
 }  // namespace ssm_kernels::cuda

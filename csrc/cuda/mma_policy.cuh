@@ -1,5 +1,5 @@
-// Products of whole tiles in backward's kernels, which are written for either kind: those of compute capability 9.0a, which run
-// while their warps go on, and those of a warp. The kernels call cuda::gemm with operands that describe() makes.
+// MMA policies: matrix products of whole tiles by wgmma, which run while their warps continue (Sm90Wgmma), or by mma.sync,
+// which are complete on return (Sm80Mma). Kernels written for either call cuda::gemm with operands that describe() makes.
 #pragma once
 
 #include "cuda/fragment.cuh"
@@ -11,7 +11,7 @@ namespace ssm_kernels::cuda {
 
 struct Sm90Wgmma {
   static constexpr bool kIsAsync = true;
-  static constexpr int kAlignment = kOperandAlignment;  // of tiles
+  static constexpr int kAlignment = kOperandAlignment;  // of tiles, in bytes
   static constexpr bool kAreCompiled = SSM_KERNELS_HAS_WGMMA;
 
   template <int columns>
@@ -41,7 +41,7 @@ struct Sm80Mma {
                                                                         const FragmentLane& lane) {
     return make_warp_operand<element_bytes>(&tile, SmemTile<columns, element_bytes>::kPanelBytes, lane.opaque().index);
   }
-  // Registers are few: addresses of one use are not kept for the next.
+  // Registers are few: the compiler recomputes addresses at each use instead of keeping them.
   template <typename Value>
   static __device__ __forceinline__ Value opaque(const Value& value) {
     return value.opaque();

@@ -1,15 +1,17 @@
-// Matrix products of a warp on fp32 operands, by three products of TF32 (mma.sync m16n8k8, compute capability 8.0 and newer).
-// TF32 has 11 of fp32's 24 binary digits: each element is multiplied as two, high and low, and of the four products that of the
-// lows is left out (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", arXiv 2203.03341). The units
-// cut their sums off where fp32 ends rather than round them: who adds up many terms adds the sums of a few in fp32.
+// Matrix products of a warp on fp32 operands by 3xTF32 (mma.sync m16n8k8, compute capability 8.0 and newer). TF32 has 11 of
+// fp32's 24 significant bits, so each element is split into a high and a low part. Of the four products of parts, low times low
+// is left out (Ootomo and Yokota, "Recovering single precision accuracy from Tensor Cores", arXiv 2203.03341). Tensor cores
+// truncate their sums to fp32 instead of rounding them: to sum many terms, sum a few on the tensor cores and add these sums in
+// fp32.
 //
-// With g = lane / 4 and t = lane % 4 a lane holds of
+// With g = lane / 4 and t = lane % 4 a lane holds
 //
 //   D (16 x 8)  d0, d1: row g, columns 2t, 2t + 1    d2, d3: row g + 8, the same columns
 //   A (16 x 8)  a0: row g, column 2t                 a1: row g + 8        a2, a3: as a0, a1 of column 2t + 1
 //   B (8 x 8)   b0: row 2t, column g                 b1: row 2t + 1
 //
-// which is not the order of terms that the instruction names, but of the same sum. So D is, but for its order, A.
+// The instruction orders the summed index differently, which does not change the sum. In this order D's fragment has the
+// elements of A's: (d0, d2, d1, d3) is an A.
 #pragma once
 
 #include <cmath>
@@ -32,7 +34,7 @@ SSM_HOST_DEVICE uint32_t bits_of_float(float value) {
   return bits;
 }
 
-// a b + c rounded towards zero, on the host for a b that is exact.
+// a b + c rounded towards zero. The host version needs a b + c to be exact in double.
 SSM_HOST_DEVICE float fma_towards_zero(float a, float b, float c) {
 #ifdef __CUDA_ARCH__
   return __fmaf_rz(a, b, c);
@@ -43,19 +45,19 @@ SSM_HOST_DEVICE float fma_towards_zero(float a, float b, float c) {
 #endif
 }
 
-// The bits of a float rounded to TF32, half away from zero (a subnormal one: towards zero). Adds half a unit of TF32's last
-// digit and cuts the low digits off. The sum is rounded towards zero, so that it is finite for every finite float: the largest
-// ones become the largest TF32 number. On the FMA pipe, beside the integer pipe, which the split of operands fills
-// (docs/tuning.md).
+// The bits of a float rounded to TF32, half away from zero (a subnormal one: towards zero). Adds half a unit in TF32's last
+// place and clears the low bits. The sum is rounded towards zero, so that it is finite for every finite float: the largest
+// floats become the largest TF32 number. The addition runs on the FMA pipe, because the split of operands already fills the
+// integer pipe (docs/tuning.md).
 SSM_HOST_DEVICE uint32_t tf32_high(uint32_t bits) {
-  constexpr int kLowDigits = 24 - 11;
+  constexpr int kLowBits = 24 - 11;
   constexpr uint32_t kSignAndExponent = 0xff800000u;
-  constexpr float kHalfUnit = 0x1p-11f;  // of a number from 1 to 2
+  constexpr float kHalfUnit = 0x1p-11f;  // in the last place of a number from 1 to 2
   const float sum = fma_towards_zero(float_of_bits(bits & kSignAndExponent), kHalfUnit, float_of_bits(bits));
-  return bits_of_float(sum) & ~0u << kLowDigits;
+  return bits_of_float(sum) & ~0u << kLowBits;
 }
 
-// The tensor cores truncate the low part to TF32, an error of at most 2^-23 of the element, or 2^-22 where the high part is
+// Tensor cores truncate the low part to TF32: an error of at most 2^-23 of the element, or 2^-22 where the high part is
 // truncated. The low part of Inf is NaN.
 template <int count>
 struct Tf32Pair {
@@ -79,7 +81,7 @@ __device__ __forceinline__ void mma_tf32(float (&d)[4], const uint32_t (&a)[4], 
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-// d[n] += a b[n] for each n: products that do not wait for one another.
+// d[n] += a b[n] for each n. Consecutive instructions do not depend on one another.
 template <int blocks>
 __device__ __forceinline__ void mma_tf32x3(float (&d)[blocks][4], const Tf32A& a, const Tf32B (&b)[blocks]) {
 #pragma unroll

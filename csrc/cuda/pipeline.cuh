@@ -1,6 +1,6 @@
-// How the warps that move data hand a ring of stages in shared memory to those that multiply, and take it back: at two barriers
-// for each stage, `full` when all of it is there and `empty` when nobody reads it any more. Some warps copy, others make tables
-// for the same stages; each runs ahead of the products by as many stages as there are.
+// A pipeline of stages in shared memory from producer warps to consumer warps. Each stage has two mbarriers: `full` completes
+// when the stage is filled, `empty` when no thread reads it any more. Some producer warps copy tiles, others compute tables for
+// the same stages. Each runs ahead of the consumers by as many stages as there are.
 #pragma once
 
 #include <type_traits>
@@ -13,7 +13,7 @@
 
 namespace ssm_kernels::cuda {
 
-// A stage, and how often the ring came round to it before.
+// A stage, and how many times the pipeline has used that stage before.
 struct PipelineState {
   int stage = 0, phase = 0;
 
@@ -29,15 +29,15 @@ struct PipelineState {
   }
 };
 
-// Of the positions that so many warps take in turns, those of one.
+// One warp's share of the positions that `warps` warps process in turn.
 template <int warps>
 struct WarpShare {
-  int of_warp = 0;
+  int warp = 0;
 
-  __device__ __forceinline__ int first() const { return warps == 1 ? 0 : of_warp; }
+  __device__ __forceinline__ int first() const { return warps == 1 ? 0 : warp; }
 };
 
-// A block's shared memory: what it has once, then as many stages as there is room for.
+// A block's shared memory: the members of Once, then the stages. wgmma kernels have max_stages of them, others as many as fit.
 template <typename Once, typename Stage_, typename Mma, int max_stages>
 struct StagedShared : Once {
   using Stage = Stage_;
@@ -61,8 +61,9 @@ struct StagedShared : Once {
   static constexpr int kStageBytes = align(sizeof(Stage));
 };
 
-// By the warps that copy: copy(position, stage) starts what one position takes. A stage is handed over while the copies of up
-// to `pending` later ones run, if there are stages for them beside that being read; the first at once.
+// Run by the warps that copy: copy(position, stage) starts the copies for a position. With at least pending + 2 stages, the
+// copies of `pending` later positions are in flight when a stage is committed to the consumers. The first position is committed
+// as soon as it has arrived; with fewer stages every position is.
 template <int pending, typename Copy>
 __device__ __forceinline__ void produce_copies(int positions, int stages, PipelineState& at, Mbarrier* full, Mbarrier* empty,
                                                const Copy& copy) {
@@ -91,15 +92,15 @@ __device__ __forceinline__ void produce_copies(int positions, int stages, Pipeli
   for (int ago = min(pending, positions - 1); ago > 0; --ago) commit_stage(ago);
 }
 
-// By a warp that makes tables. fetch(position, fetched) begins to load what a position's are made of, kFetchedAhead of its
-// positions ahead; make(fetched) makes those of `at_once`, and store(stage, fetched, made, k) writes the k-th of them where
-// nobody reads any more. `empty`: of the tables.
+// Run by a warp that computes tables. fetch(position, fetched) starts to load the inputs of a position, kFetchedAhead of the
+// warp's positions ahead. make(fetched) computes the tables of `at_once` positions together. store(stage, fetched, made, k)
+// writes the k-th of them, once its stage is empty. `empty` are the mbarriers of the tables.
 template <int at_once, typename Fetched, int warps, typename Fetch, typename Make, typename Store>
 __device__ __forceinline__ void produce_tables(int positions, WarpShare<warps> share, int stages, PipelineState& at,
                                                Mbarrier* full, Mbarrier* empty, const Fetch& fetch, const Make& make,
                                                const Store& store) {
   constexpr int kFetchedAhead = 4;
-  static_assert(kFetchedAhead % at_once == 0, "what was fetched is used up in turns");
+  static_assert(kFetchedAhead % at_once == 0, "tables are computed from whole groups of fetched positions");
   std::conditional_t<warps == 1, PipelineState&, PipelineState> own = at;
   if constexpr (warps > 1) {
     own.advance(stages, share.first());

@@ -1,14 +1,14 @@
-// A flag in global memory by which one block tells another that what it wrote before is there.
+// A flag in global memory. One block raises it to tell another that its earlier writes are visible.
 #pragma once
 
 namespace ssm_kernels::cuda {
 
-// By one thread, after a barrier with those that wrote.
+// Called by one thread after a barrier with the threads that wrote.
 __device__ __forceinline__ void raise_flag(int* flag) {
   asm volatile("st.release.gpu.global.s32 [%0], 1;" ::"l"(flag) : "memory");
 }
 
-// By one thread, before a barrier, of a warp or of more, with those that read.
+// Called by one thread before a barrier, of a warp or more, with the threads that read.
 __device__ __forceinline__ void wait_for_flag(const int* flag) {
   int is_raised;
   do {

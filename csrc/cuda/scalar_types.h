@@ -1,4 +1,4 @@
-// From a ScalarKind to the element type of CUDA kernels. Host code.
+// Maps a ScalarKind to the element type of CUDA kernels. Host code.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -30,7 +30,7 @@ __device__ __forceinline__ Scalar from_accumulate(AccumulateType<Scalar> value) 
   }
 }
 
-// The widest piece that one instruction moves for a vector of that many bytes.
+// The widest type that one instruction loads or stores of a vector of `bytes` bytes.
 template <int bytes>
 struct AccessOf {
   static_assert(bytes % 16 == 0, "a vector is 2, 4 or 8 bytes, or a multiple of 16");
@@ -49,7 +49,7 @@ struct AccessOf<8> {
   using type = uint2;
 };
 
-// kSize elements moved together; an address must be a multiple of kAlignment bytes.
+// kSize elements that a thread moves together. Addresses are multiples of kAlignment bytes.
 template <typename Scalar, int size>
 struct Vector {
   static constexpr int kSize = size;
@@ -68,7 +68,7 @@ struct Vector {
   // An element in the accumulation type.
   __device__ __forceinline__ AccumulateType<Scalar> accumulate(int i) const {
     if constexpr (std::is_same_v<Scalar, __nv_bfloat16> && size % 2 == 0) {
-      // The upper half of a float: taken out of a pair of them, it takes one instruction.
+      // bf16 is the upper half of a float. Extracting it from a pair takes one instruction.
       uint32_t pair;
       memcpy(&pair, reinterpret_cast<const char*>(accesses) + i / 2 * sizeof(pair), sizeof(pair));
       return __uint_as_float(i % 2 == 0 ? pair << 16 : pair & 0xffff0000u);
@@ -79,7 +79,7 @@ struct Vector {
   __device__ __forceinline__ void set(int i, Scalar value) {
     memcpy(reinterpret_cast<char*>(accesses) + i * sizeof(Scalar), &value, sizeof(Scalar));
   }
-  // Rounds numbers of the accumulation type, two at a time where one instruction does so.
+  // Rounds values of the accumulation type, two at a time where one instruction converts two.
   __device__ __forceinline__ static Vector round(const AccumulateType<Scalar> (&values)[size]) {
     Vector result;
 #pragma unroll
@@ -103,7 +103,7 @@ struct Vector {
     return result;
   }
 
-  // Through the first-level cache: for what other threads of the block read too.
+  // Through the L1 cache: for data that other threads of the block read too.
   __device__ __forceinline__ static Vector load(const Scalar* source) {
     Vector result;
 #pragma unroll
@@ -114,7 +114,7 @@ struct Vector {
 #pragma unroll
     for (int i = 0; i < kAccesses; ++i) reinterpret_cast<Access*>(target)[i] = accesses[i];
   }
-  // Past the first-level cache: for what is read once.
+  // Bypasses the L1 cache: for data that is read once.
   __device__ __forceinline__ static Vector load_once(const Scalar* source) {
     Vector result;
 #pragma unroll

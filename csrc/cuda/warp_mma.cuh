@@ -1,7 +1,8 @@
-// The products of cuda/ptx/wgmma_sm90.cuh on devices that have none, and for fp32: by mma.sync, each warp its own rows, and
-// done when the call is. Four warps that begin at a multiple of four call them together; D and operands in registers are the
-// same. So is the layout of operands in shared memory, but that a part may begin at any multiple of 128 bytes, and that a
-// part's rows of 128 bytes have 32 columns of fp32, whose pieces change places otherwise.
+// The products of cuda/ptx/wgmma_sm90.cuh by mma.sync, for devices without wgmma and for fp32. Four warps, of which the first
+// has a multiple of four as its number, call them together. Each computes its own 16 rows; the result is complete on return. D
+// is distributed over lanes as there, and so is an operand A of fp16 or bf16 in registers. The layout of operands in shared
+// memory is the same, except that a panel may begin at any multiple of 128 bytes, and that an fp32 panel has 32 columns and a
+// swizzle of its own.
 #pragma once
 
 #include "cuda/mma_tf32x3.cuh"
@@ -9,24 +10,24 @@
 
 namespace ssm_kernels::cuda {
 
-// What the place of a piece of 16 bytes, of the eight of a part's row, is changed by (exclusive or). For 16 bits, so that eight
-// rows' pieces of one column lie in different banks: those of ldmatrix. For fp32 two neighboring pieces, eight columns, stay
-// neighbors, and those of four rows lie in different banks, be they four that follow one another or each second of eight: what
-// one load of cuda/mma_tf32x3.cuh reads.
+// The swizzle of a row: a vector's index among the eight of its 128-byte row is XORed with it. For 16-bit elements, vectors of
+// one column in eight rows lie in different banks, as ldmatrix needs. For fp32, two neighboring vectors (eight columns) stay
+// neighbors. Vectors of one column lie in different banks for four consecutive rows and for every second of eight rows, which
+// are the rows that one load of an fp32 pair reads.
 template <int element_bytes>
 __device__ __forceinline__ constexpr uint32_t swizzle(uint32_t row) {
-  static_assert(element_bytes == 2 || element_bytes == 4, "operands are of 16 bits or fp32");
+  static_assert(element_bytes == 2 || element_bytes == 4, "operands are fp16, bf16 or fp32");
   return element_bytes == 2 ? row & 7 : ((row ^ row >> 2) & 1) << 2 | (row & 2);
 }
 
-// An operand in shared memory: from 16 rows and 16 columns of a part on.
+// An operand in shared memory, from a group of 16 rows and 16 columns on.
 template <int element_bytes>
 struct WarpOperand {
-  uint32_t panel;        // the address of the first part
-  uint32_t offset = 0;   // bytes from there to the rows, in the part that has the columns
-  uint32_t column = 0;   // bytes along a row, before its pieces change places
-  uint32_t panel_bytes;  // from one part to the next
-  uint32_t lane;         // of the warp's, that loads
+  uint32_t panel;        // the address of the first panel
+  uint32_t offset = 0;   // bytes from there to the rows, in the panel that has the columns
+  uint32_t column = 0;   // bytes along a row, before the swizzle
+  uint32_t panel_bytes;  // from one panel to the next
+  uint32_t lane;         // the loading lane of the warp
 
   static constexpr uint32_t kRowBytes = 128, kGroupBytes = 16 * element_bytes, kGroupsOfPanel = kRowBytes / kGroupBytes;
 };
@@ -36,8 +37,8 @@ __device__ __forceinline__ WarpOperand<element_bytes> make_warp_operand(const vo
   return {static_cast<uint32_t>(__cvta_generic_to_shared(operand)), 0, 0, static_cast<uint32_t>(panel_bytes),
           static_cast<uint32_t>(lane)};
 }
-// From an operand on, that of the given group of 16 columns or rows. Column groups of one part: what was asked for before is of
-// other bits.
+// An operand advanced by `group` groups of 16 columns or rows. Column offsets within a panel are added up before the swizzle is
+// applied, so earlier offsets must use other bits.
 template <int element_bytes>
 __device__ __forceinline__ WarpOperand<element_bytes> columns_of(WarpOperand<element_bytes> operand, int group) {
   constexpr int kGroupsOfPanel = WarpOperand<element_bytes>::kGroupsOfPanel;
@@ -51,12 +52,12 @@ __device__ __forceinline__ WarpOperand<element_bytes> rows_of(WarpOperand<elemen
   return operand;
 }
 
-// An operand A in registers, 16 rows and 16 columns: for 16 bits as cuda/ptx/mma_sm80.cuh says, for fp32 two of
+// An operand A in registers, 16 rows and 16 columns: for fp16 and bf16 the fragment of cuda/ptx/mma_sm80.cuh, for fp32 two of
 // cuda/mma_tf32x3.cuh.
 template <typename Scalar>
 using OperandA = std::conditional_t<std::is_same_v<Scalar, float>, float[8], uint32_t[4]>;
 
-// The four 8 x 8 matrices of 16 rows and 16 columns: down the rows first, or along the columns first.
+// Loads the four 8 x 8 matrices of 16 rows and 16 columns, in order along the columns first or down the rows first.
 template <bool columns_first, bool is_transposed>
 __device__ __forceinline__ void load_group(uint32_t (&r)[4], const WarpOperand<2>& operand) {
   const uint32_t lane = operand.lane;
@@ -71,7 +72,7 @@ __device__ __forceinline__ void load_group(uint32_t (&r)[4], const WarpOperand<2
   }
 }
 
-// Of fp32, from an operand on, that of the given eight columns, of two, or eight rows.
+// An fp32 operand advanced to the given eight of its 16 columns, or by `eight` times eight rows.
 __device__ __forceinline__ WarpOperand<4> eight_columns(WarpOperand<4> operand, int eight) {
   operand.column += eight * 8 * sizeof(float);
   return operand;
@@ -80,25 +81,26 @@ __device__ __forceinline__ WarpOperand<4> eight_rows(WarpOperand<4> operand, int
   operand.offset += eight * 8 * WarpOperand<4>::kRowBytes;
   return operand;
 }
-// A lane's pair, where a product's sum goes along the rows: of eight rows, two columns of eight.
+// A lane's pair for a product that sums along the rows: two neighboring columns of eight, in one of eight rows.
 __device__ __forceinline__ void load_pair_of_columns(float& first, float& second, const WarpOperand<4>& operand) {
   const uint32_t row = operand.lane / 4, pair = operand.lane % 4;
-  const uint32_t place = operand.panel + row * WarpOperand<4>::kRowBytes + (pair / 2 ^ swizzle<4>(row)) * 16 + pair % 2 * 8;
-  const uint32_t address = (place ^ operand.column) + operand.offset;
+  const uint32_t base = operand.panel + row * WarpOperand<4>::kRowBytes + (pair / 2 ^ swizzle<4>(row)) * 16 + pair % 2 * 8;
+  const uint32_t address = (base ^ operand.column) + operand.offset;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(address));
 }
-// Where it goes along the columns: of eight columns, two rows of eight. The piece of the second lies in the other half.
+// For a product that sums along the columns: two neighboring rows of eight, in one of eight columns.
 __device__ __forceinline__ void load_pair_of_rows(float& first, float& second, const WarpOperand<4>& operand) {
   constexpr uint32_t kOtherHalf = WarpOperand<4>::kRowBytes / 2;
   const uint32_t column = operand.lane / 4, row = operand.lane % 4 * 2;
-  static_assert((swizzle<4>(0) ^ swizzle<4>(1)) * 16 == kOtherHalf, "of two rows, from an even one on");
-  const uint32_t place = operand.panel + row * WarpOperand<4>::kRowBytes + (column / 4 ^ swizzle<4>(row)) * 16 + column % 4 * 4;
-  const uint32_t address = (place ^ operand.column) + operand.offset;
+  static_assert((swizzle<4>(0) ^ swizzle<4>(1)) * 16 == kOtherHalf,
+                "the swizzle puts the odd row's vector into the other half of its row");
+  const uint32_t base = operand.panel + row * WarpOperand<4>::kRowBytes + (column / 4 ^ swizzle<4>(row)) * 16 + column % 4 * 4;
+  const uint32_t address = (base ^ operand.column) + operand.offset;
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(first) : "r"(address));
   asm volatile("ld.shared.f32 %0, [%1];" : "=f"(second) : "r"((address ^ kOtherHalf) + WarpOperand<4>::kRowBytes));
 }
 
-// The operand A of 16 rows and 16 columns, or if it is transposed, of as many columns and rows.
+// Loads the operand A of 16 rows and 16 columns; a transposed one has its rows along the columns.
 template <bool is_transposed>
 __device__ __forceinline__ void load_a(uint32_t (&a)[4], const WarpOperand<2>& operand) {
   load_group<is_transposed, is_transposed>(a, operand);
@@ -119,7 +121,7 @@ __device__ __forceinline__ void load_a(float (&a)[8], const WarpOperand<4>& oper
   }
 }
 
-// d += a b from the first of D's blocks on, an even one: those before are not asked for.
+// d += a b for D's blocks from first_block on, an even number. The blocks before it are not computed.
 template <typename Scalar, bool b_is_transposed, int blocks>
 __device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const uint32_t (&a)[4], const WarpOperand<2>& b,
                                                 int first_block) {
@@ -136,10 +138,10 @@ __device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const uin
     mma<Scalar>(d[n + 1], a, b_fragment[2], b_fragment[3]);
   }
 }
-// Of so many blocks, whose products do not wait for one another.
+// d += a b for `at_once` blocks, whose instructions do not depend on one another.
 template <bool b_is_transposed, int at_once>
 __device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32A (&a)[2], const WarpOperand<4>& b, int first) {
-  // Few blocks have a sum for each eight terms.
+  // Two blocks are too few to hide the latency, so the two groups of eight terms have sums of their own.
   constexpr int kSums = at_once > 2 ? 1 : 2;
   float sums[kSums][at_once][4] = {};
 #pragma unroll
@@ -167,7 +169,7 @@ __device__ __forceinline__ void gemm_accumulate_blocks(float (*d)[4], const Tf32
 template <typename Scalar, bool b_is_transposed, int blocks>
 __device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const float (&a)[8], const WarpOperand<4>& b,
                                                 int first_block) {
-  static_assert(std::is_same_v<Scalar, float>, "operands of fp32");
+  static_assert(std::is_same_v<Scalar, float>, "these operands are fp32");
   constexpr int kAtOnce = blocks % 4 == 0 ? 4 : 2;
   Tf32A a_fragment[2];
 #pragma unroll
@@ -182,7 +184,7 @@ __device__ __forceinline__ void gemm_accumulate(float (&d)[blocks][4], const flo
   }
 }
 
-// d = a b, or d += a b; a in registers.
+// d = a b, or if `adds` d += a b, with A in registers.
 template <typename Scalar, bool b_is_transposed, int blocks>
 __device__ __forceinline__ void gemm(float (&d)[blocks][4], const OperandA<Scalar>& a, const WarpOperand<sizeof(Scalar)>& b,
                                      bool adds, int first_block = 0) {
@@ -196,7 +198,7 @@ __device__ __forceinline__ void gemm(float (&d)[blocks][4], const OperandA<Scala
   }
   gemm_accumulate<Scalar, b_is_transposed>(d, a, b, first_block);
 }
-// Both in shared memory.
+// The same with A in shared memory.
 template <typename Scalar, bool a_is_transposed, bool b_is_transposed, int blocks>
 __device__ __forceinline__ void gemm(float (&d)[blocks][4], const WarpOperand<sizeof(Scalar)>& a,
                                      const WarpOperand<sizeof(Scalar)>& b, bool adds) {

@@ -1,4 +1,4 @@
-// Copies from global to shared memory that bypass the registers.
+// Copies from global to shared memory that bypass registers (cp.async, compute capability 8.0 and newer).
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,7 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global, int v
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(global), "r"(valid_bytes) : "memory");
 }
 
-// Starts a copy of 4 or 8 bytes through the first-level cache, or of 16 past it. Both addresses are multiples of `bytes`.
+// Starts a copy of 4 or 8 bytes through the L1 cache, or of 16 bytes that bypasses it. Addresses are multiples of `bytes`.
 template <int bytes>
 __device__ __forceinline__ void cp_async(void* shared, const void* global) {
   static_assert(bytes == 4 || bytes == 8 || bytes == kCpAsyncBytes, "cp.async has no other sizes");
@@ -26,13 +26,13 @@ __device__ __forceinline__ void cp_async(void* shared, const void* global) {
   }
 }
 
-// Until every copy that this thread started is done.
+// Waits for every copy that this thread has started.
 __device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
-// Makes a group of the copies that this thread started since the last.
+// Commits the copies that this thread has started since the last commit, as a group.
 __device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-// Until all of this thread's groups but the last `pending` are done.
+// Waits for all of this thread's groups except the last `pending`.
 template <int pending>
 __device__ __forceinline__ void cp_async_wait() {
   asm volatile("cp.async.wait_group %0;" ::"n"(pending) : "memory");

@@ -1,4 +1,4 @@
-// A barrier in shared memory that threads arrive at and, later, wait for.
+// An mbarrier: a barrier in shared memory at which threads arrive and for which they wait later.
 #pragma once
 
 #include <cstdint>
@@ -7,22 +7,22 @@ namespace ssm_kernels::cuda {
 
 class Mbarrier {
  public:
-  // By one thread, before all threads of the block meet; `threads` arrivals make a phase.
+  // Called by one thread, before a __syncthreads(). A phase completes after `threads` arrivals.
   __device__ __forceinline__ void init(int threads) {
     asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(address()), "r"(threads) : "memory");
   }
   __device__ __forceinline__ void arrive() {
     asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.shared.b64 phase, [%0];\n}" ::"r"(address()) : "memory");
   }
-  // The phase then also waits for that many bytes of bulk loads.
+  // Arrives; the phase also waits until TMA loads have written `bytes` bytes.
   __device__ __forceinline__ void arrive_and_expect_tx(int bytes) {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n.reg .b64 phase;\nmbarrier.arrive.expect_tx.shared.b64 phase, [%0], %1;\n}" ::"r"(address()), "r"(bytes)
                  : "memory");
 #endif
   }
-  // Until the phase of that number is over; it is the one under way, or the one before. Where the device can, the thread sleeps
-  // meanwhile: looking again and again takes the other warps' issue slots.
+  // Waits until phase `phase` has completed: the current one or the one before. From compute capability 9.0 on the thread
+  // sleeps meanwhile, because polling takes issue slots from the other warps.
   __device__ __forceinline__ void wait(int phase) {
 #if __CUDA_ARCH__ >= 900
 #define SSM_BARRIER_WAIT "mbarrier.try_wait"

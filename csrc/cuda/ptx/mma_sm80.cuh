@@ -1,11 +1,11 @@
-// Matrix products of a warp on 16-bit operands with fp32 accumulation (mma.sync m16n8k16, compute capability 8.0 and newer),
-// and the loads that make their operands. With g = lane / 4 and t = lane % 4 a lane holds of
+// Matrix products of a warp on fp16 or bf16 operands with fp32 accumulation (mma.sync m16n8k16, compute capability 8.0 and
+// newer), and the loads of their operands. With g = lane / 4 and t = lane % 4 a lane holds
 //
 //   D (16 x 8)   d0, d1: row g, columns 2t, 2t + 1         d2, d3: row g + 8, the same columns
 //   A (16 x 16)  a0: row g, columns 2t, 2t + 1             a1: row g + 8         a2, a3: as a0, a1 of columns 8 further
 //   B (16 x 8)   b0: rows 2t, 2t + 1, column g             b1: rows 8 further
 //
-// two 16-bit values in each word of A and B, the first in the lower half. So D of two neighboring column blocks is, packed, A.
+// Each word of A and B has two elements, the first in the lower half. The packed D of two neighboring column blocks is an A.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,7 +22,7 @@ namespace ssm_kernels::cuda {
 // d += a b
 template <typename Scalar>
 __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-  static_assert(std::is_same_v<Scalar, __half> || std::is_same_v<Scalar, __nv_bfloat16>, "operands of 16 bits");
+  static_assert(std::is_same_v<Scalar, __half> || std::is_same_v<Scalar, __nv_bfloat16>, "operands are fp16 or bf16");
   if constexpr (std::is_same_v<Scalar, __half>) {
     asm volatile(
         "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
@@ -36,8 +36,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
   }
 }
 
-// Four 8 x 8 matrices from shared memory; lane 8 i + r gives the address of row r of matrix i. What other threads wrote there
-// is seen after a barrier with them, as always.
+// Loads four 8 x 8 matrices from shared memory; lane 8 i + r passes the address of row r of matrix i. As for any load, other
+// threads' writes are visible after a barrier with them.
 __device__ __forceinline__ void ldmatrix(uint32_t (&r)[4], uint32_t row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -55,8 +55,8 @@ __device__ __forceinline__ void ldmatrix_transposed(uint32_t (&r)[4], const void
   ldmatrix_transposed(r, static_cast<uint32_t>(__cvta_generic_to_shared(row)));
 }
 
-// Four 8 x 8 matrices, whose rows are spread as D's, transposed to shared memory; addresses as for ldmatrix, of rows as
-// they are there.
+// Stores the transposes of four 8 x 8 matrices, distributed over lanes like D, to shared memory. Lane 8 i + r passes the
+// address of row r of matrix i as stored.
 __device__ __forceinline__ void stmatrix_transposed(void* row, const uint32_t (&r)[4]) {
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(row));
 #if __CUDA_ARCH__ >= 900
@@ -75,7 +75,7 @@ __device__ __forceinline__ void stmatrix_transposed(void* row, const uint32_t (&
 #endif
 }
 
-// Two neighboring elements: of 16 bits in one word, of fp32 as they are.
+// Two neighboring elements: a word of two fp16 or bf16, or a float2.
 template <typename Scalar>
 using Packed = std::conditional_t<std::is_same_v<Scalar, float>, float2, uint32_t>;
 
@@ -105,7 +105,7 @@ __device__ __forceinline__ float2 unpack(Packed<Scalar> pair) {
   }
 }
 
-// What pack() left of the two, packed: together with its result they have twice the digits.
+// The low parts of a hi/lo split: what pack() rounded off, packed. Both together have twice the significant bits.
 template <typename Scalar>
 __device__ __forceinline__ uint32_t pack_lo(float low, float high, uint32_t packed) {
   const float2 rounded = unpack<Scalar>(packed);

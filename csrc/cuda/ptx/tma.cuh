@@ -1,5 +1,5 @@
-// Copies of whole blocks between shared and global memory that one thread starts (cp.async.bulk, compute capability 9.0).
-// Addresses and sizes are multiples of 16 bytes.
+// TMA: copies between shared and global memory that one thread starts (cp.async.bulk, compute capability 9.0). Addresses and
+// sizes are multiples of 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +9,8 @@
 
 namespace ssm_kernels::cuda {
 
-// To shared memory; the barrier's phase waits for it, as arrive_and_expect_tx said before. What the copy writes is seen by
-// whoever waited for the barrier.
+// Copies to shared memory. An earlier arrive_and_expect_tx() made the phase of `barrier` wait for these bytes. Threads that
+// wait for the barrier see the copied data.
 __device__ __forceinline__ void tma_load(void* shared, const void* global, int bytes, Mbarrier& barrier) {
 #if __CUDA_ARCH__ >= 900
   const auto target = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -20,8 +20,9 @@ __device__ __forceinline__ void tma_load(void* shared, const void* global, int b
 #endif
 }
 
-// From shared memory. A thread with `starts` starts the copy and makes a group of it, without a branch, which products under
-// way would wait for. Of what the block's threads wrote, it sees what they published (fence_proxy_async) before a barrier.
+// Copies from shared memory, and commits a group. Only threads with `starts` start the copy: by a predicate, because wgmma in
+// flight would delay a branch. The copy sees writes of the block's threads that they published by fence_proxy_async() before a
+// barrier.
 __device__ __forceinline__ void tma_store(void* global, const void* shared, int bytes, bool starts) {
 #if __CUDA_ARCH__ >= 900
   const auto source = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
@@ -33,8 +34,8 @@ __device__ __forceinline__ void tma_store(void* global, const void* shared, int 
 #endif
 }
 
-// The same for a tile of a tensor, at these coordinates, from the innermost dimension on. In shared memory it begins at a
-// multiple of 1024 bytes. What of it lies outside of the tensor is not written.
+// The same for a tile of a tensor, at the given coordinates, innermost first. The tile begins at a multiple of 1024 bytes of
+// shared memory. Elements outside of the tensor are not written.
 __device__ __forceinline__ void tma_store_tile(const TmaDescriptor& map, int first, int second, int third, int fourth,
                                                const void* shared, bool starts) {
 #if __CUDA_ARCH__ >= 900
@@ -48,7 +49,7 @@ __device__ __forceinline__ void tma_store_tile(const TmaDescriptor& map, int fir
 #endif
 }
 
-// Until shared memory has been read by all groups of this thread but the last `pending`.
+// Waits until all of this thread's groups except the last `pending` have read shared memory.
 template <int pending>
 __device__ __forceinline__ void tma_store_wait_read() {
 #if __CUDA_ARCH__ >= 900

@@ -1,12 +1,12 @@
-// Matrix products of a warpgroup (four warps that begin at a multiple of four) on 16-bit operands with fp32 accumulation, which
-// run asynchronously (wgmma, compute capability 9.0a): D (64 x n) = A (64 x 16) B (16 x n), or D +=.
+// Matrix products of a warpgroup (four warps, of which the first has a multiple of four as its number) on fp16 or bf16 operands
+// with fp32 accumulation. They run asynchronously (wgmma, compute capability 9.0a): D (64 x n) = A (64 x 16) B (16 x n) + D or 0.
 //
-// Warp w has rows 16 w to 16 w + 15 of D and, in registers, of A, spread over its lanes as cuda/ptx/mma_sm80.cuh says; d[i] is
-// column block i. In shared memory an operand is made of parts with rows of 128 bytes, whose pieces of 16 bytes change places
-// by the row's number (piece ^ row % 8); a part begins at a multiple of 1024 bytes. Along a part's rows lies either the
-// dimension that is summed over, or the other one: then the operand is called transposed.
+// Warp w holds rows 16 w to 16 w + 15 of D and, in registers, of A, distributed over its lanes as in cuda/ptx/mma_sm80.cuh;
+// d[i] is column block i. An operand in shared memory consists of panels with rows of 128 bytes in the 128-byte swizzle: vector
+// v (16 bytes) of row r is stored at v ^ r % 8. A panel begins at a multiple of 1024 bytes. If a panel's rows do not run along
+// the summed dimension, the operand is called transposed.
 //
-// Registers of a product are neither to be read nor written from warpgroup_arrive() before it until warpgroup_wait() after it.
+// Registers of a product must not be read or written from the warpgroup_arrive() before it to the warpgroup_wait() after it.
 #pragma once
 
 #include <cstdint>
@@ -22,7 +22,8 @@
 
 namespace ssm_kernels::cuda {
 
-// An operand in shared memory. `part_bytes`: from one part to the next, where a transposed operand has more than 64 columns.
+// Describes an operand in shared memory. `panel_bytes` is the distance of panels, for a transposed operand of more than 64
+// columns.
 __device__ __forceinline__ uint64_t make_wgmma_descriptor(const void* operand, int panel_bytes) {
   constexpr uint64_t kEightRowsBytes = 1024, kSwizzle128B = uint64_t(1) << 62;
   const auto address = static_cast<uint32_t>(__cvta_generic_to_shared(operand));
@@ -35,19 +36,20 @@ __device__ __forceinline__ void warpgroup_arrive() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #endif
 }
-// Makes a group of the products since the last.
+// Commits the products since the last commit, as a group.
 __device__ __forceinline__ void warpgroup_commit() {
 #if SSM_KERNELS_HAS_WGMMA
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 #endif
 }
-// What this thread wrote to shared memory is seen by products that begin after a barrier.
+// Makes this thread's writes to shared memory visible to wgmma and TMA after the next barrier.
 __device__ __forceinline__ void fence_proxy_async() {
 #if SSM_KERNELS_HAS_WGMMA
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 #endif
 }
-// Until all groups but the last `pending` are done; d is of one that is.
+// Waits for all groups except the last `pending`. `d` belongs to a group that is complete: the compiler reads it after the
+// wait.
 template <int pending, int blocks>
 __device__ __forceinline__ void warpgroup_wait(float (&d)[blocks][4]) {
 #if SSM_KERNELS_HAS_WGMMA
@@ -60,7 +62,7 @@ __device__ __forceinline__ void warpgroup_wait(float (&d)[blocks][4]) {
   }
 }
 
-// The instruction for one type and width. `operands` are A and B as the assembler sees them, `flags` what is transposed.
+// The instruction for one type and width. `a_and_b` names the operands A and B in assembly; `flags` says which are transposed.
 #define SSM_WGMMA(n, type, registers, a_and_b, predicate, flags) \
   "{\n.reg .pred adds;\nsetp.ne.b32 adds, " predicate            \
   ", 0;\n"                                                       \
@@ -70,8 +72,8 @@ __device__ __forceinline__ void warpgroup_wait(float (&d)[blocks][4]) {
 #else
 #define SSM_WGMMA_ASM(...)
 #endif
-// multiply() for one width: with both operands in shared memory, and with A in registers. The names of the assembler's
-// operands after D's come as arguments.
+// gemm() for one width: with both operands in shared memory, and with A in registers. The arguments name the operands that
+// follow D's in assembly.
 #define SSM_WGMMA_GEMM(blocks, n, registers, outputs, a_and_b, predicate, flags, a_in_registers_and_b, predicate_b, flag_b) \
   template <typename Scalar, bool a_is_transposed, bool b_is_transposed>                                                    \
   __device__ __forceinline__ void gemm(float (&d)[blocks][4], uint64_t a, uint64_t b, bool adds) {                          \

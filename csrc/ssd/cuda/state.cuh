@@ -402,8 +402,8 @@ class EpilogueMath {
       float2 values[4];
 #pragma unroll
       for (int word = 0; word < 4; ++word) {
-        const int place = Order::place_of(2 * i + word / 2);
-        const float2 u = cuda::unpack<Scalar>(x[place / 2][place % 2 * 2 + word % 2]);
+        const int position = Order::position_of(2 * i + word / 2);
+        const float2 u = cuda::unpack<Scalar>(x[position / 2][position % 2 * 2 + word % 2]);
         const float D = word % 2 == 0 ? D_.x : D_.y;
         const float (&ungated)[4] = y[2 * i + word / 2];
         values[word] = {fmaf(D, u.x, ungated[word % 2 * 2]), fmaf(D, u.y, ungated[word % 2 * 2 + 1])};
