@@ -1,8 +1,7 @@
-"""The build backend as a module, the libraries and folders of the build, binutils, and Python in a process of its own."""
+"""The libraries and folders of the build, binutils, programs of nvcc, and Python in a process of its own."""
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import re
 import shutil
@@ -12,23 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import build_backend
 import ssm_kernels
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = Path(ssm_kernels.__file__).parent
 OPS = PACKAGE / "_ops.abi3.so"
 MODULE = Path(sys.modules["ssm_kernels._C"].__file__)
-
-
-def load_backend():
-    spec = importlib.util.spec_from_file_location("build_backend", ROOT / "build_backend.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-build_backend = load_backend()
-Torch, Toolkit, CudaPlan = build_backend.Torch, build_backend.Toolkit, build_backend.CudaPlan
 
 
 def run_python(*arguments, env=None, cwd=None) -> subprocess.CompletedProcess:
@@ -55,3 +44,15 @@ def exported_symbols(library: Path) -> list[str]:
 
 def needed_libraries(library: Path) -> list[str]:
     return re.findall(r"\(NEEDED\).*\[(.*)\]", binutil("readelf", "-d", library))
+
+
+def compile_program(name: str, folder: Path) -> Path:
+    """Compiles ``tests/<name>.cu`` to a program of the host in ``folder``; skips the test where there is no nvcc."""
+    toolkit = build_backend.find_toolkit([])
+    if toolkit is None:
+        pytest.skip("no nvcc was found")
+    target, source = folder / name, ROOT / "tests" / f"{name}.cu"
+    command = [toolkit.home / "bin" / "nvcc", "-std=c++17", "-O1", f"-I{ROOT / 'csrc'}", "-arch=sm_80", source, "-o", target]
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    return target

@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import MODULE, OPS, PACKAGE, ROOT, binutil, build_backend, needed_libraries, run_python
+from build_helpers import MODULE, OPS, PACKAGE, ROOT, binutil, needed_libraries, run_python
 
+import build_backend
 import ssm_kernels
 from ssm_kernels import _build_info
 from ssm_kernels._build_info import check_torch, runs_on

@@ -11,7 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from build_helpers import ROOT, Toolkit, Torch, build_backend, run_python
+from build_helpers import ROOT, run_python
+
+import build_backend
+from build_backend import Toolkit, Torch
 
 # Errors that stop a build, its plan and its requirements
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from host_programs import compile_program
+from build_helpers import compile_program
 
 CHUNK, UNIT_ROWS, UNIT_COLUMNS, UNITS = 64, 64, 128, 2
 

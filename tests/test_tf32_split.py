@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 
-from host_programs import compile_program
+from build_helpers import compile_program
 
 
 def test_both_parts_of_a_finite_number_are_finite(tmp_path):
