@@ -102,6 +102,36 @@ every_variant_of_mixers = pytest.mark.parametrize("name", variants_of(*MIXERS))
 every_recurrence = pytest.mark.parametrize("name", RECURRENCES)
 
 
+def mamba_ssm_shapes(
+    name: str,
+    d_model: int,
+    d_inner: int,
+    d_state: int,
+    d_conv: int = 4,
+    *,
+    dt_rank: int = 0,
+    d_ssm: int = 0,
+    headdim: int = 1,
+    ngroups: int = 1,
+    bias: bool = False,
+    conv_bias: bool = True,
+    D_has_hdim: bool = False,
+) -> dict[str, tuple[int, ...]]:
+    """The state_dict of mamba_ssm's Mamba or Mamba2, in its order."""
+    if name == "Mamba":
+        rows, channels, D = 2 * d_inner, d_inner, d_inner
+        shapes: dict[str, tuple[int, ...]] = {"A_log": (d_inner, d_state)}
+        middle = {"x_proj.weight": (dt_rank + 2 * d_state, d_inner), "dt_proj.weight": (d_inner, dt_rank)}
+        middle |= {"dt_proj.bias": (d_inner,)}
+    else:
+        heads, matrices = d_ssm // headdim, 2 * ngroups * d_state
+        rows, channels, D = 2 * d_inner + matrices + heads, d_ssm + matrices, d_ssm if D_has_hdim else heads
+        shapes, middle = {"dt_bias": (heads,), "A_log": (heads,)}, {"norm.weight": (d_ssm,)}
+    shapes |= {"D": (D,), "in_proj.weight": (rows, d_model)} | ({"in_proj.bias": (rows,)} if bias else {})
+    shapes |= {"conv1d.weight": (channels, 1, d_conv)} | ({"conv1d.bias": (channels,)} if conv_bias else {})
+    return shapes | middle | {"out_proj.weight": (d_model, d_inner)} | ({"out_proj.bias": (d_model,)} if bias else {})
+
+
 def make_layer(
     name: str, device: str = "cpu", dtype: torch.dtype | None = torch.float64, seed: int = 0, **options: Any
 ) -> nn.Module:

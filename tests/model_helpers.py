@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import layer_helpers
 import pytest
 import torch
 from torch import Tensor
@@ -48,33 +49,9 @@ def make_tokens(*shape: int, device: str = "cpu", seed: int = 0) -> Tensor:
 def mamba_ssm_shapes(config: MambaConfig) -> dict[str, list[int]]:
     """The state_dict of mamba_ssm's MambaLMHeadModel with Mamba or Mamba2 of default options but MIXERS'."""
     d, inner, rows = config.d_model, 2 * config.d_model, config.padded_vocab_size
-    cfg = MIXERS[config.mixer]
-    if config.mixer == "Mamba":
-        rank, state = cfg["dt_rank"], cfg["d_state"]
-        mixer = {
-            "A_log": [inner, state],
-            "D": [inner],
-            "in_proj.weight": [2 * inner, d],
-            "conv1d.weight": [inner, 1, 4],
-            "conv1d.bias": [inner],
-            "x_proj.weight": [rank + 2 * state, inner],
-            "dt_proj.weight": [inner, rank],
-            "dt_proj.bias": [inner],
-            "out_proj.weight": [d, inner],
-        }
-    else:
-        heads, width = inner // cfg["headdim"], inner + 2 * cfg["ngroups"] * cfg["d_state"]
-        mixer = {
-            "dt_bias": [heads],
-            "A_log": [heads],
-            "D": [heads],
-            "in_proj.weight": [inner + width + heads, d],
-            "conv1d.weight": [width, 1, 4],
-            "conv1d.bias": [width],
-            "norm.weight": [inner],
-            "out_proj.weight": [d, inner],
-        }
-    block = {"norm.weight": [d]} | {f"mixer.{name}": shape for name, shape in mixer.items()}
+    sizes = MIXERS[config.mixer] | ({"d_ssm": inner} if config.mixer == "Mamba2" else {})
+    mixer = layer_helpers.mamba_ssm_shapes(config.mixer, d, inner, **sizes)
+    block = {"norm.weight": [d]} | {f"mixer.{name}": [*shape] for name, shape in mixer.items()}
     if config.d_intermediate:
         block |= {"norm2.weight": [d], "mlp.fc1.weight": [256, d], "mlp.fc2.weight": [d, 128]}
     layers = {f"layers.{i}.{name}": shape for i in range(config.n_layer) for name, shape in block.items()}

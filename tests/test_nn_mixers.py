@@ -25,6 +25,7 @@ from layer_helpers import (
     gradients,
     make_layer,
     make_sequence,
+    mamba_ssm_shapes,
     variants_of,
 )
 from plain_layers import parameters_of
@@ -79,55 +80,34 @@ def test_forward_of_mamba2_is_that_of_mamba_ssm():
     assert {p.kind for p in parameters.values()} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
 
 
-def assert_state_dict(layer: torch.nn.Module, expected: dict[str, tuple[int, ...] | None]) -> None:
-    """Names and shapes in order, as optimizers save their states by position; and a checkpoint of them loads."""
-    expected = {name: shape for name, shape in expected.items() if shape is not None}
-    assert [(name, tuple(value.shape)) for name, value in layer.state_dict().items()] == list(expected.items())
-    assert [name for name, _ in layer.named_parameters()] == list(expected)
-    checkpoint = {name: make_sequence(*shape, dtype=torch.float32) for name, shape in expected.items()}
+MAMBA = {"d_model": 40, "d_state": 5, "d_conv": 3}
+MAMBA2 = {"d_model": 64, "d_state": 16, "d_conv": 3, "headdim": 32}
+OTHERS = {"bias": True, "conv_bias": False, "D_has_hdim": True, "d_ssm": 96}
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sizes"),
+    [
+        *(
+            # The rank is ceil(40 / 16).
+            ("Mamba", MAMBA | {"expand": 3} | biases, MAMBA | {"d_inner": 120, "dt_rank": 3} | biases)
+            for biases in ({"bias": bias, "conv_bias": conv_bias} for bias in (True, False) for conv_bias in (True, False))
+        ),
+        ("Mamba2", MAMBA2, MAMBA2 | {"d_inner": 128, "d_ssm": 128}),
+        ("Mamba2", MAMBA2 | OTHERS, MAMBA2 | {"d_inner": 128} | OTHERS),
+    ],
+)
+def test_state_dict_is_that_of_mamba_ssm(name, options, sizes):
+    """In order, as optimizers save their states by position."""
+    layer, expected = LAYERS[name].type(**options), mamba_ssm_shapes(name, **sizes)
+    assert [(key, tuple(value.shape)) for key, value in layer.state_dict().items()] == list(expected.items())
+    assert [key for key, _ in layer.named_parameters()] == list(expected)
+    checkpoint = {key: make_sequence(*shape, dtype=torch.float32) for key, shape in expected.items()}
     layer.load_state_dict(checkpoint, strict=True)
     torch.testing.assert_close(dict(layer.state_dict()), checkpoint, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("conv_bias", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
-def test_state_dict_of_mamba_is_that_of_mamba_ssm(bias, conv_bias):
-    d_model, d_state, d_conv, d_inner, dt_rank = 40, 5, 3, 120, 3  # the rank is ceil(40 / 16)
-    layer = Mamba(d_model, d_state, d_conv, expand=3, bias=bias, conv_bias=conv_bias)
-    expected = {
-        "A_log": (d_inner, d_state),
-        "D": (d_inner,),
-        "in_proj.weight": (2 * d_inner, d_model),
-        "in_proj.bias": (2 * d_inner,) if bias else None,
-        "conv1d.weight": (d_inner, 1, d_conv),
-        "conv1d.bias": (d_inner,) if conv_bias else None,
-        "x_proj.weight": (dt_rank + 2 * d_state, d_inner),
-        "dt_proj.weight": (d_inner, dt_rank),
-        "dt_proj.bias": (d_inner,),
-        "out_proj.weight": (d_model, d_inner),
-        "out_proj.bias": (d_model,) if bias else None,
-    }
-    assert_state_dict(layer, expected)
-
-
-@pytest.mark.parametrize("bias, conv_bias, D_has_hdim, d_ssm", [(False, True, False, None), (True, False, True, 96)])
-def test_state_dict_of_mamba2_is_that_of_mamba_ssm(bias, conv_bias, D_has_hdim, d_ssm):
-    layer = Mamba2(64, 16, 3, headdim=32, ngroups=1, bias=bias, conv_bias=conv_bias, D_has_hdim=D_has_hdim, d_ssm=d_ssm)
-    d_inner, of_ssm = 128, d_ssm or 128
-    heads, d_xBC = of_ssm // 32, of_ssm + 2 * 16
-    expected = {
-        "dt_bias": (heads,),
-        "A_log": (heads,),
-        "D": (of_ssm if D_has_hdim else heads,),
-        "in_proj.weight": (2 * d_inner + 2 * 16 + heads, 64),
-        "in_proj.bias": (2 * d_inner + 2 * 16 + heads,) if bias else None,
-        "conv1d.weight": (d_xBC, 1, 3),
-        "conv1d.bias": (d_xBC,) if conv_bias else None,
-        "norm.weight": (of_ssm,),
-        "out_proj.weight": (64, d_inner),
-        "out_proj.bias": (64,) if bias else None,
-    }
-    assert_state_dict(layer, expected)
+def test_no_norm_has_no_parameters():
     assert not [name for name in Mamba2(64, 16, rmsnorm=False).state_dict() if "norm" in name]
 
 
