@@ -22,9 +22,9 @@ from typing import NamedTuple
 # A warning of spills repeats their sizes in a line that does not begin with the stack frame.
 MEMORY = re.compile(r"^ *(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", re.MULTILINE)
 REGISTERS = re.compile(r"Used (\d+) registers")
-# Bytes stored and loaded. With 128 states and products of a warp, backward's kernels of the SSD chunk-scan keep 96 sums, or a
-# state, in 168 registers, and some words, each once a chunk, do not fit: except where 9.0a lets other warps hand registers on.
-# Forward's keep a word or two of their walk. In fp32 operands are pairs of numbers, for which there is less room still.
+# Bytes stored and loaded. With 128 states and mma.sync, the backward kernels of ssd_chunk_scan keep 96 sums, or a state, in 168
+# registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill a word or two
+# of their work tile. In fp32 operands are hi/lo pairs, which leave fewer registers.
 ALLOWED_SPILLS = {
     re.compile(r"ssd::ssd_bwd_(chunks|states)_kernel<\w+, 128, (false, )?ssd::Sm80Mma>@(?!sm_90a)"): 200,
     re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, ssd::Sm80Mma>@(?!sm_90a)"): 700,
@@ -53,7 +53,7 @@ def read_kernels(log: str) -> list[Kernel]:
         report = log[entry.end() : end]
         memory, registers = MEMORY.search(report), REGISTERS.search(report)
         if memory is None or registers is None:
-            sys.exit(f"{entry[1]}: ptxas's report is not as this script knows it:\n{report}")
+            sys.exit(f"{entry[1]}: unexpected report of ptxas:\n{report}")
         stack, stores, loads = map(int, memory.groups())
         kernels.append(Kernel(entry[2], entry[1], int(registers[1]), stack, stores + loads))
     return kernels

@@ -1,11 +1,11 @@
-"""Launches every CUDA kernel of the package on small inputs and compares with the CPU: what compute-sanitizer is run on.
+"""Launches every CUDA kernel of the package on small inputs, for compute-sanitizer, and compares with the CPU.
 
     python scripts/sanitizer_cases.py [operator ...] [--share I/N]
 
---share 2/4 takes the second of every four cases: racecheck is faster on several processes at once.
-The inputs are made on the CPU and copied over whole, so that whatever the sanitizer reports is of the package's own kernels, or
-of those of PyTorch's that they are called with. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is an allocation of its own,
-and a step past its end shows.
+--share 2/4 takes the second of every four cases: racecheck is faster in several processes at once.
+The script makes the inputs on the CPU and copies them to the GPU. The sanitizer's reports are therefore about the package's
+kernels, or about PyTorch's kernels that run with them. With PYTORCH_NO_CUDA_MEMORY_CACHING=1 each tensor is a separate
+allocation, so the sanitizer finds accesses past its end.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ import ssm_kernels
 from ssm_kernels import causal_conv1d_update, selective_state_update
 
 Inputs = dict[str, Any]
-# Returns what is wrong, or None.
+# Returns a description of the error, or None.
 Check = Callable[[], str | None]
 
 SCAN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 RESULTS = ("out", "last_state")
-# A tile of the walking kernels, and rows of whole vectors: what their path without bounds takes.
+# A tile of the sequential scan with rows of whole vectors, for its path without bounds checks.
 VECTORS = {"dim": 64, "seqlen": 128}
 
 
 class ScanCase(NamedTuple):
-    """A call: the results that have a gradient, and the inputs whose gradients are asked for."""
+    """A call: the results that have a gradient, and the inputs that require gradients."""
 
     name: str
     inputs: Inputs
@@ -77,7 +77,7 @@ def scan_cases() -> Iterator[ScanCase]:
     for dtype in SCAN_DTYPES:
         for method in METHODS:
             yield case("method", dtype=dtype, discretization=method)
-        # Whole vectors along time and along channels, then rows that begin anywhere and elements that are apart.
+        # Whole vectors along time and along channels, then unaligned rows and strided elements.
         for method in METHODS if dtype != torch.float64 else ("zoh",):
             for layout in ("contiguous", "transposed"):
                 yield case("vectors", **VECTORS, dtype=dtype, discretization=method, layout=layout)
@@ -93,7 +93,7 @@ def scan_cases() -> Iterator[ScanCase]:
     for dtype in (torch.float32, torch.bfloat16):
         for dim, seqlen in ((1, 1), (5, 63), (33, 65), (70, 200)):
             yield case("tails", dtype=dtype, dim=dim, seqlen=seqlen)
-        # Too many channels to spread each over a whole warp, over more than one tile of steps.
+        # Too many channels for one warp per channel, over more than one tile of steps.
         yield case("many channels", dtype=dtype, batch=100, dim=72, seqlen=130, dstate=2)
         yield case("many tiles of channels", dtype=dtype, dim=250, dstate=3)
         for B, C in (("constant", "constant"), ("constant", "variable"), ("variable", "constant")):
@@ -130,10 +130,10 @@ def scan_cases() -> Iterator[ScanCase]:
 
 
 def ways(inputs: Inputs) -> tuple[str, ...]:
-    """Those that have a kernel for such a call."""
+    """The kinds of kernels that take such a call."""
     per_step = inputs["B"].dim() > 2 and inputs["C"].dim() > 2
     walks = per_step and inputs["A"].shape[1] <= 16 and inputs["u"].dtype != torch.float64
-    # Sequences of a few steps have a third, taken where neither of these is preferred.
+    # Short sequences have a third kind, which runs if neither of these is preferred.
     return ("warp_scan", "sequential", *(["faster"] if inputs["u"].shape[2] <= 32 else [])) if walks else ("warp_scan",)
 
 
@@ -159,12 +159,12 @@ def check_scan(case: ScanCase, way: str) -> str | None:
 def difference_between(
     name: str, actual: dict[str, Tensor], expected: dict[str, Tensor], in_16_bits: bool = False
 ) -> str | None:
-    """What is wrong with the device's results: whether the kernel is the right one. How exact it is, is for the tests."""
+    """Describes a wrong result of the device. The tolerance is loose: the tests check accuracy."""
     for what, value in expected.items():
         relative = 3e-2 if in_16_bits else {torch.float64: 1e-9, torch.float32: 1e-4}.get(value.dtype, 3e-2)
         if not value.numel():
             continue
-        # The device flushes what float32 has below 1e-38 to zero.
+        # The device flushes float32 numbers below 1e-38 to zero.
         tolerance = relative * max(value.detach().double().abs().max().item(), 1e-30)
         difference = (actual[what].detach().cpu().double() - value.detach().double()).abs().max().item()
         if not difference <= tolerance:
@@ -200,13 +200,13 @@ def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:
         for name in ("mingru_scan", "liquid_scan"):
             for channels, seqlen in ((1, 1), (5, 63), (33, 65), (70, 200), (136, 31)):
                 yield case("tails", PLAIN[name], dtype=dtype, channels=channels, seqlen=seqlen)
-            # More tiles along time than are handed on at once, and more tiles than blocks.
+            # More tiles along time than one look-back covers, and more tiles than blocks.
             yield case("long", PLAIN[name], dtype=dtype, batch=1, channels=3, seqlen=9000)
             yield case("long, reverse", PLAIN[name], dtype=dtype, batch=1, channels=64, seqlen=9001, reverse=True)
             yield case("long, inference", PLAIN[name], False, dtype=dtype, batch=1, channels=65, seqlen=9000)
             yield case("long, packed", PLAIN[name], dtype=dtype, channels=9, cu_seqlens=(0, 4000, 4001, 4001, 9000))
-            # A multiple of 128 channels: of any other number of results, PyTorch's own sums over what broadcasts read places of
-            # their workspace that nobody wrote.
+            # A multiple of 128 channels: for other numbers of results, PyTorch's sums over broadcast axes read uninitialized
+            # elements of their workspace.
             yield case("many chains", PLAIN[name], dtype=dtype, batch=40, channels=512, seqlen=300)
     for size in ({"batch": 0}, {"seqlen": 0}, {"channels": 0}):
         yield case("empty", PLAIN["mingru_scan"], **size)
@@ -224,7 +224,7 @@ def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: boo
 
 
 def ssd_paths() -> Iterator[tuple[str, Inputs]]:
-    """Of forward's kernels and of backward's."""
+    """Cases for the paths that the kernels of forward and of backward share."""
     for method in ssd_helpers.METHODS:
         yield ssd_case("method", discretization=method)
     for name, options in ssd_helpers.OPTIONS.items():
@@ -240,8 +240,8 @@ def ssd_paths() -> Iterator[tuple[str, Inputs]]:
 
 
 def ssd_cases() -> Iterator[tuple[str, Inputs]]:
-    """Name and inputs of the dtypes whose kernels are the package's own: each kernel of forward (dtype, up to 64 states and
-    more, sequences shorter and longer than a run), then each path inside them."""
+    """Name and inputs for the dtypes with fused kernels: each kernel of forward (dtype, up to 64 states and more, sequences
+    shorter and longer than a block's range of chunks), then each path inside them."""
     for dtype in SSD_DTYPES:
         for dstate in (64, 128, 256):
             yield ssd_case("kernel", dtype=dtype, dstate=dstate)
@@ -261,8 +261,8 @@ def ssd_cases() -> Iterator[tuple[str, Inputs]]:
 
 
 def ssd_gradient_cases() -> Iterator[tuple[str, Inputs]]:
-    """As ssd_cases, for backward: each kernel (dtype, up to 64 states and more, with a gate, with walks that are cut along
-    time), then each path inside them."""
+    """Like ssd_cases, for backward: each kernel (dtype, up to 64 states and more, with a gate, with work tiles that are
+    cut along time), then each path inside them."""
     for dtype in SSD_DTYPES:
         for dstate in (64, 128, 256):
             for z in (True, False):
@@ -310,8 +310,8 @@ def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str 
         return ssd_helpers.evaluate(ssd_helpers.scan, moved, cotangents and tuple(move(x, device) for x in cotangents))
 
     expected = evaluate("cpu")
-    # initcheck does not see what copies of whole tiles (cp.async.bulk.tensor) write, but memory that was filled counts as
-    # written. What a kernel leaves of it, or reads before it is written, the comparison shows.
+    # initcheck does not see the writes of TMA stores (cp.async.bulk.tensor), but filled memory counts as
+    # written. The comparison finds elements that a kernel does not write, or reads too early.
     with uninitialized_memory_is_nan() if products == "wgmma" else nullcontext():
         actual = evaluate("cuda")
     return difference_between(
@@ -320,17 +320,17 @@ def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str 
 
 
 def ssd_limited_cases() -> Iterator[tuple[str, Inputs, int, int]]:
-    """Of backward in turns and of less shared memory: name, inputs, and the bytes that there are of either."""
+    """Backward in sub-batches and with less shared memory: name, inputs, and the limits of workspace and shared memory."""
     plenty = 2**40
     packed = {"headdim": 7, "cu_seqlens": (0, 0, 65, 130)}
     for sizes in ({"heads": 4, "groups": 2}, {"dstate": 17, **packed}, {"dstate": 137, **packed}):
         for workspace in (1, 2**17):
-            yield *ssd_case(f"turns in {workspace} bytes", **sizes), workspace, plenty
+            yield *ssd_case(f"sub-batches in {workspace} bytes", **sizes), workspace, plenty
     for dstate in (64, 128, 256):
         for kibibytes in (99, 163):
             yield *ssd_case(f"{kibibytes} KiB of shared memory", dstate=dstate, seqlen=600), plenty, 1024 * kibibytes
     sizes = {"dstate": 137, "dtype": torch.float32, **packed}
-    yield *ssd_case("turns", **sizes), 1, plenty
+    yield *ssd_case("sub-batches", **sizes), 1, plenty
     yield *ssd_case("163 KiB of shared memory", **sizes), plenty, 1024 * 163
     yield *ssd_case("163 KiB of shared memory", **(sizes | {"dstate": 100})), plenty, 1024 * 163
 
@@ -341,7 +341,7 @@ def check_limited_ssd(name: str, inputs: Inputs, workspace: int, shared: int, pr
 
 
 def ssd_checks() -> Iterator[Check]:
-    """Of either kind of products; float32 has one."""
+    """Checks with either kind of matrix products; float32 has one."""
     checks = (
         (partial(check_ssd, gradients=False), ssd_cases),
         (partial(check_ssd, gradients=True), ssd_gradient_cases),
@@ -395,7 +395,7 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
         results.append((out.cpu(), move(moved["state"], "cpu")))
     (out, state), (cuda_out, cuda_state) = results
     for what, actual, expected in (("out", cuda_out, out), ("state", cuda_state, state)):
-        # A 16-bit result is one rounding of nearly the same number; a sum in another order differs by more roundings.
+        # An fp16 or bf16 result is one rounding of nearly the same number; a sum in another order differs by more roundings.
         roundings = 2 if actual.element_size() == 2 else 8
         tolerance = roundings * torch.finfo(actual.dtype).eps * (1 + expected.double().abs().max().item())
         difference = (actual.double() - expected.double()).abs().max().item()
@@ -429,7 +429,7 @@ def check_norm(name: str, inputs: Inputs) -> str | None:
     expected = norm_helpers.evaluate(function, inputs, cotangents)
     on_cuda = [cotangent.cuda() for cotangent in cotangents]
     for key, actual in norm_helpers.evaluate(function, move_all(inputs, "cuda"), on_cuda).items():
-        # Sums in another order, of which a 16-bit result is one rounding.
+        # Sums in another order; an fp16 or bf16 result is one rounding of them.
         roundings = 2 if actual.element_size() == 2 else 256
         tolerance = roundings * torch.finfo(actual.dtype).eps * (1 + expected[key].double().abs().max().item())
         difference = (actual.cpu().double() - expected[key].double()).abs().max().item()

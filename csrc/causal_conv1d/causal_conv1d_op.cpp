@@ -75,7 +75,7 @@ void check_inputs(const Inputs& in) {
   const c10::SymInt batch = in.x.sym_size(0), seqlen = in.x.sym_size(1);
   check_parameters(checks, kOp, in.weight, in.bias, in.x.sym_size(2));
   TORCH_CHECK_VALUE(!is_present(in.seq_idx) || !is_present(in.cu_seqlens), kOp,
-                    ": expected seq_idx or cu_seqlens, got both: they say the same");
+                    ": expected seq_idx or cu_seqlens, got both: each says where sequences begin");
   if (is_present(in.seq_idx)) {
     checks.shape("seq_idx", *in.seq_idx, "(batch, seqlen)", {batch, seqlen});
     checks.index_dtype("seq_idx", *in.seq_idx);

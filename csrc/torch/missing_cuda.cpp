@@ -32,7 +32,7 @@ void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack)
   TORCH_CHECK_NOT_IMPLEMENTED(
       false, public_name(op),
       ": expected CPU tensors, as ssm_kernels was built without CUDA kernels, got CUDA tensors. In the folder of its sources, "
-      "`FORCE_CUDA=1 pip install --no-deps -e .` builds them; `python -m ssm_kernels` says what was built");
+      "`FORCE_CUDA=1 pip install --no-deps -e .` builds them; run `python -m ssm_kernels` to see what was built");
 }
 
 }  // namespace ssm_kernels

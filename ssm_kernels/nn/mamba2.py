@@ -412,7 +412,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
     @staticmethod
     def _check_packed(u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
         if seq_idx is not None and cu_seqlens is not None:
-            raise ValueError("Mamba2: expected seq_idx or cu_seqlens, got both: they have the same meaning")
+            raise ValueError("Mamba2: expected seq_idx or cu_seqlens, got both: each says where sequences begin")
         if seq_idx is not None and seq_idx.shape != u.shape[:2]:
             raise ValueError(
                 f"Mamba2: expected seq_idx of shape (batch, seqlen) = {list(u.shape[:2])}, got {list(seq_idx.shape)}"

@@ -57,7 +57,7 @@ KernelChoice preferred_kernel() { return static_cast<KernelChoice>(debug_option(
 
 void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimits& device, at::ScalarType dtype) {
   TORCH_CHECK(p.batch * plan.partition().segments * plan.partition().tiles <= std::numeric_limits<int32_t>::max(),
-              "selective_scan: expected batch and dim of fewer than 2^31 blocks of channels, got batch = ", p.batch,
+              "selective_scan: the problem is too large: expected fewer than 2^31 blocks of channels, got batch = ", p.batch,
               ", dim = ", p.dim);
   TORCH_CHECK(plan.shared_bytes <= device.shared_bytes_per_block, "selective_scan: expected a device with at least ",
               plan.shared_bytes, " bytes of shared memory per block for ", dtype, " and dstate = ", p.dstate, ", got one with ",

@@ -131,7 +131,8 @@ int max_shared_bytes(const at::Tensor& x) {
 
 void check_count(int64_t count, const char* of) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(count <= kMost, "ssd_chunk_scan: expected a call of at most ", kMost, " ", of, ", got ", count);
+  TORCH_CHECK_VALUE(count <= kMost, "ssd_chunk_scan: the problem is too large: expected at most ", kMost, " ", of, ", got ",
+                    count);
 }
 
 }  // namespace ssm_kernels::ssd
