@@ -1,4 +1,4 @@
-// Sums over neighboring lanes of a warp.
+// Sums over the lanes of a warp, or over neighboring lanes.
 #pragma once
 
 #include "cuda/constants.h"
@@ -21,6 +21,14 @@ __device__ __forceinline__ void sum_over_lanes(Value (&values)[count]) {
     }
     sum_over_lanes<kDistance, Value, count, kept / 2>(values);
   }
+}
+
+// The sum over the lanes of a warp; all of them get the same bits.
+template <typename Value>
+__device__ __forceinline__ Value sum_over_warp(Value value) {
+#pragma unroll
+  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+  return value;
 }
 
 }  // namespace ssm_kernels::cuda

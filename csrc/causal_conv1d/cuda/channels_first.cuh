@@ -1,23 +1,24 @@
-// The causal convolution for channels-first tensors, whose steps are contiguous: forward, and backward as in
-// channels_last_bwd.cuh. Each row of the batch is one sequence.
+// Forward and backward of the causal convolution for channels-first tensors, whose steps are contiguous. causal_conv1d.h and
+// channels_last_bwd.cuh have the formulas. Each batch entry is one sequence.
 //
-// A warp has a tile of time of one channel and takes a vector of 16 bytes of neighboring steps for each lane per iteration.
-// Forward advances in time, backward goes back. The three steps before a lane's first come from the lane below by shuffles, in
-// backward also the three g after its last from the lane above; the lanes at the warp's ends exchange them with the vectors of
-// the iteration before or after. A warp's sums for the gradients of weight and bias are added over its lanes by shuffles, in a
-// fixed order.
+// A warp takes a tile of time of one channel, and per iteration each lane takes a vector of 16 bytes of neighboring steps.
+// Forward advances in time, backward goes back. A lane gets the kHalo inputs before its vector from the lane below by shuffles,
+// and in backward the kHalo g after its vector from the lane above. The lanes at the warp's ends exchange theirs with the
+// previous or next iteration. Backward adds the lanes' sums for grad_weight and grad_bias by shuffles, in a fixed order, and
+// writes a row of partial sums per tile to the workspace.
 #pragma once
 
 #include "causal_conv1d/cuda/device.cuh"
+#include "cuda/lane_sums.cuh"
 #include "cuda/ptx/cp_async.cuh"
 
 namespace ssm_kernels::causal_conv1d {
 
-// A warp's tile, [begin, end) of channel c.
+// A warp's tile: steps [begin, end) of channel c of entry b.
 struct ChannelsFirstSegment {
   int64_t b, c, tile, begin, end;
 
-  // False if there is none. choose_kernels makes sure that the warps are counted in 32 bits.
+  // Returns false if the warp has none. choose_kernels limits the number of tiles to 32 bits.
   __device__ __forceinline__ bool find(const ConvParams& p, const Tiling& tiling) {
     const unsigned index = blockIdx.x * kWarps + threadIdx.x / kWarpSize;
     const unsigned tiles = static_cast<unsigned>(tiling.tiles), channels = static_cast<unsigned>(p.channels);
@@ -31,43 +32,10 @@ struct ChannelsFirstSegment {
   }
 };
 
-template <typename Scalar>
-struct RowWeights {
-  using Acc = AccumulateType<Scalar>;
-  Acc weight[kMaxVectorWidth], bias;
-  int width;
-
-  __device__ __forceinline__ RowWeights(const ConvParams& p, int64_t c) : width(static_cast<int>(p.width)) {
-    const auto load = [&](const auto* tap) {
-      tap += c * p.weight.stride_channel + (width - 1) * p.weight.stride_tap;
-#pragma unroll
-      for (int lag = 0; lag < kMaxVectorWidth; ++lag, tap -= p.weight.stride_tap) {
-        weight[lag] = lag < width ? to_accumulate(*tap) : Acc(0);
-      }
-    };
-    if (p.weight.is_input_kind) {
-      load(static_cast<const Scalar*>(p.weight.data));
-    } else {
-      load(static_cast<const Acc*>(p.weight.data));
-    }
-    bias = load_bias<Scalar>(p, c);
-  }
-
-  // Sums the taps of step i, whose input is inputs[kBefore + i], in the order of the lags.
-  template <int size>
-  __device__ __forceinline__ Acc sum(const Acc (&inputs)[size], int i) const {
-    Acc result = Math<Acc>::fma(weight[0], inputs[i + 3], bias);
-    if (width > 1) result = Math<Acc>::fma(weight[1], inputs[i + 2], result);
-    if (width > 2) result = Math<Acc>::fma(weight[2], inputs[i + 1], result);
-    if (width > 3) result = Math<Acc>::fma(weight[3], inputs[i], result);
-    return result;
-  }
-};
-
-// The last kBefore elements of a lane's vector, as the words that shuffles move.
+// The last kHalo elements of a lane's vector, as 32-bit words for shuffles.
 template <typename Scalar>
 struct VectorTail {
-  static constexpr int kElements = sizeof(Scalar) == 2 ? 4 : kBefore;  // whole words
+  static constexpr int kElements = sizeof(Scalar) == 2 ? 4 : kHalo;  // whole words
   static constexpr int kWords = kElements * static_cast<int>(sizeof(Scalar)) / 4;
   uint32_t words[kWords];
 
@@ -78,7 +46,7 @@ struct VectorTail {
            sizeof(tail.words));
     return tail;
   }
-  // Loads the kBefore steps before a tile's first: from the tile before, or from the initial state.
+  // Loads the kHalo steps before a tile's first: from the tile before, or from the initial state.
   __device__ __forceinline__ static VectorTail load(const ConvParams& p, const ChannelsFirstSegment& segment, const Scalar* x) {
     Scalar elements[kElements];
 #pragma unroll
@@ -93,19 +61,19 @@ struct VectorTail {
     memcpy(tail.words, elements, sizeof(tail.words));
     return tail;
   }
-  // The inputs before a lane's first, of the lane below; of lane 0, those of lane 31 of the vectors `earlier`.
+  // Gives each lane the tail of the lane below, and lane 0 that of lane 31 in `earlier`, the vectors before the warp's.
   __device__ __forceinline__ void to_lane_above(const VectorTail& earlier, AccumulateType<Scalar>* before) const {
     const int lane = threadIdx.x % kWarpSize;
     VectorTail received;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const uint32_t sent = lane == kWarpSize - 1 ? earlier.words[i] : words[i];
-      received.words[i] = __shfl_sync(~0u, sent, (lane + kWarpSize - 1) % kWarpSize);
+      received.words[i] = __shfl_sync(cuda::kAllLanes, sent, (lane + kWarpSize - 1) % kWarpSize);
     }
     Scalar elements[kElements];
     memcpy(elements, received.words, sizeof(elements));
 #pragma unroll
-    for (int i = 0; i < kBefore; ++i) before[i] = to_accumulate(elements[kElements - kBefore + i]);
+    for (int i = 0; i < kHalo; ++i) before[i] = to_accumulate(elements[kElements - kHalo + i]);
   }
 };
 
@@ -115,12 +83,13 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   using Acc = AccumulateType<Scalar>;
   using Tail = VectorTail<Scalar>;
   constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize, kAhead = 4;
-  static_assert(kVector >= Tail::kElements, "the steps before a lane's first are one lane's");
+  static_assert(kVector >= Tail::kElements, "the halo of a lane lies in one other lane");
   using Inputs = cuda::Vector<Scalar, kVector>;
   const int lane = threadIdx.x % kWarpSize;
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
-  const RowWeights<Scalar> weights(p, segment.c);
+  const int width = static_cast<int>(p.width);
+  const Taps<Scalar, 1> taps(p, width, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
   Scalar* const out = static_cast<Scalar*>(p.out.data) + p.out.offset(segment.b, 0, segment.c);
   Tail earlier = Tail::load(p, segment, x);
@@ -135,16 +104,16 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
 #pragma unroll
     for (int j = 0; j < kAhead; ++j) {
       const int64_t t = begin + j * kWarpSteps + lane * kVector;
-      Acc inputs[kBefore + kVector];
+      Acc inputs[kHalo + kVector];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) inputs[kBefore + i] = loaded[j].accumulate(i);
+      for (int i = 0; i < kVector; ++i) inputs[kHalo + i] = loaded[j].accumulate(i);
       const Tail tail = Tail::of(loaded[j]);
       tail.to_lane_above(earlier, inputs);
       earlier = tail;
       if (t >= segment.end) continue;
       Acc outputs[kVector];
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) outputs[i] = weights.sum(inputs, i);
+      for (int i = 0; i < kVector; ++i) outputs[i] = taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; });
       if (p.has_silu) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) outputs[i] = silu(outputs[i]);
@@ -153,7 +122,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
     }
   }
   if (p.final_state.data != nullptr && segment.end == p.seqlen && lane == 0) {
-    store_final_state<Scalar>(p, p.final_state, segment.b, p.seqlen - 1, segment.c);
+    store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c);
   }
 }
 
@@ -164,35 +133,36 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
   using Tail = VectorTail<Scalar>;
   constexpr int kVector = kVectorBytes / sizeof(Scalar), kWarpSteps = kVector * kWarpSize;
   using Inputs = cuda::Vector<Scalar, kVector>;
-  // Vectors of x and grad_out, each lane's by itself: one in use, the others being copied.
+  // Pipeline stages of a vector of x and of grad_out per lane: one in use, the others being copied.
   constexpr int kStages = 4;
   __shared__ Inputs stages[kStages][2][kWarpSize * kWarps];
   const int lane = threadIdx.x % kWarpSize;
   ChannelsFirstSegment segment;
   if (!segment.find(p, tiling)) return;
-  const RowWeights<Scalar> weights(p, segment.c);
+  const int width = static_cast<int>(p.width);
+  const Taps<Scalar, 1> taps(p, width, segment.c);
   const Scalar* const x = static_cast<const Scalar*>(p.x.data) + p.x.offset(segment.b, 0, segment.c);
   const Scalar* const grad_out = static_cast<const Scalar*>(p.grad_out.data) + p.grad_out.offset(segment.b, 0, segment.c);
   Scalar* const grad_x = static_cast<Scalar*>(p.grad_x.data) + p.grad_x.offset(segment.b, 0, segment.c);
 
-  // The gradient of the row's final state, which is its last width - 1 steps.
+  // The gradient of the channel's final state, which is its last width - 1 steps.
   const Scalar* const grad_final = p.grad_final_state.data == nullptr ? nullptr
                                                                       : static_cast<const Scalar*>(p.grad_final_state.data) +
                                                                             p.grad_final_state.offset(segment.b, segment.c, 0);
 
-  // g at the kBefore steps after the present vectors, zero after the sequence. Lane 0 has them.
-  Acc later[kBefore];
+  // Lane 0: g at the kHalo steps after the warp's vectors, zero after the sequence.
+  Acc later[kHalo];
 #pragma unroll
-  for (int i = 0; i < kBefore; ++i) {
+  for (int i = 0; i < kHalo; ++i) {
     const int64_t t = segment.end + i;
     later[i] = 0;
     if (t >= p.seqlen) continue;
     later[i] = to_accumulate(grad_out[t]);
     if (!p.has_silu) continue;
-    Acc inputs[kBefore + 1];
+    Acc inputs[kHalo + 1];
 #pragma unroll
-    for (int lag = 0; lag <= kBefore; ++lag) inputs[kBefore - lag] = to_accumulate(x[t - lag]);
-    later[i] *= silu_derivative(weights.sum(inputs, 0));
+    for (int lag = 0; lag <= kHalo; ++lag) inputs[kHalo - lag] = to_accumulate(x[t - lag]);
+    later[i] *= silu_derivative(taps.convolve(width, 0, [&](int lag) { return inputs[kHalo - lag]; }));
   }
 
   Acc grad_weight[kMaxVectorWidth] = {}, grad_bias = 0;
@@ -211,49 +181,47 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
 #pragma unroll 1
   for (int stage = 0; t >= begin; t -= kWarpSteps, stage = (stage + 1) % kStages) {
     start_copies(t - (kStages - 1) * kWarpSteps, (stage + kStages - 1) % kStages);
-    // This iteration's, and the next's, of which lane 31 has the inputs before lane 0's.
+    // Waits for this iteration and the next, in which lane 31 has the inputs before lane 0's.
     cuda::cp_async_wait<kStages - 2>();
     const bool has_steps = t < segment.end;
     const Inputs loaded = has_steps ? stages[stage][0][threadIdx.x] : Inputs::zero();
     const Inputs grads = has_steps ? stages[stage][1][threadIdx.x] : Inputs::zero();
-    Acc inputs[kBefore + kVector], grad_pre[kVector + kBefore];
+    Acc inputs[kHalo + kVector], g[kVector + kHalo];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      inputs[kBefore + i] = loaded.accumulate(i);
-      grad_pre[i] = grads.accumulate(i);
+      inputs[kHalo + i] = loaded.accumulate(i);
+      g[i] = grads.accumulate(i);
     }
     const Tail earlier = t > begin ? Tail::of(stages[(stage + 1) % kStages][0][threadIdx.x]) : first;
     Tail::of(loaded).to_lane_above(earlier, inputs);
     if (p.has_silu) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) grad_pre[i] *= silu_derivative(weights.sum(inputs, i));
+      for (int i = 0; i < kVector; ++i)
+        g[i] *= silu_derivative(taps.convolve(width, 0, [&](int lag) { return inputs[kHalo + i - lag]; }));
     }
     if (!has_steps) {
 #pragma unroll
-      for (int i = 0; i < kVector; ++i) grad_pre[i] = 0;
+      for (int i = 0; i < kVector; ++i) g[i] = 0;
     }
 #pragma unroll
-    for (int i = 0; i < kBefore; ++i) {
-      const Acc sent = lane == 0 ? later[i] : grad_pre[i];
-      grad_pre[kVector + i] = __shfl_sync(~0u, sent, (lane + 1) % kWarpSize);
-      later[i] = grad_pre[i];
+    for (int i = 0; i < kHalo; ++i) {
+      const Acc sent = lane == 0 ? later[i] : g[i];
+      g[kVector + i] = __shfl_sync(cuda::kAllLanes, sent, (lane + 1) % kWarpSize);
+      later[i] = g[i];
     }
     if (!has_steps) continue;
 
     Acc grad_inputs[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      grad_inputs[i] = weights.weight[0] * grad_pre[i];
-      if (weights.width > 1) grad_inputs[i] = Math<Acc>::fma(weights.weight[1], grad_pre[i + 1], grad_inputs[i]);
-      if (weights.width > 2) grad_inputs[i] = Math<Acc>::fma(weights.weight[2], grad_pre[i + 2], grad_inputs[i]);
-      if (weights.width > 3) grad_inputs[i] = Math<Acc>::fma(weights.weight[3], grad_pre[i + 3], grad_inputs[i]);
+      grad_inputs[i] = taps.correlate(width, 0, [&](int lag) { return g[i + lag]; });
 #pragma unroll
       for (int lag = 0; lag < kMaxVectorWidth; ++lag) {
-        grad_weight[lag] = Math<Acc>::fma(grad_pre[i], inputs[kBefore + i - lag], grad_weight[lag]);
+        grad_weight[lag] = Math<Acc>::fma(g[i], inputs[kHalo + i - lag], grad_weight[lag]);
       }
-      grad_bias += grad_pre[i];
+      grad_bias += g[i];
     }
-    if (grad_final != nullptr && t + kVector + kBefore > p.seqlen) {
+    if (grad_final != nullptr && t + kVector + kHalo > p.seqlen) {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         const int64_t index = t + i - (p.seqlen - (p.width - 1));
@@ -265,17 +233,12 @@ __global__ void __launch_bounds__(kWarpSize* kWarps)
 
   if (sums == nullptr) return;
   Acc* const target = sums + (segment.b * tiling.tiles + segment.tile) * (p.width + 1) * p.channels + segment.c;
-  const auto sum_of_lanes = [](Acc value) {
-#pragma unroll
-    for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(~0u, value, distance);
-    return value;
-  };
 #pragma unroll
   for (int lag = 0; lag < kMaxVectorWidth; ++lag) {
-    const Acc sum = sum_of_lanes(grad_weight[lag]);
-    if (lane == 0 && lag < weights.width) target[lag * p.channels] = sum;
+    const Acc sum = cuda::sum_over_warp(grad_weight[lag]);
+    if (lane == 0 && lag < width) target[lag * p.channels] = sum;
   }
-  const Acc sum = sum_of_lanes(grad_bias);
+  const Acc sum = cuda::sum_over_warp(grad_bias);
   if (lane == 0) target[p.width * p.channels] = sum;
 }
 

@@ -1,17 +1,18 @@
-// Backward of the causal convolution for channels-last tensors: the gradient of x, and those of weight and bias as sums over
-// tiles of time.
+// Backward of the causal convolution for channels-last tensors (batch, seqlen, channels): grad_x, and partial sums of
+// grad_weight and grad_bias over tiles of time.
 //
-// With pre_t and g_t = grad_out_t act'(pre_t), computed again from x:
+// With g_t = grad_out_t act'(pre_t), where pre_t is recomputed from x:
 //
 //   grad_x_t = sum_l w_l g_{t+l}        grad_w_l = sum_t g_t x_{t-l}        grad_bias = sum_t g_t
 //
-// A lane has kLaneChannels neighboring channels and goes back in time, with the four inputs that end at its step, the three g
-// after it and its sums in registers. A warp begins width - 1 steps after its interval of time, where it computes g only. A
-// block adds its warps' sums in shared memory, in their order, and writes them to the workspace.
+// Blocks, warps and lanes have the segments and channels of forward (channels_last_fwd.cuh). A lane goes back in time, with the
+// input at its step, the kHalo inputs before it, the kHalo g after it and its sums in registers. A warp begins kHalo steps
+// after its segment, where it computes g only. A block adds its warps' sums in shared memory, in the order of the warps, and
+// writes a row of partial sums to the workspace.
 //
-// grad_out may be the sum of two tensors, which only the plain kernel takes. The main loop takes kAhead steps per iteration.
-// Each lane copies the next iteration's inputs and gradients into shared memory of its own meanwhile, which takes no registers
-// and no barrier. Near the ends of sequences one step at a time reads all of its inputs from memory.
+// The main loop computes kAhead steps per iteration, while cp.async copies the next iteration's inputs and gradients into
+// stages of shared memory that belong to the lane. Near the ends of sequences a second loop computes one step at a time and
+// reads all of its inputs from global memory. The plain kernel also takes a second gradient of out, which it adds to the first.
 #pragma once
 
 #include <type_traits>
@@ -20,68 +21,57 @@
 
 namespace ssm_kernels::causal_conv1d {
 
-// kHalo: steps after the interval, g only. kInner: steps that the final state does not contain. kEdge: any step.
-enum class StepKind { kHalo, kInner, kEdge };
+// kAfter: a step after the segment, g only. kInner: a step outside the final state. kEdge: any step of the segment.
+enum class StepKind { kAfter, kInner, kEdge };
 
 template <typename Scalar, bool is_plain, bool has_second>
 __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBwdBlocks - 1)
     conv_bwd_channels_last_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kVector = kLaneChannels, kAhead = has_second && sizeof(Scalar) > 2 ? 2 : 4, kLags = kMaxVectorWidth;
-  constexpr int kSums = kLags + 1;  // of each channel, by lag and last of bias
+  constexpr int kSums = kLags + 1;  // per channel: grad_weight by lag, then grad_bias
   using Inputs = cuda::Vector<Scalar, kVector>;
   const ChannelsLastSegment segment(p, tiling, kVector);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
-  // Inputs and gradients of two groups of steps, each lane's by itself.
-  __shared__ Inputs ring[2][kAhead][has_second ? 3 : 2][kWarpSize * kWarps];
-  Acc grad_weight[kSums][kVector];
-#pragma unroll
-  for (int row = 0; row < kSums; ++row) {
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) grad_weight[row][i] = 0;
-  }
+  // Two pipeline stages of kAhead steps: x, grad_out and the second grad_out. Each lane reads what it copied itself.
+  __shared__ Inputs stages[2][kAhead][has_second ? 3 : 2][kWarpSize * kWarps];
+  Acc grad_weight[kSums][kVector] = {};
 
   if (segment.has_channels && segment.t < segment.end) {
     const ChannelsLastRows<const Scalar> x(p.x, segment.b, segment.c), grad_out(p.grad_out, segment.b, segment.c);
     const ChannelsLastRows<const Scalar> grad_out_2(p.grad_out_2, segment.b, segment.c);
     const ChannelsLastRows<Scalar> grad_x(p.grad_x, segment.b, segment.c);
-    const StepWeights<Scalar, kVector> weights(p, width, segment.c);
+    const Taps<Scalar, kVector> taps(p, width, segment.c);
     const int seqlen = static_cast<int>(p.seqlen);
 
-    Acc inputs[kVector], before[kBefore][kVector], grad_after[kBefore][kVector];
-#pragma unroll
-    for (int i = 0; i < kVector; ++i) {
-#pragma unroll
-      for (int lag = 0; lag < kBefore; ++lag) grad_after[lag][i] = 0;
-    }
-    // Steps from the present one to its sequence's last; kFar if that is too far away to matter or has no final state.
+    Acc inputs[kVector], before[kHalo][kVector], grad_after[kHalo][kVector] = {};
+    // Steps from the present one to the last of its sequence; kFar if the final state has no part in the gradients.
     constexpr int kFar = 1 << 30;
     const bool has_grad_final = p.grad_final_state.data != nullptr;
     int to_last = kFar;
 
-    // Begins with the step's grad_out in grad_pre.
-    const auto step = [&](int t, Acc(&grad_pre)[kVector], auto kind, auto has_silu) {
+    // Takes the step's grad_out in `g` and makes it g.
+    const auto step = [&](int t, Acc(&g)[kVector], auto kind, auto has_silu) {
       constexpr StepKind kKind = decltype(kind)::value;
       if (has_silu) {
 #pragma unroll
-        for (int i = 0; i < kVector; ++i) grad_pre[i] *= silu_derivative(weights.sum(width, i, inputs[i], before));
+        for (int i = 0; i < kVector; ++i) {
+          const auto x_at = [&](int lag) { return lag == 0 ? inputs[i] : before[lag - 1][i]; };
+          g[i] *= silu_derivative(taps.convolve(width, i, x_at));
+        }
       }
-      if constexpr (kKind != StepKind::kHalo) {
+      if constexpr (kKind != StepKind::kAfter) {
         Acc grad_inputs[kVector];
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
-          grad_inputs[i] = weights.weight[0][i] * grad_pre[i];
-          // Weights beyond the width are zero, but what they would be multiplied with may be infinite.
-          if (width > 1) grad_inputs[i] = Math<Acc>::fma(weights.weight[1][i], grad_after[0][i], grad_inputs[i]);
-          if (width > 2) grad_inputs[i] = Math<Acc>::fma(weights.weight[2][i], grad_after[1][i], grad_inputs[i]);
-          if (width > 3) grad_inputs[i] = Math<Acc>::fma(weights.weight[3][i], grad_after[2][i], grad_inputs[i]);
-          grad_weight[0][i] = Math<Acc>::fma(grad_pre[i], inputs[i], grad_weight[0][i]);
+          grad_inputs[i] = taps.correlate(width, i, [&](int lag) { return lag == 0 ? g[i] : grad_after[lag - 1][i]; });
+          grad_weight[0][i] = Math<Acc>::fma(g[i], inputs[i], grad_weight[0][i]);
 #pragma unroll
           for (int lag = 1; lag < kLags; ++lag) {
-            grad_weight[lag][i] = Math<Acc>::fma(grad_pre[i], before[lag - 1][i], grad_weight[lag][i]);
+            grad_weight[lag][i] = Math<Acc>::fma(g[i], before[lag - 1][i], grad_weight[lag][i]);
           }
-          grad_weight[kLags][i] += grad_pre[i];
+          grad_weight[kLags][i] += g[i];
         }
         if (kKind == StepKind::kEdge && to_last < width - 1) {
 #pragma unroll
@@ -94,39 +84,38 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
 #pragma unroll
-        for (int lag = kBefore - 1; lag > 0; --lag) grad_after[lag][i] = grad_after[lag - 1][i];
-        grad_after[0][i] = grad_pre[i];
+        for (int lag = kHalo - 1; lag > 0; --lag) grad_after[lag][i] = grad_after[lag - 1][i];
+        grad_after[0][i] = g[i];
       }
     };
-    // Moves the window of inputs one step back, to the step whose oldest input `oldest` is.
-    const auto shift_inputs = [&](const Inputs& oldest) {
+    // Moves the window of inputs one step back, all but its oldest input.
+    const auto shift_inputs = [&] {
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
         inputs[i] = before[0][i];
 #pragma unroll
-        for (int lag = 1; lag < kBefore; ++lag) before[lag - 1][i] = before[lag][i];
-        before[kBefore - 1][i] = oldest.accumulate(i);
+        for (int lag = 1; lag < kHalo; ++lag) before[lag - 1][i] = before[lag][i];
       }
     };
-    // A step of any kind, with its own check of what ends at it.
+    // Computes any step, which may be the last of a sequence.
     const auto step_alone = [&](int t, auto kind) {
       if (t == seqlen - 1 || (!is_plain && p.is_last_step(segment.b, t))) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
 #pragma unroll
-          for (int lag = 0; lag < kBefore; ++lag) grad_after[lag][i] = 0;
+          for (int lag = 0; lag < kHalo; ++lag) grad_after[lag][i] = 0;
         }
         to_last = has_grad_final && (t == seqlen - 1 || p.has_state_of_each_sequence) ? 0 : kFar;
       }
       to_channels(x.load(t), inputs);
       load_before<Scalar, kVector, is_plain>(p, segment.b, t, segment.c, before);
-      Acc grad_pre[kVector];
-      to_channels(grad_out.load_once(t), grad_pre);
-      if constexpr (has_second) add_channels(grad_out_2.load_once(t), grad_pre);
-      step(t, grad_pre, kind, p.has_silu);
+      Acc g[kVector];
+      to_channels(grad_out.load_once(t), g);
+      if constexpr (has_second) add_channels(grad_out_2.load_once(t), g);
+      step(t, g, kind, p.has_silu);
       to_last = to_last < kFar ? to_last + 1 : kFar;
     };
-    // Whether no sequence begins in [from, to]; `to` may be seqlen.
+    // Whether no sequence begins in steps [from, to]; `to` may be seqlen.
     const auto is_unbroken = [&](int from, int to) {
       if constexpr (!is_plain) {
 #pragma unroll
@@ -136,34 +125,38 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
       }
       return true;
     };
-    // Whether steps t - kAhead + 1 to t are inner ones whose inputs, and the step's before them, are consecutive in memory.
+    // Whether the main loop takes steps t - kAhead + 1 to t: inner steps of one sequence that began at least kHalo steps
+    // earlier.
     const auto are_inner = [&](int t) {
       const int least = t - kAhead + 1;
-      return least >= segment.t && least >= kBefore && to_last >= width - 1 && (t + 1 < seqlen || !has_grad_final) &&
-             is_unbroken(least - kBefore + 1, t + 1);
+      return least >= segment.t && least >= kHalo && to_last >= width - 1 && (t + 1 < seqlen || !has_grad_final) &&
+             is_unbroken(least - kHalo + 1, t + 1);
     };
 
-    if (segment.end + kBefore <= seqlen && is_unbroken(segment.end - kBefore + 1, segment.end + kBefore - 1)) {
-      Inputs rows[2 * kBefore], grads[kBefore];
+    if (segment.end + kHalo <= seqlen && is_unbroken(segment.end - kHalo + 1, segment.end + kHalo - 1)) {
+      Inputs rows[2 * kHalo], grads[kHalo];
 #pragma unroll
-      for (int j = 0; j < 2 * kBefore; ++j) rows[j] = x.load(segment.end + kBefore - 1 - j);
+      for (int j = 0; j < 2 * kHalo; ++j) rows[j] = x.load(segment.end + kHalo - 1 - j);
 #pragma unroll
-      for (int j = 0; j < kBefore; ++j) grads[j] = grad_out.load_once(segment.end + kBefore - 1 - j);
+      for (int j = 0; j < kHalo; ++j) grads[j] = grad_out.load_once(segment.end + kHalo - 1 - j);
       to_channels(rows[0], inputs);
 #pragma unroll
-      for (int lag = 0; lag < kBefore; ++lag) to_channels(rows[1 + lag], before[lag]);
+      for (int lag = 0; lag < kHalo; ++lag) to_channels(rows[1 + lag], before[lag]);
 #pragma unroll
-      for (int j = 0; j < kBefore; ++j) {
-        Acc grad_pre[kVector];
-        to_channels(grads[j], grad_pre);
-        if constexpr (has_second) add_channels(grad_out_2.load_once(segment.end + kBefore - 1 - j), grad_pre);
-        step(segment.end + kBefore - 1 - j, grad_pre, std::integral_constant<StepKind, StepKind::kHalo>(), p.has_silu);
-        if (j + 1 < kBefore) shift_inputs(rows[1 + kBefore + j]);
+      for (int j = 0; j < kHalo; ++j) {
+        Acc g[kVector];
+        to_channels(grads[j], g);
+        if constexpr (has_second) add_channels(grad_out_2.load_once(segment.end + kHalo - 1 - j), g);
+        step(segment.end + kHalo - 1 - j, g, std::integral_constant<StepKind, StepKind::kAfter>(), p.has_silu);
+        if (j + 1 < kHalo) {
+          shift_inputs();
+          to_channels(rows[1 + kHalo + j], before[kHalo - 1]);
+        }
       }
     } else {
-      const int last = segment.end + kBefore - 1 < seqlen - 1 ? segment.end + kBefore - 1 : seqlen - 1;
+      const int last = segment.end + kHalo - 1 < seqlen - 1 ? segment.end + kHalo - 1 : seqlen - 1;
 #pragma unroll 1
-      for (int t = last; t >= segment.end; --t) step_alone(t, std::integral_constant<StepKind, StepKind::kHalo>());
+      for (int t = last; t >= segment.end; --t) step_alone(t, std::integral_constant<StepKind, StepKind::kAfter>());
     }
 
     int t = segment.end - 1;
@@ -173,14 +166,14 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
       if (is_inner) {
         to_channels(x.load_once(t), inputs);
 #pragma unroll
-        for (int lag = 1; lag < kBefore; ++lag) to_channels(x.load_once(t - lag), before[lag - 1]);
-        int half = 0;
+        for (int lag = 1; lag < kHalo; ++lag) to_channels(x.load_once(t - lag), before[lag - 1]);
+        int stage = 0;
         const auto start_copies = [&](int t) {
 #pragma unroll
           for (int j = 0; j < kAhead; ++j) {
-            x.start_copy(t - kBefore - j, ring[half][j][0][threadIdx.x]);
-            grad_out.start_copy(t - j, ring[half][j][1][threadIdx.x]);
-            if constexpr (has_second) grad_out_2.start_copy(t - j, ring[half][j][2][threadIdx.x]);
+            x.start_copy(t - kHalo - j, stages[stage][j][0][threadIdx.x]);
+            grad_out.start_copy(t - j, stages[stage][j][1][threadIdx.x]);
+            if constexpr (has_second) grad_out_2.start_copy(t - j, stages[stage][j][2][threadIdx.x]);
           }
         };
         start_copies(t);
@@ -189,23 +182,18 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
 #pragma unroll 1
           do {
             is_inner = are_inner(t - kAhead);
-            half ^= 1;
+            stage ^= 1;
             if (is_inner) start_copies(t - kAhead);
             cuda::cp_async_commit();
             cuda::cp_async_wait<1>();
 #pragma unroll
             for (int j = 0; j < kAhead; ++j) {
-              Acc grad_pre[kVector];
-              to_channels(ring[half ^ 1][j][0][threadIdx.x], before[kBefore - 1]);
-              to_channels(ring[half ^ 1][j][1][threadIdx.x], grad_pre);
-              if constexpr (has_second) add_channels(ring[half ^ 1][j][2][threadIdx.x], grad_pre);
-              step(t - j, grad_pre, std::integral_constant<StepKind, StepKind::kInner>(), has_silu);
-#pragma unroll
-              for (int i = 0; i < kVector; ++i) {
-                inputs[i] = before[0][i];
-#pragma unroll
-                for (int lag = 1; lag < kBefore; ++lag) before[lag - 1][i] = before[lag][i];
-              }
+              Acc g[kVector];
+              to_channels(stages[stage ^ 1][j][0][threadIdx.x], before[kHalo - 1]);
+              to_channels(stages[stage ^ 1][j][1][threadIdx.x], g);
+              if constexpr (has_second) add_channels(stages[stage ^ 1][j][2][threadIdx.x], g);
+              step(t - j, g, std::integral_constant<StepKind, StepKind::kInner>(), has_silu);
+              shift_inputs();
             }
             t -= kAhead;
           } while (is_inner);

@@ -1,15 +1,15 @@
-// Forward of the causal convolution for channels-last tensors.
+// Forward of the causal convolution for channels-last tensors (batch, seqlen, channels); causal_conv1d.h has the formula.
 //
-// A lane has kLaneChannels neighboring channels and goes through `steps` steps of time, so that a warp reads and writes
-// contiguous parts of rows, each element once; the width - 1 steps before its first are read twice. It keeps the
-// channels' weights and the last three inputs in registers. A block's warps take consecutive intervals of time.
+// A block takes kWarps consecutive segments of `steps` steps of one batch entry, one per warp. A lane owns kLaneChannels
+// neighboring channels and advances in time, with their taps and the last kHalo inputs in registers. A warp thus reads and
+// writes contiguous memory, each element once; only the kHalo steps before its segment are read twice.
 //
-// The main loop takes kAhead steps per iteration. Each lane copies the next iteration's inputs into shared memory of its own
-// meanwhile, which takes no registers and no barrier. Near the ends of packed sequences one step at a time checks whether
-// another sequence begins, whose initial state then replaces the kept inputs.
+// The main loop computes kAhead steps per iteration, while cp.async copies the inputs of later iterations into stages of shared
+// memory that belong to the lane and need no barrier. Near the ends of packed sequences a second loop computes one step at a
+// time: where a sequence begins, it replaces the last inputs by the sequence's initial state.
 //
-// The kernels of steps are compiled twice: plain, for rows that are one sequence and a width of kMaxVectorWidth, so that their
-// loops test neither; and for packed sequences or a smaller width.
+// The channels-last kernels are compiled twice. The plain one takes batch entries of one sequence and a width of
+// kMaxVectorWidth, and tests neither in its loops; the other takes packed sequences and smaller widths.
 #pragma once
 
 #include "causal_conv1d/cuda/device.cuh"
@@ -18,7 +18,7 @@
 
 namespace ssm_kernels::causal_conv1d {
 
-// A lane's channels and a warp's steps, [t, end), of a block of the kernels of steps.
+// A warp's segment, steps [t, end) of entry b, and a lane's first channel.
 struct ChannelsLastSegment {
   int64_t b, c;
   int t, end;
@@ -38,8 +38,8 @@ struct ChannelsLastSegment {
   }
 };
 
-// The rows of one lane's channels in a channels-last tensor. A step's address is one multiplication of 32-bit numbers, which
-// choose_kernels makes sure is enough.
+// A lane's channels in a channels-last tensor, a row per step. The address of a row takes one 32-bit multiplication;
+// choose_kernels excludes tensors whose offsets need more.
 template <typename Scalar>
 class ChannelsLastRows {
  public:
@@ -50,9 +50,9 @@ class ChannelsLastRows {
         stride_(static_cast<int>(view.stride_step * static_cast<int64_t>(sizeof(Scalar)))) {}
 
   __device__ __forceinline__ Scalar* at(int t) const { return reinterpret_cast<Scalar*>(cuda::add_product(base_, t, stride_)); }
-  // Past the first-level cache: for what one warp reads.
+  // Bypasses the L1 cache.
   __device__ __forceinline__ Row load_once(int t) const { return Row::load_once(at(t)); }
-  // Into shared memory.
+  // Starts a copy into shared memory.
   __device__ __forceinline__ void start_copy(int t, Row& target) const { cuda::cp_async<Row::kBytes>(&target, at(t)); }
   __device__ __forceinline__ Row load(int t) const { return Row::load(at(t)); }
   __device__ __forceinline__ void store(int t, const Row& row) const { row.store_once(at(t)); }
@@ -61,44 +61,6 @@ class ChannelsLastRows {
   using Bytes = std::conditional_t<std::is_const_v<Scalar>, const char, char>;
   Bytes* base_;
   int stride_;
-};
-
-// The weights of a lane's channels by lag, those beyond the width zero, and their biases.
-template <typename Scalar, int vector>
-struct StepWeights {
-  using Acc = AccumulateType<Scalar>;
-  Acc weight[kMaxVectorWidth][vector], bias[vector];
-
-  __device__ __forceinline__ StepWeights(const ConvParams& p, int width, int64_t c) {
-    const auto load = [&](const auto* row) {
-      row += c * p.weight.stride_channel + (width - 1) * p.weight.stride_tap;
-#pragma unroll
-      for (int i = 0; i < vector; ++i) {
-        const auto* tap = row + i * p.weight.stride_channel;
-#pragma unroll
-        for (int lag = 0; lag < kMaxVectorWidth; ++lag, tap -= p.weight.stride_tap) {
-          weight[lag][i] = lag < width ? to_accumulate(*tap) : Acc(0);
-        }
-      }
-    };
-    if (p.weight.is_input_kind) {
-      load(static_cast<const Scalar*>(p.weight.data));
-    } else {
-      load(static_cast<const Acc*>(p.weight.data));
-    }
-#pragma unroll
-    for (int i = 0; i < vector; ++i) bias[i] = load_bias<Scalar>(p, c + i);
-  }
-
-  // bias + sum over the width of weight[lag] x_{t - lag}, in the order of the lags. Inputs beyond the width have no part in it,
-  // not even as 0 NaN.
-  __device__ __forceinline__ Acc sum(int width, int i, Acc x, const Acc (&before)[kBefore][vector]) const {
-    Acc result = Math<Acc>::fma(weight[0][i], x, bias[i]);
-    if (width > 1) result = Math<Acc>::fma(weight[1][i], before[0][i], result);
-    if (width > 2) result = Math<Acc>::fma(weight[2][i], before[1][i], result);
-    if (width > 3) result = Math<Acc>::fma(weight[3][i], before[2][i], result);
-    return result;
-  }
 };
 
 template <typename Acc, typename Row, int vector>
@@ -113,11 +75,11 @@ __device__ __forceinline__ void add_channels(const Row& row, Acc (&channels)[vec
   for (int i = 0; i < vector; ++i) channels[i] += row.accumulate(i);
 }
 
-// The inputs of `vector` channels 1, 2 and 3 steps before step t of its sequence.
+// The inputs of `vector` channels 1 to kHalo steps before step t, from x or from the initial state of t's sequence.
 template <typename Scalar, int vector, bool is_plain>
 __device__ __forceinline__ void load_before(const ConvParams& p, int64_t b, int64_t t, int64_t c,
-                                            AccumulateType<Scalar> (&before)[kBefore][vector]) {
-  const int64_t most = kBefore;
+                                            AccumulateType<Scalar> (&before)[kHalo][vector]) {
+  const int64_t most = kHalo;
   const int64_t since = is_plain ? (t < most ? t : most) : steps_since_first(p, b, t, most);
 #pragma unroll
   for (int lag = 1; lag < kMaxVectorWidth; ++lag) {
@@ -140,26 +102,26 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
   using Acc = AccumulateType<Scalar>;
   constexpr int kVector = kLaneChannels, kAhead = sizeof(Scalar) > 2 ? 4 : 8;
   using Inputs = cuda::Vector<Scalar, kVector>;
-  // Inputs of groups of steps, each lane's by itself: one group in use, the others being copied.
-  constexpr int kGroups = 3;
-  __shared__ Inputs ring[kGroups][kAhead][kWarpSize * kWarps];
-  static_assert(sizeof(ring) <= 48 * 1024, "a block has no more static shared memory");
+  // Pipeline stages of kAhead steps: one in use, the others being copied. Each lane reads what it copied itself.
+  constexpr int kStages = 3;
+  __shared__ Inputs stages[kStages][kAhead][kWarpSize * kWarps];
+  static_assert(sizeof(stages) <= 48 * 1024, "a block has at most 48 KiB of static shared memory");
   const ChannelsLastSegment segment(p, tiling, kVector);
   if (!segment.has_channels || segment.t >= segment.end) return;
   const ChannelsLastRows<const Scalar> x(p.x, segment.b, segment.c);
   const ChannelsLastRows<Scalar> out(p.out, segment.b, segment.c);
   const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
-  const StepWeights<Scalar, kVector> weights(p, width, segment.c);
-  Acc before[kBefore][kVector];
+  const Taps<Scalar, kVector> taps(p, width, segment.c);
+  Acc before[kHalo][kVector];
   load_before<Scalar, kVector, is_plain>(p, segment.b, segment.t, segment.c, before);
 
   const auto step = [&](int t, const Acc(&inputs)[kVector], auto has_silu) {
     Acc outputs[kVector];
 #pragma unroll
     for (int i = 0; i < kVector; ++i) {
-      outputs[i] = weights.sum(width, i, inputs[i], before);
+      outputs[i] = taps.convolve(width, i, [&](int lag) { return lag == 0 ? inputs[i] : before[lag - 1][i]; });
 #pragma unroll
-      for (int lag = kBefore - 1; lag > 0; --lag) before[lag][i] = before[lag - 1][i];
+      for (int lag = kHalo - 1; lag > 0; --lag) before[lag][i] = before[lag - 1][i];
       before[0][i] = inputs[i];
     }
     if (has_silu) {
@@ -168,7 +130,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
     }
     out.store(t, Inputs::round(outputs));
   };
-  // Whether steps t to t + kAhead - 1 are of one sequence, which goes on after them.
+  // Whether the main loop takes steps t to t + kAhead - 1: they belong to one sequence, which continues after them.
   const auto are_inner = [&](int t) {
     if (t + kAhead > segment.end) return false;
     if constexpr (!is_plain) {
@@ -184,10 +146,10 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
 #pragma unroll 1
   while (t < segment.end) {
     if (is_inner) {
-      int group = 0;
-      const auto start_copies = [&](int t, int group) {
+      int stage = 0;
+      const auto start_copies = [&](int t, int stage) {
 #pragma unroll
-        for (int j = 0; j < kAhead; ++j) x.start_copy(t + j, ring[group][j][threadIdx.x]);
+        for (int j = 0; j < kAhead; ++j) x.start_copy(t + j, stages[stage][j][threadIdx.x]);
       };
       start_copies(t, 0);
       cuda::cp_async_commit();
@@ -199,16 +161,16 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
         do {
           is_inner = is_next_inner;
           is_next_inner = is_inner && are_inner(t + 2 * kAhead);
-          if (is_next_inner) start_copies(t + 2 * kAhead, group == 0 ? kGroups - 1 : group - 1);
+          if (is_next_inner) start_copies(t + 2 * kAhead, stage == 0 ? kStages - 1 : stage - 1);
           cuda::cp_async_commit();
-          cuda::cp_async_wait<kGroups - 1>();
+          cuda::cp_async_wait<kStages - 1>();
 #pragma unroll
           for (int j = 0; j < kAhead; ++j) {
             Acc inputs[kVector];
-            to_channels(ring[group][j][threadIdx.x], inputs);
+            to_channels(stages[stage][j][threadIdx.x], inputs);
             step(t + j, inputs, has_silu);
           }
-          group = group == kGroups - 1 ? 0 : group + 1;
+          stage = stage == kStages - 1 ? 0 : stage + 1;
           t += kAhead;
         } while (is_inner);
       };
@@ -222,7 +184,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
       step(t, inputs, p.has_silu);
       if (!is_plain && p.final_state.data != nullptr && p.is_last_step(segment.b, t)) {
 #pragma unroll 1
-        for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, p.final_state, segment.b, t, segment.c + i);
+        for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, segment.b, t, segment.c + i);
       }
       ++t;
       is_inner = are_inner(t);
@@ -231,7 +193,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
   if constexpr (is_plain) {
     if (p.final_state.data != nullptr && segment.end == p.seqlen) {
 #pragma unroll 1
-      for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, p.final_state, segment.b, p.seqlen - 1, segment.c + i);
+      for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c + i);
     }
   }
 }

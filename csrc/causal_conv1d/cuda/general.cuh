@@ -1,11 +1,15 @@
-// The causal convolution for any strides, widths and dtypes: a thread for each element.
+// The causal convolution for any strides, widths and dtypes: one thread per element. causal_conv1d.h has the formulas.
 //
-// Forward: thread (b, t, c) sums the taps of its element. Backward is three kernels: grad_pre = grad_out act'(pre), in
-// workspace memory; grad_x_t = sum_l w_l grad_pre_{t+l} over the steps of t's sequence; and for each tile of time, lag and
-// channel the sum of grad_pre_t x_{t-l}. Neighboring threads have neighboring channels, or neighboring steps where those are
-// contiguous; taps are in the first-level cache.
+// Forward: thread (b, t, c) adds the taps of its element. Backward takes three kernels:
 //
-// The kernel of the initial states' gradients serves every set of kernels: few steps matter to it, and it computes them again.
+//   conv_bwd_pre_general_kernel   g_t = grad_out_t act'(pre_t), kept in the workspace
+//   conv_bwd_x_general_kernel     grad_x_t = sum_l w_l g_{t+l}, over the steps of t's sequence
+//   conv_bwd_sums_general_kernel  sum_t g_t x_{t-l} per tile of time, lag and channel
+//
+// Neighboring threads take neighboring channels, or neighboring steps if those are contiguous; taps come from the L1 cache.
+//
+// conv_bwd_initial_kernel computes the gradient of the initial states for every set of kernels. It depends on the first
+// width - 1 steps of a sequence only, whose g it recomputes.
 #pragma once
 
 #include "causal_conv1d/cuda/device.cuh"
@@ -14,7 +18,7 @@ namespace ssm_kernels::causal_conv1d {
 
 constexpr int kGeneralThreads = 256;
 
-// The element of a thread; false if there is none.
+// A thread's element: step t of channel c of entry b. find() returns false if the thread has none.
 struct Element {
   int64_t b, t, c;
 
@@ -37,9 +41,7 @@ __device__ __forceinline__ AccumulateType<Scalar> sum_taps(const ConvParams& p, 
   Acc sum = load_bias<Scalar>(p, c);
   const int64_t since = steps_since_first(p, b, t, p.width - 1);
   for (int64_t lag = 0; lag < p.width; ++lag) {
-    const Scalar x = lag <= since ? static_cast<const Scalar*>(p.x.data)[p.x.offset(b, t - lag, c)]
-                                  : load_initial<Scalar>(p, b, t - since, c, lag - since);
-    sum = Math<Acc>::fma(load_weight<Scalar>(p, c, lag), to_accumulate(x), sum);
+    sum = Math<Acc>::fma(load_weight<Scalar>(p, c, lag), to_accumulate(load_element<Scalar>(p, b, t, c, lag, since)), sum);
   }
   return sum;
 }
@@ -52,11 +54,11 @@ __global__ void __launch_bounds__(kGeneralThreads) conv_fwd_general_kernel(const
   const Acc pre = sum_taps<Scalar>(p, at.b, at.t, at.c);
   static_cast<Scalar*>(p.out.data)[p.out.offset(at.b, at.t, at.c)] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
   if (p.final_state.data != nullptr && p.is_last_step(at.b, at.t)) {
-    store_final_state<Scalar>(p, p.final_state, at.b, at.t, at.c);
+    store_final_state<Scalar>(p, at.b, at.t, at.c);
   }
 }
 
-// grad_out act'(pre), zero without grad_out.
+// g_t; zero without grad_out.
 template <typename Scalar>
 __device__ __forceinline__ AccumulateType<Scalar> compute_grad_pre(const ConvBwdParams& p, int64_t b, int64_t t, int64_t c) {
   using Acc = AccumulateType<Scalar>;
@@ -65,7 +67,7 @@ __device__ __forceinline__ AccumulateType<Scalar> compute_grad_pre(const ConvBwd
   return p.has_silu ? grad * silu_derivative(sum_taps<Scalar>(p, b, t, c)) : grad;
 }
 
-// Steps from t to its sequence's last, or width - 1 if there are more.
+// Steps from t to the last of its sequence, at most width - 1.
 __device__ __forceinline__ int64_t steps_to_last(const ConvParams& p, int64_t b, int64_t t) {
   int64_t after = 0;
   while (after < p.width - 1 && !p.is_last_step(b, t + after)) ++after;
@@ -94,7 +96,7 @@ __global__ void __launch_bounds__(kGeneralThreads) conv_bwd_x_general_kernel(con
   static_cast<Scalar*>(p.grad_x.data)[p.grad_x.offset(at.b, at.t, at.c)] = from_accumulate<Scalar>(sum);
 }
 
-// grid: (batch, tiles, width + 1, channels), the last of the third axis for bias.
+// A thread computes one element of the partial sums, (batch, tiles, width + 1, channels): by lag, and last of grad_bias.
 template <typename Scalar>
 __global__ void __launch_bounds__(kGeneralThreads)
     conv_bwd_sums_general_kernel(const ConvBwdParams p, const Tiling tiling, SequenceView grad_pre,
@@ -107,13 +109,14 @@ __global__ void __launch_bounds__(kGeneralThreads)
   const int64_t end = begin + tiling.steps < p.seqlen ? begin + tiling.steps : p.seqlen;
   Acc sum = 0;
   for (int64_t t = begin; t < end; ++t) {
-    const Acc factor = row == p.width ? Acc(1) : to_accumulate(element_before<Scalar>(p, b, t, c, row));
+    const Acc factor =
+        row == p.width ? Acc(1) : to_accumulate(load_element<Scalar>(p, b, t, c, row, steps_since_first(p, b, t, row)));
     sum = Math<Acc>::fma(static_cast<const Acc*>(grad_pre.data)[grad_pre.offset(b, t, c)], factor, sum);
   }
   sums[index] = sum;
 }
 
-// A thread for each channel and each step that may be a sequence's first.
+// One thread per channel and per step that may be the first of a sequence.
 template <typename Scalar>
 __global__ void __launch_bounds__(kGeneralThreads, 1) conv_bwd_initial_kernel(const ConvBwdParams p) {
   using Acc = AccumulateType<Scalar>;

@@ -1,4 +1,4 @@
-// Queues the kernels of a call. Included by instantiations/*.cu, one for each dtype.
+// Launches the kernels of a call. Included by instantiations/*.cu, one per dtype.
 #pragma once
 
 #include <type_traits>
@@ -78,9 +78,8 @@ void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling
     }
   }
   if (sums == nullptr) return;
-  conv_bwd_finish_kernel<Scalar>
-      <<<blocks_for((params.width + 1) * params.channels, kWarpSize), kWarpSize * kFinishWarps, 0, stream>>>(
-          params, sums, params.batch * tiling.tiles);
+  conv_bwd_finish_kernel<Scalar><<<static_cast<unsigned>(cuda::partial_sum_blocks((params.width + 1) * params.channels)),
+                                   cuda::kPartialSumThreads, 0, stream>>>(params, sums, params.batch * tiling.tiles);
 }
 
 template <typename Scalar>

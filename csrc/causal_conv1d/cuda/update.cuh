@@ -1,6 +1,8 @@
-// The decoding step of the causal convolution: a thread for each channel of each batch entry. It sums the taps of each new
-// step, from the state and the steps before, then rolls the state: its elements move towards the front, the new steps become
-// its last. One step with a contiguous state of four elements moves it, and a contiguous weight, in one access each.
+// The decoding step of the causal convolution: one thread per channel of each batch entry.
+//
+// The state holds the last inputs of a channel. A thread computes each new step's output from the state and the steps before,
+// and then rolls the state: its elements move towards the front, and the new steps become its last elements. For a single step
+// and a short state, all loads come before their first use, and a contiguous state or weight of four elements takes one access.
 #pragma once
 
 #include "causal_conv1d/cuda/device.cuh"
@@ -23,18 +25,17 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
     for (int64_t t = 0; t < p.seqlen; ++t) out[t * p.out.stride_step] = value;
     return;
   }
-  const auto state_at = [&](int64_t i) {
-    const int64_t offset = p.state.offset(slot, c, i);
-    return p.state_is_input_kind ? to_accumulate(static_cast<const Scalar*>(p.state.data)[offset])
-                                 : static_cast<const Acc*>(p.state.data)[offset];
+  // Calls visitor with a pointer to the channel's state, of the state's own type.
+  const auto visit_state = [&](const auto& visitor) {
+    const int64_t offset = p.state.offset(slot, c, 0);
+    return p.state_is_input_kind ? visitor(static_cast<Scalar*>(p.state.data) + offset)
+                                 : visitor(static_cast<Acc*>(p.state.data) + offset);
+  };
+  const auto load_state = [&](int64_t i) {
+    return visit_state([&](const auto* state) { return to_accumulate(state[i * p.state.stride_step]); });
   };
   const auto store_state = [&](int64_t i, Acc value) {
-    const int64_t offset = p.state.offset(slot, c, i);
-    if (p.state_is_input_kind) {
-      static_cast<Scalar*>(p.state.data)[offset] = from_accumulate<Scalar>(value);
-    } else {
-      static_cast<Acc*>(p.state.data)[offset] = value;
-    }
+    visit_state([&](auto* state) { state[i * p.state.stride_step] = from_accumulate<std::decay_t<decltype(*state)>>(value); });
   };
   const auto load_tap = [&](int64_t tap) {
     return load_parameter<Scalar>(p.weight, c * p.weight.stride_channel + tap * p.weight.stride_tap);
@@ -42,29 +43,24 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
   const Acc bias = p.bias.data == nullptr ? Acc(0) : load_parameter<Scalar>(p.bias, c * p.bias.stride_channel);
 
   if (p.seqlen == 1 && p.state_length <= kMaxVectorWidth) {
-    // All of a step's loads come before their first use: their latencies overlap.
     const int width = static_cast<int>(p.width), length = static_cast<int>(p.state_length);
-    Acc inputs[kMaxVectorWidth + 1], weight[kMaxVectorWidth + 1];  // by lag; a state of `width - 1` steps is the shortest
+    Acc inputs[kMaxVectorWidth + 1], weight[kMaxVectorWidth + 1];  // by lag; a state has at least width - 1 elements
     inputs[0] = to_accumulate(x[0]);
-    const auto load_state = [&](const auto* state) {
-      const auto loaded = cuda::Vector<std::decay_t<decltype(*state)>, kMaxVectorWidth>::load(state);
-#pragma unroll
-      for (int lag = 1; lag <= kMaxVectorWidth; ++lag) inputs[lag] = loaded.accumulate(kMaxVectorWidth - lag);
-    };
     const auto load_weight = [&](const auto* weights) {
       const auto loaded = cuda::Vector<std::decay_t<decltype(*weights)>, kMaxVectorWidth>::load(weights);
 #pragma unroll
       for (int lag = 0; lag < kMaxVectorWidth; ++lag) weight[lag] = loaded.accumulate(kMaxVectorWidth - 1 - lag);
       weight[kMaxVectorWidth] = 0;
     };
-    const int64_t state_offset = p.state.offset(slot, c, 0);
-    if (p.has_state_vectors && p.state_is_input_kind) {
-      load_state(static_cast<const Scalar*>(p.state.data) + state_offset);
-    } else if (p.has_state_vectors) {
-      load_state(static_cast<const Acc*>(p.state.data) + state_offset);
+    if (p.has_state_vectors) {
+      visit_state([&](const auto* state) {
+        const auto loaded = cuda::Vector<std::decay_t<decltype(*state)>, kMaxVectorWidth>::load(state);
+#pragma unroll
+        for (int lag = 1; lag <= kMaxVectorWidth; ++lag) inputs[lag] = loaded.accumulate(kMaxVectorWidth - lag);
+      });
     } else {
 #pragma unroll
-      for (int lag = 1; lag <= kMaxVectorWidth; ++lag) inputs[lag] = lag <= length ? state_at(length - lag) : Acc(0);
+      for (int lag = 1; lag <= kMaxVectorWidth; ++lag) inputs[lag] = lag <= length ? load_state(length - lag) : Acc(0);
     }
     if (p.has_weight_vectors && p.weight.is_input_kind) {
       load_weight(static_cast<const Scalar*>(p.weight.data) + c * kMaxVectorWidth);
@@ -80,18 +76,16 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
       if (lag < width) pre = Math<Acc>::fma(weight[lag], inputs[lag], pre);
     }
     out[0] = from_accumulate<Scalar>(p.has_silu ? silu(pre) : pre);
-    const auto store_vector = [&](auto* state) {
-      cuda::Vector<std::decay_t<decltype(*state)>, kMaxVectorWidth> rolled;
+    if (p.has_state_vectors) {
+      visit_state([&](auto* state) {
+        using State = std::decay_t<decltype(*state)>;
+        cuda::Vector<State, kMaxVectorWidth> rolled;
 #pragma unroll
-      for (int lag = 1; lag <= kMaxVectorWidth; ++lag) {
-        rolled.set(kMaxVectorWidth - lag, from_accumulate<std::decay_t<decltype(*state)>>(inputs[lag - 1]));
-      }
-      rolled.store(state);
-    };
-    if (p.has_state_vectors && p.state_is_input_kind) {
-      store_vector(static_cast<Scalar*>(p.state.data) + state_offset);
-    } else if (p.has_state_vectors) {
-      store_vector(static_cast<Acc*>(p.state.data) + state_offset);
+        for (int lag = 1; lag <= kMaxVectorWidth; ++lag) {
+          rolled.set(kMaxVectorWidth - lag, from_accumulate<State>(inputs[lag - 1]));
+        }
+        rolled.store(state);
+      });
     } else {
 #pragma unroll
       for (int lag = 1; lag <= kMaxVectorWidth; ++lag) {
@@ -100,9 +94,9 @@ __global__ void __launch_bounds__(kUpdateThreads) conv_update_kernel(const ConvU
     }
     return;
   }
-  // The i-th of the state's elements and the new steps after them.
+  // Element i of the state followed by the new steps.
   const auto element = [&](int64_t i) {
-    return i < p.state_length ? state_at(i) : to_accumulate(x[(i - p.state_length) * p.x.stride_step]);
+    return i < p.state_length ? load_state(i) : to_accumulate(x[(i - p.state_length) * p.x.stride_step]);
   };
   for (int64_t t = 0; t < p.seqlen; ++t) {
     Acc pre = bias;
