@@ -296,49 +296,42 @@ def test_samples_of_extreme_logits(device):
     assert draw(half, 1000, temperature=0.5)[:2].min() > 0.4
 
 
-@pytest.mark.parametrize(
-    "options, words",
-    [
-        ({"temperature": -1.0}, "expected temperature to be finite and not negative, got -1.0"),
-        ({"top_k": -1}, "expected top_k to be at least 0, got -1"),
-        ({"top_p": 1.5}, "expected top_p from 0 to 1, got 1.5"),
+TOKENS = make_tokens(2, 3)
+# What is refused, by the name in the message.
+BAD_ARGUMENTS: dict[tuple[str, ...], list[tuple[dict[str, Any], type[Exception], str]]] = {
+    ("sample", "MambaLM.generate"): [
+        ({"temperature": -1.0}, ValueError, "expected temperature to be finite and not negative, got -1.0"),
+        ({"top_k": -1}, ValueError, "expected top_k to be at least 0, got -1"),
+        ({"top_p": 1.5}, ValueError, "expected top_p from 0 to 1, got 1.5"),
     ],
+    ("MambaLM", "MambaLM.generate"): [
+        ({"input_ids": TOKENS.float()}, TypeError, "expected input_ids of dtype int32 or int64, got torch.float32"),
+        ({"input_ids": TOKENS[0]}, ValueError, "expected input_ids of shape (batch, seqlen), got [3]"),
+        ({"input_ids": [1, 2]}, TypeError, "expected input_ids to be a tensor, got list"),
+    ],
+    ("MambaLM.generate",): [
+        ({"max_length": None}, ValueError, "expected max_length or max_new_tokens, got neither"),
+        ({"max_new_tokens": 2}, ValueError, "expected max_length or max_new_tokens, got both"),
+        ({"max_length": 2}, ValueError, "expected max_length to be at least 3, got 2"),
+        ({"max_length": None, "max_new_tokens": -1}, ValueError, "expected max_new_tokens to be at least 0, got -1"),
+        ({"eos_token_id": VOCABULARY}, ValueError, "expected eos_token_id below vocab_size = 21, got 21"),
+        ({"cg": True}, ValueError, "expected input_ids on a CUDA device with cg=True, got cpu"),
+        ({"input_ids": TOKENS[:, :0]}, ValueError, "expected a prompt of at least one token, got input_ids of shape [2, 0]"),
+        ({"input_ids": TOKENS[:0]}, ValueError, "expected a prompt of at least one token, got input_ids of shape [0, 3]"),
+        ({"generator": 0}, TypeError, "expected generator to be a torch.Generator or None, got int"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    "name, options, error, words", [(name, *row) for names, rows in BAD_ARGUMENTS.items() for name in names for row in rows]
 )
-def test_bad_sampling(options, words):
-    for name, call in (
-        ("sample", lambda: sample(torch.zeros(1, 3), **options)),
-        ("MambaLM.generate", lambda: generate(**options)),
-    ):
-        with pytest.raises(ValueError, match=says(f"{name}: {words}")):
-            call()
-
-
-def generate(**options: Any) -> Tensor:
-    return make_model("Mamba").generate(make_tokens(1, 3), 4, **options)
-
-
-def test_bad_generation():
-    model, tokens = make_model("Mamba"), make_tokens(2, 3)
-    for options, given in (({}, "neither"), ({"max_length": 5, "max_new_tokens": 2}, "both")):
-        with pytest.raises(ValueError, match=f"expected max_length or max_new_tokens, got {given}"):
-            model.generate(tokens, **options)
-    for options, words in (
-        ({"max_length": 2}, "expected max_length to be at least 3, got 2"),
-        ({"max_new_tokens": -1}, "expected max_new_tokens to be at least 0, got -1"),
-        ({"max_length": 4, "eos_token_id": VOCABULARY}, "expected eos_token_id below vocab_size = 21, got 21"),
-        ({"max_length": 4, "cg": True}, "expected input_ids on a CUDA device with cg=True, got cpu"),
-    ):
-        with pytest.raises(ValueError, match=says(f"MambaLM.generate: {words}")):
-            model.generate(tokens, **options)
-    for bad in (tokens[:, :0], tokens[:0]):
-        with pytest.raises(ValueError, match=says("a prompt of at least one token", f"{[*bad.shape]}")):
-            model.generate(bad, 4)
-    with pytest.raises(TypeError, match=says("generator to be a torch.Generator or None, got int")):
-        model.generate(tokens, 4, generator=0)
-    for name, call in (("MambaLM", model), ("MambaLM.generate", lambda ids: model.generate(ids, 9))):
-        with pytest.raises(TypeError, match=says(f"{name}: expected input_ids of dtype int32 or int64, got torch.float32")):
-            call(tokens.float())
-        with pytest.raises(ValueError, match=says(f"{name}: expected input_ids of shape (batch, seqlen), got [3]")):
-            call(tokens[0])
-        with pytest.raises(TypeError, match=says(f"{name}: expected input_ids to be a tensor, got list")):
-            call([1, 2])
+def test_bad_arguments(name, options, error, words):
+    model = make_model("Mamba")
+    call, good = {
+        "sample": (sample, {"logits": torch.zeros(1, 3)}),
+        "MambaLM": (model, {"input_ids": TOKENS}),
+        "MambaLM.generate": (model.generate, {"input_ids": TOKENS, "max_length": 4}),
+    }[name]
+    with pytest.raises(error, match=says(f"{name}: {words}")):
+        call(**good | options)
