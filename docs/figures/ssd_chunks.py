@@ -23,7 +23,7 @@ INSIDE, BETWEEN, INK = "#0072B2", "#D55E00", "#333333"
 
 
 def matrix_of_a_head() -> torch.Tensor:
-    """What x is multiplied with, (seqlen, seqlen): the responses to an impulse at each step."""
+    """The matrix that multiplies x, (seqlen, seqlen): the responses to an impulse at each step."""
     generator = torch.Generator().manual_seed(3)
     B, C = (torch.randn(1, SEQLEN, 1, DSTATE, generator=generator, dtype=torch.float64) for _ in range(2))
     dt = 0.02 + 0.08 * torch.rand(1, SEQLEN, 1, generator=generator, dtype=torch.float64)
