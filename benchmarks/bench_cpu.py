@@ -26,7 +26,7 @@ import argparse
 import functools
 import itertools
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,9 +37,8 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks import bench_ssd, composed_layers
-from benchmarks.benchmark import Benchmark, Result, Run, main, relative_error
+from benchmarks.benchmark import Benchmark, Contender, Result, Run, Turns, main, relative_error
 from benchmarks.discretization.scans import ScanSize, scan_inputs
-from benchmarks.harness import Stages, Timing, measure
 from benchmarks.labels import label
 from benchmarks.operator_cases import Convolution, gradients_like
 from benchmarks.tables import Column, Row, Table, cell, text
@@ -69,20 +68,13 @@ COMPARED_DTYPES = ("float32", "bfloat16")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
-# The names of both sides, ours first, and of the rows, by section of the result.
+# By section of the result: what the rows are, the names of both sides, ours first, and the table.
 SECTIONS = {
-    "methods": ("method", "kernel", "loop"),
-    "recurrences": ("scan", "kernel", "loop"),
-    "ssd": ("scan", "kernel", "loop"),
-    "convolutions": ("x", "kernel", "PyTorch"),
-    "layers": ("layer", "layer", "composed"),
-}
-TITLES = {
-    "methods": "selective_scan, milliseconds",
-    "recurrences": "linear recurrences, milliseconds",
-    "ssd": "ssd_chunk_scan, milliseconds",
-    "convolutions": "causal_conv1d, milliseconds",
-    "layers": "layers, milliseconds",
+    "methods": ("method", "kernel", "loop", "selective_scan, milliseconds"),
+    "recurrences": ("scan", "kernel", "loop", "linear recurrences, milliseconds"),
+    "ssd": ("scan", "kernel", "loop", "ssd_chunk_scan, milliseconds"),
+    "convolutions": ("x", "kernel", "PyTorch", "causal_conv1d, milliseconds"),
+    "layers": ("layer", "layer", "composed", "layers, milliseconds"),
 }
 SETTINGS: dict[str, dict[str, Any]] = {
     "recurrences": {"settings": RECURRENCE_SHAPE},
@@ -92,16 +84,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Sides(NamedTuple):
-    """Both sides of a row, ours first: calls without arguments, the leaves that they share, and the gradients of their results.
-
-    Attributes:
-        agree: raises RuntimeError where the sides compute different things.
-    """
-
-    calls: Mapping[str, Callable[[], Tensor]]
-    leaves: Sequence[Tensor]
-    grads: Mapping[str, Tensor]
+Sides = dict[str, Contender]
 
 
 class Case(NamedTuple):
@@ -113,12 +96,11 @@ class Case(NamedTuple):
 
 def of_functions(name: str, inputs: Mapping[str, Any], **options: Any) -> Sides:
     """The function of this name and its reference."""
-    leaves = [value.requires_grad_() for value in inputs.values() if isinstance(value, Tensor) and value.is_floating_point()]
     functions = {"kernel": getattr(ssm_kernels, name), "loop": getattr(reference, name)}
-    calls = {who: functools.partial(function, **inputs, **options) for who, function in functions.items()}
+    calls = {who: functools.partial(function, **options) for who, function in functions.items()}
     with torch.no_grad():
-        grad = torch.ones_like(calls["kernel"]())
-    return Sides(calls, leaves, dict.fromkeys(calls, grad))
+        grad = torch.ones_like(calls["kernel"](**inputs))
+    return {who: Contender(call, inputs, [grad]) for who, call in calls.items()}
 
 
 def of_method(method: str, size: ScanSize, dtype: torch.dtype, seed: int) -> Sides:
@@ -168,15 +150,14 @@ def convolutions() -> dict[str, Convolution]:
 
 def of_convolution(name: str, case: Convolution, seed: int) -> Sides:
     generator = torch.Generator().manual_seed(seed)
-    leaves = {name: leaf.requires_grad_() for name, leaf in case.leaves(generator).items()}
-    ours, by_pytorch = case.functions("cpu").values()
-    calls = {"kernel": functools.partial(ours, **leaves), "PyTorch": functools.partial(by_pytorch, **leaves)}
+    leaves = case.leaves(generator)
+    functions = dict(zip(("kernel", "PyTorch"), case.functions("cpu").values(), strict=True))
     with torch.no_grad():
-        results = {who: call() for who, call in calls.items()}
-    (grad,) = gradients_like((results["kernel"],), generator)
+        results = {who: function(**leaves) for who, function in functions.items()}
+    grads = gradients_like((results["kernel"],), generator)
     # The same numbers, for each in the strides of its result.
-    grads = {who: torch.empty_like(result).copy_(grad) for who, result in results.items()}
-    return agreeing(name, Sides(calls, list(leaves.values()), grads))
+    copies = {who: [torch.empty_like(result).copy_(grads[0])] for who, result in results.items()}
+    return agreeing(name, {who: Contender(function, leaves, copies[who]) for who, function in functions.items()})
 
 
 def of_layer(layer: str, d_model: int, dtype: torch.dtype, seed: int, batch: int, seqlen: int) -> Sides:
@@ -184,25 +165,24 @@ def of_layer(layer: str, d_model: int, dtype: torch.dtype, seed: int, batch: int
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = getattr(ssm_kernels.nn, layer)(d_model, dtype=dtype)
-        x = torch.randn(batch, seqlen, d_model, dtype=dtype).requires_grad_()
-        grad = torch.randn(batch, seqlen, d_model, dtype=dtype)
+        x, grad = (torch.randn(batch, seqlen, d_model, dtype=dtype) for _ in range(2))
     composition = getattr(composed_layers, layer.lower())
-    calls = {"layer": lambda: module(x), "composed": lambda: composition(module, x)}
-    return agreeing(f"{layer} {d_model}, {dtype}", Sides(calls, [x, *module.parameters()], dict.fromkeys(calls, grad)))
+    calls = {"layer": lambda x: module(x), "composed": lambda x: composition(module, x)}
+    parameters = dict(module.named_parameters())
+    return agreeing(
+        f"{layer} {d_model}, {dtype}", {who: Contender(call, {"x": x}, [grad], parameters) for who, call in calls.items()}
+    )
 
 
 def agreeing(name: str, sides: Sides) -> Sides:
     """Raises RuntimeError where results or gradients of the two sides differ by more than rounding."""
-    found, expected = (
-        [out := call(), *torch.autograd.grad(out, sides.leaves, sides.grads[who])] for who, call in sides.calls.items()
-    )
-    limit = ROUNDING * torch.finfo(found[0].dtype).eps
-    for index, pair in enumerate(zip(found, expected, strict=True)):
-        error = relative_error(*(tensor.double() for tensor in pair))
+    found, expected = (contender.results() for contender in sides.values())
+    limit = ROUNDING * torch.finfo(found["out"].dtype).eps
+    for what, tensor in found.items():
+        error = relative_error(tensor, expected[what].double())
         if not error <= limit:
-            what = "result" if index == 0 else f"gradient {index - 1}"
-            both = " and ".join(sides.calls)
-            raise RuntimeError(f"{name}: expected the {what} of {both} to agree to {limit:.1e}, got {error:.1e}")
+            both = " and ".join(sides)
+            raise RuntimeError(f"{name}: expected {what} of {both} to agree to {limit:.1e}, got {error:.1e}")
     return sides
 
 
@@ -229,30 +209,21 @@ def cases(options: argparse.Namespace) -> list[Case]:
     return found
 
 
-def compare(sides: Sides, run: Run) -> dict[str, Timing]:
+def compare(sides: Sides, run: Run) -> dict[str, dict[str, Any]]:
     """The timings of both sides, ``forward`` (no graph) and ``both`` (forward and backward)."""
-
-    def stages(who: str, call: Callable[[], Tensor]) -> dict[str, Stages]:
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return call()
-
-        return {"forward": (forward,), "both": (call, lambda out: torch.autograd.grad(out, sides.leaves, sides.grads[who]))}
-
-    timed = {f"{who}_{what}": one for who, call in sides.calls.items() for what, one in stages(who, call).items()}
-    return {name: found.total for name, found in measure(timed, trials=run.trials, warmup=run.warmup).items()}
+    turns, found = Turns(run), {who: {} for who in sides}
+    for who, contender in sides.items():
+        turns.add(found[who], contender.stages("forward", "both"))
+    turns.measure()
+    return {f"{who}_{what}": timing for who, timings in found.items() for what, timing in timings.items()}
 
 
 def measure_case(case: Case, run: Run) -> dict[str, Any]:
-    timings = compare(case.make(run.options.seed), run)
-    _, ours, other = SECTIONS[case.name.partition("/")[0]]
-    ratios = {what: timings[f"{other}_{what}"].median / timings[f"{ours}_{what}"].median for what in ("forward", "both")}
-    return {
-        "name": case.name,
-        **{name: timing.to_dict() for name, timing in timings.items()},
-        "ratio_forward": ratios["forward"],
-        "ratio_forward_backward": ratios["both"],
-    }
+    row: dict[str, Any] = {"name": case.name, **compare(case.make(run.options.seed), run)}
+    _, ours, other, _ = SECTIONS[case.name.partition("/")[0]]
+    for what, ratio in (("forward", "ratio_forward"), ("both", "ratio_forward_backward")):
+        row[ratio] = row[f"{other}_{what}"]["median"] / row[f"{ours}_{what}"]["median"]
+    return row
 
 
 def figures(row: Row, result: Result) -> dict[str, float]:
@@ -271,7 +242,7 @@ def layout(result: Result) -> Result:
 
 def tables(result: Result) -> list[Table]:
     found = []
-    for section, (first, ours, other) in SECTIONS.items():
+    for section, (first, ours, other, title) in SECTIONS.items():
         # Older results lack some sections.
         rows = result["methods"] if section == "methods" else result.get(section, {"rows": {}})["rows"]
         columns, digits = [text(first, "row")], 2 if section == "layers" else 1
@@ -282,22 +253,21 @@ def tables(result: Result) -> list[Table]:
             for who, heading in ((ours, name), (other, f"{name}, {other}")):
                 columns.append(Column(heading, lambda row, figure=f"{who}_{what}": cell(row, figure, decimals=2, spread=True)))
             columns.append(Column("ratio", lambda row, key=key, digits=digits: f"{row[key]:.{digits}f}"))
-        found.append(Table(TITLES[section], columns, [row | {"row": label(name)} for name, row in rows.items()]))
+        found.append(Table(title, columns, [row | {"row": label(name)} for name, row in rows.items()]))
     return found
 
 
-def size(text: str) -> int:
-    """An argument's type: an integer of at least 1."""
-    if int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected an integer of at least 1, got {text}")
+def size_up_to(most: int, text: str) -> int:
+    """An argument's type: a size."""
+    if not 1 <= int(text) <= most:
+        raise argparse.ArgumentTypeError(f"expected an integer from 1 to {most}, got {text}")
     return int(text)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(device="cpu")
-    for name, default in (("batch", 2), ("dim", 256), ("seqlen", 512)):
-        parser.add_argument(f"--{name}", type=size, default=default)
-    parser.add_argument("--dstate", type=int, choices=range(1, 257), metavar="N", default=16)
+    for name, default, most in (("batch", 2, 2**31), ("dim", 256, 2**31), ("seqlen", 512, 2**31), ("dstate", 16, 256)):
+        parser.add_argument(f"--{name}", type=functools.partial(size_up_to, most), default=default, metavar="N")
     parser.add_argument("--dtype", choices=list(DTYPES), default="float32")
     parser.add_argument(
         "--methods",

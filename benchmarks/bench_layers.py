@@ -168,7 +168,7 @@ def skipped(options: argparse.Namespace) -> dict[str, str]:
 
 
 def context(run: Run) -> Result:
-    return {"peer": peers.described_layers(peers.layers()), "skipped": skipped(run.options)}
+    return {"peer": peers.described(peers.layers(), "causal-conv1d"), "skipped": skipped(run.options)}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

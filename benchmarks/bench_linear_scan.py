@@ -40,12 +40,10 @@ import ssm_kernels
 from benchmarks import peers
 from benchmarks.benchmark import (
     Benchmark,
-    Function,
+    Contender,
     Result,
     Run,
     Turns,
-    directions,
-    gradients_of,
     main,
     recorded_figures,
     relative_error,
@@ -153,32 +151,31 @@ LAYER_TYPES: dict[str, Callable[..., torch.nn.Module]] = {
 def errors_of(case: Case, inputs: Inputs, grad_h: Tensor) -> dict[str, float]:
     """Relative L2 errors of ``h`` and every gradient for some channels, the whole scan run."""
     every = max(1, case.channels // CHECKED_CHANNELS)
-    found = gradients_of(case.scan, inputs, [grad_h], ("h",))
+    found = Contender(case.scan, inputs, [grad_h]).results(("h",))
     doubles = {name: tensor[..., ::every].cpu().double() for name, tensor in inputs.items()}
-    exact = gradients_of(case.scan, doubles, [grad_h[..., ::every].cpu().double()], ("h",))
+    exact = Contender(case.scan, doubles, [grad_h[..., ::every].cpu().double()]).results(("h",))
     return {name: relative_error(found[name][..., ::every], expected) for name, expected in exact.items()}
 
 
-def contenders_of(
-    case: Case, inputs: Inputs, grad_h: Tensor, run: Run
-) -> dict[str, Callable[[], tuple[Function, Inputs, Tensor]]]:
-    """Makes ours and every peer beside it: a function, its inputs and the gradient of its result."""
+def contenders_of(case: Case, inputs: Inputs, grad_h: Tensor, run: Run) -> dict[str, Callable[[], Contender]]:
+    """What makes ours and every peer beside it, which may fail."""
 
-    def of_other(other: peers.GatedScan) -> tuple[Function, Inputs, Tensor]:
-        return other.scan, *other.arrange(**inputs, grad=grad_h)
+    def of_other(other: peers.GatedScan) -> Contender:
+        arranged, grad = other.arrange(**inputs, grad=grad_h)
+        return Contender(other.scan, arranged, [grad])
 
-    contenders = {"ours": lambda: (case.scan, inputs, grad_h)}
+    contenders = {"ours": lambda: Contender(case.scan, inputs, [grad_h])}
     if case.recurrence == "linear_scan":
         contenders |= {name: functools.partial(of_other, other) for name, other in peers.gated_scans().items()}
     if not run.options.skip_compile and case.recurrence == "mingru" and case.shape == COMPILED_SHAPE:
-        contenders[COMPILED] = lambda: (compiled_loop(), inputs, grad_h)
+        contenders[COMPILED] = lambda: Contender(compiled_loop(), inputs, [grad_h])
     return contenders
 
 
-def prepare(who: str, make: Callable[[], tuple[Function, Inputs, Tensor]], figures: dict[str, Any]) -> dict[str, Stages]:
-    function, inputs, grad = make()
-    gradients_of(function, inputs, [grad])  # compiles, and tunes itself
-    return directions(function, inputs, [grad])
+def prepare(who: str, make: Callable[[], Contender], figures: dict[str, Any]) -> dict[str, Stages]:
+    contender = make()
+    contender.results()  # compiles, and tunes itself
+    return contender.stages(*DIRECTIONS)
 
 
 def measure_shape(cases: list[Case], run: Run) -> list[dict[str, Any]]:
@@ -215,28 +212,14 @@ def measure_layers(run: Run) -> list[dict[str, Any]]:
             generator = torch.Generator(run.device).manual_seed(0)
             x = torch.randn(batch, seqlen, channels, device=run.device, generator=generator)
             found[name] = {}
-            turns.add(found[name], layer_stages(layer, x))
+            contender = Contender(
+                lambda x, layer=layer: layer(x)[0], {"x": x}, [torch.ones_like(x)], dict(layer.named_parameters())
+            )
+            turns.add(found[name], contender.stages(*DIRECTIONS))
         turns.measure()
         size = {"batch": batch, "seqlen": seqlen, "channels": channels}
         rows.append({"name": f"B{batch} T{seqlen} I{channels} H{channels}", **size, "layers": found})
     return rows
-
-
-def layer_stages(layer: torch.nn.Module, x: Tensor) -> dict[str, Stages]:
-    """Forward without gradients, and backward to the input and every parameter."""
-    x = x.requires_grad_()
-    wanted = (x, *layer.parameters())
-    out = layer(x)[0]
-    grad_out = torch.ones_like(out)
-
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return layer(x)[0]
-
-    return {
-        "forward": (forward,),
-        "backward": (lambda: torch.autograd.grad(out, wanted, grad_out, retain_graph=True),),
-    }
 
 
 def share(row: Row, what: str, result: Result) -> float:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks.benchmark import Benchmark, Function, Result, Run, gradients_of, leaves_of, main, outputs_of
+from benchmarks.benchmark import Benchmark, Contender, Function, Result, Run, leaves_of, main, outputs_of
 from benchmarks.harness import sets_beyond_cache, time_graph
 from benchmarks.operator_cases import EPS, Norm
 from benchmarks.tables import DIRECTIONS, Table, figure, ratio, text
@@ -120,7 +120,7 @@ def error_of(case: Case, device: torch.device) -> float:
         generator = torch.Generator(device).manual_seed(2)
         results = outputs_of(function, tensors)
         grads = [torch.randn(r.shape, generator=generator, device=device).to(case.dtype).to(r.dtype) for r in results]
-        return gradients_of(function, tensors, grads, ("out 0", "out 1"))
+        return Contender(function, tensors, grads).results(("out 0", "out 1"))
 
     found = evaluate(case.function_of(ssm_kernels), inputs)
     exact = evaluate(case.function_of(reference), {name: tensor.double() for name, tensor in inputs.items()})

@@ -33,12 +33,10 @@ from benchmarks import peers
 from benchmarks.benchmark import (
     PEER,
     Benchmark,
+    Contender,
     Result,
     Run,
     Turns,
-    directions,
-    gradients_of,
-    leaves_of,
     main,
     recorded_figures,
     relative_error,
@@ -47,7 +45,7 @@ from benchmarks.benchmark import (
 )
 from benchmarks.discretization.scans import ScanSize, scan_bytes, scan_inputs
 from benchmarks.floors import H200_RATES, floors
-from benchmarks.harness import Stages, on_h200, peak_bytes
+from benchmarks.harness import Stages, on_h200
 from benchmarks.tables import (
     DIRECTIONS,
     Column,
@@ -156,9 +154,9 @@ def errors_of(case: Case, inputs: Mapping[str, Tensor], grad_out: Tensor) -> dic
 
     masked = torch.zeros_like(grad_out)
     masked[:, : CHECKED_CHANNELS * every : every] = grad_out[:, : CHECKED_CHANNELS * every : every]
-    found = gradients_of(case.function(), inputs, [masked])
+    found = Contender(case.function(), inputs, [masked]).results()
     doubles = {name: sliced(name, tensor) for name, tensor in inputs.items()}
-    exact = gradients_of(case.function(), doubles, [sliced("u", grad_out)])
+    exact = Contender(case.function(), doubles, [sliced("u", grad_out)]).results()
     return {name: relative_error(sliced(name.removeprefix("grad_"), found[name]), expected) for name, expected in exact.items()}
 
 
@@ -166,22 +164,20 @@ def measure_shape(cases: list[Case], run: Run) -> list[dict[str, Any]]:
     """The rows of cases that have their shape in common, measured in turns."""
     rows, turns, peer = [], Turns(run), peers.selective_scan()
 
-    def prepare(who: str, contender: Any, figures: dict[str, Any]) -> dict[str, Stages]:
-        function, inputs, _ = contender
-        figures["peak_bytes"] = peak_bytes(lambda: gradients_of(*contender), run.device)
-        stages = directions(*contender)
-        training = (functools.partial(function, **leaves_of(inputs)),)
-        return {"forward": stages["forward"], "training": training, "backward": stages["backward"]}
+    def prepare(who: str, contender: Contender, figures: dict[str, Any]) -> dict[str, Stages]:
+        figures["peak_bytes"] = contender.peak_bytes()
+        return contender.stages("forward", "training", "backward")
 
     for case in cases:
         inputs = case.inputs(run.device)
         grad_out = torch.empty_like(inputs["u"]).normal_(generator=torch.Generator(run.device).manual_seed(1))
-        contenders = {"ours": (case.function(), inputs, [grad_out])}
+        contenders = {"ours": Contender(case.function(), inputs, [grad_out])}
         if peer is not None and case.discretization == "zoh":
-            contenders["peer"] = (peer, inputs, [grad_out])
+            contenders["peer"] = Contender(peer, inputs, [grad_out])
             if case.contiguous == "dim":  # the peer copies such tensors: in its own layout too
                 contenders["peer_given"] = contenders["peer"]
-                contenders["peer"] = (peer, case.inputs(run.device, contiguous="seqlen"), [grad_out.contiguous()])
+                inputs_copied = case.inputs(run.device, contiguous="seqlen")
+                contenders["peer"] = Contender(peer, inputs_copied, [grad_out.contiguous()])
         forward_bytes, both_bytes = scan_bytes(inputs)
         errors = errors_of(case, inputs, grad_out)
         row = {

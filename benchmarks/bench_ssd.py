@@ -39,18 +39,17 @@ from benchmarks import peers
 from benchmarks.benchmark import (
     PEER,
     Benchmark,
+    Contender,
     Result,
     Run,
     Turns,
-    directions,
-    gradients_of,
     main,
     recorded_figures,
     relative_error,
     speedups,
     wrong_results,
 )
-from benchmarks.harness import Stages, peak_bytes, sets_beyond_cache, time_graph
+from benchmarks.harness import Stages, sets_beyond_cache, time_graph
 from benchmarks.tables import DIRECTIONS, Column, Row, Table, error_column, figure, median, over, ratio, text, throughput
 
 Inputs = dict[str, Tensor]
@@ -160,7 +159,7 @@ def errors_of(case: Case, inputs: Inputs, grad_out: Tensor) -> dict[str, Any]:
 
     def results_of(inputs: Inputs, grad_out: Tensor) -> dict[str, Tensor]:
         function = functools.partial(case.function(), return_final_states=True)
-        return gradients_of(function, inputs, [grad_out], ("out", "final_states"))
+        return Contender(function, inputs, [grad_out]).results(("out", "final_states"))
 
     masked = torch.zeros_like(grad_out)
     masked[row:] = grad_out[row:]
@@ -208,8 +207,9 @@ def measure_case(case: Case, run: Run) -> dict[str, Any]:
     turns, peer = Turns(run), peers.ssd()
 
     def prepare(who: str, function: Callable[..., Any], figures: dict[str, Any]) -> dict[str, Stages]:
-        figures["peak_bytes"] = peak_bytes(lambda: gradients_of(function, inputs, [grad_out]), run.device)
-        return directions(function, inputs, [grad_out])
+        contender = Contender(function, inputs, [grad_out])
+        figures["peak_bytes"] = contender.peak_bytes()
+        return contender.stages(*DIRECTIONS)
 
     row |= turns.contend({"ours": case.function()} | ({} if peer is None else {"peer": peer}), prepare)
     turns.measure()

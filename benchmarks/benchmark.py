@@ -14,24 +14,26 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 import ssm_kernels
 from benchmarks import bars
-from benchmarks.harness import Stages, machine, measure, on_h200
+from benchmarks.harness import Stages, machine, measure, on_h200, peak_bytes
 from benchmarks.tables import DIRECTIONS, Row, Table, median, show
 
 __all__ = [
     "PEER",
     "Benchmark",
+    "Contender",
     "Run",
     "Turns",
-    "directions",
-    "gradients_of",
+    "leaves_of",
     "main",
+    "outputs_of",
     "recorded_figures",
     "relative_error",
     "speedups",
@@ -67,34 +69,54 @@ def leaves_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def wanted(leaves: Mapping[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in leaves.items() if isinstance(value, Tensor) and value.requires_grad}
+class Contender(NamedTuple):
+    """A function with its inputs by name, the gradients of its first outputs, and its parameters, which are leaves too."""
 
+    function: Function
+    inputs: Mapping[str, Any]
+    grads: Sequence[Tensor]
+    parameters: Mapping[str, Tensor] = MappingProxyType({})
 
-def gradients_of(
-    function: Function, inputs: Mapping[str, Any], grads: Sequence[Tensor], names: Sequence[str] = ("out",)
-) -> dict[str, Tensor]:
-    """The outputs by name, of which the first have a gradient, and the gradient of every input as "grad_" and its name."""
-    leaves = leaves_of(inputs)
-    outputs, of_leaves = outputs_of(function, leaves), wanted(leaves)
-    gradients = torch.autograd.grad(outputs[: len(grads)], list(of_leaves.values()), grads)
-    found = {name: out.detach() for name, out in zip(names, outputs, strict=False)}
-    return found | {f"grad_{name}": gradient for name, gradient in zip(of_leaves, gradients, strict=True)}
+    def wanted(self, leaves: Mapping[str, Any]) -> dict[str, Tensor]:
+        """The tensors whose gradients backward computes."""
+        of_inputs = {name: value for name, value in leaves.items() if isinstance(value, Tensor) and value.requires_grad}
+        return of_inputs | dict(self.parameters)
 
+    def results(self, names: Sequence[str] = ("out",)) -> dict[str, Tensor]:
+        """The outputs by name, and the gradient of every input and parameter as "grad_" and its name."""
+        leaves = leaves_of(self.inputs)
+        outputs, wanted = outputs_of(self.function, leaves), self.wanted(leaves)
+        gradients = torch.autograd.grad(outputs[: len(self.grads)], list(wanted.values()), self.grads)
+        found = {name: out.detach() for name, out in zip(names, outputs, strict=False)}
+        return found | {f"grad_{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
 
-def directions(function: Function, inputs: Mapping[str, Any], grads: Sequence[Tensor]) -> dict[str, Stages]:
-    """The stages of forward without gradients, and of backward to every input."""
-    leaves = leaves_of(inputs)
-    outputs, of_leaves = outputs_of(function, leaves), list(wanted(leaves).values())
+    def stages(self, *whats: str) -> dict[str, Stages]:
+        """What is timed: "forward" without gradients, "training", which records a graph, "backward" of it, or "both"."""
+        leaves = leaves_of(self.inputs)
+        wanted = list(self.wanted(leaves).values())
 
-    def forward() -> Any:
-        with torch.no_grad():
-            return function(**inputs)
+        def forward() -> Any:
+            with torch.no_grad():
+                return self.function(**self.inputs)
 
-    return {
-        "forward": (forward,),
-        "backward": (lambda: torch.autograd.grad(outputs, of_leaves, grads, retain_graph=True),),
-    }
+        def training() -> Any:
+            return self.function(**leaves)
+
+        def backward(outputs: Any, **options: Any) -> Any:
+            return torch.autograd.grad(outputs, wanted, self.grads, **options)
+
+        kept = training() if "backward" in whats else None
+        found: dict[str, Stages] = {
+            "forward": (forward,),
+            "training": (training,),
+            "backward": (lambda: backward(kept, retain_graph=True),),
+            "both": (training, backward),
+        }
+        return {what: found[what] for what in whats}
+
+    def peak_bytes(self) -> int | None:
+        """The most that forward and backward allocate at a time, outputs and gradients included; None on the CPU."""
+        return peak_bytes(self.results, self.grads[0].device)
 
 
 def relative_error(actual: Tensor, exact: Tensor) -> float:

@@ -8,7 +8,7 @@ logits with ours in float32, before anything is timed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ssm_kernels
 import ssm_kernels.nn
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Run, Turns, recorded_figures, relative_error, wrong_results
+from benchmarks.benchmark import PEER, Contender, Run, Turns, recorded_figures, relative_error, wrong_results
 from benchmarks.harness import Stages, peak_bytes, sets_beyond_cache, time_graph
 from benchmarks.operator_cases import Convolution, Norm, measure_operator
 from ssm_kernels.models import MambaConfig, MambaLM
@@ -170,43 +170,33 @@ class LayerCase(Case):
         x, grad_out = (torch.randn(shape, generator=generator, device=device) for _ in range(2))
         return x.to(torch.bfloat16).requires_grad_(), grad_out.to(torch.bfloat16)
 
-    def results(self, layer: nn.Module, x: Tensor, grad_out: Tensor) -> dict[str, Tensor]:
-        """Output and gradients, of ``x`` and ``grad_out`` the first steps of the first sequence only."""
-        steps = min(COMPARED_STEPS, self.seqlen)
-        masked, x = torch.zeros_like(grad_out), x.detach().requires_grad_()
-        masked[:1, :steps] = grad_out[:1, :steps]
-        out, parameters = layer(x), dict(layer.named_parameters())
-        gradients = torch.autograd.grad(out, [x, *parameters.values()], masked)
-        names = ["out", "grad_x", *(f"grad_{name}" for name in parameters)]
-        tensors = (out.detach()[:1, :steps], gradients[0][:1, :steps], *gradients[1:])
-        return dict(zip(names, tensors, strict=True))
-
     def contest(self, run: Run) -> Contest:
         layers = make_layers(self.layer, self.d_model, run.device, torch.bfloat16)
         x, grad_out = self.tensors(run.device)
-        first = (tensor[:1, :COMPARED_STEPS].detach().cpu().double() for tensor in (x, grad_out))
-        exact = self.results(copy.deepcopy(layers["ours"]).cpu().double(), *first)
-        tokens = self.batch * self.seqlen
+        steps, tokens = min(COMPARED_STEPS, self.seqlen), self.batch * self.seqlen
+        masked = torch.zeros_like(grad_out)
+        masked[:1, :steps] = grad_out[:1, :steps]
+
+        def contender(layer: nn.Module, x: Tensor, grad: Tensor) -> Contender:
+            # The input's name differs between the layers.
+            return Contender(lambda x: layer(x), {"x": x}, [grad], dict(layer.named_parameters()))
+
+        def first(tensor: Tensor) -> Tensor:
+            return tensor[:1, :steps] if tensor.shape == x.shape else tensor
+
+        doubles = (first(tensor).detach().cpu().double() for tensor in (x, grad_out))
+        exact = contender(copy.deepcopy(layers["ours"]).cpu().double(), *doubles).results()
 
         def errors_of(layer: nn.Module) -> dict[str, float]:
-            actual = self.results(layer, x, grad_out)
-            return {name: relative_error(actual[name], expected) for name, expected in exact.items()}
+            actual = contender(layer, x, masked).results()
+            return {name: relative_error(first(actual[name]), expected) for name, expected in exact.items()}
 
         def prepare(who: str, layer: nn.Module, figures: Figures) -> Mapping[str, Stages]:
-            leaves = [x, *layer.parameters()]
-
-            def infer() -> Tensor:
-                with torch.no_grad():
-                    return layer(x)
-
-            def backward(out: Tensor) -> Sequence[Tensor]:
-                return torch.autograd.grad(out, leaves, grad_out)
-
-            held = held_bytes(layer, x)
-            figures["peak"] = peak_bytes(lambda: backward(layer(x)), run.device)
+            held, timed = held_bytes(layer, x), contender(layer, x, grad_out)
+            figures["peak"] = timed.peak_bytes()
             figures["kept"] = kept_bytes(layer, x) / tokens
             figures["held"] = None if held is None else held / tokens
-            return {"forward": [infer], "both": [lambda: layer(x), backward]}
+            return timed.stages("forward", "both")
 
         return Contest(layers, errors_of, prepare, {"tokens": tokens})
 

@@ -16,9 +16,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks.benchmark import Function, Run, Turns, directions, gradients_of, outputs_of, relative_error, wrong_results
+from benchmarks.benchmark import Contender, Function, Run, Turns, outputs_of, relative_error, wrong_results
 from benchmarks.harness import Stages
-from benchmarks.tables import Column, figure, ratio, throughput
+from benchmarks.tables import DIRECTIONS, Column, figure, ratio, throughput
 from ssm_kernels import reference
 
 __all__ = ["EPS", "Convolution", "Norm", "gradients_like", "measure_operator", "operator_columns"]
@@ -210,13 +210,14 @@ def measure_operator(call: Convolution | Norm, contenders: Mapping[str, Function
         return tensor[:1, :COMPARED_STEPS] if tensor.dim() == 3 else tensor
 
     doubles = {name: first(leaf).cpu().double() for name, leaf in leaves.items()}
-    exact = gradients_of(call.function_of(reference), doubles, [first(grad).cpu().double() for grad in grads], names)
+    grads_of_first = [first(grad).cpu().double() for grad in grads]
+    exact = Contender(call.function_of(reference), doubles, grads_of_first).results(names)
     errors: dict[str, dict[str, float]] = {}
 
     def prepare(who: str, function: Function, figures: dict[str, Any]) -> Mapping[str, Stages]:
-        found = gradients_of(function, leaves, masked, names)
+        found = Contender(function, leaves, masked).results(names)
         errors[who] = {name: relative_error(first(found[name]), expected) for name, expected in exact.items()}
-        return directions(function, leaves, grads)
+        return Contender(function, leaves, grads).stages(*DIRECTIONS)
 
     row = {**turns.contend(contenders, prepare), "bytes": call.moved_bytes(), "errors": errors}
     row["copy"] = {"recorded": False, "unsupported": None}

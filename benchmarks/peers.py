@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 from collections.abc import Callable, Iterable
@@ -24,7 +25,6 @@ __all__ = [
     "causal_conv1d",
     "described",
     "described_gated_scans",
-    "described_layers",
     "gated_scans",
     "language_model",
     "layer_operators",
@@ -89,113 +89,108 @@ RECORDED_MODELS = {
     "Mamba": {"before": {"step": 108.0e-3, "peak": 21.2 * 2**30}},
     "Mamba2": {"before": {"step": 119.2e-3, "peak": 30.9 * 2**30}},
 }
-# Names of the packages, and where the figures above come from.
-_GATED_SCAN_PACKAGES = {"chunk_hgrn": "flash-linear-attention", "accelerated_scan": "accelerated-scan"}
-_GATED_SCAN_SOURCES = {"chunk_hgrn": "bc3b101", "accelerated_scan": "866fa4c"}
+# By name: the package, and the commit that the figures above were recorded with.
+_GATED_SCANS = {"chunk_hgrn": ("flash-linear-attention", "bc3b101"), "accelerated_scan": ("accelerated-scan", "866fa4c")}
 
 
-def described(peer: Callable[..., Any] | None) -> str:
-    """Where the peer's figures come from."""
-    if peer is None:
-        return f"recorded: {SOURCE}"
-    import mamba_ssm  # a folder of sources on the path is no installed package, and still has its version
+def _imported(module: str, *names: str) -> list[Any] | None:
+    """What another library's module has under these names; None where it cannot be imported."""
+    try:
+        found = importlib.import_module(module)
+        return [getattr(found, name) for name in names]
+    except (
+        ImportError,
+        AttributeError,
+        OSError,
+        RuntimeError,
+    ):  # a library that is built for another torch raises any of these
+        return None
 
-    return f"mamba_ssm {getattr(mamba_ssm, '__version__', 'of unknown version')}, in this run"
+
+def _version(package: str) -> str:
+    """The package and its version; a folder of sources on the path is no installed package, and may still have a version."""
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        return f"{package} {importlib.metadata.version(package)}"
+    found = _imported(package.replace("-", "_"), "__version__")
+    return f"{package} {found[0] if found else 'of unknown version'}"
+
+
+def described(peer: Any, *packages: str) -> str:
+    """Where the figures of mamba_ssm and the packages beside it come from; recorded, if there is no peer."""
+    if not peer:
+        return "recorded: " + SOURCE.replace("e9594ce", " with ".join(["e9594ce", *packages]))
+    return " with ".join(map(_version, ("mamba_ssm", *packages))) + ", in this run"
 
 
 def state_update() -> Callable[[dict[str, Any]], Tensor] | None:
     """The Triton kernel of the decoding step, if it is installed; takes ``selective_state_update``'s keyword arguments."""
-    try:
-        from mamba_ssm.ops.triton.selective_state_update import selective_state_update
-    except ImportError:
-        return None
-    return lambda inputs: selective_state_update(**inputs)
+    found = _imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
+    return found and (lambda inputs: found[0](**inputs))
 
 
 def selective_scan() -> Callable[..., Tensor] | None:
     """The CUDA kernel of the scan, if it is installed and runs on this GPU; takes ``selective_scan``'s tensors, softplus on."""
-    try:
-        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
-
-        u, A, B = (torch.zeros(shape, device="cuda") for shape in ((1, 8, 16), (8, 4), (1, 4, 16)))
-        selective_scan_fn(u, u, A, B, B, delta_softplus=True)
-        torch.cuda.synchronize()
-    except (ImportError, AttributeError, TypeError, RuntimeError):  # without its CUDA extension some versions can be imported
+    found = _imported("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
+    if found is None:
         return None
-    return lambda **tensors: selective_scan_fn(**tensors, delta_softplus=True)
+    scan = functools.partial(found[0], delta_softplus=True)
+    try:  # without its CUDA extension some versions can be imported
+        u, A, B = (torch.zeros(shape, device="cuda") for shape in ((1, 8, 16), (8, 4), (1, 4, 16)))
+        scan(u, u, A, B, B)
+        torch.cuda.synchronize()
+    except (ImportError, AttributeError, TypeError, RuntimeError):
+        return None
+    return scan
 
 
 def ssd() -> Callable[..., Tensor] | None:
     """The Triton kernels of Mamba-2's scan, if installed, in chunks of 256; takes ``ssd_chunk_scan``'s tensors, softplus on."""
-    try:
-        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
-    except (ImportError, AttributeError, RuntimeError):
-        return None
-    return lambda **tensors: mamba_chunk_scan_combined(**tensors, chunk_size=256, dt_softplus=True)
+    found = _imported("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
+    return found and functools.partial(found[0], chunk_size=256, dt_softplus=True)
 
 
 def layers() -> dict[str, Callable[..., nn.Module]]:
     """The mixers with causal-conv1d's kernels, by their names; none where one of the two packages cannot be imported."""
-    try:
-        importlib.import_module("causal_conv1d")  # without it the mixers can be imported, and run PyTorch's convolution
-        from mamba_ssm.modules.mamba2 import Mamba2
-        from mamba_ssm.modules.mamba_simple import Mamba
-    except (ImportError, AttributeError, OSError, RuntimeError):
-        return {}
-    return {"Mamba": Mamba, "Mamba2": Mamba2}
+    # Without causal-conv1d the mixers can be imported, and run PyTorch's convolution.
+    needed = (_imported("causal_conv1d"), _imported("mamba_ssm.modules.mamba_simple", "Mamba"))
+    second = _imported("mamba_ssm.modules.mamba2", "Mamba2")
+    return {} if None in (*needed, second) else {"Mamba": needed[1][0], "Mamba2": second[0]}
 
 
 def language_model() -> Callable[..., nn.Module] | None:
     """The language model, if installed with causal-conv1d; takes the layer's name, the configuration, device and dtype."""
-    if not layers():
-        return None
-    try:
-        from mamba_ssm.models.config_mamba import MambaConfig
-        from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
-    except (ImportError, AttributeError, OSError, RuntimeError):
+    configs = _imported("mamba_ssm.models.config_mamba", "MambaConfig")
+    models = _imported("mamba_ssm.models.mixer_seq_simple", "MambaLMHeadModel")
+    if not layers() or configs is None or models is None:
         return None
 
     def make(layer: str, config: dict[str, Any], **factory: Any) -> nn.Module:
         ssm_cfg = {"layer": "Mamba2"} if layer == "Mamba2" else {}
-        return MambaLMHeadModel(MambaConfig(**config, ssm_cfg=ssm_cfg), **factory)
+        return models[0](configs[0](**config, ssm_cfg=ssm_cfg), **factory)
 
     return make
 
 
 def causal_conv1d() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
     """causal-conv1d's convolution with SiLU, or None if it is not installed."""
-    try:
-        from causal_conv1d import causal_conv1d_fn
-    except (ImportError, AttributeError, OSError, RuntimeError):
-        return None
-    return lambda x, weight, bias: causal_conv1d_fn(x.mT, weight, bias, activation="silu").mT
+    found = _imported("causal_conv1d", "causal_conv1d_fn")
+    return found and (lambda x, weight, bias: found[0](x.mT, weight, bias, activation="silu").mT)
 
 
 def layer_operators() -> dict[str, Callable[..., Any]]:
     """The operators between scans and projections in the peers' layers, by the names of ours; none if not installed."""
-    if not layers() or (convolution := causal_conv1d()) is None:
-        return {}
-    try:
-        from mamba_ssm.ops.triton.layer_norm import rms_norm_fn
-        from mamba_ssm.ops.triton.layernorm_gated import rmsnorm_fn
-    except (ImportError, AttributeError, OSError, RuntimeError):
+    gated = _imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
+    added = _imported("mamba_ssm.ops.triton.layer_norm", "rms_norm_fn")
+    convolution = causal_conv1d()
+    if not layers() or None in (convolution, gated, added):
         return {}
     return {
         "causal_conv1d": convolution,
-        "rms_norm_gated": lambda x, weight, z: rmsnorm_fn(x, weight, None, z=z, eps=1e-5, norm_before_gate=False),
-        "add_rms_norm": lambda x, residual, weight: rms_norm_fn(
+        "rms_norm_gated": lambda x, weight, z: gated[0](x, weight, None, z=z, eps=1e-5, norm_before_gate=False),
+        "add_rms_norm": lambda x, residual, weight: added[0](
             x, weight, None, residual=residual, prenorm=True, residual_in_fp32=True, eps=1e-5
         ),
     }
-
-
-def described_layers(found: dict[str, Callable[..., nn.Module]]) -> str:
-    """Where the figures of whole layers come from."""
-    if not found:
-        return f"recorded: {SOURCE.replace('mamba e9594ce', 'mamba e9594ce with causal-conv1d')}"
-    import causal_conv1d
-
-    return f"{described(layers).removesuffix(', in this run')} with causal-conv1d {causal_conv1d.__version__}, in this run"
 
 
 class GatedScan(NamedTuple):
@@ -212,41 +207,29 @@ class GatedScan(NamedTuple):
 
 def gated_scans() -> dict[str, GatedScan]:
     """Those that are installed, by the names in ``RECORDED_GATED_SCAN``."""
+    hgrn = _imported("fla.ops.hgrn", "chunk_hgrn")
+    # The second module is the first one's name before version 0.3.
+    scalar = _imported("accelerated_scan.scalar", "scan") or _imported("accelerated_scan.triton", "scan")
+
+    def logarithms(a: Tensor, b: Tensor, grad: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        return {"x": b, "g": a.float().log().to(a.dtype)}, grad
+
+    def channels_first(a: Tensor, b: Tensor, grad: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        gates, tokens, grad = (tensor.transpose(1, 2).contiguous() for tensor in (a, b, grad))
+        return {"gates": gates, "tokens": tokens}, grad
+
     found = {}
-    try:
-        from fla.ops.hgrn import chunk_hgrn
-
-        found["chunk_hgrn"] = GatedScan(
-            lambda x, g: chunk_hgrn(x, g)[0], lambda a, b, grad: ({"x": b, "g": a.float().log().to(a.dtype)}, grad)
-        )
-    except (ImportError, AttributeError, RuntimeError):
-        pass
-    try:
-        try:
-            from accelerated_scan.scalar import scan
-        except ImportError:  # its name before version 0.3
-            from accelerated_scan.triton import scan
-
-        def channels_first(tensor: Tensor) -> Tensor:
-            return tensor.transpose(1, 2).contiguous()
-
-        found["accelerated_scan"] = GatedScan(
-            lambda gates, tokens: scan(gates, tokens),
-            lambda a, b, grad: ({"gates": channels_first(a), "tokens": channels_first(b)}, channels_first(grad)),
-        )
-    except (ImportError, AttributeError, RuntimeError):
-        pass
+    if hgrn is not None:
+        found["chunk_hgrn"] = GatedScan(lambda x, g: hgrn[0](x, g)[0], logarithms)
+    if scalar is not None:
+        found["accelerated_scan"] = GatedScan(lambda gates, tokens: scalar[0](gates, tokens), channels_first)
     return found
 
 
 def described_gated_scans(found: Iterable[str]) -> str:
     """Where the figures of each come from."""
-    words = []
-    for name, package in _GATED_SCAN_PACKAGES.items():
-        if name in found:
-            with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-                package += f" {importlib.metadata.version(package)}"
-            words.append(f"{name}: {package}, in this run")
-        else:
-            words.append(f"{name}: {package} {_GATED_SCAN_SOURCES[name]}, recorded with {SOURCE.partition(', ')[2]}")
-    return "; ".join(words)
+    recorded = f"recorded with {SOURCE.partition(', ')[2]}"
+    return "; ".join(
+        f"{name}: {_version(package)}, in this run" if name in found else f"{name}: {package} {commit}, {recorded}"
+        for name, (package, commit) in _GATED_SCANS.items()
+    )

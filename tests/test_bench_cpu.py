@@ -11,8 +11,8 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
 from benchmarks import bench_cpu, composed_layers, report
-from benchmarks.bench_cpu import Sides, agreeing, compare, of_convolution, of_layer
-from benchmarks.benchmark import Run, main
+from benchmarks.bench_cpu import agreeing, compare, of_convolution, of_layer
+from benchmarks.benchmark import Contender, Run, main
 from benchmarks.harness import Timing
 from benchmarks.operator_cases import Convolution
 
@@ -25,10 +25,10 @@ CASES = [
 ]
 
 
-def timings(ours: str, other: str, forward: float, both: float) -> dict[str, Timing]:
+def timings(ours: str, other: str, forward: float, both: float) -> dict[str, dict[str, float]]:
     """Timings of a side that takes 1 s and 2 s and of another that takes so many times as long."""
     seconds = {f"{ours}_forward": 1.0, f"{other}_forward": forward, f"{ours}_both": 2.0, f"{other}_both": 2.0 * both}
-    return {name: Timing.of([value]) for name, value in seconds.items()}
+    return {name: Timing.of([value]).to_dict() for name, value in seconds.items()}
 
 
 @pytest.mark.parametrize("layer", ["Mamba", "Mamba2"])
@@ -38,7 +38,7 @@ def test_layer_beside_its_composition(layer, dtype, monkeypatch):
     assert set(found) == {f"{side}_{what}" for side in ("layer", "composed") for what in ("forward", "both")}
     exact = getattr(composed_layers, layer.lower())
     monkeypatch.setattr(composed_layers, layer.lower(), lambda module, x: 1.1 * exact(module, x))
-    with pytest.raises(RuntimeError, match=f"{layer} 64.*expected the result of layer and composed to agree"):
+    with pytest.raises(RuntimeError, match=f"{layer} 64.*expected out of layer and composed to agree"):
         of_layer(layer, 64, dtype, seed=0, batch=2, seqlen=40)
 
 
@@ -49,9 +49,9 @@ def test_convolution_beside_pytorch(case):
 
 
 def test_gradients_are_compared():
-    x, ones = torch.ones(3, requires_grad=True), torch.ones(3)
-    sides = Sides({"kernel": lambda: 2 * x, "PyTorch": lambda: x + x.detach()}, [x], {"kernel": ones, "PyTorch": ones})
-    with pytest.raises(RuntimeError, match="rows: expected the gradient 0 of kernel and PyTorch to agree"):
+    functions = {"kernel": lambda x: 2 * x, "PyTorch": lambda x: x + x.detach()}
+    sides = {who: Contender(function, {"x": torch.ones(3)}, [torch.ones(3)]) for who, function in functions.items()}
+    with pytest.raises(RuntimeError, match="rows: expected grad_x of kernel and PyTorch to agree"):
         agreeing("rows", sides)
 
 
