@@ -48,9 +48,9 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "str discretization='zoh', float[]? dt_limit=None, bool A_is_log=False) -> Tensor",
       tags);
 
-  // The scan in chunks (SSD, Mamba-2): S_t = e^zeta_t S_{t-1} + d_t k(zeta_t) x_t B_t^T with zeta = d A, one A for a head; out
-  // = (S C + D x) silu(z). dt_limit absent: no limits, as in selective_state_update; the Python function's default is (0, inf).
-  // chunk_size is a hint.
+  // The scan in chunks (SSD, Mamba-2), which mamba_ssm calls mamba_chunk_scan_combined: S_t = e^zeta_t S_{t-1} + d_t k(zeta_t)
+  // x_t B_t^T with zeta = d A, one A for a head; out = (S C + D x) silu(z). dt_limit absent: no limits, as in
+  // selective_state_update; the Python function's default is (0, inf). chunk_size is a hint.
   m.def(
       "ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, Tensor? initial_states=None, "

@@ -1,5 +1,6 @@
 // Matrix products of a warpgroup (four warps, of which the first has a multiple of four as its number) on fp16 or bf16 operands
-// with fp32 accumulation. They run asynchronously (wgmma, compute capability 9.0a): D (64 x n) = A (64 x 16) B (16 x n) + D or 0.
+// with fp32 accumulation: D (64 x n) = A (64 x 16) B (16 x n), or D += A B. They run asynchronously (wgmma, compute capability
+// 9.0a).
 //
 // Warp w holds rows 16 w to 16 w + 15 of D and, in registers, of A, distributed over its lanes as in cuda/ptx/mma_sm80.cuh;
 // d[i] is column block i. An operand in shared memory consists of panels with rows of 128 bytes in the 128-byte swizzle: vector

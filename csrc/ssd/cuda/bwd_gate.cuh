@@ -1,5 +1,6 @@
-// The gate's adjoint: of out = y silu(z), with h the gradient of out, those of y and z, g = h silu(z) and h y silu'(z). One
-// pass over memory; a block takes one step of a sequence after another, a thread 8 elements of a head at once.
+// The gate's adjoint. For out = y silu(z) and h the gradient of out, the gradients of y and z are h silu(z) and h y silu'(z).
+// The kernel makes one pass over memory. A block processes one step of a sequence after another, a thread 8 elements of a head
+// at a time. Nothing is saved.
 #pragma once
 
 #include "common/activations.h"

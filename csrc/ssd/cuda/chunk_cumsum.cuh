@@ -1,4 +1,5 @@
-// What the SSD kernels share: where a unit of work lies, a chunk's tiles in shared memory, and the tables of its step sizes.
+// mamba_ssm's chunk_cumsum: tables of cumulative log decays and gains of a chunk's steps, for one head, computed by one warp.
+// Also the spans of chunks and the state tiles that the SSD kernels process.
 #pragma once
 
 #include <type_traits>
@@ -12,39 +13,39 @@
 
 namespace ssm_kernels::ssd {
 
-// The toolkit of cuda/ that the kernels are written in.
+// Names of the toolkit in cuda/.
 using cuda::align_shared, cuda::make_operand, cuda::columns_of, cuda::rows_of;
 using cuda::Empty, cuda::SmemTile, cuda::RowCopier, cuda::InOrder, cuda::FromBothEnds, cuda::FragmentLane, cuda::FragmentPairs;
 using cuda::kWarpSize, cuda::kAllLanes, cuda::kWarpgroupWarps, cuda::kWarpgroupThreads, cuda::kOperandAlignment,
     cuda::kBlockSteps;
 using cuda::Mbarrier, cuda::PipelineState, cuda::Sm80Mma, cuda::Sm90Wgmma, cuda::StagedShared, cuda::WarpShare;
 
-static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that makes the tables has two steps");
-static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a unit has the 16 rows of one matrix product");
+static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that computes the tables has two steps");
+static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a warpgroup has 16 rows of a state tile, those of one mma");
 static_assert(kChunk == cuda::kTileRows, "a chunk's steps are the rows of a tile");
 
-// Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
-// differences of `log2_cumsum`, their sums from the chunk's first step, begun opaque where a sequence begins.
+// Tables of a chunk's steps for one head; l is the chunk's last step. A product of decays a_t = e^zeta_t is the exponential of
+// a difference of `log2_cumsum`. These are sums from the chunk's first step, restarted where a sequence begins.
 struct alignas(16) ChunkTables {
   float log2_cumsum[kChunk];
-  float gain[kChunk];               // of the input: d k(zeta)
-  float exp_cumsum[kChunk];         // the decay from before the chunk to the step; zero if a sequence begins between
-  float gain_to_chunk_end[kChunk];  // gain times the decay from the step to l; likewise
+  float gain[kChunk];               // c = d k(zeta), of the input
+  float exp_cumsum[kChunk];         // the decay from before the chunk to the step; zero if a sequence begins in between
+  float gain_to_chunk_end[kChunk];  // the gain times the decay from the step to l; likewise
   int first[kChunk];                // the first step, in the chunk, of the step's sequence
   float chunk_decay;                // the decay from before the chunk to l; likewise
   bool has_reset;                   // whether any sequence begins in the chunk
 };
-// For inputs of fp32 the sums have twice the digits: a difference of large ones is a decay like any other.
+// For fp32 inputs the sums have twice the significant bits, so that differences of large sums are exact enough.
 struct Fp32ChunkTables : ChunkTables {
-  alignas(16) float log2_cumsum_lo[kChunk];  // what rounding leaves of log2_cumsum
-  bool starts_with_reset;                    // whether a sequence begins with the chunk: nothing of the state before is read
+  alignas(16) float log2_cumsum_lo[kChunk];  // the low part of log2_cumsum
+  bool starts_with_reset;                    // whether a sequence begins at the first step: the state before is not read
 };
 template <typename Scalar>
 constexpr bool kIsFp32 = std::is_same_v<Scalar, float>;
 template <typename Scalar>
 using TablesOf = std::conditional_t<kIsFp32<Scalar>, Fp32ChunkTables, ChunkTables>;
 
-// The logarithm of the decay from one step to a later one.
+// The binary logarithm of the decay from one step to a later one.
 __device__ __forceinline__ float log2_between(const ChunkTables& tables, int from, int to) {
   return tables.log2_cumsum[to] - tables.log2_cumsum[from];
 }
@@ -52,21 +53,21 @@ __device__ __forceinline__ float log2_between(const Fp32ChunkTables& tables, int
   return (tables.log2_cumsum[to] - tables.log2_cumsum[from]) + (tables.log2_cumsum_lo[to] - tables.log2_cumsum_lo[from]);
 }
 
-// Whether any sequence begins in the chunk. Mostly none can, which is known sooner than what the table says.
+// Whether any sequence begins in the chunk. p.resets is mostly null, which is known sooner than the value in the table.
 __device__ __forceinline__ bool has_reset(const SsdParams& p, const ChunkTables& tables) {
   return p.resets != nullptr && tables.has_reset;
 }
 
-// Two to the power of it is zero. Sums of lower ones would cost the differences between weaker decays after them their
-// accuracy.
+// The lowest binary logarithm of a step's decay; 2^-160 is zero in fp32. Lower ones would make the sums so large that
+// differences between later, weaker decays lose their accuracy.
 constexpr float kLowestLog2Decay = -160;
 
-// Whether sequences are packed: asked at run time, or known from the type of the parameters.
+// Whether sequences are packed: read at run time, or known from the type of the parameters.
 __device__ __forceinline__ bool is_packed(const SsdParams& p) { return p.cu_seqlens != nullptr; }
 __device__ __forceinline__ constexpr bool is_packed(const PackedFwdParams&) { return true; }
 __device__ __forceinline__ constexpr bool is_packed(const UnpackedFwdParams&) { return false; }
 
-// Calls visitor with the method as a type.
+// Calls visitor with the discretization as a type.
 template <typename Visitor>
 __device__ __forceinline__ void visit_exponential(Discretization discretization, const Visitor& visitor) {
   switch (discretization) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ void visit_exponential(Discretization discretization,
   }
 }
 
-// What one head's step sizes are made of.
+// The parameters of one head that turn dt into step sizes.
 struct HeadSteps {
   float A, dt_bias;
 
@@ -87,7 +88,7 @@ struct HeadSteps {
   __device__ __forceinline__ HeadSteps(const SsdParams& p, int64_t head)
       : A(p.A[head]), dt_bias(p.dt_bias != nullptr ? p.dt_bias[head] : 0.0f) {}
 
-  // d, from dt as it is given.
+  // The step size d: dt with bias, softplus and limits.
   __device__ __forceinline__ float step_size(const SsdParams& p, float dt) const {
     return clamp(before_limits(p, dt), p.dt_min, p.dt_max);
   }
@@ -97,7 +98,7 @@ struct HeadSteps {
   }
 };
 
-// A lane's two steps of a chunk, fetched before they are needed: as they are, so that nothing waits for them yet.
+// A lane's two steps of a chunk, loaded ahead. They keep the input's type, so that no instruction waits for them yet.
 template <typename Scalar>
 struct FetchedSteps {
   Scalar dt[2];
@@ -118,15 +119,15 @@ struct FetchedSteps {
   __device__ __forceinline__ bool is_there(int i) const { return step(i) < steps; }
 };
 
-// A lane's two steps of the tables of `count` chunks. They are made together, by one warp: each is a chain of operations that
-// wait for one another.
+// A lane's two steps of the tables of `count` chunks. One warp computes these together, because each is a chain of dependent
+// operations.
 template <int count, typename Scalar>
 struct ChunkCumsum {
   using Sum = std::conditional_t<kIsFp32<Scalar>, double, float>;
   Sum log2_cumsum[count][2];
   float gain[count][2], exp_cumsum[count][2], gain_to_chunk_end[count][2];
   int first[count][2];
-  Sum last[count];  // of the sums, that of the chunk
+  Sum last[count];  // the whole chunk's sum
   bool has_reset[count], starts_with_reset[count];
 
   // body(chunk, step)
@@ -161,7 +162,7 @@ struct ChunkCumsum {
       }
     });
 
-    // A sum ends with the first step, from the last, before which a sequence begins.
+    // A step's sum goes back to the first step of its sequence, or of the chunk.
     unsigned begins[count][2];
     Sum sum[count];
     bool any_reset = false;
@@ -213,15 +214,15 @@ struct ChunkCumsum {
     if (!any_reset) return;
     const unsigned earlier_lanes = (1u << lane) - 1, this_lane = 1u << lane;
     for_each([&](int k, int i) {
-      const unsigned of_first = begins[k][0] & (earlier_lanes | this_lane);
-      const unsigned of_second = begins[k][1] & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
-      if ((of_first | of_second) != 0) exp_cumsum[k][i] = 0;
-      if (of_first != begins[k][0] || of_second != begins[k][1]) gain_to_chunk_end[k][i] = 0;
-      first[k][i] = max(0, max(2 * (31 - __clz(of_first)), 2 * (31 - __clz(of_second)) + 1));
+      const unsigned even_begins = begins[k][0] & (earlier_lanes | this_lane);
+      const unsigned odd_begins = begins[k][1] & (i == 0 ? earlier_lanes : earlier_lanes | this_lane);
+      if ((even_begins | odd_begins) != 0) exp_cumsum[k][i] = 0;
+      if (even_begins != begins[k][0] || odd_begins != begins[k][1]) gain_to_chunk_end[k][i] = 0;
+      first[k][i] = max(0, max(2 * (31 - __clz(even_begins)), 2 * (31 - __clz(odd_begins)) + 1));
     });
   }
 
-  // Of the k-th chunk; where only states are to be found, what that takes.
+  // Stores the tables of the k-th chunk; with states_only, those that the states need.
   template <bool states_only = false>
   __device__ __forceinline__ void store(int k, TablesOf<Scalar>& tables) const {
     const int lane = threadIdx.x % kWarpSize;
@@ -248,14 +249,14 @@ struct ChunkCumsum {
   }
 };
 
-// Some chunks of a sequence, one after another.
+// Consecutive chunks of a sequence.
 struct ChunkSpan {
-  int64_t entry;  // of the batch, or of the packed sequences
+  int64_t entry;  // the row of the batch, or the packed sequence
   int64_t batch;
-  int64_t start, length;  // the first step, in the batch entry, and how many the sequence has from there on
+  int64_t start, length;  // the first step in the row of the batch, and the steps from there to the end of the sequence
   int chunks;
 
-  // All of the sequence.
+  // The whole sequence.
   template <typename Params>
   __device__ __forceinline__ ChunkSpan(const Params& p, int64_t entry) : entry(entry) {
     start = is_packed(p) ? sequence_start(p, entry) : 0;
@@ -264,7 +265,7 @@ struct ChunkSpan {
     chunks = static_cast<int>((length + kChunk - 1) / kChunk);
   }
 
-  // Within the tensors whatever cu_seqlens says, which nobody has checked where a graph is captured.
+  // Clamped to the tensors: during the capture of a graph nobody checks cu_seqlens.
   static __device__ __forceinline__ int64_t sequence_start(const SsdParams& p, int64_t entry) {
     return max(int64_t(0), min(p.cu_seqlens[entry], p.seqlen));
   }
@@ -275,7 +276,7 @@ struct ChunkSpan {
     chunks = count;
   }
 
-  // Of one of the chunks, the steps that exist.
+  // The number of steps in a chunk.
   __device__ __forceinline__ int steps_of(int chunk) const {
     return static_cast<int>(min(int64_t(kChunk), length - first_step(chunk)));
   }
@@ -293,12 +294,12 @@ struct ChunkSpan {
   __device__ __forceinline__ int64_t step_of(int chunk) const { return start + first_step(chunk); }
 };
 
-// Chunks of a walk, of which there are fewer than 2^31.
+// Consecutive chunks of a work tile. There are fewer than 2^31 work tiles.
 struct WorkSpan : ChunkSpan {
   int group;
-  int first_tile;  // of the group's
+  int first_tile;  // the first state tile, among the group's
 
-  // All of them.
+  // The whole work tile.
   template <typename Params>
   __device__ __forceinline__ WorkSpan(const Params& p, const WorkPartition& partition, int work_tile)
       : ChunkSpan(p, work_tile / partition.work_tiles_per_entry),
@@ -306,11 +307,11 @@ struct WorkSpan : ChunkSpan {
         first_tile(work_tile % partition.work_tiles_per_group * kWarpgroups) {}
 };
 
-// One of a block's units.
+// One of a block's two state tiles: up to kStateRows rows and kStateColumns columns of one head's state.
 struct StateTile {
   int head;
   int first_row, first_column;  // of the head's state
-  int rows;                     // from there on; none if the group has no more units
+  int rows;                     // the head's from first_row on; 0 if the group has no more state tiles
 
   __device__ __forceinline__ StateTile(const SsdParams& p, const WorkPartition& partition, const WorkSpan& at, int index) {
     const bool is_there = at.first_tile + index < partition.tiles_per_group;
@@ -323,12 +324,12 @@ struct StateTile {
   __device__ __forceinline__ bool is_there() const { return rows > 0; }
 };
 
-// The same of chunks of a head, chunk_at(position); tables_at(stage) are the unit's.
+// cuda::produce_tables for the chunks chunk_at(position) of one head; tables_at(stage) are the tables of its warpgroup.
 template <typename Scalar, int at_once, bool states_only, int warps, typename ChunkAt, typename TablesAt>
 __device__ __forceinline__ void produce_chunk_cumsum(const SsdParams& p, const ChunkSpan& span, int64_t head,
                                                      WarpShare<warps> share, int stages, PipelineState& at, Mbarrier* full,
                                                      Mbarrier* empty, const ChunkAt& chunk_at, const TablesAt& tables_at) {
-  const HeadSteps steps_of_head(p, head);
+  const HeadSteps head_steps(p, head);
   const Scalar* const dt = span.template rows<const Scalar>(p.dt, head, 0);
   using Fetched = FetchedSteps<Scalar>;
   cuda::produce_tables<at_once, Fetched>(
@@ -339,7 +340,7 @@ __device__ __forceinline__ void produce_chunk_cumsum(const SsdParams& p, const C
       },
       [&](const Fetched* fetched) {
         ChunkCumsum<at_once, Scalar> made;
-        made.make(p, steps_of_head, fetched);
+        made.make(p, head_steps, fetched);
         return made;
       },
       [&](int stage, const Fetched&, const ChunkCumsum<at_once, Scalar>& made, int k) {

@@ -1,5 +1,5 @@
-// How a unit's out leaves shared memory: a chunk's tile as one copy, which runs beside everything else. Stores from registers
-// would keep these for as long as they wait behind the loads of the chunks ahead.
+// The epilogue of forward on compute capability 9.0. A chunk's tile of out leaves shared memory by one TMA store, which runs
+// beside everything else. Stores from registers would occupy these for as long as they wait behind the loads of later chunks.
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
@@ -7,9 +7,9 @@
 
 namespace ssm_kernels::ssd {
 
-// By all threads of a unit, for each chunk of a piece: write(), then a barrier of the unit, then send(), or for the piece's
-// last chunk send_last(), with no products under way; before the next write() wait_for_sent() and a barrier. At the end of the
-// kernel wait_for_sent().
+// Called by all threads of a consumer warpgroup. For each chunk of a segment: write(), a barrier of the warpgroup, then send(),
+// or for the segment's last chunk send_last() with no wgmma in flight. Before the next write(): wait_for_sent() and a barrier.
+// At the end of the kernel: wait_for_sent().
 template <typename Scalar, typename Order>
 class TmaEpilogue {
  public:
@@ -24,13 +24,13 @@ class TmaEpilogue {
     cuda::fence_proxy_async();
   }
 
-  // What the tensor does not have of the tile is not written.
+  // TMA does not write the part of the tile that is outside of the tensor.
   __device__ __forceinline__ void send(const SmemTile<kStateRows>& tile, int chunk) const {
     cuda::tma_store_tile(p_.out_descriptor, state_tile_.first_row, state_tile_.head,
                          static_cast<int>(at_.start) + chunk * kChunk, static_cast<int>(at_.batch), &tile,
                          state_tile_.is_there() && thread() == 0);
   }
-  // Of the last chunk of a packed sequence, the steps that follow are the next one's: its own are stored.
+  // The steps after the end of a packed sequence belong to the next one, so only the sequence's own steps are stored.
   __device__ __forceinline__ void send_last(SmemTile<kStateRows>& tile) const {
     const int chunk = at_.chunks - 1, steps = at_.steps_of(chunk);
     if (!state_tile_.is_there() || chunk < 0 || steps <= 0) return;

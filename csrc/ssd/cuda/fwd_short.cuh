@@ -8,7 +8,7 @@
 // A block has kShortRows rows (headdim) of one head's state. kStateLanes neighboring lanes share a row; each keeps
 // lane_states of its columns in registers, four neighboring ones out of every 4 kStateLanes. The block copies B and C of all
 // steps and its rows of x into shared memory; a lane of the first warp computes the decay and the gain of one step. The lanes
-// of a row add up their parts of S_t C_t by shuffles, kStateLanes steps at a time. Empty is saved for backward.
+// of a row add up their parts of S_t C_t by shuffles, kStateLanes steps at a time. Nothing is saved for backward.
 #pragma once
 
 #include "cuda/lane_sums.cuh"
@@ -38,7 +38,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
     ssd_fwd_short_kernel(const __grid_constant__ SsdFwdParams p) {
   using Shared = ShortShared<lane_states>;
   constexpr int kVector = 4, kVectors = lane_states / kVector;
-  constexpr int kElements = kShortSteps * kShortRows / kShortThreads;  // of x and of out, of a thread
+  constexpr int kElements = kShortSteps * kShortRows / kShortThreads;  // of x and of out, for each thread
   extern __shared__ __align__(128) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared*>(memory);
 
@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
     return static_cast<float*>(view.data) + b * view.stride_batch + head_or_group * view.stride_head;
   };
 
-  // Whole groups of steps; those that do not exist are zeros.
+  // Copy whole groups of steps; steps past the end become zeros.
   const int padded_steps = (steps + kStateLanes - 1) / kStateLanes * kStateLanes;
   for (int i = threadIdx.x; i < padded_steps * (Shared::kColumns / kVector); i += kShortThreads) {
     const int t = i / (Shared::kColumns / kVector), column = i % (Shared::kColumns / kVector) * kVector;
@@ -59,7 +59,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
     cuda::cp_async(&shared.B[t][column], rows_of(p.B, group) + t * p.B.stride_step + column, bytes);
     cuda::cp_async(&shared.C[t][column], rows_of(p.C, group) + t * p.C.stride_step + column, bytes);
   }
-  // The thread's elements of x and z, of one row and kStepsBetween steps apart.
+  // The thread's elements of x and z are in one row, kStepsBetween steps apart.
   const int element_row = threadIdx.x % kShortRows, first_step = threadIdx.x / kShortRows;
   constexpr int kStepsBetween = kShortThreads / kShortRows;
   const bool has_elements = first_row + element_row < p.headdim;
@@ -80,8 +80,8 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   const int row = threadIdx.x / kStateLanes, first_column = threadIdx.x % kStateLanes * kVector;
   const bool has_row = first_row + row < p.headdim;
   const int64_t state_row = (entry_and_head * p.headdim + first_row + row) * p.dstate;
-  // visit(piece of the state, its first column) for the columns that exist.
-  const auto for_each_segment = [&](const auto& visit) {
+  // Calls visit(vector of the state, its first column) for the columns that exist.
+  const auto for_each_vector = [&](const auto& visit) {
 #pragma unroll
     for (int k = 0; k < kVectors; ++k) {
       const int column = first_column + k * kStateLanes * kVector;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   };
   clear_state();
   if (p.initial_states != nullptr) {
-    for_each_segment([&](int k, int column) {
+    for_each_vector([&](int k, int column) {
       const auto vector = cuda::Vector<float, kVector>::load(p.initial_states + state_row + column);
 #pragma unroll
       for (int i = 0; i < kVector; ++i) state[k][i] = vector[i];
@@ -111,10 +111,10 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
     const unsigned resets = __ballot_sync(kAllLanes, is_reset);
     float decay = 1, gain = 0;
     if (t < steps) {
-      const HeadSteps of_head(p, head);
-      gain = of_head.step_size(p, rows_of(p.dt, head)[t * p.dt.stride_step]);
-      const float zeta = gain * of_head.A;
-      decay = is_reset ? 0.0f : Math<float>::exp2(static_cast<float>(double(gain) * double(of_head.A) * kLog2E));
+      const HeadSteps head_steps(p, head);
+      gain = head_steps.step_size(p, rows_of(p.dt, head)[t * p.dt.stride_step]);
+      const float zeta = gain * head_steps.A;
+      decay = is_reset ? 0.0f : Math<float>::exp2(static_cast<float>(double(gain) * double(head_steps.A) * kLog2E));
       visit_exponential(p.discretization, [&](auto method) {
         using Method = decltype(method);
         if constexpr (!Method::kUnitGain) gain *= Method::gain(zeta, Method::basis(zeta));
@@ -159,7 +159,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   };
   shared.resets == 0 ? run(std::false_type()) : run(std::true_type());
   if (p.final_states != nullptr) {
-    for_each_segment([&](int k, int column) {
+    for_each_vector([&](int k, int column) {
       *reinterpret_cast<float4*>(p.final_states + state_row + column) = {state[k][0], state[k][1], state[k][2], state[k][3]};
     });
   }
@@ -186,7 +186,8 @@ int launch_ssd_fwd_short(const SsdFwdParams& params, cudaStream_t stream) {
     kernel<<<static_cast<unsigned>(short_blocks(params)), kShortThreads, kBytes, stream>>>(params);
     return cudaGetLastError();
   };
-  static_assert(sizeof(ShortShared<kMaxKernelDstate / kStateLanes>) <= kLeastSharedBytes, "every device has as much");
+  static_assert(sizeof(ShortShared<kMaxKernelDstate / kStateLanes>) <= kLeastSharedBytes,
+                "every supported device has that much");
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64 / kStateLanes>());
   if (params.dstate <= kStateColumns) return launch(std::integral_constant<int, kStateColumns / kStateLanes>());
   return launch(std::integral_constant<int, kMaxKernelDstate / kStateLanes>());

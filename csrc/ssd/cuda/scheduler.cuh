@@ -1,28 +1,31 @@
-// How forward's blocks share the walks: in runs of equal length, whatever the lengths of the sequences.
+// The persistent tile scheduler of the forward kernels: every block processes a range of equally many chunks, whatever the
+// lengths of the sequences.
 //
-// The chunks of all walks, one walk after another, are cut into at most as many runs as there are multiprocessors; a block
-// takes one. What a run has of a walk is a piece. Where a piece ends before its walk does, the next run needs the state there:
+// A work tile is one sequence of one group's pair of state tiles, all its chunks. The scheduler concatenates all work tiles and
+// cuts them into ranges, at most as many as there are multiprocessors; each block processes one range. The part of a work tile
+// in one range is a segment. Where a segment ends before its work tile does, the next block needs the state:
 //
-//   A walk no longer than a run is cut once at most. Its first piece is the last of a run, its second the first of the next. A
-//   block takes its pieces from the last to the first, so that the state is there, in fp32, mostly long before the next block
-//   asks, and the results are those of a walk that was not cut. A block waits for none but the block of the run before. CUDA
-//   promises no order of blocks, so that each takes its run by a ticket: the block waited for has begun, and comes to the
-//   state in question, in its first piece, without waiting for anybody.
+//   A work tile no longer than a range is cut at most once: its first segment is the last of a range, its second the first of
+//   the next. A block processes its segments from the last to the first. The state is therefore in global memory, in fp32,
+//   mostly long before the next block looks back for it, and the results equal those of an uncut work tile. A block waits only
+//   for the block of the range before. CUDA promises no order of blocks, so each block takes its range by a ticket: the block
+//   that it waits for has started, and stores the state after its own first segment, for which it waits for no other block.
 //
-//   A longer walk has pieces that fill their runs. A kernel before forward's finds what each piece but the last does to a state
-//   (the state after it, begun with zero, and its decay); who begins inside the walk folds these in order.
+//   A longer work tile has segments that fill their ranges. A kernel before forward's computes the summary of each segment but
+//   the last: the state after the segment, begun with zero, and the segment's decay. A block that begins inside the work tile
+//   folds the earlier segments' summaries, in order.
 #pragma once
 
 #include "ssd/cuda/chunk_cumsum.cuh"
 
 namespace ssm_kernels::ssd {
 
-// A walk, by its first chunk and number of chunks among those of all walks, fewer than 2^31. One without steps has a chunk
-// nonetheless.
+// A work tile: its number, and its first chunk and number of chunks among the chunks of all work tiles, fewer than 2^31. A
+// sequence without steps counts as one chunk.
 struct WorkTile {
   int index, first, chunks;
 
-  // The one that has that chunk.
+  // The work tile that contains a chunk.
   template <typename Params>
   __device__ __forceinline__ WorkTile(const Params& p, const Schedule& schedule, int chunk) {
     const int work_tiles_per_entry = schedule.work_tiles_per_entry;
@@ -43,14 +46,14 @@ struct WorkTile {
   }
 };
 
-// The number of the block's run, kept in shared memory so that it takes no register.
+// The number of the block's range, in shared memory so that it takes no register.
 __device__ __forceinline__ int& ticket_of_block() {
   __shared__ int ticket;
   return ticket;
 }
-constexpr int kTicketBytes = 128;  // with what the alignment of the memory after it leaves
+constexpr int kTicketBytes = 128;  // with the padding that aligns the memory after it
 
-// Thread 0 takes the block's run: a ticket, or blockIdx where no block waits. Call __syncthreads() before using it.
+// Thread 0 takes the block's range: by a ticket, or blockIdx if no block waits. Call __syncthreads() before using it.
 template <bool states_only>
 __device__ __forceinline__ void take_ticket(const Schedule& schedule) {
   if (threadIdx.x != 0) return;
@@ -58,8 +61,8 @@ __device__ __forceinline__ void take_ticket(const Schedule& schedule) {
       states_only || schedule.tickets == nullptr ? static_cast<int>(blockIdx.x) : atomicAdd(schedule.tickets, 1);
 }
 
-// The pieces of the block's run, from the last to the first. All but where the one at hand ends is
-// computed again when it is asked for: between, registers are few.
+// Iterates over the segments of the block's range, from the last to the first. It keeps the end of the current segment and
+// recomputes all else at each use, because registers are few.
 template <typename Params>
 class TileScheduler {
  public:
@@ -69,18 +72,18 @@ class TileScheduler {
 
   __device__ __forceinline__ bool is_done() const { return end_ == first(); }
   __device__ __forceinline__ WorkTile work_tile() const { return WorkTile(p_, schedule_, end_ - 1); }
-  // Of the piece at hand, which is of that walk.
+  // Whether the current segment, which is part of that work tile, begins it or ends it.
   __device__ __forceinline__ bool begins(const WorkTile& work_tile) const { return begin(work_tile) == work_tile.first; }
   __device__ __forceinline__ bool ends(const WorkTile& work_tile) const { return end_ == work_tile.first + work_tile.chunks; }
   __device__ __forceinline__ bool is_long(const WorkTile& work_tile) const { return work_tile.chunks > length(); }
   __device__ __forceinline__ int block_of_chunk(int chunk) const { return chunk / length(); }
-  __device__ __forceinline__ WorkSpan place() const {
+  __device__ __forceinline__ WorkSpan span() const {
     const WorkTile work_tile = this->work_tile();
     WorkSpan at(p_, schedule_, work_tile.index);
     at.narrow(begin(work_tile) - work_tile.first, end_ - begin(work_tile));
     return at;
   }
-  __device__ __forceinline__ void go_on() { end_ = begin(work_tile()); }
+  __device__ __forceinline__ void advance() { end_ = begin(work_tile()); }
 
  private:
   __device__ __forceinline__ int chunks() const {
@@ -88,7 +91,7 @@ class TileScheduler {
     return schedule_.chunk_starts[p_.batch] * schedule_.work_tiles_per_entry;
   }
   __device__ __forceinline__ int begin(const WorkTile& work_tile) const { return max(first(), work_tile.first); }
-  // Of each run.
+  // Chunks of each range.
   __device__ __forceinline__ int length() const {
     if (!is_packed(p_)) return static_cast<int>(schedule_.length);
     return (chunks() + gridDim.x - 1) / gridDim.x;
@@ -100,8 +103,8 @@ class TileScheduler {
   int end_;
 };
 
-// body(pieces, place) for each piece of the block's run; where only states are to be found, for the one, if there is one, that
-// other runs fold.
+// body(scheduler, span) for each segment of the block's range. With states_only, for the one segment, if any, whose summary
+// other blocks fold.
 template <bool states_only, typename Params, typename Body>
 __device__ __forceinline__ void for_each_segment(const Params& p, const Schedule& schedule, const Body& body) {
   TileScheduler<Params> scheduler(p, schedule);
@@ -111,25 +114,25 @@ __device__ __forceinline__ void for_each_segment(const Params& p, const Schedule
       const WorkTile work_tile = scheduler.work_tile();
       if (scheduler.ends(work_tile) || !scheduler.is_long(work_tile)) return;
     }
-    body(scheduler, scheduler.place());
+    body(scheduler, scheduler.span());
     if (states_only) return;
-    scheduler.go_on();
+    scheduler.advance();
   }
 }
 
 constexpr int kChunkStartsThreads = 1024;
 
-// One block writes Schedule::chunk_starts, each thread for some neighboring sequences, and clears the flags and the ticket
+// Run by one block: writes Schedule::chunk_starts, each thread for some neighboring sequences. Clears the flags and the ticket
 // counter.
 static __global__ void __launch_bounds__(kChunkStartsThreads)
     ssd_chunk_starts_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {
   constexpr int kWarps = kChunkStartsThreads / kWarpSize;
-  __shared__ int64_t of_warps[kWarps];
+  __shared__ int64_t warp_sums[kWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   for (int64_t i = threadIdx.x; i < schedule.blocks * kWarpgroups; i += kChunkStartsThreads) schedule.ready[i] = 0;
   if (threadIdx.x == 0) *schedule.tickets = 0;
 
-  // Exceeded where cu_seqlens, which nobody has checked where a graph is captured, is wrong.
+  // An upper bound for valid cu_seqlens: during the capture of a graph nobody checks them.
   const int64_t most = max_packed_chunks(p.seqlen, p.batch);
   const int64_t count = (p.batch + kChunkStartsThreads - 1) / kChunkStartsThreads;
   const int64_t first = min(threadIdx.x * count, p.batch), end = min(first + count, p.batch);
@@ -146,10 +149,10 @@ static __global__ void __launch_bounds__(kChunkStartsThreads)
     return sum - value;
   };
   int64_t before = sum_of_earlier_lanes(own);
-  if (lane == kWarpSize - 1) of_warps[warp] = before + own;
+  if (lane == kWarpSize - 1) warp_sums[warp] = before + own;
   __syncthreads();
-  static_assert(kWarps == kWarpSize, "a lane of each warp has the sum of one");
-  before += __shfl_sync(kAllLanes, sum_of_earlier_lanes(of_warps[lane]), warp);
+  static_assert(kWarps == kWarpSize, "each lane of a warp reads the sum of one warp");
+  before += __shfl_sync(kAllLanes, sum_of_earlier_lanes(warp_sums[lane]), warp);
   if (threadIdx.x == 0) schedule.chunk_starts[0] = 0;
   for (int64_t entry = first; entry < end; ++entry) {
     before += chunks_of(entry);

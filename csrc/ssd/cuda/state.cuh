@@ -1,5 +1,9 @@
-// The SSD kernels' work between their matrix products, on fragments as cuda/ptx/mma_sm80.cuh and cuda/ptx/wgmma_sm90.cuh spread
-// them: a warp has 16 rows, a lane of those two, `row` and 8 further, and of each block of 8 columns two, 2 pair and the next.
+// The SSD kernels' work between their matrix products, on accumulator fragments (cuda/fragment.cuh): the state, decays and
+// gains, and out. A warp has 16 rows; a lane has two of these, `row` and row + 8, and of each block of 8 columns the two
+// columns 2 pair and 2 pair + 1.
+//
+// The stages by mamba_ssm's names: State accumulates chunk_state and scales the state before the chunk (state_passing),
+// DecayMask makes M^T of bmm_chunk's product, and EpilogueMath ends chunk_scan.
 #pragma once
 
 #include <type_traits>
@@ -11,25 +15,25 @@ namespace ssm_kernels::ssd {
 
 constexpr int kStepBlocks = kChunk / 8, kStepGroups = kChunk / 16;
 
-// In place of a piece's decay: a sequence begins in it, and nothing is left of the state before.
+// Stands for the decay of a segment in which a sequence begins: nothing is left of the state before it.
 constexpr float kReset = -1;
 __device__ __forceinline__ void add_decay(const SsdParams& p, float& segment_decay, const ChunkTables& tables) {
   segment_decay = has_reset(p, tables) || segment_decay == kReset ? kReset : segment_decay * tables.chunk_decay;
 }
 
-// Of the matrices of several sequences, those of one: null of null.
+// The states of one sequence; null if `states` is null.
 template <typename Pointer>
 __device__ __forceinline__ Pointer* states_of(const SsdParams& p, Pointer* states, int64_t entry) {
   return states == nullptr ? nullptr : states + entry * p.heads * p.headdim * p.dstate;
 }
 
-// The warp's rows of a head's state, in registers.
+// The warp's 16 rows of a state tile, in registers.
 template <int dstate>
 struct State {
   static constexpr int kBlocks = dstate / 8;
   float values[kBlocks][4];
 
-  // body(low, high, is_there, offset) for two neighboring elements at that offset of a (headdim, dstate) matrix.
+  // body(low, high, is_there, offset) for pairs of neighboring elements, at that offset in a (headdim, dstate) matrix.
   template <typename Self, typename Body>
   static __device__ __forceinline__ void for_each_pair(Self& self, const SsdParams& p, const StateTile& state_tile,
                                                        const FragmentLane& lane, const Body& body) {
@@ -57,7 +61,7 @@ struct State {
     }
   }
 
-  // From, and to, the matrices of all heads of one sequence; zero from a null pointer.
+  // Load from and store to the states of all heads of one sequence. A null pointer loads zeros.
   __device__ __forceinline__ void load(const SsdParams& p, const float* states, const StateTile& state_tile,
                                        const FragmentLane& lane) {
     const float* const source = states + int64_t(state_tile.head) * p.headdim * p.dstate;
@@ -76,7 +80,7 @@ struct State {
     });
   }
 
-  // Where a sequence begins in the chunk nothing is left of the state: that is not a product with zero.
+  // Callers drop the state instead where a sequence begins in the chunk: zero times Inf would be NaN.
   __device__ __forceinline__ void decay(float chunk_decay) {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -85,20 +89,20 @@ struct State {
     }
   }
 
-  // A thread's place in a block of columns, where registers are stored as they are.
+  // The address of this thread's registers of a block of columns, in a workspace in register order.
   template <typename Float>
   static __device__ __forceinline__ auto registers_of(Float* states, int block) {
     using Vector = std::conditional_t<std::is_const_v<Float>, const float4, float4>;
     return reinterpret_cast<Vector*>(states) + block * kWarpgroupThreads + threadIdx.x % kWarpgroupThreads;
   }
-  // The registers as they are, one block of columns after another, between threads of the same place in their units.
+  // Stores the registers as they are, for the thread of the same index in another warpgroup.
   __device__ __forceinline__ void store_registers(float* target) const {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       __stcg(registers_of(target, n), float4{values[n][0], values[n][1], values[n][2], values[n][3]});
     }
   }
-  // body(values, stored) for each block.
+  // body(values, stored) for each block of columns.
   template <typename Body>
   __device__ __forceinline__ void read_registers(const float* source, const Body& body) {
 #pragma unroll
@@ -108,7 +112,7 @@ struct State {
     }
   }
 
-  // The blocks from that number on become the first.
+  // Rotates the blocks of columns: block `blocks` becomes the first.
   __device__ __forceinline__ void rotate(int blocks) {
     const State before = *this;
 #pragma unroll
@@ -118,7 +122,7 @@ struct State {
     }
   }
 
-  // To a tile whose rows are the unit's: all columns, or the part-th of as many as the tile has.
+  // Rounds to a tile with the warpgroup's rows: all columns of the state, or its panel-th `columns` columns.
   template <typename Scalar, int columns>
   __device__ __forceinline__ void round(SmemTile<columns, sizeof(Scalar)>& tile, const FragmentPairs<sizeof(Scalar)>& pairs,
                                         int panel = 0) const {
@@ -133,7 +137,7 @@ struct State {
     }
   }
 
-  // The operand A of 16 columns.
+  // The operand A of the state's group-th 16 columns.
   template <typename Scalar>
   __device__ __forceinline__ void pack(int group, cuda::OperandA<Scalar>& a) const {
 #pragma unroll
@@ -149,26 +153,26 @@ struct State {
   }
 };
 
-// What pieces of walks do to the state of a unit, each piece at a place of its own: the state after it, begun with zero, in the
-// order of its threads' registers, and its decay.
+// Summaries of segments for the state tiles: the state after the segment, begun with zero, in the order of the threads'
+// registers, and the segment's decay.
 template <int dstate>
 struct SegmentSummaries {
   float *states, *decays;
 
-  __device__ __forceinline__ float* registers_of(int place) const { return states + int64_t(place) * (kStateRows * dstate); }
+  __device__ __forceinline__ float* registers_of(int index) const { return states + int64_t(index) * (kStateRows * dstate); }
 
-  // By the threads of the unit.
-  __device__ __forceinline__ void store(const State<dstate>& after_zero, float decay, int place) const {
-    after_zero.store_registers(registers_of(place));
-    if (threadIdx.x % kWarpgroupThreads == 0) decays[place] = decay;
+  // Called by all threads of the warpgroup.
+  __device__ __forceinline__ void store(const State<dstate>& after_zero, float decay, int index) const {
+    after_zero.store_registers(registers_of(index));
+    if (threadIdx.x % kWarpgroupThreads == 0) decays[index] = decay;
   }
 
-  // Takes a state through the pieces at each `stride`-th place from the first on, up to `end`, in that order.
+  // Takes a state through the segments of indices first, first + stride, ... below end, in that order.
   __device__ __forceinline__ void fold_into(State<dstate>& state, int first, int end, int stride) const {
 #pragma unroll 1
-    for (int place = first; place < end; place += stride) {
-      const float decay = __ldcg(decays + place);
-      state.read_registers(registers_of(place), [&](float (&values)[4], const float (&stored)[4]) {
+    for (int index = first; index < end; index += stride) {
+      const float decay = __ldcg(decays + index);
+      state.read_registers(registers_of(index), [&](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) values[i] = decay == kReset ? stored[i] : fmaf(decay, values[i], stored[i]);
       });
@@ -176,7 +180,8 @@ struct SegmentSummaries {
   }
 };
 
-// Of the warp's rows of a matrix whose rows are steps in that order, the eight steps of one half.
+// The block of eight steps in one half of the warp's rows, of a matrix whose rows are steps in that order; the lane's step of
+// it.
 template <typename Order>
 __device__ __forceinline__ int block_of(const FragmentLane& lane, int half) {
   return Order::block_at(2 * lane.warp + half);
@@ -186,7 +191,7 @@ __device__ __forceinline__ int step_of(const FragmentLane& lane, int half) {
   return kBlockSteps * block_of<Order>(lane, half) + lane.quad;
 }
 
-// Of M^T only blocks on and right of the diagonal are ever weighed: the others, to be made once.
+// Clears the blocks of M^T left of the diagonal, once. DecayMask writes only the others.
 template <typename Order>
 __device__ __forceinline__ void clear_left_of_diagonal(SmemTile<kChunk>& bmm, const FragmentLane& lane) {
   if (lane.pair != 0) return;
@@ -198,8 +203,8 @@ __device__ __forceinline__ void clear_left_of_diagonal(SmemTile<kChunk>& bmm, co
   }
 }
 
-// Weighs this warp's rows of (B C^T)^T, or so many blocks of their columns, which makes M^T of them. What all warps take of the
-// tables is read when it is made; what is left, when registers are there.
+// Applies decays and gains to this warp's rows of (B C^T)^T, or to `blocks` column blocks of them, which turns them into M^T.
+// The constructor reads the table values that all warps need; apply() reads the others, when registers are free.
 template <typename Order, bool has_resets, typename Tables = ChunkTables, int blocks = kStepBlocks>
 class DecayMask {
  public:
@@ -212,17 +217,17 @@ class DecayMask {
       gain_[half] = tables.gain[step];
     }
 #pragma unroll
-    for (int i = 0; i < kColumns; ++i) columns_[i] = of_columns(tables.log2_cumsum, first_block + kFirstColumn + i);
+    for (int i = 0; i < kColumns; ++i) columns_[i] = column_pair(tables.log2_cumsum, first_block + kFirstColumn + i);
   }
 
-  // put(low, high, n, half) for a lane's pairs of neighboring elements that are not left of the diagonal, in the order of
+  // Calls put(low, high, n, half) for the lane's pairs of neighboring elements that are not left of the diagonal, indexed as in
   // FragmentPairs.
   template <typename Put>
   __device__ __forceinline__ void apply(const float (&m)[blocks][4], const Put& put) const {
     if constexpr (kIsBalanced) {
       float2 chosen[kChosen];
 #pragma unroll
-      for (int i = 0; i < kChosen; ++i) chosen[i] = of_columns(tables_.log2_cumsum, is_of_first(i) ? i : kLastChosen - i);
+      for (int i = 0; i < kChosen; ++i) chosen[i] = column_pair(tables_.log2_cumsum, is_of_first(i) ? i : kLastChosen - i);
 #pragma unroll
       for (int n = kFirstColumn; n < kStepBlocks; ++n) {
         const bool is_on_diagonal = n == kFirstColumn && lane_.warp == n;
@@ -251,19 +256,19 @@ class DecayMask {
   }
 
  private:
-  // FromBothEnds a warp w has 9 blocks of 8 by 8 that are not left of the diagonal, all but 3 of them the same in all warps: in
-  // the first half of its rows from column w on, and so 3 to 7, in the second half from 7 - w on, and so 7. For i = 0, 1, 2 the
-  // others are column i of the first half, if i >= w, else column 6 - i of the second.
+  // FromBothEnds gives each warp 9 blocks (8 x 8) that are not left of the diagonal. Warp w has columns w to 7 in the first
+  // half of its rows, and 7 - w to 7 in the second. Columns 3 to 7 of the first half and 7 of the second are common to all
+  // warps. The other three, for i = 0, 1, 2, are column i of the first half if i >= w, else column 6 - i of the second.
   static constexpr bool kIsBalanced = std::is_same_v<Order, FromBothEnds>;
   static constexpr int kChosen = kWarpgroupWarps - 1, kLastChosen = kStepBlocks - 2;
-  static_assert(kStepBlocks == 2 * kWarpgroupWarps, "two blocks of steps to a warp");
-  static_assert(!kIsBalanced || blocks == kStepBlocks, "all warps have equally many blocks of all columns");
+  static_assert(kStepBlocks == 2 * kWarpgroupWarps, "each warp has two blocks of steps");
+  static_assert(!kIsBalanced || blocks == kStepBlocks, "the warps have equally many blocks only if they have all columns");
   __device__ __forceinline__ bool is_of_first(int i) const { return i >= lane_.warp; }
 
   static constexpr int kFirstColumn = kIsBalanced ? kChosen : 0, kColumns = blocks - kFirstColumn;
 
   template <typename Pair = float2, typename Element>
-  __device__ __forceinline__ Pair of_columns(const Element (&table)[kChunk], int block) const {
+  __device__ __forceinline__ Pair column_pair(const Element (&table)[kChunk], int block) const {
     return *reinterpret_cast<const Pair*>(&table[kBlockSteps * block + 2 * lane_.pair]);
   }
 
@@ -273,17 +278,17 @@ class DecayMask {
     const float log2_of_row = half == 0 ? log2_cumsum_[0] : log2_cumsum_[1], gain = half == 0 ? gain_[0] : gain_[1];
     float log2_between[2] = {log2_cumsum.x - log2_of_row, log2_cumsum.y - log2_of_row};
     if constexpr (std::is_same_v<Tables, Fp32ChunkTables>) {
-      const float2 lo = of_columns(tables_.log2_cumsum_lo, n);
+      const float2 lo = column_pair(tables_.log2_cumsum_lo, n);
       const float lo_of_row = tables_.log2_cumsum_lo[step_of<Order>(lane_, half)];
       log2_between[0] += lo.x - lo_of_row;
       log2_between[1] += lo.y - lo_of_row;
     }
     float scaled[2] = {low * (gain * Math<float>::exp2(log2_between[0])), high * (gain * Math<float>::exp2(log2_between[1]))};
-    // After i, the column, or of an earlier sequence: it may be anything then, also no number.
+    // Zero where step j is after step i, the column, or of an earlier sequence. The product may be Inf or NaN there.
     if (is_on_diagonal && lane_.quad > 2 * lane_.pair) scaled[0] = 0;
     if (is_on_diagonal && lane_.quad > 2 * lane_.pair + 1) scaled[1] = 0;
     if constexpr (has_resets) {
-      const int2 first = of_columns<int2>(tables_.first, n);
+      const int2 first = column_pair<int2>(tables_.first, n);
       const int row = step_of<Order>(lane_, half);
       if (row < first.x) scaled[0] = 0;
       if (row < first.y) scaled[1] = 0;
@@ -298,7 +303,7 @@ class DecayMask {
   float2 columns_[kColumns];
 };
 
-// y^T, a column for each step, times the decay from before the chunk.
+// Scales y^T, a column for each step, by the decay from before the chunk.
 __device__ __forceinline__ void scale_by_exp_cumsum(float (&y)[kStepBlocks][4], const ChunkTables& tables,
                                                     const FragmentLane& lane) {
 #pragma unroll
@@ -312,7 +317,7 @@ __device__ __forceinline__ void scale_by_exp_cumsum(float (&y)[kStepBlocks][4], 
   }
 }
 
-// x^T of the warp's rows and the 16 steps of a group of a tile's rows: an operand A.
+// Loads an operand A: x^T of the warp's rows, and of 16 steps, the group-th 16 rows of the tile.
 __device__ __forceinline__ void load_inputs(uint32_t (&x)[4], SmemTile<kStateRows>& tile, int group, const FragmentLane& lane) {
   cuda::ldmatrix_transposed(x, tile.ldmatrix_row(16 * group, 2 * lane.warp, lane.index));
 }
@@ -321,8 +326,8 @@ __device__ __forceinline__ void load_inputs(float (&x)[8], SmemTile<kStateRows, 
   cuda::load_a<true>(x, cuda::rows_of(cuda::columns_of(operand, lane.warp), group));
 }
 
-// x^T of the 16 steps of a group of rows in that order, each times its weight; `rest` is what rounding these leaves, if asked
-// for.
+// x^T of the group-th 16 rows, which are steps in that order, each step times its weight. `lo`, if given, receives the low
+// parts of a hi/lo split.
 template <typename Scalar, typename Order = InOrder>
 __device__ __forceinline__ void scale_inputs(const uint32_t (&x)[4], const float (&weights)[kChunk], int group,
                                              const FragmentLane& lane, uint32_t (&scaled)[4], uint32_t* lo = nullptr) {
@@ -340,7 +345,7 @@ __device__ __forceinline__ void scale_inputs(const uint32_t (&x)[4], const float
   }
 }
 
-// Those of steps before `first` are zero, be x no number.
+// The fp32 version. Steps before `first` become zero even if x is NaN.
 template <typename Scalar>
 __device__ __forceinline__ void scale_inputs(const float (&x)[8], const float (&weights)[kChunk], int group,
                                              const FragmentLane& lane, float (&scaled)[8], int first = 0) {
@@ -356,7 +361,7 @@ __device__ __forceinline__ void scale_inputs(const float (&x)[8], const float (&
   }
 }
 
-// D of the lane's two rows.
+// D for the lane's two rows.
 __device__ __forceinline__ float2 load_D(const SsdFwdParams& p, const StateTile& state_tile, const FragmentLane& lane) {
   const auto load = [&](int row) {
     return p.D != nullptr && row < state_tile.rows
@@ -366,14 +371,15 @@ __device__ __forceinline__ float2 load_D(const SsdFwdParams& p, const StateTile&
   return {load(lane.row), load(lane.row + 8)};
 }
 
-// Rounds out from y^T, x^T, whose steps are in that order, and, if there is one, z: this warp's columns.
+// The math of the epilogue: out = (y + D x) silu(z), rounded, from y^T, x^T, whose steps are in that order, and a tile of z or
+// null.
 template <typename Scalar, typename Order>
 class EpilogueMath {
  public:
   __device__ __forceinline__ EpilogueMath(const SsdFwdParams& p, const StateTile& state_tile, const FragmentLane& lane)
       : D_(load_D(p, state_tile, lane)) {}
 
-  // To a tile of which each warp has columns of its own.
+  // Writes this warp's columns of the tile.
   __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
                                         SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile,
                                         const FragmentLane& lane) const {

@@ -1,21 +1,22 @@
-// The states of a unit where a piece of a walk begins and ends (scheduler.cuh): given, final, or handed from run to run.
+// The state carry of forward: the state of a state tile before and after a segment (scheduler.cuh). It is the initial or final
+// state, or passes from block to block. With the loop over a segment's chunks this is mamba_ssm's state_passing.
 #pragma once
 
-#include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ready_flag.cuh"
 #include "ssd/cuda/scheduler.cuh"
 #include "ssd/cuda/state.cuh"
+#include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
 
 template <int dstate, typename Params>
 class StateCarry {
  public:
-  // For the unit of that index in its block.
+  // `index` is the state tile's in its block.
   __device__ __forceinline__ StateCarry(const Params& p, const Schedule& schedule, int index)
       : p_(p), schedule_(schedule), index_(index) {}
 
-  // The state before the piece.
+  // Loads the state before the current segment.
   __device__ __forceinline__ void load_before(State<dstate>& state, const TileScheduler<Params>& scheduler,
                                               const FragmentLane& lane) const {
     const WorkTile work_tile = scheduler.work_tile();
@@ -26,7 +27,7 @@ class StateCarry {
     if (scheduler.begins(work_tile)) return;
     if (!scheduler.is_long(work_tile)) {
       const int slot = summary_index(ticket_of_block() - 1);
-      // One thread of each warp: with a barrier of the unit here, for one of all, the loop over chunks takes more registers.
+      // One thread of each warp waits: with one of the warpgroup and a barrier, the loop over chunks takes more registers.
       if (threadIdx.x % kWarpSize == 0) cuda::wait_for_flag(schedule_.ready + slot);
       __syncwarp();
       state.read_registers(summaries().registers_of(slot), [](float (&values)[4], const float (&stored)[4]) {
@@ -39,7 +40,7 @@ class StateCarry {
                           kWarpgroups);
   }
 
-  // Hands on the state after the piece.
+  // Stores the state after the current segment: as the final state, or for the next block.
   __device__ __forceinline__ void store_after(const State<dstate>& state, const TileScheduler<Params>& scheduler,
                                               const FragmentLane& lane) const {
     const WorkTile work_tile = scheduler.work_tile();
@@ -49,12 +50,12 @@ class StateCarry {
     } else if (!scheduler.is_long(work_tile)) {
       const int slot = summary_index(ticket_of_block());
       state.store_registers(summaries().registers_of(slot));
-      cuda::barrier_sync(1 + index_, kWarpgroupThreads);
+      sync_warpgroup(index_);
       if (threadIdx.x % kWarpgroupThreads == 0) cuda::raise_flag(schedule_.ready + slot);
     }
   }
 
-  // What the piece does to a state.
+  // Stores the summary of the block's segment.
   __device__ __forceinline__ void store_summary(const State<dstate>& after_zero, float decay) const {
     summaries().store(after_zero, decay, summary_index(ticket_of_block()));
   }
@@ -68,22 +69,22 @@ class StateCarry {
   int index_;
 };
 
-// By the threads of a unit, for each piece of the block's run, with the state before it: multiply(state, place, unit) takes
-// that through the piece and returns the piece's decay.
-template <bool states_only, int dstate, typename Params, typename Multiply>
+// Run by the threads of a consumer warpgroup, for each segment of the block's range: scan_segment(state, span, state_tile)
+// takes the state before the segment through it and returns the segment's decay.
+template <bool states_only, int dstate, typename Params, typename ScanSegment>
 __device__ __forceinline__ void scan_segments(const Params& p, const Schedule& schedule, int index, const FragmentLane& lane,
-                                              const Multiply& multiply) {
+                                              const ScanSegment& scan_segment) {
   const StateCarry<dstate, Params> carry(p, schedule, index);
   for_each_segment<states_only>(p, schedule, [&](const auto& scheduler, const WorkSpan& at) {
     const StateTile state_tile(p, schedule, at, index);
     State<dstate> state;
     if constexpr (states_only) {
       state.clear();
-      const float decay = multiply(state, at, state_tile);
+      const float decay = scan_segment(state, at, state_tile);
       carry.store_summary(state, decay);
     } else {
       carry.load_before(state, scheduler, lane);
-      multiply(state, at, state_tile);
+      scan_segment(state, at, state_tile);
       carry.store_after(state, scheduler, lane);
     }
   });

@@ -1,6 +1,8 @@
-// Forward with more states than a unit carries: a block's two units have the same rows of one head and half of the columns of
-// its state each. y is a sum over columns, of S C and of the C_i . B_j in M alike, so that each unit has a part of it: the
-// second leaves its part in shared memory to the first, which adds it and writes out.
+// The layout of a block's two consumer warpgroups in forward, and their named barriers.
+//
+// With dstate over kStateColumns both warpgroups have the same rows of one head, and half of the columns of its state each. y
+// is a sum over columns, both in S C and in the C_i . B_j of M. Each warpgroup therefore computes a part of y. The second
+// passes its part through shared memory to the first, which adds it and writes out.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
@@ -8,16 +10,26 @@
 
 namespace ssm_kernels::ssd {
 
-// y^T of a unit, in the order of its threads' registers, from one unit of a block to the other.
+// Named barriers of the forward kernels. Number 0 is __syncthreads.
+enum FwdBarrier : int {
+  kWarpgroupBarrier = 1,  // the first of one for each consumer warpgroup
+  kPartialOutWritten = kWarpgroupBarrier + kWarpgroups,
+  kPartialOutRead,
+};
+
+// A barrier of the threads of one consumer warpgroup.
+__device__ __forceinline__ void sync_warpgroup(int index) { cuda::barrier_sync(kWarpgroupBarrier + index, kWarpgroupThreads); }
+
+// A part of y^T on its way from one warpgroup of the block to the other, in the order of the threads' registers.
 class PartialOut {
  public:
   __device__ __forceinline__ void put(const float (&y)[kStepBlocks][4]) {
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) values_[n][threadIdx.x % kWarpgroupThreads] = {y[n][0], y[n][1], y[n][2], y[n][3]};
-    cuda::barrier_arrive(kIsThere, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_arrive(kPartialOutWritten, kWarpgroups * kWarpgroupThreads);
   }
   __device__ __forceinline__ void add_to(float (&y)[kStepBlocks][4]) const {
-    cuda::barrier_sync(kIsThere, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_sync(kPartialOutWritten, kWarpgroups * kWarpgroupThreads);
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) {
       const float4 part = values_[n][threadIdx.x % kWarpgroupThreads];
@@ -26,19 +38,18 @@ class PartialOut {
       y[n][2] += part.z;
       y[n][3] += part.w;
     }
-    cuda::barrier_arrive(kIsRead, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_arrive(kPartialOutRead, kWarpgroups * kWarpgroupThreads);
   }
-  // By the unit that left it, once for each part, before it leaves the next.
-  __device__ __forceinline__ void wait_until_read() const { cuda::barrier_sync(kIsRead, kWarpgroups * kWarpgroupThreads); }
+  // Called by the warpgroup that called put(), once for each part, before the next put().
+  __device__ __forceinline__ void wait_until_read() const {
+    cuda::barrier_sync(kPartialOutRead, kWarpgroups * kWarpgroupThreads);
+  }
 
  private:
-  // Barriers, after those of the units.
-  static constexpr int kIsThere = 1 + kWarpgroups, kIsRead = 2 + kWarpgroups;
-
   float4 values_[kStepBlocks][kWarpgroupThreads];
 };
 
-// How the units of a block share its rows, and the columns of that many states.
+// How the warpgroups of a block divide rows and columns of states with `dstate` columns.
 template <int dstate>
 struct WarpgroupLayout {
   static constexpr int kColumns = static_cast<int>(tile_columns(dstate)), kColumnBlocks = column_blocks(dstate);
@@ -49,7 +60,7 @@ struct WarpgroupLayout {
 
   static __device__ __forceinline__ int column_block(int index) { return kShareRows ? index : 0; }
   static __device__ __forceinline__ int row_block(int index) { return kShareRows ? 0 : index; }
-  // Of the units of the same rows, one.
+  // One of the warpgroups with the same rows writes out.
   static __device__ __forceinline__ bool writes_out(int index) { return column_block(index) == 0; }
 };
 
