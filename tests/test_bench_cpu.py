@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from pathlib import Path
 
@@ -103,6 +104,13 @@ def test_sections_without_rows_are_left_out_of_the_page(tmp_path):
     for name, result in files.items():
         page = report.section(result)
         assert ("Composed" in page) == ("layers" in result), name
+
+
+def test_methods_have_their_alias():
+    parser = argparse.ArgumentParser()
+    bench_cpu.add_options(parser)
+    for name in ("foh", "zoh_exact"):
+        assert parser.parse_args(["--methods", "zoh", name]).methods == ["zoh", "zoh_exact"]
 
 
 def test_bad_arguments(capsys):
