@@ -1,23 +1,24 @@
-// The discretizations of h' = A h + B u, A diagonal. With z = delta A each is
+// The discretizations of h' = A h + B u, A diagonal. With z = delta A, each method is
 //
-//   h_t = Abar(z) h_{t-1} + delta k(z) B_t u_t
+//   h_t = Abar(z) h_{t-1} + delta (k(z) B_t u_t + m(z) B_{t-1} u_{t-1})
 //
-// and is given here, once, for the CPU's vectors, for CUDA threads and for scalar host code, as a struct of
+// A method is a struct, shared by the CPU's SIMD vectors, CUDA threads and scalar host code:
 //
-//   basis(z)             the one expensive value (an exponential or a reciprocal) from which all else follows cheaply
+//   basis(z)             the one expensive value (an exponential or a reciprocal), from which the others follow cheaply
 //   abar(z, basis)       Abar
-//   gain(z, basis)       k
-//   derivatives(z, basis, gain)   Abar', k' and (z k)'
-//   kUnitGain            k = 1, known when compiling
-//   kExponential         Abar = basis = e^z, known when compiling: products of Abar over time are exponentials of sums of z
+//   gain(z, basis)       the coefficients {k, m} of the current and the previous input
+//   derivatives(z, basis, k)   Abar', k' and (z k)'
+//   kUnitGain            k = 1, known at compile time
+//   kExponential         Abar = basis = e^z, known at compile time: products of Abar over time are exponentials of sums of z
+//   kUsesPreviousInput   m != 0, known at compile time; false for all methods so far
 //
 // With z = delta A the chain rule needs no division by A or z, so that A -> 0 and delta -> 0 are ordinary points:
 //
 //   d Abar / d delta = A Abar'          d Abar / d A = delta Abar'
 //   d (delta k) / d delta = (z k)'      d (delta k) / d A = delta^2 k'
 //
-// To add a method: a struct here, a row in SSM_DISCRETIZATIONS, a function in ssm_kernels/reference.py, a row in the tests'
-// table. The formulas and their properties are in docs/discretizations.md.
+// To add a method: a struct here, a row in SSM_DISCRETIZATIONS, a function in ssm_kernels/reference.py and a row in the tests'
+// table. docs/discretizations.md has the formulas and their properties.
 #pragma once
 
 #include <string_view>
@@ -27,6 +28,21 @@
 
 namespace ssm_kernels {
 
+// The factors of delta B_t u_t and of delta B_{t-1} u_{t-1}.
+template <typename T>
+struct Coefficients {
+  T current;
+  T previous = T(typename Math<T>::Scalar(0));
+};
+
+// The input's one factor, for kernels that read u_t and B_t only. The assertion names the code to extend when a method with a
+// second coefficient enters the table.
+template <typename Method, typename T>
+SSM_HOST_DEVICE T current_gain(const Method& method, T z, T basis) {
+  static_assert(!Method::kUsesPreviousInput, "the caller has no term in B_{t-1} u_{t-1}: add it there");
+  return method.gain(z, basis).current;
+}
+
 template <typename T>
 struct DiscretizationDerivatives {
   T abar;    // Abar'(z)
@@ -34,9 +50,10 @@ struct DiscretizationDerivatives {
   T z_gain;  // (z k(z))'
 };
 
-// Abar = e^z, whatever the gain.
+// Methods with Abar = e^z; they differ in the gain.
 struct ExponentialTransition {
   static constexpr bool kExponential = true;
+  static constexpr bool kUsesPreviousInput = false;
   template <typename T>
   static SSM_HOST_DEVICE T basis(T z) {
     return Math<T>::exp(z);
@@ -51,8 +68,8 @@ struct ExponentialTransition {
 struct Zoh : ExponentialTransition {
   static constexpr bool kUnitGain = true;
   template <typename T>
-  static SSM_HOST_DEVICE T gain(T, T) {
-    return T(typename Math<T>::Scalar(1));
+  static SSM_HOST_DEVICE Coefficients<T> gain(T, T) {
+    return {T(typename Math<T>::Scalar(1))};
   }
   template <typename T>
   static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T, T ez, T one) {
@@ -64,8 +81,8 @@ struct Zoh : ExponentialTransition {
 struct ZohExact : ExponentialTransition {
   static constexpr bool kUnitGain = false;
   template <typename T>
-  static SSM_HOST_DEVICE T gain(T z, T ez) {
-    return phi1(z, ez);
+  static SSM_HOST_DEVICE Coefficients<T> gain(T z, T ez) {
+    return {phi1(z, ez)};
   }
   template <typename T>
   static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T z, T ez, T p1) {
@@ -73,14 +90,14 @@ struct ZohExact : ExponentialTransition {
   }
 };
 
-// e^z with phi1 cut after `terms` Taylor terms: k = sum_{j < terms} z^j / (j + 1)!.
+// phi1 truncated after `terms` Taylor terms: k = sum_{j < terms} z^j / (j + 1)!.
 template <int terms>
 struct TruncatedPhi1 : ExponentialTransition {
   static_assert(terms >= 2 && terms <= 4, "the coefficients below are written out for up to four terms");
   static constexpr bool kUnitGain = false;
   template <typename T>
-  static SSM_HOST_DEVICE T gain(T z, T) {
-    return horner<terms>(z, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24);
+  static SSM_HOST_DEVICE Coefficients<T> gain(T z, T) {
+    return {horner<terms>(z, 1.0, 1.0 / 2, 1.0 / 6, 1.0 / 24)};
   }
   template <typename T>
   static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T z, T ez, T) {
@@ -110,6 +127,7 @@ struct GeneralizedBilinear {
   static_assert(twice_alpha >= 0 && twice_alpha <= 2, "alpha is 0, 1/2 or 1");
   static constexpr bool kUnitGain = twice_alpha == 0;
   static constexpr bool kExponential = false;
+  static constexpr bool kUsesPreviousInput = false;
   template <typename T>
   static SSM_HOST_DEVICE T basis(T z) {
     using Scalar = typename Math<T>::Scalar;
@@ -126,8 +144,8 @@ struct GeneralizedBilinear {
     return numerator * r;
   }
   template <typename T>
-  static SSM_HOST_DEVICE T gain(T, T r) {
-    return r;
+  static SSM_HOST_DEVICE Coefficients<T> gain(T, T r) {
+    return {r};
   }
   template <typename T>
   static SSM_HOST_DEVICE DiscretizationDerivatives<T> derivatives(T, T r, T) {
@@ -140,8 +158,8 @@ using Euler = GeneralizedBilinear<0>;
 using Bilinear = GeneralizedBilinear<1>;
 using BackwardEuler = GeneralizedBilinear<2>;
 
-// The one table: enumerator, name, struct. Parsing, dispatch, instantiations, error messages and ssm_kernels.discretizations
-// follow from it.
+// The table of methods: enumerator, name, struct. Parsing, dispatch, instantiations, error messages and
+// ssm_kernels.discretizations follow from it.
 #define SSM_DISCRETIZATIONS(ROW)          \
   ROW(kZoh, "zoh", Zoh)                   \
   ROW(kZohExact, "zoh_exact", ZohExact)   \
@@ -171,7 +189,7 @@ constexpr DiscretizationRow kDiscretizationTable[] = {
 
 constexpr DiscretizationRow kDiscretizationAliases[] = {{"foh", Discretization::kZohExact}};
 
-// The method of that name, or null.
+// The method with this name or alias; null if there is none.
 inline const Discretization* find_discretization(std::string_view name) {
   for (const DiscretizationRow& row : kDiscretizationTable) {
     if (row.name == name) return &row.method;
@@ -182,8 +200,8 @@ inline const Discretization* find_discretization(std::string_view name) {
   return nullptr;
 }
 
-// Calls visitor(Zoh{}), visitor(ZohExact{}), ...: the run-time method as a type. The visitor may be of the host or of the
-// device.
+// Calls visitor(Zoh{}), visitor(ZohExact{}), ...: turns the run-time method into a type. The visitor may be host or device
+// code.
 #if defined(__CUDACC__)
 #pragma nv_exec_check_disable
 #endif

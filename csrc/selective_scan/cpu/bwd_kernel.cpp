@@ -64,7 +64,7 @@ void recompute_chunk(const BwdChunk<Acc>& c) {
       const V basis = Method::basis(z);
       basis.store(c.basis + t * row + n * kLanes);
       V scaled = input;
-      if constexpr (!Method::kUnitGain) scaled = scaled * Method::gain(z, basis);
+      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
       const V h = at::vec::fmadd(Method::abar(z, basis), V::loadu(before + n * kLanes), scaled * c.B.at(t, n));
       h.store(after + n * kLanes);
       y = at::vec::fmadd(h, c.C.at(t, n), y);
@@ -93,7 +93,7 @@ void scan_chunk_backward(const BwdChunk<Acc>& c) {
     for (int64_t n = 0; n < c.dstate; ++n) {
       const int64_t at = n * kLanes;
       const V A = V::loadu(c.A + at), B = c.B.at(t, n);
-      const V z = delta * A, basis = V::loadu(c.basis + t * row + at), gain = Method::gain(z, basis);
+      const V z = delta * A, basis = V::loadu(c.basis + t * row + at), gain = current_gain(Method(), z, basis);
       const auto derivative = Method::derivatives(z, basis, gain);
 
       (V::loadu(grad_C + at) + live(dy * V::loadu(after + at))).store(grad_C + at);

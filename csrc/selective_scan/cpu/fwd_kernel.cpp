@@ -37,7 +37,7 @@ void scan_chunk(const FwdChunk<Acc>& c) {
       const V z = delta * V::loadu(c.A + n * kLanes);
       const V basis = Method::basis(z);
       V scaled = input;
-      if constexpr (!Method::kUnitGain) scaled = scaled * Method::gain(z, basis);
+      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
       const V h = at::vec::fmadd(Method::abar(z, basis), V::loadu(c.state + n * kLanes), scaled * c.B.at(t, n));
       h.store(c.state + n * kLanes);
       y = at::vec::fmadd(h, c.C.at(t, n), y);

@@ -151,7 +151,7 @@ struct Transition {
   __device__ __forceinline__ Acc abar() const { return Method::abar(z, basis); }
   // delta u k(z), given delta u.
   __device__ __forceinline__ Acc input(Acc delta_u) const {
-    return Method::kUnitGain ? delta_u : delta_u * Method::gain(z, basis);
+    return Method::kUnitGain ? delta_u : delta_u * current_gain(Method(), z, basis);
   }
 };
 

@@ -176,14 +176,14 @@ struct BwdConsumer {
             if constexpr (Method::kExponential) {
               q = adjoint[k][i] * previous;
             } else {
-              q = Method::derivatives(step.z, step.basis, Method::gain(step.z, step.basis)).abar * (g * previous);
+              q = Method::derivatives(step.z, step.basis, current_gain(Method(), step.z, step.basis)).abar * (g * previous);
             }
             if constexpr (Method::kUnitGain) {
               to_A = q;
               sum_input[k][j] = Math<Acc>::fma(g, b[j], sum_input[k][j]);
               of_B = g * u_at(k, j);
             } else {
-              const Acc gain = Method::gain(step.z, step.basis), g_b = g * b[j], u_g_b = u_at(k, j) * g_b;
+              const Acc gain = current_gain(Method(), step.z, step.basis), g_b = g * b[j], u_g_b = u_at(k, j) * g_b;
               const auto derivatives = Method::derivatives(step.z, step.basis, gain);
               to_A = Math<Acc>::fma(delta_at(k, j) * u_g_b, derivatives.gain, q);
               sum_step[k][j] = Math<Acc>::fma(u_g_b * kScaleOfA<Method, Acc>, derivatives.z_gain, sum_step[k][j]);

@@ -353,7 +353,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             if constexpr (Known::kExponential) {
               q = through * previous;
             } else {
-              q = Known::derivatives(step.z, step.basis, Known::gain(step.z, step.basis)).abar * (g * previous);
+              q = Known::derivatives(step.z, step.basis, current_gain(Known(), step.z, step.basis)).abar * (g * previous);
             }
             // What a step past the end must not turn into NaN.
             if (is_tail && j >= opaque(valid)) q = 0;
@@ -362,7 +362,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
               grad_input[j] = Math<Acc>::fma(g, b_at(j), grad_input[j]);
               to_B[j] = g * delta_u(j);
             } else {
-              const Acc gain = Known::gain(step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
+              const Acc gain = current_gain(Known(), step.z, step.basis), g_b = g * b_at(j), u_g_b = u_or_delta_u[j] * g_b;
               const auto derivatives = Known::derivatives(step.z, step.basis, gain);
               to_A = Math<Acc>::fma(delta[j] * u_g_b, derivatives.gain, q);
               grad_step[j] = Math<Acc>::fma(u_g_b * kScaleOfA<Known, Acc>, derivatives.z_gain, grad_step[j]);

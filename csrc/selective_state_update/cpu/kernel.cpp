@@ -62,7 +62,7 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
     for (int64_t r = 0; r < rows.count; ++r) gather_A(p, row_of(p.A, r), 1, row_A + r);
     const V z = V::loadu(rows.delta) * value_of_A(V::loadu(row_A)), basis = Method::basis(z);
     Method::abar(z, basis).store(tied_abar);
-    (V::loadu(rows.input) * Method::gain(z, basis)).store(tied_factor);
+    (V::loadu(rows.input) * current_gain(Method(), z, basis)).store(tied_factor);
   }
 
   alignas(64) State gathered_state[kMaxDstate];
@@ -90,7 +90,7 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
       if (!p.tied_A()) {
         const V z = delta * value_of_A(load_as<Acc>(row_A + n, count)), basis = Method::basis(z);
         abar = Method::abar(z, basis);
-        factor = input * Method::gain(z, basis);
+        factor = input * current_gain(Method(), z, basis);
       }
       V value = at::vec::fmadd(abar, load_as<Acc>(h + n, count), factor * V::loadu(rows.B + n));
       // A step size of inf makes NaN even of a zero state.

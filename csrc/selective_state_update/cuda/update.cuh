@@ -88,6 +88,8 @@ __device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], 
 
 // Stands for a method that the kernel reads from its parameters. The general kernel is compiled once for all methods.
 struct RuntimeMethod {
+  static constexpr bool kUsesPreviousInput = false;
+
   Discretization discretization;
 
   template <typename T>
@@ -103,10 +105,10 @@ struct RuntimeMethod {
     return result;
   }
   template <typename T>
-  __device__ __forceinline__ T gain(T z, T basis) const {
+  __device__ __forceinline__ Coefficients<T> gain(T z, T basis) const {
     T result = 0;
-    visit_discretization(discretization, [&](auto method) { result = method.gain(z, basis); });
-    return result;
+    visit_discretization(discretization, [&](auto method) { result = current_gain(method, z, basis); });
+    return {result};
   }
 };
 
@@ -264,7 +266,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
       const Acc z = delta * row_A, basis = method.basis(z);
       first = method.abar(z, basis);
-      second *= method.gain(z, basis);
+      second *= current_gain(method, z, basis);
     }
     if (p.D.data != nullptr) skipped = skip.value(p.D_is_input_kind) * x;
     if (p.z.data != nullptr) gate = silu(to_accumulate(z_in));
@@ -283,7 +285,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
         if constexpr (!tied_A) {
           const Acc z = row_first * A_n[r][i], basis = method.basis(z);
           abar = method.abar(z, basis);
-          factor = row_second * method.gain(z, basis);
+          factor = row_second * current_gain(method, z, basis);
         }
         const Acc value = Math<Acc>::fma(abar, to_accumulate(h[r][i]), factor * to_accumulate(B_n[i]));
         partial[r] = Math<Acc>::fma(value, to_accumulate(C_n[i]), partial[r]);

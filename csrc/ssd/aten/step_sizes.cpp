@@ -26,7 +26,7 @@ Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt) 
   visit_discretization(method, [&](auto rule) {
     using Rule = decltype(rule);
     const TensorValue zeta(steps.zeta);
-    steps.gain = (steps.size * Rule::gain(zeta, Rule::basis(zeta)).tensor).to(accumulate);
+    steps.gain = (steps.size * current_gain(Rule(), zeta, Rule::basis(zeta)).tensor).to(accumulate);
   });
   return steps;
 }
@@ -38,7 +38,7 @@ StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps
   visit_discretization(method, [&](auto rule) {
     using Rule = decltype(rule);
     const TensorValue zeta(steps.zeta), basis = Rule::basis(zeta);
-    const auto derivatives = Rule::derivatives(zeta, basis, Rule::gain(zeta, basis));
+    const auto derivatives = Rule::derivatives(zeta, basis, current_gain(Rule(), zeta, basis));
     // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
     grad_size = grad_zeta * in.A.to(at::kDouble) + grad_gain * derivatives.z_gain.tensor;
     const at::Tensor grad_A = (grad_zeta + grad_gain * steps.size * derivatives.gain.tensor) * steps.size;

@@ -126,7 +126,7 @@ __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, cons
     visit_exponential(p.discretization, [&](auto method) {
       using Method = decltype(method);
       const float basis = Method::basis(zeta);
-      const auto derivatives = Method::derivatives(zeta, basis, Method::gain(zeta, basis));
+      const auto derivatives = Method::derivatives(zeta, basis, current_gain(Method(), zeta, basis));
       by_size = fmaf(grads.zeta[i], of_head.A, grads.gain[i] * derivatives.z_gain);
       by_A = fmaf(grads.gain[i] * d, derivatives.gain, grads.zeta[i]) * d;
     });

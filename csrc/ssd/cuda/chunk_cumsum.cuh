@@ -158,7 +158,7 @@ struct ChunkCumsum {
     visit_exponential(p.discretization, [&](auto method) {
       using Method = decltype(method);
       if constexpr (!Method::kUnitGain) {
-        for_each([&](int k, int i) { gain[k][i] *= Method::gain(zeta[k][i], Method::basis(zeta[k][i])); });
+        for_each([&](int k, int i) { gain[k][i] *= current_gain(Method(), zeta[k][i], Method::basis(zeta[k][i])); });
       }
     });
 

@@ -117,7 +117,7 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
       decay = is_reset ? 0.0f : Math<float>::exp2(static_cast<float>(double(gain) * double(head_steps.A) * kLog2E));
       visit_exponential(p.discretization, [&](auto method) {
         using Method = decltype(method);
-        if constexpr (!Method::kUnitGain) gain *= Method::gain(zeta, Method::basis(zeta));
+        if constexpr (!Method::kUnitGain) gain *= current_gain(Method(), zeta, Method::basis(zeta));
       });
     }
     shared.decay_and_gain[t] = {decay, gain};
