@@ -3,16 +3,8 @@
 
     python benchmarks/bench_layers.py [--json FILE] [--cases NAME ...] [--trials N] [--no-models]
 
-Layers: nn.Mamba and nn.Mamba2 with parameters and activations in bfloat16, projections included. "forward" runs without
-gradients; "forward + backward" ends with the gradients of the input and of every parameter. Each is time between two events
-after the cache was overwritten once, as triton.testing.do_bench measures it, ours and mamba_ssm's in turns; median of trials.
-"peak" is the memory of forward and backward at its highest, over what was allocated before. "kept" are the bytes for each token
-that the forward saves for backward, each storage once, without the parameters and the layer's own input.
-
-Decoding steps run in a CUDA graph of many layers, so that caches do not hold their weights and states. "latency" is a replay of
-a CUDA graph with two narrow layers on a few steps. Language models of 24 layers: a training step with float32 parameters under
-autocast, without the optimizer, and the generation of tokens by wall clock. Operators between the scans and the projections are
-compared with a copy of the same bytes.
+``page.md`` says what each figure is: of nn.Mamba and nn.Mamba2, of their decoding steps, of narrow layers in a CUDA graph, of
+language models in training and generation, and of the operators between scans and projections.
 
 mamba_ssm's layers get the weights of ours, and both ``state_dict``s must load into the other. Outputs, states, gradients and
 logits of both are compared with ours in float64 on the CPU, logits with ours in float32. Exits with 1 if one is wrong; a missed

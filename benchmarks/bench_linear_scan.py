@@ -3,19 +3,9 @@
 
     python benchmarks/bench_linear_scan.py [--json FILE] [--cases NAME ...] [--trials N] [--skip_compile]
 
-"forward" runs without gradients, "backward" is ``torch.autograd.grad`` to every input. Each is GPU time between two events,
-after the cache was overwritten; the median of the trials. What is of one shape takes turns, and with it the peers. Beside
-``linear_scan`` these are scans whose gates are computed before, flash-linear-attention's ``chunk_hgrn`` and accelerated-scan's,
-each in the layout that it wants; where one is not installed, figures recorded on an H200 are printed, and marked as such.
-Beside minGRU it is the loop over time compiled by ``torch.compile``, at one size.
-
-The work is little, so that a scan is held to the bytes that it must move: forward each input and h once, backward each input
-that the formulas need, h and the incoming gradient once, and the gradients once. Their number over the time is given as a share
-of the rate at which the device copies a large tensor, measured in the same run. One row of 256 channels is held to the time of
-as many elements in 32 rows of 2048; small calls are held to a time.
-
-The layers ``nn.MinGRU`` and ``nn.MinLSTM``, projections included, are timed beside ``torch.nn.GRU`` and ``torch.nn.LSTM``, in
-float32 (where cuDNN may use TF32, as it does by default; the others do not).
+``page.md`` says what each figure is. Cases of one shape take turns with their peers: for ``linear_scan`` the kernels of
+flash-linear-attention and accelerated-scan, for minGRU the loop over time compiled by ``torch.compile``, at one size. Where a
+peer is not installed, figures recorded on an H200 are printed and marked.
 
 Before a case is timed, its results and gradients for some channels are compared with those of the CPU kernel in float64. Exits
 with 1 if one is wrong; a missed bar is only reported.

@@ -3,11 +3,10 @@
 
     python benchmarks/bench_norms.py [--json FILE] [--trials N]
 
-Each case is a CUDA graph of several calls, each on another set of tensors, so many that none is still in the second-level cache
-when its turn comes again; a time is that of a replay over the number of calls. Forward and backward are the private operators
-that autograd calls, without its bookkeeping. A copy reads and writes as many bytes together as a call must: every tensor once.
-PyTorch's composition is torch.nn.functional.rms_norm or layer_norm with the gate or the sum beside it, forward and backward
-together. Every case is compared with the float64 reference before it is timed. Exits with 1 if one is wrong.
+Each case is a CUDA graph of calls on different tensors, which have left the second-level cache; a time is the time of a replay
+over the number of calls. Forward and backward are the private operators that autograd calls, without its bookkeeping. PyTorch's
+composition is its rms_norm or layer_norm with the gate or the sum, forward and backward together. Every case is compared with
+the float64 reference before it is timed. Exits with 1 if one is wrong.
 """
 
 from __future__ import annotations

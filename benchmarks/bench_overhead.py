@@ -3,11 +3,9 @@
 
     python benchmarks/bench_overhead.py [--json FILE] [--blocks N]
 
-The tensors are so small that the GPU is never what the host waits for. "without gradients": of tensors that need none. "forward
-+ backward" is a call and ``torch.autograd.grad`` of it to every input, which hands the work to autograd's thread and waits for
-it. "operator" is the registered operator called directly, without autograd: what is left of a call is the dispatcher's,
-autograd's and the Python wrapper's part. A product of two tensors of the same size shows what PyTorch needs for any operator.
-Median over blocks of 50 calls.
+The tensors are so small that the host never waits for the GPU. Backward passes the work to autograd's thread and waits for it.
+The difference between a call and the registered operator is the time of the dispatcher, of autograd and of the Python wrapper.
+A product of two tensors of the same size shows what PyTorch needs for any operator. Median over blocks of 50 calls.
 """
 
 from __future__ import annotations

@@ -3,12 +3,8 @@
 
     python benchmarks/bench_selective_scan.py [--json FILE] [--cases NAME ...] [--trials N]
 
-All cases have D, delta_bias and softplus. "forward" runs without gradients and saves nothing, "training" is the forward of a
-training step, which saves the states at the chunk boundaries, "backward" is ``torch.autograd.grad`` to every input. Each is
-GPU time between two events, after the cache was overwritten; the median of the trials. Cases of one shape take turns, and
-mamba_ssm's kernel with them, if it is installed; else figures recorded with it on an H200 are printed, and marked as such.
-
-The floor, on an H200, is the largest of the times that memory, special functions and instructions need: benchmarks/floors.py.
+``page.md`` says what each figure is, ``floors.py`` how the least time follows from an H200's rates. Cases of one shape take
+turns, and mamba_ssm's kernel with them, if it is installed; else figures recorded with it on an H200 are printed and marked.
 
 Before a case is timed, its results and gradients for some channels are compared with those of the CPU kernel in float64. Exits
 with 1 if one is wrong; a missed bar is only reported.

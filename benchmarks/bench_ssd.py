@@ -3,16 +3,9 @@
 
     python benchmarks/bench_ssd.py [--json FILE] [--cases NAME ...] [--trials N]
 
-All cases have D, dt_bias and softplus, leave the chunks' length to the operator, and are of bfloat16, or of float32 where their
-names say so, which mamba_ssm multiplies as TF32. "forward" runs without gradients, "backward" is ``torch.autograd.grad`` to
-every input. Each is time between two events, after the cache was overwritten; the median of the trials. mamba_ssm's
+``page.md`` says what each figure is. The cases leave the chunks' length to the operator. mamba_ssm's
 ``mamba_chunk_scan_combined`` takes turns with ours, tuned before, if it is installed; else figures recorded with it on an H200
-are printed, and marked as such. At small sizes it is bound by its launches from Python, and that is what is measured. "graph"
-is a forward in a CUDA graph, on inputs that have left the second-level cache.
-
-GB/s and TFLOP/s are of the bytes that must move and of the operations that chunks of 64 steps take, whatever the kernels do:
-docs/ssd.md, "Operations and bytes". "peak" is the memory of inputs, forward and backward at its highest, over that of inputs,
-output and gradients, which nothing can do without.
+are printed and marked.
 
 Before a case is timed, its results and gradients for one row of the batch are compared with those of the CPU kernel in
 float64. The error of ``out`` is also given over that of the exact result rounded to its dtype, and so is that of an ``out``

@@ -3,11 +3,8 @@
 
     python benchmarks/bench_state_update.py [--json FILE] [--trials N]
 
-Each case is timed in two ways. "graph": a CUDA graph of many steps, each on another set of tensors, so many sets that none is
-still in the second-level cache when its turn comes again; time of a replay over the number of steps. "call": one call between
-two events after the cache was overwritten, as triton.testing.do_bench does (and by it, where Triton is installed). The copy
-moves as many bytes as the state: each read once and written once, which is the least that a step can do. Every case is compared
-with the float64 reference before it is timed. Exits with 1 if one is wrong.
+``page.md`` says what each figure is. A call is timed by ``triton.testing.do_bench`` where Triton is installed. Every case is
+compared with the float64 reference before it is timed. Exits with 1 if one is wrong.
 """
 
 from __future__ import annotations

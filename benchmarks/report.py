@@ -10,6 +10,7 @@ tables are those that the benchmarks print; the text around them is in benchmark
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -21,34 +22,17 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks import (
-    bench_causal_conv1d,
-    bench_cpu,
-    bench_layers,
-    bench_linear_scan,
-    bench_norms,
-    bench_overhead,
-    bench_selective_scan,
-    bench_ssd,
-    bench_state_update,
-)
 from benchmarks.costs import replace_costs
 from benchmarks.tables import Column, Result, Table, markdown
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
-# In the order of the page.
-MODULES = (
-    bench_layers,
-    bench_selective_scan,
-    bench_ssd,
-    bench_linear_scan,
-    bench_state_update,
-    bench_overhead,
-    bench_causal_conv1d,
-    bench_norms,
-    bench_cpu,
+HERE = Path(__file__).resolve().parent
+DOCS = HERE.parent / "docs"
+TEMPLATES = dict(
+    re.findall(r"^\[benchmark: (\w+)\]\n\n(.*?)\n*(?=\[benchmark: |\Z)", (HERE / "page.md").read_text(), re.M | re.S)
 )
-BENCHMARKS = {module.BENCHMARK.name: module.BENCHMARK for module in MODULES}
+_FOUND = [importlib.import_module(f"benchmarks.{path.stem}").BENCHMARK for path in sorted(HERE.glob("bench_*.py"))]
+# In the order of the page.
+BENCHMARKS = {name: benchmark for name in TEMPLATES for benchmark in _FOUND if benchmark.name == name}
 MACHINE = {
     "gpu": "GPU",
     "driver": "driver",
@@ -65,11 +49,9 @@ FIGURES = {"selective_scan": "selective_scan_roofline", "linear_scan": "linear_s
 
 def section(result: Result) -> str:
     """The result's part of ``page.md``: an empty table is left out, and so is the paragraph before it."""
-    templates = Path(__file__).with_name("page.md").read_text().split("[benchmark: ")
-    (template,) = (found for found in templates if found.startswith(f"{result['benchmark']}]\n"))
     tables = {table.title: table for table in BENCHMARKS[result["benchmark"]].tables(result)}
     blocks: list[str | Table] = []
-    for block in template.partition("]\n")[2].strip().split("\n\n"):
+    for block in TEMPLATES[result["benchmark"]].split("\n\n"):
         match = re.fullmatch(r"\[table: (.*)\]", block)
         if match is None:
             blocks.append(block)
