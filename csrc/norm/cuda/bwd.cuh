@@ -1,33 +1,36 @@
-// Norms on CUDA, backward: the general kernels, which take every option. norm.h has the formulas of forward, launch.h how
-// the work is cut, rms_bwd.cuh the kernels of the most frequent cases. With y = norm(v) and gy the gradient that reaches y
-// weight,
+// Backward of the norms: the general kernels, which take every option. norm.h has the formulas of forward, launch.h the mapping
+// to teams, rms_bwd.cuh faster kernels for the most frequent cases. With y = norm(v) and gy the gradient of y weight:
 //
 //   grad_v = rstd (gy weight - mean(gy weight) - y mean(gy weight y)),  the first mean for LayerNorm alone
 //   grad_weight = sum over rows of gy y,  grad_bias = sum over rows of gy
 //
-// A block keeps its columns and walks through rows. Each thread copies its vectors of x, grad_out and z (or, of add_norm,
-// grad_new_residual) kBwdStages - 1 rows ahead into shared memory of its own, which takes no registers and no barrier. It reads
-// them twice: for the two means, which are one sum over the team, and for the gradients; v, y and the gate are computed both
-// times. Its columns' sums for grad_weight stay in registers and those for grad_bias in shared memory until the last row. They
-// then make a row of partial sums, and a second kernel adds these rows in order. The scalar kernel reads global memory in both
-// passes. It also takes groups too long for the registers, in chunks, and then updates the partial sums in global memory with
-// each row.
+// A block keeps its columns and takes every row_blocks-th row. Each thread copies its vectors of x, grad_out and z (add_norm:
+// grad_new_residual) kBwdStages - 1 rows ahead into its own stages of shared memory by cp.async, which takes no registers and
+// no barrier. It reads a stage twice, for the two means and for the gradients, and computes v, y and the gate both times. The
+// two means take one sum over the team. The sums for grad_weight stay in registers and those for grad_bias in shared memory
+// until the last row; they then become a row of partial sums, which norm_sum_kernel adds in order.
+//
+// The scalar kernel reads global memory in both passes. It also takes groups too long for the registers, in chunks; it then
+// adds each row to the partial sums in global memory.
 #pragma once
 
 #include <algorithm>
 
 #include "cuda/launch.cuh"
+#include "cuda/partial_sums.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "norm/cuda/device.cuh"
 #include "norm/cuda/rms_bwd.cuh"
 
 namespace ssm_kernels::norm {
 
-// What a thread reads of a group: x, grad_out, and z or grad_new_residual. x and grad_new_residual may be of the accumulation
-// type: wide.
+// A thread's inputs of a group: grad_out, x, and z or grad_new_residual. In add_norm, x and grad_new_residual may be wide, that
+// is, of the accumulation type.
 template <typename Scalar, bool use_vectors, bool is_add>
 class BwdInputs {
  public:
+  // grad_out comes first in a stage, because the positions of the others depend on their width.
+  enum Input { kGradOut, kX, kThird };
   using Acc = AccumulateType<Scalar>;
   static constexpr int kSize = kVectorSize<Scalar, use_vectors>, kVectors = kVectorsOfThread<Scalar, use_vectors>;
   static constexpr bool kMayBeWide = is_add && !std::is_same_v<Scalar, Acc>;
@@ -39,62 +42,23 @@ class BwdInputs {
   template <typename IsValid, typename OffsetOf>
   __device__ __forceinline__ void copy(int stage, const IsValid& is_valid, const OffsetOf& offset_of) {
     if constexpr (use_vectors) {
-      const RowsView& third = third_view();
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!is_valid(i)) continue;
-        copy_vector(stage, kGradOut, i, p_.grad_out, offset_of(p_.grad_out, i));
-        copy_vector(stage, kX, i, p_.x, offset_of(p_.x, i));
-        if (third.data != nullptr) copy_vector(stage, kThird, i, third, offset_of(third, i));
+        copy_vector(stage, kGradOut, i, offset_of);
+        copy_vector(stage, kX, i, offset_of);
+        if (view(kThird).data != nullptr) copy_vector(stage, kThird, i, offset_of);
       }
     }
   }
 
+  // Reads vector i from a stage or, in the scalar kernel, from global memory.
   template <typename OffsetOf>
-  __device__ __forceinline__ void read_x(Acc (&values)[kSize], int stage, int i, const OffsetOf& offset_of) const {
-    read(values, stage, kX, i, p_.x, offset_of);
-  }
-  template <typename OffsetOf>
-  __device__ __forceinline__ void read_grad_out(Acc (&values)[kSize], int stage, int i, const OffsetOf& offset_of) const {
-    read(values, stage, kGradOut, i, p_.grad_out, offset_of);
-  }
-  template <typename OffsetOf>
-  __device__ __forceinline__ void read_third(Acc (&values)[kSize], int stage, int i, const OffsetOf& offset_of) const {
-    read(values, stage, kThird, i, third_view(), offset_of);
-  }
-
- private:
-  // Narrow grad_out first: the place of the others depends on their width.
-  enum Input { kGradOut, kX, kThird };
-
-  __device__ __forceinline__ const RowsView& third_view() const { return is_add ? p_.grad_new_residual : p_.z; }
-  __device__ __forceinline__ bool is_wide() const { return kMayBeWide && p_.x.is_accumulate; }
-
-  // The first piece of vector i.
-  __device__ __forceinline__ char* access(int stage, Input input, int i) const {
-    const int width = is_wide() ? 2 : 1;
-    const int index = input == kGradOut ? i : kVectors + ((input == kThird ? kVectors : 0) + i) * width;
-    return record_ + (stage * plan_.stage_accesses + index) * kVectorBytes;
-  }
-
-  __device__ __forceinline__ void copy_vector(int stage, Input input, int i, const RowsView& view, int64_t offset) {
-    char* const target = access(stage, input, i);
-    if (input != kGradOut && is_wide()) {
-      const Acc* const source = static_cast<const Acc*>(view.data) + offset;
-      cuda::cp_async(target, source, kVectorBytes);
-      cuda::cp_async(target + kVectorBytes, source + kVectorBytes / sizeof(Acc), kVectorBytes);
-    } else {
-      cuda::cp_async(target, static_cast<const Scalar*>(view.data) + offset, kVectorBytes);
-    }
-  }
-
-  template <typename OffsetOf>
-  __device__ __forceinline__ void read(Acc (&values)[kSize], int stage, Input input, int i, const RowsView& view,
-                                       const OffsetOf& offset_of) const {
+  __device__ __forceinline__ void read(Acc (&values)[kSize], Input input, int stage, int i, const OffsetOf& offset_of) const {
     if constexpr (use_vectors) {
       const char* const source = access(stage, input, i);
       if constexpr (kMayBeWide) {
-        static_assert(kSize * sizeof(Acc) == 2 * kVectorBytes, "a wide vector is two pieces");
+        static_assert(kSize * sizeof(Acc) == 2 * kVectorBytes, "a wide vector takes two accesses");
         if (input != kGradOut && is_wide()) {
           Vector<Acc, kSize> vector;
           vector.accesses[0] = *reinterpret_cast<const uint4*>(source);
@@ -104,7 +68,33 @@ class BwdInputs {
       }
       to_values(Vector<Scalar, kSize>::load(reinterpret_cast<const Scalar*>(source)), values);
     } else {
-      load_values<Scalar>(view.data, view.is_accumulate, offset_of(view, i), values);
+      load_values<Scalar>(view(input).data, view(input).is_accumulate, offset_of(view(input), i), values);
+    }
+  }
+
+ private:
+  __device__ __forceinline__ const RowsView& view(Input input) const {
+    return input == kGradOut ? p_.grad_out : input == kX ? p_.x : is_add ? p_.grad_new_residual : p_.z;
+  }
+  __device__ __forceinline__ bool is_wide() const { return kMayBeWide && p_.x.is_accumulate; }
+
+  // The first 16-byte access of vector i.
+  __device__ __forceinline__ char* access(int stage, Input input, int i) const {
+    const int width = is_wide() ? 2 : 1;
+    const int index = input == kGradOut ? i : kVectors + ((input == kThird ? kVectors : 0) + i) * width;
+    return record_ + (stage * plan_.stage_accesses + index) * kVectorBytes;
+  }
+
+  template <typename OffsetOf>
+  __device__ __forceinline__ void copy_vector(int stage, Input input, int i, const OffsetOf& offset_of) {
+    char* const target = access(stage, input, i);
+    const int64_t offset = offset_of(view(input), i);
+    if (input != kGradOut && is_wide()) {
+      const Acc* const source = static_cast<const Acc*>(view(input).data) + offset;
+      cuda::cp_async(target, source, kVectorBytes);
+      cuda::cp_async(target + kVectorBytes, source + kVectorBytes / sizeof(Acc), kVectorBytes);
+    } else {
+      cuda::cp_async(target, static_cast<const Scalar*>(view(input).data) + offset, kVectorBytes);
     }
   }
 
@@ -113,7 +103,7 @@ class BwdInputs {
   char* record_;
 };
 
-// Adds a vector of terms to sums in global memory.
+// Adds a vector of terms to sums in global memory, which the first row initializes.
 template <typename Acc, int size>
 __device__ __forceinline__ void add_to(Acc* sums, const Acc (&terms)[size], bool is_first) {
   Acc values[size] = {};
@@ -123,7 +113,7 @@ __device__ __forceinline__ void add_to(Acc* sums, const Acc (&terms)[size], bool
   from_values<Acc>(values).store(sums);
 }
 
-// A thread's sums for grad_bias, in shared memory: with both sums in registers the kernels would spill.
+// A thread's sums for grad_bias, in shared memory: with these sums in registers too, the kernels would spill.
 template <typename Acc, int vectors, int size>
 class SharedSums {
  public:
@@ -160,7 +150,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   using Acc = AccumulateType<Scalar>;
   using Inputs = BwdInputs<Scalar, use_vectors, is_add>;
   constexpr int kSize = Inputs::kSize, kVectors = Inputs::kVectors;
-  static_assert(kBwdStages <= TeamSum<Acc, 2>::kBuffers, "a stage is a buffer of the sums");
+  static_assert(kBwdStages <= TeamSum<Acc, 2>::kBuffers, "the number of a stage selects a buffer of the sums");
   static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "a team's sums pass through one warp");
   extern __shared__ __align__(kVectorBytes) char records[];
   __shared__ typename TeamSum<Acc, 2>::Shared shared_sums;
@@ -210,7 +200,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   };
   Acc next_rstd = statistic(p.rstd, partial), next_mean = p.subtract_mean ? statistic(p.mean, partial) : Acc(0);
 
-  // Bounds that are the same for all threads: each takes part in the sums.
+  // The bounds are the same for the whole block, because every thread takes part in the sums.
   for (Row row = partial; row - partial < static_cast<Row>(p.rows()); row += plan.partials) {
     const bool active = is_active(row);
     const GroupIndex<Row> index(p, row, group);
@@ -219,24 +209,24 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
     if (p.subtract_mean) next_mean = statistic(p.mean, row + plan.partials);
 
     if constexpr (use_vectors) {
-      // Into the stage of the row before, which this thread has read.
+      // Refills the stage of the previous row, which only this thread reads.
       copy(row + (kBwdStages - 1) * plan.partials, stage == 0 ? kBwdStages - 1 : stage - 1);
       cuda::cp_async_wait<kBwdStages - 1>();
     }
 
-    Acc sums[2] = {0, 0};  // of gy weight y, and of gy weight
+    Acc sums[2] = {0, 0};  // gy weight y and gy weight
     for (int chunk = 0; chunk < chunks; ++chunk) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
         if (!active || column(chunk, i) >= group_size) continue;
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
-        Acc v[kSize], gy[kSize], weight[kSize];  // weight, last needed, is loaded last: registers are short
-        inputs.read_x(v, stage, i, offset_of);
-        inputs.read_grad_out(gy, stage, i, offset_of);
+        Acc v[kSize], gy[kSize], weight[kSize];  // weight is needed last and loaded last, to save registers
+        inputs.read(v, Inputs::kX, stage, i, offset_of);
+        inputs.read(gy, Inputs::kGradOut, stage, i, offset_of);
         if constexpr (!is_add) {
           if (has_gate) {
             Acc z[kSize];
-            inputs.read_third(z, stage, i, offset_of);
+            inputs.read(z, Inputs::kThird, stage, i, offset_of);
             visit_activation(p.activation, [&](auto gate) {
 #pragma unroll
               for (int j = 0; j < kSize; ++j) z[j] = gate.value(z[j]);
@@ -281,15 +271,15 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
         const auto offset_of = [&](const RowsView& view, int) { return index.offset(view) + column(chunk, i); };
         const int parameter_offset = index.first_column + column(chunk, i);
         Acc x[kSize], g[kSize], weight[kSize];
-        inputs.read_x(x, stage, i, offset_of);
-        inputs.read_grad_out(g, stage, i, offset_of);
+        inputs.read(x, Inputs::kX, stage, i, offset_of);
+        inputs.read(g, Inputs::kGradOut, stage, i, offset_of);
         if constexpr (is_add) {
           load_parameter<Scalar>(p.weight, parameter_offset, 1, weight);
           Acc grad[kSize];
 #pragma unroll
           for (int j = 0; j < kSize; ++j) grad[j] = rstd * (g[j] * weight[j] - mean_gw - (x[j] - mean) * rstd * mean_gwy);
           if (p.grad_new_residual.data != nullptr) {
-            inputs.read_third(x, stage, i, offset_of);
+            inputs.read(x, Inputs::kThird, stage, i, offset_of);
 #pragma unroll
             for (int j = 0; j < kSize; ++j) grad[j] += x[j];
           }
@@ -298,7 +288,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
         } else {
           Acc a[kSize], slope[kSize];
           if (has_gate) {
-            inputs.read_third(a, stage, i, offset_of);
+            inputs.read(a, Inputs::kThird, stage, i, offset_of);
             visit_activation(p.activation, [&](auto gate) {
 #pragma unroll
               for (int j = 0; j < kSize; ++j) {
@@ -315,7 +305,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
             }
           }
           load_parameter<Scalar>(p.weight, parameter_offset, 1, weight);
-          // Compiled for either order, which share few values: registers are short.
+          // One copy per order of gate and norm: the orders share few values, and a joint copy would spill.
           const auto differentiate = [&](auto before) {
             constexpr bool kBefore = decltype(before)::value;
             Acc grad_x[kSize];
@@ -366,61 +356,31 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
   }
 }
 
-// ----- The sum of the partial sums
-
-// Threads of a block. Eight columns are a sector of float32: so few make enough blocks for the whole device.
-constexpr int kSumColumns = 8, kSumRows = 64;
-// Loads of a thread that are in flight together, in three blocks a multiprocessor.
-constexpr int kSumLoads = 16;
-
+// Partial sums of up to two parameters' gradients, (rows, columns) each, and the gradients.
 struct SumParams {
   const void* partials[2];
   ParameterView targets[2];
   ScalarKind kind;                // of a target that is not of the accumulation type
-  int64_t rows, columns, blocks;  // blocks of one target
+  int64_t rows, columns, blocks;  // blocks per target
 };
 
-// A block sums kSumColumns columns: each of its kSumRows threads per column every kSumRows-th row, then warps over their lanes,
-// and then the first warp over the warps.
 template <typename Acc>
-__global__ void __launch_bounds__(kSumColumns* kSumRows, sizeof(Acc) == 4 ? 3 : 1)
+__global__ void __launch_bounds__(cuda::kPartialSumThreads, cuda::kPartialSumBlocks<Acc>)
     norm_sum_kernel(const __grid_constant__ SumParams p) {
-  constexpr int kWarps = kSumColumns * kSumRows / kWarpSize;
-  __shared__ Acc shared[kWarps][kSumColumns];
   const int which = blockIdx.x >= p.blocks;
-  const int lane_column = threadIdx.x % kSumColumns;
-  const int64_t column = (blockIdx.x - which * p.blocks) * kSumColumns + lane_column;
-  const bool has_column = column < p.columns;
-  Acc sum = 0;
-  const Acc* next = static_cast<const Acc*>(p.partials[which]) + threadIdx.x / kSumColumns * p.columns + column;
-  for (int64_t first = threadIdx.x / kSumColumns; first < p.rows; first += kSumLoads * kSumRows) {
-    Acc values[kSumLoads];
-#pragma unroll
-    for (int i = 0; i < kSumLoads; ++i) {
-      values[i] = has_column && first + i * kSumRows < p.rows ? *next : Acc(0);
-      next += kSumRows * p.columns;
+  const Acc* const partials = static_cast<const Acc*>(p.partials[which]);
+  cuda::add_partial_sums(partials, p.rows, p.columns, blockIdx.x - which * p.blocks, [&](int64_t column, Acc sum) {
+    void* const target = p.targets[which].data;
+    if (p.targets[which].is_accumulate) {
+      static_cast<Acc*>(target)[column] = sum;
+    } else if constexpr (std::is_same_v<Acc, float>) {
+      if (p.kind == ScalarKind::kHalf) {
+        static_cast<__half*>(target)[column] = from_accumulate<__half>(sum);
+      } else {
+        static_cast<__nv_bfloat16*>(target)[column] = from_accumulate<__nv_bfloat16>(sum);
+      }
     }
-#pragma unroll
-    for (int i = 0; i < kSumLoads; ++i) sum += values[i];
-  }
-#pragma unroll
-  for (int distance = kSumColumns; distance < kWarpSize; distance *= 2) sum += __shfl_xor_sync(kAllLanes, sum, distance);
-  if (threadIdx.x % kWarpSize < kSumColumns) shared[threadIdx.x / kWarpSize][lane_column] = sum;
-  __syncthreads();
-  if (threadIdx.x >= kSumColumns || !has_column) return;
-  sum = 0;
-#pragma unroll
-  for (int i = 0; i < kWarps; ++i) sum += shared[i][lane_column];
-  void* const target = p.targets[which].data;
-  if (p.targets[which].is_accumulate) {
-    static_cast<Acc*>(target)[column] = sum;
-  } else if constexpr (std::is_same_v<Acc, float>) {
-    if (p.kind == ScalarKind::kHalf) {
-      static_cast<__half*>(target)[column] = from_accumulate<__half>(sum);
-    } else {
-      static_cast<__nv_bfloat16*>(target)[column] = from_accumulate<__nv_bfloat16>(sum);
-    }
-  }
+  });
 }
 
 template <typename Scalar>
@@ -442,7 +402,7 @@ cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cu
 
 template <typename Acc>
 void launch_norm_sum(const NormBwdParams& params, cudaStream_t stream) {
-  SumParams sum{{}, {}, params.kind, params.partials, params.columns(), (params.columns() + kSumColumns - 1) / kSumColumns};
+  SumParams sum{{}, {}, params.kind, params.partials, params.columns(), cuda::partial_sum_blocks(params.columns())};
   int targets = 0;
   const auto add = [&](const ParameterView& target, const void* partials) {
     if (target.data == nullptr) return;
@@ -452,7 +412,7 @@ void launch_norm_sum(const NormBwdParams& params, cudaStream_t stream) {
   add(params.grad_weight, params.partial_weight);
   add(params.grad_bias, params.partial_bias);
   if (targets == 0) return;
-  norm_sum_kernel<Acc><<<static_cast<unsigned>(targets * sum.blocks), kSumColumns * kSumRows, 0, stream>>>(sum);
+  norm_sum_kernel<Acc><<<static_cast<unsigned>(targets * sum.blocks), cuda::kPartialSumThreads, 0, stream>>>(sum);
 }
 
 }  // namespace ssm_kernels::norm

@@ -1,6 +1,7 @@
-// What forward and backward of the norms share on the device: sums over a team, and vectors of either of two types.
+// Device functions that the norms' kernels share: sums over a team, and vectors of the element type or the accumulation type.
 #pragma once
 
+#include "cuda/lane_sums.cuh"
 #include "cuda/vector_io.cuh"
 #include "norm/cuda/launch.h"
 
@@ -13,7 +14,7 @@ using cuda::Vector;
 
 constexpr int kMaxWarps = 32;
 
-// double has no vector kernels, which saves compiling its long elementary functions many times over.
+// double has no vector kernels: its elementary functions are long, and would be compiled many times.
 template <typename Scalar>
 constexpr bool kHasVectorKernels = !std::is_same_v<Scalar, double>;
 template <typename Scalar, bool use_vectors>
@@ -22,11 +23,11 @@ constexpr int kVectorSize = use_vectors ? kVectorBytes / static_cast<int>(sizeof
 template <typename Scalar, bool use_vectors>
 constexpr int kVectorsOfThread = use_vectors ? kThreadColumns / kVectorSize<Scalar, use_vectors> : 1;
 
-// The vector kernels count rows in 32 bits, which saves registers; the scalar kernels take more than kMaxNarrowRows.
+// The vector kernels count rows in 32 bits, which saves registers; calls of kMaxNarrowRows or more use the scalar kernels.
 template <bool use_vectors>
 using RowIndex = std::conditional_t<use_vectors, int, int64_t>;
 
-// A row and a group of it.
+// The position of a group: its row's indices along the two merged leading axes, and its first column.
 template <typename Row>
 struct GroupIndex {
   Row outer, inner;
@@ -42,9 +43,8 @@ struct GroupIndex {
   }
 };
 
-// Sums `count` values over each team. All threads of the block call it together, with another buffer than in the call before:
-// a thread then writes to a buffer only after a barrier that all threads reached having read it. Lanes add in the same order,
-// and all get the same bits.
+// Sums `count` values over each team; all lanes get the same bits. All threads of the block call it together. Consecutive calls
+// use different buffers: the barrier of the call between two uses of a buffer separates its reads from its next writes.
 template <typename Acc, int count>
 class TeamSum {
  public:
@@ -92,7 +92,7 @@ __device__ __forceinline__ Vector<Scalar, size> from_values(const AccumulateType
   return vector;
 }
 
-// Values of a tensor of type Scalar or, where it says so, of the accumulation type.
+// Loads a vector of a tensor of type Scalar or, if is_accumulate, of the accumulation type.
 template <typename Scalar, int size>
 __device__ __forceinline__ void load_values(const void* data, bool is_accumulate, int64_t offset,
                                             AccumulateType<Scalar> (&values)[size]) {

@@ -1,9 +1,9 @@
-// Norms on CUDA, forward: the general kernels, which take every option. norm.h has the formulas, launch.h how the work is
-// cut, rms_fwd.cuh the kernels of the most frequent case.
+// Forward of the norms: the general kernels, which take every option. norm.h has the formulas, launch.h the mapping to teams;
+// rms_fwd.cuh and rms_sum_fwd.cuh have faster kernels for the most frequent cases.
 //
-// A team reads a group once, into registers: x and its gate, or x and the residual. It sums v^2 (LayerNorm: v, then the squares
-// of v - mean), and writes the output from the registers. All loads of a group come before their first use, to keep as many
-// bytes in flight as the group has. Saved for backward: rstd and, for LayerNorm, mean of each group.
+// A team reads a group once, into registers: x and its gate, or x and the residual. It sums v^2 (LayerNorm: v, then
+// (v - mean)^2) and writes the output from the registers. All loads of a group come before their first use, so that a whole
+// group is in flight. Saved for backward: rstd and, for LayerNorm, mean per group.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +14,7 @@
 
 namespace ssm_kernels::norm {
 
-// The group that a team holds: its values in the accumulation type, and a gate that is applied after the norm.
+// A thread's part of a group: v in the accumulation type, and a gate that is applied after the norm.
 template <typename Scalar, int vectors, int size, bool is_add>
 struct GroupValues {
   using Acc = AccumulateType<Scalar>;
@@ -23,7 +23,7 @@ struct GroupValues {
   Acc v[vectors][size];
   Vector<Scalar, size> z[is_add ? 1 : vectors];
 
-  // offset_of(view, i): of vector i in a tensor.
+  // is_valid(i) says whether vector i exists, offset_of(view, i) where it is in a tensor.
   template <typename IsValid, typename OffsetOf>
   __device__ __forceinline__ void load(const NormFwdParams& p, const IsValid& is_valid, const OffsetOf& offset_of,
                                        bool stores_residual) {
@@ -60,7 +60,7 @@ struct GroupValues {
             }
           }
         }
-        // The norm is of the new residual as it is rounded.
+        // add_norm normalizes the new residual as rounded to its dtype.
         if (!p.new_residual.is_accumulate) to_values(from_values<Scalar>(v[i]), v[i]);
         if (stores_residual && is_valid(i)) store_values<Scalar>(p.new_residual, offset_of(p.new_residual, i), v[i]);
       }
@@ -83,8 +83,8 @@ struct GroupValues {
   }
 };
 
-// Two leave a thread 64 registers: the gated kernel of 16-bit types, whose row is longest, needs the blocks to have enough
-// bytes in flight. The others would spill.
+// The gated fp16 and bf16 kernels need two resident blocks to have enough bytes in flight, and fit into the 64 registers that
+// this leaves them. The others would spill.
 template <typename Scalar, bool is_add>
 constexpr int kFwdMinBlocks = sizeof(Scalar) == 2 && !is_add ? 2 : 1;
 
@@ -103,7 +103,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
 
   int buffer = 0;
 
-  // Bounds that are the same for the whole block: every thread takes part in the sums.
+  // The bounds are the same for the whole block, because every thread takes part in the sums.
   using Row = RowIndex<use_vectors>;
   for (Row first = static_cast<Row>(blockIdx.x) * teams.count; first < static_cast<Row>(plan.units);
        first += static_cast<Row>(gridDim.x) * teams.count) {
@@ -114,7 +114,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, (kFwdMinBlocks<Scalar, is_add>
 
     GroupValues<Scalar, kVectors, kSize, is_add> group;
     Acc mean = 0, rstd = 0;
-    // Pass 0 sums v^2, or v for the mean; pass 1, of LayerNorm alone, (v - mean)^2; pass 2 writes the output.
+    // Pass 0 sums v^2 (LayerNorm: v), pass 1 (LayerNorm only) sums (v - mean)^2, pass 2 writes the output.
     for (int pass = 0; pass < 3; ++pass) {
       if (pass == 1 && !p.subtract_mean) continue;
       Acc sum[1] = {0};

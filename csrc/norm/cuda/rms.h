@@ -1,4 +1,4 @@
-// Arguments of the RMSNorm kernels, and the host functions that fill them in. entry.cpp chooses these kernels for calls
+// Parameters of the RMSNorm kernels, and the host functions that fill them in. entry.cpp chooses these kernels for calls
 // without bias whose groups take whole warps and fit into one block.
 #pragma once
 
@@ -6,31 +6,31 @@
 
 namespace ssm_kernels::norm {
 
-// The rows of a tensor, in bytes. A block steps through them.
+// The rows of a tensor that a block steps through. Distances are in bytes.
 struct RowStream {
   char* data = nullptr;          // null where the tensor is absent
   int64_t outer = 0, inner = 0;  // between rows
-  int64_t step = 0;              // row_step / inner outer rows and row_step % inner inner rows on
-  int64_t wrap = 0;              // added when a step passes the end of an outer row
+  int64_t step = 0;              // row_step rows on, within an outer row
+  int64_t wrap = 0;              // added if a step passes the end of an outer row
   int64_t group = 0;             // between groups of a row
 };
 
 struct RmsParams {
   int rows = 0, inner = 1;  // fewer than kMaxNarrowRows
   int groups = 1, group_size = 0;
-  int warps = 1;       // of a block
-  int row_step = 1;    // blocks that share a group's rows
+  int warps = 1;       // per block
+  int row_step = 1;    // blocks that share the rows of a group
   int inner_step = 1;  // row_step % inner
   float inverse_size = 0, eps = 0;
   ParameterView weight;
   float* rstd = nullptr;
 };
 
-// x, z or residual; out, new_residual.
+// Reads: x, and z or residual. Writes: out, new_residual.
 constexpr int kRmsFwdReads = 2, kRmsFwdWrites = 2;
 // grad_out, x, z or grad_new_residual; grad_x, grad_z or grad_residual, out.
 constexpr int kRmsBwdReads = 3, kRmsBwdWrites = 3;
-// rstd, for each lane.
+// Bytes per row that a thread copies besides its columns: rstd.
 constexpr int kRmsBwdRowBytes = sizeof(float);
 
 struct RmsFwdParams : RmsParams {
@@ -42,12 +42,12 @@ struct RmsBwdParams : RmsParams {
   float* partial_weight = nullptr;
 };
 
-// Rows in shared memory, one in use and the others being copied, by the bytes of a column of one row. A third stage of more
-// bytes would take blocks from a multiprocessor, and leave no more bytes in flight.
+// Pipeline stages, a row each: one in use, the others being copied. column_bytes is what a column of a row takes in all inputs.
+// With more than 6 bytes, a third stage would cost resident blocks and leave no more bytes in flight.
 constexpr int rms_stages(int column_bytes) { return column_bytes <= 6 ? 3 : 2; }
-// Two sums of each warp.
+// Two buffers of a sum per warp.
 constexpr int kRmsSumBytes = 2 * 32 * static_cast<int>(sizeof(float));
-// row_bytes: bytes per row that a thread copies in addition to its columns (rstd).
+// row_bytes: bytes per row that a thread copies besides its columns.
 constexpr int rms_shared_bytes(int warps, int column_bytes, int row_bytes) {
   return kRmsSumBytes + warps * kWarpSize * rms_stages(column_bytes) * (kThreadColumns * column_bytes + row_bytes);
 }

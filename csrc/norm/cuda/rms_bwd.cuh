@@ -1,5 +1,5 @@
-// RMSNorm without bias on CUDA, backward: with a silu gate before or after the norm, or without gate, as add_rms_norm's.
-// bwd.cuh has the kernels for all other norms. With gy the gradient that reaches y weight, y = v rstd, and g = grad_out:
+// Backward of RMSNorm without bias: with a silu gate before or after the norm, or without gate, which add_rms_norm uses too.
+// bwd.cuh has the kernels for all other norms. With y = v rstd, g = grad_out, and gy the gradient of y weight:
 //
 //   S = sum(gy weight v) over the group,  k = rstd^3 S / size
 //   grad_v = rstd gy weight - k v,  grad_weight = sum over rows of gy y
@@ -9,15 +9,16 @@
 //
 // a = z s with s = sigmoid(z), and a' = s + a (1 - s).
 //
-// Persistent blocks: a block takes one group of every row_step-th row. Weights and the sums for grad_weight stay in registers.
-// Each thread copies rstd and its vectors of grad_out, x and z (or grad_new_residual) kStages - 1 rows ahead into its own
-// shared memory (cp.async), which takes no registers and no barrier. It reads them twice: for S, whose sum over the block has
-// the one barrier of a row, and for the gradients. In between, s stays in registers, so that the special functions are
-// evaluated once. The sums for grad_weight make a row of partial sums for each block, which norm_sum_kernel adds in order.
+// Persistent blocks: a block takes one group of every row_step-th row, with weights and the sums for grad_weight in registers
+// (rms_device.cuh). Each thread copies rstd and its vectors of grad_out, x and z (or grad_new_residual) kStages - 1 rows ahead
+// into its own stages of shared memory by cp.async, which takes no registers and no barrier. It reads a stage twice: for S,
+// whose sum over the block has the one barrier per row, and for the gradients. s stays in registers in between, so that the
+// exponential is evaluated once. Each block writes its sums for grad_weight as a row of partial sums, and norm_sum_kernel adds
+// these rows in order.
 //
-// Where x and grad_new_residual are float32 beside a 16-bit grad_out (kNoGateWide), vectors have 4 columns, 16 bytes of one and
-// 8 of the other. A warp's accesses to either are then contiguous; with 8 columns, each of the two accesses to a vector of
-// float32 would touch every sector of both.
+// With a float32 residual (kNoGateWide), x and grad_new_residual are float32 and grad_out is fp16 or bf16. Vectors then have 4
+// columns, 16 bytes of the former and 8 of the latter, so that each access of a warp is contiguous. With 8 columns, each of the
+// two accesses to a float32 vector would touch every sector of both.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -25,7 +26,7 @@
 
 namespace ssm_kernels::norm {
 
-// Bytes that a column of a row takes in a stage: grad_out, x, and z or grad_new_residual.
+// Bytes of a column in a stage: grad_out, x, and z or grad_new_residual.
 template <typename Scalar, RmsCase rms_case>
 constexpr int kRmsBwdColumnBytes = sizeof(Scalar) + 2 * (rms_case == RmsCase::kNoGateWide ? sizeof(float) : sizeof(Scalar));
 
@@ -33,16 +34,16 @@ template <typename Scalar, RmsCase rms_case>
 __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const __grid_constant__ RmsBwdParams p) {
   constexpr bool kBefore = rms_case == RmsCase::kGateBefore, kAfter = rms_case == RmsCase::kGateAfter;
   constexpr bool kHasGate = kBefore || kAfter;
-  // The element type of x and of z or grad_new_residual.
+  // Element type of x, and of z or grad_new_residual.
   using Wide = std::conditional_t<rms_case == RmsCase::kNoGateWide, float, Scalar>;
-  // The element type of grad_z or grad_residual.
+  // Element type of grad_z or grad_residual.
   using Second = std::conditional_t<kHasGate, Scalar, float>;
   constexpr int kSize = kVectorBytes / static_cast<int>(sizeof(Wide)), kVectors = kThreadColumns / kSize;
   constexpr int kStages = rms_stages(kRmsBwdColumnBytes<Scalar, rms_case>), kOffset = kWarpSize * kSize;
   using GradOut = StagedInput<Scalar, kSize, kVectors>;
   using Input = StagedInput<Wide, kSize, kVectors>;
   using Rstd = StagedInput<float, 1, 1>;
-  static_assert(Rstd::kLaneBytes == kRmsBwdRowBytes, "what is copied of a row beside its columns");
+  static_assert(Rstd::kLaneBytes == kRmsBwdRowBytes, "the plan counts rstd's bytes in shared memory");
   constexpr int kStageBytes = GradOut::kBytes + 2 * Input::kBytes + Rstd::kBytes;
   enum { kReadGradOut, kReadX, kReadThird };
   enum { kGradX, kSecondGrad, kOut };
@@ -57,7 +58,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   float weight[kVectors][kSize], sum_weight[kVectors][kSize] = {};
   load_weight<Scalar>(p, place, weight);
 
-  // Lanes of the two widths are at other offsets.
+  // Lane offsets differ between inputs of different widths.
   char* const warp_stages = rms_shared + kRmsSumBytes;
   const int first_stage = place.warp * (kStages * kStageBytes);
   char* const first_grad_out = warp_stages + kept_in_register(first_stage + place.lane * GradOut::kLaneBytes);
@@ -109,7 +110,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   float* const sums = reinterpret_cast<float*>(rms_shared);
   int stage = 0, buffer = 0;
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
-    // Into the stage of the row before, which this thread has read.
+    // Refills the stage of the previous row, which only this thread reads.
     copy(row + (kStages - 1) * p.row_step, stage == 0 ? (kStages - 1) * kStageBytes : stage - kStageBytes);
     cuda::cp_async_wait<kStages - 1>();
     const float rstd = Rstd::load(first_rstd + stage, 0)[0];

@@ -1,10 +1,9 @@
-// Shared by forward and backward of the RMSNorm kernels: the rows of a block, the columns of a thread, and the inputs in shared
-// memory.
+// Device functions that the RMSNorm kernels share: the rows of a block, the columns of a thread, and stages in shared memory.
 //
-// A block of whole warps takes one group of every row_step-th row. A thread keeps its columns for all of these rows:
-// kThreadColumns of them, in vectors of kSize columns. Vector i of a lane begins at column
-// (warp * kVectors + i) * 32 * kSize + lane * kSize of the group, so that the addresses of a thread's vectors differ by
-// constants, which instructions hold. Addresses of rows are the same for the whole block and take uniform registers.
+// A block of whole warps takes one group of every row_step-th row. A thread keeps the same kThreadColumns columns for all of
+// these rows, in vectors of kSize columns. Vector i of a lane begins at column (warp * kVectors + i) * 32 * kSize + lane *
+// kSize of the group. The addresses of a thread's vectors thus differ by constants, which the instructions encode, and the
+// addresses of rows are the same for the whole block and take uniform registers.
 #pragma once
 
 #include "common/activations.h"
@@ -14,7 +13,7 @@
 
 namespace ssm_kernels::norm {
 
-// Keeps the compiler from computing a value again at each use, which takes more instructions than the register is worth.
+// Optimization barrier: the compiler would otherwise recompute the value at each use to save a register.
 __device__ __forceinline__ int kept_in_register(int value) {
   asm volatile("" : "+r"(value));
   return value;
@@ -23,18 +22,14 @@ __device__ __forceinline__ int kept_in_register(int value) {
 // Sums a value over the block; all lanes get the same bits. Calls alternate between two `shared` buffers: the barrier of the
 // next call separates the reads of this one from the next writes to the same buffer.
 __device__ __forceinline__ float sum_over_block(float value, float* shared, int warps, int warp, int lane) {
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+  value = cuda::sum_over_warp(value);
   if (warps == 1) return value;
   if (lane == 0) shared[warp] = value;
   __syncthreads();
-  value = lane < warps ? shared[lane] : 0.0f;
-#pragma unroll
-  for (int distance = kWarpSize / 2; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
-  return value;
+  return cuda::sum_over_warp(lane < warps ? shared[lane] : 0.0f);
 }
 
-// 1 / sqrt(x) for x >= 0: the approximation, within 2 ulp, and a Newton step, which 0 and infinity do not survive.
+// 1 / sqrt(x) for x >= 0: rsqrtf, within 2 ulp, and a Newton step unless x is 0 or infinite, where the step gives NaN.
 __device__ __forceinline__ float reciprocal_sqrt(float x) {
   const float y = rsqrtf(x);
   const float refined = Math<float>::fma(y * 0.5f, Math<float>::fma(-x * y, y, 1.0f), y);
@@ -54,11 +49,11 @@ struct RmsPlace {
   }
 };
 
-// The same group of several tensors, in the rows of the block, one row after the other.
+// Addresses of one group in several tensors; advance() moves them to the block's next row.
 template <int count>
 class RowCursor {
  public:
-  // The first `count` of the streams.
+  // Follows the first `count` streams.
   template <int size>
   __device__ __forceinline__ RowCursor(const RmsParams& p, const RowStream (&streams)[size], const RmsPlace& place) {
     static_assert(count <= size, "each row is of a stream");
@@ -69,7 +64,7 @@ class RowCursor {
       at_[i] = streams[i].data + outer * streams[i].outer + inner_ * streams[i].inner + place.group * streams[i].group;
     }
   }
-  // Additions, in place of products for each row. A step leaves the inner rows once at most, as RowStream is made.
+  // Takes additions only. A step passes the end of an outer row at most once, because inner_step < inner.
   template <int size>
   __device__ __forceinline__ void advance(const RmsParams& p, const RowStream (&streams)[size]) {
 #pragma unroll
@@ -91,7 +86,7 @@ class RowCursor {
   int inner_;
 };
 
-// The weights of a thread's columns; 0 beyond the group.
+// Loads the weights of a thread's columns, 0 beyond the group.
 template <typename Scalar, int vectors, int size>
 __device__ __forceinline__ void load_weight(const RmsParams& p, const RmsPlace& place, float (&weight)[vectors][size]) {
 #pragma unroll
@@ -106,7 +101,8 @@ __device__ __forceinline__ void load_weight(const RmsParams& p, const RmsPlace& 
   }
 }
 
-// One input of a warp in a stage: vector i of the lanes is contiguous. Reads and copies are of 4, 8 or 16 bytes a lane.
+// One input of a warp in a stage of shared memory; vector i of all lanes is contiguous. A lane moves 4, 8 or 16 bytes at a
+// time.
 template <typename Element, int size, int vectors>
 struct StagedInput {
   static constexpr int kLaneBytes = size * static_cast<int>(sizeof(Element)), kVectorStride = kWarpSize * kLaneBytes;

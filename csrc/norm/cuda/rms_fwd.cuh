@@ -1,13 +1,12 @@
-// RMSNorm without bias on CUDA, with a silu gate, forward. rms_sum_fwd.cuh has the kernel of a sum, fwd.cuh those of
-// all other norms.
+// Forward of RMSNorm with a silu gate and without bias. rms_sum_fwd.cuh has add_rms_norm, fwd.cuh all other norms.
 //
 //   gate before:  v = x z sigmoid(z),  out = v rstd weight
 //   gate after:   v = x,               out = v rstd weight z sigmoid(z)
 //
-// Persistent blocks: a block takes one group of every row_step-th row and keeps the weights of its columns in registers. Each
-// thread copies its vectors of x and of z kStages - 1 rows ahead into its own shared memory (cp.async), which takes no
-// registers and no barrier. The one barrier of a row is in the sum of v^2. v stays in registers from the sum to the output.
-// Saved for backward: rstd of each group.
+// Persistent blocks: a block takes one group of every row_step-th row and keeps the weights of its columns in registers
+// (rms_device.cuh). Each thread copies its vectors of x and z kStages - 1 rows ahead into its own stages of shared memory by
+// cp.async, which takes no registers and no barrier. The one barrier per row is in the sum of v^2; v stays in registers from
+// there to the output. Saved for backward: rstd per group.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -64,7 +63,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
   float* const sums = reinterpret_cast<float*>(rms_shared);
   int stage_offset = 0, buffer = 0;
   for (int row = place.first_row; row < p.rows; row += p.row_step) {
-    // Into the stage of the row before, which this thread has read.
+    // Refills the stage of the previous row, which only this thread reads.
     copy(row + (kStages - 1) * p.row_step, stage_offset == 0 ? (kStages - 1) * kStageBytes : stage_offset - kStageBytes);
     cuda::cp_async_wait<kStages - 1>();
     const char *const stage = first_stage + stage_offset, *const z_stage = first_z + stage_offset;

@@ -1,10 +1,10 @@
-// RMSNorm without bias of the sum with a float32 residual on CUDA, forward.
+// Forward of add_rms_norm with a float32 residual and without bias.
 //
 //   v = x + residual,  out = v rstd weight,  new_residual = v
 //
-// A block takes one group of one row: each thread loads all of its vectors of x and of the residual, and keeps v in registers
-// from the sum of v^2 to the output. Persistent blocks, as those of gated norms (rms_fwd.cuh), take 3 to 4 % longer
-// (docs/tuning.md). Saved for backward: rstd of each group.
+// A block takes one group of one row. Each thread loads all of its vectors of x and of the residual, and keeps v in registers
+// from the sum of v^2 to the output. Persistent blocks, as the gated norms have (rms_fwd.cuh), take 3 to 4 % longer
+// (docs/tuning.md). Saved for backward: rstd per group.
 #pragma once
 
 #include "norm/cuda/rms_device.cuh"
