@@ -1,22 +1,23 @@
-// SSD chunk-scan, backward: all gradients, from the states before each chunk and the gradients of the states after it. See
-// bwd.cuh for the formulas.
+// SSD backward, the second kernel: all gradients, from the states before each chunk and the gradients of the states after each
+// chunk (bwd_states.cuh). It is the adjoint of mamba_ssm's bmm_chunk, chunk_scan and chunk_cumsum. See bwd.cuh for the
+// formulas.
 //
-// A block has one chunk, its group's B and C, and some of the group's heads, one unit of up to kStateRows rows after another.
-// Two warpgroups multiply. Steps are down the rows of every product, so that gains and decays, which are a row's, meet fp32
-// sums: x, g, B and C are read as they were given. Of the columns each warpgroup has one half: of the steps i in x g^T and what
-// comes of it, of the states n in g S and x T, of the rows p in B T^T + M^T g. For the last, which sums over all i, the halves
-// of M^T meet in shared memory. In registers through all units stay C B^T and the sums over heads, W^T and the gradients of B
-// and C.
+// A block has one chunk, its group's B and C, and some of the group's heads. It processes their state tiles, of up to
+// kStateRows rows, one after another. Two consumer warpgroups compute the products. The rows of every product are steps, so
+// that gains and decays, which belong to rows, scale fp32 sums: x, g, B and C are multiplied as given. Each warpgroup has half
+// of the columns: of the steps i in x g^T and all that follows from it, of the state's columns n in g S and x T, of the rows p
+// of x in B T^T + M^T g. The last one sums over all i, so the warpgroups share their halves of M^T through shared memory. B C^T
+// and the sums over heads, W^T and the gradients of B and C, stay in registers for all state tiles.
 //
-// Of a third warpgroup one warp copies the units ahead to shared memory and one makes the tables of their decays
-// (pipeline.cuh). The third multiplies S with T, and g with x for the gradient of D, element by element: in 16 bits
-// as the diagonal of a matrix product. The last turns what the products have of each step (StepSums) into the gradients of dt,
-// A and dt_bias.
+// The third warpgroup has four warps with a role each. One copies the tiles of x, g, S and T to shared memory, and one computes
+// the tables of decays; both run ahead (cuda/pipeline.cuh). The third multiplies S with T, and g with x for the gradient of D,
+// element by element: for fp16 and bf16 as the diagonal of a matrix product. The fourth turns the products' sums for each step
+// (StepSums) into the gradients of dt, A and dt_bias.
 //
-// Products that run while their warps go on (mma_policy.cuh) are begun as early as their operands are there. Those of a warp
-// are done when they are called, so that each is called where its result is asked for, and registers are few: x g^T, and the
-// products with S and T, are taken in two parts, but for 64 states in fp32. M^T has one tile then, not two in turn, and the
-// multiplying warps meet once more before it is written again.
+// wgmma products (cuda/mma_policy.cuh) start as soon as their operands are there. mma.sync products are complete on return, so
+// each is called where its result is needed, and registers are few: x g^T and the products with S and T are computed in two
+// passes, except for 64 columns of state in fp32. M^T then has one tile instead of two in turn, and the consumer warps wait for
+// one another once more before they overwrite it.
 #pragma once
 
 #include "cuda/ptx/mma_sm80.cuh"
@@ -28,7 +29,7 @@
 
 namespace ssm_kernels::ssd {
 
-static_assert(kStateRows == kChunk, "x and g, the decays between steps, and S and T are tiles of as many rows");
+static_assert(kStateRows == kChunk, "tiles of x and g, of M^T, and of S and T have equally many rows");
 
 template <typename Scalar, int dstate>
 struct ChunksStage {
@@ -37,7 +38,7 @@ struct ChunksStage {
   TileTables<Scalar> tables;
   StepSums<Scalar> sums;
 };
-// What a block has.
+// A block's work.
 struct BlockOfChunks {
   ChunkSpan at;
   int steps;  // of the chunk
@@ -48,7 +49,7 @@ constexpr int kChunksStages = 3;
 template <typename Scalar, int dstate, bool is_async>
 struct ChunksOnce {
   SmemTile<dstate, sizeof(Scalar)> B, C;
-  // M^T, of two units in turn where there is room; in the end W^T.
+  // M^T, of two state tiles in turn where there is room; at the end W^T.
   static constexpr int kWeights = is_async ? 2 : 1;
   SmemTile<kChunk, sizeof(Scalar)> weights[kWeights];
   Mbarrier tables_empty[kChunksStages];
@@ -57,7 +58,7 @@ struct ChunksOnce {
 template <typename Scalar, int dstate, typename Mma>
 using ChunksShared = StagedShared<ChunksOnce<Scalar, dstate, Mma::kIsAsync>, ChunksStage<Scalar, dstate>, Mma, kChunksStages>;
 
-// One unit after another.
+// Iterates over the block's state tiles: the row blocks of one head after another.
 struct TileCursor {
   int head;
   int row_block = 0;
@@ -82,29 +83,31 @@ struct BwdChunks {
   using FragmentPairs = cuda::FragmentPairs<sizeof(Scalar)>;
   static constexpr int kStateGroups = dstate / 16, kHalfGroups = kStateGroups / kHalves,
                        kHalfStateBlocks = dstate / 8 / kHalves;
-  // What x g^T is, and products with S and T, is used in so many parts: products that do not run meanwhile need the registers
-  // of one. In fp32 few blocks of columns are products that wait for one another, so that there are parts where they must be.
+  // Passes in which x g^T and the products with S and T are computed: mma.sync needs the registers of one pass only. In fp32 a
+  // product of few column blocks is a chain of dependent instructions, so there are passes only where registers require them.
   static constexpr int kPasses = Mma::kIsAsync || (kIsFp32<Scalar> && dstate <= 64) ? 1 : 2,
                        kPairBlocks = kHalfBlocks / kPasses, kPassGroups = kHalfGroups / kPasses,
                        kPassBlocks = kHalfStateBlocks / kPasses;
-  using OfPairs = PairProducts<Scalar, kPairBlocks>;
-  // So many steps of a product at once, as loads of later ones take registers too.
+  using TilePairProducts = PairProducts<Scalar, kPairBlocks>;
+  // Steps of a product that are unrolled: the loads of later steps take registers too.
   static constexpr int kUnrolled = Mma::kIsAsync ? kStateGroups : kIsFp32<Scalar> ? 1 : 2;
-  // S and T, where the device has such copies. In 16 bits products of a warp do as on other devices, which is tested so.
-  static constexpr bool kCopiesInBulk = SSM_KERNELS_HAS_WGMMA && (Mma::kIsAsync || kIsFp32<Scalar>);
+  // Whether TMA loads S and T, where the device has it. For fp16 and bf16 the mma.sync kernel takes the path of other devices,
+  // which is tested this way.
+  static constexpr bool kUsesTma = SSM_KERNELS_HAS_WGMMA && (Mma::kIsAsync || kIsFp32<Scalar>);
   static constexpr int kConsumerThreads = kHalves * kWarpgroupThreads;
   static constexpr int kThreads = kConsumerThreads + kWarpgroupThreads;
-  // Of a thread.
+  // Registers per thread.
   static constexpr int kConsumerRegisters = kIsFp32<Scalar> ? 216 : 208,
                        kProducerRegisters = cuda::producer_registers<kConsumerThreads, kConsumerRegisters, kWarpgroupThreads>();
-  static constexpr int kConsumerBarrier = 1;  // the number of their named barrier
+  // Named barriers. Number 0 is __syncthreads.
+  enum Barrier : int { kConsumerBarrier = 1 };
 
   const SsdBwdParams& p;
   Shared& shared;
-  // In shared memory where registers are few: all warps need little of it, now and then.
+  // In shared memory where registers are few: warps read little of it, and seldom.
   const std::conditional_t<Mma::kIsAsync, BlockOfChunks, BlockOfChunks&> block;
 
-  // By all threads, before they meet.
+  // Called by all threads before a __syncthreads().
   static __device__ __forceinline__ BwdChunks make(const SsdBwdParams& p, Shared& shared, const BlockOfChunks& block) {
     if constexpr (Mma::kIsAsync) {
       return {p, shared, block};
@@ -115,10 +118,10 @@ struct BwdChunks {
   }
 
   __device__ __forceinline__ int stages() const { return Shared::stages(p.stages); }
-  // Of a head.
+  // Row blocks of a head.
   __device__ __forceinline__ int row_blocks() const { return (p.headdim + kStateRows - 1) / kStateRows; }
 
-  // The warpgroup after the multipliers'.
+  // The third warpgroup: a role for each warp.
   __device__ __forceinline__ void produce() const {
     const FragmentLane lane;
     switch (lane.warp) {
@@ -136,7 +139,7 @@ struct BwdChunks {
     }
   }
 
-  // A warpgroup that multiplies.
+  // A consumer warpgroup.
   __device__ __forceinline__ void consume(int half) const {
     const FragmentLane lane = Mma::kIsAsync ? FragmentLane() : FragmentLane::opaque_thread();
     const FragmentPairs pairs(lane);
@@ -147,39 +150,40 @@ struct BwdChunks {
       for (int i = 0; i < 4; ++i) grad_B[b][i] = grad_C[b][i] = 0;
     }
     shared.full[0].wait(0);
-    OfPairs of_pairs;
+    TilePairProducts pair_products;
     const auto B_rows = Mma::describe(shared.B, lane), C_rows = Mma::describe(shared.C, lane);
     Mma::fence();
 #pragma unroll
     for (int k = 0; k < kStateGroups; ++k) {
-      cuda::gemm<Scalar, false, false>(of_pairs.CB, columns_of(B_rows, k), columns_of(rows_of(C_rows, 2 * half), k), k > 0);
+      cuda::gemm<Scalar, false, false>(pair_products.CB, columns_of(B_rows, k), columns_of(rows_of(C_rows, 2 * half), k),
+                                       k > 0);
     }
     Mma::commit();
-    Mma::template wait<0>(of_pairs.CB);
-    of_pairs.begin(half, shared.stage(0).tables.steps, lane);
+    Mma::template wait<0>(pair_products.CB);
+    pair_products.begin(half, shared.stage(0).tables.steps, lane);
 
-    TileCursor work_tile{block.first_head};
+    TileCursor cursor{block.first_head};
     PipelineState pipeline;
 #pragma unroll 1
     for (int index = 0; index < block.state_tiles; ++index) {
       shared.full[pipeline.stage].wait(pipeline.phase);
-      consume_tile(half, shared.stage(pipeline.stage), shared.weights[index % Shared::kWeights], work_tile, Mma::opaque(pairs),
-                   Mma::opaque(lane), of_pairs, grad_B, grad_C);
+      consume_tile(half, shared.stage(pipeline.stage), shared.weights[index % Shared::kWeights], cursor, Mma::opaque(pairs),
+                   Mma::opaque(lane), pair_products, grad_B, grad_C);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(stages());
-      work_tile.advance(row_blocks());
+      cursor.advance(row_blocks());
     }
-    end_block(half, of_pairs.W, pairs, lane, grad_B, grad_C);
+    end_block(half, pair_products.W, pairs, lane, grad_B, grad_C);
   }
 
  private:
-  // M: where M^T of this unit goes.
-  __device__ __forceinline__ void consume_tile(int half, Stage& tiles, PairTile& M, const TileCursor& work_tile,
-                                               const FragmentPairs& pairs, const FragmentLane& lane, OfPairs& of_pairs,
-                                               float (&grad_B)[kHalfStateBlocks][4],
+  // Processes one state tile; M receives its M^T.
+  __device__ __forceinline__ void consume_tile(int half, Stage& tiles, PairTile& M, const TileCursor& cursor,
+                                               const FragmentPairs& pairs, const FragmentLane& lane,
+                                               TilePairProducts& pair_products, float (&grad_B)[kHalfStateBlocks][4],
                                                float (&grad_C)[kHalfStateBlocks][4]) const {
     const Tables& tables = tiles.tables;
-    float xg[kPairBlocks][4], grad_x[kHalfBlocks][4], of_states[kPassBlocks][4];
+    float xg[kPairBlocks][4], grad_x[kHalfBlocks][4], state_product[kPassBlocks][4];
     const auto begin_grad_x = [&] {
       const auto B = Mma::describe(shared.B, lane), T_half = rows_of(Mma::describe(tiles.T, lane), 2 * half);
 #pragma unroll kUnrolled
@@ -188,12 +192,12 @@ struct BwdChunks {
       }
       Mma::commit();
     };
-    const auto begin_of_states = [&](const HeadTile& of_steps, const SwizzledState& states, int pass) {
-      const auto steps = Mma::describe(of_steps, lane),
+    const auto begin_state_product = [&](const HeadTile& step_rows, const SwizzledState& states, int pass) {
+      const auto steps = Mma::describe(step_rows, lane),
                  columns = columns_of(columns_of(Mma::describe(states, lane), half * kHalfGroups), pass * kPassGroups);
 #pragma unroll kUnrolled
       for (int k = 0; k < kStepGroups; ++k) {
-        cuda::gemm<Scalar, false, true>(of_states, columns_of(steps, k), rows_of(columns, k), k > 0);
+        cuda::gemm<Scalar, false, true>(state_product, columns_of(steps, k), rows_of(columns, k), k > 0);
       }
       Mma::commit();
     };
@@ -206,25 +210,25 @@ struct BwdChunks {
       }
       Mma::commit();
     };
-    // What runs meanwhile is begun early; what does not, where its registers are needed.
+    // wgmma starts early; mma.sync runs where its result is needed.
     if constexpr (Mma::kIsAsync) {
       Mma::fence();
       begin_xg(0);
       begin_grad_x();
-      begin_of_states(tiles.g, tiles.S, 0);
+      begin_state_product(tiles.g, tiles.S, 0);
     } else {
-      // The others have done with M^T of the unit before.
+      // Waits until the other warps have read M^T of the previous state tile.
       cuda::barrier_sync(kConsumerBarrier, kConsumerThreads);
     }
 
-    PairRowSums<Scalar> of_pair_rows = {};
+    PairRowSums<Scalar> pair_row_sums = {};
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       if constexpr (!Mma::kIsAsync) begin_xg(pass);
       Mma::template wait<2>(xg);
-      of_pairs.apply(half, pass * kPairBlocks, tables.steps, xg, pairs, lane, M, of_pair_rows, tiles.sums);
+      pair_products.apply(half, pass * kPairBlocks, tables.steps, xg, pairs, lane, M, pair_row_sums, tiles.sums);
     }
-    of_pair_rows.store(half, lane, tiles.sums);
+    pair_row_sums.store(half, lane, tiles.sums);
     Mma::publish();
     const float to_end[2] = {decay_to_chunk_end(tables.steps, lane.row), decay_to_chunk_end(tables.steps, lane.row + 8)};
     if constexpr (!Mma::kIsAsync) begin_grad_x();
@@ -243,61 +247,61 @@ struct BwdChunks {
     }
     Mma::commit();
 
-    float of_rows[4] = {};
-    if constexpr (!Mma::kIsAsync) write_grad_x(half, work_tile, grad_x, tiles.g, tables, pairs, lane);
+    float row_sums[4] = {};
+    if constexpr (!Mma::kIsAsync) write_grad_x(half, cursor, grad_x, tiles.g, tables, pairs, lane);
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
-      if constexpr (!Mma::kIsAsync) begin_of_states(tiles.g, tiles.S, pass);
-      Mma::template wait<1>(of_states);
-      add_states(half, pass, of_states, shared.C, tables.steps.exp_cumsum, pairs, lane, grad_C, &of_rows[0]);
+      if constexpr (!Mma::kIsAsync) begin_state_product(tiles.g, tiles.S, pass);
+      Mma::template wait<1>(state_product);
+      add_states(half, pass, state_product, shared.C, tables.steps.exp_cumsum, pairs, lane, grad_C, &row_sums[0]);
     }
 #pragma unroll
     for (int pass = 0; pass < kPasses; ++pass) {
       Mma::fence();
-      begin_of_states(tiles.x, tiles.T, pass);
+      begin_state_product(tiles.x, tiles.T, pass);
       if constexpr (Mma::kIsAsync) {
         Mma::template wait<1>(grad_x);
-        write_grad_x(half, work_tile, grad_x, tiles.g, tables, pairs, lane);
+        write_grad_x(half, cursor, grad_x, tiles.g, tables, pairs, lane);
       }
-      Mma::template wait<0>(of_states);
-      add_states(half, pass, of_states, shared.B, tables.steps.gain_to_chunk_end, pairs, lane, grad_B, &of_rows[2]);
+      Mma::template wait<0>(state_product);
+      add_states(half, pass, state_product, shared.B, tables.steps.gain_to_chunk_end, pairs, lane, grad_B, &row_sums[2]);
     }
-    const float of_row = sum_over_row(of_rows, lane);
+    const float row_sum = sum_over_row(row_sums, lane);
     StepSums<Scalar>& sums = tiles.sums;
-    (lane.pair < 2 ? sums.read_state : sums.grad_state)[half][lane.row + lane.pair % 2 * 8] = of_row;
+    (lane.pair < 2 ? sums.read_state : sums.grad_state)[half][lane.row + lane.pair % 2 * 8] = row_sum;
   }
 
-  // grad += weights product, a row's; of_rows: the rows' products with those of B or C, of this lane's states.
+  // Adds to the gradient of B or C the product, each row scaled by its weight. row_sums receive each row's inner product with B
+  // or C, over this lane's columns.
   __device__ __forceinline__ void add_states(int half, int pass, const float (&product)[kPassBlocks][4],
-                                             SwizzledState& of_group, const float (&weights)[kChunk],
+                                             SwizzledState& group_rows, const float (&weights)[kChunk],
                                              const FragmentPairs& pairs, const FragmentLane& lane,
-                                             float (&grads)[kHalfStateBlocks][4], float* of_rows) const {
+                                             float (&grads)[kHalfStateBlocks][4], float* row_sums) const {
     const float weight[2] = {weights[lane.row], weights[lane.row + 8]};
     constexpr int kPanelsOfHalf = SwizzledState::kPanels / kHalves;
-    SwizzledState& of_half = *reinterpret_cast<SwizzledState*>(reinterpret_cast<unsigned char*>(&of_group) +
-                                                               half * kPanelsOfHalf * SwizzledState::kPanelBytes);
-    const FragmentPairs pairs_of_half = kPanelsOfHalf > 0 ? pairs : pairs.moved(half * kHalfStateBlocks);
+    SwizzledState& half_tile = *reinterpret_cast<SwizzledState*>(reinterpret_cast<unsigned char*>(&group_rows) +
+                                                                 half * kPanelsOfHalf * SwizzledState::kPanelBytes);
+    const FragmentPairs half_pairs = kPanelsOfHalf > 0 ? pairs : pairs.moved(half * kHalfStateBlocks);
 #pragma unroll
     for (int b = 0; b < kPassBlocks; ++b) {
       float (&grad)[4] = grads[pass * kPassBlocks + b];
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        const float2 pair = cuda::unpack<Scalar>(pairs_of_half.at(of_half, pass * kPassBlocks + b, h));
-        of_rows[h] = fmaf(product[b][2 * h], pair.x, fmaf(product[b][2 * h + 1], pair.y, of_rows[h]));
+        const float2 pair = cuda::unpack<Scalar>(half_pairs.at(half_tile, pass * kPassBlocks + b, h));
+        row_sums[h] = fmaf(product[b][2 * h], pair.x, fmaf(product[b][2 * h + 1], pair.y, row_sums[h]));
         grad[2 * h] = fmaf(weight[h], product[b][2 * h], grad[2 * h]);
         grad[2 * h + 1] = fmaf(weight[h], product[b][2 * h + 1], grad[2 * h + 1]);
       }
     }
   }
 
-  // From the sums over i and over the states, without the gain.
-  __device__ __forceinline__ void write_grad_x(int half, const TileCursor& work_tile, const float (&sum)[kHalfBlocks][4],
+  // Writes grad x; `sum` has its sums over i and over the state's columns, without the gain.
+  __device__ __forceinline__ void write_grad_x(int half, const TileCursor& cursor, const float (&sum)[kHalfBlocks][4],
                                                HeadTile& g, const Tables& tables, const FragmentPairs& pairs,
                                                const FragmentLane& lane) const {
     const float gain[2] = {tables.steps.gain[lane.row], tables.steps.gain[lane.row + 8]};
-    const int column = half * kHalfChunk + 2 * lane.pair, rows = p.headdim - work_tile.row_block * kStateRows;
-    Scalar* const target =
-        block.at.template rows<Scalar>(p.grad_x, work_tile.head, 0) + work_tile.row_block * kStateRows + column;
+    const int column = half * kHalfChunk + 2 * lane.pair, rows = p.headdim - cursor.row_block * kStateRows;
+    Scalar* const target = block.at.template rows<Scalar>(p.grad_x, cursor.head, 0) + cursor.row_block * kStateRows + column;
     const bool is_there[2] = {p.grad_x.data != nullptr && lane.row < block.steps,
                               p.grad_x.data != nullptr && lane.row + 8 < block.steps};
 #pragma unroll
@@ -315,13 +319,13 @@ struct BwdChunks {
     }
   }
 
-  // Adds what B and C have of the pairs of steps, and writes their gradients, or the block's part of them.
+  // Adds the contributions of the pairs of steps to the gradients of B and C, and writes these, or the block's part of them.
   __device__ __forceinline__ void end_block(int half, const float (&W)[kHalfBlocks][4], const FragmentPairs& pairs,
                                             const FragmentLane& lane, float (&grad_B)[kHalfStateBlocks][4],
                                             float (&grad_C)[kHalfStateBlocks][4]) const {
     const auto B_half = columns_of(Mma::describe(shared.B, lane), half * kHalfGroups),
                C_half = columns_of(Mma::describe(shared.C, lane), half * kHalfGroups);
-    // Of 16 bits W^T rounded, and what that leaves: together, or one after the other.
+    // For fp16 and bf16 W^T is a hi/lo split: both parts at once, or one after the other.
     constexpr int kAtOnce = Shared::kWeights, kWords = kIsFp32<Scalar> ? 1 : 2,
                   kUnrolledAtEnd = kIsFp32<Scalar> ? 1 : kStepGroups;
 #pragma unroll
@@ -354,13 +358,14 @@ struct BwdChunks {
       Mma::template wait<0>(grad_B);
       Mma::template wait<0>(grad_C);
     }
-    write_of_group(half, p.grad_B, p.grad_B_parts, grad_B, lane);
-    write_of_group(half, p.grad_C, p.grad_C_parts, grad_C, lane);
+    write_group_gradient(half, p.grad_B, p.grad_B_parts, grad_B, lane);
+    write_group_gradient(half, p.grad_C, p.grad_C_parts, grad_C, lane);
   }
 
-  __device__ __forceinline__ void write_of_group(int half, const RowsView& view, float* parts,
-                                                 const float (&grad)[kHalfStateBlocks][4], const FragmentLane& lane) const {
-    // Found again here rather than kept in a register.
+  __device__ __forceinline__ void write_group_gradient(int half, const RowsView& view, float* parts,
+                                                       const float (&grad)[kHalfStateBlocks][4],
+                                                       const FragmentLane& lane) const {
+    // Recomputed here instead of kept in a register.
     const int64_t split = blockIdx.x % static_cast<unsigned>(p.splits);
     const int64_t first_step = block.at.batch * p.seqlen + block.at.start;
     const int64_t all_steps = (is_packed(p) ? 1 : p.batch) * p.seqlen;
@@ -400,7 +405,7 @@ struct BwdChunks {
     copy_group_rows(p.B, shared.B);
     copy_group_rows(p.C, shared.C);
     cuda::grid_dependency_sync();
-    TileCursor work_tile{block.first_head};
+    TileCursor cursor{block.first_head};
     const int64_t first_state = block.chunk_index * p.state_tiles + block.first_head * row_blocks();
     const SwizzledState* S = static_cast<const SwizzledState*>(p.states) + first_state;
     const SwizzledState* T = static_cast<const SwizzledState*>(p.grad_states) + first_state;
@@ -408,12 +413,12 @@ struct BwdChunks {
     cuda::produce_copies<Shared::kMaxStages - 2>(
         block.state_tiles, stages(), pipeline, shared.full, shared.empty, [&](int, int stage) {
           Stage& target = shared.stage(stage);
-          const int first_row = work_tile.row_block * kStateRows;
+          const int first_row = cursor.row_block * kStateRows;
           const auto copy_tile_rows = [&](const RowsView& view, HeadTile& tile) {
-            const Scalar* const source = block.at.template rows<Scalar>(view, work_tile.head, 0) + first_row;
+            const Scalar* const source = block.at.template rows<Scalar>(view, cursor.head, 0) + first_row;
             HeadRows(source, view.stride_step, p.headdim - first_row, thread).copy(tile, block.steps, view.stride_step);
           };
-          if constexpr (!kCopiesInBulk) {
+          if constexpr (!kUsesTma) {
             copy_swizzled_state(*T, target.T, lane);
             copy_swizzled_state(*S, target.S, lane);
           } else if (thread == 0) {
@@ -425,7 +430,7 @@ struct BwdChunks {
           copy_tile_rows(p.grad_out, target.g);
           ++S;
           ++T;
-          work_tile.advance(row_blocks());
+          cursor.advance(row_blocks());
         });
   }
 
@@ -439,7 +444,7 @@ struct BwdChunks {
   }
 
   __device__ __forceinline__ void produce_cumsum(const FragmentLane& lane) const {
-    TileCursor next{block.first_head}, work_tile{block.first_head};
+    TileCursor next{block.first_head}, cursor{block.first_head};
     PipelineState pipeline;
     using Fetched = FetchedSteps<Scalar>;
     cuda::produce_tables<1, Fetched>(
@@ -450,27 +455,27 @@ struct BwdChunks {
         },
         [&](const Fetched* fetched) {
           ChunkCumsum<1, Scalar> made;
-          made.make(p, HeadSteps(p, work_tile.head), fetched);
+          made.make(p, HeadSteps(p, cursor.head), fetched);
           return made;
         },
         [&](int stage, const Fetched& fetched, const ChunkCumsum<1, Scalar>& made, int k) {
           Tables& tables = shared.stage(stage).tables;
           made.store(k, tables.steps);
-          if (lane.index == 0) tables.head = HeadSteps(p, work_tile.head);
+          if (lane.index == 0) tables.head = HeadSteps(p, cursor.head);
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int element = 2 * lane.index + i, row = work_tile.row_block * kStateRows + element;
+            const int element = 2 * lane.index + i, row = cursor.row_block * kStateRows + element;
             tables.dt[element] = cuda::to_accumulate(fetched.dt[i]);
             tables.D[element] =
-                p.D != nullptr && row < p.headdim ? p.D[work_tile.head * p.D_stride_head + row * p.D_stride_row] : 0.0f;
+                p.D != nullptr && row < p.headdim ? p.D[cursor.head * p.D_stride_head + row * p.D_stride_row] : 0.0f;
           }
-          work_tile.advance(row_blocks());
+          cursor.advance(row_blocks());
         });
   }
 
-  // S T and g x.
+  // The elementwise products: <S, T>, and g x for the gradient of D.
   __device__ __forceinline__ void reduce_elements(const FragmentLane& lane) const {
-    TileCursor work_tile{block.first_head};
+    TileCursor cursor{block.first_head};
     PipelineState pipeline;
 #pragma unroll 1
     for (int index = 0; index < block.state_tiles; ++index) {
@@ -478,16 +483,16 @@ struct BwdChunks {
       Stage& tiles = shared.stage(pipeline.stage);
       const float states = inner_product<Scalar>(tiles.S, tiles.T, lane);
       if (lane.index == 0) tiles.sums.states = states;
-      if (p.grad_D_parts != nullptr) write_grad_D(work_tile, tiles, lane);
+      if (p.grad_D_parts != nullptr) write_grad_D(cursor, tiles, lane);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(stages());
-      work_tile.advance(row_blocks());
+      cursor.advance(row_blocks());
     }
   }
 
   __device__ __forceinline__ void reduce_step_gradients(const FragmentLane& lane) const {
     StepGradients grads = {};
-    TileCursor work_tile{block.first_head};
+    TileCursor cursor{block.first_head};
     PipelineState pipeline;
 #pragma unroll 1
     for (int index = 0; index < block.state_tiles; ++index) {
@@ -495,24 +500,24 @@ struct BwdChunks {
       const Stage& stage = shared.stage(pipeline.stage);
       const Tables& tables = stage.tables;
       add_step_gradients<Scalar>(tables.steps, stage.sums, lane, grads);
-      if (work_tile.is_last_of_head(row_blocks())) {
-        write_step_gradients<Scalar>(p, block.at, block.steps, block.chunk_index, work_tile.head, tables, lane, grads);
+      if (cursor.is_last_of_head(row_blocks())) {
+        write_step_gradients<Scalar>(p, block.at, block.steps, block.chunk_index, cursor.head, tables, lane, grads);
       }
       shared.tables_empty[pipeline.stage].arrive();
       pipeline.advance(stages());
-      work_tile.advance(row_blocks());
+      cursor.advance(row_blocks());
     }
   }
 
-  // Over steps of g x.
-  __device__ __forceinline__ void write_grad_D(const TileCursor& work_tile, Stage& tiles, const FragmentLane& lane) const {
-    const int first_row = work_tile.row_block * kStateRows;
-    float* const target = p.grad_D_parts + (block.chunk_index * p.heads + work_tile.head) * p.headdim + first_row;
+  // Writes the chunk's part of D's gradient: the sums over steps of g x.
+  __device__ __forceinline__ void write_grad_D(const TileCursor& cursor, Stage& tiles, const FragmentLane& lane) const {
+    const int first_row = cursor.row_block * kStateRows;
+    float* const target = p.grad_D_parts + (block.chunk_index * p.heads + cursor.head) * p.headdim + first_row;
     write_column_products<Scalar>(tiles.g, tiles.x, target, p.headdim - first_row, lane);
   }
 };
 
-// Of a chunk, its sequence; packed sequences leave some numbers to nobody.
+// The sequence of a chunk number. With packed sequences some numbers belong to none.
 __device__ __forceinline__ int64_t sequence_of_chunk(const SsdParams& p, int64_t chunk_index) {
   if (!is_packed(p)) return chunk_index / ((p.seqlen + kChunk - 1) / kChunk);
   int64_t low = 0, high = p.batch;
@@ -531,22 +536,22 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, 
     extern __shared__ unsigned char unaligned_memory[];
     auto& shared = Chunks::Shared::at(unaligned_memory);
 
-    // There are fewer than 2^31 blocks, and so of all that they are numbered by.
+    // There are fewer than 2^31 blocks, so the numbers of chunks, groups and splits are ints.
     const auto groups = static_cast<unsigned>(p.groups), splits = static_cast<unsigned>(p.splits);
     const int split = static_cast<int>(blockIdx.x % splits), group = static_cast<int>(blockIdx.x / splits % groups),
               chunk_index = static_cast<int>(blockIdx.x / splits / groups);
     const int heads_per_group = static_cast<int>(p.heads) / static_cast<int>(groups);
-    const int first_of_group = split * static_cast<int>(p.heads_per_split);
-    const int heads = min(static_cast<int>(p.heads_per_split), heads_per_group - first_of_group);
-    const int first_head = group * heads_per_group + first_of_group;
+    const int first_in_group = split * static_cast<int>(p.heads_per_split);
+    const int heads = min(static_cast<int>(p.heads_per_split), heads_per_group - first_in_group);
+    const int first_head = group * heads_per_group + first_in_group;
     const int64_t entry = sequence_of_chunk(p, chunk_index), chunk = chunk_index - first_chunk_index(p, entry);
     ChunkSpan at(p, entry);
     if (chunk < 0 || chunk >= at.chunks) {
       cuda::grid_dependency_sync();
       for (int head = first_head + static_cast<int>(threadIdx.x); head < first_head + heads; head += blockDim.x) {
-        const int64_t place = chunk_index * p.heads + head;
-        p.grad_A_parts[place] = p.grad_bias_parts[place] = 0;
-        for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row) p.grad_D_parts[place * p.headdim + row] = 0;
+        const int64_t part = chunk_index * p.heads + head;
+        p.grad_A_parts[part] = p.grad_bias_parts[part] = 0;
+        for (int row = 0; p.grad_D_parts != nullptr && row < p.headdim; ++row) p.grad_D_parts[part * p.headdim + row] = 0;
       }
       return;
     }
@@ -554,14 +559,14 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, 
     const BlockOfChunks block = {at, at.steps_of(0), group, chunk_index, first_head, heads * partition.row_blocks};
     const Chunks chunks = Chunks::make(p, shared, block);
     if (threadIdx.x < chunks.stages()) {
-      shared.full[threadIdx.x].init(2 * kWarpSize + (Chunks::kCopiesInBulk ? 1 : 0));
+      shared.full[threadIdx.x].init(2 * kWarpSize + (Chunks::kUsesTma ? 1 : 0));
       shared.empty[threadIdx.x].init(Chunks::kConsumerThreads + kWarpSize);
       shared.tables_empty[threadIdx.x].init(kWarpSize);
-      // Bulk loads arrive there too.
-      if constexpr (Chunks::kCopiesInBulk) cuda::fence_proxy_async();
+      // TMA loads arrive there too.
+      if constexpr (Chunks::kUsesTma) cuda::fence_proxy_async();
     }
     __syncthreads();
-    // By a shuffle the compiler sees that it is the same for all lanes.
+    // The shuffle tells the compiler that all lanes have the same value.
     const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
     if (warpgroup == kHalves) {
       cuda::warpgroup_reg_dealloc<Chunks::kProducerRegisters>();

@@ -1,5 +1,5 @@
-// SSD chunk-scan, backward: what a unit's pairs of steps make of x g^T, by the warpgroup that has half of the columns. See
-// bwd.cuh for the formulas.
+// SSD backward: the pairs of steps of one state tile, computed from x g^T by the consumer warpgroup that has half of the
+// columns. See bwd.cuh for the formulas.
 #pragma once
 
 #include "ssd/cuda/bwd_sums.cuh"
@@ -8,7 +8,7 @@ namespace ssm_kernels::ssd {
 
 constexpr int kHalfChunk = kChunk / kHalves, kHalfBlocks = kHalfChunk / 8;
 
-// Of a lane's two rows, over its columns: V for j < i, and for j = i.
+// Sums over the lane's columns, for its two rows: V for j < i, and V for j = i.
 template <typename Scalar>
 struct PairRowSums {
   PairSum<Scalar> later[2];
@@ -16,25 +16,25 @@ struct PairRowSums {
 
   __device__ __forceinline__ void store(int half, const FragmentLane& lane, StepSums<Scalar>& sums) const {
     using Sum = PairSum<Scalar>;
-    const Sum of_row = sum_over_row<Sum>({later[0], later[1], Sum(same[0]), Sum(same[1])}, lane);
+    const Sum row_sum = sum_over_row<Sum>({later[0], later[1], Sum(same[0]), Sum(same[1])}, lane);
     const int row = lane.row + lane.pair % 2 * 8;
     if (lane.pair < 2) {
-      sums.later[half][row] = of_row;
+      sums.later[half][row] = row_sum;
     } else if (row / kHalfChunk == half) {
-      sums.same[row] = static_cast<float>(of_row);
+      sums.same[row] = static_cast<float>(row_sum);
     }
   }
 };
 
-// Of the pairs of steps, row j and this half of the columns i.
-template <typename Scalar, int part_blocks>
+// The pairs of steps: row j and, of this half of the columns, i.
+template <typename Scalar, int pass_blocks>
 struct PairProducts {
   float CB[kHalfBlocks][4];  // C_i . B_j for j <= i, else zero
-  float W[kHalfBlocks][4];   // W^T, summed over the units
-  // A bit for each element: whether step i is in j's sequence and not before j; whether it is j.
+  float W[kHalfBlocks][4];   // W^T, summed over the state tiles
+  // A bit for each element: whether step i is in j's sequence and not before j, and whether i is j.
   uint32_t is_pair, is_same;
 
-  // The sequences are those of all heads.
+  // Sequences begin at the same steps in all heads, so the tables of any head serve.
   __device__ __forceinline__ void begin(int half, const ChunkTables& tables, const FragmentLane& lane) {
     is_pair = is_same = 0;
     for_each([&](int b, int h, int e) {
@@ -50,24 +50,24 @@ struct PairProducts {
     });
   }
 
-  // Of the blocks of columns from the first on. Adds to W^T and to the rows' sums; M^T, without the gain, goes to a tile, and
-  // the columns' sums to `sums`. xg: x_j . g_i.
-  __device__ __forceinline__ void apply(int half, int first, const TablesOf<Scalar>& tables, const float (&xg)[part_blocks][4],
+  // Processes the column blocks from `first` on; xg has x_j . g_i. Adds to W^T and to the rows' sums, stores M^T without the
+  // gain to a tile, and the columns' sums to `sums`.
+  __device__ __forceinline__ void apply(int half, int first, const TablesOf<Scalar>& tables, const float (&xg)[pass_blocks][4],
                                         const FragmentPairs<sizeof(Scalar)>& pairs, const FragmentLane& lane,
-                                        SmemTile<kChunk, sizeof(Scalar)>& M, PairRowSums<Scalar>& of_rows,
+                                        SmemTile<kChunk, sizeof(Scalar)>& M, PairRowSums<Scalar>& row_sums,
                                         StepSums<Scalar>& sums) {
     const float log2_cumsum[2] = {tables.log2_cumsum[lane.row], tables.log2_cumsum[lane.row + 8]};
     const float gain[2] = {tables.gain[lane.row], tables.gain[lane.row + 8]};
     const int first_column = half * kHalfChunk + 8 * first;
     using Sum = PairSum<Scalar>;
-    Sum earlier[2 * part_blocks] = {};
+    Sum earlier[2 * pass_blocks] = {};
 #pragma unroll
-    for (int n = 0; n < part_blocks; ++n) {
+    for (int n = 0; n < pass_blocks; ++n) {
       const int b = first + n;
       const auto log2_at = *reinterpret_cast<const float2*>(&tables.log2_cumsum[first_column + 8 * n + 2 * lane.pair]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float of_pair[2];
+        float m[2];
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
           const bool counts = (is_pair & bit(b, h, e)) != 0;
@@ -79,24 +79,24 @@ struct PairProducts {
           const float u = counts ? xg[n][2 * h + e] : 0.0f;
           const float decayed = u * decay, product = CB[b][2 * h + e];
           float V = decayed * product;
-          of_pair[e] = decay * product;
+          m[e] = decay * product;
           W[b][2 * h + e] = fmaf(gain[h], decayed, W[b][2 * h + e]);
-          // Rows and columns begin at multiples of 16.
+          // Rows and columns begin at multiples of 16, so the diagonal is in blocks of the parity of the half of the rows.
           if (b % 2 == h) {
             const bool is_own = (is_same & bit(b, h, e)) != 0;
-            of_rows.same[h] = is_own ? V : of_rows.same[h];
+            row_sums.same[h] = is_own ? V : row_sums.same[h];
             V = is_own ? 0.0f : V;
           }
-          of_rows.later[h] += V;
+          row_sums.later[h] += V;
           earlier[2 * n + e] = fma(Sum(gain[h]), Sum(V), earlier[2 * n + e]);
         }
-        pairs.at(M, half * kHalfBlocks + b, h) = cuda::pack<Scalar>(of_pair[0], of_pair[1]);
+        pairs.at(M, half * kHalfBlocks + b, h) = cuda::pack<Scalar>(m[0], m[1]);
       }
     }
-    const Sum of_column = sum_over_column(earlier, lane);
-    if (!has_column_sum<2 * part_blocks>(lane)) return;
-    const int column = column_sum_index<2 * part_blocks>(lane);
-    sums.earlier[lane.warp][first_column + column / 2 * 8 + 2 * lane.pair + column % 2] = of_column;
+    const Sum column_sum = sum_over_column(earlier, lane);
+    if (!has_column_sum<2 * pass_blocks>(lane)) return;
+    const int column = column_sum_index<2 * pass_blocks>(lane);
+    sums.earlier[lane.warp][first_column + column / 2 * 8 + 2 * lane.pair + column % 2] = column_sum;
   }
 
  private:

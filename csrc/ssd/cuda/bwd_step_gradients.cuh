@@ -1,30 +1,30 @@
-// SSD chunk-scan, backward: from what a unit's products leave of each step to the gradients of dt, A and dt_bias, by one warp.
-// A lane has two steps. See bwd.cuh for the formulas.
+// SSD backward: the gradients of dt, A and dt_bias from the sums that a state tile's products leave for each step, computed by
+// one warp. A lane has two steps. See bwd.cuh for the formulas.
 #pragma once
 
 #include "ssd/cuda/state.cuh"
 
 namespace ssm_kernels::ssd {
 
-constexpr int kHalves = 2;  // of a product's columns, of a warpgroup each
+constexpr int kHalves = 2;  // of a product's columns, one for each consumer warpgroup
 
-// Of sums whose differences matter: for inputs of fp32 they have more digits than what they are sums of.
+// The type of sums whose differences matter: wider than their terms for fp32 inputs.
 template <typename Scalar>
 using PairSum = std::conditional_t<kIsFp32<Scalar>, double, float>;
 
-// What a unit's products leave of each step, and of the chunk.
+// Sums over a state tile's products, for each step and for the chunk.
 template <typename Scalar>
 struct StepSums {
-  // With V = x_j . g_i (C_i . B_j) e^(s_i - s_j): over i > j, of each half of these; over j < i, times c_j, of each warp's j;
-  // and for i = j.
+  // With V_ji = x_j . g_i (C_i . B_j) e^(s_i - s_j): `later` has for step j the sum over i > j, from each half of the columns
+  // i. `earlier` has for step i the sum of c_j V_ji over j < i, from the rows j of each warp. `same` has V_jj.
   PairSum<Scalar> later[kHalves][kChunk], earlier[kWarpgroupWarps][kChunk];
   float same[kChunk];
-  float read_state[kHalves][kChunk];  // g_i . S C_i, of each half of the states
+  float read_state[kHalves][kChunk];  // g_i . S C_i, over each half of the state's columns
   float grad_state[kHalves][kChunk];  // x_j . T B_j, likewise
   float states;                       // <S, T>
 };
 
-// What of a unit is the same for all its rows or columns.
+// The tables of a state tile: of the chunk's steps, of D and of the head.
 template <typename Scalar>
 struct TileTables {
   TablesOf<Scalar> steps;
@@ -33,7 +33,7 @@ struct TileTables {
   HeadSteps head;
 };
 
-// The decay from a step to the chunk's last: zero if a sequence begins between.
+// The decay from a step to the chunk's last: zero if a sequence begins in between.
 template <typename Tables>
 __device__ __forceinline__ float decay_to_chunk_end(const Tables& tables, int step) {
   const float decay = Math<float>::exp2(log2_between(tables, step, kChunk - 1));
@@ -46,17 +46,17 @@ __device__ __forceinline__ float sum_over_warp(float value) {
   return value;
 }
 
-// Of a lane's two steps of one head, summed over its units.
+// Gradients of zeta and the gain for a lane's two steps of one head, summed over the head's state tiles.
 struct StepGradients {
   float zeta[2], gain[2];
 };
 
-// Adds a unit's.
+// Adds the gradients from one state tile.
 template <typename Scalar>
 __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& tables, const StepSums<Scalar>& sums,
                                                    const FragmentLane& lane, StepGradients& grads) {
   using Sum = PairSum<Scalar>;
-  // Below it the rounding of the running sums over pairs is more than what is left of them.
+  // After a step with a smaller decay, the rounding error of the running sums over pairs exceeds what is left of the sums.
   constexpr float kForgottenLog2Decay = kIsFp32<Scalar> ? -48 : -24;
   Sum pairs[2];
   float before[2], from[2];
@@ -75,63 +75,63 @@ __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& table
     is_forgotten[i] =
         step == tables.first[step] || tables.log2_cumsum[step] - tables.log2_cumsum[step - 1] < kForgottenLog2Decay;
   }
-  // Running sums: of `pairs` and `before` up to a step, of `from` from there on. That of `pairs` begins opaque at a step that
-  // forgets: none of its rounding goes on.
-  Sum pairs_up_to = is_forgotten[1] ? pairs[1] : pairs[0] + pairs[1];
-  float up_to = before[0] + before[1], from_on = from[0] + from[1];
+  // Running sums: of `pairs` and `before` up to a step, of `from` from a step on. The running sum of `pairs` restarts at a step
+  // that forgets, so that no rounding error from before it remains.
+  Sum pairs_prefix = is_forgotten[1] ? pairs[1] : pairs[0] + pairs[1];
+  float before_prefix = before[0] + before[1], from_suffix = from[0] + from[1];
   bool is_cut = is_forgotten[0] || is_forgotten[1];
 #pragma unroll
   for (int distance = 1; distance < kWarpSize; distance *= 2) {
-    const Sum more_pairs = __shfl_up_sync(kAllLanes, pairs_up_to, distance);
+    const Sum more_pairs = __shfl_up_sync(kAllLanes, pairs_prefix, distance);
     const bool more_are_cut = __shfl_up_sync(kAllLanes, is_cut, distance);
-    const float earlier = __shfl_up_sync(kAllLanes, up_to, distance);
-    const float later = __shfl_down_sync(kAllLanes, from_on, distance);
+    const float earlier = __shfl_up_sync(kAllLanes, before_prefix, distance);
+    const float later = __shfl_down_sync(kAllLanes, from_suffix, distance);
     if (lane.index >= distance) {
-      if (!is_cut) pairs_up_to += more_pairs;
+      if (!is_cut) pairs_prefix += more_pairs;
       is_cut |= more_are_cut;
-      up_to += earlier;
+      before_prefix += earlier;
     }
-    if (lane.index + distance < kWarpSize) from_on += later;
+    if (lane.index + distance < kWarpSize) from_suffix += later;
   }
-  const auto of_lane_before = [&](auto value) {
+  const auto from_previous_lane = [&](auto value) {
     const auto shifted = __shfl_up_sync(kAllLanes, value, 1);
     return lane.index == 0 ? decltype(value)(0) : shifted;
   };
-  const Sum pairs_before_lane = of_lane_before(pairs_up_to);
-  const float sum_before = of_lane_before(up_to);
+  const Sum pairs_before_lane = from_previous_lane(pairs_prefix);
+  const float sum_before = from_previous_lane(before_prefix);
   const Sum pairs_before = is_forgotten[0] ? Sum(0) : pairs_before_lane;
-  const float from_next = __shfl_down_sync(kAllLanes, from_on, 1);
+  const float from_next = __shfl_down_sync(kAllLanes, from_suffix, 1);
   const float sum_after = lane.index + 1 == kWarpSize ? 0.0f : from_next;
   const float through = tables.has_reset ? 0.0f : tables.chunk_decay * sums.states;
   const Sum pairs_before_second = is_forgotten[1] ? Sum(0) : pairs_before + pairs[0];
-  grads.zeta[0] += static_cast<float>(pairs_before) + (sum_before + from_on + through);
+  grads.zeta[0] += static_cast<float>(pairs_before) + (sum_before + from_suffix + through);
   grads.zeta[1] += static_cast<float>(pairs_before_second) + (sum_before + before[0]) + (sum_after + from[1]) + through;
 }
 
-// Of one chunk and head: writes the gradient of dt, and the chunk's part of those of A and dt_bias; then begins opaque.
+// For one chunk and head: writes the gradient of dt, and the chunk's part of the gradients of A and dt_bias. Then clears grads.
 template <typename Scalar>
 __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, const ChunkSpan& at, int steps, int64_t chunk_index,
                                                      int64_t head, const TileTables<Scalar>& tables, const FragmentLane& lane,
                                                      StepGradients& grads) {
-  const HeadSteps& of_head = tables.head;
+  const HeadSteps& head_steps = tables.head;
   float grad_A = 0, grad_bias = 0;
   Scalar* const target = at.rows<Scalar>(p.grad_dt, head, 0);
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
     const int step = 2 * lane.index + i;
-    const float dt = tables.dt[step], unlimited = of_head.before_limits(p, dt), d = of_head.step_size(p, dt);
-    const float zeta = d * of_head.A;
+    const float dt = tables.dt[step], unlimited = head_steps.before_limits(p, dt), d = head_steps.step_size(p, dt);
+    const float zeta = d * head_steps.A;
     // c = d k(d A): its derivative by d is (z k)', by A it is d^2 k'.
     float by_size = 0, by_A = 0;
     visit_exponential(p.discretization, [&](auto method) {
       using Method = decltype(method);
       const float basis = Method::basis(zeta);
       const auto derivatives = Method::derivatives(zeta, basis, current_gain(Method(), zeta, basis));
-      by_size = fmaf(grads.zeta[i], of_head.A, grads.gain[i] * derivatives.z_gain);
+      by_size = fmaf(grads.zeta[i], head_steps.A, grads.gain[i] * derivatives.z_gain);
       by_A = fmaf(grads.gain[i] * d, derivatives.gain, grads.zeta[i]) * d;
     });
     float grad = unlimited < p.dt_min || unlimited > p.dt_max ? 0.0f : by_size;
-    if (p.dt_softplus) grad *= softplus_derivative(dt + of_head.dt_bias);
+    if (p.dt_softplus) grad *= softplus_derivative(dt + head_steps.dt_bias);
     if (step < steps) {
       grad_A += by_A;
       grad_bias += grad;

@@ -1,5 +1,5 @@
-// What the products of SSD backward's chunks need beside them: sums over a fragment's rows and columns, and products of whole
-// tiles element by element.
+// Sums of SSD backward's chunk kernel beside its matrix products: over a fragment's rows and columns, and over elementwise
+// products of two tiles.
 #pragma once
 
 #include "cuda/ptx/mma_sm80.cuh"
@@ -7,7 +7,7 @@
 
 namespace ssm_kernels::ssd {
 
-// Sums of four numbers over the four lanes of a row: each has the one of its `pair`.
+// Sums each of four values over the four lanes of a row. A lane receives the sum of the value with the index `pair`.
 template <typename Sum>
 __device__ __forceinline__ Sum sum_over_row(const Sum (&values)[4], const FragmentLane& lane) {
   const bool is_odd = lane.pair % 2 != 0, is_upper = lane.pair >= 2;
@@ -19,8 +19,8 @@ __device__ __forceinline__ Sum sum_over_row(const Sum (&values)[4], const Fragme
   }
   return (is_odd ? kept[1] : kept[0]) + __shfl_xor_sync(kAllLanes, is_odd ? kept[0] : kept[1], 1);
 }
-// Sums of so many numbers over the eight lanes of a warp with the same `pair`: of a lane for which has_column_sum, the one that
-// column_sum_index names.
+// Sums each of `count` values over the eight lanes of a warp with the same `pair`. A lane with has_column_sum() receives the
+// sum of the value with the index column_sum_index().
 constexpr int kColumnLanes = 8;
 template <typename Sum, int count>
 __device__ __forceinline__ Sum sum_over_column(Sum (&values)[count], const FragmentLane& lane) {
@@ -45,55 +45,56 @@ __device__ __forceinline__ bool has_column_sum(const FragmentLane& lane) {
 }
 template <int count>
 __device__ __forceinline__ int column_sum_index(const FragmentLane& lane) {
-  static_assert(count == 4 || count == 8, "powers of two, to as many lanes or half of them");
+  static_assert(count == 4 || count == 8, "every lane receives a sum, or every second one");
   return lane.quad / (kColumnLanes / count);
 }
-// The sums of the elements on the diagonals of the blocks (16 x 8) that follow one another in two products of a warp: those of
-// the first have the upper eight rows, those of the second the lower. Zero in lanes that have none.
+// The lane's elements on the diagonals of two blocks (8 x 8): the upper half of the first product (16 x 8) and the lower half
+// of the second. Zero in lanes that have none.
 __device__ __forceinline__ float2 diagonal(const float (&products)[2][4], const FragmentLane& lane) {
   const bool is_odd = lane.quad % 2 != 0, is_there = lane.pair == lane.quad / 2;
   return {is_there ? is_odd ? products[0][1] : products[0][0] : 0.0f,
           is_there ? is_odd ? products[1][3] : products[1][2] : 0.0f};
 }
 
-// Where a lane's row of four 8 x 8 matrices lies, as for ldmatrix, in 16 rows and 16 columns of a tile.
-class MatricesOfTile {
+// The address that a lane passes to ldmatrix: a row of one of four 8 x 8 matrices, in 16 rows and 16 columns of a tile.
+class LdmatrixRows {
  public:
-  // The four run along the columns first, or down the rows.
-  __device__ __forceinline__ MatricesOfTile(bool ldmatrix_row, const FragmentLane& lane) {
-    const int row = ldmatrix_row ? lane.index / 16 * 8 + lane.index % 8 : lane.index % 16;
-    const int piece = ldmatrix_row ? lane.index / 8 % 2 : lane.index / 16;
-    offset_ = row * SmemTile<kChunk>::kRowBytes + (piece ^ row % 8) * int(sizeof(uint4));
+  // The four matrices run along the columns first, or down the rows first.
+  __device__ __forceinline__ LdmatrixRows(bool columns_first, const FragmentLane& lane) {
+    const int row = columns_first ? lane.index / 16 * 8 + lane.index % 8 : lane.index % 16;
+    const int vector = columns_first ? lane.index / 8 % 2 : lane.index / 16;
+    offset_ = row * SmemTile<kChunk>::kRowBytes + (vector ^ row % 8) * int(sizeof(uint4));
   }
 
   template <int columns>
   __device__ __forceinline__ const void* at(SmemTile<columns>& tile, int row_group, int column_group) const {
-    const int place = (offset_ ^ (column_group % 4 * 2 * int(sizeof(uint4)))) +
-                      column_group / 4 * (kChunk * SmemTile<kChunk>::kRowBytes) + row_group * 16 * SmemTile<kChunk>::kRowBytes;
-    return reinterpret_cast<const unsigned char*>(&tile) + place;
+    const int offset = (offset_ ^ (column_group % 4 * 2 * int(sizeof(uint4)))) +
+                       column_group / 4 * (kChunk * SmemTile<kChunk>::kRowBytes) + row_group * 16 * SmemTile<kChunk>::kRowBytes;
+    return reinterpret_cast<const unsigned char*>(&tile) + offset;
   }
 
  private:
   int offset_;
 };
 
-// The sum over all elements of a product of two tiles, element by element, by one warp.
+// The sum over the elementwise product of two tiles, by one warp. For fp16 and bf16 it is the trace of a matrix product.
 template <typename Scalar, int columns>
 __device__ __forceinline__ float inner_product(const SmemTile<columns, 4>& first, const SmemTile<columns, 4>& second,
                                                const FragmentLane& lane) {
   constexpr int kVectors = sizeof(first) / sizeof(float4);
-  const auto *of_first = reinterpret_cast<const float4*>(&first), *of_second = reinterpret_cast<const float4*>(&second);
+  const auto *first_vectors = reinterpret_cast<const float4*>(&first),
+             *second_vectors = reinterpret_cast<const float4*>(&second);
   float4 sums = {0, 0, 0, 0};
 #pragma unroll 8
   for (int i = lane.index; i < kVectors; i += kWarpSize) {
-    const float4 a = of_first[i], b = of_second[i];
+    const float4 a = first_vectors[i], b = second_vectors[i];
     sums = {fmaf(a.x, b.x, sums.x), fmaf(a.y, b.y, sums.y), fmaf(a.z, b.z, sums.z), fmaf(a.w, b.w, sums.w)};
   }
   return sum_over_warp((sums.x + sums.y) + (sums.z + sums.w));
 }
 template <typename Scalar, int columns>
 __device__ __forceinline__ float inner_product(SmemTile<columns>& first, SmemTile<columns>& second, const FragmentLane& lane) {
-  const MatricesOfTile of_first(false, lane), of_second(true, lane);
+  const LdmatrixRows first_rows(false, lane), second_rows(true, lane);
   constexpr int kGroupsOfPanel = 4;
   float products[2][2][4] = {};
 #pragma unroll
@@ -103,8 +104,8 @@ __device__ __forceinline__ float inner_product(SmemTile<columns>& first, SmemTil
       uint32_t a[kGroupsOfPanel][4], b[kGroupsOfPanel][4];
 #pragma unroll
       for (int k = 0; k < kGroupsOfPanel; ++k) {
-        cuda::ldmatrix(a[k], of_first.at(first, row, panel + k));
-        cuda::ldmatrix(b[k], of_second.at(second, row, panel + k));
+        cuda::ldmatrix(a[k], first_rows.at(first, row, panel + k));
+        cuda::ldmatrix(b[k], second_rows.at(second, row, panel + k));
       }
 #pragma unroll
       for (int k = 0; k < kGroupsOfPanel; ++k) {
@@ -117,7 +118,7 @@ __device__ __forceinline__ float inner_product(SmemTile<columns>& first, SmemTil
   return sum_over_warp((even.x + even.y) + (odd.x + odd.y));
 }
 
-// The sums over each column of a product of two tiles, element by element, by one warp: of the first `columns`, an even number.
+// Writes the column sums of the elementwise product of two tiles, by one warp, for the first `columns`, an even number.
 template <typename Scalar>
 __device__ __forceinline__ void write_column_products(SmemTile<kStateRows, 4>& first, SmemTile<kStateRows, 4>& second,
                                                       float* target, int columns, const FragmentLane& lane) {
@@ -134,7 +135,7 @@ __device__ __forceinline__ void write_column_products(SmemTile<kStateRows, 4>& f
 template <typename Scalar>
 __device__ __forceinline__ void write_column_products(SmemTile<kStateRows>& first, SmemTile<kStateRows>& second, float* target,
                                                       int columns, const FragmentLane& lane) {
-  const MatricesOfTile of_first(true, lane), of_second(false, lane);
+  const LdmatrixRows first_rows(true, lane), second_rows(false, lane);
   target += lane.quad;
   const int left = lane.pair == lane.quad / 2 ? columns - lane.quad : 0;
 #pragma unroll
@@ -142,8 +143,8 @@ __device__ __forceinline__ void write_column_products(SmemTile<kStateRows>& firs
     uint32_t a[kStepGroups][4], b[kStepGroups][4];
 #pragma unroll
     for (int k = 0; k < kStepGroups; ++k) {
-      cuda::ldmatrix_transposed(a[k], of_first.at(first, k, group));
-      cuda::ldmatrix_transposed(b[k], of_second.at(second, k, group));
+      cuda::ldmatrix_transposed(a[k], first_rows.at(first, k, group));
+      cuda::ldmatrix_transposed(b[k], second_rows.at(second, k, group));
     }
     float products[2][4] = {};
 #pragma unroll
