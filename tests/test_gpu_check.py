@@ -52,6 +52,14 @@ class Tree:
             ["git", *identity, *arguments], cwd=self.folder, check=True, capture_output=True, text=True
         ).stdout
 
+    def commit_all(self, message: str) -> None:
+        """The first time in a new repository."""
+        if shutil.which("git") is None:
+            pytest.skip("git is not installed")
+        self.git("init", "--quiet")
+        self.git("add", "-A")
+        self.git("commit", "--quiet", "-m", message)
+
     def check(self, *arguments: str, has_index: bool = True) -> tuple[int, str, list[str]]:
         """Exit status, output, and the calls of Python."""
         calls = self.folder.parent / "calls"
@@ -90,11 +98,7 @@ def test_build_without_a_package_index(tree, tmp_path):
 
 
 def test_build_of_a_repository_is_of_the_commit(tree, tmp_path):
-    if shutil.which("git") is None:
-        pytest.skip("git is not installed")
-    tree.git("init", "--quiet")
-    tree.git("add", "-A")
-    tree.git("commit", "--quiet", "-m", "Add everything")
+    tree.commit_all("Add everything")
     (tree.folder / "README.md").write_text("changed")
     status, output, _ = tree.check(str(tmp_path / "out"), "build")
     assert status == 0, output
@@ -107,24 +111,16 @@ def test_whole_suite_runs_from_the_clean_checkout_in_two_stages(tree, tmp_path):
     assert tree.check(str(tmp_path / "out"), "build")[0] == 0
     status, output, calls = tree.check(str(tmp_path / "out"), "tests-cpu", "tests-cuda")
     assert status == 0, output
-    runs = [call for call in calls if "-m pytest" in call]
-    assert [run.split(": ")[0] for run in runs] == [str(tree.checkout)] * 2
-    assert [run.partition(" -m ")[2].partition(" -m ")[2] for run in runs] == ["not cuda tests", "cuda tests"]
-    _, _, calls = tree.check(str(tmp_path / "out"))
-    assert [run.partition(" -m ")[2].partition(" -m ")[2] for run in calls if "-m pytest" in run] == [
-        "not cuda tests",
-        "cuda tests",
-    ]
+    assert [call.split(": ")[0] for call in calls if "-m pytest" in call] == [str(tree.checkout)] * 2
+    for called in (calls, tree.check(str(tmp_path / "out"))[2]):
+        marks = [call.split(" -m ")[2] for call in called if "-m pytest" in call]
+        assert marks == ["not cuda tests", "cuda tests"]
 
 
 @pytest.mark.parametrize("is_repository", [False, True])
 def test_stages_refuse_the_checkout_of_other_sources(tree, tmp_path, is_repository):
-    if is_repository and shutil.which("git") is None:
-        pytest.skip("git is not installed")
     if is_repository:
-        tree.git("init", "--quiet")
-        tree.git("add", "-A")
-        tree.git("commit", "--quiet", "-m", "Add everything")
+        tree.commit_all("Add everything")
     status, output, calls = tree.check(str(tmp_path / "out"), "tests-cpu")
     assert status == 1 and "run the stage build first" in output and not calls
     assert tree.check(str(tmp_path / "out"), "build")[0] == 0
@@ -132,7 +128,7 @@ def test_stages_refuse_the_checkout_of_other_sources(tree, tmp_path, is_reposito
     with (tree.folder / "README.md").open("a") as readme:
         readme.write("more\n")
     if is_repository:
-        tree.git("commit", "--quiet", "-a", "-m", "Say more")
+        tree.commit_all("Say more")
     status, output, calls = tree.check(str(tmp_path / "out"), "tests-cpu")
     assert status == 1 and "run the stage build first" in output and not calls
 

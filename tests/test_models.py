@@ -271,7 +271,6 @@ def test_checkpointed_blocks(mixer):
 def test_compiles_once_for_all_lengths(device):
     """Compiles one mixer; the tests of the layers compile the others."""
     model = make_model("MinGRU", device, d_intermediate=20, n_layer=1)
-    parameters = [*model.parameters()]
     counter = CompileCounterWithBackend("aot_eager")
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend=counter)
@@ -280,9 +279,7 @@ def test_compiles_once_for_all_lengths(device):
         tokens = make_tokens(2, seqlen, device=device)
         actual, expected = compiled(tokens).logits, model(tokens).logits
         torch.testing.assert_close(actual, expected)
-        gradients = (torch.autograd.grad(logits.square().sum(), parameters) for logits in (actual, expected))
-        for got, wanted in zip(*gradients, strict=True):
-            torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-9)
+        assert_same_gradients(actual, expected, plain_layers.parameters_of(model), 1e-7, 1e-9)
         graphs.append(counter.frame_count)
     # The first call may be traced twice, as a module's float is a variable before it is found to be a constant.
     assert graphs[0] == graphs[-1] <= 2

@@ -13,8 +13,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from helpers import says
+from layer_helpers import assert_same_gradients
 from model_helpers import VOCABULARY, every_mixer, make_model, make_talker, make_tokens
-from plain_layers import within
+from plain_layers import parameters_of, within
 from torch import Tensor
 
 from ssm_kernels.models import InferenceParams, MambaLM, MixerModel, sample
@@ -72,10 +73,7 @@ def test_packed_sequences_are_one_by_one(mixer, device):
     packed = model(tokens, cu_seqlens=torch.tensor([0, 4, 4, 9], device=device)).logits
     single = torch.cat([model(tokens[:, :4]).logits, model(tokens[:, 4:]).logits], dim=1)
     torch.testing.assert_close(packed, single)
-    parameters = [*model.parameters()]
-    gradients = (torch.autograd.grad(logits.square().sum(), parameters) for logits in (packed, single))
-    for got, wanted in zip(*gradients, strict=True):
-        torch.testing.assert_close(got, wanted, rtol=1e-7, atol=1e-9)
+    assert_same_gradients(packed, single, parameters_of(model), 1e-7, 1e-9)
 
 
 def greedy(model: MambaLM, tokens: Tensor, steps: int) -> Tensor:

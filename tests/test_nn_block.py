@@ -13,6 +13,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from helpers import assert_as_accurate, says
 from layer_helpers import assert_all_close, assert_same_gradients, make_sequence
+from plain_layers import rms_norm
 from torch import Tensor
 
 from ssm_kernels.nn import Block, GatedMLP, Mamba, Mamba2
@@ -54,7 +55,7 @@ def normalize(norm: nn.Module, x: Tensor) -> Tensor:
     if isinstance(norm, nn.LayerNorm):
         centred = x - x.mean(dim=-1, keepdim=True)
         return centred / (centred.square().mean(dim=-1, keepdim=True) + 1e-3).sqrt() * norm.weight + norm.bias
-    return x / (x.square().mean(dim=-1, keepdim=True) + 1e-3).sqrt() * norm.weight
+    return rms_norm(x, norm.weight, eps=1e-3)
 
 
 def composed(block: Block, x: Tensor, residual: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -62,31 +62,6 @@ def test_seq_idx(device):
         assert_all_close(layer(u, seq_idx=torch.tensor(rows, dtype=dtype, device=device)), expected)
 
 
-def test_sequences_and_errors(device):
-    layer, u = make_layer("Mamba2", device), make_sequence(1, 9, WIDTH, device=device)
-    cu_seqlens, seq_idx = torch.tensor([0, 4, 9], device=device), torch.zeros(1, 9, dtype=torch.int32, device=device)
-    cache = new_cache()
-    for options in ({"seq_idx": seq_idx}, {"cu_seqlens": cu_seqlens}):
-        with pytest.raises(ValueError, match=says("Mamba2: expected no inference_params with seq_idx or cu_seqlens")):
-            layer(u, inference_params=cache, **options)
-    with pytest.raises(ValueError, match=says("Mamba2: expected seq_idx of shape (batch, seqlen) = [1, 9], got [1, 8]")):
-        layer(u, seq_idx=seq_idx[:, :8])
-    with pytest.raises(ValueError, match=says("Mamba2: expected seq_idx or cu_seqlens, got both")):
-        layer(u, seq_idx=seq_idx, cu_seqlens=cu_seqlens)
-    with pytest.raises(ValueError, match=says("expected batch 1 with cu_seqlens, got 2")):
-        layer(u.expand(2, -1, -1), cu_seqlens=cu_seqlens)
-    with pytest.raises(ValueError, match=says("expected cu_seqlens to end at seqlen = 9, got 8")):
-        layer(u, cu_seqlens=torch.tensor([0, 8], device=device))
-    with pytest.raises(ValueError, match=says("Mamba2: expected cu_seqlens of shape (sequences + 1,), got [1, 3]")):
-        layer(u, cu_seqlens=cu_seqlens[None])
-    with pytest.raises(RuntimeError, match=says(f"Mamba2: expected cu_seqlens on {u.device}, got meta")):
-        layer(u, cu_seqlens=cu_seqlens.to("meta"))
-    with pytest.raises(
-        ValueError, match=says("Mamba2: expected u of shape (batch, seqlen, d_model) with d_model = 6, got [9, 6]")
-    ):
-        layer(u[0], cu_seqlens=cu_seqlens)
-
-
 # ----- flattened batches
 
 
@@ -120,15 +95,37 @@ def test_flattened_prefill_and_step(device):
     torch.testing.assert_close(step, whole[:, 4], rtol=1e-10, atol=1e-12)
 
 
-def test_flattened_batch_and_errors(device):
-    layer, u = make_layer("Mamba2", device), make_sequence(10, WIDTH, device=device)
-    with pytest.raises(ValueError, match=says("Mamba2: expected u of a multiple of seqlen = 4 steps, got 10")):
-        layer(u, 4)
-    with pytest.raises(ValueError, match=says("expected u of shape (batch * seqlen, d_model) with seqlen, got [1, 10, 6]")):
-        layer(u[None], 5)
-    with pytest.raises(ValueError, match=says("Mamba2: expected seqlen to be at least 1, got 0")):
-        layer(u, 0)
-    with pytest.raises(ValueError, match=says("Mamba2: expected seqlen or cu_seqlens, got both")):
-        layer(u, 5, cu_seqlens=torch.tensor([0, 10], device=device))
-    with pytest.raises(ValueError, match=says("Mamba2: expected seq_idx of shape (batch, seqlen) = [2, 5], got [1, 10]")):
-        layer(u, 5, torch.zeros(1, 10, dtype=torch.int32, device=device))
+# ----- errors
+
+OFFSETS, NUMBERS = torch.tensor([0, 4, 9]), torch.zeros(1, 9, dtype=torch.int32)
+STATES = "expected no inference_params with seq_idx or cu_seqlens"
+
+
+@pytest.mark.parametrize(
+    "shape, options, message",
+    [
+        ((1, 9, 6), {"seq_idx": NUMBERS, "inference_params": new_cache()}, STATES),
+        ((1, 9, 6), {"cu_seqlens": OFFSETS, "inference_params": new_cache()}, STATES),
+        ((1, 9, 6), {"seq_idx": NUMBERS[:, :8]}, "expected seq_idx of shape (batch, seqlen) = [1, 9], got [1, 8]"),
+        ((1, 9, 6), {"seq_idx": NUMBERS, "cu_seqlens": OFFSETS}, "expected seq_idx or cu_seqlens, got both"),
+        ((2, 9, 6), {"cu_seqlens": OFFSETS}, "expected batch 1 with cu_seqlens, got 2"),
+        ((1, 9, 6), {"cu_seqlens": torch.tensor([0, 8])}, "expected cu_seqlens to end at seqlen = 9, got 8"),
+        ((1, 9, 6), {"cu_seqlens": OFFSETS[None]}, "expected cu_seqlens of shape (sequences + 1,), got [1, 3]"),
+        ((9, 6), {"cu_seqlens": OFFSETS}, "expected u of shape (batch, seqlen, d_model) with d_model = 6, got [9, 6]"),
+        ((10, 6), {"seqlen": 4}, "expected u of a multiple of seqlen = 4 steps, got 10"),
+        ((1, 10, 6), {"seqlen": 5}, "expected u of shape (batch * seqlen, d_model) with seqlen, got [1, 10, 6]"),
+        ((10, 6), {"seqlen": 0}, "expected seqlen to be at least 1, got 0"),
+        ((10, 6), {"seqlen": 5, "cu_seqlens": OFFSETS}, "expected seqlen or cu_seqlens, got both"),
+        ((10, 6), {"seqlen": 5, "seq_idx": NUMBERS}, "expected seq_idx of shape (batch, seqlen) = [2, 5], got [1, 9]"),
+    ],
+)
+def test_bad_calls(shape, options, message, device):
+    options = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=says(message)):
+        make_layer("Mamba2", device)(make_sequence(*shape, device=device), **options)
+
+
+def test_offsets_on_another_device(device):
+    layer, u = make_layer("Mamba2", device), make_sequence(1, 9, WIDTH, device=device)
+    with pytest.raises(RuntimeError, match=says(f"Mamba2: expected cu_seqlens on {u.device}, got meta")):
+        layer(u, cu_seqlens=OFFSETS.to("meta"))

@@ -7,6 +7,7 @@ import itertools
 import os
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,18 @@ def make_packed(lengths: tuple[int, ...], device: str = "cpu", channels: int = I
     return sequences, pack_sequence(sequences, enforce_sorted=sorted(lengths, reverse=True) == list(lengths))
 
 
+def each_alone(layer: nn.Module, sequences: list[Tensor], hx: Tensor | None = None, dts: Any = 1.0) -> tuple[Tensor, Tensor]:
+    """The outputs one after another, and the last states."""
+    options = [{"dt": dt} for dt in dts] if isinstance(dts, list) else [{} if dts == 1.0 else {"dt": dts}] * len(sequences)
+    states = [None] * len(sequences) if hx is None else hx.unbind(1)
+    results = [layer(x, state, **more) for x, state, more in zip(sequences, states, options, strict=True)]
+    return torch.cat([h for h, _ in results]), torch.stack([h for _, h in results], dim=1)
+
+
+def unpacked(results: tuple[PackedSequence, Tensor]) -> tuple[Tensor, Tensor]:
+    return torch.cat(unpack_sequence(results[0])), results[1]
+
+
 def as_of_gru(packed: PackedSequence, like: PackedSequence) -> bool:
     """Whether all but the data is the same."""
     return all(
@@ -50,10 +63,7 @@ def test_each_sequence_as_if_alone(name, num_layers, bidirectional, batch_first,
     hx = make_sequence(num_layers * (1 + bidirectional), len(lengths), HIDDEN, device=device, seed=9).requires_grad_()
     for state in (None, hx):
         sequences, packed = make_packed(lengths, device)
-        output, h_n = layer(packed, state)
-        alone = [layer(x, None if state is None else state[:, i]) for i, x in enumerate(sequences)]
-        expected = torch.cat([h for h, _ in alone]), torch.stack([h for _, h in alone], dim=1)
-        actual = torch.cat(unpack_sequence(output)), h_n
+        actual, expected = unpacked(layer(packed, state)), each_alone(layer, sequences, state)
         assert_all_close(actual, expected, 1e-12, 1e-12)
         leaves = {f"sequence {i}": x for i, x in enumerate(sequences)} | parameters_of(layer)
         assert_same_gradients(actual, expected, leaves | ({} if state is None else {"hx": hx}), 1e-10, 1e-12)
@@ -97,24 +107,20 @@ def test_dropout_between_layers(name, device):
     layer = make_layer(name, device, dropout=1.0)
     sequences, packed = make_packed(LENGTHS["unsorted"], device)
     assert layer.training
-    dropped = torch.cat(unpack_sequence(layer(packed)[0]))
-    torch.testing.assert_close(dropped, torch.cat([layer(x)[0] for x in sequences]), rtol=1e-12, atol=1e-12)
-    kept = torch.cat(unpack_sequence(layer.eval()(packed)[0]))
-    assert not torch.allclose(dropped, kept)
-    torch.testing.assert_close(kept, torch.cat([layer(x)[0] for x in sequences]), rtol=1e-12, atol=1e-12)
+    dropped = unpacked(layer(packed))
+    assert_all_close(dropped, each_alone(layer, sequences), 1e-12, 1e-12)
+    kept = unpacked(layer.eval()(packed))
+    assert not torch.allclose(dropped[0], kept[0])
+    assert_all_close(kept, each_alone(layer, sequences), 1e-12, 1e-12)
 
 
 def test_step_lengths_are_packed_as_the_input(device):
     layer = make_layer("Liquid", device, bidirectional=True)
     sequences, packed = make_packed(LENGTHS["unsorted"], device)
     dts = [0.1 + make_sequence(len(x), device=device, seed=20 + i).abs() for i, x in enumerate(sequences)]
-    output, h_n = layer(packed, dt=pack_sequence(dts, enforce_sorted=False))
-    alone = [layer(x, dt=dt) for x, dt in zip(sequences, dts, strict=True)]
-    torch.testing.assert_close(torch.cat(unpack_sequence(output)), torch.cat([h for h, _ in alone]), rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(h_n, torch.stack([h for _, h in alone], dim=1), rtol=1e-12, atol=1e-12)
-    other, _ = layer(packed, dt=0.25)
-    expected = torch.cat([layer(x, dt=0.25)[0] for x in sequences])
-    torch.testing.assert_close(torch.cat(unpack_sequence(other)), expected, rtol=1e-12, atol=1e-12)
+    results = layer(packed, dt=pack_sequence(dts, enforce_sorted=False))
+    assert_all_close(unpacked(results), each_alone(layer, sequences, dts=dts), 1e-12, 1e-12)
+    assert_all_close(unpacked(layer(packed, dt=0.25)), each_alone(layer, sequences, dts=0.25), 1e-12, 1e-12)
 
 
 @every_recurrence
