@@ -132,18 +132,23 @@ def mamba_ssm_shapes(
     return shapes | middle | {"out_proj.weight": (d_model, d_inner)} | ({"out_proj.bias": (d_model,)} if bias else {})
 
 
+def new_layer(name: str, **options: Any) -> nn.Module:
+    """As the user makes it: a name of ``LAYERS``, with ``-`` and a variant of it or without."""
+    name, _, variant = name.partition("-")
+    spec = LAYERS[name]
+    return spec.type(**spec.sizes | (spec.variants[variant] if variant else {}) | options)
+
+
 def make_layer(
     name: str, device: str = "cpu", dtype: torch.dtype | None = torch.float64, seed: int = 0, **options: Any
 ) -> nn.Module:
-    """The same layer on every device: a name of ``LAYERS``, with ``-`` and a variant of it or without."""
-    name, _, variant = name.partition("-")
-    spec = LAYERS[name]
+    """The same layer on every device."""
     torch.manual_seed(seed)
-    layer = spec.type(**spec.sizes | {"dtype": dtype} | (spec.variants[variant] if variant else {}) | options)
-    if spec.perturbation:
+    layer, perturbation = new_layer(name, dtype=dtype, **options), LAYERS[name.partition("-")[0]].perturbation
+    if perturbation:
         with torch.no_grad():
             for parameter in layer.parameters():
-                parameter.add_(spec.perturbation * torch.randn(parameter.shape).to(parameter))
+                parameter.add_(perturbation * torch.randn(parameter.shape).to(parameter))
     return layer.to(device)
 
 

@@ -5,24 +5,18 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 import torch.nn as nn
 from helpers import says
-from layer_helpers import LAYERS, MIXERS, WIDTH, make_sequence
+from layer_helpers import MIXERS, WIDTH, make_sequence, new_layer
 from torch import Tensor
 
 OPERATOR = "selective_scan"
 
 ENTRY = "discretization_name"
 every_layer = pytest.mark.parametrize("name", [*MIXERS, "SelectiveSSM"])
-
-
-def make(name: str, **options: Any) -> nn.Module:
-    """A layer with parameters of its own, unlike ``make_layer``'s."""
-    return LAYERS[name].type(**LAYERS[name].sizes | options)
 
 
 class Model(nn.Module):
@@ -54,14 +48,14 @@ def no_warnings():
 
 @every_layer
 def test_zoh_has_the_entries_of_mamba_ssm(name):
-    layer = make(name)
+    layer = new_layer(name)
     assert [*layer.state_dict()] == [key for key, _ in layer.named_parameters()] and not [*layer.buffers()]
 
 
 @pytest.mark.parametrize("discretization", ["zoh", "foh", "zoh_exact", "rk4"])
 @every_layer
 def test_round_trip(name, discretization, tmp_path):
-    layer, other = make(name, discretization=discretization), make(name, discretization=discretization)
+    layer, other = new_layer(name, discretization=discretization), new_layer(name, discretization=discretization)
     state_dict = saved_and_loaded(layer.state_dict(), tmp_path)
     assert other.load_state_dict(state_dict, strict=True) == ([], [])
     assert torch.equal(run(layer), run(other))
@@ -70,36 +64,36 @@ def test_round_trip(name, discretization, tmp_path):
     assert (f"mixer.{ENTRY}" in plain) == (discretization != "zoh")
     assert all(isinstance(value, Tensor) for value in plain.values())
     before = dict(plain)
-    assert Model(make(name, discretization=discretization)).load_state_dict(plain, strict=True) == ([], [])
+    assert Model(new_layer(name, discretization=discretization)).load_state_dict(plain, strict=True) == ([], [])
     assert plain == before
 
 
 @every_layer
 def test_an_alias_is_the_same_discretization(name):
     for saved, own in (("foh", "zoh_exact"), ("zoh_exact", "foh")):
-        state_dict = make(name, discretization=saved).state_dict()
+        state_dict = new_layer(name, discretization=saved).state_dict()
         assert bytes(state_dict[ENTRY].tolist()) == b"zoh_exact"
-        assert make(name, discretization=own).load_state_dict(state_dict) == ([], [])
+        assert new_layer(name, discretization=own).load_state_dict(state_dict) == ([], [])
 
 
 @pytest.mark.parametrize("own", ["zoh_exact", "foh"])
 @every_layer
 def test_checkpoints_that_name_the_alias(name, own):
     """As layers saved them while ``foh`` was the canonical name."""
-    layer = make(name, discretization=own)
+    layer = new_layer(name, discretization=own)
     state_dict = layer.state_dict() | {ENTRY: torch.tensor([*b"foh"], dtype=torch.uint8)}
     assert layer.load_state_dict(state_dict, strict=True) == ([], [])
     assert bytes(layer.state_dict()[ENTRY].tolist()) == b"zoh_exact"
     message = f"{name}: expected a checkpoint of discretization 'zoh', got one of 'zoh_exact'"
     with pytest.raises(RuntimeError, match=says(message)):
-        make(name).load_state_dict(state_dict)
+        new_layer(name).load_state_dict(state_dict)
 
 
 @pytest.mark.parametrize(("saved", "own"), [("zoh_exact", "zoh"), ("zoh_exact", "rk4"), ("highorder", "zoh_exact")])
 @every_layer
 def test_another_discretization(name, saved, own, tmp_path):
-    state_dict = saved_and_loaded(Model(make(name, discretization=saved)).state_dict(), tmp_path)
-    model = Model(make(name, discretization=own))
+    state_dict = saved_and_loaded(Model(new_layer(name, discretization=saved)).state_dict(), tmp_path)
+    model = Model(new_layer(name, discretization=own))
     message = f"{name} (mixer): expected a checkpoint of discretization '{own}', got one of '{saved}'"
     for strict in (True, False):
         with pytest.raises(RuntimeError, match=says(message, f"discretization='{saved}'", f"delete 'mixer.{ENTRY}'")):
@@ -116,10 +110,10 @@ def test_another_discretization(name, saved, own, tmp_path):
 @every_layer
 def test_checkpoints_of_mamba_ssm(name):
     """They name none: as strict as ever, with a warning where the layer has another rule than mamba_ssm's."""
-    checkpoint = {key: torch.rand_like(value) for key, value in make(name).state_dict().items()}
-    assert make(name).load_state_dict(checkpoint, strict=True) == ([], [])
+    checkpoint = {key: torch.rand_like(value) for key, value in new_layer(name).state_dict().items()}
+    assert new_layer(name).load_state_dict(checkpoint, strict=True) == ([], [])
     for strict in (True, False):
-        layer = make(name, discretization="foh")
+        layer = new_layer(name, discretization="foh")
         message = f"{name}: expected a checkpoint of discretization 'zoh_exact', got one that names none, as of mamba_ssm"
         with pytest.warns(UserWarning, match=says(message)):
             assert layer.load_state_dict(checkpoint, strict=strict) == ([], [])
@@ -147,13 +141,13 @@ CHANGES: dict[str, Callable[[dict[str, Tensor]], dict[str, Tensor]]] = {
 @pytest.mark.parametrize("change", CHANGES)
 @every_layer
 def test_checkpoints_that_were_cast_or_averaged(name, change, discretization):
-    saved = CHANGES[change](make(name, discretization=discretization).state_dict())
-    layer = make(name, discretization=discretization)
+    saved = CHANGES[change](new_layer(name, discretization=discretization).state_dict())
+    layer = new_layer(name, discretization=discretization)
     assert layer.load_state_dict(saved) == ([], [])
     assert bytes(layer.state_dict()[ENTRY].tolist()) == discretization.encode()
     message = f"{name}: expected a checkpoint of discretization 'zoh', got one of '{discretization}'"
     with pytest.raises(RuntimeError, match=says(message)):
-        make(name).load_state_dict(saved)
+        new_layer(name).load_state_dict(saved)
 
 
 @pytest.mark.parametrize(
@@ -176,7 +170,7 @@ def test_checkpoints_that_were_cast_or_averaged(name, change, discretization):
 @pytest.mark.parametrize("own", ["zoh", "foh"])
 @every_layer
 def test_entries_that_name_no_discretization(name, own, entry, got):
-    model = Model(make(name, discretization=own))
+    model = Model(new_layer(name, discretization=own))
     state_dict = {**model.state_dict(), f"mixer.{ENTRY}": entry}
     message = f"{name} (mixer): expected 'mixer.{ENTRY}' of the checkpoint to be the bytes of one of"
     for strict in (True, False):
@@ -193,8 +187,8 @@ def test_mamba_ssm_refuses_what_it_would_get_wrong(name):
     """Its modules have these parameters and no more."""
     theirs = nn.Module()
     for key in ("A_log", "D"):
-        theirs.register_parameter(key, nn.Parameter(torch.empty_like(getattr(make(name), key))))
-    state_dict = {key: value for key, value in make(name, discretization="foh").state_dict().items() if "." not in key}
+        theirs.register_parameter(key, nn.Parameter(torch.empty_like(getattr(new_layer(name), key))))
+    state_dict = {key: value for key, value in new_layer(name, discretization="foh").state_dict().items() if "." not in key}
     state_dict.pop("dt_bias", None)
     with pytest.raises(RuntimeError, match=says("Unexpected key(s)", ENTRY)):
         theirs.load_state_dict(state_dict, strict=True)
@@ -202,21 +196,21 @@ def test_mamba_ssm_refuses_what_it_would_get_wrong(name):
 
 @every_layer
 def test_missing_and_unexpected_entries_are_still_reported(name):
-    state_dict = make(name, discretization="foh").state_dict()
+    state_dict = new_layer(name, discretization="foh").state_dict()
     del state_dict["A_log"]
     state_dict["more"] = torch.zeros(1)
     with pytest.raises(RuntimeError, match=r'(?s)Missing key\(s\).*"A_log".*Unexpected key\(s\).*"more"'):
-        make(name, discretization="foh").load_state_dict(state_dict)
+        new_layer(name, discretization="foh").load_state_dict(state_dict)
 
 
 @every_layer
 def test_copies_casts_and_empty_layers(name):
-    layer = make(name, discretization="foh")
+    layer = new_layer(name, discretization="foh")
     for other in (copy.deepcopy(layer), copy.deepcopy(layer).to(torch.bfloat16), copy.deepcopy(layer).double()):
         assert torch.equal(other.state_dict()[ENTRY], layer.state_dict()[ENTRY])
     # Made without memory, then given any, then the checkpoint's.
     for assign in (True, False):
-        other = make(name, discretization="foh", device="meta")
+        other = new_layer(name, discretization="foh", device="meta")
         assert other.state_dict()[ENTRY].is_meta
         if not assign:
             other.to_empty(device="cpu")
@@ -229,7 +223,7 @@ def test_copies_casts_and_empty_layers(name):
 
 @every_layer
 def test_compiled(name, fresh_dynamo):
-    layer = make(name, discretization="foh")
+    layer = new_layer(name, discretization="foh")
     compiled = torch.compile(copy.deepcopy(layer), backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(run(compiled), run(layer))
     state_dict = compiled.state_dict()
@@ -250,12 +244,12 @@ def test_distributed(name, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1)
     try:
         for discretization in ("zoh", "foh"):
-            layer = make(name, discretization=discretization)
+            layer = new_layer(name, discretization=discretization)
             wrapped = nn.parallel.DistributedDataParallel(copy.deepcopy(layer))
             torch.testing.assert_close(run(wrapped), run(layer))
             state_dict = get_model_state_dict(wrapped)
             assert state_dict.keys() == layer.state_dict().keys()
-            other = nn.parallel.DistributedDataParallel(make(name, discretization=discretization))
+            other = nn.parallel.DistributedDataParallel(new_layer(name, discretization=discretization))
             set_model_state_dict(other, state_dict)
             assert torch.equal(run(other), run(layer))
             mesh = dist.init_device_mesh("cpu", (1,))
@@ -263,7 +257,7 @@ def test_distributed(name, tmp_path):
             torch.testing.assert_close(run(sharded), run(layer))
             full = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True))
             torch.testing.assert_close(full, dict(layer.state_dict()), rtol=0, atol=0)
-            other = fully_shard(make(name, discretization=discretization), mesh=mesh)
+            other = fully_shard(new_layer(name, discretization=discretization), mesh=mesh)
             set_model_state_dict(other, get_model_state_dict(sharded))
             torch.testing.assert_close(run(other), run(layer))
     finally:
