@@ -24,8 +24,8 @@ static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that computes the tab
 static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a warpgroup has 16 rows of a state tile, those of one mma");
 static_assert(kChunk == cuda::kTileRows, "a chunk's steps are the rows of a tile");
 
-// Tables of a chunk's steps for one head; l is the chunk's last step. A product of decays a_t = e^zeta_t is the exponential of
-// a difference of `log2_cumsum`. These are sums from the chunk's first step, restarted where a sequence begins.
+// Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
+// differences of `log2_cumsum`, their sums from the chunk's first step, begun opaque where a sequence begins.
 struct alignas(16) ChunkTables {
   float log2_cumsum[kChunk];
   float gain[kChunk];               // c = d k(zeta), of the input

@@ -53,7 +53,7 @@ __device__ __forceinline__ int& ticket_of_block() {
 }
 constexpr int kTicketBytes = 128;  // with the padding that aligns the memory after it
 
-// Thread 0 takes the block's range: by a ticket, or blockIdx if no block waits. Call __syncthreads() before using it.
+// Thread 0 takes the block's run: a ticket, or blockIdx where no block waits. Call __syncthreads() before using it.
 template <bool states_only>
 __device__ __forceinline__ void take_ticket(const Schedule& schedule) {
   if (threadIdx.x != 0) return;
@@ -77,13 +77,13 @@ class TileScheduler {
   __device__ __forceinline__ bool ends(const WorkTile& work_tile) const { return end_ == work_tile.first + work_tile.chunks; }
   __device__ __forceinline__ bool is_long(const WorkTile& work_tile) const { return work_tile.chunks > length(); }
   __device__ __forceinline__ int block_of_chunk(int chunk) const { return chunk / length(); }
-  __device__ __forceinline__ WorkSpan span() const {
+  __device__ __forceinline__ WorkSpan place() const {
     const WorkTile work_tile = this->work_tile();
     WorkSpan at(p_, schedule_, work_tile.index);
     at.narrow(begin(work_tile) - work_tile.first, end_ - begin(work_tile));
     return at;
   }
-  __device__ __forceinline__ void advance() { end_ = begin(work_tile()); }
+  __device__ __forceinline__ void go_on() { end_ = begin(work_tile()); }
 
  private:
   __device__ __forceinline__ int chunks() const {
@@ -103,8 +103,8 @@ class TileScheduler {
   int end_;
 };
 
-// body(scheduler, span) for each segment of the block's range. With states_only, for the one segment, if any, whose summary
-// other blocks fold.
+// body(pieces, place) for each piece of the block's run; where only states are to be found, for the one, if there is one, that
+// other runs fold.
 template <bool states_only, typename Params, typename Body>
 __device__ __forceinline__ void for_each_segment(const Params& p, const Schedule& schedule, const Body& body) {
   TileScheduler<Params> scheduler(p, schedule);
@@ -114,9 +114,9 @@ __device__ __forceinline__ void for_each_segment(const Params& p, const Schedule
       const WorkTile work_tile = scheduler.work_tile();
       if (scheduler.ends(work_tile) || !scheduler.is_long(work_tile)) return;
     }
-    body(scheduler, scheduler.span());
+    body(scheduler, scheduler.place());
     if (states_only) return;
-    scheduler.advance();
+    scheduler.go_on();
   }
 }
 

@@ -2,10 +2,10 @@
 // state, or passes from block to block. With the loop over a segment's chunks this is mamba_ssm's state_passing.
 #pragma once
 
+#include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ready_flag.cuh"
 #include "ssd/cuda/scheduler.cuh"
 #include "ssd/cuda/state.cuh"
-#include "ssd/cuda/warpgroup_layout.cuh"
 
 namespace ssm_kernels::ssd {
 
@@ -50,12 +50,12 @@ class StateCarry {
     } else if (!scheduler.is_long(work_tile)) {
       const int slot = summary_index(ticket_of_block());
       state.store_registers(summaries().registers_of(slot));
-      sync_warpgroup(index_);
+      cuda::barrier_sync(1 + index_, kWarpgroupThreads);
       if (threadIdx.x % kWarpgroupThreads == 0) cuda::raise_flag(schedule_.ready + slot);
     }
   }
 
-  // Stores the summary of the block's segment.
+  // What the piece does to a state.
   __device__ __forceinline__ void store_summary(const State<dstate>& after_zero, float decay) const {
     summaries().store(after_zero, decay, summary_index(ticket_of_block()));
   }
@@ -69,22 +69,22 @@ class StateCarry {
   int index_;
 };
 
-// Run by the threads of a consumer warpgroup, for each segment of the block's range: scan_segment(state, span, state_tile)
-// takes the state before the segment through it and returns the segment's decay.
-template <bool states_only, int dstate, typename Params, typename ScanSegment>
+// By the threads of a unit, for each piece of the block's run, with the state before it: multiply(state, place, unit) takes
+// that through the piece and returns the piece's decay.
+template <bool states_only, int dstate, typename Params, typename Multiply>
 __device__ __forceinline__ void scan_segments(const Params& p, const Schedule& schedule, int index, const FragmentLane& lane,
-                                              const ScanSegment& scan_segment) {
+                                              const Multiply& multiply) {
   const StateCarry<dstate, Params> carry(p, schedule, index);
   for_each_segment<states_only>(p, schedule, [&](const auto& scheduler, const WorkSpan& at) {
     const StateTile state_tile(p, schedule, at, index);
     State<dstate> state;
     if constexpr (states_only) {
       state.clear();
-      const float decay = scan_segment(state, at, state_tile);
+      const float decay = multiply(state, at, state_tile);
       carry.store_summary(state, decay);
     } else {
       carry.load_before(state, scheduler, lane);
-      scan_segment(state, at, state_tile);
+      multiply(state, at, state_tile);
       carry.store_after(state, scheduler, lane);
     }
   });

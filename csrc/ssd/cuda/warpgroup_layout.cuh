@@ -1,4 +1,4 @@
-// The layout of a block's two consumer warpgroups in forward, and their named barriers.
+// The layout of a block's two consumer warpgroups in forward.
 //
 // With dstate over kStateColumns both warpgroups have the same rows of one head, and half of the columns of its state each. y
 // is a sum over columns, both in S C and in the C_i . B_j of M. Each warpgroup therefore computes a part of y. The second
@@ -10,26 +10,16 @@
 
 namespace ssm_kernels::ssd {
 
-// Named barriers of the forward kernels. Number 0 is __syncthreads.
-enum FwdBarrier : int {
-  kWarpgroupBarrier = 1,  // the first of one for each consumer warpgroup
-  kPartialOutWritten = kWarpgroupBarrier + kWarpgroups,
-  kPartialOutRead,
-};
-
-// A barrier of the threads of one consumer warpgroup.
-__device__ __forceinline__ void sync_warpgroup(int index) { cuda::barrier_sync(kWarpgroupBarrier + index, kWarpgroupThreads); }
-
-// A part of y^T on its way from one warpgroup of the block to the other, in the order of the threads' registers.
+// y^T of a unit, in the order of its threads' registers, from one unit of a block to the other.
 class PartialOut {
  public:
   __device__ __forceinline__ void put(const float (&y)[kStepBlocks][4]) {
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) values_[n][threadIdx.x % kWarpgroupThreads] = {y[n][0], y[n][1], y[n][2], y[n][3]};
-    cuda::barrier_arrive(kPartialOutWritten, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_arrive(kIsThere, kWarpgroups * kWarpgroupThreads);
   }
   __device__ __forceinline__ void add_to(float (&y)[kStepBlocks][4]) const {
-    cuda::barrier_sync(kPartialOutWritten, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_sync(kIsThere, kWarpgroups * kWarpgroupThreads);
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) {
       const float4 part = values_[n][threadIdx.x % kWarpgroupThreads];
@@ -38,14 +28,15 @@ class PartialOut {
       y[n][2] += part.z;
       y[n][3] += part.w;
     }
-    cuda::barrier_arrive(kPartialOutRead, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_arrive(kIsRead, kWarpgroups * kWarpgroupThreads);
   }
-  // Called by the warpgroup that called put(), once for each part, before the next put().
-  __device__ __forceinline__ void wait_until_read() const {
-    cuda::barrier_sync(kPartialOutRead, kWarpgroups * kWarpgroupThreads);
-  }
+  // By the unit that left it, once for each part, before it leaves the next.
+  __device__ __forceinline__ void wait_until_read() const { cuda::barrier_sync(kIsRead, kWarpgroups * kWarpgroupThreads); }
 
  private:
+  // Barriers, after those of the units.
+  static constexpr int kIsThere = 1 + kWarpgroups, kIsRead = 2 + kWarpgroups;
+
   float4 values_[kStepBlocks][kWarpgroupThreads];
 };
 
