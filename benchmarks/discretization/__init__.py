@@ -1,1 +1,1 @@
-"""The parts of ``profile_discretization.py``: what is timed, what is compared with the exact solution, tables and plots."""
+"""The parts of ``profile_discretization.py``: timings, comparison with the exact solution, tables and plots."""

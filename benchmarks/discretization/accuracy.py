@@ -18,7 +18,7 @@ DC_STEP = 0.1
 """The largest step of Mamba's initialization."""
 
 _ROUNDING = 1e-12
-_ASYMPTOTIC = 0.5  # the largest |z| of the part of the curve that the order is read from
+_ASYMPTOTIC = 0.5  # the order is the slope of the curve up to this |z|
 
 
 @dataclass(frozen=True)
@@ -26,9 +26,9 @@ class Convergence:
     """Errors at every step size, for input samples from one place of the step.
 
     Attributes:
-        errors: root mean square over channels and step ends of ``out - y``, relative to that of ``y``; float64.
-        order: observed order of convergence; None where the errors do not show one.
-        exact: the errors are rounding wherever the input is resolved.
+        errors: root mean square of ``out - y`` over channels and step ends, divided by the root mean square of ``y``; float64.
+        order: observed order of convergence; None if the errors show none.
+        exact: the errors are rounding errors wherever the input is resolved.
     """
 
     errors: tuple[float, ...]
@@ -42,9 +42,9 @@ class Accuracy:
 
     Attributes:
         steps: step sizes, coarsest first.
-        convergence: by a key of ``SAMPLINGS``.
-        dc_gain_error: the gain for a constant input relative to the exact ``-1/A``, minus 1, at step ``DC_STEP``, of the state
-            for which it is largest; NaN where the recurrence is unstable.
+        convergence: for each key of ``SAMPLINGS``.
+        dc_gain_error: the gain for a constant input divided by the exact ``-1/A``, minus 1, at step ``DC_STEP``, for the worst
+            state; NaN if the recurrence is unstable.
         rounding: the same norm of (result in the run's dtype - float64 result) at the finest step, the arguments rounded to
             that dtype; None for float64.
     """
@@ -61,7 +61,7 @@ class Accuracy:
         return min(zip(self.steps, errors, strict=True), key=lambda pair: abs(math.log(pair[0] / step)))[1]
 
     def to_dict(self) -> dict[str, object]:
-        """As JSON has it: what is not finite is None."""
+        """Values for JSON: numbers that are not finite are None."""
 
         def number(value: float | None) -> float | None:
             return value if value is not None and math.isfinite(value) else None
@@ -102,7 +102,7 @@ def _scan(method: str, u: Tensor, step: float, system: System, device: torch.dev
 
 
 def _relative(difference: Tensor, y: Tensor) -> float:
-    """Root mean squares' ratio, in a form in which large finite values do not overflow."""
+    """Ratio of root mean squares, computed so that large finite values do not overflow."""
     largest = difference.abs().max()
     if not torch.isfinite(largest):
         return math.inf
@@ -110,13 +110,13 @@ def _relative(difference: Tensor, y: Tensor) -> float:
 
 
 def _dc_gain_error(method: str, dstate: int, device: torch.device) -> float:
-    """By running the operator to the steady state of a constant input, one channel per state."""
+    """Runs the operator to the steady state of a constant input, one channel per state."""
     A = -torch.arange(1.0, dstate + 1, dtype=torch.float64)[:, None]
     system = System(A, torch.ones_like(A), torch.ones_like(A))
     u = torch.ones(dstate, 400, dtype=torch.float64)
     gain = _scan(method, u, DC_STEP, system, device, torch.float64)[:, -1] * -A[:, 0]
     error = gain - 1.0
-    # A stable recurrence has settled after 400 steps; an unstable one has a gain beyond any rule's.
+    # After 400 steps a stable recurrence has settled, and the gain of an unstable one exceeds the gain of every rule.
     if not torch.isfinite(error).all() or error.abs().max() > 1e9:
         return math.nan
     return error[error.abs().argmax()].item()
@@ -131,7 +131,7 @@ def measure_accuracy(
     dtype: torch.dtype,
     on_method: Callable[[], None] | None = None,
 ) -> list[Accuracy]:
-    """Every method's error at every step, the scans run by ``ssm_kernels.selective_scan`` in float64."""
+    """Measures every method's error at every step, with ``ssm_kernels.selective_scan`` in float64."""
     factors = response.factors()
     steps = tuple(factor * response.step for factor in factors)
     largest_step = min(_ASYMPTOTIC / system.A.abs().max().item(), response.resolved)

@@ -1,8 +1,8 @@
-"""Part 1: the elementary operations that a discretization is made of, as PyTorch computes them.
+"""Part 1: the elementary operations of a discretization, in PyTorch.
 
 With a diagonal A, one step of one channel needs ``dstate`` values of a scalar function of ``z = delta A``. With a full A the
 same rule needs a function of a ``dstate x dstate`` matrix: an inverse or a solve for the bilinear rule, a matrix exponential
-for the exact ones. Both are reported per (channel, step), which is what they have in common.
+for the exact ones. Both are reported per channel and step, so that they can be compared.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ class Operation:
     """One operation's cost.
 
     Attributes:
-        name: what is computed.
+        name: the operation.
         form: ``"diagonal"`` (elementwise) or ``"full"`` (on matrices).
-        dtype: the dtype it ran in; matrices of 16 bits are not offered by ``torch.linalg``.
+        dtype: the dtype of the computation; ``torch.linalg`` has no fp16 or bf16 matrices.
         per_element: nanoseconds per element of ``z``, or per entry of the matrix.
         per_step: nanoseconds per channel and step of ``dstate`` states.
-        timing: of the whole tensor.
+        timing: for the whole tensor.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Operation:
 
 
 def _elementwise(elements: int, device: torch.device, dtype: torch.dtype, generator: torch.Generator) -> dict[str, Stages]:
-    """Operations on ``z`` in (-2, 0), into a result that exists already."""
+    """Operations on ``z`` in (-2, 0), into a preallocated result."""
     z = (-2 * torch.rand(elements, generator=generator)).to(device, dtype)
     result, second = torch.empty_like(z), torch.empty_like(z)
 
@@ -105,7 +105,7 @@ def time_operations(
     seed: int,
     on_trial: Callable[[], None] | None = None,
 ) -> list[Operation]:
-    """Times every operation for ``dstate`` states per channel; sizes are fixed, to stay in cache on a CPU and to fill a GPU."""
+    """Times every operation for ``dstate`` states per channel. The fixed sizes stay in a CPU's cache and fill a GPU."""
     generator = torch.Generator().manual_seed(seed)
     cuda = device.type == "cuda"
     elements = dstate * max(1, 2 ** (24 if cuda else 16) // dstate)

@@ -38,13 +38,13 @@ _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "<")
 
 
 def _look(index: int) -> _Look:
-    """Every pass through the colors meets them with the markers one further: 64 looks before the first comes again."""
+    """Each pass through the colors shifts the markers by one: 64 looks before the first repeats."""
     shift, place = divmod(index, len(COLORS))
     return _Look(COLORS[place], _MARKERS[(place + shift) % len(_MARKERS)])
 
 
 def _looks(methods: Sequence[str], known: Sequence[str]) -> dict[str, _Look]:
-    """A method looks the same in every figure, whichever others are in it."""
+    """A method looks the same in every figure, whatever other methods the figure has."""
     return {method: _look(known.index(method)) for method in methods}
 
 
@@ -59,7 +59,7 @@ def _spread_apart(positions: Sequence[float], gap: float, low: float, high: floa
             before, after = placed[-2], placed[-1]
             if after[0] / after[1] >= before[0] / before[1] + gap * before[1]:
                 break
-            # Joined, the run starts where the mean displacement of its labels is zero.
+            # The joined run starts where the mean displacement of its labels is zero.
             placed.pop()
             placed[-1] = [before[0] + after[0] - gap * before[1] * after[1], before[1] + after[1]]
     result = [0.0] * len(positions)
@@ -120,7 +120,7 @@ def _speed_against_error(
 
 
 def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> list[int]:
-    """A dashed line of each observed order: of the first above the curves that have it, of a higher one below them.
+    """Draws a dashed line for each observed order: for order 1 above its curves, for higher orders below them.
 
     Returns the orders.
     """
@@ -141,7 +141,7 @@ def _order_guides(axes: Axes, accuracies: Sequence[Accuracy]) -> list[int]:
 def _error_against_step(
     axes: Axes, accuracies: Sequence[Accuracy], looks: dict[str, _Look], spacing: float | None
 ) -> list[Line2D]:
-    """Returns what the legend has to explain beside the methods."""
+    """Returns legend entries besides the methods."""
     steps = accuracies[0].steps
     shown: list[float] = []
     for index, accuracy in enumerate(accuracies):
@@ -150,7 +150,7 @@ def _error_against_step(
             errors = [error if error < 10.0 else math.nan for error in accuracy.convergence[sampling].errors]
             errors = [max(error, 1e-16) for error in errors]
             shown += [error for error in errors if math.isfinite(error)]
-            # Curves that coincide stay legible where each has its markers at steps of its own.
+            # Each curve has its markers at other steps, so that coinciding curves stay legible.
             marked = {"marker": look.marker, "markevery": (index % 3, 3)} if sampling == "middle" else {}
             axes.plot(steps, errors, **style, **marked)
     axes.set_xscale("log")
@@ -194,14 +194,14 @@ def _times(axes: Axes, scans: Sequence[Scan], looks: dict[str, _Look]) -> None:
 
 
 def _operations(axes: Axes, report: Report) -> list[Patch]:
-    """Returns what the legend explains."""
+    """Returns legend entries."""
     colors = {"diagonal": COLORS[1], "full": COLORS[2]}
     for row, operation in enumerate(report.operations):
         axes.barh(row, operation.per_step, color=colors[operation.form], height=0.65)
     axes.set_yticks(range(len(report.operations)), [operation.name for operation in report.operations])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    # Whole decades: within one, matplotlib labels the ticks between, which overlap.
+    # Whole decades, because within one decade matplotlib labels minor ticks, which overlap.
     times = [operation.per_step for operation in report.operations]
     axes.set_xlim(10 ** math.floor(math.log10(min(times) / 1.5)), 10 ** math.ceil(math.log10(max(times) * 1.1)))
     axes.xaxis.set_minor_formatter(NullFormatter())
@@ -219,10 +219,10 @@ def draw(report: Report, path: Path, known: Sequence[str], *, column: bool = Fal
 
 
 def figure_of(report: Report, known: Sequence[str], *, column: bool = False) -> Figure:
-    """Draws what the report has: two or three panels, side by side over a page's width, or stacked in one column.
+    """Draws the parts of the report: two or three panels, side by side over a page's width, or stacked in one column.
 
     Args:
-        known: every method there is; a method's color and marker come from its place in it.
+        known: all methods; the position of a method determines its color and marker.
         column: stack the panels.
     """
     methods = [accuracy.method for accuracy in report.accuracies] or [scan.method for scan in report.scans]
@@ -250,7 +250,7 @@ def figure_of(report: Report, known: Sequence[str], *, column: bool = False) -> 
         )
         for axes, panel in zip(grid.flat, panels, strict=True):
             handles += panel(axes) or ()
-        # The legend goes below the panels, so that it covers no data.
+        # The legend is below the panels, so that it covers no data.
         legend_height = 0.15 * math.ceil(len(handles) / legend_columns) + 0.15 if handles else 0.0
         figure.set_size_inches(width, 2.55 * len(panels) / across + legend_height)
         if handles:

@@ -24,13 +24,13 @@ __all__ = ["Report"]
 
 @dataclass
 class Report:
-    """Everything a run found. A part that was not asked for is empty.
+    """The results of a run. Parts that were not requested are empty.
 
     Attributes:
         machine: see :func:`benchmarks.harness.machine`.
         settings: the run's parameters.
-        signal: what the errors were measured on.
-        sample_spacing: of a recorded signal.
+        signal: description of the input of the accuracy part.
+        sample_spacing: sample spacing of a recorded signal.
     """
 
     machine: dict[str, str | int]
@@ -98,7 +98,7 @@ class Report:
             )
         )
         if "gpu" in machine:
-            console.print(Text("Times are the GPU's, between CUDA events, after its cache was overwritten."))
+            console.print(Text("Times are GPU times between CUDA events, after the cache was overwritten."))
 
     def print_tables(self, console: Console) -> None:
         if self.operations:
@@ -123,7 +123,7 @@ def _note(console: Console, *sentences: str) -> None:
 
 
 def _number(value: float, digits: int = 3) -> str:
-    """``value`` with ``digits`` significant digits, without an exponent where that is readable."""
+    """``value`` with ``digits`` significant digits, without an exponent where this is readable."""
     if value == 0 or not math.isfinite(value):
         return "0" if value == 0 else "inf"
     magnitude = math.floor(math.log10(abs(value)))
@@ -162,7 +162,7 @@ def _print_operations(console: Console, operations: Sequence[Operation], dstate:
         console,
         "With a diagonal A one step of one channel needs dstate elements, with a full A one dstate x dstate matrix:",
         f"the bilinear rule then costs {_number(ratio, 2)} times as much. Medians in eager PyTorch, which pays a pass over",
-        "memory for each operation; the operator's kernel has them in registers.",
+        "memory for each operation; the fused kernel keeps the values in registers.",
     )
 
 
@@ -186,12 +186,12 @@ def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
     moved = scans[0].training_bytes if training else scans[0].forward_bytes
     _note(
         console,
-        f"Median of {scans[0].step.trials} trials, methods taking turns; %: half the distance from 20th to 80th percentile.",
+        f"Median of {scans[0].step.trials} trials, methods alternating; %: half the distance from 20th to 80th percentile.",
         "Arguments as in Mamba's layer: B and C per step, D, gate z, delta_bias, softplus.",
         "Forward alone runs without a graph;" if training else "No graph is recorded;",
-        f"ratios, tokens (batch x seqlen) and bytes are of {'forward and backward together' if training else 'forward'}.",
-        f"GB/s counts each argument, result{' and gradient' if training else ''} once ({_number(moved / 2**20)} MiB), nothing",
-        "that a kernel keeps for itself.",
+        f"ratios, tokens (batch x seqlen) and bytes are for {'forward and backward together' if training else 'forward'}.",
+        f"GB/s counts each argument, result{' and gradient' if training else ''} once ({_number(moved / 2**20)} MiB), without",
+        "saved states and workspace.",
     )
     if looped:
         length, seqlen = scans[0].loop_seqlen, scans[0].size.seqlen
@@ -237,7 +237,7 @@ def _print_accuracies(console: Console, accuracies: Sequence[Accuracy], signal: 
         console,
         "Error: root mean square of out - y at the steps' ends, relative to y, in float64, at the coarsest and finest step;",
         "order: its slope where the input is resolved and max|delta A| <= 0.5. 'end': a step reads the input at its end, as a",
-        "model that is given samples does (half a step early on average: first order whatever the rule). 'mid': at its middle,",
+        "model on samples does (half a step early on average: first order for every rule). 'mid': at its middle,",
         f"which shows the rule itself. DC gain: for a constant input, step {DC_STEP:g}, worst of A = -1 .. -dstate.",
-        f"{dtype}: what rounding adds at the finest step, the arguments' included." if rounded else "",
+        f"{dtype}: error of rounding at the finest step, rounding of the arguments included." if rounded else "",
     )

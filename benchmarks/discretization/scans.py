@@ -1,4 +1,4 @@
-"""Part 2: every discretization's forward and backward through ``ssm_kernels.selective_scan``, beside the loop over time."""
+"""Part 2: every discretization's forward and backward through ``ssm_kernels.selective_scan``, against the loop over time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ScanSize:
 
     @property
     def updates(self) -> int:
-        """Updates of one state: the work of a scan."""
+        """Number of updates of one state: the work of a scan."""
         return self.batch * self.dim * self.seqlen * self.dstate
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class Scan:
 
     Attributes:
         forward: without recording a graph, as in inference.
-        backward: of a training step; None where backward was not asked for.
+        backward: backward of a training step; None if not requested.
         training: forward (recording) and backward of a training step.
         forward_bytes, training_bytes: see :func:`scan_bytes`.
         loop_forward, loop_training: the loop over time in PyTorch, scaled to the operator's seqlen.
@@ -80,7 +80,7 @@ class Scan:
 
     @property
     def speedup(self) -> float | None:
-        """How many times faster than the loop, per token."""
+        """Speed-up over the loop, per token."""
         return None if self.loop_step is None else self.loop_step.median / self.step.median
 
     def to_dict(self) -> dict[str, object]:
@@ -106,7 +106,7 @@ class Scan:
 def scan_inputs(
     size: ScanSize, *, device: torch.device, dtype: torch.dtype, seed: int, groups: int | None = None
 ) -> dict[str, Tensor]:
-    """Random arguments as Mamba's layer gives them: B and C per step, D, gate and bias; A is -1 .. -dstate.
+    """Random arguments like those in Mamba's layer: B and C per step, D, gate and bias; A is -1 .. -dstate.
 
     ``softplus(delta + delta_bias)`` is spread log-uniformly over about [0.001, 0.1], as at Mamba's initialization. B and C are
     (batch, groups, dstate, seqlen), without ``groups`` (batch, dstate, seqlen).
@@ -134,7 +134,7 @@ def scan_inputs(
 
 
 def scan_bytes(inputs: dict[str, Tensor]) -> tuple[int, int]:
-    """Bytes of (forward, forward and backward), every argument, result and gradient moved once and nothing else.
+    """Bytes of (forward, forward and backward) if every argument, result and gradient moves once and nothing else.
 
     Forward reads the arguments and writes ``out``; backward reads the arguments and ``grad_out`` and writes one gradient per
     argument. States that a kernel saves for backward are not counted, so the rate is that of useful traffic.
@@ -145,13 +145,13 @@ def scan_bytes(inputs: dict[str, Tensor]) -> tuple[int, int]:
 
 
 def loop_bytes(size: ScanSize, dtype: torch.dtype) -> int:
-    """About what autograd keeps for backward of the loop: a dozen tensors of (batch, dim, seqlen, dstate), of 4 bytes or 8."""
+    """Estimates the memory that autograd keeps for the loop: a dozen tensors (batch, dim, seqlen, dstate) of 4 or 8 bytes."""
     return 12 * size.updates * (8 if dtype == torch.float64 else 4)
 
 
 def _loop_coefficients(method: str, z: Tensor) -> tuple[Tensor, Tensor]:
-    """``Abar`` and the gain. The reference's phi1 is a series near zero, in 18 passes over memory; ``expm1(z) / z`` is what a
-    user writes, and exact enough for z < 0."""
+    """``Abar`` and the gain. The reference's phi1 is a series near zero, in 18 passes over memory; users
+    write ``expm1(z) / z``, which is accurate enough for z < 0."""
     if method == "zoh_exact":
         return torch.exp(z), torch.expm1(z) / z
     return reference.DISCRETIZATIONS[method].coefficients(z)
@@ -170,9 +170,10 @@ def loop_scan(
     discretization: str,
     delta_softplus: bool,
 ) -> Tensor:
-    """The scan in PyTorch without kernels of its own: the coefficients of all steps at once, then a loop over time.
+    """The scan in plain PyTorch: the coefficients of all steps at once, then a loop over time.
 
-    Arguments and result as :func:`ssm_kernels.selective_scan`, B and C (batch, dstate, seqlen). Computed in the dtype of A.
+    Arguments and result match :func:`ssm_kernels.selective_scan`, with B and C (batch, dstate, seqlen). It computes in the
+    dtype of A.
     """
     step = delta.to(A.dtype) + delta_bias[:, None]
     step = F.softplus(step) if delta_softplus else step
@@ -214,7 +215,7 @@ def _time(
     backward: bool,
     **options: object,
 ) -> dict[str, tuple[Timing, Timing | None, Timing | None]]:
-    """By method: forward, backward, training step."""
+    """Returns by method: forward, backward, training step."""
     grad_out = torch.ones_like(inputs["u"])
     benchmarks = {f"{method}/forward": scan_stages(scan, inputs, grad_out, method, backward=False) for method in methods}
     if backward:
@@ -249,7 +250,7 @@ def time_scans(
     """Times every method through the operator, and through the loop over the first ``loop_seqlen`` steps (0: no loop).
 
     The loop's time is scaled by ``seqlen / loop_seqlen``. Its cost per token does not fall with the sequence's length (in
-    backward it may grow), so this does not overstate it.
+    backward it may grow), so the scaling does not overstate it.
     """
     inputs = scan_inputs(size, device=device, dtype=dtype, seed=seed)
     options = {"backward": backward, "on_trial": on_trial}

@@ -2,8 +2,9 @@
 
 The system is diagonal: ``h'(t) = A h(t) + B u(t)``, ``y(t) = <C, h(t)>``, ``h(0) = 0``. Step k goes from ``t_{k-1}`` to
 ``t_k = k * step``; its result is compared with ``y(t_k)``. A rule with one input sample per step holds that sample over the
-step, so where in the step it was taken matters as much as the rule (``SAMPLINGS``): a sample from the end is half a step early
-on average, an error of first order that hides what the rules differ in; one from the middle leaves an error of second order.
+step, so the place of the sample in the step matters as much as the rule (``SAMPLINGS``). A sample from the end is half a step
+early on average, an error of first order that hides the differences of the rules. A sample from the middle leaves an error of
+second order.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class System:
 
     @classmethod
     def random(cls, dim: int, dstate: int, seed: int) -> System:
-        """A log-uniform in [-dstate, -1] with both ends present in every channel, B and C normal."""
+        """A is log-uniform in [-dstate, -1] and includes both ends in every channel; B and C are normal."""
         generator = torch.Generator().manual_seed(seed)
         exponent = torch.rand(dim, dstate, generator=generator, dtype=torch.float64)
         exponent[:, 0], exponent[:, -1] = 0.0, 1.0
@@ -74,12 +75,12 @@ class Response:
     """A sampled input and the exact output at the times ``step, 2 step, .. seqlen step``.
 
     Attributes:
-        u: (dim, seqlen), the input at those times, float64.
+        u: (dim, seqlen), the input at these times, float64.
         u_middle: (dim, seqlen), the input half a step earlier.
-        y: (dim, seqlen), the output, exact but for rounding.
+        y: (dim, seqlen), the output, exact up to rounding.
         step: the finest step.
         resolved: the largest step at which the input is smooth, or of the declared form, within a step.
-        description: what the input is, between the samples too.
+        description: describes the input, also between the samples.
     """
 
     u: Tensor
@@ -90,7 +91,7 @@ class Response:
     description: str
 
     def at(self, factor: int, sampling: str) -> tuple[Tensor, Tensor]:
-        """The input of each step of ``factor * step`` (a power of two times), and the exact output at each step's end."""
+        """The input of each step of ``factor * step``, for a power of two, and the exact output at each step's end."""
         if sampling == "end":
             u = self.u[:, factor - 1 :: factor]
         else:
@@ -105,7 +106,7 @@ class Response:
 
 
 def sinusoids(system: System, seed: int, seqlen: int = 4096, step: float = FINEST_STEP) -> Response:
-    """The sum of three sinusoids, of another phase in every channel.
+    """The sum of three sinusoids, with another phase in every channel.
 
     One component ``Im(e^{i(wt+p)})`` drives a state to ``B Im(e^{ip} (e^{iwt} - e^{At}) / (iw - A))``.
     """
@@ -127,7 +128,7 @@ def sinusoids(system: System, seed: int, seqlen: int = 4096, step: float = FINES
 
 
 def _phi(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """``phi1(z) = (e^z - 1) / z`` and ``phi2(z) = (phi1 - 1) / z`` for z < 0; phi2 by its series where that cancels."""
+    """``phi1(z) = (e^z - 1) / z`` and ``phi2(z) = (phi1 - 1) / z`` for z < 0; phi2 by its series where the formula cancels."""
     phi1 = np.expm1(z) / z
     series = np.zeros_like(z)
     for k in range(18, -1, -1):
@@ -136,7 +137,8 @@ def _phi(z: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def recording(system: System, samples: np.ndarray, hold: str, step: float = FINEST_STEP) -> Response:
-    """The response to recorded samples ``REFINEMENT * step`` apart, the first at time 0, continued as ``HOLDS[hold]`` says.
+    """The response to recorded samples ``REFINEMENT * step`` apart, the first at time 0, continued according to
+    ``HOLDS[hold]``.
 
     Over one step the input is a polynomial of degree at most one, so the state at its end is exact:
     ``e^z h + step B ((phi1 - phi2) u_{k-1} + phi2 u_k)`` for a line, ``e^z h + step B phi1 u_k`` for a constant.
@@ -170,9 +172,9 @@ class Recording:
 
     Attributes:
         samples: (seqlen,), float64, scaled to 1.
-        spacing: the distance between samples that the file states, in its unit of time (of a .wav file the second); None
-            where it states none.
-        description: a line on what was taken.
+        spacing: the distance between samples according to the file, in its unit of time (seconds for a .wav file), or
+            None.
+        description: one line on the channel and samples.
     """
 
     samples: np.ndarray
@@ -187,7 +189,7 @@ class _Contents:
     Attributes:
         data: the numbers.
         names: the columns' names; None without a heading.
-        rate: the sample rate; None where the file states none.
+        rate: the sample rate, or None.
         is_ambiguous: the two columns may be one column with decimal commas.
     """
 
@@ -205,7 +207,7 @@ def load_recording(path: Path, channel: int | None = None) -> Recording:
 
     Args:
         path: two-dimensional data is (samples, channels) or, without headings, its transpose: time is the longer axis.
-        channel: which channel, the time axis not counted; None for the mean of all.
+        channel: number of the channel, without the time axis; None for the mean of all.
 
     Raises:
         ValueError: the file cannot be read as a signal, its commas may be decimal commas or separate two channels, or its time
@@ -222,8 +224,8 @@ def load_recording(path: Path, channel: int | None = None) -> Recording:
         contents = _READERS[suffix](path)
     except (OSError, ModuleNotFoundError):
         raise
-    except Exception as error:  # readers raise many types at damaged files, struct.error and tokenize.TokenError among them
-        # The messages of these types describe the file; those of other types describe the reader's internals.
+    except Exception as error:  # readers raise many types for damaged files, such as struct.error and tokenize.TokenError
+        # Messages of these types describe the file; messages of other types describe the reader's internals.
         spoken = str(error).splitlines() if isinstance(error, (ValueError, EOFError, csv.Error)) else []
         reason = spoken[0] if spoken else "the file is damaged or incomplete"
         raise ValueError(f"{path}: cannot be read as {suffix[1:]}: {reason}") from error
@@ -255,7 +257,7 @@ def load_recording(path: Path, channel: int | None = None) -> Recording:
         names = None if names is None else (*names[:axis], *names[axis + 1 :])
     channels = data.shape[1]
     if channels == 0:
-        raise ValueError(f"{path}: expected a signal beside the time axis")
+        raise ValueError(f"{path}: expected a signal besides the time axis")
     if channel is not None and not 0 <= channel < channels:
         raise ValueError(f"{path}: channel {channel} asked for, but there are {channels} (0 to {channels - 1})")
     samples = data.mean(1) if channel is None else data[:, channel]
@@ -282,7 +284,7 @@ _CAPITAL_HEADING = re.compile(r"[TS](\W.*|_.*)?")
 
 
 def _is_increasing(values: np.ndarray, spread: float = math.inf) -> bool:
-    """Whether all steps are above 0 and differ by no more than ``spread`` of their mean."""
+    """Checks that all steps are above 0 and differ by no more than ``spread`` of their mean."""
     steps = np.diff(values)
     return len(steps) > 1 and bool(np.isfinite(values).all() and steps.min() > 0 and np.ptp(steps) <= spread * steps.mean())
 
@@ -308,7 +310,7 @@ def _time_axis(path: Path, data: np.ndarray, names: tuple[str, ...] | None, chan
 
 
 def _even_spacing(path: Path, times: np.ndarray, name: str | None) -> float:
-    """The distance between samples, which may differ by what rounding of the times makes of it."""
+    """The distance between samples; the times may be rounded."""
     if not _is_increasing(times, _ROUNDED_TIMES):
         steps = np.diff(times)
         found = f"steps from {steps.min():.3g} to {steps.max():.3g}" if len(steps) else f"{len(times)} times"
@@ -332,8 +334,8 @@ _INTEGER_OR_DECIMAL_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?([eE][+-]?\d+)?\s*")
 def _read_csv(path: Path) -> _Contents:
     """Reads columns, one per channel, separated by commas, semicolons or tabs; a first line without numbers is a heading.
 
-    A comma is a decimal point in quotes, where semicolons or tabs separate columns, and below a heading of one name. Without a
-    heading, lines such as ``0,123`` are ambiguous.
+    A comma is a decimal point inside quotes, if semicolons or tabs separate the columns, and below a heading of one name.
+    Without a heading, lines such as ``0,123`` are ambiguous.
     """
     lines = [line for line in path.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     try:
@@ -344,7 +346,7 @@ def _read_csv(path: Path) -> _Contents:
     lines = [_QUOTED.sub(lambda cell: cell[1].replace(",", "."), line) for line in lines]
     has_decimal_commas, is_ambiguous = delimiter != ",", False
     if not has_decimal_commas and lines:
-        # A comment or a number is one cell as well, but names no column.
+        # A comment or a number is also a single cell, but names no column.
         if len(first) == 1 and not lines[0].startswith("#") and not _INTEGER_OR_DECIMAL_COMMA.fullmatch(lines[0]):
             has_decimal_commas = all(map(_INTEGER_OR_DECIMAL_COMMA.fullmatch, lines[1:]))
         elif len(first) == 1 or _DECIMAL_COMMA.fullmatch(lines[0]):
@@ -352,7 +354,7 @@ def _read_csv(path: Path) -> _Contents:
     if has_decimal_commas:
         lines = [line.replace(",", ".") for line in lines]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an empty file is reported by its length
+        warnings.simplefilter("ignore")  # the length check reports an empty file
         try:
             data, heading = np.loadtxt(lines, delimiter=delimiter, ndmin=2), lines and lines[0].startswith("#")
         except ValueError:
