@@ -32,7 +32,7 @@ def run_python(*arguments, env=None, cwd=None) -> subprocess.CompletedProcess:
 
 
 def binutil(*command) -> str:
-    """What a program of binutils prints; skips the test where there is none."""
+    """Returns what a program of binutils prints; skips the test where the program is not installed."""
     if shutil.which(command[0]) is None:
         pytest.skip(f"{command[0]} (binutils) is not installed")
     return subprocess.run([*map(str, command)], capture_output=True, text=True, check=True).stdout

@@ -1,4 +1,4 @@
-"""The table of layers: how each is made small, called, stepped, and what it is compared with."""
+"""The table of layers: small sizes, variants and the plain reference of each; how a test calls and steps them."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ MIXERS, RECURRENCES = ("Mamba", "Mamba2"), ("MinGRU", "MinLSTM", "Liquid")
 
 
 def variants_of(*names: str) -> list[str]:
-    """Names for ``make_layer``, one of each variant."""
+    """The names that ``make_layer`` takes for every variant of these layers."""
     return [f"{name}-{variant}" if variant else name for name in names for variant in LAYERS[name].variants]
 
 
@@ -133,7 +133,7 @@ def mamba_ssm_shapes(
 
 
 def new_layer(name: str, **options: Any) -> nn.Module:
-    """As the user makes it: a name of ``LAYERS``, with ``-`` and a variant of it or without."""
+    """Constructs a layer of ``LAYERS``: ``name`` is its key, or its key, ``-`` and one of its variants."""
     name, _, variant = name.partition("-")
     spec = LAYERS[name]
     return spec.type(**spec.sizes | (spec.variants[variant] if variant else {}) | options)
@@ -142,7 +142,7 @@ def new_layer(name: str, **options: Any) -> nn.Module:
 def make_layer(
     name: str, device: str = "cpu", dtype: torch.dtype | None = torch.float64, seed: int = 0, **options: Any
 ) -> nn.Module:
-    """The same layer on every device."""
+    """Makes the layer with parameters that depend on the seed alone, not on the device."""
     torch.manual_seed(seed)
     layer, perturbation = new_layer(name, dtype=dtype, **options), LAYERS[name.partition("-")[0]].perturbation
     if perturbation:
@@ -157,19 +157,19 @@ def make_sequence(*shape: int, device: str = "cpu", dtype: torch.dtype = torch.f
 
 
 def width_of(layer: nn.Module) -> int:
-    """Channels of its input."""
+    """The number of channels of the layer's input."""
     return IN if hasattr(layer, "input_size") else WIDTH
 
 
 def run(layer: nn.Module, x: Tensor) -> Tensor:
-    """The output of a sequence (batch, seqlen, channels)."""
+    """Returns the output for a sequence (batch, seqlen, channels)."""
     if hasattr(layer, "input_size"):
         return layer(x.transpose(0, 1))[0].transpose(0, 1)
     return layer(x)
 
 
 def decode(layer: nn.Module, x: Tensor, step: Callable[..., Any] | None = None) -> Tensor:
-    """The same, a step at a time."""
+    """Returns the output for a sequence (batch, seqlen, channels) from one call of ``step`` for each time step."""
     compiled, step, (batch, seqlen, _) = step is not None, step or layer.step, x.shape
     if isinstance(layer, Mamba | Mamba2):
         states = layer.allocate_inference_cache(batch, seqlen)
@@ -186,7 +186,7 @@ def decode(layer: nn.Module, x: Tensor, step: Callable[..., Any] | None = None) 
 
 
 def gradients(outputs: Tensor | Iterable[Tensor], leaves: Iterable[Tensor]) -> Sequence[Tensor]:
-    """Those that the same random cotangents send back to the leaves."""
+    """Returns the gradients of the leaves for random cotangents, which are the same in every call."""
     outputs = [outputs] if isinstance(outputs, Tensor) else [*outputs]
     cotangents = [make_sequence(*o.shape, device=o.device, dtype=o.dtype, seed=5 + i) for i, o in enumerate(outputs)]
     return torch.autograd.grad(outputs, [*leaves], cotangents)
@@ -195,7 +195,7 @@ def gradients(outputs: Tensor | Iterable[Tensor], leaves: Iterable[Tensor]) -> S
 def assert_all_close(
     actual: Tensor | Iterable[Tensor], expected: Tensor | Iterable[Tensor], rtol: float = 1e-9, atol: float = 1e-11
 ) -> None:
-    """Tensors, or equally many of them, by ``torch.testing.assert_close``."""
+    """Compares two tensors, or two sequences of tensors, with ``torch.testing.assert_close``."""
     pairs = [(actual, expected)] if isinstance(actual, Tensor) else zip(actual, expected, strict=True)
     for a, b in pairs:
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
@@ -208,7 +208,7 @@ def assert_same_gradients(
     rtol: float = 1e-9,
     atol: float = 1e-11,
 ) -> None:
-    """Through both results to every leaf, and none is zero."""
+    """Compares the gradients of every leaf through both results, and fails if an expected gradient is zero everywhere."""
     for name, a, b in zip(leaves, *(gradients(y, leaves.values()) for y in (actual, expected)), strict=True):
         assert b.abs().max() > 0, name
         torch.testing.assert_close(a, b, rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")

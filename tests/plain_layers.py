@@ -34,7 +34,7 @@ def _project(p: Parameters, name: str, x: Tensor) -> Tensor:
 
 
 def _convolve(p: Parameters, x: Tensor, sequence_ids: Tensor | None = None) -> Tensor:
-    """Of (batch, seqlen, channels); a step reads the previous steps that have its number."""
+    """Convolves (batch, seqlen, channels); a step reads only previous steps of its own sequence."""
     weight, bias = p["conv1d.weight"], p.get("conv1d.bias")
     x, seqlen, width = x.transpose(1, 2), x.shape[1], weight.shape[2]
     inputs = F.pad(x, (width - 1, 0))
@@ -187,7 +187,7 @@ def recurrent_mixer(layer: RecurrentMixer, u: Tensor, p: Parameters) -> Tensor:
 
 
 def logits(model: torch.nn.Module, input_ids: Tensor, p: Parameters | None = None) -> Tensor:
-    """Of a model with RMSNorm and tied embeddings."""
+    """The logits of a model with RMSNorm and tied embeddings."""
     p = parameters_of(model) if p is None else p
     config: MambaConfig = model.config
     mixers = {"Mamba": mamba, "Mamba2": mamba2, "MinGRU": recurrent_mixer, "MinLSTM": recurrent_mixer}

@@ -37,19 +37,19 @@ SHORT_OF = {TRAIN: SHORT, CHAR_LM: SHORT_LM}
 
 
 class Example:
-    """An example whose ``main`` is called, which is quicker than a process of its own."""
+    """An example script. Tests call its ``main``, which is quicker than a process."""
 
     def __init__(self, script: Path, capsys: pytest.CaptureFixture[str]) -> None:
         self.script, self.short, self.capsys = script, SHORT_OF[script], capsys
         self.main = runpy.run_path(str(script))["main"]
 
     def run(self, *arguments: str | Path) -> str:
-        """What it prints."""
+        """Returns what the example prints."""
         self.main([str(argument) for argument in arguments])
         return self.capsys.readouterr().out
 
     def refuse(self, *arguments: str | Path) -> str:
-        """The one line that it writes to stderr for arguments that it must refuse."""
+        """Returns the one line that the example writes to stderr when it refuses the arguments."""
         with pytest.raises(SystemExit) as stop:
             self.run(*arguments)
         assert stop.value.code

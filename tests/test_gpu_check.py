@@ -53,7 +53,7 @@ class Tree:
         ).stdout
 
     def commit_all(self, message: str) -> None:
-        """The first time in a new repository."""
+        """Commits every file; the first call makes the repository."""
         if shutil.which("git") is None:
             pytest.skip("git is not installed")
         self.git("init", "--quiet")

@@ -20,7 +20,7 @@ OPERATOR = "ssd_chunk_scan"
 
 
 def one_by_one(layer: Mamba2, u: Tensor, offsets: tuple[int, ...]) -> Tensor:
-    """The plain layer of each of the sequences that has steps."""
+    """Applies the plain layer to each sequence of at least one step."""
     bounds = itertools.pairwise(dict.fromkeys(offsets))
     return torch.cat([plain_layers.mamba2(layer, u[:, begin:end]) for begin, end in bounds], dim=1)
 

@@ -58,7 +58,7 @@ def plain(layer: torch.nn.Module, x: Tensor, p: dict[str, Tensor] | None = None,
 
 
 def exact(layer: torch.nn.Module, x: Tensor) -> Tensor:
-    """In float64, of parameters and inputs of any dtype."""
+    """Computes the layer in float64, whatever the dtypes of its parameters and input."""
     return plain(layer, x.double(), parameters_of(layer, torch.float64))
 
 
@@ -98,7 +98,7 @@ OTHERS = {"bias": True, "conv_bias": False, "D_has_hdim": True, "d_ssm": 96}
     ],
 )
 def test_state_dict_is_that_of_mamba_ssm(name, options, sizes):
-    """In order, as optimizers save their states by position."""
+    """The order of the entries counts: optimizers save their states by position."""
     layer, expected = LAYERS[name].type(**options), mamba_ssm_shapes(name, **sizes)
     assert [(key, tuple(value.shape)) for key, value in layer.state_dict().items()] == list(expected.items())
     assert [key for key, _ in layer.named_parameters()] == list(expected)

@@ -33,7 +33,7 @@ def make_packed(lengths: tuple[int, ...], device: str = "cpu", channels: int = I
 
 
 def each_alone(layer: nn.Module, sequences: list[Tensor], hx: Tensor | None = None, dts: Any = 1.0) -> tuple[Tensor, Tensor]:
-    """The outputs one after another, and the last states."""
+    """Calls the layer on each sequence; returns the concatenated outputs and the stacked last states."""
     options = [{"dt": dt} for dt in dts] if isinstance(dts, list) else [{} if dts == 1.0 else {"dt": dts}] * len(sequences)
     states = [None] * len(sequences) if hx is None else hx.unbind(1)
     results = [layer(x, state, **more) for x, state, more in zip(sequences, states, options, strict=True)]

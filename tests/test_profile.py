@@ -49,7 +49,7 @@ def in_a_folder_of_its_own(tmp_path, monkeypatch):
 
 @pytest.fixture
 def measure(profiler, capsys):
-    """Calls ``main`` and returns what it writes as JSON."""
+    """Calls ``main`` and returns the JSON file that it writes."""
 
     def call(*arguments: str) -> dict:
         assert profiler.main([*arguments, "--json", "found.json"]) == 0, capsys.readouterr().err
