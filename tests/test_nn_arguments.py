@@ -216,43 +216,32 @@ NO_TENSOR = (np.zeros((2, 3), dtype=np.float32), [1.0], (torch.zeros(1), torch.z
 SEQUENCE, STEP = torch.zeros(2, 5, 6), torch.zeros(2, 6)
 
 
-def recurrent_calls(layer_type: type[nn.Module]) -> dict[str, tuple[Callable, dict[str, Any], list[str]]]:
-    layer = layer_type(6, 4)
-    return {
-        "": (layer, {"input": SEQUENCE}, ["hx", "cu_seqlens"]),
-        ".step": (layer.step, {"x": STEP}, ["state"]),
-    }
+def calls_of(layer_type: type[nn.Module]) -> dict[str, tuple[Callable, dict[str, Any], list[str]]]:
+    """By the suffix of the name in messages: the function, the arguments it needs, and names of other tensors that it takes."""
+    if layer_type in RECURRENCES:
+        layer = layer_type(6, 4)
+        return {"": (layer, {"input": SEQUENCE}, ["hx", "cu_seqlens"]), ".step": (layer.step, {"x": STEP}, ["state"])}
+    if layer_type is SelectiveSSM:
+        step, state = SelectiveSSM(6).step, torch.zeros(2, 6, 16)
+        return {
+            "": (SelectiveSSM(6), {"x": SEQUENCE}, ["z", "initial_state"]),
+            ".step": (step, {"x": STEP, "state": state}, ["z"]),
+        }
+    layer = Mamba(6) if layer_type is Mamba else Mamba2(6, d_state=8, headdim=4)
+    states = dict(zip(("conv_state", "ssm_state"), layer.allocate_inference_cache(2, 5), strict=True))
+    sequence, optional = ("hidden_states", []) if layer_type is Mamba else ("u", ["seq_idx", "cu_seqlens"])
+    step = (layer.step, {"hidden_states": SEQUENCE[:, :1]} | states, [])
+    return {"": (layer, {sequence: SEQUENCE}, optional), ".step": step}
 
 
-def mixer_calls(layer: nn.Module, sequence: str) -> dict[str, tuple[Callable, dict[str, Any], list[str]]]:
-    conv_state, ssm_state = layer.allocate_inference_cache(2, 5)
-    states = {"conv_state": conv_state, "ssm_state": ssm_state}
-    optional = ["seq_idx", "cu_seqlens"] if isinstance(layer, Mamba2) else []
-    return {
-        "": (layer, {sequence: SEQUENCE}, optional),
-        ".step": (layer.step, {"hidden_states": SEQUENCE[:, :1]} | states, []),
-    }
-
-
-# Of each layer, its calls: the function, arguments that it needs, and names of other tensors that it takes.
-CALLS = {
-    MinGRU: lambda: recurrent_calls(MinGRU),
-    MinLSTM: lambda: recurrent_calls(MinLSTM),
-    Liquid: lambda: recurrent_calls(Liquid),
-    SelectiveSSM: lambda: {
-        "": (SelectiveSSM(6), {"x": SEQUENCE}, ["z", "initial_state"]),
-        ".step": (SelectiveSSM(6).step, {"x": STEP, "state": torch.zeros(2, 6, 16)}, ["z"]),
-    },
-    Mamba: lambda: mixer_calls(Mamba(6), "hidden_states"),
-    Mamba2: lambda: mixer_calls(Mamba2(6, d_state=8, headdim=4), "u"),
-}
-
-every_called_layer = pytest.mark.parametrize("layer_type", CALLS, ids=lambda layer_type: layer_type.__name__)
+every_called_layer = pytest.mark.parametrize(
+    "layer_type", [*RECURRENCES, SelectiveSSM, Mamba, Mamba2], ids=lambda layer_type: layer_type.__name__
+)
 
 
 @every_called_layer
 def test_arguments_of_calls_that_are_no_tensors(layer_type):
-    for suffix, (call, good, optional) in CALLS[layer_type]().items():
+    for suffix, (call, good, optional) in calls_of(layer_type).items():
         call(**good)
         for argument in (*good, *optional):
             for value in (*NO_TENSOR, *([] if argument in optional else [None])):
@@ -262,7 +251,7 @@ def test_arguments_of_calls_that_are_no_tensors(layer_type):
 
 @every_called_layer
 def test_shapes_of_sequences_and_steps(layer_type):
-    for suffix, (call, good, _) in CALLS[layer_type]().items():
+    for suffix, (call, good, _) in calls_of(layer_type).items():
         (argument, x), *_ = good.items()
         for shape in ((6,), (), (1, *x.shape, 6), (*x.shape[:-1], 7), (*x.shape[:-1], 1)):
             pattern = rf"^{layer_type.__name__}{suffix}: expected {argument} of shape .*, got \[{', '.join(map(str, shape))}\]"
