@@ -37,11 +37,12 @@ struct WarpShare {
   __device__ __forceinline__ int first() const { return warps == 1 ? 0 : warp; }
 };
 
-// A block's shared memory: the members of Once, then the stages. wgmma kernels have max_stages of them, others as many as fit.
+// A block's shared memory: the members of Once, then up to max_stages stages.
 template <typename Once, typename Stage_, typename Mma, int max_stages>
 struct StagedShared : Once {
   using Stage = Stage_;
   static constexpr int kMaxStages = max_stages;
+  // With wgmma all stages fit; else the host says how many do.
   static __device__ __forceinline__ int stages(int given) { return Mma::kIsAsync ? kMaxStages : given; }
   Mbarrier full[max_stages], empty[max_stages];
 
