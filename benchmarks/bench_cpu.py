@@ -68,7 +68,7 @@ COMPARED_DTYPES = ("float32", "bfloat16")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "float16", "bfloat16", "float64")}
 
 
-# By section of the result: what the rows are, the names of both sides, ours first, and the table.
+# By section of the result: the heading of the rows' names, the names of both sides, ours first, and the table.
 SECTIONS = {
     "methods": ("method", "kernel", "loop", "selective_scan, milliseconds"),
     "recurrences": ("scan", "kernel", "loop", "linear recurrences, milliseconds"),
@@ -95,7 +95,7 @@ class Case(NamedTuple):
 
 
 def of_functions(name: str, inputs: Mapping[str, Any], **options: Any) -> Sides:
-    """The function of this name and its reference."""
+    """Returns the function of this name and its reference."""
     functions = {"kernel": getattr(ssm_kernels, name), "loop": getattr(reference, name)}
     calls = {who: functools.partial(function, **options) for who, function in functions.items()}
     with torch.no_grad():

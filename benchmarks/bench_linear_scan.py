@@ -55,7 +55,7 @@ COMPILED = "compiled loop"
 
 
 class Recurrence(NamedTuple):
-    """What a case calls, and the inputs that its backward has to read."""
+    """A recurrence, the names of its inputs, and of those that its backward has to read."""
 
     scan: Callable[..., Tensor]
     inputs: tuple[str, ...]
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """What cases that take turns have in common."""
+        """Cases of one shape take turns."""
         return self.batch, self.seqlen, self.channels
 
     @property
@@ -148,7 +148,7 @@ def errors_of(case: Case, inputs: Inputs, grad_h: Tensor) -> dict[str, float]:
 
 
 def contenders_of(case: Case, inputs: Inputs, grad_h: Tensor, run: Run) -> dict[str, Callable[[], Contender]]:
-    """What makes ours and every peer beside it, which may fail."""
+    """Functions that make ours and every peer beside it. Making a peer may fail."""
 
     def of_other(other: peers.GatedScan) -> Contender:
         arranged, grad = other.arrange(**inputs, grad=grad_h)

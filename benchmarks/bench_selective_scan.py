@@ -89,7 +89,7 @@ class Case:
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """What cases that take turns have in common."""
+        """Cases of one shape take turns."""
         return self.batch, self.dim, self.seqlen, self.dstate, self.dtype
 
     @property
@@ -127,7 +127,7 @@ CASES = [
 
 
 def chunk_state_bytes(inputs: Mapping[str, Tensor]) -> int:
-    """What forward saves for backward, apart from its inputs."""
+    """Bytes that forward saves for backward, apart from its inputs."""
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias")
     meta = [inputs[name].to("meta") if name in inputs else None for name in names]
     *_, states = torch.ops.ssm_kernels._selective_scan_fwd(*meta, None, "zoh", True, True)
@@ -198,7 +198,7 @@ def measure_shape(cases: list[Case], run: Run) -> list[dict[str, Any]]:
 
 
 def other_of(row: Row, result: Result) -> tuple[str, Row] | None:
-    """What a row of another method or layout is compared with, and its row."""
+    """The name and the row of the method or layout that a row is compared with; None if it is the base itself."""
     if row["discretization"] != "zoh":
         other, name = "zoh", row["name"].removesuffix(f" {row['discretization']}")
     else:

@@ -121,7 +121,7 @@ def step(inputs: Inputs, discretization: str) -> Tensor:
 
 
 def moved_bytes(inputs: Inputs) -> int:
-    """What a step must move: every element once (not once per expansion), the state twice, and the output."""
+    """Bytes that a step must move: every element once (not once per expansion), the state twice, and the output."""
     sizes = {
         name: math.prod(n for n, stride in zip(t.shape, t.stride(), strict=True) if stride) * t.element_size()
         for name, t in inputs.items()

@@ -1,4 +1,4 @@
-"""What the benchmarks share: contenders that take turns, and the program around the cases.
+"""The mechanism that the benchmarks share: contenders that take turns, and the program around the cases.
 
 A benchmark declares a :class:`Benchmark`: its cases, how they are measured, the tables of its result and the figures that
 ``bars.json`` holds. :func:`main` does the rest: arguments, progress, JSON, tables, bars and exit status. ``report.py`` makes
@@ -62,7 +62,7 @@ def outputs_of(function: Function, inputs: Mapping[str, Any]) -> tuple[Tensor, .
 
 
 def leaves_of(inputs: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs, those that can have a gradient as leaves that require it."""
+    """Replaces the inputs that can have a gradient by leaves that require it."""
     return {
         name: value.detach().requires_grad_() if isinstance(value, Tensor) and value.is_floating_point() else value
         for name, value in inputs.items()
@@ -91,7 +91,7 @@ class Contender(NamedTuple):
         return found | {f"grad_{name}": gradient for name, gradient in zip(wanted, gradients, strict=True)}
 
     def stages(self, *whats: str) -> dict[str, Stages]:
-        """What is timed: "forward" without gradients, "training", which records a graph, "backward" of it, or "both"."""
+        """Stages by name: "forward" without gradients, "training" with them, the "backward" of that, and "both" in one."""
         leaves = leaves_of(self.inputs)
         wanted = list(self.wanted(leaves).values())
 
@@ -140,7 +140,7 @@ class Turns:
     def contend(
         self, contenders: Mapping[str, Any], prepare: Callable[[str, Any, dict[str, Any]], Mapping[str, Stages]]
     ) -> dict[str, dict[str, Any]]:
-        """The figures of every contender. Whatever another than ours raises becomes its figure.
+        """Prepares every contender and returns their figures. An exception of another than ours becomes its figure.
 
         Args:
             prepare: takes a contender's name, the contender and its figures; may add figures, and returns the stages to time by
@@ -159,7 +159,7 @@ class Turns:
         return found
 
     def add(self, figures: dict[str, Any], stages: Mapping[str, Stages]) -> None:
-        """Adds stages whose times are to become figures."""
+        """Adds stages. Their times become figures when :meth:`measure` runs."""
         for what, of_one in stages.items():
             self._stages[len(self._targets)] = of_one
             self._targets.append((figures, what))
@@ -173,7 +173,7 @@ class Turns:
 
 
 def recorded_figures(recorded: Mapping[str, Any] | None, row: dict[str, Any], device: torch.device) -> None:
-    """Adds to a row what is recorded on an H200, and not measured in this run; a pair is of forward and backward."""
+    """Adds figures recorded on an H200 for contenders that this run did not measure; a pair is of forward and backward."""
     for who, found in (recorded or {}).items() if on_h200(device) else ():
         if who not in row:
             found = found if isinstance(found, Mapping) else dict(zip(DIRECTIONS, found, strict=True))
@@ -201,18 +201,18 @@ class Benchmark:
 
     Attributes:
         name: in its results, in ``bars.json`` and in ``page.md``.
-        cases: the cases, from the options; each has a name.
+        cases: makes the cases from the options; each has a name.
         measure: makes the rows of cases that take turns.
-        tables: what the terminal and the page show of a result.
-        figures: what the bars hold, of a row and the result that it is part of.
+        tables: makes the tables of a result, for the terminal and the page.
+        figures: computes the figures that bars hold, from a row and the result that it is part of.
         trials, warmup: the default number of each.
-        turns: cases with the same value take turns.
-        context: what a result has beside its rows, known before they are measured.
-        conclude: what a result has beside its rows, measured after them.
+        turns: maps a case to a value; cases with equal values take turns.
+        context: makes the entries of a result beside its rows, before these are measured.
+        conclude: makes further entries, after the rows.
         add_options: adds the benchmark's own options.
-        layout: the result as the JSON file and the tables have it.
+        layout: turns a result, whose rows are a list, into the form that the JSON file and the tables have.
         required: the options, by name, that make a missed bar an error, each with the rows that it holds, a prefix.
-        trials_option: how the option is called that sets ``trials``.
+        trials_option: the name of the option that sets ``trials``.
     """
 
     name: str

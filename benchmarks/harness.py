@@ -266,7 +266,7 @@ def driver_version() -> str:
 
 
 def machine(device: torch.device | str = "cpu") -> dict[str, str | int]:
-    """What the numbers were measured on."""
+    """Describes the machine and the versions of the software."""
     import ssm_kernels
 
     device = torch.device(device)

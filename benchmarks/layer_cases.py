@@ -39,13 +39,13 @@ COMPARED_STEPS = 256
 
 
 class Contest(NamedTuple):
-    """What is measured in a row.
+    """The contenders of a row, and how they are compared and timed.
 
     Attributes:
         contenders: ours and, where it is installed, mamba_ssm's.
         errors_of: compares a contender's results with the exact ones.
         prepare: adds figures of a contender, and returns the stages to time by the figures' names.
-        amounts: what else the row has.
+        amounts: further entries of the row.
     """
 
     contenders: Mapping[str, Any]
@@ -135,7 +135,7 @@ def kept_bytes(layer: nn.Module, x: Tensor) -> int:
 
 
 def held_bytes(layer: nn.Module, x: Tensor) -> int | None:
-    """Bytes that are allocated between forward and backward beside the output: what hooks do not see counts too."""
+    """Bytes that are allocated between forward and backward beside the output, tensors that hooks do not see included."""
     if x.device.type != "cuda":
         return None
     torch.cuda.synchronize(x.device)
@@ -348,7 +348,7 @@ class LanguageModelCase(Case):
     @staticmethod
     @torch.no_grad()
     def exact_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-        """Those of the same model in float32."""
+        """The logits of the same model in float32."""
         return copy.deepcopy(model).float()(tokens).logits.cpu().double()
 
 

@@ -94,7 +94,7 @@ _GATED_SCANS = {"chunk_hgrn": ("flash-linear-attention", "bc3b101"), "accelerate
 
 
 def _imported(module: str, *names: str) -> list[Any] | None:
-    """What another library's module has under these names; None where it cannot be imported."""
+    """The objects of these names in another library's module; None where it cannot be imported."""
     try:
         found = importlib.import_module(module)
         return [getattr(found, name) for name in names]
@@ -206,7 +206,7 @@ class GatedScan(NamedTuple):
 
 
 def gated_scans() -> dict[str, GatedScan]:
-    """Those that are installed, by the names in ``RECORDED_GATED_SCAN``."""
+    """The installed scans, by the names in ``RECORDED_GATED_SCAN``."""
     hgrn = _imported("fla.ops.hgrn", "chunk_hgrn")
     # The second module is the first one's name before version 0.3.
     scalar = _imported("accelerated_scan.scalar", "scan") or _imported("accelerated_scan.triton", "scan")

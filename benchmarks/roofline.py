@@ -1,4 +1,4 @@
-"""The figures of the benchmarks: what was reached, under what the chip can do.
+"""The figures of the benchmarks: the measured rates, under the limits of the chip.
 
 selective_scan's shows state updates per second over updates per byte. The linear recurrences have less to compute than to move:
 theirs shows the share of a copy's rate.

@@ -62,17 +62,18 @@ def markdown(table: Table) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in [*lines, *map(table.cells, table.rows)])
 
 
-def show(table: Table) -> None:
-    """Prints the table on the terminal."""
+def show(table: Table, console: Any = None) -> None:
+    """Prints the table on the terminal, by a ``rich`` console."""
     from rich.console import Console  # here, because a page needs no rich
     from rich.table import Table as RichTable
+    from rich.text import Text
 
-    shown = RichTable(box=None, pad_edge=False)
+    shown = RichTable(box=None, padding=(0, 1), pad_edge=False, collapse_padding=True)
     for index, column in enumerate(table.columns):
-        shown.add_column(column.name, justify="left" if index < table.left else "right", no_wrap=True)
+        shown.add_column(column.name, justify="left" if index < table.left else "right", no_wrap=True, vertical="bottom")
     for row in table.rows:
-        shown.add_row(*table.cells(row))
-    Console(width=220, highlight=False, markup=False).print(f"\n{table.title}", shown, sep="\n")
+        shown.add_row(*map(Text, table.cells(row)))
+    (console or Console(width=220, highlight=False)).print("", Text(table.title, "bold"), shown, sep="\n")
 
 
 def median(figures: Figures | None, what: str) -> float | None:

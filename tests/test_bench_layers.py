@@ -12,7 +12,7 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
 from benchmarks import bars, bench_causal_conv1d, bench_layers, bench_norms, layer_cases, peers, report
-from benchmarks.benchmark import Run, Turns, outputs_of
+from benchmarks.benchmark import Run, outputs_of
 from benchmarks.layer_cases import LayerCase, OperatorCase
 from benchmarks.operator_cases import Convolution, Norm, gradients_like
 from ssm_kernels import reference
@@ -26,47 +26,6 @@ def timing(seconds: float) -> dict[str, float]:
 
 def figures(**quantities: object) -> dict[str, object]:
     return {"recorded": False, "unsupported": None, **quantities}
-
-
-@pytest.mark.parametrize(
-    ("bar", "met", "goal_met"),
-    [
-        ({"at_least": 1.5, "goal": 2.0}, True, True),
-        ({"at_least": 2.5, "goal": 3.0}, False, False),
-        ({"at_least": 1.5, "goal": 3.0}, True, False),
-        ({"at_most": 2.0, "goal": 1.9}, True, False),
-        ({"at_most": 1.9}, False, None),
-        ({"at_least": 1 / 3, "at_most": 3}, True, None),
-        ({"at_least": 2.5, "at_most": 3}, False, None),
-    ],
-)
-def test_bar(bar, met, goal_met):
-    (judged,) = bars.judge([("row", {"figure": 2.0, "another": 7.0})], {"*": {"figure": bar}})
-    assert judged == {"row": "row", "figure": "figure", "found": 2.0, "bar": bar, "met": met, "goal_met": goal_met}
-
-
-def test_the_last_matching_bar_holds_and_nan_meets_none():
-    asked = {"*": {"*": {"at_least": 1}}, "row *": {"time*": {"at_most": 2}}}
-    rows = [("row 1", {"time": 3.0, "ratio": 3.0}), ("another", {"time": 3.0}), ("last", {"time": float("nan")})]
-    found = {(one["row"], one["figure"]): one["met"] for one in bars.judge(rows, asked)}
-    assert found == {("row 1", "time"): False, ("row 1", "ratio"): True, ("another", "time"): True, ("last", "time"): False}
-
-
-@pytest.mark.parametrize("name", [name for name in report.BENCHMARKS if bars.load(name)])
-def test_every_bar_holds_a_measured_row(name):
-    """Every pattern of ``bars.json`` matches a row and a figure of the results beside the pages."""
-    benchmark = report.BENCHMARKS[name]
-    results = [json.loads(path.read_text()) for path in report.DOCS.glob("benchmarks/*.json")]
-    rows = [
-        (row.get("name") or row["function"], benchmark.figures(row, result))
-        for result in results
-        if result["benchmark"] == name
-        for row in result.get("rows", ())
-    ]
-    for pattern, asked in bars.load(name).items() if rows else ():
-        for figure in asked:
-            judged = bars.judge(rows, {pattern: {figure: asked[figure]}})
-            assert judged, (pattern, figure)
 
 
 def test_figures_of_a_row():
@@ -83,22 +42,6 @@ def test_figures_of_a_row():
         "peak over mamba_ssm": 0.95,
     }
     assert bench_layers.figures({"ours": figures(forward=timing(1e-3)), "mamba_ssm": None}, {}) == {}
-
-
-def test_contenders_that_raise_are_unsupported_and_ours_must_not():
-    def prepare(who: str, contender: str, figures: dict) -> dict:
-        if contender == "bad":
-            raise ValueError("first line\nsecond")
-        figures["size"] = 1
-        return {"forward": (lambda: None,)}
-
-    turns = Turns(RUN)
-    row = turns.contend({"ours": "good", "peer": "bad"}, prepare)
-    turns.measure()
-    assert row["peer"] == {"recorded": False, "unsupported": "ValueError: first line"}
-    assert row["ours"]["size"] == 1 and row["ours"]["forward"]["trials"] == 1
-    with pytest.raises(ValueError, match="first line"):
-        Turns(RUN).contend({"ours": "bad"}, prepare)
 
 
 def test_kept_bytes_counts_storages_once_without_parameters_and_input():

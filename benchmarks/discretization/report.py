@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
 from benchmarks.discretization.accuracy import DC_STEP, Accuracy, Convergence
@@ -18,6 +17,7 @@ from benchmarks.discretization.operations import Operation
 from benchmarks.discretization.scans import Scan
 from benchmarks.harness import Timing
 from benchmarks.labels import label
+from benchmarks.tables import Column, Table, show
 
 __all__ = ["Report"]
 
@@ -109,15 +109,6 @@ class Report:
             _print_accuracies(console, self.accuracies, self.signal, str(self.settings["dtype"]))
 
 
-def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(
-        title=title, title_justify="left", title_style="bold", box=None, padding=(0, 1), pad_edge=False, collapse_padding=True
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True, vertical="bottom")
-    return table
-
-
 def _note(console: Console, *sentences: str) -> None:
     console.print(Text(" ".join(sentences), "dim"), soft_wrap=False)
 
@@ -143,19 +134,15 @@ def _spread(timing: Timing) -> str:
 
 
 def _print_operations(console: Console, operations: Sequence[Operation], dstate: int) -> None:
-    console.print()
-    headings = ["operation", "A", "dtype", "ns per\nelement", "ns per channel,\nstep", "%"]
-    table = _table(f"1. Elementary operations, dstate {dstate}", headings)
-    for operation in operations:
-        table.add_row(
-            operation.name,
-            operation.form,
-            operation.dtype,
-            _number(operation.per_element),
-            _number(operation.per_step),
-            _spread(operation.timing),
-        )
-    console.print(table)
+    columns = [
+        Column("operation", lambda found: found.name),
+        Column("A", lambda found: found.form),
+        Column("dtype", lambda found: found.dtype),
+        Column("ns per\nelement", lambda found: _number(found.per_element)),
+        Column("ns per channel,\nstep", lambda found: _number(found.per_step)),
+        Column("%", lambda found: _spread(found.timing)),
+    ]
+    show(Table(f"1. Elementary operations, dstate {dstate}", columns, operations), console)
     cost = {operation.name: operation.per_step for operation in operations}
     ratio = cost["solve (bilinear Abar)"] / cost["bilinear, Abar and c"]
     _note(
@@ -167,22 +154,22 @@ def _print_operations(console: Console, operations: Sequence[Operation], dstate:
 
 
 def _print_scans(console: Console, scans: Sequence[Scan], dtype: str) -> None:
-    console.print()
     training = scans[0].training is not None
     looped = scans[0].loop_step is not None
-    headings = ["method", "forward\nms   %", *(["backward\nms   %", "both\nms   %"] if training else [])]
-    headings += ["/ zoh", "Mtok/s", "GB/s", *(["loop\nms", "loop /\nkernel"] if looped else [])]
-    table = _table(f"2. selective_scan, {scans[0].size}, {dtype}", headings)
     zoh = next((scan.step.median for scan in scans if scan.method == "zoh"), None)
-    for scan in scans:
-        timings = (scan.forward, scan.backward, scan.training) if training else (scan.forward,)
-        row = [label(scan.method), *(_milliseconds(timing) for timing in timings)]
-        row.append("-" if zoh is None else f"{scan.step.median / zoh:.2f}")
-        row += [_number(scan.tokens_per_second / 1e6), _number(scan.bytes_per_second / 1e9)]
-        if scan.loop_step is not None:
-            row += [_number(1e3 * scan.loop_step.median), f"{_number(scan.speedup or 0.0)}x"]
-        table.add_row(*row)
-    console.print(table)
+    columns = [
+        Column("method", lambda scan: label(scan.method)),
+        Column("forward\nms   %", lambda scan: _milliseconds(scan.forward)),
+        Column("backward\nms   %", lambda scan: _milliseconds(scan.backward)),
+        Column("both\nms   %", lambda scan: _milliseconds(scan.training)),
+        Column("/ zoh", lambda scan: "-" if zoh is None else f"{scan.step.median / zoh:.2f}"),
+        Column("Mtok/s", lambda scan: _number(scan.tokens_per_second / 1e6)),
+        Column("GB/s", lambda scan: _number(scan.bytes_per_second / 1e9)),
+        Column("loop\nms", lambda scan: _number(1e3 * scan.loop_step.median)),
+        Column("loop /\nkernel", lambda scan: f"{_number(scan.speedup)}x"),
+    ]
+    shown = columns[:2] + columns[2:4] * training + columns[4:7] + columns[7:] * looped
+    show(Table(f"2. selective_scan, {scans[0].size}, {dtype}", shown, scans), console)
     moved = scans[0].training_bytes if training else scans[0].forward_bytes
     _note(
         console,
@@ -214,24 +201,19 @@ def _gain(value: float) -> str:
 
 
 def _print_accuracies(console: Console, accuracies: Sequence[Accuracy], signal: str, dtype: str) -> None:
-    console.print()
-    steps = accuracies[0].steps
-    coarse, fine = f"{steps[0]:g}", f"{steps[-1]:g}"
-    headings = ["method"]
-    for sampling in ("end", "mid"):
-        headings += [f"{sampling}\n{coarse}", f"{sampling}\n{fine}", f"{sampling}\norder"]
-    rounded = accuracies[0].rounding is not None
-    table = _table("3. Error against the exact solution", headings + ["DC gain\nerror"] + ([dtype] if rounded else []))
-    for accuracy in accuracies:
-        row = [label(accuracy.method)]
-        for sampling in ("end", "middle"):
-            found = accuracy.convergence[sampling]
-            row += [_error(found.errors[0]), _error(found.errors[-1]), _order(found)]
-        row.append(_gain(accuracy.dc_gain_error))
-        if accuracy.rounding is not None:
-            row.append(_error(accuracy.rounding))
-        table.add_row(*row)
-    console.print(table)
+    steps, rounded = accuracies[0].steps, accuracies[0].rounding is not None
+    columns = [Column("method", lambda accuracy: label(accuracy.method))]
+    for sampling, name in (("end", "end"), ("middle", "mid")):
+        for place in (0, -1):
+            columns.append(
+                Column(
+                    f"{name}\n{steps[place]:g}", lambda accuracy, s=sampling, i=place: _error(accuracy.convergence[s].errors[i])
+                )
+            )
+        columns.append(Column(f"{name}\norder", lambda accuracy, s=sampling: _order(accuracy.convergence[s])))
+    columns.append(Column("DC gain\nerror", lambda accuracy: _gain(accuracy.dc_gain_error)))
+    columns += [Column(dtype, lambda accuracy: _error(accuracy.rounding))] * rounded
+    show(Table("3. Error against the exact solution", columns, accuracies), console)
     _note(console, f"Input: {signal}.")
     _note(
         console,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ssm_kernels
+from benchmarks.benchmark import Contender
 from benchmarks.harness import Stages, Timing, measure
 from ssm_kernels import reference
 
@@ -192,19 +194,9 @@ def scan_stages(
     scan: Callable[..., Tensor], inputs: dict[str, Tensor], grad_out: Tensor, method: str, *, backward: bool
 ) -> Stages:
     """The stages of one trial: forward without a graph, or forward and backward to every argument."""
-    if not backward:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return scan(**inputs, discretization=method, delta_softplus=True)
-
-        return (forward,)
-
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in inputs.items()}
-    return (
-        lambda: scan(**leaves, discretization=method, delta_softplus=True),
-        lambda out: torch.autograd.grad(out, list(leaves.values()), grad_out.to(out.dtype)),
-    )
+    function = functools.partial(scan, discretization=method, delta_softplus=True)
+    what = "both" if backward else "forward"
+    return Contender(function, inputs, [grad_out]).stages(what)[what]
 
 
 def _time(
@@ -221,15 +213,11 @@ def _time(
     if backward:
         benchmarks |= {f"{method}/training": scan_stages(scan, inputs, grad_out, method, backward=True) for method in methods}
     measured = measure(benchmarks, device=inputs["u"].device, **options)
-    timings = {}
+    found = {}
     for method in methods:
-        training = measured.get(f"{method}/training")
-        timings[method] = (
-            measured[f"{method}/forward"].total,
-            None if training is None else training.stages[1],
-            None if training is None else training.total,
-        )
-    return timings
+        forward, training = measured[f"{method}/forward"].total, measured.get(f"{method}/training")
+        found[method] = (forward, None, None) if training is None else (forward, training.stages[1], training.total)
+    return found
 
 
 def time_scans(

@@ -1,0 +1,176 @@
+"""The mechanism of the benchmarks: bars, contenders, the program, and the page that ``report.py`` makes of every result."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
+
+from benchmarks import bars, bench_causal_conv1d, bench_norms, benchmark, report
+from benchmarks.benchmark import Benchmark, Contender, Run, Turns, main, measured
+from benchmarks.tables import Column, Table, text
+
+RUN = Run(torch.device("cpu"), trials=1, warmup=0, options=argparse.Namespace(json=None, cases=None))
+
+
+@pytest.mark.parametrize(
+    ("bar", "met", "goal_met"),
+    [
+        ({"at_least": 1.5, "goal": 2.0}, True, True),
+        ({"at_least": 2.5, "goal": 3.0}, False, False),
+        ({"at_least": 1.5, "goal": 3.0}, True, False),
+        ({"at_most": 2.0, "goal": 1.9}, True, False),
+        ({"at_most": 1.9}, False, None),
+        ({"at_least": 1 / 3, "at_most": 3}, True, None),
+        ({"at_least": 2.5, "at_most": 3}, False, None),
+    ],
+)
+def test_bar(bar, met, goal_met):
+    (judged,) = bars.judge([("row", {"figure": 2.0, "another": 7.0})], {"*": {"figure": bar}})
+    assert judged == {"row": "row", "figure": "figure", "found": 2.0, "bar": bar, "met": met, "goal_met": goal_met}
+
+
+def test_the_last_matching_bar_holds_and_nan_meets_none():
+    asked = {"*": {"*": {"at_least": 1}}, "row *": {"time*": {"at_most": 2}}}
+    rows = [("row 1", {"time": 3.0, "ratio": 3.0}), ("another", {"time": 3.0}), ("last", {"time": math.nan})]
+    found = {(one["row"], one["figure"]): one["met"] for one in bars.judge(rows, asked)}
+    assert found == {("row 1", "time"): False, ("row 1", "ratio"): True, ("another", "time"): True, ("last", "time"): False}
+
+
+@pytest.mark.parametrize("name", [name for name in report.BENCHMARKS if bars.load(name)])
+def test_every_bar_holds_a_measured_row(name):
+    """Every pattern of ``bars.json`` matches a row and a figure of the results beside the pages."""
+    benchmark = report.BENCHMARKS[name]
+    results = [json.loads(path.read_text()) for path in report.DOCS.glob("benchmarks/*.json")]
+    rows = [
+        (row.get("name") or row["function"], benchmark.figures(row, result))
+        for result in results
+        if result["benchmark"] == name
+        for row in result.get("rows", ())
+    ]
+    for pattern, asked in bars.load(name).items() if rows else ():
+        for figure in asked:
+            judged = bars.judge(rows, {pattern: {figure: asked[figure]}})
+            assert judged, (pattern, figure)
+
+
+def test_contenders_that_raise_are_unsupported_and_ours_must_not():
+    def prepare(who: str, contender: str, figures: dict) -> dict:
+        if contender == "bad":
+            raise ValueError("first line\nsecond")
+        figures["size"] = 1
+        return {"forward": (lambda: None,)}
+
+    turns = Turns(RUN)
+    row = turns.contend({"ours": "good", "peer": "bad"}, prepare)
+    turns.measure()
+    assert row["peer"] == {"recorded": False, "unsupported": "ValueError: first line"}
+    assert row["ours"]["size"] == 1 and row["ours"]["forward"]["trials"] == 1
+    with pytest.raises(ValueError, match="first line"):
+        Turns(RUN).contend({"ours": "bad"}, prepare)
+
+
+@pytest.mark.parametrize("name", ["forward", "training", "backward", "both"])
+def test_stages_of_a_contender(name):
+    layer = torch.nn.Linear(3, 2)
+    x, grad = torch.randn(4, 3), torch.randn(4, 2)
+    contender = Contender(lambda x: layer(x), {"x": x}, [grad], dict(layer.named_parameters()))
+    result = None
+    for index, stage in enumerate(contender.stages(name)[name]):
+        result = stage() if index == 0 else stage(result)
+    found = contender.results()
+    assert list(found) == ["out", "grad_x", "grad_weight", "grad_bias"] and x.grad is None
+    if name in ("forward", "training"):
+        torch.testing.assert_close(result.detach(), found["out"])
+        assert result.requires_grad == (name == "training")
+    else:
+        torch.testing.assert_close(list(result), [found["grad_x"], grad.T @ x, grad.sum(0)])
+
+
+def test_recorded_figures_fill_gaps_on_an_h200(monkeypatch):
+    row = {"ours": {"forward": {"median": 1.0}}}
+    benchmark.recorded_figures({"peer": (2.0, 3.0)}, row, torch.device("cpu"))
+    assert "peer" not in row
+    monkeypatch.setattr(benchmark, "on_h200", lambda device: True)
+    benchmark.recorded_figures({"peer": (2.0, 3.0), "before": {"peak": 5.0}, "ours": (9.0, 9.0)}, row, torch.device("cpu"))
+    assert row["peer"]["backward"] == {"median": 3.0} and row["peer"]["recorded"] and row["before"]["peak"] == 5.0
+    assert row["ours"]["forward"]["median"] == 1.0
+
+
+def toy(error: float) -> Benchmark:
+    """A benchmark of two cases that take turns, measured out of their order."""
+
+    def rows(cases: list[argparse.Namespace], run: Run) -> list[dict]:
+        ours = {"forward": {"median": 1e-3, "spread": 0.0}}
+        wrong = ["out"] if error > 1 else []
+        return [{"name": case.name, "ours": ours, "wrong": wrong} for case in reversed(cases)]
+
+    return Benchmark(
+        "toy",
+        lambda options: [argparse.Namespace(name=name) for name in ("first", "second")],
+        rows,
+        lambda result: [Table("toy", [text("case", "name"), Column("ms", lambda row: "1.000")], result["rows"])],
+        lambda row, result: {"forward": 2.0},
+        turns=lambda case: 0,
+        add_options=lambda parser: parser.set_defaults(device="cpu"),
+        required={"require": "first"},
+    )
+
+
+def test_program(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(bars, "load", lambda name: {"*": {"forward": {"at_least": 3}}, "first": {"forward": {"at_least": 1}}})
+    path = tmp_path / "toy.json"
+    assert main(toy(0), None, ["--json", str(path), "--trials", "2"]) == 0
+    result = json.loads(path.read_text())
+    assert [row["name"] for row in result["rows"]] == ["first", "second"] and result["settings"]["trials"] == 2
+    printed = capsys.readouterr().out
+    assert "first: forward 1.0000 ms" in printed and printed.count("missed") == 1
+    assert main(toy(0), None, ["--require"]) == 0 and main(toy(0), None, ["--require", "2.5"]) == 1
+    assert "first: forward is 2, required ≥ 2.5" in capsys.readouterr().err
+    assert main(toy(2), None, ["--only", "sec"]) == 1
+    assert capsys.readouterr().err == "wrong results: second: out\n"
+
+
+@pytest.mark.parametrize("name", report.BENCHMARKS)
+def test_arguments(name, capsys, tmp_path):
+    with pytest.raises(SystemExit, match="0"):
+        main(report.BENCHMARKS[name], "what it does", ["--help"])
+    assert "what it does" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="2"):
+        main(report.BENCHMARKS[name], None, ["--json", str(tmp_path / "absent" / "file.json")])
+    assert "no such folder" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+def test_no_cuda_device(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        main(bench_norms.BENCHMARK, None, [])
+    assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_page_has_every_table():
+    """Every table that a benchmark makes has its place in ``page.md``, with text before it."""
+    committed = [json.loads(path.read_text()) for path in report.DOCS.glob("benchmarks/*.json")]
+    case = replace(bench_causal_conv1d.CPU_CASES[0], seqlen=20, channels=24, columns=64)
+    committed.append(measured(bench_causal_conv1d.BENCHMARK, RUN, [case]))
+    timing = {"median": 1e-5, "spread": 0.1}
+    parts = ("forward", "backward", "forward_copy", "backward_copy", "native")
+    committed.append(
+        {"benchmark": "norms", "settings": {"trials": 1}, "rows": [{"name": "a norm", **dict.fromkeys(parts, timing)}]}
+    )
+    assert {result["benchmark"] for result in committed} == set(report.BENCHMARKS)
+    for result in committed:
+        template = report.TEMPLATES[result["benchmark"]]
+        for table in report.BENCHMARKS[result["benchmark"]].tables(result):
+            assert f"\n\n[table: {table.title}]" in template, table.title
+        section = report.section({"figure": "figure.png", **result})
+        assert section.startswith("## ") and "[table" not in section and "{" not in section
+        for word in ("missed", "goal", " bar "):
+            assert word not in section, word
+    assert "| a norm | 10.0 ± 10 % | 10.0 | 1.00 | 10.0 ± 10 % | 10.0 | 1.00 | 20.0 | 10.0 |" in report.section(committed[-1])
