@@ -26,12 +26,12 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 # registers. They spill some words, each once a chunk; setmaxnreg avoids this on 9.0a. The forward kernels spill a word or two
 # of their work tile. In fp32 operands are hi/lo pairs, which leave fewer registers.
 ALLOWED_SPILLS = {
-    re.compile(r"ssd::ssd_bwd_(chunks|states)_kernel<\w+, 128, (false, )?ssd::Sm80Mma>@(?!sm_90a)"): 200,
-    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, ssd::Sm80Mma>@(?!sm_90a)"): 700,
-    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, ssd::Sm80Mma>@sm_90a"): 32,
-    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 128, false, ssd::\w+>@(?!sm_90a)"): 48,
-    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 256, false, ssd::\w+>@(?!sm_90a)"): 112,
-    re.compile(r"ssd::ssd_fwd_sm80_kernel<float, 256, false, ssd::\w+>@sm_90a"): 8,
+    re.compile(r"ssd::ssd_(bwd_chunks|state_passing)_kernel<\w+, 128, .*cuda::Sm80Mma>@(?!sm_90a)"): 200,
+    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, \d+, cuda::Sm80Mma>@(?!sm_90a)"): 700,
+    re.compile(r"ssd::ssd_bwd_chunks_kernel<float, 128, cuda::Sm80Mma>@sm_90a"): 32,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 128, ssd::\w+>@(?!sm_90a)"): 48,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<\w+, 256, ssd::\w+>@(?!sm_90a)"): 112,
+    re.compile(r"ssd::ssd_fwd_sm80_kernel<float, 256, ssd::\w+>@sm_90a"): 8,
 }
 ENTRY = re.compile(r"Compiling entry function '(\w+)' for '(\w+)'")
 

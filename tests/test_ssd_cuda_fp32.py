@@ -277,7 +277,7 @@ def test_kernels_run(kibibytes, dstate):
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
     columns = 64 if kibibytes == 163 else min(dstate, 128)
-    kernels = [f"{name}<float, {columns}," for name in ("ssd_bwd_states_kernel", "ssd_bwd_chunks_kernel")]
+    kernels = [f"{name}<float, {columns}," for name in ("ssd_state_passing_kernel", "ssd_bwd_chunks_kernel")]
     if kibibytes == 227 or dstate <= 128:
         kernels.append(f"ssd_fwd_sm80_kernel<float, {dstate},")
     for kernel in kernels:

@@ -10,7 +10,7 @@
 //   grad zeta_t = sum_{j < t <= i} c_j V_ji + sum_{i >= t} e^(s_i) g_i . S C_i + sum_{j < t} c_j e^(s_l - s_j) x_j . T B_j
 //                 + e^(s_l) <S, T>
 //
-// where S is the state before the chunk and T the gradient of the one after it. Two kernels: the first (bwd_states.cuh)
+// where S is the state before the chunk and T the gradient of the one after it. Two kernels: the first (state_passing.cuh)
 // walks along time, forward for S and backward for T, and writes them, rounded to the inputs' type, for each chunk: 2 dstate /
 // kChunk elements for each of x, twice the size of x where dstate is 128 for each of the two. Where there are few walks they
 // are cut along time, and another launch of the kernel, before, finds what their pieces do to a state. The second
@@ -36,7 +36,7 @@
 
 namespace ssm_kernels::ssd {
 
-// Threads: what they do, BwdStates or BwdChunks. Products of a warp have as many stages as there is shared memory for.
+// Threads: what they do, StatePassing or BwdChunks. Products of a warp have as many stages as there is shared memory for.
 template <typename Threads, typename Mma, typename Kernel>
 int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdParams params, const WorkPartition& partition,
                           int max_shared_bytes, cudaStream_t stream) {
@@ -50,17 +50,20 @@ int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdPa
 template <typename Scalar, int dstate, typename Mma>
 int launch_ssd_bwd_kernels(const SsdBwdParams& params, const WorkPartition& partition, int max_shared_bytes,
                            cudaStream_t stream) {
-  const auto launch_states = [&](auto states_only, int segments, bool uses_pdl) {
-    constexpr bool kStatesOnly = decltype(states_only)::value;
-    return launch_ssd_bwd_kernel<BwdStates<Scalar, dstate, kStatesOnly, Mma>, Mma>(
-        ssd_bwd_states_kernel<Scalar, dstate, kStatesOnly, Mma>, partition.work_tiles * kDirections * segments, uses_pdl,
-        params, partition, max_shared_bytes, stream);
+  const auto launch_states = [&](auto pass, int segments, bool uses_pdl) {
+    constexpr StatesPass kPass = decltype(pass)::value;
+    return launch_ssd_bwd_kernel<StatePassing<Scalar, dstate, kPass, Mma>, Mma>(
+        ssd_state_passing_kernel<Scalar, dstate, kPass, Mma>, partition.work_tiles * kDirections * segments, uses_pdl, params,
+        partition, max_shared_bytes, stream);
   };
-  const bool is_cut = params.segments > 1;
-  int error = is_cut ? launch_states(std::true_type(), params.segments - 1, false) : cudaSuccess;
-  if (error != cudaSuccess) return error;
+  const bool has_summaries = params.segments > 1;
+  if (has_summaries) {
+    const std::integral_constant<StatesPass, StatesPass::kBwdSummary> pass;
+    if (const int error = launch_states(pass, params.segments - 1, false); error != cudaSuccess) return error;
+  }
   // Wherever there are asynchronous products, kernels may begin early.
-  error = launch_states(std::false_type(), params.segments, is_cut && Mma::kIsAsync);
+  const std::integral_constant<StatesPass, StatesPass::kBwd> pass;
+  const int error = launch_states(pass, params.segments, has_summaries && Mma::kIsAsync);
   if (error != cudaSuccess) return error;
   return launch_ssd_bwd_kernel<BwdChunks<Scalar, dstate, Mma>, Mma>(ssd_bwd_chunks_kernel<Scalar, dstate, Mma>,
                                                                     params.num_chunks * params.groups * params.splits,
@@ -74,15 +77,16 @@ int launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, b
     constexpr int kDstate = decltype(dstate)::value;
     constexpr int kLeast = least_shared_bytes(kDstate, kIsFp32<Scalar>, /*is_backward=*/true);
     static_assert(ChunksShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kLeast &&
-                      StatesShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kLeast,
+                      StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm80Mma>::bytes(1) <= kLeast,
                   "a block is only begun where there is as much");
     if constexpr (!kIsFp32<Scalar>) {
       using OfChunks = ChunksShared<Scalar, kDstate, Sm90Wgmma>;
-      using OfStates = StatesShared<Scalar, kDstate, Sm90Wgmma>;
+      using OfStates = StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>;
       static_assert(OfChunks::bytes(OfChunks::kMaxStages) <= 227 * 1024 && OfStates::bytes(OfStates::kMaxStages) <= 227 * 1024,
                     "a block of compute capability 9.0 has that much shared memory");
-      if (may_use_wgmma && cuda::is_compiled_for_threads(ssd_bwd_states_kernel<Scalar, kDstate, false, Sm90Wgmma>,
-                                                         BwdStates<Scalar, kDstate, false, Sm90Wgmma>::kThreads)) {
+      if (may_use_wgmma &&
+          cuda::is_compiled_for_threads(ssd_state_passing_kernel<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>,
+                                        StatePassing<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>::kThreads)) {
         return launch_ssd_bwd_kernels<Scalar, kDstate, Sm90Wgmma>(params, partition, max_shared_bytes, stream);
       }
     }

@@ -25,7 +25,7 @@
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "ssd/cuda/bwd_pairs.cuh"
-#include "ssd/cuda/bwd_states.cuh"
+#include "ssd/cuda/state_passing.cuh"
 
 namespace ssm_kernels::ssd {
 

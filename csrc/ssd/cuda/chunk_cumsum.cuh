@@ -8,6 +8,7 @@
 #include "cuda/fragment.cuh"
 #include "cuda/mma_policy.cuh"
 #include "cuda/pipeline.cuh"
+#include "cuda/ptx/named_barrier.cuh"
 #include "cuda/vector_io.cuh"
 #include "ssd/cuda/launch.h"
 
@@ -23,6 +24,14 @@ using cuda::Mbarrier, cuda::PipelineState, cuda::Sm80Mma, cuda::Sm90Wgmma, cuda:
 static_assert(kChunk == 2 * kWarpSize, "a lane of the warp that computes the tables has two steps");
 static_assert(kStateRows == kWarpgroupWarps * 16, "each warp of a warpgroup has 16 rows of a state tile, those of one mma");
 static_assert(kChunk == cuda::kTileRows, "a chunk's steps are the rows of a tile");
+
+// Named barriers of kernels whose consumer warpgroups hold a state tile each. __syncthreads() is barrier 0.
+enum NamedBarrier : int {
+  kWarpgroupBarrier = 1,  // and the next ones, one for each warpgroup
+  kPartialOutIsThere = kWarpgroupBarrier + kWarpgroups,
+  kPartialOutIsRead,
+};
+__device__ __forceinline__ void sync_warpgroup(int index) { cuda::barrier_sync(kWarpgroupBarrier + index, kWarpgroupThreads); }
 
 // Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
 // differences of `log2_cumsum`, their sums from the chunk's first step, begun opaque where a sequence begins.

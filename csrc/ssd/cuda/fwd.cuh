@@ -21,54 +21,76 @@
 // devices, and fwd_short.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
 #pragma once
 
+#include "ssd/cuda/chunk_starts.cuh"
 #include "ssd/cuda/fwd_sm80.cuh"
 #include "ssd/cuda/fwd_sm90.cuh"
+#include "ssd/cuda/state_passing.cuh"
 
 namespace ssm_kernels::ssd {
 
-// With as many stages as there is shared memory for.
-template <typename Shared, typename Kernel, typename Params>
-int launch_staged(Kernel kernel, int threads, bool has_gate, const Params& params, const Schedule& schedule,
-                  int max_shared_bytes, cudaStream_t stream) {
+// Launches a kernel with as many stages as fit in shared memory: bytes_of(stages).
+template <typename Kernel, typename Params, typename BytesOf>
+int launch_staged(Kernel kernel, int threads, int max_stages, const BytesOf& bytes_of, const Params& params,
+                  const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
   Schedule staged = schedule;
-  const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
-  staged.stages = fit_stages(Shared::kMaxStages, max_shared_bytes - kTicketBytes, bytes_of);
+  staged.stages = fit_stages(max_stages, max_shared_bytes - kTicketBytes, bytes_of);
   const int bytes = bytes_of(staged.stages);
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(schedule.blocks), threads, bytes, stream>>>(params, staged);
   return cudaGetLastError();
 }
 
-template <typename Scalar, int dstate, bool states_only>
-int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
-  const bool has_gate = !states_only && params.z.data != nullptr;
+// Where segments end inside work tiles: finds the summaries that later segments fold.
+template <typename Scalar, int dstate>
+int launch_ssd_fwd_summary(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+  constexpr StatesPass kPass = StatesPass::kFwdSummary;
   if constexpr (!kIsFp32<Scalar>) {
-    const auto sm90_kernel = params.resets != nullptr ? ssd_fwd_sm90_kernel<Scalar, dstate, states_only, true>
-                                                      : ssd_fwd_sm90_kernel<Scalar, dstate, states_only, states_only>;
-    constexpr int kSm90Threads = FwdSm90<Scalar, dstate, states_only, true>::kThreads;
-    if (schedule.may_use_wgmma && cuda::is_compiled_for_threads(sm90_kernel, kSm90Threads)) {
-      return launch_staged<Sm90Shared<dstate, states_only>>(sm90_kernel, kSm90Threads, has_gate, params, schedule,
-                                                            max_shared_bytes, stream);
+    using States = StatePassing<Scalar, dstate, kPass, Sm90Wgmma>;
+    const auto kernel = ssd_state_passing_kernel<Scalar, dstate, kPass, Sm90Wgmma>;
+    if (schedule.may_use_wgmma && cuda::is_compiled_for_threads(kernel, States::kThreads)) {
+      return launch_staged(kernel, States::kThreads, States::Shared::kMaxStages, &States::Shared::bytes, params, schedule,
+                           max_shared_bytes, stream);
+    }
+  }
+  using States = StatePassing<Scalar, dstate, kPass, Sm80Mma>;
+  static_assert(States::Shared::bytes(1) + kTicketBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
+                "every device that takes the call has that much shared memory");
+  return launch_staged(ssd_state_passing_kernel<Scalar, dstate, kPass, Sm80Mma>, States::kThreads, States::Shared::kMaxStages,
+                       &States::Shared::bytes, params, schedule, max_shared_bytes, stream);
+}
+
+template <typename Scalar, int dstate>
+int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+  const bool has_gate = params.z.data != nullptr;
+  if constexpr (!kIsFp32<Scalar>) {
+    const auto kernel =
+        params.resets != nullptr ? ssd_fwd_sm90_kernel<Scalar, dstate, true> : ssd_fwd_sm90_kernel<Scalar, dstate, false>;
+    using Shared = Sm90Shared<dstate>;
+    constexpr int kThreads = FwdSm90<Scalar, dstate, true>::kThreads;
+    if (schedule.may_use_wgmma && cuda::is_compiled_for_threads(kernel, kThreads)) {
+      const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
+      return launch_staged(kernel, kThreads, Shared::kMaxStages, bytes_of, params, schedule, max_shared_bytes, stream);
     }
   }
   using Shared = Sm80Shared<Scalar, dstate>;
   static_assert(Shared::bytes(1, true) + kTicketBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
-                "a block is only begun where there is as much");
-  const auto launch = [&](const auto& of_call) {
-    using Params = std::decay_t<decltype(of_call)>;
-    return launch_staged<Shared>(ssd_fwd_sm80_kernel<Scalar, dstate, states_only, Params>, kWarpgroups * kWarpgroupThreads,
-                                 has_gate, of_call, schedule, max_shared_bytes, stream);
+                "every device that takes the call has that much shared memory");
+  const auto launch = [&](const auto& call_params) {
+    using Params = std::decay_t<decltype(call_params)>;
+    const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
+    return launch_staged(ssd_fwd_sm80_kernel<Scalar, dstate, Params>, kWarpgroups * kWarpgroupThreads, Shared::kMaxStages,
+                         bytes_of, call_params, schedule, max_shared_bytes, stream);
   };
-  if constexpr (kKnowsWhetherPacked<Scalar, dstate, states_only>) {
+  if constexpr (kKnowsWhetherPacked<Scalar, dstate>) {
     return params.cu_seqlens != nullptr ? launch(PackedFwdParams{params}) : launch(UnpackedFwdParams{params});
   } else {
     return launch(params);
   }
 }
 
-static_assert(Sm90Shared<kMaxKernelDstate, false>::bytes(1, true) + kTicketBytes <=
+static_assert(Sm90Shared<kMaxKernelDstate>::bytes(1, true) + kTicketBytes <=
                   least_shared_bytes(kMaxKernelDstate, /*is_fp32=*/false, /*is_backward=*/false),
-              "a block is only begun where there is as much");
+              "every device that takes the call has that much shared memory");
 
 template <typename Scalar>
 int launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
@@ -79,10 +101,10 @@ int launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max
   const auto launch = [&](auto dstate) -> int {
     constexpr int kDstate = decltype(dstate)::value;
     if (schedule.splits_work_tiles) {
-      const int error = launch_ssd_fwd_kernel<Scalar, kDstate, true>(params, schedule, max_shared_bytes, stream);
+      const int error = launch_ssd_fwd_summary<Scalar, kDstate>(params, schedule, max_shared_bytes, stream);
       if (error != cudaSuccess) return error;
     }
-    return launch_ssd_fwd_kernel<Scalar, kDstate, false>(params, schedule, max_shared_bytes, stream);
+    return launch_ssd_fwd_kernel<Scalar, kDstate>(params, schedule, max_shared_bytes, stream);
   };
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
   if (params.dstate <= kStateColumns) return launch(std::integral_constant<int, kStateColumns>());

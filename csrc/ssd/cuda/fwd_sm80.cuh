@@ -98,53 +98,101 @@ class RegisterEpilogue {
   Scalar* target_;
 };
 
-// By that many threads.
-template <int threads, typename AnyTile, int count>
-__device__ __forceinline__ void clear_rows_before(AnyTile (&tiles)[count], int row) {
-#pragma unroll
-  for (int tile = 0; tile < count; ++tile) {
-#pragma unroll 1
-    for (int i = threadIdx.x; i < row * AnyTile::kVectors; i += threads) {
-      *tiles[tile].vector(i / AnyTile::kVectors, i % AnyTile::kVectors) = {0, 0, 0, 0};
-    }
-  }
-}
-
-// Takes the state through a piece of a walk; returns the piece's decay.
-template <typename Scalar, int dstate, bool states_only>
-__device__ __forceinline__ float scan_segment_sm80(const SsdFwdParams& p, const Schedule& schedule, unsigned char* memory,
-                                                   const WorkSpan& at, const StateTile& state_tile, int index,
-                                                   const FragmentLane& thread_lane,
-                                                   State<WarpgroupLayout<dstate>::kColumns>& state) {
+// Takes a state through a segment: the copies and tables of all chunks, and the products of a chunk for either kind of inputs.
+template <typename Scalar, int dstate>
+struct FwdSm80 {
   using Shared = Sm80Shared<Scalar, dstate>;
+  using Stage = typename Shared::Stage;
   using Layout = WarpgroupLayout<dstate>;
+  using TileState = State<Layout::kColumns>;
   using HeadTile = typename Shared::HeadTile;
   using GroupTile = typename Shared::GroupTile;
-  constexpr int kStateGroups = Layout::kColumns / 16, kThreads = kWarpgroups * kWarpgroupThreads;
-  // In fp32 registers are few. Unrolled twice it was not faster.
-  constexpr int kUnrolled = kIsFp32<Scalar> ? 1 : kStateGroups;
-  constexpr int kThreadsOfRows = kThreads / Layout::kRowBlocks;
-  // There what follows from a thread's index is computed again for each part of the work, rather than kept in registers.
-  const auto opaque_lane = [&]() -> FragmentLane {
-    if constexpr (kIsFp32<Scalar>) return thread_lane.opaque();
-    return thread_lane;
-  };
-  const bool has_gate = !states_only && p.z.data != nullptr;
-  const int rows = Layout::row_block(index), columns = Layout::column_block(index);
-  auto& shared = *reinterpret_cast<Shared*>(memory);
-  auto& own = shared.per_warpgroup[index];
-  const auto stage_at = [&](int stage_index) {
-    return reinterpret_cast<typename Shared::Stage*>(memory + sizeof(Shared) + stage_index * Shared::stage_bytes(has_gate));
-  };
-  const auto z_at = [&](int stage_index) { return reinterpret_cast<HeadTile*>(stage_at(stage_index) + 1) + rows; };
+  using Tables = TablesOf<Scalar>;
+  using Pairs = FragmentPairs<sizeof(Scalar)>;
+  static constexpr int kStateGroups = Layout::kColumns / 16, kThreads = kWarpgroups * kWarpgroupThreads;
+  static constexpr int kThreadsOfRows = kThreads / Layout::kRowBlocks;
 
-  const auto copy = [&](int chunk) {
+  const SsdFwdParams& p;
+  const Schedule& schedule;
+  unsigned char* memory;
+  const WorkSpan& at;
+  const StateTile& state_tile;
+  const int index;
+  const FragmentLane& thread_lane;
+
+  __device__ __forceinline__ void scan_segment(TileState& state) const {
+    const HeadSteps head(p, state_tile.head);
+    FetchedSteps<Scalar> fetched;
+    const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kWarpgroupWarps == thread_lane.warp; };
+    const auto fetch = [&](int chunk) {
+      if (!is_mine(chunk)) return;
+      fetched.fetch(p, at.rows<const Scalar>(p.dt, state_tile.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
+    };
+    const auto chunk_cumsum = [&](int chunk) {
+      if (!is_mine(chunk)) return;
+      ChunkCumsum<1, Scalar> made;
+      made.make(p, head, &fetched);
+      made.store(0, tables_of(index, chunk));
+    };
+
+    const int prefetched = schedule.stages - 1;
+    for (int chunk = 0; chunk < prefetched; ++chunk) copy(chunk);
+    fetch(0);
+    fetch(1);  // by another warp
+    chunk_cumsum(0);
+
+    RegisterEpilogue<Scalar> out(p, at, state_tile, thread_lane);
+    if constexpr (!kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(shared().per_warpgroup[index].bmm, thread_lane);
+#pragma unroll 1
+    for (int chunk = 0; chunk < at.chunks; ++chunk) {
+      if (schedule.stages == 1) {
+        __syncthreads();
+        copy(chunk);
+      }
+      if (schedule.stages == 3) {
+        cuda::cp_async_wait<1>();
+      } else {
+        cuda::cp_async_wait<0>();
+      }
+      __syncthreads();
+      if (schedule.stages > 1) copy(chunk + prefetched);
+      fetch(chunk + 2);
+      if constexpr (kIsFp32<Scalar>) {
+        scan_chunk_tf32x3(chunk, state, out);
+      } else {
+        scan_chunk_half(chunk, state, out);
+      }
+      chunk_cumsum(chunk + 1);
+    }
+    // The next segment's copies overwrite this one's shared memory.
+    __syncthreads();
+  }
+
+ private:
+  __device__ __forceinline__ Shared& shared() const { return *reinterpret_cast<Shared*>(memory); }
+  __device__ __forceinline__ Stage& stage_of(int chunk) const {
+    return *reinterpret_cast<Stage*>(memory + sizeof(Shared) + chunk % schedule.stages * Shared::stage_bytes(has_gate()));
+  }
+  __device__ __forceinline__ Tables& tables_of(int warpgroup, int chunk) const {
+    return shared().per_warpgroup[warpgroup].tables[chunk % 2];
+  }
+  __device__ __forceinline__ bool has_gate() const { return p.z.data != nullptr; }
+  __device__ __forceinline__ HeadTile* z_of(int chunk) const {
+    return has_gate() ? reinterpret_cast<HeadTile*>(&stage_of(chunk) + 1) + Layout::row_block(index) : nullptr;
+  }
+  template <typename AnyTile>
+  static __device__ __forceinline__ auto describe(AnyTile& tile, const FragmentLane& lane) {
+    return cuda::make_warp_operand<sizeof(Scalar)>(&tile, AnyTile::kPanelBytes, lane.index);
+  }
+
+  // Starts the block's copies of a chunk, of which there may be none.
+  __device__ __forceinline__ void copy(int chunk) const {
     if (chunk < at.chunks) {
-      const int stage_index = chunk % schedule.stages, steps = at.steps_of(chunk);
-      auto& target = *stage_at(stage_index);
+      const int steps = at.steps_of(chunk);
+      Stage& target = stage_of(chunk);
       int thread = threadIdx.x;
       if constexpr (kIsFp32<Scalar>) asm volatile("" : "+r"(thread));
-      const auto copy_state_rows = [&](GroupTile(&tiles)[Layout::kColumnBlocks], const RowsView& view) {
+      const auto copy_group_rows = [&](GroupTile(&tiles)[Layout::kColumnBlocks], const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
 #pragma unroll
         for (int block = 0; block < Layout::kColumnBlocks; ++block) {
@@ -158,243 +206,241 @@ __device__ __forceinline__ float scan_segment_sm80(const SsdFwdParams& p, const 
         RowCopier<Scalar, kStateRows, kThreadsOfRows>(source, view.stride_step, state_tile.rows, thread % kThreadsOfRows)
             .copy(tile, steps, view.stride_step);
       };
-      copy_state_rows(target.B, p.B);
-      if constexpr (!states_only) copy_state_rows(target.C, p.C);
-      copy_head_rows(target.x[rows], p.x);
-      if (has_gate) copy_head_rows(*z_at(stage_index), p.z);
+      copy_group_rows(target.B, p.B);
+      copy_group_rows(target.C, p.C);
+      copy_head_rows(target.x[Layout::row_block(index)], p.x);
+      if (has_gate()) copy_head_rows(*z_of(chunk), p.z);
     }
     cuda::cp_async_commit();
-  };
+  }
 
-  const HeadSteps head(p, state_tile.head);
-  FetchedSteps<Scalar> fetched;
-  const auto is_mine = [&](int chunk) { return chunk < at.chunks && chunk % kWarpgroupWarps == thread_lane.warp; };
-  const auto fetch = [&](int chunk) {
-    if (!is_mine(chunk)) return;
-    fetched.fetch(p, at.rows<const Scalar>(p.dt, state_tile.head, chunk), at.resets(p, chunk), at.steps_of(chunk));
-  };
-  const auto chunk_cumsum = [&](int chunk) {
-    if (!is_mine(chunk)) return;
-    ChunkCumsum<1, Scalar> made;
-    made.make(p, head, &fetched);
-    made.store(0, own.tables[chunk % 2]);
-  };
-
-  const int prefetched = schedule.stages - 1;
-  for (int chunk = 0; chunk < prefetched; ++chunk) copy(chunk);
-  fetch(0);
-  fetch(1);  // another warp's
-  chunk_cumsum(0);
-
-  RegisterEpilogue<Scalar> out(p, at, state_tile, thread_lane);
-  float segment_decay = 1;
-
-  if constexpr (!states_only && !kIsFp32<Scalar>) clear_left_of_diagonal<InOrder>(own.bmm, thread_lane);
-#pragma unroll 1
-  for (int chunk = 0; chunk < at.chunks; ++chunk) {
-    const int stage_index = chunk % schedule.stages;
-    if (schedule.stages == 1) {
-      __syncthreads();
-      copy(chunk);
+  // y += (products with M^T in `tile`) x
+  template <int unrolled>
+  __device__ __forceinline__ void add_intra_chunk(float (&y)[kStepBlocks][4], typename Shared::PairTile& tile, HeadTile& x_tile,
+                                                  const FragmentLane& lane) const {
+    const auto M = describe(tile, lane);
+#pragma unroll unrolled
+    for (int j = 0; j < kStepGroups; ++j) {
+      cuda::OperandA<Scalar> x;
+      load_inputs(x, x_tile, j, lane);
+      cuda::gemm<Scalar, true>(y, x, rows_of(M, j), true, /*first_block=*/2 * j);
     }
-    if (schedule.stages == 3) {
-      cuda::cp_async_wait<1>();
-    } else {
-      cuda::cp_async_wait<0>();
-    }
-    __syncthreads();
-    if (schedule.stages > 1) copy(chunk + prefetched);
-    fetch(chunk + 2);
+  }
 
-    const FragmentLane lane = opaque_lane();
-    auto& tiles = *stage_at(stage_index);
-    auto& x_tile = tiles.x[rows];
-    const FragmentPairs<sizeof(Scalar)> pairs(lane);
-    const auto describe = [&](auto& tile) {
-      return cuda::make_warp_operand<sizeof(Scalar)>(&tile, std::decay_t<decltype(tile)>::kPanelBytes, lane.index);
-    };
-    const auto B = describe(tiles.B[columns]), C = describe(tiles.C[columns]);
-    const auto& tables = own.tables[chunk % 2];
-
-    if constexpr (kIsFp32<Scalar>) {
-      if (tables.starts_with_reset) state.clear();
+  // Writes out through `tile`. Where two warpgroups have half of the columns each, the first adds the other's part of y.
+  __device__ __forceinline__ void write_out(int chunk, float (&y)[kStepBlocks][4], HeadTile& x_tile, HeadTile& tile,
+                                            const FragmentLane& lane, RegisterEpilogue<Scalar>& out) const {
+    if constexpr (Layout::kShareRows) {
+      auto& partial_out = shared().partial_out;
+      if (!Layout::writes_out(index)) {
+        partial_out.put(y);
+        partial_out.wait_until_read();
+        return;
+      }
+      partial_out.add_to(y);
     }
+    cuda::OperandA<Scalar> x[kStepGroups];
+#pragma unroll
+    for (int j = 0; j < kStepGroups; ++j) load_inputs(x[j], x_tile, j, lane);
+    out.write(y, x, z_of(chunk), tile, lane, at.steps_of(chunk));
+  }
+
+  // fp16 and bf16. M^T is rounded, and so is what that leaves: their products with x follow each other through one tile, as
+  // there may be no room for another.
+  __device__ __forceinline__ void scan_chunk_half(int chunk, TileState& state, RegisterEpilogue<Scalar>& out) const {
+    const FragmentLane& lane = thread_lane;
+    Stage& tiles = stage_of(chunk);
+    auto& x_tile = tiles.x[Layout::row_block(index)];
+    auto& bmm = shared().per_warpgroup[index].bmm;
+    const Tables& tables = tables_of(index, chunk);
+    const Pairs pairs(lane);
+    const auto B = describe(tiles.B[Layout::column_block(index)], lane),
+               C = describe(tiles.C[Layout::column_block(index)], lane);
+
+    // Two passes over C: its products with B and with the state at once would take too many registers.
     float y[kStepBlocks][4] = {};
-    auto& bmm = shared.bmm(index, tiles);
-    // What rounding leaves of this warp's rows of M^T.
+#pragma unroll
+    for (int k = 0; k < kStateGroups; ++k) {
+      cuda::OperandA<Scalar> s;
+      state.template pack<Scalar>(k, s);
+      cuda::gemm<Scalar, false>(y, s, columns_of(C, k), true);
+    }
+    scale_by_exp_cumsum(y, tables, lane);
+    float m[kStepBlocks][4] = {};
+#pragma unroll
+    for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false, false>(m, columns_of(B, k), columns_of(C, k), true);
     cuda::Packed<Scalar> lo[kStepBlocks][2] = {};
-    if constexpr (!states_only) {
-      // Two passes over C: its products with B and with the state at once would take too many registers.
-      // In fp32 a loop, for which the registers of the state take turns: of one long sequence of products ptxas makes one
-      // where each waits for that before.
-      constexpr int kPanels = GroupTile::kPanels, kGroups = kStateGroups / kPanels,
-                    kPanelsAtOnce = kIsFp32<Scalar> ? 1 : kPanels;
-#pragma unroll kPanelsAtOnce
-      for (int panel = 0; panel < kPanels; ++panel) {
-        const auto C_panel = columns_of(C, panel * kGroups);
+    DecayMask<InOrder, true>(tables, lane).apply(m, [&](float low, float high, int n, int half) {
+      const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
+      pairs.at(bmm, n, half) = packed;
+      lo[n][half] = cuda::pack_lo<Scalar>(low, high, packed);
+    });
+
+    if (has_reset(p, tables)) {
+      state.clear();
+    } else {
+      state.decay(tables.chunk_decay);
+    }
 #pragma unroll
-        for (int k = 0; k < kGroups; ++k) {
-          cuda::OperandA<Scalar> s;
-          state.template pack<Scalar>(k, s);
-          cuda::gemm<Scalar, false>(y, s, columns_of(C_panel, k), true);
-        }
-        state.rotate(2 * kGroups);
-      }
-      scale_by_exp_cumsum(y, tables, lane);
-      // The units of different rows have the same (B C^T)^T: in fp32 each makes half of its columns, for all.
-      constexpr int kBlocks = Shared::kSharesBmm ? kStepBlocks / kWarpgroups : kStepBlocks;
-      const int first_block = Shared::kSharesBmm ? kBlocks * index : 0;
-      float m[kBlocks][4] = {};
-#pragma unroll kUnrolled
-      for (int k = 0; k < kStateGroups; ++k) {
-        cuda::gemm<Scalar, false, false>(m, columns_of(B, k), columns_of(rows_of(C, first_block / 2), k), true);
-      }
-      // Others read C still.
-      if constexpr (Shared::kIsInPlaceOfC) __syncthreads();
-      const auto apply_mask = [&](const TablesOf<Scalar>& tile_tables, auto& target) {
-        const FragmentLane of_lane = lane.opaque();
-        DecayMask<InOrder, true, TablesOf<Scalar>, kBlocks> mask(tile_tables, of_lane, first_block);
-        mask.apply(m, [&](float low, float high, int n, int half) {
-          const cuda::Packed<Scalar> packed = cuda::pack<Scalar>(low, high);
-          pairs.at(target, n, half) = packed;
-          if constexpr (!kIsFp32<Scalar>) lo[n][half] = cuda::pack_lo<Scalar>(low, high, packed);
-        });
-        // Left of the diagonal, but multiplied.
-        if constexpr (kIsFp32<Scalar>) {
-          if (2 * lane.warp / kBlocks * kBlocks == first_block) pairs.at(target, 2 * lane.warp, 1) = {0, 0};
-        }
-      };
-      if constexpr (Shared::kSharesBmm) {
-#pragma unroll
-        for (int state_tile = 0; state_tile < kWarpgroups; ++state_tile) {
-          apply_mask(shared.per_warpgroup[state_tile].tables[chunk % 2], shared.bmm(state_tile, tiles));
-        }
-      } else {
-        apply_mask(tables, bmm);
-      }
+    for (int j = 0; j < kStepGroups; ++j) {
+      cuda::OperandA<Scalar> x, scaled;
+      load_inputs(x, x_tile, j, lane);
+      scale_inputs<Scalar>(x, tables.gain_to_chunk_end, j, lane, scaled);
+      cuda::gemm<Scalar, true>(state.values, scaled, rows_of(B, j), true);
     }
 
-    const auto chunk_state = [&] {
-      const FragmentLane lane = opaque_lane();
-      int first = 0;  // step that the state after the chunk has something of
-      if (has_reset(p, tables)) {
-        state.clear();
-        if constexpr (kIsFp32<Scalar>) {
-          // Zero times NaN: no row of an earlier sequence is multiplied.
-          first = tables.first[kChunk - 1];
-          __syncthreads();
-          clear_rows_before<kThreads>(tiles.B, first);
-          __syncthreads();
+    sync_warpgroup(index);
+#pragma unroll 1
+    for (int term = 0; term < 2; ++term) {
+      if (term > 0) {
+        sync_warpgroup(index);
+#pragma unroll
+        for (int n = 0; n < kStepBlocks; ++n) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) pairs.at(bmm, n, half) = lo[n][half];
         }
-      } else {
-        state.decay(tables.chunk_decay);
+        sync_warpgroup(index);
       }
-      if (states_only) add_decay(p, segment_decay, tables);
-#pragma unroll kUnrolled
-      for (int j = 0; j < kStepGroups; ++j) {
-        cuda::OperandA<Scalar> x, scaled;
-        load_inputs(x, x_tile, j, lane);
-        if constexpr (kIsFp32<Scalar>) {
-          scale_inputs<Scalar>(x, tables.gain_to_chunk_end, j, lane, scaled, first);
-        } else {
-          scale_inputs<Scalar>(x, tables.gain_to_chunk_end, j, lane, scaled);
-        }
-        cuda::gemm<Scalar, true>(state.values, scaled, rows_of(B, j), true);
+      add_intra_chunk<kStepGroups>(y, bmm, x_tile, lane);
+    }
+    // In place of x: a warp reads only the columns of x that it writes.
+    write_out(chunk, y, x_tile, x_tile, lane, out);
+  }
+
+  // fp32, as 3xTF32. Registers are few: lanes are opaque, so that addresses are computed again for each part of the work; loops
+  // are not unrolled (twice was not faster); and with more than 64 columns of state, y is written before the state takes more.
+  __device__ __forceinline__ void scan_chunk_tf32x3(int chunk, TileState& state, RegisterEpilogue<Scalar>& out) const {
+    const FragmentLane lane = thread_lane.opaque();
+    Stage& tiles = stage_of(chunk);
+    auto& x_tile = tiles.x[Layout::row_block(index)];
+    const Tables& tables = tables_of(index, chunk);
+    const auto B = describe(tiles.B[Layout::column_block(index)], lane),
+               C = describe(tiles.C[Layout::column_block(index)], lane);
+
+    if (tables.starts_with_reset) state.clear();
+    float y[kStepBlocks][4] = {};
+    // A loop that rotates the state's registers: when it is unrolled, ptxas serializes the whole chain of mma instructions.
+    constexpr int kPanels = GroupTile::kPanels, kGroups = kStateGroups / kPanels;
+#pragma unroll 1
+    for (int panel = 0; panel < kPanels; ++panel) {
+      const auto C_panel = columns_of(C, panel * kGroups);
+#pragma unroll
+      for (int k = 0; k < kGroups; ++k) {
+        cuda::OperandA<Scalar> s;
+        state.template pack<Scalar>(k, s);
+        cuda::gemm<Scalar, false>(y, s, columns_of(C_panel, k), true);
       }
-    };
-    // With many columns of a state in fp32 registers are few: y is written before the state takes more.
-    constexpr bool kEndsOutFirst = kIsFp32<Scalar> && dstate > 64;
-    static_assert(kEndsOutFirst == Shared::kIsInPlaceOfC, "both are of more columns than a state of 64 has");
+      state.rotate(2 * kGroups);
+    }
+    scale_by_exp_cumsum(y, tables, lane);
+    store_bmm(chunk, tiles, B, C, lane);
+
+    typename Shared::PairTile& bmm = shared().bmm(index, tiles);
+    const auto chunk_state = [&] { add_chunk_state(tiles, x_tile, tables, B, state); };
     const auto chunk_scan = [&] {
-      const FragmentLane lane = opaque_lane();
-      const auto M = describe(bmm);
-      const auto add_intra_chunk = [&] {
-        constexpr int kUnrolledHere = kIsFp32<Scalar> ? 1 : kStepGroups;
-#pragma unroll kUnrolledHere
-        for (int j = 0; j < kStepGroups; ++j) {
-          cuda::OperandA<Scalar> x;
-          load_inputs(x, x_tile, j, lane);
-          cuda::gemm<Scalar, true>(y, x, rows_of(M, j), true, /*first_block=*/2 * j);
-        }
-      };
+      const FragmentLane lane = thread_lane.opaque();
       if constexpr (Shared::kSharesBmm) {
         __syncthreads();
       } else {
-        cuda::barrier_sync(1 + index, kWarpgroupThreads);
+        sync_warpgroup(index);
       }
-      if constexpr (kIsFp32<Scalar>) {
-        add_intra_chunk();
-        if constexpr (kEndsOutFirst) cuda::barrier_sync(1 + index, kWarpgroupThreads);
+      add_intra_chunk<1>(y, bmm, x_tile, lane);
+      if constexpr (Shared::kIsInPlaceOfC) {
+        // x is read again by chunk_state: out goes where M^T was.
+        sync_warpgroup(index);
+        write_out(chunk, y, x_tile, bmm, lane, out);
       } else {
-        // Of 16 bits the rounded M^T and the rest one after the other in the same place: there may be no room for another tile.
-#pragma unroll 1
-        for (int term = 0; term < 2; ++term) {
-          if (term > 0) {
-            cuda::barrier_sync(1 + index, kWarpgroupThreads);
-#pragma unroll
-            for (int n = 0; n < kStepBlocks; ++n) {
-#pragma unroll
-              for (int half = 0; half < 2; ++half) pairs.at(bmm, n, half) = lo[n][half];
-            }
-            cuda::barrier_sync(1 + index, kWarpgroupThreads);
-          }
-          add_intra_chunk();
-        }
-      }
-      // In place of x, of which a warp of a unit reads only the columns that it writes, or of M^T, if x is still to be read.
-      const auto write_out = [&] {
-        cuda::OperandA<Scalar> x[kStepGroups];
-#pragma unroll
-        for (int j = 0; j < kStepGroups; ++j) load_inputs(x[j], x_tile, j, lane);
-        auto& target = *(kEndsOutFirst ? &bmm : &x_tile);
-        out.write(y, x, has_gate ? z_at(stage_index) : nullptr, target, lane, at.steps_of(chunk));
-      };
-      if constexpr (!Layout::kShareRows) {
-        write_out();
-      } else if (Layout::writes_out(index)) {
-        shared.partial_out.add_to(y);
-        write_out();
-      } else {
-        shared.partial_out.put(y);
-        shared.partial_out.wait_until_read();
+        write_out(chunk, y, x_tile, x_tile, lane, out);
       }
     };
-    if constexpr (states_only) {
-      chunk_state();
-    } else if constexpr (kEndsOutFirst) {
+    static_assert(Shared::kIsInPlaceOfC == (dstate > 64), "C is large enough for M^T where out has to be written first");
+    if constexpr (Shared::kIsInPlaceOfC) {
       chunk_scan();
       chunk_state();
     } else {
       chunk_state();
       chunk_scan();
     }
-    chunk_cumsum(chunk + 1);
   }
-  // What this piece had in shared memory the next one's copies write over.
-  __syncthreads();
-  return segment_decay;
-}
+
+  // Stores M^T. State tiles of different rows have the same (B C^T)^T: each warpgroup computes half of its columns, for both.
+  __device__ __forceinline__ void store_bmm(int chunk, Stage& tiles, const cuda::WarpOperand<sizeof(Scalar)>& B,
+                                            const cuda::WarpOperand<sizeof(Scalar)>& C, const FragmentLane& lane) const {
+    constexpr int kBlocks = Shared::kSharesBmm ? kStepBlocks / kWarpgroups : kStepBlocks;
+    const int first_block = Shared::kSharesBmm ? kBlocks * index : 0;
+    const Pairs pairs(lane);
+    float m[kBlocks][4] = {};
+#pragma unroll 1
+    for (int k = 0; k < kStateGroups; ++k) {
+      cuda::gemm<Scalar, false, false>(m, columns_of(B, k), columns_of(rows_of(C, first_block / 2), k), true);
+    }
+    if constexpr (Shared::kIsInPlaceOfC) __syncthreads();  // other warps still read C
+    const auto apply_mask = [&](int warpgroup) {
+      const FragmentLane mask_lane = lane.opaque();
+      auto& target = shared().bmm(warpgroup, tiles);
+      DecayMask<InOrder, true, Tables, kBlocks>(tables_of(warpgroup, chunk), mask_lane, first_block)
+          .apply(m, [&](float low, float high, int n, int half) { pairs.at(target, n, half) = cuda::pack<Scalar>(low, high); });
+      // Left of the diagonal, but multiplied.
+      if (2 * lane.warp / kBlocks * kBlocks == first_block) pairs.at(target, 2 * lane.warp, 1) = {0, 0};
+    };
+    if constexpr (Shared::kSharesBmm) {
+#pragma unroll
+      for (int warpgroup = 0; warpgroup < kWarpgroups; ++warpgroup) apply_mask(warpgroup);
+    } else {
+      apply_mask(index);
+    }
+  }
+
+  // Decays the state over the chunk and adds what the chunk's inputs leave in it.
+  __device__ __forceinline__ void add_chunk_state(Stage& tiles, HeadTile& x_tile, const Tables& tables,
+                                                  const cuda::WarpOperand<sizeof(Scalar)>& B, TileState& state) const {
+    const FragmentLane lane = thread_lane.opaque();
+    int first = 0;  // the first step that adds to the state
+    if (has_reset(p, tables)) {
+      state.clear();
+      // Rows of B before the last reset become zeros: they may hold NaN, which a product with zero would let through.
+      first = tables.first[kChunk - 1];
+      __syncthreads();
+      for (GroupTile& tile : tiles.B) {
+#pragma unroll 1
+        for (int i = threadIdx.x; i < first * GroupTile::kVectors; i += kThreads) {
+          *tile.vector(i / GroupTile::kVectors, i % GroupTile::kVectors) = {0, 0, 0, 0};
+        }
+      }
+      __syncthreads();
+    } else {
+      state.decay(tables.chunk_decay);
+    }
+#pragma unroll 1
+    for (int j = 0; j < kStepGroups; ++j) {
+      cuda::OperandA<Scalar> x, scaled;
+      load_inputs(x, x_tile, j, lane);
+      scale_inputs<Scalar>(x, tables.gain_to_chunk_end, j, lane, scaled, first);
+      cuda::gemm<Scalar, true>(state.values, scaled, rows_of(B, j), true);
+    }
+  }
+};
 
 // Whether the type of a kernel's parameters says if sequences are packed: where ptxas 13.0, with a predicate of it alive
 // through the loop over chunks, took another value for it (docs/tuning.md).
-template <typename Scalar, int dstate, bool states_only>
-constexpr bool kKnowsWhetherPacked = kIsFp32<Scalar> && dstate <= 64 && !states_only;
+template <typename Scalar, int dstate>
+constexpr bool kKnowsWhetherPacked = kIsFp32<Scalar> && dstate <= 64;
 
-template <typename Scalar, int dstate, bool states_only, typename Params>
+template <typename Scalar, int dstate, typename Params>
 __global__ void __launch_bounds__(kWarpgroups* kWarpgroupThreads, 1)
     ssd_fwd_sm80_kernel(const __grid_constant__ Params p, const __grid_constant__ Schedule schedule) {
   extern __shared__ __align__(128) unsigned char memory[];
-  static_assert(kKnowsWhetherPacked<Scalar, dstate, states_only> != std::is_same_v<Params, SsdFwdParams>,
+  static_assert(kKnowsWhetherPacked<Scalar, dstate> != std::is_same_v<Params, SsdFwdParams>,
                 "PackedFwdParams or UnpackedFwdParams if and only if the kernel is compiled for one of them");
-  take_ticket<states_only>(schedule);
+  take_ticket(schedule);
   __syncthreads();
   const int index = threadIdx.x / kWarpgroupThreads;
   const FragmentLane lane;
-  using Layout = WarpgroupLayout<dstate>;
-  scan_segments<states_only, Layout::kColumns>(
-      p, schedule, index, lane, [&](State<Layout::kColumns>& state, const WorkSpan& at, const StateTile& state_tile) {
-        return scan_segment_sm80<Scalar, dstate, states_only>(p, schedule, memory, at, state_tile, index, lane, state);
-      });
+  using Fwd = FwdSm80<Scalar, dstate>;
+  scan_segments<Fwd::Layout::kColumns>(p, schedule, index, lane,
+                                       [&](typename Fwd::TileState& state, const WorkSpan& at, const StateTile& state_tile) {
+                                         Fwd{p, schedule, memory, at, state_tile, index, lane}.scan_segment(state);
+                                       });
 }
 
 }  // namespace ssm_kernels::ssd

@@ -24,18 +24,8 @@
 
 namespace ssm_kernels::ssd {
 
-// Of the kernel that only finds states, and of the one that scans.
 template <int dstate>
-struct StatesOnlyShared {
-  using Layout = WarpgroupLayout<dstate>;
-  static constexpr int kMaxStages = 6;
-  struct Stage {
-    SmemTile<Layout::kColumns> B[Layout::kColumnBlocks];
-    SmemTile<kStateRows> x[Layout::kRowBlocks];
-  };
-};
-template <int dstate>
-struct ScanShared {
+struct Sm90Shared {
   using Layout = WarpgroupLayout<dstate>;
   static constexpr int kMaxStages = 3;
   struct Stage {
@@ -47,13 +37,6 @@ struct ScanShared {
   } bmm[kWarpgroups];  // M^T
   SmemTile<kStateRows> out[Layout::kRowBlocks];
   typename Layout::PartialOut partial_out;
-};
-
-template <int dstate, bool states_only>
-struct Sm90Shared : std::conditional_t<states_only, StatesOnlyShared<dstate>, ScanShared<dstate>> {
-  using Base = std::conditional_t<states_only, StatesOnlyShared<dstate>, ScanShared<dstate>>;
-  using Base::kMaxStages;
-  using typename Base::Stage;
   ChunkTables tables[kMaxStages][kWarpgroups];
   Mbarrier full[kMaxStages], empty[kMaxStages];
 
@@ -68,28 +51,21 @@ struct Sm90Shared : std::conditional_t<states_only, StatesOnlyShared<dstate>, Sc
   }
 };
 
-template <typename Scalar, int dstate, bool states_only, bool has_resets>
+template <typename Scalar, int dstate, bool has_resets>
 struct FwdSm90 {
-  // Warpgroups that move data: where only states are to be found, units are soon done with a chunk.
-  static constexpr int kProducerWarpgroups = states_only ? 2 : 1,
-                       kThreads = (kWarpgroups + kProducerWarpgroups) * kWarpgroupThreads;
-  static constexpr int kCopyWarps = 2 * kProducerWarpgroups, kCopyThreads = kCopyWarps * kWarpSize;
-  static_assert(kCopyWarps + kProducerWarpgroups * kWarpgroups == kProducerWarpgroups * kWarpgroupWarps,
-                "the others make tables, for one unit each");
-  static_assert(has_resets || !states_only, "one kernel finds states");
-  static constexpr int kTablesAtOnce = states_only ? 2 : 1;
+  // The fourth and third warp of the producer warpgroup compute a state tile's tables each; the others copy.
+  static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
+  static constexpr int kCopyWarps = 2, kCopyThreads = kCopyWarps * kWarpSize;
+  static_assert(kCopyWarps + kWarpgroups == kWarpgroupWarps, "setmaxnreg takes a whole warpgroup of producers");
 
-  using Shared = Sm90Shared<dstate, states_only>;
+  using Shared = Sm90Shared<dstate>;
   using Stage = typename Shared::Stage;
   using Layout = WarpgroupLayout<dstate>;
   using TileState = State<Layout::kColumns>;
   static constexpr int kStateGroups = Layout::kColumns / 16;
-  // Of the steps, down the rows of B and x, and of M^T.
-  using Order = std::conditional_t<states_only, InOrder, FromBothEnds>;
-  // Of a thread.
-  static constexpr int kConsumerRegisters = states_only ? 160 : dstate > 64 ? 208 : 192;
-  static constexpr int kProducerRegisters =
-      cuda::producer_registers<kWarpgroups * kWarpgroupThreads, kConsumerRegisters, kProducerWarpgroups * kWarpgroupThreads>();
+  using Order = FromBothEnds;                                         // of the steps, down the rows of B, x and M^T
+  static constexpr int kConsumerRegisters = dstate > 64 ? 208 : 192;  // of a thread, after setmaxnreg
+  static constexpr int kProducerRegisters = cuda::producer_registers<kConsumerThreads, kConsumerRegisters, kWarpgroupThreads>();
 
   const SsdFwdParams& p;
   const Schedule& schedule;
@@ -102,7 +78,7 @@ struct FwdSm90 {
         schedule(schedule),
         shared(*reinterpret_cast<Shared*>(memory)),
         stages(memory + Shared::align(sizeof(Shared))),
-        has_gate(!states_only && p.z.data != nullptr) {}
+        has_gate(p.z.data != nullptr) {}
 
   __device__ __forceinline__ Stage& stage(int stage_index) const {
     return *reinterpret_cast<Stage*>(stages + stage_index * Shared::stage_bytes(has_gate));
@@ -115,26 +91,25 @@ struct FwdSm90 {
   __device__ __forceinline__ void produce() {
     const int warp = threadIdx.x / kWarpSize - kWarpgroups * kWarpgroupWarps;
     PipelineState pipeline;
-    for_each_segment<states_only>(p, schedule, [&](const auto&, const WorkSpan& at) {
+    for_each_segment(p, schedule, [&](const auto&, const WorkSpan& at) {
       if (warp < kCopyWarps) {
         copy(at, pipeline);
       } else {
-        produce_cumsum(at, (warp - kCopyWarps) % kWarpgroups, {(warp - kCopyWarps) / kWarpgroups}, pipeline);
+        produce_cumsum(at, warp - kCopyWarps, pipeline);
       }
     });
   }
 
-  __device__ __forceinline__ void produce_cumsum(const WorkSpan& at, int index, WarpShare<kProducerWarpgroups> share,
-                                                 PipelineState& pipeline) {
+  __device__ __forceinline__ void produce_cumsum(const WorkSpan& at, int index, PipelineState& pipeline) {
     const StateTile state_tile(p, schedule, at, index);
-    produce_chunk_cumsum<Scalar, kTablesAtOnce, states_only>(
-        p, at, state_tile.head, share, schedule.stages, pipeline, shared.full, shared.empty, [](int chunk) { return chunk; },
-        [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
+    produce_chunk_cumsum<Scalar, 1, false>(
+        p, at, state_tile.head, WarpShare<1>(), schedule.stages, pipeline, shared.full, shared.empty,
+        [](int chunk) { return chunk; }, [&](int stage) -> ChunkTables& { return shared.tables[stage][index]; });
   }
 
   __device__ __forceinline__ void copy(const WorkSpan& at, PipelineState& pipeline) {
     // Opaque: what follows from it is computed again for each piece.
-    int thread = threadIdx.x - kWarpgroups * kWarpgroupThreads;
+    int thread = threadIdx.x - kConsumerThreads;
     asm volatile("" : "+r"(thread));
     const auto of_group = [&](const RowsView& view, int block, auto order) {
       const int first = block * Layout::kColumns;
@@ -161,8 +136,7 @@ struct FwdSm90 {
 #pragma unroll
                                                    for (int index = 0; index < Layout::kColumnBlocks; ++index) {
                                                      copy_B[index].copy(target.B[index], steps, p.B.stride_step);
-                                                     if constexpr (!states_only)
-                                                       copy_C[index].copy(target.C[index], steps, p.C.stride_step);
+                                                     copy_C[index].copy(target.C[index], steps, p.C.stride_step);
                                                    }
 #pragma unroll
                                                    for (int index = 0; index < Layout::kRowBlocks; ++index) {
@@ -176,29 +150,26 @@ struct FwdSm90 {
   // A unit's warpgroup.
   __device__ __forceinline__ void consume(int index) {
     const FragmentLane lane = FragmentLane::opaque_thread();
-    if constexpr (!states_only) {
-      clear_left_of_diagonal<Order>(shared.bmm[index].rounded, lane);
-      clear_left_of_diagonal<Order>(shared.bmm[index].lo, lane);
-    }
+    clear_left_of_diagonal<Order>(shared.bmm[index].rounded, lane);
+    clear_left_of_diagonal<Order>(shared.bmm[index].lo, lane);
     const FragmentPairs<> pairs(lane);
     PipelineState pipeline;
-    scan_segments<states_only, Layout::kColumns>(p, schedule, index, lane,
-                                                 [&](TileState& state, const WorkSpan& at, const StateTile& state_tile) {
-                                                   return scan_segment(state, at, state_tile, index, pairs, lane, pipeline);
-                                                 });
-    if constexpr (!states_only) TmaEpilogue<Scalar, Order>::wait_for_sent();
+    scan_segments<Layout::kColumns>(p, schedule, index, lane,
+                                    [&](TileState& state, const WorkSpan& at, const StateTile& state_tile) {
+                                      scan_segment(state, at, state_tile, index, pairs, lane, pipeline);
+                                    });
+    TmaEpilogue<Scalar, Order>::wait_for_sent();
   }
 
-  // Takes the state through the piece; returns the piece's decay.
-  __device__ __forceinline__ float scan_segment(TileState& state, const WorkSpan& at, const StateTile& state_tile, int index,
-                                                const FragmentPairs<>& pairs, const FragmentLane& lane,
-                                                PipelineState& pipeline) {
+  // Takes the state through the segment.
+  __device__ __forceinline__ void scan_segment(TileState& state, const WorkSpan& at, const StateTile& state_tile, int index,
+                                               const FragmentPairs<>& pairs, const FragmentLane& lane,
+                                               PipelineState& pipeline) {
     // A unit without rows sends nothing.
     StateTile of_out = state_tile;
     if (!Layout::writes_out(index)) of_out.rows = 0;
     TmaEpilogue<Scalar, Order> out(p, at, of_out, lane);
     const int rows = Layout::row_block(index), columns = Layout::column_block(index);
-    float segment_decay = 1;
 #pragma unroll 1
     for (int left = at.chunks; left > 0; --left) {
       shared.full[pipeline.stage].wait(pipeline.phase);
@@ -207,36 +178,34 @@ struct FwdSm90 {
       const uint64_t B_rows = make_operand(tiles.B[columns]);
 
       float y[kStepBlocks][4];
-      if constexpr (!states_only) {
-        const uint64_t C_rows = make_operand(tiles.C[columns]);
-        float m[kStepBlocks][4];
-        uint32_t s[kStateGroups][4];
+      const uint64_t C_rows = make_operand(tiles.C[columns]);
+      float m[kStepBlocks][4];
+      uint32_t s[kStateGroups][4];
 #pragma unroll
-        for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
-        // Most of what weighing takes of the tables is loaded before the products: loads after them wait for them.
-        const DecayMask<Order, has_resets> mask(tables, lane);
-        cuda::warpgroup_arrive();
+      for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
+      // Most of what weighing takes of the tables is loaded before the products: loads after them wait for them.
+      const DecayMask<Order, has_resets> mask(tables, lane);
+      cuda::warpgroup_arrive();
 #pragma unroll
-        for (int k = 0; k < kStateGroups; ++k) {
-          cuda::gemm<Scalar, false, false>(m, columns_of(B_rows, k), columns_of(C_rows, k), k > 0);
-        }
-        cuda::warpgroup_commit();
-#pragma unroll
-        for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(y, s[k], columns_of(C_rows, k), k > 0);
-        cuda::warpgroup_commit();
-        cuda::warpgroup_wait<1>(m);
-        // All warps have done with the M^T of the chunk before, and have written its out.
-        cuda::barrier_sync(1 + index, kWarpgroupThreads);
-        if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
-        const FragmentPairs<> places = pairs.opaque();
-        auto& bmm = shared.bmm[index];
-        mask.apply(m, [&](float low, float high, int n, int half) {
-          const uint32_t rounded = cuda::pack<Scalar>(low, high);
-          places.at(bmm.rounded, n, half) = rounded;
-          places.at(bmm.lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
-        });
-        cuda::fence_proxy_async();
+      for (int k = 0; k < kStateGroups; ++k) {
+        cuda::gemm<Scalar, false, false>(m, columns_of(B_rows, k), columns_of(C_rows, k), k > 0);
       }
+      cuda::warpgroup_commit();
+#pragma unroll
+      for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(y, s[k], columns_of(C_rows, k), k > 0);
+      cuda::warpgroup_commit();
+      cuda::warpgroup_wait<1>(m);
+      // All warps have done with the M^T of the chunk before, and have written its out.
+      sync_warpgroup(index);
+      if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
+      const FragmentPairs<> places = pairs.opaque();
+      auto& bmm = shared.bmm[index];
+      mask.apply(m, [&](float low, float high, int n, int half) {
+        const uint32_t rounded = cuda::pack<Scalar>(low, high);
+        places.at(bmm.rounded, n, half) = rounded;
+        places.at(bmm.lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
+      });
+      cuda::fence_proxy_async();
 
       uint32_t x[kStepGroups][4], scaled[kStepGroups][4];
 #pragma unroll
@@ -245,22 +214,18 @@ struct FwdSm90 {
         scale_inputs<Scalar, Order>(x[j], tables.gain_to_chunk_end, j, lane, scaled[j]);
       }
 
-      if constexpr (!states_only) {
-        cuda::warpgroup_wait<0>(y);
-        scale_by_exp_cumsum(y, tables, lane);
-        out.wait_for_sent();
-        cuda::barrier_sync(1 + index, kWarpgroupThreads);
-        cuda::warpgroup_arrive();
-        const uint64_t m_rows = make_operand(shared.bmm[index].rounded), lo_rows = make_operand(shared.bmm[index].lo);
+      cuda::warpgroup_wait<0>(y);
+      scale_by_exp_cumsum(y, tables, lane);
+      out.wait_for_sent();
+      sync_warpgroup(index);
+      cuda::warpgroup_arrive();
+      const uint64_t m_rows = make_operand(shared.bmm[index].rounded), lo_rows = make_operand(shared.bmm[index].lo);
 #pragma unroll
-        for (int j = 0; j < kStepGroups; ++j) {
-          cuda::gemm<Scalar, true>(y, x[j], rows_of(m_rows, j), true);
-          cuda::gemm<Scalar, true>(y, x[j], rows_of(lo_rows, j), true);
-        }
-        cuda::warpgroup_commit();
-      } else {
-        add_decay(p, segment_decay, tables);
+      for (int j = 0; j < kStepGroups; ++j) {
+        cuda::gemm<Scalar, true>(y, x[j], rows_of(m_rows, j), true);
+        cuda::gemm<Scalar, true>(y, x[j], rows_of(lo_rows, j), true);
       }
+      cuda::warpgroup_commit();
 
       state.decay(tables.chunk_decay);
       cuda::warpgroup_arrive();
@@ -270,43 +235,36 @@ struct FwdSm90 {
       }
       cuda::warpgroup_commit();
 
-      if constexpr (!states_only) {
-        cuda::warpgroup_wait<1>(y);
-        const auto write_out = [&] {
-          out.write(y, x, has_gate ? z_tile(pipeline.stage, rows) : nullptr, shared.out[rows], lane);
-        };
-        if constexpr (!Layout::kShareRows) {
-          write_out();
-        } else if (Layout::writes_out(index)) {
-          shared.partial_out.add_to(y);
-          write_out();
-        } else {
-          shared.partial_out.put(y);
-        }
+      cuda::warpgroup_wait<1>(y);
+      const auto write_out = [&] {
+        out.write(y, x, has_gate ? z_tile(pipeline.stage, rows) : nullptr, shared.out[rows], lane);
+      };
+      if constexpr (!Layout::kShareRows) {
+        write_out();
+      } else if (Layout::writes_out(index)) {
+        shared.partial_out.add_to(y);
+        write_out();
+      } else {
+        shared.partial_out.put(y);
       }
       cuda::warpgroup_wait<0>(state.values);
       shared.empty[pipeline.stage].arrive();
       pipeline.advance(schedule.stages);
-      if constexpr (!states_only && Layout::kShareRows) {
+      if constexpr (Layout::kShareRows) {
         if (!Layout::writes_out(index)) shared.partial_out.wait_until_read();
       }
     }
-    if constexpr (!states_only) {
-      cuda::barrier_sync(1 + index, kWarpgroupThreads);
-      out.send_last(shared.out[rows]);
-    }
-    return segment_decay;
+    sync_warpgroup(index);
+    out.send_last(shared.out[rows]);
   }
 };
 
-// has_resets: whether p.resets may be there. Where only states are found that costs too little for two kernels.
-template <typename Scalar, int dstate, bool states_only, bool has_resets>
-__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, states_only, has_resets>::kThreads
-                                                        : kWarpSize,
-                                  1)
+// has_resets: whether p.resets may be given.
+template <typename Scalar, int dstate, bool has_resets>
+__global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate, has_resets>::kThreads : kWarpSize, 1)
     ssd_fwd_sm90_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {
 #if SSM_KERNELS_HAS_WGMMA
-  using Fwd = FwdSm90<Scalar, dstate, states_only, has_resets>;
+  using Fwd = FwdSm90<Scalar, dstate, has_resets>;
   extern __shared__ unsigned char unaligned_memory[];
   auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
   Fwd fwd(p, schedule, reinterpret_cast<unsigned char*>(&shared));
@@ -315,9 +273,9 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
   if (threadIdx.x < schedule.stages) {
     fwd.shared.full[threadIdx.x].init(Fwd::kCopyThreads + kWarpgroups * kWarpSize);
-    fwd.shared.empty[threadIdx.x].init(kWarpgroups * kWarpgroupThreads);
+    fwd.shared.empty[threadIdx.x].init(Fwd::kConsumerThreads);
   }
-  take_ticket<states_only>(schedule);
+  take_ticket(schedule);
   __syncthreads();
   if (warpgroup >= kWarpgroups) {
     cuda::warpgroup_reg_dealloc<Fwd::kProducerRegisters>();

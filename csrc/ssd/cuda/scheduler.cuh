@@ -53,12 +53,14 @@ __device__ __forceinline__ int& ticket_of_block() {
 }
 constexpr int kTicketBytes = 128;  // with the padding that aligns the memory after it
 
-// Thread 0 takes the block's run: a ticket, or blockIdx where no block waits. Call __syncthreads() before using it.
-template <bool states_only>
+// Thread 0 sets the block's ticket: a number from the counter where blocks wait for one another, else its index. Call
+// __syncthreads() before using it.
+__device__ __forceinline__ void take_ticket(int ticket) {
+  if (threadIdx.x == 0) ticket_of_block() = ticket;
+}
 __device__ __forceinline__ void take_ticket(const Schedule& schedule) {
   if (threadIdx.x != 0) return;
-  ticket_of_block() =
-      states_only || schedule.tickets == nullptr ? static_cast<int>(blockIdx.x) : atomicAdd(schedule.tickets, 1);
+  ticket_of_block() = schedule.tickets == nullptr ? static_cast<int>(blockIdx.x) : atomicAdd(schedule.tickets, 1);
 }
 
 // Iterates over the segments of the block's range, from the last to the first. It keeps the end of the current segment and
@@ -77,11 +79,17 @@ class TileScheduler {
   __device__ __forceinline__ bool ends(const WorkTile& work_tile) const { return end_ == work_tile.first + work_tile.chunks; }
   __device__ __forceinline__ bool is_long(const WorkTile& work_tile) const { return work_tile.chunks > length(); }
   __device__ __forceinline__ int block_of_chunk(int chunk) const { return chunk / length(); }
-  __device__ __forceinline__ WorkSpan place() const {
+  __device__ __forceinline__ WorkSpan span() const {
     const WorkTile work_tile = this->work_tile();
     WorkSpan at(p_, schedule_, work_tile.index);
     at.narrow(begin(work_tile) - work_tile.first, end_ - begin(work_tile));
     return at;
+  }
+  // Whether later segments fold this one's summary. Only the first one, which is a range's last in time, may have one.
+  __device__ __forceinline__ bool has_summary() const {
+    if (is_done()) return false;
+    const WorkTile work_tile = this->work_tile();
+    return !ends(work_tile) && is_long(work_tile);
   }
   __device__ __forceinline__ void go_on() { end_ = begin(work_tile()); }
 
@@ -103,60 +111,14 @@ class TileScheduler {
   int end_;
 };
 
-// body(pieces, place) for each piece of the block's run; where only states are to be found, for the one, if there is one, that
-// other runs fold.
-template <bool states_only, typename Params, typename Body>
+// Calls body(scheduler, span) for each segment of the block's range.
+template <typename Params, typename Body>
 __device__ __forceinline__ void for_each_segment(const Params& p, const Schedule& schedule, const Body& body) {
   TileScheduler<Params> scheduler(p, schedule);
 #pragma unroll 1
   while (!scheduler.is_done()) {
-    if constexpr (states_only) {
-      const WorkTile work_tile = scheduler.work_tile();
-      if (scheduler.ends(work_tile) || !scheduler.is_long(work_tile)) return;
-    }
-    body(scheduler, scheduler.place());
-    if (states_only) return;
+    body(scheduler, scheduler.span());
     scheduler.go_on();
-  }
-}
-
-constexpr int kChunkStartsThreads = 1024;
-
-// Run by one block: writes Schedule::chunk_starts, each thread for some neighboring sequences. Clears the flags and the ticket
-// counter.
-static __global__ void __launch_bounds__(kChunkStartsThreads)
-    ssd_chunk_starts_kernel(const __grid_constant__ SsdFwdParams p, const __grid_constant__ Schedule schedule) {
-  constexpr int kWarps = kChunkStartsThreads / kWarpSize;
-  __shared__ int64_t warp_sums[kWarps];
-  const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  for (int64_t i = threadIdx.x; i < schedule.blocks * kWarpgroups; i += kChunkStartsThreads) schedule.ready[i] = 0;
-  if (threadIdx.x == 0) *schedule.tickets = 0;
-
-  // An upper bound for valid cu_seqlens: during the capture of a graph nobody checks them.
-  const int64_t most = max_packed_chunks(p.seqlen, p.batch);
-  const int64_t count = (p.batch + kChunkStartsThreads - 1) / kChunkStartsThreads;
-  const int64_t first = min(threadIdx.x * count, p.batch), end = min(first + count, p.batch);
-  const auto chunks_of = [&](int64_t entry) { return max(1, ChunkSpan(p, entry).chunks); };
-  int64_t own = 0;
-  for (int64_t entry = first; entry < end; ++entry) own += chunks_of(entry);
-  const auto sum_of_earlier_lanes = [&](int64_t value) {
-    int64_t sum = value;
-#pragma unroll
-    for (int distance = 1; distance < kWarpSize; distance *= 2) {
-      const int64_t earlier = __shfl_up_sync(kAllLanes, sum, distance);
-      if (lane >= distance) sum += earlier;
-    }
-    return sum - value;
-  };
-  int64_t before = sum_of_earlier_lanes(own);
-  if (lane == kWarpSize - 1) warp_sums[warp] = before + own;
-  __syncthreads();
-  static_assert(kWarps == kWarpSize, "each lane of a warp reads the sum of one warp");
-  before += __shfl_sync(kAllLanes, sum_of_earlier_lanes(warp_sums[lane]), warp);
-  if (threadIdx.x == 0) schedule.chunk_starts[0] = 0;
-  for (int64_t entry = first; entry < end; ++entry) {
-    before += chunks_of(entry);
-    schedule.chunk_starts[entry + 1] = static_cast<int>(min(before, most));
   }
 }
 

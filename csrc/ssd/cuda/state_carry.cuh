@@ -50,14 +50,9 @@ class StateCarry {
     } else if (!scheduler.is_long(work_tile)) {
       const int slot = summary_index(ticket_of_block());
       state.store_registers(summaries().registers_of(slot));
-      cuda::barrier_sync(1 + index_, kWarpgroupThreads);
+      sync_warpgroup(index_);
       if (threadIdx.x % kWarpgroupThreads == 0) cuda::raise_flag(schedule_.ready + slot);
     }
-  }
-
-  // What the piece does to a state.
-  __device__ __forceinline__ void store_summary(const State<dstate>& after_zero, float decay) const {
-    summaries().store(after_zero, decay, summary_index(ticket_of_block()));
   }
 
  private:
@@ -69,24 +64,18 @@ class StateCarry {
   int index_;
 };
 
-// By the threads of a unit, for each piece of the block's run, with the state before it: multiply(state, place, unit) takes
-// that through the piece and returns the piece's decay.
-template <bool states_only, int dstate, typename Params, typename Multiply>
+// Run by a consumer warpgroup: for each segment of the block's range, scan(state, span, state_tile) takes the state before the
+// segment through it.
+template <int dstate, typename Params, typename Scan>
 __device__ __forceinline__ void scan_segments(const Params& p, const Schedule& schedule, int index, const FragmentLane& lane,
-                                              const Multiply& multiply) {
+                                              const Scan& scan) {
   const StateCarry<dstate, Params> carry(p, schedule, index);
-  for_each_segment<states_only>(p, schedule, [&](const auto& scheduler, const WorkSpan& at) {
+  for_each_segment(p, schedule, [&](const auto& scheduler, const WorkSpan& at) {
     const StateTile state_tile(p, schedule, at, index);
     State<dstate> state;
-    if constexpr (states_only) {
-      state.clear();
-      const float decay = multiply(state, at, state_tile);
-      carry.store_summary(state, decay);
-    } else {
-      carry.load_before(state, scheduler, lane);
-      multiply(state, at, state_tile);
-      carry.store_after(state, scheduler, lane);
-    }
+    carry.load_before(state, scheduler, lane);
+    scan(state, at, state_tile);
+    carry.store_after(state, scheduler, lane);
   });
 }
 

@@ -16,10 +16,10 @@ class PartialOut {
   __device__ __forceinline__ void put(const float (&y)[kStepBlocks][4]) {
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) values_[n][threadIdx.x % kWarpgroupThreads] = {y[n][0], y[n][1], y[n][2], y[n][3]};
-    cuda::barrier_arrive(kIsThere, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_arrive(kPartialOutIsThere, kWarpgroups * kWarpgroupThreads);
   }
   __device__ __forceinline__ void add_to(float (&y)[kStepBlocks][4]) const {
-    cuda::barrier_sync(kIsThere, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_sync(kPartialOutIsThere, kWarpgroups * kWarpgroupThreads);
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) {
       const float4 part = values_[n][threadIdx.x % kWarpgroupThreads];
@@ -28,15 +28,14 @@ class PartialOut {
       y[n][2] += part.z;
       y[n][3] += part.w;
     }
-    cuda::barrier_arrive(kIsRead, kWarpgroups * kWarpgroupThreads);
+    cuda::barrier_arrive(kPartialOutIsRead, kWarpgroups * kWarpgroupThreads);
   }
   // By the unit that left it, once for each part, before it leaves the next.
-  __device__ __forceinline__ void wait_until_read() const { cuda::barrier_sync(kIsRead, kWarpgroups * kWarpgroupThreads); }
+  __device__ __forceinline__ void wait_until_read() const {
+    cuda::barrier_sync(kPartialOutIsRead, kWarpgroups * kWarpgroupThreads);
+  }
 
  private:
-  // Barriers, after those of the units.
-  static constexpr int kIsThere = 1 + kWarpgroups, kIsRead = 2 + kWarpgroups;
-
   float4 values_[kStepBlocks][kWarpgroupThreads];
 };
 

@@ -1,0 +1,408 @@
+// SSD chunk-scan: states between chunks (mamba_ssm's stages chunk_state and state_passing), for backward and for segments.
+//
+// The kernel scans along time. A chunk decays the state and adds scaled head rows times group rows:
+//
+//   forward in time   S <- e^(s_l) S + sum_j c_j e^(s_l - s_j) x_j B_j^T       S: the state before the chunk
+//   backward in time  T <- e^(s_l) T + sum_i e^(s_i) g_i C_i^T                 T: the gradient of the state after the chunk
+//
+// with s the cumulative log decay of the chunk, l its last step, c the gain, g the gradient of y. A reset in the chunk makes
+// the chunk's decay zero in both directions; the sum then has the steps after the last reset (S) or before the first one (T).
+//
+// StatesPass says which of three things a launch does:
+//
+//   kBwd         half of the blocks compute S, the others T. Before each chunk the state is rounded to the inputs' type and
+//                stored as a swizzled tile for bwd_chunks.cuh.
+//   kBwdSummary  where backward has fewer work tiles than the device has room for, each is split into segments of equally many
+//                chunks, one for a block. This launch comes first and stores each segment's summary: the state after it, begun
+//                with zero, and its decay. kBwd folds the summaries of earlier segments, in order, into its first state.
+//   kFwdSummary  the same for forward's segments (scheduler.cuh): the one that a block's range leaves unfinished.
+//
+// Two consumer warpgroups hold a state tile each, in registers; producer warps copy rows to a pipeline and compute the tables
+// of decays (cuda/pipeline.cuh). fp16 and bf16 inputs of backward are scaled and split into a rounded value and its rest, so
+// that a state is rounded nowhere else; forward's summary rounds them, as forward does. With wgmma a rounded state goes to
+// shared memory and leaves by TMA while products run. With mma.sync it goes through the shared memory of the chunk's head rows,
+// 64 columns at a time; fp32 states are stored from registers, whose pairs fill sectors of memory.
+#pragma once
+
+#include "cuda/ptx/named_barrier.cuh"
+#include "cuda/ptx/pdl.cuh"
+#include "cuda/ptx/setmaxnreg.cuh"
+#include "cuda/ptx/tma.cuh"
+#include "ssd/cuda/scheduler.cuh"
+#include "ssd/cuda/state.cuh"
+#include "ssd/cuda/warpgroup_layout.cuh"
+
+namespace ssm_kernels::ssd {
+
+// Of a sequence, the number of its first chunk among those of all.
+__device__ __forceinline__ int64_t first_chunk_index(const SsdParams& p, int64_t entry) {
+  if (is_packed(p)) return ChunkSpan::sequence_start(p, entry) / kChunk + entry;
+  return entry * ((p.seqlen + kChunk - 1) / kChunk);
+}
+
+enum class StatesPass { kFwdSummary, kBwdSummary, kBwd };
+
+template <typename Scalar, int dstate>
+struct StatesStage {
+  using Layout = WarpgroupLayout<dstate>;
+  SmemTile<Layout::kColumns, sizeof(Scalar)> group_rows[Layout::kColumnBlocks];
+  SmemTile<kStateRows, sizeof(Scalar)> head_rows[Layout::kRowBlocks];
+  TablesOf<Scalar> tables[kWarpgroups];
+};
+template <int dstate>
+struct RoundedStates {
+  SmemTile<dstate> rounded[kWarpgroups][2];  // of this chunk and of the previous one, which TMA may still read
+};
+template <typename Scalar, int dstate, StatesPass pass, typename Mma>
+using StatesShared =
+    StagedShared<std::conditional_t<pass != StatesPass::kFwdSummary && Mma::kIsAsync, RoundedStates<dstate>, Empty>,
+                 StatesStage<Scalar, dstate>, Mma, pass == StatesPass::kFwdSummary && Mma::kIsAsync ? 6 : 4>;
+
+// The segment of forward that a summary is for.
+struct FwdSegment : WorkSpan {
+  static constexpr bool is_reverse = false;
+
+  __device__ __forceinline__ explicit FwdSegment(const WorkSpan& span) : WorkSpan(span) {}
+  static __device__ __forceinline__ int chunk_at(int position) { return position; }
+};
+
+// A block's segment of a work tile in backward. The first blocks have the first segments of all work tiles, forward in time and
+// then backward, the next ones the second segments, and so on: blocks that run at the same time read the same group rows. All
+// segments of a work tile have equally many chunks; the last ones may have fewer, or none.
+struct DirectedSegment : WorkSpan {
+  int index;  // in scan order
+  bool is_reverse;
+  int first_chunk;  // of the sequence, in time
+
+  __device__ __forceinline__ DirectedSegment(const SsdBwdParams& p, const WorkPartition& partition)
+      : WorkSpan(p, partition, blockIdx.x % static_cast<unsigned>(partition.work_tiles)),
+        index(blockIdx.x / static_cast<unsigned>(partition.work_tiles) / kDirections),
+        is_reverse(blockIdx.x / static_cast<unsigned>(partition.work_tiles) % kDirections != 0) {
+    const int length = (chunks + p.segments - 1) / p.segments;
+    const int begin = min(index * length, chunks), end = min(begin + length, chunks);
+    first_chunk = is_reverse ? chunks - end : begin;
+    narrow(first_chunk, end - begin);
+  }
+
+  // In scan order.
+  __device__ __forceinline__ int chunk_at(int position) const { return is_reverse ? chunks - 1 - position : position; }
+};
+
+template <typename Scalar, int dstate, StatesPass pass, typename Mma>
+struct StatePassing {
+  static constexpr bool kIsFwd = pass == StatesPass::kFwdSummary, kIsSummary = pass != StatesPass::kBwd;
+  // A forward summary takes little time for a chunk: with wgmma it needs twice the producers to keep up.
+  static constexpr int kProducerScale = kIsFwd && Mma::kIsAsync ? 2 : 1;
+  // setmaxnreg needs whole warpgroups of producers. Without it, one copying warp leaves more registers to each thread.
+  static constexpr bool kTradesRegisters = Mma::kIsAsync || kIsFp32<Scalar>;
+  static constexpr int kCopyWarps = kTradesRegisters ? 2 * kProducerScale : 1, kCopyThreads = kCopyWarps * kWarpSize;
+  static constexpr int kTableWarps = kProducerScale;  // for each state tile
+  static constexpr int kProducerWarps = kCopyWarps + kWarpgroups * kTableWarps;
+  static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads;
+  static constexpr int kThreads = kConsumerThreads + kProducerWarps * kWarpSize;
+  // Registers of a thread after setmaxnreg.
+  static constexpr int kConsumerRegisters = kProducerScale == 2 ? 160 : 208,
+                       kProducerRegisters =
+                           cuda::producer_registers<kConsumerThreads, kConsumerRegisters, kProducerWarps * kWarpSize>();
+  static constexpr bool kSplitsInputs = !kIsFwd;
+
+  using Params = std::conditional_t<kIsFwd, SsdFwdParams, SsdBwdParams>;
+  using Work = std::conditional_t<kIsFwd, Schedule, WorkPartition>;
+  using Segment = std::conditional_t<kIsFwd, FwdSegment, DirectedSegment>;
+  using Layout = WarpgroupLayout<dstate>;
+  using Shared = StatesShared<Scalar, dstate, pass, Mma>;
+  using Stage = typename Shared::Stage;
+  using TileState = State<Layout::kColumns>;
+  using SwizzledState = SmemTile<Layout::kColumns, sizeof(Scalar)>;
+  using HeadTile = SmemTile<kStateRows, sizeof(Scalar)>;
+  using FragmentPairs = cuda::FragmentPairs<sizeof(Scalar)>;
+
+  const Params& p;
+  const Work& work;
+  Shared& shared;
+  const Segment at;
+
+  __device__ __forceinline__ int stages() const {
+    if constexpr (kIsFwd) {
+      return work.stages;
+    } else {
+      return Shared::stages(p.stages);
+    }
+  }
+
+  // Run by the producer warps.
+  __device__ __forceinline__ void produce() {
+    const int thread = static_cast<int>(threadIdx.x) - kConsumerThreads, warp = thread / kWarpSize;
+    PipelineState pipeline;
+    if (warp < kCopyWarps) {
+      produce_rows(thread, pipeline);
+      return;
+    }
+    const int index = (warp - kCopyWarps) % kWarpgroups;
+    produce_chunk_cumsum<Scalar, 2, kIsFwd>(
+        p, at, StateTile(p, work, at, index).head, WarpShare<kTableWarps>{(warp - kCopyWarps) / kWarpgroups}, stages(),
+        pipeline, shared.full, shared.empty, [&](int position) { return at.chunk_at(position); },
+        [&](int stage) -> TablesOf<Scalar>& { return shared.stage(stage).tables[index]; });
+  }
+
+  // Run by a consumer warpgroup.
+  __device__ __forceinline__ void consume(int index) {
+    const StateTile state_tile(p, work, at, index);
+    const FragmentLane lane;
+    const FragmentPairs pairs(lane);
+    TileState state;
+    if constexpr (kIsSummary) {
+      state.clear();
+    } else {
+      begin(state, state_tile, index, lane);
+    }
+    float segment_decay = 1;
+    SwizzledState* const targets = first_target(state_tile);
+    const auto target_of = [&](int position) { return targets + at.chunk_at(position) * target_stride(); };
+    const bool starts_copies = threadIdx.x % kWarpgroupThreads == 0 && state_tile.is_there();
+
+    PipelineState pipeline;
+#pragma unroll 1
+    for (int position = 0; position < at.chunks; ++position) {
+      shared.full[pipeline.stage].wait(pipeline.phase);
+      Stage& stage = shared.stage(pipeline.stage);
+      HeadTile& head_rows = stage.head_rows[Layout::row_block(index)];
+      const auto& tables = stage.tables[index];
+      const float (&scales)[kChunk] = at.is_reverse ? tables.exp_cumsum : tables.gain_to_chunk_end;
+      if constexpr (kIsFp32<Scalar>) {
+        if (tables.starts_with_reset && !at.is_reverse) state.clear();
+      }
+
+      if constexpr (Mma::kIsAsync && !kIsSummary) {
+        state.template round<Scalar>(shared.rounded[index][position % 2], pairs);
+      }
+      const auto group_rows = Mma::describe(stage.group_rows[Layout::column_block(index)], lane);
+      if constexpr (kIsSummary) add_decay(p, segment_decay, tables);
+      if constexpr (kIsFp32<Scalar>) {
+        if (!kIsSummary && state_tile.is_there()) state.template round<Scalar>(*target_of(position), pairs);
+        if (has_reset(p, tables)) {
+          state.clear();
+        } else {
+          state.decay(tables.chunk_decay);
+        }
+        // One group of steps at a time: when unrolled, ptxas serializes the whole chain of mma instructions.
+#pragma unroll 1
+        for (int j = 0; j < kStepGroups; ++j) {
+          cuda::OperandA<Scalar> x, scaled;
+          load_inputs(x, head_rows, j, lane);
+          scale_inputs<Scalar>(x, scales, j, lane, scaled);
+          cuda::gemm<Scalar, true>(state.values, scaled, rows_of(group_rows, j), true);
+        }
+      } else {
+        cuda::OperandA<Scalar> x[kStepGroups], scaled[kStepGroups], lo[kStepGroups];
+        const auto scale = [&](int j) {
+          scale_inputs<Scalar>(x[j], scales, j, lane, scaled[j], kSplitsInputs ? lo[j] : nullptr);
+        };
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) {
+          load_inputs(x[j], head_rows, j, lane);
+          if constexpr (Mma::kIsAsync) scale(j);
+        }
+        if constexpr (!Mma::kIsAsync && !kIsSummary) {
+          if (state_tile.is_there()) write_panels(state, head_rows, pairs, index, *target_of(position));
+        }
+        state.decay(tables.chunk_decay);
+        Mma::fence();
+#pragma unroll
+        for (int j = 0; j < kStepGroups; ++j) {
+          if constexpr (!Mma::kIsAsync) scale(j);
+          cuda::gemm<Scalar, true>(state.values, scaled[j], rows_of(group_rows, j), j > 0 || !has_reset(p, tables));
+          if constexpr (!Mma::kIsAsync && kSplitsInputs) {
+            cuda::gemm<Scalar, true>(state.values, lo[j], rows_of(group_rows, j), true);
+          }
+        }
+        if constexpr (Mma::kIsAsync && kSplitsInputs) {
+#pragma unroll
+          for (int j = 0; j < kStepGroups; ++j) cuda::gemm<Scalar, true>(state.values, lo[j], rows_of(group_rows, j), true);
+        }
+      }
+      Mma::commit();
+
+      if constexpr (Mma::kIsAsync && !kIsSummary) {
+        // TMA has read the tile of the previous chunk, which the next round() overwrites.
+        cuda::tma_store_wait_read<0>();
+        Mma::publish();
+        sync_warpgroup(index);
+        const SwizzledState& rounded = shared.rounded[index][position % 2];
+        cuda::tma_store(target_of(position), &rounded, sizeof(rounded), starts_copies);
+      }
+      Mma::template wait<0>(state.values);
+      shared.empty[pipeline.stage].arrive();
+      pipeline.advance(stages());
+    }
+    if constexpr (kIsSummary) {
+      summaries().store(state, segment_decay, summary_index(blockIdx.x, index));
+    } else {
+      const bool is_last = at.index + 1 == p.segments;
+      if (at.is_reverse && is_last && p.grad_initial_states != nullptr) {
+        state.store(p, states_of(p, p.grad_initial_states, at.entry), state_tile, lane);
+      }
+      if constexpr (Mma::kIsAsync) cuda::tma_store_wait_read<0>();
+    }
+  }
+
+ private:
+  // The rows that a chunk adds to the state. In fp32, rows on the other side of a reset are zeros in shared memory rather than
+  // multiplied by zero, which would let NaN through.
+  struct Rows {
+    int first, end;
+  };
+  __device__ __forceinline__ Rows rows_of_chunk(int chunk) const {
+    const int steps = at.steps_of(chunk);
+    if (!kIsFp32<Scalar> || p.resets == nullptr) return {0, steps};
+    const uint8_t* const resets = at.resets(p, chunk);
+    unsigned begins[kChunk / kWarpSize];
+#pragma unroll
+    for (int i = 0; i < kChunk / kWarpSize; ++i) {
+      const int step = i * kWarpSize + static_cast<int>(threadIdx.x) % kWarpSize;
+      begins[i] = __ballot_sync(kAllLanes, step < steps && resets[step] != 0);
+    }
+    if ((begins[0] | begins[1]) == 0) return {0, steps};
+    if (at.is_reverse) return {0, begins[0] != 0 ? __ffs(begins[0]) - 1 : kWarpSize + __ffs(begins[1]) - 1};
+    return {begins[1] != 0 ? kChunk - 1 - __clz(begins[1]) : kWarpSize - 1 - __clz(begins[0]), steps};
+  }
+
+  __device__ __forceinline__ const RowsView& group_view() const {
+    if constexpr (!kIsFwd) {
+      if (at.is_reverse) return p.C;
+    }
+    return p.B;
+  }
+  __device__ __forceinline__ const RowsView& head_view() const {
+    if constexpr (!kIsFwd) {
+      if (at.is_reverse) return p.grad_out;
+    }
+    return p.x;
+  }
+
+  // Run by the warps that copy.
+  __device__ __forceinline__ void produce_rows(int thread, PipelineState& pipeline) const {
+    const RowsView &group_rows = group_view(), &head_rows = head_view();
+    const int first = at.chunks > 0 ? at.chunk_at(0) : 0;
+    using GroupCopier = RowCopier<Scalar, Layout::kColumns, kCopyThreads>;
+    using TileCopier = RowCopier<Scalar, kStateRows, kCopyThreads>;
+    const auto group_copier = [&](int block) {
+      const int column = block * Layout::kColumns;
+      return GroupCopier(at.template rows<Scalar>(group_rows, at.group, first) + column, group_rows.stride_step,
+                         p.dstate - column, thread);
+    };
+    const auto tile_copier = [&](int index) {
+      const StateTile state_tile(p, work, at, index);
+      return TileCopier(at.template rows<Scalar>(head_rows, state_tile.head, first) + state_tile.first_row,
+                        head_rows.stride_step, state_tile.rows, thread);
+    };
+    GroupCopier copy_group_rows[kWarpgroups] = {group_copier(0), group_copier(1)};
+    TileCopier copy_head_rows[kWarpgroups] = {tile_copier(0), tile_copier(1)};
+    constexpr int kPending = Shared::kMaxStages - 2;
+    cuda::produce_copies<kPending>(at.chunks, stages(), pipeline, shared.full, shared.empty, [&](int position, int stage) {
+      Stage& target = shared.stage(stage);
+      const Rows rows = rows_of_chunk(at.chunk_at(position));
+#pragma unroll
+      for (int block = 0; block < Layout::kColumnBlocks; ++block) {
+        copy_group_rows[block].copy(target.group_rows[block], rows.end, group_rows.stride_step, at.is_reverse, rows.first);
+      }
+#pragma unroll
+      for (int block = 0; block < Layout::kRowBlocks; ++block) {
+        copy_head_rows[block].copy(target.head_rows[block], rows.end, head_rows.stride_step, at.is_reverse, rows.first);
+      }
+    });
+  }
+
+  // The tile of a position is at first_target() + chunk_at(position) * target_stride(). A summary stores none.
+  __device__ __forceinline__ SwizzledState* first_target(const StateTile& state_tile) const {
+    if constexpr (kIsSummary) {
+      return nullptr;
+    } else {
+      return static_cast<SwizzledState*>(at.is_reverse ? p.grad_states : p.states) + state_tile.head * work.row_blocks +
+             state_tile.first_row / kStateRows + (first_chunk_index(p, at.entry) + at.first_chunk) * target_stride();
+    }
+  }
+  __device__ __forceinline__ int64_t target_stride() const {
+    if constexpr (kIsSummary) {
+      return 0;
+    } else {
+      return p.state_tiles;
+    }
+  }
+
+  // Stores the rounded state through the tile of the chunk's head rows, which all threads of the warpgroup have read.
+  __device__ __forceinline__ void write_panels(const TileState& state, HeadTile& tile, const FragmentPairs& pairs, int index,
+                                               SwizzledState& target) const {
+    constexpr int kVectors = sizeof(HeadTile) / sizeof(uint4);
+    static_assert(sizeof(HeadTile) % SwizzledState::kPanelBytes == 0, "panels of the state take the place of the head rows");
+    const int thread = threadIdx.x % kWarpgroupThreads;
+#pragma unroll
+    for (int panel = 0; panel < Layout::kColumns / kStateRows; ++panel) {
+      sync_warpgroup(index);
+      state.template round<Scalar>(tile, pairs, panel);
+      sync_warpgroup(index);
+      const auto* const source = reinterpret_cast<const uint4*>(&tile) + thread;
+      auto* const vectors = reinterpret_cast<uint4*>(&target) + panel * kVectors + thread;
+#pragma unroll
+      for (int i = 0; i < kVectors; i += kWarpgroupThreads) __stcg(vectors + i, source[i]);
+    }
+  }
+
+  // The state before the segment: the given one, and the summaries of earlier segments.
+  __device__ __forceinline__ void begin(TileState& state, const StateTile& state_tile, int index,
+                                        const FragmentLane& lane) const {
+    state.load(p, states_of(p, at.is_reverse ? p.grad_final_states : p.initial_states, at.entry), state_tile, lane);
+    const int blocks = static_cast<int>(work.work_tiles) * kDirections;  // from one segment of a work tile to the next
+    const int block = static_cast<int>(blockIdx.x);
+    summaries().fold_into(state, summary_index(block - at.index * blocks, index), summary_index(block, index),
+                          summary_index(blocks, 0));
+  }
+
+  __device__ __forceinline__ SegmentSummaries<Layout::kColumns> summaries() const {
+    if constexpr (kIsFwd) {
+      return {work.states, work.decays};
+    } else {
+      return {p.segment_states, p.segment_decays};
+    }
+  }
+  static __device__ __forceinline__ int summary_index(int block, int index) { return block * kWarpgroups + index; }
+};
+
+template <typename Scalar, int dstate, StatesPass pass, typename Mma>
+__global__ void __launch_bounds__(Mma::kAreCompiled ? StatePassing<Scalar, dstate, pass, Mma>::kThreads : kWarpSize, 1)
+    ssd_state_passing_kernel(const __grid_constant__ typename StatePassing<Scalar, dstate, pass, Mma>::Params p,
+                             const __grid_constant__ typename StatePassing<Scalar, dstate, pass, Mma>::Work work) {
+  if constexpr (Mma::kAreCompiled) {
+    using States = StatePassing<Scalar, dstate, pass, Mma>;
+    extern __shared__ unsigned char unaligned_memory[];
+    auto& shared = States::Shared::at(unaligned_memory);
+    const auto run = [&](const typename States::Segment& segment) {
+      States states{p, work, shared, segment};
+      if (threadIdx.x < states.stages()) {
+        shared.full[threadIdx.x].init(States::kCopyThreads + kWarpgroups * kWarpSize);
+        shared.empty[threadIdx.x].init(States::kConsumerThreads);
+      }
+      __syncthreads();
+      if constexpr (!States::kIsFwd) cuda::launch_dependents();
+      const int warpgroup = threadIdx.x / kWarpgroupThreads;
+      if (warpgroup >= kWarpgroups) {
+        if constexpr (States::kTradesRegisters) cuda::warpgroup_reg_dealloc<States::kProducerRegisters>();
+        states.produce();
+      } else {
+        if constexpr (States::kTradesRegisters) cuda::warpgroup_reg_alloc<States::kConsumerRegisters>();
+        if constexpr (!States::kIsSummary) cuda::grid_dependency_sync();
+        states.consume(warpgroup);
+      }
+    };
+    if constexpr (States::kIsFwd) {
+      take_ticket(static_cast<int>(blockIdx.x));
+      __syncthreads();
+      const TileScheduler<SsdFwdParams> scheduler(p, work);
+      if (scheduler.has_summary()) run(FwdSegment(scheduler.span()));
+    } else {
+      run(DirectedSegment(p, work));
+    }
+  }
+}
+
+}  // namespace ssm_kernels::ssd
