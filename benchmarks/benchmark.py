@@ -29,6 +29,7 @@ __all__ = [
     "PEER",
     "Benchmark",
     "Contender",
+    "Contest",
     "Run",
     "Turns",
     "leaves_of",
@@ -170,6 +171,47 @@ class Turns:
         for index, found in measure(self._stages, **defaults | options).items():
             figures, what = self._targets[index]
             figures[what] = found.total.to_dict()
+
+
+@dataclass(frozen=True)
+class Contest:
+    """The contenders of a row, and how they are compared and timed.
+
+    Attributes:
+        results: computes the results of a contender that are compared.
+        exact: the same results in float64 on the CPU.
+        prepare: as :meth:`Turns.contend` takes it, after the comparison.
+        allowed: the error beyond which a result of this name is wrong.
+        amounts: further entries of the row.
+        judges_others: whether wrong results of others than ours count. Their gradients never do: only their outputs say whether
+            they compute the same.
+    """
+
+    contenders: Mapping[str, Any]
+    results: Callable[[Any], Mapping[str, Tensor]]
+    exact: Mapping[str, Tensor]
+    prepare: Callable[[str, Any, dict[str, Any]], Mapping[str, Stages]]
+    allowed: Callable[[str], float]
+    amounts: Mapping[str, Any] = field(default_factory=dict)
+    judges_others: bool = True
+
+    def row(self, turns: Turns) -> dict[str, Any]:
+        """The figures of the contenders, whose times follow, their errors, and the names of wrong results."""
+        errors: dict[str, dict[str, float]] = {}
+
+        def prepare(who: str, contender: Any, figures: dict[str, Any]) -> Mapping[str, Stages]:
+            found = self.results(contender)
+            errors[who] = {name: relative_error(found[name], expected) for name, expected in self.exact.items()}
+            return self.prepare(who, contender, figures)
+
+        row = turns.contend(self.contenders, prepare)
+        wrong = [
+            f"{who}: {name}"
+            for who, of_one in errors.items()
+            for name in wrong_results(of_one, self.allowed)
+            if who == "ours" or (self.judges_others and not name.startswith("grad_"))
+        ]
+        return {**row, "errors": errors, "wrong": wrong, **self.amounts}
 
 
 def recorded_figures(recorded: Mapping[str, Any] | None, row: dict[str, Any], device: torch.device) -> None:

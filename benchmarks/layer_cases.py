@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import ssm_kernels
 import ssm_kernels.nn
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Contender, Run, Turns, recorded_figures, relative_error, wrong_results
+from benchmarks.benchmark import PEER, Contender, Contest, Run, Turns, recorded_figures
 from benchmarks.harness import Stages, peak_bytes, sets_beyond_cache, time_graph
 from benchmarks.operator_cases import Convolution, Norm, measure_operator
 from ssm_kernels.models import MambaConfig, MambaLM
@@ -38,28 +38,11 @@ WRONG_FP32 = 1e-5
 COMPARED_STEPS = 256
 
 
-class Contest(NamedTuple):
-    """The contenders of a row, and how they are compared and timed.
-
-    Attributes:
-        contenders: ours and, where it is installed, mamba_ssm's.
-        errors_of: compares a contender's results with the exact ones.
-        prepare: adds figures of a contender, and returns the stages to time by the figures' names.
-        amounts: further entries of the row.
-    """
-
-    contenders: Mapping[str, Any]
-    errors_of: Callable[[Any], dict[str, float]]
-    prepare: Callable[[str, Any, Figures], Mapping[str, Stages]]
-    amounts: Mapping[str, int] = {}
-
-
 @dataclass(frozen=True)
 class Case:
     """A row. Subclasses say what is measured."""
 
     kind = ""
-    judges_peer = True
 
     @property
     def name(self) -> str:
@@ -82,23 +65,11 @@ class Case:
         turns.measure(cache_writes=1)
 
     def row(self, run: Run) -> dict[str, Any]:
-        contest, errors, turns = self.contest(run), {}, Turns(run)
-
-        def prepare(who: str, contender: Any, figures: Figures) -> Mapping[str, Stages]:
-            errors[who] = contest.errors_of(contender)
-            return contest.prepare(who, contender, figures)
-
-        row = {"name": self.name, "kind": self.kind, **turns.contend(contest.contenders, prepare), "errors": errors}
+        turns = Turns(run)
+        row = {"name": self.name, "kind": self.kind, **self.contest(run).row(turns)}
         self.time(turns)
         recorded_figures(self.recorded, row, run.device)
-        # The peer's gradients are its own affair: only its results say whether it computes the same.
-        row["wrong"] = [
-            f"{who}: {name}"
-            for who, of_one in errors.items()
-            for name in wrong_results(of_one, self.allowed)
-            if who == "ours" or (self.judges_peer and not name.startswith("grad_"))
-        ]
-        return {**row, **contest.amounts}
+        return row
 
 
 def share_weights(ours: nn.Module, peer: nn.Module) -> None:
@@ -187,9 +158,8 @@ class LayerCase(Case):
         doubles = (first(tensor).detach().cpu().double() for tensor in (x, grad_out))
         exact = contender(copy.deepcopy(layers["ours"]).cpu().double(), *doubles).results()
 
-        def errors_of(layer: nn.Module) -> dict[str, float]:
-            actual = contender(layer, x, masked).results()
-            return {name: relative_error(first(actual[name]), expected) for name, expected in exact.items()}
+        def results(layer: nn.Module) -> dict[str, Tensor]:
+            return {name: first(found) for name, found in contender(layer, x, masked).results().items()}
 
         def prepare(who: str, layer: nn.Module, figures: Figures) -> Mapping[str, Stages]:
             held, timed = held_bytes(layer, x), contender(layer, x, grad_out)
@@ -198,7 +168,7 @@ class LayerCase(Case):
             figures["held"] = None if held is None else held / tokens
             return timed.stages("forward", "both")
 
-        return Contest(layers, errors_of, prepare, {"tokens": tokens})
+        return Contest(layers, results, exact, prepare, self.allowed, {"tokens": tokens})
 
 
 class Step(NamedTuple):
@@ -247,13 +217,13 @@ class DecodeCase(Case):
         layers = make_layers(self.layer, self.d_model, run.device, torch.bfloat16)
         rows = min(self.batch, 3)
         tensors = (tensor[:rows].cpu().double() for tensor in self.step_of(layers["ours"], run.device)[1:])
-        exact = copy.deepcopy(layers["ours"]).cpu().double().step(*tensors)
+        names = ("out", "conv_state", "ssm_state")
+        exact = dict(zip(names, copy.deepcopy(layers["ours"]).cpu().double().step(*tensors), strict=True))
 
         @torch.no_grad()
-        def errors_of(layer: nn.Module) -> dict[str, float]:
-            first = self.step_of(layer, run.device)
-            actual = zip(("out", "conv_state", "ssm_state"), first.layer.step(*first[1:]), exact, strict=True)
-            return {name: relative_error(tensor[:rows], expected) for name, tensor, expected in actual}
+        def results(layer: Any) -> dict[str, Tensor]:
+            found = layer.step(*self.step_of(layer, run.device)[1:])
+            return {name: tensor[:rows] for name, tensor in zip(names, found, strict=True)}
 
         @torch.no_grad()
         def prepare(who: str, layer: nn.Module, figures: Figures) -> Mapping[str, Stages]:
@@ -264,7 +234,7 @@ class DecodeCase(Case):
             figures["step"] = time_graph(lambda step: step(), steps, run.trials).to_dict()
             return {}
 
-        return Contest(layers, errors_of, prepare, {"sequences": self.batch})
+        return Contest(layers, results, exact, prepare, self.allowed, {"sequences": self.batch})
 
 
 def replay_of(function: Callable[[], Any]) -> Callable[[], None]:
@@ -286,7 +256,6 @@ class LatencyCase(Case):
     d_model: int = 256
     seqlen: int = 32
     kind = "latency"
-    judges_peer = False
 
     @property
     def name(self) -> str:
@@ -304,18 +273,18 @@ class LatencyCase(Case):
         pairs = [make_layers(self.layer, self.d_model, run.device, torch.float32) for _ in range(2)]
         models = {who: nn.Sequential(*(pair[who] for pair in pairs)) for who in pairs[0]}
         x = torch.randn(1, self.seqlen, self.d_model, generator=torch.Generator().manual_seed(1))
-        exact = copy.deepcopy(models["ours"]).cpu().double()(x.double())
+        exact = {"out": copy.deepcopy(models["ours"]).cpu().double()(x.double())}
         given = x.to(run.device)
 
         @torch.no_grad()
-        def errors_of(model: nn.Module) -> dict[str, float]:
-            return {"out": relative_error(model(given), exact)}
+        def results(model: nn.Module) -> dict[str, Tensor]:
+            return {"out": model(given)}
 
         @torch.no_grad()
         def prepare(who: str, model: nn.Module, figures: Figures) -> Mapping[str, Stages]:
             return {"replay": [replay_of(lambda: model(given))]}
 
-        return Contest(models, errors_of, prepare)
+        return Contest(models, results, exact, prepare, self.allowed, judges_others=False)
 
 
 @dataclass(frozen=True)
@@ -347,9 +316,9 @@ class LanguageModelCase(Case):
 
     @staticmethod
     @torch.no_grad()
-    def exact_logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    def exact_logits(model: nn.Module, tokens: Tensor) -> dict[str, Tensor]:
         """The logits of the same model in float32."""
-        return copy.deepcopy(model).float()(tokens).logits.cpu().double()
+        return {"logits": copy.deepcopy(model).float()(tokens).logits.cpu().double()}
 
 
 @dataclass(frozen=True)
@@ -372,9 +341,9 @@ class ModelCase(LanguageModelCase):
         first = tokens[:1, : min(512, self.seqlen)]
         exact = self.exact_logits(models["ours"], first)
 
-        def errors_of(model: nn.Module) -> dict[str, float]:
+        def results(model: nn.Module) -> dict[str, Tensor]:
             with torch.no_grad(), torch.autocast(run.device.type, torch.bfloat16):
-                return {"logits": relative_error(model(first).logits, exact)}
+                return {"logits": model(first).logits}
 
         def prepare(who: str, model: nn.Module, figures: Figures) -> Mapping[str, Stages]:
             def step() -> None:
@@ -388,7 +357,7 @@ class ModelCase(LanguageModelCase):
             figures["peak"] = peak_bytes(step, run.device)
             return {"step": [step]}
 
-        return Contest(models, errors_of, prepare, {"tokens": self.batch * self.seqlen})
+        return Contest(models, results, exact, prepare, self.allowed, {"tokens": self.batch * self.seqlen})
 
 
 @dataclass(frozen=True)
@@ -414,8 +383,8 @@ class GenerationCase(LanguageModelCase):
         length = self.prompt + self.new_tokens
 
         @torch.no_grad()
-        def errors_of(model: nn.Module) -> dict[str, float]:
-            return {"logits": relative_error(model(prompt).logits, exact)}
+        def results(model: nn.Module) -> dict[str, Tensor]:
+            return {"logits": model(prompt).logits}
 
         def prepare(who: str, model: Any, figures: Figures) -> Mapping[str, Stages]:
             options = {"top_k": 1, "cg": True} if who == PEER else {"temperature": 0}
@@ -429,7 +398,7 @@ class GenerationCase(LanguageModelCase):
             assert tokens.shape == (self.batch, length) and torch.equal(tokens[:, : self.prompt], prompt)
             return {"generate": [generate]}
 
-        return Contest(models, errors_of, prepare, {"tokens": self.batch * self.new_tokens})
+        return Contest(models, results, exact, prepare, self.allowed, {"tokens": self.batch * self.new_tokens})
 
 
 @dataclass(frozen=True)

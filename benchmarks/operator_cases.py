@@ -16,8 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks.benchmark import Contender, Function, Run, Turns, outputs_of, relative_error, wrong_results
-from benchmarks.harness import Stages
+from benchmarks.benchmark import Contender, Contest, Function, Run, Turns, outputs_of
 from benchmarks.tables import DIRECTIONS, Column, figure, ratio, throughput
 from ssm_kernels import reference
 
@@ -211,27 +210,19 @@ def measure_operator(call: Convolution | Norm, contenders: Mapping[str, Function
 
     doubles = {name: first(leaf).cpu().double() for name, leaf in leaves.items()}
     grads_of_first = [first(grad).cpu().double() for grad in grads]
-    exact = Contender(call.function_of(reference), doubles, grads_of_first).results(names)
-    errors: dict[str, dict[str, float]] = {}
-
-    def prepare(who: str, function: Function, figures: dict[str, Any]) -> Mapping[str, Stages]:
-        found = Contender(function, leaves, masked).results(names)
-        errors[who] = {name: relative_error(first(found[name]), expected) for name, expected in exact.items()}
-        return Contender(function, leaves, grads).stages(*DIRECTIONS)
-
-    row = {**turns.contend(contenders, prepare), "bytes": call.moved_bytes(), "errors": errors}
-    row["copy"] = {"recorded": False, "unsupported": None}
+    contest = Contest(
+        contenders,
+        lambda function: {name: first(found) for name, found in Contender(function, leaves, masked).results(names).items()},
+        Contender(call.function_of(reference), doubles, grads_of_first).results(names),
+        lambda who, function, figures: Contender(function, leaves, grads).stages(*DIRECTIONS),
+        lambda name: WRONG[call.dtype][name.startswith("grad_")],
+        {"bytes": call.moved_bytes(), "copy": {"recorded": False, "unsupported": None}},
+    )
+    row = contest.row(turns)
     for what, size in row["bytes"].items():
         source, target = (torch.zeros(size // 2, dtype=torch.int8, device=run.device) for _ in range(2))
         turns.add(row["copy"], {what: [lambda source=source, target=target: target.copy_(source)]})
     turns.measure(**timing)
-    # The others' gradients are their own affair: only their outputs say whether they compute the same.
-    row["wrong"] = [
-        f"{who}: {name}"
-        for who, found in errors.items()
-        for name in wrong_results(found, lambda name: WRONG[call.dtype][name.startswith("grad_")])
-        if who == "ours" or name.startswith("out")
-    ]
     return row
 
 
