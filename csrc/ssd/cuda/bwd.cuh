@@ -1,6 +1,6 @@
-// SSD chunk-scan, backward, on CUDA: the adjoint at the head of chunked_scan.cpp with chunks of kChunk steps, as matrix
-// products: those of compute capability 9.0a, or of a warp (mma_policy.cuh), in fp32 always these. In the terms of fwd.cuh,
-// with g the gradient of y, U = x g^T, and the decays inside a chunk D_ji = e^(s_i - s_j) for j <= i, else 0:
+// SSD backward on CUDA: the adjoint (ssd/aten/chunked_scan.cpp) with chunks of kChunk steps, as matrix products by wgmma or
+// mma.sync (cuda/mma_policy.cuh), for fp32 always mma.sync. In the terms of fwd.cuh, with g the gradient of y, U = x g^T, and
+// the decays inside a chunk D_ji = e^(s_i - s_j) for j <= i, else 0:
 //
 //   grad x_j    = c_j (sum_i (B C^T)_ji D_ji g_i + e^(s_l - s_j) T B_j) + D g_j
 //   W^T_ji      = U_ji D_ji c_j
@@ -10,21 +10,25 @@
 //   grad zeta_t = sum_{j < t <= i} c_j V_ji + sum_{i >= t} e^(s_i) g_i . S C_i + sum_{j < t} c_j e^(s_l - s_j) x_j . T B_j
 //                 + e^(s_l) <S, T>
 //
-// where S is the state before the chunk and T the gradient of the one after it. Two kernels: the first (state_passing.cuh)
-// walks along time, forward for S and backward for T, and writes them, rounded to the inputs' type, for each chunk: 2 dstate /
-// kChunk elements for each of x, twice the size of x where dstate is 128 for each of the two. Where there are few walks they
-// are cut along time, and another launch of the kernel, before, finds what their pieces do to a state. The second
-// (bwd_chunks.cuh) takes all chunks at once, and the heads of a group together, so that gradients of B and C are summed on
-// chip. Where a sequence's chunks are too few for the device, a group's heads are shared out to several blocks, whose sums are
-// added in order afterwards. Empty is added atomically.
+// where S is the state before the chunk and T the gradient of the state after it. There are two kernels, besides the gate's
+// (bwd_gate.cuh):
 //
-// They take up to kStateColumns states, or as many as there is shared memory for (backward_columns). With more they run for as
-// many columns of B, C, S and T at a time: all of the above but D g_j is a sum over these columns, or of one of them
-// (run_bwd.cpp).
+//   state_passing.cuh scans along time, forward for S and backward for T, and stores both for each chunk, rounded to the
+//   inputs' type. Together they have 2 dstate / kChunk elements for each element of x: with dstate 128, S and T each take twice
+//   the memory of x. Where there are few work tiles, these are split into segments along time, and an earlier launch of the
+//   kernel computes the segments' summaries.
 //
-// The first sum of grad zeta is a running one: with every step t its own pairs (t, i > t) come in and (j < t, t) go out. It is
-// of fp32, and so are the differences (of doubles, where inputs are of fp32); after a step that leaves less of them than they
-// are exact to, it is zero.
+//   bwd_chunks.cuh processes all chunks at once, and the heads of a group together, so that the gradients of B and C are summed
+//   on chip. If there are too few chunks for the device, several blocks share a group's heads, and their sums are added in
+//   order afterwards. There are no atomic additions.
+//
+// The kernels take up to kStateColumns columns of a state, or as many as shared memory allows (backward_columns). With more
+// they run for one block of columns of B, C, S and T after another (run_bwd.cpp): everything above but D g_j is a sum over
+// these columns, or belongs to one of them.
+//
+// The first sum of grad zeta is a running sum: with each step t its own pairs (t, i > t) are added and (j < t, t) are
+// subtracted. It is in fp32, and so are the differences (in double for fp32 inputs). After a step that leaves less of it than
+// its rounding error, it restarts from zero.
 #pragma once
 
 #include <type_traits>
@@ -36,7 +40,8 @@
 
 namespace ssm_kernels::ssd {
 
-// Threads: what they do, StatePassing or BwdChunks. Products of a warp have as many stages as there is shared memory for.
+// Threads is the class of what threads do, StatePassing or BwdChunks. With mma.sync there are as many stages as fit in shared
+// memory.
 template <typename Threads, typename Mma, typename Kernel>
 int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdParams params, const WorkPartition& partition,
                           int max_shared_bytes, cudaStream_t stream) {
@@ -61,7 +66,7 @@ int launch_ssd_bwd_kernels(const SsdBwdParams& params, const WorkPartition& part
     const std::integral_constant<StatesPass, StatesPass::kBwdSummary> pass;
     if (const int error = launch_states(pass, params.segments - 1, false); error != cudaSuccess) return error;
   }
-  // Wherever there are asynchronous products, kernels may begin early.
+  // Devices with wgmma have PDL, too.
   const std::integral_constant<StatesPass, StatesPass::kBwd> pass;
   const int error = launch_states(pass, params.segments, has_summaries && Mma::kIsAsync);
   if (error != cudaSuccess) return error;
@@ -78,11 +83,12 @@ int launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, b
     constexpr int kLeast = least_shared_bytes(kDstate, kIsFp32<Scalar>, /*is_backward=*/true);
     static_assert(ChunksShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kLeast &&
                       StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm80Mma>::bytes(1) <= kLeast,
-                  "a block is only begun where there is as much");
+                  "a call comes here only if a block can have that much");
     if constexpr (!kIsFp32<Scalar>) {
-      using OfChunks = ChunksShared<Scalar, kDstate, Sm90Wgmma>;
-      using OfStates = StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>;
-      static_assert(OfChunks::bytes(OfChunks::kMaxStages) <= 227 * 1024 && OfStates::bytes(OfStates::kMaxStages) <= 227 * 1024,
+      using SharedOfChunks = ChunksShared<Scalar, kDstate, Sm90Wgmma>;
+      using SharedOfStates = StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>;
+      static_assert(SharedOfChunks::bytes(SharedOfChunks::kMaxStages) <= 227 * 1024 &&
+                        SharedOfStates::bytes(SharedOfStates::kMaxStages) <= 227 * 1024,
                     "a block of compute capability 9.0 has that much shared memory");
       if (may_use_wgmma &&
           cuda::is_compiled_for_threads(ssd_state_passing_kernel<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>,

@@ -33,8 +33,8 @@ enum NamedBarrier : int {
 };
 __device__ __forceinline__ void sync_warpgroup(int index) { cuda::barrier_sync(kWarpgroupBarrier + index, kWarpgroupThreads); }
 
-// Of a chunk's steps, for one head; l is the chunk's last step. Products of the decays a_t = e^zeta_t are exponentials of
-// differences of `log2_cumsum`, their sums from the chunk's first step, begun opaque where a sequence begins.
+// Tables of a chunk's steps for one head; l is the chunk's last step. A product of decays a_t = e^zeta_t is the exponential of
+// a difference of `log2_cumsum`. These are sums from the chunk's first step, restarted where a sequence begins.
 struct alignas(16) ChunkTables {
   float log2_cumsum[kChunk];
   float gain[kChunk];               // c = d k(zeta), of the input

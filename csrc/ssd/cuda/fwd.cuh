@@ -1,24 +1,26 @@
-// SSD chunk-scan, forward, on CUDA: S_t = a_t S_{t-1} + c_t x_t B_t^T, y_t = S_t C_t + D x_t, out = y silu(z), with the scalar
-// decay a = e^zeta, zeta = d A, and gain c = d k(zeta) of each head (Dao and Gu 2024, section 6), in one pass over memory.
+// SSD forward on CUDA: S_t = a_t S_{t-1} + c_t x_t B_t^T, y_t = S_t C_t + D x_t, out = y silu(z), with the scalar decay a =
+// e^zeta, zeta = d A, and gain c = d k(zeta) of each head (Dao and Gu 2024, section 6), in one pass over memory. mamba_ssm
+// calls the whole mamba_chunk_scan_combined; here its five stages are parts of one kernel.
 //
-// Within a chunk of kChunk steps everything is a matrix product. With s the sums of zeta from the chunk's start, S the state
-// before it, and all of it transposed, so that the state stays where it is, in registers:
+// Within a chunk of kChunk steps everything is a matrix product. s is the cumulative sum of zeta from the chunk's start, l the
+// chunk's last step, S the state before the chunk. All products are transposed, so that the state stays in registers:
 //
-//   M^T (j, i) = (B C^T)(j, i) e^(s_i - s_j) c_j for j <= i, else 0
-//   y^T = (S C^T) e^(s_i) + x^T M^T + D x^T
-//   S' = e^(s_l) S + (x_j c_j e^(s_l - s_j))^T B
+//   s, c                                                              chunk_cumsum
+//   M^T (j, i) = (B C^T)(j, i) e^(s_i - s_j) c_j for j <= i, else 0   bmm_chunk, decays and gains
+//   y^T = (S C^T) e^(s_i) + x^T M^T + D x^T                           chunk_scan
+//   S' = e^(s_l) S + (x_j c_j e^(s_l - s_j))^T B                      state_passing, chunk_state
 //
-// In 16 bits M^T is multiplied as two numbers, the rounded and what rounding leaves: to round it alone would make most of the
-// error of out. S and the weighed x are rounded. In fp32 nothing is.
+// For fp16 and bf16 M^T is a hi/lo split: rounding M^T alone would cause most of the error of out. S and the scaled x are
+// rounded. In fp32 nothing is rounded.
 //
-// A unit of four warps carries up to 64 rows (headdim) and 128 columns of one head's state; warp w has rows 16 w to 16 w + 15
-// of S and of y^T. A block has two units, of different rows, which share B and C, or, with more columns, of the same rows
-// (warpgroup_layout.cuh), and walks through chunks of one sequence after another; x, z, B and C of the next chunks are on their
-// way meanwhile. Where that saves time, sequences are cut so that all blocks have equally many chunks: scheduler.cuh. Empty is
-// saved for backward.
+// A consumer warpgroup holds a state tile: up to 64 rows (headdim) and 128 columns of one head's state. Warp w has rows 16 w to
+// 16 w + 15 of S and of y^T. A block has two state tiles. They have different rows and share B and C, or with more columns the
+// same rows (warpgroup_layout.cuh). The block processes the chunks of one sequence after another, while x, z, B and C of the
+// next chunks are copied. Where that saves time, sequences are cut so that all blocks have equally many chunks (scheduler.cuh).
+// Nothing is saved for backward.
 //
-// Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32 and other
-// devices, and fwd_short.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
+// Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32 and other devices,
+// and fwd_short.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
 #pragma once
 
 #include "ssd/cuda/chunk_starts.cuh"
@@ -40,7 +42,7 @@ int launch_staged(Kernel kernel, int threads, int max_stages, const BytesOf& byt
   return cudaGetLastError();
 }
 
-// Where segments end inside work tiles: finds the summaries that later segments fold.
+// Launches the kernel that computes the summaries of segments, if work tiles have several.
 template <typename Scalar, int dstate>
 int launch_ssd_fwd_summary(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
   constexpr StatesPass kPass = StatesPass::kFwdSummary;

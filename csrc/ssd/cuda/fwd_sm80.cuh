@@ -1,10 +1,12 @@
-// SSD chunk-scan, forward, with the products of cuda/warp_mma.cuh, on every device, and for fp32. See fwd.cuh for what
-// is computed.
+// SSD forward with mma.sync (cuda/warp_mma.cuh): for fp32 on every device, and for fp16 and bf16 on devices without wgmma. See
+// fwd.cuh for what is computed.
 //
-// A block is its units' warps. Warp w of a unit computes rows 16 w to 16 w + 15 of M^T; the unit's warps exchange them through
-// shared memory. Every warp copies its share of the chunks ahead, and each in turn makes its unit's tables of the next chunk's
-// decays. In fp32, where all takes twice the room, M^T takes the place of C if there it fits, which all warps that read C have
-// done with then; out, rounded where x was, is there rounded where M^T was, before the state takes more.
+// A block has its two consumer warpgroups and no other warps. Warp w of a warpgroup computes rows 16 w to 16 w + 15 of M^T; the
+// warps exchange these rows through shared memory. Every warp copies its share of the chunks ahead. In turn, each computes its
+// warpgroup's tables of the next chunk (chunk_cumsum). out leaves through the tile of x.
+//
+// fp32 takes twice the memory. If M^T fits into the tile of C, it replaces C there after all warps have read C. out then leaves
+// through the tile of M^T, before the state is updated (chunk_state).
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -29,7 +31,7 @@ struct alignas(128) Sm80Shared {
   static constexpr bool kIsInPlaceOfC = kIsFp32<Scalar> && sizeof(Stage::C) >= kWarpgroups * sizeof(PairTile);
   struct PerWarpgroup {
     std::conditional_t<kIsInPlaceOfC, Empty, PairTile> bmm;  // M^T
-    TablesOf<Scalar> tables[2];                              // of the chunk at work and the next
+    TablesOf<Scalar> tables[2];                              // of this chunk and of the next
   };
   PerWarpgroup per_warpgroup[kWarpgroups];
   typename Layout::PartialOut partial_out;
@@ -50,7 +52,8 @@ struct alignas(128) Sm80Shared {
   }
 };
 
-// Writes a unit's out, chunk by chunk: this warp's columns, through a tile of which each warp has columns of its own.
+// The epilogue, chunk by chunk: each warp writes its columns of out, through the same columns of a tile, which no other warp
+// uses.
 template <typename Scalar>
 class RegisterEpilogue {
  public:
@@ -82,9 +85,9 @@ class RegisterEpilogue {
   }
 
  private:
-  // TileScheduler of a warp's columns, and rows that it writes at once: eight lanes' pieces lie in different banks.
+  // Vectors of a warp's 16 columns, and rows that it writes at once. The vectors of eight lanes lie in different banks.
   static constexpr int kVectors = 16 / OutTile::kVectorElements, kRows = kWarpSize / kVectors;
-  // Of what the lane writes: each kRows-th row from that on, and the piece.
+  // The lane writes every kRows-th row from row() on, in each the vector vector().
   static __device__ __forceinline__ int row(const FragmentLane& lane) {
     return kIsFp32<Scalar> ? lane.index / kVectors : lane.index % kRows;
   }
@@ -98,7 +101,8 @@ class RegisterEpilogue {
   Scalar* target_;
 };
 
-// Takes a state through a segment: the copies and tables of all chunks, and the products of a chunk for either kind of inputs.
+// Takes the state through a segment. scan_segment() copies the chunks ahead and computes their tables; scan_chunk_half() and
+// scan_chunk_tf32x3() process one chunk.
 template <typename Scalar, int dstate>
 struct FwdSm80 {
   using Shared = Sm80Shared<Scalar, dstate>;
@@ -185,7 +189,7 @@ struct FwdSm80 {
     return cuda::make_warp_operand<sizeof(Scalar)>(&tile, AnyTile::kPanelBytes, lane.index);
   }
 
-  // Starts the block's copies of a chunk, of which there may be none.
+  // Starts the block's copies of a chunk, if the segment has it, and commits a group.
   __device__ __forceinline__ void copy(int chunk) const {
     if (chunk < at.chunks) {
       const int steps = at.steps_of(chunk);
@@ -214,7 +218,7 @@ struct FwdSm80 {
     cuda::cp_async_commit();
   }
 
-  // y += (products with M^T in `tile`) x
+  // The intra-chunk part of chunk_scan: y^T += x^T M^T, with M^T in `tile`.
   template <int unrolled>
   __device__ __forceinline__ void add_intra_chunk(float (&y)[kStepBlocks][4], typename Shared::PairTile& tile, HeadTile& x_tile,
                                                   const FragmentLane& lane) const {
@@ -227,7 +231,7 @@ struct FwdSm80 {
     }
   }
 
-  // Writes out through `tile`. Where two warpgroups have half of the columns each, the first adds the other's part of y.
+  // Writes out through `tile`. If two warpgroups have half of the columns each, the first adds the second's part of y.
   __device__ __forceinline__ void write_out(int chunk, float (&y)[kStepBlocks][4], HeadTile& x_tile, HeadTile& tile,
                                             const FragmentLane& lane, RegisterEpilogue<Scalar>& out) const {
     if constexpr (Layout::kShareRows) {
@@ -245,8 +249,7 @@ struct FwdSm80 {
     out.write(y, x, z_of(chunk), tile, lane, at.steps_of(chunk));
   }
 
-  // fp16 and bf16. M^T is rounded, and so is what that leaves: their products with x follow each other through one tile, as
-  // there may be no room for another.
+  // fp16 and bf16. M^T is a hi/lo split, whose two parts go through one tile in turn: there may be no room for another.
   __device__ __forceinline__ void scan_chunk_half(int chunk, TileState& state, RegisterEpilogue<Scalar>& out) const {
     const FragmentLane& lane = thread_lane;
     Stage& tiles = stage_of(chunk);
@@ -303,12 +306,12 @@ struct FwdSm80 {
       }
       add_intra_chunk<kStepGroups>(y, bmm, x_tile, lane);
     }
-    // In place of x: a warp reads only the columns of x that it writes.
+    // Through the tile of x, of which a warp reads only the columns that it writes.
     write_out(chunk, y, x_tile, x_tile, lane, out);
   }
 
-  // fp32, as 3xTF32. Registers are few: lanes are opaque, so that addresses are computed again for each part of the work; loops
-  // are not unrolled (twice was not faster); and with more than 64 columns of state, y is written before the state takes more.
+  // fp32, as 3xTF32. Registers are few: the lane is opaque, so that each part of the work recomputes its addresses. Loops are
+  // not unrolled; by two was not faster. With more than 64 columns of state out is written before the state is updated.
   __device__ __forceinline__ void scan_chunk_tf32x3(int chunk, TileState& state, RegisterEpilogue<Scalar>& out) const {
     const FragmentLane lane = thread_lane.opaque();
     Stage& tiles = stage_of(chunk);
@@ -363,7 +366,8 @@ struct FwdSm80 {
     }
   }
 
-  // Stores M^T. State tiles of different rows have the same (B C^T)^T: each warpgroup computes half of its columns, for both.
+  // Stores M^T. State tiles of different rows have the same (B C^T)^T (bmm_chunk): each warpgroup computes half of its columns,
+  // for both.
   __device__ __forceinline__ void store_bmm(int chunk, Stage& tiles, const cuda::WarpOperand<sizeof(Scalar)>& B,
                                             const cuda::WarpOperand<sizeof(Scalar)>& C, const FragmentLane& lane) const {
     constexpr int kBlocks = Shared::kSharesBmm ? kStepBlocks / kWarpgroups : kStepBlocks;
@@ -380,7 +384,7 @@ struct FwdSm80 {
       auto& target = shared().bmm(warpgroup, tiles);
       DecayMask<InOrder, true, Tables, kBlocks>(tables_of(warpgroup, chunk), mask_lane, first_block)
           .apply(m, [&](float low, float high, int n, int half) { pairs.at(target, n, half) = cuda::pack<Scalar>(low, high); });
-      // Left of the diagonal, but multiplied.
+      // This block is left of the diagonal, but the product reads it.
       if (2 * lane.warp / kBlocks * kBlocks == first_block) pairs.at(target, 2 * lane.warp, 1) = {0, 0};
     };
     if constexpr (Shared::kSharesBmm) {
@@ -421,8 +425,8 @@ struct FwdSm80 {
   }
 };
 
-// Whether the type of a kernel's parameters says if sequences are packed: where ptxas 13.0, with a predicate of it alive
-// through the loop over chunks, took another value for it (docs/tuning.md).
+// Whether the type of a kernel's parameters says if sequences are packed. With a predicate of it alive through the loop over
+// chunks, ptxas 13.0 used another value for it (docs/tuning.md).
 template <typename Scalar, int dstate>
 constexpr bool kKnowsWhetherPacked = kIsFp32<Scalar> && dstate <= 64;
 

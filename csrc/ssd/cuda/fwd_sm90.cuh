@@ -1,18 +1,18 @@
-// SSD chunk-scan, forward, with the products of compute capability 9.0a (cuda/ptx/wgmma_sm90.cuh). See fwd.cuh for what is
+// SSD forward with wgmma, for fp16 and bf16 on compute capability 9.0a (cuda/ptx/wgmma_sm90.cuh). See fwd.cuh for what is
 // computed.
 //
-// A block has a warpgroup for each of its two units, and one more that moves data: two of its warps copy the chunks ahead to
-// shared memory, and one makes the tables of their decays for each unit (pipeline.cuh). Where only states are to be found it
-// has two such warpgroups, whose warps take turns in making a unit's tables. A unit's products overlap with its
-// other work: while S C^T runs, M^T is weighed; while S is updated, out is rounded.
+// A block has two consumer warpgroups and one producer warpgroup. Two producer warps copy the chunks ahead to shared memory.
+// The other two compute the tables of decays (chunk_cumsum), one for each consumer warpgroup (cuda/pipeline.cuh). A consumer
+// warpgroup overlaps its products with other work: while S C^T runs, it applies decays and gains to B C^T (bmm_chunk); while S
+// is updated (chunk_state), it rounds out (epilogue.cuh).
 //
-// Of the steps that products sum over, the rows of B, x and M^T, tiles have those of both ends together (FromBothEnds), so that
-// no warp has more of M^T to weigh than another. What is read of shared memory before a product ends is read before it begins:
-// loads after products wait for them. out leaves by way of shared memory, as copies of whole tiles (epilogue.cuh), a
-// chunk's while the next is under way.
+// Products sum over steps along the rows of B, x and M^T. In these tiles the steps come from both ends of the chunk in turn
+// (FromBothEnds), so that all warps have equally much of M^T to scale. Values from shared memory that are needed while a
+// product runs are loaded before it starts: later loads would wait for the product. out leaves through shared memory by TMA
+// stores of whole tiles, each while the next chunk is processed.
 //
-// Products read registers that were made before any product under way began: the compiler waits for these where it cannot tell
-// that registers are none of theirs, and before branches that it takes for divergent.
+// Products read registers that were written before any product in flight started. Otherwise the compiler waits for those in
+// flight: where it cannot tell that they do not use the registers, and before branches that it takes for divergent.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -87,7 +87,7 @@ struct FwdSm90 {
     return reinterpret_cast<SmemTile<kStateRows>*>(&stage(stage_index) + 1) + state_tile;
   }
 
-  // The warpgroups after the units'.
+  // Run by the producer warpgroup.
   __device__ __forceinline__ void produce() {
     const int warp = threadIdx.x / kWarpSize - kWarpgroups * kWarpgroupWarps;
     PipelineState pipeline;
@@ -108,15 +108,15 @@ struct FwdSm90 {
   }
 
   __device__ __forceinline__ void copy(const WorkSpan& at, PipelineState& pipeline) {
-    // Opaque: what follows from it is computed again for each piece.
+    // Opaque: the compiler recomputes what follows from it for each segment.
     int thread = threadIdx.x - kConsumerThreads;
     asm volatile("" : "+r"(thread));
-    const auto of_group = [&](const RowsView& view, int block, auto order) {
+    const auto group_copier = [&](const RowsView& view, int block, auto order) {
       const int first = block * Layout::kColumns;
       return RowCopier<Scalar, Layout::kColumns, kCopyThreads, decltype(order)>(
           at.template rows<Scalar>(view, at.group, 0) + first, view.stride_step, p.dstate - first, thread);
     };
-    const auto of_unit = [&](const RowsView& view, int index, auto order) {
+    const auto tile_copier = [&](const RowsView& view, int index, auto order) {
       const StateTile state_tile(p, schedule, at, index);
       return RowCopier<Scalar, kStateRows, kCopyThreads, decltype(order)>(
           at.template rows<Scalar>(view, state_tile.head, 0) + state_tile.first_row, view.stride_step, state_tile.rows, thread);
@@ -124,11 +124,12 @@ struct FwdSm90 {
     const RowsView& z = has_gate ? p.z : p.x;
     using CopierOfB = RowCopier<Scalar, Layout::kColumns, kCopyThreads, Order>;
     using CopierOfC = RowCopier<Scalar, Layout::kColumns, kCopyThreads>;
-    CopierOfB copy_B[kWarpgroups] = {of_group(p.B, 0, Order()), of_group(p.B, 1, Order())};
-    RowCopier<Scalar, kStateRows, kCopyThreads, Order> copy_x[kWarpgroups] = {of_unit(p.x, 0, Order()),
-                                                                              of_unit(p.x, 1, Order())};
-    CopierOfC copy_C[kWarpgroups] = {of_group(p.C, 0, InOrder()), of_group(p.C, 1, InOrder())};
-    RowCopier<Scalar, kStateRows, kCopyThreads> copy_z[kWarpgroups] = {of_unit(z, 0, InOrder()), of_unit(z, 1, InOrder())};
+    CopierOfB copy_B[kWarpgroups] = {group_copier(p.B, 0, Order()), group_copier(p.B, 1, Order())};
+    RowCopier<Scalar, kStateRows, kCopyThreads, Order> copy_x[kWarpgroups] = {tile_copier(p.x, 0, Order()),
+                                                                              tile_copier(p.x, 1, Order())};
+    CopierOfC copy_C[kWarpgroups] = {group_copier(p.C, 0, InOrder()), group_copier(p.C, 1, InOrder())};
+    RowCopier<Scalar, kStateRows, kCopyThreads> copy_z[kWarpgroups] = {tile_copier(z, 0, InOrder()),
+                                                                       tile_copier(z, 1, InOrder())};
     cuda::produce_copies<Shared::kMaxStages - 2>(at.chunks, schedule.stages, pipeline, shared.full, shared.empty,
                                                  [&](int chunk, int stage_index) {
                                                    Stage& target = stage(stage_index);
@@ -147,7 +148,7 @@ struct FwdSm90 {
                                                  });
   }
 
-  // A unit's warpgroup.
+  // Run by a consumer warpgroup.
   __device__ __forceinline__ void consume(int index) {
     const FragmentLane lane = FragmentLane::opaque_thread();
     clear_left_of_diagonal<Order>(shared.bmm[index].rounded, lane);
@@ -165,10 +166,10 @@ struct FwdSm90 {
   __device__ __forceinline__ void scan_segment(TileState& state, const WorkSpan& at, const StateTile& state_tile, int index,
                                                const FragmentPairs<>& pairs, const FragmentLane& lane,
                                                PipelineState& pipeline) {
-    // A unit without rows sends nothing.
-    StateTile of_out = state_tile;
-    if (!Layout::writes_out(index)) of_out.rows = 0;
-    TmaEpilogue<Scalar, Order> out(p, at, of_out, lane);
+    // The epilogue stores nothing for a state tile without rows.
+    StateTile out_tile = state_tile;
+    if (!Layout::writes_out(index)) out_tile.rows = 0;
+    TmaEpilogue<Scalar, Order> out(p, at, out_tile, lane);
     const int rows = Layout::row_block(index), columns = Layout::column_block(index);
 #pragma unroll 1
     for (int left = at.chunks; left > 0; --left) {
@@ -183,7 +184,7 @@ struct FwdSm90 {
       uint32_t s[kStateGroups][4];
 #pragma unroll
       for (int k = 0; k < kStateGroups; ++k) state.template pack<Scalar>(k, s[k]);
-      // Most of what weighing takes of the tables is loaded before the products: loads after them wait for them.
+      // Loads most of what scaling needs of the tables: loads after the products start would wait for them.
       const DecayMask<Order, has_resets> mask(tables, lane);
       cuda::warpgroup_arrive();
 #pragma unroll
@@ -195,15 +196,15 @@ struct FwdSm90 {
       for (int k = 0; k < kStateGroups; ++k) cuda::gemm<Scalar, false>(y, s[k], columns_of(C_rows, k), k > 0);
       cuda::warpgroup_commit();
       cuda::warpgroup_wait<1>(m);
-      // All warps have done with the M^T of the chunk before, and have written its out.
+      // All warps have read the previous chunk's M^T and have written its out.
       sync_warpgroup(index);
       if (left < at.chunks) out.send(shared.out[rows], at.chunks - left - 1);
-      const FragmentPairs<> places = pairs.opaque();
+      const FragmentPairs<> opaque_pairs = pairs.opaque();
       auto& bmm = shared.bmm[index];
       mask.apply(m, [&](float low, float high, int n, int half) {
         const uint32_t rounded = cuda::pack<Scalar>(low, high);
-        places.at(bmm.rounded, n, half) = rounded;
-        places.at(bmm.lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
+        opaque_pairs.at(bmm.rounded, n, half) = rounded;
+        opaque_pairs.at(bmm.lo, n, half) = cuda::pack_lo<Scalar>(low, high, rounded);
       });
       cuda::fence_proxy_async();
 
@@ -269,7 +270,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate
   auto& shared = align_shared<typename Fwd::Shared>(unaligned_memory);
   Fwd fwd(p, schedule, reinterpret_cast<unsigned char*>(&shared));
 
-  // By a shuffle the compiler sees that it is the same for all lanes.
+  // The shuffle tells the compiler that all lanes have the same value.
   const int warpgroup = __shfl_sync(kAllLanes, static_cast<int>(threadIdx.x) / kWarpgroupThreads, 0);
   if (threadIdx.x < schedule.stages) {
     fwd.shared.full[threadIdx.x].init(Fwd::kCopyThreads + kWarpgroups * kWarpSize);

@@ -1,4 +1,5 @@
-// Between the SSD chunk-scan's CUDA entry points (entry.cpp) and its kernels: how the work is cut.
+// The interface between the host code that launches the SSD kernels (run_fwd.cpp, run_bwd.cpp) and the kernels: sizes, how
+// blocks share the work, and launchers.
 #pragma once
 
 #include <cstdint>
@@ -11,56 +12,56 @@ struct CUstream_st;
 namespace ssm_kernels::ssd {
 
 constexpr int kChunk = 64;      // steps
-constexpr int kStateRows = 64;  // of a head's state, at most, that four warps carry
+constexpr int kStateRows = 64;  // rows of a state tile, which four warps hold
 
-constexpr int kRowElements = 8;  // rows are whole multiples of as many: 16 bytes of 16 bits
+constexpr int kRowElements = 8;  // rows are multiples of it: 16 bytes of fp16 or bf16
 
-constexpr int kWarpgroups = 2;      // of a block
-constexpr int kDirections = 2;      // in time, of backward's walks
-constexpr int kStateColumns = 128;  // of a head's state, at most, that a unit carries
+constexpr int kWarpgroups = 2;      // consumer warpgroups of a block, with a state tile each
+constexpr int kDirections = 2;      // in time, of backward's states
+constexpr int kStateColumns = 128;  // columns of a state tile, at most
 constexpr int kMaxKernelDstate = kWarpgroups * kStateColumns;
-constexpr int kLeastSharedBytes = 99 * 1024;  // that a block may have, from compute capability 8.0 on
+constexpr int kLeastSharedBytes = 99 * 1024;  // a block can have it on every device from compute capability 8.0 on
 
-// What a block of the kernels takes, at least, of those that take most; backward's are for up to a unit's columns.
+// The least shared memory with which every kernel of a direction runs. Backward's kernels take up to kStateColumns columns.
 constexpr int least_shared_bytes(int64_t dstate, bool is_fp32, bool is_backward) {
   if (!is_fp32) return dstate > kStateColumns ? 146 * 1024 : kLeastSharedBytes;
   return (dstate > kStateColumns || (is_backward && dstate > 64) ? 184 : 136) * 1024;
 }
 
-// Columns of a state that backward takes at a time, where a block has that much shared memory.
+// Columns of a state that backward takes at a time if a block can have that much shared memory.
 constexpr int64_t backward_columns(bool is_fp32, int max_shared_bytes) {
   return max_shared_bytes >= least_shared_bytes(kStateColumns, is_fp32, /*is_backward=*/true) ? kStateColumns : 64;
 }
 
-// Columns of a unit's state with that many in all; what is over is zero.
+// Columns of a state tile, of states with dstate columns. Those past dstate are zero.
 constexpr int64_t tile_columns(int64_t dstate) { return dstate <= 64 ? 64 : kStateColumns; }
-// Units of the same rows: of one block.
+// State tiles with the same rows of a head. They belong to one block.
 constexpr int column_blocks(int64_t dstate) { return dstate <= kStateColumns ? 1 : kWarpgroups; }
-// Of one head.
+// Blocks of kStateRows rows of one head.
 constexpr int64_t row_blocks(int64_t headdim) { return (headdim + kStateRows - 1) / kStateRows; }
 
-// The sequential scan of short fp32 sequences, fwd_short.cuh: its most steps, and rows of a head's state of a block.
+// The sequential scan of short fp32 sequences (fwd_short.cuh): the most steps it takes, and a block's rows of a head's state.
 constexpr int kShortSteps = 32, kShortRows = 16;
 inline int64_t short_blocks(const SsdParams& p) { return p.batch * p.heads * ((p.headdim + kShortRows - 1) / kShortRows); }
 
-// The first step of a chunk, in 64 bits whatever the chunk's number has.
+// The first step of a chunk, computed in 64 bits even if the chunk's number is an int.
 SSM_HOST_DEVICE constexpr int64_t first_step(int64_t chunk) { return chunk * kChunk; }
 
-// Of packed sequences, at most: one of n steps has n / kChunk full chunks and one more, which may be all that it has.
+// The most chunks of packed sequences: one of n steps has n / kChunk full chunks and at most one more.
 SSM_HOST_DEVICE int64_t max_packed_chunks(int64_t seqlen, int64_t sequences) { return seqlen / kChunk + sequences; }
 
-// A walk is a sequence's way through time for one block's units, of kStateRows rows and kStateColumns columns of one head's
-// state each.
+// How a call divides into work tiles. A state tile is kStateRows rows and up to kStateColumns columns of one head's state. A
+// work tile is one sequence of one group's pair of state tiles, all its chunks.
 struct WorkPartition {
-  int heads_per_group = 0, row_blocks = 0, column_blocks = 1;  // the last two: units of one head
+  int heads_per_group = 0, row_blocks = 0, column_blocks = 1;  // the last two: state tiles of one head
   int tiles_per_group = 0;
   int work_tiles_per_group = 0, work_tiles_per_entry = 0;
   int64_t work_tiles = 0;
-  int64_t chunks = 0;  // of a walk, where sequences are not packed
+  int64_t chunks = 0;  // of a work tile, if sequences are not packed
 };
 
-// The partition of a call, counted in 64 bits. Its `int`s are right if there are fewer than 2^31 units of each entry, walks,
-// and chunks of all walks, which the caller checks.
+// The partition of a call. The caller checks that there are fewer than 2^31 state tiles of a sequence, work tiles, and chunks
+// of all work tiles, so that they fit an int.
 struct CallSizes {
   int64_t sequences, seqlen, heads, groups, headdim, dstate;
 };
@@ -83,26 +84,26 @@ inline WorkPartition partition_work(const CallSizes& sizes) {
   return result;
 }
 
-// How forward's blocks share the walks: scheduler.cuh.
+// How forward's blocks share the work tiles: scheduler.cuh.
 struct Schedule : WorkPartition {
   int64_t blocks = 0;
-  int64_t length = 0;  // chunks of a block, where sequences are not packed
-  // (sequences + 1,), where they are packed: the chunks of one walk of each of the sequences before, added up.
+  int64_t length = 0;  // chunks of a block's range, if sequences are not packed
+  // (sequences + 1,) if sequences are packed: the chunks of one work tile of each earlier sequence, summed.
   int* chunk_starts = nullptr;
-  // Where runs may begin inside walks: for each block its units' states where its run ends, in the order of their threads'
-  // registers, (blocks, kWarpgroups, tile_columns / 8, threads, 4), the decays of the pieces that they are of, (blocks,
-  // kWarpgroups), and whether they are there, (blocks, kWarpgroups).
+  // Where ranges may begin inside work tiles: for each block the states of its state tiles at the end of its range, in the
+  // order of the threads' registers, (blocks, kWarpgroups, tile_columns / 8, threads, 4); the decays of the segments that end
+  // there, (blocks, kWarpgroups); and flags that are raised when the states are stored, (blocks, kWarpgroups).
   float* states = nullptr;
   float* decays = nullptr;
   int* ready = nullptr;
-  // The blocks that have begun, where any waits for another's states. Zero before the kernel.
+  // The ticket counter, if blocks wait for one another's states. Zero before the kernel.
   int* tickets = nullptr;
-  bool splits_work_tiles = false;  // or might have
+  bool splits_work_tiles = false;  // whether a work tile may be longer than a range
   bool may_use_wgmma = true;
-  int stages = 1;  // as many as there is shared memory for
+  int stages = 1;  // as many as fit in shared memory
 };
 
-// Rows as those of x; y and grad_z are null where the gradient of z is not needed.
+// Rows as in x. y and grad_z are null if the gradient of z is not needed.
 struct GateBwdParams {
   int64_t batch = 0, seqlen = 0, heads = 0;
   cuda::Divisor vectors_per_head;
@@ -119,7 +120,7 @@ int fit_stages(int most, int max_shared_bytes, const BytesOf& bytes_of) {
 // Queue the kernels on the stream; return a cudaError_t. Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
 int launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, CUstream_st* stream);
-int launch_ssd_fwd_short(const SsdFwdParams& params, CUstream_st* stream);  // of float
+int launch_ssd_fwd_short(const SsdFwdParams& params, CUstream_st* stream);  // fp32
 template <typename Scalar>
 int launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
                    CUstream_st* stream);

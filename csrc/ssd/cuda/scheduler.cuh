@@ -53,7 +53,7 @@ __device__ __forceinline__ int& ticket_of_block() {
 }
 constexpr int kTicketBytes = 128;  // with the padding that aligns the memory after it
 
-// Thread 0 sets the block's ticket: a number from the counter where blocks wait for one another, else its index. Call
+// Thread 0 takes the block's range: the given one, or one by a ticket if blocks wait for one another, else by blockIdx. Call
 // __syncthreads() before using it.
 __device__ __forceinline__ void take_ticket(int ticket) {
   if (threadIdx.x == 0) ticket_of_block() = ticket;
@@ -91,7 +91,7 @@ class TileScheduler {
     const WorkTile work_tile = this->work_tile();
     return !ends(work_tile) && is_long(work_tile);
   }
-  __device__ __forceinline__ void go_on() { end_ = begin(work_tile()); }
+  __device__ __forceinline__ void advance() { end_ = begin(work_tile()); }
 
  private:
   __device__ __forceinline__ int chunks() const {
@@ -118,7 +118,7 @@ __device__ __forceinline__ void for_each_segment(const Params& p, const Schedule
 #pragma unroll 1
   while (!scheduler.is_done()) {
     body(scheduler, scheduler.span());
-    scheduler.go_on();
+    scheduler.advance();
   }
 }
 

@@ -15,10 +15,10 @@
 //   kBwdSummary  where backward has fewer work tiles than the device has room for, each is split into segments of equally many
 //                chunks, one for a block. This launch comes first and stores each segment's summary: the state after it, begun
 //                with zero, and its decay. kBwd folds the summaries of earlier segments, in order, into its first state.
-//   kFwdSummary  the same for forward's segments (scheduler.cuh): the one that a block's range leaves unfinished.
+//   kFwdSummary  the same for forward (scheduler.cuh): the one segment, if any, that ends a block's range inside a work tile.
 //
 // Two consumer warpgroups hold a state tile each, in registers; producer warps copy rows to a pipeline and compute the tables
-// of decays (cuda/pipeline.cuh). fp16 and bf16 inputs of backward are scaled and split into a rounded value and its rest, so
+// of decays (cuda/pipeline.cuh). fp16 and bf16 inputs of backward are scaled and split into a high and a low part, so
 // that a state is rounded nowhere else; forward's summary rounds them, as forward does. With wgmma a rounded state goes to
 // shared memory and leaves by TMA while products run. With mma.sync it goes through the shared memory of the chunk's head rows,
 // 64 columns at a time; fp32 states are stored from registers, whose pairs fill sectors of memory.
@@ -34,7 +34,7 @@
 
 namespace ssm_kernels::ssd {
 
-// Of a sequence, the number of its first chunk among those of all.
+// The chunk number of a sequence's first chunk.
 __device__ __forceinline__ int64_t first_chunk_index(const SsdParams& p, int64_t entry) {
   if (is_packed(p)) return ChunkSpan::sequence_start(p, entry) / kChunk + entry;
   return entry * ((p.seqlen + kChunk - 1) / kChunk);
@@ -58,7 +58,7 @@ using StatesShared =
     StagedShared<std::conditional_t<pass != StatesPass::kFwdSummary && Mma::kIsAsync, RoundedStates<dstate>, Empty>,
                  StatesStage<Scalar, dstate>, Mma, pass == StatesPass::kFwdSummary && Mma::kIsAsync ? 6 : 4>;
 
-// The segment of forward that a summary is for.
+// The segment of forward that a block summarizes.
 struct FwdSegment : WorkSpan {
   static constexpr bool is_reverse = false;
 

@@ -10,7 +10,7 @@
 
 namespace ssm_kernels::ssd {
 
-// y^T of a unit, in the order of its threads' registers, from one unit of a block to the other.
+// A part of y^T on its way from one warpgroup of the block to the other, in the order of the threads' registers.
 class PartialOut {
  public:
   __device__ __forceinline__ void put(const float (&y)[kStepBlocks][4]) {
@@ -30,7 +30,7 @@ class PartialOut {
     }
     cuda::barrier_arrive(kPartialOutIsRead, kWarpgroups * kWarpgroupThreads);
   }
-  // By the unit that left it, once for each part, before it leaves the next.
+  // Called by the warpgroup that called put(), once for each part, before the next put().
   __device__ __forceinline__ void wait_until_read() const {
     cuda::barrier_sync(kPartialOutIsRead, kWarpgroups * kWarpgroupThreads);
   }
