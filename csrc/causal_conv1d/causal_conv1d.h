@@ -2,13 +2,13 @@
 //
 //   pre_t = bias + sum_l w_l x_{t-l},  l = 0 .. width - 1,  w_l = weight[:, width - 1 - l]        out_t = act(pre_t)
 //
-// for each channel by itself. A tap that lies before a sequence's first step reads the sequence's initial state, whose last
-// element is one step before the sequence, or zero. A sequence's final state is the last width - 1 elements of its initial
-// state followed by its steps.
+// for each channel separately; l is the lag of a tap. A tap before a sequence's first step reads the sequence's initial state,
+// whose last element is one step before the sequence, or zero. A sequence's final state is the last width - 1 elements of its
+// initial state followed by its steps.
 //
-// A row of the batch is one sequence, or is cut by `ids`: a new sequence begins wherever the number of a step differs from that
-// of the step before. The numbers are then either arbitrary (seq_idx: one initial and one final state a row, of its first and
-// its last sequence) or count the sequences (cu_seqlens: a state of each sequence).
+// A batch entry is one sequence, unless `ids` divides it: a new sequence begins wherever the id of a step differs from that of
+// the previous step. With seq_idx the ids are arbitrary, and each batch entry has one initial state, of its first sequence, and
+// one final state, of its last. With cu_seqlens the ids count the sequences, each of which has its own states.
 #pragma once
 
 #include <cstdint>
@@ -38,14 +38,14 @@ struct StateView {
   }
 };
 
-// A (channels, width) or (channels,) tensor, data null if absent; of the inputs' kind or else of the accumulation type.
+// A (channels, width) or (channels,) tensor of the inputs' kind or the accumulation type, data null if absent.
 struct ParameterView {
   const void* data = nullptr;
   int64_t stride_channel = 0, stride_tap = 0;
   bool is_input_kind = false;
 };
 
-// The number of the sequence that a step belongs to, (batch, seqlen), data null if each row is one sequence.
+// The id of each step's sequence, (batch, seqlen), data null if each batch entry is one sequence.
 struct IdView {
   const void* data = nullptr;
   bool is_int64 = false;
@@ -74,7 +74,7 @@ struct ConvParams {
   SSM_HOST_DEVICE bool is_last_step(int64_t b, int64_t t) const {
     return t == seqlen - 1 || (ids.data != nullptr && ids.at(b, t) != ids.at(b, t + 1));
   }
-  // The place among the states of the sequence that begins or ends at step t; negative if it has none.
+  // The index among the states of the sequence that begins or ends at step t; negative if it has no state.
   SSM_HOST_DEVICE int64_t state_of_first_step(int64_t b, int64_t t) const {
     return has_state_of_each_sequence ? ids.at(b, t) : t == 0 ? b : -1;
   }
@@ -88,30 +88,29 @@ struct ConvFwdParams : ConvParams {
   StateView final_state;
 };
 
-// An absent grad_out or grad_final_state is a zero gradient; grad_out_2, where present, is added to grad_out. Backward skips a
-// result whose view is absent.
+// An absent grad_out or grad_final_state is a zero gradient; grad_out_2, if present, is added to grad_out. Backward does not
+// compute a result whose view is absent.
 struct ConvBwdParams : ConvParams {
   SequenceView grad_out, grad_out_2, grad_x;
   StateView grad_final_state, grad_initial_state;
-  // Contiguous, (channels, width) and (channels,), of the parameters' own dtypes.
+  // Contiguous, (channels, width) and (channels,), in the dtypes of the parameters.
   void *grad_weight = nullptr, *grad_bias = nullptr;
 };
 
-// A step or a few, with the state rolled in place: (slots, channels, length >= width - 1), of which the last width - 1 elements
-// are read.
+// A decoding step, or a few. The state, (slots, channels, length) with length >= width - 1, is rolled in place; its last
+// width - 1 elements are the inputs before the step.
 struct ConvUpdateParams {
   int64_t batch = 0, seqlen = 0, channels = 0, slots = 0;
   int64_t width = 0, state_length = 0;
   bool has_silu = false;
   bool state_is_input_kind = true;  // else the accumulation type
-  // Whether each channel's state, and each channel's weights, are four aligned neighbors in memory. CUDA's entry point sets
-  // them.
+  // Whether the state and the weights of each channel are a contiguous, aligned vector of four. Set by CUDA's entry point.
   bool has_state_vectors = false, has_weight_vectors = false;
   ScalarKind kind = ScalarKind::kFloat;
   SequenceView x, out;
   ParameterView weight, bias;
   StateView state;
-  IdView slots_of_batch;  // (batch,) as its first axis; data null if entry b uses slot b
+  IdView slots_of_batch;  // (batch,), one index per entry; data null if entry b uses slot b
 };
 
 }  // namespace ssm_kernels::causal_conv1d

@@ -1,4 +1,4 @@
-// CPU entry points of the causal convolution: check values, choose the instruction set, hand tasks to threads.
+// CPU entry points of the causal convolution: check values, choose the instruction set, run tasks on threads.
 
 #include "causal_conv1d/cpu/kernels.h"
 

@@ -1,26 +1,28 @@
-// Causal convolution on the CPU, forward and backward, and its decoding step.
+// Causal convolution on the CPU, forward and backward, and its decoding step. Compiled once per instruction set.
 //
 //   pre_t = bias + sum_j weight_j e_{t+j},  j = 0 .. width - 1        out_t = act(pre_t)
 //
 // where e is a sequence's initial state (or zeros), width - 1 elements, followed by its steps. With g_t = grad_out_t
-// act'(pre_t), which is zero outside of the sequence, and with pre_t computed again from x, the adjoint is
+// act'(pre_t), which is zero outside the sequence, the adjoint is
 //
 //   grad e_t = sum_j weight_j g_{t-j} + grad_final_state        grad weight_j = sum_t g_t e_{t+j}        grad bias = sum_t g_t
 //
-// The first width - 1 elements of grad e are the initial state's gradient, the others are x's. grad e_t needs no g after g_t,
-// so backward goes forward in time as well, and its gradients of x are width - 1 steps behind. Nothing is saved for it.
+// The first width - 1 elements of grad e are the gradient of the initial state, the others that of x. grad e_t depends on g_t
+// and earlier g only. Backward therefore advances in time too, and its gradients of x are width - 1 steps behind. It recomputes
+// pre_t from x; forward saves nothing.
 //
-// A task walks through the sequences of its row in tiles of kTileSteps steps; a SIMD lane is a channel. Between tiles the last
-// width - 1 steps of x and g stay in scratch memory. A tensor of the accumulation type whose channels lie side by side is read
-// and written where it is; any other passes through scratch memory, transposed where time is its contiguous axis. Widths of 2
-// to 4 in float32 take four steps at a time in registers; what remains, and all else, is computed step by step with the same
-// operations in the same order. This file is compiled once per instruction set.
+// A task takes its channels of one batch entry, sequence by sequence, in tiles of kTileSteps steps; a SIMD lane is a channel.
+// Scratch memory keeps the last width - 1 steps of x and g between tiles. A tensor of the accumulation type with contiguous
+// channels is read and written in place. Any other tensor passes through scratch memory, transposed if its steps are
+// contiguous. For widths of 2 to 4 in float32, fwd_groups and bwd_groups compute kGroupSteps steps at a time in registers. All
+// other steps are computed one by one, with the same operations in the same order. channels_first.h has the loops for
+// channels-first tensors.
 
 #include <algorithm>
 #include <type_traits>
 
+#include "causal_conv1d/cpu/channels_first.h"
 #include "causal_conv1d/cpu/task_view.h"
-#include "causal_conv1d/cpu/time_lanes.h"
 #include "common/activations.h"
 #include "cpu/scalar_types.h"
 #include "cpu/tile_io.h"
@@ -30,14 +32,14 @@ namespace ssm_kernels::causal_conv1d {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kGroupSteps = 4;  // that one pass of the loop over channels computes
+constexpr int64_t kGroupSteps = 4;  // steps per pass over the channels
 
-// The inputs of one tile, for forward and backward.
+// The inputs of a tile, for forward and backward.
 template <typename Acc>
 struct TileInputs {
   int64_t width, lanes;
   bool has_silu;
-  Rows<Acc> weight;  // a row for each tap, and one for the bias
+  Rows<Acc> weight;  // a row per tap, then one for the bias
   Continued<Acc> x;
 };
 
@@ -45,9 +47,9 @@ template <typename Acc>
 struct TileGrads {
   Rows<Acc> grad_out;
   Continued<Acc> g;
-  Rows<Acc> sums;  // a row for each tap, and one for the bias; data null if no parameter needs a gradient
+  Rows<Acc> sums;  // a row per tap, then one for the bias; data null if no parameter needs a gradient
   bool needs_grad_e;
-  Continued<Acc> grad_e;  // rows of the initial state's gradient, of which there are less and less, and rows of x's
+  Continued<Acc> grad_e;  // rows of the initial state's gradient, fewer with each tile, followed by rows of grad_x
 };
 
 template <typename V, typename Acc>
@@ -93,7 +95,7 @@ void bwd_steps(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64_t b
   }
 }
 
-// As fwd_steps, kGroupSteps at a time; returns how many steps it computed.
+// Like fwd_steps, kGroupSteps at a time. Returns how many steps it computed.
 template <int kWidth, typename Acc>
 int64_t fwd_groups(const TileInputs<Acc>& in, const Rows<Acc>& out, int64_t steps) {
   using V = Vec<Acc>;
@@ -121,12 +123,12 @@ int64_t fwd_groups(const TileInputs<Acc>& in, const Rows<Acc>& out, int64_t step
   return step;
 }
 
-// As bwd_steps, kGroupSteps at a time; returns how many steps it computed.
+// Like bwd_steps, kGroupSteps at a time. Returns how many steps it computed.
 template <int kWidth, typename Acc>
 int64_t bwd_groups(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64_t steps) {
   using V = Vec<Acc>;
   constexpr int kPast = kWidth - 1, kSpan = kPast + kGroupSteps;
-  static_assert(kGroupSteps >= kPast, "a group's g is all the past that the next group needs");
+  static_assert(kGroupSteps >= kPast, "the g of one group are all the past that the next group needs");
   int64_t step = 0;
   for (; step + kGroupSteps <= steps; step += kGroupSteps) {
     const Acc* x_row[kSpan];
@@ -186,7 +188,7 @@ void bwd_tile(const TileInputs<Acc>& in, const TileGrads<Acc>& grads, int64_t st
   bwd_steps(in, grads, done, steps);
 }
 
-// Computes steps [begin, end), whose past `x.past` holds before and after.
+// Computes steps [begin, end). in.x.past has the width - 1 inputs before `begin`, and on return those before `end`.
 template <typename Acc>
 void convolve(const TaskView<Acc>& view, const ConvFwdParams& p, TileInputs<Acc>& in, const Rows<Acc>& x_tile,
               const Rows<Acc>& out_tile, int64_t begin, int64_t end) {
@@ -202,10 +204,10 @@ void convolve(const TaskView<Acc>& view, const ConvFwdParams& p, TileInputs<Acc>
 template <typename Acc>
 void fwd(const ConvFwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
   const TaskView<Acc> view(p, tasks, task);
-  Carver<Acc> memory(scratch, view.row);
-  if (takes_time_lanes(p, {&p.out})) {
+  ScratchRows<Acc> memory(scratch, view.row);
+  if (is_channels_first(p, {&p.out})) {
     return view.visit_element(true, [&](auto element) {
-      visit_width<Acc>(p.width, [&](auto width) { fwd_time_lanes<Acc, decltype(element), width>(p, view, memory); });
+      visit_width<Acc>(p.width, [&](auto width) { fwd_channels_first<Acc, decltype(element), width>(p, view, memory); });
     });
   }
   TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, p), {}};
@@ -222,12 +224,13 @@ void fwd(const ConvFwdParams& p, const Tasks& tasks, int64_t task, std::byte* sc
 template <typename Acc>
 void bwd(const ConvBwdParams& p, const Tasks& tasks, int64_t task, std::byte* scratch, std::byte* sums) {
   const TaskView<Acc> view(p, tasks, task);
-  Carver<Acc> memory(scratch, view.row);
+  ScratchRows<Acc> memory(scratch, view.row);
   const Rows<Acc> task_sums{reinterpret_cast<Acc*>(sums), view.row};
   if (sums != nullptr) view.clear(task_sums, p.width + 1);
-  if (takes_time_lanes(p, {&p.grad_out, &p.grad_x})) {
+  if (is_channels_first(p, {&p.grad_out, &p.grad_x})) {
     return view.visit_element(true, [&](auto element) {
-      visit_width<Acc>(p.width, [&](auto width) { bwd_time_lanes<Acc, decltype(element), width>(p, view, memory, task_sums); });
+      visit_width<Acc>(p.width,
+                       [&](auto width) { bwd_channels_first<Acc, decltype(element), width>(p, view, memory, task_sums); });
     });
   }
   TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, p), {}};
@@ -265,7 +268,7 @@ void bwd(const ConvBwdParams& p, const Tasks& tasks, int64_t task, std::byte* sc
       grads.g.advance(steps, view.lanes);
     }
     if (!grads.needs_grad_e) return;
-    // The last elements of grad e, which no later g reaches.
+    // The last width - 1 elements of grad e: every g that they depend on is known.
     using V = Vec<Acc>;
     view.load_state(grad_final, p.grad_final_state, true, last_state, past);
     grads.grad_e = grad_e_from(end);
@@ -310,7 +313,7 @@ void finish_sums(const ConvBwdParams& p, const Tasks& tasks, int64_t block, cons
   }
 }
 
-// Element i becomes element i + seqlen of the state followed by x.
+// Rolls the state: element i becomes element i + seqlen of the state followed by x.
 template <typename Input, typename State>
 void roll(const ConvUpdateParams& p, const TaskView<AccumulateType<Input>>& view, int64_t slot) {
   const Input* const x = static_cast<const Input*>(p.x.data);
@@ -338,7 +341,7 @@ void update(const ConvUpdateParams& p, const Tasks& tasks, int64_t task, std::by
     }
     return;
   }
-  Carver<Acc> memory(scratch, view.row);
+  ScratchRows<Acc> memory(scratch, view.row);
   TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, steps), {}};
   const int64_t past = p.width - 1;
   in.x = {memory.tile(past), past, {}};
@@ -358,15 +361,15 @@ void update(const ConvUpdateParams& p, const Tasks& tasks, int64_t task, std::by
 }  // namespace
 
 int64_t scratch_bytes(int64_t width, int64_t channels) {
-  // Backward has the most. In tiles: parameters, the past of g, the past of x and the states' gradients, the tiles of g, x and
-  // the gradients, of which x's takes what is left at the end of a sequence too.
+  // Backward needs the most. By tiles: parameters, the past of g, the past of x and the gradients of two states, and tiles of
+  // g, x, grad_out and grad_x; the last also takes the width - 1 steps at the end of a sequence.
   const int64_t past = width - 1, tile = kTileSteps + kMaxLanes, states = 3 * (past + kMaxLanes);
   const int64_t parameters = width + 1 + kMaxLanes;
-  const int64_t tile_rows = parameters + past + states + 3 * tile + std::max(tile, past + kMaxLanes);
-  // Along time: parameters, three states, a channel's taps, and its chunks of x, g, the gradient and ones.
+  const int64_t channels_last_rows = parameters + past + states + 3 * tile + std::max(tile, past + kMaxLanes);
+  // Channels first: parameters, three states, and a channel's taps and chunks of x, g, the gradient and ones.
   const int64_t chunk_rows = (round_up(past, kMaxLanes) + kChunkSteps + kMaxLanes) / channels + 1;
-  const int64_t time_rows = parameters + states + (width + kMaxLanes) / channels + 1 + 4 * chunk_rows;
-  return std::max(tile_rows, time_rows) * channels * static_cast<int64_t>(sizeof(double));
+  const int64_t channels_first_rows = parameters + states + (width + kMaxLanes) / channels + 1 + 4 * chunk_rows;
+  return std::max(channels_last_rows, channels_first_rows) * channels * static_cast<int64_t>(sizeof(double));
 }
 
 int64_t sum_bytes(const ConvParams& p, const Tasks& tasks) {

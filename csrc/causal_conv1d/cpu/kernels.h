@@ -1,7 +1,7 @@
-// Between the CPU entry points (entry.cpp, compiled once) and the CPU kernels (kernel.cpp,
-// compiled once per instruction set).
+// Interface between the CPU entry points (entry.cpp, compiled once) and the CPU kernels (kernel.cpp, compiled once per
+// instruction set).
 //
-// A task is a block of channels of one row of the batch, over all of time.
+// A task is a block of channels of one batch entry, for all steps.
 #pragma once
 
 #include <cstddef>
@@ -13,8 +13,8 @@ namespace ssm_kernels::causal_conv1d {
 
 constexpr int64_t kLeastTaskChannels = 64, kTileSteps = 32;
 
-// Sequences that are read where they are get wide blocks, as long as every thread has one: prefetchers follow long pieces of
-// rows. Sequences that pass through tiles get blocks whose tiles fit into the first cache.
+// Tensors that are read in place get wide blocks, because hardware prefetchers follow long contiguous reads, as long as every
+// thread has a task. Tensors that pass through tiles get blocks whose tiles fit into the L1 cache.
 struct Tasks {
   int64_t channels, blocks, count;
 
@@ -31,21 +31,21 @@ struct Tasks {
   }
 };
 
-// The kernels of one instruction set. `scratch` is scratch_bytes(width, tasks.channels) of 64-byte aligned memory of the
-// calling thread's own. `sums` is null unless a parameter needs a gradient; a task leaves its sums over time there: for each
-// tap and for the bias tasks.channels values of the accumulation type, sum_bytes(width, tasks.channels) in all.
+// The kernels of one instruction set. `scratch` is 64-byte aligned memory of scratch_bytes(width, tasks.channels) that belongs
+// to the calling thread. A task writes its sums over time to `sums`, which is null unless a parameter needs a gradient: rows of
+// tasks.channels values of the accumulation type, one per tap and one for the bias, sum_bytes(params, tasks) in all.
 struct CpuKernels {
   int64_t (*scratch_bytes)(int64_t width, int64_t channels);
   int64_t (*sum_bytes)(const ConvParams&, const Tasks&);
   void (*fwd_task)(const ConvFwdParams&, const Tasks&, int64_t task, std::byte* scratch);
   void (*bwd_task)(const ConvBwdParams&, const Tasks&, int64_t task, std::byte* scratch, std::byte* sums);
-  // Adds the tasks' sums of a block of channels up, over the rows of the batch in their order, into grad_weight and grad_bias.
+  // Adds the sums of a block of channels over the batch, in order, into grad_weight and grad_bias.
   void (*finish)(const ConvBwdParams&, const Tasks&, int64_t block, const std::byte* sums);
-  // `tasks` are those of the step's sequences, as conv_params() describes them.
+  // `tasks` are those of conv_params(params).
   void (*update_task)(const ConvUpdateParams&, const Tasks&, int64_t task, std::byte* scratch);
 };
 
-// A decoding step is the convolution of a short row whose initial state is the end of a slot.
+// A decoding step as a convolution of a few steps, whose initial state is the end of a slot.
 inline ConvFwdParams conv_params(const ConvUpdateParams& p) {
   ConvFwdParams params;
   params.batch = p.batch;

@@ -1,5 +1,5 @@
-// A task's channels and scratch memory, and how tensors of any strides and element type are read and written for it. Included
-// only by kernel.cpp and what it includes.
+// A task's channels and scratch memory, and its loads and stores of tensors of any strides and element type. Included only by
+// kernel.cpp and channels_first.h.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@ namespace ssm_kernels::causal_conv1d {
 inline namespace CPU_CAPABILITY {
 namespace {
 
-constexpr int64_t kMaxLanes = 16;  // of a vector: the transposing tile_io.h rounds steps up to it
+constexpr int64_t kMaxLanes = 16;  // per vector; the transposes of tile_io.h round steps up to whole vectors
 
-// Values of [steps][lanes] in the accumulation type: a tensor's own memory, or a tile.
+// Values [steps][channels] in the accumulation type: the memory of a tensor, or a tile.
 template <typename Acc>
 struct Rows {
   Acc* data;
@@ -25,7 +25,7 @@ struct Rows {
   Acc* operator[](int64_t step) const { return data + step * stride; }
 };
 
-// `count` rows of the past followed by those of a tile.
+// `count` rows of the past, followed by the rows of a tile.
 template <typename Acc>
 struct Continued {
   Rows<Acc> past;
@@ -41,20 +41,20 @@ struct Continued {
   }
 };
 
-// Scratch memory in rows of a task's channels.
+// Allocates scratch memory in rows of a task's channels.
 template <typename Acc>
-class Carver {
+class ScratchRows {
  public:
-  Carver(std::byte* scratch, int64_t row) : next_(reinterpret_cast<Acc*>(scratch)), row_(row) {}
+  ScratchRows(std::byte* scratch, int64_t row) : next_(reinterpret_cast<Acc*>(scratch)), row_(row) {}
 
   Rows<Acc> rows(int64_t count) {
     const Rows<Acc> rows{next_, row_};
     next_ += count * row_;
     return rows;
   }
-  // So many values and a vector more.
+  // `count` values and at least a vector more.
   Acc* values(int64_t count) { return rows((count + kMaxLanes + row_ - 1) / row_).data; }
-  // Room for what a transposing move rounds up.
+  // Rows of a tile, with room for the steps that a transpose rounds up.
   Rows<Acc> tile(int64_t steps) { return rows(steps + kMaxLanes); }
 
  private:
@@ -62,8 +62,8 @@ class Carver {
   int64_t row_;
 };
 
-// The channels of one task, and how tensors are read and written for it. Loops are compiled for the accumulation type; which
-// type a tensor has is asked once a tile.
+// The channels of one task, and its loads and stores. Loops are compiled for the accumulation type; the element type of a
+// tensor is a run-time choice per tile.
 template <typename Acc>
 struct TaskView {
   static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && Vec<Acc>::size() <= kMaxLanes,
@@ -78,7 +78,7 @@ struct TaskView {
     lanes = std::min(tasks.channels, p.channels - first_channel);
   }
 
-  // visitor(Element()) with the type of a tensor's elements: the inputs' own or the accumulation type.
+  // Calls visitor(Element()) with a tensor's element type: that of the inputs or the accumulation type.
   template <typename Visitor>
   void visit_element(bool is_input_kind, const Visitor& visitor) const {
     if (!is_input_kind || kind == ScalarKind::kFloat || kind == ScalarKind::kDouble) return visitor(Acc());
@@ -113,7 +113,7 @@ struct TaskView {
     return {static_cast<Acc*>(view.data) + view.offset(batch, t, first_channel), view.stride_step};
   }
 
-  // Reads steps [t, t + steps); gives zeros for an absent tensor.
+  // Loads steps [t, t + steps). An absent tensor gives zeros.
   Rows<Acc> load(const Rows<Acc>& tile, const SequenceView& view, int64_t t, int64_t steps) const {
     if (is_in_place(view)) return in_place(view, t);
     if (view.data == nullptr) {
@@ -124,7 +124,7 @@ struct TaskView {
     return tile;
   }
 
-  // Where steps from t on are written; store() brings them to the tensor if this is not its own memory.
+  // Returns the rows to write steps from t on to: the tensor itself or, if store() has to convert them, the tile.
   Rows<Acc> target(const Rows<Acc>& tile, const SequenceView& view, int64_t t) const {
     return is_in_place(view) ? in_place(view, t) : tile;
   }
@@ -134,7 +134,7 @@ struct TaskView {
     store(view.data, view.offset(batch, t, first_channel), view.stride_channel, view.stride_step, tile, steps);
   }
 
-  // Reads a sequence's state; gives zeros for an absent tensor and for a sequence without a state.
+  // Loads a sequence's state. An absent tensor, and a sequence without a state, give zeros.
   void load_state(const Rows<Acc>& rows, const StateView& view, bool is_input_kind, int64_t sequence, int64_t steps) const {
     if (view.data == nullptr || sequence < 0) return clear(rows, steps);
     load(rows, view.data, is_input_kind, view.offset(sequence, first_channel, 0), view.stride_channel, view.stride_step, steps);
@@ -145,8 +145,8 @@ struct TaskView {
     store(view.data, view.offset(sequence, first_channel, 0), view.stride_channel, view.stride_step, rows, steps);
   }
 
-  // The taps, and the bias or zeros.
-  Rows<Acc> load_parameters(Carver<Acc>& memory, const ConvParams& p) const {
+  // Loads the taps, and the bias or zeros.
+  Rows<Acc> load_parameters(ScratchRows<Acc>& memory, const ConvParams& p) const {
     const Rows<Acc> rows = memory.tile(p.width + 1);
     const auto load_parameter = [&](const Rows<Acc>& target, const ParameterView& view, int64_t taps) {
       load(target, view.data, view.is_input_kind, first_channel * view.stride_channel, view.stride_channel, view.stride_tap,
@@ -160,7 +160,7 @@ struct TaskView {
   }
 };
 
-// visitor(begin, end) for each sequence of a row of the batch.
+// Calls visitor(begin, end) for each sequence of a batch entry.
 template <typename Visitor>
 void for_each_sequence(const ConvParams& p, int64_t batch, const Visitor& visitor) {
   for (int64_t begin = 0; begin < p.seqlen;) {

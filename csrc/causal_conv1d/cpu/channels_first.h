@@ -1,10 +1,11 @@
-// The causal convolution of rows whose steps lie side by side, one sequence each: channel after channel, a SIMD lane is a step.
+// The causal convolution of channels-first tensors, whose steps are contiguous, with one sequence per batch entry. kernel.cpp
+// has the formulas.
 //
-// A chunk of kChunkSteps steps of one channel is converted to the accumulation type behind the width - 1 elements of its past,
-// in scratch memory of the first cache; a tap is then a load from that many elements further on. Forward writes its result
-// straight to the tensor. In float32 the loops are compiled for each width of 2 to 4, with the taps in registers. Backward
-// passes over the chunk once for g, once for the gradient of x, and once for each tap's sum. See kernel.cpp
-// for the formulas.
+// A task takes its channels one by one; a SIMD lane is a step. It converts a chunk of kChunkSteps steps to the accumulation
+// type, into scratch memory behind the width - 1 elements before the chunk, so that tap j is a load at offset j. Chunks fit
+// into the L1 cache. Forward writes its results directly to the tensor. Backward makes one pass over the chunk for g, one for
+// the gradient of x and one per tap for its sum. In float32 the loops are compiled for each width of 2 to 4, with the taps in
+// registers.
 #pragma once
 
 #include <algorithm>
@@ -31,23 +32,23 @@ inline __attribute__((always_inline)) V grad_pre(const V& grad_out, const V& pre
   return has_silu ? grad_out * silu_derivative(pre, sigmoid(pre)) : grad_out;
 }
 
-// Whether forward, and backward, of these params are done here.
-inline bool takes_time_lanes(const ConvParams& p, std::initializer_list<const SequenceView*> others) {
+// Whether these functions take the call; `others` are the outputs, and in backward the gradients.
+inline bool is_channels_first(const ConvParams& p, std::initializer_list<const SequenceView*> others) {
   const auto is_along_time = [](const SequenceView* view) { return view->data == nullptr || view->stride_step == 1; };
   return p.ids.data == nullptr && p.seqlen >= 2 * kMaxLanes && p.x.stride_step == 1 && p.x.stride_channel != 1 &&
          std::all_of(others.begin(), others.end(), is_along_time);
 }
 
-// A row of one channel. Elements [from, from + count) of a tensor are converted to values, or from them.
+// The steps of one channel in a tensor. load() and store() convert steps [from, from + count).
 template <typename Acc, typename Scalar>
-struct TimeRow {
+struct ChannelRow {
   Scalar* data;
 
-  TimeRow(const SequenceView& view, const TaskView<Acc>& task, int64_t lane)
+  ChannelRow(const SequenceView& view, const TaskView<Acc>& task, int64_t lane)
       : data(view.data == nullptr ? nullptr
                                   : static_cast<Scalar*>(view.data) + view.offset(task.batch, 0, task.first_channel + lane)) {}
 
-  // Pads with zeros to a whole vector; gives zeros for an absent tensor.
+  // Pads with zeros to a whole vector. An absent tensor gives zeros.
   void load(Acc* values, int64_t from, int64_t count) const {
     if (data == nullptr) return void(std::fill_n(values, round_up(count, Vec<Acc>::size()), Acc(0)));
     load_row(values, data + from, count);
@@ -57,7 +58,7 @@ struct TimeRow {
   }
 };
 
-// visitor(std::integral_constant<int64_t, w>()) with a width that loops are compiled for, or with 0 for any other width.
+// Calls visitor(std::integral_constant<int64_t, w>()), where w is the width if loops are compiled for it, else 0.
 template <typename Acc, typename Visitor>
 void visit_width(int64_t width, const Visitor& visitor) {
   if constexpr (std::is_same_v<Acc, float>) {
@@ -68,7 +69,7 @@ void visit_width(int64_t width, const Visitor& visitor) {
   visitor(std::integral_constant<int64_t, 0>());
 }
 
-// The parameters of one channel, in registers if the width is compiled in.
+// The parameters of one channel, in registers if the width is a compile-time constant.
 template <typename Acc, int64_t kWidth>
 struct Taps {
   Vec<Acc> in_registers[kWidth > 0 ? kWidth : 1];
@@ -76,7 +77,7 @@ struct Taps {
   Vec<Acc> bias;
   int64_t width;
 
-  // Gathers a lane of the task's rows of parameters.
+  // Gathers one channel's parameters from the task's rows.
   Taps(const ConvParams& p, const Rows<Acc>& parameters, int64_t lane, Acc* memory)
       : weight(memory), bias(parameters[p.width][lane]), width(kWidth > 0 ? kWidth : p.width) {
     for (int64_t j = 0; j < width; ++j) memory[j] = parameters[j][lane];
@@ -94,27 +95,27 @@ struct Taps {
   }
 };
 
-// Room for `past` elements and a chunk behind them, which begins at a whole vector.
+// Allocates `past` elements followed by a chunk, which is aligned to a vector.
 template <typename Acc>
-Acc* continued_chunk(Carver<Acc>& memory, int64_t past) {
+Acc* allocate_chunk(ScratchRows<Acc>& memory, int64_t past) {
   const int64_t before = round_up(past, kMaxLanes);
   return memory.values(before + kChunkSteps) + before - past;
 }
 
 template <typename Acc, typename Scalar, int64_t kWidth>
-void fwd_time_lanes(const ConvFwdParams& p, const TaskView<Acc>& view, Carver<Acc>& memory) {
+void fwd_channels_first(const ConvFwdParams& p, const TaskView<Acc>& view, ScratchRows<Acc>& memory) {
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
   const int64_t past = (kWidth > 0 ? kWidth : p.width) - 1;
   const bool has_silu = p.has_silu;
   const Rows<Acc> parameters = view.load_parameters(memory, p), state = memory.tile(past);
   Acc* const weight = memory.values(p.width);
-  Acc* const e = continued_chunk(memory, past);
+  Acc* const e = allocate_chunk(memory, past);
   view.load_state(state, p.initial_state, true, view.batch, past);
   for (int64_t lane = 0; lane < view.lanes; ++lane) {
     const Taps<Acc, kWidth> taps(p, parameters, lane, weight);
     const auto result = [&](int64_t t) __attribute__((always_inline)) { return activate(taps.pre(e + t), has_silu); };
-    const TimeRow<Acc, Scalar> x_row(p.x, view, lane), out_row(p.out, view, lane);
+    const ChannelRow<Acc, Scalar> x_row(p.x, view, lane), out_row(p.out, view, lane);
     for (int64_t i = 0; i < past; ++i) e[i] = state[i][lane];
     for (int64_t t0 = 0; t0 < p.seqlen; t0 += kChunkSteps) {
       const int64_t steps = std::min(kChunkSteps, p.seqlen - t0);
@@ -155,15 +156,15 @@ Acc dot(const Acc* a, const Acc* b, int64_t count) {
 }
 
 template <typename Acc, typename Scalar, int64_t kWidth>
-void bwd_time_lanes(const ConvBwdParams& p, const TaskView<Acc>& view, Carver<Acc>& memory, const Rows<Acc>& sums) {
+void bwd_channels_first(const ConvBwdParams& p, const TaskView<Acc>& view, ScratchRows<Acc>& memory, const Rows<Acc>& sums) {
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
   const int64_t past = p.width - 1;
   const Rows<Acc> parameters = view.load_parameters(memory, p), state = memory.tile(past), grad_final = memory.tile(past);
   const Rows<Acc> grad_initial = memory.tile(past);
   Acc* const weight = memory.values(p.width);
-  Acc* const e = continued_chunk(memory, past);
-  Acc* const g = continued_chunk(memory, past);
+  Acc* const e = allocate_chunk(memory, past);
+  Acc* const g = allocate_chunk(memory, past);
   Acc* const grad = memory.values(kChunkSteps + past);
   Acc* const ones = memory.values(kChunkSteps);
   std::fill_n(ones, kChunkSteps, Acc(1));
@@ -171,8 +172,9 @@ void bwd_time_lanes(const ConvBwdParams& p, const TaskView<Acc>& view, Carver<Ac
   view.load_state(grad_final, p.grad_final_state, true, view.batch, past);
   for (int64_t lane = 0; lane < view.lanes; ++lane) {
     const Taps<Acc, kWidth> taps(p, parameters, lane, weight);
-    const TimeRow<Acc, Scalar> x_row(p.x, view, lane), grad_out_row(p.grad_out, view, lane), grad_x_row(p.grad_x, view, lane);
-    // Elements [t0, t0 + count) of grad e are in `grad`.
+    const ChannelRow<Acc, Scalar> x_row(p.x, view, lane), grad_out_row(p.grad_out, view, lane),
+        grad_x_row(p.grad_x, view, lane);
+    // Stores elements [t0, t0 + count) of grad e from `grad`.
     const auto store_grad = [&](int64_t t0, int64_t count) {
       int64_t i = 0;
       for (; i < count && t0 + i < past; ++i) grad_initial[t0 + i][lane] = grad[i];
@@ -200,7 +202,7 @@ void bwd_time_lanes(const ConvBwdParams& p, const TaskView<Acc>& view, Carver<Ac
       std::copy_n(e + steps, past, e);
       std::copy_n(g + steps, past, g);
     }
-    // The last elements of grad e, which no later g reaches.
+    // The last width - 1 elements of grad e: every g that they depend on is known.
     for (int64_t i = 0; i < past; ++i) {
       grad[i] = grad_final[i][lane];
       for (int64_t j = i + 1; j < p.width; ++j) grad[i] += weight[j] * g[past + i - j];
