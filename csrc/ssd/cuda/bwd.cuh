@@ -34,7 +34,6 @@
 #include <type_traits>
 
 #include "cuda/launch.cuh"
-#include "cuda/ptx/pdl.cuh"
 #include "ssd/cuda/bwd_chunks.cuh"
 #include "ssd/cuda/bwd_gate.cuh"
 

@@ -1,5 +1,5 @@
 // SSD backward, the second kernel: all gradients, from the states before each chunk and the gradients of the states after each
-// chunk (bwd_states.cuh). It is the adjoint of mamba_ssm's bmm_chunk, chunk_scan and chunk_cumsum. See bwd.cuh for the
+// chunk (state_passing.cuh). It is the adjoint of mamba_ssm's bmm_chunk, chunk_scan and chunk_cumsum. See bwd.cuh for the
 // formulas.
 //
 // A block has one chunk, its group's B and C, and some of the group's heads. It processes their state tiles, of up to

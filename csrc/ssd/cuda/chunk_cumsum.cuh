@@ -139,7 +139,7 @@ struct ChunkCumsum {
   Sum last[count];  // the whole chunk's sum
   bool has_reset[count], starts_with_reset[count];
 
-  // body(chunk, step)
+  // Calls body(k, i) for the lane's step i of each chunk k.
   template <typename Body>
   static __device__ __forceinline__ void for_each(const Body& body) {
 #pragma unroll

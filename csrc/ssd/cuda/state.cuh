@@ -33,7 +33,7 @@ struct State {
   static constexpr int kBlocks = dstate / 8;
   float values[kBlocks][4];
 
-  // body(low, high, is_there, offset) for pairs of neighboring elements, at that offset in a (headdim, dstate) matrix.
+  // Calls body(low, high, is_there, offset) for pairs of neighboring elements, at that offset in a (headdim, dstate) matrix.
   template <typename Self, typename Body>
   static __device__ __forceinline__ void for_each_pair(Self& self, const SsdParams& p, const StateTile& state_tile,
                                                        const FragmentLane& lane, const Body& body) {
@@ -80,7 +80,7 @@ struct State {
     });
   }
 
-  // Callers drop the state instead where a sequence begins in the chunk: zero times Inf would be NaN.
+  // Scales the state. Where a sequence begins in the chunk, callers drop the state instead: zero times Inf would be NaN.
   __device__ __forceinline__ void decay(float chunk_decay) {
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
@@ -102,7 +102,7 @@ struct State {
       __stcg(registers_of(target, n), float4{values[n][0], values[n][1], values[n][2], values[n][3]});
     }
   }
-  // body(values, stored) for each block of columns.
+  // Calls body(values, stored) for each block of columns.
   template <typename Body>
   __device__ __forceinline__ void read_registers(const float* source, const Body& body) {
 #pragma unroll
@@ -180,8 +180,8 @@ struct SegmentSummaries {
   }
 };
 
-// The block of eight steps in one half of the warp's rows, of a matrix whose rows are steps in that order; the lane's step of
-// it.
+// For a matrix whose rows are steps in that order: the block of eight steps in one half of the warp's rows, and the lane's
+// step.
 template <typename Order>
 __device__ __forceinline__ int block_of(const FragmentLane& lane, int half) {
   return Order::block_at(2 * lane.warp + half);

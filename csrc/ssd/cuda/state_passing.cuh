@@ -17,11 +17,11 @@
 //                with zero, and its decay. kBwd folds the summaries of earlier segments, in order, into its first state.
 //   kFwdSummary  the same for forward (scheduler.cuh): the one segment, if any, that ends a block's range inside a work tile.
 //
-// Two consumer warpgroups hold a state tile each, in registers; producer warps copy rows to a pipeline and compute the tables
-// of decays (cuda/pipeline.cuh). fp16 and bf16 inputs of backward are scaled and split into a high and a low part, so
-// that a state is rounded nowhere else; forward's summary rounds them, as forward does. With wgmma a rounded state goes to
-// shared memory and leaves by TMA while products run. With mma.sync it goes through the shared memory of the chunk's head rows,
-// 64 columns at a time; fp32 states are stored from registers, whose pairs fill sectors of memory.
+// Two consumer warpgroups hold a state tile each, in registers. Producer warps copy rows to a pipeline and compute the tables
+// of decays (cuda/pipeline.cuh). For fp16 and bf16, backward's scaled inputs are a hi/lo split, so that a state is rounded
+// nowhere else; forward's summary rounds them, as forward does. With wgmma a rounded state goes to shared memory and leaves by
+// TMA while products run. With mma.sync it goes through the shared memory of the chunk's head rows, 64 columns at a time; fp32
+// states are stored from registers, whose pairs fill sectors of memory.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
