@@ -15,8 +15,6 @@ from typing import Any
 
 from benchmarks.tables import Column, Table, text
 
-__all__ = ["Bars", "judge", "load", "table", "words"]
-
 Bars = Mapping[str, Mapping[str, Mapping[str, float]]]
 
 

@@ -25,22 +25,6 @@ from benchmarks import bars
 from benchmarks.harness import Stages, machine, measure, on_h200, peak_bytes
 from benchmarks.tables import DIRECTIONS, Row, Table, median, show
 
-__all__ = [
-    "PEER",
-    "Benchmark",
-    "Contender",
-    "Contest",
-    "Run",
-    "Turns",
-    "leaves_of",
-    "main",
-    "outputs_of",
-    "recorded_figures",
-    "relative_error",
-    "speedups",
-    "wrong_results",
-]
-
 PEER = "mamba_ssm"
 Result = dict[str, Any]
 Function = Callable[..., Any]

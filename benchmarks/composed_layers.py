@@ -15,8 +15,6 @@ from ssm_kernels import nn, selective_scan, ssd_chunk_scan
 from ssm_kernels.nn.common import wide_dtype
 from ssm_kernels.nn.mamba2 import GatedRMSNorm
 
-__all__ = ["mamba", "mamba2"]
-
 
 def mamba(layer: nn.Mamba, hidden_states: Tensor) -> Tensor:
     """``layer(hidden_states)``."""

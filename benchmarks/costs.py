@@ -11,8 +11,6 @@ from typing import Any, NamedTuple
 
 from benchmarks.labels import label
 
-__all__ = ["costs_block", "replace_costs"]
-
 Result = dict[str, Any]
 
 BEGIN, END = "<!-- costs: written by benchmarks/report.py -->", "<!-- end of costs -->"

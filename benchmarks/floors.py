@@ -15,8 +15,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["H200_RATES", "SLOTS_PER_UPDATE", "floors"]
-
 # Per second, of one H200, 132 SMs at 1.83 GHz: bytes of a copy (measured); special functions, 16 per SM and clock; instructions
 # of one lane, 128 per SM and clock.
 H200_RATES = {"copy": 4.257e12, "special functions": 3.87e12, "issue": 30.9e12}

@@ -20,21 +20,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "Measurement",
-    "Stages",
-    "Timing",
-    "available_memory",
-    "driver_version",
-    "machine",
-    "measure",
-    "on_h200",
-    "peak_bytes",
-    "sets_beyond_cache",
-    "time_graph",
-    "time_host",
-]
-
 Stages = Sequence[Callable[..., Any]]
 
 _CACHE_WRITES = 8

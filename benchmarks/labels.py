@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = ["ALIASES", "label"]
-
 # ssm_kernels.reference.ALIASES by canonical name: the reports are written where torch may be missing.
 ALIASES = {"zoh_exact": "foh"}
 

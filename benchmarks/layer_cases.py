@@ -24,8 +24,6 @@ from benchmarks.harness import Stages, peak_bytes, sets_beyond_cache, time_graph
 from benchmarks.operator_cases import Convolution, Norm, measure_operator
 from ssm_kernels.models import MambaConfig, MambaLM
 
-__all__ = ["Case", "DecodeCase", "GenerationCase", "LanguageModelCase", "LatencyCase", "LayerCase", "ModelCase", "OperatorCase"]
-
 Figures = dict[str, Any]
 
 # Relative L2 errors in bfloat16 beyond which a result is wrong; rounding the exact result makes 1.7e-3, a layer some 5e-3.

@@ -20,8 +20,6 @@ from benchmarks.benchmark import Contender, Contest, Function, Run, Turns, outpu
 from benchmarks.tables import DIRECTIONS, Column, figure, ratio, throughput
 from ssm_kernels import reference
 
-__all__ = ["EPS", "Convolution", "Norm", "gradients_like", "measure_operator", "operator_columns"]
-
 EPS = 1e-5
 # How many steps of the first sequence are compared with the reference. No operator's step depends on later ones.
 COMPARED_STEPS = 256

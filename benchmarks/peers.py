@@ -12,28 +12,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-__all__ = [
-    "RECORDED_GATED_SCAN",
-    "RECORDED_LAYERS",
-    "RECORDED_MODELS",
-    "RECORDED_REPLAYS",
-    "RECORDED_SCAN",
-    "RECORDED_SSD",
-    "RECORDED_STATE_UPDATE",
-    "SOURCE",
-    "GatedScan",
-    "causal_conv1d",
-    "described",
-    "described_gated_scans",
-    "gated_scans",
-    "language_model",
-    "layer_operators",
-    "layers",
-    "selective_scan",
-    "ssd",
-    "state_update",
-]
-
 SOURCE = "state-spaces/mamba e9594ce, torch 2.11.0+cu130, Triton 3.6.0, on one H200"
 
 # By triton.testing.do_bench, median, seconds. The step: by (batch, heads, dim, dstate), state in float32.

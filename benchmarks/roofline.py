@@ -22,8 +22,6 @@ from matplotlib.ticker import LogLocator, NullLocator
 from benchmarks.floors import SLOTS_PER_UPDATE, floors
 from benchmarks.style import COLORS, STYLE
 
-__all__ = ["draw", "draw_shares"]
-
 _OURS, _PEER, _GREY = COLORS[1], COLORS[2], "#767676"
 _MARKERS = {
     "bfloat16, dstate 16": "o",

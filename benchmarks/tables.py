@@ -11,27 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = [
-    "DIRECTIONS",
-    "Column",
-    "Figures",
-    "Result",
-    "Row",
-    "Table",
-    "by_direction",
-    "cell",
-    "error_column",
-    "figure",
-    "largest_errors",
-    "markdown",
-    "median",
-    "over",
-    "ratio",
-    "show",
-    "text",
-    "throughput",
-]
-
 Row = Mapping[str, Any]
 Figures = Mapping[str, Any]
 Result = Mapping[str, Any]

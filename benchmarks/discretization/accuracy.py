@@ -12,8 +12,6 @@ from torch import Tensor
 import ssm_kernels
 from benchmarks.discretization.signals import SAMPLINGS, Response, System
 
-__all__ = ["DC_STEP", "Accuracy", "Convergence", "measure_accuracy", "observed_order"]
-
 DC_STEP = 0.1
 """The largest step of Mamba's initialization."""
 

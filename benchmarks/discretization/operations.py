@@ -14,8 +14,6 @@ import torch
 
 from benchmarks.harness import Stages, Timing, measure
 
-__all__ = ["Operation", "time_operations"]
-
 
 @dataclass(frozen=True)
 class Operation:

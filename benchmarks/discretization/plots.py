@@ -24,8 +24,6 @@ from benchmarks.discretization.scans import Scan
 from benchmarks.labels import label
 from benchmarks.style import COLORS, STYLE
 
-__all__ = ["FORMATS", "draw", "figure_of"]
-
 FORMATS = ("png", "pdf", "svg")
 
 

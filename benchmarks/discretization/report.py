@@ -19,8 +19,6 @@ from benchmarks.harness import Timing
 from benchmarks.labels import label
 from benchmarks.tables import Column, Table, show
 
-__all__ = ["Report"]
-
 
 @dataclass
 class Report:

@@ -15,8 +15,6 @@ from benchmarks.benchmark import Contender
 from benchmarks.harness import Stages, Timing, measure
 from ssm_kernels import reference
 
-__all__ = ["Scan", "ScanSize", "loop_bytes", "loop_scan", "scan_bytes", "scan_inputs", "scan_stages", "time_scans"]
-
 
 @dataclass(frozen=True)
 class ScanSize:

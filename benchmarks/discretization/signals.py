@@ -20,19 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = [
-    "FINEST_STEP",
-    "HOLDS",
-    "REFINEMENT",
-    "SAMPLINGS",
-    "Recording",
-    "Response",
-    "System",
-    "load_recording",
-    "recording",
-    "sinusoids",
-]
-
 FINEST_STEP = 0.001
 """The smallest step of Mamba's initialization, in units of time in which A is -1 .. -dstate."""
 
