@@ -305,6 +305,9 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
     settings = {"trials": run.trials, "warmup": run.warmup, **context.pop("settings", {})}
     result: Result = {"benchmark": benchmark.name, "machine": machine(run.device), "settings": settings, **context, "rows": []}
 
+    for key in context.keys() & {"peer", "peers"}:
+        print(f"{key}: {context[key]}")
+
     def write() -> None:
         if run.options.json is not None:
             run.options.json.write_text(json.dumps(benchmark.layout(result), indent=2, default=str) + "\n")
