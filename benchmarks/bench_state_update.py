@@ -222,7 +222,8 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    return {"peer": peers.described(peers.state_update()), "settings": {"cases": [asdict(case) for case in CASES]}}
+    settings = {"cases": [asdict(case) for case in CASES]}
+    return {"peer": peers.described(peers.state_update()), "settings": settings, "host_seconds": {}}
 
 
 BENCHMARK = Benchmark(

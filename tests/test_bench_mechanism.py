@@ -174,3 +174,17 @@ def test_page_has_every_table():
         for word in ("missed", "goal", " bar "):
             assert word not in section, word
     assert "| a norm | 10.0 ± 10 % | 10.0 | 1.00 | 10.0 ± 10 % | 10.0 | 1.00 | 20.0 | 10.0 |" in report.section(committed[-1])
+
+
+@pytest.mark.parametrize("path", sorted(report.DOCS.glob("benchmarks/NVIDIA*.json")), ids=lambda path: path.stem)
+def test_results_of_a_run_that_ended_early(path, tmp_path):
+    """The JSON file after the first case, without the measurements that follow the cases, makes a page and its figure."""
+    result = json.loads(path.read_text())
+    result |= {"rows": result["rows"][:1]} | {key: type(result[key])() for key in ("layers", "host_seconds") if key in result}
+    early = tmp_path / "early.json"
+    early.write_text(json.dumps(result))
+    assert report.main([str(early), "--output", str(tmp_path)]) == 0
+    assert (
+        result["rows"][0].get("name", result["rows"][0].get("sizes", "selective_scan"))
+        in (tmp_path / "NVIDIA_H200.md").read_text()
+    )
