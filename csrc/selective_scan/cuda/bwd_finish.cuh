@@ -1,8 +1,8 @@
-// The last step of backward on CUDA: adds up what the blocks left in the workspace, in the order of their tiles, batch entries
-// and segments, and writes the gradients in their own type and strides.
+// The last kernel of the selective scan's backward on CUDA: adds the blocks' partial sums in a fixed order, of tiles, batch
+// entries and segments, and writes the gradients in their own type and strides.
 //
-// One launch does all sums; a range of its blocks belongs to each. A thread takes one element of one sum, neighbors along the
-// innermost dimension of the partial_sums.
+// One launch computes all sums, each in its own range of blocks. A thread computes one element; neighboring threads read
+// neighboring elements of the partial sums.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@
 namespace ssm_kernels::selective_scan {
 
 constexpr int kFinishThreads = 256;
-// Launches are numbered in 31 bits; what is more goes round again.
+// Larger sums loop over their blocks.
 constexpr int64_t kFinishMaxBlocks = int64_t(1) << 20;
 
 // grad_B or grad_C from (batch, groups * parts, dstate, padded_steps).
@@ -38,7 +38,7 @@ struct FinishPlan {
   int64_t dstate = 0, seqlen = 0, padded_steps = 0, rows = 0, blocks = 0;
 };
 
-// The sum of `count` values, `stride` apart, four loads under way at a time.
+// The sum of `count` values, `stride` apart, with four loads in flight.
 template <typename Acc>
 __device__ __forceinline__ Acc sum_strided(const Acc* source, int64_t count, int64_t stride) {
   Acc sum = 0;
@@ -85,7 +85,7 @@ cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const PartialSums
   finish.seqlen = p.seqlen;
   finish.padded_steps = partial_sums.padded_steps;
   finish.rows = p.batch * partial_sums.segments;
-  const auto take_blocks = [&](auto& sum) {
+  const auto assign_blocks = [&](auto& sum) {
     sum.first_block = finish.blocks;
     sum.blocks = std::min((sum.count + kFinishThreads - 1) / kFinishThreads, kFinishMaxBlocks);
     finish.blocks += sum.blocks;
@@ -96,7 +96,7 @@ cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const PartialSums
     sum.target = target;
     sum.parts = partial_sums.tiles / target.groups;
     sum.count = p.batch * target.groups * p.dstate * p.seqlen;
-    take_blocks(sum);
+    assign_blocks(sum);
   };
   add_matrix(finish.matrices[0], p.grad_B, partial_sums.grad_B);
   add_matrix(finish.matrices[1], p.grad_C, partial_sums.grad_C);
@@ -107,7 +107,7 @@ cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const PartialSums
     sum.source = source;
     sum.target = target;
     sum.count = count;
-    take_blocks(sum);
+    assign_blocks(sum);
   };
   add_rows(p.grad_A, partial_sums.grad_A, p.dim * p.dstate);
   if (!p.grad_B.per_step) add_rows(p.grad_B.data, partial_sums.grad_constant_B, p.dim * p.dstate);

@@ -1,10 +1,12 @@
-// What all scans share on the device: a block's place in the work and its rows, a step's transition, states in global memory.
+// Device code that the warp, sequential and short scans share: the part of a call that a block computes, its rows, the
+// transition of one step, and states and partial sums in global memory.
 #pragma once
 
 #include <type_traits>
 
 #include "common/activations.h"
 #include "common/discretization.h"
+#include "cuda/opaque.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/vector_io.cuh"
 #include "selective_scan/cuda/launch.h"
@@ -13,6 +15,7 @@ namespace ssm_kernels::selective_scan {
 
 using cuda::AccumulateType;
 using cuda::from_accumulate;
+using cuda::opaque;
 using cuda::to_accumulate;
 using cuda::Vector;
 
@@ -21,15 +24,11 @@ static_assert(kVectorBytes == cuda::kCpAsyncBytes, "tiles are filled by asynchro
 template <typename T>
 constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
 
-// The same value, but the compiler does not know. What a thread moves of a tile has the same place in all tiles, and what
-// follows from it would be kept in registers from tile to tile, which has none to spare.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
+// The thread's index, opaque: addresses that follow from it are computed again for each tile instead of occupying registers
+// from tile to tile.
+__device__ __forceinline__ int opaque_thread() { return opaque(static_cast<int>(threadIdx.x)); }
 
-// A block's batch entry, channels and steps. It lies in shared memory: read where it is needed, it takes no registers in
-// between.
+// A block's batch entry, channels and steps. It is kept in shared memory and read on use, so it occupies no registers.
 struct Position {
   int64_t batch, segment, tile;
   int64_t first_channel;
@@ -48,19 +47,19 @@ struct Position {
     begin = segment * partition.segment_steps;
     end = segment + 1 == partition.segments ? p.seqlen : begin + partition.segment_steps;
   }
-  // Of a tile of `tile_steps` that starts at t0, how many exist.
+  // The number of steps, at most `tile_steps`, from t0 to the end of the block's segment.
   __device__ __forceinline__ int steps_from(int64_t t0, int tile_steps) const {
     return static_cast<int>(min(end - t0, int64_t(tile_steps)));
   }
 };
 
-// Of the block's first channel in its batch entry.
+// The row of the block's first channel in its batch entry.
 template <typename Scalar>
 __device__ __forceinline__ Scalar* first_row(const SequenceView& view, const Position& at) {
   return static_cast<Scalar*>(view.data) + at.batch * view.stride_batch + at.first_channel * view.stride_dim;
 }
 
-// Of the block's group in its batch entry, at the first state and step; null where the matrix is constant.
+// The first state and step of the block's group in its batch entry; null where the matrix is constant.
 template <typename Scalar>
 __device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const SelectiveScanParams& p, const Position& at) {
   if (!view.per_step) return nullptr;
@@ -68,7 +67,7 @@ __device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const
   return static_cast<const Scalar*>(view.data) + at.batch * view.stride_batch + group * view.stride_channel;
 }
 
-// A block's rows, which lie in shared memory beside Position, for the same reason.
+// The block's rows of each tensor, in shared memory for the same reason as Position.
 template <typename Scalar>
 struct FwdRows {
   Scalar *u, *delta, *z, *out;
@@ -99,15 +98,14 @@ struct BwdRows {
         C(first_row<Scalar>(p.C, p, at)) {}
 };
 
-// What A is multiplied by once so that z = delta A enters the exponential without another multiplication.
+// A is multiplied by this factor once, so that delta A is the exponent of a power of two. (ex2 is the hardware's exponential.)
 template <typename Method, typename Acc>
 constexpr Acc kScaleOfA = Method::kExponential ? Acc(kLog2E) : Acc(1);
 
-// Stands for a method that the kernel reads from its parameters. The kernel branches outside of its inner loops.
+// A method that the kernel reads from its parameters; the kernel branches outside its inner loops.
 struct RuntimeMethod {};
 
-// visit(Zoh{}), visit(ZohExact{}), ...: Method, or the one of the call. Nothing that follows from it stays in a register until
-// later.
+// Calls visit(Method{}), or visit(Zoh{}), visit(ZohExact{}), ... by the parameters.
 template <typename Method, typename Visitor>
 __device__ __forceinline__ void visit_method(const SelectiveScanParams& p, const Visitor& visit) {
   if constexpr (std::is_same_v<Method, RuntimeMethod>) {
@@ -130,7 +128,7 @@ __device__ __forceinline__ bool has_unit_gain(const SelectiveScanParams& p) {
   return has;
 }
 
-// z and the method's basis for a scaled A.
+// z and the method's basis, computed from delta and the scaled A.
 template <typename Method, typename Acc>
 struct Transition {
   Acc z, basis;
@@ -155,7 +153,7 @@ struct Transition {
   }
 };
 
-// Into (rows, dim, dstate).
+// The offset of an element of a (rows, dim, dstate) tensor.
 __device__ __forceinline__ int64_t state_offset(const SelectiveScanParams& p, int64_t row, int64_t channel, int state) {
   return (row * p.dim + channel) * p.dstate + state;
 }
@@ -165,16 +163,16 @@ __device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, 
   return static_cast<const Acc*>(view.data)[batch * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
 }
 
-// What the segment before (in backward: after) hands on, folded into the state that it started from. A state of zero stays one
-// even if the segment's decay has overflowed.
+// The state after a segment, decay * state + carry; in backward the adjoint before it. A zero state gives the carry itself,
+// also if the decay has overflowed.
 template <typename Acc>
 __device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, int64_t offset, Acc state) {
   const Acc carry = static_cast<const Acc*>(partition.carry)[offset];
   return state == 0 ? carry : Math<Acc>::fma(static_cast<const Acc*>(partition.decay)[offset], state, carry);
 }
 
-// Leaves what a block adds to the gradient of B or of C, of one state at `size` steps from `step` on, of which `valid` exist,
-// for others' to be added to; of a group that is one tile it is the gradient.
+// Stores a block's partial sum of grad_B or grad_C for one state and `size` steps from `step` on, of which `valid` exist. If
+// the group is one tile, the sum is complete and goes to the gradient itself.
 template <typename Scalar, typename Acc, int size>
 __device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p, const ChannelPartition& partition,
                                                  const PartialSums& partial_sums, const Position& at, bool is_B, int state,
@@ -185,22 +183,37 @@ __device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p
     sum.store_once(partial + row * partial_sums.padded_steps + step);
   } else if (const MatrixView& target = is_B ? p.grad_B : p.grad_C; target.per_step) {
     const int64_t group = at.first_channel / (p.dim / target.groups);
-    Scalar* const place = static_cast<Scalar*>(target.data) + at.batch * target.stride_batch + group * target.stride_channel +
-                          state * target.stride_state + step * target.stride_step;
+    Scalar* const grad = static_cast<Scalar*>(target.data) + at.batch * target.stride_batch + group * target.stride_channel +
+                         state * target.stride_state + step * target.stride_step;
 #pragma unroll
     for (int j = 0; j < size; ++j) {
-      if (j < valid) place[j * target.stride_step] = from_accumulate<Scalar>(sum[j]);
+      if (j < valid) grad[j * target.stride_step] = from_accumulate<Scalar>(sum[j]);
     }
   }
 }
 
-// Carves a block's shared memory into arrays.
-class Carver {
+// `count` neighboring elements between memory and an array in registers.
+template <typename T, int count>
+__device__ __forceinline__ void load_array(const T* source, T (&values)[count]) {
+  const auto vector = Vector<T, count>::load(source);
+#pragma unroll
+  for (int j = 0; j < count; ++j) values[j] = vector[j];
+}
+template <typename T, int count>
+__device__ __forceinline__ void store_array(T* target, const T (&values)[count]) {
+  Vector<T, count> vector;
+#pragma unroll
+  for (int j = 0; j < count; ++j) vector.set(j, values[j]);
+  vector.store(target);
+}
+
+// Allocates arrays in a block's shared memory. With a null base it only counts bytes.
+class SharedAllocator {
  public:
-  SSM_HOST_DEVICE explicit Carver(unsigned char* memory) : begin_(memory), next_(memory) {}
+  SSM_HOST_DEVICE explicit SharedAllocator(unsigned char* memory) : begin_(memory), next_(memory) {}
 
   template <typename T>
-  SSM_HOST_DEVICE T* take(int count) {
+  SSM_HOST_DEVICE T* allocate(int count) {
     T* const array = reinterpret_cast<T*>(next_);
     next_ += (static_cast<size_t>(count) * sizeof(T) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
     return array;

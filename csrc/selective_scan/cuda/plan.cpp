@@ -16,21 +16,21 @@ namespace {
 
 constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
-// Whether vectors that start at multiples of their size within each of these strides are aligned in memory.
+// Whether the data and each of these strides are multiples of kVectorBytes.
 bool is_aligned(const void* data, int64_t bytes, std::initializer_list<int64_t> strides) {
   const auto aligned = [](int64_t offset) { return offset % kVectorBytes == 0; };
   return aligned(reinterpret_cast<int64_t>(data)) &&
          std::all_of(strides.begin(), strides.end(), [&](int64_t stride) { return aligned(stride * bytes); });
 }
 
-// An absent tensor can be moved in any way.
+// An absent tensor has every layout.
 bool is_along_steps(const SequenceView& view, int64_t bytes) {
   return view.data == nullptr || (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_dim}));
 }
 bool is_along_channels(const SequenceView& view, int64_t bytes) {
   return view.data == nullptr || (view.stride_dim == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_step}));
 }
-// Whether a tile's first channel is a multiple of the vector's size.
+// Whether every tile's first channel is a multiple of the vector's size.
 bool has_aligned_tiles(const SelectiveScanParams& p, const ChannelPartition& partition, int64_t bytes) {
   return (partition.span == p.dim || partition.span * bytes % kVectorBytes == 0) &&
          partition.block_channels * bytes % kVectorBytes == 0;
@@ -54,7 +54,7 @@ VectorAccess access_of(const MatrixView& view, const SelectiveScanParams& p, int
   return VectorAccess::kSingly;
 }
 
-// Shares out the channels, `block_channels` to a block.
+// Divides the channels into tiles of `block_channels`.
 void set_tiles(ChannelPartition& partition, const SelectiveScanParams& p, int block_channels) {
   partition.block_channels = block_channels;
   partition.span = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
@@ -62,7 +62,7 @@ void set_tiles(ChannelPartition& partition, const SelectiveScanParams& p, int bl
   partition.tiles = p.dim / partition.span * partition.tiles_per_span;
 }
 
-// Cuts time into at most `segments` segments of whole tiles.
+// Divides time into at most `segments` segments, each a multiple of a tile.
 void set_segments(ChannelPartition& partition, const SelectiveScanParams& p, int64_t segments, int64_t tile_steps) {
   const int64_t tiles = divide_up(p.seqlen, tile_steps);
   const int64_t tiles_per_segment = divide_up(std::max<int64_t>(1, tiles), std::max<int64_t>(1, segments));
@@ -71,7 +71,7 @@ void set_segments(ChannelPartition& partition, const SelectiveScanParams& p, int
   partition.launched_segments = partition.segments;
 }
 
-// What a block takes in the carry pass or in the other, whichever is more.
+// Shared memory of a block: the larger of the carry pass and the main pass.
 template <typename Scalar, typename Params>
 int64_t warp_scan_shared_bytes(const Params& p, warp_scan::ScanPlan plan) {
   const auto of_pass = [&](bool carry_pass) {
@@ -85,8 +85,8 @@ int64_t warp_scan_shared_bytes(const Params& p, warp_scan::ScanPlan plan) {
   return std::max(of_pass(false), of_pass(true));
 }
 
-// At most `block_channels` to a block; fewer where their states do not fit into its shared memory, and where those of one do
-// not, fewer states to a slice, but not fewer than a vector's.
+// Halves `block_channels` until a block's states fit into shared memory. If one channel's do not fit, halves the slice, down to
+// a vector of states.
 template <typename Scalar, typename Params>
 void set_tiles_that_fit(warp_scan::ScanPlan& plan, const Params& p, int block_channels, const DeviceLimits& device) {
   plan.dstate = cuda::Divisor(p.dstate);
@@ -106,7 +106,7 @@ void set_accesses(ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes) {
   plan.C = access_of(p.C, p, bytes);
 }
 
-constexpr int64_t kWarpScanResidentWarps = 16;  // of a multiprocessor, by the registers that the kernels take
+constexpr int64_t kWarpScanResidentWarps = 16;  // per multiprocessor, limited by registers
 
 template <typename Scalar>
 warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const DeviceLimits& device) {
@@ -118,7 +118,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
   const int64_t resident = device.multiprocessors * kWarpScanResidentWarps;
 
-  // Many channels need no more lanes each; that cut is not compiled for doubles.
+  // Enough channels fill the device with fewer lanes each. That shape is not compiled for doubles.
   warp_scan::ScanPlan plan;
   const bool fills = many >= resident * 3 / 8 || p.seqlen <= Many::tile_steps(kIsDouble);
   const bool has_constants = !p.B.per_step || !p.C.per_step;
@@ -133,7 +133,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   if (plan.config == FwdConfig::kFewChannels) {
     plan.slice = Few::kSlice;
     set_tiles_that_fit<Scalar>(plan, p, Few::kTileChannels, device);
-    // The carry pass takes as long as a whole one: a few segments gain nothing.
+    // The carry pass takes as long as the main pass, so a few segments gain nothing.
     if (few > 0 && few * 8 < resident) {
       segments = std::min(resident / few, divide_up(p.seqlen, 4 * Few::tile_steps(kIsDouble)));
       if (segments < 4) segments = 1;
@@ -146,7 +146,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   return plan;
 }
 
-// Of as many segments as the blocks leave room for.
+// Backward has as many segments as fill the device.
 template <typename Scalar>
 warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const DeviceLimits& device) {
   using Sizes = warp_scan::BwdSizes;
@@ -166,7 +166,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   return plan;
 }
 
-// writes_dense: also dense tensors of the same layout, (batch, dim, seqlen), which need not be among the sequences.
+// writes_dense: the kernel also writes dense (batch, dim, seqlen) tensors of the same layout that may not be in `sequences`.
 void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int64_t bytes,
                   std::initializer_list<const SequenceView*> sequences, bool writes_dense) {
   const auto all = [&](const auto& holds) {
@@ -180,20 +180,21 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
   plan.C = access_of(p.C, p, bytes);
 }
 
-// Whether the sequential kernel can do a call, not of doubles.
+// Whether the short scan supports a call. It has no doubles.
 bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
   return short_scan::kSharedBytes <= device.shared_bytes_per_block && p.B.per_step && p.C.per_step &&
          p.dstate <= short_scan::kStates && p.seqlen > 0 && p.seqlen <= short_scan::kMostSteps &&
          p.dim <= std::numeric_limits<int32_t>::max();
 }
 
-// Whether walking can do a call, not of doubles, that takes `shared_bytes` of a block.
+// Whether the sequential scan supports a call that needs `shared_bytes` per block. It has no doubles.
 bool can_be_sequential(const SelectiveScanParams& p, const DeviceLimits& device, size_t shared_bytes) {
   return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates &&
          static_cast<int64_t>(shared_bytes) <= device.shared_bytes_per_block;
 }
 
-// Whether it keeps its lanes busy: with states, with channels, with vectors, with as many blocks as it is made for.
+// Whether the sequential scan is efficient: enough states and channels per tile, vector loads, and kResidentBlocks blocks per
+// multiprocessor.
 bool suits_sequential(const SelectiveScanParams& p, const sequential::ScanPlan& plan, const DeviceLimits& device,
                       size_t shared_bytes) {
   const int64_t bytes =
@@ -240,7 +241,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
   if constexpr (!std::is_same_v<Scalar, double>) {
     const size_t shared_bytes = sequential::bwd_shared_bytes<Scalar>();
     if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
-      constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;  // the carry pass's, of whole tiles of walking
+      constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;  // the carry pass's; a multiple of the sequential tile
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       // The plan, and with it every bit of a gradient, does not depend on which of the others are needed.
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z},

@@ -1,5 +1,5 @@
-// How a call of the selective scan is cut for a device: by which of the three ways, and how each shares out channels and time.
-// Plain data to plain data; what it decides depends on sizes, strides and the device only.
+// Chooses the kernel of a call (sequential, short or warp scan) and divides its channels and time among blocks. The choice
+// depends on sizes, strides and the device only.
 #pragma once
 
 #include <cstdint>
@@ -11,24 +11,22 @@
 
 namespace ssm_kernels::selective_scan {
 
-// What the cut depends on.
 struct DeviceLimits {
   int64_t multiprocessors = 0, shared_bytes_per_block = 0;
-  // Of a multiprocessor in all, and what each block takes beside its own.
+  // Shared memory of a multiprocessor, and what the system reserves of it per block.
   int64_t shared_bytes = 0, reserved_shared_bytes_per_block = 0;
 };
 
-// Either a preference, followed where the way can do the call, or the faster one. The values of
-// DebugOption::kSelectiveScanKernel.
+// The faster kernel, or one of the two if it supports the call. The values of DebugOption::kSelectiveScanKernel.
 enum class KernelChoice : int { kFaster, kSequential, kWarpScan };
 
 struct Plan {
   bool is_sequential = false, is_short = false;
   short_scan::ScanPlan short_scan;
   sequential::ScanPlan sequential;
-  // Of the carry pass too, where it is walking that has segments: the same ones.
+  // Also the plan of the sequential scan's carry pass, with the same segments.
   warp_scan::ScanPlan warp_scan;
-  // Of a block of any of its launches, the most. More than the device's limit only if no cut of the call fits.
+  // The largest of the call's launches, per block. Above the device's limit only if no tile size fits.
   int64_t shared_bytes = 0;
 
   const ChannelPartition& partition() const {
@@ -39,11 +37,11 @@ struct Plan {
 
 template <typename Scalar>
 Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, KernelChoice choice);
-// Whether it walks does not depend on the layout of grad_out: one that does not fit (has_layout) is for the caller to copy.
+// The choice does not depend on grad_out's layout: the caller copies a grad_out without has_layout.
 template <typename Scalar>
 Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, KernelChoice choice);
 
-// Whether a tensor can be moved as the plan moves the others.
+// Whether a tensor can be moved in the plan's vectors.
 template <typename Scalar>
 bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan);
 

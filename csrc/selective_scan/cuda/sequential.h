@@ -1,10 +1,9 @@
-// Selective scan on CUDA with walking lanes: how the work is cut.
+// Sequential selective scan on CUDA: tile sizes, plan and launches.
 //
-// A lane has kLaneStates states of two channels in registers; kStateLanes neighboring lanes share a channel, and with it its up
-// to kStates states. A block takes its tile of channels through time some steps at a time. What does not depend on the state
-// (step sizes, gates, conversions) is done once for each element of a tile, by other warps, which read and write it and hand it
-// to the lanes through shared memory; the rows of B and C that belong to the tile lie there too, staged once for all its
-// channels.
+// kStateLanes neighboring lanes share a channel, and with it up to kStates states; a lane holds kLaneStates states of each of
+// kLaneChannels channels in registers. A block scans a tile of kTileChannels channels, some steps at a time. Consumer warps run
+// the recurrence. Producer warps do the work that does not depend on the state (step sizes, gates, conversions), once per
+// element, and pass the results through shared memory together with the rows of B and C.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,19 +19,18 @@ constexpr int kStateLanes = 4;
 constexpr int kLaneStates = 4;
 constexpr int kStates = kStateLanes * kLaneStates;
 constexpr int kLaneChannels = 2;
-constexpr int kGroupSteps = 4;  // that a lane takes between two loads
+constexpr int kGroupSteps = 4;  // steps that a lane computes between two loads
 
-// Warps of a block that walk, and that move.
 constexpr int kConsumerWarps = 4, kProducerWarps = 4;
 constexpr int kTileChannels = kWarpSize / kStateLanes * kLaneChannels * kConsumerWarps;
-constexpr int kResidentBlocks = 2;  // of a multiprocessor
-// Of a tile of backward: it starts from a saved state.
+constexpr int kResidentBlocks = 2;  // per multiprocessor
+// Backward's tile is a chunk: it starts from a saved state.
 constexpr int kBwdTileSteps = static_cast<int>(chunk_length(kStates));
-// Of a tile of forward: what lets a multiprocessor have kResidentBlocks.
+// Forward's tile is small enough for kResidentBlocks blocks per multiprocessor.
 constexpr int fwd_tile_steps(int scalar_bytes) { return scalar_bytes == 2 ? 32 : 16; }
 
 struct ScanPlan : ChannelPartition {
-  // Of the tensors (batch, dim, seqlen) together: whether they can be moved by vectors, and along which dimension.
+  // Whether all (batch, dim, seqlen) tensors can be moved in vectors, and along which dimension.
   bool has_vectors = false, along_channels = false;
   VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
 };

@@ -1,4 +1,4 @@
-// Selective scan, backward, on CUDA.
+// Selective scan, backward, on CUDA: sequential in time, parallel over channels and states.
 //
 // With y_t = <C_t, h_t> + D u_t, out_t = y_t silu(z_t) and dy_t = grad_out_t silu(z_t), the adjoint g of the state runs against
 // time,
@@ -14,18 +14,17 @@
 //   grad_B_t     = sum_d g_t delta_t u_t k
 //   grad_C_t     = sum_d dy_t h_t
 //
-// sequential.h says how the work is cut; warps are walkers and movers, as in forward. Tiles are taken from the last to
-// the first. A tile is a chunk: it starts from the state that forward saved. Walkers take their states through it twice:
-// * forwards, leaving the state before each group of steps in shared memory, each thread its own;
-// * backwards, group by group: from that state forwards through the group once more, now with every state and coefficient in
-//   registers, then backwards with the adjoint.
-// What a group adds to sums over states is added up over the state lanes, and takes the place of delta, delta u and dy. What it
-// adds to sums over channels is added up over the rows of a warp, and over the walking warps at the end of the tile; what is
-// left, sums over the tiles of channels, is for another kernel. Every order of additions is fixed.
+// sequential.h describes tiles, lanes and states per lane; sequential_fwd.cuh the producer and consumer warps. A block scans
+// its tiles from the last to the first. A tile is one chunk and starts from the state that forward saved. Consumers take two
+// passes:
+// * forwards through the tile, where each thread stores its states before each group of steps in shared memory;
+// * backwards, group by group: they recompute the group's states and coefficients in registers from the stored state, then run
+//   the adjoint through the group.
+// A group's sums over states are added over the state lanes and overwrite delta, delta u and dy. Its sums over channels are
+// added over the rows of a warp, at the end of the tile over the warps, and over tiles of channels by bwd_finish.cuh. Every
+// order of additions is fixed. Producers read a tile's tensors twice: for delta, delta u and dy, and again for the gradients.
 //
-// Movers read the tensors of a tile twice: before, for delta, delta u and dy; and after, for the gradients.
-//
-// The bound is the rate at which instructions are issued.
+// The limit is the issue rate.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -35,7 +34,7 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Registers of a thread, where the device lets warps trade them.
+// Registers per thread after setmaxnreg.
 constexpr int
     kConsumerRegisters = 144,
     kProducerRegisters =

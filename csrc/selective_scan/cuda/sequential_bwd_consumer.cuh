@@ -1,20 +1,19 @@
-// Selective scan, backward, on CUDA: the warps that walk through time. sequential_bwd.cuh says what is computed and how the
-// work is shared.
+// Selective scan, backward, on CUDA, sequential: the consumer warps. sequential_bwd.cuh describes the whole kernel.
 //
-// A walking thread has kLaneStates states of two channels. Of a group of kGroupSteps steps it knows, once it has walked
-// through it forwards, each h_t and each coefficient; walking backwards with the adjoint g it adds to sums over states (which
-// the kStateLanes lanes of a channel then exchange), to sums over channels (which the rows of the warp exchange) and to the
-// gradient of A, its own to the end.
+// A consumer thread holds kLaneStates states of two channels. For a group of kGroupSteps steps it first recomputes each h_t and
+// each coefficient forwards, then runs the adjoint g backwards. It adds to sums over states, exchanged among the kStateLanes
+// lanes of a channel, to sums over channels, exchanged among the rows of the warp, and to the gradient of A, which it keeps in
+// registers.
 //
-// Where a sum over lanes is of as many values as there are lanes, each exchange halves the values that a lane holds: it keeps
-// one register of two and sends the other. Lane's permutation makes these the same registers in all lanes.
+// A sum over n lanes of n values takes log2(n) exchanges, each of which halves the values per lane: a lane keeps one register
+// of a pair and sends the other. ConsumerLane's permutation makes these the same registers in all lanes.
 #pragma once
 
 #include "selective_scan/cuda/sequential_bwd_shared.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Walkers: from delta, delta_u, dy, B, C and the saved states to the sums over states and over channels, and the adjoints.
+// delta, delta_u, dy, B, C and saved states -> sums over states, sums over channels, and adjoints.
 template <typename TileConfig, typename Method>
 struct BwdConsumer {
   using Scalar = typename TileConfig::Scalar;
@@ -33,7 +32,7 @@ struct BwdConsumer {
   const Position& at;
   ConsumerLane<TileConfig, true> lane;
   bool needs_grad_z;
-  // Lanes without a channel or a state have zeros. What comes to a step from later ones is `adjoint`.
+  // Zero for channels and states that do not exist. `adjoint` is Abar_{t+1} g_{t+1}.
   States A, adjoint, grad_A, h;
 
   __device__ __forceinline__ BwdConsumer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
@@ -71,7 +70,7 @@ struct BwdConsumer {
   __device__ __forceinline__ Group row_of(const Acc* matrix, int i, int t) const {
     return Group::load(matrix + lane.state(i) * Matrices<TileConfig>::kPitch + t);
   }
-  // delta u, of what lies in its array.
+  // delta u, from the value stored in its array.
   __device__ __forceinline__ static Acc delta_u_of(Acc delta, Acc u_or_delta_u) {
     return Method::kUnitGain ? u_or_delta_u : delta * u_or_delta_u;
   }
@@ -79,14 +78,14 @@ struct BwdConsumer {
     return shared.states + (t / kG * kLaneChannels + k) * TileConfig::kConsumers + threadIdx.x;
   }
 
-  // Forwards through a group that is not the tile's last.
+  // Advances the states through a group that is not the tile's last, and saves the states before it.
   __device__ __forceinline__ void scan_forward(int t, int tile, const Matrices<TileConfig>& matrices) {
     Group delta[kLaneChannels], u[kLaneChannels];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
       delta[k] = Group::load(shared.delta(tile).at(lane.channel(k), t));
       u[k] = Group::load(shared.delta_u(tile).at(lane.channel(k), t));
-      leave_states_before(t, k);
+      save_states_before(t, k);
     }
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
@@ -102,21 +101,18 @@ struct BwdConsumer {
       }
     }
   }
-  // Which an infinite input or step has made NaN.
-  __device__ __forceinline__ void forget_states_that_do_not_exist() {
+  // Padding states are NaN after an infinite input or step size.
+  __device__ __forceinline__ void zero_padding_states() {
     for_each_state(p, at, lane, [&](int k, int i, int, int, bool exists) {
       if (!exists) h[k][i] = 0;
     });
   }
-  __device__ __forceinline__ void leave_states_before(int t, int k) const {
-    typename Shared::LaneStates states;
-#pragma unroll
-    for (int i = 0; i < kLaneStates; ++i) states.set(i, h[k][i]);
-    states.store(reinterpret_cast<Acc*>(states_before(t, k)));
+  __device__ __forceinline__ void save_states_before(int t, int k) const {
+    store_array(reinterpret_cast<Acc*>(states_before(t, k)), h[k]);
   }
 
-  // Backwards through a group of steps, or if not plain the first `count` of one, for the states and channels that exist: even
-  // a step of size zero would make NaN of an infinite A, and even a state of zeros NaN of an infinite input.
+  // Runs the adjoint through a group of steps; if not plain, through its first `count` steps, for the states and channels that
+  // exist only (FwdConsumer::scan_group explains why).
   template <bool is_plain>
   __device__ __forceinline__ void scan_backward(int t, int count, int tile, const Matrices<TileConfig>& matrices) {
     Group delta[kLaneChannels], u[kLaneChannels], dy[kLaneChannels];
@@ -131,7 +127,7 @@ struct BwdConsumer {
 #pragma unroll
       for (int j = 0; j < kG; ++j) y[k][j] = sum_input[k][j] = sum_step[k][j] = 0;
     }
-    // Where registers are short: rather than hold them, read them again.
+    // The variant that is not plain reads them again at each use, to save registers.
     const auto at_step = [&](const Group& group, TileArray<TileConfig> tile, int k, int j) {
       if constexpr (is_plain) return group[j];
       return *tile.at(opaque(lane.channel(k)), t + j);
@@ -198,7 +194,7 @@ struct BwdConsumer {
           }
         }
       }
-      // Over rows one apart, which keep the state of the first register and send that of the second.
+      // Exchange between rows one apart: each keeps the state in its first register and sends the other.
 #pragma unroll
       for (int kind = 0; kind < 2; ++kind) {
 #pragma unroll
@@ -208,11 +204,11 @@ struct BwdConsumer {
       }
     }
     store_sums_over_channels(of_half, t);
-    __syncwarp();  // the sums may take the place of what the other state lanes have read
+    __syncwarp();  // the sums overwrite arrays that the other state lanes have read
     store_sums_over_states(y, sum_input, sum_step, t, tile);
   }
 
-  // Over rows two apart, then four; half of the lanes are left with B and half with C, of one state each.
+  // Exchanges between rows two and four apart leave each lane with one state, half of the lanes with B and half with C.
   __device__ __forceinline__ void store_sums_over_channels(const Acc (&of_half)[2][2][kG], int t) const {
     const bool has_C = lane.row & 4;
     Group sum;
@@ -226,8 +222,7 @@ struct BwdConsumer {
     sum.store(shared.sums + warp * Shared::kSums + ((has_C ? kStates : 0) + lane.state(0)) * Shared::kSumsPitch + t);
   }
 
-  // Over the state lanes one apart, then two: lanes one apart keep the channel of the first register, lanes two apart one sum,
-  // or half of the steps.
+  // Exchanges between state lanes: those one apart split the channels, those two apart the two sums, or the steps of y.
   __device__ __forceinline__ void store_sums_over_states(const Acc (&y)[kLaneChannels][kG],
                                                          const Acc (&sum_input)[kLaneChannels][kG],
                                                          const Acc (&sum_step)[kLaneChannels][kG], int t, int tile) const {
@@ -253,8 +248,7 @@ struct BwdConsumer {
     sum_y.store(shared.sum(tile, Shared::kY).at(channel, t + (late ? 2 : 0)));
   }
 
-  // Adds up the warps' sums over channels, and leaves them for other blocks' to be added to; of a group that is one tile they
-  // are the gradients.
+  // Adds the warps' sums over channels and stores the block's partial sums.
   __device__ __forceinline__ void write_sums_over_channels(int64_t t0, int steps) const {
     if (!p.grad_B.per_step && !p.grad_C.per_step) return;
     constexpr int kPerRow = TileConfig::kTileSteps / kG;
@@ -279,11 +273,11 @@ struct BwdConsumer {
     for (int t = 0; t < last; t += kG) {
       scan_forward(t, tile, matrices);
       if (p.dstate < kStates && !(is_finite(shared.delta(tile), lane, t) && is_finite(shared.delta_u(tile), lane, t))) {
-        forget_states_that_do_not_exist();
+        zero_padding_states();
       }
     }
 #pragma unroll
-    for (int k = 0; k < kLaneChannels; ++k) leave_states_before(last, k);
+    for (int k = 0; k < kLaneChannels; ++k) save_states_before(last, k);
     if (tile > 0) shared.sums_are_read->wait(tile - 1);
 #pragma unroll 1
     for (int t = last; t >= 0; t -= kG) {
@@ -302,7 +296,7 @@ struct BwdConsumer {
 
   __device__ __forceinline__ void run() {
     if (at.begin < at.end) {
-      // Computed where it is needed: registers are short.
+      // Computed on use, to save registers.
       const auto first_step = [&](int tile) { return last_tile<TileConfig>(at) - int64_t(tile) * TileConfig::kTileSteps; };
       load_saved_states(first_step(0));
       sync_roles<TileConfig>();
@@ -314,7 +308,7 @@ struct BwdConsumer {
         shared.sums_are_read->arrive();
       }
     }
-    sync_roles<TileConfig>();  // for the movers' sums
+    sync_roles<TileConfig>();  // for finish() of the producers
     if (partial_sums.grad_A != nullptr) {
       save_states(p, at, lane, grad_A, partial_sums.grad_A, at.batch * plan.segments + at.segment);
     }

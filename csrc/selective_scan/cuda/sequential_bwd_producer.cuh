@@ -1,18 +1,17 @@
-// Selective scan, backward, on CUDA: the warps that move a tile's elements. sequential_bwd.cuh says what is computed and
-// how the work is shared.
+// Selective scan, backward, on CUDA, sequential: the producer warps. sequential_bwd.cuh describes the whole kernel.
 //
-// Before the walkers take a tile, each element's delta = softplus?(raw + bias), delta u (or u, where the method's gain is not
-// one) and dy = grad_out silu(z) go to shared memory in the accumulation type, and the tile's rows of B and C with them.
-// Afterwards, from what the walkers have summed over the states (y, the sums of p k and of A q + u p (z k)') and from the same
-// tensors, read again, each element's gradients of u, delta and z are written, and its terms of the gradients of D and
-// delta_bias added up: over the lanes of a channel by shuffles, over tiles in shared memory, over warps at the end.
+// Before the consumers scan a tile, producers store each element's delta = softplus?(raw + bias), delta u (or u, if the
+// method's gain is not one) and dy = grad_out silu(z) in shared memory in the accumulation type, with the tile's rows of B and
+// C. Afterwards they read the same tensors again and combine them with the consumers' sums over states (y, p k and A q + u p (z
+// k)') into the gradients of u, delta and z. The terms of the gradients of D and delta_bias are added over the lanes of a
+// channel by shuffles, over tiles in shared memory, and over warps at the end.
 #pragma once
 
 #include "selective_scan/cuda/sequential_bwd_shared.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Movers: from memory to delta, delta_u, dy, B and C; from the sums over states to the gradients.
+// Global memory -> delta, delta_u, dy, B and C; sums over states -> gradients.
 template <typename TileConfig, typename Method, bool along_channels>
 struct BwdProducer {
   using Scalar = typename TileConfig::Scalar;
@@ -33,14 +32,14 @@ struct BwdProducer {
                                          const PartialSums& partial_sums_, const Shared& shared_)
       : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {}
 
-  // Its number among the movers.
-  __device__ __forceinline__ static int thread() { return opaque(static_cast<int>(threadIdx.x)) - TileConfig::kConsumers; }
+  // The thread's number among the producers.
+  __device__ __forceinline__ static int thread() { return opaque_thread() - TileConfig::kConsumers; }
 
   __device__ __forceinline__ void put(int64_t t0, int tile) const {
     const Scalar* matrices[Matrices<TileConfig>::kCount];
 #pragma unroll
     for (int i = 0; i < Matrices<TileConfig>::kCount; ++i)
-      matrices[i] = Matrices<TileConfig>::place(p, plan, rows.B, rows.C, i);
+      matrices[i] = Matrices<TileConfig>::address(p, plan, rows.B, rows.C, i);
     typename Matrices<TileConfig>::Raw raw_matrices[Matrices<TileConfig>::kCount];
     Matrices<TileConfig>::load(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps), raw_matrices);
     if (has_vectors<TileConfig>(plan, at, t0)) {
@@ -64,16 +63,8 @@ struct BwdProducer {
       if (has_gate) raw_z = load(p.z, rows.z);
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
-        Acc bias[kPart], delta[kPart], u[kPart], dy[kPart] = {};
-        thread_vectors.of_channels(shared.bias, i, first, bias);
-        thread_vectors.widen(raw_delta, first, delta);
-        thread_vectors.widen(raw_u, first, u);
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
-        if (p.delta_softplus) {
-#pragma unroll
-          for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
-        }
+        Acc delta[kPart], u[kPart], dy[kPart] = {};
+        thread_vectors.get_steps(raw_delta, raw_u, shared.bias, p.delta_softplus, i, first, delta, u);
         thread_vectors.put(shared.delta(tile), i, first, delta);
         if constexpr (Method::kUnitGain) {
 #pragma unroll
@@ -97,9 +88,7 @@ struct BwdProducer {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
     thread_vectors.for_each_element([&](int channel, int step) {
       const bool exists = channel < at.channels && step < steps;
-      Acc delta = load_element(p.delta, rows.delta, channel, t0 + step, exists) + shared.bias[channel];
-      if (p.delta_softplus) delta = softplus(delta);
-      *shared.delta(tile).at(channel, step) = delta;
+      const Acc delta = put_step_size(shared.delta(tile), p, rows.delta, shared.bias, channel, step, t0, exists);
       const Acc u = load_element(p.u, rows.u, channel, t0 + step, exists);
       *shared.delta_u(tile).at(channel, step) = Method::kUnitGain ? delta * u : u;
       Acc dy = load_element(p.grad_out, rows.grad_out, channel, t0 + step, exists && p.grad_out.data != nullptr);
@@ -110,8 +99,8 @@ struct BwdProducer {
     });
   }
 
-  // Of some elements, in place: grad_out, y, and the sums kInput and kStep become what their sums of grad_D are made of, and
-  // the gradients of z, u and delta. raw_delta has its bias.
+  // Computes the gradients of `count` elements in place: y becomes grad_z, input grad_u, step grad_delta, and grad_out the
+  // terms of grad_D. raw_delta includes the bias.
   template <int count>
   __device__ __forceinline__ void make_gradients(const Acc (&u)[count], const Acc (&raw_delta)[count], const Acc (&z)[count],
                                                  const Acc (&skip)[count], Acc (&grad_out)[count], Acc (&y)[count],
@@ -154,11 +143,11 @@ struct BwdProducer {
     }
   }
 
-  // Adds to a channel's part of the gradients of D and delta_bias what the lanes with the same channel have for it. By all of a
-  // warp's lanes.
+  // Adds the terms of grad_D and grad_delta_bias of the lanes with the same channel to the channel's sums in shared memory.
+  // Called by the whole warp.
   __device__ __forceinline__ void add_to_channel(int channel, Acc to_D, Acc to_bias) const {
     using P = ThreadVectors<TileConfig, along_channels>;
-    // They are multiples of kFrom and less than kTo apart.
+    // Lanes with the same channel differ by multiples of kFrom below kTo.
     constexpr int kFrom = along_channels ? P::kPerStep : 1, kTo = along_channels ? kWarpSize : P::kPerRow;
 #pragma unroll
     for (int distance = kFrom; distance < kTo; distance *= 2) {
@@ -177,15 +166,15 @@ struct BwdProducer {
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
       Acc sum_D = 0, sum_bias = 0;
-      // Part by part of a piece: registers are short.
+      // kPart elements at a time, to save registers.
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         using Part = Vector<Scalar, kPart>;
-        const auto place = [&](const SequenceView& view, Scalar* row) {
-          return thread_vectors.place(view, row, t0) + i * thread_vectors.stride(view) + first;
+        const auto address = [&](const SequenceView& view, Scalar* row) {
+          return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view) + first;
         };
         const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[kPart]) {
-          const Part part = Part::load_once(place(view, row));
+          const Part part = Part::load_once(address(view, row));
 #pragma unroll
           for (int j = 0; j < kPart; ++j) values[j] = to_accumulate(part[j]);
         };
@@ -193,7 +182,7 @@ struct BwdProducer {
           Part part;
 #pragma unroll
           for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
-          part.store_once(place(view, row));
+          part.store_once(address(view, row));
         };
         Acc u[kPart], delta[kPart], z[kPart] = {}, grad_out[kPart] = {};
         Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
@@ -202,8 +191,8 @@ struct BwdProducer {
         if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
         if (has_gate) load(p.z, rows.z, z);
         if (needs_grad_z) thread_vectors.get(shared.sum(tile, Shared::kY), i, first, y);
-        thread_vectors.of_channels(shared.skip, i, first, skip);
-        thread_vectors.of_channels(shared.bias, i, first, bias);
+        thread_vectors.get_channels(shared.skip, i, first, skip);
+        thread_vectors.get_channels(shared.bias, i, first, bias);
         thread_vectors.get(shared.sum(tile, Shared::kInput), i, first, of_u);
         thread_vectors.get(shared.sum(tile, Shared::kStep), i, first, of_delta);
 #pragma unroll
@@ -226,7 +215,7 @@ struct BwdProducer {
     }
   }
 
-  // An element's gradients; returns its terms of the gradients of D and delta_bias.
+  // Writes an element's gradients; returns its terms of grad_D and grad_delta_bias.
   __device__ __forceinline__ Vector<Acc, 2> write_element(int64_t t, int tile, int channel, int step) const {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
     const Acc u[1] = {load_element(p.u, rows.u, channel, t, true)};
@@ -274,25 +263,25 @@ struct BwdProducer {
     }
   }
 
-  // Adds up the gradients of D and delta_bias over the moving warps.
+  // Adds the warps' sums of grad_D and grad_delta_bias and stores the block's partial sums.
   __device__ __forceinline__ void finish() const {
     for (int channel = thread(); channel < at.channels; channel += TileConfig::kProducers) {
       const int64_t target = (at.batch * plan.segments + at.segment) * p.dim + at.first_channel + channel;
-      const auto add_up = [&](const Acc* of_warps, void* place) {
-        if (place == nullptr) return;
+      const auto store_sum = [&](const Acc* warp_sums, void* partial) {
+        if (partial == nullptr) return;
         Acc total = 0;
 #pragma unroll
-        for (int warp = 0; warp < kProducerWarps; ++warp) total += of_warps[warp * kTileChannels + channel];
-        static_cast<Acc*>(place)[target] = total;
+        for (int warp = 0; warp < kProducerWarps; ++warp) total += warp_sums[warp * kTileChannels + channel];
+        static_cast<Acc*>(partial)[target] = total;
       };
-      add_up(shared.channel_sums, partial_sums.grad_D);
-      add_up(shared.channel_sums + kProducerWarps * kTileChannels, partial_sums.grad_delta_bias);
+      store_sum(shared.channel_sums, partial_sums.grad_D);
+      store_sum(shared.channel_sums + kProducerWarps * kTileChannels, partial_sums.grad_delta_bias);
     }
   }
 
   __device__ __forceinline__ void run() const {
     if (at.begin < at.end) {
-      // While the walkers are at a tile, the gradients of the one before are written, and the next put into its place.
+      // While the consumers scan one tile, producers write the previous tile's gradients and store the next tile in its buffer.
       int64_t t0 = last_tile<TileConfig>(at);
       for (int tile = 0;; ++tile, t0 -= TileConfig::kTileSteps) {
         if (tile >= 2) write(t0 + 2 * TileConfig::kTileSteps, tile - 2);

@@ -1,4 +1,4 @@
-// Selective scan, backward, on CUDA: what the two roles of a block's warps share, its shared memory.
+// Selective scan, backward, on CUDA, sequential: a block's shared memory.
 #pragma once
 
 #include "cuda/ptx/mbarrier.cuh"
@@ -16,40 +16,40 @@ struct BwdShared {
   static constexpr int kBuffers = 2;
   static constexpr int kChannelSums = 2 * kProducerWarps * kTileChannels;
   static constexpr int kGroups = TileConfig::kTileSteps / kGroupSteps;
-  // What a warp adds to the gradients of B and of C: (2, kStates, steps).
+  // A warp's sums for the gradients of B and C: (2, kStates, steps).
   static constexpr int kSumsPitch = TileConfig::kTileSteps + kGroupSteps;
   static constexpr int kSums = 2 * kStates * kSumsPitch;
 
   Position* position;
   BwdRows<Scalar>* rows;
-  cuda::Mbarrier* sums_are_read;  // by the walkers
+  cuda::Mbarrier* sums_are_read;  // by the consumers
   Acc *skip, *bias;
-  Acc* channel_sums;   // of the gradients of D and of delta_bias: (2, moving warps, channels)
+  Acc* channel_sums;   // of the gradients of D and of delta_bias: (2, producer warps, channels)
   Acc* matrix_arrays;  // (buffers, B and C)
   Acc* arrays;         // (buffers, delta and delta_u and dy)
-  LaneStates* states;  // before each group: (groups, channels of a lane, walking threads)
-  Acc* sums;           // (walking warps, kSums)
+  LaneStates* states;  // before each group: (groups, channels of a lane, consumer threads)
+  Acc* sums;           // (consumer warps, kSums)
   size_t bytes;
 
   SSM_HOST_DEVICE explicit BwdShared(unsigned char* memory) {
-    Carver carver(memory);
-    position = carver.take<Position>(1);
-    rows = carver.take<BwdRows<Scalar>>(1);
-    sums_are_read = carver.take<cuda::Mbarrier>(1);
-    skip = carver.take<Acc>(kTileChannels);
-    bias = carver.take<Acc>(kTileChannels);
-    channel_sums = carver.take<Acc>(kChannelSums);
-    matrix_arrays = carver.take<Acc>(kBuffers * 2 * Matrices<TileConfig>::kCapacity);
-    arrays = carver.take<Acc>(kBuffers * 3 * kArray);
-    states = carver.take<LaneStates>(kGroups * kLaneChannels * TileConfig::kConsumers);
-    sums = carver.take<Acc>(kConsumerWarps * kSums);
-    bytes = carver.bytes();
+    SharedAllocator shared(memory);
+    position = shared.allocate<Position>(1);
+    rows = shared.allocate<BwdRows<Scalar>>(1);
+    sums_are_read = shared.allocate<cuda::Mbarrier>(1);
+    skip = shared.allocate<Acc>(kTileChannels);
+    bias = shared.allocate<Acc>(kTileChannels);
+    channel_sums = shared.allocate<Acc>(kChannelSums);
+    matrix_arrays = shared.allocate<Acc>(kBuffers * 2 * Matrices<TileConfig>::kCapacity);
+    arrays = shared.allocate<Acc>(kBuffers * 3 * kArray);
+    states = shared.allocate<LaneStates>(kGroups * kLaneChannels * TileConfig::kConsumers);
+    sums = shared.allocate<Acc>(kConsumerWarps * kSums);
+    bytes = shared.bytes();
   }
   __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return array(tile, 0); }
-  // u itself where the gain is not one: its derivative asks for u.
+  // u itself if the gain is not one: the gradient needs u.
   __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) const { return array(tile, 1); }
   __device__ __forceinline__ TileArray<TileConfig> dy(int tile) const { return array(tile, 2); }
-  // Sums over the states, in the place of the three above: y, p k, and A q + u p (z k)'.
+  // Sums over states, which overwrite the three arrays above: y, p k, and A q + u p (z k)'.
   __device__ __forceinline__ TileArray<TileConfig> sum(int tile, int kind) const { return array(tile, kind); }
   static constexpr int kY = 0, kInput = 1, kStep = 2;
   __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) const {
@@ -63,7 +63,7 @@ struct BwdShared {
   }
 };
 
-// The first step of the block's last tile, the first that it takes.
+// The first step of the block's last tile, where backward starts.
 template <typename TileConfig>
 __device__ __forceinline__ int64_t last_tile(const Position& at) {
   return at.begin + (at.end - at.begin - 1) / TileConfig::kTileSteps * TileConfig::kTileSteps;

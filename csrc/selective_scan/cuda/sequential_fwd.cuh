@@ -1,19 +1,20 @@
-// Selective scan, forward, on CUDA.
+// Selective scan, forward, on CUDA: sequential in time, parallel over channels and states.
 //
-//   delta_t = softplus?(delta_raw_t + delta_bias)
-//   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t
+//   delta_t = softplus?(delta_raw_t + delta_bias)                       u, delta, z, out: (batch, dim, seqlen)
+//   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    h: (batch, dim, dstate)
 //   out_t   = (<C_t, h_t> + D u_t) silu(z_t)
 //
-// sequential.h says how the work is cut. A block's warps have two roles, which meet once a tile:
-// * Movers read. Of each tile they leave delta and delta u in shared memory, and the rows of B and C, widened.
-// * Walkers take their states through the steps of the tile, four steps between two loads, and leave for each channel and step
-//   the part of <C_t, h_t> that belongs to their states.
-// * Movers write: they add up these parts, add D u, multiply by the gate, while the walkers are at the next tile.
-// What a tile needs lies in shared memory twice, the parts of two of the state lanes in the place of delta and delta u: a warp
-// has read a group of steps before it writes there.
+// Saved for backward: the state at every chunk boundary. sequential.h describes tiles, lanes and states per lane. A block has
+// producer and consumer warps, which synchronize once a tile:
+// * Producers load a tile and store delta, delta u and the widened rows of B and C in shared memory.
+// * Consumers advance their states through the tile, kGroupSteps steps between loads, and store their partial sums of <C_t,
+// h_t>.
+// * Producers add the partial sums and D u, apply the gate, and write out, while the consumers scan the next tile.
+// Shared memory holds two buffers of a tile. The partial sums of two state lanes overwrite delta and delta u: all lanes of a
+// warp have read a group of steps before one stores its sums.
 //
-// The bounds, close to each other: the special function unit, one exponential per state and step at 16 a clock and
-// multiprocessor; what shared memory hands to registers, 32 values a clock; the rate at which instructions are issued.
+// Three limits are close to each other: the special function unit (one exponential per state and step, 16 a clock and
+// multiprocessor), shared memory's bandwidth to registers (32 values a clock), and the issue rate.
 #pragma once
 
 #include "cuda/launch.cuh"

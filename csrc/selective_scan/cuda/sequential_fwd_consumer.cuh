@@ -1,15 +1,14 @@
-// Selective scan, forward, on CUDA: the warps that walk through time. sequential_fwd.cuh says what is computed and how the
-// work is shared.
+// Selective scan, forward, on CUDA, sequential: the consumer warps. sequential_fwd.cuh describes the whole kernel.
 //
-// A walking thread has kLaneStates states of two channels in registers. It loads delta, delta u and its rows of B and C
-// for kGroupSteps steps at a time, takes its states through them and leaves its part of <C_t, h_t>.
+// A consumer thread holds kLaneStates states of two channels in registers. It loads delta, delta u and its rows of B and C for
+// kGroupSteps steps at a time, advances its states through these steps, and stores its partial sums of <C_t, h_t>.
 #pragma once
 
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Walkers: from delta, delta_u, B and C to the parts, and the states.
+// delta, delta_u, B and C -> partial outputs and states.
 template <typename TileConfig, typename Method>
 struct FwdConsumer {
   using Scalar = typename TileConfig::Scalar;
@@ -22,7 +21,7 @@ struct FwdConsumer {
   const Position& at;
   ConsumerLane<TileConfig, false> lane;
   int dstate;
-  // Lanes without a channel or a state have zeros.
+  // Zero for channels and states that do not exist.
   Acc A[kLaneChannels][kLaneStates], h[kLaneChannels][kLaneStates];
 
   __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Shared& shared_)
@@ -38,8 +37,8 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void save(void* array, int64_t row) const { save_states(p, at, lane, h, array, row); }
 
-  // A group of steps, or if not plain the first `count` of one, of the states that exist: even a step of size zero would make
-  // NaN of an infinite A, and even a state of zeros NaN of an infinite input.
+  // Scans a group of steps; if not plain, its first `count` steps and the states that exist only. Padding with zeros would not
+  // do: a step size of zero times an infinite A is NaN, and so is a zero of B times an infinite input.
   template <bool is_plain>
   __device__ __forceinline__ void scan_group(int t, int count, int tile) {
     const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
@@ -52,9 +51,9 @@ struct FwdConsumer {
     }
 #pragma unroll
     for (int i = 0; i < kLaneStates; ++i) {
-      const int place = lane.state(i) * Matrices<TileConfig>::kPitch + t;
-      b[i] = Group::load(matrices.B + place);
-      c[i] = Group::load(matrices.C + place);
+      const int offset = lane.state(i) * Matrices<TileConfig>::kPitch + t;
+      b[i] = Group::load(matrices.B + offset);
+      c[i] = Group::load(matrices.C + offset);
     }
     Acc y[kLaneChannels][kGroupSteps];
 #pragma unroll
@@ -73,14 +72,9 @@ struct FwdConsumer {
         }
       }
     }
-    __syncwarp();  // parts take the place of delta and delta_u
+    __syncwarp();  // partial outputs overwrite delta and delta_u
 #pragma unroll
-    for (int k = 0; k < kLaneChannels; ++k) {
-      Group part;
-#pragma unroll
-      for (int j = 0; j < kGroupSteps; ++j) part.set(j, y[k][j]);
-      part.store(shared.part(tile, lane.state_lane).at(lane.channel(k), t));
-    }
+    for (int k = 0; k < kLaneChannels; ++k) store_array(shared.part(tile, lane.state_lane).at(lane.channel(k), t), y[k]);
   }
 
   __device__ __forceinline__ void scan_tile(int tile, int steps) {

@@ -1,16 +1,15 @@
-// Selective scan, forward, on CUDA: the warps that move a tile's elements. sequential_fwd.cuh says what is computed and how
-// the work is shared.
+// Selective scan, forward, on CUDA, sequential: the producer warps. sequential_fwd.cuh describes the whole kernel.
 //
-// A tile is read by asynchronous copies two tiles ahead, each thread's pieces into places of its own, and put into place while
-// the walkers are at the one before: delta = softplus?(raw + bias) and delta u of each element in the accumulation type, the
-// rows of B and C widened. When the walkers are done with a tile, out = (sum of the parts + D u) silu(z) is written.
+// Raw tiles arrive in stages of shared memory by asynchronous copies, two tiles ahead; each thread copies and reads its own
+// vectors. While the consumers scan tile t, producers compute delta = softplus?(raw + bias) and delta u of tile t + 1 in the
+// accumulation type, widen its rows of B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
 #pragma once
 
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Movers: from memory to delta, delta_u, B and C; from the parts to out.
+// Global memory -> delta, delta_u, B and C; partial outputs -> out.
 template <typename TileConfig>
 struct FwdProducer {
   using Scalar = typename TileConfig::Scalar;
@@ -25,7 +24,7 @@ struct FwdProducer {
   const Position& at;
   const FwdRows<Scalar>& rows;
   int thread;
-  // Of the next tile to read, and of the next to write.
+  // Addresses in the next tile to read; out and z in the next tile to write.
   Scalar *delta, *u, *z, *out;
   const Scalar* matrices[Matrices<TileConfig>::kCount];
 
@@ -37,18 +36,18 @@ struct FwdProducer {
         rows(*shared_.rows),
         thread(static_cast<int>(threadIdx.x) - TileConfig::kConsumers) {
     by_layout([&](auto thread_vectors) {
-      delta = thread_vectors.place(p.delta, rows.delta, 0);
-      u = thread_vectors.place(p.u, rows.u, 0);
-      z = thread_vectors.place(p.z, rows.z, 0);
-      out = thread_vectors.place(p.out, rows.out, 0);
+      delta = thread_vectors.address(p.delta, rows.delta, 0);
+      u = thread_vectors.address(p.u, rows.u, 0);
+      z = thread_vectors.address(p.z, rows.z, 0);
+      out = thread_vectors.address(p.out, rows.out, 0);
     });
 #pragma unroll
     for (int i = 0; i < Matrices<TileConfig>::kCount; ++i) {
-      matrices[i] = Matrices<TileConfig>::place(p, plan, rows.B, rows.C, i);
+      matrices[i] = Matrices<TileConfig>::address(p, plan, rows.B, rows.C, i);
     }
   }
 
-  // visit(pieces) with those of vectors.
+  // Calls visit(ThreadVectors) for the layout of the tensors.
   template <typename Visitor>
   __device__ __forceinline__ void by_layout(const Visitor& visit) const {
     if (plan.along_channels) {
@@ -58,34 +57,36 @@ struct FwdProducer {
     }
   }
 
-  // Where this thread's pieces of a tile lie among the stages.
+  // The offset of this thread's first vector in the tile's stage.
   template <int stages>
-  __device__ __forceinline__ int place(int tile) const {
+  __device__ __forceinline__ int stage_of(int tile) const {
     return tile % stages * Shared::kStage + thread;
   }
-  __device__ __forceinline__ int matrix_place(int tile) const { return tile % Shared::kStages * Shared::kMatrixStage + thread; }
+  __device__ __forceinline__ int matrix_stage_of(int tile) const {
+    return tile % Shared::kStages * Shared::kMatrixStage + thread;
+  }
 
-  // Starts to read a tile, and the gates of the one before, which are needed last.
+  // Starts the copies of a tile, and of the previous tile's gates, which are needed last.
   __device__ __forceinline__ void read(int tile) {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
     if (tile > 0) read_gate(tile - 1);
     if (t0 < at.end) {
       if (has_vectors<TileConfig>(plan, at, t0)) {
         by_layout([&](auto thread_vectors) {
-          thread_vectors.copy(p.delta, delta, shared.delta_raw + place<Shared::kStages>(tile));
-          thread_vectors.copy(p.u, u, shared.u + place<Shared::kStagesOfU>(tile));
+          thread_vectors.copy_async(p.delta, delta, shared.delta_raw + stage_of<Shared::kStages>(tile));
+          thread_vectors.copy_async(p.u, u, shared.u + stage_of<Shared::kStagesOfU>(tile));
         });
         delta += TileConfig::kTileSteps * p.delta.stride_step;
         u += TileConfig::kTileSteps * p.u.stride_step;
       }
-      Matrices<TileConfig>::copy(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps),
-                                 shared.raw_matrices + matrix_place(tile));
+      Matrices<TileConfig>::copy_async(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps),
+                                       shared.raw_matrices + matrix_stage_of(tile));
     }
     cuda::cp_async_commit();
   }
   __device__ __forceinline__ void read_gate(int tile) {
     if (p.z.data == nullptr || !has_vectors<TileConfig>(plan, at, int64_t(tile) * TileConfig::kTileSteps)) return;
-    by_layout([&](auto thread_vectors) { thread_vectors.copy(p.z, z, shared.z + place<Shared::kStages>(tile)); });
+    by_layout([&](auto thread_vectors) { thread_vectors.copy_async(p.z, z, shared.z + stage_of<Shared::kStages>(tile)); });
     z += TileConfig::kTileSteps * p.z.stride_step;
   }
 
@@ -94,20 +95,12 @@ struct FwdProducer {
     const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const auto raw_delta = shared.delta_raw[place<Shared::kStages>(tile) + i * TileConfig::kProducers];
-      const auto raw_u = shared.u[place<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
+      const auto raw_delta = shared.delta_raw[stage_of<Shared::kStages>(tile) + i * TileConfig::kProducers];
+      const auto raw_u = shared.u[stage_of<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
-        Acc bias[kPart], delta[kPart], u[kPart];
-        thread_vectors.of_channels(shared.bias, i, first, bias);
-        thread_vectors.widen(raw_delta, first, delta);
-        thread_vectors.widen(raw_u, first, u);
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
-        if (p.delta_softplus) {
-#pragma unroll
-          for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
-        }
+        Acc delta[kPart], u[kPart];
+        thread_vectors.get_steps(raw_delta, raw_u, shared.bias, p.delta_softplus, i, first, delta, u);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
         thread_vectors.put(deltas, i, first, delta);
@@ -123,14 +116,12 @@ struct FwdProducer {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
     thread_vectors.for_each_element([&](int channel, int step) {
       const bool exists = channel < at.channels && step < steps;
-      Acc value = load_element(p.delta, rows.delta, channel, t0 + step, exists) + shared.bias[channel];
-      if (p.delta_softplus) value = softplus(value);
-      *deltas.at(channel, step) = value;
-      *delta_us.at(channel, step) = value * load_element(p.u, rows.u, channel, t0 + step, exists);
+      const Acc delta = put_step_size(deltas, p, rows.delta, shared.bias, channel, step, t0, exists);
+      *delta_us.at(channel, step) = delta * load_element(p.u, rows.u, channel, t0 + step, exists);
     });
   }
 
-  // Puts a tile that was read into place.
+  // Waits for a tile's copies and stores what the consumers read of it.
   __device__ __forceinline__ void put(int tile) const {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
     cuda::cp_async_wait<Shared::kStages - 1>();
@@ -139,16 +130,16 @@ struct FwdProducer {
     } else {
       by_layout([&](auto thread_vectors) { put_elements(thread_vectors, tile); });
     }
-    shared.matrices(tile).put(plan, shared.raw_matrices + matrix_place(tile));
+    shared.matrices(tile).put(plan, shared.raw_matrices + matrix_stage_of(tile));
   }
 
   template <typename P>
   __device__ __forceinline__ void write_vectors(P thread_vectors, int tile) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const auto raw_u = shared.u[place<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
+      const auto raw_u = shared.u[stage_of<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
       typename Shared::RawVector raw_z, raw_out;
-      if (p.z.data != nullptr) raw_z = shared.z[place<Shared::kStages>(tile) + i * TileConfig::kProducers];
+      if (p.z.data != nullptr) raw_z = shared.z[stage_of<Shared::kStages>(tile) + i * TileConfig::kProducers];
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         Acc sum[kPart], skip[kPart], u[kPart];
@@ -160,7 +151,7 @@ struct FwdProducer {
 #pragma unroll
           for (int j = 0; j < kPart; ++j) sum[j] += other[j];
         }
-        thread_vectors.of_channels(shared.skip, i, first, skip);
+        thread_vectors.get_channels(shared.skip, i, first, skip);
         thread_vectors.widen(raw_u, first, u);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) sum[j] = Math<Acc>::fma(skip[j], u[j], sum[j]);
@@ -209,8 +200,7 @@ struct FwdProducer {
     read(1);
     put(0);
     sync_roles<TileConfig>();
-    // While the walkers are at a tile, the one before is written out, and the next put into place. What is read takes the
-    // place of what was just written.
+    // The consumers scan `tile` meanwhile. write() before read(): the stage of tile - 1 is reused for tile + 2.
     for (int tile = 0; tile < tiles; ++tile) {
       if (tile > 0) write(tile - 1);
       read(tile + 2);

@@ -1,9 +1,9 @@
-// What forward and backward share on the device: tiles between global memory, registers and shared memory, and the lanes' view
-// of them.
+// Tiles of the sequential scan on the device, for forward and backward: moves between global memory, registers and shared
+// memory, and the consumers' view of a tile.
 //
-// The elements of a (batch, dim, seqlen) tensor's tile belong to threads by pieces of one vector, along the steps or along the
-// channels, whichever lies together in memory; the same elements of all tensors belong to the same thread. Where they meet the
-// lanes that walk through time they lie in shared memory in the accumulation type, the steps of a channel beside each other.
+// Producer threads own vectors of kVectorBytes of a (batch, dim, seqlen) tensor's tile, along the steps or along the channels,
+// whichever is contiguous in memory. A thread owns the same elements of every tensor. Consumers read the tile from shared
+// memory in the accumulation type, with the steps of a channel contiguous.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
@@ -12,7 +12,7 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// How a block and its tile are cut; each kernel knows it when it is compiled.
+// Sizes of a block and its tile at compile time.
 template <typename Scalar_, int tile_steps>
 struct TileConfig {
   using Scalar = Scalar_;
@@ -22,14 +22,14 @@ struct TileConfig {
   static constexpr int kThreads = kConsumers + kProducers;
   static constexpr int kWarpRows = kWarpSize / kStateLanes;  // channels of a warp that differ by lane
   static constexpr int kTileSteps = tile_steps;
-  static_assert(chunk_length(kStates) % kTileSteps == 0, "a chunk is whole tiles, after one of which its state is saved");
+  static_assert(chunk_length(kStates) % kTileSteps == 0, "a chunk is a multiple of a tile: the state is saved after a tile");
 };
 
-// A walking thread's place in its block, with the channels and states that its registers hold. State lanes beside each other
-// have states beside each other: they read rows of B and C in different banks.
+// The channels and states in a consumer thread's registers. Neighboring state lanes hold neighboring states, so that they read
+// rows of B and C from different banks.
 //
-// If permuted, which register holds which of a thread's channels depends on its state lane, and which of its states on its row:
-// two lanes that exchange sums then keep and send the same registers.
+// With `permuted`, the order of a thread's channels in its registers depends on its state lane, and the order of its states on
+// its row. In an exchange of sums, all lanes then keep the same registers and send the same registers.
 template <typename TileConfig, bool permuted>
 struct ConsumerLane {
   int state_lane, row, first_channel;
@@ -42,15 +42,14 @@ struct ConsumerLane {
   }
   __device__ __forceinline__ int channel(int k) const {
     static_assert(kLaneChannels == 2, "a lane has two channels, which may be swapped");
-    const int place = permuted ? k ^ (state_lane & 1) : k;
-    return first_channel + place * TileConfig::kWarpRows;
+    return first_channel + (permuted ? k ^ (state_lane & 1) : k) * TileConfig::kWarpRows;
   }
   __device__ __forceinline__ int state(int i) const {
     return state_lane + (permuted ? i ^ (row & (kLaneStates - 1)) : i) * kStateLanes;
   }
 };
 
-// visit(k, i, channel, state, whether they exist) for each of a walking thread's channels and states.
+// Calls visit(k, i, channel, state, exists) for each channel k and state i of a consumer thread.
 template <typename ConsumerLane, typename Visitor>
 __device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const Position& at, const ConsumerLane& lane,
                                                const Visitor& visit) {
@@ -65,7 +64,7 @@ __device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, con
   }
 }
 
-// Into (rows, dim, dstate).
+// Stores a consumer's values in row `row` of a (rows, dim, dstate) array.
 template <typename ConsumerLane, typename Acc>
 __device__ __forceinline__ void save_states(const SelectiveScanParams& p, const Position& at, const ConsumerLane& lane,
                                             const Acc (&values)[kLaneChannels][kLaneStates], void* array, int64_t row) {
@@ -75,9 +74,9 @@ __device__ __forceinline__ void save_states(const SelectiveScanParams& p, const 
   });
 }
 
-// A tile in the accumulation type in shared memory. The groups of steps of a channel are swapped by exclusive or, so that the
-// groups that lie in the same banks are not those of neighboring channels (which lanes read together), nor those of channels
-// eight apart (which threads write together).
+// A tile in shared memory in the accumulation type. Groups of steps are swizzled by XOR with the channel: the groups of
+// neighboring channels, which lanes read together, and of channels eight apart, which threads write together, are in different
+// banks.
 template <typename TileConfig>
 struct TileArray {
   using Acc = typename TileConfig::Acc;
@@ -86,30 +85,29 @@ struct TileArray {
   Acc* data;
 
   __device__ __forceinline__ static int offset(int channel, int step) {
-    constexpr int kGroups = TileConfig::kTileSteps / kGroupSteps, kSwapped = kGroups < 8 ? kGroups : 8,
-                  kTogether = 8 / kSwapped;
-    static_assert((kGroups & (kGroups - 1)) == 0 && kGroups <= 32, "groups are swapped by exclusive or");
-    return channel * TileConfig::kTileSteps + (step ^ ((channel / kTogether + channel / 8) % kSwapped * kGroupSteps));
+    constexpr int kGroups = TileConfig::kTileSteps / kGroupSteps, kSwizzled = kGroups < 8 ? kGroups : 8;
+    static_assert((kGroups & (kGroups - 1)) == 0 && kGroups <= 32, "groups are swizzled by XOR");
+    return channel * TileConfig::kTileSteps + (step ^ ((channel / (8 / kSwizzled) + channel / 8) % kSwizzled * kGroupSteps));
   }
   __device__ __forceinline__ Acc* at(int channel, int step) const { return data + offset(channel, step); }
 };
 
-// A vector of which the first `valid` elements exist, `stride` apart, together in memory if `is_vector`; the others are zeros.
+// A vector whose first `valid` elements exist, `stride` apart, or contiguous and aligned if `is_vector`. The others are zeros.
 template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> load_vector(const Scalar* place, int64_t stride, bool is_vector, int valid) {
+__device__ __forceinline__ Vector<Scalar, size> load_vector(const Scalar* source, int64_t stride, bool is_vector, int valid) {
   auto vector = Vector<Scalar, size>::zero();
   if (is_vector && valid == size) {
-    vector = Vector<Scalar, size>::load_once(place);
+    vector = Vector<Scalar, size>::load_once(source);
   } else {
 #pragma unroll
     for (int j = 0; j < size; ++j) {
-      if (j < valid) vector.set(j, place[j * stride]);
+      if (j < valid) vector.set(j, source[j * stride]);
     }
   }
   return vector;
 }
 
-// By a whole walking warp: whether what its lanes read of a group of steps is finite.
+// Whether a consumer warp's values of a group of steps are finite. Called by the whole warp.
 template <typename TileConfig, bool permuted>
 __device__ __forceinline__ bool is_finite(TileArray<TileConfig> tile, const ConsumerLane<TileConfig, permuted>& lane, int t) {
   using Acc = typename TileConfig::Acc;
@@ -123,8 +121,8 @@ __device__ __forceinline__ bool is_finite(TileArray<TileConfig> tile, const Cons
   return __all_sync(kAllLanes, sum == 0);
 }
 
-// The elements of a tile that belong to a moving thread. Of a whole tile of tensors whose vectors lie together in memory they
-// are kCount pieces of one vector each, along the steps or along the channels. Else the same elements are moved one by one.
+// The elements of a tile that a producer thread owns: kCount vectors, along the steps or along the channels. In a partial tile,
+// or where the tensors are not contiguous and aligned, the same elements are moved one by one.
 template <typename TileConfig, bool along_channels>
 struct ThreadVectors {
   using Scalar = typename TileConfig::Scalar;
@@ -132,14 +130,14 @@ struct ThreadVectors {
   static constexpr int kVector = kVectorSize<Scalar>;
   static constexpr int kCount = kTileChannels * TileConfig::kTileSteps / (kVector * TileConfig::kProducers);
   static constexpr int kPerRow = TileConfig::kTileSteps / kVector, kPerStep = kTileChannels / kVector;
-  static constexpr int kRows = TileConfig::kProducers / kPerRow;    // channels between one piece and the next along the steps
-  static constexpr int kSteps = TileConfig::kProducers / kPerStep;  // steps between one and the next along the channels
+  static constexpr int kRows = TileConfig::kProducers / kPerRow;    // channels from one vector along the steps to the next
+  static constexpr int kSteps = TileConfig::kProducers / kPerStep;  // steps from one vector along the channels to the next
   static_assert(kCount * kVector * TileConfig::kProducers == kTileChannels * TileConfig::kTileSteps,
                 "threads share a tile evenly");
   static_assert(kRows * kPerRow == TileConfig::kProducers && kSteps * kPerStep == TileConfig::kProducers,
-                "a thread's pieces lie in one line");
+                "a thread's vectors differ in one coordinate");
   using Raw = Vector<Scalar, kVector>;
-  // Of a piece's elements, how many are worked on at a time.
+  // Elements of a vector that are computed at a time.
   static constexpr int kPart = kVector < kGroupSteps ? kVector : kGroupSteps;
 
   int thread;
@@ -151,55 +149,48 @@ struct ThreadVectors {
     return along_channels ? thread / kPerStep + i * kSteps : thread % kPerRow * kVector;
   }
 
-  // The address of the first piece. `row` is that of the block's first channel.
-  __device__ __forceinline__ Scalar* place(const SequenceView& view, Scalar* row, int64_t first_step) const {
+  // The address of the thread's first vector. `row` is the row of the block's first channel.
+  __device__ __forceinline__ Scalar* address(const SequenceView& view, Scalar* row, int64_t first_step) const {
     return row + (first_step + step(0)) * view.stride_step + channel(0) * view.stride_dim;
   }
-  // From one piece to the next.
+  // From one vector to the next.
   __device__ __forceinline__ int64_t stride(const SequenceView& view) const {
     return along_channels ? kSteps * view.stride_step : kRows * view.stride_dim;
   }
   __device__ __forceinline__ Raw load(const SequenceView& view, Scalar* row, int64_t first_step, int i) const {
-    return Raw::load_once(place(view, row, first_step) + i * stride(view));
+    return Raw::load_once(address(view, row, first_step) + i * stride(view));
   }
-  // Into this thread's places of a stage in shared memory, `stage` the first of them; the copies are under way when it returns.
-  __device__ __forceinline__ void copy(const SequenceView& view, const Scalar* first, Raw* stage) const {
+  // Starts asynchronous copies from `first` on into this thread's part of a stage in shared memory.
+  __device__ __forceinline__ void copy_async(const SequenceView& view, const Scalar* first, Raw* stage) const {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) cuda::cp_async(stage + i * TileConfig::kProducers, first + i * stride(view), kVectorBytes);
   }
-  // Between `count` elements of piece i, from the element `first` on, and a tile in shared memory.
+  // Moves `count` elements of vector i, from element `first` on, between registers and a tile in shared memory.
   template <int count>
   __device__ __forceinline__ void put(TileArray<TileConfig> tile, int i, int first, const Acc (&values)[count]) const {
-    static_assert(count <= kGroupSteps, "a group of steps lies together");
+    static_assert(count <= kGroupSteps, "the steps of a group are contiguous");
     if constexpr (along_channels) {
 #pragma unroll
       for (int j = 0; j < count; ++j) *tile.at(channel(i) + first + j, step(i)) = values[j];
     } else {
-      Vector<Acc, count> group;
-#pragma unroll
-      for (int j = 0; j < count; ++j) group.set(j, values[j]);
-      group.store(tile.at(channel(i), step(i) + first));
+      store_array(tile.at(channel(i), step(i) + first), values);
     }
   }
   template <int count>
   __device__ __forceinline__ void get(TileArray<TileConfig> tile, int i, int first, Acc (&values)[count]) const {
-    static_assert(count <= kGroupSteps, "a group of steps lies together");
+    static_assert(count <= kGroupSteps, "the steps of a group are contiguous");
     if constexpr (along_channels) {
 #pragma unroll
       for (int j = 0; j < count; ++j) values[j] = *tile.at(channel(i) + first + j, step(i));
     } else {
-      const auto group = Vector<Acc, count>::load(tile.at(channel(i), step(i) + first));
-#pragma unroll
-      for (int j = 0; j < count; ++j) values[j] = group[j];
+      load_array(tile.at(channel(i), step(i) + first), values);
     }
   }
-  // Of an array in shared memory with one value per channel.
+  // The same elements of an array in shared memory that has one value per channel.
   template <int count>
-  __device__ __forceinline__ void of_channels(const Acc* array, int i, int first, Acc (&values)[count]) const {
+  __device__ __forceinline__ void get_channels(const Acc* array, int i, int first, Acc (&values)[count]) const {
     if constexpr (along_channels) {
-      const auto vector = Vector<Acc, count>::load(array + channel(i) + first);
-#pragma unroll
-      for (int j = 0; j < count; ++j) values[j] = vector[j];
+      load_array(array + channel(i) + first, values);
     } else {
       const Acc value = array[channel(i)];
 #pragma unroll
@@ -216,8 +207,22 @@ struct ThreadVectors {
 #pragma unroll
     for (int j = 0; j < count; ++j) raw.set(first + j, from_accumulate<Scalar>(values[j]));
   }
+  // delta = softplus?(raw + bias) and u of kPart elements of vector i, from `first` on.
+  __device__ __forceinline__ void get_steps(const Raw& raw_delta, const Raw& raw_u, const Acc* biases, bool apply_softplus,
+                                            int i, int first, Acc (&delta)[kPart], Acc (&u)[kPart]) const {
+    Acc bias[kPart];
+    get_channels(biases, i, first, bias);
+    widen(raw_delta, first, delta);
+    widen(raw_u, first, u);
+#pragma unroll
+    for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
+    if (apply_softplus) {
+#pragma unroll
+      for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
+    }
+  }
 
-  // visit(channel, step) for each element of a thread's pieces, one by one.
+  // Calls visit(channel, step) for each element that the thread owns.
   template <typename Visitor>
   __device__ __forceinline__ void for_each_element(const Visitor& visit) const {
 #pragma unroll 1
@@ -228,13 +233,13 @@ struct ThreadVectors {
   }
 };
 
-// Whether a block's tile that starts at t0 is moved by vectors.
+// Whether the tile that starts at t0 is moved in vectors.
 template <typename TileConfig>
 __device__ __forceinline__ bool has_vectors(const ScanPlan& plan, const Position& at, int64_t t0) {
   return plan.has_vectors && at.channels == kTileChannels && t0 + TileConfig::kTileSteps <= at.end;
 }
 
-// An element of a tile, zero if it does not exist. `row` is that of the block's first channel.
+// An element of a tile; zero if it does not exist. `row` is the row of the block's first channel.
 template <typename Scalar>
 __device__ __forceinline__ AccumulateType<Scalar> load_element(const SequenceView& view, const Scalar* row, int channel,
                                                                int64_t step, bool exists) {
@@ -246,7 +251,19 @@ __device__ __forceinline__ void store_element(const SequenceView& view, Scalar* 
   row[channel * view.stride_dim + step * view.stride_step] = from_accumulate<Scalar>(value);
 }
 
-// B and C at the steps of a tile, in shared memory: the steps of a state beside each other.
+// Stores the step size of an element, zero if it does not exist, and returns it.
+template <typename TileConfig, typename Scalar = typename TileConfig::Scalar>
+__device__ __forceinline__ AccumulateType<Scalar> put_step_size(TileArray<TileConfig> tile, const SelectiveScanParams& p,
+                                                                const Scalar* row, const AccumulateType<Scalar>* biases,
+                                                                int channel, int step, int64_t first_step, bool exists) {
+  AccumulateType<Scalar> delta = load_element(p.delta, row, channel, first_step + step, exists) + biases[channel];
+  if (p.delta_softplus) delta = softplus(delta);
+  *tile.at(channel, step) = delta;
+  return delta;
+}
+
+// B and C at the steps of a tile, in shared memory, with the steps of a state contiguous. Producers move them in vectors along
+// the steps or along the states.
 template <typename TileConfig>
 struct Matrices {
   using Scalar = typename TileConfig::Scalar;
@@ -255,45 +272,46 @@ struct Matrices {
   static constexpr int kPitch = TileConfig::kTileSteps + kGroupSteps;
   static constexpr int kCapacity = kStates * kPitch;  // of one matrix
   static constexpr int kPerMatrix = kStates * TileConfig::kTileSteps / kVector;
-  static constexpr int kCount = 2 * kPerMatrix / TileConfig::kProducers;
+  static constexpr int kCount = 2 * kPerMatrix / TileConfig::kProducers;  // vectors of a thread
   static_assert(kPerMatrix % kWarpSize == 0, "a warp reads from one matrix at a time");
   static_assert(2 * kPerMatrix % TileConfig::kProducers == 0, "threads share the matrices evenly");
   using Raw = Vector<Scalar, kVector>;
 
   Acc *B, *C;
 
-  // By threads that are numbered from Cut::kWalkers.
+  // The number of a producer thread's vector i among the vectors of both matrices.
   __device__ __forceinline__ static int index(int i) {
-    return i * TileConfig::kProducers + opaque(static_cast<int>(threadIdx.x)) - TileConfig::kConsumers;
+    return i * TileConfig::kProducers + opaque_thread() - TileConfig::kConsumers;
   }
   __device__ __forceinline__ static bool is_B(int i) {
     if constexpr (kPerMatrix % TileConfig::kProducers == 0) return i < kPerMatrix / TileConfig::kProducers;
     return index(i) < kPerMatrix;
   }
+  // The first state and step of vector i.
   __device__ __forceinline__ static int state(int i, VectorAccess access) {
-    const int vector_source = index(i) % kPerMatrix;
-    return access == VectorAccess::kAlongChannels ? vector_source % (kStates / kVector) * kVector
-                                                  : vector_source / (TileConfig::kTileSteps / kVector);
+    const int vector = index(i) % kPerMatrix;
+    return access == VectorAccess::kAlongChannels ? vector % (kStates / kVector) * kVector
+                                                  : vector / (TileConfig::kTileSteps / kVector);
   }
   __device__ __forceinline__ static int step(int i, VectorAccess access) {
-    const int vector_source = index(i) % kPerMatrix;
-    return access == VectorAccess::kAlongChannels ? vector_source / (kStates / kVector)
-                                                  : vector_source % (TileConfig::kTileSteps / kVector) * kVector;
+    const int vector = index(i) % kPerMatrix;
+    return access == VectorAccess::kAlongChannels ? vector / (kStates / kVector)
+                                                  : vector % (TileConfig::kTileSteps / kVector) * kVector;
   }
 
-  // Where this thread's piece i begins at the first step.
-  __device__ __forceinline__ static const Scalar* place(const SelectiveScanParams& p, const ScanPlan& plan, const Scalar* B_row,
-                                                        const Scalar* C_row, int i) {
+  // The address of this thread's vector i in the tile that starts at step 0.
+  __device__ __forceinline__ static const Scalar* address(const SelectiveScanParams& p, const ScanPlan& plan,
+                                                          const Scalar* B_row, const Scalar* C_row, int i) {
     const bool b = is_B(i);
     const VectorAccess access = b ? plan.B : plan.C;
     return (b ? B_row : C_row) + state(i, access) * (b ? p.B.stride_state : p.C.stride_state) +
            step(i, access) * (b ? p.B.stride_step : p.C.stride_step);
   }
 
-  // visit(i, address, stride, access, valid) for each piece, of which `valid` elements exist, `stride` apart.
+  // Calls visit(i, address, stride, access, valid) for each vector: its first `valid` elements exist, `stride` apart.
   template <typename Visitor>
   __device__ __forceinline__ static void for_each(const SelectiveScanParams& p, const ScanPlan& plan,
-                                                  const Scalar* const (&places)[kCount], int64_t first_step, int steps,
+                                                  const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                                   const Visitor& visit) {
     const int states = static_cast<int>(p.dstate);
     const bool is_whole = steps == TileConfig::kTileSteps && states >= kStates;
@@ -302,7 +320,7 @@ struct Matrices {
       const bool b = is_B(i);
       const VectorAccess access = b ? plan.B : plan.C;
       const int64_t stride_state = b ? p.B.stride_state : p.C.stride_state, stride_step = b ? p.B.stride_step : p.C.stride_step;
-      const Scalar* const vector_source = places[i] + first_step * stride_step;
+      const Scalar* const source = addresses[i] + first_step * stride_step;
       const int n = state(i, access), t = step(i, access);
       const bool along_states = access == VectorAccess::kAlongChannels;
       int valid = kVector;
@@ -310,29 +328,29 @@ struct Matrices {
         const int left = along_states ? states - n : steps - t;
         valid = n >= states || t >= steps ? 0 : left < kVector ? left : kVector;
       }
-      visit(i, vector_source, along_states ? stride_state : stride_step, access, valid);
+      visit(i, source, along_states ? stride_state : stride_step, access, valid);
     }
   }
 
-  // As Pieces::copy and Pieces::load, from the places of the pieces. States and steps that do not exist are zeros.
-  __device__ __forceinline__ static void copy(const SelectiveScanParams& p, const ScanPlan& plan,
-                                              const Scalar* const (&places)[kCount], int64_t first_step, int steps,
-                                              Raw* stage) {
-    for_each(p, plan, places, first_step, steps,
-             [&](int i, const Scalar* vector_source, int64_t stride, VectorAccess access, int valid) {
+  // As ThreadVectors::copy_async and load. States and steps that do not exist are zeros.
+  __device__ __forceinline__ static void copy_async(const SelectiveScanParams& p, const ScanPlan& plan,
+                                                    const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
+                                                    Raw* stage) {
+    for_each(p, plan, addresses, first_step, steps,
+             [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int valid) {
                if (access != VectorAccess::kSingly && valid == kVector) {
-                 cuda::cp_async(stage + i * TileConfig::kProducers, vector_source, kVectorBytes);
+                 cuda::cp_async(stage + i * TileConfig::kProducers, source, kVectorBytes);
                } else {
-                 stage[i * TileConfig::kProducers] = load_vector<Scalar, kVector>(vector_source, stride, false, valid);
+                 stage[i * TileConfig::kProducers] = load_vector<Scalar, kVector>(source, stride, false, valid);
                }
              });
   }
   __device__ __forceinline__ static void load(const SelectiveScanParams& p, const ScanPlan& plan,
-                                              const Scalar* const (&places)[kCount], int64_t first_step, int steps,
+                                              const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                               Raw (&raw)[kCount]) {
-    for_each(p, plan, places, first_step, steps,
-             [&](int i, const Scalar* vector_source, int64_t stride, VectorAccess access, int valid) {
-               raw[i] = load_vector<Scalar, kVector>(vector_source, stride, access != VectorAccess::kSingly, valid);
+    for_each(p, plan, addresses, first_step, steps,
+             [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int valid) {
+               raw[i] = load_vector<Scalar, kVector>(source, stride, access != VectorAccess::kSingly, valid);
              });
   }
 
@@ -346,28 +364,29 @@ struct Matrices {
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const VectorAccess access = is_B(i) ? plan.B : plan.C;
-      Acc* const place = (is_B(i) ? B : C) + state(i, access) * kPitch + step(i, access);
+      Acc* const target = (is_B(i) ? B : C) + state(i, access) * kPitch + step(i, access);
       if (access == VectorAccess::kAlongChannels) {
 #pragma unroll
-        for (int j = 0; j < kVector; ++j) place[j * kPitch] = to_accumulate(raw[i][j]);
+        for (int j = 0; j < kVector; ++j) target[j * kPitch] = to_accumulate(raw[i][j]);
       } else {
         Vector<Acc, kVector> wide;
 #pragma unroll
         for (int j = 0; j < kVector; ++j) wide.set(j, to_accumulate(raw[i][j]));
-        wide.store(place);
+        wide.store(target);
       }
     }
   }
 };
 
-// Where the two roles meet, once a tile: what either has written to shared memory before, both see after.
+enum NamedBarrier : int { kRolesBarrier = 1 };
+
+// Synchronizes producers and consumers, once a tile, and makes their writes to shared memory visible to each other.
 template <typename TileConfig>
 __device__ __forceinline__ void sync_roles() {
-  constexpr int kBarrier = 1;
-  cuda::barrier_sync(kBarrier, TileConfig::kThreads);
+  cuda::barrier_sync(kRolesBarrier, TileConfig::kThreads);
 }
 
-// A block's first lines: where it is, and what D and delta_bias are for its channels.
+// Sets up a block's position, its rows, and D and delta_bias of its channels.
 template <typename TileConfig, typename Rows, typename Params, typename Shared>
 __device__ __forceinline__ void begin_block(const Params& p, const ScanPlan& plan, const Shared& shared) {
   using Acc = typename TileConfig::Acc;

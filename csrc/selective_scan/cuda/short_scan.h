@@ -1,7 +1,7 @@
-// Selective scan on CUDA, forward of short sequences: how the work is cut.
+// Selective scan, forward, of short sequences on CUDA: sizes, plan and launch.
 //
-// kStateLanes neighboring lanes share a channel; each keeps kLaneStates of its states in registers. A block has a tile of
-// channels and all steps, of which the sequence has at most kMostSteps.
+// kStateLanes neighboring lanes share a channel; each holds kLaneStates states in registers. A block scans a tile of channels
+// over the whole sequence of at most kMostSteps steps.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,13 +1,13 @@
-// Selective scan, forward, on CUDA, for short sequences: step after step.
+// Selective scan, forward, on CUDA, of short sequences.
 //
-//   delta_t = softplus?(delta_raw_t + delta_bias)
-//   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t
+//   delta_t = softplus?(delta_raw_t + delta_bias)                       u, delta, z, out: (batch, dim, seqlen)
+//   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    h: (batch, dim, dstate)
 //   out_t   = (<C_t, h_t> + D u_t) silu(z_t)
 //
-// short_scan.h says how the work is cut. The block copies all that it needs at once into shared memory; the lanes of a channel
-// then compute its step sizes, kStateLanes steps at a time, and take their states through the steps. They add up their parts of
-// <C_t, h_t> by shuffles, a group of steps at a time. At the end, the block writes out. The time is that of one launch, one
-// round of reads and the chain of states.
+// Saved for backward: the initial and the last state. short_scan.h describes blocks and lanes. A block loads all its inputs
+// into shared memory at once. The lanes of a channel compute its step sizes, kStateLanes steps at a time, advance their states
+// step by step, and add their partial sums of <C_t, h_t> by shuffles, a group of steps at a time. The block then writes its
+// outputs. The time is one launch, one round of loads and the chain of states.
 #pragma once
 
 #include "cuda/lane_sums.cuh"
@@ -16,11 +16,12 @@
 
 namespace ssm_kernels::selective_scan::short_scan {
 
-constexpr int kGroupSteps = 8;  // the lanes of a channel add up their parts of so many outputs at a time
+constexpr int kGroupSteps = 8;  // outputs that the lanes of a channel sum at a time
 static_assert(kMostSteps % kGroupSteps == 0 && kGroupSteps % kStateLanes == 0, "lanes share the steps of a group equally");
-static_assert(kMostSteps <= kShortChunk, "the states are saved before the first step and after the last, nowhere else");
+static_assert(kMostSteps <= kShortChunk, "the only chunk boundaries are before the first step and after the last");
 
-// visit(row, step) for each pair of `rows` (channels or states) and kMostSteps, neighbors in memory by neighboring threads.
+// Calls visit(row, step) for each of `rows` channels or states and kMostSteps steps; neighboring threads visit neighbors in
+// memory.
 template <int rows, typename Visitor>
 __device__ __forceinline__ void for_each_element(int64_t stride_row, int64_t stride_step, const Visitor& visit) {
   const bool steps_are_closer = stride_step < stride_row;
@@ -32,12 +33,12 @@ __device__ __forceinline__ void for_each_element(int64_t stride_row, int64_t str
   }
 }
 
-// Elements of all steps, those of rows or steps that do not exist zero.
+// A tensor's elements at all steps; zero for rows and steps that do not exist.
 template <typename Scalar, int rows>
 struct Tile {
   Scalar elements[kMostSteps][rows];
 
-  // Vectors are under way when this returns.
+  // Vectors are still in flight when this returns.
   __device__ __forceinline__ void load(VectorAccess access, const Scalar* source, int64_t stride_row, int64_t stride_step,
                                        int valid_rows, int steps) {
     if (access == VectorAccess::kAlongChannels) {
@@ -69,13 +70,13 @@ struct Shared {
   float D[kTileChannels];
 };
 
-static_assert(sizeof(Shared<float>) <= kSharedBytes, "the plan counts as much for a block");
+static_assert(sizeof(Shared<float>) <= kSharedBytes, "the plan reserves kSharedBytes per block");
 
 template <typename Scalar>
 __global__ void __launch_bounds__(kThreads)
     short_scan_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams p, const __grid_constant__ ScanPlan plan) {
   __shared__ Shared<Scalar> shared;
-  // Sizes have 32 bits (is_short): 64-bit quotients would take longer than a round of reads.
+  // is_short() bounds the sizes to 32 bits: 64-bit divisions would take longer than a round of loads.
   const unsigned tiles = static_cast<unsigned>(plan.tiles), batch = blockIdx.x / tiles, tile = blockIdx.x - batch * tiles;
   const unsigned span = tile / static_cast<unsigned>(plan.tiles_per_span);
   const unsigned in_span = (tile - span * static_cast<unsigned>(plan.tiles_per_span)) * kTileChannels;
@@ -116,17 +117,17 @@ __global__ void __launch_bounds__(kThreads)
   }
   const auto save_states = [&](void* target, int64_t row) {
     if (target == nullptr) return;
-    float* const place = static_cast<float*>(target) + state_offset(p, row, d, first_state);
+    float* const saved = static_cast<float*>(target) + state_offset(p, row, d, first_state);
 #pragma unroll
     for (int n = 0; n < kLaneStates; ++n) {
-      if (n < states) place[n] = state[n];
+      if (n < states) saved[n] = state[n];
     }
   };
   save_states(p.chunk_states, batch * p.chunk_boundaries);
   cuda::cp_async_wait();
   __syncthreads();
 
-  // The size of a step that does not exist is zero.
+  // Steps past the end have size zero.
 #pragma unroll
   for (int t = lane; t < kMostSteps; t += kStateLanes) {
     float size = to_accumulate(shared.delta.elements[t][channel]) + bias;
@@ -153,10 +154,10 @@ __global__ void __launch_bounds__(kThreads)
         y[j] = 0;
 #pragma unroll
         for (int n = 0; n < kLaneStates; ++n) {
-          // Past the end, a size of zero would make NaN of an infinite or NaN A.
+          // Past the end A is zero: a size of zero times an infinite A would be NaN.
           const Transition<Method, float> transition(size, t < steps ? scaled_A[n] : 0.0f);
           const float next = fmaf(transition.abar(), state[n], transition.input(input) * B.accumulate(n));
-          // An infinite input would make a padding state NaN, and with it the channel's output.
+          // An infinite input times a zero of B would make a padding state, and the channel's output, NaN.
           state[n] = n < states ? next : 0.0f;
           y[j] = fmaf(C.accumulate(n), state[n], y[j]);
         }

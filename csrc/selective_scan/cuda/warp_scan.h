@@ -1,10 +1,9 @@
-// Selective scan on CUDA with lanes in time: how the work is cut. For what is not walked: few channels, other numbers of
-// states, constant B or C, doubles, mixed layouts.
+// Warp scan: the selective scan on CUDA, parallel in time inside a warp. Sizes, plan and launches.
 //
-// Time is parallel inside a warp. Its lanes are `time_lanes` x 32 / `time_lanes`: a lane takes kSteps consecutive steps of one
-// channel, so that a warp holds a tile of time_lanes * kSteps steps of 32 / time_lanes channels in registers. A block of
-// several warps holds one tile of neighboring channels and walks along time, tile after tile; the rows of B and C that belong
-// to the tile are staged in shared memory once for all its channels, a slice of the states at a time.
+// A warp's lanes are kTimeLanes x 32 / kTimeLanes. A lane computes kSteps consecutive steps of one channel, so that a warp
+// holds a tile of kTimeLanes * kSteps steps of 32 / kTimeLanes channels in registers. A block of several warps loops over the
+// tiles in time of its channels; the rows of B and C of a tile are staged in shared memory once for all channels, a slice of
+// the states at a time.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,9 +17,8 @@
 
 namespace ssm_kernels::selective_scan::warp_scan {
 
-// Forward is compiled for two cuts (for doubles, for few channels only): lanes of a channel, and with them the most states of a
-// slice. More lanes make more warps of few channels, at the price of a longer scan over the lanes and of B and C staged for
-// fewer channels.
+// Forward's two tile shapes; doubles have kFewChannels only. kFewChannels has more lanes per channel, so that few channels make
+// more warps. It costs a longer scan over the lanes, and each load of B and C serves fewer channels.
 enum class FwdConfig : int { kManyChannels, kFewChannels };
 template <FwdConfig config>
 struct FwdSizes {
@@ -28,21 +26,21 @@ struct FwdSizes {
   static constexpr int kLog2Warps = 3;
   static constexpr int kSlice = config == FwdConfig::kManyChannels ? 16 : 8;
   static constexpr int kTileChannels = kWarpSize << kLog2Warps >> kLog2TimeLanes;
-  // Steps of a lane. More share the cost of the scan; fewer take fewer registers, of which doubles take twice as many.
+  // More steps per lane amortize the scan; fewer need fewer registers, and doubles need twice as many.
   static constexpr int log2_steps(bool is_double) { return is_double ? 3 : 4; }
   static constexpr int tile_steps(bool is_double) { return 1 << (kLog2TimeLanes + log2_steps(is_double)); }
 };
 
-// In backward a tile is one chunk or two: it starts from a saved state.
+// Backward's tile is one or two chunks and starts from a saved state.
 struct BwdSizes {
   static constexpr int kLog2TimeLanes = 3;
   static constexpr int kSlice = 8;
-  // Of doubles half as many: each warp leaves the sums of a slice in shared memory.
+  // Half as many for doubles: each warp stores its sums of a slice in shared memory.
   static constexpr int log2_warps(bool is_double) { return is_double ? 2 : 3; }
   static constexpr int tile_channels(bool is_double) { return kWarpSize << log2_warps(is_double) >> kLog2TimeLanes; }
   static constexpr int kLog2Steps = 3;
   static constexpr int kTileSteps = 1 << (kLog2TimeLanes + kLog2Steps);
-  static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is whole chunks");
+  static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is a multiple of a chunk");
 };
 
 // Compile-time variants of a kernel. kPerStep, for B and C per step, is compiled once per method and has no branches for other
@@ -57,11 +55,11 @@ constexpr bool kHasCommonPasses = !std::is_same_v<Scalar, double>;
 template <typename Scalar>
 constexpr bool kAnyCarries = !kHasCommonPasses<Scalar>;
 
-// A block has at most a tile's channels; fewer where the states of more do not fit into its memory. Where those of one do not,
-// forward's slices are of fewer states too.
+// A block has a tile's channels, or fewer if their states do not fit into shared memory. If even one channel's do not fit,
+// forward's slices shrink too.
 struct ScanPlan : ChannelPartition {
   FwdConfig config = FwdConfig::kManyChannels;
-  int slice = 0;  // states; of forward
+  int slice = 0;  // states per slice, in forward
   bool carry_pass = false;
   cuda::Divisor dstate;
   VectorAccess u = VectorAccess::kSingly, delta = VectorAccess::kSingly, z = VectorAccess::kSingly, out = VectorAccess::kSingly;

@@ -1,4 +1,4 @@
-// Selective scan, backward, on CUDA, with lanes in time.
+// Selective scan, backward, on CUDA: a warp scan, parallel in time.
 //
 // With y_t = <C_t, h_t> + D u_t, out_t = y_t silu(z_t) and dy_t = grad_out_t silu(z_t), the adjoint g of the state runs against
 // time,
@@ -14,16 +14,15 @@
 //   grad_B_t     = sum_d g_t delta_t u_t k
 //   grad_C_t     = sum_d dy_t h_t
 //
-// warp_scan.h says how the work is cut. A tile starts from a state that forward saved, and tiles are taken from the last to
-// the first. State by state, each lane computes Abar for its steps once; the maps from step to step are scanned over the lanes
-// forwards, for the states, and backwards, for the adjoints, and run through again from the true state and adjoint, both of
-// which then exist at every step, in registers only.
+// warp_scan.h describes tiles and lanes. A block loops over its tiles from the last to the first; each tile starts from a state
+// that forward saved. For each state, a lane computes Abar of its steps once. The maps from step to step are scanned over the
+// lanes forwards for the states and backwards for the adjoints. The lane then repeats its steps from the true state and
+// adjoint, so that both exist at every step, in registers only.
 //
-// grad_B and grad_C sum over channels: first over those of a warp, by shuffles; a slice of states at a time then over the warps
-// of a block, through shared memory; and what is left over the tiles of channels, by another kernel. Every order of additions
-// is fixed.
+// grad_B and grad_C are summed over channels in a fixed order: over a warp's channels by shuffles, over a block's warps through
+// shared memory, a slice of states at a time, and over tiles of channels by bwd_finish.cuh.
 //
-// The bound is the rate at which instructions are issued: some thirty for each state and step.
+// The limit is the issue rate: about thirty instructions per state and step.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -41,20 +40,20 @@ struct BwdShared {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   static constexpr int kSlice = BwdSizes::kSlice;
-  // Of a state: what the block adds to the gradients of B and of C, (2, steps of a tile).
+  // Per state: sums for the gradients of B and C, (2, steps of a tile).
   static constexpr int kSumsPerState = 2 * TileConfig::kTileSteps;
   static constexpr int kSums = kSlice * kSumsPerState;
 
-  // Of a channel and state: A, scaled; the state before the tile; the adjoint that comes from after it; the gradient of A.
+  // Per channel and state: scaled A, the state before the tile, the adjoint from after it, and the gradient of A.
   static constexpr int kA = 0, kBefore = 1, kAdjoint = 2, kGradA = 3, kPerState = 4;
 
   Scalar *u, *delta, *z, *grad_out;
   Acc* states;  // (channels, dstate, kPerState)
   Acc *decay, *grad_constant_B, *grad_constant_C;
   Acc *B, *C;
-  Acc* zeros;      // what lanes without a channel read of B and C: their zeros times an infinity were NaN
+  Acc* zeros;      // B and C for lanes without a channel: zero times an infinite B would be NaN
   Acc* warp_sums;  // (warps, kSums)
-  // Of each thread, its parts of the gradients of D and delta_bias.
+  // Each thread's terms of the gradients of D and delta_bias.
   Acc* grad_channel;
   Position* position;
   BwdRows<Scalar>* rows;
@@ -63,32 +62,32 @@ struct BwdShared {
   SSM_HOST_DEVICE BwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan) {
     const int count = state_rows<TileConfig>(plan) * state_pitch(p);
     const bool sums = !plan.carry_pass && (p.B.per_step || p.C.per_step);
-    Carver carver(memory);
-    // What has the same size for all calls first: its addresses are known when compiling.
-    grad_channel = carver.take<Acc>(2 * TileConfig::kThreads);
-    position = carver.take<Position>(1);
-    rows = carver.take<BwdRows<Scalar>>(1);
-    zeros = carver.take<Acc>(TileConfig::kSteps);
-    delta = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
-    grad_out = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
-    u = carver.take<Scalar>(plan.carry_pass ? 0 : SequenceTile<TileConfig>::kCapacity);
-    z = carver.take<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
-    B = carver.take<Acc>(p.B.per_step && !plan.carry_pass ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
-    C = carver.take<Acc>(p.C.per_step ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
-    warp_sums = carver.take<Acc>(sums ? TileConfig::kWarps * kSums : 0);
-    states = carver.take<Acc>(kPerState * count);
-    decay = carver.take<Acc>(plan.carry_pass ? count : 0);
-    grad_constant_B = carver.take<Acc>(p.B.per_step || plan.carry_pass ? 0 : count);
-    grad_constant_C = carver.take<Acc>(p.C.per_step || plan.carry_pass ? 0 : count);
-    bytes = carver.bytes();
+    SharedAllocator shared(memory);
+    // Arrays of constant size first: their addresses are known at compile time.
+    grad_channel = shared.allocate<Acc>(2 * TileConfig::kThreads);
+    position = shared.allocate<Position>(1);
+    rows = shared.allocate<BwdRows<Scalar>>(1);
+    zeros = shared.allocate<Acc>(TileConfig::kSteps);
+    delta = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    grad_out = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    u = shared.allocate<Scalar>(plan.carry_pass ? 0 : SequenceTile<TileConfig>::kCapacity);
+    z = shared.allocate<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
+    B = shared.allocate<Acc>(p.B.per_step && !plan.carry_pass ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
+    C = shared.allocate<Acc>(p.C.per_step ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
+    warp_sums = shared.allocate<Acc>(sums ? TileConfig::kWarps * kSums : 0);
+    states = shared.allocate<Acc>(kPerState * count);
+    decay = shared.allocate<Acc>(plan.carry_pass ? count : 0);
+    grad_constant_B = shared.allocate<Acc>(p.B.per_step || plan.carry_pass ? 0 : count);
+    grad_constant_C = shared.allocate<Acc>(p.C.per_step || plan.carry_pass ? 0 : count);
+    bytes = shared.bytes();
   }
 };
 
-// Adds the values of each step over the warp's channels, and stores the sums: (2, steps of the tile).
+// Sums each step's values over the warp's channels and stores the sums, (2, steps of the tile).
 template <typename TileConfig>
 __device__ __forceinline__ void store_channel_sums(typename TileConfig::Acc (&to_B)[TileConfig::kSteps],
                                                    typename TileConfig::Acc (&to_C)[TileConfig::kSteps],
-                                                   const Lane<TileConfig>& lane, typename TileConfig::Acc* place) {
+                                                   const Lane<TileConfig>& lane, typename TileConfig::Acc* target) {
   using Acc = typename TileConfig::Acc;
   static_assert(TileConfig::kSteps == 8 && TileConfig::kLanesPerStep == 4, "four lanes share two times eight sums");
   const int quarter = lane.channel_in_warp;
@@ -103,10 +102,10 @@ __device__ __forceinline__ void store_channel_sums(typename TileConfig::Acc (&to
     const Acc sent = quarter & 1 ? half[i] : half[4 + i];
     mine.set(i, (quarter & 1 ? half[4 + i] : half[i]) + __shfl_xor_sync(kAllLanes, sent, 1));
   }
-  mine.store(place);
+  mine.store(target);
 }
 
-// Where a lane's four sums lie.
+// The offset of a lane's four sums.
 template <typename TileConfig>
 __device__ __forceinline__ int sums_of_lane(const Lane<TileConfig>& lane) {
   return lane.channel_in_warp / 2 * TileConfig::kTileSteps + lane.time * TileConfig::kSteps + lane.channel_in_warp % 2 * 4;
@@ -121,8 +120,8 @@ __device__ __forceinline__ typename TileConfig::Acc sum_over_time_lanes(typename
   return value;
 }
 
-// Adds up what the warps of a block add to the gradients of B and C in a slice of states, by the whole block. Of a group that
-// is one tile that is the gradient itself.
+// Sums grad_B and grad_C of a slice of states over the block's warps and stores the block's partial sums. Called by the whole
+// block.
 template <typename TileConfig>
 __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const ScanPlan& plan,
                                           const PartialSums& partial_sums, const BwdShared<TileConfig>& shared,
@@ -134,7 +133,7 @@ __device__ __forceinline__ void add_slice(const SelectiveScanBwdParams& p, const
   __syncthreads();
   const int count = min(Shared::kSlice, static_cast<int>(p.dstate) - first_state) * Shared::kSumsPerState;
 #pragma unroll 1
-  for (int i = opaque(static_cast<int>(threadIdx.x)) * kVector; i < count; i += TileConfig::kThreads * kVector) {
+  for (int i = opaque_thread() * kVector; i < count; i += TileConfig::kThreads * kVector) {
     auto sum = Vector<Acc, kVector>::load(shared.warp_sums + i);
 #pragma unroll
     for (int warp = 1; warp < TileConfig::kWarps; ++warp) {
@@ -175,26 +174,27 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   clear<TileConfig>(shared.states, state_rows<TileConfig>(plan) * state_pitch(p) * kPerState);
   clear<TileConfig>(shared.zeros, K);
   __syncthreads();
-  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
     const int64_t d = at.first_channel + channel;
     Acc g = 0;
     if (carry_pass) {
-      shared.decay[place] = 1;
+      shared.decay[index] = 1;
     } else {
       if (p.grad_last_state.data != nullptr) g = load_state<Acc>(p.grad_last_state, at.batch, d, state);
       for (int64_t s = plan.segments - 1; s > at.segment; --s) {
         g = fold_segment(plan, state_offset(p, at.batch * plan.segments + s, d, state), g);
       }
-      if (!p.B.per_step) shared.grad_constant_B[place] = 0;
-      if (!p.C.per_step) shared.grad_constant_C[place] = 0;
+      if (!p.B.per_step) shared.grad_constant_B[index] = 0;
+      if (!p.C.per_step) shared.grad_constant_C[index] = 0;
     }
-    shared.states[place * kPerState + kA] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
-    shared.states[place * kPerState + kAdjoint] = g;
+    shared.states[index * kPerState + kA] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
+    shared.states[index * kPerState + kAdjoint] = g;
   });
 
   const bool is_channel = lane.channel < at.channels, is_first = lane.is_first(), is_last = lane.is_last();
   const int first_step = lane.time * K;
   const auto row = [&] { return min(lane.channel, state_rows<TileConfig>(plan) - 1); };
+  const auto channel = [&] { return at.first_channel + lane.channel; };
   const auto of_channel = [&](const ChannelView& view) {
     if (!is_channel || view.data == nullptr) return Acc(0);
     return static_cast<const Acc*>(view.data)[(at.first_channel + lane.channel) * view.stride];
@@ -202,10 +202,6 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   const MatrixSlice<TileConfig, kSlice> B{shared.B}, C{shared.C};
   const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
       grad_out_tile{shared.grad_out, plan.grad_out};
-  const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
-    if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
-    return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
-  };
 
   const int64_t tiles = (at.end - at.begin + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps;
   for (int64_t t0 = at.begin + (tiles - 1) * TileConfig::kTileSteps; t0 >= at.begin; t0 -= TileConfig::kTileSteps) {
@@ -220,13 +216,13 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
       const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
       const int64_t boundary = at.batch * p.chunk_boundaries + t0 / TileConfig::kTileSteps * chunks;
       const Acc* const source = static_cast<const Acc*>(p.chunk_states) + state_offset(p, boundary, at.first_channel, 0);
-      for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int offset, int, int) {
-        shared.states[place * kPerState + kBefore] = source[offset];
+      for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int offset, int, int) {
+        shared.states[index * kPerState + kBefore] = source[offset];
       });
     }
 
     const int valid = is_channel ? steps - first_step : 0;
-    // Where the gain is not one, its derivative asks for u itself.
+    // u itself if the gain is not one: the gradient needs it.
     Acc delta[K], u_or_delta_u[K], dy[K];
     // Sums over the states.
     Acc y[K], grad_input[K], grad_step[K];
@@ -268,8 +264,6 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         }
       }
 
-      // Past the end even a step of size zero would make NaN of an infinite or NaN A: there, and in the last tile only, A is
-      // zero. Other kernels have the loop twice, without and with that; kAny tests it for each state.
       const auto run_states = [&](auto tail, auto method) {
         using Known = decltype(method);
         const Acc* B_steps = is_channel ? B.lane(0, lane.time) : shared.zeros;
@@ -296,19 +290,19 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           }
           const auto delta_u = [&](int j) { return Known::kUnitGain ? u_or_delta_u[j] : delta[j] * u_or_delta_u[j]; };
 
-          // A lane's maps: of the state before its first step to that after its last (end), and of the adjoint that comes to
-          // its last step from later ones to what leaves its first for earlier ones (through).
+          // The lane's maps: from the state before its first step to the state after its last (end), and from the adjoint after
+          // its last step to the adjoint before its first (through).
           Vector<Acc, K> b;
           Acc h[K], end = is_first ? of_state[kBefore] : Acc(0), end_decay = decay;
           if (!carry_pass) {
-            b = read_matrix(p.B, B_steps, state);
+            b = read_matrix<pass, K>(p.B, B_steps, channel(), is_channel, state);
 #pragma unroll
             for (int j = 0; j < K; ++j) {
               h[j] = transition(j).input(delta_u(j)) * b[j];
               end = Math<Acc>::fma(transition(j).abar(), end, h[j]);
             }
           }
-          const auto c = read_matrix(p.C, C_steps, state);
+          const auto c = read_matrix<pass, K>(p.C, C_steps, channel(), is_channel, state);
           Acc through = is_last ? of_state[kAdjoint] : Acc(0), through_decay = decay;
 #pragma unroll
           for (int j = K - 1; j >= 0; --j) through = transition(j).abar() * Math<Acc>::fma(dy[j], c[j], through);
@@ -331,7 +325,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 #pragma unroll
             for (int j = 0; j < K; ++j) y[j] = Math<Acc>::fma(c[j], h[j], y[j]);
           }
-          // Where registers are short, with doubles or the coefficients of a gain: rather than hold them, read them again.
+          // Doubles and gains need more registers: there B and C are read again at each use.
           constexpr bool is_double = std::is_same_v<Acc, double>, rereads_B = is_double || !Known::kUnitGain;
           constexpr bool rereads_C = is_double || std::is_same_v<Known, Bilinear>;
           const auto b_at = [&](int j) {
@@ -355,7 +349,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
             } else {
               q = Known::derivatives(step.z, step.basis, current_gain(Known(), step.z, step.basis)).abar * (g * previous);
             }
-            // What a step past the end must not turn into NaN.
+            // Past the end, zero times an infinite state would be NaN.
             if (is_tail && j >= opaque(valid)) q = 0;
             if constexpr (Known::kUnitGain) {
               to_A = q;
@@ -390,21 +384,12 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
           if (sums_channels) store_channel_sums<TileConfig>(to_B, to_C, lane, sums);
         }
       };
-      visit_method<Method>(p, [&](auto method) {
-        if constexpr (pass == Pass::kAny) {
-          run_states([&] { return opaque(steps) < TileConfig::kTileSteps; }, method);
-        } else if (steps < TileConfig::kTileSteps) {
-          run_states([] { return true; }, method);
-        } else {
-          run_states([] { return false; }, method);
-        }
-      });
+      visit_tile<TileConfig, Method, pass>(p, steps, run_states);
       if (sums_channels) add_slice<TileConfig>(p, plan, partial_sums, shared, at, first_state, t0, steps);
     }
 
     if (!carry_pass) {
-      // The tiles are intact: what is left of a lane's steps is computed from them. Then the gradients take their places, once
-      // every lane has read.
+      // The input tiles are intact. The gradients overwrite them once every lane has read its steps.
       const SequenceTile<TileConfig> grad_u_tile{shared.u, plan.grad_u}, grad_delta_tile{shared.delta, plan.grad_delta},
           grad_z_tile{shared.z, plan.grad_z};
       Acc u[K];
@@ -441,7 +426,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
         grad_input[j] = Math<Acc>::fma(delta[j], grad_input[j], skip * dy[j]);
         grad_step[j] = grad_delta;
       }
-      Acc* const grad_channel = shared.grad_channel + opaque(static_cast<int>(threadIdx.x));
+      Acc* const grad_channel = shared.grad_channel + opaque_thread();
       grad_channel[0] += grad_D;
       grad_channel[TileConfig::kThreads] += grad_bias;
       __syncthreads();
@@ -457,22 +442,22 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
 
   if (tiles == 0) __syncthreads();
   const int64_t segment_row = at.batch * plan.segments + at.segment;
-  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
     const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
     if (carry_pass) {
-      static_cast<Acc*>(plan.decay)[target] = shared.decay[place];
-      static_cast<Acc*>(plan.carry)[target] = shared.states[place * kPerState + kAdjoint];
+      static_cast<Acc*>(plan.decay)[target] = shared.decay[index];
+      static_cast<Acc*>(plan.carry)[target] = shared.states[index * kPerState + kAdjoint];
       return;
     }
-    const auto leave = [&](void* sums, Acc sum) {
+    const auto store = [&](void* sums, Acc sum) {
       if (sums != nullptr) static_cast<Acc*>(sums)[target] = sum;
     };
-    leave(partial_sums.grad_A, shared.states[place * kPerState + kGradA]);
-    leave(partial_sums.grad_constant_B, p.B.per_step ? Acc(0) : shared.grad_constant_B[place]);
-    leave(partial_sums.grad_constant_C, p.C.per_step ? Acc(0) : shared.grad_constant_C[place]);
+    store(partial_sums.grad_A, shared.states[index * kPerState + kGradA]);
+    store(partial_sums.grad_constant_B, p.B.per_step ? Acc(0) : shared.grad_constant_B[index]);
+    store(partial_sums.grad_constant_C, p.C.per_step ? Acc(0) : shared.grad_constant_C[index]);
     if (p.grad_initial_state != nullptr && at.segment == 0) {
       static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.batch, at.first_channel + channel, state)] =
-          shared.states[place * kPerState + kAdjoint];
+          shared.states[index * kPerState + kAdjoint];
     }
   });
   if (!carry_pass) {
@@ -486,7 +471,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   }
 }
 
-// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles and Pass::kAny need.
+// Warps per multiprocessor: 16 allow a thread 128 registers; doubles and Pass::kAny need more.
 template <typename Scalar, Pass pass>
 constexpr int kBwdResidentWarps = pass == Pass::kAny || std::is_same_v<Scalar, double> ? 8 : 16;
 
@@ -507,7 +492,7 @@ size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& pl
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  // With doubles one kernel for all methods spills.
+  // One kernel for all methods would spill registers with doubles.
   using AnyMethod = std::conditional_t<std::is_same_v<Scalar, double>, Method, RuntimeMethod>;
   auto* kernel = warp_scan_bwd_kernel<Scalar, AnyMethod, Pass::kAny>;
   if constexpr (kHasCommonPasses<Scalar>) {

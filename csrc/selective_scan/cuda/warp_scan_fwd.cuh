@@ -1,21 +1,21 @@
-// Selective scan, forward, on CUDA, with lanes in time.
+// Selective scan, forward, on CUDA: a warp scan, parallel in time.
 //
 //   h_t = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t          out_t = (<C_t, h_t> + D u_t) silu(z_t)
 //
-// warp_scan.h says how the work is cut into blocks, warps and lanes. A block walks along time. Of each tile it stages
-// u, delta, z in shared memory, and each lane takes the step sizes, delta u and the partial outputs of its steps into
-// registers. Then, state by state:
-// * the lane computes Abar and its input for each of its steps, once, and composes them: the map from the state before its
-//   steps to the state after them (of exponential methods the product of Abar is the exponential of the sum of z);
+// u, delta, z, out: (batch, dim, seqlen); h: (batch, dim, dstate). Saved for backward: the state at every chunk boundary.
+// warp_scan.h describes tiles and lanes. A block loops over its tiles in time. It loads u, delta and z into shared memory, and
+// each lane keeps the step sizes, delta u and the partial outputs of its steps in registers. Then, for each state:
+// * the lane computes Abar and the input of its steps, once, and composes them into the affine map from the state before its
+// steps
+//   to the state after them (for exponential methods the product of Abar is the exponential of the sum of z);
 // * the lanes of a channel scan these maps;
-// * the lane runs through its steps again from the state that it now knows, with one multiplication and one addition a step,
-//   and adds C h to its outputs.
-// Both runs are done in two halves at once, joined by one more composition: a chain of dependent instructions half as long.
-// The state passes from tile to tile through shared memory, where the states at the ends of chunks lie too until the block
-// writes them out together.
+// * the lane repeats its steps from the state that it now knows, with one multiply-add a step, and adds C h to its outputs.
+// Both passes run on two halves of the lane's steps at once, which halves the chain of dependent instructions. The state passes
+// from tile to tile through shared memory, which also holds the states at chunk boundaries until the block writes them
+// together.
 //
-// The bound is the special function unit, one exponential per state and step at 16 a clock and multiprocessor, with the rate at
-// which instructions are issued close behind.
+// The limit is the special function unit, one exponential per state and step at 16 a clock and multiprocessor; the issue rate
+// is close.
 #pragma once
 
 #include "cuda/launch.cuh"
@@ -29,7 +29,7 @@ struct FwdShared {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
 
-  // A, scaled, and the state at the end of the tile before.
+  // Scaled A, and the state at the end of the previous tile.
   using Pair = Vector<Acc, 2>;
 
   Scalar *u, *delta, *z;
@@ -45,19 +45,19 @@ struct FwdShared {
   SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p, const ScanPlan& plan) {
     const int states = state_rows<TileConfig>(plan) * state_pitch(p);
     chunks = TileConfig::kTileSteps / static_cast<int>(p.chunk_length);
-    Carver carver(memory);
-    // What has the same size for all calls first: its addresses are known when compiling.
-    position = carver.take<Position>(1);
-    rows = carver.take<FwdRows<Scalar>>(1);
-    u = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
-    delta = carver.take<Scalar>(SequenceTile<TileConfig>::kCapacity);
-    B = carver.take<Acc>(plan.slice * MatrixSlice<TileConfig, slice>::kPitch);
-    C = carver.take<Acc>(plan.slice * MatrixSlice<TileConfig, slice>::kPitch);
-    z = carver.take<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
-    pairs = carver.take<Acc>(2 * states);
-    ends = carver.take<Acc>(p.chunk_states != nullptr ? states * (chunks - 1) : 0);
-    decay = carver.take<Acc>(plan.carry_pass ? states : 0);
-    bytes = carver.bytes();
+    SharedAllocator shared(memory);
+    // Arrays of constant size first: their addresses are known at compile time.
+    position = shared.allocate<Position>(1);
+    rows = shared.allocate<FwdRows<Scalar>>(1);
+    u = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    delta = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
+    B = shared.allocate<Acc>(plan.slice * MatrixSlice<TileConfig, slice>::kPitch);
+    C = shared.allocate<Acc>(plan.slice * MatrixSlice<TileConfig, slice>::kPitch);
+    z = shared.allocate<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
+    pairs = shared.allocate<Acc>(2 * states);
+    ends = shared.allocate<Acc>(p.chunk_states != nullptr ? states * (chunks - 1) : 0);
+    decay = shared.allocate<Acc>(plan.carry_pass ? states : 0);
+    bytes = shared.bytes();
   }
 };
 
@@ -83,11 +83,11 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const int rows_of_states = state_rows<TileConfig>(plan);
   clear<TileConfig>(shared.pairs, 2 * rows_of_states * pitch);
   __syncthreads();
-  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
     const int64_t d = at.first_channel + channel;
     Acc h = 0;
     if (carry_pass) {
-      shared.decay[place] = 1;
+      shared.decay[index] = 1;
     } else {
       if (p.initial_state.data != nullptr) h = load_state<Acc>(p.initial_state, at.batch, d, state);
       for (int64_t s = 0; s < at.segment; ++s) {
@@ -97,8 +97,8 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
         static_cast<Acc*>(p.chunk_states)[state_offset(p, at.batch * p.chunk_boundaries, d, state)] = h;
       }
     }
-    shared.pairs[2 * place] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
-    shared.pairs[2 * place + 1] = h;
+    shared.pairs[2 * index] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
+    shared.pairs[2 * index + 1] = h;
   });
 
   const bool is_channel = lane.channel < at.channels;
@@ -109,16 +109,15 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   const Acc skip = of_channel(p.D), bias = of_channel(p.delta_bias);
   const int first_step = lane.time * K, row = min(lane.channel, rows_of_states - 1);
   const bool is_first = lane.is_first();
-  // Whether a chunk, but not the tile, ends with this lane's steps, and which.
+  // Whether this lane's steps end a chunk inside the tile, and which chunk.
   const int lanes_per_chunk = TileConfig::kTimeLanes / shared.chunks, chunk_of_lane = lane.time / lanes_per_chunk;
   const bool ends_chunk =
       !carry_pass && p.chunk_states != nullptr && is_channel && (lane.time + 1) % lanes_per_chunk == 0 && !lane.is_last();
   const MatrixSlice<TileConfig, slice> B{shared.B}, C{shared.C};
-  const auto read_matrix = [&](const MatrixView& view, const Acc* steps, int state) {
-    if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, K>::load(steps);
-    return fill<K>(is_channel ? constant_value<Acc>(view, at.first_channel + lane.channel, state) : Acc(0));
-  };
 
+  const auto read_B_or_C = [&](const MatrixView& view, const Acc* staged, int state) {
+    return read_matrix<pass, K>(view, staged, at.first_channel + lane.channel, is_channel, state);
+  };
   const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z};
   for (int64_t t0 = at.begin; t0 < at.end; t0 += TileConfig::kTileSteps) {
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
@@ -153,8 +152,6 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
         }
       }
 
-      // Past the end even a step of size zero would make NaN of an infinite or NaN A: there, and in the last tile only, A is
-      // zero. Other kernels have the loop twice, without and with that; kAny tests it for each state.
       const auto run_states = [&](auto tail, auto method) {
         using Known = decltype(method);
         const Acc *B_steps = B.lane(0, lane.time), *C_steps = C.lane(0, lane.time);
@@ -170,7 +167,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
             late_decay = Math<Acc>::exp2(A * late_sum);
           }
           Acc abar[K], input[K];
-          const auto b = read_matrix(p.B, B_steps, state);
+          const auto b = read_B_or_C(p.B, B_steps, state);
 #pragma unroll
           for (int j = 0; j < K; ++j) {
             const Transition<Known, Acc> transition(delta[j], !is_tail || j < valid ? A : Acc(0));
@@ -197,7 +194,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           if (ends_chunk) shared.ends[(chunk_of_lane * rows_of_states + row) * pitch + state] = h;
           if (carry_pass) continue;
 
-          const auto c = read_matrix(p.C, C_steps, state);
+          const auto c = read_B_or_C(p.C, C_steps, state);
           h = is_first ? h_first : h_before;
           Acc h_late = Math<Acc>::fma(early_decay, h, early);
 #pragma unroll
@@ -209,15 +206,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           }
         }
       };
-      visit_method<Method>(p, [&](auto method) {
-        if constexpr (pass == Pass::kAny) {
-          run_states([&] { return opaque(steps) < TileConfig::kTileSteps; }, method);
-        } else if (steps < TileConfig::kTileSteps) {
-          run_states([] { return true; }, method);
-        } else {
-          run_states([] { return false; }, method);
-        }
-      });
+      visit_tile<TileConfig, Method, pass>(p, steps, run_states);
     }
 
     if (!carry_pass) {
@@ -227,7 +216,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
 #pragma unroll
         for (int j = 0; j < K; ++j) out[j] *= silu(gate[j]);
       }
-      // The output takes the place of u, which every lane must have read.
+      // The output overwrites u, which every lane has read by now.
       __syncthreads();
       const SequenceTile<TileConfig> out_tile{shared.u, plan.out};
       out_tile.write(lane.channel, first_step, out);
@@ -240,9 +229,9 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
           if (boundary >= p.chunk_boundaries) break;
           Acc* const target = static_cast<Acc*>(p.chunk_states) +
                               state_offset(p, at.batch * p.chunk_boundaries + boundary, at.first_channel, 0);
-          for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int offset, int, int) {
+          for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int offset, int, int) {
             target[offset] =
-                chunk + 1 == shared.chunks ? shared.pairs[2 * place + 1] : shared.ends[chunk * rows_of_states * pitch + place];
+                chunk + 1 == shared.chunks ? shared.pairs[2 * index + 1] : shared.ends[chunk * rows_of_states * pitch + index];
           });
         }
       }
@@ -251,11 +240,11 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   }
 
   if (at.begin >= at.end) __syncthreads();
-  for_each_state<TileConfig>(p, plan, at.channels, [&](int place, int, int channel, int state) {
-    const Acc h = shared.pairs[2 * place + 1];
+  for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
+    const Acc h = shared.pairs[2 * index + 1];
     if (carry_pass) {
       const int64_t target = state_offset(p, at.batch * plan.segments + at.segment, at.first_channel + channel, state);
-      static_cast<Acc*>(plan.decay)[target] = shared.decay[place];
+      static_cast<Acc*>(plan.decay)[target] = shared.decay[index];
       static_cast<Acc*>(plan.carry)[target] = h;
     } else if (at.segment + 1 == plan.segments) {
       static_cast<Acc*>(p.last_state)[state_offset(p, at.batch, at.first_channel + channel, state)] = h;
@@ -267,7 +256,7 @@ template <typename Scalar, FwdConfig config>
 using FwdTileConfig = TileConfig<Scalar, FwdSizes<config>::kLog2Warps, FwdSizes<config>::kLog2TimeLanes,
                                  FwdSizes<config>::log2_steps(std::is_same_v<Scalar, double>)>;
 
-// Warps of a multiprocessor: that leaves a thread 128 registers, or as many as doubles need.
+// Warps per multiprocessor: 16 allow a thread 128 registers; doubles need more.
 template <typename Scalar>
 constexpr int kFwdResidentWarps = std::is_same_v<Scalar, double> ? 8 : 16;
 
@@ -288,7 +277,7 @@ size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& pl
 
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  // The host takes few channels where there are constants, segments or doubles.
+  // The plan has few channels for constant B or C, segments and doubles.
   constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels;
   const bool many = plan.config == kMany;
   auto* kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kAny>;

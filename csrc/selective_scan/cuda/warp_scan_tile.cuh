@@ -1,9 +1,9 @@
-// What forward and backward share on the device: tiles in shared memory, scans over a warp's lanes.
+// Tiles in shared memory and scans over a warp's lanes, for the warp scan's forward and backward.
 //
-// A tile of a (batch, dim, seqlen) tensor lies in shared memory in the order in which it was read: steps of a channel beside
-// each other, or channels of a step. A lane reads and writes its consecutive steps in either. Steps and channels past the end
-// are zeros. A tile of B or C is widened to the accumulation type, steps of a state beside each other. Where each lane's steps
-// begin, a gap of kVectorBytes is left, so that the lanes' vectors lie in different banks.
+// A tile of a (batch, dim, seqlen) tensor keeps its memory order in shared memory: the steps of a channel are contiguous, or
+// the channels of a step. A lane reads and writes its consecutive steps in either. Steps and channels past the end are zeros. A
+// tile of B or C is widened to the accumulation type, with the steps of a state contiguous. kVectorBytes of padding before each
+// lane's steps put the lanes' vectors into different banks.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace ssm_kernels::selective_scan::warp_scan {
 
 constexpr int round_up_to_vector(int elements) { return (elements + kVectorBytes - 1) / kVectorBytes * kVectorBytes; }
 
-// How a block and its tile are cut; each kernel knows it when it is compiled.
+// Sizes of a block and its tile at compile time.
 template <typename Scalar_, int log2_warps, int log2_time_lanes, int log2_steps_per_lane>
 struct TileConfig {
   using Scalar = Scalar_;
@@ -28,7 +28,7 @@ struct TileConfig {
   static constexpr int kSteps = 1 << log2_steps_per_lane;             // of a lane
   static constexpr int kTileSteps = kSteps * kTimeLanes;
   static constexpr int kTileChannels = kThreads >> log2_time_lanes;
-  static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is whole chunks");
+  static_assert(kTileSteps % kShortChunk == 0 && kTileSteps % kLongChunk == 0, "a tile is a multiple of a chunk");
 };
 
 template <typename TileConfig>
@@ -40,7 +40,7 @@ struct SequenceTile {
   static constexpr int kChannelPitch = kSteps + kVector;
   static constexpr int kCapacity =
       std::max(kChannels * kChannelPitch, round_up_to_vector(kSteps* kChannels + TileConfig::kTimeLanes * kVector));
-  // Below a vector of channels they are never moved together.
+  // Tiles with fewer channels than a vector are not moved along channels.
   static constexpr bool kHasChannelVectors = kChannels % kVector == 0;
 
   Scalar* data;
@@ -78,15 +78,15 @@ struct SequenceTile {
     }
   }
 
-  // By the whole block; `row` is the first row of the block's channels. The copies may still be under way when it returns.
+  // Called by the whole block, with the row of its first channel. Copies may still be in flight when this returns.
   __device__ __forceinline__ void load(const SequenceView& view, const Scalar* row, int64_t first_step, int channels,
                                        int steps) const {
     const Scalar* const source = row + (access == VectorAccess::kAlongSteps ? first_step : first_step * view.stride_step);
-    for_each_vector(view, channels, steps, [&](Scalar* place, int64_t offset, int count) {
+    for_each_vector(view, channels, steps, [&](Scalar* element, int64_t offset, int count) {
       if (access == VectorAccess::kSingly) {
-        *place = count ? source[offset] : from_accumulate<Scalar>(0);
+        *element = count ? source[offset] : from_accumulate<Scalar>(0);
       } else {
-        cuda::cp_async(place, source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
+        cuda::cp_async(element, source + (count ? offset : 0), count * static_cast<int>(sizeof(Scalar)));
       }
     });
   }
@@ -94,25 +94,24 @@ struct SequenceTile {
   __device__ __forceinline__ void store(const SequenceView& view, Scalar* row, int64_t first_step, int channels,
                                         int steps) const {
     Scalar* const target = row + (access == VectorAccess::kAlongSteps ? first_step : first_step * view.stride_step);
-    for_each_vector(view, channels, steps, [&](Scalar* place, int64_t offset, int count) {
+    for_each_vector(view, channels, steps, [&](Scalar* element, int64_t offset, int count) {
       if (access != VectorAccess::kSingly && count == kVector) {
-        Vector<Scalar, kVector>::load(place).store_once(target + offset);
+        Vector<Scalar, kVector>::load(element).store_once(target + offset);
       } else {
-        for (int i = 0; i < count; ++i) target[offset + i] = place[i];
+        for (int i = 0; i < count; ++i) target[offset + i] = element[i];
       }
     });
   }
 
  private:
-  // visit(place, offset in the tensor, count) for each piece, neighbors along steps or channels, of which `count` elements lie
-  // in the tensor.
+  // Calls visit(element in the tile, offset in the tensor, count) for each vector, or each element; `count` elements exist.
   template <typename Visitor>
   __device__ __forceinline__ void for_each_vector(const SequenceView& view, int channels, int steps,
                                                   const Visitor& visit) const {
-    const int thread = opaque(static_cast<int>(threadIdx.x));
+    const int thread = opaque_thread();
     if (access == VectorAccess::kAlongSteps) {
       constexpr int kRowVectors = kSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
-      static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's pieces are the same steps of several channels");
+      static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several channels");
       const int step = thread % kRowVectors * kVector, count = max(0, min(kVector, steps - step));
 #pragma unroll
       for (int first = 0; first < kChannels; first += kRows) {
@@ -156,14 +155,14 @@ struct MatrixSlice {
     return data + state * kPitch + step + step / TileConfig::kSteps * kVectorSize<Acc>;
   }
 
-  // By the whole block; `row` is the first row of its group.
+  // Called by the whole block, with the first row of its group.
   __device__ __forceinline__ void stage(VectorAccess access, const MatrixView& view, const Scalar* row, int first_state,
                                         int64_t first_step, int states, int steps) const {
     const Scalar* const source = row + first_state * view.stride_state + first_step * view.stride_step;
-    const int thread = opaque(static_cast<int>(threadIdx.x));
+    const int thread = opaque_thread();
     if (access == VectorAccess::kAlongSteps) {
       constexpr int kRowVectors = TileConfig::kTileSteps / kVector, kRows = TileConfig::kThreads / kRowVectors;
-      static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's pieces are the same steps of several states");
+      static_assert(TileConfig::kThreads % kRowVectors == 0, "a thread's vectors are the same steps of several states");
       const int step = thread % kRowVectors * kVector;
 #pragma unroll 1
       for (int state = thread / kRowVectors; state < states; state += kRows) {
@@ -210,7 +209,40 @@ __device__ __forceinline__ Acc constant_value(const MatrixView& view, int64_t ch
   return static_cast<const Acc*>(view.data)[channel * view.stride_channel + state * view.stride_state];
 }
 
-// Raw step sizes to step sizes; zero past the end, which leaves the state alone, and its adjoint. `valid`: how many are not.
+template <int size, typename T>
+__device__ __forceinline__ Vector<T, size> fill(T value) {
+  Vector<T, size> vector;
+#pragma unroll
+  for (int i = 0; i < size; ++i) vector.set(i, value);
+  return vector;
+}
+
+// A lane's values of B or C at its steps: from shared memory, or a constant matrix's one value. Zero without a channel.
+template <Pass pass, int steps, typename Acc>
+__device__ __forceinline__ Vector<Acc, steps> read_matrix(const MatrixView& view, const Acc* staged, int64_t channel,
+                                                          bool is_channel, int state) {
+  if (pass == Pass::kPerStep || view.per_step) return Vector<Acc, steps>::load(staged);
+  return fill<steps>(is_channel ? constant_value<Acc>(view, channel, state) : Acc(0));
+}
+
+// Calls scan(is_tail, method) with the tile's method and a function that says whether the tile is partial. kPerStep and kCarry
+// know the answer at compile time, and so have their loop over states twice; kAny tests it for each state. In a partial tile A
+// is zero past the end, because a step size of zero times an infinite A is NaN.
+template <typename TileConfig, typename Method, Pass pass, typename Scan>
+__device__ __forceinline__ void visit_tile(const SelectiveScanParams& p, int steps, const Scan& scan) {
+  visit_method<Method>(p, [&](auto method) {
+    if constexpr (pass == Pass::kAny) {
+      scan([&] { return opaque(steps) < TileConfig::kTileSteps; }, method);
+    } else if (steps < TileConfig::kTileSteps) {
+      scan([] { return true; }, method);
+    } else {
+      scan([] { return false; }, method);
+    }
+  });
+}
+
+// delta = softplus?(raw + bias) in place. Steps from `valid` on have size zero, which changes neither the state nor its
+// adjoint.
 template <int count, typename Acc>
 __device__ __forceinline__ void make_step_sizes(Acc (&delta)[count], Acc bias, bool apply_softplus, int valid) {
 #pragma unroll
@@ -234,7 +266,7 @@ __device__ __forceinline__ Acc shuffle_later(Acc value, int lanes) {
   return __shfl_down_sync(kAllLanes, value, lanes);
 }
 
-// A thread's place in its block: the lane of a warp is time * kLanesPerStep + the channel in the warp.
+// A thread's channel and its position in time. The lane number in a warp is time * kLanesPerStep + channel_in_warp.
 template <typename TileConfig>
 struct Lane {
   int time, channel_in_warp, channel;
@@ -249,8 +281,8 @@ struct Lane {
   __device__ __forceinline__ bool is_last() const { return time + 1 == TileConfig::kTimeLanes; }
 };
 
-// Composes each lane's map of the state, x -> decay x + carry, with that of the lane `lanes` before it (after it, if reverse),
-// where there is one. For floats in place: the shuffle itself says where there is one.
+// Composes each lane's affine map of the state, x -> decay x + carry, with the map of the lane `lanes` earlier (later if
+// reverse) if that lane exists. For floats the shuffle's predicate says whether it does.
 template <bool reverse, int lanes>
 __device__ __forceinline__ void compose_with_lane(float& decay, float& carry) {
   if constexpr (reverse) {
@@ -282,7 +314,7 @@ __device__ __forceinline__ void compose_with_lane(double& decay, double& carry) 
   }
 }
 
-// Each lane's map composed with those of all lanes before it in time.
+// Inclusive scan over time: composes each lane's map with the maps of all earlier lanes.
 template <typename TileConfig, int distance = 1>
 __device__ __forceinline__ void scan_lanes(typename TileConfig::Acc& decay, typename TileConfig::Acc& carry) {
   if constexpr (distance < TileConfig::kTimeLanes) {
@@ -291,7 +323,7 @@ __device__ __forceinline__ void scan_lanes(typename TileConfig::Acc& decay, type
   }
 }
 
-// One scan forwards and one backwards, step by step in turns: the shuffles of one fill the latency of the other's.
+// A forward and a reverse scan, interleaved to hide the latency of shuffles.
 template <typename TileConfig, int distance = 1, typename Acc>
 __device__ __forceinline__ void scan_lanes_both_ways(Acc& decay, Acc& carry, Acc& reverse_decay, Acc& reverse_carry) {
   if constexpr (distance < TileConfig::kTimeLanes) {
@@ -301,42 +333,33 @@ __device__ __forceinline__ void scan_lanes_both_ways(Acc& decay, Acc& carry, Acc
   }
 }
 
-// Rows of states in shared memory, one for each of the block's channels, and where there are more lanes, one of zeros for them
-// all.
+// Rows of states in shared memory: one per channel of the block, and one of zeros if some lanes have no channel.
 template <typename TileConfig>
 SSM_HOST_DEVICE int state_rows(const ScanPlan& plan) {
   return plan.block_channels < TileConfig::kTileChannels ? plan.block_channels + 1 : TileConfig::kTileChannels;
 }
 
-// Of (channels, dstate) values in shared memory. Odd, so that the channels of a warp lie in different banks.
+// The pitch of (channels, dstate) values in shared memory; odd, so that the channels of a warp are in different banks.
 SSM_HOST_DEVICE int state_pitch(const SelectiveScanParams& p) { return static_cast<int>(p.dstate) | 1; }
 
-// visit(place in shared memory, offset in (channels, dstate), channel, state) for the block's channels and states, neighbors by
-// neighboring threads.
+// Calls visit(index in shared memory, offset in (channels, dstate), channel, state) for the block's channels and states,
+// consecutive ones by consecutive threads.
 template <typename TileConfig, typename Visitor>
 __device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, const ScanPlan& plan, int channels,
                                                const Visitor& visit) {
   const int count = channels * static_cast<int>(p.dstate);
 #pragma unroll 1
-  for (int i = opaque(static_cast<int>(threadIdx.x)); i < count; i += TileConfig::kThreads) {
+  for (int i = opaque_thread(); i < count; i += TileConfig::kThreads) {
     const int channel = static_cast<int>(plan.dstate.divide(static_cast<uint32_t>(i))),
               state = i - channel * static_cast<int>(p.dstate);
     visit(channel * state_pitch(p) + state, i, channel, state);
   }
 }
 
-// By the whole block.
+// Called by the whole block.
 template <typename TileConfig>
 __device__ __forceinline__ void clear(typename TileConfig::Acc* array, int count) {
   for (int i = threadIdx.x; i < count; i += TileConfig::kThreads) array[i] = 0;
-}
-
-template <int size, typename T>
-__device__ __forceinline__ Vector<T, size> fill(T value) {
-  Vector<T, size> vector;
-#pragma unroll
-  for (int i = 0; i < size; ++i) vector.set(i, value);
-  return vector;
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

@@ -1,0 +1,21 @@
+// An optimization barrier for values.
+#pragma once
+
+#include <type_traits>
+
+namespace ssm_kernels::cuda {
+
+// Returns the value of a 32-bit register unchanged, but the compiler cannot trace it: it neither moves computations that depend
+// on the result across this point nor keeps them in registers for a later use of the same value.
+template <typename T>
+__device__ __forceinline__ T opaque(T value) {
+  static_assert(sizeof(T) == 4, "the value is one 32-bit register");
+  if constexpr (std::is_same_v<T, float>) {
+    asm volatile("" : "+f"(value));
+  } else {
+    asm volatile("" : "+r"(value));
+  }
+  return value;
+}
+
+}  // namespace ssm_kernels::cuda
