@@ -1,5 +1,5 @@
-// What was built, for Python. No torch header and no torch library: this module loads under any torch, so that the package can
-// compare versions before it loads the operators. setup.py passes the facts that only it knows as SSM_KERNELS_* strings.
+// The Python module _C: build information. It uses no torch header and no torch library and thus loads under any torch, so that
+// the package can compare versions before it loads the operators. setup.py passes its facts as SSM_KERNELS_* strings.
 
 #include <pybind11/pybind11.h>
 
@@ -12,7 +12,7 @@ namespace py = pybind11;
 
 namespace {
 
-// "a;b;c" as a tuple of strings.
+// Splits "a;b;c" into a tuple of strings.
 py::tuple split(std::string_view text) {
   py::list parts;
   while (!text.empty()) {
@@ -53,7 +53,7 @@ std::string compiler() {
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
-  m.doc() = "What was built: plain values, no operators.";
+  m.doc() = "Build information: plain values, no operators.";
   m.attr("version") = SSM_KERNELS_VERSION;
   m.attr("torch") = SSM_KERNELS_TORCH;
   m.attr("cuda") = std::string_view(SSM_KERNELS_CUDA).empty() ? py::object(py::none()) : py::str(SSM_KERNELS_CUDA);

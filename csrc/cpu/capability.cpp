@@ -1,4 +1,4 @@
-// Asks torch once which instruction set it uses.
+// Chooses the instruction set of the CPU kernels: the one that torch uses.
 
 #include "cpu/capability.h"
 
@@ -16,7 +16,8 @@ size_t cpu_capability_index() {
     const std::string built[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
 #undef SSM_ROW
     const std::string used = at::get_cpu_capability();
-    // torch's sets are ordered too, so one that is not built here (or is another processor's) leaves the widest below it.
+    // Ordered like torch's sets. If torch uses a set that is not built here, take the widest one below it; if torch uses an
+    // unknown set, of another architecture, take the default.
     const std::string known[] = {"DEFAULT", "AVX2", "AVX512"};
     const size_t rank = std::find(std::begin(known), std::end(known), used) - std::begin(known);
     return rank == std::size(known) ? size_t(0) : std::min(rank, std::size(built) - 1);

@@ -1,5 +1,5 @@
-// The hot CPU loops, cpu/*kernel.cpp, are compiled once per instruction set, each into the namespace of its name (at::vec's
-// CPU_CAPABILITY). Here is which sets are built, and which of them this processor runs.
+// Which instruction sets the CPU kernels are built for, and which of them this processor runs. The build compiles each
+// cpu/*kernel.cpp once per set, into the namespace of the set's name (at::vec's CPU_CAPABILITY).
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// From a ScalarKind to the type behind it. Included only by cpu/*kernel.cpp files.
+// Maps a ScalarKind to its C++ type. Included only by cpu/*kernel.cpp files.
 #pragma once
 
 #include <ATen/cpu/vec/vec.h>
@@ -16,7 +16,7 @@ using Vec = at::vec::Vectorized<Acc>;
 template <typename Scalar>
 using AccumulateType = std::conditional_t<std::is_same_v<Scalar, double>, double, float>;
 
-// Calls visitor(Scalar()) with the type behind the kind.
+// Calls visitor(Scalar()) with the type of the kind.
 template <typename Visitor>
 void visit_scalar(ScalarKind kind, Visitor&& visitor) {
   switch (kind) {

@@ -1,4 +1,4 @@
-// Scratch memory for each thread of a parallel loop. Never included by cpu/*kernel.cpp files, which know no tensors.
+// Scratch memory per thread of a parallel loop. Not for cpu/*kernel.cpp files, which include no tensor header.
 #pragma once
 
 #include <ATen/Parallel.h>
@@ -15,10 +15,10 @@ class ThreadScratch {
  public:
   explicit ThreadScratch(int64_t bytes) : memory_(at::empty({at::get_num_threads(), bytes}, at::kByte)) {}
 
-  // body(index, scratch) for each index, in states times steps of about that much work.
+  // Calls body(index, scratch) for each index. `work` is the cost of an index, in states times steps of a scan.
   template <typename Body>
   void parallel_for(int64_t count, int64_t work, const Body& body) {
-    // Less is not worth waking a thread for.
+    // Waking a thread costs more than less work takes.
     constexpr int64_t kWorkPerThread = 32768;
     at::parallel_for(
         0, count, std::max<int64_t>(1, kWorkPerThread / std::max<int64_t>(1, work)), [&](int64_t begin, int64_t end) {

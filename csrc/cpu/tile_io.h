@@ -1,9 +1,9 @@
-// Moves tiles between strided tensors and scratch memory laid out as [steps][lanes] in the accumulation type.
+// Loads and stores tiles: copies between strided tensors and scratch memory, [steps][lanes] in the accumulation type.
 //
-// `lanes` are channels or states, `steps` time. A tensor may be contiguous along either (both are vectorized: along time by
-// transposing square tiles in registers) or along neither. Scratch rows are `row` values apart, a multiple of the vector
-// length; loading zero-fills the lanes up to the next multiple of the vector length, and scratch has room for as many steps
-// rounded up.
+// A lane is a channel or a state, a step is one of time. The functions vectorize tensors that are contiguous along either axis,
+// along time by transposing square tiles in registers, and accept any other strides. Scratch rows are `row` values apart, a
+// multiple of the vector length. A load fills the lanes up to the next multiple of the vector length with zeros, and may write
+// as many steps, rounded up in the same way.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -15,12 +15,12 @@
 #include <type_traits>
 
 namespace ssm_kernels {
-// The names below take scalar types only; without the inner namespace the instruction sets' versions would be one symbol.
+// The inner namespace keeps the instruction sets' versions of these templates apart: their arguments are scalar types only.
 inline namespace CPU_CAPABILITY {
 
 constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
-// A full vector, or the first `count` elements and zeros.
+// Loads a full vector, or `count` elements followed by zeros.
 template <typename Acc, typename Scalar>
 inline at::vec::Vectorized<Acc> load_as(const Scalar* source, int64_t count = at::vec::Vectorized<Acc>::size()) {
   using Vec = at::vec::Vectorized<Acc>;
@@ -50,7 +50,7 @@ inline void store_as(Scalar* target, const at::vec::Vectorized<Acc>& value, int6
   }
 }
 
-// Two full vectors: one rounding and one store of their 16-bit elements takes fewer shuffles than two.
+// Stores two full vectors. Rounding them to fp16 or bf16 together takes fewer shuffles than one by one.
 template <typename Acc, typename Scalar>
 inline void store_pair_as(Scalar* target, const at::vec::Vectorized<Acc>& low, const at::vec::Vectorized<Acc>& high) {
   if constexpr (std::is_same_v<Acc, Scalar>) {
@@ -61,7 +61,7 @@ inline void store_pair_as(Scalar* target, const at::vec::Vectorized<Acc>& low, c
   }
 }
 
-// Converts a row, followed by zeros up to a whole vector.
+// Converts a row and pads it with zeros to a whole vector.
 template <typename Acc, typename Scalar>
 inline void load_row(Acc* target, const Scalar* source, int64_t count) {
   constexpr int64_t kSize = at::vec::Vectorized<Acc>::size();

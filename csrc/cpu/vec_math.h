@@ -1,6 +1,7 @@
 // Math<T> for the SIMD vectors of at::vec, so that the formulas in common/ run on a vector of channels.
 //
-// Included only by cpu/*kernel.cpp files, which are compiled once per instruction set; at::vec keeps each set's types apart.
+// Included only by cpu/*kernel.cpp files, which are compiled once per instruction set. The types of at::vec differ between
+// sets.
 #pragma once
 
 #include <ATen/cpu/vec/functional.h>
@@ -40,11 +41,11 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
   using Scalar = float;
 
 #if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
-  // Vectorized::exp, expm1 and tanh are calls into another library, and exp_u20 loses NaN.
+  // These functions replace Vectorized::exp, expm1 and tanh, which call another library, and exp_u20, which loses NaN.
   //
-  // e^(kSign x) = 2^n e^r with n = round(kSign x / ln 2), |r| <= ln(2) / 2, and e^r = 1 + r + r^2 p(r), p of degree 4 fitted to
-  // minimize the relative error of e^r (3e-9). The sign goes into the constants: r and p(r) are functions of s = kSign r, whose
-  // odd coefficients have the sign of kSign.
+  // e^(kSign x) = 2^n e^r with n = round(kSign x / ln 2), |r| <= ln(2) / 2, and e^r = 1 + r + r^2 p(r). p has degree 4 and was
+  // fitted to minimize the relative error of e^r (3e-9). The sign is part of the constants: r and p(r) are computed from
+  // s = kSign r, with odd coefficients multiplied by kSign.
   struct Reduced {
     Vec s, p, scale;  // `scale` is 2^(n + kShift)
   };
@@ -54,7 +55,7 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
     constexpr float kLeast = -87.3f, kLargest = 89.0f;
     const Vec clamped =
         at::vec::clamp_max(at::vec::clamp_min(x, Vec(kSign > 0 ? kLeast : -kLargest)), Vec(kSign > 0 ? kLargest : -kLeast));
-    // 1.5 * 2^23: adding it rounds to an integer, which is then in the low mantissa bits, here with the exponent's bias.
+    // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low mantissa bits; 127 is the exponent's bias.
     const Vec shift(12582912.0f + 127.0f + kShift);
     const Vec shifted = at::vec::fmadd(clamped, Vec(kSign * 1.44269504f), shift);
     const Vec n = shifted - shift;
@@ -64,7 +65,7 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
     p = at::vec::fmadd(p, s, Vec(0.04166840761899948f));
     p = at::vec::fmadd(p, s, Vec(kSign * 0.1666651964187622f));
     p = at::vec::fmadd(p, s, Vec(0.4999999403953552f));
-    // An exponent field of 0 is zero, one of 255 inf.
+    // An exponent field of 0 gives zero, one of 255 gives inf.
 #if defined(CPU_CAPABILITY_AVX512)
     return {s, p, Vec(_mm512_castsi512_ps(_mm512_slli_epi32(_mm512_castps_si512(shifted), 23)))};
 #else
@@ -76,7 +77,7 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
     return at::vec::fmadd(at::vec::fmadd(p, s, Vec(kSign)), s, Vec(1.0f));
   }
 
-  // Within 2 ulp; zero below -87, inf above 88.8, NaN for NaN. 2^(n-1), as 2^n is inf for n = 128.
+  // Within 2 ulp; zero below -87, inf above 88.8, NaN for NaN. Scales by 2^(n-1), because 2^n is inf for n = 128.
   static inline __attribute__((always_inline)) Vec exp(const Vec& x) {
     const Reduced reduced = reduce<1, -1>(x);
     const Vec e_r = exp_reduced<1>(reduced.s, reduced.p);
@@ -89,8 +90,7 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
     return at::vec::fmadd(exp_reduced<-1>(reduced.s, reduced.p), reduced.scale, Vec(1.0f));
   }
 
-  // 2^n (e^r - 1) + 2^n - 1, without cancellation: where n is not 0, the last two terms are as large as the result. Within 2
-  // ulp.
+  // 2^n (e^r - 1) + 2^n - 1, within 2 ulp. It does not cancel: unless n is 0, the last two terms are as large as the result.
   static inline __attribute__((always_inline)) Vec expm1(const Vec& x) {
     const Reduced reduced = reduce<1, -1>(x);
     const Vec expm1_r = at::vec::fmadd(reduced.p * reduced.s, reduced.s, reduced.s);
@@ -98,7 +98,7 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
     return half + half;
   }
 
-  // e / (e + 2) with e = e^2x - 1, which from x = 10 on is 1. Within 3 ulp.
+  // e / (e + 2) with e = e^2x - 1, within 3 ulp; 1 from x = 10 on.
   static inline __attribute__((always_inline)) Vec tanh(const Vec& x) {
     const Vec e = expm1(at::vec::clamp_max(x + x, Vec(20.0f)));
     return e / (e + Vec(2.0f));

@@ -6,7 +6,7 @@
 
 namespace ssm_kernels::norm {
 
-// In the order of kActivationNames in norm_gated_op.cpp.
+// In the order of kActivationNames (norm_gated_op.cpp).
 enum class GateActivation : int { kSilu, kGelu, kGeluTanh, kSigmoid, kNone };
 
 template <typename T>
@@ -49,8 +49,8 @@ struct Gelu {
   }
 };
 
-// z (1 + tanh(u)) / 2 = z sigmoid(2 u), u = sqrt(2 / pi) (z + 0.044715 z^3). Beyond |z| = 16 the sigmoid is 0 or 1 in every
-// dtype, and the clamp keeps the cube finite.
+// z (1 + tanh(u)) / 2 = z sigmoid(2 u), u = sqrt(2 / pi) (z + 0.044715 z^3). The clamp keeps the cube finite; beyond |z| = 16
+// the sigmoid is 0 or 1 in every dtype.
 struct GeluTanh {
   template <typename T>
   static SSM_HOST_DEVICE T twice_u(T z) {

@@ -1,14 +1,14 @@
-// Between the norms' dispatcher-facing half (norm_call.cpp) and their devices, which see plain data alone.
+// Interface between the norms' operators (norm_call.cpp) and their device code, which sees plain data only.
 #pragma once
 
 #include "norm/norm.h"
 
 namespace ssm_kernels::norm {
 
-// A device's kernels. There is at least one row.
+// A device's kernels, for calls of at least one row.
 struct DeviceKernels {
   void (*fwd)(const NormFwdParams&);
-  // How many partial sums bwd needs memory for; reads all of the parameters but partials and the pointers to the sums.
+  // Returns the rows of partial sums that bwd writes. Called before `partials` and the pointers to the sums are set.
   int64_t (*count_partials)(const NormBwdParams&);
   void (*bwd)(const NormBwdParams&);
 };

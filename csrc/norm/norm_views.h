@@ -1,4 +1,4 @@
-// From the tensors of a call to the kernels' views of them. Host code of norm_call.cpp and the operators.
+// Describes the tensors of a call by the kernels' views. Host code of norm_call.cpp and the operators.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,8 +14,8 @@ namespace ssm_kernels::norm {
 
 inline bool is_accumulate(const at::Tensor& tensor) { return tensor.scalar_type() == accumulate_type(tensor.scalar_type()); }
 
-// The rows of all tensors of a call in two strides each. A tensor that is only read and whose rows no two strides describe, or
-// whose columns are apart, is copied.
+// Describes the rows of all tensors of a call by two strides each. fill() copies an input whose rows need more strides or whose
+// columns are not contiguous; an output like that is an error.
 class Rows {
  public:
   explicit Rows(const char* op) : op_(op) {}
@@ -61,7 +61,7 @@ class Rows {
                       " for shape ", entry.tensor.sizes());
   }
 
-  // Whether the leading axes of all tensors merge into two.
+  // Fills the views in and returns true if the leading axes of all tensors merge into two.
   bool merge(NormParams& params) {
     const auto sizes = entries_[0].tensor.sizes();
     int64_t extents[2] = {1, 1};  // inner, outer
@@ -91,7 +91,7 @@ class Rows {
   std::vector<Entry> entries_;
 };
 
-// Contiguous parameters, kept alive.
+// Makes parameters contiguous, and keeps the copies alive.
 class Parameters {
  public:
   ParameterView view(const std::optional<at::Tensor>& parameter) {

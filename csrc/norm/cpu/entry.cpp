@@ -1,4 +1,4 @@
-// CPU side of the norms: chooses the instruction set and gives rows to threads.
+// CPU entry points of the norms: choose the instruction set and run rows on threads.
 
 #include "norm/cpu/kernels.h"
 
@@ -32,7 +32,7 @@ int64_t scratch_bytes(const NormParams& p) {
   return kScratchRows * (p.group_size + kScratchPadding) * static_cast<int64_t>(sizeof(double));
 }
 
-// In units of ThreadScratch: a column costs about as much as four steps of a scan.
+// The work of a row in the units of ThreadScratch: a column costs about as much as four steps of a scan.
 int64_t work(const NormParams& p) { return 4 * p.columns(); }
 
 void fwd_cpu(const NormFwdParams& p) {

@@ -1,4 +1,4 @@
-// Between entry.cpp, compiled once, and kernel.cpp, compiled once per instruction set.
+// Interface between entry.cpp, compiled once, and kernel.cpp, compiled once per instruction set.
 #pragma once
 
 #include <algorithm>
@@ -9,8 +9,8 @@
 
 namespace ssm_kernels::norm {
 
-// Backward sums the parameters' gradients over tasks of consecutive rows. The split depends on the rows alone, and so do the
-// bits of the sums.
+// Backward writes a row of partial sums per task of consecutive rows. The number of rows alone determines the tasks, and thus
+// the bits of the sums.
 struct RowTasks {
   int64_t rows, rows_per_task, count;
   explicit RowTasks(int64_t rows) : rows(rows) {
@@ -22,7 +22,7 @@ struct RowTasks {
   int64_t end(int64_t task) const { return std::min(rows, begin(task) + rows_per_task); }
 };
 
-// Scratch memory of a thread: backward keeps four rows of a group, each rounded up to whole vectors.
+// Scratch memory per thread: backward keeps four rows of a group, each rounded up to whole vectors.
 constexpr int64_t kScratchRows = 4, kScratchPadding = 16;
 
 // The kernels of one instruction set.
