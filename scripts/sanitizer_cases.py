@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -27,32 +27,18 @@ import norm_helpers
 import recurrence_helpers
 import ssd_helpers
 import torch
-from helpers import (
-    METHODS,
-    MINIMAL,
-    STEP_DTYPES,
-    TENSORS,
-    make_cotangents,
-    make_inputs,
-    make_step_inputs,
-    move,
-    move_all,
-    scan_with_state,
-    set_debug_option,
-    uninitialized_memory_is_nan,
-    with_gradients,
-)
+from helpers import DTYPES, METHODS, move, move_all, set_debug_option, uninitialized_memory_is_nan
+from operator_spec import OperatorSpec, with_gradients
 from recurrence_helpers import PACKED, PLAIN, VARIANTS, Variant
+from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, STEP_DTYPES, TENSORS, make_inputs, make_step_inputs
 from torch import Tensor
 
-import ssm_kernels
 from ssm_kernels import causal_conv1d_update, selective_state_update
 
 Inputs = dict[str, Any]
 # Returns a description of the error, or None.
 Check = Callable[[], str | None]
 
-SCAN_DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 RESULTS = ("out", "last_state")
 # A tile of the sequential scan with rows of whole vectors, for its path without bounds checks.
 VECTORS = {"dim": 64, "seqlen": 128}
@@ -74,7 +60,7 @@ def scan_cases() -> Iterator[ScanCase]:
         sizes = {"dim": 21, "seqlen": 70, "dstate": 16, "dtype": torch.float32}
         return ScanCase(f"{name} {options}", make_inputs(**(sizes | options)), through, wanted)
 
-    for dtype in SCAN_DTYPES:
+    for dtype in DTYPES:
         for method in METHODS:
             yield case("method", dtype=dtype, discretization=method)
         # Whole vectors along time and along channels, then unaligned rows and strided elements.
@@ -140,9 +126,9 @@ def ways(inputs: Inputs) -> tuple[str, ...]:
 def evaluate_scan(case: ScanCase, cotangents: dict[str, Tensor], device: str) -> dict[str, Tensor]:
     inputs, cotangents = move_all(case.inputs, device), move_all(cotangents, device)
     if not case.through:
-        return dict(zip(RESULTS, scan_with_state(**inputs), strict=True))
+        return dict(zip(RESULTS, SELECTIVE_SCAN(**inputs), strict=True))
     leaves = with_gradients(inputs)
-    results = dict(zip(RESULTS, scan_with_state(**leaves), strict=True))
+    results = dict(zip(RESULTS, SELECTIVE_SCAN(**leaves), strict=True))
     wanted = [name for name in case.wanted if leaves[name] is not None]
     incoming = [cotangents[name] for name in case.through]
     gradients = torch.autograd.grad([results[name] for name in case.through], [leaves[name] for name in wanted], incoming)
@@ -151,7 +137,7 @@ def evaluate_scan(case: ScanCase, cotangents: dict[str, Tensor], device: str) ->
 
 def check_scan(case: ScanCase, way: str) -> str | None:
     set_debug_option("selective_scan_kernel", way)
-    cotangents = dict(zip(RESULTS, make_cotangents(case.inputs), strict=True))
+    cotangents = dict(zip(RESULTS, SELECTIVE_SCAN.make_cotangents(case.inputs), strict=True))
     expected, actual = (evaluate_scan(case, cotangents, device) for device in ("cpu", "cuda"))
     return difference_between(f"{way}, {case.name}", actual, expected)
 
@@ -178,9 +164,9 @@ def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:
     def case(what: str, variant: Variant, gradients: bool = True, **options: Any) -> tuple[str, Variant, Inputs, bool]:
         sizes = {"channels": 21, "seqlen": 70, "dtype": torch.float32}
         inputs = recurrence_helpers.make_inputs(variant, **(sizes | options))
-        return f"{what} {variant.name} {variant.options} {options}", variant, inputs, gradients
+        return f"{what} {variant.name} {variant.fixed} {options}", variant, inputs, gradients
 
-    for dtype in SCAN_DTYPES:
+    for dtype in DTYPES:
         for variant in VARIANTS.values():
             yield case("recurrence", variant, dtype=dtype)
         for variant in PLAIN.values():
@@ -212,14 +198,18 @@ def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:
         yield case("empty", PLAIN["mingru_scan"], **size)
 
 
+def on_both_devices(
+    operator: OperatorSpec, inputs: Inputs, gradients: bool = True, names: Sequence[str] | None = None
+) -> Iterator[dict[str, Tensor]]:
+    """The results on the CPU, then those on the GPU, and the gradients of these tensors, by default all."""
+    cotangents = operator.make_cotangents(inputs) if gradients else None
+    for device in ("cpu", "cuda"):
+        moved = cotangents and tuple(move(x, device) for x in cotangents)
+        yield operator.evaluate(operator, move_all(inputs, device), moved, names)
+
+
 def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: bool) -> str | None:
-    cotangents = recurrence_helpers.make_cotangents(inputs) if gradients else None
-    expected, actual = (
-        recurrence_helpers.evaluate(
-            variant.scan, move_all(inputs, device), cotangents and tuple(move(x, device) for x in cotangents)
-        )
-        for device in ("cpu", "cuda")
-    )
+    expected, actual = on_both_devices(variant, inputs, gradients)
     return difference_between(name, actual, expected)
 
 
@@ -303,17 +293,12 @@ def ssd_case(name: str, **options: Any) -> tuple[str, Inputs]:
 
 def check_ssd(name: str, inputs: Inputs, products: str, gradients: bool) -> str | None:
     set_debug_option("ssd_mma", products)
-    cotangents = ssd_helpers.make_cotangents(inputs) if gradients else None
-
-    def evaluate(device: str) -> dict[str, Tensor]:
-        moved = move_all(inputs, device)
-        return ssd_helpers.evaluate(ssd_helpers.scan, moved, cotangents and tuple(move(x, device) for x in cotangents))
-
-    expected = evaluate("cpu")
+    results = on_both_devices(ssd_helpers.SSD, inputs, gradients)
+    expected = next(results)
     # initcheck does not see the writes of TMA stores (cp.async.bulk.tensor), but filled memory counts as
     # written. The comparison finds elements that a kernel does not write, or reads too early.
     with uninitialized_memory_is_nan() if products == "wgmma" else nullcontext():
-        actual = evaluate("cuda")
+        actual = next(results)
     return difference_between(
         f"{products}{', gradients' * gradients}, {name}", actual, expected, in_16_bits=inputs["x"].element_size() == 2
     )
@@ -406,7 +391,7 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
 
 def norm_cases() -> Iterator[tuple[str, Inputs]]:
     """Each kernel (dtype, vectors or single elements, gate or residual), and each mapping of groups to threads."""
-    for dtype in norm_helpers.DTYPES:
+    for dtype in DTYPES:
         for size, sizes in norm_helpers.SIZES.items():
             gated = partial(norm_helpers.make_gated_inputs, dtype=dtype, **sizes)
             yield "layer_norm_gated", gated()
@@ -424,11 +409,8 @@ def norm_cases() -> Iterator[tuple[str, Inputs]]:
 
 
 def check_norm(name: str, inputs: Inputs) -> str | None:
-    function = getattr(ssm_kernels, name)
-    cotangents = norm_helpers.make_cotangents(inputs, 2 if name in norm_helpers.ADD else 1)
-    expected = norm_helpers.evaluate(function, inputs, cotangents)
-    on_cuda = [cotangent.cuda() for cotangent in cotangents]
-    for key, actual in norm_helpers.evaluate(function, move_all(inputs, "cuda"), on_cuda).items():
+    expected, on_cuda = on_both_devices(norm_helpers.NORMS[name], inputs)
+    for key, actual in on_cuda.items():
         # Sums in another order; an fp16 or bf16 result is one rounding of them.
         roundings = 2 if actual.element_size() == 2 else 256
         tolerance = roundings * torch.finfo(actual.dtype).eps * (1 + expected[key].double().abs().max().item())
@@ -449,7 +431,7 @@ def conv_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
 
     cuts: tuple[dict[str, Any], ...] = ({}, {"seq_idx": True}, {"cu_seqlens": conv_helpers.PACKED})
     absent = {"bias": False, "initial_state": False, "activation": None}
-    for dtype in conv_helpers.DTYPES:
+    for dtype in DTYPES:
         for layout in ("contiguous", *conv_helpers.LAYOUTS):
             for cut in cuts:
                 yield case("cut", dtype=dtype, layout=layout, **cut)
@@ -475,16 +457,7 @@ def conv_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
 
 def check_conv(name: str, inputs: Inputs, wanted: tuple[str, ...]) -> str | None:
     set_debug_option("causal_conv1d_kernel", "by_layout")
-    cotangents = conv_helpers.make_cotangents(inputs)
-    expected, actual = (
-        conv_helpers.evaluate(
-            conv_helpers.with_state,
-            move_all(inputs, device),
-            tuple(move(x, device) for x in cotangents) if wanted else None,
-            wanted,
-        )
-        for device in ("cpu", "cuda")
-    )
+    expected, actual = on_both_devices(conv_helpers.CONV, inputs, bool(wanted), wanted)
     return difference_between(name, actual, expected)
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._inductor.utils
 from helpers import DEVICES
+from operator_spec import OperatorSpec
 from ssd_helpers import preferred_products
 
 # For the benchmarks and the build's own functions, wherever pytest is started; last, so that it hides no installed package.
@@ -39,6 +40,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" not in metafunc.fixturenames:
         return
     operator = getattr(metafunc.module, "OPERATOR", None)
+    if operator == "every operator":  # each on its own devices: see pytest_collection_modifyitems
+        operator = max(DEVICES, key=lambda name: len(DEVICES[name]))
     if operator not in DEVICES:
         raise pytest.UsageError(f"{metafunc.module.__name__} must set OPERATOR to one of {sorted(DEVICES)}")
     marks = {"cuda": pytest.mark.cuda}
@@ -96,7 +99,15 @@ def _why_no_cuda() -> str | None:
     return None
 
 
+def _runs(item: pytest.Item) -> bool:
+    """Whether the operator of a test that is the same for all has kernels for the test's device."""
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    operator = params.get("operator")
+    return not isinstance(operator, OperatorSpec) or params.get("device", "cpu") in operator.devices
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    items[:] = filter(_runs, items)
     if config.pluginmanager.hasplugin("xdist"):
         # One worker runs them, with --dist loadgroup: two at a time would not find the memory that they need.
         for item in items:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any
 
+import helpers
 import torch
-from helpers import arrange, as_float64, assert_as_accurate, gradients_of_dependent, parameter_dtype
+from helpers import Draws, arrange, assert_as_accurate, parameter_dtype, step_on_a_copy
+from operator_spec import OperatorSpec, as_float64
 from torch import Tensor
 
-from ssm_kernels import causal_conv1d, causal_conv1d_update, reference
+from ssm_kernels import causal_conv1d_update, reference
 
 TENSORS = ("x", "weight", "bias", "initial_state")
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # cu_seqlens with sequences shorter than a width, of one step, and without steps: first, last, twice in a row.
 PACKED = (0, 0, 1, 3, 3, 3, 9, 40, 75, 75)
 # Beside those of helpers.LAYOUTS: (batch, channels, seqlen) in memory; columns of a wider tensor that begin at a multiple of 16
@@ -61,18 +63,18 @@ def make_inputs(
         cu_seqlens: makes batch 1, and seqlen what they end at.
         layout: of x.
     """
-    generator = torch.Generator().manual_seed(seed)
+    draws = Draws(seed)
     if cu_seqlens is not None:
         batch, seqlen = 1, cu_seqlens[-1]
     states = batch if cu_seqlens is None else len(cu_seqlens) - 1
     parameters = weight_dtype or parameter_dtype(dtype)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        return draws.normal(*shape).to(dtype).to(device)
 
     numbers = None
     if seq_idx:
-        changes = torch.rand(batch, seqlen, generator=generator) < 0.3
+        changes = torch.rand(batch, seqlen, generator=draws.generator) < 0.3
         numbers = torch.tensor([7, -2, 3])[changes.cumsum(1) % 3].to(device, torch.int32)
     return {
         "x": lay_out(normal(batch, seqlen, channels), layout),
@@ -85,84 +87,65 @@ def make_inputs(
     }
 
 
-def tensor_names(inputs: dict[str, Any]) -> list[str]:
-    return [name for name in TENSORS if inputs.get(name) is not None]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "required": {"bias": False, "activation": None, "initial_state": False},
+    "whole": {},
+    "seq_idx": {"seq_idx": True},
+    "packed": {"cu_seqlens": (0, 0, 3, 9)},
+}
+CASES = OPTIONS | {f"{name}_channels_first": options | {"layout": LAYOUTS[0]} for name, options in OPTIONS.items()}
+SIZES = [*OPTIONS.values(), {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": (0,)}, {"width": 1}]
 
 
-def with_gradients(inputs: dict[str, Any], names: Sequence[str] | None = None) -> dict[str, Any]:
-    """With new leaves for the differentiable tensors, in the same strides."""
-    names = tensor_names(inputs) if names is None else names
-    return inputs | {name: inputs[name].detach().requires_grad_() for name in names}
+class CausalConv1d(OperatorSpec):
+    results = ("out", "final_state")
+    all_results = "return_final_state"
+    family = "causal_conv1d"
+    internal = "_causal_conv1d"
+    autograd = "_causal_conv1d"
+    gradient_tolerance = 1e-12
+    reference_tolerance = 1e-12
+    any_stride_of_one = True
+    cases = CASES
+    options = OPTIONS
+    several_chunks = MappingProxyType({"channels": 16, "seqlen": 70})
+    packs = True
+    compiled = ("required", "whole", "seq_idx")
+    mapped = tuple(OPTIONS)
+    sizes = SIZES
+    layouts = (*LAYOUTS, *helpers.LAYOUTS)
+    nested = ("x", "weight")
+
+    def make_inputs(self, **options: Any) -> dict[str, Any]:
+        return make_inputs(**options)
+
+    def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+        x, weight, cu_seqlens = inputs["x"], inputs["weight"], inputs["cu_seqlens"]
+        states = x.shape[0] if cu_seqlens is None else len(cu_seqlens) - 1
+        return x.shape, (states, x.shape[2], weight.shape[1] - 1)
+
+    def result_dtypes(self, inputs: dict[str, Any]) -> tuple[torch.dtype, ...]:
+        return inputs["x"].dtype, inputs["x"].dtype
+
+    def make_cotangents(self, inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, ...]:
+        """The gradient of out has the strides of x."""
+        grad_out, grad_state = super().make_cotangents(inputs, seed)
+        return torch.empty_like(inputs["x"]).copy_(grad_out), grad_state
+
+    def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        return {name: 1 for name in ("x", "seq_idx") if inputs[name] is not None}
+
+    def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
+        return [name for name in ("x", "initial_state") if inputs[name] is not None]
+
+    def needed(self, inputs: dict[str, Any]) -> list[bool]:
+        return [True] * 4
 
 
-def make_cotangents(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    x, weight = inputs["x"], inputs["weight"]
-    states = x.shape[0] if inputs["cu_seqlens"] is None else len(inputs["cu_seqlens"]) - 1
-    shapes = (x.shape, (states, x.shape[2], weight.shape[1] - 1))
-    grad_out, grad_state = (torch.randn(shape, generator=generator, dtype=torch.float64).to(x) for shape in shapes)
-    return torch.empty_like(x).copy_(grad_out), grad_state
-
-
-def forward_arguments(inputs: dict[str, Any]) -> tuple[Any, ...]:
-    """Of _causal_conv1d and _causal_conv1d_fwd."""
-    order = ("x", "weight", "bias", "seq_idx", "cu_seqlens", "initial_state", "activation")
-    return tuple(inputs[name] for name in order)
-
-
-def backward_arguments(inputs: dict[str, Any], needs_grad: Sequence[bool] = (True,) * 4) -> tuple[Any, ...]:
-    """Of _causal_conv1d_bwd."""
-    return (*make_cotangents(inputs), *forward_arguments(inputs), needs_grad)
-
-
-def with_state(**inputs: Any) -> tuple[Tensor, Tensor]:
-    return causal_conv1d(**inputs, return_final_state=True)
-
-
-def reference_with_state(**inputs: Any) -> tuple[Tensor, Tensor]:
-    """Run on the CPU for every device: a GPU would spend its time on launches."""
-    device = inputs["x"].device
-    moved = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    out, final_state = reference.causal_conv1d(**moved, return_final_state=True)
-    return out.to(device), final_state.to(device)
-
-
-def evaluate(
-    function: Callable[..., tuple[Tensor, Tensor]],
-    inputs: dict[str, Any],
-    cotangents: Sequence[Tensor | None] | None = None,
-    names: Sequence[str] | None = None,
-) -> dict[str, Tensor]:
-    """``out``, ``final_state`` and, given cotangents, ``grad_<name>`` of the tensors of those names, all by default."""
-    leaves = inputs if cotangents is None else with_gradients(inputs, names)
-    out, final_state = (result.to(inputs["x"].dtype) for result in function(**leaves))
-    results = {"out": out.detach(), "final_state": final_state.detach()}
-    if cotangents is not None:
-        names = tensor_names(inputs) if names is None else names
-        gradients = gradients_of_dependent((out, final_state), cotangents, [leaves[name] for name in names])
-        results |= {f"grad_{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
-    return results
-
-
-def assert_matches_reference(inputs: dict[str, Any], function: Callable = with_state) -> dict[str, Tensor]:
-    """Results and gradients against the float64 reference, by the low-precision rule below float64."""
-    cotangents = make_cotangents(inputs)
-    actual = evaluate(function, inputs, cotangents)
-    exact = evaluate(reference_with_state, as_float64(inputs), [x.double() for x in cotangents])
-    assert actual.keys() == exact.keys()
-    if inputs["x"].dtype == torch.float64:
-        assert_all_close(actual, exact, 1e-12)
-    else:
-        native = evaluate(reference_with_state, inputs, cotangents)
-        for name, value in actual.items():
-            assert_as_accurate(value, native[name], exact[name], name)
-    return actual
-
-
-def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        torch.testing.assert_close(value, expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+with_state = CONV = CausalConv1d("causal_conv1d")
+assert_matches_reference, assert_all_close, evaluate = CONV.assert_matches_reference, CONV.assert_close, CONV.evaluate
+make_cotangents, backward_arguments = CONV.make_cotangents, CONV.backward_arguments
+reference_with_state = CONV.reference
 
 
 def make_step_inputs(
@@ -188,11 +171,10 @@ def make_step_inputs(
         length: of the state; the width by default, as mamba_ssm has it.
         slots: the size of a cache, of which the batch uses the last slots, in reverse.
     """
-    generator = torch.Generator().manual_seed(seed)
-    parameters = weight_dtype or parameter_dtype(dtype)
+    draws, parameters = Draws(seed), weight_dtype or parameter_dtype(dtype)
 
     def normal(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).to(device)
+        return draws.normal(*shape).to(dtype).to(device)
 
     indices = None
     if slots is not None:
@@ -208,10 +190,8 @@ def make_step_inputs(
 
 
 def step(inputs: dict[str, Any], function: Callable = causal_conv1d_update) -> tuple[Tensor, Tensor]:
-    """``out`` and the new state, of a copy of the state in the same strides."""
-    state = inputs["conv_state"]
-    copy = torch.empty_strided(state.shape, state.stride(), dtype=state.dtype, device=state.device).copy_(state)
-    return function(**(inputs | {"conv_state": copy})), copy
+    """``out`` and the new state, of a copy of the state."""
+    return step_on_a_copy(function, inputs, "conv_state")
 
 
 def assert_step_matches_reference(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -1,10 +1,11 @@
-"""Shared by the test files: the methods and their expected properties, the factory of inputs, the rules of comparison.
+"""Shared by the test files: the methods and their expected properties, layouts, devices, the rules of comparison.
 
 A new discretization needs one row in ``METHODS``; a new device for an operator, one word in ``DEVICES``.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,12 +14,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import mpmath
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.aot_autograd import make_boxed_func
-
-from ssm_kernels import reference, selective_scan, selective_state_update
 
 # The devices that each operator has kernels for. Every test that takes `device` runs on each of its operator's.
 DEVICES = {
@@ -88,39 +88,6 @@ METHODS = {
 }
 
 
-def chunk_length(dstate: int) -> int:
-    """Steps between two states that the scan saves; it saves (batch, chunks + 1, dim, dstate) in all."""
-    u, A = torch.empty(1, 1, 4096, device="meta"), torch.empty(1, dstate, device="meta")
-    *_, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(u, u, A, A, A, None, None, None, None, "zoh", False, True)
-    return 4096 // (chunk_states.shape[1] - 1)
-
-
-CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
-
-TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
-
-# The options of make_inputs without anything optional.
-MINIMAL = dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False)
-
-# Of selective_state_update: the dtypes of x, dt, B, C, z and out, and of the state.
-STEP_DTYPES = [
-    (torch.float64, torch.float64),
-    (torch.float32, torch.float32),
-    (torch.float16, torch.float32),
-    (torch.float16, torch.float16),
-    (torch.bfloat16, torch.float32),
-    (torch.bfloat16, torch.bfloat16),
-]
-
-# Of its arguments, with and without heads and groups.
-STEP_FORMS: dict[str, dict[str, Any]] = {
-    "channels": {"dim": 6},
-    "channels_groups": {"dim": 6, "groups": 3},
-    "heads": {"heads": 4, "dim": 5},
-    "heads_groups": {"heads": 4, "dim": 5, "groups": 2},
-}
-
-
 # The transforms of torch.func that the operators refuse: by name, the transform of a function at a tensor.
 FUNC_TRANSFORMS: dict[str, Callable[[Callable, Tensor], Any]] = {
     "grad": lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
@@ -164,6 +131,27 @@ def says(*parts: str) -> str:
 def parameter_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of A, D, delta_bias, states and constant B and C beside inputs of ``dtype``."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def dtypes(*chosen: torch.dtype) -> pytest.MarkDecorator:
+    """Parametrizes a test over these dtypes, by default over all."""
+    return pytest.mark.parametrize("dtype", chosen or DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
+
+
+class Draws:
+    """Random float64 numbers, the same on every device."""
+
+    def __init__(self, seed: int) -> None:
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def normal(self, *shape: int) -> Tensor:
+        return torch.randn(shape, generator=self.generator, dtype=torch.float64)
+
+    def uniform(self, *shape: int) -> Tensor:
+        return torch.rand(shape, generator=self.generator, dtype=torch.float64)
 
 
 def arrange(tensor: Tensor, layout: str) -> Tensor:
@@ -230,6 +218,19 @@ def move(tensor: Tensor, device: str) -> Tensor:
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
 
+def move_all(inputs: dict[str, Any], device: str) -> dict[str, Any]:
+    return {name: move(value, device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
+
+
+def on_meta(value: Any) -> Any:
+    """Tensors, in lists too, with the same strides on meta: .to("meta") keeps those of dense tensors only."""
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(on_meta, value))
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
 # The names of the values of the options that choose kernels, in the order of the values.
 DEBUG_OPTION_VALUES = {
     "causal_conv1d_kernel": ("faster", "by_layout"),
@@ -290,132 +291,6 @@ def uninitialized_memory_is_nan() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-def move_all(inputs: dict[str, Any], device: str) -> dict[str, Any]:
-    return {name: move(value, device) if isinstance(value, Tensor) else value for name, value in inputs.items()}
-
-
-def make_inputs(
-    *,
-    batch: int = 2,
-    dim: int = 4,
-    seqlen: int = 5,
-    dstate: int = 3,
-    groups: int | None = None,
-    B: str = "variable",
-    C: str = "variable",
-    D: bool = True,
-    z: bool = True,
-    delta_bias: bool = True,
-    delta_softplus: bool = True,
-    initial_state: bool = True,
-    discretization: str = "zoh",
-    dtype: torch.dtype = torch.float64,
-    device: str = "cpu",
-    layout: str = "contiguous",
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Keyword arguments of ``selective_scan``, the same numbers on every device.
-
-    ``delta * A`` is in (-2, 0), where no method blows up, whatever the length.
-
-    Args:
-        groups: None for B and C of shape (batch, dstate, seqlen), else (batch, groups, dstate, seqlen).
-        B, C: ``"variable"`` (per step) or ``"constant"``, (dim, dstate).
-        layout: see :func:`arrange`; of every tensor.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    def matrix(form: str) -> Tensor:
-        if form == "constant":
-            return normal(dim, dstate)
-        return normal(batch, dstate, seqlen) if groups is None else normal(batch, groups, dstate, seqlen)
-
-    values = {
-        "u": normal(batch, dim, seqlen),
-        "delta": 0.6 * normal(batch, dim, seqlen) - 1 if delta_softplus else 0.02 + 0.6 * uniform(batch, dim, seqlen),
-        "A": -0.1 - 0.9 * uniform(dim, dstate),
-        "B": matrix(B),
-        "C": matrix(C),
-        "D": normal(dim) if D else None,
-        "z": normal(batch, dim, seqlen) if z else None,
-        "delta_bias": 0.2 * uniform(dim) if delta_bias else None,
-        "initial_state": normal(batch, dim, dstate) if initial_state else None,
-    }
-    constants = {"A", "D", "delta_bias", "initial_state"}
-    constants |= {name for name, form in (("B", B), ("C", C)) if form == "constant"}
-    inputs: dict[str, Any] = {
-        name: None
-        if value is None
-        else arrange(value.to(device, parameter_dtype(dtype) if name in constants else dtype), layout)
-        for name, value in values.items()
-    }
-    return inputs | {"discretization": discretization, "delta_softplus": delta_softplus}
-
-
-def make_step_inputs(
-    *,
-    batch: int = 2,
-    dim: int = 4,
-    dstate: int = 3,
-    heads: int | None = None,
-    groups: int | None = None,
-    D: bool = True,
-    z: bool = True,
-    dt_bias: bool = True,
-    dt_softplus: bool = True,
-    slots: int | None = None,
-    discretization: str = "zoh",
-    dtype: torch.dtype = torch.float64,
-    state_dtype: torch.dtype | None = None,
-    device: str = "cpu",
-    layout: str = "contiguous",
-    seed: int = 0,
-) -> dict[str, Any]:
-    """Keyword arguments of ``selective_state_update``, the same numbers on every device.
-
-    Args:
-        heads: None for a state of shape (batch, dim, dstate), else (batch, heads, dim, dstate): ``dim`` is then headdim.
-        groups: None for B and C of shape (batch, dstate), else (batch, groups, dstate). With heads None means one group.
-        slots: the number of cache slots, with ``state_batch_indices`` in reverse order; None for no indices.
-        layout: see :func:`arrange`; of every tensor but the indices.
-    """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
-    channels = (dim,) if heads is None else (heads, dim)
-    matrix = (batch, dstate) if groups is None and heads is None else (batch, groups or 1, dstate)
-    values = {
-        "state": normal(batch if slots is None else slots, *channels, dstate),
-        "x": normal(batch, *channels),
-        "dt": 0.6 * normal(batch, *channels) - 1 if dt_softplus else 0.02 + 0.6 * uniform(batch, *channels),
-        "A": -0.1 - 0.9 * uniform(*channels, dstate),
-        "B": normal(*matrix),
-        "C": normal(*matrix),
-        "D": normal(*channels) if D else None,
-        "z": normal(batch, *channels) if z else None,
-        "dt_bias": 0.2 * uniform(*channels) if dt_bias else None,
-    }
-    dtypes = dict.fromkeys(("A", "D", "dt_bias"), parameter_dtype(dtype)) | {"state": state_dtype or parameter_dtype(dtype)}
-    inputs: dict[str, Any] = {
-        name: None if value is None else arrange(value.to(device, dtypes.get(name, dtype)), layout)
-        for name, value in values.items()
-    }
-    if slots is not None:
-        inputs["state_batch_indices"] = torch.arange(slots - 1, slots - 1 - batch, -1, dtype=torch.int32, device=device)
-    return inputs | {"discretization": discretization, "dt_softplus": dt_softplus}
-
-
 def split(operator: torch._ops.OpOverloadPacket, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """The operator's positional and keyword arguments."""
     arguments = operator.default._schema.arguments
@@ -424,70 +299,39 @@ def split(operator: torch._ops.OpOverloadPacket, inputs: dict[str, Any]) -> tupl
     return positional, {name: inputs[name] for name in keywords if name in inputs}
 
 
-def with_gradients(inputs: dict[str, Any], names: Iterable[str] = TENSORS) -> dict[str, Any]:
-    return inputs | {name: inputs[name].detach().requires_grad_() for name in names if inputs[name] is not None}
+def step_on_a_copy(function: Callable, inputs: dict[str, Any], state: str) -> tuple[Tensor, Tensor]:
+    """The output and the new state of a decoding step, which updates a copy of the state in the same strides."""
+    old = inputs[state]
+    copy = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device=old.device).copy_(old)
+    return function(**(inputs | {state: copy})), copy
 
 
-def scan_with_state(**inputs: Any) -> tuple[Tensor, Tensor]:
-    return selective_scan(**inputs, return_last_state=True)
+def _memory_events(function: Callable) -> list[Any]:
+    cpu = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=cpu, profile_memory=True, acc_events=True) as profile:
+        function()
+    events = profile.profiler.kineto_results.events()
+    return sorted((event for event in events if event.name() == "[memory]"), key=lambda event: event.start_ns())
 
 
-def training_step(inputs: dict[str, Any], function: Callable) -> dict[str, Tensor]:
-    """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""
-    leaves = with_gradients(inputs)
-    out, last_state = function(**leaves)
-    (out.float().square().sum() + last_state.float().square().sum()).backward()
-    return {"out": out, "last_state": last_state} | {n: leaves[n].grad for n in TENSORS if inputs[n] is not None}
+def allocated(function: Callable, device: str) -> int:
+    """Bytes that PyTorch's allocator is asked for during the call."""
+    if device == "cuda":
+        before = torch.cuda.memory_stats()["requested_bytes.all.allocated"]
+        function()
+        return torch.cuda.memory_stats()["requested_bytes.all.allocated"] - before
+    return sum(event.nbytes() for event in _memory_events(function) if event.nbytes() > 0)
 
 
-def reference_scan(*args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, Tensor]:
-    """:func:`ssm_kernels.reference.selective_scan`, run on the CPU for every device: a GPU would spend its time on launches."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-
-    def on_cpu(value: Any) -> Any:
-        return value.cpu() if isinstance(value, Tensor) else value
-
-    results = reference.selective_scan(*map(on_cpu, args), **{name: on_cpu(value) for name, value in kwargs.items()})
-    if isinstance(results, Tensor):
-        return results.to(tensors[0].device)
-    out, last_state = results
-    return out.to(tensors[0].device), last_state.to(tensors[0].device)
-
-
-def as_float64(inputs: dict[str, Any]) -> dict[str, Any]:
-    return {k: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for k, v in inputs.items()}
-
-
-def make_cotangents(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Gradients of out and of last_state."""
-    generator = torch.Generator().manual_seed(seed)
-    u, A = inputs["u"], inputs["A"]
-    grad_out = torch.randn(u.shape, generator=generator, dtype=torch.float64)
-    grad_last_state = torch.randn((u.shape[0], *A.shape), generator=generator, dtype=torch.float64)
-    return grad_out.to(u), grad_last_state.to(A)
-
-
-def evaluate(function: Callable, inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    """``out``, ``last_state`` and, given cotangents, ``grad_<name>`` of every tensor argument, in the operator's dtypes."""
-    leaves = {name: inputs[name].detach() for name in TENSORS if inputs.get(name) is not None}
-    if cotangents is not None:
-        for leaf in leaves.values():
-            leaf.requires_grad_()
-    out, last_state = function(**(inputs | leaves), return_last_state=True)
-    out, last_state = out.to(inputs["u"].dtype), last_state.to(inputs["A"].dtype)
-    results = {"out": out.detach(), "last_state": last_state.detach()}
-    if cotangents is not None:
-        # A result of no steps from no state depends on nothing, and the reference's then has no graph.
-        dependent = [(y, grad) for y, grad in zip((out, last_state), cotangents, strict=True) if y.requires_grad]
-        outputs, incoming = [y for y, _ in dependent], [grad for _, grad in dependent]
-        if outputs:
-            gradients = torch.autograd.grad(
-                outputs, tuple(leaves.values()), incoming, allow_unused=True, materialize_grads=True
-            )
-        else:
-            gradients = [torch.zeros_like(leaf) for leaf in leaves.values()]
-        results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    return results
+def peak_memory(function: Callable, device: str) -> int:
+    """Bytes that are held at once during the call, over those before it."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        function()
+        return torch.cuda.max_memory_allocated() - before
+    return max(0, *itertools.accumulate(event.nbytes() for event in _memory_events(function)))
 
 
 def assert_as_accurate(actual: Tensor, native: Tensor, exact: Tensor, what: str, floor: float | None = None) -> None:
@@ -509,60 +353,17 @@ def assert_as_accurate(actual: Tensor, native: Tensor, exact: Tensor, what: str,
         )
 
 
-def assert_matches_reference(function: Callable, inputs: dict[str, Any], *, gradients: bool = True) -> dict[str, Tensor]:
-    """Compares with the float64 reference, by the low-precision rule below float64; returns the function's results."""
-    cotangents = make_cotangents(inputs) if gradients else None
-    actual = evaluate(function, inputs, cotangents)
-    exact = evaluate(reference_scan, as_float64(inputs), None if cotangents is None else tuple(x.double() for x in cotangents))
-    assert actual.keys() == exact.keys()
-    if inputs["u"].dtype == torch.float64:
-        for name, value in actual.items():
-            torch.testing.assert_close(value, exact[name], rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
-    else:
-        native = evaluate(reference_scan, inputs, cotangents)
-        for name, value in actual.items():
-            assert_as_accurate(value, native[name], exact[name], name)
-    return actual
-
-
-def step(inputs: dict[str, Any], function: Callable = selective_state_update) -> tuple[Tensor, Tensor]:
-    """``out`` and the new state, of a copy of the state in the same strides."""
-    state = inputs["state"]
-    copy = torch.empty_strided(state.shape, state.stride(), dtype=state.dtype, device=state.device).copy_(state)
-    return function(**(inputs | {"state": copy})), copy
-
-
-def assert_step_matches_reference(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """As :func:`assert_matches_reference`, for ``selective_state_update``; returns ``out`` and the new state."""
-    out, state = step(inputs)
-    assert out.shape == inputs["x"].shape and out.dtype == inputs["x"].dtype
-    exact_out, exact_state = reference.selective_state_update(**as_float64(inputs))
-    if inputs["x"].dtype == torch.float64:
-        torch.testing.assert_close(out, exact_out, rtol=1e-12, atol=1e-12)
-        torch.testing.assert_close(state, exact_state, rtol=1e-12, atol=1e-12)
-    else:
-        native_out, native_state = reference.selective_state_update(**inputs)
-        assert_as_accurate(out, native_out.to(out.dtype), exact_out, "out")
-        assert_as_accurate(state, native_state, exact_state, "state")
-    return out, state
-
-
-def evaluate_in_float64(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    """The operator's results and gradients of CPU tensors in float64."""
-    return evaluate(selective_scan, as_float64(inputs), cotangents and tuple(x.double() for x in cotangents))
-
-
-def assert_close(actual: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """float64 to 1e-10; else to roundings of the largest value, which cancellation may leave far below the terms of its sum."""
-    assert actual.keys() == exact.keys()
+def assert_all_close(
+    actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, *, of_largest: bool = False
+) -> None:
+    """To a relative and absolute tolerance, or to a fraction of each result's largest value, or of 1: long sums cancel."""
+    assert actual.keys() == expected.keys()
     for name, value in actual.items():
-        rtol = atol = 1e-10
-        if dtype != torch.float64:
-            scale = max(1.0, exact[name].abs().max().item())
-            rtol, atol = 2 * torch.finfo(value.dtype).eps, 64 * torch.finfo(torch.float32).eps * scale
-        torch.testing.assert_close(
-            value.cpu().double(), exact[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
-        )
+        rtol = atol = tolerance
+        if of_largest:
+            largest = expected[name].abs().max().item() if expected[name].numel() else 0
+            rtol, atol = 0, tolerance * max(1, largest)
+        torch.testing.assert_close(value, expected[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}")
 
 
 def assert_equal(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

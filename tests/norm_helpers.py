@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
-from helpers import assert_as_accurate
+from helpers import Draws
+from operator_spec import Cotangents, OperatorSpec
 from torch import Tensor
-
-import ssm_kernels
-from ssm_kernels import reference
 
 GATED = ("rms_norm_gated", "layer_norm_gated")
 ADD = ("add_rms_norm", "add_layer_norm")
-DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 # Sizes that reach every mapping of the CUDA kernels: several groups of a row to a warp, a group to a warp and to several, one
 # that is cut into chunks; vectors of 16 bytes and single elements.
@@ -47,14 +44,11 @@ def make_gated_inputs(
     weight: bool = True,
     z: bool = True,
     bias: bool = True,
+    seed: int = 0,
     **options: Any,
 ) -> dict[str, Any]:
     """Keyword arguments of a gated norm."""
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
+    normal = Draws(seed).normal
     parameter_dtype = parameter_dtype or accumulate_type(dtype)
     inputs: dict[str, Any] = {"x": (1.5 * normal(*rows, columns) + 0.4).to(device, dtype)}
     inputs["weight"] = (1 + 0.3 * normal(columns)).to(device, parameter_dtype) if weight else None
@@ -74,45 +68,54 @@ def make_add_inputs(
     return {name: inputs[name] for name in order} | {"residual_in_fp32": residual_in_fp32}
 
 
-def tensors_of(inputs: dict[str, Any]) -> list[str]:
-    return [name for name, value in inputs.items() if isinstance(value, Tensor)]
+class Norm(OperatorSpec):
+    family = "norms"
+    reference_tolerance = 1e-10
+    nested = ("x", "weight")
+
+    def __init__(self, name: str) -> None:
+        super().__init__(name)
+        self.is_gated = name in GATED
+        self.results = ("out",) if self.is_gated else ("normed", "new_residual")
+        self.internal = self.autograd = "_norm_gated" if self.is_gated else "_add_norm"
+        others = {"group_size": 4, "norm_before_gate": True} if self.is_gated else {"residual": False, "residual_in_fp32": True}
+        self.cases = {"all": {}, "bfloat16": {"dtype": torch.bfloat16, "bias": False}, "others": others}
+        self.options = {"default": {}} | ({"grouped": {"group_size": 4}} if self.is_gated else {})
+        self.mapped = tuple(self.options)
+
+    def make_inputs(self, *, seqlen: int | None = None, **options: Any) -> dict[str, Any]:
+        if seqlen is not None:
+            options["rows"] = (3, seqlen)
+        return make_gated_inputs(**options) if self.is_gated else make_add_inputs(**options)
+
+    def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+        return (inputs["x"].shape,) * len(self.results)
+
+    def result_dtypes(self, inputs: dict[str, Any]) -> tuple[torch.dtype, ...]:
+        dtype = inputs["x"].dtype
+        if self.is_gated:
+            return (dtype,)
+        residual = inputs["residual"]
+        like_residual = dtype if residual is None else residual.dtype
+        return dtype, accumulate_type(dtype) if inputs["residual_in_fp32"] else like_residual
+
+    def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        return {name: 1 for name in ("x", "z", "residual") if inputs.get(name) is not None}
+
+    def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
+        return []
+
+    def evaluate_natively(
+        self, inputs: dict[str, Any], cotangents: Cotangents | None, exact: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """Multiplies in the dtype of x: parameters are rounded to it where it has 16 bits."""
+        dtype = inputs["x"].dtype
+        if dtype.itemsize == 2:
+            inputs = inputs | {key: inputs[key].to(dtype) for key in ("weight", "bias") if inputs[key] is not None}
+        return super().evaluate_natively(inputs, cotangents, exact)
 
 
-def evaluate(function: Callable, inputs: dict[str, Any], cotangents: list[Tensor] | None = None) -> dict[str, Tensor]:
-    """Results by position and, given cotangents, ``grad_<name>`` of every tensor."""
-    names = tensors_of(inputs)
-    leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in names}
-    results = function(**(inputs | leaves))
-    results = (results,) if isinstance(results, Tensor) else results
-    evaluated = {f"result_{i}": result.detach() for i, result in enumerate(results)}
-    if cotangents is not None:
-        gradients = torch.autograd.grad(
-            results, list(leaves.values()), [c.to(r) for c, r in zip(cotangents, results, strict=True)]
-        )
-        evaluated |= {f"grad_{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
-    return evaluated
-
-
-def make_cotangents(inputs: dict[str, Any], count: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randn(inputs["x"].shape, generator=generator, dtype=torch.float64).to(inputs["x"]) for _ in range(count)]
-
-
-def assert_matches_reference(name: str, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """Results and gradients against the float64 reference, by the low-precision rule below float64."""
-    cotangents = make_cotangents(inputs, 2 if name in ADD else 1)
-    actual = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
-    doubles = {key: value.double() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-    exact = evaluate(getattr(reference, name), doubles, [cotangent.double() for cotangent in cotangents])
-    native_inputs = dict(inputs)
-    if inputs["x"].dtype.itemsize == 2:  # the yardstick multiplies in the dtype of x, with parameters rounded to it
-        for key in ("weight", "bias"):
-            if inputs[key] is not None:
-                native_inputs[key] = inputs[key].to(inputs["x"].dtype)
-    native = evaluate(getattr(reference, name), native_inputs, cotangents)
-    for key, value in actual.items():
-        if value.dtype == torch.float64:
-            torch.testing.assert_close(value, exact[key], rtol=1e-10, atol=1e-10, msg=lambda m, key=key: f"{key}: {m}")
-        else:
-            assert_as_accurate(value, native[key].to(value.dtype), exact[key], key)
-    return actual
+NORMS = {name: Norm(name) for name in (*GATED, *ADD)}
+every_norm = pytest.mark.parametrize("norm", NORMS.values(), ids=list(NORMS))
+every_gated = pytest.mark.parametrize("norm", [NORMS[name] for name in GATED], ids=GATED)
+every_add = pytest.mark.parametrize("norm", [NORMS[name] for name in ADD], ids=ADD)

@@ -1,4 +1,4 @@
-"""Shared by the tests of the gated linear recurrences: their table, the factory of inputs, the rules of comparison.
+"""The gated linear recurrences: their table, their inputs, and their comparison with the reference.
 
 A new recurrence needs one row in ``RECURRENCES``.
 """
@@ -6,7 +6,7 @@ A new recurrence needs one row in ``RECURRENCES``.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -15,7 +15,8 @@ import mpmath
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import arrange, assert_as_accurate, gradients_of_dependent, parameter_dtype
+from helpers import LAYOUTS, Draws, arrange, move_all, parameter_dtype
+from operator_spec import Cotangents, OperatorSpec
 from torch import Tensor
 
 import ssm_kernels
@@ -129,38 +130,72 @@ FORMS: dict[str, Callable[[int, int, int], tuple[int, ...]]] = {
 }
 
 
-class Variant(NamedTuple):
+class Variant(OperatorSpec):
     """A recurrence with certain options."""
 
-    name: str
-    options: dict[str, Any]
+    results = ("h", "last_state")
+    all_results = "return_last_state"
+    family = "linear_scan"
+    internal = "_linear_recurrence"
+    autograd = "_linear_recurrence"
+    several_chunks = MappingProxyType({"channels": 6, "seqlen": 70})
+    packs = True
+    compiled = ("h0", "reverse")
+    layouts = LAYOUTS
 
-    @property
-    def recurrence(self) -> Recurrence:
-        return RECURRENCES[self.name]
+    def __init__(self, name: str, fixed: dict[str, Any]) -> None:
+        super().__init__(name)
+        self.recurrence, self.fixed = RECURRENCES[name], fixed
+        self.nested = tuple(self.recurrence.inputs)[:2]
 
     @property
     def scan(self) -> Callable:
-        return getattr(ssm_kernels, self.name)
+        return self.function
 
     @property
     def step(self) -> Callable:
         return getattr(ssm_kernels, self.name.replace("_scan", "_step"))
 
-    @property
-    def operator(self) -> torch._ops.OpOverload:
-        return getattr(torch.ops.ssm_kernels, self.name).default
+    def make_inputs(self, **options: Any) -> dict[str, Any]:
+        return make_inputs(self, **options)
 
-    def reference(self, *args: Any, **kwargs: Any) -> Any:
-        """The reference's scan, run on the CPU for every device: a GPU would spend its time on launches."""
-        device = next(x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)).device
-        args, kwargs = [_on_cpu(x) for x in args], {name: _on_cpu(x) for name, x in kwargs.items()}
-        results = getattr(reference, self.name)(*args, **kwargs)
-        return results.to(device) if isinstance(results, Tensor) else tuple(x.to(device) for x in results)
+    def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+        return self.first(inputs).shape, state_of(inputs).shape
 
+    def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        return dict.fromkeys(sequence_names(self, inputs), 1)
 
-def _on_cpu(value: Any) -> Any:
-    return value.cpu() if isinstance(value, Tensor) else value
+    def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
+        return [name for name in self.recurrence.inputs if name not in self.recurrence.broadcast]
+
+    def needed(self, inputs: dict[str, Any]) -> list[bool]:
+        count = len(self.recurrence.inputs)
+        return [*(i < count for i in range(4)), inputs["h0"] is not None]
+
+    def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        first, *others = (inputs[name] for name in self.recurrence.inputs)
+        return {
+            "inputs": [first, *(tensor.expand_as(first) for tensor in others)],
+            "h0": inputs["h0"],
+            "cu_seqlens": inputs["cu_seqlens"],
+            "recurrence": self.name,
+            "candidate_activation": self.fixed.get("candidate_activation") or "none",
+            "gate_is_logit": self.fixed.get("gate_is_logit", True),
+            "reverse": inputs["reverse"],
+        }
+
+    def saved_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"h": self.forward_operator(*self.forward_arguments(inputs))[0]}
+
+    def evaluate_natively(
+        self, inputs: dict[str, Any], cotangents: Cotangents | None, exact: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        native = super().evaluate_natively(inputs, cotangents, exact)
+        if cotangents is not None and self.first(inputs).element_size() == 2:
+            # Backward has h in its 16 bits, to which the gradient of what broadcasts, a sum in float32, owes its error.
+            of_rounded_states = self.evaluate(partial(scan_that_saves_rounded_states, self), inputs, cotangents)
+            native |= {f"grad_{name}": of_rounded_states[f"grad_{name}"] for name in self.recurrence.broadcast}
+        return native
 
 
 def _variants() -> dict[str, Variant]:
@@ -179,15 +214,9 @@ every_variant = pytest.mark.parametrize("variant", VARIANTS.values(), ids=list(V
 PLAIN = {name: next(variant for variant in VARIANTS.values() if variant.name == name) for name in RECURRENCES}
 every_recurrence = pytest.mark.parametrize("variant", PLAIN.values(), ids=list(PLAIN))
 LINEAR, MINGRU, MINLSTM, LIQUID, RGLRU = (PLAIN[f"{name}_scan"] for name in ("linear", "mingru", "minlstm", "liquid", "rglru"))
+evaluate, make_cotangents, assert_all_close = LINEAR.evaluate, LINEAR.make_cotangents, LINEAR.assert_close
 BROADCASTING = {name: variant for name, variant in PLAIN.items() if RECURRENCES[name].broadcast}
 every_broadcasting = pytest.mark.parametrize("variant", BROADCASTING.values(), ids=list(BROADCASTING))
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def dtypes(*chosen: torch.dtype) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("dtype", chosen or DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
-
 
 # Of packed sequences, the offsets: among them sequences of no steps, at both ends too, and of one.
 PACKED = (0, 0, 3, 4, 4, 4, 9, 9)
@@ -217,7 +246,7 @@ def make_inputs(
         broadcast_dtype: of what broadcasts; None for the accumulation dtype.
         layout: see :func:`helpers.arrange`; of every floating-point tensor.
     """
-    generator = torch.Generator().manual_seed(seed)
+    draws = Draws(seed)
     sequences = batch
     if cu_seqlens is not None:
         batch, seqlen, sequences = 1, cu_seqlens[-1], len(cu_seqlens) - 1
@@ -228,15 +257,15 @@ def make_inputs(
         if name in recurrence.broadcast:
             shape = FORMS[form or recurrence.broadcast[name]](*shape)
             own_dtype = broadcast_dtype or accumulation_dtype
-        value = into_range(torch.randn(shape, generator=generator, dtype=torch.float64))
-        if name == "gate" and not variant.options.get("gate_is_logit", True):
+        value = into_range(draws.normal(*shape))
+        if name == "gate" and not variant.fixed.get("gate_is_logit", True):
             value = value.sigmoid()
         inputs[name] = arrange(value.to(device, own_dtype), layout)
     inputs["h0"] = None
     if h0:
-        value = torch.randn(sequences, channels, generator=generator, dtype=torch.float64)
+        value = draws.normal(sequences, channels)
         inputs["h0"] = arrange(value.to(device, accumulation_dtype), layout)
-    inputs |= variant.options | {"reverse": reverse, "cu_seqlens": None}
+    inputs |= variant.fixed | {"reverse": reverse, "cu_seqlens": None}
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
     return inputs
@@ -252,26 +281,15 @@ COMMON: dict[str, dict[str, Any]] = {
     "packed_without_h0": {"cu_seqlens": PACKED, "h0": False},
     "packed_reverse": {"cu_seqlens": PACKED, "reverse": True},
 }
+Variant.cases = {name: COMMON[name] for name in ("h0", "packed_reverse", "required_only")}
+Variant.options, Variant.mapped = COMMON, tuple(COMMON)
+Variant.sizes = [{}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": PACKED}, {"cu_seqlens": (0,)}, {"h0": False}]
 common_options = pytest.mark.parametrize("common", COMMON.values(), ids=list(COMMON))
-
-
-def tensor_names(inputs: dict[str, Any]) -> list[str]:
-    """Names of the differentiable arguments."""
-    return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
 
 
 def sequence_names(variant: Variant, inputs: dict[str, Any]) -> list[str]:
     """Names of the inputs that have a time axis."""
     return [name for name in variant.recurrence.inputs if inputs[name].dim() == 3 and inputs[name].shape[1] > 1]
-
-
-def with_gradients(inputs: dict[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
-    names = tensor_names(inputs) if names is None else names
-    return inputs | {name: inputs[name].detach().requires_grad_() for name in names}
-
-
-def as_float64(inputs: dict[str, Any]) -> dict[str, Any]:
-    return inputs | {name: inputs[name].double() for name in tensor_names(inputs)}
 
 
 def first_input(inputs: dict[str, Any]) -> Tensor:
@@ -285,54 +303,13 @@ def state_of(inputs: dict[str, Any]) -> Tensor:
     return x.new_zeros(sequences, x.shape[2], dtype=parameter_dtype(x.dtype))
 
 
-def make_cotangents(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Gradients of h and of last_state."""
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
-        for like in (first_input(inputs), state_of(inputs))
-    )
-
-
-def evaluate(function: Callable, inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
-    """``h``, ``last_state`` and, given cotangents, ``grad_<name>`` of every tensor argument, in the operator's dtypes."""
-    leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in tensor_names(inputs)}
-    h, last_state = function(**(inputs | leaves), return_last_state=True)
-    dtype = first_input(inputs).dtype
-    h, last_state = h.to(dtype), last_state.to(parameter_dtype(dtype))
-    results = {"h": h.detach(), "last_state": last_state.detach()}
-    if cotangents is not None:
-        gradients = gradients_of_dependent((h, last_state), cotangents, [*leaves.values()])
-        results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    return results
-
-
-def assert_matches_reference(variant: Variant, inputs: dict[str, Any], *, gradients: bool = True) -> dict[str, Tensor]:
-    """Compares with the float64 reference, by the low-precision rule below float64; returns the scan's results."""
-    cotangents = make_cotangents(inputs) if gradients else None
-    actual = evaluate(variant.scan, inputs, cotangents)
-    exact = evaluate(variant.reference, as_float64(inputs), cotangents and tuple(x.double() for x in cotangents))
-    assert actual.keys() == exact.keys()
-    if first_input(inputs).dtype == torch.float64:
-        assert_all_close(actual, exact)
-    else:
-        native = evaluate(variant.reference, inputs, cotangents)
-        if gradients and first_input(inputs).element_size() == 2:
-            # Backward has h in its 16 bits, to which the gradient of what broadcasts, a sum in float32, owes its error.
-            of_rounded_states = evaluate(partial(scan_that_saves_rounded_states, variant), inputs, cotangents)
-            native |= {f"grad_{name}": of_rounded_states[f"grad_{name}"] for name in variant.recurrence.broadcast}
-        for name, value in actual.items():
-            assert_as_accurate(value, native[name], exact[name], name)
-    return actual
-
-
 def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[Tensor, Tensor]:
     """The reference in float32, with what PyTorch's autograd rounds to 16 bits: the states that backward multiplies with, and
     the gradient of an expanded 16-bit input before it is summed."""
     dtype, device = first_input(arguments).dtype, first_input(arguments).device
-    arguments = {name: _on_cpu(value) for name, value in arguments.items()}
+    arguments = move_all(arguments, "cpu")
     inputs = [x.float() for x in torch.broadcast_tensors(*(arguments[name] for name in variant.recurrence.inputs))]
-    a, b = reference.RECURRENCES[variant.name](**dict(zip(variant.recurrence.inputs, inputs, strict=True)), **variant.options)
+    a, b = reference.RECURRENCES[variant.name](**dict(zip(variant.recurrence.inputs, inputs, strict=True)), **variant.fixed)
     time = {name: arguments[name] for name in ("h0", "reverse", "cu_seqlens")}
     with torch.no_grad():
         h = reference.linear_scan(a, b, **time)
@@ -347,14 +324,6 @@ def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[
     return tuple(result.to(device) for result in results)
 
 
-def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-11) -> None:
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        torch.testing.assert_close(
-            value, expected[name], rtol=tolerance, atol=tolerance, msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
 def at_steps(variant: Variant, inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
     """The arguments of a part of the time."""
     return inputs | {name: inputs[name][:, steps] for name in sequence_names(variant, inputs)}
@@ -364,48 +333,3 @@ def step_inputs(variant: Variant, inputs: dict[str, Any], t: int = 0) -> dict[st
     """The inputs of one step."""
     of_scan = {name: inputs[name] for name in variant.recurrence.inputs}
     return {name: x[:, t] if isinstance(x, Tensor) and x.dim() == 3 else x for name, x in of_scan.items()}
-
-
-def training_step(function: Callable, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""
-    leaves = with_gradients(inputs)
-    h, last_state = function(**leaves)
-    (h.float().square().sum() + last_state.float().square().sum()).backward()
-    return {"h": h, "last_state": last_state} | {f"grad_{name}": leaves[name].grad for name in tensor_names(inputs)}
-
-
-def with_state(variant: Variant) -> Callable:
-    """The scan that returns the last state too."""
-
-    def scan(**inputs: Any) -> tuple[Tensor, Tensor]:
-        return variant.scan(**inputs, return_last_state=True)
-
-    return scan
-
-
-def operator_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Arguments of the public operator, positional and keyword ones."""
-    positional = variant.recurrence.positional_names
-    return tuple(inputs[name] for name in positional), {k: v for k, v in inputs.items() if k not in positional}
-
-
-def forward_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple:
-    """Arguments of _linear_recurrence and _linear_recurrence_fwd."""
-    tensors = [inputs[name] for name in variant.recurrence.inputs]
-    return (
-        [tensors[0], *(tensor.expand_as(tensors[0]) for tensor in tensors[1:])],
-        inputs["h0"],
-        inputs["cu_seqlens"],
-        variant.name,
-        variant.options.get("candidate_activation") or "none",
-        variant.options.get("gate_is_logit", True),
-        inputs["reverse"],
-    )
-
-
-def backward_arguments(variant: Variant, inputs: dict[str, Any]) -> tuple:
-    """Arguments of _linear_recurrence_bwd."""
-    tensors, h0, *others = forward_arguments(variant, inputs)
-    h, _ = torch.ops.ssm_kernels._linear_recurrence_fwd(tensors, h0, *others)
-    needs_grad = [*(i < len(tensors) for i in range(4)), h0 is not None]
-    return *make_cotangents(inputs), tensors, h, h0, *others, needs_grad

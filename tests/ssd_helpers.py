@@ -1,31 +1,24 @@
-"""Shared by the tests of ssd_chunk_scan: the factory of inputs, its options, the rules of comparison."""
+"""Inputs of ssd_chunk_scan, and its comparison with the reference."""
 
 from __future__ import annotations
 
 import bisect
-import itertools
 import math
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from helpers import arrange, assert_as_accurate, debug_option, gradients_of_dependent, parameter_dtype
+from helpers import LAYOUTS, Draws, arrange, debug_option, parameter_dtype
+from operator_spec import Cotangents, OperatorSpec, as_float64, tensor_names
+from ssd_rounding import scan_in_16_bit_products
 from torch import Tensor
-
-import ssm_kernels
-from ssm_kernels import reference
 
 # The differentiable arguments.
 TENSORS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
 SEQUENCES = ("x", "dt", "B", "C", "z")
-
-# Gradients of out and of final_states; None of a result that nothing depends on.
-Cotangents = tuple[Tensor | None, Tensor | None]
 
 # Those whose transition is e^z; what the operator takes.
 METHODS = ("zoh", "zoh_exact", "poly", "highorder", "rk4")
@@ -64,14 +57,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "everything": {"D": "channel", "z": True, "dt_bias": True, "dt_softplus": True, "initial_states": True},
 }
 OPTIONS = {name: MINIMAL | options for name, options in OPTIONS.items()}
+CASES = {name: OPTIONS[name] for name in ("everything", "required_only", "packed_with_states", "resets", "dt_limit")}
+SIZES = [
+    {},
+    {"seqlen": 70},
+    {"seqlen": 0},
+    {"batch": 0},
+    {"cu_seqlens": PACKED},
+    {"cu_seqlens": (0,)},
+    OPTIONS["required_only"],
+]
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=list(OPTIONS))
 every_method = pytest.mark.parametrize("discretization", METHODS)
-
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-
-
-def dtypes(*chosen: torch.dtype) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("dtype", chosen or DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 
 
 def make_inputs(
@@ -107,14 +104,8 @@ def make_inputs(
         cu_seqlens: takes the place of batch and seqlen.
         layout: see :func:`helpers.arrange`; of every floating-point tensor.
     """
-    generator = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64)
-
-    def uniform(*shape: int) -> Tensor:
-        return torch.rand(shape, generator=generator, dtype=torch.float64)
-
+    draws = Draws(seed)
+    normal, uniform = draws.normal, draws.uniform
     sequences = batch
     if cu_seqlens is not None:
         batch, seqlen, sequences = 1, cu_seqlens[-1], len(cu_seqlens) - 1
@@ -157,36 +148,10 @@ def make_seq_idx(resets: Sequence[Iterable[int]], seqlen: int) -> Tensor:
     return 5 - (3 * seq_idx) % 4
 
 
-def tensor_names(inputs: dict[str, Any]) -> list[str]:
-    """Names of the differentiable arguments that are present."""
-    return [name for name in TENSORS if inputs[name] is not None]
-
-
 def at_steps(inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
     """The arguments of a part of the time."""
     of_steps = [name for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None]
     return inputs | {name: inputs[name][:, steps] for name in of_steps}
-
-
-def as_float64(inputs: dict[str, Any]) -> dict[str, Any]:
-    return inputs | {name: inputs[name].double() for name in tensor_names(inputs)}
-
-
-def with_gradients(inputs: dict[str, Any], names: Iterable[str] | None = None) -> dict[str, Any]:
-    return inputs | {name: inputs[name].detach().requires_grad_() for name in names or tensor_names(inputs)}
-
-
-def scan(**inputs: Any) -> tuple[Tensor, Tensor]:
-    """The operator's two results; its Python function, looked up when called."""
-    return ssm_kernels.ssd_chunk_scan(**inputs, return_final_states=True)
-
-
-def reference_scan(**inputs: Any) -> tuple[Tensor, Tensor]:
-    """The reference's two results, computed on the CPU for every device: a GPU would spend its time on launches."""
-    device = inputs["x"].device
-    on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
-    out, final_states = reference.ssd_chunk_scan(**on_cpu, return_final_states=True)
-    return out.to(device), final_states.to(device)
 
 
 def states_like(inputs: dict[str, Any]) -> Tensor:
@@ -196,60 +161,71 @@ def states_like(inputs: dict[str, Any]) -> Tensor:
     return x.new_zeros(sequences, *x.shape[2:], B.shape[3], dtype=parameter_dtype(x.dtype))
 
 
-def make_cotangents(inputs: dict[str, Any], seed: int = 1) -> tuple[Tensor, Tensor]:
-    """Gradients of out and of final_states."""
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(
-        torch.randn(like.shape, generator=generator, dtype=torch.float64).to(like)
-        for like in (inputs["x"], states_like(inputs))
-    )
+class SsdChunkScan(OperatorSpec):
+    results = ("out", "final_states")
+    all_results = "return_final_states"
+    family = "ssd_chunk_scan"
+    internal = "_ssd_chunk_scan"
+    tolerance = 1e-11
+    gradient_tolerance = 1e-10
+    reference_tolerance = 1e-10
+    sums_cancel = True
+    frames = 2  # of numbers such as dt_limit
+    cases = CASES
+    options = OPTIONS
+    packs = True
+    compiled = ("everything", "resets_with_states")
+    mapped = ("everything", "required_only", "packed_with_states", "resets_with_states")
+    sizes = SIZES
+    layouts = LAYOUTS
+    nested = ("x", "A")
+
+    def make_inputs(self, **options: Any) -> dict[str, Any]:
+        return make_inputs(**options)
+
+    def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+        return inputs["x"].shape, states_like(inputs).shape
+
+    def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        return {name: 1 for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None}
+
+    def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
+        return [name for name in SEQUENCES if inputs[name] is not None]
+
+    def needed(self, inputs: dict[str, Any]) -> list[bool]:
+        return [inputs[name] is not None for name in TENSORS]
+
+    def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return inputs | dict(zip(("dt_min", "dt_max"), inputs["dt_limit"], strict=True))
+
+    def evaluate_natively(
+        self, inputs: dict[str, Any], cotangents: Cotangents | None, exact: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        """With the products of the operator, too."""
+        if not has_16_bit_products(inputs):
+            return super().evaluate_natively(inputs, cotangents, exact)
+        if cotangents is None:
+            return self.evaluate(scan_in_16_bit_products, inputs)
+        # Of so few numbers one draw of roundings may by chance be far more exact than is usual: the least exact of several
+        # chunks.
+        draws = [self.evaluate(partial(scan_in_16_bit_products, chunk=steps), inputs, cotangents) for steps in (64, 48, 32)]
+        few = [f"grad_{name}" for name in tensor_names(inputs) if f"grad_{name}" in FEW_SUMS]
+        return draws[0] | {
+            name: max((draw[name] for draw in draws), key=lambda value, name=name: (value - exact[name]).abs().sum().item())
+            for name in few
+        }
+
+    def rounding_floor(self, name: str, inputs: dict[str, Any]) -> float | None:
+        # Sums in float32 of what the roundings of 16-bit operands have left: no more exact than one of these roundings.
+        of_16_bits = name in FEW_SUMS and has_16_bit_products(inputs)
+        return torch.finfo(inputs["x"].dtype).eps / 2 if of_16_bits else None
 
 
-def evaluate(function: Callable, inputs: dict[str, Any], cotangents: Cotangents | None = None) -> dict[str, Tensor]:
-    """``out``, ``final_states`` and, given cotangents, ``grad_<name>`` of every tensor argument, in the operator's dtypes."""
-    leaves = {name: inputs[name].detach().requires_grad_(cotangents is not None) for name in tensor_names(inputs)}
-    out, final_states = function(**(inputs | leaves))
-    out, final_states = out.to(inputs["x"].dtype), final_states.to(inputs["A"].dtype)
-    results = {"out": out.detach(), "final_states": final_states.detach()}
-    if cotangents is not None:
-        gradients = gradients_of_dependent((out, final_states), cotangents, [*leaves.values()])
-        results |= {f"grad_{name}": gradient for name, gradient in zip(leaves, gradients, strict=True)}
-    return results
-
-
-def assert_all_close(actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float = 1e-10) -> None:
-    """Compares to a fraction of each result's largest value, or of 1, because sums of many terms cancel."""
-    assert actual.keys() == expected.keys()
-    for name, value in actual.items():
-        size = expected[name].abs().max().item() if expected[name].numel() else 0
-        torch.testing.assert_close(
-            value, expected[name], rtol=0, atol=tolerance * max(1, size), msg=lambda m, name=name: f"{name}: {m}"
-        )
-
-
-def assert_matches_reference(
-    inputs: dict[str, Any],
-    *,
-    gradients: bool = True,
-    cotangents: Cotangents | None = None,
-    function: Callable = scan,
-    exact: Callable = reference_scan,
-) -> dict[str, Tensor]:
-    """Compares with the float64 reference, by the low-precision rule below float64; returns the function's results.
-
-    Args:
-        cotangents: replace the result of :func:`make_cotangents`.
-        exact: in place of the reference; given everything in float64.
-    """
-    if cotangents is None and gradients:
-        cotangents = make_cotangents(inputs)
-    actual = evaluate(function, inputs, cotangents)
-    expected = evaluate_in_float64(inputs, cotangents, exact)
-    if inputs["x"].dtype == torch.float64:
-        assert_all_close(actual, expected)
-    else:
-        assert_all_as_accurate(actual, evaluate_natively(inputs, cotangents, expected), expected, inputs)
-    return actual
+scan = SSD = SsdChunkScan("ssd_chunk_scan")
+assert_matches_reference, assert_all_close, evaluate = SSD.assert_matches_reference, SSD.assert_close, SSD.evaluate
+assert_all_as_accurate, evaluate_natively = SSD.assert_as_accurate, SSD.evaluate_natively
+evaluate_in_float64, make_cotangents = SSD.evaluate_in_float64, SSD.make_cotangents
+reference_scan, backward_arguments = SSD.reference, SSD.backward_arguments
 
 
 def assert_nan_ends(inputs: dict[str, Any], name: str, step: int, begins: Sequence[int], chunk: int) -> None:
@@ -293,39 +269,6 @@ def assert_as_exact_as_rounding(inputs: dict[str, Any]) -> None:
     assert error <= 1.15 * least
 
 
-def evaluate_in_float64(
-    inputs: dict[str, Any], cotangents: Cotangents | None = None, function: Callable = reference_scan
-) -> dict[str, Tensor]:
-    return evaluate(function, as_float64(inputs), cotangents and tuple(x if x is None else x.double() for x in cotangents))
-
-
-def assert_all_as_accurate(
-    actual: dict[str, Tensor], native: dict[str, Tensor], exact: dict[str, Tensor], inputs: dict[str, Any]
-) -> None:
-    """The low-precision rule, for every result of such inputs."""
-    assert actual.keys() == exact.keys()
-    for name, value in actual.items():
-        # Sums in float32 of what the roundings of 16-bit operands have left: no more exact than one of these roundings.
-        of_16_bits = name in FEW_SUMS and has_16_bit_products(inputs)
-        floor = torch.finfo(inputs["x"].dtype).eps / 2 if of_16_bits else None
-        assert_as_accurate(value, native[name], exact[name], name, floor)
-
-
-def evaluate_natively(inputs: dict[str, Any], cotangents: Cotangents | None, exact: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The yardstick of the low-precision rule: PyTorch in the dtypes, and with the products, of the operator."""
-    if not has_16_bit_products(inputs):
-        return evaluate(reference_scan, inputs, cotangents)
-    if cotangents is None:
-        return evaluate(scan_in_16_bit_products, inputs)
-    # Of so few numbers one draw of roundings may by chance be far more exact than is usual: the least exact of several chunks.
-    draws = [evaluate(partial(scan_in_16_bit_products, chunk=steps), inputs, cotangents) for steps in (64, 48, 32)]
-    few = [f"grad_{name}" for name in tensor_names(inputs) if f"grad_{name}" in FEW_SUMS]
-    return draws[0] | {
-        name: max((draw[name] for draw in draws), key=lambda value, name=name: (value - exact[name]).abs().sum().item())
-        for name in few
-    }
-
-
 def has_16_bit_products(inputs: dict[str, Any]) -> bool:
     """Whether the kernels multiply operands in the dtype of the inputs, float16 or bfloat16, instead of float32."""
     if not inputs["x"].is_cuda or inputs["x"].element_size() != 2:
@@ -357,150 +300,3 @@ def limited_workspace(limit: int) -> AbstractContextManager[None]:
 def limited_shared_memory(limit: int) -> AbstractContextManager[None]:
     """No more bytes of it for a block: fewer stages or, with many states or in float32, PyTorch's products in float32."""
     return debug_option("ssd_shared_bytes", limit)
-
-
-def scan_in_16_bit_products(
-    x: Tensor,
-    dt: Tensor,
-    A: Tensor,
-    B: Tensor,
-    C: Tensor,
-    *,
-    D: Tensor | None,
-    z: Tensor | None,
-    dt_bias: Tensor | None,
-    dt_softplus: bool,
-    dt_limit: tuple[float, float],
-    initial_states: Tensor | None,
-    seq_idx: Tensor | None,
-    cu_seqlens: Tensor | None,
-    chunk_size: int | None,
-    discretization: str,
-    chunk: int = 64,
-) -> tuple[Tensor, Tensor]:
-    """PyTorch in that dtype: the scan in chunks, as products whose operands have 16 bits and whose sums are float32.
-
-    So are the products of its gradients, among whose operands is the gradient of what the gate multiplies. Everything between
-    them is float32; of float64 inputs all of it is float64.
-    """
-    dtype, accumulate = x.dtype, parameter_dtype(x.dtype)
-    batch, seqlen, heads, headdim = x.shape
-    # At once: a gradient that comes from several chunks is then rounded when their sum is complete.
-    x, dt, B, C = (tensor.to(accumulate) for tensor in (x, dt, B, C))
-    d = dt if dt_bias is None else dt + dt_bias
-    d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
-    gain = reference.coefficients(discretization, d, A)[1]
-    zeta = (d * A).clamp(min=-800)  # infinite sums would have NaN differences
-    if initial_states is None:
-        sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
-        initial_states = x.new_zeros(sequences, heads, headdim, B.shape[3])
-    states, outputs = list(initial_states.unbind()), [x.new_zeros(0, heads, headdim)]
-    for row, begin, end, i in _sequences(batch, seqlen, seq_idx, cu_seqlens):
-        if seq_idx is not None and begin > 0:
-            states[i] = torch.zeros_like(states[i])
-        for first in range(begin, end, chunk):
-            steps = row, slice(first, min(first + chunk, end))
-            out, states[i] = _chunk_in_16_bit_products(x[steps], zeta[steps], gain[steps], B[steps], C[steps], states[i], dtype)
-            outputs.append(out)
-    out = torch.cat(outputs).view(x.shape)
-    if D is not None:
-        out = out + (D if D.dim() == 2 else D[:, None]) * x
-    if z is not None:
-        out = _RoundedGradient.apply(out, dtype) * F.silu(z.to(accumulate))
-    return out, torch.stack(states) if states else initial_states
-
-
-def _sequences(
-    batch: int, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None
-) -> Iterator[tuple[int, int, int, int]]:
-    """Row of the batch, first step, end and number of the state of every sequence."""
-    if cu_seqlens is not None:
-        for state, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-            yield 0, begin, end, state
-        return
-    for row in range(batch):
-        begins = [] if seq_idx is None else (seq_idx[row].diff().nonzero()[:, 0] + 1).tolist()
-        for begin, end in itertools.pairwise([0, *begins, seqlen]):
-            yield row, begin, end, row
-
-
-def _chunk_in_16_bit_products(
-    x: Tensor, zeta: Tensor, gain: Tensor, B: Tensor, C: Tensor, state: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
-        return _RoundedProduct.apply(equation, dtype, a, b)
-
-    def of_heads(of_groups: Tensor, axis: int) -> Tensor:
-        return of_groups.repeat_interleave(x.shape[1] // B.shape[1], dim=axis)
-
-    sums = zeta.double().cumsum(0)
-    causal = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).tril()[:, :, None]
-    decay = (sums[:, None] - sums).masked_fill(~causal, -math.inf).exp().to(x.dtype)
-    from_start, to_end, whole = (exponent.exp().to(x.dtype) for exponent in (sums, sums[-1] - sums, sums[-1]))
-    M = of_heads(product("ign,jgn->ijg", C, B), 2) * decay * gain
-    of_state = product("hpn,ihn->ihp", state, of_heads(C, 1))
-    out = product("ijh,jhp->ihp", M, x) + from_start[..., None] * of_state
-    weighed = (to_end * gain)[..., None] * x
-    return out, state * whole[:, None, None] + product("jhp,jhn->hpn", weighed, of_heads(B, 1))
-
-
-class _RoundedGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
-        ctx.dtype = dtype
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return grad.to(ctx.dtype).to(grad.dtype), None
-
-
-class _RoundedProduct(torch.autograd.Function):
-    """An einsum that rounds its operands to a dtype; its gradients round theirs too, the incoming gradient included."""
-
-    @staticmethod
-    def forward(ctx: Any, equation: str, dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
-        a, b = (operand.to(dtype).to(operand.dtype) for operand in (a, b))
-        ctx.save_for_backward(a, b)
-        ctx.equation, ctx.dtype = equation, dtype
-        return torch.einsum(equation, a, b)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, Tensor]:
-        a, b = ctx.saved_tensors
-        of_a, of_b, of_result = re.split(",|->", ctx.equation)
-        grad = grad.to(ctx.dtype).to(grad.dtype)
-        grad_a = torch.einsum(f"{of_result},{of_b}->{of_a}", grad, b)
-        return None, None, grad_a, torch.einsum(f"{of_a},{of_result}->{of_b}", a, grad)
-
-
-def training_step(function: Callable, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""
-    leaves = with_gradients(inputs)
-    out, final_states = function(**leaves)
-    (out.float().square().sum() + final_states.float().square().sum()).backward()
-    return {"out": out, "final_states": final_states} | {f"grad_{name}": leaves[name].grad for name in tensor_names(inputs)}
-
-
-def operator_arguments(inputs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Arguments of the public operator, positional and keyword ones."""
-    positional = ("x", "dt", "A", "B", "C")
-    return tuple(inputs[name] for name in positional), {k: v for k, v in inputs.items() if k not in positional}
-
-
-def forward_arguments(inputs: dict[str, Any]) -> tuple:
-    """Arguments of _ssd_chunk_scan_fwd, in the order of its schema."""
-    return tuple(_by_schema(torch.ops.ssm_kernels._ssd_chunk_scan_fwd.default, inputs))
-
-
-def backward_arguments(inputs: dict[str, Any], needs_grad: Sequence[bool] | None = None) -> tuple:
-    """Arguments of _ssd_chunk_scan_bwd, in the order of its schema."""
-    grad_out, grad_final_states = make_cotangents(inputs)
-    others = {"grad_out": grad_out, "grad_final_states": grad_final_states}
-    others["needs_grad"] = [inputs[name] is not None for name in TENSORS] if needs_grad is None else list(needs_grad)
-    return tuple(_by_schema(torch.ops.ssm_kernels._ssd_chunk_scan_bwd.default, inputs | others))
-
-
-def _by_schema(operator: torch._ops.OpOverload, values: dict[str, Any]) -> list[Any]:
-    limits = dict(zip(("dt_min", "dt_max"), values["dt_limit"], strict=True))
-    return [(values | limits)[argument.name] for argument in operator._schema.arguments]

@@ -16,11 +16,12 @@ import pytest
 import torch
 from conv_helpers import make_inputs as make_conv_inputs
 from conv_helpers import make_step_inputs as make_conv_step_inputs
-from helpers import make_inputs, make_step_inputs, split
+from helpers import split
 from norm_helpers import ADD, GATED, make_add_inputs, make_gated_inputs
 from recurrence_helpers import PLAIN
 from recurrence_helpers import make_inputs as make_recurrence_inputs
 from recurrence_helpers import step_inputs as make_recurrence_step_inputs
+from selective_scan_helpers import make_inputs, make_step_inputs
 from ssd_helpers import make_inputs as make_ssd_inputs
 from torch import Tensor
 
@@ -71,7 +72,7 @@ def _recurrence_operators(name: str) -> list[Operator]:
 
     def step(device: str) -> dict[str, Any]:
         inputs = make_recurrence_inputs(variant, seqlen=1, dtype=torch.float32, device=device)
-        options = {key: inputs[key] for key in variant.options}
+        options = {key: inputs[key] for key in variant.fixed}
         return make_recurrence_step_inputs(variant, inputs) | options | {"state": inputs["h0"]}
 
     return [Operator(name, scan), Operator(name.replace("_scan", "_step"), step)]

@@ -9,7 +9,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conv_helpers import (
-    DTYPES,
     LAYOUTS,
     PACKED,
     TENSORS,
@@ -21,12 +20,11 @@ from conv_helpers import (
     make_inputs,
     make_step_inputs,
     step,
-    tensor_names,
-    with_gradients,
     with_state,
 )
+from helpers import DTYPES, arrange, assert_equal, captured, debug_option, says
 from helpers import LAYOUTS as ANY_LAYOUTS
-from helpers import arrange, as_float64, assert_equal, captured, debug_option, says
+from operator_spec import as_float64, tensor_names, with_gradients
 from torch import Tensor
 
 from ssm_kernels import causal_conv1d, reference

@@ -7,8 +7,8 @@ import math
 
 import pytest
 import torch
-from conv_helpers import DTYPES, assert_step_matches_reference, make_inputs, make_step_inputs, step, with_state
-from helpers import LAYOUTS, arrange, captured, says
+from conv_helpers import assert_step_matches_reference, make_inputs, make_step_inputs, step, with_state
+from helpers import DTYPES, LAYOUTS, arrange, captured, says
 from torch import Tensor
 
 from ssm_kernels import causal_conv1d_update

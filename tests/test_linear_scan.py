@@ -9,7 +9,8 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import LAYOUTS, arrange, parameter_dtype
+from helpers import LAYOUTS, arrange, dtypes, parameter_dtype
+from operator_spec import tensor_names
 from recurrence_helpers import (
     COMMON,
     FORMS,
@@ -21,9 +22,7 @@ from recurrence_helpers import (
     RECURRENCES,
     VARIANTS,
     assert_all_close,
-    assert_matches_reference,
     at_steps,
-    dtypes,
     evaluate,
     every_broadcasting,
     every_recurrence,
@@ -33,7 +32,6 @@ from recurrence_helpers import (
     sequence_names,
     state_of,
     step_inputs,
-    tensor_names,
 )
 
 import ssm_kernels
@@ -68,7 +66,7 @@ def test_signatures(variant):
 def test_values(variant, dtype, device):
     for common in COMMON.values():
         inputs = make_inputs(variant, channels=37, dtype=dtype, device=device, **({"seqlen": 70} | common))
-        results = assert_matches_reference(variant, inputs, gradients=False)
+        results = variant.assert_matches_reference(inputs, gradients=False)
         assert results["h"].dtype == dtype and results["last_state"].dtype == parameter_dtype(dtype)
         assert results["h"].shape == first_input(inputs).shape and results["last_state"].shape == state_of(inputs).shape
         assert torch.equal(variant.scan(**inputs), results["h"])
@@ -82,13 +80,13 @@ def test_lengths(variant, seqlen, reverse, device):
         inputs = make_inputs(
             variant, batch=1, channels=5, seqlen=seqlen, reverse=reverse, dtype=dtype, layout=layout, device=device
         )
-        assert_matches_reference(variant, inputs, gradients=False)
+        variant.assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize(("variant", "reverse"), [(LINEAR, False), (MINGRU, True)], ids=["linear", "mingru_reverse"])
 def test_long_sequences(variant, reverse, device):
     inputs = make_inputs(variant, batch=1, channels=3, seqlen=65537, reverse=reverse, dtype=torch.float32, device=device)
-    assert_matches_reference(variant, inputs, gradients=False)
+    variant.assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -99,7 +97,7 @@ def test_numbers_of_channels(channels, batch, layout, device):
         inputs = make_inputs(
             variant, batch=batch, channels=channels, seqlen=9, dtype=dtype, layout=layout, device=device, seed=channels
         )
-        assert_matches_reference(variant, inputs, gradients=False)
+        variant.assert_matches_reference(inputs, gradients=False)
 
 
 @dtypes(torch.float64, torch.bfloat16)
@@ -109,7 +107,7 @@ def test_layout_of_each_argument(variant, layout, dtype, device):
     for name, common in itertools.product((*variant.recurrence.inputs, "h0"), ({}, {"reverse": True, "cu_seqlens": PACKED})):
         inputs = make_inputs(variant, channels=6, dtype=dtype, device=device, **common)
         inputs[name] = arrange(inputs[name], layout)
-        assert_matches_reference(variant, inputs, gradients=False)
+        variant.assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "time", "channels"])
@@ -120,8 +118,8 @@ def test_expanded_arguments(variant, axis, device):
         for name in variant.recurrence.inputs:
             expanded = inputs[name].narrow(axis, 0, 1).expand(inputs[name].shape)
             assert 0 in expanded.stride()
-            assert_matches_reference(variant, inputs | {name: expanded}, gradients=False)
-        assert_matches_reference(variant, inputs | {"h0": inputs["h0"][:1].expand(2, -1)}, gradients=False)
+            variant.assert_matches_reference(inputs | {name: expanded}, gradients=False)
+        variant.assert_matches_reference(inputs | {"h0": inputs["h0"][:1].expand(2, -1)}, gradients=False)
 
 
 def test_halves_of_one_projection(device):
@@ -129,7 +127,7 @@ def test_halves_of_one_projection(device):
         gate, candidate = make_inputs(MINGRU, channels=12, seqlen=70, dtype=dtype, device=device)["gate"].chunk(2, dim=-1)
         inputs = make_inputs(MINGRU, channels=6, seqlen=70, dtype=dtype, device=device)
         assert not candidate.is_contiguous() and candidate.storage_offset() > 0
-        assert_matches_reference(MINGRU, inputs | {"gate": gate, "candidate": candidate}, gradients=False)
+        MINGRU.assert_matches_reference(inputs | {"gate": gate, "candidate": candidate}, gradients=False)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -157,14 +155,14 @@ def test_forms(variant, form, device):
             inputs = make_inputs(
                 variant, seqlen=33, channels=9, form=form, dtype=dtype, broadcast_dtype=broadcast_dtype, device=device
             )
-            assert_matches_reference(variant, inputs, gradients=False)
+            variant.assert_matches_reference(inputs, gradients=False)
 
 
 def test_each_input_has_its_own_form_and_dtype(device):
     for tau, dt in itertools.product(FORMS, repeat=2):
         inputs = make_inputs(LIQUID, form=tau, dtype=torch.bfloat16, device=device)
         inputs["dt"] = make_inputs(LIQUID, form=dt, dtype=torch.bfloat16, broadcast_dtype=torch.bfloat16, device=device)["dt"]
-        assert_matches_reference(LIQUID, inputs, gradients=False)
+        LIQUID.assert_matches_reference(inputs, gradients=False)
 
 
 @dtypes()
@@ -189,7 +187,7 @@ def test_step_by_step(variant, dtype, device):
     h, last_state = variant.scan(**inputs, return_last_state=True)
     state, steps = inputs["h0"], []
     for t in range(12):
-        h_t, state = variant.step(**step_inputs(variant, inputs, t), state=state, **variant.options)
+        h_t, state = variant.step(**step_inputs(variant, inputs, t), state=state, **variant.fixed)
         assert h_t.dtype == dtype and state.dtype == parameter_dtype(dtype) and h_t.shape == state.shape == (2, 9)
         steps.append(h_t)
     # Between steps the state is of the accumulation dtype, and what is left is the order of its roundings.
@@ -222,7 +220,7 @@ def test_step_with_inputs_that_broadcast(variant, form, device):
 def test_cut_at_any_step(variant, reverse, device):
     """The state carried from one part to the next, the parts equal the whole."""
     inputs = make_inputs(variant, channels=7, seqlen=10, reverse=reverse, device=device)
-    whole = evaluate(variant.scan, inputs)
+    whole = evaluate(variant, inputs)
     for cut in range(11):
         parts = [slice(0, cut), slice(cut, 10)]
         state, outputs = inputs["h0"], []
@@ -256,19 +254,19 @@ def test_packings(cu_seqlens, device):
     for variant, reverse in itertools.product((LINEAR, MINLSTM), (False, True)):
         for dtype, layout in ((torch.float64, "contiguous"), (torch.float32, "transposed")):
             options = {"dtype": dtype, "layout": layout, "reverse": reverse, "device": device}
-            assert_matches_reference(variant, make_inputs(variant, cu_seqlens=cu_seqlens, **options), gradients=False)
+            variant.assert_matches_reference(make_inputs(variant, cu_seqlens=cu_seqlens, **options), gradients=False)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @every_recurrence
 def test_offsets_of_packed_sequences_in_any_form(variant, reverse, device):
     inputs = make_inputs(variant, cu_seqlens=PACKED, reverse=reverse, device=device)
-    expected = evaluate(variant.scan, inputs)
+    expected = evaluate(variant, inputs)
     for dtype, layout in itertools.product((torch.int32, torch.int64), ("contiguous", "offset", "sliced")):
         buffer = torch.full((2 * len(PACKED) + 3,), 10**6, dtype=dtype, device=device)
         begin, step = {"contiguous": (0, 1), "offset": (2, 1), "sliced": (1, 2)}[layout]
         view = buffer[begin : begin + step * len(PACKED) : step]
-        actual = evaluate(variant.scan, inputs | {"cu_seqlens": view.copy_(inputs["cu_seqlens"])})
+        actual = evaluate(variant, inputs | {"cu_seqlens": view.copy_(inputs["cu_seqlens"])})
         assert_all_close(actual, expected, 0)
 
 
@@ -359,7 +357,7 @@ def test_elementary_functions(device):
     one = torch.ones_like(x)
     tanh = VARIANTS["mingru_scan-tanh-False"]
     for actual, exact in (
-        (tanh.scan(one, x, **tanh.options), x.double().tanh()),
+        (tanh.scan(one, x, **tanh.fixed), x.double().tanh()),
         (LIQUID.scan(one, one, x.abs()), -torch.expm1(-x.abs().double())),
     ):
         torch.testing.assert_close(actual.double(), exact, rtol=4 * torch.finfo(torch.float32).eps, atol=0)
@@ -372,10 +370,10 @@ def test_large_inputs(variant, device):
     for dtype, (position, name) in itertools.product((torch.float64, torch.float32), enumerate(variant.recurrence.inputs)):
         inputs = make_inputs(variant, seqlen=len(large), channels=6, form="full", dtype=dtype, device=device)
         values = variant.recurrence.inputs[name](large)
-        if name == "gate" and not variant.options.get("gate_is_logit", True):
+        if name == "gate" and not variant.fixed.get("gate_is_logit", True):
             values = values.sigmoid()
         inputs[name] = values.to(device, dtype).roll(position)[None, :, None].expand(inputs[name].shape)
-        results = assert_matches_reference(variant, inputs, gradients=False)
+        results = variant.assert_matches_reference(inputs, gradients=False)
         assert all(value.isfinite().all() for value in results.values())
 
 
@@ -390,7 +388,7 @@ def test_no_accuracy_is_lost_over_a_long_sequence(device):
         log_product = log_decay.cumsum(1)
         return (log_product + (log_input - log_product).logcumsumexp(1)).exp()
 
-    exact = variant.reference(**inputs | {name: inputs[name].double() for name in ("gate", "candidate")})
+    exact = variant.reference_function(**inputs | {name: inputs[name].double() for name in ("gate", "candidate")})
     in_exact_log_space = in_log_space(*(inputs[name].double() for name in ("gate", "candidate")))
     torch.testing.assert_close(in_exact_log_space, exact, rtol=1e-9, atol=0)
 
@@ -406,10 +404,10 @@ def test_states_may_have_any_sign_and_decay_to_nothing(device):
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(LINEAR, seqlen=1000, channels=9, dtype=dtype, device=device)
         inputs["a"] = torch.where(inputs["a"].abs() < 0.2, 0, inputs["a"])
-        results = assert_matches_reference(LINEAR, inputs, gradients=False)
+        results = LINEAR.assert_matches_reference(inputs, gradients=False)
         assert (results["h"] < 0).any() and results["h"].isfinite().all()
         inputs = make_inputs(LINEAR, seqlen=1000, channels=9, dtype=dtype, device=device)
-        assert_matches_reference(LINEAR, inputs | {"a": 1e-3 * inputs["a"]}, gradients=False)
+        LINEAR.assert_matches_reference(inputs | {"a": 1e-3 * inputs["a"]}, gradients=False)
 
 
 def one_place(inputs: dict) -> tuple[int, int, slice]:
@@ -428,14 +426,14 @@ def test_nonfinite_stays_in_its_channel_and_sequence(variant, layout, value, dev
         inputs = make_inputs(
             variant, channels=9, form="full", dtype=dtype, layout=layout, device=device, **({"seqlen": 70} | common)
         )
-        clean = evaluate(variant.scan, inputs)
+        clean = evaluate(variant, inputs)
         step, sequence, steps = one_place(inputs)
         reached = {name: torch.zeros_like(result, dtype=torch.bool) for name, result in clean.items()}
         reached["h"][-1, steps, 3] = reached["last_state"][sequence, 3] = True
         for name in variant.recurrence.inputs:
             touched = inputs | {name: inputs[name].clone()}
             touched[name][-1, step, 3] = value
-            for result, actual in evaluate(variant.scan, touched).items():
+            for result, actual in evaluate(variant, touched).items():
                 assert torch.equal(actual[~reached[result]], clean[result][~reached[result]]), f"{result} of {name}"
                 assert not math.isnan(value) or actual[reached[result]].isnan().all(), f"{result} of {name}"
 
@@ -446,14 +444,14 @@ def test_nonfinite_initial_state_stays_in_its_channel_and_sequence(variant, devi
         inputs = make_inputs(variant, channels=9, dtype=dtype, device=device, **({"seqlen": 70} | common))
         if inputs["h0"] is None:
             continue
-        clean = evaluate(variant.scan, inputs)
+        clean = evaluate(variant, inputs)
         _, sequence, _ = one_place(inputs)
         reached = {name: torch.zeros_like(result, dtype=torch.bool) for name, result in clean.items()}
         reached["h"][-1, slice(*PACKED[5:7]) if common.get("cu_seqlens") else slice(None), 3] = True
         reached["last_state"][sequence, 3] = True
         touched = inputs | {"h0": inputs["h0"].clone()}
         touched["h0"][sequence, 3] = float("nan")
-        for result, actual in evaluate(variant.scan, touched).items():
+        for result, actual in evaluate(variant, touched).items():
             assert torch.equal(actual.isnan(), reached[result]), result
             assert torch.equal(actual[~reached[result]], clean[result][~reached[result]]), result
 
@@ -466,10 +464,10 @@ def test_nonfinite_initial_state_stays_in_its_channel_and_sequence(variant, devi
 def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_threads):
     for variant, layout in itertools.product((LINEAR, MINLSTM), ("contiguous", "transposed")):
         inputs = make_inputs(variant, batch=batch, channels=70, seqlen=1000, dtype=dtype, layout=layout, device=device)
-        first = evaluate(variant.scan, inputs)
-        assert_all_close(evaluate(variant.scan, inputs), first, 0)
+        first = evaluate(variant, inputs)
+        assert_all_close(evaluate(variant, inputs), first, 0)
         torch.set_num_threads(1)
-        assert_all_close(evaluate(variant.scan, inputs), first, 0)
+        assert_all_close(evaluate(variant, inputs), first, 0)
         torch.set_num_threads(2)
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arrange, assert_as_accurate, assert_equal, captured, move, move_all, no_synchronization
+from helpers import DTYPES, arrange, assert_as_accurate, assert_equal, captured, dtypes, move, move_all, no_synchronization
+from operator_spec import as_float64, tensor_names, with_gradients
 from recurrence_helpers import (
-    DTYPES,
     LINEAR,
     LIQUID,
     MINGRU,
@@ -20,9 +20,7 @@ from recurrence_helpers import (
     PACKED,
     RGLRU,
     Variant,
-    as_float64,
     assert_all_close,
-    dtypes,
     evaluate,
     every_recurrence,
     every_variant,
@@ -30,9 +28,6 @@ from recurrence_helpers import (
     make_cotangents,
     make_inputs,
     step_inputs,
-    tensor_names,
-    training_step,
-    with_gradients,
 )
 from torch import Tensor
 
@@ -50,13 +45,13 @@ MANY_CHANNELS = {"batch": 8, "channels": 4160, "seqlen": 300}
 def assert_as_accurate_as_cpu(variant: Variant, inputs: dict[str, Any]) -> dict[str, Tensor]:
     """float64 to 1e-10; else by the low-precision rule, the CPU's kernel in the same dtypes in the place of PyTorch."""
     cotangents = make_cotangents(inputs)
-    actual = evaluate(variant.scan, move_all(inputs, "cuda"), tuple(move(x, "cuda") for x in cotangents))
+    actual = evaluate(variant, move_all(inputs, "cuda"), tuple(move(x, "cuda") for x in cotangents))
     on_cpu = {name: value.cpu() for name, value in actual.items()}
-    exact = evaluate(variant.scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+    exact = evaluate(variant, as_float64(inputs), tuple(x.double() for x in cotangents))
     if first_input(inputs).dtype == torch.float64:
         assert_all_close(on_cpu, exact, 1e-10)
         return actual
-    expected = evaluate(variant.scan, inputs, cotangents)
+    expected = evaluate(variant, inputs, cotangents)
     for name, value in on_cpu.items():
         assert_as_accurate(value, expected[name], exact[name], name)
     return actual
@@ -166,8 +161,8 @@ def test_growth_with_nothing_to_grow(sizes, growth, dtype, reverse):
     inputs["a"] = 1 + 0.2 * inputs["a"].abs() if growth is None else torch.full_like(inputs["a"], growth)
     grown = 100 if growth is None else 5
     inputs["b"][:, slice(grown, None) if reverse else slice(None, -grown)] = 0
-    actual = evaluate(LINEAR.scan, move_all(inputs, "cuda"))
-    for name, exact in evaluate(LINEAR.scan, as_float64(inputs)).items():
+    actual = evaluate(LINEAR, move_all(inputs, "cuda"))
+    for name, exact in evaluate(LINEAR, as_float64(inputs)).items():
         error, scale = (x.abs().max().item() for x in (actual[name].cpu().double() - exact, exact))
         assert error <= (1e-5 if dtype == torch.float32 else 2**-8) * scale, name
 
@@ -181,8 +176,8 @@ def test_error_does_not_grow_along_the_sequence(dtype):
         else:
             inputs["tau"] = inputs["tau"] * memory
         cotangents = make_cotangents(inputs)
-        actual = evaluate(variant.scan, move_all(inputs, "cuda"), tuple(move(x, "cuda") for x in cotangents))
-        exact = evaluate(variant.scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+        actual = evaluate(variant, move_all(inputs, "cuda"), tuple(move(x, "cuda") for x in cotangents))
+        exact = evaluate(variant, as_float64(inputs), tuple(x.double() for x in cotangents))
         for name in ("h", "grad_b" if variant is LINEAR else "grad_candidate"):
             error = actual[name].cpu().double() - exact[name]
             first, last = (part.square().mean().sqrt() for part in (error[:, :4096], error[:, -4096:]))
@@ -209,14 +204,14 @@ def test_nan_at_the_edges_of_tiles(packed, reverse, layout):
         "cuda",
     )
     cotangents = make_cotangents(inputs)
-    clean = evaluate(MINGRU.scan, inputs, cotangents)
+    clean = evaluate(MINGRU, inputs, cotangents)
     bounds = list(itertools.pairwise(cu_seqlens or (0, 8300)))
     for step in (0, 7, 31, 32, 255, 256, 1023, 1024, 2047, 2048, 4095, 4096, 6144, 8299):
         begin, end = next((b, e) for b, e in bounds if b <= step < e)
         touched = inputs | {"candidate": inputs["candidate"].clone()}
         touched["candidate"][0, step, 33] = float("nan")
         after = slice(begin, step + 1) if reverse else slice(step, end)
-        actual = evaluate(MINGRU.scan, touched, cotangents)
+        actual = evaluate(MINGRU, touched, cotangents)
         reached = torch.zeros_like(clean["h"], dtype=torch.bool)
         reached[0, after, 33] = True
         assert torch.equal(actual["h"].isnan(), reached)
@@ -264,8 +259,8 @@ def test_more_elements_than_32_bits_count(reverse, layout, needs_gpu_memory):
 
     inputs = {"a": chosen(a), "b": chosen(b), "h0": chosen(h0), "reverse": reverse, "cu_seqlens": None}
     cotangents = chosen(grad_h), chosen(grad_last_state)
-    expected = evaluate(LINEAR.scan, inputs, cotangents)
-    exact = evaluate(LINEAR.scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+    expected = evaluate(LINEAR, inputs, cotangents)
+    exact = evaluate(LINEAR, as_float64(inputs), tuple(x.double() for x in cotangents))
     for name, value in results.items():
         assert_as_accurate(chosen(value), expected[name], exact[name], name)
 
@@ -276,14 +271,14 @@ def test_offsets_beyond_32_bits(needs_gpu_memory):
     for axis, shape in enumerate([(2, 8, 3), (8, 2, 3), (3, 8, 2)]):
         batch, seqlen, channels = shape
         inputs = make_inputs(LINEAR, batch=batch, seqlen=seqlen, channels=channels, dtype=torch.bfloat16, device="cuda")
-        expected = evaluate(LINEAR.scan, inputs, make_cotangents(inputs))
+        expected = evaluate(LINEAR, inputs, make_cotangents(inputs))
         strides = [1, 1, 1]
         strides[axis] = 2**31
         small = [i for i in range(3) if i != axis]
         strides[small[0]] = shape[small[1]]
         memory = torch.empty(2**31 + 64, dtype=torch.bfloat16, device="cuda")
         inputs["a"] = memory.as_strided(shape, strides).copy_(inputs["a"])
-        assert_all_close(evaluate(LINEAR.scan, inputs, make_cotangents(inputs)), expected, 2**-7)
+        assert_all_close(evaluate(LINEAR, inputs, make_cotangents(inputs)), expected, 2**-7)
         del memory, inputs
 
 
@@ -305,29 +300,29 @@ def test_repeatable(sizes, dtype):
     """Bit for bit, also on a GPU that is busy with something else."""
     inputs = move_all(make_inputs(RGLRU, dtype=dtype, **sizes), "cuda")
     cotangents = make_cotangents(inputs)
-    first = evaluate(RGLRU.scan, inputs, cotangents)
-    assert_equal(evaluate(RGLRU.scan, inputs, cotangents), first)
+    first = evaluate(RGLRU, inputs, cotangents)
+    assert_equal(evaluate(RGLRU, inputs, cotangents), first)
     matrix, elsewhere = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
     elsewhere.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(elsewhere):
         for _ in range(8):
             torch.mm(matrix, matrix)
     for _ in range(3):
-        assert_equal(evaluate(RGLRU.scan, inputs, cotangents), first)
+        assert_equal(evaluate(RGLRU, inputs, cotangents), first)
     torch.cuda.current_stream().wait_stream(elsewhere)
 
 
 def test_two_streams_at_once():
     sets = [move_all(make_inputs(MINGRU, dtype=torch.float32, **sizes), "cuda") for sizes in (LONG, MANY_CHANNELS)]
     cotangents = [make_cotangents(inputs) for inputs in sets]
-    expected = [evaluate(MINGRU.scan, *arguments) for arguments in zip(sets, cotangents, strict=True)]
+    expected = [evaluate(MINGRU, *arguments) for arguments in zip(sets, cotangents, strict=True)]
     streams = [torch.cuda.Stream() for _ in sets]
     torch.cuda.synchronize()
     results: list[list[dict[str, Tensor]]] = [[] for _ in sets]
     for _ in range(5):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[i].append(evaluate(MINGRU.scan, sets[i], cotangents[i]))
+                results[i].append(evaluate(MINGRU, sets[i], cotangents[i]))
     torch.cuda.synchronize()
     for i, runs in enumerate(results):
         for run in runs:
@@ -339,14 +334,14 @@ def test_runs_on_the_current_stream(sizes):
     """A scan that waits for a long write on its own stream sees what was written, and so does its backward."""
     inputs = move_all(make_inputs(MINGRU, dtype=torch.float32, **sizes), "cuda")
     cotangents = make_cotangents(inputs)
-    expected = evaluate(MINGRU.scan, inputs, cotangents)
+    expected = evaluate(MINGRU, inputs, cotangents)
     values, inputs["gate"] = inputs["gate"], torch.full_like(inputs["gate"], float("nan"))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         inputs["gate"].copy_(values)
-        actual = evaluate(MINGRU.scan, inputs, cotangents)
+        actual = evaluate(MINGRU, inputs, cotangents)
     stream.synchronize()
     assert_equal(actual, expected)
 
@@ -370,11 +365,11 @@ def test_runs_on_the_device_of_its_arguments():
     for sizes in ({"channels": 70, "seqlen": 150}, LONG, {"cu_seqlens": PACKED}):
         inputs = make_inputs(MINGRU, **sizes)
         cotangents = make_cotangents(inputs)
-        results = evaluate(MINGRU.scan, move_all(inputs, "cuda:1"), tuple(move(x, "cuda:1") for x in cotangents))
+        results = evaluate(MINGRU, move_all(inputs, "cuda:1"), tuple(move(x, "cuda:1") for x in cotangents))
         assert all(value.device == torch.device("cuda:1") for value in results.values())
         assert torch.cuda.current_device() == 0
         on_cpu = {name: value.cpu() for name, value in results.items()}
-        assert_all_close(on_cpu, evaluate(MINGRU.scan, inputs, cotangents), 1e-10)
+        assert_all_close(on_cpu, evaluate(MINGRU, inputs, cotangents), 1e-10)
 
 
 # ----- CUDA graphs
@@ -399,7 +394,7 @@ def test_cuda_graph_of_forward_and_backward(variant, options):
         for draw, offsets in zip(draws[1:], [(0, 1, 2000, 2048, 4000), (0, 4000, 4000, 4000, 4000)], strict=True):
             draw["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device="cuda")
     cotangents = [make_cotangents(inputs, seed=10 + seed) for seed, inputs in enumerate(draws)]
-    expected = [evaluate(variant.scan, *arguments) for arguments in zip(draws, cotangents, strict=True)]
+    expected = [evaluate(variant, *arguments) for arguments in zip(draws, cotangents, strict=True)]
 
     static = with_gradients({k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()})
     static_cotangents = tuple(x.clone() for x in cotangents[0])
@@ -429,8 +424,8 @@ def test_wrong_offsets_in_a_cuda_graph(reverse):
     around = torch.full((4, 33), float("nan"), device="cuda")
     inputs = move_all(make_inputs(LINEAR, channels=33, cu_seqlens=(0, 100, 400), reverse=reverse, dtype=torch.float32), "cuda")
     inputs["h0"] = around[1:3].copy_(inputs["h0"])
-    expected = evaluate(LINEAR.scan, inputs)
-    graph, found = captured(lambda: evaluate(LINEAR.scan, inputs))
+    expected = evaluate(LINEAR, inputs)
+    graph, found = captured(lambda: evaluate(LINEAR, inputs))
     for offsets in ((7, 100, 400), (0, 500, 900), (-3, -2, -1), (400, 100, 0), (900, 900, 900)):
         inputs["cu_seqlens"].copy_(torch.tensor(offsets))
         graph.replay()
@@ -470,5 +465,5 @@ def test_compiled_into_cuda_graphs(fresh_dynamo):
     for seed in range(4):  # a warm-up, a recording, replays
         inputs = move_all(make_inputs(RGLRU, channels=70, seqlen=150, dtype=torch.float32, seed=seed), "cuda")
         torch.compiler.cudagraph_mark_step_begin()
-        actual, expected = training_step(compiled, inputs), training_step(layer, inputs)
+        actual, expected = (LINEAR.training_step(function, inputs) for function in (compiled, layer))
         assert_all_close(actual, expected, 1e-4)

@@ -8,18 +8,7 @@ import re
 import pytest
 import torch
 from helpers import BAD_OFFSETS, says
-from recurrence_helpers import (
-    LINEAR,
-    LIQUID,
-    MINGRU,
-    MINLSTM,
-    PACKED,
-    PLAIN,
-    RGLRU,
-    Variant,
-    every_recurrence,
-    make_inputs,
-)
+from recurrence_helpers import LINEAR, LIQUID, MINGRU, MINLSTM, PACKED, PLAIN, RGLRU, Variant, every_recurrence, make_inputs
 from torch import Tensor
 
 from ssm_kernels import reference

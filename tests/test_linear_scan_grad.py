@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal, parameter_dtype, says
+from helpers import LAYOUTS, arrange, assert_equal, dtypes, parameter_dtype
+from operator_spec import tensor_names, with_gradients
 from recurrence_helpers import (
     COMMON,
     FORMS,
@@ -16,17 +17,13 @@ from recurrence_helpers import (
     MINGRU,
     MINLSTM,
     PACKED,
-    PLAIN,
     RECURRENCES,
     RGLRU,
     VARIANTS,
     Variant,
     assert_all_close,
-    assert_matches_reference,
     at_steps,
-    backward_arguments,
     common_options,
-    dtypes,
     evaluate,
     every_broadcasting,
     every_recurrence,
@@ -34,8 +31,6 @@ from recurrence_helpers import (
     make_cotangents,
     make_inputs,
     step_inputs,
-    tensor_names,
-    with_gradients,
 )
 from torch import Tensor
 
@@ -77,7 +72,7 @@ def test_double_backward_of_one_result(common, result, device):
     for sizes in ({"seqlen": 70}, {"seqlen": 1}, {"seqlen": 0}, {"channels": 0}, {"batch": 0}):
         inputs = make_inputs(LINEAR, device=device, **(sizes | common))
         second = []
-        for function in (LINEAR.scan, LINEAR.reference):
+        for function in (LINEAR.scan, LINEAR.reference_function):
             leaves = with_gradients(inputs)
             results = dict(zip(("h", "last_state"), function(**leaves, return_last_state=True), strict=True))
             of_tensors = [leaves[name] for name in tensor_names(inputs)]
@@ -122,25 +117,12 @@ def test_gradients_that_have_a_graph_are_as_exact_as_those_without(common, autoc
             torch.testing.assert_close(actual, expected, rtol=tolerance, atol=2e-6, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("name", sorted(PLAIN.keys() - {"linear_scan"}))
-def test_double_backward_of_the_others_says_that_there_is_none(name, device):
-    variant = PLAIN[name]
-    leaves = with_gradients(make_inputs(variant, device=device))
-    first = torch.autograd.grad(
-        variant.scan(**leaves).square().sum(), [leaves[n] for n in tensor_names(leaves)], create_graph=True
-    )
-    message = "derivative for ssm_kernels::_linear_recurrence_bwd is not implemented"
-    for gradient in first:
-        with pytest.raises(RuntimeError, match=says(message)):
-            gradient.sum().backward(retain_graph=True)
-
-
 @dtypes()
 @every_variant
 def test_gradients(variant, dtype, device):
     for common in COMMON.values():
         inputs = make_inputs(variant, channels=37, dtype=dtype, device=device, **({"seqlen": 70} | common))
-        results = assert_matches_reference(variant, inputs)
+        results = variant.assert_matches_reference(inputs)
         for name in tensor_names(inputs):
             assert results[f"grad_{name}"].dtype == inputs[name].dtype
             assert results[f"grad_{name}"].shape == inputs[name].shape
@@ -154,17 +136,17 @@ def test_lengths(variant, seqlen, reverse, device):
         inputs = make_inputs(
             variant, batch=1, channels=5, seqlen=seqlen, reverse=reverse, dtype=dtype, layout=layout, device=device
         )
-        assert_matches_reference(variant, inputs)
+        variant.assert_matches_reference(inputs)
 
 
 def test_a_long_sequence(device):
     """Against the adjoint written out, by the reference's scan: its autograd takes long over as many steps."""
     inputs = make_inputs(LINEAR, batch=1, channels=3, seqlen=65537, device=device)
     grad_h, grad_last_state = make_cotangents(inputs)
-    actual = evaluate(LINEAR.scan, inputs, (grad_h, grad_last_state))
+    actual = evaluate(LINEAR, inputs, (grad_h, grad_last_state))
     a, b, h0 = (inputs[name] for name in ("a", "b", "h0"))
-    h, last_state = LINEAR.reference(a, b, h0, return_last_state=True)
-    e, grad_h0 = LINEAR.reference(a, a * grad_h, grad_last_state, reverse=True, return_last_state=True)
+    h, last_state = LINEAR.reference_function(a, b, h0, return_last_state=True)
+    e, grad_h0 = LINEAR.reference_function(a, a * grad_h, grad_last_state, reverse=True, return_last_state=True)
     grad_b = grad_h + torch.cat([e[:, 1:], grad_last_state[:, None]], dim=1)
     grad_a = grad_b * torch.cat([h0[:, None], h[:, :-1]], dim=1)
     expected = {"h": h, "last_state": last_state, "grad_a": grad_a, "grad_b": grad_b, "grad_h0": grad_h0}
@@ -176,7 +158,7 @@ def test_a_long_sequence(device):
 def test_numbers_of_channels(channels, layout, device):
     for variant, dtype in itertools.product((LINEAR, RGLRU), (torch.float64, torch.float32, torch.bfloat16)):
         inputs = make_inputs(variant, channels=channels, seqlen=9, dtype=dtype, layout=layout, device=device, seed=channels)
-        assert_matches_reference(variant, inputs)
+        variant.assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -185,7 +167,7 @@ def test_layout_of_each_argument(variant, layout, device):
     for name, common in itertools.product((*variant.recurrence.inputs, "h0"), ({}, {"reverse": True, "cu_seqlens": PACKED})):
         inputs = make_inputs(variant, channels=6, device=device, **common)
         inputs[name] = arrange(inputs[name], layout)
-        assert_matches_reference(variant, inputs)
+        variant.assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["batch", "time", "channels"])
@@ -196,7 +178,7 @@ def test_expanded_arguments(variant, axis, device):
         inputs = make_inputs(variant, channels=6, form="full", reverse=reverse, device=device)
         for name in variant.recurrence.inputs:
             small, gradients = inputs[name].narrow(axis, 0, 1), []
-            for function in (variant.scan, variant.reference):
+            for function in (variant.scan, variant.reference_function):
                 leaf = small.clone().requires_grad_()
                 function(**(inputs | {name: leaf.expand(inputs[name].shape)})).square().sum().backward()
                 gradients.append(leaf.grad)
@@ -212,7 +194,7 @@ def test_inputs_that_broadcast(variant, form, device):
             inputs = make_inputs(
                 variant, seqlen=33, channels=9, form=form, dtype=dtype, broadcast_dtype=broadcast_dtype, device=device
             )
-            assert_matches_reference(variant, inputs)
+            variant.assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize("kind", ["expanded", "transposed", "permuted", "sliced", "zero"])
@@ -227,7 +209,7 @@ def test_strides_of_the_incoming_gradients(variant, kind, device):
         else:
             one = torch.full((), kind == "expanded", dtype=torch.float64, device=device)
             cotangents = tuple(one.expand(cotangent.shape) for cotangent in cotangents)
-        assert_all_close(evaluate(variant.scan, inputs, cotangents), evaluate(variant.reference, inputs, cotangents))
+        assert_all_close(evaluate(variant, inputs, cotangents), evaluate(variant.reference, inputs, cotangents))
 
 
 @pytest.mark.parametrize("through", ["h", "last_state"])
@@ -236,7 +218,7 @@ def test_strides_of_the_incoming_gradients(variant, kind, device):
 def test_gradient_through_one_result_only(variant, common, through, device):
     inputs = make_inputs(variant, channels=5, device=device, **({"seqlen": 70} | common))
     gradients = []
-    for function in (variant.scan, variant.reference):
+    for function in (variant.scan, variant.reference_function):
         leaves = with_gradients(inputs)
         results = dict(zip(("h", "last_state"), function(**leaves, return_last_state=True), strict=True))
         results[through].square().sum().backward()
@@ -279,7 +261,7 @@ def test_no_elements(variant, sizes, device, uninitialized_memory_is_nan):
             variant, batch=batch, seqlen=seqlen, channels=channels, reverse=reverse, dtype=dtype, device=device
         )
         cotangents = make_cotangents(inputs)
-        results = evaluate(variant.scan, inputs, cotangents)
+        results = evaluate(variant, inputs, cotangents)
         assert torch.equal(results["grad_h0"], cotangents[1] if seqlen == 0 else torch.zeros_like(inputs["h0"]))
         for name in variant.recurrence.inputs:
             gradient = results[f"grad_{name}"]
@@ -293,7 +275,7 @@ def test_packed_sequences_of_no_steps(variant, cu_seqlens, device, uninitialized
     """Their initial states get the gradient of their last states."""
     for reverse, h0 in itertools.product((False, True), repeat=2):
         inputs = make_inputs(variant, cu_seqlens=cu_seqlens, reverse=reverse, h0=h0, device=device)
-        results = assert_matches_reference(variant, inputs)
+        results = variant.assert_matches_reference(inputs)
         if h0:
             empty = [i for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens)) if begin == end]
             assert torch.equal(results["grad_h0"][empty], make_cotangents(inputs)[1][empty])
@@ -304,7 +286,7 @@ def test_wrong_offsets_reach_no_other_memory(offsets, device):
     """Backward does not check what forward has; of the states nothing but theirs is read."""
     for reverse in (False, True):
         inputs = make_inputs(LINEAR, cu_seqlens=(0, 10, 40), reverse=reverse, device=device)
-        arguments = list(backward_arguments(LINEAR, inputs))
+        arguments = list(LINEAR.backward_arguments(inputs))
         for i in (1, 4):  # grad_last_state and h0
             around = torch.full((4, 4), float("nan"), dtype=torch.float64, device=device)
             arguments[i] = around[1:3].copy_(arguments[i])
@@ -318,15 +300,15 @@ def test_gradients_through_steps(variant, device):
     """Backpropagation through decoding steps is that through the scan."""
     inputs = make_inputs(variant, seqlen=6, device=device)
 
-    def step_by_step(*, h0, reverse, cu_seqlens, return_last_state, **arguments):
+    def step_by_step(*, h0, reverse, cu_seqlens, **arguments):
         state, outputs = h0, []
         for t in range(6):
-            h, state = variant.step(**step_inputs(variant, arguments, t), state=state, **variant.options)
+            h, state = variant.step(**step_inputs(variant, arguments, t), state=state, **variant.fixed)
             outputs.append(h)
         return torch.stack(outputs, dim=1), state
 
     cotangents = make_cotangents(inputs)
-    assert_all_close(evaluate(step_by_step, inputs, cotangents), evaluate(variant.scan, inputs, cotangents))
+    assert_all_close(evaluate(step_by_step, inputs, cotangents), evaluate(variant, inputs, cotangents))
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -335,7 +317,7 @@ def test_gradient_through_carried_states(variant, reverse, device):
     """Backpropagation over a cut sequence is that over the whole one."""
     inputs = make_inputs(variant, channels=5, seqlen=100, reverse=reverse, device=device)
 
-    def in_three_parts(*, h0, return_last_state, **arguments):
+    def in_three_parts(*, h0, **arguments):
         parts = [slice(0, 32), slice(32, 65), slice(65, None)]
         state, outputs = h0, []
         for steps in reversed(parts) if reverse else parts:
@@ -345,7 +327,7 @@ def test_gradient_through_carried_states(variant, reverse, device):
         return torch.cat(outputs[::-1] if reverse else outputs, dim=1), state
 
     cotangents = make_cotangents(inputs)
-    assert_all_close(evaluate(in_three_parts, inputs, cotangents), evaluate(variant.scan, inputs, cotangents))
+    assert_all_close(evaluate(in_three_parts, inputs, cotangents), evaluate(variant, inputs, cotangents))
 
 
 # ----- extreme values
@@ -360,10 +342,10 @@ def test_large_inputs(variant, device):
             continue
         inputs = make_inputs(variant, seqlen=len(large), channels=6, form="full", device=device)
         values = variant.recurrence.inputs[name](large)
-        if name == "gate" and not variant.options.get("gate_is_logit", True):
+        if name == "gate" and not variant.fixed.get("gate_is_logit", True):
             values = values.sigmoid()
         inputs[name] = values.to(device)[None, :, None].expand(inputs[name].shape).contiguous()
-        results = assert_matches_reference(variant, inputs)
+        results = variant.assert_matches_reference(inputs)
         assert all(value.isfinite().all() for value in results.values())
 
 
@@ -372,7 +354,7 @@ def test_transition_of_zero(device):
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(LINEAR, seqlen=70, dtype=dtype, device=device)
         inputs["a"] = torch.where(inputs["a"] > 0, inputs["a"], 0)
-        results = assert_matches_reference(LINEAR, inputs)
+        results = LINEAR.assert_matches_reference(inputs)
         assert all(value.isfinite().all() for value in results.values())
 
 
@@ -381,7 +363,7 @@ def test_kink_of_g(device):
     variant = VARIANTS["mingru_scan-g-True"]
     inputs = make_inputs(variant, seqlen=3, device=device)
     inputs["candidate"] = torch.zeros_like(inputs["candidate"])
-    assert_matches_reference(variant, inputs)
+    variant.assert_matches_reference(inputs)
 
 
 def test_liquid_of_time_constants_far_below_the_step(device):
@@ -391,7 +373,7 @@ def test_liquid_of_time_constants_far_below_the_step(device):
         inputs["tau"] = torch.full_like(inputs["tau"], 1e-3)
         for multiple in (1, 10, 17, 30, 1000):
             inputs["dt"] = torch.full_like(inputs["dt"], 1e-3 * multiple)
-            assert_matches_reference(LIQUID, inputs)
+            LIQUID.assert_matches_reference(inputs)
 
 
 def test_rglru_near_a_transition_of_one(device):
@@ -399,7 +381,7 @@ def test_rglru_near_a_transition_of_one(device):
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(RGLRU, seqlen=33, dtype=dtype, device=device)
         inputs["recurrence_gate"] = inputs["recurrence_gate"] - 12
-        results = assert_matches_reference(RGLRU, inputs)
+        results = RGLRU.assert_matches_reference(inputs)
         assert all(value.isfinite().all() for value in results.values())
 
 
@@ -408,7 +390,7 @@ def test_rglru_where_the_transition_is_one(dtype, device):
     """There the root has no finite slope; what follows it in the chain rule vanishes faster."""
     inputs = make_inputs(RGLRU, seqlen=5, dtype=dtype, device=device)
     inputs["recurrence_gate"] = torch.full_like(inputs["recurrence_gate"], -1000)
-    results = evaluate(RGLRU.scan, inputs, make_cotangents(inputs))
+    results = evaluate(RGLRU, inputs, make_cotangents(inputs))
     assert all(value.isfinite().all() for value in results.values())
     assert not results["grad_recurrence_gate"].any() and not results["grad_recurrent_param"].any()
 
@@ -424,7 +406,7 @@ def test_nan_stays_in_its_channel_and_sequence(variant, layout, device):
         packed = "cu_seqlens" in common
         step, sequence, steps = (6, 5, slice(*PACKED[5:7])) if packed else (20, -1, slice(None))
         cotangents = dict(zip(("grad_h", "grad_last_state"), make_cotangents(inputs), strict=True))
-        clean = evaluate(variant.scan, inputs, tuple(cotangents.values()))
+        clean = evaluate(variant, inputs, tuple(cotangents.values()))
         reached = {name: torch.zeros_like(result, dtype=torch.bool) for name, result in clean.items()}
         for mask in reached.values():
             mask[(-1, steps, 3) if mask.dim() == 3 else (sequence, 3)] = True
@@ -432,9 +414,7 @@ def test_nan_stays_in_its_channel_and_sequence(variant, layout, device):
             arguments = inputs | cotangents
             arguments[name] = arguments[name].clone()
             arguments[name][(-1, step, 3) if arguments[name].dim() == 3 else (sequence, 3)] = float("nan")
-            actual = evaluate(
-                variant.scan, {key: arguments[key] for key in inputs}, tuple(arguments[key] for key in cotangents)
-            )
+            actual = evaluate(variant, {key: arguments[key] for key in inputs}, tuple(arguments[key] for key in cotangents))
             for result, value in actual.items():
                 assert torch.equal(value[~reached[result]], clean[result][~reached[result]]), f"{result} of a NaN in {name}"
             assert any(value.isnan().any() for value in actual.values())
@@ -449,10 +429,10 @@ def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_thr
     for variant, layout in itertools.product((RGLRU, MINLSTM), ("contiguous", "transposed")):
         inputs = make_inputs(variant, batch=batch, channels=70, seqlen=1000, dtype=dtype, layout=layout, device=device)
         cotangents = make_cotangents(inputs)
-        first = evaluate(variant.scan, inputs, cotangents)
-        assert_equal(evaluate(variant.scan, inputs, cotangents), first)
+        first = evaluate(variant, inputs, cotangents)
+        assert_equal(evaluate(variant, inputs, cotangents), first)
         torch.set_num_threads(1)
-        assert_equal(evaluate(variant.scan, inputs, cotangents), first)
+        assert_equal(evaluate(variant, inputs, cotangents), first)
         torch.set_num_threads(2)
 
 
@@ -462,9 +442,9 @@ def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_thr
 def test_sums_over_what_was_broadcast_whatever_the_number_of_threads(batch, form, dtype, device, two_threads):
     for layout in ("contiguous", "transposed"):
         inputs = make_inputs(RGLRU, batch=batch, channels=70, seqlen=1000, form=form, dtype=dtype, layout=layout, device=device)
-        first = evaluate(RGLRU.scan, inputs, make_cotangents(inputs))
+        first = evaluate(RGLRU, inputs, make_cotangents(inputs))
         torch.set_num_threads(1)
-        assert_equal(evaluate(RGLRU.scan, inputs, make_cotangents(inputs)), first)
+        assert_equal(evaluate(RGLRU, inputs, make_cotangents(inputs)), first)
         torch.set_num_threads(2)
 
 
@@ -493,7 +473,7 @@ def test_in_place_change_of_what_is_saved_is_noticed(name, device):
 def test_gradients_of_float32_sums(variant, device):
     """An input that broadcasts along a long float16 or bfloat16 sequence gets a gradient summed in float32."""
     inputs = make_inputs(variant, batch=1, channels=2, seqlen=2000, form="channels", dtype=torch.bfloat16, device=device)
-    assert_matches_reference(variant, inputs)
+    variant.assert_matches_reference(inputs)
 
 
 def gradients_of_what_broadcasts(variant: Variant, inputs: dict[str, Any], function: Any = None) -> dict[str, Tensor]:

@@ -8,18 +8,16 @@ import torch
 from helpers import LAYOUTS, arrange, move_all
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from operator_spec import as_float64, tensor_names
 from recurrence_helpers import (
     FORMS,
     VARIANTS,
-    as_float64,
     assert_all_close,
-    assert_matches_reference,
     at_steps,
     evaluate,
     first_input,
     make_cotangents,
     make_inputs,
-    tensor_names,
 )
 
 OPERATOR = "linear_scan"
@@ -57,7 +55,7 @@ def argument_sets(draw, dtypes=(torch.float64,), packed=(False, True)):
 @given(arguments=argument_sets())
 def test_values_and_gradients(arguments, device):
     variant, inputs = arguments
-    assert_matches_reference(variant, move_all(inputs, device))
+    variant.assert_matches_reference(move_all(inputs, device))
 
 
 @settings(no_deadline, max_examples=100)
@@ -70,7 +68,7 @@ def test_low_precision(arguments, device):
     variant, inputs = arguments
     inputs = move_all(inputs, device)
     cotangents = make_cotangents(inputs)
-    actual = evaluate(variant.scan, inputs, cotangents)
+    actual = evaluate(variant, inputs, cotangents)
     exact = evaluate(variant.reference, as_float64(inputs), tuple(x.double() for x in cotangents))
     of_states = torch.finfo(first_input(inputs).dtype).eps
     for name, value in actual.items():
@@ -89,7 +87,7 @@ def test_cut_anywhere(arguments, cut, device):
     """The sequence cut at any step, the state carried over, equals the whole."""
     variant, inputs = arguments
     inputs = move_all(inputs, device)
-    whole = evaluate(variant.scan, inputs)
+    whole = evaluate(variant, inputs)
     seqlen = whole["h"].shape[1]
     step = round(cut * seqlen)
     for name in variant.recurrence.broadcast:
@@ -113,11 +111,11 @@ def test_packed_sequences_do_not_touch(arguments, device):
     """Each is what it is alone."""
     variant, inputs = arguments
     inputs = move_all(inputs, device)
-    packed = evaluate(variant.scan, inputs)
+    packed = evaluate(variant, inputs)
     for name in variant.recurrence.broadcast:
         inputs[name] = inputs[name].expand(packed["h"].shape)
     for i, (begin, end) in enumerate(itertools.pairwise(inputs["cu_seqlens"].tolist())):
         alone = inputs | {name: inputs[name][:, begin:end] for name in variant.recurrence.inputs} | {"cu_seqlens": None}
         alone["h0"] = None if inputs["h0"] is None else inputs["h0"][i : i + 1]
         expected = {"h": packed["h"][:, begin:end], "last_state": packed["last_state"][i : i + 1]}
-        assert_all_close(evaluate(variant.scan, alone), expected)
+        assert_all_close(evaluate(variant, alone), expected)

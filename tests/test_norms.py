@@ -6,20 +6,9 @@ import re
 
 import pytest
 import torch
-from helpers import assert_equal, uninitialized_memory_is_nan
-from norm_helpers import (
-    ADD,
-    DTYPES,
-    GATED,
-    SIZES,
-    accumulate_type,
-    assert_matches_reference,
-    evaluate,
-    make_add_inputs,
-    make_cotangents,
-    make_gated_inputs,
-    tensors_of,
-)
+from helpers import assert_equal, dtypes, uninitialized_memory_is_nan
+from norm_helpers import NORMS, SIZES, accumulate_type, every_add, every_gated, every_norm, make_add_inputs, make_gated_inputs
+from operator_spec import tensor_names
 from torch import Tensor
 
 import ssm_kernels
@@ -28,19 +17,12 @@ from ssm_kernels import reference
 OPERATOR = "norms"
 ops = torch.ops.ssm_kernels
 
-every_gated = pytest.mark.parametrize("name", GATED)
-every_add = pytest.mark.parametrize("name", ADD)
-every_norm = pytest.mark.parametrize("name", (*GATED, *ADD))
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
+every_dtype = dtypes()
 # The CUDA kernels compiled for RMSNorm take groups of more than 256 columns without bias, the general kernels all others.
 columns_and_bias = pytest.mark.parametrize(
     ("columns", "bias"), [(192, True), (768, True), (768, False)], ids=["few_columns", "bias", "no_bias"]
 )
 every_activation = pytest.mark.parametrize("activation", reference.GATE_ACTIVATIONS)
-
-
-def make_inputs(name: str, **options) -> dict:
-    return make_gated_inputs(**options) if name in GATED else make_add_inputs(**options)
 
 
 # ----- Values and gradients
@@ -49,45 +31,39 @@ def make_inputs(name: str, **options) -> dict:
 @every_activation
 @pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
 @every_gated
-def test_gradcheck_of_every_gate(name, norm_before_gate, activation, device):
+def test_gradcheck_of_every_gate(norm, norm_before_gate, activation, device):
     inputs = make_gated_inputs(norm_before_gate=norm_before_gate, activation=activation, group_size=4, device=device)
-    tensors = tensors_of(inputs)
+    tensors = tensor_names(inputs)
     leaves = [inputs[key].requires_grad_() for key in tensors]
-    assert torch.autograd.gradcheck(
-        lambda *values: getattr(ssm_kernels, name)(**(inputs | dict(zip(tensors, values, strict=True)))), leaves
-    )
+    assert torch.autograd.gradcheck(lambda *values: norm.function(**(inputs | dict(zip(tensors, values, strict=True)))), leaves)
 
 
 @pytest.mark.parametrize("absent", ["weight", "z", "bias"])
 @every_gated
-def test_gradcheck_without(name, absent, device):
+def test_gradcheck_without(norm, absent, device):
     for norm_before_gate in (False, True):
         inputs = make_gated_inputs(norm_before_gate=norm_before_gate, device=device, **{absent: False})
-        tensors = tensors_of(inputs)
+        tensors = tensor_names(inputs)
         leaves = [inputs[key].requires_grad_() for key in tensors]
         assert torch.autograd.gradcheck(
-            lambda *values, inputs=inputs, tensors=tensors: getattr(ssm_kernels, name)(
-                **(inputs | dict(zip(tensors, values, strict=True)))
-            ),
+            lambda *values, inputs=inputs, tensors=tensors: norm.function(**(inputs | dict(zip(tensors, values, strict=True)))),
             leaves,
         )
 
 
 @pytest.mark.parametrize("absent", [None, "weight", "residual", "bias"])
 @every_add
-def test_gradcheck_with_a_residual(name, absent, device):
+def test_gradcheck_with_a_residual(norm, absent, device):
     inputs = make_add_inputs(device=device, **({absent: False} if absent else {}))
-    tensors = tensors_of(inputs)
+    tensors = tensor_names(inputs)
     leaves = [inputs[key].requires_grad_() for key in tensors]
-    assert torch.autograd.gradcheck(
-        lambda *values: getattr(ssm_kernels, name)(**(inputs | dict(zip(tensors, values, strict=True)))), leaves
-    )
+    assert torch.autograd.gradcheck(lambda *values: norm.function(**(inputs | dict(zip(tensors, values, strict=True)))), leaves)
 
 
 @every_dtype
 @pytest.mark.parametrize("size", SIZES)
 @every_gated
-def test_gated_matches_the_reference(name, size, dtype, device):
+def test_gated_matches_the_reference(norm, size, dtype, device):
     for options in (
         {},
         {"norm_before_gate": True},
@@ -96,7 +72,7 @@ def test_gated_matches_the_reference(name, size, dtype, device):
         {"z": False, "bias": False},
         {"bias": False, "weight": False},
     ):
-        assert_matches_reference(name, make_gated_inputs(dtype=dtype, device=device, **SIZES[size], **options))
+        norm.assert_matches_reference(make_gated_inputs(dtype=dtype, device=device, **SIZES[size], **options))
 
 
 @every_dtype
@@ -106,13 +82,13 @@ def test_every_activation_in_every_dtype(activation, dtype, device):
         inputs = make_gated_inputs(
             rows=(6,), columns=128, dtype=dtype, device=device, norm_before_gate=norm_before_gate, activation=activation
         )
-        assert_matches_reference("rms_norm_gated", inputs)
+        NORMS["rms_norm_gated"].assert_matches_reference(inputs)
 
 
 @every_dtype
 @pytest.mark.parametrize("size", [size for size in SIZES if "group" not in size])
 @every_add
-def test_add_matches_the_reference(name, size, dtype, device):
+def test_add_matches_the_reference(norm, size, dtype, device):
     for options in (
         {},
         {"residual_in_fp32": True},
@@ -123,17 +99,17 @@ def test_add_matches_the_reference(name, size, dtype, device):
         {"residual": False, "residual_in_fp32": True, "bias": False},
     ):
         inputs = make_add_inputs(dtype=dtype, device=device, **SIZES[size], **options)
-        actual = assert_matches_reference(name, inputs)
+        actual = norm.assert_matches_reference(inputs)
         is_kept_wide = inputs["residual_in_fp32"] or "residual_dtype" in options
-        assert actual["result_1"].dtype == (accumulate_type(dtype) if is_kept_wide else dtype)
+        assert actual["new_residual"].dtype == (accumulate_type(dtype) if is_kept_wide else dtype)
 
 
 @pytest.mark.parametrize(("columns", "bias"), [(512, True), (509, True), (512, False)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["rms_norm_gated", "add_rms_norm", "add_layer_norm"])
-def test_many_rows(name, dtype, columns, bias, device):
+@pytest.mark.parametrize("norm", [NORMS[name] for name in ("rms_norm_gated", "add_rms_norm", "add_layer_norm")], ids=str)
+def test_many_rows(norm, dtype, columns, bias, device):
     """More rows than a GPU takes at a time: several for each partial sum."""
-    assert_matches_reference(name, make_inputs(name, rows=(9001,), columns=columns, dtype=dtype, bias=bias, device=device))
+    norm.assert_matches_reference(norm.make_inputs(rows=(9001,), columns=columns, dtype=dtype, bias=bias, device=device))
 
 
 @pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
@@ -147,14 +123,14 @@ def test_many_steps_in_groups(dtype, norm_before_gate, device):
     for key in ("x", "z"):
         longer = torch.zeros(601, 5, 800, dtype=dtype, device=device)
         strided[key] = longer[:, 1:4].copy_(inputs[key])
-    assert_matches_reference("rms_norm_gated", inputs | strided)
+    NORMS["rms_norm_gated"].assert_matches_reference(inputs | strided)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 @every_norm
-def test_parameters_in_the_dtype_of_x(name, dtype, device):
-    inputs = make_inputs(name, rows=(6,), columns=128, dtype=dtype, parameter_dtype=dtype, device=device)
-    actual = assert_matches_reference(name, inputs)
+def test_parameters_in_the_dtype_of_x(norm, dtype, device):
+    inputs = norm.make_inputs(rows=(6,), columns=128, dtype=dtype, parameter_dtype=dtype, device=device)
+    actual = norm.assert_matches_reference(inputs)
     assert actual["grad_weight"].dtype == actual["grad_bias"].dtype == dtype
 
 
@@ -174,11 +150,11 @@ def test_eps(device):
 
 
 @every_add
-def test_gradient_through_one_result(name, device):
+def test_gradient_through_one_result(norm, device):
     """Through the new residual alone it is the cotangent itself."""
     inputs = make_add_inputs(dtype=torch.bfloat16, residual_dtype=torch.float32, device=device)
-    leaves = {key: inputs[key].requires_grad_() for key in tensors_of(inputs)}
-    normed, new_residual = getattr(ssm_kernels, name)(**(inputs | leaves))
+    leaves = {key: inputs[key].requires_grad_() for key in tensor_names(inputs)}
+    normed, new_residual = norm.function(**(inputs | leaves))
     cotangent = torch.randn_like(new_residual)
     grad_x, grad_residual, grad_weight = torch.autograd.grad(
         new_residual, [leaves["x"], leaves["residual"], leaves["weight"]], cotangent, allow_unused=True, retain_graph=True
@@ -210,19 +186,19 @@ def layouts(x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("columns", "bias"), [(64, True), (320, False)])
 @every_norm
-def test_layouts(name, columns, bias, dtype, layout, device):
-    inputs = make_inputs(name, rows=(3, 5), columns=columns, dtype=dtype, bias=bias, device=device)
-    cotangents = make_cotangents(inputs, 2)[: 1 if name in GATED else 2]
-    expected = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+def test_layouts(norm, columns, bias, dtype, layout, device):
+    inputs = norm.make_inputs(rows=(3, 5), columns=columns, dtype=dtype, bias=bias, device=device)
+    cotangents = norm.make_cotangents(inputs)
+    expected = norm.evaluate(norm, inputs, cotangents)
     strided = {key: layouts(inputs[key])[layout] for key in ("x", "z", "residual") if inputs.get(key) is not None}
     cotangents = [layouts(cotangent)[layout] for cotangent in cotangents]
-    actual = evaluate(getattr(ssm_kernels, name), inputs | strided, cotangents)
+    actual = norm.evaluate(norm, inputs | strided, cotangents)
     for key, value in actual.items():
         # The scalar kernels sum in another order.
         roundings = 4 if value.dtype == torch.float32 else 1
         tolerance = roundings * torch.finfo(value.dtype).eps
         torch.testing.assert_close(value, expected[key], rtol=tolerance, atol=tolerance * expected[key].abs().max().item())
-    assert actual["result_0"].is_contiguous()
+    assert actual[norm.results[0]].is_contiguous()
 
 
 def test_five_axes(device):
@@ -235,9 +211,9 @@ def test_five_axes(device):
 
 
 @every_norm
-def test_one_column(name, device):
+def test_one_column(norm, device):
     """In float64: all but eps of the gradient cancels."""
-    assert_matches_reference(name, make_inputs(name, rows=(5,), columns=1, device=device))
+    norm.assert_matches_reference(norm.make_inputs(rows=(5,), columns=1, device=device))
 
 
 def test_one_axis(device):
@@ -249,14 +225,14 @@ def test_one_axis(device):
 
 
 @every_norm
-def test_no_rows(name, device):
+def test_no_rows(norm, device):
     with uninitialized_memory_is_nan():
-        actual = evaluate(
-            getattr(ssm_kernels, name),
-            make_inputs(name, rows=(2, 0), device=device),
-            make_cotangents(make_inputs(name, rows=(2, 0), device=device), 1 if name in GATED else 2),
+        actual = norm.evaluate(
+            norm,
+            norm.make_inputs(rows=(2, 0), device=device),
+            norm.make_cotangents(norm.make_inputs(rows=(2, 0), device=device)),
         )
-    assert actual["result_0"].shape == (2, 0, 12)
+    assert actual[norm.results[0]].shape == (2, 0, 12)
     for key in ("grad_weight", "grad_bias"):
         assert torch.equal(actual[key], torch.zeros_like(actual[key]))
 
@@ -269,10 +245,10 @@ def test_no_rows(name, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("columns", [64, 768])
 @every_gated
-def test_backward_into_slices(name, columns, dtype, norm_before_gate, has_bias, device):
+def test_backward_into_slices(norm, columns, dtype, norm_before_gate, has_bias, device):
     inputs = make_gated_inputs(rows=(3, 7), columns=columns, dtype=dtype, bias=has_bias, device=device)
     x, weight, z, bias = (inputs[key] for key in ("x", "weight", "z", "bias"))
-    options = (columns // 2, norm_before_gate, "silu", name == "layer_norm_gated")
+    options = (columns // 2, norm_before_gate, "silu", norm.name == "layer_norm_gated")
     out, rstd, mean = ops._norm_gated_fwd(x, weight, z, bias, 1e-5, *options)
     grad_out = torch.randn_like(x)
     arguments = (grad_out, x, weight, z, bias, mean, rstd, *options)
@@ -308,14 +284,14 @@ def test_buffers_that_no_two_strides_describe(device):
 
 @columns_and_bias
 @every_norm
-def test_needs_grad(name, columns, bias, device):
+def test_needs_grad(norm, columns, bias, device):
     """Each gradient alone has the bits that it has with all others."""
-    inputs = make_inputs(name, rows=(5,), columns=columns, dtype=torch.float32, bias=bias, device=device)
-    cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
-    expected = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
-    for key in tensors_of(inputs):
+    inputs = norm.make_inputs(rows=(5,), columns=columns, dtype=torch.float32, bias=bias, device=device)
+    cotangents = norm.make_cotangents(inputs)
+    expected = norm.evaluate(norm, inputs, cotangents)
+    for key in tensor_names(inputs):
         leaf = inputs[key].detach().requires_grad_()
-        results = getattr(ssm_kernels, name)(**(inputs | {key: leaf}))
+        results = norm.function(**(inputs | {key: leaf}))
         (gradient,) = torch.autograd.grad(results, leaf, cotangents)
         assert torch.equal(gradient, expected[f"grad_{key}"]), key
 
@@ -326,43 +302,43 @@ def test_needs_grad(name, columns, bias, device):
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize(("columns", "bias"), [(16, True), (768, False)])
 @every_norm
-def test_not_finite_values_stay_in_their_group(name, columns, bias, value, device):
-    group_size = columns // 2 if name in GATED else columns
-    options = {"group_size": group_size} if name in GATED else {}
-    clean = make_inputs(name, rows=(3, 4), columns=columns, dtype=torch.float32, bias=bias, device=device) | options
+def test_not_finite_values_stay_in_their_group(norm, columns, bias, value, device):
+    group_size = columns // 2 if norm.is_gated else columns
+    options = {"group_size": group_size} if norm.is_gated else {}
+    clean = norm.make_inputs(rows=(3, 4), columns=columns, dtype=torch.float32, bias=bias, device=device) | options
     inputs = clean | {"x": clean["x"].clone()}
     inputs["x"][1, 2, 3] = value
-    cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
-    expected = evaluate(getattr(ssm_kernels, name), clean, cotangents)
-    actual = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+    cotangents = norm.make_cotangents(inputs)
+    expected = norm.evaluate(norm, clean, cotangents)
+    actual = norm.evaluate(norm, inputs, cotangents)
     affected = torch.zeros(3, 4, columns, dtype=torch.bool, device=device)
     affected[1, 2, :group_size] = True
-    for key in ("result_0", "grad_x", "grad_z"):
+    for key in (norm.results[0], "grad_x", "grad_z"):
         if key in actual:
             assert torch.equal(actual[key][~affected], expected[key][~affected])
-    assert actual["result_0"][1, 2, 3].isnan()
+    assert actual[norm.results[0]][1, 2, 3].isnan()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @columns_and_bias
 @every_norm
-def test_deterministic(name, columns, bias, dtype, device):
-    inputs = make_inputs(name, rows=(3, 257), columns=columns, dtype=dtype, bias=bias, device=device)
-    cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
-    first = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+def test_deterministic(norm, columns, bias, dtype, device):
+    inputs = norm.make_inputs(rows=(3, 257), columns=columns, dtype=dtype, bias=bias, device=device)
+    cotangents = norm.make_cotangents(inputs)
+    first = norm.evaluate(norm, inputs, cotangents)
     for _ in range(3):
-        assert_equal(evaluate(getattr(ssm_kernels, name), inputs, cotangents), first)
+        assert_equal(norm.evaluate(norm, inputs, cotangents), first)
 
 
 @columns_and_bias
 @every_norm
-def test_a_row_does_not_depend_on_its_batch(name, columns, bias, device):
-    inputs = make_inputs(name, rows=(65,), columns=columns, dtype=torch.bfloat16, bias=bias, device=device)
-    cotangents = make_cotangents(inputs, 1 if name in GATED else 2)
-    whole = evaluate(getattr(ssm_kernels, name), inputs, cotangents)
+def test_a_row_does_not_depend_on_its_batch(norm, columns, bias, device):
+    inputs = norm.make_inputs(rows=(65,), columns=columns, dtype=torch.bfloat16, bias=bias, device=device)
+    cotangents = norm.make_cotangents(inputs)
+    whole = norm.evaluate(norm, inputs, cotangents)
     rows = {key: inputs[key][40:41] for key in ("x", "z", "residual") if key in inputs}
-    alone = evaluate(getattr(ssm_kernels, name), inputs | rows, [cotangent[40:41] for cotangent in cotangents])
-    for key in ("result_0", "result_1", "grad_x", "grad_z", "grad_residual"):
+    alone = norm.evaluate(norm, inputs | rows, [cotangent[40:41] for cotangent in cotangents])
+    for key in (*norm.results, "grad_x", "grad_z", "grad_residual"):
         if key in whole:
             assert torch.equal(alone[key], whole[key][40:41]), key
 
@@ -370,12 +346,13 @@ def test_a_row_does_not_depend_on_its_batch(name, columns, bias, device):
 @pytest.mark.parametrize("threads", [1, 2])
 def test_threads_do_not_change_the_bits(threads):
     inputs = make_gated_inputs(rows=(3, 257), columns=192, dtype=torch.float32)
-    cotangents = make_cotangents(inputs, 1)
+    norm = NORMS["rms_norm_gated"]
+    cotangents = norm.make_cotangents(inputs)
     before = torch.get_num_threads()
-    expected = evaluate(ssm_kernels.rms_norm_gated, inputs, cotangents)
+    expected = norm.evaluate(norm, inputs, cotangents)
     torch.set_num_threads(threads)
     try:
-        assert_equal(evaluate(ssm_kernels.rms_norm_gated, inputs, cotangents), expected)
+        assert_equal(norm.evaluate(norm, inputs, cotangents), expected)
     finally:
         torch.set_num_threads(before)
 
@@ -416,10 +393,10 @@ GATED_MESSAGES = [
 
 @pytest.mark.parametrize(("wrong", "error", "message"), GATED_MESSAGES, ids=lambda value: str(value)[:40])
 @every_gated
-def test_messages(name, wrong, error, message, device):
+def test_messages(norm, wrong, error, message, device):
     wrong = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in wrong.items()}
-    with pytest.raises(error, match=f"^{re.escape(f'{name}: {message}')}"):
-        getattr(ssm_kernels, name)(**(make_gated_inputs(dtype=torch.float32, device=device) | wrong))
+    with pytest.raises(error, match=f"^{re.escape(f'{norm.name}: {message}')}"):
+        norm.function(**(make_gated_inputs(dtype=torch.float32, device=device) | wrong))
 
 
 ADD_MESSAGES = [
@@ -436,18 +413,7 @@ ADD_MESSAGES = [
 
 @pytest.mark.parametrize(("wrong", "error", "message"), ADD_MESSAGES, ids=lambda value: str(value)[:40])
 @every_add
-def test_messages_with_a_residual(name, wrong, error, message, device):
+def test_messages_with_a_residual(norm, wrong, error, message, device):
     wrong = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in wrong.items()}
-    with pytest.raises(error, match=f"^{re.escape(f'{name}: {message}')}"):
-        getattr(ssm_kernels, name)(**(make_add_inputs(dtype=torch.bfloat16, device=device) | wrong))
-
-
-@every_norm
-def test_double_backward_raises(name, device):
-    inputs = make_inputs(name, device=device)
-    leaf = inputs["x"].requires_grad_()
-    results = getattr(ssm_kernels, name)(**inputs)
-    total = results.sum() if name in GATED else results[0].sum()
-    (gradient,) = torch.autograd.grad(total, leaf, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"derivative for ssm_kernels::_(norm_gated|add_norm)_bwd is not implemented"):
-        gradient.sum().backward()
+    with pytest.raises(error, match=f"^{re.escape(f'{norm.name}: {message}')}"):
+        norm.function(**(make_add_inputs(dtype=torch.bfloat16, device=device) | wrong))

@@ -11,9 +11,11 @@ import pytest
 import scipy.linalg
 import scipy.signal
 import torch
-from helpers import METHODS, make_inputs
-from recurrence_helpers import LINEAR, PACKED, RGLRU, at_steps, common_options, every_variant, sequence_names, tensor_names
+from helpers import METHODS
+from operator_spec import tensor_names
+from recurrence_helpers import LINEAR, PACKED, RGLRU, at_steps, common_options, every_variant, sequence_names
 from recurrence_helpers import make_inputs as make_recurrence_inputs
+from selective_scan_helpers import make_inputs
 
 import ssm_kernels
 from ssm_kernels import reference
@@ -306,14 +308,14 @@ def test_reference_gradcheck(method):
 def test_recurrence_against_its_formula(variant):
     """The formulas of the papers, one number at a time, in mpmath."""
     inputs = make_recurrence_inputs(variant, batch=1, seqlen=9, channels=3)
-    h, last_state = variant.reference(**inputs, return_last_state=True)
+    h, last_state = variant.reference_function(**inputs, return_last_state=True)
     sequences = [inputs[name].expand(h.shape) for name in variant.recurrence.inputs]
     with mpmath.workdps(40):
         for channel in range(3):
             state = mpmath.mpf(inputs["h0"][0, channel].item())
             for t in range(9):
                 numbers = (mpmath.mpf(sequence[0, t, channel].item()) for sequence in sequences)
-                a, b = variant.recurrence.formula(*numbers, **variant.options)
+                a, b = variant.recurrence.formula(*numbers, **variant.fixed)
                 state = a * state + b
                 assert abs(h[0, t, channel].item() - state) < 1e-14 * max(1, abs(state))
             assert last_state[0, channel] == h[0, -1, channel]
@@ -373,10 +375,12 @@ def assert_to_roundings(actual: tuple, expected: tuple) -> None:
 @every_variant
 def test_recurrence_step_by_step(variant):
     inputs = make_recurrence_inputs(variant, seqlen=9)
-    whole, last_state = variant.reference(**inputs, return_last_state=True)
+    whole, last_state = variant.reference_function(**inputs, return_last_state=True)
     state = inputs["h0"]
     for t in range(9):
-        h, state = variant.reference(**at_steps(variant, inputs, slice(t, t + 1)) | {"h0": state}, return_last_state=True)
+        h, state = variant.reference_function(
+            **at_steps(variant, inputs, slice(t, t + 1)) | {"h0": state}, return_last_state=True
+        )
         assert_to_roundings((h, state), (whole[:, t : t + 1], whole[:, t]))
     assert_to_roundings((state,), (last_state,))
 
@@ -385,8 +389,8 @@ def test_recurrence_step_by_step(variant):
 def test_recurrence_in_reverse_is_that_of_flipped_inputs(variant):
     inputs = make_recurrence_inputs(variant, seqlen=9, reverse=True)
     flipped = {name: inputs[name].flip(1) for name in sequence_names(variant, inputs)}
-    h, last_state = variant.reference(**inputs, return_last_state=True)
-    expected_h, expected_state = variant.reference(**inputs | flipped | {"reverse": False}, return_last_state=True)
+    h, last_state = variant.reference_function(**inputs, return_last_state=True)
+    expected_h, expected_state = variant.reference_function(**inputs | flipped | {"reverse": False}, return_last_state=True)
     assert_to_roundings((h, last_state), (expected_h.flip(1), expected_state))
 
 
@@ -395,12 +399,12 @@ def test_recurrence_in_reverse_is_that_of_flipped_inputs(variant):
 @every_variant
 def test_recurrence_of_packed_sequences_one_by_one(variant, reverse, h0):
     inputs = make_recurrence_inputs(variant, cu_seqlens=PACKED, reverse=reverse, h0=h0)
-    h, last_state = variant.reference(**inputs, return_last_state=True)
+    h, last_state = variant.reference_function(**inputs, return_last_state=True)
     assert h.shape == (1, PACKED[-1], 4) and last_state.shape == (len(PACKED) - 1, 4)
     for i, (begin, end) in enumerate(itertools.pairwise(PACKED)):
         alone = at_steps(variant, inputs, slice(begin, end)) | {"cu_seqlens": None}
         alone["h0"] = inputs["h0"][i : i + 1] if h0 else None
-        expected = variant.reference(**alone, return_last_state=True)
+        expected = variant.reference_function(**alone, return_last_state=True)
         assert_to_roundings((h[:, begin:end], last_state[i : i + 1]), expected)
 
 
@@ -411,7 +415,7 @@ def test_recurrence_gradcheck(variant, common):
     names = tensor_names(inputs)
 
     def scan(*tensors):
-        return variant.reference(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
+        return variant.reference_function(**(inputs | dict(zip(names, tensors, strict=True))), return_last_state=True)
 
     assert torch.autograd.gradcheck(scan, [inputs[name].detach().requires_grad_() for name in names])
 

@@ -6,16 +6,14 @@ import itertools
 
 import pytest
 import torch
-from helpers import (
+from helpers import LAYOUTS, METHODS, arrange, parameter_dtype
+from selective_scan_helpers import (
     CHUNK,
-    LAYOUTS,
-    METHODS,
     MINIMAL,
-    arrange,
+    SELECTIVE_SCAN,
     assert_matches_reference,
     evaluate,
     make_inputs,
-    parameter_dtype,
     reference_scan,
 )
 
@@ -43,7 +41,7 @@ def assert_equal(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tens
 @every_dtype
 def test_values(method, dtype, device):
     inputs = make_inputs(dim=6, seqlen=150, dstate=16, groups=2, discretization=method, dtype=dtype, device=device)
-    results = assert_matches_reference(selective_scan, inputs, gradients=False)
+    results = assert_matches_reference(inputs, gradients=False)
     assert results["out"].dtype == dtype and results["last_state"].dtype == parameter_dtype(dtype)
     assert results["out"].shape == inputs["u"].shape and results["last_state"].shape == inputs["initial_state"].shape
 
@@ -52,7 +50,7 @@ def test_values(method, dtype, device):
 @pytest.mark.parametrize("seqlen", LENGTHS)
 def test_lengths(seqlen, method, device):
     inputs = make_inputs(batch=1, dim=3, seqlen=seqlen, dstate=2, discretization=method, device=device)
-    assert_matches_reference(selective_scan, inputs, gradients=False)
+    assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -60,13 +58,13 @@ def test_lengths(seqlen, method, device):
 @pytest.mark.parametrize("seqlen", LENGTHS)
 def test_lengths_in_low_precision(seqlen, layout, dtype, device):
     inputs = make_inputs(batch=2, dim=9, seqlen=seqlen, dstate=4, dtype=dtype, layout=layout, device=device)
-    assert_matches_reference(selective_scan, inputs, gradients=False)
+    assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize("seqlen", [63, 64, 65, 127, 128, 129, 600])
 def test_lengths_with_long_chunks(seqlen, device):
     inputs = make_inputs(batch=2, dim=5, seqlen=seqlen, dstate=17, device=device)
-    assert_matches_reference(selective_scan, inputs)
+    assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize("initial_state", [True, False])
@@ -137,7 +135,7 @@ def test_every_combination_of_options(chosen, device):
     options = dict(zip(MINIMAL, chosen, strict=True))
     for dtype, layout in itertools.product((torch.float64, torch.float32), ("contiguous", "transposed")):
         inputs = make_inputs(dim=9, seqlen=7, **options, dtype=dtype, layout=layout, device=device)
-        assert_matches_reference(selective_scan, inputs, gradients=False)
+        assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize("groups", [None, 1, 2, 3, 6])
@@ -146,14 +144,14 @@ def test_every_combination_of_options(chosen, device):
 def test_forms_of_B_and_C(B, C, groups, device):
     for dtype, layout in itertools.product((torch.float64, torch.bfloat16), ("contiguous", "transposed")):
         inputs = make_inputs(dim=6, seqlen=70, B=B, C=C, groups=groups, dtype=dtype, layout=layout, device=device)
-        assert_matches_reference(selective_scan, inputs, gradients=False)
+        assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize(("B_groups", "C_groups"), [(None, 2), (4, None), (2, 4), (1, 2)])
 def test_groups_of_B_and_C_are_independent(B_groups, C_groups, device):
     inputs = make_inputs(dim=4, groups=B_groups, device=device)
     inputs["C"] = make_inputs(dim=4, groups=C_groups, seed=5, device=device)["C"]
-    assert_matches_reference(selective_scan, inputs, gradients=False)
+    assert_matches_reference(inputs, gradients=False)
 
 
 @every_method
@@ -162,7 +160,7 @@ def test_groups_of_B_and_C_are_independent(B_groups, C_groups, device):
 def test_state_sizes(dstate, layout, method, device):
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(dim=5, seqlen=6, dstate=dstate, discretization=method, dtype=dtype, layout=layout, device=device)
-        assert_matches_reference(selective_scan, inputs, gradients=False)
+        assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -174,7 +172,7 @@ def test_numbers_of_channels(dim, batch, layout, device):
         inputs = make_inputs(
             batch=batch, dim=dim, seqlen=9, dstate=4, groups=groups, dtype=dtype, layout=layout, device=device, seed=dim
         )
-        assert_matches_reference(selective_scan, inputs, gradients=False)
+        assert_matches_reference(inputs, gradients=False)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
@@ -186,7 +184,7 @@ def test_layout_of_each_argument(name, layout, dtype, device):
     name, form = (name[-1], "constant") if name.startswith("constant") else (name, "variable")
     inputs = make_inputs(dim=6, seqlen=70, groups=2, dtype=dtype, device=device, **{"B": form, "C": form})
     inputs[name] = arrange(inputs[name], layout)
-    assert_matches_reference(selective_scan, inputs, gradients=False)
+    assert_matches_reference(inputs, gradients=False)
 
 
 EXPANDED = {
@@ -215,7 +213,7 @@ def test_expanded_arguments(which, device):
         inputs = make_inputs(dim=6, seqlen=9, groups=2, layout=layout, device=device)
         inputs[name] = inputs[name].narrow(axis, 0, 1).expand(inputs[name].shape)
         assert 0 in inputs[name].stride()
-        assert_matches_reference(selective_scan, inputs, gradients=False)
+        assert_matches_reference(inputs, gradients=False)
 
 
 def test_halves_of_one_projection(device):
@@ -224,17 +222,17 @@ def test_halves_of_one_projection(device):
     inputs = make_inputs(dim=6, seqlen=70, device=device)
     inputs["u"], inputs["z"] = projected.chunk(2, dim=1)
     assert not inputs["z"].is_contiguous() and inputs["z"].storage_offset() > 0
-    assert_matches_reference(selective_scan, inputs, gradients=False)
+    assert_matches_reference(inputs, gradients=False)
 
 
 def test_offsets_beyond_32_bits(device, needs_gpu_memory):
     """Two batch rows are 2^31 elements apart."""
     needs_gpu_memory(device, 5)
     inputs = make_inputs(batch=2, dim=3, seqlen=8, dtype=torch.bfloat16, device=device)
-    expected = evaluate(selective_scan, inputs)
+    expected = evaluate(SELECTIVE_SCAN, inputs)
     far = torch.empty(2**31 + 64, dtype=torch.bfloat16, device=device).as_strided((2, 3, 8), (2**31, 8, 1))
     inputs["u"] = far.copy_(inputs["u"])
-    assert_equal(evaluate(selective_scan, inputs), expected)
+    assert_equal(evaluate(SELECTIVE_SCAN, inputs), expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
@@ -258,7 +256,7 @@ def test_softplus_threshold(device):
     inputs["delta"] = steps.expand(1, 3, 6)
     for dtype in (torch.float64, torch.float32):
         cast = {k: v.to(dtype) if isinstance(v, torch.Tensor) else v for k, v in inputs.items()}
-        assert_matches_reference(selective_scan, cast, gradients=False)
+        assert_matches_reference(cast, gradients=False)
 
 
 @every_method
@@ -273,7 +271,7 @@ def test_towards_zero(argument, method, device):
         inputs["discretization"] = method
         values = torch.tensor(tiny, dtype=torch.float64).to(dtype).to(device)
         inputs[argument] = values[:, None].expand(-1, 2) if argument == "A" else values[None, :, None].expand(2, -1, 9)
-        results = assert_matches_reference(selective_scan, inputs, gradients=False)
+        results = assert_matches_reference(inputs, gradients=False)
         assert all(value.isfinite().all() for value in results.values())
 
 
@@ -299,7 +297,7 @@ def test_long_decay_stays_finite(method, device):
     inputs = make_inputs(batch=1, dim=8, seqlen=1000, dstate=4, discretization=method, dtype=torch.float32, device=device)
     if method != "euler":  # whose |Abar| exceeds 1 there
         inputs["A"] = inputs["A"] * 16
-    results = assert_matches_reference(selective_scan, inputs, gradients=False)
+    results = assert_matches_reference(inputs, gradients=False)
     assert all(value.isfinite().all() for value in results.values())
 
 
@@ -310,11 +308,11 @@ def test_nonfinite_stays_in_its_channel(name, value, layout, device):
     """Where the reference has no NaN or Inf, every bit is as without it; where it has one, so has the kernel."""
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(dim=9, seqlen=70, dtype=dtype, layout=layout, device=device)
-        clean = evaluate(selective_scan, inputs)
+        clean = evaluate(SELECTIVE_SCAN, inputs)
         inputs[name] = inputs[name].clone()
         index = {"A": (3, 1), "D": (3,), "delta_bias": (3,), "initial_state": (1, 3, 2)}.get(name, (1, 3, 20))
         inputs[name][index] = value
-        actual, expected = evaluate(selective_scan, inputs), evaluate(reference_scan, inputs)
+        actual, expected = evaluate(SELECTIVE_SCAN, inputs), evaluate(SELECTIVE_SCAN.reference, inputs)
         for result in ("out", "last_state"):
             touched = torch.zeros_like(clean[result], dtype=torch.bool)
             touched[(slice(None) if name in ("A", "D", "delta_bias") else 1), 3] = True
@@ -332,10 +330,10 @@ def test_nonfinite_stays_in_its_channel(name, value, layout, device):
 @pytest.mark.parametrize("name", ["B", "C"])
 def test_nonfinite_of_a_group_stays_in_its_group(name, layout, device):
     inputs = make_inputs(dim=10, seqlen=70, groups=2, dtype=torch.float32, layout=layout, device=device)
-    clean = evaluate(selective_scan, inputs)
+    clean = evaluate(SELECTIVE_SCAN, inputs)
     inputs[name] = inputs[name].clone()
     inputs[name][1, 0, 2, 20] = float("nan")
-    actual = evaluate(selective_scan, inputs)
+    actual = evaluate(SELECTIVE_SCAN, inputs)
     hit = torch.zeros_like(clean["out"], dtype=torch.bool)
     hit[1, :5, 20 : None if name == "B" else 21] = True  # B's enters the state, C's only the one output
     assert torch.equal(actual["out"].isnan(), hit)
@@ -351,10 +349,10 @@ def test_nonfinite_of_a_group_stays_in_its_group(name, layout, device):
 def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_threads):
     for layout in ("contiguous", "transposed"):
         inputs = make_inputs(batch=batch, dim=70, seqlen=150, dstate=16, dtype=dtype, layout=layout, device=device)
-        first = evaluate(selective_scan, inputs)
-        assert_equal(evaluate(selective_scan, inputs), first)
+        first = evaluate(SELECTIVE_SCAN, inputs)
+        assert_equal(evaluate(SELECTIVE_SCAN, inputs), first)
         torch.set_num_threads(1)
-        assert_equal(evaluate(selective_scan, inputs), first)
+        assert_equal(evaluate(SELECTIVE_SCAN, inputs), first)
         torch.set_num_threads(2)
 
 

@@ -13,22 +13,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import (
-    METHODS,
+from helpers import METHODS, arrange, assert_as_accurate, debug_option, move, move_all
+from operator_spec import with_gradients
+from selective_scan_helpers import (
     MINIMAL,
+    SELECTIVE_SCAN,
     TENSORS,
-    arrange,
-    assert_as_accurate,
     assert_close,
-    debug_option,
     evaluate,
     evaluate_in_float64,
     make_cotangents,
     make_inputs,
-    move,
-    move_all,
-    scan_with_state,
-    with_gradients,
 )
 from torch import Tensor
 
@@ -54,7 +49,7 @@ def dtypes(*chosen: torch.dtype):
 
 def evaluate_on_cuda(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
     """Evaluates on the GPU copies of CPU tensors that keep their strides."""
-    return evaluate(selective_scan, move_all(inputs, "cuda"), cotangents and tuple(move(x, "cuda") for x in cotangents))
+    return evaluate(SELECTIVE_SCAN, move_all(inputs, "cuda"), cotangents and tuple(move(x, "cuda") for x in cotangents))
 
 
 def assert_agrees_with_cpu(inputs: dict[str, Any], cotangents: tuple[Tensor, Tensor] | None = None) -> dict[str, Tensor]:
@@ -71,7 +66,7 @@ def assert_as_accurate_as_cpu(inputs: dict[str, Any]) -> None:
     actual, exact = evaluate_on_cuda(inputs, cotangents), evaluate_in_float64(inputs, cotangents)
     if inputs["u"].dtype == torch.float64:
         return assert_close(actual, exact, torch.float64)
-    expected = evaluate(selective_scan, inputs, cotangents)
+    expected = evaluate(SELECTIVE_SCAN, inputs, cotangents)
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         assert_as_accurate(value.cpu(), expected[name], exact[name], name)
@@ -121,7 +116,7 @@ def test_gradient_of_one_result_on_whole_tiles(through, z, layout):
 
     def gradients(device: str) -> list[Tensor | None]:
         leaves = with_gradients(move_all(inputs, device))
-        results = dict(zip(("out", "last_state"), scan_with_state(**leaves), strict=True))
+        results = dict(zip(("out", "last_state"), SELECTIVE_SCAN(**leaves), strict=True))
         present = [leaf for name in TENSORS if (leaf := leaves[name]) is not None]
         return torch.autograd.grad(results[through], present, move(cotangent, device), allow_unused=True)
 
@@ -141,7 +136,7 @@ def test_infinity_makes_no_nan_of_states_that_do_not_exist(name, value, layout):
     inputs[name][1, 5, 3] = value
     inputs = arrange_sequences(inputs, layout)
     cotangents = make_cotangents(inputs)
-    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(selective_scan, inputs, cotangents)
+    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(SELECTIVE_SCAN, inputs, cotangents)
     for result in ("out", "grad_z", "grad_u", "grad_delta"):
         assert torch.equal(actual[result].cpu().isnan(), expected[result].isnan()), result
 
@@ -155,7 +150,7 @@ def test_infinity_makes_no_nan_of_states_that_do_not_exist_in_short_sequences(na
     inputs |= {name: inputs[name].abs() for name in ("B", "C")}
     inputs[name][1, 0, 5] = value
     inputs = arrange_sequences(inputs, layout)
-    actual, expected = evaluate_on_cuda(inputs), evaluate(selective_scan, inputs)
+    actual, expected = evaluate_on_cuda(inputs), evaluate(SELECTIVE_SCAN, inputs)
     assert torch.equal(actual["out"].cpu().isnan(), expected["out"].isnan())
     assert torch.equal(actual["last_state"].cpu().isnan(), expected["last_state"].isnan())
 
@@ -172,7 +167,7 @@ def test_infinity_makes_no_nan_of_channels_that_do_not_exist(name, dim, value, l
     inputs = arrange_sequences(inputs | {"u": inputs["u"].abs()}, layout)
     grad_out, grad_last_state = make_cotangents(inputs)
     cotangents = grad_out.abs(), torch.zeros_like(grad_last_state)
-    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(selective_scan, inputs, cotangents)
+    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(SELECTIVE_SCAN, inputs, cotangents)
     infinite = expected["grad_C" if name == "B" else "grad_B"][1, 5]
     assert infinite.isinf().sum() == (42 if name == "B" else 31)
     for result in ("out", "grad_u", "grad_B", "grad_C"):
@@ -392,7 +387,7 @@ def test_segments_when_only_one_result_has_a_gradient(method, through):
 
     def gradients(device: str) -> dict[str, Tensor]:
         leaves = with_gradients(move_all(inputs, device))
-        results = dict(zip(("out", "last_state"), scan_with_state(**leaves), strict=True))
+        results = dict(zip(("out", "last_state"), SELECTIVE_SCAN(**leaves), strict=True))
         found = torch.autograd.grad(
             results[through],
             [leaves[name] for name in TENSORS],
@@ -409,10 +404,10 @@ def test_segments_when_one_argument_needs_a_gradient():
     """It is bit for bit what it is when all do."""
     inputs = make_inputs(**SEGMENTED, dtype=torch.float32, device="cuda")
     cotangents = make_cotangents(inputs)
-    everything = evaluate(selective_scan, inputs, cotangents)
+    everything = evaluate(SELECTIVE_SCAN, inputs, cotangents)
     for name in TENSORS:
         leaves = with_gradients(inputs, [name])
-        (gradient,) = torch.autograd.grad(scan_with_state(**leaves), leaves[name], cotangents)
+        (gradient,) = torch.autograd.grad(SELECTIVE_SCAN(**leaves), leaves[name], cotangents)
         assert torch.equal(gradient, everything[f"grad_{name}"]), name
 
 
@@ -476,7 +471,7 @@ def assert_nan_spreads_as_on_the_cpu(
         cotangents = tensor, cotangents[1]
     else:
         inputs = inputs | {name: tensor}
-    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(selective_scan, inputs, cotangents)
+    actual, expected = evaluate_on_cuda(inputs, cotangents), evaluate(SELECTIVE_SCAN, inputs, cotangents)
     for result, value in actual.items():
         reached = value.isnan()
         assert torch.equal(reached.cpu(), expected[result].isnan()), f"NaNs of {result}"
@@ -564,7 +559,7 @@ def test_more_elements_than_32_bits_count(layout, needs_gpu_memory):
             return tensor.cpu() if isinstance(tensor, Tensor) else tensor
         return torch.cat([tensor[(slice(None),) * axis + (part,)] for part in (first, last)], dim=axis).cpu()
 
-    results = evaluate(selective_scan, inputs, cotangents)
+    results = evaluate(SELECTIVE_SCAN, inputs, cotangents)
     assert not results["grad_A"][32 : 2**21 - 32].any()
     actual = {name: chosen(name, value) for name, value in results.items()}
     few = {name: chosen(name, value) for name, value in inputs.items()}

@@ -6,7 +6,8 @@ import re
 
 import pytest
 import torch
-from helpers import make_inputs, says
+from helpers import says
+from selective_scan_helpers import make_inputs
 
 from ssm_kernels import selective_scan
 from ssm_kernels.reference import ALIASES, DISCRETIZATIONS

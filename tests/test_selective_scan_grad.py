@@ -6,15 +6,13 @@ import itertools
 
 import pytest
 import torch
-from helpers import (
+from helpers import LAYOUTS, METHODS, arrange, assert_as_accurate
+from operator_spec import as_float64
+from selective_scan_helpers import (
     CHUNK,
-    LAYOUTS,
-    METHODS,
     MINIMAL,
+    SELECTIVE_SCAN,
     TENSORS,
-    arrange,
-    as_float64,
-    assert_as_accurate,
     assert_matches_reference,
     evaluate,
     make_cotangents,
@@ -69,7 +67,7 @@ def test_gradcheck(method, case, device):
 @every_dtype
 def test_gradients_over_several_chunks(dtype, method, device):
     inputs = make_inputs(dim=6, seqlen=150, dstate=5, groups=2, discretization=method, dtype=dtype, device=device)
-    results = assert_matches_reference(selective_scan, inputs)
+    results = assert_matches_reference(inputs)
     for name in TENSORS:
         assert results[f"grad_{name}"].dtype == inputs[name].dtype
         assert results[f"grad_{name}"].shape == inputs[name].shape
@@ -88,13 +86,13 @@ def test_gradients_over_several_chunks(dtype, method, device):
 @pytest.mark.parametrize("seqlen", sorted({0, 1, 2, 63, 64, 65, 1000, CHUNK - 1, CHUNK, CHUNK + 1}))
 def test_lengths(seqlen, dtype, layout, device):
     inputs = make_inputs(dim=5, seqlen=seqlen, dstate=3, discretization="foh", dtype=dtype, layout=layout, device=device)
-    assert_matches_reference(selective_scan, inputs)
+    assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize("seqlen", [0, 7])
 def test_empty_batch(seqlen, device):
     inputs = make_inputs(batch=0, seqlen=seqlen, device=device)
-    results = evaluate(selective_scan, inputs, make_cotangents(inputs))
+    results = evaluate(SELECTIVE_SCAN, inputs, make_cotangents(inputs))
     for name in TENSORS:
         gradient = results[f"grad_{name}"]
         assert gradient.shape == inputs[name].shape and not gradient.any()
@@ -108,7 +106,7 @@ def test_no_channels(dtype, B, C, layout, seqlen, device, uninitialized_memory_i
     """Nothing depends on a per-step B or C, whose gradients have elements all the same: zeros."""
     for groups in (None, 1, 3):
         inputs = make_inputs(dim=0, seqlen=seqlen, B=B, C=C, groups=groups, dtype=dtype, layout=layout, device=device)
-        results = evaluate(selective_scan, inputs, make_cotangents(inputs))
+        results = evaluate(SELECTIVE_SCAN, inputs, make_cotangents(inputs))
         for name in TENSORS:
             gradient = results[f"grad_{name}"]
             assert gradient.shape == inputs[name].shape and gradient.dtype == inputs[name].dtype
@@ -118,7 +116,7 @@ def test_no_channels(dtype, B, C, layout, seqlen, device, uninitialized_memory_i
 def test_no_steps(device):
     inputs = make_inputs(seqlen=0, device=device)
     grad_out, grad_last_state = make_cotangents(inputs)
-    results = evaluate(selective_scan, inputs, (grad_out, grad_last_state))
+    results = evaluate(SELECTIVE_SCAN, inputs, (grad_out, grad_last_state))
     assert torch.equal(results["grad_initial_state"], grad_last_state)
     assert all(not results[f"grad_{name}"].any() for name in TENSORS if name != "initial_state")
 
@@ -130,14 +128,14 @@ def test_no_steps(device):
 def test_forms_of_B_and_C(B, C, groups, dtype, device):
     for layout in ("contiguous", "transposed"):
         inputs = make_inputs(dim=6, seqlen=70, B=B, C=C, groups=groups, dtype=dtype, layout=layout, device=device)
-        assert_matches_reference(selective_scan, inputs)
+        assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("chosen", [*itertools.product([False, True], repeat=5)], ids=lambda c: "".join("01"[x] for x in c))
 def test_every_combination_of_options(chosen, layout, device):
     options = dict(zip(MINIMAL, chosen, strict=True))
-    assert_matches_reference(selective_scan, make_inputs(dim=9, seqlen=7, **options, layout=layout, device=device))
+    assert_matches_reference(make_inputs(dim=9, seqlen=7, **options, layout=layout, device=device))
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -145,7 +143,7 @@ def test_every_combination_of_options(chosen, layout, device):
 def test_state_sizes(dstate, layout, device):
     for dtype, method in ((torch.float64, "foh"), (torch.float32, "bilinear")):
         inputs = make_inputs(dim=5, seqlen=66, dstate=dstate, discretization=method, dtype=dtype, layout=layout, device=device)
-        assert_matches_reference(selective_scan, inputs)
+        assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
@@ -156,7 +154,7 @@ def test_numbers_of_channels(dim, batch, layout, device):
         inputs = make_inputs(
             batch=batch, dim=dim, seqlen=9, dstate=4, groups=groups, dtype=dtype, layout=layout, device=device, seed=dim
         )
-        assert_matches_reference(selective_scan, inputs)
+        assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -164,7 +162,7 @@ def test_numbers_of_channels(dim, batch, layout, device):
 def test_layout_of_each_argument(name, layout, device):
     inputs = make_inputs(dim=6, seqlen=70, groups=2, device=device)
     inputs[name] = arrange(inputs[name], layout)
-    assert_matches_reference(selective_scan, inputs)
+    assert_matches_reference(inputs)
 
 
 @pytest.mark.parametrize(
@@ -193,8 +191,8 @@ def test_strides_of_the_incoming_gradient(kind, device):
     else:
         one = torch.full((), kind == "expanded", dtype=torch.float64, device=device)
         cotangents = one.expand(grad_out.shape), one.expand(grad_last_state.shape)
-    actual = evaluate(selective_scan, inputs, cotangents)
-    expected = evaluate(reference_scan, inputs, cotangents)
+    actual = evaluate(SELECTIVE_SCAN, inputs, cotangents)
+    expected = evaluate(SELECTIVE_SCAN.reference, inputs, cotangents)
     for name, value in actual.items():
         torch.testing.assert_close(value, expected[name], rtol=1e-11, atol=1e-11)
 
@@ -260,7 +258,7 @@ def test_softplus_threshold(device):
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(batch=1, dim=3, seqlen=7, delta_bias=False, dtype=dtype, device=device)
         inputs["delta"] = steps.to(dtype).expand(1, 3, 7).contiguous()
-        assert_matches_reference(selective_scan, inputs)
+        assert_matches_reference(inputs)
         inputs |= {"A": torch.zeros_like(inputs["A"]), "u": torch.ones_like(inputs["u"]), "z": None, "D": None}
         ones = torch.ones_like(inputs["B"])
         # h_t adds delta_t three times over, so that grad_delta is softplus' times 3 times the remaining steps.
@@ -282,7 +280,7 @@ def test_towards_zero(argument, method, device):
         values = torch.tensor(tiny, dtype=torch.float64).to(dtype).to(device)
         shaped = values[:, None].expand(-1, 2) if argument == "A" else values[None, :, None].expand(2, -1, 9)
         inputs[argument] = shaped.contiguous()
-        results = assert_matches_reference(selective_scan, inputs)
+        results = assert_matches_reference(inputs)
         assert all(value.isfinite().all() for value in results.values())
 
 
@@ -295,8 +293,8 @@ def test_large_z(method, device):
         inputs["A"] = torch.tensor(large, dtype=dtype, device=device)[:, None].expand(-1, 2).contiguous()
         inputs["delta"] = torch.ones_like(inputs["delta"])
         cotangents = make_cotangents(inputs)
-        actual = evaluate(selective_scan, inputs, cotangents)
-        exact = evaluate(reference_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+        actual = evaluate(SELECTIVE_SCAN, inputs, cotangents)
+        exact = evaluate(SELECTIVE_SCAN.reference, as_float64(inputs), tuple(x.double() for x in cotangents))
         tolerance = 1e-11 if dtype == torch.float64 else 2e-6
         for name in ("u", "delta", "A", "initial_state"):
             # Channels differ by many orders of magnitude, so each is measured by its own size. What lies below 1e-15 the
@@ -314,7 +312,7 @@ def test_long_decay_stays_finite(device):
     for method in METHODS.keys() - {"euler"}:
         inputs = make_inputs(batch=1, dim=4, seqlen=200, discretization=method, dtype=torch.float32, device=device)
         inputs["A"] = inputs["A"] * 16
-        results = assert_matches_reference(selective_scan, inputs)
+        results = assert_matches_reference(inputs)
         assert all(value.isfinite().all() for value in results.values())
 
 
@@ -324,7 +322,7 @@ def test_transition_of_zero(method, z, device):
     inputs = make_inputs(dim=3, seqlen=70, delta_softplus=False, delta_bias=False, discretization=method, device=device)
     inputs["A"] = torch.full_like(inputs["A"], z)
     inputs["delta"] = torch.ones_like(inputs["delta"])
-    results = assert_matches_reference(selective_scan, inputs)
+    results = assert_matches_reference(inputs)
     assert all(value.isfinite().all() for value in results.values())
 
 
@@ -332,9 +330,9 @@ def test_transition_of_zero(method, z, device):
 def test_gradient_through_carried_states(method, device):
     """Backpropagation over a cut sequence is that over the whole one."""
     inputs = make_inputs(batch=1, dim=5, seqlen=150, discretization=method, device=device)
-    whole = evaluate(selective_scan, inputs, make_cotangents(inputs))
+    whole = evaluate(SELECTIVE_SCAN, inputs, make_cotangents(inputs))
 
-    def in_three_parts(u, delta, A, B, C, D, z, delta_bias, *, initial_state, return_last_state, **options):
+    def in_three_parts(u, delta, A, B, C, D, z, delta_bias, *, initial_state, **options):
         state, outs = initial_state, []
         for steps in (slice(0, CHUNK), slice(CHUNK, CHUNK + 37), slice(CHUNK + 37, None)):
             cut = (x[..., steps] for x in (u, delta, B, C, z))
@@ -358,10 +356,10 @@ def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_thr
             batch=batch, dim=70, seqlen=150, dstate=16, B=form, C=form, dtype=dtype, layout=layout, device=device
         )
         cotangents = make_cotangents(inputs)
-        first = evaluate(selective_scan, inputs, cotangents)
-        second = evaluate(selective_scan, inputs, cotangents)
+        first = evaluate(SELECTIVE_SCAN, inputs, cotangents)
+        second = evaluate(SELECTIVE_SCAN, inputs, cotangents)
         torch.set_num_threads(1)
-        serial = evaluate(selective_scan, inputs, cotangents)
+        serial = evaluate(SELECTIVE_SCAN, inputs, cotangents)
         torch.set_num_threads(2)
         for name, value in first.items():
             assert torch.equal(second[name], value), f"{name} differs between two runs"
@@ -374,13 +372,13 @@ def test_nan_stays_in_its_channel(name, layout, device):
     """The gradients of B and C sum over channels; every other gradient of every other channel is bit for bit as without."""
     inputs = make_inputs(dim=9, seqlen=70, dtype=torch.float32, layout=layout, device=device)
     cotangents = dict(zip(("grad_out", "grad_last_state"), make_cotangents(inputs), strict=True))
-    clean = evaluate(selective_scan, inputs, tuple(cotangents.values()))
+    clean = evaluate(SELECTIVE_SCAN, inputs, tuple(cotangents.values()))
     holder = cotangents if name.startswith("grad") else inputs
     holder[name] = holder[name].clone()
     channel = {"A": (3, 1), "D": (3,), "delta_bias": (3,), "initial_state": (1, 3, 2), "grad_last_state": (1, 3, 2)}
     holder[name][channel.get(name, (1, 3, 20))] = float("nan")
-    actual = evaluate(selective_scan, inputs, tuple(cotangents.values()))
-    expected = evaluate(reference_scan, inputs, tuple(cotangents.values()))
+    actual = evaluate(SELECTIVE_SCAN, inputs, tuple(cotangents.values()))
+    expected = evaluate(SELECTIVE_SCAN.reference, inputs, tuple(cotangents.values()))
     others = [d for d in range(9) if d != 3]
     for tensor in ("u", "delta", "z", "initial_state"):
         gradient, unaffected = actual[f"grad_{tensor}"], clean[f"grad_{tensor}"]
@@ -416,8 +414,8 @@ def test_accuracy_of_sums_over_long_sequences(device):
     """grad_A and grad_D of a long low-precision sequence are float32 sums, not 16-bit ones."""
     inputs = make_inputs(batch=1, dim=2, seqlen=2000, dstate=2, dtype=torch.bfloat16, device=device)
     cotangents = make_cotangents(inputs)
-    actual = evaluate(selective_scan, inputs, cotangents)
-    native = evaluate(reference_scan, inputs, cotangents)
-    exact = evaluate(reference_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+    actual = evaluate(SELECTIVE_SCAN, inputs, cotangents)
+    native = evaluate(SELECTIVE_SCAN.reference, inputs, cotangents)
+    exact = evaluate(SELECTIVE_SCAN.reference, as_float64(inputs), tuple(x.double() for x in cotangents))
     for name in ("grad_A", "grad_D", "grad_delta_bias"):
         assert_as_accurate(actual[name], native[name], exact[name], name)

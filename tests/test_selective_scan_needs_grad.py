@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
-from helpers import MINIMAL, TENSORS, evaluate, make_cotangents, make_inputs, with_gradients
-from test_selective_scan_torch import allocated, assert_same_layout, bwd_arguments
+from helpers import allocated, on_meta
+from operator_spec import with_gradients
+from selective_scan_helpers import MINIMAL, SELECTIVE_SCAN, TENSORS, evaluate, make_cotangents, make_inputs
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from ssm_kernels import selective_scan
@@ -42,7 +43,7 @@ def masks() -> list[tuple[bool, ...]]:
 @every_case
 def test_each_gradient_has_the_same_bits_whatever_else_is_needed(case, device):
     inputs = make_inputs(**CASES[case], device=device)
-    arguments = bwd_arguments(inputs)[:-1]
+    arguments = SELECTIVE_SCAN.backward_arguments(inputs)[:-1]
     everything = ops._selective_scan_bwd(*arguments, [True] * 9)
     for mask in masks():
         for name, needed, expected, actual in zip(
@@ -56,7 +57,7 @@ def test_each_gradient_has_the_same_bits_whatever_else_is_needed(case, device):
 
 
 def test_without_one_of_the_incoming_gradients(device):
-    grad_out, grad_last_state, *others = bwd_arguments(make_inputs(device=device))[:-1]
+    grad_out, grad_last_state, *others = SELECTIVE_SCAN.backward_arguments(make_inputs(device=device))[:-1]
     for incoming in ((grad_out, None), (None, grad_last_state)):
         everything = ops._selective_scan_bwd(*incoming, *others, [True] * 9)
         for mask in masks():
@@ -74,7 +75,7 @@ def test_rows_whose_padding_gradients_do_not_have(dtype, device):
         rows = inputs[name].new_zeros(1, 64, 104)
         rows[..., :98] = inputs[name]
         inputs[name] = rows[..., :98]
-    *arguments, _ = bwd_arguments(inputs)
+    *arguments, _ = SELECTIVE_SCAN.backward_arguments(inputs)
     everything = ops._selective_scan_bwd(*arguments, [True] * 9)
     for mask in masks():
         for needed, expected, actual in zip(mask, everything, ops._selective_scan_bwd(*arguments, mask), strict=True):
@@ -83,13 +84,12 @@ def test_rows_whose_padding_gradients_do_not_have(dtype, device):
 
 @pytest.mark.parametrize("case", ["all", "constant_B_and_C"])
 def test_opcheck_and_meta(case, device):
-    arguments = bwd_arguments(make_inputs(**CASES[case], device=device))[:-1]
-    on_meta = [x.to("meta") if isinstance(x, torch.Tensor) else x for x in arguments]
+    arguments = SELECTIVE_SCAN.backward_arguments(make_inputs(**CASES[case], device=device))[:-1]
     for mask in masks()[::4]:
         torch.library.opcheck(ops._selective_scan_bwd.default, (*arguments, mask))
-        results = (ops._selective_scan_bwd(*on_meta, mask), ops._selective_scan_bwd(*arguments, mask))
-        for name, meta, real in zip(TENSORS, *results, strict=True):
-            assert_same_layout(meta, real, name)
+        results = (ops._selective_scan_bwd(*map(on_meta, arguments), mask), ops._selective_scan_bwd(*arguments, mask))
+        for meta, real in zip(*results, strict=True):
+            SELECTIVE_SCAN.assert_same_layout(meta, real)
 
 
 # ----- autograd
@@ -99,7 +99,7 @@ def test_opcheck_and_meta(case, device):
 def test_frozen_inputs_get_none_and_change_no_other_gradient(case, device):
     inputs = make_inputs(**CASES[case], device=device)
     cotangents = make_cotangents(inputs)
-    expected = evaluate(selective_scan, inputs, cotangents)
+    expected = evaluate(SELECTIVE_SCAN, inputs, cotangents)
     present = [name for name in TENSORS if inputs[name] is not None]
     for trained in (*itertools.combinations(present, 1), *itertools.combinations(present, 2), tuple(present[1::2])):
         leaves = {name: inputs[name].detach().requires_grad_(name in trained) for name in present}
@@ -165,7 +165,7 @@ def test_what_is_not_needed_takes_no_memory(matrices, device, two_threads):
     inputs = make_inputs(
         batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, B=matrices, C=matrices, dtype=torch.float32, device=device
     )
-    arguments = bwd_arguments(inputs)[:-1]
+    arguments = SELECTIVE_SCAN.backward_arguments(inputs)[:-1]
 
     def taken(*needed: str) -> int:
         mask = [name in needed for name in TENSORS]

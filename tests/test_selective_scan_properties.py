@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import torch
-from helpers import (
-    LAYOUTS,
-    METHODS,
+from helpers import LAYOUTS, METHODS, arrange, move_all
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from operator_spec import as_float64
+from selective_scan_helpers import (
+    SELECTIVE_SCAN,
     TENSORS,
-    arrange,
-    as_float64,
     assert_matches_reference,
     evaluate,
     make_cotangents,
     make_inputs,
-    move_all,
-    reference_scan,
 )
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from ssm_kernels import selective_scan
 
@@ -64,7 +61,7 @@ def argument_sets(draw, dtypes=(torch.float64,)):
 @given(inputs=argument_sets())
 def test_values_and_gradients(inputs, device):
     inputs = move_all(inputs, device)
-    assert_matches_reference(selective_scan, inputs)
+    assert_matches_reference(inputs)
 
 
 @settings(no_deadline, max_examples=100)
@@ -73,9 +70,9 @@ def test_low_precision(inputs, device):
     """The floor is relative to the largest value of a result, which cancellation may leave far below the terms of its sums."""
     inputs = move_all(inputs, device)
     cotangents = make_cotangents(inputs)
-    actual = evaluate(selective_scan, inputs, cotangents)
-    native = evaluate(reference_scan, inputs, cotangents)
-    exact = evaluate(reference_scan, as_float64(inputs), tuple(x.double() for x in cotangents))
+    actual = evaluate(SELECTIVE_SCAN, inputs, cotangents)
+    native = evaluate(SELECTIVE_SCAN.reference, inputs, cotangents)
+    exact = evaluate(SELECTIVE_SCAN.reference, as_float64(inputs), tuple(x.double() for x in cotangents))
     for name, value in actual.items():
         assert value.isfinite().all(), name
         if not value.numel():

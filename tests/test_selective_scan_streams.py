@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import (
+from helpers import assert_equal, captured, move, move_all
+from operator_spec import with_gradients
+from selective_scan_helpers import (
     MINIMAL,
+    SELECTIVE_SCAN,
     TENSORS,
     assert_close,
-    assert_equal,
-    captured,
     evaluate,
     evaluate_in_float64,
     make_cotangents,
     make_inputs,
-    move,
-    move_all,
-    scan_with_state,
-    training_step,
-    with_gradients,
 )
 from torch import Tensor
 
@@ -38,15 +34,15 @@ def test_repeatable(sizes, form, dtype):
     batch, dim, seqlen = sizes
     inputs = make_inputs(batch=batch, dim=dim, seqlen=seqlen, dstate=16, B=form, C=form, dtype=dtype, device="cuda")
     cotangents = make_cotangents(inputs)
-    first = evaluate(selective_scan, inputs, cotangents)
-    assert_equal(evaluate(selective_scan, inputs, cotangents), first)
+    first = evaluate(SELECTIVE_SCAN, inputs, cotangents)
+    assert_equal(evaluate(SELECTIVE_SCAN, inputs, cotangents), first)
     matrix, elsewhere = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
     elsewhere.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(elsewhere):
         for _ in range(8):
             torch.mm(matrix, matrix)
     for _ in range(3):
-        assert_equal(evaluate(selective_scan, inputs, cotangents), first)
+        assert_equal(evaluate(SELECTIVE_SCAN, inputs, cotangents), first)
     torch.cuda.current_stream().wait_stream(elsewhere)
 
 
@@ -56,14 +52,14 @@ STREAM_SIZES = [{"batch": 2, "dim": 256, "seqlen": 1024}, {"batch": 1, "dim": 64
 def test_two_streams_at_once():
     sets = [make_inputs(**sizes, dstate=16, dtype=torch.float32, device="cuda") for sizes in STREAM_SIZES]
     cotangents = [make_cotangents(inputs) for inputs in sets]
-    expected = [evaluate(selective_scan, *arguments) for arguments in zip(sets, cotangents, strict=True)]
+    expected = [evaluate(SELECTIVE_SCAN, *arguments) for arguments in zip(sets, cotangents, strict=True)]
     streams = [torch.cuda.Stream() for _ in sets]
     torch.cuda.synchronize()
     results: list[list[dict[str, Tensor]]] = [[] for _ in sets]
     for _ in range(5):
         for i, stream in enumerate(streams):
             with torch.cuda.stream(stream):
-                results[i].append(evaluate(selective_scan, sets[i], cotangents[i]))
+                results[i].append(evaluate(SELECTIVE_SCAN, sets[i], cotangents[i]))
     torch.cuda.synchronize()
     for i, runs in enumerate(results):
         for run in runs:
@@ -75,14 +71,14 @@ def test_runs_on_the_current_stream(sizes):
     """A scan that waits for a long write on its own stream sees what was written, and so does its backward."""
     inputs = make_inputs(**sizes, dstate=16, dtype=torch.float32, device="cuda")
     cotangents = make_cotangents(inputs)
-    expected = evaluate(selective_scan, inputs, cotangents)
+    expected = evaluate(SELECTIVE_SCAN, inputs, cotangents)
     values, inputs["u"] = inputs["u"], torch.full_like(inputs["u"], float("nan"))
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         torch.cuda._sleep(50_000_000)
         inputs["u"].copy_(values)
-        actual = evaluate(selective_scan, inputs, cotangents)
+        actual = evaluate(SELECTIVE_SCAN, inputs, cotangents)
     stream.synchronize()
     assert_equal(actual, expected)
 
@@ -94,7 +90,7 @@ def test_runs_on_the_device_of_its_arguments():
     for sizes in ({"dim": 70, "seqlen": 150}, SEGMENTED):
         inputs = make_inputs(**sizes, dtype=torch.float32)
         cotangents = make_cotangents(inputs)
-        results = evaluate(selective_scan, move_all(inputs, "cuda:1"), tuple(move(x, "cuda:1") for x in cotangents))
+        results = evaluate(SELECTIVE_SCAN, move_all(inputs, "cuda:1"), tuple(move(x, "cuda:1") for x in cotangents))
         assert_close(results, evaluate_in_float64(inputs, cotangents), torch.float32)
         assert all(value.device == torch.device("cuda:1") for value in results.values())
         assert torch.cuda.current_device() == 0
@@ -119,14 +115,14 @@ def test_cuda_graph_of_forward_and_backward(options):
     options = {"dstate": 16, "dtype": torch.float32, "device": "cuda"} | options
     draws = [make_inputs(**options, seed=seed) for seed in range(3)]
     cotangents = [make_cotangents(inputs, seed=10 + seed) for seed, inputs in enumerate(draws)]
-    expected = [evaluate(selective_scan, *arguments) for arguments in zip(draws, cotangents, strict=True)]
+    expected = [evaluate(SELECTIVE_SCAN, *arguments) for arguments in zip(draws, cotangents, strict=True)]
 
     static = with_gradients({k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()})
     static_cotangents = tuple(x.clone() for x in cotangents[0])
     present = [name for name in TENSORS if static[name] is not None]
 
     def forward_and_backward() -> dict[str, Tensor]:
-        results = scan_with_state(**static)
+        results = SELECTIVE_SCAN(**static)
         gradients = torch.autograd.grad(results, [static[name] for name in present], static_cotangents)
         names = ["out", "last_state", *(f"grad_{name}" for name in present)]
         return dict(zip(names, (*results, *gradients), strict=True))
@@ -154,6 +150,6 @@ def test_compiled_into_cuda_graphs(fresh_dynamo):
     for seed in range(4):  # a warm-up, a recording, replays
         inputs = make_inputs(dim=70, seqlen=150, dstate=16, dtype=torch.float32, device="cuda", seed=seed)
         torch.compiler.cudagraph_mark_step_begin()
-        actual, expected = training_step(inputs, compiled), training_step(inputs, layer)
+        actual, expected = SELECTIVE_SCAN.training_step(compiled, inputs), SELECTIVE_SCAN.training_step(layer, inputs)
         for name, value in expected.items():
             torch.testing.assert_close(actual[name], value, rtol=1e-4, atol=1e-4, msg=lambda m, name=name: f"{name}: {m}")

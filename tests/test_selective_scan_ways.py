@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, debug_option, evaluate, make_cotangents, make_inputs
+from helpers import assert_equal, debug_option
+from selective_scan_helpers import SELECTIVE_SCAN, evaluate, make_cotangents, make_inputs
 from torch import Tensor
 
 from ssm_kernels import selective_scan
@@ -22,7 +23,7 @@ def evaluate_each_way(inputs: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
     results = {}
     for way in ("faster", "sequential", "warp_scan"):
         with debug_option("selective_scan_kernel", way):
-            results[way] = evaluate(selective_scan, inputs, make_cotangents(inputs))
+            results[way] = evaluate(SELECTIVE_SCAN, inputs, make_cotangents(inputs))
     return results
 
 

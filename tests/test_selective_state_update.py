@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, METHODS, STEP_DTYPES, STEP_FORMS, arrange, as_float64, make_inputs, make_step_inputs, says, step
-from helpers import assert_step_matches_reference as assert_matches_reference
+from helpers import LAYOUTS, METHODS, arrange, says
+from operator_spec import as_float64
+from selective_scan_helpers import STEP_DTYPES, STEP_FORMS, make_inputs, make_step_inputs, step
+from selective_scan_helpers import assert_step_matches_reference as assert_matches_reference
 from torch import Tensor
 
 from ssm_kernels import reference, selective_scan, selective_state_update

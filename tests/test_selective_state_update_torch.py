@@ -8,17 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from helpers import (
-    LAYOUTS,
-    STEP_DTYPES,
-    STEP_FORMS,
-    assert_step_matches_reference,
-    captured,
-    make_step_inputs,
-    says,
-    split,
-    step,
-)
+from helpers import LAYOUTS, captured, says, split
+from selective_scan_helpers import STEP_DTYPES, STEP_FORMS, assert_step_matches_reference, make_step_inputs, step
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal, parameter_dtype
+from helpers import LAYOUTS, arrange, assert_equal, dtypes, parameter_dtype
+from operator_spec import tensor_names
 from ssd_helpers import (
     METHODS,
     MINIMAL,
@@ -19,7 +20,6 @@ from ssd_helpers import (
     assert_all_close,
     assert_matches_reference,
     at_steps,
-    dtypes,
     evaluate,
     every_method,
     every_option,
@@ -27,7 +27,6 @@ from ssd_helpers import (
     make_inputs,
     scan,
     states_like,
-    tensor_names,
 )
 from torch import Tensor
 

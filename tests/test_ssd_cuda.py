@@ -9,16 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, captured, no_synchronization
-from ssd_helpers import (
-    OPTIONS,
-    assert_as_exact_as_rounding,
-    assert_matches_reference,
-    dtypes,
-    every_method,
-    every_option,
-    make_inputs,
-)
+from helpers import assert_equal, captured, dtypes, no_synchronization
+from ssd_helpers import OPTIONS, assert_as_exact_as_rounding, assert_matches_reference, every_method, every_option, make_inputs
 from torch import Tensor
 
 from ssm_kernels import ssd_chunk_scan

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
+from operator_spec import with_gradients
 from ssd_helpers import (
     KERNEL_CHUNK,
     MINIMAL,
@@ -28,7 +29,6 @@ from ssd_helpers import (
     make_cotangents,
     make_inputs,
     scan,
-    with_gradients,
 )
 from torch import Tensor
 

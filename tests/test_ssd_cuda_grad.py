@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
+from helpers import LAYOUTS, arrange, assert_equal, captured, dtypes, no_synchronization
+from operator_spec import Cotangents, tensor_names, with_gradients
 from ssd_helpers import (
     OPTIONS,
     SEQUENCES,
     TENSORS,
-    Cotangents,
     assert_all_as_accurate,
     assert_all_close,
     assert_matches_reference,
-    dtypes,
     evaluate,
     evaluate_in_float64,
     evaluate_natively,
@@ -28,8 +27,6 @@ from ssd_helpers import (
     make_inputs,
     preferred_products,
     scan,
-    tensor_names,
-    with_gradients,
 )
 from torch import Tensor
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import LAYOUTS, arrange, assert_equal
+from operator_spec import tensor_names, with_gradients
 from ssd_helpers import (
     OPTIONS,
     assert_matches_reference,
@@ -18,8 +19,6 @@ from ssd_helpers import (
     make_cotangents,
     make_inputs,
     scan,
-    tensor_names,
-    with_gradients,
 )
 from torch import Tensor
 

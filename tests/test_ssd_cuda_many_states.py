@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
+from helpers import LAYOUTS, arrange, assert_equal, captured, dtypes, no_synchronization
+from operator_spec import with_gradients
 from ssd_helpers import (
     OPTIONS,
     assert_all_close,
     assert_as_exact_as_rounding,
     assert_matches_reference,
-    dtypes,
     evaluate,
     evaluate_in_float64,
     every_method,
@@ -25,7 +25,6 @@ from ssd_helpers import (
     make_cotangents,
     make_inputs,
     scan,
-    with_gradients,
 )
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, says
+from helpers import LAYOUTS, arrange, dtypes
+from operator_spec import tensor_names, with_gradients
 from ssd_helpers import (
     KERNEL_CHUNK,
     METHODS,
@@ -20,7 +21,6 @@ from ssd_helpers import (
     assert_matches_reference,
     assert_nan_ends,
     at_steps,
-    dtypes,
     evaluate,
     every_method,
     every_option,
@@ -29,8 +29,6 @@ from ssd_helpers import (
     reference_scan,
     scan,
     scan_in_16_bit_products,
-    tensor_names,
-    with_gradients,
 )
 from torch import Tensor
 
@@ -395,14 +393,6 @@ def test_in_place_change_of_what_is_saved_is_noticed(name, device):
     saved[name].add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
-
-
-def test_double_backward_says_that_there_is_none(device):
-    leaves = with_gradients(make_inputs(device=device))
-    first = torch.autograd.grad(ssd_chunk_scan(**leaves).square().sum(), [leaves[name] for name in TENSORS], create_graph=True)
-    for gradient in first:
-        with pytest.raises(RuntimeError, match=says("derivative for ssm_kernels::_ssd_chunk_scan_bwd is not implemented")):
-            gradient.sum().backward(retain_graph=True)
 
 
 def test_what_is_kept_for_backward(device):

@@ -7,16 +7,15 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_as_accurate, assert_equal
+from helpers import assert_as_accurate, assert_equal, dtypes
+from operator_spec import as_float64
 from ssd_helpers import (
     MINIMAL,
     OPTIONS,
     SEQUENCES,
-    as_float64,
     assert_all_as_accurate,
     assert_matches_reference,
     at_steps,
-    dtypes,
     evaluate,
     evaluate_in_float64,
     evaluate_natively,

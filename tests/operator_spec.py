@@ -1,0 +1,288 @@
+"""One description of an operator and what its tests need of it: inputs, results, gradients, comparison with the reference.
+
+A new operator is a subclass of :class:`OperatorSpec`, with its inputs and the shapes of its results, and an entry of
+``OPERATORS`` in ``operators.py``: the tests of ``test_operators_*.py`` then run for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from helpers import DEVICES, assert_all_close, assert_as_accurate, gradients_of_dependent, parameter_dtype, split
+from torch import Tensor
+
+import ssm_kernels
+from ssm_kernels import reference
+
+Inputs = dict[str, Any]
+Results = dict[str, Tensor]
+# Gradients of the results; None for a result that nothing depends on.
+Cotangents = Sequence[Tensor | None]
+
+
+class OperatorSpec:
+    """A public operator: calls run ``ssm_kernels.<name>``, looked up when called, and return all its results.
+
+    Attributes:
+        results: names of the results.
+        all_results: the keyword argument with which the function returns all of them.
+        family: the operator's key in ``helpers.DEVICES``.
+        internal: the stem of ``_x_fwd`` and ``_x_bwd``.
+        autograd: the operator with all arguments positional that the public one calls, if there is one.
+        tolerance: of results in float64 against results of the same kernels, called otherwise.
+        gradient_tolerance: of their gradients.
+        reference_tolerance: of both in float64 against the reference.
+        sums_cancel: tolerances are fractions of the largest value of each result, of which sums of many terms are left.
+        offset_exact: results begin where Meta says, inside of no other memory.
+        packs: takes ``cu_seqlens``.
+        any_stride_of_one: axes of size 1 may have any stride.
+        frames: how often torch.compile may take the first call, before it needs no other graph.
+        cases: options of :meth:`make_inputs` with which expensive tests run.
+        options: those for all other tests.
+        several_chunks: of a call that is longer than a chunk.
+        compiled: keys of ``options`` for tests of torch.compile.
+        mapped: keys of ``options`` for tests of vmap.
+        sizes: options of :meth:`make_inputs` for which Meta is compared with the device.
+        layouts: those that :meth:`make_inputs` takes.
+        nested: two of the tensors, mapped by one vmap inside another.
+    """
+
+    results: ClassVar[tuple[str, ...]] = ("out",)
+    all_results: ClassVar[str | None] = None
+    family: ClassVar[str]
+    internal: ClassVar[str]
+    autograd: ClassVar[str | None] = None
+    tolerance: ClassVar[float] = 1e-12
+    gradient_tolerance: ClassVar[float] = 1e-11
+    reference_tolerance: ClassVar[float] = 1e-11
+    sums_cancel: ClassVar[bool] = False
+    offset_exact: ClassVar[bool] = False
+    packs: ClassVar[bool] = False
+    any_stride_of_one: ClassVar[bool] = False
+    frames: ClassVar[int] = 1
+    cases: ClassVar[Mapping[str, Inputs]] = {"default": {}}
+    options: ClassVar[Mapping[str, Inputs]] = {"default": {}}
+    several_chunks: ClassVar[Mapping[str, Any]] = {"seqlen": 70}
+    compiled: ClassVar[Sequence[str]] = ("default",)
+    mapped: ClassVar[Sequence[str]] = ("default",)
+    sizes: ClassVar[Sequence[Inputs]] = ({},)
+    layouts: ClassVar[Sequence[str]] = ("contiguous",)
+    nested: ClassVar[tuple[str, str]]
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+    # ----- what an operator defines
+
+    def make_inputs(self, **options: Any) -> Inputs:
+        """Keyword arguments of the function, the same numbers on every device."""
+        raise NotImplementedError
+
+    def result_shapes(self, inputs: Inputs) -> Sequence[Sequence[int]]:
+        raise NotImplementedError
+
+    def result_dtypes(self, inputs: Inputs) -> Sequence[torch.dtype]:
+        dtype = self.first(inputs).dtype
+        return dtype, parameter_dtype(dtype)
+
+    def time_axes(self, inputs: Inputs) -> dict[str, int]:
+        """The axis of time of each tensor that has one."""
+        raise NotImplementedError
+
+    def cast_by_autocast(self, inputs: Inputs) -> list[str]:
+        """Names of the tensors that autocast casts to its dtype."""
+        raise NotImplementedError
+
+    def internal_values(self, inputs: Inputs) -> Inputs:
+        """Arguments of the internal operators, by their names."""
+        return inputs
+
+    # ----- calls
+
+    @property
+    def devices(self) -> list[str]:
+        return DEVICES[self.family]
+
+    @property
+    def function(self) -> Callable:
+        return getattr(ssm_kernels, self.name)
+
+    @property
+    def operator(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.ssm_kernels, self.name).default
+
+    @property
+    def forward_operator(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.ssm_kernels, f"{self.internal}_fwd").default
+
+    @property
+    def backward_operator(self) -> torch._ops.OpOverload:
+        return getattr(torch.ops.ssm_kernels, f"{self.internal}_bwd").default
+
+    def __call__(self, **inputs: Any) -> tuple[Tensor, ...]:
+        return self._all_of(getattr(ssm_kernels, self.name), inputs)
+
+    def reference_function(self, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor, ...]:
+        """The reference's function, run on the CPU for every device: a GPU would spend its time on launches."""
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        on_cpu = [value.cpu() if isinstance(value, Tensor) else value for value in args]
+        named_on_cpu = {name: value.cpu() if isinstance(value, Tensor) else value for name, value in kwargs.items()}
+        results = getattr(reference, self.name)(*on_cpu, **named_on_cpu)
+        return results.to(device) if isinstance(results, Tensor) else tuple(result.to(device) for result in results)
+
+    def reference(self, **inputs: Any) -> tuple[Tensor, ...]:
+        """All results of the reference."""
+        return self._all_of(self.reference_function, inputs)
+
+    def _all_of(self, function: Callable, inputs: Inputs) -> tuple[Tensor, ...]:
+        results = function(**inputs) if self.all_results is None else function(**inputs, **{self.all_results: True})
+        return (results,) if isinstance(results, Tensor) else results
+
+    def operator_arguments(self, inputs: Inputs) -> tuple[tuple, Inputs]:
+        """Arguments of the public operator, positional and keyword ones."""
+        return split(getattr(torch.ops.ssm_kernels, self.name), inputs)
+
+    def forward_arguments(self, inputs: Inputs) -> tuple:
+        """Arguments of ``_x_fwd``, in the order of its schema."""
+        return _by_schema(self.forward_operator, self.internal_values(inputs))
+
+    def backward_arguments(self, inputs: Inputs, needs_grad: Sequence[bool] | None = None) -> tuple:
+        """Arguments of ``_x_bwd``; all gradients of tensors that are present, unless it is said which are needed."""
+        values = self.internal_values(inputs) | self.saved_values(inputs)
+        grads = zip(self.results, self.make_cotangents(inputs), strict=True)
+        values |= {f"grad_{name}": cotangent for name, cotangent in grads}
+        values["needs_grad"] = self.needed(inputs) if needs_grad is None else list(needs_grad)
+        return _by_schema(self.backward_operator, values)
+
+    def saved_values(self, inputs: Inputs) -> Inputs:
+        """What forward saves for backward, by the names of backward's arguments."""
+        return {}
+
+    def needed(self, inputs: Inputs) -> list[bool]:
+        """Which gradients are asked for unless it is said otherwise."""
+        raise NotImplementedError
+
+    # ----- tensors
+
+    def first(self, inputs: Inputs) -> Tensor:
+        return next(value for value in inputs.values() if isinstance(value, Tensor))
+
+    def make_cotangents(self, inputs: Inputs, seed: int = 1) -> tuple[Tensor, ...]:
+        """Gradients of all results."""
+        generator, device = torch.Generator().manual_seed(seed), self.first(inputs).device
+        return tuple(
+            torch.randn(tuple(shape), generator=generator, dtype=torch.float64).to(device, dtype)
+            for shape, dtype in zip(self.result_shapes(inputs), self.result_dtypes(inputs), strict=True)
+        )
+
+    # ----- evaluation and comparison
+
+    def evaluate(
+        self,
+        function: Callable,
+        inputs: Inputs,
+        cotangents: Cotangents | None = None,
+        names: Sequence[str] | None = None,
+    ) -> Results:
+        """The results and, given cotangents, ``grad_<name>`` of these tensors, by default all, in the operator's dtypes."""
+        leaves = with_gradients(inputs, names) if cotangents is not None else inputs
+        outputs, dtypes = function(**leaves), list(self.result_dtypes(inputs))
+        if function is self:
+            assert [output.dtype for output in outputs] == dtypes
+        outputs = [output.to(dtype) for output, dtype in zip(outputs, dtypes, strict=True)]
+        results = {name: output.detach() for name, output in zip(self.results, outputs, strict=True)}
+        if cotangents is not None:
+            names = tensor_names(inputs) if names is None else names
+            gradients = gradients_of_dependent(outputs, cotangents, [leaves[name] for name in names])
+            results |= {f"grad_{name}": gradient for name, gradient in zip(names, gradients, strict=True)}
+        return results
+
+    def evaluate_in_float64(
+        self, inputs: Inputs, cotangents: Cotangents | None = None, function: Callable | None = None
+    ) -> Results:
+        """The results and gradients in float64, of the reference or of this function."""
+        cotangents = cotangents and tuple(x if x is None else x.double() for x in cotangents)
+        return self.evaluate(function or self.reference, as_float64(inputs), cotangents)
+
+    def evaluate_natively(self, inputs: Inputs, cotangents: Cotangents | None, exact: Results) -> Results:
+        """The yardstick of the low-precision rule: PyTorch in the operator's dtypes."""
+        return self.evaluate(self.reference, inputs, cotangents)
+
+    def rounding_floor(self, name: str, inputs: Inputs) -> float | None:
+        """In place of the usual floor of the low-precision rule, for this result."""
+        return None
+
+    def assert_same_layout(self, meta: Tensor, real: Tensor) -> None:
+        """Shape, dtype and strides; of no elements there is no layout."""
+        assert meta.is_meta and not real.is_meta
+        assert (meta.shape, meta.dtype) == (real.shape, real.dtype), self.name
+        strides = zip(meta.stride(), real.stride(), real.shape, strict=True)
+        assert not real.numel() or all(a == b for a, b, size in strides if size > 1 or not self.any_stride_of_one)
+        assert meta.storage_offset() == real.storage_offset() or not self.offset_exact
+
+    def assert_close(self, actual: Results, expected: Results, tolerance: float | None = None) -> None:
+        assert_all_close(actual, expected, tolerance or self.reference_tolerance, of_largest=self.sums_cancel)
+
+    def assert_as_accurate(self, actual: Results, native: Results, exact: Results, inputs: Inputs) -> None:
+        """The low-precision rule, for every result of such inputs."""
+        assert actual.keys() == exact.keys()
+        for name, value in actual.items():
+            assert_as_accurate(value, native[name].to(value.dtype), exact[name], name, self.rounding_floor(name, inputs))
+
+    def assert_matches_reference(
+        self,
+        inputs: Inputs,
+        *,
+        gradients: bool = True,
+        cotangents: Cotangents | None = None,
+        function: Callable | None = None,
+        exact: Callable | None = None,
+    ) -> Results:
+        """Compares with the float64 reference, by the low-precision rule below float64; returns the function's results.
+
+        Args:
+            cotangents: replace the result of :meth:`make_cotangents`.
+            function: in place of the operator.
+            exact: in place of the reference; given everything in float64.
+        """
+        if cotangents is None and gradients:
+            cotangents = self.make_cotangents(inputs)
+        actual = self.evaluate(function or self, inputs, cotangents)
+        expected = self.evaluate_in_float64(inputs, cotangents, exact)
+        if self.first(inputs).dtype == torch.float64:
+            self.assert_close(actual, expected)
+        else:
+            self.assert_as_accurate(actual, self.evaluate_natively(inputs, cotangents, expected), expected, inputs)
+        return actual
+
+    def training_step(self, function: Callable, inputs: Inputs) -> Results:
+        """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""
+        leaves = with_gradients(inputs)
+        results = function(**leaves)
+        sum(result.float().square().sum() for result in results).backward()
+        named = {name: result.detach() for name, result in zip(self.results, results, strict=True)}
+        return named | {f"grad_{name}": leaves[name].grad for name in tensor_names(inputs)}
+
+
+def _by_schema(operator: torch._ops.OpOverload, values: Inputs) -> tuple:
+    return tuple(values[argument.name] for argument in operator._schema.arguments)
+
+
+def tensor_names(inputs: Inputs) -> list[str]:
+    """Names of the differentiable arguments that are present."""
+    return [name for name, value in inputs.items() if isinstance(value, Tensor) and value.is_floating_point()]
+
+
+def with_gradients(inputs: Inputs, names: Iterable[str] | None = None) -> Inputs:
+    """With new leaves for these tensors, by default for all, in the same strides."""
+    names = tensor_names(inputs) if names is None else names
+    return inputs | {name: inputs[name].detach().requires_grad_() for name in names if inputs[name] is not None}
+
+
+def as_float64(inputs: Inputs) -> Inputs:
+    return inputs | {name: inputs[name].double() for name in tensor_names(inputs)}

@@ -1,0 +1,253 @@
+"""Inputs of selective_scan and of selective_state_update, and their comparison with the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from helpers import LAYOUTS, Draws, arrange, assert_as_accurate, parameter_dtype, step_on_a_copy
+from operator_spec import OperatorSpec, as_float64
+from torch import Tensor
+
+from ssm_kernels import reference, selective_state_update
+
+
+def chunk_length(dstate: int) -> int:
+    """Steps between two states that the scan saves; it saves (batch, chunks + 1, dim, dstate) in all."""
+    u, A = torch.empty(1, 1, 4096, device="meta"), torch.empty(1, dstate, device="meta")
+    *_, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(u, u, A, A, A, None, None, None, None, "zoh", False, True)
+    return 4096 // (chunk_states.shape[1] - 1)
+
+
+CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
+
+TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
+
+# The options of make_inputs without anything optional.
+MINIMAL = dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False)
+
+# Of selective_state_update: the dtypes of x, dt, B, C, z and out, and of the state.
+STEP_DTYPES = [
+    (torch.float64, torch.float64),
+    (torch.float32, torch.float32),
+    (torch.float16, torch.float32),
+    (torch.float16, torch.float16),
+    (torch.bfloat16, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+]
+
+# Of its arguments, with and without heads and groups.
+STEP_FORMS: dict[str, dict[str, Any]] = {
+    "channels": {"dim": 6},
+    "channels_groups": {"dim": 6, "groups": 3},
+    "heads": {"heads": 4, "dim": 5},
+    "heads_groups": {"heads": 4, "dim": 5, "groups": 2},
+}
+
+
+def make_inputs(
+    *,
+    batch: int = 2,
+    dim: int = 4,
+    seqlen: int = 5,
+    dstate: int = 3,
+    groups: int | None = None,
+    B: str = "variable",
+    C: str = "variable",
+    D: bool = True,
+    z: bool = True,
+    delta_bias: bool = True,
+    delta_softplus: bool = True,
+    initial_state: bool = True,
+    discretization: str = "zoh",
+    dtype: torch.dtype = torch.float64,
+    device: str = "cpu",
+    layout: str = "contiguous",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of ``selective_scan``, the same numbers on every device.
+
+    ``delta * A`` is in (-2, 0), where no method blows up, whatever the length.
+
+    Args:
+        groups: None for B and C of shape (batch, dstate, seqlen), else (batch, groups, dstate, seqlen).
+        B, C: ``"variable"`` (per step) or ``"constant"``, (dim, dstate).
+        layout: see :func:`helpers.arrange`; of every tensor.
+    """
+    draws = Draws(seed)
+    normal, uniform = draws.normal, draws.uniform
+
+    def matrix(form: str) -> Tensor:
+        if form == "constant":
+            return normal(dim, dstate)
+        return normal(batch, dstate, seqlen) if groups is None else normal(batch, groups, dstate, seqlen)
+
+    values = {
+        "u": normal(batch, dim, seqlen),
+        "delta": 0.6 * normal(batch, dim, seqlen) - 1 if delta_softplus else 0.02 + 0.6 * uniform(batch, dim, seqlen),
+        "A": -0.1 - 0.9 * uniform(dim, dstate),
+        "B": matrix(B),
+        "C": matrix(C),
+        "D": normal(dim) if D else None,
+        "z": normal(batch, dim, seqlen) if z else None,
+        "delta_bias": 0.2 * uniform(dim) if delta_bias else None,
+        "initial_state": normal(batch, dim, dstate) if initial_state else None,
+    }
+    constants = {"A", "D", "delta_bias", "initial_state"}
+    constants |= {name for name, form in (("B", B), ("C", C)) if form == "constant"}
+    inputs: dict[str, Any] = {
+        name: None
+        if value is None
+        else arrange(value.to(device, parameter_dtype(dtype) if name in constants else dtype), layout)
+        for name, value in values.items()
+    }
+    return inputs | {"discretization": discretization, "delta_softplus": delta_softplus}
+
+
+def make_step_inputs(
+    *,
+    batch: int = 2,
+    dim: int = 4,
+    dstate: int = 3,
+    heads: int | None = None,
+    groups: int | None = None,
+    D: bool = True,
+    z: bool = True,
+    dt_bias: bool = True,
+    dt_softplus: bool = True,
+    slots: int | None = None,
+    discretization: str = "zoh",
+    dtype: torch.dtype = torch.float64,
+    state_dtype: torch.dtype | None = None,
+    device: str = "cpu",
+    layout: str = "contiguous",
+    seed: int = 0,
+) -> dict[str, Any]:
+    """Keyword arguments of ``selective_state_update``, the same numbers on every device.
+
+    Args:
+        heads: None for a state of shape (batch, dim, dstate), else (batch, heads, dim, dstate): ``dim`` is then headdim.
+        groups: None for B and C of shape (batch, dstate), else (batch, groups, dstate). With heads None means one group.
+        slots: the number of cache slots, with ``state_batch_indices`` in reverse order; None for no indices.
+        layout: see :func:`helpers.arrange`; of every tensor but the indices.
+    """
+    draws = Draws(seed)
+    normal, uniform = draws.normal, draws.uniform
+    channels = (dim,) if heads is None else (heads, dim)
+    matrix = (batch, dstate) if groups is None and heads is None else (batch, groups or 1, dstate)
+    values = {
+        "state": normal(batch if slots is None else slots, *channels, dstate),
+        "x": normal(batch, *channels),
+        "dt": 0.6 * normal(batch, *channels) - 1 if dt_softplus else 0.02 + 0.6 * uniform(batch, *channels),
+        "A": -0.1 - 0.9 * uniform(*channels, dstate),
+        "B": normal(*matrix),
+        "C": normal(*matrix),
+        "D": normal(*channels) if D else None,
+        "z": normal(batch, *channels) if z else None,
+        "dt_bias": 0.2 * uniform(*channels) if dt_bias else None,
+    }
+    dtypes = dict.fromkeys(("A", "D", "dt_bias"), parameter_dtype(dtype)) | {"state": state_dtype or parameter_dtype(dtype)}
+    inputs: dict[str, Any] = {
+        name: None if value is None else arrange(value.to(device, dtypes.get(name, dtype)), layout)
+        for name, value in values.items()
+    }
+    if slots is not None:
+        inputs["state_batch_indices"] = torch.arange(slots - 1, slots - 1 - batch, -1, dtype=torch.int32, device=device)
+    return inputs | {"discretization": discretization, "dt_softplus": dt_softplus}
+
+
+# Options of make_inputs.
+CASES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "required_only": MINIMAL,
+    "groups": {"groups": 2},
+    "constant_B_and_C": {"B": "constant", "C": "constant"},
+    "channels_contiguous": {"layout": "transposed", "groups": 1},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "two_chunks": {"seqlen": 70, "dtype": torch.float32},
+    "no_steps": {"seqlen": 0},
+}
+SIZES = [
+    {"seqlen": seqlen, **CASES[case]}
+    for seqlen in (0, 5, 64, 65, 200)
+    for case in ("all", "required_only", "groups", "constant_B_and_C")
+]
+
+
+class SelectiveScan(OperatorSpec):
+    results = ("out", "last_state")
+    all_results = "return_last_state"
+    family = "selective_scan"
+    internal = "_selective_scan"
+    offset_exact = True
+    cases = options = CASES
+    several_chunks = MappingProxyType({"dim": 6, "seqlen": 70})
+    compiled = ("all", "required_only", "groups", "constant_B_and_C", "channels_contiguous")
+    mapped = ("all", "required_only", "groups", "constant_B_and_C")
+    sizes = SIZES
+    layouts = LAYOUTS
+    nested = ("u", "A")
+
+    def make_inputs(self, **options: Any) -> dict[str, Any]:
+        return make_inputs(**options)
+
+    def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
+        u, A = inputs["u"], inputs["A"]
+        return u.shape, (u.shape[0], *A.shape)
+
+    def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
+        sequences = (name for name in ("u", "delta", "z", "B", "C") if inputs[name] is not None and inputs[name].dim() > 2)
+        return {name: inputs[name].dim() - 1 for name in sequences}
+
+    def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
+        return [*self.time_axes(inputs)]
+
+    def needed(self, inputs: dict[str, Any]) -> list[bool]:
+        return [inputs[name] is not None for name in TENSORS]
+
+    def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"save_chunk_states": True} | inputs
+
+    def saved_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
+        return {"chunk_states": self.forward_operator(*self.forward_arguments(inputs))[2]}
+
+
+SELECTIVE_SCAN = SelectiveScan("selective_scan")
+assert_matches_reference, evaluate = SELECTIVE_SCAN.assert_matches_reference, SELECTIVE_SCAN.evaluate
+reference_scan = SELECTIVE_SCAN.reference_function
+evaluate_in_float64, make_cotangents = SELECTIVE_SCAN.evaluate_in_float64, SELECTIVE_SCAN.make_cotangents
+
+
+def step(inputs: dict[str, Any], function: Callable = selective_state_update) -> tuple[Tensor, Tensor]:
+    """``out`` and the new state, of a copy of the state."""
+    return step_on_a_copy(function, inputs, "state")
+
+
+def assert_step_matches_reference(inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """As ``assert_matches_reference``, for ``selective_state_update``; returns ``out`` and the new state."""
+    out, state = step(inputs)
+    assert out.shape == inputs["x"].shape and out.dtype == inputs["x"].dtype
+    exact_out, exact_state = reference.selective_state_update(**as_float64(inputs))
+    if inputs["x"].dtype == torch.float64:
+        torch.testing.assert_close(out, exact_out, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(state, exact_state, rtol=1e-12, atol=1e-12)
+    else:
+        native_out, native_state = reference.selective_state_update(**inputs)
+        assert_as_accurate(out, native_out.to(out.dtype), exact_out, "out")
+        assert_as_accurate(state, native_state, exact_state, "state")
+    return out, state
+
+
+def assert_close(actual: dict[str, Tensor], exact: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """float64 to 1e-10; else to roundings of the largest value, which cancellation may leave far below the terms of its sum."""
+    assert actual.keys() == exact.keys()
+    for name, value in actual.items():
+        rtol = atol = 1e-10
+        if dtype != torch.float64:
+            scale = max(1.0, exact[name].abs().max().item())
+            rtol, atol = 2 * torch.finfo(value.dtype).eps, 64 * torch.finfo(torch.float32).eps * scale
+        torch.testing.assert_close(
+            value.cpu().double(), exact[name], rtol=rtol, atol=atol, msg=lambda m, name=name: f"{name}: {m}"
+        )

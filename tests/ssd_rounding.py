@@ -1,0 +1,131 @@
+"""A model of the CUDA kernels of ssd_chunk_scan in 16 bits: PyTorch in their dtypes, with operands rounded as theirs are."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from helpers import parameter_dtype
+from torch import Tensor
+
+from ssm_kernels import reference
+
+
+def scan_in_16_bit_products(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    D: Tensor | None,
+    z: Tensor | None,
+    dt_bias: Tensor | None,
+    dt_softplus: bool,
+    dt_limit: tuple[float, float],
+    initial_states: Tensor | None,
+    seq_idx: Tensor | None,
+    cu_seqlens: Tensor | None,
+    chunk_size: int | None,
+    discretization: str,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """PyTorch in that dtype: the scan in chunks, as products whose operands have 16 bits and whose sums are float32.
+
+    So are the products of its gradients, among whose operands is the gradient of what the gate multiplies. Everything between
+    them is float32; of float64 inputs all of it is float64.
+    """
+    dtype, accumulate = x.dtype, parameter_dtype(x.dtype)
+    batch, seqlen, heads, headdim = x.shape
+    # At once: a gradient that comes from several chunks is then rounded when their sum is complete.
+    x, dt, B, C = (tensor.to(accumulate) for tensor in (x, dt, B, C))
+    d = dt if dt_bias is None else dt + dt_bias
+    d = (F.softplus(d) if dt_softplus else d).clamp(*dt_limit)
+    gain = reference.coefficients(discretization, d, A)[1]
+    zeta = (d * A).clamp(min=-800)  # infinite sums would have NaN differences
+    if initial_states is None:
+        sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+        initial_states = x.new_zeros(sequences, heads, headdim, B.shape[3])
+    states, outputs = list(initial_states.unbind()), [x.new_zeros(0, heads, headdim)]
+    for row, begin, end, i in _sequences(batch, seqlen, seq_idx, cu_seqlens):
+        if seq_idx is not None and begin > 0:
+            states[i] = torch.zeros_like(states[i])
+        for first in range(begin, end, chunk):
+            steps = row, slice(first, min(first + chunk, end))
+            out, states[i] = _chunk_in_16_bit_products(x[steps], zeta[steps], gain[steps], B[steps], C[steps], states[i], dtype)
+            outputs.append(out)
+    out = torch.cat(outputs).view(x.shape)
+    if D is not None:
+        out = out + (D if D.dim() == 2 else D[:, None]) * x
+    if z is not None:
+        out = _RoundedGradient.apply(out, dtype) * F.silu(z.to(accumulate))
+    return out, torch.stack(states) if states else initial_states
+
+
+def _sequences(
+    batch: int, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None
+) -> Iterator[tuple[int, int, int, int]]:
+    """Row of the batch, first step, end and number of the state of every sequence."""
+    if cu_seqlens is not None:
+        for state, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+            yield 0, begin, end, state
+        return
+    for row in range(batch):
+        begins = [] if seq_idx is None else (seq_idx[row].diff().nonzero()[:, 0] + 1).tolist()
+        for begin, end in itertools.pairwise([0, *begins, seqlen]):
+            yield row, begin, end, row
+
+
+def _chunk_in_16_bit_products(
+    x: Tensor, zeta: Tensor, gain: Tensor, B: Tensor, C: Tensor, state: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    def product(equation: str, a: Tensor, b: Tensor) -> Tensor:
+        return _RoundedProduct.apply(equation, dtype, a, b)
+
+    def of_heads(of_groups: Tensor, axis: int) -> Tensor:
+        return of_groups.repeat_interleave(x.shape[1] // B.shape[1], dim=axis)
+
+    sums = zeta.double().cumsum(0)
+    causal = torch.ones(len(x), len(x), dtype=torch.bool, device=x.device).tril()[:, :, None]
+    decay = (sums[:, None] - sums).masked_fill(~causal, -math.inf).exp().to(x.dtype)
+    from_start, to_end, whole = (exponent.exp().to(x.dtype) for exponent in (sums, sums[-1] - sums, sums[-1]))
+    M = of_heads(product("ign,jgn->ijg", C, B), 2) * decay * gain
+    of_state = product("hpn,ihn->ihp", state, of_heads(C, 1))
+    out = product("ijh,jhp->ihp", M, x) + from_start[..., None] * of_state
+    weighed = (to_end * gain)[..., None] * x
+    return out, state * whole[:, None, None] + product("jhp,jhn->hpn", weighed, of_heads(B, 1))
+
+
+class _RoundedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.dtype = dtype
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.to(ctx.dtype).to(grad.dtype), None
+
+
+class _RoundedProduct(torch.autograd.Function):
+    """An einsum that rounds its operands to a dtype; its gradients round theirs too, the incoming gradient included."""
+
+    @staticmethod
+    def forward(ctx: Any, equation: str, dtype: torch.dtype, a: Tensor, b: Tensor) -> Tensor:
+        a, b = (operand.to(dtype).to(operand.dtype) for operand in (a, b))
+        ctx.save_for_backward(a, b)
+        ctx.equation, ctx.dtype = equation, dtype
+        return torch.einsum(equation, a, b)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, None, Tensor, Tensor]:
+        a, b = ctx.saved_tensors
+        of_a, of_b, of_result = re.split(",|->", ctx.equation)
+        grad = grad.to(ctx.dtype).to(grad.dtype)
+        grad_a = torch.einsum(f"{of_result},{of_b}->{of_a}", grad, b)
+        return None, None, grad_a, torch.einsum(f"{of_a},{of_result}->{of_b}", a, grad)
