@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "cuda/constants.h"
+#include "cuda/opaque.cuh"
 #include "cuda/smem_tile.cuh"
 
 namespace ssm_kernels::cuda {
@@ -21,14 +22,12 @@ struct FragmentLane {
   // Keeps the lane's index in a register. Under register pressure the compiler would read the special register again and again,
   // which takes longer (about 20 cycles) than the work that needs it.
   static __device__ __forceinline__ FragmentLane opaque_thread() {
-    int index = threadIdx.x % kWarpSize;
-    asm volatile("" : "+r"(index));
-    return FragmentLane(index);
+    return FragmentLane(cuda::opaque(static_cast<int>(threadIdx.x % kWarpSize)));
   }
   // The same lane; the compiler recomputes what follows from its index instead of keeping it in registers.
   __device__ __forceinline__ FragmentLane opaque() const {
     FragmentLane result = *this;
-    asm volatile("" : "+r"(result.index));
+    result.index = cuda::opaque(index);
     result.quad = result.index / 4;
     result.pair = result.index % 4;
     result.row = 16 * warp + result.quad;
@@ -56,7 +55,7 @@ class FragmentPairs {
   // The same pairs; the compiler recomputes what follows from their offset instead of keeping it in registers.
   __device__ __forceinline__ FragmentPairs opaque() const {
     FragmentPairs result = *this;
-    asm volatile("" : "+r"(result.offset_));
+    result.offset_ = cuda::opaque(offset_);
     return result;
   }
   // Shifts all blocks by `blocks`, within a panel. The shift is an XOR: it and the blocks use different bits.

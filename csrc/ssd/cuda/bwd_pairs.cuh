@@ -81,7 +81,7 @@ struct PairProducts {
           float V = decayed * product;
           m[e] = decay * product;
           W[b][2 * h + e] = fmaf(gain[h], decayed, W[b][2 * h + e]);
-          // Rows and columns begin at multiples of 16, so the diagonal is in blocks of the parity of the half of the rows.
+          // Rows and columns begin at multiples of 16, so only blocks with this parity have elements of the diagonal.
           if (b % 2 == h) {
             const bool is_own = (is_same & bit(b, h, e)) != 0;
             row_sums.same[h] = is_own ? V : row_sums.same[h];

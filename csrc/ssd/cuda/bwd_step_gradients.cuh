@@ -56,7 +56,7 @@ template <typename Scalar>
 __device__ __forceinline__ void add_step_gradients(const TablesOf<Scalar>& tables, const StepSums<Scalar>& sums,
                                                    const FragmentLane& lane, StepGradients& grads) {
   using Sum = PairSum<Scalar>;
-  // After a step with a smaller decay, the rounding error of the running sums over pairs exceeds what is left of the sums.
+  // After a step whose decay is below 2 to this power, the running sums over pairs are smaller than their rounding errors.
   constexpr float kForgottenLog2Decay = kIsFp32<Scalar> ? -48 : -24;
   Sum pairs[2];
   float before[2], from[2];

@@ -195,7 +195,7 @@ struct FwdSm80 {
       const int steps = at.steps_of(chunk);
       Stage& target = stage_of(chunk);
       int thread = threadIdx.x;
-      if constexpr (kIsFp32<Scalar>) asm volatile("" : "+r"(thread));
+      if constexpr (kIsFp32<Scalar>) thread = cuda::opaque(thread);
       const auto copy_group_rows = [&](GroupTile(&tiles)[Layout::kColumnBlocks], const RowsView& view) {
         const Scalar* const source = at.rows<Scalar>(view, at.group, chunk);
 #pragma unroll
@@ -395,7 +395,7 @@ struct FwdSm80 {
     }
   }
 
-  // Decays the state over the chunk and adds what the chunk's inputs leave in it.
+  // chunk_state and state_passing: decays the state over the chunk and adds the scaled products of x and B.
   __device__ __forceinline__ void add_chunk_state(Stage& tiles, HeadTile& x_tile, const Tables& tables,
                                                   const cuda::WarpOperand<sizeof(Scalar)>& B, TileState& state) const {
     const FragmentLane lane = thread_lane.opaque();

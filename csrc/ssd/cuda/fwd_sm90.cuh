@@ -53,7 +53,7 @@ struct Sm90Shared {
 
 template <typename Scalar, int dstate, bool has_resets>
 struct FwdSm90 {
-  // The fourth and third warp of the producer warpgroup compute a state tile's tables each; the others copy.
+  // Warps 0 and 1 of the producer warpgroup copy; warps 2 and 3 compute the tables of a state tile each.
   static constexpr int kConsumerThreads = kWarpgroups * kWarpgroupThreads, kThreads = kConsumerThreads + kWarpgroupThreads;
   static constexpr int kCopyWarps = 2, kCopyThreads = kCopyWarps * kWarpSize;
   static_assert(kCopyWarps + kWarpgroups == kWarpgroupWarps, "setmaxnreg takes a whole warpgroup of producers");
@@ -109,8 +109,7 @@ struct FwdSm90 {
 
   __device__ __forceinline__ void copy(const WorkSpan& at, PipelineState& pipeline) {
     // Opaque: the compiler recomputes what follows from it for each segment.
-    int thread = threadIdx.x - kConsumerThreads;
-    asm volatile("" : "+r"(thread));
+    const int thread = cuda::opaque(static_cast<int>(threadIdx.x) - kConsumerThreads);
     const auto group_copier = [&](const RowsView& view, int block, auto order) {
       const int first = block * Layout::kColumns;
       return RowCopier<Scalar, Layout::kColumns, kCopyThreads, decltype(order)>(
