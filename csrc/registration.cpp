@@ -1,10 +1,12 @@
 // The schema of every operator. Kernels register themselves in their operator's folder: <operator>_op.cpp holds Autograd, Meta
 // and Autocast, <operator>_cpu.cpp and <operator>_cuda.cpp the devices.
 
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "linear_scan/linear_scan_op.h"
 #include "torch/arguments.h"
+#include "torch/missing_cuda.h"
 
 TORCH_LIBRARY(ssm_kernels, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
@@ -219,7 +221,32 @@ namespace {
 
 torch::CppFunction refusal() { return torch::CppFunction::makeFromBoxedFunction<&ssm_kernels::no_kernel>(); }
 
+// Operators with kernels for each device that autograd does not look into.
+constexpr const char* kDeviceOperators[] = {
+    "_selective_scan_fwd", "_selective_scan_bwd",    "_selective_scan_bwd_out", "_ssd_chunk_scan_fwd",
+    "_ssd_chunk_scan_bwd", "_linear_recurrence_fwd", "_linear_recurrence_bwd",  "_causal_conv1d_fwd",
+    "_causal_conv1d_bwd",  "_causal_conv1d_bwd_out", "_norm_gated_fwd",         "_norm_gated_bwd",
+    "_norm_gated_bwd_out", "_add_norm_fwd",          "_add_norm_bwd",           "_mixer_parameters",
+};
+
+// Compositions of other operators that autograd does not look into.
+constexpr const char* kComposedOperators[] = {"_mamba_mixer_fwd", "_mamba_mixer_bwd", "_mamba2_mixer_fwd", "_mamba2_mixer_bwd"};
+
 }  // namespace
+
+// Adjoints are not differentiable: an error takes the place of wrong second derivatives.
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
+  for (const char* name : kDeviceOperators) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+  for (const char* name : kComposedOperators) m.impl(name, torch::autograd::autogradNotImplementedFallback());
+}
+
+#ifndef SSM_KERNELS_WITH_CUDA
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  const auto missing = [] { return torch::CppFunction::makeFromBoxedFunction<&ssm_kernels::built_without_cuda>(); };
+  for (const char* name : kDeviceOperators) m.impl(name, missing());
+  for (const char* name : {"selective_state_update", "causal_conv1d_update"}) m.impl(name, missing());
+}
+#endif
 
 // Public operators without a composite kernel, for tensors that no other kernel of theirs takes: sparse, nested and undefined
 // ones in inference mode, where no Autograd kernel checks them.

@@ -9,18 +9,11 @@
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <string>
-
-#include "torch/arguments.h"
+#include "torch/autograd_op.h"
 #include "torch/checks.h"
-#include "torch/dispatch.h"
 #include "torch/memory_overlap.h"
-#include "torch/missing_cuda.h"
-#include "torch/needs_autograd.h"
 #include "torch/packed_sequences.h"
 #include "torch/tensor_data.h"
 
@@ -92,7 +85,7 @@ void check_inputs(const Inputs& in) {
 
 FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.x), allocate_states(in, in.initial_state)}; }
 
-GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x) {
+GradTensors allocate_bwd(const BwdInputs& bwd) {
   const Inputs& in = bwd.in;
   const ArgumentChecks checks("causal_conv1d backward", "x", in.x);
   const at::ScalarType dtype = in.x.scalar_type();
@@ -101,13 +94,13 @@ GradTensors allocate_bwd(const BwdInputs& bwd, const OptionalTensor& grad_x) {
   TORCH_CHECK_VALUE(is_present(bwd.grad_out) || !is_present(bwd.grad_out_2),
                     "causal_conv1d backward: expected grad_out with grad_out_2, got None");
   checks.tensor("grad_final_state", bwd.grad_final_state, state_axes(in), state_shape(in), dtype);
-  checks.tensor("grad_x", grad_x, kSequence, in.x.sym_sizes(), dtype);
+  checks.tensor("grad_x", bwd.grad_x, kSequence, in.x.sym_sizes(), dtype);
   const auto none = [&] { return at::empty({0}, in.x.options()); };
   const auto parameter = [&](Grad grad, const at::Tensor& tensor) {
     return bwd.needs_grad[grad] ? at::empty_like(tensor, tensor.options(), at::MemoryFormat::Contiguous) : none();
   };
   GradTensors grads;
-  grads[kGradX] = is_present(grad_x) ? *grad_x : bwd.needs_grad[kGradX] ? at::empty_like(in.x) : none();
+  grads[kGradX] = is_present(bwd.grad_x) ? *bwd.grad_x : bwd.needs_grad[kGradX] ? at::empty_like(in.x) : none();
   grads[kGradWeight] = parameter(kGradWeight, in.weight);
   grads[kGradBias] = is_present(in.bias) ? parameter(kGradBias, *in.bias) : none();
   const bool needs_state = bwd.needs_grad[kGradInitialState] && is_present(in.initial_state);
@@ -185,11 +178,12 @@ ConvFwdParams make_fwd_params(const Inputs& in, const at::Tensor& ids, const Fwd
   return params;
 }
 
-ConvBwdParams make_bwd_params(const BwdInputs& bwd, const at::Tensor& ids, const GradTensors& grads) {
+ConvBwdParams make_bwd_params(const BwdInputs& bwd, const OptionalTensor& grad_out, const OptionalTensor& grad_out_2,
+                              const at::Tensor& ids, const GradTensors& grads) {
   ConvBwdParams params;
   fill_params(params, bwd.in, ids);
-  params.grad_out = sequence_view(bwd.grad_out, Access::kRead);
-  params.grad_out_2 = sequence_view(bwd.grad_out_2, Access::kRead);
+  params.grad_out = sequence_view(grad_out, Access::kRead);
+  params.grad_out_2 = sequence_view(grad_out_2, Access::kRead);
   params.grad_final_state = state_view(bwd.grad_final_state, Access::kRead);
   params.grad_x = sequence_view(grads[kGradX], Access::kWrite);
   params.grad_initial_state = state_view(grads[kGradInitialState], Access::kWrite);
@@ -277,219 +271,101 @@ ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& ou
 
 namespace {
 
-FwdResult fwd_meta(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
-                   const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state, OptionalName activation) {
-  const Inputs in{x, weight, bias, seq_idx, cu_seqlens, initial_state, activation};
+FwdOutputs fwd_meta(const Inputs& in) {
   check_inputs(in);
-  FwdOutputs outputs = allocate_fwd(in);
-  return {outputs.out, outputs.final_state};
+  return allocate_fwd(in);
 }
 
-GradTensors allocate_meta(const BwdInputs& bwd, const OptionalTensor& grad_x) {
+GradTensors bwd_meta(const BwdInputs& bwd) {
   check_inputs(bwd.in);
-  return allocate_bwd(bwd, grad_x);
+  return allocate_bwd(bwd);
 }
 
-BwdResult bwd_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_final_state, const at::Tensor& x,
-                   const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
-                   const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state, OptionalName activation,
-                   NeedsGrad needs_grad) {
-  const Inputs in{x, weight, bias, seq_idx, cu_seqlens, initial_state, activation};
-  return std::tuple_cat(allocate_meta({grad_out, grad_final_state, in, needs_grad}, std::nullopt));
-}
-
-BwdOutResult bwd_out_meta(const OptionalTensor& grad_out, const OptionalTensor& grad_final_state, const at::Tensor& x,
-                          const at::Tensor& weight, const OptionalTensor& bias, const OptionalTensor& seq_idx,
-                          const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state, OptionalName activation,
-                          NeedsGrad needs_grad, at::Tensor& grad_x, const OptionalTensor& grad_out_2) {
-  const Inputs in{x, weight, bias, seq_idx, cu_seqlens, initial_state, activation};
-  const GradTensors grads = allocate_meta({grad_out, grad_final_state, in, needs_grad, grad_out_2}, grad_x);
-  return {grads[kGradWeight], grads[kGradBias], grads[kGradInitialState]};
-}
-
-at::Tensor update_meta(const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight, const OptionalTensor& bias,
-                       OptionalName activation, const OptionalTensor& state_batch_indices) {
-  const UpdateInputs in{x, conv_state, weight, bias, state_batch_indices, activation};
+at::Tensor update_meta(const UpdateInputs& in) {
   check_update_inputs(in);
   return allocate_update(in);
 }
 
-const auto& fwd_op() {
-  static const auto op = find_op<FwdSignature>("ssm_kernels::_causal_conv1d_fwd");
-  return op;
-}
-
-const auto& convolution_op() {
-  static const auto op = find_op<FwdSignature>("ssm_kernels::_causal_conv1d");
-  return op;
-}
-
-const auto& update_op() {
-  static const auto op = find_op<UpdateSignature>("ssm_kernels::causal_conv1d_update");
-  return op;
-}
-
-// The public operator.
-FwdResult causal_conv1d(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias, OptionalName activation,
-                        const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, const OptionalTensor& initial_state) {
-  static const auto public_op = c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::causal_conv1d", "");
-  check_arguments(public_op, {x, weight, bias, std::nullopt, seq_idx, cu_seqlens, initial_state});
-  return convolution_op().call(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation);
-}
-
-FwdResult convolution_no_grad(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                              const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
-                              const OptionalTensor& initial_state, OptionalName activation) {
-  return fwd_op().call(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation);
-}
-
 // Saves the inputs and nothing else.
-class CausalConv1d : public torch::autograd::Function<CausalConv1d> {
- public:
-  // Backward calls a registered operator and nothing else, so compiled autograd may look inside.
-  static constexpr bool is_traceable = true;
+struct CausalConv1d : DifferentiableOp<CausalConv1d, Inputs, std::tuple<at::Tensor, at::Tensor>, kNumGrads> {
+  static constexpr char kSchema[] = "ssm_kernels::_causal_conv1d";
 
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
-                                                const at::Tensor& weight, const OptionalTensor& bias,
-                                                const OptionalTensor& initial_state, const OptionalTensor& seq_idx,
-                                                const OptionalTensor& cu_seqlens,
-                                                const std::optional<std::string>& activation) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    const OptionalName name = activation.has_value() ? OptionalName(*activation) : std::nullopt;
-    auto [out, final_state] = fwd_op().call(x, weight, bias, seq_idx, cu_seqlens, initial_state, name);
-    ctx->save_for_backward(
-        {x, weight, or_undefined(bias), or_undefined(initial_state), or_undefined(seq_idx), or_undefined(cu_seqlens)});
-    ctx->saved_data["activation"] = activation;
-    ctx->set_materialize_grads(false);
-    return {out, final_state};
+  static const char* name(const Inputs&) { return kOp; }
+
+  static auto differentiable(const Inputs& in) { return std::tie(in.x, in.weight, in.bias, in.initial_state); }
+
+  static Result forward(const Inputs& in, variable_list*) {
+    static const Operator<Result, Inputs> op("ssm_kernels::_causal_conv1d_fwd");
+    return op(in);
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
-    constexpr size_t kNumArguments = 7;  // of forward, after ctx
-    torch::autograd::variable_list result(kNumArguments);
-    if (!grads[0].defined() && !grads[1].defined()) return result;
-    const auto saved = ctx->get_saved_variables();
-    const auto activation = ctx->saved_data["activation"].toOptional<std::string>();
-    NeedsGrad needs_grad{};
-    // Absent tensors have no edge of the graph.
-    size_t edge = 0;
-    for (size_t i = 0; i < kNumGrads; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
-    static const auto op = find_op<BwdSignature>("ssm_kernels::_causal_conv1d_bwd");
-    const BwdResult computed = op.call(or_absent(grads[0]), or_absent(grads[1]), saved[0], saved[1], or_absent(saved[2]),
-                                       or_absent(saved[4]), or_absent(saved[5]), or_absent(saved[3]),
-                                       activation.has_value() ? OptionalName(*activation) : std::nullopt, needs_grad);
-    const GradTensors tensors = std::apply([](const auto&... grad) { return GradTensors{grad...}; }, computed);
-    for (size_t i = 0; i < kNumGrads; ++i) {
-      if (needs_grad[i]) result[i] = tensors[i];
-    }
-    return result;
+  static GradTensors backward(Inputs& in, at::TensorList, const variable_list& grads, const NeedsGrad& needs_grad) {
+    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_causal_conv1d_bwd");
+    BwdInputs bwd;
+    bwd.grad_out = or_absent(grads[0]);
+    bwd.grad_final_state = or_absent(grads[1]);
+    bwd.in = std::move(in);
+    bwd.needs_grad = needs_grad;
+    return op(bwd);
+  }
+
+  // Sequences and states in the autocast dtype; parameters of a third dtype in float32.
+  static void cast(Inputs& in, const Autocast& to) {
+    to.to_lower(in.x, in.initial_state);
+    in.weight = autocast_parameter(in.weight, to.lower, to.device);
+    in.bias = autocast_parameter(in.bias, to.lower, to.device);
   }
 };
 
-FwdResult convolution_autograd(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                               const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
-                               const OptionalTensor& initial_state, OptionalName activation) {
-  check_no_func_transform(kOp);
-  if (!any_needs_autograd(x, weight, bias, initial_state)) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return convolution_no_grad(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation);
+// The public operator's arguments.
+struct PublicInputs : Inputs {
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.weight, self.bias, self.activation, self.seq_idx, self.cu_seqlens, self.initial_state);
   }
-  auto outputs = CausalConv1d::apply(x, weight, bias, initial_state, seq_idx, cu_seqlens,
-                                     activation.has_value() ? std::optional<std::string>(*activation) : std::nullopt);
-  return {outputs[0], outputs[1]};
+};
+
+CausalConv1d::Result causal_conv1d(const PublicInputs& in) {
+  static const Operator<CausalConv1d::Result, PublicInputs> op("ssm_kernels::causal_conv1d");
+  op.check(in);
+  return operator_of<CausalConv1d>()(in);
 }
 
-// Casts sequences and states to the autocast dtype, and parameters of a third dtype to float32.
-template <at::DeviceType device_type>
-FwdResult convolution_autocast(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
-                               const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
-                               const OptionalTensor& initial_state, OptionalName activation) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
-  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
-  const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
-  const auto parameter = [&](const auto& tensor) { return autocast_parameter(tensor, lower, device_type); };
-  return convolution_op().call(sequence(x), parameter(weight), parameter(bias), seq_idx, cu_seqlens, sequence(initial_state),
-                               activation);
-}
+struct CausalConv1dUpdate : InPlaceOp<UpdateInputs> {
+  static constexpr char kSchema[] = "ssm_kernels::causal_conv1d_update";
 
-// Not differentiable; where a gradient would be wanted it raises, rather than leave the graph without a word.
-at::Tensor update_autograd(c10::DispatchKeySet keys, const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight,
-                           const OptionalTensor& bias, OptionalName activation, const OptionalTensor& state_batch_indices) {
-  check_arguments(update_op(), {x, conv_state, weight, bias, std::nullopt, state_batch_indices});
+  static const at::Tensor& written(const UpdateInputs& in) { return in.conv_state; }
+
+  // The state is written to and is not cast: it has the dtype of the cast x, or is float32.
+  static void cast(UpdateInputs& in, const Autocast& to) {
+    to.to_lower(in.x);
+    to.to_float(in.weight, in.bias);
+  }
+};
+
+// The step is not differentiable: raises an error if a gradient is needed.
+at::Tensor update_autograd(c10::DispatchKeySet keys, const UpdateInputs& in) {
+  const auto& op = operator_of<CausalConv1dUpdate>();
+  op.check(in);
   const auto has_tangent = [](const auto&... tensors) { return (torch::autograd::isFwGradDefined(tensors) || ...); };
-  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(x, conv_state, weight, bias), kUpdateOp,
+  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(in.x, in.conv_state, in.weight, in.bias), kUpdateOp,
                               ": forward-mode differentiation is not supported");
-  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(x, conv_state, weight, bias), kUpdateOp,
+  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(in.x, in.conv_state, in.weight, in.bias), kUpdateOp,
                               " is not differentiable: train with causal_conv1d, and decode under torch.no_grad()");
   at::AutoDispatchBelowAutograd guard;
-  return update_op().redispatch(keys & c10::after_autograd_keyset, x, conv_state, weight, bias, activation,
-                                state_batch_indices);
-}
-
-at::Tensor update_count_version(c10::DispatchKeySet keys, const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight,
-                                const OptionalTensor& bias, OptionalName activation,
-                                const OptionalTensor& state_batch_indices) {
-  at::Tensor out;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    out = update_op().redispatch(keys & c10::after_ADInplaceOrView_keyset, x, conv_state, weight, bias, activation,
-                                 state_batch_indices);
-  }
-  torch::autograd::increment_version(conv_state);
-  return out;
-}
-
-// The state is written to, so it stays what it is: x in the autocast dtype has to have its dtype, or else float32 is its dtype.
-template <at::DeviceType device_type>
-at::Tensor update_autocast(const at::Tensor& x, at::Tensor& conv_state, const at::Tensor& weight, const OptionalTensor& bias,
-                           OptionalName activation, const OptionalTensor& state_batch_indices) {
-  check_arguments(update_op(), {x, conv_state, weight, bias, std::nullopt, state_batch_indices});
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
-  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
-  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
-  return update_op().call(at::autocast::cached_cast(lower, x, device_type), conv_state, parameter(weight), parameter(bias),
-                          activation, state_batch_indices);
+  return op.redispatch(keys & c10::after_autograd_keyset, in);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { m.impl("causal_conv1d", &causal_conv1d); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&causal_conv1d>(m, "causal_conv1d"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("_causal_conv1d", &convolution_no_grad); }
+SSM_DIFFERENTIABLE_OPERATOR(CausalConv1d)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
-  m.impl("_causal_conv1d", &convolution_autograd);
-  for (const char* name : {"_causal_conv1d_fwd", "_causal_conv1d_bwd", "_causal_conv1d_bwd_out"}) {
-    m.impl(name, torch::autograd::autogradNotImplementedFallback());
-  }
-  m.impl("causal_conv1d_update", TORCH_FN(update_autograd));
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&update_autograd>(m, "causal_conv1d_update"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) { m.impl("causal_conv1d_update", TORCH_FN(update_count_version)); }
+SSM_IN_PLACE_OPERATOR(CausalConv1dUpdate)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
-  m.impl("_causal_conv1d_fwd", &fwd_meta);
-  m.impl("_causal_conv1d_bwd", &bwd_meta);
-  m.impl("_causal_conv1d_bwd_out", &bwd_out_meta);
-  m.impl("causal_conv1d_update", &update_meta);
-}
-
-#ifndef SSM_KERNELS_WITH_CUDA
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  for (const char* name : {"_causal_conv1d_fwd", "_causal_conv1d_bwd", "_causal_conv1d_bwd_out", "causal_conv1d_update"}) {
-    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
-  }
-}
-#endif
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) {
-  m.impl("_causal_conv1d", &convolution_autocast<at::kCPU>);
-  m.impl("causal_conv1d_update", &update_autocast<at::kCPU>);
-}
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) {
-  m.impl("_causal_conv1d", &convolution_autocast<at::kCUDA>);
-  m.impl("causal_conv1d_update", &update_autocast<at::kCUDA>);
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_kernels<&fwd_meta, &bwd_meta, &update_meta>(m); }
 
 }  // namespace ssm_kernels::causal_conv1d

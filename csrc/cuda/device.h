@@ -1,30 +1,22 @@
-// Host queries: attributes of a device, and whether the current stream is being captured.
+// Limits of a device, and the state of the current stream.
 #pragma once
 
-#include <c10/cuda/CUDAException.h>
+#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAGraphsC10Utils.h>
-#include <cuda_runtime_api.h>
 
 namespace ssm_kernels::cuda {
 
-inline int multiprocessor_count(int device) {
-  int count = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
+// ATen queries each device once and keeps the answer.
+inline const cudaDeviceProp& device_properties(int device) {
+  return *at::cuda::getDeviceProperties(static_cast<c10::DeviceIndex>(device));
 }
 
-inline int compute_capability_major(int device) {
-  int major = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device));
-  return major;
-}
+inline int multiprocessor_count(int device) { return device_properties(device).multiProcessorCount; }
 
-// Bytes that one block can have if its kernel opts in to more than the default.
-inline int max_shared_bytes(int device) {
-  int bytes = 0;
-  C10_CUDA_CHECK(cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
-  return bytes;
-}
+inline int compute_capability_major(int device) { return device_properties(device).major; }
+
+// The limit for a block whose kernel has opted in to more shared memory than the default.
+inline int max_shared_bytes(int device) { return static_cast<int>(device_properties(device).sharedMemPerBlockOptin); }
 
 inline bool is_capturing() { return c10::cuda::currentStreamCaptureStatusMayInitCtx() != c10::cuda::CaptureStatus::None; }
 

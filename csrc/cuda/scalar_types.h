@@ -21,9 +21,9 @@ inline int element_bytes(ScalarKind kind) {
   return 0;
 }
 
-// Calls visitor(Scalar()) with the element type of that kind.
+// Returns visitor(Scalar()) for the element type of that kind.
 template <typename Visitor>
-void visit_scalar(ScalarKind kind, const Visitor& visitor) {
+auto visit_scalar(ScalarKind kind, const Visitor& visitor) {
   switch (kind) {
     case ScalarKind::kFloat:
       return visitor(float());
@@ -31,8 +31,21 @@ void visit_scalar(ScalarKind kind, const Visitor& visitor) {
       return visitor(double());
     case ScalarKind::kHalf:
       return visitor(__half());
+    default:
+      return visitor(__nv_bfloat16());
+  }
+}
+
+// For kernels that do not exist for double: returns visitor(Scalar()), or visitor(float()) in its place.
+template <typename Visitor>
+auto visit_scalar_but_double(ScalarKind kind, const Visitor& visitor) {
+  switch (kind) {
+    case ScalarKind::kHalf:
+      return visitor(__half());
     case ScalarKind::kBFloat16:
       return visitor(__nv_bfloat16());
+    default:
+      return visitor(float());
   }
 }
 

@@ -4,13 +4,10 @@
 
 #include "linear_scan/linear_scan_op.h"
 
-#include <ATen/FuncTorchTLS.h>
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -18,10 +15,8 @@
 
 #include "linear_scan/linear_scan_adjoint.h"
 #include "torch/arguments.h"
+#include "torch/autograd_op.h"
 #include "torch/checks.h"
-#include "torch/dispatch.h"
-#include "torch/missing_cuda.h"
-#include "torch/needs_autograd.h"
 #include "torch/packed_sequences.h"
 #include "torch/tensor_data.h"
 
@@ -167,21 +162,21 @@ at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
 
 FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.tensors[0]), allocate_states(in, in.h0)}; }
 
-GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTensor& grad_h,
-                         const OptionalTensor& grad_last_state, const NeedsGrad& needs_grad) {
+GradTensors allocate_bwd(const BwdInputs& bwd) {
+  const Inputs& in = bwd.in;
   const at::Tensor& first = in.tensors[0];
   const ArgumentChecks checks(find_operator(in.recurrence).name.c_str(), "h", first);
-  checks.tensor("h", h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
-  checks.tensor("grad_h", grad_h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
-  checks.tensor("grad_last_state", grad_last_state, "(sequences, channels)", {in.sequences(), first.sym_size(2)},
+  checks.tensor("h", bwd.h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
+  checks.tensor("grad_h", bwd.grad_h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
+  checks.tensor("grad_last_state", bwd.grad_last_state, "(sequences, channels)", {in.sequences(), first.sym_size(2)},
                 checks.accumulate());
   // Each its own: results of an operator must not share memory.
   const auto none = [&] { return at::empty({0}, state_options(in)); };
   GradTensors grads;
   for (size_t i = 0; i < in.tensors.size(); ++i) {
-    grads.inputs.push_back(needs_grad[i] ? at::empty_like(in.tensors[i]) : none());
+    grads.inputs.push_back(bwd.needs_grad[i] ? at::empty_like(in.tensors[i]) : none());
   }
-  grads.h0 = needs_grad[kH0] ? allocate_states(in, grad_last_state) : none();
+  grads.h0 = bwd.needs_grad[kH0] ? allocate_states(in, bwd.grad_last_state) : none();
   return grads;
 }
 
@@ -238,48 +233,33 @@ LinearScanFwdParams make_fwd_params(const Inputs& in, const Member& member, cons
   return params;
 }
 
-LinearScanBwdParams make_bwd_params(const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
-                                    const at::Tensor& h, const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
+LinearScanBwdParams make_bwd_params(const BwdInputs& bwd, const Member& member, const at::Tensor& sequence_of_step,
                                     const GradTensors& grads) {
+  const Inputs& in = bwd.in;
   LinearScanBwdParams params;
-  fill_params(params, in, member, sequence_of_step, h, Access::kRead);
-  params.grad_h = sequence_view(in, grad_h, Access::kRead);
-  params.grad_last_state = state_view(grad_last_state, Access::kRead);
+  fill_params(params, in, member, sequence_of_step, bwd.h, Access::kRead);
+  params.grad_h = sequence_view(in, bwd.grad_h, Access::kRead);
+  params.grad_last_state = state_view(bwd.grad_last_state, Access::kRead);
   for (size_t i = 0; i < grads.inputs.size(); ++i) params.grad_inputs[i] = sequence_view(in, grads.inputs[i], Access::kWrite);
   params.grad_initial_state = state_view(grads.h0, Access::kWrite);
   return params;
 }
 
+const Operator<FwdOutputs, Inputs>& recurrence_op() {
+  static const Operator<FwdOutputs, Inputs> op("ssm_kernels::_linear_recurrence");
+  return op;
+}
+
 namespace {
 
-std::tuple<at::Tensor, at::Tensor> fwd_meta(at::TensorList inputs, const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                                            std::string_view recurrence, std::string_view candidate_activation,
-                                            bool gate_is_logit, bool reverse) {
-  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+FwdOutputs fwd_meta(const Inputs& in) {
   check_inputs(in);
-  FwdOutputs outputs = allocate_fwd(in);
-  return {outputs.h, outputs.last_state};
+  return allocate_fwd(in);
 }
 
-std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_meta(const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
-                                                         at::TensorList inputs, const at::Tensor& h, const OptionalTensor& h0,
-                                                         const OptionalTensor& cu_seqlens, std::string_view recurrence,
-                                                         std::string_view candidate_activation, bool gate_is_logit,
-                                                         bool reverse, NeedsGrad needs_grad) {
-  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
-  check_inputs(in);
-  GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
-  return {std::move(grads.inputs), grads.h0};
-}
-
-const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
-  static const auto op = find_op<FwdSignature>("ssm_kernels::_linear_recurrence_fwd");
-  return op;
-}
-
-const c10::TypedOperatorHandle<FwdSignature>& recurrence_op() {
-  static const auto op = find_op<FwdSignature>("ssm_kernels::_linear_recurrence");
-  return op;
+GradTensors bwd_meta(const BwdInputs& bwd) {
+  check_inputs(bwd.in);
+  return allocate_bwd(bwd);
 }
 
 // Checks the shapes of a step's arguments, then gives its inputs an axis of time.
@@ -308,116 +288,115 @@ void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack
   auto next = arguments.begin();
   std::vector<at::Tensor> inputs;
   for (size_t i = 0; i < row.inputs; ++i) inputs.push_back((next++)->toTensor());
-  const OptionalTensor h0 = (next++)->toOptional<at::Tensor>();
-  const auto activation = row.has_candidate_activation ? (next++)->toOptional<std::string>() : std::nullopt;
-  const bool gate_is_logit = row.has_gate_is_logit ? (next++)->toBool() : true;
-  const bool reverse = op.is_step ? false : (next++)->toBool();
-  const OptionalTensor cu_seqlens = op.is_step ? std::nullopt : next->toOptional<at::Tensor>();
+  Inputs in;
+  in.recurrence = op.name;
+  in.h0 = (next++)->toOptional<at::Tensor>();
+  in.candidate_activation = kActivationNames[0];
+  if (row.has_candidate_activation) {
+    if (!next->isNone()) in.candidate_activation = next->toStringView();
+    ++next;
+  }
+  if (row.has_gate_is_logit) in.gate_is_logit = (next++)->toBool();
+  if (!op.is_step) {
+    in.reverse = (next++)->toBool();
+    in.cu_seqlens = next->toOptional<at::Tensor>();
+  }
 
-  if (op.is_step) prepare_step(op, inputs, h0);
+  if (op.is_step) prepare_step(op, inputs, in.h0);
   const at::Tensor& first = inputs[0];
   ArgumentChecks(op.name.c_str(), row.input_names[0].data(), first).rank(row.input_names[0].data(), first, 3, kSequenceAxes);
   for (size_t i = row.first_broadcast; i < row.inputs; ++i) {
     check_broadcasts(op.name.c_str(), row.input_names[i].data(), inputs[i], kSequenceAxes, first.sym_sizes());
     inputs[i] = broadcast(inputs[i], first);
   }
-  auto [h, last_state] =
-      recurrence_op().call(inputs, h0, cu_seqlens, op.name, activation.value_or(kActivationNames[0]), gate_is_logit, reverse);
+  in.tensors = inputs;
+  auto [h, last_state] = recurrence_op()(in);
   torch::jit::push(*stack, op.is_step ? h.squeeze(1) : std::move(h), std::move(last_state));
 }
 
-std::tuple<at::Tensor, at::Tensor> recurrence_no_grad(at::TensorList inputs, const OptionalTensor& h0,
-                                                      const OptionalTensor& cu_seqlens, std::string_view recurrence,
-                                                      std::string_view candidate_activation, bool gate_is_logit, bool reverse) {
-  return fwd_op().call(inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse);
+FwdOutputs without_graph(const Inputs& in) {
+  static const Operator<FwdOutputs, Inputs> op("ssm_kernels::_linear_recurrence_fwd");
+  return op(in);
 }
 
 // Saves the inputs, h and h0.
 class LinearRecurrence : public torch::autograd::Function<LinearRecurrence> {
  public:
-  // Backward calls registered operators and nothing else, so compiled autograd may look inside.
+  // Backward calls registered operators and nothing else, so compiled autograd may trace it.
   static constexpr bool is_traceable = true;
 
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::TensorList& inputs,
-                                                const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                                                const std::string& recurrence, const std::string& candidate_activation,
-                                                bool gate_is_logit, bool reverse) {
+  // Autograd finds the tensors among the first two arguments.
+  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::TensorList& tensors, const OptionalTensor&,
+                               const Inputs& in) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    auto [h, last_state] = fwd_op().call(inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse);
-    torch::autograd::variable_list saved = inputs.vec();
-    saved.insert(saved.end(), {h, or_undefined(h0), or_undefined(cu_seqlens)});
+    auto [h, last_state] = without_graph(in);
+    variable_list saved = tensors.vec();
+    saved.insert(saved.end(), {h, or_undefined(in.h0), or_undefined(in.cu_seqlens)});
     ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["recurrence"] = recurrence;
-    ctx->saved_data["candidate_activation"] = candidate_activation;
-    ctx->saved_data["gate_is_logit"] = gate_is_logit;
-    ctx->saved_data["reverse"] = reverse;
+    ctx->saved_data["recurrence"] = std::string(in.recurrence);
+    ctx->saved_data["candidate_activation"] = std::string(in.candidate_activation);
+    ctx->saved_data["gate_is_logit"] = in.gate_is_logit;
+    ctx->saved_data["reverse"] = in.reverse;
     ctx->set_materialize_grads(false);
     return {h, last_state};
   }
 
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
-    constexpr size_t kNumOthers = 6;  // arguments of forward after ctx and the inputs
-    const torch::autograd::variable_list saved = ctx->get_saved_variables();
+  static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list grads) {
+    constexpr size_t kNumOthers = 2;  // arguments of forward after ctx and the inputs
+    const variable_list saved = ctx->get_saved_variables();
     const size_t inputs = saved.size() - 3;
-    torch::autograd::variable_list result(inputs + kNumOthers);
+    variable_list result(inputs + kNumOthers);
     if (!grads[0].defined() && !grads[1].defined()) return result;
 
-    const OptionalTensor grad_h = or_absent(grads[0]), grad_last_state = or_absent(grads[1]);
-    const OptionalTensor h0 = or_absent(saved[inputs + 1]), cu_seqlens = or_absent(saved[inputs + 2]);
-    NeedsGrad needs_grad{};
-    for (size_t i = 0; i < inputs; ++i) needs_grad[i] = ctx->needs_input_grad(i);
-    needs_grad[kH0] = h0.has_value() && ctx->needs_input_grad(inputs);
+    BwdInputs bwd;
+    Inputs& in = bwd.in;
+    bwd.grad_h = or_absent(grads[0]);
+    bwd.grad_last_state = or_absent(grads[1]);
+    in.tensors = at::TensorList(saved).slice(0, inputs);
+    bwd.h = saved[inputs];
+    in.h0 = or_absent(saved[inputs + 1]);
+    in.cu_seqlens = or_absent(saved[inputs + 2]);
+    in.recurrence = ctx->saved_data["recurrence"].toStringView();
+    in.candidate_activation = ctx->saved_data["candidate_activation"].toStringView();
+    in.gate_is_logit = ctx->saved_data["gate_is_logit"].toBool();
+    in.reverse = ctx->saved_data["reverse"].toBool();
+    for (size_t i = 0; i < inputs; ++i) bwd.needs_grad[i] = ctx->needs_input_grad(i);
+    bwd.needs_grad[kH0] = in.h0.has_value() && ctx->needs_input_grad(inputs);
 
-    const at::TensorList tensors = at::TensorList(saved).slice(0, inputs);
-    const std::string_view recurrence = ctx->saved_data["recurrence"].toStringView();
-    const bool reverse = ctx->saved_data["reverse"].toBool();
-    std::tuple<std::vector<at::Tensor>, at::Tensor> computed;
-    if (at::GradMode::is_enabled() && find_operator(recurrence).row->recurrence == Recurrence::kLinear) {
-      computed = differentiable_adjoint(grad_h, grad_last_state, tensors[0], saved[inputs], h0, cu_seqlens, reverse);
-    } else {
-      static const auto op = find_op<BwdSignature>("ssm_kernels::_linear_recurrence_bwd");
-      computed = op.call(grad_h, grad_last_state, tensors, saved[inputs], h0, cu_seqlens, recurrence,
-                         ctx->saved_data["candidate_activation"].toStringView(), ctx->saved_data["gate_is_logit"].toBool(),
-                         reverse, needs_grad);
-    }
+    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_linear_recurrence_bwd");
+    const bool is_differentiable =
+        at::GradMode::is_enabled() && find_operator(in.recurrence).row->recurrence == Recurrence::kLinear;
+    GradTensors computed = is_differentiable ? differentiable_adjoint(bwd) : op(bwd);
     for (size_t i = 0; i < inputs; ++i) {
-      if (needs_grad[i]) result[i] = std::get<0>(computed)[i];
+      if (bwd.needs_grad[i]) result[i] = std::move(computed.inputs[i]);
     }
-    if (needs_grad[kH0]) result[inputs] = std::get<1>(computed);
+    if (bwd.needs_grad[kH0]) result[inputs] = std::move(computed.h0);
     return result;
   }
 };
 
-std::tuple<at::Tensor, at::Tensor> recurrence_autograd(at::TensorList inputs, const OptionalTensor& h0,
-                                                       const OptionalTensor& cu_seqlens, std::string_view recurrence,
-                                                       std::string_view candidate_activation, bool gate_is_logit,
-                                                       bool reverse) {
-  check_no_func_transform(find_operator(recurrence).name.c_str());
-  const bool any_input = std::any_of(inputs.begin(), inputs.end(), [](const auto& input) { return needs_autograd(input); });
-  if (!any_input && !needs_autograd(h0)) {
+FwdOutputs with_graph(const Inputs& in) {
+  check_no_func_transform(find_operator(in.recurrence).name.c_str());
+  const auto needs = [](const at::Tensor& input) { return needs_autograd(input); };
+  if (!std::any_of(in.tensors.begin(), in.tensors.end(), needs) && !needs_autograd(in.h0)) {
     at::AutoDispatchBelowADInplaceOrView guard;
-    return recurrence_no_grad(inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse);
+    return without_graph(in);
   }
-  auto outputs = LinearRecurrence::apply(inputs, h0, cu_seqlens, std::string(recurrence), std::string(candidate_activation),
-                                         gate_is_logit, reverse);
+  auto outputs = LinearRecurrence::apply(in.tensors, in.h0, in);
   return {outputs[0], outputs[1]};
 }
 
-// Sequences in the autocast dtype; what broadcasts (time constants, parameters) and states in float32.
-template <at::DeviceType device_type>
-std::tuple<at::Tensor, at::Tensor> recurrence_autocast(at::TensorList inputs, const OptionalTensor& h0,
-                                                       const OptionalTensor& cu_seqlens, std::string_view recurrence,
-                                                       std::string_view candidate_activation, bool gate_is_logit,
-                                                       bool reverse) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
-  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
-  const size_t first_broadcast = find_operator(recurrence).row->first_broadcast;
-  std::vector<at::Tensor> cast;
-  for (size_t i = 0; i < inputs.size(); ++i) {
-    cast.push_back(at::autocast::cached_cast(i < first_broadcast ? lower : at::kFloat, inputs[i], device_type));
-  }
-  return recurrence_op().call(cast, at::autocast::cached_cast(at::kFloat, h0, device_type), cu_seqlens, recurrence,
-                              candidate_activation, gate_is_logit, reverse);
+// Sequences in the autocast dtype; inputs that broadcast (time constants, parameters) and states in float32.
+template <at::DeviceType device>
+FwdOutputs under_autocast(Inputs& in) {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  const Autocast to{device};
+  const size_t first_broadcast = find_operator(in.recurrence).row->first_broadcast;
+  std::vector<at::Tensor> cast = in.tensors.vec();
+  for (size_t i = 0; i < cast.size(); ++i) i < first_broadcast ? to.to_lower(cast[i]) : to.to_float(cast[i]);
+  to.to_float(in.h0);
+  in.tensors = cast;
+  return recurrence_op()(in);
 }
 
 }  // namespace
@@ -428,28 +407,14 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
   }
 }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { m.impl("_linear_recurrence", &recurrence_no_grad); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { implement<&without_graph>(m, "_linear_recurrence"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
-  m.impl("_linear_recurrence", &recurrence_autograd);
-  m.impl("_linear_recurrence_fwd", torch::autograd::autogradNotImplementedFallback());
-  m.impl("_linear_recurrence_bwd", torch::autograd::autogradNotImplementedFallback());
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&with_graph>(m, "_linear_recurrence"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
-  m.impl("_linear_recurrence_fwd", &fwd_meta);
-  m.impl("_linear_recurrence_bwd", &bwd_meta);
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { implement<&under_autocast<at::kCPU>>(m, "_linear_recurrence"); }
 
-#ifndef SSM_KERNELS_WITH_CUDA
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  m.impl("_linear_recurrence_fwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
-  m.impl("_linear_recurrence_bwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
-}
-#endif
+TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { implement<&under_autocast<at::kCUDA>>(m, "_linear_recurrence"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("_linear_recurrence", &recurrence_autocast<at::kCPU>); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { m.impl("_linear_recurrence", &recurrence_autocast<at::kCUDA>); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_kernels<&fwd_meta, &bwd_meta>(m); }
 
 }  // namespace ssm_kernels::linear_scan

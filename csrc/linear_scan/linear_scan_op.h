@@ -1,5 +1,5 @@
-// Between the family's dispatcher-facing half (linear_scan_op.cpp) and its devices: checked arguments, the tensors that forward
-// and backward return, and all of them as plain data.
+// Shared by the dispatcher's side of the linear recurrences (linear_scan_op.cpp) and their devices: arguments and results of
+// the operators, checks and allocation, and conversion to plain data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "linear_scan/linear_scan.h"
+#include "torch/dispatch.h"
 
 namespace ssm_kernels::linear_scan {
 
@@ -29,15 +30,24 @@ struct PublicOperator {
 // Two for each row.
 const std::vector<PublicOperator>& public_operators();
 
-// The inputs of forward, by reference: valid for the duration of the call. Messages begin with `recurrence`, the name of a
-// public operator.
+// Messages begin with `recurrence`, the name of a public operator.
 struct Inputs {
   at::TensorList tensors;
-  const OptionalTensor &h0, &cu_seqlens;
+  OptionalTensor h0, cu_seqlens;
   std::string_view recurrence, candidate_activation;
-  bool gate_is_logit, reverse;
+  bool gate_is_logit = true, reverse = false;
 
+  // Number of states: of the batch's entries or, with cu_seqlens, of the packed sequences.
   c10::SymInt sequences() const;
+
+  template <typename Self>
+  static auto fields_but_tensors(Self& self) {
+    return std::tie(self.h0, self.cu_seqlens, self.recurrence, self.candidate_activation, self.gate_is_logit, self.reverse);
+  }
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(std::tie(self.tensors), fields_but_tensors(self));
+  }
 };
 
 struct Member {
@@ -50,19 +60,42 @@ Member check_inputs(const Inputs& in);
 
 struct FwdOutputs {
   at::Tensor h, last_state;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.h, self.last_state);
+  }
 };
 // Uninitialized, except for last states of sequences that may have no steps: these are the initial states.
 FwdOutputs allocate_fwd(const Inputs& in);
 
+// Which gradients backward shall return: of each input, and last of h0.
+using NeedsGrad = std::array<bool, kMaxRecurrenceInputs + 1>;
+
+struct BwdInputs {
+  OptionalTensor grad_h, grad_last_state;
+  Inputs in;
+  at::Tensor h;
+  NeedsGrad needs_grad{};
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(std::tie(self.grad_h, self.grad_last_state, self.in.tensors, self.h),
+                          Inputs::fields_but_tensors(self.in), std::tie(self.needs_grad));
+  }
+};
+
 struct GradTensors {
   std::vector<at::Tensor> inputs;
   at::Tensor h0;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.inputs, self.h0);
+  }
 };
-// Which gradients backward shall return: of each input, and last of h0.
-using NeedsGrad = std::array<bool, kMaxRecurrenceInputs + 1>;
-// Checks what backward is given beside the inputs, then as allocate_fwd. What is not needed has no elements.
-GradTensors allocate_bwd(const Inputs& in, const at::Tensor& h, const OptionalTensor& grad_h,
-                         const OptionalTensor& grad_last_state, const NeedsGrad& needs_grad);
+// Checks the arguments of backward alone and allocates as allocate_fwd does. Gradients that are not needed have no elements.
+GradTensors allocate_bwd(const BwdInputs& bwd);
 
 // The sequence that each step belongs to, (seqlen,), int32, in the order in which the scan takes the steps; undefined if each
 // entry of the batch is one sequence. The params below keep a pointer to it.
@@ -70,16 +103,16 @@ at::Tensor sequence_of_step(const Inputs& in);
 
 LinearScanFwdParams make_fwd_params(const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
                                     const FwdOutputs& outputs);
-LinearScanBwdParams make_bwd_params(const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
-                                    const at::Tensor& h, const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
+LinearScanBwdParams make_bwd_params(const BwdInputs& bwd, const Member& member, const at::Tensor& sequence_of_step,
                                     const GradTensors& grads);
 
-// The signatures of _linear_recurrence_fwd and _linear_recurrence_bwd.
-using FwdSignature = std::tuple<at::Tensor, at::Tensor>(at::TensorList, const OptionalTensor&, const OptionalTensor&,
-                                                        std::string_view, std::string_view, bool, bool);
-using BwdSignature = std::tuple<std::vector<at::Tensor>, at::Tensor>(const OptionalTensor&, const OptionalTensor&,
-                                                                     at::TensorList, const at::Tensor&, const OptionalTensor&,
-                                                                     const OptionalTensor&, std::string_view, std::string_view,
-                                                                     bool, bool, NeedsGrad);
+template <FwdOutputs (*fwd)(const Inputs&), GradTensors (*bwd)(const BwdInputs&)>
+void register_kernels(torch::Library& m) {
+  implement<fwd>(m, "_linear_recurrence_fwd");
+  implement<bwd>(m, "_linear_recurrence_bwd");
+}
+
+// The operator that all public ones call.
+const Operator<FwdOutputs, Inputs>& recurrence_op();
 
 }  // namespace ssm_kernels::linear_scan

@@ -15,7 +15,6 @@
 
 #include "mixers/mamba_conv_op.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -29,10 +28,9 @@
 #include <tuple>
 
 #include "causal_conv1d/causal_conv1d_op.h"
+#include "torch/autograd_op.h"
 #include "torch/checks.h"
-#include "torch/dispatch.h"
 #include "torch/eager.h"
-#include "torch/needs_autograd.h"
 
 namespace ssm_kernels::mamba_conv {
 namespace {
@@ -47,8 +45,16 @@ using causal_conv1d::NeedsGrad;
 constexpr char kActivation[] = "silu";
 
 using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
-using Signature = Result(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
-                         const OptionalTensor& initial_state);
+
+struct Inputs {
+  at::Tensor xz, weight;
+  OptionalTensor bias, initial_state;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.xz, self.weight, self.bias, self.initial_state);
+  }
+};
 
 // The convolution's weight, (channels, width), which nn.Conv1d has as (channels, 1, width).
 at::Tensor taps_of(const at::Tensor& weight) { return weight.dim() == 3 ? weight.squeeze(1) : weight; }
@@ -57,6 +63,17 @@ at::Tensor left_half(const at::Tensor& xz) { return xz.narrow_symint(-1, 0, xz.s
 at::Tensor right_half(const at::Tensor& xz) {
   const c10::SymInt columns = xz.sym_size(-1) / 2;
   return xz.narrow_symint(-1, columns, columns);
+}
+
+causal_conv1d::Inputs convolution_of(const at::Tensor& x, const at::Tensor& weight, const OptionalTensor& bias,
+                                     const OptionalTensor& initial_state) {
+  causal_conv1d::Inputs in;
+  in.x = x;
+  in.weight = taps_of(weight);
+  in.bias = bias;
+  in.initial_state = initial_state;
+  in.activation = kActivation;
+  return in;
 }
 
 // Returns the tensor whose right half of columns is `half`; undefined unless nobody else refers to the storage and its layout
@@ -86,14 +103,12 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
   // Backward calls operators and nothing else unless it runs eagerly, so compiled autograd may look inside.
   static constexpr bool is_traceable = true;
 
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& xz,
-                                                const at::Tensor& weight, const OptionalTensor& bias,
-                                                const OptionalTensor& initial_state) {
+  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& xz, const at::Tensor& weight,
+                               const OptionalTensor& bias, const OptionalTensor& initial_state) {
     at::AutoDispatchBelowADInplaceOrView guard;
     const at::Tensor x = left_half(xz), z = right_half(xz);
-    static const auto op = find_op<causal_conv1d::FwdSignature>("ssm_kernels::_causal_conv1d_fwd");
-    const at::Tensor out =
-        std::get<0>(op.call(x, taps_of(weight), bias, std::nullopt, std::nullopt, initial_state, kActivation));
+    static const Operator<causal_conv1d::FwdOutputs, causal_conv1d::Inputs> op("ssm_kernels::_causal_conv1d_fwd");
+    const at::Tensor out = op(convolution_of(x, weight, bias, initial_state)).out;
     const at::Tensor again = out.alias();
     // Views made below autograd count their versions apart: in-place changes would go unnoticed.
     if (!xz.is_inference()) {
@@ -110,9 +125,9 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
 
   // `grads` by reference: a copy would refer to the gradients a second time.
   template <typename Grads>
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, Grads&& grads) {
+  static variable_list backward(torch::autograd::AutogradContext* ctx, Grads&& grads) {
     constexpr size_t kNumArguments = 4;  // of forward, after ctx
-    torch::autograd::variable_list result(kNumArguments);
+    variable_list result(kNumArguments);
     if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return result;
     const auto saved = ctx->get_saved_variables();
     NeedsGrad needs_grad{};
@@ -123,10 +138,13 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
     const at::Tensor& x = saved[0];
     // CUDA's kernels read both gradients of x; elsewhere they are added first.
     const bool reads_both = is_eager && needs_grad[kGradX] && x.is_cuda() && grads[0].defined() && grads[1].defined();
-    const at::Tensor grad_out = reads_both ? grads[0] : add_grads(grads[0], grads[1], is_eager);
-    const OptionalTensor grad_out_2 = reads_both ? OptionalTensor(grads[1]) : std::nullopt;
-    const OptionalTensor bias = or_absent(saved[2]), initial_state = or_absent(saved[3]), none;
-    std::tuple<at::Tensor, at::Tensor, at::Tensor> grads_of_parameters;
+    causal_conv1d::BwdOutInputs convolution;
+    convolution.in = convolution_of(x, saved[1], or_absent(saved[2]), or_absent(saved[3]));
+    convolution.grad_out = or_absent(reads_both ? grads[0] : add_grads(grads[0], grads[1], is_eager));
+    if (reads_both) convolution.grad_out_2 = grads[1];
+    convolution.needs_grad = needs_grad;
+    const bool has_grad_out = convolution.grad_out.has_value();
+    causal_conv1d::BwdOutGrads grads_of_parameters;
     if (is_eager && needs_grad[kGradX]) {
       at::AutoDispatchBelowADInplaceOrView guard;
       at::Tensor grad_xz = grads[2].defined() ? whole_of(grads[2]) : at::Tensor();
@@ -134,70 +152,70 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
         grad_xz = at::empty({x.size(0), x.size(1), 2 * x.size(2)}, x.options());
         grads[2].defined() ? right_half(grad_xz).copy_(grads[2]) : right_half(grad_xz).zero_();
       }
-      at::Tensor grad_x = left_half(grad_xz);
-      if (grad_out.defined()) {
-        static const auto op = find_op<causal_conv1d::BwdOutSignature>("ssm_kernels::_causal_conv1d_bwd_out");
-        grads_of_parameters = op.call(grad_out, none, x, taps_of(saved[1]), bias, none, none, initial_state, kActivation,
-                                      needs_grad, grad_x, grad_out_2);
+      convolution.required_grad_x = left_half(grad_xz);
+      if (has_grad_out) {
+        static const Operator<causal_conv1d::BwdOutGrads, causal_conv1d::BwdOutInputs> op(
+            "ssm_kernels::_causal_conv1d_bwd_out");
+        grads_of_parameters = op(convolution);
       } else {
-        grad_x.zero_();
+        convolution.required_grad_x.zero_();
       }
       result[0] = grad_xz;
     } else {
       at::Tensor grad_x;
-      if (grad_out.defined()) {
-        static const auto op = find_op<causal_conv1d::BwdSignature>("ssm_kernels::_causal_conv1d_bwd");
-        auto [computed_x, weight, grad_bias, state] =
-            op.call(grad_out, none, x, taps_of(saved[1]), bias, none, none, initial_state, kActivation, needs_grad);
-        grad_x = computed_x;
-        grads_of_parameters = {weight, grad_bias, state};
+      if (has_grad_out) {
+        static const Operator<causal_conv1d::GradTensors, causal_conv1d::BwdInputs> op("ssm_kernels::_causal_conv1d_bwd");
+        causal_conv1d::GradTensors computed = op(convolution);
+        grad_x = std::move(computed[kGradX]);
+        std::move(computed.begin() + 1, computed.end(), grads_of_parameters.begin());
       }
       if (needs_grad[kGradX]) {
         const auto or_zeros = [&](const at::Tensor& grad) { return grad.defined() ? grad : at::zeros_like(x); };
         result[0] = at::cat({or_zeros(grad_x), or_zeros(grads[2])}, -1);
       }
     }
-    if (!grad_out.defined()) return result;
-    if (needs_grad[kGradWeight]) result[kGradWeight] = std::get<0>(grads_of_parameters).view(saved[1].sizes());
-    if (needs_grad[kGradBias]) result[kGradBias] = std::get<1>(grads_of_parameters);
-    if (needs_grad[kGradInitialState]) result[kGradInitialState] = std::get<2>(grads_of_parameters);
+    if (!has_grad_out) return result;
+    for (const auto place : {kGradWeight, kGradBias, kGradInitialState}) {
+      if (needs_grad[place]) result[place] = std::move(grads_of_parameters[place - 1]);
+    }
+    if (needs_grad[kGradWeight]) result[kGradWeight] = result[kGradWeight].view(saved[1].sizes());
     return result;
   }
 };
 
 // Composes the operator of causal_conv1d and views.
-Result compose(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
-               const OptionalTensor& initial_state) {
-  static const auto op = find_op<causal_conv1d::FwdSignature>("ssm_kernels::_causal_conv1d");
-  const at::Tensor out =
-      std::get<0>(op.call(left_half(xz), taps_of(weight), bias, std::nullopt, std::nullopt, initial_state, kActivation));
-  return {out, out.alias(), right_half(xz)};
+Result compose(const Inputs& in) {
+  static const Operator<causal_conv1d::FwdOutputs, causal_conv1d::Inputs> op("ssm_kernels::_causal_conv1d");
+  const at::Tensor out = op(convolution_of(left_half(in.xz), in.weight, in.bias, in.initial_state)).out;
+  return {out, out.alias(), right_half(in.xz)};
 }
 
-Result mamba_conv(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
-                  const OptionalTensor& initial_state) {
-  TORCH_CHECK_VALUE(xz.dim() == 3 && xz.sym_size(2) % 2 == 0, "Mamba: expected xz of shape (batch, seqlen, 2 * channels), got ",
-                    xz.sym_sizes());
-  const std::array<at::Tensor, 4> tensors{xz, weight, or_undefined(bias), or_undefined(initial_state)};
-  const auto has_tangent = [](const at::Tensor& tensor) { return tensor.defined() && tensor._fw_grad(/*level=*/0).defined(); };
-  if (!any_needs_autograd(xz, weight, bias, initial_state) || !are_plain(tensors) ||
-      std::any_of(tensors.begin(), tensors.end(), has_tangent)) {
-    return compose(xz, weight, bias, initial_state);
+struct MambaConvOp {
+  using Inputs = mamba_conv::Inputs;
+  using Result = mamba_conv::Result;
+  static constexpr char kSchema[] = "ssm_kernels::_mamba_conv";
+  static constexpr bool kIsPublic = false;
+
+  // Casts as causal_conv1d does: the sequence and the state to the autocast dtype, parameters of a third dtype to float32.
+  static void cast(Inputs& in, const Autocast& to) {
+    to.to_lower(in.xz, in.initial_state);
+    in.weight = causal_conv1d::autocast_parameter(in.weight, to.lower, to.device);
+    in.bias = causal_conv1d::autocast_parameter(in.bias, to.lower, to.device);
   }
-  auto outputs = MambaConv::apply(xz, weight, bias, initial_state);
-  return {outputs[0], outputs[1], outputs[2]};
-}
+};
 
-// Casts as causal_conv1d does: the sequence and the state to the autocast dtype, parameters of a third dtype to float32.
-template <at::DeviceType device_type>
-Result mamba_conv_autocast(const at::Tensor& xz, const at::Tensor& weight, const OptionalTensor& bias,
-                           const OptionalTensor& initial_state) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
-  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
-  const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
-  const auto parameter = [&](const auto& tensor) { return causal_conv1d::autocast_parameter(tensor, lower, device_type); };
-  static const auto op = find_op<Signature>("ssm_kernels::_mamba_conv");
-  return op.call(sequence(xz), parameter(weight), parameter(bias), sequence(initial_state));
+Result mamba_conv(const Inputs& in) {
+  TORCH_CHECK_VALUE(in.xz.dim() == 3 && in.xz.sym_size(2) % 2 == 0,
+                    "Mamba: expected xz of shape (batch, seqlen, 2 * channels), got ", in.xz.sym_sizes());
+  const bool makes_node = std::apply(
+      [](const auto&... tensor) {
+        const auto has_tangent = [](const at::Tensor& one) { return one.defined() && one._fw_grad(/*level=*/0).defined(); };
+        return (needs_autograd(tensor) || ...) && !(has_tangent(or_undefined(tensor)) || ...);
+      },
+      Inputs::fields(in));
+  if (!makes_node || !has_plain_tensors(Inputs::fields(in))) return compose(in);
+  auto outputs = MambaConv::apply(in.xz, in.weight, in.bias, in.initial_state);
+  return {outputs[0], outputs[1], outputs[2]};
 }
 
 }  // namespace
@@ -216,10 +234,8 @@ at::Tensor left_of_grad_gate(const at::Tensor& grad_gate) {
   return grad_gate.as_strided(grad_gate.sizes(), grad_gate.strides(), /*storage_offset=*/0);
 }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { m.impl("_mamba_conv", &mamba_conv); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&mamba_conv>(m, "_mamba_conv"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("_mamba_conv", &mamba_conv_autocast<at::kCPU>); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { m.impl("_mamba_conv", &mamba_conv_autocast<at::kCUDA>); }
+SSM_AUTOCAST_OPERATOR(MambaConvOp)
 
 }  // namespace ssm_kernels::mamba_conv

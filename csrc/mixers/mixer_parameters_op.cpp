@@ -4,7 +4,6 @@
 
 #include <ATen/ops/empty.h>
 #include <ATen/ops/mul.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #ifdef SSM_KERNELS_WITH_CUDA
@@ -19,44 +18,51 @@
 
 #include "torch/checks.h"
 #include "torch/dispatch.h"
-#include "torch/missing_cuda.h"
 
 namespace ssm_kernels::mixers {
 namespace {
 
-using Signature = at::Tensor(const at::Tensor& A_log, const OptionalTensor& bias, const OptionalTensor& D,
-                             at::ScalarType dtype);
+struct Inputs {
+  at::Tensor A_log;
+  OptionalTensor bias, D;
+  at::ScalarType dtype = at::kFloat;
 
-at::Tensor allocate(const at::Tensor& A_log, const OptionalTensor& bias, const OptionalTensor& D, at::ScalarType dtype) {
-  c10::SymInt count = A_log.sym_numel();
-  for (const OptionalTensor* other : {&bias, &D}) {
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.A_log, self.bias, self.D, self.dtype);
+  }
+};
+
+at::Tensor allocate(const Inputs& in) {
+  c10::SymInt count = in.A_log.sym_numel();
+  for (const OptionalTensor* other : {&in.bias, &in.D}) {
     if (!is_present(*other)) continue;
-    TORCH_CHECK((*other)->device() == A_log.device(), "expected the parameters of a mixer on one device, got A_log on ",
-                A_log.device(), " and ", other == &D ? "D" : "the bias of the step sizes", " on ", (*other)->device());
+    TORCH_CHECK((*other)->device() == in.A_log.device(), "expected the parameters of a mixer on one device, got A_log on ",
+                in.A_log.device(), " and ", other == &in.D ? "D" : "the bias of the step sizes", " on ", (*other)->device());
     count += (*other)->sym_numel();
   }
-  return at::empty_symint({count}, A_log.options().dtype(dtype));
+  return at::empty_symint({count}, in.A_log.options().dtype(in.dtype));
 }
 
-at::Tensor cpu(const at::Tensor& A_log, const OptionalTensor& bias, const OptionalTensor& D, at::ScalarType dtype) {
-  const at::Tensor out = allocate(A_log, bias, D, dtype);
+at::Tensor cpu(const Inputs& in) {
+  const at::Tensor out = allocate(in);
   int64_t first = 0;
   const auto next = [&](const at::Tensor& parameter) {
     const at::Tensor piece = out.narrow(0, first, parameter.numel()).view(parameter.sizes()).copy_(parameter);
     first += parameter.numel();
     return piece;
   };
-  next(A_log).exp_().neg_();
-  for (const OptionalTensor* other : {&bias, &D}) {
+  next(in.A_log).exp_().neg_();
+  for (const OptionalTensor* other : {&in.bias, &in.D}) {
     if (is_present(*other)) next(**other);
   }
   return out;
 }
 
 #ifdef SSM_KERNELS_WITH_CUDA
-at::Tensor cuda(const at::Tensor& A_log, const OptionalTensor& bias, const OptionalTensor& D, at::ScalarType dtype) {
-  const c10::cuda::CUDAGuard guard(A_log.device());
-  const at::Tensor out = allocate(A_log, bias, D, dtype);
+at::Tensor cuda(const Inputs& in) {
+  const c10::cuda::CUDAGuard guard(in.A_log.device());
+  const at::Tensor out = allocate(in);
   if (out.numel() == 0) return out;
   // They live until the launch; copies of strided parameters are freed after it, in the stream's order.
   std::array<at::Tensor, 3> contiguous;
@@ -65,14 +71,10 @@ at::Tensor cuda(const at::Tensor& A_log, const OptionalTensor& bias, const Optio
     contiguous[place] = parameter->contiguous();
     return ParameterView{contiguous[place].const_data_ptr(), parameter->numel(), scalar_kind(parameter->scalar_type())};
   };
-  const MixerParametersParams params{view(0, A_log), view(1, bias), view(2, D), out.mutable_data_ptr()};
+  const MixerParametersParams params{view(0, in.A_log), view(1, in.bias), view(2, in.D), out.mutable_data_ptr()};
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  if (dtype == at::kDouble) {
-    launch_mixer_parameters<double>(params, stream);
-  } else {
-    launch_mixer_parameters<float>(params, stream);
-  }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(in.dtype == at::kDouble ? launch_mixer_parameters<double>(params, stream)
+                                         : launch_mixer_parameters<float>(params, stream));
   return out;
 }
 #endif
@@ -102,12 +104,12 @@ Parameters split(const at::Tensor& saved, const at::Tensor& A_log, const Optiona
 
 Parameters compute_parameters(const at::Tensor& A_log, const OptionalTensor& bias, const OptionalTensor& D,
                               at::ScalarType dtype) {
-  static const auto op = find_op<Signature>("ssm_kernels::_mixer_parameters");
+  static const Operator<at::Tensor, Inputs> op("ssm_kernels::_mixer_parameters");
   const at::ScalarType wide = accumulate_type(dtype);
   const auto to_convert = [&](const OptionalTensor& parameter) {
     return is_present(parameter) && parameter->scalar_type() != wide ? parameter : std::nullopt;
   };
-  return split(op.call(A_log, to_convert(bias), to_convert(D), wide), A_log, bias, D);
+  return split(op(Inputs{A_log, to_convert(bias), to_convert(D), wide}), A_log, bias, D);
 }
 
 Parameters restore_parameters(const at::Tensor& saved, const at::Tensor& A_log, const OptionalTensor& bias,
@@ -125,18 +127,12 @@ at::Tensor in_dtype_of(const at::Tensor& grad, const at::Tensor& parameter) {
   return grad.scalar_type() == parameter.scalar_type() ? grad : grad.to(parameter.scalar_type());
 }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { m.impl("_mixer_parameters", &cpu); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { implement<&cpu>(m, "_mixer_parameters"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { m.impl("_mixer_parameters", &allocate); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { implement<&allocate>(m, "_mixer_parameters"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { m.impl("_mixer_parameters", torch::autograd::autogradNotImplementedFallback()); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
 #ifdef SSM_KERNELS_WITH_CUDA
-  m.impl("_mixer_parameters", &cuda);
-#else
-  m.impl("_mixer_parameters", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { implement<&cuda>(m, "_mixer_parameters"); }
 #endif
-}
 
 }  // namespace ssm_kernels::mixers

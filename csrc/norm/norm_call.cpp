@@ -1,12 +1,10 @@
 #include "norm/norm_call.h"
 
-#include <ATen/core/grad_mode.h>
 #include <ATen/ops/empty.h>
 
 #include <utility>
 
 #include "norm/norm_op.h"
-#include "torch/dispatch.h"
 
 namespace ssm_kernels::norm {
 
@@ -116,22 +114,6 @@ void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& 
     }
   }
   kernels.bwd(params);
-}
-
-FourFlags needed_gradients(torch::autograd::AutogradContext* ctx, const std::array<bool, 4>& is_input_present) {
-  FourFlags needs_grad{};
-  size_t edge = 0;
-  for (size_t i = 0; i < needs_grad.size(); ++i) needs_grad[i] = is_input_present[i] && ctx->needs_input_grad(edge++);
-  return needs_grad;
-}
-
-bool is_recorded(std::initializer_list<const OptionalTensor*> inputs, const Tensor& x) {
-  const auto concerns = [](const Tensor& tensor) {
-    return (at::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
-  };
-  bool result = concerns(x);
-  for (const OptionalTensor* input : inputs) result = result || (is_present(*input) && concerns(**input));
-  return result;
 }
 
 }  // namespace ssm_kernels::norm

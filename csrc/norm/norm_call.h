@@ -2,19 +2,16 @@
 // the kernels, and which gradients autograd needs.
 #pragma once
 
-#include <ATen/autocast_mode.h>
 #include <ATen/core/Tensor.h>
-#include <torch/csrc/autograd/custom_function.h>
 
 #include <array>
-#include <initializer_list>
 #include <optional>
 #include <string_view>
 #include <tuple>
 
 #include "norm/norm.h"
 #include "norm/norm_views.h"
-#include "torch/arguments.h"
+#include "torch/autograd_op.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::norm {
@@ -22,16 +19,79 @@ namespace ssm_kernels::norm {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 using OptionalSize = std::optional<c10::SymInt>;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-using Four = std::tuple<Tensor, Tensor, Tensor, Tensor>;
-using FourFlags = std::array<bool, 4>;
-using TwoFlags = std::array<bool, 2>;
 
-// The signatures of _norm_gated and _add_norm.
-using GatedSignature = Tensor(const Tensor&, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, double,
-                              OptionalSize, bool, std::string_view, bool);
-using AddSignature = std::tuple<Tensor, Tensor>(const Tensor&, const OptionalTensor&, const OptionalTensor&,
-                                                const OptionalTensor&, double, OptionalSize, bool, bool);
+// The arguments of _norm_gated.
+struct GatedInputs {
+  Tensor x;
+  OptionalTensor weight, z, bias;
+  double eps = 0;
+  OptionalSize group_size;
+  bool norm_before_gate = false;
+  std::string_view activation;
+  bool subtract_mean = false;
+
+  template <typename Self>
+  static auto tensors(Self& self) {
+    return std::tie(self.x, self.weight, self.z, self.bias);
+  }
+  template <typename Self>
+  static auto options(Self& self) {
+    return std::tie(self.group_size, self.norm_before_gate, self.activation, self.subtract_mean);
+  }
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(tensors(self), std::tie(self.eps), options(self));
+  }
+};
+
+struct GatedOutputs {
+  Tensor out, rstd, mean;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.out, self.rstd, self.mean);
+  }
+};
+
+// The arguments of _norm_gated_bwd_out, those of the first backward operator among them.
+struct GatedBwdInputs {
+  Tensor grad_out;
+  GatedInputs in;
+  Tensor mean, rstd;
+
+  template <typename Self>
+  static auto common_fields(Self& self) {
+    return std::tuple_cat(std::tie(self.grad_out), GatedInputs::tensors(self.in), std::tie(self.mean, self.rstd),
+                          GatedInputs::options(self.in));
+  }
+};
+
+struct GatedBwdOutInputs : GatedBwdInputs {
+  std::array<bool, 2> needs_grad{};  // weight, bias
+  // Where these are written if they are present; `out` takes the output of forward, computed again.
+  OptionalTensor grad_x, grad_z, out;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(GatedBwdInputs::common_fields(self), std::tie(self.needs_grad, self.grad_x, self.grad_z, self.out));
+  }
+};
+using GatedParameterGrads = std::array<Tensor, 2>;
+
+// The arguments of _add_norm.
+struct AddInputs {
+  Tensor x;
+  OptionalTensor residual, weight, bias;
+  double eps = 0;
+  OptionalSize group_size;
+  bool residual_in_fp32 = false, subtract_mean = false;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.residual, self.weight, self.bias, self.eps, self.group_size, self.residual_in_fp32,
+                    self.subtract_mean);
+  }
+};
 
 inline constexpr char kRowAxes[] = "(..., columns)";
 
@@ -71,16 +131,9 @@ void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& 
 void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
              const Tensor& grad_weight, const Tensor& grad_bias);
 
-// Which of the inputs, in their order, have edges and need gradients: those that are absent have no edge of the graph.
-FourFlags needed_gradients(torch::autograd::AutogradContext* ctx, const std::array<bool, 4>& is_input_present);
-// Whether autograd has to record the call. With a tangent of forward-mode AD, apply() says that there is none.
-bool is_recorded(std::initializer_list<const OptionalTensor*> inputs, const Tensor& x);
-
 // Under autocast a parameter of a third dtype beside x is cast to float32, and so is a residual; the gate is cast to x's dtype.
-template <at::DeviceType device_type>
-OptionalTensor as_legal(const OptionalTensor& tensor, at::ScalarType dtype) {
-  const bool is_legal = !is_present(tensor) || tensor->scalar_type() == dtype;
-  return is_legal ? tensor : OptionalTensor(at::autocast::cached_cast(at::kFloat, *tensor, device_type));
+inline void cast_if_third(OptionalTensor& tensor, at::ScalarType dtype, const Autocast& to) {
+  if (is_present(tensor) && tensor->scalar_type() != dtype) to.to_float(tensor);
 }
 
 }  // namespace ssm_kernels::norm

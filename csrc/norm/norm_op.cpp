@@ -4,7 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include <array>
 #include <string>
 
 #include "norm/norm_call.h"
@@ -21,22 +20,27 @@ void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack
   const bool subtract_mean = name.find("layer_norm") != std::string::npos;
   auto arguments = torch::jit::pop(*stack, handle.schema().arguments().size());
   auto next = arguments.begin();
-  const Tensor x = (next++)->toTensor();
-  std::array<OptionalTensor, 3> tensors;
-  for (OptionalTensor& tensor : tensors) tensor = (next++)->toOptional<Tensor>();
-  const double eps = (next++)->toDouble();
   if (name.rfind("add_", 0) == 0) {
-    static const auto add_op = find_op<AddSignature>("ssm_kernels::_add_norm");
-    auto [normed, new_residual] =
-        add_op.call(x, tensors[0], tensors[1], tensors[2], eps, std::nullopt, next->toBool(), subtract_mean);
+    static const Operator<std::tuple<Tensor, Tensor>, AddInputs> add_norm("ssm_kernels::_add_norm");
+    AddInputs in;
+    in.subtract_mean = subtract_mean;
+    in.x = (next++)->toTensor();
+    for (OptionalTensor* tensor : {&in.residual, &in.weight, &in.bias}) *tensor = (next++)->toOptional<Tensor>();
+    in.eps = (next++)->toDouble();
+    in.residual_in_fp32 = next->toBool();
+    auto [normed, new_residual] = add_norm(in);
     return torch::jit::push(*stack, std::move(normed), std::move(new_residual));
   }
-  const OptionalSize group_size = next->isNone() ? OptionalSize() : OptionalSize(next->toSymInt());
-  const bool norm_before_gate = (++next)->toBool();
-  const std::string activation = (++next)->toStringRef();
-  static const auto gated_op = find_op<GatedSignature>("ssm_kernels::_norm_gated");
-  torch::jit::push(*stack, gated_op.call(x, tensors[0], tensors[1], tensors[2], eps, group_size, norm_before_gate, activation,
-                                         subtract_mean));
+  static const Operator<Tensor, GatedInputs> norm_gated("ssm_kernels::_norm_gated");
+  GatedInputs in;
+  in.subtract_mean = subtract_mean;
+  in.x = (next++)->toTensor();
+  for (OptionalTensor* tensor : {&in.weight, &in.z, &in.bias}) *tensor = (next++)->toOptional<Tensor>();
+  in.eps = (next++)->toDouble();
+  in.group_size = (next++)->toOptional<c10::SymInt>();
+  in.norm_before_gate = (next++)->toBool();
+  in.activation = next->toStringView();
+  torch::jit::push(*stack, norm_gated(in));
 }
 
 }  // namespace

@@ -1,9 +1,11 @@
-// Between the operator's dispatcher-facing half (selective_scan_op.cpp) and its devices: checked arguments, the tensors that
-// forward and backward return, and all of them as plain data.
+// Shared by the dispatcher's side of the selective scan (selective_scan_op.cpp) and its devices: arguments and results of its
+// operators, checks and allocation, and conversion to plain data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
 
+#include <algorithm>
 #include <array>
 #include <optional>
 #include <string_view>
@@ -11,118 +13,112 @@
 
 #include "selective_scan/selective_scan.h"
 #include "torch/checks.h"
+#include "torch/dispatch.h"
 
 namespace ssm_kernels::selective_scan {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// The inputs of forward, by reference: valid for the duration of the call.
 struct Inputs {
-  const at::Tensor &u, &delta, &A, &B, &C;
-  const OptionalTensor &D, &z, &delta_bias, &initial_state;
+  at::Tensor u, delta, A, B, C;
+  OptionalTensor D, z, delta_bias, initial_state;
+  std::string_view discretization;
+  bool delta_softplus = false;
+
+  // Not among the public operator's arguments.
+  bool save_chunk_states = false;
+  bool has_initial_state = false;  // in backward, whose initial state is the first of the chunk states
+
+  template <typename Self>
+  static auto fields_but_state(Self& self) {
+    return std::tie(self.u, self.delta, self.A, self.B, self.C, self.D, self.z, self.delta_bias);
+  }
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(fields_but_state(self), std::tie(self.initial_state, self.discretization, self.delta_softplus));
+  }
+};
+
+struct FwdInputs : Inputs {
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(Inputs::fields(self), std::tie(self.save_chunk_states));
+  }
 };
 
 // Raises unless the inputs are as ssm_kernels.selective_scan documents; returns the method.
-Discretization check_inputs(const Inputs& in, std::string_view discretization);
+Discretization check_inputs(const Inputs& in);
 
 struct FwdOutputs {
   at::Tensor out, last_state, chunk_states;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.out, self.last_state, self.chunk_states);
+  }
 };
 // Uninitialized, on the device of u (the Meta device included). This is the one place that knows what forward saves.
-FwdOutputs allocate_fwd(const Inputs& in, bool save_chunk_states);
+FwdOutputs allocate_fwd(const Inputs& in);
 
 // In the order of backward's results.
 enum Grad { kGradU, kGradDelta, kGradA, kGradB, kGradC, kGradD, kGradZ, kGradDeltaBias, kGradInitialState, kNumGrads };
 using NeedsGrad = std::array<bool, kNumGrads>;
 using GradTensors = std::array<at::Tensor, kNumGrads>;
-// Checks what backward is given beside the inputs, then as allocate_fwd. Gradients of sequences have the layout of the
-// sequence, those of parameters and states are contiguous, and those absent or not needed have no elements. The initial state
-// is the first of chunk_states, not among the inputs: needs_grad alone says whether its gradient is asked for. With grad_z, the
-// gradient of z is that tensor, and likewise that of delta.
-GradTensors allocate_bwd(const Inputs& in, const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
-                         const at::Tensor& chunk_states, const NeedsGrad& needs_grad, const OptionalTensor& grad_z,
-                         const OptionalTensor& grad_delta);
 
-using GradTuple =
-    std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-inline GradTuple as_tuple(const GradTensors& grads) { return std::tuple_cat(grads); }
+struct BwdInputs {
+  OptionalTensor grad_out, grad_last_state;
+  Inputs in;  // without the initial state, which is the first of chunk_states
+  at::Tensor chunk_states;
+  NeedsGrad needs_grad{};
+  // Arguments of _selective_scan_bwd_out alone: where backward writes the gradient of z and, if it is given, that of delta.
+  OptionalTensor grad_z, grad_delta;
 
-// The signatures of _selective_scan_fwd, _selective_scan_bwd, and _selective_scan_bwd_out, which writes the gradient of z, and
-// of delta if it is told to, where it is told to and returns the others.
-using FwdSignature = std::tuple<at::Tensor, at::Tensor, at::Tensor>(
-    const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-    const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias, const OptionalTensor& initial_state,
-    std::string_view discretization, bool delta_softplus, bool save_chunk_states);
-using BwdSignature = GradTuple(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                               const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                               const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                               const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus,
-                               NeedsGrad needs_grad);
-using BwdOutResult = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor>;
-using BwdOutSignature = BwdOutResult(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                                     const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                                     const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                                     const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus,
-                                     NeedsGrad needs_grad, at::Tensor& grad_z, const OptionalTensor& grad_delta);
-
-// The arguments of a device's backward, which returns gradients as allocate_bwd makes them.
-struct BwdCall {
-  const OptionalTensor &grad_out, &grad_last_state;
-  Inputs in;  // without an initial state, which is the first of chunk_states
-  const at::Tensor& chunk_states;
-  std::string_view discretization;
-  bool delta_softplus;
-  NeedsGrad needs_grad;
-  const OptionalTensor &grad_z, &grad_delta;
-};
-
-// The dispatcher's kernels of backward, both forms, of a device's function.
-template <GradTensors (*compute)(const BwdCall&)>
-struct BwdKernels {
-  static GradTuple bwd(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                       const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                       const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                       const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus,
-                       NeedsGrad needs_grad) {
-    const OptionalTensor absent;
-    return as_tuple(compute({grad_out,
-                             grad_last_state,
-                             {u, delta, A, B, C, D, z, delta_bias, absent},
-                             chunk_states,
-                             discretization,
-                             delta_softplus,
-                             needs_grad,
-                             absent,
-                             absent}));
-  }
-
-  static BwdOutResult bwd_out(const OptionalTensor& grad_out, const OptionalTensor& grad_last_state, const at::Tensor& u,
-                              const at::Tensor& delta, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                              const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& delta_bias,
-                              const at::Tensor& chunk_states, std::string_view discretization, bool delta_softplus,
-                              NeedsGrad needs_grad, at::Tensor& grad_z, const OptionalTensor& grad_delta) {
-    const OptionalTensor absent, target = grad_z;
-    GradTensors grads = compute({grad_out,
-                                 grad_last_state,
-                                 {u, delta, A, B, C, D, z, delta_bias, absent},
-                                 chunk_states,
-                                 discretization,
-                                 delta_softplus,
-                                 needs_grad,
-                                 target,
-                                 grad_delta});
-    // Results share no memory with arguments.
-    if (is_present(grad_delta)) grads[kGradDelta] = at::empty({0}, A.options());
-    return {std::move(grads[kGradU]),         std::move(grads[kGradDelta]),       std::move(grads[kGradA]),
-            std::move(grads[kGradB]),         std::move(grads[kGradC]),           std::move(grads[kGradD]),
-            std::move(grads[kGradDeltaBias]), std::move(grads[kGradInitialState])};
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(std::tie(self.grad_out, self.grad_last_state), Inputs::fields_but_state(self.in),
+                          std::tie(self.chunk_states, self.in.discretization, self.in.delta_softplus, self.needs_grad));
   }
 };
 
-SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, bool delta_softplus, const FwdOutputs& outputs);
-// chunk_states must be contiguous. Gradients without elements are absent: their views are empty, their pointers null.
-SelectiveScanBwdParams make_bwd_params(const Inputs& in, Discretization method, bool delta_softplus,
-                                       const OptionalTensor& grad_out, const OptionalTensor& grad_last_state,
-                                       const at::Tensor& chunk_states, const GradTensors& grads);
+struct BwdOutInputs : BwdInputs {
+  at::Tensor required_grad_z;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tuple_cat(BwdInputs::fields(self), std::tie(self.required_grad_z, self.grad_delta));
+  }
+};
+using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // without that of z
+
+// Checks the arguments of backward alone and allocates as allocate_fwd does. Gradients of sequences have the layout of the
+// sequence, those of parameters and states are contiguous, and those absent or not needed have no elements. needs_grad alone
+// says whether the gradient of the initial state is needed. A gradient that the caller has given memory for is that tensor.
+GradTensors allocate_bwd(const BwdInputs& bwd);
+
+// As bwd, into the caller's tensors, which are not among the results: results share no memory with arguments.
+template <GradTensors (*bwd)(const BwdInputs&)>
+BwdOutGrads bwd_out(BwdOutInputs& in) {
+  in.grad_z = in.required_grad_z;
+  GradTensors grads = bwd(in);
+  if (is_present(in.grad_delta)) grads[kGradDelta] = at::empty({0}, in.in.A.options());
+  BwdOutGrads others;
+  std::move(grads.begin(), grads.begin() + kGradZ, others.begin());
+  std::move(grads.begin() + kGradZ + 1, grads.end(), others.begin() + kGradZ);
+  return others;
+}
+
+// Registers a device's kernels.
+template <FwdOutputs (*fwd)(const FwdInputs&), GradTensors (*bwd)(const BwdInputs&)>
+void register_kernels(torch::Library& m) {
+  implement<fwd>(m, "_selective_scan_fwd");
+  implement<bwd>(m, "_selective_scan_bwd");
+  implement<&bwd_out<bwd>>(m, "_selective_scan_bwd_out");
+}
+
+SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, const FwdOutputs& outputs);
+// `chunk_states` are those of bwd, contiguous. Gradients without elements are absent: their views are empty, their pointers
+// null.
+SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization method, const at::Tensor& chunk_states,
+                                       const GradTensors& grads);
 
 }  // namespace ssm_kernels::selective_scan

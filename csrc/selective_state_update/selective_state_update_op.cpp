@@ -2,9 +2,7 @@
 
 #include "selective_state_update/selective_state_update_op.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
@@ -13,11 +11,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "torch/arguments.h"
+#include "torch/autograd_op.h"
 #include "torch/checks.h"
-#include "torch/dispatch.h"
 #include "torch/memory_overlap.h"
-#include "torch/missing_cuda.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_state_update {
@@ -42,7 +38,7 @@ void check_parameter(const ArgumentChecks& checks, const char* name, const Optio
 
 }  // namespace
 
-Discretization check_inputs(const Inputs& in, std::string_view discretization) {
+Discretization check_inputs(const Inputs& in) {
   check_defined(kOp, "state", in.state);
   check_defined(kOp, "B", in.B);
   const ArgumentChecks checks(kOp, "x", in.x);
@@ -88,7 +84,7 @@ Discretization check_inputs(const Inputs& in, std::string_view discretization) {
   }
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   check_dt_limit(kOp, dt_min, dt_max);
-  return parse_discretization(kOp, discretization);
+  return parse_discretization(kOp, in.discretization);
 }
 
 at::Tensor allocate_out(const Inputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
@@ -136,7 +132,7 @@ void check_memory(const Inputs& in) {
 
 }  // namespace
 
-StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_softplus, const at::Tensor& out) {
+StateUpdateParams make_params(const Inputs& in, Discretization method, const at::Tensor& out) {
   check_memory(in);
   const bool has_heads = in.state.dim() == 4;
   StateUpdateParams params;
@@ -147,7 +143,7 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_s
   params.groups = in.B.dim() == 3 ? in.B.size(1) : 1;
   params.dstate = in.state.size(-1);
   params.discretization = method;
-  params.dt_softplus = dt_softplus;
+  params.dt_softplus = in.dt_softplus;
   params.A_is_log = in.A_is_log;
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   params.dt_min = dt_min;
@@ -182,19 +178,22 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_s
 
 namespace {
 
-at::Tensor meta(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
-                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias, bool,
-                const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit,
-                bool A_is_log) {
-  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit, A_is_log};
-  check_inputs(in, discretization);
+at::Tensor meta(const Inputs& in) {
+  check_inputs(in);
   return allocate_out(in);
 }
 
-const auto& operator_handle() {
-  static const auto op = find_op<decltype(meta)>("ssm_kernels::selective_state_update");
-  return op;
-}
+struct SelectiveStateUpdate : InPlaceOp<Inputs> {
+  static constexpr char kSchema[] = "ssm_kernels::selective_state_update";
+
+  static const at::Tensor& written(const Inputs& in) { return in.state; }
+
+  // Inputs in the autocast dtype, parameters in float32. The state is written to and is not cast.
+  static void cast(Inputs& in, const Autocast& to) {
+    to.to_lower(in.x, in.dt, in.B, in.C, in.z);
+    to.to_float(in.A, in.D, in.dt_bias);
+  }
+};
 
 // A node that raises when backward reaches it. PyTorch holds nodes by std::shared_ptr, in newer versions by intrusive_ptr.
 template <typename Pointer = decltype(torch::autograd::Edge::function)>
@@ -211,82 +210,39 @@ Pointer make_error_node(torch::autograd::edge_list inputs) {
   }
 }
 
-// Where a gradient would be wanted, out and the state become functions of such nodes.
-at::Tensor autograd(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A,
-                    const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
-                    const OptionalTensor& dt_bias, bool dt_softplus, const OptionalTensor& state_batch_indices,
-                    std::string_view discretization, OptionalLimit dt_limit, bool A_is_log) {
-  check_arguments(operator_handle(), {state, x, dt, A, B, C, D, z, dt_bias, std::nullopt, state_batch_indices});
-  const auto check_mode = [](const auto&... tensors) {
-    TORCH_CHECK_NOT_IMPLEMENTED(!(torch::autograd::isFwGradDefined(tensors) || ...), kOp,
-                                ": forward-mode differentiation is not supported");
+// If an input requires a gradient, attaches error nodes to the output and to the state, so that backward raises.
+at::Tensor autograd(c10::DispatchKeySet keys, const Inputs& in) {
+  const auto& op = operator_of<SelectiveStateUpdate>();
+  op.check(in);
+  const auto apply = [&](const auto& function) {
+    return function(in.state, in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias);
   };
-  check_mode(state, x, dt, A, B, C, D, z, dt_bias);
-  const bool needs_graph = torch::autograd::compute_requires_grad(state, x, dt, A, B, C, D, z, dt_bias);
-  torch::autograd::edge_list inputs;
+  TORCH_CHECK_NOT_IMPLEMENTED(!apply([](const auto&... tensors) { return (torch::autograd::isFwGradDefined(tensors) || ...); }),
+                              kOp, ": forward-mode differentiation is not supported");
+  const bool needs_graph = apply([](const auto&... tensors) { return torch::autograd::compute_requires_grad(tensors...); });
+  torch::autograd::edge_list edges;
   if (needs_graph) {
-    torch::autograd::check_inplace(state, true);
-    inputs = torch::autograd::collect_next_edges(state, x, dt, A, B, C, D, z, dt_bias);
+    torch::autograd::check_inplace(in.state, true);
+    edges = apply([](const auto&... tensors) { return torch::autograd::collect_next_edges(tensors...); });
   }
   at::Tensor out;
   {
     at::AutoDispatchBelowAutograd guard;
-    out = operator_handle().redispatch(keys & c10::after_autograd_keyset, state, x, dt, A, B, C, D, z, dt_bias, dt_softplus,
-                                       state_batch_indices, discretization, dt_limit, A_is_log);
+    out = op.redispatch(keys & c10::after_autograd_keyset, in);
   }
   if (needs_graph) {
-    torch::autograd::set_history(out, make_error_node(inputs));
-    torch::autograd::rebase_history(state, make_error_node(inputs));
+    torch::autograd::set_history(out, make_error_node(edges));
+    torch::autograd::rebase_history(in.state, make_error_node(edges));
   }
   return out;
-}
-
-at::Tensor count_version(c10::DispatchKeySet keys, at::Tensor& state, const at::Tensor& x, const at::Tensor& dt,
-                         const at::Tensor& A, const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
-                         const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus,
-                         const OptionalTensor& state_batch_indices, std::string_view discretization, OptionalLimit dt_limit,
-                         bool A_is_log) {
-  at::Tensor out;
-  {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    out = operator_handle().redispatch(keys & c10::after_ADInplaceOrView_keyset, state, x, dt, A, B, C, D, z, dt_bias,
-                                       dt_softplus, state_batch_indices, discretization, dt_limit, A_is_log);
-  }
-  torch::autograd::increment_version(state);
-  return out;
-}
-
-// Inputs in the autocast dtype, parameters in float32. The state is written to, so it stays what it is.
-template <at::DeviceType device_type>
-at::Tensor autocast(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
-                    const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
-                    bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
-                    OptionalLimit dt_limit, bool A_is_log) {
-  check_arguments(operator_handle(), {state, x, dt, A, B, C, D, z, dt_bias, std::nullopt, state_batch_indices});
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
-  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
-  const auto input = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
-  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
-  return operator_handle().call(state, input(x), input(dt), parameter(A), input(B), input(C), parameter(D), input(z),
-                                parameter(dt_bias), dt_softplus, state_batch_indices, discretization, dt_limit, A_is_log);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { m.impl("selective_state_update", TORCH_FN(autograd)); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&autograd>(m, "selective_state_update"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) { m.impl("selective_state_update", TORCH_FN(count_version)); }
+SSM_IN_PLACE_OPERATOR(SelectiveStateUpdate)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { m.impl("selective_state_update", &meta); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { m.impl("selective_state_update", &autocast<at::kCPU>); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { m.impl("selective_state_update", &autocast<at::kCUDA>); }
-
-#ifndef SSM_KERNELS_WITH_CUDA
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  m.impl("selective_state_update", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
-}
-#endif
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { implement<&meta>(m, "selective_state_update"); }
 
 }  // namespace ssm_kernels::selective_state_update

@@ -1,34 +1,42 @@
-// Between the operator's dispatcher-facing half (selective_state_update_op.cpp) and its devices: checked arguments, and
-// plain-data views of them.
+// Shared by the dispatcher's side of selective_state_update (selective_state_update_op.cpp) and its devices: arguments, checks
+// and allocation, and conversion to plain data.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
 #include <optional>
 #include <string_view>
+#include <tuple>
 
 #include "selective_state_update/selective_state_update.h"
 
 namespace ssm_kernels::selective_state_update {
 
 using OptionalTensor = std::optional<at::Tensor>;
-using OptionalLimit = std::optional<at::ArrayRef<double>>;
 
-// References: lives as long as the call.
 struct Inputs {
-  const at::Tensor &state, &x, &dt, &A, &B, &C;
-  const OptionalTensor &D, &z, &dt_bias, &state_batch_indices;
-  OptionalLimit dt_limit;
-  bool A_is_log;
+  at::Tensor state, x, dt, A, B, C;
+  OptionalTensor D, z, dt_bias;
+  bool dt_softplus = false;
+  OptionalTensor state_batch_indices;
+  std::string_view discretization;
+  std::optional<at::ArrayRef<double>> dt_limit;
+  bool A_is_log = false;
+
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.state, self.x, self.dt, self.A, self.B, self.C, self.D, self.z, self.dt_bias, self.dt_softplus,
+                    self.state_batch_indices, self.discretization, self.dt_limit, self.A_is_log);
+  }
 };
 
 // Raises unless the inputs are as ssm_kernels.selective_state_update documents; returns the method.
-Discretization check_inputs(const Inputs& in, std::string_view discretization);
+Discretization check_inputs(const Inputs& in);
 
 // Uninitialized, contiguous, of the shape, dtype and device of x (the Meta device included).
 at::Tensor allocate_out(const Inputs& in);
 
-// Also raises if two elements of the state share memory.
-StateUpdateParams make_params(const Inputs& in, Discretization method, bool dt_softplus, const at::Tensor& out);
+// Also raises if two elements of the state share memory, or the state shares memory with another input.
+StateUpdateParams make_params(const Inputs& in, Discretization method, const at::Tensor& out);
 
 }  // namespace ssm_kernels::selective_state_update

@@ -3,22 +3,14 @@
 
 #include "ssd/ssd_op.h"
 
-#include <ATen/autocast_mode.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
-
-#include <string>
 
 #include "common/limits.h"
 #include "ssd/aten/chunked_scan.h"
-#include "torch/arguments.h"
+#include "torch/autograd_op.h"
 #include "torch/checks.h"
-#include "torch/dispatch.h"
-#include "torch/missing_cuda.h"
-#include "torch/needs_autograd.h"
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
@@ -53,46 +45,6 @@ void check_options(const Inputs& in) {
 }
 
 }  // namespace
-
-Inputs name_inputs(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                   std::optional<c10::SymInt> chunk_size, const OptionalTensor& D, const OptionalTensor& z,
-                   const OptionalTensor& dt_bias, bool dt_softplus, double dt_min, double dt_max,
-                   const OptionalTensor& initial_states, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
-                   std::string_view discretization) {
-  Inputs in;
-  in.x = x;
-  in.dt = dt;
-  in.A = A;
-  in.B = B;
-  in.C = C;
-  in.chunk_size = std::move(chunk_size);
-  in.D = D;
-  in.z = z;
-  in.dt_bias = dt_bias;
-  in.dt_softplus = dt_softplus;
-  in.dt_min = dt_min;
-  in.dt_max = dt_max;
-  in.initial_states = initial_states;
-  in.seq_idx = seq_idx;
-  in.cu_seqlens = cu_seqlens;
-  in.discretization = discretization;
-  return in;
-}
-
-BwdInputs name_inputs(const OptionalTensor& grad_out, const OptionalTensor& grad_final_states, const at::Tensor& x,
-                      const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B, const at::Tensor& C,
-                      std::optional<c10::SymInt> chunk_size, const OptionalTensor& D, const OptionalTensor& z,
-                      const OptionalTensor& dt_bias, bool dt_softplus, double dt_min, double dt_max,
-                      const OptionalTensor& initial_states, const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens,
-                      std::string_view discretization, NeedsGrad needs_grad) {
-  BwdInputs bwd;
-  bwd.grad_out = grad_out;
-  bwd.grad_final_states = grad_final_states;
-  bwd.in = name_inputs(x, dt, A, B, C, std::move(chunk_size), D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states,
-                       seq_idx, cu_seqlens, discretization);
-  bwd.needs_grad = needs_grad;
-  return bwd;
-}
 
 c10::SymInt Inputs::sequences() const { return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : x.sym_size(0); }
 
@@ -167,150 +119,69 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
 
 namespace {
 
-FwdResult fwd_meta(const Inputs& in) {
+FwdOutputs fwd_meta(const Inputs& in) {
   check_inputs(in);
-  FwdOutputs outputs = allocate_fwd(in);
-  return {outputs.out, outputs.final_states};
+  return allocate_fwd(in);
 }
 
-BwdResult bwd_meta(const BwdInputs& bwd) {
+GradTensors bwd_meta(const BwdInputs& bwd) {
   check_inputs(bwd.in);
-  return std::tuple_cat(allocate_bwd(bwd));
+  return allocate_bwd(bwd);
 }
 
-const c10::TypedOperatorHandle<FwdSignature>& fwd_op() {
-  static const auto op = find_op<FwdSignature>("ssm_kernels::_ssd_chunk_scan_fwd");
-  return op;
-}
+// The public operator's arguments: dt_limit in place of dt_min and dt_max.
+struct PublicInputs : Inputs {
+  std::optional<at::ArrayRef<double>> dt_limit;
 
-FwdResult call(const c10::TypedOperatorHandle<FwdSignature>& op, const Inputs& in) {
-  return op.call(in.x, in.dt, in.A, in.B, in.C, in.chunk_size, in.D, in.z, in.dt_bias, in.dt_softplus, in.dt_min, in.dt_max,
-                 in.initial_states, in.seq_idx, in.cu_seqlens, in.discretization);
-}
-
-BwdResult call(const c10::TypedOperatorHandle<BwdSignature>& op, const BwdInputs& bwd) {
-  const Inputs& in = bwd.in;
-  return op.call(bwd.grad_out, bwd.grad_final_states, in.x, in.dt, in.A, in.B, in.C, in.chunk_size, in.D, in.z, in.dt_bias,
-                 in.dt_softplus, in.dt_min, in.dt_max, in.initial_states, in.seq_idx, in.cu_seqlens, in.discretization,
-                 bwd.needs_grad);
-}
-
-// The public operator.
-FwdResult ssd_chunk_scan(const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
-                         const at::Tensor& C, std::optional<c10::SymInt> chunk_size, const OptionalTensor& D,
-                         const OptionalTensor& z, const OptionalTensor& dt_bias, bool dt_softplus,
-                         std::optional<at::ArrayRef<double>> dt_limit, const OptionalTensor& initial_states,
-                         const OptionalTensor& seq_idx, const OptionalTensor& cu_seqlens, std::string_view discretization) {
-  static const auto public_op = c10::Dispatcher::singleton().findSchemaOrThrow("ssm_kernels::ssd_chunk_scan", "");
-  static const auto op = find_op<FwdSignature>("ssm_kernels::_ssd_chunk_scan");
-  check_arguments(public_op, {x, dt, A, B, C, std::nullopt, D, z, dt_bias, std::nullopt, std::nullopt, initial_states, seq_idx,
-                              cu_seqlens});
-  const auto [dt_min, dt_max] = parse_dt_limit(kOp, dt_limit);
-  return op.call(x, dt, A, B, C, std::move(chunk_size), D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx,
-                 cu_seqlens, discretization);
-}
-
-FwdResult scan_no_grad(const Inputs& in) { return call(fwd_op(), in); }
-
-// Saves the inputs and nothing else.
-class SsdChunkScan : public torch::autograd::Function<SsdChunkScan> {
- public:
-  // Backward calls a registered operator and nothing else, so compiled autograd may look inside.
-  static constexpr bool is_traceable = true;
-
-  // The tensors come as arguments of their own, too, where autograd looks for them: first those of Grad, in its order.
-  static torch::autograd::variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x,
-                                                const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
-                                                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z,
-                                                const OptionalTensor& dt_bias, const OptionalTensor& initial_states,
-                                                const Inputs& in) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    auto [out, final_states] = call(fwd_op(), in);
-    ctx->save_for_backward({x, dt, A, B, C, or_undefined(D), or_undefined(z), or_undefined(dt_bias),
-                            or_undefined(initial_states), or_undefined(in.seq_idx), or_undefined(in.cu_seqlens)});
-    ctx->saved_data["chunk_size"] = in.chunk_size;
-    ctx->saved_data["dt_softplus"] = in.dt_softplus;
-    ctx->saved_data["dt_min"] = in.dt_min;
-    ctx->saved_data["dt_max"] = in.dt_max;
-    ctx->saved_data["discretization"] = std::string(in.discretization);
-    ctx->set_materialize_grads(false);
-    return {out, final_states};
-  }
-
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx, torch::autograd::variable_list grads) {
-    constexpr size_t kNumArguments = kNumGrads + 1;  // of forward, after ctx
-    torch::autograd::variable_list result(kNumArguments);
-    if (!grads[0].defined() && !grads[1].defined()) return result;
-    const auto saved = ctx->get_saved_variables();
-    const auto optional = [&](size_t i) { return or_absent(saved[i]); };
-    const auto option = [&](const char* name) -> const c10::IValue& { return ctx->saved_data[name]; };
-    BwdInputs bwd;
-    bwd.grad_out = or_absent(grads[0]);
-    bwd.grad_final_states = or_absent(grads[1]);
-    bwd.in.x = saved[kGradX];
-    bwd.in.dt = saved[kGradDt];
-    bwd.in.A = saved[kGradA];
-    bwd.in.B = saved[kGradB];
-    bwd.in.C = saved[kGradC];
-    bwd.in.chunk_size = option("chunk_size").toOptional<c10::SymInt>();
-    bwd.in.D = optional(kGradD);
-    bwd.in.z = optional(kGradZ);
-    bwd.in.dt_bias = optional(kGradDtBias);
-    bwd.in.dt_softplus = option("dt_softplus").toBool();
-    bwd.in.dt_min = option("dt_min").toDouble();
-    bwd.in.dt_max = option("dt_max").toDouble();
-    bwd.in.initial_states = optional(kGradInitialStates);
-    bwd.in.seq_idx = optional(kNumGrads);
-    bwd.in.cu_seqlens = optional(kNumGrads + 1);
-    bwd.in.discretization = option("discretization").toStringView();
-    // Those that are absent have no edge of the graph.
-    NeedsGrad& needs_grad = bwd.needs_grad;
-    size_t edge = 0;
-    for (size_t i = 0; i < kNumGrads; ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
-
-    static const auto op = find_op<BwdSignature>("ssm_kernels::_ssd_chunk_scan_bwd");
-    const GradTensors computed = std::apply([](const auto&... grad) { return GradTensors{grad...}; }, call(op, bwd));
-    for (size_t i = 0; i < kNumGrads; ++i) {
-      if (needs_grad[i]) result[i] = computed[i];
-    }
-    return result;
+  template <typename Self>
+  static auto fields(Self& self) {
+    return std::tie(self.x, self.dt, self.A, self.B, self.C, self.chunk_size, self.D, self.z, self.dt_bias, self.dt_softplus,
+                    self.dt_limit, self.initial_states, self.seq_idx, self.cu_seqlens, self.discretization);
   }
 };
 
-FwdResult scan_autograd(const Inputs& in) {
-  check_no_func_transform(kOp);
-  if (!any_needs_autograd(in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.initial_states)) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return scan_no_grad(in);
-  }
-  auto outputs = SsdChunkScan::apply(in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.initial_states, in);
-  return {outputs[0], outputs[1]};
-}
+// Saves the inputs and nothing else.
+struct SsdChunkScan : DifferentiableOp<SsdChunkScan, Inputs, FwdResult, kNumGrads> {
+  static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan";
 
-// Sequences in the autocast dtype; parameters and states in float32.
-template <at::DeviceType device_type>
-FwdResult scan_autocast(const Inputs& in) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device_type));
-  const at::ScalarType lower = at::autocast::get_autocast_dtype(device_type);
-  const auto sequence = [&](const auto& tensor) { return at::autocast::cached_cast(lower, tensor, device_type); };
-  const auto parameter = [&](const auto& tensor) { return at::autocast::cached_cast(at::kFloat, tensor, device_type); };
-  static const auto op = find_op<FwdSignature>("ssm_kernels::_ssd_chunk_scan");
-  Inputs cast = in;
-  cast.x = sequence(in.x);
-  cast.dt = sequence(in.dt);
-  cast.B = sequence(in.B);
-  cast.C = sequence(in.C);
-  cast.A = parameter(in.A);
-  cast.D = parameter(in.D);
-  cast.z = sequence(in.z);
-  cast.dt_bias = parameter(in.dt_bias);
-  cast.initial_states = parameter(in.initial_states);
-  return call(op, cast);
+  static const char* name(const Inputs&) { return kOp; }
+
+  static auto differentiable(const Inputs& in) {
+    return std::tie(in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.initial_states);
+  }
+
+  static FwdResult forward(const Inputs& in, variable_list*) {
+    static const Operator<FwdResult, Inputs> op("ssm_kernels::_ssd_chunk_scan_fwd");
+    return op(in);
+  }
+
+  static GradTensors backward(Inputs& in, at::TensorList, const variable_list& grads, const NeedsGrad& needs_grad) {
+    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_ssd_chunk_scan_bwd");
+    BwdInputs bwd;
+    bwd.grad_out = or_absent(grads[0]);
+    bwd.grad_final_states = or_absent(grads[1]);
+    bwd.in = std::move(in);
+    bwd.needs_grad = needs_grad;
+    return op(bwd);
+  }
+
+  // Sequences in the autocast dtype; parameters and states in float32.
+  static void cast(Inputs& in, const Autocast& to) {
+    to.to_lower(in.x, in.dt, in.B, in.C, in.z);
+    to.to_float(in.A, in.D, in.dt_bias, in.initial_states);
+  }
+};
+
+FwdResult ssd_chunk_scan(PublicInputs& in) {
+  static const Operator<FwdResult, PublicInputs> op("ssm_kernels::ssd_chunk_scan");
+  op.check(in);
+  std::tie(in.dt_min, in.dt_max) = std::tuple_cat(parse_dt_limit(kOp, in.dt_limit));
+  return operator_of<SsdChunkScan>()(in);
 }
 
 }  // namespace
 
-FwdResult forward(const Inputs& in) {
+FwdOutputs forward(const Inputs& in) {
   if (in.x.is_meta()) return fwd_meta(in);
 #ifdef SSM_KERNELS_WITH_CUDA
   if (in.x.is_cuda()) return fwd_cuda(in);
@@ -318,7 +189,7 @@ FwdResult forward(const Inputs& in) {
   return fwd_aten(in);
 }
 
-BwdResult backward(const BwdInputs& bwd) {
+GradTensors backward(const BwdInputs& bwd) {
   if (bwd.in.x.is_meta()) return bwd_meta(bwd);
 #ifdef SSM_KERNELS_WITH_CUDA
   if (bwd.in.x.is_cuda()) return bwd_cuda(bwd);
@@ -326,45 +197,22 @@ BwdResult backward(const BwdInputs& bwd) {
   return bwd_aten(bwd);
 }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { m.impl("ssd_chunk_scan", &ssd_chunk_scan); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
-  m.impl("_ssd_chunk_scan", &Unpacked<FwdSignature>::kernel<&scan_no_grad>);
+template <FwdOutputs (*fwd)(const Inputs&), GradTensors (*bwd)(const BwdInputs&)>
+void register_kernels(torch::Library& m) {
+  implement<fwd>(m, "_ssd_chunk_scan_fwd");
+  implement<bwd>(m, "_ssd_chunk_scan_bwd");
 }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
-  m.impl("_ssd_chunk_scan", &Unpacked<FwdSignature>::kernel<&scan_autograd>);
-  // The adjoint is not differentiable again: say so rather than return wrong second derivatives.
-  m.impl("_ssd_chunk_scan_fwd", torch::autograd::autogradNotImplementedFallback());
-  m.impl("_ssd_chunk_scan_bwd", torch::autograd::autogradNotImplementedFallback());
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&ssd_chunk_scan>(m, "ssd_chunk_scan"); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
-  m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_meta>);
-  m.impl("_ssd_chunk_scan_bwd", &Unpacked<BwdSignature>::kernel<&bwd_meta>);
-}
+SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScan)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
-  m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_aten>);
-  m.impl("_ssd_chunk_scan_bwd", &Unpacked<BwdSignature>::kernel<&bwd_aten>);
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_kernels<&fwd_meta, &bwd_meta>(m); }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_kernels<&fwd_aten, &bwd_aten>(m); }
+
 #ifdef SSM_KERNELS_WITH_CUDA
-  m.impl("_ssd_chunk_scan_fwd", &Unpacked<FwdSignature>::kernel<&fwd_cuda>);
-  m.impl("_ssd_chunk_scan_bwd", &Unpacked<BwdSignature>::kernel<&bwd_cuda>);
-#else
-  m.impl("_ssd_chunk_scan_fwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
-  m.impl("_ssd_chunk_scan_bwd", torch::CppFunction::makeFromBoxedFunction<&built_without_cuda>());
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { register_kernels<&fwd_cuda, &bwd_cuda>(m); }
 #endif
-}
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) {
-  m.impl("_ssd_chunk_scan", &Unpacked<FwdSignature>::kernel<&scan_autocast<at::kCPU>>);
-}
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) {
-  m.impl("_ssd_chunk_scan", &Unpacked<FwdSignature>::kernel<&scan_autocast<at::kCUDA>>);
-}
 
 }  // namespace ssm_kernels::ssd

@@ -21,13 +21,14 @@ std::string public_name(const c10::OperatorHandle& op);
 // Raises if `tensor` is undefined: a TypeError, since Python's None is what becomes an undefined tensor.
 void check_defined(std::string_view op, std::string_view name, const at::Tensor& tensor);
 
-// An argument of any type; null unless it is a tensor, as std::nullopt in the place of a number.
+// An argument of any type; null unless it is a tensor.
 struct AnyArgument {
-  const at::Tensor* tensor;
+  const at::Tensor* tensor = nullptr;
 
-  AnyArgument(const at::Tensor& tensor) : tensor(&tensor) {}
-  AnyArgument(std::nullopt_t) : tensor(nullptr) {}
-  AnyArgument(const std::optional<at::Tensor>& tensor) : tensor(tensor.has_value() ? &*tensor : nullptr) {}
+  explicit AnyArgument(const at::Tensor& tensor) : tensor(&tensor) {}
+  explicit AnyArgument(const std::optional<at::Tensor>& tensor) : tensor(tensor.has_value() ? &*tensor : nullptr) {}
+  template <typename Other>
+  explicit AnyArgument(const Other&) {}
 };
 
 // Raises unless each required tensor is defined, and each tensor strided: neither sparse nor nested. Takes the first arguments

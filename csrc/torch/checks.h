@@ -22,8 +22,10 @@ at::ScalarType accumulate_type(at::ScalarType dtype);
 ScalarKind scalar_kind(at::ScalarType dtype);
 
 // Absent optional tensors come as nullopt or, from saved tensors, as undefined ones.
+inline bool is_present(const at::Tensor& tensor) { return tensor.defined(); }
 inline bool is_present(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && tensor->defined(); }
 // From one form to the other.
+inline const at::Tensor& or_undefined(const at::Tensor& tensor) { return tensor; }
 const at::Tensor& or_undefined(const std::optional<at::Tensor>& tensor);
 std::optional<at::Tensor> or_absent(const at::Tensor& tensor);
 

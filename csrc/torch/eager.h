@@ -4,7 +4,9 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 
-#include <initializer_list>
+#include <tuple>
+
+#include "torch/checks.h"
 
 namespace ssm_kernels {
 
@@ -23,6 +25,12 @@ bool are_plain(const Tensors& tensors) {
     if (!is_plain(tensor)) return false;
   }
   return true;
+}
+
+// The same of a tuple of tensors, some of them optional.
+template <typename Tuple>
+bool has_plain_tensors(const Tuple& tensors) {
+  return std::apply([](const auto&... tensor) { return (is_plain(or_undefined(tensor)) && ...); }, tensors);
 }
 
 // Whether operators run as they are called, rather than being traced or recorded for a second derivative.

@@ -40,44 +40,34 @@ void for_each_task(const LinearScanParams& params, const Body& body) {
                        [&](int64_t task, std::byte* scratch) { body(tasks, task, scratch); });
 }
 
-std::tuple<at::Tensor, at::Tensor> fwd_cpu(at::TensorList inputs, const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                                           std::string_view recurrence, std::string_view candidate_activation,
-                                           bool gate_is_logit, bool reverse) {
-  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+FwdOutputs fwd_cpu(const Inputs& in) {
   const Member member = check_inputs(in);
-  if (is_present(cu_seqlens)) check_cu_seqlens_values(recurrence, *cu_seqlens, inputs[0].size(1));
+  const at::Tensor& first = in.tensors[0];
+  if (is_present(in.cu_seqlens)) check_cu_seqlens_values(in.recurrence, *in.cu_seqlens, first.size(1));
   FwdOutputs outputs = allocate_fwd(in);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);
-  const ScalarKind kind = scalar_kind(inputs[0].scalar_type());
+  const ScalarKind kind = scalar_kind(first.scalar_type());
   for_each_task(params, [&](const Tasks& tasks, int64_t task, std::byte* scratch) {
     cpu_kernels().fwd_task(params, kind, tasks, task, scratch);
   });
-  return {outputs.h, outputs.last_state};
+  return outputs;
 }
 
-std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_cpu(const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
-                                                        at::TensorList inputs, const at::Tensor& h, const OptionalTensor& h0,
-                                                        const OptionalTensor& cu_seqlens, std::string_view recurrence,
-                                                        std::string_view candidate_activation, bool gate_is_logit, bool reverse,
-                                                        NeedsGrad needs_grad) {
-  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
-  const Member member = check_inputs(in);
-  GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
-  const at::Tensor sequences = sequence_of_step(in);
-  const LinearScanBwdParams params = make_bwd_params(in, member, sequences, h, grad_h, grad_last_state, grads);
-  const ScalarKind kind = scalar_kind(inputs[0].scalar_type());
+GradTensors bwd_cpu(const BwdInputs& bwd) {
+  const Member member = check_inputs(bwd.in);
+  GradTensors grads = allocate_bwd(bwd);
+  const at::Tensor sequences = sequence_of_step(bwd.in);
+  const LinearScanBwdParams params = make_bwd_params(bwd, member, sequences, grads);
+  const ScalarKind kind = scalar_kind(bwd.in.tensors[0].scalar_type());
   for_each_task(params, [&](const Tasks& tasks, int64_t task, std::byte* scratch) {
     cpu_kernels().bwd_task(params, kind, tasks, task, scratch);
   });
-  return {std::move(grads.inputs), grads.h0};
+  return grads;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
-  m.impl("_linear_recurrence_fwd", &fwd_cpu);
-  m.impl("_linear_recurrence_bwd", &bwd_cpu);
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_kernels<&fwd_cpu, &bwd_cpu>(m); }
 
 }  // namespace ssm_kernels::linear_scan

@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
 }
 
 template <typename Scalar>
-int launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream) {
-  int error = cudaSuccess;
+cudaError_t launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
   const auto launch = [&](auto variant, auto plain) {
     using Variant = decltype(variant);
     constexpr bool kPlain = decltype(plain)::value;

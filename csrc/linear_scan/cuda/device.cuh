@@ -247,7 +247,8 @@ template <typename Scalar>
 constexpr bool kHasPlainKernels = !std::is_same_v<Scalar, double>;
 
 template <typename T, typename Kernel, typename Params>
-int launch_tiles(Kernel kernel, const Params& params, const Partition& partition, int resident_blocks, cudaStream_t stream) {
+cudaError_t launch_tiles(Kernel kernel, const Params& params, const Partition& partition, int resident_blocks,
+                         cudaStream_t stream) {
   static_assert(sizeof(Shared<T>) <= 99 * 1024, "what a block of compute capability 8.6, 8.9 or 12.0 may have");
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, sizeof(Shared<T>)); error != cudaSuccess) return error;
   const auto at_a_time = static_cast<uint32_t>(partition.multiprocessors * resident_blocks);

@@ -12,13 +12,12 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <torch/library.h>
 
 #include <limits>
 
 #include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "linear_scan/linear_scan_op.h"
 #include "torch/checks.h"
 #include "torch/packed_sequences.h"
@@ -88,76 +87,48 @@ class Plan {
   at::Tensor words_;
 };
 
-// launcher(Scalar()) for the type behind the kind.
-template <typename Launcher>
-void launch(ScalarKind kind, const Launcher& launcher) {
-  const auto error = [&] {
-    switch (kind) {
-      case ScalarKind::kFloat:
-        return launcher(float());
-      case ScalarKind::kDouble:
-        return launcher(double());
-      case ScalarKind::kHalf:
-        return launcher(__half());
-      case ScalarKind::kBFloat16:
-        return launcher(__nv_bfloat16());
-    }
-    return static_cast<int>(cudaErrorInvalidValue);
-  }();
-  C10_CUDA_CHECK(static_cast<cudaError_t>(error));
-}
-
-std::tuple<at::Tensor, at::Tensor> fwd_cuda(at::TensorList inputs, const OptionalTensor& h0, const OptionalTensor& cu_seqlens,
-                                            std::string_view recurrence, std::string_view candidate_activation,
-                                            bool gate_is_logit, bool reverse) {
-  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
+FwdOutputs fwd_cuda(const Inputs& in) {
   const Member member = check_inputs(in);
-  const at::Tensor& first = inputs[0];
+  const at::Tensor& first = in.tensors[0];
   const c10::cuda::CUDAGuard guard(first.device());
-  if (is_present(cu_seqlens) && !cuda::is_capturing()) check_cu_seqlens_values(recurrence, cu_seqlens->cpu(), first.size(1));
+  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
+    check_cu_seqlens_values(in.recurrence, in.cu_seqlens->cpu(), first.size(1));
+  }
   FwdOutputs outputs = allocate_fwd(in);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);
   const Plan plan(params, member.name, first.element_size(), fwd_thread_steps(static_cast<int>(member.row->inputs)), first);
-  if (!plan.is_empty()) {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    plan.clear_words(stream);
-    launch(scalar_kind(first.scalar_type()),
-           [&](auto scalar) { return launch_linear_scan_fwd<decltype(scalar)>(params, plan.partition, stream); });
-  }
-  return {outputs.h, outputs.last_state};
+  if (plan.is_empty()) return outputs;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  plan.clear_words(stream);
+  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(first.scalar_type()), [&](auto scalar) {
+    return launch_linear_scan_fwd<decltype(scalar)>(params, plan.partition, stream);
+  }));
+  return outputs;
 }
 
-std::tuple<std::vector<at::Tensor>, at::Tensor> bwd_cuda(const OptionalTensor& grad_h, const OptionalTensor& grad_last_state,
-                                                         at::TensorList inputs, const at::Tensor& h, const OptionalTensor& h0,
-                                                         const OptionalTensor& cu_seqlens, std::string_view recurrence,
-                                                         std::string_view candidate_activation, bool gate_is_logit,
-                                                         bool reverse, NeedsGrad needs_grad) {
-  const Inputs in{inputs, h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse};
-  const Member member = check_inputs(in);
-  const at::Tensor& first = inputs[0];
+GradTensors bwd_cuda(const BwdInputs& bwd) {
+  const Member member = check_inputs(bwd.in);
+  const at::Tensor& first = bwd.in.tensors[0];
   const c10::cuda::CUDAGuard guard(first.device());
-  GradTensors grads = allocate_bwd(in, h, grad_h, grad_last_state, needs_grad);
-  const at::Tensor sequences = sequence_of_step(in);
-  const LinearScanBwdParams params = make_bwd_params(in, member, sequences, h, grad_h, grad_last_state, grads);
+  GradTensors grads = allocate_bwd(bwd);
+  const at::Tensor sequences = sequence_of_step(bwd.in);
+  const LinearScanBwdParams params = make_bwd_params(bwd, member, sequences, grads);
   Plan plan(params, member.name, first.element_size(), kBwdThreadSteps, first);
   for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) plan.add_view(Partition::kGradInputs + i, params.grad_inputs[i]);
   plan.add_view(Partition::kGradH, params.grad_h);
-  if (!plan.is_empty()) {
-    const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    plan.clear_words(stream);
-    launch(scalar_kind(first.scalar_type()),
-           [&](auto scalar) { return launch_linear_scan_bwd<decltype(scalar)>(params, plan.partition, stream); });
-  }
-  return {std::move(grads.inputs), grads.h0};
+  if (plan.is_empty()) return grads;
+  const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
+  plan.clear_words(stream);
+  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(first.scalar_type()), [&](auto scalar) {
+    return launch_linear_scan_bwd<decltype(scalar)>(params, plan.partition, stream);
+  }));
+  return grads;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  m.impl("_linear_recurrence_fwd", &fwd_cuda);
-  m.impl("_linear_recurrence_bwd", &bwd_cuda);
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { register_kernels<&fwd_cuda, &bwd_cuda>(m); }
 
 }  // namespace ssm_kernels::linear_scan
 

@@ -109,8 +109,8 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
 }
 
 template <typename Scalar>
-int launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream) {
-  int error = cudaSuccess;
+cudaError_t launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
   const auto launch = [&](auto variant, auto plain) {
     using Variant = decltype(variant);
     constexpr bool kPlain = decltype(plain)::value;

@@ -8,13 +8,13 @@
 // seqlen - 1 - t.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 
 #include "cuda/constants.h"
 #include "cuda/divisor.h"
 #include "linear_scan/linear_scan.h"
-
-struct CUstream_st;
 
 namespace ssm_kernels::linear_scan {
 
@@ -49,10 +49,10 @@ struct Partition {
   static constexpr int kInputs = 0, kGradInputs = kMaxRecurrenceInputs, kH = 2 * kMaxRecurrenceInputs, kGradH = kH + 1;
 };
 
-// Queue a kernel on the stream; return a cudaError_t. Instantiated for float, double, __half and __nv_bfloat16.
+// Queue a kernel on the stream. Instantiated for float, double, __half and __nv_bfloat16.
 template <typename Scalar>
-int launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, CUstream_st* stream);
+cudaError_t launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream);
 template <typename Scalar>
-int launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, CUstream_st* stream);
+cudaError_t launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream);
 
 }  // namespace ssm_kernels::linear_scan

@@ -24,6 +24,6 @@ struct MixerParametersParams {
 };
 
 template <typename Acc>
-void launch_mixer_parameters(const MixerParametersParams& params, cudaStream_t stream);
+cudaError_t launch_mixer_parameters(const MixerParametersParams& params, cudaStream_t stream);
 
 }  // namespace ssm_kernels::mixers

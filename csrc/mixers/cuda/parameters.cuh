@@ -48,10 +48,11 @@ __global__ void __launch_bounds__(kParameterThreads) mixer_parameters_kernel(con
 }
 
 template <typename Acc>
-void launch_mixer_parameters(const MixerParametersParams& params, cudaStream_t stream) {
+cudaError_t launch_mixer_parameters(const MixerParametersParams& params, cudaStream_t stream) {
   const int64_t count = params.A_log.count + params.bias.count + params.D.count;
   const int64_t blocks = (count + kParameterThreads - 1) / kParameterThreads;
   mixer_parameters_kernel<Acc><<<static_cast<unsigned int>(blocks), kParameterThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 }  // namespace ssm_kernels::mixers

@@ -41,24 +41,19 @@ const CpuKernels& cpu_kernels() {
   return *kBuilt[cpu_capability_index()];
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cpu(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
-                                                       const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
-                                                       const OptionalTensor& z, const OptionalTensor& delta_bias,
-                                                       const OptionalTensor& initial_state, std::string_view discretization,
-                                                       bool delta_softplus, bool save_chunk_states) {
-  const Inputs in{u, delta, A, B, C, D, z, delta_bias, initial_state};
-  const Discretization method = check_inputs(in, discretization);
-  const FwdOutputs outputs = allocate_fwd(in, save_chunk_states);
-  const SelectiveScanFwdParams params = make_fwd_params(in, method, delta_softplus, outputs);
+FwdOutputs fwd_cpu(const FwdInputs& in) {
+  const Discretization method = check_inputs(in);
+  FwdOutputs outputs = allocate_fwd(in);
+  const SelectiveScanFwdParams params = make_fwd_params(in, method, outputs);
 
   const CpuKernels& kernels = cpu_kernels();
-  const ScalarKind kind = scalar_kind(u.scalar_type());
-  const Blocking blocking(params, kernels.vector_bytes() / A.element_size());
+  const ScalarKind kind = scalar_kind(in.u.scalar_type());
+  const Blocking blocking(params, kernels.vector_bytes() / in.A.element_size());
   const int64_t task_work = blocking.blocks_per_task * blocking.lanes * params.dstate * params.seqlen;
   ThreadScratch threads(kernels.fwd_scratch_bytes(params, blocking, kind));
   threads.parallel_for(params.batch * blocking.tasks_per_batch(), task_work,
                        [&](int64_t task, std::byte* scratch) { kernels.fwd_task(params, blocking, kind, task, scratch); });
-  return {outputs.out, outputs.last_state, outputs.chunk_states};
+  return outputs;
 }
 
 // One of backward's sums, [batch][block][rows][lane], zero at first, seen channel by channel.
@@ -171,14 +166,12 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
   }
 }
 
-GradTensors compute_bwd_cpu(const BwdCall& call) {
-  const Inputs& in = call.in;
-  const Discretization method = check_inputs(in, call.discretization);
-  const GradTensors grads =
-      allocate_bwd(in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z, call.grad_delta);
-  const at::Tensor states = call.chunk_states.contiguous();
-  const SelectiveScanBwdParams params =
-      make_bwd_params(in, method, call.delta_softplus, call.grad_out, call.grad_last_state, states, grads);
+GradTensors bwd_cpu(const BwdInputs& bwd) {
+  const Inputs& in = bwd.in;
+  const Discretization method = check_inputs(in);
+  const GradTensors grads = allocate_bwd(bwd);
+  const at::Tensor states = bwd.chunk_states.contiguous();
+  const SelectiveScanBwdParams params = make_bwd_params(bwd, method, states, grads);
 
   const ScalarKind kind = scalar_kind(in.u.scalar_type());
   const Blocking blocking(params, cpu_kernels().vector_bytes() / in.A.element_size());
@@ -192,10 +185,6 @@ GradTensors compute_bwd_cpu(const BwdCall& call) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
-  m.impl("_selective_scan_fwd", &fwd_cpu);
-  m.impl("_selective_scan_bwd", &BwdKernels<&compute_bwd_cpu>::bwd);
-  m.impl("_selective_scan_bwd_out", &BwdKernels<&compute_bwd_cpu>::bwd_out);
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_kernels<&fwd_cpu, &bwd_cpu>(m); }
 
 }  // namespace ssm_kernels::selective_scan

@@ -1,17 +1,14 @@
-// CUDA entry points of the selective scan: allocate, cut the work, launch on the current stream. Nothing waits for the device
-// or is read from it, so that a call can be captured in a CUDA graph.
+// CUDA entry points of the selective scan: allocate, plan and launch on the current stream. They never wait for the device or
+// read from it, so that a call can be captured in a CUDA graph.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
 #include <ATen/core/Tensor.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -21,6 +18,9 @@
 #include <utility>
 #include <vector>
 
+#include "common/integers.h"
+#include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "selective_scan/cuda/plan.h"
 #include "selective_scan/selective_scan_op.h"
 #include "torch/checks.h"
@@ -29,24 +29,8 @@
 namespace ssm_kernels::selective_scan {
 namespace {
 
-constexpr int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-template <typename Visitor>
-void visit_scalar(ScalarKind kind, const Visitor& visit) {
-  switch (kind) {
-    case ScalarKind::kFloat:
-      return visit(float{});
-    case ScalarKind::kDouble:
-      return visit(double{});
-    case ScalarKind::kHalf:
-      return visit(__half{});
-    case ScalarKind::kBFloat16:
-      return visit(__nv_bfloat16{});
-  }
-}
-
 DeviceLimits limits_of(const at::Tensor& tensor) {
-  const cudaDeviceProp& properties = *at::cuda::getDeviceProperties(tensor.device().index());
+  const cudaDeviceProp& properties = cuda::device_properties(tensor.get_device());
   return {
       properties.multiProcessorCount,
       std::min(static_cast<int64_t>(properties.sharedMemPerBlockOptin), debug_option(DebugOption::kSelectiveScanSharedBytes)),
@@ -64,7 +48,7 @@ void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimi
               device.shared_bytes_per_block);
 }
 
-// One allocation, handed out in pieces.
+// One allocation for several arrays.
 class Workspace {
  public:
   // Reserves memory for `count` values; its address is in `*place` once allocated.
@@ -88,7 +72,7 @@ class Workspace {
   int64_t count_ = 0;
 };
 
-// What segments hand to each other.
+// Memory for the maps that segments publish for the segments after them.
 void reserve_carries(Workspace& workspace, ChannelPartition& partition, const SelectiveScanParams& p) {
   if (partition.segments == 1) return;
   const int64_t count = p.batch * partition.segments * p.dim * p.dstate;
@@ -118,87 +102,79 @@ void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partitio
   if (p.grad_delta_bias != nullptr) workspace.reserve(&sums.grad_delta_bias, rows * p.dim);
 }
 
-// The carry pass, where there are segments: of all but that after which (in backward: before which) there is no other.
+// Launches the carry pass, if time is cut into segments: for all segments but the one that no other follows (in backward: that
+// no other precedes).
 template <typename Launch>
-void launch_carry_pass(warp_scan::ScanPlan plan, int64_t first_segment, const Launch& launch) {
-  if (plan.segments == 1) return;
+cudaError_t launch_carry_pass(warp_scan::ScanPlan plan, int64_t first_segment, const Launch& launch) {
+  if (plan.segments == 1) return cudaSuccess;
   plan.carry_pass = true;
   plan.first_segment = first_segment;
   plan.launched_segments = plan.segments - 1;
-  C10_CUDA_CHECK(launch(plan));
+  return launch(plan);
 }
 
-std::tuple<at::Tensor, at::Tensor, at::Tensor> fwd_cuda(const at::Tensor& u, const at::Tensor& delta, const at::Tensor& A,
-                                                        const at::Tensor& B, const at::Tensor& C, const OptionalTensor& D,
-                                                        const OptionalTensor& z, const OptionalTensor& delta_bias,
-                                                        const OptionalTensor& initial_state, std::string_view discretization,
-                                                        bool delta_softplus, bool save_chunk_states) {
-  const Inputs in{u, delta, A, B, C, D, z, delta_bias, initial_state};
-  const Discretization method = check_inputs(in, discretization);
-  const c10::cuda::CUDAGuard guard(u.device());
-  const FwdOutputs outputs = allocate_fwd(in, save_chunk_states);
-  const SelectiveScanFwdParams params = make_fwd_params(in, method, delta_softplus, outputs);
-  if (params.batch == 0 || params.dim == 0) return {outputs.out, outputs.last_state, outputs.chunk_states};
+FwdOutputs fwd_cuda(const FwdInputs& in) {
+  const Discretization method = check_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.u.device());
+  FwdOutputs outputs = allocate_fwd(in);
+  const SelectiveScanFwdParams params = make_fwd_params(in, method, outputs);
+  if (params.batch == 0 || params.dim == 0) return outputs;
 
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
+  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
-    const DeviceLimits device = limits_of(u);
+    const DeviceLimits device = limits_of(in.u);
     Plan plan = plan_fwd<Scalar>(params, device, preferred_kernel());
-    check_plan(params, plan, device, u.scalar_type());
+    check_plan(params, plan, device, in.u.scalar_type());
     Workspace workspace;
     reserve_carries(workspace, plan.warp_scan, params);
-    workspace.allocate(A.options());
+    workspace.allocate(in.A.options());
+    cudaError_t error = cudaSuccess;
     if constexpr (!std::is_same_v<Scalar, double>) {
-      if (plan.is_short) {
-        C10_CUDA_CHECK(short_scan::launch_fwd<Scalar>(params, plan.short_scan, stream));
-        return;
-      }
+      if (plan.is_short) return short_scan::launch_fwd<Scalar>(params, plan.short_scan, stream);
     }
     visit_discretization(method, [&](auto rule) {
       using Method = decltype(rule);
       if constexpr (!std::is_same_v<Scalar, double>) {
         if (plan.is_sequential) {
-          C10_CUDA_CHECK((sequential::launch_fwd<Scalar, Method>(params, plan.sequential, stream)));
+          error = sequential::launch_fwd<Scalar, Method>(params, plan.sequential, stream);
           return;
         }
       }
       const auto launch = [&](const warp_scan::ScanPlan& pass) {
         return warp_scan::launch_fwd<Scalar, Method>(params, pass, stream);
       };
-      launch_carry_pass(plan.warp_scan, 0, launch);
-      C10_CUDA_CHECK(launch(plan.warp_scan));
+      error = launch_carry_pass(plan.warp_scan, 0, launch);
+      if (error == cudaSuccess) error = launch(plan.warp_scan);
     });
-  });
-  return {outputs.out, outputs.last_state, outputs.chunk_states};
+    return error;
+  }));
+  return outputs;
 }
 
-GradTensors compute_bwd_cuda(const BwdCall& call) {
-  const Inputs& in = call.in;
-  const at::Tensor& u = in.u;
-  const Discretization method = check_inputs(in, call.discretization);
-  const c10::cuda::CUDAGuard guard(u.device());
-  const GradTensors grads =
-      allocate_bwd(in, call.grad_out, call.grad_last_state, call.chunk_states, call.needs_grad, call.grad_z, call.grad_delta);
-  const at::Tensor states = call.chunk_states.contiguous();
-  SelectiveScanBwdParams params =
-      make_bwd_params(in, method, call.delta_softplus, call.grad_out, call.grad_last_state, states, grads);
+GradTensors bwd_cuda(const BwdInputs& bwd) {
+  const Inputs& in = bwd.in;
+  const Discretization method = check_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.u.device());
+  const GradTensors grads = allocate_bwd(bwd);
+  const at::Tensor states = bwd.chunk_states.contiguous();
+  SelectiveScanBwdParams params = make_bwd_params(bwd, method, states, grads);
 
-  // Of no channels: sums of nothing.
+  // Without channels the gradients of B and C are sums without terms.
   if (params.dim == 0) {
     grads[kGradB].zero_();
     grads[kGradC].zero_();
     return grads;
   }
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  visit_scalar(scalar_kind(u.scalar_type()), [&](auto scalar) {
+  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
     using Scalar = decltype(scalar);
-    const DeviceLimits device = limits_of(u);
+    const DeviceLimits device = limits_of(in.u);
     Plan plan = plan_bwd<Scalar>(params, device, preferred_kernel());
-    check_plan(params, plan, device, u.scalar_type());
+    check_plan(params, plan, device, in.u.scalar_type());
     at::Tensor arranged_grad_out;
     if (plan.is_sequential && !has_layout<Scalar>(params.grad_out, plan.sequential)) {
-      arranged_grad_out = at::empty_like(u).copy_(*call.grad_out);
+      arranged_grad_out = at::empty_like(in.u).copy_(*bwd.grad_out);
       params.grad_out = {arranged_grad_out.mutable_data_ptr(), arranged_grad_out.stride(0), arranged_grad_out.stride(1),
                          arranged_grad_out.stride(2)};
       plan = plan_bwd<Scalar>(params, device, preferred_kernel());
@@ -210,33 +186,31 @@ GradTensors compute_bwd_cuda(const BwdCall& call) {
     workspace.allocate(in.A.options());
     plan.sequential.decay = plan.warp_scan.decay;
     plan.sequential.carry = plan.warp_scan.carry;
+    cudaError_t error = cudaSuccess;
     visit_discretization(method, [&](auto rule) {
       using Method = decltype(rule);
       if (params.batch == 0) return;
       const auto launch = [&](const warp_scan::ScanPlan& pass) {
         return warp_scan::launch_bwd<Scalar, Method>(params, pass, partial_sums, stream);
       };
-      launch_carry_pass(plan.warp_scan, 1, launch);
+      error = launch_carry_pass(plan.warp_scan, 1, launch);
+      if (error != cudaSuccess) return;
       if constexpr (!std::is_same_v<Scalar, double>) {
         if (plan.is_sequential) {
-          C10_CUDA_CHECK((sequential::launch_bwd<Scalar, Method>(params, plan.sequential, partial_sums, stream)));
+          error = sequential::launch_bwd<Scalar, Method>(params, plan.sequential, partial_sums, stream);
           return;
         }
       }
-      C10_CUDA_CHECK(launch(plan.warp_scan));
+      error = launch(plan.warp_scan);
     });
-    C10_CUDA_CHECK(launch_bwd_finish<Scalar>(params, partial_sums, stream));
-  });
+    return error == cudaSuccess ? launch_bwd_finish<Scalar>(params, partial_sums, stream) : error;
+  }));
   return grads;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
-  m.impl("_selective_scan_fwd", &fwd_cuda);
-  m.impl("_selective_scan_bwd", &BwdKernels<&compute_bwd_cuda>::bwd);
-  m.impl("_selective_scan_bwd_out", &BwdKernels<&compute_bwd_cuda>::bwd_out);
-}
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { register_kernels<&fwd_cuda, &bwd_cuda>(m); }
 
 }  // namespace ssm_kernels::selective_scan
 

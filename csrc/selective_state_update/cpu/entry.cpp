@@ -9,6 +9,7 @@
 #include "cpu/capability.h"
 #include "selective_state_update/cpu/kernels.h"
 #include "selective_state_update/selective_state_update_op.h"
+#include "torch/dispatch.h"
 #include "torch/slot_indices.h"
 
 namespace ssm_kernels::selective_state_update {
@@ -32,15 +33,11 @@ const CpuKernel& cpu_kernel() {
   return *kBuilt[cpu_capability_index()];
 }
 
-at::Tensor cpu(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
-               const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
-               bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
-               OptionalLimit dt_limit, bool A_is_log) {
-  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit, A_is_log};
-  const Discretization method = check_inputs(in, discretization);
+at::Tensor cpu(const Inputs& in) {
+  const Discretization method = check_inputs(in);
   at::Tensor out = allocate_out(in);
-  const StateUpdateParams params = make_params(in, method, dt_softplus, out);
-  check_slot_indices("selective_state_update", state_batch_indices, params.slots);
+  const StateUpdateParams params = make_params(in, method, out);
+  check_slot_indices("selective_state_update", in.state_batch_indices, params.slots);
   if (out.numel() == 0) return out;
 
   const CpuKernel& kernel = cpu_kernel();
@@ -54,6 +51,6 @@ at::Tensor cpu(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, con
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { m.impl("selective_state_update", &cpu); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { implement<&cpu>(m, "selective_state_update"); }
 
 }  // namespace ssm_kernels::selective_state_update

@@ -19,6 +19,7 @@
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "selective_state_update/selective_state_update_op.h"
+#include "torch/dispatch.h"
 
 namespace ssm_kernels::selective_state_update {
 namespace {
@@ -129,24 +130,20 @@ void launch_on(const StateUpdateParams& params, const Tiling& tiling, cudaStream
   }
 }
 
-at::Tensor cuda(at::Tensor& state, const at::Tensor& x, const at::Tensor& dt, const at::Tensor& A, const at::Tensor& B,
-                const at::Tensor& C, const OptionalTensor& D, const OptionalTensor& z, const OptionalTensor& dt_bias,
-                bool dt_softplus, const OptionalTensor& state_batch_indices, std::string_view discretization,
-                OptionalLimit dt_limit, bool A_is_log) {
-  const Inputs in{state, x, dt, A, B, C, D, z, dt_bias, state_batch_indices, dt_limit, A_is_log};
-  const Discretization method = check_inputs(in, discretization);
-  const c10::cuda::CUDAGuard guard(x.device());
+at::Tensor cuda(const Inputs& in) {
+  const Discretization method = check_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.x.device());
   at::Tensor out = allocate_out(in);
   if (out.numel() == 0) return out;
-  const StateUpdateParams params = make_params(in, method, dt_softplus, out);
-  launch_on(params, make_tiling(params, cuda::multiprocessor_count(x.get_device())), c10::cuda::getCurrentCUDAStream());
+  const StateUpdateParams params = make_params(in, method, out);
+  launch_on(params, make_tiling(params, cuda::multiprocessor_count(in.x.get_device())), c10::cuda::getCurrentCUDAStream());
   C10_CUDA_KERNEL_LAUNCH_CHECK();
   return out;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { m.impl("selective_state_update", &cuda); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { implement<&cuda>(m, "selective_state_update"); }
 
 }  // namespace ssm_kernels::selective_state_update
 

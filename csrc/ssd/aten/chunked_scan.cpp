@@ -327,7 +327,7 @@ GradTensors taken(const GradTensors& grads, const SequencesOfLength& of) {
 
 }  // namespace
 
-FwdResult fwd_aten(const Inputs& in) {
+FwdOutputs fwd_aten(const Inputs& in) {
   const ExactProducts exact;
   const Discretization method = check_inputs(in);
   const FwdOutputs outputs = allocate_fwd(in);
@@ -343,10 +343,10 @@ FwdResult fwd_aten(const Inputs& in) {
       of.put_states(of_batch.final_states, outputs.final_states);
     }
   }
-  return {outputs.out, outputs.final_states};
+  return outputs;
 }
 
-BwdResult bwd_aten(const BwdInputs& bwd) {
+GradTensors bwd_aten(const BwdInputs& bwd) {
   const ExactProducts exact;
   const Discretization method = check_inputs(bwd.in);
   const GradTensors grads = allocate_bwd(bwd);
@@ -369,7 +369,7 @@ BwdResult bwd_aten(const BwdInputs& bwd) {
     }
   }
   sums.write(bwd, grads);
-  return std::tuple_cat(grads);
+  return grads;
 }
 
 }  // namespace ssm_kernels::ssd

@@ -5,7 +5,7 @@
 
 namespace ssm_kernels::ssd {
 
-FwdResult fwd_aten(const Inputs& in);
-BwdResult bwd_aten(const BwdInputs& in);
+FwdOutputs fwd_aten(const Inputs& in);
+GradTensors bwd_aten(const BwdInputs& in);
 
 }  // namespace ssm_kernels::ssd

@@ -24,7 +24,7 @@ bool may_use_wgmma() { return debug_option(DebugOption::kSsdMma) == 0; }
 
 }  // namespace
 
-FwdResult fwd_cuda(const Inputs& in) {
+FwdOutputs fwd_cuda(const Inputs& in) {
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.x.device());
   if (!have_kernels_for(in, /*is_backward=*/false)) return fwd_aten(in);
@@ -37,10 +37,10 @@ FwdResult fwd_cuda(const Inputs& in) {
   run_forward(inputs, in.z, out.written, final_states.written, may_use_wgmma());
   out.finish();
   final_states.finish();
-  return {outputs.out, outputs.final_states};
+  return outputs;
 }
 
-BwdResult bwd_cuda(const BwdInputs& bwd) {
+GradTensors bwd_cuda(const BwdInputs& bwd) {
   const Discretization method = check_inputs(bwd.in);
   const c10::cuda::CUDAGuard guard(bwd.in.x.device());
   const bool has_elements = bwd.in.x.numel() > 0 && bwd.in.B.numel() > 0;
@@ -53,7 +53,7 @@ BwdResult bwd_cuda(const BwdInputs& bwd) {
   present.needs_grad[kGradDtBias] &= is_present(in.dt_bias);
   present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
   run_backward(present, method, grads, may_use_wgmma());
-  return std::tuple_cat(grads);
+  return grads;
 }
 
 }  // namespace ssm_kernels::ssd

@@ -2,6 +2,6 @@
 
 namespace ssm_kernels::linear_scan {
 
-template int launch_linear_scan_bwd<float>(const LinearScanBwdParams&, const Partition&, cudaStream_t);
+template cudaError_t launch_linear_scan_bwd<float>(const LinearScanBwdParams&, const Partition&, cudaStream_t);
 
 }  // namespace ssm_kernels::linear_scan

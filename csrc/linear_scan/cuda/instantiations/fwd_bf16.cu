@@ -2,6 +2,6 @@
 
 namespace ssm_kernels::linear_scan {
 
-template int launch_linear_scan_fwd<__nv_bfloat16>(const LinearScanFwdParams&, const Partition&, cudaStream_t);
+template cudaError_t launch_linear_scan_fwd<__nv_bfloat16>(const LinearScanFwdParams&, const Partition&, cudaStream_t);
 
 }  // namespace ssm_kernels::linear_scan

@@ -2,7 +2,7 @@
 
 namespace ssm_kernels::mixers {
 
-template void launch_mixer_parameters<float>(const MixerParametersParams&, cudaStream_t);
-template void launch_mixer_parameters<double>(const MixerParametersParams&, cudaStream_t);
+template cudaError_t launch_mixer_parameters<float>(const MixerParametersParams&, cudaStream_t);
+template cudaError_t launch_mixer_parameters<double>(const MixerParametersParams&, cudaStream_t);
 
 }  // namespace ssm_kernels::mixers

@@ -1,0 +1,257 @@
+// The mechanism of a differentiable operator, from a struct Op that describes it:
+//
+//   struct Op : DifferentiableOp<Op, Inputs, Result, kNumGrads> {
+//     static constexpr char kSchema[] = "ssm_kernels::op";
+//     static const char* name(const Inputs& in);         // in messages
+//     static auto differentiable(const Inputs& in);      // std::tie of tensors, in the order of their gradients
+//     static Result forward(Inputs& in, variable_list* saved);
+//     static GradTensors backward(Inputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad);
+//     static void cast(Inputs& in, const Autocast& to);
+//   };
+//   SSM_DIFFERENTIABLE_OPERATOR(Op)
+//
+// `forward` calls an operator that autograd does not look into and, if `saved` is not null, appends what backward needs beside
+// the inputs. `saved` is null where no input needs a gradient. SSM_DIFFERENTIABLE_OPERATOR registers the Autograd kernel, the
+// kernel for inference, which is `forward` alone, and the Autocast kernels.
+#pragma once
+
+#include <ATen/autocast_mode.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/VariableTypeUtils.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <array>
+#include <optional>
+#include <string>
+#include <string_view>
+#include <tuple>
+#include <type_traits>
+#include <utility>
+
+#include "torch/checks.h"
+#include "torch/dispatch.h"
+
+namespace ssm_kernels {
+
+using torch::autograd::variable_list;
+
+// Whether a node of the graph has to be made for this input. A tangent of forward-mode differentiation counts: Function::apply
+// raises an error for it.
+inline bool needs_autograd(const at::Tensor& tensor) {
+  if (!tensor.defined()) return false;
+  return (at::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
+}
+inline bool needs_autograd(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && needs_autograd(*tensor); }
+
+// Casts of arguments to the types that an operator computes in under autocast.
+struct Autocast {
+  at::DeviceType device;
+  at::ScalarType lower = at::autocast::get_autocast_dtype(device);
+
+  template <typename... Tensors>
+  void to_lower(Tensors&... tensors) const {
+    ((tensors = at::autocast::cached_cast(lower, tensors, device)), ...);
+  }
+  template <typename... Tensors>
+  void to_float(Tensors&... tensors) const {
+    ((tensors = at::autocast::cached_cast(at::kFloat, tensors, device)), ...);
+  }
+};
+
+// Defaults of an operator's description.
+template <typename Op, typename InputsType, typename ResultType, size_t num_grads>
+struct DifferentiableOp {
+  using Inputs = InputsType;
+  using Result = ResultType;
+  using NeedsGrad = std::array<bool, num_grads>;
+  using GradTensors = std::array<at::Tensor, num_grads>;
+
+  // Whether users call the operator itself: its arguments are then checked here.
+  static constexpr bool kIsPublic = false;
+
+  // The members that backward needs.
+  template <typename Self>
+  static auto saved_fields(Self& in) {
+    return Inputs::fields(in);
+  }
+
+  // Which of the differentiable inputs are present, from the saved members: absent ones have no edge in the graph.
+  static NeedsGrad has_edges(const Inputs& in) {
+    return std::apply([](const auto&... tensor) { return NeedsGrad{is_present(tensor)...}; }, Op::differentiable(in));
+  }
+};
+
+template <typename Op>
+const auto& operator_of() {
+  static const Operator<typename Op::Result, typename Op::Inputs> op(Op::kSchema);
+  return op;
+}
+
+// The node in the graph. Its name, which users see as grad_fn, contains that of Op.
+template <typename Op>
+class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
+  using Inputs = typename Op::Inputs;
+  using Context = torch::autograd::AutogradContext;
+
+ public:
+  // Backward calls registered operators unless it runs eagerly, so compiled autograd may trace it.
+  static constexpr bool is_traceable = true;
+
+  // Autograd finds the inputs among `Tensors`.
+  template <typename... Tensors>
+  static variable_list forward(Context* ctx, Inputs& in, const Tensors&...) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    variable_list saved;
+    auto result = Op::forward(in, &saved);
+    int place = 0;
+    const auto save = [&](const auto& field) {
+      using Field = std::decay_t<decltype(field)>;
+      if constexpr (kIsTensor<Field>) {
+        saved.push_back(or_undefined(field));
+      } else {
+        ctx->saved_data[std::to_string(place++)] = owned(field);
+      }
+    };
+    std::apply([&](const auto&... fields) { (save(fields), ...); }, Op::saved_fields(in));
+    ctx->save_for_backward(std::move(saved));
+    ctx->set_materialize_grads(false);
+    if constexpr (std::is_same_v<typename Op::Result, at::Tensor>) {
+      return {std::move(result)};
+    } else {
+      return std::apply([](auto&... tensors) { return variable_list{std::move(tensors)...}; }, result);
+    }
+  }
+
+  static variable_list backward(Context* ctx, variable_list grads) {
+    constexpr size_t kNumGrads = std::tuple_size_v<typename Op::NeedsGrad>;
+    variable_list result(1 + kNumGrads);  // the arguments of forward after ctx
+    if (std::none_of(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); })) return result;
+    variable_list saved = ctx->get_saved_variables();
+    Inputs in;
+    const auto fields = Op::saved_fields(in);
+    size_t tensor = saved.size() - count_tensors(fields);
+    const at::TensorList others = at::TensorList(saved).slice(0, tensor);
+    int place = 0;
+    const auto restore = [&](auto& field) {
+      using Field = std::decay_t<decltype(field)>;
+      if constexpr (kIsTensor<Field>) {
+        if (at::Tensor& value = saved[tensor++]; value.defined()) field = std::move(value);
+      } else {
+        set(field, ctx->saved_data[std::to_string(place++)]);
+      }
+    };
+    std::apply([&](auto&... each) { (restore(each), ...); }, fields);
+
+    typename Op::NeedsGrad needs_grad = Op::has_edges(in);
+    size_t edge = 0;
+    for (bool& needs : needs_grad) needs = needs && ctx->needs_input_grad(edge++);
+    typename Op::GradTensors computed = Op::backward(in, others, grads, needs_grad);
+    for (size_t i = 0; i < kNumGrads; ++i) {
+      if (needs_grad[i]) result[1 + i] = std::move(computed[i]);
+    }
+    return result;
+  }
+
+ private:
+  template <typename Field>
+  static constexpr bool kIsTensor = std::is_same_v<Field, at::Tensor> || std::is_same_v<Field, std::optional<at::Tensor>>;
+
+  template <typename... Fields>
+  static constexpr size_t count_tensors(const std::tuple<Fields&...>&) {
+    return (size_t(kIsTensor<std::remove_const_t<Fields>>) + ...);
+  }
+
+  // An option as saved_data keeps it, and back. Strings of `in` are views: those of backward are of saved_data.
+  template <typename T>
+  static const T& owned(const T& option) {
+    return option;
+  }
+  static std::string owned(std::string_view option) { return std::string(option); }
+  static std::optional<std::string> owned(std::optional<std::string_view> option) {
+    return option.has_value() ? std::optional<std::string>(*option) : std::nullopt;
+  }
+  template <typename T>
+  static void set(T& option, const c10::IValue& value) {
+    option = value.to<T>();
+  }
+  static void set(std::string_view& option, const c10::IValue& value) { option = value.toStringView(); }
+  static void set(std::optional<std::string_view>& option, const c10::IValue& value) {
+    if (!value.isNone()) option = value.toStringView();
+  }
+};
+
+template <typename Op>
+typename Op::Result without_graph(typename Op::Inputs& in) {
+  if constexpr (Op::kIsPublic) operator_of<Op>().check(in);
+  return Op::forward(in, nullptr);
+}
+
+template <typename Op>
+typename Op::Result with_graph(typename Op::Inputs& in) {
+  check_no_func_transform(Op::name(in));
+  if constexpr (Op::kIsPublic) operator_of<Op>().check(in);
+  return std::apply(
+      [&](const auto&... tensors) -> typename Op::Result {
+        if (!(needs_autograd(tensors) || ...)) {
+          at::AutoDispatchBelowADInplaceOrView guard;
+          return Op::forward(in, nullptr);
+        }
+        variable_list results = AutogradNode<Op>::apply(in, tensors...);
+        if constexpr (std::is_same_v<typename Op::Result, at::Tensor>) {
+          return std::move(results[0]);
+        } else {
+          typename Op::Result result;
+          auto next = results.begin();
+          std::apply([&](auto&... each) { ((each = std::move(*next++)), ...); }, result);
+          return result;
+        }
+      },
+      Op::differentiable(in));
+}
+
+// Of differentiable and of other operators.
+template <typename Op, at::DeviceType device>
+typename Op::Result under_autocast(typename Op::Inputs& in) {
+  if constexpr (Op::kIsPublic) operator_of<Op>().check(in);
+  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
+  Op::cast(in, Autocast{device});
+  return operator_of<Op>()(in);
+}
+
+// Defaults of the description of an operator that writes to an argument, written(in), and returns another tensor.
+template <typename InputsType>
+struct InPlaceOp {
+  using Inputs = InputsType;
+  using Result = at::Tensor;
+  static constexpr bool kIsPublic = true;
+};
+
+// Counts the write, so that autograd notices when the tensor has been saved for backward.
+template <typename Op>
+at::Tensor count_version(c10::DispatchKeySet keys, const typename Op::Inputs& in) {
+  at::Tensor out;
+  {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    out = operator_of<Op>().redispatch(keys & c10::after_ADInplaceOrView_keyset, in);
+  }
+  torch::autograd::increment_version(Op::written(in));
+  return out;
+}
+
+#define SSM_AUTOCAST_OPERATOR(Op)                                                                               \
+  TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { implement<&under_autocast<Op, at::kCPU>>(m, Op::kSchema); } \
+  TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { implement<&under_autocast<Op, at::kCUDA>>(m, Op::kSchema); }
+
+#define SSM_DIFFERENTIABLE_OPERATOR(Op)                                                                            \
+  TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { implement<&without_graph<Op>>(m, Op::kSchema); } \
+  TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&with_graph<Op>>(m, Op::kSchema); }                     \
+  SSM_AUTOCAST_OPERATOR(Op)
+
+#define SSM_IN_PLACE_OPERATOR(Op)                                                                        \
+  TORCH_LIBRARY_IMPL(ssm_kernels, ADInplaceOrView, m) { implement<&count_version<Op>>(m, Op::kSchema); } \
+  SSM_AUTOCAST_OPERATOR(Op)
+
+}  // namespace ssm_kernels
