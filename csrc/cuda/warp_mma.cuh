@@ -1,8 +1,9 @@
 // The products of cuda/ptx/wgmma_sm90.cuh by mma.sync, for devices without wgmma and for fp32. Four warps, of which the first
 // has a multiple of four as its number, call them together. Each computes its own 16 rows; the result is complete on return. D
-// is distributed over lanes as there, and so is an operand A of fp16 or bf16 in registers. The layout of operands in shared
-// memory is the same, except that a panel may begin at any multiple of 128 bytes, and that an fp32 panel has 32 columns and a
-// swizzle of its own.
+// is distributed over lanes as there, and so is an operand A of fp16 or bf16 in registers.
+//
+// Operands in shared memory have the same layout, with two exceptions. A panel may begin at any multiple of 128 bytes. An fp32
+// panel has 32 columns and a swizzle of its own.
 #pragma once
 
 #include "cuda/mma_tf32x3.cuh"
@@ -12,8 +13,8 @@ namespace ssm_kernels::cuda {
 
 // The swizzle of a row: a vector's index among the eight of its 128-byte row is XORed with it. For 16-bit elements, vectors of
 // one column in eight rows lie in different banks, as ldmatrix needs. For fp32, two neighboring vectors (eight columns) stay
-// neighbors. Vectors of one column lie in different banks for four consecutive rows and for every second of eight rows, which
-// are the rows that one load of an fp32 pair reads.
+// neighbors. Vectors of one column lie in different banks for four consecutive rows and for every second of eight rows:
+// one load of an fp32 pair reads such rows.
 template <int element_bytes>
 __device__ __forceinline__ constexpr uint32_t swizzle(uint32_t row) {
   static_assert(element_bytes == 2 || element_bytes == 4, "operands are fp16, bf16 or fp32");
