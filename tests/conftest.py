@@ -1,7 +1,7 @@
 """The `device` fixture: each test that takes it runs on every device its module's ``OPERATOR`` has kernels for.
 
-In a module that sets ``EACH_WAY`` also once more on CUDA with the kernels that walk, which take only calls of many channels by
-themselves.
+A test that uses the ``kernel`` fixture runs once more on CUDA with the sequential kernels of selective_scan, which take
+by themselves only calls of many channels.
 """
 
 from __future__ import annotations
@@ -36,8 +36,13 @@ def _order_gpus() -> None:
 _order_gpus()
 
 
+SELECTIVE_SCAN_KERNELS = ("faster", "sequential")
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "device" not in metafunc.fixturenames:
+        if "kernel" in metafunc.fixturenames:
+            metafunc.parametrize("kernel", SELECTIVE_SCAN_KERNELS, indirect=True)
         return
     operator = getattr(metafunc.module, "OPERATOR", None)
     if operator == "every operator":  # each on its own devices: see pytest_collection_modifyitems
@@ -46,30 +51,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         raise pytest.UsageError(f"{metafunc.module.__name__} must set OPERATOR to one of {sorted(DEVICES)}")
     marks = {"cuda": pytest.mark.cuda}
     devices = [pytest.param(device, marks=marks.get(device, ())) for device in DEVICES[operator]]
-    if getattr(metafunc.module, "EACH_WAY", False):
-        devices.append(pytest.param(Sequential("cuda"), marks=marks["cuda"], id="cuda-sequential"))
-    metafunc.parametrize("device", devices)
+    if "kernel" not in metafunc.fixturenames:
+        return metafunc.parametrize("device", devices)
+    calls = [pytest.param(*device.values, "faster", marks=device.marks, id=device.values[0]) for device in devices]
+    calls.append(pytest.param("cuda", "sequential", marks=marks["cuda"], id="cuda-sequential"))
+    metafunc.parametrize(("device", "kernel"), calls, indirect=["kernel"])
 
 
-class Sequential(str):
-    """A CUDA device on which the sequential kernels take every call that they can do."""
-
-
-@pytest.fixture(autouse=True)
-def _way_of_device(request):
-    callspec = getattr(request.node, "callspec", None)
-    if callspec is None or not isinstance(callspec.params.get("device"), Sequential):
-        yield
-        return
-    with helpers.debug_option("selective_scan_kernel", "sequential"):
-        yield
-
-
-@pytest.fixture(params=["faster", "sequential"])
-def each_way(request):
-    """Twice: as calls are shared out among the kernels, and with sequential ones wherever they can do the call."""
+@pytest.fixture
+def kernel(request):
+    """selective_scan's kernels on CUDA: as calls are shared out, and the sequential ones wherever they can do the call."""
     with helpers.debug_option("selective_scan_kernel", request.param):
-        yield
+        yield request.param
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from selective_scan_helpers import (
 from ssm_kernels import selective_scan
 
 OPERATOR = "selective_scan"
-EACH_WAY = True
+pytestmark = pytest.mark.usefixtures("kernel")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 LENGTHS = sorted({0, 1, 2, 63, 64, 65, 1000, 4097, CHUNK - 1, CHUNK, CHUNK + 1})
 

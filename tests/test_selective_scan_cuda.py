@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ssm_kernels import selective_scan
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_way")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("kernel")]
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 SEQUENCES = ("u", "delta", "z", "B", "C")

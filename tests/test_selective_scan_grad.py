@@ -23,7 +23,7 @@ from selective_scan_helpers import (
 from ssm_kernels import selective_scan
 
 OPERATOR = "selective_scan"
-EACH_WAY = True
+pytestmark = pytest.mark.usefixtures("kernel")
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
 every_method = pytest.mark.parametrize("method", METHODS)

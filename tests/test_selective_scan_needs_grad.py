@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from ssm_kernels import selective_scan
 
 OPERATOR = "selective_scan"
-EACH_WAY = True
+pytestmark = pytest.mark.usefixtures("kernel")
 ops = torch.ops.ssm_kernels
 
 CASES = {

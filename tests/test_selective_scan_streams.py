@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ssm_kernels import selective_scan
 
-pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_way")]
+pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("kernel")]
 
 # Few channels and many steps: time is cut into segments.
 SEGMENTED = {"batch": 1, "dim": 5, "seqlen": 8300}
