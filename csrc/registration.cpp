@@ -196,13 +196,11 @@ TORCH_LIBRARY(ssm_kernels, m) {
          "bool[4] needs_grad) -> (Tensor grad_x, Tensor grad_weight, Tensor grad_z, Tensor grad_bias)")
             .c_str(),
         tags);
-  // The same into buffers, which may be column slices of wider tensors; `out` takes the forward output, computed again.
-  // needs_grad: weight, bias.
-  m.def(
-      ("_norm_gated_bwd_out" + gated_bwd_arguments +
-       "bool[2] needs_grad, Tensor(a!)? grad_x, Tensor(b!)? grad_z, Tensor(c!)? out) -> (Tensor grad_weight, Tensor grad_bias)")
-          .c_str(),
-      tags);
+  // The same into buffers, which may be column slices of wider tensors. needs_grad: weight, bias.
+  m.def(("_norm_gated_bwd_out" + gated_bwd_arguments +
+         "bool[2] needs_grad, Tensor(a!)? grad_x, Tensor(b!)? grad_z) -> (Tensor grad_weight, Tensor grad_bias)")
+            .c_str(),
+        tags);
   const std::string add_arguments =
       "(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, float eps, SymInt? group_size, bool residual_in_fp32, "
       "bool subtract_mean) -> (Tensor normed, Tensor new_residual";

@@ -28,8 +28,8 @@ def test_opcheck_of_the_internal_operators(subtract_mean, device):
     arguments = (x, x, weight, z, bias, mean, rstd, *options)
     for needs_grad in ([True] * 4, [False, True, False, False]):
         check(ops._norm_gated_bwd.default, (*arguments, needs_grad))
-    check(ops._norm_gated_bwd_out.default, (*arguments, [True, False], *(torch.empty_like(x) for _ in range(3))))
-    check(ops._norm_gated_bwd_out.default, (*arguments, [False, True], None, torch.empty_like(x), None))
+    check(ops._norm_gated_bwd_out.default, (*arguments, [True, False], *(torch.empty_like(x) for _ in range(2))))
+    check(ops._norm_gated_bwd_out.default, (*arguments, [False, True], None, torch.empty_like(x)))
 
     residual = z.float()
     check(ops._add_norm.default, (leaves[0], residual, *leaves[1::2], 1e-5, None, False, subtract_mean))

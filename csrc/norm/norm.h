@@ -1,7 +1,7 @@
 // Parameters of the norm kernels, CPU and CUDA: plain data, no torch type.
 //
-// A row is one index of the leading axes, a group is group_size consecutive columns of it, and statistics belong to a group.
-// Both pairs of operators share one set of parameters:
+// A row is one index of the leading axes. A group is group_size consecutive columns of a row, with its own statistics. The
+// operators share one set of parameters:
 //
 //   norm_gated   v = x, or x a(z) with the gate before the norm
 //                out = norm(v) weight + bias, times a(z) with the gate after the norm
@@ -19,7 +19,7 @@
 
 namespace ssm_kernels::norm {
 
-// Of a row: kernels count columns in 32 bits. Rows and offsets are 64-bit.
+// Kernels count the columns of a row in 32 bits. Rows and offsets are 64-bit.
 constexpr int64_t kMaxColumns = int64_t(1) << 30;
 
 // Row r = outer_index * inner + inner_index begins at outer_index * stride_outer + inner_index * stride_inner; its columns are
@@ -27,10 +27,10 @@ constexpr int64_t kMaxColumns = int64_t(1) << 30;
 struct RowsView {
   void* data = nullptr;  // null where the tensor is absent
   int64_t stride_outer = 0, stride_inner = 0;
-  bool is_accumulate = false;  // of the accumulation type, not of the kernel's element type
+  bool is_accumulate = false;  // whether elements have the accumulation type, not the kernel's element type
 };
 
-// Contiguous, one value per column.
+// A contiguous tensor of one value per column.
 struct ParameterView {
   void* data = nullptr;
   bool is_accumulate = false;
@@ -45,7 +45,7 @@ struct NormParams {
   GateActivation activation = GateActivation::kSilu;
   bool is_add = false, subtract_mean = false, norm_before_gate = false;
 
-  RowsView x;  // backward of add_norm: new_residual, in its place
+  RowsView x;  // backward of add_norm: new_residual
   RowsView z;  // norm_gated
   ParameterView weight, bias;
   void *rstd = nullptr, *mean = nullptr;  // (rows, groups), accumulation type; mean is null for RMSNorm
@@ -59,15 +59,14 @@ struct NormFwdParams : NormParams {
   RowsView out;
 };
 
-// A gradient whose data is null is not computed.
+// Backward does not compute a gradient whose data is null.
 struct NormBwdParams : NormParams {
   RowsView grad_out;
   RowsView grad_new_residual;  // add_norm; may be absent
   RowsView grad_x, grad_z;     // grad_z: norm_gated
   RowsView grad_residual;      // add_norm, accumulation type
-  RowsView out;                // norm_gated: recomputed forward output
   ParameterView grad_weight, grad_bias;
-  // Partial sums over rows, (partials, columns) each, accumulation type. grad_weight and grad_bias are their sums in order.
+  // Partial sums over rows, (partials, columns) in the accumulation type. grad_weight and grad_bias are their sums in order.
   void *partial_weight = nullptr, *partial_bias = nullptr;
   int64_t partials = 0;
 };

@@ -68,12 +68,11 @@ struct GatedBwdInputs {
 
 struct GatedBwdOutInputs : GatedBwdInputs {
   std::array<bool, 2> needs_grad{};  // weight, bias
-  // Where these are written if they are present; `out` takes the output of forward, computed again.
-  OptionalTensor grad_x, grad_z, out;
+  OptionalTensor grad_x, grad_z;     // written if they are present
 
   template <typename Self>
   static auto fields(Self& self) {
-    return std::tuple_cat(GatedBwdInputs::common_fields(self), std::tie(self.needs_grad, self.grad_x, self.grad_z, self.out));
+    return std::tuple_cat(GatedBwdInputs::common_fields(self), std::tie(self.needs_grad, self.grad_x, self.grad_z));
   }
 };
 using GatedParameterGrads = std::array<Tensor, 2>;

@@ -55,17 +55,15 @@ GatedOutputs gated_fwd(const GatedInputs& in) {
   return outputs;
 }
 
-// Writes to those of grad_x, grad_z and out that are present.
+// Writes to grad_x and grad_z if they are present.
 template <bool meta>
 GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
   const GatedInputs& in = bwd.in;
   const Tensor& x = in.x;
   const Call call = call_of(in);
   const ArgumentChecks checks = check_call(call, "x");
-  for (const auto& [name, tensor] : {std::pair<const char*, const OptionalTensor&>("z", in.z),
-                                     {"grad_x", bwd.grad_x},
-                                     {"grad_z", bwd.grad_z},
-                                     {"out", bwd.out}}) {
+  for (const auto& [name, tensor] :
+       {std::pair<const char*, const OptionalTensor&>("z", in.z), {"grad_x", bwd.grad_x}, {"grad_z", bwd.grad_z}}) {
     checks.tensor(name, tensor, kRowAxes, x.sym_sizes(), x.scalar_type());
   }
   TORCH_CHECK_VALUE(!is_present(bwd.grad_z) || is_present(in.z), call.op,
@@ -84,7 +82,6 @@ GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
     rows.add(bwd.grad_out, Access::kRead, "grad_out", params.grad_out);
     rows.add(bwd.grad_x, Access::kWrite, "grad_x", params.grad_x);
     rows.add(bwd.grad_z, Access::kWrite, "grad_z", params.grad_z);
-    rows.add(bwd.out, Access::kWrite, "out", params.out);
     run_bwd(call, params, rows, bwd.rstd, bwd.mean, grads[0], grads[1]);
   }
   return grads;

@@ -7,8 +7,11 @@
 
 namespace ssm_kernels::causal_conv1d {
 
+// There are many columns, (width + 1) * channels, and few tiles.
+using TileSums = cuda::PartialSums</*columns=*/32, /*rows=*/8, /*loads=*/8>;
+
 template <typename Scalar>
-__global__ void __launch_bounds__(cuda::kPartialSumThreads, cuda::kPartialSumBlocks<AccumulateType<Scalar>>)
+__global__ void __launch_bounds__(TileSums::kThreads)
     conv_bwd_finish_kernel(const ConvBwdParams p, const AccumulateType<Scalar>* sums, int64_t tiles) {
   using Acc = AccumulateType<Scalar>;
   const auto store = [](void* target, int64_t offset, bool is_input_kind, Acc value) {
@@ -18,7 +21,7 @@ __global__ void __launch_bounds__(cuda::kPartialSumThreads, cuda::kPartialSumBlo
       static_cast<Acc*>(target)[offset] = value;
     }
   };
-  cuda::add_partial_sums(sums, tiles, (p.width + 1) * p.channels, blockIdx.x, [&](int64_t column, Acc sum) {
+  TileSums::add(sums, tiles, (p.width + 1) * p.channels, blockIdx.x, [&](int64_t column, Acc sum) {
     const int64_t lag = column / p.channels, c = column - lag * p.channels;
     if (lag == p.width) {
       if (p.grad_bias != nullptr) store(p.grad_bias, c, p.bias.is_input_kind, sum);

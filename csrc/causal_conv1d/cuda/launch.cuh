@@ -78,8 +78,8 @@ void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling
     }
   }
   if (sums == nullptr) return;
-  conv_bwd_finish_kernel<Scalar><<<static_cast<unsigned>(cuda::partial_sum_blocks((params.width + 1) * params.channels)),
-                                   cuda::kPartialSumThreads, 0, stream>>>(params, sums, params.batch * tiling.tiles);
+  const auto blocks = static_cast<unsigned>(TileSums::blocks((params.width + 1) * params.channels));
+  conv_bwd_finish_kernel<Scalar><<<blocks, TileSums::kThreads, 0, stream>>>(params, sums, params.batch * tiling.tiles);
 }
 
 template <typename Scalar>

@@ -1,10 +1,11 @@
-// Norms on the CPU, forward and backward; norm.h has the formulas. With y = norm(v) and gy the gradient that reaches y weight,
+// Norms on the CPU, forward and backward. Compiled once per instruction set. norm.h has the formulas of forward. With
+// y = norm(v) and gy the gradient of y weight:
 //
-//   grad_v = rstd (gy weight - mean(gy weight) - y mean(gy weight y)),  the first mean only where the mean was subtracted
+//   grad_v = rstd (gy weight - mean(gy weight) - y mean(gy weight y)),  the first mean for LayerNorm only
 //   grad_weight = sum over rows of gy y,  grad_bias = sum over rows of gy
 //
-// A SIMD lane is a column. A group of a row is converted to the accumulation type once, in scratch memory, and read from there.
-// Forward saves rstd and mean; backward computes everything else from the inputs again. Compiled once per instruction set.
+// A SIMD lane is a column. The loops convert a group of a row to the accumulation type once and keep it in scratch memory.
+// Forward saves rstd and mean; backward recomputes everything else from the inputs.
 
 #include <algorithm>
 #include <type_traits>
@@ -49,7 +50,7 @@ struct Row {
   }
 };
 
-// body(column, count) for each vector of a group, of which the last may hold fewer values.
+// Calls body(column, count) for each vector of a group; the last one may have fewer than V::size() values.
 template <typename V, typename Body>
 void for_each_vector(int64_t group_size, const Body& body) {
   for (int64_t column = 0; column < group_size; column += V::size()) {
@@ -71,7 +72,7 @@ V first_lanes(const V& value, int64_t count) {
   return count == V::size() ? value : V::set(V(0), value, count);
 }
 
-// Calls, not inlined: one copy of every activation serves all dtypes with the same accumulation type.
+// Not inlined, so that one copy of every activation serves all dtypes of the same accumulation type.
 template <typename V>
 __attribute__((noinline)) V gate_value(GateActivation activation, const V& z) {
   V result;
@@ -101,7 +102,7 @@ void fwd_group(const NormFwdParams& p, int64_t row_index, int64_t group, Accumul
     if (gate_before) v = v * gate_value(p.activation, row.load(p.z, column, count));
     if (p.is_add) {
       row.store(p.new_residual, column, count, v);
-      v = row.load(p.new_residual, column, count);  // as it was rounded
+      v = row.load(p.new_residual, column, count);  // as rounded
     }
     v = first_lanes(v, count);
     v.store(v_row + column);
@@ -180,13 +181,11 @@ void bwd_group(const NormBwdParams& p, int64_t row_index, int64_t group, int64_t
     if (p.grad_residual.data != nullptr) row.store(p.grad_residual, column, count, grad_v);
     const V gate = has_gate ? V::loadu(gate_row + column) : V(1);
     if (p.grad_x.data != nullptr) row.store(p.grad_x, column, count, gate_before ? grad_v * gate : grad_v);
-    if (p.grad_z.data == nullptr && p.out.data == nullptr) return;
-    const V normed = Math<V>::fma(y, weight, row.load(p.bias, column, count, 0));
-    if (p.out.data != nullptr) row.store(p.out, column, count, has_gate && !gate_before ? normed * gate : normed);
-    if (p.grad_z.data != nullptr) {
-      const V factor = gate_before ? grad_v * row.load(p.x, column, count) : row.load(p.grad_out, column, count) * normed;
-      row.store(p.grad_z, column, count, factor * V::loadu(slope_row + column));
-    }
+    if (p.grad_z.data == nullptr) return;
+    const V factor = gate_before
+                         ? grad_v * row.load(p.x, column, count)
+                         : row.load(p.grad_out, column, count) * Math<V>::fma(y, weight, row.load(p.bias, column, count, 0));
+    row.store(p.grad_z, column, count, factor * V::loadu(slope_row + column));
   });
 }
 

@@ -315,20 +315,13 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1)
               const Acc grad_v = rstd * ((kBefore ? g[j] : g[j] * a[j]) * weight[j] - mean_gw - y * mean_gwy);
               grad_x[j] = kBefore ? grad_v * a[j] : grad_v;
               slope[j] *= kBefore ? grad_v * x[j] : g[j];
-              x[j] = y * weight[j];
+              if (!kBefore) x[j] = y * weight[j];
             }
             if (p.grad_x.data != nullptr) store_values<Scalar>(p.grad_x, offset_of(p.grad_x, i), grad_x);
-            if (p.out.data == nullptr && (kBefore || p.grad_z.data == nullptr)) return;
+            if (kBefore || p.grad_z.data == nullptr) return;
             load_parameter<Scalar>(p.bias, parameter_offset, 0, weight);
 #pragma unroll
-            for (int j = 0; j < kSize; ++j) {
-              x[j] += weight[j];
-              if constexpr (!kBefore) {
-                slope[j] *= x[j];
-                x[j] *= a[j];
-              }
-            }
-            if (p.out.data != nullptr) store_values<Scalar>(p.out, offset_of(p.out, i), x);
+            for (int j = 0; j < kSize; ++j) slope[j] *= x[j] + weight[j];
           };
           if (gate_before) {
             differentiate(std::true_type());
@@ -364,12 +357,15 @@ struct SumParams {
   int64_t rows, columns, blocks;  // blocks per target
 };
 
+// There are few columns and a row of partial sums per resident block of backward.
+using BlockSums = cuda::PartialSums</*columns=*/8, /*rows=*/64, /*loads=*/16>;
+
 template <typename Acc>
-__global__ void __launch_bounds__(cuda::kPartialSumThreads, cuda::kPartialSumBlocks<Acc>)
+__global__ void __launch_bounds__(BlockSums::kThreads, sizeof(Acc) == 4 ? 3 : 1)
     norm_sum_kernel(const __grid_constant__ SumParams p) {
   const int which = blockIdx.x >= p.blocks;
   const Acc* const partials = static_cast<const Acc*>(p.partials[which]);
-  cuda::add_partial_sums(partials, p.rows, p.columns, blockIdx.x - which * p.blocks, [&](int64_t column, Acc sum) {
+  BlockSums::add(partials, p.rows, p.columns, blockIdx.x - which * p.blocks, [&](int64_t column, Acc sum) {
     void* const target = p.targets[which].data;
     if (p.targets[which].is_accumulate) {
       static_cast<Acc*>(target)[column] = sum;
@@ -402,7 +398,7 @@ cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cu
 
 template <typename Acc>
 void launch_norm_sum(const NormBwdParams& params, cudaStream_t stream) {
-  SumParams sum{{}, {}, params.kind, params.partials, params.columns(), cuda::partial_sum_blocks(params.columns())};
+  SumParams sum{{}, {}, params.kind, params.partials, params.columns(), BlockSums::blocks(params.columns())};
   int targets = 0;
   const auto add = [&](const ParameterView& target, const void* partials) {
     if (target.data == nullptr) return;
@@ -412,7 +408,7 @@ void launch_norm_sum(const NormBwdParams& params, cudaStream_t stream) {
   add(params.grad_weight, params.partial_weight);
   add(params.grad_bias, params.partial_bias);
   if (targets == 0) return;
-  norm_sum_kernel<Acc><<<static_cast<unsigned>(targets * sum.blocks), cuda::kPartialSumThreads, 0, stream>>>(sum);
+  norm_sum_kernel<Acc><<<static_cast<unsigned>(targets * sum.blocks), BlockSums::kThreads, 0, stream>>>(sum);
 }
 
 }  // namespace ssm_kernels::norm

@@ -141,8 +141,7 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
   constexpr int kStaticBytes = 2048;
   const int available = cuda::max_shared_bytes(p.device) - kStaticBytes;
 
-  bool use_vectors =
-      can_use_vectors(p, {p.x, p.z, p.grad_out, p.grad_new_residual, p.grad_x, p.grad_z, p.grad_residual, p.out});
+  bool use_vectors = can_use_vectors(p, {p.x, p.z, p.grad_out, p.grad_new_residual, p.grad_x, p.grad_z, p.grad_residual});
   const RmsCase rms_case = choose_rms_case(p);
   if (use_vectors && rms_case != RmsCase::kNone) {
     const int column_bytes = bytes_of(p, false) + 2 * bytes_of(p, p.x.is_accumulate);

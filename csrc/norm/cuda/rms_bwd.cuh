@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   static_assert(Rstd::kLaneBytes == kRmsBwdRowBytes, "the plan counts rstd's bytes in shared memory");
   constexpr int kStageBytes = GradOut::kBytes + 2 * Input::kBytes + Rstd::kBytes;
   enum { kReadGradOut, kReadX, kReadThird };
-  enum { kGradX, kSecondGrad, kOut };
+  enum { kGradX, kSecondGrad };
   static_assert(kBwdMaxThreads <= kMaxWarps * kWarpSize, "one warp adds the sums of a block's warps");
   extern __shared__ __align__(kVectorBytes) char rms_shared[];
 
@@ -139,7 +139,6 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
     const float k = sum * rstd * p.inverse_size * (rstd * rstd);
     Scalar* const grad_x_row = writes.template at<Scalar>(kGradX, place);
     Second* const second_row = writes.template at<Second>(kSecondGrad, place);
-    Scalar* const out_row = writes.template at<Scalar>(kOut, place);
 
 #pragma unroll
     for (int i = 0; i < kVectors; ++i) {
@@ -183,16 +182,6 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
       if (p.writes[kSecondGrad].data != nullptr) {
         Vector<Second, kSize>::round(kHasGate ? grad_z : grad_x).store(second_row + i * kOffset);
       }
-      if (p.writes[kOut].data != nullptr) {
-        float out[kSize];
-#pragma unroll
-        for (int j = 0; j < kSize; ++j) {
-          const float a = kHasGate ? third.accumulate(j) * s[i][j] : 1.0f;
-          out[j] = (kBefore ? x.accumulate(j) * a : x.accumulate(j)) * rstd * weight[i][j];
-          if constexpr (kAfter) out[j] *= a;
-        }
-        Vector<Scalar, kSize>::round(out).store(out_row + i * kOffset);
-      }
     }
     writes.advance(p, p.writes);
     buffer ^= kMaxWarps;
@@ -217,7 +206,6 @@ cudaError_t launch_norm_rms_bwd(const NormBwdParams& params, const RmsPlan& plan
   p.reads[2] = make_row_stream(params, plan, params.is_add ? params.grad_new_residual : params.z);
   p.writes[0] = make_row_stream(params, plan, params.grad_x);
   p.writes[1] = make_row_stream(params, plan, params.is_add ? params.grad_residual : params.grad_z);
-  p.writes[2] = make_row_stream(params, plan, params.out);
   p.partial_weight = static_cast<float*>(params.partial_weight);
   void (*kernel)(RmsBwdParams) = norm_rms_bwd_kernel<Scalar, RmsCase::kNoGate>;
   if (plan.rms_case == RmsCase::kGateBefore) kernel = norm_rms_bwd_kernel<Scalar, RmsCase::kGateBefore>;
