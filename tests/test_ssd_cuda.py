@@ -1,6 +1,6 @@
 """ssd_chunk_scan on CUDA: its kernels, sequences cut at runs, streams and graphs.
 
-Its gradients are in test_ssd_cuda_grad.py.
+test_ssd_cuda_grad.py has the gradients, test_ssd_cuda_variants.py what is the same for all kernels.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import assert_equal, captured, dtypes, no_synchronization
-from ssd_helpers import OPTIONS, assert_as_exact_as_rounding, assert_matches_reference, every_method, every_option, make_inputs
+from helpers import assert_equal, dtypes, no_synchronization
+from ssd_helpers import OPTIONS, assert_matches_reference, every_method, every_option, make_inputs
 from torch import Tensor
 
 from ssm_kernels import ssd_chunk_scan
@@ -37,14 +37,6 @@ def test_values(options, dtype):
 def test_discretizations(discretization):
     inputs = make_inputs(headdim=64, dstate=64, seqlen=100, dtype=torch.bfloat16, device="cuda", discretization=discretization)
     assert_matches_reference(inputs, gradients=False)
-
-
-@of_kernels
-@pytest.mark.parametrize(("headdim", "dstate"), [(1, 1), (7, 17), (64, 64), (72, 65), (128, 128), (200, 128), (256, 16)])
-def test_headdim_and_dstate(headdim, dstate, dtype):
-    for name in ("everything", "required_only"):
-        sizes = {"headdim": headdim, "dstate": dstate, "seqlen": 130}
-        assert_matches_reference(make_inputs(dtype=dtype, device="cuda", **(sizes | OPTIONS[name])), gradients=False)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 1), (6, 2), (6, 6), (9, 3)])
@@ -115,14 +107,6 @@ def test_entries_of_a_batch_with_many_heads():
             torch.testing.assert_close(value[0], whole[name][row], rtol=2e-2, atol=2e-2)
 
 
-@of_kernels
-def test_repeatable(dtype):
-    many_heads = {name: size for name, size in MANY_HEADS.items() if name not in ("headdim", "dstate")}
-    for sizes in ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}, many_heads):
-        inputs = make_inputs(headdim=64, dstate=64, dtype=dtype, device="cuda", **sizes)
-        assert_equal(results_of(inputs), results_of(inputs))
-
-
 def test_rows_that_are_not_aligned():
     inputs = make_inputs(headdim=64, dstate=64, seqlen=70, dtype=torch.bfloat16, device="cuda")
     expected = results_of(inputs)
@@ -139,13 +123,6 @@ def test_states_that_are_not_aligned():
     assert_equal(results_of(inputs | {"initial_states": apart}), expected)
 
 
-@in_16_bits
-@pytest.mark.parametrize("dstate", [64, 128])
-def test_out_is_as_exact_as_its_rounding(dstate, dtype):
-    sizes = {"heads": 4, "groups": 1, "headdim": 64, "dstate": dstate, "seqlen": 500}
-    assert_as_exact_as_rounding(make_inputs(dtype=dtype, device="cuda", **(sizes | OPTIONS["required_only"])))
-
-
 def test_a_step_that_forgets_everything():
     """Weak decays after one of e^-1e5 keep their accuracy, and one of e^-inf makes no NaN."""
     for strong in (-1e5, -float("inf")):
@@ -153,43 +130,6 @@ def test_a_step_that_forgets_everything():
         inputs |= {"dt_softplus": False, "dt_bias": None, "A": torch.tensor([strong, -1.0], device="cuda")}
         inputs["dt"] = inputs["dt"].abs()
         assert_matches_reference(inputs, gradients=False)
-
-
-@pytest.mark.parametrize("heads", [{}, {"heads": 160, "groups": 1}], ids=["few_heads", "many_heads"])
-@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
-def test_cuda_graph(name, heads):
-    """Replayed on new values in the same tensors, the offsets of packed sequences too, it computes what an eager call does.
-
-    Twice: with many heads states go from block to block, and blocks count as they begin: a replay must begin both anew.
-    """
-    sizes = {"headdim": 64, "dstate": 64, "seqlen": 300} | heads
-    offsets = ((0, 0, 100, 101, 400), (0, 250, 250, 399, 400)) if name.startswith("packed") else (None, None)
-    inputs, others = (
-        make_inputs(dtype=torch.bfloat16, device="cuda", seed=seed, **(OPTIONS[name] | sizes | {"cu_seqlens": cu_seqlens}))
-        for seed, cu_seqlens in enumerate(offsets)
-    )
-    at_first = {key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-    graph, found = captured(lambda: results_of(inputs))
-    for values in (others, at_first):
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                inputs[key].copy_(value)
-        graph.replay()
-        assert_equal(found, results_of(values))
-
-
-def test_runs_on_the_current_stream():
-    inputs = make_inputs(headdim=64, dstate=64, seqlen=3000, batch=1, dtype=torch.bfloat16, device="cuda")
-    expected = results_of(inputs)
-    values, inputs["x"] = inputs["x"], torch.full_like(inputs["x"], float("nan"))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        inputs["x"].copy_(values)
-        actual = results_of(inputs)
-    stream.synchronize()
-    assert_equal(actual, expected)
 
 
 def test_nothing_waits_for_the_device():

@@ -1,6 +1,6 @@
 """ssd_chunk_scan on CUDA for fp32: kernels of three TF32 products, as exact as PyTorch's in fp32, be TF32 allowed or not.
 
-test_ssd_cuda.py, test_ssd_cuda_grad.py and test_ssd_cuda_many_states.py test all dtypes for what they have in common.
+test_ssd_cuda_variants.py has the tests that are the same for all dtypes.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
+from helpers import LAYOUTS
 from operator_spec import with_gradients
 from ssd_helpers import (
     KERNEL_CHUNK,
@@ -23,7 +23,6 @@ from ssd_helpers import (
     evaluate_in_float64,
     every_method,
     every_option,
-    has_fp32_kernels,
     limited_shared_memory,
     limited_workspace,
     make_cotangents,
@@ -51,17 +50,6 @@ def assert_accurate(inputs: dict[str, Any]) -> dict[str, Tensor]:
 @every_option
 def test_options(options, dstate):
     assert_accurate(inputs_on_cuda(dstate=dstate, **options))
-
-
-@every_method
-def test_discretizations(discretization):
-    assert_accurate(inputs_on_cuda(discretization=discretization))
-
-
-@every_dstate
-@pytest.mark.parametrize("seqlen", [1, 32, 33, 63, 64, 65, 1000])
-def test_lengths(seqlen, dstate):
-    assert_accurate(inputs_on_cuda(seqlen=seqlen, dstate=dstate, heads=3, groups=1))
 
 
 # Up to 32 steps a sequential scan takes the place of the matrix products.
@@ -165,13 +153,6 @@ def test_without_decay_the_error_is_of_rounding_once_a_step():
         assert (value - exact[name]).norm() <= 2**-24 * math.sqrt(seqlen) * exact[name].norm(), name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_any_layout(layout):
-    inputs = inputs_on_cuda(layout=layout, dstate=100, headdim=36)
-    cotangents = tuple(arrange(x, layout) for x in make_cotangents(inputs))
-    assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
-
-
 @every_dstate
 @pytest.mark.parametrize("kibibytes", [99, 163])
 @pytest.mark.parametrize("name", ["everything", "packed_with_states"])
@@ -190,16 +171,6 @@ def test_less_workspace(dstate):
     for workspace in (1, 2**20):
         with limited_workspace(workspace):
             assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
-
-
-@every_dstate
-@pytest.mark.parametrize(
-    "sizes", [{"batch": 1, "seqlen": 3000}, {"batch": 8, "heads": 80, "seqlen": 330}], ids=["long", "many"]
-)
-def test_repeatable(sizes, dstate):
-    inputs = inputs_on_cuda(dstate=dstate, **sizes)
-    cotangents = make_cotangents(inputs)
-    assert_equal(*(evaluate(scan, inputs, cotangents) for _ in range(2)))
 
 
 @every_dstate
@@ -225,16 +196,6 @@ def test_largest_inputs(sign, dstate):
     for actual, expected in zip(scan(**inputs), scan(**exact), strict=True):
         assert actual.isfinite().all()
         assert (actual - expected).abs().amax() <= 1e-5 * expected.abs().amax()
-
-
-@every_dstate
-def test_nan_stays_in_its_head(dstate):
-    inputs = inputs_on_cuda(heads=4, groups=2, dstate=dstate)
-    inputs["x"][0, 70, 1] = math.nan
-    results = evaluate(scan, inputs, make_cotangents(inputs))
-    assert results["out"][0, 70:, 1].isnan().any() and results["grad_z"][0, 70:, 1].isnan().any()
-    for name in ("out", "grad_x", "grad_z", "grad_dt"):
-        assert results[name][:, :, [0, 2, 3]].isfinite().all() and results[name][1].isfinite().all()
 
 
 # Steps, where the last row's sequences begin, and the step of the NaN: inside chunks, and of a walk that is cut into pieces.
@@ -302,27 +263,3 @@ def test_some_gradients_by_columns(wanted):
 def test_memory_that_nobody_wrote_is_not_read(dstate, uninitialized_memory_is_nan):
     for options in (OPTIONS["everything"], {"cu_seqlens": (0, 0, 1, 64, 64, 70, 70)}, {"headdim": 72, "heads": 9, "groups": 1}):
         assert_accurate(inputs_on_cuda(dstate=dstate - 3, **options))
-
-
-@every_dstate
-@pytest.mark.parametrize("name", ["everything", "packed_with_states"])
-def test_cuda_graph(name, dstate):
-    """Replayed on new values in the same tensors, it computes what an eager call does; nothing waits for the device."""
-    offsets = ((0, 0, 100, 101, 400), (0, 250, 250, 399, 400)) if name.startswith("packed") else (None, None)
-    inputs, others = (
-        inputs_on_cuda(seed=seed, dstate=dstate, **(OPTIONS[name] | {"seqlen": 300, "cu_seqlens": cu_seqlens}))
-        for seed, cu_seqlens in enumerate(offsets)
-    )
-    if name.startswith("packed") and not has_fp32_kernels(inputs):
-        pytest.skip("PyTorch's products read cu_seqlens on the host: a block has too little shared memory for the kernels")
-    cotangents = make_cotangents(inputs)
-    expected = evaluate(scan, others, cotangents)
-    graph, found = captured(lambda: evaluate(scan, inputs, cotangents))
-    for key, value in others.items():
-        if isinstance(value, Tensor):
-            inputs[key].copy_(value)
-    graph.replay()
-    assert_equal(found, expected)
-    if offsets[0] is None:
-        with no_synchronization():
-            evaluate(scan, inputs, cotangents)

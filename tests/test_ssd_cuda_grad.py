@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal, captured, dtypes, no_synchronization
+from helpers import LAYOUTS, arrange, assert_equal, captured, dtypes
 from operator_spec import Cotangents, tensor_names, with_gradients
 from ssd_helpers import (
     OPTIONS,
@@ -21,8 +20,6 @@ from ssd_helpers import (
     evaluate,
     evaluate_in_float64,
     evaluate_natively,
-    every_method,
-    every_option,
     make_cotangents,
     make_inputs,
     preferred_products,
@@ -56,49 +53,7 @@ def assert_accurate(inputs: dict[str, Any], cotangents: Cotangents | None = None
     return assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
 
 
-def gradients_of(inputs: dict[str, Any], cotangents: Cotangents, wanted: Iterable[str]) -> dict[str, Tensor | None]:
-    leaves = with_gradients(inputs, wanted)
-    torch.autograd.backward(scan(**leaves), cotangents)
-    return {name: leaves[name].grad for name in tensor_names(inputs)}
-
-
 # ----- values
-
-
-@of_kernels
-@every_option
-def test_gradients(options, dtype):
-    assert_accurate(inputs_on_cuda(dtype=dtype, **({"dstate": 128, "seqlen": 200} | options)))
-    for sizes in ({"headdim": 48, "dstate": 24, "seqlen": 65}, {"headdim": 7, "dstate": 17, "seqlen": 70}):
-        assert_matches_reference(inputs_on_cuda(dtype=dtype, **(sizes | options)))
-
-
-@every_method
-@pytest.mark.parametrize("name", ["everything", "packed_with_states"])
-def test_discretizations(name, discretization):
-    options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 100)} if name.startswith("packed") else {"seqlen": 100})
-    assert_accurate(inputs_on_cuda(discretization=discretization, **options))
-
-
-@of_kernels
-@pytest.mark.parametrize(("headdim", "dstate"), [(1, 1), (7, 17), (64, 64), (72, 65), (128, 128), (200, 128), (256, 16)])
-def test_headdim_and_dstate(headdim, dstate, dtype):
-    for name in ("everything", "required_only"):
-        assert_accurate(inputs_on_cuda(headdim=headdim, dstate=dstate, dtype=dtype, **OPTIONS[name]))
-
-
-@pytest.mark.parametrize("headdim", [64, 128])
-@pytest.mark.parametrize(("heads", "groups"), [(1, 1), (3, 1), (6, 2), (6, 6), (9, 3), (9, 1), (80, 2)])
-def test_heads_share_groups(heads, groups, headdim):
-    """The heads of a block, and of all blocks that add to the gradients of the same B and C."""
-    for dstate in (64, 128):
-        assert_accurate(inputs_on_cuda(heads=heads, groups=groups, headdim=headdim, dstate=dstate, seqlen=70))
-
-
-@pytest.mark.parametrize("name", ["everything", "required_only"])
-@pytest.mark.parametrize("seqlen", [1, 63, 64, 65, 1000])
-def test_lengths(seqlen, name):
-    assert_accurate(inputs_on_cuda(seqlen=seqlen, heads=2, groups=1, **OPTIONS[name]))
 
 
 def test_both_products_agree_with_many_heads():
@@ -263,30 +218,6 @@ def test_weak_decay_after_a_step_that_forgets_everything():
 # ----- which gradients come and which go
 
 
-@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
-def test_gradients_of_a_subset(name):
-    """Whatever needs gradients, each is bit for bit the same, and the others get none."""
-    options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 100)} if name.startswith("packed") else {"seqlen": 100})
-    inputs = inputs_on_cuda(**options)
-    cotangents, present = make_cotangents(inputs), tensor_names(inputs)
-    everything = gradients_of(inputs, cotangents, present)
-    singles_and_pairs = [*itertools.combinations(present, 1), *itertools.combinations(present, 2)]
-    for wanted in [*singles_and_pairs, *itertools.combinations(present, len(present) - 1)]:
-        for argument, gradient in gradients_of(inputs, cotangents, wanted).items():
-            if argument in wanted:
-                assert torch.equal(gradient, everything[argument]), f"grad_{argument} when only {wanted} need gradients"
-            else:
-                assert gradient is None
-
-
-@pytest.mark.parametrize("through", [0, 1], ids=["out", "final_states"])
-@every_option
-def test_gradient_through_one_result_only(options, through):
-    inputs = inputs_on_cuda(**options)
-    cotangents = tuple(x if i == through else None for i, x in enumerate(make_cotangents(inputs)))
-    assert_accurate(inputs, cotangents)
-
-
 # ----- strides
 
 
@@ -356,18 +287,6 @@ def test_gradients_have_the_strides_of_their_arguments():
 
 
 # ----- the same bits, NaN
-
-
-@of_kernels
-def test_repeatable(dtype):
-    large = ({"batch": 1, "seqlen": 3000}, {"batch": 16, "heads": 32, "seqlen": 200}, {"cu_seqlens": PACKINGS["many"]})
-    long = {"batch": 1, "heads": 1, "groups": 1, "seqlen": 20000, "dstate": 128}
-    for sizes in (*large, long, *(CUT | options for options in CUT_OPTIONS)):
-        inputs = inputs_on_cuda(dtype=dtype, **sizes)
-        cotangents = make_cotangents(inputs)
-        first = evaluate(scan, inputs, cotangents)
-        for _ in range(3):
-            assert_equal(evaluate(scan, inputs, cotangents), first)
 
 
 def with_nan(inputs: dict[str, Any], name: str, index: tuple[int, ...]) -> dict[str, Any]:
@@ -457,29 +376,6 @@ def test_errors_do_not_grow_with_the_length(dtype):
 # ----- streams, devices, CUDA graphs
 
 
-@pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
-@pytest.mark.parametrize("sizes", [{"seqlen": 300}, CUT], ids=["whole_walks", "cut_walks"])
-def test_cuda_graph_of_forward_and_backward(name, sizes):
-    """Replayed on new values in the same tensors, the offsets of packed sequences too, it computes what an eager call does."""
-    end = sizes["seqlen"] + 100
-    offsets = ((0, 0, 100, 101, end), (0, 250, 250, end - 1, end)) if name.startswith("packed") else (None, None)
-    inputs, others = (
-        inputs_on_cuda(seed=seed, **(OPTIONS[name] | sizes | {"cu_seqlens": cu_seqlens}))
-        for seed, cu_seqlens in enumerate(offsets)
-    )
-    cotangents, other_cotangents = make_cotangents(inputs), make_cotangents(others, seed=2)
-    expected = evaluate(scan, others, other_cotangents)
-
-    graph, found = captured(lambda: evaluate(scan, inputs, cotangents))
-    for key, value in others.items():
-        if isinstance(value, Tensor):
-            inputs[key].copy_(value)
-    for tensor, value in zip(cotangents, other_cotangents, strict=True):
-        tensor.copy_(value)
-    graph.replay()
-    assert_equal(found, expected)
-
-
 @pytest.mark.parametrize("length", [400, 1600], ids=["whole_walks", "cut_walks"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 def test_wrong_offsets_in_a_cuda_graph(gradients, length):
@@ -517,15 +413,6 @@ def test_runs_on_the_current_stream(late):
         actual = evaluate(scan, inputs, cotangents)
     stream.synchronize()
     assert_equal(actual, expected)
-
-
-@pytest.mark.parametrize("name", ["everything", "resets_with_states"])
-def test_nothing_waits_for_the_device(name):
-    inputs = inputs_on_cuda(**OPTIONS[name] | {"seqlen": 300})
-    cotangents = make_cotangents(inputs)
-    evaluate(scan, inputs, cotangents)
-    with no_synchronization():
-        evaluate(scan, inputs, cotangents)
 
 
 def test_runs_on_the_device_of_its_arguments():
