@@ -1,5 +1,5 @@
-// The causal convolution's dispatcher entries that are the same for every device: checks, allocation, Meta, Autograd, Autocast;
-// and those of its decoding step.
+// The parts of causal_conv1d and causal_conv1d_update that are the same for every device: checks, allocation, Meta, Autograd
+// and Autocast.
 
 #include "causal_conv1d/causal_conv1d_op.h"
 
@@ -50,7 +50,7 @@ const char* state_axes(const Inputs& in) {
 
 c10::SymDimVector state_shape(const Inputs& in) { return {in.sequences(), in.x.sym_size(2), in.weight.sym_size(1) - 1}; }
 
-// States, of which a kernel writes those of sequences with steps. Sequences without steps have a copy of `empty`, or zero.
+// Allocates states. A kernel writes those of sequences with steps; the others are a copy of `empty`, or zero.
 at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
   const c10::SymDimVector shape = state_shape(in);
   if (!is_present(in.cu_seqlens) && in.x.sym_size(1) != 0) return at::empty_symint(shape, in.x.options());
@@ -148,7 +148,7 @@ ParameterView parameter_view(const OptionalTensor& tensor, at::ScalarType dtype)
           tensor->scalar_type() == dtype};
 }
 
-// The part that forward and backward share.
+// Fills in the params that forward and backward share.
 void fill_params(ConvParams& params, const Inputs& in, const at::Tensor& ids) {
   params.batch = in.x.size(0);
   params.seqlen = in.x.size(1);
@@ -221,8 +221,8 @@ at::Tensor allocate_update(const UpdateInputs& in) { return at::empty_symint(in.
 
 namespace {
 
-// Raises where a write to the state would change what is still to be read. The state's own memory comes first: where it is a
-// lazy copy, it moves away from the tensor that it shares memory with.
+// Raises if writing the state would change inputs that are read later. mutable_data_ptr comes first: if the state is a lazy
+// copy, it gets its own memory there and no longer overlaps the original.
 void check_update_memory(const UpdateInputs& in) {
   in.conv_state.mutable_data_ptr();
   TORCH_CHECK(!has_internal_overlap(in.conv_state), kUpdateOp,
@@ -286,7 +286,7 @@ at::Tensor update_meta(const UpdateInputs& in) {
   return allocate_update(in);
 }
 
-// Saves the inputs and nothing else.
+// The node saves the inputs only.
 struct CausalConv1d : DifferentiableOp<CausalConv1d, Inputs, std::tuple<at::Tensor, at::Tensor>, kNumGrads> {
   static constexpr char kSchema[] = "ssm_kernels::_causal_conv1d";
 

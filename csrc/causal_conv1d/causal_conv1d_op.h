@@ -44,7 +44,7 @@ struct FwdOutputs {
     return std::tie(self.out, self.final_state);
   }
 };
-// Uninitialized, except for final states of sequences that may have no steps: these are the initial states.
+// The outputs are uninitialized. Only final states of sequences that may have no steps are filled in, with the initial states.
 FwdOutputs allocate_fwd(const Inputs& in);
 
 enum Grad { kGradX, kGradWeight, kGradBias, kGradInitialState, kNumGrads };
@@ -72,25 +72,24 @@ struct BwdOutInputs : BwdInputs {
     return std::tuple_cat(BwdInputs::fields(self), std::tie(self.required_grad_x, self.grad_out_2));
   }
 };
-using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // without that of x
+using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // all but the gradient of x
 
-// Checks the arguments of backward alone and allocates as allocate_fwd does. Gradients that are not needed have no elements;
-// that of x is grad_x if it is given.
+// Checks the arguments that only backward has, and allocates like allocate_fwd. Gradients that are not needed are empty; the
+// gradient of x is grad_x if present.
 GradTensors allocate_bwd(const BwdInputs& bwd);
 
-// A parameter under autocast to `lower`: parameters of a third dtype become float32.
+// Casts a parameter under autocast to `lower`: any other dtype becomes float32.
 at::Tensor autocast_parameter(const at::Tensor& tensor, at::ScalarType lower, at::DeviceType device_type);
 OptionalTensor autocast_parameter(const OptionalTensor& tensor, at::ScalarType lower, at::DeviceType device_type);
 
-// The gradient of out with its contiguous axis where x has its own: kernels go along one of them, and a copy costs less than
-// a read across it.
+// grad_out with the contiguous axis of x. The kernels advance along one axis, and a copy costs less than strided reads.
 OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x);
 
-// The number of the sequence that each step belongs to; undefined if each row is one. The params keep a pointer to it.
+// The id of each step's sequence; undefined if each batch entry is one sequence. The params keep a pointer to it.
 at::Tensor sequence_ids(const Inputs& in);
 
 ConvFwdParams make_fwd_params(const Inputs& in, const at::Tensor& ids, const FwdOutputs& outputs);
-// grad_out and grad_out_2 take the places of those of `bwd`.
+// grad_out and grad_out_2 replace those of `bwd`.
 ConvBwdParams make_bwd_params(const BwdInputs& bwd, const OptionalTensor& grad_out, const OptionalTensor& grad_out_2,
                               const at::Tensor& ids, const GradTensors& grads);
 
@@ -111,7 +110,8 @@ at::Tensor allocate_update(const UpdateInputs& in);
 // Also raises if two elements of the state share memory, or the state shares memory with an input.
 ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& out);
 
-// As bwd, into the caller's grad_x, which is not among the results: results share no memory with arguments.
+// Like bwd, but writes grad_x to the caller's tensor. That tensor is not a result: results must not share memory with
+// arguments.
 template <GradTensors (*bwd)(const BwdInputs&)>
 BwdOutGrads bwd_out(BwdOutInputs& in) {
   in.grad_x = in.required_grad_x;
@@ -127,8 +127,8 @@ void register_kernels(torch::Library& m) {
   implement<update>(m, "causal_conv1d_update");
 }
 
-// A device's kernels. Device has Guard, made from the inputs and alive during the call; run(params, x) for each kind of params,
-// which launches or computes; and adds_grads(params), which says whether backward's kernels read grad_out_2.
+// The operators' kernels for a device. Device has Guard, which is constructed from the inputs and lives during the call;
+// run(params, x) for each kind of params; and adds_grads(params), whether backward's kernels read grad_out_2.
 template <typename Device>
 struct Kernels {
   static FwdOutputs fwd(const Inputs& in) {

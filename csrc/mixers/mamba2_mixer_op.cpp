@@ -5,9 +5,9 @@
 //   y          = SSD(x, dt, -e^A_log, B, C, D)
 //   out        = norm(y silu(z)), norm(y) silu(z) or, without norm_weight, y silu(z)
 //
-// Backward keeps `projected`, y, the parameters as the scan reads them and a number for each row's groups, and computes the
-// convolution, the step sizes and the norm again. The gradient of `projected` is one tensor: the gradients of z, xBC and dt are
-// written where they lie in it.
+// Forward saves `projected`, y, the parameters as the scan reads them and the norm's rstd per group; backward recomputes the
+// convolution, the step sizes and the norm. Kernels write the gradients of z, xBC and dt directly into the gradient of
+// `projected`.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -66,7 +66,7 @@ struct Inputs {
   }
 };
 
-// The last three are saved for backward; without a norm y and rstd have no elements.
+// y, rstd and parameters are saved for backward. Without a norm, y and rstd are empty.
 struct Outputs {
   at::Tensor out, conv_state, ssm_state, y, rstd, parameters;
 
@@ -97,7 +97,7 @@ struct Call {
   int64_t heads, d_ssm, d_conv_in;
   mixers::Parameters parameters;  // A, the bias of dt and D as the scan reads them
 
-  // With the parameters that forward saved or, in forward, an undefined tensor.
+  // saved_parameters: those that forward saved or, in forward, an undefined tensor.
   Call(const Inputs& in, const at::Tensor& saved_parameters)
       : in(in),
         heads(in.dt_bias.size(0)),
@@ -116,16 +116,13 @@ struct Call {
   at::Tensor z_of(const at::Tensor& projected) const { return columns(projected, 0, {d_ssm}); }
   at::Tensor conv_in_of(const at::Tensor& projected) const { return columns(projected, d_ssm, {d_conv_in}); }
   at::Tensor dt_of(const at::Tensor& projected) const { return columns(projected, d_ssm + d_conv_in, {heads}); }
-  at::Tensor z_in_heads(const at::Tensor& projected) const { return in_heads(projected); }
+  // The first d_ssm columns as (heads, headdim): y, and z of `projected`.
   at::Tensor in_heads(const at::Tensor& sequence) const { return columns(sequence, 0, {heads, in.headdim}); }
 
-  // x, B and C, or their gradients, in the convolution's output, or its gradient.
+  // x, B and C as views of the convolution's output, or their gradients as views of its gradient.
   at::Tensor x_of(const at::Tensor& conv_out) const { return in_heads(conv_out); }
   at::Tensor B_of(const at::Tensor& conv_out) const { return in_groups(conv_out, 0); }
   at::Tensor C_of(const at::Tensor& conv_out) const { return in_groups(conv_out, 1); }
-
-  // The convolution's weight, (channels, width), which nn.Conv1d has as (channels, 1, width).
-  at::Tensor taps() const { return in.conv_weight.dim() == 3 ? in.conv_weight.squeeze(1) : in.conv_weight; }
 
   ssd::Inputs scan_inputs(const at::Tensor& conv_out) const {
     ssd::Inputs scan;
@@ -136,7 +133,7 @@ struct Call {
     scan.C = C_of(conv_out);
     scan.chunk_size = in.chunk_size;
     scan.D = parameters.D;
-    if (!has_norm()) scan.z = z_in_heads(in.projected);
+    if (!has_norm()) scan.z = in_heads(in.projected);
     scan.dt_bias = parameters.bias;
     scan.dt_softplus = true;
     scan.dt_min = in.dt_min;
@@ -151,7 +148,7 @@ struct Call {
   causal_conv1d::Inputs convolution_inputs() const {
     causal_conv1d::Inputs convolution;
     convolution.x = conv_in_of(in.projected);
-    convolution.weight = taps();
+    convolution.weight = mixers::taps_of(in.conv_weight);
     convolution.bias = in.conv_bias;
     convolution.seq_idx = in.seq_idx;
     convolution.cu_seqlens = in.cu_seqlens;
@@ -182,7 +179,7 @@ struct Call {
     return columns(conv_out, d_ssm + which * in.groups * in.dstate, {in.groups, in.dstate});
   }
 
-  // As many columns as `axes` have elements, seen under these axes. One operator where none is recorded, as there are many.
+  // A view of consecutive columns, reshaped to `axes`. as_strided makes it in one operator unless operators are recorded.
   static at::Tensor columns(const at::Tensor& tensor, int64_t first, std::initializer_list<int64_t> axes) {
     const int64_t count = c10::multiply_integers(axes);
     if (c10::impl::dispatch_mode_enabled() || !is_plain(tensor)) {
@@ -265,7 +262,7 @@ GradTensors backward(const BwdInputs& bwd) {
     scan.targets[ssd::kGradB] = call.B_of(grad_conv_out);
     scan.targets[ssd::kGradC] = call.C_of(grad_conv_out);
     scan.targets[ssd::kGradDt] = call.dt_of(grad_projected);
-    if (!call.has_norm()) scan.targets[ssd::kGradZ] = call.z_in_heads(grad_projected);
+    if (!call.has_norm()) scan.targets[ssd::kGradZ] = call.in_heads(grad_projected);
     const ssd::GradTensors scan_grads = ssd::backward(scan);
     if (needs_grad[kALog]) {
       grads[kALog] = mixers::grad_of_A_log(scan_grads[ssd::kGradA], call.parameters.A, in.A_log.scalar_type());

@@ -1,17 +1,17 @@
-// The causal convolution of a Mamba mixer as one node of the graph that begins at the in-projection's output:
+// The causal convolution of a Mamba mixer as one autograd node, whose input is the output of the in-projection:
 //
 //   x, z = halves of the columns of xz              (batch, seqlen, 2 channels)
 //   x    = silu(conv(x))
 //
-// The gradient of xz is one buffer. The mixer's scan writes the gradient of z into the right half of a new one
-// (allocate_grad_gate), backward of the convolution writes the gradient of x into the left half, and no kernel joins them.
-// Between the two the left half holds the gradient of delta.
+// The gradient of xz is one buffer, which no kernel has to concatenate. The mixer's scan allocates it (allocate_grad_gate) and
+// writes the gradient of z into its right half; backward of the convolution writes the gradient of x into the left half. In
+// between, the left half holds the gradient of delta.
 //
-// The result x is returned twice, as two tensors that share their memory: one for the projections, one for the scan. Their
-// gradients therefore come apart, and are added where the convolution reads them.
+// The operator returns x twice, as two tensors that share memory, one for the projections and one for the scan. Backward thus
+// gets two gradients of x, and the convolution's kernel adds them as it reads them.
 //
-// The node exists for plain tensors only. Where a call is traced, batched or forward-differentiated, the operator is the
-// composition of PyTorch's operators and causal_conv1d that it stands for.
+// The node takes plain tensors only. A call that is traced, batched or differentiated in forward mode is composed of PyTorch's
+// operators and causal_conv1d instead.
 
 #include "mixers/mamba_conv_op.h"
 
@@ -28,6 +28,7 @@
 #include <tuple>
 
 #include "causal_conv1d/causal_conv1d_op.h"
+#include "mixers/mixer_parameters_op.h"
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
 #include "torch/eager.h"
@@ -56,9 +57,6 @@ struct Inputs {
   }
 };
 
-// The convolution's weight, (channels, width), which nn.Conv1d has as (channels, 1, width).
-at::Tensor taps_of(const at::Tensor& weight) { return weight.dim() == 3 ? weight.squeeze(1) : weight; }
-
 at::Tensor left_half(const at::Tensor& xz) { return xz.narrow_symint(-1, 0, xz.sym_size(-1) / 2); }
 at::Tensor right_half(const at::Tensor& xz) {
   const c10::SymInt columns = xz.sym_size(-1) / 2;
@@ -69,15 +67,15 @@ causal_conv1d::Inputs convolution_of(const at::Tensor& x, const at::Tensor& weig
                                      const OptionalTensor& initial_state) {
   causal_conv1d::Inputs in;
   in.x = x;
-  in.weight = taps_of(weight);
+  in.weight = mixers::taps_of(weight);
   in.bias = bias;
   in.initial_state = initial_state;
   in.activation = kActivation;
   return in;
 }
 
-// Returns the tensor whose right half of columns is `half`; undefined unless nobody else refers to the storage and its layout
-// is allocate_grad_gate's.
+// Returns the tensor whose right half of columns is `half`, if allocate_grad_gate allocated it and `half` is its only
+// reference; else an undefined tensor.
 at::Tensor whole_of(const at::Tensor& half) {
   if (!is_sole_owner(half) || half.dim() != 3) return {};
   const int64_t batch = half.size(0), seqlen = half.size(1), columns = half.size(2);
@@ -87,7 +85,7 @@ at::Tensor whole_of(const at::Tensor& half) {
   return fits ? half.as_strided({batch, seqlen, 2 * columns}, strides, 0) : at::Tensor();
 }
 
-// The sum of the gradients that are there, in the memory of one of them where that is allowed.
+// The sum of the defined gradients, in the memory of one of them if reuses_memory allows it and nothing else refers to it.
 at::Tensor add_grads(const at::Tensor& a, const at::Tensor& b, bool reuses_memory) {
   if (!a.defined() || !b.defined()) return a.defined() ? a : b;
   if (reuses_memory) {
@@ -100,7 +98,7 @@ at::Tensor add_grads(const at::Tensor& a, const at::Tensor& b, bool reuses_memor
 
 class MambaConv : public torch::autograd::Function<MambaConv> {
  public:
-  // Backward calls operators and nothing else unless it runs eagerly, so compiled autograd may look inside.
+  // Backward calls registered operators unless it runs eagerly, so compiled autograd may trace it.
   static constexpr bool is_traceable = true;
 
   static variable_list forward(torch::autograd::AutogradContext* ctx, const at::Tensor& xz, const at::Tensor& weight,
@@ -110,7 +108,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
     static const Operator<causal_conv1d::FwdOutputs, causal_conv1d::Inputs> op("ssm_kernels::_causal_conv1d_fwd");
     const at::Tensor out = op(convolution_of(x, weight, bias, initial_state)).out;
     const at::Tensor again = out.alias();
-    // Views made below autograd count their versions apart: in-place changes would go unnoticed.
+    // Views made below autograd have version counters of their own. With shared counters, autograd notices in-place changes.
     if (!xz.is_inference()) {
       for (const at::Tensor& view : {x, z})
         torch::autograd::impl::set_version_counter(view, xz.unsafeGetTensorImpl()->version_counter());
@@ -118,12 +116,12 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
     torch::autograd::impl::set_version_counter(again, out.unsafeGetTensorImpl()->version_counter());
     ctx->save_for_backward({x, weight, or_undefined(bias), or_undefined(initial_state)});
     ctx->set_materialize_grads(false);
-    // Without a gradient of xz nobody wants that of z.
+    // Without a gradient of xz, none of z is needed.
     if (!xz.requires_grad()) ctx->mark_non_differentiable({z});
     return {out, again, z};
   }
 
-  // `grads` by reference: a copy would refer to the gradients a second time.
+  // Takes `grads` by reference: a copy would hold a second reference to each gradient, and whole_of needs the only one.
   template <typename Grads>
   static variable_list backward(torch::autograd::AutogradContext* ctx, Grads&& grads) {
     constexpr size_t kNumArguments = 4;  // of forward, after ctx
@@ -131,7 +129,7 @@ class MambaConv : public torch::autograd::Function<MambaConv> {
     if (!grads[0].defined() && !grads[1].defined() && !grads[2].defined()) return result;
     const auto saved = ctx->get_saved_variables();
     NeedsGrad needs_grad{};
-    // Absent tensors have no edge of the graph.
+    // Absent tensors have no edge in the graph.
     size_t edge = 0;
     for (size_t i = 0; i < needs_grad.size(); ++i) needs_grad[i] = saved[i].defined() && ctx->needs_input_grad(edge++);
     const bool is_eager = runs_eagerly() && are_plain(saved) && are_plain(grads);

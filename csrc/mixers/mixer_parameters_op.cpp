@@ -1,4 +1,4 @@
-// _mixer_parameters: allocation, the CPU's and Meta's kernel, the launch on CUDA; and the views of its result.
+// _mixer_parameters: allocation, the CPU and Meta kernels, the launch on CUDA, and the views of its result.
 
 #include "mixers/mixer_parameters_op.h"
 
@@ -48,9 +48,9 @@ at::Tensor cpu(const Inputs& in) {
   const at::Tensor out = allocate(in);
   int64_t first = 0;
   const auto next = [&](const at::Tensor& parameter) {
-    const at::Tensor piece = out.narrow(0, first, parameter.numel()).view(parameter.sizes()).copy_(parameter);
+    const at::Tensor view = out.narrow(0, first, parameter.numel()).view(parameter.sizes()).copy_(parameter);
     first += parameter.numel();
-    return piece;
+    return view;
   };
   next(in.A_log).exp_().neg_();
   for (const OptionalTensor* other : {&in.bias, &in.D}) {
@@ -64,7 +64,7 @@ at::Tensor cuda(const Inputs& in) {
   const c10::cuda::CUDAGuard guard(in.A_log.device());
   const at::Tensor out = allocate(in);
   if (out.numel() == 0) return out;
-  // They live until the launch; copies of strided parameters are freed after it, in the stream's order.
+  // Copies of strided parameters live until the launch; their memory is then reused in stream order.
   std::array<at::Tensor, 3> contiguous;
   const auto view = [&](size_t place, const OptionalTensor& parameter) {
     if (!is_present(parameter)) return ParameterView();
@@ -79,16 +79,18 @@ at::Tensor cuda(const Inputs& in) {
 }
 #endif
 
-// The parameters out of `saved`, in the order in which they were written to it.
-Parameters split(const at::Tensor& saved, const at::Tensor& A_log, const OptionalTensor& bias, const OptionalTensor& D) {
+}  // namespace
+
+Parameters restore_parameters(const at::Tensor& saved, const at::Tensor& A_log, const OptionalTensor& bias,
+                              const OptionalTensor& D) {
   Parameters parameters;
   parameters.saved = saved;
   c10::SymInt first = 0;
   const auto next = [&](const at::Tensor& parameter) {
     const c10::SymInt count = parameter.sym_numel();
-    const at::Tensor piece = saved.narrow_symint(0, first, count);
+    const at::Tensor view = saved.narrow_symint(0, first, count);
     first += count;
-    return parameter.dim() == 1 ? piece : piece.view_symint(parameter.sym_sizes());
+    return parameter.dim() == 1 ? view : view.view_symint(parameter.sym_sizes());
   };
   const auto other = [&](const OptionalTensor& parameter) -> OptionalTensor {
     if (!is_present(parameter) || parameter->scalar_type() == saved.scalar_type()) return parameter;
@@ -100,8 +102,6 @@ Parameters split(const at::Tensor& saved, const at::Tensor& A_log, const Optiona
   return parameters;
 }
 
-}  // namespace
-
 Parameters compute_parameters(const at::Tensor& A_log, const OptionalTensor& bias, const OptionalTensor& D,
                               at::ScalarType dtype) {
   static const Operator<at::Tensor, Inputs> op("ssm_kernels::_mixer_parameters");
@@ -109,12 +109,7 @@ Parameters compute_parameters(const at::Tensor& A_log, const OptionalTensor& bia
   const auto to_convert = [&](const OptionalTensor& parameter) {
     return is_present(parameter) && parameter->scalar_type() != wide ? parameter : std::nullopt;
   };
-  return split(op(Inputs{A_log, to_convert(bias), to_convert(D), wide}), A_log, bias, D);
-}
-
-Parameters restore_parameters(const at::Tensor& saved, const at::Tensor& A_log, const OptionalTensor& bias,
-                              const OptionalTensor& D) {
-  return split(saved, A_log, bias, D);
+  return restore_parameters(op(Inputs{A_log, to_convert(bias), to_convert(D), wide}), A_log, bias, D);
 }
 
 at::Tensor grad_of_A_log(const at::Tensor& grad_A, const at::Tensor& A, at::ScalarType dtype) {

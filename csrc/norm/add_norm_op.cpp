@@ -1,5 +1,5 @@
-// _add_norm, the sum with a residual and its RMSNorm or LayerNorm, and its forward and backward kernels: Autograd, Autocast,
-// Meta and every device.
+// _add_norm, the sum with a residual followed by RMSNorm or LayerNorm, and its forward and backward operators: Autograd,
+// Autocast, Meta and every device.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -75,8 +75,8 @@ struct AddBwdInputs {
   }
 };
 
-// The gradient of x has the dtype of grad_normed, that of the residual the accumulation type. A residual in the dtype of x has
-// the gradient of x.
+// The gradient of x has the dtype of grad_normed, and that of the residual the accumulation type. A residual in the dtype of x
+// has the same gradient as x.
 template <bool meta>
 AddGrads add_bwd(const AddBwdInputs& bwd) {
   const Tensor& like = bwd.grad_normed;
@@ -111,12 +111,12 @@ AddGrads add_bwd(const AddBwdInputs& bwd) {
 }
 
 struct AddNodeInputs : AddInputs {
-  // In backward, which has neither x nor the residual.
+  // Properties of x and the residual, for backward, which has neither.
   at::ScalarType x_dtype = at::kFloat, residual_dtype = at::kFloat;
   bool has_residual = false;
 };
 
-// Saves the new residual, which is a result, the parameters, rstd and mean.
+// The node saves the new residual, which is a result, the parameters, rstd and mean.
 struct AddNorm : DifferentiableOp<AddNorm, AddNodeInputs, std::tuple<Tensor, Tensor>, kNumAddGrads> {
   static constexpr char kSchema[] = "ssm_kernels::_add_norm";
 
@@ -148,7 +148,7 @@ struct AddNorm : DifferentiableOp<AddNorm, AddNodeInputs, std::tuple<Tensor, Ten
   static AddGrads backward(AddNodeInputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad) {
     const Tensor &grad_normed = grads[0], &grad_new_residual = grads[1];
     if (!grad_normed.defined()) {
-      // The gradients of the parameters stay undefined: no gradient reaches them.
+      // The parameters have no part in new_residual; their gradients stay undefined.
       AddGrads computed;
       if (needs_grad[kAddGradX]) computed[kAddGradX] = grad_new_residual.to(in.x_dtype);
       if (needs_grad[kAddGradResidual]) computed[kAddGradResidual] = grad_new_residual.to(in.residual_dtype);

@@ -1,5 +1,4 @@
-// The code that norm_gated_op.cpp and add_norm_op.cpp share: checks of the arguments, allocation of the results, parameters of
-// the kernels, and which gradients autograd needs.
+// Code that norm_gated_op.cpp and add_norm_op.cpp share: argument structs, checks, allocation, and parameters of the kernels.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -53,7 +52,7 @@ struct GatedOutputs {
   }
 };
 
-// The arguments of _norm_gated_bwd_out, those of the first backward operator among them.
+// The arguments that both backward operators of _norm_gated share.
 struct GatedBwdInputs {
   Tensor grad_out;
   GatedInputs in;
@@ -94,8 +93,8 @@ struct AddInputs {
 
 inline constexpr char kRowAxes[] = "(..., columns)";
 
-// The arguments that both operators share. `x` is new_residual in add_norm's backward, `like` the tensor that has the dtype of
-// x there.
+// The arguments that _norm_gated and _add_norm share. `like` has the shape and dtype of x. In add_norm's backward, `x` is
+// new_residual, which may have another dtype.
 struct Call {
   const char* op;
   const Tensor &x, &like;
@@ -121,16 +120,16 @@ void check_statistics(const Call& call, const ArgumentChecks& checks, const Tens
 // A contiguous tensor of the shape of `like`.
 Tensor empty_rows(const Tensor& like, at::ScalarType dtype);
 Tensor empty_statistics(const Call& call);
-// A new tensor in every call: results of an operator must not share memory.
+// An empty tensor, a new one in every call because results of an operator must not share memory.
 Tensor nothing(const Call& call);
 Tensor empty_gradient(const Call& call, const OptionalTensor& parameter, bool is_needed);
 
-// Run the kernels of the device; `rows` has the tensors of the size of x. Backward allocates its partial sums.
+// Run the device's kernels; `rows` has the tensors of the shape of x. run_bwd allocates the partial sums.
 void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean);
 void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
              const Tensor& grad_weight, const Tensor& grad_bias);
 
-// Under autocast a parameter of a third dtype beside x is cast to float32, and so is a residual; the gate is cast to x's dtype.
+// Under autocast, a parameter or residual is cast to float32 unless it has the dtype of x.
 inline void cast_if_third(OptionalTensor& tensor, at::ScalarType dtype, const Autocast& to) {
   if (is_present(tensor) && tensor->scalar_type() != dtype) to.to_float(tensor);
 }

@@ -1,4 +1,4 @@
-// _norm_gated, RMSNorm and LayerNorm with a gate, and its forward and backward kernels: Autograd, Autocast, Meta and every
+// _norm_gated, RMSNorm and LayerNorm with a gate, and its forward and backward operators: Autograd, Autocast, Meta and every
 // device.
 
 #include <ATen/core/Tensor.h>
@@ -114,7 +114,7 @@ GatedGrads gated_bwd(GatedBwdInputsOfAll& bwd) {
   return {or_nothing(bwd.grad_x), grad_weight, or_nothing(bwd.grad_z), grad_bias};
 }
 
-// Saves the inputs, rstd and mean.
+// The node saves the inputs, rstd and mean.
 struct NormGated : DifferentiableOp<NormGated, GatedInputs, Tensor, kNumGrads> {
   static constexpr char kSchema[] = "ssm_kernels::_norm_gated";
 

@@ -1,5 +1,5 @@
-// The norms' four public operators are one boxed function over _norm_gated (norm_gated_op.cpp) and _add_norm (add_norm_op.cpp),
-// which tell RMSNorm and LayerNorm apart by `subtract_mean`.
+// The norms' four public operators. One boxed function implements them by _norm_gated (norm_gated_op.cpp) and _add_norm
+// (add_norm_op.cpp), whose argument `subtract_mean` distinguishes LayerNorm from RMSNorm.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -13,7 +13,7 @@
 namespace ssm_kernels::norm {
 namespace {
 
-// Every public operator. Its name says which one it is.
+// Implements every public operator; the handle has its name.
 void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack) {
   check_arguments(handle, *stack);
   const std::string name = public_name(handle);

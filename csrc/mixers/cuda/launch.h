@@ -11,7 +11,7 @@
 
 namespace ssm_kernels::mixers {
 
-// A contiguous tensor; without elements if it is absent.
+// A contiguous tensor; count is 0 if it is absent.
 struct ParameterView {
   const void* data = nullptr;
   int64_t count = 0;

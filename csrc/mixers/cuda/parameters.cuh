@@ -1,8 +1,8 @@
-// The parameters of a mixer's recurrence as the scans read them: A = -exp(A_log), the bias of the step sizes and D, converted
-// to the accumulation type and written one after another.
+// Converts the parameters of a mixer's scan, A = -exp(A_log), the bias of the step sizes and D, to the accumulation type, and
+// writes them one after another.
 //
-// A thread computes one element; the grid covers the three tensors in that order. Element types are read at run time: a call
-// has at most some ten thousand elements, and its time is the launch.
+// A thread computes one element; the grid covers the three tensors in that order. Element types are a run-time choice: a call
+// has at most some ten thousand elements, and takes little longer than an empty launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,7 +35,7 @@ __global__ void __launch_bounds__(kParameterThreads) mixer_parameters_kernel(con
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kParameterThreads + threadIdx.x;
   Acc* const out = static_cast<Acc*>(p.out);
   if (index < p.A_log.count) {
-    // The accurate exponential, not Math<float>'s approximation: an error of A grows with the length of a sequence.
+    // The accurate exponential, not the approximation of Math<float>: the effect of an error in A grows with time.
     out[index] = -::exp(load_parameter<Acc>(p.A_log, index));
     return;
   }
