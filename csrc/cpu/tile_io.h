@@ -14,11 +14,11 @@
 #include <cstring>
 #include <type_traits>
 
+#include "common/integers.h"
+
 namespace ssm_kernels {
 // The inner namespace keeps the instruction sets' versions of these templates apart: their arguments are scalar types only.
 inline namespace CPU_CAPABILITY {
-
-constexpr int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1) / multiple * multiple; }
 
 // Loads a full vector, or `count` elements followed by zeros.
 template <typename Acc, typename Scalar>

@@ -6,7 +6,6 @@
 
 #include "causal_conv1d/cuda/launch.h"
 
-#include <ATen/ceil_div.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -19,6 +18,7 @@
 #include <cstdlib>
 
 #include "causal_conv1d/causal_conv1d_op.h"
+#include "common/integers.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "torch/checks.h"
@@ -49,14 +49,14 @@ KernelSet choose_kernels(const ConvParams& p, std::initializer_list<SequenceView
     return p.seqlen <= kMaxNarrow && std::abs(view.stride_step) <= kMaxNarrow / bytes;
   };
   const int64_t most_channels_last_blocks =
-      p.batch * at::ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * at::ceil_div(p.seqlen, kStepGroup * kWarps);
+      p.batch * ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize) * ceil_div(p.seqlen, kStepGroup * kWarps);
   if (most_channels_last_blocks <= kMaxNarrow && all([&](const SequenceView& view) {
         return are_narrow(view) && has_vectors(view, bytes, kLaneChannels, view.stride_channel, p.channels, view.stride_step);
       })) {
     return KernelSet::kChannelsLast;
   }
   const bool is_channels_first =
-      p.ids.data == nullptr && p.batch * p.channels * at::ceil_div(p.seqlen, int64_t(kWarpSize)) <= kMaxNarrow &&
+      p.ids.data == nullptr && p.batch * p.channels * ceil_div(p.seqlen, int64_t(kWarpSize)) <= kMaxNarrow &&
       all([&](const SequenceView& view) {
         return has_vectors(view, bytes, kVectorBytes / bytes, view.stride_step, p.seqlen, view.stride_channel);
       });
@@ -86,13 +86,13 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
   const int64_t multiprocessors = cuda::multiprocessor_count(device);
   Tiling tiling;
   if (set == KernelSet::kChannelsLast) {
-    tiling.channel_blocks = at::ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
+    tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
     const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
-    const int64_t most_tiles = at::ceil_div(p.seqlen, kLeastSteps * kWarps);
+    const int64_t most_tiles = ceil_div(p.seqlen, kLeastSteps * kWarps);
     tiling.steps = kStepGroup;
     double least = 0;
-    for (int64_t tiles = std::max<int64_t>(1, at::ceil_div(p.seqlen, kMostSteps * kWarps)); tiles <= most_tiles; ++tiles) {
-      const int64_t steps = at::ceil_div(at::ceil_div(p.seqlen, tiles * kWarps), kStepGroup) * kStepGroup;
+    for (int64_t tiles = std::max<int64_t>(1, ceil_div(p.seqlen, kMostSteps * kWarps)); tiles <= most_tiles; ++tiles) {
+      const int64_t steps = ceil_div(ceil_div(p.seqlen, tiles * kWarps), kStepGroup) * kStepGroup;
       const double waves = static_cast<double>(rows * tiles) / static_cast<double>(resident);
       const double found = (has_whole_waves ? std::ceil(waves) : waves + 0.5) * static_cast<double>(steps + kStepsOverhead);
       if (least == 0 || found < least) {
@@ -102,19 +102,19 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
       // After several waves the last one hardly matters.
       if (rows * tiles > kMostWaves * resident) break;
     }
-    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps * kWarps);
+    tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
   } else if (set == KernelSet::kChannelsFirst) {
     const int64_t warp_steps = kWarpSize * kVectorBytes / cuda::element_bytes(p.kind);
     // One tile per channel, or more if there are too few channels to fill the device.
     constexpr int64_t kBlocksOfMultiprocessor = 16;
     const int64_t wanted_blocks = kBlocksOfMultiprocessor * multiprocessors;
-    const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = at::ceil_div(wanted_blocks * kWarps, rows);
-    tiling.steps = std::max(warp_steps, at::ceil_div(at::ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps);
-    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
+    const int64_t rows = std::max<int64_t>(1, p.batch * p.channels), wanted_tiles = ceil_div(wanted_blocks * kWarps, rows);
+    tiling.steps = std::max(warp_steps, ceil_div(ceil_div(p.seqlen, wanted_tiles), warp_steps) * warp_steps);
+    tiling.tiles = ceil_div(p.seqlen, tiling.steps);
   } else {
     constexpr int64_t kGeneralSteps = 64;
     tiling.steps = kGeneralSteps;
-    tiling.tiles = at::ceil_div(p.seqlen, tiling.steps);
+    tiling.tiles = ceil_div(p.seqlen, tiling.steps);
   }
   return tiling;
 }
@@ -131,8 +131,8 @@ struct Cuda {
     const KernelSet set = choose_fwd_kernels(params, x.get_device());
     const Tiling tiling = make_tiling(params, set, kFwdBlocks, /*has_whole_waves=*/false, x.get_device());
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_fwd<decltype(scalar)>(params, set, tiling, stream); });
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(cuda::visit_scalar(params.kind,
+                                      [&](auto scalar) { return launch_fwd<decltype(scalar)>(params, set, tiling, stream); }));
   }
 
   static bool adds_grads(const ConvBwdParams& params) {
@@ -159,8 +159,8 @@ struct Cuda {
       workspace.grad_pre = {grad_pre.mutable_data_ptr(), grad_pre.stride(0), grad_pre.stride(1), grad_pre.stride(2)};
     }
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_bwd<decltype(scalar)>(params, set, tiling, workspace, stream); });
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(cuda::visit_scalar(
+        params.kind, [&](auto scalar) { return launch_bwd<decltype(scalar)>(params, set, tiling, workspace, stream); }));
   }
 
   static void run(ConvUpdateParams params, const at::Tensor&) {
@@ -176,8 +176,8 @@ struct Cuda {
         params.weight.stride_channel == kMaxVectorWidth &&
         are_vectors(params.weight.data, params.weight.is_input_kind, params.width, params.weight.stride_tap);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-    cuda::visit_scalar(params.kind, [&](auto scalar) { launch_update<decltype(scalar)>(params, stream); });
-    C10_CUDA_KERNEL_LAUNCH_CHECK();
+    C10_CUDA_CHECK(
+        cuda::visit_scalar(params.kind, [&](auto scalar) { return launch_update<decltype(scalar)>(params, stream); }));
   }
 };
 

@@ -22,25 +22,27 @@ inline unsigned channels_first_blocks(const ConvParams& p, const Tiling& tiling)
   return blocks_for(p.batch * p.channels * tiling.tiles, kWarps);
 }
 template <typename Scalar>
-void launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
+cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream) {
   if constexpr (!std::is_same_v<Scalar, double>) {
     if (set == KernelSet::kChannelsLast) {
       const auto kernel =
           is_plain(params) ? &conv_fwd_channels_last_kernel<Scalar, true> : &conv_fwd_channels_last_kernel<Scalar, false>;
-      return kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+      kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+      return cudaGetLastError();
     }
     if (set == KernelSet::kChannelsFirst) {
-      return conv_fwd_channels_first_kernel<Scalar>
-          <<<channels_first_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+      conv_fwd_channels_first_kernel<Scalar><<<channels_first_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
+      return cudaGetLastError();
     }
   }
   const int64_t elements = params.batch * params.seqlen * params.channels;
   conv_fwd_general_kernel<Scalar><<<blocks_for(elements, kGeneralThreads), kGeneralThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
 template <typename Scalar>
-void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
-                cudaStream_t stream) {
+cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
+                       cudaStream_t stream) {
   using Acc = AccumulateType<Scalar>;
   Acc* const sums = static_cast<Acc*>(workspace.sums);
   const auto launch_tiles = [&] {
@@ -77,19 +79,21 @@ void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling
       conv_bwd_initial_kernel<Scalar><<<blocks_for(count, kGeneralThreads), kGeneralThreads, 0, stream>>>(params);
     }
   }
-  if (sums == nullptr) return;
+  if (sums == nullptr) return cudaGetLastError();
   const auto blocks = static_cast<unsigned>(TileSums::blocks((params.width + 1) * params.channels));
   conv_bwd_finish_kernel<Scalar><<<blocks, TileSums::kThreads, 0, stream>>>(params, sums, params.batch * tiling.tiles);
+  return cudaGetLastError();
 }
 
 template <typename Scalar>
-void launch_update(const ConvUpdateParams& params, cudaStream_t stream) {
+cudaError_t launch_update(const ConvUpdateParams& params, cudaStream_t stream) {
   conv_update_kernel<Scalar><<<blocks_for(params.batch * params.channels, kUpdateThreads), kUpdateThreads, 0, stream>>>(params);
+  return cudaGetLastError();
 }
 
-#define SSM_INSTANTIATE_CAUSAL_CONV1D(Scalar)                                                                          \
-  template void launch_fwd<Scalar>(const ConvFwdParams&, KernelSet, const Tiling&, cudaStream_t);                      \
-  template void launch_bwd<Scalar>(const ConvBwdParams&, KernelSet, const Tiling&, const BwdWorkspace&, cudaStream_t); \
-  template void launch_update<Scalar>(const ConvUpdateParams&, cudaStream_t);
+#define SSM_INSTANTIATE_CAUSAL_CONV1D(Scalar)                                                                                 \
+  template cudaError_t launch_fwd<Scalar>(const ConvFwdParams&, KernelSet, const Tiling&, cudaStream_t);                      \
+  template cudaError_t launch_bwd<Scalar>(const ConvBwdParams&, KernelSet, const Tiling&, const BwdWorkspace&, cudaStream_t); \
+  template cudaError_t launch_update<Scalar>(const ConvUpdateParams&, cudaStream_t);
 
 }  // namespace ssm_kernels::causal_conv1d

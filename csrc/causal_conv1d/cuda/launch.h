@@ -52,11 +52,11 @@ struct BwdWorkspace {
 // Launch the kernels on the stream. Instantiated in instantiations/ for float, __half, __nv_bfloat16 and double; double has
 // general kernels only.
 template <typename Scalar>
-void launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream);
+cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling& tiling, cudaStream_t stream);
 template <typename Scalar>
-void launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
-                cudaStream_t stream);
+cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
+                       cudaStream_t stream);
 template <typename Scalar>
-void launch_update(const ConvUpdateParams& params, cudaStream_t stream);
+cudaError_t launch_update(const ConvUpdateParams& params, cudaStream_t stream);
 
 }  // namespace ssm_kernels::causal_conv1d

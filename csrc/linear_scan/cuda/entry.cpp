@@ -6,7 +6,6 @@
 
 #include "linear_scan/cuda/launch.h"
 
-#include <ATen/ceil_div.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/cuda/CUDAException.h>
@@ -16,6 +15,7 @@
 
 #include <limits>
 
+#include "common/integers.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "linear_scan/linear_scan_op.h"
@@ -38,8 +38,8 @@ class Plan {
  public:
   Plan(const LinearScanParams& p, const char* op, int64_t scalar_bytes, int thread_steps, const at::Tensor& like)
       : channels_(p.channels), scalar_bytes_(scalar_bytes), accumulate_bytes_(scalar_bytes == 8 ? 8 : 4) {
-    const int64_t channel_blocks = at::ceil_div<int64_t>(p.channels, kTileChannels), chains = p.batch * channel_blocks;
-    partition.tiles = at::ceil_div<int64_t>(p.seqlen, tile_steps(static_cast<int>(scalar_bytes), thread_steps));
+    const int64_t channel_blocks = ceil_div(p.channels, kTileChannels), chains = p.batch * channel_blocks;
+    partition.tiles = ceil_div(p.seqlen, tile_steps(static_cast<int>(scalar_bytes), thread_steps));
     constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
     TORCH_CHECK_VALUE(chains <= kMaxTiles && chains * partition.tiles <= kMaxTiles, op, ": expected at most ", kMaxTiles,
                       " tiles of ", kTileChannels, " channels, got ", chains, " times ", partition.tiles);

@@ -397,7 +397,7 @@ cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cu
 }
 
 template <typename Acc>
-void launch_norm_sum(const NormBwdParams& params, cudaStream_t stream) {
+cudaError_t launch_norm_sum(const NormBwdParams& params, cudaStream_t stream) {
   SumParams sum{{}, {}, params.kind, params.partials, params.columns(), BlockSums::blocks(params.columns())};
   int targets = 0;
   const auto add = [&](const ParameterView& target, const void* partials) {
@@ -407,8 +407,9 @@ void launch_norm_sum(const NormBwdParams& params, cudaStream_t stream) {
   };
   add(params.grad_weight, params.partial_weight);
   add(params.grad_bias, params.partial_bias);
-  if (targets == 0) return;
+  if (targets == 0) return cudaSuccess;
   norm_sum_kernel<Acc><<<static_cast<unsigned>(targets * sum.blocks), BlockSums::kThreads, 0, stream>>>(sum);
+  return cudaGetLastError();
 }
 
 }  // namespace ssm_kernels::norm

@@ -5,7 +5,6 @@
 
 #include "norm/cuda/launch.h"
 
-#include <ATen/ceil_div.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -14,6 +13,7 @@
 #include <initializer_list>
 #include <limits>
 
+#include "common/integers.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
 #include "norm/cuda/rms.h"
@@ -43,17 +43,17 @@ Teams make_teams(const NormParams& p, bool use_vectors, int max_lanes) {
   Teams teams;
   teams.use_vectors = use_vectors;
   const int64_t columns = use_vectors ? kThreadColumns : 1;
-  const int64_t needed = at::ceil_div<int64_t>(p.group_size, columns);
+  const int64_t needed = ceil_div(p.group_size, columns);
   if (needed <= kWarpSize) {
     teams.lanes = 1;
     while (teams.lanes < needed) teams.lanes *= 2;
     teams.count = kSharedBlockThreads / teams.lanes;
     return teams;
   }
-  teams.chunks = static_cast<int>(at::ceil_div<int64_t>(needed, max_lanes));
-  teams.lanes = static_cast<int>(at::ceil_div<int64_t>(at::ceil_div<int64_t>(needed, teams.chunks), kWarpSize)) * kWarpSize;
+  teams.chunks = static_cast<int>(ceil_div(needed, max_lanes));
+  teams.lanes = static_cast<int>(ceil_div(ceil_div(needed, teams.chunks), kWarpSize)) * kWarpSize;
   // Rounding up to whole warps may leave fewer chunks.
-  teams.chunks = static_cast<int>(at::ceil_div<int64_t>(needed, teams.lanes));
+  teams.chunks = static_cast<int>(ceil_div(needed, teams.lanes));
   return teams;
 }
 
@@ -92,7 +92,7 @@ RmsCase choose_fwd_rms_case(const NormFwdParams& p) {
 RmsPlan plan_rms(const NormParams& p, RmsCase rms_case, int max_threads) {
   constexpr int64_t kWarpColumns = kWarpSize * kThreadColumns;
   RmsPlan plan;
-  const int64_t warps = at::ceil_div(p.group_size, kWarpColumns);
+  const int64_t warps = ceil_div(p.group_size, kWarpColumns);
   if (p.group_size <= kWarpColumns / 2 || warps * kWarpSize > max_threads) return plan;
   plan.warps = static_cast<int>(warps);
   plan.row_blocks = static_cast<int>(p.rows());
@@ -124,7 +124,7 @@ FwdPlan plan_fwd(const NormFwdParams& p) {
     plan.rms = plan_persistent_rms(p, rms_case, 2 * bytes_of(p, false), /*row_bytes=*/0, kFwdMaxThreads, kFwdRegisters);
   }
   plan.teams = make_teams(p, use_vectors, kFwdMaxThreads);
-  plan.blocks = std::min<int64_t>(at::ceil_div<int64_t>(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
+  plan.blocks = std::min<int64_t>(ceil_div(plan.units, plan.teams.count), std::numeric_limits<int32_t>::max());
   return plan;
 }
 
@@ -159,12 +159,12 @@ BwdPlan plan_bwd(const NormBwdParams& p) {
 
   while (plan.group_teams < plan.teams.count && plan.group_teams < p.groups) plan.group_teams *= 2;
   plan.row_teams = plan.teams.count / plan.group_teams;
-  plan.column_blocks = static_cast<int>(at::ceil_div<int64_t>(p.groups, plan.group_teams));
+  plan.column_blocks = static_cast<int>(ceil_div(p.groups, plan.group_teams));
   // More blocks than are resident would write more partial sums.
   const int threads = plan.teams.threads();
   const int64_t resident =
       resident_blocks(p.device, threads / kWarpSize, kBwdRegisters, plan.record_bytes * threads + kStaticBytes);
-  const int64_t most = at::ceil_div<int64_t>(p.rows(), plan.row_teams);
+  const int64_t most = ceil_div(p.rows(), plan.row_teams);
   plan.row_blocks = static_cast<int>(std::clamp<int64_t>(resident / plan.column_blocks, 1, most));
   plan.partials = plan.row_blocks * plan.row_teams;
   return plan;
@@ -176,7 +176,7 @@ void fwd_cuda(const NormFwdParams& p) {
   const auto guard = device_guard(p);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const FwdPlan plan = plan_fwd(p);
-  cuda::visit_scalar(p.kind, [&](auto scalar) { C10_CUDA_CHECK(launch_norm_fwd<decltype(scalar)>(p, plan, stream)); });
+  C10_CUDA_CHECK(cuda::visit_scalar(p.kind, [&](auto scalar) { return launch_norm_fwd<decltype(scalar)>(p, plan, stream); }));
 }
 
 int64_t count_partials_cuda(const NormBwdParams& p) { return plan_bwd(p).partials; }
@@ -185,13 +185,8 @@ void bwd_cuda(const NormBwdParams& p) {
   const auto guard = device_guard(p);
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   const BwdPlan plan = plan_bwd(p);
-  cuda::visit_scalar(p.kind, [&](auto scalar) { C10_CUDA_CHECK(launch_norm_bwd<decltype(scalar)>(p, plan, stream)); });
-  if (p.kind == ScalarKind::kDouble) {
-    launch_norm_sum<double>(p, stream);
-  } else {
-    launch_norm_sum<float>(p, stream);
-  }
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  C10_CUDA_CHECK(cuda::visit_scalar(p.kind, [&](auto scalar) { return launch_norm_bwd<decltype(scalar)>(p, plan, stream); }));
+  C10_CUDA_CHECK(p.kind == ScalarKind::kDouble ? launch_norm_sum<double>(p, stream) : launch_norm_sum<float>(p, stream));
 }
 
 }  // namespace

@@ -94,6 +94,6 @@ template <typename Scalar>
 cudaError_t launch_norm_bwd(const NormBwdParams& params, const BwdPlan& plan, cudaStream_t stream);
 // For float and double.
 template <typename Acc>
-void launch_norm_sum(const NormBwdParams& params, cudaStream_t stream);
+cudaError_t launch_norm_sum(const NormBwdParams& params, cudaStream_t stream);
 
 }  // namespace ssm_kernels::norm

@@ -11,10 +11,10 @@
 #include <numeric>
 #include <type_traits>
 
+#include "common/integers.h"
+
 namespace ssm_kernels::selective_scan {
 namespace {
-
-constexpr int64_t divide_up(int64_t n, int64_t divisor) { return (n + divisor - 1) / divisor; }
 
 // Whether the data and each of these strides are multiples of kVectorBytes.
 bool is_aligned(const void* data, int64_t bytes, std::initializer_list<int64_t> strides) {
@@ -58,15 +58,15 @@ VectorAccess access_of(const MatrixView& view, const SelectiveScanParams& p, int
 void set_tiles(ChannelPartition& partition, const SelectiveScanParams& p, int block_channels) {
   partition.block_channels = block_channels;
   partition.span = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
-  partition.tiles_per_span = divide_up(partition.span, block_channels);
+  partition.tiles_per_span = ceil_div(partition.span, block_channels);
   partition.tiles = p.dim / partition.span * partition.tiles_per_span;
 }
 
 // Divides time into at most `segments` segments, each a multiple of a tile.
 void set_segments(ChannelPartition& partition, const SelectiveScanParams& p, int64_t segments, int64_t tile_steps) {
-  const int64_t tiles = divide_up(p.seqlen, tile_steps);
-  const int64_t tiles_per_segment = divide_up(std::max<int64_t>(1, tiles), std::max<int64_t>(1, segments));
-  partition.segments = std::max<int64_t>(1, divide_up(tiles, tiles_per_segment));
+  const int64_t tiles = ceil_div(p.seqlen, tile_steps);
+  const int64_t tiles_per_segment = ceil_div(std::max<int64_t>(1, tiles), std::max<int64_t>(1, segments));
+  partition.segments = std::max<int64_t>(1, ceil_div(tiles, tiles_per_segment));
   partition.segment_steps = tiles_per_segment * tile_steps;
   partition.launched_segments = partition.segments;
 }
@@ -114,7 +114,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   using Many = FwdSizes<FwdConfig::kManyChannels>;
   using Few = FwdSizes<FwdConfig::kFewChannels>;
   constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
-  const auto warps = [&](int log2_time_lanes) { return p.batch * divide_up(p.dim << log2_time_lanes, kWarpSize); };
+  const auto warps = [&](int log2_time_lanes) { return p.batch * ceil_div(p.dim << log2_time_lanes, kWarpSize); };
   const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
   const int64_t resident = device.multiprocessors * kWarpScanResidentWarps;
 
@@ -135,7 +135,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
     set_tiles_that_fit<Scalar>(plan, p, Few::kTileChannels, device);
     // The carry pass takes as long as the main pass, so a few segments gain nothing.
     if (few > 0 && few * 8 < resident) {
-      segments = std::min(resident / few, divide_up(p.seqlen, 4 * Few::tile_steps(kIsDouble)));
+      segments = std::min(resident / few, ceil_div(p.seqlen, 4 * Few::tile_steps(kIsDouble)));
       if (segments < 4) segments = 1;
     }
   }
@@ -156,7 +156,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   const int64_t blocks = p.batch * plan.tiles;
   const int64_t resident = device.multiprocessors * kWarpScanResidentWarps >> Sizes::log2_warps(kIsDouble);
   int64_t segments = 1;
-  if (blocks > 0 && blocks * 2 < resident) segments = std::min(resident / blocks, divide_up(p.seqlen, 4 * Sizes::kTileSteps));
+  if (blocks > 0 && blocks * 2 < resident) segments = std::min(resident / blocks, ceil_div(p.seqlen, 4 * Sizes::kTileSteps));
   set_segments(plan, p, segments, Sizes::kTileSteps);
   set_accesses(plan, p, sizeof(Scalar));
   plan.grad_out = access_of(p.grad_out, p, plan, sizeof(Scalar));
@@ -247,7 +247,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z},
                    /*writes_dense=*/true);
       const int64_t blocks = p.batch * plan.sequential.tiles, resident = device.multiprocessors * sequential::kResidentBlocks;
-      const int64_t segments = blocks > 0 ? std::min(resident / blocks, divide_up(p.seqlen, 2 * kTileSteps)) : 1;
+      const int64_t segments = blocks > 0 ? std::min(resident / blocks, ceil_div(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.sequential, p, segments, kTileSteps);
       plan.is_sequential = choice == KernelChoice::kSequential || suits_sequential(p, plan.sequential, device, shared_bytes);
       if (plan.is_sequential) plan.shared_bytes = std::max(plan.shared_bytes, static_cast<int64_t>(shared_bytes));

@@ -108,26 +108,22 @@ Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
   return tiling;
 }
 
-template <typename Input, typename State>
-void launch(const StateUpdateParams& params, const Tiling& tiling, cudaStream_t stream) {
-  visit_discretization(params.discretization, [&](auto method) {
-    launch_selective_state_update<Input, State, decltype(method)>(params, tiling, stream);
+cudaError_t launch(const StateUpdateParams& params, const Tiling& tiling, cudaStream_t stream) {
+  return cuda::visit_scalar(params.input_kind, [&](auto input) {
+    using Input = decltype(input);
+    const auto launch_for = [&](auto state) {
+      cudaError_t error = cudaSuccess;
+      visit_discretization(params.discretization, [&](auto method) {
+        error = launch_selective_state_update<Input, decltype(state), decltype(method)>(params, tiling, stream);
+      });
+      return error;
+    };
+    // The state has the type of the inputs or, beside fp16 and bf16 inputs, is float32.
+    if constexpr (sizeof(Input) == 2) {
+      if (params.input_kind != params.state_kind) return launch_for(float());
+    }
+    return launch_for(input);
   });
-}
-
-void launch_on(const StateUpdateParams& params, const Tiling& tiling, cudaStream_t stream) {
-  const bool same = params.input_kind == params.state_kind;
-  switch (params.input_kind) {
-    case ScalarKind::kFloat:
-      return launch<float, float>(params, tiling, stream);
-    case ScalarKind::kDouble:
-      return launch<double, double>(params, tiling, stream);
-    case ScalarKind::kHalf:
-      return same ? launch<__half, __half>(params, tiling, stream) : launch<__half, float>(params, tiling, stream);
-    case ScalarKind::kBFloat16:
-      return same ? launch<__nv_bfloat16, __nv_bfloat16>(params, tiling, stream)
-                  : launch<__nv_bfloat16, float>(params, tiling, stream);
-  }
 }
 
 at::Tensor cuda(const Inputs& in) {
@@ -136,8 +132,8 @@ at::Tensor cuda(const Inputs& in) {
   at::Tensor out = allocate_out(in);
   if (out.numel() == 0) return out;
   const StateUpdateParams params = make_params(in, method, out);
-  launch_on(params, make_tiling(params, cuda::multiprocessor_count(in.x.get_device())), c10::cuda::getCurrentCUDAStream());
-  C10_CUDA_KERNEL_LAUNCH_CHECK();
+  const Tiling tiling = make_tiling(params, cuda::multiprocessor_count(in.x.get_device()));
+  C10_CUDA_CHECK(launch(params, tiling, c10::cuda::getCurrentCUDAStream()));
   return out;
 }
 

@@ -53,6 +53,6 @@ constexpr bool kHasFastKernels = !std::is_same_v<Input, double>;
 
 // Input: of x, dt, B, C, z and out. Instantiated in instantiations/.
 template <typename Input, typename State, typename Method>
-void launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream);
+cudaError_t launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream);
 
 }  // namespace ssm_kernels::selective_state_update

@@ -330,7 +330,7 @@ __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<Input
 }
 
 template <typename Input, typename State, typename Method>
-void launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream) {
+cudaError_t launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream) {
   void (*kernel)(StateUpdateParams, Tiling) = selective_state_update_kernel<Input, State, RuntimeMethod, false, false>;
   if constexpr (kHasFastKernels<Input>) {
     if (tiling.fast) {
@@ -344,6 +344,7 @@ void launch_selective_state_update(const StateUpdateParams& params, Tiling tilin
     kernel<<<static_cast<unsigned int>(std::min(blocks, kMaxBlocks)), tiling.warps_per_block * kWarpSize, 0, stream>>>(params,
                                                                                                                        tiling);
   }
+  return cudaGetLastError();
 }
 
 }  // namespace ssm_kernels::selective_state_update

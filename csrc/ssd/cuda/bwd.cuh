@@ -42,8 +42,8 @@ namespace ssm_kernels::ssd {
 // Threads is the class of what threads do, StatePassing or BwdChunks. With mma.sync there are as many stages as fit in shared
 // memory.
 template <typename Threads, typename Mma, typename Kernel>
-int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdParams params, const WorkPartition& partition,
-                          int max_shared_bytes, cudaStream_t stream) {
+cudaError_t launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdParams params,
+                                  const WorkPartition& partition, int max_shared_bytes, cudaStream_t stream) {
   using Shared = typename Threads::Shared;
   params.stages = Mma::kIsAsync ? Shared::kMaxStages : fit_stages(Shared::kMaxStages, max_shared_bytes, &Shared::bytes);
   const int bytes = Shared::bytes(params.stages);
@@ -52,8 +52,8 @@ int launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdPa
 }
 
 template <typename Scalar, int dstate, typename Mma>
-int launch_ssd_bwd_kernels(const SsdBwdParams& params, const WorkPartition& partition, int max_shared_bytes,
-                           cudaStream_t stream) {
+cudaError_t launch_ssd_bwd_kernels(const SsdBwdParams& params, const WorkPartition& partition, int max_shared_bytes,
+                                   cudaStream_t stream) {
   const auto launch_states = [&](auto pass, int segments, bool uses_pdl) {
     constexpr StatesPass kPass = decltype(pass)::value;
     return launch_ssd_bwd_kernel<StatePassing<Scalar, dstate, kPass, Mma>, Mma>(
@@ -63,11 +63,11 @@ int launch_ssd_bwd_kernels(const SsdBwdParams& params, const WorkPartition& part
   const bool has_summaries = params.segments > 1;
   if (has_summaries) {
     const std::integral_constant<StatesPass, StatesPass::kBwdSummary> pass;
-    if (const int error = launch_states(pass, params.segments - 1, false); error != cudaSuccess) return error;
+    if (const cudaError_t error = launch_states(pass, params.segments - 1, false); error != cudaSuccess) return error;
   }
   // Devices with wgmma have PDL, too.
   const std::integral_constant<StatesPass, StatesPass::kBwd> pass;
-  const int error = launch_states(pass, params.segments, has_summaries && Mma::kIsAsync);
+  const cudaError_t error = launch_states(pass, params.segments, has_summaries && Mma::kIsAsync);
   if (error != cudaSuccess) return error;
   return launch_ssd_bwd_kernel<BwdChunks<Scalar, dstate, Mma>, Mma>(ssd_bwd_chunks_kernel<Scalar, dstate, Mma>,
                                                                     params.num_chunks * params.groups * params.splits,
@@ -75,9 +75,9 @@ int launch_ssd_bwd_kernels(const SsdBwdParams& params, const WorkPartition& part
 }
 
 template <typename Scalar>
-int launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
-                   cudaStream_t stream) {
-  const auto launch = [&](auto dstate) -> int {
+cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
+                           cudaStream_t stream) {
+  const auto launch = [&](auto dstate) -> cudaError_t {
     constexpr int kDstate = decltype(dstate)::value;
     constexpr int kLeast = least_shared_bytes(kDstate, kIsFp32<Scalar>, /*is_backward=*/true);
     static_assert(ChunksShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kLeast &&
@@ -102,7 +102,7 @@ int launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, b
 }
 
 template <typename Scalar>
-int launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream) {
+cudaError_t launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream) {
   ssd_bwd_gate_kernel<Scalar><<<blocks, kGateThreads, 0, stream>>>(params);
   return cudaGetLastError();
 }

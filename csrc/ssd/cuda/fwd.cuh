@@ -32,8 +32,8 @@ namespace ssm_kernels::ssd {
 
 // Launches a kernel with as many stages as fit in shared memory: bytes_of(stages).
 template <typename Kernel, typename Params, typename BytesOf>
-int launch_staged(Kernel kernel, int threads, int max_stages, const BytesOf& bytes_of, const Params& params,
-                  const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+cudaError_t launch_staged(Kernel kernel, int threads, int max_stages, const BytesOf& bytes_of, const Params& params,
+                          const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
   Schedule staged = schedule;
   staged.stages = fit_stages(max_stages, max_shared_bytes - kTicketBytes, bytes_of);
   const int bytes = bytes_of(staged.stages);
@@ -44,7 +44,8 @@ int launch_staged(Kernel kernel, int threads, int max_stages, const BytesOf& byt
 
 // Launches the kernel that computes the summaries of segments, if work tiles have several.
 template <typename Scalar, int dstate>
-int launch_ssd_fwd_summary(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+cudaError_t launch_ssd_fwd_summary(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes,
+                                   cudaStream_t stream) {
   constexpr StatesPass kPass = StatesPass::kFwdSummary;
   if constexpr (!kIsFp32<Scalar>) {
     using States = StatePassing<Scalar, dstate, kPass, Sm90Wgmma>;
@@ -62,7 +63,8 @@ int launch_ssd_fwd_summary(const SsdFwdParams& params, const Schedule& schedule,
 }
 
 template <typename Scalar, int dstate>
-int launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes,
+                                  cudaStream_t stream) {
   const bool has_gate = params.z.data != nullptr;
   if constexpr (!kIsFp32<Scalar>) {
     const auto kernel =
@@ -95,15 +97,15 @@ static_assert(Sm90Shared<kMaxKernelDstate>::bytes(1, true) + kTicketBytes <=
               "every device that takes the call has that much shared memory");
 
 template <typename Scalar>
-int launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
   if (params.cu_seqlens != nullptr) {
     ssd_chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
-  const auto launch = [&](auto dstate) -> int {
+  const auto launch = [&](auto dstate) -> cudaError_t {
     constexpr int kDstate = decltype(dstate)::value;
     if (schedule.splits_work_tiles) {
-      const int error = launch_ssd_fwd_summary<Scalar, kDstate>(params, schedule, max_shared_bytes, stream);
+      const cudaError_t error = launch_ssd_fwd_summary<Scalar, kDstate>(params, schedule, max_shared_bytes, stream);
       if (error != cudaSuccess) return error;
     }
     return launch_ssd_fwd_kernel<Scalar, kDstate>(params, schedule, max_shared_bytes, stream);

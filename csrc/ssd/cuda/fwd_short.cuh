@@ -177,8 +177,8 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   }
 }
 
-int launch_ssd_fwd_short(const SsdFwdParams& params, cudaStream_t stream) {
-  const auto launch = [&](auto lane_states) -> int {
+cudaError_t launch_ssd_fwd_short(const SsdFwdParams& params, cudaStream_t stream) {
+  const auto launch = [&](auto lane_states) -> cudaError_t {
     constexpr int kLaneStates = decltype(lane_states)::value;
     const auto kernel = ssd_fwd_short_kernel<kLaneStates>;
     constexpr int kBytes = sizeof(ShortShared<kLaneStates>);

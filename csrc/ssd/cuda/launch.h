@@ -117,14 +117,14 @@ int fit_stages(int most, int max_shared_bytes, const BytesOf& bytes_of) {
   return most;
 }
 
-// Queue the kernels on the stream; return a cudaError_t. Instantiated for float, __half and __nv_bfloat16.
+// Queue the kernels on the stream. Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
-int launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, CUstream_st* stream);
-int launch_ssd_fwd_short(const SsdFwdParams& params, CUstream_st* stream);  // fp32
+cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream);
+cudaError_t launch_ssd_fwd_short(const SsdFwdParams& params, cudaStream_t stream);  // fp32
 template <typename Scalar>
-int launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
-                   CUstream_st* stream);
+cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
+                           cudaStream_t stream);
 template <typename Scalar>
-int launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, CUstream_st* stream);
+cudaError_t launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream);
 
 }  // namespace ssm_kernels::ssd

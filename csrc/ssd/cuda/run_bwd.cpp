@@ -1,18 +1,20 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
-#include <ATen/ceil_div.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
 #include <ATen/ops/sum.h>
 #include <ATen/ops/zeros.h>
+#include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAStream.h>
 
 #include <algorithm>
 #include <utility>
 #include <vector>
 
+#include "common/integers.h"
 #include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "ssd/cuda/run.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
@@ -102,7 +104,9 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   constexpr int64_t kBlocksPerMultiprocessor = 32;
   const int64_t most = kBlocksPerMultiprocessor * cuda::multiprocessor_count(x.get_device());
   const int blocks = static_cast<int>(std::min(most, params.batch * params.seqlen));
-  launch_for(x, [&](auto scalar) { return launch_ssd_bwd_gate<decltype(scalar)>(params, blocks, stream); });
+  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(x.scalar_type()), [&](auto scalar) {
+    return launch_ssd_bwd_gate<decltype(scalar)>(params, blocks, stream);
+  }));
   if (grad_z.has_value()) grad_z->finish();
   return grad_y;
 }
@@ -162,9 +166,9 @@ class Backward {
 
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int max_shared_bytes = ssd::max_shared_bytes(bwd_.in.x);
-    launch_for(bwd_.in.x, [&](auto scalar) {
+    C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(bwd_.in.x.scalar_type()), [&](auto scalar) {
       return launch_ssd_bwd<decltype(scalar)>(params_, partition_, may_use_wgmma_, max_shared_bytes, stream);
-    });
+    }));
 
     if (grad_x.has_value()) grad_x->finish();
     if (grad_initial_states.has_value()) grad_initial_states->finish();
@@ -187,7 +191,7 @@ class Backward {
   // Numbers the chunks, and shares the heads of a group out to as few blocks as fill the device: in rounds of one block a
   // multiprocessor, of its units' time and that of beginning and ending.
   void share_work() {
-    const int64_t chunks = at::ceil_div<int64_t>(params_.seqlen, kChunk);
+    const int64_t chunks = ceil_div(params_.seqlen, kChunk);
     params_.num_chunks =
         params_.cu_seqlens == nullptr ? params_.batch * chunks : max_packed_chunks(params_.seqlen, params_.batch);
     params_.state_tiles = params_.heads * partition_.row_blocks;
@@ -195,15 +199,15 @@ class Backward {
     const int64_t multiprocessors = cuda::multiprocessor_count(inputs_.x.get_device());
     constexpr int64_t kTilesOfOverhead = 4;
     const auto time = [&](int64_t splits) {
-      const int64_t state_tiles = at::ceil_div<int64_t>(heads_per_group, splits) * partition_.row_blocks + kTilesOfOverhead;
-      return at::ceil_div<int64_t>(blocks * splits, multiprocessors) * state_tiles;
+      const int64_t state_tiles = ceil_div(heads_per_group, splits) * partition_.row_blocks + kTilesOfOverhead;
+      return ceil_div(blocks * splits, multiprocessors) * state_tiles;
     };
     int64_t best = 1;
     for (int64_t splits = 2; splits <= std::min<int64_t>(heads_per_group, multiprocessors); ++splits) {
       if (time(splits) < time(best)) best = splits;
     }
-    params_.heads_per_split = at::ceil_div<int64_t>(heads_per_group, best);
-    params_.splits = at::ceil_div<int64_t>(heads_per_group, params_.heads_per_split);
+    params_.heads_per_split = ceil_div(heads_per_group, best);
+    params_.splits = ceil_div(heads_per_group, params_.heads_per_split);
     check_count(std::max(kDirections * partition_.work_tiles, blocks * params_.splits), "blocks");
   }
 
@@ -264,8 +268,8 @@ class Backward {
 template <typename Body>
 void for_each_sub_batch(const Inputs& in, const Body& body) {
   const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
-  const int64_t chunks = is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1)
-                                                   : at::ceil_div<int64_t>(in.x.size(1), kChunk);
+  const int64_t chunks =
+      is_present(in.cu_seqlens) ? max_packed_chunks(in.x.size(1), in.cu_seqlens->size(0) - 1) : ceil_div(in.x.size(1), kChunk);
   const int64_t swizzled_state_bytes = kStateRows * tile_columns(in.B.size(3)) * in.x.element_size();
   constexpr int64_t kSmallWorkspaceBytes = int64_t(256) << 20;
   const int64_t x_bytes = in.x.numel() * in.x.element_size();
@@ -273,7 +277,7 @@ void for_each_sub_batch(const Inputs& in, const Body& body) {
       std::min(debug_option(DebugOption::kSsdWorkspaceBytes), std::max(kSmallWorkspaceBytes, 2 * x_bytes));
   const int64_t most_heads = most_bytes / (2 * chunks * row_blocks(in.x.size(3)) * swizzled_state_bytes);
   const auto at_once = [&](int64_t count, int64_t heads_of_each) {
-    return at::ceil_div(count, at::ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
+    return ceil_div(count, ceil_div(count, std::max<int64_t>(1, most_heads / heads_of_each)));
   };
   const int64_t entries = at_once(batch, groups * heads_per_group), groups_at_once = at_once(groups, heads_per_group),
                 heads_at_once = at_once(heads_per_group, 1);

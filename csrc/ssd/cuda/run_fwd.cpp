@@ -1,6 +1,5 @@
 #ifdef SSM_KERNELS_WITH_CUDA
 
-#include <ATen/ceil_div.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
@@ -10,8 +9,10 @@
 #include <algorithm>
 #include <limits>
 
+#include "common/integers.h"
 #include "common/limits.h"
 #include "cuda/device.h"
+#include "cuda/scalar_types.h"
 #include "ssd/cuda/run.h"
 #include "torch/checks.h"
 
@@ -24,11 +25,11 @@ namespace {
 int64_t choose_run(const WorkPartition& partition, int64_t multiprocessors) {
   constexpr double kStatesOnly = 0.3, kBeginInside = 1, kLaunch = 1, kFold = 0.4;
   const int64_t chunks = partition.chunks;
-  const int64_t chunk_decay = at::ceil_div(partition.work_tiles, multiprocessors) * chunks;
-  const int64_t equal = at::ceil_div(partition.work_tiles * chunks, multiprocessors);
+  const int64_t chunk_decay = ceil_div(partition.work_tiles, multiprocessors) * chunks;
+  const int64_t equal = ceil_div(partition.work_tiles * chunks, multiprocessors);
   double time = static_cast<double>(equal) + kBeginInside;
   if (chunks > equal) {
-    time += kStatesOnly * static_cast<double>(equal) + kLaunch + kFold * static_cast<double>(at::ceil_div(chunks, equal));
+    time += kStatesOnly * static_cast<double>(equal) + kLaunch + kFold * static_cast<double>(ceil_div(chunks, equal));
   }
   return time < static_cast<double>(chunk_decay) ? equal : chunk_decay;
 }
@@ -48,7 +49,7 @@ Workspace make_schedule(const KernelInputs& inputs, const SsdFwdParams& params, 
   } else {
     check_count(schedule.work_tiles * schedule.chunks, "chunks");
     schedule.length = choose_run(schedule, multiprocessors);
-    schedule.blocks = at::ceil_div(schedule.work_tiles * schedule.chunks, schedule.length);
+    schedule.blocks = ceil_div(schedule.work_tiles * schedule.chunks, schedule.length);
     schedule.splits_work_tiles = schedule.chunks > schedule.length;
     if (schedule.length % schedule.chunks == 0) return {};
   }
@@ -116,14 +117,16 @@ void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::
   params.final_states = final_states.data_ptr<float>();
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (is_short(out, params)) {
-    C10_CUDA_CHECK(static_cast<cudaError_t>(launch_ssd_fwd_short(params, stream)));
+    C10_CUDA_CHECK(launch_ssd_fwd_short(params, stream));
     return;
   }
 
   const Workspace workspace = make_schedule(inputs, params, schedule);
   schedule.may_use_wgmma = may_use_wgmma && describe_tiles(out, params);
   const int max_shared_bytes = ssd::max_shared_bytes(out);
-  launch_for(out, [&](auto scalar) { return launch_ssd_fwd<decltype(scalar)>(params, schedule, max_shared_bytes, stream); });
+  C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(out.scalar_type()), [&](auto scalar) {
+    return launch_ssd_fwd<decltype(scalar)>(params, schedule, max_shared_bytes, stream);
+  }));
 }
 
 }  // namespace ssm_kernels::ssd

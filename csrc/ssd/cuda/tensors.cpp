@@ -2,13 +2,13 @@
 
 #include "ssd/cuda/tensors.h"
 
-#include <ATen/ceil_div.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <limits>
 
+#include "common/integers.h"
 #include "cuda/device.h"
 #include "ssd/aten/layout.h"
 #include "torch/checks.h"
@@ -21,7 +21,7 @@ static_assert(kLeastSharedBytes == kLeastSharedBytesPerBlock, "the least that th
 
 bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
-int64_t padding(int64_t size) { return at::ceil_div<int64_t>(size, kRowElements) * kRowElements - size; }
+int64_t padding(int64_t size) { return round_up(size, kRowElements) - size; }
 
 // Contiguous; constant_pad_nd by itself keeps the order in memory of tensors whose second axis is the innermost one.
 at::Tensor pad(const at::Tensor& tensor, at::IntArrayRef sizes) {

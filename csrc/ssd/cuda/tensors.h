@@ -3,9 +3,6 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
-#include <c10/cuda/CUDAException.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <utility>
 
@@ -62,22 +59,6 @@ class KernelInputs {
   const int64_t more_rows_, more_columns_, sequences_;
   at::Tensor A_, dt_bias_, D_, cu_seqlens_, resets_, initial_states_;
 };
-
-// Queues kernels of the dtype of x: launch(scalar) returns a cudaError_t.
-template <typename Launch>
-void launch_for(const at::Tensor& x, const Launch& launch) {
-  const auto launch_of = [&](at::ScalarType dtype) -> int {
-    switch (dtype) {
-      case at::kHalf:
-        return launch(__half());
-      case at::kBFloat16:
-        return launch(__nv_bfloat16());
-      default:
-        return launch(float());
-    }
-  };
-  C10_CUDA_CHECK(static_cast<cudaError_t>(launch_of(x.scalar_type())));
-}
 
 // The shared memory that a block may have on the device of x, within the limit of DebugOption::kSsdSharedBytes.
 int max_shared_bytes(const at::Tensor& x);

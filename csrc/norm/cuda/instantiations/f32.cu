@@ -5,6 +5,6 @@ namespace ssm_kernels::norm {
 
 template cudaError_t launch_norm_fwd<float>(const NormFwdParams&, const FwdPlan&, cudaStream_t);
 template cudaError_t launch_norm_bwd<float>(const NormBwdParams&, const BwdPlan&, cudaStream_t);
-template void launch_norm_sum<float>(const NormBwdParams&, cudaStream_t);
+template cudaError_t launch_norm_sum<float>(const NormBwdParams&, cudaStream_t);
 
 }  // namespace ssm_kernels::norm

@@ -3,7 +3,7 @@
 namespace ssm_kernels::selective_state_update {
 
 #define SSM_ROW(enumerator, name, Method) \
-  template void launch_selective_state_update<__half, float, Method>(const StateUpdateParams&, Tiling, cudaStream_t);
+  template cudaError_t launch_selective_state_update<__half, float, Method>(const StateUpdateParams&, Tiling, cudaStream_t);
 SSM_DISCRETIZATIONS(SSM_ROW)
 #undef SSM_ROW
 

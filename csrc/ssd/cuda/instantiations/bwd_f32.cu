@@ -2,7 +2,7 @@
 
 namespace ssm_kernels::ssd {
 
-template int launch_ssd_bwd<float>(const SsdBwdParams&, const WorkPartition&, bool, int, cudaStream_t);
-template int launch_ssd_bwd_gate<float>(const GateBwdParams&, int, cudaStream_t);
+template cudaError_t launch_ssd_bwd<float>(const SsdBwdParams&, const WorkPartition&, bool, int, cudaStream_t);
+template cudaError_t launch_ssd_bwd_gate<float>(const GateBwdParams&, int, cudaStream_t);
 
 }  // namespace ssm_kernels::ssd
