@@ -61,14 +61,12 @@ __global__ void __launch_bounds__(kBwdMaxThreads, 1) norm_rms_bwd_kernel(const _
   // Lane offsets differ between inputs of different widths.
   char* const warp_stages = rms_shared + kRmsSumBytes;
   const int first_stage = place.warp * (kStages * kStageBytes);
-  char* const first_grad_out = warp_stages + kept_in_register(first_stage + place.lane * GradOut::kLaneBytes);
-  char* const first_x =
-      warp_stages + GradOut::kBytes +
-      (GradOut::kLaneBytes == Input::kLaneBytes ? static_cast<int>(first_grad_out - warp_stages)
-                                                : kept_in_register(first_stage + place.lane * Input::kLaneBytes));
+  char* const first_grad_out = warp_stages + cuda::opaque(first_stage + place.lane * GradOut::kLaneBytes);
+  char* const first_x = warp_stages + GradOut::kBytes +
+                        (GradOut::kLaneBytes == Input::kLaneBytes ? static_cast<int>(first_grad_out - warp_stages)
+                                                                  : cuda::opaque(first_stage + place.lane * Input::kLaneBytes));
   char* const first_third = first_x + Input::kBytes;
-  char* const first_rstd =
-      warp_stages + kStageBytes - Rstd::kBytes + kept_in_register(first_stage + place.lane * Rstd::kLaneBytes);
+  char* const first_rstd = warp_stages + kStageBytes - Rstd::kBytes + cuda::opaque(first_stage + place.lane * Rstd::kLaneBytes);
   const bool has_third = kHasGate || p.reads[kReadThird].data != nullptr;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {

@@ -7,17 +7,12 @@
 #pragma once
 
 #include "common/activations.h"
+#include "cuda/opaque.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "norm/cuda/device.cuh"
 #include "norm/cuda/rms.h"
 
 namespace ssm_kernels::norm {
-
-// Optimization barrier: the compiler would otherwise recompute the value at each use to save a register.
-__device__ __forceinline__ int kept_in_register(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
 
 // Sums a value over the block; all lanes get the same bits. Calls alternate between two `shared` buffers: the barrier of the
 // next call separates the reads of this one from the next writes to the same buffer.
@@ -45,7 +40,8 @@ struct RmsPlace {
     lane = threadIdx.x % kWarpSize;
     first_row = blockIdx.x / p.groups;
     group = blockIdx.x - first_row * p.groups;
-    first_column = kept_in_register(warp * kWarpSize * kThreadColumns + lane * vector_size);
+    // opaque, here and below: the compiler would otherwise recompute these offsets at each use.
+    first_column = cuda::opaque(warp * kWarpSize * kThreadColumns + lane * vector_size);
   }
 };
 

@@ -31,7 +31,7 @@ __global__ void __launch_bounds__(kFwdMaxThreads, 2) norm_rms_fwd_kernel(const _
   for (int i = 0; i < kVectors; ++i) is_valid[i] = place.first_column + i * kOffset < p.group_size;
 
   char* const warp_stages = rms_shared + kRmsSumBytes + place.warp * (kStages * kStageBytes);
-  char* const first_stage = warp_stages + kept_in_register(place.lane * Input::kLaneBytes);
+  char* const first_stage = warp_stages + cuda::opaque(place.lane * Input::kLaneBytes);
   char* const first_z = first_stage + Input::kBytes;
 #pragma unroll
   for (int i = 0; i < kVectors; ++i) {
