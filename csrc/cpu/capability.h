@@ -19,4 +19,18 @@ namespace ssm_kernels {
 // (ATEN_CPU_CAPABILITY lowers it).
 size_t cpu_capability_index();
 
+// In an operator's namespace: defines cpu_kernels(), the operator's CpuKernels for this processor. Each cpu/*kernel.cpp ends
+// with `const CpuKernels& kernels()` in the namespace of its instruction set.
+#define SSM_DECLARE_KERNELS(CAPABILITY) \
+  namespace CAPABILITY {                \
+  const CpuKernels& kernels();          \
+  }
+#define SSM_KERNELS_OF(CAPABILITY) &CAPABILITY::kernels,
+#define SSM_DEFINE_CPU_KERNELS()                                                               \
+  SSM_CPU_CAPABILITIES(SSM_DECLARE_KERNELS)                                                    \
+  static const CpuKernels& cpu_kernels() {                                                     \
+    static constexpr const CpuKernels& (*kBuilt[])() = {SSM_CPU_CAPABILITIES(SSM_KERNELS_OF)}; \
+    return kBuilt[cpu_capability_index()]();                                                   \
+  }
+
 }  // namespace ssm_kernels

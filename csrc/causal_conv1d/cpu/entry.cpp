@@ -15,28 +15,9 @@
 
 namespace ssm_kernels::causal_conv1d {
 
-#define SSM_CPU_KERNELS(CAPABILITY)                                                                       \
-  namespace CAPABILITY {                                                                                  \
-  int64_t scratch_bytes(int64_t, int64_t);                                                                \
-  int64_t sum_bytes(const ConvParams&, const Tasks&);                                                     \
-  void fwd_task(const ConvFwdParams&, const Tasks&, int64_t, std::byte*);                                 \
-  void bwd_task(const ConvBwdParams&, const Tasks&, int64_t, std::byte*, std::byte*);                     \
-  void finish(const ConvBwdParams&, const Tasks&, int64_t, const std::byte*);                             \
-  void update_task(const ConvUpdateParams&, const Tasks&, int64_t, std::byte*);                           \
-  constexpr CpuKernels kKernels{&scratch_bytes, &sum_bytes, &fwd_task, &bwd_task, &finish, &update_task}; \
-  }
-
-SSM_CPU_CAPABILITIES(SSM_CPU_KERNELS)
-#undef SSM_CPU_KERNELS
+SSM_DEFINE_CPU_KERNELS()
 
 namespace {
-
-const CpuKernels& cpu_kernels() {
-#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernels,
-  static constexpr const CpuKernels* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
-#undef SSM_ROW
-  return *kBuilt[cpu_capability_index()];
-}
 
 template <typename Body>
 void for_each_task(const ConvParams& params, const Tasks& tasks, const Body& body) {

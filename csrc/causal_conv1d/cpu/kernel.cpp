@@ -393,5 +393,10 @@ void update_task(const ConvUpdateParams& p, const Tasks& tasks, int64_t task, st
   visit_scalar(p.kind, [&](auto input) { update<decltype(input)>(p, tasks, task, scratch); });
 }
 
+const CpuKernels& kernels() {
+  static constexpr CpuKernels kKernels{&scratch_bytes, &sum_bytes, &fwd_task, &bwd_task, &finish, &update_task};
+  return kKernels;
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace ssm_kernels::causal_conv1d

@@ -13,24 +13,9 @@
 
 namespace ssm_kernels::linear_scan {
 
-#define SSM_CPU_KERNELS(CAPABILITY)                                                         \
-  namespace CAPABILITY {                                                                    \
-  void fwd_task(const LinearScanFwdParams&, ScalarKind, const Tasks&, int64_t, std::byte*); \
-  void bwd_task(const LinearScanBwdParams&, ScalarKind, const Tasks&, int64_t, std::byte*); \
-  constexpr CpuKernels kKernels{&fwd_task, &bwd_task};                                      \
-  }
-
-SSM_CPU_CAPABILITIES(SSM_CPU_KERNELS)
-#undef SSM_CPU_KERNELS
+SSM_DEFINE_CPU_KERNELS()
 
 namespace {
-
-const CpuKernels& cpu_kernels() {
-#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernels,
-  static constexpr const CpuKernels* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
-#undef SSM_ROW
-  return *kBuilt[cpu_capability_index()];
-}
 
 template <typename Body>
 void for_each_task(const LinearScanParams& params, const Body& body) {

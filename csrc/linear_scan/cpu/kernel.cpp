@@ -232,5 +232,10 @@ void bwd_task(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks,
   });
 }
 
+const CpuKernels& kernels() {
+  static constexpr CpuKernels kKernels{&fwd_task, &bwd_task};
+  return kKernels;
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace ssm_kernels::linear_scan

@@ -8,25 +8,9 @@
 
 namespace ssm_kernels::norm {
 
-#define SSM_CPU_KERNELS(CAPABILITY)                                          \
-  namespace CAPABILITY {                                                     \
-  void fwd_row(const NormFwdParams&, int64_t, std::byte*);                   \
-  void bwd_rows(const NormBwdParams&, const RowTasks&, int64_t, std::byte*); \
-  void sum_partials(const NormBwdParams&);                                   \
-  constexpr CpuKernels kKernels{&fwd_row, &bwd_rows, &sum_partials};         \
-  }
-
-SSM_CPU_CAPABILITIES(SSM_CPU_KERNELS)
-#undef SSM_CPU_KERNELS
+SSM_DEFINE_CPU_KERNELS()
 
 namespace {
-
-const CpuKernels& cpu_kernels() {
-#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernels,
-  static constexpr const CpuKernels* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
-#undef SSM_ROW
-  return *kBuilt[cpu_capability_index()];
-}
 
 int64_t scratch_bytes(const NormParams& p) {
   return kScratchRows * (p.group_size + kScratchPadding) * static_cast<int64_t>(sizeof(double));

@@ -230,5 +230,10 @@ void sum_partials(const NormBwdParams& p) {
   });
 }
 
+const CpuKernels& kernels() {
+  static constexpr CpuKernels kKernels{&fwd_row, &bwd_rows, &sum_partials};
+  return kKernels;
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace ssm_kernels::norm

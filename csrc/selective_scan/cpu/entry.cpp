@@ -16,30 +16,9 @@
 
 namespace ssm_kernels::selective_scan {
 
-#define SSM_CPU_KERNELS(CAPABILITY)                                                                                        \
-  namespace CAPABILITY {                                                                                                   \
-  int64_t vector_bytes();                                                                                                  \
-  int64_t fwd_scratch_bytes(const SelectiveScanParams&, const Blocking&, ScalarKind);                                      \
-  int64_t bwd_scratch_bytes(const SelectiveScanBwdParams&, const Blocking&, ScalarKind);                                   \
-  void fwd_task(const SelectiveScanFwdParams&, const Blocking&, ScalarKind, int64_t, std::byte*);                          \
-  void bwd_task(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t,         \
-                std::byte*);                                                                                               \
-  void bwd_reduce(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t, int64_t,       \
-                  std::byte*);                                                                                             \
-  constexpr CpuKernels kKernels{&vector_bytes, &fwd_scratch_bytes, &bwd_scratch_bytes, &fwd_task, &bwd_task, &bwd_reduce}; \
-  }
-
-SSM_CPU_CAPABILITIES(SSM_CPU_KERNELS)
-#undef SSM_CPU_KERNELS
+SSM_DEFINE_CPU_KERNELS()
 
 namespace {
-
-const CpuKernels& cpu_kernels() {
-#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernels,
-  static constexpr const CpuKernels* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
-#undef SSM_ROW
-  return *kBuilt[cpu_capability_index()];
-}
 
 FwdOutputs fwd_cpu(const FwdInputs& in) {
   const Discretization method = check_inputs(in);

@@ -20,9 +20,9 @@ class Scratch {
 
   template <typename Acc>
   Acc* take(int64_t count) {
-    Acc* vector_source = reinterpret_cast<Acc*>(data_ + used_);
+    Acc* result = reinterpret_cast<Acc*>(data_ + used_);
     used_ += round_up(count * int64_t(sizeof(Acc)), 64);
-    return vector_source;
+    return result;
   }
 
   int64_t used() const { return used_; }

@@ -14,24 +14,9 @@
 
 namespace ssm_kernels::selective_state_update {
 
-#define SSM_CPU_KERNEL(CAPABILITY)                                                 \
-  namespace CAPABILITY {                                                           \
-  int64_t vector_size(const StateUpdateParams&);                                   \
-  void update_blocks(const StateUpdateParams&, const Blocking&, int64_t, int64_t); \
-  constexpr CpuKernel kKernel{&vector_size, &update_blocks};                       \
-  }
-
-SSM_CPU_CAPABILITIES(SSM_CPU_KERNEL)
-#undef SSM_CPU_KERNEL
+SSM_DEFINE_CPU_KERNELS()
 
 namespace {
-
-const CpuKernel& cpu_kernel() {
-#define SSM_ROW(CAPABILITY) &CAPABILITY::kKernel,
-  static constexpr const CpuKernel* kBuilt[] = {SSM_CPU_CAPABILITIES(SSM_ROW)};
-#undef SSM_ROW
-  return *kBuilt[cpu_capability_index()];
-}
 
 at::Tensor cpu(const Inputs& in) {
   const Discretization method = check_inputs(in);
@@ -40,7 +25,7 @@ at::Tensor cpu(const Inputs& in) {
   check_slot_indices("selective_state_update", in.state_batch_indices, params.slots);
   if (out.numel() == 0) return out;
 
-  const CpuKernel& kernel = cpu_kernel();
+  const CpuKernels& kernel = cpu_kernels();
   const Blocking blocking(params, kernel.vector_size(params));
   // Some ten thousand states are worth a thread's while.
   const int64_t grain = std::max<int64_t>(1, 16384 / (blocking.block_channels * params.dstate));

@@ -197,5 +197,10 @@ void update_blocks(const StateUpdateParams& p, const Blocking& blocking, int64_t
   visit_scalar(p.input_kind, [&](auto input) { run<decltype(input)>(p, blocking, begin, end); });
 }
 
+const CpuKernels& kernels() {
+  static constexpr CpuKernels kKernels{&vector_size, &update_blocks};
+  return kKernels;
+}
+
 }  // namespace CPU_CAPABILITY
 }  // namespace ssm_kernels::selective_state_update

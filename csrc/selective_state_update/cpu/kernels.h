@@ -21,7 +21,7 @@ struct Blocking {
 };
 
 // The kernel of one instruction set.
-struct CpuKernel {
+struct CpuKernels {
   int64_t (*vector_size)(const StateUpdateParams&);
   void (*update_blocks)(const StateUpdateParams&, const Blocking&, int64_t begin, int64_t end);
 };
