@@ -1,5 +1,5 @@
-// The schema of every operator. Kernels register themselves in their operator's folder: <operator>_op.cpp holds Autograd, Meta
-// and Autocast, <operator>_cpu.cpp and <operator>_cuda.cpp the devices.
+// The schema of every operator, and the kernels that are the same for all. The others are registered in the operator's folder:
+// Autograd, Autocast and Meta by <operator>_op.cpp, the devices' by cpu/entry.cpp and cuda/entry.cpp.
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -246,8 +246,8 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
 }
 #endif
 
-// Public operators without a composite kernel, for tensors that no other kernel of theirs takes: sparse, nested and undefined
-// ones in inference mode, where no Autograd kernel checks them.
+// Kernels of public operators for sparse, nested and undefined tensors in inference mode, where no Autograd kernel checks them:
+// they raise. Operators with a composite kernel need none.
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   m.impl("selective_state_update", refusal());
   m.impl("causal_conv1d_update", refusal());

@@ -1,6 +1,5 @@
-// The dispatcher entries of the linear scan's family that are the same for every device: schemas, checks, allocation, Meta,
-// Autograd, Autocast. Every member's public operator is one boxed function over _linear_recurrence, which the table in
-// common/recurrences.h tells the members apart.
+// The linear recurrences on every device: schemas, checks, allocation, Meta, Autograd and Autocast. One boxed function is the
+// kernel of every public operator: it finds the recurrence in the table of common/recurrences.h and calls _linear_recurrence.
 
 #include "linear_scan/linear_scan_op.h"
 
@@ -60,17 +59,17 @@ bool is_under_autocast(const at::Tensor& tensor) {
   return (tensor.is_cpu() || tensor.is_cuda()) && at::autocast::is_autocast_enabled(tensor.device().type());
 }
 
-// Whether a gradient of a broadcasting input would be a sum of fp16 or bf16 numbers. Under autocast, which casts the inputs
-// afterwards, the input may have another dtype than `like`. (Under vmap no tensor says that it requires a gradient.)
+// Whether a gradient of a broadcasting input would be a sum of fp16 or bf16 numbers. Autocast casts the inputs later, so the
+// dtypes of the input and `like` may still differ. requires_grad is not checked: under vmap it is false for every tensor.
 bool sums_rounded_gradients(const at::Tensor& tensor, const at::Tensor& like) {
   const at::ScalarType dtype = tensor.scalar_type();
   return (dtype == at::kHalf || dtype == at::kBFloat16) && at::GradMode::is_enabled() &&
          tensor.sym_sizes() != like.sym_sizes() && (dtype == like.scalar_type() || is_under_autocast(like));
 }
 
-// A broadcasting input in the shape of the first. Expanded axis by axis, so that its gradient is summed likewise, time first:
-// PyTorch's order in a sum to a single number depends on the number of threads. Cast before it is expanded, so that backward
-// writes and sums the gradient in the accumulation type and rounds the sum once.
+// Expands a broadcasting input to the shape of the first input, one axis at a time: its gradient is then summed axis by axis,
+// time first. (A sum over all axes at once has an order that depends on the number of threads.) The cast comes before the
+// expansion, so that backward sums the gradient in the accumulation type and rounds it once.
 at::Tensor broadcast(const at::Tensor& tensor, const at::Tensor& like) {
   const c10::SymIntArrayRef shape = tensor.sym_sizes(), target = like.sym_sizes();
   std::vector<c10::SymInt> sizes(target.size(), 1);
@@ -149,7 +148,8 @@ at::TensorOptions state_options(const Inputs& in) {
   return in.tensors[0].options().dtype(accumulate_type(in.tensors[0].scalar_type()));
 }
 
-// (sequences, channels). A kernel writes those of sequences with steps; those without are a copy of `empty`, absent: zero.
+// States, (sequences, channels), uninitialized where kernels write them. Those of sequences without steps are a copy of
+// `empty`, or zero without it.
 at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
   const at::Tensor& first = in.tensors[0];
   const std::vector<c10::SymInt> shape = {in.sequences(), first.sym_size(2)};
@@ -170,7 +170,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   checks.tensor("grad_h", bwd.grad_h, kSequenceAxes, first.sym_sizes(), first.scalar_type());
   checks.tensor("grad_last_state", bwd.grad_last_state, "(sequences, channels)", {in.sequences(), first.sym_size(2)},
                 checks.accumulate());
-  // Each its own: results of an operator must not share memory.
+  // A new tensor for each: results of an operator must not share memory.
   const auto none = [&] { return at::empty({0}, state_options(in)); };
   GradTensors grads;
   for (size_t i = 0; i < in.tensors.size(); ++i) {
@@ -209,7 +209,7 @@ StateView state_view(const OptionalTensor& tensor, Access access) {
   return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1)};
 }
 
-// The part that forward and backward share.
+// Fills the parameters that forward and backward share.
 void fill_params(LinearScanParams& params, const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
                  const at::Tensor& h, Access access_to_h) {
   params.batch = h.size(0);

@@ -1,4 +1,4 @@
-// The selective scan's dispatcher entries that are the same for every device: checks, allocation, Meta, Autograd, Autocast.
+// selective_scan on every device: checks, allocation, conversion to plain data, Meta, Autograd and Autocast.
 
 #include "selective_scan/selective_scan_op.h"
 
@@ -120,7 +120,7 @@ ChannelView channel_view(const OptionalTensor& tensor) {
   return {tensor->const_data_ptr(), tensor->stride(0)};
 }
 
-// The part that forward and backward share.
+// Fills the parameters that forward and backward share.
 void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method) {
   params.batch = in.u.size(0);
   params.dim = in.u.size(1);

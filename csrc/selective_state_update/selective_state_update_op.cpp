@@ -1,4 +1,4 @@
-// The selective state update's dispatcher entries that are the same for every device: checks, Meta, Autograd, Autocast.
+// selective_state_update on every device: checks, conversion to plain data, Meta, Autograd and Autocast.
 
 #include "selective_state_update/selective_state_update_op.h"
 
@@ -91,10 +91,10 @@ at::Tensor allocate_out(const Inputs& in) { return at::empty_symint(in.x.sym_siz
 
 namespace {
 
-// Zero where there is nothing to step over: such a stride is arbitrary, and would be asked to be aligned.
+// Zero for an axis of size 1, whose stride is arbitrary and may be unaligned.
 int64_t stride_of(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
 
-// Without heads there is one, whose stride is never used.
+// Without an axis of heads there is one head, whose stride is not used.
 ChannelView batched_view(const at::Tensor& tensor, Access access) {
   return {data_of(tensor, access), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0, stride_of(tensor, -1)};
 }
@@ -108,8 +108,8 @@ GroupView group_view(const at::Tensor& tensor) {
           stride_of(tensor, -1)};
 }
 
-// Raises where a write to the state would change what is still to be read. The state's own memory comes first: where it is a
-// lazy copy, it moves away from the tensor that it shares memory with.
+// Raises if a write to the state would change an input that is read later. mutable_data_ptr comes first: it gives a lazy copy
+// of another tensor memory of its own.
 void check_memory(const Inputs& in) {
   in.state.mutable_data_ptr();
   TORCH_CHECK(!has_internal_overlap(in.state), kOp,

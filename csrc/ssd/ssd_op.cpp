@@ -1,5 +1,5 @@
-// The dispatcher entries of the chunked scan of structured state-space duality (SSD) that are the same for every device:
-// checks, allocation, Meta, Autograd, Autocast; and what registers the devices' own.
+// ssd_chunk_scan, the chunked scan of structured state-space duality (SSD), on every device: checks, allocation, Meta, Autograd
+// and Autocast, and the registration of the devices' kernels.
 
 #include "ssd/ssd_op.h"
 
@@ -28,7 +28,7 @@ std::vector<c10::SymInt> states_shape(const Inputs& in) {
   return {in.sequences(), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(3)};
 }
 
-// Chunks are joined by exponentials of sums over time, which other methods do not have.
+// The decay of a chunk is the exponential of a sum over time, which only these methods have.
 bool is_exponential(Discretization discretization) {
   bool result = false;
   visit_discretization(discretization, [&](auto method) { result = decltype(method)::kExponential; });

@@ -1,6 +1,6 @@
-// The first check of an operator's arguments: each required tensor is there, and each tensor is dense. The dispatcher looks for
-// a kernel of the tensors' layout before any kernel runs, and methods of an undefined tensor raise by themselves, both with
-// messages that name no argument. Public operators therefore check at their entry, with the names of their schema.
+// The first check of an operator's arguments: each required tensor is defined, and each tensor is dense. Without it, a missing
+// kernel for a layout, or a method of an undefined tensor, raises an error that names no argument. Public operators therefore
+// check at their entry, with the names of their schema.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ namespace ssm_kernels {
 // "_selective_scan_bwd".
 std::string public_name(const c10::OperatorHandle& op);
 
-// Raises if `tensor` is undefined: a TypeError, since Python's None is what becomes an undefined tensor.
+// Raises a TypeError if `tensor` is undefined, which is how Python's None arrives.
 void check_defined(std::string_view op, std::string_view name, const at::Tensor& tensor);
 
 // An argument of any type; null unless it is a tensor.
@@ -37,7 +37,7 @@ void check_arguments(const c10::OperatorHandle& op, std::initializer_list<AnyArg
 // Takes all arguments, on top of the stack.
 void check_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& stack);
 
-// Boxed kernel for tensors that no other kernel of the operator takes: says what is wrong with them.
+// Boxed kernel for tensors that no other kernel of the operator takes: raises an error that names the problem.
 void no_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace ssm_kernels

@@ -1,4 +1,4 @@
-// The messages of ArgumentChecks, and what dtypes mean to the kernels.
+// The checks of ArgumentChecks with their messages, and the parsing of options.
 
 #include "torch/checks.h"
 

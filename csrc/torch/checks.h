@@ -1,6 +1,6 @@
 // Argument checks, shared by the Meta kernel and the real kernels of every operator. Sizes are symbolic, so that one trace of
-// torch.compile serves every length. A value or shape error is a ValueError, a dtype or device error a RuntimeError, and each
-// says what was expected and what came.
+// torch.compile serves every length. An invalid value or shape raises a ValueError, an invalid dtype or device a RuntimeError;
+// messages have what was expected and what was passed.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -29,11 +29,11 @@ inline const at::Tensor& or_undefined(const at::Tensor& tensor) { return tensor;
 const at::Tensor& or_undefined(const std::optional<at::Tensor>& tensor);
 std::optional<at::Tensor> or_absent(const at::Tensor& tensor);
 
-// Raises under a transform of torch.func other than vmap. These refuse C++ autograd Functions by themselves, with a message
-// that names neither the operator nor a way out.
+// Raises under a transform of torch.func other than vmap. PyTorch raises too, with a message that names neither the operator
+// nor an alternative.
 void check_no_func_transform(const char* op);
 
-// The method of that name; a ValueError that lists the supported ones if it is none of them. By default all are.
+// Returns the method of that name. Raises a ValueError that lists the supported ones if it is none of them; all are by default.
 Discretization parse_discretization(const char* op, std::string_view name, bool (*is_supported)(Discretization) = nullptr);
 
 // The smallest and the largest step size.

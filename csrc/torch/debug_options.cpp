@@ -19,7 +19,7 @@ constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
 struct Option {
   std::string_view name;
   int64_t least, most;
-  // What the values from `least` on mean, for error messages; empty for a number of bytes.
+  // Names of the values from `least` on, for error messages; empty for a number of bytes.
   std::string_view meaning;
   std::atomic<int64_t> value;
 };

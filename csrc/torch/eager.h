@@ -1,4 +1,4 @@
-// Whether a call runs now, on memory of its own: the condition for reusing the memory of tensors that nobody else holds.
+// Whether a call runs eagerly on plain tensors: only then may it reuse the memory of tensors that nothing else refers to.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +10,7 @@
 
 namespace ssm_kernels {
 
-// Whether a tensor is a plain one with memory: no subclass, not fake, functional, batched or lazily negated. Undefined ones
-// are.
+// Whether a tensor is undefined or a plain one with memory: no subclass, not fake, functional, batched or lazily negated.
 inline bool is_plain(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
                                         c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA,
@@ -27,13 +26,13 @@ bool are_plain(const Tensors& tensors) {
   return true;
 }
 
-// The same of a tuple of tensors, some of them optional.
+// The same for each of a tuple of tensors, some of them optional.
 template <typename Tuple>
 bool has_plain_tensors(const Tuple& tensors) {
   return std::apply([](const auto&... tensor) { return (is_plain(or_undefined(tensor)) && ...); }, tensors);
 }
 
-// Whether operators run as they are called, rather than being traced or recorded for a second derivative.
+// Whether operators are neither traced nor recorded for a second derivative.
 inline bool runs_eagerly() { return !c10::impl::dispatch_mode_enabled() && !at::GradMode::is_enabled(); }
 
 // Whether this is the only reference to a tensor and to its memory, which may then be written to.

@@ -1,4 +1,4 @@
-// Whether tensors share memory. PyTorch's own check gives up, and lets the call pass, where one of the tensors has gaps.
+// Whether tensors share memory. PyTorch's own check gives no answer for tensors with gaps.
 #pragma once
 
 #include <ATen/core/Tensor.h>

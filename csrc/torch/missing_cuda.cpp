@@ -10,7 +10,7 @@
 namespace ssm_kernels {
 namespace {
 
-// One CUDA tensor among CPU tensors also comes here; then that is what is wrong.
+// Raises if the tensors are on several devices: one CUDA tensor among CPU tensors is dispatched here too.
 void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
   const auto& arguments = op.schema().arguments();
   const size_t first = stack.size() - arguments.size();

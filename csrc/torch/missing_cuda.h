@@ -1,4 +1,4 @@
-// What CUDA tensors meet in a build without CUDA kernels: an error that says so.
+// The error for CUDA tensors in a build without CUDA kernels.
 #pragma once
 
 #include <ATen/core/dispatch/Dispatcher.h>

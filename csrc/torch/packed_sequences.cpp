@@ -28,7 +28,7 @@ void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, 
 }
 
 at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps) {
-  // As many as begin up to the step, the first one not counted.
+  // The number of sequences after the first that begin at or before the step.
   const at::Tensor begins = cu_seqlens.slice(0, 1, -1).contiguous();
   return at::searchsorted(begins, steps, /*out_int32=*/true, /*right=*/true);
 }

@@ -1,4 +1,4 @@
-// Addresses of tensors for kernels whose parameters use one type of pointer for what they read and what they write.
+// Addresses of tensors for kernels whose parameters have one pointer type for inputs and outputs.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -7,7 +7,7 @@ namespace ssm_kernels {
 
 enum class Access { kRead, kWrite };
 
-// A tensor that is only read stays a lazy (copy-on-write) clone if it is one: data_ptr() would copy it.
+// Reads through const_data_ptr, because data_ptr would copy a lazy (copy-on-write) clone.
 inline void* data_of(const at::Tensor& tensor, Access access) {
   return access == Access::kWrite ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
 }

@@ -10,7 +10,7 @@
 
 namespace ssm_kernels {
 
-// A tensor that a number converts to, as the formulas expect of their T.
+// A tensor with the arithmetic and the conversion from a number that the formulas require of their T.
 struct TensorValue {
   at::Tensor tensor;
 

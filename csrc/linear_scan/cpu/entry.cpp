@@ -1,4 +1,4 @@
-// CPU entry points of the linear scan's family: allocate, choose the instruction set, hand tasks to threads.
+// CPU entry points of the linear recurrences: allocate, choose the instruction set and distribute tasks over threads.
 
 #include "linear_scan/cpu/kernels.h"
 

@@ -1,6 +1,5 @@
-// CUDA entry points of the linear scan's family: cut the work, allocate what tiles hand on to each other, and launch on the
-// current stream. Nothing waits for the device, except that the values of cu_seqlens are checked on the host unless a CUDA
-// graph is being captured.
+// CUDA entry points of the linear recurrences: partition the work, allocate the carries between tiles and launch on the current
+// stream. They wait for the device only to check the values of cu_seqlens on the host, unless a CUDA graph is being captured.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -33,7 +32,7 @@ bool has_vector_rows(const SequenceView& view, int64_t channels, int64_t element
          is_aligned(view.stride_step * element_bytes);
 }
 
-// How the work of one call is cut, and the memory through which its tiles hand states on.
+// The partition of one call's work, and the memory for the carries between its tiles.
 class Plan {
  public:
   Plan(const LinearScanParams& p, const char* op, int64_t scalar_bytes, int thread_steps, const at::Tensor& like)

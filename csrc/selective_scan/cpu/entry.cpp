@@ -1,4 +1,4 @@
-// CPU entry points of the selective scan: allocate, choose the instruction set, hand tasks to threads.
+// CPU entry points of selective_scan: allocate, choose the instruction set and distribute tasks over threads.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>

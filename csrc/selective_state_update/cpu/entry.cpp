@@ -1,4 +1,4 @@
-// CPU entry point of the selective state update: chooses the instruction set and hands blocks of rows to threads.
+// CPU entry point of selective_state_update: chooses the instruction set and distributes blocks of rows over threads.
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
@@ -27,7 +27,7 @@ at::Tensor cpu(const Inputs& in) {
 
   const CpuKernels& kernel = cpu_kernels();
   const Blocking blocking(params, kernel.vector_size(params));
-  // Some ten thousand states are worth a thread's while.
+  // A thread gets at least 16384 states, below which starting it costs more than it saves.
   const int64_t grain = std::max<int64_t>(1, 16384 / (blocking.block_channels * params.dstate));
   at::parallel_for(0, blocking.blocks, grain,
                    [&](int64_t begin, int64_t end) { kernel.update_blocks(params, blocking, begin, end); });

@@ -1,4 +1,4 @@
-// Calls of the SSD kernels, on the current device and stream.
+// Launches the SSD kernels on the current device and stream.
 #pragma once
 
 #include "ssd/cuda/tensors.h"
@@ -6,10 +6,10 @@
 
 namespace ssm_kernels::ssd {
 
-// Whether forward's, or backward's, take a call: all dtypes but fp64, if blocks have the shared memory.
+// Whether the kernels of forward, or of backward, support a call: all dtypes but fp64, if a block can have the shared memory.
 bool have_kernels_for(const Inputs& in, bool is_backward);
 
-// Writes out, rows as those of inputs.x, and final_states, as inputs.empty_states().
+// Writes `out`, in the layout of inputs.x, and `final_states`, in that of inputs.empty_states().
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
                  bool may_use_wgmma);
 

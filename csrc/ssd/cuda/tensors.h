@@ -1,5 +1,5 @@
-// The tensors of a call as the SSD kernels read and write them: rows of whole pieces at multiples of 16 bytes, padded with
-// zeros where they are not so, and states of as many rows and columns.
+// The tensors of a call in the layout of the SSD kernels: rows aligned to 16 bytes and padded with zeros to a multiple of 16
+// bytes, and states padded to the same numbers of rows and columns.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -11,16 +11,16 @@
 
 namespace ssm_kernels::ssd {
 
-// Whether kernels can move the rows of a tensor (batch, seqlen, heads, row): contiguous, of whole pieces, aligned.
+// Whether kernels can move the rows of a tensor (batch, seqlen, heads, row): contiguous, aligned, a multiple of 16 bytes.
 bool has_rows(const at::Tensor& tensor);
 // A tensor with such rows.
 at::Tensor as_rows(const at::Tensor& tensor);
 RowsView rows_view(const at::Tensor& tensor);
 RowsView const_rows_view(const at::Tensor& tensor);
-// What of a padded tensor was asked for: as much as target has along its last axes.
+// Strips padding: the leading target.size(-2) x target.size(-1) block.
 at::Tensor without_padding(const at::Tensor& padded, const at::Tensor& target);
 
-// A result: kernels write `written`, which is the target itself if they can write that.
+// A result. Kernels write `written`, which is the target itself if its layout allows.
 class KernelResult {
  public:
   KernelResult(at::Tensor target, at::Tensor written) : written(std::move(written)), target_(std::move(target)) {}
@@ -34,10 +34,10 @@ class KernelResult {
  private:
   const at::Tensor target_;
 };
-// One that is to have the shape of `like` with its padding.
+// A result for `target`, padded to the shape of `like`.
 KernelResult result_as_rows(const at::Tensor& target, const at::Tensor& like);
 
-// Those of a call's inputs but for z; lives as long as the inputs.
+// The inputs of a call without z. Refers to them, and must not outlive them.
 class KernelInputs {
  public:
   KernelInputs(const Inputs& in, Discretization method);
@@ -63,7 +63,7 @@ class KernelInputs {
 // The shared memory that a block may have on the device of x, within the limit of DebugOption::kSsdSharedBytes.
 int max_shared_bytes(const at::Tensor& x);
 
-// Raises if a call has more of its kernels' blocks, or chunks, than they count.
+// Raises if a count exceeds the 32-bit integers of the kernels.
 void check_count(int64_t count, const char* of);
 
 }  // namespace ssm_kernels::ssd
