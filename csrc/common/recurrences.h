@@ -1,27 +1,25 @@
-// The family of gated linear recurrences. Each member makes of a step's raw inputs x the two numbers of
+// The family of gated linear recurrences. Each member turns a step's raw inputs x into the coefficients of
 //
 //   h_t = a_t h_{t-1} + b_t
 //
-// and is given here, once, for the CPU's vectors and for CUDA threads, as a struct of
+// A member is a struct, shared by the CPU's SIMD vectors and CUDA threads:
 //
-//   kNames               the names of its inputs, in the order of its operator's arguments: gates, then the input that they let
-//                        through, then inputs that broadcast
-//   kPositional          how many inputs the operator takes by position, the others by keyword only; kMaxRecurrenceInputs, as
-//                        SingleVariant has it, for all
-//   kAdded               the input that is b itself, which backward therefore does not read; kNoInput, as SingleVariant has it,
-//                        if there is none
-//   kFirstBroadcast      from this input on they may be of any shape that broadcasts, and in the accumulation type
-//   gates(x)             what takes long to compute of what follows: a number or a struct, of which a kernel that takes a step
-//                        twice keeps what it uses
+//   kNames               names of the inputs, in the order of the operator's arguments: gates, the gated input, inputs that
+//                        broadcast
+//   kPositional          number of inputs that the operator takes by position; the others are keyword-only
+//   kAdded               the input that is b itself, which backward does not read; kNoInput if there is none
+//   kFirstBroadcast      inputs from this one on may have any shape that broadcasts, and the accumulation type
+//   gates(x)             the expensive part of the following functions: a number or a struct. A kernel that visits a step twice
+//                        may keep it
 //   step(gates, x)       a and b
-//   gradients(gates, x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), h the state before the step, g the gradient of the one
-//                        after
+//   gradients(gates, x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), with h the state before the step and g the gradient of
+//                        the state after it
 //
-// Options that change the formulas are a base class. Kernels for common cases have one that the compiler knows: visit(options,
-// visitor) makes types of the options. Other kernels read RuntimeOptions.
+// Options that change the formulas are a base class. Kernels for common cases know them at compile time (visit(options,
+// visitor) turns options into types); other kernels read RuntimeOptions.
 //
-// To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference_recurrences.py and a row in
-// the tests' table (and the documented function in ssm_kernels/recurrences.py). docs/recurrences.md has the formulas and their
+// To add a member: a struct here, a row in SSM_RECURRENCES, a function in ssm_kernels/reference_recurrences.py, a row in the
+// tests' table and the documented function in ssm_kernels/recurrences.py. docs/recurrences.md has the formulas and their
 // sources.
 #pragma once
 
@@ -40,7 +38,7 @@ struct Step {
   T a, b;
 };
 
-// What is applied to a candidate: nothing, the minGRU paper's g (x + 1/2 for x >= 0, else sigmoid(x)), or tanh.
+// The candidate's activation: none, the minGRU paper's g (x + 1/2 for x >= 0, else sigmoid(x)), or tanh.
 enum class Activation : int { kNone, kG, kTanh };
 
 struct RecurrenceOptions {
@@ -103,7 +101,7 @@ SSM_HOST_DEVICE Activated<T> activate(Activation activation, T x) {
   }
 }
 
-// A member without options is its own and only variant.
+// Base of members without options: the member is its only variant.
 template <typename Recurrence>
 struct SingleVariant {
   using AtRunTime = Recurrence;
@@ -116,23 +114,32 @@ struct SingleVariant {
   }
 };
 
-// a and b themselves.
-struct LinearScan : SingleVariant<LinearScan> {
-  static constexpr std::array<std::string_view, 2> kNames = {"a", "b"};
+// a is a function of the first input; the second input is b itself. Recurrence::through_gate(v, a) is v da / dx_0 for v = g h.
+template <typename Recurrence>
+struct AddedInput : SingleVariant<Recurrence> {
   static constexpr int kAdded = 1;
   static constexpr size_t kFirstBroadcast = 2;
-  template <typename T>
-  static SSM_HOST_DEVICE T gates(const T* x) {
-    return x[0];
-  }
   template <typename T>
   static SSM_HOST_DEVICE Step<T> step(T a, const T* x) {
     return {a, x[1]};
   }
   template <typename T>
-  static SSM_HOST_DEVICE void gradients(T, const T*, T h, T g, T* grad) {
-    grad[0] = g * h;
+  static SSM_HOST_DEVICE void gradients(T a, const T*, T h, T g, T* grad) {
+    grad[0] = Recurrence::through_gate(g * h, a);
     grad[1] = g;
+  }
+};
+
+// a and b themselves.
+struct LinearScan : AddedInput<LinearScan> {
+  static constexpr std::array<std::string_view, 2> kNames = {"a", "b"};
+  template <typename T>
+  static SSM_HOST_DEVICE T gates(const T* x) {
+    return x[0];
+  }
+  template <typename T>
+  static SSM_HOST_DEVICE T through_gate(T v, T) {
+    return v;
   }
 };
 
@@ -328,23 +335,16 @@ struct RgLru : SingleVariant<RgLru> {
 };
 
 // HGRN's, as its gates reach the scan: a = e^log_gate.
-struct Hgrn : SingleVariant<Hgrn> {
+struct Hgrn : AddedInput<Hgrn> {
   static constexpr std::array<std::string_view, 2> kNames = {"log_gate", "x"};
   static constexpr size_t kPositional = 1;  // as RgLru
-  static constexpr int kAdded = 1;
-  static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE T gates(const T* x) {
     return Math<T>::exp(x[0]);
   }
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(T a, const T* x) {
-    return {a, x[1]};
-  }
-  template <typename T>
-  static SSM_HOST_DEVICE void gradients(T a, const T*, T h, T g, T* grad) {
-    grad[0] = g * h * a;
-    grad[1] = g;
+  static SSM_HOST_DEVICE T through_gate(T v, T a) {
+    return v * a;
   }
 };
 
@@ -376,26 +376,19 @@ struct EluGru : SingleVariant<EluGru> {
 };
 
 // a = sigmoid(gate).
-struct DiagLinear : SingleVariant<DiagLinear> {
+struct DiagLinear : AddedInput<DiagLinear> {
   static constexpr std::array<std::string_view, 2> kNames = {"gate", "x"};
-  static constexpr int kAdded = 1;
-  static constexpr size_t kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE T gates(const T* x) {
     return sigmoid(x[0]);
   }
   template <typename T>
-  static SSM_HOST_DEVICE Step<T> step(T a, const T* x) {
-    return {a, x[1]};
-  }
-  template <typename T>
-  static SSM_HOST_DEVICE void gradients(T a, const T*, T h, T g, T* grad) {
-    grad[0] = g * h * (a * (one<T>() - a));
-    grad[1] = g;
+  static SSM_HOST_DEVICE T through_gate(T v, T a) {
+    return v * (a * (one<T>() - a));
   }
 };
 
-// The one table: enumerator, name of the operator, struct. Schemas, checks, dispatch and instantiations follow from it.
+// The table of members: enumerator, operator, struct. Schemas, checks, dispatch and instantiations follow from it.
 #define SSM_RECURRENCES(ROW)              \
   ROW(kLinear, "linear_scan", LinearScan) \
   ROW(kMinGru, "mingru_scan", MinGru)     \
@@ -432,7 +425,7 @@ struct RecurrenceRow {
 inline constexpr RecurrenceRow kRecurrenceTable[] = {SSM_RECURRENCES(SSM_ROW)};
 #undef SSM_ROW
 
-// Calls visitor(Variant{}) for the recurrence with those options: both as one type.
+// Calls visitor(Variant{}), a type of the recurrence and its options.
 template <typename Visitor>
 void visit_recurrence(Recurrence recurrence, const RecurrenceOptions& options, Visitor&& visitor) {
   switch (recurrence) {

@@ -2,10 +2,10 @@
 //
 //   h_t = a_t h_{t-1} + b_t          g_t = grad_h_t + e_{t+1},  e_t = a_t g_t
 //
-// A task walks through time, backward from the last step, and in each step a SIMD lane is a channel. A tensor of the
-// accumulation type whose channels lie side by side is read and written in place, row by row; any other goes through scratch
-// memory tile by tile, whatever its strides. Backward reads the states that forward returned; nothing else is saved. This file
-// is compiled once per instruction set.
+// A task loops over time, backward from the last step; in each step a SIMD lane is a channel. A tensor of the accumulation type
+// with contiguous channels is read and written in place; any other is copied through scratch memory, tile by tile, whatever its
+// strides. Backward reads the states that forward returned; nothing else is saved. This file is compiled once per instruction
+// set.
 
 #include <algorithm>
 #include <array>
@@ -31,12 +31,12 @@ struct Rows {
   Acc* operator[](int64_t step) const { return data + step * stride; }
 };
 
-// The lanes, tiles and states of one task. Scans are compiled for the accumulation type; which type a tensor has is asked once
-// a tile.
+// The lanes, tiles and states of one task. Scans are compiled for the accumulation type; a tensor's own type is a branch per
+// tile.
 template <typename Acc>
 struct TaskView {
   static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && kTileSteps % Vec<Acc>::size() == 0,
-                "tiles are moved in squares of the vector length");
+                "tiles are transposed in squares of the vector length");
 
   ScalarKind kind;
   int64_t batch, first_channel, lanes;
@@ -87,7 +87,7 @@ struct TaskView {
     return {tile, kMaxTaskChannels};
   }
 
-  // Steps from t on to write; store() brings them to the tensor where this is not its own memory.
+  // Where to write steps from t on: the tensor's own memory, or a tile that store() copies to the tensor.
   Rows<Acc> target(Acc* tile, const SequenceView& view, int64_t t) const {
     return is_in_place(view) ? in_place(view, t) : Rows<Acc>{tile, kMaxTaskChannels};
   }
@@ -115,7 +115,7 @@ struct TaskView {
 };
 
 template <typename Acc, size_t count>
-std::array<Acc*, count> carve_tiles(Acc*& memory) {
+std::array<Acc*, count> allocate_tiles(Acc*& memory) {
   std::array<Acc*, count> tiles;
   for (Acc*& tile : tiles) tile = std::exchange(memory, memory + kTileSteps * kMaxTaskChannels);
   return tiles;
@@ -128,8 +128,8 @@ void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   const Variant variant = make_variant<Variant>(p.options);
   const TaskView<Acc> view(p, kind, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
-  const auto input_tiles = carve_tiles<Acc, kInputs>(memory);
-  Acc* const h_tile = carve_tiles<Acc, 1>(memory)[0];
+  const auto input_tiles = allocate_tiles<Acc, kInputs>(memory);
+  Acc* const h_tile = allocate_tiles<Acc, 1>(memory)[0];
   Acc* const state = memory;
 
   for (int64_t t0 = 0; t0 < p.seqlen; t0 += kTileSteps) {
@@ -164,8 +164,8 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   const Variant variant = make_variant<Variant>(p.options);
   const TaskView<Acc> view(p, kind, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
-  const auto input_tiles = carve_tiles<Acc, kInputs>(memory), grad_tiles = carve_tiles<Acc, kInputs>(memory);
-  const auto [h_tile, grad_h_tile] = carve_tiles<Acc, 2>(memory);
+  const auto input_tiles = allocate_tiles<Acc, kInputs>(memory), grad_tiles = allocate_tiles<Acc, kInputs>(memory);
+  const auto [h_tile, grad_h_tile] = allocate_tiles<Acc, 2>(memory);
   Acc* const e = memory;
   Acc* const initial = memory + kMaxTaskChannels;
 
@@ -208,28 +208,23 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   }
 }
 
-}  // namespace
-
-void fwd_task(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
+// Calls visit(Acc(), Variant()) for a call's accumulation type and recurrence.
+template <typename Visitor>
+void visit_call(const LinearScanParams& p, ScalarKind kind, const Visitor& visit) {
   visit_recurrence_at_run_time(p.recurrence, [&](auto variant) {
-    using Variant = decltype(variant);
-    if (kind == ScalarKind::kDouble) {
-      fwd<double, Variant>(p, kind, tasks, task, scratch);
-    } else {
-      fwd<float, Variant>(p, kind, tasks, task, scratch);
-    }
+    if (kind == ScalarKind::kDouble) return visit(double(), variant);
+    visit(float(), variant);
   });
 }
 
+}  // namespace
+
+void fwd_task(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  visit_call(p, kind, [&](auto acc, auto variant) { fwd<decltype(acc), decltype(variant)>(p, kind, tasks, task, scratch); });
+}
+
 void bwd_task(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
-  visit_recurrence_at_run_time(p.recurrence, [&](auto variant) {
-    using Variant = decltype(variant);
-    if (kind == ScalarKind::kDouble) {
-      bwd<double, Variant>(p, kind, tasks, task, scratch);
-    } else {
-      bwd<float, Variant>(p, kind, tasks, task, scratch);
-    }
-  });
+  visit_call(p, kind, [&](auto acc, auto variant) { bwd<decltype(acc), decltype(variant)>(p, kind, tasks, task, scratch); });
 }
 
 const CpuKernels& kernels() {

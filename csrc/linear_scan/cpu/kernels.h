@@ -1,8 +1,8 @@
-// Between the CPU entry points (entry.cpp, compiled once) and the CPU kernels (kernel.cpp, compiled
-// once per instruction set).
+// Tasks of the CPU's linear scan, and the table of kernels of one instruction set. entry.cpp is compiled once, kernel.cpp once
+// per instruction set.
 //
-// A task is a block of channels of one batch entry, over all of time. What is not read and written where it lies passes through
-// scratch memory, in tiles of [steps][lanes] in the accumulation type.
+// A task is a block of channels of one batch entry over all of time. Tensors that are not read and written in place pass
+// through scratch memory, in tiles of [steps][lanes] in the accumulation type.
 #pragma once
 
 #include <cstddef>
@@ -14,7 +14,7 @@ namespace ssm_kernels::linear_scan {
 
 constexpr int64_t kLeastTaskChannels = 64, kMaxTaskChannels = 512, kTileSteps = 16;
 
-// Wide blocks, as long as every thread has one: prefetchers follow long pieces of rows, not short ones a row apart.
+// The widest blocks that give every thread one: hardware prefetchers follow long contiguous reads, not short ones a row apart.
 struct Tasks {
   int64_t channels, blocks, count;
   Tasks(const LinearScanParams& p, int64_t threads) : channels(kMaxTaskChannels) {

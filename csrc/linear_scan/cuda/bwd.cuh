@@ -3,10 +3,10 @@
 //   e_t = a_t e_{t+1} + a_t grad_h_t          g_t = grad_h_t + e_{t+1}
 //   the input's gradients from g_t, h_{t-1} and the inputs, as the recurrence has them
 //
-// This is a linear scan that walks from the last step to the first (position 0 is the last step), begun with the gradient of
-// the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier to shared memory, a tile ahead;
-// what its steps do to e, the e before them (carry.cuh), and the gradients then follow as in forward. Each of these
-// tensors is read once and each gradient written once. (Inputs that broadcast are read where they are, twice.)
+// Tensors are (batch, seqlen, channels). This is a linear scan from the last step to the first (position 0 is the last step)
+// that starts from the gradient of the last state. A thread copies its steps of the inputs, of grad_h and of h one step earlier
+// to shared memory, a tile ahead. The map of its steps on e, the e before them (carry.cuh) and the gradients follow as in
+// forward. Each tensor is read once and each gradient written once; inputs that broadcast are read from global memory twice.
 #pragma once
 
 #include <type_traits>
@@ -33,14 +33,15 @@ struct StepGradients {
   }
 };
 
-// Where those of all of its steps in a tile go.
+// The rows of the gradients of all of a thread's steps in a tile.
 template <typename T, typename Variant>
 struct ThreadGradients {
   using Inputs = StepInputs<T, Variant>;
 
   Rows<T> rows[Inputs::kInputs];
 
-  __device__ __forceinline__ ThreadGradients(const LinearScanBwdParams& p, const Partition& partition, const Place<T>& at) {
+  __device__ __forceinline__ ThreadGradients(const LinearScanBwdParams& p, const Partition& partition,
+                                             const ThreadTile<T>& at) {
 #pragma unroll
     for (int i = 0; i < Inputs::kInputs; ++i) rows[i] = Rows<T>(p.grad_inputs[i], partition, Partition::kGradInputs + i, at);
   }
@@ -68,7 +69,7 @@ struct ThreadGradients {
 
 template <typename Scalar, typename Variant, bool is_plain>
 using BwdTile = Tile<Scalar, kBwdThreadSteps, static_cast<int>(Variant::kFirstBroadcast) + 2, is_plain, false>;
-// Of shared memory, five tensors take so much that only two blocks have room on a multiprocessor.
+// Blocks per multiprocessor: the shared memory of five tensors leaves room for two.
 template <typename Variant>
 constexpr int kBwdBlocks = Variant::kFirstBroadcast <= 2 ? 3 : 2;
 
@@ -80,12 +81,12 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
   using Inputs = StepInputs<T, Variant>;
   using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
   using Row = typename Shared<T>::Row;
-  constexpr int kGradH = Inputs::kNarrow, kHBefore = kGradH + 1;  // their places in shared memory
+  constexpr int kGradH = Inputs::kNarrow, kHBefore = kGradH + 1;  // their numbers in shared memory
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   const Variant variant = make_variant<Variant>(p.options);
 
-  const auto stage = [&](const Place<T>& at, int buffer) {
+  const auto stage = [&](const ThreadTile<T>& at, int buffer) {
     Rows<T> rows[Inputs::kNarrow];
 #pragma unroll
     for (int i = 0; i < Inputs::kNarrow; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
@@ -104,12 +105,12 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     });
   };
 
-  for_each_tile<T>(p, partition, shared, stage, [&](const Place<T>& at, int buffer) {
-    Link<T> link(partition, at.index, at.tile);
+  for_each_tile<T>(p, partition, shared, stage, [&](const ThreadTile<T>& at, int buffer) {
+    LookBack<T> look_back(partition, at.index, at.tile);
     const ThreadInputs<T, Variant> inputs(shared, buffer, p, partition, at);
     Gates gates[T::kThreadSteps][T::kVector];
     Map<Acc> own[T::kVector];
-    bool is_cut = false;
+    bool is_reset = false;
     for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
@@ -118,7 +119,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
           load_state<T>(p.grad_last_state, p.sequence(at.batch, t), at, grad_last);
 #pragma unroll
           for (int j = 0; j < T::kVector; ++j) own[j] = {0, grad_last[j]};
-          is_cut = true;
+          is_reset = true;
         }
       }
       const Inputs step_inputs = inputs[s];
@@ -135,7 +136,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     });
 
     Acc e[T::kVector];
-    carry<T>(link, shared.carry, [&](int channel) { return at.element(p.grad_last_state, p, channel); }, own, is_cut, e);
+    carry<T>(look_back, shared.carry, [&](int channel) { return at.element(p.grad_last_state, p, channel); }, own, is_reset, e);
 
     const ThreadGradients<T, Variant> out(p, partition, at);
     for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
@@ -159,12 +160,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs], grad[Inputs::kInputs];
         step_inputs.get(j, x);
-        Gates made;
-        if constexpr (decltype(keeps)::value) {
-          made = gates[s][j];
-        } else {
-          made = variant.gates(x);
-        }
+        const Gates made = gates_again(keeps, gates[s][j], variant, x);
         const Acc g = grad_h.accumulate(j) + e[j];
         variant.gradients(made, x, before[j], g, grad);
         e[j] = variant.step(made, x).a * g;
@@ -178,21 +174,12 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
 
 template <typename Scalar>
 cudaError_t launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  const auto launch = [&](auto variant, auto plain) {
+  return launch_variant<Scalar>(params, partition, [&](auto variant, auto plain) {
     using Variant = decltype(variant);
     constexpr bool kPlain = decltype(plain)::value;
-    error = launch_tiles<BwdTile<Scalar, Variant, kPlain>>(linear_scan_bwd_kernel<Scalar, Variant, kPlain>, params, partition,
-                                                           kBwdBlocks<Variant>, stream);
-  };
-  if constexpr (kHasPlainKernels<Scalar>) {
-    if (partition.is_plain) {
-      visit_recurrence(params.recurrence, params.options, [&](auto variant) { launch(variant, std::true_type()); });
-      return error;
-    }
-  }
-  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) { launch(variant, std::false_type()); });
-  return error;
+    return launch_tiles<BwdTile<Scalar, Variant, kPlain>>(linear_scan_bwd_kernel<Scalar, Variant, kPlain>, params, partition,
+                                                          kBwdBlocks<Variant>, stream);
+  });
 }
 
 }  // namespace ssm_kernels::linear_scan

@@ -1,24 +1,22 @@
-// How a tile of the linear scan comes by the state that each of its threads begins with.
+// The linear scan's carry: how each thread of a tile gets the state before its steps.
 //
-// What some consecutive steps do to a state is affine, h -> A h + B, or, if a sequence begins among them, h -> B whatever h was
-// (a cut; no product with zero, which would let another sequence's NaN through). Where h is zero it is B too: A, the product of
-// up to a tile of transitions, may have overflowed. (A state that is not zero is multiplied with it, and is right as long as
-// the product of any of a tile's consecutive transitions is a finite number.) Affine maps compose:
+// Consecutive steps act on a state as an affine map h -> A h + B, or, if a sequence begins among them, as h -> B (a reset; a
+// product with zero would let another sequence's NaN through). If h is zero the result is B too, because A, the product of up
+// to a tile of transitions, may have overflowed. (Other states are multiplied by A and are right as long as every product of
+// consecutive transitions in a tile is finite.) Affine maps compose. In a tile:
 //
-// 1. each thread has that of its own steps, and leaves it in shared memory;
-// 2. one thread for each channel obtains the state before the tile and applies to it the maps of the tile's segments, the steps
-//    of one thread, in order;
-// 3. each thread finds there the state before its own steps.
+// 1. each thread stores the map of its own steps, a segment, in shared memory;
+// 2. one thread per channel gets the state before the tile and applies the maps of the segments in order;
+// 3. each thread reads the state before its own steps.
 //
-// Between tiles: the thread of a channel publishes the state after the tile, which the next tile of the chain reads. With few
-// chains, tiles would wait long for each other. Then a tile publishes its map as soon as it has it, and the state after it once
-// it has the state before. If its predecessor is not done, it applies the maps of the earlier tiles of its group, one after
-// another, to the state after the group before: it comes by the same operations in the same order as the predecessor's, so that
-// results are the same bits every time. A published value carries a tag in its own 64-bit word: neither fences nor flags are
-// needed.
+// Between tiles: the thread of a channel publishes the state after its tile, and the next tile of the chain reads it. With few
+// chains, tiles would wait long for each other. Then a tile also publishes its map (a decoupled look-back). A tile whose
+// predecessor is not done applies the maps of the earlier tiles of its group, one after another, to the state after the
+// previous group. These are the predecessor's operations in the predecessor's order, so results have the same bits every time.
+// A published value carries a tag in its own 64-bit word, so neither fences nor flags are needed.
 //
-// Where tiles wait for each other, blocks take them as tickets, in order, one ahead of the one at work: of all tiles not yet
-// done the first is being worked at, and waits for none.
+// If tiles wait for each other, blocks take them by tickets, in order, one ahead of the tile they work at. The first unfinished
+// tile is therefore always in progress and waits for none.
 #pragma once
 
 #include <cstdint>
@@ -29,9 +27,8 @@
 
 namespace ssm_kernels::linear_scan {
 
-// The geometry of a thread's part of a tile: kThreadSteps consecutive positions of kVector neighboring channels. In plain tiles
-// all rows are moved as vectors and no sequence begins but with the first step, which keeps the code short: too long a loop
-// waits for its instructions.
+// Sizes of a tile at compile time. A thread has kThreadSteps consecutive positions of kVector neighboring channels. In plain
+// tiles all rows are vectors and a sequence begins with the first step only; the loop then fits into the instruction cache.
 template <typename Scalar_, int thread_steps, int tensors, bool is_plain, bool is_forward>
 struct Tile {
   using Scalar = Scalar_;
@@ -48,44 +45,44 @@ struct Tile {
   static_assert(kThreads >= kTileChannels, "one thread for each channel obtains the state before the tile");
 };
 
-// h -> is_cut ? B : A h + B
+// h -> is_reset ? B : A h + B
 template <typename Acc>
 struct Map {
   Acc A = 1, B = 0;
-  __device__ __forceinline__ Acc operator()(Acc h, bool is_cut) const {
-    return is_cut || h == Acc(0) ? B : Math<Acc>::fma(A, h, B);
+  __device__ __forceinline__ Acc operator()(Acc h, bool is_reset) const {
+    return is_reset || h == Acc(0) ? B : Math<Acc>::fma(A, h, B);
   }
-  // This one after `first`.
-  __device__ __forceinline__ Map after(const Map& first, bool is_cut) const {
-    return is_cut ? *this : Map{A * first.A, (*this)(first.B, false)};
+  // The composition: `first`, then this map.
+  __device__ __forceinline__ Map after(const Map& first, bool is_reset) const {
+    return is_reset ? *this : Map{A * first.A, (*this)(first.B, false)};
   }
 };
 
-// Values in 64-bit words of 32 bits each beside a tag that is not zero.
+// A value in 64-bit words: 32 bits of the value beside a nonzero tag.
 template <typename Acc>
 struct TaggedWords {
   static constexpr int kWords = sizeof(Acc) / sizeof(uint32_t);
   static_assert(kWords == 1 || kWords == 2, "a value is cut into words of 32 bits");
 
-  static __device__ __forceinline__ void publish(uint64_t* place, Acc value, uint32_t tag) {
+  static __device__ __forceinline__ void publish(uint64_t* address, Acc value, uint32_t tag) {
     uint32_t halves[kWords];
     memcpy(halves, &value, sizeof(Acc));
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
       const uint64_t word = static_cast<uint64_t>(tag) << 32 | halves[i];
-      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(place + i), "l"(word) : "memory");
+      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address + i), "l"(word) : "memory");
     }
   }
 
-  // Reads once; is_there() says whether all of it had been published.
+  // Reads once; is_published() says whether all words were there.
   uint64_t words[kWords];
-  __device__ __forceinline__ void read(const uint64_t* place) {
+  __device__ __forceinline__ void read(const uint64_t* address) {
 #pragma unroll
     for (int i = 0; i < kWords; ++i) {
-      asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(words[i]) : "l"(place + i) : "memory");
+      asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(words[i]) : "l"(address + i) : "memory");
     }
   }
-  __device__ __forceinline__ bool is_there() const {
+  __device__ __forceinline__ bool is_published() const {
     bool result = true;
 #pragma unroll
     for (int i = 0; i < kWords; ++i) result &= (words[i] >> 32) != 0;
@@ -102,37 +99,37 @@ struct TaggedWords {
   }
 };
 
-constexpr uint32_t kIsMap = 1, kIsCut = 2;
+constexpr uint32_t kIsMap = 1, kIsReset = 2;
 
 // A published map.
 template <typename Acc>
 struct PublishedMap {
   static constexpr int kWords = 2 * TaggedWords<Acc>::kWords;
   TaggedWords<Acc> A, B;
-  static __device__ __forceinline__ void publish(uint64_t* place, const Map<Acc>& map, bool is_cut) {
-    TaggedWords<Acc>::publish(place, map.A, is_cut ? kIsCut : kIsMap);
-    TaggedWords<Acc>::publish(place + kWords / 2, map.B, is_cut ? kIsCut : kIsMap);
+  static __device__ __forceinline__ void publish(uint64_t* address, const Map<Acc>& map, bool is_reset) {
+    TaggedWords<Acc>::publish(address, map.A, is_reset ? kIsReset : kIsMap);
+    TaggedWords<Acc>::publish(address + kWords / 2, map.B, is_reset ? kIsReset : kIsMap);
   }
-  __device__ __forceinline__ void read(const uint64_t* place) {
-    A.read(place);
-    B.read(place + kWords / 2);
+  __device__ __forceinline__ void read(const uint64_t* address) {
+    A.read(address);
+    B.read(address + kWords / 2);
   }
-  __device__ __forceinline__ bool is_there() const { return A.is_there() && B.is_there(); }
+  __device__ __forceinline__ bool is_published() const { return A.is_published() && B.is_published(); }
   __device__ __forceinline__ Map<Acc> map() const { return {A.value(), B.value()}; }
-  __device__ __forceinline__ bool is_cut() const { return A.tag() == kIsCut; }
+  __device__ __forceinline__ bool is_reset() const { return A.tag() == kIsReset; }
 };
 
-// Between tiles no barrier is needed: what a thread leaves here it finds changed, and no other uses it after the barriers.
+// No barrier is needed between tiles: after carry()'s barriers each thread reads only its own column.
 template <typename T>
 struct CarryShared {
   using Acc = typename T::Acc;
   Acc A[T::kSegments][kTileChannels];
   Acc B[T::kSegments][kTileChannels];  // then the states before the segments
-  bool is_cut[T::kSegments];
+  bool is_reset[T::kSegments];
   uint32_t tickets[2];
 };
 
-// The tiles that a block works at, one after another; the next is known while it works at one.
+// A block's tiles, one after another. The next tile is known while the block works at the current one.
 template <typename T>
 class TileQueue {
  public:
@@ -141,26 +138,26 @@ class TileQueue {
     if (taken_ == nullptr) {
       current = blockIdx.x;
     } else {
-      take(1);
+      take_ticket(1);
       __syncthreads();
       current = shared.tickets[1];
     }
   }
 
-  // The tile after the first. Later than the first, so that other blocks may have had theirs.
+  // Takes the second tile, after other blocks could take their first.
   __device__ __forceinline__ void take_second() {
     if (taken_ == nullptr) {
       next = current + gridDim.x;
     } else {
-      take(0);
+      take_ticket(0);
       __syncthreads();
       next = shared_.tickets[0];
     }
   }
 
-  // Between begin() and end() of a tile lie the barriers of carry(). `slot` is 1, then 0, in turns.
+  // carry()'s barriers separate begin() and end() of a tile. `slot` alternates between 1 and 0.
   __device__ __forceinline__ void begin(int slot) {
-    if (taken_ != nullptr) take(slot);
+    if (taken_ != nullptr) take_ticket(slot);
   }
   __device__ __forceinline__ void end(int slot) {
     current = next;
@@ -170,7 +167,7 @@ class TileQueue {
   uint32_t current, next;
 
  private:
-  __device__ __forceinline__ void take(int slot) const {
+  __device__ __forceinline__ void take_ticket(int slot) const {
     if (threadIdx.x == 0) shared_.tickets[slot] = atomicAdd(taken_, 1u);
   }
 
@@ -178,55 +175,55 @@ class TileQueue {
   CarryShared<T>& shared_;
 };
 
-// One channel of a tile among those that hand states on to each other.
+// The carry of one channel between the tiles of a chain.
 template <typename T>
-class Link {
+class LookBack {
  public:
   using Acc = typename T::Acc;
   using State = TaggedWords<Acc>;
 
-  // Asks for the state after the tile before: likely it is there, and then it has come when it is needed.
-  __device__ __forceinline__ Link(const Partition& partition, uint32_t index, uint32_t tile)
+  // Starts reading the state after the previous tile, which is likely published by now.
+  __device__ __forceinline__ LookBack(const Partition& partition, uint32_t index, uint32_t tile)
       : partition_(partition), index_(index), tile_(tile) {
-    if (tile > 0 && threadIdx.x < kTileChannels) previous_.read(state_place(tile - 1));
+    if (tile > 0 && threadIdx.x < kTileChannels) previous_.read(state_address(tile - 1));
   }
 
   // Whether tiles publish their maps.
   __device__ __forceinline__ bool has_maps() const { return partition_.tile_words != nullptr; }
-  // Whether the state before the first tile is asked of it.
+  // Whether state_before() may need the initial state.
   __device__ __forceinline__ bool needs_initial() const { return tile_ < (has_maps() ? kGroupTiles : 1); }
 
-  // What follows is called by the threads that stand for a channel.
+  // The functions below are called by one thread per channel.
 
   __device__ __forceinline__ Acc state_before(Acc initial) {
     if (tile_ == 0) return initial;
-    while (!previous_.is_there()) previous_.read(state_place(tile_ - 1));
+    while (!previous_.is_published()) previous_.read(state_address(tile_ - 1));
     return previous_.value();
   }
   __device__ __forceinline__ void publish_state_after(Acc state) const {
-    if (!is_last()) State::publish(state_place(tile_), state, kIsMap);
+    if (!is_last()) State::publish(state_address(tile_), state, kIsMap);
   }
 
-  // The same with few chains, given the tile's map; publishes the map and the state after it.
-  __device__ __forceinline__ Acc state_before(const Map<Acc>& map, bool is_cut, Acc initial) {
-    if (!is_last()) PublishedMap<Acc>::publish(map_place(tile_), map, is_cut);
+  // With few chains: also publishes the tile's map and the state after the tile.
+  __device__ __forceinline__ Acc state_before(const Map<Acc>& map, bool is_reset, Acc initial) {
+    if (!is_last()) PublishedMap<Acc>::publish(map_address(tile_), map, is_reset);
     Acc state = initial;
-    if (tile_ > 0) state = previous_.is_there() ? previous_.value() : wait(initial);
-    publish_state_after(map(state, is_cut));
+    if (tile_ > 0) state = previous_.is_published() ? previous_.value() : wait(initial);
+    publish_state_after(map(state, is_reset));
     return state;
   }
 
  private:
   __device__ __forceinline__ bool is_last() const { return tile_ + 1 == partition_.tiles; }
 
-  __device__ __forceinline__ uint64_t* state_place(uint32_t tile) const {
-    return partition_.state_words + place(tile) * State::kWords;
+  __device__ __forceinline__ uint64_t* state_address(uint32_t tile) const {
+    return partition_.state_words + word_index(tile) * State::kWords;
   }
-  __device__ __forceinline__ uint64_t* map_place(uint32_t tile) const {
-    return partition_.tile_words + place(tile) * PublishedMap<Acc>::kWords;
+  __device__ __forceinline__ uint64_t* map_address(uint32_t tile) const {
+    return partition_.tile_words + word_index(tile) * PublishedMap<Acc>::kWords;
   }
-  // Of a tile of the chain, up to this one.
-  __device__ __forceinline__ int64_t place(uint32_t tile) const {
+  // The index of this channel in an earlier tile of the chain.
+  __device__ __forceinline__ int64_t word_index(uint32_t tile) const {
     const uint32_t index = index_ - (tile_ - tile) * partition_.chains.template value<uint32_t>();
     return int64_t(index) * kTileChannels + threadIdx.x;
   }
@@ -234,7 +231,7 @@ class Link {
   __device__ __forceinline__ Acc wait(Acc initial) {
     const uint32_t first = tile_ / kGroupTiles * kGroupTiles;
     Map<Acc> earlier[kGroupTiles - 1];
-    bool is_cut[kGroupTiles - 1];
+    bool is_reset[kGroupTiles - 1];
     constexpr int kBatch = 3;
     static_assert((kGroupTiles - 1) % kBatch == 0, "the earlier tiles of a group are read in whole batches");
 #pragma unroll
@@ -244,8 +241,8 @@ class Link {
         are_there = true;
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) {
-          if (first + batch + i < tile_ && !published[i].is_there()) {
-            published[i].read(map_place(first + batch + i));
+          if (first + batch + i < tile_ && !published[i].is_published()) {
+            published[i].read(map_address(first + batch + i));
             are_there = false;
           }
         }
@@ -253,21 +250,21 @@ class Link {
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
         earlier[batch + i] = published[i].map();
-        is_cut[batch + i] = !T::kPlain && published[i].is_cut();
+        is_reset[batch + i] = !T::kPlain && published[i].is_reset();
       }
     }
     State before_group;
     bool has_group = first == 0;
     while (!has_group) {
-      before_group.read(state_place(first - 1));
-      previous_.read(state_place(tile_ - 1));
-      if (previous_.is_there()) return previous_.value();
-      has_group = before_group.is_there();
+      before_group.read(state_address(first - 1));
+      previous_.read(state_address(tile_ - 1));
+      if (previous_.is_published()) return previous_.value();
+      has_group = before_group.is_published();
     }
     Acc state = first == 0 ? initial : before_group.value();
 #pragma unroll
     for (int i = 0; i < kGroupTiles - 1; ++i) {
-      if (first + i < tile_) state = earlier[i](state, is_cut[i]);
+      if (first + i < tile_) state = earlier[i](state, is_reset[i]);
     }
     return state;
   }
@@ -277,10 +274,10 @@ class Link {
   State previous_;
 };
 
-// Turns the maps of each thread's steps into the states before them. initial(channel) is the state before the first tile.
+// Turns each thread's map into the state before its steps. initial(channel) is the state before the first tile.
 template <typename T, typename Initial>
-__device__ __forceinline__ void carry(Link<T>& link, CarryShared<T>& shared, const Initial& initial,
-                                      const Map<typename T::Acc> (&own)[T::kVector], bool own_is_cut,
+__device__ __forceinline__ void carry(LookBack<T>& look_back, CarryShared<T>& shared, const Initial& initial,
+                                      const Map<typename T::Acc> (&own)[T::kVector], bool own_is_reset,
                                       typename T::Acc (&state)[T::kVector]) {
   using Acc = typename T::Acc;
   const int own_segment = threadIdx.x / T::kLanes, first_channel = threadIdx.x % T::kLanes * T::kVector;
@@ -289,33 +286,33 @@ __device__ __forceinline__ void carry(Link<T>& link, CarryShared<T>& shared, con
     shared.A[own_segment][first_channel + j] = own[j].A;
     shared.B[own_segment][first_channel + j] = own[j].B;
   }
-  if (!T::kPlain) shared.is_cut[own_segment] = own_is_cut;
+  if (!T::kPlain) shared.is_reset[own_segment] = own_is_reset;
   __syncthreads();
 
   if (const int channel = threadIdx.x; channel < kTileChannels) {
     const auto segment = [&](int s) { return Map<Acc>{shared.A[s][channel], shared.B[s][channel]}; };
-    const auto is_cut = [&](int s) { return !T::kPlain && shared.is_cut[s]; };
-    const Acc at_first = link.needs_initial() ? initial(channel) : Acc(0);
+    const auto is_reset = [&](int s) { return !T::kPlain && shared.is_reset[s]; };
+    const Acc at_first = look_back.needs_initial() ? initial(channel) : Acc(0);
     Acc h;
-    if (link.has_maps()) {
+    if (look_back.has_maps()) {
       Map<Acc> tile = segment(0);
-      bool tile_is_cut = is_cut(0);
+      bool tile_is_reset = is_reset(0);
 #pragma unroll
       for (int s = 1; s < T::kSegments; ++s) {
-        tile = segment(s).after(tile, is_cut(s));
-        tile_is_cut |= is_cut(s);
+        tile = segment(s).after(tile, is_reset(s));
+        tile_is_reset |= is_reset(s);
       }
-      h = link.state_before(tile, tile_is_cut, at_first);
+      h = look_back.state_before(tile, tile_is_reset, at_first);
     } else {
-      h = link.state_before(at_first);
+      h = look_back.state_before(at_first);
     }
 #pragma unroll
     for (int s = 0; s < T::kSegments; ++s) {
       const Map<Acc> map = segment(s);
       shared.B[s][channel] = h;
-      h = map(h, is_cut(s));
+      h = map(h, is_reset(s));
     }
-    if (!link.has_maps()) link.publish_state_after(h);
+    if (!look_back.has_maps()) look_back.publish_state_after(h);
   }
   __syncthreads();
 #pragma unroll

@@ -1,5 +1,5 @@
-// What the forward and the backward kernel of the linear scan share: where a thread is, its rows of the tensors, and the shared
-// memory through which they pass.
+// Device code of the linear scan's forward and backward: a thread's part of a tile, its rows of the tensors, the pipeline
+// through shared memory, and launches.
 #pragma once
 
 #include <type_traits>
@@ -10,18 +10,18 @@
 
 namespace ssm_kernels::linear_scan {
 
-// A thread in a tile.
+// A thread's part of a tile.
 template <typename T>
-struct Place {
-  uint32_t index;  // the tile among all
-  uint32_t tile;   // and in its chain
+struct ThreadTile {
+  uint32_t index;  // the tile's number
+  uint32_t tile;   // its number in the chain
   int64_t batch;
   int64_t first;    // step
   int64_t channel;  // its first
   int channels;     // that exist, up to kVector
   int steps;        // that exist, up to T::kThreadSteps; in plain tiles none without channels
 
-  __device__ __forceinline__ Place(const LinearScanParams& p, const Partition& partition, uint32_t index)
+  __device__ __forceinline__ ThreadTile(const LinearScanParams& p, const Partition& partition, uint32_t index)
       : index(index), tile(partition.chains.divide(index)) {
     const uint32_t chain = index - tile * partition.chains.value<uint32_t>();
     const uint32_t entry = partition.channel_blocks.divide(chain);
@@ -32,19 +32,18 @@ struct Place {
     first = T::kIsForward ? position : p.seqlen - 1 - position;
     channel = int64_t(block) * kTileChannels + lane * T::kVector;
     channels = T::kPlain ? T::kVector : count(p.channels - channel, T::kVector);
-    const bool is_there = index < partition.tiles_in_all && (!T::kPlain || channel < p.channels);
-    steps = is_there ? count(p.seqlen - position, T::kThreadSteps) : 0;
+    const bool exists = index < partition.tiles_in_all && (!T::kPlain || channel < p.channels);
+    steps = exists ? count(p.seqlen - position, T::kThreadSteps) : 0;
   }
 
   __device__ __forceinline__ int64_t step(int s) const { return T::kIsForward ? first + s : first - s; }
 
-  // `left`, from 0 up to `most`.
+  // `left`, clamped to 0 ... `most`.
   static __device__ __forceinline__ int count(int64_t left, int most) {
     return left >= most ? most : max(static_cast<int>(left), 0);
   }
 
-  // The thread's channel of the tile, one of kTileChannels, where a thread stands for one; as a state's element, zero without
-  // it.
+  // A state's element for one of the tile's kTileChannels channels; zero if there is none.
   __device__ __forceinline__ typename T::Acc element(const StateView& view, const LinearScanParams& p, int tile_channel) const {
     const int64_t c = channel - threadIdx.x % T::kLanes * T::kVector + tile_channel;
     if (view.data == nullptr || c >= p.channels) return 0;
@@ -52,7 +51,7 @@ struct Place {
   }
 };
 
-// The thread's rows of a tensor: its step s is row s. They may lie `earlier` by some steps.
+// The thread's rows of a tensor: row s is step s, or the step `earlier` steps before it.
 template <typename T>
 struct Rows {
   using Scalar = typename T::Scalar;
@@ -65,7 +64,7 @@ struct Rows {
   bool vectors;
 
   Rows() = default;
-  __device__ __forceinline__ Rows(const SequenceView& view, const Partition& partition, int bit, const Place<T>& at,
+  __device__ __forceinline__ Rows(const SequenceView& view, const Partition& partition, int bit, const ThreadTile<T>& at,
                                   int earlier = 0)
       : view(&view),
         offset(at.batch * view.stride_batch + (at.first - earlier) * view.stride_step +
@@ -79,7 +78,7 @@ struct Rows {
     return static_cast<Element*>(view->data) + offset + s * stride;
   }
 
-  // Zero where there is no element.
+  // Missing elements are zero.
   template <typename Element>
   __device__ __forceinline__ cuda::Vector<Element, kVector> load(int s) const {
     using Vector = cuda::Vector<Element, kVector>;
@@ -95,12 +94,12 @@ struct Rows {
     return result;
   }
 
-  // Into shared memory, where it is once the thread has waited for its asynchronous copies.
-  __device__ __forceinline__ void stage(int s, cuda::Vector<Scalar, kVector>* place) const {
+  // Copies a row to shared memory, asynchronously if it is a vector.
+  __device__ __forceinline__ void stage(int s, cuda::Vector<Scalar, kVector>* target) const {
     if (vectors) {
-      cuda::cp_async(place, row<Scalar>(s), cuda::kCpAsyncBytes);
+      cuda::cp_async(target, row<Scalar>(s), cuda::kCpAsyncBytes);
     } else if constexpr (!T::kPlain) {
-      *place = load<Scalar>(s);
+      *target = load<Scalar>(s);
     }
   }
 
@@ -117,8 +116,8 @@ struct Rows {
   }
 };
 
-// A block's shared memory: two buffers, of the tile at work and of the next one, in which each thread has its own places; and
-// what the carry needs.
+// A block's shared memory: two buffers, for the current tile and the next one, and the carry's arrays. A thread reads only the
+// rows that it copied.
 template <typename T>
 struct Shared {
   using Row = cuda::Vector<typename T::Scalar, T::kVector>;
@@ -128,7 +127,7 @@ struct Shared {
   __device__ __forceinline__ Row& row(int buffer, int tensor, int s) { return rows[buffer][tensor][s][threadIdx.x]; }
 };
 
-// The inputs of one of a thread's steps, in the accumulation type as they are taken out.
+// The inputs of one step; get() converts them to the accumulation type.
 template <typename T, typename Variant>
 struct StepInputs {
   using Acc = typename T::Acc;
@@ -147,8 +146,8 @@ struct StepInputs {
   }
 };
 
-// Those of all of its steps in a tile: the narrow ones, which do not broadcast, come from shared memory, the others from where
-// they are.
+// The inputs of all of a thread's steps in a tile. Narrow inputs, which do not broadcast, come from shared memory, wide ones
+// from global memory.
 template <typename T, typename Variant>
 struct ThreadInputs {
   using Step = StepInputs<T, Variant>;
@@ -159,7 +158,7 @@ struct ThreadInputs {
   Rows<T> wide[kWide > 0 ? kWide : 1];
 
   __device__ __forceinline__ ThreadInputs(Shared<T>& shared, int buffer, const LinearScanParams& p, const Partition& partition,
-                                          const Place<T>& at)
+                                          const ThreadTile<T>& at)
       : shared(shared), buffer(buffer) {
 #pragma unroll
     for (int i = 0; i < kWide; ++i) wide[i] = Rows<T>(p.inputs[kNarrow + i], partition, Partition::kInputs + kNarrow + i, at);
@@ -183,9 +182,9 @@ struct ThreadInputs {
   }
 };
 
-// The thread's channels of a state; zero where there is none.
+// Loads the thread's channels of a state; missing elements are zero.
 template <typename T>
-__device__ __forceinline__ void load_state(const StateView& view, int64_t sequence, const Place<T>& at,
+__device__ __forceinline__ void load_state(const StateView& view, int64_t sequence, const ThreadTile<T>& at,
                                            typename T::Acc (&state)[T::kVector]) {
   using Acc = typename T::Acc;
   const Acc* const source =
@@ -197,7 +196,7 @@ __device__ __forceinline__ void load_state(const StateView& view, int64_t sequen
 }
 
 template <typename T>
-__device__ __forceinline__ void store_state(const StateView& view, int64_t sequence, const Place<T>& at,
+__device__ __forceinline__ void store_state(const StateView& view, int64_t sequence, const ThreadTile<T>& at,
                                             const typename T::Acc (&state)[T::kVector]) {
   using Acc = typename T::Acc;
   if (view.data == nullptr) return;
@@ -208,9 +207,9 @@ __device__ __forceinline__ void store_state(const StateView& view, int64_t seque
   }
 }
 
-// body(s, keeps) for the first `count` of a thread's steps. Where none of them is missing, and if that is wanted, the loop is
-// unrolled: its instructions of several steps overlap, and body may keep something of each step in registers for the next loop.
-// Else the loop is short and body keeps nothing.
+// Calls body(s, keeps) for the first `count` of a thread's steps. If is_unrolled and no step is missing, the loop is unrolled:
+// the instructions of several steps overlap, and body may keep values of each step in registers for the next loop (keeps is
+// true).
 template <typename T, bool is_unrolled, typename Body>
 __device__ __forceinline__ void for_each_step(int count, const Body& body) {
   if (is_unrolled && count == T::kThreadSteps) {
@@ -222,38 +221,63 @@ __device__ __forceinline__ void for_each_step(int count, const Body& body) {
   }
 }
 
-// Works through a block's tiles: stage(place, buffer) starts the copies of a tile, work(place, buffer) does the rest, with
-// carry() in it. While a block works at one tile, the next is on its way.
+// A step's gates: kept from the first loop over the steps, or computed again.
+template <bool keeps, typename Gates, typename Variant, typename Acc>
+__device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Gates& kept, const Variant& variant,
+                                             const Acc* x) {
+  if constexpr (keeps) {
+    return kept;
+  } else {
+    return variant.gates(x);
+  }
+}
+
+// Loops over a block's tiles: stage(tile, buffer) starts the copies of a tile, and work(tile, buffer), which calls carry(),
+// computes it. The copies of the next tile are in flight meanwhile.
 template <typename T, typename Stage, typename Work>
 __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
                                               const Stage& stage, const Work& work) {
   TileQueue<T> queue(partition, shared.carry);
-  stage(Place<T>(p, partition, queue.current), 1);
+  stage(ThreadTile<T>(p, partition, queue.current), 1);
   cuda::cp_async_commit();
   queue.take_second();
   for (int buffer = 1; queue.current < partition.tiles_in_all; buffer ^= 1) {
-    stage(Place<T>(p, partition, queue.next), buffer ^ 1);
+    stage(ThreadTile<T>(p, partition, queue.next), buffer ^ 1);
     cuda::cp_async_commit();
     cuda::cp_async_wait<1>();
     queue.begin(buffer);
-    work(Place<T>(p, partition, queue.current), buffer);
+    work(ThreadTile<T>(p, partition, queue.current), buffer);
     queue.end(buffer);
   }
 }
 
-// Plain tiles have kernels in which the compiler knows a recurrence's options. Tiles that are not plain, and doubles, have one
-// kernel for each recurrence, which reads its options: the build is shorter.
+// Plain tiles have a kernel per recurrence and options. Other tiles, and doubles, have one kernel per recurrence, which reads
+// its options at run time, to keep the build short.
 template <typename Scalar>
 constexpr bool kHasPlainKernels = !std::is_same_v<Scalar, double>;
 
 template <typename T, typename Kernel, typename Params>
 cudaError_t launch_tiles(Kernel kernel, const Params& params, const Partition& partition, int resident_blocks,
                          cudaStream_t stream) {
-  static_assert(sizeof(Shared<T>) <= 99 * 1024, "what a block of compute capability 8.6, 8.9 or 12.0 may have");
+  static_assert(sizeof(Shared<T>) <= 99 * 1024, "compute capability 8.6, 8.9 and 12.0 have 99 KB per block");
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, sizeof(Shared<T>)); error != cudaSuccess) return error;
   const auto at_a_time = static_cast<uint32_t>(partition.multiprocessors * resident_blocks);
   kernel<<<min(partition.tiles_in_all, at_a_time), kThreads, sizeof(Shared<T>), stream>>>(params, partition);
   return cudaGetLastError();
+}
+
+// Calls launch(variant, is_plain) for a call's recurrence and returns its error.
+template <typename Scalar, typename Launch>
+cudaError_t launch_variant(const LinearScanParams& params, const Partition& partition, const Launch& launch) {
+  cudaError_t error = cudaSuccess;
+  if constexpr (kHasPlainKernels<Scalar>) {
+    if (partition.is_plain) {
+      visit_recurrence(params.recurrence, params.options, [&](auto variant) { error = launch(variant, std::true_type()); });
+      return error;
+    }
+  }
+  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) { error = launch(variant, std::false_type()); });
+  return error;
 }
 
 }  // namespace ssm_kernels::linear_scan

@@ -1,11 +1,11 @@
-// Linear scan, forward, on CUDA: h_t = a_t h_{t-1} + b_t in one pass over memory.
+// Linear scan, forward, on CUDA: h_t = a_t h_{t-1} + b_t in one pass over memory. Tensors are (batch, seqlen, channels).
 //
-// A block works at one tile after another (launch.h). A thread copies its steps of the raw inputs, kVector channels
-// at once, to shared memory, asynchronously and a tile ahead. It makes the gates of them, and of both a and b; finds what its
-// steps do to a state; obtains the state before its first step (carry.cuh); makes a and b again, of gates that it
-// has kept or makes again (for_each_step); walks through its steps and writes h. Each input is read once and h written once;
-// nothing is saved for backward. (Inputs that broadcast are read where they are.) A thread reads only what it has copied: no
-// barrier is needed for that.
+// launch.h describes tiles, chains and blocks. A block computes one tile after another; nothing is saved for backward. A thread
+// copies its steps of the raw inputs to shared memory asynchronously, a tile ahead, kVector channels at a time. It computes the
+// gates, a and b, and from them the affine map of its steps; gets the state before its first step (carry.cuh); computes a and b
+// again, from gates that it kept or recomputes; and advances the state through its steps and writes h. Each input is read once
+// and h written once; inputs that broadcast are read from global memory twice. A thread reads only what it copied itself, so
+// the copies need no barrier.
 #pragma once
 
 #include <type_traits>
@@ -27,14 +27,14 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
   using Acc = typename T::Acc;
   using Inputs = StepInputs<T, Variant>;
   using Gates = decltype(std::declval<Variant>().gates(std::declval<const Acc*>()));
-  // In tiles that are not plain each step is long already. Gates of three and four inputs are worth keeping all the same, but
-  // not of doubles.
+  // Tiles that are not plain have long steps and gain little from unrolling, except that gates of three and four inputs are
+  // worth keeping. Doubles lack the registers.
   constexpr bool kUnrolled = T::kPlain || (Inputs::kInputs > 2 && kHasPlainKernels<Scalar>);
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   auto& shared = *reinterpret_cast<Shared<T>*>(memory);
   const Variant variant = make_variant<Variant>(p.options);
 
-  const auto stage = [&](const Place<T>& at, int buffer) {
+  const auto stage = [&](const ThreadTile<T>& at, int buffer) {
     Rows<T> rows[Inputs::kNarrow];
 #pragma unroll
     for (int i = 0; i < Inputs::kNarrow; ++i) rows[i] = Rows<T>(p.inputs[i], partition, Partition::kInputs + i, at);
@@ -44,12 +44,12 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     });
   };
 
-  for_each_tile<T>(p, partition, shared, stage, [&](const Place<T>& at, int buffer) {
-    Link<T> link(partition, at.index, at.tile);
+  for_each_tile<T>(p, partition, shared, stage, [&](const ThreadTile<T>& at, int buffer) {
+    LookBack<T> look_back(partition, at.index, at.tile);
     const ThreadInputs<T, Variant> inputs(shared, buffer, p, partition, at);
     Gates gates[T::kThreadSteps][T::kVector];
     Map<Acc> own[T::kVector];
-    bool is_cut = false;
+    bool is_reset = false;
     for_each_step<T, kUnrolled>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
           load_state<T>(p.initial_state, p.sequence(at.batch, t), at, initial);
 #pragma unroll
           for (int j = 0; j < T::kVector; ++j) own[j] = {0, initial[j]};
-          is_cut = true;
+          is_reset = true;
         }
       }
       const Inputs step_inputs = inputs[s];
@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     });
 
     Acc h[T::kVector];
-    carry<T>(link, shared.carry, [&](int channel) { return at.element(p.initial_state, p, channel); }, own, is_cut, h);
+    carry<T>(look_back, shared.carry, [&](int channel) { return at.element(p.initial_state, p, channel); }, own, is_reset, h);
 
     const Rows<T> out(p.h, partition, Partition::kH, at);
     for_each_step<T, kUnrolled>(at.steps, [&](int s, auto keeps) {
@@ -88,12 +88,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
       for (int j = 0; j < T::kVector; ++j) {
         Acc x[Inputs::kInputs];
         step_inputs.get(j, x);
-        Gates made;
-        if constexpr (decltype(keeps)::value) {
-          made = gates[s][j];
-        } else {
-          made = variant.gates(x);
-        }
+        const Gates made = gates_again(keeps, gates[s][j], variant, x);
         const Step<Acc> step = variant.step(made, x);
         h[j] = Math<Acc>::fma(step.a, h[j], step.b);
         row.set(j, cuda::from_accumulate<Scalar>(h[j]));
@@ -110,21 +105,12 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
 
 template <typename Scalar>
 cudaError_t launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream) {
-  cudaError_t error = cudaSuccess;
-  const auto launch = [&](auto variant, auto plain) {
+  return launch_variant<Scalar>(params, partition, [&](auto variant, auto plain) {
     using Variant = decltype(variant);
     constexpr bool kPlain = decltype(plain)::value;
-    error = launch_tiles<FwdTile<Scalar, Variant, kPlain>>(linear_scan_fwd_kernel<Scalar, Variant, kPlain>, params, partition,
-                                                           kFwdBlocks, stream);
-  };
-  if constexpr (kHasPlainKernels<Scalar>) {
-    if (partition.is_plain) {
-      visit_recurrence(params.recurrence, params.options, [&](auto variant) { launch(variant, std::true_type()); });
-      return error;
-    }
-  }
-  visit_recurrence_at_run_time(params.recurrence, [&](auto variant) { launch(variant, std::false_type()); });
-  return error;
+    return launch_tiles<FwdTile<Scalar, Variant, kPlain>>(linear_scan_fwd_kernel<Scalar, Variant, kPlain>, params, partition,
+                                                          kFwdBlocks, stream);
+  });
 }
 
 }  // namespace ssm_kernels::linear_scan

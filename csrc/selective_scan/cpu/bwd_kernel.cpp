@@ -9,14 +9,14 @@
 //   grad_delta_t  = sum_n g_t h_{t-1} A Abar' + g_t v_t (z k)'
 //   grad_A       += delta_t (g_t h_{t-1} Abar' + g_t v_t delta_t k')
 //
-// Abar may be zero or negative, so h_{t-1} is never recovered from h_t: each chunk's states are recomputed from the saved state
-// before it and kept, with the method's basis (its one expensive value), for the chunk's way back.
+// Abar may be zero or negative, so h_{t-1} is never recovered from h_t. Each chunk recomputes its states from the saved state
+// before it and keeps them, with the method's basis (its one expensive value), for the reverse loop.
 //
-// Lanes are channels, as in forward. The sums over channels of a per-step B and C stay in lanes while a task's blocks add to
-// them, are then summed over lanes, and bwd_reduce adds up the tasks, in order: no atomics, and the same bits for any number of
-// threads. Sums over time are taken chunk by chunk and the chunks' sums added, so that rounding does not grow with every step.
-// To bound what the tasks hold, all of them finish a sweep of some chunks before the next; chunks are visited from last to
-// first, and grad_state is carried between them. This file is compiled once per instruction set.
+// A SIMD lane is a channel, as in forward. The gradients of a per-step B and C are summed over a task's blocks lane by lane,
+// then over lanes; bwd_reduce adds the tasks' sums in order. There are no atomics, and the bits do not depend on the number of
+// threads. Sums over time are taken chunk by chunk and then over chunks, so that rounding errors do not grow with every step.
+// To bound the workspace, all tasks finish a sweep of some chunks before the next begins. Chunks are visited from last to
+// first, with grad_state carried between them. This file is compiled once per instruction set.
 
 #include "selective_scan/cpu/kernel.h"
 
@@ -25,29 +25,49 @@ inline namespace CPU_CAPABILITY {
 namespace {
 
 template <typename Acc>
-struct BwdChunk {
+struct BwdTiles {
+  Acc *u, *raw_delta, *delta, *z, *grad_out, *dy, *y, *grad_u, *grad_delta;  // [step][lane]
+  Acc *B_steps, *C_steps;                                                    // [step][padded state]
+  Acc *A, *B_constant, *C_constant;                                          // [state][lane]
+  Acc *states, *basis;                                                       // [step][state][lane]
+  // [step][state][lane], of the task. [state][lane], of a block, for a constant B or C, and for gradients that are not needed:
+  // the loop over states then has no branch.
+  Acc *grad_B_lanes, *grad_C_lanes;
+  Acc* grad_A;  // [state][lane]
+
+  BwdTiles(Scratch& scratch, const SelectiveScanBwdParams& p, const Blocking& blocking) {
+    const int64_t sequence = p.chunk_length * blocking.lanes;
+    const int64_t padded_states = blocking.padded_dstate * blocking.lanes;
+    const int64_t states_per_step = p.dstate * blocking.lanes;
+    for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &grad_u, &grad_delta})
+      *tile = scratch.allocate<Acc>(sequence);
+    B_steps = scratch.allocate<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    C_steps = scratch.allocate<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    A = scratch.allocate<Acc>(padded_states);
+    B_constant = scratch.allocate<Acc>(p.B.per_step ? 0 : padded_states);
+    C_constant = scratch.allocate<Acc>(p.C.per_step ? 0 : padded_states);
+    // The first state is loaded as whole square tiles; the rows past dstate are overwritten afterwards.
+    states = scratch.allocate<Acc>(p.chunk_length * states_per_step + padded_states);
+    basis = scratch.allocate<Acc>(p.chunk_length * states_per_step);
+    grad_B_lanes = scratch.allocate<Acc>((p.grad_B.per_step ? p.chunk_length : 1) * states_per_step);
+    grad_C_lanes = scratch.allocate<Acc>((p.grad_C.per_step ? p.chunk_length : 1) * states_per_step);
+    grad_A = scratch.allocate<Acc>(states_per_step);
+  }
+};
+
+// One chunk of one block. Inputs of the scan: A, u, delta, grad_y, B, C and the first of `states`. In and out: grad_state, and
+// grad_A, grad_B_lanes and grad_C_lanes, to which the chunk adds. Outputs: y = <C, h>, grad_u, grad_delta.
+template <typename Acc>
+struct BwdChunk : BwdTiles<Acc> {
   int64_t steps, dstate;
-  const Acc* A;      // [state][lane]
-  const Acc* u;      // [step][lane]
-  const Acc* delta;  // [step][lane]
-  const Acc* dy;     // [step][lane]: gradient of y = <C, h>
+  const Acc* grad_y;  // [step][lane]
   Operand<Acc> B, C;
-  Acc* states;  // [1 + step][state][lane]; the first is given
-  Acc* basis;   // [step][state][lane]
-  Acc* y;       // [step][lane]: recomputed <C, h>
-  // In and out.
-  Acc* grad_state;  // [state][lane]
-  Acc* grad_A;      // [state][lane]: this chunk's, zero at first
-  Acc* grad_B;      // [step][state][lane]; with a stride of zero, [state][lane] of this chunk
-  Acc* grad_C;
-  int64_t grad_B_stride, grad_C_stride;  // of steps
-  // Out, [step][lane].
-  Acc* grad_u;
-  Acc* grad_delta;
+  Acc* grad_state;                       // [state][lane]
+  int64_t grad_B_stride, grad_C_stride;  // of steps; 0 for one sum over the chunk
   int64_t live_lanes;
 };
 
-// The forward recurrence again, keeping states and basis.
+// Repeats the forward recurrence and keeps states and basis.
 template <typename Acc, typename Method>
 void recompute_chunk(const BwdChunk<Acc>& c) {
   using V = Vec<Acc>;
@@ -80,15 +100,15 @@ void scan_chunk_backward(const BwdChunk<Acc>& c) {
   recompute_chunk<Acc, Method>(c);
   const int64_t row = c.dstate * kLanes;
   const bool partial = c.live_lanes < kLanes;
-  // An empty lane's 0 * inf must not reach the sum over lanes.
+  // Empty lanes may hold 0 * inf = NaN, which must not enter the sum over lanes.
   const auto live = [&](const V& value) { return partial ? V::set(V(Acc(0)), value, c.live_lanes) : value; };
   for (int64_t t = c.steps - 1; t >= 0; --t) {
-    const V delta = V::loadu(c.delta + t * kLanes), u = V::loadu(c.u + t * kLanes), dy = V::loadu(c.dy + t * kLanes);
+    const V delta = V::loadu(c.delta + t * kLanes), u = V::loadu(c.u + t * kLanes), dy = V::loadu(c.grad_y + t * kLanes);
     const V input = delta * u;
     const Acc* before = c.states + t * row;
     const Acc* after = before + row;
-    Acc* grad_B = c.grad_B + t * c.grad_B_stride;
-    Acc* grad_C = c.grad_C + t * c.grad_C_stride;
+    Acc* grad_B = c.grad_B_lanes + t * c.grad_B_stride;
+    Acc* grad_C = c.grad_C_lanes + t * c.grad_C_stride;
     V sum_gB(Acc(0)), grad_delta(Acc(0)), grad_u(Acc(0));
     for (int64_t n = 0; n < c.dstate; ++n) {
       const int64_t at = n * kLanes;
@@ -131,37 +151,6 @@ ScanChunkBackward<Acc> scan_chunk_backward_for(Discretization discretization) {
   return result;
 }
 
-template <typename Acc>
-struct BwdTiles {
-  Acc *u, *raw_delta, *delta, *z, *grad_out, *dy, *y, *grad_u, *grad_delta;  // [step][lane]
-  Acc *B_steps, *C_steps;                                                    // [step][padded state]
-  Acc *A, *B_constant, *C_constant;                                          // [state][lane]
-  Acc *states, *basis;                                                       // [step][state][lane]
-  // [step][state][lane] for the task. For a constant B or C, [state][lane] for a block; likewise where the gradient is not
-  // needed: what nobody reads then takes no branch in the loop over states.
-  Acc *grad_B_lanes, *grad_C_lanes;
-  Acc* grad_A;  // [state][lane]
-
-  BwdTiles(Scratch& scratch, const SelectiveScanBwdParams& p, const Blocking& blocking) {
-    const int64_t sequence = p.chunk_length * blocking.lanes;
-    const int64_t padded_states = blocking.padded_dstate * blocking.lanes;
-    const int64_t states_per_step = p.dstate * blocking.lanes;
-    for (Acc** tile : {&u, &raw_delta, &delta, &z, &grad_out, &dy, &y, &grad_u, &grad_delta})
-      *tile = scratch.take<Acc>(sequence);
-    B_steps = scratch.take<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
-    C_steps = scratch.take<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
-    A = scratch.take<Acc>(padded_states);
-    B_constant = scratch.take<Acc>(p.B.per_step ? 0 : padded_states);
-    C_constant = scratch.take<Acc>(p.C.per_step ? 0 : padded_states);
-    // The first state is loaded as whole square tiles; the rows past dstate are overwritten afterwards.
-    states = scratch.take<Acc>(p.chunk_length * states_per_step + padded_states);
-    basis = scratch.take<Acc>(p.chunk_length * states_per_step);
-    grad_B_lanes = scratch.take<Acc>((p.grad_B.per_step ? p.chunk_length : 1) * states_per_step);
-    grad_C_lanes = scratch.take<Acc>((p.grad_C.per_step ? p.chunk_length : 1) * states_per_step);
-    grad_A = scratch.take<Acc>(states_per_step);
-  }
-};
-
 // sums[step][state] = sum over lanes of values[step][state][lane].
 template <typename Acc>
 void sum_lanes(Acc* sums, int64_t row, const Acc* values, int64_t steps, int64_t dstate) {
@@ -185,7 +174,7 @@ void sum_lanes(Acc* sums, int64_t row, const Acc* values, int64_t steps, int64_t
   }
 }
 
-// carried[block] += sums, [rows][lane]. Nothing where carried is null.
+// carried[block] += sums, [rows][lane]; nothing if carried is null.
 template <typename Acc>
 void add_to_block(void* carried, int64_t block, const Acc* sums, int64_t rows) {
   using V = Vec<Acc>;
@@ -220,14 +209,8 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     if (!p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, row, Acc(0));
 
     load_states(tiles.A, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
-    if (!p.B.per_step) {
-      load_states(tiles.B_constant, p.B.data, channel * p.B.stride_channel, p.B.stride_channel, p.B.stride_state, channels,
-                  p.dstate);
-    }
-    if (!p.C.per_step) {
-      load_states(tiles.C_constant, p.C.data, channel * p.C.stride_channel, p.C.stride_channel, p.C.stride_state, channels,
-                  p.dstate);
-    }
+    load_constant(tiles.B_constant, p.B, channel, channels, p.dstate);
+    load_constant(tiles.C_constant, p.C, channel, channels, p.dstate);
     const int64_t saved = ((task.batch * p.chunk_boundaries + chunk) * p.dim + channel) * p.dstate;
     load_states(tiles.states, p.chunk_states, saved, p.dstate, 1, channels, p.dstate);
 
@@ -248,25 +231,15 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       dy = tiles.dy;
     }
 
-    scan_backward({steps,
+    scan_backward({tiles,
+                   steps,
                    p.dstate,
-                   tiles.A,
-                   tiles.u,
-                   tiles.delta,
                    dy,
                    {p.B.per_step ? tiles.B_steps : tiles.B_constant, blocking.padded_dstate, p.B.per_step},
                    {p.C.per_step ? tiles.C_steps : tiles.C_constant, blocking.padded_dstate, p.C.per_step},
-                   tiles.states,
-                   tiles.basis,
-                   tiles.y,
                    static_cast<Acc*>(workspace.grad_state) + block_index * row,
-                   tiles.grad_A,
-                   tiles.grad_B_lanes,
-                   tiles.grad_C_lanes,
                    p.grad_B.per_step ? row : 0,
                    p.grad_C.per_step ? row : 0,
-                   tiles.grad_u,
-                   tiles.grad_delta,
                    channels});
     add_to_block(workspace.grad_A, block_index, tiles.grad_A, p.dstate);
     if (!p.B.per_step) add_to_block(workspace.grad_B, block_index, tiles.grad_B_lanes, p.dstate);
@@ -329,7 +302,7 @@ void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveSca
     const int64_t first_task = batch * blocking.tasks_per_batch() + group * tasks;
     const Acc* part = static_cast<const Acc*>(parts) + blocking.part_offset(first_task, chunk);
     for (int64_t i = 0; i < size; i += V::size()) {
-      V sum(Acc(0));  // which it stays where there are no channels
+      V sum(Acc(0));  // the result if there are no channels
       for (int64_t task = 0; task < tasks; ++task) sum = sum + V::loadu(part + task * next_task + i);
       sum.store(sums + i);
     }
@@ -341,7 +314,7 @@ void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveSca
 
 template <typename Acc>
 Acc* reduce_tile(Scratch& scratch, const Blocking& blocking) {
-  return scratch.take<Acc>(blocking.part_size());
+  return scratch.allocate<Acc>(blocking.part_size());
 }
 
 }  // namespace

@@ -2,11 +2,11 @@
 //
 //   h_t = Abar(z) h_{t-1} + delta_t k(z) B_t u_t, z = delta_t A        out_t = (<C_t, h_t> + D u_t) silu(z_t)
 //
-// A SIMD lane is a channel: u, delta and out are read and written as [step][lane] tiles (tile_io.h transposes where time is
-// contiguous), a per-step B_t[n] or C_t[n] is one number for all lanes, and the dstate recurrences of a lane are independent,
-// so neither the sum over states nor the time loop waits for a single chain. The state stays in the first-level cache. Tasks
-// (kernels.h) go to threads; each walks all chunks in order, saving the state at their boundaries. This file is
-// compiled once per instruction set.
+// A SIMD lane is a channel. u, delta and out are read and written as [step][lane] tiles (tile_io.h transposes if time is
+// contiguous); a per-step B_t[n] or C_t[n] is one number for all lanes. The recurrences of a lane's states are independent, so
+// neither the sum over states nor the loop over time waits for one chain. The state stays in the first-level cache. A task
+// (kernels.h) is one thread's work: it scans all chunks in order and saves the state at their boundaries. This file is compiled
+// once per instruction set.
 
 #include "selective_scan/cpu/kernel.h"
 
@@ -68,16 +68,16 @@ struct FwdTiles {
     // Square tiles are transposed whole, so there are as many rows as padded states.
     states_per_block = blocking.padded_dstate * blocking.lanes;
     const int64_t states = blocking.blocks_per_task * states_per_block;
-    u = scratch.take<Acc>(sequence);
-    delta = scratch.take<Acc>(sequence);
-    z = scratch.take<Acc>(sequence);
-    y = scratch.take<Acc>(sequence);
-    B_steps = scratch.take<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
-    C_steps = scratch.take<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
-    A = scratch.take<Acc>(states);
-    state = scratch.take<Acc>(states);
-    B_constant = scratch.take<Acc>(p.B.per_step ? 0 : states);
-    C_constant = scratch.take<Acc>(p.C.per_step ? 0 : states);
+    u = scratch.allocate<Acc>(sequence);
+    delta = scratch.allocate<Acc>(sequence);
+    z = scratch.allocate<Acc>(sequence);
+    y = scratch.allocate<Acc>(sequence);
+    B_steps = scratch.allocate<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    C_steps = scratch.allocate<Acc>(p.C.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    A = scratch.allocate<Acc>(states);
+    state = scratch.allocate<Acc>(states);
+    B_constant = scratch.allocate<Acc>(p.B.per_step ? 0 : states);
+    C_constant = scratch.allocate<Acc>(p.C.per_step ? 0 : states);
   }
 };
 
@@ -105,14 +105,8 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   for (int64_t block = 0; block < task.blocks; ++block) {
     const int64_t channel = channel_of(block), channels = channels_of(block), at = block * tiles.states_per_block;
     load_states(tiles.A + at, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
-    if (!p.B.per_step) {
-      load_states(tiles.B_constant + at, p.B.data, channel * p.B.stride_channel, p.B.stride_channel, p.B.stride_state, channels,
-                  p.dstate);
-    }
-    if (!p.C.per_step) {
-      load_states(tiles.C_constant + at, p.C.data, channel * p.C.stride_channel, p.C.stride_channel, p.C.stride_state, channels,
-                  p.dstate);
-    }
+    load_constant(tiles.B_constant + at, p.B, channel, channels, p.dstate);
+    load_constant(tiles.C_constant + at, p.C, channel, channels, p.dstate);
     if (p.initial_state.data != nullptr) {
       const int64_t offset = task.batch * p.initial_state.stride_batch + channel * p.initial_state.stride_dim;
       load_states(tiles.state + at, p.initial_state.data, offset, p.initial_state.stride_dim, p.initial_state.stride_state,

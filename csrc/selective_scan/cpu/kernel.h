@@ -1,4 +1,4 @@
-// What the forward and the backward CPU kernels share: operands in scratch memory, and the pieces of a block's prologue.
+// Shared by the forward and backward CPU kernels: scratch memory, and loads of a block's operands.
 #pragma once
 
 #include <cstddef>
@@ -13,16 +13,16 @@
 namespace ssm_kernels::selective_scan {
 inline namespace CPU_CAPABILITY {
 
-// Hands out consecutive 64-byte aligned pieces; with no memory behind it, it measures.
+// Allocates consecutive 64-byte aligned arrays. With a null base it only counts bytes.
 class Scratch {
  public:
   explicit Scratch(std::byte* data) : data_(data) {}
 
   template <typename Acc>
-  Acc* take(int64_t count) {
-    Acc* result = reinterpret_cast<Acc*>(data_ + used_);
+  Acc* allocate(int64_t count) {
+    Acc* array = reinterpret_cast<Acc*>(data_ + used_);
     used_ += round_up(count * int64_t(sizeof(Acc)), 64);
-    return result;
+    return array;
   }
 
   int64_t used() const { return used_; }
@@ -32,7 +32,7 @@ class Scratch {
   int64_t used_ = 0;
 };
 
-// B or C for one block: [step][state], the same for every lane, or constant [state][lane].
+// B or C of one block: per step, [step][state], the same for all lanes; or constant, [state][lane].
 template <typename Acc>
 struct Operand {
   const Acc* data;
@@ -44,7 +44,7 @@ struct Operand {
   }
 };
 
-// The per-step tile of B or C that a task needs for steps [start, start + steps).
+// Loads a per-step B or C of a task for steps [start, start + steps).
 template <typename Acc, typename Scalar>
 void load_matrix_steps(Acc* tile, const MatrixView& matrix, const SelectiveScanParams& p, const Blocking& blocking,
                        const Task& task, int64_t start, int64_t steps) {
@@ -54,11 +54,18 @@ void load_matrix_steps(Acc* tile, const MatrixView& matrix, const SelectiveScanP
   load_tile<Acc>(tile, blocking.padded_dstate, source, matrix.stride_state, matrix.stride_step, p.dstate, steps);
 }
 
-// [state][lane] of a (..., dim, dstate) tensor.
+// Loads [state][lane] of a (..., dim, dstate) tensor.
 template <typename Acc>
 void load_states(Acc* tile, const void* data, int64_t offset, int64_t stride_dim, int64_t stride_state, int64_t channels,
                  int64_t dstate) {
   load_tile<Acc>(tile, Vec<Acc>::size(), static_cast<const Acc*>(data) + offset, stride_dim, stride_state, channels, dstate);
+}
+
+// Loads a constant B or C of a block; nothing for a per-step one.
+template <typename Acc>
+void load_constant(Acc* tile, const MatrixView& matrix, int64_t channel, int64_t channels, int64_t dstate) {
+  if (matrix.per_step) return;
+  load_states(tile, matrix.data, channel * matrix.stride_channel, matrix.stride_channel, matrix.stride_state, channels, dstate);
 }
 
 template <typename Acc, typename Scalar>

@@ -1,9 +1,9 @@
-// Between the CPU entry points (entry.cpp, compiled once) and the CPU kernels (cpu/*kernel.cpp, compiled once per
-// instruction set): how the work is cut up, and the table of kernels of one instruction set.
+// Tasks of the CPU's selective scan, and the table of kernels of one instruction set. entry.cpp is compiled once, the kernels
+// (*kernel.cpp) once per instruction set.
 //
-// A block is a vector's length of channels, one channel per SIMD lane; it lies inside one group of B and of C. A task is up to
-// kMaxBlocksPerTask consecutive blocks of one batch entry that read the same groups, so that B and C are loaded once for all of
-// them. The cut depends on the shape and the vector length only, never on the number of threads, and so do all sums.
+// A block is a vector of channels, one per SIMD lane, inside one group of B and of C. A task is up to kMaxBlocksPerTask
+// consecutive blocks of one batch entry with the same groups, so that B and C are loaded once for all of them. The division
+// depends on the shape and the vector length only, never on the number of threads, and so do all sums.
 #pragma once
 
 #include <algorithm>
@@ -17,8 +17,8 @@
 namespace ssm_kernels::selective_scan {
 
 constexpr int64_t kMaxBlocksPerTask = 8;
-// Backward goes through time in sweeps of so many chunks. All tasks finish a sweep before its gradients of B and C are added
-// up: long sweeps make threads wait for each other less often, short ones hold less.
+// Chunks per sweep of backward. All tasks finish a sweep before its gradients of B and C are added: threads wait less often in
+// long sweeps, and short sweeps need less memory.
 constexpr int64_t kMaxChunksPerSweep = 8;
 
 struct Blocking {
@@ -36,12 +36,12 @@ struct Blocking {
     segment = std::gcd(p.B.per_step ? p.dim / p.B.groups : p.dim, p.C.per_step ? p.dim / p.C.groups : p.dim);
     segments = segment == 0 ? 0 : p.dim / segment;
     blocks_per_segment = (segment + lanes - 1) / lanes;
-    // At least eight tasks per segment where there are as many blocks, so that one batch entry fills several cores.
+    // At least eight tasks per segment if it has as many blocks, so that one batch entry fills several cores.
     blocks_per_task = std::clamp<int64_t>(blocks_per_segment / 8, 1, kMaxBlocksPerTask);
     tasks_per_segment = (blocks_per_segment + blocks_per_task - 1) / blocks_per_task;
     padded_dstate = (p.dstate + lanes - 1) / lanes * lanes;
     chunk_length = p.chunk_length;
-    // The tasks' parts of the gradients of B and C then hold at most chunk_length values for each state of each channel.
+    // Bounds the tasks' partial gradients of B and C to chunk_length values per state and channel.
     const int64_t channels_per_task = p.dim / std::max<int64_t>(1, tasks_per_batch());
     chunks_per_sweep = std::clamp<int64_t>(std::min(p.chunk_boundaries - 1, channels_per_task), 1, kMaxChunksPerSweep);
   }
@@ -49,14 +49,14 @@ struct Blocking {
   int64_t tasks_per_batch() const { return segments * tasks_per_segment; }
   int64_t blocks_per_batch() const { return segments * blocks_per_segment; }
 
-  // Where a task's part of the gradient of B or C for one chunk begins; tasks count over the whole batch.
+  // The offset of a task's partial gradient of B or C for one chunk; tasks are numbered over the whole batch.
   int64_t part_offset(int64_t task, int64_t chunk) const {
     return (task * chunks_per_sweep + chunk % chunks_per_sweep) * part_size();
   }
   int64_t part_size() const { return chunk_length * padded_dstate; }
 };
 
-// Where a task lies.
+// A task's batch entry, channels and blocks.
 struct Task {
   int64_t batch;
   int64_t first_channel;  // of its first block
