@@ -2,14 +2,17 @@
 //
 //   h = Abar(z) h + delta k(z) B x, z = delta A        out = (<C, h> + D x) silu(gate)
 //
-// The time is that of reading and writing the state once, so everything else is kept off that path:
-// * launch.h says which lanes take which rows. kRowsInFlight rows are loaded before the first is used, the
-//   first of them together with what the step sizes are computed from.
-// * What belongs to a row and not to a state (softplus, gate, and Abar and the gain where A is tied) is computed by the row's
-//   owner, once, and handed to the other lanes by shuffles.
-// * The sums <C, h> of kRowsInFlight rows are reduced together: each exchange between lanes halves the rows a lane still holds,
-//   until every owner has its own. The order of additions is fixed.
-// The state passes by the first-level cache; A, B and C stay in it.
+// h: (batch, heads, headdim, dstate); x, dt, gate, out: (batch, heads, headdim); B, C: (batch, groups, dstate). The time is one
+// read and one write of the state, so other work stays off that path:
+// * launch.h describes rows, lanes and tiles. kRowsInFlight rows are loaded before the first is used, the first of them
+// together
+//   with the inputs of the step sizes.
+// * The row's owner computes what does not depend on the state (softplus, gate, and Abar and the gain if A is tied) once and
+//   broadcasts it by shuffles.
+// * The sums <C, h> of kRowsInFlight rows are reduced together: each exchange between lanes halves the rows per lane, until
+// every
+//   owner has its own. The order of additions is fixed.
+// The state bypasses the first-level cache; A, B and C stay in it.
 #pragma once
 
 #include <algorithm>
@@ -28,8 +31,8 @@ using cuda::from_accumulate;
 using cuda::to_accumulate;
 using cuda::Vector;
 
-// One element of a tensor whose type is the input's or the accumulation type. Loading and converting are apart, so that no
-// arithmetic stands between the loads of a row.
+// One element of a tensor of the input type or the accumulation type. Conversion is separate, so that a row's loads are issued
+// back to back.
 template <typename Input, typename Acc = cuda::AccumulateType<Input>>
 struct Parameter {
   Input as_input;
@@ -61,7 +64,7 @@ __device__ __forceinline__ Vector<Scalar, size> load_if(bool condition, const Sc
   return condition ? Vector<Scalar, size>::load(source) : Vector<Scalar, size>::zero();
 }
 
-// The value that lane `source` of this lane's group of lanes holds.
+// The value of lane `source` of this lane's group.
 template <typename T>
 __device__ __forceinline__ T shuffle(T value, int source, int lanes) {
   return __shfl_sync(kAllLanes, value, source, lanes);
@@ -71,7 +74,7 @@ __device__ __forceinline__ T* shuffle(T* value, int source, int lanes) {
   return reinterpret_cast<T*>(__shfl_sync(kAllLanes, reinterpret_cast<unsigned long long>(value), source, lanes));
 }
 
-// Sums row r of `partial` over the lanes of a group; the lane whose number is r modulo kRowsInFlight returns it.
+// Sums each row of `partial` over the lanes of a group. Lanes whose number is r modulo kRowsInFlight return the sum of row r.
 template <typename Acc>
 __device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], int lane, int lanes) {
   static_assert(kRowsInFlight == 4, "two exchanges leave one row");
@@ -86,7 +89,7 @@ __device__ __forceinline__ Acc reduce_rows(const Acc (&partial)[kRowsInFlight], 
   return row;
 }
 
-// Stands for a method that the kernel reads from its parameters. The general kernel is compiled once for all methods.
+// A method that the kernel reads from its parameters: the general kernel is compiled once for all methods.
 struct RuntimeMethod {
   static constexpr bool kUsesPreviousInput = false;
 
@@ -121,7 +124,7 @@ __device__ __forceinline__ Method make_method(const StateUpdateParams& p) {
   }
 }
 
-// A warp's place in the work: which batch entry, which channels.
+// A warp's batch entry, group and channels.
 template <typename Index>
 struct Tile {
   Index batch, group;
@@ -182,16 +185,16 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   };
   const Input* const B = in_matrix(p.B);
   const Input* const C = in_matrix(p.C);
-  // Of the row that the lane owns; where rows are evenly spaced, of its group's first row.
+  // The offset of the row that the lane owns; in the fast kernel, of its group's first row.
   const auto row_in = [&](const StateView& view, int64_t stride_row) {
     return fast ? times(tile.first_channel, stride_row) : times(head, view.stride_head) + times(dim, view.stride_dim);
   };
   State* const state =
       static_cast<State*>(p.state.data) + times(Index(slot), p.state.stride_batch) + row_in(p.state, tiling.state_stride_row);
-  // In elements: of the lane's number where A is tied, else of a row.
+  // In elements: the offset of the lane's own value if A is tied, else of a row.
   const auto A_offset = tied_A ? offset_in(p.A) : row_in(p.A, tiling.A_stride_row);
 
-  // Loads only, up to the next comment: the latencies of all of them overlap.
+  // Loads only, up to the next comment, so that their latencies overlap.
   Input x_in, dt_in, z_in;
   Parameter<Input> dt_bias, skip, tied;
   if (owner) {
@@ -251,7 +254,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   auto B_n = load_group(B, p.B.stride_state);
   auto C_n = load_group(C, p.C.stride_state);
 
-  // Abar and the input's factor where A is tied, else what they are computed from: delta and delta x.
+  // Abar and the input's factor if A is tied; otherwise delta and delta x, from which they are computed.
   Acc first = 0, second = 0, skipped = 0, gate = 1;
   if (owner) {
     const Acc x = to_accumulate(x_in);
@@ -295,7 +298,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       if (is_active(r)) {
         h[r].store_once(target);
       } else {
-        // A step size of inf makes NaN even of a zero state.
+        // A step size of inf makes even a zero state NaN.
         partial[r] = 0;
       }
     }
@@ -316,8 +319,8 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   if (owner) *out = from_accumulate<Input>((sum + skipped) * gate);
 }
 
-// Blocks of a multiprocessor. That leaves a thread 128 registers for doubles, else 64 where A is tied and 80 where it is not;
-// tied with a 16-bit state, whose vectors hold twice the values, 80. With fewer the kernels spill.
+// Blocks per multiprocessor. They allow a thread 128 registers for doubles, 64 for a tied A with a float state, else 80
+// (vectors of fp16 and bf16 states hold twice as many values). With fewer registers the kernels spill.
 template <typename Input, typename State, bool tied_A>
 constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4
                            : sizeof(State) == 2          ? 6
