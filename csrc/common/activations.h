@@ -7,8 +7,8 @@
 
 namespace ssm_kernels {
 
-// log(1 + e) for e in [0, 1], relatively exact for small e: for double 2 atanh(s), s = e / (2 + e) <= 1/3, as a series of
-// positive terms; for float e p(e), p of degree 9 fitted to minimize the relative error (5e-9), which takes no division.
+// log(1 + e) for e in [0, 1], with a small relative error also for small e. Double: 2 atanh(s), s = e / (2 + e) <= 1/3, as a
+// series of positive terms. Float: e p(e), p of degree 9 fitted to minimize the relative error (5e-9); no division.
 template <typename T>
 SSM_HOST_DEVICE T log1p_unit(T e) {
   using Scalar = typename Math<T>::Scalar;
@@ -37,8 +37,8 @@ SSM_HOST_DEVICE T log1p_unit(T e) {
   }
 }
 
-// max(x, 0) + log(1 + e^-|x|); the identity above 20, as torch.nn.functional.softplus. (In float the second term is below the
-// rounding of the first there, and so is the difference of the derivative from 1.)
+// max(x, 0) + log(1 + e^-|x|); the identity above 20, as torch.nn.functional.softplus. (Float needs no branch: above 20 the
+// second term, and the derivative's difference from 1, are below rounding.)
 template <typename T>
 SSM_HOST_DEVICE T softplus(T x) {
   using Scalar = typename Math<T>::Scalar;
@@ -60,7 +60,7 @@ SSM_HOST_DEVICE T softplus_derivative(T x) {
   return Math<T>::select(Math<T>::less(T(Scalar(20)), x), T(Scalar(1)), sigmoid(x));
 }
 
-// NaN for NaN.
+// NaN stays NaN.
 template <typename T>
 SSM_HOST_DEVICE T clamp(T x, T low, T high) {
   x = Math<T>::select(Math<T>::less(x, low), low, x);

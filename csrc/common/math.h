@@ -1,9 +1,9 @@
-// The elementary functions that the formulas in common/ are written with, for one number type T.
+// Math<T>: the elementary functions that the formulas in common/ use, for one number type T.
 //
-// Math<float> and Math<double> serve the device and scalar host code; cpu/vec_math.h adds at::vec's vectors, so that the same
-// formula is compiled for one number, for a SIMD vector of channels, and for a CUDA thread. Masks are bool, or a vector mask.
+// Math<float> and Math<double> serve device code and scalar host code; cpu/vec_math.h adds at::vec's vectors. One formula thus
+// compiles for one number, for a SIMD vector of channels, and for a CUDA thread. Masks are bool, or a vector mask.
 //
-// On the device float's exponentials and reciprocals are the special function unit's own instructions: one each, within 2 ulp,
+// On the device, float exponentials and reciprocals are single instructions of the special function unit: accurate to 2 ulp,
 // denormal results flushed to zero. e^x is 2^(x log2 e), whose argument is rounded once more: a relative error of |x| 2^-24.
 #pragma once
 
@@ -45,7 +45,7 @@ struct Math<float> {
   static SSM_HOST_DEVICE float reciprocal(float x) { return 1.0f / x; }
   static SSM_HOST_DEVICE float min(float a, float b) { return a <= b || a != a ? a : b; }
 #endif
-  // NaN or the other, where one is NaN; min is NaN.
+  // If one argument is NaN, max is NaN or the other argument; min is NaN.
   static SSM_HOST_DEVICE float max(float a, float b) { return ::fmaxf(a, b); }
   static SSM_HOST_DEVICE float abs(float x) { return ::fabsf(x); }
   static SSM_HOST_DEVICE float negate(float x) { return -x; }

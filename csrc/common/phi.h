@@ -1,8 +1,8 @@
 // phi1(z) = (e^z - 1) / z and its derivative phi1 - phi2, phi2(z) = (phi1(z) - 1) / z: entire functions with phi_k(0) = 1 / k!.
 //
-// The quotients cancel near zero. There the Taylor series phi_k = sum_j z^j / (j + k)! is used, with as many terms as its
-// remainder needs to stay below the rounding of the type; away from zero the quotient loses at most a few bits. No division by
-// zero is selected.
+// Near zero the quotients cancel, so there the Taylor series phi_k = sum_j z^j / (j + k)! is used, with enough terms that its
+// remainder is below the type's rounding. Away from zero the quotient loses at most a few bits. No division by zero is
+// selected.
 #pragma once
 
 #include <type_traits>
@@ -36,8 +36,8 @@ SSM_HOST_DEVICE T phi1(T z, T ez) {
   return Math<T>::select(near_zero, phi_series<1, kTerms>(z), (ez - one) * Math<T>::reciprocal(away));
 }
 
-// phi1'(z) = phi1 - phi2 = (e^z - phi1) / z, given ez = e^z and p1 = phi1(z): the difference cancels far from zero, the
-// quotient near.
+// phi1'(z) = phi1 - phi2 = (e^z - phi1) / z, given ez = e^z and p1 = phi1(z). The difference cancels far from zero, the
+// quotient near zero.
 template <typename T>
 SSM_HOST_DEVICE T phi1_derivative(T z, T ez, T p1) {
   using Scalar = typename Math<T>::Scalar;

@@ -207,9 +207,9 @@ struct MinGru {
   }
 };
 
-// The normalized gates f / (f + i) and i / (f + i) of f = sigmoid(forget), i = sigmoid(input): the second is (1 + e^-forget)
-// over the sum of that and 1 + e^-input, the first 1 minus it. Where both exponentials are so large that the ones do not
-// matter, both are divided by the same: where both gates underflow, their quotient does not.
+// The normalized gates f / (f + i) and i / (f + i) of f = sigmoid(forget), i = sigmoid(input). With d_f = 1 + e^-forget and
+// d_i = 1 + e^-input, the second is d_f / (d_f + d_i) and the first 1 minus it. If both exponentials are so large that the ones
+// are negligible, both are scaled down by the same factor, so that the quotient is right even if both gates underflow.
 template <typename T>
 struct NormalizedGates {
   T input;
@@ -270,7 +270,7 @@ struct MinLstm {
 struct Liquid : SingleVariant<Liquid> {
   static constexpr std::array<std::string_view, 3> kNames = {"candidate", "tau", "dt"};
   static constexpr size_t kFirstBroadcast = 1;
-  // What is left of h, and the factor of f: not 1 minus it, which would lose the first where dt is far above tau.
+  // The factors of h and f. Neither is 1 minus the other: that would cancel, in gain for dt far below tau, in a far above.
   template <typename T>
   struct Relaxation {
     T a, gain;
@@ -323,7 +323,7 @@ struct RgLru : SingleVariant<RgLru> {
   static SSM_HOST_DEVICE void gradients(const Gates<T>& gates, const T* x, T h, T g, T* grad) {
     using Scalar = typename Math<T>::Scalar;
     const T gate = sigmoid(x[0]), input_gate = sigmoid(x[1]), input = input_gate * x[2];
-    // Where log a underflows, so does the factor that follows the slope of the root in the chain rule: their product is zero.
+    // If log a underflows, the square root's slope overflows, but the next factor of the chain rule is zero: bound the slope.
     constexpr Scalar kLeastNorm = std::is_same_v<Scalar, double> ? Scalar(1e-150) : Scalar(1e-18f);
     const T slope = negate(gates.a) * Math<T>::reciprocal(Math<T>::max(gates.norm, T(kLeastNorm)));
     const T grad_log_a = g * gates.a * Math<T>::fma(input, slope, h);

@@ -2,9 +2,10 @@
 //
 //   h = Abar(z) h + delta k(z) B x, z = delta A        out = (<C, h> + D x) silu(gate)
 //
-// What belongs to a row (softplus, gate, and Abar and the gain where A is tied) is computed for a block of rows at once, a SIMD
-// lane a row; then row after row the state is updated, a SIMD lane a state. A row of the state or of A that is not contiguous
-// passes through scratch memory, as does a row of A in the inputs' type. This file is compiled once per instruction set.
+// The parts that do not depend on the state (softplus, gate, and Abar and the gain if A is tied) are computed for a block of
+// rows at once, with a SIMD lane per row. The state is then updated row by row, with a SIMD lane per state. Rows of the state
+// or of A that are not contiguous, and rows of A in the inputs' type, are copied through scratch memory. This file is compiled
+// once per instruction set.
 
 #include <algorithm>
 #include <type_traits>
@@ -93,7 +94,7 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
         factor = input * current_gain(Method(), z, basis);
       }
       V value = at::vec::fmadd(abar, load_as<Acc>(h + n, count), factor * V::loadu(rows.B + n));
-      // A step size of inf makes NaN even of a zero state.
+      // A step size of inf makes even a zero state NaN.
       if (count < kSize) value = V::set(V(Acc(0)), value, count);
       sum = at::vec::fmadd(value, V::loadu(rows.C + n), sum);
       store_as<Acc>(h + n, value, count);
