@@ -1,19 +1,8 @@
-#include "selective_scan/cuda/bwd_finish.cuh"
-#include "selective_scan/cuda/sequential_bwd.cuh"
-#include "selective_scan/cuda/warp_scan_bwd.cuh"
+#include "selective_scan/cuda/instantiate_bwd.cuh"
 
 namespace ssm_kernels::selective_scan {
 
-template size_t warp_scan::bwd_shared_bytes<float>(const SelectiveScanBwdParams&, const warp_scan::ScanPlan&);
-template size_t sequential::bwd_shared_bytes<float>();
-template cudaError_t launch_bwd_finish<float>(const SelectiveScanBwdParams&, const PartialSums&, cudaStream_t);
-
-#define SSM_ROW(enumerator, name, Method)                                                                                \
-  template cudaError_t warp_scan::launch_bwd<float, Method>(const SelectiveScanBwdParams&, const warp_scan::ScanPlan&,   \
-                                                            const PartialSums&, cudaStream_t);                           \
-  template cudaError_t sequential::launch_bwd<float, Method>(const SelectiveScanBwdParams&, const sequential::ScanPlan&, \
-                                                             const PartialSums&, cudaStream_t);
-SSM_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
+using Scalar = float;
+SSM_INSTANTIATE_BWD
 
 }  // namespace ssm_kernels::selective_scan
