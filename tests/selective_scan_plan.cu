@@ -6,10 +6,10 @@
 #include <cstdlib>
 
 #include "selective_scan/cuda/plan.cpp"
-#include "selective_scan/cuda/warp_scan_bwd.cuh"
-#include "selective_scan/cuda/warp_scan_fwd.cuh"
 #include "selective_scan/cuda/sequential_bwd.cuh"
 #include "selective_scan/cuda/sequential_fwd.cuh"
+#include "selective_scan/cuda/warp_scan_bwd.cuh"
+#include "selective_scan/cuda/warp_scan_fwd.cuh"
 
 using namespace ssm_kernels::selective_scan;
 
