@@ -1,16 +1,16 @@
-// What the kernels of the linear scan are given: plain data, no torch type, shared by CPU and CUDA.
+// Parameters of the linear scan's kernels, on CPU and CUDA: plain data, no torch type.
 //
 //   h_t = a_t h_{t-1} + b_t                          (batch, seqlen, channels), a and b the recurrence's of the inputs at t
 //
-// and its adjoint, with g_t the gradient of h_t in all and e_t that of h_{t-1} as far as it comes from step t on:
+// and its adjoint, with g_t the whole gradient of h_t, and e_t the gradient of h_{t-1} through step t:
 //
 //   g_t = grad_h_t + e_{t+1}        e_t = a_t g_t = a_t e_{t+1} + a_t grad_h_t
 //
-// again a linear scan, with the same a, that walks from the last step to the first. It begins with the gradient of the last
-// state and ends with that of the initial one.
+// which is a linear scan with the same a, from the last step to the first. It begins with the gradient of the last state and
+// ends with the gradient of the initial state.
 //
-// A batch may instead be one row of several sequences, one after another (packed): each begins with its own initial state. Time
-// that runs backwards is a matter of the strides alone: data is the last step's, and the strides of steps are negative.
+// Packed sequences follow one another in a batch of one row, and each begins with its own initial state. Reverse time is a
+// matter of strides alone: data points to the last step, and the strides of steps are negative.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ namespace ssm_kernels::linear_scan {
 struct SequenceView {
   void* data = nullptr;
   int64_t stride_batch = 0, stride_step = 0, stride_channel = 0;
-  bool is_accumulate = false;  // of the accumulation type, whatever the others'
+  bool is_accumulate = false;  // whether the tensor has the accumulation type, whatever the others have
 };
 
 // A (sequences, channels) tensor of the accumulation type, data null if absent; absent states are zero.
@@ -40,7 +40,7 @@ struct LinearScanParams {
   RecurrenceOptions options;
   SequenceView inputs[kMaxRecurrenceInputs];
   SequenceView h;
-  // Packed sequences: the one that each step belongs to, (seqlen). Null: sequence b is the batch's entry b.
+  // The packed sequence of each step, (seqlen). Null if sequences are not packed: sequence b is row b of the batch.
   const int32_t* sequence_of_step = nullptr;
   StateView initial_state;
 

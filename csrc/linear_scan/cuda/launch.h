@@ -1,11 +1,10 @@
-// Between the linear scan's CUDA entry points (entry.cpp) and its kernels: how the work is cut.
+// The interface between the linear scan's CUDA entry points (entry.cpp) and its kernels: how blocks share the work.
 //
-// A tile is kTileChannels channels of one batch entry over tile_steps steps; blocks work at one tile after another. Time is cut
-// everywhere, so that few channels fill a device as well as many. Tiles along time are a chain: each hands the state on to the
-// next (carry.cuh). Tiles are counted with the chains running fastest.
+// A tile is kTileChannels channels of one row of the batch over tile_steps steps. Blocks are persistent and take one tile after
+// another. Time is always split, so that few channels fill a device as well as many do. The tiles along time form a chain, in
+// which each passes the state to the next (carry.cuh). Tile numbers run over the chains first, then over time.
 //
-// A position counts the steps in the order in which a scan takes them: forward position t is step t, backward it is step
-// seqlen - 1 - t.
+// A position is a step in scan order: position t is step t in forward, and step seqlen - 1 - t in backward.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -20,14 +19,14 @@ namespace ssm_kernels::linear_scan {
 
 constexpr int kTileChannels = 64;
 using cuda::kVectorBytes;
-constexpr int kThreads = 128;  // of a block, three of which a multiprocessor holds
-// Consecutive steps of one thread. More inputs leave room for fewer steps, in shared memory and for the gates in registers.
+constexpr int kThreads = 128;  // of a block; a multiprocessor holds three blocks
+// Consecutive steps of one thread. More inputs leave room for fewer steps, in shared memory and in the registers of gates.
 constexpr int fwd_thread_steps(int inputs) { return inputs <= 2 ? 8 : 4; }
 constexpr int kBwdThreadSteps = 4;
 constexpr int tile_steps(int scalar_bytes, int thread_steps) {
   return kThreads / (kTileChannels * scalar_bytes / kVectorBytes) * thread_steps;
 }
-// Tiles whose maps one of them may have to apply.
+// Tiles of a group: a tile applies the maps of at most the earlier tiles of its group.
 constexpr int kGroupTiles = 10;
 
 struct Partition {
@@ -36,14 +35,14 @@ struct Partition {
   cuda::Divisor chains;
   cuda::Divisor channel_blocks;  // chains of one batch entry
   int multiprocessors = 0;
-  // Whether a view's rows are moved as vectors, bit by bit: kInputs + i, kGradInputs + i, kH, kGradH.
+  // Bit i: whether the rows of view i are loaded and stored as vectors. Views: kInputs + i, kGradInputs + i, kH, kGradH.
   uint32_t vector_views = 0;
-  bool is_plain = false;  // all of them, and sequences are not packed
-  // Null if there is one tile along time; else zero at first: the number of tiles that blocks have taken, and the state after
-  // each tile, (tiles, chains, kTileChannels).
+  bool is_plain = false;  // all views have vectors, and sequences are not packed
+  // The ticket counter, and the state after each tile, (tiles, chains, kTileChannels). Zero before the kernel; null if there is
+  // one tile along time.
   uint32_t* taken = nullptr;
   uint64_t* state_words = nullptr;
-  // The same of what each tile does to a state, (tiles, chains, kTileChannels, 2), where there are few chains; else null.
+  // The map of each tile, (tiles, chains, kTileChannels, 2), likewise. Null, too, if there are many chains.
   uint64_t* tile_words = nullptr;
 
   static constexpr int kInputs = 0, kGradInputs = kMaxRecurrenceInputs, kH = 2 * kMaxRecurrenceInputs, kGradH = kH + 1;

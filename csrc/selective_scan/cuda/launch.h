@@ -1,20 +1,19 @@
-// Between the CUDA entry point (entry.cpp) and the kernels: what the three ways of scanning share.
-// * Walking (sequential.h): a lane walks through time with states of two channels. For nearly 16 states, B and C per step,
-// types
-//   of at most 32 bits, sequences of one layout; in forward for many channels only. A block takes up to 112 KB of shared
-//   memory, and a multiprocessor must have room for two (compute capability 9.0: 228 KB).
-// * Lanes in time (warp_scan.h): a lane takes some consecutive steps of one channel, and lanes compose their maps of the
-//   state. For whatever the other two do not take.
-// * Sequential (short_scan.h): forward of up to 32 steps and 16 states, with B and C per step, types of at most 32 bits, and
-//   fewer channels than walking takes.
-// plan.cpp decides.
+// The interface between the CUDA entry point (entry.cpp) and the kernels of the selective scan. plan.cpp picks one of three:
 //
-// In all of them a block takes a tile of neighboring channels along time, so that the rows of B and C are staged once for all
-// of them. Its channels share these rows: they lie in one span, the longest run of channels for which neither group changes.
+// * Sequential scan (sequential.h): warp specialized. A consumer lane takes the states of two channels through time. For 13 to
+//   16 states, B and C per step, types of at most 32 bits, and sequences of one layout; in forward for many channels only. A
+//   block takes up to 112 KB of shared memory, and a multiprocessor must have room for two (compute capability 9.0: 228 KB).
+// * Warp scan (warp_scan.h): a lane takes some consecutive steps of one channel, and lanes compose their maps of the state. For
+//   all calls that the other two do not take.
+// * Short scan (short_scan.h): forward of up to 32 steps and 16 states, with B and C per step, types of at most 32 bits, and
+//   fewer channels than the sequential scan takes.
 //
-// Where batch and dim leave the device idle, time is also cut into segments, each for blocks of its own: a first launch (the
-// carry pass, of time_lanes) finds how each segment maps the state before it to the state after it, in backward the adjoint
-// after it to that before it, which the second launch folds on the way to its own segment.
+// In all of them a block takes a tile of neighboring channels along time, and stages the rows of B and C once for all of them.
+// Tiles lie within a span: the longest run of channels that have the same group of B and the same group of C.
+//
+// Where batch and dim leave the device idle, time is split into segments, each for blocks of its own. A first launch, the carry
+// pass of the warp scan, finds each segment's map of the state before it to the state after it; in backward, of the adjoint
+// after it to the one before it. The second launch folds the maps of earlier segments into its first state.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -28,11 +27,11 @@ namespace ssm_kernels::selective_scan {
 
 using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 
-// How the elements of a tile are moved: kVectorBytes at a time along the steps, or along the channels (of a matrix: the
+// How a tile's elements are loaded and stored: kVectorBytes at a time along the steps, or along the channels (for B and C: the
 // states), or one by one.
 enum class VectorAccess : int { kAlongSteps, kAlongChannels, kSingly };
 
-// How channels and time are shared out among blocks.
+// How blocks share channels and time.
 struct ChannelPartition {
   int block_channels = 0;
   int64_t span = 0;  // channels
@@ -40,23 +39,23 @@ struct ChannelPartition {
   int64_t tiles = 0;  // per batch entry and segment
   int64_t segments = 1;
   int64_t segment_steps = 0;
-  // Those that a launch takes: all of them, or in the carry pass those whose maps others fold.
+  // The segments of a launch: all, or in the carry pass those whose maps other segments fold.
   int64_t first_segment = 0, launched_segments = 1;
-  // (batch, segments, dim, dstate) each: what a segment multiplies the state by, and adds to it. Of more than one segment.
+  // (batch, segments, dim, dstate) each: the factor and the summand of a segment's map. Null if there is one segment.
   void* decay = nullptr;
   void* carry = nullptr;
 };
 
-// Backward's partial sums, one per block, in the accumulation type; a second kernel adds them up. Null where the gradient is
-// absent or not needed.
+// Backward's partial sums, one per block, in the accumulation type. launch_bwd_finish adds them. Null if the gradient is absent
+// or not needed.
 struct PartialSums {
-  // Of the partition whose blocks leave them.
+  // Of the partition of the blocks that store them.
   int64_t tiles = 0, segments = 1;
-  // (batch, tiles, dstate, padded_steps) each; null too where B or C is constant, or one tile is a whole group.
+  // (batch, tiles, dstate, padded_steps) each. Null, too, if B or C is constant, or if one tile is a whole group.
   void* grad_B = nullptr;
   void* grad_C = nullptr;
   int64_t padded_steps = 0;
-  // (batch * segments, dim, dstate), of constant B and C too, and (batch * segments, dim).
+  // (batch * segments, dim, dstate) for A and constant B and C; (batch * segments, dim) for D and delta_bias.
   void* grad_A = nullptr;
   void* grad_constant_B = nullptr;
   void* grad_constant_C = nullptr;
@@ -64,7 +63,7 @@ struct PartialSums {
   void* grad_delta_bias = nullptr;
 };
 
-// Adds up the partial sums, in a fixed order, into the gradients.
+// Adds the partial sums in a fixed order and writes the gradients.
 template <typename Scalar>
 cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& params, const PartialSums& partial_sums, cudaStream_t stream);
 

@@ -6,8 +6,8 @@
 //   y_i = sum_{j <= i} M_ij c_j x_j + e^cs_i S C_i,      M_ij = (C_i . B_j) e^(cs_i - cs_j)
 //   S'  = e^cs_last S + sum_j e^(cs_last - cs_j) c_j x_j B_j^T
 //
-// All of it is products of matrices, but for the sum in the second line, the one thing that goes from chunk to chunk. With g
-// the gradient of y, and T that of S', which the chunk after hands back, the adjoint is
+// Everything is a matmul except the recurrence in the second line, which alone connects the chunks. With g the gradient of y,
+// and T the gradient of S', which the next chunk returns, the adjoint is
 //
 //   grad S       = e^cs_last T + sum_i e^cs_i g_i C_i^T
 //   grad (c x)_j = sum_{i >= j} M_ij g_i + e^(cs_last - cs_j) T B_j
@@ -16,18 +16,18 @@
 //   grad zeta_t  = sum_{j < t <= i} W_ij (C_i . B_j) + sum_{i >= t} e^cs_i (g_i . S C_i)
 //                  + sum_{j < t} e^(cs_last - cs_j) (c_j x_j . T B_j) + e^cs_last <T, S>
 //
-// zeta_t is in the exponent of every pair of steps (j, i) that it lies between, and of the pairs of a step and a boundary.
-// Written as sums over these pairs its gradient has no terms that cancel, however strong the decay. The heads of a group share
-// C_i . B_j, and their W are summed before they meet B and C.
+// zeta_t is in the exponent of every pair of steps (j, i) with j < t <= i, and of pairs of a step and a chunk boundary. As sums
+// over these pairs its gradient has no terms that cancel, however strong the decay. The heads of a group share C_i . B_j, and
+// their W are summed before the products with B and C.
 //
-// The sums cs are of doubles, and their differences are rounded once: no exponent loses accuracy to a long or a strong decay.
-// Where seq_idx begins a new sequence, e^ of the sums between a pair of steps is zero, and what goes by way of a state is
-// masked, which ends a NaN too: it reaches other sequences only in the products of its own chunk.
+// The sums cs are fp64 and their differences are rounded once, so that no exponent loses accuracy to a long or a strong decay.
+// Where seq_idx begins a sequence, the decay between steps before and after is zero, and contributions through a state are
+// masked. That stops NaN too, except in the products of its own chunk.
 //
-// Memory: chunks are taken in runs whose temporaries have a bounded size. Forward goes from the first run to the last; backward
-// does so too, for the states between the runs, and then from the last to the first, computing those inside a run again. Where
-// the states between the runs are many, of n about 2 sqrt(n) are kept at once, and the others found a second time. Of packed
-// sequences, those of equal length that do not lie side by side are copied whole.
+// Memory: a call takes chunks in runs whose temporaries have a bounded size. Forward goes from the first run to the last.
+// Backward does so too, to find the states between runs, and then goes from the last run to the first, recomputing the states
+// inside each. If there are many runs, n, it keeps about 2 sqrt(n) of the states between them and recomputes the others. Packed
+// sequences of equal length that do not follow one another are copied.
 
 #include "ssd/aten/chunked_scan.h"
 
@@ -56,7 +56,7 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-// Products of float32 in float32: where backward is called under autocast, or TF32 is allowed, too.
+// Keeps fp32 matmuls in fp32, also if backward is called under autocast or TF32 is allowed.
 struct ExactProducts {
   c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
   at::NoTF32Guard no_tf32;
@@ -85,7 +85,7 @@ at::Tensor sum_before(const at::Tensor& values) {
   return at::matmul(at::ones({length, length}, options).tril_(-1), values.to(at::kDouble));
 }
 
-// Of the pairs of steps inside the chunks.
+// The pairs of steps inside chunks.
 struct Pairs {
   at::Tensor products;  // C_i . B_j: a matrix (i, j) of each group
   at::Tensor decay;     // e^(cs_i - cs_j), (groups of all chunks, heads of a group, i, j)
@@ -102,14 +102,14 @@ Pairs make_pairs(const Scan& scan, const Chunks& chunks) {
   return pairs;
 }
 
-// e^cs_i S C_i of the states S before each chunk, by step.
+// e^cs_i S C_i by step, with the states S before each chunk.
 at::Tensor read_states(const Scan& scan, const Chunks& chunks, const at::Tensor& states) {
   const at::Tensor S = scan.state_matrices(states, 0, chunks.run.chunks);
   const at::Tensor products = scan.group_by_step(at::bmm(chunks.C, transposed(S)), chunks.run);
   return zero_where_(products.mul_(chunks.exp_cumsum), chunks.is_after_beginning);
 }
 
-// y with D x, by step, given what read_states returns.
+// y with D x, by step, given the result of read_states.
 at::Tensor output(const Scan& scan, const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states) {
   at::Tensor y = from_states + scan.head_by_step(at::bmm(pairs.M, pairs.input), chunks.run);
   if (is_present(scan.in.D)) y.addcmul_(chunks.x, scan.D());
@@ -155,7 +155,7 @@ struct ParameterSums {
   }
 };
 
-// Writes the gradients of a batch but for those of parameters, which it adds to their sums.
+// Writes the gradients of a batch; adds the gradients of parameters to their sums.
 class Adjoint {
  public:
   Adjoint(const BwdInputs& bwd, Discretization method, const GradTensors& grads, ParameterSums& sums)
@@ -212,7 +212,7 @@ void Adjoint::part_adjoint(const Part& part) {
   if (needs(kGradInitialStates)) grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
 }
 
-// Of a part's runs, those between which all states are kept at once.
+// The number of consecutive runs of a part between which backward keeps all states at once.
 size_t Adjoint::runs_at_once(const Part& part, size_t runs) const {
   const double few_bytes = scan_.options.device().is_cpu() ? 64 << 20 : 1 << 30;
   const double state_bytes = double(part.rows) * scan_.heads * scan_.headdim * scan_.dstate * scan_.options.dtype().itemsize();
@@ -224,7 +224,7 @@ at::Tensor Adjoint::state_after(const Run& run, const at::Tensor& state) const {
   return scan_.boundary_states(scan_.load(run), state).select(0, run.chunks).clone();
 }
 
-// The gradient of y, by step; writes those of z and D.
+// Returns the gradient of y, by step; writes the gradients of z and D.
 at::Tensor Adjoint::gate_adjoint(const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states) {
   const Run& run = chunks.run;
   at::Tensor grad = is_present(bwd_.grad_out) ? scan_.by_step(*bwd_.grad_out, run) : at::zeros_like(chunks.x);
@@ -254,15 +254,15 @@ at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decay
   return grads;
 }
 
-// Of B or C: from_states, what comes by way of a state, zero where the mask says so, and what comes from a step's pairs with
-// others, pairs times the other matrices.
+// The gradient of B or C: from_states, the part through a state, zero where the mask is true, plus the pairs of steps times the
+// other matrices.
 void Adjoint::write_matrices(Grad grad, const Run& run, at::Tensor from_states, const at::Tensor& mask, const at::Tensor& pairs,
                              const at::Tensor& others) const {
   zero_where_(scan_.matrices_by_step(from_states, run), mask);
   Scan::run_of(grads_[grad], run).copy_(scan_.matrices_by_step(from_states.baddbmm_(pairs, others), run));
 }
 
-// The gradient of the run's first state, given that of its last; writes all others.
+// Returns the gradient of the run's first state, given the gradient of its last; writes all other gradients.
 at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state) {
   const Chunks chunks = scan_.load(run);
   const at::Tensor states = scan_.boundary_states(chunks, state), from_states = read_states(scan_, chunks, states);
@@ -305,7 +305,7 @@ at::Tensor Adjoint::run_adjoint(const Run& run, const at::Tensor& state, const a
   return grad_states.select(0, 0);
 }
 
-// grad_zeta: that of zeta as the decay's logarithm; both (chunks, rows, steps, heads).
+// grad_zeta is the gradient of zeta as the decay's logarithm. Both are (chunks, rows, steps, heads).
 void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, const at::Tensor& grad_gain) {
   const StepGrads grads = step_grads(bwd_.in, scan_.method, chunks.steps, grad_zeta, grad_gain);
   sums_.A.add_(grads.A);
@@ -315,7 +315,7 @@ void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, c
 
 constexpr std::array kGradsOfSteps = {kGradX, kGradDt, kGradB, kGradC, kGradZ};
 
-// Gradients of packed sequences, those of some that are neighbors: views.
+// Gradients of packed sequences that follow one another: views.
 GradTensors taken(const GradTensors& grads, const SequencesOfLength& of) {
   GradTensors result = grads;
   for (const Grad grad : kGradsOfSteps) {

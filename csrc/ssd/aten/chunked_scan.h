@@ -1,4 +1,4 @@
-// The chunked scan and its adjoint in ATen's products: any device, any dtype.
+// The chunked scan and its adjoint as PyTorch matmuls: any device, any dtype.
 #pragma once
 
 #include "ssd/ssd_op.h"

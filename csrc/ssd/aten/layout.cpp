@@ -16,10 +16,10 @@ namespace ssm_kernels::ssd {
 namespace {
 
 constexpr int64_t kDefaultChunkLength = 64, kMaxChunkLength = 256;
-// Of a run's temporaries, about: enough for the products to be worth their calls, and on a CPU little enough for its caches.
+// Approximate size of a run's temporaries: large enough to amortize the calls of matmuls, and small enough for a CPU's caches.
 constexpr int64_t kCpuRunBytes = int64_t(8) << 20, kDeviceRunBytes = int64_t(1) << 30;
 
-// e^ of it is zero even in float64; sums of lower ones would cost the differences their accuracy.
+// Its exponential is zero even in float64. Lower values would cost the differences of the sums their accuracy.
 constexpr double kLowestZeta = -800;
 
 at::Tensor contiguous_product(const at::Tensor& a, const at::Tensor& b) {
@@ -119,7 +119,7 @@ Chunks Scan::load(const Run& run) const {
     chunks.is_before_beginning = chunks.sequence.ne(last);
     chunks.is_cut = last.ne(0);
     zero_where_(decay, chunks.is_cut);
-    // From the end: a NaN before the last beginning would be in the difference.
+    // Summed from the end: a NaN before the last beginning of a sequence would spoil a difference of sums from the start.
     to_end = (zeta.flip(2).cumsum(2).flip(2) - zeta).exp_();
   } else {
     to_end = (cs_last - chunks.cs).exp_();
@@ -189,11 +189,11 @@ at::Tensor Scan::decay_between(const Chunks& chunks) const {
   const at::Tensor high = cs.to(options.dtype().toScalarType());
   at::Tensor result = differences(high);
   if (high.scalar_type() != at::kDouble) {
-    // What float32 leaves of cs: the difference is then as exact as if it had been taken in float64 and rounded.
+    // The low part of cs: the difference is then as exact as one in float64 that is rounded.
     const at::Tensor low = (cs - high).to(high.scalar_type());
     result.add_(low.unsqueeze(-1)).sub_(low.unsqueeze(-2));
   }
-  // Above the diagonal, where e^ may overflow, the result is overwritten and not multiplied.
+  // Above the diagonal the exponential may overflow: the result is overwritten there, not multiplied by zero.
   result.exp_().tril_();
   if (chunks.sequence.defined()) {
     result.masked_fill_(chunks.sequence.unsqueeze(-1).ne(chunks.sequence.unsqueeze(-2)).unsqueeze(2), 0);

@@ -1,12 +1,12 @@
-// How chunked_scan.cpp cuts a call into runs of chunks, and what forward and backward compute of a run alike. The formulas are
-// at the head of chunked_scan.cpp.
+// Splits a call of chunked_scan.cpp into runs of chunks, and computes what forward and backward share. chunked_scan.cpp begins
+// with the formulas.
 //
-// Axes come in one of three orders, named by what stands together:
+// Tensors have one of three orders of axes:
 //   by step:  (chunks, rows, steps, groups, heads of a group, headdim), the order of x in memory
 //   by group: (chunks, rows, groups, steps, heads of a group, headdim), as matrices (steps, heads and headdim) of each group:
-//             where all heads of a group meet B, C or the state in one product
+//             one matmul multiplies all heads of a group with B, C or the state
 //   by head:  (chunks, rows, groups, heads of a group, steps, headdim), as matrices (steps, headdim) of each head
-// Chunks are those of the run, rows are those of the batch, steps those of a chunk.
+// `chunks` counts the chunks of the run, `rows` the rows of the batch, `steps` the steps of a chunk.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,11 +18,11 @@
 
 namespace ssm_kernels::ssd {
 
-// Writes zero where a mask says so, if there is one, (chunks, rows, steps) of values (chunks, rows, steps, ...): a factor of
-// zero would not end a NaN. Returns the values.
+// Sets values (chunks, rows, steps, ...) to zero where the mask (chunks, rows, steps), if there is one, is true, and returns
+// them. A product with zero would let NaN through.
 at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask);
 
-// True where a sequence begins, but for the first of each row, (batch, seqlen).
+// True at steps where a sequence begins, except at the first step of each row, (batch, seqlen).
 at::Tensor sequence_starts(const at::Tensor& seq_idx);
 
 // Rows of the batch that are scanned together.
@@ -30,41 +30,41 @@ struct Part {
   int64_t row, rows;
 };
 
-// Chunks of equal length, one after another, of a part's rows.
+// Consecutive chunks of equal length, of a part's rows.
 struct Run {
   int64_t row, rows, begin, chunks, length;
 
   int64_t steps() const { return chunks * length; }
 };
 
-// What forward and backward read of a run.
+// The tensors of a run that forward and backward read.
 struct Chunks {
   Run run;
   Steps steps;    // (chunks, rows, steps, heads)
   at::Tensor cs;  // (chunks, rows, steps, heads), float64
-  // With seq_idx: how many sequences began in the chunk up to a step, whether one did, whether one does after the step,
-  // (chunks, rows, steps), and whether the last step is of another than the chunk begins with, (chunks, rows, 1).
+  // With seq_idx, (chunks, rows, steps): the number of sequences that begin in the chunk up to a step, whether there is one,
+  // and whether one begins after the step. (chunks, rows, 1): whether any sequence begins in the chunk.
   at::Tensor sequence, is_after_beginning, is_before_beginning, is_cut;
   at::Tensor x;     // by step, accumulation type
   at::Tensor B, C;  // matrices (steps, dstate) of each group
   // c_j, e^cs_i and e^(cs_last - cs_j), by step with 1 for headdim
   at::Tensor gain, exp_cumsum, decay_to_chunk_end;
-  at::Tensor decay;  // e^cs_last, zero where the chunk is cut, (chunks, rows, heads, 1, 1)
+  at::Tensor decay;  // e^cs_last, zero if a sequence begins in the chunk, (chunks, rows, heads, 1, 1)
 };
 
-// Of a batch: packed sequences are made batches of before (packed.h).
+// The scan of a batch. Packed sequences become batches before (packed.h).
 class Scan {
  public:
   Scan(const Inputs& in, Discretization method);
 
   std::vector<Part> parts() const;
-  // Whole chunks, and in the last run the one that is left. Their temporaries have a bounded size.
+  // Runs of whole chunks whose temporaries have a bounded size; the last run has the incomplete chunk.
   std::vector<Run> runs(const Part& part) const;
 
   Chunks load(const Run& run) const;
   // A run of a (batch, seqlen, ...) tensor as (chunks, rows, steps, ...).
   static at::Tensor run_of(const at::Tensor& tensor, const Run& run);
-  // (chunks, rows, steps, heads, ...) with the heads' axis made (groups, heads of a group).
+  // Splits the axis of heads of (chunks, rows, steps, heads, ...) into (groups, heads of a group).
   at::Tensor split_heads(const at::Tensor& tensor) const { return tensor.unflatten(3, {groups, heads_per_group}); }
   at::Tensor merge_heads(const at::Tensor& tensor) const { return tensor.flatten(3, 4); }
   // (groups, heads of a group, headdim or 1)
@@ -72,14 +72,14 @@ class Scan {
 
   // A copy of a part's states, zero if absent, (rows, heads, headdim, dstate).
   at::Tensor load_states(const OptionalTensor& states, const Part& part) const;
-  // What of a chunk's first states, or of its last ones' gradients, reaches its other end, before it decays.
+  // A chunk's first states, or the gradients of its last ones, as far as they reach the other end; before the decay.
   static at::Tensor across(const at::Tensor& states, const Chunks& chunks, int64_t chunk);
   // The states before each chunk and after the last, (chunks + 1, rows, heads, headdim, dstate).
   at::Tensor boundary_states(const Chunks& chunks, const at::Tensor& first) const;
-  // `count` of these from `begin` on as matrices (heads and headdim, dstate) of each group.
+  // `count` of these states from `begin` on, as matrices (heads and headdim, dstate) of each group.
   at::Tensor state_matrices(const at::Tensor& states, int64_t begin, int64_t count) const;
 
-  // Of B or C: a copy, zero where the mask says so.
+  // A copy of B or C, zero where the mask is true.
   at::Tensor without(const at::Tensor& matrices, const at::Tensor& mask, const Run& run) const;
   // e^cs_i g_i, and c_j e^(cs_last - cs_j) x_j, by group.
   at::Tensor decayed(const at::Tensor& g, const Chunks& chunks) const;
@@ -94,7 +94,7 @@ class Scan {
   at::Tensor by_group(const at::Tensor& tensor, const at::Tensor& factor) const;
   at::Tensor by_head(const at::Tensor& tensor, const at::Tensor& factor) const;
   at::Tensor by_head(const at::Tensor& tensor) const;
-  // Views of such matrices by step, and of those of B or C as (chunks, rows, steps, groups, dstate).
+  // Views of such matrices by step, and of matrices of B or C as (chunks, rows, steps, groups, dstate).
   at::Tensor matrices_by_step(const at::Tensor& matrices, const Run& run) const;
   at::Tensor group_by_step(const at::Tensor& product, const Run& run) const;
   at::Tensor head_by_step(const at::Tensor& product, const Run& run) const;

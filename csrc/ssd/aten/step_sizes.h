@@ -1,4 +1,4 @@
-// What a step of the scan is made of, (..., heads), from dt to the two numbers that the recurrence reads, and back:
+// From dt to the two numbers of a step that the recurrence reads, zeta and c, (..., heads), and the adjoint:
 //
 //   d = clamp(softplus?(dt + dt_bias), dt_min, dt_max)      zeta = d A      c = d k(zeta)
 #pragma once
@@ -17,14 +17,14 @@ struct Steps {
   at::Tensor zeta;       // the logarithm of the state's decay, float64
   at::Tensor gain;       // c, the input's factor, accumulation type
 };
-// Of in.dt or a part of it, heads last.
+// The steps of in.dt, or of a part of it; heads are the last axis.
 Steps make_steps(const Inputs& in, Discretization method, const at::Tensor& dt);
 
 struct StepGrads {
-  at::Tensor biased;  // of dt and, summed over the steps, of dt_bias; float64
+  at::Tensor biased;  // of dt; summed over the steps, of dt_bias; float64
   at::Tensor A;       // (heads,), float64
 };
-// Given the gradient of zeta as the decay's logarithm alone, and that of the gain.
+// grad_zeta is the gradient of zeta as the decay's logarithm alone; the gain's dependence on zeta comes in here.
 StepGrads step_grads(const Inputs& in, Discretization method, const Steps& steps, const at::Tensor& grad_zeta,
                      const at::Tensor& grad_gain);
 

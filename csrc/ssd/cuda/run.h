@@ -13,7 +13,7 @@ bool have_kernels_for(const Inputs& in, bool is_backward);
 void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
                  bool may_use_wgmma);
 
-// Writes the gradients, or puts tensors like them in their place.
+// Writes the gradients of sequences in place. Replaces the members of grads that are sums over the batch: A, D and dt_bias.
 void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma);
 
 }  // namespace ssm_kernels::ssd

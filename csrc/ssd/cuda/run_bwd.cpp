@@ -22,8 +22,8 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-// Some entries of the batch, or all packed sequences, and of them some heads: those of whole groups, or of a part of one. Of
-// their states some columns.
+// A sub-batch of a call: some rows of the batch, or all packed sequences; heads of whole groups, or some heads of one group;
+// and some columns of their states.
 struct Range {
   int64_t entry, entries, head, heads, group, groups, column, columns;
 
@@ -33,13 +33,13 @@ struct Range {
     return of_entries(matrix).narrow(2, group, groups).narrow(3, column, columns);
   }
   at::Tensor of_entries(const at::Tensor& tensor) const { return tensor.narrow(0, entry, entries); }
-  // (sequences, heads, ...); packed ones are of a single entry.
+  // For (sequences, heads, ...). Packed sequences are one row of the batch.
   at::Tensor of_states(const at::Tensor& states, bool are_packed) const {
     return (are_packed ? states : of_entries(states)).narrow(1, head, heads).narrow(3, column, columns);
   }
 };
 
-// A call's tensors in a range, and the gradients that it writes there.
+// A call's tensors in a range, and the gradients that the kernels write there.
 struct PartOfCall {
   BwdInputs bwd;
   GradTensors grads;
@@ -71,7 +71,7 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   return part;
 }
 
-// The gradient of y, as rows; writes that of z.
+// Returns the gradient of y, as rows; writes the gradient of z.
 at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTensors& grads, bool may_use_wgmma) {
   const at::Tensor& x = inputs.x;
   const bool needs_grad_z = bwd.needs_grad[kGradZ];
@@ -114,7 +114,7 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
 // One call of the kernels.
 class Backward {
  public:
-  // sums_groups: the gradients of B and C are returned, not written.
+  // With sums_groups, run() returns the gradients of B and C instead of writing them.
   Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, bool may_use_wgmma, bool sums_groups)
       : bwd_(bwd),
         grads_(grads),
@@ -125,8 +125,8 @@ class Backward {
     inputs_.fill(params_);
   }
 
-  // The sums over the batch, for A, dt_bias and, in its shape, D; and, if asked for, those over the heads, padded, for B and C.
-  // Undefined where they are not needed.
+  // Gradients summed over the batch: of A, dt_bias and D, in the shape of D; with sums_groups also of B and C, padded.
+  // Undefined if not needed.
   struct Sums {
     at::Tensor A, dt_bias, D, B, C;
   };
@@ -188,8 +188,8 @@ class Backward {
  private:
   bool needs(Grad grad) const { return bwd_.needs_grad[grad]; }
 
-  // Numbers the chunks, and shares the heads of a group out to as few blocks as fill the device: in rounds of one block a
-  // multiprocessor, of its units' time and that of beginning and ending.
+  // Numbers the chunks, and splits the heads of a group among as few blocks as fill the device. Estimates the time in rounds of
+  // one block per multiprocessor: a round takes its state tiles' time and that of the block's beginning and end.
   void share_work() {
     const int64_t chunks = ceil_div(params_.seqlen, kChunk);
     params_.num_chunks =
@@ -211,9 +211,10 @@ class Backward {
     check_count(std::max(kDirections * partition_.work_tiles, blocks * params_.splits), "blocks");
   }
 
-  // Cuts walks where there are fewer than the device has room for. A piece takes about as long for each before it as for a
-  // chunk of its own: more pieces than each has chunks would take longer again, and those of a few chunks as long as what they
-  // spare. Of packed sequences, whose lengths the host does not ask for, each might be almost all. Returns the workspace.
+  // Splits work tiles into segments if there are fewer work tiles than the device has room for. Folding an earlier segment
+  // takes about as long as a chunk, so that a segment has at least as many chunks as there are segments, and at least
+  // kLeastChunks. The host does not know the lengths of packed sequences: each may have almost all steps. Returns the
+  // workspace.
   at::Tensor split_along_time() {
     constexpr int64_t kLeastChunks = 4;
     const int64_t blocks = std::max<int64_t>(1, kDirections * partition_.work_tiles);
@@ -233,7 +234,7 @@ class Backward {
     return at::empty({params_.num_chunks, params_.state_tiles, kStateRows, tile_columns(params_.dstate)}, inputs_.x.options());
   }
 
-  // Where the kernels write that of B or C: in place, or as parts, which are returned.
+  // Sets where the kernels write the gradient of B or C: in place, or as partial sums, which it returns.
   at::Tensor place_group_grad(Grad grad, RowsView& in_place, float*& parts) const {
     if (!needs(grad)) return {};
     if (params_.splits == 1 && !sums_groups_ && has_rows(grads_[grad])) {
@@ -261,10 +262,10 @@ class Backward {
   SsdBwdParams params_;
 };
 
-// Cuts a call into turns, whose states take no more than twice the memory of x or kSmallWorkspaceBytes, whichever is more, and
-// no more than DebugOption::kSsdWorkspaceBytes: beside a layer's saved tensors they then do not decide how much memory a
-// training step takes. A turn is of some entries of the batch; where one is too much, of some groups of its heads; where one of
-// these is, of some of the group's heads. All have about as many.
+// Splits a call into sub-batches whose states take at most the larger of twice the memory of x and kSmallWorkspaceBytes, and at
+// most DebugOption::kSsdWorkspaceBytes. Beside a layer's saved tensors they then do not decide the peak memory of a training
+// step. A sub-batch has some rows of the batch; if one row is too large, some of its groups; if one group is, some of its
+// heads. All have about as many heads.
 template <typename Body>
 void for_each_sub_batch(const Inputs& in, const Body& body) {
   const int64_t batch = in.x.size(0), groups = in.B.size(2), heads_per_group = in.x.size(2) / groups;
@@ -293,7 +294,7 @@ void for_each_sub_batch(const Inputs& in, const Body& body) {
   }
 }
 
-// Of as many columns of the states as the kernels take.
+// Runs a call whose states have at most as many columns as the kernels take.
 void run_in_sub_batches(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const Inputs& in = bwd.in;
   const int64_t batch = in.x.size(0), heads = in.x.size(2), heads_per_group = heads / in.B.size(2);
@@ -334,8 +335,8 @@ void run_in_sub_batches(const BwdInputs& bwd, Discretization method, GradTensors
   if (bwd.needs_grad[kGradD]) grads[kGradD] = sums.D.contiguous();
 }
 
-// Of more: y is a sum over columns of B, C and the states, and so is each gradient but those of these columns. D x and the gate
-// are no part of that sum: D x comes with the last columns.
+// Runs a call with more columns. y is a sum over columns of B, C and the states, and so is each gradient except those of the
+// columns themselves. D x and the gate are not part of that sum: D x comes with the last columns.
 void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma, int64_t at_once) {
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);

@@ -19,22 +19,22 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-// Chunks of each run, so that all blocks end at about the same time. In terms of the time that a chunk takes: to find what one
-// does to a state takes a part of that; beginning inside a walk, the kernel before forward's, and each state that is folded
-// cost some more. A run of whole walks costs nothing but that the last ones may be few.
-int64_t choose_run(const WorkPartition& partition, int64_t multiprocessors) {
-  constexpr double kStatesOnly = 0.3, kBeginInside = 1, kLaunch = 1, kFold = 0.4;
+// Chunks of each block's range, such that all blocks end at about the same time. Compares two choices in units of a chunk's
+// time: ranges of whole work tiles, whose last round may leave blocks idle, and equal ranges, which split work tiles. A split
+// costs the load of a state and, if a work tile is longer than a range, the summary kernel and a fold for each earlier segment.
+int64_t choose_range(const WorkPartition& partition, int64_t multiprocessors) {
+  constexpr double kSummary = 0.3, kBeginInside = 1, kLaunch = 1, kFold = 0.4;
   const int64_t chunks = partition.chunks;
-  const int64_t chunk_decay = ceil_div(partition.work_tiles, multiprocessors) * chunks;
+  const int64_t whole_tiles = ceil_div(partition.work_tiles, multiprocessors) * chunks;
   const int64_t equal = ceil_div(partition.work_tiles * chunks, multiprocessors);
   double time = static_cast<double>(equal) + kBeginInside;
   if (chunks > equal) {
-    time += kStatesOnly * static_cast<double>(equal) + kLaunch + kFold * static_cast<double>(ceil_div(chunks, equal));
+    time += kSummary * static_cast<double>(equal) + kLaunch + kFold * static_cast<double>(ceil_div(chunks, equal));
   }
-  return time < static_cast<double>(chunk_decay) ? equal : chunk_decay;
+  return time < static_cast<double>(whole_tiles) ? equal : whole_tiles;
 }
 
-// The workspace, which the runs then point to.
+// The workspace that the schedule points to.
 struct Workspace {
   at::Tensor states, flags, chunk_starts;
 };
@@ -48,7 +48,7 @@ Workspace make_schedule(const KernelInputs& inputs, const SsdFwdParams& params, 
     schedule.splits_work_tiles = schedule.work_tiles_per_entry < schedule.blocks;
   } else {
     check_count(schedule.work_tiles * schedule.chunks, "chunks");
-    schedule.length = choose_run(schedule, multiprocessors);
+    schedule.length = choose_range(schedule, multiprocessors);
     schedule.blocks = ceil_div(schedule.work_tiles * schedule.chunks, schedule.length);
     schedule.splits_work_tiles = schedule.chunks > schedule.length;
     if (schedule.length % schedule.chunks == 0) return {};
@@ -64,7 +64,7 @@ Workspace make_schedule(const KernelInputs& inputs, const SsdFwdParams& params, 
     schedule.chunk_starts = result.chunk_starts.data_ptr<int>();
   }
   if (is_packed || !schedule.splits_work_tiles) {
-    // The kernel that finds chunk_starts sets them to zero, too.
+    // For packed sequences, the kernel of chunk_starts.cuh clears the flags.
     const at::TensorOptions of_flags = options.dtype(at::kInt);
     result.flags = is_packed ? at::empty({cuts + 1}, of_flags) : at::zeros({cuts + 1}, of_flags);
     schedule.ready = result.flags.data_ptr<int>();
@@ -73,10 +73,11 @@ Workspace make_schedule(const KernelInputs& inputs, const SsdFwdParams& params, 
   return result;
 }
 
-// For the kernels of compute capability 9.0, of 16 bits: epilogue.cuh. Whether that may be.
+// Makes the descriptor of TMA stores to out (epilogue.cuh), for fp16 and bf16. Returns whether the device and the sizes allow
+// it.
 bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
   if (out.scalar_type() == at::kFloat) return false;
-  // A tile's first step is a number of 32 bits.
+  // TMA takes 32-bit coordinates, and a tile's first step is one.
   if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
   if (out.numel() == 0) return true;
   if (cuda::compute_capability_major(out.get_device()) != 9) return false;
@@ -85,7 +86,7 @@ bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
                                    {out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1}) == cudaSuccess;
 }
 
-// Whether the sequential scan takes a call.
+// Whether the short scan (fwd_short.cuh) takes a call.
 bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
   return out.scalar_type() == at::kFloat && params.cu_seqlens == nullptr && params.seqlen > 0 && params.seqlen <= kShortSteps &&
          short_blocks(params) <= std::numeric_limits<int32_t>::max();
@@ -99,7 +100,8 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   const bool is_fp32 = dtype == at::kFloat;
   const int available = max_shared_bytes(in.x);
   static_assert(kMaxKernelDstate >= kMaxDstate, "dstate is checked before");
-  // Backward computes y again where there is a gate. Of as many columns as it takes at a time it needs no more than forward.
+  // With a gate, backward computes y again and so needs what forward needs; else no more than forward of the columns that it
+  // takes at a time.
   int64_t columns = in.B.size(3);
   if (is_backward && is_fp32 && !is_present(in.z)) columns = std::min(columns, backward_columns(is_fp32, available));
   return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);

@@ -23,7 +23,7 @@ bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(t
 
 int64_t padding(int64_t size) { return round_up(size, kRowElements) - size; }
 
-// Contiguous; constant_pad_nd by itself keeps the order in memory of tensors whose second axis is the innermost one.
+// Returns a contiguous tensor: constant_pad_nd alone keeps the memory order of tensors whose second axis is the innermost.
 at::Tensor pad(const at::Tensor& tensor, at::IntArrayRef sizes) {
   const bool is_needed = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0; });
   return (is_needed ? at::constant_pad_nd(tensor, sizes) : tensor).contiguous();
