@@ -1,5 +1,6 @@
 // The schema of every operator, and the kernels that are the same for all. The others are registered in the operator's folder:
-// Autograd, Autocast and Meta by <operator>_op.cpp, the devices' by cpu/entry.cpp and cuda/entry.cpp.
+// Autograd, Autocast and Meta by <operator>_op.cpp, the devices' by cpu/entry.cpp and cuda/entry.cpp, or by <operator>_op.cpp
+// if one function serves both devices.
 
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>

@@ -4,7 +4,7 @@
 
 namespace ssm_kernels {
 
-// The largest state per channel, or per row of a head, of the scans and of their decoding step.
+// The largest dstate: states of a channel (selective_scan) or of a row of a head (ssd_chunk_scan), decoding steps included.
 constexpr int64_t kMaxDstate = 256;
 
 }  // namespace ssm_kernels

@@ -1,8 +1,8 @@
-// The selective scan of a Mamba mixer as one differentiable operator for every device: of sequences (batch, seqlen, ...), as
-// projections return them, with A = -e^A_log and a softplus on delta.
+// The selective scan of a Mamba mixer as one differentiable operator, on every device. It takes (batch, seqlen, ...) tensors as
+// the projections return them, computes A = -e^A_log and applies softplus to delta.
 //
-// The operator includes the transposes and A, so that a call of the layer has one node of the graph here. The node saves what
-// the scan saves, and the parameters in the form that the scan reads.
+// The operator also does the transposes, so that a call of the layer adds one autograd node here. The node saves the inputs
+// except the initial state, which is the first of the chunk states; the chunk states; and the converted parameters.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -22,7 +22,7 @@ namespace ssm_kernels::mamba_mixer {
 namespace {
 
 using OptionalTensor = std::optional<at::Tensor>;
-// Gradients are in the order of those of the scan: x, delta, A_log, B, C, D, z, delta_bias, initial_state.
+// Gradients have the scan's order: x, delta, A_log, B, C, D, z, delta_bias, initial_state.
 using selective_scan::GradTensors;
 using selective_scan::kGradA;
 using selective_scan::kGradB;
@@ -41,7 +41,7 @@ struct Inputs {
   OptionalTensor D, z, delta_bias, initial_state;
   std::string_view discretization;
 
-  // Not among the public operator's arguments. In backward, the initial state is the first of the chunk states.
+  // The public operator has no such arguments. In backward, the initial state is the first of the chunk states.
   bool save_chunk_states = false, has_initial_state = false, has_gate_of_convolution = false;
 
   template <typename Self>
@@ -75,7 +75,7 @@ struct BwdInputs {
   Inputs in;
   at::Tensor chunk_states, parameters;
   NeedsGrad needs_grad{};
-  // Memory for the gradients of z and delta; no schema has it.
+  // The caller's memory for the gradients of z and delta; not in the schema.
   OptionalTensor grad_z, grad_delta;
 
   template <typename Self>
@@ -151,7 +151,6 @@ GradTensors bwd(const BwdInputs& bwd) {
   return grads;
 }
 
-// The node saves the inputs, the states at the chunk boundaries and the scan's parameters.
 struct MambaMixer : DifferentiableOp<MambaMixer, Inputs, std::tuple<at::Tensor, at::Tensor>, kNumGrads> {
   static constexpr char kSchema[] = "ssm_kernels::_mamba_mixer";
 
@@ -161,7 +160,7 @@ struct MambaMixer : DifferentiableOp<MambaMixer, Inputs, std::tuple<at::Tensor, 
     return std::tuple_cat(Inputs::fields_but_state(in), std::tie(in.initial_state));
   }
 
-  // Calls forward as an operator or, where nothing records operators, as a function.
+  // Calls fwd() directly, or through the dispatcher while a mode records operators or a tensor is not plain.
   static Result forward(Inputs& in, variable_list* saved) {
     static const Operator<FwdOutputs, FwdInputs> op("ssm_kernels::_mamba_mixer_fwd");
     in.save_chunk_states = saved != nullptr;

@@ -14,9 +14,7 @@ constexpr int64_t kLeastSharedBytesPerBlock = 99 * 1024;
 enum class DebugOption : int {
   // The CUDA kernels of causal_conv1d's forward: 0, by layout and size; 1, by layout alone, whatever the size.
   kCausalConv1dKernel,
-  // The CUDA kernels of selective_scan: a value of selective_scan::KernelChoice. A call that the preferred kernels do not
-  // support takes
-  // the others.
+  // The CUDA kernels of selective_scan: a value of selective_scan::KernelChoice. A call that they do not support takes others.
   kSelectiveScanKernel,
   // selective_scan plans as for a device whose blocks have no more shared memory.
   kSelectiveScanSharedBytes,

@@ -7,7 +7,7 @@ namespace ssm_kernels {
 
 enum class Access { kRead, kWrite };
 
-// Reads through const_data_ptr, because data_ptr would copy a lazy (copy-on-write) clone.
+// Reads through const_data_ptr: data_ptr would make a copy-on-write clone copy its memory.
 inline void* data_of(const at::Tensor& tensor, Access access) {
   return access == Access::kWrite ? tensor.mutable_data_ptr() : const_cast<void*>(tensor.const_data_ptr());
 }

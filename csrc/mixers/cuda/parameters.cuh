@@ -1,8 +1,8 @@
-// Converts the parameters of a mixer's scan, A = -exp(A_log), the bias of the step sizes and D, to the accumulation type, and
-// writes them one after another.
+// Computes A = -exp(A_log), and converts it, the bias of the step sizes and D to the accumulation type. Writes the three one
+// after another.
 //
-// A thread computes one element; the grid covers the three tensors in that order. Element types are a run-time choice: a call
-// has at most some ten thousand elements, and takes little longer than an empty launch.
+// A thread computes one element; the grid covers the three tensors in that order. The kernel branches on each
+// tensor's dtype at run time: with at most about 10^5 elements a call takes little longer than an empty launch.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,15 +35,15 @@ __global__ void __launch_bounds__(kParameterThreads) mixer_parameters_kernel(con
   const int64_t index = static_cast<int64_t>(blockIdx.x) * kParameterThreads + threadIdx.x;
   Acc* const out = static_cast<Acc*>(p.out);
   if (index < p.A_log.count) {
-    // The accurate exponential, not the approximation of Math<float>: the effect of an error in A grows with time.
+    // Uses the accurate exponential, not the approximation of Math<float>: the effect of an error in A grows with time.
     out[index] = -::exp(load_parameter<Acc>(p.A_log, index));
     return;
   }
-  const int64_t in_bias = index - p.A_log.count, in_D = in_bias - p.bias.count;
-  if (in_D < 0) {
-    out[index] = load_parameter<Acc>(p.bias, in_bias);
-  } else if (in_D < p.D.count) {
-    out[index] = load_parameter<Acc>(p.D, in_D);
+  const int64_t bias_index = index - p.A_log.count, D_index = bias_index - p.bias.count;
+  if (D_index < 0) {
+    out[index] = load_parameter<Acc>(p.bias, bias_index);
+  } else if (D_index < p.D.count) {
+    out[index] = load_parameter<Acc>(p.D, D_index);
   }
 }
 

@@ -17,7 +17,7 @@ struct DeviceLimits {
   int64_t shared_bytes = 0, reserved_shared_bytes_per_block = 0;
 };
 
-// The faster kernel, or one of the two if it supports the call. The values of DebugOption::kSelectiveScanKernel.
+// The fastest kernel, or the named one if it supports the call. The values of DebugOption::kSelectiveScanKernel.
 enum class KernelChoice : int { kFaster, kSequential, kWarpScan };
 
 struct Plan {
