@@ -283,7 +283,7 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
     if options.trials < 1 or options.warmup < 0:
         parser.error(f"{benchmark.trials_option} starts at 1, --warmup at 0")
     if options.json is not None and not options.json.parent.is_dir():
-        parser.error(f"--json {options.json}: there is no such folder")
+        parser.error(f"--json {options.json}: no such folder: {options.json.parent}")
     device = torch.device(options.device)
     if device.type == "cuda":
         if not torch.cuda.is_available():

@@ -86,7 +86,7 @@ def _imported(module: str, *names: str) -> list[Any] | None:
 
 
 def _version(package: str) -> str:
-    """The package and its version; a folder of sources on the path is no installed package, and may still have a version."""
+    """The package's name and version. Sources on the path are not an installed package, but may state a version."""
     with contextlib.suppress(importlib.metadata.PackageNotFoundError):
         return f"{package} {importlib.metadata.version(package)}"
     found = _imported(package.replace("-", "_"), "__version__")
@@ -94,7 +94,7 @@ def _version(package: str) -> str:
 
 
 def described(peer: Any, *packages: str) -> str:
-    """Where the figures of mamba_ssm and the packages beside it come from; recorded, if there is no peer."""
+    """Names the source of mamba_ssm's figures: the installed packages, or the recorded figures if there is no peer."""
     if not peer:
         return "recorded: " + SOURCE.replace("e9594ce", " with ".join(["e9594ce", *packages]))
     return " with ".join(map(_version, ("mamba_ssm", *packages))) + ", in this run"

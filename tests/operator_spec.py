@@ -160,7 +160,7 @@ class OperatorSpec:
         return _by_schema(self.backward_operator, values)
 
     def saved_values(self, inputs: Inputs) -> Inputs:
-        """What forward saves for backward, by the names of backward's arguments."""
+        """The tensors that forward saves for backward, by the names of backward's arguments."""
         return {}
 
     def needed(self, inputs: Inputs) -> list[bool]:
@@ -218,7 +218,7 @@ class OperatorSpec:
         return None
 
     def assert_same_layout(self, meta: Tensor, real: Tensor) -> None:
-        """Shape, dtype and strides; of no elements there is no layout."""
+        """Shape, dtype and strides; strides are compared only if there are elements."""
         assert meta.is_meta and not real.is_meta
         assert (meta.shape, meta.dtype) == (real.shape, real.dtype), self.name
         strides = zip(meta.stride(), real.stride(), real.shape, strict=True)

@@ -28,7 +28,7 @@ TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 # The options of make_inputs without anything optional.
 MINIMAL = dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False)
 
-# Of selective_state_update: the dtypes of x, dt, B, C, z and out, and of the state.
+# Dtypes of selective_state_update: of x, dt, B, C, z and out; of the state.
 STEP_DTYPES = [
     (torch.float64, torch.float64),
     (torch.float32, torch.float32),

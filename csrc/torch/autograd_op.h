@@ -212,7 +212,7 @@ typename Op::Result with_graph(typename Op::Inputs& in) {
       Op::differentiable(in));
 }
 
-// Of differentiable and of other operators.
+// Shared by operators with and without gradients.
 template <typename Op, at::DeviceType device>
 typename Op::Result under_autocast(typename Op::Inputs& in) {
   if constexpr (Op::kIsPublic) operator_of<Op>().check(in);

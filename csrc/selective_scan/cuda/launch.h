@@ -49,7 +49,7 @@ struct ChannelPartition {
 // Backward's partial sums, one per block, in the accumulation type. launch_bwd_finish adds them. Null if the gradient is absent
 // or not needed.
 struct PartialSums {
-  // Of the partition of the blocks that store them.
+  // The tiles and segments of the launch that stores them.
   int64_t tiles = 0, segments = 1;
   // (batch, tiles, dstate, padded_steps) each. Null, too, if B or C is constant, or if one tile is a whole group.
   void* grad_B = nullptr;

@@ -7,8 +7,6 @@
 #include "cuda/divisor.h"
 #include "ssd/ssd.h"
 
-struct CUstream_st;
-
 namespace ssm_kernels::ssd {
 
 constexpr int kChunk = 64;      // steps
