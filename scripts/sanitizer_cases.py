@@ -118,9 +118,9 @@ def scan_cases() -> Iterator[ScanCase]:
 def ways(inputs: Inputs) -> tuple[str, ...]:
     """The kinds of kernels that take such a call."""
     per_step = inputs["B"].dim() > 2 and inputs["C"].dim() > 2
-    walks = per_step and inputs["A"].shape[1] <= 16 and inputs["u"].dtype != torch.float64
+    is_sequential = per_step and inputs["A"].shape[1] <= 16 and inputs["u"].dtype != torch.float64
     # Short sequences have a third kind, which runs if neither of these is preferred.
-    return ("warp_scan", "sequential", *(["faster"] if inputs["u"].shape[2] <= 32 else [])) if walks else ("warp_scan",)
+    return ("warp_scan", "sequential", *(["faster"] if inputs["u"].shape[2] <= 32 else [])) if is_sequential else ("warp_scan",)
 
 
 def evaluate_scan(case: ScanCase, cotangents: dict[str, Tensor], device: str) -> dict[str, Tensor]:

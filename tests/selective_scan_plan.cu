@@ -45,7 +45,7 @@ void print(const char* dtype, const Options& o, const DeviceLimits& device) {
     std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s: %ld\n", dtype, direction, static_cast<long>(o.dstate),
                 static_cast<long>(o.batch), static_cast<long>(o.dim), static_cast<long>(o.seqlen), o.z ? " z" : "",
                 o.saves ? " saves" : "", o.constant_B ? " constant B" : "", o.constant_C ? " constant C" : "",
-                plan.is_sequential ? " walks" : "", static_cast<long>(plan.shared_bytes));
+                plan.is_sequential ? " sequential" : "", static_cast<long>(plan.shared_bytes));
   };
   SelectiveScanFwdParams fwd;
   set_inputs(fwd, o);

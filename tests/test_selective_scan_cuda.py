@@ -83,9 +83,9 @@ def arrange_sequences(inputs: dict[str, Any], layout: str) -> dict[str, Any]:
     return inputs | {name: arrange_sequence(inputs[name], layout) for name in SEQUENCES if inputs[name] is not None}
 
 
-# ----- walking: whole tiles, moved by vectors, and the tail
+# ----- the sequential scan: whole tiles, loaded as vectors, and the tail
 
-WALKED = {"batch": 1, "dim": 128, "dstate": 16}
+SEQUENTIAL = {"batch": 1, "dim": 128, "dstate": 16}
 
 
 @both_layouts
@@ -93,7 +93,7 @@ WALKED = {"batch": 1, "dim": 128, "dstate": 16}
 @every_method
 def test_every_method_on_whole_tiles(method, dtype, layout):
     for seqlen in (512, 520):
-        inputs = make_inputs(**WALKED, seqlen=seqlen, dtype=dtype, discretization=method)
+        inputs = make_inputs(**SEQUENTIAL, seqlen=seqlen, dtype=dtype, discretization=method)
         assert_as_accurate_as_cpu(arrange_sequences(inputs, layout))
 
 
@@ -102,7 +102,7 @@ def test_every_method_on_whole_tiles(method, dtype, layout):
 @pytest.mark.parametrize("option", MINIMAL)
 def test_without_an_option_on_whole_tiles(option, dtype, layout):
     for seqlen in (512, 520):
-        inputs = make_inputs(**WALKED, seqlen=seqlen, dtype=dtype, **{option: False})
+        inputs = make_inputs(**SEQUENTIAL, seqlen=seqlen, dtype=dtype, **{option: False})
         assert_as_accurate_as_cpu(arrange_sequences(inputs, layout))
 
 
@@ -110,7 +110,7 @@ def test_without_an_option_on_whole_tiles(option, dtype, layout):
 @pytest.mark.parametrize("z", [True, False], ids=["z", "no_z"])
 @pytest.mark.parametrize("through", ["out", "last_state"])
 def test_gradient_of_one_result_on_whole_tiles(through, z, layout):
-    inputs = make_inputs(**WALKED, seqlen=520, dtype=torch.float32, z=z)
+    inputs = make_inputs(**SEQUENTIAL, seqlen=520, dtype=torch.float32, z=z)
     inputs = arrange_sequences(inputs, layout)
     cotangent = make_cotangents(inputs)[("out", "last_state").index(through)]
 

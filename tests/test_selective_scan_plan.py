@@ -11,7 +11,7 @@ from build_backend import find_toolkit
 
 ROOT = Path(__file__).resolve().parents[1]
 # By compute capability: shared memory that a block may take, a kilobyte less than a multiprocessor has; types and directions
-# that walking does there.
+# that the sequential scan runs there.
 DEVICES = {
     "8.6": (99 * 1024, set()),
     "8.0": (163 * 1024, {"float32 forward"}),
@@ -32,10 +32,10 @@ def program(tmp_path_factory) -> Path:
     return target
 
 
-@pytest.mark.parametrize(("limit", "walked"), DEVICES.values(), ids=DEVICES)
-def test_every_call_fits_into_shared_memory(limit, walked, program):
+@pytest.mark.parametrize(("limit", "sequential"), DEVICES.values(), ids=DEVICES)
+def test_every_call_fits_into_shared_memory(limit, sequential, program):
     lines = subprocess.run([str(program), str(limit)], capture_output=True, text=True, check=True).stdout.splitlines()
     taken = {name: int(size) for name, size in (line.split(": ") for line in lines)}
     assert {name.split()[0] for name in taken} == {"float64", "float32", "bfloat16", "float16"}
     assert {name: size for name, size in taken.items() if size > limit} == {}
-    assert {" ".join(name.split()[:2]) for name in taken if name.endswith(" walks")} == walked
+    assert {" ".join(name.split()[:2]) for name in taken if name.endswith(" sequential")} == sequential

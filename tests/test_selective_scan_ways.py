@@ -29,7 +29,7 @@ def evaluate_each_way(inputs: dict[str, Any]) -> dict[str, dict[str, Tensor]]:
 
 @both_layouts
 @pytest.mark.parametrize("dstate", [13, 16])
-def test_many_channels_are_walked(dstate, layout):
+def test_many_channels_take_the_sequential_scan(dstate, layout):
     sizes = {"batch": 8, "dim": 2048, "seqlen": 64, "dstate": dstate}
     inputs = make_inputs(**sizes, dtype=torch.bfloat16, layout=layout, device="cuda")
     results = evaluate_each_way(inputs)

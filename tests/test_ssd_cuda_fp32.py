@@ -99,7 +99,9 @@ def test_short_sequences_reset_at_every_step():
 
 @every_dstate
 @pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
-@pytest.mark.parametrize("sizes", [{"batch": 1, "heads": 2}, {"batch": 3, "heads": 120}], ids=["long_walks", "many_walks"])
+@pytest.mark.parametrize(
+    "sizes", [{"batch": 1, "heads": 2}, {"batch": 3, "heads": 120}], ids=["long_work_tiles", "many_work_tiles"]
+)
 def test_sequences_in_runs(sizes, name, dstate):
     options = OPTIONS[name] | {"seqlen": 700}
     if name.startswith("resets"):
@@ -107,7 +109,7 @@ def test_sequences_in_runs(sizes, name, dstate):
     if name.startswith("packed"):
         options |= {"cu_seqlens": (0, 0, 300, 364, 365, 1500, 1500, 2000)}
     if sizes["batch"] > 1:
-        # The reference keeps every step's state: 64 rows a head would take 41 GB. A head of 256 states counts twice as a walk.
+        # The reference keeps every step's state: 64 rows a head would take 41 GB. A head of 256 states takes two state tiles.
         options |= {"headdim": 16, "heads": 60 if dstate > 128 else 120}
     assert_accurate(inputs_on_cuda(dstate=dstate, groups=1, **(sizes | options)))
 
@@ -198,7 +200,7 @@ def test_largest_inputs(sign, dstate):
         assert (actual - expected).abs().amax() <= 1e-5 * expected.abs().amax()
 
 
-# Steps, where the last row's sequences begin, and the step of the NaN: inside chunks, and of a walk that is cut into pieces.
+# Steps, where the last row's sequences begin, and the step of the NaN: inside chunks, and in a split work tile.
 NAN_CASES = {
     "in_steps": ({"seqlen": 30}, (0, 10, 20), 13),
     "in_chunks": ({"seqlen": 90}, (0, 36, 72), 40),

@@ -113,7 +113,7 @@ def test_what_follows_a_reset_has_no_part_in_it():
         assert gradient[0, :32].any() and gradient[1, :33].any(), name
 
 
-# ----- walks cut along time
+# ----- work tiles split along time
 
 # Few heads and many chunks: four pieces of six.
 CUT = {"batch": 1, "heads": 2, "groups": 1, "seqlen": 64 * 23 + 5}
@@ -130,13 +130,13 @@ def cut_inputs_on_cuda(**options: Any) -> dict[str, Any]:
 
 @of_kernels
 @pytest.mark.parametrize(("heads", "headdim", "dstate", "seqlen"), [(1, 64, 64, 512), (3, 36, 100, 1477), (4, 128, 128, 2112)])
-def test_cut_walks(heads, headdim, dstate, seqlen, dtype):
+def test_split_work_tiles(heads, headdim, dstate, seqlen, dtype):
     assert_accurate(cut_inputs_on_cuda(heads=heads, headdim=headdim, dstate=dstate, seqlen=seqlen, dtype=dtype))
 
 
 @pytest.mark.parametrize("through", [0, 1], ids=["out", "final_states"])
 @pytest.mark.parametrize("options", CUT_OPTIONS, ids=["one_sequence", "resets", "packed"])
-def test_cut_walks_with_the_gradient_of_one_result(options, through):
+def test_split_work_tiles_with_the_gradient_of_one_result(options, through):
     inputs = cut_inputs_on_cuda(**options)
     cotangents = tuple(x if i == through else None for i, x in enumerate(make_cotangents(inputs)))
     assert_accurate(inputs, cotangents)
@@ -144,13 +144,13 @@ def test_cut_walks_with_the_gradient_of_one_result(options, through):
 
 @pytest.mark.parametrize("initial_states", [True, False], ids=["states", "no_states"])
 @pytest.mark.parametrize("resets", [(1,), (1476,), (255, 512, 769), (650, 660), range(100, 1400, 100)], ids=str)
-def test_cut_walks_with_resets(resets, initial_states):
+def test_split_work_tiles_with_resets(resets, initial_states):
     assert_accurate(cut_inputs_on_cuda(resets=(resets,), initial_states=initial_states))
 
 
 @pytest.mark.parametrize("initial_states", [True, False], ids=["states", "no_states"])
 @pytest.mark.parametrize("heads", [1, 4])
-def test_cut_walks_of_packed_sequences(heads, initial_states):
+def test_split_work_tiles_of_packed_sequences(heads, initial_states):
     inputs = cut_inputs_on_cuda(cu_seqlens=CUT_PACKING, heads=heads, initial_states=initial_states)
     results = assert_accurate(inputs)
     if initial_states:
@@ -376,7 +376,7 @@ def test_errors_do_not_grow_with_the_length(dtype):
 # ----- streams, devices, CUDA graphs
 
 
-@pytest.mark.parametrize("length", [400, 1600], ids=["whole_walks", "cut_walks"])
+@pytest.mark.parametrize("length", [400, 1600], ids=["whole_work_tiles", "split_work_tiles"])
 @pytest.mark.parametrize("gradients", [False, True], ids=["forward", "backward"])
 def test_wrong_offsets_in_a_cuda_graph(gradients, length):
     """Graphs do not check offsets: wrong ones give wrong numbers, but the kernels end, and later calls are right."""

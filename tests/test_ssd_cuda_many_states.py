@@ -49,7 +49,9 @@ def test_gradients_of_products_in_float32(name, dtype):
 
 
 @pytest.mark.parametrize("name", ["everything", "resets_with_states"])
-@pytest.mark.parametrize(("batch", "heads", "seqlen"), [(1, 2, 3001), (3, 120, 500)], ids=["long_walks", "many_walks"])
+@pytest.mark.parametrize(
+    ("batch", "heads", "seqlen"), [(1, 2, 3001), (3, 120, 500)], ids=["long_work_tiles", "many_work_tiles"]
+)
 def test_sequences_in_runs(batch, heads, seqlen, name):
     options = OPTIONS[name] | ({"resets": ((2, 64, 65, 499),) * batch} if name.startswith("resets") else {})
     assert_accurate(inputs_on_cuda(**(options | {"batch": batch, "heads": heads, "groups": 1, "seqlen": seqlen})))
@@ -78,7 +80,7 @@ def test_with_little_memory(name):
 
 CALLS = {
     "many_heads": {"seqlen": 300, "heads": 160, "groups": 1},
-    "cut_walks": {"seqlen": 1500, "batch": 1, "heads": 2, "groups": 1},
+    "split_work_tiles": {"seqlen": 1500, "batch": 1, "heads": 2, "groups": 1},
     "packed": {"heads": 2, "groups": 1, "cu_seqlens": (0, 0, 65, 700)},
     "no_steps": {"seqlen": 0},
     "no_rows": {"batch": 0},

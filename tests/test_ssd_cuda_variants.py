@@ -213,7 +213,7 @@ def test_nan_stays_in_its_head(variant):
 
 # ----- streams and CUDA graphs
 
-CALLS = {"few_heads": {"seqlen": 300}, "many_heads": {"seqlen": 300, "heads": 160, "groups": 1}, "cut_walks": CUT}
+CALLS = {"few_heads": {"seqlen": 300}, "many_heads": {"seqlen": 300, "heads": 160, "groups": 1}, "split_work_tiles": CUT}
 every_call = pytest.mark.parametrize("sizes", CALLS.values(), ids=list(CALLS))
 
 

@@ -29,6 +29,6 @@ def test_partition_counts_in_64_bits(tmp_path):
     lines = subprocess.run([str(program), *arguments], capture_output=True, text=True, check=True).stdout.splitlines()
     for (sequences, seqlen, heads, groups, headdim, dstate), line in zip(calls, lines, strict=True):
         units = heads * ceil_div(headdim, UNIT_ROWS) * (1 if dstate <= UNIT_COLUMNS else UNITS)
-        walks = sequences * groups * ceil_div(units // groups, UNITS)
+        work_tiles = sequences * groups * ceil_div(units // groups, UNITS)
         chunks = max(1, ceil_div(seqlen, CHUNK))
-        assert line == f"{units} {walks} {chunks} {(chunks - 1) * CHUNK}"
+        assert line == f"{units} {work_tiles} {chunks} {(chunks - 1) * CHUNK}"
