@@ -212,7 +212,7 @@ examples() {
 
 benchmarks() {
   local name page status=0 names=() files=()
-  for name in layers selective_scan ssd linear_scan state_update overhead; do
+  for name in layers selective_scan ssd linear_scan state_update causal_conv1d norms overhead; do
     echo "-- $name"
     rm -f "$out/$name.json"
     "$python" "benchmarks/bench_$name.py" --json "$out/$name.json" || { status=1; echo "$name failed"; }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -152,6 +153,15 @@ def test_no_cuda_device(capsys):
     with pytest.raises(SystemExit, match="2"):
         main(bench_norms.BENCHMARK, None, [])
     assert "needs a CUDA GPU" in capsys.readouterr().err
+
+
+def test_every_benchmark_is_documented_and_checked():
+    """README.md lists every script, and scripts/gpu_check.sh runs all that need a GPU."""
+    root = report.DOCS.parent
+    names = {path.stem.removeprefix("bench_") for path in root.glob("benchmarks/bench_*.py")}
+    assert set(re.findall(r"^\| `bench_(\w+)\.py` \|", (root / "README.md").read_text(), re.M)) == names
+    (run,) = re.findall(r"for name in ([\w ]+); do\n +echo \"-- \$name\"", (root / "scripts/gpu_check.sh").read_text())
+    assert set(run.split()) == names - {"cpu"}
 
 
 def test_page_has_every_table():
