@@ -292,7 +292,7 @@ struct CausalConv1d : DifferentiableOp<CausalConv1d, Inputs, std::tuple<at::Tens
 
   static const char* name(const Inputs&) { return kOp; }
 
-  static auto differentiable(const Inputs& in) { return std::tie(in.x, in.weight, in.bias, in.initial_state); }
+  static auto differentiable(Inputs& in) { return std::tie(in.x, in.weight, in.bias, in.initial_state); }
 
   static Result forward(const Inputs& in, variable_list*) {
     static const Operator<Result, Inputs> op("ssm_kernels::_causal_conv1d_fwd");
@@ -319,10 +319,7 @@ struct CausalConv1d : DifferentiableOp<CausalConv1d, Inputs, std::tuple<at::Tens
 
 // The public operator's arguments.
 struct PublicInputs : Inputs {
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weight, self.bias, self.activation, self.seq_idx, self.cu_seqlens, self.initial_state);
-  }
+  auto fields() { return std::tie(x, weight, bias, activation, seq_idx, cu_seqlens, initial_state); }
 };
 
 CausalConv1d::Result causal_conv1d(const PublicInputs& in) {

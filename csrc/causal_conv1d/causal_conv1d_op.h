@@ -27,10 +27,7 @@ struct Inputs {
   // Number of states: of the batch's entries or, with cu_seqlens, of the packed sequences.
   c10::SymInt sequences() const;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.weight, self.bias, self.seq_idx, self.cu_seqlens, self.initial_state, self.activation);
-  }
+  auto fields() { return std::tie(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation); }
 };
 
 // Raises unless the inputs are as ssm_kernels.causal_conv1d documents, the values of cu_seqlens apart.
@@ -39,10 +36,7 @@ void check_inputs(const Inputs& in);
 struct FwdOutputs {
   at::Tensor out, final_state;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.out, self.final_state);
-  }
+  auto fields() { return std::tie(out, final_state); }
 };
 // The outputs are uninitialized. Only final states of sequences that may have no steps are filled in, with the initial states.
 FwdOutputs allocate_fwd(const Inputs& in);
@@ -58,19 +52,13 @@ struct BwdInputs {
   // Arguments of _causal_conv1d_bwd_out alone: memory for the gradient of x, and a tensor to be added to grad_out.
   OptionalTensor grad_x, grad_out_2;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_out, self.grad_final_state), Inputs::fields(self.in), std::tie(self.needs_grad));
-  }
+  auto fields() { return std::tuple_cat(std::tie(grad_out, grad_final_state), in.fields(), std::tie(needs_grad)); }
 };
 
 struct BwdOutInputs : BwdInputs {
   at::Tensor required_grad_x;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(BwdInputs::fields(self), std::tie(self.required_grad_x, self.grad_out_2));
-  }
+  auto fields() { return std::tuple_cat(BwdInputs::fields(), std::tie(required_grad_x, grad_out_2)); }
 };
 using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // all but the gradient of x
 
@@ -99,10 +87,7 @@ struct UpdateInputs {
   OptionalName activation;
   OptionalTensor state_batch_indices;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.conv_state, self.weight, self.bias, self.activation, self.state_batch_indices);
-  }
+  auto fields() { return std::tie(x, conv_state, weight, bias, activation, state_batch_indices); }
 };
 void check_update_inputs(const UpdateInputs& in);
 // Uninitialized, contiguous.

@@ -40,14 +40,8 @@ struct Inputs {
   // Number of states: of the batch's entries or, with cu_seqlens, of the packed sequences.
   c10::SymInt sequences() const;
 
-  template <typename Self>
-  static auto fields_but_tensors(Self& self) {
-    return std::tie(self.h0, self.cu_seqlens, self.recurrence, self.candidate_activation, self.gate_is_logit, self.reverse);
-  }
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.tensors), fields_but_tensors(self));
-  }
+  auto fields_but_tensors() { return std::tie(h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse); }
+  auto fields() { return std::tuple_cat(std::tie(tensors), fields_but_tensors()); }
 };
 
 struct Member {
@@ -61,10 +55,7 @@ Member check_inputs(const Inputs& in);
 struct FwdOutputs {
   at::Tensor h, last_state;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.h, self.last_state);
-  }
+  auto fields() { return std::tie(h, last_state); }
 };
 // Uninitialized, except for last states of sequences that may have no steps: these are the initial states.
 FwdOutputs allocate_fwd(const Inputs& in);
@@ -78,10 +69,8 @@ struct BwdInputs {
   at::Tensor h;
   NeedsGrad needs_grad{};
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_h, self.grad_last_state, self.in.tensors, self.h),
-                          Inputs::fields_but_tensors(self.in), std::tie(self.needs_grad));
+  auto fields() {
+    return std::tuple_cat(std::tie(grad_h, grad_last_state, in.tensors, h), in.fields_but_tensors(), std::tie(needs_grad));
   }
 };
 
@@ -89,10 +78,7 @@ struct GradTensors {
   std::vector<at::Tensor> inputs;
   at::Tensor h0;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.inputs, self.h0);
-  }
+  auto fields() { return std::tie(inputs, h0); }
 };
 // Checks the arguments of backward alone and allocates as allocate_fwd does. Gradients that are not needed have no elements.
 GradTensors allocate_bwd(const BwdInputs& bwd);

@@ -50,19 +50,13 @@ struct Inputs {
   bool norm_before_gate = false;
   std::string_view discretization;
 
-  template <typename Self>
-  static auto differentiable(Self& self) {
-    return std::tie(self.projected, self.conv_weight, self.conv_bias, self.A_log, self.D, self.dt_bias, self.norm_weight,
-                    self.conv_state, self.ssm_state);
+  auto differentiable() {
+    return std::tie(projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, conv_state, ssm_state);
   }
-  template <typename Self>
-  static auto tensors(Self& self) {
-    return std::tuple_cat(differentiable(self), std::tie(self.seq_idx, self.cu_seqlens));
-  }
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(tensors(self), std::tie(self.headdim, self.groups, self.dstate, self.chunk_size, self.dt_min,
-                                                  self.dt_max, self.eps, self.norm_before_gate, self.discretization));
+  auto tensors() { return std::tuple_cat(differentiable(), std::tie(seq_idx, cu_seqlens)); }
+  auto fields() {
+    return std::tuple_cat(tensors(),
+                          std::tie(headdim, groups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization));
   }
 };
 
@@ -70,10 +64,7 @@ struct Inputs {
 struct Outputs {
   at::Tensor out, conv_state, ssm_state, y, rstd, parameters;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.out, self.conv_state, self.ssm_state, self.y, self.rstd, self.parameters);
-  }
+  auto fields() { return std::tie(out, conv_state, ssm_state, y, rstd, parameters); }
 };
 
 // At least one of the first three is present.
@@ -83,11 +74,8 @@ struct BwdInputs {
   NeedsGrad needs_grad{};
   Inputs in;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(
-        std::tie(self.grad_out, self.grad_conv_state, self.grad_ssm_state, self.y, self.rstd, self.parameters, self.needs_grad),
-        Inputs::fields(self.in));
+  auto fields() {
+    return std::tuple_cat(std::tie(grad_out, grad_conv_state, grad_ssm_state, y, rstd, parameters, needs_grad), in.fields());
   }
 };
 
@@ -303,12 +291,12 @@ struct Mamba2Mixer : DifferentiableOp<Mamba2Mixer, Inputs, Result, kNumGrads> {
 
   static const char* name(const Inputs&) { return kOp; }
 
-  static auto differentiable(const Inputs& in) { return Inputs::differentiable(in); }
+  static auto differentiable(Inputs& in) { return in.differentiable(); }
 
   // Calls forward as an operator or, where nothing records operators, as a function.
-  static Result forward(const Inputs& in, variable_list* saved) {
+  static Result forward(Inputs& in, variable_list* saved) {
     static const Operator<Outputs, Inputs> op("ssm_kernels::_mamba2_mixer_fwd");
-    const bool is_eager = !c10::impl::dispatch_mode_enabled() && has_plain_tensors(Inputs::tensors(in));
+    const bool is_eager = !c10::impl::dispatch_mode_enabled() && has_plain_tensors(in.tensors());
     Outputs outputs = is_eager ? mamba2_mixer::forward(in) : op(in);
     if (saved != nullptr) *saved = {outputs.y, outputs.rstd, outputs.parameters};
     return {std::move(outputs.out), std::move(outputs.conv_state), std::move(outputs.ssm_state)};
@@ -325,7 +313,7 @@ struct Mamba2Mixer : DifferentiableOp<Mamba2Mixer, Inputs, Result, kNumGrads> {
     bwd.parameters = saved[2];
     bwd.needs_grad = needs_grad;
     bwd.in = std::move(in);
-    if (!runs_eagerly() || !has_plain_tensors(Inputs::tensors(bwd.in)) || !are_plain(saved) || !are_plain(grads)) {
+    if (!runs_eagerly() || !has_plain_tensors(bwd.in.tensors()) || !are_plain(saved) || !are_plain(grads)) {
       return op(bwd);
     }
     at::AutoDispatchBelowADInplaceOrView guard;

@@ -50,10 +50,7 @@ struct Inputs {
   at::Tensor xz, weight;
   OptionalTensor bias, initial_state;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.xz, self.weight, self.bias, self.initial_state);
-  }
+  auto fields() { return std::tie(xz, weight, bias, initial_state); }
 };
 
 at::Tensor left_half(const at::Tensor& xz) { return xz.narrow_symint(-1, 0, xz.sym_size(-1) / 2); }
@@ -201,7 +198,7 @@ struct MambaConvOp {
   }
 };
 
-Result mamba_conv(const Inputs& in) {
+Result mamba_conv(Inputs& in) {
   TORCH_CHECK_VALUE(in.xz.dim() == 3 && in.xz.sym_size(2) % 2 == 0,
                     "Mamba: expected xz of shape (batch, seqlen, 2 * channels), got ", in.xz.sym_sizes());
   const bool makes_node = std::apply(
@@ -209,8 +206,8 @@ Result mamba_conv(const Inputs& in) {
         const auto has_tangent = [](const at::Tensor& one) { return one.defined() && one._fw_grad(/*level=*/0).defined(); };
         return (needs_autograd(tensor) || ...) && !(has_tangent(or_undefined(tensor)) || ...);
       },
-      Inputs::fields(in));
-  if (!makes_node || !has_plain_tensors(Inputs::fields(in))) return compose(in);
+      in.fields());
+  if (!makes_node || !has_plain_tensors(in.fields())) return compose(in);
   auto outputs = MambaConv::apply(in.xz, in.weight, in.bias, in.initial_state);
   return {outputs[0], outputs[1], outputs[2]};
 }

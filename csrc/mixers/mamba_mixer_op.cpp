@@ -44,30 +44,18 @@ struct Inputs {
   // The public operator has no such arguments. In backward, the initial state is the first of the chunk states.
   bool save_chunk_states = false, has_initial_state = false, has_gate_of_convolution = false;
 
-  template <typename Self>
-  static auto fields_but_state(Self& self) {
-    return std::tie(self.x, self.delta, self.A_log, self.B, self.C, self.D, self.z, self.delta_bias);
-  }
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(fields_but_state(self), std::tie(self.initial_state, self.discretization));
-  }
+  auto fields_but_state() { return std::tie(x, delta, A_log, B, C, D, z, delta_bias); }
+  auto fields() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization)); }
 };
 
 struct FwdInputs : Inputs {
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Inputs::fields(self), std::tie(self.save_chunk_states));
-  }
+  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(save_chunk_states)); }
 };
 
 struct FwdOutputs {
   at::Tensor out, last_state, chunk_states, parameters;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.out, self.last_state, self.chunk_states, self.parameters);
-  }
+  auto fields() { return std::tie(out, last_state, chunk_states, parameters); }
 };
 
 struct BwdInputs {
@@ -78,10 +66,9 @@ struct BwdInputs {
   // The caller's memory for the gradients of z and delta; not in the schema.
   OptionalTensor grad_z, grad_delta;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_out, self.grad_last_state), Inputs::fields_but_state(self.in),
-                          std::tie(self.chunk_states, self.parameters, self.in.discretization, self.needs_grad));
+  auto fields() {
+    return std::tuple_cat(std::tie(grad_out, grad_last_state), in.fields_but_state(),
+                          std::tie(chunk_states, parameters, in.discretization, needs_grad));
   }
 };
 
@@ -156,9 +143,7 @@ struct MambaMixer : DifferentiableOp<MambaMixer, Inputs, std::tuple<at::Tensor, 
 
   static const char* name(const Inputs&) { return "Mamba"; }
 
-  static auto differentiable(const Inputs& in) {
-    return std::tuple_cat(Inputs::fields_but_state(in), std::tie(in.initial_state));
-  }
+  static auto differentiable(Inputs& in) { return std::tuple_cat(in.fields_but_state(), std::tie(in.initial_state)); }
 
   // Calls fwd() directly, or through the dispatcher while a mode records operators or a tensor is not plain.
   static Result forward(Inputs& in, variable_list* saved) {
@@ -173,13 +158,11 @@ struct MambaMixer : DifferentiableOp<MambaMixer, Inputs, std::tuple<at::Tensor, 
     return {std::move(outputs.out), std::move(outputs.last_state)};
   }
 
-  template <typename Self>
-  static auto saved_fields(Self& in) {
-    return std::tuple_cat(Inputs::fields_but_state(in),
-                          std::tie(in.discretization, in.has_initial_state, in.has_gate_of_convolution));
+  static auto saved_fields(Inputs& in) {
+    return std::tuple_cat(in.fields_but_state(), std::tie(in.discretization, in.has_initial_state, in.has_gate_of_convolution));
   }
 
-  static NeedsGrad has_edges(const Inputs& in) {
+  static NeedsGrad has_edges(Inputs& in) {
     NeedsGrad edges = DifferentiableOp::has_edges(in);
     edges[kGradInitialState] = in.has_initial_state;
     return edges;
@@ -194,7 +177,7 @@ struct MambaMixer : DifferentiableOp<MambaMixer, Inputs, std::tuple<at::Tensor, 
     bwd.chunk_states = saved[0];
     bwd.parameters = saved[1];
     bwd.needs_grad = needs_grad;
-    if (!runs_eagerly() || !has_plain_tensors(Inputs::fields_but_state(bwd.in)) || !are_plain(saved) || !are_plain(grads)) {
+    if (!runs_eagerly() || !has_plain_tensors(bwd.in.fields_but_state()) || !are_plain(saved) || !are_plain(grads)) {
       return op(bwd);
     }
     at::AutoDispatchBelowADInplaceOrView guard;

@@ -27,10 +27,7 @@ struct Inputs {
   OptionalTensor bias, D;
   at::ScalarType dtype = at::kFloat;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.A_log, self.bias, self.D, self.dtype);
-  }
+  auto fields() { return std::tie(A_log, bias, D, dtype); }
 };
 
 at::Tensor allocate(const Inputs& in) {

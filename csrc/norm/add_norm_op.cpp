@@ -16,10 +16,7 @@ const char* add_name(bool subtract_mean) { return subtract_mean ? "add_layer_nor
 struct AddOutputs {
   Tensor normed, new_residual, rstd, mean;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.normed, self.new_residual, self.rstd, self.mean);
-  }
+  auto fields() { return std::tie(normed, new_residual, rstd, mean); }
 };
 
 template <bool meta>
@@ -68,10 +65,9 @@ struct AddBwdInputs {
   bool subtract_mean = false;
   std::array<bool, kNumAddGrads> needs_grad{};
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.grad_normed, self.grad_new_residual, self.new_residual, self.weight, self.bias, self.mean, self.rstd,
-                    self.group_size, self.subtract_mean, self.needs_grad);
+  auto fields() {
+    return std::tie(grad_normed, grad_new_residual, new_residual, weight, bias, mean, rstd, group_size, subtract_mean,
+                    needs_grad);
   }
 };
 
@@ -122,7 +118,7 @@ struct AddNorm : DifferentiableOp<AddNorm, AddNodeInputs, std::tuple<Tensor, Ten
 
   static const char* name(const AddNodeInputs& in) { return add_name(in.subtract_mean); }
 
-  static auto differentiable(const AddNodeInputs& in) { return std::tie(in.x, in.residual, in.weight, in.bias); }
+  static auto differentiable(AddNodeInputs& in) { return std::tie(in.x, in.residual, in.weight, in.bias); }
 
   static Result forward(AddNodeInputs& in, variable_list* saved) {
     static const Operator<AddOutputs, AddInputs> op("ssm_kernels::_add_norm_fwd");
@@ -136,14 +132,11 @@ struct AddNorm : DifferentiableOp<AddNorm, AddNodeInputs, std::tuple<Tensor, Ten
     return {outputs.normed, outputs.new_residual};
   }
 
-  template <typename Self>
-  static auto saved_fields(Self& in) {
+  static auto saved_fields(Inputs& in) {
     return std::tie(in.weight, in.bias, in.group_size, in.subtract_mean, in.x_dtype, in.residual_dtype, in.has_residual);
   }
 
-  static NeedsGrad has_edges(const AddNodeInputs& in) {
-    return {true, in.has_residual, is_present(in.weight), is_present(in.bias)};
-  }
+  static NeedsGrad has_edges(AddNodeInputs& in) { return {true, in.has_residual, is_present(in.weight), is_present(in.bias)}; }
 
   static AddGrads backward(AddNodeInputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad) {
     const Tensor &grad_normed = grads[0], &grad_new_residual = grads[1];

@@ -29,27 +29,15 @@ struct GatedInputs {
   std::string_view activation;
   bool subtract_mean = false;
 
-  template <typename Self>
-  static auto tensors(Self& self) {
-    return std::tie(self.x, self.weight, self.z, self.bias);
-  }
-  template <typename Self>
-  static auto options(Self& self) {
-    return std::tie(self.group_size, self.norm_before_gate, self.activation, self.subtract_mean);
-  }
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(tensors(self), std::tie(self.eps), options(self));
-  }
+  auto tensors() { return std::tie(x, weight, z, bias); }
+  auto options() { return std::tie(group_size, norm_before_gate, activation, subtract_mean); }
+  auto fields() { return std::tuple_cat(tensors(), std::tie(eps), options()); }
 };
 
 struct GatedOutputs {
   Tensor out, rstd, mean;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.out, self.rstd, self.mean);
-  }
+  auto fields() { return std::tie(out, rstd, mean); }
 };
 
 // The arguments that both backward operators of _norm_gated share.
@@ -58,21 +46,14 @@ struct GatedBwdInputs {
   GatedInputs in;
   Tensor mean, rstd;
 
-  template <typename Self>
-  static auto common_fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_out), GatedInputs::tensors(self.in), std::tie(self.mean, self.rstd),
-                          GatedInputs::options(self.in));
-  }
+  auto common_fields() { return std::tuple_cat(std::tie(grad_out), in.tensors(), std::tie(mean, rstd), in.options()); }
 };
 
 struct GatedBwdOutInputs : GatedBwdInputs {
   std::array<bool, 2> needs_grad{};  // weight, bias
   OptionalTensor grad_x, grad_z;     // written if they are present
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(GatedBwdInputs::common_fields(self), std::tie(self.needs_grad, self.grad_x, self.grad_z));
-  }
+  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_grad, grad_x, grad_z)); }
 };
 using GatedParameterGrads = std::array<Tensor, 2>;
 
@@ -84,11 +65,7 @@ struct AddInputs {
   OptionalSize group_size;
   bool residual_in_fp32 = false, subtract_mean = false;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.residual, self.weight, self.bias, self.eps, self.group_size, self.residual_in_fp32,
-                    self.subtract_mean);
-  }
+  auto fields() { return std::tie(x, residual, weight, bias, eps, group_size, residual_in_fp32, subtract_mean); }
 };
 
 inline constexpr char kRowAxes[] = "(..., columns)";

@@ -95,10 +95,7 @@ using GatedGrads = std::array<Tensor, kNumGrads>;
 struct GatedBwdInputsOfAll : GatedBwdOutInputs {
   std::array<bool, kNumGrads> needs_grads{};
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(GatedBwdInputs::common_fields(self), std::tie(self.needs_grads));
-  }
+  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_grads)); }
 };
 
 template <bool meta>
@@ -120,7 +117,7 @@ struct NormGated : DifferentiableOp<NormGated, GatedInputs, Tensor, kNumGrads> {
 
   static const char* name(const GatedInputs& in) { return gated_name(in.subtract_mean); }
 
-  static auto differentiable(const GatedInputs& in) { return GatedInputs::tensors(in); }
+  static auto differentiable(GatedInputs& in) { return in.tensors(); }
 
   static Tensor forward(const GatedInputs& in, variable_list* saved) {
     static const Operator<GatedOutputs, GatedInputs> op("ssm_kernels::_norm_gated_fwd");
@@ -129,10 +126,7 @@ struct NormGated : DifferentiableOp<NormGated, GatedInputs, Tensor, kNumGrads> {
     return outputs.out;
   }
 
-  template <typename Self>
-  static auto saved_fields(Self& in) {
-    return std::tuple_cat(GatedInputs::tensors(in), GatedInputs::options(in));
-  }
+  static auto saved_fields(Inputs& in) { return std::tuple_cat(in.tensors(), in.options()); }
 
   static GatedGrads backward(GatedInputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad) {
     static const Operator<GatedGrads, GatedBwdInputsOfAll> op("ssm_kernels::_norm_gated_bwd");

@@ -197,9 +197,7 @@ struct SelectiveScan : DifferentiableOp<SelectiveScan, Inputs, std::tuple<at::Te
 
   static const char* name(const Inputs&) { return kOp; }
 
-  static auto differentiable(const Inputs& in) {
-    return std::tuple_cat(Inputs::fields_but_state(in), std::tie(in.initial_state));
-  }
+  static auto differentiable(Inputs& in) { return std::tuple_cat(in.fields_but_state(), std::tie(in.initial_state)); }
 
   static Result forward(Inputs& in, variable_list* saved) {
     static const Operator<FwdOutputs, FwdInputs> op("ssm_kernels::_selective_scan_fwd");
@@ -210,12 +208,11 @@ struct SelectiveScan : DifferentiableOp<SelectiveScan, Inputs, std::tuple<at::Te
     return {std::move(outputs.out), std::move(outputs.last_state)};
   }
 
-  template <typename Self>
-  static auto saved_fields(Self& in) {
-    return std::tuple_cat(Inputs::fields_but_state(in), std::tie(in.discretization, in.delta_softplus, in.has_initial_state));
+  static auto saved_fields(Inputs& in) {
+    return std::tuple_cat(in.fields_but_state(), std::tie(in.discretization, in.delta_softplus, in.has_initial_state));
   }
 
-  static NeedsGrad has_edges(const Inputs& in) {
+  static NeedsGrad has_edges(Inputs& in) {
     NeedsGrad edges = DifferentiableOp::has_edges(in);
     edges[kGradInitialState] = in.has_initial_state;
     return edges;

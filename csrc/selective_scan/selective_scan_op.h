@@ -29,21 +29,12 @@ struct Inputs {
   bool save_chunk_states = false;
   bool has_initial_state = false;  // in backward, whose initial state is the first of the chunk states
 
-  template <typename Self>
-  static auto fields_but_state(Self& self) {
-    return std::tie(self.u, self.delta, self.A, self.B, self.C, self.D, self.z, self.delta_bias);
-  }
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(fields_but_state(self), std::tie(self.initial_state, self.discretization, self.delta_softplus));
-  }
+  auto fields_but_state() { return std::tie(u, delta, A, B, C, D, z, delta_bias); }
+  auto fields() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization, delta_softplus)); }
 };
 
 struct FwdInputs : Inputs {
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(Inputs::fields(self), std::tie(self.save_chunk_states));
-  }
+  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(save_chunk_states)); }
 };
 
 // Raises unless the inputs are as ssm_kernels.selective_scan documents; returns the method.
@@ -52,10 +43,7 @@ Discretization check_inputs(const Inputs& in);
 struct FwdOutputs {
   at::Tensor out, last_state, chunk_states;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.out, self.last_state, self.chunk_states);
-  }
+  auto fields() { return std::tie(out, last_state, chunk_states); }
 };
 // Uninitialized, on the device of u (the Meta device included). This is the one place that knows what forward saves.
 FwdOutputs allocate_fwd(const Inputs& in);
@@ -73,20 +61,16 @@ struct BwdInputs {
   // Arguments of _selective_scan_bwd_out alone: where backward writes the gradient of z and, if it is given, that of delta.
   OptionalTensor grad_z, grad_delta;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_out, self.grad_last_state), Inputs::fields_but_state(self.in),
-                          std::tie(self.chunk_states, self.in.discretization, self.in.delta_softplus, self.needs_grad));
+  auto fields() {
+    return std::tuple_cat(std::tie(grad_out, grad_last_state), in.fields_but_state(),
+                          std::tie(chunk_states, in.discretization, in.delta_softplus, needs_grad));
   }
 };
 
 struct BwdOutInputs : BwdInputs {
   at::Tensor required_grad_z;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(BwdInputs::fields(self), std::tie(self.required_grad_z, self.grad_delta));
-  }
+  auto fields() { return std::tuple_cat(BwdInputs::fields(), std::tie(required_grad_z, grad_delta)); }
 };
 using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // without that of z
 

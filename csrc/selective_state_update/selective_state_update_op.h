@@ -23,10 +23,8 @@ struct Inputs {
   std::optional<at::ArrayRef<double>> dt_limit;
   bool A_is_log = false;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.state, self.x, self.dt, self.A, self.B, self.C, self.D, self.z, self.dt_bias, self.dt_softplus,
-                    self.state_batch_indices, self.discretization, self.dt_limit, self.A_is_log);
+  auto fields() {
+    return std::tie(state, x, dt, A, B, C, D, z, dt_bias, dt_softplus, state_batch_indices, discretization, dt_limit, A_is_log);
   }
 };
 

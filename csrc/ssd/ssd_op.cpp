@@ -133,10 +133,9 @@ GradTensors bwd_meta(const BwdInputs& bwd) {
 struct PublicInputs : Inputs {
   std::optional<at::ArrayRef<double>> dt_limit;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.dt, self.A, self.B, self.C, self.chunk_size, self.D, self.z, self.dt_bias, self.dt_softplus,
-                    self.dt_limit, self.initial_states, self.seq_idx, self.cu_seqlens, self.discretization);
+  auto fields() {
+    return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_limit, initial_states, seq_idx, cu_seqlens,
+                    discretization);
   }
 };
 
@@ -146,7 +145,7 @@ struct SsdChunkScan : DifferentiableOp<SsdChunkScan, Inputs, FwdResult, kNumGrad
 
   static const char* name(const Inputs&) { return kOp; }
 
-  static auto differentiable(const Inputs& in) {
+  static auto differentiable(Inputs& in) {
     return std::tie(in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.initial_states);
   }
 

@@ -30,10 +30,9 @@ struct Inputs {
   // Number of states: of the batch's entries or, with cu_seqlens, of the packed sequences.
   c10::SymInt sequences() const;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.x, self.dt, self.A, self.B, self.C, self.chunk_size, self.D, self.z, self.dt_bias, self.dt_softplus,
-                    self.dt_min, self.dt_max, self.initial_states, self.seq_idx, self.cu_seqlens, self.discretization);
+  auto fields() {
+    return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
+                    discretization);
   }
 };
 
@@ -43,10 +42,7 @@ Discretization check_inputs(const Inputs& in);
 struct FwdOutputs {
   at::Tensor out, final_states;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tie(self.out, self.final_states);
-  }
+  auto fields() { return std::tie(out, final_states); }
 };
 using FwdResult = std::tuple<at::Tensor, at::Tensor>;
 // Uninitialized, on the device of x (the Meta device included).
@@ -63,10 +59,7 @@ struct BwdInputs {
   // Memory for the gradients of sequences, such as columns of a wider tensor. Callers in C++ set it; no schema has it.
   std::array<OptionalTensor, kNumGrads> targets;
 
-  template <typename Self>
-  static auto fields(Self& self) {
-    return std::tuple_cat(std::tie(self.grad_out, self.grad_final_states), Inputs::fields(self.in), std::tie(self.needs_grad));
-  }
+  auto fields() { return std::tuple_cat(std::tie(grad_out, grad_final_states), in.fields(), std::tie(needs_grad)); }
 };
 
 // Checks the arguments of backward alone and allocates as allocate_fwd does. The gradient of a sequence is its target or has

@@ -3,7 +3,7 @@
 //   struct Op : DifferentiableOp<Op, Inputs, Result, kNumGrads> {
 //     static constexpr char kSchema[] = "ssm_kernels::op";
 //     static const char* name(const Inputs& in);         // in messages
-//     static auto differentiable(const Inputs& in);      // std::tie of tensors, in the order of their gradients
+//     static auto differentiable(Inputs& in);            // std::tie of tensors, in the order of their gradients
 //     static Result forward(Inputs& in, variable_list* saved);
 //     static GradTensors backward(Inputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad);
 //     static void cast(Inputs& in, const Autocast& to);
@@ -73,13 +73,10 @@ struct DifferentiableOp {
   static constexpr bool kIsPublic = false;
 
   // The members that backward needs.
-  template <typename Self>
-  static auto saved_fields(Self& in) {
-    return Inputs::fields(in);
-  }
+  static auto saved_fields(Inputs& in) { return in.fields(); }
 
   // Which of the differentiable inputs are present, from the saved members: absent ones have no edge in the graph.
-  static NeedsGrad has_edges(const Inputs& in) {
+  static NeedsGrad has_edges(Inputs& in) {
     return std::apply([](const auto&... tensor) { return NeedsGrad{is_present(tensor)...}; }, Op::differentiable(in));
   }
 };

@@ -5,8 +5,7 @@
 //     std::optional<at::Tensor> bias;
 //     bool reverse = false;
 //
-//     template <typename Self>
-//     static auto fields(Self& self) { return std::tie(self.x, self.bias, self.reverse); }
+//     auto fields() { return std::tie(x, bias, reverse); }
 //   };
 //
 // The C++ signature, the dispatcher's kernels and calls from C++ follow from the types of these fields. A result is a tensor, a
@@ -26,6 +25,13 @@
 #include "torch/arguments.h"
 
 namespace ssm_kernels {
+
+// The fields of T in a struct that has the members of T, and may have others.
+template <typename T, typename Named>
+auto fields_of(const Named& values) {
+  const auto as_const = [](auto&... field) { return std::tie(std::as_const(field)...); };
+  return std::apply(as_const, const_cast<T&>(static_cast<const T&>(values)).T::fields());
+}
 
 // How the dispatcher passes an argument.
 template <typename T>
@@ -57,16 +63,16 @@ struct Returned<std::array<at::Tensor, count>> {
   }
 };
 template <typename T>
-struct Returned<T, std::void_t<decltype(T::fields(std::declval<T&>()))>> {
+struct Returned<T, std::void_t<decltype(std::declval<T&>().fields())>> {
   template <typename... Fields>
   static std::tuple<Fields...> values(std::tuple<Fields&...> fields) {
     return std::apply([](auto&... field) { return std::tuple<Fields...>{std::move(field)...}; }, fields);
   }
-  using type = decltype(values(T::fields(std::declval<T&>())));
-  static type to(T&& result) { return values(T::fields(result)); }
+  using type = decltype(values(std::declval<T&>().fields()));
+  static type to(T&& result) { return values(result.fields()); }
   static T from(type&& result) {
     T converted;
-    T::fields(converted) = std::move(result);
+    converted.fields() = std::move(result);
     return converted;
   }
 };
@@ -78,7 +84,7 @@ struct SignatureOf<Result, std::tuple<Fields&...>> {
   using type = typename Returned<Result>::type(typename Passed<Fields>::type...);
 };
 template <typename Result, typename Inputs>
-using Signature = typename SignatureOf<Result, decltype(Inputs::fields(std::declval<Inputs&>()))>::type;
+using Signature = typename SignatureOf<Result, decltype(std::declval<Inputs&>().fields())>::type;
 
 // A registered operator, such as "ssm_kernels::selective_scan". To be kept in a static variable: the search takes a while.
 template <typename Result, typename Inputs>
@@ -87,20 +93,20 @@ class Operator {
   explicit Operator(const char* name)
       : handle_(c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature<Result, Inputs>>()) {}
 
-  // `in` has the members of Inputs, and may have others.
   template <typename Named>
   Result operator()(const Named& in) const {
-    return Returned<Result>::from(std::apply([&](const auto&... field) { return handle_.call(field...); }, Inputs::fields(in)));
+    return Returned<Result>::from(
+        std::apply([&](const auto&... field) { return handle_.call(field...); }, fields_of<Inputs>(in)));
   }
 
   Result redispatch(c10::DispatchKeySet keys, const Inputs& in) const {
     return Returned<Result>::from(
-        std::apply([&](const auto&... field) { return handle_.redispatch(keys, field...); }, Inputs::fields(in)));
+        std::apply([&](const auto&... field) { return handle_.redispatch(keys, field...); }, fields_of<Inputs>(in)));
   }
 
   // Raises as check_arguments does.
   void check(const Inputs& in) const {
-    std::apply([&](const auto&... field) { check_arguments(handle_, {AnyArgument(field)...}); }, Inputs::fields(in));
+    std::apply([&](const auto&... field) { check_arguments(handle_, {AnyArgument(field)...}); }, fields_of<Inputs>(in));
   }
 
  private:
@@ -116,14 +122,14 @@ struct KernelOf<Result, Inputs, Out(Arguments...)> {
   template <Result (*function)(Inputs&)>
   static Out call(Arguments... arguments) {
     Named in;
-    Named::fields(in) = std::tie(arguments...);
+    in.fields() = std::tie(arguments...);
     return Returned<Result>::to(function(in));
   }
 
   template <Result (*function)(c10::DispatchKeySet, Inputs&)>
   static Out call_with_keys(c10::DispatchKeySet keys, Arguments... arguments) {
     Named in;
-    Named::fields(in) = std::tie(arguments...);
+    in.fields() = std::tie(arguments...);
     return Returned<Result>::to(function(keys, in));
   }
 };
