@@ -10,7 +10,16 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from helpers import DEVICES, assert_all_close, assert_as_accurate, gradients_of_dependent, parameter_dtype, split
+from helpers import (
+    DEVICES,
+    assert_all_close,
+    assert_as_accurate,
+    assert_equal,
+    captured,
+    gradients_of_dependent,
+    parameter_dtype,
+    split,
+)
 from torch import Tensor
 
 import ssm_kernels
@@ -259,6 +268,22 @@ class OperatorSpec:
         else:
             self.assert_as_accurate(actual, self.evaluate_natively(inputs, cotangents, expected), expected, inputs)
         return actual
+
+    def assert_replays(self, draws: Sequence[Inputs], *, gradients: bool = True) -> None:
+        """Captures a call on CUDA in a graph and replays it on new values in the same tensors, the first ones last: each time
+        it computes what an eager call does, bit for bit. Draws differ in the values of their tensors."""
+        static = {name: value.clone() if isinstance(value, Tensor) else value for name, value in draws[0].items()}
+        cotangents = [self.make_cotangents(draw, seed) if gradients else () for seed, draw in enumerate(draws, 1)]
+        static_cotangents = tuple(map(torch.clone, cotangents[0])) or None
+        graph, found = captured(lambda: self.evaluate(self, static, static_cotangents))
+        for draw, incoming in [*zip(draws, cotangents, strict=True)][::-1]:
+            for name, value in draw.items():
+                if isinstance(value, Tensor):
+                    static[name].copy_(value)
+            for tensor, value in zip(static_cotangents or (), incoming, strict=True):
+                tensor.copy_(value)
+            graph.replay()
+            assert_equal(found, self.evaluate(self, draw, incoming or None))
 
     def training_step(self, function: Callable, inputs: Inputs) -> Results:
         """The results of the function, and the gradients that a loss sends back through it to every tensor argument."""

@@ -22,7 +22,7 @@ from conv_helpers import (
     step,
     with_state,
 )
-from helpers import DTYPES, arrange, assert_equal, captured, debug_option, says
+from helpers import DTYPES, arrange, assert_equal, debug_option, says
 from helpers import LAYOUTS as ANY_LAYOUTS
 from operator_spec import as_float64, tensor_names, with_gradients
 from torch import Tensor
@@ -466,17 +466,6 @@ def test_cuda_agrees_with_the_cpu(dtype):
             eps = max(torch.finfo(cpu.dtype).eps, 4e-7 if dtype != torch.float64 else 0)
             tolerance = 16 * eps * max(1.0, cpu.double().abs().max().item())
             torch.testing.assert_close(results[1][name].cpu(), cpu, rtol=16 * eps, atol=tolerance)
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("cut", CUTS.values(), ids=list(CUTS))
-def test_training_in_a_cuda_graph(cut):
-    inputs = make_inputs(**(SIZES["vectors"] | cut), dtype=torch.bfloat16, device="cuda")
-    cotangents = make_cotangents(inputs)
-    graph, results = captured(lambda: evaluate(with_state, inputs, cotangents))
-    inputs["x"].mul_(0.5)
-    graph.replay()
-    assert_equal(results, evaluate(with_state, inputs, cotangents))
 
 
 def test_reference_refuses_other_activations():

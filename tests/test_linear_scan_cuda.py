@@ -1,4 +1,4 @@
-"""linear_scan and its family on CUDA beside the CPU's kernels: tiles of time, sizes beyond 32 bits, streams, CUDA graphs.
+"""linear_scan and its family on CUDA beside the CPU's kernels: tiles of time, sizes beyond 32 bits, CUDA graphs.
 
 Tests for every device are beside the tests for the CPU; this file has tests that only a GPU's kernels can fail.
 """
@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import DTYPES, arrange, assert_as_accurate, assert_equal, captured, dtypes, move, move_all, no_synchronization
-from operator_spec import as_float64, tensor_names, with_gradients
+from helpers import arrange, assert_as_accurate, assert_equal, captured, dtypes, move, move_all, no_synchronization
+from operator_spec import as_float64, with_gradients
 from recurrence_helpers import (
     LINEAR,
     LIQUID,
@@ -291,60 +291,6 @@ def test_no_uninitialized_memory_is_read(dtype, uninitialized_memory_is_nan):
 
 # ----- beside other work
 
-BUSY_SIZES = [LONG, MANY_CHANNELS, {"batch": 1, "channels": 32, "seqlen": 65536}, {"batch": 3, "channels": 70, "seqlen": 150}]
-
-
-@dtypes(*DTYPES)
-@pytest.mark.parametrize("sizes", BUSY_SIZES, ids=str)
-def test_repeatable(sizes, dtype):
-    """Bit for bit, also on a GPU that is busy with something else."""
-    inputs = move_all(make_inputs(RGLRU, dtype=dtype, **sizes), "cuda")
-    cotangents = make_cotangents(inputs)
-    first = evaluate(RGLRU, inputs, cotangents)
-    assert_equal(evaluate(RGLRU, inputs, cotangents), first)
-    matrix, elsewhere = torch.ones(2048, 2048, device="cuda"), torch.cuda.Stream()
-    elsewhere.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(elsewhere):
-        for _ in range(8):
-            torch.mm(matrix, matrix)
-    for _ in range(3):
-        assert_equal(evaluate(RGLRU, inputs, cotangents), first)
-    torch.cuda.current_stream().wait_stream(elsewhere)
-
-
-def test_two_streams_at_once():
-    sets = [move_all(make_inputs(MINGRU, dtype=torch.float32, **sizes), "cuda") for sizes in (LONG, MANY_CHANNELS)]
-    cotangents = [make_cotangents(inputs) for inputs in sets]
-    expected = [evaluate(MINGRU, *arguments) for arguments in zip(sets, cotangents, strict=True)]
-    streams = [torch.cuda.Stream() for _ in sets]
-    torch.cuda.synchronize()
-    results: list[list[dict[str, Tensor]]] = [[] for _ in sets]
-    for _ in range(5):
-        for i, stream in enumerate(streams):
-            with torch.cuda.stream(stream):
-                results[i].append(evaluate(MINGRU, sets[i], cotangents[i]))
-    torch.cuda.synchronize()
-    for i, runs in enumerate(results):
-        for run in runs:
-            assert_equal(run, expected[i])
-
-
-@pytest.mark.parametrize("sizes", [LONG, MANY_CHANNELS, {"cu_seqlens": PACKED}], ids=str)
-def test_runs_on_the_current_stream(sizes):
-    """A scan that waits for a long write on its own stream sees what was written, and so does its backward."""
-    inputs = move_all(make_inputs(MINGRU, dtype=torch.float32, **sizes), "cuda")
-    cotangents = make_cotangents(inputs)
-    expected = evaluate(MINGRU, inputs, cotangents)
-    values, inputs["gate"] = inputs["gate"], torch.full_like(inputs["gate"], float("nan"))
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        inputs["gate"].copy_(values)
-        actual = evaluate(MINGRU, inputs, cotangents)
-    stream.synchronize()
-    assert_equal(actual, expected)
-
 
 @every_recurrence
 def test_nothing_waits_for_the_device(variant):
@@ -358,64 +304,7 @@ def test_nothing_waits_for_the_device(variant):
         variant.step(**of_step, state=leaves["h0"])
 
 
-def test_runs_on_the_device_of_its_arguments():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
-    assert torch.cuda.current_device() == 0
-    for sizes in ({"channels": 70, "seqlen": 150}, LONG, {"cu_seqlens": PACKED}):
-        inputs = make_inputs(MINGRU, **sizes)
-        cotangents = make_cotangents(inputs)
-        results = evaluate(MINGRU, move_all(inputs, "cuda:1"), tuple(move(x, "cuda:1") for x in cotangents))
-        assert all(value.device == torch.device("cuda:1") for value in results.values())
-        assert torch.cuda.current_device() == 0
-        on_cpu = {name: value.cpu() for name, value in results.items()}
-        assert_all_close(on_cpu, evaluate(MINGRU, inputs, cotangents), 1e-10)
-
-
 # ----- CUDA graphs
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"channels": 70, "seqlen": 150},
-        {"channels": 70, "seqlen": 150, "layout": "transposed", "dtype": torch.bfloat16, "reverse": True},
-        {"batch": 1, "channels": 32, "seqlen": 8192},
-        {"channels": 33, "cu_seqlens": (0, 0, 100, 101, 4000)},
-        {"channels": 33, "cu_seqlens": (0, 0, 100, 101, 4000), "reverse": True, "dtype": torch.bfloat16},
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("variant", [LINEAR, MINGRU, LIQUID], ids=lambda variant: variant.name)
-def test_cuda_graph_of_forward_and_backward(variant, options):
-    """Replayed on new values in the same tensors, offsets of packed sequences too, it computes what an eager call does."""
-    draws = [move_all(make_inputs(variant, **{"dtype": torch.float32} | options, seed=seed), "cuda") for seed in range(3)]
-    if "cu_seqlens" in options:
-        for draw, offsets in zip(draws[1:], [(0, 1, 2000, 2048, 4000), (0, 4000, 4000, 4000, 4000)], strict=True):
-            draw["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device="cuda")
-    cotangents = [make_cotangents(inputs, seed=10 + seed) for seed, inputs in enumerate(draws)]
-    expected = [evaluate(variant, *arguments) for arguments in zip(draws, cotangents, strict=True)]
-
-    static = with_gradients({k: v.clone() if isinstance(v, Tensor) else v for k, v in draws[0].items()})
-    static_cotangents = tuple(x.clone() for x in cotangents[0])
-    names = tensor_names(static)
-
-    def forward_and_backward() -> dict[str, Tensor]:
-        h, last_state = variant.scan(**static, return_last_state=True)
-        gradients = torch.autograd.grad((h, last_state), [static[name] for name in names], static_cotangents)
-        return {"h": h, "last_state": last_state} | {f"grad_{n}": g for n, g in zip(names, gradients, strict=True)}
-
-    graph, found = captured(forward_and_backward)
-
-    for draw, draw_cotangents, results in zip(draws, cotangents, expected, strict=True):
-        with torch.no_grad():
-            for name in (*names, "cu_seqlens"):
-                if static[name] is not None:
-                    static[name].copy_(draw[name])
-            for tensor, value in zip(static_cotangents, draw_cotangents, strict=True):
-                tensor.copy_(value)
-        graph.replay()
-        assert_equal(found, results)
 
 
 @both_directions
@@ -452,18 +341,3 @@ def test_cuda_graph_of_decoding_steps():
         graph.replay()
         torch.testing.assert_close(step_h, h[:, t], rtol=2**-7, atol=2**-7)
     torch.testing.assert_close(state, last_state, rtol=1e-5, atol=1e-5)
-
-
-def test_compiled_into_cuda_graphs(fresh_dynamo):
-    """torch.compile(mode="reduce-overhead") records and replays forward and backward."""
-
-    def layer(*, x, recurrence_gate, **inputs):
-        h, last_state = RGLRU.scan(recurrence_gate * 3, x=torch.tanh(x) * 2, **inputs, return_last_state=True)
-        return torch.relu(h) + x, last_state * 2
-
-    compiled = torch.compile(layer, fullgraph=True, mode="reduce-overhead")
-    for seed in range(4):  # a warm-up, a recording, replays
-        inputs = move_all(make_inputs(RGLRU, channels=70, seqlen=150, dtype=torch.float32, seed=seed), "cuda")
-        torch.compiler.cudagraph_mark_step_begin()
-        actual, expected = (LINEAR.training_step(function, inputs) for function in (compiled, layer))
-        assert_all_close(actual, expected, 1e-4)

@@ -1,4 +1,4 @@
-"""ssd_chunk_scan on CUDA: its kernels, sequences cut at runs, streams and graphs.
+"""ssd_chunk_scan on CUDA: its kernels, and sequences that blocks split.
 
 test_ssd_cuda_grad.py has the gradients, test_ssd_cuda_variants.py what is the same for all kernels.
 """

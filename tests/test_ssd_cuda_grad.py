@@ -1,4 +1,4 @@
-"""ssd_chunk_scan on CUDA, gradients: the paths of backward's kernels, what stays apart, streams and graphs."""
+"""ssd_chunk_scan on CUDA, gradients: the paths of backward's kernels, what stays apart."""
 
 from __future__ import annotations
 
@@ -373,7 +373,7 @@ def test_errors_do_not_grow_with_the_length(dtype):
         assert many[name] <= LARGEST_GROWTH_OF_THE_ERROR * few[name], f"{name}: {few[name]:.3g}, later {many[name]:.3g}"
 
 
-# ----- streams, devices, CUDA graphs
+# ----- CUDA graphs, memory
 
 
 @pytest.mark.parametrize("length", [400, 1600], ids=["whole_work_tiles", "split_work_tiles"])
@@ -394,35 +394,6 @@ def test_wrong_offsets_in_a_cuda_graph(gradients, length):
     assert_equal({name: inputs[name] for name in kept}, kept)
     graph.replay()
     assert_equal(found, expected)
-
-
-@pytest.mark.parametrize("late", ["x", "grad_out"])
-def test_runs_on_the_current_stream(late):
-    """Where it waits for a long write, it sees what was written."""
-    inputs = inputs_on_cuda(batch=1, seqlen=3000)
-    cotangents = make_cotangents(inputs)
-    expected = evaluate(scan, inputs, cotangents)
-    target = inputs["x"] if late == "x" else cotangents[0]
-    values = target.clone()
-    target.fill_(math.nan)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)
-        target.copy_(values)
-        actual = evaluate(scan, inputs, cotangents)
-    stream.synchronize()
-    assert_equal(actual, expected)
-
-
-def test_runs_on_the_device_of_its_arguments():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two CUDA GPUs")
-    assert torch.cuda.current_device() == 0
-    for options in ({}, {"cu_seqlens": (0, 0, 65, 200)}, {"resets": ((64, 65),)}):
-        results = assert_accurate(inputs_on_cuda(device="cuda:1", **options))
-        assert all(value.device == torch.device("cuda:1") for value in results.values())
-        assert torch.cuda.current_device() == 0
 
 
 def test_memory_that_nobody_wrote_is_not_read(uninitialized_memory_is_nan):

@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from helpers import LAYOUTS, arrange, assert_equal, captured, no_synchronization
+from helpers import LAYOUTS, arrange, assert_equal, no_synchronization
 from operator_spec import Cotangents, tensor_names, with_gradients
 from ssd_helpers import (
     OPTIONS,
+    SSD,
     assert_as_exact_as_rounding,
     assert_matches_reference,
     evaluate,
@@ -211,7 +212,7 @@ def test_nan_stays_in_its_head(variant):
         assert results[name][:, :, [0, 2, 3]].isfinite().all() and results[name][1].isfinite().all()
 
 
-# ----- streams and CUDA graphs
+# ----- CUDA graphs
 
 CALLS = {"few_heads": {"seqlen": 300}, "many_heads": {"seqlen": 300, "heads": 160, "groups": 1}, "split_work_tiles": CUT}
 every_call = pytest.mark.parametrize("sizes", CALLS.values(), ids=list(CALLS))
@@ -235,19 +236,7 @@ def test_cuda_graph(sizes, name, gradients, variant):
     has_kernels = has_fp32_kernels(inputs) if variant.dtype == FP32 else has_16_bit_products(inputs)
     if name.startswith("packed") and not has_kernels:
         pytest.skip("PyTorch's products read cu_seqlens on the host: a block has too little shared memory for the kernels")
-    cotangents = make_cotangents(inputs) if gradients else None
-    at_first = {key: value.clone() if isinstance(value, Tensor) else value for key, value in inputs.items()}
-    first_cotangents = cotangents and tuple(x.clone() for x in cotangents)
-    other_cotangents = cotangents and make_cotangents(others, seed=2)
-    graph, found = captured(lambda: evaluate(scan, inputs, cotangents))
-    for values, incoming in ((others, other_cotangents), (at_first, first_cotangents)):
-        for key, value in values.items():
-            if isinstance(value, Tensor):
-                inputs[key].copy_(value)
-        for tensor, value in zip(cotangents or (), incoming or (), strict=True):
-            tensor.copy_(value)
-        graph.replay()
-        assert_equal(found, evaluate(scan, values, incoming))
+    SSD.assert_replays((inputs, others), gradients=gradients)
 
 
 @every_variant
