@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
         step_inputs.get(j, x);
         const Gates made = variant.gates(x);
         const Acc a = variant.step(made, x).a;
-        own[j] = {own[j].A * a, a * (own[j].B + grad_h.accumulate(j))};
+        own[j] = {own[j].decay * a, a * (own[j].offset + grad_h.accumulate(j))};
         if constexpr (decltype(keeps)::value) gates[s][j] = made;
       }
     });

@@ -1,9 +1,6 @@
 // The linear scan's carry: how each thread of a tile gets the state before its steps.
 //
-// Consecutive steps act on a state as an affine map h -> A h + B, or, if a sequence begins among them, as h -> B (a reset; a
-// product with zero would let another sequence's NaN through). If h is zero the result is B too, because A, the product of up
-// to a tile of transitions, may have overflowed. (Other states are multiplied by A and are right as long as every product of
-// consecutive transitions in a tile is finite.) Affine maps compose. In a tile:
+// Consecutive steps act on a state as an affine map (cuda/carry.cuh). Affine maps compose. In a tile:
 //
 // 1. each thread stores the map of its own steps, a segment, in shared memory;
 // 2. one thread per channel gets the state before the tile and applies the maps of the segments in order;
@@ -13,15 +10,14 @@
 // chains, tiles would wait long for each other. Then a tile also publishes its map (a decoupled look-back). A tile whose
 // predecessor is not done applies the maps of the earlier tiles of its group, one after another, to the state after the
 // previous group. These are the predecessor's operations in the predecessor's order, so results have the same bits every time.
-// A published value carries a tag in its own 64-bit word, so neither fences nor flags are needed.
 //
-// If tiles wait for each other, blocks take them by tickets, in order, one ahead of the tile they work at. The first unfinished
-// tile is therefore always in progress and waits for none.
+// If tiles wait for each other, blocks take them by tickets, one ahead of the tile they work at. The first unfinished tile is
+// therefore always in progress and waits for none.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 
+#include "cuda/carry.cuh"
 #include "cuda/vector_io.cuh"
 #include "linear_scan/cuda/launch.h"
 
@@ -45,59 +41,9 @@ struct Tile {
   static_assert(kThreads >= kTileChannels, "one thread for each channel obtains the state before the tile");
 };
 
-// h -> is_reset ? B : A h + B
+using cuda::TaggedWords;
 template <typename Acc>
-struct Map {
-  Acc A = 1, B = 0;
-  __device__ __forceinline__ Acc operator()(Acc h, bool is_reset) const {
-    return is_reset || h == Acc(0) ? B : Math<Acc>::fma(A, h, B);
-  }
-  // The composition: `first`, then this map.
-  __device__ __forceinline__ Map after(const Map& first, bool is_reset) const {
-    return is_reset ? *this : Map{A * first.A, (*this)(first.B, false)};
-  }
-};
-
-// A value in 64-bit words: 32 bits of the value beside a nonzero tag.
-template <typename Acc>
-struct TaggedWords {
-  static constexpr int kWords = sizeof(Acc) / sizeof(uint32_t);
-  static_assert(kWords == 1 || kWords == 2, "a value is cut into words of 32 bits");
-
-  static __device__ __forceinline__ void publish(uint64_t* address, Acc value, uint32_t tag) {
-    uint32_t halves[kWords];
-    memcpy(halves, &value, sizeof(Acc));
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      const uint64_t word = static_cast<uint64_t>(tag) << 32 | halves[i];
-      asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(address + i), "l"(word) : "memory");
-    }
-  }
-
-  // Reads once; is_published() says whether all words were there.
-  uint64_t words[kWords];
-  __device__ __forceinline__ void read(const uint64_t* address) {
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) {
-      asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(words[i]) : "l"(address + i) : "memory");
-    }
-  }
-  __device__ __forceinline__ bool is_published() const {
-    bool result = true;
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) result &= (words[i] >> 32) != 0;
-    return result;
-  }
-  __device__ __forceinline__ uint32_t tag() const { return static_cast<uint32_t>(words[0] >> 32); }
-  __device__ __forceinline__ Acc value() const {
-    uint32_t halves[kWords];
-#pragma unroll
-    for (int i = 0; i < kWords; ++i) halves[i] = static_cast<uint32_t>(words[i]);
-    Acc result;
-    memcpy(&result, halves, sizeof(Acc));
-    return result;
-  }
-};
+using Map = cuda::AffineMap<Acc>;
 
 constexpr uint32_t kIsMap = 1, kIsReset = 2;
 
@@ -105,26 +51,26 @@ constexpr uint32_t kIsMap = 1, kIsReset = 2;
 template <typename Acc>
 struct PublishedMap {
   static constexpr int kWords = 2 * TaggedWords<Acc>::kWords;
-  TaggedWords<Acc> A, B;
+  TaggedWords<Acc> decay, offset;
   static __device__ __forceinline__ void publish(uint64_t* address, const Map<Acc>& map, bool is_reset) {
-    TaggedWords<Acc>::publish(address, map.A, is_reset ? kIsReset : kIsMap);
-    TaggedWords<Acc>::publish(address + kWords / 2, map.B, is_reset ? kIsReset : kIsMap);
+    TaggedWords<Acc>::publish(address, map.decay, is_reset ? kIsReset : kIsMap);
+    TaggedWords<Acc>::publish(address + kWords / 2, map.offset, is_reset ? kIsReset : kIsMap);
   }
   __device__ __forceinline__ void read(const uint64_t* address) {
-    A.read(address);
-    B.read(address + kWords / 2);
+    decay.read(address);
+    offset.read(address + kWords / 2);
   }
-  __device__ __forceinline__ bool is_published() const { return A.is_published() && B.is_published(); }
-  __device__ __forceinline__ Map<Acc> map() const { return {A.value(), B.value()}; }
-  __device__ __forceinline__ bool is_reset() const { return A.tag() == kIsReset; }
+  __device__ __forceinline__ bool is_published() const { return decay.is_published() && offset.is_published(); }
+  __device__ __forceinline__ Map<Acc> map() const { return {decay.value(), offset.value()}; }
+  __device__ __forceinline__ bool is_reset() const { return decay.tag() == kIsReset; }
 };
 
 // No barrier is needed between tiles: after carry()'s barriers each thread reads only its own column.
 template <typename T>
 struct CarryShared {
   using Acc = typename T::Acc;
-  Acc A[T::kSegments][kTileChannels];
-  Acc B[T::kSegments][kTileChannels];  // then the states before the segments
+  Acc decay[T::kSegments][kTileChannels];
+  Acc offset[T::kSegments][kTileChannels];  // then the states before the segments
   bool is_reset[T::kSegments];
   uint32_t tickets[2];
 };
@@ -134,8 +80,8 @@ template <typename T>
 class TileQueue {
  public:
   __device__ __forceinline__ TileQueue(const Partition& partition, CarryShared<T>& shared)
-      : taken_(partition.taken), shared_(shared) {
-    if (taken_ == nullptr) {
+      : ticket_counter_(partition.ticket_counter), shared_(shared) {
+    if (ticket_counter_ == nullptr) {
       current = blockIdx.x;
     } else {
       take_ticket(1);
@@ -146,7 +92,7 @@ class TileQueue {
 
   // Takes the second tile, after other blocks could take their first.
   __device__ __forceinline__ void take_second() {
-    if (taken_ == nullptr) {
+    if (ticket_counter_ == nullptr) {
       next = current + gridDim.x;
     } else {
       take_ticket(0);
@@ -157,21 +103,21 @@ class TileQueue {
 
   // carry()'s barriers separate begin() and end() of a tile. `slot` alternates between 1 and 0.
   __device__ __forceinline__ void begin(int slot) {
-    if (taken_ != nullptr) take_ticket(slot);
+    if (ticket_counter_ != nullptr) take_ticket(slot);
   }
   __device__ __forceinline__ void end(int slot) {
     current = next;
-    next = taken_ == nullptr ? next + gridDim.x : shared_.tickets[slot];
+    next = ticket_counter_ == nullptr ? next + gridDim.x : shared_.tickets[slot];
   }
 
   uint32_t current, next;
 
  private:
   __device__ __forceinline__ void take_ticket(int slot) const {
-    if (threadIdx.x == 0) shared_.tickets[slot] = atomicAdd(taken_, 1u);
+    if (threadIdx.x == 0) shared_.tickets[slot] = cuda::take_ticket(ticket_counter_);
   }
 
-  uint32_t* taken_;
+  uint32_t* ticket_counter_;
   CarryShared<T>& shared_;
 };
 
@@ -283,14 +229,14 @@ __device__ __forceinline__ void carry(LookBack<T>& look_back, CarryShared<T>& sh
   const int own_segment = threadIdx.x / T::kLanes, first_channel = threadIdx.x % T::kLanes * T::kVector;
 #pragma unroll
   for (int j = 0; j < T::kVector; ++j) {
-    shared.A[own_segment][first_channel + j] = own[j].A;
-    shared.B[own_segment][first_channel + j] = own[j].B;
+    shared.decay[own_segment][first_channel + j] = own[j].decay;
+    shared.offset[own_segment][first_channel + j] = own[j].offset;
   }
   if (!T::kPlain) shared.is_reset[own_segment] = own_is_reset;
   __syncthreads();
 
   if (const int channel = threadIdx.x; channel < kTileChannels) {
-    const auto segment = [&](int s) { return Map<Acc>{shared.A[s][channel], shared.B[s][channel]}; };
+    const auto segment = [&](int s) { return Map<Acc>{shared.decay[s][channel], shared.offset[s][channel]}; };
     const auto is_reset = [&](int s) { return !T::kPlain && shared.is_reset[s]; };
     const Acc at_first = look_back.needs_initial() ? initial(channel) : Acc(0);
     Acc h;
@@ -309,14 +255,14 @@ __device__ __forceinline__ void carry(LookBack<T>& look_back, CarryShared<T>& sh
 #pragma unroll
     for (int s = 0; s < T::kSegments; ++s) {
       const Map<Acc> map = segment(s);
-      shared.B[s][channel] = h;
+      shared.offset[s][channel] = h;
       h = map(h, is_reset(s));
     }
     if (!look_back.has_maps()) look_back.publish_state_after(h);
   }
   __syncthreads();
 #pragma unroll
-  for (int j = 0; j < T::kVector; ++j) state[j] = shared.B[own_segment][first_channel + j];
+  for (int j = 0; j < T::kVector; ++j) state[j] = shared.offset[own_segment][first_channel + j];
 }
 
 }  // namespace ssm_kernels::linear_scan

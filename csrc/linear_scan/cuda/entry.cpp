@@ -58,7 +58,7 @@ class Plan {
       constexpr int64_t kWordsOfTaken = 2;  // keeps what follows at multiples of 16 bytes
       words_ = at::empty({kWordsOfTaken + (has_many_chains ? 1 : 3) * state_words}, like.options().dtype(at::kLong));
       auto* const words = static_cast<uint64_t*>(words_.data_ptr());
-      partition.taken = reinterpret_cast<uint32_t*>(words);
+      partition.ticket_counter = reinterpret_cast<uint32_t*>(words);
       partition.state_words = words + kWordsOfTaken;
       if (!has_many_chains) partition.tile_words = partition.state_words + state_words;
     }

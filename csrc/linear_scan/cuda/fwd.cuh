@@ -68,7 +68,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
         step_inputs.get(j, x);
         const Gates made = variant.gates(x);
         const Step<Acc> step = variant.step(made, x);
-        own[j] = {own[j].A * step.a, Math<Acc>::fma(step.a, own[j].B, step.b)};
+        own[j] = {own[j].decay * step.a, Math<Acc>::fma(step.a, own[j].offset, step.b)};
         if constexpr (decltype(keeps)::value) gates[s][j] = made;
       }
     });

@@ -40,7 +40,7 @@ struct Partition {
   bool is_plain = false;  // all views have vectors, and sequences are not packed
   // The ticket counter, and the state after each tile, (tiles, chains, kTileChannels). Zero before the kernel; null if there is
   // one tile along time.
-  uint32_t* taken = nullptr;
+  uint32_t* ticket_counter = nullptr;
   uint64_t* state_words = nullptr;
   // The map of each tile, (tiles, chains, kTileChannels, 2), likewise. Null, too, if there are many chains.
   uint64_t* tile_words = nullptr;

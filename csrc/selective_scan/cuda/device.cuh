@@ -6,6 +6,7 @@
 
 #include "common/activations.h"
 #include "common/discretization.h"
+#include "cuda/carry.cuh"
 #include "cuda/opaque.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/vector_io.cuh"
@@ -163,12 +164,12 @@ __device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, 
   return static_cast<const Acc*>(view.data)[batch * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
 }
 
-// The state after a segment, decay * state + carry; in backward the adjoint before it. A zero state gives the carry itself,
-// also if the decay has overflowed.
+// Folds a segment's map, of the carry pass, into a state; in backward into the adjoint of one.
 template <typename Acc>
-__device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, int64_t offset, Acc state) {
-  const Acc carry = static_cast<const Acc*>(partition.carry)[offset];
-  return state == 0 ? carry : Math<Acc>::fma(static_cast<const Acc*>(partition.decay)[offset], state, carry);
+__device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, int64_t index, Acc state) {
+  const cuda::AffineMap<Acc> map{static_cast<const Acc*>(partition.decay)[index],
+                                 static_cast<const Acc*>(partition.carry)[index]};
+  return map(state);
 }
 
 // Stores a block's partial sum of grad_B or grad_C for one state and `size` steps from `step` on, of which `valid` exist. If

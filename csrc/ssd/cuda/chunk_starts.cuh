@@ -15,7 +15,7 @@ static __global__ void __launch_bounds__(kChunkStartsThreads)
   __shared__ int64_t warp_sums[kWarps];
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
   for (int64_t i = threadIdx.x; i < schedule.blocks * kWarpgroups; i += kChunkStartsThreads) schedule.ready[i] = 0;
-  if (threadIdx.x == 0) *schedule.tickets = 0;
+  if (threadIdx.x == 0) *schedule.ticket_counter = 0;
 
   // An upper bound for valid cu_seqlens: during the capture of a graph nobody checks them.
   const int64_t most = max_packed_chunks(p.seqlen, p.batch);

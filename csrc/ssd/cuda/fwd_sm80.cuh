@@ -436,7 +436,7 @@ __global__ void __launch_bounds__(kWarpgroups* kWarpgroupThreads, 1)
   extern __shared__ __align__(128) unsigned char memory[];
   static_assert(kKnowsWhetherPacked<Scalar, dstate> != std::is_same_v<Params, SsdFwdParams>,
                 "PackedFwdParams or UnpackedFwdParams if and only if the kernel is compiled for one of them");
-  take_ticket(schedule);
+  take_range(schedule);
   __syncthreads();
   const int index = threadIdx.x / kWarpgroupThreads;
   const FragmentLane lane;

@@ -275,7 +275,7 @@ __global__ void __launch_bounds__(SSM_KERNELS_HAS_WGMMA ? FwdSm90<Scalar, dstate
     fwd.shared.full[threadIdx.x].init(Fwd::kCopyThreads + kWarpgroups * kWarpSize);
     fwd.shared.empty[threadIdx.x].init(Fwd::kConsumerThreads);
   }
-  take_ticket(schedule);
+  take_range(schedule);
   __syncthreads();
   if (warpgroup >= kWarpgroups) {
     cuda::warpgroup_reg_dealloc<Fwd::kProducerRegisters>();

@@ -94,8 +94,7 @@ struct Schedule : WorkPartition {
   float* states = nullptr;
   float* decays = nullptr;
   int* ready = nullptr;
-  // The ticket counter, if blocks wait for one another's states. Zero before the kernel.
-  int* tickets = nullptr;
+  int* ticket_counter = nullptr;  // if blocks wait for one another's states; zero before the kernel
   bool splits_work_tiles = false;  // whether a work tile may be longer than a range
   bool may_use_wgmma = true;
   int stages = 1;  // as many as fit in shared memory

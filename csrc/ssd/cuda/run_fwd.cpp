@@ -68,7 +68,7 @@ Workspace make_schedule(const KernelInputs& inputs, const SsdFwdParams& params, 
     const at::TensorOptions of_flags = options.dtype(at::kInt);
     result.flags = is_packed ? at::empty({cuts + 1}, of_flags) : at::zeros({cuts + 1}, of_flags);
     schedule.ready = result.flags.data_ptr<int>();
-    schedule.tickets = schedule.ready + cuts;
+    schedule.ticket_counter = schedule.ready + cuts;
   }
   return result;
 }

@@ -7,15 +7,16 @@
 //
 //   A work tile no longer than a range is cut at most once: its first segment is the last of a range, its second the first of
 //   the next. A block processes its segments from the last to the first. The state is therefore in global memory, in fp32,
-//   mostly long before the next block looks back for it, and the results equal those of an uncut work tile. A block waits only
-//   for the block of the range before. CUDA promises no order of blocks, so each block takes its range by a ticket: the block
-//   that it waits for has started, and stores the state after its own first segment, for which it waits for no other block.
+//   mostly long before the next block looks back for it, and the results equal those of an uncut work tile. A block takes its
+//   range by a ticket (cuda/carry.cuh) and waits only for the block of the range before, which stores the state after its own
+//   first segment, for which it waits for no other block.
 //
 //   A longer work tile has segments that fill their ranges. A kernel before forward's computes the summary of each segment but
 //   the last: the state after the segment, begun with zero, and the segment's decay. A block that begins inside the work tile
 //   folds the earlier segments' summaries, in order.
 #pragma once
 
+#include "cuda/carry.cuh"
 #include "ssd/cuda/chunk_cumsum.cuh"
 
 namespace ssm_kernels::ssd {
@@ -55,12 +56,13 @@ constexpr int kTicketBytes = 128;  // with the padding that aligns the memory af
 
 // Thread 0 takes the block's range: the given one, or one by a ticket if blocks wait for one another, else by blockIdx. Call
 // __syncthreads() before using it.
-__device__ __forceinline__ void take_ticket(int ticket) {
-  if (threadIdx.x == 0) ticket_of_block() = ticket;
+__device__ __forceinline__ void take_range(int range) {
+  if (threadIdx.x == 0) ticket_of_block() = range;
 }
-__device__ __forceinline__ void take_ticket(const Schedule& schedule) {
+__device__ __forceinline__ void take_range(const Schedule& schedule) {
   if (threadIdx.x != 0) return;
-  ticket_of_block() = schedule.tickets == nullptr ? static_cast<int>(blockIdx.x) : atomicAdd(schedule.tickets, 1);
+  ticket_of_block() =
+      schedule.ticket_counter == nullptr ? static_cast<int>(blockIdx.x) : cuda::take_ticket(schedule.ticket_counter);
 }
 
 // Iterates over the segments of the block's range, from the last to the first. It keeps the end of the current segment and

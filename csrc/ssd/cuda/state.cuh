@@ -8,6 +8,7 @@
 
 #include <type_traits>
 
+#include "cuda/carry.cuh"
 #include "cuda/fragment.cuh"
 #include "ssd/cuda/chunk_cumsum.cuh"
 
@@ -174,7 +175,7 @@ struct SegmentSummaries {
       const float decay = __ldcg(decays + index);
       state.read_registers(registers_of(index), [&](float (&values)[4], const float (&stored)[4]) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) values[i] = decay == kReset ? stored[i] : fmaf(decay, values[i], stored[i]);
+        for (int i = 0; i < 4; ++i) values[i] = cuda::AffineMap<float>{decay, stored[i]}(values[i], decay == kReset);
       });
     }
   }

@@ -2,8 +2,8 @@
 // state, or passes from block to block. With the loop over a segment's chunks this is mamba_ssm's state_passing.
 #pragma once
 
+#include "cuda/carry.cuh"
 #include "cuda/ptx/named_barrier.cuh"
-#include "cuda/ready_flag.cuh"
 #include "ssd/cuda/scheduler.cuh"
 #include "ssd/cuda/state.cuh"
 

@@ -395,7 +395,7 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? StatePassing<Scalar, dstat
       }
     };
     if constexpr (States::kIsFwd) {
-      take_ticket(static_cast<int>(blockIdx.x));
+      take_range(static_cast<int>(blockIdx.x));
       __syncthreads();
       const TileScheduler<SsdFwdParams> scheduler(p, work);
       if (scheduler.has_summary()) run(FwdSegment(scheduler.span()));
