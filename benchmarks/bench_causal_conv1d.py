@@ -13,57 +13,49 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from benchmarks import peers
-from benchmarks.benchmark import Benchmark, Result, Run, main, speedups
-from benchmarks.operator_cases import Convolution, measure_operator, operator_columns
+from benchmarks.benchmark import PEER, Benchmark, Result, main, speedups
+from benchmarks.operator_cases import Convolution, operator_columns
 from benchmarks.tables import Table, by_direction, text
-
-CAUSAL_CONV1D = "causal-conv1d"
 
 
 @dataclass(frozen=True)
 class Case(Convolution):
     """A convolution by the name that ``--cases`` chooses it by."""
 
-    name: str = ""
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return self.label
 
 
 LAYER = {"batch": 8, "seqlen": 2048, "channels": 5376, "dtype": torch.bfloat16}
 SEQUENCES = tuple(range(0, 8 * 2048 + 1, 512))
 CUDA_CASES = [
-    Case(**LAYER, columns=10576, name="slice"),
-    Case(**LAYER, channels_first=True, name="channels-first"),
-    Case(**LAYER, name="contiguous"),
-    Case(**LAYER | {"batch": 1, "seqlen": SEQUENCES[-1]}, columns=10576, cu_seqlens=SEQUENCES, name="packed slice"),
-    Case(**LAYER | {"dtype": torch.float32}, columns=10576, name="float32 slice"),
-    Case(**LAYER | {"batch": 1, "channels": 1792}, columns=3352, name="batch 1 slice"),
+    Case(**LAYER, columns=10576, label="slice"),
+    Case(**LAYER, channels_first=True, label="channels-first"),
+    Case(**LAYER, label="contiguous"),
+    Case(**LAYER | {"batch": 1, "seqlen": SEQUENCES[-1]}, columns=10576, cu_seqlens=SEQUENCES, label="packed slice"),
+    Case(**LAYER | {"dtype": torch.float32}, columns=10576, label="float32 slice"),
+    Case(**LAYER | {"batch": 1, "channels": 1792}, columns=3352, label="batch 1 slice"),
 ]
 CPU_CASES = [
-    Case(2, 2048, 1536, columns=3352, name="slice"),
-    Case(2, 2048, 1536, channels_first=True, name="channels-first"),
-    Case(2, 2048, 1536, name="contiguous"),
-    Case(2, 2048, 1536, channels_first=True, width=2, name="width 2, channels-first"),
+    Case(2, 2048, 1536, columns=3352, label="slice"),
+    Case(2, 2048, 1536, channels_first=True, label="channels-first"),
+    Case(2, 2048, 1536, label="contiguous"),
+    Case(2, 2048, 1536, channels_first=True, width=2, label="width 2, channels-first"),
 ]
-
-
-def measure_case(case: Case, run: Run) -> dict[str, Any]:
-    contenders = case.functions(run.device)
-    if run.device.type == "cuda" and case.cu_seqlens is None and (peer := peers.causal_conv1d()) is not None:
-        contenders[CAUSAL_CONV1D] = peer
-    return {**asdict(case), **measure_operator(case, contenders, run)}
 
 
 def tables(result: Result) -> list[Table]:
-    columns = [text("case", "name"), text("", "direction")]
-    columns += operator_columns({"PyTorch": "PyTorch", CAUSAL_CONV1D: CAUSAL_CONV1D})
+    columns = [text("case", "name"), text("", "direction"), *operator_columns({"PyTorch": "PyTorch", PEER: "causal-conv1d"})]
     return [Table("causal_conv1d, milliseconds", columns, by_direction(result["rows"]), left=2)]
 
 
@@ -74,7 +66,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     "causal_conv1d",
     lambda options: CUDA_CASES if options.device == "cuda" else CPU_CASES,
-    lambda cases, run: [measure_case(case, run) for case in cases],
     tables,
     lambda row, result: speedups(row, {"PyTorch": "PyTorch"}),
     add_options=add_options,

@@ -27,8 +27,9 @@ import functools
 import itertools
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -37,10 +38,10 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks import bench_ssd, composed_layers
-from benchmarks.benchmark import Benchmark, Contender, Result, Run, Turns, main, relative_error
+from benchmarks.benchmark import Benchmark, Case, Contender, Result, Run, Turns, main, relative_error
 from benchmarks.discretization.scans import ScanSize, scan_inputs
 from benchmarks.labels import label
-from benchmarks.operator_cases import Convolution, gradients_like
+from benchmarks.operator_cases import Convolution
 from benchmarks.tables import Column, Row, Table, cell, text
 from ssm_kernels import reference
 
@@ -85,9 +86,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 Sides = dict[str, Contender]
+# By what is timed, the names of the ratios in the result.
+RATIOS = {"forward": "ratio_forward", "both": "ratio_forward_backward"}
 
 
-class Case(NamedTuple):
+@dataclass(frozen=True)
+class Pair(Case):
     """A row, by its section and its name, and what makes its two sides from a seed."""
 
     name: str
@@ -108,8 +112,8 @@ def of_method(method: str, size: ScanSize, dtype: torch.dtype, seed: int) -> Sid
     return of_functions("selective_scan", inputs, discretization=method, delta_softplus=True)
 
 
-def recurrence_inputs(name: str, seed: int) -> dict[str, Tensor | float]:
-    """The inputs of a linear recurrence; those that broadcast as layers give them."""
+def of_recurrence(name: str, arguments: Mapping[str, Any], seed: int) -> Sides:
+    """A linear recurrence; inputs that layers broadcast are broadcast."""
     inputs: dict[str, Tensor | float] = {}
     generator = torch.Generator().manual_seed(seed)
     for argument in getattr(torch.ops.ssm_kernels, name).default._schema.arguments:
@@ -122,19 +126,21 @@ def recurrence_inputs(name: str, seed: int) -> dict[str, Tensor | float]:
         elif argument.name == "a":
             value = value.sigmoid()
         inputs[argument.name] = 0.5 if argument.name == "dt" else value
-    return inputs
+    return of_functions(name, inputs, **arguments)
 
 
-def ssd_inputs(seed: int) -> dict[str, dict[str, Tensor]]:
-    """The inputs of ssd_chunk_scan by the names of their rows."""
+def ssd_cases() -> dict[str, tuple[bench_ssd.Case, int]]:
+    """The cases of ssd_chunk_scan by the names of their rows, each with the number of sequences that are packed in a row."""
     sequences, steps, *sizes = PACKED_SHAPE.values()
-    cases = {
-        "ssd_chunk_scan": bench_ssd.Case(**SSD_SHAPE, dtype="float32"),
-        "packed sequences": bench_ssd.Case(1, sequences * steps, *sizes, dtype="float32"),
-    }
-    rows = {name: case.inputs(torch.device("cpu"), seed) for name, case in cases.items()}
-    rows["packed sequences"]["cu_seqlens"] = steps * torch.arange(sequences + 1)
-    return rows
+    packed = bench_ssd.Case(1, sequences * steps, *sizes, dtype=torch.float32)
+    return {"ssd_chunk_scan": (bench_ssd.Case(**SSD_SHAPE, dtype=torch.float32), 1), "packed sequences": (packed, sequences)}
+
+
+def of_ssd(case: bench_ssd.Case, sequences: int, seed: int) -> Sides:
+    inputs = case.inputs(torch.device("cpu"), seed)
+    if sequences > 1:
+        inputs["cu_seqlens"] = torch.arange(0, case.seqlen + 1, case.seqlen // sequences)
+    return of_functions(case.operator, inputs, **case.options)
 
 
 def convolutions() -> dict[str, Convolution]:
@@ -149,15 +155,12 @@ def convolutions() -> dict[str, Convolution]:
 
 
 def of_convolution(name: str, case: Convolution, seed: int) -> Sides:
-    generator = torch.Generator().manual_seed(seed)
-    leaves = case.leaves(generator)
-    functions = dict(zip(("kernel", "PyTorch"), case.functions("cpu").values(), strict=True))
+    ours = case.contender(torch.device("cpu"), seed)
     with torch.no_grad():
-        results = {who: function(**leaves) for who, function in functions.items()}
-    grads = gradients_like((results["kernel"],), generator)
+        result = case.by_pytorch(**ours.inputs)
     # The same numbers, for each in the strides of its result.
-    copies = {who: [torch.empty_like(result).copy_(grads[0])] for who, result in results.items()}
-    return agreeing(name, {who: Contender(function, leaves, copies[who]) for who, function in functions.items()})
+    grads = [torch.empty_like(result).copy_(ours.grads[0])]
+    return agreeing(name, {"kernel": ours, "PyTorch": Contender(case.by_pytorch, ours.inputs, grads)})
 
 
 def of_layer(layer: str, d_model: int, dtype: torch.dtype, seed: int, batch: int, seqlen: int) -> Sides:
@@ -186,27 +189,21 @@ def agreeing(name: str, sides: Sides) -> Sides:
     return sides
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[Pair]:
     size, dtype = ScanSize(options.batch, options.dim, options.seqlen, options.dstate), DTYPES[options.dtype]
     methods = list(reference.DISCRETIZATIONS) if "all" in options.methods else options.methods
-    found = [Case(f"methods/{method}", functools.partial(of_method, method, size, dtype)) for method in methods]
+    makers: dict[str, Callable[[int], Sides]] = {
+        f"methods/{method}": functools.partial(of_method, method, size, dtype) for method in methods
+    }
     for row, (name, arguments) in RECURRENCES.items():
-        found.append(
-            Case(
-                f"recurrences/{row}",
-                lambda seed, name=name, arguments=arguments: of_functions(name, recurrence_inputs(name, seed), **arguments),
-            )
-        )
-    for row in ("ssd_chunk_scan", "packed sequences"):
-        found.append(
-            Case(f"ssd/{row}", lambda seed, row=row: of_functions("ssd_chunk_scan", ssd_inputs(seed)[row], dt_softplus=True))
-        )
+        makers[f"recurrences/{row}"] = functools.partial(of_recurrence, name, arguments)
+    for row, (case, sequences) in ssd_cases().items():
+        makers[f"ssd/{row}"] = functools.partial(of_ssd, case, sequences)
     for row, case in convolutions().items():
-        found.append(Case(f"convolutions/{row}", functools.partial(of_convolution, row, case)))
+        makers[f"convolutions/{row}"] = functools.partial(of_convolution, row, case)
     for layer, name, d_model in itertools.product(("Mamba", "Mamba2"), COMPARED_DTYPES, LAYER_SIZES):
-        make = functools.partial(of_layer, layer, d_model, DTYPES[name], **LAYER_SHAPE)
-        found.append(Case(f"layers/{layer} {d_model}, {name}", make))
-    return found
+        makers[f"layers/{layer} {d_model}, {name}"] = functools.partial(of_layer, layer, d_model, DTYPES[name], **LAYER_SHAPE)
+    return [Pair(name, make) for name, make in makers.items()]
 
 
 def compare(sides: Sides, run: Run) -> dict[str, dict[str, Any]]:
@@ -218,12 +215,15 @@ def compare(sides: Sides, run: Run) -> dict[str, dict[str, Any]]:
     return {f"{who}_{what}": timing for who, timings in found.items() for what, timing in timings.items()}
 
 
-def measure_case(case: Case, run: Run) -> dict[str, Any]:
-    row: dict[str, Any] = {"name": case.name, **compare(case.make(run.options.seed), run)}
-    _, ours, other, _ = SECTIONS[case.name.partition("/")[0]]
-    for what, ratio in (("forward", "ratio_forward"), ("both", "ratio_forward_backward")):
-        row[ratio] = row[f"{other}_{what}"]["median"] / row[f"{ours}_{what}"]["median"]
-    return row
+def measure_pairs(cases: list[Pair], run: Run) -> list[dict[str, Any]]:
+    rows = []
+    for case in cases:
+        row: dict[str, Any] = {"name": case.name, **compare(case.make(run.options.seed), run)}
+        _, ours, other, _ = SECTIONS[case.name.partition("/")[0]]
+        for what, ratio in RATIOS.items():
+            row[ratio] = row[f"{other}_{what}"]["median"] / row[f"{ours}_{what}"]["median"]
+        rows.append(row)
+    return rows
 
 
 def figures(row: Row, result: Result) -> dict[str, float]:
@@ -246,13 +246,10 @@ def tables(result: Result) -> list[Table]:
         # Older results lack some sections.
         rows = result["methods"] if section == "methods" else result.get(section, {"rows": {}})["rows"]
         columns, digits = [text(first, "row")], 2 if section == "layers" else 1
-        for what, name, key in (
-            ("forward", "forward", "ratio_forward"),
-            ("both", "forward + backward", "ratio_forward_backward"),
-        ):
+        for what, name in (("forward", "forward"), ("both", "forward + backward")):
             for who, heading in ((ours, name), (other, f"{name}, {other}")):
                 columns.append(Column(heading, lambda row, figure=f"{who}_{what}": cell(row, figure, decimals=2, spread=True)))
-            columns.append(Column("ratio", lambda row, key=key, digits=digits: f"{row[key]:.{digits}f}"))
+            columns.append(Column("ratio", lambda row, key=RATIOS[what], digits=digits: f"{row[key]:.{digits}f}"))
         found.append(Table(title, columns, [row | {"row": label(name)} for name, row in rows.items()]))
     return found
 
@@ -287,9 +284,9 @@ def context(run: Run) -> Result:
 BENCHMARK = Benchmark(
     "selective_scan_cpu",
     cases,
-    lambda cases, run: [measure_case(case, run) for case in cases],
     tables,
     figures,
+    measure_pairs,
     trials=9,
     warmup=2,
     context=context,

@@ -22,17 +22,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Benchmark, Result, Run, main, speedups
-from benchmarks.layer_cases import (
-    Case,
-    DecodeCase,
-    GenerationCase,
-    LanguageModelCase,
-    LatencyCase,
-    LayerCase,
-    ModelCase,
-    OperatorCase,
-)
+from benchmarks.benchmark import PEER, Benchmark, Case, Result, Run, main, speedups
+from benchmarks.layer_cases import DecodeCase, GenerationCase, LanguageModelCase, LatencyCase, LayerCase, ModelCase
 from benchmarks.operator_cases import Convolution, Norm, operator_columns
 from benchmarks.tables import DIRECTIONS, Column, Row, Table, by_direction, figure, median, ratio, text, throughput
 
@@ -51,10 +42,10 @@ CASES: list[Case] = [
     *(ModelCase(layer) for layer in LAYERS),
     *(GenerationCase(layer) for layer in LAYERS),
     # The calls of a Mamba-2 layer of 2560 channels. x of the convolution is a slice of the in-projection's output.
-    OperatorCase(Convolution(8, 2048, 5376, columns=10576, dtype=BF16)),
-    OperatorCase(Convolution(8, 2048, 5376, channels_first=True, dtype=BF16)),
-    OperatorCase(Norm("rms_norm_gated", (8, 2048), 5120, weight_dtype=BF16)),
-    OperatorCase(Norm("add_rms_norm", (8, 2048), 2560, residual_dtype=FP32, weight_dtype=BF16), with_pytorch=True),
+    Convolution(8, 2048, 5376, columns=10576, dtype=BF16),
+    Convolution(8, 2048, 5376, channels_first=True, dtype=BF16),
+    Norm("rms_norm_gated", (8, 2048), 5120, weight_dtype=BF16),
+    Norm("add_rms_norm", (8, 2048), 2560, residual_dtype=FP32, weight_dtype=BF16),
 ]
 
 
@@ -170,11 +161,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     "layers",
     lambda options: [case for case in CASES if case.name not in skipped(options)],
-    lambda cases, run: [case.row(run) for case in cases],
     tables,
     figures,
     trials=30,
     warmup=5,
+    cache_writes=1,
     context=context,
     add_options=add_options,
 )

@@ -14,10 +14,9 @@ with 1 if one is wrong; a missed bar is only reported.
 from __future__ import annotations
 
 import argparse
-import functools
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,25 +25,24 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-import ssm_kernels
 from benchmarks import peers
-from benchmarks.benchmark import (
-    Benchmark,
-    Contender,
-    Result,
-    Run,
-    Turns,
-    main,
-    recorded_figures,
-    relative_error,
-    speedups,
-    wrong_results,
+from benchmarks.benchmark import Benchmark, Contender, Copy, Result, Run, Turns, main, measure_cases, speedups
+from benchmarks.operator_cases import OperatorCase
+from benchmarks.tables import (
+    DIRECTIONS,
+    Column,
+    Row,
+    Table,
+    figure,
+    largest_errors,
+    median,
+    over,
+    ratio,
+    text,
+    throughput,
+    versus,
 )
-from benchmarks.harness import Stages, measure
-from benchmarks.tables import DIRECTIONS, Column, Row, Table, figure, largest_errors, median, over, ratio, text, throughput
 from ssm_kernels import nn
-
-Inputs = dict[str, Tensor]
 
 # Relative L2 error against float64 up to which a result is right: rounding to bfloat16 alone makes 1.7e-3, and backward reads h
 # in bfloat16.
@@ -55,55 +53,73 @@ COMPILED = "compiled loop"
 
 
 class Recurrence(NamedTuple):
-    """A recurrence, the names of its inputs, and of those that its backward has to read."""
+    """A recurrence's operator, the names of its inputs, and how many of them its backward has to read."""
 
-    scan: Callable[..., Tensor]
+    operator: str
     inputs: tuple[str, ...]
-    read_backward: tuple[str, ...]
+    read_backward: int
 
 
 RECURRENCES = {
-    "mingru": Recurrence(ssm_kernels.mingru_scan, ("gate", "candidate"), ("gate", "candidate")),
-    "minlstm": Recurrence(ssm_kernels.minlstm_scan, ("forget", "input", "candidate"), ("forget", "input", "candidate")),
-    "linear_scan": Recurrence(ssm_kernels.linear_scan, ("a", "b"), ("a",)),
+    "mingru": Recurrence("mingru_scan", ("gate", "candidate"), 2),
+    "minlstm": Recurrence("minlstm_scan", ("forget", "input", "candidate"), 3),
+    "linear_scan": Recurrence("linear_scan", ("a", "b"), 1),
 }
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(OperatorCase):
     """A row of the table: a recurrence at some size, in bfloat16."""
 
     recurrence: str
     batch: int
     seqlen: int
     channels: int
+    results = ("h",)
 
     @property
     def name(self) -> str:
         return f"{self.recurrence} B{self.batch} T{self.seqlen} H{self.channels}"
 
     @property
-    def shape(self) -> tuple[int, int, int]:
-        """Cases of one shape take turns."""
+    def turns(self) -> tuple[int, int, int]:
         return self.batch, self.seqlen, self.channels
 
     @property
-    def scan(self) -> Callable[..., Tensor]:
-        return RECURRENCES[self.recurrence].scan
+    def operator(self) -> str:
+        return RECURRENCES[self.recurrence].operator
 
-    def inputs(self, device: torch.device) -> Inputs:
-        generator = torch.Generator(device).manual_seed(0)
+    @property
+    def recorded(self) -> Mapping[str, Any] | None:
+        return peers.RECORDED_GATED_SCAN.get(self.turns) if self.recurrence == "linear_scan" else None
+
+    def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+        generator = torch.Generator(device).manual_seed(seed)
         names = RECURRENCES[self.recurrence].inputs
-        inputs = {name: torch.randn(self.shape, generator=generator, device=device) for name in names}
+        inputs = {name: torch.randn(self.turns, generator=generator, device=device) for name in names}
         if self.recurrence == "linear_scan":
             a = inputs["a"].sigmoid()
             inputs = {"a": a, "b": (1 - a) * inputs["b"]}
         return {name: tensor.bfloat16() for name, tensor in inputs.items()}
 
-    def moved_bytes(self, inputs: Mapping[str, Tensor]) -> dict[str, int]:
-        one = next(iter(inputs.values())).nbytes
-        read_backward = len(RECURRENCES[self.recurrence].read_backward)
-        return {"forward": one * (len(inputs) + 1), "backward": one * (read_backward + 2 + len(inputs))}
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """Some channels."""
+        return tensor[..., :: max(1, self.channels // CHECKED_CHANNELS)]
+
+    def allowed(self, name: str) -> float:
+        return ALLOWED_ERROR
+
+    def amounts(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        one, (_, names, read_backward) = next(iter(inputs.values())).nbytes, RECURRENCES[self.recurrence]
+        return {"bytes": {"forward": one * (len(names) + 1), "backward": one * (read_backward + 2 + len(names))}}
+
+    def others(self, ours: Contender, run: Run) -> dict[str, Contender]:
+        if self.recurrence == "linear_scan":
+            arranged = {who: other.arrange(**ours.inputs, grad=ours.grads[0]) for who, other in peers.gated_scans().items()}
+            return {who: Contender(peers.gated_scans()[who].scan, inputs, [grad]) for who, (inputs, grad) in arranged.items()}
+        if self.recurrence == "mingru" and self.turns == COMPILED_SHAPE and not run.options.skip_compile:
+            return {COMPILED: ours._replace(function=torch.compile(loop, dynamic=False))}
+        return {}
 
 
 LARGE = ((8, 2048, 2048), (32, 512, 1024), (1, 65536, 1024))
@@ -113,19 +129,15 @@ CASES = [Case(name, *shape) for shape in (*LARGE, MANY_CHANNELS, FEW_CHANNELS, *
 COMPILED_SHAPE = (1, 32, 256)
 
 
-def compiled_loop() -> Callable[..., Tensor]:
-    """minGRU as a loop over time, compiled."""
-
-    def loop(gate: Tensor, candidate: Tensor) -> Tensor:
-        z, h = torch.sigmoid(gate.float()), torch.zeros_like(candidate[:, 0], dtype=torch.float32)
-        a, b = 1 - z, z * candidate.float()
-        states = []
-        for t in range(gate.shape[1]):
-            h = a[:, t] * h + b[:, t]
-            states.append(h)
-        return torch.stack(states, dim=1).to(gate.dtype)
-
-    return torch.compile(loop, dynamic=False)
+def loop(gate: Tensor, candidate: Tensor) -> Tensor:
+    """minGRU as a loop over time."""
+    z, h = torch.sigmoid(gate.float()), torch.zeros_like(candidate[:, 0], dtype=torch.float32)
+    a, b = 1 - z, z * candidate.float()
+    states = []
+    for t in range(gate.shape[1]):
+        h = a[:, t] * h + b[:, t]
+        states.append(h)
+    return torch.stack(states, dim=1).to(gate.dtype)
 
 
 # (batch, seqlen, channels in and out)
@@ -138,59 +150,20 @@ LAYER_TYPES: dict[str, Callable[..., torch.nn.Module]] = {
 }
 
 
-def errors_of(case: Case, inputs: Inputs, grad_h: Tensor) -> dict[str, float]:
-    """Relative L2 errors of ``h`` and every gradient for some channels, the whole scan run."""
-    every = max(1, case.channels // CHECKED_CHANNELS)
-    found = Contender(case.scan, inputs, [grad_h]).results(("h",))
-    doubles = {name: tensor[..., ::every].cpu().double() for name, tensor in inputs.items()}
-    exact = Contender(case.scan, doubles, [grad_h[..., ::every].cpu().double()]).results(("h",))
-    return {name: relative_error(found[name][..., ::every], expected) for name, expected in exact.items()}
-
-
-def contenders_of(case: Case, inputs: Inputs, grad_h: Tensor, run: Run) -> dict[str, Callable[[], Contender]]:
-    """Functions that make ours and every peer beside it. Making a peer may fail."""
-
-    def of_other(other: peers.GatedScan) -> Contender:
-        arranged, grad = other.arrange(**inputs, grad=grad_h)
-        return Contender(other.scan, arranged, [grad])
-
-    contenders = {"ours": lambda: Contender(case.scan, inputs, [grad_h])}
-    if case.recurrence == "linear_scan":
-        contenders |= {name: functools.partial(of_other, other) for name, other in peers.gated_scans().items()}
-    if not run.options.skip_compile and case.recurrence == "mingru" and case.shape == COMPILED_SHAPE:
-        contenders[COMPILED] = lambda: Contender(compiled_loop(), inputs, [grad_h])
-    return contenders
-
-
-def prepare(who: str, make: Callable[[], Contender], figures: dict[str, Any]) -> dict[str, Stages]:
-    contender = make()
-    contender.results()  # compiles, and tunes itself
-    return contender.stages(*DIRECTIONS)
-
-
 def measure_shape(cases: list[Case], run: Run) -> list[dict[str, Any]]:
-    """The rows of cases that have their shape in common, measured in turns."""
-    rows, turns = [], Turns(run)
-    for case in cases:
-        inputs = case.inputs(run.device)
-        grad_h = torch.randn(case.shape, generator=torch.Generator(run.device).manual_seed(1), device=run.device).bfloat16()
-        errors = errors_of(case, inputs, grad_h)
-        found = turns.contend(contenders_of(case, inputs, grad_h, run), prepare)
-        row = {"name": case.name, **asdict(case), "bytes": case.moved_bytes(inputs), "errors": errors}
-        rows.append(row | {"wrong": wrong_results(errors, lambda _: ALLOWED_ERROR), "ours": found.pop("ours"), "peers": found})
-        if case.recurrence == "linear_scan":
-            recorded_figures(peers.RECORDED_GATED_SCAN.get(case.shape), found, run.device)
-    turns.measure()
+    """The rows of cases of one shape, the figures of other scans apart from ours."""
+    rows = measure_cases(cases, run)
+    for row in rows:
+        row["peers"] = {who: row.pop(who) for who in (*peers.GATED_SCANS, COMPILED) if who in row}
     return rows
 
 
 def measure_copy(run: Run) -> dict[str, Any]:
     """The rate of a copy, its bytes counted twice: read and written."""
-    source = torch.zeros(COPIED_BYTES, dtype=torch.uint8, device=run.device)
-    target = torch.empty_like(source)
-    stages = {"copy": (lambda: target.copy_(source),)}
-    timing = measure(stages, device=run.device, trials=run.trials, warmup=run.warmup)["copy"].total
-    return {"bytes": COPIED_BYTES, **timing.to_dict(), "rate": 2 * COPIED_BYTES / timing.median}
+    turns, found = Turns(run), {}
+    turns.add(found, Copy({"copy": 2 * COPIED_BYTES}, run.device).stages("copy"))
+    turns.measure()
+    return {"bytes": COPIED_BYTES, **found["copy"], "rate": 2 * COPIED_BYTES / found["copy"]["median"]}
 
 
 def measure_layers(run: Run) -> list[dict[str, Any]]:
@@ -260,8 +233,7 @@ def tables(result: Result) -> list[Table]:
     beside_others = [case, text("other")]
     beside_cudnn = [text("size", "name"), text("layers")]
     for what in DIRECTIONS:
-        beside_others += [figure(what, "found", what, decimals=4), figure("other", "peer", what, decimals=4)]
-        beside_others.append(ratio("speed-up", what, "peer", "ours"))
+        beside_others += [figure(what, "found", what, decimals=4), *versus("other", "peer", what, decimals=4)]
         beside_cudnn += [figure(what, "mine", what), figure("torch.nn", "theirs", what), ratio("ratio", what, "theirs", "mine")]
     layers = [
         {"name": row["name"], "layers": f"{mine}, {theirs}", "mine": row["layers"][mine], "theirs": row["layers"][theirs]}
@@ -289,12 +261,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 BENCHMARK = Benchmark(
     "linear_scan",
     lambda options: CASES,
-    measure_shape,
     tables,
     figures,
+    measure_shape,
     trials=50,
     warmup=5,
-    turns=lambda case: case.shape,
     context=lambda run: {"peers": peers.described_gated_scans(peers.gated_scans()), "copy": measure_copy(run), "layers": []},
     conclude=lambda run: {"layers": [] if run.options.cases else measure_layers(run)},
     add_options=add_options,

@@ -11,10 +11,12 @@ A product of two tensors of the same size shows what PyTorch needs for any opera
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -23,15 +25,16 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks import bench_ssd, peers
-from benchmarks.benchmark import Benchmark, Result, Run, leaves_of, main
+from benchmarks.benchmark import Benchmark, Case, Result, Run, leaves_of, main
 from benchmarks.discretization.scans import ScanSize, scan_inputs
 from benchmarks.harness import time_host
 from benchmarks.tables import Row, Table, figure, text
 
 SIZE = ScanSize(batch=1, dim=64, seqlen=64, dstate=16)
+Calls = dict[str, Callable[[], Any]]
 
 
-def training(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+def training(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Calls:
     """The calls of a function of tensors: of tensors that need no gradients, recording a graph, forward and backward."""
     leaves = leaves_of(inputs)
     wanted = tuple(leaves.values())
@@ -43,7 +46,7 @@ def training(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> dict
     }
 
 
-def operators(inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+def operators(inputs: dict[str, Tensor]) -> Calls:
     """The operators that selective_scan's autograd function calls."""
     forward, backward = torch.ops.ssm_kernels._selective_scan_fwd, torch.ops.ssm_kernels._selective_scan_bwd
     tensors = tuple(inputs[name] for name in ("u", "delta", "A", "B", "C", "D", "z", "delta_bias"))
@@ -56,66 +59,62 @@ def operators(inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
     }
 
 
-def step_inputs(inputs: dict[str, Tensor]) -> dict[str, Any]:
+def step(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Calls:
     """A decoding step of the scan's sizes."""
-    step = {name: inputs[name][..., 0].contiguous() for name in ("B", "C", "z")}
-    step |= {"x": inputs["u"][..., 0].contiguous(), "dt": inputs["delta"][..., 0].contiguous()}
+    tensors = {name: inputs[name][..., 0].contiguous() for name in ("B", "C", "z")}
+    tensors |= {"x": inputs["u"][..., 0].contiguous(), "dt": inputs["delta"][..., 0].contiguous()}
+    tensors |= {"A": inputs["A"], "D": inputs["D"], "dt_bias": inputs["delta_bias"]}
     state = inputs["A"].new_zeros(SIZE.batch, SIZE.dim, SIZE.dstate)
-    return step | {"state": state, "A": inputs["A"], "D": inputs["D"], "dt_bias": inputs["delta_bias"], "dt_softplus": True}
+    return {"without gradients": lambda: function(state=state, **tensors, dt_softplus=True)}
 
 
-def scan(**tensors: Tensor) -> Tensor:
-    return ssm_kernels.selective_scan(**tensors, delta_softplus=True)
-
-
-def ssd(**tensors: Tensor) -> Tensor:
-    return ssm_kernels.ssd_chunk_scan(**tensors, dt_softplus=True)
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    return a * b
-
-
-class Case(NamedTuple):
-    """A function whose calls are timed."""
+@dataclass(frozen=True)
+class Call(Case):
+    """A function whose calls are timed; ``calls`` makes them from the inputs of a scan."""
 
     name: str
-    calls: Callable[[dict[str, Tensor]], dict[str, Callable[[], Any]]]
+    calls: Callable[[dict[str, Tensor]], Calls]
 
 
-def of_ssd(inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
+def of_scan(inputs: dict[str, Tensor]) -> Calls:
+    scan = functools.partial(ssm_kernels.selective_scan, delta_softplus=True)
+    return training(scan, inputs) | operators(inputs)
+
+
+def of_ssd(inputs: dict[str, Tensor]) -> Calls:
     case = bench_ssd.Case(SIZE.batch, SIZE.seqlen, heads=1, headdim=SIZE.dim, dstate=SIZE.dstate)
-    return training(ssd, case.inputs(inputs["u"].device))
+    return training(case.function(), case.inputs(inputs["u"].device))
 
 
-def of_step(function: Callable[[dict[str, Any]], Tensor]) -> Callable[[dict[str, Tensor]], dict[str, Callable[[], Any]]]:
-    def calls(inputs: dict[str, Tensor]) -> dict[str, Callable[[], Any]]:
-        step = step_inputs(inputs)
-        return {"without gradients": lambda: function(step)}
-
-    return calls
+def of_product(inputs: dict[str, Tensor]) -> Calls:
+    return training(lambda a, b: a * b, {"a": inputs["u"], "b": inputs["delta"]})
 
 
-def cases(options: argparse.Namespace) -> list[Case]:
+def cases(options: argparse.Namespace) -> list[Call]:
     found = [
-        Case("selective_scan", lambda inputs: training(scan, inputs) | operators(inputs)),
-        Case("ssd_chunk_scan", of_ssd),
-        Case("selective_state_update", of_step(lambda step: ssm_kernels.selective_state_update(**step))),
-        Case("a * b", lambda inputs: training(product, {"a": inputs["u"], "b": inputs["delta"]})),
+        Call("selective_scan", of_scan),
+        Call("ssd_chunk_scan", of_ssd),
+        Call("selective_state_update", functools.partial(step, ssm_kernels.selective_state_update)),
+        Call("a * b", of_product),
     ]
-    peer_scan, peer_step = peers.selective_scan(), peers.state_update()
-    if peer_scan is not None:
-        found.append(Case("mamba_ssm, selective_scan", lambda inputs: training(peer_scan, inputs)))
-    if peer_step is not None:
-        found.append(Case("mamba_ssm, selective_state_update", of_step(peer_step)))
+    if (peer := peers.selective_scan()) is not None:
+        found.append(Call("mamba_ssm, selective_scan", functools.partial(training, peer)))
+    if (peer := peers.state_update()) is not None:
+        found.append(Call("mamba_ssm, selective_state_update", functools.partial(step, lambda **inputs: peer(inputs))))
     return found
 
 
-def measure_case(case: Case, run: Run) -> list[dict[str, Any]]:
-    calls = case.calls(scan_inputs(SIZE, device=run.device, dtype=torch.bfloat16, seed=0))
+def measure_calls(cases: list[Call], run: Run) -> list[dict[str, Any]]:
+    inputs = scan_inputs(SIZE, device=run.device, dtype=torch.bfloat16, seed=0)
     return [
-        {"name": case.name, "function": case.name, "what": what, "host": time_host(call, blocks=run.trials).to_dict()}
-        for what, call in calls.items()
+        {
+            "name": case.name,
+            "function": case.name,
+            "what": what,
+            "host": time_host(call, run.device, blocks=run.trials).to_dict(),
+        }
+        for case in cases
+        for what, call in case.calls(inputs).items()
     ]
 
 
@@ -132,9 +131,9 @@ def figures(row: Row, result: Result) -> dict[str, float]:
 BENCHMARK = Benchmark(
     "overhead",
     cases,
-    lambda cases, run: [row for case in cases for row in measure_case(case, run)],
     tables,
     figures,
+    measure_calls,
     trials=40,
     context=lambda run: {"settings": {"blocks": run.trials, **vars(SIZE)}},
     trials_option="--blocks",

@@ -12,10 +12,9 @@ with 1 if one is wrong; a missed bar is only reported.
 
 from __future__ import annotations
 
-import functools
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,24 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import Tensor
 
-import ssm_kernels
 from benchmarks import peers
-from benchmarks.benchmark import (
-    PEER,
-    Benchmark,
-    Contender,
-    Result,
-    Run,
-    Turns,
-    main,
-    recorded_figures,
-    relative_error,
-    speedups,
-    wrong_results,
-)
+from benchmarks.benchmark import PEER, Benchmark, Contender, Result, Run, main, speedups
 from benchmarks.discretization.scans import ScanSize, scan_bytes, scan_inputs
 from benchmarks.floors import H200_RATES, floors
-from benchmarks.harness import Stages, on_h200
+from benchmarks.harness import on_h200
+from benchmarks.operator_cases import OperatorCase
 from benchmarks.tables import (
     DIRECTIONS,
     Column,
@@ -54,6 +41,7 @@ from benchmarks.tables import (
     ratio,
     text,
     throughput,
+    versus,
 )
 from ssm_kernels import reference
 
@@ -62,10 +50,12 @@ BF16, FP32 = torch.bfloat16, torch.float32
 ALLOWED_ERROR = {BF16: 2.5e-3, FP32: 1e-5}
 ALWAYS_FP32 = {"grad_A", "grad_D", "grad_delta_bias"}
 CHECKED_CHANNELS = 8
+# The axis of the channels; B and C have none.
+CHANNEL_AXES = {"out": 1, "u": 1, "delta": 1, "z": 1, "A": 0, "D": 0, "delta_bias": 0}
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(OperatorCase):
     """A row of the table: sizes, types and options of a scan."""
 
     batch: int
@@ -77,6 +67,8 @@ class Case:
     groups: int | None = None
     contiguous: str = "seqlen"
     discretization: str = "zoh"
+    operator = "selective_scan"
+    timed = ("forward", "training", "backward")
 
     @property
     def name(self) -> str:
@@ -88,25 +80,62 @@ class Case:
         return " ".join(words)
 
     @property
-    def shape(self) -> tuple[Any, ...]:
-        """Cases of one shape take turns."""
+    def turns(self) -> tuple[Any, ...]:
         return self.batch, self.dim, self.seqlen, self.dstate, self.dtype
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return {"discretization": self.discretization, "delta_softplus": True}
+
+    @property
+    def recorded(self) -> dict[str, Any] | None:
+        key = (self.dtype, self.batch, self.dim, self.seqlen, self.dstate, self.z)
+        if self.discretization != "zoh" or self.groups not in (None, 1) or key not in peers.RECORDED_SCAN:
+            return None
+        return {"peer": peers.RECORDED_SCAN[key]}
 
     @property
     def size(self) -> ScanSize:
         return ScanSize(self.batch, self.dim, self.seqlen, self.dstate)
 
-    def inputs(self, device: torch.device, *, contiguous: str | None = None) -> dict[str, Tensor]:
-        inputs = scan_inputs(self.size, device=device, dtype=self.dtype, seed=0, groups=self.groups)
+    def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+        inputs = scan_inputs(self.size, device=device, dtype=self.dtype, seed=seed, groups=self.groups)
         if not self.z:
             del inputs["z"]
-        if (contiguous or self.contiguous) == "dim":
+        if self.contiguous == "dim":
             for name in inputs.keys() & {"u", "delta", "z", "B", "C"}:
                 inputs[name] = inputs[name].mT.contiguous().mT
         return inputs
 
-    def function(self) -> Callable[..., Tensor]:
-        return functools.partial(ssm_kernels.selective_scan, discretization=self.discretization, delta_softplus=True)
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """Some channels. Gradients of B and C are those of these channels alone."""
+        if name not in CHANNEL_AXES:
+            return tensor
+        every = self.dim // CHECKED_CHANNELS
+        channels = slice(0, CHECKED_CHANNELS * every, every)
+        return tensor[:, channels] if CHANNEL_AXES[name] else tensor[channels]
+
+    def allowed(self, name: str) -> float:
+        return ALLOWED_ERROR[FP32 if name in ALWAYS_FP32 else self.dtype]
+
+    def amounts(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        forward_bytes, both_bytes = scan_bytes(inputs)
+        return {
+            "updates": self.size.updates,
+            "bytes": {"forward": forward_bytes, "backward": both_bytes - forward_bytes},
+            "chunk_state_bytes": chunk_state_bytes(inputs),
+        }
+
+    def others(self, ours: Contender, run: Run) -> dict[str, Contender]:
+        peer = peers.selective_scan()
+        if peer is None or self.discretization != "zoh":
+            return {}
+        given = ours._replace(function=peer)
+        if self.contiguous == "seqlen":
+            return {"peer": given}
+        # The peer copies such tensors: in its own layout too.
+        copied = replace(self, contiguous="seqlen").inputs(run.device)
+        return {"peer": Contender(peer, copied, [ours.grads[0].contiguous()]), "peer_given": given}
 
 
 MAIN = (8, 2048, 2048)
@@ -132,69 +161,6 @@ def chunk_state_bytes(inputs: Mapping[str, Tensor]) -> int:
     meta = [inputs[name].to("meta") if name in inputs else None for name in names]
     *_, states = torch.ops.ssm_kernels._selective_scan_fwd(*meta, None, "zoh", True, True)
     return states.nbytes
-
-
-def errors_of(case: Case, inputs: Mapping[str, Tensor], grad_out: Tensor) -> dict[str, float]:
-    """Relative L2 errors of ``out`` and every gradient for some channels, the whole scan run.
-
-    The incoming gradient is zero for all other channels, so that gradients of B and C are those of the few channels alone.
-    """
-    every = case.dim // CHECKED_CHANNELS
-    few = {"out": 1, "u": 1, "delta": 1, "z": 1, "A": 0, "D": 0, "delta_bias": 0}  # where the channels are
-
-    def sliced(name: str, tensor: Tensor) -> Tensor:
-        if name in few:
-            tensor = tensor.narrow(few[name], 0, CHECKED_CHANNELS * every)
-            tensor = tensor[:, ::every] if few[name] else tensor[::every]
-        return tensor.cpu().double()
-
-    masked = torch.zeros_like(grad_out)
-    masked[:, : CHECKED_CHANNELS * every : every] = grad_out[:, : CHECKED_CHANNELS * every : every]
-    found = Contender(case.function(), inputs, [masked]).results()
-    doubles = {name: sliced(name, tensor) for name, tensor in inputs.items()}
-    exact = Contender(case.function(), doubles, [sliced("u", grad_out)]).results()
-    return {name: relative_error(sliced(name.removeprefix("grad_"), found[name]), expected) for name, expected in exact.items()}
-
-
-def measure_shape(cases: list[Case], run: Run) -> list[dict[str, Any]]:
-    """The rows of cases that have their shape in common, measured in turns."""
-    rows, turns, peer = [], Turns(run), peers.selective_scan()
-
-    def prepare(who: str, contender: Contender, figures: dict[str, Any]) -> dict[str, Stages]:
-        figures["peak_bytes"] = contender.peak_bytes()
-        return contender.stages("forward", "training", "backward")
-
-    for case in cases:
-        inputs = case.inputs(run.device)
-        grad_out = torch.empty_like(inputs["u"]).normal_(generator=torch.Generator(run.device).manual_seed(1))
-        contenders = {"ours": Contender(case.function(), inputs, [grad_out])}
-        if peer is not None and case.discretization == "zoh":
-            contenders["peer"] = Contender(peer, inputs, [grad_out])
-            if case.contiguous == "dim":  # the peer copies such tensors: in its own layout too
-                contenders["peer_given"] = contenders["peer"]
-                inputs_copied = case.inputs(run.device, contiguous="seqlen")
-                contenders["peer"] = Contender(peer, inputs_copied, [grad_out.contiguous()])
-        forward_bytes, both_bytes = scan_bytes(inputs)
-        errors = errors_of(case, inputs, grad_out)
-        row = {
-            "name": case.name,
-            **asdict(case),
-            "dtype": str(case.dtype).removeprefix("torch."),
-            "updates": case.size.updates,
-            "bytes": {"forward": forward_bytes, "backward": both_bytes - forward_bytes},
-            "chunk_state_bytes": chunk_state_bytes(inputs),
-            "errors": errors,
-            "wrong": wrong_results(
-                errors, lambda name, dtype=case.dtype: ALLOWED_ERROR[FP32 if name in ALWAYS_FP32 else dtype]
-            ),
-            **turns.contend(contenders, prepare),
-        }
-        key = (case.dtype, *case.shape[:-1], case.z)
-        if case.discretization == "zoh" and case.groups in (None, 1) and key in peers.RECORDED_SCAN:
-            recorded_figures({"peer": peers.RECORDED_SCAN[key]}, row, run.device)
-        rows.append(row)
-    turns.measure()
-    return rows
 
 
 def other_of(row: Row, result: Result) -> tuple[str, Row] | None:
@@ -235,7 +201,7 @@ def tables(result: Result) -> list[Table]:
     case = text("case", "name")
     speed = [case]
     for what, name in (("forward", "forward"), ("training", "in training"), ("backward", "backward")):
-        speed += [figure(name, "ours", what), figure(PEER, "peer", what), ratio("speed-up", what, "peer", "ours")]
+        speed += [figure(name, "ours", what), *versus(PEER, "peer", what)]
     against = [case, text("against", "other")]
     for what in DIRECTIONS:
         against += [figure(what, "found", what), ratio("ratio", what, "ours", "other's")]
@@ -281,10 +247,8 @@ def context(run: Run) -> Result:
 BENCHMARK = Benchmark(
     "selective_scan",
     lambda options: CASES,
-    measure_shape,
     tables,
     figures,
-    turns=lambda case: case.shape,
     context=context,
 )
 

@@ -9,10 +9,12 @@ compared with the float64 reference before it is timed. Exits with 1 if one is w
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,17 +25,21 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Benchmark, Result, Run, main
-from benchmarks.harness import measure, on_h200, sets_beyond_cache, time_graph, time_host
+from benchmarks.benchmark import PEER, Benchmark, Case, Contest, Result, Run, main, measure_cases
+from benchmarks.harness import measure, time_host
 from benchmarks.labels import label
-from benchmarks.tables import Table, figure, ratio, text, throughput
+from benchmarks.tables import Table, figure, ratio, text, throughput, versus
 from ssm_kernels import reference
 
 Inputs = dict[str, Any]
 
+# Relative L2 errors against float64 up to which a result is right: rounding to bfloat16 alone makes 1.7e-3.
+ALLOWED_ERROR = {torch.bfloat16: 2.5e-3, torch.float32: 1e-5}
+SHORT = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+
 
 @dataclass(frozen=True)
-class Case:
+class StepCase(Case):
     """Sizes and types of a step. With ``heads``, ``dim`` is headdim, and A, dt, D and dt_bias are one number per head."""
 
     batch: int
@@ -55,18 +61,18 @@ class Case:
 
     @property
     def dtypes(self) -> str:
-        short = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16", torch.float64: "fp64"}
-        return f"{short[self.dtype]} / {short[self.state_dtype]}"
+        return f"{SHORT[self.dtype]} / {SHORT[self.state_dtype]}"
 
     @property
-    def state_bytes(self) -> int:
-        return self.batch * (self.heads or 1) * self.dim * self.dstate * self.state_dtype.itemsize
-
-    @property
-    def recorded(self) -> float | None:
-        if self.discretization != "zoh" or self.state_dtype != torch.float32:
+    def recorded(self) -> dict[str, Any] | None:
+        found = peers.RECORDED_STATE_UPDATE.get((self.batch, self.heads, self.dim, self.dstate))
+        if found is None or self.discretization != "zoh" or self.state_dtype != torch.float32:
             return None
-        return peers.RECORDED_STATE_UPDATE.get((self.batch, self.heads, self.dim, self.dstate))
+        return {"peer": {"call": found}}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("sizes", "dtypes", "discretization")}
 
     def inputs(self, device: torch.device, seed: int, batch: int | None = None) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
@@ -96,6 +102,33 @@ class Case:
                 inputs[name] = normal(self.heads, dtype=torch.float32)[:, None].expand(channels)
         return inputs | {"dt_softplus": True}
 
+    def step(self, inputs: Inputs) -> Tensor:
+        return ssm_kernels.selective_state_update(**inputs, discretization=self.discretization)
+
+    def contest(self, run: Run) -> Contest:
+        few = self.inputs(run.device, seed=1, batch=min(self.batch, 3))
+        doubles = {k: v.cpu().double() if isinstance(v, Tensor) else v for k, v in few.items()}
+        exact = reference.selective_state_update(**doubles, discretization=self.discretization)
+        moved = moved_bytes(self.inputs(run.device, seed=0))
+        sets = run.sets(lambda seed: self.inputs(run.device, seed), moved, 256)
+        targets = {id(inputs): torch.empty_like(inputs["state"]) for inputs in sets}
+        contenders = {"ours": self.step, "copy": lambda inputs: targets[id(inputs)].copy_(inputs["state"])}
+        if self.discretization == "zoh" and (peer := peers.state_update()) is not None:
+            contenders["peer"] = peer
+
+        def results(function: Callable[[Inputs], Tensor]) -> dict[str, Tensor]:
+            return {"out": self.step(few), "state": few["state"]} if function == self.step else {}
+
+        def prepare(who: str, function: Callable[[Inputs], Tensor], figures: dict[str, Any]) -> dict[str, Any]:
+            figures |= {"graph": run.time_graph(function, sets), "call": time_call(function, sets[0], run.device)}
+            return {}
+
+        amounts = {"bytes": moved, "copied_bytes": 2 * sets[0]["state"].nbytes}
+        return Contest(contenders, results, dict(zip(("out", "state"), exact, strict=True)), prepare, self.allowed, amounts)
+
+    def allowed(self, name: str) -> float:
+        return ALLOWED_ERROR[self.dtype if name == "out" else self.state_dtype]
+
 
 FP32, BF16 = torch.float32, torch.bfloat16
 SIZES = [
@@ -109,15 +142,11 @@ SIZES = [
     (16, 32, 64, 256),
 ]
 CASES = [
-    *(Case(*sizes, dtype=FP32) for sizes in SIZES[:2]),
-    *(Case(*sizes) for sizes in SIZES),
-    *(Case(*sizes, state_dtype=BF16) for sizes in SIZES[:4]),
-    *(Case(*SIZES[0], dtype=FP32, discretization=method) for method in reference.DISCRETIZATIONS if method != "zoh"),
+    *(StepCase(*sizes, dtype=FP32) for sizes in SIZES[:2]),
+    *(StepCase(*sizes) for sizes in SIZES),
+    *(StepCase(*sizes, state_dtype=BF16) for sizes in SIZES[:4]),
+    *(StepCase(*SIZES[0], dtype=FP32, discretization=method) for method in reference.DISCRETIZATIONS if method != "zoh"),
 ]
-
-
-def step(inputs: Inputs, discretization: str) -> Tensor:
-    return ssm_kernels.selective_state_update(**inputs, discretization=discretization)
 
 
 def moved_bytes(inputs: Inputs) -> int:
@@ -130,66 +159,30 @@ def moved_bytes(inputs: Inputs) -> int:
     return sum(sizes.values()) + sizes["state"] + sizes["x"]
 
 
-def error_of(case: Case, device: torch.device) -> float:
-    """Largest error of output and state over the roundings allowed to them; at most 1 for a right result."""
-    inputs = case.inputs(device, seed=1, batch=min(case.batch, 3))
-    doubles = {k: v.double() if isinstance(v, Tensor) else v for k, v in inputs.items()}
-    exact = reference.selective_state_update(**doubles, discretization=case.discretization)
-    out = step(inputs, case.discretization)
-    worst = 0.0
-    for actual, expected in zip((out, inputs["state"]), exact, strict=True):
-        roundings = max(torch.finfo(actual.dtype).eps, 32 * torch.finfo(torch.float32).eps)
-        worst = max(worst, ((actual.double() - expected).abs().max() / (roundings * expected.abs().max())).item())
-    return worst
-
-
-def time_call(function: Callable[[Inputs], Any], inputs: Inputs) -> float:
+def time_call(function: Callable[[Inputs], Any], inputs: Inputs, device: torch.device) -> float:
     """Median seconds of a call after the cache was overwritten."""
-    try:
+    with contextlib.suppress(ImportError):
         from triton.testing import do_bench
-    except ImportError:
-        return measure({"call": [lambda: function(inputs)]}, device="cuda", trials=200, warmup=20)["call"].total.median
-    return do_bench(lambda: function(inputs), warmup=25, rep=200, return_mode="median") * 1e-3
+
+        if device.type == "cuda":
+            return do_bench(lambda: function(inputs), warmup=25, rep=200, return_mode="median") * 1e-3
+    return measure({"call": [lambda: function(inputs)]}, device=device, trials=200, warmup=20)["call"].total.median
 
 
-def measure_case(case: Case, run: Run) -> dict[str, Any]:
-    one = case.inputs(run.device, seed=0)
-    sets = sets_beyond_cache(lambda seed: case.inputs(run.device, seed), moved_bytes(one), run.device, 256)
-    pairs = [(inputs["state"], torch.empty_like(inputs["state"])) for inputs in sets]
-    error, peer = error_of(case, run.device), peers.state_update()
-
-    def ours(inputs: Inputs) -> Tensor:
-        return step(inputs, case.discretization)
-
-    def copy(pair: Any) -> Tensor:
-        return pair[1].copy_(pair[0])
-
-    row: dict[str, Any] = {
-        "name": case.name,
-        "sizes": case.sizes,
-        "dtypes": case.dtypes,
-        "discretization": case.discretization,
-        "bytes": moved_bytes(one),
-        "copied_bytes": 2 * case.state_bytes,
-        "error": error,
-        "wrong": [] if error <= 1 else ["output or state"],
-        "graph": time_graph(ours, sets, run.trials).to_dict(),
-        "call": time_call(ours, one),
-        "copy_graph": time_graph(copy, pairs, run.trials).to_dict(),
-        "copy_call": time_call(copy, pairs[0]),
-    }
-    if peer is not None and case.discretization == "zoh":
-        in_graph = time_graph(peer, sets, run.trials).to_dict()
-        row["peer"] = {"graph": in_graph, "call": time_call(peer, one), "recorded": False}
-    elif case.recorded is not None and on_h200(run.device):
-        row["peer"] = {"graph": None, "call": case.recorded, "recorded": True}
-    return row
+def measure_flat(cases: list[StepCase], run: Run) -> list[dict[str, Any]]:
+    """The row of a case, our figures and the copy's in it."""
+    rows = measure_cases(cases, run)
+    for row in rows:
+        ours, copy = row.pop("ours"), row.pop("copy")
+        row |= {what: ours[what] for what in ("graph", "call")} | {f"copy_{what}": copy[what] for what in ("graph", "call")}
+    return rows
 
 
 def host_times(run: Run) -> dict[str, float]:
-    small = Case(1, None, 64, 16).inputs(run.device, seed=0)  # the GPU finishes this step sooner than the host the next call
-    host, peer = {"ours": time_host(lambda: step(small, "zoh")).median}, peers.state_update()
-    return host if peer is None else host | {"peer": time_host(lambda: peer(small)).median}
+    case = StepCase(1, None, 64, 16)
+    small = case.inputs(run.device, seed=0)  # the GPU finishes this step sooner than the host the next call
+    functions = {"ours": case.step} | ({"peer": peer} if (peer := peers.state_update()) else {})
+    return {who: time_host(functools.partial(function, small), run.device).median for who, function in functions.items()}
 
 
 def tables(result: Result) -> list[Table]:
@@ -206,8 +199,7 @@ def tables(result: Result) -> list[Table]:
         [
             figure(what, "ours", what, 1e-6, 2),
             figure(f"{what}, copy", "copy", what, 1e-6, 2),
-            figure(f"{what}, {PEER}", "peer", what, 1e-6, 2),
-            ratio("speed-up", what, "peer", "ours"),
+            *versus(f"{what}, {PEER}", "peer", what, 1e-6, 2),
         ]
         for what in ("graph", "call")
     )
@@ -222,15 +214,14 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    settings = {"cases": [asdict(case) for case in CASES]}
-    return {"peer": peers.described(peers.state_update()), "settings": settings, "host_seconds": {}}
+    return {"peer": peers.described(peers.state_update()), "host_seconds": {}}
 
 
 BENCHMARK = Benchmark(
     "selective_state_update",
     lambda options: CASES,
-    lambda cases, run: [measure_case(case, run) for case in cases],
     tables,
+    measure=measure_flat,
     trials=50,
     context=context,
     conclude=lambda run: {"host_seconds": host_times(run)},

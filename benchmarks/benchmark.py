@@ -22,7 +22,7 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks import bars
-from benchmarks.harness import Stages, machine, measure, on_h200, peak_bytes
+from benchmarks.harness import Stages, machine, measure, on_h200, peak_bytes, sets_beyond_cache, time_graph
 from benchmarks.tables import DIRECTIONS, Row, Table, median, show
 
 PEER = "mamba_ssm"
@@ -38,6 +38,15 @@ class Run:
     trials: int
     warmup: int
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
+    cache_writes: int = 8
+
+    def sets(self, make: Callable[[int], Any], nbytes: int, most: int = 2**20) -> list[Any]:
+        """Sets of inputs that the second-level cache does not hold."""
+        return sets_beyond_cache(make, nbytes, self.device, most)
+
+    def time_graph(self, function: Callable[[Any], Any], sets: Sequence[Any]) -> dict[str, float]:
+        """The time of a call in a CUDA graph of calls on these sets."""
+        return time_graph(function, sets, self.trials, self.device).to_dict()
 
 
 def outputs_of(function: Function, inputs: Mapping[str, Any]) -> tuple[Tensor, ...]:
@@ -109,39 +118,28 @@ def relative_error(actual: Tensor, exact: Tensor) -> float:
     return ((actual.cpu().double() - exact).norm() / exact.norm()).item()
 
 
-def wrong_results(errors: Mapping[str, float], allowed: Callable[[str], float]) -> list[str]:
-    """The names of the results whose error is not within what is allowed for them; NaN is not."""
-    return [name for name, error in errors.items() if not error <= allowed(name)]
+class Copy(NamedTuple):
+    """A contender that moves the bytes that an operator must: it reads half of them and writes as many."""
+
+    nbytes: Mapping[str, int]
+    device: torch.device
+
+    def stages(self, *whats: str) -> dict[str, Stages]:
+        def copy(nbytes: int) -> Stages:
+            half = nbytes // 2 // 16 * 16  # both ends aligned
+            source, target = (torch.zeros(half, dtype=torch.int8, device=self.device) for _ in range(2))
+            return [lambda: target.copy_(source)]
+
+        return {what: copy(self.nbytes[what]) for what in whats}
 
 
 class Turns:
-    """Contenders of one or several rows, measured in turns."""
+    """Stages of the contenders of one or several rows, timed in turns."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._stages: dict[int, Stages] = {}
         self._targets: list[tuple[dict[str, Any], str]] = []
-
-    def contend(
-        self, contenders: Mapping[str, Any], prepare: Callable[[str, Any, dict[str, Any]], Mapping[str, Stages]]
-    ) -> dict[str, dict[str, Any]]:
-        """Prepares every contender and returns their figures. An exception of another than ours becomes its figure.
-
-        Args:
-            prepare: takes a contender's name, the contender and its figures; may add figures, and returns the stages to time by
-                the figures' names.
-        """
-        found: dict[str, dict[str, Any]] = {}
-        for who, contender in contenders.items():
-            found[who] = {"recorded": False, "unsupported": None}
-            try:
-                self.add(found[who], prepare(who, contender, found[who]))
-            except Exception as error:
-                if who == "ours":
-                    raise
-                message = (str(error).strip().splitlines() or [""])[0]
-                found[who] = {"recorded": False, "unsupported": f"{type(error).__name__}: {message}"}
-        return found
 
     def add(self, figures: dict[str, Any], stages: Mapping[str, Stages]) -> None:
         """Adds stages. Their times become figures when :meth:`measure` runs."""
@@ -151,7 +149,8 @@ class Turns:
 
     def measure(self, **options: Any) -> None:
         """Times everything that was added."""
-        defaults = {"device": self.run.device, "trials": self.run.trials, "warmup": self.run.warmup}
+        names = ("device", "trials", "warmup", "cache_writes")
+        defaults = {name: getattr(self.run, name) for name in names}
         for index, found in measure(self._stages, **defaults | options).items():
             figures, what = self._targets[index]
             figures[what] = found.total.to_dict()
@@ -162,9 +161,10 @@ class Contest:
     """The contenders of a row, and how they are compared and timed.
 
     Attributes:
-        results: computes the results of a contender that are compared.
+        results: computes the results of a contender; those that are in ``exact`` are compared.
         exact: the same results in float64 on the CPU.
-        prepare: as :meth:`Turns.contend` takes it, after the comparison.
+        prepare: takes a contender's name, the contender and its figures, after the comparison; may add figures, and returns the
+            stages to time by the figures' names.
         allowed: the error beyond which a result of this name is wrong.
         amounts: further entries of the row.
         judges_others: whether wrong results of others than ours count. Their gradients never do: only their outputs say whether
@@ -180,22 +180,68 @@ class Contest:
     judges_others: bool = True
 
     def row(self, turns: Turns) -> dict[str, Any]:
-        """The figures of the contenders, whose times follow, their errors, and the names of wrong results."""
+        """The figures of the contenders, whose times follow, their errors, and the names of wrong results.
+
+        An exception of another than ours becomes its figure.
+        """
+        figures: dict[str, dict[str, Any]] = {}
         errors: dict[str, dict[str, float]] = {}
-
-        def prepare(who: str, contender: Any, figures: dict[str, Any]) -> Mapping[str, Stages]:
-            found = self.results(contender)
-            errors[who] = {name: relative_error(found[name], expected) for name, expected in self.exact.items()}
-            return self.prepare(who, contender, figures)
-
-        row = turns.contend(self.contenders, prepare)
+        for who, contender in self.contenders.items():
+            figures[who] = {"recorded": False, "unsupported": None}
+            try:
+                found = self.results(contender)
+                if compared := {name: relative_error(found[name], self.exact[name]) for name in self.exact if name in found}:
+                    errors[who] = compared
+                turns.add(figures[who], self.prepare(who, contender, figures[who]))
+            except Exception as error:
+                if who == "ours":
+                    raise
+                message = (str(error).strip().splitlines() or [""])[0]
+                figures[who] = {"recorded": False, "unsupported": f"{type(error).__name__}: {message}"}
         wrong = [
             f"{who}: {name}"
             for who, of_one in errors.items()
-            for name in wrong_results(of_one, self.allowed)
-            if who == "ours" or (self.judges_others and not name.startswith("grad_"))
+            for name, error in of_one.items()
+            if not error <= self.allowed(name)  # NaN is wrong
+            and (who == "ours" or (self.judges_others and not name.startswith("grad_")))
         ]
-        return {**row, "errors": errors, "wrong": wrong, **self.amounts}
+        return {**figures, "errors": errors, "wrong": wrong, **self.amounts}
+
+
+class Case:
+    """A row of a benchmark. Subclasses say what is measured.
+
+    Attributes:
+        name: what ``--cases`` chooses by, and the name of the row.
+        turns: cases with equal values take turns; None for a case alone.
+        recorded: figures for contenders that a run does not measure, as :func:`recorded_figures` takes them.
+    """
+
+    name: str
+    turns: Any = None
+    recorded: Mapping[str, Any] | None = None
+
+    def contest(self, run: Run) -> Contest:
+        raise NotImplementedError
+
+    def timing(self, run: Run) -> dict[str, Any]:
+        """Options of :func:`harness.measure`."""
+        return {}
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The entries of the row that describe the case."""
+        return {}
+
+
+def measure_cases(cases: Sequence[Any], run: Run) -> list[dict[str, Any]]:
+    """The rows of cases that take turns."""
+    turns = Turns(run)
+    rows = [{"name": case.name, **case.fields, **case.contest(run).row(turns)} for case in cases]
+    turns.measure(**cases[0].timing(run))
+    for case, row in zip(cases, rows, strict=True):
+        recorded_figures(case.recorded, row, run.device)
+    return rows
 
 
 def recorded_figures(recorded: Mapping[str, Any] | None, row: dict[str, Any], device: torch.device) -> None:
@@ -228,11 +274,11 @@ class Benchmark:
     Attributes:
         name: in its results, in ``bars.json`` and in ``page.md``.
         cases: makes the cases from the options; each has a name.
-        measure: makes the rows of cases that take turns.
         tables: makes the tables of a result, for the terminal and the page.
         figures: computes the figures that bars hold, from a row and the result that it is part of.
+        measure: makes the rows of cases that take turns.
         trials, warmup: the default number of each.
-        turns: maps a case to a value; cases with equal values take turns.
+        cache_writes: as :func:`harness.measure` takes it.
         context: makes the entries of a result beside its rows, before these are measured.
         conclude: makes further entries, after the rows.
         add_options: adds the benchmark's own options.
@@ -243,12 +289,12 @@ class Benchmark:
 
     name: str
     cases: Callable[[argparse.Namespace], Sequence[Any]]
-    measure: Callable[[list[Any], Run], list[dict[str, Any]]]
     tables: Callable[[Result], list[Table]]
     figures: Callable[[Row, Result], Mapping[str, float]] = nothing
+    measure: Callable[[list[Any], Run], list[dict[str, Any]]] = measure_cases
     trials: int = 20
     warmup: int = 3
-    turns: Callable[[Any], Any] = id
+    cache_writes: int = 8
     context: Callable[[Run], Result] = nothing
     conclude: Callable[[Run], Result] = nothing
     add_options: Callable[[argparse.ArgumentParser], None] = nothing
@@ -296,7 +342,7 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
     if not chosen:
         names = ", ".join(case.name for case in cases)
         parser.error(f"--cases: no name contains {' or '.join(options.cases)}; there are: {names}")
-    return Run(device, options.trials, options.warmup, options), chosen
+    return Run(device, options.trials, options.warmup, options, benchmark.cache_writes), chosen
 
 
 def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
@@ -314,7 +360,7 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
 
     groups: dict[Any, list[Any]] = {}
     for case in cases:
-        groups.setdefault(benchmark.turns(case), []).append(case)
+        groups.setdefault(id(case) if case.turns is None else case.turns, []).append(case)
     order = [case.name for case in cases]
     for group in groups.values():
         rows = benchmark.measure(group, run)

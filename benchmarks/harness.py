@@ -36,15 +36,8 @@ class Timing:
 
     @classmethod
     def of(cls, seconds: Sequence[float]) -> Timing:
-        ordered = sorted(seconds)
-
-        def percentile(p: float) -> float:
-            position = p * (len(ordered) - 1)
-            below = math.floor(position)
-            above = min(below + 1, len(ordered) - 1)
-            return ordered[below] + (position - below) * (ordered[above] - ordered[below])
-
-        return cls(percentile(0.5), percentile(0.2), percentile(0.8), len(ordered))
+        percentiles = torch.tensor([0.5, 0.2, 0.8], dtype=torch.float64)
+        return cls(*torch.tensor(seconds, dtype=torch.float64).quantile(percentiles).tolist(), len(seconds))
 
     @property
     def spread(self) -> float:
@@ -157,32 +150,46 @@ def measure(
     return measurements
 
 
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def sets_beyond_cache(make: Callable[[int], Any], nbytes: int, device: torch.device, most: int = 2**20) -> list[Any]:
     """Makes sets of inputs from seeds, so many that the second-level cache holds none of them when its turn comes again."""
+    if device.type != "cuda":
+        return [make(0), make(1)]
     cache = torch.cuda.get_device_properties(device).L2_cache_size or 2**26
     return [make(seed) for seed in range(min(most, max(2, math.ceil(4 * cache / nbytes))))]
 
 
-def time_graph(function: Callable[[Any], Any], sets: Sequence[Any], trials: int) -> Timing:
-    """Seconds per call in a CUDA graph that calls the function on one set of inputs after another."""
-    for inputs in sets:
-        function(inputs)
-    torch.cuda.synchronize()
-    graph, calls = torch.cuda.CUDAGraph(), max(20, len(sets))
+def graph_of(function: Callable[[], Any], device: torch.device) -> Callable[[], Any]:
+    """Captures a call in a CUDA graph and returns its replay; on the CPU the function itself."""
+    if device.type != "cuda":
+        return function
+    torch.cuda.synchronize(device)
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
+        function()
+    return graph.replay
+
+
+def time_graph(function: Callable[[Any], Any], sets: Sequence[Any], trials: int, device: torch.device) -> Timing:
+    """Seconds per call in a CUDA graph that calls the function on one set of inputs after another."""
+    calls = max(20, len(sets))
+
+    def call_all() -> None:
         for i in range(calls):
             function(sets[i % len(sets)])
-    graph.replay()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(trials + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    return Timing.of([a.elapsed_time(b) * 1e-3 / calls for a, b in pairwise(events)])
+
+    for inputs in sets:
+        function(inputs)
+    stages = {"replay": [graph_of(call_all, device)]}
+    timing = measure(stages, device=device, trials=trials, warmup=1, cache_writes=0)["replay"].total
+    return timing.scaled(1 / calls)
 
 
-def time_host(function: Callable[[], Any], *, blocks: int = 40, calls: int = 50) -> Timing:
+def time_host(function: Callable[[], Any], device: torch.device, *, blocks: int = 40, calls: int = 50) -> Timing:
     """Seconds that the host needs per call of a function that enqueues work on CUDA: the median of ``blocks``.
 
     A block starts on an idle device and its clock stops before the device is waited for. It is so short that the queue of
@@ -192,12 +199,12 @@ def time_host(function: Callable[[], Any], *, blocks: int = 40, calls: int = 50)
         function()
     seconds = []
     for _ in range(blocks):
-        torch.cuda.synchronize()
+        synchronize(device)
         start = time.perf_counter()
         for _ in range(calls):
             function()
         seconds.append((time.perf_counter() - start) / calls)
-    torch.cuda.synchronize()
+    synchronize(device)
     return Timing.of(seconds)
 
 

@@ -1,4 +1,4 @@
-"""The cases of ``bench_layers.py``: layers, decoding steps, language models and operators, ours and mamba_ssm's in turns.
+"""The cases of ``bench_layers.py``: layers, decoding steps and language models, ours and mamba_ssm's in turns.
 
 A row has the figures of "ours", of "mamba_ssm" and of ours "before", where these are known: times as in ``harness.Timing``,
 sizes as numbers of bytes. mamba_ssm's layers get the weights of ours. Every result is compared with ours in float64 on the CPU,
@@ -8,7 +8,7 @@ logits with ours in float32, before anything is timed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,9 +19,8 @@ from torch import Tensor, nn
 import ssm_kernels
 import ssm_kernels.nn
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Contender, Contest, Run, Turns, recorded_figures
-from benchmarks.harness import Stages, peak_bytes, sets_beyond_cache, time_graph
-from benchmarks.operator_cases import Convolution, Norm, measure_operator
+from benchmarks.benchmark import PEER, Case, Contender, Contest, Run
+from benchmarks.harness import Stages, graph_of, peak_bytes, synchronize
 from ssm_kernels.models import MambaConfig, MambaLM
 
 Figures = dict[str, Any]
@@ -37,37 +36,19 @@ COMPARED_STEPS = 256
 
 
 @dataclass(frozen=True)
-class Case:
-    """A row. Subclasses say what is measured."""
+class PairedCase(Case):
+    """Ours and mamba_ssm's, if it is installed, with the same weights."""
 
+    layer: str = "Mamba"
     kind = ""
 
     @property
-    def name(self) -> str:
-        raise NotImplementedError
-
-    def contest(self, run: Run) -> Contest:
-        raise NotImplementedError
-
-    @property
-    def recorded(self) -> Mapping[str, Figures] | None:
-        """The figures to give where they are not measured."""
-        return None
+    def fields(self) -> dict[str, Any]:
+        return {"kind": self.kind}
 
     def allowed(self, result: str) -> float:
         """The error beyond which a result is wrong."""
         return WRONG_GRADIENT if result.startswith("grad_") else WRONG_OUT
-
-    def time(self, turns: Turns) -> None:
-        """Times as triton.testing.do_bench: one write of the cache before each trial."""
-        turns.measure(cache_writes=1)
-
-    def row(self, run: Run) -> dict[str, Any]:
-        turns = Turns(run)
-        row = {"name": self.name, "kind": self.kind, **self.contest(run).row(turns)}
-        self.time(turns)
-        recorded_figures(self.recorded, row, run.device)
-        return row
 
 
 def share_weights(ours: nn.Module, peer: nn.Module) -> None:
@@ -107,18 +88,17 @@ def held_bytes(layer: nn.Module, x: Tensor) -> int | None:
     """Bytes that are allocated between forward and backward beside the output, tensors that hooks do not see included."""
     if x.device.type != "cuda":
         return None
-    torch.cuda.synchronize(x.device)
+    synchronize(x.device)
     before = torch.cuda.memory_allocated(x.device)
     out = layer(x)
-    torch.cuda.synchronize(x.device)
+    synchronize(x.device)
     return torch.cuda.memory_allocated(x.device) - before - out.untyped_storage().nbytes()
 
 
 @dataclass(frozen=True)
-class LayerCase(Case):
+class LayerCase(PairedCase):
     """Forward, forward and backward, and memory of a layer, projections included."""
 
-    layer: str = "Mamba"
     batch: int = 8
     d_model: int = 2048
     seqlen: int = 2048
@@ -186,10 +166,9 @@ class Step(NamedTuple):
 
 
 @dataclass(frozen=True)
-class DecodeCase(Case):
+class DecodeCase(PairedCase):
     """A decoding step of a layer in a CUDA graph of many, each of another layer with other states: caches do not help."""
 
-    layer: str = "Mamba"
     batch: int = 1
     d_model: int = 2048
     state_dtype: torch.dtype = torch.float32
@@ -228,29 +207,17 @@ class DecodeCase(Case):
             def make(seed: int) -> Step:
                 return self.step_of(copy.deepcopy(layer) if seed else layer, run.device, seed)
 
-            steps = sets_beyond_cache(make, self.step_of(layer, run.device).nbytes, run.device)
-            figures["step"] = time_graph(lambda step: step(), steps, run.trials).to_dict()
+            steps = run.sets(make, self.step_of(layer, run.device).nbytes)
+            figures["step"] = run.time_graph(lambda step: step(), steps)
             return {}
 
         return Contest(layers, results, exact, prepare, self.allowed, {"sequences": self.batch})
 
 
-def replay_of(function: Callable[[], Any]) -> Callable[[], None]:
-    """Captures a call in a CUDA graph."""
-    for _ in range(3):
-        function()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        function()
-    return graph.replay
-
-
 @dataclass(frozen=True)
-class LatencyCase(Case):
+class LatencyCase(PairedCase):
     """A replay of a CUDA graph with the forward of two narrow layers on few steps, as real-time control runs them; float32."""
 
-    layer: str = "Mamba"
     d_model: int = 256
     seqlen: int = 32
     kind = "latency"
@@ -280,16 +247,17 @@ class LatencyCase(Case):
 
         @torch.no_grad()
         def prepare(who: str, model: nn.Module, figures: Figures) -> Mapping[str, Stages]:
-            return {"replay": [replay_of(lambda: model(given))]}
+            for _ in range(3):
+                model(given)
+            return {"replay": [graph_of(lambda: model(given), run.device)]}
 
         return Contest(models, results, exact, prepare, self.allowed, judges_others=False)
 
 
 @dataclass(frozen=True)
-class LanguageModelCase(Case):
+class LanguageModelCase(PairedCase):
     """A language model, ours and mamba_ssm's with the same weights."""
 
-    layer: str = "Mamba"
     batch: int = 8
     d_model: int = 768
     n_layer: int = 24
@@ -371,9 +339,9 @@ class GenerationCase(LanguageModelCase):
     def name(self) -> str:
         return f"{self.layer} B{self.batch}, prompt {self.prompt}, {self.new_tokens} tokens, {self.n_layer} layers"
 
-    def time(self, turns: Turns) -> None:
+    def timing(self, run: Run) -> dict[str, Any]:
         """By the host's clock, each call from an idle device until the device is idle again."""
-        turns.measure(device="cpu", trials=min(turns.run.trials, 5), warmup=1)
+        return {"device": "cpu", "trials": min(run.trials, 5), "warmup": 1}
 
     def contest(self, run: Run) -> Contest:
         models, prompt = self.models(run.device, torch.bfloat16), self.tokens(self.prompt, run.device)
@@ -389,7 +357,7 @@ class GenerationCase(LanguageModelCase):
 
             def generate() -> Tensor:
                 tokens = model.generate(prompt, max_length=length, **options)
-                torch.cuda.synchronize(run.device)
+                synchronize(run.device)
                 return tokens
 
             tokens = generate()  # captures the graph
@@ -397,24 +365,3 @@ class GenerationCase(LanguageModelCase):
             return {"generate": [generate]}
 
         return Contest(models, results, exact, prepare, self.allowed, {"tokens": self.batch * self.new_tokens})
-
-
-@dataclass(frozen=True)
-class OperatorCase(Case):
-    """Forward and backward of an operator, with gradients of every tensor; beside PyTorch's functions if ``with_pytorch``."""
-
-    call: Convolution | Norm
-    with_pytorch: bool = False
-    kind = "operator"
-
-    @property
-    def name(self) -> str:
-        return self.call.described
-
-    def row(self, run: Run) -> dict[str, Any]:
-        contenders = self.call.functions(run.device)
-        if not self.with_pytorch:
-            contenders = {"ours": contenders["ours"]}
-        if self.call.operator in (installed := peers.layer_operators()):
-            contenders[PEER] = installed[self.call.operator]
-        return {"name": self.name, "kind": self.kind, **measure_operator(self.call, contenders, run, cache_writes=1)}

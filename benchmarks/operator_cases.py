@@ -1,14 +1,15 @@
-"""The causal convolution and the norms as cases: their tensors, the calls on them, and the bytes that a call must move.
+"""Operators as cases: their tensors, the calls on them, the part that is compared, and the bytes that a call must move.
 
-``bench_layers.py`` and ``bench_causal_conv1d.py`` time them by :func:`measure_operator`, ``bench_norms.py`` in CUDA graphs.
+The scans are subclasses of :class:`OperatorCase` in the benchmarks of their own. The causal convolution and the norms are here,
+because several benchmarks time them.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Mapping
-from dataclasses import dataclass
-from types import ModuleType
+from dataclasses import asdict, dataclass
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
@@ -16,8 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import ssm_kernels
-from benchmarks.benchmark import Contender, Contest, Function, Run, Turns, outputs_of
-from benchmarks.tables import DIRECTIONS, Column, figure, ratio, throughput
+from benchmarks import peers
+from benchmarks.benchmark import PEER, Case, Contender, Contest, Copy, Function, Run, outputs_of
+from benchmarks.harness import Stages
+from benchmarks.tables import DIRECTIONS, Column, figure, ratio, throughput, versus
 from ssm_kernels import reference
 
 EPS = 1e-5
@@ -37,8 +40,140 @@ def gradients_like(outputs: tuple[Tensor, ...], generator: torch.Generator) -> l
     return [torch.empty_like(out).normal_(generator=generator) for out in outputs]
 
 
+class OperatorCase(Case):
+    """A differentiable operator on tensors of one size, compared for a part of these, then timed beside its peers.
+
+    Attributes:
+        operator: its name in ``ssm_kernels`` and in ``ssm_kernels.reference``.
+        options: its arguments that are not tensors.
+        compared_options: those that the comparison adds.
+        results: the names of its outputs, those that the comparison adds included.
+        timed: the stages of a :class:`Contender`.
+        compares_others: whether peers are compared with the exact result too.
+    """
+
+    operator: str
+    options: Mapping[str, Any] = MappingProxyType({})
+    compared_options: Mapping[str, Any] = MappingProxyType({})
+    results: tuple[str, ...] = ("out",)
+    timed: tuple[str, ...] = DIRECTIONS
+    compares_others = False
+
+    def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+        raise NotImplementedError
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        """The part of an argument or a result that is compared, as a view. It depends on no other part."""
+        raise NotImplementedError
+
+    def allowed(self, name: str) -> float:
+        """The error beyond which a result or a gradient is wrong."""
+        raise NotImplementedError
+
+    def amounts(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Further entries of the row: the bytes that must move, and the like."""
+        raise NotImplementedError
+
+    def others(self, ours: Contender, run: Run) -> Mapping[str, Contender | Copy]:
+        return {}
+
+    def function(self, module: ModuleType = ssm_kernels) -> Function:
+        return functools.partial(getattr(module, self.operator), **self.options)
+
+    def exact_function(self) -> Function:
+        """What computes the exact result: the CPU kernel, in float64."""
+        return self.function()
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        dtypes = {name: str(value).removeprefix("torch.") for name, value in vars(self).items() if "dtype" in name and value}
+        return {"kind": "operator", **asdict(self), **dtypes}
+
+    def contender(self, device: torch.device, seed: int = 0) -> Contender:
+        inputs = self.inputs(device, seed)
+        with torch.no_grad():
+            outputs = outputs_of(self.function(), inputs)
+        generator = torch.Generator(device).manual_seed(seed + 1)
+        return Contender(self.function(), inputs, gradients_like(outputs, generator))
+
+    def compared(self, contender: Contender) -> dict[str, Tensor]:
+        """The compared part of the contender's results and gradients. The incoming gradient is zero for all other parts."""
+        masked = [torch.zeros_like(grad) for grad in contender.grads]
+        for name, target, grad in zip(self.results, masked, contender.grads, strict=False):
+            self.part(name, target).copy_(self.part(name, grad))
+        function = functools.partial(contender.function, **self.compared_options)
+        return self.parts(Contender(function, contender.inputs, masked).results(self.results))
+
+    def exact(self, ours: Contender) -> dict[str, Tensor]:
+        """The same of the exact result, which is computed for that part alone."""
+        grads = [self.part(name, grad).cpu().double() for name, grad in zip(self.results, ours.grads, strict=False)]
+        doubles = {name: tensor.cpu().double() for name, tensor in self.parts(ours.inputs).items()}
+        function = functools.partial(self.exact_function(), **self.compared_options)
+        return Contender(function, doubles, grads).results(self.results)
+
+    def parts(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: self.part(name.removeprefix("grad_"), tensor) for name, tensor in tensors.items()}
+
+    def prepare(self, who: str, contender: Contender | Copy, figures: dict[str, Any], run: Run) -> Mapping[str, Stages]:
+        if isinstance(contender, Contender):
+            figures["peak_bytes"] = contender.peak_bytes()  # compiles and tunes peers that do so
+        return contender.stages(*self.timed)
+
+    def contest(self, run: Run) -> Contest:
+        ours = self.contender(run.device)
+
+        def results(contender: Contender | Copy) -> dict[str, Tensor]:
+            is_compared = contender is ours or (self.compares_others and isinstance(contender, Contender))
+            return self.compared(contender) if is_compared else {}
+
+        prepare = functools.partial(self.prepare, run=run)
+        contenders = {"ours": ours, **self.others(ours, run)}
+        return Contest(contenders, results, self.exact(ours), prepare, self.allowed, self.amounts(ours.inputs))
+
+
+class ComposedOperatorCase(OperatorCase):
+    """An operator that PyTorch's functions compute too, beside these, mamba_ssm's kernel and copies of as many bytes."""
+
+    results = ("out 0", "out 1")
+    dtype: torch.dtype
+    compares_others = True
+
+    def by_pytorch(self, **tensors: Tensor) -> Any:
+        raise NotImplementedError
+
+    def moved_bytes(self) -> dict[str, int]:
+        """Bytes that forward and backward must read and write, parameters left out."""
+        raise NotImplementedError
+
+    @property
+    def peer(self) -> Function | None:
+        """mamba_ssm's kernel, if it is installed and computes the same."""
+        return peers.layer_operator(self.operator)
+
+    def part(self, name: str, tensor: Tensor) -> Tensor:
+        return (
+            tensor
+            if tensor.dim() == 1 or name == "weight"
+            else tensor[(slice(1),) * (tensor.dim() - 2)][..., :COMPARED_STEPS, :]
+        )
+
+    def allowed(self, name: str) -> float:
+        return WRONG[self.dtype][name.startswith("grad_")]
+
+    def exact_function(self) -> Function:
+        return self.function(reference)
+
+    def amounts(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
+        return {"bytes": self.moved_bytes()}
+
+    def others(self, ours: Contender, run: Run) -> dict[str, Contender | Copy]:
+        functions = {"PyTorch": self.by_pytorch} | ({PEER: self.peer} if self.peer else {})
+        found = {who: ours._replace(function=function) for who, function in functions.items()}
+        return {**found, "copy": Copy(self.moved_bytes(), run.device)}
+
+
 @dataclass(frozen=True)
-class Convolution:
+class Convolution(ComposedOperatorCase):
     """causal_conv1d with a bias and SiLU on (batch, seqlen, channels).
 
     Attributes:
@@ -55,50 +190,46 @@ class Convolution:
     width: int = 4
     dtype: torch.dtype = torch.float32
     cu_seqlens: tuple[int, ...] | None = None
+    operator = "causal_conv1d"
+    options = MappingProxyType({"activation": "silu"})
 
     @property
-    def operator(self) -> str:
-        return "causal_conv1d"
-
-    @property
-    def described(self) -> str:
+    def name(self) -> str:
         layout = "channels-first" if self.channels_first else f"of {self.columns or self.channels} columns"
         return f"{self.operator} B{self.batch} L{self.seqlen} C{self.channels} {layout}"
 
-    def leaves(self, generator: torch.Generator) -> dict[str, Tensor]:
+    def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Any]:
+        draw = functools.partial(normal, torch.Generator(device).manual_seed(seed), dtype=self.dtype)
         if self.channels_first:
-            x = normal(generator, self.batch, self.channels, self.seqlen, dtype=self.dtype).mT
+            x = draw(self.batch, self.channels, self.seqlen).mT
         else:
             columns = self.columns or self.channels
             start = (columns - self.channels) // 2 // 8 * 8
-            x = normal(generator, self.batch, self.seqlen, columns, dtype=self.dtype)[..., start : start + self.channels]
-        weight = normal(generator, self.channels, self.width, dtype=self.dtype) / 2
-        return {"x": x, "weight": weight, "bias": normal(generator, self.channels, dtype=self.dtype)}
+            x = draw(self.batch, self.seqlen, columns)[..., start : start + self.channels]
+        return {"x": x, "weight": draw(self.channels, self.width) / 2, "bias": draw(self.channels)}
 
-    def function_of(self, module: ModuleType, **options: Any) -> Function:
-        """The operator of ``ssm_kernels`` or of ``ssm_kernels.reference``."""
-        return functools.partial(module.causal_conv1d, activation="silu", **options)
+    def contender(self, device: torch.device, seed: int = 0) -> Contender:
+        ours = super().contender(device, seed)
+        if self.cu_seqlens is None:
+            return ours
+        offsets = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
+        return ours._replace(function=functools.partial(ours.function, cu_seqlens=offsets))
 
-    def functions(self, device: torch.device | str) -> dict[str, Function]:
-        """Ours, and PyTorch's own functions where they compute the same. Each takes the leaves by name."""
-        if self.cu_seqlens is not None:
-            offsets = torch.tensor(self.cu_seqlens, dtype=torch.int32, device=device)
-            return {"ours": self.function_of(ssm_kernels, cu_seqlens=offsets)}
+    def others(self, ours: Contender, run: Run) -> dict[str, Contender | Copy]:
+        found = super().others(ours, run)
+        return found if self.cu_seqlens is None else {"copy": found["copy"]}
 
-        def by_pytorch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-            padded = F.conv1d(x.mT, weight[:, None], bias, padding=self.width - 1, groups=self.channels)
-            return F.silu(padded[..., : self.seqlen]).mT
-
-        return {"ours": self.function_of(ssm_kernels), "PyTorch": by_pytorch}
+    def by_pytorch(self, x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        padded = F.conv1d(x.mT, weight[:, None], bias, padding=self.width - 1, groups=self.channels)
+        return F.silu(padded[..., : x.shape[1]]).mT
 
     def moved_bytes(self) -> dict[str, int]:
-        """Bytes that forward and backward must read and write, parameters left out."""
         tensor = self.batch * self.seqlen * self.channels * self.dtype.itemsize
         return {"forward": 2 * tensor, "backward": 3 * tensor}
 
 
 @dataclass(frozen=True)
-class Norm:
+class Norm(ComposedOperatorCase):
     """A norm with a gate or with a residual on (\\*rows, columns).
 
     Attributes:
@@ -120,7 +251,7 @@ class Norm:
     weight_dtype: torch.dtype = torch.float32
 
     @property
-    def described(self) -> str:
+    def name(self) -> str:
         sizes = [f"{letter}{size}" for letter, size in zip("BL" if len(self.rows) == 2 else "R", self.rows, strict=True)]
         return " ".join([self.operator, *sizes, f"C{self.columns}"])
 
@@ -132,30 +263,35 @@ class Norm:
     def subtract_mean(self) -> bool:
         return "layer" in self.operator
 
-    def leaves(self, generator: torch.Generator) -> dict[str, Tensor]:
+    @property
+    def options(self) -> dict[str, Any]:
+        gate = {} if self.is_add else {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
+        return {"eps": EPS, **gate}
+
+    @property
+    def peer(self) -> Function | None:
+        is_plain = self.group_size is None and not self.norm_before_gate and not self.bias
+        computes_same = is_plain and (not self.is_add or self.residual_dtype == torch.float32)
+        return super().peer if computes_same else None
+
+    def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
+        draw = functools.partial(normal, torch.Generator(device).manual_seed(seed))
+
         def sliced() -> Tensor:
-            return normal(generator, *self.rows, self.slice_of or self.columns, dtype=self.dtype)[..., : self.columns]
+            return draw(*self.rows, self.slice_of or self.columns, dtype=self.dtype)[..., : self.columns]
 
         def parameter() -> Tensor:
-            return normal(generator, self.columns, dtype=self.weight_dtype)
+            return draw(self.columns, dtype=self.weight_dtype)
 
-        leaves = {"x": sliced()}
+        inputs = {"x": sliced()}
         if self.is_add:
-            leaves["residual"] = normal(generator, *self.rows, self.columns, dtype=self.residual_dtype or self.dtype)
-        leaves["weight"] = 1 + parameter() / 8
+            inputs["residual"] = draw(*self.rows, self.columns, dtype=self.residual_dtype or self.dtype)
+        inputs["weight"] = 1 + parameter() / 8
         if not self.is_add:
-            leaves["z"] = sliced()
-        return leaves | ({"bias": parameter()} if self.bias else {})
+            inputs["z"] = sliced()
+        return inputs | ({"bias": parameter()} if self.bias else {})
 
-    def function_of(self, module: ModuleType) -> Function:
-        """The operator of ``ssm_kernels`` or of ``ssm_kernels.reference``."""
-        options = {} if self.is_add else {"group_size": self.group_size, "norm_before_gate": self.norm_before_gate}
-        return functools.partial(getattr(module, self.operator), eps=EPS, **options)
-
-    def functions(self, device: torch.device | str) -> dict[str, Function]:
-        return {"ours": self.function_of(ssm_kernels), "PyTorch": self._by_pytorch}
-
-    def _by_pytorch(
+    def by_pytorch(
         self, x: Tensor, weight: Tensor, z: Tensor | None = None, residual: Tensor | None = None, bias: Tensor | None = None
     ) -> Tensor | tuple[Tensor, Tensor]:
         if self.is_add:
@@ -189,41 +325,6 @@ class Norm:
         return {"forward": 2 * (size + residual) * elements, "backward": (size + 2 * residual + gradients) * elements}
 
 
-def measure_operator(call: Convolution | Norm, contenders: Mapping[str, Function], run: Run, **timing: Any) -> dict[str, Any]:
-    """The figures of forward and backward of every contender and of copies, the bytes, and the errors against the reference.
-
-    A copy reads half of the bytes that the operator must move and writes as many.
-    """
-    generator, turns = torch.Generator(run.device).manual_seed(0), Turns(run)
-    leaves = call.leaves(generator)
-    with torch.no_grad():
-        grads = gradients_like(outputs_of(contenders["ours"], leaves), generator)
-    names = [f"out {index}" for index in range(len(grads))]
-    masked = [torch.zeros_like(grad) for grad in grads]
-    for target, grad in zip(masked, grads, strict=True):
-        target[:1, :COMPARED_STEPS] = grad[:1, :COMPARED_STEPS]
-
-    def first(tensor: Tensor) -> Tensor:
-        return tensor[:1, :COMPARED_STEPS] if tensor.dim() == 3 else tensor
-
-    doubles = {name: first(leaf).cpu().double() for name, leaf in leaves.items()}
-    grads_of_first = [first(grad).cpu().double() for grad in grads]
-    contest = Contest(
-        contenders,
-        lambda function: {name: first(found) for name, found in Contender(function, leaves, masked).results(names).items()},
-        Contender(call.function_of(reference), doubles, grads_of_first).results(names),
-        lambda who, function, figures: Contender(function, leaves, grads).stages(*DIRECTIONS),
-        lambda name: WRONG[call.dtype][name.startswith("grad_")],
-        {"bytes": call.moved_bytes(), "copy": {"recorded": False, "unsupported": None}},
-    )
-    row = contest.row(turns)
-    for what, size in row["bytes"].items():
-        source, target = (torch.zeros(size // 2, dtype=torch.int8, device=run.device) for _ in range(2))
-        turns.add(row["copy"], {what: [lambda source=source, target=target: target.copy_(source)]})
-    turns.measure(**timing)
-    return row
-
-
 def operator_columns(others: Mapping[str, str]) -> list[Column]:
     """The columns of operators' rows ``by_direction``; others by key and name."""
     columns = [
@@ -232,6 +333,4 @@ def operator_columns(others: Mapping[str, str]) -> list[Column]:
         figure("copy, ms", "copy", "it", decimals=4),
         ratio("of a copy", "it", "copy", "ours"),
     ]
-    for key, name in others.items():
-        columns += [figure(name, key, "it", decimals=4), ratio("speed-up", "it", key, "ours")]
-    return columns
+    return columns + [column for key, name in others.items() for column in versus(name, key, "it", decimals=4)]

@@ -68,7 +68,7 @@ RECORDED_MODELS = {
     "Mamba2": {"before": {"step": 119.2e-3, "peak": 30.9 * 2**30}},
 }
 # By name: the package, and the commit that the figures above were recorded with.
-_GATED_SCANS = {"chunk_hgrn": ("flash-linear-attention", "bc3b101"), "accelerated_scan": ("accelerated-scan", "866fa4c")}
+GATED_SCANS = {"chunk_hgrn": ("flash-linear-attention", "bc3b101"), "accelerated_scan": ("accelerated-scan", "866fa4c")}
 
 
 def _imported(module: str, *names: str) -> list[Any] | None:
@@ -149,26 +149,22 @@ def language_model() -> Callable[..., nn.Module] | None:
     return make
 
 
-def causal_conv1d() -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
-    """causal-conv1d's convolution with SiLU, or None if it is not installed."""
-    found = _imported("causal_conv1d", "causal_conv1d_fn")
-    return found and (lambda x, weight, bias: found[0](x.mT, weight, bias, activation="silu").mT)
-
-
-def layer_operators() -> dict[str, Callable[..., Any]]:
-    """The operators between scans and projections in the peers' layers, by the names of ours; none if not installed."""
-    gated = _imported("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn")
-    added = _imported("mamba_ssm.ops.triton.layer_norm", "rms_norm_fn")
-    convolution = causal_conv1d()
-    if not layers() or None in (convolution, gated, added):
-        return {}
-    return {
-        "causal_conv1d": convolution,
-        "rms_norm_gated": lambda x, weight, z: gated[0](x, weight, None, z=z, eps=1e-5, norm_before_gate=False),
-        "add_rms_norm": lambda x, residual, weight: added[0](
+def layer_operator(name: str) -> Callable[..., Any] | None:
+    """The operator between scans and projections in mamba_ssm's layers, by the name of ours; None if it is not installed."""
+    module, function = {
+        "causal_conv1d": ("causal_conv1d", "causal_conv1d_fn"),
+        "rms_norm_gated": ("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn"),
+        "add_rms_norm": ("mamba_ssm.ops.triton.layer_norm", "rms_norm_fn"),
+    }.get(name, ("", ""))
+    found = _imported(module, function) if module else None
+    calls = {
+        "causal_conv1d": lambda x, weight, bias: found[0](x.mT, weight, bias, activation="silu").mT,
+        "rms_norm_gated": lambda x, weight, z: found[0](x, weight, None, z=z, eps=1e-5, norm_before_gate=False),
+        "add_rms_norm": lambda x, residual, weight: found[0](
             x, weight, None, residual=residual, prenorm=True, residual_in_fp32=True, eps=1e-5
         ),
     }
+    return found and calls[name]
 
 
 class GatedScan(NamedTuple):
@@ -209,5 +205,5 @@ def described_gated_scans(found: Iterable[str]) -> str:
     recorded = f"recorded with {SOURCE.partition(', ')[2]}"
     return "; ".join(
         f"{name}: {_version(package)}, in this run" if name in found else f"{name}: {package} {commit}, {recorded}"
-        for name, (package, commit) in _GATED_SCANS.items()
+        for name, (package, commit) in GATED_SCANS.items()
     )

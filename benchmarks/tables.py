@@ -102,6 +102,11 @@ def throughput(name: str, amount: str, what: str, unit: float, who: str = "ours"
     return Column(name, of_row)
 
 
+def versus(name: str, who: str, what: str, unit: float = 1e-3, decimals: int = 3) -> list[Column]:
+    """The columns of another's figure and of our speed-up over it."""
+    return [figure(name, who, what, unit, decimals), ratio("speed-up", what, who, "ours")]
+
+
 def by_direction(rows: Sequence[Row]) -> list[Row]:
     """A row for each direction of every row: the times and amounts of this direction are "it"."""
 
@@ -113,21 +118,27 @@ def by_direction(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
+def errors_of(row: Row, who: str = "ours") -> Mapping[str, float]:
+    """A contender's errors by result; older results have those of ours alone."""
+    found = row["errors"]
+    return found if who == "ours" and "ours" not in found else found.get(who, {})
+
+
+def error_columns(rows: Sequence[Row]) -> list[Column]:
+    """The columns of our errors, one for each result and gradient."""
+
+    def column(name: str) -> Column:
+        return Column(name, lambda row: f"{errors_of(row)[name]:.1e}" if name in errors_of(row) else "")
+
+    return [column(name) for name in dict.fromkeys(name for row in rows for name in errors_of(row))]
+
+
 def largest_errors(rows: Sequence[Row], key: str) -> Table:
     """The largest error of each result and gradient, over the rows that have ``key`` in common."""
-    names = dict.fromkeys(name for row in rows for name in row["errors"])
     worst: dict[str, dict[str, float]] = {}
     for row in rows:
         found = worst.setdefault(row[key], {})
-        for name, error in row["errors"].items():
+        for name, error in errors_of(row).items():
             found[name] = max(error, found.get(name, error))
-    columns = [text(key, "group"), *(error_column(name) for name in names)]
-    return Table("largest relative errors", columns, [{"group": group, "errors": errors} for group, errors in worst.items()])
-
-
-def error_column(name: str) -> Column:
-    def of_row(row: Row) -> str:
-        error = row["errors"].get(name)
-        return "" if error is None else f"{error:.1e}"
-
-    return Column(name, of_row)
+    groups = [{"group": group, "errors": {"ours": errors}} for group, errors in worst.items()]
+    return Table("largest relative errors", [text(key, "group"), *error_columns(groups)], groups)

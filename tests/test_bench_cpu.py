@@ -43,7 +43,7 @@ def test_layer_beside_its_composition(layer, dtype, monkeypatch):
         of_layer(layer, 64, dtype, seed=0, batch=2, seqlen=40)
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.described} {case.dtype}")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.name} {case.dtype}")
 def test_convolution_beside_pytorch(case):
     found = compare(of_convolution("slice", case, seed=0), RUN)
     assert set(found) == {f"{side}_{what}" for side in ("kernel", "PyTorch") for what in ("forward", "both")}

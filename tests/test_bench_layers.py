@@ -12,9 +12,9 @@ import torch
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
 from benchmarks import bars, bench_causal_conv1d, bench_layers, bench_norms, layer_cases, peers, report
-from benchmarks.benchmark import Run, outputs_of
-from benchmarks.layer_cases import LayerCase, OperatorCase
-from benchmarks.operator_cases import Convolution, Norm, gradients_like
+from benchmarks.benchmark import Run, measure_cases, outputs_of
+from benchmarks.layer_cases import LayerCase
+from benchmarks.operator_cases import Convolution, Norm
 from ssm_kernels import reference
 
 RUN = Run(torch.device("cpu"), trials=1, warmup=0)
@@ -63,7 +63,7 @@ def test_layer_is_compared_with_float64(layer, monkeypatch):
     """A peer with other weights is reported as wrong."""
     monkeypatch.setattr(peers, "layers", lambda: {layer: getattr(layer_cases.ssm_kernels.nn, layer)})
     case = LayerCase(layer, 2, 64, 24)
-    row = case.row(RUN)
+    (row,) = measure_cases([case], RUN)
     assert row["wrong"] == [] and {"forward", "both", "kept"} <= row["ours"].keys() & row["mamba_ssm"].keys()
     assert 0 < row["errors"]["mamba_ssm"]["out"] < layer_cases.WRONG_OUT
 
@@ -71,7 +71,7 @@ def test_layer_is_compared_with_float64(layer, monkeypatch):
         peer.load_state_dict({name: 1.1 * value for name, value in ours.state_dict().items()})
 
     monkeypatch.setattr(layer_cases, "share_weights", spoil)
-    assert "mamba_ssm: out" in case.row(RUN)["wrong"]
+    assert "mamba_ssm: out" in measure_cases([case], RUN)[0]["wrong"]
 
 
 BF16 = torch.bfloat16
@@ -83,12 +83,12 @@ SMALL_OPERATORS = [
 ]
 
 
-@pytest.mark.parametrize("call", SMALL_OPERATORS, ids=lambda call: call.described)
+@pytest.mark.parametrize("call", SMALL_OPERATORS, ids=lambda call: call.name)
 def test_operator_is_compared_with_float64(call, monkeypatch):
     """Results and gradients of ours and of PyTorch's functions are right; a peer that computes something else is wrong."""
-    ours = call.functions("cpu")["ours"]
-    monkeypatch.setattr(peers, "layer_operators", lambda: {call.operator: lambda x, **rest: ours(x=1.1 * x + 0.1, **rest)})
-    row = OperatorCase(call, with_pytorch=True).row(RUN)
+    ours = call.function()
+    monkeypatch.setattr(peers, "layer_operator", lambda name: lambda x, **rest: ours(x=1.1 * x + 0.1, **rest))
+    (row,) = measure_cases([call], RUN)
     assert row["wrong"] and all(wrong.startswith("mamba_ssm: out") for wrong in row["wrong"]), row["errors"]
     assert row["bytes"] == call.moved_bytes() and row["copy"]["forward"]["median"] > 0
     assert {"out 0", "grad_x", "grad_weight"} <= row["errors"]["PyTorch"].keys()
@@ -96,10 +96,9 @@ def test_operator_is_compared_with_float64(call, monkeypatch):
 
 @pytest.mark.parametrize("channels_first", [False, True])
 def test_gradients_have_the_strides_of_the_output(channels_first):
-    call, generator = Convolution(2, 10, 24, channels_first=channels_first), torch.Generator().manual_seed(0)
-    outputs = outputs_of(call.functions("cpu")["ours"], call.leaves(generator))
-    (gradient,) = gradients_like(outputs, generator)
-    assert gradient.stride() == outputs[0].stride() == ((240, 1, 10) if channels_first else (240, 24, 1))
+    ours = Convolution(2, 10, 24, channels_first=channels_first).contender(torch.device("cpu"))
+    ((out,), (gradient,)) = outputs_of(ours.function, ours.inputs), ours.grads
+    assert gradient.stride() == out.stride() == ((240, 1, 10) if channels_first else (240, 24, 1))
     assert gradient.std() > 0.5
 
 
@@ -108,10 +107,10 @@ def test_norms_beside_pytorch_and_the_reference(case):
     """In float64, every case of bench_norms.py is the same norm in all three."""
     sizes = {"columns": 1280} if case.group_size else {"columns": 24, "slice_of": case.slice_of and 64}
     short = Norm(**{**case.__dict__, "rows": (5,), **sizes})
-    leaves = {name: t.double() for name, t in short.leaves(torch.Generator().manual_seed(0)).items()}
-    exact = outputs_of(short.function_of(reference), leaves)
-    for function in short.functions("cpu").values():
-        torch.testing.assert_close(outputs_of(function, leaves), exact)
+    doubles = {name: tensor.double() for name, tensor in short.inputs(torch.device("cpu")).items()}
+    exact = outputs_of(short.function(reference), doubles)
+    for function in (short.function(), short.by_pytorch):
+        torch.testing.assert_close(outputs_of(function, doubles), exact)
 
 
 def test_names_of_cases_are_unique():

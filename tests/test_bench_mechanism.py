@@ -13,8 +13,21 @@ import torch
 
 pytest.importorskip("rich", reason="the benchmarks print their tables with rich")
 
-from benchmarks import bars, bench_causal_conv1d, bench_norms, benchmark, report
-from benchmarks.benchmark import Benchmark, Contender, Run, Turns, main, measured
+from benchmarks import (
+    bars,
+    bench_causal_conv1d,
+    bench_linear_scan,
+    bench_norms,
+    bench_overhead,
+    bench_selective_scan,
+    bench_ssd,
+    bench_state_update,
+    benchmark,
+    layer_cases,
+    report,
+)
+from benchmarks.benchmark import Benchmark, Contender, Contest, Run, Turns, main, measured
+from benchmarks.operator_cases import Norm
 from benchmarks.tables import Column, Table, text
 
 RUN = Run(torch.device("cpu"), trials=1, warmup=0, options=argparse.Namespace(json=None, cases=None))
@@ -68,13 +81,18 @@ def test_contenders_that_raise_are_unsupported_and_ours_must_not():
         figures["size"] = 1
         return {"forward": (lambda: None,)}
 
+    def contest(**contenders: str) -> Contest:
+        out = torch.full((2,), float(len(contenders)))
+        return Contest(contenders, lambda contender: {"out": out}, {"out": torch.ones(2).double()}, prepare, lambda name: 0.5)
+
     turns = Turns(RUN)
-    row = turns.contend({"ours": "good", "peer": "bad"}, prepare)
+    row = contest(ours="good", peer="bad").row(turns)
     turns.measure()
     assert row["peer"] == {"recorded": False, "unsupported": "ValueError: first line"}
     assert row["ours"]["size"] == 1 and row["ours"]["forward"]["trials"] == 1
+    assert row["errors"] == {"ours": {"out": 1.0}, "peer": {"out": 1.0}} and row["wrong"] == ["ours: out", "peer: out"]
     with pytest.raises(ValueError, match="first line"):
-        Turns(RUN).contend({"ours": "bad"}, prepare)
+        contest(ours="bad").row(Turns(RUN))
 
 
 @pytest.mark.parametrize("name", ["forward", "training", "backward", "both"])
@@ -114,11 +132,10 @@ def toy(error: float) -> Benchmark:
 
     return Benchmark(
         "toy",
-        lambda options: [argparse.Namespace(name=name) for name in ("first", "second")],
-        rows,
+        lambda options: [argparse.Namespace(name=name, turns=0) for name in ("first", "second")],
         lambda result: [Table("toy", [text("case", "name"), Column("ms", lambda row: "1.000")], result["rows"])],
         lambda row, result: {"forward": 2.0},
-        turns=lambda case: 0,
+        rows,
         add_options=lambda parser: parser.set_defaults(device="cpu"),
         required={"require": "first"},
     )
@@ -164,16 +181,54 @@ def test_every_benchmark_is_documented_and_checked():
     assert set(run.split()) == names - {"cpu"}
 
 
+def smallest(name: str) -> list:
+    """A case of each kind of the benchmark, as small as it can be."""
+    few = {"batch": 2, "seqlen": 24}
+    cases = {
+        "selective_scan": [replace(case, **few, dim=16, dstate=4) for case in bench_selective_scan.CASES[::7]],
+        "ssd_chunk_scan": [replace(case, **few, heads=2, dstate=16) for case in bench_ssd.CASES[:2]],
+        "linear_scan": [replace(case, **few, channels=16) for case in bench_linear_scan.CASES[:3]],
+        "selective_state_update": [replace(case, batch=2, dim=8) for case in bench_state_update.CASES[:2]],
+        "causal_conv1d": [replace(bench_causal_conv1d.CPU_CASES[0], **few, channels=16, columns=40)],
+        "norms": [replace(case, rows=(9,), columns=16) for case in bench_norms.CASES if case.group_size is case.slice_of],
+        "layers": [
+            layer_cases.LayerCase("Mamba2", **few, d_model=64),
+            layer_cases.DecodeCase("Mamba", 2, 64),
+            layer_cases.LatencyCase("Mamba", 64, 8),
+            layer_cases.ModelCase("Mamba", 2, 64, 2, 100, 24),
+            layer_cases.GenerationCase("Mamba", 1, 64, 2, 100, 8, 4),
+            Norm("add_rms_norm", (2, 24), 16, residual_dtype=torch.float32),
+        ],
+        "overhead": bench_overhead.cases(argparse.Namespace()),
+    }
+    return cases[name]
+
+
+@pytest.mark.parametrize("name", [name for name in report.BENCHMARKS if name != "selective_scan_cpu"])
+def test_every_benchmark_measures_its_smallest_cases(name, monkeypatch, tmp_path, capsys):
+    """On the CPU, where a call stands for its CUDA graph. Results are right and make tables, figures and a section."""
+    monkeypatch.setattr(bench_linear_scan, "COPIED_BYTES", 2**20)
+    monkeypatch.setattr(bench_linear_scan, "LAYERS", ((2, 8, 16),))
+    path = tmp_path / "result.json"
+    options = argparse.Namespace(json=path, cases=None, skip_compile=True, no_models=False)
+    found = report.BENCHMARKS[name]
+    measured(found, Run(torch.device("cpu"), 1, 0, options), smallest(name))
+    result = json.loads(path.read_text())
+    assert len(result["rows"]) >= len(smallest(name)) and not any(row.get("wrong") for row in result["rows"])
+    for row in result["rows"]:
+        assert all(isinstance(figure, float) for figure in found.figures(row, result).values())
+    section = report.section({"figure": "figure.png", **result})
+    assert all(row["name"] in section or row.get("sizes", "-") in section for row in result["rows"])
+
+
 def test_page_has_every_table():
     """Every table that a benchmark makes has its place in ``page.md``, with text before it."""
     committed = [json.loads(path.read_text()) for path in report.DOCS.glob("benchmarks/*.json")]
     case = replace(bench_causal_conv1d.CPU_CASES[0], seqlen=20, channels=24, columns=64)
     committed.append(measured(bench_causal_conv1d.BENCHMARK, RUN, [case]))
-    timing = {"median": 1e-5, "spread": 0.1}
-    parts = ("forward", "backward", "forward_copy", "backward_copy", "native")
-    committed.append(
-        {"benchmark": "norms", "settings": {"trials": 1}, "rows": [{"name": "a norm", **dict.fromkeys(parts, timing)}]}
-    )
+    times = {what: {"median": 1e-5, "spread": 0.1} for what in ("forward", "backward", "both")}
+    row = {"name": "a norm", "ours": times, "copy": times, "PyTorch": times}
+    committed.append({"benchmark": "norms", "settings": {"trials": 1}, "rows": [row]})
     assert {result["benchmark"] for result in committed} == set(report.BENCHMARKS)
     for result in committed:
         template = report.TEMPLATES[result["benchmark"]]
