@@ -1,4 +1,7 @@
-"""linear_scan and its family: what bad arguments are told. A value or shape: ValueError; a dtype or device: RuntimeError."""
+"""linear_scan and its family: the order of arguments, messages of steps and of the internal operators.
+
+test_operators_errors.py has the messages of the scans.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,8 @@ import re
 
 import pytest
 import torch
-from helpers import BAD_OFFSETS, says
-from recurrence_helpers import LINEAR, LIQUID, MINGRU, MINLSTM, PACKED, PLAIN, RGLRU, Variant, every_recurrence, make_inputs
-from torch import Tensor
+from helpers import says
+from recurrence_helpers import LIQUID, MINGRU, PLAIN, Variant, every_recurrence, make_inputs
 
 from ssm_kernels import reference
 
@@ -31,193 +33,7 @@ def other_names(variant: Variant) -> list[str]:
     return [name for name in list(variant.recurrence.inputs)[1:] if name not in variant.recurrence.broadcast]
 
 
-def assert_raises(variant: Variant, inputs: dict, error: type[Exception], message: str) -> None:
-    """The whole message, on the device and on meta; after the error the next call works."""
-    for place in (None, "meta"):
-        moved = {k: v.to(place) if place and isinstance(v, Tensor) else v for k, v in inputs.items()}
-        with pytest.raises(error, match=rf"^{re.escape(message)}(\n|$)"):
-            variant.scan(**moved)
-
-
-@every_recurrence
-def test_shape_of_the_first_input(variant, device):
-    name = first_name(variant)
-    for shape in ((5, 4), (2, 5, 4, 1), (4,), ()):
-        inputs = good_inputs(variant, device=device) | {name: torch.zeros(shape, device=device)}
-        message = f"{variant.name}: expected {name} of shape {SEQUENCE}, got {[*shape]}"
-        assert_raises(variant, inputs, ValueError, message)
-
-
-@every_recurrence
-def test_shapes_of_the_other_inputs(variant, device):
-    """Each size too large, too small, and 1, which must not be broadcast."""
-    shapes = [(3, 5, 4), (1, 5, 4), (2, 6, 4), (2, 4, 4), (2, 1, 4), (2, 5, 3), (2, 5, 1), (5, 4), (4,), (), (1, 2, 5, 4)]
-    for name in other_names(variant):
-        for shape in shapes:
-            inputs = good_inputs(variant, device=device) | {name: torch.zeros(shape, device=device)}
-            message = f"{variant.name}: expected {name} of shape {SEQUENCE} = [2, 5, 4], got {[*shape]}"
-            assert_raises(variant, inputs, ValueError, message)
-
-
-@every_recurrence
-def test_shape_of_h0(variant, device):
-    for shape in ((3, 4), (1, 4), (2, 5), (2, 1), (4,), (2, 1, 4), (2, 5, 4), ()):
-        inputs = good_inputs(variant, device=device) | {"h0": torch.zeros(shape, device=device)}
-        assert_raises(
-            variant, inputs, ValueError, f"{variant.name}: expected h0 of shape (batch, channels) = [2, 4], got {[*shape]}"
-        )
-    inputs = good_inputs(variant, cu_seqlens=PACKED, device=device) | {"h0": torch.zeros(1, 4, device=device)}
-    message = f"{variant.name}: expected h0 of shape (sequences, channels) = [7, 4], got [1, 4]"
-    assert_raises(variant, inputs, ValueError, message)
-
-
-@pytest.mark.parametrize(("variant", "name"), [(LIQUID, "tau"), (LIQUID, "dt"), (RGLRU, "recurrent_param")])
-def test_shapes_that_do_not_broadcast(variant, name, device):
-    for shape in ((3,), (4, 1), (2, 1), (5, 2), (3, 1, 1), (2, 5, 3), (1, 2, 5, 4), (0,)):
-        inputs = good_inputs(variant, device=device) | {name: torch.ones(shape, device=device)}
-        message = f"{variant.name}: expected {name} of a shape that broadcasts to {SEQUENCE} = [2, 5, 4], got {[*shape]}"
-        assert_raises(variant, inputs, ValueError, message)
-    # The first input's shape is not broadcast.
-    inputs = good_inputs(variant, device=device)
-    first = first_name(variant)
-    inputs = {k: v[:, :1] if k in (first, *other_names(variant)) else v for k, v in inputs.items()}
-    inputs[name] = torch.ones(2, 5, 4, device=device)
-    message = f"{variant.name}: expected {name} of a shape that broadcasts to {SEQUENCE} = [2, 1, 4], got [2, 5, 4]"
-    inputs |= dict.fromkeys(variant.recurrence.broadcast.keys() - {name}, torch.ones((), device=device))
-    assert_raises(variant, inputs, ValueError, message)
-
-
-def test_example_of_the_documentation(device):
-    inputs = good_inputs(MINGRU, device=device)
-    inputs["candidate"] = inputs["candidate"][..., :3]
-    message = "mingru_scan: expected candidate of shape (batch, seqlen, channels) = [2, 5, 4], got [2, 5, 3]"
-    assert_raises(MINGRU, inputs, ValueError, message)
-
-
-@pytest.mark.parametrize("name", ["relu", "", "G", "Tanh", "None"])
-@pytest.mark.parametrize("variant", [MINGRU, MINLSTM], ids=lambda variant: variant.name)
-def test_unknown_activation(variant, name, device):
-    inputs = good_inputs(variant, device=device) | {"candidate_activation": name}
-    message = f"{variant.name}: unknown candidate_activation '{name}', expected one of: none, g, tanh"
-    assert_raises(variant, inputs, ValueError, message)
-
-
-@pytest.mark.parametrize("offsets", BAD_OFFSETS, ids=str)
-@every_recurrence
-def test_values_of_offsets(variant, offsets, device):
-    for dtype, reverse in ((torch.int32, False), (torch.int64, True)):
-        inputs = good_inputs(variant, cu_seqlens=(0, 10), h0=False, reverse=reverse, device=device)
-        inputs["cu_seqlens"] = torch.tensor(offsets, dtype=dtype, device=device)
-        with pytest.raises(ValueError, match=says(f"{variant.name}: expected cu_seqlens {BAD_OFFSETS[offsets]}")):
-            variant.scan(**inputs)
-
-
-@every_recurrence
-def test_offsets_with_a_batch(variant, device):
-    for batch in (0, 2):
-        inputs = good_inputs(variant, batch=batch, h0=False, device=device)
-        inputs["cu_seqlens"] = torch.tensor([0, 5], device=device)
-        assert_raises(variant, inputs, ValueError, f"{variant.name}: expected batch 1 with cu_seqlens, got {batch}")
-
-
-@every_recurrence
-def test_shape_of_offsets(variant, device):
-    for shape in ((0,), (), (1, 3)):
-        inputs = good_inputs(variant, batch=1, h0=False, device=device)
-        inputs["cu_seqlens"] = torch.zeros(shape, dtype=torch.int64, device=device)
-        message = f"{variant.name}: expected cu_seqlens of shape (sequences + 1,), got {[*shape]}"
-        assert_raises(variant, inputs, ValueError, message)
-
-
-@pytest.mark.parametrize("dtype", [torch.int16, torch.float32, torch.bool], ids=str)
-def test_dtype_of_offsets(dtype, device):
-    inputs = good_inputs(LINEAR, cu_seqlens=(0, 1), h0=False, device=device)
-    inputs["cu_seqlens"] = inputs["cu_seqlens"].to(dtype)
-    got = {torch.int16: "Short", torch.float32: "Float", torch.bool: "Bool"}[dtype]
-    message = f"linear_scan: expected cu_seqlens of dtype Int or Long, got {got}"
-    assert_raises(LINEAR, inputs, RuntimeError, message)
-
-
-# ----- dtypes and devices
-
-
-@pytest.mark.parametrize(
-    ("dtype", "got"),
-    [(torch.int64, "Long"), (torch.int32, "Int"), (torch.bool, "Bool"), (torch.float8_e4m3fn, "Float8_e4m3fn")],
-)
-@every_recurrence
-def test_dtype_of_the_first_input(variant, dtype, got, device):
-    inputs = good_inputs(variant, device=device)
-    name = first_name(variant)
-    inputs[name] = torch.ones(inputs[name].shape, device=device).to(dtype)
-    message = f"{variant.name}: expected {name} of dtype Float, Half, BFloat16 or Double, got {got}"
-    assert_raises(variant, inputs, RuntimeError, message)
-
-
-SCALARS = {torch.float64: "Double", torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
-
-
-@every_recurrence
-def test_mixed_dtypes(variant, device):
-    """Inputs have the first one's dtype; h0 the accumulation dtype; what broadcasts either."""
-    first = first_name(variant)
-    for dtype, scalar in SCALARS.items():
-        accumulation = "Double" if dtype == torch.float64 else "Float"
-        inputs = good_inputs(variant, dtype=dtype, device=device)
-        for got, got_scalar in (SCALARS | {torch.int64: "Long"}).items():
-            narrow = other_names(variant) + [name for name in variant.recurrence.broadcast if got_scalar != accumulation]
-            expected = dict.fromkeys(narrow, scalar) | {"h0": accumulation}
-            for name, expected_scalar in expected.items():
-                bad = inputs | {name: inputs[name].to(got)}
-                if expected_scalar == got_scalar:
-                    variant.scan(**bad)
-                    continue
-                if name in variant.recurrence.broadcast and scalar != accumulation:
-                    expected_scalar = f"{scalar} or {accumulation}"
-                message = f"expected {name} of dtype {expected_scalar} (with {first} of dtype {scalar}), got {got_scalar}"
-                assert_raises(variant, bad, RuntimeError, f"{variant.name}: {message}")
-
-
-@every_recurrence
-def test_complex_is_not_supported(variant, device):
-    for name in (*variant.recurrence.inputs, "h0"):
-        inputs = good_inputs(variant, device=device)
-        inputs[name] = inputs[name].to(torch.complex64)
-        message = f"{variant.name}: expected a real {name}, got ComplexFloat: complex tensors are not supported"
-        assert_raises(variant, inputs, RuntimeError, message)
-
-
-@every_recurrence
-def test_mixed_devices(variant, device):
-    inputs = good_inputs(variant, cu_seqlens=(0, 2, 5), device=device)
-    first, on = first_name(variant), inputs[first_name(variant)].device
-    for name in (*list(variant.recurrence.inputs)[1:], "h0", "cu_seqlens"):
-        message = f"{variant.name}: expected {name} on {on} (the device of {first}), got meta"
-        with pytest.raises(RuntimeError, match=says(message)):
-            variant.scan(**inputs | {name: inputs[name].to("meta")})
-
-
-@pytest.mark.cuda
-@every_recurrence
-def test_cpu_and_cuda_mixed(variant):
-    inputs = good_inputs(variant, cu_seqlens=(0, 2, 5))
-    first = first_name(variant)
-    for name in (*variant.recurrence.inputs, "h0", "cu_seqlens"):
-        expected, got = ("cuda:0", "cpu") if name == first else ("cpu", "cuda:0")
-        with pytest.raises(RuntimeError, match=says(f"{variant.name}: expected ", f" on {expected}", f", got {got}")):
-            variant.scan(**inputs | {name: inputs[name].to("cuda")})
-
-
 # ----- the functions
-
-
-@every_recurrence
-def test_required_arguments(variant, device):
-    for name in variant.recurrence.inputs:
-        inputs = good_inputs(variant, device=device)
-        del inputs[name]
-        with pytest.raises(TypeError, match=name):
-            variant.scan(**inputs)
 
 
 @every_recurrence
@@ -331,16 +147,6 @@ def test_step_size_that_is_no_number(dt, device):
     ):
         with pytest.raises(TypeError, match=says(f"{name}: expected dt to be a tensor or a number, got ")):
             call()
-
-
-@every_recurrence
-def test_bad_arguments_leave_no_trace(variant, device):
-    """After an error the next call works."""
-    inputs = good_inputs(variant, device=device)
-    expected = variant.scan(**inputs)
-    with pytest.raises(ValueError, match="expected h0"):
-        variant.scan(**inputs | {"h0": inputs["h0"][:1]})
-    assert torch.equal(variant.scan(**inputs), expected)
 
 
 @pytest.mark.parametrize(

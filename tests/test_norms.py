@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 import torch
 from helpers import assert_equal, dtypes, uninitialized_memory_is_nan
@@ -359,55 +357,3 @@ def test_large_and_small_values(device):
         actual = ssm_kernels.layer_norm_gated(y, None, eps=0.0)
         exact = reference.layer_norm_gated(y.double(), None, eps=0.0)
         assert (actual.double() - exact).abs().max() <= 1e-5 + 1e-3 * (shift > 0)
-
-
-# ----- Messages
-
-
-GATED_MESSAGES = [
-    ({"weight": torch.ones(11)}, ValueError, "expected weight of shape (columns,) = [12], got [11]"),
-    ({"bias": torch.ones(1, 12)}, ValueError, "expected bias of shape (columns,) = [12], got [1, 12]"),
-    ({"z": torch.ones(2, 5, 11)}, ValueError, "expected z of shape (..., columns) = [2, 5, 12], got [2, 5, 11]"),
-    ({"z": torch.ones(2, 5, 12).half()}, RuntimeError, "expected z of dtype Float (with x of dtype Float), got Half"),
-    ({"weight": torch.ones(12).half()}, RuntimeError, "expected weight of dtype Float (with x of dtype Float), got Half"),
-    ({"x": torch.ones(())}, ValueError, "expected x of shape (..., columns) with at least one column, got []"),
-    ({"x": torch.ones(3, 0)}, ValueError, "expected x of shape (..., columns) with at least one column, got [3, 0]"),
-    ({"x": torch.ones(2, 5, 12).int()}, RuntimeError, "expected x of dtype Float, Half, BFloat16 or Double, got Int"),
-    ({"group_size": 5}, ValueError, "expected group_size to divide columns = 12, got 5"),
-    ({"group_size": 0}, ValueError, "expected group_size to divide columns = 12, got 0"),
-    ({"group_size": -12}, ValueError, "expected group_size to divide columns = 12, got -12"),
-    ({"eps": -1.0}, ValueError, "expected eps >= 0, got -1"),
-    (
-        {"activation": "relu"},
-        ValueError,
-        "unknown activation 'relu', expected one of: silu, gelu, gelu_tanh, sigmoid, none",
-    ),
-]
-
-
-@pytest.mark.parametrize(("wrong", "error", "message"), GATED_MESSAGES, ids=lambda value: str(value)[:40])
-@every_gated
-def test_messages(norm, wrong, error, message, device):
-    wrong = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in wrong.items()}
-    with pytest.raises(error, match=f"^{re.escape(f'{norm.name}: {message}')}"):
-        norm.function(**(make_gated_inputs(dtype=torch.float32, device=device) | wrong))
-
-
-ADD_MESSAGES = [
-    ({"residual": torch.ones(2, 5, 11)}, ValueError, "expected residual of shape (..., columns) = [2, 5, 12], got [2, 5, 11]"),
-    (
-        {"residual": torch.ones(2, 5, 12).half()},
-        RuntimeError,
-        "expected residual of dtype BFloat16 or Float (with x of dtype BFloat16), got Half",
-    ),
-    ({"weight": torch.ones(13)}, ValueError, "expected weight of shape (columns,) = [12], got [13]"),
-    ({"eps": float("nan")}, ValueError, "expected eps >= 0, got nan"),
-]
-
-
-@pytest.mark.parametrize(("wrong", "error", "message"), ADD_MESSAGES, ids=lambda value: str(value)[:40])
-@every_add
-def test_messages_with_a_residual(norm, wrong, error, message, device):
-    wrong = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in wrong.items()}
-    with pytest.raises(error, match=f"^{re.escape(f'{norm.name}: {message}')}"):
-        norm.function(**(make_add_inputs(dtype=torch.bfloat16, device=device) | wrong))

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
-from helpers import peak_memory
+from helpers import peak_memory, says
 from ssd_helpers import (
     SSD,
     assert_all_close,
@@ -62,3 +63,17 @@ def test_memory_does_not_hold_a_state_for_every_step(device):
     fwd, bwd = (long - short for short, long in zip(measure(grown), measure(2 * grown), strict=True))
     states = 4 * grown * 4 * 16 * 64  # (seqlen, heads, headdim, dstate)
     assert fwd < states / 32 and bwd < states / 5, (fwd / states, bwd / states)
+
+
+def test_incoming_gradients_of_the_wrong_shape(device):
+    """Errors of the internal operator, which autograd itself never causes."""
+    arguments = backward_arguments(make_inputs(device=device))
+    torch.ops.ssm_kernels._ssd_chunk_scan_bwd(*arguments)
+    grad_out, grad_final_states, *others = arguments
+    wrong_out, wrong_states = grad_out[:, 1:], grad_final_states[1:]
+    for name, wrong, grads in (
+        ("grad_out", wrong_out, (wrong_out, grad_final_states)),
+        ("grad_final_states", wrong_states, (grad_out, wrong_states)),
+    ):
+        with pytest.raises(ValueError, match=says(f"expected {name} of shape ", f"got {[*wrong.shape]}")):
+            torch.ops.ssm_kernels._ssd_chunk_scan_bwd(*grads, *others)

@@ -1,0 +1,608 @@
+"""What every operator tells about bad arguments. A value or shape is a ValueError, a dtype or device a RuntimeError.
+
+Messages are compared as a whole, on the device and on meta. The operators' own files have messages that need more than a
+changed argument.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import conv_helpers
+import pytest
+import selective_scan_helpers
+import ssd_helpers
+import torch
+from helpers import BAD_OFFSETS
+from operator_spec import Inputs, tensor_names
+from operators import OPERATORS
+from recurrence_helpers import PACKED as RECURRENCE_PACKED
+from recurrence_helpers import PLAIN, Variant
+from torch import Tensor
+
+import ssm_kernels
+from ssm_kernels.reference import ALIASES, DISCRETIZATIONS
+
+OPERATOR = "every operator"
+
+
+class Function(NamedTuple):
+    """A public function and its good inputs.
+
+    Attributes:
+        first: the tensor whose dtype and device the others must have.
+        sizes: options of ``make``, by which the table of shapes is written.
+        indices: options of ``make`` that add tensors of integers, a set for each call.
+    """
+
+    name: str
+    make: Callable[..., Inputs]
+    first: str
+    sizes: Inputs
+    indices: tuple[Inputs, ...] = ({},)
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def __call__(self, **inputs: Any) -> Any:
+        return getattr(ssm_kernels, self.name)(**inputs)
+
+    def inputs(self, **options: Any) -> Inputs:
+        return self.make(**({"dtype": torch.float32} | self.sizes | options))
+
+    @property
+    def parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(getattr(ssm_kernels, self.name)).parameters
+
+
+SELECTIVE_SIZES = {"batch": 2, "dim": 6, "seqlen": 5, "dstate": 3, "groups": 2}
+SSD_SIZES = {"batch": 2, "seqlen": 5, "heads": 4, "headdim": 3, "groups": 2, "dstate": 6, "D": "channel"}
+CONV_SIZES = {"batch": 2, "seqlen": 9, "channels": 5, "width": 4}
+RECURRENCE_SIZES = {"batch": 2, "seqlen": 5, "channels": 4}
+UPDATE_SIZES = {"batch": 2, "dim": 6, "dstate": 4, "groups": 2}
+HEADS = {"heads": 3, "groups": 3}
+PACKED = {"cu_seqlens": (0, 4, 9)}
+
+
+def function(name: str, sizes: Inputs, *indices: Inputs) -> Function:
+    spec = OPERATORS[name]
+    return Function(name, spec.make_inputs, next(iter(spec.make_inputs())), sizes, indices or ({},))
+
+
+UPDATE = Function("selective_state_update", selective_scan_helpers.make_step_inputs, "x", UPDATE_SIZES, ({"slots": 2},))
+CONV_UPDATE = Function("causal_conv1d_update", conv_helpers.make_step_inputs, "x", {}, ({"slots": 3},))
+SELECTIVE = function("selective_scan", SELECTIVE_SIZES)
+SSD = function("ssd_chunk_scan", SSD_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
+CONV = function("causal_conv1d", CONV_SIZES, {"seq_idx": True}, PACKED)
+RECURRENCES = {name: function(name, RECURRENCE_SIZES, {"cu_seqlens": (0, 2, 5)}) for name in PLAIN}
+NORMS = {name: function(name, {}) for name in OPERATORS if "norm" in name}
+FUNCTIONS = [SELECTIVE, SSD, CONV, *RECURRENCES.values(), *NORMS.values(), UPDATE, CONV_UPDATE]
+PACKING = [SSD, CONV, *RECURRENCES.values()]
+
+
+def over(functions: list[Function]) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("function", functions, ids=repr)
+
+
+every_function, every_packing = over(FUNCTIONS), over(PACKING)
+
+
+def assert_refuses(function: Function, inputs: Inputs, error: type[Exception], message: str, *, on_meta: bool = True) -> None:
+    """With this message, and nothing after it on its line."""
+    for place in (None, "meta") if on_meta else (None,):
+        moved = {name: value.to(place) if place and isinstance(value, Tensor) else value for name, value in inputs.items()}
+        with pytest.raises(error, match=rf"^{re.escape(f'{function.name}: {message}')}(\n|$)"):
+            function(**moved)
+
+
+# ----- shapes
+
+# By function and argument: the shape that is expected, with the sizes where others set them; and wrong ones. Sizes of 1 must
+# not be broadcast.
+Shapes = Mapping[str, list[tuple[str, list[tuple[int, ...]]]]]
+
+BDL, DN, BDN = "(batch, dim, seqlen)", "(dim, dstate)", "(batch, dim, dstate)"
+B_FORMS = "(dim, dstate), (batch, dstate, seqlen) or (batch, groups, dstate, seqlen)"
+SELECTIVE_SHAPES: Shapes = {
+    "u": [(BDL, [(6, 5), (2, 6, 5, 1), ()])],
+    "delta": [
+        (f"{BDL} = [2, 6, 5]", [(6, 5), (2, 6, 5, 1), (3, 6, 5), (2, 7, 5), (2, 6, 4), (1, 6, 5), (2, 1, 5), (2, 6, 1)]),
+    ],
+    "A": [(DN, [(6,), (2, 6, 3)]), (f"{DN} = [6, 3]", [(5, 3), (1, 3)])],
+    "B": [
+        (B_FORMS, [(6,), (1, 2, 2, 3, 5)]),
+        (
+            "(batch, groups, dstate, seqlen) = [2, 2, 3, 5]",
+            [(3, 2, 3, 5), (2, 2, 4, 5), (2, 2, 3, 6), (1, 2, 3, 5), (2, 2, 3, 1)],
+        ),
+        ("(batch, dstate, seqlen) = [2, 3, 5]", [(1, 3, 5), (2, 1, 5), (2, 3, 4)]),
+        (f"{DN} = [6, 3]", [(1, 3), (6, 4)]),
+    ],
+    "C": [
+        (B_FORMS, [(6,), (1, 2, 2, 3, 5)]),
+        ("(batch, groups, dstate, seqlen) = [2, 2, 3, 5]", [(3, 2, 3, 5), (2, 2, 2, 5), (2, 2, 3, 4), (2, 2, 1, 5)]),
+        ("(batch, dstate, seqlen) = [2, 3, 5]", [(1, 3, 5), (2, 3, 1)]),
+        (f"{DN} = [6, 3]", [(1, 3), (6, 2)]),
+    ],
+    "D": [("(dim,) = [6]", [(1, 6), (7,), (1,)])],
+    "z": [(f"{BDL} = [2, 6, 5]", [(6, 5), (1, 6, 5), (2, 7, 5), (2, 6, 1)])],
+    "delta_bias": [("(dim,) = [6]", [(6, 1), (5,), (1,)])],
+    "initial_state": [(f"{BDN} = [2, 6, 3]", [(6, 3), (1, 6, 3), (2, 5, 3), (2, 6, 4)])],
+}
+
+BLHP, BLGN = "(batch, seqlen, heads, headdim)", "(batch, seqlen, groups, dstate)"
+RANKS = [(2, 5, 12), (2, 5, 4, 3, 1), (5,), ()]
+SSD_SHAPES: Shapes = {
+    "x": [(BLHP, RANKS)],
+    "dt": [
+        ("(batch, seqlen, heads) = [2, 5, 4]", [(2, 5), (2, 5, 4, 3), (1, 5, 4), (2, 1, 4), (2, 5, 1), (2, 6, 4), (2, 4, 5)])
+    ],
+    "A": [("(heads,) = [4]", [(3,), (1,), (), (4, 3), (4, 1), (4, 3, 6)])],
+    "B": [(BLGN, RANKS), (f"{BLGN} = [2, 5, 2, 6]", [(1, 5, 2, 6), (3, 5, 2, 6), (2, 1, 2, 6), (2, 6, 2, 6)])],
+    "C": [
+        (
+            f"{BLGN} = [2, 5, 2, 6]",
+            [(1, 5, 2, 6), (2, 4, 2, 6), (2, 5, 1, 6), (2, 5, 4, 6), (2, 5, 2, 1), (2, 5, 6), (2, 5, 12)],
+        )
+    ],
+    "D": [
+        (
+            "(heads,) = [4] or (heads, headdim) = [4, 3]",
+            [(), (4, 3, 1), (3,), (1,), (12,), (3, 4), (4, 1), (1, 3), (2, 3)],
+        )
+    ],
+    "z": [(f"{BLHP} = [2, 5, 4, 3]", [(2, 5, 12), (1, 5, 4, 3), (2, 1, 4, 3), (2, 5, 1, 3), (2, 5, 4, 1), (2, 5, 3, 4)])],
+    "dt_bias": [("(heads,) = [4]", [(3,), (1,), (), (4, 3), (1, 4)])],
+    "initial_states": [
+        (
+            "(batch, heads, headdim, dstate) = [2, 4, 3, 6]",
+            [(1, 4, 3, 6), (2, 1, 3, 6), (2, 4, 6, 3), (2, 4, 3, 1), (4, 3, 6), (2, 12, 6)],
+        )
+    ],
+    "seq_idx": [("(batch, seqlen) = [2, 5]", [(5,), (1, 5), (2, 1), (2, 4), (2, 6), (2, 5, 1)])],
+}
+
+CONV_SHAPES: Shapes = {
+    "x": [("(batch, seqlen, channels)", [(9, 5), (1, 2, 9, 5), ()])],
+    "weight": [
+        ("(channels, width)", [(5,), (5, 1, 4), ()]),
+        ("(channels, width) = [5, 4]", [(4, 4), (1, 4), (6, 4)]),
+    ],
+    "bias": [("(channels,) = [5]", [(4,), (1,), (5, 1), ()])],
+    "seq_idx": [("(batch, seqlen) = [2, 9]", [(2, 8), (9,), (1, 9), (2, 9, 1)])],
+    "initial_state": [
+        ("(batch, channels, width - 1) = [2, 5, 3]", [(2, 5, 4), (1, 5, 3), (2, 4, 3), (2, 3), (2, 3, 5)]),
+    ],
+}
+CONV_UPDATE_SHAPES: Shapes = {
+    "x": [("(batch, channels) or (batch, seqlen, channels)", [(2, 3, 5, 1), (5,)])],
+    "conv_state": [
+        ("(batch, channels, length)", [(3, 5)]),
+        ("(batch, channels, length) = [3, 5, 4]", [(2, 5, 4), (3, 4, 4)]),
+    ],
+    "weight": [("(channels, width) = [5, 4]", [(4, 4)])],
+    "bias": [("(channels,) = [5]", [(4,)])],
+    "state_batch_indices": [("(batch,) = [3]", [(2,)])],
+}
+
+UPDATE_SHAPES: Shapes = {
+    "state": [
+        (f"{BDN} or (batch, heads, headdim, dstate)", [(6, 4)]),
+        (f"{BDN} = [2, 6, 4]", [(3, 6, 4), (1, 6, 4), (2, 5, 4)]),
+    ],
+    "x": [("(batch, dim)", [(2,), (2, 6, 1)])],
+    "dt": [("(batch, dim) = [2, 6]", [(2, 1)])],
+    "A": [(f"{DN} = [6, 4]", [(6, 1), (2, 6, 4)])],
+    "B": [
+        ("(batch, dstate) or (batch, groups, dstate)", [(4,)]),
+        ("(batch, dstate) = [2, 4]", [(2, 5)]),
+        ("(batch, groups, dstate) = [2, 2, 4]", [(1, 2, 4)]),
+    ],
+    "C": [("(batch, groups, dstate) = [2, 2, 4]", [(2, 1, 4), (2, 4)])],
+    "D": [("(dim,) = [6]", [(1,), (6, 4)])],
+    "z": [("(batch, dim) = [2, 6]", [(1, 6)])],
+    "dt_bias": [("(dim,) = [6]", [(2, 6)])],
+    "state_batch_indices": [("(batch,) = [2]", [(3,), (1,), (2, 1), ()])],
+}
+UPDATE_SHAPES_WITH_HEADS: Shapes = {
+    "state": [("(batch, heads, headdim, dstate) = [2, 3, 6, 4]", [(2, 3, 5, 4)])],
+    "x": [("(batch, heads, headdim)", [(2, 18)])],
+    "dt": [("(batch, heads, headdim) = [2, 3, 6]", [(2, 3), (2, 3, 1)])],
+    "A": [("(heads, headdim, dstate) = [3, 6, 4]", [(3,), (3, 1, 1)])],
+    "C": [("(batch, groups, dstate) = [2, 3, 4]", [(2, 1, 4)])],
+    "D": [("(heads, headdim) = [3, 6]", [(3,)])],
+    "z": [("(batch, heads, headdim) = [2, 3, 6]", [(2, 3, 1)])],
+    "dt_bias": [("(heads, headdim) = [3, 6]", [(3, 1)])],
+}
+
+
+def recurrence_shapes(variant: Variant) -> Shapes:
+    """One shape for all inputs but those that broadcast to it."""
+    axes = "(batch, seqlen, channels)"
+    first, *others = (name for name in variant.recurrence.inputs if name not in variant.recurrence.broadcast)
+    sizes = [(3, 5, 4), (1, 5, 4), (2, 6, 4), (2, 4, 4), (2, 1, 4), (2, 5, 3), (2, 5, 1), (5, 4), (4,), (), (1, 2, 5, 4)]
+    states = [(3, 4), (1, 4), (2, 5), (2, 1), (4,), (2, 1, 4), (2, 5, 4), ()]
+    return {
+        first: [(axes, [(5, 4), (2, 5, 4, 1), (4,), ()])],
+        **{name: [(f"{axes} = [2, 5, 4]", sizes)] for name in others},
+        "h0": [("(batch, channels) = [2, 4]", states)],
+    }
+
+
+NORM_SHAPES: Shapes = {
+    "x": [("(..., columns) with at least one column", [(), (3, 0)])],
+    "weight": [("(columns,) = [12]", [(11,), (13,)])],
+    "bias": [("(columns,) = [12]", [(1, 12)])],
+}
+
+SHAPES: list[tuple[Function, Inputs, Shapes]] = [
+    (SELECTIVE, {}, SELECTIVE_SHAPES),
+    (SSD, {}, SSD_SHAPES),
+    (
+        SSD,
+        {"cu_seqlens": ssd_helpers.PACKED},
+        {"initial_states": [("(sequences, heads, headdim, dstate) = [7, 4, 3, 6]", [(1, 4, 3, 6)])]},
+    ),
+    (CONV, {}, CONV_SHAPES),
+    (CONV, {"cu_seqlens": (0, 4, 4, 9)}, {"initial_state": [("(sequences, channels, width - 1) = [3, 5, 3]", [(1, 5, 3)])]}),
+    (CONV_UPDATE, {}, CONV_UPDATE_SHAPES),
+    (UPDATE, {}, UPDATE_SHAPES),
+    (UPDATE, HEADS, UPDATE_SHAPES_WITH_HEADS),
+    *((RECURRENCES[name], {}, recurrence_shapes(variant)) for name, variant in PLAIN.items()),
+    *(
+        (each, {"cu_seqlens": RECURRENCE_PACKED}, {"h0": [("(sequences, channels) = [7, 4]", [(1, 4)])]})
+        for each in RECURRENCES.values()
+    ),
+    *(
+        (norm, {}, NORM_SHAPES | {"residual" if "add" in name else "z": [("(..., columns) = [2, 5, 12]", [(2, 5, 11)])]})
+        for name, norm in NORMS.items()
+    ),
+]
+
+
+def shape_cases() -> Iterator[object]:
+    for function, options, shapes in SHAPES:
+        for name, expectations in shapes.items():
+            for expected, wrong in expectations:
+                for shape in wrong:
+                    yield pytest.param(function, options, name, expected, shape, id=f"{function}-{name}-{[*shape]}-{expected}")
+
+
+@pytest.mark.parametrize(("function", "options", "name", "expected", "shape"), list(shape_cases()))
+def test_shapes(function, options, name, expected, shape, device):
+    dtype = torch.int64 if name in ("seq_idx", "state_batch_indices") else torch.float32
+    inputs = function.inputs(device=device, **options) | {name: torch.zeros(shape, dtype=dtype, device=device)}
+    assert_refuses(function, inputs, ValueError, f"expected {name} of shape {expected}, got {[*shape]}")
+
+
+# ----- packed sequences
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["int32", "int64_reverse"])
+@pytest.mark.parametrize("offsets", BAD_OFFSETS, ids=str)
+@every_packing
+def test_values_of_offsets(function, offsets, reverse, device):
+    inputs = function.inputs(cu_seqlens=(0, 10), device=device)
+    inputs["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int64 if reverse else torch.int32, device=device)
+    options = {"reverse": reverse} if "reverse" in function.parameters else {}
+    states = {name: None for name in inputs if name in ("h0", "initial_state", "initial_states")}
+    message = f"expected cu_seqlens {BAD_OFFSETS[offsets]}"
+    if len(offsets) == 1 and function in (SSD, CONV):
+        message += " sequences"
+    assert_refuses(function, inputs | options | states, ValueError, message, on_meta=False)
+
+
+@pytest.mark.parametrize("batch", [0, 2])
+@every_packing
+def test_offsets_with_a_batch(function, batch, device):
+    inputs = function.inputs(batch=batch, device=device) | {"cu_seqlens": torch.tensor([0, 5], device=device)}
+    assert_refuses(function, inputs, ValueError, f"expected batch 1 with cu_seqlens, got {batch}")
+
+
+@pytest.mark.parametrize("shape", [(0,), (), (1, 3)], ids=str)
+@every_packing
+def test_shape_of_offsets(function, shape, device):
+    inputs = function.inputs(batch=1, device=device) | {"cu_seqlens": torch.zeros(shape, dtype=torch.int64, device=device)}
+    assert_refuses(function, inputs, ValueError, f"expected cu_seqlens of shape (sequences + 1,), got {[*shape]}")
+
+
+@over([SSD, CONV])
+def test_both_ways_of_packing(function, device):
+    inputs = function.inputs(**function.indices[1], device=device)
+    inputs["seq_idx"] = torch.zeros(inputs["x"].shape[:2], dtype=torch.int32, device=device)
+    message = "expected seq_idx or cu_seqlens, got both: each says where sequences begin"
+    assert_refuses(function, inputs, ValueError, message)
+
+
+# ----- options and sizes
+
+ZEROS = torch.zeros
+ACTIVATIONS = "unknown activation '{}', expected None, 'silu' or 'swish'"
+METHODS = [*DISCRETIZATIONS, *ALIASES]
+EXPONENTIAL = ", ".join((*ssd_helpers.METHODS, *ALIASES))
+BROADCAST = "expected {} of a shape that broadcasts to (batch, seqlen, channels)"
+BROADCASTING = [(each, name) for each, variant in PLAIN.items() for name in variant.recurrence.broadcast]
+GATED_NORMS = [norm for name, norm in NORMS.items() if name.endswith("_gated")]
+LIMITS = "expected dt_limit = (min, max) with min <= max, got ({}, {})"
+
+# Function, options of its good inputs, changed arguments, message.
+VALUES: list[tuple[Function, Inputs, Inputs, str]] = [
+    *(
+        (SELECTIVE, {}, {name: ZEROS(2, groups, 3, 5)}, f"expected the groups of {name} to divide dim = 6, got {groups}")
+        for name in ("B", "C")
+        for groups in (0, 4, 5, 12)
+    ),
+    *(
+        (
+            SSD,
+            {},
+            dict.fromkeys("BC", ZEROS(2, 5, groups, 6)),
+            f"expected the groups of B and C to divide heads = 4, got {groups}",
+        )
+        for groups in (3, 5, 8, 0)
+    ),
+    *(
+        (
+            UPDATE,
+            options,
+            dict.fromkeys("BC", ZEROS(2, groups, 4)),
+            f"expected the groups of B and C to divide {axis}, got {groups}",
+        )
+        for options, axis in (({}, "dim = 6"), (HEADS, "heads = 3"))
+        for groups in (0, 4)
+    ),
+    (SELECTIVE, {"dstate": 257}, {}, "expected dstate from 1 to 256, got 257"),
+    *((UPDATE, {"dstate": size}, {}, f"expected dstate from 1 to 256, got {size}") for size in (0, 257)),
+    *(
+        (SSD, {name: size}, {}, f"expected {name} from 1 to 256, got {size}")
+        for name in ("headdim", "dstate")
+        for size in (0, 257)
+    ),
+    *(
+        (each, {}, {"discretization": name}, f"unknown discretization '{name}', expected one of: {', '.join(METHODS)}")
+        for each in (SELECTIVE, UPDATE)
+        for name in ("", "ZOH", "zoh ", "tustin", "foh_ramp")
+    ),
+    *(
+        (SSD, {}, {"discretization": name}, f"unknown discretization '{name}', expected one of: {EXPONENTIAL}")
+        for name in ("", "ZOH", "zoh ", "tustin")
+    ),
+    *(
+        (SSD, {}, {"chunk_size": chunk_size}, f"expected chunk_size of at least 1, got {chunk_size}")
+        for chunk_size in (0, -1, -64)
+    ),
+    *(
+        (SSD, {}, {"dt_limit": limits}, LIMITS.format(*(f"{limit:g}" for limit in limits)))
+        for limits in ((0.2, 0.1), (1.0, 0.0), (math.inf, 0.0), (math.nan, 1.0), (0.0, math.nan), (0.5, 0.25))
+    ),
+    *(
+        (SSD, {}, {"dt_limit": limits}, f"expected dt_limit = (min, max), got {len(limits)} numbers")
+        for limits in ((0.1,), (0.0, 1.0, 2.0), ())
+    ),
+    (SSD, {}, {"dt_limit": 0.1}, "expected dt_limit = (min, max), got 0.1"),
+    *(
+        (each, {}, {"activation": name}, ACTIVATIONS.format(name))
+        for each in (CONV, CONV_UPDATE)
+        for name in ("relu", "", "SiLU", "gelu")
+    ),
+    (CONV, {"initial_state": False}, {"weight": ZEROS(5, 0)}, "expected weight of a width of at least 1, got [5, 0]"),
+    (CONV_UPDATE, {"length": 2}, {}, "expected conv_state of at least width - 1 = 3 steps, got [3, 5, 2]"),
+    *(
+        (
+            RECURRENCES[each],
+            {},
+            {"candidate_activation": name},
+            f"unknown candidate_activation '{name}', expected one of: none, g, tanh",
+        )
+        for each in ("mingru_scan", "minlstm_scan")
+        for name in ("relu", "", "G", "Tanh", "None")
+    ),
+    *(
+        (RECURRENCES[each], {}, {name: torch.ones(shape)}, f"{BROADCAST} = [2, 5, 4], got {[*shape]}".format(name))
+        for each, name in BROADCASTING
+        for shape in ((3,), (4, 1), (2, 1), (5, 2), (3, 1, 1), (2, 5, 3), (1, 2, 5, 4), (0,))
+    ),
+    # The first input's shape is not broadcast.
+    *(
+        (RECURRENCES[each], {"seqlen": 1}, {name: torch.ones(2, 5, 4)}, f"{BROADCAST} = [2, 1, 4], got [2, 5, 4]".format(name))
+        for each, name in BROADCASTING
+    ),
+    *((norm, {}, {"eps": eps}, f"expected eps >= 0, got {eps:g}") for norm in NORMS.values() for eps in (-1.0, math.nan)),
+    *(
+        (norm, {}, {"group_size": size}, f"expected group_size to divide columns = 12, got {size}")
+        for norm in GATED_NORMS
+        for size in (5, 0, -12)
+    ),
+    *(
+        (norm, {}, {"activation": "relu"}, "unknown activation 'relu', expected one of: silu, gelu, gelu_tanh, sigmoid, none")
+        for norm in GATED_NORMS
+    ),
+]
+
+
+@pytest.mark.parametrize(("function", "options", "changed", "message"), VALUES, ids=lambda value: str(value)[:60])
+def test_values(function, options, changed, message, device):
+    changed = {name: value.to(device) if isinstance(value, Tensor) else value for name, value in changed.items()}
+    assert_refuses(function, function.inputs(device=device, **options) | changed, ValueError, message)
+
+
+@pytest.mark.parametrize(
+    ("function", "options", "changed"),
+    [
+        (SELECTIVE, {"dstate": 256, "seqlen": 2}, {}),
+        (SSD, {"seqlen": 2, "headdim": 256, "dstate": 256}, {}),
+        *((SSD, {}, {"chunk_size": chunk_size}) for chunk_size in (1, 2**40)),
+        *((SELECTIVE, {}, {"discretization": name}) for name in METHODS),
+        *((function, {}, {}) for function in FUNCTIONS),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_good_inputs_are_accepted(function, options, changed, device):
+    function(**function.inputs(device=device, **options) | changed)
+
+
+@pytest.mark.parametrize("name", sorted(DISCRETIZATIONS.keys() - set(ssd_helpers.METHODS)))
+def test_discretizations_that_are_not_exponential(name, device):
+    """They are known, and others are listed."""
+    message = f"discretization '{name}' is not supported"
+    with pytest.raises(ValueError, match=f"^ssd_chunk_scan: {message}") as error:
+        SSD(**SSD.inputs(discretization=name, device=device))
+    assert str(error.value).splitlines()[0].partition("expected one of: ")[2] == EXPONENTIAL
+
+
+# ----- dtypes
+
+SCALARS = {torch.float64: "Double", torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
+INTEGERS = {torch.int64: "Long", torch.int32: "Int", torch.uint8: "Byte", torch.bool: "Bool"}
+FLOATS = "Float, Half, BFloat16 or Double"
+# Arguments in the accumulation dtype; those that may have the dtype of the first or the accumulation dtype; the others have
+# the first one's.
+WIDE = {
+    "selective_scan": ("A", "D", "delta_bias", "initial_state"),
+    "ssd_chunk_scan": ("A", "D", "dt_bias", "initial_states"),
+} | dict.fromkeys(PLAIN, ("h0",))
+EITHER = {
+    "selective_state_update": ("state", "A", "D", "dt_bias"),
+    "causal_conv1d": ("weight", "bias"),
+    "causal_conv1d_update": ("weight", "bias", "conv_state"),
+    **{name: tuple(variant.recurrence.broadcast) for name, variant in PLAIN.items()},
+    **dict.fromkeys(NORMS, ("weight", "bias", "residual")),
+}
+
+
+def expected_scalars(function: Function, name: str, dtype: torch.dtype) -> list[str]:
+    own, accumulation = SCALARS[dtype], "Double" if dtype == torch.float64 else "Float"
+    if name in WIDE.get(function.name, ()):
+        return [accumulation]
+    return [*dict.fromkeys((own, accumulation))] if name in EITHER.get(function.name, ()) else [own]
+
+
+@pytest.mark.parametrize("dtype", SCALARS, ids=str)
+@every_function
+def test_mixed_dtypes(function, dtype, device):
+    inputs = function.inputs(dtype=dtype, device=device)
+    for name in tensor_names(inputs):
+        if name == function.first:
+            continue
+        expected = expected_scalars(function, name, dtype)
+        for got, scalar in (SCALARS | INTEGERS).items():
+            changed = inputs | {name: inputs[name].to(got)}
+            if scalar in expected:
+                function(**changed)
+                continue
+            like = f"(with {function.first} of dtype {SCALARS[dtype]})"
+            named = expected[-1:] if function is UPDATE else expected  # its message leaves out the dtype of x
+            message = f"expected {name} of dtype {' or '.join(named)} {like}, got {scalar}"
+            assert_refuses(function, changed, RuntimeError, message)
+
+
+@pytest.mark.parametrize("dtype", SCALARS, ids=str)
+@pytest.mark.parametrize("name", ["B", "C"])
+def test_constant_matrix_has_the_dtype_of_A(name, dtype, device):
+    inputs = SELECTIVE.inputs(dtype=dtype, device=device, **{name: "constant"})
+    accumulation = "Double" if dtype == torch.float64 else "Float"
+    for got, scalar in SCALARS.items():
+        if scalar != accumulation:
+            message = f"expected {name} of dtype {accumulation} (with u of dtype {SCALARS[dtype]}), got {scalar}"
+            assert_refuses(SELECTIVE, inputs | {name: inputs[name].to(got)}, RuntimeError, message)
+
+
+@every_function
+def test_dtype_of_the_first_tensor(function, device):
+    inputs = function.inputs(device=device)
+    ones = torch.ones(inputs[function.first].shape, device=device)
+    for dtype, got in (INTEGERS | {torch.float8_e4m3fn: "Float8_e4m3fn"}).items():
+        message = f"expected {function.first} of dtype {FLOATS}, got {got}"
+        assert_refuses(function, inputs | {function.first: ones.to(dtype)}, RuntimeError, message)
+
+
+@every_function
+def test_complex_is_not_supported(function, device):
+    inputs = function.inputs(device=device)
+    for name in tensor_names(inputs):
+        message = f"expected a real {name}, got ComplexFloat: complex tensors are not supported"
+        assert_refuses(function, inputs | {name: inputs[name].to(torch.complex64)}, RuntimeError, message)
+
+
+@over([SSD, CONV, UPDATE, CONV_UPDATE, *RECURRENCES.values()])
+def test_dtypes_of_indices(function, device):
+    for options in function.indices:
+        inputs = function.inputs(device=device, **options)
+        for name in inputs.keys() & {"seq_idx", "cu_seqlens", "state_batch_indices"}:
+            for dtype, got in {torch.int16: "Short", torch.float32: "Float", torch.bool: "Bool"}.items():
+                if inputs[name] is not None:
+                    message = f"expected {name} of dtype Int or Long, got {got}"
+                    assert_refuses(function, inputs | {name: inputs[name].to(dtype)}, RuntimeError, message)
+
+
+# ----- devices
+
+
+@every_function
+def test_mixed_devices(function, device):
+    for options in function.indices:
+        inputs = function.inputs(device=device, **options)
+        on = inputs[function.first].device
+        for name, value in inputs.items():
+            if isinstance(value, Tensor) and name != function.first:
+                message = f"expected {name} on {on} (the device of {function.first}), got meta"
+                assert_refuses(function, inputs | {name: value.to("meta")}, RuntimeError, message, on_meta=False)
+
+
+@pytest.mark.cuda
+@every_function
+def test_cpu_and_cuda_mixed(function):
+    for options in function.indices:
+        inputs = function.inputs(**options)
+        for name, value in inputs.items():
+            if isinstance(value, Tensor):
+                expected, got = ("cuda:0", "cpu") if name == function.first else ("cpu", "cuda:0")
+                message = rf"^{function.name}: expected \w+ on {expected} \(the device of {function.first}\), got {got}"
+                with pytest.raises(RuntimeError, match=message):
+                    function(**inputs | {name: value.to("cuda")})
+
+
+# ----- the functions
+
+
+@every_function
+def test_required_arguments(function, device):
+    for name, parameter in function.parameters.items():
+        inputs = function.inputs(device=device)
+        inputs.pop(name, None)
+        if parameter.default is inspect.Parameter.empty:
+            with pytest.raises(TypeError, match=name):
+                function(**inputs)
+
+
+@pytest.mark.parametrize(
+    ("function", "positional", "option"),
+    [(SELECTIVE, ["u", "delta", "A", "B", "C", "D", "z", "delta_bias"], "zoh"), (SSD, ["x", "dt", "A", "B", "C"], 64)],
+    ids=["selective_scan", "ssd_chunk_scan"],
+)
+def test_options_are_keyword_only(function, positional, option, device):
+    """mamba_ssm's SSD takes chunk_size as its sixth argument, in the place of another one here."""
+    inputs, parameters = function.inputs(device=device), function.parameters
+    with pytest.raises(TypeError, match="positional"):
+        getattr(ssm_kernels, function.name)(*(inputs[name] for name in positional), option)
+    assert [*parameters][: len(positional)] == positional
+    assert {parameters[name].kind for name in [*parameters][len(positional) :]} == {inspect.Parameter.KEYWORD_ONLY}
+
+
+@every_function
+def test_bad_arguments_leave_no_trace(function, device):
+    """After an error the arguments are as before, and the next call works."""
+    inputs = function.inputs(device=device)
+    tensors = {name: value for name, value in inputs.items() if isinstance(value, Tensor)}
+    kept, name = {name: value.clone() for name, value in tensors.items()}, [*tensors][-1]
+    expected = function(**inputs | {name: value.clone() for name, value in tensors.items()})
+    with pytest.raises(ValueError, match=f"expected {name} of"):
+        function(**inputs | {name: inputs[name][None]})
+    assert all(torch.equal(value, kept[name]) for name, value in tensors.items())
+    results = function(**inputs)
+    pairs = zip(*(x if isinstance(x, tuple) else (x,) for x in (results, expected)), strict=True)
+    assert all(torch.equal(*pair) for pair in pairs)
