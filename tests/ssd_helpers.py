@@ -228,6 +228,12 @@ evaluate_in_float64, make_cotangents = SSD.evaluate_in_float64, SSD.make_cotange
 reference_scan, backward_arguments = SSD.reference, SSD.backward_arguments
 
 
+def assert_accurate(inputs: dict[str, Any], cotangents: Cotangents | None = None) -> dict[str, Tensor]:
+    """Compares with the operator's own matmuls in float64, which test_ssd_grad.py compares with the reference: a loop over time
+    on the CPU would take most of the time of the CUDA tests."""
+    return assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
+
+
 def assert_nan_ends(inputs: dict[str, Any], name: str, step: int, begins: Sequence[int], chunk: int) -> None:
     """A NaN in the last row of the batch, whose sequences begin at these steps, reaches nothing but its own sequence, the
     chunks of that many steps in which this begins and ends, and its own chunk.

@@ -17,7 +17,7 @@ from ssd_helpers import (
     MINIMAL,
     NAN_PLACES,
     OPTIONS,
-    assert_matches_reference,
+    assert_accurate,
     assert_nan_ends,
     evaluate,
     evaluate_in_float64,
@@ -40,10 +40,6 @@ every_dstate = pytest.mark.parametrize("dstate", [64, 128, 256])
 def inputs_on_cuda(**options: Any) -> dict[str, Any]:
     sizes = {"headdim": 64, "dstate": 128, "seqlen": 130, "dtype": torch.float32, "device": "cuda"}
     return make_inputs(**(sizes | options))
-
-
-def assert_accurate(inputs: dict[str, Any]) -> dict[str, Tensor]:
-    return assert_matches_reference(inputs, exact=scan)
 
 
 @every_dstate
@@ -172,7 +168,7 @@ def test_less_workspace(dstate):
     cotangents = make_cotangents(inputs)
     for workspace in (1, 2**20):
         with limited_workspace(workspace):
-            assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
+            assert_accurate(inputs, cotangents)
 
 
 @every_dstate

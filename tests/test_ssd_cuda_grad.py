@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 from helpers import LAYOUTS, arrange, assert_equal, captured, dtypes
-from operator_spec import Cotangents, tensor_names, with_gradients
+from operator_spec import tensor_names, with_gradients
 from ssd_helpers import (
     OPTIONS,
     SEQUENCES,
     TENSORS,
+    assert_accurate,
     assert_all_as_accurate,
     assert_all_close,
     assert_matches_reference,
@@ -45,12 +46,6 @@ LARGEST_GROWTH_OF_THE_ERROR = 1.5
 def inputs_on_cuda(**options: Any) -> dict[str, Any]:
     sizes = {"headdim": 64, "dstate": 64, "seqlen": 130, "dtype": torch.bfloat16, "device": "cuda"}
     return make_inputs(**(sizes | options))
-
-
-def assert_accurate(inputs: dict[str, Any], cotangents: Cotangents | None = None) -> dict[str, Tensor]:
-    """Against the operator's own products in float64, which test_ssd_grad.py compares with the reference: a loop over time on
-    the CPU would take most of the time of these tests."""
-    return assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
 
 
 # ----- values

@@ -18,6 +18,7 @@ from operator_spec import Cotangents, tensor_names, with_gradients
 from ssd_helpers import (
     OPTIONS,
     SSD,
+    assert_accurate,
     assert_as_exact_as_rounding,
     assert_matches_reference,
     evaluate,
@@ -66,12 +67,6 @@ def variants(dtypes: Iterable[torch.dtype], dstates: Iterable[int]) -> pytest.Ma
 
 
 every_variant = variants((FP32, BF16, FP16), (64, 128, 256))
-
-
-def assert_accurate(inputs: dict[str, Any], cotangents: Cotangents | None = None) -> dict[str, Tensor]:
-    """Against the operator's own products in float64, which test_ssd_grad.py compares with the reference: a loop over time on
-    the CPU would take most of the time of these tests."""
-    return assert_matches_reference(inputs, cotangents=cotangents, exact=scan)
 
 
 # ----- values and gradients
