@@ -324,8 +324,8 @@ struct RgLru : SingleVariant<RgLru> {
     using Scalar = typename Math<T>::Scalar;
     const T gate = sigmoid(x[0]), input_gate = sigmoid(x[1]), input = input_gate * x[2];
     // If log a underflows, the square root's slope overflows, but the next factor of the chain rule is zero: bound the slope.
-    constexpr Scalar kLeastNorm = std::is_same_v<Scalar, double> ? Scalar(1e-150) : Scalar(1e-18f);
-    const T slope = negate(gates.a) * Math<T>::reciprocal(Math<T>::max(gates.norm, T(kLeastNorm)));
+    constexpr Scalar kMinNorm = std::is_same_v<Scalar, double> ? Scalar(1e-150) : Scalar(1e-18f);
+    const T slope = negate(gates.a) * Math<T>::reciprocal(Math<T>::max(gates.norm, T(kMinNorm)));
     const T grad_log_a = g * gates.a * Math<T>::fma(input, slope, h);
     grad[0] = grad_log_a * gates.rate * (gate * (one<T>() - gate));
     grad[1] = g * gates.norm * input * (one<T>() - input_gate);

@@ -52,9 +52,9 @@ struct Math<at::vec::Vectorized<float>> : vec_math::Common<float> {
   template <int kSign, int kShift>
   static inline __attribute__((always_inline)) Reduced reduce(const Vec& x) {
     // The clamps keep n inside the exponent field; both let NaN through.
-    constexpr float kLeast = -87.3f, kLargest = 89.0f;
+    constexpr float kMin = -87.3f, kLargest = 89.0f;
     const Vec clamped =
-        at::vec::clamp_max(at::vec::clamp_min(x, Vec(kSign > 0 ? kLeast : -kLargest)), Vec(kSign > 0 ? kLargest : -kLeast));
+        at::vec::clamp_max(at::vec::clamp_min(x, Vec(kSign > 0 ? kMin : -kLargest)), Vec(kSign > 0 ? kLargest : -kMin));
     // Adding 1.5 * 2^23 rounds to an integer and leaves it in the low mantissa bits; 127 is the exponent's bias.
     const Vec shift(12582912.0f + 127.0f + kShift);
     const Vec shifted = at::vec::fmadd(clamped, Vec(kSign * 1.44269504f), shift);

@@ -17,17 +17,17 @@
 
 namespace ssm_kernels::selective_scan {
 
-constexpr int64_t kShortChunk = 32, kLongChunk = 64, kMostStatesOfShortChunk = 16;
+constexpr int64_t kShortChunk = 32, kLongChunk = 64, kMaxStatesOfShortChunk = 16;
 
 // Steps of a chunk: long ones where what is saved is large. Int is int64_t or a symbolic integer, which a comparison would tie
 // to one side.
 template <typename Int>
 SSM_HOST_DEVICE constexpr Int chunk_length(const Int& dstate) {
-  const Int is_long = (dstate + (kMaxDstate - 1 - kMostStatesOfShortChunk)) / kMaxDstate;
+  const Int is_long = (dstate + (kMaxDstate - 1 - kMaxStatesOfShortChunk)) / kMaxDstate;
   return is_long * (kLongChunk - kShortChunk) + kShortChunk;
 }
 
-static_assert(chunk_length(kMostStatesOfShortChunk) == kShortChunk && chunk_length(kMostStatesOfShortChunk + 1) == kLongChunk &&
+static_assert(chunk_length(kMaxStatesOfShortChunk) == kShortChunk && chunk_length(kMaxStatesOfShortChunk + 1) == kLongChunk &&
                   chunk_length(int64_t(kMaxDstate)) == kLongChunk,
               "the quotient is 0 or 1");
 

@@ -8,7 +8,7 @@
 namespace ssm_kernels {
 
 // No supported device (compute capability 8.0 and newer) gives a block less shared memory.
-constexpr int64_t kLeastSharedBytesPerBlock = 99 * 1024;
+constexpr int64_t kMinSharedBytesPerBlock = 99 * 1024;
 
 // In the order of the table in debug_options.cpp.
 enum class DebugOption : int {

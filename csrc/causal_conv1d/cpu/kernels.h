@@ -11,7 +11,7 @@
 
 namespace ssm_kernels::causal_conv1d {
 
-constexpr int64_t kLeastTaskChannels = 64, kTileSteps = 32;
+constexpr int64_t kMinTaskChannels = 64, kTileSteps = 32;
 
 // Tensors that are read in place get wide blocks, because hardware prefetchers follow long contiguous reads, as long as every
 // thread has a task. Tensors that pass through tiles get blocks whose tiles fit into the L1 cache.
@@ -19,8 +19,8 @@ struct Tasks {
   int64_t channels, blocks, count;
 
   Tasks(const ConvParams& p, int64_t threads) : channels(is_read_in_place(p) ? 512 : 128) {
-    if (p.x.stride_channel != 1) channels = kLeastTaskChannels;
-    while (channels > kLeastTaskChannels && (p.channels + channels - 1) / channels * p.batch < threads) channels /= 2;
+    if (p.x.stride_channel != 1) channels = kMinTaskChannels;
+    while (channels > kMinTaskChannels && (p.channels + channels - 1) / channels * p.batch < threads) channels /= 2;
     blocks = (p.channels + channels - 1) / channels;
     count = p.batch * blocks;
   }

@@ -66,7 +66,7 @@ class ScratchRows {
 // tensor is a run-time choice per tile.
 template <typename Acc>
 struct TaskView {
-  static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && Vec<Acc>::size() <= kMaxLanes,
+  static_assert(kMinTaskChannels % Vec<Acc>::size() == 0 && Vec<Acc>::size() <= kMaxLanes,
                 "a task's channels are whole vectors, and tiles have room for steps rounded up to one");
 
   ScalarKind kind;

@@ -77,8 +77,8 @@ KernelSet choose_bwd_kernels(const ConvBwdParams& p) { return choose_kernels(p, 
 
 // Cost of a channels-last warp apart from its steps, in steps: weights, halo and partial sums.
 constexpr int64_t kStepsOverhead = 12;
-constexpr int64_t kLeastSteps = 16, kMostSteps = 256;
-constexpr int64_t kMostWaves = 8;
+constexpr int64_t kMinSteps = 16, kMaxSteps = 256;
+constexpr int64_t kMaxWaves = 8;
 
 // Fewer tiles read less halo and write fewer partial sums; more tiles fill the last wave of blocks. Backward is bound by
 // arithmetic, so its time is a whole number of waves; forward is bound by memory, so blocks of a partial wave run faster.
@@ -88,10 +88,10 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
   if (set == KernelSet::kChannelsLast) {
     tiling.channel_blocks = ceil_div(p.channels, int64_t(kLaneChannels) * kWarpSize);
     const int64_t rows = p.batch * tiling.channel_blocks, resident = blocks_of_multiprocessor * multiprocessors;
-    const int64_t most_tiles = ceil_div(p.seqlen, kLeastSteps * kWarps);
+    const int64_t most_tiles = ceil_div(p.seqlen, kMinSteps * kWarps);
     tiling.steps = kStepGroup;
     double least = 0;
-    for (int64_t tiles = std::max<int64_t>(1, ceil_div(p.seqlen, kMostSteps * kWarps)); tiles <= most_tiles; ++tiles) {
+    for (int64_t tiles = std::max<int64_t>(1, ceil_div(p.seqlen, kMaxSteps * kWarps)); tiles <= most_tiles; ++tiles) {
       const int64_t steps = ceil_div(ceil_div(p.seqlen, tiles * kWarps), kStepGroup) * kStepGroup;
       const double waves = static_cast<double>(rows * tiles) / static_cast<double>(resident);
       const double found = (has_whole_waves ? std::ceil(waves) : waves + 0.5) * static_cast<double>(steps + kStepsOverhead);
@@ -100,7 +100,7 @@ Tiling make_tiling(const ConvParams& p, KernelSet set, int64_t blocks_of_multipr
         tiling.steps = steps;
       }
       // After several waves the last one hardly matters.
-      if (rows * tiles > kMostWaves * resident) break;
+      if (rows * tiles > kMaxWaves * resident) break;
     }
     tiling.tiles = ceil_div(p.seqlen, tiling.steps * kWarps);
   } else if (set == KernelSet::kChannelsFirst) {

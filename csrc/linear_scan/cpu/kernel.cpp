@@ -35,7 +35,7 @@ struct Rows {
 // tile.
 template <typename Acc>
 struct TaskView {
-  static_assert(kLeastTaskChannels % Vec<Acc>::size() == 0 && kTileSteps % Vec<Acc>::size() == 0,
+  static_assert(kMinTaskChannels % Vec<Acc>::size() == 0 && kTileSteps % Vec<Acc>::size() == 0,
                 "tiles are transposed in squares of the vector length");
 
   ScalarKind kind;

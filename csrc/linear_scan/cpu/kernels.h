@@ -12,13 +12,13 @@
 
 namespace ssm_kernels::linear_scan {
 
-constexpr int64_t kLeastTaskChannels = 64, kMaxTaskChannels = 512, kTileSteps = 16;
+constexpr int64_t kMinTaskChannels = 64, kMaxTaskChannels = 512, kTileSteps = 16;
 
 // The widest blocks that give every thread one: hardware prefetchers follow long contiguous reads, not short ones a row apart.
 struct Tasks {
   int64_t channels, blocks, count;
   Tasks(const LinearScanParams& p, int64_t threads) : channels(kMaxTaskChannels) {
-    while (channels > kLeastTaskChannels && (p.channels + channels - 1) / channels * p.batch < threads) channels /= 2;
+    while (channels > kMinTaskChannels && (p.channels + channels - 1) / channels * p.batch < threads) channels /= 2;
     blocks = (p.channels + channels - 1) / channels;
     count = p.batch * blocks;
   }

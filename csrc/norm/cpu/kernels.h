@@ -14,8 +14,8 @@ namespace ssm_kernels::norm {
 struct RowTasks {
   int64_t rows, rows_per_task, count;
   explicit RowTasks(int64_t rows) : rows(rows) {
-    constexpr int64_t kMostTasks = 64, kLeastRows = 16;
-    rows_per_task = std::max(kLeastRows, (rows + kMostTasks - 1) / kMostTasks);
+    constexpr int64_t kMaxTasks = 64, kMinRows = 16;
+    rows_per_task = std::max(kMinRows, (rows + kMaxTasks - 1) / kMaxTasks);
     count = (rows + rows_per_task - 1) / rows_per_task;
   }
   int64_t begin(int64_t task) const { return task * rows_per_task; }

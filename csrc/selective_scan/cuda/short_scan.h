@@ -1,7 +1,7 @@
 // Selective scan, forward, of short sequences on CUDA: sizes, plan and launch.
 //
 // kStateLanes neighboring lanes share a channel; each holds kLaneStates states in registers. A block scans a tile of channels
-// over the whole sequence of at most kMostSteps steps.
+// over the whole sequence of at most kMaxSteps steps.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,7 +10,7 @@
 
 namespace ssm_kernels::selective_scan::short_scan {
 
-constexpr int kMostSteps = 32;
+constexpr int kMaxSteps = 32;
 constexpr int kStateLanes = 8, kLaneStates = 2, kStates = kStateLanes * kLaneStates;
 constexpr int kThreads = 128, kTileChannels = kThreads / kStateLanes;
 constexpr int kSharedBytes = 17 * 1024;  // of a block, at most

@@ -17,33 +17,33 @@
 namespace ssm_kernels::selective_scan::short_scan {
 
 constexpr int kGroupSteps = 8;  // outputs that the lanes of a channel sum at a time
-static_assert(kMostSteps % kGroupSteps == 0 && kGroupSteps % kStateLanes == 0, "lanes share the steps of a group equally");
-static_assert(kMostSteps <= kShortChunk, "the only chunk boundaries are before the first step and after the last");
+static_assert(kMaxSteps % kGroupSteps == 0 && kGroupSteps % kStateLanes == 0, "lanes share the steps of a group equally");
+static_assert(kMaxSteps <= kShortChunk, "the only chunk boundaries are before the first step and after the last");
 
-// Calls visit(row, step) for each of `rows` channels or states and kMostSteps steps; neighboring threads visit neighbors in
+// Calls visit(row, step) for each of `rows` channels or states and kMaxSteps steps; neighboring threads visit neighbors in
 // memory.
 template <int rows, typename Visitor>
 __device__ __forceinline__ void for_each_element(int64_t stride_row, int64_t stride_step, const Visitor& visit) {
   const bool steps_are_closer = stride_step < stride_row;
-  static_assert(rows * kMostSteps % kThreads == 0, "each thread has as many elements");
+  static_assert(rows * kMaxSteps % kThreads == 0, "each thread has as many elements");
 #pragma unroll 4
-  for (int first = 0; first < rows * kMostSteps; first += kThreads) {
+  for (int first = 0; first < rows * kMaxSteps; first += kThreads) {
     const int i = first + static_cast<int>(threadIdx.x);
-    visit(steps_are_closer ? i / kMostSteps : i % rows, steps_are_closer ? i % kMostSteps : i / rows);
+    visit(steps_are_closer ? i / kMaxSteps : i % rows, steps_are_closer ? i % kMaxSteps : i / rows);
   }
 }
 
 // A tensor's elements at all steps; zero for rows and steps that do not exist.
 template <typename Scalar, int rows>
 struct Tile {
-  Scalar elements[kMostSteps][rows];
+  Scalar elements[kMaxSteps][rows];
 
   // Vectors are still in flight when this returns.
   __device__ __forceinline__ void load(VectorAccess access, const Scalar* source, int64_t stride_row, int64_t stride_step,
                                        int valid_rows, int steps) {
     if (access == VectorAccess::kAlongChannels) {
       constexpr int kVector = kVectorSize<Scalar>, kRowVectors = rows / kVector;
-      constexpr int kVectors = kMostSteps * kRowVectors;
+      constexpr int kVectors = kMaxSteps * kRowVectors;
       static_assert(rows % kVector == 0, "a step is whole vectors");
 #pragma unroll
       for (int first = 0; first < kVectors; first += kThreads) {
@@ -65,8 +65,8 @@ template <typename Scalar>
 struct Shared {
   alignas(kVectorBytes) Tile<Scalar, kStates> B, C;
   alignas(kVectorBytes) Tile<Scalar, kTileChannels> u, delta, z;
-  float y[kMostSteps][kTileChannels];
-  float2 size_and_input[kMostSteps][kTileChannels];  // the step size, and its product with u
+  float y[kMaxSteps][kTileChannels];
+  float2 size_and_input[kMaxSteps][kTileChannels];  // the step size, and its product with u
   float D[kTileChannels];
 };
 
@@ -129,7 +129,7 @@ __global__ void __launch_bounds__(kThreads)
 
   // Steps past the end have size zero.
 #pragma unroll
-  for (int t = lane; t < kMostSteps; t += kStateLanes) {
+  for (int t = lane; t < kMaxSteps; t += kStateLanes) {
     float size = to_accumulate(shared.delta.elements[t][channel]) + bias;
     if (p.delta_softplus) size = softplus(size);
     if (t >= steps) size = 0;

@@ -79,9 +79,9 @@ cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& part
                            cudaStream_t stream) {
   const auto launch = [&](auto dstate) -> cudaError_t {
     constexpr int kDstate = decltype(dstate)::value;
-    constexpr int kLeast = least_shared_bytes(kDstate, kIsFp32<Scalar>, /*is_backward=*/true);
-    static_assert(ChunksShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kLeast &&
-                      StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm80Mma>::bytes(1) <= kLeast,
+    constexpr int kMin = least_shared_bytes(kDstate, kIsFp32<Scalar>, /*is_backward=*/true);
+    static_assert(ChunksShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kMin &&
+                      StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm80Mma>::bytes(1) <= kMin,
                   "a call comes here only if a block can have that much");
     if constexpr (!kIsFp32<Scalar>) {
       using SharedOfChunks = ChunksShared<Scalar, kDstate, Sm90Wgmma>;

@@ -186,8 +186,7 @@ cudaError_t launch_ssd_fwd_short(const SsdFwdParams& params, cudaStream_t stream
     kernel<<<static_cast<unsigned>(short_blocks(params)), kShortThreads, kBytes, stream>>>(params);
     return cudaGetLastError();
   };
-  static_assert(sizeof(ShortShared<kMaxKernelDstate / kStateLanes>) <= kLeastSharedBytes,
-                "every supported device has that much");
+  static_assert(sizeof(ShortShared<kMaxKernelDstate / kStateLanes>) <= kMinSharedBytes, "every supported device has that much");
   if (params.dstate <= 64) return launch(std::integral_constant<int, 64 / kStateLanes>());
   if (params.dstate <= kStateColumns) return launch(std::integral_constant<int, kStateColumns / kStateLanes>());
   return launch(std::integral_constant<int, kMaxKernelDstate / kStateLanes>());

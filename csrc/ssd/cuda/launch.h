@@ -18,11 +18,11 @@ constexpr int kWarpgroups = 2;      // consumer warpgroups of a block, with a st
 constexpr int kDirections = 2;      // in time, of backward's states
 constexpr int kStateColumns = 128;  // columns of a state tile, at most
 constexpr int kMaxKernelDstate = kWarpgroups * kStateColumns;
-constexpr int kLeastSharedBytes = 99 * 1024;  // a block can have it on every device from compute capability 8.0 on
+constexpr int kMinSharedBytes = 99 * 1024;  // a block can have it on every device from compute capability 8.0 on
 
 // The least shared memory with which every kernel of a direction runs. Backward's kernels take up to kStateColumns columns.
 constexpr int least_shared_bytes(int64_t dstate, bool is_fp32, bool is_backward) {
-  if (!is_fp32) return dstate > kStateColumns ? 146 * 1024 : kLeastSharedBytes;
+  if (!is_fp32) return dstate > kStateColumns ? 146 * 1024 : kMinSharedBytes;
   return (dstate > kStateColumns || (is_backward && dstate > 64) ? 184 : 136) * 1024;
 }
 
@@ -94,7 +94,7 @@ struct Schedule : WorkPartition {
   float* states = nullptr;
   float* decays = nullptr;
   int* ready = nullptr;
-  int* ticket_counter = nullptr;  // if blocks wait for one another's states; zero before the kernel
+  int* ticket_counter = nullptr;   // if blocks wait for one another's states; zero before the kernel
   bool splits_work_tiles = false;  // whether a work tile may be longer than a range
   bool may_use_wgmma = true;
   int stages = 1;  // as many as fit in shared memory

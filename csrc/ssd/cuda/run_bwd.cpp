@@ -213,14 +213,14 @@ class Backward {
 
   // Splits work tiles into segments if there are fewer work tiles than the device has room for. Folding an earlier segment
   // takes about as long as a chunk, so that a segment has at least as many chunks as there are segments, and at least
-  // kLeastChunks. The host does not know the lengths of packed sequences: each may have almost all steps. Returns the
+  // kMinChunks. The host does not know the lengths of packed sequences: each may have almost all steps. Returns the
   // workspace.
   at::Tensor split_along_time() {
-    constexpr int64_t kLeastChunks = 4;
+    constexpr int64_t kMinChunks = 4;
     const int64_t blocks = std::max<int64_t>(1, kDirections * partition_.work_tiles);
     const int64_t room = cuda::multiprocessor_count(inputs_.x.get_device()) / blocks;
     int64_t segments = std::max<int64_t>(1, room);
-    while (segments > 1 && segments * std::max(kLeastChunks, segments) > partition_.chunks) --segments;
+    while (segments > 1 && segments * std::max(kMinChunks, segments) > partition_.chunks) --segments;
     params_.segments = static_cast<int>(segments);
     if (segments == 1) return {};
     const int64_t places = (segments - 1) * blocks * kWarpgroups, elements = kStateRows * tile_columns(params_.dstate);

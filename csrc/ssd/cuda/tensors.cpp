@@ -17,7 +17,7 @@
 namespace ssm_kernels::ssd {
 namespace {
 
-static_assert(kLeastSharedBytes == kLeastSharedBytesPerBlock, "the least that the option may be set to");
+static_assert(kMinSharedBytes == kMinSharedBytesPerBlock, "the least that the option may be set to");
 
 bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0; }
 
@@ -130,8 +130,8 @@ int max_shared_bytes(const at::Tensor& x) {
 }
 
 void check_count(int64_t count, const char* of) {
-  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
-  TORCH_CHECK_VALUE(count <= kMost, "ssd_chunk_scan: the problem is too large: expected at most ", kMost, " ", of, ", got ",
+  constexpr int64_t kMax = std::numeric_limits<int32_t>::max();
+  TORCH_CHECK_VALUE(count <= kMax, "ssd_chunk_scan: the problem is too large: expected at most ", kMax, " ", of, ", got ",
                     count);
 }
 
