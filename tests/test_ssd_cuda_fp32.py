@@ -73,7 +73,7 @@ def test_short_sequences_are_sequential(seqlen, is_sequential):
         scan(**inputs)
         torch.cuda.synchronize()
     names = {event.key for event in profile.key_averages()}
-    assert any("ssd_fwd_short_kernel" in name for name in names) == is_sequential, sorted(names)
+    assert any("ssd_short_scan_fwd_kernel" in name for name in names) == is_sequential, sorted(names)
 
 
 def test_nan_in_a_short_sequence_reaches_its_later_steps_alone():

@@ -23,7 +23,7 @@
 //   order afterwards. There are no atomic additions.
 //
 // The kernels take up to kStateColumns columns of a state, or as many as shared memory allows (backward_columns). With more
-// they run for one block of columns of B, C, S and T after another (run_bwd.cpp): everything above but D g_j is a sum over
+// they run for one block of columns of B, C, S and T after another (launch_bwd.cpp): everything above but D g_j is a sum over
 // these columns, or belongs to one of them.
 //
 // The first sum of grad zeta is a running sum: with each step t its own pairs (t, i > t) are added and (j < t, t) are

@@ -12,7 +12,7 @@
 
 #include "cuda/device.h"
 #include "ssd/aten/chunked_scan.h"
-#include "ssd/cuda/run.h"
+#include "ssd/cuda/host_launch.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
@@ -34,7 +34,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   const FwdOutputs outputs = allocate_fwd(in);
   const KernelInputs inputs(in, method);
   const KernelResult out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
-  run_forward(inputs, in.z, out.written, final_states.written, may_use_wgmma());
+  launch_forward(inputs, in.z, out.written, final_states.written, may_use_wgmma());
   out.finish();
   final_states.finish();
   return outputs;
@@ -52,7 +52,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   present.needs_grad[kGradZ] &= is_present(in.z);
   present.needs_grad[kGradDtBias] &= is_present(in.dt_bias);
   present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
-  run_backward(present, method, grads, may_use_wgmma());
+  launch_backward(present, method, grads, may_use_wgmma());
   return grads;
 }
 

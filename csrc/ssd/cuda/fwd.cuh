@@ -20,7 +20,7 @@
 // Nothing is saved for backward.
 //
 // Three files have the kernels: fwd_sm90.cuh for fp16 and bf16 on devices with wgmma, fwd_sm80.cuh for fp32 and other devices,
-// and fwd_short.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
+// and short_scan_fwd.cuh, a sequential scan of fp32 sequences of up to kShortSteps steps.
 #pragma once
 
 #include "ssd/cuda/chunk_starts.cuh"

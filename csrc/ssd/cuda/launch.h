@@ -1,5 +1,5 @@
-// The interface between the host code that launches the SSD kernels (run_fwd.cpp, run_bwd.cpp) and the kernels: sizes, how
-// blocks share the work, and launchers.
+// The interface between the host code that launches the SSD kernels (launch_fwd.cpp, launch_bwd.cpp) and the kernels: sizes,
+// how blocks share the work, and launchers.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,8 @@ constexpr int column_blocks(int64_t dstate) { return dstate <= kStateColumns ? 1
 // Blocks of kStateRows rows of one head.
 constexpr int64_t row_blocks(int64_t headdim) { return (headdim + kStateRows - 1) / kStateRows; }
 
-// The sequential scan of short fp32 sequences (fwd_short.cuh): the most steps it takes, and a block's rows of a head's state.
+// The sequential scan of short fp32 sequences (short_scan_fwd.cuh): the most steps it takes, and a block's rows of a head's
+// state.
 constexpr int kShortSteps = 32, kShortRows = 16;
 inline int64_t short_blocks(const SsdParams& p) { return p.batch * p.heads * ((p.headdim + kShortRows - 1) / kShortRows); }
 
@@ -117,7 +118,7 @@ int fit_stages(int most, int max_shared_bytes, const BytesOf& bytes_of) {
 // Queue the kernels on the stream. Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
 cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream);
-cudaError_t launch_ssd_fwd_short(const SsdFwdParams& params, cudaStream_t stream);  // fp32
+cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream);  // fp32
 template <typename Scalar>
 cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
                            cudaStream_t stream);

@@ -1,5 +1,5 @@
 #include "ssd/cuda/fwd.cuh"
-#include "ssd/cuda/fwd_short.cuh"
+#include "ssd/cuda/short_scan_fwd.cuh"
 
 namespace ssm_kernels::ssd {
 

@@ -13,7 +13,7 @@
 #include "common/limits.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
-#include "ssd/cuda/run.h"
+#include "ssd/cuda/host_launch.h"
 #include "torch/checks.h"
 
 namespace ssm_kernels::ssd {
@@ -86,7 +86,7 @@ bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
                                    {out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1}) == cudaSuccess;
 }
 
-// Whether the short scan (fwd_short.cuh) takes a call.
+// Whether the short scan (short_scan_fwd.cuh) takes a call.
 bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
   return out.scalar_type() == at::kFloat && params.cu_seqlens == nullptr && params.seqlen > 0 && params.seqlen <= kShortSteps &&
          short_blocks(params) <= std::numeric_limits<int32_t>::max();
@@ -107,8 +107,8 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);
 }
 
-void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
-                 bool may_use_wgmma) {
+void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                    bool may_use_wgmma) {
   SsdFwdParams params;
   inputs.fill(params);
   Schedule schedule{inputs.partition()};
@@ -119,7 +119,7 @@ void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::
   params.final_states = final_states.data_ptr<float>();
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   if (is_short(out, params)) {
-    C10_CUDA_CHECK(launch_ssd_fwd_short(params, stream));
+    C10_CUDA_CHECK(launch_ssd_short_scan_fwd(params, stream));
     return;
   }
 

@@ -15,7 +15,7 @@
 #include "common/integers.h"
 #include "cuda/device.h"
 #include "cuda/scalar_types.h"
-#include "ssd/cuda/run.h"
+#include "ssd/cuda/host_launch.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 
@@ -95,7 +95,7 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   std::optional<KernelResult> grad_z;
   if (needs_grad_z) {
     y = at::empty(x.sizes(), x.options());
-    run_forward(inputs, /*z=*/{}, y, inputs.empty_states(), may_use_wgmma);
+    launch_forward(inputs, /*z=*/{}, y, inputs.empty_states(), may_use_wgmma);
     params.y = const_rows_view(y);
     grad_z.emplace(result_as_rows(grads[kGradZ], x));
     params.grad_z = rows_view(grad_z->written);
@@ -372,7 +372,7 @@ void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& gr
 
 }  // namespace
 
-void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
+void launch_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
   const int64_t columns = backward_columns(bwd.in.x.scalar_type() == at::kFloat, max_shared_bytes(bwd.in.x));
   if (bwd.in.B.size(3) <= columns) {
     run_in_sub_batches(bwd, method, grads, may_use_wgmma);

@@ -35,7 +35,7 @@ struct ShortShared {
 
 template <int lane_states>
 __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
-    ssd_fwd_short_kernel(const __grid_constant__ SsdFwdParams p) {
+    ssd_short_scan_fwd_kernel(const __grid_constant__ SsdFwdParams p) {
   using Shared = ShortShared<lane_states>;
   constexpr int kVector = 4, kVectors = lane_states / kVector;
   constexpr int kElements = kShortSteps * kShortRows / kShortThreads;  // of x and of out, for each thread
@@ -177,10 +177,10 @@ __global__ void __launch_bounds__(kShortThreads, lane_states > 16 ? 3 : 4)
   }
 }
 
-cudaError_t launch_ssd_fwd_short(const SsdFwdParams& params, cudaStream_t stream) {
+cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream) {
   const auto launch = [&](auto lane_states) -> cudaError_t {
     constexpr int kLaneStates = decltype(lane_states)::value;
-    const auto kernel = ssd_fwd_short_kernel<kLaneStates>;
+    const auto kernel = ssd_short_scan_fwd_kernel<kLaneStates>;
     constexpr int kBytes = sizeof(ShortShared<kLaneStates>);
     if (const cudaError_t error = cuda::allow_shared_bytes(kernel, kBytes); error != cudaSuccess) return error;
     kernel<<<static_cast<unsigned>(short_blocks(params)), kShortThreads, kBytes, stream>>>(params);

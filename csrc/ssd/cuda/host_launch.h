@@ -10,10 +10,10 @@ namespace ssm_kernels::ssd {
 bool have_kernels_for(const Inputs& in, bool is_backward);
 
 // Writes `out`, in the layout of inputs.x, and `final_states`, in that of inputs.empty_states().
-void run_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
-                 bool may_use_wgmma);
+void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
+                    bool may_use_wgmma);
 
 // Writes the gradients of sequences in place. Replaces the members of grads that are sums over the batch: A, D and dt_bias.
-void run_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma);
+void launch_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma);
 
 }  // namespace ssm_kernels::ssd
