@@ -7,7 +7,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/VariableTypeUtils.h>
 #include <torch/library.h>
 
@@ -30,55 +29,34 @@ bool has_silu(const char* op, OptionalName activation) {
   return true;
 }
 
-void check_parameters(const ArgumentChecks& checks, const char* op, const at::Tensor& weight, const OptionalTensor& bias,
+void check_parameters(const ArgumentChecks& checks, const at::Tensor& weight, const OptionalTensor& bias,
                       const c10::SymInt& channels) {
   checks.rank("weight", weight, 2, "(channels, width)");
   const c10::SymInt width = weight.sym_size(1);
-  TORCH_CHECK_VALUE(width >= 1, op, ": expected weight of a width of at least 1, got ", weight.sym_sizes());
-  checks.shape("weight", weight, "(channels, width)", {channels, width});
-  checks.dtype_or_accumulate("weight", weight);
-  checks.device("weight", weight);
-  if (!is_present(bias)) return;
-  checks.shape("bias", *bias, "(channels,)", {channels});
-  checks.dtype_or_accumulate("bias", *bias);
-  checks.device("bias", *bias);
+  TORCH_CHECK_VALUE(width >= 1, checks.op(), ": expected weight of a width of at least 1, got ", weight.sym_sizes());
+  checks.parameter("weight", weight, "(channels, width)", {channels, width});
+  checks.parameter("bias", bias, "(channels,)", {channels});
 }
 
 const char* state_axes(const Inputs& in) {
   return is_present(in.cu_seqlens) ? "(sequences, channels, width - 1)" : "(batch, channels, width - 1)";
 }
 
-c10::SymDimVector state_shape(const Inputs& in) { return {in.sequences(), in.x.sym_size(2), in.weight.sym_size(1) - 1}; }
+c10::SymDimVector state_shape(const Inputs& in) {
+  return {count_states(in.cu_seqlens, in.x.sym_size(0)), in.x.sym_size(2), in.weight.sym_size(1) - 1};
+}
 
-// Allocates states. A kernel writes those of sequences with steps; the others are a copy of `empty`, or zero.
 at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
-  const c10::SymDimVector shape = state_shape(in);
-  if (!is_present(in.cu_seqlens) && in.x.sym_size(1) != 0) return at::empty_symint(shape, in.x.options());
-  if (!is_present(empty)) return at::zeros_symint(shape, in.x.options());
-  return empty->clone(at::MemoryFormat::Contiguous);
+  return ssm_kernels::allocate_states(in.cu_seqlens, in.x.sym_size(1), state_shape(in), in.x.options(), empty);
 }
 
 }  // namespace
 
-c10::SymInt Inputs::sequences() const { return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : x.sym_size(0); }
-
 void check_inputs(const Inputs& in) {
   const ArgumentChecks checks(kOp, "x", in.x);
   checks.rank("x", in.x, 3, kSequence);
-  const c10::SymInt batch = in.x.sym_size(0), seqlen = in.x.sym_size(1);
-  check_parameters(checks, kOp, in.weight, in.bias, in.x.sym_size(2));
-  TORCH_CHECK_VALUE(!is_present(in.seq_idx) || !is_present(in.cu_seqlens), kOp,
-                    ": expected seq_idx or cu_seqlens, got both: each says where sequences begin");
-  if (is_present(in.seq_idx)) {
-    checks.shape("seq_idx", *in.seq_idx, "(batch, seqlen)", {batch, seqlen});
-    checks.index_dtype("seq_idx", *in.seq_idx);
-    checks.device("seq_idx", *in.seq_idx);
-  }
-  if (is_present(in.cu_seqlens)) {
-    check_cu_seqlens_argument(checks, kOp, *in.cu_seqlens, batch);
-    TORCH_CHECK_VALUE(in.sequences() >= 1 || seqlen == 0, kOp, ": expected cu_seqlens to end at seqlen = ", seqlen,
-                      ", got 0 sequences");
-  }
+  check_parameters(checks, in.weight, in.bias, in.x.sym_size(2));
+  check_sequences(checks, in.seq_idx, in.cu_seqlens, in.x.sym_size(0), in.x.sym_size(1));
   checks.tensor("initial_state", in.initial_state, state_axes(in), state_shape(in), in.x.scalar_type());
   has_silu(kOp, in.activation);
 }
@@ -106,14 +84,6 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   const bool needs_state = bwd.needs_grad[kGradInitialState] && is_present(in.initial_state);
   grads[kGradInitialState] = needs_state ? allocate_states(in, bwd.grad_final_state) : none();
   return grads;
-}
-
-at::Tensor autocast_parameter(const at::Tensor& tensor, at::ScalarType lower, at::DeviceType device_type) {
-  return tensor.scalar_type() == lower ? tensor : at::autocast::cached_cast(at::kFloat, tensor, device_type);
-}
-
-OptionalTensor autocast_parameter(const OptionalTensor& tensor, at::ScalarType lower, at::DeviceType device_type) {
-  return is_present(tensor) ? OptionalTensor(autocast_parameter(*tensor, lower, device_type)) : std::nullopt;
 }
 
 OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x) {
@@ -198,22 +168,16 @@ void check_update_inputs(const UpdateInputs& in) {
   TORCH_CHECK_VALUE(in.x.dim() == 2 || in.x.dim() == 3, kUpdateOp,
                     ": expected x of shape (batch, channels) or (batch, seqlen, channels), got ", in.x.sym_sizes());
   const c10::SymInt batch = in.x.sym_size(0), channels = in.x.sym_size(-1);
-  check_parameters(checks, kUpdateOp, in.weight, in.bias, channels);
+  check_parameters(checks, in.weight, in.bias, channels);
   checks.rank("conv_state", in.conv_state, 3, "(batch, channels, length)");
   const c10::SymInt length = in.conv_state.sym_size(2);
   const bool has_indices = is_present(in.state_batch_indices);
-  checks.shape("conv_state", in.conv_state, "(batch, channels, length)",
-               {has_indices ? in.conv_state.sym_size(0) : batch, channels, length});
+  checks.parameter("conv_state", in.conv_state, "(batch, channels, length)",
+                   {has_indices ? in.conv_state.sym_size(0) : batch, channels, length});
   TORCH_CHECK_VALUE(length >= in.weight.sym_size(1) - 1, kUpdateOp,
                     ": expected conv_state of at least width - 1 = ", in.weight.sym_size(1) - 1, " steps, got ",
                     in.conv_state.sym_sizes());
-  checks.dtype_or_accumulate("conv_state", in.conv_state);
-  checks.device("conv_state", in.conv_state);
-  if (has_indices) {
-    checks.shape("state_batch_indices", *in.state_batch_indices, "(batch,)", {batch});
-    checks.index_dtype("state_batch_indices", *in.state_batch_indices);
-    checks.device("state_batch_indices", *in.state_batch_indices);
-  }
+  checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {batch});
   has_silu(kUpdateOp, in.activation);
 }
 
@@ -312,8 +276,7 @@ struct CausalConv1d : DifferentiableOp<CausalConv1d, Inputs, std::tuple<at::Tens
   // Sequences and states in the autocast dtype; parameters of a third dtype in float32.
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.x, in.initial_state);
-    in.weight = autocast_parameter(in.weight, to.lower, to.device);
-    in.bias = autocast_parameter(in.bias, to.lower, to.device);
+    to.to_float_unless(to.lower, in.weight, in.bias);
   }
 };
 

@@ -24,9 +24,6 @@ struct Inputs {
   OptionalTensor bias, seq_idx, cu_seqlens, initial_state;
   OptionalName activation;
 
-  // Number of states: of the batch's entries or, with cu_seqlens, of the packed sequences.
-  c10::SymInt sequences() const;
-
   auto fields() { return std::tie(x, weight, bias, seq_idx, cu_seqlens, initial_state, activation); }
 };
 
@@ -65,10 +62,6 @@ using BwdOutGrads = std::array<at::Tensor, kNumGrads - 1>;  // all but the gradi
 // Checks the arguments that only backward has, and allocates like allocate_fwd. Gradients that are not needed are empty; the
 // gradient of x is grad_x if present.
 GradTensors allocate_bwd(const BwdInputs& bwd);
-
-// Casts a parameter under autocast to `lower`: any other dtype becomes float32.
-at::Tensor autocast_parameter(const at::Tensor& tensor, at::ScalarType lower, at::DeviceType device_type);
-OptionalTensor autocast_parameter(const OptionalTensor& tensor, at::ScalarType lower, at::DeviceType device_type);
 
 // grad_out with the contiguous axis of x. The kernels advance along one axis, and a copy costs less than strided reads.
 OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x);

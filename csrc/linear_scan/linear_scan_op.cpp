@@ -6,7 +6,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -113,7 +112,7 @@ const std::vector<PublicOperator>& public_operators() {
   return operators;
 }
 
-c10::SymInt Inputs::sequences() const { return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : tensors[0].sym_size(0); }
+c10::SymInt Inputs::sequences() const { return count_states(cu_seqlens, tensors[0].sym_size(0)); }
 
 Member check_inputs(const Inputs& in) {
   const PublicOperator& op = find_operator(in.recurrence);
@@ -126,17 +125,13 @@ Member check_inputs(const Inputs& in) {
   for (size_t i = 1; i < row.inputs; ++i) {
     const at::Tensor& input = in.tensors[i];
     const char* const name = row.input_names[i].data();
-    checks.shape(name, input, kSequenceAxes, first.sym_sizes());
     if (i < row.first_broadcast) {
-      checks.dtype(name, input, first.scalar_type());
+      checks.tensor(name, input, kSequenceAxes, first.sym_sizes(), first.scalar_type());
     } else {
-      checks.dtype_or_accumulate(name, input);
+      checks.parameter(name, input, kSequenceAxes, first.sym_sizes());
     }
-    checks.device(name, input);
   }
-  if (is_present(in.cu_seqlens)) {
-    check_cu_seqlens_argument(checks, op_name, *in.cu_seqlens, first.sym_size(0));
-  }
+  check_sequences(checks, /*seq_idx=*/std::nullopt, in.cu_seqlens, first.sym_size(0), first.sym_size(1));
   checks.tensor(op.state_name(), in.h0, is_present(in.cu_seqlens) ? "(sequences, channels)" : kStateAxes,
                 {in.sequences(), first.sym_size(2)}, checks.accumulate());
   return {op_name, &row, {parse_activation(op_name, in.candidate_activation), in.gate_is_logit}};
@@ -148,14 +143,10 @@ at::TensorOptions state_options(const Inputs& in) {
   return in.tensors[0].options().dtype(accumulate_type(in.tensors[0].scalar_type()));
 }
 
-// States, (sequences, channels), uninitialized where kernels write them. Those of sequences without steps are a copy of
-// `empty`, or zero without it.
 at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
   const at::Tensor& first = in.tensors[0];
-  const std::vector<c10::SymInt> shape = {in.sequences(), first.sym_size(2)};
-  if (!is_present(in.cu_seqlens) && first.sym_size(1) != 0) return at::empty_symint(shape, state_options(in));
-  if (!is_present(empty)) return at::zeros_symint(shape, state_options(in));
-  return empty->clone(at::MemoryFormat::Contiguous);
+  return ssm_kernels::allocate_states(in.cu_seqlens, first.sym_size(1), {in.sequences(), first.sym_size(2)}, state_options(in),
+                                      empty);
 }
 
 }  // namespace
@@ -183,8 +174,6 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
 at::Tensor sequence_of_step(const Inputs& in) {
   if (!is_present(in.cu_seqlens)) return {};
   const int64_t seqlen = in.tensors[0].size(1);
-  TORCH_CHECK_VALUE(seqlen == 0 || in.cu_seqlens->size(0) > 1, in.recurrence,
-                    ": expected cu_seqlens to end at seqlen = ", seqlen, ", got no sequences");
   const at::TensorOptions options = in.cu_seqlens->options();
   const at::Tensor steps = in.reverse ? at::arange(seqlen - 1, -1, -1, options) : at::arange(seqlen, options);
   return sequence_at(*in.cu_seqlens, steps);

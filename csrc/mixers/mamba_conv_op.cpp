@@ -193,8 +193,7 @@ struct MambaConvOp {
   // Casts as causal_conv1d does: the sequence and the state to the autocast dtype, parameters of a third dtype to float32.
   static void cast(Inputs& in, const Autocast& to) {
     to.to_lower(in.xz, in.initial_state);
-    in.weight = causal_conv1d::autocast_parameter(in.weight, to.lower, to.device);
-    in.bias = causal_conv1d::autocast_parameter(in.bias, to.lower, to.device);
+    to.to_float_unless(to.lower, in.weight, in.bias);
   }
 };
 

@@ -24,11 +24,7 @@ AddOutputs add_fwd(const AddInputs& in) {
   const Tensor& x = in.x;
   const Call call{add_name(in.subtract_mean), x, x, in.weight, in.bias, in.group_size, in.subtract_mean};
   const ArgumentChecks checks = check_call(call, "x");
-  if (is_present(in.residual)) {
-    checks.shape("residual", *in.residual, kRowAxes, x.sym_sizes());
-    checks.dtype_or_accumulate("residual", *in.residual);
-    checks.device("residual", *in.residual);
-  }
+  checks.parameter("residual", in.residual, kRowAxes, x.sym_sizes());
   check_eps(call.op, in.eps);
   NormFwdParams params;
   params.is_add = true;
@@ -78,9 +74,7 @@ AddGrads add_bwd(const AddBwdInputs& bwd) {
   const Tensor& like = bwd.grad_normed;
   const Call call{add_name(bwd.subtract_mean), bwd.new_residual, like, bwd.weight, bwd.bias, bwd.group_size, bwd.subtract_mean};
   const ArgumentChecks checks = check_call(call, "grad_normed");
-  checks.shape("new_residual", bwd.new_residual, kRowAxes, like.sym_sizes());
-  checks.dtype_or_accumulate("new_residual", bwd.new_residual);
-  checks.device("new_residual", bwd.new_residual);
+  checks.parameter("new_residual", bwd.new_residual, kRowAxes, like.sym_sizes());
   checks.tensor("grad_new_residual", bwd.grad_new_residual, kRowAxes, like.sym_sizes(), bwd.new_residual.scalar_type());
   check_statistics(call, checks, bwd.mean, bwd.rstd);
   NormBwdParams params;
@@ -170,7 +164,7 @@ struct AddNorm : DifferentiableOp<AddNorm, AddNodeInputs, std::tuple<Tensor, Ten
   }
 
   static void cast(AddNodeInputs& in, const Autocast& to) {
-    for (OptionalTensor* tensor : {&in.residual, &in.weight, &in.bias}) cast_if_third(*tensor, in.x.scalar_type(), to);
+    to.to_float_unless(in.x.scalar_type(), in.residual, in.weight, in.bias);
   }
 };
 

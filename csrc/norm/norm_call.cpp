@@ -16,14 +16,8 @@ ArgumentChecks check_call(const Call& call, const char* like_name) {
                     call.columns());
   TORCH_CHECK_VALUE(call.group() >= 1 && call.columns() % call.group() == 0, call.op,
                     ": expected group_size to divide columns = ", call.columns(), ", got ", call.group());
-  const auto check_parameter = [&](const char* name, const OptionalTensor& parameter) {
-    if (!is_present(parameter)) return;
-    checks.shape(name, *parameter, "(columns,)", {call.columns()});
-    checks.dtype_or_accumulate(name, *parameter);
-    checks.device(name, *parameter);
-  };
-  check_parameter("weight", call.weight);
-  check_parameter("bias", call.bias);
+  checks.parameter("weight", call.weight, "(columns,)", {call.columns()});
+  checks.parameter("bias", call.bias, "(columns,)", {call.columns()});
   return checks;
 }
 

@@ -106,9 +106,4 @@ void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& 
 void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
              const Tensor& grad_weight, const Tensor& grad_bias);
 
-// Under autocast, a parameter or residual is cast to float32 unless it has the dtype of x.
-inline void cast_if_third(OptionalTensor& tensor, at::ScalarType dtype, const Autocast& to) {
-  if (is_present(tensor) && tensor->scalar_type() != dtype) to.to_float(tensor);
-}
-
 }  // namespace ssm_kernels::norm

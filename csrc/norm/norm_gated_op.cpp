@@ -140,8 +140,7 @@ struct NormGated : DifferentiableOp<NormGated, GatedInputs, Tensor, kNumGrads> {
   }
 
   static void cast(GatedInputs& in, const Autocast& to) {
-    cast_if_third(in.weight, in.x.scalar_type(), to);
-    cast_if_third(in.bias, in.x.scalar_type(), to);
+    to.to_float_unless(in.x.scalar_type(), in.weight, in.bias);
     in.z = at::autocast::cached_cast(in.x.scalar_type(), in.z, to.device);
   }
 };

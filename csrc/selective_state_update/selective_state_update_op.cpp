@@ -76,12 +76,7 @@ Discretization check_inputs(const Inputs& in) {
   check_parameter(checks, "D", in.D, form.parameter, channels, in);
   checks.tensor("z", in.z, form.input, in.x.sym_sizes(), dtype);
   check_parameter(checks, "dt_bias", in.dt_bias, form.parameter, channels, in);
-  if (is_present(in.state_batch_indices)) {
-    const at::Tensor& indices = *in.state_batch_indices;
-    checks.shape("state_batch_indices", indices, "(batch,)", {batch});
-    checks.index_dtype("state_batch_indices", indices);
-    checks.device("state_batch_indices", indices);
-  }
+  checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {batch});
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   check_dt_limit(kOp, dt_min, dt_max);
   return parse_discretization(kOp, in.discretization);

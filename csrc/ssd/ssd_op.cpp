@@ -25,7 +25,7 @@ const char* states_axes(const Inputs& in) {
 }
 
 std::vector<c10::SymInt> states_shape(const Inputs& in) {
-  return {in.sequences(), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(3)};
+  return {count_states(in.cu_seqlens, in.x.sym_size(0)), in.x.sym_size(2), in.x.sym_size(3), in.B.sym_size(3)};
 }
 
 // The decay of a chunk is the exponential of a sum over time, which only these methods have.
@@ -40,13 +40,9 @@ void check_options(const Inputs& in) {
     TORCH_CHECK_VALUE(*in.chunk_size >= 1, kOp, ": expected chunk_size of at least 1, got ", *in.chunk_size);
   }
   check_dt_limit(kOp, in.dt_min, in.dt_max);
-  TORCH_CHECK_VALUE(!is_present(in.seq_idx) || !is_present(in.cu_seqlens), kOp,
-                    ": expected seq_idx or cu_seqlens, got both: each says where sequences begin");
 }
 
 }  // namespace
-
-c10::SymInt Inputs::sequences() const { return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : x.sym_size(0); }
 
 Discretization check_inputs(const Inputs& in) {
   const ArgumentChecks checks(kOp, "x", in.x);
@@ -75,16 +71,7 @@ Discretization check_inputs(const Inputs& in) {
   checks.tensor("z", in.z, kSequence, in.x.sym_sizes(), dtype);
   checks.tensor("dt_bias", in.dt_bias, "(heads,)", {heads}, accumulate);
   check_options(in);
-  if (is_present(in.seq_idx)) {
-    checks.shape("seq_idx", *in.seq_idx, "(batch, seqlen)", {batch, seqlen});
-    checks.index_dtype("seq_idx", *in.seq_idx);
-    checks.device("seq_idx", *in.seq_idx);
-  }
-  if (is_present(in.cu_seqlens)) {
-    check_cu_seqlens_argument(checks, kOp, *in.cu_seqlens, batch);
-    TORCH_CHECK_VALUE(in.sequences() >= 1 || seqlen == 0, kOp, ": expected cu_seqlens to end at seqlen = ", seqlen,
-                      ", got 0 sequences");
-  }
+  check_sequences(checks, in.seq_idx, in.cu_seqlens, batch, seqlen);
   checks.tensor("initial_states", in.initial_states, states_axes(in), states_shape(in), accumulate);
   return parse_discretization(kOp, in.discretization, &is_exponential);
 }

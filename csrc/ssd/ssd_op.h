@@ -27,9 +27,6 @@ struct Inputs {
   OptionalTensor initial_states, seq_idx, cu_seqlens;
   std::string_view discretization;  // of the caller's string
 
-  // Number of states: of the batch's entries or, with cu_seqlens, of the packed sequences.
-  c10::SymInt sequences() const;
-
   auto fields() {
     return std::tie(x, dt, A, B, C, chunk_size, D, z, dt_bias, dt_softplus, dt_min, dt_max, initial_states, seq_idx, cu_seqlens,
                     discretization);

@@ -59,6 +59,14 @@ struct Autocast {
   void to_float(Tensors&... tensors) const {
     ((tensors = at::autocast::cached_cast(at::kFloat, tensors, device)), ...);
   }
+  // Casts parameters to float32 that do not have the dtype `kept`.
+  template <typename... Tensors>
+  void to_float_unless(at::ScalarType kept, Tensors&... tensors) const {
+    const auto has_other_dtype = [&](const auto& tensor) {
+      return is_present(tensor) && or_undefined(tensor).scalar_type() != kept;
+    };
+    ((has_other_dtype(tensors) ? to_float(tensors) : void()), ...);
+  }
 };
 
 // Defaults of an operator's description.

@@ -111,20 +111,6 @@ void ArgumentChecks::dtype(const char* name, const at::Tensor& tensor, at::Scala
               like_.scalar_type(), "), got ", got);
 }
 
-void ArgumentChecks::dtype_or_accumulate(const char* name, const at::Tensor& tensor) const {
-  const at::ScalarType got = tensor.scalar_type(), like = like_.scalar_type();
-  if (got == accumulate_) return;
-  if (like == accumulate_) return dtype(name, tensor, like);
-  check_real(op_, name, got);
-  TORCH_CHECK(got == like, op_, ": expected ", name, " of dtype ", like, " or ", accumulate_, " (with ", like_name_,
-              " of dtype ", like, "), got ", got);
-}
-
-void ArgumentChecks::index_dtype(const char* name, const at::Tensor& tensor) const {
-  const at::ScalarType got = tensor.scalar_type();
-  TORCH_CHECK(got == at::kInt || got == at::kLong, op_, ": expected ", name, " of dtype Int or Long, got ", got);
-}
-
 void ArgumentChecks::device(const char* name, const at::Tensor& tensor) const {
   TORCH_CHECK(tensor.device() == like_.device(), op_, ": expected ", name, " on ", like_.device(), " (the device of ",
               like_name_, "), got ", tensor.device());
@@ -140,6 +126,33 @@ void ArgumentChecks::tensor(const char* name, const at::Tensor& tensor, const ch
 void ArgumentChecks::tensor(const char* name, const std::optional<at::Tensor>& tensor, const char* axes,
                             c10::SymIntArrayRef shape, at::ScalarType dtype) const {
   if (is_present(tensor)) this->tensor(name, *tensor, axes, shape, dtype);
+}
+
+void ArgumentChecks::parameter(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape) const {
+  this->shape(name, tensor, axes, shape);
+  const at::ScalarType got = tensor.scalar_type(), like = like_.scalar_type();
+  if (like == accumulate_) {
+    dtype(name, tensor, like);
+  } else {
+    check_real(op_, name, got);
+    TORCH_CHECK(got == like || got == accumulate_, op_, ": expected ", name, " of dtype ", like, " or ", accumulate_, " (with ",
+                like_name_, " of dtype ", like, "), got ", got);
+  }
+  device(name, tensor);
+}
+
+void ArgumentChecks::parameter(const char* name, const std::optional<at::Tensor>& tensor, const char* axes,
+                               c10::SymIntArrayRef shape) const {
+  if (is_present(tensor)) parameter(name, *tensor, axes, shape);
+}
+
+void ArgumentChecks::indices(const char* name, const std::optional<at::Tensor>& tensor, const char* axes,
+                             c10::SymIntArrayRef shape) const {
+  if (!is_present(tensor)) return;
+  this->shape(name, *tensor, axes, shape);
+  const at::ScalarType got = tensor->scalar_type();
+  TORCH_CHECK(got == at::kInt || got == at::kLong, op_, ": expected ", name, " of dtype Int or Long, got ", got);
+  device(name, *tensor);
 }
 
 }  // namespace ssm_kernels

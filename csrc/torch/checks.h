@@ -49,6 +49,7 @@ class ArgumentChecks {
   // `like` must be float32, float16, bfloat16 or float64.
   ArgumentChecks(const char* op, const char* like_name, const at::Tensor& like);
 
+  const char* op() const { return op_; }
   at::ScalarType accumulate() const { return accumulate_; }
 
   void rank(const char* name, const at::Tensor& tensor, int64_t rank, const char* axes) const;
@@ -61,15 +62,18 @@ class ArgumentChecks {
   void tensor(const char* name, const std::optional<at::Tensor>& tensor, const char* axes, c10::SymIntArrayRef shape,
               at::ScalarType dtype) const;
 
+  // The same for a parameter, which may have the dtype of `like` or the accumulation type.
+  void parameter(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape) const;
+  void parameter(const char* name, const std::optional<at::Tensor>& tensor, const char* axes, c10::SymIntArrayRef shape) const;
+  // The same for int32 or int64.
+  void indices(const char* name, const std::optional<at::Tensor>& tensor, const char* axes, c10::SymIntArrayRef shape) const;
+
   void shape(const char* name, const at::Tensor& tensor, const char* axes, c10::SymIntArrayRef shape) const;
-  void dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) const;
-  // That of `like`, or the accumulation type.
-  void dtype_or_accumulate(const char* name, const at::Tensor& tensor) const;
-  // int32 or int64.
-  void index_dtype(const char* name, const at::Tensor& tensor) const;
   void device(const char* name, const at::Tensor& tensor) const;
 
  private:
+  void dtype(const char* name, const at::Tensor& tensor, at::ScalarType expected) const;
+
   const char* op_;
   const char* like_name_;
   const at::Tensor& like_;

@@ -1,20 +1,26 @@
 #include "torch/packed_sequences.h"
 
+#include <ATen/ops/empty.h>
 #include <ATen/ops/searchsorted.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
 #include <algorithm>
 
 namespace ssm_kernels {
 
-void check_cu_seqlens_argument(const ArgumentChecks& checks, const char* op, const at::Tensor& cu_seqlens,
-                               const c10::SymInt& batch) {
-  checks.rank("cu_seqlens", cu_seqlens, 1, "(sequences + 1,)");
-  TORCH_CHECK_VALUE(cu_seqlens.sym_size(0) >= 1, op, ": expected cu_seqlens of shape (sequences + 1,), got ",
-                    cu_seqlens.sym_sizes());
-  checks.index_dtype("cu_seqlens", cu_seqlens);
-  checks.device("cu_seqlens", cu_seqlens);
+void check_sequences(const ArgumentChecks& checks, const std::optional<at::Tensor>& seq_idx,
+                     const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch, const c10::SymInt& seqlen) {
+  const char* const op = checks.op();
+  TORCH_CHECK_VALUE(!is_present(seq_idx) || !is_present(cu_seqlens), op,
+                    ": expected seq_idx or cu_seqlens, got both: each says where sequences begin");
+  checks.indices("seq_idx", seq_idx, "(batch, seqlen)", {batch, seqlen});
+  if (!is_present(cu_seqlens)) return;
+  const c10::SymIntArrayRef shape = cu_seqlens->sym_sizes();
+  TORCH_CHECK_VALUE(shape.size() == 1 && shape[0] >= 1, op, ": expected cu_seqlens of shape (sequences + 1,), got ", shape);
+  checks.indices("cu_seqlens", cu_seqlens, "(sequences + 1,)", shape);
   TORCH_CHECK_VALUE(batch == 1, op, ": expected batch 1 with cu_seqlens, got ", batch);
+  TORCH_CHECK_VALUE(shape[0] >= 2 || seqlen == 0, op, ": expected cu_seqlens to end at seqlen = ", seqlen, ", got 0 sequences");
 }
 
 void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, int64_t seqlen) {
@@ -25,6 +31,16 @@ void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, 
   const int64_t* const decrease = std::adjacent_find(begin, end, [](int64_t a, int64_t b) { return a > b; });
   TORCH_CHECK_VALUE(decrease == end, op, ": expected cu_seqlens not to decrease, got ", decrease[0], " before ", decrease[1]);
   TORCH_CHECK_VALUE(end[-1] == seqlen, op, ": expected cu_seqlens to end at seqlen = ", seqlen, ", got ", end[-1]);
+}
+
+c10::SymInt count_states(const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch) {
+  return is_present(cu_seqlens) ? cu_seqlens->sym_size(0) - 1 : batch;
+}
+
+at::Tensor allocate_states(const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& seqlen, c10::SymIntArrayRef shape,
+                           const at::TensorOptions& options, const std::optional<at::Tensor>& empty) {
+  if (!is_present(cu_seqlens) && seqlen != 0) return at::empty_symint(shape, options);
+  return is_present(empty) ? empty->clone(at::MemoryFormat::Contiguous) : at::zeros_symint(shape, options);
 }
 
 at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps) {

@@ -1,18 +1,29 @@
-// cu_seqlens: sequences packed one after another into a batch of one entry. Sequence i has the steps cu_seqlens[i] to
-// cu_seqlens[i + 1] - 1, which may be none.
+// Batch entries of several sequences. cu_seqlens: sequences packed one after another into a batch of one entry; sequence i has
+// the steps cu_seqlens[i] to cu_seqlens[i + 1] - 1, which may be none. seq_idx: the id of each step's sequence.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+
+#include <optional>
 
 #include "torch/checks.h"
 
 namespace ssm_kernels {
 
-// Raises unless cu_seqlens is a (sequences + 1,) tensor of integers and the batch has one entry. Does not read its values.
-void check_cu_seqlens_argument(const ArgumentChecks& checks, const char* op, const at::Tensor& cu_seqlens,
-                               const c10::SymInt& batch);
+// Raises unless at most one of the two is present, a (batch, seqlen) or a (sequences + 1,) tensor of integers, the latter with
+// a batch of one entry. Does not read their values.
+void check_sequences(const ArgumentChecks& checks, const std::optional<at::Tensor>& seq_idx,
+                     const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch, const c10::SymInt& seqlen);
 // Raises unless the values of cu_seqlens, on the CPU, increase from 0 to seqlen.
 void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, int64_t seqlen);
+
+// The number of states: one for each packed sequence or, without cu_seqlens, for each entry of the batch.
+c10::SymInt count_states(const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch);
+
+// Allocates states of the given shape. Kernels write those of sequences that have steps; those of others are a copy of `empty`
+// or, without it, zero.
+at::Tensor allocate_states(const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& seqlen, c10::SymIntArrayRef shape,
+                           const at::TensorOptions& options, const std::optional<at::Tensor>& empty);
 
 // The sequence of each step, int32. Empty sequences have no step. For any values of cu_seqlens the result is a valid index.
 at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps);
