@@ -183,30 +183,9 @@ void check_update_inputs(const UpdateInputs& in) {
 
 at::Tensor allocate_update(const UpdateInputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
 
-namespace {
-
-// Raises if writing the state would change inputs that are read later. mutable_data_ptr comes first: if the state is a lazy
-// copy, it gets its own memory there and no longer overlaps the original.
-void check_update_memory(const UpdateInputs& in) {
-  in.conv_state.mutable_data_ptr();
-  TORCH_CHECK(!has_internal_overlap(in.conv_state), kUpdateOp,
-              ": expected conv_state, which is updated in place, to have elements that share no memory, got strides ",
-              in.conv_state.strides(), " for shape ", in.conv_state.sizes(), ": pass conv_state.clone()");
-  const auto check = [&](const char* name, const OptionalTensor& read) {
-    TORCH_CHECK(!is_present(read) || !share_memory(in.conv_state, *read), kUpdateOp, ": expected ", name,
-                " to share no memory with conv_state, which is updated in place, got overlapping memory: pass ", name,
-                ".clone()");
-  };
-  check("x", in.x);
-  check("weight", in.weight);
-  check("bias", in.bias);
-  check("state_batch_indices", in.state_batch_indices);
-}
-
-}  // namespace
-
 ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& out) {
-  check_update_memory(in);
+  check_in_place(kUpdateOp, "conv_state", in.conv_state,
+                 {{"x", in.x}, {"weight", in.weight}, {"bias", in.bias}, {"state_batch_indices", in.state_batch_indices}});
   const bool has_steps = in.x.dim() == 3;
   const auto view = [&](const at::Tensor& tensor, Access access) {
     return SequenceView{data_of(tensor, access), tensor.stride(0), has_steps ? tensor.stride(1) : 0, tensor.stride(-1)};

@@ -103,32 +103,19 @@ GroupView group_view(const at::Tensor& tensor) {
           stride_of(tensor, -1)};
 }
 
-// Raises if a write to the state would change an input that is read later. mutable_data_ptr comes first: it gives a lazy copy
-// of another tensor memory of its own.
-void check_memory(const Inputs& in) {
-  in.state.mutable_data_ptr();
-  TORCH_CHECK(!has_internal_overlap(in.state), kOp,
-              ": expected state, which is updated in place, to have elements that share no memory, got strides ",
-              in.state.strides(), " for shape ", in.state.sizes(), ": pass state.clone()");
-  const auto check = [&](const char* name, const OptionalTensor& read) {
-    TORCH_CHECK(!is_present(read) || !share_memory(in.state, *read), kOp, ": expected ", name,
-                " to share no memory with state, which is updated in place, got overlapping memory: pass ", name, ".clone()");
-  };
-  check("x", in.x);
-  check("dt", in.dt);
-  check("A", in.A);
-  check("B", in.B);
-  check("C", in.C);
-  check("D", in.D);
-  check("z", in.z);
-  check("dt_bias", in.dt_bias);
-  check("state_batch_indices", in.state_batch_indices);
-}
-
 }  // namespace
 
 StateUpdateParams make_params(const Inputs& in, Discretization method, const at::Tensor& out) {
-  check_memory(in);
+  check_in_place(kOp, "state", in.state,
+                 {{"x", in.x},
+                  {"dt", in.dt},
+                  {"A", in.A},
+                  {"B", in.B},
+                  {"C", in.C},
+                  {"D", in.D},
+                  {"z", in.z},
+                  {"dt_bias", in.dt_bias},
+                  {"state_batch_indices", in.state_batch_indices}});
   const bool has_heads = in.state.dim() == 4;
   StateUpdateParams params;
   params.batch = in.x.size(0);

@@ -4,11 +4,15 @@
 
 #include "torch/memory_overlap.h"
 
+#include <c10/util/DimVector.h>
+#include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 
 #include <algorithm>
 #include <cstdint>
 #include <numeric>
+
+#include "torch/checks.h"
 
 namespace ssm_kernels {
 namespace {
@@ -16,102 +20,92 @@ namespace {
 // One summand: stride times a number from 0 to `most`.
 struct Term {
   int64_t stride, most;
+  int64_t reach = 0, divisor = 0;  // the largest sum, and the greatest common divisor of the strides, from this term on
 };
 
 using Terms = c10::SmallVector<Term, 16>;
 
-// In bytes, of the elements' first bytes, and of the bytes of an element.
-void append_terms(Terms& terms, const at::Tensor& tensor) {
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    const int64_t stride = tensor.stride(dim) * tensor.element_size();
-    if (tensor.size(dim) > 1 && stride > 0) terms.push_back({stride, tensor.size(dim) - 1});
-  }
-  terms.push_back({1, tensor.element_size() - 1});
-}
+// The elements of a tensor, or of a part of it.
+struct Elements {
+  int64_t address, bytes;
+  at::IntArrayRef sizes, strides;
 
-// Searches sums of terms[0], terms[1], ..., in descending order of their strides.
-class SumSearch {
- public:
-  explicit SumSearch(Terms terms) : terms_(std::move(terms)), reach_(terms_.size() + 1), divisor_(terms_.size() + 1) {
-    std::sort(terms_.begin(), terms_.end(), [](const Term& a, const Term& b) { return a.stride > b.stride; });
-    for (size_t i = terms_.size(); i-- > 0;) {
-      reach_[i] = reach_[i + 1] + terms_[i].stride * terms_[i].most;
-      divisor_[i] = std::gcd(divisor_[i + 1], terms_[i].stride);
+  explicit Elements(const at::Tensor& tensor)
+      : Elements{reinterpret_cast<int64_t>(tensor.const_data_ptr()), tensor.element_size(), tensor.sizes(), tensor.strides()} {}
+  Elements(int64_t address, int64_t bytes, at::IntArrayRef sizes, at::IntArrayRef strides)
+      : address(address), bytes(bytes), sizes(sizes), strides(strides) {}
+
+  // Appends the terms whose sums are the distances of the bytes from the first. Returns the address of the last byte.
+  int64_t append_terms(Terms& terms) const {
+    int64_t last = address + bytes - 1;
+    terms.push_back({1, bytes - 1});
+    for (size_t dim = 0; dim < sizes.size(); ++dim) {
+      const Term term{strides[dim] * bytes, sizes[dim] - 1};
+      last += term.stride * term.most;
+      if (term.stride > 0 && term.most > 0) terms.push_back(term);
     }
+    return last;
   }
-
-  // Whether a sum is `total`. Strides that only as_strided can make may take exponential time: true, to be safe, after
-  // kMaxSteps.
-  bool finds(int64_t total) {
-    steps_ = 0;
-    return finds(0, total);
-  }
-
- private:
-  static constexpr int64_t kMaxSteps = 100000;
-
-  bool finds(size_t term, int64_t total) {
-    if (total == 0 || ++steps_ > kMaxSteps) return true;
-    if (total < 0 || total > reach_[term] || total % divisor_[term] != 0) return false;
-    const auto [stride, most] = terms_[term];
-    const int64_t beyond = std::max<int64_t>(total - reach_[term + 1], 0);
-    for (int64_t multiple = std::min(total / stride, most); multiple * stride >= beyond; --multiple) {
-      if (finds(term + 1, total - multiple * stride)) return true;
-    }
-    return false;
-  }
-
-  Terms terms_;
-  c10::SmallVector<int64_t, 17> reach_, divisor_;  // of the terms from each on
-  int64_t steps_ = 0;
 };
 
-int64_t address(const at::Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.const_data_ptr()); }
-
-// From the first byte to the last.
-int64_t extent(const at::Tensor& tensor) {
-  int64_t elements = 0;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) elements += (tensor.size(dim) - 1) * tensor.stride(dim);
-  return (elements + 1) * tensor.element_size() - 1;
-}
-
-}  // namespace
-
-bool has_internal_overlap(const at::Tensor& tensor) {
-  if (tensor.numel() <= 1 || tensor.is_non_overlapping_and_dense()) return false;
-  for (int64_t dim = 0; dim < tensor.dim(); ++dim) {
-    if (tensor.size(dim) > 1 && tensor.stride(dim) == 0) return true;
-  }
-  // Of two elements that overlap, let `leading` be the first axis on which their indices differ, by 1 + m. The other axes
-  // differ by d, from 1 - size to size - 1, and the bytes by at most their number less 1, in both directions. Shifted to begin
-  // at zero, these differences are the terms of a sum.
-  const int64_t element = tensor.element_size();
-  for (int64_t leading = 0; leading < tensor.dim(); ++leading) {
-    if (tensor.size(leading) <= 1) continue;
-    Terms terms;
-    terms.push_back({tensor.stride(leading) * element, tensor.size(leading) - 2});
-    int64_t total = element - 1 - tensor.stride(leading) * element;
-    terms.push_back({1, 2 * (element - 1)});
-    for (int64_t dim = leading + 1; dim < tensor.dim(); ++dim) {
-      const int64_t stride = tensor.stride(dim) * element, most = tensor.size(dim) - 1;
-      if (most == 0) continue;
-      terms.push_back({stride, 2 * most});
-      total += stride * most;
-    }
-    if (SumSearch(std::move(terms)).finds(total)) return true;
+// Whether a sum of the terms is `total`. Strides that only as_strided can make may take exponential time: true, to be safe,
+// when `steps` reaches its limit.
+bool is_sum(int64_t total, at::ArrayRef<Term> terms, int64_t& steps) {
+  constexpr int64_t kMaxSteps = 100000;
+  if (total == 0 || ++steps > kMaxSteps) return true;
+  if (total < 0 || terms.empty() || total > terms[0].reach || total % terms[0].divisor != 0) return false;
+  const Term& term = terms[0];
+  const int64_t beyond = std::max<int64_t>(total - (term.reach - term.stride * term.most), 0);
+  for (int64_t multiple = std::min(total / term.stride, term.most); multiple * term.stride >= beyond; --multiple) {
+    if (is_sum(total - multiple * term.stride, terms.slice(1), steps)) return true;
   }
   return false;
 }
 
-bool share_memory(const at::Tensor& a, const at::Tensor& b) {
-  if (a.numel() == 0 || b.numel() == 0) return false;
-  const int64_t first_a = address(a), first_b = address(b), last_b = first_b + extent(b);
-  if (last_b < first_a || first_a + extent(a) < first_b) return false;
-  // first_a + (what a's terms add) = last_b - (what b's terms leave).
+// Whether two elements share a byte: the distance from the first byte of `a` to the last of `b` is then what the terms of `a`
+// add to the one and those of `b` take from the other.
+bool share_bytes(const Elements& a, const Elements& b) {
   Terms terms;
-  append_terms(terms, a);
-  append_terms(terms, b);
-  return SumSearch(std::move(terms)).finds(last_b - first_a);
+  const int64_t last_of_a = a.append_terms(terms), last_of_b = b.append_terms(terms);
+  if (last_of_b < a.address || last_of_a < b.address) return false;
+  std::sort(terms.begin(), terms.end(), [](const Term& x, const Term& y) { return x.stride > y.stride; });
+  int64_t reach = 0, divisor = 0, steps = 0;
+  for (auto term = terms.rbegin(); term != terms.rend(); ++term) {
+    reach = term->reach = reach + term->stride * term->most;
+    divisor = term->divisor = std::gcd(divisor, term->stride);
+  }
+  return is_sum(last_of_b - a.address, terms, steps);
+}
+
+bool has_internal_overlap(const at::Tensor& tensor) {
+  if (tensor.numel() <= 1 || tensor.is_non_overlapping_and_dense()) return false;
+  const Elements all(tensor);
+  c10::DimVector sizes(all.sizes);
+  // Let `axis` be the first on which the indices of two elements differ. Moved together until the one has the index 0 on it and
+  // on those before, the elements are as far apart.
+  for (size_t axis = 0; axis < sizes.size(); ++axis) {
+    if (--sizes[axis] == 0) continue;
+    const Elements at_zero(all.address, all.bytes, all.sizes.slice(axis + 1), all.strides.slice(axis + 1));
+    const Elements beyond(all.address + all.strides[axis] * all.bytes, all.bytes, at::IntArrayRef(sizes).slice(axis),
+                          all.strides.slice(axis));
+    if (share_bytes(at_zero, beyond)) return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+void check_in_place(const char* op, const char* name, const at::Tensor& written, std::initializer_list<NamedTensor> inputs) {
+  // Gives a lazy copy of another tensor memory of its own.
+  written.mutable_data_ptr();
+  TORCH_CHECK(!has_internal_overlap(written), op, ": expected ", name,
+              ", which is updated in place, to have elements that share no memory, got strides ", written.strides(),
+              " for shape ", written.sizes(), ": pass ", name, ".clone()");
+  for (const auto& [input, tensor] : inputs) {
+    if (!is_present(tensor) || tensor->numel() == 0 || written.numel() == 0) continue;
+    TORCH_CHECK(!share_bytes(Elements(written), Elements(*tensor)), op, ": expected ", input, " to share no memory with ", name,
+                ", which is updated in place, got overlapping memory: pass ", input, ".clone()");
+  }
 }
 
 }  // namespace ssm_kernels

@@ -1,14 +1,17 @@
-// Whether tensors share memory. PyTorch's own check gives no answer for tensors with gaps.
+// The check of a tensor that an operator updates in place. PyTorch's own check gives no answer for tensors with gaps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <initializer_list>
+#include <optional>
+#include <utility>
+
 namespace ssm_kernels {
 
-// Whether two elements of a tensor share a byte.
-bool has_internal_overlap(const at::Tensor& tensor);
+using NamedTensor = std::pair<const char*, std::optional<at::Tensor>>;
 
-// Whether an element of one tensor shares a byte with an element of the other.
-bool share_memory(const at::Tensor& a, const at::Tensor& b);
+// Raises if two elements of `written` share memory, or if it shares memory with an input, which may be read after the write.
+void check_in_place(const char* op, const char* name, const at::Tensor& written, std::initializer_list<NamedTensor> inputs);
 
 }  // namespace ssm_kernels
