@@ -143,7 +143,7 @@ def test_command_line_report(monkeypatch):
 def test_documentation_has_the_command_that_builds_cuda_kernels():
     for page in ("README.md", "docs/installation.md"):
         assert build_backend.rebuild_with_cuda(".") in (ROOT / page).read_text()
-    source = (ROOT / "csrc" / "torch" / "missing_cuda.cpp").read_text()
+    source = (ROOT / "csrc" / "torch" / "arguments.cpp").read_text()
     assert build_backend.rebuild_with_cuda(".") in source
 
 

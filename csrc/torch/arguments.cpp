@@ -18,6 +18,21 @@ void check_argument(const c10::OperatorHandle& op, const c10::Argument& argument
                               " to be a dense tensor, got a nested one");
 }
 
+// Raises if the tensors are on several devices: one CUDA tensor among CPU tensors is dispatched here too.
+void check_one_device(const c10::OperatorHandle& op, const torch::jit::Stack& stack) {
+  const auto& arguments = op.schema().arguments();
+  const size_t first = stack.size() - arguments.size();
+  const at::Tensor* like = nullptr;
+  for (size_t i = 0; i < arguments.size(); ++i) {
+    const c10::IValue& value = stack[first + i];
+    if (!value.isTensor() || !value.toTensor().defined()) continue;
+    const at::Tensor& tensor = value.toTensor();
+    if (like == nullptr) like = &tensor;
+    TORCH_CHECK(tensor.device() == like->device(), public_name(op), ": expected ", arguments[i].name(), " on ", like->device(),
+                " like the other tensors, got ", tensor.device());
+  }
+}
+
 }  // namespace
 
 std::string public_name(const c10::OperatorHandle& op) {
@@ -58,6 +73,14 @@ void no_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   const at::Tensor& first = torch::jit::peek(*stack, 0, op.schema().arguments().size()).toTensor();
   TORCH_CHECK_NOT_IMPLEMENTED(false, public_name(op), ": expected CPU or CUDA tensors, got ", op.schema().arguments()[0].name(),
                               " on ", first.device());
+}
+
+void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  check_one_device(op, *stack);
+  TORCH_CHECK_NOT_IMPLEMENTED(
+      false, public_name(op),
+      ": expected CPU tensors, as ssm_kernels was built without CUDA kernels, got CUDA tensors. In the folder of its sources, "
+      "`FORCE_CUDA=1 pip install --no-deps -e .` builds them; run `python -m ssm_kernels` to see what was built");
 }
 
 }  // namespace ssm_kernels

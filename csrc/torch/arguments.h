@@ -39,5 +39,7 @@ void check_arguments(const c10::OperatorHandle& op, const torch::jit::Stack& sta
 
 // Boxed kernel for tensors that no other kernel of the operator takes: raises an error that names the problem.
 void no_kernel(const c10::OperatorHandle& op, torch::jit::Stack* stack);
+// Boxed kernel for CUDA tensors in a build without CUDA kernels: raises an error that says so.
+void built_without_cuda(const c10::OperatorHandle& op, torch::jit::Stack* stack);
 
 }  // namespace ssm_kernels
