@@ -118,18 +118,23 @@ ParameterView parameter_view(const OptionalTensor& tensor, at::ScalarType dtype)
           tensor->scalar_type() == dtype};
 }
 
-// Fills in the params that forward and backward share.
-void fill_params(ConvParams& params, const Inputs& in, const at::Tensor& ids) {
+// Fills in the params that all operators share, but for the view of x, which may have no axis of time.
+template <typename Params, typename AnyInputs>
+void fill_shared_params(Params& params, const AnyInputs& in) {
   params.batch = in.x.size(0);
-  params.seqlen = in.x.size(1);
-  params.channels = in.x.size(2);
+  params.seqlen = in.x.dim() == 3 ? in.x.size(1) : 1;
+  params.channels = in.x.size(-1);
   params.width = in.weight.size(1);
   params.has_silu = has_silu(kOp, in.activation);
-  params.has_state_of_each_sequence = is_present(in.cu_seqlens);
   params.kind = scalar_kind(in.x.scalar_type());
-  params.x = sequence_view(in.x, Access::kRead);
   params.weight = parameter_view(in.weight, in.x.scalar_type());
   params.bias = parameter_view(in.bias, in.x.scalar_type());
+}
+
+void fill_params(ConvParams& params, const Inputs& in, const at::Tensor& ids) {
+  fill_shared_params(params, in);
+  params.has_state_of_each_sequence = is_present(in.cu_seqlens);
+  params.x = sequence_view(in.x, Access::kRead);
   params.initial_state = state_view(in.initial_state, Access::kRead);
   if (ids.defined()) {
     const bool has_rows = ids.dim() == 2;
@@ -191,19 +196,12 @@ ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& ou
     return SequenceView{data_of(tensor, access), tensor.stride(0), has_steps ? tensor.stride(1) : 0, tensor.stride(-1)};
   };
   ConvUpdateParams params;
-  params.batch = in.x.size(0);
-  params.seqlen = has_steps ? in.x.size(1) : 1;
-  params.channels = in.x.size(-1);
+  fill_shared_params(params, in);
   params.slots = in.conv_state.size(0);
-  params.width = in.weight.size(1);
   params.state_length = in.conv_state.size(2);
-  params.has_silu = has_silu(kUpdateOp, in.activation);
-  params.kind = scalar_kind(in.x.scalar_type());
   params.state_is_input_kind = in.conv_state.scalar_type() == in.x.scalar_type();
   params.x = view(in.x, Access::kRead);
   params.out = view(out, Access::kWrite);
-  params.weight = parameter_view(in.weight, in.x.scalar_type());
-  params.bias = parameter_view(in.bias, in.x.scalar_type());
   params.state = {in.conv_state.mutable_data_ptr(), in.conv_state.stride(0), in.conv_state.stride(1), in.conv_state.stride(2)};
   if (is_present(in.state_batch_indices)) {
     const at::Tensor& indices = *in.state_batch_indices;

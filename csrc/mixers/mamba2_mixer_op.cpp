@@ -190,7 +190,7 @@ struct Call {
 Outputs forward(const Inputs& in) {
   const Call call(in, {});
   auto [conv_out, conv_state] = call.convolve();
-  auto [y, ssm_state] = ssd::forward(call.scan_inputs(conv_out));
+  auto [y, ssm_state] = ssd::fwd(call.scan_inputs(conv_out));
   y = y.flatten(-2);
   const auto none = [&, &y = y] { return at::empty({0}, y.options()); };
   if (!call.has_norm()) return {y, conv_state, ssm_state, none(), none(), call.parameters.saved};
@@ -251,7 +251,7 @@ GradTensors backward(const BwdInputs& bwd) {
     scan.targets[ssd::kGradC] = call.C_of(grad_conv_out);
     scan.targets[ssd::kGradDt] = call.dt_of(grad_projected);
     if (!call.has_norm()) scan.targets[ssd::kGradZ] = call.in_heads(grad_projected);
-    const ssd::GradTensors scan_grads = ssd::backward(scan);
+    const ssd::GradTensors scan_grads = ssd::bwd(scan);
     if (needs_grad[kALog]) {
       grads[kALog] = mixers::grad_of_A_log(scan_grads[ssd::kGradA], call.parameters.A, in.A_log.scalar_type());
     }

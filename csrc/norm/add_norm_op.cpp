@@ -19,7 +19,6 @@ struct AddOutputs {
   auto fields() { return std::tie(normed, new_residual, rstd, mean); }
 };
 
-template <bool meta>
 AddOutputs add_fwd(const AddInputs& in) {
   const Tensor& x = in.x;
   const Call call{add_name(in.subtract_mean), x, x, in.weight, in.bias, in.group_size, in.subtract_mean};
@@ -36,14 +35,12 @@ AddOutputs add_fwd(const AddInputs& in) {
   outputs.rstd = empty_statistics(call);
   outputs.new_residual = empty_rows(x, in.residual_in_fp32 ? checks.accumulate() : kept);
   outputs.mean = in.subtract_mean ? empty_statistics(call) : nothing(call);
-  if constexpr (!meta) {
-    Rows rows(call.op);
-    rows.add(x, Access::kRead, "x", params.x);
-    rows.add(in.residual, Access::kRead, "residual", params.residual);
-    rows.add(outputs.normed, Access::kWrite, "normed", params.out);
-    rows.add(outputs.new_residual, Access::kWrite, "new_residual", params.new_residual);
-    run_fwd(call, params, rows, outputs.rstd, outputs.mean);
-  }
+  Rows rows(call.op);
+  rows.add(x, Access::kRead, "x", params.x);
+  rows.add(in.residual, Access::kRead, "residual", params.residual);
+  rows.add(outputs.normed, Access::kWrite, "normed", params.out);
+  rows.add(outputs.new_residual, Access::kWrite, "new_residual", params.new_residual);
+  run_fwd(call, params, rows, outputs.rstd, outputs.mean);
   return outputs;
 }
 
@@ -69,7 +66,6 @@ struct AddBwdInputs {
 
 // The gradient of x has the dtype of grad_normed, and that of the residual the accumulation type. A residual in the dtype of x
 // has the same gradient as x.
-template <bool meta>
 AddGrads add_bwd(const AddBwdInputs& bwd) {
   const Tensor& like = bwd.grad_normed;
   const Call call{add_name(bwd.subtract_mean), bwd.new_residual, like, bwd.weight, bwd.bias, bwd.group_size, bwd.subtract_mean};
@@ -86,17 +82,15 @@ AddGrads add_bwd(const AddBwdInputs& bwd) {
   AddGrads grads = {rows_or_nothing(kAddGradX, like.scalar_type()), rows_or_nothing(kAddGradResidual, checks.accumulate()),
                     empty_gradient(call, bwd.weight, bwd.needs_grad[kAddGradWeight]),
                     empty_gradient(call, bwd.bias, bwd.needs_grad[kAddGradBias])};
-  if constexpr (!meta) {
-    Rows rows(call.op);
-    rows.add(bwd.new_residual, Access::kRead, "new_residual", params.x);
-    rows.add(like, Access::kRead, "grad_normed", params.grad_out);
-    rows.add(bwd.grad_new_residual, Access::kRead, "grad_new_residual", params.grad_new_residual);
-    if (bwd.needs_grad[kAddGradX]) rows.add(grads[kAddGradX], Access::kWrite, "grad_x", params.grad_x);
-    if (bwd.needs_grad[kAddGradResidual]) {
-      rows.add(grads[kAddGradResidual], Access::kWrite, "grad_residual", params.grad_residual);
-    }
-    run_bwd(call, params, rows, bwd.rstd, bwd.mean, grads[kAddGradWeight], grads[kAddGradBias]);
+  Rows rows(call.op);
+  rows.add(bwd.new_residual, Access::kRead, "new_residual", params.x);
+  rows.add(like, Access::kRead, "grad_normed", params.grad_out);
+  rows.add(bwd.grad_new_residual, Access::kRead, "grad_new_residual", params.grad_new_residual);
+  if (bwd.needs_grad[kAddGradX]) rows.add(grads[kAddGradX], Access::kWrite, "grad_x", params.grad_x);
+  if (bwd.needs_grad[kAddGradResidual]) {
+    rows.add(grads[kAddGradResidual], Access::kWrite, "grad_residual", params.grad_residual);
   }
+  run_bwd(call, params, rows, bwd.rstd, bwd.mean, grads[kAddGradWeight], grads[kAddGradBias]);
   return grads;
 }
 
@@ -168,22 +162,14 @@ struct AddNorm : DifferentiableOp<AddNorm, AddNodeInputs, std::tuple<Tensor, Ten
   }
 };
 
-template <bool meta>
-void register_add_kernels(torch::Library& m) {
-  implement<&add_fwd<meta>>(m, "_add_norm_fwd");
-  implement<&add_bwd<meta>>(m, "_add_norm_bwd");
-}
-
 }  // namespace
 
 SSM_DIFFERENTIABLE_OPERATOR(AddNorm)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_add_kernels<true>(m); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_add_kernels<false>(m); }
-
-#ifdef SSM_KERNELS_WITH_CUDA
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { register_add_kernels<false>(m); }
-#endif
+// For every device, Meta included.
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
+  implement<&add_fwd>(m, "_add_norm_fwd");
+  implement<&add_bwd>(m, "_add_norm_bwd");
+}
 
 }  // namespace ssm_kernels::norm

@@ -69,7 +69,7 @@ void fill_params(NormParams& params, const Call& call, Parameters& parameters) {
 }  // namespace
 
 void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean) {
-  if (call.like.numel() == 0) return;
+  if (call.like.is_meta() || call.like.numel() == 0) return;
   Parameters parameters;
   fill_params(params, call, parameters);
   rows.fill(params);
@@ -80,6 +80,7 @@ void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& 
 
 void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
              const Tensor& grad_weight, const Tensor& grad_bias) {
+  if (call.like.is_meta()) return;
   if (call.like.numel() == 0) {
     if (grad_weight.numel() > 0) grad_weight.zero_();
     if (grad_bias.numel() > 0) grad_bias.zero_();

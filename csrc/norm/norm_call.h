@@ -101,7 +101,8 @@ Tensor empty_statistics(const Call& call);
 Tensor nothing(const Call& call);
 Tensor empty_gradient(const Call& call, const OptionalTensor& parameter, bool is_needed);
 
-// Run the device's kernels; `rows` has the tensors of the shape of x. run_bwd allocates the partial sums.
+// Run the device's kernels, on the Meta device none; `rows` has the tensors of the shape of x. run_bwd allocates the partial
+// sums.
 void run_fwd(const Call& call, NormFwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean);
 void run_bwd(const Call& call, NormBwdParams& params, Rows& rows, const Tensor& rstd, const Tensor& mean,
              const Tensor& grad_weight, const Tensor& grad_bias);

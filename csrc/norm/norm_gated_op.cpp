@@ -30,7 +30,6 @@ Call call_of(const GatedInputs& in) {
   return {gated_name(in.subtract_mean), in.x, in.x, in.weight, in.bias, in.group_size, in.subtract_mean};
 }
 
-template <bool meta>
 GatedOutputs gated_fwd(const GatedInputs& in) {
   const Call call = call_of(in);
   const ArgumentChecks checks = check_call(call, "x");
@@ -45,18 +44,15 @@ GatedOutputs gated_fwd(const GatedInputs& in) {
   outputs.out = empty_rows(in.x, in.x.scalar_type());
   outputs.rstd = empty_statistics(call);
   outputs.mean = in.subtract_mean ? empty_statistics(call) : nothing(call);
-  if constexpr (!meta) {
-    Rows rows(call.op);
-    rows.add(in.x, Access::kRead, "x", params.x);
-    rows.add(in.z, Access::kRead, "z", params.z);
-    rows.add(outputs.out, Access::kWrite, "out", params.out);
-    run_fwd(call, params, rows, outputs.rstd, outputs.mean);
-  }
+  Rows rows(call.op);
+  rows.add(in.x, Access::kRead, "x", params.x);
+  rows.add(in.z, Access::kRead, "z", params.z);
+  rows.add(outputs.out, Access::kWrite, "out", params.out);
+  run_fwd(call, params, rows, outputs.rstd, outputs.mean);
   return outputs;
 }
 
 // Writes to grad_x and grad_z if they are present.
-template <bool meta>
 GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
   const GatedInputs& in = bwd.in;
   const Tensor& x = in.x;
@@ -75,15 +71,13 @@ GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
   params.norm_before_gate = in.norm_before_gate;
   GatedParameterGrads grads = {empty_gradient(call, in.weight, bwd.needs_grad[0]),
                                empty_gradient(call, in.bias, bwd.needs_grad[1])};
-  if constexpr (!meta) {
-    Rows rows(call.op);
-    rows.add(x, Access::kRead, "x", params.x);
-    rows.add(in.z, Access::kRead, "z", params.z);
-    rows.add(bwd.grad_out, Access::kRead, "grad_out", params.grad_out);
-    rows.add(bwd.grad_x, Access::kWrite, "grad_x", params.grad_x);
-    rows.add(bwd.grad_z, Access::kWrite, "grad_z", params.grad_z);
-    run_bwd(call, params, rows, bwd.rstd, bwd.mean, grads[0], grads[1]);
-  }
+  Rows rows(call.op);
+  rows.add(x, Access::kRead, "x", params.x);
+  rows.add(in.z, Access::kRead, "z", params.z);
+  rows.add(bwd.grad_out, Access::kRead, "grad_out", params.grad_out);
+  rows.add(bwd.grad_x, Access::kWrite, "grad_x", params.grad_x);
+  rows.add(bwd.grad_z, Access::kWrite, "grad_z", params.grad_z);
+  run_bwd(call, params, rows, bwd.rstd, bwd.mean, grads[0], grads[1]);
   return grads;
 }
 
@@ -98,7 +92,6 @@ struct GatedBwdInputsOfAll : GatedBwdOutInputs {
   auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_grads)); }
 };
 
-template <bool meta>
 GatedGrads gated_bwd(GatedBwdInputsOfAll& bwd) {
   const GatedInputs& in = bwd.in;
   const Call call = call_of(in);
@@ -106,7 +99,7 @@ GatedGrads gated_bwd(GatedBwdInputsOfAll& bwd) {
   bwd.needs_grad = {bwd.needs_grads[kGradWeight], bwd.needs_grads[kGradBias]};
   if (bwd.needs_grads[kGradX]) bwd.grad_x = empty_rows(in.x, in.x.scalar_type());
   if (bwd.needs_grads[kGradZ] && is_present(in.z)) bwd.grad_z = empty_rows(in.x, in.x.scalar_type());
-  auto [grad_weight, grad_bias] = gated_bwd_out<meta>(bwd);
+  auto [grad_weight, grad_bias] = gated_bwd_out(bwd);
   const auto or_nothing = [&](const OptionalTensor& grad) { return is_present(grad) ? *grad : nothing(call); };
   return {or_nothing(bwd.grad_x), grad_weight, or_nothing(bwd.grad_z), grad_bias};
 }
@@ -145,23 +138,15 @@ struct NormGated : DifferentiableOp<NormGated, GatedInputs, Tensor, kNumGrads> {
   }
 };
 
-template <bool meta>
-void register_gated_kernels(torch::Library& m) {
-  implement<&gated_fwd<meta>>(m, "_norm_gated_fwd");
-  implement<&gated_bwd<meta>>(m, "_norm_gated_bwd");
-  implement<&gated_bwd_out<meta>>(m, "_norm_gated_bwd_out");
-}
-
 }  // namespace
 
 SSM_DIFFERENTIABLE_OPERATOR(NormGated)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_gated_kernels<true>(m); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_gated_kernels<false>(m); }
-
-#ifdef SSM_KERNELS_WITH_CUDA
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { register_gated_kernels<false>(m); }
-#endif
+// For every device, Meta included.
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
+  implement<&gated_fwd>(m, "_norm_gated_fwd");
+  implement<&gated_bwd>(m, "_norm_gated_bwd");
+  implement<&gated_bwd_out>(m, "_norm_gated_bwd_out");
+}
 
 }  // namespace ssm_kernels::norm

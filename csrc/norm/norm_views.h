@@ -1,8 +1,12 @@
 // Describes the tensors of a call by the kernels' views. Host code of norm_call.cpp and the operators.
 #pragma once
 
+#include <ATen/DimVector.h>
+#include <ATen/TensorUtils.h>
 #include <ATen/core/Tensor.h>
+#include <c10/util/accumulate.h>
 
+#include <algorithm>
 #include <optional>
 #include <vector>
 
@@ -61,30 +65,23 @@ class Rows {
                       " for shape ", entry.tensor.sizes());
   }
 
-  // Fills the views in and returns true if the leading axes of all tensors merge into two.
+  // Fills the views in and returns true if the leading axes of all tensors merge into two, at the same axis.
   bool merge(NormParams& params) {
-    const auto sizes = entries_[0].tensor.sizes();
-    int64_t extents[2] = {1, 1};  // inner, outer
-    for (Entry& entry : entries_) *entry.view = {};
-    const auto stride_of = [](RowsView& view, int level) -> int64_t& {
-      return level == 0 ? view.stride_inner : view.stride_outer;
+    const at::IntArrayRef sizes = entries_[0].tensor.sizes(), leading = sizes.slice(0, sizes.size() - 1);
+    const auto merges_at = [&](size_t axis) {
+      params.outer = c10::multiply_integers(leading.slice(0, axis));
+      params.inner = c10::multiply_integers(leading.slice(axis));
+      return std::all_of(entries_.begin(), entries_.end(), [&](const Entry& entry) {
+        const auto strides =
+            at::detail::computeStride(sizes, entry.tensor.strides(), at::DimVector{params.outer, params.inner, sizes.back()});
+        if (strides.has_value()) *entry.view = {nullptr, (*strides)[0], (*strides)[1]};
+        return strides.has_value();
+      });
     };
-    int level = -1;
-    for (int64_t axis = entries_[0].tensor.dim() - 2; axis >= 0; --axis) {
-      if (sizes[axis] == 1) continue;
-      bool continues = level >= 0;
-      for (Entry& entry : entries_) {
-        continues = continues && entry.tensor.stride(axis) == stride_of(*entry.view, level) * extents[level];
-      }
-      if (!continues) {
-        if (++level > 1) return false;
-        for (Entry& entry : entries_) stride_of(*entry.view, level) = entry.tensor.stride(axis);
-      }
-      extents[level] *= sizes[axis];
+    for (size_t axis = 0; axis <= leading.size(); ++axis) {
+      if (merges_at(axis)) return true;
     }
-    params.inner = extents[0];
-    params.outer = extents[1];
-    return true;
+    return false;
   }
 
   const char* op_;

@@ -106,16 +106,6 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
 
 namespace {
 
-FwdOutputs fwd_meta(const Inputs& in) {
-  check_inputs(in);
-  return allocate_fwd(in);
-}
-
-GradTensors bwd_meta(const BwdInputs& bwd) {
-  check_inputs(bwd.in);
-  return allocate_bwd(bwd);
-}
-
 // The public operator's arguments: dt_limit in place of dt_min and dt_max.
 struct PublicInputs : Inputs {
   std::optional<at::ArrayRef<double>> dt_limit;
@@ -167,38 +157,36 @@ FwdResult ssd_chunk_scan(PublicInputs& in) {
 
 }  // namespace
 
-FwdOutputs forward(const Inputs& in) {
-  if (in.x.is_meta()) return fwd_meta(in);
+FwdOutputs fwd(const Inputs& in) {
+  if (in.x.is_meta()) {
+    check_inputs(in);
+    return allocate_fwd(in);
+  }
 #ifdef SSM_KERNELS_WITH_CUDA
   if (in.x.is_cuda()) return fwd_cuda(in);
 #endif
   return fwd_aten(in);
 }
 
-GradTensors backward(const BwdInputs& bwd) {
-  if (bwd.in.x.is_meta()) return bwd_meta(bwd);
+GradTensors bwd(const BwdInputs& bwd) {
+  if (bwd.in.x.is_meta()) {
+    check_inputs(bwd.in);
+    return allocate_bwd(bwd);
+  }
 #ifdef SSM_KERNELS_WITH_CUDA
   if (bwd.in.x.is_cuda()) return bwd_cuda(bwd);
 #endif
   return bwd_aten(bwd);
 }
 
-template <FwdOutputs (*fwd)(const Inputs&), GradTensors (*bwd)(const BwdInputs&)>
-void register_kernels(torch::Library& m) {
-  implement<fwd>(m, "_ssd_chunk_scan_fwd");
-  implement<bwd>(m, "_ssd_chunk_scan_bwd");
-}
-
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&ssd_chunk_scan>(m, "ssd_chunk_scan"); }
 
 SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScan)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_kernels<&fwd_meta, &bwd_meta>(m); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_kernels<&fwd_aten, &bwd_aten>(m); }
-
-#ifdef SSM_KERNELS_WITH_CUDA
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { register_kernels<&fwd_cuda, &bwd_cuda>(m); }
-#endif
+// For every device, Meta included.
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
+  implement<&fwd>(m, "_ssd_chunk_scan_fwd");
+  implement<&bwd>(m, "_ssd_chunk_scan_bwd");
+}
 
 }  // namespace ssm_kernels::ssd

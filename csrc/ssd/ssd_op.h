@@ -68,7 +68,7 @@ FwdOutputs fwd_cuda(const Inputs& in);
 GradTensors bwd_cuda(const BwdInputs& bwd);
 
 // Forward and backward without the dispatcher, for operators composed of this one, on any device and on Meta.
-FwdOutputs forward(const Inputs& in);
-GradTensors backward(const BwdInputs& bwd);
+FwdOutputs fwd(const Inputs& in);
+GradTensors bwd(const BwdInputs& bwd);
 
 }  // namespace ssm_kernels::ssd
