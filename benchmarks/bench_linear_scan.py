@@ -89,10 +89,6 @@ class Case(OperatorCase):
     def operator(self) -> str:
         return RECURRENCES[self.recurrence].operator
 
-    @property
-    def recorded(self) -> Mapping[str, Any] | None:
-        return peers.RECORDED_GATED_SCAN.get(self.turns) if self.recurrence == "linear_scan" else None
-
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
         generator = torch.Generator(device).manual_seed(seed)
         names = RECURRENCES[self.recurrence].inputs

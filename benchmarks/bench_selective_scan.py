@@ -88,13 +88,6 @@ class Case(OperatorCase):
         return {"discretization": self.discretization, "delta_softplus": True}
 
     @property
-    def recorded(self) -> dict[str, Any] | None:
-        key = (self.dtype, self.batch, self.dim, self.seqlen, self.dstate, self.z)
-        if self.discretization != "zoh" or self.groups not in (None, 1) or key not in peers.RECORDED_SCAN:
-            return None
-        return {"peer": peers.RECORDED_SCAN[key]}
-
-    @property
     def size(self) -> ScanSize:
         return ScanSize(self.batch, self.dim, self.seqlen, self.dstate)
 

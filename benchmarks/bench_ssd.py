@@ -78,11 +78,6 @@ class Case(OperatorCase):
     def sizes(self) -> tuple[int, ...]:
         return self.batch, self.seqlen, self.heads, self.headdim, self.dstate, self.groups
 
-    @property
-    def recorded(self) -> dict[str, Any] | None:
-        is_recorded = not self.z and self.dtype == torch.bfloat16 and self.sizes in peers.RECORDED_SSD
-        return {"peer": peers.RECORDED_SSD[self.sizes]} if is_recorded else None
-
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
         """As Mamba-2 makes them: softplus(dt + dt_bias) is spread log-uniformly over about [0.001, 0.1]."""
         generator = torch.Generator(device).manual_seed(seed)

@@ -64,13 +64,6 @@ class StepCase(Case):
         return f"{SHORT[self.dtype]} / {SHORT[self.state_dtype]}"
 
     @property
-    def recorded(self) -> dict[str, Any] | None:
-        found = peers.RECORDED_STATE_UPDATE.get((self.batch, self.heads, self.dim, self.dstate))
-        if found is None or self.discretization != "zoh" or self.state_dtype != torch.float32:
-            return None
-        return {"peer": {"call": found}}
-
-    @property
     def fields(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in ("sizes", "dtypes", "discretization")}
 

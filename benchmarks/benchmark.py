@@ -26,6 +26,7 @@ from benchmarks.harness import Stages, machine, measure, on_h200, peak_bytes, se
 from benchmarks.tables import DIRECTIONS, Row, Table, median, show
 
 PEER = "mamba_ssm"
+RECORDED = Path(__file__).with_name("recorded.json")
 Result = dict[str, Any]
 Function = Callable[..., Any]
 
@@ -39,6 +40,7 @@ class Run:
     warmup: int
     options: argparse.Namespace = field(default_factory=argparse.Namespace)
     cache_writes: int = 8
+    recorded: Mapping[str, Any] = field(default_factory=dict)
 
     def sets(self, make: Callable[[int], Any], nbytes: int, most: int = 2**20) -> list[Any]:
         """Sets of inputs that the second-level cache does not hold."""
@@ -214,12 +216,10 @@ class Case:
     Attributes:
         name: what ``--cases`` chooses by, and the name of the row.
         turns: cases with equal values take turns; None for a case alone.
-        recorded: figures for contenders that a run does not measure, as :func:`recorded_figures` takes them.
     """
 
     name: str
     turns: Any = None
-    recorded: Mapping[str, Any] | None = None
 
     def contest(self, run: Run) -> Contest:
         raise NotImplementedError
@@ -240,15 +240,14 @@ def measure_cases(cases: Sequence[Any], run: Run) -> list[dict[str, Any]]:
     rows = [{"name": case.name, **case.fields, **case.contest(run).row(turns)} for case in cases]
     turns.measure(**cases[0].timing(run))
     for case, row in zip(cases, rows, strict=True):
-        recorded_figures(case.recorded, row, run.device)
+        recorded_figures(run.recorded.get(case.name, {}), row, run.device)
     return rows
 
 
-def recorded_figures(recorded: Mapping[str, Any] | None, row: dict[str, Any], device: torch.device) -> None:
-    """Adds figures recorded on an H200 for contenders that this run did not measure; a pair is of forward and backward."""
-    for who, found in (recorded or {}).items() if on_h200(device) else ():
+def recorded_figures(recorded: Mapping[str, Mapping[str, float]], row: dict[str, Any], device: torch.device) -> None:
+    """Adds figures recorded on an H200 for contenders that this run did not measure."""
+    for who, found in recorded.items() if on_h200(device) else ():
         if who not in row:
-            found = found if isinstance(found, Mapping) else dict(zip(DIRECTIONS, found, strict=True))
             times = {what: {"median": value} if what != "peak" else value for what, value in found.items()}
             row[who] = {"recorded": True, "unsupported": None, **times}
 
@@ -342,7 +341,8 @@ def parse(benchmark: Benchmark, description: str | None, arguments: Sequence[str
     if not chosen:
         names = ", ".join(case.name for case in cases)
         parser.error(f"--cases: no name contains {' or '.join(options.cases)}; there are: {names}")
-    return Run(device, options.trials, options.warmup, options, benchmark.cache_writes), chosen
+    recorded = json.loads(RECORDED.read_text()).get(benchmark.name, {})
+    return Run(device, options.trials, options.warmup, options, benchmark.cache_writes, recorded), chosen
 
 
 def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:

@@ -108,10 +108,6 @@ class LayerCase(PairedCase):
     def name(self) -> str:
         return f"{self.layer} B{self.batch} L{self.seqlen} d_model {self.d_model}"
 
-    @property
-    def recorded(self) -> Mapping[str, Figures] | None:
-        return peers.RECORDED_LAYERS.get((self.layer, self.batch, self.d_model)) if self.seqlen == 2048 else None
-
     def tensors(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Input and incoming gradient."""
         generator = torch.Generator(device).manual_seed(1)
@@ -226,10 +222,6 @@ class LatencyCase(PairedCase):
     def name(self) -> str:
         return f"two {self.layer} B1 T{self.seqlen} d_model {self.d_model} fp32"
 
-    @property
-    def recorded(self) -> Mapping[str, Figures] | None:
-        return peers.RECORDED_REPLAYS.get(self.layer)
-
     def allowed(self, result: str) -> float:
         return WRONG_FP32
 
@@ -297,10 +289,6 @@ class ModelCase(LanguageModelCase):
     @property
     def name(self) -> str:
         return f"{self.layer} B{self.batch} L{self.seqlen}, {self.n_layer} layers, d_model {self.d_model}"
-
-    @property
-    def recorded(self) -> Mapping[str, Figures] | None:
-        return peers.RECORDED_MODELS.get(self.layer)
 
     def contest(self, run: Run) -> Contest:
         models, tokens = self.models(run.device, torch.float32), self.tokens(self.seqlen + 1, run.device)

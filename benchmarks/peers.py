@@ -1,4 +1,8 @@
-"""Other libraries' kernels, where they are installed, and what was recorded of them where they are not."""
+"""Other libraries' kernels, where they are installed.
+
+``recorded.json`` has figures for where they are not: by benchmark, row, contender and what was measured, in seconds and bytes.
+"before" is ours when only the scan was fused. Medians by ``triton.testing.do_bench``.
+"""
 
 from __future__ import annotations
 
@@ -14,60 +18,7 @@ from torch import Tensor, nn
 
 SOURCE = "state-spaces/mamba e9594ce, torch 2.11.0+cu130, Triton 3.6.0, on one H200"
 
-# By triton.testing.do_bench, median, seconds. The step: by (batch, heads, dim, dstate), state in float32.
-RECORDED_STATE_UPDATE = {(64, None, 2048, 16): 0.0246e-3, (64, 80, 64, 128): 0.110e-3}
-# The scan, (forward, backward): by (dtype, batch, dim, seqlen, dstate, with z), one group, with D, delta_bias and softplus.
-RECORDED_SCAN = {
-    (torch.bfloat16, 8, 2048, 2048, 16, True): (0.592e-3, 2.316e-3),
-    (torch.bfloat16, 8, 2048, 2048, 16, False): (0.557e-3, 2.334e-3),
-    (torch.float32, 8, 2048, 2048, 16, True): (1.162e-3, 2.690e-3),
-    (torch.bfloat16, 8, 5120, 2048, 16, True): (1.450e-3, 5.685e-3),
-    (torch.bfloat16, 1, 2048, 65536, 16, True): (2.956e-3, 11.410e-3),
-    (torch.float32, 32, 512, 60, 16, False): (0.082e-3, 0.215e-3),
-    (torch.float32, 8, 512, 1024, 16, False): (0.156e-3, 0.383e-3),
-}
-# Mamba-2's scan in bfloat16 with D, dt_bias and softplus, without z, in chunks of 256, (forward, backward): by (batch, seqlen,
-# heads, headdim, dstate, groups).
-RECORDED_SSD = {
-    (8, 4096, 80, 64, 128, 1): (1.407e-3, 4.656e-3),
-    (8, 2048, 24, 64, 128, 1): (0.293e-3, 1.877e-3),
-    (1, 16384, 80, 64, 128, 1): (0.720e-3, 2.399e-3),
-    (1, 4096, 24, 64, 128, 1): (0.328e-3, 1.677e-3),
-}
-# Of scans in bfloat16 whose gates are given, (forward, backward): by (batch, seqlen, channels).
-RECORDED_GATED_SCAN = {
-    (8, 2048, 2048): {"chunk_hgrn": (0.273e-3, 0.418e-3), "accelerated_scan": (0.060e-3, 0.154e-3)},
-    (32, 512, 1024): {"chunk_hgrn": (0.160e-3, 0.246e-3), "accelerated_scan": (0.099e-3, 0.123e-3)},
-    (1, 65536, 1024): {"chunk_hgrn": (1.553e-3, 2.292e-3), "accelerated_scan": (0.146e-3, 0.342e-3)},
-}
-# Whole layers in bfloat16 of 2048 steps, in seconds and bytes: by (layer, batch, d_model). "before" is ours when only the scan
-# was fused.
-RECORDED_LAYERS = {
-    ("Mamba", 8, 2048): {
-        "mamba_ssm": {"forward": 2.447e-3, "both": 9.462e-3, "peak": 1393e6},
-        "before": {"forward": 3.389e-3, "both": 10.040e-3, "peak": 1512e6},
-    },
-    ("Mamba2", 8, 2560): {
-        "mamba_ssm": {"forward": 2.822e-3, "both": 9.566e-3, "peak": 2091e6},
-        "before": {"forward": 5.534e-3, "both": 15.275e-3, "peak": 3476e6},
-    },
-    ("Mamba", 1, 768): {
-        "mamba_ssm": {"forward": 0.754e-3, "both": 3.332e-3, "peak": 62e6},
-        "before": {"forward": 0.57e-3, "both": 1.92e-3, "peak": 71e6},
-    },
-    ("Mamba2", 1, 768): {
-        "mamba_ssm": {"forward": 1.008e-3, "both": 5.077e-3, "peak": 97e6},
-        "before": {"forward": 0.37e-3, "both": 2.18e-3, "peak": 150e6},
-    },
-}
-# A replay of a CUDA graph with the forward of two such layers, 32 steps of 256 channels in float32: by layer.
-RECORDED_REPLAYS = {"Mamba": {"before": {"replay": 0.134e-3}}, "Mamba2": {"before": {"replay": 0.146e-3}}}
-# The training step of a language model of 24 such layers, ours before: by layer.
-RECORDED_MODELS = {
-    "Mamba": {"before": {"step": 108.0e-3, "peak": 21.2 * 2**30}},
-    "Mamba2": {"before": {"step": 119.2e-3, "peak": 30.9 * 2**30}},
-}
-# By name: the package, and the commit that the figures above were recorded with.
+# By name: the package, and the commit that the figures were recorded with.
 GATED_SCANS = {"chunk_hgrn": ("flash-linear-attention", "bc3b101"), "accelerated_scan": ("accelerated-scan", "866fa4c")}
 
 
@@ -180,7 +131,7 @@ class GatedScan(NamedTuple):
 
 
 def gated_scans() -> dict[str, GatedScan]:
-    """The installed scans, by the names in ``RECORDED_GATED_SCAN``."""
+    """The installed scans, by the names in ``GATED_SCANS``."""
     hgrn = _imported("fla.ops.hgrn", "chunk_hgrn")
     # The second module is the first one's name before version 0.3.
     scalar = _imported("accelerated_scan.scalar", "scan") or _imported("accelerated_scan.triton", "scan")

@@ -118,11 +118,9 @@ def test_names_of_cases_are_unique():
         assert len({case.name for case in cases}) == len(cases)
 
 
-def test_every_case_has_its_own_name_and_recorded_layers_are_cases():
+def test_every_case_has_its_own_name_and_a_bar():
     names = [case.name for case in bench_layers.CASES]
     assert len(set(names)) == len(names)
-    layers = {(case.layer, case.batch, case.d_model) for case in bench_layers.CASES if isinstance(case, LayerCase)}
-    assert set(peers.RECORDED_LAYERS) == layers
     for case in bench_layers.CASES:
         assert any(fnmatchcase(case.name, rows) for rows in bars.load("layers")), case.name
 

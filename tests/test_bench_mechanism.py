@@ -114,12 +114,20 @@ def test_stages_of_a_contender(name):
 
 def test_recorded_figures_fill_gaps_on_an_h200(monkeypatch):
     row = {"ours": {"forward": {"median": 1.0}}}
-    benchmark.recorded_figures({"peer": (2.0, 3.0)}, row, torch.device("cpu"))
+    benchmark.recorded_figures({"peer": {"forward": 2.0, "backward": 3.0}}, row, torch.device("cpu"))
     assert "peer" not in row
     monkeypatch.setattr(benchmark, "on_h200", lambda device: True)
-    benchmark.recorded_figures({"peer": (2.0, 3.0), "before": {"peak": 5.0}, "ours": (9.0, 9.0)}, row, torch.device("cpu"))
+    benchmark.recorded_figures(
+        {"peer": {"backward": 3.0}, "before": {"peak": 5.0}, "ours": {"forward": 9.0}}, row, torch.device("cpu")
+    )
     assert row["peer"]["backward"] == {"median": 3.0} and row["peer"]["recorded"] and row["before"]["peak"] == 5.0
     assert row["ours"]["forward"]["median"] == 1.0
+
+
+def test_recorded_rows_are_cases():
+    options = argparse.Namespace(no_models=False, device="cuda")
+    for name, rows in json.loads(benchmark.RECORDED.read_text()).items():
+        assert rows.keys() <= {case.name for case in report.BENCHMARKS[name].cases(options)}
 
 
 def toy(error: float) -> Benchmark:
