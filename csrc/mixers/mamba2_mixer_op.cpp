@@ -170,7 +170,7 @@ struct Call {
   // A view of consecutive columns, reshaped to `axes`. as_strided makes it in one operator unless operators are recorded.
   static at::Tensor columns(const at::Tensor& tensor, int64_t first, std::initializer_list<int64_t> axes) {
     const int64_t count = c10::multiply_integers(axes);
-    if (c10::impl::dispatch_mode_enabled() || !is_plain(tensor)) {
+    if (c10::impl::dispatch_mode_enabled() || !is_plain_tensor(tensor)) {
       const at::Tensor narrow = tensor.narrow(-1, first, count);
       return axes.size() == 1 ? narrow : narrow.unflatten(-1, axes);
     }

@@ -214,7 +214,7 @@ Result mamba_conv(Inputs& in) {
 }  // namespace
 
 bool is_gate(const at::Tensor& z) {
-  if (!z.requires_grad() || !is_plain(z)) return false;
+  if (!z.requires_grad() || !is_plain_tensor(z)) return false;
   const auto node = z.grad_fn();
   return node != nullptr && dynamic_cast<torch::autograd::CppNode<MambaConv>*>(&*node) != nullptr;
 }

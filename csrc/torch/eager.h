@@ -11,7 +11,7 @@
 namespace ssm_kernels {
 
 // Whether a tensor is undefined or a plain one with memory: no subclass, not fake, functional, batched or lazily negated.
-inline bool is_plain(const at::Tensor& tensor) {
+inline bool is_plain_tensor(const at::Tensor& tensor) {
   constexpr c10::DispatchKeySet kPlain({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::ADInplaceOrView,
                                         c10::DispatchKey::AutogradCPU, c10::DispatchKey::AutogradCUDA,
                                         c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA});
@@ -21,7 +21,7 @@ inline bool is_plain(const at::Tensor& tensor) {
 template <typename Tensors>
 bool are_plain(const Tensors& tensors) {
   for (const at::Tensor& tensor : tensors) {
-    if (!is_plain(tensor)) return false;
+    if (!is_plain_tensor(tensor)) return false;
   }
   return true;
 }
@@ -29,7 +29,7 @@ bool are_plain(const Tensors& tensors) {
 // The same for each of a tuple of tensors, some of them optional.
 template <typename Tuple>
 bool has_plain_tensors(const Tuple& tensors) {
-  return std::apply([](const auto&... tensor) { return (is_plain(or_undefined(tensor)) && ...); }, tensors);
+  return std::apply([](const auto&... tensor) { return (is_plain_tensor(or_undefined(tensor)) && ...); }, tensors);
 }
 
 // Whether operators are neither traced nor recorded for a second derivative.

@@ -12,7 +12,8 @@
 //
 // The main loop computes kAhead steps per iteration, while cp.async copies the next iteration's inputs and gradients into
 // stages of shared memory that belong to the lane. Near the ends of sequences a second loop computes one step at a time and
-// reads all of its inputs from global memory. The plain kernel also takes a second gradient of out, which it adds to the first.
+// reads all of its inputs from global memory. The specialized kernel also takes a second gradient of out, which it adds to the
+// first.
 #pragma once
 
 #include <type_traits>
@@ -24,8 +25,8 @@ namespace ssm_kernels::causal_conv1d {
 // kAfter: a step after the segment, g only. kInner: a step outside the final state. kEdge: any step of the segment.
 enum class StepKind { kAfter, kInner, kEdge };
 
-template <typename Scalar, bool is_plain, bool has_second>
-__global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBwdBlocks - 1)
+template <typename Scalar, bool is_specialized, bool has_second>
+__global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kBwdBlocks : kBwdBlocks - 1)
     conv_bwd_channels_last_kernel(const ConvBwdParams p, const Tiling tiling, AccumulateType<Scalar>* sums) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kVector = kLaneChannels, kAhead = has_second && sizeof(Scalar) > 2 ? 2 : 4, kLags = kMaxVectorWidth;
@@ -33,7 +34,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
   using Inputs = cuda::Vector<Scalar, kVector>;
   const ChannelsLastSegment segment(p, tiling, kVector);
   const int lane = threadIdx.x % kWarpSize, warp = threadIdx.x / kWarpSize;
-  const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
+  const int width = is_specialized ? kMaxVectorWidth : static_cast<int>(p.width);
   // Two pipeline stages of kAhead steps: x, grad_out and the second grad_out. Each lane reads what it copied itself.
   __shared__ Inputs stages[2][kAhead][has_second ? 3 : 2][kWarpSize * kWarps];
   Acc grad_weight[kSums][kVector] = {};
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
             grad_inputs[i] += load_grad_final<Scalar>(p, segment.b, t + to_last, segment.c + i, to_last);
           }
         }
-        if (is_plain || p.grad_x.data != nullptr) grad_x.store(t, Inputs::round(grad_inputs));
+        if (is_specialized || p.grad_x.data != nullptr) grad_x.store(t, Inputs::round(grad_inputs));
       }
 #pragma unroll
       for (int i = 0; i < kVector; ++i) {
@@ -99,7 +100,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
     };
     // Computes any step, which may be the last of a sequence.
     const auto step_alone = [&](int t, auto kind) {
-      if (t == seqlen - 1 || (!is_plain && p.is_last_step(segment.b, t))) {
+      if (t == seqlen - 1 || (!is_specialized && p.is_last_step(segment.b, t))) {
 #pragma unroll
         for (int i = 0; i < kVector; ++i) {
 #pragma unroll
@@ -108,7 +109,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
         to_last = has_grad_final && (t == seqlen - 1 || p.has_state_of_each_sequence) ? 0 : kFar;
       }
       to_channels(x.load(t), inputs);
-      load_before<Scalar, kVector, is_plain>(p, segment.b, t, segment.c, before);
+      load_before<Scalar, kVector, is_specialized>(p, segment.b, t, segment.c, before);
       Acc g[kVector];
       to_channels(grad_out.load_once(t), g);
       if constexpr (has_second) add_channels(grad_out_2.load_once(t), g);
@@ -117,7 +118,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kBwdBlocks : kBw
     };
     // Whether no sequence begins in steps [from, to]; `to` may be seqlen.
     const auto is_unbroken = [&](int from, int to) {
-      if constexpr (!is_plain) {
+      if constexpr (!is_specialized) {
 #pragma unroll
         for (int t = from; t <= to; ++t) {
           if (t < seqlen && p.is_first_step(segment.b, t)) return false;

@@ -8,7 +8,7 @@
 // memory that belong to the lane and need no barrier. Near the ends of packed sequences a second loop computes one step at a
 // time: where a sequence begins, it replaces the last inputs by the sequence's initial state.
 //
-// The channels-last kernels are compiled twice. The plain one takes batch entries of one sequence and a width of
+// The channels-last kernels are compiled twice. The specialized one takes batch entries of one sequence and a width of
 // kMaxVectorWidth, and tests neither in its loops; the other takes packed sequences and smaller widths.
 #pragma once
 
@@ -76,11 +76,11 @@ __device__ __forceinline__ void add_channels(const Row& row, Acc (&channels)[vec
 }
 
 // The inputs of `vector` channels 1 to kHalo steps before step t, from x or from the initial state of t's sequence.
-template <typename Scalar, int vector, bool is_plain>
+template <typename Scalar, int vector, bool is_specialized>
 __device__ __forceinline__ void load_before(const ConvParams& p, int64_t b, int64_t t, int64_t c,
                                             AccumulateType<Scalar> (&before)[kHalo][vector]) {
   const int64_t most = kHalo;
-  const int64_t since = is_plain ? (t < most ? t : most) : steps_since_first(p, b, t, most);
+  const int64_t since = is_specialized ? (t < most ? t : most) : steps_since_first(p, b, t, most);
 #pragma unroll
   for (int lag = 1; lag < kMaxVectorWidth; ++lag) {
     if (lag <= since) {
@@ -96,8 +96,8 @@ __device__ __forceinline__ void load_before(const ConvParams& p, int64_t b, int6
   }
 }
 
-template <typename Scalar, bool is_plain>
-__global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFwdBlocks / 2)
+template <typename Scalar, bool is_specialized>
+__global__ void __launch_bounds__(kWarpSize* kWarps, is_specialized ? kFwdBlocks : kFwdBlocks / 2)
     conv_fwd_channels_last_kernel(const ConvFwdParams p, const Tiling tiling) {
   using Acc = AccumulateType<Scalar>;
   constexpr int kVector = kLaneChannels, kAhead = sizeof(Scalar) > 2 ? 4 : 8;
@@ -110,10 +110,10 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
   if (!segment.has_channels || segment.t >= segment.end) return;
   const ChannelsLastRows<const Scalar> x(p.x, segment.b, segment.c);
   const ChannelsLastRows<Scalar> out(p.out, segment.b, segment.c);
-  const int width = is_plain ? kMaxVectorWidth : static_cast<int>(p.width);
+  const int width = is_specialized ? kMaxVectorWidth : static_cast<int>(p.width);
   const Taps<Scalar, kVector> taps(p, width, segment.c);
   Acc before[kHalo][kVector];
-  load_before<Scalar, kVector, is_plain>(p, segment.b, segment.t, segment.c, before);
+  load_before<Scalar, kVector, is_specialized>(p, segment.b, segment.t, segment.c, before);
 
   const auto step = [&](int t, const Acc(&inputs)[kVector], auto has_silu) {
     Acc outputs[kVector];
@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
   // Whether the main loop takes steps t to t + kAhead - 1: they belong to one sequence, which continues after them.
   const auto are_inner = [&](int t) {
     if (t + kAhead > segment.end) return false;
-    if constexpr (!is_plain) {
+    if constexpr (!is_specialized) {
 #pragma unroll
       for (int i = 0; i <= kAhead; ++i) {
         if (t + i == p.seqlen || (t + i > segment.t && p.is_first_step(segment.b, t + i))) return false;
@@ -176,13 +176,13 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
       };
       p.has_silu ? run(std::true_type()) : run(std::false_type());
     } else {
-      if (!is_plain && t > segment.t && p.is_first_step(segment.b, t)) {
-        load_before<Scalar, kVector, is_plain>(p, segment.b, t, segment.c, before);
+      if (!is_specialized && t > segment.t && p.is_first_step(segment.b, t)) {
+        load_before<Scalar, kVector, is_specialized>(p, segment.b, t, segment.c, before);
       }
       Acc inputs[kVector];
       to_channels(x.load_once(t), inputs);
       step(t, inputs, p.has_silu);
-      if (!is_plain && p.final_state.data != nullptr && p.is_last_step(segment.b, t)) {
+      if (!is_specialized && p.final_state.data != nullptr && p.is_last_step(segment.b, t)) {
 #pragma unroll 1
         for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, segment.b, t, segment.c + i);
       }
@@ -190,7 +190,7 @@ __global__ void __launch_bounds__(kWarpSize* kWarps, is_plain ? kFwdBlocks : kFw
       is_inner = are_inner(t);
     }
   }
-  if constexpr (is_plain) {
+  if constexpr (is_specialized) {
     if (p.final_state.data != nullptr && segment.end == p.seqlen) {
 #pragma unroll 1
       for (int i = 0; i < kVector; ++i) store_final_state<Scalar>(p, segment.b, p.seqlen - 1, segment.c + i);

@@ -136,7 +136,7 @@ struct Cuda {
   }
 
   static bool adds_grads(const ConvBwdParams& params) {
-    return params.grad_x.data != nullptr && params.grad_initial_state.data == nullptr && is_plain(params) &&
+    return params.grad_x.data != nullptr && params.grad_initial_state.data == nullptr && is_specialized(params) &&
            choose_bwd_kernels(params) == KernelSet::kChannelsLast;
   }
 

@@ -3,7 +3,7 @@
 
 #include <type_traits>
 
-#include "causal_conv1d/cuda/bwd_finish.cuh"
+#include "causal_conv1d/cuda/bwd_reduce.cuh"
 #include "causal_conv1d/cuda/channels_first.cuh"
 #include "causal_conv1d/cuda/channels_last_bwd.cuh"
 #include "causal_conv1d/cuda/channels_last_fwd.cuh"
@@ -26,7 +26,7 @@ cudaError_t launch_fwd(const ConvFwdParams& params, KernelSet set, const Tiling&
   if constexpr (!std::is_same_v<Scalar, double>) {
     if (set == KernelSet::kChannelsLast) {
       const auto kernel =
-          is_plain(params) ? &conv_fwd_channels_last_kernel<Scalar, true> : &conv_fwd_channels_last_kernel<Scalar, false>;
+          is_specialized(params) ? &conv_fwd_channels_last_kernel<Scalar, true> : &conv_fwd_channels_last_kernel<Scalar, false>;
       kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling);
       return cudaGetLastError();
     }
@@ -51,7 +51,7 @@ cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling&
         void (*kernel)(ConvBwdParams, Tiling, Acc*) = &conv_bwd_channels_last_kernel<Scalar, false, false>;
         if (params.grad_out_2.data != nullptr) {
           kernel = &conv_bwd_channels_last_kernel<Scalar, true, true>;
-        } else if (is_plain(params) && params.grad_x.data != nullptr) {
+        } else if (is_specialized(params) && params.grad_x.data != nullptr) {
           kernel = &conv_bwd_channels_last_kernel<Scalar, true, false>;
         }
         return kernel<<<channels_last_blocks(params, tiling), kThreads, 0, stream>>>(params, tiling, sums);
@@ -81,7 +81,7 @@ cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling&
   }
   if (sums == nullptr) return cudaGetLastError();
   const auto blocks = static_cast<unsigned>(TileSums::blocks((params.width + 1) * params.channels));
-  conv_bwd_finish_kernel<Scalar><<<blocks, TileSums::kThreads, 0, stream>>>(params, sums, params.batch * tiling.tiles);
+  conv_bwd_reduce_kernel<Scalar><<<blocks, TileSums::kThreads, 0, stream>>>(params, sums, params.batch * tiling.tiles);
   return cudaGetLastError();
 }
 

@@ -24,14 +24,14 @@ constexpr int64_t kMaxVectorWidth = 4;
 // flight. docs/tuning.md has the measurements.
 constexpr int kLaneChannels = 4;
 
-// Resident blocks per multiprocessor of the plain channels-last kernels, which bound their registers.
+// Resident blocks per multiprocessor of the specialized channels-last kernels, which bound their registers.
 constexpr int kFwdBlocks = 6, kBwdBlocks = 4;
 
 enum class KernelSet { kChannelsLast, kChannelsFirst, kGeneral };
 
-// Whether the plain channels-last kernels take the call: they are compiled for a width of kMaxVectorWidth and for batch entries
-// of one sequence each.
-inline bool is_plain(const ConvParams& p) { return p.ids.data == nullptr && p.width == kMaxVectorWidth; }
+// Whether the specialized channels-last kernels take the call: they are compiled for a width of kMaxVectorWidth and for batch
+// entries of one sequence each.
+inline bool is_specialized(const ConvParams& p) { return p.ids.data == nullptr && p.width == kMaxVectorWidth; }
 
 // Tiles of time. A tile is kWarps * steps steps in the channels-last kernels, one tile a block, and `steps` steps in the
 // others.

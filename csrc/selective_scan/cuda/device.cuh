@@ -41,10 +41,10 @@ struct Position {
     tile = block - row * partition.tiles;
     batch = row / partition.launched_segments;
     segment = partition.first_segment + row - batch * partition.launched_segments;
-    const int64_t span = tile / partition.tiles_per_span;
-    const int64_t in_span = (tile - span * partition.tiles_per_span) * partition.block_channels;
-    first_channel = span * partition.span + in_span;
-    channels = static_cast<int>(min(partition.span - in_span, int64_t(partition.block_channels)));
+    const int64_t group = tile / partition.tiles_per_group;
+    const int64_t in_group = (tile - group * partition.tiles_per_group) * partition.block_channels;
+    first_channel = group * partition.group_channels + in_group;
+    channels = static_cast<int>(min(partition.group_channels - in_group, int64_t(partition.block_channels)));
     begin = segment * partition.segment_steps;
     end = segment + 1 == partition.segments ? p.seqlen : begin + partition.segment_steps;
   }
@@ -168,7 +168,7 @@ __device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, 
 template <typename Acc>
 __device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, int64_t index, Acc state) {
   const cuda::AffineMap<Acc> map{static_cast<const Acc*>(partition.decay)[index],
-                                 static_cast<const Acc*>(partition.carry)[index]};
+                                 static_cast<const Acc*>(partition.offset)[index]};
   return map(state);
 }
 

@@ -77,7 +77,7 @@ void reserve_carries(Workspace& workspace, ChannelPartition& partition, const Se
   if (partition.segments == 1) return;
   const int64_t count = p.batch * partition.segments * p.dim * p.dstate;
   workspace.reserve(&partition.decay, count);
-  workspace.reserve(&partition.carry, count);
+  workspace.reserve(&partition.offset, count);
 }
 
 void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partition, PartialSums& sums,
@@ -185,7 +185,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     reserve_partial_sums(workspace, plan.partition(), partial_sums, params);
     workspace.allocate(in.A.options());
     plan.sequential.decay = plan.warp_scan.decay;
-    plan.sequential.carry = plan.warp_scan.carry;
+    plan.sequential.offset = plan.warp_scan.offset;
     cudaError_t error = cudaSuccess;
     visit_discretization(method, [&](auto rule) {
       using Method = decltype(rule);
@@ -203,7 +203,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
       }
       error = launch(plan.warp_scan);
     });
-    return error == cudaSuccess ? launch_bwd_finish<Scalar>(params, partial_sums, stream) : error;
+    return error == cudaSuccess ? launch_bwd_reduce<Scalar>(params, partial_sums, stream) : error;
   }));
   return grads;
 }

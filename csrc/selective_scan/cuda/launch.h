@@ -9,7 +9,7 @@
 //   fewer channels than the sequential scan takes.
 //
 // In all of them a block takes a tile of neighboring channels along time, and stages the rows of B and C once for all of them.
-// Tiles lie within a span: the longest run of channels that have the same group of B and the same group of C.
+// No tile crosses a group: the longest range of channels that share a group of B and a group of C.
 //
 // Where batch and dim leave the device idle, time is split into segments, each for blocks of its own. A first launch, the carry
 // pass of the warp scan, finds each segment's map of the state before it to the state after it; in backward, of the adjoint
@@ -34,19 +34,19 @@ enum class VectorAccess : int { kAlongSteps, kAlongChannels, kSingly };
 // How blocks share channels and time.
 struct ChannelPartition {
   int block_channels = 0;
-  int64_t span = 0;  // channels
-  int64_t tiles_per_span = 0;
+  int64_t group_channels = 0;
+  int64_t tiles_per_group = 0;
   int64_t tiles = 0;  // per batch entry and segment
   int64_t segments = 1;
   int64_t segment_steps = 0;
   // The segments of a launch: all, or in the carry pass those whose maps other segments fold.
   int64_t first_segment = 0, launched_segments = 1;
-  // (batch, segments, dim, dstate) each: the factor and the summand of a segment's map. Null if there is one segment.
+  // (batch, segments, dim, dstate) each: h -> decay h + offset, a segment's map. Null if there is one segment.
   void* decay = nullptr;
-  void* carry = nullptr;
+  void* offset = nullptr;
 };
 
-// Backward's partial sums, one per block, in the accumulation type. launch_bwd_finish adds them. Null if the gradient is absent
+// Backward's partial sums, one per block, in the accumulation type. launch_bwd_reduce adds them. Null if the gradient is absent
 // or not needed.
 struct PartialSums {
   // The tiles and segments of the launch that stores them.
@@ -65,6 +65,6 @@ struct PartialSums {
 
 // Adds the partial sums in a fixed order and writes the gradients.
 template <typename Scalar>
-cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& params, const PartialSums& partial_sums, cudaStream_t stream);
+cudaError_t launch_bwd_reduce(const SelectiveScanBwdParams& params, const PartialSums& partial_sums, cudaStream_t stream);
 
 }  // namespace ssm_kernels::selective_scan

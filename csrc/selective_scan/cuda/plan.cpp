@@ -32,7 +32,7 @@ bool is_along_channels(const SequenceView& view, int64_t bytes) {
 }
 // Whether every tile's first channel is a multiple of the vector's size.
 bool has_aligned_tiles(const SelectiveScanParams& p, const ChannelPartition& partition, int64_t bytes) {
-  return (partition.span == p.dim || partition.span * bytes % kVectorBytes == 0) &&
+  return (partition.group_channels == p.dim || partition.group_channels * bytes % kVectorBytes == 0) &&
          partition.block_channels * bytes % kVectorBytes == 0;
 }
 
@@ -57,9 +57,9 @@ VectorAccess access_of(const MatrixView& view, const SelectiveScanParams& p, int
 // Divides the channels into tiles of `block_channels`.
 void set_tiles(ChannelPartition& partition, const SelectiveScanParams& p, int block_channels) {
   partition.block_channels = block_channels;
-  partition.span = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
-  partition.tiles_per_span = ceil_div(partition.span, block_channels);
-  partition.tiles = p.dim / partition.span * partition.tiles_per_span;
+  partition.group_channels = std::gcd(p.dim / p.B.groups, p.dim / p.C.groups);
+  partition.tiles_per_group = ceil_div(partition.group_channels, block_channels);
+  partition.tiles = p.dim / partition.group_channels * partition.tiles_per_group;
 }
 
 // Divides time into at most `segments` segments, each a multiple of a tile.

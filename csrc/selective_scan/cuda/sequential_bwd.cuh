@@ -21,7 +21,7 @@
 // * backwards, group by group: they recompute the group's states and coefficients in registers from the stored state, then run
 //   the adjoint through the group.
 // A group's sums over states are added over the state lanes and overwrite delta, delta u and dy. Its sums over channels are
-// added over the rows of a warp, at the end of the tile over the warps, and over tiles of channels by bwd_finish.cuh. Every
+// added over the rows of a warp, at the end of the tile over the warps, and over tiles of channels by bwd_reduce.cuh. Every
 // order of additions is fixed. Producers read a tile's tensors twice: for delta, delta u and dy, and again for the gradients.
 //
 // The limit is the issue rate.

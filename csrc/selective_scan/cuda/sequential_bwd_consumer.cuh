@@ -111,15 +111,15 @@ struct BwdConsumer {
     store_array(reinterpret_cast<Acc*>(states_before(t, k)), h[k]);
   }
 
-  // Runs the adjoint through a group of steps; if not plain, through its first `count` steps, for the states and channels that
-  // exist only (FwdConsumer::scan_group explains why).
-  template <bool is_plain>
+  // Runs the adjoint through a group of steps; if not full, through its first `count` steps only, for the states and channels
+  // that exist (FwdConsumer::scan_group explains why).
+  template <bool is_full>
   __device__ __forceinline__ void scan_backward(int t, int count, int tile, const Matrices<TileConfig>& matrices) {
     Group delta[kLaneChannels], u[kLaneChannels], dy[kLaneChannels];
     Acc y[kLaneChannels][kG], sum_input[kLaneChannels][kG], sum_step[kLaneChannels][kG];
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) {
-      if constexpr (is_plain) {
+      if constexpr (is_full) {
         delta[k] = Group::load(shared.delta(tile).at(lane.channel(k), t));
         u[k] = Group::load(shared.delta_u(tile).at(lane.channel(k), t));
         dy[k] = Group::load(shared.dy(tile).at(lane.channel(k), t));
@@ -127,9 +127,9 @@ struct BwdConsumer {
 #pragma unroll
       for (int j = 0; j < kG; ++j) y[k][j] = sum_input[k][j] = sum_step[k][j] = 0;
     }
-    // The variant that is not plain reads them again at each use, to save registers.
+    // The variant that is not full reads them again at each use, to save registers.
     const auto at_step = [&](const Group& group, TileArray<TileConfig> tile, int k, int j) {
-      if constexpr (is_plain) return group[j];
+      if constexpr (is_full) return group[j];
       return *tile.at(opaque(lane.channel(k)), t + j);
     };
     const auto delta_at = [&](int k, int j) { return at_step(delta[k], shared.delta(tile), k, j); };
@@ -149,21 +149,21 @@ struct BwdConsumer {
         for (int j = 0; j < kG; ++j) to_B[j] = to_C[j] = 0;
 #pragma unroll
         for (int k = 0; k < kLaneChannels; ++k) {
-          if (!is_plain && !(lane.channel(k) < at.channels && lane.state(i) < static_cast<int>(p.dstate))) continue;
+          if (!is_full && !(lane.channel(k) < at.channels && lane.state(i) < static_cast<int>(p.dstate))) continue;
           const Acc h_before = reinterpret_cast<const Acc*>(states_before(t, k))[i];
           Acc basis[kG] = {}, states[kG];
           const auto transition = [&](int j) { return Transition<Method, Acc>(delta_at(k, j), A[k][i], basis[j]); };
           Acc state = h_before;
 #pragma unroll
           for (int j = 0; j < kG; ++j) {
-            if (!is_plain && j >= count) continue;
+            if (!is_full && j >= count) continue;
             basis[j] = Transition<Method, Acc>(delta_at(k, j), A[k][i]).basis;
             const Acc input = transition(j).input(delta_u_of(delta_at(k, j), u_at(k, j))) * b[j];
             state = states[j] = Math<Acc>::fma(transition(j).abar(), state, input);
           }
 #pragma unroll
           for (int j = kG - 1; j >= 0; --j) {
-            if (!is_plain && j >= count) continue;
+            if (!is_full && j >= count) continue;
             const auto step = transition(j);
             const Acc g = Math<Acc>::fma(dy_at(k, j), c[j], adjoint[k][i]);
             const Acc previous = j > 0 ? states[j > 0 ? j - 1 : 0] : h_before;
@@ -281,12 +281,12 @@ struct BwdConsumer {
     if (tile > 0) shared.sums_are_read->wait(tile - 1);
 #pragma unroll 1
     for (int t = last; t >= 0; t -= kG) {
-      bool is_plain = at.channels == kTileChannels && t + kG <= steps;
+      bool is_full = at.channels == kTileChannels && t + kG <= steps;
       if (p.dstate < kStates) {
-        is_plain &= is_finite(shared.delta(tile), lane, t) & is_finite(shared.delta_u(tile), lane, t) &
-                    is_finite(shared.dy(tile), lane, t);
+        is_full &= is_finite(shared.delta(tile), lane, t) & is_finite(shared.delta_u(tile), lane, t) &
+                   is_finite(shared.dy(tile), lane, t);
       }
-      if (is_plain) {
+      if (is_full) {
         scan_backward<true>(t, kG, tile, matrices);
       } else {
         scan_backward<false>(t, steps - t, tile, matrices);

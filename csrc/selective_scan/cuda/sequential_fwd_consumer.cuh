@@ -37,9 +37,9 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void save(void* array, int64_t row) const { save_states(p, at, lane, h, array, row); }
 
-  // Scans a group of steps; if not plain, its first `count` steps and the states that exist only. Padding with zeros would not
+  // Scans a group of steps; if not full, only its first `count` steps and the states that exist. Padding with zeros would not
   // do: a step size of zero times an infinite A is NaN, and so is a zero of B times an infinite input.
-  template <bool is_plain>
+  template <bool is_full>
   __device__ __forceinline__ void scan_group(int t, int count, int tile) {
     const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
     const Matrices<TileConfig> matrices = shared.matrices(tile);
@@ -61,14 +61,14 @@ struct FwdConsumer {
 #pragma unroll
       for (int k = 0; k < kLaneChannels; ++k) {
         y[k][j] = 0;
-        if (!is_plain && j >= count) continue;
+        if (!is_full && j >= count) continue;
 #pragma unroll
         for (int i = 0; i < kLaneStates; ++i) {
-          if (!is_plain && lane.state(i) >= dstate) continue;
+          if (!is_full && lane.state(i) >= dstate) continue;
           const Transition<Method, Acc> transition(delta[k][j], A[k][i]);
           const Acc input = transition.input(delta_u[k][j]) * b[i][j];
           h[k][i] = Math<Acc>::fma(transition.abar(), h[k][i], input);
-          y[k][j] = is_plain && i == 0 ? c[i][j] * h[k][i] : Math<Acc>::fma(c[i][j], h[k][i], y[k][j]);
+          y[k][j] = is_full && i == 0 ? c[i][j] * h[k][i] : Math<Acc>::fma(c[i][j], h[k][i], y[k][j]);
         }
       }
     }
@@ -80,9 +80,9 @@ struct FwdConsumer {
   __device__ __forceinline__ void scan_tile(int tile, int steps) {
 #pragma unroll 1
     for (int t = 0; t < steps; t += kGroupSteps) {
-      bool is_plain = t + kGroupSteps <= steps;
-      if (dstate < kStates) is_plain &= is_finite(shared.delta_u(tile), lane, t);
-      if (is_plain) {
+      bool is_full = t + kGroupSteps <= steps;
+      if (dstate < kStates) is_full &= is_finite(shared.delta_u(tile), lane, t);
+      if (is_full) {
         scan_group<true>(t, kGroupSteps, tile);
       } else {
         scan_group<false>(t, steps - t, tile);

@@ -78,10 +78,12 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ Shared<Scalar> shared;
   // is_short() bounds the sizes to 32 bits: 64-bit divisions would take longer than a round of loads.
   const unsigned tiles = static_cast<unsigned>(plan.tiles), batch = blockIdx.x / tiles, tile = blockIdx.x - batch * tiles;
-  const unsigned span = tile / static_cast<unsigned>(plan.tiles_per_span);
-  const unsigned in_span = (tile - span * static_cast<unsigned>(plan.tiles_per_span)) * kTileChannels;
-  const unsigned first_channel = span * static_cast<unsigned>(plan.span) + in_span, dim = static_cast<unsigned>(p.dim);
-  const int channels = static_cast<int>(min(static_cast<unsigned>(plan.span) - in_span, static_cast<unsigned>(kTileChannels)));
+  const unsigned group = tile / static_cast<unsigned>(plan.tiles_per_group);
+  const unsigned in_group = (tile - group * static_cast<unsigned>(plan.tiles_per_group)) * kTileChannels;
+  const unsigned first_channel = group * static_cast<unsigned>(plan.group_channels) + in_group,
+                 dim = static_cast<unsigned>(p.dim);
+  const int channels =
+      static_cast<int>(min(static_cast<unsigned>(plan.group_channels) - in_group, static_cast<unsigned>(kTileChannels)));
   const int steps = static_cast<int>(p.seqlen), dstate = static_cast<int>(p.dstate);
   const auto rows_of = [&](const auto& view, int64_t stride_row, unsigned row) {
     return static_cast<Scalar*>(view.data) + batch * view.stride_batch + row * stride_row;

@@ -20,7 +20,7 @@
 // adjoint, so that both exist at every step, in registers only.
 //
 // grad_B and grad_C are summed over channels in a fixed order: over a warp's channels by shuffles, over a block's warps through
-// shared memory, a slice of states at a time, and over tiles of channels by bwd_finish.cuh.
+// shared memory, a slice of states at a time, and over tiles of channels by bwd_reduce.cuh.
 //
 // The limit is the issue rate: about thirty instructions per state and step.
 #pragma once
@@ -446,7 +446,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
     if (carry_pass) {
       static_cast<Acc*>(plan.decay)[target] = shared.decay[index];
-      static_cast<Acc*>(plan.carry)[target] = shared.states[index * kPerState + kAdjoint];
+      static_cast<Acc*>(plan.offset)[target] = shared.states[index * kPerState + kAdjoint];
       return;
     }
     const auto store = [&](void* sums, Acc sum) {

@@ -245,7 +245,7 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     if (carry_pass) {
       const int64_t target = state_offset(p, at.batch * plan.segments + at.segment, at.first_channel + channel, state);
       static_cast<Acc*>(plan.decay)[target] = shared.decay[index];
-      static_cast<Acc*>(plan.carry)[target] = h;
+      static_cast<Acc*>(plan.offset)[target] = h;
     } else if (at.segment + 1 == plan.segments) {
       static_cast<Acc*>(p.last_state)[state_offset(p, at.batch, at.first_channel + channel, state)] = h;
     }

@@ -281,55 +281,55 @@ struct Lane {
   __device__ __forceinline__ bool is_last() const { return time + 1 == TileConfig::kTimeLanes; }
 };
 
-// Composes each lane's affine map of the state, x -> decay x + carry, with the map of the lane `lanes` earlier (later if
+// Composes each lane's affine map of the state, x -> decay x + offset, with the map of the lane `lanes` earlier (later if
 // reverse) if that lane exists. For floats the shuffle's predicate says whether it does.
 template <bool reverse, int lanes>
-__device__ __forceinline__ void compose_with_lane(float& decay, float& carry) {
+__device__ __forceinline__ void compose_with_lane(float& decay, float& offset) {
   if constexpr (reverse) {
     asm volatile(
-        "{\n.reg .pred exists;\n.reg .f32 other_carry, other_decay;\n"
-        "shfl.sync.down.b32 other_carry|exists, %0, %2, 0x1f, 0xffffffff;\n"
+        "{\n.reg .pred exists;\n.reg .f32 other_offset, other_decay;\n"
+        "shfl.sync.down.b32 other_offset|exists, %0, %2, 0x1f, 0xffffffff;\n"
         "shfl.sync.down.b32 other_decay, %1, %2, 0x1f, 0xffffffff;\n"
-        "@exists fma.rn.f32 %0, %1, other_carry, %0;\n@exists mul.rn.f32 %1, %1, other_decay;\n}"
-        : "+f"(carry), "+f"(decay)
+        "@exists fma.rn.f32 %0, %1, other_offset, %0;\n@exists mul.rn.f32 %1, %1, other_decay;\n}"
+        : "+f"(offset), "+f"(decay)
         : "n"(lanes));
   } else {
     asm volatile(
-        "{\n.reg .pred exists;\n.reg .f32 other_carry, other_decay;\n"
-        "shfl.sync.up.b32 other_carry|exists, %0, %2, 0x0, 0xffffffff;\n"
+        "{\n.reg .pred exists;\n.reg .f32 other_offset, other_decay;\n"
+        "shfl.sync.up.b32 other_offset|exists, %0, %2, 0x0, 0xffffffff;\n"
         "shfl.sync.up.b32 other_decay, %1, %2, 0x0, 0xffffffff;\n"
-        "@exists fma.rn.f32 %0, %1, other_carry, %0;\n@exists mul.rn.f32 %1, %1, other_decay;\n}"
-        : "+f"(carry), "+f"(decay)
+        "@exists fma.rn.f32 %0, %1, other_offset, %0;\n@exists mul.rn.f32 %1, %1, other_decay;\n}"
+        : "+f"(offset), "+f"(decay)
         : "n"(lanes));
   }
 }
 template <bool reverse, int lanes>
-__device__ __forceinline__ void compose_with_lane(double& decay, double& carry) {
+__device__ __forceinline__ void compose_with_lane(double& decay, double& offset) {
   const int lane = threadIdx.x % kWarpSize;
-  const double other_carry = reverse ? shuffle_later(carry, lanes) : shuffle_earlier(carry, lanes);
+  const double other_offset = reverse ? shuffle_later(offset, lanes) : shuffle_earlier(offset, lanes);
   const double other_decay = reverse ? shuffle_later(decay, lanes) : shuffle_earlier(decay, lanes);
   if (reverse ? lane + lanes < kWarpSize : lane >= lanes) {
-    carry = Math<double>::fma(decay, other_carry, carry);
+    offset = Math<double>::fma(decay, other_offset, offset);
     decay *= other_decay;
   }
 }
 
 // Inclusive scan over time: composes each lane's map with the maps of all earlier lanes.
 template <typename TileConfig, int distance = 1>
-__device__ __forceinline__ void scan_lanes(typename TileConfig::Acc& decay, typename TileConfig::Acc& carry) {
+__device__ __forceinline__ void scan_lanes(typename TileConfig::Acc& decay, typename TileConfig::Acc& offset) {
   if constexpr (distance < TileConfig::kTimeLanes) {
-    compose_with_lane<false, distance * TileConfig::kLanesPerStep>(decay, carry);
-    scan_lanes<TileConfig, 2 * distance>(decay, carry);
+    compose_with_lane<false, distance * TileConfig::kLanesPerStep>(decay, offset);
+    scan_lanes<TileConfig, 2 * distance>(decay, offset);
   }
 }
 
 // A forward and a reverse scan, interleaved to hide the latency of shuffles.
 template <typename TileConfig, int distance = 1, typename Acc>
-__device__ __forceinline__ void scan_lanes_both_ways(Acc& decay, Acc& carry, Acc& reverse_decay, Acc& reverse_carry) {
+__device__ __forceinline__ void scan_lanes_both_ways(Acc& decay, Acc& offset, Acc& reverse_decay, Acc& reverse_offset) {
   if constexpr (distance < TileConfig::kTimeLanes) {
-    compose_with_lane<false, distance * TileConfig::kLanesPerStep>(decay, carry);
-    compose_with_lane<true, distance * TileConfig::kLanesPerStep>(reverse_decay, reverse_carry);
-    scan_lanes_both_ways<TileConfig, 2 * distance>(decay, carry, reverse_decay, reverse_carry);
+    compose_with_lane<false, distance * TileConfig::kLanesPerStep>(decay, offset);
+    compose_with_lane<true, distance * TileConfig::kLanesPerStep>(reverse_decay, reverse_offset);
+    scan_lanes_both_ways<TileConfig, 2 * distance>(decay, offset, reverse_decay, reverse_offset);
   }
 }
 

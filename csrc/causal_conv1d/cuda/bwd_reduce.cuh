@@ -12,7 +12,7 @@ using TileSums = cuda::PartialSums</*columns=*/32, /*rows=*/8, /*loads=*/8>;
 
 template <typename Scalar>
 __global__ void __launch_bounds__(TileSums::kThreads)
-    conv_bwd_finish_kernel(const ConvBwdParams p, const AccumulateType<Scalar>* sums, int64_t tiles) {
+    conv_bwd_reduce_kernel(const ConvBwdParams p, const AccumulateType<Scalar>* sums, int64_t tiles) {
   using Acc = AccumulateType<Scalar>;
   const auto store = [](void* target, int64_t offset, bool is_input_kind, Acc value) {
     if (is_input_kind) {

@@ -1,5 +1,5 @@
 // The last kernel of the selective scan's backward on CUDA: adds the blocks' partial sums in a fixed order, of tiles, batch
-// entries and segments, and writes the gradients in their own type and strides.
+// rows and segments, and writes the gradients in their own type and strides.
 //
 // One launch computes all sums, each in its own range of blocks. A thread computes one element; neighboring threads read
 // neighboring elements of the partial sums.
@@ -12,9 +12,9 @@
 
 namespace ssm_kernels::selective_scan {
 
-constexpr int kFinishThreads = 256;
+constexpr int kReduceThreads = 256;
 // Larger sums loop over their blocks.
-constexpr int64_t kFinishMaxBlocks = int64_t(1) << 20;
+constexpr int64_t kReduceMaxBlocks = int64_t(1) << 20;
 
 // grad_B or grad_C from (batch, groups * parts, dstate, padded_steps).
 struct MatrixSum {
@@ -30,7 +30,7 @@ struct RowSum {
   int64_t count = 0, first_block = 0, blocks = 0;
 };
 
-struct FinishPlan {
+struct ReducePlan {
   static constexpr int kMatrices = 2, kRowSums = 5;
 
   MatrixSum matrices[kMatrices];
@@ -48,16 +48,16 @@ __device__ __forceinline__ Acc sum_strided(const Acc* source, int64_t count, int
 }
 
 template <typename Scalar>
-__global__ void __launch_bounds__(kFinishThreads) selective_scan_bwd_finish_kernel(const __grid_constant__ FinishPlan plan) {
+__global__ void __launch_bounds__(kReduceThreads) selective_scan_bwd_reduce_kernel(const __grid_constant__ ReducePlan plan) {
   using Acc = cuda::AccumulateType<Scalar>;
   const int64_t block = blockIdx.x;
   const auto visit = [&](const auto& sum, const auto& add) {
     if (block < sum.first_block || block >= sum.first_block + sum.blocks) return;
-    const int64_t step = sum.blocks * kFinishThreads;
-    for (int64_t i = (block - sum.first_block) * kFinishThreads + threadIdx.x; i < sum.count; i += step) add(sum, i);
+    const int64_t step = sum.blocks * kReduceThreads;
+    for (int64_t i = (block - sum.first_block) * kReduceThreads + threadIdx.x; i < sum.count; i += step) add(sum, i);
   };
 #pragma unroll
-  for (int m = 0; m < FinishPlan::kMatrices; ++m) {
+  for (int m = 0; m < ReducePlan::kMatrices; ++m) {
     visit(plan.matrices[m], [&](const MatrixSum& sum, int64_t i) {
       const int64_t step = i % plan.seqlen, row = i / plan.seqlen, state = row % plan.dstate, batch_group = row / plan.dstate;
       const int64_t stride = plan.dstate * plan.padded_steps;
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kFinishThreads) selective_scan_bwd_finish_kern
     });
   }
 #pragma unroll
-  for (int r = 0; r < FinishPlan::kRowSums; ++r) {
+  for (int r = 0; r < ReducePlan::kRowSums; ++r) {
     visit(plan.row_sums[r], [&](const RowSum& sum, int64_t i) {
       static_cast<Acc*>(sum.target)[i] = sum_strided(static_cast<const Acc*>(sum.source) + i, plan.rows, sum.count);
     });
@@ -79,16 +79,16 @@ __global__ void __launch_bounds__(kFinishThreads) selective_scan_bwd_finish_kern
 }
 
 template <typename Scalar>
-cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const PartialSums& partial_sums, cudaStream_t stream) {
-  FinishPlan finish;
-  finish.dstate = p.dstate;
-  finish.seqlen = p.seqlen;
-  finish.padded_steps = partial_sums.padded_steps;
-  finish.rows = p.batch * partial_sums.segments;
+cudaError_t launch_bwd_reduce(const SelectiveScanBwdParams& p, const PartialSums& partial_sums, cudaStream_t stream) {
+  ReducePlan reduce;
+  reduce.dstate = p.dstate;
+  reduce.seqlen = p.seqlen;
+  reduce.padded_steps = partial_sums.padded_steps;
+  reduce.rows = p.batch * partial_sums.segments;
   const auto assign_blocks = [&](auto& sum) {
-    sum.first_block = finish.blocks;
-    sum.blocks = std::min((sum.count + kFinishThreads - 1) / kFinishThreads, kFinishMaxBlocks);
-    finish.blocks += sum.blocks;
+    sum.first_block = reduce.blocks;
+    sum.blocks = std::min((sum.count + kReduceThreads - 1) / kReduceThreads, kReduceMaxBlocks);
+    reduce.blocks += sum.blocks;
   };
   const auto add_matrix = [&](MatrixSum& sum, const MatrixView& target, const void* source) {
     if (source == nullptr) return;
@@ -98,12 +98,12 @@ cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const PartialSums
     sum.count = p.batch * target.groups * p.dstate * p.seqlen;
     assign_blocks(sum);
   };
-  add_matrix(finish.matrices[0], p.grad_B, partial_sums.grad_B);
-  add_matrix(finish.matrices[1], p.grad_C, partial_sums.grad_C);
+  add_matrix(reduce.matrices[0], p.grad_B, partial_sums.grad_B);
+  add_matrix(reduce.matrices[1], p.grad_C, partial_sums.grad_C);
   int sums = 0;
   const auto add_rows = [&](void* target, const void* source, int64_t count) {
     if (target == nullptr) return;
-    RowSum& sum = finish.row_sums[sums++];
+    RowSum& sum = reduce.row_sums[sums++];
     sum.source = source;
     sum.target = target;
     sum.count = count;
@@ -114,8 +114,8 @@ cudaError_t launch_bwd_finish(const SelectiveScanBwdParams& p, const PartialSums
   if (!p.grad_C.per_step) add_rows(p.grad_C.data, partial_sums.grad_constant_C, p.dim * p.dstate);
   add_rows(p.grad_D, partial_sums.grad_D, p.dim);
   add_rows(p.grad_delta_bias, partial_sums.grad_delta_bias, p.dim);
-  if (finish.blocks == 0) return cudaSuccess;
-  selective_scan_bwd_finish_kernel<Scalar><<<static_cast<unsigned int>(finish.blocks), kFinishThreads, 0, stream>>>(finish);
+  if (reduce.blocks == 0) return cudaSuccess;
+  selective_scan_bwd_reduce_kernel<Scalar><<<static_cast<unsigned int>(reduce.blocks), kReduceThreads, 0, stream>>>(reduce);
   return cudaGetLastError();
 }
 
