@@ -1,4 +1,4 @@
-// Sums of SSD backward's chunk kernel beside its matrix products: over a fragment's rows and columns, and over elementwise
+// Sums of SSD backward's bwd_chunks kernel beside its matrix products: over a fragment's rows and columns, and over elementwise
 // products of two tiles.
 #pragma once
 
