@@ -9,15 +9,8 @@ The two sides of a row take turns, so that whatever else the machine does slows 
 a method of selective_scan is less than that many times as fast as the loop, forward with backward. The other options hold the
 other sections likewise. Without a number they hold the bars of ``bars.json``.
 
-| rows | sizes, in float32 unless the row says otherwise |
-|---|---|
-| linear recurrences | batch 4, seqlen 1024, 512 channels |
-| ssd_chunk_scan | batch 2, seqlen 512, 8 heads, headdim 64, dstate 64, with D, dt_bias and softplus |
-| packed sequences | the same for 500 sequences of 8 steps by cu_seqlens, headdim 32, dstate 32 |
-| causal_conv1d | batch 2, seqlen 512 and 2048, 1792 channels, width 4, with bias and SiLU |
-| Mamba, Mamba2 | batch 2, seqlen 512, d_model 256 and 768 |
-
-The script checks that the convolutions and the layers agree with the other side, before it times them.
+``page.md`` says what each row is; the constants below are its sizes. The script checks that the convolutions and the layers
+agree with the other side, before it times them.
 """
 
 from __future__ import annotations
@@ -46,14 +39,14 @@ from benchmarks.tables import Column, Row, Table, cell, text
 from ssm_kernels import reference
 
 RECURRENCE_SHAPE = {"batch": 4, "seqlen": 1024, "channels": 512}
-# By the names of their rows.
-RECURRENCES: dict[str, tuple[str, dict[str, str]]] = {
-    "linear_scan": ("linear_scan", {}),
-    "mingru_scan": ("mingru_scan", {}),
-    "mingru_scan, tanh": ("mingru_scan", {"candidate_activation": "tanh"}),
-    "minlstm_scan": ("minlstm_scan", {}),
-    "liquid_scan": ("liquid_scan", {}),
-    "rglru_scan": ("rglru_scan", {}),
+# Options by the names of the rows, which begin with the operator's.
+RECURRENCES: dict[str, dict[str, str]] = {
+    "linear_scan": {},
+    "mingru_scan": {},
+    "mingru_scan, tanh": {"candidate_activation": "tanh"},
+    "minlstm_scan": {},
+    "liquid_scan": {},
+    "rglru_scan": {},
 }
 SSD_SHAPE = {"batch": 2, "seqlen": 512, "heads": 8, "headdim": 64, "dstate": 64}
 PACKED_SHAPE = {"sequences": 500, "steps": 8, "heads": 8, "headdim": 32, "dstate": 32}
@@ -195,8 +188,8 @@ def cases(options: argparse.Namespace) -> list[Pair]:
     makers: dict[str, Callable[[int], Sides]] = {
         f"methods/{method}": functools.partial(of_method, method, size, dtype) for method in methods
     }
-    for row, (name, arguments) in RECURRENCES.items():
-        makers[f"recurrences/{row}"] = functools.partial(of_recurrence, name, arguments)
+    for row, arguments in RECURRENCES.items():
+        makers[f"recurrences/{row}"] = functools.partial(of_recurrence, row.partition(",")[0], arguments)
     for row, (case, sequences) in ssd_cases().items():
         makers[f"ssd/{row}"] = functools.partial(of_ssd, case, sequences)
     for row, case in convolutions().items():

@@ -59,13 +59,13 @@ def operators(inputs: dict[str, Tensor]) -> Calls:
     }
 
 
-def step(function: Callable[..., Tensor], inputs: dict[str, Tensor]) -> Calls:
+def step(function: Callable[[dict[str, Any]], Tensor], inputs: dict[str, Tensor]) -> Calls:
     """A decoding step of the scan's sizes."""
-    tensors = {name: inputs[name][..., 0].contiguous() for name in ("B", "C", "z")}
-    tensors |= {"x": inputs["u"][..., 0].contiguous(), "dt": inputs["delta"][..., 0].contiguous()}
-    tensors |= {"A": inputs["A"], "D": inputs["D"], "dt_bias": inputs["delta_bias"]}
-    state = inputs["A"].new_zeros(SIZE.batch, SIZE.dim, SIZE.dstate)
-    return {"without gradients": lambda: function(state=state, **tensors, dt_softplus=True)}
+    given: dict[str, Any] = {name: inputs[name][..., 0].contiguous() for name in ("B", "C", "z")}
+    given |= {"x": inputs["u"][..., 0].contiguous(), "dt": inputs["delta"][..., 0].contiguous()}
+    given |= {"A": inputs["A"], "D": inputs["D"], "dt_bias": inputs["delta_bias"], "dt_softplus": True}
+    given["state"] = inputs["A"].new_zeros(SIZE.batch, SIZE.dim, SIZE.dstate)
+    return {"without gradients": lambda: function(given)}
 
 
 @dataclass(frozen=True)
@@ -94,13 +94,13 @@ def cases(options: argparse.Namespace) -> list[Call]:
     found = [
         Call("selective_scan", of_scan),
         Call("ssd_chunk_scan", of_ssd),
-        Call("selective_state_update", functools.partial(step, ssm_kernels.selective_state_update)),
+        Call("selective_state_update", functools.partial(step, lambda inputs: ssm_kernels.selective_state_update(**inputs))),
         Call("a * b", of_product),
     ]
     if (peer := peers.selective_scan()) is not None:
         found.append(Call("mamba_ssm, selective_scan", functools.partial(training, peer)))
     if (peer := peers.state_update()) is not None:
-        found.append(Call("mamba_ssm, selective_state_update", functools.partial(step, lambda **inputs: peer(inputs))))
+        found.append(Call("mamba_ssm, selective_state_update", functools.partial(step, peer)))
     return found
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 import ssm_kernels
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Benchmark, Case, Contest, Result, Run, main, measure_cases
+from benchmarks.benchmark import PEER, Benchmark, Case, Contest, Result, Run, main
 from benchmarks.harness import measure, time_host
 from benchmarks.labels import label
 from benchmarks.tables import Table, figure, ratio, text, throughput, versus
@@ -162,15 +162,6 @@ def time_call(function: Callable[[Inputs], Any], inputs: Inputs, device: torch.d
     return measure({"call": [lambda: function(inputs)]}, device=device, trials=200, warmup=20)["call"].total.median
 
 
-def measure_flat(cases: list[StepCase], run: Run) -> list[dict[str, Any]]:
-    """The row of a case, our figures and the copy's in it."""
-    rows = measure_cases(cases, run)
-    for row in rows:
-        ours, copy = row.pop("ours"), row.pop("copy")
-        row |= {what: ours[what] for what in ("graph", "call")} | {f"copy_{what}": copy[what] for what in ("graph", "call")}
-    return rows
-
-
 def host_times(run: Run) -> dict[str, float]:
     case = StepCase(1, None, 64, 16)
     small = case.inputs(run.device, seed=0)  # the GPU finishes this step sooner than the host the next call
@@ -182,8 +173,9 @@ def tables(result: Result) -> list[Table]:
     rows = [
         {
             **row,
-            "ours": row,
-            "copy": {"graph": row["copy_graph"], "call": row["copy_call"]},
+            # Older results have our figures and the copy's in the row.
+            "ours": row.get("ours", row),
+            "copy": row.get("copy") or {"graph": row["copy_graph"], "call": row["copy_call"]},
             "method": label(row["discretization"]),
         }
         for row in result["rows"]
@@ -214,7 +206,6 @@ BENCHMARK = Benchmark(
     "selective_state_update",
     lambda options: CASES,
     tables,
-    measure=measure_flat,
     trials=50,
     context=context,
     conclude=lambda run: {"host_seconds": host_times(run)},

@@ -55,7 +55,7 @@ def _of_cpu(result: Result, machine: str) -> Iterator[Cost]:
 def _of_steps(result: Result, machine: str) -> Iterator[Cost]:
     cases: dict[tuple[str, str], dict[str, float]] = {}
     for row in result["rows"]:
-        cases.setdefault((row["sizes"], row["dtypes"]), {})[row["discretization"]] = row["graph"]["median"]
+        cases.setdefault((row["sizes"], row["dtypes"]), {})[row["discretization"]] = row.get("ours", row)["graph"]["median"]
     for (sizes, dtypes), seconds in cases.items():
         if len(seconds) > 1:
             yield Cost(machine, f"decoding step, {dtypes} {sizes}", False, seconds)
