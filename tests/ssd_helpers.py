@@ -299,7 +299,7 @@ def preferred_products(name: str) -> AbstractContextManager[None]:
 
 
 def limited_workspace(limit: int) -> AbstractContextManager[None]:
-    """No more bytes for the states that backward's kernels keep on CUDA, or those of one head of one entry of the batch."""
+    """No more bytes for the states that backward's kernels keep on CUDA, or those of one head of one row of the batch."""
     return debug_option("ssd_workspace_bytes", limit)
 
 

@@ -482,7 +482,7 @@ def assert_nan_spreads_as_on_the_cpu(
 @pytest.mark.parametrize("name", [*SEQUENCES, "grad_out"])
 @pytest.mark.parametrize(("batch", "seqlen"), [(28, 600), (98, 300)], ids=["few_channels", "many_channels"])
 def test_nan_at_the_edges_of_lanes_and_tiles(batch, seqlen, name, layout):
-    """One NaN in each batch entry."""
+    """One NaN in each batch row."""
     inputs = arrange_sequences(make_inputs(batch=batch, dim=70, seqlen=seqlen, dtype=torch.float32), layout)
     channels = itertools.cycle((0, 3, 4, 15, 16, 31, 32, 69))
     steps = itertools.cycle((0, 7, 8, 15, 16, 63, 64, 127, 128, 255, 256, 511 % seqlen, 512 % seqlen, seqlen - 1))

@@ -95,8 +95,8 @@ def test_a_sequence_in_two_runs_has_the_bits_of_a_whole_one():
 MANY_HEADS = {"batch": 8, "heads": 80, "groups": 2, "headdim": 64, "dstate": 128, "seqlen": 330}
 
 
-def test_entries_of_a_batch_with_many_heads():
-    """Runs that begin inside sequences and have several: the same as a call for each entry of the batch."""
+def test_rows_of_a_batch_with_many_heads():
+    """Runs that begin inside sequences and have several: the same as a call for each row of the batch."""
     inputs = make_inputs(**MANY_HEADS, dtype=torch.bfloat16, device="cuda")
     whole = results_of(inputs)
     batched = ("x", "dt", "B", "C", "z", "initial_states")

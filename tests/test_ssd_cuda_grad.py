@@ -306,7 +306,7 @@ def test_nan_stays_in_its_packed_sequence(name):
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_nan_stays_in_its_entry_of_the_batch(name):
+def test_nan_stays_in_its_row_of_the_batch(name):
     inputs = inputs_on_cuda(batch=3)
     cotangents = make_cotangents(inputs)
     clean = evaluate(scan, inputs, cotangents)

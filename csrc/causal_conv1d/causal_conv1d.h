@@ -6,8 +6,8 @@
 // whose last element is one step before the sequence, or zero. A sequence's final state is the last width - 1 elements of its
 // initial state followed by its steps.
 //
-// A batch entry is one sequence, unless `ids` divides it: a new sequence begins wherever the id of a step differs from that of
-// the previous step. With seq_idx the ids are arbitrary, and each batch entry has one initial state, of its first sequence, and
+// A batch row is one sequence, unless `ids` divides it: a new sequence begins wherever the id of a step differs from that of
+// the previous step. With seq_idx the ids are arbitrary, and each batch row has one initial state, of its first sequence, and
 // one final state, of its last. With cu_seqlens the ids count the sequences, each of which has its own states.
 #pragma once
 
@@ -45,7 +45,7 @@ struct ParameterView {
   bool is_input_kind = false;
 };
 
-// The id of each step's sequence, (batch, seqlen), data null if each batch entry is one sequence.
+// The id of each step's sequence, (batch, seqlen), data null if each batch row is one sequence.
 struct IdView {
   const void* data = nullptr;
   bool is_int64 = false;

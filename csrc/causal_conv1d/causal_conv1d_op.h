@@ -66,7 +66,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd);
 // grad_out with the contiguous axis of x. The kernels advance along one axis, and a copy costs less than strided reads.
 OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x);
 
-// The id of each step's sequence; undefined if each batch entry is one sequence. The params keep a pointer to it.
+// The id of each step's sequence; undefined if each batch row is one sequence. The params keep a pointer to it.
 at::Tensor sequence_ids(const Inputs& in);
 
 ConvFwdParams make_fwd_params(const Inputs& in, const at::Tensor& ids, const FwdOutputs& outputs);

@@ -1,8 +1,8 @@
 // phi1(z) = (e^z - 1) / z and its derivative phi1 - phi2, phi2(z) = (phi1(z) - 1) / z: entire functions with phi_k(0) = 1 / k!.
 //
 // Near zero the quotients cancel, so there the Taylor series phi_k = sum_j z^j / (j + k)! is used, with enough terms that its
-// remainder is below the type's rounding. Away from zero the quotient loses at most a few bits. No division by zero is
-// selected.
+// remainder is below the type's rounding. Away from zero the quotient loses at most a few bits. The selected value never
+// divides by zero.
 #pragma once
 
 #include <type_traits>

@@ -334,7 +334,7 @@ struct RgLru : SingleVariant<RgLru> {
   }
 };
 
-// HGRN's, as its gates reach the scan: a = e^log_gate.
+// HGRN's recurrence. The scan takes the logarithms of its gates: a = e^log_gate.
 struct Hgrn : AddedInput<Hgrn> {
   static constexpr std::array<std::string_view, 2> kNames = {"log_gate", "x"};
   static constexpr size_t kPositional = 1;  // as RgLru

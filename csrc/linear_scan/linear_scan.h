@@ -9,8 +9,8 @@
 // which is a linear scan with the same a, from the last step to the first. It begins with the gradient of the last state and
 // ends with the gradient of the initial state.
 //
-// Packed sequences follow one another in a batch of one row, and each begins with its own initial state. Reverse time is a
-// matter of strides alone: data points to the last step, and the strides of steps are negative.
+// Packed sequences follow one another in a batch of one row, and each begins with its own initial state. Reverse time only
+// changes the views: data points to the last step, and the strides of steps are negative.
 #pragma once
 
 #include <cstdint>

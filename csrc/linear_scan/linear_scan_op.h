@@ -37,7 +37,7 @@ struct Inputs {
   std::string_view recurrence, candidate_activation;
   bool gate_is_logit = true, reverse = false;
 
-  // Number of states: of the batch's entries or, with cu_seqlens, of the packed sequences.
+  // The number of states: one per batch row or, with cu_seqlens, per packed sequence.
   c10::SymInt sequences() const;
 
   auto fields_but_tensors() { return std::tie(h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse); }
@@ -49,7 +49,7 @@ struct Member {
   const RecurrenceRow* row;
   RecurrenceOptions options;
 };
-// Raises unless the inputs are as the functions of ssm_kernels document, the values of cu_seqlens apart.
+// Raises unless the inputs are as the functions of ssm_kernels document. Does not check the values of cu_seqlens.
 Member check_inputs(const Inputs& in);
 
 struct FwdOutputs {
@@ -84,7 +84,7 @@ struct GradTensors {
 GradTensors allocate_bwd(const BwdInputs& bwd);
 
 // The sequence that each step belongs to, (seqlen,), int32, in the order in which the scan takes the steps; undefined if each
-// entry of the batch is one sequence. The params below keep a pointer to it.
+// batch row is one sequence. The params below keep a pointer to it.
 at::Tensor sequence_of_step(const Inputs& in);
 
 LinearScanFwdParams make_fwd_params(const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,

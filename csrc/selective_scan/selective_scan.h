@@ -1,4 +1,4 @@
-// What the kernels of the selective scan are given: plain data, no torch type, shared by CPU and CUDA.
+// Parameters of the selective scan's kernels, on CPU and CUDA: plain data, no torch type.
 //
 //   delta_t = softplus?(delta_raw_t + delta_bias)                       (batch, dim, seqlen)
 //   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    (batch, dim, dstate)
@@ -19,8 +19,8 @@ namespace ssm_kernels::selective_scan {
 
 constexpr int64_t kShortChunk = 32, kLongChunk = 64, kMaxStatesOfShortChunk = 16;
 
-// Steps of a chunk: long ones where what is saved is large. Int is int64_t or a symbolic integer, which a comparison would tie
-// to one side.
+// Steps of a chunk: chunks are longer where the saved states are larger. Int is int64_t or a symbolic integer, which a
+// comparison would tie to one side.
 template <typename Int>
 SSM_HOST_DEVICE constexpr Int chunk_length(const Int& dstate) {
   const Int is_long = (dstate + (kMaxDstate - 1 - kMaxStatesOfShortChunk)) / kMaxDstate;

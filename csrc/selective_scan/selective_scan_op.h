@@ -58,7 +58,7 @@ struct BwdInputs {
   Inputs in;  // without the initial state, which is the first of chunk_states
   at::Tensor chunk_states;
   NeedsGrad needs_grad{};
-  // Arguments of _selective_scan_bwd_out alone: where backward writes the gradient of z and, if it is given, that of delta.
+  // Arguments of _selective_scan_bwd_out only: backward writes the gradients of z and, if it is given, of delta to these.
   OptionalTensor grad_z, grad_delta;
 
   auto fields() {

@@ -1,4 +1,4 @@
-// What the kernels of the selective state update are given: plain data, no torch type, shared by CPU and CUDA.
+// Parameters of the selective state update's kernels, on CPU and CUDA: plain data, no torch type.
 //
 //   delta = clamp(softplus?(dt + dt_bias))                (batch, heads, headdim)
 //   h     = Abar(delta A) h + delta k(delta A) B x        (slots, heads, headdim, dstate), in place
@@ -36,7 +36,7 @@ struct GroupView {
   int64_t stride_batch = 0, stride_group = 0, stride_state = 0;
 };
 
-// The slot of each batch entry, data null if entry b uses slot b.
+// The slot of each batch row, data null if entry b uses slot b.
 struct IndexView {
   const void* data = nullptr;
   bool is_int64 = false;

@@ -17,7 +17,7 @@ void check_sequences(const ArgumentChecks& checks, const std::optional<at::Tenso
 // Raises unless the values of cu_seqlens, on the CPU, increase from 0 to seqlen.
 void check_cu_seqlens_values(std::string_view op, const at::Tensor& cu_seqlens, int64_t seqlen);
 
-// The number of states: one for each packed sequence or, without cu_seqlens, for each entry of the batch.
+// The number of states: one for each packed sequence or, without cu_seqlens, for each row of the batch.
 c10::SymInt count_states(const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch);
 
 // Allocates states of the given shape. Kernels write those of sequences that have steps; those of others are a copy of `empty`

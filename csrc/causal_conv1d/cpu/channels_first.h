@@ -1,4 +1,4 @@
-// The causal convolution of channels-first tensors, whose steps are contiguous, with one sequence per batch entry. kernel.cpp
+// The causal convolution of channels-first tensors, whose steps are contiguous, with one sequence per batch row. kernel.cpp
 // has the formulas.
 //
 // A task takes its channels one by one; a SIMD lane is a step. It converts a chunk of kChunkSteps steps to the accumulation

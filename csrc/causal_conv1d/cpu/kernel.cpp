@@ -11,7 +11,7 @@
 // and earlier g only. Backward therefore advances in time too, and its gradients of x are width - 1 steps behind. It recomputes
 // pre_t from x; forward saves nothing.
 //
-// A task takes its channels of one batch entry, sequence by sequence, in tiles of kTileSteps steps; a SIMD lane is a channel.
+// A task takes its channels of one batch row, sequence by sequence, in tiles of kTileSteps steps; a SIMD lane is a channel.
 // Scratch memory keeps the last width - 1 steps of x and g between tiles. A tensor of the accumulation type with contiguous
 // channels is read and written in place. Any other tensor passes through scratch memory, transposed if its steps are
 // contiguous. For widths of 2 to 4 in float32, fwd_groups and bwd_groups compute kGroupSteps steps at a time in registers. All

@@ -1,7 +1,7 @@
 // Interface between the CPU entry points (entry.cpp, compiled once) and the CPU kernels (kernel.cpp, compiled once per
 // instruction set).
 //
-// A task is a block of channels of one batch entry, for all steps.
+// A task is a block of channels of one batch row, for all steps.
 #pragma once
 
 #include <cstddef>

@@ -160,7 +160,7 @@ struct TaskView {
   }
 };
 
-// Calls visitor(begin, end) for each sequence of a batch entry.
+// Calls visitor(begin, end) for each sequence of a batch row.
 template <typename Visitor>
 void for_each_sequence(const ConvParams& p, int64_t batch, const Visitor& visitor) {
   for (int64_t begin = 0; begin < p.seqlen;) {

@@ -1,5 +1,5 @@
 // Forward and backward of the causal convolution for channels-first tensors, whose steps are contiguous. causal_conv1d.h and
-// channels_last_bwd.cuh have the formulas. Each batch entry is one sequence.
+// channels_last_bwd.cuh have the formulas. Each batch row is one sequence.
 //
 // A warp takes a tile of time of one channel, and per iteration each lane takes a vector of 16 bytes of neighboring steps.
 // Forward advances in time, backward goes back. A lane gets the kHalo inputs before its vector from the lane below by shuffles,

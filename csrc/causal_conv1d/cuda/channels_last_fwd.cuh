@@ -1,6 +1,6 @@
 // Forward of the causal convolution for channels-last tensors (batch, seqlen, channels); causal_conv1d.h has the formula.
 //
-// A block takes kWarps consecutive segments of `steps` steps of one batch entry, one per warp. A lane owns kLaneChannels
+// A block takes kWarps consecutive segments of `steps` steps of one batch row, one per warp. A lane owns kLaneChannels
 // neighboring channels and advances in time, with their taps and the last kHalo inputs in registers. A warp thus reads and
 // writes contiguous memory, each element once; only the kHalo steps before its segment are read twice.
 //
@@ -8,7 +8,7 @@
 // memory that belong to the lane and need no barrier. Near the ends of packed sequences a second loop computes one step at a
 // time: where a sequence begins, it replaces the last inputs by the sequence's initial state.
 //
-// The channels-last kernels are compiled twice. The specialized one takes batch entries of one sequence and a width of
+// The channels-last kernels are compiled twice. The specialized one takes batch rows of one sequence and a width of
 // kMaxVectorWidth, and tests neither in its loops; the other takes packed sequences and smaller widths.
 #pragma once
 

@@ -37,7 +37,7 @@ inline bool is_specialized(const ConvParams& p) { return p.ids.data == nullptr &
 // others.
 struct Tiling {
   int64_t steps = 0;
-  int64_t tiles = 0;           // per batch entry
+  int64_t tiles = 0;           // per batch row
   int64_t channel_blocks = 0;  // channels last: blocks that share a tile's steps
 };
 

@@ -1,4 +1,4 @@
-// The decoding step of the causal convolution: one thread per channel of each batch entry.
+// The decoding step of the causal convolution: one thread per channel of each batch row.
 //
 // The state holds the last inputs of a channel. A thread computes each new step's output from the state and the steps before,
 // and then rolls the state: its elements move towards the front, and the new steps become its last elements. For a single step

@@ -1,7 +1,7 @@
 // Tasks of the CPU's linear scan, and the table of kernels of one instruction set. entry.cpp is compiled once, kernel.cpp once
 // per instruction set.
 //
-// A task is a block of channels of one batch entry over all of time. Tensors that are not read and written in place pass
+// A task is a block of channels of one batch row over all of time. Tensors that are not read and written in place pass
 // through scratch memory, in tiles of [steps][lanes] in the accumulation type.
 #pragma once
 

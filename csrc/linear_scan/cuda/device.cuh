@@ -24,11 +24,11 @@ struct ThreadTile {
   __device__ __forceinline__ ThreadTile(const LinearScanParams& p, const Partition& partition, uint32_t index)
       : index(index), tile(partition.chains.divide(index)) {
     const uint32_t chain = index - tile * partition.chains.value<uint32_t>();
-    const uint32_t entry = partition.channel_blocks.divide(chain);
-    const uint32_t block = chain - entry * partition.channel_blocks.value<uint32_t>();
+    const uint32_t row = partition.channel_blocks.divide(chain);
+    const uint32_t block = chain - row * partition.channel_blocks.value<uint32_t>();
     const uint32_t segment = threadIdx.x / T::kLanes, lane = threadIdx.x % T::kLanes;
     const int64_t position = int64_t(tile) * T::kSteps + segment * T::kThreadSteps;
-    batch = entry;
+    batch = row;
     first = T::kIsForward ? position : p.seqlen - 1 - position;
     channel = int64_t(block) * kTileChannels + lane * T::kVector;
     channels = T::kPlain ? T::kVector : count(p.channels - channel, T::kVector);

@@ -51,7 +51,8 @@ class Plan {
     for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) add_view(Partition::kInputs + i, p.inputs[i]);
     add_view(Partition::kH, p.h);
     if (partition.tiles > 1) {
-      // Blocks come to a chain's next tile after as many others as there are chains: with a third of the blocks, long enough.
+      // A block reaches the next tile of a chain after one tile of every other chain. With many chains the state before the
+      // tile is published by then, and no maps are needed.
       const bool has_many_chains = chains >= partition.multiprocessors;
       const int64_t words_per_value = accumulate_bytes_ / 4;
       const int64_t state_words = partition.tiles * chains * kTileChannels * words_per_value;

@@ -33,7 +33,7 @@ struct Partition {
   uint32_t tiles_in_all = 0;  // below 2^31
   int64_t tiles = 0;          // along time
   cuda::Divisor chains;
-  cuda::Divisor channel_blocks;  // chains of one batch entry
+  cuda::Divisor channel_blocks;  // chains of one batch row
   int multiprocessors = 0;
   // Bit i: whether the rows of view i are loaded and stored as vectors. Views: kInputs + i, kGradInputs + i, kH, kGradH.
   uint32_t vector_views = 0;
@@ -42,7 +42,8 @@ struct Partition {
   // one tile along time.
   uint32_t* ticket_counter = nullptr;
   uint64_t* state_words = nullptr;
-  // The map of each tile, (tiles, chains, kTileChannels, 2), likewise. Null, too, if there are many chains.
+  // The map of each tile, (tiles, chains, kTileChannels, 2). Zero before the kernel; null if there is one tile along time, or
+  // many chains.
   uint64_t* tile_words = nullptr;
 
   static constexpr int kInputs = 0, kGradInputs = kMaxRecurrenceInputs, kH = 2 * kMaxRecurrenceInputs, kGradH = kH + 1;

@@ -2,7 +2,7 @@
 // (*kernel.cpp) once per instruction set.
 //
 // A block is a vector of channels, one per SIMD lane, inside one group of B and of C. A task is up to kMaxBlocksPerTask
-// consecutive blocks of one batch entry with the same groups, so that B and C are loaded once for all of them. The division
+// consecutive blocks of one batch row with the same groups, so that B and C are loaded once for all of them. The division
 // depends on the shape and the vector length only, never on the number of threads, and so do all sums.
 #pragma once
 
@@ -36,7 +36,7 @@ struct Blocking {
     segment = std::gcd(p.B.per_step ? p.dim / p.B.groups : p.dim, p.C.per_step ? p.dim / p.C.groups : p.dim);
     segments = segment == 0 ? 0 : p.dim / segment;
     blocks_per_segment = (segment + lanes - 1) / lanes;
-    // At least eight tasks per segment if it has as many blocks, so that one batch entry fills several cores.
+    // At least eight tasks per segment if it has as many blocks, so that one batch row fills several cores.
     blocks_per_task = std::clamp<int64_t>(blocks_per_segment / 8, 1, kMaxBlocksPerTask);
     tasks_per_segment = (blocks_per_segment + blocks_per_task - 1) / blocks_per_task;
     padded_dstate = (p.dstate + lanes - 1) / lanes * lanes;
@@ -56,12 +56,12 @@ struct Blocking {
   int64_t part_size() const { return chunk_length * padded_dstate; }
 };
 
-// A task's batch entry, channels and blocks.
+// A task's batch row, channels and blocks.
 struct Task {
   int64_t batch;
   int64_t first_channel;  // of its first block
   int64_t end_channel;    // of its segment: blocks end there
-  int64_t first_block;    // counted over the batch entry
+  int64_t first_block;    // counted over the batch row
   int64_t blocks;
 
   Task(const Blocking& blocking, int64_t index) {
@@ -97,7 +97,7 @@ struct CpuKernels {
   // One task, one chunk; chunks are visited from last to first.
   void (*bwd_task)(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t task, int64_t chunk,
                    std::byte* scratch);
-  // Adds up the tasks' parts of the gradients of a per-step B and C for one chunk of one batch entry.
+  // Adds up the tasks' parts of the gradients of a per-step B and C for one chunk of one batch row.
   void (*bwd_reduce)(const SelectiveScanBwdParams&, const Blocking&, const BwdWorkspace&, ScalarKind, int64_t batch,
                      int64_t chunk, std::byte* scratch);
 };

@@ -1,5 +1,5 @@
-// The last kernel of the selective scan's backward on CUDA: adds the blocks' partial sums in a fixed order, of tiles, batch
-// rows and segments, and writes the gradients in their own type and strides.
+// The last kernel of the selective scan's backward on CUDA: adds the blocks' partial sums over tiles, batch rows and segments
+// in a fixed order, and writes the gradients in their own type and strides.
 //
 // One launch computes all sums, each in its own range of blocks. A thread computes one element; neighboring threads read
 // neighboring elements of the partial sums.

@@ -29,7 +29,7 @@ constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
 // from tile to tile.
 __device__ __forceinline__ int opaque_thread() { return opaque(static_cast<int>(threadIdx.x)); }
 
-// A block's batch entry, channels and steps. It is kept in shared memory and read on use, so it occupies no registers.
+// A block's batch row, channels and steps. It is kept in shared memory and read on use, so it occupies no registers.
 struct Position {
   int64_t batch, segment, tile;
   int64_t first_channel;
@@ -54,13 +54,13 @@ struct Position {
   }
 };
 
-// The row of the block's first channel in its batch entry.
+// The row of the block's first channel in its batch row.
 template <typename Scalar>
 __device__ __forceinline__ Scalar* first_row(const SequenceView& view, const Position& at) {
   return static_cast<Scalar*>(view.data) + at.batch * view.stride_batch + at.first_channel * view.stride_dim;
 }
 
-// The first state and step of the block's group in its batch entry; null where the matrix is constant.
+// The first state and step of the block's group in its batch row; null where the matrix is constant.
 template <typename Scalar>
 __device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const SelectiveScanParams& p, const Position& at) {
   if (!view.per_step) return nullptr;

@@ -102,8 +102,7 @@ void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partitio
   if (p.grad_delta_bias != nullptr) workspace.reserve(&sums.grad_delta_bias, rows * p.dim);
 }
 
-// Launches the carry pass, if time is cut into segments: for all segments but the one that no other follows (in backward: that
-// no other precedes).
+// Launches the carry pass if time is split into segments: for all segments except the last (in backward: except the first).
 template <typename Launch>
 cudaError_t launch_carry_pass(warp_scan::ScanPlan plan, int64_t first_segment, const Launch& launch) {
   if (plan.segments == 1) return cudaSuccess;
@@ -160,7 +159,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   const at::Tensor states = bwd.chunk_states.contiguous();
   SelectiveScanBwdParams params = make_bwd_params(bwd, method, states, grads);
 
-  // Without channels the gradients of B and C are sums without terms.
+  // Without channels the gradients of B and C are sums of no terms: zero.
   if (params.dim == 0) {
     grads[kGradB].zero_();
     grads[kGradC].zero_();

@@ -36,7 +36,7 @@ struct ChannelPartition {
   int block_channels = 0;
   int64_t group_channels = 0;
   int64_t tiles_per_group = 0;
-  int64_t tiles = 0;  // per batch entry and segment
+  int64_t tiles = 0;  // per batch row and segment
   int64_t segments = 1;
   int64_t segment_steps = 0;
   // The segments of a launch: all, or in the carry pass those whose maps other segments fold.
@@ -51,7 +51,7 @@ struct ChannelPartition {
 struct PartialSums {
   // The tiles and segments of the launch that stores them.
   int64_t tiles = 0, segments = 1;
-  // (batch, tiles, dstate, padded_steps) each. Null, too, if B or C is constant, or if one tile is a whole group.
+  // (batch, tiles, dstate, padded_steps) each. Also null if B or C is constant, or if one tile is a whole group.
   void* grad_B = nullptr;
   void* grad_C = nullptr;
   int64_t padded_steps = 0;

@@ -26,7 +26,7 @@ struct Plan {
   sequential::ScanPlan sequential;
   // Also the plan of the sequential scan's carry pass, with the same segments.
   warp_scan::ScanPlan warp_scan;
-  // The largest of the call's launches, per block. Above the device's limit only if no tile size fits.
+  // Shared memory per block of the call's largest launch. Above the device's limit only if no tile size fits.
   int64_t shared_bytes = 0;
 
   const ChannelPartition& partition() const {

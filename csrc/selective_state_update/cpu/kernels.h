@@ -1,7 +1,7 @@
 // Blocks of the CPU's state update, and the kernel of one instruction set. entry.cpp is compiled once, kernel.cpp once per
 // instruction set.
 //
-// A block is up to a vector of consecutive channels of one batch entry, inside one group of B and C.
+// A block is up to a vector of consecutive channels of one batch row, inside one group of B and C.
 #pragma once
 
 #include <cstdint>

@@ -124,7 +124,7 @@ __device__ __forceinline__ Method make_method(const StateUpdateParams& p) {
   }
 }
 
-// A warp's batch entry, group and channels.
+// A warp's batch row, group and channels.
 template <typename Index>
 struct Tile {
   Index batch, group;

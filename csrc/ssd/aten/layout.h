@@ -72,7 +72,7 @@ class Scan {
 
   // A copy of a part's states, zero if absent, (rows, heads, headdim, dstate).
   at::Tensor load_states(const OptionalTensor& states, const Part& part) const;
-  // A chunk's first states, or the gradients of its last ones, as far as they reach the other end; before the decay.
+  // A chunk's first states, or the gradients of its last states, before the decay; zero where a sequence begins in the chunk.
   static at::Tensor across(const at::Tensor& states, const Chunks& chunks, int64_t chunk);
   // The states before each chunk and after the last, (chunks + 1, rows, heads, headdim, dstate).
   at::Tensor boundary_states(const Chunks& chunks, const at::Tensor& first) const;

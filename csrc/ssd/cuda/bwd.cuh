@@ -39,8 +39,8 @@
 
 namespace ssm_kernels::ssd {
 
-// Threads is the class of what threads do, StatePassing or BwdChunks. With mma.sync there are as many stages as fit in shared
-// memory.
+// Threads is StatePassing or BwdChunks, the class that has the code of a kernel's threads. With mma.sync there are as many
+// stages as fit in shared memory.
 template <typename Threads, typename Mma, typename Kernel>
 cudaError_t launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdParams params,
                                   const WorkPartition& partition, int max_shared_bytes, cudaStream_t stream) {

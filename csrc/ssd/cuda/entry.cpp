@@ -1,7 +1,7 @@
-// CUDA entry points of the chunked scan. It runs as kernels of its own (fwd.cuh, bwd.cuh) on the current stream; fp64,
-// and what takes more shared memory than the device has for a block, as ATen's products (chunked_scan.h). Empty waits for the
-// device, except that the values of cu_seqlens are checked on the host by forward unless a CUDA graph is being captured, and
-// read there by ATen's products.
+// CUDA entry points of the chunked scan. Fused kernels (fwd.cuh, bwd.cuh) run on the current stream. ATen matmuls
+// (ssd/aten/chunked_scan.h) take fp64, and calls that need more shared memory than a block can have. The host waits for the
+// device in two cases only: forward checks the values of cu_seqlens, unless a CUDA graph is being captured, and the ATen
+// matmuls read them.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 

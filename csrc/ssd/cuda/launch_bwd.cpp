@@ -189,7 +189,7 @@ class Backward {
   bool needs(Grad grad) const { return bwd_.needs_grad[grad]; }
 
   // Numbers the chunks, and splits the heads of a group among as few blocks as fill the device. Estimates the time in rounds of
-  // one block per multiprocessor: a round takes its state tiles' time and that of the block's beginning and end.
+  // one block per multiprocessor: a round takes the time of its state tiles and of the block's beginning and end.
   void share_work() {
     const int64_t chunks = ceil_div(params_.seqlen, kChunk);
     params_.num_chunks =
@@ -335,8 +335,8 @@ void run_in_sub_batches(const BwdInputs& bwd, Discretization method, GradTensors
   if (bwd.needs_grad[kGradD]) grads[kGradD] = sums.D.contiguous();
 }
 
-// Runs a call with more columns. y is a sum over columns of B, C and the states, and so is each gradient except those of the
-// columns themselves. D x and the gate are not part of that sum: D x comes with the last columns.
+// Runs a call with more columns. y is a sum over columns of B, C and the states, and so is each gradient except the gradients
+// of the columns themselves. D x and the gate are not part of that sum: D x comes with the last columns.
 void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma, int64_t at_once) {
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);

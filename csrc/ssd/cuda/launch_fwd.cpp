@@ -100,8 +100,7 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   const bool is_fp32 = dtype == at::kFloat;
   const int available = max_shared_bytes(in.x);
   static_assert(kMaxKernelDstate >= kMaxDstate, "dstate is checked before");
-  // With a gate, backward computes y again and so needs what forward needs; else no more than forward of the columns that it
-  // takes at a time.
+  // With a gate, backward recomputes y by the forward kernel on all columns; without one, it takes backward_columns at a time.
   int64_t columns = in.B.size(3);
   if (is_backward && is_fp32 && !is_present(in.z)) columns = std::min(columns, backward_columns(is_fp32, available));
   return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);
