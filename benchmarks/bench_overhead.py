@@ -97,9 +97,9 @@ def cases(options: argparse.Namespace) -> list[Call]:
         Call("selective_state_update", functools.partial(step, lambda inputs: ssm_kernels.selective_state_update(**inputs))),
         Call("a * b", of_product),
     ]
-    if (peer := peers.selective_scan()) is not None:
+    if (peer := peers.operator("selective_scan")) is not None:
         found.append(Call("mamba_ssm, selective_scan", functools.partial(training, peer)))
-    if (peer := peers.state_update()) is not None:
+    if (peer := peers.operator("selective_state_update")) is not None:
         found.append(Call("mamba_ssm, selective_state_update", functools.partial(step, peer)))
     return found
 

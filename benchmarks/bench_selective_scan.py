@@ -120,15 +120,13 @@ class Case(OperatorCase):
         }
 
     def others(self, ours: Contender, run: Run) -> dict[str, Contender]:
-        peer = peers.selective_scan()
-        if peer is None or self.discretization != "zoh":
-            return {}
-        given = ours._replace(function=peer)
-        if self.contiguous == "seqlen":
-            return {"peer": given}
+        found = super().others(ours, run) if self.discretization == "zoh" else {}
+        if not found or self.contiguous == "seqlen":
+            return found
         # The peer copies such tensors: in its own layout too.
         copied = replace(self, contiguous="seqlen").inputs(run.device)
-        return {"peer": Contender(peer, copied, [ours.grads[0].contiguous()]), "peer_given": given}
+        given = found["peer"]
+        return {"peer": Contender(given.function, copied, [ours.grads[0].contiguous()]), "peer_given": given}
 
 
 MAIN = (8, 2048, 2048)
@@ -234,7 +232,7 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    return {"peer": peers.described(peers.selective_scan()), "rates": H200_RATES if on_h200(run.device) else None}
+    return {"peer": peers.described(peers.operator("selective_scan")), "rates": H200_RATES if on_h200(run.device) else None}
 
 
 BENCHMARK = Benchmark(

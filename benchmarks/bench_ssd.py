@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks import peers
-from benchmarks.benchmark import PEER, Benchmark, Contender, Contest, Result, Run, main, relative_error, speedups
+from benchmarks.benchmark import PEER, Benchmark, Contest, Result, Run, main, relative_error, speedups
 from benchmarks.operator_cases import OperatorCase
 from benchmarks.tables import (
     DIRECTIONS,
@@ -112,10 +112,6 @@ class Case(OperatorCase):
         # Inputs and gradients, output and the incoming gradient; of these, what is there before forward.
         amounts = {"least_bytes": 2 * given, "given_bytes": given}
         return {"bytes": self.moved_bytes(), "operations": self.operations(), **amounts}
-
-    def others(self, ours: Contender, run: Run) -> dict[str, Contender]:
-        peer = peers.ssd()
-        return {} if peer is None else {"peer": ours._replace(function=peer)}
 
     def errors_of_out(self, inputs: Mapping[str, Tensor]) -> dict[str, float]:
         """The error of ``out``, with D and without, alone and over that of the exact result rounded to its dtype."""
@@ -202,7 +198,7 @@ def tables(result: Result) -> list[Table]:
 
 def context(run: Run) -> Result:
     settings = {"counted_chunk": COUNTED_CHUNK, "compared": "one row of the batch"}
-    return {"settings": settings, "peer": peers.described(peers.ssd())}
+    return {"settings": settings, "peer": peers.described(peers.operator("ssd_chunk_scan"))}
 
 
 BENCHMARK = Benchmark(

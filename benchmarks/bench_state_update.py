@@ -32,6 +32,7 @@ from benchmarks.tables import Table, figure, ratio, text, throughput, versus
 from ssm_kernels import reference
 
 Inputs = dict[str, Any]
+OPERATOR = "selective_state_update"
 
 # Relative L2 errors against float64 up to which a result is right: rounding to bfloat16 alone makes 1.7e-3.
 ALLOWED_ERROR = {torch.bfloat16: 2.5e-3, torch.float32: 1e-5}
@@ -106,7 +107,7 @@ class StepCase(Case):
         sets = run.sets(lambda seed: self.inputs(run.device, seed), moved, 256)
         targets = {id(inputs): torch.empty_like(inputs["state"]) for inputs in sets}
         contenders = {"ours": self.step, "copy": lambda inputs: targets[id(inputs)].copy_(inputs["state"])}
-        if self.discretization == "zoh" and (peer := peers.state_update()) is not None:
+        if self.discretization == "zoh" and (peer := peers.operator(OPERATOR)) is not None:
             contenders["peer"] = peer
 
         def results(function: Callable[[Inputs], Tensor]) -> dict[str, Tensor]:
@@ -165,7 +166,7 @@ def time_call(function: Callable[[Inputs], Any], inputs: Inputs, device: torch.d
 def host_times(run: Run) -> dict[str, float]:
     case = StepCase(1, None, 64, 16)
     small = case.inputs(run.device, seed=0)  # the GPU finishes this step sooner than the host the next call
-    functions = {"ours": case.step} | ({"peer": peer} if (peer := peers.state_update()) else {})
+    functions = {"ours": case.step} | ({"peer": peer} if (peer := peers.operator(OPERATOR)) else {})
     return {who: time_host(functools.partial(function, small), run.device).median for who, function in functions.items()}
 
 
@@ -199,11 +200,11 @@ def tables(result: Result) -> list[Table]:
 
 
 def context(run: Run) -> Result:
-    return {"peer": peers.described(peers.state_update()), "host_seconds": {}}
+    return {"peer": peers.described(peers.operator(OPERATOR)), "host_seconds": {}}
 
 
 BENCHMARK = Benchmark(
-    "selective_state_update",
+    OPERATOR,
     lambda options: CASES,
     tables,
     trials=50,

@@ -49,6 +49,7 @@ class OperatorCase(Case):
         compared_options: those that the comparison adds.
         results: the names of its outputs, those that the comparison adds included.
         timed: the stages of a :class:`Contender`.
+        peer_name: the contender of mamba_ssm's kernel in a row.
         compares_others: whether peers are compared with the exact result too.
     """
 
@@ -57,6 +58,7 @@ class OperatorCase(Case):
     compared_options: Mapping[str, Any] = MappingProxyType({})
     results: tuple[str, ...] = ("out",)
     timed: tuple[str, ...] = DIRECTIONS
+    peer_name = "peer"
     compares_others = False
 
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
@@ -74,8 +76,14 @@ class OperatorCase(Case):
         """Further entries of the row: the bytes that must move, and the like."""
         raise NotImplementedError
 
-    def others(self, ours: Contender, run: Run) -> Mapping[str, Contender | Copy]:
-        return {}
+    @property
+    def peer(self) -> Function | None:
+        """mamba_ssm's kernel, if it is installed and computes the same."""
+        return peers.operator(self.operator)
+
+    def others(self, ours: Contender, run: Run) -> dict[str, Contender | Copy]:
+        peer = self.peer
+        return {} if peer is None else {self.peer_name: ours._replace(function=peer)}
 
     def function(self, module: ModuleType = ssm_kernels) -> Function:
         return functools.partial(getattr(module, self.operator), **self.options)
@@ -136,6 +144,7 @@ class ComposedOperatorCase(OperatorCase):
 
     results = ("out 0", "out 1")
     dtype: torch.dtype
+    peer_name = PEER
     compares_others = True
 
     def by_pytorch(self, **tensors: Tensor) -> Any:
@@ -144,11 +153,6 @@ class ComposedOperatorCase(OperatorCase):
     def moved_bytes(self) -> dict[str, int]:
         """Bytes that forward and backward must read and write, parameters left out."""
         raise NotImplementedError
-
-    @property
-    def peer(self) -> Function | None:
-        """mamba_ssm's kernel, if it is installed and computes the same."""
-        return peers.layer_operator(self.operator)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:
         return (
@@ -167,9 +171,8 @@ class ComposedOperatorCase(OperatorCase):
         return {"bytes": self.moved_bytes()}
 
     def others(self, ours: Contender, run: Run) -> dict[str, Contender | Copy]:
-        functions = {"PyTorch": self.by_pytorch} | ({PEER: self.peer} if self.peer else {})
-        found = {who: ours._replace(function=function) for who, function in functions.items()}
-        return {**found, "copy": Copy(self.moved_bytes(), run.device)}
+        by_pytorch, copy = ours._replace(function=self.by_pytorch), Copy(self.moved_bytes(), run.device)
+        return {"PyTorch": by_pytorch, **super().others(ours, run), "copy": copy}
 
 
 @dataclass(frozen=True)

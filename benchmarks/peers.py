@@ -51,19 +51,10 @@ def described(peer: Any, *packages: str) -> str:
     return " with ".join(map(_version, ("mamba_ssm", *packages))) + ", in this run"
 
 
-def state_update() -> Callable[[dict[str, Any]], Tensor] | None:
-    """The Triton kernel of the decoding step, if it is installed; takes ``selective_state_update``'s keyword arguments."""
-    found = _imported("mamba_ssm.ops.triton.selective_state_update", "selective_state_update")
-    return found and (lambda inputs: found[0](**inputs))
-
-
-def selective_scan() -> Callable[..., Tensor] | None:
-    """The CUDA kernel of the scan, if it is installed and runs on this GPU; takes ``selective_scan``'s tensors, softplus on."""
-    found = _imported("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn")
-    if found is None:
-        return None
-    scan = functools.partial(found[0], delta_softplus=True)
-    try:  # without its CUDA extension some versions can be imported
+def _working_scan(scan: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
+    """mamba_ssm's scan with softplus, if it runs: without its CUDA extension some versions can be imported."""
+    scan = functools.partial(scan, delta_softplus=True)
+    try:
         u, A, B = (torch.zeros(shape, device="cuda") for shape in ((1, 8, 16), (8, 4), (1, 4, 16)))
         scan(u, u, A, B, B)
         torch.cuda.synchronize()
@@ -72,10 +63,47 @@ def selective_scan() -> Callable[..., Tensor] | None:
     return scan
 
 
-def ssd() -> Callable[..., Tensor] | None:
-    """The Triton kernels of Mamba-2's scan, if installed, in chunks of 256; takes ``ssd_chunk_scan``'s tensors, softplus on."""
-    found = _imported("mamba_ssm.ops.triton.ssd_combined", "mamba_chunk_scan_combined")
-    return found and functools.partial(found[0], chunk_size=256, dt_softplus=True)
+# By our operator's name: the module, the function, and what makes it take the tensors of ours.
+_OPERATORS: dict[str, tuple[str, str, Callable[..., Any]]] = {
+    "selective_scan": ("mamba_ssm.ops.selective_scan_interface", "selective_scan_fn", _working_scan),
+    "selective_state_update": (
+        "mamba_ssm.ops.triton.selective_state_update",
+        "selective_state_update",
+        lambda update: lambda inputs: update(**inputs),
+    ),
+    "ssd_chunk_scan": (
+        "mamba_ssm.ops.triton.ssd_combined",
+        "mamba_chunk_scan_combined",
+        lambda scan: functools.partial(scan, chunk_size=256, dt_softplus=True),
+    ),
+    "causal_conv1d": (
+        "causal_conv1d",
+        "causal_conv1d_fn",
+        lambda conv: lambda x, weight, bias: conv(x.mT, weight, bias, activation="silu").mT,
+    ),
+    "rms_norm_gated": (
+        "mamba_ssm.ops.triton.layernorm_gated",
+        "rmsnorm_fn",
+        lambda norm: lambda x, weight, z: norm(x, weight, None, z=z, eps=1e-5, norm_before_gate=False),
+    ),
+    "add_rms_norm": (
+        "mamba_ssm.ops.triton.layer_norm",
+        "rms_norm_fn",
+        lambda norm: (
+            lambda x, residual, weight: norm(x, weight, None, residual=residual, prenorm=True, residual_in_fp32=True, eps=1e-5)
+        ),
+    ),
+}
+
+
+def operator(name: str) -> Callable[..., Any] | None:
+    """The kernel of mamba_ssm or causal-conv1d for our operator of this name; None where none is installed and runs.
+
+    It takes the tensors of ours by name; that of the decoding step takes their dictionary.
+    """
+    module, function, adapt = _OPERATORS.get(name, ("", "", None))
+    found = _imported(module, function) if module else None
+    return found and adapt(found[0])
 
 
 def layers() -> dict[str, Callable[..., nn.Module]]:
@@ -98,24 +126,6 @@ def language_model() -> Callable[..., nn.Module] | None:
         return models[0](configs[0](**config, ssm_cfg=ssm_cfg), **factory)
 
     return make
-
-
-def layer_operator(name: str) -> Callable[..., Any] | None:
-    """The operator between scans and projections in mamba_ssm's layers, by the name of ours; None if it is not installed."""
-    module, function = {
-        "causal_conv1d": ("causal_conv1d", "causal_conv1d_fn"),
-        "rms_norm_gated": ("mamba_ssm.ops.triton.layernorm_gated", "rmsnorm_fn"),
-        "add_rms_norm": ("mamba_ssm.ops.triton.layer_norm", "rms_norm_fn"),
-    }.get(name, ("", ""))
-    found = _imported(module, function) if module else None
-    calls = {
-        "causal_conv1d": lambda x, weight, bias: found[0](x.mT, weight, bias, activation="silu").mT,
-        "rms_norm_gated": lambda x, weight, z: found[0](x, weight, None, z=z, eps=1e-5, norm_before_gate=False),
-        "add_rms_norm": lambda x, residual, weight: found[0](
-            x, weight, None, residual=residual, prenorm=True, residual_in_fp32=True, eps=1e-5
-        ),
-    }
-    return found and calls[name]
 
 
 class GatedScan(NamedTuple):

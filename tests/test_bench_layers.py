@@ -87,7 +87,7 @@ SMALL_OPERATORS = [
 def test_operator_is_compared_with_float64(call, monkeypatch):
     """Results and gradients of ours and of PyTorch's functions are right; a peer that computes something else is wrong."""
     ours = call.function()
-    monkeypatch.setattr(peers, "layer_operator", lambda name: lambda x, **rest: ours(x=1.1 * x + 0.1, **rest))
+    monkeypatch.setattr(peers, "operator", lambda name: lambda x, **rest: ours(x=1.1 * x + 0.1, **rest))
     (row,) = measure_cases([call], RUN)
     assert row["wrong"] and all(wrong.startswith("mamba_ssm: out") for wrong in row["wrong"]), row["errors"]
     assert row["bytes"] == call.moved_bytes() and row["copy"]["forward"]["median"] > 0
