@@ -69,7 +69,8 @@ def _scan_sequences(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_s
 
 
 RECURRENCES: dict[str, Callable[..., tuple[Tensor, Tensor]]] = {}
-"""Of each recurrence, by the name of its scan: its inputs (and options) -> ``(a, b)`` of ``h_t = a_t h_{t-1} + b_t``."""
+"""By the name of a recurrence's scan: a function of its inputs (and options) that returns ``(a, b)`` of
+``h_t = a_t h_{t-1} + b_t``."""
 
 
 class _Scan(Protocol):

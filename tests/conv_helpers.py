@@ -1,4 +1,4 @@
-"""What the tests of causal_conv1d and causal_conv1d_update share: inputs, evaluation, comparison with the reference."""
+"""Inputs of causal_conv1d and causal_conv1d_update, and their comparison with the reference."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ssm_kernels import causal_conv1d_update, reference
 TENSORS = ("x", "weight", "bias", "initial_state")
 # cu_seqlens with sequences shorter than a width, of one step, and without steps: first, last, twice in a row.
 PACKED = (0, 0, 1, 3, 3, 3, 9, 40, 75, 75)
-# Beside those of helpers.LAYOUTS: (batch, channels, seqlen) in memory; columns of a wider tensor that begin at a multiple of 16
+# In addition to helpers.LAYOUTS: (batch, channels, seqlen) in memory; columns of a wider tensor that begin at a multiple of 16
 # bytes, and that do not; rows of a wider channels-first tensor.
 LAYOUTS = ("channels_first_memory", "slice", "odd_slice", "channels_first_slice")
 

@@ -223,7 +223,7 @@ def move_all(inputs: dict[str, Any], device: str) -> dict[str, Any]:
 
 
 def on_meta(value: Any) -> Any:
-    """Tensors, in lists too, with the same strides on meta: .to("meta") keeps those of dense tensors only."""
+    """Tensors, in lists too, with the same strides on meta: .to("meta") keeps the strides of dense tensors only."""
     if isinstance(value, (list, tuple)):
         return type(value)(map(on_meta, value))
     if not isinstance(value, Tensor):

@@ -11,7 +11,7 @@ from matplotlib.transforms import Bbox
 
 
 def _box(text: Text) -> Bbox:
-    """Of the words alone: an annotation's own extent includes its arrow."""
+    """The extent of the text alone: an annotation's own extent includes its arrow."""
     if isinstance(text, Annotation):
         text.update_positions(text.figure.canvas.get_renderer())
     return Text.get_window_extent(text)

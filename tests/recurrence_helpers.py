@@ -218,7 +218,7 @@ evaluate, make_cotangents, assert_all_close = LINEAR.evaluate, LINEAR.make_cotan
 BROADCASTING = {name: variant for name, variant in PLAIN.items() if RECURRENCES[name].broadcast}
 every_broadcasting = pytest.mark.parametrize("variant", BROADCASTING.values(), ids=list(BROADCASTING))
 
-# Of packed sequences, the offsets: among them sequences of no steps, at both ends too, and of one.
+# Offsets of packed sequences. Some sequences have no steps, also the first and the last; some have one.
 PACKED = (0, 0, 3, 4, 4, 4, 9, 9)
 
 

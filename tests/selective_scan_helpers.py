@@ -25,10 +25,10 @@ CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
 
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
-# The options of make_inputs without anything optional.
+# Options of make_inputs that leave out every optional argument.
 MINIMAL = dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False)
 
-# Dtypes of selective_state_update: of x, dt, B, C, z and out; of the state.
+# Dtypes of selective_state_update: first the dtype of x, dt, B, C, z and out, then of the state.
 STEP_DTYPES = [
     (torch.float64, torch.float64),
     (torch.float32, torch.float32),
@@ -38,7 +38,7 @@ STEP_DTYPES = [
     (torch.bfloat16, torch.bfloat16),
 ]
 
-# Of its arguments, with and without heads and groups.
+# Sizes of its arguments, with and without heads and groups.
 STEP_FORMS: dict[str, dict[str, Any]] = {
     "channels": {"dim": 6},
     "channels_groups": {"dim": 6, "groups": 3},

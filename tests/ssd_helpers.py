@@ -20,7 +20,7 @@ from torch import Tensor
 TENSORS = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
 SEQUENCES = ("x", "dt", "B", "C", "z")
 
-# Those whose transition is e^z; what the operator takes.
+# The methods with transition e^z, which the operator takes.
 METHODS = ("zoh", "zoh_exact", "poly", "highorder", "rk4")
 
 # Where assert_nan_ends may put its NaN.
@@ -29,13 +29,13 @@ NAN_PLACES = (*SEQUENCES, "initial_states", "grad_out", "grad_final_states")
 # Steps that CUDA's kernels take together, whatever chunk_size says.
 KERNEL_CHUNK = 64
 
-# The options of make_inputs without anything optional.
+# Options of make_inputs that leave out every optional argument.
 MINIMAL: dict[str, Any] = {"D": None} | dict.fromkeys(("z", "dt_bias", "dt_softplus", "initial_states"), False)
 
-# Of packed sequences, the offsets: among them sequences of no steps, at both ends too, and of one.
+# Offsets of packed sequences. Some sequences have no steps, also the first and the last; some have one.
 PACKED = (0, 0, 3, 4, 4, 4, 9, 9)
 
-# The gradients that are as few numbers as there are heads, each of them a sum over all steps of results of products.
+# Gradients with one number per head, each a sum over all steps.
 FEW_SUMS = ("grad_A", "grad_dt_bias")
 
 # Options of make_inputs, each with what it does not name as in MINIMAL.
@@ -206,8 +206,8 @@ class SsdChunkScan(OperatorSpec):
             return super().evaluate_natively(inputs, cotangents, exact)
         if cotangents is None:
             return self.evaluate(scan_in_16_bit_products, inputs)
-        # Of so few numbers one draw of roundings may by chance be far more exact than is usual: the least exact of several
-        # chunks.
+        # One draw of roundings of so few numbers may by chance be far more exact than usual: take the least exact of several
+        # chunk lengths.
         draws = [self.evaluate(partial(scan_in_16_bit_products, chunk=steps), inputs, cotangents) for steps in (64, 48, 32)]
         few = [f"grad_{name}" for name in tensor_names(inputs) if f"grad_{name}" in FEW_SUMS]
         return draws[0] | {
@@ -216,7 +216,7 @@ class SsdChunkScan(OperatorSpec):
         }
 
     def rounding_floor(self, name: str, inputs: dict[str, Any]) -> float | None:
-        # Sums in float32 of what the roundings of 16-bit operands have left: no more exact than one of these roundings.
+        # A sum in float32 of rounded fp16 or bf16 operands is no more exact than one of their roundings.
         of_16_bits = name in FEW_SUMS and has_16_bit_products(inputs)
         return torch.finfo(inputs["x"].dtype).eps / 2 if of_16_bits else None
 
@@ -267,7 +267,7 @@ def assert_nan_ends(inputs: dict[str, Any], name: str, step: int, begins: Sequen
 
 
 def assert_as_exact_as_rounding(inputs: dict[str, Any]) -> None:
-    """``out`` without D, of whose product nothing but that is rounded; under decays by which a chunk's pairs are most of it."""
+    """Compares ``out`` with its rounding. D is left out, and the decays leave mostly the pairs inside a chunk."""
     decays = torch.linspace(-2, -16, inputs["x"].shape[2], device=inputs["x"].device)
     inputs = inputs | {"D": None, "z": None, "dt": torch.full_like(inputs["dt"], 0.03), "dt_bias": None, "A": decays}
     exact = scan(**as_float64(inputs))[0]
@@ -288,7 +288,7 @@ def has_fp32_kernels(inputs: dict[str, Any]) -> bool:
 
 
 def _shared_memory(device: torch.device) -> int:
-    """That a block may have, within the limit of :func:`limited_shared_memory`."""
+    """Bytes that a block may have, within the limit of :func:`limited_shared_memory`."""
     with debug_option("ssd_shared_bytes", 2**62) as limit:
         return min(limit, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
 
@@ -299,10 +299,10 @@ def preferred_products(name: str) -> AbstractContextManager[None]:
 
 
 def limited_workspace(limit: int) -> AbstractContextManager[None]:
-    """No more bytes for the states that backward's kernels keep on CUDA, or those of one head of one row of the batch."""
+    """Limits the bytes of the states that backward's kernels keep on CUDA; one head of one batch row always fits."""
     return debug_option("ssd_workspace_bytes", limit)
 
 
 def limited_shared_memory(limit: int) -> AbstractContextManager[None]:
-    """No more bytes of it for a block: fewer stages or, with many states or in float32, PyTorch's products in float32."""
+    """Limits a block's bytes: kernels have fewer stages or, with many states or in float32, PyTorch's matmuls run."""
     return debug_option("ssd_shared_bytes", limit)

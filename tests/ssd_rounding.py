@@ -1,4 +1,4 @@
-"""A model of the CUDA kernels of ssd_chunk_scan in 16 bits: PyTorch in their dtypes, with operands rounded as theirs are."""
+"""A model of ssd_chunk_scan's CUDA kernels for fp16 and bf16: PyTorch in their dtypes, with operands rounded as theirs are."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ every_activation = pytest.mark.parametrize("activation", ["silu", None])
 # How a row is cut into sequences.
 CUTS = {"whole": {}, "seq_idx": {"seq_idx": True}, "packed": {"cu_seqlens": PACKED}}
 every_cut = pytest.mark.parametrize("cut", CUTS.values(), ids=list(CUTS))
-# Of x: whole vectors and several tiles of time, and neither.
+# Sizes of x: whole vectors and several tiles of time, and neither.
 SIZES = {"vectors": {"channels": 136, "seqlen": 328}, "odd": {"channels": 21, "seqlen": 75}}
 every_size = pytest.mark.parametrize("size", SIZES.values(), ids=list(SIZES))
 
@@ -297,7 +297,7 @@ def test_not_finite_stays_in_its_channel_and_window(width, value, device):
 
 
 def test_states_and_steps_of_other_sequences_are_not_read(device):
-    """What precedes a sequence in memory, and the states of others, may be NaN."""
+    """Memory before a sequence, and the states of other sequences, may be NaN."""
     inputs = make_inputs(cu_seqlens=(0, 20, 40, 75), channels=24, dtype=torch.float32, device=device)
     clean = evaluate(with_state, inputs, make_cotangents(inputs))
     x, state = inputs["x"].clone(), inputs["initial_state"].clone()
@@ -445,7 +445,7 @@ def test_other_names_of_activations(name, device):
 
 
 def test_offsets_beyond_32_bits(device, needs_gpu_memory):
-    """Rows of the batch that lie 2^31 elements apart."""
+    """Rows of the batch are 2^31 elements apart."""
     needs_gpu_memory(device, 6)
     inputs = make_inputs(seqlen=70, channels=16, dtype=torch.bfloat16, device=device)
     far = torch.empty(2**31 + 70 * 16, dtype=torch.bfloat16, device=device).as_strided((2, 70, 16), (2**31, 16, 1))

@@ -9,7 +9,7 @@ import torch
 from helpers import DEBUG_OPTION_VALUES, debug_option, set_debug_option
 
 LARGEST = 2**63 - 1
-# Of each option: its default, and the least and the most that it may be.
+# The default, the smallest and the largest value of each option.
 OPTIONS = {
     "causal_conv1d_kernel": (0, 0, 1),
     "selective_scan_kernel": (0, 0, 2),

@@ -221,7 +221,7 @@ def test_seed_model_and_discretization_decide_the_run(example, steps, tmp_path):
     assert first != mamba2 != exact == losses("--model", "mamba2", "--discretization", "foh")
 
 
-# Of both examples.
+# Options of both examples.
 BAD_ARGUMENTS = [
     (["--discretization", "tustin"], ["tustin", *ssm_kernels.discretizations]),
     (["--model", "lstm"], ["--model", "lstm", "mamba", "mamba2", "mingru", "minlstm"]),

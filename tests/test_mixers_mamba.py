@@ -71,7 +71,7 @@ def test_the_two_results_share_their_memory(device):
 
 
 def mixer_loss(layer: snn.Mamba, xz: Tensor, watch: Callable[[Tensor], None] = lambda z: None) -> Tensor:
-    """Of the layer after its in-projection; ``watch`` is given the gate."""
+    """A loss of the layer after its in-projection; ``watch`` receives the gate."""
     x, scanned, z = operator(xz, layer.conv1d.weight.squeeze(1), layer.conv1d.bias, None)
     watch(z)
     return layer._scan(x, z, None, scanned)[0].square().sum()
@@ -169,7 +169,7 @@ def test_second_derivatives_raise(device):
 
 
 def test_projections_that_write_into_their_input(device):
-    """A hook changes the memory that the scan reads as well, and gradients are those of what was computed."""
+    """A hook changes the memory that the scan reads as well; gradients match the changed values."""
     layer, xz = make_mixer(device)
     layer.x_proj.register_forward_pre_hook(lambda module, inputs: inputs[0].mul_(2) if torch.is_grad_enabled() else None)
     mixer_loss(layer, xz).backward()

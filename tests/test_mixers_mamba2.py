@@ -16,7 +16,7 @@ SEQUENCES = ("projected", "conv_state")
 TENSORS = ("projected", "conv_weight", "conv_bias", "A_log", "D", "dt_bias", "norm_weight", "conv_state", "ssm_state")
 RESULTS = ("out", "final_conv_state", "final_ssm_state")
 
-# Of make_inputs.
+# Options of make_inputs.
 OPTIONS: dict[str, dict[str, Any]] = {
     "default": {},
     "norm_before_gate": {"norm_before_gate": True},
@@ -161,7 +161,7 @@ def test_gradients_of_a_subset(norm, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("options", [{}, {"resets": True}, {"norm": False}], ids=["default", "seq_idx", "no_norm"])
 def test_low_precision(options, dtype, device):
-    """Forward and backward are those of the operators that it is made of: the same kernels on the same numbers."""
+    """Forward and backward equal the composed operators: the same kernels run on the same numbers."""
     inputs = make_inputs(seqlen=80, heads=4, headdim=16, dstate=16, dtype=dtype, device=device, **options)
     actual, expected = evaluate(operator, inputs), evaluate(composition, inputs)
     assert_close(actual, expected, 4 * torch.finfo(dtype).eps)

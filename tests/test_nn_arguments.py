@@ -24,7 +24,7 @@ OPERATOR = "linear_scan"
 
 
 class Kind(NamedTuple):
-    """What is wrong for an argument."""
+    """Values that an argument must refuse."""
 
     types: tuple[Any, ...]
     values: tuple[Any, ...]

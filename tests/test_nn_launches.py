@@ -1,4 +1,4 @@
-"""What the layers run beside their matrix products: every operator that is not a view is at least one kernel on a GPU."""
+"""Counts the operators that layers run besides matrix products. Each that is not a view is at least one kernel on a GPU."""
 
 from __future__ import annotations
 

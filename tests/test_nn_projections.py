@@ -26,7 +26,7 @@ def test_hooks_see_every_projection(name, call):
 
 
 class Adapter(nn.Module):
-    """Of low rank, beside a layer that it calls: as adapter libraries wrap one."""
+    """A low-rank adapter beside the layer that it wraps, as adapter libraries make them."""
 
     def __init__(self, base_layer: nn.Linear) -> None:
         super().__init__()

@@ -18,7 +18,7 @@ packing = ("ssd_chunk_scan", "linear_scan", "mingru_scan", "liquid_scan", "rglru
 
 
 def assert_same_training(operator, compiled, inputs, function=None, tolerance=None) -> None:
-    """Results and gradients of the compiled function are those of the function, by default the operator."""
+    """Compares results and gradients of the compiled function with the function, by default the operator."""
     actual, expected = operator.training_step(compiled, inputs), operator.training_step(function or operator, inputs)
     operator.assert_close(actual, expected, tolerance or operator.tolerance)
 

@@ -1,4 +1,4 @@
-"""What every operator tells about bad arguments. A value or shape is a ValueError, a dtype or device a RuntimeError.
+"""Messages of every operator about bad arguments. A value or shape is a ValueError, a dtype or device a RuntimeError.
 
 Messages are compared as a whole, on the device and on meta. The operators' own files have messages that need more than a
 changed argument.

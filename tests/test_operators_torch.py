@@ -43,7 +43,7 @@ def test_opcheck(operator, options, needs_grad, device):
 
 @every_case_of_scans
 def test_opcheck_of_the_internal_operators(operator, options, device):
-    """Of backward also without each incoming gradient, and for some of the gradients."""
+    """Tests backward also without each incoming gradient, and for some of the gradients."""
     inputs = operator.make_inputs(**options, device=device)
     if operator.autograd:
         torch.library.opcheck(getattr(ops, operator.autograd).default, operator.forward_arguments(with_gradients(inputs)))
@@ -96,7 +96,7 @@ def test_meta_backward(operator, options):
 
 @every_option
 def test_results_share_no_memory_with_arguments(operator, options, device):
-    """Where nothing happens to the states either; not those of forward, either."""
+    """Not even without steps, which leave the states as they are. Neither do the results of the forward operator."""
     sizes = [{}, {"seqlen": 0}]
     if operator.packs:
         sizes.append(dict.fromkeys(options.keys() & {"resets", "seq_idx"}) | {"cu_seqlens": (0, 0)})

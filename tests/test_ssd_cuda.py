@@ -17,7 +17,6 @@ from ssm_kernels import ssd_chunk_scan
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
-in_16_bits = dtypes(torch.bfloat16, torch.float16)
 of_kernels = dtypes(torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,4 +1,4 @@
-"""ssd_chunk_scan on CUDA for fp32: kernels of three TF32 products, as exact as PyTorch's in fp32, be TF32 allowed or not.
+"""ssd_chunk_scan on CUDA for fp32: 3xTF32 kernels, as exact as PyTorch's matmuls in fp32, whether or not TF32 is allowed.
 
 test_ssd_cuda_variants.py has the tests that are the same for all dtypes.
 """
@@ -33,7 +33,7 @@ from torch import Tensor
 
 pytestmark = pytest.mark.cuda
 
-# One with a unit's columns and stages of its own each.
+# Each has its own number of columns per state tile and of stages.
 every_dstate = pytest.mark.parametrize("dstate", [64, 128, 256])
 
 
@@ -119,14 +119,14 @@ def relative_errors(inputs: dict[str, Any]) -> dict[str, float]:
 @every_dstate
 @pytest.mark.parametrize("is_allowed", [False, True], ids=["exact", "TF32_allowed"])
 def test_products_are_those_of_fp32(is_allowed, dstate, monkeypatch):
-    """One product of TF32 would leave errors of 3e-4."""
+    """A single TF32 product would leave errors of 3e-4."""
     monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", is_allowed)
     assert max(relative_errors(inputs_on_cuda(dstate=dstate, seqlen=512)).values()) <= 1e-6
 
 
 @pytest.mark.parametrize("strong", [30 * math.log(2), 60 * math.log(2), 100.0], ids=["30_bits", "60_bits", "144_bits"])
 def test_weak_decays_keep_their_accuracy_beside_strong_ones(strong):
-    """Sums of decays are then large, and what lies between two steps the difference of two such."""
+    """Cumulative sums of log decays are then large, and the decay between two steps is a difference of two of them."""
     inputs = inputs_on_cuda(heads=2, groups=1, dt_softplus=False, dt_bias=False, z=False)
     inputs["dt"] = torch.where(torch.arange(130, device="cuda")[:, None] % 9 == 8, strong, 0.01).expand_as(inputs["dt"])
     inputs["x"][:, 8::9] = 0  # else all else is small beside what such a step adds
@@ -142,7 +142,7 @@ def test_error_does_not_grow_with_the_length():
 
 
 def test_without_decay_the_error_is_of_rounding_once_a_step():
-    """Nothing is forgotten, no rounding of a state either: they are fewer than one a step, and go either way."""
+    """Without decay no rounding of a state is forgotten. There is less than one rounding per step, and they go either way."""
     seqlen = 65536
     inputs = inputs_on_cuda(batch=1, heads=2, groups=1, seqlen=seqlen, z=False)
     inputs["A"] = torch.full_like(inputs["A"], -1e-6)
@@ -155,7 +155,7 @@ def test_without_decay_the_error_is_of_rounding_once_a_step():
 @pytest.mark.parametrize("kibibytes", [99, 163])
 @pytest.mark.parametrize("name", ["everything", "packed_with_states"])
 def test_less_shared_memory(name, dstate, kibibytes):
-    """Fewer stages, or PyTorch's products in one direction or both."""
+    """Kernels have fewer stages, or PyTorch's matmuls run in one direction or both."""
     options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 700)} if name.startswith("packed") else {"seqlen": 700})
     inputs = inputs_on_cuda(dstate=dstate, **options)
     with limited_shared_memory(1024 * kibibytes):
@@ -174,7 +174,7 @@ def test_less_workspace(dstate):
 @every_dstate
 @pytest.mark.parametrize("sizes", [{"batch": 3, "seqlen": 200}, {"batch": 1, "heads": 2, "groups": 1, "seqlen": 700}])
 def test_unpacked_calls_are_not_taken_as_packed(sizes, dstate):
-    """In a kernel for both, ptxas 13.0 read another predicate for that of cu_seqlens, which was not given (docs/tuning.md)."""
+    """In a kernel for both, ptxas 13.0 read the wrong predicate for the absent cu_seqlens (docs/tuning.md)."""
     unpacked = inputs_on_cuda(dstate=dstate, **sizes)
     assert_accurate(unpacked)
     assert_accurate(unpacked | {"z": None, "D": None, "initial_states": None})
@@ -185,7 +185,7 @@ def test_unpacked_calls_are_not_taken_as_packed(sizes, dstate):
 @every_dstate
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_largest_inputs(sign, dstate):
-    """Rounding to the nearest TF32 number would make the largest float infinite; it counts all the same."""
+    """Rounding to the nearest TF32 number must not turn the largest float into infinity."""
     inputs = inputs_on_cuda(**MINIMAL, dstate=dstate, seqlen=70)
     inputs["B"] *= 2.0**-40
     place = (0, 40, 1, 3)
@@ -196,7 +196,7 @@ def test_largest_inputs(sign, dstate):
         assert (actual - expected).abs().amax() <= 1e-5 * expected.abs().amax()
 
 
-# Steps, where the last row's sequences begin, and the step of the NaN: inside chunks, and in a split work tile.
+# Sizes, the steps at which the last row's sequences begin, and the step of the NaN: inside chunks, and in a split work tile.
 NAN_CASES = {
     "in_steps": ({"seqlen": 30}, (0, 10, 20), 13),
     "in_chunks": ({"seqlen": 90}, (0, 36, 72), 40),
@@ -214,7 +214,7 @@ def test_nan_ends_where_a_sequence_begins(name, sizes, begins, step, dstate):
 
 @pytest.mark.parametrize("name", NAN_PLACES)
 def test_nan_ends_in_products_of_pytorch(name):
-    """Which take as many steps together as is asked for."""
+    """PyTorch's matmuls use the chunk_size that the caller passes."""
     inputs = inputs_on_cuda(seqlen=90, resets=((36, 72),), chunk_size=16)
     with limited_shared_memory(99 * 1024):
         assert_nan_ends(inputs, name, step=40, begins=(0, 36, 72), chunk=16)
@@ -245,7 +245,7 @@ def test_kernels_run(kibibytes, dstate):
 
 @pytest.mark.parametrize("wanted", [("x",), ("dt", "A"), ("B", "initial_states"), ("C", "D"), ("dt_bias",)], ids="_".join)
 def test_some_gradients_by_columns(wanted):
-    """64 columns of the states at a time, of which the last are fewer, and some gradients of one part only."""
+    """64 columns of the states at a time, the last block with fewer. Some gradients come from one block only."""
     inputs = inputs_on_cuda(dstate=137, z=False)
     cotangents = make_cotangents(inputs)
     everything = evaluate(scan, inputs, cotangents)

@@ -34,12 +34,12 @@ pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
 of_kernels = dtypes(torch.float32, torch.bfloat16, torch.float16)
 
-# Of the gradients of sequences and states: the norm of the error by their own norm. With z it is that of two roundings, of g
-# and of the gradient, with what S or T and M add.
+# Norm of the error over the norm of the gradient, for sequences and states. With z two roundings contribute, of g and of the
+# gradient, and the roundings of S or T and of M.
 LARGEST_RELATIVE_ERROR = {torch.float32: 1e-6, torch.bfloat16: 3.2e-3, torch.float16: 4.5e-4}
-# Of those of parameters, sums in which terms cancel: a few numbers, whose error is one draw.
+# The same for parameters: sums of few numbers in which terms cancel, so that the error is one draw.
 LARGEST_RELATIVE_ERROR_OF_SUMS = {torch.float32: 1e-6, torch.bfloat16: 6e-3, torch.float16: 1e-3}
-# Of the error after a long sequence by that after a chunk.
+# The error after a long sequence over the error after one chunk.
 LARGEST_GROWTH_OF_THE_ERROR = 1.5
 
 
@@ -110,15 +110,15 @@ def test_what_follows_a_reset_has_no_part_in_it():
 
 # ----- work tiles split along time
 
-# Few heads and many chunks: four pieces of six.
+# Few heads and many chunks: four segments of six chunks.
 CUT = {"batch": 1, "heads": 2, "groups": 1, "seqlen": 64 * 23 + 5}
-# Sequences of no chunks, of fewer than there are pieces, and of more.
+# Sequences with no chunks, with fewer chunks than segments, and with more.
 CUT_PACKING = (0, 0, 579, 579, 580, 768, 1477, 1477)
 CUT_OPTIONS = [{}, {"resets": ((700,),)}, {"cu_seqlens": CUT_PACKING}]
 
 
 def cut_inputs_on_cuda(**options: Any) -> dict[str, Any]:
-    """Of weak decays: what a piece begins with reaches the last one."""
+    """Weak decays: the state before the first segment reaches the last one."""
     inputs = inputs_on_cuda(**(CUT | options))
     return inputs | {"A": 0.01 * inputs["A"]}
 
@@ -189,7 +189,7 @@ def test_strong_decay(seqlen):
 
 @pytest.mark.parametrize("strong", [-1e5, -math.inf])
 def test_a_step_that_forgets_everything(strong):
-    """Every gradient is a number where the reference's is one: that of dt, a product with A, is none where A is infinite."""
+    """Every gradient is finite where the reference is. The gradient of dt, a product with A, is not where A is infinite."""
     inputs = inputs_on_cuda(heads=2, groups=1, dt_softplus=False, dt_bias=False)
     inputs |= {"A": torch.tensor([strong, -1.0], device="cuda"), "dt": inputs["dt"].abs()}
     cotangents = make_cotangents(inputs)
@@ -208,9 +208,6 @@ def test_weak_decay_after_a_step_that_forgets_everything():
     inputs["x"][:, 20::50] = 0  # else all else is small beside what such a step adds
     results = assert_matches_reference(inputs)
     assert all(value.isfinite().all() for value in results.values())
-
-
-# ----- which gradients come and which go
 
 
 # ----- strides
@@ -392,7 +389,7 @@ def test_wrong_offsets_in_a_cuda_graph(gradients, length):
 
 
 def test_memory_that_nobody_wrote_is_not_read(uninitialized_memory_is_nan):
-    """Of gradients and of the workspace, padded rows and blocks without work among them."""
+    """Includes padded rows and blocks without work."""
     for options in (
         OPTIONS["everything"],
         {"cu_seqlens": PACKINGS["empty"]},

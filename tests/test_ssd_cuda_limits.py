@@ -24,7 +24,7 @@ from torch import Tensor
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
-# Of a block, in KiB: of compute capability 8.6 and 8.9, and of 8.0.
+# Shared memory of a block in KiB: compute capability 8.6 and 8.9, then 8.0.
 SHARED_MEMORY = (99, 163)
 
 
@@ -41,8 +41,8 @@ def bytes_of_heads(inputs: dict[str, Any], heads: int) -> int:
 
 
 def assert_same_in_turns(inputs: dict[str, Any], heads_at_once: int, cotangents: tuple[Tensor | None, ...]) -> None:
-    """As accurate, and the same, but for the order of sums over what is taken in turns, and for grad_z: its y is computed
-    again, in other runs."""
+    """Compares backward in sub-batches with backward at once. Sums over sub-batches come in another order, and grad_z
+    recomputes y in other ranges of chunks; all else has the same bits."""
     expected = evaluate(scan, inputs, cotangents)
     with limited_workspace(bytes_of_heads(inputs, heads_at_once)):
         actual = assert_accurate(inputs, cotangents)
@@ -88,7 +88,7 @@ def test_turns_with_the_gradient_of_one_result(heads_at_once, through):
 
 @pytest.mark.parametrize("heads_at_once", [8, 3])
 def test_turns_for_a_subset_of_the_gradients(heads_at_once):
-    """Whatever needs gradients, each is bit for bit the same."""
+    """Each gradient has the same bits, whichever others are needed."""
     inputs = inputs_on_cuda()
     cotangents = make_cotangents(inputs)
 
@@ -120,7 +120,7 @@ def test_turns_take_less_memory(heads_at_once):
     with limited_workspace(limit):
         in_turns = peak()
     spared = bytes_of_heads(inputs, 4 * 8) - limit
-    # With heads, beside it, the sums of B and C in float32.
+    # Where the heads of a group are split, the float32 sums of B and C come on top.
     assert in_turns <= whole - 0.8 * spared, (whole, in_turns, spared)
 
 

@@ -1,5 +1,5 @@
-"""ssd_chunk_scan on CUDA with more states than a unit of its kernels carries: forward in kernels whose units share the rows of
-a head, backward by columns. Where blocks have too little shared memory for that it is PyTorch's products in float32.
+"""ssd_chunk_scan on CUDA with more states than a state tile has columns. Two tiles of forward share the rows of a head;
+backward takes blocks of columns. Where blocks have too little shared memory, PyTorch's matmuls run in float32.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ssd_helpers import (
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("each_products")]
 
-in_16_bits = dtypes(torch.bfloat16, torch.float16)
+fp16_and_bf16 = dtypes(torch.bfloat16, torch.float16)
 of_kernels = dtypes(torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -35,7 +35,7 @@ def inputs_on_cuda(**options: Any) -> dict[str, Any]:
     return make_inputs(**(sizes | options))
 
 
-@in_16_bits
+@fp16_and_bf16
 @pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
 def test_gradients_of_products_in_float32(name, dtype):
     """Exact to their own rounding."""
@@ -61,7 +61,7 @@ def test_packed_sequences_in_runs(heads):
 
 @pytest.mark.parametrize("name", ["everything", "packed_with_states"])
 def test_with_little_memory(name):
-    """A block's, with which there are no such kernels, or fewer stages, and that of the states that backward keeps."""
+    """Limits a block's shared memory, so that kernels have fewer stages or none fits, and backward's workspace."""
     options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 700)} if name.startswith("packed") else {"seqlen": 700})
     inputs = inputs_on_cuda(**options)
     cotangents = make_cotangents(inputs)

@@ -1,7 +1,7 @@
-"""ssd_chunk_scan on CUDA: the tests that are the same for kernels of every dtype, number of states and kind of products.
+"""ssd_chunk_scan on CUDA: tests that are the same for every dtype, number of states and MMA policy.
 
-With more than 128 states forward's units share the rows of a head and backward goes by columns; where blocks have too little
-shared memory for that, PyTorch's products in float32 take the call.
+With more than 128 states, forward's two state tiles share the rows of a head and backward takes blocks of columns. Where blocks
+have too little shared memory for that, PyTorch's matmuls in float32 take the call.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 
 
 class Variant(NamedTuple):
-    """Kernels of a dtype, of a number of states and of preferred products, of which float32 has one kind."""
+    """A dtype, a number of states and the preferred MMA instruction; float32 has one kind."""
 
     dtype: torch.dtype
     dstate: int
@@ -173,7 +173,7 @@ def test_out_is_as_exact_as_its_rounding(variant):
 
 # ----- the same bits, NaN
 
-# Few heads and many chunks: four pieces of six.
+# Few heads and many chunks: four segments of six chunks.
 CUT = {"batch": 1, "heads": 2, "groups": 1, "seqlen": 64 * 23 + 5}
 REPEATED = {
     "long": {"batch": 1, "seqlen": 3000},

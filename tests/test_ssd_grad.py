@@ -85,7 +85,7 @@ def test_gradcheck_of_groups(groups, device):
     "options", [{}, {"resets": ((1, 16, 63, 64, 65), (20,))}, {"cu_seqlens": (0, 0, 1, 64, 64, 70)}], ids=str
 )
 def test_gradcheck_across_chunks(options, device):
-    """Of a direction, in more chunks than two."""
+    """Checks one random direction, over more than two chunks."""
     for chunk_size in (None, 16):
         sizes = {"seqlen": 70, "heads": 2, "headdim": 3, "dstate": 4, "groups": 1, "chunk_size": chunk_size}
         assert_gradcheck(make_inputs(device=device, **(sizes | options)), fast_mode=True)
