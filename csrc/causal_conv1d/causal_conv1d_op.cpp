@@ -228,27 +228,13 @@ at::Tensor update_meta(const UpdateInputs& in) {
 }
 
 // The node saves the inputs only.
-struct CausalConv1d : DifferentiableOp<CausalConv1d, Inputs, std::tuple<at::Tensor, at::Tensor>, kNumGrads> {
+struct CausalConv1d : DifferentiableOp<CausalConv1d, BwdInputs, std::tuple<at::Tensor, at::Tensor>> {
   static constexpr char kSchema[] = "ssm_kernels::_causal_conv1d";
+  static constexpr char kForward[] = "ssm_kernels::_causal_conv1d_fwd", kBackward[] = "ssm_kernels::_causal_conv1d_bwd";
 
   static const char* name(const Inputs&) { return kOp; }
 
   static auto differentiable(Inputs& in) { return std::tie(in.x, in.weight, in.bias, in.initial_state); }
-
-  static Result forward(const Inputs& in, variable_list*) {
-    static const Operator<Result, Inputs> op("ssm_kernels::_causal_conv1d_fwd");
-    return op(in);
-  }
-
-  static GradTensors backward(Inputs& in, at::TensorList, const variable_list& grads, const NeedsGrad& needs_grad) {
-    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_causal_conv1d_bwd");
-    BwdInputs bwd;
-    bwd.grad_out = or_absent(grads[0]);
-    bwd.grad_final_state = or_absent(grads[1]);
-    bwd.in = std::move(in);
-    bwd.needs_grad = needs_grad;
-    return op(bwd);
-  }
 
   // Sequences and states in the autocast dtype; parameters of a third dtype in float32.
   static void cast(Inputs& in, const Autocast& to) {

@@ -49,7 +49,9 @@ struct BwdInputs {
   // Arguments of _causal_conv1d_bwd_out alone: memory for the gradient of x, and a tensor to be added to grad_out.
   OptionalTensor grad_x, grad_out_2;
 
-  auto fields() { return std::tuple_cat(std::tie(grad_out, grad_final_state), in.fields(), std::tie(needs_grad)); }
+  auto grads() { return std::tie(grad_out, grad_final_state); }
+  auto saved() { return std::tie(); }
+  auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
 };
 
 struct BwdOutInputs : BwdInputs {

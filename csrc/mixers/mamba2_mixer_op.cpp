@@ -74,9 +74,9 @@ struct BwdInputs {
   NeedsGrad needs_grad{};
   Inputs in;
 
-  auto fields() {
-    return std::tuple_cat(std::tie(grad_out, grad_conv_state, grad_ssm_state, y, rstd, parameters, needs_grad), in.fields());
-  }
+  auto grads() { return std::tie(grad_out, grad_conv_state, grad_ssm_state); }
+  auto saved() { return std::tie(y, rstd, parameters); }
+  auto fields() { return std::tuple_cat(grads(), saved(), std::tie(needs_grad), in.fields()); }
 };
 
 // The sizes and parts of `projected`, and the arguments of the operators that the mixer is composed of.
@@ -218,7 +218,7 @@ GradTensors backward(const BwdInputs& bwd) {
       norm.in = call.norm_inputs(bwd.y);
       norm.mean = at::empty({0}, bwd.rstd.options());
       norm.rstd = bwd.rstd;
-      norm.needs_grad = {needs_grad[kNormWeight], false};
+      norm.needs_parameter_grad = {needs_grad[kNormWeight], false};
       norm.grad_x = grad_y;
       norm.grad_z = call.z_of(grad_projected);
       auto [grad_weight, grad_bias] = op(norm);
@@ -286,8 +286,8 @@ GradTensors bwd(const BwdInputs& in) {
 
 using Result = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 
-struct Mamba2Mixer : DifferentiableOp<Mamba2Mixer, Inputs, Result, kNumGrads> {
-  static constexpr char kSchema[] = "ssm_kernels::_mamba2_mixer";
+struct Mamba2Mixer : DifferentiableOp<Mamba2Mixer, BwdInputs, Result> {
+  static constexpr char kSchema[] = "ssm_kernels::_mamba2_mixer", kBackward[] = "ssm_kernels::_mamba2_mixer_bwd";
 
   static const char* name(const Inputs&) { return kOp; }
 
@@ -302,19 +302,9 @@ struct Mamba2Mixer : DifferentiableOp<Mamba2Mixer, Inputs, Result, kNumGrads> {
     return {std::move(outputs.out), std::move(outputs.conv_state), std::move(outputs.ssm_state)};
   }
 
-  static GradTensors backward(Inputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad) {
-    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_mamba2_mixer_bwd");
-    BwdInputs bwd;
-    bwd.grad_out = or_absent(grads[0]);
-    bwd.grad_conv_state = or_absent(grads[1]);
-    bwd.grad_ssm_state = or_absent(grads[2]);
-    bwd.y = saved[0];
-    bwd.rstd = saved[1];
-    bwd.parameters = saved[2];
-    bwd.needs_grad = needs_grad;
-    bwd.in = std::move(in);
-    if (!runs_eagerly() || !has_plain_tensors(bwd.in.tensors()) || !are_plain(saved) || !are_plain(grads)) {
-      return op(bwd);
+  static GradTensors backward(BwdInputs& bwd) {
+    if (!runs_eagerly() || !has_plain_tensors(std::tuple_cat(bwd.in.tensors(), bwd.saved(), bwd.grads()))) {
+      return DifferentiableOp::backward(bwd);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
     return mamba2_mixer::backward(bwd);

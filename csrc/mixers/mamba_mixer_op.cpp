@@ -66,10 +66,9 @@ struct BwdInputs {
   // The caller's memory for the gradients of z and delta; not in the schema.
   OptionalTensor grad_z, grad_delta;
 
-  auto fields() {
-    return std::tuple_cat(std::tie(grad_out, grad_last_state), in.fields_but_state(),
-                          std::tie(chunk_states, parameters, in.discretization, needs_grad));
-  }
+  auto grads() { return std::tie(grad_out, grad_last_state); }
+  auto saved() { return std::tie(chunk_states, parameters); }
+  auto fields() { return std::tuple_cat(grads(), in.fields_but_state(), saved(), std::tie(in.discretization, needs_grad)); }
 };
 
 // Between (batch, seqlen, channels) and the scan's (batch, channels, seqlen), either way, without a copy.
@@ -138,8 +137,8 @@ GradTensors bwd(const BwdInputs& bwd) {
   return grads;
 }
 
-struct MambaMixer : DifferentiableOp<MambaMixer, Inputs, std::tuple<at::Tensor, at::Tensor>, kNumGrads> {
-  static constexpr char kSchema[] = "ssm_kernels::_mamba_mixer";
+struct MambaMixer : DifferentiableOp<MambaMixer, BwdInputs, std::tuple<at::Tensor, at::Tensor>> {
+  static constexpr char kSchema[] = "ssm_kernels::_mamba_mixer", kBackward[] = "ssm_kernels::_mamba_mixer_bwd";
 
   static const char* name(const Inputs&) { return "Mamba"; }
 
@@ -168,23 +167,15 @@ struct MambaMixer : DifferentiableOp<MambaMixer, Inputs, std::tuple<at::Tensor, 
     return edges;
   }
 
-  static GradTensors backward(Inputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad) {
-    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_mamba_mixer_bwd");
-    BwdInputs bwd;
-    bwd.grad_out = or_absent(grads[0]);
-    bwd.grad_last_state = or_absent(grads[1]);
-    bwd.in = std::move(in);
-    bwd.chunk_states = saved[0];
-    bwd.parameters = saved[1];
-    bwd.needs_grad = needs_grad;
-    if (!runs_eagerly() || !has_plain_tensors(bwd.in.fields_but_state()) || !are_plain(saved) || !are_plain(grads)) {
-      return op(bwd);
+  static GradTensors backward(BwdInputs& bwd) {
+    if (!runs_eagerly() || !has_plain_tensors(std::tuple_cat(bwd.in.fields_but_state(), bwd.saved(), bwd.grads()))) {
+      return DifferentiableOp::backward(bwd);
     }
     at::AutoDispatchBelowADInplaceOrView guard;
-    if (needs_grad[kGradZ] && bwd.in.has_gate_of_convolution) {
+    if (bwd.needs_grad[kGradZ] && bwd.in.has_gate_of_convolution) {
       bwd.grad_z = mamba_conv::allocate_grad_gate(*bwd.in.z);
       // The convolution's backward reuses the left half once nobody refers to the gradient of delta.
-      if (needs_grad[kGradDelta]) bwd.grad_delta = mamba_conv::left_of_grad_gate(*bwd.grad_z);
+      if (bwd.needs_grad[kGradDelta]) bwd.grad_delta = mamba_conv::left_of_grad_gate(*bwd.grad_z);
     }
     return mamba_mixer::bwd(bwd);
   }

@@ -48,19 +48,24 @@ AddOutputs add_fwd(const AddInputs& in) {
 enum AddGrad { kAddGradX, kAddGradResidual, kAddGradWeight, kAddGradBias, kNumAddGrads };
 using AddGrads = std::array<Tensor, kNumAddGrads>;
 
+struct AddNodeInputs : AddInputs {
+  // Properties of x and the residual, for backward, which has neither.
+  at::ScalarType x_dtype = at::kFloat, residual_dtype = at::kFloat;
+  bool has_residual = false;
+};
+
 struct AddBwdInputs {
   Tensor grad_normed;
   OptionalTensor grad_new_residual;
-  Tensor new_residual;
-  OptionalTensor weight, bias;
-  Tensor mean, rstd;
-  OptionalSize group_size;
-  bool subtract_mean = false;
+  AddNodeInputs in;
+  Tensor new_residual, mean, rstd;
   std::array<bool, kNumAddGrads> needs_grad{};
 
+  auto grads() { return std::tie(grad_normed, grad_new_residual); }
+  auto saved() { return std::tie(new_residual, rstd, mean); }
   auto fields() {
-    return std::tie(grad_normed, grad_new_residual, new_residual, weight, bias, mean, rstd, group_size, subtract_mean,
-                    needs_grad);
+    return std::tie(grad_normed, grad_new_residual, new_residual, in.weight, in.bias, mean, rstd, in.group_size,
+                    in.subtract_mean, needs_grad);
   }
 };
 
@@ -68,7 +73,8 @@ struct AddBwdInputs {
 // has the same gradient as x.
 AddGrads add_bwd(const AddBwdInputs& bwd) {
   const Tensor& like = bwd.grad_normed;
-  const Call call{add_name(bwd.subtract_mean), bwd.new_residual, like, bwd.weight, bwd.bias, bwd.group_size, bwd.subtract_mean};
+  const AddInputs& in = bwd.in;
+  const Call call{add_name(in.subtract_mean), bwd.new_residual, like, in.weight, in.bias, in.group_size, in.subtract_mean};
   const ArgumentChecks checks = check_call(call, "grad_normed");
   checks.parameter("new_residual", bwd.new_residual, kRowAxes, like.sym_sizes());
   checks.tensor("grad_new_residual", bwd.grad_new_residual, kRowAxes, like.sym_sizes(), bwd.new_residual.scalar_type());
@@ -80,8 +86,8 @@ AddGrads add_bwd(const AddBwdInputs& bwd) {
     return bwd.needs_grad[grad] ? empty_rows(like, dtype) : nothing(call);
   };
   AddGrads grads = {rows_or_nothing(kAddGradX, like.scalar_type()), rows_or_nothing(kAddGradResidual, checks.accumulate()),
-                    empty_gradient(call, bwd.weight, bwd.needs_grad[kAddGradWeight]),
-                    empty_gradient(call, bwd.bias, bwd.needs_grad[kAddGradBias])};
+                    empty_gradient(call, in.weight, bwd.needs_grad[kAddGradWeight]),
+                    empty_gradient(call, in.bias, bwd.needs_grad[kAddGradBias])};
   Rows rows(call.op);
   rows.add(bwd.new_residual, Access::kRead, "new_residual", params.x);
   rows.add(like, Access::kRead, "grad_normed", params.grad_out);
@@ -94,15 +100,9 @@ AddGrads add_bwd(const AddBwdInputs& bwd) {
   return grads;
 }
 
-struct AddNodeInputs : AddInputs {
-  // Properties of x and the residual, for backward, which has neither.
-  at::ScalarType x_dtype = at::kFloat, residual_dtype = at::kFloat;
-  bool has_residual = false;
-};
-
 // The node saves the new residual, which is a result, the parameters, rstd and mean.
-struct AddNorm : DifferentiableOp<AddNorm, AddNodeInputs, std::tuple<Tensor, Tensor>, kNumAddGrads> {
-  static constexpr char kSchema[] = "ssm_kernels::_add_norm";
+struct AddNorm : DifferentiableOp<AddNorm, AddBwdInputs, std::tuple<Tensor, Tensor>> {
+  static constexpr char kSchema[] = "ssm_kernels::_add_norm", kBackward[] = "ssm_kernels::_add_norm_bwd";
 
   static const char* name(const AddNodeInputs& in) { return add_name(in.subtract_mean); }
 
@@ -126,33 +126,21 @@ struct AddNorm : DifferentiableOp<AddNorm, AddNodeInputs, std::tuple<Tensor, Ten
 
   static NeedsGrad has_edges(AddNodeInputs& in) { return {true, in.has_residual, is_present(in.weight), is_present(in.bias)}; }
 
-  static AddGrads backward(AddNodeInputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad) {
-    const Tensor &grad_normed = grads[0], &grad_new_residual = grads[1];
-    if (!grad_normed.defined()) {
+  static AddGrads backward(AddBwdInputs& bwd) {
+    const AddNodeInputs& in = bwd.in;
+    if (!bwd.grad_normed.defined()) {
       // The parameters have no part in new_residual; their gradients stay undefined.
       AddGrads computed;
-      if (needs_grad[kAddGradX]) computed[kAddGradX] = grad_new_residual.to(in.x_dtype);
-      if (needs_grad[kAddGradResidual]) computed[kAddGradResidual] = grad_new_residual.to(in.residual_dtype);
+      if (bwd.needs_grad[kAddGradX]) computed[kAddGradX] = bwd.grad_new_residual->to(in.x_dtype);
+      if (bwd.needs_grad[kAddGradResidual]) computed[kAddGradResidual] = bwd.grad_new_residual->to(in.residual_dtype);
       return computed;
     }
-    static const Operator<AddGrads, AddBwdInputs> op("ssm_kernels::_add_norm_bwd");
     const bool is_shared = in.residual_dtype == in.x_dtype;  // one gradient for both
-    AddBwdInputs bwd;
-    bwd.grad_normed = grad_normed;
-    bwd.grad_new_residual = or_absent(grad_new_residual);
-    bwd.new_residual = saved[0];
-    bwd.weight = std::move(in.weight);
-    bwd.bias = std::move(in.bias);
-    bwd.rstd = saved[1];
-    bwd.mean = saved[2];
-    bwd.group_size = in.group_size;
-    bwd.subtract_mean = in.subtract_mean;
-    bwd.needs_grad = needs_grad;
     if (is_shared) {
-      bwd.needs_grad[kAddGradX] = needs_grad[kAddGradX] || needs_grad[kAddGradResidual];
+      bwd.needs_grad[kAddGradX] = bwd.needs_grad[kAddGradX] || bwd.needs_grad[kAddGradResidual];
       bwd.needs_grad[kAddGradResidual] = false;
     }
-    AddGrads computed = op(bwd);
+    AddGrads computed = DifferentiableOp::backward(bwd);
     if (is_shared) computed[kAddGradResidual] = computed[kAddGradX];
     return computed;
   }

@@ -46,14 +46,16 @@ struct GatedBwdInputs {
   GatedInputs in;
   Tensor mean, rstd;
 
+  auto grads() { return std::tie(grad_out); }
+  auto saved() { return std::tie(rstd, mean); }
   auto common_fields() { return std::tuple_cat(std::tie(grad_out), in.tensors(), std::tie(mean, rstd), in.options()); }
 };
 
 struct GatedBwdOutInputs : GatedBwdInputs {
-  std::array<bool, 2> needs_grad{};  // weight, bias
-  OptionalTensor grad_x, grad_z;     // written if they are present
+  std::array<bool, 2> needs_parameter_grad{};  // weight, bias
+  OptionalTensor grad_x, grad_z;               // written if they are present
 
-  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_grad, grad_x, grad_z)); }
+  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_parameter_grad, grad_x, grad_z)); }
 };
 using GatedParameterGrads = std::array<Tensor, 2>;
 

@@ -69,8 +69,8 @@ GatedParameterGrads gated_bwd_out(const GatedBwdOutInputs& bwd) {
   NormBwdParams params;
   params.activation = parse_activation(call.op, in.activation);
   params.norm_before_gate = in.norm_before_gate;
-  GatedParameterGrads grads = {empty_gradient(call, in.weight, bwd.needs_grad[0]),
-                               empty_gradient(call, in.bias, bwd.needs_grad[1])};
+  GatedParameterGrads grads = {empty_gradient(call, in.weight, bwd.needs_parameter_grad[0]),
+                               empty_gradient(call, in.bias, bwd.needs_parameter_grad[1])};
   Rows rows(call.op);
   rows.add(x, Access::kRead, "x", params.x);
   rows.add(in.z, Access::kRead, "z", params.z);
@@ -87,26 +87,26 @@ using GatedGrads = std::array<Tensor, kNumGrads>;
 
 // Allocates the gradients that _norm_gated_bwd_out has memory for.
 struct GatedBwdInputsOfAll : GatedBwdOutInputs {
-  std::array<bool, kNumGrads> needs_grads{};
+  std::array<bool, kNumGrads> needs_grad{};
 
-  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_grads)); }
+  auto fields() { return std::tuple_cat(GatedBwdInputs::common_fields(), std::tie(needs_grad)); }
 };
 
 GatedGrads gated_bwd(GatedBwdInputsOfAll& bwd) {
   const GatedInputs& in = bwd.in;
   const Call call = call_of(in);
   check_call(call, "x");
-  bwd.needs_grad = {bwd.needs_grads[kGradWeight], bwd.needs_grads[kGradBias]};
-  if (bwd.needs_grads[kGradX]) bwd.grad_x = empty_rows(in.x, in.x.scalar_type());
-  if (bwd.needs_grads[kGradZ] && is_present(in.z)) bwd.grad_z = empty_rows(in.x, in.x.scalar_type());
+  bwd.needs_parameter_grad = {bwd.needs_grad[kGradWeight], bwd.needs_grad[kGradBias]};
+  if (bwd.needs_grad[kGradX]) bwd.grad_x = empty_rows(in.x, in.x.scalar_type());
+  if (bwd.needs_grad[kGradZ] && is_present(in.z)) bwd.grad_z = empty_rows(in.x, in.x.scalar_type());
   auto [grad_weight, grad_bias] = gated_bwd_out(bwd);
   const auto or_nothing = [&](const OptionalTensor& grad) { return is_present(grad) ? *grad : nothing(call); };
   return {or_nothing(bwd.grad_x), grad_weight, or_nothing(bwd.grad_z), grad_bias};
 }
 
 // The node saves the inputs, rstd and mean.
-struct NormGated : DifferentiableOp<NormGated, GatedInputs, Tensor, kNumGrads> {
-  static constexpr char kSchema[] = "ssm_kernels::_norm_gated";
+struct NormGated : DifferentiableOp<NormGated, GatedBwdInputsOfAll, Tensor> {
+  static constexpr char kSchema[] = "ssm_kernels::_norm_gated", kBackward[] = "ssm_kernels::_norm_gated_bwd";
 
   static const char* name(const GatedInputs& in) { return gated_name(in.subtract_mean); }
 
@@ -120,17 +120,6 @@ struct NormGated : DifferentiableOp<NormGated, GatedInputs, Tensor, kNumGrads> {
   }
 
   static auto saved_fields(Inputs& in) { return std::tuple_cat(in.tensors(), in.options()); }
-
-  static GatedGrads backward(GatedInputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad) {
-    static const Operator<GatedGrads, GatedBwdInputsOfAll> op("ssm_kernels::_norm_gated_bwd");
-    GatedBwdInputsOfAll bwd;
-    bwd.grad_out = grads[0];
-    bwd.in = std::move(in);
-    bwd.rstd = saved[0];
-    bwd.mean = saved[1];
-    bwd.needs_grads = needs_grad;
-    return op(bwd);
-  }
 
   static void cast(GatedInputs& in, const Autocast& to) {
     to.to_float_unless(in.x.scalar_type(), in.weight, in.bias);

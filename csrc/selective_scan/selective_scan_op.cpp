@@ -191,8 +191,8 @@ GradTensors bwd_meta(const BwdInputs& bwd) {
 }
 
 // Saves the inputs and the states at the chunk boundaries.
-struct SelectiveScan : DifferentiableOp<SelectiveScan, Inputs, std::tuple<at::Tensor, at::Tensor>, kNumGrads> {
-  static constexpr char kSchema[] = "ssm_kernels::selective_scan";
+struct SelectiveScan : DifferentiableOp<SelectiveScan, BwdInputs, std::tuple<at::Tensor, at::Tensor>> {
+  static constexpr char kSchema[] = "ssm_kernels::selective_scan", kBackward[] = "ssm_kernels::_selective_scan_bwd";
   static constexpr bool kIsPublic = true;
 
   static const char* name(const Inputs&) { return kOp; }
@@ -216,17 +216,6 @@ struct SelectiveScan : DifferentiableOp<SelectiveScan, Inputs, std::tuple<at::Te
     NeedsGrad edges = DifferentiableOp::has_edges(in);
     edges[kGradInitialState] = in.has_initial_state;
     return edges;
-  }
-
-  static GradTensors backward(Inputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad) {
-    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_selective_scan_bwd");
-    BwdInputs bwd;
-    bwd.grad_out = or_absent(grads[0]);
-    bwd.grad_last_state = or_absent(grads[1]);
-    bwd.in = std::move(in);
-    bwd.chunk_states = saved[0];
-    bwd.needs_grad = needs_grad;
-    return op(bwd);
   }
 
   // Sequences in the autocast dtype; parameters and states in float32.

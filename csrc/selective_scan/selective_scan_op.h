@@ -61,8 +61,10 @@ struct BwdInputs {
   // Arguments of _selective_scan_bwd_out only: backward writes the gradients of z and, if it is given, of delta to these.
   OptionalTensor grad_z, grad_delta;
 
+  auto grads() { return std::tie(grad_out, grad_last_state); }
+  auto saved() { return std::tie(chunk_states); }
   auto fields() {
-    return std::tuple_cat(std::tie(grad_out, grad_last_state), in.fields_but_state(),
+    return std::tuple_cat(grads(), in.fields_but_state(),
                           std::tie(chunk_states, in.discretization, in.delta_softplus, needs_grad));
   }
 };

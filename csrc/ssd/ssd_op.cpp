@@ -117,28 +117,14 @@ struct PublicInputs : Inputs {
 };
 
 // Saves the inputs and nothing else.
-struct SsdChunkScan : DifferentiableOp<SsdChunkScan, Inputs, FwdResult, kNumGrads> {
+struct SsdChunkScan : DifferentiableOp<SsdChunkScan, BwdInputs, FwdResult> {
   static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan";
+  static constexpr char kForward[] = "ssm_kernels::_ssd_chunk_scan_fwd", kBackward[] = "ssm_kernels::_ssd_chunk_scan_bwd";
 
   static const char* name(const Inputs&) { return kOp; }
 
   static auto differentiable(Inputs& in) {
     return std::tie(in.x, in.dt, in.A, in.B, in.C, in.D, in.z, in.dt_bias, in.initial_states);
-  }
-
-  static FwdResult forward(const Inputs& in, variable_list*) {
-    static const Operator<FwdResult, Inputs> op("ssm_kernels::_ssd_chunk_scan_fwd");
-    return op(in);
-  }
-
-  static GradTensors backward(Inputs& in, at::TensorList, const variable_list& grads, const NeedsGrad& needs_grad) {
-    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_ssd_chunk_scan_bwd");
-    BwdInputs bwd;
-    bwd.grad_out = or_absent(grads[0]);
-    bwd.grad_final_states = or_absent(grads[1]);
-    bwd.in = std::move(in);
-    bwd.needs_grad = needs_grad;
-    return op(bwd);
   }
 
   // Sequences in the autocast dtype; parameters and states in float32.

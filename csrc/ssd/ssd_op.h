@@ -56,7 +56,9 @@ struct BwdInputs {
   // Memory for the gradients of sequences, such as columns of a wider tensor. Callers in C++ set it; no schema has it.
   std::array<OptionalTensor, kNumGrads> targets;
 
-  auto fields() { return std::tuple_cat(std::tie(grad_out, grad_final_states), in.fields(), std::tie(needs_grad)); }
+  auto grads() { return std::tie(grad_out, grad_final_states); }
+  auto saved() { return std::tie(); }
+  auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
 };
 
 // Checks the arguments of backward alone and allocates as allocate_fwd does. The gradient of a sequence is its target or has

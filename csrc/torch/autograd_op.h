@@ -1,18 +1,21 @@
 // The mechanism of a differentiable operator, from a struct Op that describes it:
 //
-//   struct Op : DifferentiableOp<Op, Inputs, Result, kNumGrads> {
+//   struct Op : DifferentiableOp<Op, BwdInputs, Result> {
 //     static constexpr char kSchema[] = "ssm_kernels::op";
+//     static constexpr char kForward[] = "ssm_kernels::_op_fwd", kBackward[] = "ssm_kernels::_op_bwd";
 //     static const char* name(const Inputs& in);         // in messages
 //     static auto differentiable(Inputs& in);            // std::tie of tensors, in the order of their gradients
-//     static Result forward(Inputs& in, variable_list* saved);
-//     static GradTensors backward(Inputs& in, at::TensorList saved, const variable_list& grads, const NeedsGrad& needs_grad);
+//     static Result forward(Inputs& in, variable_list* saved);  // by default, calls kForward and saves nothing more
+//     static GradTensors backward(BwdInputs& bwd);              // by default, calls kBackward
 //     static void cast(Inputs& in, const Autocast& to);
 //   };
 //   SSM_DIFFERENTIABLE_OPERATOR(Op)
 //
 // `forward` calls an operator that autograd does not look into and, if `saved` is not null, appends what backward needs beside
-// the inputs. `saved` is null where no input needs a gradient. SSM_DIFFERENTIABLE_OPERATOR registers the Autograd kernel, the
-// kernel for inference, which is `forward` alone, and the Autocast kernels.
+// the inputs. `saved` is null where no input needs a gradient. BwdInputs has the members `in`, of type Inputs, and
+// `needs_grad`, an array of bool, and lists the members that receive the gradients of the results, grads(), and the saved
+// tensors, saved(). SSM_DIFFERENTIABLE_OPERATOR registers the Autograd kernel, the kernel for inference, which is `forward`
+// alone, and the Autocast kernels.
 #pragma once
 
 #include <ATen/autocast_mode.h>
@@ -70,15 +73,26 @@ struct Autocast {
 };
 
 // Defaults of an operator's description.
-template <typename Op, typename InputsType, typename ResultType, size_t num_grads>
+template <typename Op, typename BwdInputsType, typename ResultType>
 struct DifferentiableOp {
-  using Inputs = InputsType;
+  using BwdInputs = BwdInputsType;
+  using Inputs = decltype(BwdInputs::in);
   using Result = ResultType;
-  using NeedsGrad = std::array<bool, num_grads>;
-  using GradTensors = std::array<at::Tensor, num_grads>;
+  using NeedsGrad = decltype(BwdInputs::needs_grad);
+  using GradTensors = std::array<at::Tensor, std::tuple_size_v<NeedsGrad>>;
 
   // Whether users call the operator itself: its arguments are then checked here.
   static constexpr bool kIsPublic = false;
+
+  static Result forward(Inputs& in, variable_list*) {
+    static const Operator<Result, Inputs> op(Op::kForward);
+    return op(in);
+  }
+
+  static GradTensors backward(BwdInputs& bwd) {
+    static const Operator<GradTensors, BwdInputs> op(Op::kBackward);
+    return op(bwd);
+  }
 
   // The members that backward needs.
   static auto saved_fields(Inputs& in) { return in.fields(); }
@@ -135,10 +149,11 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
     variable_list result(1 + kNumGrads);  // the arguments of forward after ctx
     if (std::none_of(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); })) return result;
     variable_list saved = ctx->get_saved_variables();
-    Inputs in;
-    const auto fields = Op::saved_fields(in);
+    typename Op::BwdInputs bwd;
+    assign(bwd.grads(), grads);
+    assign(bwd.saved(), saved);
+    const auto fields = Op::saved_fields(bwd.in);
     size_t tensor = saved.size() - count_tensors(fields);
-    const at::TensorList others = at::TensorList(saved).slice(0, tensor);
     int place = 0;
     const auto restore = [&](auto& field) {
       using Field = std::decay_t<decltype(field)>;
@@ -150,10 +165,11 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
     };
     std::apply([&](auto&... each) { (restore(each), ...); }, fields);
 
-    typename Op::NeedsGrad needs_grad = Op::has_edges(in);
+    typename Op::NeedsGrad needs_grad = Op::has_edges(bwd.in);
     size_t edge = 0;
     for (bool& needs : needs_grad) needs = needs && ctx->needs_input_grad(edge++);
-    typename Op::GradTensors computed = Op::backward(in, others, grads, needs_grad);
+    bwd.needs_grad = needs_grad;
+    typename Op::GradTensors computed = Op::backward(bwd);
     for (size_t i = 0; i < kNumGrads; ++i) {
       if (needs_grad[i]) result[1 + i] = std::move(computed[i]);
     }
@@ -163,6 +179,13 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
  private:
   template <typename Field>
   static constexpr bool kIsTensor = std::is_same_v<Field, at::Tensor> || std::is_same_v<Field, std::optional<at::Tensor>>;
+
+  // Assigns the first tensors of the list to the members.
+  template <typename... Members>
+  static void assign(std::tuple<Members&...> members, const variable_list& list) {
+    [[maybe_unused]] auto next = list.begin();
+    std::apply([&](auto&... member) { ((next->defined() ? void(member = *next) : void(), ++next), ...); }, members);
+  }
 
   template <typename... Fields>
   static constexpr size_t count_tensors(const std::tuple<Fields&...>&) {
