@@ -6,7 +6,6 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -303,90 +302,49 @@ void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack
   torch::jit::push(*stack, op.is_step ? h.squeeze(1) : std::move(h), std::move(last_state));
 }
 
-FwdOutputs without_graph(const Inputs& in) {
-  static const Operator<FwdOutputs, Inputs> op("ssm_kernels::_linear_recurrence_fwd");
-  return op(in);
-}
-
 // Saves the inputs, h and h0.
-class LinearRecurrence : public torch::autograd::Function<LinearRecurrence> {
- public:
-  // Backward calls registered operators and nothing else, so compiled autograd may trace it.
-  static constexpr bool is_traceable = true;
+struct LinearRecurrence : DifferentiableOp<LinearRecurrence, BwdInputs, std::tuple<at::Tensor, at::Tensor>> {
+  static constexpr char kSchema[] = "ssm_kernels::_linear_recurrence", kForward[] = "ssm_kernels::_linear_recurrence_fwd";
 
-  // Autograd finds the tensors among the first two arguments.
-  static variable_list forward(torch::autograd::AutogradContext* ctx, const at::TensorList& tensors, const OptionalTensor&,
-                               const Inputs& in) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    auto [h, last_state] = without_graph(in);
-    variable_list saved = tensors.vec();
-    saved.insert(saved.end(), {h, or_undefined(in.h0), or_undefined(in.cu_seqlens)});
-    ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["recurrence"] = std::string(in.recurrence);
-    ctx->saved_data["candidate_activation"] = std::string(in.candidate_activation);
-    ctx->saved_data["gate_is_logit"] = in.gate_is_logit;
-    ctx->saved_data["reverse"] = in.reverse;
-    ctx->set_materialize_grads(false);
-    return {h, last_state};
-  }
+  static const char* name(const Inputs& in) { return find_operator(in.recurrence).name.c_str(); }
 
-  static variable_list backward(torch::autograd::AutogradContext* ctx, variable_list grads) {
-    constexpr size_t kNumOthers = 2;  // arguments of forward after ctx and the inputs
-    const variable_list saved = ctx->get_saved_variables();
-    const size_t inputs = saved.size() - 3;
-    variable_list result(inputs + kNumOthers);
-    if (!grads[0].defined() && !grads[1].defined()) return result;
+  static auto differentiable(Inputs& in) { return std::tie(in.tensors, in.h0); }
 
-    BwdInputs bwd;
-    Inputs& in = bwd.in;
-    bwd.grad_h = or_absent(grads[0]);
-    bwd.grad_last_state = or_absent(grads[1]);
-    in.tensors = at::TensorList(saved).slice(0, inputs);
-    bwd.h = saved[inputs];
-    in.h0 = or_absent(saved[inputs + 1]);
-    in.cu_seqlens = or_absent(saved[inputs + 2]);
-    in.recurrence = ctx->saved_data["recurrence"].toStringView();
-    in.candidate_activation = ctx->saved_data["candidate_activation"].toStringView();
-    in.gate_is_logit = ctx->saved_data["gate_is_logit"].toBool();
-    in.reverse = ctx->saved_data["reverse"].toBool();
-    for (size_t i = 0; i < inputs; ++i) bwd.needs_grad[i] = ctx->needs_input_grad(i);
-    bwd.needs_grad[kH0] = in.h0.has_value() && ctx->needs_input_grad(inputs);
-
-    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_linear_recurrence_bwd");
-    const bool is_differentiable =
-        at::GradMode::is_enabled() && find_operator(in.recurrence).row->recurrence == Recurrence::kLinear;
-    GradTensors computed = is_differentiable ? differentiable_adjoint(bwd) : op(bwd);
-    for (size_t i = 0; i < inputs; ++i) {
-      if (bwd.needs_grad[i]) result[i] = std::move(computed.inputs[i]);
-    }
-    if (bwd.needs_grad[kH0]) result[inputs] = std::move(computed.h0);
+  static Result forward(Inputs& in, variable_list* saved) {
+    Result result = DifferentiableOp::forward(in, saved);
+    if (saved != nullptr) saved->push_back(std::get<0>(result));
     return result;
   }
-};
 
-FwdOutputs with_graph(const Inputs& in) {
-  check_no_func_transform(find_operator(in.recurrence).name.c_str());
-  const auto needs = [](const at::Tensor& input) { return needs_autograd(input); };
-  if (!std::any_of(in.tensors.begin(), in.tensors.end(), needs) && !needs_autograd(in.h0)) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    return without_graph(in);
+  static NeedsGrad has_edges(const Inputs& in) {
+    NeedsGrad edges{};
+    std::fill_n(edges.begin(), in.tensors.size(), true);
+    edges[kH0] = is_present(in.h0);
+    return edges;
   }
-  auto outputs = LinearRecurrence::apply(in.tensors, in.h0, in);
-  return {outputs[0], outputs[1]};
-}
 
-// Sequences in the autocast dtype; inputs that broadcast (time constants, parameters) and states in float32.
-template <at::DeviceType device>
-FwdOutputs under_autocast(Inputs& in) {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast(at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  const Autocast to{device};
-  const size_t first_broadcast = find_operator(in.recurrence).row->first_broadcast;
-  std::vector<at::Tensor> cast = in.tensors.vec();
-  for (size_t i = 0; i < cast.size(); ++i) i < first_broadcast ? to.to_lower(cast[i]) : to.to_float(cast[i]);
-  to.to_float(in.h0);
-  in.tensors = cast;
-  return recurrence_op()(in);
-}
+  static size_t argument_of(const Inputs& in, size_t grad) { return grad == kH0 ? in.tensors.size() : grad; }
+
+  static DifferentiableOp::GradTensors backward(const BwdInputs& bwd) {
+    static const Operator<linear_scan::GradTensors, BwdInputs> op("ssm_kernels::_linear_recurrence_bwd");
+    const bool is_differentiable =
+        at::GradMode::is_enabled() && find_operator(bwd.in.recurrence).row->recurrence == Recurrence::kLinear;
+    linear_scan::GradTensors computed = is_differentiable ? differentiable_adjoint(bwd) : op(bwd);
+    DifferentiableOp::GradTensors grads;
+    std::move(computed.inputs.begin(), computed.inputs.end(), grads.begin());
+    grads[kH0] = std::move(computed.h0);
+    return grads;
+  }
+
+  // Sequences in the autocast dtype; inputs that broadcast (time constants, parameters) and states in float32.
+  static void cast(Inputs& in, const Autocast& to) {
+    const size_t first_broadcast = find_operator(in.recurrence).row->first_broadcast;
+    in.cast = in.tensors.vec();
+    for (size_t i = 0; i < in.cast.size(); ++i) i < first_broadcast ? to.to_lower(in.cast[i]) : to.to_float(in.cast[i]);
+    to.to_float(in.h0);
+    in.tensors = in.cast;
+  }
+};
 
 }  // namespace
 
@@ -396,13 +354,7 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
   }
 }
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) { implement<&without_graph>(m, "_linear_recurrence"); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&with_graph>(m, "_linear_recurrence"); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCPU, m) { implement<&under_autocast<at::kCPU>>(m, "_linear_recurrence"); }
-
-TORCH_LIBRARY_IMPL(ssm_kernels, AutocastCUDA, m) { implement<&under_autocast<at::kCUDA>>(m, "_linear_recurrence"); }
+SSM_DIFFERENTIABLE_OPERATOR(LinearRecurrence)
 
 TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_kernels<&fwd_meta, &bwd_meta>(m); }
 

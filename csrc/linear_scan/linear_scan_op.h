@@ -36,6 +36,7 @@ struct Inputs {
   OptionalTensor h0, cu_seqlens;
   std::string_view recurrence, candidate_activation;
   bool gate_is_logit = true, reverse = false;
+  std::vector<at::Tensor> cast;  // the memory of `tensors` under autocast
 
   // The number of states: one per batch row or, with cu_seqlens, per packed sequence.
   c10::SymInt sequences() const;
@@ -69,9 +70,9 @@ struct BwdInputs {
   at::Tensor h;
   NeedsGrad needs_grad{};
 
-  auto fields() {
-    return std::tuple_cat(std::tie(grad_h, grad_last_state, in.tensors, h), in.fields_but_tensors(), std::tie(needs_grad));
-  }
+  auto grads() { return std::tie(grad_h, grad_last_state); }
+  auto saved() { return std::tie(h); }
+  auto fields() { return std::tuple_cat(grads(), std::tie(in.tensors, h), in.fields_but_tensors(), std::tie(needs_grad)); }
 };
 
 struct GradTensors {

@@ -48,6 +48,9 @@ inline bool needs_autograd(const at::Tensor& tensor) {
   return (at::GradMode::is_enabled() && tensor.requires_grad()) || tensor._fw_grad(/*level=*/0).defined();
 }
 inline bool needs_autograd(const std::optional<at::Tensor>& tensor) { return tensor.has_value() && needs_autograd(*tensor); }
+inline bool needs_autograd(at::TensorList tensors) {
+  return std::any_of(tensors.begin(), tensors.end(), [](const at::Tensor& tensor) { return needs_autograd(tensor); });
+}
 
 // Casts of arguments to the types that an operator computes in under autocast.
 struct Autocast {
@@ -97,6 +100,9 @@ struct DifferentiableOp {
   // The members that backward needs.
   static auto saved_fields(Inputs& in) { return in.fields(); }
 
+  // The place of a gradient among the arguments of the node: that of its tensor among the differentiable inputs.
+  static size_t argument_of(const Inputs&, size_t grad) { return grad; }
+
   // Which of the differentiable inputs are present, from the saved members: absent ones have no edge in the graph.
   static NeedsGrad has_edges(Inputs& in) {
     return std::apply([](const auto&... tensor) { return NeedsGrad{is_present(tensor)...}; }, Op::differentiable(in));
@@ -130,6 +136,9 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
       using Field = std::decay_t<decltype(field)>;
       if constexpr (kIsTensor<Field>) {
         saved.push_back(or_undefined(field));
+      } else if constexpr (std::is_same_v<Field, at::TensorList>) {
+        saved.insert(saved.end(), field.begin(), field.end());
+        ctx->saved_data[std::to_string(place++)] = static_cast<int64_t>(field.size());
       } else {
         ctx->saved_data[std::to_string(place++)] = owned(field);
       }
@@ -153,12 +162,15 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
     assign(bwd.grads(), grads);
     assign(bwd.saved(), saved);
     const auto fields = Op::saved_fields(bwd.in);
-    size_t tensor = saved.size() - count_tensors(fields);
+    size_t tensor = std::tuple_size_v<decltype(bwd.saved())>;
     int place = 0;
     const auto restore = [&](auto& field) {
       using Field = std::decay_t<decltype(field)>;
       if constexpr (kIsTensor<Field>) {
         if (at::Tensor& value = saved[tensor++]; value.defined()) field = std::move(value);
+      } else if constexpr (std::is_same_v<Field, at::TensorList>) {
+        field = at::TensorList(saved).slice(tensor, ctx->saved_data[std::to_string(place++)].toInt());
+        tensor += field.size();
       } else {
         set(field, ctx->saved_data[std::to_string(place++)]);
       }
@@ -171,7 +183,7 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
     bwd.needs_grad = needs_grad;
     typename Op::GradTensors computed = Op::backward(bwd);
     for (size_t i = 0; i < kNumGrads; ++i) {
-      if (needs_grad[i]) result[1 + i] = std::move(computed[i]);
+      if (needs_grad[i]) result[1 + Op::argument_of(bwd.in, i)] = std::move(computed[i]);
     }
     return result;
   }
@@ -185,11 +197,6 @@ class AutogradNode : public torch::autograd::Function<AutogradNode<Op>> {
   static void assign(std::tuple<Members&...> members, const variable_list& list) {
     [[maybe_unused]] auto next = list.begin();
     std::apply([&](auto&... member) { ((next->defined() ? void(member = *next) : void(), ++next), ...); }, members);
-  }
-
-  template <typename... Fields>
-  static constexpr size_t count_tensors(const std::tuple<Fields&...>&) {
-    return (size_t(kIsTensor<std::remove_const_t<Fields>>) + ...);
   }
 
   // An option as saved_data keeps it, and back. Strings of `in` are views: those of backward are of saved_data.
