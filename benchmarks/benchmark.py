@@ -376,10 +376,10 @@ def measured(benchmark: Benchmark, run: Run, cases: Sequence[Any]) -> Result:
 
 
 def progress(row: Row) -> str:
-    """The row's name and our times, or why there are none."""
+    """The row's name and our times."""
     timed = {what: found for what, found in (row.get("ours") or row).items() if isinstance(found, dict) and "median" in found}
     times = [f"{what} {1e3 * found['median']:.4f} ms" for what, found in timed.items()]
-    return f"{row['name']}: {row.get('skipped') or ', '.join(times)}"
+    return f"{row['name']}: {', '.join(times)}"
 
 
 def held(benchmark: Benchmark, options: argparse.Namespace) -> tuple[bars.Bars, list[str]]:

@@ -26,18 +26,11 @@ from ssm_kernels import reference
 EPS = 1e-5
 # How many steps of the first sequence are compared with the reference. No operator's step depends on later ones.
 COMPARED_STEPS = 256
-# Relative L2 errors beyond which an output and a gradient are wrong; rounding the exact result to bfloat16 makes 1.7e-3.
-WRONG = {torch.bfloat16: (1.2e-2, 4e-2), torch.float32: (1e-5, 1e-5)}
 
 
 def normal(generator: torch.Generator, *shape: int, dtype: torch.dtype) -> Tensor:
     """Draws float32 numbers on the generator's device and rounds them to the dtype."""
     return torch.randn(shape, generator=generator, device=generator.device).to(dtype)
-
-
-def gradients_like(outputs: tuple[Tensor, ...], generator: torch.Generator) -> list[Tensor]:
-    """Draws a gradient for every output, with the strides of the output, as a model of this layout passes it to backward."""
-    return [torch.empty_like(out).normal_(generator=generator) for out in outputs]
 
 
 class OperatorCase(Case):
@@ -51,6 +44,8 @@ class OperatorCase(Case):
         timed: the stages of a :class:`Contender`.
         peer_name: the contender of mamba_ssm's kernel in a row.
         compares_others: whether peers are compared with the exact result too.
+        limits: by dtype, the relative L2 errors beyond which an output and a gradient are wrong. Rounding the exact result to
+            bfloat16 makes 1.7e-3.
     """
 
     operator: str
@@ -60,6 +55,8 @@ class OperatorCase(Case):
     timed: tuple[str, ...] = DIRECTIONS
     peer_name = "peer"
     compares_others = False
+    dtype: torch.dtype
+    limits: Mapping[torch.dtype, tuple[float, float]]
 
     def inputs(self, device: torch.device, seed: int = 0) -> dict[str, Tensor]:
         raise NotImplementedError
@@ -70,7 +67,7 @@ class OperatorCase(Case):
 
     def allowed(self, name: str) -> float:
         """The error beyond which a result or a gradient is wrong."""
-        raise NotImplementedError
+        return self.limits[self.dtype][name.startswith("grad_")]
 
     def amounts(self, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
         """Further entries of the row: the bytes that must move, and the like."""
@@ -98,11 +95,13 @@ class OperatorCase(Case):
         return {"kind": "operator", **asdict(self), **dtypes}
 
     def contender(self, device: torch.device, seed: int = 0) -> Contender:
+        """Ours. The incoming gradients have the strides of the outputs, as a model of this layout passes them to backward."""
         inputs = self.inputs(device, seed)
         with torch.no_grad():
             outputs = outputs_of(self.function(), inputs)
         generator = torch.Generator(device).manual_seed(seed + 1)
-        return Contender(self.function(), inputs, gradients_like(outputs, generator))
+        grads = [torch.empty_like(out).normal_(generator=generator) for out in outputs]
+        return Contender(self.function(), inputs, grads)
 
     def compared(self, contender: Contender) -> dict[str, Tensor]:
         """The compared part of the contender's results and gradients. The incoming gradient is zero for all other parts."""
@@ -143,9 +142,9 @@ class ComposedOperatorCase(OperatorCase):
     """An operator that PyTorch's functions compute too, beside these, mamba_ssm's kernel and copies of as many bytes."""
 
     results = ("out 0", "out 1")
-    dtype: torch.dtype
     peer_name = PEER
     compares_others = True
+    limits = MappingProxyType({torch.bfloat16: (1.2e-2, 4e-2), torch.float32: (1e-5, 1e-5)})
 
     def by_pytorch(self, **tensors: Tensor) -> Any:
         raise NotImplementedError
@@ -160,9 +159,6 @@ class ComposedOperatorCase(OperatorCase):
             if tensor.dim() == 1 or name == "weight"
             else tensor[(slice(1),) * (tensor.dim() - 2)][..., :COMPARED_STEPS, :]
         )
-
-    def allowed(self, name: str) -> float:
-        return WRONG[self.dtype][name.startswith("grad_")]
 
     def exact_function(self) -> Function:
         return self.function(reference)
