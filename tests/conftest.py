@@ -60,21 +60,21 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture
 def kernel(request):
-    """selective_scan's kernels on CUDA: as calls are shared out, and the sequential ones wherever they can do the call."""
+    """selective_scan's kernels on CUDA: those that the plan chooses, and the sequential ones wherever they support the call."""
     with helpers.debug_option("selective_scan_kernel", request.param):
         yield request.param
 
 
 @pytest.fixture
 def kernels_by_layout():
-    """causal_conv1d's forward on CUDA takes the kernels of its layout for few elements, too."""
+    """causal_conv1d's forward on CUDA uses the kernels of its layout for few elements, too."""
     with helpers.debug_option("causal_conv1d_kernel", "by_layout"):
         yield
 
 
 @pytest.fixture(params=["wgmma", "mma"])
 def each_products(request):
-    """Twice: with either of ssd_chunk_scan's preferences, of which float32 and float64 have no use."""
+    """Runs the test with either MMA preference of ssd_chunk_scan; float32 and float64 have one kind of products."""
     dtype = request.node.callspec.params.get("dtype")
     if request.param == "mma" and dtype in (torch.float32, torch.float64):
         pytest.skip(f"{dtype} has one kind of products")
@@ -93,7 +93,7 @@ def _why_no_cuda() -> str | None:
 
 
 def _runs(item: pytest.Item) -> bool:
-    """Whether the operator of a test that is the same for all has kernels for the test's device."""
+    """Whether the test's operator, if it has one as a parameter, has kernels for the test's device."""
     params = item.callspec.params if hasattr(item, "callspec") else {}
     operator = params.get("operator")
     return not isinstance(operator, OperatorSpec) or params.get("device", "cpu") in operator.devices
@@ -115,7 +115,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture
 def two_threads():
-    """Two threads for the test, however many there are by default."""
+    """Runs the test with two threads."""
     before = torch.get_num_threads()
     torch.set_num_threads(2)
     yield
@@ -156,7 +156,7 @@ def needs_gpu_memory():
 
 @pytest.fixture
 def fresh_dynamo():
-    """torch.compile without what other tests, or other versions of the operators, compiled."""
+    """Clears what torch.compile has compiled for other tests or other versions of the operators."""
     torch._dynamo.reset()
     with torch._inductor.utils.fresh_inductor_cache():
         yield

@@ -24,7 +24,7 @@ LAYOUTS = ("channels_first_memory", "slice", "odd_slice", "channels_first_slice"
 
 
 def lay_out(x: Tensor, layout: str) -> Tensor:
-    """A (batch, seqlen, channels) tensor in other strides; what lies beside it is NaN."""
+    """A (batch, seqlen, channels) tensor in other strides; memory beside it is NaN."""
     batch, seqlen, channels = x.shape
     if layout == "channels_first_memory":
         return x.transpose(1, 2).contiguous().transpose(1, 2)

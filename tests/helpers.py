@@ -212,7 +212,7 @@ def gradients_of_dependent(
 
 
 def move(tensor: Tensor, device: str) -> Tensor:
-    """A copy in the same strides, from the same offset: the memory is copied as it is, by no kernel."""
+    """A copy with the same strides and offset. Copies the memory as it is, without a kernel."""
     elements = tensor.untyped_storage().nbytes() // tensor.element_size()
     memory = tensor.as_strided((elements,), (1,), 0).to(device, copy=True)
     return memory.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
@@ -248,7 +248,7 @@ def set_debug_option(name: str, value: str | int) -> int:
 
 @contextmanager
 def debug_option(name: str, value: str | int) -> Iterator[int]:
-    """Sets the option within the context, which is the previous value, and restores that at the end."""
+    """Sets the option within the context, yields the previous value and restores it at the end."""
     before = set_debug_option(name, value)
     try:
         yield before
@@ -324,7 +324,7 @@ def allocated(function: Callable, device: str) -> int:
 
 
 def peak_memory(function: Callable, device: str) -> int:
-    """Bytes that are held at once during the call, over those before it."""
+    """The peak of bytes held during the call, minus the bytes held before."""
     if device == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -356,7 +356,8 @@ def assert_as_accurate(actual: Tensor, native: Tensor, exact: Tensor, what: str,
 def assert_all_close(
     actual: dict[str, Tensor], expected: dict[str, Tensor], tolerance: float, *, of_largest: bool = False
 ) -> None:
-    """To a relative and absolute tolerance, or to a fraction of each result's largest value, or of 1: long sums cancel."""
+    """Compares to a relative and absolute tolerance. With ``of_largest``, because long sums cancel, the tolerance is a fraction
+    of each result's largest value, or of 1."""
     assert actual.keys() == expected.keys()
     for name, value in actual.items():
         rtol = atol = tolerance

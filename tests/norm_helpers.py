@@ -108,7 +108,7 @@ class Norm(OperatorSpec):
     def evaluate_natively(
         self, inputs: dict[str, Any], cotangents: Cotangents | None, exact: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """Multiplies in the dtype of x: parameters are rounded to it where it has 16 bits."""
+        """Multiplies in the dtype of x: parameters are rounded to fp16 or bf16 with it."""
         dtype = inputs["x"].dtype
         if dtype.itemsize == 2:
             inputs = inputs | {key: inputs[key].to(dtype) for key in ("weight", "bias") if inputs[key] is not None}

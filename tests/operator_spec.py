@@ -1,4 +1,4 @@
-"""One description of an operator and what its tests need of it: inputs, results, gradients, comparison with the reference.
+"""One description of an operator for its tests: inputs, results, gradients, comparison with the reference.
 
 A new operator is a subclass of :class:`OperatorSpec`, with its inputs and the shapes of its results, and an entry of
 ``OPERATORS`` in ``operators.py``: the tests of ``test_operators_*.py`` then run for it.
@@ -161,7 +161,7 @@ class OperatorSpec:
         return _by_schema(self.forward_operator, self.internal_values(inputs))
 
     def backward_arguments(self, inputs: Inputs, needs_grad: Sequence[bool] | None = None) -> tuple:
-        """Arguments of ``_x_bwd``; all gradients of tensors that are present, unless it is said which are needed."""
+        """Arguments of ``_x_bwd``; needs all gradients of tensors that are present, unless ``needs_grad`` says otherwise."""
         values = self.internal_values(inputs) | self.saved_values(inputs)
         grads = zip(self.results, self.make_cotangents(inputs), strict=True)
         values |= {f"grad_{name}": cotangent for name, cotangent in grads}
@@ -173,7 +173,7 @@ class OperatorSpec:
         return {}
 
     def needed(self, inputs: Inputs) -> list[bool]:
-        """Which gradients are asked for unless it is said otherwise."""
+        """Which gradients backward returns by default."""
         raise NotImplementedError
 
     # ----- tensors
@@ -223,7 +223,7 @@ class OperatorSpec:
         return self.evaluate(self.reference, inputs, cotangents)
 
     def rounding_floor(self, name: str, inputs: Inputs) -> float | None:
-        """In place of the usual floor of the low-precision rule, for this result."""
+        """Replaces the low-precision rule's usual floor for this result; None keeps it."""
         return None
 
     def assert_same_layout(self, meta: Tensor, real: Tensor) -> None:

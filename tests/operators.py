@@ -1,4 +1,4 @@
-"""Every operator, for the tests that are the same for all."""
+"""Every operator, for the tests that run for all of them."""
 
 from __future__ import annotations
 

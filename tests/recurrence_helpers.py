@@ -192,7 +192,7 @@ class Variant(OperatorSpec):
     ) -> dict[str, Tensor]:
         native = super().evaluate_natively(inputs, cotangents, exact)
         if cotangents is not None and self.first(inputs).element_size() == 2:
-            # Backward has h in its 16 bits, to which the gradient of what broadcasts, a sum in float32, owes its error.
+            # Backward reads h in fp16 or bf16; this rounding dominates the error of a broadcast input's gradient.
             of_rounded_states = self.evaluate(partial(scan_that_saves_rounded_states, self), inputs, cotangents)
             native |= {f"grad_{name}": of_rounded_states[f"grad_{name}"] for name in self.recurrence.broadcast}
         return native
@@ -304,8 +304,8 @@ def state_of(inputs: dict[str, Any]) -> Tensor:
 
 
 def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """The reference in float32, with what PyTorch's autograd rounds to 16 bits: the states that backward multiplies with, and
-    the gradient of an expanded 16-bit input before it is summed."""
+    """The reference in float32, with the values that PyTorch's autograd rounds to fp16 or bf16: the states that backward
+    multiplies with, and the gradient of an expanded input before it is summed."""
     dtype, device = first_input(arguments).dtype, first_input(arguments).device
     arguments = move_all(arguments, "cpu")
     inputs = [x.float() for x in torch.broadcast_tensors(*(arguments[name] for name in variant.recurrence.inputs))]
@@ -325,7 +325,7 @@ def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[
 
 
 def at_steps(variant: Variant, inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
-    """The arguments of a part of the time."""
+    """The arguments of some steps."""
     return inputs | {name: inputs[name][:, steps] for name in sequence_names(variant, inputs)}
 
 

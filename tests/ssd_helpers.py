@@ -149,7 +149,7 @@ def make_seq_idx(resets: Sequence[Iterable[int]], seqlen: int) -> Tensor:
 
 
 def at_steps(inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
-    """The arguments of a part of the time."""
+    """The arguments of some steps."""
     of_steps = [name for name in (*SEQUENCES, "seq_idx") if inputs[name] is not None]
     return inputs | {name: inputs[name][:, steps] for name in of_steps}
 
@@ -201,7 +201,7 @@ class SsdChunkScan(OperatorSpec):
     def evaluate_natively(
         self, inputs: dict[str, Any], cotangents: Cotangents | None, exact: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        """With the products of the operator, too."""
+        """Rounds the operands of products as the operator's kernels do."""
         if not has_16_bit_products(inputs):
             return super().evaluate_natively(inputs, cotangents, exact)
         if cotangents is None:

@@ -35,7 +35,7 @@ def scan_in_16_bit_products(
     discretization: str,
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
-    """PyTorch in that dtype: the scan in chunks, as products whose operands have 16 bits and whose sums are float32.
+    """PyTorch in that dtype: the scan in chunks, as products with fp16 or bf16 operands and float32 sums.
 
     So are the products of its gradients, among whose operands is the gradient of what the gate multiplies. Everything between
     them is float32; of float64 inputs all of it is float64.

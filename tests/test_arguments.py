@@ -1,4 +1,4 @@
-"""Every tensor argument of every public operator: what None, another type and another layout are told.
+"""Every tensor argument of every public operator: messages about None, other types and other layouts.
 
 The message names the operator and the argument, through the Python function and through ``torch.ops``, whatever the mode.
 """
@@ -218,7 +218,7 @@ def test_other_types_by_position(operator, device):
 
 @every_operator
 def test_other_errors_are_the_operators_own(operator, device):
-    """Those of a call whose arguments have the right types, and Python's of a call that does not fit the signature."""
+    """Errors of calls with the right types pass unchanged, and so do Python's of calls that do not fit the signature."""
     function, arguments = getattr(ssm_kernels, operator.name), operator.make(device)
     name = operator.tensors(required=True)[0]
     with pytest.raises(NotImplementedError, match=f"^{operator.name}: expected {name} to be a dense tensor"):

@@ -71,7 +71,7 @@ def test_few_elements_give_the_same_bits(dtype, activation, cut):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_equals_the_convolution_of_pytorch(dtype, device):
-    """Independently of the reference: padded on the left, without the last steps."""
+    """Independent of the reference: PyTorch's convolution, padded on the left, without the last steps."""
     inputs = make_inputs(channels=72, seqlen=50, initial_state=False, dtype=dtype, device=device)
     leaves, doubles = with_gradients(inputs), with_gradients(as_float64(inputs))
     out = causal_conv1d(**leaves)
@@ -352,7 +352,7 @@ def test_gradient_through_one_result(through, activation, device):
 @pytest.mark.parametrize("layout", ["slice", "odd_slice", "contiguous", "channels_first_slice", "channels_first_memory"])
 @every_cut
 def test_gradient_into_a_part_of_a_tensor(cut, layout, device):
-    """_causal_conv1d_bwd_out leaves what lies beside the gradient alone."""
+    """_causal_conv1d_bwd_out does not write to memory beside the gradient."""
     for dtype, size in itertools.product((torch.float32, torch.bfloat16), SIZES.values()):
         inputs = make_inputs(**(size | cut), dtype=dtype, layout=layout, device=device)
         arguments = backward_arguments(inputs)

@@ -57,7 +57,7 @@ def test_meta_agrees_with_the_device(layout, device):
 
 @pytest.mark.slow
 def test_compile_with_inductor(device, fresh_dynamo):
-    """With work around the operator for Inductor to fuse and to lay out: a slice of a projection, transposed or not."""
+    """Inductor fuses and lays out the operations around the operator: a slice of a projection, transposed or not."""
 
     def layer(*, x, **inputs):
         x = torch.cat([x * 2, torch.tanh(x)], dim=-1)[..., x.shape[-1] // 2 : x.shape[-1] // 2 + x.shape[-1]]
@@ -125,7 +125,7 @@ def test_the_step_is_not_differentiable(name, device):
 
 
 def test_what_is_kept_for_backward(device):
-    """The inputs, all of them tensors that the caller has anyway."""
+    """Autograd saves the inputs only, which the caller holds anyway."""
     for options in OPTIONS.values():
         inputs = with_gradients(make_inputs(**options, device=device))
         kept = []

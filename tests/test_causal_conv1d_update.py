@@ -142,7 +142,7 @@ def test_slot_out_of_range(dtype, device):
 
 
 def test_slot_of_two_rows(device):
-    """On the CPU an error; on CUDA a race, of which only the slots of other rows can be tested. Padding may be repeated."""
+    """An error on the CPU. On CUDA a race: only the slots of other rows can be tested. Padding may be repeated."""
     inputs = make_step_inputs(batch=6, slots=4, dtype=torch.float32, device=device)
     before = inputs["conv_state"].clone()
     inputs["state_batch_indices"] = torch.tensor([-1, 2, 0, -1, 2, 3], device=device)

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def snippets() -> list:
-    """The Python of README and docs that runs by itself: blocks that begin with an import."""
+    """Python blocks of README and docs that begin with an import run by themselves."""
     found = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         blocks = re.findall(r"^```python\n(import .*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)

@@ -111,7 +111,7 @@ def test_learning_curves_are_legible(models, steps):
 
 
 def test_char_lm_learns_and_writes(tmp_path):
-    """As a user runs it, in a process of its own, on the text that it finds by itself."""
+    """Runs the example as a user does, in its own process, on the text that it finds by default."""
     arguments = ["--steps=40", "--d-model=32", "--batch-size=4", "--seqlen=64", "--sample=50", "--prompt=def "]
     arguments += ["--checkpoint=run.pt", "--plot=curve.png"]
     run = subprocess.run([sys.executable, CHAR_LM, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path)

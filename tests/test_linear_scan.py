@@ -330,7 +330,7 @@ def test_packed_sequences_of_no_steps(variant, cu_seqlens, device):
 
 
 def test_gates_of_minlstm_that_saturate(device):
-    """f' + i' = 1 whatever the gates: with candidates of 1 and a state of 1 the state stays 1."""
+    """f' + i' = 1 for all gates, so candidates of 1 keep a state of 1."""
     gates = torch.tensor([-800.0, -100.0, -20.0, 0.0, 20.0, 100.0, 800.0], dtype=torch.float64)
     forget, input = (x.reshape(1, -1, 1).expand(1, -1, 5) for x in torch.meshgrid(gates, gates, indexing="ij"))
     for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
@@ -400,7 +400,7 @@ def test_no_accuracy_is_lost_over_a_long_sequence(device):
 
 
 def test_states_may_have_any_sign_and_decay_to_nothing(device):
-    """Where log-space has no number: negative transitions, zeros, states of both signs; where products of them underflow."""
+    """Inputs without a logarithm: negative transitions, zeros, states of both signs; and products that underflow."""
     for dtype in (torch.float64, torch.float32):
         inputs = make_inputs(LINEAR, seqlen=1000, channels=9, dtype=dtype, device=device)
         inputs["a"] = torch.where(inputs["a"].abs() < 0.2, 0, inputs["a"])
@@ -411,7 +411,7 @@ def test_states_may_have_any_sign_and_decay_to_nothing(device):
 
 
 def one_place(inputs: dict) -> tuple[int, int, slice]:
-    """A step in the midst of a sequence, the index of that sequence, and the steps that it may change."""
+    """Returns a step inside a sequence, the index of the sequence, and the steps that it may change."""
     packed = inputs["cu_seqlens"] is not None
     step, sequence, begin, end = (6, 5, *PACKED[5:7]) if packed else (20, -1, 0, 70)
     return step, sequence, slice(begin, step + 1) if inputs["reverse"] else slice(step, end)
@@ -473,7 +473,7 @@ def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_thr
 
 @every_recurrence
 def test_values_do_not_depend_on_the_neighbors(variant, device):
-    """A channel alone and a batch row alone, bit for bit as among others."""
+    """A single channel and a single batch row have the same bits alone as among others."""
     inputs = make_inputs(variant, batch=3, channels=33, seqlen=70, form="full", dtype=torch.float32, device=device)
     h = variant.scan(**inputs)
     row = {name: inputs[name][1:2] for name in tensor_names(inputs)}

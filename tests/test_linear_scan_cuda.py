@@ -43,7 +43,7 @@ MANY_CHANNELS = {"batch": 8, "channels": 4160, "seqlen": 300}
 
 
 def assert_as_accurate_as_cpu(variant: Variant, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    """float64 to 1e-10; else by the low-precision rule, the CPU's kernel in the same dtypes in the place of PyTorch."""
+    """Compares float64 to 1e-10, and other dtypes by the low-precision rule with the CPU's kernel in place of PyTorch."""
     cotangents = make_cotangents(inputs)
     actual = evaluate(variant, move_all(inputs, "cuda"), tuple(move(x, "cuda") for x in cotangents))
     on_cpu = {name: value.cpu() for name, value in actual.items()}
@@ -133,7 +133,7 @@ def test_packed_sequences_that_end_at_the_edges_of_tiles(reverse):
 @pytest.mark.parametrize("base", ["contiguous", "transposed"])
 @every_recurrence
 def test_one_argument_in_another_layout(variant, base, layout):
-    """Beside others that whole vectors are read from."""
+    """The kernels read the other arguments in whole vectors."""
     for dtype, sizes in itertools.product((torch.bfloat16, torch.float32), ({"channels": 64, "seqlen": 256}, LONG)):
         for name in (*variant.recurrence.inputs, "h0"):
             inputs = make_inputs(variant, dtype=dtype, layout=base, **sizes)
@@ -309,7 +309,7 @@ def test_nothing_waits_for_the_device(variant):
 
 @both_directions
 def test_wrong_offsets_in_a_cuda_graph(reverse):
-    """Nobody checks them there: the numbers are wrong, but nothing beside the states is read."""
+    """Graphs do not check offsets: wrong ones give wrong numbers, but the kernels read no memory beside the states."""
     around = torch.full((4, 33), float("nan"), device="cuda")
     inputs = move_all(make_inputs(LINEAR, channels=33, cu_seqlens=(0, 100, 400), reverse=reverse, dtype=torch.float32), "cuda")
     inputs["h0"] = around[1:3].copy_(inputs["h0"])

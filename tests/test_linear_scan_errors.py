@@ -54,7 +54,7 @@ GATED = {"b", "candidate", "x"}
 
 @every_recurrence
 def test_gates_come_before_the_input_that_they_gate(variant):
-    """In the function, the step, the reference and the operator; then what broadcasts."""
+    """In the function, the step, the reference and the operator; inputs that broadcast come last."""
     kinds = [0 if name in GATES else 1 if name in GATED else 2 for name in variant.recurrence.inputs]
     assert kinds == sorted(kinds)
     names = [*variant.recurrence.inputs]

@@ -88,7 +88,7 @@ def test_double_backward_of_one_result(common, result, device):
 
 
 def test_double_backward_in_low_precision(device):
-    """Second derivatives have the dtype of what they are of."""
+    """Second derivatives have the dtypes of their tensors."""
     for dtype in (torch.float32, torch.bfloat16):
         leaves = with_gradients(make_inputs(LINEAR, dtype=dtype, device=device))
         names = tensor_names(leaves)
@@ -101,7 +101,7 @@ def test_double_backward_in_low_precision(device):
 @pytest.mark.parametrize("autocast", [False, True], ids=["", "autocast"])
 @common_options
 def test_gradients_that_have_a_graph_are_as_exact_as_those_without(common, autocast, device):
-    """Whatever the dtype of the inputs and the dtype of autocast."""
+    """Holds for every dtype of inputs and of autocast."""
     for dtype in (torch.float32, torch.bfloat16):
         inputs = make_inputs(LINEAR, channels=5, dtype=dtype, device=device, **({"seqlen": 2000} | common))
         leaves = with_gradients(inputs)
@@ -140,7 +140,7 @@ def test_lengths(variant, seqlen, reverse, device):
 
 
 def test_a_long_sequence(device):
-    """Against the adjoint written out, by the reference's scan: its autograd takes long over as many steps."""
+    """Compares with the adjoint, written with the reference's scan: the reference's autograd is slow over so many steps."""
     inputs = make_inputs(LINEAR, batch=1, channels=3, seqlen=65537, device=device)
     grad_h, grad_last_state = make_cotangents(inputs)
     actual = evaluate(LINEAR, inputs, (grad_h, grad_last_state))
@@ -228,7 +228,7 @@ def test_gradient_through_one_result_only(variant, common, through, device):
 
 @every_recurrence
 def test_gradients_of_a_subset(variant, device):
-    """Whatever needs gradients, each is bit for bit the same, and the others get none."""
+    """Each gradient has the same bits, whichever others are needed; the others are None."""
     inputs = make_inputs(variant, channels=5, seqlen=70, dtype=torch.float32, device=device)
     names, cotangents = tensor_names(inputs), make_cotangents(inputs)
 
@@ -283,7 +283,7 @@ def test_packed_sequences_of_no_steps(variant, cu_seqlens, device, uninitialized
 
 @pytest.mark.parametrize("offsets", [(7, 30, 40), (0, 50, 90), (-3, -2, -1), (40, 20, 0), (90, 90, 90)], ids=str)
 def test_wrong_offsets_reach_no_other_memory(offsets, device):
-    """Backward does not check what forward has; of the states nothing but theirs is read."""
+    """Backward does not check offsets again, and reads no memory beside the states."""
     for reverse in (False, True):
         inputs = make_inputs(LINEAR, cu_seqlens=(0, 10, 40), reverse=reverse, device=device)
         arguments = list(LINEAR.backward_arguments(inputs))
@@ -297,7 +297,7 @@ def test_wrong_offsets_reach_no_other_memory(offsets, device):
 
 @every_variant
 def test_gradients_through_steps(variant, device):
-    """Backpropagation through decoding steps is that through the scan."""
+    """Backpropagation through decoding steps equals backpropagation through the scan."""
     inputs = make_inputs(variant, seqlen=6, device=device)
 
     def step_by_step(*, h0, reverse, cu_seqlens, **arguments):
@@ -314,7 +314,7 @@ def test_gradients_through_steps(variant, device):
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @every_recurrence
 def test_gradient_through_carried_states(variant, reverse, device):
-    """Backpropagation over a cut sequence is that over the whole one."""
+    """Backpropagation over a sequence in two parts equals backpropagation over the whole."""
     inputs = make_inputs(variant, channels=5, seqlen=100, reverse=reverse, device=device)
 
     def in_three_parts(*, h0, **arguments):
@@ -387,7 +387,7 @@ def test_rglru_near_a_transition_of_one(device):
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_rglru_where_the_transition_is_one(dtype, device):
-    """There the root has no finite slope; what follows it in the chain rule vanishes faster."""
+    """There the root has no finite slope, but the next factor of the chain rule vanishes faster."""
     inputs = make_inputs(RGLRU, seqlen=5, dtype=dtype, device=device)
     inputs["recurrence_gate"] = torch.full_like(inputs["recurrence_gate"], -1000)
     results = evaluate(RGLRU, inputs, make_cotangents(inputs))
@@ -398,7 +398,7 @@ def test_rglru_where_the_transition_is_one(dtype, device):
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @every_recurrence
 def test_nan_stays_in_its_channel_and_sequence(variant, layout, device):
-    """Every gradient that it cannot reach is bit for bit as without it."""
+    """Every gradient that the NaN cannot reach has the same bits as without it."""
     for common in COMMON.values():
         inputs = make_inputs(
             variant, channels=9, form="full", dtype=torch.float32, layout=layout, device=device, **({"seqlen": 70} | common)

@@ -113,7 +113,7 @@ def test_memory_grows_only_with_results_and_gradients(device):
 
 
 def test_what_is_kept_for_backward(device):
-    """The inputs, h and h0, all of them tensors that the caller has anyway."""
+    """Autograd saves the inputs, h and h0 only, which the caller holds anyway."""
     inputs = with_gradients(make_inputs(MINGRU, seqlen=70, device=device))
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):

@@ -1,4 +1,4 @@
-"""The operator between Mamba-2's projections: against the operators that it is made of, and what it keeps for backward."""
+"""The operator between Mamba-2's projections: comparison with the composed operators, and the tensors saved for backward."""
 
 from __future__ import annotations
 

@@ -145,7 +145,7 @@ def test_end_of_sequence(streamed, device):
 
 
 class Stream:
-    """Keeps what it is given."""
+    """Keeps the tokens that it receives."""
 
     def __init__(self) -> None:
         self.pieces: list[Tensor] = []
@@ -187,7 +187,7 @@ def test_inference_mode(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @every_mixer
 def test_graph_does_what_steps_do(mixer, dtype):
-    """Twice, of which the second replays the first's graph, on another prompt, without waiting for the device."""
+    """The second call replays the first's graph on another prompt, without waiting for the device."""
     model = make_talker(mixer, "cuda", dtype)
     generate = functools.partial(model.generate, max_new_tokens=12, temperature=2.0, top_k=10, top_p=0.9)
     for seed in range(2):

@@ -175,7 +175,7 @@ EVERY_BAD_VALUE = [(layer, *row) for layers, rows in BAD_VALUES.items() for laye
     ("layer_type", "options", "message"), EVERY_BAD_VALUE, ids=lambda value: getattr(value, "__name__", "")
 )
 def test_bad_values(layer_type, options, message):
-    """When the layer is made, not when it is called."""
+    """Raised by the constructor, not by a call."""
     prefix = "" if message.startswith("ssd_chunk_scan") else f"{layer_type.__name__}: "
     with pytest.raises(ValueError, match="^" + says(prefix + message)):
         layer_type(**LAYERS[layer_type][0] | options)

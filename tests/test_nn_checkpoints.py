@@ -109,7 +109,7 @@ def test_another_discretization(name, saved, own, tmp_path):
 
 @every_layer
 def test_checkpoints_of_mamba_ssm(name):
-    """They name none: as strict as ever, with a warning where the layer has another rule than mamba_ssm's."""
+    """Such checkpoints name no rule. They load as others do, with a warning if the layer's rule is not mamba_ssm's."""
     checkpoint = {key: torch.rand_like(value) for key, value in new_layer(name).state_dict().items()}
     assert new_layer(name).load_state_dict(checkpoint, strict=True) == ([], [])
     for strict in (True, False):

@@ -160,7 +160,7 @@ def test_compiled_backward_computes_what_is_needed(device, fresh_dynamo):
 
 @pytest.mark.parametrize("matrices", ["variable", "constant"])
 def test_what_is_not_needed_takes_no_memory(matrices, device, two_threads):
-    """Above all no partial sums of the gradients of B and C: per block of channels and step, or per row where they are constant."""
+    """Above all, no partial sums of the gradients of B and C."""
     batch, dim, seqlen, dstate = 4, 256, 512, 16
     inputs = make_inputs(
         batch=batch, dim=dim, seqlen=seqlen, dstate=dstate, B=matrices, C=matrices, dtype=torch.float32, device=device

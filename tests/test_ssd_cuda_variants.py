@@ -152,7 +152,7 @@ def gradients_of(inputs: dict[str, Any], cotangents: Cotangents, wanted: Iterabl
 @variants([BF16], (64, 256))
 @pytest.mark.parametrize("name", ["everything", "resets_with_states", "packed_with_states"])
 def test_gradients_of_a_subset(name, variant):
-    """Whatever needs gradients, each is bit for bit the same, and the others get none."""
+    """Each gradient has the same bits, whichever others are needed; the others are None."""
     options = OPTIONS[name] | ({"cu_seqlens": (0, 0, 65, 100)} if name.startswith("packed") else {"seqlen": 100})
     inputs = variant.inputs(**options)
     cotangents, present = make_cotangents(inputs), tensor_names(inputs)
