@@ -356,7 +356,7 @@ def test_slot_of_two_rows(dtype, device):
 
 
 def test_more_slots_than_a_32_bit_offset_reaches(device, needs_gpu_memory):
-    """Two slots that lie 2^31 elements apart."""
+    """Two slots are 2^31 elements apart."""
     needs_gpu_memory(device, 5)
     inputs = make_step_inputs(dim=8, dstate=16, slots=2, dtype=torch.float16, state_dtype=torch.float16, device=device)
     expected = step(inputs)

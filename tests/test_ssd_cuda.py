@@ -46,8 +46,8 @@ def test_heads_share_groups(heads, groups):
 
 @pytest.mark.parametrize("name", ["everything", "resets_with_states"])
 @pytest.mark.parametrize("seqlen", [1000, 2048, 3001])
-def test_sequences_longer_than_a_run(seqlen, name):
-    """A batch of one with two heads is cut along time, resets and all."""
+def test_sequences_longer_than_a_range(seqlen, name):
+    """A batch of one with two heads is split along time, with resets."""
     options = OPTIONS[name] | ({"resets": ((2, 64, 65, 999),)} if name.startswith("resets") else {})
     sizes = {"batch": 1, "heads": 2, "groups": 1, "headdim": 64, "dstate": 64, "seqlen": seqlen}
     inputs = make_inputs(dtype=torch.bfloat16, device="cuda", **(sizes | options))
@@ -55,8 +55,8 @@ def test_sequences_longer_than_a_run(seqlen, name):
 
 
 @pytest.mark.parametrize("heads", [2, 60, 160])
-def test_packed_sequences_in_runs(heads):
-    """With few heads a sequence is longer than a run, with many runs have several, and between there are both."""
+def test_packed_sequences_in_ranges(heads):
+    """With few heads a sequence is longer than a block's range of chunks, with many a range has several sequences."""
     offsets = (0, 0, 300, 364, 365, 1500, 1500, 2000)
     sizes = {"heads": heads, "groups": 1, "headdim": 64, "dstate": 64, "cu_seqlens": offsets}
     assert_matches_reference(make_inputs(dtype=torch.bfloat16, device="cuda", **sizes), gradients=False)
@@ -71,14 +71,14 @@ def test_many_packed_sequences():
 
 
 @pytest.mark.parametrize("heads", [3, 397])
-def test_heads_without_a_partner_in_runs(heads):
-    """Longer than a run with few heads, in two runs with many; padded rows and columns."""
+def test_heads_without_a_partner_in_ranges(heads):
+    """Longer than a range with few heads, in two ranges with many; padded rows and columns."""
     sizes = {"batch": 1, "heads": heads, "groups": 1, "headdim": 36, "dstate": 100, "seqlen": 700}
     assert_matches_reference(make_inputs(dtype=torch.float16, device="cuda", **sizes), gradients=False)
 
 
-def test_a_sequence_in_two_runs_has_the_bits_of_a_whole_one():
-    """Two heads for each multiprocessor are whole runs; with half as many more, runs begin inside sequences."""
+def test_a_sequence_in_two_ranges_has_the_bits_of_a_whole_one():
+    """Two heads for each multiprocessor fill whole ranges; with half as many more, ranges begin inside sequences."""
     heads = 2 * torch.cuda.get_device_properties("cuda").multi_processor_count
     sizes = {"batch": 1, "heads": heads * 3 // 2, "groups": 1, "headdim": 64, "dstate": 128, "seqlen": 330}
     inputs = make_inputs(dtype=torch.bfloat16, device="cuda", **sizes)
@@ -95,13 +95,13 @@ MANY_HEADS = {"batch": 8, "heads": 80, "groups": 2, "headdim": 64, "dstate": 128
 
 
 def test_rows_of_a_batch_with_many_heads():
-    """Runs that begin inside sequences and have several: the same as a call for each row of the batch."""
+    """Ranges that begin inside sequences and have several: the same as a call for each row of the batch."""
     inputs = make_inputs(**MANY_HEADS, dtype=torch.bfloat16, device="cuda")
     whole = results_of(inputs)
     batched = ("x", "dt", "B", "C", "z", "initial_states")
     for row in (0, 7):
         of_row = results_of({name: inputs[name][row : row + 1] if name in batched else inputs[name] for name in inputs})
-        # Sequences of one entry may be longer than runs: then sums come in another order.
+        # The sequences of one row may be longer than ranges: then sums come in another order.
         for name, value in of_row.items():
             torch.testing.assert_close(value[0], whole[name][row], rtol=2e-2, atol=2e-2)
 

@@ -98,7 +98,7 @@ def test_short_sequences_reset_at_every_step():
 @pytest.mark.parametrize(
     "sizes", [{"batch": 1, "heads": 2}, {"batch": 3, "heads": 120}], ids=["long_work_tiles", "many_work_tiles"]
 )
-def test_sequences_in_runs(sizes, name, dstate):
+def test_sequences_in_ranges(sizes, name, dstate):
     options = OPTIONS[name] | {"seqlen": 700}
     if name.startswith("resets"):
         options |= {"resets": ((2, 64, 65, 499),) * sizes["batch"]}
@@ -200,7 +200,7 @@ def test_largest_inputs(sign, dstate):
 NAN_CASES = {
     "in_steps": ({"seqlen": 30}, (0, 10, 20), 13),
     "in_chunks": ({"seqlen": 90}, (0, 36, 72), 40),
-    "in_pieces": ({"seqlen": 1000, "batch": 1, "heads": 1, "groups": 1}, (0, 300, 710), 500),
+    "in_segments": ({"seqlen": 1000, "batch": 1, "heads": 1, "groups": 1}, (0, 300, 710), 500),
 }
 
 

@@ -49,13 +49,13 @@ def test_gradients_of_products_in_float32(name, dtype):
 @pytest.mark.parametrize(
     ("batch", "heads", "seqlen"), [(1, 2, 3001), (3, 120, 500)], ids=["long_work_tiles", "many_work_tiles"]
 )
-def test_sequences_in_runs(batch, heads, seqlen, name):
+def test_sequences_in_ranges(batch, heads, seqlen, name):
     options = OPTIONS[name] | ({"resets": ((2, 64, 65, 499),) * batch} if name.startswith("resets") else {})
     assert_accurate(inputs_on_cuda(**(options | {"batch": batch, "heads": heads, "groups": 1, "seqlen": seqlen})))
 
 
 @pytest.mark.parametrize("heads", [2, 60, 160])
-def test_packed_sequences_in_runs(heads):
+def test_packed_sequences_in_ranges(heads):
     assert_accurate(inputs_on_cuda(heads=heads, groups=1, cu_seqlens=(0, 0, 300, 364, 365, 1500, 1500, 2000)))
 
 

@@ -127,7 +127,7 @@ class RowCopier {
   static constexpr int kRows = threads / kVectors, kCopies = kTileRows / kRows;
   static_assert(threads % kVectors == 0 && kTileRows % kRows == 0, "a thread copies one column of vectors");
   static_assert(std::is_same_v<Order, InOrder> || kBlockSteps % kRows == 0,
-                "rows that are copied together lie in one block of steps");
+                "rows that are copied together are in one block of steps");
 
   static __device__ __forceinline__ constexpr int tile_row(int row) {
     return Order::position_of(row / kBlockSteps) * kBlockSteps + row % kBlockSteps;

@@ -12,8 +12,8 @@
 namespace ssm_kernels::cuda {
 
 // The swizzle of a row: a vector's index among the eight of its 128-byte row is XORed with it. For 16-bit elements, vectors of
-// one column in eight rows lie in different banks, as ldmatrix needs. For fp32, two neighboring vectors (eight columns) stay
-// neighbors. Vectors of one column lie in different banks for four consecutive rows and for every second of eight rows:
+// one column in eight rows are in different banks, as ldmatrix needs. For fp32, two neighboring vectors (eight columns) stay
+// neighbors. Vectors of one column are in different banks for four consecutive rows and for every second of eight rows:
 // one load of an fp32 pair reads such rows.
 template <int element_bytes>
 __device__ __forceinline__ constexpr uint32_t swizzle(uint32_t row) {

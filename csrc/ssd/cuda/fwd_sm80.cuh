@@ -85,7 +85,7 @@ class RegisterEpilogue {
   }
 
  private:
-  // Vectors of a warp's 16 columns, and rows that it writes at once. The vectors of eight lanes lie in different banks.
+  // Vectors of a warp's 16 columns, and rows that it writes at once. The vectors of eight lanes are in different banks.
   static constexpr int kVectors = 16 / OutTile::kVectorElements, kRows = kWarpSize / kVectors;
   // The lane writes every kRows-th row from row() on, in each the vector vector().
   static __device__ __forceinline__ int row(const FragmentLane& lane) {
