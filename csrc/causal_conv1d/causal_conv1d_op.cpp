@@ -102,12 +102,9 @@ at::Tensor sequence_ids(const Inputs& in) {
 
 namespace {
 
-SequenceView sequence_view(const OptionalTensor& tensor, Access access) {
-  if (!is_present(tensor) || tensor->dim() != 3) return {};
-  return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
-}
-
-StateView state_view(const OptionalTensor& tensor, Access access) {
+// A SequenceView or a StateView; empty without the tensor, for a gradient that is not needed and for a state of no steps.
+template <typename View>
+View view_of(const OptionalTensor& tensor, Access access) {
   if (!is_present(tensor) || tensor->dim() != 3 || tensor->size(2) == 0) return {};
   return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
 }
@@ -134,8 +131,8 @@ void fill_shared_params(Params& params, const AnyInputs& in) {
 void fill_params(ConvParams& params, const Inputs& in, const at::Tensor& ids) {
   fill_shared_params(params, in);
   params.has_state_of_each_sequence = is_present(in.cu_seqlens);
-  params.x = sequence_view(in.x, Access::kRead);
-  params.initial_state = state_view(in.initial_state, Access::kRead);
+  params.x = view_of<SequenceView>(in.x, Access::kRead);
+  params.initial_state = view_of<StateView>(in.initial_state, Access::kRead);
   if (ids.defined()) {
     const bool has_rows = ids.dim() == 2;
     params.ids = {ids.const_data_ptr(), ids.scalar_type() == at::kLong, has_rows ? ids.stride(0) : 0,
@@ -148,8 +145,8 @@ void fill_params(ConvParams& params, const Inputs& in, const at::Tensor& ids) {
 ConvFwdParams make_fwd_params(const Inputs& in, const at::Tensor& ids, const FwdOutputs& outputs) {
   ConvFwdParams params;
   fill_params(params, in, ids);
-  params.out = sequence_view(outputs.out, Access::kWrite);
-  params.final_state = state_view(outputs.final_state, Access::kWrite);
+  params.out = view_of<SequenceView>(outputs.out, Access::kWrite);
+  params.final_state = view_of<StateView>(outputs.final_state, Access::kWrite);
   return params;
 }
 
@@ -157,11 +154,11 @@ ConvBwdParams make_bwd_params(const BwdInputs& bwd, const OptionalTensor& grad_o
                               const at::Tensor& ids, const GradTensors& grads) {
   ConvBwdParams params;
   fill_params(params, bwd.in, ids);
-  params.grad_out = sequence_view(grad_out, Access::kRead);
-  params.grad_out_2 = sequence_view(grad_out_2, Access::kRead);
-  params.grad_final_state = state_view(bwd.grad_final_state, Access::kRead);
-  params.grad_x = sequence_view(grads[kGradX], Access::kWrite);
-  params.grad_initial_state = state_view(grads[kGradInitialState], Access::kWrite);
+  params.grad_out = view_of<SequenceView>(grad_out, Access::kRead);
+  params.grad_out_2 = view_of<SequenceView>(grad_out_2, Access::kRead);
+  params.grad_final_state = view_of<StateView>(bwd.grad_final_state, Access::kRead);
+  params.grad_x = view_of<SequenceView>(grads[kGradX], Access::kWrite);
+  params.grad_initial_state = view_of<StateView>(grads[kGradInitialState], Access::kWrite);
   if (bwd.needs_grad[kGradWeight]) params.grad_weight = grads[kGradWeight].mutable_data_ptr();
   if (bwd.needs_grad[kGradBias] && is_present(bwd.in.bias)) params.grad_bias = grads[kGradBias].mutable_data_ptr();
   return params;
@@ -211,21 +208,6 @@ ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& ou
 }
 
 namespace {
-
-FwdOutputs fwd_meta(const Inputs& in) {
-  check_inputs(in);
-  return allocate_fwd(in);
-}
-
-GradTensors bwd_meta(const BwdInputs& bwd) {
-  check_inputs(bwd.in);
-  return allocate_bwd(bwd);
-}
-
-at::Tensor update_meta(const UpdateInputs& in) {
-  check_update_inputs(in);
-  return allocate_update(in);
-}
 
 // The node saves the inputs only.
 struct CausalConv1d : DifferentiableOp<CausalConv1d, BwdInputs, std::tuple<at::Tensor, at::Tensor>> {
@@ -289,6 +271,9 @@ TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&update_autograd>(m, "c
 
 SSM_IN_PLACE_OPERATOR(CausalConv1dUpdate)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_kernels<&fwd_meta, &bwd_meta, &update_meta>(m); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
+  register_kernels<&meta<check_inputs, allocate_fwd, Inputs>, &meta<check_inputs, allocate_bwd, BwdInputs>,
+                   &meta<check_update_inputs, allocate_update, UpdateInputs>>(m);
+}
 
 }  // namespace ssm_kernels::causal_conv1d

@@ -240,16 +240,6 @@ const Operator<FwdOutputs, Inputs>& recurrence_op() {
 
 namespace {
 
-FwdOutputs fwd_meta(const Inputs& in) {
-  check_inputs(in);
-  return allocate_fwd(in);
-}
-
-GradTensors bwd_meta(const BwdInputs& bwd) {
-  check_inputs(bwd.in);
-  return allocate_bwd(bwd);
-}
-
 // Checks the shapes of a step's arguments, then gives its inputs an axis of time.
 void prepare_step(const PublicOperator& op, std::vector<at::Tensor>& inputs, const OptionalTensor& state) {
   const RecurrenceRow& row = *op.row;
@@ -356,6 +346,8 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
 
 SSM_DIFFERENTIABLE_OPERATOR(LinearRecurrence)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_kernels<&fwd_meta, &bwd_meta>(m); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
+  register_kernels<&meta<check_inputs, allocate_fwd, Inputs>, &meta<check_inputs, allocate_bwd, BwdInputs>>(m);
+}
 
 }  // namespace ssm_kernels::linear_scan

@@ -180,16 +180,6 @@ SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization meth
 
 namespace {
 
-FwdOutputs fwd_meta(const FwdInputs& in) {
-  check_inputs(in);
-  return allocate_fwd(in);
-}
-
-GradTensors bwd_meta(const BwdInputs& bwd) {
-  check_inputs(bwd.in);
-  return allocate_bwd(bwd);
-}
-
 // Saves the inputs and the states at the chunk boundaries.
 struct SelectiveScan : DifferentiableOp<SelectiveScan, BwdInputs, std::tuple<at::Tensor, at::Tensor>> {
   static constexpr char kSchema[] = "ssm_kernels::selective_scan", kBackward[] = "ssm_kernels::_selective_scan_bwd";
@@ -230,6 +220,8 @@ struct SelectiveScan : DifferentiableOp<SelectiveScan, BwdInputs, std::tuple<at:
 
 SSM_DIFFERENTIABLE_OPERATOR(SelectiveScan)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { register_kernels<&fwd_meta, &bwd_meta>(m); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
+  register_kernels<&meta<check_inputs, allocate_fwd, FwdInputs>, &meta<check_inputs, allocate_bwd, BwdInputs>>(m);
+}
 
 }  // namespace ssm_kernels::selective_scan

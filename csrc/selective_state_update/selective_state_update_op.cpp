@@ -160,11 +160,6 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, const at:
 
 namespace {
 
-at::Tensor meta(const Inputs& in) {
-  check_inputs(in);
-  return allocate_out(in);
-}
-
 struct SelectiveStateUpdate : InPlaceOp<Inputs> {
   static constexpr char kSchema[] = "ssm_kernels::selective_state_update";
 
@@ -225,6 +220,6 @@ TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&autograd>(m, "selectiv
 
 SSM_IN_PLACE_OPERATOR(SelectiveStateUpdate)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { implement<&meta>(m, "selective_state_update"); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { implement<&meta<check_inputs, allocate_out, Inputs>>(m, "selective_state_update"); }
 
 }  // namespace ssm_kernels::selective_state_update

@@ -144,10 +144,7 @@ FwdResult ssd_chunk_scan(PublicInputs& in) {
 }  // namespace
 
 FwdOutputs fwd(const Inputs& in) {
-  if (in.x.is_meta()) {
-    check_inputs(in);
-    return allocate_fwd(in);
-  }
+  if (in.x.is_meta()) return meta<check_inputs, allocate_fwd>(in);
 #ifdef SSM_KERNELS_WITH_CUDA
   if (in.x.is_cuda()) return fwd_cuda(in);
 #endif
@@ -155,10 +152,7 @@ FwdOutputs fwd(const Inputs& in) {
 }
 
 GradTensors bwd(const BwdInputs& bwd) {
-  if (bwd.in.x.is_meta()) {
-    check_inputs(bwd.in);
-    return allocate_bwd(bwd);
-  }
+  if (bwd.in.x.is_meta()) return meta<check_inputs, allocate_bwd>(bwd);
 #ifdef SSM_KERNELS_WITH_CUDA
   if (bwd.in.x.is_cuda()) return bwd_cuda(bwd);
 #endif

@@ -147,6 +147,23 @@ struct Kernel<function> {
       &KernelOf<Result, Inputs, Signature<Result, std::remove_const_t<Inputs>>>::template call_with_keys<function>;
 };
 
+// The inputs among an operator's arguments: the member `in` of backward's.
+template <typename BwdInputs>
+auto inputs_of(const BwdInputs& bwd, int) -> decltype((bwd.in)) {
+  return bwd.in;
+}
+template <typename Inputs>
+const Inputs& inputs_of(const Inputs& in, long) {
+  return in;
+}
+
+// The kernel for Meta tensors: checks the inputs and allocates the results.
+template <auto check, auto allocate, typename Arguments>
+auto meta(const Arguments& arguments) {
+  check(inputs_of(arguments, 0));
+  return allocate(arguments);
+}
+
 // Registers `function`, Result(Inputs&) or Result(DispatchKeySet, Inputs&), as the kernel of an operator.
 template <auto function>
 void implement(torch::Library& m, const char* name) {
