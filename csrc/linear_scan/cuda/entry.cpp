@@ -56,11 +56,11 @@ class Plan {
       const bool has_many_chains = chains >= partition.multiprocessors;
       const int64_t words_per_value = accumulate_bytes_ / 4;
       const int64_t state_words = partition.tiles * chains * kTileChannels * words_per_value;
-      constexpr int64_t kWordsOfTaken = 2;  // keeps what follows at multiples of 16 bytes
-      words_ = at::empty({kWordsOfTaken + (has_many_chains ? 1 : 3) * state_words}, like.options().dtype(at::kLong));
+      constexpr int64_t kTicketWords = 2;  // keeps what follows at multiples of 16 bytes
+      words_ = at::empty({kTicketWords + (has_many_chains ? 1 : 3) * state_words}, like.options().dtype(at::kLong));
       auto* const words = static_cast<uint64_t*>(words_.data_ptr());
       partition.ticket_counter = reinterpret_cast<uint32_t*>(words);
-      partition.state_words = words + kWordsOfTaken;
+      partition.state_words = words + kTicketWords;
       if (!has_many_chains) partition.tile_words = partition.state_words + state_words;
     }
   }
