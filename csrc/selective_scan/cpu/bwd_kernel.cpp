@@ -67,37 +67,11 @@ struct BwdChunk : BwdTiles<Acc> {
   int64_t live_lanes;
 };
 
-// Repeats the forward recurrence and keeps states and basis.
-template <typename Acc, typename Method>
-void recompute_chunk(const BwdChunk<Acc>& c) {
-  using V = Vec<Acc>;
-  constexpr int64_t kLanes = V::size();
-  const int64_t row = c.dstate * kLanes;
-  for (int64_t t = 0; t < c.steps; ++t) {
-    const V delta = V::loadu(c.delta + t * kLanes);
-    const V input = delta * V::loadu(c.u + t * kLanes);
-    const Acc* before = c.states + t * row;
-    Acc* after = c.states + (t + 1) * row;
-    V y(Acc(0));
-    for (int64_t n = 0; n < c.dstate; ++n) {
-      const V z = delta * V::loadu(c.A + n * kLanes);
-      const V basis = Method::basis(z);
-      basis.store(c.basis + t * row + n * kLanes);
-      V scaled = input;
-      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
-      const V h = at::vec::fmadd(Method::abar(z, basis), V::loadu(before + n * kLanes), scaled * c.B.at(t, n));
-      h.store(after + n * kLanes);
-      y = at::vec::fmadd(h, c.C.at(t, n), y);
-    }
-    y.store(c.y + t * kLanes);
-  }
-}
-
 template <typename Acc, typename Method>
 void scan_chunk_backward(const BwdChunk<Acc>& c) {
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
-  recompute_chunk<Acc, Method>(c);
+  scan_chunk<Acc, Method, true>({c.steps, c.dstate, c.A, c.u, c.delta, c.B, c.C, c.states, c.y, c.basis});
   const int64_t row = c.dstate * kLanes;
   const bool partial = c.live_lanes < kLanes;
   // Empty lanes may hold 0 * inf = NaN, which must not enter the sum over lanes.
@@ -141,16 +115,6 @@ void scan_chunk_backward(const BwdChunk<Acc>& c) {
   }
 }
 
-template <typename Acc>
-using ScanChunkBackward = void (*)(const BwdChunk<Acc>&);
-
-template <typename Acc>
-ScanChunkBackward<Acc> scan_chunk_backward_for(Discretization discretization) {
-  ScanChunkBackward<Acc> result = nullptr;
-  visit_discretization(discretization, [&](auto method) { result = &scan_chunk_backward<Acc, decltype(method)>; });
-  return result;
-}
-
 // sums[step][state] = sum over lanes of values[step][state][lane].
 template <typename Acc>
 void sum_lanes(Acc* sums, int64_t row, const Acc* values, int64_t steps, int64_t dstate) {
@@ -191,7 +155,6 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
   constexpr int64_t kLanes = V::size();
   Scratch scratch(memory);
   const BwdTiles<Acc> tiles(scratch, p, blocking);
-  const ScanChunkBackward<Acc> scan_backward = scan_chunk_backward_for<Acc>(p.discretization);
   const Task task(blocking, index);
   const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
   const int64_t row = p.dstate * kLanes;
@@ -231,16 +194,17 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       dy = tiles.dy;
     }
 
-    scan_backward({tiles,
-                   steps,
-                   p.dstate,
-                   dy,
-                   {p.B.per_step ? tiles.B_steps : tiles.B_constant, blocking.padded_dstate, p.B.per_step},
-                   {p.C.per_step ? tiles.C_steps : tiles.C_constant, blocking.padded_dstate, p.C.per_step},
-                   static_cast<Acc*>(workspace.grad_state) + block_index * row,
-                   p.grad_B.per_step ? row : 0,
-                   p.grad_C.per_step ? row : 0,
-                   channels});
+    const BwdChunk<Acc> scanned{tiles,
+                                steps,
+                                p.dstate,
+                                dy,
+                                operand(p.B, tiles.B_steps, tiles.B_constant, blocking),
+                                operand(p.C, tiles.C_steps, tiles.C_constant, blocking),
+                                static_cast<Acc*>(workspace.grad_state) + block_index * row,
+                                p.grad_B.per_step ? row : 0,
+                                p.grad_C.per_step ? row : 0,
+                                channels};
+    visit_discretization(p.discretization, [&](auto rule) { scan_chunk_backward<Acc, decltype(rule)>(scanned); });
     add_to_block(workspace.grad_A, block_index, tiles.grad_A, p.dstate);
     if (!p.B.per_step) add_to_block(workspace.grad_B, block_index, tiles.grad_B_lanes, p.dstate);
     if (!p.C.per_step) add_to_block(workspace.grad_C, block_index, tiles.grad_C_lanes, p.dstate);

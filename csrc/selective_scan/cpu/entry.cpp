@@ -2,6 +2,7 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 #include <torch/library.h>
@@ -35,84 +36,54 @@ FwdOutputs fwd_cpu(const FwdInputs& in) {
   return outputs;
 }
 
-// One of backward's sums, [batch][block][rows][lane], zero at first, seen channel by channel.
-template <typename Acc>
-class LaneSums {
- public:
-  LaneSums(const SelectiveScanParams& p, const Blocking& blocking, int64_t rows, const at::TensorOptions& options)
-      : p_(p), blocking_(blocking), rows_(rows) {
-    sums_ = at::zeros({p.batch * blocking.blocks_per_batch() * rows * blocking.lanes}, options);
-  }
+// Converts between (batch, dim, rows) and [batch][block][row][lane]. The last block of a segment is padded.
+at::Tensor to_lanes(const at::Tensor& values, const Blocking& blocking) {
+  const int64_t segments = values.size(0) * blocking.segments, rows = values.size(2);
+  const int64_t padding = blocking.blocks_per_segment * blocking.lanes - blocking.segment;
+  return at::constant_pad_nd(values.reshape({segments, blocking.segment, rows}), {0, 0, 0, padding})
+      .reshape({segments * blocking.blocks_per_segment, blocking.lanes, rows})
+      .transpose(1, 2)
+      .contiguous();
+}
+at::Tensor from_lanes(const at::Tensor& blocks, const Blocking& blocking) {
+  const int64_t batch = blocks.size(0), rows = blocks.size(2), padded = blocking.blocks_per_segment * blocking.lanes;
+  return blocks.transpose(2, 3)
+      .reshape({batch, blocking.segments, padded, rows})
+      .narrow(2, 0, blocking.segment)
+      .reshape({batch, blocking.segments * blocking.segment, rows});
+}
 
-  Acc* data() { return sums_.mutable_data_ptr<Acc>(); }
+GradTensors bwd_cpu(const BwdInputs& bwd) {
+  const Inputs& in = bwd.in;
+  const Discretization method = check_inputs(in);
+  const GradTensors grads = allocate_bwd(bwd);
+  const at::Tensor states = bwd.chunk_states.contiguous();
+  const SelectiveScanBwdParams params = make_bwd_params(bwd, method, states, grads);
 
-  // One channel's row 0; row r is r * lanes further.
-  Acc* channel(int64_t batch, int64_t channel) {
-    const int64_t in_segment = channel % blocking_.segment;
-    const int64_t block = batch * blocking_.blocks_per_batch() + channel / blocking_.segment * blocking_.blocks_per_segment +
-                          in_segment / blocking_.lanes;
-    return data() + block * rows_ * blocking_.lanes + in_segment % blocking_.lanes;
-  }
-
-  // visit(batch, channel, row, sum)
-  template <typename Visitor>
-  void for_each(const Visitor& visit) {
-    at::parallel_for(0, p_.batch * p_.dim, 64, [&](int64_t begin, int64_t end) {
-      for (int64_t index = begin; index < end; ++index) {
-        Acc* sums = channel(index / p_.dim, index % p_.dim);
-        for (int64_t row = 0; row < rows_; ++row) visit(index / p_.dim, index % p_.dim, row, sums[row * blocking_.lanes]);
-      }
-    });
-  }
-
-  // Writes the sum over the batch, (dim, rows).
-  void sum_batch(void* target) {
-    at::parallel_for(0, p_.dim, 64, [&](int64_t begin, int64_t end) {
-      for (int64_t index = begin; index < end; ++index) {
-        for (int64_t row = 0; row < rows_; ++row) {
-          Acc sum(0);
-          for (int64_t batch = 0; batch < p_.batch; ++batch) sum += channel(batch, index)[row * blocking_.lanes];
-          static_cast<Acc*>(target)[index * rows_ + row] = sum;
-        }
-      }
-    });
-  }
-
- private:
-  const SelectiveScanParams& p_;
-  const Blocking& blocking_;
-  int64_t rows_;
-  at::Tensor sums_;
-};
-
-template <typename Acc>
-void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, ScalarKind kind,
-             const at::TensorOptions& options) {
   const CpuKernels& kernels = cpu_kernels();
-  const int64_t parts = params.batch * blocking.tasks_per_batch() * blocking.chunks_per_sweep * blocking.part_size();
-  const auto sums = [&](const void* grad, int64_t rows) {
-    return LaneSums<Acc>(params, blocking, grad == nullptr ? 0 : rows, options);
+  const ScalarKind kind = scalar_kind(in.u.scalar_type());
+  const Blocking blocking(params, kernels.vector_bytes() / in.A.element_size());
+  const int64_t tasks = params.batch * blocking.tasks_per_batch();
+  // Sums over the lanes of each block, and the parts of grad_B and grad_C of each task. Those of gradients that are not needed
+  // have no elements.
+  const auto sums = [&](Grad grad, int64_t rows) {
+    const bool is_needed = grads[grad].numel() > 0;
+    return at::zeros({params.batch, blocking.blocks_per_batch(), is_needed ? rows : 0, blocking.lanes}, in.A.options());
   };
-  const auto matrix_sums = [&](const MatrixView& grad) { return sums(grad.per_step ? nullptr : grad.data, params.dstate); };
-  const auto matrix_parts = [&](const MatrixView& grad) { return at::empty({grad.per_step ? parts : 0}, options); };
+  const auto matrix_sums = [&](Grad grad, const MatrixView& view) {
+    if (!view.per_step) return sums(grad, params.dstate);
+    return at::empty({tasks * blocking.chunks_per_sweep * blocking.part_size()}, in.A.options());
+  };
+  const bool has_grad_state = is_present(bwd.grad_last_state) && bwd.grad_last_state->numel() > 0;
+  const at::Tensor grad_state =
+      has_grad_state ? to_lanes(*bwd.grad_last_state, blocking)
+                     : at::zeros({params.batch * blocking.blocks_per_batch(), params.dstate, blocking.lanes}, in.A.options());
+  const at::Tensor grad_A = sums(kGradA, params.dstate), grad_B = matrix_sums(kGradB, params.grad_B),
+                   grad_C = matrix_sums(kGradC, params.grad_C), grad_D = sums(kGradD, 1),
+                   grad_delta_bias = sums(kGradDeltaBias, 1);
+  const BwdWorkspace workspace{grad_state.mutable_data_ptr(), grad_A.mutable_data_ptr(), grad_B.mutable_data_ptr(),
+                               grad_C.mutable_data_ptr(),     grad_D.mutable_data_ptr(), grad_delta_bias.mutable_data_ptr()};
 
-  LaneSums<Acc> grad_state(params, blocking, params.dstate, options), grad_A = sums(params.grad_A, params.dstate);
-  LaneSums<Acc> grad_B = matrix_sums(params.grad_B), grad_C = matrix_sums(params.grad_C);
-  const at::Tensor grad_B_parts = matrix_parts(params.grad_B), grad_C_parts = matrix_parts(params.grad_C);
-  LaneSums<Acc> grad_D = sums(params.grad_D, 1), grad_delta_bias = sums(params.grad_delta_bias, 1);
-  const BwdWorkspace workspace{grad_state.data(),
-                               grad_A.data(),
-                               params.grad_B.per_step ? grad_B_parts.mutable_data_ptr() : grad_B.data(),
-                               params.grad_C.per_step ? grad_C_parts.mutable_data_ptr() : grad_C.data(),
-                               grad_D.data(),
-                               grad_delta_bias.data()};
-
-  if (const StateView& from = params.grad_last_state; from.data != nullptr) {
-    grad_state.for_each([&](int64_t batch, int64_t channel, int64_t state, Acc& value) {
-      value =
-          static_cast<const Acc*>(from.data)[batch * from.stride_batch + channel * from.stride_dim + state * from.stride_state];
-    });
-  }
   ThreadScratch threads(kernels.bwd_scratch_bytes(params, blocking, kind));
   const int64_t steps = std::min(params.chunk_length, params.seqlen);
   const int64_t task_work = blocking.blocks_per_task * blocking.lanes * params.dstate * steps;
@@ -120,7 +91,7 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
   for (int64_t end = params.chunk_boundaries - 1; end > 0;) {
     // Sweeps begin at multiples of their length, so that a chunk's place in its sweep is its remainder.
     const int64_t begin = (end - 1) / blocking.chunks_per_sweep * blocking.chunks_per_sweep, chunks = end - begin;
-    threads.parallel_for(params.batch * blocking.tasks_per_batch(), chunks * task_work, [&](int64_t task, std::byte* scratch) {
+    threads.parallel_for(tasks, chunks * task_work, [&](int64_t task, std::byte* scratch) {
       for (int64_t chunk = end - 1; chunk >= begin; --chunk) {
         kernels.bwd_task(params, blocking, workspace, kind, task, chunk, scratch);
       }
@@ -133,31 +104,16 @@ void run_bwd(const SelectiveScanBwdParams& params, const Blocking& blocking, Sca
     end = begin;
   }
 
-  if (params.grad_A != nullptr) grad_A.sum_batch(params.grad_A);
-  if (params.grad_B.data != nullptr && !params.grad_B.per_step) grad_B.sum_batch(params.grad_B.data);
-  if (params.grad_C.data != nullptr && !params.grad_C.per_step) grad_C.sum_batch(params.grad_C.data);
-  if (params.grad_D != nullptr) grad_D.sum_batch(params.grad_D);
-  if (params.grad_delta_bias != nullptr) grad_delta_bias.sum_batch(params.grad_delta_bias);
-  if (params.grad_initial_state != nullptr) {
-    grad_state.for_each([&](int64_t batch, int64_t channel, int64_t state, const Acc& value) {
-      static_cast<Acc*>(params.grad_initial_state)[(batch * params.dim + channel) * params.dstate + state] = value;
-    });
-  }
-}
-
-GradTensors bwd_cpu(const BwdInputs& bwd) {
-  const Inputs& in = bwd.in;
-  const Discretization method = check_inputs(in);
-  const GradTensors grads = allocate_bwd(bwd);
-  const at::Tensor states = bwd.chunk_states.contiguous();
-  const SelectiveScanBwdParams params = make_bwd_params(bwd, method, states, grads);
-
-  const ScalarKind kind = scalar_kind(in.u.scalar_type());
-  const Blocking blocking(params, cpu_kernels().vector_bytes() / in.A.element_size());
-  if (kind == ScalarKind::kDouble) {
-    run_bwd<double>(params, blocking, kind, in.A.options());
-  } else {
-    run_bwd<float>(params, blocking, kind, in.A.options());
+  const auto add_batch = [&](Grad grad, const at::Tensor& blocks) {
+    if (grads[grad].numel() > 0) grads[grad].copy_(from_lanes(blocks.sum(0, /*keepdim=*/true), blocking).view_as(grads[grad]));
+  };
+  add_batch(kGradA, grad_A);
+  if (!params.grad_B.per_step) add_batch(kGradB, grad_B);
+  if (!params.grad_C.per_step) add_batch(kGradC, grad_C);
+  add_batch(kGradD, grad_D);
+  add_batch(kGradDeltaBias, grad_delta_bias);
+  if (grads[kGradInitialState].numel() > 0) {
+    grads[kGradInitialState].copy_(from_lanes(grad_state.unflatten(0, {params.batch, blocking.blocks_per_batch()}), blocking));
   }
   return grads;
 }

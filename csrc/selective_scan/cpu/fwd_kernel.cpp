@@ -15,48 +15,6 @@ inline namespace CPU_CAPABILITY {
 namespace {
 
 template <typename Acc>
-struct FwdChunk {
-  int64_t steps, dstate;
-  const Acc* A;      // [state][lane]
-  const Acc* u;      // [step][lane]
-  const Acc* delta;  // [step][lane]
-  Operand<Acc> B, C;
-  Acc* state;  // [state][lane], updated
-  Acc* y;      // [step][lane]: <C_t, h_t>
-};
-
-template <typename Acc, typename Method>
-void scan_chunk(const FwdChunk<Acc>& c) {
-  using V = Vec<Acc>;
-  constexpr int64_t kLanes = V::size();
-  for (int64_t t = 0; t < c.steps; ++t) {
-    const V delta = V::loadu(c.delta + t * kLanes);
-    const V input = delta * V::loadu(c.u + t * kLanes);
-    V y(Acc(0));
-    for (int64_t n = 0; n < c.dstate; ++n) {
-      const V z = delta * V::loadu(c.A + n * kLanes);
-      const V basis = Method::basis(z);
-      V scaled = input;
-      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
-      const V h = at::vec::fmadd(Method::abar(z, basis), V::loadu(c.state + n * kLanes), scaled * c.B.at(t, n));
-      h.store(c.state + n * kLanes);
-      y = at::vec::fmadd(h, c.C.at(t, n), y);
-    }
-    y.store(c.y + t * kLanes);
-  }
-}
-
-template <typename Acc>
-using ScanChunk = void (*)(const FwdChunk<Acc>&);
-
-template <typename Acc>
-ScanChunk<Acc> scan_chunk_for(Discretization discretization) {
-  ScanChunk<Acc> result = nullptr;
-  visit_discretization(discretization, [&](auto method) { result = &scan_chunk<Acc, decltype(method)>; });
-  return result;
-}
-
-template <typename Acc>
 struct FwdTiles {
   Acc *u, *delta, *z, *y;                    // [step][lane]
   Acc *B_steps, *C_steps;                    // [step][padded state]
@@ -89,7 +47,6 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   static_assert(kShortChunk % kLanes == 0, "a chunk's tile has whole square tiles");
   Scratch scratch(memory);
   const FwdTiles<Acc> tiles(scratch, p, blocking);
-  const ScanChunk<Acc> scan = scan_chunk_for<Acc>(p.discretization);
   const Task task(blocking, index);
   const int64_t chunks = p.chunk_boundaries - 1;
 
@@ -127,15 +84,17 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
       load_sequence<Acc, Scalar>(tiles.delta, p.delta, task.batch, channel, channels, start, steps);
       finish_delta(tiles.delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
 
-      scan({steps,
-            p.dstate,
-            tiles.A + at,
-            tiles.u,
-            tiles.delta,
-            {p.B.per_step ? tiles.B_steps : tiles.B_constant + at, blocking.padded_dstate, p.B.per_step},
-            {p.C.per_step ? tiles.C_steps : tiles.C_constant + at, blocking.padded_dstate, p.C.per_step},
-            tiles.state + at,
-            tiles.y});
+      const ScanChunk<Acc> scanned{steps,
+                                   p.dstate,
+                                   tiles.A + at,
+                                   tiles.u,
+                                   tiles.delta,
+                                   operand(p.B, tiles.B_steps, tiles.B_constant + at, blocking),
+                                   operand(p.C, tiles.C_steps, tiles.C_constant + at, blocking),
+                                   tiles.state + at,
+                                   tiles.y,
+                                   nullptr};
+      visit_discretization(p.discretization, [&](auto rule) { scan_chunk<Acc, decltype(rule), false>(scanned); });
 
       if (p.D.data != nullptr) {
         const V D = load_channels<Acc>(p.D, channel, channels);

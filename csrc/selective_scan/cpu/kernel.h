@@ -44,6 +44,50 @@ struct Operand {
   }
 };
 
+template <typename Acc>
+Operand<Acc> operand(const MatrixView& matrix, const Acc* steps, const Acc* constant, const Blocking& blocking) {
+  return {matrix.per_step ? steps : constant, blocking.padded_dstate, matrix.per_step};
+}
+
+// One chunk of one block of the recurrence.
+template <typename Acc>
+struct ScanChunk {
+  int64_t steps, dstate;
+  const Acc* A;      // [state][lane]
+  const Acc* u;      // [step][lane]
+  const Acc* delta;  // [step][lane]
+  Operand<Acc> B, C;
+  Acc* state;  // [state][lane], updated; in backward the first of [step][state][lane], kept
+  Acc* y;      // [step][lane]: <C_t, h_t>
+  Acc* basis;  // [step][state][lane], in backward
+};
+
+// Runs the recurrence. Backward keeps each step's states, and the method's basis, which is its one expensive value.
+template <typename Acc, typename Method, bool keeps>
+void scan_chunk(const ScanChunk<Acc>& c) {
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  const int64_t row = c.dstate * kLanes;
+  for (int64_t t = 0; t < c.steps; ++t) {
+    const V delta = V::loadu(c.delta + t * kLanes);
+    const V input = delta * V::loadu(c.u + t * kLanes);
+    const Acc* const before = c.state + (keeps ? t * row : 0);
+    Acc* const after = c.state + (keeps ? (t + 1) * row : 0);
+    V y(Acc(0));
+    for (int64_t n = 0; n < c.dstate; ++n) {
+      const V z = delta * V::loadu(c.A + n * kLanes);
+      const V basis = Method::basis(z);
+      if constexpr (keeps) basis.store(c.basis + t * row + n * kLanes);
+      V scaled = input;
+      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
+      const V h = at::vec::fmadd(Method::abar(z, basis), V::loadu(before + n * kLanes), scaled * c.B.at(t, n));
+      h.store(after + n * kLanes);
+      y = at::vec::fmadd(h, c.C.at(t, n), y);
+    }
+    y.store(c.y + t * kLanes);
+  }
+}
+
 // Loads a per-step B or C of a task for steps [start, start + steps).
 template <typename Acc, typename Scalar>
 void load_matrix_steps(Acc* tile, const MatrixView& matrix, const SelectiveScanParams& p, const Blocking& blocking,
