@@ -7,6 +7,7 @@
 #include "common/activations.h"
 #include "common/discretization.h"
 #include "cuda/carry.cuh"
+#include "cuda/launch.cuh"
 #include "cuda/opaque.cuh"
 #include "cuda/ptx/cp_async.cuh"
 #include "cuda/vector_io.cuh"
@@ -193,6 +194,16 @@ __device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p
   }
 }
 
+// Launches a block for each tile of channels, batch entry and segment.
+template <typename Params, typename ScanPlan, typename... Others>
+cudaError_t launch_blocks(void (*kernel)(Params, ScanPlan, Others...), int threads, int64_t shared_bytes, cudaStream_t stream,
+                          const Params& params, const ScanPlan& plan, const Others&... others) {
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;
+  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
+  kernel<<<blocks, threads, shared_bytes, stream>>>(params, plan, others...);
+  return cudaGetLastError();
+}
+
 // `count` neighboring elements between memory and an array in registers.
 template <typename T, int count>
 __device__ __forceinline__ void load_array(const T* source, T (&values)[count]) {
@@ -219,7 +230,7 @@ class SharedAllocator {
     next_ += (static_cast<size_t>(count) * sizeof(T) + kVectorBytes - 1) / kVectorBytes * kVectorBytes;
     return array;
   }
-  SSM_HOST_DEVICE size_t bytes() const { return static_cast<size_t>(next_ - begin_); }
+  SSM_HOST_DEVICE int64_t bytes() const { return next_ - begin_; }
 
  private:
   unsigned char* begin_;

@@ -13,8 +13,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <string_view>
-#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -102,16 +100,6 @@ void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partitio
   if (p.grad_delta_bias != nullptr) workspace.reserve(&sums.grad_delta_bias, rows * p.dim);
 }
 
-// Launches the carry pass if time is split into segments: for all segments except the last (in backward: except the first).
-template <typename Launch>
-cudaError_t launch_carry_pass(warp_scan::ScanPlan plan, int64_t first_segment, const Launch& launch) {
-  if (plan.segments == 1) return cudaSuccess;
-  plan.carry_pass = true;
-  plan.first_segment = first_segment;
-  plan.launched_segments = plan.segments - 1;
-  return launch(plan);
-}
-
 FwdOutputs fwd_cuda(const FwdInputs& in) {
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.u.device());
@@ -128,25 +116,7 @@ FwdOutputs fwd_cuda(const FwdInputs& in) {
     Workspace workspace;
     reserve_carries(workspace, plan.warp_scan, params);
     workspace.allocate(in.A.options());
-    cudaError_t error = cudaSuccess;
-    if constexpr (!std::is_same_v<Scalar, double>) {
-      if (plan.is_short) return short_scan::launch_fwd<Scalar>(params, plan.short_scan, stream);
-    }
-    visit_discretization(method, [&](auto rule) {
-      using Method = decltype(rule);
-      if constexpr (!std::is_same_v<Scalar, double>) {
-        if (plan.is_sequential) {
-          error = sequential::launch_fwd<Scalar, Method>(params, plan.sequential, stream);
-          return;
-        }
-      }
-      const auto launch = [&](const warp_scan::ScanPlan& pass) {
-        return warp_scan::launch_fwd<Scalar, Method>(params, pass, stream);
-      };
-      error = launch_carry_pass(plan.warp_scan, 0, launch);
-      if (error == cudaSuccess) error = launch(plan.warp_scan);
-    });
-    return error;
+    return launch_fwd<Scalar>(params, plan, stream);
   }));
   return outputs;
 }
@@ -185,24 +155,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
     workspace.allocate(in.A.options());
     plan.sequential.decay = plan.warp_scan.decay;
     plan.sequential.offset = plan.warp_scan.offset;
-    cudaError_t error = cudaSuccess;
-    visit_discretization(method, [&](auto rule) {
-      using Method = decltype(rule);
-      if (params.batch == 0) return;
-      const auto launch = [&](const warp_scan::ScanPlan& pass) {
-        return warp_scan::launch_bwd<Scalar, Method>(params, pass, partial_sums, stream);
-      };
-      error = launch_carry_pass(plan.warp_scan, 1, launch);
-      if (error != cudaSuccess) return;
-      if constexpr (!std::is_same_v<Scalar, double>) {
-        if (plan.is_sequential) {
-          error = sequential::launch_bwd<Scalar, Method>(params, plan.sequential, partial_sums, stream);
-          return;
-        }
-      }
-      error = launch(plan.warp_scan);
-    });
-    return error == cudaSuccess ? launch_bwd_reduce<Scalar>(params, partial_sums, stream) : error;
+    return launch_bwd<Scalar>(params, plan, partial_sums, stream);
   }));
   return grads;
 }

@@ -16,8 +16,6 @@
 // after it to the one before it. The second launch folds the maps of earlier segments into its first state.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <cstdint>
 
 #include "cuda/constants.h"
@@ -46,7 +44,7 @@ struct ChannelPartition {
   void* offset = nullptr;
 };
 
-// Backward's partial sums, one per block, in the accumulation type. launch_bwd_reduce adds them. Null if the gradient is absent
+// Backward's partial sums, one per block, in the accumulation type. bwd_reduce.cuh adds them. Null if the gradient is absent
 // or not needed.
 struct PartialSums {
   // The tiles and segments of the launch that stores them.
@@ -62,9 +60,5 @@ struct PartialSums {
   void* grad_D = nullptr;
   void* grad_delta_bias = nullptr;
 };
-
-// Adds the partial sums in a fixed order and writes the gradients.
-template <typename Scalar>
-cudaError_t launch_bwd_reduce(const SelectiveScanBwdParams& params, const PartialSums& partial_sums, cudaStream_t stream);
 
 }  // namespace ssm_kernels::selective_scan

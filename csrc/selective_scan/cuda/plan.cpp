@@ -76,11 +76,7 @@ template <typename Scalar, typename Params>
 int64_t warp_scan_shared_bytes(const Params& p, warp_scan::ScanPlan plan) {
   const auto of_pass = [&](bool carry_pass) {
     plan.carry_pass = carry_pass;
-    if constexpr (std::is_same_v<Params, SelectiveScanFwdParams>) {
-      return static_cast<int64_t>(warp_scan::fwd_shared_bytes<Scalar>(p, plan));
-    } else {
-      return static_cast<int64_t>(warp_scan::bwd_shared_bytes<Scalar>(p, plan));
-    }
+    return warp_scan::shared_bytes<Scalar>(p, plan);
   };
   return std::max(of_pass(false), of_pass(true));
 }
@@ -188,17 +184,15 @@ bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
 }
 
 // Whether the sequential scan supports a call that needs `shared_bytes` per block. It has no doubles.
-bool can_be_sequential(const SelectiveScanParams& p, const DeviceLimits& device, size_t shared_bytes) {
-  return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates &&
-         static_cast<int64_t>(shared_bytes) <= device.shared_bytes_per_block;
+bool can_be_sequential(const SelectiveScanParams& p, const DeviceLimits& device, int64_t shared_bytes) {
+  return p.B.per_step && p.C.per_step && p.dstate <= sequential::kStates && shared_bytes <= device.shared_bytes_per_block;
 }
 
 // Whether the sequential scan is efficient: enough states and channels per tile, vector loads, and kResidentBlocks blocks per
 // multiprocessor.
 bool suits_sequential(const SelectiveScanParams& p, const sequential::ScanPlan& plan, const DeviceLimits& device,
-                      size_t shared_bytes) {
-  const int64_t bytes =
-      sequential::kResidentBlocks * (static_cast<int64_t>(shared_bytes) + device.reserved_shared_bytes_per_block);
+                      int64_t shared_bytes) {
+  const int64_t bytes = sequential::kResidentBlocks * (shared_bytes + device.reserved_shared_bytes_per_block);
   return p.dstate * 4 > sequential::kStates * 3 && plan.tiles * sequential::kTileChannels * 2 <= p.dim * 3 &&
          plan.has_vectors && bytes <= device.shared_bytes;
 }
@@ -208,15 +202,15 @@ bool suits_sequential(const SelectiveScanParams& p, const sequential::ScanPlan& 
 template <typename Scalar>
 Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, KernelChoice choice) {
   Plan plan;
-  if constexpr (!std::is_same_v<Scalar, double>) {
-    const size_t shared_bytes = sequential::fwd_shared_bytes<Scalar>(p);
+  if constexpr (kHasAllScans<Scalar>) {
+    const int64_t shared_bytes = sequential::shared_bytes<Scalar>(p);
     if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
       const bool fills = p.batch * plan.sequential.tiles * 2 >= device.multiprocessors * 3;
       plan.is_sequential =
           choice == KernelChoice::kSequential || (fills && suits_sequential(p, plan.sequential, device, shared_bytes));
-      if (plan.is_sequential) plan.shared_bytes = static_cast<int64_t>(shared_bytes);
+      if (plan.is_sequential) plan.shared_bytes = shared_bytes;
     }
     if (choice == KernelChoice::kFaster && !plan.is_sequential && is_short(p, device)) {
       plan.is_short = true;
@@ -238,8 +232,8 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
   Plan plan;
   plan.warp_scan = plan_warp_scan<Scalar>(p, device);
   plan.shared_bytes = warp_scan_shared_bytes<Scalar>(p, plan.warp_scan);
-  if constexpr (!std::is_same_v<Scalar, double>) {
-    const size_t shared_bytes = sequential::bwd_shared_bytes<Scalar>();
+  if constexpr (kHasAllScans<Scalar>) {
+    const int64_t shared_bytes = sequential::shared_bytes<Scalar>(p);
     if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
       constexpr int64_t kTileSteps = warp_scan::BwdSizes::kTileSteps;  // the carry pass's; a multiple of the sequential tile
       set_tiles(plan.sequential, p, sequential::kTileChannels);
@@ -250,7 +244,7 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
       const int64_t segments = blocks > 0 ? std::min(resident / blocks, ceil_div(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.sequential, p, segments, kTileSteps);
       plan.is_sequential = choice == KernelChoice::kSequential || suits_sequential(p, plan.sequential, device, shared_bytes);
-      if (plan.is_sequential) plan.shared_bytes = std::max(plan.shared_bytes, static_cast<int64_t>(shared_bytes));
+      if (plan.is_sequential) plan.shared_bytes = std::max(plan.shared_bytes, shared_bytes);
     }
   }
   if (plan.is_sequential) {

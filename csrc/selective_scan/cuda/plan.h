@@ -2,7 +2,10 @@
 // depends on sizes, strides and the device only.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
+#include <type_traits>
 
 #include "selective_scan/cuda/launch.h"
 #include "selective_scan/cuda/sequential.h"
@@ -35,11 +38,22 @@ struct Plan {
   }
 };
 
+// Doubles have the warp scan alone.
+template <typename Scalar>
+constexpr bool kHasAllScans = !std::is_same_v<Scalar, double>;
+
 template <typename Scalar>
 Plan plan_fwd(const SelectiveScanFwdParams& params, const DeviceLimits& device, KernelChoice choice);
 // The choice does not depend on grad_out's layout: the caller copies a grad_out without has_layout.
 template <typename Scalar>
 Plan plan_bwd(const SelectiveScanBwdParams& params, const DeviceLimits& device, KernelChoice choice);
+
+// Queue the plan's kernels on the stream.
+template <typename Scalar>
+cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const Plan& plan, cudaStream_t stream);
+template <typename Scalar>
+cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, const PartialSums& partial_sums,
+                       cudaStream_t stream);
 
 // Whether a tensor can be moved in the plan's vectors.
 template <typename Scalar>

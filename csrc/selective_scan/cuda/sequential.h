@@ -1,4 +1,4 @@
-// Sequential selective scan on CUDA: tile sizes, plan and launches.
+// Sequential selective scan on CUDA: tile sizes and plan.
 //
 // kStateLanes neighboring lanes share a channel, and with it up to kStates states; a lane holds kLaneStates states of each of
 // kLaneChannels channels in registers. A block scans a tile of kTileChannels channels, some steps at a time. Consumer warps run
@@ -6,9 +6,6 @@
 // element, and pass the results through shared memory together with the rows of B and C.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstddef>
 #include <cstdint>
 
 #include "selective_scan/cuda/launch.h"
@@ -37,15 +34,8 @@ struct ScanPlan : ChannelPartition {
 
 // Bytes of shared memory of a block.
 template <typename Scalar>
-size_t fwd_shared_bytes(const SelectiveScanFwdParams& params);
+int64_t shared_bytes(const SelectiveScanFwdParams& params);
 template <typename Scalar>
-size_t bwd_shared_bytes();
-
-// Forward has no segments.
-template <typename Scalar, typename Method>
-cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream);
-template <typename Scalar, typename Method>
-cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
-                       cudaStream_t stream);
+int64_t shared_bytes(const SelectiveScanBwdParams& params);
 
 }  // namespace ssm_kernels::selective_scan::sequential

@@ -27,7 +27,6 @@
 // The limit is the issue rate.
 #pragma once
 
-#include "cuda/launch.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
 #include "selective_scan/cuda/sequential_bwd_consumer.cuh"
 #include "selective_scan/cuda/sequential_bwd_producer.cuh"
@@ -67,19 +66,15 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
 }
 
 template <typename Scalar>
-size_t bwd_shared_bytes() {
+int64_t shared_bytes(const SelectiveScanBwdParams&) {
   return BwdShared<BwdTileConfig<Scalar>>(nullptr).bytes;
 }
 
 template <typename Scalar, typename Method>
 cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
                        cudaStream_t stream) {
-  const auto kernel = sequential_bwd_kernel<Scalar, Method>;
-  const size_t bytes = bwd_shared_bytes<Scalar>();
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
-  kernel<<<blocks, BwdTileConfig<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
-  return cudaGetLastError();
+  return launch_blocks(sequential_bwd_kernel<Scalar, Method>, BwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params),
+                       stream, params, plan, partial_sums);
 }
 
 }  // namespace ssm_kernels::selective_scan::sequential

@@ -29,7 +29,7 @@ struct BwdShared {
   Acc* arrays;         // (buffers, delta and delta_u and dy)
   LaneStates* states;  // before each group: (groups, channels of a lane, consumer threads)
   Acc* sums;           // (consumer warps, kSums)
-  size_t bytes;
+  int64_t bytes;
 
   SSM_HOST_DEVICE explicit BwdShared(unsigned char* memory) {
     SharedAllocator shared(memory);

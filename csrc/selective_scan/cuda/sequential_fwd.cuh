@@ -17,7 +17,6 @@
 // multiprocessor), shared memory's bandwidth to registers (32 values a clock), and the issue rate.
 #pragma once
 
-#include "cuda/launch.cuh"
 #include "selective_scan/cuda/sequential_fwd_consumer.cuh"
 #include "selective_scan/cuda/sequential_fwd_producer.cuh"
 
@@ -41,18 +40,15 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBloc
 }
 
 template <typename Scalar>
-size_t fwd_shared_bytes(const SelectiveScanFwdParams& params) {
+int64_t shared_bytes(const SelectiveScanFwdParams& params) {
   return FwdShared<FwdTileConfig<Scalar>>(nullptr, params).bytes;
 }
 
+// Forward has no segments.
 template <typename Scalar, typename Method>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  const auto kernel = sequential_fwd_kernel<Scalar, Method>;
-  const size_t bytes = fwd_shared_bytes<Scalar>(params);
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned int>(params.batch * plan.tiles), FwdTileConfig<Scalar>::kThreads, bytes, stream>>>(params,
-                                                                                                                   plan);
-  return cudaGetLastError();
+  return launch_blocks(sequential_fwd_kernel<Scalar, Method>, FwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params),
+                       stream, params, plan);
 }
 
 }  // namespace ssm_kernels::selective_scan::sequential

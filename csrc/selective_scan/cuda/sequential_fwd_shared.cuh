@@ -28,7 +28,7 @@ struct FwdShared {
   RawMatrix* raw_matrices;       // (stages, kMatrixStage)
   Acc* matrix_arrays;            // (buffers, B and C)
   Acc* arrays;                   // (buffers, delta and delta_u), then (buffers, partial sums of two state lanes)
-  size_t bytes;
+  int64_t bytes;
 
   SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p) {
     SharedAllocator shared(memory);

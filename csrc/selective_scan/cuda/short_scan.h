@@ -1,10 +1,8 @@
-// Selective scan, forward, of short sequences on CUDA: sizes, plan and launch.
+// Selective scan, forward, of short sequences on CUDA: sizes and plan.
 //
 // kStateLanes neighboring lanes share a channel; each holds kLaneStates states in registers. A block scans a tile of channels
 // over the whole sequence of at most kMaxSteps steps.
 #pragma once
-
-#include <cuda_runtime_api.h>
 
 #include "selective_scan/cuda/launch.h"
 
@@ -19,8 +17,5 @@ struct ScanPlan : ChannelPartition {
   VectorAccess u = VectorAccess::kSingly, delta = VectorAccess::kSingly, z = VectorAccess::kSingly;
   VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
 };
-
-template <typename Scalar>
-cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream);
 
 }  // namespace ssm_kernels::selective_scan::short_scan

@@ -187,8 +187,7 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename Scalar>
 cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream) {
-  short_scan_fwd_kernel<Scalar><<<static_cast<unsigned>(params.batch * plan.tiles), kThreads, 0, stream>>>(params, plan);
-  return cudaGetLastError();
+  return launch_blocks(short_scan_fwd_kernel<Scalar>, kThreads, 0, stream, params, plan);
 }
 
 }  // namespace ssm_kernels::selective_scan::short_scan

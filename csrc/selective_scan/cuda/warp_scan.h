@@ -1,4 +1,4 @@
-// Warp scan: the selective scan on CUDA, parallel in time inside a warp. Sizes, plan and launches.
+// Warp scan: the selective scan on CUDA, parallel in time inside a warp. Sizes and plan.
 //
 // A warp's lanes are kTimeLanes x 32 / kTimeLanes. A lane computes kSteps consecutive steps of one channel, so that a warp
 // holds a tile of kTimeLanes * kSteps steps of 32 / kTimeLanes channels in registers. A block of several warps loops over the
@@ -6,9 +6,6 @@
 // the states at a time.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
-#include <cstddef>
 #include <cstdint>
 #include <type_traits>
 
@@ -70,13 +67,8 @@ struct ScanPlan : ChannelPartition {
 
 // Bytes of shared memory of a block.
 template <typename Scalar>
-size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan);
+int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan);
 template <typename Scalar>
-size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan);
+int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan);
 
-template <typename Scalar, typename Method>
-cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& plan, cudaStream_t stream);
-template <typename Scalar, typename Method>
-cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& plan, const PartialSums& partial_sums,
-                       cudaStream_t stream);
 }  // namespace ssm_kernels::selective_scan::warp_scan

@@ -25,7 +25,6 @@
 // The limit is the issue rate: about thirty instructions per state and step.
 #pragma once
 
-#include "cuda/launch.cuh"
 #include "selective_scan/cuda/warp_scan_tile.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {
@@ -57,7 +56,7 @@ struct BwdShared {
   Acc* grad_channel;
   Position* position;
   BwdRows<Scalar>* rows;
-  size_t bytes;
+  int64_t bytes;
 
   SSM_HOST_DEVICE BwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan) {
     const int count = state_rows<TileConfig>(plan) * state_pitch(p);
@@ -485,7 +484,7 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads,
 }
 
 template <typename Scalar>
-size_t bwd_shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan) {
+int64_t shared_bytes(const SelectiveScanBwdParams& params, const ScanPlan& plan) {
   return BwdShared<BwdTileConfig<Scalar>>(nullptr, params, plan).bytes;
 }
 
@@ -499,11 +498,8 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const ScanPlan& pla
     if (params.B.per_step && params.C.per_step) kernel = warp_scan_bwd_kernel<Scalar, Method, Pass::kPerStep>;
     if (plan.carry_pass) kernel = warp_scan_bwd_kernel<Scalar, RuntimeMethod, Pass::kCarry>;
   }
-  const size_t bytes = bwd_shared_bytes<Scalar>(params, plan);
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
-  kernel<<<blocks, BwdTileConfig<Scalar>::kThreads, bytes, stream>>>(params, plan, partial_sums);
-  return cudaGetLastError();
+  return launch_blocks(kernel, BwdTileConfig<Scalar>::kThreads, shared_bytes<Scalar>(params, plan), stream, params, plan,
+                       partial_sums);
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

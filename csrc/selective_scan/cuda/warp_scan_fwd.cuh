@@ -18,7 +18,6 @@
 // is close.
 #pragma once
 
-#include "cuda/launch.cuh"
 #include "selective_scan/cuda/warp_scan_tile.cuh"
 
 namespace ssm_kernels::selective_scan::warp_scan {
@@ -40,7 +39,7 @@ struct FwdShared {
   Position* position;
   FwdRows<Scalar>* rows;
   int chunks;  // of a tile
-  size_t bytes;
+  int64_t bytes;
 
   SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p, const ScanPlan& plan) {
     const int states = state_rows<TileConfig>(plan) * state_pitch(p);
@@ -269,7 +268,7 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar, config>::kThreads,
 }
 
 template <typename Scalar>
-size_t fwd_shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
+int64_t shared_bytes(const SelectiveScanFwdParams& params, const ScanPlan& plan) {
   constexpr FwdConfig kMany = FwdConfig::kManyChannels, kFew = FwdConfig::kFewChannels;
   return plan.config == kMany ? FwdShared<FwdTileConfig<Scalar, kMany>, FwdSizes<kMany>::kSlice>(nullptr, params, plan).bytes
                               : FwdShared<FwdTileConfig<Scalar, kFew>, FwdSizes<kFew>::kSlice>(nullptr, params, plan).bytes;
@@ -288,13 +287,8 @@ cudaError_t launch_fwd(const SelectiveScanFwdParams& params, const ScanPlan& pla
     }
     if (plan.carry_pass) kernel = warp_scan_fwd_kernel<Scalar, RuntimeMethod, kFew, Pass::kCarry>;
   }
-  const size_t bytes = fwd_shared_bytes<Scalar>(params, plan);
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  const int threads = many ? FwdTileConfig<Scalar, FwdConfig::kManyChannels>::kThreads
-                           : FwdTileConfig<Scalar, FwdConfig::kFewChannels>::kThreads;
-  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
-  kernel<<<blocks, threads, bytes, stream>>>(params, plan);
-  return cudaGetLastError();
+  const int threads = many ? FwdTileConfig<Scalar, kMany>::kThreads : FwdTileConfig<Scalar, kFew>::kThreads;
+  return launch_blocks(kernel, threads, shared_bytes<Scalar>(params, plan), stream, params, plan);
 }
 
 }  // namespace ssm_kernels::selective_scan::warp_scan

@@ -356,6 +356,16 @@ __device__ __forceinline__ void for_each_state(const SelectiveScanParams& p, con
   }
 }
 
+// Launches the carry pass if time is split into segments: for all segments except the last (in backward: except the first).
+template <typename Launch>
+cudaError_t launch_carry_pass(ScanPlan plan, int64_t first_segment, const Launch& launch) {
+  if (plan.segments == 1) return cudaSuccess;
+  plan.carry_pass = true;
+  plan.first_segment = first_segment;
+  plan.launched_segments = plan.segments - 1;
+  return launch(plan);
+}
+
 // Called by the whole block.
 template <typename TileConfig>
 __device__ __forceinline__ void clear(typename TileConfig::Acc* array, int count) {

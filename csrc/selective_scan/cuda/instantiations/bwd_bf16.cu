@@ -1,8 +1,9 @@
-#include "selective_scan/cuda/instantiate_bwd.cuh"
+#include "selective_scan/cuda/bwd.cuh"
 
 namespace ssm_kernels::selective_scan {
 
-using Scalar = __nv_bfloat16;
-SSM_INSTANTIATE_BWD
+template int64_t warp_scan::shared_bytes<__nv_bfloat16>(const SelectiveScanBwdParams&, const warp_scan::ScanPlan&);
+template int64_t sequential::shared_bytes<__nv_bfloat16>(const SelectiveScanBwdParams&);
+template cudaError_t launch_bwd<__nv_bfloat16>(const SelectiveScanBwdParams&, const Plan&, const PartialSums&, cudaStream_t);
 
 }  // namespace ssm_kernels::selective_scan
