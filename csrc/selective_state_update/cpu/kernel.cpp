@@ -106,21 +106,14 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
   }
 }
 
-template <typename Acc, typename State>
-auto update_rows_for(Discretization discretization) {
-  void (*result)(const StateUpdateParams&, Rows<Acc>&) = nullptr;
-  visit_discretization(discretization, [&](auto method) { result = &update_rows<Acc, State, decltype(method)>; });
-  return result;
-}
-
 template <typename Acc>
-auto update_rows_for(Discretization discretization, ScalarKind state_kind) {
-  void (*result)(const StateUpdateParams&, Rows<Acc>&) = nullptr;
-  visit_scalar(state_kind, [&](auto state) {
+void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
+  visit_scalar(p.state_kind, [&](auto state) {
     using State = decltype(state);
-    if constexpr (std::is_same_v<AccumulateType<State>, Acc>) result = update_rows_for<Acc, State>(discretization);
+    if constexpr (std::is_same_v<AccumulateType<State>, Acc>) {
+      visit_discretization(p.discretization, [&](auto method) { update_rows<Acc, State, decltype(method)>(p, rows); });
+    }
   });
-  return result;
 }
 
 template <typename Input>
@@ -128,7 +121,6 @@ void run(const StateUpdateParams& p, const Blocking& blocking, int64_t begin, in
   using Acc = AccumulateType<Input>;
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
-  const auto update = update_rows_for<Acc>(p.discretization, p.state_kind);
   Rows<Acc> rows = {};
   int64_t loaded_group = -1;
 
@@ -177,7 +169,7 @@ void run(const StateUpdateParams& p, const Blocking& blocking, int64_t begin, in
     delta = clamp(delta, V(static_cast<Acc>(p.dt_min)), V(static_cast<Acc>(p.dt_max)));
     delta.store(rows.delta);
     (delta * x).store(rows.input);
-    update(p, rows);
+    update_rows(p, rows);
 
     V y = V::loadu(rows.y);
     if (p.D.data != nullptr) y = at::vec::fmadd(load(p.D, p.D_is_input_kind), x, y);
