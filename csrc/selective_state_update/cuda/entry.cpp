@@ -111,18 +111,11 @@ Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
 cudaError_t launch(const StateUpdateParams& params, const Tiling& tiling, cudaStream_t stream) {
   return cuda::visit_scalar(params.input_kind, [&](auto input) {
     using Input = decltype(input);
-    const auto launch_for = [&](auto state) {
-      cudaError_t error = cudaSuccess;
-      visit_discretization(params.discretization, [&](auto method) {
-        error = launch_selective_state_update<Input, decltype(state), decltype(method)>(params, tiling, stream);
-      });
-      return error;
-    };
     // The state has the type of the inputs or, beside fp16 and bf16 inputs, is float32.
     if constexpr (sizeof(Input) == 2) {
-      if (params.input_kind != params.state_kind) return launch_for(float());
+      if (params.input_kind != params.state_kind) return launch_selective_state_update<Input, float>(params, tiling, stream);
     }
-    return launch_for(input);
+    return launch_selective_state_update<Input, Input>(params, tiling, stream);
   });
 }
 

@@ -14,7 +14,6 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
-#include <type_traits>
 
 #include "cuda/constants.h"
 #include "cuda/divisor.h"
@@ -47,11 +46,8 @@ struct Tiling {
 // Rows of untied A mostly have 16 values: with fp16 and bf16 states, smaller vectors give each of kRowsInFlight lanes some.
 constexpr int state_vector_bytes(int64_t state_bytes, bool tied_A) { return state_bytes == 2 && !tied_A ? 8 : 16; }
 
-template <typename Input>
-constexpr bool kHasFastKernels = !std::is_same_v<Input, double>;
-
 // Input is the type of x, dt, B, C, z and out. Instantiated in instantiations/.
-template <typename Input, typename State, typename Method>
+template <typename Input, typename State>
 cudaError_t launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream);
 
 }  // namespace ssm_kernels::selective_state_update

@@ -332,14 +332,16 @@ __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<Input
   update_tile<Input, State, Method, fast, tied_A>(params, tiling);
 }
 
-template <typename Input, typename State, typename Method>
+template <typename Input, typename State>
 cudaError_t launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream) {
   void (*kernel)(StateUpdateParams, Tiling) = selective_state_update_kernel<Input, State, RuntimeMethod, false, false>;
-  if constexpr (kHasFastKernels<Input>) {
-    if (tiling.fast) {
+  if constexpr (!std::is_same_v<Input, double>) {
+    visit_discretization(params.discretization, [&](auto method) {
+      using Method = decltype(method);
+      if (!tiling.fast) return;
       kernel = params.tied_A() ? selective_state_update_kernel<Input, State, Method, true, true>
                                : selective_state_update_kernel<Input, State, Method, true, false>;
-    }
+    });
   }
   constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
   for (; tiling.first_tile < tiling.tiles; tiling.first_tile += kMaxBlocks * tiling.warps_per_block) {

@@ -2,10 +2,7 @@
 
 namespace ssm_kernels::selective_state_update {
 
-#define SSM_ROW(enumerator, name, Method)                                                                                    \
-  template cudaError_t launch_selective_state_update<__nv_bfloat16, __nv_bfloat16, Method>(const StateUpdateParams&, Tiling, \
-                                                                                           cudaStream_t);
-SSM_DISCRETIZATIONS(SSM_ROW)
-#undef SSM_ROW
+template cudaError_t launch_selective_state_update<__nv_bfloat16, __nv_bfloat16>(const StateUpdateParams&, Tiling,
+                                                                                 cudaStream_t);
 
 }  // namespace ssm_kernels::selective_state_update
