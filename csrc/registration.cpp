@@ -57,6 +57,10 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "_selective_scan_fwd(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
       "Tensor? initial_state, str discretization, bool delta_softplus, bool save_chunk_states) "
       "-> (Tensor out, Tensor last_state, Tensor chunk_states)");
+  // The kernels that forward and backward of a call take, "name, channels of a block, segments of time". For tests.
+  def_kernels(
+      "_selective_scan_plan(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, Tensor? delta_bias, "
+      "Tensor? initial_state, str discretization, bool delta_softplus) -> (str forward, str backward)");
   // The scan's adjoint. Gradients that are absent or not needed have no elements; the last of needs_grad is of initial_state.
   def_kernels(
       "_selective_scan_bwd(Tensor? grad_out, Tensor? grad_last_state, Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, "

@@ -25,6 +25,15 @@ CHUNK = chunk_length(1)  # tests that cross chunks choose lengths around it
 
 TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 
+
+def kernels_of(inputs: dict[str, Any]) -> tuple[str, str]:
+    """The names of the kernels that forward and backward of a call take."""
+    options = inputs.get("discretization", "zoh"), inputs.get("delta_softplus", False)
+    plans = torch.ops.ssm_kernels._selective_scan_plan(*(inputs.get(name) for name in TENSORS), *options)
+    forward, backward = (plan.partition(",")[0] for plan in plans)
+    return forward, backward
+
+
 # Options of make_inputs that leave out every optional argument.
 MINIMAL = dict.fromkeys(("D", "z", "delta_bias", "delta_softplus", "initial_state"), False)
 

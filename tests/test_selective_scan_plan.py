@@ -6,6 +6,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from selective_scan_helpers import kernels_of, make_inputs
 
 from build_backend import find_toolkit
 
@@ -30,6 +31,10 @@ def program(tmp_path_factory) -> Path:
     result = subprocess.run([*map(str, command)], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     return target
+
+
+def test_the_plan_of_a_call_on_the_cpu_names_no_cuda_kernel():
+    assert kernels_of(make_inputs()) == ("cpu", "cpu")
 
 
 @pytest.mark.parametrize(("limit", "sequential"), DEVICES.values(), ids=DEVICES)

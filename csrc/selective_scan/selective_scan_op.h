@@ -8,6 +8,7 @@
 #include <algorithm>
 #include <array>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -47,6 +48,13 @@ struct FwdOutputs {
 };
 // Uninitialized, on the device of u (the Meta device included). This is the one place that knows what forward saves.
 FwdOutputs allocate_fwd(const Inputs& in);
+
+// The kernels that forward and backward of a call take.
+struct KernelNames {
+  std::string forward, backward;
+
+  auto fields() { return std::tie(forward, backward); }
+};
 
 // In the order of backward's results.
 enum Grad { kGradU, kGradDelta, kGradA, kGradB, kGradC, kGradD, kGradZ, kGradDeltaBias, kGradInitialState, kNumGrads };

@@ -118,8 +118,16 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
   return grads;
 }
 
+KernelNames name_cpu_kernels(const Inputs& in) {
+  check_inputs(in);
+  return {"cpu", "cpu"};
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_kernels<&fwd_cpu, &bwd_cpu>(m); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
+  register_kernels<&fwd_cpu, &bwd_cpu>(m);
+  implement<&name_cpu_kernels>(m, "_selective_scan_plan");
+}
 
 }  // namespace ssm_kernels::selective_scan

@@ -9,6 +9,7 @@
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
+#include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -160,9 +161,38 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   return grads;
 }
 
+// Backward as for all gradients, on which its plan does not depend.
+KernelNames name_cuda_kernels(Inputs& in) {
+  const Discretization method = check_inputs(in);
+  if (in.u.size(0) == 0 || in.u.size(1) == 0) return {"none", "none"};
+  const c10::cuda::CUDAGuard guard(in.u.device());
+  in.save_chunk_states = true;
+  const FwdOutputs outputs = allocate_fwd(in);
+  BwdInputs bwd;
+  bwd.in = in;
+  bwd.chunk_states = outputs.chunk_states;
+  bwd.needs_grad.fill(true);
+  const SelectiveScanFwdParams fwd_params = make_fwd_params(in, method, outputs);
+  const GradTensors grads = allocate_bwd(bwd);
+  const SelectiveScanBwdParams bwd_params = make_bwd_params(bwd, method, outputs.chunk_states, grads);
+  const auto name = [](const Plan& plan) {
+    const char* const kernel = plan.is_short ? "short_scan" : plan.is_sequential ? "sequential" : "warp_scan";
+    return c10::str(kernel, ", ", plan.partition().block_channels, " channels, ", plan.partition().segments, " segments");
+  };
+  const DeviceLimits device = limits_of(in.u);
+  return cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
+    using Scalar = decltype(scalar);
+    return KernelNames{name(plan_fwd<Scalar>(fwd_params, device, preferred_kernel())),
+                       name(plan_bwd<Scalar>(bwd_params, device, preferred_kernel()))};
+  });
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { register_kernels<&fwd_cuda, &bwd_cuda>(m); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  register_kernels<&fwd_cuda, &bwd_cuda>(m);
+  implement<&name_cuda_kernels>(m, "_selective_scan_plan");
+}
 
 }  // namespace ssm_kernels::selective_scan
 
