@@ -23,13 +23,13 @@ struct BwdProducer {
   const SelectiveScanBwdParams& p;
   const ScanPlan& plan;
   const PartialSums& partial_sums;
-  const Shared& shared;
+  Shared& shared;
   const Position& at;
   const BwdRows<Scalar>& rows;
 
   __device__ __forceinline__ BwdProducer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
-                                         const PartialSums& partial_sums_, const Shared& shared_)
-      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {}
+                                         const PartialSums& partial_sums_, Shared& shared_)
+      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(shared_.position), rows(shared_.rows) {}
 
   // The thread's number among the producers.
   __device__ __forceinline__ static int thread() { return opaque_thread() - TileConfig::kConsumers; }

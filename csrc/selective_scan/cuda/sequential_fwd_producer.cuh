@@ -20,7 +20,7 @@ struct FwdProducer {
 
   const SelectiveScanFwdParams& p;
   const ScanPlan& plan;
-  const Shared& shared;
+  Shared& shared;
   const Position& at;
   const FwdRows<Scalar>& rows;
   int thread;
@@ -29,12 +29,12 @@ struct FwdProducer {
   Scalar* out;
   const Scalar* matrices[Matrices<TileConfig>::kCount];
 
-  __device__ __forceinline__ FwdProducer(const SelectiveScanFwdParams& p_, const ScanPlan& plan_, const Shared& shared_)
+  __device__ __forceinline__ FwdProducer(const SelectiveScanFwdParams& p_, const ScanPlan& plan_, Shared& shared_)
       : p(p_),
         plan(plan_),
         shared(shared_),
-        at(*shared_.position),
-        rows(*shared_.rows),
+        at(shared_.position),
+        rows(shared_.rows),
         thread(static_cast<int>(threadIdx.x) - TileConfig::kConsumers) {
     by_layout([&](auto thread_vectors) {
       delta = thread_vectors.address(p.delta, rows.delta, 0);

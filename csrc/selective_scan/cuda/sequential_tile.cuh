@@ -392,21 +392,18 @@ __device__ __forceinline__ void sync_roles() {
 
 // Sets up a block's position, its rows, and D and delta_bias of its channels.
 template <typename TileConfig, typename Rows, typename Params, typename Shared>
-__device__ __forceinline__ void begin_block(const Params& p, const ScanPlan& plan, const Shared& shared) {
+__device__ __forceinline__ void begin_block(const Params& p, const ScanPlan& plan, Shared& shared) {
   using Acc = typename TileConfig::Acc;
   if (threadIdx.x == 0) {
-    *shared.position = Position(p, plan, blockIdx.x);
-    *shared.rows = Rows(p, *shared.position);
+    shared.position = Position(p, plan, blockIdx.x);
+    shared.rows = Rows(p, shared.position);
   }
   __syncthreads();
-  const Position& at = *shared.position;
+  const Position& at = shared.position;
   for (int channel = threadIdx.x; channel < kTileChannels; channel += TileConfig::kThreads) {
-    const auto of_channel = [&](const ChannelView& view) {
-      if (channel >= at.channels || view.data == nullptr) return Acc(0);
-      return static_cast<const Acc*>(view.data)[(at.first_channel + channel) * view.stride];
-    };
-    shared.skip[channel] = of_channel(p.D);
-    shared.bias[channel] = of_channel(p.delta_bias);
+    const bool exists = channel < at.channels;
+    shared.skip[channel] = load_channel<Acc>(p.D, at.first_channel + channel, exists);
+    shared.bias[channel] = load_channel<Acc>(p.delta_bias, at.first_channel + channel, exists);
   }
   __syncthreads();
 }
