@@ -26,8 +26,8 @@
 //
 // Memory: a call takes chunks in runs whose temporaries have a bounded size. Forward goes from the first run to the last.
 // Backward does so too, to find the states between runs, and then goes from the last run to the first, recomputing the states
-// inside each. If there are many runs, n, it keeps about 2 sqrt(n) of the states between them and recomputes the others. Packed
-// sequences of equal length that do not follow one another are copied.
+// inside each. The states between runs are at most dstate / (steps of a chunk) times as large as x. Packed sequences of equal
+// length that do not follow one another are copied.
 
 #include "ssd/aten/chunked_scan.h"
 
@@ -45,8 +45,6 @@
 #include <ATen/ops/zeros_like.h>
 
 #include <algorithm>
-#include <array>
-#include <cmath>
 #include <vector>
 
 #include "ssd/aten/layout.h"
@@ -73,17 +71,12 @@ at::Tensor sum_across(const at::Tensor& V) {
   return at::mm(V.view({-1, length}), is_later).view(V.sizes()).tril_().sum(-2);
 }
 
-// sum_{i >= t} and sum_{j < t} for each step t of (chunks, rows, steps, heads), in float64.
-at::Tensor sum_from(const at::Tensor& values) {
-  const int64_t length = values.size(2);
-  const at::TensorOptions options = values.options().dtype(at::kDouble);
-  return at::matmul(at::ones({length, length}, options).triu_(), values.to(at::kDouble));
+// sum_{i >= t} and sum_{j < t} for each step t of (chunks, rows, steps, heads), in float64: products with triangles of ones.
+at::Tensor ones_for(const at::Tensor& values) {
+  return at::ones({values.size(2), values.size(2)}, values.options().dtype(at::kDouble));
 }
-at::Tensor sum_before(const at::Tensor& values) {
-  const int64_t length = values.size(2);
-  const at::TensorOptions options = values.options().dtype(at::kDouble);
-  return at::matmul(at::ones({length, length}, options).tril_(-1), values.to(at::kDouble));
-}
+at::Tensor sum_from(const at::Tensor& values) { return at::matmul(ones_for(values).triu_(), values.to(at::kDouble)); }
+at::Tensor sum_before(const at::Tensor& values) { return at::matmul(ones_for(values).tril_(-1), values.to(at::kDouble)); }
 
 // The pairs of steps inside chunks.
 struct Pairs {
@@ -175,8 +168,6 @@ class Adjoint {
   at::Tensor target(Grad grad, const Run& run) const { return scan_.split_heads(Scan::run_of(grads_[grad], run)); }
 
   void part_adjoint(const Part& part);
-  size_t runs_at_once(const Part& part, size_t runs) const;
-  at::Tensor state_after(const Run& run, const at::Tensor& state) const;
   at::Tensor run_adjoint(const Run& run, const at::Tensor& state, const at::Tensor& grad_state);
   at::Tensor gate_adjoint(const Chunks& chunks, const Pairs& pairs, const at::Tensor& from_states);
   at::Tensor boundary_grads(const Chunks& chunks, const at::Tensor& decayed_grad, const at::Tensor& last) const;
@@ -192,36 +183,13 @@ class Adjoint {
 
 void Adjoint::part_adjoint(const Part& part) {
   const std::vector<Run> runs = scan_.runs(part);
-  const size_t at_once = runs_at_once(part, runs.size());
-  std::vector<at::Tensor> kept = {scan_.load_states(bwd_.in.initial_states, part)};  // before each at_once-th run
-  at::Tensor state = kept.front();
-  for (size_t i = 0; kept.size() * at_once < runs.size(); ++i) {
-    state = state_after(runs[i], state);
-    if ((i + 1) % at_once == 0) kept.push_back(state);
+  std::vector<at::Tensor> states = {scan_.load_states(bwd_.in.initial_states, part)};  // before each run
+  for (size_t i = 0; i + 1 < runs.size(); ++i) {
+    states.push_back(scan_.boundary_states(scan_.load(runs[i]), states.back()).select(0, runs[i].chunks).clone());
   }
   at::Tensor grad_state = scan_.load_states(bwd_.grad_final_states, part);
-  size_t end = runs.size();
-  while (!kept.empty()) {
-    const size_t first = (kept.size() - 1) * at_once;
-    std::vector<at::Tensor> states = {kept.back()};
-    kept.pop_back();
-    for (size_t i = first; i + 1 < end; ++i) states.push_back(state_after(runs[i], states.back()));
-    for (size_t i = end; i-- > first;) grad_state = run_adjoint(runs[i], states[i - first], grad_state);
-    end = first;
-  }
+  for (size_t i = runs.size(); i-- > 0; states.pop_back()) grad_state = run_adjoint(runs[i], states[i], grad_state);
   if (needs(kGradInitialStates)) grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
-}
-
-// The number of consecutive runs of a part between which backward keeps all states at once.
-size_t Adjoint::runs_at_once(const Part& part, size_t runs) const {
-  const double few_bytes = scan_.options.device().is_cpu() ? 64 << 20 : 1 << 30;
-  const double state_bytes = double(part.rows) * scan_.heads * scan_.headdim * scan_.dstate * scan_.options.dtype().itemsize();
-  if (runs * state_bytes <= few_bytes) return std::max<size_t>(1, runs);
-  return static_cast<size_t>(std::ceil(std::sqrt(static_cast<double>(runs))));
-}
-
-at::Tensor Adjoint::state_after(const Run& run, const at::Tensor& state) const {
-  return scan_.boundary_states(scan_.load(run), state).select(0, run.chunks).clone();
 }
 
 // Returns the gradient of y, by step; writes the gradients of z and D.
@@ -313,18 +281,6 @@ void Adjoint::steps_adjoint(const Chunks& chunks, const at::Tensor& grad_zeta, c
   if (needs(kGradDt)) Scan::run_of(grads_[kGradDt], chunks.run).copy_(grads.biased);
 }
 
-constexpr std::array kGradsOfSteps = {kGradX, kGradDt, kGradB, kGradC, kGradZ};
-
-// Gradients of packed sequences that follow one another: views.
-GradTensors taken(const GradTensors& grads, const SequencesOfLength& of) {
-  GradTensors result = grads;
-  for (const Grad grad : kGradsOfSteps) {
-    if (grads[grad].numel() > 0) result[grad] = of.take_steps(grads[grad]);
-  }
-  if (grads[kGradInitialStates].numel() > 0) result[kGradInitialStates] = of.take_states(grads[kGradInitialStates]);
-  return result;
-}
-
 }  // namespace
 
 FwdOutputs fwd_aten(const Inputs& in) {
@@ -335,12 +291,10 @@ FwdOutputs fwd_aten(const Inputs& in) {
     forward(in, method, outputs);
   } else {
     for (const SequencesOfLength& of : sequences_by_length(in)) {
-      const Inputs batch = packed_batch(in, of);
-      const FwdOutputs of_batch =
-          of.are_neighbors ? FwdOutputs{of.take_steps(outputs.out), of.take_states(outputs.final_states)} : allocate_fwd(batch);
-      forward(batch, method, of_batch);
-      of.put_steps(of_batch.out, outputs.out);
-      of.put_states(of_batch.final_states, outputs.final_states);
+      const FwdOutputs of_batch{of.steps.place(outputs.out), of.states.place(outputs.final_states)};
+      forward(packed_batch(in, of), method, of_batch);
+      of.steps.put(of_batch.out, outputs.out);
+      of.states.put(of_batch.final_states, outputs.final_states);
     }
   }
   return outputs;
@@ -355,17 +309,19 @@ GradTensors bwd_aten(const BwdInputs& bwd) {
     Adjoint(bwd, method, grads, sums).compute();
   } else {
     for (const SequencesOfLength& of : sequences_by_length(bwd.in)) {
-      BwdInputs of_batch = bwd;
-      of_batch.in = packed_batch(bwd.in, of);
-      of_batch.targets = {};
-      if (is_present(bwd.grad_out)) of_batch.grad_out = of.take_steps(*bwd.grad_out);
-      if (is_present(bwd.grad_final_states)) of_batch.grad_final_states = of.take_states(*bwd.grad_final_states);
-      const GradTensors grads_of_batch = of.are_neighbors ? taken(grads, of) : allocate_bwd(of_batch);
-      Adjoint(of_batch, method, grads_of_batch, sums).compute();
-      for (const Grad grad : kGradsOfSteps) {
-        if (grads[grad].numel() > 0) of.put_steps(grads_of_batch[grad], grads[grad]);
-      }
-      if (grads[kGradInitialStates].numel() > 0) of.put_states(grads_of_batch[kGradInitialStates], grads[kGradInitialStates]);
+      BwdInputs batch = bwd;
+      batch.grad_out = of.steps.take(bwd.grad_out);
+      batch.grad_final_states = of.states.take(bwd.grad_final_states);
+      batch.in = packed_batch(bwd.in, of);
+      GradTensors grads_of_batch = grads;
+      const auto for_each_grad = [&](const auto& body) {
+        for (const Grad grad : {kGradX, kGradDt, kGradB, kGradC, kGradZ, kGradInitialStates}) {
+          if (grads[grad].numel() > 0) body(grad == kGradInitialStates ? of.states : of.steps, grad);
+        }
+      };
+      for_each_grad([&](const auto& rows, Grad grad) { grads_of_batch[grad] = rows.place(grads[grad]); });
+      Adjoint(batch, method, grads_of_batch, sums).compute();
+      for_each_grad([&](const auto& rows, Grad grad) { rows.put(grads_of_batch[grad], grads[grad]); });
     }
   }
   sums.write(bwd, grads);

@@ -27,16 +27,17 @@ at::Tensor contiguous_product(const at::Tensor& a, const at::Tensor& b) {
   return at::mul_out(result, a, b);
 }
 
-struct ChunkLengths {
-  int64_t by_default, most;
-};
-// A chunk's matrices are quadratic in its length, and each chunk has a state. On a CPU the two cost about the same where the
-// length is the root of the state's elements.
-ChunkLengths chunk_lengths(bool is_cpu, int64_t state_elements) {
-  if (!is_cpu) return {kDefaultChunkLength, kMaxChunkLength};
-  int64_t length = 16;
-  while (length < 128 && 4 * length * length <= state_elements) length *= 2;
-  return {length, std::max(length, kDefaultChunkLength)};
+// The steps of a chunk. Its matrices are quadratic in its length, and each chunk has a state. On a CPU the two cost about the
+// same where the length is the root of the state's elements.
+int64_t choose_chunk_length(const Inputs& in) {
+  int64_t by_default = kDefaultChunkLength, most = kMaxChunkLength;
+  if (in.x.is_cpu()) {
+    const int64_t state_elements = in.x.size(3) * in.B.size(3);
+    by_default = 16;
+    while (by_default < 128 && 4 * by_default * by_default <= state_elements) by_default *= 2;
+    most = std::max(by_default, kDefaultChunkLength);
+  }
+  return std::min(in.chunk_size.has_value() ? in.chunk_size->expect_int() : by_default, most);
 }
 
 }  // namespace
@@ -65,10 +66,9 @@ Scan::Scan(const Inputs& in, Discretization method)
       headdim(in.x.size(3)),
       groups(in.B.size(2)),
       dstate(in.B.size(3)),
-      heads_per_group(heads / groups) {
-  const ChunkLengths lengths = chunk_lengths(in.x.is_cpu(), headdim * dstate);
-  chunk_length_ = std::min(in.chunk_size.has_value() ? in.chunk_size->expect_int() : lengths.by_default, lengths.most);
-  const int64_t per_head = 2 * headdim * dstate + 4 * chunk_length_ * chunk_length_ + 8 * chunk_length_ * headdim;
+      heads_per_group(heads / groups),
+      chunk_length(choose_chunk_length(in)) {
+  const int64_t per_head = 2 * headdim * dstate + 4 * chunk_length * chunk_length + 8 * chunk_length * headdim;
   const int64_t bytes = std::max<int64_t>(1, heads * per_head * static_cast<int64_t>(options.dtype().itemsize()));
   chunks_per_run_ = std::max<int64_t>(1, (in.x.is_cpu() ? kCpuRunBytes : kDeviceRunBytes) / bytes);
   if (is_present(in.seq_idx)) starts_ = sequence_starts(*in.seq_idx);
@@ -85,7 +85,7 @@ std::vector<Run> Scan::runs(const Part& part) const {
   if (heads == 0) return result;
   const int64_t most = std::max<int64_t>(1, chunks_per_run_ / part.rows);
   for (int64_t begin = 0; begin < seqlen; begin += result.back().steps()) {
-    const int64_t steps = seqlen - begin, length = std::min(chunk_length_, steps);
+    const int64_t steps = seqlen - begin, length = std::min(chunk_length, steps);
     result.push_back({part.row, part.rows, begin, std::min(most, steps / length), length});
   }
   return result;

@@ -103,9 +103,9 @@ class Scan {
   const Discretization method;
   const at::TensorOptions options;  // of the accumulation type
   const int64_t batch, seqlen, heads, headdim, groups, dstate, heads_per_group;
+  const int64_t chunk_length;  // steps of a chunk, except the last of a sequence
 
  private:
-  int64_t chunk_length_;
   int64_t chunks_per_run_;  // of one row
   at::Tensor starts_;       // with seq_idx: where sequences begin, (batch, seqlen)
 };

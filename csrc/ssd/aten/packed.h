@@ -10,20 +10,23 @@
 
 namespace ssm_kernels::ssd {
 
-// All sequences that have `length` steps.
-struct SequencesOfLength {
-  int64_t length, count;
-  int64_t first, begin;         // the index of the first sequence, and its first step
-  bool are_neighbors;           // whether they follow one another: the functions below then take views
-  at::Tensor sequences, steps;  // if they do not: their indices, (count,), and their steps, (count * length,)
+// Where tensors of a call have some of its sequences.
+struct SequenceRows {
+  bool are_steps;  // rows of a (1, seqlen, ...) tensor, `length` for each sequence; else of (sequences, ...), one each
+  int64_t first, sequences, length;
+  at::Tensor indices;  // of the rows; undefined if they follow one another
 
-  // Takes (count, length, ...) from a (1, seqlen, ...) tensor.
-  at::Tensor take_steps(const at::Tensor& tensor) const;
-  // Takes (count, ...) from a (sequences, ...) tensor.
-  at::Tensor take_states(const at::Tensor& states) const;
-  // Copies values into such a tensor. Does nothing if are_neighbors: the caller has written through the view.
-  void put_steps(const at::Tensor& values, const at::Tensor& target) const;
-  void put_states(const at::Tensor& values, const at::Tensor& target) const;
+  // Takes (sequences, length, ...) or (sequences, ...): a view if the rows follow one another, else a copy.
+  at::Tensor take(const at::Tensor& tensor) const;
+  OptionalTensor take(const OptionalTensor& tensor) const;
+  // For a result: the same view, or uninitialized memory that put() copies to the rows.
+  at::Tensor place(const at::Tensor& result) const;
+  void put(const at::Tensor& values, const at::Tensor& result) const;
+};
+
+// All sequences that have the same number of steps.
+struct SequencesOfLength {
+  SequenceRows steps, states;
 };
 
 // All sequences, by length, the shortest first. Copies cu_seqlens to the host, which synchronizes, and raises
