@@ -88,13 +88,16 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def("ssd_chunk_scan(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, *, SymInt? chunk_size=None, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, float[]? dt_limit=None, Tensor? initial_states=None, "
       "Tensor? seq_idx=None, Tensor? cu_seqlens=None, str discretization='zoh') -> (Tensor out, Tensor final_states)");
-  // The same with all arguments positional, as vmap wants them: differentiable; and forward alone.
+  // The same with all arguments positional, as vmap wants them: differentiable; and forward alone. Also, for tests, the kernel
+  // that a call takes: "kernel=<aten, short, sm80 or sm90> products=... chunk=..." and how the work is divided.
   const std::string ssd_arguments =
       "(Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, SymInt? chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, "
       "bool dt_softplus, float dt_min, float dt_max, Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, "
-      "str discretization) -> (Tensor out, Tensor final_states)";
-  def("_ssd_chunk_scan" + ssd_arguments);
-  def_kernels("_ssd_chunk_scan_fwd" + ssd_arguments);
+      "str discretization";
+  const std::string ssd_results = ") -> (Tensor out, Tensor final_states)";
+  def("_ssd_chunk_scan" + ssd_arguments + ssd_results);
+  def_kernels("_ssd_chunk_scan_fwd" + ssd_arguments + ssd_results);
+  def("_ssd_chunk_scan_plan" + ssd_arguments + ", bool is_backward) -> str");
   // Its adjoint, which recomputes what it needs of forward. Gradients that are absent or not needed have no elements.
   def_kernels(
       "_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "

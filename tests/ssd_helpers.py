@@ -275,22 +275,20 @@ def assert_as_exact_as_rounding(inputs: dict[str, Any]) -> None:
     assert error <= 1.15 * least
 
 
+def plan(inputs: dict[str, Any], is_backward: bool = False) -> dict[str, str]:
+    """Which kernel a call or its backward takes, and how it divides the work."""
+    words = torch.ops.ssm_kernels._ssd_chunk_scan_plan(*SSD.forward_arguments(inputs), is_backward)
+    return dict(word.split("=") for word in words.split())
+
+
 def has_16_bit_products(inputs: dict[str, Any]) -> bool:
     """Whether the kernels multiply operands in the dtype of the inputs, float16 or bfloat16, instead of float32."""
-    if not inputs["x"].is_cuda or inputs["x"].element_size() != 2:
-        return False
-    return inputs["B"].shape[3] <= 128 or _shared_memory(inputs["x"].device) >= 146 * 1024
+    return plan(inputs).get("products") == "16_bit"
 
 
-def has_fp32_kernels(inputs: dict[str, Any]) -> bool:
+def has_kernels(inputs: dict[str, Any]) -> bool:
     """Whether both directions run as fused kernels; otherwise one of them falls back to PyTorch matmuls."""
-    return _shared_memory(inputs["x"].device) >= (136 if inputs["B"].shape[3] <= 128 else 184) * 1024
-
-
-def _shared_memory(device: torch.device) -> int:
-    """Bytes that a block may have, within the limit of :func:`limited_shared_memory`."""
-    with debug_option("ssd_shared_bytes", 2**62) as limit:
-        return min(limit, torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    return all(plan(inputs, is_backward)["kernel"] != "aten" for is_backward in (False, True))
 
 
 def preferred_products(name: str) -> AbstractContextManager[None]:

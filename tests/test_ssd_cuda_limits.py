@@ -18,6 +18,7 @@ from ssd_helpers import (
     limited_workspace,
     make_cotangents,
     make_inputs,
+    plan,
     scan,
 )
 from torch import Tensor
@@ -44,7 +45,9 @@ def assert_same_in_turns(inputs: dict[str, Any], heads_at_once: int, cotangents:
     """Compares backward in sub-batches with backward at once. Sums over sub-batches come in another order, and grad_z
     recomputes y in other ranges of chunks; all else has the same bits."""
     expected = evaluate(scan, inputs, cotangents)
+    batch, _, heads, _ = inputs["x"].shape
     with limited_workspace(bytes_of_heads(inputs, heads_at_once)):
+        assert (int(plan(inputs, is_backward=True)["sub_batches"]) > 1) == (heads_at_once < batch * heads)
         actual = assert_accurate(inputs, cotangents)
     of_batch, of_heads = ("grad_A", "grad_D", "grad_dt_bias"), ("grad_B", "grad_C")
     heads_of_group = inputs["x"].shape[2] // inputs["B"].shape[2]

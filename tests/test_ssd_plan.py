@@ -1,10 +1,13 @@
-"""How ssd_chunk_scan partitions a call for its CUDA kernels: plain data, which needs no GPU."""
+"""Which kernel a call of ssd_chunk_scan takes, and how it is partitioned for CUDA kernels: plain data, which needs no GPU."""
 
 from __future__ import annotations
 
 import subprocess
 
+import pytest
+import torch
 from build_helpers import compile_program
+from ssd_helpers import limited_shared_memory, make_inputs, plan, preferred_products
 
 CHUNK, UNIT_ROWS, UNIT_COLUMNS, UNITS = 64, 64, 128, 2
 
@@ -32,3 +35,41 @@ def test_partition_counts_in_64_bits(tmp_path):
         work_tiles = sequences * groups * ceil_div(units // groups, UNITS)
         chunks = max(1, ceil_div(seqlen, CHUNK))
         assert line == f"{units} {work_tiles} {chunks} {(chunks - 1) * CHUNK}"
+
+
+@pytest.mark.parametrize("is_backward", [False, True])
+@pytest.mark.parametrize(
+    ("options", "products", "chunk"),
+    [
+        ({}, "double", 16),
+        ({"dtype": torch.bfloat16, "headdim": 64, "dstate": 64}, "float", 64),
+        ({"dtype": torch.float32, "chunk_size": 24}, "float", 24),
+        ({"dtype": torch.float32, "chunk_size": 2**40}, "float", 64),
+    ],
+)
+def test_plan_of_the_fallback(options, products, chunk, is_backward):
+    """The length of chunks by the state's size or by chunk_size, up to a limit."""
+    assert plan(make_inputs(**options), is_backward) == {"kernel": "aten", "products": products, "chunk": str(chunk)}
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize(
+    ("options", "kibibytes", "forward", "backward"),
+    [
+        ({"dtype": torch.float64}, 99, {"kernel": "aten"}, {"kernel": "aten"}),
+        ({"dtype": torch.bfloat16}, 99, {"kernel": "sm80", "products": "16_bit"}, {"kernel": "sm80", "columns": "64"}),
+        ({"dtype": torch.float16, "dstate": 256}, 146, {"kernel": "sm80"}, {"kernel": "sm80", "columns": "128"}),
+        ({"dtype": torch.float16, "dstate": 256}, 145, {"kernel": "aten"}, {"kernel": "aten"}),
+        ({"dtype": torch.float32}, 135, {"kernel": "aten"}, {"kernel": "aten"}),
+        ({"dtype": torch.float32, "dstate": 128}, 136, {"products": "3xTF32"}, {"kernel": "sm80", "columns": "64"}),
+        ({"dtype": torch.float32, "dstate": 256, "z": False}, 136, {"kernel": "aten"}, {"kernel": "sm80", "columns": "64"}),
+        ({"dtype": torch.float32, "dstate": 256, "z": True}, 136, {"kernel": "aten"}, {"kernel": "aten"}),
+        ({"dtype": torch.float32, "seqlen": 32}, 136, {"kernel": "short"}, {"kernel": "sm80"}),
+    ],
+    ids=str,
+)
+def test_plan_of_kernels_with_little_shared_memory(options, kibibytes, forward, backward):
+    inputs = make_inputs(**{"headdim": 64, "dstate": 64, "seqlen": 100, "device": "cuda"} | options)
+    with limited_shared_memory(1024 * kibibytes), preferred_products("mma"):
+        for is_backward, expected in ((False, forward), (True, backward)):
+            assert plan(inputs, is_backward).items() >= expected.items()

@@ -47,11 +47,6 @@ struct SsdBwdParams : SsdParams {
   float *grad_B_parts = nullptr, *grad_C_parts = nullptr;  // (splits, batch, seqlen, groups, dstate) if not written in place
   float *grad_A_parts = nullptr, *grad_bias_parts = nullptr;  // (num_chunks, heads)
   float* grad_D_parts = nullptr;                              // (num_chunks, heads, headdim), or null
-  int stages = 1;                                             // of a pipeline, if the products are mma.sync
-  // The segments of each work tile, and the summaries of all of them but the last, for all work tiles, directions and state
-  // tiles: the state after the segment, begun with zero, and the segment's decay.
-  int segments = 1;
-  float *segment_states = nullptr, *segment_decays = nullptr;
 };
 
 struct SsdFwdParams : SsdParams {

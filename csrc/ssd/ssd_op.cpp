@@ -159,6 +159,20 @@ GradTensors bwd(const BwdInputs& bwd) {
   return bwd_aten(bwd);
 }
 
+// A forward call, or its backward.
+struct PlannedCall : Inputs {
+  bool is_backward = false;
+
+  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(is_backward)); }
+};
+
+std::string plan(const PlannedCall& call) {
+#ifdef SSM_KERNELS_WITH_CUDA
+  if (call.x.is_cuda()) return plan_cuda(call, call.is_backward);
+#endif
+  return plan_aten(call);
+}
+
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&ssd_chunk_scan>(m, "ssd_chunk_scan"); }
 
 SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScan)
@@ -167,6 +181,7 @@ SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScan)
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   implement<&fwd>(m, "_ssd_chunk_scan_fwd");
   implement<&bwd>(m, "_ssd_chunk_scan_bwd");
+  implement<&plan>(m, "_ssd_chunk_scan_plan");
 }
 
 }  // namespace ssm_kernels::ssd

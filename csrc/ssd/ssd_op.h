@@ -6,6 +6,7 @@
 
 #include <array>
 #include <optional>
+#include <string>
 #include <string_view>
 #include <tuple>
 
@@ -68,6 +69,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd);
 // For CUDA tensors (entry.cpp); for others chunked_scan.h has them. ssd_op.cpp registers both.
 FwdOutputs fwd_cuda(const Inputs& in);
 GradTensors bwd_cuda(const BwdInputs& bwd);
+std::string plan_cuda(const Inputs& in, bool is_backward);
 
 // Forward and backward without the dispatcher, for operators composed of this one, on any device and on Meta.
 FwdOutputs fwd(const Inputs& in);

@@ -328,4 +328,9 @@ GradTensors bwd_aten(const BwdInputs& bwd) {
   return grads;
 }
 
+std::string plan_aten(const Inputs& in) {
+  const Scan scan(in, check_inputs(in));
+  return c10::str("kernel=aten products=", scan.options.dtype().name(), " chunk=", scan.chunk_length);
+}
+
 }  // namespace ssm_kernels::ssd

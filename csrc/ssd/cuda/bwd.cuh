@@ -31,74 +31,41 @@
 // its rounding error, it restarts from zero.
 #pragma once
 
-#include <type_traits>
-
-#include "cuda/launch.cuh"
 #include "ssd/cuda/bwd_chunks.cuh"
 #include "ssd/cuda/bwd_gate.cuh"
 
 namespace ssm_kernels::ssd {
 
-// Threads is StatePassing or BwdChunks, the class that has the code of a kernel's threads. With mma.sync there are as many
-// stages as fit in shared memory.
-template <typename Threads, typename Mma, typename Kernel>
-cudaError_t launch_ssd_bwd_kernel(Kernel kernel, int64_t blocks, bool uses_pdl, SsdBwdParams params,
-                                  const WorkPartition& partition, int max_shared_bytes, cudaStream_t stream) {
-  using Shared = typename Threads::Shared;
-  params.stages = Mma::kIsAsync ? Shared::kMaxStages : fit_stages(Shared::kMaxStages, max_shared_bytes, &Shared::bytes);
-  const int bytes = Shared::bytes(params.stages);
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  return cuda::launch(kernel, blocks, Threads::kThreads, bytes, stream, uses_pdl, params, partition);
-}
-
-template <typename Scalar, int dstate, typename Mma>
-cudaError_t launch_ssd_bwd_kernels(const SsdBwdParams& params, const WorkPartition& partition, int max_shared_bytes,
-                                   cudaStream_t stream) {
-  const auto launch_states = [&](auto pass, int segments, bool uses_pdl) {
-    constexpr StatesPass kPass = decltype(pass)::value;
-    return launch_ssd_bwd_kernel<StatePassing<Scalar, dstate, kPass, Mma>, Mma>(
-        ssd_state_passing_kernel<Scalar, dstate, kPass, Mma>, partition.work_tiles * kDirections * segments, uses_pdl, params,
-        partition, max_shared_bytes, stream);
-  };
-  const bool has_summaries = params.segments > 1;
-  if (has_summaries) {
-    const std::integral_constant<StatesPass, StatesPass::kBwdSummary> pass;
-    if (const cudaError_t error = launch_states(pass, params.segments - 1, false); error != cudaSuccess) return error;
-  }
-  // Devices with wgmma have PDL, too.
-  const std::integral_constant<StatesPass, StatesPass::kBwd> pass;
-  const cudaError_t error = launch_states(pass, params.segments, has_summaries && Mma::kIsAsync);
-  if (error != cudaSuccess) return error;
-  return launch_ssd_bwd_kernel<BwdChunks<Scalar, dstate, Mma>, Mma>(ssd_bwd_chunks_kernel<Scalar, dstate, Mma>,
-                                                                    params.num_chunks * params.groups * params.splits,
-                                                                    Mma::kIsAsync, params, partition, max_shared_bytes, stream);
-}
-
 template <typename Scalar>
-cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
+cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool uses_wgmma, int max_shared_bytes,
                            cudaStream_t stream) {
-  const auto launch = [&](auto dstate) -> cudaError_t {
-    constexpr int kDstate = decltype(dstate)::value;
-    constexpr int kMin = least_shared_bytes(kDstate, kIsFp32<Scalar>, /*is_backward=*/true);
-    static_assert(ChunksShared<Scalar, kDstate, Sm80Mma>::bytes(1) <= kMin &&
-                      StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm80Mma>::bytes(1) <= kMin,
-                  "a call comes here only if a block can have that much");
-    if constexpr (!kIsFp32<Scalar>) {
-      using SharedOfChunks = ChunksShared<Scalar, kDstate, Sm90Wgmma>;
-      using SharedOfStates = StatesShared<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>;
-      static_assert(SharedOfChunks::bytes(SharedOfChunks::kMaxStages) <= 227 * 1024 &&
-                        SharedOfStates::bytes(SharedOfStates::kMaxStages) <= 227 * 1024,
-                    "a block of compute capability 9.0 has that much shared memory");
-      if (may_use_wgmma &&
-          cuda::is_compiled_for_threads(ssd_state_passing_kernel<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>,
-                                        StatePassing<Scalar, kDstate, StatesPass::kBwd, Sm90Wgmma>::kThreads)) {
-        return launch_ssd_bwd_kernels<Scalar, kDstate, Sm90Wgmma>(params, partition, max_shared_bytes, stream);
-      }
+  return visit_kernels<Scalar, kStateColumns>(params.dstate, uses_wgmma, [&](auto columns, auto mma) -> cudaError_t {
+    using Mma = decltype(mma);
+    constexpr int kColumns = decltype(columns)::value;
+    using Chunks = BwdChunks<Scalar, kColumns, Mma>;
+    using States = StatePassing<Scalar, kColumns, StatesPass::kBwd, Mma>;
+    using SharedOfChunks = typename Chunks::Shared;
+    using SharedOfStates = typename States::Shared;
+    constexpr int kCertain = certain_shared_bytes<Scalar, Mma>(kColumns, /*is_backward=*/true);
+    static_assert(SharedOfChunks::bytes(Mma::kIsAsync ? SharedOfChunks::kMaxStages : 1) <= kCertain &&
+                      SharedOfStates::bytes(Mma::kIsAsync ? SharedOfStates::kMaxStages : 1) <= kCertain,
+                  "a launch needs no more; with wgmma it has all stages");
+    const int available = Mma::kIsAsync ? kSm90SharedBytes : max_shared_bytes;
+    const int64_t blocks = partition.work_tiles * kDirections;  // for one segment of each work tile
+    const bool has_summaries = partition.segments > 1;
+    if (has_summaries) {
+      const cudaError_t error = launch_state_passing<Scalar, kColumns, StatesPass::kBwdSummary, Mma>(
+          blocks * (partition.segments - 1), available, stream, params, partition);
+      if (error != cudaSuccess) return error;
     }
-    return launch_ssd_bwd_kernels<Scalar, kDstate, Sm80Mma>(params, partition, max_shared_bytes, stream);
-  };
-  if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
-  return launch(std::integral_constant<int, kStateColumns>());
+    // Devices with wgmma have PDL, too.
+    const cudaError_t error = launch_state_passing<Scalar, kColumns, StatesPass::kBwd, Mma>(
+        blocks * partition.segments, available, stream, params, partition, /*uses_pdl=*/has_summaries && Mma::kIsAsync);
+    if (error != cudaSuccess) return error;
+    return launch_staged(ssd_bwd_chunks_kernel<Scalar, kColumns, Mma>, params.num_chunks * params.groups * params.splits,
+                         Chunks::kThreads, SharedOfChunks::kMaxStages, &SharedOfChunks::bytes, available, stream, params,
+                         partition, /*uses_pdl=*/Mma::kIsAsync);
+  });
 }
 
 template <typename Scalar>

@@ -103,21 +103,23 @@ struct BwdChunks {
   enum Barrier : int { kConsumerBarrier = 1 };
 
   const SsdBwdParams& p;
+  const WorkPartition& partition;
   Shared& shared;
   // In shared memory where registers are few: warps read little of it, and seldom.
   const std::conditional_t<Mma::kIsAsync, BlockOfChunks, BlockOfChunks&> block;
 
   // Called by all threads before a __syncthreads().
-  static __device__ __forceinline__ BwdChunks make(const SsdBwdParams& p, Shared& shared, const BlockOfChunks& block) {
+  static __device__ __forceinline__ BwdChunks make(const SsdBwdParams& p, const WorkPartition& partition, Shared& shared,
+                                                   const BlockOfChunks& block) {
     if constexpr (Mma::kIsAsync) {
-      return {p, shared, block};
+      return {p, partition, shared, block};
     } else {
       if (threadIdx.x == 0) shared.block = block;
-      return {p, shared, shared.block};
+      return {p, partition, shared, shared.block};
     }
   }
 
-  __device__ __forceinline__ int stages() const { return Shared::stages(p.stages); }
+  __device__ __forceinline__ int stages() const { return Shared::stages(partition.stages); }
   // Row blocks of a head.
   __device__ __forceinline__ int row_blocks() const { return (p.headdim + kStateRows - 1) / kStateRows; }
 
@@ -557,7 +559,7 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? BwdChunks<Scalar, dstate, 
     }
     at.narrow(static_cast<int>(chunk), 1);
     const BlockOfChunks block = {at, at.steps_of(0), group, chunk_index, first_head, heads * partition.row_blocks};
-    const Chunks chunks = Chunks::make(p, shared, block);
+    const Chunks chunks = Chunks::make(p, partition, shared, block);
     if (threadIdx.x < chunks.stages()) {
       shared.full[threadIdx.x].init(2 * kWarpSize + (Chunks::kUsesTma ? 1 : 0));
       shared.empty[threadIdx.x].init(Chunks::kConsumerThreads + kWarpSize);

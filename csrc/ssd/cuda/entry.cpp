@@ -5,25 +5,15 @@
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
-#include "ssd/cuda/launch.h"
-
 #include <ATen/core/Tensor.h>
 #include <c10/cuda/CUDAGuard.h>
 
 #include "cuda/device.h"
 #include "ssd/aten/chunked_scan.h"
 #include "ssd/cuda/host_launch.h"
-#include "torch/checks.h"
-#include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
-namespace {
-
-bool may_use_wgmma() { return debug_option(DebugOption::kSsdMma) == 0; }
-
-}  // namespace
-
 FwdOutputs fwd_cuda(const Inputs& in) {
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.x.device());
@@ -34,7 +24,7 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   const FwdOutputs outputs = allocate_fwd(in);
   const KernelInputs inputs(in, method);
   const KernelResult out = result_as_rows(outputs.out, inputs.x), final_states = inputs.result_as_states(outputs.final_states);
-  launch_forward(inputs, in.z, out.written, final_states.written, may_use_wgmma());
+  launch_forward(inputs, in.z, out.written, final_states.written);
   out.finish();
   final_states.finish();
   return outputs;
@@ -43,17 +33,23 @@ FwdOutputs fwd_cuda(const Inputs& in) {
 GradTensors bwd_cuda(const BwdInputs& bwd) {
   const Discretization method = check_inputs(bwd.in);
   const c10::cuda::CUDAGuard guard(bwd.in.x.device());
-  const bool has_elements = bwd.in.x.numel() > 0 && bwd.in.B.numel() > 0;
-  if (!has_elements || !have_kernels_for(bwd.in, /*is_backward=*/true)) return bwd_aten(bwd);
-  GradTensors grads = allocate_bwd(bwd);
+  if (!have_kernels_for(bwd.in, /*is_backward=*/true)) return bwd_aten(bwd);
+  const GradTensors grads = allocate_bwd(bwd);
   BwdInputs present = bwd;
   const Inputs& in = bwd.in;
   present.needs_grad[kGradD] &= is_present(in.D);
   present.needs_grad[kGradZ] &= is_present(in.z);
   present.needs_grad[kGradDtBias] &= is_present(in.dt_bias);
   present.needs_grad[kGradInitialStates] &= is_present(in.initial_states);
-  launch_backward(present, method, grads, may_use_wgmma());
+  launch_backward(present, method, grads);
   return grads;
+}
+
+std::string plan_cuda(const Inputs& in, bool is_backward) {
+  const Discretization method = check_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.x.device());
+  if (!have_kernels_for(in, is_backward)) return plan_aten(in);
+  return is_backward ? describe_backward(in) : describe_forward(in, method);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -30,89 +30,56 @@
 
 namespace ssm_kernels::ssd {
 
-// Launches a kernel with as many stages as fit in shared memory: bytes_of(stages).
-template <typename Kernel, typename Params, typename BytesOf>
-cudaError_t launch_staged(Kernel kernel, int threads, int max_stages, const BytesOf& bytes_of, const Params& params,
-                          const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
-  Schedule staged = schedule;
-  staged.stages = fit_stages(max_stages, max_shared_bytes - kTicketBytes, bytes_of);
-  const int bytes = bytes_of(staged.stages);
-  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(schedule.blocks), threads, bytes, stream>>>(params, staged);
-  return cudaGetLastError();
-}
-
-// Launches the kernel that computes the summaries of segments, if work tiles have several.
-template <typename Scalar, int dstate>
-cudaError_t launch_ssd_fwd_summary(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes,
-                                   cudaStream_t stream) {
-  constexpr StatesPass kPass = StatesPass::kFwdSummary;
-  if constexpr (!kIsFp32<Scalar>) {
-    using States = StatePassing<Scalar, dstate, kPass, Sm90Wgmma>;
-    const auto kernel = ssd_state_passing_kernel<Scalar, dstate, kPass, Sm90Wgmma>;
-    if (schedule.may_use_wgmma && cuda::is_compiled_for_threads(kernel, States::kThreads)) {
-      return launch_staged(kernel, States::kThreads, States::Shared::kMaxStages, &States::Shared::bytes, params, schedule,
-                           max_shared_bytes, stream);
-    }
-  }
-  using States = StatePassing<Scalar, dstate, kPass, Sm80Mma>;
-  static_assert(States::Shared::bytes(1) + kTicketBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
-                "every device that takes the call has that much shared memory");
-  return launch_staged(ssd_state_passing_kernel<Scalar, dstate, kPass, Sm80Mma>, States::kThreads, States::Shared::kMaxStages,
-                       &States::Shared::bytes, params, schedule, max_shared_bytes, stream);
-}
-
-template <typename Scalar, int dstate>
-cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes,
-                                  cudaStream_t stream) {
-  const bool has_gate = params.z.data != nullptr;
-  if constexpr (!kIsFp32<Scalar>) {
+template <typename Scalar, int dstate, typename Mma>
+cudaError_t launch_ssd_fwd_kernel(const SsdFwdParams& params, const Schedule& schedule, int available, cudaStream_t stream) {
+  using Shared = std::conditional_t<Mma::kIsAsync, Sm90Shared<dstate>, Sm80Shared<Scalar, dstate>>;
+  static_assert(Shared::bytes(1, true) + kTicketBytes <= certain_shared_bytes<Scalar, Mma>(dstate, /*is_backward=*/false),
+                "a launch needs no more");
+  const auto launch = [&](auto kernel, int threads, const auto& call_params) {
+    const auto bytes_of = [&](int stages) { return Shared::bytes(stages, params.z.data != nullptr); };
+    return launch_staged(kernel, schedule.blocks, threads, Shared::kMaxStages, bytes_of, available, stream, call_params,
+                         schedule);
+  };
+  if constexpr (Mma::kIsAsync) {
+    constexpr int kThreads = FwdSm90<Scalar, dstate, true>::kThreads;
     const auto kernel =
         params.resets != nullptr ? ssd_fwd_sm90_kernel<Scalar, dstate, true> : ssd_fwd_sm90_kernel<Scalar, dstate, false>;
-    using Shared = Sm90Shared<dstate>;
-    constexpr int kThreads = FwdSm90<Scalar, dstate, true>::kThreads;
-    if (schedule.may_use_wgmma && cuda::is_compiled_for_threads(kernel, kThreads)) {
-      const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
-      return launch_staged(kernel, kThreads, Shared::kMaxStages, bytes_of, params, schedule, max_shared_bytes, stream);
-    }
-  }
-  using Shared = Sm80Shared<Scalar, dstate>;
-  static_assert(Shared::bytes(1, true) + kTicketBytes <= least_shared_bytes(dstate, kIsFp32<Scalar>, /*is_backward=*/false),
-                "every device that takes the call has that much shared memory");
-  const auto launch = [&](const auto& call_params) {
-    using Params = std::decay_t<decltype(call_params)>;
-    const auto bytes_of = [&](int stages) { return Shared::bytes(stages, has_gate); };
-    return launch_staged(ssd_fwd_sm80_kernel<Scalar, dstate, Params>, kWarpgroups * kWarpgroupThreads, Shared::kMaxStages,
-                         bytes_of, call_params, schedule, max_shared_bytes, stream);
-  };
-  if constexpr (kKnowsWhetherPacked<Scalar, dstate>) {
-    return params.cu_seqlens != nullptr ? launch(PackedFwdParams{params}) : launch(UnpackedFwdParams{params});
+    return launch(kernel, kThreads, params);
   } else {
-    return launch(params);
+    const auto launch_sm80 = [&](const auto& call_params) {
+      using Params = std::decay_t<decltype(call_params)>;
+      return launch(ssd_fwd_sm80_kernel<Scalar, dstate, Params>, kWarpgroups * kWarpgroupThreads, call_params);
+    };
+    if constexpr (kKnowsWhetherPacked<Scalar, dstate>) {
+      return params.cu_seqlens != nullptr ? launch_sm80(PackedFwdParams{params}) : launch_sm80(UnpackedFwdParams{params});
+    } else {
+      return launch_sm80(params);
+    }
   }
 }
 
-static_assert(Sm90Shared<kMaxKernelDstate>::bytes(1, true) + kTicketBytes <=
-                  least_shared_bytes(kMaxKernelDstate, /*is_fp32=*/false, /*is_backward=*/false),
-              "every device that takes the call has that much shared memory");
-
 template <typename Scalar>
-cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream) {
+cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, bool uses_wgmma, int max_shared_bytes,
+                           cudaStream_t stream) {
   if (params.cu_seqlens != nullptr) {
     ssd_chunk_starts_kernel<<<1, kChunkStartsThreads, 0, stream>>>(params, schedule);
     if (const cudaError_t error = cudaGetLastError(); error != cudaSuccess) return error;
   }
-  const auto launch = [&](auto dstate) -> cudaError_t {
-    constexpr int kDstate = decltype(dstate)::value;
+  return visit_kernels<Scalar, kMaxKernelDstate>(params.dstate, uses_wgmma, [&](auto columns, auto mma) -> cudaError_t {
+    using Mma = decltype(mma);
+    constexpr int kColumns = decltype(columns)::value;
+    constexpr StatesPass kSummary = StatesPass::kFwdSummary;
+    static_assert(StatesShared<Scalar, kColumns, kSummary, Mma>::bytes(1) + kTicketBytes <=
+                      certain_shared_bytes<Scalar, Mma>(kColumns, /*is_backward=*/false),
+                  "a launch needs no more");
+    const int available = max_shared_bytes - kTicketBytes;
     if (schedule.splits_work_tiles) {
-      const cudaError_t error = launch_ssd_fwd_summary<Scalar, kDstate>(params, schedule, max_shared_bytes, stream);
+      const cudaError_t error =
+          launch_state_passing<Scalar, kColumns, kSummary, Mma>(schedule.blocks, available, stream, params, schedule);
       if (error != cudaSuccess) return error;
     }
-    return launch_ssd_fwd_kernel<Scalar, kDstate>(params, schedule, max_shared_bytes, stream);
-  };
-  if (params.dstate <= 64) return launch(std::integral_constant<int, 64>());
-  if (params.dstate <= kStateColumns) return launch(std::integral_constant<int, kStateColumns>());
-  return launch(std::integral_constant<int, kMaxKernelDstate>());
+    return launch_ssd_fwd_kernel<Scalar, kColumns, Mma>(params, schedule, available, stream);
+  });
 }
 
 }  // namespace ssm_kernels::ssd

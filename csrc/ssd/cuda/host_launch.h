@@ -1,6 +1,8 @@
 // Launches the SSD kernels on the current device and stream.
 #pragma once
 
+#include <string>
+
 #include "ssd/cuda/tensors.h"
 #include "ssd/ssd_op.h"
 
@@ -8,12 +10,18 @@ namespace ssm_kernels::ssd {
 
 // Whether the kernels of forward, or of backward, support a call: all dtypes but fp64, if a block can have the shared memory.
 bool have_kernels_for(const Inputs& in, bool is_backward);
+// Whether these multiply by wgmma, else by mma.sync. (Forward also needs TMA stores to out.)
+bool use_wgmma(const at::Tensor& x);
 
 // Writes `out`, in the layout of inputs.x, and `final_states`, in that of inputs.empty_states().
-void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
-                    bool may_use_wgmma);
+void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states);
 
-// Writes the gradients of sequences in place. Replaces the members of grads that are sums over the batch: A, D and dt_bias.
-void launch_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma);
+// Writes the gradients that bwd.needs_grad asks for.
+void launch_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads);
+
+// For plan_cuda: the kernels that launch_forward and launch_backward launch.
+std::string describe_kernel(const at::Tensor& x, bool uses_wgmma);
+std::string describe_forward(const Inputs& in, Discretization method);
+std::string describe_backward(const Inputs& in);
 
 }  // namespace ssm_kernels::ssd

@@ -20,7 +20,10 @@ constexpr int kStateColumns = 128;  // columns of a state tile, at most
 constexpr int kMaxKernelDstate = kWarpgroups * kStateColumns;
 constexpr int kMinSharedBytes = 99 * 1024;  // a block can have it on every device from compute capability 8.0 on
 
-// The least shared memory with which every kernel of a direction runs. Backward's kernels take up to kStateColumns columns.
+constexpr int kSm90SharedBytes = 227 * 1024;  // on compute capability 9.0
+
+// The least shared memory with which every mma.sync kernel of a direction runs. Backward's kernels take up to kStateColumns
+// columns.
 constexpr int least_shared_bytes(int64_t dstate, bool is_fp32, bool is_backward) {
   if (!is_fp32) return dstate > kStateColumns ? 146 * 1024 : kMinSharedBytes;
   return (dstate > kStateColumns || (is_backward && dstate > 64) ? 184 : 136) * 1024;
@@ -57,6 +60,12 @@ struct WorkPartition {
   int work_tiles_per_group = 0, work_tiles_per_entry = 0;
   int64_t work_tiles = 0;
   int64_t chunks = 0;  // of a work tile, if sequences are not packed
+  int segments = 1;    // of each work tile, in backward
+  // If work tiles have several segments: for each of these, and for each state tile, the state at its end, in the order of the
+  // threads' registers, (segments, kWarpgroups, tile_columns / 8, threads, 4), and its decay, (segments, kWarpgroups). Forward
+  // has one for each block (scheduler.cuh), backward all but the last of a work tile.
+  float *states = nullptr, *decays = nullptr;
+  int stages = 1;  // of a kernel's pipeline, as many as fit in shared memory: set at its launch
 };
 
 // The partition of a call. The caller checks that there are fewer than 2^31 state tiles of a sequence, work tiles, and chunks
@@ -89,16 +98,10 @@ struct Schedule : WorkPartition {
   int64_t length = 0;  // chunks of a block's range, if sequences are not packed
   // (sequences + 1,) if sequences are packed: the chunks of one work tile of each earlier sequence, summed.
   int* chunk_starts = nullptr;
-  // Where ranges may begin inside work tiles: for each block the states of its state tiles at the end of its range, in the
-  // order of the threads' registers, (blocks, kWarpgroups, tile_columns / 8, threads, 4); the decays of the segments that end
-  // there, (blocks, kWarpgroups); and flags that are raised when the states are stored, (blocks, kWarpgroups).
-  float* states = nullptr;
-  float* decays = nullptr;
+  // Flags that are raised when the states at the end of ranges are stored, (blocks, kWarpgroups).
   int* ready = nullptr;
   int* ticket_counter = nullptr;   // if blocks wait for one another's states; zero before the kernel
   bool splits_work_tiles = false;  // whether a work tile may be longer than a range
-  bool may_use_wgmma = true;
-  int stages = 1;  // as many as fit in shared memory
 };
 
 // Rows as in x. y and grad_z are null if the gradient of z is not needed.
@@ -108,21 +111,18 @@ struct GateBwdParams {
   RowsView grad_out, z, y, grad_y, grad_z;
 };
 
-// As many stages as a block has shared memory for, but at least one.
-template <typename BytesOf>
-int fit_stages(int most, int max_shared_bytes, const BytesOf& bytes_of) {
-  while (most > 1 && bytes_of(most) > max_shared_bytes) --most;
-  return most;
-}
-
 // Queue the kernels on the stream. Instantiated for float, __half and __nv_bfloat16.
 template <typename Scalar>
-cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, int max_shared_bytes, cudaStream_t stream);
+cudaError_t launch_ssd_fwd(const SsdFwdParams& params, const Schedule& schedule, bool uses_wgmma, int max_shared_bytes,
+                           cudaStream_t stream);
 cudaError_t launch_ssd_short_scan_fwd(const SsdFwdParams& params, cudaStream_t stream);  // fp32
 template <typename Scalar>
-cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool may_use_wgmma, int max_shared_bytes,
+cudaError_t launch_ssd_bwd(const SsdBwdParams& params, const WorkPartition& partition, bool uses_wgmma, int max_shared_bytes,
                            cudaStream_t stream);
 template <typename Scalar>
 cudaError_t launch_ssd_bwd_gate(const GateBwdParams& params, int blocks, cudaStream_t stream);
+
+// Whether the library has kernels with wgmma, of fp16 and bf16, for the current device.
+bool has_wgmma_kernels();
 
 }  // namespace ssm_kernels::ssd

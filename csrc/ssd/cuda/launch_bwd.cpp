@@ -26,6 +26,9 @@ namespace {
 // and some columns of their states.
 struct Range {
   int64_t entry, entries, head, heads, group, groups, column, columns;
+  bool begins_groups = true, ends_groups = true;  // whether the heads include the first and the last of their groups
+
+  bool is_whole(const Inputs& in) const { return entries == in.x.size(0) && heads == in.x.size(2) && columns == in.B.size(3); }
 
   at::Tensor of_heads(const at::Tensor& sequence) const { return of_entries(sequence).narrow(2, head, heads); }
   at::Tensor of_parameter(const at::Tensor& parameter) const { return parameter.narrow(0, head, heads); }
@@ -47,6 +50,7 @@ struct PartOfCall {
 PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& range) {
   PartOfCall part{bwd, grads};
   Inputs& in = part.bwd.in;
+  if (range.is_whole(in)) return part;
   const bool is_packed = is_present(in.cu_seqlens);
   const auto of_states = [&](const at::Tensor& states) { return range.of_states(states, is_packed); };
   in.x = range.of_heads(in.x);
@@ -67,12 +71,15 @@ PartOfCall part_of(const BwdInputs& bwd, const GradTensors& grads, const Range& 
   for (const Grad grad : {kGradB, kGradC}) {
     if (bwd.needs_grad[grad]) part.grads[grad] = range.of_groups(grads[grad]);
   }
+  for (const Grad grad : {kGradA, kGradD, kGradDtBias}) {
+    if (bwd.needs_grad[grad]) part.grads[grad] = range.of_parameter(grads[grad]);
+  }
   if (bwd.needs_grad[kGradInitialStates]) part.grads[kGradInitialStates] = of_states(grads[kGradInitialStates]);
   return part;
 }
 
 // Returns the gradient of y, as rows; writes the gradient of z.
-at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTensors& grads, bool may_use_wgmma) {
+at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTensors& grads) {
   const at::Tensor& x = inputs.x;
   const bool needs_grad_z = bwd.needs_grad[kGradZ];
   if (!is_present(bwd.grad_out)) {
@@ -95,7 +102,7 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   std::optional<KernelResult> grad_z;
   if (needs_grad_z) {
     y = at::empty(x.sizes(), x.options());
-    launch_forward(inputs, /*z=*/{}, y, inputs.empty_states(), may_use_wgmma);
+    launch_forward(inputs, /*z=*/{}, y, inputs.empty_states());
     params.y = const_rows_view(y);
     grad_z.emplace(result_as_rows(grads[kGradZ], x));
     params.grad_z = rows_view(grad_z->written);
@@ -111,28 +118,28 @@ at::Tensor gate(const BwdInputs& bwd, const KernelInputs& inputs, const GradTens
   return grad_y;
 }
 
-// One call of the kernels.
+// The sums over the heads of a group, in fp32, padded: from one sub-batch with some of these heads to the next.
+struct GroupSums {
+  at::Tensor B, C;
+};
+
+// One call of the kernels, for a sub-batch.
 class Backward {
  public:
-  // With sums_groups, run() returns the gradients of B and C instead of writing them.
-  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, bool may_use_wgmma, bool sums_groups)
+  // adds_parameters: whether grads has sums of earlier sub-batches for A, D and dt_bias.
+  Backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads, const Range& range, bool adds_parameters)
       : bwd_(bwd),
         grads_(grads),
+        range_(range),
+        adds_parameters_(adds_parameters),
         inputs_(bwd.in, method),
-        partition_(inputs_.partition()),
-        may_use_wgmma_(may_use_wgmma),
-        sums_groups_(sums_groups) {
+        partition_(inputs_.partition()) {
     inputs_.fill(params_);
   }
 
-  // Gradients summed over the batch: of A, dt_bias and D, in the shape of D; with sums_groups also of B and C, padded.
-  // Undefined if not needed.
-  struct Sums {
-    at::Tensor A, dt_bias, D, B, C;
-  };
-  Sums run() {
+  void run(GroupSums& sums) {
     const at::TensorOptions options = bwd_.in.A.options();
-    const at::Tensor grad_y = gate(bwd_, inputs_, grads_, may_use_wgmma_);
+    const at::Tensor grad_y = gate(bwd_, inputs_, grads_);
     params_.grad_out = const_rows_view(grad_y);
     const at::Tensor grad_final_states =
         is_present(bwd_.grad_final_states) ? inputs_.as_states(*bwd_.grad_final_states) : at::Tensor();
@@ -166,23 +173,22 @@ class Backward {
 
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     const int max_shared_bytes = ssd::max_shared_bytes(bwd_.in.x);
+    const bool uses_wgmma = use_wgmma(bwd_.in.x);
     C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(bwd_.in.x.scalar_type()), [&](auto scalar) {
-      return launch_ssd_bwd<decltype(scalar)>(params_, partition_, may_use_wgmma_, max_shared_bytes, stream);
+      return launch_ssd_bwd<decltype(scalar)>(params_, partition_, uses_wgmma, max_shared_bytes, stream);
     }));
 
     if (grad_x.has_value()) grad_x->finish();
     if (grad_initial_states.has_value()) grad_initial_states->finish();
-    Sums sums;
-    sums.B = finish_group_grad(kGradB, parts_B);
-    sums.C = finish_group_grad(kGradC, parts_C);
-    if (needs(kGradA)) sums.A = parts_A.sum(0);
-    if (needs(kGradDtBias)) sums.dt_bias = parts_bias.sum(0);
+    finish_group_grad(kGradB, parts_B, sums.B);
+    finish_group_grad(kGradC, parts_C, sums.C);
+    write_parameter_grad(kGradA, parts_A, {0});
+    write_parameter_grad(kGradDtBias, parts_bias, {0});
     if (needs(kGradD)) {
       constexpr int64_t kChunksAndHeaddim[] = {0, 2};
-      const at::Tensor unpadded = parts_D.narrow(2, 0, bwd_.in.x.size(3));
-      sums.D = bwd_.in.D->dim() == 1 ? unpadded.sum(at::IntArrayRef(kChunksAndHeaddim)) : unpadded.sum(0);
+      write_parameter_grad(kGradD, parts_D.narrow(2, 0, bwd_.in.x.size(3)),
+                           at::IntArrayRef(kChunksAndHeaddim, bwd_.in.D->dim() == 1 ? 2 : 1));
     }
-    return sums;
   }
 
  private:
@@ -221,12 +227,12 @@ class Backward {
     const int64_t room = cuda::multiprocessor_count(inputs_.x.get_device()) / blocks;
     int64_t segments = std::max<int64_t>(1, room);
     while (segments > 1 && segments * std::max(kMinChunks, segments) > partition_.chunks) --segments;
-    params_.segments = static_cast<int>(segments);
+    partition_.segments = static_cast<int>(segments);
     if (segments == 1) return {};
     const int64_t places = (segments - 1) * blocks * kWarpgroups, elements = kStateRows * tile_columns(params_.dstate);
     const at::Tensor result = at::empty({places, elements + 1}, bwd_.in.A.options());
-    params_.segment_states = result.data_ptr<float>();
-    params_.segment_decays = params_.segment_states + places * elements;
+    partition_.states = result.data_ptr<float>();
+    partition_.decays = partition_.states + places * elements;
     return result;
   }
 
@@ -237,7 +243,7 @@ class Backward {
   // Sets where the kernels write the gradient of B or C: in place, or as partial sums, which it returns.
   at::Tensor place_group_grad(Grad grad, RowsView& in_place, float*& parts) const {
     if (!needs(grad)) return {};
-    if (params_.splits == 1 && !sums_groups_ && has_rows(grads_[grad])) {
+    if (params_.splits == 1 && range_.begins_groups && range_.ends_groups && has_rows(grads_[grad])) {
       in_place = rows_view(grads_[grad]);
       return {};
     }
@@ -246,19 +252,34 @@ class Backward {
     parts = result.data_ptr<float>();
     return result;
   }
-  at::Tensor finish_group_grad(Grad grad, const at::Tensor& parts) const {
-    if (!parts.defined()) return {};
-    const at::Tensor sum = params_.splits == 1 ? parts.squeeze(0) : parts.sum(0);
-    if (sums_groups_) return sum;
-    grads_[grad].copy_(without_padding(sum, grads_[grad]));
-    return {};
+  // Writes the gradient of B or C, or passes its sum on if later sub-batches have other heads of the group.
+  void finish_group_grad(Grad grad, const at::Tensor& parts, at::Tensor& sum_of_group) const {
+    if (!parts.defined()) return;
+    at::Tensor sum = params_.splits == 1 ? parts.squeeze(0) : parts.sum(0);
+    if (!range_.begins_groups) sum.add_(sum_of_group);
+    if (range_.ends_groups) {
+      grads_[grad].copy_(without_padding(sum, grads_[grad]));
+    } else {
+      sum_of_group = sum;
+    }
+  }
+
+  void write_parameter_grad(Grad grad, const at::Tensor& parts, at::IntArrayRef summed) const {
+    if (!needs(grad)) return;
+    at::Tensor target = grads_[grad];
+    if (adds_parameters_) {
+      target.add_(parts.sum(summed));
+    } else {
+      at::sum_out(target, parts, summed);
+    }
   }
 
   const BwdInputs& bwd_;
   const GradTensors& grads_;
+  const Range& range_;
+  const bool adds_parameters_;
   const KernelInputs inputs_;
   WorkPartition partition_;
-  const bool may_use_wgmma_, sums_groups_;
   SsdBwdParams params_;
 };
 
@@ -288,97 +309,73 @@ void for_each_sub_batch(const Inputs& in, const Body& body) {
       for (int64_t head = 0; head < heads_per_group; head += heads_at_once) {
         const int64_t sub_batch_heads = sub_batch_groups * std::min(heads_at_once, heads_per_group - head);
         body(Range{entry, std::min(entries, batch - entry), group * heads_per_group + head, sub_batch_heads, group,
-                   sub_batch_groups, 0, in.B.size(3)});
+                   sub_batch_groups, 0, in.B.size(3), head == 0, head + heads_at_once >= heads_per_group});
       }
     }
   }
 }
 
 // Runs a call whose states have at most as many columns as the kernels take.
-void run_in_sub_batches(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
-  const Inputs& in = bwd.in;
-  const int64_t batch = in.x.size(0), heads = in.x.size(2), heads_per_group = heads / in.B.size(2);
-  Backward::Sums sums;
-  const auto add = [](at::Tensor& sum, const at::Tensor& more) {
-    if (more.defined()) sum = sum.defined() ? sum.add_(more) : more;
-  };
-  for_each_sub_batch(in, [&](const Range& range) {
-    if (range.entries == batch && range.heads == heads) {
-      sums = Backward(bwd, method, grads, may_use_wgmma, /*sums_groups=*/false).run();
-      return;
-    }
-    const auto add_of_heads = [&](at::Tensor& sum, const at::Tensor& more) {
-      if (!more.defined()) return;
-      if (!sum.defined()) {
-        std::vector<int64_t> sizes = more.sizes().vec();
-        sizes[0] = heads;
-        sum = at::zeros(sizes, more.options());
-      }
-      sum.narrow(0, range.head, range.heads).add_(more);
-    };
-    const bool is_part_of_group = range.heads < range.groups * heads_per_group;
+void run_in_sub_batches(const BwdInputs& bwd, Discretization method, const GradTensors& grads, bool adds_parameters) {
+  GroupSums sums;
+  for_each_sub_batch(bwd.in, [&](const Range& range) {
     const PartOfCall part = part_of(bwd, grads, range);
-    const Backward::Sums more = Backward(part.bwd, method, part.grads, may_use_wgmma, is_part_of_group).run();
-    add_of_heads(sums.A, more.A);
-    add_of_heads(sums.dt_bias, more.dt_bias);
-    add_of_heads(sums.D, more.D);
-    add(sums.B, more.B);
-    add(sums.C, more.C);
-    if ((range.head + range.heads) % heads_per_group != 0) return;
-    for (const auto& [grad, sum] : {std::pair(kGradB, &sums.B), std::pair(kGradC, &sums.C)}) {
-      if (sum->defined()) part.grads[grad].copy_(without_padding(*sum, part.grads[grad]));
-      *sum = at::Tensor();
-    }
+    Backward(part.bwd, method, part.grads, range, adds_parameters || range.entry > 0).run(sums);
   });
-  if (bwd.needs_grad[kGradA]) grads[kGradA] = sums.A;
-  if (bwd.needs_grad[kGradDtBias]) grads[kGradDtBias] = sums.dt_bias;
-  if (bwd.needs_grad[kGradD]) grads[kGradD] = sums.D.contiguous();
 }
 
 // Runs a call with more columns. y is a sum over columns of B, C and the states, and so is each gradient except the gradients
-// of the columns themselves. D x and the gate are not part of that sum: D x comes with the last columns.
-void run_by_columns(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma, int64_t at_once) {
+// of the columns themselves. D x and the gate are not part of that sum: D x comes with the first columns.
+void run_by_columns(const BwdInputs& bwd, Discretization method, const GradTensors& grads, int64_t at_once) {
   const Inputs& in = bwd.in;
   const int64_t dstate = in.B.size(3);
-  const OptionalTensor grad_y =
-      is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads, may_use_wgmma)) : bwd.grad_out;
+  const OptionalTensor grad_y = is_present(in.z) ? OptionalTensor(gate(bwd, KernelInputs(in, method), grads)) : bwd.grad_out;
   for (int64_t column = 0; column < dstate; column += at_once) {
-    const int64_t columns = std::min(at_once, dstate - column);
-    const bool is_first = column == 0, is_last = column + columns == dstate;
-    const Range range{0, in.x.size(0), 0, in.x.size(2), 0, in.B.size(2), column, columns};
+    const bool is_first = column == 0;
     BwdInputs ungated = bwd;
     ungated.grad_out = grad_y;
     ungated.in.z.reset();
-    if (!is_last) ungated.in.D.reset();
+    if (!is_first) ungated.in.D.reset();
     NeedsGrad& needs_grad = ungated.needs_grad;
     needs_grad[kGradZ] = false;
-    needs_grad[kGradD] &= is_last;
+    needs_grad[kGradD] &= is_first;
     if (std::none_of(needs_grad.begin(), needs_grad.end(), [](bool needs) { return needs; })) continue;
     GradTensors targets = grads;
     for (const Grad grad : {kGradX, kGradDt}) {
       if (needs_grad[grad] && !is_first) targets[grad] = at::empty_like(grads[grad]);
     }
-    PartOfCall part = part_of(ungated, targets, range);
-    run_in_sub_batches(part.bwd, method, part.grads, may_use_wgmma);
-    for (const Grad grad : {kGradX, kGradDt, kGradA, kGradDtBias}) {
-      if (needs_grad[grad] && !is_first) grads[grad].add_(part.grads[grad]);
+    const Range range{0, in.x.size(0), 0, in.x.size(2), 0, in.B.size(2), column, std::min(at_once, dstate - column)};
+    const PartOfCall part = part_of(ungated, targets, range);
+    run_in_sub_batches(part.bwd, method, part.grads, /*adds_parameters=*/!is_first);
+    for (const Grad grad : {kGradX, kGradDt}) {
+      if (needs_grad[grad] && !is_first) grads[grad].add_(targets[grad]);
     }
-    for (const Grad grad : {kGradA, kGradDtBias}) {
-      if (needs_grad[grad] && is_first) grads[grad] = part.grads[grad];
-    }
-    if (needs_grad[kGradD]) grads[kGradD] = part.grads[kGradD];
   }
+}
+
+// Columns of a state that the kernels take at a time.
+int64_t columns_at_once(const Inputs& in) {
+  return std::min(in.B.size(3), backward_columns(in.x.scalar_type() == at::kFloat, max_shared_bytes(in.x)));
 }
 
 }  // namespace
 
-void launch_backward(const BwdInputs& bwd, Discretization method, GradTensors& grads, bool may_use_wgmma) {
-  const int64_t columns = backward_columns(bwd.in.x.scalar_type() == at::kFloat, max_shared_bytes(bwd.in.x));
-  if (bwd.in.B.size(3) <= columns) {
-    run_in_sub_batches(bwd, method, grads, may_use_wgmma);
+void launch_backward(const BwdInputs& bwd, Discretization method, const GradTensors& grads) {
+  const int64_t columns = columns_at_once(bwd.in);
+  if (columns == bwd.in.B.size(3)) {
+    run_in_sub_batches(bwd, method, grads, /*adds_parameters=*/false);
   } else {
-    run_by_columns(bwd, method, grads, may_use_wgmma, columns);
+    run_by_columns(bwd, method, grads, columns);
   }
+}
+
+std::string describe_backward(const Inputs& in) {
+  Inputs at_once = in;
+  const int64_t columns = columns_at_once(in);
+  at_once.B = in.B.narrow(3, 0, columns);
+  int sub_batches = 0;
+  for_each_sub_batch(at_once, [&](const Range&) { ++sub_batches; });
+  return c10::str(describe_kernel(in.x, use_wgmma(in.x)), " columns=", columns, " sub_batches=", sub_batches);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -15,6 +15,7 @@
 #include "cuda/scalar_types.h"
 #include "ssd/cuda/host_launch.h"
 #include "torch/checks.h"
+#include "torch/debug_options.h"
 
 namespace ssm_kernels::ssd {
 namespace {
@@ -34,12 +35,19 @@ int64_t choose_range(const WorkPartition& partition, int64_t multiprocessors) {
   return time < static_cast<double>(whole_tiles) ? equal : whole_tiles;
 }
 
-// The workspace that the schedule points to.
-struct Workspace {
-  at::Tensor states, flags, chunk_starts;
+// A call: the parameters of its kernels, and the tensors that these point to.
+struct ForwardCall {
+  SsdFwdParams params;
+  Schedule schedule;
+  at::Tensor gate, states, flags, chunk_starts;
+  bool is_short = false, uses_wgmma = false;
 };
-Workspace make_schedule(const KernelInputs& inputs, const SsdFwdParams& params, Schedule& schedule) {
-  const int64_t multiprocessors = cuda::multiprocessor_count(inputs.x.get_device());
+
+// Divides the work among blocks, and allocates their workspace.
+void make_schedule(const at::TensorOptions& options, ForwardCall& call) {
+  const SsdFwdParams& params = call.params;
+  Schedule& schedule = call.schedule;
+  const int64_t multiprocessors = cuda::multiprocessor_count(options.device().index());
   const bool is_packed = params.cu_seqlens != nullptr;
   if (is_packed) {
     const int64_t most = max_packed_chunks(params.seqlen, params.batch) * schedule.work_tiles_per_entry;
@@ -51,36 +59,30 @@ Workspace make_schedule(const KernelInputs& inputs, const SsdFwdParams& params, 
     schedule.length = choose_range(schedule, multiprocessors);
     schedule.blocks = ceil_div(schedule.work_tiles * schedule.chunks, schedule.length);
     schedule.splits_work_tiles = schedule.chunks > schedule.length;
-    if (schedule.length % schedule.chunks == 0) return {};
+    if (schedule.length % schedule.chunks == 0) return;
   }
-  Workspace result;
-  const at::TensorOptions options = inputs.x.options();
   const int64_t cuts = schedule.blocks * kWarpgroups, elements = kStateRows * tile_columns(params.dstate);
-  result.states = at::empty({cuts, elements + 1}, options.dtype(at::kFloat));
-  schedule.states = result.states.data_ptr<float>();
+  call.states = at::empty({cuts, elements + 1}, options.dtype(at::kFloat));
+  schedule.states = call.states.data_ptr<float>();
   schedule.decays = schedule.states + cuts * elements;
+  const at::TensorOptions of_ints = options.dtype(at::kInt);
   if (is_packed) {
-    result.chunk_starts = at::empty({params.batch + 1}, options.dtype(at::kInt));
-    schedule.chunk_starts = result.chunk_starts.data_ptr<int>();
+    call.chunk_starts = at::empty({params.batch + 1}, of_ints);
+    schedule.chunk_starts = call.chunk_starts.data_ptr<int>();
   }
   if (is_packed || !schedule.splits_work_tiles) {
     // For packed sequences, the kernel of chunk_starts.cuh clears the flags.
-    const at::TensorOptions of_flags = options.dtype(at::kInt);
-    result.flags = is_packed ? at::empty({cuts + 1}, of_flags) : at::zeros({cuts + 1}, of_flags);
-    schedule.ready = result.flags.data_ptr<int>();
+    call.flags = is_packed ? at::empty({cuts + 1}, of_ints) : at::zeros({cuts + 1}, of_ints);
+    schedule.ready = call.flags.data_ptr<int>();
     schedule.ticket_counter = schedule.ready + cuts;
   }
-  return result;
 }
 
-// Makes the descriptor of TMA stores to out (epilogue.cuh), for fp16 and bf16. Returns whether the device and the sizes allow
-// it.
+// Makes the descriptor of TMA stores to out (epilogue.cuh). Returns whether the sizes allow it.
 bool describe_tiles(const at::Tensor& out, SsdFwdParams& params) {
-  if (out.scalar_type() == at::kFloat) return false;
   // TMA takes 32-bit coordinates, and a tile's first step is one.
   if (params.seqlen > std::numeric_limits<int32_t>::max() - kChunk) return false;
   if (out.numel() == 0) return true;
-  if (cuda::compute_capability_major(out.get_device()) != 9) return false;
   const auto size = [&](int64_t dim) { return static_cast<uint64_t>(out.size(dim)); };
   return cuda::make_tma_descriptor(params.out_descriptor, out.data_ptr(), {size(3), size(2), size(1), size(0)},
                                    {out.stride(2), out.stride(1), out.stride(0)}, {kStateRows, 1, kChunk, 1}) == cudaSuccess;
@@ -92,11 +94,31 @@ bool is_short(const at::Tensor& out, const SsdFwdParams& params) {
          short_blocks(params) <= std::numeric_limits<int32_t>::max();
 }
 
+ForwardCall prepare(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out,
+                    const at::Tensor& final_states) {
+  ForwardCall call;
+  inputs.fill(call.params);
+  static_cast<WorkPartition&>(call.schedule) = inputs.partition();
+  if (call.schedule.work_tiles == 0) return call;
+  if (is_present(z)) {
+    call.gate = as_rows(*z);
+    call.params.z = const_rows_view(call.gate);
+  }
+  call.params.out = rows_view(out);
+  call.params.final_states = final_states.data_ptr<float>();
+  call.is_short = is_short(out, call.params);
+  if (call.is_short) return call;
+  make_schedule(inputs.x.options(), call);
+  call.uses_wgmma = use_wgmma(out) && describe_tiles(out, call.params);
+  return call;
+}
+
 }  // namespace
 
 bool have_kernels_for(const Inputs& in, bool is_backward) {
   const at::ScalarType dtype = in.x.scalar_type();
   if (dtype == at::kDouble) return false;
+  if (is_backward && (in.x.numel() == 0 || in.B.numel() == 0)) return false;
   const bool is_fp32 = dtype == at::kFloat;
   const int available = max_shared_bytes(in.x);
   static_assert(kMaxKernelDstate >= kMaxDstate, "dstate is checked before");
@@ -106,28 +128,36 @@ bool have_kernels_for(const Inputs& in, bool is_backward) {
   return available >= least_shared_bytes(columns, is_fp32, /*is_backward=*/false);
 }
 
-void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out, const at::Tensor& final_states,
-                    bool may_use_wgmma) {
-  SsdFwdParams params;
-  inputs.fill(params);
-  Schedule schedule{inputs.partition()};
-  if (schedule.work_tiles == 0) return;
-  const at::Tensor gate = is_present(z) ? as_rows(*z) : at::Tensor();
-  if (gate.defined()) params.z = const_rows_view(gate);
-  params.out = rows_view(out);
-  params.final_states = final_states.data_ptr<float>();
+bool use_wgmma(const at::Tensor& x) {
+  return x.scalar_type() != at::kFloat && debug_option(DebugOption::kSsdMma) == 0 && has_wgmma_kernels();
+}
+
+void launch_forward(const KernelInputs& inputs, const OptionalTensor& z, const at::Tensor& out,
+                    const at::Tensor& final_states) {
+  const ForwardCall call = prepare(inputs, z, out, final_states);
+  if (call.schedule.work_tiles == 0) return;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  if (is_short(out, params)) {
-    C10_CUDA_CHECK(launch_ssd_short_scan_fwd(params, stream));
+  if (call.is_short) {
+    C10_CUDA_CHECK(launch_ssd_short_scan_fwd(call.params, stream));
     return;
   }
-
-  const Workspace workspace = make_schedule(inputs, params, schedule);
-  schedule.may_use_wgmma = may_use_wgmma && describe_tiles(out, params);
   const int max_shared_bytes = ssd::max_shared_bytes(out);
   C10_CUDA_CHECK(cuda::visit_scalar_but_double(scalar_kind(out.scalar_type()), [&](auto scalar) {
-    return launch_ssd_fwd<decltype(scalar)>(params, schedule, max_shared_bytes, stream);
+    return launch_ssd_fwd<decltype(scalar)>(call.params, call.schedule, call.uses_wgmma, max_shared_bytes, stream);
   }));
+}
+
+std::string describe_kernel(const at::Tensor& x, bool uses_wgmma) {
+  return c10::str("kernel=", uses_wgmma ? "sm90" : "sm80", " products=", x.scalar_type() == at::kFloat ? "3xTF32" : "16_bit",
+                  " chunk=", kChunk);
+}
+
+std::string describe_forward(const Inputs& in, Discretization method) {
+  const KernelInputs inputs(in, method);
+  const ForwardCall call = prepare(inputs, in.z, at::empty(inputs.x.sizes(), inputs.x.options()), inputs.empty_states());
+  if (call.is_short) return "kernel=short";
+  return c10::str(describe_kernel(in.x, call.uses_wgmma), " blocks=", call.schedule.blocks,
+                  " splits_work_tiles=", call.schedule.splits_work_tiles);
 }
 
 }  // namespace ssm_kernels::ssd

@@ -24,6 +24,7 @@
 // states are stored from registers, whose pairs fill sectors of memory.
 #pragma once
 
+#include "cuda/launch.cuh"
 #include "cuda/ptx/named_barrier.cuh"
 #include "cuda/ptx/pdl.cuh"
 #include "cuda/ptx/setmaxnreg.cuh"
@@ -78,7 +79,7 @@ struct DirectedSegment : WorkSpan {
       : WorkSpan(p, partition, blockIdx.x % static_cast<unsigned>(partition.work_tiles)),
         index(blockIdx.x / static_cast<unsigned>(partition.work_tiles) / kDirections),
         is_reverse(blockIdx.x / static_cast<unsigned>(partition.work_tiles) % kDirections != 0) {
-    const int length = (chunks + p.segments - 1) / p.segments;
+    const int length = (chunks + partition.segments - 1) / partition.segments;
     const int begin = min(index * length, chunks), end = min(begin + length, chunks);
     first_chunk = is_reverse ? chunks - end : begin;
     narrow(first_chunk, end - begin);
@@ -122,13 +123,7 @@ struct StatePassing {
   Shared& shared;
   const Segment at;
 
-  __device__ __forceinline__ int stages() const {
-    if constexpr (kIsFwd) {
-      return work.stages;
-    } else {
-      return Shared::stages(p.stages);
-    }
-  }
+  __device__ __forceinline__ int stages() const { return kIsFwd ? work.stages : Shared::stages(work.stages); }
 
   // Run by the producer warps.
   __device__ __forceinline__ void produce() {
@@ -238,7 +233,7 @@ struct StatePassing {
     if constexpr (kIsSummary) {
       summaries().store(state, segment_decay, summary_index(blockIdx.x, index));
     } else {
-      const bool is_last = at.index + 1 == p.segments;
+      const bool is_last = at.index + 1 == work.segments;
       if (at.is_reverse && is_last && p.grad_initial_states != nullptr) {
         state.store(p, states_of(p, p.grad_initial_states, at.entry), state_tile, lane);
       }
@@ -358,13 +353,7 @@ struct StatePassing {
                           summary_index(blocks, 0));
   }
 
-  __device__ __forceinline__ SegmentSummaries<Layout::kColumns> summaries() const {
-    if constexpr (kIsFwd) {
-      return {work.states, work.decays};
-    } else {
-      return {p.segment_states, p.segment_decays};
-    }
-  }
+  __device__ __forceinline__ SegmentSummaries<Layout::kColumns> summaries() const { return {work.states, work.decays}; }
   static __device__ __forceinline__ int summary_index(int block, int index) { return block * kWarpgroups + index; }
 };
 
@@ -403,6 +392,45 @@ __global__ void __launch_bounds__(Mma::kAreCompiled ? StatePassing<Scalar, dstat
       run(DirectedSegment(p, work));
     }
   }
+}
+
+// Launches a kernel with as many stages as fit in `available` bytes of shared memory, but at least one: bytes_of(stages).
+template <typename Kernel, typename Params, typename Work, typename BytesOf>
+cudaError_t launch_staged(Kernel kernel, int64_t blocks, int threads, int max_stages, const BytesOf& bytes_of, int available,
+                          cudaStream_t stream, const Params& params, Work work, bool uses_pdl = false) {
+  work.stages = max_stages;
+  while (work.stages > 1 && bytes_of(work.stages) > available) --work.stages;
+  const int bytes = bytes_of(work.stages);
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  return cuda::launch(kernel, blocks, threads, bytes, stream, uses_pdl, params, work);
+}
+
+template <typename Scalar, int dstate, StatesPass pass, typename Mma, typename Params, typename Work>
+cudaError_t launch_state_passing(int64_t blocks, int available, cudaStream_t stream, const Params& params, const Work& work,
+                                 bool uses_pdl = false) {
+  using States = StatePassing<Scalar, dstate, pass, Mma>;
+  return launch_staged(ssd_state_passing_kernel<Scalar, dstate, pass, Mma>, blocks, States::kThreads,
+                       States::Shared::kMaxStages, &States::Shared::bytes, available, stream, params, work, uses_pdl);
+}
+
+// The shared memory that a block can have on every device that takes the call.
+template <typename Scalar, typename Mma>
+constexpr int certain_shared_bytes(int dstate, bool is_backward) {
+  return Mma::kIsAsync ? kSm90SharedBytes : least_shared_bytes(dstate, kIsFp32<Scalar>, is_backward);
+}
+
+// Returns launch(columns, mma) for kernels with states of up to `columns` columns, at most max_columns, and an MMA policy.
+template <typename Scalar, int max_columns, typename Launch>
+cudaError_t visit_kernels(int dstate, bool uses_wgmma, const Launch& launch) {
+  const auto visit_policies = [&](auto columns) -> cudaError_t {
+    if constexpr (!kIsFp32<Scalar>) {
+      if (uses_wgmma) return launch(columns, Sm90Wgmma());
+    }
+    return launch(columns, Sm80Mma());
+  };
+  if (dstate <= 64) return visit_policies(std::integral_constant<int, 64>());
+  if (dstate <= kStateColumns) return visit_policies(std::integral_constant<int, kStateColumns>());
+  return visit_policies(std::integral_constant<int, max_columns>());
 }
 
 }  // namespace ssm_kernels::ssd

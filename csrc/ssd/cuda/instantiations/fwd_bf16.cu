@@ -2,6 +2,11 @@
 
 namespace ssm_kernels::ssd {
 
-template cudaError_t launch_ssd_fwd<__nv_bfloat16>(const SsdFwdParams&, const Schedule&, int, cudaStream_t);
+template cudaError_t launch_ssd_fwd<__nv_bfloat16>(const SsdFwdParams&, const Schedule&, bool, int, cudaStream_t);
+
+bool has_wgmma_kernels() {
+  constexpr int kThreads = FwdSm90<__nv_bfloat16, 64, false>::kThreads;
+  return cuda::is_compiled_for_threads(ssd_fwd_sm90_kernel<__nv_bfloat16, 64, false>, kThreads);
+}
 
 }  // namespace ssm_kernels::ssd
