@@ -164,21 +164,29 @@ struct BwdChunks {
     Mma::template wait<0>(pair_products.CB);
     pair_products.begin(half, shared.stage(0).tables.steps, lane);
 
-    TileCursor cursor{block.first_head};
-    PipelineState pipeline;
-#pragma unroll 1
-    for (int index = 0; index < block.state_tiles; ++index) {
-      shared.full[pipeline.stage].wait(pipeline.phase);
-      consume_tile(half, shared.stage(pipeline.stage), shared.weights[index % Shared::kWeights], cursor, Mma::opaque(pairs),
-                   Mma::opaque(lane), pair_products, grad_B, grad_C);
-      shared.empty[pipeline.stage].arrive();
-      pipeline.advance(stages());
-      cursor.advance(row_blocks());
-    }
+    for_each_tile(shared.full, shared.empty, [&](int index, Stage& stage, const TileCursor& cursor) {
+      consume_tile(half, stage, shared.weights[index % Shared::kWeights], cursor, Mma::opaque(pairs), Mma::opaque(lane),
+                   pair_products, grad_B, grad_C);
+    });
     end_block(half, pair_products.W, pairs, lane, grad_B, grad_C);
   }
 
  private:
+  // Calls body(index, stage, cursor) for each state tile, between a wait for `filled` and an arrival at `read`.
+  template <typename Body>
+  __device__ __forceinline__ void for_each_tile(Mbarrier* filled, Mbarrier* read, const Body& body) const {
+    TileCursor cursor{block.first_head};
+    PipelineState pipeline;
+#pragma unroll 1
+    for (int index = 0; index < block.state_tiles; ++index) {
+      filled[pipeline.stage].wait(pipeline.phase);
+      body(index, shared.stage(pipeline.stage), cursor);
+      read[pipeline.stage].arrive();
+      pipeline.advance(stages());
+      cursor.advance(row_blocks());
+    }
+  }
+
   // Processes one state tile; M receives its M^T.
   __device__ __forceinline__ void consume_tile(int half, Stage& tiles, PairTile& M, const TileCursor& cursor,
                                                const FragmentPairs& pairs, const FragmentLane& lane,
@@ -477,38 +485,22 @@ struct BwdChunks {
 
   // The elementwise products: <S, T>, and g x for the gradient of D.
   __device__ __forceinline__ void reduce_elements(const FragmentLane& lane) const {
-    TileCursor cursor{block.first_head};
-    PipelineState pipeline;
-#pragma unroll 1
-    for (int index = 0; index < block.state_tiles; ++index) {
-      shared.full[pipeline.stage].wait(pipeline.phase);
-      Stage& tiles = shared.stage(pipeline.stage);
+    for_each_tile(shared.full, shared.empty, [&](int, Stage& tiles, const TileCursor& cursor) {
       const float states = inner_product<Scalar>(tiles.S, tiles.T, lane);
       if (lane.index == 0) tiles.sums.states = states;
       if (p.grad_D_parts != nullptr) write_grad_D(cursor, tiles, lane);
-      shared.empty[pipeline.stage].arrive();
-      pipeline.advance(stages());
-      cursor.advance(row_blocks());
-    }
+    });
   }
 
   __device__ __forceinline__ void reduce_step_gradients(const FragmentLane& lane) const {
     StepGradients grads = {};
-    TileCursor cursor{block.first_head};
-    PipelineState pipeline;
-#pragma unroll 1
-    for (int index = 0; index < block.state_tiles; ++index) {
-      shared.empty[pipeline.stage].wait(pipeline.phase);
-      const Stage& stage = shared.stage(pipeline.stage);
+    for_each_tile(shared.empty, shared.tables_empty, [&](int, const Stage& stage, const TileCursor& cursor) {
       const Tables& tables = stage.tables;
       add_step_gradients<Scalar>(tables.steps, stage.sums, lane, grads);
       if (cursor.is_last_of_head(row_blocks())) {
         write_step_gradients<Scalar>(p, block.at, block.steps, block.chunk_index, cursor.head, tables, lane, grads);
       }
-      shared.tables_empty[pipeline.stage].arrive();
-      pipeline.advance(stages());
-      cursor.advance(row_blocks());
-    }
+    });
   }
 
   // Writes the chunk's part of D's gradient: the sums over steps of g x.

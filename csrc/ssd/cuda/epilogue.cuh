@@ -15,12 +15,12 @@ class TmaEpilogue {
  public:
   __device__ __forceinline__ TmaEpilogue(const SsdFwdParams& p, const WorkSpan& at, const StateTile& state_tile,
                                          const FragmentLane& lane)
-      : p_(p), math_(p, state_tile, lane), at_(at), state_tile_(state_tile) {}
+      : p_(p), D_(load_D(p, state_tile, lane)), at_(at), state_tile_(state_tile) {}
 
   __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
                                         SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile,
                                         const FragmentLane& lane) const {
-    math_.round(y, x, z_tile, tile, lane);
+    round_out<Scalar, Order>(y, x, D_, z_tile, tile, lane);
     cuda::fence_proxy_async();
   }
 
@@ -53,7 +53,7 @@ class TmaEpilogue {
   static __device__ __forceinline__ int thread() { return threadIdx.x % kWarpgroupThreads; }
 
   const SsdFwdParams& p_;
-  EpilogueMath<Scalar, Order> math_;
+  float2 D_;
   const WorkSpan& at_;
   const StateTile& state_tile_;
 };

@@ -61,7 +61,7 @@ class RegisterEpilogue {
 
   __device__ __forceinline__ RegisterEpilogue(const SsdFwdParams& p, const WorkSpan& at, const StateTile& state_tile,
                                               const FragmentLane& lane)
-      : p_(p), math_(p, state_tile, lane) {
+      : p_(p), D_(load_D(p, state_tile, lane)) {
     const int column = vector(lane) * OutTile::kVectorElements;
     is_there_ = column < state_tile.rows;
     target_ = at.rows<Scalar>(p.out, state_tile.head, 0) + state_tile.first_row + column + row(lane) * p.out.stride_step;
@@ -69,7 +69,7 @@ class RegisterEpilogue {
 
   __device__ __forceinline__ void write(const float (&y)[kStepBlocks][4], const cuda::OperandA<Scalar> (&x)[kStepGroups],
                                         OutTile* z_tile, OutTile& tile, const FragmentLane& lane, int steps) {
-    math_.round(y, x, z_tile, tile, lane);
+    round_out<Scalar, InOrder>(y, x, D_, z_tile, tile, lane);
     __syncwarp();
     const uint4* const source = tile.vector(row(lane), vector(lane));
     const int rows = is_there_ ? steps - row(lane) : 0;
@@ -96,7 +96,7 @@ class RegisterEpilogue {
   }
 
   const SsdFwdParams& p_;
-  EpilogueMath<Scalar, InOrder> math_;
+  float2 D_;
   bool is_there_;
   Scalar* target_;
 };

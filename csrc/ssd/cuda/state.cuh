@@ -3,7 +3,7 @@
 // columns 2 pair and 2 pair + 1.
 //
 // The stages by mamba_ssm's names: State accumulates chunk_state and scales the state before the chunk (state_passing),
-// DecayMask makes M^T of bmm_chunk's product, and EpilogueMath ends chunk_scan.
+// DecayMask makes M^T of bmm_chunk's product, and round_out ends chunk_scan.
 #pragma once
 
 #include <type_traits>
@@ -372,38 +372,12 @@ __device__ __forceinline__ float2 load_D(const SsdFwdParams& p, const StateTile&
   return {load(lane.row), load(lane.row + 8)};
 }
 
-// The math of the epilogue: out = (y + D x) silu(z), rounded, from y^T, x^T, whose steps are in that order, and a tile of z or
-// null.
+// The math of the epilogue: out = (y + D x) silu(z), rounded to this warp's columns of a tile, from y^T, x^T, whose steps are
+// in that order, and a tile of z or null.
 template <typename Scalar, typename Order>
-class EpilogueMath {
- public:
-  __device__ __forceinline__ EpilogueMath(const SsdFwdParams& p, const StateTile& state_tile, const FragmentLane& lane)
-      : D_(load_D(p, state_tile, lane)) {}
-
-  // Writes this warp's columns of the tile.
-  __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
-                                        SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile,
-                                        const FragmentLane& lane) const {
-    if (z_tile == nullptr) {
-      round_gated(y, x, tile, lane, [](int, float2(&)[4]) {});
-    } else {
-      round_gated(y, x, tile, lane, [&](int group, float2(&values)[4]) {
-        uint32_t z[4];
-        cuda::ldmatrix_transposed(z, z_tile->ldmatrix_row(16 * group, 2 * lane.warp, lane.index));
-#pragma unroll
-        for (int word = 0; word < 4; ++word) {
-          const float2 gate = cuda::unpack<Scalar>(z[word]);
-          values[word].x *= silu(gate.x);
-          values[word].y *= silu(gate.y);
-        }
-      });
-    }
-  }
-
- private:
-  template <typename Gate>
-  __device__ __forceinline__ void round_gated(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4],
-                                              SmemTile<kStateRows>& tile, const FragmentLane& lane, const Gate& gate) const {
+__device__ __forceinline__ void round_out(const float (&y)[kStepBlocks][4], const uint32_t (&x)[kStepGroups][4], float2 D,
+                                          SmemTile<kStateRows>* z_tile, SmemTile<kStateRows>& tile, const FragmentLane& lane) {
+  const auto round_gated = [&](const auto& gate) {
 #pragma unroll
     for (int i = 0; i < kStepGroups; ++i) {
       float2 values[4];
@@ -411,9 +385,9 @@ class EpilogueMath {
       for (int word = 0; word < 4; ++word) {
         const int position = Order::position_of(2 * i + word / 2);
         const float2 u = cuda::unpack<Scalar>(x[position / 2][position % 2 * 2 + word % 2]);
-        const float D = word % 2 == 0 ? D_.x : D_.y;
+        const float D_of_row = word % 2 == 0 ? D.x : D.y;
         const float (&ungated)[4] = y[2 * i + word / 2];
-        values[word] = {fmaf(D, u.x, ungated[word % 2 * 2]), fmaf(D, u.y, ungated[word % 2 * 2 + 1])};
+        values[word] = {fmaf(D_of_row, u.x, ungated[word % 2 * 2]), fmaf(D_of_row, u.y, ungated[word % 2 * 2 + 1])};
       }
       gate(i, values);
       uint32_t rounded[4];
@@ -421,43 +395,44 @@ class EpilogueMath {
       for (int word = 0; word < 4; ++word) rounded[word] = cuda::pack<Scalar>(values[word].x, values[word].y);
       cuda::stmatrix_transposed(tile.ldmatrix_row(16 * i, 2 * lane.warp, lane.index), rounded);
     }
+  };
+  if (z_tile == nullptr) {
+    round_gated([](int, float2(&)[4]) {});
+    return;
   }
-
-  float2 D_;
-};
-
-template <>
-class EpilogueMath<float, InOrder> {
- public:
-  __device__ __forceinline__ EpilogueMath(const SsdFwdParams& p, const StateTile& state_tile, const FragmentLane& lane)
-      : D_(load_D(p, state_tile, lane)) {}
-
-  __device__ __forceinline__ void round(const float (&y)[kStepBlocks][4], const float (&x)[kStepGroups][8],
-                                        SmemTile<kStateRows, 4>* z_tile, SmemTile<kStateRows, 4>& tile,
-                                        const FragmentLane& lane) const {
-    if (z_tile == nullptr) {
-      round_gated(y, x, tile, lane, [](float value, int, int) { return value; });
-    } else {
-      round_gated(y, x, tile, lane, [&](float value, int step, int row) { return value * silu(z_tile->element(step, row)); });
+  round_gated([&](int group, float2(&values)[4]) {
+    uint32_t z[4];
+    cuda::ldmatrix_transposed(z, z_tile->ldmatrix_row(16 * group, 2 * lane.warp, lane.index));
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      const float2 gate = cuda::unpack<Scalar>(z[word]);
+      values[word].x *= silu(gate.x);
+      values[word].y *= silu(gate.y);
     }
-  }
+  });
+}
 
- private:
-  template <typename Gate>
-  __device__ __forceinline__ void round_gated(const float (&y)[kStepBlocks][4], const float (&x)[kStepGroups][8],
-                                              SmemTile<kStateRows, 4>& tile, const FragmentLane& lane, const Gate& gate) const {
+// The fp32 version.
+template <typename Scalar, typename Order>
+__device__ __forceinline__ void round_out(const float (&y)[kStepBlocks][4], const float (&x)[kStepGroups][8], float2 D,
+                                          SmemTile<kStateRows, 4>* z_tile, SmemTile<kStateRows, 4>& tile,
+                                          const FragmentLane& lane) {
+  const auto round_gated = [&](const auto& gate) {
 #pragma unroll
     for (int n = 0; n < kStepBlocks; ++n) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const int half = i / 2, step = 8 * n + 2 * lane.pair + i % 2, row = lane.row + 8 * half;
-        const float value = fmaf(half == 0 ? D_.x : D_.y, x[n / 2][n % 2 * 4 + i % 2 * 2 + half], y[n][i]);
+        const float value = fmaf(half == 0 ? D.x : D.y, x[n / 2][n % 2 * 4 + i % 2 * 2 + half], y[n][i]);
         tile.element(step, row) = gate(value, step, row);
       }
     }
+  };
+  if (z_tile == nullptr) {
+    round_gated([](float value, int, int) { return value; });
+  } else {
+    round_gated([&](float value, int step, int row) { return value * silu(z_tile->element(step, row)); });
   }
-
-  float2 D_;
-};
+}
 
 }  // namespace ssm_kernels::ssd
