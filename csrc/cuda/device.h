@@ -13,8 +13,6 @@ inline const cudaDeviceProp& device_properties(int device) {
 
 inline int multiprocessor_count(int device) { return device_properties(device).multiProcessorCount; }
 
-inline int compute_capability_major(int device) { return device_properties(device).major; }
-
 // The limit for a block whose kernel has opted in to more shared memory than the default.
 inline int max_shared_bytes(int device) { return static_cast<int>(device_properties(device).sharedMemPerBlockOptin); }
 
