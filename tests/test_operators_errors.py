@@ -286,6 +286,8 @@ def test_shapes(function, options, name, expected, shape, device):
 @pytest.mark.parametrize("offsets", BAD_OFFSETS, ids=str)
 @every_packing
 def test_values_of_offsets(function, offsets, reverse, device):
+    if function is CONV and device == "cuda":
+        pytest.skip("causal_conv1d does not wait for the GPU to check its offsets")
     inputs = function.inputs(cu_seqlens=(0, 10), device=device)
     inputs["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int64 if reverse else torch.int32, device=device)
     options = {"reverse": reverse} if "reverse" in function.parameters else {}

@@ -24,10 +24,11 @@ struct alignas(kVectorBytes) BwdShared {
   Position position;
   BwdRows<Scalar> rows;
   cuda::Mbarrier sums_are_read;  // by the consumers
+  // Threads read arrays in vectors.
   alignas(kVectorBytes) Acc skip[kTileChannels], bias[kTileChannels];
-  Acc channel_sums[kChannelSums];             // of the gradients of D and of delta_bias: (2, producer warps, channels)
-  Acc matrix_arrays[kBuffers * 2 * kMatrix];  // (buffers, B and C)
-  Acc arrays[kBuffers * 3 * kArray];          // (buffers, delta and delta_u and dy)
+  Acc channel_sums[kChannelSums];  // of the gradients of D and of delta_bias: (2, producer warps, channels)
+  alignas(kVectorBytes) Acc matrix_arrays[kBuffers * 2 * kMatrix];  // (buffers, B and C)
+  alignas(kVectorBytes) Acc arrays[kBuffers * 3 * kArray];          // (buffers, delta and delta_u and dy)
   // Before each group: (groups, channels of a lane, consumer threads).
   LaneStates states[kGroups * kLaneChannels * TileConfig::kConsumers];
   Acc sums[kConsumerWarps * kSums];  // (consumer warps, kSums)

@@ -24,12 +24,14 @@ struct alignas(kVectorBytes) FwdShared {
 
   Position position;
   FwdRows<Scalar> rows;
-  Acc skip[kTileChannels], bias[kTileChannels];
-  alignas(kVectorBytes) RawVector u[kStagesOfU * kStage], delta_raw[kStages * kStage];
+  // Threads read arrays in vectors.
+  alignas(kVectorBytes) Acc skip[kTileChannels], bias[kTileChannels];
+  RawVector u[kStagesOfU * kStage], delta_raw[kStages * kStage];
   RawMatrix raw_matrices[kStages * kMatrixStage];
-  Acc matrix_arrays[kBuffers * 2 * kMatrix];  // (buffers, B and C)
-  Acc arrays[kBuffers * 4 * kArray];          // (buffers, delta and delta_u), then (buffers, partial sums of two state lanes)
-  RawVector z[kStages * kStage];              // allocated for calls with gates only
+  alignas(kVectorBytes) Acc matrix_arrays[kBuffers * 2 * kMatrix];  // (buffers, B and C)
+  alignas(kVectorBytes)
+      Acc arrays[kBuffers * 4 * kArray];  // (buffers, delta and delta_u), then (buffers, partial sums of two state lanes)
+  RawVector z[kStages * kStage];          // allocated for calls with gates only
 
   static int64_t bytes(bool has_gate) { return sizeof(FwdShared) - (has_gate ? 0 : sizeof(z)); }
 
