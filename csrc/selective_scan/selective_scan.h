@@ -4,19 +4,6 @@
 //   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    (batch, dim, dstate)
 //   out_t   = (<C_t, h_t> + D u_t) silu(z_t)                            (batch, dim, seqlen)
 //
-// With y_t = <C_t, h_t> + D u_t and dy_t = grad_out_t silu(z_t), the adjoint g of the state, dL/dh_t, runs against time,
-//
-//   g_t = C_t dy_t + Abar_{t+1} g_{t+1}
-//
-// and with p_t = g_t B_t and q_t = g_t h_{t-1} Abar'(delta_t A), summed over states, channels or time,
-//
-//   grad_delta_t = sum_n (A q_t + u_t p_t (z k)')
-//   grad_u_t     = delta_t sum_n p_t k + D dy_t
-//   grad_z_t     = grad_out_t y_t silu'(z_t)
-//   grad_A       = sum_t delta_t (q_t + delta_t u_t p_t k')
-//   grad_B_t     = sum_d g_t delta_t u_t k
-//   grad_C_t     = sum_d dy_t h_t
-//
 // Time is cut into chunks of chunk_length steps. Forward saves the state at each chunk boundary, the first and the last
 // included, (batch, chunks + 1, dim, dstate), and backward recomputes the states inside a chunk from the one before it: nothing
 // of size batch * dim * seqlen * dstate exists. (With the last state there are never just one or none, so that the number of

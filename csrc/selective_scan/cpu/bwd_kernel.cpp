@@ -1,8 +1,16 @@
 // Selective scan, backward, on the CPU.
 //
-// selective_scan.h has the formulas. Abar may be zero or negative, so h_{t-1} is never recovered from h_t. Each chunk
-// recomputes its states from the saved state before it and keeps them, with the method's basis (its one expensive value), for
-// the reverse loop.
+// With g_t = dL/dh_t = Abar_{t+1} g_{t+1} + C_t dy_t, dy = grad_out silu(z), v_t = B_t u_t, c_t = delta_t k(z_t), z_t = delta_t
+// A:
+//
+//   grad_C_t     += dy_t h_t                      (sum over the channels of a group)
+//   grad_B_t     += g_t c_t u_t                   (likewise)
+//   grad_u_t      = D dy_t + sum_n g_t c_t B_t
+//   grad_delta_t  = sum_n g_t h_{t-1} A Abar' + g_t v_t (z k)'
+//   grad_A       += delta_t (g_t h_{t-1} Abar' + g_t v_t delta_t k')
+//
+// Abar may be zero or negative, so h_{t-1} is never recovered from h_t. Each chunk recomputes its states from the saved state
+// before it and keeps them, with the method's basis (its one expensive value), for the reverse loop.
 //
 // A SIMD lane is a channel, as in forward. The gradients of a per-step B and C are summed over a task's blocks lane by lane,
 // then over lanes; bwd_reduce adds the tasks' sums in order. There are no atomics, and the bits do not depend on the number of

@@ -165,12 +165,6 @@ __device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, 
   return static_cast<const Acc*>(view.data)[batch * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
 }
 
-// The value of a channel; zero if the channel does not exist or the tensor is absent.
-template <typename Acc>
-__device__ __forceinline__ Acc load_channel(const ChannelView& view, int64_t channel, bool exists) {
-  return exists && view.data != nullptr ? static_cast<const Acc*>(view.data)[channel * view.stride] : Acc(0);
-}
-
 // Folds a segment's map, of the carry pass, into a state; in backward into the adjoint of one.
 template <typename Acc>
 __device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, int64_t index, Acc state) {

@@ -1,8 +1,22 @@
 // Selective scan, backward, on CUDA: sequential in time, parallel over channels and states.
 //
-// selective_scan.h has the formulas. sequential.h describes tiles, lanes and states per lane; sequential_fwd.cuh the producer
-// and consumer warps. A block scans its tiles from the last to the first. A tile is one chunk and starts from the state that
-// forward saved. Consumers take two passes:
+// With y_t = <C_t, h_t> + D u_t, out_t = y_t silu(z_t) and dy_t = grad_out_t silu(z_t), the adjoint g of the state runs against
+// time,
+//
+//   g_t = C_t dy_t + Abar_{t+1} g_{t+1}
+//
+// and with p_t = g_t B_t and q_t = g_t h_{t-1} Abar'(z_t), summed over states, channels or time,
+//
+//   grad_delta_t = sum_n (A q_t + u_t p_t (z k)')
+//   grad_u_t     = delta_t sum_n p_t k + D dy_t
+//   grad_z_t     = grad_out_t y_t silu'(z_t)
+//   grad_A       = sum_t delta_t (q_t + delta_t u_t p_t k')
+//   grad_B_t     = sum_d g_t delta_t u_t k
+//   grad_C_t     = sum_d dy_t h_t
+//
+// sequential.h describes tiles, lanes and states per lane; sequential_fwd.cuh the producer and consumer warps. A block scans
+// its tiles from the last to the first. A tile is one chunk and starts from the state that forward saved. Consumers take two
+// passes:
 // * forwards through the tile, where each thread stores its states before each group of steps in shared memory;
 // * backwards, group by group: they recompute the group's states and coefficients in registers from the stored state, then run
 //   the adjoint through the group.
@@ -34,8 +48,8 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
                           const __grid_constant__ PartialSums partial_sums) {
   using C = BwdTileConfig<Scalar>;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  auto& shared = *reinterpret_cast<BwdShared<C>*>(memory);
-  if (threadIdx.x == 0) shared.sums_are_read.init(C::kConsumers);
+  const BwdShared<C> shared(memory);
+  if (threadIdx.x == 0) shared.sums_are_read->init(C::kConsumers);
   for (int i = threadIdx.x; i < shared.kChannelSums; i += C::kThreads) shared.channel_sums[i] = 0;
   begin_block<C, BwdRows<Scalar>>(params, plan, shared);
   if (threadIdx.x < C::kConsumers) {
@@ -53,7 +67,7 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
 
 template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanBwdParams&) {
-  return sizeof(BwdShared<BwdTileConfig<Scalar>>);
+  return BwdShared<BwdTileConfig<Scalar>>(nullptr).bytes;
 }
 
 template <typename Scalar, typename Method>

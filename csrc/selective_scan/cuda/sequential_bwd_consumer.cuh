@@ -28,7 +28,7 @@ struct BwdConsumer {
   const SelectiveScanBwdParams& p;
   const ScanPlan& plan;
   const PartialSums& partial_sums;
-  Shared& shared;
+  const Shared& shared;
   const Position& at;
   ConsumerLane<TileConfig, true> lane;
   bool needs_grad_z;
@@ -36,12 +36,12 @@ struct BwdConsumer {
   States A, adjoint, grad_A, h;
 
   __device__ __forceinline__ BwdConsumer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
-                                         const PartialSums& partial_sums_, Shared& shared_)
+                                         const PartialSums& partial_sums_, const Shared& shared_)
       : p(p_),
         plan(plan_),
         partial_sums(partial_sums_),
         shared(shared_),
-        at(shared_.position),
+        at(*shared_.position),
         needs_grad_z(p_.grad_z.data != nullptr) {
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       A[k][i] = adjoint[k][i] = grad_A[k][i] = 0;
@@ -278,7 +278,7 @@ struct BwdConsumer {
     }
 #pragma unroll
     for (int k = 0; k < kLaneChannels; ++k) save_states_before(last, k);
-    if (tile > 0) shared.sums_are_read.wait(tile - 1);
+    if (tile > 0) shared.sums_are_read->wait(tile - 1);
 #pragma unroll 1
     for (int t = last; t >= 0; t -= kG) {
       bool is_full = at.channels == kTileChannels && t + kG <= steps;
@@ -305,7 +305,7 @@ struct BwdConsumer {
         if (first_step(tile) > at.begin) load_saved_states(first_step(tile + 1));
         sync_roles<TileConfig>();
         write_sums_over_channels(first_step(tile), at.steps_from(first_step(tile), TileConfig::kTileSteps));
-        shared.sums_are_read.arrive();
+        shared.sums_are_read->arrive();
       }
     }
     sync_roles<TileConfig>();  // for finish() of the producers

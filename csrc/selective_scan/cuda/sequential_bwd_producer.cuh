@@ -17,29 +17,23 @@ struct BwdProducer {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
-  using Vectors = ThreadVectors<TileConfig, along_channels>;
-  static constexpr int kVector = Vectors::kVector, kCount = Vectors::kCount, kPart = Vectors::kPart;
+  using Raw = typename ThreadVectors<TileConfig, false>::Raw;
+  static constexpr int kVector = kVectorSize<Scalar>, kCount = ThreadVectors<TileConfig, false>::kCount,
+                       kPart = ThreadVectors<TileConfig, false>::kPart;
 
   const SelectiveScanBwdParams& p;
   const ScanPlan& plan;
   const PartialSums& partial_sums;
-  Shared& shared;
+  const Shared& shared;
   const Position& at;
   const BwdRows<Scalar>& rows;
 
   __device__ __forceinline__ BwdProducer(const SelectiveScanBwdParams& p_, const ScanPlan& plan_,
-                                         const PartialSums& partial_sums_, Shared& shared_)
-      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(shared_.position), rows(shared_.rows) {}
+                                         const PartialSums& partial_sums_, const Shared& shared_)
+      : p(p_), plan(plan_), partial_sums(partial_sums_), shared(shared_), at(*shared_.position), rows(*shared_.rows) {}
 
   // The thread's number among the producers.
   __device__ __forceinline__ static int thread() { return opaque_thread() - TileConfig::kConsumers; }
-
-  // The address of `size` elements of vector i, from `first` on. More than one are contiguous.
-  template <int size>
-  __device__ __forceinline__ static Scalar* address(const Vectors& vectors, const SequenceView& view, Scalar* row, int64_t t0,
-                                                    int i, int first) {
-    return vectors.address(view, row, t0) + i * vectors.stride(view) + first * (size > 1 ? 1 : vectors.element_stride(view));
-  }
 
   __device__ __forceinline__ void put(int64_t t0, int tile) const {
     const Scalar* matrices[Matrices<TileConfig>::kCount];
@@ -49,58 +43,60 @@ struct BwdProducer {
     typename Matrices<TileConfig>::Raw raw_matrices[Matrices<TileConfig>::kCount];
     Matrices<TileConfig>::load(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps), raw_matrices);
     if (has_vectors<TileConfig>(plan, at, t0)) {
-      put_sequences<kVector>(t0, tile);
+      put_vectors(t0, tile);
     } else {
-      put_sequences<1>(t0, tile);
+      put_elements(t0, tile);
     }
     shared.matrices(tile).put(plan, raw_matrices);
   }
 
-  // Loads `size` elements at a time: a vector, or one that may not exist.
-  template <int size>
-  __device__ __forceinline__ void put_sequences(int64_t t0, int tile) const {
-    constexpr int kCounted = size < kPart ? size : kPart;
-    const Vectors thread_vectors{thread()};
-    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+  __device__ __forceinline__ void put_vectors(int64_t t0, int tile) const {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
-#pragma unroll(size > 1 && !along_channels ? 2 : 1)
+#pragma unroll(along_channels ? 1 : 2)
     for (int i = 0; i < kCount; ++i) {
-#pragma unroll 1
-      for (int loaded = 0; loaded < kVector; loaded += size) {
-        const bool exists = size > 1 || thread_vectors.exists(i, loaded, at.channels, steps);
-        using Loaded = Vector<Scalar, size>;
-        const auto load = [&](const SequenceView& view, Scalar* row) {
-          return exists ? Loaded::load_once(address<size>(thread_vectors, view, row, t0, i, loaded)) : Loaded::zero();
-        };
-        const Loaded raw_delta = load(p.delta, rows.delta);
-        const Loaded raw_u = load(p.u, rows.u);
-        Loaded raw_grad_out, raw_z;
-        if (has_grad) raw_grad_out = load(p.grad_out, rows.grad_out);
-        if (has_gate) raw_z = load(p.z, rows.z);
+      const auto load = [&](const SequenceView& view, Scalar* row) { return thread_vectors.load(view, row, t0, i); };
+      const Raw raw_delta = load(p.delta, rows.delta);
+      const Raw raw_u = load(p.u, rows.u);
+      Raw raw_grad_out, raw_z;
+      if (has_grad) raw_grad_out = load(p.grad_out, rows.grad_out);
+      if (has_gate) raw_z = load(p.z, rows.z);
 #pragma unroll
-        for (int in_loaded = 0; in_loaded < size; in_loaded += kCounted) {
-          const int first = loaded + in_loaded;
-          Acc delta[kCounted], u[kCounted], dy[kCounted] = {};
-          thread_vectors.widen(raw_delta, in_loaded, delta);
-          thread_vectors.widen(raw_u, in_loaded, u);
-          thread_vectors.make_step_sizes(shared.bias, p.delta_softplus, i, first, delta);
-          thread_vectors.put(shared.delta(tile), i, first, delta);
-          if constexpr (Method::kUnitGain) {
+      for (int first = 0; first < kVector; first += kPart) {
+        Acc delta[kPart], u[kPart], dy[kPart] = {};
+        thread_vectors.get_steps(raw_delta, raw_u, shared.bias, p.delta_softplus, i, first, delta, u);
+        thread_vectors.put(shared.delta(tile), i, first, delta);
+        if constexpr (Method::kUnitGain) {
 #pragma unroll
-            for (int j = 0; j < kCounted; ++j) u[j] *= delta[j];
-          }
-          thread_vectors.put(shared.delta_u(tile), i, first, u);
-          if (has_grad) thread_vectors.widen(raw_grad_out, in_loaded, dy);
-          if (has_gate) {
-            Acc z[kCounted];
-            thread_vectors.widen(raw_z, in_loaded, z);
-#pragma unroll
-            for (int j = 0; j < kCounted; ++j) dy[j] *= silu(z[j]);
-          }
-          thread_vectors.put(shared.dy(tile), i, first, dy);
+          for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
         }
+        thread_vectors.put(shared.delta_u(tile), i, first, u);
+        if (has_grad) thread_vectors.widen(raw_grad_out, first, dy);
+        if (has_gate) {
+          Acc z[kPart];
+          thread_vectors.widen(raw_z, first, z);
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) dy[j] *= silu(z[j]);
+        }
+        thread_vectors.put(shared.dy(tile), i, first, dy);
       }
     }
+  }
+
+  __device__ __forceinline__ void put_elements(int64_t t0, int tile) const {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    thread_vectors.for_each_element([&](int channel, int step) {
+      const bool exists = channel < at.channels && step < steps;
+      const Acc delta = put_step_size(shared.delta(tile), p, rows.delta, shared.bias, channel, step, t0, exists);
+      const Acc u = load_element(p.u, rows.u, channel, t0 + step, exists);
+      *shared.delta_u(tile).at(channel, step) = Method::kUnitGain ? delta * u : u;
+      Acc dy = load_element(p.grad_out, rows.grad_out, channel, t0 + step, exists && p.grad_out.data != nullptr);
+      if (exists && p.grad_out.data != nullptr && p.z.data != nullptr) {
+        dy *= silu(load_element(p.z, rows.z, channel, t0 + step, true));
+      }
+      *shared.dy(tile).at(channel, step) = dy;
+    });
   }
 
   // Computes the gradients of `count` elements in place: y becomes grad_z, input grad_u, step grad_delta, and grad_out the
@@ -141,17 +137,18 @@ struct BwdProducer {
   // Writes the gradients of the tile that starts at t0.
   __device__ __forceinline__ void write(int64_t t0, int tile) const {
     if (has_vectors<TileConfig>(plan, at, t0)) {
-      write_gradients<kPart>(t0, tile);
+      write_vectors(t0, tile);
     } else {
-      write_gradients<1>(t0, tile);
+      write_elements(t0, tile);
     }
   }
 
   // Adds the terms of grad_D and grad_delta_bias of the lanes with the same channel to the channel's sums in shared memory.
   // Called by the whole warp.
   __device__ __forceinline__ void add_to_channel(int channel, Acc to_D, Acc to_bias) const {
+    using P = ThreadVectors<TileConfig, along_channels>;
     // Lanes with the same channel differ by multiples of kFrom below kTo.
-    constexpr int kFrom = along_channels ? Vectors::kPerStep : 1, kTo = along_channels ? kWarpSize : Vectors::kPerRow;
+    constexpr int kFrom = along_channels ? P::kPerStep : 1, kTo = along_channels ? kWarpSize : P::kPerRow;
 #pragma unroll
     for (int distance = kFrom; distance < kTo; distance *= 2) {
       to_D += __shfl_xor_sync(kAllLanes, to_D, distance);
@@ -163,49 +160,50 @@ struct BwdProducer {
     sum[kProducerWarps * kTileChannels] += to_bias;
   }
 
-  // Takes `size` elements at a time, to save registers: part of a vector, or one that may not exist.
-  template <int size>
-  __device__ __forceinline__ void write_gradients(int64_t t0, int tile) const {
-    const Vectors thread_vectors{thread()};
-    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+  __device__ __forceinline__ void write_vectors(int64_t t0, int tile) const {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
       Acc sum_D = 0, sum_bias = 0;
-#pragma unroll(size > 1 ? kVector / size : 1)
-      for (int first = 0; first < kVector; first += size) {
-        Acc grad_out[size] = {}, of_delta[size] = {};
-        if (size > 1 || thread_vectors.exists(i, first, at.channels, steps)) {
-          using Part = Vector<Scalar, size>;
-          const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[size]) {
-            thread_vectors.widen(Part::load_once(address<size>(thread_vectors, view, row, t0, i, first)), 0, values);
-          };
-          const auto store = [&](const SequenceView& view, Scalar* row, const Acc(&values)[size]) {
-            Part part;
-            thread_vectors.narrow(values, 0, part);
-            part.store_once(address<size>(thread_vectors, view, row, t0, i, first));
-          };
-          Acc u[size], delta[size], z[size] = {}, skip[size], bias[size], y[size] = {}, of_u[size];
-          load(p.u, rows.u, u);
-          load(p.delta, rows.delta, delta);
-          if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
-          if (has_gate) load(p.z, rows.z, z);
-          if (needs_grad_z) thread_vectors.get(shared.sum(tile, Shared::kY), i, first, y);
-          thread_vectors.get_channels(shared.skip, i, first, skip);
-          thread_vectors.get_channels(shared.bias, i, first, bias);
-          thread_vectors.get(shared.sum(tile, Shared::kInput), i, first, of_u);
-          thread_vectors.get(shared.sum(tile, Shared::kStep), i, first, of_delta);
+      // kPart elements at a time, to save registers.
 #pragma unroll
-          for (int j = 0; j < size; ++j) delta[j] += bias[j];
-          make_gradients(u, delta, z, skip, grad_out, y, of_u, of_delta);
-          if (needs_grad_z) store(p.grad_z, rows.grad_z, y);
-          if (p.grad_u.data != nullptr) store(p.grad_u, rows.grad_u, of_u);
-          if (p.grad_delta.data != nullptr) store(p.grad_delta, rows.grad_delta, of_delta);
-        }
+      for (int first = 0; first < kVector; first += kPart) {
+        using Part = Vector<Scalar, kPart>;
+        const auto address = [&](const SequenceView& view, Scalar* row) {
+          return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view) + first;
+        };
+        const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[kPart]) {
+          const Part part = Part::load_once(address(view, row));
 #pragma unroll
-        for (int j = 0; j < size; ++j) {
+          for (int j = 0; j < kPart; ++j) values[j] = to_accumulate(part[j]);
+        };
+        const auto store = [&](const SequenceView& view, Scalar* row, const Acc(&values)[kPart]) {
+          Part part;
+#pragma unroll
+          for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
+          part.store_once(address(view, row));
+        };
+        Acc u[kPart], delta[kPart], z[kPart] = {}, grad_out[kPart] = {};
+        Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
+        load(p.u, rows.u, u);
+        load(p.delta, rows.delta, delta);
+        if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
+        if (has_gate) load(p.z, rows.z, z);
+        if (needs_grad_z) thread_vectors.get(shared.sum(tile, Shared::kY), i, first, y);
+        thread_vectors.get_channels(shared.skip, i, first, skip);
+        thread_vectors.get_channels(shared.bias, i, first, bias);
+        thread_vectors.get(shared.sum(tile, Shared::kInput), i, first, of_u);
+        thread_vectors.get(shared.sum(tile, Shared::kStep), i, first, of_delta);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
+        make_gradients(u, delta, z, skip, grad_out, y, of_u, of_delta);
+        if (needs_grad_z) store(p.grad_z, rows.grad_z, y);
+        if (p.grad_u.data != nullptr) store(p.grad_u, rows.grad_u, of_u);
+        if (p.grad_delta.data != nullptr) store(p.grad_delta, rows.grad_delta, of_delta);
+#pragma unroll
+        for (int j = 0; j < kPart; ++j) {
           if constexpr (along_channels) {
-            if constexpr (size == 1) __syncwarp();
             add_to_channel(thread_vectors.channel(i) + first + j, grad_out[j], of_delta[j]);
           } else {
             sum_D += grad_out[j];
@@ -213,8 +211,53 @@ struct BwdProducer {
           }
         }
       }
+      if constexpr (!along_channels) add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
+    }
+  }
+
+  // Writes an element's gradients; returns its terms of grad_D and grad_delta_bias.
+  __device__ __forceinline__ Vector<Acc, 2> write_element(int64_t t, int tile, int channel, int step) const {
+    const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
+    const Acc u[1] = {load_element(p.u, rows.u, channel, t, true)};
+    const Acc raw_delta[1] = {load_element(p.delta, rows.delta, channel, t, true) + shared.bias[channel]};
+    const Acc z[1] = {load_element(p.z, rows.z, channel, t, has_gate)}, skip[1] = {shared.skip[channel]};
+    Acc grad_out[1] = {load_element(p.grad_out, rows.grad_out, channel, t, has_grad)};
+    Acc y[1] = {needs_grad_z ? *shared.sum(tile, Shared::kY).at(channel, step) : Acc(0)};
+    Acc of_u[1] = {*shared.sum(tile, Shared::kInput).at(channel, step)};
+    Acc of_delta[1] = {*shared.sum(tile, Shared::kStep).at(channel, step)};
+    make_gradients(u, raw_delta, z, skip, grad_out, y, of_u, of_delta);
+    if (needs_grad_z) store_element(p.grad_z, rows.grad_z, channel, t, y[0]);
+    if (p.grad_u.data != nullptr) store_element(p.grad_u, rows.grad_u, channel, t, of_u[0]);
+    if (p.grad_delta.data != nullptr) store_element(p.grad_delta, rows.grad_delta, channel, t, of_delta[0]);
+    Vector<Acc, 2> terms;
+    terms.set(0, grad_out[0]);
+    terms.set(1, of_delta[0]);
+    return terms;
+  }
+
+  __device__ __forceinline__ void write_elements(int64_t t0, int tile) const {
+    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+      Acc sum_D = 0, sum_bias = 0;
+#pragma unroll(along_channels ? 1 : 2)
+      for (int j = 0; j < kVector; ++j) {
+        const int channel = thread_vectors.channel(i) + (along_channels ? j : 0),
+                  step = thread_vectors.step(i) + (along_channels ? 0 : j);
+        if (channel < at.channels && step < steps) {
+          const auto terms = write_element(t0 + step, tile, channel, step);
+          sum_D += terms[0];
+          sum_bias += terms[1];
+        }
+        if constexpr (along_channels) {
+          __syncwarp();
+          add_to_channel(channel, sum_D, sum_bias);
+          sum_D = sum_bias = 0;
+        }
+      }
       if constexpr (!along_channels) {
-        if constexpr (size == 1) __syncwarp();
+        __syncwarp();
         add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
       }
     }

@@ -6,8 +6,9 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
+// The arrays in a block's shared memory.
 template <typename TileConfig>
-struct alignas(kVectorBytes) BwdShared {
+struct BwdShared {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using LaneStates = Vector<Acc, kLaneStates>;
@@ -19,34 +20,45 @@ struct alignas(kVectorBytes) BwdShared {
   static constexpr int kSumsPitch = TileConfig::kTileSteps + kGroupSteps;
   static constexpr int kSums = 2 * kStates * kSumsPitch;
 
-  static constexpr int kMatrix = Matrices<TileConfig>::kCapacity;
+  Position* position;
+  BwdRows<Scalar>* rows;
+  cuda::Mbarrier* sums_are_read;  // by the consumers
+  Acc *skip, *bias;
+  Acc* channel_sums;   // of the gradients of D and of delta_bias: (2, producer warps, channels)
+  Acc* matrix_arrays;  // (buffers, B and C)
+  Acc* arrays;         // (buffers, delta and delta_u and dy)
+  LaneStates* states;  // before each group: (groups, channels of a lane, consumer threads)
+  Acc* sums;           // (consumer warps, kSums)
+  int64_t bytes;
 
-  Position position;
-  BwdRows<Scalar> rows;
-  cuda::Mbarrier sums_are_read;  // by the consumers
-  // Threads read arrays in vectors.
-  alignas(kVectorBytes) Acc skip[kTileChannels], bias[kTileChannels];
-  Acc channel_sums[kChannelSums];  // of the gradients of D and of delta_bias: (2, producer warps, channels)
-  alignas(kVectorBytes) Acc matrix_arrays[kBuffers * 2 * kMatrix];  // (buffers, B and C)
-  alignas(kVectorBytes) Acc arrays[kBuffers * 3 * kArray];          // (buffers, delta and delta_u and dy)
-  // Before each group: (groups, channels of a lane, consumer threads).
-  LaneStates states[kGroups * kLaneChannels * TileConfig::kConsumers];
-  Acc sums[kConsumerWarps * kSums];  // (consumer warps, kSums)
-
-  __device__ __forceinline__ TileArray<TileConfig> delta(int tile) { return array(tile, 0); }
+  SSM_HOST_DEVICE explicit BwdShared(unsigned char* memory) {
+    SharedAllocator shared(memory);
+    position = shared.allocate<Position>(1);
+    rows = shared.allocate<BwdRows<Scalar>>(1);
+    sums_are_read = shared.allocate<cuda::Mbarrier>(1);
+    skip = shared.allocate<Acc>(kTileChannels);
+    bias = shared.allocate<Acc>(kTileChannels);
+    channel_sums = shared.allocate<Acc>(kChannelSums);
+    matrix_arrays = shared.allocate<Acc>(kBuffers * 2 * Matrices<TileConfig>::kCapacity);
+    arrays = shared.allocate<Acc>(kBuffers * 3 * kArray);
+    states = shared.allocate<LaneStates>(kGroups * kLaneChannels * TileConfig::kConsumers);
+    sums = shared.allocate<Acc>(kConsumerWarps * kSums);
+    bytes = shared.bytes();
+  }
+  __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return array(tile, 0); }
   // u itself if the gain is not one: the gradient needs u.
-  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) { return array(tile, 1); }
-  __device__ __forceinline__ TileArray<TileConfig> dy(int tile) { return array(tile, 2); }
+  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) const { return array(tile, 1); }
+  __device__ __forceinline__ TileArray<TileConfig> dy(int tile) const { return array(tile, 2); }
   // Sums over states, which overwrite the three arrays above: y, p k, and A q + u p (z k)'.
-  __device__ __forceinline__ TileArray<TileConfig> sum(int tile, int kind) { return array(tile, kind); }
+  __device__ __forceinline__ TileArray<TileConfig> sum(int tile, int kind) const { return array(tile, kind); }
   static constexpr int kY = 0, kInput = 1, kStep = 2;
-  __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) {
-    Acc* const B = matrix_arrays + tile % kBuffers * 2 * kMatrix;
-    return {B, B + kMatrix};
+  __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) const {
+    Acc* const B = matrix_arrays + tile % kBuffers * 2 * Matrices<TileConfig>::kCapacity;
+    return {B, B + Matrices<TileConfig>::kCapacity};
   }
 
  private:
-  __device__ __forceinline__ TileArray<TileConfig> array(int tile, int i) {
+  __device__ __forceinline__ TileArray<TileConfig> array(int tile, int i) const {
     return {arrays + (tile % kBuffers * 3 + i) * kArray};
   }
 };

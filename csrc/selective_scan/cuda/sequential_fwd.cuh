@@ -1,7 +1,11 @@
 // Selective scan, forward, on CUDA: sequential in time, parallel over channels and states.
 //
-// selective_scan.h has the formulas. Saved for backward: the state at every chunk boundary. sequential.h describes tiles, lanes
-// and states per lane. A block has producer and consumer warps, which synchronize once a tile:
+//   delta_t = softplus?(delta_raw_t + delta_bias)                       u, delta, z, out: (batch, dim, seqlen)
+//   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    h: (batch, dim, dstate)
+//   out_t   = (<C_t, h_t> + D u_t) silu(z_t)
+//
+// Saved for backward: the state at every chunk boundary. sequential.h describes tiles, lanes and states per lane. A block has
+// producer and consumer warps, which synchronize once a tile:
 // * Producers load a tile and store delta, delta u and the widened rows of B and C in shared memory.
 // * Consumers advance their states through the tile, kGroupSteps steps between loads, and store their partial sums of <C_t,
 // h_t>.
@@ -26,7 +30,7 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBloc
     sequential_fwd_kernel(const __grid_constant__ SelectiveScanFwdParams params, const __grid_constant__ ScanPlan plan) {
   using C = FwdTileConfig<Scalar>;
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
-  auto& shared = *reinterpret_cast<FwdShared<C>*>(memory);
+  const FwdShared<C> shared(memory, params);
   begin_block<C, FwdRows<Scalar>>(params, plan, shared);
   if (threadIdx.x < C::kConsumers) {
     FwdConsumer<C, Method>(params, shared).run();
@@ -37,7 +41,7 @@ __global__ void __launch_bounds__(FwdTileConfig<Scalar>::kThreads, kResidentBloc
 
 template <typename Scalar>
 int64_t shared_bytes(const SelectiveScanFwdParams& params) {
-  return FwdShared<FwdTileConfig<Scalar>>::bytes(params.z.data != nullptr);
+  return FwdShared<FwdTileConfig<Scalar>>(nullptr, params).bytes;
 }
 
 // Forward has no segments.

@@ -17,15 +17,15 @@ struct FwdConsumer {
   using Group = Vector<Acc, kGroupSteps>;
 
   const SelectiveScanFwdParams& p;
-  Shared& shared;
+  const Shared& shared;
   const Position& at;
   ConsumerLane<TileConfig, false> lane;
   int dstate;
   // Zero for channels and states that do not exist.
   Acc A[kLaneChannels][kLaneStates], h[kLaneChannels][kLaneStates];
 
-  __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, Shared& shared_)
-      : p(p_), shared(shared_), at(shared_.position), dstate(static_cast<int>(p_.dstate)) {
+  __device__ __forceinline__ FwdConsumer(const SelectiveScanFwdParams& p_, const Shared& shared_)
+      : p(p_), shared(shared_), at(*shared_.position), dstate(static_cast<int>(p_.dstate)) {
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
       A[k][i] = h[k][i] = 0;
       if (!exists) return;

@@ -20,21 +20,20 @@ struct FwdProducer {
 
   const SelectiveScanFwdParams& p;
   const ScanPlan& plan;
-  Shared& shared;
+  const Shared& shared;
   const Position& at;
   const FwdRows<Scalar>& rows;
   int thread;
   // Addresses in the next tile to read; out and z in the next tile to write.
-  const Scalar *delta, *u, *z;
-  Scalar* out;
+  Scalar *delta, *u, *z, *out;
   const Scalar* matrices[Matrices<TileConfig>::kCount];
 
-  __device__ __forceinline__ FwdProducer(const SelectiveScanFwdParams& p_, const ScanPlan& plan_, Shared& shared_)
+  __device__ __forceinline__ FwdProducer(const SelectiveScanFwdParams& p_, const ScanPlan& plan_, const Shared& shared_)
       : p(p_),
         plan(plan_),
         shared(shared_),
-        at(shared_.position),
-        rows(shared_.rows),
+        at(*shared_.position),
+        rows(*shared_.rows),
         thread(static_cast<int>(threadIdx.x) - TileConfig::kConsumers) {
     by_layout([&](auto thread_vectors) {
       delta = thread_vectors.address(p.delta, rows.delta, 0);
@@ -70,33 +69,25 @@ struct FwdProducer {
   // Starts the copies of a tile, and of the previous tile's gates, which are needed last.
   __device__ __forceinline__ void read(int tile) {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
-    if (tile > 0 && t0 - TileConfig::kTileSteps < at.end && p.z.data != nullptr) {
-      copy(p.z, z, shared.z + stage_of<Shared::kStages>(tile - 1), tile - 1);
-    }
+    if (tile > 0) read_gate(tile - 1);
     if (t0 < at.end) {
-      copy(p.delta, delta, shared.delta_raw + stage_of<Shared::kStages>(tile), tile);
-      copy(p.u, u, shared.u + stage_of<Shared::kStagesOfU>(tile), tile);
-      Matrices<TileConfig>::copy_async(p, plan, matrices, t0, steps_of(tile), shared.raw_matrices + matrix_stage_of(tile));
+      if (has_vectors<TileConfig>(plan, at, t0)) {
+        by_layout([&](auto thread_vectors) {
+          thread_vectors.copy_async(p.delta, delta, shared.delta_raw + stage_of<Shared::kStages>(tile));
+          thread_vectors.copy_async(p.u, u, shared.u + stage_of<Shared::kStagesOfU>(tile));
+        });
+        delta += TileConfig::kTileSteps * p.delta.stride_step;
+        u += TileConfig::kTileSteps * p.u.stride_step;
+      }
+      Matrices<TileConfig>::copy_async(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps),
+                                       shared.raw_matrices + matrix_stage_of(tile));
     }
     cuda::cp_async_commit();
   }
-  // Starts the copies of one tensor's tile, and moves its address to the next tile.
-  __device__ __forceinline__ void copy(const SequenceView& view, const Scalar*& source, typename Shared::RawVector* stage,
-                                       int tile) const {
-    by_layout([&](auto thread_vectors) {
-      thread_vectors.copy_async(view, source, plan.has_vectors, at.channels, steps_of(tile), stage);
-    });
-    source += TileConfig::kTileSteps * view.stride_step;
-  }
-  __device__ __forceinline__ int steps_of(int tile) const {
-    return at.steps_from(int64_t(tile) * TileConfig::kTileSteps, TileConfig::kTileSteps);
-  }
-
-  // Waits for a tile's copies and stores what the consumers read of it.
-  __device__ __forceinline__ void put(int tile) const {
-    cuda::cp_async_wait<Shared::kStages - 1>();
-    by_layout([&](auto thread_vectors) { put_vectors(thread_vectors, tile); });
-    shared.matrices(tile).put(plan, shared.raw_matrices + matrix_stage_of(tile));
+  __device__ __forceinline__ void read_gate(int tile) {
+    if (p.z.data == nullptr || !has_vectors<TileConfig>(plan, at, int64_t(tile) * TileConfig::kTileSteps)) return;
+    by_layout([&](auto thread_vectors) { thread_vectors.copy_async(p.z, z, shared.z + stage_of<Shared::kStages>(tile)); });
+    z += TileConfig::kTileSteps * p.z.stride_step;
   }
 
   template <typename P>
@@ -109,9 +100,7 @@ struct FwdProducer {
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         Acc delta[kPart], u[kPart];
-        thread_vectors.widen(raw_delta, first, delta);
-        thread_vectors.widen(raw_u, first, u);
-        thread_vectors.make_step_sizes(shared.bias, p.delta_softplus, i, first, delta);
+        thread_vectors.get_steps(raw_delta, raw_u, shared.bias, p.delta_softplus, i, first, delta, u);
 #pragma unroll
         for (int j = 0; j < kPart; ++j) u[j] *= delta[j];
         thread_vectors.put(deltas, i, first, delta);
@@ -121,9 +110,31 @@ struct FwdProducer {
   }
 
   template <typename P>
+  __device__ __forceinline__ void put_elements(P thread_vectors, int tile) const {
+    const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    thread_vectors.for_each_element([&](int channel, int step) {
+      const bool exists = channel < at.channels && step < steps;
+      const Acc delta = put_step_size(deltas, p, rows.delta, shared.bias, channel, step, t0, exists);
+      *delta_us.at(channel, step) = delta * load_element(p.u, rows.u, channel, t0 + step, exists);
+    });
+  }
+
+  // Waits for a tile's copies and stores what the consumers read of it.
+  __device__ __forceinline__ void put(int tile) const {
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    cuda::cp_async_wait<Shared::kStages - 1>();
+    if (has_vectors<TileConfig>(plan, at, t0)) {
+      by_layout([&](auto thread_vectors) { put_vectors(thread_vectors, tile); });
+    } else {
+      by_layout([&](auto thread_vectors) { put_elements(thread_vectors, tile); });
+    }
+    shared.matrices(tile).put(plan, shared.raw_matrices + matrix_stage_of(tile));
+  }
+
+  template <typename P>
   __device__ __forceinline__ void write_vectors(P thread_vectors, int tile) const {
-    const int steps = steps_of(tile);
-    const bool is_whole = at.channels == kTileChannels && steps == TileConfig::kTileSteps;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const auto raw_u = shared.u[stage_of<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
@@ -152,16 +163,34 @@ struct FwdProducer {
         }
         thread_vectors.narrow(sum, first, raw_out);
       }
-      const int valid = is_whole ? kVector : thread_vectors.valid(i, at.channels, steps);
-      store_vector(raw_out, out + i * thread_vectors.stride(p.out), thread_vectors.element_stride(p.out), plan.has_vectors,
-                   valid);
+      raw_out.store_once(out + i * thread_vectors.stride(p.out));
     }
+  }
+
+  template <typename P>
+  __device__ __forceinline__ void write_elements(P thread_vectors, int tile) const {
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
+    thread_vectors.for_each_element([&](int channel, int step) {
+      if (channel >= at.channels || step >= steps) return;
+      Acc sum = 0;
+#pragma unroll
+      for (int part = 0; part < kStateLanes; ++part) sum += *shared.part(tile, part).at(channel, step);
+      sum = Math<Acc>::fma(shared.skip[channel], load_element(p.u, rows.u, channel, t0 + step, true), sum);
+      if (p.z.data != nullptr) sum *= silu(load_element(p.z, rows.z, channel, t0 + step, true));
+      store_element(p.out, rows.out, channel, t0 + step, sum);
+    });
   }
 
   // Writes the outputs of a tile.
   __device__ __forceinline__ void write(int tile) {
-    by_layout([&](auto thread_vectors) { write_vectors(thread_vectors, tile); });
-    out += TileConfig::kTileSteps * p.out.stride_step;
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    if (has_vectors<TileConfig>(plan, at, t0)) {
+      by_layout([&](auto thread_vectors) { write_vectors(thread_vectors, tile); });
+      out += TileConfig::kTileSteps * p.out.stride_step;
+    } else {
+      by_layout([&](auto thread_vectors) { write_elements(thread_vectors, tile); });
+    }
   }
 
   __device__ __forceinline__ void run() {

@@ -5,8 +5,9 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
+// The arrays in a block's shared memory.
 template <typename TileConfig>
-struct alignas(kVectorBytes) FwdShared {
+struct FwdShared {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   // Padding of two groups of steps: state lanes that store at the same time use different banks.
@@ -20,32 +21,42 @@ struct alignas(kVectorBytes) FwdShared {
   static constexpr int kStage = ThreadVectors<TileConfig, false>::kCount * TileConfig::kProducers;
   static constexpr int kMatrixStage = Matrices<TileConfig>::kCount * TileConfig::kProducers;
 
-  static constexpr int kMatrix = Matrices<TileConfig>::kCapacity;
+  Position* position;
+  FwdRows<Scalar>* rows;
+  Acc *skip, *bias;
+  RawVector *u, *delta_raw, *z;  // (stages, kStage)
+  RawMatrix* raw_matrices;       // (stages, kMatrixStage)
+  Acc* matrix_arrays;            // (buffers, B and C)
+  Acc* arrays;                   // (buffers, delta and delta_u), then (buffers, partial sums of two state lanes)
+  int64_t bytes;
 
-  Position position;
-  FwdRows<Scalar> rows;
-  // Threads read arrays in vectors.
-  alignas(kVectorBytes) Acc skip[kTileChannels], bias[kTileChannels];
-  RawVector u[kStagesOfU * kStage], delta_raw[kStages * kStage];
-  RawMatrix raw_matrices[kStages * kMatrixStage];
-  alignas(kVectorBytes) Acc matrix_arrays[kBuffers * 2 * kMatrix];  // (buffers, B and C)
-  alignas(kVectorBytes)
-      Acc arrays[kBuffers * 4 * kArray];  // (buffers, delta and delta_u), then (buffers, partial sums of two state lanes)
-  RawVector z[kStages * kStage];          // allocated for calls with gates only
-
-  static int64_t bytes(bool has_gate) { return sizeof(FwdShared) - (has_gate ? 0 : sizeof(z)); }
-
-  __device__ __forceinline__ TileArray<TileConfig> delta(int tile) { return {arrays + tile % kBuffers * 2 * kArray}; }
-  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) { return {arrays + (tile % kBuffers * 2 + 1) * kArray}; }
+  SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p) {
+    SharedAllocator shared(memory);
+    position = shared.allocate<Position>(1);
+    rows = shared.allocate<FwdRows<Scalar>>(1);
+    skip = shared.allocate<Acc>(kTileChannels);
+    bias = shared.allocate<Acc>(kTileChannels);
+    u = shared.allocate<RawVector>(kStagesOfU * kStage);
+    delta_raw = shared.allocate<RawVector>(kStages * kStage);
+    raw_matrices = shared.allocate<RawMatrix>(kStages * kMatrixStage);
+    matrix_arrays = shared.allocate<Acc>(kBuffers * 2 * Matrices<TileConfig>::kCapacity);
+    arrays = shared.allocate<Acc>(kBuffers * 4 * kArray);
+    z = shared.allocate<RawVector>(p.z.data != nullptr ? kStages * kStage : 0);
+    bytes = shared.bytes();
+  }
+  __device__ __forceinline__ TileArray<TileConfig> delta(int tile) const { return {arrays + tile % kBuffers * 2 * kArray}; }
+  __device__ __forceinline__ TileArray<TileConfig> delta_u(int tile) const {
+    return {arrays + (tile % kBuffers * 2 + 1) * kArray};
+  }
   // A state lane's partial sums: those of two lanes overwrite delta and delta u. The four array numbers differ modulo four, so
   // that the lanes' banks differ.
-  __device__ __forceinline__ TileArray<TileConfig> part(int tile, int state_lane) {
+  __device__ __forceinline__ TileArray<TileConfig> part(int tile, int state_lane) const {
     const int buffer = tile % kBuffers;
     return {arrays + (state_lane < 2 ? buffer * 2 + state_lane : 4 + (1 - buffer) * 2 + state_lane - 2) * kArray};
   }
-  __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) {
-    Acc* const B = matrix_arrays + tile % kBuffers * 2 * kMatrix;
-    return {B, B + kMatrix};
+  __device__ __forceinline__ Matrices<TileConfig> matrices(int tile) const {
+    Acc* const B = matrix_arrays + tile % kBuffers * 2 * Matrices<TileConfig>::kCapacity;
+    return {B, B + Matrices<TileConfig>::kCapacity};
   }
 };
 

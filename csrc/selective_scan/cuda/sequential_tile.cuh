@@ -107,33 +107,6 @@ __device__ __forceinline__ Vector<Scalar, size> load_vector(const Scalar* source
   return vector;
 }
 
-// As load_vector, for a copy to shared memory, asynchronous if it is a whole vector.
-template <typename Scalar, int size>
-__device__ __forceinline__ void stage_vector(const Scalar* source, int64_t stride, bool is_vector, int valid,
-                                             Vector<Scalar, size>* target) {
-  if (is_vector && valid == size) {
-    cuda::cp_async(target, source, kVectorBytes);
-  } else {
-    Scalar* const elements = reinterpret_cast<Scalar*>(target);
-#pragma unroll 1
-    for (int j = 0; j < size; ++j) elements[j] = j < valid ? source[j * stride] : from_accumulate<Scalar>(0);
-  }
-}
-
-// As load_vector, for a store.
-template <typename Scalar, int size>
-__device__ __forceinline__ void store_vector(const Vector<Scalar, size>& vector, Scalar* target, int64_t stride, bool is_vector,
-                                             int valid) {
-  if (is_vector && valid == size) {
-    vector.store_once(target);
-  } else {
-#pragma unroll
-    for (int j = 0; j < size; ++j) {
-      if (j < valid) target[j * stride] = vector[j];
-    }
-  }
-}
-
 // Whether a consumer warp's values of a group of steps are finite. Called by the whole warp.
 template <typename TileConfig, bool permuted>
 __device__ __forceinline__ bool is_finite(TileArray<TileConfig> tile, const ConsumerLane<TileConfig, permuted>& lane, int t) {
@@ -148,8 +121,8 @@ __device__ __forceinline__ bool is_finite(TileArray<TileConfig> tile, const Cons
   return __all_sync(kAllLanes, sum == 0);
 }
 
-// The elements of a tile that a producer thread owns: kCount vectors, along the steps or along the channels. The elements of a
-// vector that is partial, or not contiguous and aligned in memory, are moved one by one.
+// The elements of a tile that a producer thread owns: kCount vectors, along the steps or along the channels. In a partial tile,
+// or where the tensors are not contiguous and aligned, the same elements are moved one by one.
 template <typename TileConfig, bool along_channels>
 struct ThreadVectors {
   using Scalar = typename TileConfig::Scalar;
@@ -184,28 +157,13 @@ struct ThreadVectors {
   __device__ __forceinline__ int64_t stride(const SequenceView& view) const {
     return along_channels ? kSteps * view.stride_step : kRows * view.stride_dim;
   }
-  // From one element of a vector to the next.
-  __device__ __forceinline__ static int64_t element_stride(const SequenceView& view) {
-    return along_channels ? view.stride_dim : view.stride_step;
+  __device__ __forceinline__ Raw load(const SequenceView& view, Scalar* row, int64_t first_step, int i) const {
+    return Raw::load_once(address(view, row, first_step) + i * stride(view));
   }
-  // Whether element j of vector i is among the tile's `channels` channels and `steps` steps.
-  __device__ __forceinline__ bool exists(int i, int j, int channels, int steps) const {
-    return channel(i) + (along_channels ? j : 0) < channels && step(i) + (along_channels ? 0 : j) < steps;
-  }
-  // How many elements of vector i exist.
-  __device__ __forceinline__ int valid(int i, int channels, int steps) const {
-    if (!exists(i, 0, channels, steps)) return 0;
-    return min(kVector, along_channels ? channels - channel(i) : steps - step(i));
-  }
-  // Copies a tile from `first` on into this thread's part of a stage in shared memory, asynchronously where it can.
-  __device__ __forceinline__ void copy_async(const SequenceView& view, const Scalar* first, bool has_vectors, int channels,
-                                             int steps, Raw* stage) const {
-    const bool is_whole = channels == kTileChannels && steps == TileConfig::kTileSteps;
+  // Starts asynchronous copies from `first` on into this thread's part of a stage in shared memory.
+  __device__ __forceinline__ void copy_async(const SequenceView& view, const Scalar* first, Raw* stage) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) {
-      const int count = is_whole ? kVector : valid(i, channels, steps);
-      stage_vector(first + i * stride(view), element_stride(view), has_vectors, count, stage + i * TileConfig::kProducers);
-    }
+    for (int i = 0; i < kCount; ++i) cuda::cp_async(stage + i * TileConfig::kProducers, first + i * stride(view), kVectorBytes);
   }
   // Moves `count` elements of vector i, from element `first` on, between registers and a tile in shared memory.
   template <int count>
@@ -239,35 +197,69 @@ struct ThreadVectors {
       for (int j = 0; j < count; ++j) values[j] = value;
     }
   }
-  template <int size, int count>
-  __device__ __forceinline__ static void widen(const Vector<Scalar, size>& raw, int first, Acc (&values)[count]) {
+  template <int count>
+  __device__ __forceinline__ static void widen(const Raw& raw, int first, Acc (&values)[count]) {
 #pragma unroll
     for (int j = 0; j < count; ++j) values[j] = to_accumulate(raw[first + j]);
   }
-  template <int size, int count>
-  __device__ __forceinline__ static void narrow(const Acc (&values)[count], int first, Vector<Scalar, size>& raw) {
+  template <int count>
+  __device__ __forceinline__ static void narrow(const Acc (&values)[count], int first, Raw& raw) {
 #pragma unroll
     for (int j = 0; j < count; ++j) raw.set(first + j, from_accumulate<Scalar>(values[j]));
   }
-  // delta = softplus?(raw + bias) of `count` elements of vector i, from `first` on.
-  template <int count>
-  __device__ __forceinline__ void make_step_sizes(const Acc* biases, bool apply_softplus, int i, int first,
-                                                  Acc (&delta)[count]) const {
-    Acc bias[count];
+  // delta = softplus?(raw + bias) and u of kPart elements of vector i, from `first` on.
+  __device__ __forceinline__ void get_steps(const Raw& raw_delta, const Raw& raw_u, const Acc* biases, bool apply_softplus,
+                                            int i, int first, Acc (&delta)[kPart], Acc (&u)[kPart]) const {
+    Acc bias[kPart];
     get_channels(biases, i, first, bias);
+    widen(raw_delta, first, delta);
+    widen(raw_u, first, u);
 #pragma unroll
-    for (int j = 0; j < count; ++j) delta[j] += bias[j];
+    for (int j = 0; j < kPart; ++j) delta[j] += bias[j];
     if (apply_softplus) {
 #pragma unroll
-      for (int j = 0; j < count; ++j) delta[j] = softplus(delta[j]);
+      for (int j = 0; j < kPart; ++j) delta[j] = softplus(delta[j]);
+    }
+  }
+
+  // Calls visit(channel, step) for each element that the thread owns.
+  template <typename Visitor>
+  __device__ __forceinline__ void for_each_element(const Visitor& visit) const {
+#pragma unroll 1
+    for (int i = 0; i < kCount; ++i) {
+#pragma unroll 2
+      for (int j = 0; j < kVector; ++j) visit(channel(i) + (along_channels ? j : 0), step(i) + (along_channels ? 0 : j));
     }
   }
 };
 
-// Whether the whole tile that starts at t0 is moved in vectors.
+// Whether the tile that starts at t0 is moved in vectors.
 template <typename TileConfig>
 __device__ __forceinline__ bool has_vectors(const ScanPlan& plan, const Position& at, int64_t t0) {
   return plan.has_vectors && at.channels == kTileChannels && t0 + TileConfig::kTileSteps <= at.end;
+}
+
+// An element of a tile; zero if it does not exist. `row` is the row of the block's first channel.
+template <typename Scalar>
+__device__ __forceinline__ AccumulateType<Scalar> load_element(const SequenceView& view, const Scalar* row, int channel,
+                                                               int64_t step, bool exists) {
+  return exists ? to_accumulate(row[channel * view.stride_dim + step * view.stride_step]) : AccumulateType<Scalar>(0);
+}
+template <typename Scalar>
+__device__ __forceinline__ void store_element(const SequenceView& view, Scalar* row, int channel, int64_t step,
+                                              AccumulateType<Scalar> value) {
+  row[channel * view.stride_dim + step * view.stride_step] = from_accumulate<Scalar>(value);
+}
+
+// Stores the step size of an element, zero if it does not exist, and returns it.
+template <typename TileConfig, typename Scalar = typename TileConfig::Scalar>
+__device__ __forceinline__ AccumulateType<Scalar> put_step_size(TileArray<TileConfig> tile, const SelectiveScanParams& p,
+                                                                const Scalar* row, const AccumulateType<Scalar>* biases,
+                                                                int channel, int step, int64_t first_step, bool exists) {
+  AccumulateType<Scalar> delta = load_element(p.delta, row, channel, first_step + step, exists) + biases[channel];
+  if (p.delta_softplus) delta = softplus(delta);
+  *tile.at(channel, step) = delta;
+  return delta;
 }
 
 // B and C at the steps of a tile, in shared memory, with the steps of a state contiguous. Producers move them in vectors along
@@ -346,7 +338,11 @@ struct Matrices {
                                                     Raw* stage) {
     for_each(p, plan, addresses, first_step, steps,
              [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int valid) {
-               stage_vector(source, stride, access != VectorAccess::kSingly, valid, stage + i * TileConfig::kProducers);
+               if (access != VectorAccess::kSingly && valid == kVector) {
+                 cuda::cp_async(stage + i * TileConfig::kProducers, source, kVectorBytes);
+               } else {
+                 stage[i * TileConfig::kProducers] = load_vector<Scalar, kVector>(source, stride, false, valid);
+               }
              });
   }
   __device__ __forceinline__ static void load(const SelectiveScanParams& p, const ScanPlan& plan,
@@ -392,18 +388,21 @@ __device__ __forceinline__ void sync_roles() {
 
 // Sets up a block's position, its rows, and D and delta_bias of its channels.
 template <typename TileConfig, typename Rows, typename Params, typename Shared>
-__device__ __forceinline__ void begin_block(const Params& p, const ScanPlan& plan, Shared& shared) {
+__device__ __forceinline__ void begin_block(const Params& p, const ScanPlan& plan, const Shared& shared) {
   using Acc = typename TileConfig::Acc;
   if (threadIdx.x == 0) {
-    shared.position = Position(p, plan, blockIdx.x);
-    shared.rows = Rows(p, shared.position);
+    *shared.position = Position(p, plan, blockIdx.x);
+    *shared.rows = Rows(p, *shared.position);
   }
   __syncthreads();
-  const Position& at = shared.position;
+  const Position& at = *shared.position;
   for (int channel = threadIdx.x; channel < kTileChannels; channel += TileConfig::kThreads) {
-    const bool exists = channel < at.channels;
-    shared.skip[channel] = load_channel<Acc>(p.D, at.first_channel + channel, exists);
-    shared.bias[channel] = load_channel<Acc>(p.delta_bias, at.first_channel + channel, exists);
+    const auto of_channel = [&](const ChannelView& view) {
+      if (channel >= at.channels || view.data == nullptr) return Acc(0);
+      return static_cast<const Acc*>(view.data)[(at.first_channel + channel) * view.stride];
+    };
+    shared.skip[channel] = of_channel(p.D);
+    shared.bias[channel] = of_channel(p.delta_bias);
   }
   __syncthreads();
 }

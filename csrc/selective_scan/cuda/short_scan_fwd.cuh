@@ -1,9 +1,13 @@
 // Selective scan, forward, on CUDA, of short sequences.
 //
-// selective_scan.h has the formulas. Saved for backward: the initial and the last state. short_scan.h describes blocks and
-// lanes. A block loads all its inputs into shared memory at once. The lanes of a channel compute its step sizes, kStateLanes
-// steps at a time, advance their states step by step, and add their partial sums of <C_t, h_t> by shuffles, a group of steps at
-// a time. The block then writes its outputs. The time is one launch, one round of loads and the chain of states.
+//   delta_t = softplus?(delta_raw_t + delta_bias)                       u, delta, z, out: (batch, dim, seqlen)
+//   h_t     = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t    h: (batch, dim, dstate)
+//   out_t   = (<C_t, h_t> + D u_t) silu(z_t)
+//
+// Saved for backward: the initial and the last state. short_scan.h describes blocks and lanes. A block loads all its inputs
+// into shared memory at once. The lanes of a channel compute its step sizes, kStateLanes steps at a time, advance their states
+// step by step, and add their partial sums of <C_t, h_t> by shuffles, a group of steps at a time. The block then writes its
+// outputs. The time is one launch, one round of loads and the chain of states.
 #pragma once
 
 #include "cuda/lane_sums.cuh"
@@ -101,8 +105,11 @@ __global__ void __launch_bounds__(kThreads)
   const int channel = threadIdx.x / kStateLanes, lane = threadIdx.x % kStateLanes, first_state = lane * kLaneStates;
   const int64_t d = first_channel + channel;
   const int states = channel < channels ? max(0, min(kLaneStates, dstate - first_state)) : 0;
-  const float bias = load_channel<float>(p.delta_bias, d, channel < channels);
-  if (lane == 0 && channel < channels) shared.D[channel] = load_channel<float>(p.D, d, true);
+  const auto of_channel = [](const ChannelView& view, int64_t index) {
+    return view.data != nullptr ? static_cast<const float*>(view.data)[index * view.stride] : 0.0f;
+  };
+  const float bias = channel < channels ? of_channel(p.delta_bias, d) : 0.0f;
+  if (lane == 0 && channel < channels) shared.D[channel] = of_channel(p.D, d);
   float A[kLaneStates] = {}, state[kLaneStates] = {};
 #pragma unroll
   for (int n = 0; n < kLaneStates; ++n) {

@@ -1,9 +1,23 @@
 // Selective scan, backward, on CUDA: a warp scan, parallel in time.
 //
-// selective_scan.h has the formulas. warp_scan.h describes tiles and lanes. A block loops over its tiles from the last to the
-// first; each tile starts from a state that forward saved. For each state, a lane computes Abar of its steps once. The maps
-// from step to step are scanned over the lanes forwards for the states and backwards for the adjoints. The lane then repeats
-// its steps from the true state and adjoint, so that both exist at every step, in registers only.
+// With y_t = <C_t, h_t> + D u_t, out_t = y_t silu(z_t) and dy_t = grad_out_t silu(z_t), the adjoint g of the state runs against
+// time,
+//
+//   g_t = C_t dy_t + Abar_{t+1} g_{t+1}
+//
+// and with p_t = g_t B_t and q_t = g_t h_{t-1} Abar'(z_t), summed over states, channels or time,
+//
+//   grad_delta_t = sum_n (A q_t + u_t p_t (z k)')
+//   grad_u_t     = delta_t sum_n p_t k + D dy_t
+//   grad_z_t     = grad_out_t y_t silu'(z_t)
+//   grad_A       = sum_t delta_t (q_t + delta_t u_t p_t k')
+//   grad_B_t     = sum_d g_t delta_t u_t k
+//   grad_C_t     = sum_d dy_t h_t
+//
+// warp_scan.h describes tiles and lanes. A block loops over its tiles from the last to the first; each tile starts from a state
+// that forward saved. For each state, a lane computes Abar of its steps once. The maps from step to step are scanned over the
+// lanes forwards for the states and backwards for the adjoints. The lane then repeats its steps from the true state and
+// adjoint, so that both exist at every step, in registers only.
 //
 // grad_B and grad_C are summed over channels in a fixed order: over a warp's channels by shuffles, over a block's warps through
 // shared memory, a slice of states at a time, and over tiles of channels by bwd_reduce.cuh.
@@ -180,7 +194,10 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   const int first_step = lane.time * K;
   const auto row = [&] { return min(lane.channel, state_rows<TileConfig>(plan) - 1); };
   const auto channel = [&] { return at.first_channel + lane.channel; };
-  const auto of_channel = [&](const ChannelView& view) { return load_channel<Acc>(view, channel(), is_channel); };
+  const auto of_channel = [&](const ChannelView& view) {
+    if (!is_channel || view.data == nullptr) return Acc(0);
+    return static_cast<const Acc*>(view.data)[(at.first_channel + lane.channel) * view.stride];
+  };
   const MatrixSlice<TileConfig, kSlice> B{shared.B}, C{shared.C};
   const SequenceTile<TileConfig> u_tile{shared.u, plan.u}, delta_tile{shared.delta, plan.delta}, z_tile{shared.z, plan.z},
       grad_out_tile{shared.grad_out, plan.grad_out};

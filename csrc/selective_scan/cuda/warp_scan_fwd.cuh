@@ -1,8 +1,10 @@
 // Selective scan, forward, on CUDA: a warp scan, parallel in time.
 //
-// selective_scan.h has the formulas. Saved for backward: the state at every chunk boundary. warp_scan.h describes tiles and
-// lanes. A block loops over its tiles in time. It loads u, delta and z into shared memory, and each lane keeps the step sizes,
-// delta u and the partial outputs of its steps in registers. Then, for each state:
+//   h_t = Abar(delta_t A) h_{t-1} + delta_t k(delta_t A) B_t u_t          out_t = (<C_t, h_t> + D u_t) silu(z_t)
+//
+// u, delta, z, out: (batch, dim, seqlen); h: (batch, dim, dstate). Saved for backward: the state at every chunk boundary.
+// warp_scan.h describes tiles and lanes. A block loops over its tiles in time. It loads u, delta and z into shared memory, and
+// each lane keeps the step sizes, delta u and the partial outputs of its steps in registers. Then, for each state:
 // * the lane computes Abar and the input of its steps, once, and composes them into the affine map from the state before its
 // steps
 //   to the state after them (for exponential methods the product of Abar is the exponential of the sum of z);
@@ -100,7 +102,10 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
 
   const bool is_channel = lane.channel < at.channels;
   const int64_t d = at.first_channel + lane.channel;
-  const Acc skip = load_channel<Acc>(p.D, d, is_channel), bias = load_channel<Acc>(p.delta_bias, d, is_channel);
+  const auto of_channel = [&](const ChannelView& view) {
+    return is_channel && view.data != nullptr ? static_cast<const Acc*>(view.data)[d * view.stride] : Acc(0);
+  };
+  const Acc skip = of_channel(p.D), bias = of_channel(p.delta_bias);
   const int first_step = lane.time * K, row = min(lane.channel, rows_of_states - 1);
   const bool is_first = lane.is_first();
   // Whether this lane's steps end a chunk inside the tile, and which chunk.
