@@ -276,9 +276,9 @@ struct BwdChunks {
       Mma::template wait<0>(state_product);
       add_states(half, pass, state_product, shared.B, tables.steps.gain_to_chunk_end, pairs, lane, grad_B, &row_sums[2]);
     }
-    cuda::sum_over_lanes<kPairLanes>(row_sums, lane.index);
+    const float row_sum = sum_over_row(row_sums, lane);
     StepSums<Scalar>& sums = tiles.sums;
-    (lane.pair < 2 ? sums.read_state : sums.grad_state)[half][lane.row + lane.pair % 2 * 8] = row_sums[0];
+    (lane.pair < 2 ? sums.read_state : sums.grad_state)[half][lane.row + lane.pair % 2 * 8] = row_sum;
   }
 
   // Adds to the gradient of B or C the product, each row scaled by its weight. row_sums receive each row's inner product with B

@@ -7,7 +7,6 @@
 namespace ssm_kernels::ssd {
 
 constexpr int kHalfChunk = kChunk / kHalves, kHalfBlocks = kHalfChunk / 8;
-constexpr int kPairLanes = 4;  // neighboring lanes, which have the same rows of a fragment
 
 // Sums over the lane's columns, for its two rows: V for j < i, and V for j = i.
 template <typename Scalar>
@@ -17,9 +16,7 @@ struct PairRowSums {
 
   __device__ __forceinline__ void store(int half, const FragmentLane& lane, StepSums<Scalar>& sums) const {
     using Sum = PairSum<Scalar>;
-    Sum row_sums[4] = {later[0], later[1], Sum(same[0]), Sum(same[1])};
-    cuda::sum_over_lanes<kPairLanes>(row_sums, lane.index);
-    const Sum row_sum = row_sums[0];
+    const Sum row_sum = sum_over_row<Sum>({later[0], later[1], Sum(same[0]), Sum(same[1])}, lane);
     const int row = lane.row + lane.pair % 2 * 8;
     if (lane.pair < 2) {
       sums.later[half][row] = row_sum;
@@ -96,11 +93,10 @@ struct PairProducts {
         pairs.at(M, half * kHalfBlocks + b, h) = cuda::pack<Scalar>(m[0], m[1]);
       }
     }
-    constexpr int kColumnLanes = kWarpSize / kPairLanes, kLanesOfSum = kColumnLanes / (2 * pass_blocks);
-    cuda::sum_over_lanes<kColumnLanes, kPairLanes>(earlier, lane.index);
-    if (lane.quad % kLanesOfSum != 0) return;
-    const int column = lane.quad / kLanesOfSum;
-    sums.earlier[lane.warp][first_column + column / 2 * 8 + 2 * lane.pair + column % 2] = earlier[0];
+    const Sum column_sum = sum_over_column(earlier, lane);
+    if (!has_column_sum<2 * pass_blocks>(lane)) return;
+    const int column = column_sum_index<2 * pass_blocks>(lane);
+    sums.earlier[lane.warp][first_column + column / 2 * 8 + 2 * lane.pair + column % 2] = column_sum;
   }
 
  private:

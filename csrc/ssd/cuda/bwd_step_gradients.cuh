@@ -2,7 +2,6 @@
 // one warp. A lane has two steps. See bwd.cuh for the formulas.
 #pragma once
 
-#include "cuda/lane_sums.cuh"
 #include "ssd/cuda/state.cuh"
 
 namespace ssm_kernels::ssd {
@@ -39,6 +38,12 @@ template <typename Tables>
 __device__ __forceinline__ float decay_to_chunk_end(const Tables& tables, int step) {
   const float decay = Math<float>::exp2(log2_between(tables, step, kChunk - 1));
   return step >= tables.first[kChunk - 1] ? decay : 0.0f;
+}
+
+__device__ __forceinline__ float sum_over_warp(float value) {
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) value += __shfl_xor_sync(kAllLanes, value, distance);
+  return value;
 }
 
 // Gradients of zeta and the gain for a lane's two steps of one head, summed over the head's state tiles.
@@ -134,8 +139,8 @@ __device__ __forceinline__ void write_step_gradients(const SsdBwdParams& p, cons
     }
   }
   grads = {};
-  grad_A = cuda::sum_over_warp(grad_A);
-  grad_bias = cuda::sum_over_warp(grad_bias);
+  grad_A = sum_over_warp(grad_A);
+  grad_bias = sum_over_warp(grad_bias);
   if (lane.index == 0) {
     p.grad_A_parts[chunk_index * p.heads + head] = grad_A;
     p.grad_bias_parts[chunk_index * p.heads + head] = grad_bias;
