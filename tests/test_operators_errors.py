@@ -293,7 +293,7 @@ def test_values_of_offsets(function, offsets, reverse, device):
     options = {"reverse": reverse} if "reverse" in function.parameters else {}
     states = {name: None for name in inputs if name in ("h0", "initial_state", "initial_states")}
     message = f"expected cu_seqlens {BAD_OFFSETS[offsets]}"
-    if len(offsets) == 1 and function in (SSD, CONV):
+    if len(offsets) == 1:
         message += " sequences"
     assert_refuses(function, inputs | options | states, ValueError, message, on_meta=False)
 
