@@ -165,12 +165,12 @@ __device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, 
   return static_cast<const Acc*>(view.data)[batch * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
 }
 
-// Folds a segment's map, of the carry pass, into a state; in backward into the adjoint of one.
+// Folds a segment's map, of the carry pass, into a state; in backward into the adjoint of one. A state of zero needs no decay,
+// so none is loaded.
 template <typename Acc>
 __device__ __forceinline__ Acc fold_segment(const ChannelPartition& partition, int64_t index, Acc state) {
-  const cuda::AffineMap<Acc> map{static_cast<const Acc*>(partition.decay)[index],
-                                 static_cast<const Acc*>(partition.offset)[index]};
-  return map(state);
+  const Acc offset = static_cast<const Acc*>(partition.offset)[index];
+  return state == 0 ? offset : cuda::AffineMap<Acc>{static_cast<const Acc*>(partition.decay)[index], offset}(state);
 }
 
 // Stores a block's partial sum of grad_B or grad_C for one state and `size` steps from `step` on, of which `valid` exist. If
