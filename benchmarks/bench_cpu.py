@@ -79,7 +79,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 Sides = dict[str, Contender]
-# By what is timed, the names of the ratios in the result.
+# Maps each timed stage to the name of its ratio in the result.
 RATIOS = {"forward": "ratio_forward", "both": "ratio_forward_backward"}
 
 

@@ -86,7 +86,7 @@ class OperatorCase(Case):
         return functools.partial(getattr(module, self.operator), **self.options)
 
     def exact_function(self) -> Function:
-        """What computes the exact result: the CPU kernel, in float64."""
+        """Returns the function that computes the exact result: the CPU kernel, in float64."""
         return self.function()
 
     @property

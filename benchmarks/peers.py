@@ -45,7 +45,7 @@ def _version(package: str) -> str:
 
 
 def described(peer: Any, *packages: str) -> str:
-    """Names the source of mamba_ssm's figures: the installed packages, or the recorded figures if there is no peer."""
+    """Names the packages that gave mamba_ssm's figures, or says that the figures are recorded."""
     if not peer:
         return "recorded: " + SOURCE.replace("e9594ce", " with ".join(["e9594ce", *packages]))
     return " with ".join(map(_version, ("mamba_ssm", *packages))) + ", in this run"

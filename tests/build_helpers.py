@@ -47,7 +47,7 @@ def needed_libraries(library: Path) -> list[str]:
 
 
 def compile_program(name: str, folder: Path) -> Path:
-    """Compiles ``tests/<name>.cu`` to a host program in ``folder``; skips the test if there is no nvcc."""
+    """Compiles ``tests/<name>.cu`` to a host program in ``folder``. Without nvcc it skips the test."""
     toolkit = build_backend.find_toolkit([])
     if toolkit is None:
         pytest.skip("no nvcc was found")

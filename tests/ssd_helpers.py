@@ -216,7 +216,7 @@ class SsdChunkScan(OperatorSpec):
         }
 
     def rounding_floor(self, name: str, inputs: dict[str, Any]) -> float | None:
-        # A sum in float32 of rounded fp16 or bf16 operands is no more exact than one of their roundings.
+        # Rounding the operands to fp16 or bf16 limits the accuracy of their float32 sum.
         of_16_bits = name in FEW_SUMS and has_16_bit_products(inputs)
         return torch.finfo(inputs["x"].dtype).eps / 2 if of_16_bits else None
 

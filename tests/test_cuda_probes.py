@@ -1,4 +1,4 @@
-"""Questions that launches ask the CUDA runtime (csrc/cuda/launch.cuh, tensor_map.h), on a runtime that the test makes."""
+"""Questions that launches ask the CUDA runtime (csrc/cuda/launch.cuh, tma_descriptor.h), on a runtime that the test makes."""
 
 from __future__ import annotations
 

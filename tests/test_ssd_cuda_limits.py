@@ -1,4 +1,4 @@
-"""ssd_chunk_scan on CUDA with little memory: backward in turns, and kernels on devices whose blocks have less shared memory."""
+"""ssd_chunk_scan on CUDA with little memory: backward in sub-batches, and kernels for blocks with less shared memory."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def bytes_of_heads(inputs: dict[str, Any], heads: int) -> int:
     return heads * 2 * chunks * units * 64 * (64 if inputs["B"].shape[3] <= 64 else 128) * 2
 
 
-def assert_same_in_turns(inputs: dict[str, Any], heads_at_once: int, cotangents: tuple[Tensor | None, ...]) -> None:
+def assert_same_in_sub_batches(inputs: dict[str, Any], heads_at_once: int, cotangents: tuple[Tensor | None, ...]) -> None:
     """Compares backward in sub-batches with backward at once. Sums over sub-batches come in another order, and grad_z
     recomputes y in other ranges of chunks; all else has the same bits."""
     expected = evaluate(scan, inputs, cotangents)
@@ -60,37 +60,37 @@ def assert_same_in_turns(inputs: dict[str, Any], heads_at_once: int, cotangents:
 # Rows of the batch; groups of a row; heads of a group, the last turn with fewer; one head.
 @pytest.mark.parametrize(("batch", "heads_at_once"), [(3, 16), (3, 8), (2, 4), (2, 3), (1, 1)])
 @every_option
-def test_turns(options, batch, heads_at_once):
+def test_sub_batches(options, batch, heads_at_once):
     inputs = inputs_on_cuda(batch=batch, **options)
-    assert_same_in_turns(inputs, heads_at_once, make_cotangents(inputs))
+    assert_same_in_sub_batches(inputs, heads_at_once, make_cotangents(inputs))
 
 
 @pytest.mark.parametrize(("groups", "heads_at_once"), [(2, 4), (2, 3), (4, 6)], ids=["groups", "heads", "uneven_groups"])
 @pytest.mark.parametrize(("headdim", "dstate"), [(7, 17), (72, 65), (128, 128)])
 @pytest.mark.parametrize("name", ["everything", "packed_with_states"])
-def test_turns_of_other_sizes(name, headdim, dstate, groups, heads_at_once):
+def test_sub_batches_of_other_sizes(name, headdim, dstate, groups, heads_at_once):
     inputs = inputs_on_cuda(headdim=headdim, dstate=dstate, groups=groups, **OPTIONS[name])
-    assert_same_in_turns(inputs, heads_at_once, make_cotangents(inputs))
+    assert_same_in_sub_batches(inputs, heads_at_once, make_cotangents(inputs))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
 @pytest.mark.parametrize("heads_at_once", [8, 3])
-def test_turns_of_any_layout(layout, heads_at_once):
+def test_sub_batches_of_any_layout(layout, heads_at_once):
     inputs = inputs_on_cuda(layout=layout)
-    assert_same_in_turns(inputs, heads_at_once, tuple(arrange(x, layout) for x in make_cotangents(inputs)))
+    assert_same_in_sub_batches(inputs, heads_at_once, tuple(arrange(x, layout) for x in make_cotangents(inputs)))
 
 
 @pytest.mark.parametrize("through", [0, 1], ids=["out", "final_states"])
 @pytest.mark.parametrize("heads_at_once", [8, 3])
-def test_turns_with_the_gradient_of_one_result(heads_at_once, through):
+def test_sub_batches_with_the_gradient_of_one_result(heads_at_once, through):
     inputs = inputs_on_cuda()
-    assert_same_in_turns(
+    assert_same_in_sub_batches(
         inputs, heads_at_once, tuple(x if i == through else None for i, x in enumerate(make_cotangents(inputs)))
     )
 
 
 @pytest.mark.parametrize("heads_at_once", [8, 3])
-def test_turns_for_a_subset_of_the_gradients(heads_at_once):
+def test_sub_batches_for_a_subset_of_the_gradients(heads_at_once):
     """Each gradient has the same bits, whichever others are needed."""
     inputs = inputs_on_cuda()
     cotangents = make_cotangents(inputs)
@@ -107,7 +107,7 @@ def test_turns_for_a_subset_of_the_gradients(heads_at_once):
 
 
 @pytest.mark.parametrize("heads_at_once", [8, 2], ids=["rows", "heads"])
-def test_turns_take_less_memory(heads_at_once):
+def test_sub_batches_take_less_memory(heads_at_once):
     inputs = inputs_on_cuda(batch=4, seqlen=4096, dstate=128, z=False)
     leaves = with_gradients(inputs)
     results, cotangents = scan(**leaves), make_cotangents(inputs)
@@ -121,10 +121,10 @@ def test_turns_take_less_memory(heads_at_once):
     whole = peak()
     limit = bytes_of_heads(inputs, heads_at_once)
     with limited_workspace(limit):
-        in_turns = peak()
+        in_sub_batches = peak()
     spared = bytes_of_heads(inputs, 4 * 8) - limit
     # Where the heads of a group are split, the float32 sums of B and C come on top.
-    assert in_turns <= whole - 0.8 * spared, (whole, in_turns, spared)
+    assert in_sub_batches <= whole - 0.8 * spared, (whole, in_sub_batches, spared)
 
 
 @pytest.mark.parametrize("kibibytes", SHARED_MEMORY)

@@ -1,16 +1,17 @@
 // The carry: how blocks that scan consecutive parts (tiles or segments) of a sequence pass a state from one to the next.
 //
-// A part acts on the state as an affine map h -> decay h + offset. Blocks get the state before their part in one of two ways:
+// A part acts on the state as an affine map h -> decay h + offset. Blocks get the state before their part by look-back, from an
+// earlier kernel, or by both:
 //
 //   By look-back in one kernel. A block publishes the state after its part, and the block of the next part waits for it. CUDA
 //   promises no order of blocks, so blocks take their parts by tickets, in order: the part that a block waits for has been
 //   taken, and its block waits only for earlier ones. A few words are published with a tag in each (TaggedWords), so neither
 //   fences nor flags are needed; a larger state is published by a flag, which one thread raises and one thread of each warp
-//   reads. linear_scan does the former, ssd's forward the latter.
+//   reads. linear_scan does the former, ssd's forward the latter for short work tiles.
 //
-//   By a kernel before, where one part after another would take too long: it computes the map of each part, and a block folds
-//   the maps of all parts before its own, in order. selective_scan's carry pass and ssd's state passing do so. linear_scan
-//   publishes the maps of its tiles in the same kernel.
+//   By an earlier kernel, where one part after another would take too long: it computes the map of each part, and a block folds
+//   the maps of all parts before its own, in order. selective_scan's carry pass and ssd's state passing do so. With few
+//   chains linear_scan publishes the maps of its tiles too, in the same kernel.
 //
 // Parts are folded in their order, so results have the same bits every time.
 #pragma once

@@ -1,7 +1,7 @@
-// CUDA entry points of the chunked scan. Fused kernels (fwd.cuh, bwd.cuh) run on the current stream. ATen matmuls
-// (ssd/aten/chunked_scan.h) take fp64, and calls that need more shared memory than a block can have. The host waits for the
-// device in two cases only: forward checks the values of cu_seqlens, unless a CUDA graph is being captured, and the ATen
-// matmuls read them.
+// CUDA entry points of the chunked scan. Fused kernels (fwd.cuh, bwd.cuh) run on the current stream. The fallback, ATen matmuls
+// (ssd/aten/chunked_scan.h), runs fp64 calls and calls whose tiles exceed a block's shared memory. The host waits for the
+// device in two cases only: forward checks the values of cu_seqlens, unless a CUDA graph is being captured, and the fallback
+// copies them to the host.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 

@@ -13,15 +13,18 @@
 //   kBwd         half of the blocks compute S, the others T. Before each chunk the state is rounded to the inputs' type and
 //                stored as a swizzled tile for bwd_chunks.cuh.
 //   kBwdSummary  where backward has fewer work tiles than the device has room for, each is split into segments of equally many
-//                chunks, one for a block. This launch comes first and stores each segment's summary: the state after it, begun
-//                with zero, and its decay. kBwd folds the summaries of earlier segments, in order, into its first state.
-//   kFwdSummary  the same for forward (scheduler.cuh): the one segment, if any, that ends a block's range inside a work tile.
+//                chunks, and each block takes one. This launch comes first and stores each segment's summary: the state after
+//                it, begun with zero, and its decay. kBwd folds the summaries of earlier segments, in order, into its first
+//                state.
+//   kFwdSummary  computes forward's summaries (scheduler.cuh): of a block's one segment, if any, whose work tile continues in
+//                the next block's range.
 //
 // Two consumer warpgroups hold a state tile each, in registers. Producer warps copy rows to a pipeline and compute the tables
-// of decays (cuda/pipeline.cuh). For fp16 and bf16, backward's scaled inputs are a hi/lo split, so that a state is rounded
-// nowhere else; forward's summary rounds them, as forward does. With wgmma a rounded state goes to shared memory and leaves by
-// TMA while products run. With mma.sync it goes through the shared memory of the chunk's head rows, 64 columns at a time; fp32
-// states are stored from registers, whose pairs fill sectors of memory.
+// of decays (cuda/pipeline.cuh). For fp16 and bf16, backward splits its scaled inputs into hi and lo parts; a state is
+// therefore rounded only when it is stored. Forward's summary rounds the scaled inputs, as forward does. With wgmma a rounded
+// state goes to shared memory, and TMA stores it while products run. With mma.sync it goes through the shared memory of the
+// chunk's head rows, 64 columns at a time. fp32 states are stored from registers: the lanes' pairs of values fill whole
+// sectors.
 #pragma once
 
 #include "cuda/launch.cuh"
