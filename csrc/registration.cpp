@@ -81,6 +81,13 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
       "str discretization='zoh', float[]? dt_limit=None, bool A_is_log=False) -> Tensor");
   refuse_missing_cuda(m, "selective_state_update");
+  // The same for servers: into `out`, several tokens a row, slots to read from and slots to write to.
+  def("selective_state_update_out(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D, Tensor? z, "
+      "Tensor? dt_bias, bool dt_softplus, Tensor? state_batch_indices, str discretization, float[]? dt_limit, bool A_is_log, "
+      "Tensor(b!) out, Tensor? dst_state_batch_indices=None, int? pad_slot_id=None, Tensor? num_accepted_tokens=None, "
+      "Tensor? cu_seqlens=None, Tensor(c!)? intermediate_states_buffer=None, Tensor? intermediate_state_indices=None, "
+      "bool disable_state_update=False) -> ()");
+  refuse_missing_cuda(m, "selective_state_update_out");
 
   // The scan in chunks (SSD, Mamba-2), which mamba_ssm calls mamba_chunk_scan_combined: S_t = e^zeta_t S_{t-1} + d_t k(zeta_t)
   // x_t B_t^T with zeta = d A, one A for a head; out = (S C + D x) silu(z). dt_limit absent: no limits, as in
@@ -129,6 +136,12 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def("causal_conv1d_update(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias=None, str? activation=None, "
       "Tensor? state_batch_indices=None) -> Tensor");
   refuse_missing_cuda(m, "causal_conv1d_update");
+  // The same for servers: into `out`, packed tokens, slots to read from and slots to write to.
+  def("causal_conv1d_update_out(Tensor x, Tensor(a!) conv_state, Tensor weight, Tensor? bias, str? activation, "
+      "Tensor? state_batch_indices, Tensor(b!) out, Tensor? dst_state_batch_indices=None, int? pad_slot_id=None, "
+      "Tensor? num_accepted_tokens=None, Tensor? cu_seqlens=None, Tensor(c!)? intermediate_conv_window=None, "
+      "Tensor? intermediate_state_indices=None, bool disable_state_update=False) -> ()");
+  refuse_missing_cuda(m, "causal_conv1d_update_out");
 
   // -e^A_log and the other parameters in the accumulation type, one after another in one tensor: one kernel on a GPU.
   def_kernels("_mixer_parameters(Tensor A_log, Tensor? bias, Tensor? D, ScalarType dtype) -> Tensor");
@@ -181,7 +194,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def_kernels(
       "_linear_recurrence_bwd(Tensor? grad_h, Tensor? grad_last_state, Tensor[] inputs, Tensor h, Tensor? h0, "
       "Tensor? cu_seqlens, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse, bool[5] needs_grad) "
-      "-> (Tensor[] grad_inputs, Tensor grad_h0)");
+      "-> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3, Tensor grad_h0)");
 
   // Norms, of groups of columns, with a gate or with a residual; norm/norm.h has the formulas.
   for (const std::string name : {"rms_norm_gated", "layer_norm_gated"}) {
@@ -224,10 +237,13 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // Public operators raise an error for sparse, nested and undefined tensors in inference mode too, where no Autograd kernel
   // checks them. Operators with a composite kernel need no such kernel.
   const auto refuse = [&](const char* name, at::DispatchKey key) { implement_boxed<&no_kernel>(m, name, key); };
-  for (const char* name : {"selective_scan", "selective_state_update", "causal_conv1d_update"}) {
+  for (const char* name : {"selective_scan", "selective_state_update", "selective_state_update_out", "causal_conv1d_update",
+                           "causal_conv1d_update_out"}) {
     refuse(name, at::DispatchKey::NestedTensorCPU);
     refuse(name, at::DispatchKey::NestedTensorCUDA);
   }
   refuse("selective_state_update", at::DispatchKey::CompositeExplicitAutograd);
+  refuse("selective_state_update_out", at::DispatchKey::CompositeExplicitAutograd);
   refuse("causal_conv1d_update", at::DispatchKey::CompositeExplicitAutograd);
+  refuse("causal_conv1d_update_out", at::DispatchKey::CompositeExplicitAutograd);
 }

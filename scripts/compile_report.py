@@ -28,12 +28,12 @@ BEGIN, END = "<!-- compile report: begin -->", "<!-- compile report: end -->"
 # .ci/run allows the whole build 480 s on two cores. A new operator declares its number here. Before you raise a number, measure
 # whether a branch at run time costs anything.
 KERNEL_LIMITS = {
-    "causal_conv1d": 49,
+    "causal_conv1d": 53,
     "linear_scan": 154,
     "mixers": 2,
     "norm": 50,
     "selective_scan": 148,
-    "selective_state_update": 86,
+    "selective_state_update": 107,
     "ssd": 74,
 }
 

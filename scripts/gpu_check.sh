@@ -212,8 +212,12 @@ examples() {
 
 benchmarks() {
   local name page status=0 names=() files=()
-  for name in layers selective_scan ssd linear_scan state_update causal_conv1d norms overhead; do
+  for name in layers selective_scan ssd linear_scan state_update causal_conv1d norms overhead clients; do
     echo "-- $name"
+    if [ "$name" = clients ] && ! "$python" -c 'import transformers' 2>/dev/null; then
+      echo "not measured: transformers is not installed"
+      continue
+    fi
     rm -f "$out/$name.json"
     "$python" "benchmarks/bench_$name.py" --json "$out/$name.json" || { status=1; echo "$name failed"; }
     [ ! -e "$out/$name.json" ] || { names+=("$name"); files+=("$out/$name.json"); }

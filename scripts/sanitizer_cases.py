@@ -11,6 +11,7 @@ allocation, so the sanitizer finds accesses past its end.
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import conv_helpers
+import decoding_helpers
 import norm_helpers
 import recurrence_helpers
 import ssd_helpers
@@ -224,7 +226,7 @@ def ssd_paths() -> Iterator[tuple[str, Inputs]]:
     for seqlen in (0, 1, 63, 64, 65):
         yield ssd_case("length", seqlen=seqlen)
     yield ssd_case("many blocks", batch=40, heads=10, groups=1, seqlen=65)
-    for name in ("everything", "resets_with_states", "packed_with_states"):
+    for name in ("everything", "resets_with_states", "packed_with_states", "packed_with_resets"):
         yield ssd_case(name, **(ssd_helpers.OPTIONS[name] | {"dtype": torch.float32, "dstate": 128, "heads": 3, "groups": 1}))
     yield ssd_case("padded", dtype=torch.float32, headdim=7, dstate=17)
 
@@ -389,6 +391,47 @@ def check_state_update(name: str, inputs: Inputs) -> str | None:
     return None
 
 
+# Options of make_token_inputs: rows and tokens, and what chooses slots.
+TOKEN_CALLS: dict[str, Inputs] = {
+    "destination": {"rows": 3, "destination": 0},
+    "each destination": {"tokens": 3, "destination": 4},
+    "accepted": {"rows": 3, "tokens": 3, "columns": 3},
+    "packed": {"packed": (0, 3, 3, 4), "columns": 3, "intermediate": 3},
+}
+
+
+def token_cases() -> Iterator[tuple[str, Inputs]]:
+    """The kernel of several tokens: dtypes, method, fast and tied, fast and not tied, general."""
+    for (dtype, state_dtype), (call, options) in itertools.product(STEP_DTYPES, TOKEN_CALLS.items()):
+        for method in ("zoh", "bilinear"):
+            for dstate in (7, 32, 128, 200):
+                kinds = {"dtype": dtype, "state_dtype": state_dtype, "discretization": method, "dstate": dstate}
+                inputs = decoding_helpers.make_token_inputs(**options, dim=37, **kinds)
+                yield f"{call} {kinds}", inputs
+                yield f"{call}, tied {kinds}", inputs | {"A": inputs["A"][:, :1].expand(37, dstate)}
+
+
+def conv_token_cases() -> Iterator[tuple[str, Inputs]]:
+    calls: list[Inputs] = [
+        {"rows": 3, "destination": True},
+        {"rows": 3, "tokens": 3, "accepted": (1, 2, 4), "length": 7},
+        {"packed": (0, 2, 2, 5), "accepted": (3, 1, 2), "length": 7, "intermediate": 3},
+    ]
+    for (dtype, state_dtype), options in itertools.product(STEP_DTYPES, calls):
+        for channels, width in itertools.product((5, 300), (2, 4)):
+            kinds = options | {"dtype": dtype, "state_dtype": state_dtype, "channels": channels, "width": width}
+            yield f"step {kinds}", decoding_helpers.make_conv_token_inputs(**kinds)
+
+
+def check_tokens(function: Callable[..., Tensor], name: str, inputs: Inputs) -> str | None:
+    results = []
+    for device in ("cpu", "cuda"):
+        moved = move_all(inputs, device)
+        function(**moved)
+        results.append({key: moved[key] for key in decoding_helpers.WRITTEN if key in moved})
+    return difference_between(name, results[1], results[0])
+
+
 def norm_cases() -> Iterator[tuple[str, Inputs]]:
     """Each kernel (dtype, vectors or single elements, gate or residual), and each mapping of groups to threads."""
     for dtype in DTYPES:
@@ -430,6 +473,7 @@ def conv_cases() -> Iterator[tuple[str, Inputs, tuple[str, ...]]]:
         return f"{what} {options}", inputs, tuple(name for name in wanted if inputs[name] is not None)
 
     cuts: tuple[dict[str, Any], ...] = ({}, {"seq_idx": True}, {"cu_seqlens": conv_helpers.PACKED})
+    cuts += (cuts[1] | cuts[2],)
     absent = {"bias": False, "initial_state": False, "activation": None}
     for dtype in DTYPES:
         for layout in ("contiguous", *conv_helpers.LAYOUTS):
@@ -489,6 +533,8 @@ CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
     "selective_state_update": lambda: (partial(check_state_update, *case) for case in state_update_cases()),
     "causal_conv1d": lambda: (partial(check_conv, *case) for case in conv_cases()),
     "causal_conv1d_update": lambda: (partial(check_conv_update, *case) for case in conv_update_cases()),
+    "tokens": lambda: (partial(check_tokens, selective_state_update, *case) for case in token_cases()),
+    "conv_tokens": lambda: (partial(check_tokens, causal_conv1d_update, *case) for case in conv_token_cases()),
 }
 
 

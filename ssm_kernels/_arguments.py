@@ -1,17 +1,25 @@
-"""Error messages for arguments of the operators' Python functions that are not tensors, or that are no longer positional."""
+"""Arguments of the operators' Python functions: error messages, and the limits of step sizes."""
 
 from __future__ import annotations
 
 import functools
 import inspect
 import numbers
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
+
+
+def empty_output(x: torch.Tensor) -> torch.Tensor:
+    """Memory for the output of a decoding step: like ``x``, which autocast casts."""
+    is_cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
@@ -31,6 +39,15 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
         raise error
 
     return operator
+
+
+def finite_dt_limit(dt_limit: Sequence[float]) -> list[float]:
+    """``dt_limit`` with the largest finite numbers in place of infinities: the operators take both as no limit.
+
+    AOTInductor cannot read an infinity back from its packages.
+    """
+    largest = sys.float_info.max
+    return [max(min(limit, largest), -largest) for limit in dt_limit]
 
 
 def _argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:

@@ -91,6 +91,22 @@ def _selective_state_update(
     return torch.stack(outputs), 0
 
 
+def _selective_state_update_out(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    return _call_each_sample(torch.ops.ssm_kernels.selective_state_update_out, info, in_dims, arguments)
+
+
+def _call_each_sample(operator: Any, info: Any, in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> tuple[None, None]:
+    """One call per sample of an operator that returns nothing. The tensors that it writes to must have samples."""
+    name = operator.__name__.removesuffix("_out")
+    dims = (*in_dims, *(None,) * (len(arguments) - len(in_dims)))
+    for argument, value, dim in zip(operator.default._schema.arguments, arguments, dims, strict=False):
+        if argument.is_write and value is not None and dim is None:
+            raise RuntimeError(f"{name}: expected vmap over {argument.name}, which is written to, got in_dims None")
+    for sample in range(info.batch_size):
+        operator(*_select_sample(arguments, dims, sample))
+    return None, None
+
+
 class _RecurrenceFold:
     """Folds samples into the batch or, if the batch is one row of packed sequences, into the channels."""
 
@@ -159,7 +175,7 @@ def _linear_recurrence_bwd(
 ) -> tuple[Any, Any]:
     grad_h_dim, grad_last_state_dim, input_dims, h_dim, h0_dim, cu_seqlens_dim, *_ = in_dims
     samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
-    grad_inputs, grad_h0 = torch.ops.ssm_kernels._linear_recurrence_bwd(
+    gradients = torch.ops.ssm_kernels._linear_recurrence_bwd(
         samples.fold(grad_h, grad_h_dim),
         samples.fold(grad_last_state, grad_last_state_dim),
         samples.fold_all(inputs, input_dims),
@@ -169,9 +185,8 @@ def _linear_recurrence_bwd(
         recurrence,
         *options,
     )
-    grad_inputs, grad_dims = map(list, zip(*map(samples.unfold, grad_inputs), strict=True))
-    grad_h0, grad_h0_dim = samples.unfold(grad_h0)
-    return (grad_inputs, grad_h0), (grad_dims, grad_h0_dim)
+    gradients, dims = zip(*map(samples.unfold, gradients), strict=True)
+    return gradients, dims
 
 
 def _ssd_chunk_scan(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -250,6 +265,10 @@ def _causal_conv1d_update(
         arguments = _select_sample((x, conv_state, *others), dims, sample)
         outputs.append(torch.ops.ssm_kernels.causal_conv1d_update(*arguments, **options))
     return (torch.stack(outputs) if outputs else x.new_empty(0, *_sample_shape(x, in_dims[0]))), 0
+
+
+def _causal_conv1d_update_out(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    return _call_each_sample(torch.ops.ssm_kernels.causal_conv1d_update_out, info, in_dims, arguments)
 
 
 class _NormFold:
@@ -433,11 +452,13 @@ for _name in (*RECURRENCES, *_STEPS, "ssd_chunk_scan", "causal_conv1d", "_mamba_
 torch.library.register_vmap("ssm_kernels::_add_norm", _add_norm)
 torch.library.register_vmap("ssm_kernels::_causal_conv1d", _causal_conv1d)
 torch.library.register_vmap("ssm_kernels::causal_conv1d_update", _causal_conv1d_update)
+torch.library.register_vmap("ssm_kernels::causal_conv1d_update_out", _causal_conv1d_update_out)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence", _linear_recurrence)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence_bwd", _linear_recurrence_bwd)
 torch.library.register_vmap("ssm_kernels::_norm_gated", _norm_gated)
 torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan", _ssd_chunk_scan)
 torch.library.register_vmap("ssm_kernels::selective_scan", _selective_scan)
 torch.library.register_vmap("ssm_kernels::selective_state_update", _selective_state_update)
+torch.library.register_vmap("ssm_kernels::selective_state_update_out", _selective_state_update_out)
 _library.impl("_mamba2_mixer", _mamba2_mixer, "FuncTorchBatchedDecomposition")
 _library.impl("_mamba_mixer", _mamba_mixer, "FuncTorchBatchedDecomposition")

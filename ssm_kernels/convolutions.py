@@ -7,7 +7,7 @@ from typing import Literal, overload
 import torch
 from torch import Tensor
 
-from ._arguments import names_arguments
+from ._arguments import empty_output, names_arguments
 
 __all__ = ["causal_conv1d", "causal_conv1d_update"]
 
@@ -82,11 +82,13 @@ def causal_conv1d(
         activation: ``"silu"`` (alias ``"swish"``), or None (alias ``"none"``).
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
             step to the next, up or down, a new sequence begins, whose initial state is zero. ``initial_state``
-            belongs to the first sequence of a row, ``final_state`` to the last.
+            belongs to the first sequence of a row, ``final_state`` to the last; together with ``cu_seqlens``, to the first and
+            the last part of each of its sequences.
         cu_seqlens: (sequences + 1,), int32 or int64: the batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
             a sequence may have no steps. Sequences are independent: ``initial_state`` and ``final_state``
-            are (sequences, channels, width - 1). Not together with ``seq_idx``.
+            are (sequences, channels, width - 1). Together with ``seq_idx``, of shape (1, seqlen), a sequence begins from its
+            initial state, and from zero where ``seq_idx`` changes inside it.
         initial_state: the ``width - 1`` steps before the first one, (batch, channels, width - 1), the last element the newest;
             dtype of ``x``; zero if absent.
         return_final_state: also return the state after the last step.
@@ -104,8 +106,7 @@ def causal_conv1d(
     dtype to float32.
 
     Raises:
-        ValueError: a shape, the activation or, on the CPU, the values of ``cu_seqlens`` are not as above, or both ``seq_idx``
-            and ``cu_seqlens`` are given.
+        ValueError: a shape, the activation or, on the CPU, the values of ``cu_seqlens`` are not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
@@ -130,6 +131,14 @@ def causal_conv1d_update(
     *,
     activation: str | None = None,
     state_batch_indices: Tensor | None = None,
+    out: Tensor | None = None,
+    dst_state_batch_indices: Tensor | None = None,
+    pad_slot_id: int | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    intermediate_conv_window: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    disable_state_update: bool = False,
 ) -> Tensor:
     r"""One or several decoding steps of :func:`causal_conv1d`; ``conv_state`` is updated in place.
 
@@ -150,19 +159,76 @@ def causal_conv1d_update(
             index is padding: the output is zero and no state is touched. Other indices must be distinct and below the number
             of slots; the CPU raises a ValueError otherwise. CUDA does not check, because the host would have to wait for the
             device: a row whose index is past the last slot returns NaN and touches no state, and rows that share a slot race.
+        out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.
+        dst_state_batch_indices: (batch,), int32 or int64: the slot that each row writes its state to, if it differs from the
+            slot that it reads from. A negative index is padding: the state is not written.
+        pad_slot_id: a further index that is padding, for all tensors of indices; vLLM's newer name is ``null_block_id``.
+        num_accepted_tokens: (batch,), int32 or int64: how many steps of the previous call speculative decoding has accepted;
+            the text below says what the state then holds. 0 counts as 1.
+        cu_seqlens: (sequences + 1,), int32 or int64: the steps of all sequences are packed one after another. ``x`` is then
+            (tokens, channels), and a row is a sequence. A sequence without steps touches no state. vLLM's name is
+            ``query_start_loc``.
+        intermediate_conv_window: (entries, seqlen, channels, width - 1), dtype of ``conv_state``: receives the last
+            ``width - 1`` inputs after each step. Row ``b`` writes to entry ``b`` or, with ``intermediate_state_indices``, to
+            entry ``intermediate_state_indices[b]``, unless that is padding.
+        intermediate_state_indices: (batch,), int32 or int64.
+        disable_state_update: do not write to ``conv_state``, as when drafts are only verified.
+
+    **Speculative decoding.** With ``num_accepted_tokens`` the state has the layout of vLLM, from its front: ``width - 2``
+    inputs before the steps of the previous call, then these steps, of which ``num_accepted_tokens[b]`` are kept. A row
+    therefore reads elements ``num_accepted_tokens[b] - 1`` to ``num_accepted_tokens[b] + width - 3``. It writes the last
+    ``width - 2`` of them, followed by its own steps, to the front of the state and leaves the rest as it is. The state has at
+    least ``width - 2 + seqlen`` elements. With 1, a row reads the ``width - 1`` elements that a prompt has left at the front.
+
+    **Slots.** A row whose slot to read from is padding has the output zero and writes nothing. No slot or entry that a row
+    writes to may be read or written by another row: the CPU raises a ValueError, on CUDA the contents are undefined. Rows may
+    share a slot that none writes to. On CUDA a row whose slot to read from is past the last one returns NaN and writes nothing,
+    and a state whose slot or entry is past the last one is not written.
+
+    These arguments are those of vLLM and SGLang. With any of those after ``state_batch_indices`` the function calls
+    ``torch.ops.ssm_kernels.causal_conv1d_update_out``.
 
     Returns:
-        ``out``, shape and dtype of ``x``. Not differentiable: call it under ``torch.no_grad()``.
+        ``out``, shape and dtype of ``x``; the argument if it is given. Not differentiable: call it under ``torch.no_grad()``.
 
     Raises:
-        ValueError: a shape, the activation or, on the CPU, ``state_batch_indices`` is not as above.
+        ValueError: a shape, the activation or, on the CPU, a tensor of indices, ``num_accepted_tokens`` or ``cu_seqlens`` is
+            not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
-        RuntimeError: elements of ``conv_state``, which is updated in place, share memory with each other or with another
-            argument.
+        RuntimeError: elements of ``conv_state``, ``out`` or ``intermediate_conv_window``, which are written to, share memory
+            with each other or with another argument.
         NotImplementedError: an argument requires a gradient, or has a tangent of forward-mode differentiation.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
-    out: Tensor = torch.ops.ssm_kernels.causal_conv1d_update(
-        x, conv_state, weight, bias, activation=activation, state_batch_indices=state_batch_indices
+    if (
+        out is None
+        and dst_state_batch_indices is None
+        and pad_slot_id is None
+        and num_accepted_tokens is None
+        and cu_seqlens is None
+        and intermediate_conv_window is None
+        and intermediate_state_indices is None
+        and not disable_state_update
+    ):
+        result: Tensor = torch.ops.ssm_kernels.causal_conv1d_update(
+            x, conv_state, weight, bias, activation=activation, state_batch_indices=state_batch_indices
+        )
+        return result
+    result = empty_output(x) if out is None else out
+    torch.ops.ssm_kernels.causal_conv1d_update_out(
+        x,
+        conv_state,
+        weight,
+        bias,
+        activation,
+        state_batch_indices,
+        result,
+        dst_state_batch_indices,
+        pad_slot_id,
+        num_accepted_tokens,
+        cu_seqlens,
+        intermediate_conv_window,
+        intermediate_state_indices,
+        disable_state_update,
     )
-    return out
+    return result

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
 
-from ._arguments import names_arguments
+from ._arguments import empty_output, finite_dt_limit, names_arguments
+from ._states_at import Positions, selective_scan_with_states, ssd_chunk_scan_with_states
 
 __all__ = ["selective_scan", "selective_state_update", "ssd_chunk_scan"]
 
@@ -29,6 +30,7 @@ def selective_scan(
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     return_last_state: Literal[False] = False,
+    states_at: None = None,
 ) -> Tensor: ...
 @overload
 def selective_scan(
@@ -44,7 +46,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
-    return_last_state: Literal[True],
+    return_last_state: Literal[False] = False,
+    states_at: Positions,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def selective_scan(
@@ -60,8 +63,60 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    return_last_state: Literal[True],
+    states_at: None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: Literal[True],
+    states_at: Positions,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
     return_last_state: bool,
+    states_at: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: bool,
+    states_at: Positions | None,
+) -> Tensor | tuple[Tensor, ...]: ...
 @names_arguments
 def selective_scan(
     u: Tensor,
@@ -77,7 +132,8 @@ def selective_scan(
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    states_at: Positions | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     r"""Selective scan of a diagonal state-space model, with a choice of discretization.
 
     .. math::
@@ -106,11 +162,21 @@ def selective_scan(
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
         initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent.
         return_last_state: also return the state after the last step.
+        states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
+            state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps. A scan of the later steps that begins
+            with it continues the sequence. Positions may repeat and need no order.
 
     Returns:
-        ``out`` of the shape and dtype of ``u``; with ``return_last_state`` also ``last_state``, (batch, dim, dstate), dtype of
-        ``A``. Both are differentiable with respect to every tensor argument, ``initial_state`` included. Double backward and
-        ``torch.func`` transforms other than ``vmap`` are not supported and raise.
+        ``out`` of the shape and dtype of ``u``; with ``return_last_state`` then ``last_state``, (batch, dim, dstate), dtype of
+        ``A``; with ``states_at`` then ``states``, (batch, positions, dim, dstate), dtype of ``A``. All are differentiable with
+        respect to every tensor argument, ``initial_state`` included. Double backward and ``torch.func`` transforms other than
+        ``vmap`` are not supported and raise.
+
+    **Cost of** ``states_at``. Without gradients, autocast and transforms, one call returns the states at multiples of 32 (above
+    16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch, seqlen / 32 + 1, dim, dstate).
+    Any other position takes one more call, of the steps since the multiple before it. With gradients the scan is one call for
+    each piece between positions, chained by its states, and a copy that joins the outputs; rounding may differ from the scan
+    in one call. On CUDA, pieces that do not begin at a multiple of 16 bytes are read element by element.
 
     The operator runs on CPU and on CUDA (compute capability 8.0 and newer) and gives the same bits every time. States and sums
     are float32 (float64 with float64 inputs). Autograd saves the states at every 32nd step (above 16 states: 64th). On CUDA the
@@ -118,10 +184,17 @@ def selective_scan(
     a CUDA graph.
 
     Raises:
-        ValueError: a shape or the discretization is not as above.
+        ValueError: a shape, a position or the discretization is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
-        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+        TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
+            elements than ints.
     """
+    if states_at is not None:
+        inputs = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
+        inputs["initial_state"] = initial_state
+        settings = {"discretization": discretization, "delta_softplus": delta_softplus}
+        out, last_state, states = selective_scan_with_states(states_at, inputs, settings)
+        return (out, last_state, states) if return_last_state else (out, states)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.selective_scan(
         u,
         delta,
@@ -155,8 +228,16 @@ def selective_state_update(
     discretization: str = "zoh",
     dt_limit: Sequence[float] | None = None,
     A_is_log: bool = False,
+    out: Tensor | None = None,
+    dst_state_batch_indices: Tensor | None = None,
+    pad_slot_id: int | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
+    intermediate_state_indices: Tensor | None = None,
+    disable_state_update: bool = False,
 ) -> Tensor:
-    r"""One decoding step of the selective scan; ``state`` is updated in place.
+    r"""One decoding step of the selective scan, or a few; ``state`` is updated in place.
 
     The result equals a scan with seqlen 1, the initial state ``state`` and the same ``dt_limit``, whose default in
     :func:`ssd_chunk_scan` is (0, inf). The step has two forms. With channels (Mamba, :func:`selective_scan`) ``state`` is
@@ -186,17 +267,80 @@ def selective_state_update(
         discretization: as for :func:`selective_scan`.
         dt_limit: the smallest and the largest step size; clamps the others, after bias and softplus. None: no limits.
         A_is_log: ``A`` holds the logarithm that layers keep; the operator computes ``-exp(A)`` from it.
+        out: the tensor that the output is written to: shape, dtype and device of ``x``, any strides. A new one if absent.
+        dst_state_batch_indices: the slot that each row writes to, if it differs from the slot that it reads from; int32 or
+            int64. (batch,): the state after the row's last token. (batch, tokens): the state after each token, to the slot in
+            the token's column. A negative index is padding: that state is not written.
+        pad_slot_id: a further index that is padding, for all tables of indices; vLLM's newer name is ``null_block_id``.
+        num_accepted_tokens: (batch,), int32 or int64, with ``state_batch_indices`` of shape (batch, columns): how many tokens
+            of the previous call speculative decoding has accepted. Row ``b`` reads the state in column
+            ``num_accepted_tokens[b] - 1``, and column 0 if the number is 0.
+        cu_seqlens: (sequences + 1,), int32 or int64: the tokens of all sequences are packed one after another. ``x``, ``dt``
+            and ``z`` are then (tokens, dim) or (tokens, heads, headdim), ``B`` and ``C`` (tokens, dstate) or (tokens, groups,
+            dstate); a row is a sequence. A sequence without tokens touches no state.
+        intermediate_states_buffer: (entries, tokens, dim, dstate) or (entries, tokens, heads, headdim, dstate), dtype of
+            ``state``: receives the state after each token. Row ``b`` writes to entry ``b`` or, with
+            ``intermediate_state_indices``, to entry ``intermediate_state_indices[b]``, unless that is padding.
+        intermediate_state_indices: (batch,), int32 or int64.
+        disable_state_update: do not write to ``state``, as when drafts are only verified.
+
+    **Several tokens.** ``x`` of shape (batch, tokens, dim) or (batch, tokens, heads, headdim), with ``dt`` and ``z`` of the
+    same shape and ``B`` and ``C`` of shape (batch, tokens, dstate) or (batch, tokens, groups, dstate), makes one step for each
+    token. The result equals as many calls of one token. The kernel reads the state of a row once, and writes it once, after the
+    last token. If the table of slots to write to has two axes, it writes the state after each token: that table is
+    ``dst_state_batch_indices`` or, without it, ``state_batch_indices``. A row without ``num_accepted_tokens`` reads column 0.
+
+    **Slots.** A row whose slot to read from is padding has the output zero and writes nothing. No slot or entry that a row
+    writes to may be read or written by another row: the CPU raises a ValueError, on CUDA the contents are undefined. Rows may
+    share a slot that none writes to. If a row writes several states to one slot, the last one stays. On CUDA a row whose slot
+    to read from is past the last one returns NaN and writes nothing, and a state whose slot or entry is past the last one is
+    not written.
+
+    These arguments are those of vLLM, FlashInfer and SGLang. With any of those after ``A_is_log`` the function calls
+    ``torch.ops.ssm_kernels.selective_state_update_out``, which raises if an argument requires a gradient.
 
     Returns:
-        ``out``, shape and dtype of ``x``. Not differentiable: backward through it raises.
+        ``out``, shape and dtype of ``x``; the argument if it is given. Not differentiable: backward through it raises.
 
     Raises:
-        ValueError: a shape, the discretization, ``dt_limit`` or, on the CPU, ``state_batch_indices`` is not as above.
+        ValueError: a shape, the discretization, ``dt_limit`` or, on the CPU, a table of indices, ``num_accepted_tokens`` or
+            ``cu_seqlens`` is not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
-        RuntimeError: elements of ``state``, which is updated in place, share memory with each other or with another argument.
+        RuntimeError: elements of ``state``, ``out`` or ``intermediate_states_buffer``, which are written to, share memory with
+            each other or with another argument.
+        NotImplementedError: an argument requires a gradient beside ``out`` or another of the arguments after ``A_is_log``.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
-    out: Tensor = torch.ops.ssm_kernels.selective_state_update(
+    limits = _dt_limit("selective_state_update", dt_limit)
+    if (
+        out is None
+        and dst_state_batch_indices is None
+        and pad_slot_id is None
+        and num_accepted_tokens is None
+        and cu_seqlens is None
+        and intermediate_states_buffer is None
+        and intermediate_state_indices is None
+        and not disable_state_update
+    ):
+        result: Tensor = torch.ops.ssm_kernels.selective_state_update(
+            state,
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D,
+            z,
+            dt_bias,
+            dt_softplus,
+            state_batch_indices,
+            discretization=discretization,
+            dt_limit=limits,
+            A_is_log=A_is_log,
+        )
+        return result
+    result = empty_output(x) if out is None else out
+    torch.ops.ssm_kernels.selective_state_update_out(
         state,
         x,
         dt,
@@ -208,11 +352,19 @@ def selective_state_update(
         dt_bias,
         dt_softplus,
         state_batch_indices,
-        discretization=discretization,
-        dt_limit=_dt_limit("selective_state_update", dt_limit),
-        A_is_log=A_is_log,
+        discretization,
+        limits,
+        A_is_log,
+        result,
+        dst_state_batch_indices,
+        pad_slot_id,
+        num_accepted_tokens,
+        cu_seqlens,
+        intermediate_states_buffer,
+        intermediate_state_indices,
+        disable_state_update,
     )
-    return out
+    return result
 
 
 @overload
@@ -234,7 +386,29 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
     discretization: str = "zoh",
+    states_at: None = None,
 ) -> Tensor: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    discretization: str = "zoh",
+    states_at: Positions,
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
@@ -254,7 +428,29 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
     discretization: str = "zoh",
+    states_at: None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[True],
+    discretization: str = "zoh",
+    states_at: Positions,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
@@ -274,7 +470,29 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
     discretization: str = "zoh",
+    states_at: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool,
+    discretization: str = "zoh",
+    states_at: Positions | None,
+) -> Tensor | tuple[Tensor, ...]: ...
 @names_arguments
 def ssd_chunk_scan(
     x: Tensor,
@@ -294,7 +512,8 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
     discretization: str = "zoh",
-) -> Tensor | tuple[Tensor, Tensor]:
+    states_at: Positions | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     r"""The scan of Mamba-2, structured state-space duality (SSD), in chunks, as matrix products.
 
     Each head is a selective scan whose :math:`A` is one number, with a state of headdim times dstate:
@@ -329,20 +548,31 @@ def ssd_chunk_scan(
         initial_states: states before the first step, (batch, heads, headdim, dstate), dtype of ``A``; zero if absent.
         seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
             step to the next, the state starts again from zero. ``initial_states`` belongs to the first sequence of a row,
-            ``final_states`` to the last.
+            ``final_states`` to the last; together with ``cu_seqlens``, to the first and the last part of each of its sequences.
         cu_seqlens: (sequences + 1,), int32 or int64. The batch, then of size 1, holds sequences one after another, and sequence
             ``i`` is steps ``cu_seqlens[i]`` to ``cu_seqlens[i + 1] - 1``. It starts at 0, ends at seqlen and does not decrease;
             a sequence may have no steps. Sequences are independent: ``initial_states`` and ``final_states`` are (sequences,
-            heads, headdim, dstate). Not together with ``seq_idx``.
+            heads, headdim, dstate). Together with ``seq_idx``, of shape (1, seqlen), sequences begin where ``cu_seqlens`` says
+            so, from their initial states, and the state starts again from zero where ``seq_idx`` changes inside a sequence.
         return_final_states: also return the states after the last step.
         discretization: a rule whose state decays by :math:`e^{\Delta A}`: ``"zoh"``, ``"zoh_exact"`` (alias ``"foh"``),
             ``"poly"``, ``"highorder"`` or ``"rk4"``. They differ in the input's factor.
+        states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
+            state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps, before ``seq_idx`` or ``cu_seqlens`` begin
+            a sequence at step ``p``: a scan that begins with it continues the sequence of step ``p - 1``.
+            With ``cu_seqlens`` the state at 0 is the initial state of the sequence of step 0. Positions may repeat and need no
+            order.
 
     Returns:
-        ``out`` of the shape and dtype of ``x``; with ``return_final_states`` also ``final_states``, (batch, heads, headdim,
-        dstate), dtype of ``A``; a sequence without steps returns its initial state. Both are differentiable with respect to
-        every floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other
-        than ``vmap`` are not supported and raise.
+        ``out`` of the shape and dtype of ``x``; with ``return_final_states`` then ``final_states``, (batch, heads, headdim,
+        dstate), dtype of ``A``; a sequence without steps returns its initial state. With ``states_at`` then ``states``,
+        (batch, positions, heads, headdim, dstate), dtype of ``A``. All are differentiable with respect to every
+        floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other than
+        ``vmap`` are not supported and raise.
+
+    **Cost of** ``states_at``. With or without gradients, the scan is one call for each piece between positions, chained by its
+    states, and a copy that joins the outputs; rounding may differ from the scan in one call. With ``cu_seqlens`` each call also
+    reads and writes the states of all sequences.
 
     States and sums are float32 (float64 with float64 inputs), also for float16 and bfloat16; float32 inputs are multiplied as
     float32, whether TF32 is allowed or not. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and
@@ -350,11 +580,29 @@ def ssd_chunk_scan(
     the values of ``cu_seqlens`` are checked.
 
     Raises:
-        ValueError: a shape, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are not as above,
-            or both ``seq_idx`` and ``cu_seqlens`` are given.
+        ValueError: a shape, a position, the values of ``cu_seqlens``, ``chunk_size``, ``dt_limit`` or the discretization are
+            not as above.
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
-        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+        TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
+            elements than ints.
     """
+    if states_at is not None:
+        arguments: dict[str, Any] = {
+            "x": x,
+            "dt": dt,
+            "A": A,
+            "B": B,
+            "C": C,
+            "chunk_size": chunk_size,
+            "D": D,
+            "z": z,
+            "dt_bias": dt_bias,
+        }
+        arguments |= {"dt_softplus": dt_softplus, "dt_limit": _dt_limit("ssd_chunk_scan", dt_limit)}
+        arguments |= {"initial_states": initial_states, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        arguments |= {"discretization": discretization}
+        out, final_states, states = ssd_chunk_scan_with_states(states_at, arguments)
+        return (out, final_states, states) if return_final_states else (out, states)
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan(
         x,
         dt,
@@ -379,4 +627,4 @@ def _dt_limit(operator: str, dt_limit: Sequence[float] | None) -> Sequence[float
     # The dispatcher's own message does not say what the numbers are.
     if isinstance(dt_limit, (int, float)):
         raise ValueError(f"{operator}: expected dt_limit = (min, max), got {dt_limit}")
-    return dt_limit
+    return None if dt_limit is None else finite_dt_limit(dt_limit)

@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ._states_at import Positions
 from .reference_convolution import causal_conv1d, causal_conv1d_update
 from .reference_norms import GATE_ACTIVATIONS, add_layer_norm, add_rms_norm, layer_norm_gated, rms_norm_gated
 from .reference_recurrences import (
@@ -217,6 +218,7 @@ def selective_scan(
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     return_last_state: Literal[False] = False,
+    states_at: None = None,
 ) -> Tensor: ...
 @overload
 def selective_scan(
@@ -232,7 +234,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
-    return_last_state: Literal[True],
+    return_last_state: Literal[False] = False,
+    states_at: Positions,
 ) -> tuple[Tensor, Tensor]: ...
 @overload
 def selective_scan(
@@ -248,8 +251,60 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    return_last_state: Literal[True],
+    states_at: None = None,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: Literal[True],
+    states_at: Positions,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
     return_last_state: bool,
+    states_at: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: bool,
+    states_at: Positions | None,
+) -> Tensor | tuple[Tensor, ...]: ...
 def selective_scan(
     u: Tensor,
     delta: Tensor,
@@ -264,10 +319,11 @@ def selective_scan(
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
     return_last_state: bool = False,
-) -> Tensor | tuple[Tensor, Tensor]:
+    states_at: Positions | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """The selective scan as a loop over time. Arguments and results as :func:`ssm_kernels.selective_scan`.
 
-    Computed in the promoted dtype of all arguments; ``out`` and ``last_state`` have that dtype.
+    Computed in the promoted dtype of all arguments; results have that dtype.
     """
     batch, dim, seqlen = u.shape
     dtype = _promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state)
@@ -276,18 +332,28 @@ def selective_scan(
     Bt = _per_step(B.to(dtype), batch, dim, seqlen)
     Ct = _per_step(C.to(dtype), batch, dim, seqlen)
     h = A.new_zeros(batch, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
-    outputs = []
+    outputs, states = [], [h]
     # unbind, because indexing one step has a gradient as large as the whole sequence.
     for u_t, delta_t, B_t, C_t in zip(*(sequence.unbind(-1) for sequence in (u, delta, Bt, Ct)), strict=True):
         Abar, c = coefficients(discretization, delta_t[..., None], A)
         h = Abar * h + c * B_t * u_t[..., None]
+        states.append(h)
         outputs.append((h * C_t).sum(-1))
     out = torch.stack(outputs, dim=-1) if outputs else u.new_zeros(batch, dim, 0)
     if D is not None:
         out = out + D.to(dtype)[:, None] * u
     if z is not None:
         out = out * F.silu(z.to(dtype))
-    return (out, h) if return_last_state else out
+    results = (out, *((h,) if return_last_state else ()), *_at_positions(states, states_at))
+    return results if len(results) > 1 else out
+
+
+def _at_positions(states: list[Tensor], states_at: Positions | None) -> tuple[Tensor, ...]:
+    """The states after chosen numbers of steps, (batch, positions, ...); nothing without positions."""
+    if states_at is None:
+        return ()
+    found = [states[int(p)] for p in states_at]
+    return (torch.stack(found, dim=1) if found else states[0][:, None][:, :0],)
 
 
 def selective_state_update(
@@ -344,18 +410,19 @@ def selective_state_update(
 
 def _ssd_sequence(
     x: Tensor, a: Tensor, c: Tensor, B: Tensor, C: Tensor, resets: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
-    """``y`` without the skip connection, and the state after the last step; one group of B and C per head.
+) -> tuple[Tensor, list[Tensor]]:
+    """``y`` without the skip connection, and the states before the first step and after each; one group of B and C per head.
 
     Args:
         resets: (batch, seqlen), where the state before a step is dropped.
     """
-    outputs = []
+    outputs, states = [], [state]
     for x_t, a_t, c_t, B_t, C_t, reset_t in zip(*(v.unbind(1) for v in (x, a, c, B, C, resets)), strict=True):
         state = state.masked_fill(reset_t[:, None, None, None], 0)
         state = a_t[..., None, None] * state + (c_t[..., None] * x_t)[..., None] * B_t[..., None, :]
+        states.append(state)
         outputs.append((state * C_t[..., None, :]).sum(-1))
-    return torch.stack(outputs, dim=1) if outputs else x, state
+    return torch.stack(outputs, dim=1) if outputs else x, states
 
 
 @overload
@@ -377,7 +444,29 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[False] = False,
     discretization: str = "zoh",
+    states_at: None = None,
 ) -> Tensor: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[False] = False,
+    discretization: str = "zoh",
+    states_at: Positions,
+) -> tuple[Tensor, Tensor]: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
@@ -397,7 +486,29 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: Literal[True],
     discretization: str = "zoh",
+    states_at: None = None,
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: Literal[True],
+    discretization: str = "zoh",
+    states_at: Positions,
+) -> tuple[Tensor, Tensor, Tensor]: ...
 @overload
 def ssd_chunk_scan(
     x: Tensor,
@@ -417,7 +528,29 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: bool,
     discretization: str = "zoh",
+    states_at: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
+@overload
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool,
+    discretization: str = "zoh",
+    states_at: Positions | None,
+) -> Tensor | tuple[Tensor, ...]: ...
 def ssd_chunk_scan(
     x: Tensor,
     dt: Tensor,
@@ -436,7 +569,8 @@ def ssd_chunk_scan(
     cu_seqlens: Tensor | None = None,
     return_final_states: bool = False,
     discretization: str = "zoh",
-) -> Tensor | tuple[Tensor, Tensor]:
+    states_at: Positions | None = None,
+) -> Tensor | tuple[Tensor, ...]:
     """The scan of the state-space dual form as a loop over time. Arguments and results as :func:`ssm_kernels.ssd_chunk_scan`.
 
     ``chunk_size`` is without effect: there are no chunks. Computed in the promoted dtype of all arguments; ``out`` and
@@ -454,17 +588,23 @@ def ssd_chunk_scan(
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     states = x.new_zeros(sequences, heads, headdim, B.shape[3]) if initial_states is None else initial_states.to(dtype)
     if cu_seqlens is None:
-        out, states = _ssd_sequence(x, a, c, Bt, Ct, resets, states)
+        out, of_steps = _ssd_sequence(x, a, c, Bt, Ct, resets, states)
+        states = of_steps[-1]
     else:
-        outputs, final_states = [x[:, :0]], [states[:0]]
+        outputs, final_states, of_steps = [x[:, :0]], [states[:0]], []
         for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
             x_i, a_i, c_i, B_i, C_i, resets_i = (v[:, begin:end] for v in (x, a, c, Bt, Ct, resets))
-            y, state = _ssd_sequence(x_i, a_i, c_i, B_i, C_i, resets_i, states[i : i + 1])
+            resets_i = F.pad(resets_i[:, 1:], (min(1, end - begin), 0))  # the first step continues from the initial state
+            y, own = _ssd_sequence(x_i, a_i, c_i, B_i, C_i, resets_i, states[i : i + 1])
             outputs.append(y)
-            final_states.append(state)
+            final_states.append(own[-1])
+            if begin < end:
+                of_steps += own[len(of_steps) > 0 :]  # position 0 is before the first step, others are after one
+        of_steps = of_steps or [x.new_zeros(1, heads, headdim, B.shape[3])]
         out, states = torch.cat(outputs, dim=1), torch.cat(final_states)
     if D is not None:
         out = out + (D if D.dim() == 2 else D[:, None]).to(dtype) * x
     if z is not None:
         out = out * F.silu(z.to(dtype))
-    return (out, states) if return_final_states else out
+    results = (out, *((states,) if return_final_states else ()), *_at_positions(of_steps, states_at))
+    return results if len(results) > 1 else out

@@ -19,6 +19,11 @@ def _activate(x: Tensor, activation: str | None) -> Tensor:
     raise ValueError(f"unknown activation {activation!r}, expected None, 'silu' or 'swish'")
 
 
+def _count_changes(seq_idx: Tensor) -> Tensor:
+    """The number of each step's sequence, in the order of the sequences, (batch, seqlen)."""
+    return F.pad((seq_idx.diff(dim=1) != 0).cumsum(dim=1), (min(1, seq_idx.shape[1]), 0))
+
+
 def _convolve(
     x: Tensor, weight: Tensor, bias: Tensor | None, state: Tensor, number: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -102,12 +107,15 @@ def causal_conv1d(
     state = x.new_zeros(sequences, x.shape[2], weight.shape[1] - 1) if initial_state is None else initial_state
     if cu_seqlens is not None:
         pieces = x.split(cu_seqlens.diff().tolist(), dim=1)
-        results = [_convolve(piece, weight, bias, state[i, None]) for i, piece in enumerate(pieces[:sequences])]
+        numbers = [None] * len(pieces) if seq_idx is None else map(_count_changes, seq_idx.split(cu_seqlens.diff().tolist(), 1))
+        results = [
+            _convolve(piece, weight, bias, state[i, None], number)
+            for i, (piece, number) in enumerate(zip(pieces[:sequences], numbers, strict=False))
+        ]
         total = torch.cat([total for total, _ in results], dim=1) if results else x
         final_state = torch.cat([state for _, state in results]) if results else state
     else:
-        number = None if seq_idx is None else F.pad((seq_idx.diff(dim=1) != 0).cumsum(dim=1), (min(1, x.shape[1]), 0))
-        total, final_state = _convolve(x, weight, bias, state, number)
+        total, final_state = _convolve(x, weight, bias, state, None if seq_idx is None else _count_changes(seq_idx))
     out = _activate(total, activation)
     return (out, final_state) if return_final_state else out
 

@@ -92,6 +92,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "whole": {},
     "seq_idx": {"seq_idx": True},
     "packed": {"cu_seqlens": (0, 0, 3, 9)},
+    "packed_with_seq_idx": {"cu_seqlens": (0, 0, 3, 9), "seq_idx": True},
 }
 CASES = OPTIONS | {f"{name}_channels_first": options | {"layout": LAYOUTS[0]} for name, options in OPTIONS.items()}
 SIZES = [*OPTIONS.values(), {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": (0,)}, {"width": 1}]

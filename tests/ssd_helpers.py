@@ -54,6 +54,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "resets_with_states": {"resets": ((2, 3), (1,)), "initial_states": True},
     "packed": {"cu_seqlens": PACKED},
     "packed_with_states": {"cu_seqlens": PACKED, "initial_states": True},
+    "packed_with_resets": {"cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),), "initial_states": True},
     "everything": {"D": "channel", "z": True, "dt_bias": True, "dt_softplus": True, "initial_states": True},
 }
 OPTIONS = {name: MINIMAL | options for name, options in OPTIONS.items()}
@@ -175,7 +176,7 @@ class SsdChunkScan(OperatorSpec):
     options = OPTIONS
     packs = True
     compiled = ("everything", "resets_with_states")
-    mapped = ("everything", "required_only", "packed_with_states", "resets_with_states")
+    mapped = ("everything", "required_only", "packed_with_states", "resets_with_states", "packed_with_resets")
     sizes = SIZES
     layouts = LAYOUTS
     nested = ("x", "A")

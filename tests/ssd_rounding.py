@@ -52,8 +52,8 @@ def scan_in_16_bit_products(
         sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
         initial_states = x.new_zeros(sequences, heads, headdim, B.shape[3])
     states, outputs = list(initial_states.unbind()), [x.new_zeros(0, heads, headdim)]
-    for row, begin, end, i in _sequences(batch, seqlen, seq_idx, cu_seqlens):
-        if seq_idx is not None and begin > 0:
+    for row, begin, end, i, resets in _sequences(batch, seqlen, seq_idx, cu_seqlens):
+        if resets:
             states[i] = torch.zeros_like(states[i])
         for first in range(begin, end, chunk):
             steps = row, slice(first, min(first + chunk, end))
@@ -69,16 +69,17 @@ def scan_in_16_bit_products(
 
 def _sequences(
     batch: int, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None
-) -> Iterator[tuple[int, int, int, int]]:
-    """Row of the batch, first step, end and number of the state of every sequence."""
-    if cu_seqlens is not None:
-        for state, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-            yield 0, begin, end, state
-        return
-    for row in range(batch):
-        begins = [] if seq_idx is None else (seq_idx[row].diff().nonzero()[:, 0] + 1).tolist()
-        for begin, end in itertools.pairwise([0, *begins, seqlen]):
-            yield row, begin, end, row
+) -> Iterator[tuple[int, int, int, int, bool]]:
+    """Row of the batch, first step, end and number of the state of every run of steps, and whether seq_idx resets that state
+    before the run."""
+    if cu_seqlens is None:
+        sequences = [(row, 0, seqlen) for row in range(batch)]
+    else:
+        sequences = [(0, begin, end) for begin, end in itertools.pairwise(cu_seqlens.tolist())]
+    for state, (row, first, last) in enumerate(sequences):
+        begins = [] if seq_idx is None else (seq_idx[row, first:last].diff().nonzero()[:, 0] + first + 1).tolist()
+        for begin, end in itertools.pairwise([first, *begins, last]):
+            yield row, begin, end, state, begin > first
 
 
 def _chunk_in_16_bit_products(

@@ -16,6 +16,7 @@ import pytest
 import torch
 from conv_helpers import make_inputs as make_conv_inputs
 from conv_helpers import make_step_inputs as make_conv_step_inputs
+from decoding_helpers import make_conv_token_inputs, make_token_inputs
 from helpers import split
 from norm_helpers import ADD, GATED, make_add_inputs, make_gated_inputs
 from recurrence_helpers import PLAIN
@@ -35,10 +36,20 @@ class Operator(NamedTuple):
 
     Attributes:
         make: legal keyword arguments on a device, with every tensor that can be there together.
+        named: the Python function, which errors name; the operator's name if empty.
     """
 
     name: str
     make: Callable[[str], dict[str, Any]]
+    named: str = ""
+
+    @property
+    def function(self) -> str:
+        return self.named or self.name
+
+    def may_be_none(self, name: str) -> bool:
+        """Whether the Python function takes None for it, although the operator may not."""
+        return "None" in str(inspect.signature(getattr(ssm_kernels, self.function)).parameters[name].annotation)
 
     @property
     def overload(self) -> torch._ops.OpOverload:
@@ -52,7 +63,7 @@ class Operator(NamedTuple):
             positional, keywords = split(packet, arguments)
             return packet(*positional, **keywords)
 
-        return {"function": getattr(ssm_kernels, self.name), "torch.ops": operator}
+        return {"function": getattr(ssm_kernels, self.function), "torch.ops": operator}
 
     def tensors(self, *, required: bool) -> list[str]:
         """The names of the tensor arguments that must, or need not, be there."""
@@ -78,14 +89,27 @@ def _recurrence_operators(name: str) -> list[Operator]:
     return [Operator(name, scan), Operator(name.replace("_scan", "_step"), step)]
 
 
+def make_decoding_inputs(device: str) -> dict[str, Any]:
+    """Every tensor of a call of a server."""
+    return make_token_inputs(packed=(0, 2, 5), columns=3, destination=3, intermediate=3, dtype=torch.float32, device=device)
+
+
+def make_conv_decoding_inputs(device: str) -> dict[str, Any]:
+    return make_conv_token_inputs(
+        packed=(0, 2, 5), destination=True, accepted=(1, 2), length=6, intermediate=3, dtype=torch.float32, device=device
+    )
+
+
 OPERATORS = {
     operator.name: operator
     for operator in (
         Operator("selective_scan", lambda device: make_inputs(dtype=torch.float32, device=device)),
         Operator("selective_state_update", lambda device: make_step_inputs(slots=3, dtype=torch.float32, device=device)),
+        Operator("selective_state_update_out", make_decoding_inputs, "selective_state_update"),
         Operator("ssd_chunk_scan", lambda device: make_ssd_inputs(resets=[[2]], dtype=torch.float32, device=device)),
         Operator("causal_conv1d", lambda device: make_conv_inputs(seq_idx=True, dtype=torch.float32, device=device)),
         Operator("causal_conv1d_update", lambda device: make_conv_step_inputs(slots=4, dtype=torch.float32, device=device)),
+        Operator("causal_conv1d_update_out", make_conv_decoding_inputs, "causal_conv1d_update"),
         *(operator for name in PLAIN for operator in _recurrence_operators(name)),
         *(Operator(name, lambda device: make_gated_inputs(dtype=torch.float32, device=device)) for name in GATED),
         *(Operator(name, lambda device: make_add_inputs(dtype=torch.float32, device=device)) for name in ADD),
@@ -127,9 +151,13 @@ def test_none_for_a_required_tensor(operator, mode, device):
             arguments = operator.make(device) | {name: None}
             kind = "a tensor or a number" if operator.name.startswith("liquid") and name == "dt" else "a tensor"
             for how, call in operator.calls().items():
+                if how == "function" and operator.may_be_none(name):
+                    call(**arguments)
+                    continue
                 got = "NoneType" if how == "function" and "number" in kind else "None"
                 expected = kind if how == "function" else "a tensor"
-                with pytest.raises(TypeError, match=rf"^{operator.name}: expected {name} to be {expected}, got {got}(\n|$)"):
+                message = rf"^{operator.function}: expected {name} to be {expected}, got {got}(\n|$)"
+                with pytest.raises(TypeError, match=message):
                     call(**arguments)
 
 
@@ -142,9 +170,9 @@ def test_none_for_every_required_tensor(operator, mode, device):
     number = {"dt": 0.1} if operator.name.startswith("liquid") else {}
     with mode():
         positional, keywords = split(getattr(torch.ops.ssm_kernels, operator.name), arguments | dict.fromkeys(required))
-        with pytest.raises(TypeError, match=rf"^{operator.name}: expected {required[0]} to be a tensor, got None(\n|$)"):
+        with pytest.raises(TypeError, match=rf"^{operator.function}: expected {required[0]} to be a tensor, got None(\n|$)"):
             getattr(torch.ops.ssm_kernels, operator.name)(*positional, **keywords)
-        with pytest.raises(TypeError, match=rf"^{operator.name}: expected {required[0]} to be a tensor, got None"):
+        with pytest.raises(TypeError, match=rf"^{operator.function}: expected {required[0]} to be a tensor, got None"):
             operator.calls()["function"](**arguments | dict.fromkeys(required) | number)
 
 
@@ -180,7 +208,7 @@ def test_layouts(operator, mode, layout, device):
             if layout == "mkldnn" and (device != "cpu" or x.dtype != torch.float32 or x.dim() == 0):
                 continue
             assert_raises(
-                operator, arguments | {name: change(x)}, NotImplementedError, f"{operator.name}: expected {name} {message}"
+                operator, arguments | {name: change(x)}, NotImplementedError, f"{operator.function}: expected {name} {message}"
             )
             tried += 1
     assert tried or (layout == "mkldnn" and device != "cpu")
@@ -198,8 +226,8 @@ def test_other_types(operator, mode, value, device):
             takes_numbers = operator.name.startswith("liquid") and name == "dt"
             if takes_numbers and isinstance(value, float):
                 continue
-            kind = "a tensor" + " or a number" * takes_numbers + " or None" * (not required)
-            message = f"{operator.name}: expected {name} to be {kind}, got {type(value).__name__}"
+            kind = "a tensor" + " or a number" * takes_numbers + " or None" * operator.may_be_none(name)
+            message = f"{operator.function}: expected {name} to be {kind}, got {type(value).__name__}"
             with mode(), pytest.raises(TypeError, match=f"^{re.escape(message)}$") as raised:
                 operator.calls()["function"](**operator.make(device) | {name: value})
             assert raised.value.__context__ is None  # the dispatcher's message, with the value
@@ -208,31 +236,31 @@ def test_other_types(operator, mode, value, device):
 @every_operator
 def test_other_types_by_position(operator, device):
     arguments = operator.make(device)
-    for name, parameter in inspect.signature(getattr(ssm_kernels, operator.name)).parameters.items():
+    for name, parameter in inspect.signature(getattr(ssm_kernels, operator.function)).parameters.items():
         if parameter.kind is parameter.POSITIONAL_OR_KEYWORD and name in operator.tensors(required=True):
             before = [*arguments.values()][: [*arguments].index(name)]
             after = {key: arguments[key] for key in [*arguments][len(before) + 1 :]}
-            with pytest.raises(TypeError, match=f"^{operator.name}: expected {name} to be a tensor.*, got str$"):
-                getattr(ssm_kernels, operator.name)(*before, "x", **after)
+            with pytest.raises(TypeError, match=f"^{operator.function}: expected {name} to be a tensor.*, got str$"):
+                getattr(ssm_kernels, operator.function)(*before, "x", **after)
 
 
 @every_operator
 def test_other_errors_are_the_operators_own(operator, device):
     """Errors of calls with the right types pass unchanged, and so do Python's of calls that do not fit the signature."""
-    function, arguments = getattr(ssm_kernels, operator.name), operator.make(device)
+    function, arguments = getattr(ssm_kernels, operator.function), operator.make(device)
     name = operator.tensors(required=True)[0]
-    with pytest.raises(NotImplementedError, match=f"^{operator.name}: expected {name} to be a dense tensor"):
+    with pytest.raises(NotImplementedError, match=f"^{operator.function}: expected {name} to be a dense tensor"):
         function(**arguments | {name: arguments[name].to_sparse()})
-    with pytest.raises(TypeError, match=rf"^{operator.name}\(\) got an unexpected keyword argument 'more'"):
+    with pytest.raises(TypeError, match=rf"^{operator.function}\(\) got an unexpected keyword argument 'more'"):
         function(**arguments, more=1)
-    with pytest.raises(TypeError, match=rf"^{operator.name}\(\) missing .* required"):
+    with pytest.raises(TypeError, match=rf"^{operator.function}\(\) missing .* required"):
         function()
 
 
 @every_operator
 def test_the_function_keeps_its_signature(operator):
-    function = getattr(ssm_kernels, operator.name)
-    assert function.__name__ == operator.name and function.__doc__
+    function = getattr(ssm_kernels, operator.function)
+    assert function.__name__ == operator.function and function.__doc__
     names = [argument.name for argument in operator.overload._schema.arguments if not argument.kwarg_only]
     assert {*names} <= {*inspect.signature(function).parameters}
 

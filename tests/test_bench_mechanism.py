@@ -16,6 +16,7 @@ pytest.importorskip("rich", reason="the benchmarks print their tables with rich"
 from benchmarks import (
     bars,
     bench_causal_conv1d,
+    bench_clients,
     bench_linear_scan,
     bench_norms,
     bench_overhead,
@@ -208,6 +209,7 @@ def smallest(name: str) -> list:
             Norm("add_rms_norm", (2, 24), 16, residual_dtype=torch.float32),
         ],
         "overhead": bench_overhead.cases(argparse.Namespace()),
+        "clients": [bench_clients.ModelCase("mamba2", 1, 64, 20)],
     }
     return cases[name]
 
@@ -215,6 +217,8 @@ def smallest(name: str) -> list:
 @pytest.mark.parametrize("name", [name for name in report.BENCHMARKS if name != "selective_scan_cpu"])
 def test_every_benchmark_measures_its_smallest_cases(name, monkeypatch, tmp_path, capsys):
     """On the CPU, where a call stands for its CUDA graph. Results are right and make tables, figures and a section."""
+    if name == "clients":
+        pytest.importorskip("transformers", reason="transformers is not installed: the extra [clients]")
     monkeypatch.setattr(bench_linear_scan, "COPIED_BYTES", 2**20)
     monkeypatch.setattr(bench_linear_scan, "LAYERS", ((2, 8, 16),))
     path = tmp_path / "result.json"

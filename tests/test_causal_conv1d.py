@@ -37,6 +37,7 @@ every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dty
 every_activation = pytest.mark.parametrize("activation", ["silu", None])
 # How a row is cut into sequences.
 CUTS = {"whole": {}, "seq_idx": {"seq_idx": True}, "packed": {"cu_seqlens": PACKED}}
+CUTS["packed_with_seq_idx"] = CUTS["packed"] | CUTS["seq_idx"]
 every_cut = pytest.mark.parametrize("cut", CUTS.values(), ids=list(CUTS))
 # Sizes of x: whole vectors and several tiles of time, and neither.
 SIZES = {"vectors": {"channels": 136, "seqlen": 328}, "odd": {"channels": 21, "seqlen": 75}}
@@ -195,10 +196,11 @@ def test_sequences_without_steps(cu_seqlens, device):
             assert_matches_reference(inputs)
 
 
+@pytest.mark.parametrize("cut", ["packed", "packed_with_seq_idx"])
 @every_dtype
 @every_size
-def test_packed_equals_one_by_one(size, dtype, device):
-    inputs = make_inputs(**(size | CUTS["packed"]), dtype=dtype, device=device)
+def test_packed_equals_one_by_one(size, dtype, cut, device):
+    inputs = make_inputs(**(size | CUTS[cut]), dtype=dtype, device=device)
     cotangents = make_cotangents(inputs)
     packed = evaluate(with_state, inputs, cotangents)
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5}.get(dtype, 2e-2)
@@ -207,6 +209,7 @@ def test_packed_equals_one_by_one(size, dtype, device):
         one = inputs | {
             "x": inputs["x"][:, begin:end],
             "initial_state": inputs["initial_state"][i : i + 1],
+            "seq_idx": None if inputs["seq_idx"] is None else inputs["seq_idx"][:, begin:end],
             "cu_seqlens": None,
         }
         alone = evaluate(with_state, one, (cotangents[0][:, begin:end], cotangents[1][i : i + 1]))

@@ -15,7 +15,7 @@ import pytest
 import recurrence_helpers
 import torch
 
-from ssm_kernels import recurrences, reference
+from ssm_kernels import compat, recurrences, reference
 
 ROOT = Path(__file__).parents[1]
 
@@ -25,7 +25,9 @@ def snippets() -> list:
     found = []
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         blocks = re.findall(r"^```python\n(import .*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
-        found += [pytest.param(block, id=f"{path.name}-{index}") for index, block in enumerate(blocks)]
+        for index, block in enumerate(blocks):
+            marks = [pytest.mark.clients] if "transformers" in block else []
+            found.append(pytest.param(block, id=f"{path.name}-{index}", marks=marks))
     return found
 
 
@@ -33,7 +35,14 @@ def snippets() -> list:
 @pytest.mark.parametrize("snippet", snippets())
 def test_snippet_runs(snippet):
     torch.manual_seed(0)
-    exec(compile(snippet, "<documentation>", "exec"), {"__name__": "documentation"})
+    if "transformers" in snippet:
+        pytest.importorskip("transformers", reason="transformers is not installed: the extra [clients]")
+    try:
+        exec(compile(snippet, "<documentation>", "exec"), {"__name__": "documentation"})
+    finally:
+        compat.uninstall()
+        if "transformers" in snippet:
+            importlib.import_module("ssm_kernels.integrations.transformers").unpatch()
 
 
 def test_there_are_snippets():
@@ -53,7 +62,7 @@ def test_schemas_of_the_page_are_those_registered():
         name = schema.name.removeprefix("ssm_kernels::")
         if not name.startswith("_"):
             of_one_result = ("selective_state_update", "causal_conv1d_update", "rms_norm_gated", "layer_norm_gated")
-            assert len(schema.returns) == (1 if name in of_one_result else 2)
+            assert len(schema.returns) == (0 if name.endswith("_out") else 1 if name in of_one_result else 2)
         else:
             forms = "_ssd_chunk_scan|_linear_recurrence|_causal_conv1d|_norm_gated|_add_norm"
             forms += "|_mamba2?_mixer|_mamba_conv|_mixer_parameters"

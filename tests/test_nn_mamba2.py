@@ -53,6 +53,50 @@ def test_packed_sequences(name, device):
         torch.testing.assert_close(layer(u, cu_seqlens=cu_seqlens.long()), layer(u, cu_seqlens=cu_seqlens))
 
 
+@pytest.mark.parametrize("name", ["Mamba2", "Mamba2-conv_of_one_step", "Mamba2-with_mlp", "Mamba2-no_norm"])
+@pytest.mark.parametrize("needs_grad", [False, True])
+def test_packed_prompts_fill_a_cache(name, needs_grad, device):
+    """Two packed calls, with sequences without steps, then steps: the same as every sequence in one piece."""
+    layer, cache = make_layer(name, device), new_cache()
+    pieces = [(4, 1, 0, 7), (2, 0, 0, 1)]  # the lengths in each call
+    sequences = [
+        make_sequence(1, sum(lengths) + 3, WIDTH, device=device, seed=i) for i, lengths in enumerate(zip(*pieces, strict=True))
+    ]
+    outputs, done = [[] for _ in sequences], [0] * len(sequences)
+    with torch.set_grad_enabled(needs_grad):
+        for lengths in pieces:
+            u = torch.cat([u[:, t : t + n] for u, t, n in zip(sequences, done, lengths, strict=True)], dim=1)
+            offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+            parts = layer(u, cu_seqlens=offsets, inference_params=cache).split(lengths, dim=1)
+            done = [t + n for t, n in zip(done, lengths, strict=True)]
+            cache.seqlen_offset = max(done)
+            for output, part in zip(outputs, parts, strict=True):
+                output.append(part)
+        for step in range(3):
+            u = torch.cat([u[:, t + step : t + step + 1] for u, t in zip(sequences, done, strict=True)])
+            for output, part in zip(outputs, layer(u, inference_params=cache).split(1), strict=True):
+                output.append(part)
+    for u, output in zip(sequences, outputs, strict=True):
+        assert_all_close(torch.cat(output, dim=1), plain_layers.mamba2(layer, u), *TOLERANCES["Mamba2"][0])
+    if needs_grad:
+        torch.cat([part for output in outputs for part in output], dim=1).sum().backward()
+        assert layer.in_proj.weight.grad.isfinite().all()
+
+
+def test_a_packed_cache_has_a_row_for_each_sequence(device):
+    layer, cache = make_layer("Mamba2", device), new_cache()
+    u, offsets = make_sequence(1, 5, WIDTH, device=device), torch.tensor([0, 2, 5], device=device)
+    layer(u, cu_seqlens=offsets, inference_params=cache)
+    before = [state.clone() for state in cache.key_value_memory_dict[0]]
+    assert [len(state) for state in before] == [2, 2]
+    with pytest.raises(ValueError, match=says("Mamba2: expected a batch of 2 as in the cache, got 3")):
+        layer(u, cu_seqlens=torch.tensor([0, 2, 4, 5], device=device), inference_params=cache)
+    with pytest.raises(ValueError, match=says("expected batch 1 with cu_seqlens, got 2")):
+        layer(u.expand(2, -1, -1), cu_seqlens=offsets, inference_params=cache)
+    layer(u[:, :0], cu_seqlens=torch.zeros_like(offsets), inference_params=cache)
+    assert all(not state.any() for state in cache.key_value_memory_dict[0])  # offset 0: the sequences start anew
+
+
 def test_seq_idx(device):
     """A number that comes again is another sequence, unless it comes at once."""
     layer, u = make_layer("Mamba2", device), make_sequence(2, 9, WIDTH, device=device)
@@ -60,6 +104,14 @@ def test_seq_idx(device):
     expected = torch.cat([one_by_one(layer, u[:1], (0, 3, 4, 8, 9)), one_by_one(layer, u[1:], (0, 9))])
     for dtype in (torch.int32, torch.int64):
         assert_all_close(layer(u, seq_idx=torch.tensor(rows, dtype=dtype, device=device)), expected)
+
+
+def test_seq_idx_with_cu_seqlens(device):
+    """Sequences begin where either says so; here seq_idx also changes with the second packed sequence."""
+    layer, u = make_layer("Mamba2", device), make_sequence(1, 9, WIDTH, device=device)
+    seq_idx = torch.tensor([[4, 4, 0, 1, 1, 1, 1, 7, 7]], device=device)
+    offsets = torch.tensor([0, 0, 3, 5, 9], device=device)
+    assert_all_close(layer(u, seq_idx=seq_idx, cu_seqlens=offsets), one_by_one(layer, u, (0, 2, 3, 5, 7, 9)))
 
 
 # ----- flattened batches
@@ -98,16 +150,15 @@ def test_flattened_prefill_and_step(device):
 # ----- errors
 
 OFFSETS, NUMBERS = torch.tensor([0, 4, 9]), torch.zeros(1, 9, dtype=torch.int32)
-STATES = "expected no inference_params with seq_idx or cu_seqlens"
+STATES = "expected no inference_params with seq_idx"
 
 
 @pytest.mark.parametrize(
     "shape, options, message",
     [
         ((1, 9, 6), {"seq_idx": NUMBERS, "inference_params": new_cache()}, STATES),
-        ((1, 9, 6), {"cu_seqlens": OFFSETS, "inference_params": new_cache()}, STATES),
         ((1, 9, 6), {"seq_idx": NUMBERS[:, :8]}, "expected seq_idx of shape (batch, seqlen) = [1, 9], got [1, 8]"),
-        ((1, 9, 6), {"seq_idx": NUMBERS, "cu_seqlens": OFFSETS}, "expected seq_idx or cu_seqlens, got both"),
+        ((1, 9, 6), {"seq_idx": NUMBERS, "cu_seqlens": OFFSETS, "inference_params": new_cache()}, STATES),
         ((2, 9, 6), {"cu_seqlens": OFFSETS}, "expected batch 1 with cu_seqlens, got 2"),
         ((1, 9, 6), {"cu_seqlens": torch.tensor([0, 8])}, "expected cu_seqlens to end at seqlen = 9, got 8"),
         ((1, 9, 6), {"cu_seqlens": OFFSETS[None]}, "expected cu_seqlens of shape (sequences + 1,), got [1, 3]"),

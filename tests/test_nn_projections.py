@@ -87,3 +87,46 @@ def test_a_linear_layer_in_the_place_of_dt_proj_adds_its_bias_itself(name):
     layer.dt_proj = nn.Linear(projection.in_features, projection.out_features, dtype=torch.float64)
     layer.dt_proj.load_state_dict(projection.state_dict())
     torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("call", [lambda layer, x: layer(x), decode], ids=["forward", "step"])
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated:FutureWarning")
+def test_hooks_that_compute_the_weight_of_the_convolution(name, call):
+    """torch.nn.utils.weight_norm computes it in a hook, which sees no call of conv1d."""
+    layer, x = make_layer(name), make_sequence(2, 5, WIDTH)
+    with torch.no_grad():
+        first = call(layer, x)
+        nn.utils.weight_norm(layer.conv1d)
+        torch.testing.assert_close(call(layer, x), first)
+        layer.conv1d.weight_g.mul_(2)
+        actual = call(layer, x)
+        nn.utils.remove_weight_norm(layer.conv1d)
+        torch.testing.assert_close(actual, call(layer, x))
+    assert (actual - first).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", MIXERS)
+def test_weight_norm_of_every_projection_trains(name):
+    layer, x = make_layer(name), make_sequence(2, 5, WIDTH)
+    expected = layer(x)
+    modules = [*projections(layer).values(), layer.conv1d]
+    for module in modules:
+        nn.utils.parametrizations.weight_norm(module)
+    torch.testing.assert_close(layer(x), expected)
+    layer(x).square().sum().backward()
+    for module in modules:
+        assert all(p.grad.abs().max() > 0 for p in module.parametrizations.weight.parameters())
+
+
+@pytest.mark.parametrize("name", MIXERS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_dynamically_quantized_projections(name):
+    layer = make_layer(name, dtype=torch.float32)
+    x = make_sequence(2, 5, WIDTH, dtype=torch.float32)
+    quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, dtype=torch.qint8)
+    assert type(quantized.in_proj) is not nn.Linear and type(quantized.out_proj) is not nn.Linear
+    with torch.no_grad():
+        expected, actual = layer(x), quantized(x)
+        assert 0 < (actual - expected).norm() < 0.1 * expected.norm()
+        assert (decode(quantized, x) - expected).norm() < 0.1 * expected.norm()

@@ -194,7 +194,7 @@ UPDATE_SHAPES: Shapes = {
         (f"{BDN} or (batch, heads, headdim, dstate)", [(6, 4)]),
         (f"{BDN} = [2, 6, 4]", [(3, 6, 4), (1, 6, 4), (2, 5, 4)]),
     ],
-    "x": [("(batch, dim)", [(2,), (2, 6, 1)])],
+    "x": [("(batch, dim)", [(2,), (2, 6, 1, 1)])],
     "dt": [("(batch, dim) = [2, 6]", [(2, 1)])],
     "A": [(f"{DN} = [6, 4]", [(6, 1), (2, 6, 4)])],
     "B": [
@@ -206,7 +206,7 @@ UPDATE_SHAPES: Shapes = {
     "D": [("(dim,) = [6]", [(1,), (6, 4)])],
     "z": [("(batch, dim) = [2, 6]", [(1, 6)])],
     "dt_bias": [("(dim,) = [6]", [(2, 6)])],
-    "state_batch_indices": [("(batch,) = [2]", [(3,), (1,), (2, 1), ()])],
+    "state_batch_indices": [("(batch,) = [2]", [(3,), (1,), (2, 1, 1), ()])],
 }
 UPDATE_SHAPES_WITH_HEADS: Shapes = {
     "state": [("(batch, heads, headdim, dstate) = [2, 3, 6, 4]", [(2, 3, 5, 4)])],
@@ -315,8 +315,9 @@ def test_shape_of_offsets(function, shape, device):
 @over([SSD, CONV])
 def test_both_ways_of_packing(function, device):
     inputs = function.inputs(**function.indices[1], device=device)
-    inputs["seq_idx"] = torch.zeros(inputs["x"].shape[:2], dtype=torch.int32, device=device)
-    message = "expected seq_idx or cu_seqlens, got both: each says where sequences begin"
+    seqlen = inputs["x"].shape[1]
+    inputs["seq_idx"] = torch.zeros(1, seqlen + 1, dtype=torch.int32, device=device)
+    message = f"expected seq_idx of shape (batch, seqlen) = [1, {seqlen}], got [1, {seqlen + 1}]"
     assert_refuses(function, inputs, ValueError, message)
 
 

@@ -265,6 +265,25 @@ def test_packed_sequences_one_by_one(device):
             torch.testing.assert_close(final_states[i : i + 1], last, rtol=1e-11, atol=1e-11)
 
 
+def test_resets_in_packed_sequences(device):
+    """seq_idx changes at first steps of packed sequences, inside chunks and at their borders, and the states are those of
+    cu_seqlens."""
+    cu_seqlens, resets = (0, 0, 1, 65, 65, 193, 200, 200), (1, 40, 65, 66, 129, 150, 192, 199)
+    for with_states, chunk_size in itertools.product((True, False), (None, 16, 64)):
+        options = {"initial_states": with_states, "chunk_size": chunk_size}
+        inputs = make_inputs(cu_seqlens=cu_seqlens, resets=(resets,), device=device, **options)
+        cotangents = make_cotangents(inputs)
+        packed = evaluate(scan, inputs, cotangents)
+        for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens)):
+            state = inputs["initial_states"][i : i + 1] if with_states else None
+            one = at_steps(inputs, slice(begin, end)) | {"initial_states": state, "cu_seqlens": None}
+            alone = evaluate(scan, one, (cotangents[0][:, begin:end], cotangents[1][i : i + 1]))
+            for name in ("out", "grad_x", "grad_dt", "grad_B", "grad_C", "grad_z"):
+                torch.testing.assert_close(packed[name][:, begin:end], alone[name], rtol=1e-10, atol=1e-10)
+            for name in ("final_states", *(["grad_initial_states"] if with_states else [])):
+                torch.testing.assert_close(packed[name][i : i + 1], alone[name], rtol=1e-10, atol=1e-10)
+
+
 def test_offsets_of_either_dtype_and_any_stride(device):
     inputs = make_inputs(cu_seqlens=PACKED, device=device)
     expected = evaluate(scan, inputs)

@@ -71,10 +71,12 @@ PACKINGS = {
 }
 
 
+@pytest.mark.parametrize("with_resets", [False, True], ids=["whole", "resets"])
 @pytest.mark.parametrize("initial_states", [True, False], ids=["states", "no_states"])
 @pytest.mark.parametrize("cu_seqlens", PACKINGS.values(), ids=list(PACKINGS))
-def test_packed_sequences(cu_seqlens, initial_states):
-    inputs = inputs_on_cuda(cu_seqlens=cu_seqlens, initial_states=initial_states)
+def test_packed_sequences(cu_seqlens, initial_states, with_resets):
+    resets = [sorted({*cu_seqlens[1:-1], *range(7, cu_seqlens[-1], 32)})] if with_resets else None
+    inputs = inputs_on_cuda(cu_seqlens=cu_seqlens, resets=resets, initial_states=initial_states)
     results = assert_accurate(inputs)
     if initial_states:
         empty = [i for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens)) if begin == end]
@@ -115,6 +117,7 @@ CUT = {"batch": 1, "heads": 2, "groups": 1, "seqlen": 64 * 23 + 5}
 # Sequences with no chunks, with fewer chunks than segments, and with more.
 CUT_PACKING = (0, 0, 579, 579, 580, 768, 1477, 1477)
 CUT_OPTIONS = [{}, {"resets": ((700,),)}, {"cu_seqlens": CUT_PACKING}]
+CUT_OPTIONS.append(CUT_OPTIONS[1] | CUT_OPTIONS[2])
 
 
 def cut_inputs_on_cuda(**options: Any) -> dict[str, Any]:
@@ -130,7 +133,7 @@ def test_split_work_tiles(heads, headdim, dstate, seqlen, dtype):
 
 
 @pytest.mark.parametrize("through", [0, 1], ids=["out", "final_states"])
-@pytest.mark.parametrize("options", CUT_OPTIONS, ids=["one_sequence", "resets", "packed"])
+@pytest.mark.parametrize("options", CUT_OPTIONS, ids=["one_sequence", "resets", "packed", "packed_with_resets"])
 def test_split_work_tiles_with_the_gradient_of_one_result(options, through):
     inputs = cut_inputs_on_cuda(**options)
     cotangents = tuple(x if i == through else None for i, x in enumerate(make_cotangents(inputs)))

@@ -8,11 +8,14 @@
 //
 // A batch row is one sequence, unless `ids` divides it: a new sequence begins wherever the id of a step differs from that of
 // the previous step. With seq_idx the ids are arbitrary, and each batch row has one initial state, of its first sequence, and
-// one final state, of its last. With cu_seqlens the ids count the sequences, each of which has its own states.
+// one final state, of its last. With cu_seqlens the ids count its sequences, each of which has its own states. Where seq_idx
+// divides these further into parts, the first part has the initial state and the last the final state; the flags below, added
+// to the ids, say which parts those are not.
 #pragma once
 
 #include <cstdint>
 
+#include "common/decoding_rows.h"
 #include "common/macros.h"
 #include "common/scalar_kind.h"
 
@@ -45,6 +48,9 @@ struct ParameterView {
   bool is_input_kind = false;
 };
 
+// Of ids with has_state_of_each_sequence, above the bits of the sequence's number. kOddPart tells a part from the next one.
+constexpr int64_t kOddPart = int64_t(1) << 32, kNoInitialState = kOddPart << 1, kNoFinalState = kOddPart << 2;
+
 // The id of each step's sequence, (batch, seqlen), data null if each batch row is one sequence.
 struct IdView {
   const void* data = nullptr;
@@ -76,11 +82,14 @@ struct ConvParams {
   }
   // The index among the states of the sequence that begins or ends at step t; negative if it has no state.
   SSM_HOST_DEVICE int64_t state_of_first_step(int64_t b, int64_t t) const {
-    return has_state_of_each_sequence ? ids.at(b, t) : t == 0 ? b : -1;
+    return has_state_of_each_sequence ? state_of(ids.at(b, t), kNoInitialState) : t == 0 ? b : -1;
   }
   SSM_HOST_DEVICE int64_t state_of_last_step(int64_t b, int64_t t) const {
-    return has_state_of_each_sequence ? ids.at(b, t) : t == seqlen - 1 ? b : -1;
+    return has_state_of_each_sequence ? state_of(ids.at(b, t), kNoFinalState) : t == seqlen - 1 ? b : -1;
   }
+
+ private:
+  static SSM_HOST_DEVICE int64_t state_of(int64_t id, int64_t flag) { return (id & flag) != 0 ? -1 : id & (kOddPart - 1); }
 };
 
 struct ConvFwdParams : ConvParams {
@@ -112,5 +121,29 @@ struct ConvUpdateParams {
   StateView state;
   IdView slots_of_batch;  // (batch,), one index per entry; data null if entry b uses slot b
 };
+
+// What a call has beside as many steps for each row and one slot for it: the rows, and a (entries, tokens, channels, width - 1)
+// buffer of the inputs before the step that follows each token. Packed tokens are steps of x and out without a batch stride.
+//
+// With num_accepted_tokens the state is as speculative decoding leaves it: the last width - 2 inputs before the tokens of the
+// previous call, then these tokens. Of them `accepted` stay; the window of a row, the width - 1 inputs before its first token,
+// ends with the last of these.
+struct ConvTokenParams {
+  DecodingRows rows;
+  StateView windows;  // stride_sequence between entries
+  int64_t windows_token = 0;
+};
+
+// How a row rolls its state: element i, for i < count, becomes element i + shift of the first `end` elements of the state
+// followed by the row's tokens.
+struct Roll {
+  int64_t end, shift, count;
+};
+SSM_HOST_DEVICE Roll roll_of(const ConvUpdateParams& p) { return {p.state_length, p.seqlen, p.state_length}; }
+SSM_HOST_DEVICE Roll roll_of(const ConvUpdateParams& p, const DecodingRows& rows, int64_t b, int64_t tokens) {
+  if (rows.num_accepted_tokens.data == nullptr) return {p.state_length, tokens, p.state_length};
+  const int64_t accepted = rows.accepted(b, p.state_length - p.width + 2), count = p.width - 2 + tokens;
+  return {accepted + p.width - 2, accepted, count < p.state_length ? count : p.state_length};
+}
 
 }  // namespace ssm_kernels::causal_conv1d

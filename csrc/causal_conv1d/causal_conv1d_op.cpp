@@ -95,9 +95,21 @@ OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor&
 }
 
 at::Tensor sequence_ids(const Inputs& in) {
-  if (is_present(in.seq_idx)) return *in.seq_idx;
-  if (!is_present(in.cu_seqlens)) return {};
-  return sequence_at(*in.cu_seqlens, at::arange(in.x.size(1), in.cu_seqlens->options()));
+  if (!is_present(in.cu_seqlens)) return is_present(in.seq_idx) ? *in.seq_idx : at::Tensor();
+  const int64_t seqlen = in.x.size(1);
+  const at::Tensor packed = sequence_at(*in.cu_seqlens, at::arange(seqlen, in.cu_seqlens->options())).unsqueeze(0);
+  if (!is_present(in.seq_idx) || seqlen == 0) return packed;
+  const at::Tensor part = sequence_starts(*in.seq_idx).logical_or_(sequence_starts(packed)).cumsum(1);
+  // Whether a step belongs to another part than its sequence's first or last step.
+  const auto is_not_part_of = [&](const at::Tensor& steps) {
+    return part.ne(part.gather(1, steps.clamp(0, seqlen - 1).index_select(0, packed.flatten()).unsqueeze(0)));
+  };
+  const at::Tensor cu_seqlens = in.cu_seqlens->to(at::kLong);
+  const at::Tensor first = cu_seqlens.slice(0, 0, -1), last = cu_seqlens.slice(0, 1).sub(1);
+  return packed.to(at::kLong)
+      .add_(part.remainder(2), kOddPart)
+      .add_(is_not_part_of(first), kNoInitialState)
+      .add_(is_not_part_of(last), kNoFinalState);
 }
 
 namespace {
@@ -133,11 +145,7 @@ void fill_params(ConvParams& params, const Inputs& in, const at::Tensor& ids) {
   params.has_state_of_each_sequence = is_present(in.cu_seqlens);
   params.x = view_of<SequenceView>(in.x, Access::kRead);
   params.initial_state = view_of<StateView>(in.initial_state, Access::kRead);
-  if (ids.defined()) {
-    const bool has_rows = ids.dim() == 2;
-    params.ids = {ids.const_data_ptr(), ids.scalar_type() == at::kLong, has_rows ? ids.stride(0) : 0,
-                  ids.stride(has_rows ? 1 : 0)};
-  }
+  if (ids.defined()) params.ids = {ids.const_data_ptr(), ids.scalar_type() == at::kLong, ids.stride(0), ids.stride(1)};
 }
 
 }  // namespace
@@ -164,33 +172,73 @@ ConvBwdParams make_bwd_params(const BwdInputs& bwd, const OptionalTensor& grad_o
   return params;
 }
 
+namespace {
+
+// The checks of all arguments but those that choose slots. `rows`: the number of states without them.
+void check_steps(const ArgumentChecks& checks, const UpdateInputs& in, const c10::SymInt& rows, const char* state_axes) {
+  const c10::SymInt channels = in.x.sym_size(-1);
+  check_parameters(checks, in.weight, in.bias, channels);
+  checks.rank("conv_state", in.conv_state, 3, state_axes);
+  const c10::SymInt length = in.conv_state.sym_size(2);
+  const bool has_indices = is_present(in.state_batch_indices);
+  checks.parameter("conv_state", in.conv_state, state_axes, {has_indices ? in.conv_state.sym_size(0) : rows, channels, length});
+  TORCH_CHECK_VALUE(length >= in.weight.sym_size(1) - 1, kUpdateOp,
+                    ": expected conv_state of at least width - 1 = ", in.weight.sym_size(1) - 1, " steps, got ",
+                    in.conv_state.sym_sizes());
+  has_silu(kUpdateOp, in.activation);
+}
+
+}  // namespace
+
 void check_update_inputs(const UpdateInputs& in) {
   check_defined(kUpdateOp, "conv_state", in.conv_state);
   const ArgumentChecks checks(kUpdateOp, "x", in.x);
   TORCH_CHECK_VALUE(in.x.dim() == 2 || in.x.dim() == 3, kUpdateOp,
                     ": expected x of shape (batch, channels) or (batch, seqlen, channels), got ", in.x.sym_sizes());
-  const c10::SymInt batch = in.x.sym_size(0), channels = in.x.sym_size(-1);
-  check_parameters(checks, in.weight, in.bias, channels);
-  checks.rank("conv_state", in.conv_state, 3, "(batch, channels, length)");
-  const c10::SymInt length = in.conv_state.sym_size(2);
-  const bool has_indices = is_present(in.state_batch_indices);
-  checks.parameter("conv_state", in.conv_state, "(batch, channels, length)",
-                   {has_indices ? in.conv_state.sym_size(0) : batch, channels, length});
-  TORCH_CHECK_VALUE(length >= in.weight.sym_size(1) - 1, kUpdateOp,
-                    ": expected conv_state of at least width - 1 = ", in.weight.sym_size(1) - 1, " steps, got ",
-                    in.conv_state.sym_sizes());
+  const c10::SymInt batch = in.x.sym_size(0);
+  check_steps(checks, in, batch, "(batch, channels, length)");
   checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {batch});
-  has_silu(kUpdateOp, in.activation);
+}
+
+void check_update_out_inputs(const UpdateOutInputs& in) {
+  check_defined(kUpdateOp, "conv_state", in.conv_state);
+  const ArgumentChecks checks(kUpdateOp, "x", in.x);
+  const bool is_packed = is_present(in.cu_seqlens);
+  TORCH_CHECK_VALUE(is_packed || in.x.dim() == 2 || in.x.dim() == 3, kUpdateOp,
+                    ": expected x of shape (batch, channels) or (batch, seqlen, channels), got ", in.x.sym_sizes());
+  const c10::SymInt rows = count_rows(checks, in.cu_seqlens, in.x);
+  if (is_packed) checks.rank("x", in.x, 2, "(tokens, channels)");
+  check_steps(checks, in, rows, is_packed ? "(sequences, channels, length)" : "(batch, channels, length)");
+  const c10::SymInt tokens = in.x.dim() == 3 ? in.x.sym_size(1) : c10::SymInt(1);
+  check_decoding_options(checks, in.decoding(), rows, is_packed ? std::nullopt : std::optional(tokens), /*has_columns=*/false);
+  const char* const axes = is_packed ? "(tokens, channels)" : in.x.dim() == 2 ? "(batch, channels)" : kSequence;
+  checks.tensor("out", in.out, axes, in.x.sym_sizes(), in.x.scalar_type());
+  const c10::SymInt past = in.weight.sym_size(1) - 1, length = in.conv_state.sym_size(2);
+  TORCH_CHECK_VALUE(!is_present(in.num_accepted_tokens) || is_packed || length >= past - 1 + tokens, kUpdateOp,
+                    ": expected conv_state of at least width - 2 + seqlen = ", past - 1 + tokens,
+                    " steps with num_accepted_tokens, got ", in.conv_state.sym_sizes());
+  if (is_present(in.intermediate_conv_window)) {
+    const at::Tensor& windows = *in.intermediate_conv_window;
+    constexpr char kWindows[] = "(entries, seqlen, channels, width - 1)";
+    checks.rank("intermediate_conv_window", windows, 4, kWindows);
+    checks.tensor(
+        "intermediate_conv_window", windows, kWindows,
+        {is_present(in.intermediate_state_indices) ? windows.sym_size(0) : rows, windows.sym_size(1), in.x.sym_size(-1), past},
+        in.conv_state.scalar_type());
+    TORCH_CHECK_VALUE(is_packed || windows.sym_size(1) >= tokens, kUpdateOp, ": expected intermediate_conv_window for ", tokens,
+                      " tokens, got ", windows.sym_sizes());
+  }
 }
 
 at::Tensor allocate_update(const UpdateInputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
 
-ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& out) {
-  check_in_place(kUpdateOp, "conv_state", in.conv_state,
-                 {{"x", in.x}, {"weight", in.weight}, {"bias", in.bias}, {"state_batch_indices", in.state_batch_indices}});
-  const bool has_steps = in.x.dim() == 3;
+namespace {
+
+// All but the slots of the rows.
+ConvUpdateParams make_step_params(const UpdateInputs& in, const at::Tensor& out, bool is_packed) {
   const auto view = [&](const at::Tensor& tensor, Access access) {
-    return SequenceView{data_of(tensor, access), tensor.stride(0), has_steps ? tensor.stride(1) : 0, tensor.stride(-1)};
+    if (is_packed) return SequenceView{data_of(tensor, access), 0, tensor.stride(0), tensor.stride(1)};
+    return SequenceView{data_of(tensor, access), tensor.stride(0), tensor.dim() == 3 ? tensor.stride(1) : 0, tensor.stride(-1)};
   };
   ConvUpdateParams params;
   fill_shared_params(params, in);
@@ -200,9 +248,57 @@ ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& ou
   params.x = view(in.x, Access::kRead);
   params.out = view(out, Access::kWrite);
   params.state = {in.conv_state.mutable_data_ptr(), in.conv_state.stride(0), in.conv_state.stride(1), in.conv_state.stride(2)};
-  if (is_present(in.state_batch_indices)) {
-    const at::Tensor& indices = *in.state_batch_indices;
-    params.slots_of_batch = {indices.const_data_ptr(), indices.scalar_type() == at::kLong, indices.stride(0), 0};
+  return params;
+}
+
+void set_slots(ConvUpdateParams& params, const OptionalTensor& slots) {
+  if (is_present(slots)) {
+    params.slots_of_batch = {slots->const_data_ptr(), slots->scalar_type() == at::kLong, slots->stride(0), 0};
+  }
+}
+
+// Raises if elements of a tensor that is written to share memory with each other or with an argument that is not.
+void check_written(const char* name, const at::Tensor& written, const UpdateOutInputs& in) {
+  check_in_place(kUpdateOp, name, written,
+                 {{"x", in.x},
+                  {"weight", in.weight},
+                  {"bias", in.bias},
+                  {"state_batch_indices", in.state_batch_indices},
+                  {"dst_state_batch_indices", in.dst_state_batch_indices},
+                  {"num_accepted_tokens", in.num_accepted_tokens},
+                  {"cu_seqlens", in.cu_seqlens},
+                  {"intermediate_state_indices", in.intermediate_state_indices}});
+}
+
+}  // namespace
+
+ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& out) {
+  check_in_place(kUpdateOp, "conv_state", in.conv_state,
+                 {{"x", in.x}, {"weight", in.weight}, {"bias", in.bias}, {"state_batch_indices", in.state_batch_indices}});
+  ConvUpdateParams params = make_step_params(in, out, /*is_packed=*/false);
+  set_slots(params, in.state_batch_indices);
+  return params;
+}
+
+ConvUpdateParams make_update_out_params(const UpdateOutInputs& in, ConvTokenParams& tokens) {
+  check_written("conv_state", in.conv_state, in);
+  check_written("out", in.out, in);
+  check_in_place(kUpdateOp, "conv_state", in.conv_state,
+                 {{"out", in.out}, {"intermediate_conv_window", in.intermediate_conv_window}});
+  if (is_present(in.intermediate_conv_window)) {
+    check_written("intermediate_conv_window", *in.intermediate_conv_window, in);
+    check_in_place(kUpdateOp, "intermediate_conv_window", *in.intermediate_conv_window, {{"out", in.out}});
+  }
+  const bool is_packed = is_present(in.cu_seqlens);
+  ConvUpdateParams params = make_step_params(in, in.out, is_packed);
+  const int64_t all_tokens = is_packed ? in.x.size(0) : params.seqlen;
+  if (is_packed) params.batch = in.cu_seqlens->size(0) - 1;
+  if (in.is_plain()) set_slots(params, in.state_batch_indices);
+  tokens.rows = make_decoding_rows(in.decoding(), params.batch, all_tokens);
+  if (is_present(in.intermediate_conv_window)) {
+    const at::Tensor& windows = *in.intermediate_conv_window;
+    tokens.windows = {windows.mutable_data_ptr(), windows.stride(0), windows.stride(2), windows.stride(3)};
+    tokens.windows_token = windows.stride(1);
   }
   return params;
 }
@@ -239,7 +335,7 @@ CausalConv1d::Result causal_conv1d(const PublicInputs& in) {
 struct CausalConv1dUpdate : InPlaceOp<UpdateInputs> {
   static constexpr char kSchema[] = "ssm_kernels::causal_conv1d_update";
 
-  static const at::Tensor& written(const UpdateInputs& in) { return in.conv_state; }
+  static void count_writes(const UpdateInputs& in) { torch::autograd::increment_version(in.conv_state); }
 
   // The state is written to and is not cast: it has the dtype of the cast x, or is float32.
   static void cast(UpdateInputs& in, const Autocast& to) {
@@ -252,13 +348,36 @@ struct CausalConv1dUpdate : InPlaceOp<UpdateInputs> {
 at::Tensor update_autograd(c10::DispatchKeySet keys, const UpdateInputs& in) {
   const auto& op = operator_of<CausalConv1dUpdate>();
   op.check(in);
-  const auto has_tangent = [](const auto&... tensors) { return (torch::autograd::isFwGradDefined(tensors) || ...); };
-  TORCH_CHECK_NOT_IMPLEMENTED(!has_tangent(in.x, in.conv_state, in.weight, in.bias), kUpdateOp,
-                              ": forward-mode differentiation is not supported");
-  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(in.x, in.conv_state, in.weight, in.bias), kUpdateOp,
-                              " is not differentiable: train with causal_conv1d, and decode under torch.no_grad()");
+  check_not_differentiated(kUpdateOp, "train with causal_conv1d, and decode under torch.no_grad()", in.x, in.conv_state,
+                           in.weight, in.bias);
   at::AutoDispatchBelowAutograd guard;
   return op.redispatch(keys & c10::after_autograd_keyset, in);
+}
+
+struct CausalConv1dUpdateOut : InPlaceOp<UpdateOutInputs, NoResult> {
+  static constexpr char kSchema[] = "ssm_kernels::causal_conv1d_update_out";
+
+  static void count_writes(const UpdateOutInputs& in) {
+    if (!in.disable_state_update) torch::autograd::increment_version(in.conv_state);
+    torch::autograd::increment_version(in.out);
+    if (is_present(in.intermediate_conv_window)) torch::autograd::increment_version(*in.intermediate_conv_window);
+  }
+
+  static void cast(UpdateOutInputs& in, const Autocast& to) { CausalConv1dUpdate::cast(in, to); }
+};
+
+NoResult update_out_autograd(c10::DispatchKeySet keys, const UpdateOutInputs& in) {
+  const auto& op = operator_of<CausalConv1dUpdateOut>();
+  op.check(in);
+  check_not_differentiated(kUpdateOp, "train with causal_conv1d, and decode under torch.no_grad()", in.x, in.conv_state,
+                           in.weight, in.bias, in.out, in.intermediate_conv_window);
+  at::AutoDispatchBelowAutograd guard;
+  return op.redispatch(keys & c10::after_autograd_keyset, in);
+}
+
+NoResult update_out_meta(const UpdateOutInputs& in) {
+  check_update_out_inputs(in);
+  return {};
 }
 
 }  // namespace
@@ -267,13 +386,17 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&causa
 
 SSM_DIFFERENTIABLE_OPERATOR(CausalConv1d)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&update_autograd>(m, "causal_conv1d_update"); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
+  implement<&update_autograd>(m, "causal_conv1d_update");
+  implement<&update_out_autograd>(m, "causal_conv1d_update_out");
+}
 
 SSM_IN_PLACE_OPERATOR(CausalConv1dUpdate)
+SSM_IN_PLACE_OPERATOR(CausalConv1dUpdateOut)
 
 TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
   register_kernels<&meta<check_inputs, allocate_fwd, Inputs>, &meta<check_inputs, allocate_bwd, BwdInputs>,
-                   &meta<check_update_inputs, allocate_update, UpdateInputs>>(m);
+                   &meta<check_update_inputs, allocate_update, UpdateInputs>, &update_out_meta>(m);
 }
 
 }  // namespace ssm_kernels::causal_conv1d

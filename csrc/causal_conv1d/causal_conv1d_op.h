@@ -13,6 +13,7 @@
 #include "causal_conv1d/causal_conv1d.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/slot_indices.h"
 
 namespace ssm_kernels::causal_conv1d {
 
@@ -68,7 +69,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd);
 // grad_out with the contiguous axis of x. The kernels advance along one axis, and a copy costs less than strided reads.
 OptionalTensor grad_out_like_x(const OptionalTensor& grad_out, const at::Tensor& x);
 
-// The id of each step's sequence; undefined if each batch row is one sequence. The params keep a pointer to it.
+// The tensor of ConvParams::ids, (batch, seqlen); undefined if each batch row is one sequence. The params keep a pointer to it.
 at::Tensor sequence_ids(const Inputs& in);
 
 ConvFwdParams make_fwd_params(const Inputs& in, const at::Tensor& ids, const FwdOutputs& outputs);
@@ -90,6 +91,34 @@ at::Tensor allocate_update(const UpdateInputs& in);
 // Also raises if two elements of the state share memory, or the state shares memory with an input.
 ConvUpdateParams make_update_params(const UpdateInputs& in, const at::Tensor& out);
 
+// Arguments of causal_conv1d_update_out, with which the Python function serves those that the other operator lacks.
+struct UpdateOutInputs : UpdateInputs {
+  at::Tensor out;
+  OptionalTensor dst_state_batch_indices;
+  std::optional<int64_t> pad_slot_id;
+  OptionalTensor num_accepted_tokens, cu_seqlens, intermediate_conv_window, intermediate_state_indices;
+  bool disable_state_update = false;
+
+  auto fields() {
+    return std::tuple_cat(UpdateInputs::fields(),
+                          std::tie(out, dst_state_batch_indices, pad_slot_id, num_accepted_tokens, cu_seqlens,
+                                   intermediate_conv_window, intermediate_state_indices, disable_state_update));
+  }
+
+  DecodingOptions decoding() const {
+    return {state_batch_indices,      dst_state_batch_indices,    pad_slot_id,         num_accepted_tokens, cu_seqlens,
+            intermediate_conv_window, intermediate_state_indices, disable_state_update};
+  }
+  // Whether the other operator, given `out`, would do the same.
+  bool is_plain() const {
+    return !has_other_slots(state_batch_indices, dst_state_batch_indices, pad_slot_id) && !is_present(num_accepted_tokens) &&
+           !is_present(cu_seqlens) && !is_present(intermediate_conv_window) && !disable_state_update;
+  }
+};
+void check_update_out_inputs(const UpdateOutInputs& in);
+// Fills in `tokens` too. Also raises if a tensor that is written to shares memory with another argument.
+ConvUpdateParams make_update_out_params(const UpdateOutInputs& in, ConvTokenParams& tokens);
+
 // Like bwd, but writes grad_x to the caller's tensor. That tensor is not a result: results must not share memory with
 // arguments.
 template <GradTensors (*bwd)(const BwdInputs&)>
@@ -99,16 +128,19 @@ BwdOutGrads bwd_out(BwdOutInputs& in) {
   return {std::move(grads[kGradWeight]), std::move(grads[kGradBias]), std::move(grads[kGradInitialState])};
 }
 
-template <FwdOutputs (*fwd)(const Inputs&), GradTensors (*bwd)(const BwdInputs&), at::Tensor (*update)(const UpdateInputs&)>
+template <FwdOutputs (*fwd)(const Inputs&), GradTensors (*bwd)(const BwdInputs&), at::Tensor (*update)(const UpdateInputs&),
+          NoResult (*update_out)(const UpdateOutInputs&)>
 void register_kernels(torch::Library& m) {
   implement<fwd>(m, "_causal_conv1d_fwd");
   implement<bwd>(m, "_causal_conv1d_bwd");
   implement<&bwd_out<bwd>>(m, "_causal_conv1d_bwd_out");
   implement<update>(m, "causal_conv1d_update");
+  implement<update_out>(m, "causal_conv1d_update_out");
 }
 
 // The operators' kernels for a device. Device has Guard, which is constructed from the inputs and lives during the call;
-// run(params, x) for each kind of params; and adds_grads(params), whether backward's kernels read grad_out_2.
+// run(params, x) for each kind of params, run(params, tokens) for steps; and adds_grads(params), whether backward's kernels
+// read grad_out_2.
 template <typename Device>
 struct Kernels {
   static FwdOutputs fwd(const Inputs& in) {
@@ -144,11 +176,20 @@ struct Kernels {
     check_update_inputs(in);
     const typename Device::Guard guard(in);
     at::Tensor out = allocate_update(in);
-    if (out.numel() > 0) Device::run(make_update_params(in, out), in.x);
+    if (out.numel() > 0) Device::run(make_update_params(in, out), /*tokens=*/nullptr);
     return out;
   }
 
-  static void register_in(torch::Library& m) { register_kernels<&fwd, &bwd, &update>(m); }
+  static NoResult update_out(const UpdateOutInputs& in) {
+    check_update_out_inputs(in);
+    ConvTokenParams tokens;
+    const ConvUpdateParams params = make_update_out_params(in, tokens);
+    const typename Device::Guard guard(in, tokens.rows);
+    if (in.out.numel() > 0) Device::run(params, in.is_plain() ? nullptr : &tokens);
+    return {};
+  }
+
+  static void register_in(torch::Library& m) { register_kernels<&fwd, &bwd, &update, &update_out>(m); }
 };
 
 }  // namespace ssm_kernels::causal_conv1d

@@ -42,6 +42,7 @@ at::Tensor neighbors(const at::Tensor& x, const at::Tensor& states, const Option
 }  // namespace
 
 GradTensors differentiable_adjoint(const BwdInputs& bwd) {
+  static_assert(kMaxRecurrenceInputs == 4, "two gradients of inputs, and two that linear_scan does not have");
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const Inputs& in = bwd.in;
   const at::Tensor& a = in.tensors[0];
@@ -60,10 +61,10 @@ GradTensors differentiable_adjoint(const BwdInputs& bwd) {
   reversed.candidate_activation = "none";
   reversed.reverse = !in.reverse;
   auto [e, grad_h0] = recurrence_op()(reversed);
-  if (a.sym_size(1) == 0) return {{at::zeros_like(a), at::zeros_like(a)}, grad_h0};
+  if (a.sym_size(1) == 0) return {at::zeros_like(a), at::zeros_like(a), {}, {}, grad_h0};
   const at::Tensor g = grad + neighbors(e, or_zero(bwd.grad_last_state), in.cu_seqlens, !in.reverse);
   const at::Tensor grad_a = g * neighbors(wide_h, or_zero(in.h0), in.cu_seqlens, in.reverse);
-  return {{grad_a.to(dtype), g.to(dtype)}, grad_h0};
+  return {grad_a.to(dtype), g.to(dtype), {}, {}, grad_h0};
 }
 
 }  // namespace ssm_kernels::linear_scan

@@ -163,10 +163,10 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   // A new tensor for each: results of an operator must not share memory.
   const auto none = [&] { return at::empty({0}, state_options(in)); };
   GradTensors grads;
-  for (size_t i = 0; i < in.tensors.size(); ++i) {
-    grads.inputs.push_back(bwd.needs_grad[i] ? at::empty_like(in.tensors[i]) : none());
+  for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) {
+    grads[i] = i < in.tensors.size() && bwd.needs_grad[i] ? at::empty_like(in.tensors[i]) : none();
   }
-  grads.h0 = bwd.needs_grad[kH0] ? allocate_states(in, bwd.grad_last_state) : none();
+  grads[kH0] = bwd.needs_grad[kH0] ? allocate_states(in, bwd.grad_last_state) : none();
   return grads;
 }
 
@@ -228,8 +228,8 @@ LinearScanBwdParams make_bwd_params(const BwdInputs& bwd, const Member& member, 
   fill_params(params, in, member, sequence_of_step, bwd.h, Access::kRead);
   params.grad_h = sequence_view(in, bwd.grad_h, Access::kRead);
   params.grad_last_state = state_view(bwd.grad_last_state, Access::kRead);
-  for (size_t i = 0; i < grads.inputs.size(); ++i) params.grad_inputs[i] = sequence_view(in, grads.inputs[i], Access::kWrite);
-  params.grad_initial_state = state_view(grads.h0, Access::kWrite);
+  for (size_t i = 0; i < in.tensors.size(); ++i) params.grad_inputs[i] = sequence_view(in, grads[i], Access::kWrite);
+  params.grad_initial_state = state_view(grads[kH0], Access::kWrite);
   return params;
 }
 
@@ -315,15 +315,11 @@ struct LinearRecurrence : DifferentiableOp<LinearRecurrence, BwdInputs, std::tup
 
   static size_t argument_of(const Inputs& in, size_t grad) { return grad == kH0 ? in.tensors.size() : grad; }
 
-  static DifferentiableOp::GradTensors backward(const BwdInputs& bwd) {
-    static const Operator<linear_scan::GradTensors, BwdInputs> op("ssm_kernels::_linear_recurrence_bwd");
+  static GradTensors backward(const BwdInputs& bwd) {
+    static const Operator<GradTensors, BwdInputs> op("ssm_kernels::_linear_recurrence_bwd");
     const bool is_differentiable =
         at::GradMode::is_enabled() && find_operator(bwd.in.recurrence).row->recurrence == Recurrence::kLinear;
-    linear_scan::GradTensors computed = is_differentiable ? differentiable_adjoint(bwd) : op(bwd);
-    DifferentiableOp::GradTensors grads;
-    std::move(computed.inputs.begin(), computed.inputs.end(), grads.begin());
-    grads[kH0] = std::move(computed.h0);
-    return grads;
+    return is_differentiable ? differentiable_adjoint(bwd) : op(bwd);
   }
 
   // Sequences in the autocast dtype; inputs that broadcast (time constants, parameters) and states in float32.

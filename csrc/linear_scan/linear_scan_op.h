@@ -75,13 +75,10 @@ struct BwdInputs {
   auto fields() { return std::tuple_cat(grads(), std::tie(in.tensors, h), in.fields_but_tensors(), std::tie(needs_grad)); }
 };
 
-struct GradTensors {
-  std::vector<at::Tensor> inputs;
-  at::Tensor h0;
-
-  auto fields() { return std::tie(inputs, h0); }
-};
-// Checks the arguments of backward alone and allocates as allocate_fwd does. Gradients that are not needed have no elements.
+// Of each input, and last of h0.
+using GradTensors = std::array<at::Tensor, kMaxRecurrenceInputs + 1>;
+// Checks the arguments of backward alone and allocates as allocate_fwd does. Gradients that are not needed, or of inputs that
+// the recurrence does not have, have no elements.
 GradTensors allocate_bwd(const BwdInputs& bwd);
 
 // The sequence that each step belongs to, (seqlen,), int32, in the order in which the scan takes the steps; undefined if each

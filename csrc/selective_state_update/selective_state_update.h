@@ -12,6 +12,7 @@
 
 #include <cstdint>
 
+#include "common/decoding_rows.h"
 #include "common/discretization.h"
 #include "common/limits.h"
 #include "common/scalar_kind.h"
@@ -66,6 +67,17 @@ struct StateUpdateParams {
   SSM_HOST_DEVICE int64_t channels() const { return heads * headdim; }
   // Whether a row of A is one number, as in Mamba-2: Abar and the gain are then the row's as well.
   SSM_HOST_DEVICE bool tied_A() const { return A.stride_state == 0; }
+};
+
+// What a call has beside one token for each row and one slot for it: the rows, the elements between tokens, and a
+// (entries, tokens, heads, headdim, dstate) buffer of the states after each token. The views of x, dt, z, out, B and C are then
+// of the first token of a row, or of the packed tokens, with no batch stride.
+struct TokenParams {
+  DecodingRows rows;
+  int64_t x = 0, dt = 0, z = 0, out = 0, B = 0, C = 0;
+  StateView intermediate;
+  int64_t intermediate_token = 0;
+  int64_t intermediate_row = 0;  // elements between the rows of neighboring channels. Set by CUDA's entry point
 };
 
 }  // namespace ssm_kernels::selective_state_update

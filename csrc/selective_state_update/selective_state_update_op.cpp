@@ -25,9 +25,30 @@ constexpr char kOp[] = "selective_state_update";
 struct Form {
   const char *state, *input, *A, *parameter, *channels;
 };
-constexpr Form kWithChannels{"(batch, dim, dstate)", "(batch, dim)", "(dim, dstate)", "(dim,)", "dim"};
-constexpr Form kWithHeads{"(batch, heads, headdim, dstate)", "(batch, heads, headdim)", "(heads, headdim, dstate)",
-                          "(heads, headdim)", "heads"};
+// The forms for the axes in front of the channels: one of rows, or another of tokens.
+struct Layout {
+  int64_t leading;
+  Form with_channels, with_heads;
+  const char *matrix, *groups;
+};
+constexpr Layout kOneToken{
+    1,
+    {"(batch, dim, dstate)", "(batch, dim)", "(dim, dstate)", "(dim,)", "dim"},
+    {"(batch, heads, headdim, dstate)", "(batch, heads, headdim)", "(heads, headdim, dstate)", "(heads, headdim)", "heads"},
+    "(batch, dstate)",
+    "(batch, groups, dstate)"};
+constexpr Layout kTokens{2,
+                         {"(batch, dim, dstate)", "(batch, tokens, dim)", "(dim, dstate)", "(dim,)", "dim"},
+                         {"(batch, heads, headdim, dstate)", "(batch, tokens, heads, headdim)", "(heads, headdim, dstate)",
+                          "(heads, headdim)", "heads"},
+                         "(batch, tokens, dstate)",
+                         "(batch, tokens, groups, dstate)"};
+constexpr Layout kPacked{1,
+                         {"(sequences, dim, dstate)", "(tokens, dim)", "(dim, dstate)", "(dim,)", "dim"},
+                         {"(sequences, heads, headdim, dstate)", "(tokens, heads, headdim)", "(heads, headdim, dstate)",
+                          "(heads, headdim)", "heads"},
+                         "(tokens, dstate)",
+                         "(tokens, groups, dstate)"};
 
 void check_parameter(const ArgumentChecks& checks, const char* name, const OptionalTensor& tensor, const char* axes,
                      c10::SymIntArrayRef shape, const Inputs& in) {
@@ -36,50 +57,109 @@ void check_parameter(const ArgumentChecks& checks, const char* name, const Optio
   checks.tensor(name, *tensor, axes, shape, is_input_dtype ? in.x.scalar_type() : checks.accumulate());
 }
 
-}  // namespace
-
-Discretization check_inputs(const Inputs& in) {
-  check_defined(kOp, "state", in.state);
-  check_defined(kOp, "B", in.B);
-  const ArgumentChecks checks(kOp, "x", in.x);
-  TORCH_CHECK_VALUE(in.state.dim() == 3 || in.state.dim() == 4, kOp, ": expected state of shape ", kWithChannels.state, " or ",
-                    kWithHeads.state, ", got ", in.state.sym_sizes());
+// The checks of all arguments but those that choose slots. `rows`: the number of states without them.
+Discretization check_step(const ArgumentChecks& checks, const Inputs& in, const Layout& layout, const c10::SymInt& rows) {
   const bool has_heads = in.state.dim() == 4;
-  const Form& form = has_heads ? kWithHeads : kWithChannels;
-  checks.rank("x", in.x, in.state.dim() - 1, form.input);
+  const Form& form = has_heads ? layout.with_heads : layout.with_channels;
+  checks.rank("x", in.x, in.state.dim() - 2 + layout.leading, form.input);
 
   const at::ScalarType dtype = in.x.scalar_type();
-  const c10::SymInt batch = in.x.sym_size(0), dstate = in.state.sym_size(-1);
-  const c10::SymIntArrayRef channels = in.x.sym_sizes().slice(1);
+  const c10::SymInt dstate = in.state.sym_size(-1);
+  const c10::SymIntArrayRef leading = in.x.sym_sizes().slice(0, layout.leading);
+  const c10::SymIntArrayRef channels = in.x.sym_sizes().slice(layout.leading);
   c10::SymDimVector channels_dstate(channels.begin(), channels.end());
   channels_dstate.push_back(dstate);
   c10::SymDimVector state_shape(channels_dstate);
-  state_shape.insert(state_shape.begin(), is_present(in.state_batch_indices) ? in.state.sym_size(0) : batch);
+  state_shape.insert(state_shape.begin(), is_present(in.state_batch_indices) ? in.state.sym_size(0) : rows);
 
   checks.tensor("state", in.state, form.state, state_shape, in.state.scalar_type() == dtype ? dtype : checks.accumulate());
   TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
   checks.tensor("dt", in.dt, form.input, in.x.sym_sizes(), dtype);
   check_defined(kOp, "A", in.A);
   check_parameter(checks, "A", in.A, form.A, channels_dstate, in);
-  TORCH_CHECK_VALUE(in.B.dim() == 2 || in.B.dim() == 3, kOp,
-                    ": expected B of shape (batch, dstate) or (batch, groups, dstate), got ", in.B.sym_sizes());
-  if (in.B.dim() == 2) {
-    checks.tensor("B", in.B, "(batch, dstate)", {batch, dstate}, dtype);
-    checks.tensor("C", in.C, "(batch, dstate)", {batch, dstate}, dtype);
-  } else {
-    const c10::SymInt groups = in.B.sym_size(1);
-    checks.tensor("B", in.B, "(batch, groups, dstate)", {batch, groups, dstate}, dtype);
+  const int64_t groups_axis = layout.leading;
+  TORCH_CHECK_VALUE(in.B.dim() == groups_axis + 1 || in.B.dim() == groups_axis + 2, kOp, ": expected B of shape ",
+                    layout.matrix, " or ", layout.groups, ", got ", in.B.sym_sizes());
+  c10::SymDimVector matrix_shape(leading.begin(), leading.end());
+  const bool has_groups = in.B.dim() == groups_axis + 2;
+  if (has_groups) matrix_shape.push_back(in.B.sym_size(groups_axis));
+  matrix_shape.push_back(dstate);
+  const char* const matrix = has_groups ? layout.groups : layout.matrix;
+  checks.tensor("B", in.B, matrix, matrix_shape, dtype);
+  if (has_groups) {
+    const c10::SymInt groups = in.B.sym_size(groups_axis);
     TORCH_CHECK_VALUE(groups > 0 && channels[0] % groups == 0, kOp, ": expected the groups of B and C to divide ",
                       form.channels, " = ", channels[0], ", got ", groups);
-    checks.tensor("C", in.C, "(batch, groups, dstate)", {batch, groups, dstate}, dtype);
   }
+  checks.tensor("C", in.C, matrix, matrix_shape, dtype);
   check_parameter(checks, "D", in.D, form.parameter, channels, in);
   checks.tensor("z", in.z, form.input, in.x.sym_sizes(), dtype);
   check_parameter(checks, "dt_bias", in.dt_bias, form.parameter, channels, in);
-  checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {batch});
   const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
   check_dt_limit(kOp, dt_min, dt_max);
   return parse_discretization(kOp, in.discretization);
+}
+
+void check_state_forms(const Inputs& in, const Layout& layout) {
+  TORCH_CHECK_VALUE(in.state.dim() == 3 || in.state.dim() == 4, kOp, ": expected state of shape ", layout.with_channels.state,
+                    " or ", layout.with_heads.state, ", got ", in.state.sym_sizes());
+}
+
+const Layout& layout_of(const OutInputs& in) {
+  return is_present(in.cu_seqlens) ? kPacked : in.x.dim() == in.state.dim() ? kTokens : kOneToken;
+}
+
+}  // namespace
+
+OutInputs::OutInputs(const Inputs& in, at::Tensor out) : Inputs(in), out(std::move(out)) {}
+
+Discretization check_inputs(const Inputs& in) {
+  check_defined(kOp, "state", in.state);
+  check_defined(kOp, "B", in.B);
+  const ArgumentChecks checks(kOp, "x", in.x);
+  if (!in.is_one_step()) return check_out_inputs(OutInputs(in, /*out=*/in.x));
+  check_state_forms(in, kOneToken);
+  const Discretization method = check_step(checks, in, kOneToken, in.x.sym_size(0));
+  checks.indices("state_batch_indices", in.state_batch_indices, "(batch,)", {in.x.sym_size(0)});
+  return method;
+}
+
+Discretization check_out_inputs(const OutInputs& in) {
+  check_defined(kOp, "state", in.state);
+  check_defined(kOp, "B", in.B);
+  const ArgumentChecks checks(kOp, "x", in.x);
+  const Layout& layout = layout_of(in);
+  check_state_forms(in, layout);
+  const bool has_heads = in.state.dim() == 4;
+  const Form& form = has_heads ? layout.with_heads : layout.with_channels;
+  const bool is_packed = is_present(in.cu_seqlens);
+  if (!is_packed) checks.rank("x", in.x, in.state.dim() - 2 + layout.leading, form.input);
+  const c10::SymInt rows = count_rows(checks, in.cu_seqlens, in.x);
+  const Discretization method = check_step(checks, in, layout, rows);
+  const c10::SymInt tokens = layout.leading == 2 ? in.x.sym_size(1) : c10::SymInt(1);
+  const DecodingOptions options = in.decoding();
+  check_decoding_options(checks, options, rows, is_packed ? std::nullopt : std::optional(tokens), /*has_columns=*/true);
+  checks.tensor("out", in.out, form.input, in.x.sym_sizes(), in.x.scalar_type());
+  if (is_present(in.intermediate_states_buffer)) {
+    const at::Tensor& buffer = *in.intermediate_states_buffer;
+    const char* const axes = has_heads ? "(entries, tokens, heads, headdim, dstate)" : "(entries, tokens, dim, dstate)";
+    checks.rank("intermediate_states_buffer", buffer, in.state.dim() + 1, axes);
+    c10::SymDimVector shape{is_present(in.intermediate_state_indices) ? buffer.sym_size(0) : rows, buffer.sym_size(1)};
+    shape.append(in.state.sym_sizes().slice(1).begin(), in.state.sym_sizes().slice(1).end());
+    checks.tensor("intermediate_states_buffer", buffer, axes, shape, in.state.scalar_type());
+    TORCH_CHECK_VALUE(is_packed || buffer.sym_size(1) >= tokens, kOp, ": expected intermediate_states_buffer for ", tokens,
+                      " tokens, got ", buffer.sym_sizes());
+  }
+  return method;
+}
+
+bool Inputs::is_one_step() const {
+  return x.dim() != state.dim() && (!is_present(state_batch_indices) || state_batch_indices->dim() != 2);
+}
+
+bool OutInputs::is_one_step() const {
+  return Inputs::is_one_step() && !has_other_slots(state_batch_indices, dst_state_batch_indices, pad_slot_id) &&
+         !is_present(cu_seqlens) && !is_present(intermediate_states_buffer) && !disable_state_update;
 }
 
 at::Tensor allocate_out(const Inputs& in) { return at::empty_symint(in.x.sym_sizes(), in.x.options()); }
@@ -90,17 +170,82 @@ namespace {
 int64_t stride_of(const at::Tensor& tensor, int64_t dim) { return tensor.size(dim) == 1 ? 0 : tensor.stride(dim); }
 
 // Without an axis of heads there is one head, whose stride is not used.
-ChannelView batched_view(const at::Tensor& tensor, Access access) {
-  return {data_of(tensor, access), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0, stride_of(tensor, -1)};
+ChannelView batched_view(const at::Tensor& tensor, Access access, bool has_heads, bool is_packed = false) {
+  return {data_of(tensor, access), is_packed ? 0 : stride_of(tensor, 0), has_heads ? stride_of(tensor, -2) : 0,
+          stride_of(tensor, -1)};
 }
 
 ChannelView parameter_view(const at::Tensor& tensor) {
   return {data_of(tensor, Access::kRead), 0, tensor.dim() == 2 ? stride_of(tensor, 0) : 0, stride_of(tensor, -1)};
 }
 
-GroupView group_view(const at::Tensor& tensor) {
-  return {data_of(tensor, Access::kRead), stride_of(tensor, 0), tensor.dim() == 3 ? stride_of(tensor, 1) : 0,
+GroupView group_view(const at::Tensor& tensor, bool has_groups, bool is_packed = false) {
+  return {data_of(tensor, Access::kRead), is_packed ? 0 : stride_of(tensor, 0), has_groups ? stride_of(tensor, -2) : 0,
           stride_of(tensor, -1)};
+}
+
+// All but the slots of the rows. `leading`: the axes of x, dt, z, out, B and C in front of those of the channels.
+StateUpdateParams make_shared_params(const Inputs& in, Discretization method, const at::Tensor& out, int64_t rows,
+                                     int64_t leading, bool is_packed) {
+  const bool has_heads = in.state.dim() == 4, has_groups = in.B.dim() == leading + 2;
+  StateUpdateParams params;
+  params.batch = rows;
+  params.slots = in.state.size(0);
+  params.heads = has_heads ? in.x.size(-2) : 1;
+  params.headdim = in.x.size(-1);
+  params.groups = has_groups ? in.B.size(-2) : 1;
+  params.dstate = in.state.size(-1);
+  params.discretization = method;
+  params.dt_softplus = in.dt_softplus;
+  params.A_is_log = in.A_is_log;
+  const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
+  params.dt_min = dt_min;
+  params.dt_max = dt_max;
+  params.input_kind = scalar_kind(in.x.scalar_type());
+  params.state_kind = scalar_kind(in.state.scalar_type());
+
+  params.state = {in.state.mutable_data_ptr(), stride_of(in.state, 0), has_heads ? stride_of(in.state, 1) : 0,
+                  stride_of(in.state, -2), stride_of(in.state, -1)};
+  params.A = {data_of(in.A, Access::kRead), 0, has_heads ? stride_of(in.A, 0) : 0, stride_of(in.A, -2), stride_of(in.A, -1)};
+  params.A_is_input_kind = in.A.scalar_type() == in.x.scalar_type();
+  params.x = batched_view(in.x, Access::kRead, has_heads, is_packed);
+  params.dt = batched_view(in.dt, Access::kRead, has_heads, is_packed);
+  params.out = batched_view(out, Access::kWrite, has_heads, is_packed);
+  params.B = group_view(in.B, has_groups, is_packed);
+  params.C = group_view(in.C, has_groups, is_packed);
+  if (is_present(in.z)) params.z = batched_view(*in.z, Access::kRead, has_heads, is_packed);
+  if (is_present(in.D)) {
+    params.D = parameter_view(*in.D);
+    params.D_is_input_kind = in.D->scalar_type() == in.x.scalar_type();
+  }
+  if (is_present(in.dt_bias)) {
+    params.dt_bias = parameter_view(*in.dt_bias);
+    params.dt_bias_is_input_kind = in.dt_bias->scalar_type() == in.x.scalar_type();
+  }
+  return params;
+}
+
+void set_slots(StateUpdateParams& params, const OptionalTensor& indices) {
+  if (is_present(indices))
+    params.indices = {indices->const_data_ptr(), indices->scalar_type() == at::kLong, indices->stride(0)};
+}
+
+// Raises if elements of a tensor that is written to share memory with each other or with an argument that is not.
+void check_written(const char* name, const at::Tensor& written, const OutInputs& in) {
+  check_in_place(kOp, name, written,
+                 {{"x", in.x},
+                  {"dt", in.dt},
+                  {"A", in.A},
+                  {"B", in.B},
+                  {"C", in.C},
+                  {"D", in.D},
+                  {"z", in.z},
+                  {"dt_bias", in.dt_bias},
+                  {"state_batch_indices", in.state_batch_indices},
+                  {"dst_state_batch_indices", in.dst_state_batch_indices},
+                  {"num_accepted_tokens", in.num_accepted_tokens},
+                  {"cu_seqlens", in.cu_seqlens},
+                  {"intermediate_state_indices", in.intermediate_state_indices}});
 }
 
 }  // namespace
@@ -116,44 +261,38 @@ StateUpdateParams make_params(const Inputs& in, Discretization method, const at:
                   {"z", in.z},
                   {"dt_bias", in.dt_bias},
                   {"state_batch_indices", in.state_batch_indices}});
-  const bool has_heads = in.state.dim() == 4;
-  StateUpdateParams params;
-  params.batch = in.x.size(0);
-  params.slots = in.state.size(0);
-  params.heads = has_heads ? in.x.size(1) : 1;
-  params.headdim = in.x.size(-1);
-  params.groups = in.B.dim() == 3 ? in.B.size(1) : 1;
-  params.dstate = in.state.size(-1);
-  params.discretization = method;
-  params.dt_softplus = in.dt_softplus;
-  params.A_is_log = in.A_is_log;
-  const auto [dt_min, dt_max] = parse_dt_limit(kOp, in.dt_limit);
-  params.dt_min = dt_min;
-  params.dt_max = dt_max;
-  params.input_kind = scalar_kind(in.x.scalar_type());
-  params.state_kind = scalar_kind(in.state.scalar_type());
+  StateUpdateParams params = make_shared_params(in, method, out, in.x.size(0), /*leading=*/1, /*is_packed=*/false);
+  set_slots(params, in.state_batch_indices);
+  return params;
+}
 
-  params.state = {in.state.mutable_data_ptr(), stride_of(in.state, 0), has_heads ? stride_of(in.state, 1) : 0,
-                  stride_of(in.state, -2), stride_of(in.state, -1)};
-  params.A = {data_of(in.A, Access::kRead), 0, has_heads ? stride_of(in.A, 0) : 0, stride_of(in.A, -2), stride_of(in.A, -1)};
-  params.A_is_input_kind = in.A.scalar_type() == in.x.scalar_type();
-  params.x = batched_view(in.x, Access::kRead);
-  params.dt = batched_view(in.dt, Access::kRead);
-  params.out = batched_view(out, Access::kWrite);
-  params.B = group_view(in.B);
-  params.C = group_view(in.C);
-  if (is_present(in.z)) params.z = batched_view(*in.z, Access::kRead);
-  if (is_present(in.D)) {
-    params.D = parameter_view(*in.D);
-    params.D_is_input_kind = in.D->scalar_type() == in.x.scalar_type();
+StateUpdateParams make_out_params(const OutInputs& in, Discretization method, TokenParams& tokens) {
+  check_written("state", in.state, in);
+  check_written("out", in.out, in);
+  check_in_place(kOp, "state", in.state, {{"out", in.out}, {"intermediate_states_buffer", in.intermediate_states_buffer}});
+  if (is_present(in.intermediate_states_buffer)) {
+    check_written("intermediate_states_buffer", *in.intermediate_states_buffer, in);
+    check_in_place(kOp, "intermediate_states_buffer", *in.intermediate_states_buffer, {{"out", in.out}});
   }
-  if (is_present(in.dt_bias)) {
-    params.dt_bias = parameter_view(*in.dt_bias);
-    params.dt_bias_is_input_kind = in.dt_bias->scalar_type() == in.x.scalar_type();
-  }
-  if (is_present(in.state_batch_indices)) {
-    const at::Tensor& indices = *in.state_batch_indices;
-    params.indices = {indices.const_data_ptr(), indices.scalar_type() == at::kLong, indices.stride(0)};
+  const bool is_packed = is_present(in.cu_seqlens), has_heads = in.state.dim() == 4;
+  const int64_t leading = layout_of(in).leading, rows = is_packed ? in.cu_seqlens->size(0) - 1 : in.x.size(0);
+  StateUpdateParams params = make_shared_params(in, method, in.out, rows, leading, is_packed);
+  if (in.is_one_step()) set_slots(params, in.state_batch_indices);
+  tokens.rows = make_decoding_rows(in.decoding(), rows, is_packed ? in.x.size(0) : leading == 2 ? in.x.size(1) : 1);
+  const auto stride = [&](const at::Tensor& tensor) {
+    return is_packed ? stride_of(tensor, 0) : leading == 2 ? stride_of(tensor, 1) : 0;
+  };
+  tokens.x = stride(in.x);
+  tokens.dt = stride(in.dt);
+  if (is_present(in.z)) tokens.z = stride(*in.z);
+  tokens.out = stride(in.out);
+  tokens.B = stride(in.B);
+  tokens.C = stride(in.C);
+  if (is_present(in.intermediate_states_buffer)) {
+    const at::Tensor& buffer = *in.intermediate_states_buffer;
+    tokens.intermediate = {buffer.mutable_data_ptr(), stride_of(buffer, 0), has_heads ? stride_of(buffer, 2) : 0,
+                           stride_of(buffer, -2), stride_of(buffer, -1)};
+    tokens.intermediate_token = stride_of(buffer, 1);
   }
   return params;
 }
@@ -163,7 +302,7 @@ namespace {
 struct SelectiveStateUpdate : InPlaceOp<Inputs> {
   static constexpr char kSchema[] = "ssm_kernels::selective_state_update";
 
-  static const at::Tensor& written(const Inputs& in) { return in.state; }
+  static void count_writes(const Inputs& in) { torch::autograd::increment_version(in.state); }
 
   // Inputs in the autocast dtype, parameters in float32. The state is written to and is not cast.
   static void cast(Inputs& in, const Autocast& to) {
@@ -214,12 +353,46 @@ at::Tensor autograd(c10::DispatchKeySet keys, const Inputs& in) {
   return out;
 }
 
+struct SelectiveStateUpdateOut : InPlaceOp<OutInputs, NoResult> {
+  static constexpr char kSchema[] = "ssm_kernels::selective_state_update_out";
+
+  static void cast(OutInputs& in, const Autocast& to) { SelectiveStateUpdate::cast(in, to); }
+
+  static void count_writes(const OutInputs& in) {
+    if (!in.disable_state_update) torch::autograd::increment_version(in.state);
+    torch::autograd::increment_version(in.out);
+    if (is_present(in.intermediate_states_buffer)) torch::autograd::increment_version(*in.intermediate_states_buffer);
+  }
+};
+
+// The operator is not differentiable: raises an error if a gradient is needed.
+NoResult out_autograd(c10::DispatchKeySet keys, const OutInputs& in) {
+  const auto& op = operator_of<SelectiveStateUpdateOut>();
+  op.check(in);
+  check_not_differentiated(kOp, "train with selective_scan, and decode under torch.no_grad()", in.state, in.x, in.dt, in.A,
+                           in.B, in.C, in.D, in.z, in.dt_bias, in.out, in.intermediate_states_buffer);
+  at::AutoDispatchBelowAutograd guard;
+  return op.redispatch(keys & c10::after_autograd_keyset, in);
+}
+
+NoResult out_meta(const OutInputs& in) {
+  check_out_inputs(in);
+  return {};
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) { implement<&autograd>(m, "selective_state_update"); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Autograd, m) {
+  implement<&autograd>(m, "selective_state_update");
+  implement<&out_autograd>(m, "selective_state_update_out");
+}
 
 SSM_IN_PLACE_OPERATOR(SelectiveStateUpdate)
+SSM_IN_PLACE_OPERATOR(SelectiveStateUpdateOut)
 
-TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) { implement<&meta<check_inputs, allocate_out, Inputs>>(m, "selective_state_update"); }
+TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
+  implement<&meta<check_inputs, allocate_out, Inputs>>(m, "selective_state_update");
+  implement<&out_meta>(m, "selective_state_update_out");
+}
 
 }  // namespace ssm_kernels::selective_state_update

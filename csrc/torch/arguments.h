@@ -14,8 +14,8 @@
 
 namespace ssm_kernels {
 
-// "selective_scan" for "ssm_kernels::selective_scan", and for "_selective_scan", "_selective_scan_fwd" and
-// "_selective_scan_bwd".
+// "selective_scan" for "ssm_kernels::selective_scan", "_selective_scan", "_selective_scan_fwd" and "_selective_scan_bwd", and
+// "selective_state_update" for "selective_state_update_out".
 std::string public_name(const c10::OperatorHandle& op);
 
 // Raises a TypeError if `tensor` is undefined, which is how Python's None arrives.

@@ -256,24 +256,33 @@ typename Op::Result under_autocast(typename Op::Inputs& in) {
   return operator_of<Op>()(in);
 }
 
-// Defaults of the description of an operator that writes to an argument, written(in), and returns another tensor.
-template <typename InputsType>
+// Defaults of the description of an operator that writes to arguments, whose versions count_writes(in) increments, and returns
+// another tensor or nothing.
+template <typename InputsType, typename ResultType = at::Tensor>
 struct InPlaceOp {
   using Inputs = InputsType;
-  using Result = at::Tensor;
+  using Result = ResultType;
   static constexpr bool kIsPublic = true;
 };
 
-// Counts the write, so that autograd notices when the tensor has been saved for backward.
+// Counts the writes, so that autograd notices when a tensor has been saved for backward.
 template <typename Op>
-at::Tensor count_version(c10::DispatchKeySet keys, const typename Op::Inputs& in) {
-  at::Tensor out;
+typename Op::Result count_version(c10::DispatchKeySet keys, const typename Op::Inputs& in) {
+  typename Op::Result result;
   {
     at::AutoDispatchBelowADInplaceOrView guard;
-    out = operator_of<Op>().redispatch(keys & c10::after_ADInplaceOrView_keyset, in);
+    result = operator_of<Op>().redispatch(keys & c10::after_ADInplaceOrView_keyset, in);
   }
-  torch::autograd::increment_version(Op::written(in));
-  return out;
+  Op::count_writes(in);
+  return result;
+}
+
+// Raises an error if a gradient of an operator that is not differentiable is needed; `advice` says what to do.
+template <typename... Tensors>
+void check_not_differentiated(const char* op, const char* advice, const Tensors&... tensors) {
+  TORCH_CHECK_NOT_IMPLEMENTED(!(torch::autograd::isFwGradDefined(tensors) || ...), op,
+                              ": forward-mode differentiation is not supported");
+  TORCH_CHECK_NOT_IMPLEMENTED(!torch::autograd::compute_requires_grad(tensors...), op, " is not differentiable: ", advice);
 }
 
 #define SSM_AUTOCAST_OPERATOR(Op)                                                                               \

@@ -5,6 +5,7 @@
 #include <ATen/FuncTorchTLS.h>
 #include <c10/util/Exception.h>
 
+#include <cmath>
 #include <limits>
 
 #include "torch/arguments.h"
@@ -75,7 +76,15 @@ DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_li
   constexpr double kInfinity = std::numeric_limits<double>::infinity();
   if (!dt_limit.has_value()) return {-kInfinity, kInfinity};
   TORCH_CHECK_VALUE(dt_limit->size() == 2, op, ": expected dt_limit = (min, max), got ", dt_limit->size(), " numbers");
-  return {(*dt_limit)[0], (*dt_limit)[1]};
+  return make_dt_limit((*dt_limit)[0], (*dt_limit)[1]);
+}
+
+DtLimit make_dt_limit(double min, double max) {
+  using Limits = std::numeric_limits<double>;
+  const auto limit = [](double value) {
+    return std::abs(value) == Limits::max() ? std::copysign(Limits::infinity(), value) : value;
+  };
+  return {limit(min), limit(max)};
 }
 
 void check_dt_limit(const char* op, double min, double max) {

@@ -40,6 +40,8 @@ Discretization parse_discretization(const char* op, std::string_view name, bool 
 using DtLimit = std::array<double, 2>;
 // dt_limit as an operator's argument: absent, there are no limits.
 DtLimit parse_dt_limit(const char* op, std::optional<at::ArrayRef<double>> dt_limit);
+// The largest finite numbers stand for no limit, because AOTInductor writes no infinity into its packages.
+DtLimit make_dt_limit(double min, double max);
 // Raises unless min <= max.
 void check_dt_limit(const char* op, double min, double max);
 

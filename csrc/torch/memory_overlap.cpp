@@ -12,8 +12,6 @@
 #include <cstdint>
 #include <numeric>
 
-#include "torch/checks.h"
-
 namespace ssm_kernels {
 namespace {
 
@@ -35,16 +33,19 @@ struct Elements {
   Elements(int64_t address, int64_t bytes, at::IntArrayRef sizes, at::IntArrayRef strides)
       : address(address), bytes(bytes), sizes(sizes), strides(strides) {}
 
-  // Appends the terms whose sums are the distances of the bytes from the first. Returns the address of the last byte.
-  int64_t append_terms(Terms& terms) const {
+  int64_t last_byte() const {
     int64_t last = address + bytes - 1;
+    for (size_t dim = 0; dim < sizes.size(); ++dim) last += strides[dim] * bytes * (sizes[dim] - 1);
+    return last;
+  }
+
+  // Appends the terms whose sums are the distances of the bytes from the first.
+  void append_terms(Terms& terms) const {
     terms.push_back({1, bytes - 1});
     for (size_t dim = 0; dim < sizes.size(); ++dim) {
       const Term term{strides[dim] * bytes, sizes[dim] - 1};
-      last += term.stride * term.most;
       if (term.stride > 0 && term.most > 0) terms.push_back(term);
     }
-    return last;
   }
 };
 
@@ -65,9 +66,11 @@ bool is_sum(int64_t total, at::ArrayRef<Term> terms, int64_t& steps) {
 // Whether two elements share a byte: the distance from the first byte of `a` to the last of `b` is then what the terms of `a`
 // add to the one and those of `b` take from the other.
 bool share_bytes(const Elements& a, const Elements& b) {
+  const int64_t last_of_b = b.last_byte();
+  if (last_of_b < a.address || a.last_byte() < b.address) return false;
   Terms terms;
-  const int64_t last_of_a = a.append_terms(terms), last_of_b = b.append_terms(terms);
-  if (last_of_b < a.address || last_of_a < b.address) return false;
+  a.append_terms(terms);
+  b.append_terms(terms);
   std::sort(terms.begin(), terms.end(), [](const Term& x, const Term& y) { return x.stride > y.stride; });
   int64_t reach = 0, divisor = 0, steps = 0;
   for (auto term = terms.rbegin(); term != terms.rend(); ++term) {
@@ -102,7 +105,7 @@ void check_in_place(const char* op, const char* name, const at::Tensor& written,
               ", which is updated in place, to have elements that share no memory, got strides ", written.strides(),
               " for shape ", written.sizes(), ": pass ", name, ".clone()");
   for (const auto& [input, tensor] : inputs) {
-    if (!is_present(tensor) || tensor->numel() == 0 || written.numel() == 0) continue;
+    if (tensor == nullptr || !tensor->defined() || tensor->numel() == 0 || written.numel() == 0) continue;
     TORCH_CHECK(!share_bytes(Elements(written), Elements(*tensor)), op, ": expected ", input, " to share no memory with ", name,
                 ", which is updated in place, got overlapping memory: pass ", input, ".clone()");
   }

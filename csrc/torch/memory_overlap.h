@@ -5,11 +5,18 @@
 
 #include <initializer_list>
 #include <optional>
-#include <utility>
 
 namespace ssm_kernels {
 
-using NamedTensor = std::pair<const char*, std::optional<at::Tensor>>;
+// An argument of a call and its name; no tensor if it is absent.
+struct NamedTensor {
+  const char* name;
+  const at::Tensor* tensor;
+
+  NamedTensor(const char* name, const at::Tensor& tensor) : name(name), tensor(&tensor) {}
+  NamedTensor(const char* name, const std::optional<at::Tensor>& tensor)
+      : name(name), tensor(tensor.has_value() ? &*tensor : nullptr) {}
+};
 
 // Raises if two elements of `written` share memory, or if it shares memory with an input, which may be read after the write.
 void check_in_place(const char* op, const char* name, const at::Tensor& written, std::initializer_list<NamedTensor> inputs);

@@ -12,8 +12,6 @@ namespace ssm_kernels {
 void check_sequences(const ArgumentChecks& checks, const std::optional<at::Tensor>& seq_idx,
                      const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch, const c10::SymInt& seqlen) {
   const char* const op = checks.op();
-  TORCH_CHECK_VALUE(!is_present(seq_idx) || !is_present(cu_seqlens), op,
-                    ": expected seq_idx or cu_seqlens, got both: each says where sequences begin");
   checks.indices("seq_idx", seq_idx, "(batch, seqlen)", {batch, seqlen});
   if (!is_present(cu_seqlens)) return;
   const c10::SymIntArrayRef shape = cu_seqlens->sym_sizes();
@@ -47,6 +45,13 @@ at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps) {
   // The number of sequences after the first that begin at or before the step.
   const at::Tensor begins = cu_seqlens.slice(0, 1, -1).contiguous();
   return at::searchsorted(begins, steps, /*out_int32=*/true, /*right=*/true);
+}
+
+at::Tensor sequence_starts(const at::Tensor& ids) {
+  const int64_t inner = ids.size(1) - 1;
+  at::Tensor starts = at::zeros(ids.sizes(), ids.options().dtype(at::kBool));
+  if (inner > 0) starts.narrow(1, 1, inner).copy_(ids.narrow(1, 1, inner).ne(ids.narrow(1, 0, inner)));
+  return starts;
 }
 
 }  // namespace ssm_kernels

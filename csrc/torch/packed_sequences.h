@@ -1,5 +1,6 @@
 // Batch entries of several sequences. cu_seqlens: sequences packed one after another into a batch of one entry; sequence i has
-// the steps cu_seqlens[i] to cu_seqlens[i + 1] - 1, which may be none. seq_idx: the id of each step's sequence.
+// the steps cu_seqlens[i] to cu_seqlens[i + 1] - 1, which may be none. seq_idx: the id of each step's sequence. With both,
+// sequences begin where either says so, and those of cu_seqlens have states.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,8 +11,8 @@
 
 namespace ssm_kernels {
 
-// Raises unless at most one of the two is present, a (batch, seqlen) or a (sequences + 1,) tensor of integers, the latter with
-// a batch of one entry. Does not read their values.
+// Raises unless those of the two that are present are a (batch, seqlen) and a (sequences + 1,) tensor of integers, the latter
+// with a batch of one entry. Does not read their values.
 void check_sequences(const ArgumentChecks& checks, const std::optional<at::Tensor>& seq_idx,
                      const std::optional<at::Tensor>& cu_seqlens, const c10::SymInt& batch, const c10::SymInt& seqlen);
 // Raises unless the values of cu_seqlens, on the CPU, increase from 0 to seqlen.
@@ -27,5 +28,8 @@ at::Tensor allocate_states(const std::optional<at::Tensor>& cu_seqlens, const c1
 
 // The sequence of each step, int32. Empty sequences have no step. For any values of cu_seqlens the result is a valid index.
 at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps);
+
+// Where the id of a step differs from that of the previous step, bool, like ids of shape (batch, seqlen). False at step 0.
+at::Tensor sequence_starts(const at::Tensor& ids);
 
 }  // namespace ssm_kernels

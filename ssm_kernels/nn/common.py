@@ -8,6 +8,9 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from ..convolutions import causal_conv1d_update
 from .checks import check_int, check_number, check_shape, check_tensor
@@ -56,6 +59,35 @@ def short_convolution(
     """Depthwise convolution over the last ``d_conv`` steps."""
     check_int(layer, "d_conv", d_conv)
     return nn.Conv1d(channels, channels, d_conv, groups=channels, padding=d_conv - 1, bias=bias, device=device, dtype=dtype)
+
+
+# Hooks that compute a module's weight before each of its calls.
+_WEIGHT_HOOKS = (WeightNorm, SpectralNorm, BasePruningMethod)
+
+
+def conv_parameters(layer: str, conv1d: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """The weight, (channels, 1, d_conv), and the bias of a convolution that ``layer`` reads and does not call.
+
+    Parametrizations act on them, and so do hooks that compute the weight: they run here.
+
+    Raises:
+        NotImplementedError: an adapter has taken the place of the convolution.
+    """
+    if not isinstance(conv1d, nn.Conv1d):
+        extra = [name for name, _ in conv1d.named_parameters() if name.rpartition(".")[2] not in ("weight", "bias")]
+        extra += [name for name, module in conv1d.named_modules() if isinstance(module, nn.Linear | nn.ModuleDict)]
+        if extra:
+            raise NotImplementedError(
+                f"{layer}: expected conv1d without adapters, whose weights the layer would not read, got "
+                f"{type(conv1d).__name__} with {extra[0]}: merge the adapter or leave conv1d out of its targets"
+            )
+    elif conv1d._forward_pre_hooks:
+        for hook in conv1d._forward_pre_hooks.values():
+            if isinstance(hook, _WEIGHT_HOOKS):
+                hook(conv1d, None)
+    weight, bias = conv1d.weight, conv1d.bias
+    assert isinstance(weight, Tensor) and (bias is None or isinstance(bias, Tensor))
+    return weight, bias
 
 
 class ConvMixer(nn.Module):
@@ -167,7 +199,8 @@ class ConvMixer(nn.Module):
 
     def _conv_parameters(self) -> tuple[Tensor, Tensor | None]:
         """The weight, (channels, d_conv), and the bias."""
-        return self.conv1d.weight.squeeze(1), self.conv1d.bias
+        weight, bias = conv_parameters(type(self).__name__, self.conv1d)
+        return weight.squeeze(1), bias
 
     def _initial_state(self, conv_state: Tensor | None, dtype: torch.dtype) -> Tensor | None:
         """The convolution's initial state in ``dtype``: a decoding state without its oldest step."""

@@ -20,7 +20,7 @@ import torch.nn as nn
 from torch import Tensor
 
 from .checks import check_bools, check_dtype, check_int, check_optional_int
-from .common import ConvMixer, expanded, short_convolution
+from .common import ConvMixer, conv_parameters, expanded, short_convolution
 from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
@@ -148,8 +148,8 @@ class Mamba(SelectiveBase, ConvMixer):
         return f"d_model={self.d_model}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        xz, conv1d = self.in_proj(hidden_states), self.conv1d
-        x, scanned, z = _mamba_conv(xz, conv1d.weight, conv1d.bias, self._initial_state(conv_state, xz.dtype))
+        xz, (weight, bias) = self.in_proj(hidden_states), conv_parameters("Mamba", self.conv1d)
+        x, scanned, z = _mamba_conv(xz, weight, bias, self._initial_state(conv_state, xz.dtype))
         y, last_state = self._scan(x, z, ssm_state, scanned)
         return self.out_proj(y), xz, last_state
 

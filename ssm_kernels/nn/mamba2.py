@@ -24,6 +24,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._arguments import finite_dt_limit
 from ..norms import rms_norm_gated
 from ..ops import selective_state_update, ssd_chunk_scan
 from .checks import (
@@ -37,7 +38,7 @@ from .checks import (
     check_step_sizes,
     check_tensor,
 )
-from .common import ConvMixer, expanded, init_dt_bias, mark_parameters, readable, short_convolution, wide_dtype
+from .common import ConvMixer, conv_parameters, expanded, init_dt_bias, mark_parameters, readable, short_convolution, wide_dtype
 from .discretized import DiscretizedModule
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
@@ -260,11 +261,13 @@ class Mamba2(DiscretizedModule, ConvMixer):
             seqlen: steps of each row of the batch, where ``u`` is flattened. Not together with ``cu_seqlens``.
             seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
             cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
-                before ``cu_seqlens[i + 1]``.
+                before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
             inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
                 (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
                 later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
-                states carry no gradient. Not together with ``seq_idx`` or ``cu_seqlens``.
+                states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, so that a batch of
+                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Not together
+                with ``seq_idx``.
 
         Packed sequences are independent, in the convolution and in the state.
 
@@ -286,10 +289,15 @@ class Mamba2(DiscretizedModule, ConvMixer):
         self._check_sequences("u", u)
         if seq_idx is None and cu_seqlens is None:
             return self._mix_or_step(u, inference_params)
-        if inference_params is not None:
-            raise ValueError("Mamba2: expected no inference_params with seq_idx or cu_seqlens: the cache has one state per row")
+        if inference_params is not None and seq_idx is not None:
+            raise ValueError(
+                "Mamba2: expected no inference_params with seq_idx: the cache has one state per row or, with cu_seqlens, per "
+                "sequence"
+            )
         self._check_packed(u, seq_idx, cu_seqlens)
-        return self._mix(u, None, None, seq_idx, cu_seqlens)[0]
+        if inference_params is None or cu_seqlens is None:
+            return self._mix(u, None, None, seq_idx, cu_seqlens)[0]
+        return self._mix_packed(u, cu_seqlens, inference_params)
 
     @torch.no_grad()
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -354,11 +362,9 @@ class Mamba2(DiscretizedModule, ConvMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
-        conv1d = self.conv1d
         y, _, final_states = _mamba2_mixer(
             mixed,
-            conv1d.weight,
-            conv1d.bias,
+            *conv_parameters("Mamba2", self.conv1d),
             self.A_log,
             self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D,
             self.dt_bias,
@@ -371,12 +377,42 @@ class Mamba2(DiscretizedModule, ConvMixer):
             self.ngroups,
             self.d_state,
             self.chunk_size,
-            *self.dt_limit,
+            *finite_dt_limit(self.dt_limit),
             self.norm.eps if self.rmsnorm else 0.0,
             self.norm_before_gate,
             self.discretization,
         )
         return self._finish(y, mlp), mixed, final_states
+
+    def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any) -> Tensor:
+        """Mixes packed sequences that begin here or continue from the cache, which has a row for each of them."""
+        if u.shape[0] != 1 or cu_seqlens.numel() == 0:
+            return self._mix(u, None, None, None, cu_seqlens)[0]  # raises
+        conv_state, ssm_state = self._get_states_from_cache(inference_params, cu_seqlens.shape[0] - 1)
+        if inference_params.seqlen_offset == 0:
+            out, projected, last_states = self._mix(u, None, None, None, cu_seqlens)
+            conv_state.zero_()
+        else:
+            # Backward reads the initial states, and the cache is overwritten below.
+            first_states = [s.clone() if torch.is_grad_enabled() else s for s in (conv_state, ssm_state)]
+            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, cu_seqlens)
+        conv_state.copy_(self._last_conv_inputs(conv_state, self._conv_inputs(projected.detach())[0], cu_seqlens.long()))
+        ssm_state.copy_(last_states.detach())
+        return out
+
+    def _last_conv_inputs(self, conv_state: Tensor, inputs: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The last ``d_conv`` inputs of each packed sequence, those before ``inputs`` (total, d_xBC) out of ``conv_state``.
+
+        The host does not wait for the values of ``cu_seqlens``.
+        """
+        if inputs.shape[0] == 0:
+            return conv_state
+        begins, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+        places = ends - self.d_conv + torch.arange(self.d_conv, device=cu_seqlens.device)  # (sequences, d_conv)
+        new = inputs[places.clamp(0, inputs.shape[0] - 1)].transpose(1, 2)
+        # Where a sequence has fewer steps, the cached inputs move up.
+        cached = (places - begins + self.d_conv).clamp(0, self.d_conv - 1)[:, None].expand(conv_state.shape)
+        return torch.where((places >= begins)[:, None], new, conv_state.gather(2, cached).to(new.dtype))
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         return projected[..., self.d_ssm : -self.nheads]
@@ -411,8 +447,6 @@ class Mamba2(DiscretizedModule, ConvMixer):
 
     @staticmethod
     def _check_packed(u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        if seq_idx is not None and cu_seqlens is not None:
-            raise ValueError("Mamba2: expected seq_idx or cu_seqlens, got both: each says where sequences begin")
         if seq_idx is not None and seq_idx.shape != u.shape[:2]:
             raise ValueError(
                 f"Mamba2: expected seq_idx of shape (batch, seqlen) = {list(u.shape[:2])}, got {list(seq_idx.shape)}"

@@ -11,6 +11,7 @@ import ssm_kernels
 from ssm_kernels import models, reference
 
 Pair = tuple[Tensor, Tensor]
+Triple = tuple[Tensor, Tensor, Tensor]
 x = torch.zeros(1, 2, 3)
 state = torch.zeros(1, 3)
 
@@ -20,11 +21,15 @@ def the_last_state_is_asked_for_or_not(flag: bool) -> None:
     assert_type(ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=False), Tensor)
     assert_type(ssm_kernels.selective_scan(x, x, x, x, x, x, x, x, return_last_state=True, discretization="foh"), Pair)
     assert_type(ssm_kernels.selective_scan(x, x, x, x, x, return_last_state=flag), Tensor | Pair)
+    assert_type(ssm_kernels.selective_scan(x, x, x, x, x, states_at=[1, 2]), Pair)
+    assert_type(ssm_kernels.selective_scan(x, x, x, x, x, states_at=x, return_last_state=True), Triple)
     ssm_kernels.selective_scan(x, x, x, x, x).mean().backward()
 
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x), Tensor)
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, return_final_states=True, D=x), Pair)
     assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, return_final_states=flag), Tensor | Pair)
+    assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, states_at=(1, 2)), Pair)
+    assert_type(ssm_kernels.ssd_chunk_scan(x, x, x, x, x, states_at=x, return_final_states=True), Triple)
 
     assert_type(ssm_kernels.causal_conv1d(x, state), Tensor)
     assert_type(ssm_kernels.causal_conv1d(x, state, activation="silu", return_final_state=False), Tensor)
@@ -84,6 +89,8 @@ def language_models() -> None:
 def steps() -> None:
     assert_type(ssm_kernels.selective_state_update(state, state, state, state, state, state), Tensor)
     assert_type(ssm_kernels.causal_conv1d_update(state, x, state, activation="silu"), Tensor)
+    assert_type(ssm_kernels.selective_state_update(x, x, x, x, x, x, out=x, pad_slot_id=0, cu_seqlens=x), Tensor)
+    assert_type(ssm_kernels.causal_conv1d_update(state, x, state, out=x, num_accepted_tokens=x), Tensor)
     assert_type(ssm_kernels.linear_step(state, state), Pair)
     assert_type(ssm_kernels.mingru_step(state, state, state, gate_is_logit=False), Pair)
     assert_type(ssm_kernels.minlstm_step(state, state, state), Pair)

@@ -313,48 +313,76 @@ void finish_sums(const ConvBwdParams& p, const Tasks& tasks, int64_t block, cons
   }
 }
 
-// Rolls the state: element i becomes element i + seqlen of the state followed by x.
+// Copies elements [begin, begin + count) of the first roll.end elements of the state followed by x, for a channel. They may be
+// copied to the front of the state: an element is read before it is written to.
 template <typename Input, typename State>
-void roll(const ConvUpdateParams& p, const TaskView<AccumulateType<Input>>& view, int64_t slot) {
-  const Input* const x = static_cast<const Input*>(p.x.data);
-  State* const state = static_cast<State*>(p.state.data);
-  const int64_t kept = std::max<int64_t>(0, p.state_length - p.seqlen);
+void copy_elements(const State* state, int64_t stride_state, const Input* x, int64_t stride_x, const Roll& roll, int64_t begin,
+                   int64_t count, State* target, int64_t stride_target) {
+  const int64_t kept = std::clamp<int64_t>(roll.end - begin, 0, count);
+  for (int64_t i = 0; i < kept; ++i) target[i * stride_target] = state[(begin + i) * stride_state];
+  for (int64_t i = kept; i < count; ++i) {
+    target[i * stride_target] = static_cast<State>(x[(begin + i - roll.end) * stride_x]);
+  }
+}
+
+// Stores the windows after each token, then the state.
+template <typename Input, typename State>
+void store_states(const ConvUpdateParams& p, const ConvTokenParams* tokens, const TaskView<AccumulateType<Input>>& view,
+                  const TokenRange& range, const Roll& roll, int64_t read, int64_t write) {
+  const int64_t b = view.batch, past = p.width - 1, entry = tokens == nullptr ? -1 : tokens->rows.intermediate_entry(b);
   for (int64_t c = view.first_channel; c < view.first_channel + view.lanes; ++c) {
-    for (int64_t i = 0; i < kept; ++i) state[p.state.offset(slot, c, i)] = state[p.state.offset(slot, c, i + p.seqlen)];
-    for (int64_t i = kept; i < p.state_length; ++i) {
-      state[p.state.offset(slot, c, i)] = static_cast<State>(x[p.x.offset(view.batch, i + p.seqlen - p.state_length, c)]);
+    State* const states = static_cast<State*>(p.state.data);
+    const State* const state = states + p.state.offset(read, c, 0);
+    const Input* const x = static_cast<const Input*>(p.x.data) + p.x.offset(b, range.first, c);
+    for (int64_t t = 0; entry >= 0 && past > 0 && t < range.count; ++t) {
+      State* const window = static_cast<State*>(tokens->windows.data) + tokens->windows.offset(entry, c, 0);
+      copy_elements(state, p.state.stride_step, x, p.x.stride_step, roll, roll.end + t + 1 - past, past,
+                    window + t * tokens->windows_token, tokens->windows.stride_step);
     }
+    if (write < 0) continue;
+    copy_elements(state, p.state.stride_step, x, p.x.stride_step, roll, roll.shift, roll.count,
+                  states + p.state.offset(write, c, 0), p.state.stride_step);
   }
 }
 
 template <typename Input>
-void update(const ConvUpdateParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
+void update(const ConvUpdateParams& p, const ConvTokenParams* tokens, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using Acc = AccumulateType<Input>;
   const ConvFwdParams steps = conv_params(p);
   const TaskView<Acc> view(steps, tasks, task);
-  const int64_t slot = p.slots_of_batch.data == nullptr ? view.batch : p.slots_of_batch.at(view.batch, 0);
-  if (slot < 0) {
-    for (int64_t t = 0; t < p.seqlen; ++t) {
+  const int64_t b = view.batch;
+  TokenRange range{0, p.seqlen};
+  int64_t read = p.slots_of_batch.data == nullptr ? b : p.slots_of_batch.at(b, 0), write = read;
+  if (tokens != nullptr) {
+    range = tokens->rows.tokens_of(b);
+    read = tokens->rows.read_slot(b);
+    write = tokens->rows.write_slot(b, range.count - 1, range.count);
+  }
+  if (range.count == 0) return;
+  const int64_t end = range.first + range.count;
+  if (read < 0) {
+    for (int64_t t = range.first; t < end; ++t) {
       for (int64_t c = view.first_channel; c < view.first_channel + view.lanes; ++c) {
-        static_cast<Input*>(p.out.data)[p.out.offset(view.batch, t, c)] = Input(0);
+        static_cast<Input*>(p.out.data)[p.out.offset(b, t, c)] = Input(0);
       }
     }
     return;
   }
+  const Roll roll = tokens == nullptr ? roll_of(p) : roll_of(p, tokens->rows, b, range.count);
   ScratchRows<Acc> memory(scratch, view.row);
   TileInputs<Acc> in{p.width, view.lanes, p.has_silu, view.load_parameters(memory, steps), {}};
   const int64_t past = p.width - 1;
   in.x = {memory.tile(past), past, {}};
   const Rows<Acc> x_tile = memory.tile(kTileSteps), out_tile = memory.tile(kTileSteps);
   if (past > 0) {
-    view.load(in.x.past, p.state.data, p.state_is_input_kind, p.state.offset(slot, view.first_channel, p.state_length - past),
+    view.load(in.x.past, p.state.data, p.state_is_input_kind, p.state.offset(read, view.first_channel, roll.end - past),
               p.state.stride_channel, p.state.stride_step, past);
   }
-  convolve(view, steps, in, x_tile, out_tile, 0, p.seqlen);
+  convolve(view, steps, in, x_tile, out_tile, range.first, end);
   if (p.state_is_input_kind) {
-    roll<Input, Input>(p, view, slot);
+    store_states<Input, Input>(p, tokens, view, range, roll, read, write);
   } else {
-    roll<Input, Acc>(p, view, slot);
+    store_states<Input, Acc>(p, tokens, view, range, roll, read, write);
   }
 }
 
@@ -389,8 +417,9 @@ void finish(const ConvBwdParams& p, const Tasks& tasks, int64_t block, const std
   p.kind == ScalarKind::kDouble ? finish_sums<double>(p, tasks, block, sums) : finish_sums<float>(p, tasks, block, sums);
 }
 
-void update_task(const ConvUpdateParams& p, const Tasks& tasks, int64_t task, std::byte* scratch) {
-  visit_scalar(p.kind, [&](auto input) { update<decltype(input)>(p, tasks, task, scratch); });
+void update_task(const ConvUpdateParams& p, const ConvTokenParams* tokens, const Tasks& tasks, int64_t task,
+                 std::byte* scratch) {
+  visit_scalar(p.kind, [&](auto input) { update<decltype(input)>(p, tokens, tasks, task, scratch); });
 }
 
 const CpuKernels& kernels() {

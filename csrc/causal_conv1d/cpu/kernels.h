@@ -41,8 +41,8 @@ struct CpuKernels {
   void (*bwd_task)(const ConvBwdParams&, const Tasks&, int64_t task, std::byte* scratch, std::byte* sums);
   // Adds the sums of a block of channels over the batch, in order, into grad_weight and grad_bias.
   void (*finish)(const ConvBwdParams&, const Tasks&, int64_t block, const std::byte* sums);
-  // `tasks` are those of conv_params(params).
-  void (*update_task)(const ConvUpdateParams&, const Tasks&, int64_t task, std::byte* scratch);
+  // `tasks` are those of conv_params(params). `tokens` is null where each row has as many steps and one slot.
+  void (*update_task)(const ConvUpdateParams&, const ConvTokenParams* tokens, const Tasks&, int64_t task, std::byte* scratch);
 };
 
 // A decoding step as a convolution of a few steps, whose initial state is the end of a slot.

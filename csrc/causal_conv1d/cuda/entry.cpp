@@ -125,6 +125,7 @@ struct Cuda {
 
     explicit Guard(const Inputs& in) : device(in.x.device()) {}
     explicit Guard(const UpdateInputs& in) : device(in.x.device()) {}
+    Guard(const UpdateOutInputs& in, const DecodingRows&) : device(in.x.device()) {}
   };
 
   static void run(const ConvFwdParams& params, const at::Tensor& x) {
@@ -163,7 +164,7 @@ struct Cuda {
         params.kind, [&](auto scalar) { return launch_bwd<decltype(scalar)>(params, set, tiling, workspace, stream); }));
   }
 
-  static void run(ConvUpdateParams params, const at::Tensor&) {
+  static void run(ConvUpdateParams params, const ConvTokenParams* tokens) {
     const auto are_vectors = [&](const void* data, bool is_input_kind, int64_t size, int64_t stride, auto... outer_strides) {
       const int64_t bytes = is_input_kind ? cuda::element_bytes(params.kind) : sizeof(float);
       const bool is_aligned = reinterpret_cast<int64_t>(data) % (kMaxVectorWidth * bytes) == 0;
@@ -177,7 +178,7 @@ struct Cuda {
         are_vectors(params.weight.data, params.weight.is_input_kind, params.width, params.weight.stride_tap);
     const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
     C10_CUDA_CHECK(
-        cuda::visit_scalar(params.kind, [&](auto scalar) { return launch_update<decltype(scalar)>(params, stream); }));
+        cuda::visit_scalar(params.kind, [&](auto scalar) { return launch_update<decltype(scalar)>(params, tokens, stream); }));
   }
 };
 

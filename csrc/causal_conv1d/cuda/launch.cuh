@@ -86,14 +86,19 @@ cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling&
 }
 
 template <typename Scalar>
-cudaError_t launch_update(const ConvUpdateParams& params, cudaStream_t stream) {
-  conv_update_kernel<Scalar><<<blocks_for(params.batch * params.channels, kUpdateThreads), kUpdateThreads, 0, stream>>>(params);
+cudaError_t launch_update(const ConvUpdateParams& params, const ConvTokenParams* tokens, cudaStream_t stream) {
+  const unsigned blocks = blocks_for(params.batch * params.channels, kUpdateThreads);
+  if (tokens == nullptr) {
+    conv_update_kernel<Scalar><<<blocks, kUpdateThreads, 0, stream>>>(params);
+  } else {
+    conv_update_tokens_kernel<Scalar><<<blocks, kUpdateThreads, 0, stream>>>(params, *tokens);
+  }
   return cudaGetLastError();
 }
 
 #define SSM_INSTANTIATE_CAUSAL_CONV1D(Scalar)                                                                                 \
   template cudaError_t launch_fwd<Scalar>(const ConvFwdParams&, KernelSet, const Tiling&, cudaStream_t);                      \
   template cudaError_t launch_bwd<Scalar>(const ConvBwdParams&, KernelSet, const Tiling&, const BwdWorkspace&, cudaStream_t); \
-  template cudaError_t launch_update<Scalar>(const ConvUpdateParams&, cudaStream_t);
+  template cudaError_t launch_update<Scalar>(const ConvUpdateParams&, const ConvTokenParams*, cudaStream_t);
 
 }  // namespace ssm_kernels::causal_conv1d

@@ -57,6 +57,6 @@ template <typename Scalar>
 cudaError_t launch_bwd(const ConvBwdParams& params, KernelSet set, const Tiling& tiling, const BwdWorkspace& workspace,
                        cudaStream_t stream);
 template <typename Scalar>
-cudaError_t launch_update(const ConvUpdateParams& params, cudaStream_t stream);
+cudaError_t launch_update(const ConvUpdateParams& params, const ConvTokenParams* tokens, cudaStream_t stream);
 
 }  // namespace ssm_kernels::causal_conv1d

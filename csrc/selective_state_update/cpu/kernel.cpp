@@ -4,10 +4,12 @@
 //
 // The parts that do not depend on the state (softplus, gate, and Abar and the gain if A is tied) are computed for a block of
 // rows at once, with a SIMD lane per row. The state is then updated row by row, with a SIMD lane per state. Rows of the state
-// or of A that are not contiguous, and rows of A in the inputs' type, are copied through scratch memory. This file is compiled
-// once per instruction set.
+// or of A that are not contiguous, and rows of A in the inputs' type, are copied through scratch memory. With several tokens,
+// or other slots to write to, scratch memory carries the states of a block from token to token. This file is compiled once per
+// instruction set.
 
 #include <algorithm>
+#include <cstddef>
 #include <type_traits>
 
 #include "common/activations.h"
@@ -34,6 +36,13 @@ struct Rows {
   alignas(64) Acc y[kMaxRows];      // <C, h>
   alignas(64) Acc B[kMaxDstate];
   alignas(64) Acc C[kMaxDstate];
+  void* carried = nullptr;  // if not null, kMaxDstate states of each row take the place of the slot
+};
+
+// States of a block's rows, of at most the size of Acc each.
+template <typename Acc>
+struct CarriedStates {
+  alignas(64) std::byte memory[Rows<Acc>::kMaxRows * kMaxDstate * sizeof(Acc)];
 };
 
 // The first values of a row of A.
@@ -71,7 +80,9 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
   for (int64_t r = 0; r < rows.count; ++r) {
     State* const strided_h = state + row_of(p.state, r);
     State* h = strided_h;
-    if (p.state.stride_state != 1) {
+    if (rows.carried != nullptr) {
+      h = static_cast<State*>(rows.carried) + r * kMaxDstate;
+    } else if (p.state.stride_state != 1) {
       for (int64_t n = 0; n < p.dstate; ++n) gathered_state[n] = strided_h[n * p.state.stride_state];
       h = gathered_state;
     }
@@ -100,7 +111,7 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
       store_as<Acc>(h + n, value, count);
     }
     rows.y[r] = at::vec::vec_reduce_all<Acc>([](V& a, V& b) { return a + b; }, sum);
-    if (h != strided_h) {
+    if (h == gathered_state) {
       for (int64_t n = 0; n < p.dstate; ++n) strided_h[n * p.state.stride_state] = gathered_state[n];
     }
   }
@@ -116,47 +127,72 @@ void update_rows(const StateUpdateParams& p, Rows<Acc>& rows) {
   });
 }
 
+// Calls visitor(state, carried) with each element of the rows' states, whose first is `offset` elements from that of a tensor,
+// and its place in the carried states.
+template <typename Acc, typename Visitor>
+void visit_states(const StateUpdateParams& p, const StateView& view, int64_t offset, const Rows<Acc>& rows,
+                  const Visitor& visitor) {
+  visit_scalar(p.state_kind, [&](auto kind) {
+    using State = decltype(kind);
+    State* const states = static_cast<State*>(view.data) + offset;
+    for (int64_t r = 0; r < rows.count; ++r) {
+      State* const row = states + view.stride_head * rows.head[r] + view.stride_dim * rows.dim[r];
+      State* const carried = static_cast<State*>(rows.carried) + r * kMaxDstate;
+      for (int64_t n = 0; n < p.dstate; ++n) visitor(row[n * view.stride_state], carried[n]);
+    }
+  });
+}
+
+// The params whose views begin at a token.
 template <typename Input>
-void run(const StateUpdateParams& p, const Blocking& blocking, int64_t begin, int64_t end) {
+StateUpdateParams at_token(const StateUpdateParams& p, const TokenParams& tokens, int64_t token) {
+  StateUpdateParams shifted = p;
+  const auto shift = [&](auto& view, int64_t stride) {
+    if (view.data != nullptr) view.data = static_cast<Input*>(view.data) + token * stride;
+  };
+  shift(shifted.x, tokens.x);
+  shift(shifted.dt, tokens.dt);
+  shift(shifted.z, tokens.z);
+  shift(shifted.out, tokens.out);
+  shift(shifted.B, tokens.B);
+  shift(shifted.C, tokens.C);
+  return shifted;
+}
+
+template <typename Input>
+void run(const StateUpdateParams& params, const TokenParams* tokens, const Blocking& blocking, int64_t begin, int64_t end) {
   using Acc = AccumulateType<Input>;
   using V = Vec<Acc>;
   constexpr int64_t kSize = V::size();
   Rows<Acc> rows = {};
-  int64_t loaded_group = -1;
+  const Input *loaded_B = nullptr, *loaded_C = nullptr;
 
-  for (int64_t index = begin; index < end; ++index) {
-    const int64_t group_index = index / blocking.blocks_per_group, b = group_index / p.groups, group = group_index % p.groups;
-    const int64_t first_in_group = index % blocking.blocks_per_group * kSize;
-    const int64_t first_channel = group * blocking.channels_per_group + first_in_group;
-    rows.count = std::min(kSize, blocking.channels_per_group - first_in_group);
-    rows.slot = p.indices.at(b);
-    for (int64_t r = 0; r < rows.count; ++r) {
-      rows.head[r] = (first_channel + r) / p.headdim;
-      rows.dim[r] = (first_channel + r) % p.headdim;
-    }
-    const auto offset_in = [&](const ChannelView& view, int64_t r) {
-      return b * view.stride_batch + rows.head[r] * view.stride_head + rows.dim[r] * view.stride_dim;
+  const auto offset_in = [&](const ChannelView& view, int64_t b, int64_t r) {
+    return b * view.stride_batch + rows.head[r] * view.stride_head + rows.dim[r] * view.stride_dim;
+  };
+  const auto clear_out = [&](const StateUpdateParams& p, int64_t b) {
+    for (int64_t r = 0; r < rows.count; ++r) static_cast<Input*>(p.out.data)[offset_in(p.out, b, r)] = Input(0);
+  };
+  // One token of the rows.
+  const auto step = [&](const StateUpdateParams& p, int64_t b, int64_t group) {
+    const auto group_of = [&](const GroupView& view) {
+      return static_cast<const Input*>(view.data) + b * view.stride_batch + group * view.stride_group;
     };
-    Input* const out = static_cast<Input*>(p.out.data);
-    if (rows.slot < 0) {
-      for (int64_t r = 0; r < rows.count; ++r) out[offset_in(p.out, r)] = Input(0);
-      continue;
-    }
-
-    if (group_index != loaded_group) {
+    if (group_of(p.B) != loaded_B || group_of(p.C) != loaded_C) {
       const auto load_group = [&](Acc* target, const GroupView& view) {
-        const Input* source = static_cast<const Input*>(view.data) + b * view.stride_batch + group * view.stride_group;
+        const Input* source = group_of(view);
         for (int64_t n = 0; n < p.dstate; ++n) target[n] = static_cast<Acc>(source[n * view.stride_state]);
       };
       load_group(rows.B, p.B);
       load_group(rows.C, p.C);
-      loaded_group = group_index;
+      loaded_B = group_of(p.B);
+      loaded_C = group_of(p.C);
     }
     // A vector of the rows' elements, zero where there is no row or no tensor.
     const auto load = [&](const ChannelView& view, bool is_input_kind) {
       alignas(64) Acc values[kSize] = {};
       for (int64_t r = 0; view.data != nullptr && r < rows.count; ++r) {
-        const int64_t offset = offset_in(view, r);
+        const int64_t offset = offset_in(view, b, r);
         values[r] = is_input_kind ? static_cast<Acc>(static_cast<const Input*>(view.data)[offset])
                                   : static_cast<const Acc*>(view.data)[offset];
       }
@@ -176,7 +212,55 @@ void run(const StateUpdateParams& p, const Blocking& blocking, int64_t begin, in
     if (p.z.data != nullptr) y = y * silu(load(p.z, true));
     alignas(64) Acc results[kSize];
     y.store(results);
-    for (int64_t r = 0; r < rows.count; ++r) out[offset_in(p.out, r)] = static_cast<Input>(results[r]);
+    Input* const out = static_cast<Input*>(p.out.data);
+    for (int64_t r = 0; r < rows.count; ++r) out[offset_in(p.out, b, r)] = static_cast<Input>(results[r]);
+  };
+  // All tokens of the rows.
+  const auto step_tokens = [&](int64_t b, int64_t group) {
+    const DecodingRows& decoding = tokens->rows;
+    const TokenRange range = decoding.tokens_of(b);
+    const int64_t read = decoding.read_slot(b), entry = decoding.intermediate_entry(b);
+    CarriedStates<Acc> carried;
+    rows.carried = carried.memory;
+    if (read >= 0) {
+      visit_states(params, params.state, read * params.state.stride_batch, rows, [](auto& state, auto& h) { h = state; });
+    }
+    for (int64_t t = 0; t < range.count; ++t) {
+      const StateUpdateParams p = at_token<Input>(params, *tokens, range.first + t);
+      if (read < 0) {
+        clear_out(p, b);
+        continue;
+      }
+      step(p, b, group);
+      const auto store = [](auto& state, auto& h) { state = h; };
+      const int64_t write = decoding.write_slot(b, t, range.count);
+      if (write >= 0) visit_states(params, params.state, write * params.state.stride_batch, rows, store);
+      if (entry < 0) continue;
+      const StateView& buffer = tokens->intermediate;
+      visit_states(params, buffer, entry * buffer.stride_batch + t * tokens->intermediate_token, rows, store);
+    }
+  };
+
+  for (int64_t index = begin; index < end; ++index) {
+    const int64_t group_index = index / blocking.blocks_per_group, b = group_index / params.groups,
+                  group = group_index % params.groups;
+    const int64_t first_in_group = index % blocking.blocks_per_group * kSize;
+    const int64_t first_channel = group * blocking.channels_per_group + first_in_group;
+    rows.count = std::min(kSize, blocking.channels_per_group - first_in_group);
+    for (int64_t r = 0; r < rows.count; ++r) {
+      rows.head[r] = (first_channel + r) / params.headdim;
+      rows.dim[r] = (first_channel + r) % params.headdim;
+    }
+    if (tokens != nullptr) {
+      step_tokens(b, group);
+      continue;
+    }
+    rows.slot = params.indices.at(b);
+    if (rows.slot < 0) {
+      clear_out(params, b);
+    } else {
+      step(params, b, group);
+    }
   }
 }
 
@@ -186,8 +270,9 @@ int64_t vector_size(const StateUpdateParams& p) {
   return p.input_kind == ScalarKind::kDouble ? Vec<double>::size() : Vec<float>::size();
 }
 
-void update_blocks(const StateUpdateParams& p, const Blocking& blocking, int64_t begin, int64_t end) {
-  visit_scalar(p.input_kind, [&](auto input) { run<decltype(input)>(p, blocking, begin, end); });
+void update_blocks(const StateUpdateParams& p, const TokenParams* tokens, const Blocking& blocking, int64_t begin,
+                   int64_t end) {
+  visit_scalar(p.input_kind, [&](auto input) { run<decltype(input)>(p, tokens, blocking, begin, end); });
 }
 
 const CpuKernels& kernels() {

@@ -23,7 +23,8 @@ struct Blocking {
 // The kernel of one instruction set.
 struct CpuKernels {
   int64_t (*vector_size)(const StateUpdateParams&);
-  void (*update_blocks)(const StateUpdateParams&, const Blocking&, int64_t begin, int64_t end);
+  // `tokens` is null where each row has one token and one slot.
+  void (*update_blocks)(const StateUpdateParams&, const TokenParams* tokens, const Blocking&, int64_t begin, int64_t end);
 };
 
 }  // namespace ssm_kernels::selective_state_update

@@ -75,10 +75,25 @@ bool can_be_fast(const StateUpdateParams& p) {
          are_narrow(p.z) && are_narrow(p.out) && are_narrow(p.D) && are_narrow(p.dt_bias);
 }
 
-Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
+// The same for what the kernel of several tokens demands beside.
+bool can_be_fast(const StateUpdateParams& p, const TokenParams& tokens) {
+  const int64_t state_bytes = cuda::element_bytes(p.state_kind), input_bytes = cuda::element_bytes(p.input_kind);
+  const int64_t vector_size = state_vector_bytes(state_bytes, p.tied_A()) / state_bytes;
+  const auto is_token_aligned = [&](const GroupView& view, int64_t stride) {
+    return is_aligned(view.data, input_bytes, vector_size, {stride});
+  };
+  if (p.dstate > kWarpSize * vector_size || !is_token_aligned(p.B, tokens.B) || !is_token_aligned(p.C, tokens.C)) return false;
+  if (!tokens.rows.has_intermediate) return true;
+  const StateView& buffer = tokens.intermediate;
+  const std::optional<int64_t> row = row_stride(p, buffer);
+  return buffer.stride_state == 1 && row.has_value() && are_narrow({*row}) &&
+         is_aligned(buffer.data, state_bytes, vector_size, {buffer.stride_batch, tokens.intermediate_token, *row});
+}
+
+Tiling make_tiling(const StateUpdateParams& p, const TokenParams* tokens, int64_t multiprocessors) {
   Tiling tiling;
   const int64_t state_bytes = cuda::element_bytes(p.state_kind);
-  tiling.fast = can_be_fast(p);
+  tiling.fast = can_be_fast(p) && (tokens == nullptr || can_be_fast(p, *tokens));
   const int64_t vectors_per_row = tiling.fast ? p.dstate * state_bytes / state_vector_bytes(state_bytes, p.tied_A()) : p.dstate;
   while (tiling.lanes() < kWarpSize && tiling.lanes() < vectors_per_row) ++tiling.log2_lanes;
 
@@ -108,31 +123,52 @@ Tiling make_tiling(const StateUpdateParams& p, int64_t multiprocessors) {
   return tiling;
 }
 
-cudaError_t launch(const StateUpdateParams& params, const Tiling& tiling, cudaStream_t stream) {
+cudaError_t launch(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling, cudaStream_t stream) {
   return cuda::visit_scalar(params.input_kind, [&](auto input) {
     using Input = decltype(input);
     // The state has the type of the inputs or, beside fp16 and bf16 inputs, is float32.
     if constexpr (sizeof(Input) == 2) {
-      if (params.input_kind != params.state_kind) return launch_selective_state_update<Input, float>(params, tiling, stream);
+      if (params.input_kind != params.state_kind) {
+        return launch_selective_state_update<Input, float>(params, tokens, tiling, stream);
+      }
     }
-    return launch_selective_state_update<Input, Input>(params, tiling, stream);
+    return launch_selective_state_update<Input, Input>(params, tokens, tiling, stream);
   });
+}
+
+void run(const StateUpdateParams& params, TokenParams* tokens, const at::Tensor& x) {
+  if (tokens != nullptr) tokens->intermediate_row = row_stride(params, tokens->intermediate).value_or(0);
+  const Tiling tiling = make_tiling(params, tokens, cuda::multiprocessor_count(x.get_device()));
+  C10_CUDA_CHECK(launch(params, tokens, tiling, c10::cuda::getCurrentCUDAStream()));
+}
+
+NoResult cuda_out(const OutInputs& in) {
+  const Discretization method = check_out_inputs(in);
+  const c10::cuda::CUDAGuard guard(in.x.device());
+  TokenParams tokens;
+  const StateUpdateParams params = make_out_params(in, method, tokens);
+  if (in.out.numel() > 0) run(params, in.is_one_step() ? nullptr : &tokens, in.x);
+  return {};
 }
 
 at::Tensor cuda(const Inputs& in) {
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.x.device());
   at::Tensor out = allocate_out(in);
-  if (out.numel() == 0) return out;
-  const StateUpdateParams params = make_params(in, method, out);
-  const Tiling tiling = make_tiling(params, cuda::multiprocessor_count(in.x.get_device()));
-  C10_CUDA_CHECK(launch(params, tiling, c10::cuda::getCurrentCUDAStream()));
+  if (!in.is_one_step()) {
+    cuda_out(OutInputs(in, out));
+  } else if (out.numel() > 0) {
+    run(make_params(in, method, out), /*tokens=*/nullptr, in.x);
+  }
   return out;
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { implement<&cuda>(m, "selective_state_update"); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  implement<&cuda>(m, "selective_state_update");
+  implement<&cuda_out>(m, "selective_state_update_out");
+}
 
 }  // namespace ssm_kernels::selective_state_update
 

@@ -8,7 +8,8 @@
 // There are two kernels. In the fast one a lane loads vectors of state_vector_bytes of the state, with 32-bit indices
 // (addresses have 64 bits everywhere). It requires that the dstate values of state, B, C and A are contiguous and aligned, that
 // the rows of the state and of A are evenly spaced, and that all sizes and strides are below 2^31. The general one loads one
-// element a lane and takes any strides and fp64.
+// element a lane and takes any strides and fp64. With several tokens the fast kernel also requires that the lanes load a row at
+// once.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -46,8 +47,10 @@ struct Tiling {
 // Rows of untied A mostly have 16 values: with fp16 and bf16 states, smaller vectors give each of kRowsInFlight lanes some.
 constexpr int state_vector_bytes(int64_t state_bytes, bool tied_A) { return state_bytes == 2 && !tied_A ? 8 : 16; }
 
-// Input is the type of x, dt, B, C, z and out. Instantiated in instantiations/.
+// Input is the type of x, dt, B, C, z and out. `tokens` is null where each row has one token and one slot. Instantiated in
+// instantiations/.
 template <typename Input, typename State>
-cudaError_t launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream);
+cudaError_t launch_selective_state_update(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling,
+                                          cudaStream_t stream);
 
 }  // namespace ssm_kernels::selective_state_update

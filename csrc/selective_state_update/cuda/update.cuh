@@ -13,6 +13,9 @@
 // every
 //   owner has its own. The order of additions is fixed.
 // The state bypasses the first-level cache; A, B and C stay in it.
+//
+// A second kernel of the same code serves rows of several tokens, and slots to read from and to write to: it keeps the states
+// of kRowsInFlight rows in registers from token to token, rounded to their type, as calls of one token leave them.
 #pragma once
 
 #include <algorithm>
@@ -150,8 +153,12 @@ struct Tile {
   }
 };
 
-template <typename Input, typename State, typename Method, bool fast, bool tied_A>
-__device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Tiling& tiling) {
+// In place of TokenParams in the kernel of one token.
+struct OneToken {};
+
+template <typename Input, typename State, typename Method, bool fast, bool tied_A, typename Tokens>
+__device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Tiling& tiling, const Tokens& tokens) {
+  constexpr bool has_tokens = std::is_same_v<Tokens, TokenParams>;
   using Acc = cuda::AccumulateType<Input>;
   using Index = std::conditional_t<fast, uint32_t, int64_t>;
   constexpr int kVectorSize = fast ? state_vector_bytes(sizeof(State), tied_A) / static_cast<int>(sizeof(State)) : 1;
@@ -170,11 +177,24 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   const auto offset_in = [&](const auto& view) {
     return times(tile.batch, view.stride_batch) + times(head, view.stride_head) + times(dim, view.stride_dim);
   };
-  Input* const out = static_cast<Input*>(p.out.data) + offset_in(p.out);
+  Input* out = static_cast<Input*>(p.out.data) + offset_in(p.out);
 
-  const int64_t slot = p.indices.at(tile.batch);
+  int64_t slot;
+  TokenRange range;
+  if constexpr (has_tokens) {
+    slot = tokens.rows.read_slot(tile.batch);
+    range = tokens.rows.tokens_of(tile.batch);
+    out += range.first * tokens.out;
+  } else {
+    slot = p.indices.at(tile.batch);
+  }
   if (slot < 0 || slot >= p.slots) {
-    if (owner) *out = from_accumulate<Input>(slot < 0 ? Acc(0) : static_cast<Acc>(nan("")));
+    const Input value = from_accumulate<Input>(slot < 0 ? Acc(0) : static_cast<Acc>(nan("")));
+    if constexpr (has_tokens) {
+      for (int64_t t = 0; owner && t < range.count; ++t) out[t * tokens.out] = value;
+    } else {
+      if (owner) *out = value;
+    }
     return;
   }
 
@@ -189,22 +209,34 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
   const auto row_in = [&](const StateView& view, int64_t stride_row) {
     return fast ? times(tile.first_channel, stride_row) : times(head, view.stride_head) + times(dim, view.stride_dim);
   };
-  State* const state =
-      static_cast<State*>(p.state.data) + times(Index(slot), p.state.stride_batch) + row_in(p.state, tiling.state_stride_row);
+  const auto rows_of_slot = [&](int64_t slot) {
+    return static_cast<State*>(p.state.data) + times(Index(slot), p.state.stride_batch) +
+           row_in(p.state, tiling.state_stride_row);
+  };
+  State* const state = rows_of_slot(slot);
   // In elements: the offset of the lane's own value if A is tied, else of a row.
   const auto A_offset = tied_A ? offset_in(p.A) : row_in(p.A, tiling.A_stride_row);
 
   // Loads only, up to the next comment, so that their latencies overlap.
   Input x_in, dt_in, z_in;
   Parameter<Input> dt_bias, skip, tied;
-  if (owner) {
-    dt_in = static_cast<const Input*>(p.dt.data)[offset_in(p.dt)];
-    x_in = static_cast<const Input*>(p.x.data)[offset_in(p.x)];
-    if (p.dt_bias.data != nullptr) dt_bias.load(p.dt_bias.data, offset_in(p.dt_bias), p.dt_bias_is_input_kind);
-    if (p.D.data != nullptr) skip.load(p.D.data, offset_in(p.D), p.D_is_input_kind);
-    if (p.z.data != nullptr) z_in = static_cast<const Input*>(p.z.data)[offset_in(p.z)];
-    if constexpr (tied_A) tied.load(p.A.data, A_offset, p.A_is_input_kind);
-  }
+  const auto load_inputs = [&](int64_t token) {
+    int64_t x_token = 0, dt_token = 0, z_token = 0;
+    if constexpr (has_tokens) {
+      x_token = token * tokens.x;
+      dt_token = token * tokens.dt;
+      z_token = token * tokens.z;
+    }
+    if (owner) {
+      dt_in = static_cast<const Input*>(p.dt.data)[offset_in(p.dt) + dt_token];
+      x_in = static_cast<const Input*>(p.x.data)[offset_in(p.x) + x_token];
+      if (p.dt_bias.data != nullptr) dt_bias.load(p.dt_bias.data, offset_in(p.dt_bias), p.dt_bias_is_input_kind);
+      if (p.D.data != nullptr) skip.load(p.D.data, offset_in(p.D), p.D_is_input_kind);
+      if (p.z.data != nullptr) z_in = static_cast<const Input*>(p.z.data)[offset_in(p.z) + z_token];
+      if constexpr (tied_A) tied.load(p.A.data, A_offset, p.A_is_input_kind);
+    }
+  };
+  if constexpr (!has_tokens) load_inputs(0);
   int first_row = 0;
   const auto is_active = [&](int r) { return first_row + r < tile.rows && n < dstate; };
   const auto of_row = [&](auto owned, int r) { return shuffle(owned, first_row + r, lanes); };
@@ -229,12 +261,14 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       for (int i = 0; i < kVectorSize; ++i) A_n[r].set(i, loaded.accumulate(i));
     }
   };
-  const auto load_rows = [&] {
+  const auto load_states = [&] {
 #pragma unroll
     for (int r = 0; r < kRowsInFlight; ++r) {
       const State* const source = element(state, r, tiling.state_stride_row, p.state.stride_state);
       h[r] = is_active(r) ? Vector<State, kVectorSize>::load_once(source) : Vector<State, kVectorSize>::zero();
     }
+  };
+  const auto load_rows_of_A = [&] {
     if constexpr (!tied_A) {
       if (!std::is_same_v<Input, Acc> && p.A_is_input_kind) {
         load_A(static_cast<const Input*>(p.A.data) + A_offset);
@@ -250,73 +284,160 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       }
     }
   };
-  load_rows();
-  auto B_n = load_group(B, p.B.stride_state);
-  auto C_n = load_group(C, p.C.stride_state);
-
-  // Abar and the input's factor if A is tied; otherwise delta and delta x, from which they are computed.
-  Acc first = 0, second = 0, skipped = 0, gate = 1;
-  if (owner) {
-    const Acc x = to_accumulate(x_in);
-    Acc delta = to_accumulate(dt_in);
-    if (p.dt_bias.data != nullptr) delta += dt_bias.value(p.dt_bias_is_input_kind);
-    if (p.dt_softplus) delta = softplus(delta);
-    delta = clamp(delta, static_cast<Acc>(p.dt_min), static_cast<Acc>(p.dt_max));
-    first = delta;
-    second = delta * x;
-    if constexpr (tied_A) {
-      Acc row_A = tied.value(p.A_is_input_kind);
-      if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
-      const Acc z = delta * row_A, basis = method.basis(z);
-      first = method.abar(z, basis);
-      second *= current_gain(method, z, basis);
-    }
-    if (p.D.data != nullptr) skipped = skip.value(p.D_is_input_kind) * x;
-    if (p.z.data != nullptr) gate = silu(to_accumulate(z_in));
-  }
-
-  Acc sum = 0;
-  for (;;) {
-    Acc partial[kRowsInFlight];
-#pragma unroll
-    for (int r = 0; r < kRowsInFlight; ++r) {
-      const Acc row_first = of_row(first, r), row_second = of_row(second, r);
-      partial[r] = 0;
-#pragma unroll
-      for (int i = 0; i < kVectorSize; ++i) {
-        Acc abar = row_first, factor = row_second;
-        if constexpr (!tied_A) {
-          const Acc z = row_first * A_n[r][i], basis = method.basis(z);
-          abar = method.abar(z, basis);
-          factor = row_second * current_gain(method, z, basis);
-        }
-        const Acc value = Math<Acc>::fma(abar, to_accumulate(h[r][i]), factor * to_accumulate(B_n[i]));
-        partial[r] = Math<Acc>::fma(value, to_accumulate(C_n[i]), partial[r]);
-        h[r].set(i, from_accumulate<State>(value));
-      }
-      State* const target = element(state, r, tiling.state_stride_row, p.state.stride_state);
-      if (is_active(r)) {
-        h[r].store_once(target);
-      } else {
-        // A step size of inf makes even a zero state NaN.
-        partial[r] = 0;
-      }
-    }
-    const Acc reduced = reduce_rows(partial, lane, lanes);
-    if ((lane & ~(kRowsInFlight - 1)) == first_row) sum += reduced;
-
-    first_row += kRowsInFlight;
-    if (first_row >= tiling.rows) {
-      first_row = 0;
-      n += lanes * kVectorSize;
-      if (n - lane * kVectorSize >= dstate) break;
+  Vector<Input, kVectorSize> B_n, C_n;
+  const auto load_groups = [&](int64_t token) {
+    if constexpr (has_tokens) {
+      B_n = load_group(B + token * tokens.B, p.B.stride_state);
+      C_n = load_group(C + token * tokens.C, p.C.stride_state);
+    } else {
       B_n = load_group(B, p.B.stride_state);
       C_n = load_group(C, p.C.stride_state);
     }
-    load_rows();
+  };
+  if constexpr (!has_tokens) {
+    load_states();
+    load_rows_of_A();
+    load_groups(0);
   }
 
-  if (owner) *out = from_accumulate<Input>((sum + skipped) * gate);
+  // Abar and the input's factor if A is tied; otherwise delta and delta x, from which they are computed.
+  Acc first = 0, second = 0, skipped = 0, gate = 1;
+  const auto prepare = [&] {
+    if (owner) {
+      const Acc x = to_accumulate(x_in);
+      Acc delta = to_accumulate(dt_in);
+      if (p.dt_bias.data != nullptr) delta += dt_bias.value(p.dt_bias_is_input_kind);
+      if (p.dt_softplus) delta = softplus(delta);
+      delta = clamp(delta, static_cast<Acc>(p.dt_min), static_cast<Acc>(p.dt_max));
+      first = delta;
+      second = delta * x;
+      if constexpr (tied_A) {
+        Acc row_A = tied.value(p.A_is_input_kind);
+        if (p.A_is_log) row_A = -Math<Acc>::exp(row_A);
+        const Acc z = delta * row_A, basis = method.basis(z);
+        first = method.abar(z, basis);
+        second *= current_gain(method, z, basis);
+      }
+      if (p.D.data != nullptr) skipped = skip.value(p.D_is_input_kind) * x;
+      if (p.z.data != nullptr) gate = silu(to_accumulate(z_in));
+    }
+  };
+  // Updates row r in flight and returns the lane's part of <C, h>.
+  const auto update_row = [&](int r) {
+    const Acc row_first = of_row(first, r), row_second = of_row(second, r);
+    Acc sum = 0;
+#pragma unroll
+    for (int i = 0; i < kVectorSize; ++i) {
+      Acc abar = row_first, factor = row_second;
+      if constexpr (!tied_A) {
+        const Acc z = row_first * A_n[r][i], basis = method.basis(z);
+        abar = method.abar(z, basis);
+        factor = row_second * current_gain(method, z, basis);
+      }
+      const Acc value = Math<Acc>::fma(abar, to_accumulate(h[r][i]), factor * to_accumulate(B_n[i]));
+      sum = Math<Acc>::fma(value, to_accumulate(C_n[i]), sum);
+      h[r].set(i, from_accumulate<State>(value));
+    }
+    return sum;
+  };
+
+  if constexpr (has_tokens) {
+    // All values of a row, kBlocks vectors a lane: one in the fast kernel. The general kernel keeps them in local memory, where
+    // an unrolled loop would have the code of all methods for each of 32 values.
+    constexpr int kBlocks = fast ? 1 : static_cast<int>(kMaxDstate) / kWarpSize;
+    Vector<State, kVectorSize> states[kBlocks][kRowsInFlight];
+    const auto for_each_block = [&](const auto& visitor) {
+#pragma unroll 1
+      for (int block = 0; block < kBlocks; ++block) {
+        n = (lane + block * lanes) * kVectorSize;
+        if (block == 0 || block * lanes * kVectorSize < dstate) visitor(block);
+      }
+    };
+    const int64_t entry = tokens.rows.intermediate_entry(tile.batch);
+    const bool has_entry = entry >= 0 && entry < tokens.rows.intermediate_count;
+    for (; first_row < tiling.rows; first_row += kRowsInFlight) {
+      for_each_block([&](int block) {
+        load_states();
+#pragma unroll
+        for (int r = 0; r < kRowsInFlight; ++r) states[block][r] = h[r];
+      });
+      if constexpr (kBlocks == 1) load_rows_of_A();
+      for (int64_t t = 0; t < range.count; ++t) {
+        const int64_t token = range.first + t;
+        // Of a single token, the inputs stay for all rows.
+        const bool is_new = range.count > 1 || first_row == 0;
+        if (is_new) {
+          load_inputs(token);
+          if constexpr (kBlocks == 1) load_groups(token);
+          prepare();
+        }
+        const int64_t write = tokens.rows.write_slot(tile.batch, t, range.count);
+        const auto store = [&](State* rows, int64_t stride_row, int64_t stride_state) {
+#pragma unroll
+          for (int r = 0; r < kRowsInFlight; ++r) {
+            State* const target = element(rows, r, stride_row, stride_state);
+            if (is_active(r)) h[r].store_once(target);
+          }
+        };
+        Acc partial[kRowsInFlight] = {};
+        for_each_block([&](int block) {
+          if constexpr (kBlocks > 1) {
+            load_groups(token);
+            load_rows_of_A();
+          }
+#pragma unroll
+          for (int r = 0; r < kRowsInFlight; ++r) {
+            h[r] = states[block][r];
+            const Acc sum = update_row(r);
+            // A step size of inf makes even a zero state NaN.
+            if (is_active(r)) partial[r] += sum;
+            states[block][r] = h[r];
+          }
+          if (write >= 0 && write < p.slots) store(rows_of_slot(write), tiling.state_stride_row, p.state.stride_state);
+          if (has_entry && t < tokens.rows.intermediate_tokens) {
+            State* const rows = static_cast<State*>(tokens.intermediate.data) + entry * tokens.intermediate.stride_batch +
+                                t * tokens.intermediate_token + row_in(tokens.intermediate, tokens.intermediate_row);
+            store(rows, tokens.intermediate_row, tokens.intermediate.stride_state);
+          }
+        });
+        const Acc sum = reduce_rows(partial, lane, lanes);
+        if (owner && (lane & ~(kRowsInFlight - 1)) == first_row) {
+          out[t * tokens.out] = from_accumulate<Input>((sum + skipped) * gate);
+        }
+      }
+    }
+  } else {
+    prepare();
+    Acc sum = 0;
+    for (;;) {
+      Acc partial[kRowsInFlight];
+#pragma unroll
+      for (int r = 0; r < kRowsInFlight; ++r) {
+        partial[r] = update_row(r);
+        State* const target = element(state, r, tiling.state_stride_row, p.state.stride_state);
+        if (is_active(r)) {
+          h[r].store_once(target);
+        } else {
+          // A step size of inf makes even a zero state NaN.
+          partial[r] = 0;
+        }
+      }
+      const Acc reduced = reduce_rows(partial, lane, lanes);
+      if ((lane & ~(kRowsInFlight - 1)) == first_row) sum += reduced;
+
+      first_row += kRowsInFlight;
+      if (first_row >= tiling.rows) {
+        first_row = 0;
+        n += lanes * kVectorSize;
+        if (n - lane * kVectorSize >= dstate) break;
+        load_groups(0);
+      }
+      load_states();
+      load_rows_of_A();
+    }
+
+    if (owner) *out = from_accumulate<Input>((sum + skipped) * gate);
+  }
 }
 
 // Blocks per multiprocessor. They allow a thread 128 registers for doubles, 64 for a tied A with a float state, else 80
@@ -329,11 +450,48 @@ constexpr int kMinBlocks = std::is_same_v<Input, double> ? 4
 template <typename Input, typename State, typename Method, bool fast, bool tied_A>
 __global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinBlocks<Input, State, tied_A>)
     selective_state_update_kernel(const __grid_constant__ StateUpdateParams params, const __grid_constant__ Tiling tiling) {
-  update_tile<Input, State, Method, fast, tied_A>(params, tiling);
+  update_tile<Input, State, Method, fast, tied_A>(params, tiling, OneToken());
+}
+
+constexpr int kMinTokenBlocks = 4;  // 128 registers a thread
+
+template <typename Input, typename State, typename Method, bool fast, bool tied_A>
+__global__ void __launch_bounds__(kMaxWarpsPerBlock* kWarpSize, kMinTokenBlocks)
+    selective_state_update_tokens_kernel(const __grid_constant__ StateUpdateParams params,
+                                         const __grid_constant__ Tiling tiling, const __grid_constant__ TokenParams tokens) {
+  update_tile<Input, State, Method, fast, tied_A>(params, tiling, tokens);
+}
+
+// Calls launch(blocks, tiling) for all tiles: a grid has a limited size.
+template <typename Launch>
+cudaError_t for_each_grid(Tiling tiling, const Launch& launch) {
+  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
+  for (; tiling.first_tile < tiling.tiles; tiling.first_tile += kMaxBlocks * tiling.warps_per_block) {
+    const int64_t blocks = (tiling.tiles - tiling.first_tile + tiling.warps_per_block - 1) / tiling.warps_per_block;
+    launch(static_cast<unsigned int>(std::min(blocks, kMaxBlocks)), tiling);
+  }
+  return cudaGetLastError();
 }
 
 template <typename Input, typename State>
-cudaError_t launch_selective_state_update(const StateUpdateParams& params, Tiling tiling, cudaStream_t stream) {
+cudaError_t launch_selective_state_update(const StateUpdateParams& params, const TokenParams* tokens, const Tiling& tiling,
+                                          cudaStream_t stream) {
+  if (tokens != nullptr) {
+    // Compiled for the fewest methods: the owner of a row with a tied A, and every lane with another, chooses at run time.
+    auto* kernel = selective_state_update_tokens_kernel<Input, State, RuntimeMethod, false, false>;
+    if constexpr (!std::is_same_v<Input, double>) {
+      if (tiling.fast && params.tied_A()) {
+        kernel = selective_state_update_tokens_kernel<Input, State, RuntimeMethod, true, true>;
+      } else if (tiling.fast && params.discretization == Discretization::kZoh) {
+        kernel = selective_state_update_tokens_kernel<Input, State, Zoh, true, false>;
+      } else if (tiling.fast) {
+        kernel = selective_state_update_tokens_kernel<Input, State, RuntimeMethod, true, false>;
+      }
+    }
+    return for_each_grid(tiling, [&](unsigned int blocks, const Tiling& part) {
+      kernel<<<blocks, part.warps_per_block * kWarpSize, 0, stream>>>(params, part, *tokens);
+    });
+  }
   void (*kernel)(StateUpdateParams, Tiling) = selective_state_update_kernel<Input, State, RuntimeMethod, false, false>;
   if constexpr (!std::is_same_v<Input, double>) {
     visit_discretization(params.discretization, [&](auto method) {
@@ -343,13 +501,9 @@ cudaError_t launch_selective_state_update(const StateUpdateParams& params, Tilin
                                : selective_state_update_kernel<Input, State, Method, true, false>;
     });
   }
-  constexpr int64_t kMaxBlocks = std::numeric_limits<int32_t>::max();
-  for (; tiling.first_tile < tiling.tiles; tiling.first_tile += kMaxBlocks * tiling.warps_per_block) {
-    const int64_t blocks = (tiling.tiles - tiling.first_tile + tiling.warps_per_block - 1) / tiling.warps_per_block;
-    kernel<<<static_cast<unsigned int>(std::min(blocks, kMaxBlocks)), tiling.warps_per_block * kWarpSize, 0, stream>>>(params,
-                                                                                                                       tiling);
-  }
-  return cudaGetLastError();
+  return for_each_grid(tiling, [&](unsigned int blocks, const Tiling& part) {
+    kernel<<<blocks, part.warps_per_block * kWarpSize, 0, stream>>>(params, part);
+  });
 }
 
 }  // namespace ssm_kernels::selective_state_update

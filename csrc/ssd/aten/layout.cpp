@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "torch/checks.h"
+#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
 namespace {
@@ -47,13 +48,6 @@ at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask) {
   std::vector<int64_t> shape = mask.sizes().vec();
   shape.resize(values.dim(), 1);
   return values.masked_fill_(mask.view(shape), 0);
-}
-
-at::Tensor sequence_starts(const at::Tensor& seq_idx) {
-  const int64_t inner = seq_idx.size(1) - 1;
-  at::Tensor starts = at::zeros(seq_idx.sizes(), seq_idx.options().dtype(at::kBool));
-  if (inner > 0) starts.narrow(1, 1, inner).copy_(seq_idx.narrow(1, 1, inner).ne(seq_idx.narrow(1, 0, inner)));
-  return starts;
 }
 
 Scan::Scan(const Inputs& in, Discretization method)

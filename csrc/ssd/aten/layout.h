@@ -22,9 +22,6 @@ namespace ssm_kernels::ssd {
 // them. A product with zero would let NaN through.
 at::Tensor zero_where_(at::Tensor values, const at::Tensor& mask);
 
-// True at steps where a sequence begins, except at the first step of each row, (batch, seqlen).
-at::Tensor sequence_starts(const at::Tensor& seq_idx);
-
 // Rows of the batch that are scanned together.
 struct Part {
   int64_t row, rows;

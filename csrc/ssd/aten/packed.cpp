@@ -63,7 +63,7 @@ Inputs packed_batch(const Inputs& call, const SequencesOfLength& of) {
   for (at::Tensor* sequence : {&batch.x, &batch.dt, &batch.B, &batch.C}) *sequence = of.steps.take(*sequence);
   batch.z = of.steps.take(call.z);
   batch.initial_states = of.states.take(call.initial_states);
-  batch.seq_idx.reset();
+  batch.seq_idx = of.steps.take(call.seq_idx);
   batch.cu_seqlens.reset();
   return batch;
 }

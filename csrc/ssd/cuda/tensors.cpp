@@ -2,6 +2,7 @@
 
 #include "ssd/cuda/tensors.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/constant_pad_nd.h>
 #include <ATen/ops/empty.h>
 
@@ -10,9 +11,9 @@
 
 #include "common/integers.h"
 #include "cuda/device.h"
-#include "ssd/aten/layout.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
+#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::ssd {
 namespace {
@@ -69,6 +70,11 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method)
       sequences_(is_present(in.cu_seqlens) ? in.cu_seqlens->size(0) - 1 : in.x.size(0)) {
   if (is_present(in.seq_idx)) resets_ = sequence_starts(*in.seq_idx);
   if (is_present(in.cu_seqlens)) cu_seqlens_ = in.cu_seqlens->to(at::kLong).contiguous();
+  if (resets_.defined() && cu_seqlens_.defined()) {
+    // A reset at the first step of a packed sequence would clear its initial state.
+    const at::Tensor sequences = sequence_at(cu_seqlens_, at::arange(in.x.size(1), cu_seqlens_.options()));
+    resets_.logical_and_(sequence_starts(sequences.unsqueeze(0)).logical_not_());
+  }
   A_ = in.A.contiguous();
   if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
   if (is_present(in.D)) D_ = in.D->dim() == 2 ? pad(*in.D, {0, more_rows_}) : in.D->contiguous();

@@ -2,6 +2,7 @@
 
 namespace ssm_kernels::selective_state_update {
 
-template cudaError_t launch_selective_state_update<__half, __half>(const StateUpdateParams&, Tiling, cudaStream_t);
+template cudaError_t launch_selective_state_update<__half, __half>(const StateUpdateParams&, const TokenParams*, const Tiling&,
+                                                                   cudaStream_t);
 
 }  // namespace ssm_kernels::selective_state_update

@@ -2,6 +2,7 @@
 
 namespace ssm_kernels::selective_state_update {
 
-template cudaError_t launch_selective_state_update<float, float>(const StateUpdateParams&, Tiling, cudaStream_t);
+template cudaError_t launch_selective_state_update<float, float>(const StateUpdateParams&, const TokenParams*, const Tiling&,
+                                                                 cudaStream_t);
 
 }  // namespace ssm_kernels::selective_state_update

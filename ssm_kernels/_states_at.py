@@ -1,0 +1,198 @@
+"""``states_at`` of the scans: their states at chosen positions, from calls of the operators on the pieces between these."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Positions", "selective_scan_with_states", "ssd_chunk_scan_with_states"]
+
+Positions = Sequence[int] | Tensor
+_Results = tuple[Tensor, Tensor, Tensor]
+
+# The axes that a tensor of steps may have; without one of time, it is constant.
+_SELECTIVE_RANKS = {"u": (3,), "delta": (3,), "B": (2, 3, 4), "C": (2, 3, 4), "z": (3,)}
+_SSD_RANKS = {"x": (4,), "dt": (3,), "B": (4,), "C": (4,), "z": (4,), "seq_idx": (2,)}
+
+
+def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], options: dict[str, Any]) -> _Results:
+    """``out``, ``last_state`` and the states at the positions.
+
+    Args:
+        inputs: the positional arguments of ``torch.ops.ssm_kernels.selective_scan``, in their order.
+        options: its other arguments.
+    """
+    op = torch.ops.ssm_kernels.selective_scan
+    u, initial_state = inputs["u"], inputs["initial_state"]
+    if not _are_steps(inputs, _SELECTIVE_RANKS, -1):
+        op(*inputs.values(), **options)  # raises
+    seqlen = u.shape[-1]
+    positions = _read("selective_scan", states_at, seqlen)
+    sequences = [name for name in _SELECTIVE_RANKS if inputs[name] is not None and inputs[name].dim() > 2]
+
+    def of_steps(begin: int, end: int, state: Tensor | None) -> dict[str, Any]:
+        return inputs | {name: inputs[name][..., begin:end] for name in sequences} | {"initial_state": state}
+
+    if not _needs_public_operator(inputs.values()):
+        chunk = 32 if inputs["A"].shape[-1] <= 16 else 64  # chunk_length of csrc/selective_scan/selective_scan.h
+        out, last_state, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(*inputs.values(), *options.values(), True)
+        states = {seqlen: last_state}
+        for p in positions:
+            state = states[p] if p in states else chunk_states[:, p // chunk]
+            if p not in states and p % chunk != 0:
+                piece = of_steps(p // chunk * chunk, p, state) | {"D": None, "z": None}
+                state = op(*(piece | {"C": piece["B"]}).values(), **options)[1]
+            states[p] = state
+        return out, last_state, _stack(positions, states, last_state)
+
+    def scan(begin: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = op(*of_steps(begin, end, state).values(), **options)
+        return result
+
+    try:
+        outputs, states = _scan_pieces(scan, positions, seqlen, initial_state)
+    except ValueError:
+        op(*inputs.values(), **options)  # the message has the sizes of the whole tensors
+        raise
+    if len(outputs) > 1 and u.stride(1) == 1 and u.stride(2) != 1:  # out has the layout of u
+        out = torch.cat([piece.transpose(1, 2) for piece in outputs], 1).transpose(1, 2)
+    else:
+        out = _join(outputs, 2)
+    return out, states[seqlen], _stack(positions, states, states[seqlen])
+
+
+def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) -> _Results:
+    """``out``, ``final_states`` and the states at the positions.
+
+    Args:
+        arguments: of ``torch.ops.ssm_kernels.ssd_chunk_scan``, by name.
+    """
+    op = torch.ops.ssm_kernels.ssd_chunk_scan
+    required = ("x", "dt", "A", "B", "C")
+
+    def call(**values: Any) -> tuple[Tensor, Tensor]:
+        others = {name: value for name, value in values.items() if name not in required}
+        result: tuple[Tensor, Tensor] = op(*(values[name] for name in required), **others)
+        return result
+
+    if not _are_steps(arguments, _SSD_RANKS, 1):
+        call(**arguments)  # raises
+    seqlen = arguments["x"].shape[1]
+    positions = _read("ssd_chunk_scan", states_at, seqlen)
+    sequences = [name for name in _SSD_RANKS if arguments[name] is not None]
+    seq_idx, cu_seqlens = arguments["seq_idx"], arguments["cu_seqlens"]
+
+    def scan(begin: int, end: int, states: Tensor | None) -> tuple[Tensor, Tensor]:
+        values = arguments | {name: arguments[name][:, begin:end] for name in sequences}
+        if cu_seqlens is not None and (begin, end) != (0, seqlen):
+            # Sequences that have ended, or not begun, have no steps here: their states pass through. The first and the last
+            # piece leave the operator to check where cu_seqlens begins and ends.
+            low, high = (begin if begin > 0 else None), (end if end < seqlen else None)
+            values["cu_seqlens"] = cu_seqlens.clamp(low, high) - begin
+        if seq_idx is not None and begin > 0 and states is not None:
+            resets = (seq_idx[:, begin] != seq_idx[:, begin - 1]).view(-1, 1, 1, 1)
+            if cu_seqlens is not None:
+                number, before = (_sequence_of(cu_seqlens, step) for step in (begin, begin - 1))
+                rows = torch.arange(states.shape[0], device=states.device).view(-1, 1, 1, 1)
+                resets = resets & (number == before) & (rows == number)
+            states = states.masked_fill(resets, 0)
+        return call(**values | {"initial_states": states})
+
+    try:
+        outputs, states = _scan_pieces(scan, positions, seqlen, arguments["initial_states"])
+    except ValueError:
+        call(**arguments)  # the message has the sizes of the whole tensors
+        raise
+    out, final_states = _join(outputs, 1), states[seqlen]
+    if cu_seqlens is None:
+        return out, final_states, _stack(positions, states, final_states)
+    # Of each position, the state of the sequence that the step before it belongs to.
+    for p in {0, *positions}:
+        if p in states and final_states.shape[0] > 0:
+            number = _sequence_of(cu_seqlens, max(p - 1, 0)).clamp(max=final_states.shape[0] - 1)
+            states[p] = states[p].index_select(0, number)
+        else:
+            states[p] = final_states.new_zeros(1, *final_states.shape[1:])
+    return out, final_states, _stack(positions, states, states[0])
+
+
+def _scan_pieces(
+    scan: Callable[[int, int, Tensor | None], tuple[Tensor, Tensor]],
+    positions: list[int],
+    seqlen: int,
+    state: Tensor | None,
+) -> tuple[list[Tensor], dict[int, Tensor]]:
+    """``out`` of each piece, and the states at 0, if given, at seqlen and at the positions between.
+
+    Args:
+        scan: returns ``out`` and the last state of the steps from the first to before the second number.
+    """
+    states = {} if state is None else {0: state}
+    outputs = []
+    for begin, end in itertools.pairwise([0, *sorted({p for p in positions if 0 < p < seqlen}), seqlen]):
+        out, state = scan(begin, end, state)
+        outputs.append(out)
+        states[end] = state
+    return outputs, states
+
+
+def _join(outputs: list[Tensor], time: int) -> Tensor:
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, time)
+
+
+def _stack(positions: list[int], states: dict[int, Tensor], like: Tensor) -> Tensor:
+    """(batch, positions, ...), in the dtype of ``like``, (batch, ...). A state that is absent is zero."""
+    if not positions:
+        return like.new_empty(like.shape[0], 0, *like.shape[1:])
+    return torch.stack([states[p].to(like.dtype) if p in states else torch.zeros_like(like) for p in positions], 1)
+
+
+def _sequence_of(cu_seqlens: Tensor, step: int) -> Tensor:
+    """The packed sequence of a step, (1,); the host does not read it."""
+    return (cu_seqlens[1:] <= step).sum(0, keepdim=True)
+
+
+def _are_steps(arguments: dict[str, Any], ranks: Mapping[str, tuple[int, ...]], time: int) -> bool:
+    """Whether the tensors of steps have one of their ranks and equally many steps."""
+    lengths = []
+    for name, allowed in ranks.items():
+        value = arguments[name]
+        if value is None and name in ("z", "seq_idx"):
+            continue
+        if not isinstance(value, Tensor) or value.dim() not in allowed:
+            return False
+        if not (name in "BC" and allowed != (4,) and value.dim() == 2):
+            lengths.append(value.shape[time])
+    return all(length == lengths[0] for length in lengths)
+
+
+def _needs_public_operator(tensors: Any) -> bool:
+    """Whether autograd, autocast or a transform has something to do, which the operator of kernels alone leaves out."""
+    present = [tensor for tensor in tensors if tensor is not None]
+    needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
+    return needs_grad or torch.is_autocast_enabled(present[0].device.type) or torch._C._are_functorch_transforms_active()
+
+
+def _read(name: str, states_at: Positions, seqlen: int) -> list[int]:
+    if isinstance(states_at, Tensor):
+        if states_at.dim() != 1:
+            raise ValueError(f"{name}: expected states_at of shape (positions,), got {list(states_at.shape)}")
+        if states_at.dtype not in (torch.int32, torch.int64):
+            raise RuntimeError(f"{name}: expected states_at of dtype int32 or int64, got {states_at.dtype}")
+        if states_at.device.type != "cpu":
+            raise RuntimeError(f"{name}: expected states_at on the CPU, where it is read, got {states_at.device}")
+        positions = states_at.tolist()
+    else:
+        try:
+            positions = [operator.index(p) for p in states_at]
+        except TypeError:
+            raise TypeError(f"{name}: expected states_at to be a sequence of ints or a tensor, got {states_at!r}") from None
+    for p in positions:
+        if not 0 <= p <= seqlen:
+            raise ValueError(f"{name}: expected states_at from 0 to seqlen = {seqlen}, got {p}")
+    return positions
