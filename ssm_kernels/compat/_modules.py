@@ -1,0 +1,59 @@
+"""The modules that :func:`ssm_kernels.compat.install` provides, by the names of ``mamba_ssm`` and ``causal_conv1d``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .. import nn
+from ..models import mamba_lm
+from . import causal_conv1d, generation, layer_norm, mamba2_simple, mixer_seq_simple, models, norms, selective_scan, ssd
+
+VERSIONS = {"mamba_ssm": "2.3.2+ssm.kernels", "causal_conv1d": "1.7.0+ssm.kernels"}
+"""The versions whose signatures the functions have, which clients compare; the label says whose modules they are."""
+
+_SELECTIVE_SCAN = {
+    "selective_scan_fn": selective_scan.selective_scan_fn,
+    "mamba_inner_fn": selective_scan.mamba_inner_fn,
+}
+_STATE_UPDATE = {"selective_state_update": selective_scan.selective_state_update}
+_SSD = {
+    "mamba_chunk_scan_combined": ssd.mamba_chunk_scan_combined,
+    "mamba_split_conv1d_scan_combined": ssd.mamba_split_conv1d_scan_combined,
+}
+_CONVOLUTIONS = {
+    "causal_conv1d_fn": causal_conv1d.causal_conv1d_fn,
+    "causal_conv1d_update": causal_conv1d.causal_conv1d_update,
+}
+_VARLEN_STATES = {"causal_conv1d_varlen_states": causal_conv1d.causal_conv1d_varlen_states}
+
+MODULES: dict[str, dict[str, Any]] = {
+    "mamba_ssm": {**_SELECTIVE_SCAN, "Mamba": nn.Mamba, "Mamba2": nn.Mamba2, "MambaLMHeadModel": models.MambaLMHeadModel},
+    "mamba_ssm.ops": {},
+    "mamba_ssm.ops.selective_scan_interface": _SELECTIVE_SCAN,
+    "mamba_ssm.ops.triton": {},
+    "mamba_ssm.ops.triton.selective_state_update": _STATE_UPDATE,
+    "mamba_ssm.ops.triton.ssd_combined": _SSD,
+    "mamba_ssm.ops.triton.layernorm_gated": {name: getattr(norms, name) for name in norms.__all__},
+    "mamba_ssm.ops.triton.layer_norm": {name: getattr(layer_norm, name) for name in layer_norm.__all__},
+    "mamba_ssm.modules": {},
+    "mamba_ssm.modules.mamba_simple": {"Mamba": nn.Mamba},
+    "mamba_ssm.modules.mamba2": {"Mamba2": nn.Mamba2},
+    "mamba_ssm.modules.mamba2_simple": {"Mamba2Simple": mamba2_simple.Mamba2Simple},
+    "mamba_ssm.modules.block": {"Block": nn.Block},
+    "mamba_ssm.modules.mlp": {"GatedMLP": nn.GatedMLP},
+    "mamba_ssm.models": {},
+    "mamba_ssm.models.config_mamba": {"MambaConfig": models.MambaConfig},
+    "mamba_ssm.models.mixer_seq_simple": {
+        "MambaConfig": models.MambaConfig,
+        "MambaLMHeadModel": models.MambaLMHeadModel,
+        "MixerModel": mixer_seq_simple.MixerModel,
+        "create_block": mixer_seq_simple.create_block,
+        "_init_weights": mamba_lm._init_weights,
+    },
+    "mamba_ssm.utils": {},
+    "mamba_ssm.utils.generation": {name: getattr(generation, name) for name in generation.__all__ if name != "GenerateOutput"},
+    "mamba_ssm.utils.hf": {"load_config_hf": models.load_config_hf, "load_state_dict_hf": models.load_state_dict_hf},
+    "causal_conv1d": _CONVOLUTIONS,
+    "causal_conv1d.causal_conv1d_interface": _CONVOLUTIONS,
+    "causal_conv1d.causal_conv1d_varlen": _VARLEN_STATES,
+}

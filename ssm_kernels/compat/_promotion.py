@@ -1,0 +1,97 @@
+"""Dtypes of mixed calls. The operators take one dtype for sequences and the accumulation dtype for parameters; the kernels of
+other packages load every argument as float32. The functions here widen arguments until the operators accept them: an argument
+is never rounded to a narrower dtype, except float64 parameters beside narrower sequences, which those kernels also round."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import overload
+
+import torch
+from torch import Tensor
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of states, sums and parameters for sequences of ``dtype``."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def common_dtype(function: str, **tensors: Tensor | None) -> torch.dtype:
+    """The narrowest dtype that holds the values of all tensors. Refuses complex and integer tensors by name."""
+    dtype: torch.dtype | None = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{function}: expected {name} to be a tensor, got {type(tensor).__name__}")
+        check_real(function, name, tensor)
+        dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
+    assert dtype is not None
+    return dtype
+
+
+def check_real(function: str, name: str, tensor: Tensor) -> None:
+    """Raises for complex numbers, which mamba_ssm's first kernels take, and for integers."""
+    if tensor.is_complex():
+        raise NotImplementedError(f"{function}: complex {name} is not supported, expected a real floating-point tensor")
+    if not tensor.is_floating_point():
+        raise RuntimeError(f"{function}: expected {name} of a floating-point dtype, got {tensor.dtype}")
+
+
+@overload
+def cast(tensor: Tensor, dtype: torch.dtype) -> Tensor: ...
+@overload
+def cast(tensor: None, dtype: torch.dtype) -> None: ...
+@overload
+def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None: ...
+def cast(tensor: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``tensor`` in ``dtype``; itself if it has it. Differentiable: the gradient returns in the tensor's own dtype."""
+    return tensor if tensor is None or tensor.dtype == dtype else tensor.to(dtype)
+
+
+@overload
+def readable(parameter: Tensor, dtype: torch.dtype) -> Tensor: ...
+@overload
+def readable(parameter: None, dtype: torch.dtype) -> None: ...
+@overload
+def readable(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None: ...
+def readable(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """``parameter`` for operators that take it in ``dtype`` or in its wide dtype: a third dtype becomes the wide one."""
+    if parameter is None or parameter.dtype == dtype:
+        return parameter
+    return cast(parameter, wide_dtype(dtype))
+
+
+def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
+    """Keeps autocast from casting arguments: the kernels that the functions stand for do not take part in it."""
+    device = tensor.device.type
+    if torch.is_autocast_enabled(device):
+        return torch.autocast(device, enabled=False)
+    return contextlib.nullcontext()
+
+
+def read_rows(state: Tensor, indices: Tensor | None) -> Tensor:
+    """Copies the slots of a cache that a batch uses; a negative index, padding, reads slot 0."""
+    return state.clone() if indices is None else state.index_select(0, indices.clamp(min=0))
+
+
+def write_rows(state: Tensor, indices: Tensor | None, old: Tensor, new: Tensor) -> None:
+    """Writes ``new`` rows into the slots that ``old`` was read from. Rows of padding touch no slot.
+
+    The host does not read ``indices``. A row of padding repeats the write of the first row that is none; if all rows are
+    padding, slot 0 gets its old contents back.
+    """
+    if indices is None:
+        state.copy_(new)
+        return
+    if indices.shape[0] == 0:
+        return
+    valid = indices >= 0
+    rows = torch.where(valid, torch.arange(indices.shape[0], device=indices.device), valid.int().argmax())
+    new = torch.where(valid.view(-1, *[1] * (new.dim() - 1)), new.to(state.dtype), old.to(state.dtype))
+    state.index_copy_(0, indices.clamp(min=0)[rows].long(), new[rows])
+
+
+def zero_padding(out: Tensor, indices: Tensor | None) -> Tensor:
+    """``out`` with zeros in the rows of padding."""
+    return out if indices is None else out.masked_fill((indices < 0).view(-1, *[1] * (out.dim() - 1)), 0)

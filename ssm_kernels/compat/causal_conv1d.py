@@ -1,0 +1,200 @@
+"""The functions of the package ``causal_conv1d`` (1.7): signatures, layouts and effects are its own, the kernels ours."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .._arguments import names_arguments
+from ..convolutions import causal_conv1d
+from ..convolutions import causal_conv1d_update as _update
+from ._promotion import cast, common_dtype, no_autocast, read_rows, readable, wide_dtype, write_rows, zero_padding
+
+__all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
+
+
+def _check_activation(function: str, activation: str | None) -> None:
+    if activation not in (None, "silu", "swish"):
+        raise NotImplementedError(f"{function}: expected activation None, 'silu' or 'swish', got {activation!r}")
+
+
+@names_arguments
+def causal_conv1d_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    return_final_states: bool = False,
+    final_states_out: Tensor | None = None,
+    activation: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Depthwise causal convolution: :func:`ssm_kernels.causal_conv1d` with the arguments of ``causal_conv1d``.
+
+    Args:
+        x: (batch, channels, seqlen), channels-first or channels-last, slices of wider tensors too; float32, float16, bfloat16
+            or float64.
+        weight: (channels, width), any floating-point dtype. A dtype other than that of ``x`` and float32 is converted to
+            float32, a copy of the parameter.
+        bias: (channels,), as ``weight``, independently of it.
+        seq_idx: (batch, seqlen), integers. A new sequence begins where it changes. Steps with a negative number are padding:
+            their output is zero.
+        initial_states: (batch, channels, width - 1), dtype of ``x``: the steps before the first.
+        return_final_states: also return the last ``width - 1`` steps; for either layout, and with ``seq_idx``, where the
+            package asks for channels-last and no ``seq_idx``.
+        final_states_out: (batch, channels, width - 1): written in place and returned as the final states.
+        activation: None, ``"silu"`` or ``"swish"``.
+
+    Returns:
+        ``out``, (batch, channels, seqlen), dtype and layout of ``x``; with ``return_final_states`` also ``final_states``,
+        (batch, channels, width - 1), dtype of ``x``. Both are differentiable with respect to ``x``, ``weight``, ``bias`` and
+        ``initial_states``. Autocast changes nothing.
+
+    Raises:
+        NotImplementedError: another activation.
+        ValueError: a shape is not as above, or ``final_states_out`` without ``return_final_states``.
+        RuntimeError, TypeError: as :func:`ssm_kernels.causal_conv1d`.
+    """
+    _check_activation("causal_conv1d_fn", activation)
+    common_dtype("causal_conv1d_fn", x=x)
+    if x.dim() != 3:
+        raise ValueError(f"causal_conv1d_fn: expected x of shape (batch, channels, seqlen), got {list(x.shape)}")
+    if final_states_out is not None and not return_final_states:
+        raise ValueError("causal_conv1d_fn: final_states_out is written with return_final_states=True only")
+    with no_autocast(x):
+        out, final_states = causal_conv1d(
+            x.transpose(1, 2),
+            readable(weight, x.dtype),
+            readable(bias, x.dtype),
+            activation=activation,
+            seq_idx=seq_idx,
+            initial_state=initial_states,
+            return_final_state=True,
+        )
+    if seq_idx is not None:
+        out = out.masked_fill_((seq_idx < 0).unsqueeze(-1), 0)
+    out = out.transpose(1, 2)
+    if not return_final_states:
+        return out
+    if final_states_out is not None:
+        final_states = final_states_out.copy_(final_states)
+    return out, final_states
+
+
+@names_arguments
+def causal_conv1d_update(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    cache_seqlens: Tensor | None = None,
+    conv_state_indices: Tensor | None = None,
+) -> Tensor:
+    """One or several decoding steps of :func:`causal_conv1d_fn`; ``conv_state`` is updated in place.
+
+    Args:
+        x: (batch, channels), one step, or (batch, channels, seqlen), several.
+        conv_state: (batch, channels, length), length >= width - 1; dtype of ``x`` or wider. Without ``cache_seqlens`` the last
+            element is the newest, and new steps are appended. With ``conv_state_indices`` its first size is the number of
+            cache slots.
+        weight: (channels, width), any floating-point dtype.
+        bias: (channels,), likewise.
+        activation: None, ``"silu"`` or ``"swish"``.
+        cache_seqlens: (batch,), integers. ``conv_state`` is then a circular buffer: new steps are written from the index
+            ``cache_seqlens % length`` on, and the steps before them are those before this index.
+        conv_state_indices: (batch,), integers: the slot of each row. A negative index is padding: its output is zero and no
+            slot is touched.
+
+    Returns:
+        ``out``, shape and dtype of ``x``. Differentiable with respect to ``x``, ``weight`` and ``bias``, where one of them
+        requires a gradient; states carry none. A circular buffer, or a call that autograd records, is the scan of
+        :func:`ssm_kernels.causal_conv1d` and a few small operations instead of one kernel.
+
+    Raises:
+        NotImplementedError: another activation.
+        ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.causal_conv1d_update`.
+    """
+    _check_activation("causal_conv1d_update", activation)
+    common_dtype("causal_conv1d_update", x=x, conv_state=conv_state, weight=weight, bias=bias)
+    if x.dim() not in (2, 3):
+        raise ValueError(
+            f"causal_conv1d_update: expected x of shape (batch, channels) or (batch, channels, seqlen), got {list(x.shape)}"
+        )
+    steps = x[:, None] if x.dim() == 2 else x.transpose(1, 2)
+    weight, bias = readable(weight, x.dtype), readable(bias, x.dtype)
+    is_recorded = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    takes_state = conv_state.dtype in (x.dtype, wide_dtype(x.dtype))
+    with no_autocast(x):
+        if cache_seqlens is None and not is_recorded and takes_state:
+            out = _update(steps, conv_state, weight, bias, activation=activation, state_batch_indices=conv_state_indices)
+        else:
+            out = _update_composed(steps, conv_state, weight, bias, activation, cache_seqlens, conv_state_indices)
+    return out[:, 0] if x.dim() == 2 else out.transpose(1, 2)
+
+
+def _update_composed(
+    x: Tensor,
+    conv_state: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    cache_seqlens: Tensor | None,
+    indices: Tensor | None,
+) -> Tensor:
+    """:func:`causal_conv1d_update` of ``x``, (batch, seqlen, channels), as the scan and a copy of the state's rows."""
+    past, length, seqlen = weight.shape[1] - 1, conv_state.shape[2], x.shape[1]
+    if length < past:
+        raise ValueError(f"causal_conv1d_update: expected conv_state of length >= width - 1 = {past}, got {length}")
+    dtype = torch.promote_types(x.dtype, conv_state.dtype)
+    with torch.no_grad():
+        old = read_rows(conv_state, indices)
+        new_steps = x.detach().transpose(1, 2).to(conv_state.dtype)
+        if cache_seqlens is None:
+            before = old[..., length - past :]
+            new = torch.cat([old, new_steps], dim=-1)[..., seqlen:]
+        else:
+            kept = min(seqlen, length)
+            ages = torch.arange(-past, seqlen, device=x.device)
+            places = ((cache_seqlens[:, None] + ages) % length)[:, None].expand(-1, x.shape[2], -1)
+            before = old.gather(2, places[..., :past])
+            new = old.scatter(2, places[..., past + seqlen - kept :], new_steps[..., seqlen - kept :])
+        write_rows(conv_state, indices, old, new)
+    out = causal_conv1d(
+        cast(x, dtype),
+        readable(weight, dtype),
+        readable(bias, dtype),
+        activation=activation,
+        initial_state=before.to(dtype),
+    )
+    return zero_padding(cast(out, x.dtype), indices)
+
+
+@names_arguments
+def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
+    """The last steps of each of several packed sequences, as states for :func:`causal_conv1d_update`.
+
+    Args:
+        x: (steps, channels), sequences one after another.
+        cu_seqlens: (sequences + 1,), integers that do not decrease: sequence ``i`` is steps ``cu_seqlens[i]`` to
+            ``cu_seqlens[i + 1] - 1``.
+        state_len: how many steps a state has.
+
+    Returns:
+        states, (sequences, channels, state_len), dtype of ``x``, channels-last, the last element the newest; zero where a
+        sequence has fewer steps. The host does not wait for the device.
+
+    Raises:
+        ValueError: a shape is not as above.
+    """
+    common_dtype("causal_conv1d_varlen_states", x=x)
+    if x.dim() != 2 or cu_seqlens.dim() != 1:
+        raise ValueError(
+            "causal_conv1d_varlen_states: expected x of shape (steps, channels) and cu_seqlens of shape (sequences + 1,), got "
+            f"{list(x.shape)} and {list(cu_seqlens.shape)}"
+        )
+    if x.shape[0] == 0:
+        return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, x.shape[1]).transpose(1, 2)
+    steps = cu_seqlens[1:, None] + torch.arange(-state_len, 0, device=cu_seqlens.device)
+    is_own = steps >= cu_seqlens[:-1, None]
+    return x[steps.clamp(min=0)].masked_fill(~is_own[..., None], 0).transpose(1, 2)

@@ -1,0 +1,182 @@
+"""``mamba_ssm.ops.triton.layer_norm`` (2.3.2): norms with a residual, on our kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import names_arguments
+from ..norms import add_layer_norm, add_rms_norm
+from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
+
+__all__ = ["RMSNorm", "layer_norm_fn", "rms_norm_fn"]
+
+
+@names_arguments
+def layer_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    is_rms_norm: bool = False,
+    return_dropout_mask: bool = False,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """LayerNorm, or RMSNorm, of ``dropout(x * rowscale) + dropout(x1) + residual``.
+
+    Without ``x1``, ``weight1``, ``rowscale`` and dropout the call is one kernel, which normalizes the sum as it is rounded to
+    the residual's dtype. Otherwise PyTorch computes the sum in float32 (float64 beside float64 tensors), unrounded.
+
+    Args:
+        x: (..., columns).
+        weight: (columns,).
+        bias: (columns,).
+        residual: shape of ``x``.
+        x1: shape of ``x``; not together with ``rowscale``.
+        weight1: (columns,): also return the norm with this weight.
+        bias1: (columns,), with ``weight1``.
+        eps: added to the variance.
+        dropout_p: probability that an element of ``x`` and ``x1`` is zeroed.
+        rowscale: a factor for each row, of the leading axes of ``x``.
+        prenorm: also return the sum.
+        residual_in_fp32: without ``residual``, return the sum in float32.
+        is_rms_norm: subtract no mean.
+        return_dropout_mask: also return the masks of ``x`` and ``x1``, True where an element is kept; None where there is none.
+
+    Returns:
+        ``y``, dtype of ``x``, or a tuple of ``y``, ``y1`` with ``weight1``, the sum with ``prenorm`` (dtype of ``residual``,
+        else float32 with ``residual_in_fp32``, else that of ``x``) and the two masks. Differentiable with respect to every
+        tensor.
+
+    Raises:
+        ValueError: ``x1`` with ``rowscale``, ``bias1`` without ``weight1``, or a shape is not as above.
+        RuntimeError, TypeError: as :func:`ssm_kernels.add_rms_norm`.
+    """
+    name = "rms_norm_fn" if is_rms_norm else "layer_norm_fn"
+    if x1 is not None and rowscale is not None:
+        raise ValueError(f"{name}: rowscale is not supported together with x1")
+    if weight1 is None and bias1 is not None:
+        raise ValueError(f"{name}: expected bias1 with weight1 only")
+    dtype = common_dtype(name, x=x)
+    every = common_dtype(name, x=x, residual=residual, x1=x1, rowscale=rowscale)
+    wide = wide_dtype(every)
+    norm = add_rms_norm if is_rms_norm else add_layer_norm
+    residual_dtype = residual.dtype if residual is not None else wide_dtype(dtype) if residual_in_fp32 else dtype
+    mask, mask1, y1 = None, None, None
+    is_plain = x1 is None and weight1 is None and rowscale is None and dropout_p == 0.0
+    with no_autocast(x):
+        if is_plain and residual_dtype in (dtype, wide_dtype(dtype)):
+            y, total = norm(
+                x,
+                residual,
+                readable(weight, dtype),
+                readable(bias, dtype),
+                eps=eps,
+                residual_in_fp32=residual is None and residual_in_fp32,
+            )
+        else:
+            scaled = x.to(wide)
+            if rowscale is not None:
+                scaled = scaled * rowscale.to(wide).reshape(*x.shape[:-1], 1)
+            scaled, mask = _dropout(scaled, dropout_p)
+            if x1 is not None:
+                scaled1, mask1 = _dropout(x1.to(wide), dropout_p)
+                scaled = scaled + scaled1
+            y, total = norm(scaled, cast(residual, wide), cast(weight, wide), cast(bias, wide), eps=eps)
+            if weight1 is not None:
+                y1 = norm(total, None, cast(weight1, wide), cast(bias1, wide), eps=eps)[0].to(dtype)
+            y, total = y.to(dtype), total.to(residual_dtype)
+    results: list[Tensor | None] = [y]
+    if weight1 is not None:
+        results.append(y1)
+    if prenorm:
+        results.append(total)
+    if return_dropout_mask:
+        results += [mask, mask1]
+    return tuple(results) if len(results) > 1 else y
+
+
+def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
+    if p == 0.0:
+        return x, None
+    mask = torch.rand_like(x) >= p
+    return torch.where(mask, x / (1.0 - p), 0.0), mask
+
+
+def rms_norm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None = None,
+    x1: Tensor | None = None,
+    weight1: Tensor | None = None,
+    bias1: Tensor | None = None,
+    eps: float = 1e-6,
+    dropout_p: float = 0.0,
+    rowscale: Tensor | None = None,
+    prenorm: bool = False,
+    residual_in_fp32: bool = False,
+    return_dropout_mask: bool = False,
+) -> Tensor | tuple[Tensor | None, ...]:
+    """:func:`layer_norm_fn` with ``is_rms_norm``."""
+    return layer_norm_fn(
+        x,
+        weight,
+        bias,
+        residual,
+        x1,
+        weight1,
+        bias1,
+        eps,
+        dropout_p,
+        rowscale,
+        prenorm,
+        residual_in_fp32,
+        True,
+        return_dropout_mask,
+    )
+
+
+class RMSNorm(nn.Module):
+    """RMSNorm with a residual and dropout before it; parameters as in ``mamba_ssm``."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        dropout_p: float = 0.0,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps = eps
+        self.drop = nn.Dropout(dropout_p) if dropout_p > 0.0 else None
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one."""
+        nn.init.ones_(self.weight)
+
+    def forward(
+        self, x: Tensor, residual: Tensor | None = None, prenorm: bool = False, residual_in_fp32: bool = False
+    ) -> Tensor | tuple[Tensor | None, ...]:
+        """:func:`rms_norm_fn` with the module's weight and eps, and its dropout in training."""
+        return rms_norm_fn(
+            x,
+            self.weight,
+            None,
+            residual=residual,
+            eps=self.eps,
+            dropout_p=self.drop.p if self.drop is not None and self.training else 0.0,
+            prenorm=prenorm,
+            residual_in_fp32=residual_in_fp32,
+        )

@@ -1,0 +1,130 @@
+"""``create_block`` and ``MixerModel`` of ``mamba_ssm.models.mixer_seq_simple`` (2.3.2), made of this package's layers."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..models import mamba_lm
+from ..models.config import MambaConfig
+from ..nn import Block, GatedMLP, Mamba, Mamba2
+
+__all__ = ["MixerModel", "create_block"]
+
+
+def _check_no_attention(name: str, attn_layer_idx: Sequence[int] | None, attn_cfg: Mapping[str, Any] | None) -> None:
+    for argument, value in (("attn_layer_idx", attn_layer_idx), ("attn_cfg", attn_cfg)):
+        if value:
+            raise NotImplementedError(f"{name}: attention layers are not supported, expected {argument} empty, got {value}")
+
+
+def create_block(
+    d_model: int,
+    d_intermediate: int,
+    ssm_cfg: Mapping[str, Any] | None = None,
+    attn_layer_idx: Sequence[int] | None = None,
+    attn_cfg: Mapping[str, Any] | None = None,
+    norm_epsilon: float = 1e-5,
+    rms_norm: bool = False,
+    residual_in_fp32: bool = False,
+    fused_add_norm: bool = False,
+    layer_idx: int | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Block:
+    """Makes a residual block, :class:`ssm_kernels.nn.Block`.
+
+    Args:
+        d_model: channels.
+        d_intermediate: hidden channels of the gated MLP; 0: no MLP.
+        ssm_cfg: ``layer``, ``"Mamba1"`` (default) or ``"Mamba2"``, and arguments of the mixer.
+        attn_layer_idx: must be empty.
+        attn_cfg: must be empty.
+        norm_epsilon: eps of the norms.
+        rms_norm: norm with ``nn.RMSNorm`` instead of ``nn.LayerNorm``.
+        residual_in_fp32: see :class:`ssm_kernels.nn.Block`.
+        fused_add_norm: likewise.
+        layer_idx: the mixer's key in ``InferenceParams.key_value_memory_dict``, and the block's attribute of this name.
+        device: where the parameters are made.
+        dtype: dtype of the parameters.
+
+    Raises:
+        NotImplementedError: ``attn_layer_idx`` or ``attn_cfg`` is not empty.
+        ValueError: another ``layer``, or a value that the mixer refuses.
+    """
+    _check_no_attention("create_block", attn_layer_idx, attn_cfg)
+    factory: dict[str, Any] = {"device": device, "dtype": dtype}
+    options = dict(ssm_cfg or {})
+    layer = options.pop("layer", "Mamba1")
+    if layer not in ("Mamba1", "Mamba2"):
+        raise ValueError(f"create_block: expected ssm_cfg['layer'] 'Mamba1' or 'Mamba2', got {layer!r}")
+    mixer: Callable[..., nn.Module] = Mamba2 if layer == "Mamba2" else Mamba
+    mlp_cls: Callable[[int], nn.Module] = nn.Identity
+    if d_intermediate > 0:
+        mlp_cls = functools.partial(GatedMLP, hidden_features=d_intermediate, out_features=d_model, **factory)
+    norm: Callable[..., nn.Module] = nn.RMSNorm if rms_norm else nn.LayerNorm
+    block = Block(
+        d_model,
+        functools.partial(mixer, layer_idx=layer_idx, **options, **factory),
+        mlp_cls,
+        functools.partial(norm, eps=norm_epsilon, **factory),
+        fused_add_norm,
+        residual_in_fp32,
+    )
+    block.layer_idx = layer_idx  # type: ignore[assignment]
+    return block
+
+
+class MixerModel(mamba_lm.MixerModel):
+    """Embedding, blocks and norm: :class:`ssm_kernels.models.mamba_lm.MixerModel` with ``mamba_ssm``'s constructor.
+
+    Args:
+        d_model: channels.
+        n_layer: number of blocks.
+        d_intermediate: see :func:`create_block`, as for the arguments below.
+        vocab_size: rows of the embedding, without padding.
+        initializer_cfg: ``initializer_range`` (0.02) and ``rescale_prenorm_residual`` (True).
+
+    Raises:
+        NotImplementedError, ValueError: as :func:`create_block`.
+    """
+
+    def __init__(
+        self,
+        d_model: int,
+        n_layer: int,
+        d_intermediate: int,
+        vocab_size: int,
+        ssm_cfg: Mapping[str, Any] | None = None,
+        attn_layer_idx: Sequence[int] | None = None,
+        attn_cfg: Mapping[str, Any] | None = None,
+        norm_epsilon: float = 1e-5,
+        rms_norm: bool = False,
+        initializer_cfg: dict[str, Any] | None = None,
+        fused_add_norm: bool = False,
+        residual_in_fp32: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        _check_no_attention("MixerModel", attn_layer_idx, attn_cfg)
+        config = MambaConfig(
+            d_model=d_model,
+            d_intermediate=d_intermediate,
+            n_layer=n_layer,
+            vocab_size=vocab_size,
+            ssm_cfg=dict(ssm_cfg or {}),
+            rms_norm=rms_norm,
+            residual_in_fp32=residual_in_fp32,
+            fused_add_norm=fused_add_norm,
+            pad_vocab_size_multiple=1,
+        )
+        super().__init__(config, initializer_cfg, device, dtype)
+        for block in self.layers:
+            for norm in (block.norm, getattr(block, "norm2", None)):
+                if norm is not None:
+                    norm.eps = norm_epsilon  # type: ignore[union-attr]
+        self.norm_f.eps = norm_epsilon  # type: ignore[assignment]

@@ -1,0 +1,105 @@
+"""``mamba_ssm.ops.triton.layernorm_gated`` (2.3.2): its functions and modules on our kernels."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from .._arguments import names_arguments
+from ..norms import layer_norm_gated, rms_norm_gated
+from ._promotion import cast, common_dtype, no_autocast, readable
+
+__all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rmsnorm_fn"]
+
+
+@names_arguments
+def layernorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+    is_rms_norm: bool = False,
+) -> Tensor:
+    """LayerNorm, or RMSNorm, of groups of columns, times ``silu(z)``: :func:`ssm_kernels.rms_norm_gated` in any mix of dtypes.
+
+    ``x`` and ``z`` of different dtypes are widened to the wider one, a copy of the other. The result has the shape and dtype of
+    ``x`` and is differentiable with respect to every tensor. Autocast changes nothing.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.rms_norm_gated`.
+    """
+    dtype = common_dtype("rmsnorm_fn" if is_rms_norm else "layernorm_fn", x=x, z=z)
+    norm = rms_norm_gated if is_rms_norm else layer_norm_gated
+    with no_autocast(x):
+        out = norm(
+            cast(x, dtype),
+            readable(weight, dtype),
+            cast(z, dtype),
+            readable(bias, dtype),
+            eps=eps,
+            group_size=group_size,
+            norm_before_gate=norm_before_gate,
+        )
+    return cast(out, x.dtype)
+
+
+def rmsnorm_fn(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    z: Tensor | None = None,
+    eps: float = 1e-6,
+    group_size: int | None = None,
+    norm_before_gate: bool = True,
+) -> Tensor:
+    """:func:`layernorm_fn` with ``is_rms_norm``."""
+    return layernorm_fn(x, weight, bias, z, eps, group_size, norm_before_gate, True)
+
+
+class _Norm(nn.Module):
+    def __init__(
+        self,
+        hidden_size: int,
+        eps: float = 1e-5,
+        group_size: int | None = None,
+        norm_before_gate: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.eps, self.group_size, self.norm_before_gate = eps, group_size, norm_before_gate
+        self.weight = nn.Parameter(torch.empty(hidden_size, device=device, dtype=dtype))
+        self.bias: nn.Parameter | None
+        self.register_parameter("bias", self._make_bias())
+        self.reset_parameters()
+
+    def _make_bias(self) -> nn.Parameter | None:
+        return None
+
+    def reset_parameters(self) -> None:
+        """Sets the weight to one and the bias to zero."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+
+class RMSNorm(_Norm):
+    """Gated RMSNorm of groups of ``group_size`` columns, without a bias; parameters as in ``mamba_ssm``."""
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """``norm(x) * silu(z)``, or ``norm(x * silu(z))`` unless ``norm_before_gate``."""
+        return rmsnorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)
+
+
+class LayerNorm(_Norm):
+    """Gated LayerNorm of groups of ``group_size`` columns; parameters as in ``mamba_ssm``."""
+
+    def _make_bias(self) -> nn.Parameter:
+        return nn.Parameter(torch.empty_like(self.weight))
+
+    def forward(self, x: Tensor, z: Tensor | None = None) -> Tensor:
+        """``norm(x) * silu(z)``, or ``norm(x * silu(z))`` unless ``norm_before_gate``."""
+        return layernorm_fn(x, self.weight, self.bias, z, self.eps, self.group_size, self.norm_before_gate)

@@ -1,0 +1,251 @@
+"""``mamba_ssm``'s functions of Mamba (2.3.2): signatures, dtypes of results and effects are its own, the kernels ours."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import ops
+from .._arguments import names_arguments
+from ..norms import rms_norm_gated
+from ._promotion import cast, common_dtype, no_autocast, read_rows, readable, wide_dtype, write_rows, zero_padding
+
+__all__ = ["mamba_inner_fn", "selective_scan_fn", "selective_state_update"]
+
+
+@names_arguments
+def selective_scan_fn(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    delta_softplus: bool = False,
+    return_last_state: bool = False,
+    *,
+    discretization: str = "zoh",
+) -> Tensor | tuple[Tensor, Tensor]:
+    """The selective scan: :func:`ssm_kernels.selective_scan` with the positions and the freedom of dtypes of ``mamba_ssm``.
+
+    Args:
+        u: (batch, dim, seqlen).
+        delta: shape of ``u``.
+        A: (dim, dstate), real.
+        B: (dim, dstate), (batch, dstate, seqlen) or (batch, groups, dstate, seqlen).
+        C: as ``B``, independently of it.
+        D: (dim,).
+        z: shape of ``u``.
+        delta_bias: (dim,).
+        delta_softplus: apply softplus to ``delta + delta_bias``.
+        return_last_state: also return the state after the last step.
+        discretization: one of ``ssm_kernels.discretizations``; not in ``mamba_ssm``.
+
+    Every tensor may have its own floating-point dtype. Parameters (``A``, ``D``, ``delta_bias``, constant ``B`` and ``C``)
+    become float32, or float64 beside a float64 sequence: copies of small tensors. If ``u``, ``delta``, ``z`` and the ``B`` and
+    ``C`` of each step differ, all are widened to the widest of them. A float32 ``B`` beside a bfloat16 ``u`` thus costs float32
+    copies of the bfloat16 sequences, and the scan reads twice the bytes: cast ``B`` first where its rounding does not matter.
+
+    Returns:
+        ``out``, shape and dtype of ``u``; with ``return_last_state`` also ``last_state``, (batch, dim, dstate), float32
+        (float64 beside float64 sequences). Both are differentiable with respect to every tensor (in ``mamba_ssm`` the last
+        state is not); gradients have the dtype of their tensor. Autocast changes nothing.
+
+    Raises:
+        NotImplementedError: a complex tensor.
+        ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
+    """
+    name = "selective_scan_fn"
+    common_dtype(name, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
+    per_step = {"u": u, "delta": delta, "z": z}
+    per_step |= {key: value for key, value in (("B", B), ("C", C)) if value.dim() > 2}
+    dtype = common_dtype(name, **per_step)
+    wide = wide_dtype(dtype)
+    with no_autocast(u):
+        out, last_state = ops.selective_scan(
+            cast(u, dtype),
+            cast(delta, dtype),
+            cast(A, wide),
+            cast(B, dtype if B.dim() > 2 else wide),
+            cast(C, dtype if C.dim() > 2 else wide),
+            cast(D, wide),
+            cast(z, dtype),
+            cast(delta_bias, wide),
+            discretization=discretization,
+            delta_softplus=bool(delta_softplus),
+            return_last_state=True,
+        )
+    out = cast(out, u.dtype)
+    return (out, last_state) if return_last_state else out
+
+
+@names_arguments
+def mamba_inner_fn(
+    xz: Tensor,
+    conv1d_weight: Tensor,
+    conv1d_bias: Tensor | None,
+    x_proj_weight: Tensor,
+    delta_proj_weight: Tensor,
+    out_proj_weight: Tensor,
+    out_proj_bias: Tensor | None,
+    A: Tensor,
+    B: Tensor | None = None,
+    C: Tensor | None = None,
+    D: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    B_proj_bias: Tensor | None = None,
+    C_proj_bias: Tensor | None = None,
+    delta_softplus: bool = True,
+    checkpoint_lvl: int = 1,
+    b_rms_weight: Tensor | None = None,
+    c_rms_weight: Tensor | None = None,
+    dt_rms_weight: Tensor | None = None,
+    b_c_dt_rms_eps: float = 1e-6,
+    *,
+    discretization: str = "zoh",
+) -> Tensor:
+    """The Mamba mixer between its in-projection and its result: convolution, projections, selective scan, gate, out-projection.
+
+    Args:
+        xz: (batch, 2 dim, seqlen): the in-projection's output, the scan's half first.
+        conv1d_weight: (dim, 1, width).
+        conv1d_bias: (dim,).
+        x_proj_weight: (rank + dstate for each of B and C that is None, dim).
+        delta_proj_weight: (dim, rank).
+        out_proj_weight: (out_dim, dim).
+        out_proj_bias: (out_dim,).
+        A: (dim, dstate), real.
+        B: as in :func:`selective_scan_fn`; None: projected from ``x``.
+        C: likewise.
+        D: (dim,).
+        delta_bias: (dim,).
+        B_proj_bias: (dstate,), added to the projected ``B``.
+        C_proj_bias: likewise for ``C``.
+        delta_softplus: apply softplus to ``delta + delta_bias``.
+        checkpoint_lvl: 0 or 1, without effect: autograd saves the same tensors either way.
+        b_rms_weight: (dstate,): RMSNorm of the projected ``B``.
+        c_rms_weight: (dstate,), likewise for ``C``.
+        dt_rms_weight: (dim,): RMSNorm of ``delta``, after its projection.
+        b_c_dt_rms_eps: eps of the three norms.
+        discretization: one of ``ssm_kernels.discretizations``; not in ``mamba_ssm``.
+
+    Returns:
+        ``out``, (batch, seqlen, out_dim). Differentiable with respect to every tensor, the weights of the three norms included
+        (``mamba_ssm`` ignores these norms in backward). Dtypes mix as in :func:`selective_scan_fn`. Under autocast the
+        projections run in its dtype, the rest in the dtype of its arguments.
+
+    Raises:
+        ValueError: a shape or ``checkpoint_lvl`` is not as above.
+        NotImplementedError: a complex tensor.
+        RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
+    """
+    name = "mamba_inner_fn"
+    common_dtype(name, xz=xz, conv1d_weight=conv1d_weight, conv1d_bias=conv1d_bias, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
+    if checkpoint_lvl not in (0, 1):
+        raise ValueError(f"{name}: expected checkpoint_lvl 0 or 1, got {checkpoint_lvl}")
+    if xz.dim() != 3 or xz.shape[1] % 2 != 0:
+        raise ValueError(f"{name}: expected xz of shape (batch, 2 * dim, seqlen), got {list(xz.shape)}")
+    rank, dstate = delta_proj_weight.shape[1], A.shape[1]
+    sizes = [rank, *[dstate] * ((B is None) + (C is None))]
+    if x_proj_weight.shape[0] != sum(sizes):
+        raise ValueError(
+            f"{name}: expected x_proj_weight of {' + '.join(map(str, sizes))} rows (rank, then dstate for each of B and C "
+            f"that is None), got {list(x_proj_weight.shape)}"
+        )
+    with no_autocast(xz):
+        x, scanned, z = torch.ops.ssm_kernels._mamba_conv(
+            xz.transpose(1, 2), readable(conv1d_weight, xz.dtype), readable(conv1d_bias, xz.dtype), None
+        )
+    low_rank, *projected = F.linear(x, x_proj_weight).split(sizes, dim=-1)
+    delta = F.linear(low_rank, delta_proj_weight)
+    if B is None:
+        B = _normalized(projected[0], B_proj_bias, b_rms_weight, b_c_dt_rms_eps).transpose(1, 2)
+    elif B_proj_bias is not None or b_rms_weight is not None:
+        raise NotImplementedError(f"{name}: B_proj_bias and b_rms_weight are not supported with a given B")
+    if C is None:
+        C = _normalized(projected[-1], C_proj_bias, c_rms_weight, b_c_dt_rms_eps).transpose(1, 2)
+    elif C_proj_bias is not None or c_rms_weight is not None:
+        raise NotImplementedError(f"{name}: C_proj_bias and c_rms_weight are not supported with a given C")
+    delta = _normalized(delta, None, dt_rms_weight, b_c_dt_rms_eps)
+    y = selective_scan_fn(
+        scanned.transpose(1, 2),
+        delta.transpose(1, 2),
+        A,
+        B,
+        C,
+        D,
+        z.transpose(1, 2),
+        delta_bias,
+        delta_softplus,
+        discretization=discretization,
+    )
+    assert isinstance(y, Tensor)
+    return F.linear(y.transpose(1, 2), out_proj_weight, cast(out_proj_bias, out_proj_weight.dtype))
+
+
+def _normalized(v: Tensor, bias: Tensor | None, weight: Tensor | None, eps: float) -> Tensor:
+    """``v`` plus the bias, then its RMSNorm, each if present."""
+    if bias is not None:
+        v = v + bias.to(v.dtype)
+    return v if weight is None else rms_norm_gated(v, readable(weight, v.dtype), eps=eps)
+
+
+@names_arguments
+def selective_state_update(
+    state: Tensor,
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    state_batch_indices: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+) -> Tensor:
+    """One decoding step; ``state`` is updated in place: :func:`ssm_kernels.selective_state_update` in any mix of dtypes.
+
+    Arguments and shapes are those of :func:`ssm_kernels.selective_state_update`. Every tensor may have its own floating-point
+    dtype; all are used as float32 (float64 beside a float64 ``x``). Narrower ``x``, ``dt``, ``B``, ``C`` and ``z`` are copied
+    if they differ, which are tensors of one step; ``A``, ``D`` and ``dt_bias`` if they have a dtype other than float32 and that
+    of ``x``. A ``state`` in a dtype other than float32 and that of ``x`` is computed in a float32 copy of the slots that the
+    call uses and rounded once as it is written back.
+
+    Returns:
+        ``out``, shape and dtype of ``x``. Not differentiable.
+
+    Raises:
+        ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.selective_state_update`.
+    """
+    name = "selective_state_update"
+    common_dtype(name, state=state, A=A, D=D, dt_bias=dt_bias)
+    dtype = common_dtype(name, x=x, dt=dt, B=B, C=C, z=z)
+    wide = wide_dtype(dtype)
+    takes_state = state.dtype in (dtype, wide)
+    old = state if takes_state else read_rows(state, state_batch_indices)
+    new = state if takes_state else old.to(wide)
+    with no_autocast(x):
+        out = ops.selective_state_update(
+            new,
+            cast(x, dtype),
+            cast(dt, dtype),
+            readable(A, dtype),
+            cast(B, dtype),
+            cast(C, dtype),
+            readable(D, dtype),
+            cast(z, dtype),
+            readable(dt_bias, dtype),
+            bool(dt_softplus),
+            state_batch_indices if takes_state else None,
+            discretization=discretization,
+        )
+    if not takes_state:
+        write_rows(state, state_batch_indices, old, new)
+        out = zero_padding(out, state_batch_indices)
+    return cast(out, x.dtype)

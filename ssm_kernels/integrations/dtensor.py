@@ -1,0 +1,156 @@
+"""Sharding of the operators for DTensor (``torch.distributed.tensor``).
+
+:func:`register` tells DTensor along which axes an operator may be cut without communication:
+
+======================================================  ==================================================
+selective_scan, ssd_chunk_scan, causal_conv1d, the      the batch; channels or heads
+recurrences and their steps, selective_state_update,
+causal_conv1d_update
+the norms, and the mixers of Mamba and Mamba2           the batch
+======================================================  ==================================================
+
+Tensors with the axis are sharded along it and the others are replicated; gradients of the others are partial sums. Heads of
+several groups are cut with their groups. An axis is cut only if the number of devices divides its size. DTensor chooses the cut
+that moves the fewest bytes. A state that is updated in place keeps its placement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch.distributed.tensor import Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+
+__all__ = ["register"]
+
+Axes = Mapping[str, str]
+Tensors = list[tuple[str, Any]]
+Sharding = tuple[list[Placement], list[Placement]]  # of the results, and of the tensors among the arguments
+
+# The axes of each tensor, by the name of the argument or the result; those of a gradient are those of its tensor.
+_SCAN = {
+    **dict.fromkeys(("u", "delta", "z", "out"), "batch channels seqlen"),
+    **dict.fromkeys(("B", "C"), "batch groups dstate seqlen"),
+    **dict.fromkeys(("D", "delta_bias"), "channels"),
+    **dict.fromkeys(("initial_state", "last_state"), "batch channels dstate"),
+    "A": "channels dstate",
+    "chunk_states": "batch chunks channels dstate",
+}
+_SSD = {
+    **dict.fromkeys(("x", "z", "out"), "batch seqlen channels headdim"),
+    **dict.fromkeys(("B", "C"), "batch seqlen groups dstate"),
+    **dict.fromkeys(("A", "dt_bias"), "channels"),
+    **dict.fromkeys(("initial_states", "final_states"), "batch channels headdim dstate"),
+    "D": "channels headdim",
+    "dt": "batch seqlen channels",
+    "seq_idx": "batch seqlen",
+}
+_CONVOLUTION = {
+    **dict.fromkeys(("x", "out"), "batch seqlen channels"),
+    **dict.fromkeys(("initial_state", "final_state"), "batch channels width"),
+    "weight": "channels width",
+    "bias": "channels",
+    "seq_idx": "batch seqlen",
+}
+_STEP = {
+    **dict.fromkeys(("x", "dt", "z", ""), "batch channels headdim"),
+    **dict.fromkeys(("B", "C"), "batch groups dstate"),
+    **dict.fromkeys(("D", "dt_bias"), "channels headdim"),
+    "A": "channels headdim dstate",
+    "state": "batch channels headdim dstate",
+}
+_CONVOLUTION_STEP = _CONVOLUTION | {"": "batch seqlen channels", "conv_state": "batch channels width"}
+_RECURRENCE = {
+    **dict.fromkeys(("inputs", "h", "0", "1", "2", "3"), "batch seqlen channels"),
+    **dict.fromkeys(("h0", "last_state"), "batch channels"),
+}
+# Here the channels stand beside others in one tensor, or make up a group together.
+_MIXER = dict.fromkeys(
+    (
+        *("x", "delta", "B", "C", "z", "initial_state", "chunk_states", "out", "last_state", "xz", ""),  # of Mamba
+        *("projected", "conv_state", "ssm_state", "seq_idx", "final_conv_state", "final_ssm_state", "y", "rstd"),  # of Mamba2
+    ),
+    "batch",
+)
+_NORM = dict.fromkeys(("x", "z", "residual", "out", "normed", "new_residual", "rstd", "mean", ""), "batch")
+
+_OPERATORS: dict[str, Axes] = {
+    **dict.fromkeys(("selective_scan", "_selective_scan_fwd", "_selective_scan_bwd"), _SCAN),
+    **dict.fromkeys(("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", "_ssd_chunk_scan_bwd"), _SSD),
+    **dict.fromkeys(("causal_conv1d", "_causal_conv1d", "_causal_conv1d_fwd", "_causal_conv1d_bwd"), _CONVOLUTION),
+    **dict.fromkeys(("_mamba_conv", "_mamba_mixer", "_mamba_mixer_fwd", "_mamba_mixer_bwd"), _MIXER),
+    **dict.fromkeys(("_mamba2_mixer", "_mamba2_mixer_fwd", "_mamba2_mixer_bwd"), _MIXER),
+    **dict.fromkeys(("rms_norm_gated", "layer_norm_gated", "_norm_gated", "_norm_gated_fwd", "_norm_gated_bwd"), _NORM),
+    **dict.fromkeys(("add_rms_norm", "add_layer_norm", "_add_norm", "_add_norm_fwd", "_add_norm_bwd"), _NORM),
+    **dict.fromkeys(("_linear_recurrence", "_linear_recurrence_fwd", "_linear_recurrence_bwd"), _RECURRENCE),
+    "selective_state_update": _STEP,
+    "causal_conv1d_update": _CONVOLUTION_STEP,
+}
+
+
+def register() -> None:
+    """Registers the shardings of the operators with DTensor, whose interface for this is experimental."""
+    for name, axes in _OPERATORS.items():
+        operator = getattr(torch.ops.ssm_kernels, name).default
+        register_sharding(operator)(partial(_shardings, operator._schema, axes))
+
+
+def _axes_of(axes: Axes, name: str, tensor: Any) -> list[str]:
+    """The names of a tensor's axes, without those that it does not have."""
+    names = axes.get(name.removeprefix("grad_"), "").split()
+    for optional in ("groups", "headdim"):
+        if tensor is not None and optional in names and tensor.ndim == len(names) - 1:
+            names.remove(optional)
+    return names
+
+
+def _shardings(schema: Any, axes: Axes, *args: Any, **kwargs: Any) -> list[Sharding]:
+    call = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    # A list of tensors gives several, with its name.
+    values = [(name, item) for name, value in call.items() for item in (value if isinstance(value, tuple) else (value,))]
+    tensors = [(name, value) for name, value in values if hasattr(value, "placements")]
+    found: list[Sharding] = [([Replicate()] * len(schema.returns), [Replicate()] * len(tensors))]
+    found += [_cut(schema, axes, call, tensors, axis) for axis in _axes_to_cut(axes, call, tensors)]
+    for place, (name, tensor) in enumerate(tensors):
+        if name in ("state", "conv_state") and schema.name.endswith("_update"):
+            found = [sharding for sharding in found if sharding[1][place] in tensor.placements]
+            if not found:
+                raise ValueError(f"{schema.name}: expected {name} to be sharded along its batch or channels, or replicated")
+    return found
+
+
+def _axes_to_cut(axes: Axes, call: Mapping[str, Any], tensors: Tensors) -> Iterator[str]:
+    sizes: dict[str, set[int]] = {}
+    for name, tensor in tensors:
+        for axis, size in zip(_axes_of(axes, name, tensor), tensor.shape, strict=False):
+            sizes.setdefault(axis, {1} if axis == "groups" else set()).add(size)
+    devices, groups = tensors[0][1].mesh.size(), max(sizes.get("groups", {1}))
+    if call.get("state_batch_indices") is None and all(size % devices == 0 for size in sizes.get("batch", {1})):
+        yield "batch"
+    if all(size % devices == 0 for size in sizes.get("channels", {1})) and (groups == 1 or groups % devices == 0):
+        yield "channels"
+
+
+def _cut(schema: Any, axes: Axes, call: Mapping[str, Any], tensors: Tensors, axis: str) -> Sharding:
+    def placement(name: str, tensor: Any, otherwise: Placement) -> Placement:
+        names = _axes_of(axes, name, tensor)
+        has_groups = "groups" in names and tensor.shape[names.index("groups")] > 1
+        wanted = "groups" if axis == "channels" and has_groups else axis
+        return Shard(names.index(wanted)) if wanted in names else otherwise
+
+    inputs = [placement(name, tensor, Replicate()) if tensor.shape[0] else Replicate() for name, tensor in tensors]
+    needed = iter(call.get("needs_grad", ()))
+    outputs: list[Placement] = []
+    for result in schema.returns:
+        if result.name.startswith("grad_"):
+            of = result.name.removeprefix("grad_")
+            # Gradients that are not needed, and the mean that RMSNorm does not have, have no elements.
+            outputs.append(placement(of, call.get(of), Partial()) if next(needed) else Replicate())
+        elif result.name == "mean" and not call["subtract_mean"]:
+            outputs.append(Replicate())
+        else:
+            outputs.append(placement(result.name, None, Replicate()))
+    return outputs, inputs

@@ -1,0 +1,505 @@
+"""The models of ``transformers`` on these kernels: :func:`patch`, :func:`unpatch` and the context manager :func:`patched`.
+
+A modeling module of transformers calls its scan, convolution and decoding steps through functions of the module, whose
+fallbacks are loops in PyTorch. :func:`patch` assigns functions on these kernels to those names: in modules that are imported
+already and, by an import hook, in modules that follow. Models, weights, caches and results keep their form.
+
+transformers 5.17 and newer marks the functions with a decorator, by which :func:`patch` finds them. transformers 4.57 has two
+forwards in each mixer class and takes the one with kernels on CUDA devices only; there ``forward`` is replaced too.
+
+The fused functions, ``mamba_inner_fn`` and ``mamba_split_conv1d_scan_combined``, become functions that return None; the models
+then go on with the parts. mamba_ssm's fused functions differ from the models' own path: no mask after the convolution, other
+norms.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import re
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from ..compat import causal_conv1d as _conv
+from ..compat.selective_scan import selective_scan_fn, selective_state_update
+from ..compat.ssd import mamba_chunk_scan_combined
+
+__all__ = ["Served", "patch", "patched", "served", "unpatch"]
+
+Function = Callable[..., Any]
+
+# Modeling files of transformers, and those that it downloads with a checkpoint (trust_remote_code).
+_MODELING = re.compile(r"(transformers\.models\.\w+|transformers_modules\..+)\.modeling_\w+")
+_ABSENT = object()
+
+
+@dataclass(frozen=True)
+class Served:
+    """What runs on these kernels: functions by module. ``print`` shows it as lines.
+
+    Attributes:
+        version: of transformers.
+        active: whether models that are imported from now on are served too.
+        modules: the names that were assigned in each imported module, with the kernel that each calls.
+    """
+
+    version: str
+    active: bool
+    modules: Mapping[str, Mapping[str, str]]
+
+    def __str__(self) -> str:
+        state = "patched" if self.active else "not patched"
+        lines = [f"transformers {self.version}: {state}, {len(self.modules)} imported modules served"]
+        lines += [f"  {module}: {', '.join(names)}" for module, names in sorted(self.modules.items())]
+        return "\n".join(lines)
+
+
+def patch() -> Served:
+    """Runs the models of transformers on these kernels, on CPU and CUDA; models that exist already included.
+
+    Serves the scan, the convolution and the decoding steps of Mamba, Mamba2, FalconMamba, Bamba, Jamba, Zamba, Zamba2,
+    NemotronH, FalconH1 and GraniteMoeHybrid, and the convolution of all other models that call ``causal_conv1d_fn`` and
+    ``causal_conv1d_update`` (LFM2, Qwen3-Next, ...). A second call changes nothing.
+
+    Training, padding, cached generation, ``torch.compile(fullgraph=True)`` and ``torch.export`` work. An exported model
+    contains the operators of ``torch.ops.ssm_kernels``. Models of Mamba-2's kind take packed sequences (``seq_idx``); those of
+    Mamba's kind do not, because transformers does not pass ``seq_idx`` to their scan.
+
+    With transformers 4.57 the fast path of each mixer runs on CPU too, except that of FalconH1, which is for CUDA only. A
+    Qwen3-Next model must be made after this call, because its layers keep the functions.
+
+    Returns:
+        what is served now; :func:`served` also shows models that are imported later.
+
+    Raises:
+        ImportError: transformers is not installed.
+        RuntimeError: its version is not served: older than 4.57, or 5.0 to 5.16.
+    """
+    with _lock:
+        _state.start()
+        return served()
+
+
+def unpatch() -> Served:
+    """Restores what :func:`patch` replaced. Names that others have assigned since keep what those assigned."""
+    with _lock:
+        _state.stop()
+        return served()
+
+
+@contextmanager
+def patched() -> Iterator[Served]:
+    """:func:`patch` for a ``with`` block, then :func:`unpatch`, unless the models were patched before the block."""
+    before = _state.active
+    try:
+        yield patch()
+    finally:
+        if not before:
+            unpatch()
+
+
+def served() -> Served:
+    """What runs on these kernels now."""
+    with _lock:
+        modules: dict[str, dict[str, str]] = {}
+        for place in _state.places:
+            if place.kernel not in _FUSED:
+                modules.setdefault(place.name, {})[place.attribute] = place.kernel
+        return Served(_state.version, _state.active, modules)
+
+
+# ---- The functions that the models call. Each drops the keywords that the models' own function does not use either.
+
+
+def _causal_conv1d_fn(original: Function) -> Function:
+    @functools.wraps(original)
+    def causal_conv1d_fn(
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        **_: Any,
+    ) -> Any:
+        if activation in _ACTIVATIONS:
+            return _conv.causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx, activation=activation)
+        return _activation(activation)(_conv.causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx))
+
+    return causal_conv1d_fn
+
+
+def _causal_conv1d_fn_of_mamba(original: Function) -> Function:
+    conv = _causal_conv1d_fn(original)
+
+    @functools.wraps(original)
+    def causal_conv1d_fn(*args: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Any:
+        # The scan that follows gets no seq_idx: a sequence would continue the state of the one before.
+        if seq_idx is not None:
+            raise NotImplementedError(
+                "causal_conv1d_fn: seq_idx is not supported in models of Mamba's kind, whose scan in transformers takes no "
+                "packed sequences: pad them instead"
+            )
+        return conv(*args, **kwargs)
+
+    return causal_conv1d_fn
+
+
+def _causal_conv1d_update(original: Function) -> Function:
+    @functools.wraps(original)
+    def causal_conv1d_update(
+        x: Tensor,
+        conv_state: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> Any:
+        if activation in _ACTIVATIONS:
+            return _conv.causal_conv1d_update(x, conv_state, weight, bias, activation)
+        return _activation(activation)(_conv.causal_conv1d_update(x, conv_state, weight, bias))
+
+    return causal_conv1d_update
+
+
+def _selective_scan_fn(original: Function) -> Function:
+    @functools.wraps(original)
+    def scan(
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        delta_softplus: bool = False,
+        return_last_state: bool = False,
+        **_: Any,
+    ) -> Any:
+        return selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
+
+    return scan
+
+
+def _selective_state_update(original: Function) -> Function:
+    @functools.wraps(original)
+    def step(
+        state: Tensor,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        **_: Any,
+    ) -> Any:
+        return selective_state_update(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
+
+    return step
+
+
+def _mamba_chunk_scan_combined(original: Function) -> Function:
+    @functools.wraps(original)
+    def scan(
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        chunk_size: int,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        initial_states: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: Sequence[float] = (0.0, float("inf")),
+        return_final_states: bool = False,
+        **_: Any,
+    ) -> Any:
+        return mamba_chunk_scan_combined(
+            x,
+            dt,
+            A,
+            B,
+            C,
+            chunk_size,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            initial_states=initial_states,
+            seq_idx=seq_idx,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            return_final_states=return_final_states,
+        )
+
+    return scan
+
+
+def _fused(original: Function) -> Function:
+    @functools.wraps(original)
+    def fused(*args: Any, **kwargs: Any) -> None:
+        return None
+
+    return fused
+
+
+_ACTIVATIONS = (None, "silu", "swish")
+_FUSED = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
+_KERNELS: dict[str, Callable[[Function], Function]] = {
+    "causal_conv1d_fn": _causal_conv1d_fn,
+    "causal_conv1d_update": _causal_conv1d_update,
+    "mamba_chunk_scan_combined": _mamba_chunk_scan_combined,
+    "selective_scan_fn": _selective_scan_fn,
+    "selective_state_update": _selective_state_update,
+    **dict.fromkeys(_FUSED, _fused),
+}
+
+
+def _activation(name: str | None) -> Function:
+    """An activation that the convolution's kernel does not have."""
+    activation: Function = importlib.import_module("transformers.activations").ACT2FN[name]
+    return activation
+
+
+# ---- Which names of a module are replaced by what.
+
+
+def _decorated_name(value: object) -> str | None:
+    """The name of the kernel that a function stands for, by transformers' decorator."""
+    # With the package kernels the decorated function is a module that has the name.
+    name = getattr(value, "kernel_layer_name", None)
+    code, cells = getattr(value, "__code__", None), getattr(value, "__closure__", None)
+    if name is None and hasattr(value, "__wrapped__") and code is not None and cells and "func_name" in code.co_freevars:
+        name = cells[code.co_freevars.index("func_name")].cell_contents
+    return name if isinstance(name, str) else None
+
+
+def _replacements(module: ModuleType) -> dict[str, tuple[str, object]]:
+    """The kernels' names and the functions on them, by the names in a modeling module of transformers 5.17 and newer."""
+    names = {
+        attribute: name
+        for attribute, value in list(vars(module).items())
+        if callable(value) and (name := _decorated_name(value)) in _KERNELS
+    }
+    found: dict[str, tuple[str, object]] = {}
+    for attribute, name in names.items():
+        assert name is not None
+        make = _KERNELS[name]
+        if name == "causal_conv1d_fn" and "selective_scan_fn" in names.values():
+            make = _causal_conv1d_fn_of_mamba
+        found[attribute] = (name, make(getattr(module, attribute)))
+    return found
+
+
+def _no_original(*args: Any, **kwargs: Any) -> Any:
+    raise NotImplementedError("the fused functions of mamba_ssm are not served: transformers' mixers run on the parts")
+
+
+def _mixers_457(module: ModuleType) -> dict[str, Function]:
+    """The forwards with kernels of a module of transformers 4.57, by the mixer's class."""
+    classes = {name: vars(value) for name, value in list(vars(module).items()) if isinstance(value, type)}
+    return {name: members["cuda_kernels_forward"] for name, members in classes.items() if "cuda_kernels_forward" in members}
+
+
+def _replacements_457(module: ModuleType) -> dict[str, tuple[str, object]]:
+    """As :func:`_replacements` for transformers 4.57: functions that are None or absent, and what says whether they are."""
+    # Some modules define a function only if its package is installed.
+    called = {name for fast in _mixers_457(module).values() for name in fast.__code__.co_names}
+    names = [name for name in _KERNELS if name in vars(module) or name in called]
+    found: dict[str, tuple[str, object]] = {
+        name: (name, _no_original if name in _FUSED else _KERNELS[name](_no_original)) for name in names
+    }
+    if "_causal_conv1d_cache" in vars(module):
+        conv = _causal_conv1d_update(_no_original), _causal_conv1d_fn(_no_original)
+        found["_causal_conv1d_cache"] = ("causal_conv1d_fn", conv)
+    # Qwen3-Next's condition includes kernels that are not served.
+    if found and "is_fast_path_available" in vars(module) and "chunk_gated_delta_rule" not in vars(module):
+        found["is_fast_path_available"] = ("flag", True)
+    return found
+
+
+class _WithoutFusion:
+    """A mixer as its fast path sees it: not in training, because the path would call a fused function then."""
+
+    def __init__(self, mixer: Any) -> None:
+        self._mixer = mixer
+        self.training = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._mixer, name)
+
+
+def _forward_457(forward: Function, fast: Function, on_cpu: bool) -> Function:
+    @functools.wraps(forward)
+    def on_kernels(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        is_served = hidden_states.is_cuda or (on_cpu and hidden_states.device.type == "cpu")
+        if is_served and getattr(self, "use_fast_kernels", True):  # use_mamba_kernels of the configuration
+            return fast(_WithoutFusion(self) if self.training else self, hidden_states, *args, **kwargs)
+        return forward(self, hidden_states, *args, **kwargs)
+
+    return on_kernels
+
+
+# ---- The state of the patch.
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A name that was assigned: ``owner`` is a module or a mixer class in it."""
+
+    owner: Any
+    name: str
+    attribute: str
+    kernel: str
+    original: object
+    ours: object
+
+    def restore(self) -> None:
+        if vars(self.owner).get(self.attribute, _ABSENT) is not self.ours:
+            return
+        if self.original is _ABSENT:
+            delattr(self.owner, self.attribute)
+        else:
+            setattr(self.owner, self.attribute, self.original)
+
+
+class _State:
+    def __init__(self) -> None:
+        self.active = False
+        self.version = "not imported"
+        self.is_457 = False
+        self.places: list[_Place] = []
+        self.hook = _Hook()
+
+    def start(self) -> None:
+        self._check_version()
+        if self.active:
+            return
+        self.active = True
+        sys.meta_path.insert(0, self.hook)
+        for name, module in list(sys.modules.items()):
+            if module is not None and _MODELING.fullmatch(name):
+                self.serve(module)
+        self._assign_copies()
+
+    def stop(self) -> None:
+        if not self.active:
+            return
+        self.active = False
+        sys.meta_path.remove(self.hook)
+        for place in reversed(self.places):
+            place.restore()
+        # Names that were copied from a served module since.
+        originals = {id(place.ours): place for place in self.places if callable(place.ours)}
+        self.places.clear()
+        for owner, attribute, value in _globals(originals):
+            setattr(owner, attribute, originals[id(value)].original)
+
+    def serve(self, module: ModuleType) -> None:
+        """Assigns the functions to the names of a module that is imported."""
+        found = _replacements_457(module) if self.is_457 else _replacements(module)
+        for attribute, (kernel, ours) in found.items():
+            self._assign(module, module.__name__, attribute, kernel, ours)
+        if not self.is_457:
+            return
+        for name, fast in _mixers_457(module).items():
+            mixer = getattr(module, name)
+            # FalconH1's enters the scope of a CUDA device.
+            ours = _forward_457(mixer.forward, fast, on_cpu="FalconH1" not in name)
+            self._assign(mixer, f"{module.__name__}.{name}", "forward", "cuda_kernels_forward", ours)
+
+    def _assign(self, owner: Any, name: str, attribute: str, kernel: str, ours: object) -> None:
+        self.places.append(_Place(owner, name, attribute, kernel, vars(owner).get(attribute, _ABSENT), ours))
+        setattr(owner, attribute, ours)
+
+    def _assign_copies(self) -> None:
+        """Assigns to the names that other modules imported from a modeling module."""
+        originals = {id(place.original): place for place in self.places if callable(place.original)}
+        for owner, attribute, value in _globals(originals):
+            place = originals[id(value)]
+            self._assign(owner, owner.__name__, attribute, place.kernel, place.ours)
+
+    def _check_version(self) -> None:
+        try:
+            transformers = importlib.import_module("transformers")
+        except ModuleNotFoundError as error:
+            if error.name != "transformers":
+                raise
+            raise ImportError("ssm_kernels.integrations.transformers: expected transformers, which is not installed") from error
+        self.version = transformers.__version__
+        major, minor = (int(part) for part in self.version.split(".")[:2])
+        self.is_457 = (major, minor) == (4, 57)
+        hub = None if self.is_457 else importlib.import_module("transformers.integrations.hub_kernels")
+        if not self.is_457 and not hasattr(hub, "use_kernel_func_from_hub_with_fallback"):
+            raise RuntimeError(
+                "ssm_kernels.integrations.transformers: expected transformers 5.17 or newer, or 4.57, got "
+                f"{self.version}, whose models find their kernels in other ways"
+            )
+
+
+def _globals(of: Mapping[int, object]) -> list[tuple[ModuleType, str, object]]:
+    """The globals of all modules that are one of the objects with these ids."""
+    return [
+        (module, name, value)
+        for module in list(sys.modules.values())
+        if isinstance(module, ModuleType)
+        for name, value in list(vars(module).items())
+        if id(value) in of
+    ]
+
+
+class _Hook(importlib.abc.MetaPathFinder):
+    """Serves each modeling module after its import."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if not _MODELING.fullmatch(fullname):
+            return None
+        for finder in sys.meta_path:
+            if finder is self:
+                continue
+            spec = finder.find_spec(fullname, path, target)
+            if spec is not None:
+                if spec.loader is not None:
+                    spec.loader = _Loader(spec.loader)
+                return spec
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """A module's own loader, and then :meth:`_State.serve`. The module keeps no trace of it."""
+
+    def __init__(self, loader: importlib.abc.Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = self.loader
+        if module.__spec__ is not None:
+            module.__spec__.loader = self.loader
+        self.loader.exec_module(module)
+        with _lock:
+            if _state.active:
+                _state.serve(module)
+
+
+_lock = threading.RLock()
+_state = _State()

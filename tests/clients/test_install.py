@@ -1,0 +1,211 @@
+"""ssm_kernels.compat: the modules mamba_ssm and causal_conv1d, installed, used, and taken back."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import pickle
+import subprocess
+import sys
+import textwrap
+import threading
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import ssm_kernels
+from ssm_kernels import compat
+from ssm_kernels.compat._modules import MODULES, VERSIONS
+
+CLIENT = "mamba_ssm"
+CLIENT_VERSION = VERSIONS["mamba_ssm"]
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def only_ours():
+    """Hides real packages of these names, and takes back what a test leaves installed."""
+    compat.uninstall()
+    hidden = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in VERSIONS}
+    yield
+    compat.uninstall()
+    sys.modules.update(hidden)
+
+
+def run_python(*arguments: str, **options) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, *arguments], cwd=ROOT, capture_output=True, text=True, **options)
+
+
+@pytest.mark.serves("imports")
+def test_every_name_is_imported_from_its_module():
+    with compat.installed():
+        for name, exports in MODULES.items():
+            module = importlib.import_module(name)
+            assert module.__name__ == name and importlib.util.find_spec(name).name == name
+            for attribute, value in exports.items():
+                assert getattr(module, attribute) is value
+        from mamba_ssm import Mamba
+        from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+        assert Mamba is ssm_kernels.nn.Mamba
+        assert mamba_chunk_scan_combined is compat.ssd.mamba_chunk_scan_combined
+
+
+@pytest.mark.serves("versions that clients compare")
+def test_versions():
+    version = pytest.importorskip("packaging.version").parse
+    with compat.installed():
+        for root, least in (("mamba_ssm", "2.2.6.post3"), ("causal_conv1d", "1.6.0")):
+            assert version(importlib.import_module(root).__version__) >= version(least)
+            assert version(importlib.metadata.version(root)) >= version(least)
+            assert importlib.metadata.version(root.replace("_", "-")) == VERSIONS[root]
+
+
+def test_a_call_runs_our_operator():
+    with compat.installed():
+        from mamba_ssm.ops.selective_scan_interface import selective_scan_fn
+    u, delta = torch.randn(2, 3, 5), torch.rand(2, 3, 5)
+    A, B, C = -torch.rand(3, 4), torch.randn(2, 4, 5), torch.randn(2, 4, 5)
+    expected = ssm_kernels.selective_scan(u, delta, A, B, C, delta_softplus=True)
+    assert torch.equal(selective_scan_fn(u, delta, A, B, C, None, None, None, True), expected)
+
+
+def test_uninstall_leaves_no_trace():
+    before = dict(sys.modules), list(sys.meta_path)
+    compat.install()
+    compat.uninstall()
+    assert (dict(sys.modules), list(sys.meta_path)) == before
+    assert not [name for name in sys.modules if name.partition(".")[0] in VERSIONS]
+    if importlib.util.find_spec("causal_conv1d") is None:
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("causal_conv1d")
+
+
+def test_installing_twice_and_uninstalling_twice():
+    compat.install()
+    module = sys.modules["mamba_ssm"]
+    compat.install()
+    assert sys.modules["mamba_ssm"] is module and sys.meta_path.count(compat._FINDER) == 1
+    compat.uninstall()
+    compat.uninstall()
+    assert "mamba_ssm" not in sys.modules
+    compat.install()
+    assert importlib.import_module("mamba_ssm") is not module
+
+
+def test_a_context_leaves_an_installation_as_it_was():
+    compat.install()
+    with compat.installed(), compat.installed():
+        pass
+    assert "mamba_ssm" in sys.modules
+    compat.uninstall()
+    with pytest.raises(KeyError, match="mine"), compat.installed():
+        raise KeyError("mine")
+    assert "mamba_ssm" not in sys.modules
+
+
+@pytest.mark.parametrize("name", ["mamba_ssm", "causal_conv1d", "mamba_ssm.ops"])
+def test_a_package_that_is_imported_already_stays(name):
+    other = ModuleType(name)
+    sys.modules[name] = other
+    try:
+        with pytest.raises(RuntimeError, match=f"expected none of mamba_ssm, causal_conv1d to be imported, got {name} from an"):
+            compat.install()
+        assert sys.modules[name] is other
+        assert not [each for each in sys.modules if each.partition(".")[0] in VERSIONS and each != name]
+    finally:
+        del sys.modules[name]
+
+
+def test_uninstall_keeps_a_module_of_somebody_else():
+    compat.install()
+    other = sys.modules["mamba_ssm.ops"] = ModuleType("mamba_ssm.ops")
+    compat.uninstall()
+    assert sys.modules.pop("mamba_ssm.ops") is other
+
+
+def test_an_installed_package_is_hidden_and_comes_back(tmp_path, monkeypatch):
+    (tmp_path / "causal_conv1d").mkdir()
+    (tmp_path / "causal_conv1d" / "__init__.py").write_text("is_real = True\n")
+    (tmp_path / "causal_conv1d" / "cpp_functions.py").write_text("")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with compat.installed():
+        assert not hasattr(importlib.import_module("causal_conv1d"), "is_real")
+        with pytest.raises(ModuleNotFoundError):
+            importlib.import_module("causal_conv1d.cpp_functions")
+    assert importlib.import_module("causal_conv1d").is_real
+    del sys.modules["causal_conv1d"]
+
+
+def test_a_missing_submodule_is_named():
+    with (
+        compat.installed(),
+        pytest.raises(ModuleNotFoundError, match=r"has no module mamba_ssm\.nothing, it has mamba_ssm, ") as error,
+    ):
+        importlib.import_module("mamba_ssm.nothing")
+    assert error.value.name == "mamba_ssm.nothing"
+
+
+def test_a_module_that_left_sys_modules_comes_back_and_reloads():
+    with compat.installed():
+        module = sys.modules.pop("mamba_ssm.ops.triton.ssd_combined")
+        assert importlib.import_module("mamba_ssm.ops.triton.ssd_combined") is module
+        assert importlib.reload(module) is module
+
+
+def test_threads_that_install_and_uninstall():
+    errors = []
+
+    def work():
+        try:
+            for _ in range(50):
+                compat.install()
+                compat.uninstall()
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and compat._FINDER not in sys.meta_path
+    assert not [name for name in sys.modules if name.partition(".")[0] in VERSIONS]
+
+
+def test_layers_are_pickled_without_the_installation():
+    with compat.installed():
+        from mamba_ssm.modules.mamba_simple import Mamba
+
+        data = pickle.dumps(Mamba(8))
+    assert type(pickle.loads(data)) is ssm_kernels.nn.Mamba
+
+
+SCRIPT = """
+    import sys
+    import torch
+    from mamba_ssm import Mamba2
+    from causal_conv1d import causal_conv1d_fn
+
+    print(Mamba2.__module__, causal_conv1d_fn.__module__, __name__, sys.argv[1:])
+    print(list(causal_conv1d_fn(torch.randn(1, 4, 6), torch.randn(4, 3)).shape))
+"""
+
+
+def test_a_script_runs_unchanged(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(textwrap.dedent(SCRIPT))
+    result = run_python("-m", "ssm_kernels.compat", str(script), "--epochs", "3")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines() == [
+        "ssm_kernels.nn.mamba2 ssm_kernels.compat.causal_conv1d __main__ ['--epochs', '3']",
+        "[1, 4, 6]",
+    ]
+
+
+def test_the_command_without_a_script_says_how_to_use_it():
+    result = run_python("-m", "ssm_kernels.compat")
+    assert result.returncode == 2 and "python -m ssm_kernels.compat script.py" in result.stderr

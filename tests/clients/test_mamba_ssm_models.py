@@ -1,0 +1,351 @@
+"""The language model of mamba_ssm: our classes under its names, and its own Python code on our operators."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import inspect
+import math
+import os
+import subprocess
+import sys
+import tarfile
+from types import ModuleType
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from ssm_kernels import compat
+from ssm_kernels.compat import mamba2_simple, mixer_seq_simple, models
+from ssm_kernels.compat._modules import MODULES, VERSIONS
+
+CLIENT = "mamba_ssm"
+CLIENT_VERSION = VERSIONS["mamba_ssm"]
+OPERATOR = "mamba2_mixer"
+OWN = "`MambaLMHeadModel` of its own files, 2.3.2.post1"
+LAYERS = {"Mamba1": {"d_state": 4}, "Mamba2": {"layer": "Mamba2", "d_state": 8, "headdim": 8, "ngroups": 2}}
+every_layer = pytest.mark.parametrize("layer", LAYERS)
+
+
+def make_config(module, layer, **fields):
+    sizes = {"d_model": 32, "n_layer": 2, "vocab_size": 21, "ssm_cfg": LAYERS[layer]}
+    return module.MambaConfig(**sizes | fields)
+
+
+def make_ours(layer, device="cpu", **fields):
+    torch.manual_seed(0)
+    config = make_config(models, layer, **fields)
+    return models.MambaLMHeadModel(config, initializer_cfg={"initializer_range": 1.0}).to(device)
+
+
+@pytest.fixture(scope="session")
+def own_folder(tmp_path_factory):
+    """The Python files of mamba_ssm, unpacked from its source distribution."""
+    for package in ("einops", "transformers", "huggingface_hub"):
+        pytest.importorskip(package, reason=f"mamba_ssm's code needs {package}")
+    folder = tmp_path_factory.mktemp("mamba_ssm")
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--no-build-isolation", "--no-binary", ":all:"]
+    command += ["--retries", "0", "--timeout", "10", "--disable-pip-version-check", "-d", str(folder), "mamba_ssm==2.3.2.post1"]
+    try:
+        environment = os.environ | {"MAMBA_SKIP_CUDA_BUILD": "TRUE"}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment)
+    except subprocess.TimeoutExpired:
+        pytest.skip("no source distribution of mamba_ssm within 60 s")
+    archives = [*folder.glob("*.tar.gz")]
+    if done.returncode or not archives:
+        pytest.skip(f"no source distribution of mamba_ssm: {done.stderr.strip()[-200:]}")
+    with tarfile.open(archives[0]) as archive:
+        archive.extractall(folder, filter="data")
+    return next(folder.glob("*/mamba_ssm"))
+
+
+@pytest.fixture
+def own(own_folder):
+    """mamba_ssm's mixer_seq_simple from its files. Its operators, and only they, are those of compat."""
+    with compat.installed():
+        ours = {name: module for name, module in sys.modules.items() if name.startswith(("mamba_ssm.ops", "causal_conv1d"))}
+    root = ModuleType("mamba_ssm")
+    root.__path__ = [str(own_folder)]
+    sys.modules.update(ours | {"mamba_ssm": root})
+    try:
+        yield importlib.import_module("mamba_ssm.models.mixer_seq_simple")
+    finally:
+        for name in [*sys.modules]:
+            if name.partition(".")[0] in ("mamba_ssm", "causal_conv1d"):
+                del sys.modules[name]
+
+
+@contextlib.contextmanager
+def counted_kernels():
+    """The names of our operators that are called, in order."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Counter(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func.namespace == "ssm_kernels":
+                calls.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    calls: list[str] = []
+    with Counter():
+        yield calls
+
+
+def tokens(*shape, device="cpu"):
+    return torch.randint(21, shape, generator=torch.Generator().manual_seed(1)).to(device)
+
+
+@pytest.mark.serves("logits and gradients", model=OWN)
+@every_layer
+def test_own_model_has_our_logits_and_gradients(own, layer, device):
+    ours = make_ours(layer, device)
+    theirs = own.MambaLMHeadModel(make_config(own, layer), device=device)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    input_ids = tokens(2, 37, device=device)
+    with counted_kernels() as calls:
+        logits = theirs(input_ids).logits
+        F.cross_entropy(logits[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten()).backward()
+    assert sum("scan" in call and "bwd" in call for call in calls) == 2, calls
+    expected = ours(input_ids).logits
+    F.cross_entropy(expected[:, :-1].flatten(0, 1), input_ids[:, 1:].flatten()).backward()
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-4)
+    gradients = dict(ours.named_parameters())
+    for name, parameter in theirs.named_parameters():
+        scale = gradients[name].grad.abs().max().item()
+        torch.testing.assert_close(
+            parameter.grad, gradients[name].grad, rtol=1e-4, atol=1e-4 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@pytest.mark.serves("cached steps", model=OWN)
+@every_layer
+def test_own_model_steps_to_our_logits(own, layer, device):
+    ours = make_ours(layer, device)
+    theirs = own.MambaLMHeadModel(make_config(own, layer), device=device)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    input_ids = tokens(2, 12, device=device)
+    params = importlib.import_module("mamba_ssm.utils.generation").InferenceParams(max_seqlen=12, max_batch_size=2)
+    with torch.no_grad():
+        logits = [theirs(input_ids[:, :7], inference_params=params).logits]
+        with counted_kernels() as calls:
+            for t in range(7, 12):
+                params.seqlen_offset = t
+                logits.append(theirs(input_ids[:, t : t + 1], inference_params=params).logits)
+        assert sum("selective_state_update" in call for call in calls) == 10, calls
+        torch.testing.assert_close(torch.cat(logits, 1), ours(input_ids).logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.serves("generation", model="`MambaLMHeadModel`")
+@every_layer
+def test_generate_returns_scores_of_the_whole_sequence(layer, device):
+    model = make_ours(layer, device, tie_embeddings=False)
+    prompt = tokens(2, 9, device=device)
+    output = model.generate(prompt, 20, return_dict_in_generate=True, output_scores=True)
+    assert output.sequences.shape == (2, 20)
+    assert torch.equal(output.sequences, model.generate(prompt, 20))
+    with torch.no_grad():
+        expected = model(output.sequences[:, :-1]).logits[:, 8:]
+    torch.testing.assert_close(torch.stack(output.scores, 1), expected, rtol=1e-4, atol=1e-4)
+    assert torch.equal(output.sequences[:, 9:], torch.stack(output.scores, 1).argmax(-1))
+
+
+@every_layer
+def test_generate_follows_teacher_outputs(layer, device):
+    model, teacher = make_ours(layer, device), tokens(2, 15, device=device)
+    assert torch.equal(model.generate(teacher[:, :5], 15, teacher_outputs=teacher), teacher)
+
+
+@pytest.mark.parametrize(("name", "value"), [("min_p", 0.1), ("enable_timing", True)])
+def test_generate_refuses_by_name_what_it_lacks(name, value):
+    with pytest.raises(NotImplementedError, match=name):
+        make_ours("Mamba1").generate(tokens(1, 3), 5, **{name: value})
+
+
+def test_repetition_penalty_of_the_tokens_so_far(device):
+    model, prompt = make_ours("Mamba1", device, tie_embeddings=False), tokens(2, 9, device=device)
+    output = model.generate(prompt, 14, repetition_penalty=1.7, return_dict_in_generate=True, output_scores=True)
+    plain = model.generate(prompt, 14)
+    assert not torch.equal(output.sequences, plain)
+    for step, score in enumerate(output.scores):
+        expected = score.clone()
+        for row, earlier in enumerate(output.sequences[:, : 9 + step]):
+            for token in earlier.unique():
+                expected[row, token] = score[row, token] * 1.7 if score[row, token] < 0 else score[row, token] / 1.7
+        assert torch.equal(output.sequences[:, 9 + step], expected.argmax(-1))
+
+
+def test_decode_is_generate_with_its_own_positions(device):
+    from ssm_kernels.compat import generation
+
+    model, prompt = make_ours("Mamba2", device), tokens(2, 9, device=device)
+    output = generation.decode(prompt, model, 14)
+    assert output.scores == () and torch.equal(output.sequences, model.generate(prompt, 14))
+    assert model.generate(prompt, 14, return_dict_in_generate=True).scores is None
+
+
+@pytest.mark.cuda
+@every_layer
+def test_captured_steps_draw_the_tokens_of_eager_ones(layer):
+    model, prompt = make_ours(layer, "cuda"), tokens(2, 9, device="cuda")
+    eager = model.generate(prompt, 20, return_dict_in_generate=True, output_scores=True)
+    for _ in range(2):
+        captured = model.generate(prompt, 20, cg=True, return_dict_in_generate=True, output_scores=True)
+        assert torch.equal(captured.sequences, eager.sequences)
+        torch.testing.assert_close(captured.scores, eager.scores, rtol=1e-4, atol=1e-4)
+
+
+def test_filters_change_logits_in_place():
+    from ssm_kernels.compat import generation
+
+    inf, rows = math.inf, torch.tensor([[0.1, 0.4, 0.3, 0.2], [0.7, 0.1, 0.05, 0.15]])
+    logits = rows.log()
+    generation.modify_logits_for_top_k_filtering(logits, 2)
+    assert torch.equal(logits == -inf, torch.tensor([[True, False, False, True], [False, True, True, False]]))
+    logits = rows.log()
+    generation.modify_logits_for_top_p_filtering(logits, 0.6)
+    assert torch.equal(logits == -inf, torch.tensor([[True, False, False, True], [False, True, True, True]]))
+    logits = rows.clone()
+    generation.modify_logits_for_min_p_filtering(logits, 0.25)
+    assert torch.equal(logits == -inf, rows < 0.25)
+    for unchanged in (0.0, 1.0):
+        logits = rows.log()
+        generation.modify_logits_for_top_p_filtering(logits, unchanged)
+        generation.modify_logits_for_min_p_filtering(logits, unchanged)
+        assert torch.equal(logits, rows.log())
+
+
+def test_sample_draws_what_the_filters_leave():
+    from ssm_kernels.compat import generation
+
+    torch.manual_seed(0)
+    logits = torch.tensor([0.1, 0.4, 0.3, 0.2]).log().expand(4000, 4)
+    before = logits.clone()
+    for options, expected in (
+        ({}, [0, 1, 0, 0]),
+        ({"top_k": 0}, [0.1, 0.4, 0.3, 0.2]),
+        ({"top_k": 2}, [0, 4 / 7, 3 / 7, 0]),
+        ({"top_k": 0, "top_p": 0.6}, [0, 4 / 7, 3 / 7, 0]),
+        ({"top_k": 0, "temperature": 0.5}, [0.01 / 0.3, 0.16 / 0.3, 0.09 / 0.3, 0.04 / 0.3]),
+    ):
+        counts = generation.sample(logits, **options).bincount(minlength=4) / 4000
+        # Five standard deviations of a frequency.
+        torch.testing.assert_close(counts, torch.tensor(expected, dtype=torch.float32), rtol=0, atol=5 * (0.25 / 4000) ** 0.5)
+    assert torch.equal(logits, before)
+    with pytest.raises(NotImplementedError, match="min_p"):
+        generation.sample(logits, 0, min_p=0.1)
+    with pytest.raises(ValueError, match="top_p"):
+        generation.sample(logits, 0, 1.5)
+
+
+@pytest.mark.serves("checkpoints", model="`MambaLMHeadModel`")
+@every_layer
+def test_pretrained_folder_has_the_same_model(layer, tmp_path):
+    model = make_ours(layer)
+    model.save_pretrained(tmp_path)
+    with compat.installed():
+        from mamba_ssm.models.mixer_seq_simple import MambaLMHeadModel
+        from mamba_ssm.utils.hf import load_config_hf
+
+        loaded = MambaLMHeadModel.from_pretrained(str(tmp_path))
+        assert load_config_hf(str(tmp_path))["d_model"] == 32
+    assert type(loaded) is MambaLMHeadModel
+    assert torch.equal(loaded(tokens(1, 8)).logits, model(tokens(1, 8)).logits)
+
+
+def test_inference_params_have_their_positions():
+    with compat.installed():
+        from mamba_ssm.utils.generation import InferenceParams
+    lengths = torch.ones(2)
+    params = InferenceParams(10, 2, 3, 0, {0: "state"}, lengths)
+    params.reset(20, 1)
+    assert (params.max_seqlen, params.max_batch_size, params.seqlen_offset) == (20, 1, 0)
+    assert params.key_value_memory_dict == {0: "state"} and lengths.sum() == 0
+    with pytest.raises(NotImplementedError, match="batch_size_offset"):
+        InferenceParams(10, 2, batch_size_offset=1)
+
+
+SMALL_MIXERS = {"d_intermediate": 24, "norm_epsilon": 0.1, "rms_norm": True, "residual_in_fp32": True}
+
+
+def signature(function):
+    return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
+
+
+@every_layer
+@pytest.mark.parametrize("fused", [False, True])
+def test_mixer_model_has_the_hidden_states_of_its_own(own, layer, fused, device):
+    assert signature(mixer_seq_simple.create_block) == signature(own.create_block)
+    assert signature(mixer_seq_simple.MixerModel) == signature(own.MixerModel)
+    initialize = MODULES["mamba_ssm.models.mixer_seq_simple"]["_init_weights"]
+    assert signature(initialize) == signature(own._init_weights)
+    options = SMALL_MIXERS | {"ssm_cfg": LAYERS[layer], "fused_add_norm": fused, "device": device}
+    torch.manual_seed(0)
+    theirs = own.MixerModel(32, 2, vocab_size=21, initializer_cfg={"initializer_range": 1.0}, **options)
+    ours = mixer_seq_simple.MixerModel(32, 2, vocab_size=21, **options)
+    ours.load_state_dict(theirs.state_dict(), strict=True)
+    torch.testing.assert_close(ours(tokens(2, 23, device=device)), theirs(tokens(2, 23, device=device)), rtol=1e-4, atol=1e-4)
+
+
+@every_layer
+@pytest.mark.parametrize("rms_norm", [False, True])
+def test_created_blocks_are_the_layers_of_a_mixer_model(layer, rms_norm, device):
+    options = SMALL_MIXERS | {"ssm_cfg": LAYERS[layer], "rms_norm": rms_norm, "fused_add_norm": True, "device": device}
+    model = mixer_seq_simple.MixerModel(32, 2, vocab_size=21, **options)
+    x, residual = torch.randn(2, 23, 32, device=device), None
+    expected_x, expected_residual = x, residual
+    for i, expected in enumerate(model.layers):
+        block = mixer_seq_simple.create_block(32, layer_idx=i, **options)
+        block.load_state_dict(expected.state_dict(), strict=True)
+        assert block.layer_idx == block.mixer.layer_idx == i
+        x, residual = block(x, residual)
+        expected_x, expected_residual = expected(expected_x, expected_residual)
+        torch.testing.assert_close((x, residual), (expected_x, expected_residual))
+    gradient = torch.autograd.grad(x.square().sum(), block.mixer.A_log)[0]
+    assert gradient.abs().max() > 0
+    assert model.embedding.weight.shape == (21, 32) and model.norm_f.eps == 0.1
+
+
+@pytest.mark.parametrize(("name", "value"), [("attn_layer_idx", [1]), ("attn_cfg", {"num_heads": 2})])
+def test_attention_is_refused_by_name(name, value):
+    for make in (mixer_seq_simple.create_block, functools.partial(mixer_seq_simple.MixerModel, 32, 2, vocab_size=21)):
+        arguments = {"d_model": 32} if make is mixer_seq_simple.create_block else {}
+        with pytest.raises(NotImplementedError, match=name):
+            make(**arguments, d_intermediate=0, **{name: value})
+    with pytest.raises(ValueError, match="expected ssm_cfg"):
+        mixer_seq_simple.create_block(32, 0, ssm_cfg={"layer": "Mamba3"})
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "options", [{"ngroups": 2}, {"use_mem_eff_path": False, "dt_limit": (0.02, 0.05), "learnable_init_states": True}]
+)
+def test_mamba2_simple_has_the_values_of_its_own(own, options, packed, device):
+    theirs = importlib.import_module("mamba_ssm.modules.mamba2_simple").Mamba2Simple
+    assert signature(mamba2_simple.Mamba2Simple) == signature(theirs)
+    if packed and "use_mem_eff_path" in options:
+        pytest.skip("its convolution runs across packed sequences without use_mem_eff_path")
+    torch.manual_seed(0)
+    expected = theirs(32, d_state=8, headdim=16, chunk_size=16, **options, device=device)
+    ours = mamba2_simple.Mamba2Simple(32, d_state=8, headdim=16, chunk_size=16, **options, device=device)
+    if hasattr(expected, "init_states"):
+        torch.nn.init.normal_(expected.init_states)
+    ours.load_state_dict(expected.state_dict(), strict=True)
+    u = torch.randn(2, 23, 32, device=device)
+    seq_idx = (torch.arange(23, device=device) > 9).int().expand(2, -1).contiguous() if packed else None
+    torch.testing.assert_close(ours(u, seq_idx), expected(u, seq_idx), rtol=1e-4, atol=1e-5)
+    for module in (ours, expected):
+        module(u, seq_idx).square().sum().backward()
+    for name, parameter in expected.named_parameters():
+        torch.testing.assert_close(ours.get_parameter(name).grad, parameter.grad, rtol=1e-3, atol=1e-4, msg=name)
+    with pytest.raises(NotImplementedError, match="no cache"):
+        ours.allocate_inference_cache(2, 10)
+
+
+def test_generation_has_the_arguments_of_mamba_ssm(own):
+    from ssm_kernels.compat import generation
+
+    theirs = importlib.import_module("mamba_ssm.utils.generation")
+    for name in ("decode", "sample", *(name for name in generation.__all__ if name.startswith("modify"))):
+        assert signature(getattr(generation, name)) == signature(getattr(theirs, name)), name

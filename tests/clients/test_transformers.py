@@ -1,0 +1,225 @@
+"""Models of transformers on these kernels against their own path, with the same weights.
+
+A silent fallback to that path would pass every comparison. Each test therefore also counts the calls of the kernels: exactly
+those that the configuration asks for.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+pytest.importorskip("transformers", minversion="5.17", reason="the tests run models of transformers, in the extra [clients]")
+
+from transformers_models import (
+    CONV,
+    CONV_STEP,
+    MODELS,
+    SCAN,
+    SSD,
+    STEP,
+    backward,
+    close,
+    counting,
+    counting_compiled,
+    distance,
+    logits_and_gradients,
+    rounding,
+    tokens,
+    without_tf32,  # noqa: F401
+)
+
+from ssm_kernels.integrations.transformers import patched
+
+CLIENT, OPERATOR = "transformers", "ssd_chunk_scan"
+SEQLEN, NEW = 37, 6
+models = pytest.mark.parametrize("model", MODELS)
+packing = pytest.mark.parametrize("model", [name for name, of in MODELS.items() if of.packs is not None])
+
+
+@pytest.mark.serves("training")
+@models
+def test_logits_and_gradients_equal_the_models_own_path(model: str, device: str) -> None:
+    of = MODELS[model]
+    net, ids = of.make(device), tokens(2, SEQLEN, device)
+    expected = logits_and_gradients(net, ids)
+    assert set(expected) == {"logits", *(name for name, _ in net.named_parameters())}
+    with patched(), counting() as calls:
+        actual = logits_and_gradients(net, ids)
+    assert calls == of.training_calls()
+    assert set(actual) == set(expected)
+    for name, value in actual.items():
+        close(value, expected[name], rounding(of, SEQLEN), name)
+
+
+@pytest.mark.serves("left padding")
+@models
+def test_left_padding_equals_the_models_own_path(model: str, device: str) -> None:
+    of = MODELS[model]
+    net, ids = of.make(device), tokens(2, SEQLEN, device)
+    mask = torch.ones_like(ids)
+    mask[0, :11] = 0
+    expected = logits_and_gradients(net, ids, attention_mask=mask)
+    with patched(), counting() as calls:
+        actual = logits_and_gradients(net, ids, attention_mask=mask)
+        with torch.no_grad():
+            alone = net(ids[:1, 11:], use_cache=False).logits
+    assert calls == of.training_calls() + of.calls(1)
+    for name, value in actual.items():
+        if name != "logits":
+            close(value, expected[name], rounding(of, SEQLEN), name)
+    for row, first in ((0, 11), (1, 0)):
+        close(actual["logits"][row, first:], expected["logits"][row, first:], rounding(of, SEQLEN))
+    close(actual["logits"][:1, 11:], alone, rounding(of, SEQLEN))
+
+
+@pytest.mark.serves("cached generation")
+@models
+def test_cached_generation_equals_uncached_and_the_models_own(model: str, device: str) -> None:
+    of = MODELS[model]
+    net, ids = of.make(device), tokens(2, 9, device)
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    options = {
+        "attention_mask": mask,
+        "max_new_tokens": NEW,
+        "do_sample": False,
+        "output_logits": True,
+        "return_dict_in_generate": True,
+    }
+    expected = net.generate(ids, use_cache=True, **options)
+    with patched():
+        with counting() as calls:
+            cached = net.generate(ids, use_cache=True, **options)
+        assert calls == of.calls(1, steps=NEW - 1)
+        with counting() as calls:
+            uncached = net.generate(ids, use_cache=False, **options)
+        assert calls == of.calls(NEW)
+    assert torch.equal(cached.sequences, expected.sequences)
+    assert torch.equal(cached.sequences, uncached.sequences)
+    for step in range(NEW):
+        close(cached.logits[step], expected.logits[step], rounding(of, 9 + NEW))
+        close(cached.logits[step], uncached.logits[step], rounding(of, 9 + NEW))
+
+
+@pytest.mark.serves("packed sequences")
+@packing
+def test_packed_sequences_equal_separate_ones(model: str, device: str) -> None:
+    of, lengths = MODELS[model], (9, 1, 20, 7)
+    assert of.packs is not None
+    net = of.make(device, **of.packs).base_model  # Mamba2ForCausalLM does not pass seq_idx on
+    parts = [tokens(1, length, device, seed) for seed, length in enumerate(lengths)]
+    ids = torch.cat(parts, dim=1)
+    seq_idx = torch.repeat_interleave(torch.arange(4, device=device), torch.tensor(lengths, device=device))[None].int()
+    positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
+    with pytest.raises(ValueError, match="packed sequences"):
+        net(ids, seq_idx=seq_idx, position_ids=positions, use_cache=False)
+    with patched():
+        with counting() as calls:
+            packed = logits_and_gradients(net, ids, seq_idx=seq_idx, position_ids=positions)
+        assert calls == of.training_calls()
+        net.train().zero_grad()
+        hidden = torch.cat([net(part, use_cache=False)[0] for part in parts], dim=1)
+        backward(hidden)
+    close(packed["logits"], hidden, rounding(of, SEQLEN))
+    for name, parameter in net.named_parameters():
+        close(packed[name], parameter.grad, rounding(of, SEQLEN), name)
+
+
+def test_the_convolution_of_mambas_kind_refuses_packed_sequences(device: str) -> None:
+    """Zamba passes seq_idx to the convolution only: its scan would continue the state of the sequence before."""
+    net, ids = MODELS["Zamba"].make(device), tokens(1, SEQLEN, device)
+    seq_idx = (torch.arange(SEQLEN, device=device) > 10).int()[None]
+    with patched(), pytest.raises(NotImplementedError, match="causal_conv1d_fn: seq_idx is not supported"):
+        net(ids, seq_idx=seq_idx, use_cache=False)
+
+
+@pytest.mark.serves("bf16")
+@models
+def test_bfloat16_is_as_close_to_float32_as_the_models_own_path(model: str, device: str) -> None:
+    of = MODELS[model]
+    ids = tokens(2, SEQLEN, device)
+    net = of.make(device, torch.bfloat16)
+    exact = of.make(device).to(torch.bfloat16).float()  # the same rounded weights
+    with torch.no_grad():
+        expected, own = exact(ids, use_cache=False).logits, net(ids, use_cache=False).logits
+        with patched(), counting() as calls:
+            actual = net(ids, use_cache=False).logits
+            cached = net.generate(ids, max_new_tokens=3, do_sample=False)
+    assert actual.dtype == own.dtype
+    assert calls == of.calls(2, steps=2)
+    assert cached.shape == (2, SEQLEN + 3)
+    # Twice PyTorch's error and the rounding of the result, as everywhere.
+    close(actual, expected, 2 * distance(own, expected) + torch.finfo(torch.bfloat16).eps)
+
+
+@pytest.mark.parametrize("model", ["Mamba", "Mamba2"])
+def test_autocast_and_checkpointing(model: str, device: str) -> None:
+    of = MODELS[model]
+    net, ids = of.make(device), tokens(2, SEQLEN, device)
+    exact = logits_and_gradients(net, ids)
+    with torch.autocast(device, torch.bfloat16):
+        own = logits_and_gradients(net, ids)
+        with patched():
+            actual = logits_and_gradients(net, ids)
+    floor = torch.finfo(torch.bfloat16).eps
+    for name, expected in exact.items():
+        close(actual[name], expected, 2 * distance(own[name], expected) + floor, name)
+    net.gradient_checkpointing_enable()
+    with patched(), counting() as calls:
+        again = logits_and_gradients(net, ids)
+    assert calls == of.training_calls() + of.calls(1)
+    for name, expected in exact.items():
+        close(again[name], expected, rounding(of, SEQLEN), name)
+
+
+@pytest.mark.serves("torch.compile")
+@pytest.mark.parametrize("model", ["Mamba", "Mamba2", "Bamba"])
+def test_compile_fullgraph(model: str, device: str) -> None:
+    of = MODELS[model]
+    net, ids = of.make(device), tokens(2, SEQLEN, device)
+    expected = logits_and_gradients(net, ids)
+    torch._dynamo.reset()
+    with patched():
+        compiled = torch.compile(net, fullgraph=True, backend="inductor" if device == "cuda" else "aot_eager")
+        logits_and_gradients(compiled, ids)
+        net.zero_grad()
+        with counting_compiled() as calls:
+            actual = logits_and_gradients(compiled, ids)
+    assert calls == of.training_calls()
+    for name, value in actual.items():
+        close(value, expected[name.removeprefix("_orig_mod.")], rounding(of, SEQLEN), name)
+
+
+def test_compiled_code_follows_the_patch(device: str) -> None:
+    of = MODELS["Mamba2"]
+    net, ids = of.make(device), tokens(1, SEQLEN, device)
+    torch._dynamo.reset()
+    compiled = torch.compile(net, backend="aot_eager")
+    with torch.no_grad():
+        compiled(ids, use_cache=False)
+        with patched():
+            compiled(ids, use_cache=False)
+            with counting_compiled() as calls:
+                compiled(ids, use_cache=False)
+        with counting_compiled() as after:
+            compiled(ids, use_cache=False)
+    assert calls == of.calls(1)
+    assert not after
+
+
+@pytest.mark.serves("torch.export")
+@pytest.mark.parametrize("model", ["Mamba", "Mamba2"])
+def test_export(model: str, device: str) -> None:
+    of = MODELS[model]
+    net, ids = of.make(device), tokens(2, SEQLEN, device)
+    with patched(), torch.no_grad():
+        expected = net(ids, use_cache=False).logits
+        program = torch.export.export(net, (ids,), {"use_cache": False}, strict=False)
+    names = [node.target._opname for node in program.graph.nodes if getattr(node.target, "namespace", None) == "ssm_kernels"]
+    kernels = {CONV: "causal_conv1d", SCAN: "selective_scan", SSD: "ssd_chunk_scan", STEP: STEP, CONV_STEP: CONV_STEP}
+    assert sorted(names) == sorted(kernels[name] for name in of.calls(1).elements())
+    with torch.no_grad(), counting() as calls:
+        actual = program.module()(ids, use_cache=False).logits
+    assert calls == of.calls(1)
+    assert torch.equal(actual, expected)

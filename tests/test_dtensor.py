@@ -1,0 +1,216 @@
+"""The operators and layers on DTensors of two processes of the CPU: what one process computes, without communication."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+
+import ssm_kernels
+
+PROCESSES = 2
+BATCH, SEQLEN, CHANNELS, HEADDIM, DSTATE = 4, 20, 8, 6, 5
+
+
+def selective_scan(groups: int | None = None) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    """A function, its tensors, and the axis of their channels."""
+    matrix = (BATCH, DSTATE, SEQLEN) if groups is None else (BATCH, groups, DSTATE, SEQLEN)
+    tensors = {
+        "u": torch.randn(BATCH, CHANNELS, SEQLEN),
+        "delta": torch.rand(BATCH, CHANNELS, SEQLEN),
+        "A": -torch.rand(CHANNELS, DSTATE),
+        "B": torch.randn(matrix),
+        "C": torch.randn(matrix),
+        "D": torch.randn(CHANNELS),
+        "z": torch.randn(BATCH, CHANNELS, SEQLEN),
+        "delta_bias": torch.randn(CHANNELS),
+        "initial_state": torch.randn(BATCH, CHANNELS, DSTATE),
+    }
+    channels = {"u": 1, "delta": 1, "A": 0, "D": 0, "z": 1, "delta_bias": 0, "initial_state": 1}
+    channels |= {"B": 1, "C": 1} if groups else {}
+    return lambda **t: ssm_kernels.selective_scan(**t, delta_softplus=True, return_last_state=True), tensors, channels
+
+
+def ssd_chunk_scan(groups: int) -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    tensors = {
+        "x": torch.randn(BATCH, SEQLEN, CHANNELS, HEADDIM),
+        "dt": torch.rand(BATCH, SEQLEN, CHANNELS),
+        "A": -torch.rand(CHANNELS),
+        "B": torch.randn(BATCH, SEQLEN, groups, DSTATE),
+        "C": torch.randn(BATCH, SEQLEN, groups, DSTATE),
+        "D": torch.randn(CHANNELS),
+        "z": torch.randn(BATCH, SEQLEN, CHANNELS, HEADDIM),
+        "dt_bias": torch.randn(CHANNELS),
+        "initial_states": torch.randn(BATCH, CHANNELS, HEADDIM, DSTATE),
+    }
+    channels = {"x": 2, "dt": 2, "A": 0, "D": 0, "z": 2, "dt_bias": 0, "initial_states": 1}
+    channels |= {"B": 2, "C": 2} if groups > 1 else {}
+    return lambda **t: ssm_kernels.ssd_chunk_scan(**t, dt_softplus=True, return_final_states=True), tensors, channels
+
+
+def causal_conv1d() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    tensors = {
+        "x": torch.randn(BATCH, SEQLEN, CHANNELS),
+        "weight": torch.randn(CHANNELS, 4),
+        "bias": torch.randn(CHANNELS),
+        "initial_state": torch.randn(BATCH, CHANNELS, 3),
+    }
+    channels = {"x": 2, "weight": 0, "bias": 0, "initial_state": 1}
+    return lambda **t: ssm_kernels.causal_conv1d(**t, activation="silu", return_final_state=True), tensors, channels
+
+
+def rglru_scan() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    shape = (BATCH, SEQLEN, CHANNELS)
+    tensors = {name: torch.randn(shape) for name in ("recurrence_gate", "input_gate", "x")}
+    tensors |= {"recurrent_param": torch.rand(CHANNELS), "h0": torch.randn(BATCH, CHANNELS)}
+    channels = {"recurrence_gate": 2, "input_gate": 2, "x": 2, "recurrent_param": 0, "h0": 1}
+    return lambda **t: ssm_kernels.rglru_scan(**t, return_last_state=True), tensors, channels
+
+
+def rms_norm_gated() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    shape = (BATCH, SEQLEN, CHANNELS)
+    tensors = {"x": torch.randn(shape), "weight": torch.randn(CHANNELS), "z": torch.randn(shape)}
+    return lambda **t: (ssm_kernels.rms_norm_gated(**t),), tensors, {}
+
+
+def add_rms_norm() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    shape = (BATCH, SEQLEN, CHANNELS)
+    tensors = {"x": torch.randn(shape), "residual": torch.randn(shape), "weight": torch.randn(CHANNELS)}
+    return lambda **t: ssm_kernels.add_rms_norm(**t), tensors, {}
+
+
+def selective_state_update() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+    tensors = {
+        "state": torch.randn(BATCH, CHANNELS, DSTATE),
+        "x": torch.randn(BATCH, CHANNELS),
+        "dt": torch.rand(BATCH, CHANNELS),
+        "A": -torch.rand(CHANNELS, DSTATE),
+        "B": torch.randn(BATCH, DSTATE),
+        "C": torch.randn(BATCH, DSTATE),
+    }
+    channels = {"state": 1, "x": 1, "dt": 1, "A": 0}
+    return lambda **t: (ssm_kernels.selective_state_update(**t), t["state"]), tensors, channels
+
+
+CASES = {
+    "selective_scan": selective_scan,
+    "selective_scan, two groups": lambda: selective_scan(2),
+    "ssd_chunk_scan": lambda: ssd_chunk_scan(1),
+    "ssd_chunk_scan, two groups": lambda: ssd_chunk_scan(2),
+    "causal_conv1d": causal_conv1d,
+    "rglru_scan": rglru_scan,
+    "rms_norm_gated": rms_norm_gated,
+    "add_rms_norm": add_rms_norm,
+    "selective_state_update": selective_state_update,
+}
+WITHOUT_BATCH = {"A", "recurrent_param", "D", "delta_bias", "dt_bias", "weight", "bias"}
+
+
+def check_operator(name: str, axis: str, mesh: Any) -> None:
+    from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.debug import CommDebugMode
+
+    torch.manual_seed(0)
+    function, tensors, channels = CASES[name]()
+    if axis == "batch":
+        cut = {tensor: 0 for tensor in tensors if tensor not in WITHOUT_BATCH}
+    else:
+        cut = channels
+        if not channels:
+            return
+    placements = {tensor: Shard(cut[tensor]) if tensor in cut else Replicate() for tensor in tensors}
+    trains = "state" not in tensors
+    whole = {key: value.clone().requires_grad_(trains) for key, value in tensors.items()}
+    sharded = {key: distribute_tensor(value, mesh, [placements[key]]).requires_grad_(trains) for key, value in tensors.items()}
+    expected = function(**whole)
+    weights = [torch.rand_like(output) for output in expected]
+    with CommDebugMode() as communication:
+        actual = function(**sharded)
+        if trains:
+            pairs = zip(weights, actual, strict=True)
+            spread = [distribute_tensor(weight, mesh, output.placements, src_data_rank=None) for weight, output in pairs]
+            torch.autograd.backward(actual, spread)
+    assert communication.get_total_counts() == 0, f"{name}, {axis}: {communication.get_comm_counts()}"
+    for output, wanted in zip(actual, expected, strict=True):
+        assert output.placements[0].is_shard(), f"{name}, {axis}: {output.placements}"
+        torch.testing.assert_close(output.full_tensor(), wanted, msg=lambda text: f"{name}, {axis}: {text}")
+    if not trains:
+        return
+    torch.autograd.backward(expected, weights)
+    for key, tensor in sharded.items():
+        wanted = placements[key] if key in cut else Partial()
+        assert tensor.grad.placements == (wanted,), f"{name}, {axis}, {key}: {tensor.grad.placements}"
+        assert_same(tensor.grad, whole[key].grad, f"{name}, {axis}, {key}")
+
+
+def assert_same(gradient: Any, expected: Tensor, place: str) -> None:
+    """Sums over two devices are rounded in another order."""
+    torch.testing.assert_close(gradient.full_tensor(), expected, rtol=1e-4, atol=1e-5, msg=lambda text: f"{place}: {text}")
+
+
+def check_layers(mesh: Any) -> None:
+    """Layers with replicated parameters and a batch that is cut."""
+    from ssm_kernels.nn import Mamba, Mamba2, MinGRU
+
+    torch.manual_seed(0)
+    layers = {
+        "Mamba": Mamba(16, d_state=8),
+        "Mamba2": Mamba2(16, d_state=8, headdim=8),
+        "MinGRU": MinGRU(16, 16, batch_first=True),
+    }
+    for name, layer in layers.items():
+        check_layer(name, layer, mesh)
+
+
+def check_layer(place: str, layer: torch.nn.Module, mesh: Any) -> None:
+    from torch.distributed.tensor import Shard, distribute_module, distribute_tensor
+
+    def output_of(x: Tensor) -> Tensor:
+        output = layer(x)
+        return output[0] if isinstance(output, tuple) else output
+
+    x = torch.randn(BATCH, SEQLEN, 16)
+    expected = output_of(x)
+    expected.square().sum().backward()
+    gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
+    layer.zero_grad()
+    distribute_module(layer, mesh)
+    actual = output_of(distribute_tensor(x, mesh, [Shard(0)]))
+    assert actual.placements == (Shard(0),)
+    torch.testing.assert_close(actual.full_tensor(), expected)
+    actual.square().sum().backward()
+    for name, parameter in layer.named_parameters():
+        assert_same(parameter.grad, gradients[name], f"{place}, {name}")
+
+
+def work(rank: int, folder: str) -> None:
+    from ssm_kernels.integrations import dtensor
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=PROCESSES)
+    mesh = dist.init_device_mesh("cpu", (PROCESSES,))
+    dtensor.register()
+    dtensor.register()
+    for name in CASES:
+        for axis in ("batch", "channels"):
+            check_operator(name, axis, mesh)
+    check_layers(mesh)
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # as in test_models_distributed.py
+
+
+@pytest.mark.slow
+def test_shards_of_two_processes(tmp_path: Path):
+    if not dist.is_available() or not dist.is_gloo_available():
+        pytest.skip("needs torch.distributed with gloo")
+    mp.start_processes(work, (str(tmp_path),), PROCESSES, start_method="spawn")
