@@ -39,7 +39,7 @@ Functions = Mapping[str, Callable[..., Any]]
 
 
 def configurations(hidden: int) -> dict[str, dict[str, Any]]:
-    """What the models' configurations have beside their sizes, in the order of the tables."""
+    """Returns each model's options other than its sizes, in the order of the tables."""
     attention = {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 2 * hidden}
     hybrid = attention | {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}
     heads = {"mamba_n_heads": hidden // 32, "mamba_d_head": 64, "mamba_d_state": 64, "mamba_chunk_size": 128}

@@ -48,7 +48,8 @@ struct ParameterView {
   bool is_input_kind = false;
 };
 
-// Of ids with has_state_of_each_sequence, above the bits of the sequence's number. kOddPart tells a part from the next one.
+// With has_state_of_each_sequence an id holds these flags above the bits of the sequence's number. kOddPart differs between
+// adjacent parts of a sequence.
 constexpr int64_t kOddPart = int64_t(1) << 32, kNoInitialState = kOddPart << 1, kNoFinalState = kOddPart << 2;
 
 // The id of each step's sequence, (batch, seqlen), data null if each batch row is one sequence.
@@ -122,8 +123,9 @@ struct ConvUpdateParams {
   IdView slots_of_batch;  // (batch,), one index per entry; data null if entry b uses slot b
 };
 
-// What a call has beside as many steps for each row and one slot for it: the rows, and a (entries, tokens, channels, width - 1)
-// buffer of the inputs before the step that follows each token. Packed tokens are steps of x and out without a batch stride.
+// The additional parameters of a call with rows of different lengths or chosen slots: the rows, and a (entries, tokens,
+// channels, width - 1) buffer that receives the last width - 1 inputs up to and including each token. Packed tokens are steps
+// of x and out without a batch stride.
 //
 // With num_accepted_tokens the state is as speculative decoding leaves it: the last width - 2 inputs before the tokens of the
 // previous call, then these tokens. Of them `accepted` stay; the window of a row, the width - 1 inputs before its first token,

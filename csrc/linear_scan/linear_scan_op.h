@@ -75,7 +75,7 @@ struct BwdInputs {
   auto fields() { return std::tuple_cat(grads(), std::tie(in.tensors, h), in.fields_but_tensors(), std::tie(needs_grad)); }
 };
 
-// Of each input, and last of h0.
+// The gradient of each input, then the gradient of h0.
 using GradTensors = std::array<at::Tensor, kMaxRecurrenceInputs + 1>;
 // Checks the arguments of backward alone and allocates as allocate_fwd does. Gradients that are not needed, or of inputs that
 // the recurrence does not have, have no elements.

@@ -69,9 +69,9 @@ struct StateUpdateParams {
   SSM_HOST_DEVICE bool tied_A() const { return A.stride_state == 0; }
 };
 
-// What a call has beside one token for each row and one slot for it: the rows, the elements between tokens, and a
-// (entries, tokens, heads, headdim, dstate) buffer of the states after each token. The views of x, dt, z, out, B and C are then
-// of the first token of a row, or of the packed tokens, with no batch stride.
+// The additional parameters of a call with several tokens a row or chosen slots: the rows, the strides between tokens, and a
+// (entries, tokens, heads, headdim, dstate) buffer that receives the state after each token. The views of x, dt, z, out, B and
+// C then start at the first token of each row; with packed tokens they have no batch stride.
 struct TokenParams {
   DecodingRows rows;
   int64_t x = 0, dt = 0, z = 0, out = 0, B = 0, C = 0;

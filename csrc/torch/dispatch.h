@@ -33,7 +33,7 @@ auto fields_of(const Named& values) {
   return std::apply(as_const, const_cast<T&>(static_cast<const T&>(values)).T::fields());
 }
 
-// Of an operator that returns nothing.
+// The result type of an operator that returns nothing.
 using NoResult = std::tuple<>;
 
 // How the dispatcher passes an argument.

@@ -84,7 +84,7 @@ IndexTable table_of(const std::optional<at::Tensor>& indices) {
           indices->stride(0), has_columns ? indices->stride(1) : 0};
 }
 
-// Of a slot or an entry of a buffer.
+// A row's use of a slot, or of an entry of a buffer.
 struct Use {
   int64_t slot, row;
   bool is_written;

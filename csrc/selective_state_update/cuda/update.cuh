@@ -364,7 +364,7 @@ __device__ __forceinline__ void update_tile(const StateUpdateParams& p, const Ti
       if constexpr (kBlocks == 1) load_rows_of_A();
       for (int64_t t = 0; t < range.count; ++t) {
         const int64_t token = range.first + t;
-        // Of a single token, the inputs stay for all rows.
+        // The inputs of a single token stay in registers for all rows of the state.
         const bool is_new = range.count > 1 || first_row == 0;
         if (is_new) {
           load_inputs(token);
