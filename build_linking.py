@@ -28,6 +28,10 @@ STV_DEFAULT, STV_PROTECTED = 0, 3
 STD_SYMBOL = re.compile(r"_Z(T[VTIS]|T[hvc][n\d_]*|GV|Z)*N?[rVKRO]*S[tabsiod]")
 
 
+# Precedes the -lstdc++ that the driver appends, so that no symbol is left for that one to resolve.
+SHARED_LIBSTDCXX = ("-Wl,--push-state,--no-as-needed", f"-l:{LIBSTDCXX}", "-Wl,--pop-state")
+
+
 def link_arguments(exports: str) -> list[str]:
     """Arguments of the compiler driver for linking one library.
 
@@ -35,8 +39,7 @@ def link_arguments(exports: str) -> list[str]:
         exports: name of the version script in ``csrc/`` that lists the symbols that other libraries see.
     """
     return [
-        # Precedes the -lstdc++ that the driver appends, so that no symbol is left for that one to resolve.
-        *("-Wl,--push-state,--no-as-needed", f"-l:{LIBSTDCXX}", "-Wl,--pop-state"),
+        *SHARED_LIBSTDCXX,
         # -fvisibility=hidden alone exports std:: templates: libstdc++'s headers declare the whole namespace visible.
         f"-Wl,--version-script={ROOT / 'csrc' / exports}",
         "-Wl,-s",

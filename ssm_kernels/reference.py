@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import sys
 from collections.abc import Callable
 from typing import Literal, NamedTuple, overload
 
@@ -172,7 +173,7 @@ def coefficients(discretization: str, delta: Tensor, A: Tensor) -> tuple[Tensor,
     return Abar, delta * gain
 
 
-def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:
+def step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[float, float] | None = None) -> Tensor:
     """Applies the bias, which broadcasts, softplus and the limits, in this order, to raw step sizes."""
     if bias is not None:
         dt = dt + bias
@@ -181,8 +182,13 @@ def _step_sizes(dt: Tensor, bias: Tensor | None, softplus: bool, limit: tuple[fl
     if limit is None:
         return dt
     low, high = limit
-    # Exactly at a limit the gradient is 1. The gradient of torch.clamp there depends on the PyTorch version.
-    return torch.where(dt < low, low, torch.where(dt > high, high, dt))
+    # Exactly at a limit the gradient is 1. The gradient of torch.clamp there depends on the PyTorch version. The largest finite
+    # numbers are no limit, as in _arguments.finite_dt_limit: dtypes other than float64 do not have them.
+    if high < sys.float_info.max:
+        dt = torch.where(dt > high, high, dt)
+    if low > -sys.float_info.max:
+        dt = torch.where(dt < low, low, dt)
+    return dt
 
 
 def _promoted_dtype(*tensors: Tensor | None) -> torch.dtype:
@@ -328,7 +334,7 @@ def selective_scan(
     batch, dim, seqlen = u.shape
     dtype = _promoted_dtype(u, delta, A, B, C, D, z, delta_bias, initial_state)
     u, A = u.to(dtype), A.to(dtype)
-    delta = _step_sizes(delta.to(dtype), None if delta_bias is None else delta_bias.to(dtype)[:, None], delta_softplus)
+    delta = step_sizes(delta.to(dtype), None if delta_bias is None else delta_bias.to(dtype)[:, None], delta_softplus)
     Bt = _per_step(B.to(dtype), batch, dim, seqlen)
     Ct = _per_step(C.to(dtype), batch, dim, seqlen)
     h = A.new_zeros(batch, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
@@ -386,7 +392,7 @@ def selective_state_update(
         D, dt_bias = (None if v is None else v[None] for v in (D, dt_bias))
         z = None if z is None else z[:, None]
     nheads = state.shape[1]
-    dt = _step_sizes(dt, dt_bias, dt_softplus, dt_limit)
+    dt = step_sizes(dt, dt_bias, dt_softplus, dt_limit)
     A = -torch.exp(A) if A_is_log else A
     rows = torch.arange(x.shape[0], device=x.device) if state_batch_indices is None else state_batch_indices.long()
     padding = rows < 0
@@ -579,7 +585,7 @@ def ssd_chunk_scan(
     batch, seqlen, heads, headdim = x.shape
     dtype = _promoted_dtype(x, dt, A, B, C, D, z, dt_bias, initial_states)
     x, A = x.to(dtype), A.to(dtype)
-    dt = _step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
+    dt = step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
     a, c = coefficients(discretization, dt, A)
     Bt, Ct = (X.to(dtype).repeat_interleave(heads // X.shape[2], dim=2) for X in (B, C))
     resets = torch.zeros(batch, seqlen, dtype=torch.bool, device=x.device)

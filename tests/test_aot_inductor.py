@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from torch._inductor import cpp_builder
 from torch._inductor.exc import InvalidCxxCompiler
 
 import ssm_kernels.nn as layers
+from build_linking import SHARED_LIBSTDCXX
 
 D_MODEL = 16
 INFINITE = (math.inf, -math.inf)
@@ -32,8 +33,8 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "MinLSTM": lambda: layers.MinLSTM(D_MODEL, D_MODEL),
     "Block": lambda: layers.Block(D_MODEL, layers.Mamba, norm_cls=nn.RMSNorm, mlp_cls=layers.GatedMLP),
 }
-# Together on the CPU, where each package takes a compiler seconds. On CUDA torch 2.11 generates C++ for all of them that does not
-# compile: it reuses an array of sizes outside the scope that declares it.
+# All in one on the CPU, because each package takes a compiler seconds. On CUDA torch 2.11 generates C++ for all of them that
+# does not compile: it reuses an array of sizes outside the scope that declares it.
 PACKAGES = [pytest.param("cpu", tuple(LAYERS), id="cpu")]
 PACKAGES += [pytest.param("cuda", (name,), id=f"cuda-{name}", marks=pytest.mark.cuda) for name in LAYERS]
 
@@ -54,14 +55,26 @@ def test_of_every_layer():
     assert {type(make()).__name__ for make in LAYERS.values()} | {"GatedMLP"} == set(layers.__all__)
 
 
+@pytest.fixture
+def compiler(tmp_path: Path) -> Iterator[None]:
+    """AOTInductor's compiler, linking the shared libstdc++: a package with a copy of it, as some link it, crashes on loading."""
+    try:
+        command = cpp_builder.get_cpp_compiler()
+    except InvalidCxxCompiler:
+        pytest.skip("AOTInductor needs a C++ compiler")
+    script = tmp_path / "g++"
+    flags = " ".join(SHARED_LIBSTDCXX)
+    script.write_text(
+        f'#!/bin/sh\ncase " $* " in *" -shared "*) exec {command} {flags} "$@" ;; *) exec {command} "$@" ;; esac\n'
+    )
+    script.chmod(0o755)
+    with torch._inductor.config.patch({"cpp.cxx": (str(script),)}):
+        yield
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("where", "names"), PACKAGES)
-def test_layers_in_a_package(where: str, names: tuple[str, ...], tmp_path: Path, fresh_dynamo):
-    if where == "cpu":
-        try:
-            cpp_builder.get_cpp_compiler()
-        except InvalidCxxCompiler:
-            pytest.skip("AOTInductor needs a C++ compiler")
+def test_layers_in_a_package(where: str, names: tuple[str, ...], tmp_path: Path, fresh_dynamo, compiler):
     torch.manual_seed(0)
     module = Layers(names).to(where).requires_grad_(False)
     x = torch.randn(2, 9, D_MODEL, device=where)

@@ -26,17 +26,24 @@ def snippets() -> list:
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
         blocks = re.findall(r"^```python\n(import .*?)^```$", path.read_text(), flags=re.MULTILINE | re.DOTALL)
         for index, block in enumerate(blocks):
-            marks = [pytest.mark.clients] if "transformers" in block else []
+            marks = [pytest.mark.clients] if packages_of_clients(block) else []
             found.append(pytest.param(block, id=f"{path.name}-{index}", marks=marks))
     return found
 
 
+def packages_of_clients(snippet: str) -> list[str]:
+    """Packages of the extra [clients] that the snippet needs."""
+    needed = {"transformers": ["transformers"], "torch.onnx": ["onnx", "onnxscript", "onnxruntime"]}
+    return [package for name, packages in needed.items() if name in snippet for package in packages]
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("snippet", snippets())
-def test_snippet_runs(snippet):
+def test_snippet_runs(snippet, tmp_path, monkeypatch):
     torch.manual_seed(0)
-    if "transformers" in snippet:
-        pytest.importorskip("transformers", reason="transformers is not installed: the extra [clients]")
+    for package in packages_of_clients(snippet):
+        pytest.importorskip(package, reason=f"{package} is not installed: the extra [clients]")
+    monkeypatch.chdir(tmp_path)
     try:
         exec(compile(snippet, "<documentation>", "exec"), {"__name__": "documentation"})
     finally:
