@@ -57,16 +57,14 @@ def test_of_every_layer():
 
 @pytest.fixture
 def compiler(tmp_path: Path) -> Iterator[None]:
-    """AOTInductor's compiler, linking the shared libstdc++: a package with a copy of it, as some link it, crashes on loading."""
+    """AOTInductor's compiler, linking the shared libstdc++: some link a copy of it, which crashes on loading."""
     try:
         command = cpp_builder.get_cpp_compiler()
     except InvalidCxxCompiler:
         pytest.skip("AOTInductor needs a C++ compiler")
     script = tmp_path / "g++"
-    flags = " ".join(SHARED_LIBSTDCXX)
-    script.write_text(
-        f'#!/bin/sh\ncase " $* " in *" -shared "*) exec {command} {flags} "$@" ;; *) exec {command} "$@" ;; esac\n'
-    )
+    linking = f'*" -shared "*) exec {command} {" ".join(SHARED_LIBSTDCXX)} "$@"'
+    script.write_text(f'#!/bin/sh\ncase " $* " in {linking} ;; *) exec {command} "$@" ;; esac\n')
     script.chmod(0o755)
     with torch._inductor.config.patch({"cpp.cxx": (str(script),)}):
         yield
