@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import ops
 from .._arguments import names_arguments
+from .._packing import check_same_packing, with_padding
 from ..convolutions import causal_conv1d
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 from .norms import rmsnorm_fn
@@ -77,9 +78,11 @@ def mamba_chunk_scan_combined(
             raise ValueError(f"{name}: expected cu_seqlens with return_varlen_states, got None")
         if x.dim() != 4 or x.shape[0] != 1:
             raise ValueError(f"{name}: expected x of batch size 1 with return_varlen_states, got shape {list(x.shape)}")
-        _check_packing(name, seq_idx, cu_seqlens)
-        # One more sequence holds the padding at the end, if there is any.
-        ends = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), x.shape[1])])
+        if seq_idx is not None:
+            check_same_packing(name, seq_idx, cu_seqlens)
+        elif cu_seqlens.shape[0] > 2:
+            raise ValueError(f"{name}: expected seq_idx with return_varlen_states of several sequences, got None")
+        ends = with_padding(cu_seqlens, x.shape[1])
         places = torch.arange(ends.shape[0] - 1, device=ends.device)
         is_full = ends[1:] > ends[:-1]
         last = torch.where(is_full, places, 0).amax()[None]
@@ -111,23 +114,6 @@ def mamba_chunk_scan_combined(
     if return_varlen_states:
         results.append(cast(states[:-1], C.dtype if state_dtype is None else state_dtype))
     return tuple(results) if len(results) > 1 else results[0]
-
-
-def _check_packing(name: str, seq_idx: Tensor | None, cu_seqlens: Tensor) -> None:
-    """Raises if ``seq_idx`` is absent or, on the CPU, if it begins sequences elsewhere than ``cu_seqlens``."""
-    if seq_idx is None:
-        if cu_seqlens.shape[0] > 2:
-            raise ValueError(f"{name}: expected seq_idx with return_varlen_states of several sequences, got None")
-        return
-    if torch.compiler.is_compiling() or seq_idx.is_cuda or seq_idx.is_meta:
-        return
-    changes = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero()[:, 0] + 1
-    starts = cu_seqlens[(cu_seqlens > 0) & (cu_seqlens < seq_idx.shape[1])].unique()
-    if changes.tolist() != starts.tolist():
-        raise ValueError(
-            f"{name}: expected seq_idx and cu_seqlens of the same packing, got sequences that begin at {changes.tolist()} "
-            f"and at {starts.tolist()}"
-        )
 
 
 @names_arguments

@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._arguments import finite_dt_limit
+from .._packing import check_same_packing, with_padding
 from ..norms import rms_norm_gated
 from ..ops import selective_state_update, ssd_chunk_scan
 from .checks import (
@@ -266,8 +267,9 @@ class Mamba2(DiscretizedModule, ConvMixer):
                 (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
                 later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
                 states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, so that a batch of
-                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Not together
-                with ``seq_idx``.
+                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Steps after
+                ``cu_seqlens[-1]`` are then padding, which no sequence and no state sees, and ``seq_idx`` must have the same
+                packing: the CPU checks this unless it compiles, CUDA does not. Not together with ``seq_idx`` alone.
 
         Packed sequences are independent, in the convolution and in the state.
 
@@ -289,14 +291,16 @@ class Mamba2(DiscretizedModule, ConvMixer):
         self._check_sequences("u", u)
         if seq_idx is None and cu_seqlens is None:
             return self._mix_or_step(u, inference_params)
-        if inference_params is not None and seq_idx is not None:
+        if inference_params is not None and cu_seqlens is None:
             raise ValueError(
-                "Mamba2: expected no inference_params with seq_idx: the cache has one state per row or, with cu_seqlens, per "
-                "sequence"
+                "Mamba2: expected no inference_params with seq_idx alone: the cache has one state per row or, with cu_seqlens, "
+                "per sequence"
             )
         self._check_packed(u, seq_idx, cu_seqlens)
         if inference_params is None or cu_seqlens is None:
             return self._mix(u, None, None, seq_idx, cu_seqlens)[0]
+        if seq_idx is not None:
+            check_same_packing("Mamba2", seq_idx, cu_seqlens)
         return self._mix_packed(u, cu_seqlens, inference_params)
 
     @torch.no_grad()
@@ -389,15 +393,16 @@ class Mamba2(DiscretizedModule, ConvMixer):
         if u.shape[0] != 1 or cu_seqlens.numel() == 0:
             return self._mix(u, None, None, None, cu_seqlens)[0]  # raises
         conv_state, ssm_state = self._get_states_from_cache(inference_params, cu_seqlens.shape[0] - 1)
+        ends = with_padding(cu_seqlens, u.shape[1])
         if inference_params.seqlen_offset == 0:
-            out, projected, last_states = self._mix(u, None, None, None, cu_seqlens)
+            out, projected, last_states = self._mix(u, None, None, None, ends)
             conv_state.zero_()
         else:
-            # Backward reads the initial states, and the cache is overwritten below.
-            first_states = [s.clone() if torch.is_grad_enabled() else s for s in (conv_state, ssm_state)]
-            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, cu_seqlens)
+            # The padding's states are the last. A copy, because the cache is overwritten below and backward reads them.
+            first_states = [torch.cat([s, s.new_zeros(1, *s.shape[1:])]) for s in (conv_state, ssm_state)]
+            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, ends)
         conv_state.copy_(self._last_conv_inputs(conv_state, self._conv_inputs(projected.detach())[0], cu_seqlens.long()))
-        ssm_state.copy_(last_states.detach())
+        ssm_state.copy_(last_states[:-1].detach())
         return out
 
     def _last_conv_inputs(self, conv_state: Tensor, inputs: Tensor, cu_seqlens: Tensor) -> Tensor:
