@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ssm_kernels import reference
-from ssm_kernels.compat._modules import MODULES, VERSIONS
+from ssm_kernels.compat._modules import MODULES
 from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 from ssm_kernels.compat.layer_norm import RMSNorm as AddRMSNorm
 from ssm_kernels.compat.layer_norm import layer_norm_fn, rms_norm_fn
@@ -21,7 +21,7 @@ from ssm_kernels.compat.ssd import mamba_chunk_scan_combined, mamba_split_conv1d
 
 OPERATOR = "every operator"
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = VERSIONS["mamba_ssm"]
+CLIENT_VERSION = "2.3.2, its names from ssm_kernels.compat"
 OTHER_MODULES = (
     *(f"ssm_kernels.compat.{name}" for name in ("models", "generation", "mixer_seq_simple")),
     "ssm_kernels.models.mamba_lm",

@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from ssm_kernels import compat
 from ssm_kernels.compat import mamba2_simple, mixer_seq_simple, models
-from ssm_kernels.compat._modules import MODULES, VERSIONS
+from ssm_kernels.compat._modules import MODULES
 
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = VERSIONS["mamba_ssm"]
+CLIENT_VERSION = "2.3.2, its names from ssm_kernels.compat"
 OPERATOR = "mamba2_mixer"
 OWN = "`MambaLMHeadModel` of its own files, 2.3.2.post1"
 LAYERS = {"Mamba1": {"d_state": 4}, "Mamba2": {"layer": "Mamba2", "d_state": 8, "headdim": 8, "ngroups": 2}}
