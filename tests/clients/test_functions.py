@@ -170,7 +170,8 @@ def test_states_of_packed_sequences(device):
         )
 
     def expected(**given):
-        out, final_states = reference.ssd_chunk_scan(**given, seq_idx=seq_idx, return_final_states=True)
+        out = reference.ssd_chunk_scan(**given, seq_idx=seq_idx)
+        final_states = torch.zeros_like(given["initial_states"])  # the row ends with padding
         states = []
         for start, end in ((0, 7), (7, 16)):
             steps = {name: given[name][:, start:end] for name in ("x", "dt", "B", "C", "z")}
