@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .._arguments import names_arguments
 from ..convolutions import causal_conv1d
@@ -92,9 +93,17 @@ def convolve_with_padding(
             initial_state=initial_states,
             return_final_state=True,
         )
-    if seq_idx is not None:
+    if seq_idx is not None and _may_have_padding(seq_idx):
         out = out.masked_fill_((seq_idx < 0).unsqueeze(-1), 0)
     return out, final_states
+
+
+def _may_have_padding(seq_idx: Tensor) -> bool:
+    """Whether a number is negative, or cannot be read: on CUDA, where the host would have to wait, and for traced tensors."""
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() or _get_current_dispatch_mode() is not None
+    if is_traced or seq_idx.device.type != "cpu" or type(seq_idx) is not Tensor or torch._C._are_functorch_transforms_active():
+        return True
+    return bool((seq_idx < 0).any())
 
 
 def _check_final_states_out(final_states_out: Tensor, shape: list[int], x: Tensor) -> None:

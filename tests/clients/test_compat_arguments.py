@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssm_kernels.compat import references
 from ssm_kernels.compat._modules import VERSIONS
@@ -331,6 +332,37 @@ def test_padding_of_the_split_function(device, normalized):
             torch.testing.assert_close(states[row, None], state, rtol=1e-4, atol=1e-5)
     (out.square().sum() + states.square().sum()).backward()
     assert not zxbcdt.grad[padding].any() and zxbcdt.grad[~padding].any()
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", None])
+def test_padding_that_is_not_in_the_traced_call(backend, fresh_dynamo):
+    """A traced call masks the padding of later calls too."""
+    x, weight = torch.randn(1, 6, 9), torch.randn(6, 4)
+    without, with_padding = torch.zeros(1, 9, dtype=torch.int32), torch.tensor([[0] * 6 + [-1] * 3], dtype=torch.int32)
+
+    def call(x, seq_idx):
+        return causal_conv1d_fn(x, weight, seq_idx=seq_idx)
+
+    run = torch.compile(call, fullgraph=True, backend=backend) if backend else make_fx(call, tracing_mode="real")(x, without)
+    for seq_idx in (without, with_padding):
+        torch.testing.assert_close(run(x, seq_idx), call(x, seq_idx))
+    assert not call(x, with_padding)[..., 6:].any() and call(x, without)[..., 6:].any()
+
+
+def test_eager_calls_mask_only_padding():
+    x, weight = torch.randn(1, 6, 9), torch.randn(6, 4)
+    for seq_idx, masks in ((torch.zeros(1, 9), 0), (torch.tensor([[0] * 6 + [-1] * 3]), 1)):
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            causal_conv1d_fn(x, weight, seq_idx=seq_idx.int())
+        assert sum(event.count for event in profile.key_averages() if event.key == "aten::masked_fill_") == masks
+
+
+def test_padding_under_vmap():
+    x, weight = torch.randn(2, 1, 6, 9), torch.randn(6, 4)
+    seq_idx = torch.tensor([[[0] * 9], [[0] * 6 + [-1] * 3]])
+    mapped = torch.vmap(lambda x, seq_idx: causal_conv1d_fn(x, weight, seq_idx=seq_idx))(x, seq_idx)
+    separate = [causal_conv1d_fn(x[i], weight, seq_idx=seq_idx[i]) for i in range(2)]
+    torch.testing.assert_close(mapped, torch.stack(separate))
 
 
 def to_meta(arguments):

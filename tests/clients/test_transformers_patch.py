@@ -71,6 +71,14 @@ def test_a_context_that_waits_for_another_patch_leaves_it() -> None:
     assert served().active
 
 
+@pytest.mark.parametrize("model", ["Mamba", "Mamba2"])
+def test_models_on_the_meta_device(model: str) -> None:
+    net = MODELS[model].make().to("meta")
+    with patched(), counting() as calls:
+        logits = net(tokens(1, 5, "cpu").to("meta"), use_cache=False).logits
+    assert logits.is_meta and calls == MODELS[model].calls(1)
+
+
 def test_a_second_patch_changes_nothing_and_unpatch_restores_all() -> None:
     importlib.import_module(MAMBA2)
     before = contents()
