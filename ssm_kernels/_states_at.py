@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._arguments import is_autocast_enabled
+
 __all__ = ["Positions", "selective_scan_with_states", "ssd_chunk_scan_with_states"]
 
 Positions = Sequence[int] | Tensor
@@ -175,7 +177,7 @@ def _needs_public_operator(tensors: Any) -> bool:
     """Whether autograd, autocast or a transform has something to do, which the operator of kernels alone leaves out."""
     present = [tensor for tensor in tensors if tensor is not None]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
-    return needs_grad or torch.is_autocast_enabled(present[0].device.type) or torch._C._are_functorch_transforms_active()
+    return needs_grad or is_autocast_enabled(present[0].device.type) or torch._C._are_functorch_transforms_active()
 
 
 def _read(name: str, states_at: Positions, seqlen: int) -> list[int]:

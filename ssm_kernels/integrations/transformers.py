@@ -102,9 +102,11 @@ def unpatch() -> Served:
 @contextmanager
 def patched() -> Iterator[Served]:
     """:func:`patch` for a ``with`` block, then :func:`unpatch`, unless the models were patched before the block."""
-    before = _state.active
+    with _lock:
+        before = _state.active
+        result = patch()
     try:
-        yield patch()
+        yield result
     finally:
         if not before:
             unpatch()
