@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
@@ -30,6 +31,26 @@ def mark_parameters(mark: str, *parameters: nn.Parameter) -> None:
     """Sets an attribute that training code written for ``mamba_ssm`` looks for."""
     for parameter in parameters:
         setattr(parameter, mark, True)
+
+
+_linear_forward = nn.Linear.forward
+
+
+def is_only_a_product(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is ``torch.nn.functional.linear`` of its ``weight`` and ``bias``, and nothing sees the call.
+
+    Adapters and quantized layers are other modules, hooks see the call, and FSDP and accelerate replace ``forward``.
+    Parametrizations act on ``weight`` and ``bias`` wherever these are read.
+    """
+    return (
+        isinstance(module, nn.Linear)
+        # torch.export and parametrizations derive classes from nn.Linear and leave its forward.
+        and type(module).forward is _linear_forward
+        and type(module).__call__ is nn.Module.__call__
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+        and not _has_any_global_hook()
+    )
 
 
 def expanded(layer: str, expand: float, d_model: int) -> int:
