@@ -104,6 +104,10 @@ TORCH_LIBRARY(ssm_kernels, m) {
   const std::string ssd_results = ") -> (Tensor out, Tensor final_states)";
   def("_ssd_chunk_scan" + ssd_arguments + ssd_results);
   def_kernels("_ssd_chunk_scan_fwd" + ssd_arguments + ssd_results);
+  // Forward of sequences that are not packed, and the states after so many steps, ascending, in one pass: matmuls on any
+  // device.
+  def_kernels("_ssd_chunk_scan_states" + ssd_arguments +
+              ", int[] states_at) -> (Tensor out, Tensor final_states, Tensor states)");
   def("_ssd_chunk_scan_plan" + ssd_arguments + ", bool is_backward) -> str");
   // Its adjoint, which recomputes what it needs of forward. Gradients that are absent or not needed have no elements.
   def_kernels(

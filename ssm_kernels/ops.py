@@ -570,9 +570,10 @@ def ssd_chunk_scan(
         floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other than
         ``vmap`` are not supported and raise.
 
-    **Cost of** ``states_at``. With or without gradients, the scan is one call for each piece between positions, chained by its
-    states, and a copy that joins the outputs; rounding may differ from the scan in one call. With ``cu_seqlens`` each call also
-    reads and writes the states of all sequences.
+    **Cost of** ``states_at``. On the CPU, without gradients, autocast, transforms and ``cu_seqlens``, one call returns all
+    states: those at multiples of the chunk are a copy, and another position ends a chunk early. Otherwise, on CUDA always, the
+    scan is one call for each piece between positions, chained by its states, and a copy that joins the outputs. Rounding may
+    differ from the scan in one call. With ``cu_seqlens`` each call also reads and writes the states of all sequences.
 
     States and sums are float32 (float64 with float64 inputs), also for float16 and bfloat16; float32 inputs are multiplied as
     float32, whether TF32 is allowed or not. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and

@@ -8,10 +8,12 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .._arguments import is_autocast_enabled
 from ..convolutions import causal_conv1d_update
 from .checks import check_int, check_number, check_shape, check_tensor
 
@@ -30,6 +32,26 @@ def mark_parameters(mark: str, *parameters: nn.Parameter) -> None:
     """Sets an attribute that training code written for ``mamba_ssm`` looks for."""
     for parameter in parameters:
         setattr(parameter, mark, True)
+
+
+_linear_forward = nn.Linear.forward
+
+
+def is_only_a_product(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is ``torch.nn.functional.linear`` of its ``weight`` and ``bias``, and nothing sees the call.
+
+    Adapters and quantized layers are other modules, hooks see the call, and FSDP and accelerate replace ``forward``.
+    Parametrizations act on ``weight`` and ``bias`` wherever these are read.
+    """
+    return (
+        isinstance(module, nn.Linear)
+        # torch.export and parametrizations derive classes from nn.Linear and leave its forward.
+        and type(module).forward is _linear_forward
+        and type(module).__call__ is nn.Module.__call__
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+        and not _has_any_global_hook()
+    )
 
 
 def expanded(layer: str, expand: float, d_model: int) -> int:
@@ -209,7 +231,7 @@ class ConvMixer(nn.Module):
     def _convolve_step(self, x: Tensor, conv_state: Tensor) -> Tensor:
         """Convolution and activation of one step, ``x`` (batch, channels); modifies ``conv_state`` in place."""
         weight, bias = self._conv_parameters()
-        if torch.is_autocast_enabled(x.device.type):
+        if is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if conv_state.dtype in (x.dtype, wide_dtype(x.dtype)):
             return causal_conv1d_update(x, conv_state, weight, bias, activation="silu")
