@@ -66,6 +66,7 @@ _CONVOLUTION_STEP = _CONVOLUTION | {"": "batch seqlen channels", "conv_state": "
 _RECURRENCE = {
     **dict.fromkeys(("inputs", "h", "0", "1", "2", "3"), "batch seqlen channels"),
     **dict.fromkeys(("h0", "last_state"), "batch channels"),
+    "reset": "batch seqlen",
 }
 # Here the channels stand beside others in one tensor, or make up a group together.
 _MIXER = dict.fromkeys(
