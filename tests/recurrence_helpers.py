@@ -163,7 +163,8 @@ class Variant(OperatorSpec):
         return self.first(inputs).shape, state_of(inputs).shape
 
     def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
-        return dict.fromkeys(sequence_names(self, inputs), 1)
+        names = sequence_names(self, inputs) + ([] if inputs["reset"] is None else ["reset"])
+        return dict.fromkeys(names, 1)
 
     def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
         return [name for name in self.recurrence.inputs if name not in self.recurrence.broadcast]
