@@ -178,6 +178,8 @@ def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:
             yield case("tiles along time", variant, dtype=dtype, batch=1, channels=5, seqlen=300)
             yield case("packed", variant, dtype=dtype, cu_seqlens=PACKED)
             yield case("packed, tiles along time", variant, dtype=dtype, cu_seqlens=(0, 1, 100, 100, 333), reverse=True)
+            yield case("reset", variant, dtype=dtype, channels=64, reset=True)
+            yield case("reset, tiles along time", variant, dtype=dtype, batch=1, seqlen=333, reset=True, reverse=True)
             for form in recurrence_helpers.FORMS if variant.recurrence.broadcast else ():
                 yield case("broadcast", variant, dtype=dtype, form=form)
                 yield case("broadcast", variant, dtype=dtype, form=form, broadcast_dtype=dtype)

@@ -63,6 +63,7 @@ _CONVOLUTION = {
 _RECURRENCE = {
     **dict.fromkeys(("inputs", "h", "0", "1", "2", "3"), "batch seqlen channels"),
     **dict.fromkeys(("h0", "last_state"), "batch channels"),
+    "reset": "batch seqlen",
 }
 # In these tensors the channels stand beside others: xz and projected hold x, z, B, C and dt side by side, so that a piece of
 # their columns is no group of heads; the gated norm of Mamba2 averages over all channels of a group.

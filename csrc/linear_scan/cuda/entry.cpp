@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -47,7 +49,7 @@ class Plan {
     partition.chains = cuda::Divisor(chains);
     partition.channel_blocks = cuda::Divisor(channel_blocks);
     partition.multiprocessors = cuda::multiprocessor_count(like.get_device());
-    partition.is_plain = p.sequence_of_step == nullptr;
+    partition.is_plain = p.sequence_of_step == nullptr && p.reset.data == nullptr;
     for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) add_view(Partition::kInputs + i, p.inputs[i]);
     add_view(Partition::kH, p.h);
     if (partition.tiles > 1) {
@@ -113,7 +115,13 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   const c10::cuda::CUDAGuard guard(first.device());
   GradTensors grads = allocate_bwd(bwd);
   const at::Tensor sequences = sequence_of_step(bwd.in);
-  const LinearScanBwdParams params = make_bwd_params(bwd, member, sequences, grads);
+  LinearScanBwdParams params = make_bwd_params(bwd, member, sequences, grads);
+  at::Tensor& grad_h0 = grads[kMaxRecurrenceInputs];
+  at::Tensor of_beginnings;  // the gradient of h0 from each step that begins with it, zero at other steps
+  if (params.reset.data != nullptr && params.grad_initial_state.data != nullptr) {
+    of_beginnings = at::zeros({params.batch, params.seqlen, params.channels}, grad_h0.options());
+    params.grad_initial_state = {of_beginnings.data_ptr(), params.channels, 1};
+  }
   Plan plan(params, member.name, first.element_size(), kBwdThreadSteps, first);
   for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) plan.add_view(Partition::kGradInputs + i, params.grad_inputs[i]);
   plan.add_view(Partition::kGradH, params.grad_h);
@@ -123,6 +131,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(first.scalar_type()), [&](auto scalar) {
     return launch_linear_scan_bwd<decltype(scalar)>(params, plan.partition, stream);
   }));
+  if (of_beginnings.defined()) at::sum_out(grad_h0, of_beginnings, 1);
   return grads;
 }
 
