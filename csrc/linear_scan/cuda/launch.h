@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <limits>
 
 #include "common/integers.h"
 #include "cuda/constants.h"
@@ -75,17 +76,30 @@ constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a t
 constexpr int kSequentialBarrierBytes = kSequentialMaxWarps * 8;
 
 // The warps of a block: the most with which all blocks are resident at once, because blocks of many warps copy far ahead. A
-// multiprocessor has room for `most_warps`. Where blocks of two warps do not all fit, blocks of four run in several waves.
+// multiprocessor has room for `most_warps`. Where blocks of two warps do not all fit, blocks run in waves, of two to four
+// warps: those whose last wave is fullest.
 inline int sequential_warps(const SequentialPartition& partition, int most_warps, int warp_bytes) {
-  constexpr int kReservedBytes = 1024;                                           // of each block
-  const int64_t blocks = ceil_div(partition.chains, partition.multiprocessors);  // of a multiprocessor
-  const auto warps_of = [&](int64_t blocks) {
-    const int64_t bytes = std::min<int64_t>(partition.block_bytes, partition.multiprocessor_bytes / blocks - kReservedBytes);
-    const int64_t by_memory = std::max<int64_t>(bytes - kSequentialBarrierBytes, 0) / warp_bytes;
-    return std::min(by_memory, most_warps / blocks);
+  constexpr int64_t kReservedBytes = 1024;  // of each block
+  const int64_t chains = partition.chains, multiprocessors = partition.multiprocessors;
+  const auto limit = [&](int64_t warps) {
+    const int64_t fit = std::max<int64_t>(1, (partition.block_bytes - kSequentialBarrierBytes) / warp_bytes);
+    return static_cast<int>(std::min({warps, fit, int64_t(partition.segments)}));
   };
-  const int64_t resident = warps_of(blocks), warps = resident > 1 ? resident : std::min<int64_t>(4, warps_of(1));
-  return static_cast<int>(std::max<int64_t>(1, std::min<int64_t>(warps, partition.segments)));
+  const int64_t blocks = ceil_div(chains, multiprocessors);  // of a multiprocessor
+  const int64_t bytes = partition.multiprocessor_bytes / blocks - kReservedBytes - kSequentialBarrierBytes;
+  const int64_t resident = std::min(bytes / warp_bytes, most_warps / blocks);
+  if (resident >= 2) return limit(resident);
+  int64_t best = 0, best_places = 1;
+  for (int64_t warps = 4; warps >= 2; --warps) {
+    const int64_t block_bytes = kSequentialBarrierBytes + warps * warp_bytes + kReservedBytes;
+    const int64_t places = multiprocessors * std::min(partition.multiprocessor_bytes / block_bytes, most_warps / warps);
+    const int64_t in_waves = places == 0 ? std::numeric_limits<int64_t>::max() : ceil_div(chains, places) * places;
+    if (best == 0 || in_waves < best_places) {
+      best = warps;
+      best_places = in_waves;
+    }
+  }
+  return limit(best);
 }
 
 // Queues a kernel that sets the carry's words to zero. The next kernel may start by PDL if it waits for this one.
