@@ -5,21 +5,23 @@
 //
 // Tensors are (batch, seqlen, channels), rows are vectors, and sequences are not packed. The scan runs from the last step to
 // the first (position 0 is the last step) and starts from the gradient of the last state. sequential.cuh describes how blocks,
-// warps and lanes share the work. A lane keeps a and grad_h of all steps of a segment in registers (or the gates, if they
-// are few), replaces grad_h by g as it takes e through the steps, and then computes the gradients. Each tensor is read once and
-// each gradient written once; inputs that broadcast are read from global memory twice.
+// warps and lanes share the work. A lane keeps the gates and grad_h of all steps of a segment in registers, replaces grad_h by
+// g as it takes e through the steps, and then computes the gradients. Each tensor is read once and each gradient written once;
+// inputs that broadcast are read from global memory twice.
 #pragma once
 
-#include <type_traits>
 #include <utility>
 
 #include "linear_scan/cuda/sequential.cuh"
 
 namespace ssm_kernels::linear_scan {
 
-// The inputs that backward reads, grad_h, and h one step earlier. 8 steps in 16-bit types, 4 in float32.
+// 8 steps in 16-bit types, 4 in float32, and 4 with gates of four values.
 template <typename Scalar, typename Variant>
-using BwdSegment = Segment<Scalar, 16 / static_cast<int>(sizeof(Scalar)),
+constexpr int kBwdSteps = Variant::kNames.size() <= 3 ? 16 / static_cast<int>(sizeof(Scalar)) : 4;
+// A stage holds the inputs that backward reads, grad_h, and h one step earlier.
+template <typename Scalar, typename Variant>
+using BwdSegment = Segment<Scalar, kBwdSteps<Scalar, Variant>,
                            static_cast<int>(Variant::kFirstBroadcast) + (Variant::kAdded == kNoInput ? 2 : 1)>;
 
 // The rows of an input's gradient for one lane, stored one after another.
@@ -68,7 +70,6 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   constexpr int kChannels = S::kLaneChannels;
   constexpr int kGradH = Inputs::kStaged, kHBefore = kGradH + 1;  // their numbers in a stage
   static_assert(kHBefore + 1 == S::kTensors, "a stage holds the inputs, grad_h and h one step earlier");
-  constexpr bool kKeepsGates = sizeof(Gates) <= 3 * sizeof(Acc);
   extern __shared__ __align__(kVectorBytes) unsigned char memory[];
   const Variant variant = make_variant<Variant>(p.options);
   ChainOf chain(p, partition, memory, p.grad_last_state);
@@ -92,17 +93,8 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
   chain.for_each_segment(copy, [&](int segment, const typename S::Stage& stage, const auto& release) {
     const int steps = chain.has_channels ? chain.steps(segment) : 0;
     Inputs inputs(p, chain, stage, segment, steps), inputs_again = inputs;
-    using Kept = std::conditional_t<kKeepsGates, Gates, Acc>;
-    Kept kept[S::kSteps][kChannels] = {};  // gates, or a alone
-    Acc g[S::kSteps][kChannels];           // begins as grad_h
-    const auto a = [&](int s, int j) {
-      if constexpr (kKeepsGates) {
-        const Acc unused[Inputs::kInputs] = {};  // a follows from the gates
-        return variant.step(kept[s][j], unused).a;
-      } else {
-        return kept[s][j];
-      }
-    };
+    Gates gates[S::kSteps][kChannels];
+    Acc g[S::kSteps][kChannels];  // begins as grad_h
 #pragma unroll
     for (int s = 0; s < S::kSteps; ++s) {
       Acc x[kChannels][Inputs::kInputs];
@@ -110,16 +102,15 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       const auto grad_h = S::Row::load(&stage.rows[kGradH][s][chain.lane * kChannels]);
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
-        const Gates made = variant.gates(x[j]);
-        if constexpr (kKeepsGates) {
-          kept[s][j] = made;
-        } else {
-          kept[s][j] = variant.step(made, x[j]).a;
-        }
+        gates[s][j] = variant.gates(x[j]);
         g[s][j] = grad_h.accumulate(j);
       }
     }
 
+    const auto a = [&](int s, int j) {
+      const Acc unused[Inputs::kInputs] = {};  // a follows from the gates
+      return variant.step(gates[s][j], unused).a;
+    };
     Acc e[kChannels];
     chain.wait_for_state(e);
 #pragma unroll
@@ -158,16 +149,9 @@ __global__ void __launch_bounds__(kBwdWarps<Variant>* cuda::kWarpSize, 1)
       const auto h_before = S::Row::load(&stage.rows[kHBefore][s][chain.lane * kChannels]);
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) {
-        const Gates made = [&] {
-          if constexpr (kKeepsGates) {
-            return kept[s][j];
-          } else {
-            return variant.gates(x[j]);
-          }
-        }();
         const Acc before = s == first ? initial[j] : h_before.accumulate(j);
         Acc grad[Inputs::kInputs];
-        variant.gradients(made, x[j], before, g[s][j], grad);
+        variant.gradients(gates[s][j], x[j], before, g[s][j], grad);
 #pragma unroll
         for (int i = 0; i < Inputs::kInputs; ++i) grads[i][j] = grad[i];
       }
