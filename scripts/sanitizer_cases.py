@@ -173,6 +173,8 @@ def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:
             yield case("recurrence", variant, dtype=dtype)
         for variant in PLAIN.values():
             yield case("vectors", variant, dtype=dtype, channels=64, seqlen=128)
+            yield case("sequential", variant, dtype=dtype, channels=72, seqlen=130)
+            yield case("sequential, reverse", variant, False, dtype=dtype, channels=64, seqlen=37, h0=False, reverse=True)
             yield case("inference", variant, False, dtype=dtype, channels=64, seqlen=130)
             yield case("without h0, reverse", variant, dtype=dtype, h0=False, reverse=True)
             yield case("tiles along time", variant, dtype=dtype, batch=1, channels=5, seqlen=300)
@@ -213,6 +215,7 @@ def on_both_devices(
 
 
 def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: bool) -> str | None:
+    set_debug_option("linear_scan_kernel", "sequential" if name.startswith("sequential") else "faster")
     expected, actual = on_both_devices(variant, inputs, gradients)
     return difference_between(name, actual, expected)
 
