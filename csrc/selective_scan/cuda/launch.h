@@ -26,8 +26,9 @@ namespace ssm_kernels::selective_scan {
 using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 
 // How a tile's elements are loaded and stored: kVectorBytes at a time along the steps, or along the channels (for B and C: the
-// states), or one by one.
-enum class VectorAccess : int { kAlongSteps, kAlongChannels, kSingly };
+// states), with rows that start at multiples of kVectorBytes; along the steps of rows that start at any element (kShifted, in
+// the sequential scan only); or one by one.
+enum class VectorAccess : int { kAlongSteps, kAlongChannels, kShifted, kSingly };
 
 // How blocks share channels and time.
 struct ChannelPartition {
