@@ -63,29 +63,36 @@ __device__ __forceinline__ Vector<Scalar, size> load_shifted_shared(const char* 
   return shift_vector<Scalar, size>(pieces, past);
 }
 
-// Loads a vector from global memory, `count` elements of which exist, or more in the same row; the others are zeros. Pieces may
-// begin before the row, in the same 16 bytes as its first element, but never extend past its end. They are read through the L1
-// cache: neighboring lanes read the same sectors.
+// A vector from global memory whose loads may still be in flight: vector() waits for them. `count` of its elements exist, or
+// more in the same row; the others are zeros. Pieces may begin before the row, in the same 16 bytes as its first element, but
+// never extend past its end. They are read through the L1 cache: neighboring lanes read the same sectors.
 template <typename Scalar, int size>
-__device__ __forceinline__ Vector<Scalar, size> load_shifted(const Scalar* source, int count) {
-  constexpr int kPieces = size * static_cast<int>(sizeof(Scalar)) / kPieceBytes + 1;
-  constexpr int kPieceElements = kPieceBytes / static_cast<int>(sizeof(Scalar));
-  if (count >= size + kPieceElements - 1) {
-    const int past = bytes_past_multiple<kPieceBytes>(source);
-    const auto* const first = reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(source) - past);
-    uint2 pieces[kPieces];
+struct ShiftedLoad {
+  static constexpr int kPieces = size * static_cast<int>(sizeof(Scalar)) / kPieceBytes + 1;
+  static constexpr int kPieceElements = kPieceBytes / static_cast<int>(sizeof(Scalar));
+
+  uint2 pieces[kPieces] = {};
+  int past = 0;
+
+  __device__ __forceinline__ ShiftedLoad() {}
+  __device__ __forceinline__ ShiftedLoad(const Scalar* source, int count) {
+    if (count >= size + kPieceElements - 1) {
+      past = bytes_past_multiple<kPieceBytes>(source);
+      const auto* const first = reinterpret_cast<const uint2*>(reinterpret_cast<const char*>(source) - past);
 #pragma unroll
-    for (int k = 0; k < kPieces - 1; ++k) pieces[k] = first[k];
-    pieces[kPieces - 1] = past != 0 ? first[kPieces - 1] : uint2{};
-    return shift_vector<Scalar, size>(pieces, past);
-  }
-  auto vector = Vector<Scalar, size>::zero();
+      for (int k = 0; k < kPieces - 1; ++k) pieces[k] = __ldca(first + k);
+      if (past != 0) pieces[kPieces - 1] = __ldca(first + kPieces - 1);
+    } else {
+      auto elements = Vector<Scalar, size>::zero();
 #pragma unroll
-  for (int j = 0; j < size; ++j) {
-    if (j < count) vector.set(j, source[j]);
+      for (int j = 0; j < size; ++j) {
+        if (j < count) elements.set(j, source[j]);
+      }
+      memcpy(pieces, &elements, sizeof(elements));
+    }
   }
-  return vector;
-}
+  __device__ __forceinline__ Vector<Scalar, size> vector() const { return shift_vector<Scalar, size>(pieces, past); }
+};
 
 // Stores the first `count` elements of a vector in global memory, or all of them.
 template <typename Scalar, int size>

@@ -44,8 +44,7 @@ struct BwdProducer {
       matrices[i] = Matrices<TileConfig>::address(p, plan, rows.B, rows.C, i);
     typename Matrices<TileConfig>::Raw raw_matrices[Matrices<TileConfig>::kCount];
     Matrices<TileConfig>::load(p, plan, matrices, t0, steps_left(t0), raw_matrices);
-    by_access(
-        t0, [&](auto thread_vectors) { put_vectors(thread_vectors, t0, tile); }, [&] { put_elements(t0, tile); });
+    by_access(t0, [&](auto thread_vectors) { put_vectors(thread_vectors, t0, tile); }, [&] { put_elements(t0, tile); });
     shared.matrices(tile).put(plan, raw_matrices);
   }
 
@@ -74,17 +73,17 @@ struct BwdProducer {
   template <typename P>
   __device__ __forceinline__ void put_vectors(P thread_vectors, int64_t t0, int tile) const {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
-#pragma unroll(along_channels ? 1 : 2)
+#pragma unroll(along_channels || P::kIsShifted ? 1 : 2)
     for (int i = 0; i < kCount; ++i) {
       const int left = thread_vectors.left(i, at.channels, steps_left(t0));
       const auto load = [&](const SequenceView& view, Scalar* row) {
         return P::template load<kVector>(thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view), left);
       };
-      const Raw raw_delta = load(p.delta, rows.delta);
-      const Raw raw_u = load(p.u, rows.u);
+      const auto finish = [](const auto& load) { return P::template vector_of<kVector>(load); };
+      const Raw raw_delta = finish(load(p.delta, rows.delta)), raw_u = finish(load(p.u, rows.u));
       Raw raw_grad_out, raw_z;
-      if (has_grad) raw_grad_out = load(p.grad_out, rows.grad_out);
-      if (has_gate) raw_z = load(p.z, rows.z);
+      if (has_grad) raw_grad_out = finish(load(p.grad_out, rows.grad_out));
+      if (has_gate) raw_z = finish(load(p.z, rows.z));
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         Acc delta[kPart], u[kPart], dy[kPart] = {};
@@ -159,8 +158,7 @@ struct BwdProducer {
 
   // Writes the gradients of the tile that starts at t0.
   __device__ __forceinline__ void write(int64_t t0, int tile) const {
-    by_access(
-        t0, [&](auto thread_vectors) { write_vectors(thread_vectors, t0, tile); }, [&] { write_elements(t0, tile); });
+    by_access(t0, [&](auto thread_vectors) { write_vectors(thread_vectors, t0, tile); }, [&] { write_elements(t0, tile); });
   }
 
   // Adds the terms of grad_D and grad_delta_bias of the lanes with the same channel to the channel's sums in shared memory.
@@ -193,8 +191,11 @@ struct BwdProducer {
         const auto address = [&](const SequenceView& view, Scalar* row) {
           return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view) + first;
         };
-        const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[kPart]) {
-          const Part part = P::template load<kPart>(address(view, row), left);
+        const auto load = [&](const SequenceView& view, Scalar* row) {
+          return P::template load<kPart>(address(view, row), left);
+        };
+        const auto finish = [&](const auto& load, Acc(&values)[kPart]) {
+          const Part part = P::template vector_of<kPart>(load);
 #pragma unroll
           for (int j = 0; j < kPart; ++j) values[j] = to_accumulate(part[j]);
         };
@@ -206,10 +207,15 @@ struct BwdProducer {
         };
         Acc u[kPart], delta[kPart], z[kPart] = {}, grad_out[kPart] = {};
         Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
-        load(p.u, rows.u, u);
-        load(p.delta, rows.delta, delta);
-        if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
-        if (has_gate) load(p.z, rows.z, z);
+        const auto load_u = load(p.u, rows.u);
+        const auto load_delta = load(p.delta, rows.delta);
+        typename P::template Load<kPart> load_grad_out, load_z;
+        if (has_grad) load_grad_out = load(p.grad_out, rows.grad_out);
+        if (has_gate) load_z = load(p.z, rows.z);
+        finish(load_u, u);
+        finish(load_delta, delta);
+        if (has_grad) finish(load_grad_out, grad_out);
+        if (has_gate) finish(load_z, z);
         if (needs_grad_z) thread_vectors.get(shared.sum(tile, Shared::kY), i, first, y);
         thread_vectors.get_channels(shared.skip, i, first, skip);
         thread_vectors.get_channels(shared.bias, i, first, bias);

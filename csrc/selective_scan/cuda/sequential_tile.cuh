@@ -169,13 +169,24 @@ struct ThreadVectors {
   __device__ __forceinline__ int64_t stride(const SequenceView& view) const {
     return kAlongChannels ? kSteps * view.stride_step : kRows * view.stride_dim;
   }
-  // `size` elements at an address of a tensor. Only shifted vectors may have fewer left.
+  // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left. vector_of() takes what it
+  // returns.
   template <int size>
-  __device__ __forceinline__ static Vector<Scalar, size> load(const Scalar* source, int left) {
+  using Load = std::conditional_t<kIsShifted, cuda::ShiftedLoad<Scalar, size>, Vector<Scalar, size>>;
+  template <int size>
+  __device__ __forceinline__ static Load<size> load(const Scalar* source, int left) {
     if constexpr (kIsShifted) {
-      return cuda::load_shifted<Scalar, size>(source, left);
+      return {source, left};
     } else {
-      return Vector<Scalar, size>::load_once(source);
+      return Load<size>::load_once(source);
+    }
+  }
+  template <int size>
+  __device__ __forceinline__ static Vector<Scalar, size> vector_of(const Load<size>& load) {
+    if constexpr (kIsShifted) {
+      return load.vector();
+    } else {
+      return load;
     }
   }
   template <int size>
@@ -413,7 +424,7 @@ struct Matrices {
     for_each(p, plan, addresses, first_step, steps,
              [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int left) {
                raw[i] = access == VectorAccess::kShifted
-                            ? cuda::load_shifted<Scalar, kVector>(source, left)
+                            ? cuda::ShiftedLoad<Scalar, kVector>(source, left).vector()
                             : load_vector<Scalar, kVector>(source, stride, access != VectorAccess::kSingly, min(left, kVector));
              });
   }
