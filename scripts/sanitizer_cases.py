@@ -71,6 +71,9 @@ def scan_cases() -> Iterator[ScanCase]:
                 yield case("vectors", **VECTORS, dtype=dtype, discretization=method, layout=layout)
         for layout in ("transposed", "permuted", "offset", "sliced"):
             yield case("layout", dtype=dtype, dim=37, seqlen=129, groups=1, layout=layout)
+        # Rows that start and end between multiples of 16 bytes, at the end of an allocation and inside of one.
+        for seqlen, layout in ((68, "contiguous"), (69, "contiguous"), (71, "contiguous"), (96, "offset")):
+            yield case("shifted rows", dtype=dtype, dim=64, seqlen=seqlen, layout=layout)
         yield case("inference", (), dtype=dtype, dim=37, seqlen=130)
         yield case("required only", dtype=dtype, **MINIMAL)
         for layout in ("contiguous", "transposed"):
