@@ -115,7 +115,6 @@ class Case(OperatorCase):
         forward_bytes, both_bytes = scan_bytes(inputs)
         return {
             "updates": self.size.updates,
-            "seqlen": self.seqlen,
             "bytes": {"forward": forward_bytes, "backward": both_bytes - forward_bytes},
             "chunk_state_bytes": chunk_state_bytes(inputs),
         }
@@ -131,8 +130,6 @@ class Case(OperatorCase):
 
 
 MAIN = (8, 2048, 2048)
-# Vision Mamba's length, and its neighbors, whose rows start at other multiples of 2 bytes.
-SHIFTED_LENGTHS = (196, 197, 199, 200)
 CASES = [
     Case(*MAIN),
     Case(*MAIN, z=False),
@@ -140,7 +137,6 @@ CASES = [
     Case(1, 2048, 65536),
     Case(1, 1536, 4096),
     Case(32, 512, 60, dtype=FP32, z=False),
-    *(Case(64, 384, seqlen) for seqlen in SHIFTED_LENGTHS),
     Case(8, 512, 1024, dtype=FP32, z=False),
     Case(*MAIN, dtype=FP32),
     *(Case(8, 1024, 2048, dstate) for dstate in (8, 32, 64, 128, 256)),
@@ -177,16 +173,6 @@ def figures(row: Row, result: Result) -> dict[str, float]:
     return found | ({"peak memory over mamba_ssm": ours / theirs} if ours and theirs else {})
 
 
-def step_time(name: str, who: str, what: str) -> Column:
-    """Nanoseconds that a step of all channels takes."""
-
-    def value(row: Row) -> str:
-        found = median(row.get(who), what)
-        return "" if found is None else f"{found * 1e9 / row['seqlen']:.0f}"
-
-    return Column(name, value)
-
-
 def floor_columns(direction: str, rates: Mapping[str, float]) -> list[Column]:
     def floor_of(row: Row) -> tuple[str, float]:
         return max(floors(row, rates)[direction].items(), key=lambda item: item[1])
@@ -219,10 +205,6 @@ def tables(result: Result) -> list[Table]:
     def bytes_each(name: str, found: Callable[[Row], float | None]) -> Column:
         return Column(name, lambda row: over(found(row), row["updates"] // row["dstate"]))
 
-    per_step = [case]
-    for who, name in (("ours", "ours"), ("peer", PEER)):
-        per_step += [step_time(f"{what}, {name}", who, what) for what in DIRECTIONS]
-
     memory = [
         case,
         bytes_each("ours", lambda row: median(row["ours"], "peak_bytes")),
@@ -233,7 +215,6 @@ def tables(result: Result) -> list[Table]:
     rates = result["rates"]
     return [
         Table("selective_scan, milliseconds", speed, of_zoh),
-        Table("nanoseconds for each step", per_step, [row for row in of_zoh if row.get("seqlen") in SHIFTED_LENGTHS]),
         Table(
             "mamba_ssm with D-contiguous tensors, milliseconds",
             [case, *(figure(what, "peer_given", what) for what in DIRECTIONS)],
