@@ -396,8 +396,10 @@ struct Matrices {
   }
 
   // The place of vector i among the raw matrices in shared memory; of a shifted vector, the block that holds its first byte.
+  // C begins after the memory of a shifted B, whatever the access of either.
   __device__ __forceinline__ static int place(int i, VectorAccess access) {
-    return access == VectorAccess::kShifted ? index(i) / kPerRow * (kPerRow + 1) + index(i) % kPerRow : index(i);
+    if (access == VectorAccess::kShifted) return index(i) / kPerRow * (kPerRow + 1) + index(i) % kPerRow;
+    return index(i) + (is_B(i) ? 0 : kStates);
   }
   // As ThreadVectors::copy_async and load. States and steps that do not exist are zeros.
   __device__ __forceinline__ static void copy_async(const SelectiveScanParams& p, const ScanPlan& plan,
