@@ -66,7 +66,7 @@ _RECURRENCE = {
     "reset": "batch seqlen",
 }
 # In these tensors the channels stand beside others: xz and projected hold x, z, B, C and dt side by side, so that a piece of
-# their columns is no group of heads; the gated norm of Mamba2 averages over all channels of a group.
+# their columns does not hold whole heads; the gated norm of Mamba2 averages over all channels of a group.
 _MIXER = dict.fromkeys(
     (
         *("x", "delta", "B", "C", "z", "initial_state", "chunk_states", "out", "last_state", "xz", ""),  # of Mamba

@@ -50,7 +50,7 @@ struct Partition {
   int multiprocessors = 0;
   // Bit i: whether the rows of view i are loaded and stored as vectors. Views: kInputs + i, kGradInputs + i, kH, kGradH.
   uint32_t vector_views = 0;
-  bool is_plain = false;  // all views have vectors, sequences are not packed, and there is no reset mask
+  bool is_plain = false;  // all views have vectors; the call has neither packed sequences nor a reset mask
   // The ticket counter, and the state after each tile, (tiles, chains, kTileChannels). Zero before the kernel, by a kernel that
   // the launcher queues; null if there is one tile along time.
   uint32_t* ticket_counter = nullptr;

@@ -27,7 +27,7 @@ constexpr int kBwdTileSteps = static_cast<int>(chunk_length(kStates));
 constexpr int fwd_tile_steps(int scalar_bytes) { return scalar_bytes == 2 ? 32 : 16; }
 
 struct ScanPlan : ChannelPartition {
-  // Of all (batch, dim, seqlen) tensors.
+  // How the kernels access every (batch, dim, seqlen) tensor.
   VectorAccess sequences = VectorAccess::kSingly;
   VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
 };
