@@ -35,7 +35,7 @@ def describe(tensor: Tensor | None, time: int | None = None) -> str:
     if tensor is None:
         return "None"
     axes = [str(size) for size in tensor.shape]
-    if time is not None and len(axes) > time % max(len(axes), 1):
+    if time is not None and time < len(axes):
         axes[time] = "seqlen"
     needs_grad = ", requires_grad" if torch.is_grad_enabled() and tensor.requires_grad else ""
     return f"{str(tensor.dtype).removeprefix('torch.')} {tensor.device.type} [{', '.join(axes)}]{needs_grad}"

@@ -290,8 +290,9 @@ class GroupOperators:
         if self.group.size == 1:
             return local(**named, h0=h0, cu_seqlens=cu_seqlens, reset=reset, **options)
         tensors = named | {"h0": h0, "reset": reset}
-        of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2 and value.shape[-2] != 1}
-        self._agree(name, local, tensors, options, of_steps | {"reset": 1}, cu_seqlens, takes_cu_seqlens=True)
+        of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
+        broadcast = names[len(names) - broadcasting :]
+        self._agree(name, local, tensors, options, of_steps, cu_seqlens, takes_cu_seqlens=True, broadcast=broadcast)
         if cu_seqlens is not None:
             cu_seqlens = Spans(name, cu_seqlens, inputs[0].shape[1], self.group).cu_seqlens()
         to = _Casts(inputs[0])
@@ -326,6 +327,7 @@ class GroupOperators:
         of_steps: Mapping[str, int],
         cu_seqlens: Tensor | None = None,
         takes_cu_seqlens: bool = False,
+        broadcast: Sequence[str] = (),
     ) -> None:
         """Compares a call with those of the other ranks, unless it is being compiled.
 
@@ -337,14 +339,14 @@ class GroupOperators:
             of_steps: the axis of time of the tensors that have one.
             cu_seqlens: of the whole sequence.
             takes_cu_seqlens: whether states are those of its sequences.
+            broadcast: tensors whose axis of time may have the size 1.
         """
         if torch.compiler.is_compiling():
             return
         description: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
         description |= {"cu_seqlens": describe(cu_seqlens)} | {name: str(value) for name, value in options.items()}
-        lengths = {
-            str(value.shape[of_steps[name]]) for name, value in tensors.items() if name in of_steps and value is not None
-        }
+        sized = [name for name in of_steps if name not in broadcast and tensors[name] is not None]
+        lengths = {str(size) for name in sized for size in tensors[name].shape[of_steps[name] :][:1]}
         description["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
 
         def check() -> None:
