@@ -20,6 +20,8 @@ import torch.nn.functional as F
 from distributed_helpers import PROCESSES, Collectives, Pool, spans
 from model_helpers import MIXERS, make_model, make_tokens
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 import ssm_kernels
 from ssm_kernels import nn as layers
@@ -235,4 +237,130 @@ CHECKS = {
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("check", CHECKS.values(), ids=list(CHECKS))
 def test_ranks_are_one_process(pool: Pool, check: Callable[..., None], size: int):
+    pool.check(check, size)
+
+
+Cut = Callable[[Tensor, int], Tensor]
+
+
+def compare_layer(group: dist.ProcessGroup, layer: nn.Module, call: Callable[[nn.Module, Cut], Any], what: str, axis: int = 1) -> None:
+    """Compares a layer whose sequences are split over the ranks of a group with the same layer on one process.
+
+    Args:
+        call: calls a layer with inputs that its second argument cuts along an axis; returns the outputs of these steps and, if
+            there is one, the last state.
+        axis: the axis of time of the outputs.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = [*spans(LENGTHS[size])][rank]
+    parallel = copy.deepcopy(layer)
+    distributed_layer = parallelize(parallel, group)
+
+    expected = call(layer, lambda value, axis: value)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    random = generator(1)
+    factors = [random(*result.shape) for result in expected]
+    sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
+
+    def cut(value: Tensor, axis: int) -> Tensor:
+        return value.narrow(axis, own.start, own.stop - own.start)
+
+    actual = call(distributed_layer, cut)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    close(actual[0], cut(expected[0], axis), f"{what}, {size} ranks, output")
+    loss = (actual[0] * cut(factors[0], axis)).sum()
+    for value, whole, factor in zip(actual[1:], expected[1:], factors[1:], strict=True):
+        close(value, whole, f"{what}, {size} ranks, last state")
+        loss = loss + (value * factor).sum() / size
+    loss.backward()
+    sum_gradients(parallel, group)
+    for (name, parameter), whole in zip(parallel.named_parameters(), layer.parameters(), strict=True):
+        close(parameter.grad, whole.grad, f"{what}, {size} ranks, gradient of {name}")
+    layer.zero_grad()
+
+
+def parallelize(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+    return parallelize_module(module, mesh, ContextParallel())
+
+
+def check_mamba(group: dist.ProcessGroup, rank: int) -> None:
+    random = generator(0)
+    x, z = random(2, SEQLEN, 6), random(2, SEQLEN, 6)
+    for options in ({}, {"discretization": "bilinear", "bias": True}, {"d_conv": 1}, {"conv_bias": False, "d_conv": 6}):
+        torch.manual_seed(0)
+        layer = layers.Mamba(6, 4, **{"dt_rank": 2, "dtype": torch.float64} | options)
+        compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba {options}")
+    layer = layers.SelectiveSSM(6, 4, dtype=torch.float64)
+    initial = random(2, 6, 4)
+
+    def call(layer: nn.Module, cut: Cut) -> Any:
+        return layer(cut(x, 1), cut(z, 1), initial, return_last_state=True)
+
+    compare_layer(group, layer, call, "SelectiveSSM")
+
+
+def check_mamba2(group: dist.ProcessGroup, rank: int) -> None:
+    x = generator(0)(2, SEQLEN, 6)
+    seq_idx = packings(2)["ascending"]["seq_idx"]
+    cu_seqlens = torch.tensor(CU_SEQLENS)
+    sizes = {"d_state": 3, "headdim": 2, "dtype": torch.float64}
+    variants: list[dict[str, Any]] = [
+        {},
+        {"ngroups": 2, "D_has_hdim": True, "norm_before_gate": True, "discretization": "zoh_exact"},
+        {"rmsnorm": False, "d_ssm": 8, "bias": True, "conv_bias": False, "d_conv": 2, "dt_limit": (0.01, 0.05)},
+    ]
+    for options in variants:
+        torch.manual_seed(0)
+        layer = layers.Mamba2(6, **sizes | options)
+        compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba2 {options}")
+    compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1), seq_idx=cut(seq_idx, 1)), "Mamba2, seq_idx")
+    row = x[:1]
+    compare_layer(group, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), "Mamba2, cu_seqlens")
+
+
+def check_recurrent_layers(group: dist.ProcessGroup, rank: int) -> None:
+    random = generator(0)
+    x, hx, dt = random(2, SEQLEN, 5), random(4, 2, 3), random(2, SEQLEN).abs()
+    reset = torch.rand(2, SEQLEN, generator=torch.Generator().manual_seed(2)) < 0.2
+    cu_seqlens = torch.tensor(CU_SEQLENS)
+    row = random(SEQLEN, 1, 5)
+    for kind in (layers.MinGRU, layers.MinLSTM, layers.Liquid):
+        torch.manual_seed(0)
+        layer = kind(5, 3, num_layers=2, bidirectional=True, batch_first=True, dtype=torch.float64)
+
+        def call(layer: nn.Module, cut: Cut, kind: type[nn.Module] = kind) -> Any:
+            options = {"dt": cut(dt, 1)} if kind is layers.Liquid else {}
+            return layer(cut(x, 1), hx, reset=cut(reset, 1), **options)
+
+        compare_layer(group, layer, call, f"{kind.__name__}, reset")
+        layer = kind(5, 3, dtype=torch.float64)
+        compare_layer(group, layer, lambda layer, cut: layer(cut(row, 0), cu_seqlens=cu_seqlens), f"{kind.__name__}, packed", 0)
+
+
+def check_models(group: dist.ProcessGroup, rank: int) -> None:
+    tokens = make_tokens(1, SEQLEN)
+    cu_seqlens = torch.tensor(CU_SEQLENS)
+    for mixer in MIXERS:
+        model = make_model(mixer, d_intermediate=20)
+        options = {} if mixer == "Mamba" else {"cu_seqlens": cu_seqlens}
+
+        def call(model: nn.Module, cut: Cut, options: dict[str, Tensor] = options) -> Tensor:
+            return model(cut(tokens, 1), **options).logits
+
+        compare_layer(group, model, call, f"MambaLM of {mixer}")
+
+
+LAYER_CHECKS = {
+    "Mamba": check_mamba,
+    "Mamba2": check_mamba2,
+    "recurrent": check_recurrent_layers,
+    "MambaLM": check_models,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("check", LAYER_CHECKS.values(), ids=list(LAYER_CHECKS))
+def test_layers_on_ranks_are_those_on_one_process(pool: Pool, check: Callable[..., None], size: int):
     pool.check(check, size)
