@@ -152,7 +152,8 @@ class RecurrentMixer(ConvMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         weight, bias = self._conv_parameters()
-        x = causal_conv1d(
+        convolve = causal_conv1d if self.context is None else self.context.causal_conv1d
+        x = convolve(
             hidden_states,
             weight,
             bias,

@@ -123,6 +123,8 @@ class ConvMixer(nn.Module):
     d_conv: int
     layer_idx: int | None
     conv1d: nn.Conv1d
+    # The operators of the ranks that hold a sequence together: set by ssm_kernels.distributed.ContextParallel.
+    context: Any = None
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Mixes a sequence, from the given states or from zero. Also returns a tensor that contains the convolution's inputs,
@@ -154,6 +156,7 @@ class ConvMixer(nn.Module):
         """Mixes a sequence that begins here or continues from the cache of ``inference_params``."""
         if inference_params is None:
             return self._mix(hidden_states, None, None)[0]
+        self._check_is_local()
         conv_state, ssm_state = self._get_states_from_cache(inference_params, hidden_states.shape[0])
         if inference_params.seqlen_offset == 0:
             out, projected, last_state = self._mix(hidden_states, None, None)
@@ -173,6 +176,11 @@ class ConvMixer(nn.Module):
         conv_state.copy_(torch.cat([conv_state.to(inputs.dtype), last_inputs], dim=-1)[..., -self.d_conv :])
         ssm_state.copy_(last_state.detach())
         return out
+
+    def _check_is_local(self) -> None:
+        if self.context is not None:
+            layer = type(self).__name__
+            raise ValueError(f"{layer}: expected no inference_params with context parallelism: the cache has no place for spans")
 
     def _check_sequences(self, name: str, sequences: Tensor) -> None:
         check_shape(type(self).__name__, name, sequences, "(batch, seqlen, d_model)", (None, None, self.d_model))

@@ -149,8 +149,9 @@ class Mamba(SelectiveBase, ConvMixer):
 
     def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         xz, (weight, bias) = self.in_proj(hidden_states), conv_parameters("Mamba", self.conv1d)
-        x, scanned, z = _mamba_conv(xz, weight, bias, self._initial_state(conv_state, xz.dtype))
-        y, last_state = self._scan(x, z, ssm_state, scanned)
+        convolve = _mamba_conv if self.context is None else self.context.mamba_conv
+        x, scanned, z = convolve(xz, weight, bias, self._initial_state(conv_state, xz.dtype))
+        y, last_state = self._scan(x, z, ssm_state, scanned, needs_last_state=False)
         return self.out_proj(y), xz, last_state
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:

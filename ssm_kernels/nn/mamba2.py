@@ -366,7 +366,8 @@ class Mamba2(DiscretizedModule, ConvMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
-        y, _, final_states = _mamba2_mixer(
+        mix = _mamba2_mixer if self.context is None else self.context.mamba2_mixer
+        y, _, final_states = mix(
             mixed,
             *conv_parameters("Mamba2", self.conv1d),
             self.A_log,
@@ -390,6 +391,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
 
     def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any) -> Tensor:
         """Mixes packed sequences that begin here or continue from the cache, which has a row for each of them."""
+        self._check_is_local()
         if u.shape[0] != 1 or cu_seqlens.numel() == 0:
             return self._mix(u, None, None, None, cu_seqlens)[0]  # raises
         conv_state, ssm_state = self._get_states_from_cache(inference_params, cu_seqlens.shape[0] - 1)

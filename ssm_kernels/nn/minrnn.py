@@ -167,7 +167,8 @@ class MinGRU(_MinRNN):
     ) -> tuple[Tensor, Tensor]:
         gate, candidate = projected.chunk(2, dim=-1)
         activation = self.candidate_activation
-        return mingru_scan(
+        scan = mingru_scan if self.context is None else self.context.mingru_scan
+        return scan(
             gate,
             candidate,
             h0,
@@ -222,7 +223,8 @@ class MinLSTM(_MinRNN):
     ) -> tuple[Tensor, Tensor]:
         forget, input, candidate = projected.chunk(3, dim=-1)
         activation = self.candidate_activation
-        return minlstm_scan(
+        scan = minlstm_scan if self.context is None else self.context.minlstm_scan
+        return scan(
             forget,
             input,
             candidate,

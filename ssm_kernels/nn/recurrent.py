@@ -29,6 +29,8 @@ class RecurrentBase(nn.Module):
     """
 
     weight_ih_l0: nn.Parameter
+    # The operators of the ranks that hold a sequence together: set by ssm_kernels.distributed.ContextParallel.
+    context: Any = None
 
     def __init__(
         self,
@@ -154,6 +156,8 @@ class RecurrentBase(nn.Module):
     ) -> tuple[PackedSequence, Tensor]:
         """``forward`` of a ``PackedSequence``: the scan runs over its sequences one after another."""
         name = type(self).__name__
+        if self.context is not None:
+            raise ValueError(f"{name}: expected no PackedSequence with context parallelism: pass spans and cu_seqlens")
         if cu_seqlens is not None:
             raise ValueError(f"{name}: expected a PackedSequence or cu_seqlens, got both")
         if reset is not None:
@@ -180,6 +184,8 @@ class RecurrentBase(nn.Module):
         axes = "(seqlen)" if input.dim() == 2 else "(batch, seqlen)" if self.batch_first else "(seqlen, batch)"
         check_shape(type(self).__name__, "reset", reset, axes, input.shape[:-1])
         reset = reset[None] if input.dim() == 2 else reset if self.batch_first else reset.transpose(0, 1)
+        if self.bidirectional and self.context is not None:
+            return reset, self.context.starts_backwards(reset)
         return reset, F.pad(reset[:, 1:], (0, 1)) if self.bidirectional and reset.shape[1] > 0 else reset
 
     def _run(

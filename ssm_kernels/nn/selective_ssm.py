@@ -15,7 +15,7 @@ Source: Gu and Dao, *Mamba* (arXiv 2312.00752), section 3 and algorithm 2. Initi
 from __future__ import annotations
 
 import math
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import torch
 import torch.nn as nn
@@ -48,6 +48,9 @@ class SelectiveBase(DiscretizedModule):
     (d_inner,), ``A_log`` (d_inner, d_state), ``D`` (d_inner,). ``A_log`` and ``D`` are float32 whatever the ``dtype`` of the
     layer (float64 in a float64 layer).
     """
+
+    # The operators of the ranks that hold a sequence together: set by ssm_kernels.distributed.ContextParallel.
+    context: Any = None
 
     def _init_ssm(
         self,
@@ -114,11 +117,17 @@ class SelectiveBase(DiscretizedModule):
         return self.dt_proj(dt), B, C, None
 
     def _scan(
-        self, x: Tensor, z: Tensor | None, initial_state: Tensor | None, scanned: Tensor | None = None
+        self,
+        x: Tensor,
+        z: Tensor | None,
+        initial_state: Tensor | None,
+        scanned: Tensor | None = None,
+        needs_last_state: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state.
 
-        ``scanned`` is a view of ``x`` for the scan, if the two need separate gradients.
+        ``scanned`` is a view of ``x`` for the scan, if the two need separate gradients. Without ``needs_last_state`` the last
+        state may be None.
         """
         if scanned is None:
             scanned = x
@@ -130,18 +139,11 @@ class SelectiveBase(DiscretizedModule):
             # A hook of x_proj wrote into its input, so its autograd history changed.
             if is_tracked and x._version != version:
                 scanned = x
-        return _mamba_mixer(
-            scanned,
-            delta,
-            self.A_log,
-            B,
-            C,
-            self.D,
-            z,
-            delta_bias,
-            None if initial_state is None else initial_state.to(wide_dtype(x.dtype)),
-            self.discretization,
-        )
+        initial_state = None if initial_state is None else initial_state.to(wide_dtype(x.dtype))
+        arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
+        if self.context is not None:
+            return self.context.mamba_mixer(*arguments, needs_last_state)
+        return _mamba_mixer(*arguments)
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
@@ -266,7 +268,7 @@ class SelectiveSSM(SelectiveBase):
             self._check_sequence("z", z)
         if initial_state is not None:
             check_tensor("SelectiveSSM", "initial_state", initial_state)
-        out, last_state = self._scan(x, z, initial_state)
+        out, last_state = self._scan(x, z, initial_state, needs_last_state=return_last_state)
         return (out, last_state) if return_last_state else out
 
     @torch.no_grad()

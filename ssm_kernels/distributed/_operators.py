@@ -1,0 +1,366 @@
+"""The operators of a group of ranks that hold a sequence together: what layers call in place of the local ones.
+
+Each method checks that the ranks agree, converts packed sequences, casts under autocast, and calls the autograd node. A group of
+one rank calls the local operator.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import convolutions, ops, recurrences
+from .._arguments import finite_dt_limit, is_autocast_enabled
+from ._agreement import Agreement, describe
+from ._collectives import Group
+from ._convolution import CausalConv1d
+from ._packing import Packing, Spans, combine
+from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
+
+__all__ = ["GroupOperators"]
+
+# By recurrence: the names of its inputs, and how many of them broadcast.
+_RECURRENCES = {
+    "linear_scan": (("a", "b"), 0),
+    "mingru_scan": (("gate", "candidate"), 0),
+    "minlstm_scan": (("forget", "input", "candidate"), 0),
+    "liquid_scan": (("candidate", "tau", "dt"), 2),
+    "rglru_scan": (("recurrence_gate", "input_gate", "x", "recurrent_param"), 1),
+    "hgrn_scan": (("log_gate", "x"), 0),
+    "elu_gru_scan": (("gate", "candidate"), 0),
+    "diag_linear_scan": (("gate", "x"), 0),
+}
+
+
+class _Casts:
+    """What autocast does to the arguments of an operator on the device of ``like``."""
+
+    def __init__(self, like: Tensor) -> None:
+        device = like.device.type
+        self._lower = torch.get_autocast_dtype(device) if is_autocast_enabled(device) else None
+
+    def lower(self, tensor: Any) -> Any:
+        return self._to(tensor, self._lower)
+
+    def wide(self, tensor: Any) -> Any:
+        return self._to(tensor, None if self._lower is None else torch.float32)
+
+    def wide_unless_lower(self, tensor: Any) -> Any:
+        return tensor if tensor is None or tensor.dtype == self._lower else self.wide(tensor)
+
+    @staticmethod
+    def _to(tensor: Any, dtype: torch.dtype | None) -> Any:
+        if dtype is None or tensor is None or not tensor.is_floating_point() or tensor.dtype == torch.float64:
+            return tensor
+        return tensor.to(dtype)
+
+
+def _expand(tensor: Tensor, like: Tensor) -> Tensor:
+    """Expands an input that broadcasts as the local operator does: the gradient is summed over time first, and not in 16 bits."""
+    if tensor.shape == like.shape:
+        return tensor
+    if tensor.dtype in (torch.float16, torch.bfloat16):
+        tensor = tensor.float()
+    tensor = tensor.reshape(*(1,) * (like.dim() - tensor.dim()), *tensor.shape)
+    sizes = [*tensor.shape]
+    for axis in (0, 2, 1):
+        if sizes[axis] != like.shape[axis]:
+            sizes[axis] = like.shape[axis]
+            tensor = tensor.expand(sizes)
+    return tensor
+
+
+def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as tensors without data, for the checks of the local operator."""
+    return {
+        name: torch.empty(value.shape, dtype=value.dtype, device="meta") if isinstance(value, Tensor) else value
+        for name, value in arguments.items()
+    }
+
+
+class GroupOperators:
+    """Operators over a sequence whose spans are on the ranks of ``group``. ``functions.py`` documents arguments and results.
+
+    Args:
+        group: the ranks.
+        agreement: what the ranks have agreed on.
+    """
+
+    def __init__(self, group: Group, agreement: Agreement) -> None:
+        self.group, self._agreement = group, agreement
+
+    def selective_scan(
+        self,
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        delta_bias: Tensor | None = None,
+        *,
+        discretization: str = "zoh",
+        delta_softplus: bool = False,
+        initial_state: Tensor | None = None,
+        return_last_state: bool = False,
+    ) -> Any:
+        tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
+        tensors["initial_state"] = initial_state
+        options = {"discretization": discretization, "delta_softplus": delta_softplus, "return_last_state": return_last_state}
+        if self.group.size == 1:
+            return ops.selective_scan(**tensors, **options)
+        of_steps = {"u": 2, "delta": 2, "z": 2} | {
+            name: value.dim() - 1 for name, value in (("B", B), ("C", C)) if value.dim() > 2
+        }
+        self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps)
+        to = _Casts(u)
+        return SelectiveScan.apply(
+            to.lower(u),
+            to.lower(delta),
+            to.wide(A),
+            *(to.wide(matrix) if matrix.dim() == 2 else to.lower(matrix) for matrix in (B, C)),
+            to.wide(D),
+            to.lower(z),
+            to.wide(delta_bias),
+            to.wide(initial_state),
+            discretization,
+            delta_softplus,
+            return_last_state,
+            self.group,
+        )
+
+    def ssd_chunk_scan(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        *,
+        chunk_size: int | None = None,
+        D: Tensor | None = None,
+        z: Tensor | None = None,
+        dt_bias: Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: Sequence[float] | None = (0.0, math.inf),
+        initial_states: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        return_final_states: bool = False,
+        discretization: str = "zoh",
+    ) -> Any:
+        tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+        tensors |= {"initial_states": initial_states, "seq_idx": seq_idx}
+        options = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "discretization": discretization}
+        options["return_final_states"] = return_final_states
+        if self.group.size == 1:
+            return ops.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
+        of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
+        self._agree("ssd_chunk_scan", ops.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
+        _refuse_states("ssd_chunk_scan", cu_seqlens, initial_states, return_final_states)
+        packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
+        return self._scan_chunks(
+            x, dt, A, B, C, D, z, dt_bias, initial_states, packing, chunk_size, dt_softplus, dt_limit, discretization,
+            return_final_states,
+        )  # fmt: skip
+
+    def _scan_chunks(
+        self,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_states: Tensor | None,
+        packing: Packing | None,
+        chunk_size: int | None,
+        dt_softplus: bool,
+        dt_limit: Sequence[float] | None,
+        discretization: str,
+        needs_final: bool,
+    ) -> Any:
+        """:meth:`ssd_chunk_scan` of arguments that the ranks have agreed on."""
+        to = _Casts(x)
+        return SsdChunkScan.apply(
+            to.lower(x),
+            to.lower(dt),
+            to.wide(A),
+            to.lower(B),
+            to.lower(C),
+            to.wide(D),
+            to.lower(z),
+            to.wide(dt_bias),
+            to.wide(initial_states),
+            None if packing is None else packing.seq_idx,
+            None if packing is None else packing.continues,
+            chunk_size,
+            dt_softplus,
+            *finite_dt_limit((-math.inf, math.inf) if dt_limit is None else dt_limit),
+            discretization,
+            needs_final,
+            self.group,
+        )
+
+    def causal_conv1d(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None = None,
+        *,
+        activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        return_final_state: bool = False,
+    ) -> Any:
+        tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
+        options = {"activation": activation, "return_final_state": return_final_state}
+        if self.group.size == 1:
+            return convolutions.causal_conv1d(**tensors, cu_seqlens=cu_seqlens, **options)
+        local = convolutions.causal_conv1d
+        self._agree("causal_conv1d", local, tensors, options, {"x": 1, "seq_idx": 1}, cu_seqlens)
+        _refuse_states("causal_conv1d", cu_seqlens, initial_state, return_final_state)
+        packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
+        return self._convolve(x, weight, bias, initial_state, packing, activation, return_final_state)
+
+    def _convolve(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        initial_state: Tensor | None,
+        packing: Packing | None,
+        activation: str | None,
+        needs_final: bool,
+    ) -> Any:
+        """:meth:`causal_conv1d` of arguments that the ranks have agreed on."""
+        if weight.shape[1] == 1:  # a step reads no other
+            results = convolutions.causal_conv1d(
+                x, weight, bias, activation=activation, initial_state=initial_state, return_final_state=True
+            )
+            return results if needs_final else results[0]
+        to = _Casts(x)
+        return CausalConv1d.apply(
+            to.lower(x),
+            to.wide_unless_lower(weight),
+            to.wide_unless_lower(bias),
+            to.lower(initial_state),
+            None if packing is None else packing.seq_idx,
+            None if packing is None else packing.past,
+            activation,
+            needs_final,
+            self.group,
+        )
+
+    def recurrence(
+        self,
+        name: str,
+        inputs: Sequence[Tensor],
+        h0: Tensor | None,
+        *,
+        reverse: bool = False,
+        cu_seqlens: Tensor | None = None,
+        reset: Tensor | None = None,
+        return_last_state: bool = False,
+        candidate_activation: str | None = None,
+        gate_is_logit: bool = True,
+    ) -> Any:
+        """A scan of ``linear_scan``'s family.
+
+        Args:
+            inputs: in the order of the local function's arguments.
+        """
+        names, broadcasting = _RECURRENCES[name]
+        named = dict(zip(names, inputs, strict=True))
+        own_options: dict[str, Any] = {}
+        if name in ("mingru_scan", "minlstm_scan"):
+            own_options["candidate_activation"] = candidate_activation
+        if name == "mingru_scan":
+            own_options["gate_is_logit"] = gate_is_logit
+        options = {"reverse": reverse, "return_last_state": return_last_state} | own_options
+        local = getattr(recurrences, name)
+        if self.group.size == 1:
+            return local(**named, h0=h0, cu_seqlens=cu_seqlens, reset=reset, **options)
+        tensors = named | {"h0": h0, "reset": reset}
+        of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
+        broadcast = names[len(names) - broadcasting :]
+        self._agree(name, local, tensors, options, of_steps, cu_seqlens, takes_cu_seqlens=True, broadcast=broadcast)
+        if cu_seqlens is not None:
+            cu_seqlens = Spans(name, cu_seqlens, inputs[0].shape[1], self.group).cu_seqlens()
+        to = _Casts(inputs[0])
+        own = [to.lower(value) for value in inputs[: len(inputs) - broadcasting]]
+        own += [_expand(to.wide(value), own[0]) for value in inputs[len(inputs) - broadcasting :]]
+        return LinearRecurrence.apply(
+            name,
+            "none" if candidate_activation is None else candidate_activation,
+            gate_is_logit,
+            reverse,
+            return_last_state,
+            self.group,
+            cu_seqlens,
+            reset,
+            to.wide(h0),
+            *own,
+        )
+
+    def _packing(self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Packing | None:
+        """The packed sequences of a call; new ones begin where either argument says so."""
+        if cu_seqlens is not None:
+            numbers = Spans(operator, cu_seqlens, seqlen, self.group).seq_idx()
+            seq_idx = numbers if seq_idx is None else combine(numbers, seq_idx)
+        return None if seq_idx is None else Packing(seq_idx, self.group)
+
+    def _agree(
+        self,
+        operator: str,
+        local: Callable[..., Any],
+        tensors: Mapping[str, Tensor | None],
+        options: Mapping[str, Any],
+        of_steps: Mapping[str, int],
+        cu_seqlens: Tensor | None = None,
+        takes_cu_seqlens: bool = False,
+        broadcast: Sequence[str] = (),
+    ) -> None:
+        """Compares a call with those of the other ranks, unless it is being compiled.
+
+        Args:
+            operator: for messages.
+            local: the operator for one rank, which checks the arguments.
+            tensors: arguments by name.
+            options: the others.
+            of_steps: the axis of time of the tensors that have one.
+            cu_seqlens: of the whole sequence.
+            takes_cu_seqlens: whether states are those of its sequences.
+            broadcast: tensors whose axis of time may have the size 1.
+        """
+        if torch.compiler.is_compiling():
+            return
+        description: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
+        description |= {"cu_seqlens": describe(cu_seqlens)} | {name: str(value) for name, value in options.items()}
+        sized = [name for name in of_steps if name not in broadcast and tensors[name] is not None]
+        lengths = {str(size) for name in sized for size in tensors[name].shape[of_steps[name] :][:1]}
+        description["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
+
+        def check() -> None:
+            arguments = _on_meta(tensors)
+            if takes_cu_seqlens and cu_seqlens is not None:
+                arguments |= _on_meta({"cu_seqlens": cu_seqlens})
+            local(**arguments, **options)
+
+        self._agreement.check(operator, description, check)
+
+
+def _refuse_states(operator: str, cu_seqlens: Tensor | None, initial: Tensor | None, needs_final: bool) -> None:
+    if cu_seqlens is not None and (initial is not None or needs_final):
+        raise ValueError(
+            f"{operator}: expected neither initial nor final states with cu_seqlens over several ranks, where each sequence would "
+            "have its own"
+        )

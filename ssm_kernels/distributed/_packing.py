@@ -1,0 +1,115 @@
+"""Packed sequences that go on across the borders between ranks.
+
+Each rank has the sequence numbers of its own steps. What it has to know of the others is, for every border, how many of the steps
+before it belong to the sequence that goes on there: zero where a new one begins. One all-gather of a few integers gives it.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ._collectives import Gathering, Group
+
+__all__ = ["Packing", "Spans", "combine"]
+
+# More steps than a sequence has: the initial state stands for any number of steps before the first.
+_ALL = 1 << 40
+
+
+class Packing:
+    """The sequences of a rank's steps, and those that go on across borders.
+
+    Args:
+        seq_idx: (batch, seqlen), int32 or int64: the numbers of this rank's steps. A sequence goes on across a border where the numbers
+            on both sides are equal.
+        group: the ranks.
+
+    Attributes:
+        seq_idx: as given.
+        past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step. The last
+            row is of the border after the last rank: the steps of the last sequence. A span without steps has the number of the
+            border after it.
+        continues: (ranks, batch), bool: whether a sequence goes on at the border before a rank.
+    """
+
+    def __init__(self, seq_idx: Tensor, group: Group) -> None:
+        self.seq_idx = seq_idx
+        batch, seqlen = seq_idx.shape
+        if seqlen > 0:
+            changes = (seq_idx[:, 1:] != seq_idx[:, :-1]).long()
+            # The steps after the last change.
+            trailing = (changes.flip(1).cumsum(1) == 0).sum(1) + 1
+            first, last = seq_idx[:, 0].long(), seq_idx[:, -1].long()
+        else:
+            first = last = trailing = torch.zeros(batch, dtype=torch.int64, device=seq_idx.device)
+        lengths = torch.full_like(first, seqlen)
+        table = Gathering([torch.stack([first, last, trailing, lengths])], group, "seq_idx at the borders").wait()[0]
+        number = torch.zeros_like(first)
+        run = torch.full_like(first, _ALL)
+        is_begun = torch.zeros_like(first, dtype=torch.bool)
+        rows = []
+        for first, last, trailing, lengths in (of_rank.unbind(0) for of_rank in table.unbind(0)):
+            is_empty = lengths == 0
+            past = torch.where(is_empty | ~is_begun | (first == number), run, 0)
+            rows.append(past)
+            run = torch.where(is_empty, run, trailing + torch.where(trailing == lengths, past, 0))
+            number = torch.where(is_empty, number, last)
+            is_begun = is_begun | ~is_empty
+        self.past = torch.stack([*rows, run])
+        self.continues = self.past[:-1] > 0
+
+
+class Spans:
+    """The places of the ranks' spans in packed sequences that ``cu_seqlens`` describes.
+
+    Args:
+        operator: for messages.
+        cu_seqlens: (sequences + 1,), int32 or int64, of the whole sequence: the same on every rank.
+        seqlen: this rank's steps.
+        group: the ranks.
+
+    Raises:
+        ValueError: on every rank, if ``cu_seqlens`` differs between ranks, does not begin at 0, decreases or does not end at the
+            sum of the spans' lengths. Neither compiled code nor a CUDA graph under capture checks it.
+    """
+
+    def __init__(self, operator: str, cu_seqlens: Tensor, seqlen: int, group: Group) -> None:
+        values = cu_seqlens.long()
+        weights = torch.arange(1, values.shape[0] + 1, device=values.device)
+        checksum, is_ascending = (values * weights).sum(), (values[1:] >= values[:-1]).all() & (values[0] == 0)
+        own = torch.stack([torch.full_like(checksum, seqlen), values[-1], checksum, is_ascending.long()])
+        table = Gathering([own], group, "lengths of the spans").wait()[0]
+        lengths = table[:, 0]
+        if not torch.compiler.is_compiling() and not (values.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._check(operator, table.tolist())
+        self._begin, self._seqlen, self._cu_seqlens = lengths[: group.rank].sum(), seqlen, cu_seqlens
+
+    @staticmethod
+    def _check(operator: str, table: list[list[int]]) -> None:
+        if any(row[1:] != table[0][1:] for row in table):
+            raise ValueError(
+                f"{operator}: expected the same cu_seqlens on every rank, got cu_seqlens that end at {[row[1] for row in table]}"
+            )
+        if not table[0][3]:
+            raise ValueError(f"{operator}: expected cu_seqlens that begin at 0 and do not decrease")
+        lengths = [row[0] for row in table]
+        if sum(lengths) != table[0][1]:
+            raise ValueError(
+                f"{operator}: expected cu_seqlens that end at the sum of the spans' lengths, {' + '.join(map(str, lengths))} = "
+                f"{sum(lengths)}, got {table[0][1]}"
+            )
+
+    def seq_idx(self) -> Tensor:
+        """The numbers of this rank's steps, (1, seqlen), int64."""
+        steps = self._begin + torch.arange(self._seqlen, device=self._cu_seqlens.device)
+        return torch.searchsorted(self._cu_seqlens.long(), steps, right=True)[None]
+
+    def cu_seqlens(self) -> Tensor:
+        """The part of ``cu_seqlens`` in this rank's span: sequences of other ranks have no steps."""
+        return (self._cu_seqlens - self._begin.to(self._cu_seqlens.dtype)).clamp(0, self._seqlen)
+
+
+def combine(numbers: Tensor, others: Tensor) -> Tensor:
+    """Numbers of steps, (batch, seqlen), that are equal where both of the given ones are."""
+    return (numbers.long() << 32) | (others.long() & 0xFFFFFFFF)

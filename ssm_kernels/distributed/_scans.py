@@ -1,0 +1,214 @@
+"""The scans over a sequence whose spans are on several ranks, as autograd nodes.
+
+Forward runs over the span without outputs for its summary, gathers the summaries, and scans from the state that the ranks before
+this one leave. Backward computes the gradient of the initial state from the outputs' gradient alone, gathers these, and runs the
+scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._carry import Carry
+from ._collectives import Group
+from ._summaries import (
+    linear_recurrence_initial_gradient,
+    linear_recurrence_summary,
+    selective_scan_initial_gradient,
+    selective_scan_summary,
+    ssd_chunk_scan_initial_gradient,
+    ssd_chunk_scan_summary,
+)
+
+__all__ = ["LinearRecurrence", "SelectiveScan", "SsdChunkScan"]
+
+_ops = torch.ops.ssm_kernels
+
+
+def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor | None]:
+    """Gradients that are not needed have no elements: None in their place."""
+    return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
+
+
+class SelectiveScan(torch.autograd.Function):
+    """``out`` and, with ``needs_final``, the state after the last rank's span."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        u: Tensor,
+        delta: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        delta_bias: Tensor | None,
+        initial_state: Tensor | None,
+        discretization: str,
+        delta_softplus: bool,
+        needs_final: bool,
+        group: Group,
+    ) -> Any:
+        carry = Carry(group, "selective_scan", reverse=False)
+        summary = selective_scan_summary(
+            u, delta, A, B, delta_bias=delta_bias, discretization=discretization, delta_softplus=delta_softplus
+        )
+        gathering = carry.begin(*summary, initial_state)
+        initial, final, passing, _ = carry.end(gathering, None, initial_state, needs_final)
+        needs_grad = any(ctx.needs_input_grad)
+        out, _, chunk_states = _ops._selective_scan_fwd(
+            u, delta, A, B, C, D, z, delta_bias, initial, discretization, delta_softplus, needs_grad
+        )
+        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, passing)
+        ctx.carry, ctx.options, ctx.needs_final = carry, (discretization, delta_softplus), needs_final
+        return (out, final) if needs_final else out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
+        *inputs, passing = ctx.saved_tensors
+        needs = [*ctx.needs_input_grad[:9]]
+        grad_last_state = None
+        if any(needs[i] for i in (0, 1, 2, 3, 7, 8)):
+            if ctx.carry.is_first:
+                local = inputs[0].new_zeros(inputs[0].shape[0], *inputs[2].shape, dtype=inputs[2].dtype)
+            else:
+                local = selective_scan_initial_gradient(grad_out, *inputs, *ctx.options)
+            grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)
+        wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
+        gradients = _results(_ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, *ctx.options, wanted), wanted)
+        if needs[8] and not ctx.carry.is_first:
+            gradients[8] = torch.zeros_like(local)
+        return (*gradients, None, None, None, None)
+
+
+class SsdChunkScan(torch.autograd.Function):
+    """``out`` and, with ``needs_final``, the states after the last rank's span."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dt: Tensor,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor | None,
+        z: Tensor | None,
+        dt_bias: Tensor | None,
+        initial_states: Tensor | None,
+        seq_idx: Tensor | None,
+        continues: Tensor | None,
+        chunk_size: int | None,
+        dt_softplus: bool,
+        dt_min: float,
+        dt_max: float,
+        discretization: str,
+        needs_final: bool,
+        group: Group,
+    ) -> Any:
+        carry = Carry(group, "ssd_chunk_scan", reverse=False)
+        options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "discretization": discretization}
+        summary = ssd_chunk_scan_summary(x, dt, A, B, dt_limit=(dt_min, dt_max), seq_idx=seq_idx, **options)
+        gathering = carry.begin(*summary, initial_states)
+        initial, final, passing, continues = carry.end(gathering, continues, initial_states, needs_final)
+        scalars = (dt_softplus, dt_min, dt_max)
+        out, _ = _ops._ssd_chunk_scan_fwd(
+            x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization
+        )
+        ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, passing, continues)
+        ctx.carry, ctx.needs_final, ctx.chunk_size = carry, needs_final, chunk_size
+        ctx.scalars, ctx.discretization = scalars, discretization
+        return (out, final) if needs_final else out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
+        x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, passing, continues = ctx.saved_tensors
+        arguments = (x, dt, A, B, C, ctx.chunk_size, D, z, dt_bias, *ctx.scalars, initial, seq_idx, None, ctx.discretization)
+        needs = [*ctx.needs_input_grad[:9]]
+        grad_final_states = None
+        shape = (x.shape[0], x.shape[2], x.shape[3], B.shape[3])
+        if any(needs[i] for i in (0, 1, 2, 3, 7, 8)):
+            if ctx.carry.is_first:
+                local = A.new_zeros(shape)
+            else:
+                local = ssd_chunk_scan_initial_gradient(grad_out, *arguments)
+            grad_final_states = ctx.carry.gradient(local, grad_final, passing, continues)
+        wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
+        gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
+        if needs[8] and not ctx.carry.is_first:
+            gradients[8] = A.new_zeros(shape)
+        return (*gradients, *(None,) * 9)
+
+
+class LinearRecurrence(torch.autograd.Function):
+    """``h`` and, with ``needs_final``, the state after the last span in the direction of time.
+
+    With ``reset``, ``h0`` is the state before the whole sequence and after every reset, so that two scans are needed: of the steps
+    before the first reset of a row, from the state of the ranks before, and of the others.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recurrence: str,
+        candidate_activation: str,
+        gate_is_logit: bool,
+        reverse: bool,
+        needs_final: bool,
+        group: Group,
+        cu_seqlens: Tensor | None,
+        reset: Tensor | None,
+        h0: Tensor | None,
+        *inputs: Tensor,
+    ) -> Any:
+        options = (recurrence, candidate_activation, gate_is_logit, reverse)
+        carry = Carry(group, recurrence, reverse)
+        last_state, decay = linear_recurrence_summary(inputs, cu_seqlens, *options)
+        is_reset = after_reset = None
+        if reset is not None:
+            h_after, last_after = _ops._linear_recurrence_fwd(inputs, h0, None, reset, *options)
+            count = reset.flip(1).cumsum(1).flip(1) if reverse else reset.cumsum(1)
+            after_reset = (count > 0)[..., None]
+            is_reset = reset.any(1)[:, None]
+            last_state, decay = torch.where(is_reset, last_after, last_state), decay.masked_fill(is_reset, 0)
+        gathering = carry.begin(last_state, decay, h0)
+        initial, final, passing, _ = carry.end(gathering, None, h0, needs_final)
+        h, _ = _ops._linear_recurrence_fwd(inputs, initial, cu_seqlens, None, *options)
+        if after_reset is not None:
+            h = torch.where(after_reset, h_after, h)
+        ctx.save_for_backward(h, initial, h0, cu_seqlens, reset, after_reset, is_reset, passing, *inputs)
+        ctx.carry, ctx.options, ctx.needs_final = carry, options, needs_final
+        return (h, final) if needs_final else h
+
+    @staticmethod
+    def backward(ctx: Any, grad_h: Tensor, grad_final: Tensor | None = None) -> Any:
+        h, initial, h0, cu_seqlens, reset, after_reset, is_reset, passing, *inputs = ctx.saved_tensors
+        needs_h0, needs = ctx.needs_input_grad[8], [*ctx.needs_input_grad[9:]]
+        wanted = [*needs, *[False] * (4 - len(needs))]
+        rows = grad_h.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+        before = grad_h if after_reset is None else grad_h.masked_fill(after_reset, 0)
+        if ctx.carry.is_first:
+            local = passing.new_zeros(rows, grad_h.shape[2])
+        else:
+            local = linear_recurrence_initial_gradient(before, inputs, h, initial, cu_seqlens, None, *ctx.options)
+        grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)
+        grad_last_before = grad_last_state
+        if grad_last_state is not None and is_reset is not None:
+            grad_last_before = grad_last_state.masked_fill(is_reset, 0)
+        arguments = (inputs, h, initial, cu_seqlens, None, *ctx.options)
+        flags = [*wanted, needs_h0 and ctx.carry.is_first]
+        gradients = _results(_ops._linear_recurrence_bwd(before, grad_last_before, *arguments, flags), flags)
+        if after_reset is not None:
+            after = grad_h.masked_fill(~after_reset, 0)
+            grad_last_after = None if grad_last_state is None else grad_last_state.masked_fill(~is_reset, 0)
+            arguments = (inputs, h, h0, None, reset, *ctx.options)
+            flags = [*wanted, needs_h0]
+            others = _results(_ops._linear_recurrence_bwd(after, grad_last_after, *arguments, flags), flags)
+            gradients = [a if b is None else b if a is None else a + b for a, b in zip(gradients, others, strict=True)]
+        if needs_h0 and gradients[4] is None:
+            gradients[4] = torch.zeros_like(local)
+        return (*(None,) * 8, gradients[4], *gradients[: len(inputs)])

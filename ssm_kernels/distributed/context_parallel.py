@@ -1,0 +1,233 @@
+"""Context parallelism of layers: ``ContextParallel``, a style of ``torch.distributed.tensor.parallel.parallelize_module``."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from .. import norms
+from ..nn.common import ConvMixer, wide_dtype
+from ..nn.recurrent import RecurrentBase
+from ..nn.selective_ssm import SelectiveBase
+from ..recurrence_steps import step_size
+from ._agreement import Agreement
+from ._collectives import Gathering, Group, GroupLike
+from ._operators import GroupOperators
+
+__all__ = ["ContextParallel", "sum_gradients"]
+
+_ops = torch.ops.ssm_kernels
+
+
+class _Context(GroupOperators):
+    """What a layer calls in place of its local operators. Without a last state that is needed, None takes its place."""
+
+    def __init__(self, group: Group) -> None:
+        super().__init__(group, Agreement(group, of_layer=True))
+
+    def mamba_conv(
+        self, xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba_conv``."""
+        if self.group.size == 1:
+            results: tuple[Tensor, Tensor, Tensor] = _ops._mamba_conv(xz, weight, bias, initial_state)
+            return results
+        x, z = xz.chunk(2, dim=-1)
+        x = self.causal_conv1d(x, weight.squeeze(1), bias, activation="silu", initial_state=initial_state)
+        return x, x, z
+
+    def mamba_mixer(
+        self,
+        x: Tensor,
+        delta: Tensor,
+        A_log: Tensor,
+        B: Tensor,
+        C: Tensor,
+        D: Tensor,
+        z: Tensor | None,
+        delta_bias: Tensor | None,
+        initial_state: Tensor | None,
+        discretization: str,
+        needs_last_state: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba_mixer``."""
+        if self.group.size == 1:
+            local: tuple[Tensor, Tensor] = _ops._mamba_mixer(
+                x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization
+            )
+            return local
+        wide = wide_dtype(x.dtype)
+        results = self.selective_scan(
+            x.transpose(1, 2),
+            delta.transpose(1, 2),
+            -torch.exp(A_log.to(wide)),
+            B.transpose(1, 2),
+            C.transpose(1, 2),
+            D.to(wide),
+            None if z is None else z.transpose(1, 2),
+            None if delta_bias is None else delta_bias.to(wide),
+            discretization=discretization,
+            delta_softplus=True,
+            initial_state=initial_state,
+            return_last_state=needs_last_state,
+        )
+        out, last_state = results if needs_last_state else (results, None)
+        return out.transpose(1, 2), last_state
+
+    def mamba2_mixer(
+        self,
+        projected: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        A_log: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        norm_weight: Tensor | None,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        headdim: int,
+        ngroups: int,
+        dstate: int,
+        chunk_size: int | None,
+        dt_min: float,
+        dt_max: float,
+        eps: float,
+        norm_before_gate: bool,
+        discretization: str,
+    ) -> tuple[Tensor, None, None]:
+        """Arguments and results as ``torch.ops.ssm_kernels._mamba2_mixer``, without final states."""
+        tensors = {"projected": projected, "conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log, "D": D}
+        tensors |= {"dt_bias": dt_bias, "norm_weight": norm_weight, "conv_state": conv_state, "ssm_state": ssm_state}
+        tensors |= {"seq_idx": seq_idx}
+        options = {"headdim": headdim, "ngroups": ngroups, "dstate": dstate, "chunk_size": chunk_size, "dt_min": dt_min}
+        options |= {"dt_max": dt_max, "eps": eps, "norm_before_gate": norm_before_gate, "discretization": discretization}
+        mixer = _ops._mamba2_mixer.default
+        if self.group.size == 1:
+            return mixer(**tensors, cu_seqlens=cu_seqlens, **options)[0], None, None
+        check = functools.partial(mixer, cu_seqlens=None)
+        self._agree("Mamba2", check, tensors, options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
+        heads, wide = A_log.shape[0], wide_dtype(projected.dtype)
+        z, xBC, dt = projected.split([heads * headdim, conv_weight.shape[0], heads], dim=-1)
+        packing = self._packing("Mamba2", projected.shape[1], seq_idx, cu_seqlens)
+        xBC = self._convolve(xBC, conv_weight.squeeze(1), conv_bias, conv_state, packing, "silu", False)
+        x, B, C = xBC.split([heads * headdim, *[ngroups * dstate] * 2], dim=-1)
+        y = self._scan_chunks(
+            x.unflatten(-1, (heads, headdim)),
+            dt,
+            -torch.exp(A_log.to(wide)),
+            *(value.unflatten(-1, (ngroups, dstate)) for value in (B, C)),
+            D.to(wide),
+            z.unflatten(-1, (heads, headdim)) if norm_weight is None else None,
+            dt_bias.to(wide),
+            ssm_state,
+            packing,
+            chunk_size,
+            True,
+            (dt_min, dt_max),
+            discretization,
+            False,
+        ).flatten(-2)
+        if norm_weight is not None:
+            y = norms.rms_norm_gated(
+                y, norm_weight, z, eps=eps, group_size=heads * headdim // ngroups, norm_before_gate=norm_before_gate
+            )
+        return y, None, None
+
+    def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> Any:
+        return self.recurrence("mingru_scan", (gate, candidate), h0, **options)
+
+    def minlstm_scan(self, forget: Tensor, input: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> Any:
+        return self.recurrence("minlstm_scan", (forget, input, candidate), h0, **options)
+
+    def liquid_scan(self, candidate: Tensor, tau: Tensor, dt: Tensor | float, h0: Tensor | None, **options: Any) -> Any:
+        return self.recurrence("liquid_scan", (candidate, tau, step_size("liquid_scan", dt, candidate)), h0, **options)
+
+    def starts_backwards(self, reset: Tensor) -> Tensor:
+        """Where the direction that runs backwards starts anew: at the step before each reset, on the rank that has it."""
+        batch, seqlen = reset.shape
+        first = reset[:, 0].long() if seqlen > 0 else reset.new_zeros(batch, dtype=torch.int64)
+        table = Gathering([torch.stack([first, torch.full_like(first, seqlen)])], self.group, "reset at the borders").wait()[0]
+        start = torch.zeros_like(first)
+        for first, lengths in (of_rank.unbind(0) for of_rank in table[self.group.rank + 1 :].flip(0).unbind(0)):
+            start = torch.where(lengths > 0, first, start)
+        return torch.cat([reset[:, 1:], start.bool()[:, None]], dim=1) if seqlen > 0 else reset
+
+
+class ContextParallel(ParallelStyle):
+    """Splits sequences over the ranks of a mesh dimension: context parallelism, also called sequence parallelism of the scan.
+
+    A style of :func:`torch.distributed.tensor.parallel.parallelize_module`, for a layer (``Mamba``, ``Mamba2``, ``SelectiveSSM``,
+    ``MinGRU``, ``MinLSTM``, ``Liquid``, ``ssm_kernels.models.RecurrentMixer``) or any module that contains such layers, for instance a
+    whole ``MambaLM``::
+
+        mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
+        parallelize_module(model, mesh["cp"], ContextParallel())
+
+    Each rank then passes its own contiguous span of the sequences, in the order of the ranks, as a plain tensor, and gets the
+    outputs of its span. Spans may have unequal lengths. Parameters are the same on every rank and are not touched. Their
+    gradients are those of the rank's span: :func:`sum_gradients` adds them, or FSDP2 does over a mesh that includes this dimension.
+    See ``docs/distributed.md``.
+
+    Every rank has to make the same calls in the same order, and to call backward. A span of no steps is legal: its rank passes
+    the states on. ``cu_seqlens`` describes the whole sequence; ``seq_idx``, ``reset`` and ``dt`` have this rank's steps.
+    ``hx`` of a recurrent layer is the state before the whole sequence, on every rank, and ``h_n`` that after it.
+
+    ``inference_params`` and ``PackedSequence`` raise a ValueError.
+
+    Raises:
+        ValueError: from ``parallelize_module``, if the module contains no such layer; on every rank, if the ranks call with
+            different shapes, dtypes or options, or if ``cu_seqlens`` does not end at the sum of the spans' lengths.
+        RuntimeError: a rank has died, or does not make the call within the time-out of the group.
+    """
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        group = Group.of(device_mesh)
+        layers = [layer for layer in module.modules() if isinstance(layer, (SelectiveBase, ConvMixer, RecurrentBase))]
+        if not layers:
+            raise ValueError(
+                f"ContextParallel: expected a module that contains layers of ssm_kernels, got {type(module).__name__}"
+            )
+        for layer in layers:
+            layer.context = _Context(group)
+        return module
+
+
+@torch.no_grad()
+def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
+    """Adds the gradients of a module's parameters over the ranks of a group, in place: one all-reduce for each dtype.
+
+    With :class:`ContextParallel` a rank's gradients are those of its span. If each rank's loss is its part of a sum, the results
+    are the gradients of the whole loss. For sharded parameters of FSDP2 on another mesh dimension the local shards are added.
+
+    Args:
+        module: its parameters have gradients on every rank, or on none.
+        group: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for the default group.
+    """
+    ranks = Group.of(group)
+    if ranks.size == 1:
+        return
+    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
+    for gradient in _local_gradients(module):
+        buckets.setdefault((gradient.device, gradient.dtype), []).append(gradient)
+    for gradients in buckets.values():
+        total = torch.cat([gradient.flatten() for gradient in gradients])
+        total = torch.ops._c10d_functional.all_reduce(total, "sum", ranks.name)
+        parts = torch.ops._c10d_functional.wait_tensor(total).split([gradient.numel() for gradient in gradients])
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient.copy_(part.view(gradient.shape))
+
+
+def _local_gradients(module: nn.Module) -> Iterator[Tensor]:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            yield parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -1,0 +1,372 @@
+"""The operators of ``ssm_kernels`` over a sequence whose spans are on several ranks: context parallelism.
+
+Each rank of a group passes its own contiguous span, in the order of the ranks, and gets the outputs of its span. Spans may have
+unequal lengths, and none. Arguments and results are those of the function of the same name in ``ssm_kernels``, and:
+
+- ``group``: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for the default group.
+- Parameters, such as ``A`` or ``weight``, are the same on every rank. Their gradients are of the rank's span alone: the sum over
+  ranks is the gradient of the whole sequence.
+- An initial state is the state before the whole sequence. Every rank passes it; its gradient is also a part of a sum.
+- A final or last state is that after the whole sequence, and every rank gets it. The loss may use it on any of them: gradients
+  of all ranks are added.
+- ``cu_seqlens`` describes the whole sequence and is the same on every rank. ``seq_idx`` and ``reset`` have this rank's steps.
+
+Every rank has to make the same calls in the same order, in backward too. On the first call and whenever shapes, dtypes or options
+change, the ranks compare them; a difference is an error on every rank. Compiled code makes no comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from .._arguments import names_arguments
+from ..recurrence_steps import step_size
+from ._agreement import Agreement
+from ._collectives import Group, GroupLike
+from ._operators import GroupOperators
+
+__all__ = [
+    "causal_conv1d",
+    "diag_linear_scan",
+    "elu_gru_scan",
+    "hgrn_scan",
+    "linear_scan",
+    "liquid_scan",
+    "mingru_scan",
+    "minlstm_scan",
+    "rglru_scan",
+    "selective_scan",
+    "ssd_chunk_scan",
+]
+
+
+def _of(group: GroupLike | Group) -> GroupOperators:
+    ranks = Group.of(group)
+    return GroupOperators(ranks, Agreement(ranks))
+
+
+@names_arguments
+def selective_scan(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    delta_bias: Tensor | None = None,
+    *,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    initial_state: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.selective_scan` over the ranks of a group, with every discretization.
+
+    A rank sends its span's last state and decay in forward, 2 * batch * dim * dstate numbers of the dtype of ``A``, and the
+    gradient of its initial state in backward, half as many; with ``return_last_state`` backward also sends that gradient.
+    """
+    return _of(group).selective_scan(
+        u,
+        delta,
+        A,
+        B,
+        C,
+        D,
+        z,
+        delta_bias,
+        discretization=discretization,
+        delta_softplus=delta_softplus,
+        initial_state=initial_state,
+        return_last_state=return_last_state,
+    )
+
+
+@names_arguments
+def ssd_chunk_scan(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    *,
+    chunk_size: int | None = None,
+    D: Tensor | None = None,
+    z: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    initial_states: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    return_final_states: bool = False,
+    discretization: str = "zoh",
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.ssd_chunk_scan` over the ranks of a group, with packed sequences that cross borders.
+
+    A sequence of ``seq_idx`` goes on across a border if the numbers on both sides are equal. Initial and final states together
+    with ``cu_seqlens`` raise a ValueError. A rank sends batch * heads * (headdim * dstate + 1) numbers of the dtype of ``A`` in
+    forward, and batch * heads * headdim * dstate in backward; with ``return_final_states`` twice as many in backward.
+    """
+    return _of(group).ssd_chunk_scan(
+        x,
+        dt,
+        A,
+        B,
+        C,
+        chunk_size=chunk_size,
+        D=D,
+        z=z,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=dt_limit,
+        initial_states=initial_states,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        return_final_states=return_final_states,
+        discretization=discretization,
+    )
+
+
+@names_arguments
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    return_final_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.causal_conv1d` over the ranks of a group: the halo of ``width - 1`` steps comes from the ranks before.
+
+    Packed sequences are as for :func:`ssd_chunk_scan`. A rank sends (batch * channels + 1) * (width - 1) numbers of the dtype of
+    ``x`` in forward and batch * channels * (width - 1) in backward; with ``return_final_state`` twice as many in backward.
+    """
+    return _of(group).causal_conv1d(
+        x,
+        weight,
+        bias,
+        activation=activation,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        return_final_state=return_final_state,
+    )
+
+
+@names_arguments
+def linear_scan(
+    a: Tensor,
+    b: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.linear_scan` over the ranks of a group.
+
+    With ``reverse`` the last rank is the first. ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the state
+    before the whole sequence and after each reset. With ``cu_seqlens`` ``h0`` and ``last_state`` are those of all sequences of
+    the whole sequence, on every rank. A rank sends 2 * batch * channels numbers of the states' dtype in forward and batch *
+    channels in backward; with ``return_last_state`` twice as many in backward; with ``cu_seqlens`` the sequences are the batch.
+    """
+    return _of(group).recurrence(
+        "linear_scan",
+        (a, b),
+        h0,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
+        return_last_state=return_last_state,
+    )
+
+
+@names_arguments
+def mingru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    gate_is_logit: bool = True,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.mingru_scan` over the ranks of a group: see :func:`linear_scan`."""
+    return _of(group).recurrence(
+        "mingru_scan",
+        (gate, candidate),
+        h0,
+        candidate_activation=candidate_activation,
+        gate_is_logit=gate_is_logit,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
+        return_last_state=return_last_state,
+    )
+
+
+@names_arguments
+def minlstm_scan(
+    forget: Tensor,
+    input: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    candidate_activation: str | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.minlstm_scan` over the ranks of a group: see :func:`linear_scan`."""
+    return _of(group).recurrence(
+        "minlstm_scan",
+        (forget, input, candidate),
+        h0,
+        candidate_activation=candidate_activation,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
+        return_last_state=return_last_state,
+    )
+
+
+@names_arguments
+def liquid_scan(
+    candidate: Tensor,
+    tau: Tensor,
+    dt: Tensor | float,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.liquid_scan` over the ranks of a group: see :func:`linear_scan`."""
+    return _of(group).recurrence(
+        "liquid_scan",
+        (candidate, tau, step_size("liquid_scan", dt, candidate)),
+        h0,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
+        return_last_state=return_last_state,
+    )
+
+
+@names_arguments
+def rglru_scan(
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    *,
+    x: Tensor,
+    recurrent_param: Tensor,
+    h0: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.rglru_scan` over the ranks of a group: see :func:`linear_scan`."""
+    return _of(group).recurrence(
+        "rglru_scan",
+        (recurrence_gate, input_gate, x, recurrent_param),
+        h0,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
+        return_last_state=return_last_state,
+    )
+
+
+@names_arguments
+def hgrn_scan(
+    log_gate: Tensor,
+    *,
+    x: Tensor,
+    h0: Tensor | None = None,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.hgrn_scan` over the ranks of a group: see :func:`linear_scan`."""
+    return _of(group).recurrence(
+        "hgrn_scan",
+        (log_gate, x),
+        h0,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
+        return_last_state=return_last_state,
+    )
+
+
+@names_arguments
+def elu_gru_scan(
+    gate: Tensor,
+    candidate: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.elu_gru_scan` over the ranks of a group: see :func:`linear_scan`."""
+    return _of(group).recurrence(
+        "elu_gru_scan",
+        (gate, candidate),
+        h0,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
+        return_last_state=return_last_state,
+    )
+
+
+@names_arguments
+def diag_linear_scan(
+    gate: Tensor,
+    x: Tensor,
+    h0: Tensor | None = None,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    return_last_state: bool = False,
+    group: GroupLike = None,
+) -> Any:
+    """:func:`ssm_kernels.diag_linear_scan` over the ranks of a group: see :func:`linear_scan`."""
+    return _of(group).recurrence(
+        "diag_linear_scan",
+        (gate, x),
+        h0,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
+        return_last_state=return_last_state,
+    )

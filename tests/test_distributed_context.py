@@ -1,0 +1,366 @@
+"""Context parallelism on 1 to 4 processes of the CPU: outputs, states and gradients of one process; what travels; errors."""
+
+from __future__ import annotations
+
+import copy
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn as nn
+import torch.nn.functional as F
+from distributed_helpers import PROCESSES, Collectives, Pool, spans
+from model_helpers import MIXERS, make_model, make_tokens
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
+
+import ssm_kernels
+from ssm_kernels import nn as layers
+
+if not dist.is_available() or not dist.is_gloo_available():
+    pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+from ssm_kernels import distributed
+from ssm_kernels.distributed import ContextParallel, sum_gradients
+
+SEQLEN = 23
+# The steps of each rank: fewer than a convolution's halo, none, and as many as a rank likes.
+LENGTHS = {1: (23,), 2: (9, 14), 3: (2, 0, 21), 4: (1, 2, 17, 3)}
+SIZES = [*LENGTHS]
+TOLERANCE = 1e-10
+RECURRENCES = {
+    "linear_scan": ("a", "b"),
+    "mingru_scan": ("gate", "candidate"),
+    "minlstm_scan": ("forget", "input", "candidate"),
+    "liquid_scan": ("candidate", "tau", "dt"),
+    "rglru_scan": ("recurrence_gate", "input_gate", "x", "recurrent_param"),
+    "hgrn_scan": ("log_gate", "x"),
+    "elu_gru_scan": ("gate", "candidate"),
+    "diag_linear_scan": ("gate", "x"),
+}
+CU_SEQLENS = (0, 5, 5, 11, 23)
+
+
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pool]:
+    pool = Pool(tmp_path_factory.mktemp("pool"))
+    yield pool
+    pool.close()
+
+
+def generator(seed: int) -> Callable[..., Tensor]:
+    source = torch.Generator().manual_seed(seed)
+    return lambda *shape: torch.randn(*shape, generator=source, dtype=torch.float64)
+
+
+def close(actual: Tensor, expected: Tensor, what: str) -> None:
+    torch.testing.assert_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE, msg=lambda text: f"{what}: {text}")
+
+
+def compare(
+    group: dist.ProcessGroup,
+    name: str,
+    inputs: Mapping[str, Tensor],
+    of_steps: Mapping[str, int],
+    axis: int,
+    options: Mapping[str, Any],
+    state: str | None,
+) -> None:
+    """Compares the operator ``name`` over the ranks of a group with the one of ``ssm_kernels``.
+
+    Args:
+        inputs: differentiable, of the whole sequence.
+        of_steps: the axis of time of the inputs and options that have one.
+        axis: the axis of time of the result.
+        options: other arguments.
+        state: the flag that asks for the last state, if that is compared too.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = [*spans(LENGTHS[size])][rank]
+
+    def cut(name: str, value: Any) -> Any:
+        if name not in of_steps:
+            return value
+        return value.narrow(of_steps[name], own.start, own.stop - own.start)
+
+    flags = {} if state is None else {state: True}
+    whole = {name: value.clone().requires_grad_() for name, value in inputs.items()}
+    results = getattr(ssm_kernels, name)(**whole, **options, **flags)
+    random = generator(1)
+    factors = [random(*result.shape) for result in (results if state else (results,))]
+    expected = results if state else (results,)
+    sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
+
+    runs = []
+    for _ in range(2):
+        local = {name: cut(name, value).clone().requires_grad_() for name, value in inputs.items()}
+        own_options = {name: cut(name, value) for name, value in options.items()}
+        results = getattr(distributed, name)(**local, **own_options, **flags, group=group)
+        actual = results if state else (results,)
+        # Every rank returns the last state, and its share of the loss reads a part of it.
+        loss = (actual[0] * factors[0].narrow(axis, own.start, own.stop - own.start)).sum()
+        if state:
+            loss = loss + (actual[1] * factors[1]).sum() * (rank + 1) / (size * (size + 1) / 2)
+        loss.backward()
+        runs.append([*actual, *(value.grad for value in local.values())])
+    assert all(torch.equal(*pair) for pair in zip(*runs, strict=True)), f"{name}: other bits in a second run"
+
+    close(actual[0], expected[0].narrow(axis, own.start, own.stop - own.start), f"{name}, {size} ranks, result")
+    if state:
+        close(actual[1], expected[1], f"{name}, {size} ranks, {state}")
+    for key, value in local.items():
+        gradient = value.grad
+        if key not in of_steps:
+            dist.all_reduce(gradient, group=group)
+        close(gradient, cut(key, whole[key].grad), f"{name}, {size} ranks, {options}, gradient of {key}")
+
+
+def packings(batch: int) -> dict[str, dict[str, Tensor]]:
+    """Options of packed sequences: some cross the borders, some end there, and the numbers may go down."""
+    source = torch.Generator().manual_seed(3)
+    ascending = torch.randint(0, 3, (batch, SEQLEN), generator=source).sort(1).values
+    random = torch.randint(0, 2, (batch, SEQLEN), generator=source)
+    return {"unpacked": {}, "ascending": {"seq_idx": ascending}, "random": {"seq_idx": random.int()}}
+
+
+def check_selective_scan(group: dist.ProcessGroup, rank: int) -> None:
+    random = generator(0)
+    batch, dim, dstate = 2, 4, 3
+    steps = random(batch, dim, SEQLEN)
+    inputs = {
+        "u": steps,
+        "delta": random(batch, dim, SEQLEN),
+        "A": -random(dim, dstate).abs() - 0.1,
+        "B": random(batch, 2, dstate, SEQLEN),
+        "C": random(batch, dstate, SEQLEN),
+        "D": random(dim),
+        "z": random(batch, dim, SEQLEN),
+        "delta_bias": random(dim),
+        "initial_state": random(batch, dim, dstate),
+    }
+    of_steps = {"u": 2, "delta": 2, "z": 2, "B": 3, "C": 2}
+    for discretization in ssm_kernels.discretizations:
+        options = {"discretization": discretization, "delta_softplus": True}
+        compare(group, "selective_scan", inputs, of_steps, 2, options, "return_last_state")
+    few = {name: inputs[name] for name in ("u", "delta", "A", "C")} | {"B": random(dim, dstate)}
+    compare(group, "selective_scan", few, {"u": 2, "delta": 2, "C": 2}, 2, {}, None)
+
+
+def check_ssd_chunk_scan(group: dist.ProcessGroup, rank: int) -> None:
+    random = generator(0)
+    batch, heads, headdim, groups, dstate = 2, 4, 3, 2, 5
+    inputs = {
+        "x": random(batch, SEQLEN, heads, headdim),
+        "dt": random(batch, SEQLEN, heads),
+        "A": -random(heads).abs(),
+        "B": random(batch, SEQLEN, groups, dstate),
+        "C": random(batch, SEQLEN, groups, dstate),
+        "D": random(heads, headdim),
+        "z": random(batch, SEQLEN, heads, headdim),
+        "dt_bias": random(heads),
+        "initial_states": random(batch, heads, headdim, dstate),
+    }
+    of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
+    step_sizes = {"dt_softplus": True, "dt_limit": (0.2, 1.0)}
+    for discretization in ("zoh", "zoh_exact", "poly", "highorder", "rk4"):
+        options = step_sizes | {"discretization": discretization}
+        compare(group, "ssd_chunk_scan", inputs, of_steps, 1, options, "return_final_states")
+    for packing in packings(batch).values():
+        compare(group, "ssd_chunk_scan", inputs, of_steps, 1, step_sizes | packing, "return_final_states")
+    row = {name: value[:1] if name in of_steps else value for name, value in inputs.items() if name != "initial_states"}
+    packed = {"cu_seqlens": torch.tensor(CU_SEQLENS)}
+    for packing in (packed, packed | packings(1)["random"]):
+        compare(group, "ssd_chunk_scan", row, of_steps, 1, step_sizes | packing, None)
+
+
+def check_causal_conv1d(group: dist.ProcessGroup, rank: int) -> None:
+    random = generator(0)
+    batch, channels = 2, 5
+    of_steps = {"x": 1, "seq_idx": 1}
+    for width in (1, 2, 4, 7):
+        inputs = {"x": random(batch, SEQLEN, channels), "weight": random(channels, width), "bias": random(channels)}
+        state = {"initial_state": random(batch, channels, width - 1)}
+        for packing in packings(batch).values():
+            options = {"activation": "silu"} | packing
+            compare(group, "causal_conv1d", inputs | state, of_steps, 1, options, "return_final_state")
+        row = inputs | {"x": inputs["x"][:1]}
+        packed = {"cu_seqlens": torch.tensor(CU_SEQLENS, dtype=torch.int32)}
+        for packing in (packed, packed | packings(1)["random"]):
+            compare(group, "causal_conv1d", row, of_steps, 1, packing, None)
+
+
+def check_recurrences(group: dist.ProcessGroup, rank: int) -> None:
+    batch, channels = 2, 3
+    for name, names in RECURRENCES.items():
+        random = generator(0)
+        inputs = {key: random(batch, SEQLEN, channels) for key in names}
+        positive = {"a": "a", "log_gate": "log_gate"}
+        inputs |= {key: -inputs[key].abs() if key == "log_gate" else torch.tanh(inputs[key]) for key in positive if key in inputs}
+        if name == "liquid_scan":
+            inputs |= {"tau": random(channels).abs() + 0.5, "dt": random(batch, SEQLEN, 1).abs()}
+        if name == "rglru_scan":
+            inputs["recurrent_param"] = random(channels)
+        of_steps = {key: 1 for key, value in inputs.items() if value.dim() == 3} | {"reset": 1}
+        reset = torch.rand(batch, SEQLEN, generator=torch.Generator().manual_seed(2)) < 0.15
+        activations = ("g", "tanh") if name == "mingru_scan" else ()
+        settings = [{}, {"reset": reset}, *({"candidate_activation": activation} for activation in activations)]
+        if name == "mingru_scan":
+            settings.append({"gate_is_logit": False})
+        for reverse in (False, True):
+            state = {"h0": random(batch, channels)}
+            for options in settings:
+                compare(group, name, inputs | state, of_steps, 1, options | {"reverse": reverse}, "return_last_state")
+            row = {key: value[:1] if key in of_steps else value for key, value in inputs.items()}
+            row["h0"] = random(len(CU_SEQLENS) - 1, channels)
+            packed = {"cu_seqlens": torch.tensor(CU_SEQLENS), "reverse": reverse}
+            compare(group, name, row, of_steps, 1, packed, "return_last_state")
+
+
+CHECKS = {
+    "selective_scan": check_selective_scan,
+    "ssd_chunk_scan": check_ssd_chunk_scan,
+    "causal_conv1d": check_causal_conv1d,
+    "recurrences": check_recurrences,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("check", CHECKS.values(), ids=list(CHECKS))
+def test_ranks_are_one_process(pool: Pool, check: Callable[..., None], size: int):
+    pool.check(check, size)
+
+
+Cut = Callable[[Tensor, int], Tensor]
+
+
+def compare_layer(group: dist.ProcessGroup, layer: nn.Module, call: Callable[[nn.Module, Cut], Any], what: str, axis: int = 1) -> None:
+    """Compares a layer whose sequences are split over the ranks of a group with the same layer on one process.
+
+    Args:
+        call: calls a layer with inputs that its second argument cuts along an axis; returns the outputs of these steps and, if
+            there is one, the last state.
+        axis: the axis of time of the outputs.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    own = [*spans(LENGTHS[size])][rank]
+    parallel = copy.deepcopy(layer)
+    distributed_layer = parallelize(parallel, group)
+
+    expected = call(layer, lambda value, axis: value)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    random = generator(1)
+    factors = [random(*result.shape) for result in expected]
+    sum((result * factor).sum() for result, factor in zip(expected, factors, strict=True)).backward()
+
+    def cut(value: Tensor, axis: int) -> Tensor:
+        return value.narrow(axis, own.start, own.stop - own.start)
+
+    actual = call(distributed_layer, cut)
+    actual = actual if isinstance(actual, tuple) else (actual,)
+    close(actual[0], cut(expected[0], axis), f"{what}, {size} ranks, output")
+    loss = (actual[0] * cut(factors[0], axis)).sum()
+    for value, whole, factor in zip(actual[1:], expected[1:], factors[1:], strict=True):
+        close(value, whole, f"{what}, {size} ranks, last state")
+        loss = loss + (value * factor).sum() / size
+    loss.backward()
+    sum_gradients(parallel, group)
+    for (name, parameter), whole in zip(parallel.named_parameters(), layer.parameters(), strict=True):
+        close(parameter.grad, whole.grad, f"{what}, {size} ranks, gradient of {name}")
+    layer.zero_grad()
+
+
+def parallelize(module: nn.Module, group: dist.ProcessGroup) -> nn.Module:
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+    return parallelize_module(module, mesh, ContextParallel())
+
+
+def check_mamba(group: dist.ProcessGroup, rank: int) -> None:
+    random = generator(0)
+    x, z = random(2, SEQLEN, 6), random(2, SEQLEN, 6)
+    for options in ({}, {"discretization": "bilinear", "bias": True}, {"d_conv": 1}, {"conv_bias": False, "d_conv": 6}):
+        torch.manual_seed(0)
+        layer = layers.Mamba(6, 4, **{"dt_rank": 2, "dtype": torch.float64} | options)
+        compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba {options}")
+    layer = layers.SelectiveSSM(6, 4, dtype=torch.float64)
+    initial = random(2, 6, 4)
+
+    def call(layer: nn.Module, cut: Cut) -> Any:
+        return layer(cut(x, 1), cut(z, 1), initial, return_last_state=True)
+
+    compare_layer(group, layer, call, "SelectiveSSM")
+
+
+def check_mamba2(group: dist.ProcessGroup, rank: int) -> None:
+    x = generator(0)(2, SEQLEN, 6)
+    seq_idx = packings(2)["ascending"]["seq_idx"]
+    cu_seqlens = torch.tensor(CU_SEQLENS)
+    sizes = {"d_state": 3, "headdim": 2, "dtype": torch.float64}
+    variants: list[dict[str, Any]] = [
+        {},
+        {"ngroups": 2, "D_has_hdim": True, "norm_before_gate": True, "discretization": "zoh_exact"},
+        {"rmsnorm": False, "d_ssm": 8, "bias": True, "conv_bias": False, "d_conv": 2, "dt_limit": (0.01, 0.05)},
+    ]
+    for options in variants:
+        torch.manual_seed(0)
+        layer = layers.Mamba2(6, **sizes | options)
+        compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba2 {options}")
+    compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1), seq_idx=cut(seq_idx, 1)), "Mamba2, seq_idx")
+    row = x[:1]
+    compare_layer(group, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), "Mamba2, cu_seqlens")
+
+
+def check_recurrent_layers(group: dist.ProcessGroup, rank: int) -> None:
+    random = generator(0)
+    x, hx, dt = random(2, SEQLEN, 5), random(4, 2, 3), random(2, SEQLEN).abs()
+    reset = torch.rand(2, SEQLEN, generator=torch.Generator().manual_seed(2)) < 0.2
+    cu_seqlens = torch.tensor(CU_SEQLENS)
+    row = random(SEQLEN, 1, 5)
+    for kind in (layers.MinGRU, layers.MinLSTM, layers.Liquid):
+        torch.manual_seed(0)
+        layer = kind(5, 3, num_layers=2, bidirectional=True, batch_first=True, dtype=torch.float64)
+
+        def call(layer: nn.Module, cut: Cut, kind: type[nn.Module] = kind) -> Any:
+            options = {"dt": cut(dt, 1)} if kind is layers.Liquid else {}
+            return layer(cut(x, 1), hx, reset=cut(reset, 1), **options)
+
+        compare_layer(group, layer, call, f"{kind.__name__}, reset")
+        layer = kind(5, 3, dtype=torch.float64)
+        compare_layer(group, layer, lambda layer, cut: layer(cut(row, 0), cu_seqlens=cu_seqlens), f"{kind.__name__}, packed", 0)
+
+
+def check_models(group: dist.ProcessGroup, rank: int) -> None:
+    tokens = make_tokens(1, SEQLEN)
+    cu_seqlens = torch.tensor(CU_SEQLENS)
+    for mixer in MIXERS:
+        model = make_model(mixer, d_intermediate=20)
+        options = {} if mixer == "Mamba" else {"cu_seqlens": cu_seqlens}
+
+        def call(model: nn.Module, cut: Cut, options: dict[str, Tensor] = options) -> Tensor:
+            return model(cut(tokens, 1), **options).logits
+
+        compare_layer(group, model, call, f"MambaLM of {mixer}")
+
+
+LAYER_CHECKS = {
+    "Mamba": check_mamba,
+    "Mamba2": check_mamba2,
+    "recurrent": check_recurrent_layers,
+    "MambaLM": check_models,
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("check", LAYER_CHECKS.values(), ids=list(LAYER_CHECKS))
+def test_layers_on_ranks_are_those_on_one_process(pool: Pool, check: Callable[..., None], size: int):
+    pool.check(check, size)
