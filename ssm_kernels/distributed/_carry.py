@@ -12,9 +12,9 @@ state, is the gradient of the last state of rank r - 1:
 .. math::
     G_r = m_r (g_r + d_r G_{r+1})
 
-Forward gathers :math:`s_r` and :math:`d_r`, backward :math:`g_r`: one collective each. Each rank then computes the recurrence over
-ranks with the operator ``linear_scan``, whose additions have a fixed order. A recurrence that runs backwards in time passes the
-ranks in the opposite order.
+Forward gathers :math:`s_r` and :math:`d_r`, backward :math:`g_r`: one collective each. Each rank then computes the recurrence
+over ranks with the operator ``linear_scan``, whose additions have a fixed order. A recurrence that runs backwards in time
+passes the ranks in the opposite order.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The all-gather of context parallelism: several small tensors of each rank in one buffer, by a functional collective.
 
-Functional collectives are traced by ``torch.compile`` and counted by ``CommDebugMode``. Backward needs no other collective: each
-rank gathers the gradients of all ranks and keeps the part that concerns it, in a fixed order of additions.
+Functional collectives are traced by ``torch.compile`` and counted by ``CommDebugMode``. Backward needs no other collective:
+each rank gathers the gradients of all ranks and keeps the part that concerns it, in a fixed order of additions.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """The causal convolution over a sequence whose spans are on several ranks, as an autograd node.
 
-A rank needs the ``width - 1`` steps before its span: its halo. Every rank sends its last steps to all. A span may have fewer steps
-than the halo, so that a halo takes steps of several ranks: each rank also says which of the ``width - 1`` places that it
+A rank needs the ``width - 1`` steps before its span: its halo. Every rank sends its last steps to all. A span may have fewer
+steps than the halo, so that a halo takes steps of several ranks: each rank also says which of the ``width - 1`` places that it
 sends are steps. While they travel, the rank convolves its span from zero; it then computes the first steps again from the halo.
-Backward is the mirror: each rank sends the gradient of its halo, and adds those of its own steps that the later ranks have read.
+Backward is the mirror: each rank sends the gradient of its halo, and adds those of its own steps that the later ranks have
+read.
 """
 
 from __future__ import annotations

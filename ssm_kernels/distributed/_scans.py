@@ -1,8 +1,8 @@
 """The scans over a sequence whose spans are on several ranks, as autograd nodes.
 
-Forward runs over the span without outputs for its summary, gathers the summaries, and scans from the state that the ranks before
-this one leave. Backward computes the gradient of the initial state from the outputs' gradient alone, gathers these, and runs the
-scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``.
+Forward runs over the span without outputs for its summary, gathers the summaries, and scans from the state that the ranks
+before this one leave. Backward computes the gradient of the initial state from the outputs' gradient alone, gathers these, and
+runs the scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class SsdChunkScan(torch.autograd.Function):
         group: Group,
     ) -> Any:
         carry = Carry(group, "ssd_chunk_scan", reverse=False)
-        options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "discretization": discretization}
+        options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "discretization": discretization}
         summary = ssd_chunk_scan_summary(x, dt, A, B, dt_limit=(dt_min, dt_max), seq_idx=seq_idx, **options)
         gathering = carry.begin(*summary, initial_states)
         initial, final, passing, continues = carry.end(gathering, continues, initial_states, needs_final)
@@ -147,8 +147,8 @@ class SsdChunkScan(torch.autograd.Function):
 class LinearRecurrence(torch.autograd.Function):
     """``h`` and, with ``needs_final``, the state after the last span in the direction of time.
 
-    With ``reset``, ``h0`` is the state before the whole sequence and after every reset, so that two scans are needed: of the steps
-    before the first reset of a row, from the state of the ranks before, and of the others.
+    With ``reset``, ``h0`` is the state before the whole sequence and after every reset, so that two scans are needed: of the
+    steps before the first reset of a row, from the state of the ranks before, and of the others.
     """
 
     @staticmethod
