@@ -24,6 +24,7 @@ class Pool:
     """Processes that have joined one group, and groups of the first 1, 2, 3 and 4 of them."""
 
     def __init__(self, folder: Path, processes: int = PROCESSES) -> None:
+        self._is_broken = False
         context = mp.get_context("spawn")
         self._commands = [context.Queue() for _ in range(processes)]
         self._results = context.Queue()
@@ -32,16 +33,17 @@ class Pool:
 
     def run(self, function: Callable[..., None], size: int, *args: Any, seconds: float = 60) -> list[str | None]:
         """Runs ``function(group, rank, *args)`` on the first ``size`` processes; returns each one's traceback or None."""
+        assert not self._is_broken, "the pool has lost a process in an earlier test"
         for commands in self._commands[:size]:
             commands.put((function, size, args))
-        outcomes: list[str | None] = [None] * size
+        outcomes: dict[int, str | None] = {}
         try:
-            for _ in range(size):
-                rank, outcome = self._results.get(timeout=seconds)
-                outcomes[rank] = outcome
+            while len(outcomes) < size:
+                outcomes.update([self._results.get(timeout=seconds)])
         except queue.Empty:
-            raise AssertionError(f"{function.__name__}: no result from some of {size} processes within {seconds} s") from None
-        return outcomes
+            self._is_broken = True
+            raise AssertionError(f"{function.__name__}: no result within {seconds} s; results of others: {outcomes}") from None
+        return [outcomes[rank] for rank in range(size)]
 
     def check(self, function: Callable[..., None], size: int, *args: Any) -> None:
         """Runs a function on ``size`` processes and fails with the tracebacks of those that raised."""
@@ -53,7 +55,7 @@ class Pool:
         for commands in self._commands:
             commands.put(None)
         for process in self._processes.processes:
-            process.join(10)
+            process.join(0 if self._is_broken else 10)
             if process.is_alive():
                 process.kill()
 
@@ -66,6 +68,7 @@ def _serve(rank: int, store: str, commands: list[Any], results: Any) -> None:
     groups = {size: dist.new_group([*range(size)]) for size in range(1, processes + 1)}
     for function, size, args in iter(commands[rank].get, None):
         outcome = None
+        torch.manual_seed(0)
         try:
             function(groups[size], rank, *args)
         except Exception:

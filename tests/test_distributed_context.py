@@ -17,7 +17,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn as nn
 import torch.nn.functional as F
-from distributed_helpers import PROCESSES, Collectives, Pool, spans
+import torch.utils.checkpoint
+from distributed_helpers import Collectives, Pool, spans
 from model_helpers import MIXERS, make_model, make_tokens
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -204,7 +205,9 @@ def check_recurrences(group: dist.ProcessGroup, rank: int) -> None:
         random = generator(0)
         inputs = {key: random(batch, SEQLEN, channels) for key in names}
         positive = {"a": "a", "log_gate": "log_gate"}
-        inputs |= {key: -inputs[key].abs() if key == "log_gate" else torch.tanh(inputs[key]) for key in positive if key in inputs}
+        inputs |= {
+            key: -inputs[key].abs() if key == "log_gate" else torch.tanh(inputs[key]) for key in positive if key in inputs
+        }
         if name == "liquid_scan":
             inputs |= {"tau": random(channels).abs() + 0.5, "dt": random(batch, SEQLEN, 1).abs()}
         if name == "rglru_scan":
@@ -243,7 +246,9 @@ def test_ranks_are_one_process(pool: Pool, check: Callable[..., None], size: int
 Cut = Callable[[Tensor, int], Tensor]
 
 
-def compare_layer(group: dist.ProcessGroup, layer: nn.Module, call: Callable[[nn.Module, Cut], Any], what: str, axis: int = 1) -> None:
+def compare_layer(
+    group: dist.ProcessGroup, layer: nn.Module, call: Callable[[nn.Module, Cut], Any], what: str, axis: int = 1
+) -> None:
     """Compares a layer whose sequences are split over the ranks of a group with the same layer on one process.
 
     Args:
@@ -364,3 +369,245 @@ LAYER_CHECKS = {
 @pytest.mark.parametrize("check", LAYER_CHECKS.values(), ids=list(LAYER_CHECKS))
 def test_layers_on_ranks_are_those_on_one_process(pool: Pool, check: Callable[..., None], size: int):
     pool.check(check, size)
+
+
+def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
+    """Counts what a rank sends: sizes of the docstrings of ``functions.py``, in bytes."""
+    batch, d_model, width, dstate, channels = 2, 6, 4, 3, 12
+    x = torch.randn(batch, 5 + rank, d_model, requires_grad=True)
+    gather, number = "all_gather_into_tensor", 4
+    halo, grad_halo = (batch * channels + 1) * (width - 1) * number, batch * channels * (width - 1) * number
+    states = batch * channels * dstate * number
+
+    layer = parallelize(layers.Mamba(d_model, dstate, width), group)
+    with Collectives() as forward:
+        out = layer(x)
+    with Collectives() as backward:
+        out.sum().backward()
+    assert forward.sent == [(gather, halo), (gather, 2 * states)]
+    assert backward.sent == [(gather, states), (gather, grad_halo)]
+
+    heads, headdim, groups = 6, 2, 2
+    channels += 2 * groups * dstate
+    halo, grad_halo = (batch * channels + 1) * (width - 1) * number, batch * channels * (width - 1) * number
+    states = batch * heads * headdim * dstate * number
+    layer = parallelize(layers.Mamba2(d_model, dstate, width, headdim=headdim, ngroups=groups), group)
+    borders = 4 * batch * 8
+    for options, packing in (({}, []), ({"seq_idx": torch.zeros(batch, 5 + rank, dtype=torch.int32)}, [(gather, borders)])):
+        with Collectives() as forward:
+            out = layer(x, **options)
+        with Collectives() as backward:
+            out.sum().backward()
+        assert forward.sent == [*packing, (gather, halo), (gather, states + batch * heads * number)]
+        assert backward.sent == [(gather, states), (gather, grad_halo)]
+
+    layer = parallelize(layers.MinGRU(d_model, 7, batch_first=True), group)
+    with Collectives() as forward:
+        out, _ = layer(x)
+    with Collectives() as backward:
+        out.sum().backward()
+    assert forward.sent == [(gather, 2 * batch * 7 * number)]
+    # The layer also returns the last state.
+    assert backward.sent == [(gather, 2 * batch * 7 * number)]
+
+    # Nothing before the scan needs a gradient, and so no rank sends one.
+    for parameter in layer.parameters():
+        parameter.requires_grad_(False)
+    layer = parallelize(layers.Mamba(d_model, dstate, width).requires_grad_(False), group)
+    layer.out_proj.requires_grad_(True)
+    layer.D.requires_grad_(True)
+    out = layer(x.detach())
+    with Collectives() as backward:
+        out.sum().backward()
+    assert backward.sent == []
+
+
+def test_bytes_of_a_layer(pool: Pool):
+    pool.check(check_collectives, 3)
+
+
+def test_one_rank_sends_nothing(pool: Pool):
+    pool.check(check_one_rank, 1)
+
+
+def check_one_rank(group: dist.ProcessGroup, rank: int) -> None:
+    layer = parallelize(layers.Mamba2(6, 3, headdim=2), group)
+    with Collectives() as sent:
+        layer(torch.randn(1, 5, 6), cu_seqlens=torch.tensor([0, 2, 5])).sum().backward()
+    assert sent.sent == []
+
+
+def check_checkpointing(group: dist.ProcessGroup, rank: int) -> None:
+    x = generator(0)(2, SEQLEN, 6)
+    layer = layers.Mamba(6, 4, dtype=torch.float64)
+
+    def call(layer: nn.Module, cut: Cut) -> Tensor:
+        return torch.utils.checkpoint.checkpoint(layer, cut(x, 1), use_reentrant=False)
+
+    compare_layer(group, layer, call, "checkpointed Mamba")
+
+
+def check_compiled(group: dist.ProcessGroup, rank: int) -> None:
+    x = generator(0)(2, SEQLEN, 6)
+    random = generator(0)
+    for layer in (
+        layers.Mamba(6, 4, dtype=torch.float64),
+        layers.Mamba2(6, 3, headdim=2, dtype=torch.float64),
+        layers.MinGRU(6, 5, batch_first=True, dtype=torch.float64),
+    ):
+        with torch.no_grad():
+            for parameter in layer.parameters():
+                parameter.copy_(random(*parameter.shape) * 0.3)
+        torch._dynamo.reset()
+
+        def call(layer: nn.Module, cut: Cut) -> Any:
+            own = cut(x, 1)
+            return torch.compile(layer, backend="aot_eager", fullgraph=True)(own) if own is not x else layer(own)
+
+        compare_layer(group, layer, call, f"compiled {type(layer).__name__}")
+
+
+def check_fsdp(group: dist.ProcessGroup, rank: int) -> None:
+    """Two ranks for the batch, whose parameters FSDP2 shards, times two for the sequence."""
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    row, column = mesh["dp"].get_local_rank(), mesh["cp"].get_local_rank()
+    tokens = make_tokens(4, SEQLEN + 1)
+    inputs, targets = tokens[:, :-1], tokens[:, 1:]
+    own = (slice(2 * row, 2 * row + 2), [*spans(LENGTHS[2])][column])
+    for mixer in MIXERS:
+        model = make_model(mixer)
+        parallel = copy.deepcopy(model)
+        parallelize_module(parallel, mesh["cp"], ContextParallel())
+        for layer in parallel.backbone.layers:
+            fully_shard(layer, mesh=mesh["dp"])
+        fully_shard(parallel, mesh=mesh["dp"])
+        F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten()).backward()
+        logits = parallel(inputs[own]).logits
+        # FSDP2 averages over its two ranks; each has half of the batch.
+        loss = F.cross_entropy(logits.flatten(0, 1), targets[own].flatten(), reduction="sum") / (2 * SEQLEN)
+        loss.backward()
+        sum_gradients(parallel, mesh["cp"])
+        for (name, actual), expected in zip(parallel.named_parameters(), model.parameters(), strict=True):
+            close(actual.grad.full_tensor(), expected.grad, f"{mixer}, gradient of {name}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("check", "size"),
+    [(check_checkpointing, 3), (check_compiled, 2), (check_fsdp, 4)],
+    ids=["checkpointing", "compile", "fsdp2"],
+)
+def test_works_with(pool: Pool, check: Callable[..., None], size: int):
+    pool.check(check, size)
+
+
+def raises(error: type[Exception], pattern: str, call: Callable[[], Any]) -> None:
+    with pytest.raises(error, match=pattern):
+        call()
+
+
+def check_errors(group: dist.ProcessGroup, rank: int) -> None:
+    """Every rank raises, and can go on."""
+
+    def scan(dim: int, batch: int = 2, dtype: torch.dtype = torch.float32, needs_grad: bool = False, **options: Any) -> Any:
+        u = torch.randn(batch, dim, 5 + rank, dtype=dtype, requires_grad=needs_grad)
+        B = torch.randn(batch, 3, 5 + rank, dtype=dtype)
+        A = options.pop("A", -torch.ones(dim, 3, dtype=dtype))
+        return distributed.selective_scan(u, u, A, B, B, group=group, **options)
+
+    # Each call is new on both ranks, so that they compare it.
+    rule = ("zoh", "bilinear")[rank]
+    expected = "same discretization on every rank, got zoh on rank 0 and bilinear on rank 1"
+    raises(ValueError, expected, lambda: scan(1, discretization=rule))
+    expected = r"same u on every rank, got float32 cpu \[2, 2, seqlen\] on rank 0 and float32 cpu \[1, 2, seqlen\] on rank 1"
+    raises(ValueError, expected, lambda: scan(2, batch=2 - rank))
+    expected = r"got float32 cpu \[2, 3, seqlen\] on rank 0 and float64 cpu \[2, 3, seqlen\] on rank 1"
+    raises(ValueError, expected, lambda: scan(3, dtype=(torch.float32, torch.float64)[rank]))
+    expected = r"got float32 cpu \[2, 4, seqlen\], requires_grad on rank 0 and float32 cpu \[2, 4, seqlen\] on rank 1"
+    raises(ValueError, expected, lambda: scan(4, needs_grad=rank == 0))
+    raises(ValueError, "expected A of shape", lambda: scan(5, A=-torch.ones(5 + rank, 3)))
+    raises(ValueError, "unknown discretization 'cubic'", lambda: scan(6, discretization=("cubic", "euler")[rank]))
+
+    def other() -> Any:
+        value = torch.randn(2, 5, 7)
+        return scan(7) if rank == 0 else distributed.linear_scan(value, value, group=group)
+
+    raises(ValueError, "expected the same call on every rank, got selective_scan on rank 0 and linear_scan on rank 1", other)
+    assert torch.isfinite(scan(1)).all()
+
+    x, weight = torch.randn(1, 5 + rank, 4), torch.randn(4, 3)
+    convolve = distributed.causal_conv1d
+
+    def packed(*ends: int) -> Callable[[], Any]:
+        return lambda: convolve(x, weight, cu_seqlens=torch.tensor([0, 3, *ends]), group=group)
+
+    packed(11)()
+    raises(ValueError, r"sum of the spans' lengths, 5 \+ 6 = 11, got 10", packed(10))
+    raises(ValueError, "same cu_seqlens on every rank, got others, that end at", packed(11 + rank))
+    raises(ValueError, "same cu_seqlens on every rank, got int64", packed(*[4, 5][: 1 + rank], 6, 7, 11))
+    raises(ValueError, "begin at 0 and do not decrease", packed(2, 11))
+    states = {"initial_state": torch.zeros(1, 4, 2), "cu_seqlens": torch.tensor([0, 3, 11])}
+    raises(ValueError, "neither initial nor final states with cu_seqlens", lambda: convolve(x, weight, group=group, **states))
+
+    layer = parallelize(layers.Mamba(4, 3, layer_idx=0), group)
+    cache = type("Cache", (), {"seqlen_offset": 0, "key_value_memory_dict": {}})()
+    raises(ValueError, "no inference_params with context parallelism", lambda: layer(torch.randn(1, 5, 4), cache))
+    gru = parallelize(layers.MinGRU(4, 3), group)
+    sequences = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
+    raises(ValueError, "no PackedSequence with context parallelism", lambda: gru(sequences))
+    raises(ValueError, "contains layers of ssm_kernels, got Linear", lambda: parallelize(nn.Linear(3, 3), group))
+    expected = "expected a ProcessGroup or a DeviceMesh, got str"
+    raises(TypeError, expected, lambda: distributed.linear_scan(x, x, group="cp"))
+
+
+def test_errors_are_raised_on_every_rank(pool: Pool):
+    pool.check(check_errors, 2)
+
+
+def test_a_rank_without_steps_passes_states_on(pool: Pool):
+    pool.check(check_empty, 2)
+
+
+def check_empty(group: dist.ProcessGroup, rank: int) -> None:
+    a, state = torch.full((1, 0, 2), 0.5), torch.tensor([[3.0, 4.0]])
+    _, last_state = distributed.linear_scan(a, a, state, return_last_state=True, group=group)
+    assert torch.equal(last_state, state)
+
+
+def fail(rank: int, folder: str, kind: str) -> None:
+    """Two processes of a group with a short time-out. Exit codes: 0 for the expected error, 3 for a rank that dies."""
+    timeout = datetime.timedelta(seconds=4)
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/{kind}", rank=rank, world_size=2, timeout=timeout)
+    layer = parallelize(layers.Mamba(6, 4), dist.group.WORLD)
+    x = torch.randn(2, 5, 6)
+    layer(x)
+    began, message = time.perf_counter(), "no error"
+    if kind == "dies" and rank == 1:
+        os._exit(3)
+    try:
+        layer(x[:1] if rank == 1 else x)
+    except RuntimeError as error:
+        message = str(error)
+    expected = {
+        ("dies", 0): ("the all-gather failed on rank 0 of 2: a rank has died",),
+        ("differs", 0): ("the all-gather failed on rank 0 of 2", "Rank 1 called causal_conv1d(x=float32 cpu [1, seqlen, 12]"),
+        ("differs", 1): (
+            "rank 1 makes a call with new arguments, causal_conv1d(x=float32 cpu [1, seqlen",
+            "waits for ranks [0]",
+        ),
+    }[kind, rank]
+    is_expected = all(part in message for part in expected) and time.perf_counter() - began < 15
+    print(f"{kind}, rank {rank}: {message}", file=sys.stderr if not is_expected else sys.stdout, flush=True)
+    os._exit(0 if is_expected else 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("kind", "codes"), [("dies", [0, 3]), ("differs", [0, 0])])
+def test_no_rank_hangs(tmp_path: Path, kind: str, codes: list[int]):
+    processes = mp.start_processes(fail, (str(tmp_path), kind), 2, join=False, start_method="spawn").processes
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == codes

@@ -1,10 +1,10 @@
 """Ranks that call an operator together agree on its shapes, dtypes and options before they exchange data.
 
 An all-gather of tensors of different sizes is not an error that every rank sees: gloo ends the process, and NCCL waits or
-returns wrong numbers. Each rank therefore describes its call the first time and whenever the description changes, and compares it with
-those of the others. The descriptions travel through the key-value store of the process group, because a rank whose description
-has not changed is already in the all-gather: the rank that waits for it raises after the store's time-out, and the other when
-its all-gather fails.
+returns wrong numbers. Each rank therefore describes its call the first time and whenever the description changes, and compares
+it with those of the others. The descriptions travel through the key-value store of the process group, because a rank whose
+description has not changed is already in the all-gather: the rank that waits for it raises after the store's time-out, and the
+other when its all-gather fails.
 
 A call whose description has not changed costs a comparison on the host. Compiled code makes no comparison: one call that is not
 compiled makes it.
@@ -17,9 +17,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from torch import Tensor
-from torch.distributed.distributed_c10d import _resolve_process_group
 
 from ._collectives import Group
 
@@ -46,8 +45,8 @@ class Agreement:
 
     Args:
         group: the ranks.
-        of_layer: a layer makes the same calls again and again, so it remembers the last one only: where a rank alone returns to an
-            earlier call, it compares again. Functions remember every call.
+        of_layer: a layer makes the same calls again and again, so it remembers the last one only: where a rank alone returns to
+            an earlier call, it compares again. Functions remember every call.
     """
 
     def __init__(self, group: Group, of_layer: bool = False) -> None:
@@ -79,7 +78,11 @@ class Agreement:
             validate()
         except (ValueError, RuntimeError, TypeError) as raised:
             error = raised
-        call = {"operator": operator, "arguments": dict(description), "error": None if error is None else str(error)}
+        call: dict[str, Any] = {
+            "operator": operator,
+            "arguments": dict(description),
+            "error": None if error is None else str(error),
+        }
         call["is_value_error"] = isinstance(error, ValueError)
         calls = _exchange(self._group, operator, call)
         if error is not None:
@@ -99,8 +102,9 @@ def _key(number: int, rank: int) -> str:
     return f"ssm_kernels/context_parallel/{number}/{rank}"
 
 
-def _store(group: Group) -> dist.Store:
-    return _resolve_process_group(group.name).get_group_store()
+def _store(group: Group) -> Any:
+    resolve: Any = c10d.__dict__["_resolve_process_group"]
+    return resolve(group.name).get_group_store()
 
 
 def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -120,9 +124,9 @@ def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> list[dict
     if absent:
         absent += [rank for rank in range(absent[0] + 1, group.size) if not store.check([_key(number, rank)])]
         raise RuntimeError(
-            f"{operator}: rank {group.rank} makes a call with new arguments, {_text(call)}, and waits for ranks {absent}, which "
-            f"have not made one within {store.timeout}: they have died or called with other arguments. Every rank must make the "
-            "same calls in the same order"
+            f"{operator}: rank {group.rank} makes a call with new arguments, {_text(call)}, and waits for ranks {absent}, "
+            f"which have not made one within {store.timeout}: they have died or called with other arguments. Every rank must "
+            "make the same calls in the same order"
         )
     if number >= 2:
         # Every rank has begun comparison number - 1 and so has read all of the one before.

@@ -12,9 +12,9 @@ state, is the gradient of the last state of rank r - 1:
 .. math::
     G_r = m_r (g_r + d_r G_{r+1})
 
-Forward gathers :math:`s_r` and :math:`d_r`, backward :math:`g_r`: one collective each. Each rank then computes the recurrence over
-ranks with the operator ``linear_scan``, whose additions have a fixed order. A recurrence that runs backwards in time passes the
-ranks in the opposite order.
+Forward gathers :math:`s_r` and :math:`d_r`, backward :math:`g_r`: one collective each. Each rank then computes the recurrence
+over ranks with the operator ``linear_scan``, whose additions have a fixed order. A recurrence that runs backwards in time
+passes the ranks in the opposite order.
 """
 
 from __future__ import annotations
@@ -102,8 +102,12 @@ class Carry:
                     initial = torch.where(_like(continues[rank], initial), initial, 0)
             if needs_final:
                 final = running[0 if self._reverse else -1].clone()
+        if initial is None and torch.compiler.is_compiling():
+            initial = torch.zeros_like(states[rank])
         if initial is not None and not self.is_first:
             initial = initial.contiguous()
+        if initial is not None:
+            initial = gathering.tie(initial)
         return initial, final, passing[after].clone(), None if continues is None else continues[after].clone()
 
     def gradient(
@@ -122,14 +126,17 @@ class Carry:
             continues: from :meth:`end`.
         """
         tensors = [local_gradient] if grad_final is None else [local_gradient, grad_final]
-        gathered = Gathering(tensors, self._group, f"{self._what}: gradients of states").wait()
+        gathering = Gathering(tensors, self._group, f"{self._what}: gradients of states")
+        gathered = gathering.wait()
         rank, size = self._group.rank, self._group.size
         final = gathered[1].sum(0) if grad_final is not None else None
         after = slice(0, rank) if self._reverse else slice(rank + 1, size)
         if after.stop == after.start:
-            return final
+            if final is None and torch.compiler.is_compiling():
+                final = torch.zeros_like(local_gradient)
+            return None if final is None else gathering.tie(final)
         gradients = gathered[0][after]
         if continues is not None:
             gradients = torch.where(_like(continues, gradients), gradients, 0)
         running = _fold(gradients, passing, final, not self._reverse)
-        return running[-1 if self._reverse else 0].contiguous()
+        return gathering.tie(running[-1 if self._reverse else 0].contiguous())

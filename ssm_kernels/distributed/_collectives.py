@@ -1,7 +1,7 @@
 """The all-gather of context parallelism: several small tensors of each rank in one buffer, by a functional collective.
 
-Functional collectives are traced by ``torch.compile`` and counted by ``CommDebugMode``. Backward needs no other collective: each
-rank gathers the gradients of all ranks and keeps the part that concerns it, in a fixed order of additions.
+Functional collectives are traced by ``torch.compile`` and counted by ``CommDebugMode``. Backward needs no other collective:
+each rank gathers the gradients of all ranks and keeps the part that concerns it, in a fixed order of additions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["Gathering", "Group", "GroupLike"]
+__all__ = ["Gathering", "Group", "GroupLike", "tie"]
 
 GroupLike = dist.ProcessGroup | DeviceMesh | None
 
@@ -61,6 +61,21 @@ class Group:
         return cls(group.group_name, dist.get_world_size(group), rank)
 
 
+def tie(tensor: Tensor, to: Tensor) -> Tensor:
+    """``tensor``, for the compiler a function of the other one.
+
+    Ranks need different data: the first one uses no state of others, and its own gradient is used by none. The compiler would
+    remove a collective whose result a rank does not use, or move one that does not depend on the gradients of the results to
+    forward, on this rank alone. The others would wait for it.
+    """
+    if not torch.compiler.is_compiling():
+        return tensor
+    for axis in range(to.dim()):
+        to = to.narrow(axis, 0, min(to.shape[axis], 1))
+    number = to.sum().to(tensor.dtype)
+    return torch.where(torch.zeros_like(number, dtype=torch.bool), number, tensor)
+
+
 class Gathering:
     """An all-gather under way, of tensors whose shapes and dtypes are the same on every rank.
 
@@ -90,7 +105,8 @@ class Gathering:
         Raises:
             RuntimeError: the collective failed: a rank has died, made another call or not come within the group's time-out.
         """
-        gathered = self._run(torch.ops._c10d_functional.wait_tensor, self._buffer).view(self._group.size, -1)
+        self._buffer = self._run(torch.ops._c10d_functional.wait_tensor, self._buffer)
+        gathered = self._buffer.view(self._group.size, -1)
         results = []
         ends = itertools.accumulate(self._lengths)
         for end, length, shape, dtype in zip(ends, self._lengths, self._shapes, self._dtypes, strict=True):
@@ -99,6 +115,10 @@ class Gathering:
                 part = part[:, : math.prod(shape) * dtype.itemsize].view(dtype)
             results.append(part.reshape(self._group.size, *shape))
         return results
+
+    def tie(self, tensor: Tensor) -> Tensor:
+        """``tensor``, for the compiler a function of the gathered data: see :func:`tie`."""
+        return tie(tensor, self._buffer)
 
     def _run(self, operator: torch._ops.OpOverloadPacket, *arguments: object) -> Tensor:
         if torch.compiler.is_compiling():

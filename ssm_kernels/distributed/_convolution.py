@@ -1,9 +1,10 @@
 """The causal convolution over a sequence whose spans are on several ranks, as an autograd node.
 
-A rank needs the ``width - 1`` steps before its span: its halo. Every rank sends its last steps to all. A span may have fewer steps
-than the halo, so that a halo takes steps of several ranks: each rank also says which of the ``width - 1`` places that it
+A rank needs the ``width - 1`` steps before its span: its halo. Every rank sends its last steps to all. A span may have fewer
+steps than the halo, so that a halo takes steps of several ranks: each rank also says which of the ``width - 1`` places that it
 sends are steps. While they travel, the rank convolves its span from zero; it then computes the first steps again from the halo.
-Backward is the mirror: each rank sends the gradient of its halo, and adds those of its own steps that the later ranks have read.
+Backward is the mirror: each rank sends the gradient of its halo, and adds those of its own steps that the later ranks have
+read.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._collectives import Gathering, Group
+from ._collectives import Gathering, Group, tie
 
 __all__ = ["CausalConv1d"]
 
@@ -60,11 +61,12 @@ class CausalConv1d(torch.autograd.Function):
         lags = torch.arange(taps, 0, -1, device=x.device)
         if past is not None:
             own = (past[..., None] >= lags)[:, :, None]  # (ranks + 1, batch, 1, taps)
-        halo = _read(places, sources, own, group.rank)
+        halo = gathering.tie(_read(places, sources, own, group.rank))
         short_idx = None if seq_idx is None else seq_idx[:, :head]
-        if head > 0 and (group.rank > 0 or initial_state is not None):
+        if head > 0 and (group.rank > 0 or initial_state is not None or torch.compiler.is_compiling()):
             begin, _ = _ops._causal_conv1d_fwd(x[:, :head], weight, bias, short_idx, None, halo, activation)
             out[:, :head].copy_(begin)
+        out = gathering.tie(out) if head == 0 else out
         ctx.save_for_backward(x, weight, bias, seq_idx, halo, sources, own)
         ctx.group, ctx.activation, ctx.needs_final = group, activation, needs_final
         return (out, _read(places, sources, own, group.size)) if needs_final else out
@@ -77,7 +79,7 @@ class CausalConv1d(torch.autograd.Function):
         head = min(x.shape[1], taps)
         gathering = None
         if needs[0] or needs[3]:
-            local = torch.zeros_like(halo)
+            local = tie(torch.zeros_like(halo), grad_out)
             if head > 0:
                 short_idx = None if seq_idx is None else seq_idx[:, :head]
                 of_head = (x[:, :head], weight, bias, short_idx, None, halo, ctx.activation)
@@ -95,9 +97,11 @@ class CausalConv1d(torch.autograd.Function):
             if grad_final is not None:
                 of_borders.append(gathered[1].sum(0))
             if grads[0] is not None and head > 0:
-                grad_tail = _of_places(of_borders, sources, group.rank + 1, group.rank + 1)
+                grad_tail = gathering.tie(_of_places(of_borders, sources, group.rank + 1, group.rank + 1))
                 end = grads[0][:, x.shape[1] - head :]
                 end.add_(grad_tail[..., taps - head :].transpose(1, 2))
+            elif grads[0] is not None:
+                grads[0] = gathering.tie(grads[0])
             if needs[3]:
                 grads[3] = torch.zeros_like(halo) if group.rank > 0 else _of_places(of_borders, sources, 0, 0)
         return (*grads, None, None, None, None, None)

@@ -1,12 +1,13 @@
 """The operators of a group of ranks that hold a sequence together: what layers call in place of the local ones.
 
-Each method checks that the ranks agree, converts packed sequences, casts under autocast, and calls the autograd node. A group of
-one rank calls the local operator.
+Each method checks that the ranks agree, converts packed sequences, casts under autocast, and calls the autograd node. A group
+of one rank calls the local operator.
 """
 
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from .. import convolutions, ops, recurrences
-from .._arguments import finite_dt_limit, is_autocast_enabled
+from .._arguments import is_autocast_enabled
 from ._agreement import Agreement, describe
 from ._collectives import Group
 from ._convolution import CausalConv1d
@@ -60,7 +61,7 @@ class _Casts:
 
 
 def _expand(tensor: Tensor, like: Tensor) -> Tensor:
-    """Expands an input that broadcasts as the local operator does: the gradient is summed over time first, and not in 16 bits."""
+    """Expands an input as the local operator does: its gradient is summed over time first, and not in fp16 or bf16."""
     if tensor.shape == like.shape:
         return tensor
     if tensor.dtype in (torch.float16, torch.bfloat16):
@@ -72,6 +73,11 @@ def _expand(tensor: Tensor, like: Tensor) -> Tensor:
             sizes[axis] = like.shape[axis]
             tensor = tensor.expand(sizes)
     return tensor
+
+
+def _limit(value: float) -> float:
+    """A limit of the step sizes; the largest finite numbers are no limit, as in ``_arguments.finite_dt_limit``."""
+    return value if abs(value) < sys.float_info.max else math.copysign(math.inf, value)
 
 
 def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,9 +115,13 @@ class GroupOperators:
         initial_state: Tensor | None = None,
         return_last_state: bool = False,
     ) -> Any:
-        tensors = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
+        tensors: dict[str, Any] = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
         tensors["initial_state"] = initial_state
-        options = {"discretization": discretization, "delta_softplus": delta_softplus, "return_last_state": return_last_state}
+        options: dict[str, Any] = {
+            "discretization": discretization,
+            "delta_softplus": delta_softplus,
+            "return_last_state": return_last_state,
+        }
         if self.group.size == 1:
             return ops.selective_scan(**tensors, **options)
         of_steps = {"u": 2, "delta": 2, "z": 2} | {
@@ -154,9 +164,14 @@ class GroupOperators:
         return_final_states: bool = False,
         discretization: str = "zoh",
     ) -> Any:
-        tensors = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
+        tensors: dict[str, Any] = {"x": x, "dt": dt, "A": A, "B": B, "C": C, "D": D, "z": z, "dt_bias": dt_bias}
         tensors |= {"initial_states": initial_states, "seq_idx": seq_idx}
-        options = {"chunk_size": chunk_size, "dt_softplus": dt_softplus, "dt_limit": dt_limit, "discretization": discretization}
+        options: dict[str, Any] = {
+            "chunk_size": chunk_size,
+            "dt_softplus": dt_softplus,
+            "dt_limit": dt_limit,
+            "discretization": discretization,
+        }
         options["return_final_states"] = return_final_states
         if self.group.size == 1:
             return ops.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
@@ -165,9 +180,22 @@ class GroupOperators:
         _refuse_states("ssd_chunk_scan", cu_seqlens, initial_states, return_final_states)
         packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
         return self._scan_chunks(
-            x, dt, A, B, C, D, z, dt_bias, initial_states, packing, chunk_size, dt_softplus, dt_limit, discretization,
-            return_final_states,
-        )  # fmt: skip
+            x,
+            dt,
+            A,
+            B,
+            C,
+            D=D,
+            z=z,
+            dt_bias=dt_bias,
+            initial_states=initial_states,
+            packing=packing,
+            chunk_size=chunk_size,
+            dt_softplus=dt_softplus,
+            dt_limit=dt_limit,
+            discretization=discretization,
+            needs_final=return_final_states,
+        )
 
     def _scan_chunks(
         self,
@@ -176,6 +204,7 @@ class GroupOperators:
         A: Tensor,
         B: Tensor,
         C: Tensor,
+        *,
         D: Tensor | None,
         z: Tensor | None,
         dt_bias: Tensor | None,
@@ -203,7 +232,7 @@ class GroupOperators:
             None if packing is None else packing.continues,
             chunk_size,
             dt_softplus,
-            *finite_dt_limit((-math.inf, math.inf) if dt_limit is None else dt_limit),
+            *((-math.inf, math.inf) if dt_limit is None else map(_limit, dt_limit)),
             discretization,
             needs_final,
             self.group,
@@ -221,8 +250,8 @@ class GroupOperators:
         initial_state: Tensor | None = None,
         return_final_state: bool = False,
     ) -> Any:
-        tensors = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
-        options = {"activation": activation, "return_final_state": return_final_state}
+        tensors: dict[str, Any] = {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state, "seq_idx": seq_idx}
+        options: dict[str, Any] = {"activation": activation, "return_final_state": return_final_state}
         if self.group.size == 1:
             return convolutions.causal_conv1d(**tensors, cu_seqlens=cu_seqlens, **options)
         local = convolutions.causal_conv1d
@@ -345,8 +374,8 @@ class GroupOperators:
             return
         description: dict[str, Any] = {name: describe(value, of_steps.get(name)) for name, value in tensors.items()}
         description |= {"cu_seqlens": describe(cu_seqlens)} | {name: str(value) for name, value in options.items()}
-        sized = [name for name in of_steps if name not in broadcast and tensors[name] is not None]
-        lengths = {str(size) for name in sized for size in tensors[name].shape[of_steps[name] :][:1]}
+        sized = [(tensors[name], axis) for name, axis in of_steps.items() if name not in broadcast]
+        lengths = {str(tensor.shape[axis]) for tensor, axis in sized if tensor is not None and tensor.dim() > axis}
         description["steps of the tensors"] = "equal" if len(lengths) <= 1 else " and ".join(sorted(lengths))
 
         def check() -> None:
@@ -361,6 +390,6 @@ class GroupOperators:
 def _refuse_states(operator: str, cu_seqlens: Tensor | None, initial: Tensor | None, needs_final: bool) -> None:
     if cu_seqlens is not None and (initial is not None or needs_final):
         raise ValueError(
-            f"{operator}: expected neither initial nor final states with cu_seqlens over several ranks, where each sequence would "
+            f"{operator}: expected neither initial nor final states with cu_seqlens over several ranks: every sequence would "
             "have its own"
         )

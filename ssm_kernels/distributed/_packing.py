@@ -1,7 +1,8 @@
 """Packed sequences that go on across the borders between ranks.
 
-Each rank has the sequence numbers of its own steps. What it has to know of the others is, for every border, how many of the steps
-before it belong to the sequence that goes on there: zero where a new one begins. One all-gather of a few integers gives it.
+Each rank has the sequence numbers of its own steps. What it has to know of the others is, for every border, how many of the
+steps before it belong to the sequence that goes on there: zero where a new one begins. One all-gather of a few integers gives
+it.
 """
 
 from __future__ import annotations
@@ -21,8 +22,8 @@ class Packing:
     """The sequences of a rank's steps, and those that go on across borders.
 
     Args:
-        seq_idx: (batch, seqlen), int32 or int64: the numbers of this rank's steps. A sequence goes on across a border where the numbers
-            on both sides are equal.
+        seq_idx: (batch, seqlen), int32 or int64: the numbers of this rank's steps. A sequence goes on across a border where the
+            numbers on both sides are equal.
         group: the ranks.
 
     Attributes:
@@ -70,8 +71,8 @@ class Spans:
         group: the ranks.
 
     Raises:
-        ValueError: on every rank, if ``cu_seqlens`` differs between ranks, does not begin at 0, decreases or does not end at the
-            sum of the spans' lengths. Neither compiled code nor a CUDA graph under capture checks it.
+        ValueError: on every rank, if ``cu_seqlens`` differs between ranks, does not begin at 0, decreases or does not end at
+            the sum of the spans' lengths. Neither compiled code nor a CUDA graph under capture checks it.
     """
 
     def __init__(self, operator: str, cu_seqlens: Tensor, seqlen: int, group: Group) -> None:
@@ -89,7 +90,7 @@ class Spans:
     def _check(operator: str, table: list[list[int]]) -> None:
         if any(row[1:] != table[0][1:] for row in table):
             raise ValueError(
-                f"{operator}: expected the same cu_seqlens on every rank, got cu_seqlens that end at {[row[1] for row in table]}"
+                f"{operator}: expected the same cu_seqlens on every rank, got others, that end at {[row[1] for row in table]}"
             )
         if not table[0][3]:
             raise ValueError(f"{operator}: expected cu_seqlens that begin at 0 and do not decrease")

@@ -1,8 +1,8 @@
 """The scans over a sequence whose spans are on several ranks, as autograd nodes.
 
-Forward runs over the span without outputs for its summary, gathers the summaries, and scans from the state that the ranks before
-this one leave. Backward computes the gradient of the initial state from the outputs' gradient alone, gathers these, and runs the
-scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``.
+Forward runs over the span without outputs for its summary, gathers the summaries, and scans from the state that the ranks
+before this one leave. Backward computes the gradient of the initial state from the outputs' gradient alone, gathers these, and
+runs the scan's whole adjoint with the gradient of its last state that the ranks after this one leave. See ``_carry.py``.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ._carry import Carry
-from ._collectives import Group
+from ._collectives import Group, tie
 from ._summaries import (
     linear_recurrence_initial_gradient,
     linear_recurrence_summary,
@@ -74,7 +74,7 @@ class SelectiveScan(torch.autograd.Function):
         grad_last_state = None
         if any(needs[i] for i in (0, 1, 2, 3, 7, 8)):
             if ctx.carry.is_first:
-                local = inputs[0].new_zeros(inputs[0].shape[0], *inputs[2].shape, dtype=inputs[2].dtype)
+                local = tie(inputs[2].new_zeros(inputs[0].shape[0], *inputs[2].shape), grad_out)
             else:
                 local = selective_scan_initial_gradient(grad_out, *inputs, *ctx.options)
             grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)
@@ -111,7 +111,7 @@ class SsdChunkScan(torch.autograd.Function):
         group: Group,
     ) -> Any:
         carry = Carry(group, "ssd_chunk_scan", reverse=False)
-        options = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "discretization": discretization}
+        options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "discretization": discretization}
         summary = ssd_chunk_scan_summary(x, dt, A, B, dt_limit=(dt_min, dt_max), seq_idx=seq_idx, **options)
         gathering = carry.begin(*summary, initial_states)
         initial, final, passing, continues = carry.end(gathering, continues, initial_states, needs_final)
@@ -133,7 +133,7 @@ class SsdChunkScan(torch.autograd.Function):
         shape = (x.shape[0], x.shape[2], x.shape[3], B.shape[3])
         if any(needs[i] for i in (0, 1, 2, 3, 7, 8)):
             if ctx.carry.is_first:
-                local = A.new_zeros(shape)
+                local = tie(A.new_zeros(shape), grad_out)
             else:
                 local = ssd_chunk_scan_initial_gradient(grad_out, *arguments)
             grad_final_states = ctx.carry.gradient(local, grad_final, passing, continues)
@@ -147,8 +147,8 @@ class SsdChunkScan(torch.autograd.Function):
 class LinearRecurrence(torch.autograd.Function):
     """``h`` and, with ``needs_final``, the state after the last span in the direction of time.
 
-    With ``reset``, ``h0`` is the state before the whole sequence and after every reset, so that two scans are needed: of the steps
-    before the first reset of a row, from the state of the ranks before, and of the others.
+    With ``reset``, ``h0`` is the state before the whole sequence and after every reset, so that two scans are needed: of the
+    steps before the first reset of a row, from the state of the ranks before, and of the others.
     """
 
     @staticmethod
@@ -192,7 +192,7 @@ class LinearRecurrence(torch.autograd.Function):
         rows = grad_h.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
         before = grad_h if after_reset is None else grad_h.masked_fill(after_reset, 0)
         if ctx.carry.is_first:
-            local = passing.new_zeros(rows, grad_h.shape[2])
+            local = tie(passing.new_zeros(rows, grad_h.shape[2]), grad_h)
         else:
             local = linear_recurrence_initial_gradient(before, inputs, h, initial, cu_seqlens, None, *ctx.options)
         grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)

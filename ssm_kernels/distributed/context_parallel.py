@@ -109,7 +109,13 @@ class _Context(GroupOperators):
         tensors = {"projected": projected, "conv_weight": conv_weight, "conv_bias": conv_bias, "A_log": A_log, "D": D}
         tensors |= {"dt_bias": dt_bias, "norm_weight": norm_weight, "conv_state": conv_state, "ssm_state": ssm_state}
         tensors |= {"seq_idx": seq_idx}
-        options = {"headdim": headdim, "ngroups": ngroups, "dstate": dstate, "chunk_size": chunk_size, "dt_min": dt_min}
+        options: dict[str, Any] = {
+            "headdim": headdim,
+            "ngroups": ngroups,
+            "dstate": dstate,
+            "chunk_size": chunk_size,
+            "dt_min": dt_min,
+        }
         options |= {"dt_max": dt_max, "eps": eps, "norm_before_gate": norm_before_gate, "discretization": discretization}
         mixer = _ops._mamba2_mixer.default
         if self.group.size == 1:
@@ -125,17 +131,18 @@ class _Context(GroupOperators):
             x.unflatten(-1, (heads, headdim)),
             dt,
             -torch.exp(A_log.to(wide)),
-            *(value.unflatten(-1, (ngroups, dstate)) for value in (B, C)),
-            D.to(wide),
-            z.unflatten(-1, (heads, headdim)) if norm_weight is None else None,
-            dt_bias.to(wide),
-            ssm_state,
-            packing,
-            chunk_size,
-            True,
-            (dt_min, dt_max),
-            discretization,
-            False,
+            B.unflatten(-1, (ngroups, dstate)),
+            C.unflatten(-1, (ngroups, dstate)),
+            D=D.to(wide),
+            z=z.unflatten(-1, (heads, headdim)) if norm_weight is None else None,
+            dt_bias=dt_bias.to(wide),
+            initial_states=ssm_state,
+            packing=packing,
+            chunk_size=chunk_size,
+            dt_softplus=True,
+            dt_limit=(dt_min, dt_max),
+            discretization=discretization,
+            needs_final=False,
         ).flatten(-2)
         if norm_weight is not None:
             y = norms.rms_norm_gated(
@@ -166,17 +173,17 @@ class _Context(GroupOperators):
 class ContextParallel(ParallelStyle):
     """Splits sequences over the ranks of a mesh dimension: context parallelism, also called sequence parallelism of the scan.
 
-    A style of :func:`torch.distributed.tensor.parallel.parallelize_module`, for a layer (``Mamba``, ``Mamba2``, ``SelectiveSSM``,
-    ``MinGRU``, ``MinLSTM``, ``Liquid``, ``ssm_kernels.models.RecurrentMixer``) or any module that contains such layers, for instance a
-    whole ``MambaLM``::
+    A style of :func:`torch.distributed.tensor.parallel.parallelize_module`, for a layer (``Mamba``, ``Mamba2``,
+    ``SelectiveSSM``, ``MinGRU``, ``MinLSTM``, ``Liquid``, the mixer of a minGRU or minLSTM model) or any module that contains
+    such layers, for instance a whole ``MambaLM``::
 
         mesh = init_device_mesh("cuda", (dist.get_world_size(),), mesh_dim_names=("cp",))
         parallelize_module(model, mesh["cp"], ContextParallel())
 
     Each rank then passes its own contiguous span of the sequences, in the order of the ranks, as a plain tensor, and gets the
     outputs of its span. Spans may have unequal lengths. Parameters are the same on every rank and are not touched. Their
-    gradients are those of the rank's span: :func:`sum_gradients` adds them, or FSDP2 does over a mesh that includes this dimension.
-    See ``docs/distributed.md``.
+    gradients are those of the rank's span: :func:`sum_gradients` adds them, or FSDP2 does over a mesh that includes this
+    dimension. See ``docs/distributed.md``.
 
     Every rank has to make the same calls in the same order, and to call backward. A span of no steps is legal: its rank passes
     the states on. ``cu_seqlens`` describes the whole sequence; ``seq_idx``, ``reset`` and ``dt`` have this rank's steps.
@@ -206,8 +213,9 @@ class ContextParallel(ParallelStyle):
 def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
     """Adds the gradients of a module's parameters over the ranks of a group, in place: one all-reduce for each dtype.
 
-    With :class:`ContextParallel` a rank's gradients are those of its span. If each rank's loss is its part of a sum, the results
-    are the gradients of the whole loss. For sharded parameters of FSDP2 on another mesh dimension the local shards are added.
+    With :class:`ContextParallel` a rank's gradients are those of its span. If each rank's loss is its part of a sum, the
+    results are the gradients of the whole loss. For sharded parameters of FSDP2 on another mesh dimension the local shards are
+    added.
 
     Args:
         module: its parameters have gradients on every rank, or on none.

@@ -4,15 +4,15 @@ Each rank of a group passes its own contiguous span, in the order of the ranks, 
 unequal lengths, and none. Arguments and results are those of the function of the same name in ``ssm_kernels``, and:
 
 - ``group``: a ``ProcessGroup``, a ``DeviceMesh`` of one dimension, or None for the default group.
-- Parameters, such as ``A`` or ``weight``, are the same on every rank. Their gradients are of the rank's span alone: the sum over
-  ranks is the gradient of the whole sequence.
+- Parameters, such as ``A`` or ``weight``, are the same on every rank. Their gradients are of the rank's span alone: the sum
+  over ranks is the gradient of the whole sequence.
 - An initial state is the state before the whole sequence. Every rank passes it; its gradient is also a part of a sum.
 - A final or last state is that after the whole sequence, and every rank gets it. The loss may use it on any of them: gradients
   of all ranks are added.
 - ``cu_seqlens`` describes the whole sequence and is the same on every rank. ``seq_idx`` and ``reset`` have this rank's steps.
 
-Every rank has to make the same calls in the same order, in backward too. On the first call and whenever shapes, dtypes or options
-change, the ranks compare them; a difference is an error on every rank. Compiled code makes no comparison.
+Every rank has to make the same calls in the same order, in backward too. On the first call and whenever shapes, dtypes or
+options change, the ranks compare them; a difference is an error on every rank. Compiled code makes no comparison.
 """
 
 from __future__ import annotations
@@ -149,8 +149,8 @@ def causal_conv1d(
 ) -> Any:
     """:func:`ssm_kernels.causal_conv1d` over the ranks of a group: the halo of ``width - 1`` steps comes from the ranks before.
 
-    Packed sequences are as for :func:`ssd_chunk_scan`. A rank sends (batch * channels + 1) * (width - 1) numbers of the dtype of
-    ``x`` in forward and batch * channels * (width - 1) in backward; with ``return_final_state`` twice as many in backward.
+    Packed sequences are as for :func:`ssd_chunk_scan`. A rank sends (batch * channels + 1) * (width - 1) numbers of the dtype
+    of ``x`` in forward and batch * channels * (width - 1) in backward; with ``return_final_state`` twice as many in backward.
     """
     return _of(group).causal_conv1d(
         x,
@@ -178,10 +178,11 @@ def linear_scan(
 ) -> Any:
     """:func:`ssm_kernels.linear_scan` over the ranks of a group.
 
-    With ``reverse`` the last rank is the first. ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the state
-    before the whole sequence and after each reset. With ``cu_seqlens`` ``h0`` and ``last_state`` are those of all sequences of
-    the whole sequence, on every rank. A rank sends 2 * batch * channels numbers of the states' dtype in forward and batch *
-    channels in backward; with ``return_last_state`` twice as many in backward; with ``cu_seqlens`` the sequences are the batch.
+    With ``reverse`` the last rank is the first. ``reset`` has this rank's steps, and ``h0``, the same on every rank, is the
+    state before the whole sequence and after each reset. With ``cu_seqlens`` ``h0`` and ``last_state`` are those of all
+    sequences of the whole sequence, on every rank. A rank sends 2 * batch * channels numbers of the states' dtype in forward
+    and batch * channels in backward; with ``return_last_state`` twice as many in backward; with ``cu_seqlens`` the sequences
+    are the batch.
     """
     return _of(group).recurrence(
         "linear_scan",

@@ -180,7 +180,9 @@ class ConvMixer(nn.Module):
     def _check_is_local(self) -> None:
         if self.context is not None:
             layer = type(self).__name__
-            raise ValueError(f"{layer}: expected no inference_params with context parallelism: the cache has no place for spans")
+            raise ValueError(
+                f"{layer}: expected no inference_params with context parallelism: the cache has no place for spans"
+            )
 
     def _check_sequences(self, name: str, sequences: Tensor) -> None:
         check_shape(type(self).__name__, name, sequences, "(batch, seqlen, d_model)", (None, None, self.d_model))
