@@ -335,20 +335,6 @@ def test_a_row_does_not_depend_on_its_batch(norm, columns, bias, device):
             assert torch.equal(alone[key], whole[key][40:41]), key
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_threads_do_not_change_the_bits(threads):
-    inputs = make_gated_inputs(rows=(3, 257), columns=192, dtype=torch.float32)
-    norm = NORMS["rms_norm_gated"]
-    cotangents = norm.make_cotangents(inputs)
-    before = torch.get_num_threads()
-    expected = norm.evaluate(norm, inputs, cotangents)
-    torch.set_num_threads(threads)
-    try:
-        assert_equal(norm.evaluate(norm, inputs, cotangents), expected)
-    finally:
-        torch.set_num_threads(before)
-
-
 def test_large_and_small_values(device):
     """The mean of squares is taken in float32, and the variance around the mean."""
     x = torch.randn(4, 256, dtype=torch.float64).to(device, torch.float32)
