@@ -110,6 +110,7 @@ class CausalConv1d(OperatorSpec):
     cases = CASES
     options = OPTIONS
     several_chunks = MappingProxyType({"channels": 16, "seqlen": 70})
+    large = MappingProxyType({"channels": 70, "seqlen": 70})
     packs = True
     compiled = ("required", "whole", "seq_idx")
     mapped = tuple(OPTIONS)

@@ -2,17 +2,61 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+import conv_helpers
+import selective_scan_helpers
 import torch
 from conv_helpers import make_step_inputs as make_conv_step_inputs
-from selective_scan_helpers import make_step_inputs
+from selective_scan_helpers import STEP_FORMS, make_step_inputs
 from torch import Tensor
 
-from ssm_kernels import causal_conv1d_update, selective_state_update
+from ssm_kernels import causal_conv1d_update, reference, selective_state_update
 
 SLOTS = 24
+
+
+class DecodingStep(NamedTuple):
+    """A step that updates a state in place, as a function of a call's inputs that returns the output and the new state.
+
+    Attributes:
+        family: the operator's key in ``helpers.DEVICES``.
+        large: options of ``make_inputs``, to which tests add ``batch``.
+        sizes: more of them.
+    """
+
+    family: str
+    make_inputs: Callable[..., dict[str, Any]]
+    step: Callable[[dict[str, Any]], tuple[Tensor, Tensor]]
+    reference: Callable[..., tuple[Tensor, Tensor]]
+    large: Mapping[str, Any]
+    sizes: Sequence[Mapping[str, Any]]
+
+    def row_names(self, **options: Any) -> list[str]:
+        """Names of the tensors of such inputs that have an entry for each row of the batch."""
+        one, two = (self.make_inputs(**{**options, "batch": batch}) for batch in (1, 2))
+        return [name for name, value in one.items() if isinstance(value, Tensor) and value.shape != two[name].shape]
+
+
+DECODING_STEPS = {
+    "selective_state_update": DecodingStep(
+        "selective_state_update",
+        make_step_inputs,
+        selective_scan_helpers.step,
+        reference.selective_state_update,
+        {"heads": 4, "groups": 2, "dim": 40, "dstate": 16},
+        [{**size, "dstate": 64} for size in (*STEP_FORMS.values(), {"dim": 700}, {"heads": 16, "dim": 64})],
+    ),
+    "causal_conv1d_update": DecodingStep(
+        "causal_conv1d",
+        make_conv_step_inputs,
+        conv_helpers.step,
+        reference.causal_conv1d_update,
+        {"channels": 700, "seqlen": 3},
+        [{}, {"channels": 64, "width": 2}],
+    ),
+}
 
 
 def distinct_slots(rows: int, columns: int | None, seed: int, device: str, dtype: torch.dtype = torch.int32) -> Tensor:

@@ -9,7 +9,7 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -255,6 +255,23 @@ def debug_option(name: str, value: str | int) -> Iterator[int]:
         yield before
     finally:
         set_debug_option(name, before)
+
+
+# The option that chooses the kernels on CUDA, by the operator's key in ``DEVICES``.
+KERNEL_OPTIONS = {
+    "causal_conv1d": "causal_conv1d_kernel",
+    "linear_scan": "linear_scan_kernel",
+    "selective_scan": "selective_scan_kernel",
+    "ssd_chunk_scan": "ssd_mma",
+}
+
+
+def kernel_choices(family: str, device: str) -> list[AbstractContextManager[Any]]:
+    """Contexts in which calls on the device take each of the family's kernels that support them."""
+    option = KERNEL_OPTIONS.get(family)
+    if device == "cpu" or option is None:
+        return [nullcontext()]
+    return [debug_option(option, value) for value in DEBUG_OPTION_VALUES[option]]
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -71,6 +72,7 @@ def make_add_inputs(
 class Norm(OperatorSpec):
     family = "norms"
     reference_tolerance = 1e-10
+    large = MappingProxyType({"columns": 96, "seqlen": 70})
     nested = ("x", "weight")
 
     def __init__(self, name: str) -> None:
@@ -83,9 +85,9 @@ class Norm(OperatorSpec):
         self.options = {"default": {}} | ({"grouped": {"group_size": 4}} if self.is_gated else {})
         self.mapped = tuple(self.options)
 
-    def make_inputs(self, *, seqlen: int | None = None, **options: Any) -> dict[str, Any]:
+    def make_inputs(self, *, batch: int = 3, seqlen: int | None = None, **options: Any) -> dict[str, Any]:
         if seqlen is not None:
-            options["rows"] = (3, seqlen)
+            options["rows"] = (batch, seqlen)
         return make_gated_inputs(**options) if self.is_gated else make_add_inputs(**options)
 
     def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:

@@ -51,6 +51,7 @@ class OperatorSpec:
         cases: options of :meth:`make_inputs` with which expensive tests run.
         options: those for all other tests.
         several_chunks: of a call that is longer than a chunk.
+        large: of a call that several threads share, to which tests add ``batch``.
         compiled: keys of ``options`` for tests of torch.compile.
         mapped: keys of ``options`` for tests of vmap.
         sizes: options of :meth:`make_inputs` for which Meta is compared with the device.
@@ -74,6 +75,7 @@ class OperatorSpec:
     cases: ClassVar[Mapping[str, Inputs]] = {"default": {}}
     options: ClassVar[Mapping[str, Inputs]] = {"default": {}}
     several_chunks: ClassVar[Mapping[str, Any]] = {"seqlen": 70}
+    large: ClassVar[Mapping[str, Any]] = {"seqlen": 70}
     compiled: ClassVar[Sequence[str]] = ("default",)
     mapped: ClassVar[Sequence[str]] = ("default",)
     sizes: ClassVar[Sequence[Inputs]] = ({},)
@@ -110,6 +112,15 @@ class OperatorSpec:
     def internal_values(self, inputs: Inputs) -> Inputs:
         """Arguments of the internal operators, by their names."""
         return inputs
+
+    def row_names(self, **options: Any) -> list[str]:
+        """Names of the tensors of such inputs that have an entry for each row of the batch."""
+        one, two = (self.make_inputs(**{**options, "batch": batch}) for batch in (1, 2))
+        return [name for name, value in one.items() if isinstance(value, Tensor) and value.shape != two[name].shape]
+
+    def sums_of_pytorch(self, inputs: Inputs) -> list[str]:
+        """Names of the results that PyTorch's sums or matmuls make, whose order is not the operator's own."""
+        return []
 
     # ----- calls
 

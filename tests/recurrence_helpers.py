@@ -139,6 +139,7 @@ class Variant(OperatorSpec):
     internal = "_linear_recurrence"
     autograd = "_linear_recurrence"
     several_chunks = MappingProxyType({"channels": 6, "seqlen": 70})
+    large = MappingProxyType({"channels": 70, "seqlen": 70})
     packs = True
     compiled = ("h0", "reverse", "reset")
     layouts = LAYOUTS
@@ -188,6 +189,13 @@ class Variant(OperatorSpec):
 
     def saved_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
         return {"h": self.forward_operator(*self.forward_arguments(inputs))[0]}
+
+    def sums_of_pytorch(self, inputs: dict[str, Any]) -> list[str]:
+        """On CUDA; those on the CPU are only long ones, over many rows or steps."""
+        if not self.first(inputs).is_cuda:
+            return []
+        summed = [name for name in self.recurrence.broadcast if inputs[name].shape != self.first(inputs).shape]
+        return [f"grad_{name}" for name in (*summed, *([] if inputs["reset"] is None else ["h0"]))]
 
     def evaluate_natively(
         self, inputs: dict[str, Any], cotangents: Cotangents | None, exact: dict[str, Tensor]

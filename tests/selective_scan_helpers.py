@@ -193,6 +193,7 @@ class SelectiveScan(OperatorSpec):
     offset_exact = True
     cases = options = CASES
     several_chunks = MappingProxyType({"dim": 6, "seqlen": 70})
+    large = MappingProxyType({"dim": 60, "seqlen": 70, "dstate": 16})
     compiled = ("all", "required_only", "groups", "constant_B_and_C", "channels_contiguous")
     mapped = ("all", "required_only", "groups", "constant_B_and_C")
     sizes = SIZES

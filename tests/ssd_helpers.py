@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -180,9 +181,15 @@ class SsdChunkScan(OperatorSpec):
     sizes = SIZES
     layouts = LAYOUTS
     nested = ("x", "A")
+    large = MappingProxyType({"headdim": 8, "dstate": 8, "seqlen": 70})
 
     def make_inputs(self, **options: Any) -> dict[str, Any]:
         return make_inputs(**options)
+
+    def sums_of_pytorch(self, inputs: dict[str, Any]) -> list[str]:
+        if has_kernels(inputs):
+            return []
+        return [*self.results, *(f"grad_{name}" for name in TENSORS)]
 
     def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
         return inputs["x"].shape, states_like(inputs).shape

@@ -406,28 +406,6 @@ def test_the_same_bits_every_time(size, cut, device, uninitialized_memory_is_nan
             assert_equal(evaluate(with_state, inputs, cotangents), first)
 
 
-def test_the_same_bits_whatever_the_threads():
-    before = torch.get_num_threads()
-    inputs = make_inputs(batch=3, seqlen=300, channels=600, dtype=torch.float32)
-    cotangents = make_cotangents(inputs)
-    try:
-        results = []
-        for threads in (1, 2, 5):
-            torch.set_num_threads(threads)
-            results.append(evaluate(with_state, inputs, cotangents))
-    finally:
-        torch.set_num_threads(before)
-    for other in results[1:]:
-        assert_equal(other, results[0])
-
-
-def test_a_row_does_not_depend_on_the_batch(device):
-    inputs = make_inputs(batch=5, seqlen=75, channels=72, dtype=torch.float32, device=device)
-    out, final_state = with_state(**inputs)
-    one_out, one_state = with_state(**inputs | {name: inputs[name][3:4] for name in ("x", "initial_state")})
-    assert torch.equal(one_out[0], out[3]) and torch.equal(one_state[0], final_state[3])
-
-
 def test_lazy_copies_stay_lazy(device):
     """Arguments are read through pointers that may be shared: nothing is copied on write."""
     for cut in CUTS.values():

@@ -15,7 +15,6 @@ from recurrence_helpers import (
     LINEAR,
     LIQUID,
     MINGRU,
-    MINLSTM,
     PACKED,
     RECURRENCES,
     RGLRU,
@@ -421,19 +420,6 @@ def test_nan_stays_in_its_channel_and_sequence(variant, layout, device):
 
 
 # ----- the same bits, and what autograd does with the operator
-
-
-@dtypes()
-@pytest.mark.parametrize("batch", [1, 3])
-def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_threads):
-    for variant, layout in itertools.product((RGLRU, MINLSTM), ("contiguous", "transposed")):
-        inputs = make_inputs(variant, batch=batch, channels=70, seqlen=1000, dtype=dtype, layout=layout, device=device)
-        cotangents = make_cotangents(inputs)
-        first = evaluate(variant, inputs, cotangents)
-        assert_equal(evaluate(variant, inputs, cotangents), first)
-        torch.set_num_threads(1)
-        assert_equal(evaluate(variant, inputs, cotangents), first)
-        torch.set_num_threads(2)
 
 
 @dtypes(torch.float32, torch.bfloat16)

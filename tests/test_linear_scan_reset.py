@@ -173,19 +173,6 @@ def test_nonfinite_numbers_do_not_cross_a_reset(variant, value, options, device)
                 assert torch.equal(of_other[~inside], clean_gradients[f"grad_{other}"][~inside]), f"{other} of {name}"
 
 
-@every_reset
-@dtypes()
-def test_repeatable_whatever_the_number_of_threads(dtype, options, device, two_threads):
-    for variant in (LINEAR, MINLSTM):
-        inputs = make_inputs(variant, batch=3, channels=70, seqlen=1000, dtype=dtype, device=device, **options)
-        cotangents = variant.make_cotangents(inputs)
-        first = evaluate(variant, inputs, cotangents)
-        for threads in (2, 1):
-            torch.set_num_threads(threads)
-            assert_all_close(evaluate(variant, inputs, cotangents), first, 0)
-        torch.set_num_threads(2)
-
-
 @pytest.mark.cuda
 @every_reset
 @pytest.mark.parametrize("sizes", [(1, 30_000, 3), (2, 5000, 70), (16, 1500, 1024)], ids=str)

@@ -106,8 +106,9 @@ def test_add_matches_the_reference(norm, size, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("norm", [NORMS[name] for name in ("rms_norm_gated", "add_rms_norm", "add_layer_norm")], ids=str)
 def test_many_rows(norm, dtype, columns, bias, device):
-    """More rows than a GPU takes at a time: several for each partial sum."""
-    norm.assert_matches_reference(norm.make_inputs(rows=(9001,), columns=columns, dtype=dtype, bias=bias, device=device))
+    """More rows than the device takes at a time: several for each partial sum. On the CPU 64 tasks are the most."""
+    rows = 9001 if device == "cuda" else 1101
+    norm.assert_matches_reference(norm.make_inputs(rows=(rows,), columns=columns, dtype=dtype, bias=bias, device=device))
 
 
 @pytest.mark.parametrize("norm_before_gate", [False, True], ids=["gate_first", "norm_first"])
@@ -333,20 +334,6 @@ def test_a_row_does_not_depend_on_its_batch(norm, columns, bias, device):
     for key in (*norm.results, "grad_x", "grad_z", "grad_residual"):
         if key in whole:
             assert torch.equal(alone[key], whole[key][40:41]), key
-
-
-@pytest.mark.parametrize("threads", [1, 2])
-def test_threads_do_not_change_the_bits(threads):
-    inputs = make_gated_inputs(rows=(3, 257), columns=192, dtype=torch.float32)
-    norm = NORMS["rms_norm_gated"]
-    cotangents = norm.make_cotangents(inputs)
-    before = torch.get_num_threads()
-    expected = norm.evaluate(norm, inputs, cotangents)
-    torch.set_num_threads(threads)
-    try:
-        assert_equal(norm.evaluate(norm, inputs, cotangents), expected)
-    finally:
-        torch.set_num_threads(before)
 
 
 def test_large_and_small_values(device):

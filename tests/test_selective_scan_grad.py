@@ -348,24 +348,6 @@ def test_gradient_through_carried_states(method, device):
         torch.testing.assert_close(parts[name], value, rtol=1e-11, atol=1e-11)
 
 
-@every_dtype
-@pytest.mark.parametrize("batch", [1, 3])
-def test_repeatable_whatever_the_number_of_threads(batch, dtype, device, two_threads):
-    for layout, form in itertools.product(("contiguous", "transposed"), ("variable", "constant")):
-        inputs = make_inputs(
-            batch=batch, dim=70, seqlen=150, dstate=16, B=form, C=form, dtype=dtype, layout=layout, device=device
-        )
-        cotangents = make_cotangents(inputs)
-        first = evaluate(SELECTIVE_SCAN, inputs, cotangents)
-        second = evaluate(SELECTIVE_SCAN, inputs, cotangents)
-        torch.set_num_threads(1)
-        serial = evaluate(SELECTIVE_SCAN, inputs, cotangents)
-        torch.set_num_threads(2)
-        for name, value in first.items():
-            assert torch.equal(second[name], value), f"{name} differs between two runs"
-            assert torch.equal(serial[name], value), f"{name} differs between one thread and two"
-
-
 @pytest.mark.parametrize("layout", ["contiguous", "transposed"])
 @pytest.mark.parametrize("name", ["u", "delta", "z", "A", "D", "delta_bias", "initial_state", "grad_out", "grad_last_state"])
 def test_nan_stays_in_its_channel(name, layout, device):

@@ -262,18 +262,6 @@ def test_no_rows(shape, device):
     assert out.shape == shape and state.shape == inputs["state"].shape
 
 
-def test_bitwise_repeatable_whatever_the_batch(device):
-    """A row's result depends neither on the run nor on the rows beside it."""
-    for options in (STEP_FORMS["channels"], STEP_FORMS["heads"], {"dim": 700}, {"heads": 16, "dim": 64}):
-        inputs = make_step_inputs(**options, batch=40, dstate=64, dtype=torch.float32, device=device)
-        out, state = step(inputs)
-        again, _ = step(inputs)
-        assert torch.equal(again, out)
-        per_batch = ("state", "x", "dt", "B", "C", "z")
-        one_out, one_state = step(inputs | {name: inputs[name][7:8] for name in per_batch})
-        assert torch.equal(one_out[0], out[7]) and torch.equal(one_state[0], state[7])
-
-
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("name", ["state", "x", "dt", "A", "D", "z", "dt_bias"])
 def test_not_finite_stays_in_its_channel(name, value, device):
