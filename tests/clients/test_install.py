@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import pickle
 import subprocess
 import sys
@@ -261,25 +262,38 @@ def test_layers_are_pickled_without_the_installation():
 
 
 SCRIPT = """
+    import multiprocessing
     import sys
     import torch
     from mamba_ssm import Mamba2
     from causal_conv1d import causal_conv1d_fn
 
-    print(Mamba2.__module__, causal_conv1d_fn.__module__, __name__, sys.argv[1:])
-    print(list(causal_conv1d_fn(torch.randn(1, 4, 6), torch.randn(4, 3)).shape))
+    def work():
+        print(__name__, Mamba2.__module__, sys.argv[1:], list(causal_conv1d_fn(torch.randn(1, 4, 6), torch.randn(4, 3)).shape))
+
+    if __name__ == "__main__":
+        work()
+        sys.stdout.flush()
+        process = multiprocessing.get_context("spawn").Process(target=work)
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
 """
 
 
-def test_a_script_runs_unchanged(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    result = run_python("-m", "ssm_kernels.compat", str(script), "--epochs", "3")
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_a_program_runs_unchanged_and_spawns_processes(as_module, tmp_path):
+    program = tmp_path / "program" / "__main__.py"
+    program.parent.mkdir()
+    (program.parent / "layers.py").write_text("from mamba_ssm import Mamba2\n")
+    source = textwrap.dedent(SCRIPT)
+    program.write_text(source.replace("from mamba_ssm import", "from .layers import") if as_module else source)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    target = ["-m", "program"] if as_module else [str(program)]
+    result = run_python("-m", "ssm_kernels.compat", *target, "--epochs", "3", env=environment)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [
-        "ssm_kernels.nn.mamba2 ssm_kernels.compat.causal_conv1d __main__ ['--epochs', '3']",
-        "[1, 4, 6]",
-    ]
+    rest = "ssm_kernels.nn.mamba2 ['--epochs', '3'] [1, 4, 6]"
+    assert result.stdout.splitlines() == [f"__main__ {rest}", f"__mp_main__ {rest}"]
 
 
 def test_the_command_without_a_script_says_how_to_use_it():
