@@ -12,7 +12,6 @@ from torch import Tensor
 
 from .._arguments import is_autocast_enabled
 
-
 _FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 
