@@ -40,7 +40,7 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
         try:
             return function(*args, **kwargs)
         except (AttributeError, RuntimeError, TypeError):
-            error = _argument_error(function, args, kwargs)
+            error = argument_error(function, args, kwargs)
             if error is None:
                 raise
         raise error
@@ -57,7 +57,7 @@ def finite_dt_limit(dt_limit: Sequence[float]) -> list[float]:
     return [max(min(limit, largest), -largest) for limit in dt_limit]
 
 
-def _argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
+def argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> TypeError | None:
     """Describes the first argument of a wrong type, if there is one."""
     signature = inspect.signature(function)
     try:
@@ -66,17 +66,34 @@ def _argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return _keyword_error(function.__name__, signature, len(args))
     for name, value in arguments.items():
         annotation = str(signature.parameters[name].annotation)
-        if not annotation.startswith("Tensor") or torch.overrides.is_tensor_like(value):
-            continue
         # For others than a required tensor, None is allowed, or torch.ops raises the same kind of message.
-        if value is None and annotation != "Tensor":
+        if torch.overrides.is_tensor_like(value) or (value is None and annotation != "Tensor"):
             continue
-        if "float" in annotation and isinstance(value, numbers.Real):
+        kind = _expected_kind(annotation, value)
+        if kind is None:
             continue
-        kind = "a tensor or a number" if "float" in annotation else "a tensor"
         kind += " or None" if "None" in annotation else ""
         got = "None" if value is None else type(value).__name__
         return TypeError(f"{function.__name__}: expected {name} to be {kind}, got {got}")
+    return None
+
+
+def _expected_kind(annotation: str, value: Any) -> str | None:
+    """What an argument of this annotation is, if the value, which is no tensor, is something else."""
+    is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat))
+    if annotation.startswith("Tensor"):
+        if "float" not in annotation:
+            return "a tensor"
+        return None if is_number else "a tensor or a number"
+    if annotation.startswith("Sequence[float]"):
+        are_numbers = isinstance(value, Sequence) and all(isinstance(item, numbers.Real) for item in value)
+        return None if are_numbers else "a sequence of numbers"
+    if annotation.startswith("int"):
+        return None if isinstance(value, (numbers.Integral, torch.SymInt)) else "an integer"
+    if annotation.startswith("float"):
+        return None if is_number else "a number"
+    if annotation.startswith("str"):
+        return None if isinstance(value, str) else "a string"
     return None
 
 

@@ -233,6 +233,20 @@ def test_other_types(operator, mode, value, device):
             assert raised.value.__context__ is None  # the dispatcher's message, with the value
 
 
+KINDS = {"int": "an integer", "float": "a number", "str": "a string", "Sequence[float]": "a sequence of numbers"}
+
+
+@every_operator
+def test_other_types_of_options(operator, device):
+    function, arguments = getattr(ssm_kernels, operator.function), operator.make(device)
+    for name, parameter in inspect.signature(function).parameters.items():
+        annotation, _, optional = str(parameter.annotation).partition(" | ")
+        if annotation in KINDS:
+            message = f"{operator.function}: expected {name} to be {KINDS[annotation]}{' or None' * bool(optional)}, got object"
+            with pytest.raises(TypeError, match=f"^{re.escape(message)}$"):
+                function(**arguments | {name: object()})
+
+
 @every_operator
 def test_other_types_by_position(operator, device):
     arguments = operator.make(device)

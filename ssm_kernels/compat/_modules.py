@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
+
+import torch
 
 from .. import nn
 from ..models import mamba_lm
@@ -17,6 +20,7 @@ from . import (
     references,
     selective_scan,
     ssd,
+    unserved,
 )
 
 VERSIONS = {"mamba_ssm": "2.3.2+ssm.kernels", "causal_conv1d": "1.7.0+ssm.kernels"}
@@ -46,6 +50,8 @@ _CONVOLUTION_REFERENCES = {
     "causal_conv1d_ref": references.causal_conv1d_ref,
     "causal_conv1d_update_ref": references.causal_conv1d_update_ref,
 }
+# torch.amp's decorators of autograd functions, for the autocast of CUDA.
+_AUTOCAST = {name: functools.partial(getattr(torch.amp, name), device_type="cuda") for name in ("custom_fwd", "custom_bwd")}
 _VARLEN_STATES = {"causal_conv1d_varlen_states": causal_conv1d.causal_conv1d_varlen_states}
 
 MODULES: dict[str, dict[str, Any]] = {
@@ -66,6 +72,7 @@ MODULES: dict[str, dict[str, Any]] = {
     "mamba_ssm.modules.mamba2_simple": {"Mamba2Simple": mamba2_simple.Mamba2Simple},
     "mamba_ssm.modules.block": {"Block": nn.Block},
     "mamba_ssm.modules.mlp": {"GatedMLP": nn.GatedMLP},
+    "mamba_ssm.modules.mha": {"MHA": unserved.MHA},
     "mamba_ssm.models": {},
     "mamba_ssm.models.config_mamba": {"MambaConfig": models.MambaConfig},
     "mamba_ssm.models.mixer_seq_simple": {
@@ -78,6 +85,16 @@ MODULES: dict[str, dict[str, Any]] = {
     "mamba_ssm.utils": {},
     "mamba_ssm.utils.generation": {name: getattr(generation, name) for name in generation.__all__ if name != "GenerateOutput"},
     "mamba_ssm.utils.hf": {"load_config_hf": models.load_config_hf, "load_state_dict_hf": models.load_state_dict_hf},
+    "mamba_ssm.utils.torch": _AUTOCAST,
+    "mamba_ssm.distributed": {},
+    "mamba_ssm.distributed.tensor_parallel": {
+        "ColumnParallelLinear": unserved.ColumnParallelLinear,
+        "RowParallelLinear": unserved.RowParallelLinear,
+    },
+    "mamba_ssm.distributed.distributed_utils": {
+        "all_reduce": unserved.all_reduce,
+        "reduce_scatter": unserved.reduce_scatter,
+    },
     "causal_conv1d": _CONVOLUTIONS,
     "causal_conv1d.causal_conv1d_interface": {**_CONVOLUTIONS, **_CONVOLUTION_REFERENCES},
     "causal_conv1d.causal_conv1d_varlen": _VARLEN_STATES,

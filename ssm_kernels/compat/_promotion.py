@@ -12,6 +12,8 @@ from torch import Tensor
 
 from .._arguments import is_autocast_enabled
 
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states, sums and parameters for sequences of ``dtype``."""
@@ -19,7 +21,7 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def common_dtype(function: str, **tensors: Tensor | None) -> torch.dtype:
-    """The narrowest dtype that holds the values of all tensors. Refuses complex and integer tensors by name."""
+    """The narrowest dtype that holds the values of all tensors. Refuses complex, integer and float8 tensors by name."""
     dtype: torch.dtype | None = None
     for name, tensor in tensors.items():
         if tensor is None:
@@ -34,11 +36,11 @@ def common_dtype(function: str, **tensors: Tensor | None) -> torch.dtype:
 
 
 def check_real(function: str, name: str, tensor: Tensor) -> None:
-    """Raises for complex numbers, which mamba_ssm's first kernels take, and for integers."""
+    """Raises for complex numbers, which mamba_ssm's first kernels take, for integers and for float8."""
     if tensor.is_complex():
         raise NotImplementedError(f"{function}: complex {name} is not supported, expected a real floating-point tensor")
-    if not tensor.is_floating_point():
-        raise RuntimeError(f"{function}: expected {name} of a floating-point dtype, got {tensor.dtype}")
+    if tensor.dtype not in _FLOATS:
+        raise RuntimeError(f"{function}: expected {name} of dtype float32, float16, bfloat16 or float64, got {tensor.dtype}")
 
 
 @overload

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
-from .._arguments import names_arguments
 from ..convolutions import causal_conv1d
 from ..convolutions import causal_conv1d_update as _update
 from ._cache_rows import CacheRows, check_conv_slots
+from ._errors import check_device, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
@@ -20,7 +20,7 @@ def _check_activation(function: str, activation: str | None) -> None:
         raise NotImplementedError(f"{function}: expected activation None, 'silu' or 'swish', got {activation!r}")
 
 
-@names_arguments
+@peer_arguments(initial_state="initial_states")
 def causal_conv1d_fn(
     x: Tensor,
     weight: Tensor,
@@ -58,13 +58,13 @@ def causal_conv1d_fn(
         RuntimeError, TypeError: as :func:`ssm_kernels.causal_conv1d`.
     """
     _check_activation("causal_conv1d_fn", activation)
-    common_dtype("causal_conv1d_fn", x=x)
+    common_dtype("causal_conv1d_fn", x=x, weight=weight, bias=bias)
     if x.dim() != 3:
         raise ValueError(f"causal_conv1d_fn: expected x of shape (batch, channels, seqlen), got {list(x.shape)}")
     if final_states_out is not None and not return_final_states:
         raise ValueError("causal_conv1d_fn: final_states_out is written with return_final_states=True only")
     if final_states_out is not None and weight.dim() == 2:
-        _check_final_states_out(final_states_out, [x.shape[0], x.shape[1], weight.shape[1] - 1], x)
+        _check_final_states_out(final_states_out, (x.shape[0], x.shape[1], weight.shape[1] - 1), x)
     out, final_states = convolve_with_padding(x.transpose(1, 2), weight, bias, activation, seq_idx, initial_states)
     out = out.transpose(1, 2)
     if not return_final_states:
@@ -106,20 +106,15 @@ def _may_have_padding(seq_idx: Tensor) -> bool:
     return bool((seq_idx < 0).any())
 
 
-def _check_final_states_out(final_states_out: Tensor, shape: list[int], x: Tensor) -> None:
+def _check_final_states_out(final_states_out: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
     name = "causal_conv1d_fn"
-    if list(final_states_out.shape) != shape:
-        raise ValueError(
-            f"{name}: expected final_states_out of shape (batch, channels, width - 1) = {shape}, got "
-            f"{list(final_states_out.shape)}"
-        )
+    check_shape(name, "final_states_out", final_states_out, "(batch, channels, width - 1)", shape)
     if final_states_out.dtype != x.dtype:
         raise RuntimeError(f"{name}: expected final_states_out of dtype {x.dtype}, got {final_states_out.dtype}")
-    if final_states_out.device != x.device:
-        raise RuntimeError(f"{name}: expected final_states_out on {x.device}, got {final_states_out.device}")
+    check_device(name, "final_states_out", final_states_out, "x", x)
 
 
-@names_arguments
+@peer_arguments(state_batch_indices="conv_state_indices")
 def causal_conv1d_update(
     x: Tensor,
     conv_state: Tensor,
@@ -223,21 +218,18 @@ def _check_conv_state(conv_state: Tensor, x: Tensor, past: int, has_slots: bool)
         )
     if conv_state.shape[2] < past:
         raise ValueError(f"{name}: expected conv_state of length >= width - 1 = {past}, got {conv_state.shape[2]}")
-    if conv_state.device != x.device:
-        raise RuntimeError(f"{name}: expected conv_state on {x.device} (the device of x), got {conv_state.device}")
+    check_device(name, "conv_state", conv_state, "x", x)
 
 
 def _check_cache_seqlens(cache_seqlens: Tensor, x: Tensor) -> None:
     name = "causal_conv1d_update"
-    if cache_seqlens.shape != x.shape[:1]:
-        raise ValueError(f"{name}: expected cache_seqlens of shape (batch,) = [{x.shape[0]}], got {list(cache_seqlens.shape)}")
+    check_shape(name, "cache_seqlens", cache_seqlens, "(batch,)", x.shape[:1])
     if cache_seqlens.dtype not in (torch.int32, torch.int64):
         raise RuntimeError(f"{name}: expected cache_seqlens of dtype int32 or int64, got {cache_seqlens.dtype}")
-    if cache_seqlens.device != x.device:
-        raise RuntimeError(f"{name}: expected cache_seqlens on {x.device} (the device of x), got {cache_seqlens.device}")
+    check_device(name, "cache_seqlens", cache_seqlens, "x", x)
 
 
-@names_arguments
+@peer_arguments()
 def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -> Tensor:
     """The last steps of each of several packed sequences, as states for :func:`causal_conv1d_update`.
 
@@ -252,14 +244,22 @@ def causal_conv1d_varlen_states(x: Tensor, cu_seqlens: Tensor, state_len: int) -
         sequence has fewer steps. The host does not wait for the device.
 
     Raises:
-        ValueError: a shape is not as above.
+        ValueError: a shape or ``state_len`` is not as above.
+        RuntimeError: a dtype or device is not as above.
+        TypeError: an argument is not a tensor where one is expected, or ``state_len`` is not an integer.
     """
-    common_dtype("causal_conv1d_varlen_states", x=x)
-    if x.dim() != 2 or cu_seqlens.dim() != 1:
+    name = "causal_conv1d_varlen_states"
+    common_dtype(name, x=x)
+    if x.dim() != 2 or cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
-            "causal_conv1d_varlen_states: expected x of shape (steps, channels) and cu_seqlens of shape (sequences + 1,), got "
+            f"{name}: expected x of shape (steps, channels) and cu_seqlens of shape (sequences + 1,), got "
             f"{list(x.shape)} and {list(cu_seqlens.shape)}"
         )
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"{name}: expected cu_seqlens of dtype int32 or int64, got {cu_seqlens.dtype}")
+    check_device(name, "cu_seqlens", cu_seqlens, "x", x)
+    if state_len < 0:
+        raise ValueError(f"{name}: expected state_len of at least 0, got {state_len}")
     if x.shape[0] == 0:
         return x.new_zeros(cu_seqlens.shape[0] - 1, state_len, x.shape[1]).transpose(1, 2)
     steps = cu_seqlens[1:, None] + torch.arange(-state_len, 0, device=cu_seqlens.device)

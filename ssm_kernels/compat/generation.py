@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..models.generation import GraphedStep
 from ..models.generation import InferenceParams as _InferenceParams
 
 __all__ = [
+    "DecodingCGCache",
     "GenerateOutput",
     "GenerationMixin",
     "InferenceParams",
@@ -22,6 +24,7 @@ __all__ = [
     "modify_logits_for_top_k_filtering",
     "modify_logits_for_top_p_filtering",
     "sample",
+    "update_graph_cache",
 ]
 
 
@@ -269,3 +272,73 @@ class GenerationMixin:
         if not output_scores:
             output.scores = None
         return output if return_dict_in_generate else output.sequences
+
+
+@dataclasses.dataclass
+class DecodingCGCache:
+    """The CUDA graph of a decoding step, with its states: made and kept up to date by :func:`update_graph_cache`.
+
+    Attributes:
+        callables: ``run`` by the graph's (batch, tokens).
+        inference_params: the cache that the graph reads and writes. Reading a prompt with it at ``seqlen_offset`` 0 starts
+            anew.
+        run: ``run(input_ids, position_ids, seqlen)``: logits, (batch, 1, vocabulary), after ``input_ids``, (batch, 1). The
+            other two arguments have no effect, as in ``mamba_ssm``'s models.
+    """
+
+    max_batch_size: int = 0
+    max_seqlen: int = 0
+    callables: dict[tuple[int, int], Callable[..., Tensor]] = dataclasses.field(default_factory=dict)
+    inference_params: InferenceParams | None = None
+    run: Callable[..., Tensor] | None = None
+    _graphed: GraphedStep | None = dataclasses.field(default=None, repr=False)
+
+
+def update_graph_cache(
+    model: Any,
+    cache: DecodingCGCache | None,
+    batch_size: int,
+    seqlen_og: int,
+    max_seqlen: int,
+    decoding_seqlens: Sequence[int] = (1,),
+    dtype: torch.dtype | None = None,
+    n_warmups: int = 2,
+) -> DecodingCGCache:
+    """Captures a decoding step, unless ``cache`` has it for this batch size and these parameters.
+
+    Args:
+        model: a :class:`ssm_kernels.models.MambaLM` on a CUDA device.
+        cache: the result of an earlier call, which is updated, or None.
+        batch_size: sequences decoded together. A change of it captures the step anew.
+        seqlen_og: length of the prompt; without effect, as the states do not depend on it.
+        max_seqlen: the largest number of steps; only recorded.
+        decoding_seqlens: must be (1,): a step takes one token.
+        dtype: must be None: the mixers choose the dtypes of their states.
+        n_warmups: without effect: calls before the capture.
+
+    Raises:
+        NotImplementedError: ``decoding_seqlens`` or ``dtype`` is another.
+        RuntimeError: the model is not on a CUDA device.
+    """
+    name = "update_graph_cache"
+    if tuple(decoding_seqlens) != (1,):
+        raise NotImplementedError(f"{name}: expected decoding_seqlens (1,), got {decoding_seqlens}")
+    if dtype is not None:
+        raise NotImplementedError(f"{name}: expected dtype None, got {dtype}")
+    device = next(iter(model.parameters())).device
+    if device.type != "cuda":
+        raise RuntimeError(f"{name}: expected a model on a CUDA device, got {device}")
+    cache = DecodingCGCache() if cache is None else cache
+    if cache._graphed is None or cache._graphed.key != GraphedStep.make_key(model, batch_size):
+        # Free the memory of the old graph first.
+        cache.callables, cache.inference_params, cache.run, cache._graphed = {}, None, None, None
+        graphed = GraphedStep(model, batch_size)
+
+        def run(input_ids: Tensor, position_ids: Tensor | None, seqlen: int) -> Tensor:
+            return graphed(input_ids[:, 0])[:, None].clone()
+
+        cache.callables, cache.run, cache._graphed = {(batch_size, 1): run}, run, graphed
+        states = graphed.inference_params.key_value_memory_dict
+        cache.inference_params = InferenceParams(max_seqlen, batch_size, key_value_memory_dict=states)
+    cache.max_batch_size, cache.max_seqlen = batch_size, max_seqlen
+    return cache

@@ -7,14 +7,18 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .._arguments import names_arguments
 from ..norms import add_layer_norm, add_rms_norm
+from ._errors import check_device, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
 __all__ = ["RMSNorm", "layer_norm_fn", "rms_norm_fn"]
 
+# By is_rms_norm, the norm with weight and bias, and the one with weight1 and bias1.
+_second = peer_arguments(weight="weight1", bias="bias1")
+_NORMS = {False: (add_layer_norm, _second(add_layer_norm)), True: (add_rms_norm, _second(add_rms_norm))}
 
-@names_arguments
+
+@peer_arguments()
 def layer_norm_fn(
     x: Tensor,
     weight: Tensor,
@@ -61,12 +65,13 @@ def layer_norm_fn(
         ValueError: ``x1`` with ``rowscale``, ``bias1`` without ``weight1``, or a shape or ``dropout_p`` is not as above.
         RuntimeError, TypeError: as :func:`ssm_kernels.add_rms_norm`.
     """
-    name = "rms_norm_fn" if is_rms_norm else "layer_norm_fn"
+    name = "layer_norm_fn"
     if x1 is not None and rowscale is not None:
         raise ValueError(f"{name}: rowscale is not supported together with x1")
     if weight1 is None and bias1 is not None:
         raise ValueError(f"{name}: expected bias1 with weight1 only")
     dtype = common_dtype(name, x=x)
+    common_dtype(name, x=x, weight=weight, bias=bias, weight1=weight1, bias1=bias1)
     every = common_dtype(name, x=x, residual=residual, x1=x1, rowscale=rowscale)
     wide = wide_dtype(every)
     if x1 is not None and x1.shape != x.shape:
@@ -75,9 +80,12 @@ def layer_norm_fn(
         raise ValueError(
             f"{name}: expected rowscale of the leading axes of x = {list(x.shape[:-1])}, got {list(rowscale.shape)}"
         )
+    for argument, tensor in (("x1", x1), ("rowscale", rowscale)):
+        if tensor is not None:
+            check_device(name, argument, tensor, "x", x)
     if not 0.0 <= dropout_p <= 1.0:
         raise ValueError(f"{name}: expected dropout_p from 0 to 1, got {dropout_p}")
-    norm = add_rms_norm if is_rms_norm else add_layer_norm
+    norm, norm1 = _NORMS[bool(is_rms_norm)]
     residual_dtype = residual.dtype if residual is not None else wide_dtype(dtype) if residual_in_fp32 else dtype
     mask, mask1, y1 = None, None, None
     is_plain = x1 is None and weight1 is None and rowscale is None and dropout_p == 0.0
@@ -101,7 +109,7 @@ def layer_norm_fn(
                 scaled = scaled + scaled1
             y, total = norm(scaled, cast(residual, wide), cast(weight, wide), cast(bias, wide), eps=eps)
             if weight1 is not None:
-                y1 = norm(total, None, cast(weight1, wide), cast(bias1, wide), eps=eps)[0].to(dtype)
+                y1 = norm1(total, None, cast(weight1, wide), cast(bias1, wide), eps=eps)[0].to(dtype)
             y, total = y.to(dtype), total.to(residual_dtype)
     results: list[Tensor | None] = [y]
     if weight1 is not None:
@@ -121,7 +129,7 @@ def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     return torch.where(mask, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0.0), mask
 
 
-@names_arguments
+@peer_arguments()
 def rms_norm_fn(
     x: Tensor,
     weight: Tensor,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from .._arguments import names_arguments
 from ..norms import layer_norm_gated, rms_norm_gated
+from ._errors import peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable
 
 __all__ = ["LayerNorm", "RMSNorm", "layernorm_fn", "rmsnorm_fn"]
 
 
-@names_arguments
+@peer_arguments()
 def layernorm_fn(
     x: Tensor,
     weight: Tensor,
@@ -31,7 +31,8 @@ def layernorm_fn(
     Raises:
         ValueError, RuntimeError, TypeError: as :func:`ssm_kernels.rms_norm_gated`.
     """
-    dtype = common_dtype("rmsnorm_fn" if is_rms_norm else "layernorm_fn", x=x, z=z)
+    common_dtype("layernorm_fn", x=x, weight=weight, bias=bias)
+    dtype = common_dtype("layernorm_fn", x=x, z=z)
     norm = rms_norm_gated if is_rms_norm else layer_norm_gated
     with no_autocast(x):
         out = norm(
@@ -46,7 +47,7 @@ def layernorm_fn(
     return cast(out, x.dtype)
 
 
-@names_arguments
+@peer_arguments()
 def rmsnorm_fn(
     x: Tensor,
     weight: Tensor,

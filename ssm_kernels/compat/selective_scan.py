@@ -7,15 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from .._arguments import names_arguments
 from ..norms import rms_norm_gated
 from ._cache_rows import CacheRows, check_scan_slots
+from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
 __all__ = ["mamba_inner_fn", "selective_scan_fn", "selective_state_update"]
 
 
-@names_arguments
+@peer_arguments()
 def selective_scan_fn(
     u: Tensor,
     delta: Tensor,
@@ -83,7 +83,10 @@ def selective_scan_fn(
     return (out, last_state) if return_last_state else out
 
 
-@names_arguments
+_scan = peer_arguments(u="xz", delta="xz")(selective_scan_fn)
+
+
+@peer_arguments()
 def mamba_inner_fn(
     xz: Tensor,
     conv1d_weight: Tensor,
@@ -144,18 +147,36 @@ def mamba_inner_fn(
         RuntimeError, TypeError: as :func:`ssm_kernels.selective_scan`.
     """
     name = "mamba_inner_fn"
+    projections = {"x_proj_weight": x_proj_weight, "delta_proj_weight": delta_proj_weight, "out_proj_weight": out_proj_weight}
+    biases = {"out_proj_bias": out_proj_bias, "B_proj_bias": B_proj_bias, "C_proj_bias": C_proj_bias}
+    norms = {"b_rms_weight": b_rms_weight, "c_rms_weight": c_rms_weight, "dt_rms_weight": dt_rms_weight}
     common_dtype(name, xz=xz, conv1d_weight=conv1d_weight, conv1d_bias=conv1d_bias, A=A, B=B, C=C, D=D, delta_bias=delta_bias)
+    common_dtype(name, **projections, **biases, **norms)
     if checkpoint_lvl not in (0, 1):
         raise ValueError(f"{name}: expected checkpoint_lvl 0 or 1, got {checkpoint_lvl}")
     if xz.dim() != 3 or xz.shape[1] % 2 != 0:
         raise ValueError(f"{name}: expected xz of shape (batch, 2 * dim, seqlen), got {list(xz.shape)}")
-    rank, dstate = delta_proj_weight.shape[1], A.shape[1]
+    dim = xz.shape[1] // 2
+    check_projection(name, "delta_proj_weight", delta_proj_weight, "(dim, rank)", (dim, None), "xz", xz)
+    check_projection(name, "out_proj_weight", out_proj_weight, "(out_dim, dim)", (None, dim), "xz", xz)
+    check_shape(name, "A", A, "(dim, dstate)", (dim, None))
+    rank, dstate, out_dim = delta_proj_weight.shape[1], A.shape[1], out_proj_weight.shape[0]
     sizes = [rank, *[dstate] * ((B is None) + (C is None))]
-    if x_proj_weight.shape[0] != sum(sizes):
-        raise ValueError(
-            f"{name}: expected x_proj_weight of {' + '.join(map(str, sizes))} rows (rank, then dstate for each of B and C "
-            f"that is None), got {list(x_proj_weight.shape)}"
-        )
+    rows = " + ".join(["rank", "dstate", "dstate"][: len(sizes)])
+    check_projection(name, "x_proj_weight", x_proj_weight, f"({rows}, dim)", (sum(sizes), dim), "xz", xz)
+    for argument, tensor, axes, shape in (
+        ("conv1d_weight", conv1d_weight, "(dim, 1, width)", (dim, 1, None)),
+        ("conv1d_bias", conv1d_bias, "(dim,)", (dim,)),
+        ("out_proj_bias", out_proj_bias, "(out_dim,)", (out_dim,)),
+        ("B_proj_bias", B_proj_bias, "(dstate,)", (dstate,)),
+        ("C_proj_bias", C_proj_bias, "(dstate,)", (dstate,)),
+        ("b_rms_weight", b_rms_weight, "(dstate,)", (dstate,)),
+        ("c_rms_weight", c_rms_weight, "(dstate,)", (dstate,)),
+        ("dt_rms_weight", dt_rms_weight, "(dim,)", (dim,)),
+    ):
+        if tensor is not None:
+            check_shape(name, argument, tensor, axes, shape)
+            check_device(name, argument, tensor, "xz", xz)
     with no_autocast(xz):
         x, scanned, z = torch.ops.ssm_kernels._mamba_conv(
             xz.transpose(1, 2), readable(conv1d_weight, xz.dtype), readable(conv1d_bias, xz.dtype), None
@@ -171,7 +192,7 @@ def mamba_inner_fn(
     elif C_proj_bias is not None or c_rms_weight is not None:
         raise NotImplementedError(f"{name}: C_proj_bias and c_rms_weight are not supported with a given C")
     delta = _normalized(delta, None, dt_rms_weight, b_c_dt_rms_eps)
-    y = selective_scan_fn(
+    y = _scan(
         scanned.transpose(1, 2),
         delta.transpose(1, 2),
         A,
@@ -194,7 +215,7 @@ def _normalized(v: Tensor, bias: Tensor | None, weight: Tensor | None, eps: floa
     return v if weight is None else rms_norm_gated(v, readable(weight, v.dtype), eps=eps)
 
 
-@names_arguments
+@peer_arguments()
 def selective_state_update(
     state: Tensor,
     x: Tensor,

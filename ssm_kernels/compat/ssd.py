@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import ops
-from .._arguments import names_arguments
 from .._packing import check_same_packing, with_padding
+from ._errors import check_device, check_projection, check_shape, peer_arguments
 from ._promotion import cast, common_dtype, no_autocast, wide_dtype
 from .causal_conv1d import convolve_with_padding
 from .norms import rmsnorm_fn
@@ -19,7 +19,7 @@ from .norms import rmsnorm_fn
 __all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"]
 
 
-@names_arguments
+@peer_arguments()
 def mamba_chunk_scan_combined(
     x: Tensor,
     dt: Tensor,
@@ -150,7 +150,12 @@ def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
         raise RuntimeError(f"{name}: expected cu_seqlens of dtype int32 or int64, got {cu_seqlens.dtype}")
 
 
-@names_arguments
+_convolve = peer_arguments(x="zxbcdt", weight="conv1d_weight", bias="conv1d_bias")(convolve_with_padding)
+_scan = peer_arguments(x="zxbcdt", dt="zxbcdt")(mamba_chunk_scan_combined)
+_normalize = peer_arguments(x="zxbcdt", weight="rmsnorm_weight")(rmsnorm_fn)
+
+
+@peer_arguments()
 def mamba_split_conv1d_scan_combined(
     zxbcdt: Tensor,
     conv1d_weight: Tensor,
@@ -205,7 +210,9 @@ def mamba_split_conv1d_scan_combined(
         RuntimeError, TypeError: as :func:`ssm_kernels.ssd_chunk_scan`.
     """
     name = "mamba_split_conv1d_scan_combined"
-    common_dtype(name, zxbcdt=zxbcdt, conv1d_weight=conv1d_weight, D=D)
+    common_dtype(name, zxbcdt=zxbcdt, conv1d_weight=conv1d_weight, conv1d_bias=conv1d_bias, dt_bias=dt_bias, A=A, D=D)
+    parameters = {"rmsnorm_weight": rmsnorm_weight, "outproj_weight": outproj_weight, "outproj_bias": outproj_bias}
+    common_dtype(name, zxbcdt=zxbcdt, **parameters)
     _check_state_dtype(name, state_dtype)
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(f"{name}: expected activation None, 'silu' or 'swish', got {activation!r}")
@@ -232,13 +239,19 @@ def mamba_split_conv1d_scan_combined(
     mlp = (zxbcdt.shape[-1] - dim - columns - heads) // 2 if zxbcdt.dim() == 3 else -1
     if mlp < 0 or zxbcdt.shape[-1] != 2 * mlp + dim + columns + heads:
         raise ValueError(
-            f"{name}: expected zxbcdt of 2 * mlp + {dim} + {columns} + {heads} columns (z, convolution, dt), got "
+            f"{name}: expected zxbcdt of 2 * mlp + {dim} + {columns} + {heads} columns (gate, convolution, step sizes), got "
             f"{list(zxbcdt.shape)}"
         )
+    if outproj_weight is not None:
+        shape = (None, mlp + dim)
+        check_projection(name, "outproj_weight", outproj_weight, "(out_dim, mlp + dim)", shape, "zxbcdt", zxbcdt)
+        if outproj_bias is not None:
+            check_shape(name, "outproj_bias", outproj_bias, "(out_dim,)", outproj_weight.shape[:1])
+            check_device(name, "outproj_bias", outproj_bias, "zxbcdt", zxbcdt)
     gate, up, z, xBC, dt = zxbcdt.split([mlp, mlp, dim, columns, heads], dim=-1)
-    xBC, _ = convolve_with_padding(xBC, conv1d_weight, conv1d_bias, activation, seq_idx)
+    xBC, _ = _convolve(xBC, conv1d_weight, conv1d_bias, activation, seq_idx)
     x, B, C = xBC.split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
-    results = mamba_chunk_scan_combined(
+    results = _scan(
         x.unflatten(-1, (heads, headdim)),
         dt,
         A,
@@ -258,7 +271,7 @@ def mamba_split_conv1d_scan_combined(
     out, final_states = results if isinstance(results, tuple) else (results, None)
     out = out.flatten(-2)
     if rmsnorm_weight is not None:
-        out = rmsnorm_fn(out, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
+        out = _normalize(out, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
     if mlp > 0:
         out = torch.cat([F.silu(gate) * up, out], dim=-1)
     if outproj_weight is not None:

@@ -371,15 +371,39 @@ def _replacements_457(module: ModuleType) -> dict[str, tuple[str, object]]:
     return found
 
 
-class _WithoutFusion:
-    """A mixer as its fast path sees it: not in training, because the path would call a fused function then."""
+class _FastMixer:
+    """A mixer as its fast path sees it: not in training, because the path would call a fused function then.
+
+    The path multiplies by the weight of ``dt_proj``, which its own path calls: a module in the place of ``dt_proj``, such as a
+    layer with adapters, is called here too.
+    """
 
     def __init__(self, mixer: Any) -> None:
         self._mixer = mixer
         self.training = False
+        if _has_another_dt_proj(mixer):
+            self.dt_proj = _CalledProjection(mixer.dt_proj)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._mixer, name)
+
+
+class _CalledProjection:
+    """Stands for ``dt_proj`` and its weight: ``weight @ x`` calls the module and takes its bias off, which the scan adds."""
+
+    def __init__(self, module: Any) -> None:
+        self._module, self.bias, self.weight = module, module.bias, self
+
+    def __call__(self, x: Tensor) -> Any:
+        return self._module(x)
+
+    def __matmul__(self, x: Tensor) -> Tensor:
+        out = self._module(x.transpose(1, 2))
+        return (out if self.bias is None else out - self.bias).transpose(1, 2)
+
+
+def _has_another_dt_proj(mixer: Any) -> bool:
+    return type(getattr(mixer, "dt_proj", None)) not in (torch.nn.Linear, type(None))
 
 
 def _forward_457(forward: Function, fast: Function, on_cpu: bool) -> Function:
@@ -387,7 +411,8 @@ def _forward_457(forward: Function, fast: Function, on_cpu: bool) -> Function:
     def on_kernels(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         is_served = hidden_states.is_cuda or (on_cpu and hidden_states.device.type == "cpu")
         if is_served and getattr(self, "use_fast_kernels", True):  # use_mamba_kernels of the configuration
-            return fast(_WithoutFusion(self) if self.training else self, hidden_states, *args, **kwargs)
+            mixer = _FastMixer(self) if self.training or _has_another_dt_proj(self) else self
+            return fast(mixer, hidden_states, *args, **kwargs)
         return forward(self, hidden_states, *args, **kwargs)
 
     return on_kernels

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
+import re
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssm_kernels.compat import references
 from ssm_kernels.compat._modules import VERSIONS
-from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update
+from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 from ssm_kernels.compat.layer_norm import layer_norm_fn, rms_norm_fn
-from ssm_kernels.compat.norms import rmsnorm_fn
+from ssm_kernels.compat.norms import layernorm_fn, rmsnorm_fn
 from ssm_kernels.compat.selective_scan import mamba_inner_fn, selective_scan_fn, selective_state_update
 from ssm_kernels.compat.ssd import mamba_chunk_scan_combined, mamba_split_conv1d_scan_combined
 
@@ -115,11 +118,12 @@ CACHES = [
 
 @pytest.mark.parametrize(("update", "kind"), CACHES)
 def test_refused_slots(update, kind):
+    name = "conv_state_indices" if update is conv_update else "state_batch_indices"
     for indices, error, message in (
-        ([1, 1], ValueError, "expected distinct state_batch_indices, got 1 at positions 0 and 1"),
-        ([1, 5], ValueError, "expected state_batch_indices below the number of slots, 5, got 5 at position 1"),
-        ([1], ValueError, r"expected state_batch_indices of shape \(batch,\) = \[2\], got \[1\]"),
-        ([1.0, 2.0], RuntimeError, "expected state_batch_indices of dtype Int or Long, got Float"),
+        ([1, 1], ValueError, f"expected distinct {name}, got 1 at positions 0 and 1"),
+        ([1, 5], ValueError, f"expected {name} below the number of slots, 5, got 5 at position 1"),
+        ([1], ValueError, rf"expected {name} of shape \(batch,\) = \[2\], got \[1\]"),
+        ([1.0, 2.0], RuntimeError, f"expected {name} of dtype Int or Long, got Float"),
     ):
         with pytest.raises(error, match=message):
             update(kind, "cpu", torch.tensor(indices))
@@ -228,15 +232,114 @@ REQUIRED = [
 ]
 
 
+def complete(arguments, **shapes):
+    """The arguments and further tensors: floating-point ones of these shapes, and integers as they are."""
+    return lambda: arguments(**{k: v if isinstance(v, torch.Tensor) else torch.randn(v) for k, v in shapes.items()})
+
+
+ZEROS = torch.zeros(2, 9, dtype=torch.int32)
+SLOTS = torch.arange(2)
+COMPLETE = {
+    "scan": (selective_scan_fn, complete(scan_arguments, D=6, z=(2, 6, 9), delta_bias=6)),
+    "inner": (
+        mamba_inner_fn,
+        complete(
+            inner_arguments,
+            out_proj_bias=5,
+            D=6,
+            delta_bias=6,
+            B_proj_bias=4,
+            C_proj_bias=4,
+            b_rms_weight=4,
+            c_rms_weight=4,
+            dt_rms_weight=6,
+        ),
+    ),
+    "step": (selective_state_update, complete(step_arguments, D=6, z=(2, 6), dt_bias=6, state_batch_indices=SLOTS)),
+    "ssd": (
+        mamba_chunk_scan_combined,
+        complete(ssd_arguments, D=4, z=(1, 9, 4, 8), dt_bias=4, initial_states=(1, 4, 8, 6), seq_idx=ZEROS[:1]),
+    ),
+    "split": (
+        mamba_split_conv1d_scan_combined,
+        complete(
+            split_arguments,
+            initial_states=(1, 4, 8, 6),
+            seq_idx=ZEROS[:1],
+            rmsnorm_weight=32,
+            outproj_weight=(5, 32),
+            outproj_bias=5,
+        ),
+    ),
+    "convolution": (
+        causal_conv1d_fn,
+        lambda: (
+            complete(conv_arguments, bias=6, seq_idx=ZEROS, initial_states=(2, 6, 3), final_states_out=(2, 6, 3))()
+            | {"return_final_states": True}
+        ),
+    ),
+    "convolution step": (causal_conv1d_update, complete(conv_step_arguments, bias=6, conv_state_indices=SLOTS)),
+    "circular step": (
+        causal_conv1d_update,
+        complete(conv_step_arguments, bias=6, conv_state_indices=SLOTS, cache_seqlens=SLOTS),
+    ),
+    "states": (causal_conv1d_varlen_states, lambda: {"x": torch.randn(9, 6), "cu_seqlens": SLOTS, "state_len": 3}),
+    "gated norm": (rmsnorm_fn, complete(norm_arguments, bias=6, z=(2, 6))),
+    "gated layer norm": (layernorm_fn, complete(norm_arguments, bias=6, z=(2, 6))),
+    "norm": (rms_norm_fn, complete(norm_arguments, bias=6, residual=(2, 6))),
+    "two norms": (layer_norm_fn, complete(norm_arguments, bias=6, residual=(2, 6), x1=(2, 6), weight1=6, bias1=6)),
+}
+
+
+OPERATORS = [
+    torch.ops.ssm_kernels.selective_scan,
+    torch.ops.ssm_kernels.selective_state_update,
+    torch.ops.ssm_kernels.ssd_chunk_scan,
+    torch.ops.ssm_kernels.causal_conv1d,
+    torch.ops.ssm_kernels.causal_conv1d_update,
+    torch.ops.ssm_kernels.rms_norm_gated,
+    torch.ops.ssm_kernels.add_rms_norm,
+]
+
+
+def wrong_values(value):
+    yield "junk"
+    if isinstance(value, torch.Tensor):
+        yield from (value[None], value.to(torch.complex64), value.to("meta"))
+        yield value.int() if value.is_floating_point() else value.float()
+        yield from (torch.cat([value, value[-1:]]), torch.cat([value, value[..., -1:]], -1))
+
+
+@pytest.mark.parametrize("case", COMPLETE)
+def test_messages_name_the_functions_arguments(case):
+    """A message has the function's name and its arguments' names, not those of the operators under it."""
+    function, arguments = COMPLETE[case]
+    own = set(inspect.signature(function).parameters)
+    foreign = {argument.name for operator in OPERATORS for argument in operator.default._schema.arguments} - own
+    function(**arguments())
+    for name, value in arguments().items():
+        if isinstance(value, bool):
+            continue
+        message = f"^{function.__name__}: expected {name} to be (a tensor|an integer)( or None)?, got str$"
+        with pytest.raises(TypeError, match=message):
+            function(**arguments() | {name: "junk"})
+        for number, wrong in enumerate(wrong_values(value)):
+            try:
+                function(**arguments() | {name: wrong})
+            except (RuntimeError, TypeError, ValueError) as error:
+                words = set(re.findall(r"\w+", str(error)))
+                assert str(error).startswith(f"{function.__name__}: ") and words & own and not words & foreign, error
+            else:
+                assert number >= 5, name  # another size is right for some
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "name"),
     [(function, arguments, name) for function, arguments, names in REQUIRED for name in names.split()],
 )
-@pytest.mark.parametrize(("value", "kind"), [(None, "None"), ("junk", "str")])
-def test_required_tensors(function, arguments, name, value, kind):
-    function(**arguments())
-    with pytest.raises(TypeError, match=rf"{function.__name__}: expected {name} to be a tensor, got {kind}"):
-        function(**arguments(**{name: value}))
+def test_required_tensors(function, arguments, name):
+    with pytest.raises(TypeError, match=rf"{function.__name__}: expected {name} to be a tensor, got None"):
+        function(**arguments(**{name: None}))
 
 
 def small(*shape: int) -> torch.Tensor:

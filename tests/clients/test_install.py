@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.metadata
 import importlib.util
+import os
 import pickle
 import subprocess
 import sys
@@ -163,6 +164,68 @@ def test_a_missing_name_is_named():
             from mamba_ssm.ops.triton import ssd_bmm  # noqa: F401
 
 
+# Of 2.3.2 and 1.7, what is not served: modules, and names in modules that are.
+MISSING_MODULES = {
+    "mamba_ssm": "ops.cute ops.tilelang utils.determinism modules.mamba3 modules.ssd_minimal",
+    "mamba_ssm.ops.triton": "k_activations mamba3 softplus ssd_bmm ssd_chunk_scan ssd_chunk_state ssd_state_passing",
+    "causal_conv1d": "cpp_functions",
+}
+MISSING_NAMES = {
+    "mamba_ssm": "Mamba3",
+    "mamba_ssm.ops.selective_scan_interface": "SelectiveScanFn MambaInnerFn rms_norm_forward",
+    "mamba_ssm.ops.triton.ssd_combined": "MambaChunkScanCombinedFn mamba_chunk_scan ssd_selective_scan mamba_conv1d_scan_ref",
+    "mamba_ssm.ops.triton.layer_norm": "LayerNormFn LayerNormLinearFn layer_norm_linear_fn layer_norm_ref rms_norm_ref",
+    "mamba_ssm.ops.triton.layernorm_gated": "LayerNormFn",
+    "mamba_ssm.utils.generation": "capture_graph",
+    "mamba_ssm.distributed.tensor_parallel": "VocabParallelEmbedding ParallelEmbeddings parallel_linear_func",
+    "mamba_ssm.distributed.distributed_utils": "all_gather sync_shared_params",
+    "causal_conv1d.causal_conv1d_interface": "CausalConv1dFn",
+    "causal_conv1d.causal_conv1d_varlen": "causal_conv1d_varlen_states_ref",
+}
+
+
+def test_every_missing_name_says_what_there_is():
+    with compat.installed():
+        for package, names in MISSING_MODULES.items():
+            for name in names.split():
+                with pytest.raises(ModuleNotFoundError, match=f"compat has no module {package}.{name}, it has mamba_ssm, "):
+                    importlib.import_module(f"{package}.{name}")
+        for module, names in MISSING_NAMES.items():
+            for name in names.split():
+                with pytest.raises(ImportError, match=f"'{name}' from '{module}' .<ssm_kernels.compat, which has "):
+                    exec(f"from {module} import {name}", {})
+
+
+def test_names_of_attention_and_tensor_parallelism_refuse_to_be_used():
+    with compat.installed():
+        from mamba_ssm.distributed.distributed_utils import all_reduce, reduce_scatter
+        from mamba_ssm.distributed.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+        from mamba_ssm.modules.mha import MHA
+    for name in (all_reduce, reduce_scatter, ColumnParallelLinear, RowParallelLinear, MHA):
+        with pytest.raises(NotImplementedError, match=f"^{name.__name__}: ssm_kernels.compat does not support (att|tensor p)"):
+            name(8, 8)
+
+
+def test_decorators_of_autograd_functions():
+    with compat.installed():
+        from mamba_ssm.utils.torch import custom_bwd, custom_fwd
+
+    class Double(torch.autograd.Function):
+        @staticmethod
+        @custom_fwd(cast_inputs=torch.float32)
+        def forward(ctx, x):
+            return 2 * x
+
+        @staticmethod
+        @custom_bwd
+        def backward(ctx, grad):
+            return 2 * grad
+
+    x = torch.ones(3, requires_grad=True)
+    Double.apply(x).sum().backward()
+    assert x.grad.tolist() == [2, 2, 2]
+
+
 def test_a_module_that_left_sys_modules_comes_back_and_reloads():
     with compat.installed():
         module = sys.modules.pop("mamba_ssm.ops.triton.ssd_combined")
@@ -199,25 +262,38 @@ def test_layers_are_pickled_without_the_installation():
 
 
 SCRIPT = """
+    import multiprocessing
     import sys
     import torch
     from mamba_ssm import Mamba2
     from causal_conv1d import causal_conv1d_fn
 
-    print(Mamba2.__module__, causal_conv1d_fn.__module__, __name__, sys.argv[1:])
-    print(list(causal_conv1d_fn(torch.randn(1, 4, 6), torch.randn(4, 3)).shape))
+    def work():
+        print(__name__, Mamba2.__module__, sys.argv[1:], list(causal_conv1d_fn(torch.randn(1, 4, 6), torch.randn(4, 3)).shape))
+
+    if __name__ == "__main__":
+        work()
+        sys.stdout.flush()
+        process = multiprocessing.get_context("spawn").Process(target=work)
+        process.start()
+        process.join()
+        sys.exit(process.exitcode)
 """
 
 
-def test_a_script_runs_unchanged(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(textwrap.dedent(SCRIPT))
-    result = run_python("-m", "ssm_kernels.compat", str(script), "--epochs", "3")
+@pytest.mark.parametrize("as_module", [False, True], ids=["script", "module"])
+def test_a_program_runs_unchanged_and_spawns_processes(as_module, tmp_path):
+    program = tmp_path / "program" / "__main__.py"
+    program.parent.mkdir()
+    (program.parent / "layers.py").write_text("from mamba_ssm import Mamba2\n")
+    source = textwrap.dedent(SCRIPT)
+    program.write_text(source.replace("from mamba_ssm import", "from .layers import") if as_module else source)
+    environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path}"}
+    target = ["-m", "program"] if as_module else [str(program)]
+    result = run_python("-m", "ssm_kernels.compat", *target, "--epochs", "3", env=environment)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [
-        "ssm_kernels.nn.mamba2 ssm_kernels.compat.causal_conv1d __main__ ['--epochs', '3']",
-        "[1, 4, 6]",
-    ]
+    rest = "ssm_kernels.nn.mamba2 ['--epochs', '3'] [1, 4, 6]"
+    assert result.stdout.splitlines() == [f"__main__ {rest}", f"__mp_main__ {rest}"]
 
 
 def test_the_command_without_a_script_says_how_to_use_it():

@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import tarfile
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -239,6 +239,62 @@ def test_captured_steps_draw_the_tokens_of_eager_ones(layer):
         torch.testing.assert_close(captured.scores, eager.scores, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.cuda
+@every_layer
+def test_steps_of_a_graph_cache_have_the_logits_of_eager_ones(layer):
+    from ssm_kernels.compat.generation import InferenceParams, update_graph_cache
+
+    model, ids, cache = make_ours(layer, "cuda"), tokens(2, 9, device="cuda"), None
+    with torch.no_grad():
+        for _ in range(2):
+            cache = update_graph_cache(model, cache, 2, 5, 9)
+            eager = InferenceParams(9, 2)
+            for params in (eager, cache.inference_params):
+                params.reset(9, 2)
+                model(ids[:, :5], inference_params=params, num_last_tokens=1)
+            for step in range(5, 9):
+                eager.seqlen_offset = step
+                expected = model(ids[:, step : step + 1], inference_params=eager, num_last_tokens=1).logits
+                torch.testing.assert_close(cache.run(ids[:, step : step + 1], None, step), expected, rtol=1e-4, atol=1e-4)
+
+
+class EagerStep:
+    """Stands for a GraphedStep where there is no GPU."""
+
+    def __init__(self, model, batch_size):
+        self.key = self.make_key(model, batch_size)
+        self.inference_params = SimpleNamespace(key_value_memory_dict={0: "state"})
+
+    @staticmethod
+    def make_key(model, batch_size):
+        return model.version, batch_size
+
+    def __call__(self, tokens):
+        return tokens[:, None] * torch.ones(3)
+
+
+def test_a_graph_cache_is_captured_anew_for_another_batch_size_or_parameters(monkeypatch):
+    from ssm_kernels.compat import generation
+
+    monkeypatch.setattr(generation, "GraphedStep", EagerStep)
+    update = generation.update_graph_cache
+    model = SimpleNamespace(version=0, parameters=lambda: [SimpleNamespace(device=torch.device("cuda"))])
+    cache = update(model, None, 2, 5, 9)
+    assert (cache.max_batch_size, cache.max_seqlen, list(cache.callables)) == (2, 9, [(2, 1)])
+    assert cache.run(torch.tensor([[3], [4]]), None, 5).tolist() == [[[3.0] * 3], [[4.0] * 3]]
+    assert cache.inference_params.key_value_memory_dict == {0: "state"}
+    run = cache.run
+    assert update(model, cache, 2, 5, 20) is cache and cache.run is run
+    assert update(model, cache, 3, 5, 9).run is not run and list(cache.callables) == [(3, 1)]
+    run, model.version = cache.run, 1
+    assert update(model, cache, 3, 5, 9).run is not run
+    for options in ({"decoding_seqlens": (1, 2)}, {"dtype": torch.float32}):
+        with pytest.raises(NotImplementedError, match=f"update_graph_cache: expected {next(iter(options))} "):
+            update(model, cache, 3, 5, 9, **options)
+    with pytest.raises(RuntimeError, match="update_graph_cache: expected a model on a CUDA device, got cpu"):
+        update(make_ours("Mamba1"), None, 2, 5, 9)
+
+
 def test_filters_change_logits_in_place():
     from ssm_kernels.compat import generation
 
@@ -390,5 +446,5 @@ def test_generation_has_the_arguments_of_mamba_ssm(own):
     from ssm_kernels.compat import generation
 
     theirs = importlib.import_module("mamba_ssm.utils.generation")
-    for name in ("decode", "sample", *(name for name in generation.__all__ if name.startswith("modify"))):
+    for name in ("decode", "sample", "update_graph_cache", *(name for name in generation.__all__ if name.startswith("modify"))):
         assert signature(getattr(generation, name)) == signature(getattr(theirs, name)), name

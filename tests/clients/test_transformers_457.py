@@ -68,6 +68,39 @@ def test_logits_and_gradients_equal_the_models_own_path(model: str, device: str)
         close(value, expected[name], rounding(of, seqlen), name)
 
 
+class LowRank(torch.nn.Module):
+    """A projection with an adapter, as peft wraps it."""
+
+    def __init__(self, base: torch.nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.adapter = torch.nn.Parameter(torch.randn_like(base.weight) / 10)
+
+    weight = property(lambda self: self.base.weight)
+    bias = property(lambda self: self.base.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base(x) + torch.nn.functional.linear(x, self.adapter)
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize("model", ["Mamba", "FalconMamba", "Jamba"])
+def test_adapters_of_dt_proj_act_and_train(model: str, is_training: bool, device: str) -> None:
+    of, net, ids = MODELS[model], make(model, device), tokens(2, 20, device)
+    for module in list(net.modules()):
+        if hasattr(module, "dt_proj"):
+            module.dt_proj = LowRank(module.dt_proj)
+    net.train(is_training)
+    with own_path(net):
+        expected = logits_and_gradients(net, ids)
+    with patched(), counting() as calls:
+        actual = logits_and_gradients(net, ids)
+    assert calls == of.training_calls()
+    assert any("adapter" in name for name in actual) and set(actual) == set(expected)
+    for name, value in actual.items():
+        close(value, expected[name], rounding(of, 20), name)
+
+
 @pytest.mark.serves("cached generation")
 @models
 def test_cached_generation_equals_the_models_own(model: str, device: str) -> None:

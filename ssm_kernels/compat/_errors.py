@@ -1,0 +1,79 @@
+"""Errors of the functions in this package: they name the function that was called and arguments of its signature, whichever
+operator raises them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable, Sequence
+from typing import ParamSpec, TypeVar
+
+from torch import Tensor
+
+from .._arguments import argument_error, is_autocast_enabled
+
+_Parameters = ParamSpec("_Parameters")
+_Result = TypeVar("_Result")
+
+
+def peer_arguments(**names: str) -> Callable[[Callable[_Parameters, _Result]], Callable[_Parameters, _Result]]:
+    """Decorator: errors name the function instead of the operator that raised them, and arguments as the function does.
+
+    An argument of a wrong type is an error as with :func:`ssm_kernels._arguments.names_arguments`. Decorated functions may call
+    each other: the outermost names the function.
+
+    Args:
+        names: for arguments of operators that the function has under another name, that name.
+    """
+    words = re.compile(rf"\b({'|'.join(names)})\b") if names else None
+
+    def decorate(function: Callable[_Parameters, _Result]) -> Callable[_Parameters, _Result]:
+        def restate(error: Exception) -> None:
+            message = error.args[0] if error.args else None
+            operator, separator, text = message.partition(": ") if isinstance(message, str) else ("", "", "")
+            if separator and operator.isidentifier():
+                text = text if words is None else words.sub(lambda match: names[match[0]], text)
+                error.args = (f"{function.__name__}: {text}", *error.args[1:])
+
+        @functools.wraps(function)
+        def call(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
+            try:
+                return function(*args, **kwargs)
+            except ValueError as error:
+                restate(error)
+                raise
+            except (AttributeError, RuntimeError, TypeError) as error:
+                of_argument = argument_error(function, args, kwargs)
+                if of_argument is None:
+                    restate(error)
+                    raise
+            raise of_argument
+
+        return call
+
+    return decorate
+
+
+def check_shape(function: str, name: str, tensor: Tensor, axes: str, shape: Sequence[int | None]) -> None:
+    """Raises unless ``tensor`` has the shape, where None is any size; ``axes`` names its sizes, as ``"(batch, dim)"``."""
+    if tensor.dim() != len(shape):
+        raise ValueError(f"{function}: expected {name} of shape {axes}, got {list(tensor.shape)}")
+    expected = [size if other is None else other for size, other in zip(tensor.shape, shape, strict=True)]
+    if list(tensor.shape) != expected:
+        raise ValueError(f"{function}: expected {name} of shape {axes} = {expected}, got {list(tensor.shape)}")
+
+
+def check_device(function: str, name: str, tensor: Tensor, like_name: str, like: Tensor) -> None:
+    """Raises unless ``tensor`` is on the device of ``like``."""
+    if tensor.device != like.device:
+        raise RuntimeError(f"{function}: expected {name} on {like.device} (the device of {like_name}), got {tensor.device}")
+
+
+def check_projection(
+    function: str, name: str, weight: Tensor, axes: str, shape: Sequence[int | None], like_name: str, like: Tensor
+) -> None:
+    """Raises unless ``weight`` multiplies a tensor of the dtype of ``like``, on its device; autocast gives both one dtype."""
+    check_shape(function, name, weight, axes, shape)
+    check_device(function, name, weight, like_name, like)
+    if weight.dtype != like.dtype and not is_autocast_enabled(like.device.type):
+        raise RuntimeError(f"{function}: expected {name} of dtype {like.dtype} (the dtype of {like_name}), got {weight.dtype}")

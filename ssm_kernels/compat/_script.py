@@ -1,0 +1,82 @@
+"""Runs the program of ``python -m ssm_kernels.compat``, also in processes that ``multiprocessing`` spawns.
+
+A spawned process does not inherit the installed modules. It first runs the main module of its parent again, which it finds by
+the name in ``__spec__``. The program's module therefore has the name of this module there, which installs and then runs the
+program that an environment variable names.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import runpy
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from ssm_kernels.compat import install
+
+_VARIABLE = "SSM_KERNELS_COMPAT_MAIN"
+
+
+class _Spec(ModuleSpec):
+    """The name that a spawned process imports, beside the program's own package, to which relative imports refer."""
+
+    parent = ""
+
+    def __init__(self, package: str) -> None:
+        super().__init__("ssm_kernels.compat._script", None)
+        self.parent = package
+
+
+def run_main(arguments: list[str], as_module: bool) -> None:
+    """Installs, and runs a script or, ``as_module``, a module as ``__main__``.
+
+    Args:
+        arguments: the script's path or the module's name, and then the program's own.
+    """
+    install()
+    sys.argv = arguments
+    if as_module:
+        os.environ[_VARIABLE] = f"-m {arguments[0]}"
+    else:
+        script = Path(arguments[0]).resolve()
+        sys.path[0] = str(script.parent)
+        if script.suffix != ".py":
+            runpy.run_path(arguments[0], run_name="__main__")  # a folder, an archive or a compiled file
+            return
+        os.environ[_VARIABLE] = str(script)
+    module = ModuleType("__main__")
+    sys.modules["__main__"] = module
+    _run(module.__dict__, None if as_module else arguments[0])
+
+
+def _run(namespace: dict[str, Any], shown: str | None = None) -> None:
+    """Runs the program in the namespace of its main module. ``shown``: its path as ``sys.argv`` has it."""
+    code, path, package = _load(os.environ[_VARIABLE])
+    sys.argv[0] = path if shown is None else shown
+    namespace |= {"__file__": sys.argv[0], "__spec__": _Spec(package), "__package__": package}
+    exec(code, namespace)
+
+
+def _load(program: str) -> tuple[CodeType, str, str]:
+    """Code, path and package of a program."""
+    if not program.startswith("-m "):
+        return compile(Path(program).read_bytes(), program, "exec"), program, ""
+    name = program.removeprefix("-m ")
+    spec = importlib.util.find_spec(name)
+    if spec is not None and spec.submodule_search_locations is not None:
+        spec = importlib.util.find_spec(f"{name}.__main__")
+    code = None if spec is None else spec.loader.get_code(spec.name)  # type: ignore[union-attr]
+    if spec is None or spec.origin is None or code is None:
+        raise ImportError(f"python -m ssm_kernels.compat: expected a module that Python can run, got {name}")
+    return code, spec.origin, spec.parent or ""
+
+
+if __name__ == "__mp_main__":
+    install()
+    program: dict[str, Any] = {"__name__": __name__}
+    _run(program)
+    globals().update(program)
