@@ -10,16 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._carry import Carry
 from ._collectives import Group, tie
 from ._summaries import (
+    _selective_scan_initial_gradient,
+    _ssd_chunk_scan_initial_gradient,
     linear_recurrence_initial_gradient,
     linear_recurrence_summary,
-    selective_scan_initial_gradient,
     selective_scan_summary,
-    ssd_chunk_scan_initial_gradient,
     ssd_chunk_scan_summary,
 )
 
@@ -31,6 +32,14 @@ _ops = torch.ops.ssm_kernels
 def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor | None]:
     """Gradients that are not needed have no elements: None in their place."""
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
+
+
+def _before_gate(grad_out: Tensor, z: Tensor | None) -> Tensor:
+    """The gradient of the outputs before the gate, in the dtype of ``grad_out``."""
+    if z is None:
+        return grad_out
+    wide = torch.promote_types(z.dtype, torch.float32)
+    return (grad_out.to(wide) * F.silu(z.to(wide))).to(grad_out.dtype)
 
 
 class SelectiveScan(torch.autograd.Function):
@@ -69,16 +78,26 @@ class SelectiveScan(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        *inputs, passing = ctx.saved_tensors
+        u, delta, A, B, C, D, z, delta_bias, chunk_states, passing = ctx.saved_tensors
+        discretization, delta_softplus = ctx.options
         needs = [*ctx.needs_input_grad[:9]]
         grad_last_state = None
         if any(needs[i] for i in (0, 1, 2, 3, 7, 8)):
             if ctx.carry.is_first:
-                local = tie(inputs[2].new_zeros(inputs[0].shape[0], *inputs[2].shape), grad_out)
+                local = tie(A.new_zeros(u.shape[0], *A.shape), grad_out)
             else:
-                local = selective_scan_initial_gradient(grad_out, *inputs, *ctx.options)
+                local = _selective_scan_initial_gradient(
+                    _before_gate(grad_out, z),
+                    delta,
+                    A,
+                    C,
+                    delta_bias=delta_bias,
+                    discretization=discretization,
+                    delta_softplus=delta_softplus,
+                )
             grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
+        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states)
         gradients = _results(_ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, *ctx.options, wanted), wanted)
         if needs[8] and not ctx.carry.is_first:
             gradients[8] = torch.zeros_like(local)
@@ -135,7 +154,17 @@ class SsdChunkScan(torch.autograd.Function):
             if ctx.carry.is_first:
                 local = tie(A.new_zeros(shape), grad_out)
             else:
-                local = ssd_chunk_scan_initial_gradient(grad_out, *arguments)
+                local = _ssd_chunk_scan_initial_gradient(
+                    _before_gate(grad_out, z),
+                    dt,
+                    A,
+                    C,
+                    dt_bias=dt_bias,
+                    dt_softplus=ctx.scalars[0],
+                    dt_limit=ctx.scalars[1:],
+                    discretization=ctx.discretization,
+                    seq_idx=seq_idx,
+                )
             grad_final_states = ctx.carry.gradient(local, grad_final, passing, continues)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
         gradients = _results(_ops._ssd_chunk_scan_bwd(grad_out, grad_final_states, *arguments, wanted), wanted)
@@ -194,7 +223,7 @@ class LinearRecurrence(torch.autograd.Function):
         if ctx.carry.is_first:
             local = tie(passing.new_zeros(rows, grad_h.shape[2]), grad_h)
         else:
-            local = linear_recurrence_initial_gradient(before, inputs, h, initial, cu_seqlens, None, *ctx.options)
+            local = linear_recurrence_initial_gradient(before, inputs, cu_seqlens, *ctx.options)
         grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)
         grad_last_before = grad_last_state
         if grad_last_state is not None and is_reset is not None:

@@ -15,11 +15,11 @@ from torch import Tensor
 from ..reference import RECURRENCES
 
 __all__ = [
+    "_selective_scan_initial_gradient",
+    "_ssd_chunk_scan_initial_gradient",
     "linear_recurrence_initial_gradient",
     "linear_recurrence_summary",
-    "selective_scan_initial_gradient",
     "selective_scan_summary",
-    "ssd_chunk_scan_initial_gradient",
     "ssd_chunk_scan_summary",
 ]
 
@@ -50,24 +50,22 @@ def selective_scan_summary(
     return last_state, _ops._selective_scan_fwd(*of_steps, ones, discretization, delta_softplus, False)[1]
 
 
-def selective_scan_initial_gradient(
+def _selective_scan_initial_gradient(
     grad_out: Tensor,
-    u: Tensor,
     delta: Tensor,
     A: Tensor,
-    B: Tensor,
     C: Tensor,
-    D: Tensor | None,
-    z: Tensor | None,
-    delta_bias: Tensor | None,
-    chunk_states: Tensor,
-    discretization: str,
-    delta_softplus: bool,
+    *,
+    delta_bias: Tensor | None = None,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
 ) -> Tensor:
-    """The gradient of the initial state from that of ``out`` alone, (batch, dim, dstate)."""
+    """The gradient of the initial state, (batch, dim, dstate), from that of the outputs before the gate, in their dtype."""
+    zeros, options = torch.zeros_like(delta), (discretization, delta_softplus)
+    of_steps = (zeros, delta, A, C, C, None, None, delta_bias)
+    chunk_states = _ops._selective_scan_fwd(*of_steps, None, *options, True)[2]
     needs_grad = [False] * 8 + [True]
-    of_steps = (u, delta, A, B, C, D, z, delta_bias, chunk_states)
-    gradient: Tensor = _ops._selective_scan_bwd(grad_out, None, *of_steps, discretization, delta_softplus, needs_grad)[8]
+    gradient: Tensor = _ops._selective_scan_bwd(grad_out, None, *of_steps, chunk_states, *options, needs_grad)[8]
     return gradient
 
 
@@ -98,14 +96,40 @@ def ssd_chunk_scan_summary(
     return final_states, decay
 
 
-def ssd_chunk_scan_initial_gradient(grad_out: Tensor, *arguments: object) -> Tensor:
-    """The gradient of the initial states from that of ``out`` alone, (batch, heads, headdim, dstate).
-
-    Args:
-        grad_out: shape of ``out``.
-        arguments: of ``torch.ops.ssm_kernels._ssd_chunk_scan_fwd``.
-    """
-    gradient: Tensor = _ops._ssd_chunk_scan_bwd(grad_out, None, *arguments, [False] * 8 + [True])[8]
+def _ssd_chunk_scan_initial_gradient(
+    grad_out: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    C: Tensor,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float],
+    discretization: str = "zoh",
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the initial states from that of the outputs before the gate: (batch, heads, headdim, dstate)."""
+    states = A.new_zeros(grad_out.shape[0], *grad_out.shape[2:], C.shape[3])
+    gradient: Tensor = _ops._ssd_chunk_scan_bwd(
+        grad_out,
+        None,
+        torch.zeros_like(grad_out),
+        dt,
+        A,
+        C,
+        C,
+        None,
+        None,
+        None,
+        dt_bias,
+        dt_softplus,
+        *dt_limit,
+        states,
+        seq_idx,
+        None,
+        discretization,
+        [False] * 8 + [True],
+    )[8]
     return gradient
 
 
@@ -146,17 +170,18 @@ def _call_by_schema(recurrence: str, inputs: list[Tensor], options: dict[str, ob
 
 
 def linear_recurrence_initial_gradient(
-    grad_h: Tensor, inputs: Sequence[Tensor], h: Tensor, h0: Tensor | None, *arguments: object
+    grad_h: Tensor,
+    inputs: Sequence[Tensor],
+    cu_seqlens: Tensor | None,
+    recurrence: str,
+    candidate_activation: str,
+    gate_is_logit: bool,
+    reverse: bool,
 ) -> Tensor:
-    """The gradient of ``h0`` from that of ``h`` alone.
-
-    Args:
-        grad_h: shape of ``h``.
-        inputs: of the recurrence.
-        h: the states.
-        h0: the state before them.
-        arguments: those of ``torch.ops.ssm_kernels._linear_recurrence_fwd`` after ``h0``.
-    """
+    """The gradient of the state before the span, or before each packed sequence, from that of ``h`` alone."""
+    options = (recurrence, candidate_activation, gate_is_logit, reverse)
     needs_grad = [False] * 4 + [True]
-    gradient: Tensor = _ops._linear_recurrence_bwd(grad_h, None, inputs, h, h0, *arguments, needs_grad)[4]
+    # The gradients of the inputs read h; this one does not.
+    gradients = _ops._linear_recurrence_bwd(grad_h, None, inputs, inputs[0], None, cu_seqlens, None, *options, needs_grad)
+    gradient: Tensor = gradients[4]
     return gradient
