@@ -104,18 +104,19 @@ TORCH_LIBRARY(ssm_kernels, m) {
   const std::string ssd_results = ") -> (Tensor out, Tensor final_states)";
   def("_ssd_chunk_scan" + ssd_arguments + ssd_results);
   def_kernels("_ssd_chunk_scan_fwd" + ssd_arguments + ssd_results);
-  // Forward of sequences that are not packed, and the states after so many steps, ascending, in one pass: matmuls on any
-  // device.
-  def_kernels("_ssd_chunk_scan_states" + ssd_arguments +
-              ", int[] states_at) -> (Tensor out, Tensor final_states, Tensor states)");
   def("_ssd_chunk_scan_plan" + ssd_arguments + ", bool is_backward) -> str");
   // Its adjoint, which recomputes what it needs of forward. Gradients that are absent or not needed have no elements.
-  def_kernels(
-      "_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, "
-      "SymInt? chunk_size, Tensor? D, Tensor? z, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max, "
-      "Tensor? initial_states, Tensor? seq_idx, Tensor? cu_seqlens, str discretization, bool[9] needs_grad) "
-      "-> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, "
-      "Tensor grad_dt_bias, Tensor grad_initial_states)");
+  const std::string ssd_inputs = ssd_arguments.substr(1);
+  const std::string ssd_gradients =
+      ", bool[9] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, "
+      "Tensor grad_z, Tensor grad_dt_bias, Tensor grad_initial_states)";
+  def_kernels("_ssd_chunk_scan_bwd(Tensor? grad_out, Tensor? grad_final_states, " + ssd_inputs + ssd_gradients);
+  // The scan of sequences that are not packed, and the states after so many steps, ascending: matmuls on any device.
+  const std::string ssd_states = ", int[] states_at) -> (Tensor out, Tensor final_states, Tensor states)";
+  def("_ssd_chunk_scan_states" + ssd_arguments + ssd_states);
+  def_kernels("_ssd_chunk_scan_states_fwd" + ssd_arguments + ssd_states);
+  def_kernels("_ssd_chunk_scan_states_bwd(Tensor? grad_out, Tensor? grad_final_states, Tensor? grad_states, " + ssd_inputs +
+              ", int[] states_at" + ssd_gradients);
 
   // Depthwise convolution over the last `width` steps: act(bias + sum_l weight[:, width - 1 - l] x_{t-l}).
   def("causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, *, str? activation=None, Tensor? seq_idx=None, "

@@ -1,7 +1,7 @@
 """``states_at`` of the scans: their states at chosen positions.
 
-Without gradients and transforms an operator returns them from one call: of ``selective_scan`` those at multiples of the chunk,
-of ``ssd_chunk_scan`` on the CPU all. Otherwise the public operators run on the pieces between positions.
+An operator returns them from one call: of ``ssd_chunk_scan`` on the CPU, without packed sequences, all; of ``selective_scan``,
+without gradients, those at multiples of the chunk. Otherwise the public operators run on the pieces between positions.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) 
     sequences = [name for name in _SSD_RANKS if arguments[name] is not None]
     seq_idx, cu_seqlens = arguments["seq_idx"], arguments["cu_seqlens"]
 
-    if cu_seqlens is None and arguments["x"].device.type == "cpu" and not _needs_public_operator(_tensors_of(arguments)):
+    if cu_seqlens is None and arguments["x"].device.type == "cpu" and not _is_transformed():
         return _ssd_chunk_scan_states(positions, arguments, call)
 
     def scan(begin: int, end: int, states: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -148,10 +148,6 @@ def _ssd_chunk_scan_states(positions: list[int], arguments: dict[str, Any], call
         call(**arguments)  # the message names the public operator
         raise
     return out, final_states, states[:, [ascending.index(p) for p in positions]] if ascending != positions else states
-
-
-def _tensors_of(arguments: dict[str, Any]) -> list[Tensor]:
-    return [value for value in arguments.values() if isinstance(value, Tensor)]
 
 
 def _scan_pieces(
@@ -208,12 +204,12 @@ def _needs_public_operator(tensors: Any) -> bool:
     """Whether autograd, autocast or a transform has something to do, which the operator of kernels alone leaves out."""
     present = [tensor for tensor in tensors if tensor is not None]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
-    return (
-        needs_grad
-        or is_autocast_enabled(present[0].device.type)
-        or torch._C._are_functorch_transforms_active()
-        or torch.compiler.is_exporting()  # other runtimes know the public operators
-    )
+    return needs_grad or is_autocast_enabled(present[0].device.type) or _is_transformed()
+
+
+def _is_transformed() -> bool:
+    """Whether ``torch.func`` or an export needs the public operators, which alone have batching rules and other runtimes."""
+    return torch._C._are_functorch_transforms_active() or torch.compiler.is_exporting()
 
 
 def _read(name: str, states_at: Positions, seqlen: int) -> list[int]:

@@ -570,8 +570,8 @@ def ssd_chunk_scan(
         floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other than
         ``vmap`` are not supported and raise.
 
-    **Cost of** ``states_at``. On the CPU, without gradients, autocast, transforms and ``cu_seqlens``, one call returns all
-    states: those at multiples of the chunk are a copy, and another position ends a chunk early. Otherwise, on CUDA always, the
+    **Cost of** ``states_at``. On the CPU, without transforms and ``cu_seqlens``, one call returns all states, with gradients
+    too: those at multiples of the chunk are a copy, and another position ends a chunk early. Otherwise, on CUDA always, the
     scan is one call for each piece between positions, chained by its states, and a copy that joins the outputs. Rounding may
     differ from the scan in one call. With ``cu_seqlens`` each call also reads and writes the states of all sequences.
 

@@ -151,7 +151,7 @@ class Calls(TorchDispatchMode):
         self.forward = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forward += func.name().endswith(("_scan_fwd", "_scan_states"))
+        self.forward += func.name().endswith(("_scan_fwd", "_states_fwd"))
         return func(*args, **(kwargs or {}))
 
 
@@ -164,7 +164,7 @@ class Calls(TorchDispatchMode):
         (SELECTIVE, True, (3, 3, CHUNK), 3),
         (SSD, False, (0, SEQLEN), 1),
         (SSD, False, POSITIONS, {"cpu": 1, "cuda": 7}),
-        (SSD, True, (0, 64, SEQLEN), 2),
+        (SSD, True, POSITIONS, {"cpu": 1, "cuda": 7}),
     ],
 )
 def test_number_of_calls(name, needs_grad, positions, calls, device):
@@ -193,6 +193,26 @@ def test_many_chunks_in_one_call(resets, device):
         )
         expected = [out, final_states, states[:, [every.index(p) for p in positions]]]
         torch.testing.assert_close(list(actual), expected, rtol=1e-10, atol=1e-10)
+    asked = {"return_final_states": True, "states_at": every}
+    weights = draw_like([out, final_states, states])
+    wanted = evaluate(reference.ssd_chunk_scan, inputs, weights, **asked)
+    for chunk_size in (16, None):
+        actual = evaluate(ssm_kernels.ssd_chunk_scan, inputs | {"chunk_size": chunk_size}, weights, **asked)
+        torch.testing.assert_close(actual, wanted, rtol=1e-9, atol=1e-9)
+
+
+def test_gradients_of_some_results(device):
+    """A loss of the states alone, of the output alone, and of the first position, which is the initial state."""
+    inputs = make_inputs(SSD, device=device)
+    for used, positions in (([1], (3, CHUNK)), ([0], (3, CHUNK)), ([1], (0,)), ([0, 1], (0, SEQLEN))):
+        gradients = []
+        for function in (ssm_kernels.ssd_chunk_scan, reference.ssd_chunk_scan):
+            leaves = [inputs[name].clone().requires_grad_() for name in ("x", "dt", "B", "initial_states")]
+            given = dict(zip(("x", "dt", "B", "initial_states"), leaves, strict=True))
+            results = function(**inputs | given, states_at=positions)
+            loss = sum(results[i].square().sum() for i in used)
+            gradients.append(torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True))
+        torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-10)
 
 
 def test_the_operator_that_returns_states(device):
@@ -201,7 +221,8 @@ def test_the_operator_that_returns_states(device):
     packed = ssd_helpers.SSD.forward_arguments(inputs)
     arguments = ssd_helpers.SSD.forward_arguments(make_inputs(SSD, device=device))
     for positions in ([], [0, 3, SEQLEN]):
-        torch.library.opcheck(operator, (*arguments, positions), test_utils=("test_schema", "test_faketensor"))
+        leaves = [each.requires_grad_() if torch.is_tensor(each) and each.is_floating_point() else each for each in arguments]
+        torch.library.opcheck(operator, (*leaves, positions))
     for wrong, values, message in [
         (arguments, [3, 3], "expected states_at in ascending order, got [3, 3]"),
         (arguments, [SEQLEN + 1], f"expected states_at from 0 to seqlen = {SEQLEN}, got {SEQLEN + 1}"),

@@ -86,15 +86,23 @@ Discretization check_states_inputs(const StatesInputs& in) {
     TORCH_CHECK_VALUE(position >= 0 && position <= in.x.sym_size(1), kOp,
                       ": expected states_at from 0 to seqlen = ", in.x.sym_size(1), ", got ", position);
     TORCH_CHECK_VALUE(i == 0 || in.states_at[i - 1] < position, kOp, ": expected states_at in ascending order, got ",
-                      in.states_at);
+                      at::IntArrayRef(in.states_at));
   }
   return method;
 }
 
-StatesOutputs allocate_states(const StatesInputs& in) {
+namespace {
+
+std::vector<c10::SymInt> states_at_shape(const StatesInputs& in) {
   std::vector<c10::SymInt> shape = states_shape(in);
   shape.insert(shape.begin() + 1, static_cast<int64_t>(in.states_at.size()));
-  return {allocate_fwd(in), at::empty_symint(shape, in.A.options())};
+  return shape;
+}
+
+}  // namespace
+
+StatesOutputs allocate_states(const StatesInputs& in) {
+  return {allocate_fwd(in), at::empty_symint(states_at_shape(in), in.A.options())};
 }
 
 GradTensors allocate_bwd(const BwdInputs& bwd) {
@@ -123,6 +131,13 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
           allocate(kGradInitialStates, in.initial_states, contiguous_like)};
 }
 
+GradTensors allocate_states_bwd(const StatesBwdInputs& bwd) {
+  const ArgumentChecks checks("ssd_chunk_scan backward", "x", bwd.in.x);
+  checks.tensor("grad_states", bwd.grad_states, "(batch, positions, heads, headdim, dstate)", states_at_shape(bwd.in),
+                checks.accumulate());
+  return allocate_bwd(bwd.of_scan());
+}
+
 namespace {
 
 // The public operator's arguments: dt_limit in place of dt_min and dt_max.
@@ -135,11 +150,8 @@ struct PublicInputs : Inputs {
   }
 };
 
-// Saves the inputs and nothing else.
-struct SsdChunkScan : DifferentiableOp<SsdChunkScan, BwdInputs, FwdResult> {
-  static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan";
-  static constexpr char kForward[] = "ssm_kernels::_ssd_chunk_scan_fwd", kBackward[] = "ssm_kernels::_ssd_chunk_scan_bwd";
-
+// The differentiable operators save the inputs and nothing else.
+struct DifferentiableInputs {
   static const char* name(const Inputs&) { return kOp; }
 
   static auto differentiable(Inputs& in) {
@@ -151,6 +163,17 @@ struct SsdChunkScan : DifferentiableOp<SsdChunkScan, BwdInputs, FwdResult> {
     to.to_lower(in.x, in.dt, in.B, in.C, in.z);
     to.to_float(in.A, in.D, in.dt_bias, in.initial_states);
   }
+};
+
+struct SsdChunkScan : DifferentiableOp<SsdChunkScan, BwdInputs, FwdResult>, DifferentiableInputs {
+  static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan";
+  static constexpr char kForward[] = "ssm_kernels::_ssd_chunk_scan_fwd", kBackward[] = "ssm_kernels::_ssd_chunk_scan_bwd";
+};
+
+struct SsdChunkScanStates : DifferentiableOp<SsdChunkScanStates, StatesBwdInputs, StatesResult>, DifferentiableInputs {
+  static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan_states";
+  static constexpr char kForward[] = "ssm_kernels::_ssd_chunk_scan_states_fwd";
+  static constexpr char kBackward[] = "ssm_kernels::_ssd_chunk_scan_states_bwd";
 };
 
 FwdResult ssd_chunk_scan(PublicInputs& in) {
@@ -178,11 +201,24 @@ GradTensors bwd(const BwdInputs& bwd) {
   return bwd_aten(bwd);
 }
 
-StatesOutputs fwd_with_states(const StatesInputs& in) {
+namespace {
+
+void restore_dt_limit(Inputs& in) { std::tie(in.dt_min, in.dt_max) = std::tuple_cat(make_dt_limit(in.dt_min, in.dt_max)); }
+
+}  // namespace
+
+StatesOutputs states_fwd(const StatesInputs& in) {
   if (in.x.is_meta()) return meta<check_states_inputs, allocate_states>(in);
   StatesInputs limited = in;
-  std::tie(limited.dt_min, limited.dt_max) = std::tuple_cat(make_dt_limit(in.dt_min, in.dt_max));
+  restore_dt_limit(limited);
   return states_aten(limited);
+}
+
+GradTensors states_bwd(const StatesBwdInputs& bwd) {
+  if (bwd.in.x.is_meta()) return meta<check_states_inputs, allocate_states_bwd>(bwd);
+  StatesBwdInputs limited = bwd;
+  restore_dt_limit(limited.in);
+  return states_bwd_aten(limited);
 }
 
 // A forward call, or its backward.
@@ -202,12 +238,14 @@ std::string plan(const PlannedCall& call) {
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) { implement<&ssd_chunk_scan>(m, "ssd_chunk_scan"); }
 
 SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScan)
+SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScanStates)
 
 // For every device, Meta included.
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   implement<&fwd>(m, "_ssd_chunk_scan_fwd");
   implement<&bwd>(m, "_ssd_chunk_scan_bwd");
-  implement<&fwd_with_states>(m, "_ssd_chunk_scan_states");
+  implement<&states_fwd>(m, "_ssd_chunk_scan_states_fwd");
+  implement<&states_bwd>(m, "_ssd_chunk_scan_states_bwd");
   implement<&plan>(m, "_ssd_chunk_scan_plan");
 }
 

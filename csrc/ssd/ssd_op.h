@@ -9,6 +9,7 @@
 #include <string>
 #include <string_view>
 #include <tuple>
+#include <vector>
 
 #include "common/discretization.h"
 
@@ -46,9 +47,9 @@ using FwdResult = std::tuple<at::Tensor, at::Tensor>;
 // Uninitialized, on the device of x (the Meta device included).
 FwdOutputs allocate_fwd(const Inputs& in);
 
-// Forward of sequences that are not packed, with the states at ascending positions from 0 to seqlen.
+// A scan of sequences that are not packed, with the states at ascending positions from 0 to seqlen.
 struct StatesInputs : Inputs {
-  at::IntArrayRef states_at;
+  std::vector<int64_t> states_at;
 
   auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(states_at)); }
 };
@@ -57,6 +58,7 @@ struct StatesOutputs : FwdOutputs {
 
   auto fields() { return std::tie(out, final_states, states); }
 };
+using StatesResult = std::tuple<at::Tensor, at::Tensor, at::Tensor>;
 Discretization check_states_inputs(const StatesInputs& in);
 StatesOutputs allocate_states(const StatesInputs& in);
 
@@ -76,9 +78,23 @@ struct BwdInputs {
   auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
 };
 
+struct StatesBwdInputs {
+  OptionalTensor grad_out, grad_final_states, grad_states;
+  StatesInputs in;
+  NeedsGrad needs_grad = {};
+
+  auto grads() { return std::tie(grad_out, grad_final_states, grad_states); }
+  auto saved() { return std::tie(); }
+  auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
+
+  // Those of a scan without states.
+  BwdInputs of_scan() const { return {grad_out, grad_final_states, in, needs_grad, {}}; }
+};
+
 // Checks the arguments of backward alone and allocates as allocate_fwd does. The gradient of a sequence is its target or has
 // the layout of the sequence, those of parameters and states are contiguous, and those absent or not needed have no elements.
 GradTensors allocate_bwd(const BwdInputs& bwd);
+GradTensors allocate_states_bwd(const StatesBwdInputs& bwd);
 
 // For CUDA tensors (entry.cpp); for others chunked_scan.h has them. ssd_op.cpp registers both.
 FwdOutputs fwd_cuda(const Inputs& in);

@@ -115,7 +115,10 @@ _NORM = dict.fromkeys(("x", "z", "residual", "out", "normed", "new_residual", "r
 _OPERATORS: dict[str, Axes | Callable[[Mapping[str, Any]], Axes]] = {
     **dict.fromkeys(("selective_scan", "_selective_scan_fwd", "_selective_scan_bwd"), _SCAN),
     **dict.fromkeys(("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", "_ssd_chunk_scan_bwd"), _SSD),
-    "_ssd_chunk_scan_states": _SSD | {"states": "batch positions channels headdim dstate"},
+    **dict.fromkeys(
+        ("_ssd_chunk_scan_states", "_ssd_chunk_scan_states_fwd", "_ssd_chunk_scan_states_bwd"),
+        _SSD | {"states": "batch positions channels headdim dstate"},
+    ),
     **dict.fromkeys(("causal_conv1d", "_causal_conv1d", "_causal_conv1d_fwd", "_causal_conv1d_bwd"), _CONVOLUTION),
     **dict.fromkeys(("_mamba_conv", "_mamba_mixer", "_mamba_mixer_fwd", "_mamba_mixer_bwd"), _MIXER),
     **dict.fromkeys(("_mamba2_mixer", "_mamba2_mixer_fwd", "_mamba2_mixer_bwd"), _MIXER),

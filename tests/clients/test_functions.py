@@ -23,7 +23,7 @@ OPERATOR = "every operator"
 CLIENT = "mamba_ssm"
 CLIENT_VERSION = "2.3.2, its names from ssm_kernels.compat"
 OTHER_MODULES = (
-    *(f"ssm_kernels.compat.{name}" for name in ("models", "generation", "mixer_seq_simple")),
+    *(f"ssm_kernels.compat.{name}" for name in ("models", "generation", "mixer_seq_simple", "unserved")),
     "ssm_kernels.models.mamba_lm",
 )
 # Those of the operators.

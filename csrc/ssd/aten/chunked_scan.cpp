@@ -109,31 +109,39 @@ at::Tensor output(const Scan& scan, const Chunks& chunks, const Pairs& pairs, co
   return y;
 }
 
-// The states at positions that are asked for beside the results, (rows of the batch, positions, heads, headdim, dstate).
+// The states at positions that are asked for beside the results, (rows of the batch, positions, heads, headdim, dstate), or
+// their gradients.
 struct ChosenStates {
   at::IntArrayRef positions;
   at::Tensor states;
 
-  // Copies from the states at the bounds of a run's chunks, or at the beginning if `run` is that of no steps.
-  void copy(const Run& run, const at::Tensor& bounds) const {
+  // Calls body(chosen state, state at a bound of a run's chunks) for positions after the beginning of the run.
+  template <typename Body>
+  void visit(const Run& run, const at::Tensor& bounds, const Body& body) const {
     for (size_t i = 0; i < positions.size(); ++i) {
       const int64_t steps = positions[i] - run.begin;
-      if (steps < 0 || steps > run.steps() || (steps == 0 && run.begin > 0)) continue;
-      states.narrow(0, run.row, run.rows).select(1, i).copy_(bounds.select(0, run.steps() > 0 ? steps / run.length : 0));
+      if (steps <= 0 || steps > run.steps()) continue;
+      body(states.narrow(0, run.row, run.rows).select(1, i), bounds.select(0, steps / run.length));
     }
+  }
+
+  // The state before all steps of a part's rows; undefined if it is not asked for.
+  at::Tensor first(const Part& part) const {
+    const bool is_asked = !positions.empty() && positions[0] == 0;
+    return is_asked ? states.narrow(0, part.row, part.rows).select(1, 0) : at::Tensor();
   }
 };
 
 void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs, const ChosenStates& chosen) {
   at::Tensor state = scan.load_states(scan.in.initial_states, part);
-  chosen.copy({part.row, part.rows, 0, 0, 1}, state.unsqueeze(0));
+  if (at::Tensor first = chosen.first(part); first.defined()) first.copy_(state);
   for (const Run& run : scan.runs(part, chosen.positions)) {
     const Chunks chunks = scan.load(run);
     const at::Tensor states = scan.boundary_states(chunks, state);
     at::Tensor y = output(scan, chunks, make_pairs(scan, chunks), read_states(scan, chunks, states));
     if (is_present(scan.in.z)) y.mul_(at::silu(scan.by_step(*scan.in.z, run)));
     scan.split_heads(Scan::run_of(outputs.out, run)).copy_(y);
-    chosen.copy(run, states);
+    chosen.visit(run, states, [](at::Tensor asked, const at::Tensor& bound) { asked.copy_(bound); });
     state = states.select(0, run.chunks);
   }
   outputs.final_states.narrow(0, part.row, part.rows).copy_(state);
@@ -168,8 +176,9 @@ struct ParameterSums {
 // Writes the gradients of a batch; adds the gradients of parameters to their sums.
 class Adjoint {
  public:
-  Adjoint(const BwdInputs& bwd, Discretization method, const GradTensors& grads, ParameterSums& sums)
-      : bwd_(bwd), scan_(bwd.in, method), grads_(grads), sums_(sums) {}
+  Adjoint(const BwdInputs& bwd, Discretization method, const GradTensors& grads, ParameterSums& sums,
+          const ChosenStates& grad_chosen = {})
+      : bwd_(bwd), scan_(bwd.in, method), grads_(grads), sums_(sums), grad_chosen_(grad_chosen) {}
 
   void compute() {
     if (scan_.heads == 0) {  // no run, but B and C have elements
@@ -196,17 +205,20 @@ class Adjoint {
   const Scan scan_;
   const GradTensors& grads_;
   ParameterSums& sums_;
+  const ChosenStates grad_chosen_;
 };
 
 void Adjoint::part_adjoint(const Part& part) {
-  const std::vector<Run> runs = scan_.runs(part);
+  const std::vector<Run> runs = scan_.runs(part, grad_chosen_.positions);
   std::vector<at::Tensor> states = {scan_.load_states(bwd_.in.initial_states, part)};  // before each run
   for (size_t i = 0; i + 1 < runs.size(); ++i) {
     states.push_back(scan_.boundary_states(scan_.load(runs[i]), states.back()).select(0, runs[i].chunks).clone());
   }
   at::Tensor grad_state = scan_.load_states(bwd_.grad_final_states, part);
   for (size_t i = runs.size(); i-- > 0; states.pop_back()) grad_state = run_adjoint(runs[i], states[i], grad_state);
-  if (needs(kGradInitialStates)) grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
+  if (!needs(kGradInitialStates)) return;
+  if (const at::Tensor first = grad_chosen_.first(part); first.defined()) grad_state = grad_state + first;
+  grads_[kGradInitialStates].narrow(0, part.row, part.rows).copy_(grad_state);
 }
 
 // Returns the gradient of y, by step; writes the gradients of z and D.
@@ -233,6 +245,7 @@ at::Tensor Adjoint::boundary_grads(const Chunks& chunks, const at::Tensor& decay
   at::Tensor increments = scan_.state_matrices(grads, 0, count);
   at::bmm_out(increments, transposed(decayed_grad), scan_.without(chunks.C, chunks.is_after_beginning, chunks.run));
   grads.select(0, count).copy_(last);
+  grad_chosen_.visit(chunks.run, grads, [](const at::Tensor& chosen, at::Tensor bound) { bound.add_(chosen); });
   for (int64_t k = count; k-- > 0;) {
     grads.select(0, k).addcmul_(Scan::across(grads.select(0, k + 1), chunks, k), chunks.decay.select(0, k));
   }
@@ -323,6 +336,19 @@ StatesOutputs states_aten(const StatesInputs& in) {
   const StatesOutputs outputs = allocate_states(in);
   forward(in, method, outputs, {in.states_at, outputs.states});
   return outputs;
+}
+
+GradTensors states_bwd_aten(const StatesBwdInputs& states_bwd) {
+  const ExactProducts exact;
+  const Discretization method = check_states_inputs(states_bwd.in);
+  const GradTensors grads = allocate_states_bwd(states_bwd);
+  const BwdInputs bwd = states_bwd.of_scan();
+  ParameterSums sums(bwd.in);
+  ChosenStates grad_chosen;
+  if (is_present(states_bwd.grad_states)) grad_chosen = {states_bwd.in.states_at, *states_bwd.grad_states};
+  Adjoint(bwd, method, grads, sums, grad_chosen).compute();
+  sums.write(bwd, grads);
+  return grads;
 }
 
 GradTensors bwd_aten(const BwdInputs& bwd) {

@@ -11,6 +11,7 @@ FwdOutputs fwd_aten(const Inputs& in);
 // A position that is not a multiple of the chunk ends a chunk early.
 StatesOutputs states_aten(const StatesInputs& in);
 GradTensors bwd_aten(const BwdInputs& in);
+GradTensors states_bwd_aten(const StatesBwdInputs& in);
 std::string plan_aten(const Inputs& in);
 
 }  // namespace ssm_kernels::ssd
