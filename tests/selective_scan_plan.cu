@@ -24,7 +24,7 @@ struct Options {
 };
 
 void set_inputs(SelectiveScanParams& p, const Options& o) {
-  p.batch = o.batch;
+  p.batch = p.rows = o.batch;
   p.dim = o.dim;
   p.seqlen = o.seqlen;
   p.dstate = o.dstate;

@@ -266,7 +266,7 @@ struct BwdProducer {
   // Adds the warps' sums of grad_D and grad_delta_bias and stores the block's partial sums.
   __device__ __forceinline__ void finish() const {
     for (int channel = thread(); channel < at.channels; channel += TileConfig::kProducers) {
-      const int64_t target = (at.batch * plan.segments + at.segment) * p.dim + at.first_channel + channel;
+      const int64_t target = (at.row * plan.segments + at.segment) * p.dim + at.first_channel + channel;
       const auto store_sum = [&](const Acc* warp_sums, void* partial) {
         if (partial == nullptr) return;
         Acc total = 0;
