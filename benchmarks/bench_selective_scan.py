@@ -12,8 +12,6 @@ with 1 if one is wrong; a missed bar is only reported.
 
 from __future__ import annotations
 
-import functools
-import random
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -57,11 +55,7 @@ CHANNEL_AXES = {"out": 1, "u": 1, "delta": 1, "z": 1, "A": 0, "D": 0, "delta_bia
 
 @dataclass(frozen=True)
 class Case(OperatorCase):
-    """A row of the table: sizes, types and options of a scan.
-
-    Attributes:
-        mean_length: the row is packed sequences of this mean length; None for one sequence.
-    """
+    """A row of the table: sizes, types and options of a scan."""
 
     batch: int
     dim: int
@@ -72,7 +66,6 @@ class Case(OperatorCase):
     groups: int | None = None
     contiguous: str = "seqlen"
     discretization: str = "zoh"
-    mean_length: int | None = None
     operator = "selective_scan"
     timed = ("forward", "training", "backward")
     limits = MappingProxyType({BF16: (2.5e-3, 2.5e-3), FP32: (1e-5, 1e-5)})
@@ -84,7 +77,6 @@ class Case(OperatorCase):
         words += [] if self.groups is None else [f"G{self.groups}"]
         words += ["D-contiguous"] if self.contiguous == "dim" else []
         words += [] if self.discretization == "zoh" else [self.discretization]
-        words += [] if self.mean_length is None else [f"packed {self.mean_length}"]
         return " ".join(words)
 
     @property
@@ -108,22 +100,6 @@ class Case(OperatorCase):
                 inputs[name] = inputs[name].mT.contiguous().mT
         return inputs
 
-    def with_sequences(self, function: Callable[..., Any], device: torch.device) -> Callable[..., Any]:
-        """The function, with ``cu_seqlens`` of sequences between half and three halves of the mean length."""
-        if self.mean_length is None:
-            return function
-        draw, offsets = random.Random(0), [0]
-        while offsets[-1] < self.seqlen:
-            offsets.append(min(offsets[-1] + draw.randint(self.mean_length // 2, self.mean_length * 3 // 2), self.seqlen))
-        return functools.partial(function, cu_seqlens=torch.tensor(offsets, dtype=torch.int32, device=device))
-
-    def contender(self, device: torch.device, seed: int = 0) -> Contender:
-        ours = super().contender(device, seed)
-        return ours._replace(function=self.with_sequences(ours.function, device))
-
-    def exact_function(self) -> Callable[..., Any]:
-        return self.with_sequences(super().exact_function(), torch.device("cpu"))
-
     def part(self, name: str, tensor: Tensor) -> Tensor:
         """Some channels. Gradients of B and C are those of these channels alone."""
         if name not in CHANNEL_AXES:
@@ -144,8 +120,7 @@ class Case(OperatorCase):
         }
 
     def others(self, ours: Contender, run: Run) -> dict[str, Contender]:
-        is_computed_by_peers = self.discretization == "zoh" and self.mean_length is None
-        found = super().others(ours, run) if is_computed_by_peers else {}
+        found = super().others(ours, run) if self.discretization == "zoh" else {}
         if not found or self.contiguous == "seqlen":
             return found
         # The peer copies such tensors: in its own layout too.
@@ -167,7 +142,6 @@ CASES = [
     *(Case(8, 1024, 2048, dstate) for dstate in (8, 32, 64, 128, 256)),
     *(Case(*MAIN, groups=groups) for groups in (1, 4)),
     Case(*MAIN, contiguous="dim"),
-    *(Case(1, 2048, 16384, contiguous="dim", mean_length=length) for length in (None, 256, 1024)),
     *(Case(*MAIN, discretization=method) for method in reference.DISCRETIZATIONS if method != "zoh"),
 ]
 
@@ -184,8 +158,6 @@ def other_of(row: Row, result: Result) -> tuple[str, Row] | None:
     """The name and the row of the method or layout that a row is compared with; None if it is the base itself."""
     if row["discretization"] != "zoh":
         other, name = "zoh", row["name"].removesuffix(f" {row['discretization']}")
-    elif row.get("mean_length") is not None:
-        other, name = "one sequence", row["name"].removesuffix(f" packed {row['mean_length']}")
     else:
         other, name = "L-contiguous", row["name"].removesuffix(" D-contiguous")
     found = next((found for found in result["rows"] if found["name"] == name), row)

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from helpers import LAYOUTS, METHODS, arrange, assert_equal
+from helpers import LAYOUTS, METHODS, arrange, assert_equal, captured, says
 from operator_spec import tensor_names
 from selective_scan_helpers import (
     SELECTIVE_SCAN,
@@ -222,6 +222,13 @@ def test_empty_sequences_keep_their_state(device):
         results = evaluate(SELECTIVE_SCAN, inputs, (None, cotangent), names=["initial_state"])
         assert torch.equal(results["last_state"], inputs["initial_state"])
         assert torch.equal(results["grad_initial_state"], cotangent)
+
+
+@pytest.mark.cuda
+def test_seq_idx_cannot_be_captured():
+    inputs = make_inputs(seqlen=70, resets=((3, 40),), dtype=torch.float32, device="cuda")
+    with pytest.raises(RuntimeError, match=says("selective_scan: expected no seq_idx while a CUDA graph is captured")):
+        captured(lambda: selective_scan(**inputs))
 
 
 def test_opcheck(device):
