@@ -108,6 +108,10 @@ TORCH_LIBRARY(ssm_kernels, m) {
   const std::string ssd_results = ") -> (Tensor out, Tensor final_states)";
   def("_ssd_chunk_scan" + ssd_arguments + ssd_results);
   def_kernels("_ssd_chunk_scan_fwd" + ssd_arguments + ssd_results);
+  // Forward of sequences that are not packed, and the states after so many steps, ascending, in one pass: matmuls on any
+  // device.
+  def_kernels("_ssd_chunk_scan_states" + ssd_arguments +
+              ", int[] states_at) -> (Tensor out, Tensor final_states, Tensor states)");
   def("_ssd_chunk_scan_plan" + ssd_arguments + ", bool is_backward) -> str");
   // Its adjoint, which recomputes what it needs of forward. Gradients that are absent or not needed have no elements.
   def_kernels(
@@ -192,16 +196,16 @@ TORCH_LIBRARY(ssm_kernels, m) {
     def(op.schema());
   }
   // Any of them, by name, a step with an axis of time of size 1; what does not matter to it is ignored.
-  def("_linear_recurrence(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, str recurrence, str candidate_activation, "
-      "bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)");
+  def("_linear_recurrence(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, Tensor? reset, str recurrence, "
+      "str candidate_activation, bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)");
   def_kernels(
-      "_linear_recurrence_fwd(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, str recurrence, str candidate_activation, "
-      "bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)");
+      "_linear_recurrence_fwd(Tensor[] inputs, Tensor? h0, Tensor? cu_seqlens, Tensor? reset, str recurrence, "
+      "str candidate_activation, bool gate_is_logit, bool reverse) -> (Tensor h, Tensor last_state)");
   // Its adjoint. Gradients that are not needed have no elements; the last of needs_grad is of h0.
   def_kernels(
       "_linear_recurrence_bwd(Tensor? grad_h, Tensor? grad_last_state, Tensor[] inputs, Tensor h, Tensor? h0, "
-      "Tensor? cu_seqlens, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse, bool[5] needs_grad) "
-      "-> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3, Tensor grad_h0)");
+      "Tensor? cu_seqlens, Tensor? reset, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse, "
+      "bool[5] needs_grad) -> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3, Tensor grad_h0)");
 
   // Norms, of groups of columns, with a gate or with a residual; norm/norm.h has the formulas.
   for (const std::string name : {"rms_norm_gated", "layer_norm_gated"}) {

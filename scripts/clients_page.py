@@ -2,8 +2,8 @@
 
     pytest -m clients --junitxml results.xml && python scripts/clients_page.py results.xml
 
-The results are kept in docs/clients.json, and those of a file replace the older ones of its clients, devices and versions of
-PyTorch. Without a file the script only makes the page from docs/clients.json.
+The results are kept in docs/clients.json, and those of a file replace the older ones of the same versions of its clients and of
+PyTorch on the same devices. Without a file the script only makes the page from docs/clients.json.
 """
 
 from __future__ import annotations
@@ -30,14 +30,19 @@ def main() -> None:
     rows: list[Row] = json.loads(options.results.read_text()) if options.results.exists() else []
     for path in options.junit:
         new = read_junit(path)
-        run = {(row["client"], row["device"], row["torch"]) for row in new}
-        rows = [row for row in rows if (row["client"], row["device"], row["torch"]) not in run] + new
+        run = {run_of(row) for row in new}
+        rows = [row for row in rows if run_of(row) not in run] + new
     if options.junit:
         rows.sort(key=lambda row: [row[field] for field in FIELDS])
         options.results.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n")
     page = options.page.read_text()
     before, rest = page.split(BEGIN)
     options.page.write_text(before + BEGIN + "\n" + table(rows) + "\n" + END + rest.split(END)[1])
+
+
+def run_of(row: Row) -> tuple[str, ...]:
+    """Identifies the run that gave a result."""
+    return tuple(row[field] for field in ("client", "version", "device", "torch"))
 
 
 def read_junit(path: Path) -> list[Row]:
@@ -54,20 +59,26 @@ def read_junit(path: Path) -> list[Row]:
 
 
 def table(rows: list[Row]) -> str:
-    """A table for each client: a row for each model, a column for each behaviour, where it works."""
+    """A table for each version of a client: a row for each model, a column for each behaviour, where it works."""
     text = []
-    for client in dict.fromkeys(row["client"] for row in rows):
-        own = [row for row in rows if row["client"] == client]
-        versions = ", ".join(sorted({row["version"] for row in own}))
-        torches = ", ".join(sorted({row["torch"] for row in own}))
+    for client, version in dict.fromkeys((row["client"], row["version"]) for row in rows):
+        own = [row for row in rows if (row["client"], row["version"]) == (client, version)]
         behaviours = list(dict.fromkeys(row["behaviour"] for row in own))
-        text += [f"`{client}` {versions}, with PyTorch {torches}:", ""]
+        text += [f"`{client}` {version}, with PyTorch {versions_of_torch(own)}:", ""]
         text += ["| | " + " | ".join(behaviours) + " |", "|---" * (1 + len(behaviours)) + "|"]
         for model in dict.fromkeys(row["model"] for row in own):
             cells = [cell([r for r in own if (r["model"], r["behaviour"]) == (model, name)]) for name in behaviours]
             text.append(f"| {model} | " + " | ".join(cells) + " |")
         text.append("")
     return "\n".join(text)
+
+
+def versions_of_torch(rows: list[Row]) -> str:
+    """The versions of PyTorch on each device, such as "2.11.0 (CPU, CUDA)"."""
+    devices: dict[str, list[str]] = {}
+    for torch, device in sorted({(row["torch"], row["device"]) for row in rows}):
+        devices.setdefault(torch, []).append(DEVICES[device])
+    return " and ".join(f"{torch} ({', '.join(names)})" for torch, names in devices.items())
 
 
 def cell(rows: list[Row]) -> str:

@@ -71,6 +71,9 @@ def scan_cases() -> Iterator[ScanCase]:
                 yield case("vectors", **VECTORS, dtype=dtype, discretization=method, layout=layout)
         for layout in ("transposed", "permuted", "offset", "sliced"):
             yield case("layout", dtype=dtype, dim=37, seqlen=129, groups=1, layout=layout)
+        # Rows that start and end between multiples of 16 bytes, at the end of an allocation and inside of one.
+        for seqlen, layout in ((68, "contiguous"), (69, "contiguous"), (71, "contiguous"), (96, "offset")):
+            yield case("shifted rows", dtype=dtype, dim=64, seqlen=seqlen, layout=layout)
         yield case("inference", (), dtype=dtype, dim=37, seqlen=130)
         yield case("required only", dtype=dtype, **MINIMAL)
         for layout in ("contiguous", "transposed"):
@@ -182,11 +185,15 @@ def recurrence_cases() -> Iterator[tuple[str, Variant, Inputs, bool]]:
             yield case("recurrence", variant, dtype=dtype)
         for variant in PLAIN.values():
             yield case("vectors", variant, dtype=dtype, channels=64, seqlen=128)
+            yield case("sequential", variant, dtype=dtype, channels=72, seqlen=130)
+            yield case("sequential, reverse", variant, False, dtype=dtype, channels=64, seqlen=37, h0=False, reverse=True)
             yield case("inference", variant, False, dtype=dtype, channels=64, seqlen=130)
             yield case("without h0, reverse", variant, dtype=dtype, h0=False, reverse=True)
             yield case("tiles along time", variant, dtype=dtype, batch=1, channels=5, seqlen=300)
             yield case("packed", variant, dtype=dtype, cu_seqlens=PACKED)
             yield case("packed, tiles along time", variant, dtype=dtype, cu_seqlens=(0, 1, 100, 100, 333), reverse=True)
+            yield case("reset", variant, dtype=dtype, channels=64, reset=True)
+            yield case("reset, tiles along time", variant, dtype=dtype, batch=1, seqlen=333, reset=True, reverse=True)
             for form in recurrence_helpers.FORMS if variant.recurrence.broadcast else ():
                 yield case("broadcast", variant, dtype=dtype, form=form)
                 yield case("broadcast", variant, dtype=dtype, form=form, broadcast_dtype=dtype)
@@ -220,6 +227,7 @@ def on_both_devices(
 
 
 def check_recurrence(name: str, variant: Variant, inputs: Inputs, gradients: bool) -> str | None:
+    set_debug_option("linear_scan_kernel", "sequential" if name.startswith("sequential") else "faster")
     expected, actual = on_both_devices(variant, inputs, gradients)
     return difference_between(name, actual, expected)
 

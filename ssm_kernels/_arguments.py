@@ -10,14 +10,20 @@ from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+from torch.amp.autocast_mode import is_autocast_available
 
 _Parameters = ParamSpec("_Parameters")
 _Result = TypeVar("_Result")
 
 
+def is_autocast_enabled(device_type: str) -> bool:
+    """Whether autocast is on; False for a device that has none, such as meta, for which PyTorch's question raises."""
+    return is_autocast_available(device_type) and torch.is_autocast_enabled(device_type)
+
+
 def empty_output(x: torch.Tensor) -> torch.Tensor:
     """Memory for the output of a decoding step: like ``x``, which autocast casts."""
-    is_cast = torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64
+    is_cast = is_autocast_enabled(x.device.type) and x.dtype != torch.float64
     dtype = torch.get_autocast_dtype(x.device.type) if is_cast else x.dtype
     return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
 
@@ -26,13 +32,14 @@ def names_arguments(function: Callable[_Parameters, _Result]) -> Callable[_Param
     """Decorator: an operator's errors name the operator and the argument. Only failing calls inspect the arguments.
 
     The dispatcher's own message for an argument that is not a tensor is a RuntimeError of several lines with the value printed.
+    Python's for an attribute of a None is an AttributeError.
     """
 
     @functools.wraps(function)
     def operator(*args: _Parameters.args, **kwargs: _Parameters.kwargs) -> _Result:
         try:
             return function(*args, **kwargs)
-        except (RuntimeError, TypeError):
+        except (AttributeError, RuntimeError, TypeError):
             error = _argument_error(function, args, kwargs)
             if error is None:
                 raise
@@ -59,14 +66,17 @@ def _argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs:
         return _keyword_error(function.__name__, signature, len(args))
     for name, value in arguments.items():
         annotation = str(signature.parameters[name].annotation)
-        # torch.ops raises the same message for None.
-        if not annotation.startswith("Tensor") or value is None or torch.overrides.is_tensor_like(value):
+        if not annotation.startswith("Tensor") or torch.overrides.is_tensor_like(value):
+            continue
+        # For others than a required tensor, None is allowed, or torch.ops raises the same kind of message.
+        if value is None and annotation != "Tensor":
             continue
         if "float" in annotation and isinstance(value, numbers.Real):
             continue
         kind = "a tensor or a number" if "float" in annotation else "a tensor"
         kind += " or None" if "None" in annotation else ""
-        return TypeError(f"{function.__name__}: expected {name} to be {kind}, got {type(value).__name__}")
+        got = "None" if value is None else type(value).__name__
+        return TypeError(f"{function.__name__}: expected {name} to be {kind}, got {got}")
     return None
 
 

@@ -1,14 +1,21 @@
-"""``states_at`` of the scans: their states at chosen positions, from calls of the operators on the pieces between these."""
+"""``states_at`` of the scans: their states at chosen positions.
+
+Without gradients and transforms an operator returns them from one call: of ``selective_scan`` those at multiples of the chunk,
+of ``ssd_chunk_scan`` on the CPU all. Otherwise the public operators run on the pieces between positions.
+"""
 
 from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ._arguments import is_autocast_enabled
 
 __all__ = ["Positions", "selective_scan_with_states", "ssd_chunk_scan_with_states"]
 
@@ -18,6 +25,11 @@ _Results = tuple[Tensor, Tensor, Tensor]
 # The axes that a tensor of steps may have; without one of time, it is constant.
 _SELECTIVE_RANKS = {"u": (3,), "delta": (3,), "B": (2, 3, 4), "C": (2, 3, 4), "z": (3,), "seq_idx": (2,)}
 _SSD_RANKS = {"x": (4,), "dt": (3,), "B": (4,), "C": (4,), "z": (4,), "seq_idx": (2,)}
+
+
+def chunk_length(dstate: int) -> int:
+    """The steps between the states that ``_selective_scan_fwd`` saves: chunk_length of csrc/selective_scan/selective_scan.h."""
+    return 32 if dstate <= 16 else 64
 
 
 def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], options: dict[str, Any]) -> _Results:
@@ -41,7 +53,7 @@ def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], opt
         return inputs | {name: inputs[name][..., begin:end] for name in sequences} | {"initial_state": state}
 
     if seq_idx is None and cu_seqlens is None and not _needs_public_operator(inputs.values()):
-        chunk = 32 if inputs["A"].shape[-1] <= 16 else 64  # chunk_length of csrc/selective_scan/selective_scan.h
+        chunk = chunk_length(inputs["A"].shape[-1])
         out, last_state, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(
             *(value for name, value in inputs.items() if name not in ("seq_idx", "cu_seqlens")), *options.values(), True
         )
@@ -92,6 +104,9 @@ def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) 
     positions = _read("ssd_chunk_scan", states_at, seqlen)
     sequences = [name for name in _SSD_RANKS if arguments[name] is not None]
     seq_idx, cu_seqlens = arguments["seq_idx"], arguments["cu_seqlens"]
+
+    if cu_seqlens is None and arguments["x"].device.type == "cpu" and not _needs_public_operator(_tensors_of(arguments)):
+        return _ssd_chunk_scan_states(positions, arguments, call)
 
     def scan(begin: int, end: int, states: Tensor | None) -> tuple[Tensor, Tensor]:
         values = arguments | {name: arguments[name][:, begin:end] for name in sequences}
@@ -145,6 +160,24 @@ def _of_positions(positions: list[int], states: dict[int, Tensor], last: Tensor,
         else:
             chosen[p] = last.new_zeros(1, *last.shape[1:])
     return _stack(positions, chosen, chosen[0])
+
+
+def _ssd_chunk_scan_states(positions: list[int], arguments: dict[str, Any], call: Callable[..., Any]) -> _Results:
+    """The results of one call of the operator that returns states beside them. ``call``: of the public operator."""
+    low, high = arguments["dt_limit"] or (-sys.float_info.max, sys.float_info.max)
+    values = arguments | {"dt_limit": low}
+    operands = [item for name, value in values.items() for item in ((value, high) if name == "dt_limit" else (value,))]
+    ascending = sorted(set(positions))
+    try:
+        out, final_states, states = torch.ops.ssm_kernels._ssd_chunk_scan_states(*operands, ascending)
+    except Exception:
+        call(**arguments)  # the message names the public operator
+        raise
+    return out, final_states, states[:, [ascending.index(p) for p in positions]] if ascending != positions else states
+
+
+def _tensors_of(arguments: dict[str, Any]) -> list[Tensor]:
+    return [value for value in arguments.values() if isinstance(value, Tensor)]
 
 
 def _scan_pieces(
@@ -201,7 +234,12 @@ def _needs_public_operator(tensors: Any) -> bool:
     """Whether autograd, autocast or a transform has something to do, which the operator of kernels alone leaves out."""
     present = [tensor for tensor in tensors if tensor is not None]
     needs_grad = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in present)
-    return needs_grad or torch.is_autocast_enabled(present[0].device.type) or torch._C._are_functorch_transforms_active()
+    return (
+        needs_grad
+        or is_autocast_enabled(present[0].device.type)
+        or torch._C._are_functorch_transforms_active()
+        or torch.compiler.is_exporting()  # other runtimes know the public operators
+    )
 
 
 def _read(name: str, states_at: Positions, seqlen: int) -> list[int]:

@@ -162,13 +162,19 @@ def _linear_recurrence(
     inputs: list[Tensor],
     h0: Tensor | None,
     cu_seqlens: Tensor | None,
+    reset: Tensor | None,
     recurrence: str,
     *options: Any,
 ) -> tuple[Any, Any]:
-    input_dims, h0_dim, cu_seqlens_dim, *_ = in_dims
+    input_dims, h0_dim, cu_seqlens_dim, reset_dim, *_ = in_dims
     samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
     results = torch.ops.ssm_kernels._linear_recurrence(
-        samples.fold_all(inputs, input_dims), samples.fold(h0, h0_dim), cu_seqlens, recurrence, *options
+        samples.fold_all(inputs, input_dims),
+        samples.fold(h0, h0_dim),
+        cu_seqlens,
+        samples.fold(reset, reset_dim),
+        recurrence,
+        *options,
     )
     (h, h_dim), (last_state, last_state_dim) = map(samples.unfold, results)
     return (h, last_state), (h_dim, last_state_dim)
@@ -183,10 +189,11 @@ def _linear_recurrence_bwd(
     h: Tensor,
     h0: Tensor | None,
     cu_seqlens: Tensor | None,
+    reset: Tensor | None,
     recurrence: str,
     *options: Any,
 ) -> tuple[Any, Any]:
-    grad_h_dim, grad_last_state_dim, input_dims, h_dim, h0_dim, cu_seqlens_dim, *_ = in_dims
+    grad_h_dim, grad_last_state_dim, input_dims, h_dim, h0_dim, cu_seqlens_dim, reset_dim, *_ = in_dims
     samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
     gradients = torch.ops.ssm_kernels._linear_recurrence_bwd(
         samples.fold(grad_h, grad_h_dim),
@@ -195,6 +202,7 @@ def _linear_recurrence_bwd(
         samples.fold(h, h_dim),
         samples.fold(h0, h0_dim),
         cu_seqlens,
+        samples.fold(reset, reset_dim),
         recurrence,
         *options,
     )

@@ -193,16 +193,17 @@ def selective_scan(
         and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
     **Packed sequences.** Each sequence is scanned on its own: values of one, NaN included, reach no other. On CUDA the blocks
-    of all sequences run at once. Tensors of contiguous channels, as layers have them, are read in vectors; with contiguous
-    steps packed sequences are read element by element. The host waits for the device to check the values of ``cu_seqlens``,
-    unless a CUDA graph is being captured, and to count the sequences of ``seq_idx``, which cannot be captured.
+    of all sequences run at once. Tensors of contiguous channels, as layers have them, are read in vectors. Contiguous steps are
+    read as shifted rows by the sequential scan (``docs/cuda.md``) and element by element by the others. The host waits for the
+    device to check the values of ``cu_seqlens``, unless a CUDA graph is being captured, and to count the sequences of
+    ``seq_idx``, which cannot be captured.
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
     multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
     seqlen / 32 + 1, dim, dstate). Any other position takes one more call, of the steps since the multiple before it. Otherwise
     the scan is one call for each piece between positions, chained by its states, and a copy that joins the outputs; rounding
-    may differ from the scan in one call. On CUDA, pieces that do not begin at a multiple of 16 bytes are read element by
-    element.
+    may differ from the scan in one call. On CUDA, pieces that do not begin at a multiple of 16 bytes are shifted rows
+    of the sequential scan; the others read them element by element.
 
     The operator runs on CPU and on CUDA (compute capability 8.0 and newer) and gives the same bits every time. States and sums
     are float32 (float64 with float64 inputs). Autograd saves the states at every 32nd step (above 16 states: 64th). On CUDA the
@@ -600,9 +601,10 @@ def ssd_chunk_scan(
         floating-point tensor argument, ``initial_states`` included. Double backward and ``torch.func`` transforms other than
         ``vmap`` are not supported and raise.
 
-    **Cost of** ``states_at``. With or without gradients, the scan is one call for each piece between positions, chained by its
-    states, and a copy that joins the outputs; rounding may differ from the scan in one call. With ``cu_seqlens`` each call also
-    reads and writes the states of all sequences.
+    **Cost of** ``states_at``. On the CPU, without gradients, autocast, transforms and ``cu_seqlens``, one call returns all
+    states: those at multiples of the chunk are a copy, and another position ends a chunk early. Otherwise, on CUDA always, the
+    scan is one call for each piece between positions, chained by its states, and a copy that joins the outputs. Rounding may
+    differ from the scan in one call. With ``cu_seqlens`` each call also reads and writes the states of all sequences.
 
     States and sums are float32 (float64 with float64 inputs), also for float16 and bfloat16; float32 inputs are multiplied as
     float32, whether TF32 is allowed or not. Autograd saves the inputs only. Autocast casts ``x``, ``dt``, ``B``, ``C`` and

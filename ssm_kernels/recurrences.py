@@ -48,6 +48,7 @@ def linear_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -58,6 +59,7 @@ def linear_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -68,6 +70,7 @@ def linear_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
@@ -78,6 +81,7 @@ def linear_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""All states of a linear recurrence, computed for each channel by itself.
@@ -100,6 +104,10 @@ def linear_scan(
             a sequence may have no steps. Sequences are independent: ``h0`` and ``last_state`` are
             (sequences, channels). The values are not checked while a CUDA graph is captured or replayed. Wrong values then
             give wrong numbers, but no access outside the tensors.
+        reset: (batch, seqlen), bool: where true, the sequence starts anew: the state before that step is dropped, and ``h0`` of
+            that row of the batch, or zero, takes its place. With ``reverse`` the state before step t is that of step t + 1.
+            The gradient of ``h0`` sums over all starts. ``last_state`` is the state after the last step. Not together with
+            ``cu_seqlens``, whose sequences have an ``h0`` each.
         return_last_state: also return the state after the last step.
 
     Returns:
@@ -112,16 +120,19 @@ def linear_scan(
     are float32 (float64 with float64 inputs), whatever the dtype of the inputs. They are not in log-space: values may have any
     sign, and long sequences lose no accuracy. On CUDA products of up to 128 consecutive ``a`` must be finite, unless they
     multiply a zero. Autograd saves the inputs and ``h``. The gradient of an input that broadcasts is summed in float32 (float64
-    with float64 inputs) and rounded once. On CUDA the operator launches on the current stream and can be captured in a CUDA
-    graph. The host waits for the device only to check the values of ``cu_seqlens``, and not while a graph is being captured.
-    Autocast casts the inputs to its dtype, except inputs that broadcast and ``h0``, which it casts to float32.
+    with float64 inputs) and rounded once. On CUDA the gradient of ``h0`` with a ``reset`` takes temporary memory of the size of
+    ``h`` in float32 (float64 with float64 inputs). On CUDA the operator launches on the current stream and can be captured in a
+    CUDA graph. The host waits for the device only to check the values of ``cu_seqlens``, and not while a graph is being
+    captured. Autocast casts the inputs to its dtype, except inputs that broadcast and ``h0``, which it casts to float32.
 
     Raises:
         ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
         RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan(a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan(
+        a, b, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    )
     return results if return_last_state else results[0]
 
 
@@ -135,6 +146,7 @@ def mingru_scan(
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -147,6 +159,7 @@ def mingru_scan(
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -159,6 +172,7 @@ def mingru_scan(
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
@@ -171,6 +185,7 @@ def mingru_scan(
     gate_is_logit: bool = True,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""All states of a minGRU.
@@ -199,6 +214,7 @@ def mingru_scan(
         gate_is_logit=gate_is_logit,
         reverse=reverse,
         cu_seqlens=cu_seqlens,
+        reset=reset,
     )
     return results if return_last_state else results[0]
 
@@ -213,6 +229,7 @@ def minlstm_scan(
     candidate_activation: str | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -225,6 +242,7 @@ def minlstm_scan(
     candidate_activation: str | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -237,6 +255,7 @@ def minlstm_scan(
     candidate_activation: str | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
@@ -249,6 +268,7 @@ def minlstm_scan(
     candidate_activation: str | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""All states of a minLSTM, whose forget and input gates are normalized to the sum 1.
@@ -271,7 +291,14 @@ def minlstm_scan(
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan(
-        forget, input, candidate, h0, candidate_activation=candidate_activation, reverse=reverse, cu_seqlens=cu_seqlens
+        forget,
+        input,
+        candidate,
+        h0,
+        candidate_activation=candidate_activation,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
     )
     return results if return_last_state else results[0]
 
@@ -285,6 +312,7 @@ def liquid_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -296,6 +324,7 @@ def liquid_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -307,6 +336,7 @@ def liquid_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
@@ -318,6 +348,7 @@ def liquid_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""All states of a leaky integrator whose target, time constant and step size may change with every step.
@@ -339,7 +370,7 @@ def liquid_scan(
         TypeError: ``dt`` is neither a tensor nor a number, another argument is not a tensor, or a required tensor is None.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan(
-        candidate, tau, step_size("liquid_scan", dt, candidate), h0, reverse=reverse, cu_seqlens=cu_seqlens
+        candidate, tau, step_size("liquid_scan", dt, candidate), h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results if return_last_state else results[0]
 
@@ -354,6 +385,7 @@ def rglru_scan(
     h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -366,6 +398,7 @@ def rglru_scan(
     h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -378,6 +411,7 @@ def rglru_scan(
     h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
@@ -390,6 +424,7 @@ def rglru_scan(
     h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""All states of Griffin's real-gated linear recurrent unit (RG-LRU).
@@ -417,6 +452,7 @@ def rglru_scan(
         h0=h0,
         reverse=reverse,
         cu_seqlens=cu_seqlens,
+        reset=reset,
     )
     return results if return_last_state else results[0]
 
@@ -429,6 +465,7 @@ def hgrn_scan(
     h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -439,6 +476,7 @@ def hgrn_scan(
     h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -449,6 +487,7 @@ def hgrn_scan(
     h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
@@ -459,6 +498,7 @@ def hgrn_scan(
     h0: Tensor | None = None,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""All states of a hierarchically gated recurrent network (HGRN), with gates in log-space.
@@ -475,7 +515,7 @@ def hgrn_scan(
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan(
-        log_gate, x=x, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens
+        log_gate, x=x, h0=h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results if return_last_state else results[0]
 
@@ -488,6 +528,7 @@ def elu_gru_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -498,6 +539,7 @@ def elu_gru_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -508,6 +550,7 @@ def elu_gru_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
@@ -518,6 +561,7 @@ def elu_gru_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""All states of a minGRU with the positive candidate ``1 + elu(x)``.
@@ -536,7 +580,7 @@ def elu_gru_scan(
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan(
-        gate, candidate, h0, reverse=reverse, cu_seqlens=cu_seqlens
+        gate, candidate, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results if return_last_state else results[0]
 
@@ -549,6 +593,7 @@ def diag_linear_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[False] = False,
 ) -> Tensor: ...
 @overload
@@ -559,6 +604,7 @@ def diag_linear_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...
 @overload
@@ -569,6 +615,7 @@ def diag_linear_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 @names_arguments
@@ -579,6 +626,7 @@ def diag_linear_scan(
     *,
     reverse: bool = False,
     cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
     return_last_state: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     r"""All states of a diagonal linear recurrence with a sigmoid gate.
@@ -591,5 +639,7 @@ def diag_linear_scan(
 
     :func:`linear_scan` documents the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan(gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan(
+        gate, x, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    )
     return results if return_last_state else results[0]

@@ -41,24 +41,32 @@ def _activate(candidate: Tensor, activation: str | None) -> Tensor:
     return CANDIDATE_ACTIVATIONS[name](candidate)
 
 
-def _scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool) -> tuple[Tensor, Tensor]:
+def _scan(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, reset: Tensor | None) -> tuple[Tensor, Tensor]:
     """All states, (batch, seqlen, channels), and the last one, (batch, channels)."""
-    h = torch.zeros_like(b[:, 0]) if h0 is None else h0
-    steps = list(zip(a.unbind(1), b.unbind(1), strict=True))
+    initial = torch.zeros_like(b[:, 0]) if h0 is None else h0
+    h = initial
+    resets = [None] * b.shape[1] if reset is None else reset.unsqueeze(-1).unbind(1)
+    steps = list(zip(a.unbind(1), b.unbind(1), resets, strict=True))
     states = []
-    for a_t, b_t in reversed(steps) if reverse else steps:
+    for a_t, b_t, reset_t in reversed(steps) if reverse else steps:
+        if reset_t is not None:
+            h = torch.where(reset_t, initial, h)
         h = a_t * h + b_t
         states.append(h)
     return torch.stack(states[::-1] if reverse else states, dim=1), h
 
 
-def _scan_sequences(a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None) -> tuple[Tensor, Tensor]:
+def _scan_sequences(
+    a: Tensor, b: Tensor, h0: Tensor | None, reverse: bool, cu_seqlens: Tensor | None, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """:func:`_scan` for any number of steps, and over each packed sequence if ``cu_seqlens`` are given."""
     batch, seqlen, channels = b.shape
     if cu_seqlens is None:
         if seqlen == 0:
             return b, b.new_zeros(batch, channels) if h0 is None else h0
-        return _scan(a, b, h0, reverse)
+        return _scan(a, b, h0, reverse, reset)
+    if reset is not None:
+        raise ValueError("expected reset or cu_seqlens, got both")
     states, last_states = [b[:, :0]], [b.new_zeros(0, channels)]
     for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
         h0_i = None if h0 is None else h0[i : i + 1]
@@ -93,7 +101,7 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> _Scan:
     RECURRENCES[coefficients.__name__] = coefficients
     parameters = list(inspect.signature(coefficients).parameters.values())
     inputs = [parameter for parameter in parameters if parameter.default is parameter.empty]
-    common = {"h0": None, "reverse": False, "cu_seqlens": None, "return_last_state": False}
+    common = {"h0": None, "reverse": False, "cu_seqlens": None, "reset": None, "return_last_state": False}
 
     def parameter(name: str, kind: Any) -> inspect.Parameter:
         return inspect.Parameter(name, kind, default=common[name])
@@ -103,7 +111,10 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> _Scan:
             *inputs,
             parameter("h0", inputs[-1].kind),
             *parameters[len(inputs) :],
-            *(parameter(name, inspect.Parameter.KEYWORD_ONLY) for name in ("reverse", "cu_seqlens", "return_last_state")),
+            *(
+                parameter(name, inspect.Parameter.KEYWORD_ONLY)
+                for name in ("reverse", "cu_seqlens", "reset", "return_last_state")
+            ),
         ]
     )
 
@@ -118,9 +129,9 @@ def _recurrence(coefficients: Callable[..., tuple[Tensor, Tensor]]) -> _Scan:
         for name in ("h0", *(parameter.name for parameter in inputs)):
             if isinstance(arguments[name], Tensor):
                 arguments[name] = arguments[name].to(dtype)
-        h0, reverse, cu_seqlens, return_last_state = (arguments.pop(name) for name in common)
+        h0, reverse, cu_seqlens, reset, return_last_state = (arguments.pop(name) for name in common)
         a, b = torch.broadcast_tensors(*coefficients(**arguments))
-        h, last_state = _scan_sequences(a, b, h0, reverse, cu_seqlens)
+        h, last_state = _scan_sequences(a, b, h0, reverse, cu_seqlens, reset)
         return (h, last_state) if return_last_state else h
 
     scan.__name__ = scan.__qualname__ = coefficients.__name__

@@ -234,6 +234,7 @@ def on_meta(value: Any) -> Any:
 # The names of the values of the options that choose kernels, in the order of the values.
 DEBUG_OPTION_VALUES = {
     "causal_conv1d_kernel": ("faster", "by_layout"),
+    "linear_scan_kernel": ("faster", "tiles", "sequential"),
     "selective_scan_kernel": ("faster", "sequential", "warp_scan"),
     "ssd_mma": ("wgmma", "mma"),
 }

@@ -140,7 +140,7 @@ class Variant(OperatorSpec):
     autograd = "_linear_recurrence"
     several_chunks = MappingProxyType({"channels": 6, "seqlen": 70})
     packs = True
-    compiled = ("h0", "reverse")
+    compiled = ("h0", "reverse", "reset")
     layouts = LAYOUTS
 
     def __init__(self, name: str, fixed: dict[str, Any]) -> None:
@@ -163,7 +163,8 @@ class Variant(OperatorSpec):
         return self.first(inputs).shape, state_of(inputs).shape
 
     def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
-        return dict.fromkeys(sequence_names(self, inputs), 1)
+        names = sequence_names(self, inputs) + ([] if inputs["reset"] is None else ["reset"])
+        return dict.fromkeys(names, 1)
 
     def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
         return [name for name in self.recurrence.inputs if name not in self.recurrence.broadcast]
@@ -178,6 +179,7 @@ class Variant(OperatorSpec):
             "inputs": [first, *(tensor.expand_as(first) for tensor in others)],
             "h0": inputs["h0"],
             "cu_seqlens": inputs["cu_seqlens"],
+            "reset": inputs["reset"],
             "recurrence": self.name,
             "candidate_activation": self.fixed.get("candidate_activation") or "none",
             "gate_is_logit": self.fixed.get("gate_is_logit", True),
@@ -231,6 +233,7 @@ def make_inputs(
     h0: bool = True,
     reverse: bool = False,
     cu_seqlens: Sequence[int] | None = None,
+    reset: bool = False,
     form: str | None = None,
     dtype: torch.dtype = torch.float64,
     broadcast_dtype: torch.dtype | None = None,
@@ -242,6 +245,7 @@ def make_inputs(
 
     Args:
         cu_seqlens: takes the place of batch and seqlen.
+        reset: whether sequences start anew, each at about a third of its steps.
         form: a key of ``FORMS``, for what broadcasts; None for the usual ones.
         broadcast_dtype: of what broadcasts; None for the accumulation dtype.
         layout: see :func:`helpers.arrange`; of every floating-point tensor.
@@ -265,7 +269,9 @@ def make_inputs(
     if h0:
         value = draws.normal(sequences, channels)
         inputs["h0"] = arrange(value.to(device, accumulation_dtype), layout)
-    inputs |= variant.fixed | {"reverse": reverse, "cu_seqlens": None}
+    inputs |= variant.fixed | {"reverse": reverse, "cu_seqlens": None, "reset": None}
+    if reset:
+        inputs["reset"] = (draws.normal(batch, seqlen) > 0.4).to(device)
     if cu_seqlens is not None:
         inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
     return inputs
@@ -281,9 +287,23 @@ COMMON: dict[str, dict[str, Any]] = {
     "packed_without_h0": {"cu_seqlens": PACKED, "h0": False},
     "packed_reverse": {"cu_seqlens": PACKED, "reverse": True},
 }
-Variant.cases = {name: COMMON[name] for name in ("h0", "packed_reverse", "required_only")}
-Variant.options, Variant.mapped = COMMON, tuple(COMMON)
-Variant.sizes = [{}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"cu_seqlens": PACKED}, {"cu_seqlens": (0,)}, {"h0": False}]
+RESETS: dict[str, dict[str, Any]] = {
+    "reset": {"reset": True},
+    "reset_without_h0": {"reset": True, "h0": False},
+    "reset_reverse": {"reset": True, "reverse": True},
+}
+Variant.cases = {name: (COMMON | RESETS)[name] for name in ("h0", "packed_reverse", "reset", "required_only")}
+Variant.options, Variant.mapped = COMMON | RESETS, tuple(COMMON | RESETS)
+Variant.sizes = [
+    {},
+    {"seqlen": 70},
+    {"seqlen": 0},
+    {"batch": 0},
+    {"cu_seqlens": PACKED},
+    {"cu_seqlens": (0,)},
+    {"h0": False},
+    {"reset": True},
+]
 common_options = pytest.mark.parametrize("common", COMMON.values(), ids=list(COMMON))
 
 
@@ -310,7 +330,7 @@ def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[
     arguments = move_all(arguments, "cpu")
     inputs = [x.float() for x in torch.broadcast_tensors(*(arguments[name] for name in variant.recurrence.inputs))]
     a, b = reference.RECURRENCES[variant.name](**dict(zip(variant.recurrence.inputs, inputs, strict=True)), **variant.fixed)
-    time = {name: arguments[name] for name in ("h0", "reverse", "cu_seqlens")}
+    time = {name: arguments[name] for name in ("h0", "reverse", "cu_seqlens", "reset")}
     with torch.no_grad():
         h = reference.linear_scan(a, b, **time)
         error = h.to(dtype).float() - h
@@ -319,6 +339,8 @@ def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[
         one_late = slice(1, None) if time["reverse"] else slice(-1)
         padding = (0, 0, 0, 1) if time["reverse"] else (0, 0, 1, 0)
         error = torch.cat([F.pad(x[:, one_late], padding) if x.shape[1] else x for x in sequences], dim=1)
+        if time["reset"] is not None:
+            error = error.masked_fill(time["reset"].unsqueeze(2), 0)  # the state before is h0
     # Adds nothing to b, and the error of the state before each step to the gradient of a.
     results = reference.linear_scan(a, b + (a - a.detach()) * error, **time, return_last_state=True)
     return tuple(result.to(device) for result in results)
@@ -326,7 +348,8 @@ def scan_that_saves_rounded_states(variant: Variant, **arguments: Any) -> tuple[
 
 def at_steps(variant: Variant, inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
     """The arguments of some steps."""
-    return inputs | {name: inputs[name][:, steps] for name in sequence_names(variant, inputs)}
+    reset = None if inputs["reset"] is None else inputs["reset"][:, steps]
+    return inputs | {name: inputs[name][:, steps] for name in sequence_names(variant, inputs)} | {"reset": reset}
 
 
 def step_inputs(variant: Variant, inputs: dict[str, Any], t: int = 0) -> dict[str, Any]:

@@ -12,6 +12,7 @@ LARGEST = 2**63 - 1
 # The default, the smallest and the largest value of each option.
 OPTIONS = {
     "causal_conv1d_kernel": (0, 0, 1),
+    "linear_scan_kernel": (0, 0, 2),
     "selective_scan_kernel": (0, 0, 2),
     "selective_scan_shared_bytes": (LARGEST, 1, LARGEST),
     "ssd_mma": (0, 0, 1),

@@ -87,19 +87,61 @@ def add_rms_norm() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int
     return lambda **t: ssm_kernels.add_rms_norm(**t), tensors, {}
 
 
-def selective_state_update() -> tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]:
+Case = tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]
+
+
+def selective_state_update(*, heads: bool = False, tokens: int = 0, groups: int = 0, writes: tuple[str, ...] = ()) -> Case:
+    """``writes``: the tensors beside the state that the call is given to write into."""
+    channels = (CHANNELS, HEADDIM) if heads else (CHANNELS,)
+    rows = (BATCH, tokens) if tokens else (BATCH,)
+    matrix = (*rows, groups, DSTATE) if groups else (*rows, DSTATE)
     tensors = {
-        "state": torch.randn(BATCH, CHANNELS, DSTATE),
-        "x": torch.randn(BATCH, CHANNELS),
-        "dt": torch.rand(BATCH, CHANNELS),
-        "A": -torch.rand(CHANNELS, DSTATE),
-        "B": torch.randn(BATCH, DSTATE),
-        "C": torch.randn(BATCH, DSTATE),
+        "state": torch.randn(BATCH, *channels, DSTATE),
+        "x": torch.randn(*rows, *channels),
+        "dt": torch.rand(*rows, *channels),
+        "A": -torch.rand(*channels, DSTATE),
+        "B": torch.randn(matrix),
+        "C": torch.randn(matrix),
+        "D": torch.randn(channels),
+        "z": torch.randn(*rows, *channels),
+        "dt_bias": torch.randn(channels),
     }
-    channels = {"state": 1, "x": 1, "dt": 1, "A": 0}
-    return lambda **t: (ssm_kernels.selective_state_update(**t), t["state"]), tensors, channels
+    axis = len(rows)
+    places = {"state": 1, "x": axis, "dt": axis, "z": axis, "A": 0, "D": 0, "dt_bias": 0}
+    places |= {"B": axis, "C": axis} if groups else {}
+    if "out" in writes:
+        tensors["out"], places["out"] = torch.zeros(*rows, *channels), axis
+    if "intermediate_states_buffer" in writes:
+        tensors["intermediate_states_buffer"] = torch.zeros(BATCH, tokens, *channels, DSTATE)
+        places["intermediate_states_buffer"] = 2
+
+    def call(**t: Tensor) -> tuple[Tensor, ...]:
+        return ssm_kernels.selective_state_update(**t, dt_softplus=True), t["state"], *(t[name] for name in writes)
+
+    return call, tensors, places
 
 
+def causal_conv1d_update(*, tokens: int = 0, writes: tuple[str, ...] = ()) -> Case:
+    rows = (BATCH, tokens) if tokens else (BATCH,)
+    tensors = {
+        "conv_state": torch.randn(BATCH, CHANNELS, 4 + tokens),
+        "x": torch.randn(*rows, CHANNELS),
+        "weight": torch.randn(CHANNELS, 4),
+        "bias": torch.randn(CHANNELS),
+    }
+    places = {"conv_state": 1, "x": len(rows), "weight": 0, "bias": 0}
+    if "out" in writes:
+        tensors["out"], places["out"] = torch.zeros(*rows, CHANNELS), len(rows)
+    if "intermediate_conv_window" in writes:
+        tensors["intermediate_conv_window"], places["intermediate_conv_window"] = torch.zeros(BATCH, tokens, CHANNELS, 3), 2
+
+    def call(**t: Tensor) -> tuple[Tensor, ...]:
+        return ssm_kernels.causal_conv1d_update(**t), t["conv_state"], *(t[name] for name in writes)
+
+    return call, tensors, places
+
+
+BUFFER, WINDOW = ("out", "intermediate_states_buffer"), ("out", "intermediate_conv_window")
 CASES = {
     "selective_scan": selective_scan,
     "selective_scan, two groups": lambda: selective_scan(2),
@@ -110,6 +152,18 @@ CASES = {
     "rms_norm_gated": rms_norm_gated,
     "add_rms_norm": add_rms_norm,
     "selective_state_update": selective_state_update,
+    "selective_state_update, heads": lambda: selective_state_update(heads=True, groups=2),
+    "selective_state_update, two groups": lambda: selective_state_update(groups=2),
+    "selective_state_update_out": lambda: selective_state_update(writes=("out",)),
+    "selective_state_update_out, heads": lambda: selective_state_update(heads=True, writes=("out",)),
+    "selective_state_update_out, tokens": lambda: selective_state_update(tokens=2, writes=BUFFER),
+    "selective_state_update_out, heads and tokens": lambda: selective_state_update(
+        heads=True, tokens=4, groups=2, writes=BUFFER
+    ),
+    "causal_conv1d_update": causal_conv1d_update,
+    "causal_conv1d_update, tokens": lambda: causal_conv1d_update(tokens=2),
+    "causal_conv1d_update_out": lambda: causal_conv1d_update(writes=("out",)),
+    "causal_conv1d_update_out, tokens": lambda: causal_conv1d_update(tokens=2, writes=WINDOW),
 }
 WITHOUT_BATCH = {"A", "recurrent_param", "D", "delta_bias", "dt_bias", "weight", "bias"}
 
@@ -127,7 +181,7 @@ def check_operator(name: str, axis: str, mesh: Any) -> None:
         if not channels:
             return
     placements = {tensor: Shard(cut[tensor]) if tensor in cut else Replicate() for tensor in tensors}
-    trains = "state" not in tensors
+    trains = not {"state", "conv_state"} & set(tensors)
     whole = {key: value.clone().requires_grad_(trains) for key, value in tensors.items()}
     sharded = {key: distribute_tensor(value, mesh, [placements[key]]).requires_grad_(trains) for key, value in tensors.items()}
     expected = function(**whole)
@@ -149,6 +203,29 @@ def check_operator(name: str, axis: str, mesh: Any) -> None:
         wanted = placements[key] if key in cut else Partial()
         assert tensor.grad.placements == (wanted,), f"{name}, {axis}, {key}: {tensor.grad.placements}"
         assert_same(tensor.grad, whole[key].grad, f"{name}, {axis}, {key}")
+
+
+def check_slots(mesh: Any) -> None:
+    """Slots of a cache are cut along the channels only: a batch that is cut raises, before anything is written."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    torch.manual_seed(0)
+    function, tensors, channels = selective_state_update(writes=("out",))
+    tensors["state_batch_indices"] = torch.tensor([3, 0, 2, 1])
+    whole = {key: value.clone() for key, value in tensors.items()}
+    expected = function(**whole)
+
+    def distribute(cut: dict[str, int]) -> dict[str, Any]:
+        return {
+            key: distribute_tensor(value, mesh, [Shard(cut[key]) if key in cut else Replicate()])
+            for key, value in tensors.items()
+        }
+
+    for output, wanted in zip(function(**distribute(channels)), expected, strict=True):
+        assert output.placements[0].is_shard()
+        torch.testing.assert_close(output.full_tensor(), wanted)
+    with pytest.raises(RuntimeError, match="selective_state_update_out: expected state to be replicated or cut as the other"):
+        function(**distribute({key: 0 for key in tensors if key not in WITHOUT_BATCH}))
 
 
 def assert_same(gradient: Any, expected: Tensor, place: str) -> None:
@@ -202,6 +279,7 @@ def work(rank: int, folder: str) -> None:
     for name in CASES:
         for axis in ("batch", "channels"):
             check_operator(name, axis, mesh)
+    check_slots(mesh)
     check_layers(mesh)
     dist.barrier()
     dist.destroy_process_group()

@@ -10,7 +10,17 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import arrange, assert_as_accurate, assert_equal, captured, dtypes, move, move_all, no_synchronization
+from helpers import (
+    arrange,
+    assert_as_accurate,
+    assert_equal,
+    captured,
+    debug_option,
+    dtypes,
+    move,
+    move_all,
+    no_synchronization,
+)
 from operator_spec import as_float64, with_gradients
 from recurrence_helpers import (
     LINEAR,
@@ -222,6 +232,103 @@ def test_nan_at_the_edges_of_tiles(packed, reverse, layout):
             assert torch.equal(actual[name][others], clean[name][others]), name
 
 
+# ----- sequential kernels, which calls with many chains take
+
+
+@pytest.fixture
+def sequential():
+    """The sequential kernels for all calls that they support: vector rows, not packed, types of at most 32 bits."""
+    with debug_option("linear_scan_kernel", "sequential"):
+        yield
+
+
+small_dtypes = dtypes(torch.float32, torch.float16, torch.bfloat16)
+
+
+@both_directions
+@small_dtypes
+@every_variant
+def test_every_recurrence_in_the_sequential_kernels(variant, dtype, reverse, sequential):
+    for seqlen, channels in ((300, 72), (17, 128)):
+        inputs = make_inputs(variant, dtype=dtype, reverse=reverse, seqlen=seqlen, channels=channels)
+        assert_as_accurate_as_cpu(variant, inputs)
+
+
+@both_directions
+@small_dtypes
+def test_segments_and_their_tails(dtype, reverse, sequential):
+    for variant, seqlen in itertools.product(
+        (LINEAR, MINLSTM, RGLRU), (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 63, 64, 65, 257, 1000)
+    ):
+        for channels, h0 in ((8, True), (64, False), (200, True)):
+            sizes = {"seqlen": seqlen, "channels": channels, "h0": h0, "reverse": reverse}
+            assert_as_accurate_as_cpu(variant, make_inputs(variant, dtype=dtype, seed=seqlen, **sizes))
+
+
+@both_directions
+@small_dtypes
+def test_both_kinds_of_kernels_agree_where_every_product_is_exact(dtype, reverse):
+    """Transitions and inputs of -1, 0 and 1: all states are small integers, whatever the order of the operations."""
+    generator = torch.Generator().manual_seed(0)
+    for batch, seqlen, channels in ((1, 250, 64), (3, 100, 72), (40, 120, 256), (300, 33, 8)):
+        inputs = make_inputs(LINEAR, batch=batch, seqlen=seqlen, channels=channels, dtype=dtype, reverse=reverse, device="cuda")
+        cotangents = make_cotangents(inputs)
+
+        def integers(like: Tensor) -> Tensor:
+            return torch.randint(-1, 2, like.shape, generator=generator).to(like)
+
+        inputs |= {name: integers(inputs[name]) for name in ("a", "b", "h0")}
+        cotangents = tuple(integers(x) for x in cotangents)
+        results = {}
+        for kernel in ("tiles", "sequential"):
+            with debug_option("linear_scan_kernel", kernel):
+                results[kernel] = evaluate(LINEAR, inputs, cotangents)
+        assert_equal(results["sequential"], results["tiles"])
+
+
+@small_dtypes
+def test_a_row_has_the_same_bits_in_every_batch(dtype, sequential):
+    """The number of warps of a block depends on the number of blocks; results do not."""
+    for variant in (LINEAR, MINLSTM):
+        inputs = make_inputs(variant, batch=600, seqlen=90, channels=128, dtype=dtype, device="cuda")
+        cotangents = make_cotangents(inputs)
+        of_all = evaluate(variant, inputs, cotangents)
+        for rows in (slice(0, 1), slice(7, 9), slice(100, 350)):
+            part = {name: x[rows] if isinstance(x, Tensor) else x for name, x in inputs.items()}
+            found = evaluate(variant, part, tuple(x[rows] for x in cotangents))
+            assert_equal(found, {name: x[rows] for name, x in of_all.items()})
+
+
+@small_dtypes
+def test_many_chains_take_the_sequential_kernels(dtype):
+    """Bit for bit what the option chooses; the tile kernels round otherwise."""
+    inputs = make_inputs(LINEAR, batch=40, seqlen=1000, channels=512, dtype=dtype, device="cuda")
+    cotangents = make_cotangents(inputs)
+    found = evaluate(LINEAR, inputs, cotangents)
+    with debug_option("linear_scan_kernel", "sequential"):
+        assert_equal(evaluate(LINEAR, inputs, cotangents), found)
+    with debug_option("linear_scan_kernel", "tiles"):
+        others = evaluate(LINEAR, inputs, cotangents)
+    assert any(not torch.equal(others[name], found[name]) for name in found)
+
+
+@small_dtypes
+def test_gradients_of_one_result_or_to_one_input(dtype, sequential):
+    """An absent grad_h counts as zero, and gradients that are not needed are not written."""
+    inputs = make_inputs(MINGRU, seqlen=100, channels=72, dtype=dtype)
+    for name in ("gate", "candidate", "h0"):
+        found = []
+        for device in ("cpu", "cuda"):
+            leaves = move_all(inputs, device)
+            leaves[name].requires_grad_()
+            MINGRU.scan(**leaves, return_last_state=True)[1].sum().backward()
+            found.append(leaves[name].grad.cpu().double())
+            leaves[name].requires_grad_(False)
+            leaves[name].grad = None
+        on_cpu, on_cuda = found
+        assert (on_cuda - on_cpu).abs().max() <= (1e-5 if dtype == torch.float32 else 2**-7) * on_cpu.abs().max()
+
+
 # ----- sizes
 
 
@@ -305,6 +412,29 @@ def test_nothing_waits_for_the_device(variant):
 
 
 # ----- CUDA graphs
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_graphs_of_few_chains_replayed_at_once(dtype):
+    """Each replay clears the carry's words again: states of the replay before would be found otherwise."""
+    graphs = []
+    for seed in range(2):
+        inputs = make_inputs(MINGRU, batch=1, channels=64, seqlen=8300, dtype=dtype, device="cuda", seed=seed)
+        cotangents = make_cotangents(inputs)
+        graph, found = captured(lambda inputs=inputs, cotangents=cotangents: evaluate(MINGRU, inputs, cotangents))
+        graphs.append((graph, found, inputs, cotangents, torch.cuda.Stream()))
+    for seed in range(2, 5):
+        for _, _, inputs, _, _ in graphs:
+            new = make_inputs(MINGRU, batch=1, channels=64, seqlen=8300, dtype=dtype, device="cuda", seed=seed)
+            for name in ("gate", "candidate", "h0"):
+                inputs[name].copy_(new[name])
+        torch.cuda.synchronize()
+        for graph, *_, stream in graphs:
+            with torch.cuda.stream(stream):
+                graph.replay()
+        torch.cuda.synchronize()
+        for _, found, inputs, cotangents, _ in graphs:
+            assert_equal(found, evaluate(MINGRU, inputs, cotangents))
 
 
 @both_directions

@@ -163,7 +163,7 @@ def test_internal_operator(change, message, device):
     inputs, recurrence = [gate] * change.get("inputs", 2), change.get("recurrence", "mingru_scan")
     for operator in (torch.ops.ssm_kernels._linear_recurrence, torch.ops.ssm_kernels._linear_recurrence_fwd):
         with pytest.raises(ValueError, match=says(message)):
-            operator(inputs, None, None, recurrence, "none", True, False)
+            operator(inputs, None, None, None, recurrence, "none", True, False)
 
 
 @pytest.mark.parametrize(
@@ -181,7 +181,7 @@ def test_internal_operator(change, message, device):
 def test_internal_backward_operator(name, shape, message, device):
     sequence, state = torch.zeros(2, 5, 4, device=device), torch.zeros(2, 4, device=device)
     arguments = {"grad_h": sequence, "grad_last_state": state, "inputs": [sequence] * 2, "h": sequence}
-    arguments |= {"h0": None, "cu_seqlens": None, "recurrence": "mingru_scan", "candidate_activation": "none"}
+    arguments |= {"h0": None, "cu_seqlens": None, "reset": None, "recurrence": "mingru_scan", "candidate_activation": "none"}
     arguments |= {"gate_is_logit": True, "reverse": False, "needs_grad": [True] * 2 + [False] * 3}
     torch.ops.ssm_kernels._linear_recurrence_bwd(**arguments)
     with pytest.raises(ValueError, match=says(message)):

@@ -220,7 +220,7 @@ def calls_of(layer_type: type[nn.Module]) -> dict[str, tuple[Callable, dict[str,
     """By the suffix of the name in messages: the function, the arguments it needs, and names of other tensors that it takes."""
     if layer_type in RECURRENCES:
         layer = layer_type(6, 4)
-        return {"": (layer, {"input": SEQUENCE}, ["hx", "cu_seqlens"]), ".step": (layer.step, {"x": STEP}, ["state"])}
+        return {"": (layer, {"input": SEQUENCE}, ["hx", "cu_seqlens", "reset"]), ".step": (layer.step, {"x": STEP}, ["state"])}
     if layer_type is SelectiveSSM:
         step, state = SelectiveSSM(6).step, torch.zeros(2, 6, 16)
         return {

@@ -64,7 +64,7 @@ def test_flattened_prefill_and_step(device):
 # ----- errors
 
 OFFSETS, NUMBERS = torch.tensor([0, 4, 9]), torch.zeros(1, 9, dtype=torch.int32)
-STATES = "expected no inference_params with seq_idx"
+STATES = "expected no inference_params with seq_idx alone"
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,6 @@ STATES = "expected no inference_params with seq_idx"
     [
         ((1, 9, 6), {"seq_idx": NUMBERS, "inference_params": new_cache()}, STATES),
         ((1, 9, 6), {"seq_idx": NUMBERS[:, :8]}, "expected seq_idx of shape (batch, seqlen) = [1, 9], got [1, 8]"),
-        ((1, 9, 6), {"seq_idx": NUMBERS, "cu_seqlens": OFFSETS, "inference_params": new_cache()}, STATES),
         ((2, 9, 6), {"cu_seqlens": OFFSETS}, "expected batch 1 with cu_seqlens, got 2"),
         ((1, 9, 6), {"cu_seqlens": torch.tensor([0, 8])}, "expected cu_seqlens to end at seqlen = 9, got 8"),
         ((1, 9, 6), {"cu_seqlens": OFFSETS[None]}, "expected cu_seqlens of shape (sequences + 1,), got [1, 3]"),

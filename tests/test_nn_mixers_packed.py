@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import plain_layers
 import pytest
@@ -45,7 +46,8 @@ def test_packed_sequences(name, device):
 
 @pytest.mark.parametrize("name", ["Mamba", "Mamba2", "Mamba2-conv_of_one_step", "Mamba2-with_mlp", "Mamba2-no_norm"])
 @pytest.mark.parametrize("needs_grad", [False, True])
-def test_packed_prompts_fill_a_cache(name, needs_grad, device):
+@pytest.mark.parametrize("padding", [0, 2])
+def test_packed_prompts_fill_a_cache(name, padding, needs_grad, device):
     """Two packed calls, with sequences without steps, then steps: the same as every sequence in one piece."""
     layer, cache = make_layer(name, device), new_cache()
     pieces = [(4, 1, 0, 7), (2, 0, 0, 1)]  # the lengths in each call
@@ -56,11 +58,14 @@ def test_packed_prompts_fill_a_cache(name, needs_grad, device):
     with torch.set_grad_enabled(needs_grad):
         for lengths in pieces:
             u = torch.cat([u[:, t : t + n] for u, t, n in zip(sequences, done, lengths, strict=True)], dim=1)
+            u = torch.cat([u, torch.full_like(u[:, :1], math.nan).expand(-1, padding, -1)], dim=1)
             offsets = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
-            parts = layer(u, cu_seqlens=offsets, inference_params=cache).split(lengths, dim=1)
+            numbers = [i for i, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
+            seq_idx = torch.tensor([numbers], dtype=torch.int32, device=device) if padding else None
+            parts = layer(u, seq_idx=seq_idx, cu_seqlens=offsets, inference_params=cache).split([*lengths, padding], dim=1)
             done = [t + n for t, n in zip(done, lengths, strict=True)]
             cache.seqlen_offset = max(done)
-            for output, part in zip(outputs, parts, strict=True):
+            for output, part in zip(outputs, parts[:-1], strict=True):
                 output.append(part)
         for step in range(3):
             u = torch.cat([u[:, t + step : t + step + 1] for u, t in zip(sequences, done, strict=True)])
@@ -68,9 +73,19 @@ def test_packed_prompts_fill_a_cache(name, needs_grad, device):
                 output.append(part)
     for u, output in zip(sequences, outputs, strict=True):
         assert_all_close(torch.cat(output, dim=1), plain(layer, u), *TOLERANCES[name.partition("-")[0]][0])
-    if needs_grad:
+    if needs_grad and not padding:  # the gradient of a product with NaN is NaN, whatever the gradient of the product is
         torch.cat([part for output in outputs for part in output], dim=1).sum().backward()
         assert layer.in_proj.weight.grad.isfinite().all()
+
+
+@every_mixer
+def test_seq_idx_of_another_packing_than_the_cache(name):
+    layer, u = make_layer(name, "cpu"), make_sequence(1, 5, WIDTH, device="cpu")
+    seq_idx = torch.tensor([[0, 0, 0, 1, 1]])
+    with pytest.raises(ValueError, match=says("same packing, got sequences that begin at [3] and at [2]")):
+        layer(u, seq_idx=seq_idx, cu_seqlens=torch.tensor([0, 2, 5]), inference_params=new_cache())
+    with pytest.raises(ValueError, match=says(f"{name}: expected no inference_params with seq_idx alone")):
+        layer(u, seq_idx=seq_idx, inference_params=new_cache())
 
 
 @every_mixer
@@ -129,5 +144,3 @@ def test_packed_sequences_of_the_selective_ssm(device):
         torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-10)
     with pytest.raises(TypeError, match=says("SelectiveSSM: expected cu_seqlens to be a tensor")):
         layer(x, cu_seqlens=[0, 50])
-    with pytest.raises(ValueError, match=says("Mamba: expected no inference_params with seq_idx")):
-        Mamba(WIDTH, layer_idx=0)(make_sequence(1, 5, WIDTH).float(), new_cache(), seq_idx=seq_idx[:, :5])

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from typing import ClassVar
+
 import pytest
 import torch
 import torch.nn as nn
 from layer_helpers import MIXERS, WIDTH, decode, make_layer, make_sequence
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 LAYERS = [*MIXERS, "Mamba2-with_mlp", "SelectiveSSM"]
 
@@ -64,7 +69,8 @@ def test_wrapped_projections_train(name, wrap):
     expected = layer(x)
     for key, module in projections(layer).items():
         setattr(layer, key, wrap(module))
-    assert torch.equal(layer(x), expected)
+    # A wrapped dt_proj adds its bias itself, in its own order of sums.
+    torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
     layer(x).square().sum().backward()
     assert all(p.grad is not None for key, p in layer.named_parameters() if key.endswith("bias"))
     for key, module in layer.named_modules():
@@ -80,8 +86,120 @@ def test_step_of_a_16_bit_layer_under_autocast_to_the_other_dtype(name):
     torch.testing.assert_close(steps, whole, rtol=5e-2, atol=5e-2)
 
 
-@pytest.mark.parametrize("name", ["Mamba", "SelectiveSSM"])
-def test_a_linear_layer_in_the_place_of_dt_proj_adds_its_bias_itself(name):
+STEP_SIZES = pytest.mark.parametrize("name", ["Mamba", "SelectiveSSM"])
+
+
+class BiasOfTheScan(TorchDispatchMode):
+    """Records whether each scan or step adds a bias to the step sizes."""
+
+    PLACES: ClassVar = {"_mamba_mixer": 7, "selective_state_update": 8}
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[bool] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        # Below autograd the mixer is _mamba_mixer_fwd.
+        place = self.PLACES.get(func.name().removeprefix("ssm_kernels::").removesuffix("_fwd"))
+        if place is not None:
+            self.found.append(args[place] is not None)
+        return func(*args, **(kwargs or {}))
+
+
+def adds_bias(layer: nn.Module, x: Tensor) -> bool:
+    """Whether the scan and the step both add the bias of dt_proj, which has to be the same."""
+    with BiasOfTheScan() as bias:
+        layer(x)
+        decode(layer, x[:, :1])
+    assert len(bias.found) == 2 and bias.found[0] == bias.found[1]
+    return bias.found[0]
+
+
+@STEP_SIZES
+def test_dt_proj_is_a_plain_linear_layer(name):
+    layer, x = make_layer(name), make_sequence(2, 5, WIDTH)
+    assert type(layer.dt_proj) is nn.Linear
+    assert adds_bias(layer, x)
+    for copied in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer))):
+        assert adds_bias(copied, x)
+        assert torch.equal(copied(x), layer(x))
+    layer.dt_proj = nn.Linear(layer.dt_rank, layer.d_inner, bias=False, dtype=torch.float64)
+    assert not adds_bias(layer, x)
+    nn.utils.parametrizations.weight_norm(layer.dt_proj)
+    assert not adds_bias(layer, x)
+
+
+def forward_of_its_own(module: nn.Linear) -> None:
+    """As accelerate's hooks and FSDP do."""
+    forward = module.forward
+    module.forward = lambda input: forward(input)
+
+
+def class_of_its_own(module: nn.Linear) -> None:
+    """As subclasses for quantized weights are."""
+
+    class Linear(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input)
+
+    module.__class__ = Linear
+
+
+WATCHED = {
+    "forward_hook": lambda module: module.register_forward_hook(lambda module, inputs, output: output),
+    "forward_pre_hook": lambda module: module.register_forward_pre_hook(lambda module, inputs: inputs),
+    "backward_hook": lambda module: module.register_full_backward_hook(lambda module, inputs, outputs: None),
+    "backward_pre_hook": lambda module: module.register_full_backward_pre_hook(lambda module, outputs: None),
+    "global_hook": lambda module: nn.modules.module.register_module_forward_hook(lambda module, inputs, output: None),
+    "global_backward_hook": lambda module: nn.modules.module.register_module_full_backward_hook(lambda *_: None),
+    "forward": forward_of_its_own,
+    "class": class_of_its_own,
+}
+
+
+@pytest.mark.parametrize("watch", WATCHED.values(), ids=WATCHED)
+@STEP_SIZES
+def test_dt_proj_is_called_where_something_sees_the_call(name, watch):
+    layer, x = make_layer(name), make_sequence(2, 5, WIDTH)
+    expected = layer(x)
+    handle = watch(layer.dt_proj)
+    try:
+        assert not adds_bias(layer, x)
+        torch.testing.assert_close(layer(x), expected, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(decode(layer, x), expected, rtol=1e-12, atol=1e-12)
+    finally:
+        if handle is not None:
+            handle.remove()
+    assert handle is None or adds_bias(layer, x)
+
+
+@STEP_SIZES
+def test_a_compiled_layer_sees_hooks_of_dt_proj(name):
+    layer, x = make_layer(name), make_sequence(2, 5, WIDTH)
+    compiled, expected = torch.compile(layer, backend="aot_eager", fullgraph=True), layer(x)
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-12, atol=1e-12)
+    handle = layer.dt_proj.register_forward_hook(lambda module, inputs, output: 2 * output)
+    doubled = layer(x)
+    assert (doubled - expected).abs().max() > 1e-6
+    torch.testing.assert_close(compiled(x), doubled, rtol=1e-12, atol=1e-12)
+    handle.remove()
+    torch.testing.assert_close(compiled(x), expected, rtol=1e-12, atol=1e-12)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@STEP_SIZES
+def test_exported_layers_add_the_bias_in_the_scan(name, strict):
+    """Also where torch.export hides the modules behind classes of its own."""
+    layer, x = make_layer(name), make_sequence(2, 5, WIDTH)
+    program = torch.export.export(layer, (x,), strict=strict)
+    [scan] = [node for node in program.graph.nodes if "_mamba_mixer" in str(node.target)]
+    assert scan.args[BiasOfTheScan.PLACES["_mamba_mixer"]] is not None
+    torch.testing.assert_close(program.module()(x), layer(x))
+
+
+@STEP_SIZES
+def test_a_linear_layer_in_the_place_of_dt_proj(name):
     layer, x = make_layer(name), make_sequence(2, 5, WIDTH)
     expected, projection = layer(x), layer.dt_proj
     layer.dt_proj = nn.Linear(projection.in_features, projection.out_features, dtype=torch.float64)
@@ -125,7 +243,7 @@ def test_dynamically_quantized_projections(name):
     layer = make_layer(name, dtype=torch.float32)
     x = make_sequence(2, 5, WIDTH, dtype=torch.float32)
     quantized = torch.ao.quantization.quantize_dynamic(layer, {nn.Linear}, dtype=torch.qint8)
-    assert type(quantized.in_proj) is not nn.Linear and type(quantized.out_proj) is not nn.Linear
+    assert all(not isinstance(quantized.get_submodule(key), nn.Linear) for key in projections(layer))
     with torch.no_grad():
         expected, actual = layer(x), quantized(x)
         assert 0 < (actual - expected).norm() < 0.1 * expected.norm()

@@ -102,6 +102,57 @@ def test_order_and_back(lengths, device):
     assert torch.equal(back.data, packed.data) and as_of_gru(back, packed)
 
 
+@pytest.mark.parametrize(
+    ("num_layers", "bidirectional", "batch_first"), list(itertools.product((1, 2), (False, True), (False, True)))
+)
+@every_recurrence
+def test_sequences_that_start_anew_as_if_alone(name, num_layers, bidirectional, batch_first, device):
+    """In both directions, values and gradients, hx included, which every sequence of a row begins with."""
+    layer = make_layer(name, device, num_layers=num_layers, bidirectional=bidirectional, batch_first=batch_first)
+    starts = ((0, 3, 4), (5,), ())  # of each row of the batch, beside 0
+    x = make_sequence(9, 3, IN, device=device).requires_grad_()
+    hx = make_sequence(num_layers * (1 + bidirectional), 3, HIDDEN, device=device, seed=9).requires_grad_()
+    reset = torch.zeros(9, 3, dtype=torch.bool, device=device)
+    for row, steps in enumerate(starts):
+        reset[list(steps), row] = True
+    to_layout = (lambda tensor: tensor.transpose(0, 1)) if batch_first else (lambda tensor: tensor)
+    for state in (None, hx):
+        output, h_n = layer(to_layout(x), state, reset=to_layout(reset))
+        outputs, last_states = [], []
+        for row, steps in enumerate(starts):
+            bounds = sorted({0, 9, *steps})
+            of_row = None if state is None else state[:, row]
+            parts = [layer(x[begin:end, row], of_row) for begin, end in itertools.pairwise(bounds)]
+            outputs.append(torch.cat([h for h, _ in parts]))
+            # A direction ends with the last sequence in its time.
+            first_states, final_states = parts[0][1], parts[-1][1]
+            of_layers = range(num_layers * (1 + bidirectional))
+            last_states.append(torch.stack([(first_states if bidirectional and i % 2 else final_states)[i] for i in of_layers]))
+        expected = torch.stack(outputs, dim=1), torch.stack(last_states, dim=1)
+        assert_all_close((to_layout(output), h_n), expected, 1e-12, 1e-12)
+        leaves = {"x": x} | parameters_of(layer) | ({} if state is None else {"hx": hx})
+        assert_same_gradients((to_layout(output), h_n), expected, leaves, 1e-10, 1e-12)
+
+
+@every_recurrence
+def test_reset_of_one_sequence_and_bad_resets(name, device):
+    layer = make_layer(name, device, num_layers=1)
+    x, reset = make_sequence(7, IN, device=device), torch.arange(7, device=device) == 4
+    expected = torch.cat([layer(x[:4])[0], layer(x[4:])[0]])
+    assert_all_close((layer(x, reset=reset)[0],), (expected,), 1e-12, 1e-12)
+    with pytest.raises(ValueError, match=says("expected reset of shape (seqlen) with seqlen = 7, got [6]")):
+        layer(x, reset=reset[:6])
+    batch = x[:, None].expand(7, 2, IN)
+    with pytest.raises(
+        ValueError, match=says("expected reset of shape (seqlen, batch) with seqlen = 7, batch = 2, got [2, 7]")
+    ):
+        layer(batch, reset=torch.zeros(2, 7, dtype=torch.bool, device=device))
+    with pytest.raises(RuntimeError, match=says("expected reset of dtype Bool, got Float")):
+        layer(x, reset=reset.float())
+    with pytest.raises(ValueError, match=says("expected reset or cu_seqlens, got both")):
+        layer(x[:, None], reset=reset[:, None], cu_seqlens=torch.tensor([0, 7], device=device))
+
+
 @every_recurrence
 def test_dropout_between_layers(name, device):
     layer = make_layer(name, device, dropout=1.0)
@@ -164,6 +215,8 @@ def test_bad_calls_with_a_packed_sequence(name):
         layer(packed, [make_sequence(1, 3, HIDDEN)])
     with pytest.raises(ValueError, match=says("expected a PackedSequence or cu_seqlens, got both")):
         layer(packed, cu_seqlens=torch.tensor([0, 9]))
+    with pytest.raises(ValueError, match=says("expected a PackedSequence or reset, got both")):
+        layer(packed, reset=torch.zeros(9, dtype=torch.bool))
     _, wide = make_packed((4, 2, 3), channels=IN + 1)
     with pytest.raises(ValueError, match=says("expected input.data of shape (steps, input_size)", "got [9, 6]")):
         layer(wide)

@@ -78,7 +78,7 @@ CONV_UPDATE = Function("causal_conv1d_update", conv_helpers.make_step_inputs, "x
 SELECTIVE = function("selective_scan", SELECTIVE_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
 SSD = function("ssd_chunk_scan", SSD_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
 CONV = function("causal_conv1d", CONV_SIZES, {"seq_idx": True}, PACKED)
-RECURRENCES = {name: function(name, RECURRENCE_SIZES, {"cu_seqlens": (0, 2, 5)}) for name in PLAIN}
+RECURRENCES = {name: function(name, RECURRENCE_SIZES, {"cu_seqlens": (0, 2, 5)}, {"reset": True}) for name in PLAIN}
 NORMS = {name: function(name, {}) for name in OPERATORS if "norm" in name}
 FUNCTIONS = [SELECTIVE, SSD, CONV, *RECURRENCES.values(), *NORMS.values(), UPDATE, CONV_UPDATE]
 PACKING = [SELECTIVE, SSD, CONV, *RECURRENCES.values()]
@@ -231,6 +231,7 @@ def recurrence_shapes(variant: Variant) -> Shapes:
         first: [(axes, [(5, 4), (2, 5, 4, 1), (4,), ()])],
         **{name: [(f"{axes} = [2, 5, 4]", sizes)] for name in others},
         "h0": [("(batch, channels) = [2, 4]", states)],
+        "reset": [("(batch, seqlen) = [2, 5]", [(5,), (2, 4), (1, 5), (2, 1), (5, 2), (2, 5, 1), (2, 5, 4), ()])],
     }
 
 
@@ -316,6 +317,14 @@ def test_offsets_with_a_batch(function, batch, device):
 def test_shape_of_offsets(function, shape, device):
     inputs = function.inputs(batch=1, device=device) | {"cu_seqlens": torch.zeros(shape, dtype=torch.int64, device=device)}
     assert_refuses(function, inputs, ValueError, f"expected cu_seqlens of shape (sequences + 1,), got {[*shape]}")
+
+
+@over([*RECURRENCES.values()])
+def test_resets_of_packed_sequences(function, device):
+    inputs = function.inputs(cu_seqlens=(0, 2, 5), device=device)
+    inputs["reset"] = torch.zeros(1, 5, dtype=torch.bool, device=device)
+    message = "expected reset or cu_seqlens, got both: let a sequence of cu_seqlens begin at each reset"
+    assert_refuses(function, inputs, ValueError, message)
 
 
 @over([SELECTIVE, SSD, CONV])
@@ -546,6 +555,14 @@ def test_dtypes_of_indices(function, device):
                 if inputs[name] is not None:
                     message = f"expected {name} of dtype Int or Long, got {got}"
                     assert_refuses(function, inputs | {name: inputs[name].to(dtype)}, RuntimeError, message)
+
+
+@over([*RECURRENCES.values()])
+def test_dtypes_of_resets(function, device):
+    inputs = function.inputs(reset=True, device=device)
+    for dtype, got in {torch.uint8: "Byte", torch.int64: "Long", torch.float32: "Float"}.items():
+        message = f"expected reset of dtype Bool, got {got}"
+        assert_refuses(function, inputs | {"reset": inputs["reset"].to(dtype)}, RuntimeError, message)
 
 
 # ----- devices

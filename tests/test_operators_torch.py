@@ -99,7 +99,7 @@ def test_results_share_no_memory_with_arguments(operator, options, device):
     """Not even without steps, which leave the states as they are. Neither do the results of the forward operator."""
     sizes = [{}, {"seqlen": 0}]
     if operator.packs:
-        sizes.append(dict.fromkeys(options.keys() & {"resets", "seq_idx"}) | {"cu_seqlens": (0, 0)})
+        sizes.append(dict.fromkeys(options.keys() & {"resets", "reset", "seq_idx"}) | {"cu_seqlens": (0, 0)})
     for size in sizes:
         inputs = operator.make_inputs(**(options | size), device=device)
         tensors = [inputs[name] for name in tensor_names(inputs) if inputs[name].numel()]

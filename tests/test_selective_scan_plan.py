@@ -37,10 +37,33 @@ def test_the_plan_of_a_call_on_the_cpu_names_no_cuda_kernel():
     assert kernels_of(make_inputs()) == ("cpu", "cpu")
 
 
+def plans(program: Path, limit: int) -> dict[str, int]:
+    """Bytes of shared memory by the name of a plan."""
+    lines = subprocess.run([str(program), str(limit)], capture_output=True, text=True, check=True).stdout.splitlines()
+    return {name: int(size) for name, size in (line.split(": ") for line in lines)}
+
+
 @pytest.mark.parametrize(("limit", "sequential"), DEVICES.values(), ids=DEVICES)
 def test_every_call_fits_into_shared_memory(limit, sequential, program):
-    lines = subprocess.run([str(program), str(limit)], capture_output=True, text=True, check=True).stdout.splitlines()
-    taken = {name: int(size) for name, size in (line.split(": ") for line in lines)}
+    taken = plans(program, limit)
     assert {name.split()[0] for name in taken} == {"float64", "float32", "bfloat16", "float16"}
     assert {name: size for name, size in taken.items() if size > limit} == {}
     assert {" ".join(name.split()[:2]) for name in taken if name.endswith(" sequential")} == sequential
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_rows_between_vector_boundaries_take_the_sequential_scan(way, program):
+    """16 bytes are 8 elements of bfloat16, 4 of float32."""
+    names = {" ".join(name.split()[:6]): name for name in plans(program, DEVICES["9.0"][0]) if "constant" not in name}
+    for dtype, shifted in (("bfloat16", {30, 60, 196, 197}), ("float32", {30, 197})):
+        for seqlen in (30, 60, 196, 197, 200, 4096):
+            name = names[f"{dtype} {way} N16 B100 D2048 L{seqlen}"]
+            assert name.endswith(" sequential") and name.endswith(" shifted sequential") == (seqlen in shifted), name
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_packed_sequences_are_shifted_rows(way, program):
+    """They begin at any step, whatever the length of the whole row."""
+    packed = [name for name in plans(program, DEVICES["9.0"][0]) if " N16 B1 D2048 " in name and " packed" in name]
+    taken = [name for name in packed if f" {way} " in name and "float64" not in name and "constant" not in name]
+    assert taken and all(name.endswith(" shifted sequential") for name in taken)

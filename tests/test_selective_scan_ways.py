@@ -37,6 +37,15 @@ def test_many_channels_take_the_sequential_scan(dstate, layout):
     assert_equal(results["faster"], results["sequential"])
 
 
+@pytest.mark.parametrize(("seqlen", "layout"), [(65, "contiguous"), (68, "contiguous"), (64, "offset")])
+def test_rows_between_vector_boundaries_take_the_sequential_scan(seqlen, layout):
+    sizes = {"batch": 8, "dim": 2048, "seqlen": seqlen, "dstate": 16}
+    inputs = make_inputs(**sizes, dtype=torch.bfloat16, layout=layout, device="cuda")
+    results = evaluate_each_way(inputs)
+    assert kernels_of(inputs) == ("sequential", "sequential")
+    assert_equal(results["faster"], results["sequential"])
+
+
 @pytest.mark.parametrize(
     "options",
     [
@@ -45,7 +54,7 @@ def test_many_channels_take_the_sequential_scan(dstate, layout):
         {"batch": 8, "dim": 2048, "dstate": 17},
         {"batch": 8, "dim": 2048, "B": "constant"},
         {"batch": 8, "dim": 2048, "groups": 128},
-        {"batch": 8, "dim": 2048, "layout": "offset"},
+        {"batch": 8, "dim": 2048, "layout": "sliced"},
     ],
     ids=str,
 )

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import ssm_kernels
 from ssm_kernels import reference
+from ssm_kernels._states_at import chunk_length
 
 OPERATOR = "ssd_chunk_scan"  # runs on the devices that selective_scan has, too
 CHUNK = selective_scan_helpers.CHUNK
@@ -150,7 +151,7 @@ class Calls(TorchDispatchMode):
         self.forward = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.forward += func.name().endswith("_scan_fwd")
+        self.forward += func.name().endswith(("_scan_fwd", "_scan_states"))
         return func(*args, **(kwargs or {}))
 
 
@@ -162,6 +163,7 @@ class Calls(TorchDispatchMode):
         (SELECTIVE, True, (0, CHUNK, SEQLEN), 2),
         (SELECTIVE, True, (3, 3, CHUNK), 3),
         (SSD, False, (0, SEQLEN), 1),
+        (SSD, False, POSITIONS, {"cpu": 1, "cuda": 7}),
         (SSD, True, (0, 64, SEQLEN), 2),
     ],
 )
@@ -170,7 +172,43 @@ def test_number_of_calls(name, needs_grad, positions, calls, device):
     inputs["A"].requires_grad_()
     with torch.set_grad_enabled(needs_grad), Calls() as counted:
         getattr(ssm_kernels, name)(**inputs, states_at=positions)
-    assert counted.forward == calls
+    assert counted.forward == (calls[torch.device(device).type] if isinstance(calls, dict) else calls)
+
+
+def test_the_chunk_is_that_of_the_kernels():
+    for dstate in range(1, 257):
+        assert chunk_length(dstate) == selective_scan_helpers.chunk_length(dstate)
+
+
+@pytest.mark.parametrize("resets", [None, ((64, 100, 128), (63, 65, 250), ())], ids=["", "resets"])
+def test_many_chunks_in_one_call(resets, device):
+    """Runs of one chunk or several, which begin at a position or before it, of a batch that is split."""
+    inputs = make_inputs(SSD, batch=3, seqlen=300, headdim=64, dstate=64, heads=8, resets=resets, device=device)
+    every = [*range(0, 300, 64), 3, 16, 17, 63, 65, 129, 131, 299, 300]
+    out, final_states, states = reference.ssd_chunk_scan(**inputs, states_at=every, return_final_states=True)
+    subsets = (every[:5], every[5:], every, [131], [128, 131], [0], [300])
+    for chunk_size, positions in itertools.product((16, 64, None), subsets):
+        actual = ssm_kernels.ssd_chunk_scan(
+            **inputs | {"chunk_size": chunk_size}, states_at=positions, return_final_states=True
+        )
+        expected = [out, final_states, states[:, [every.index(p) for p in positions]]]
+        torch.testing.assert_close(list(actual), expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_operator_that_returns_states(device):
+    operator = torch.ops.ssm_kernels._ssd_chunk_scan_states.default
+    inputs = make_inputs(SSD, cu_seqlens=(0, SEQLEN), device=device)
+    packed = ssd_helpers.SSD.forward_arguments(inputs)
+    arguments = ssd_helpers.SSD.forward_arguments(make_inputs(SSD, device=device))
+    for positions in ([], [0, 3, SEQLEN]):
+        torch.library.opcheck(operator, (*arguments, positions), test_utils=("test_schema", "test_faketensor"))
+    for wrong, values, message in [
+        (arguments, [3, 3], "expected states_at in ascending order, got [3, 3]"),
+        (arguments, [SEQLEN + 1], f"expected states_at from 0 to seqlen = {SEQLEN}, got {SEQLEN + 1}"),
+        (packed, [3], "expected states_at without cu_seqlens in this operator"),
+    ]:
+        with pytest.raises(ValueError, match=says(f"ssd_chunk_scan: {message}")):
+            operator(*wrong, values)
 
 
 def test_the_state_before_a_reset(device):

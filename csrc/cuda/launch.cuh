@@ -6,6 +6,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <map>
+#include <optional>
 #include <set>
 #include <utility>
 
@@ -37,27 +38,39 @@ cudaError_t allow_shared_bytes(Kernel kernel, size_t bytes) {
   return error;
 }
 
-// Whether the kernel's code for the current device accepts blocks of `threads` threads. A kernel whose instructions the device
-// lacks is compiled with an empty body and fewer threads. A failed query returns false and is not cached. Its error is cleared:
-// a later cudaGetLastError() would report it as another kernel's.
+// A kernel's attributes on the current device. A failed query returns nothing and is not cached. Its error is cleared: a later
+// cudaGetLastError() would report it as another kernel's.
 template <typename Kernel>
-bool is_compiled_for_threads(Kernel kernel, int threads) {
+std::optional<cudaFuncAttributes> attributes_of(Kernel kernel) {
   const void* const function = reinterpret_cast<const void*>(kernel);
-  static thread_local std::map<KernelOnDevice, int> most_threads;
+  static thread_local std::map<KernelOnDevice, cudaFuncAttributes> kept;
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
-    const auto known = most_threads.find({function, device});
-    if (known != most_threads.end()) return known->second >= threads;
+    const auto known = kept.find({function, device});
+    if (known != kept.end()) return known->second;
     cudaFuncAttributes attributes;
     error = cudaFuncGetAttributes(&attributes, function);
-    if (error == cudaSuccess) {
-      most_threads[{function, device}] = attributes.maxThreadsPerBlock;
-      return attributes.maxThreadsPerBlock >= threads;
-    }
+    if (error == cudaSuccess) return kept[{function, device}] = attributes;
   }
   cudaGetLastError();
-  return false;
+  return std::nullopt;
+}
+
+// Whether the kernel's code for the current device accepts blocks of `threads` threads. A kernel whose instructions the device
+// lacks is compiled with an empty body and fewer threads. A failed query returns false.
+template <typename Kernel>
+bool is_compiled_for_threads(Kernel kernel, int threads) {
+  const auto attributes = attributes_of(kernel);
+  return attributes && attributes->maxThreadsPerBlock >= threads;
+}
+
+// Whether the kernel's code for the current device waits for the previous kernel if it is launched with PDL: code for
+// compute capability 8.0 does not, and a newer device may run it. A failed query returns false.
+template <typename Kernel>
+bool has_pdl(Kernel kernel) {
+  const auto attributes = attributes_of(kernel);
+  return attributes && attributes->ptxVersion >= 90;
 }
 
 // Launches a kernel. With `uses_pdl` it may start before the previous kernel of the stream has finished (cuda/ptx/pdl.cuh); the

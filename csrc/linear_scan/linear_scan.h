@@ -9,8 +9,9 @@
 // which is a linear scan with the same a, from the last step to the first. It begins with the gradient of the last state and
 // ends with the gradient of the initial state.
 //
-// Packed sequences follow one another in a batch of one row, and each begins with its own initial state. Reverse time only
-// changes the views: data points to the last step, and the strides of steps are negative.
+// Packed sequences follow one another in a batch of one row, and each begins with its own initial state. A reset begins the
+// sequence of its batch row anew, from the same initial state, whose gradient is the sum of e over all its beginnings. Reverse
+// time only changes the views: data points to the last step, and the strides of steps are negative.
 #pragma once
 
 #include <cstdint>
@@ -34,6 +35,12 @@ struct StateView {
   int64_t stride_sequence = 0, stride_channel = 0;
 };
 
+// A (batch, seqlen) mask, data null if absent.
+struct ResetView {
+  const bool* data = nullptr;
+  int64_t stride_batch = 0, stride_step = 0;
+};
+
 struct LinearScanParams {
   int64_t batch = 0, seqlen = 0, channels = 0;
   Recurrence recurrence = Recurrence::kLinear;
@@ -42,16 +49,23 @@ struct LinearScanParams {
   SequenceView h;
   // The packed sequence of each step, (seqlen). Null if sequences are not packed: sequence b is row b of the batch.
   const int32_t* sequence_of_step = nullptr;
+  ResetView reset;  // absent if sequences are packed
   StateView initial_state;
 
   SSM_HOST_DEVICE int64_t sequence(int64_t b, int64_t t) const { return sequence_of_step == nullptr ? b : sequence_of_step[t]; }
-  // Whether a sequence begins with step t, or ends with it.
-  SSM_HOST_DEVICE bool begins(int64_t t) const {
-    return t == 0 || (sequence_of_step != nullptr && sequence_of_step[t - 1] != sequence_of_step[t]);
+  SSM_HOST_DEVICE bool is_reset(int64_t b, int64_t t) const {
+    return reset.data != nullptr && reset.data[b * reset.stride_batch + t * reset.stride_step];
   }
+  // Whether batch row b takes step t from an initial state.
+  SSM_HOST_DEVICE bool begins(int64_t b, int64_t t) const {
+    return t == 0 || (sequence_of_step != nullptr && sequence_of_step[t - 1] != sequence_of_step[t]) || is_reset(b, t);
+  }
+  // Whether a sequence ends with step t.
   SSM_HOST_DEVICE bool ends(int64_t t) const {
     return t == seqlen - 1 || (sequence_of_step != nullptr && sequence_of_step[t + 1] != sequence_of_step[t]);
   }
+  // Whether no later step reads the state after step t: a sequence ends, or the next step is a reset.
+  SSM_HOST_DEVICE bool is_cut(int64_t b, int64_t t) const { return ends(t) || is_reset(b, t + 1); }
 };
 
 struct LinearScanFwdParams : LinearScanParams {
@@ -62,7 +76,9 @@ struct LinearScanBwdParams : LinearScanParams {
   SequenceView grad_h;                             // absent: zero
   StateView grad_last_state;                       // absent: zero
   SequenceView grad_inputs[kMaxRecurrenceInputs];  // absent: not wanted
-  StateView grad_initial_state;                    // absent: not wanted; written for sequences that have steps
+  // Absent: not wanted; written for sequences that have steps. The CPU's kernel adds up resets. CUDA's kernel writes e of each
+  // beginning to row b * seqlen + t instead if there is a reset mask.
+  StateView grad_initial_state;
 };
 
 }  // namespace ssm_kernels::linear_scan

@@ -93,7 +93,7 @@ std::string PublicOperator::schema() const {
   std::string options;
   if (row->has_candidate_activation) options += ", str? candidate_activation=None";
   if (row->has_gate_is_logit) options += ", bool gate_is_logit=True";
-  if (!is_step) options += ", bool reverse=False, Tensor? cu_seqlens=None";
+  if (!is_step) options += ", bool reverse=False, Tensor? cu_seqlens=None, Tensor? reset=None";
   if (row->positional >= row->inputs && !options.empty()) schema += ", *";
   return schema + options + (is_step ? ") -> (Tensor h, Tensor new_state)" : ") -> (Tensor h, Tensor last_state)");
 }
@@ -113,6 +113,21 @@ const std::vector<PublicOperator>& public_operators() {
 
 c10::SymInt Inputs::sequences() const { return count_states(cu_seqlens, tensors[0].sym_size(0)); }
 
+namespace {
+
+void check_reset(const ArgumentChecks& checks, const Inputs& in) {
+  if (!is_present(in.reset)) return;
+  const at::Tensor& first = in.tensors[0];
+  TORCH_CHECK_VALUE(!is_present(in.cu_seqlens), checks.op(),
+                    ": expected reset or cu_seqlens, got both: let a sequence of cu_seqlens begin at each reset");
+  checks.shape("reset", *in.reset, "(batch, seqlen)", {first.sym_size(0), first.sym_size(1)});
+  TORCH_CHECK(in.reset->scalar_type() == at::kBool, checks.op(), ": expected reset of dtype Bool, got ",
+              in.reset->scalar_type());
+  checks.device("reset", *in.reset);
+}
+
+}  // namespace
+
 Member check_inputs(const Inputs& in) {
   const PublicOperator& op = find_operator(in.recurrence);
   const RecurrenceRow& row = *op.row;
@@ -131,6 +146,7 @@ Member check_inputs(const Inputs& in) {
     }
   }
   check_sequences(checks, /*seq_idx=*/std::nullopt, in.cu_seqlens, first.sym_size(0), first.sym_size(1));
+  check_reset(checks, in);
   checks.tensor(op.state_name(), in.h0, is_present(in.cu_seqlens) ? "(sequences, channels)" : kStateAxes,
                 {in.sequences(), first.sym_size(2)}, checks.accumulate());
   return {op_name, &row, {parse_activation(op_name, in.candidate_activation), in.gate_is_logit}};
@@ -192,6 +208,16 @@ SequenceView sequence_view(const Inputs& in, const OptionalTensor& tensor, Acces
   return view;
 }
 
+ResetView reset_view(const Inputs& in) {
+  if (!is_present(in.reset) || in.reset->size(1) == 0) return {};
+  ResetView view{in.reset->const_data_ptr<bool>(), in.reset->stride(0), in.reset->stride(1)};
+  if (in.reverse) {
+    view.data += (in.reset->size(1) - 1) * view.stride_step;
+    view.stride_step = -view.stride_step;
+  }
+  return view;
+}
+
 StateView state_view(const OptionalTensor& tensor, Access access) {
   if (!is_present(tensor) || tensor->dim() != 2) return {};
   return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1)};
@@ -208,6 +234,7 @@ void fill_params(LinearScanParams& params, const Inputs& in, const Member& membe
   for (size_t i = 0; i < in.tensors.size(); ++i) params.inputs[i] = sequence_view(in, in.tensors[i], Access::kRead);
   params.h = sequence_view(in, h, access_to_h);
   if (sequence_of_step.defined()) params.sequence_of_step = sequence_of_step.const_data_ptr<int32_t>();
+  params.reset = reset_view(in);
   params.initial_state = state_view(in.h0, Access::kRead);
 }
 
@@ -277,7 +304,8 @@ void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack
   if (row.has_gate_is_logit) in.gate_is_logit = (next++)->toBool();
   if (!op.is_step) {
     in.reverse = (next++)->toBool();
-    in.cu_seqlens = next->toOptional<at::Tensor>();
+    in.cu_seqlens = (next++)->toOptional<at::Tensor>();
+    in.reset = next->toOptional<at::Tensor>();
   }
 
   if (op.is_step) prepare_step(op, inputs, in.h0);

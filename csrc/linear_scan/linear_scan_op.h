@@ -33,7 +33,7 @@ const std::vector<PublicOperator>& public_operators();
 // Messages begin with `recurrence`, the name of a public operator.
 struct Inputs {
   at::TensorList tensors;
-  OptionalTensor h0, cu_seqlens;
+  OptionalTensor h0, cu_seqlens, reset;
   std::string_view recurrence, candidate_activation;
   bool gate_is_logit = true, reverse = false;
   std::vector<at::Tensor> cast;  // the memory of `tensors` under autocast
@@ -41,7 +41,9 @@ struct Inputs {
   // The number of states: one per batch row or, with cu_seqlens, per packed sequence.
   c10::SymInt sequences() const;
 
-  auto fields_but_tensors() { return std::tie(h0, cu_seqlens, recurrence, candidate_activation, gate_is_logit, reverse); }
+  auto fields_but_tensors() {
+    return std::tie(h0, cu_seqlens, reset, recurrence, candidate_activation, gate_is_logit, reverse);
+  }
   auto fields() { return std::tuple_cat(std::tie(tensors), fields_but_tensors()); }
 };
 

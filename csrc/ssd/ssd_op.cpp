@@ -78,6 +78,25 @@ Discretization check_inputs(const Inputs& in) {
 
 FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.x), at::empty_symint(states_shape(in), in.A.options())}; }
 
+Discretization check_states_inputs(const StatesInputs& in) {
+  const Discretization method = check_inputs(in);
+  TORCH_CHECK_VALUE(!is_present(in.cu_seqlens), kOp, ": expected states_at without cu_seqlens in this operator");
+  for (size_t i = 0; i < in.states_at.size(); ++i) {
+    const int64_t position = in.states_at[i];
+    TORCH_CHECK_VALUE(position >= 0 && position <= in.x.sym_size(1), kOp,
+                      ": expected states_at from 0 to seqlen = ", in.x.sym_size(1), ", got ", position);
+    TORCH_CHECK_VALUE(i == 0 || in.states_at[i - 1] < position, kOp, ": expected states_at in ascending order, got ",
+                      in.states_at);
+  }
+  return method;
+}
+
+StatesOutputs allocate_states(const StatesInputs& in) {
+  std::vector<c10::SymInt> shape = states_shape(in);
+  shape.insert(shape.begin() + 1, static_cast<int64_t>(in.states_at.size()));
+  return {allocate_fwd(in), at::empty_symint(shape, in.A.options())};
+}
+
 GradTensors allocate_bwd(const BwdInputs& bwd) {
   const Inputs& in = bwd.in;
   const ArgumentChecks checks("ssd_chunk_scan backward", "x", in.x);
@@ -159,6 +178,13 @@ GradTensors bwd(const BwdInputs& bwd) {
   return bwd_aten(bwd);
 }
 
+StatesOutputs fwd_with_states(const StatesInputs& in) {
+  if (in.x.is_meta()) return meta<check_states_inputs, allocate_states>(in);
+  StatesInputs limited = in;
+  std::tie(limited.dt_min, limited.dt_max) = std::tuple_cat(make_dt_limit(in.dt_min, in.dt_max));
+  return states_aten(limited);
+}
+
 // A forward call, or its backward.
 struct PlannedCall : Inputs {
   bool is_backward = false;
@@ -181,6 +207,7 @@ SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScan)
 TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
   implement<&fwd>(m, "_ssd_chunk_scan_fwd");
   implement<&bwd>(m, "_ssd_chunk_scan_bwd");
+  implement<&fwd_with_states>(m, "_ssd_chunk_scan_states");
   implement<&plan>(m, "_ssd_chunk_scan_plan");
 }
 

@@ -46,6 +46,20 @@ using FwdResult = std::tuple<at::Tensor, at::Tensor>;
 // Uninitialized, on the device of x (the Meta device included).
 FwdOutputs allocate_fwd(const Inputs& in);
 
+// Forward of sequences that are not packed, with the states at ascending positions from 0 to seqlen.
+struct StatesInputs : Inputs {
+  at::IntArrayRef states_at;
+
+  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(states_at)); }
+};
+struct StatesOutputs : FwdOutputs {
+  at::Tensor states;  // (batch, positions, heads, headdim, dstate)
+
+  auto fields() { return std::tie(out, final_states, states); }
+};
+Discretization check_states_inputs(const StatesInputs& in);
+StatesOutputs allocate_states(const StatesInputs& in);
+
 enum Grad { kGradX, kGradDt, kGradA, kGradB, kGradC, kGradD, kGradZ, kGradDtBias, kGradInitialStates, kNumGrads };
 using NeedsGrad = std::array<bool, kNumGrads>;
 using GradTensors = std::array<at::Tensor, kNumGrads>;

@@ -27,6 +27,7 @@ struct Option {
 // The last member is the default.
 std::array<Option, static_cast<size_t>(DebugOption::kCount)> options = {{
     {"causal_conv1d_kernel", 0, 1, "faster, by_layout", {0}},
+    {"linear_scan_kernel", 0, 2, "faster, tiles, sequential", {0}},
     {"selective_scan_kernel", 0, 2, "faster, sequential, warp_scan", {0}},
     {"selective_scan_shared_bytes", 1, kUnlimited, "", {kUnlimited}},
     {"ssd_mma", 0, 1, "wgmma, mma", {0}},

@@ -14,6 +14,9 @@ constexpr int64_t kMinSharedBytesPerBlock = 99 * 1024;
 enum class DebugOption : int {
   // The CUDA kernels of causal_conv1d's forward: 0, by layout and size; 1, by layout alone, whatever the size.
   kCausalConv1dKernel,
+  // The CUDA kernels of the linear recurrences: a value of linear_scan::KernelChoice. Calls that the sequential kernels do not
+  // support take tiles.
+  kLinearScanKernel,
   // The CUDA kernels of selective_scan: a value of selective_scan::KernelChoice. A call that they do not support takes others.
   kSelectiveScanKernel,
   // selective_scan plans as for a device whose blocks have no more shared memory.

@@ -107,6 +107,19 @@ def _make_module(name: str, exports: dict[str, Any]) -> ModuleType:
         module.__version__ = VERSIONS[name]  # type: ignore[attr-defined]
     module.__all__ = sorted(exports)  # type: ignore[attr-defined]
     module.__dict__.update(exports)
+    has = ", ".join(sorted({*exports, *(other.rpartition(".")[2] for other in MODULES if other.rpartition(".")[0] == name)}))
+
+    def missing(attribute: str) -> Any:
+        raise AttributeError(
+            f"{name} of ssm_kernels.compat has no {attribute}, it has {has}; ssm_kernels.compat.uninstall() gives way to the "
+            "package itself",
+            name=attribute,
+            obj=module,
+        )
+
+    module.__getattr__ = missing  # type: ignore[method-assign]
+    # The ImportError of `from module import name` drops the message above and shows the file.
+    module.__file__ = f"<ssm_kernels.compat, which has {has}>"
     return module
 
 

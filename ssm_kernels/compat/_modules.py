@@ -6,7 +6,18 @@ from typing import Any
 
 from .. import nn
 from ..models import mamba_lm
-from . import causal_conv1d, generation, layer_norm, mamba2_simple, mixer_seq_simple, models, norms, selective_scan, ssd
+from . import (
+    causal_conv1d,
+    generation,
+    layer_norm,
+    mamba2_simple,
+    mixer_seq_simple,
+    models,
+    norms,
+    references,
+    selective_scan,
+    ssd,
+)
 
 VERSIONS = {"mamba_ssm": "2.3.2+ssm.kernels", "causal_conv1d": "1.7.0+ssm.kernels"}
 """The versions whose signatures the functions have, which clients compare; the label says whose modules they are."""
@@ -15,7 +26,14 @@ _SELECTIVE_SCAN = {
     "selective_scan_fn": selective_scan.selective_scan_fn,
     "mamba_inner_fn": selective_scan.mamba_inner_fn,
 }
-_STATE_UPDATE = {"selective_state_update": selective_scan.selective_state_update}
+_SELECTIVE_SCAN_REFERENCES = {
+    "selective_scan_ref": references.selective_scan_ref,
+    "mamba_inner_ref": references.mamba_inner_ref,
+}
+_STATE_UPDATE = {
+    "selective_state_update": selective_scan.selective_state_update,
+    "selective_state_update_ref": references.selective_state_update_ref,
+}
 _SSD = {
     "mamba_chunk_scan_combined": ssd.mamba_chunk_scan_combined,
     "mamba_split_conv1d_scan_combined": ssd.mamba_split_conv1d_scan_combined,
@@ -24,16 +42,23 @@ _CONVOLUTIONS = {
     "causal_conv1d_fn": causal_conv1d.causal_conv1d_fn,
     "causal_conv1d_update": causal_conv1d.causal_conv1d_update,
 }
+_CONVOLUTION_REFERENCES = {
+    "causal_conv1d_ref": references.causal_conv1d_ref,
+    "causal_conv1d_update_ref": references.causal_conv1d_update_ref,
+}
 _VARLEN_STATES = {"causal_conv1d_varlen_states": causal_conv1d.causal_conv1d_varlen_states}
 
 MODULES: dict[str, dict[str, Any]] = {
     "mamba_ssm": {**_SELECTIVE_SCAN, "Mamba": nn.Mamba, "Mamba2": nn.Mamba2, "MambaLMHeadModel": models.MambaLMHeadModel},
     "mamba_ssm.ops": {},
-    "mamba_ssm.ops.selective_scan_interface": _SELECTIVE_SCAN,
+    "mamba_ssm.ops.selective_scan_interface": {**_SELECTIVE_SCAN, **_SELECTIVE_SCAN_REFERENCES},
     "mamba_ssm.ops.triton": {},
     "mamba_ssm.ops.triton.selective_state_update": _STATE_UPDATE,
     "mamba_ssm.ops.triton.ssd_combined": _SSD,
-    "mamba_ssm.ops.triton.layernorm_gated": {name: getattr(norms, name) for name in norms.__all__},
+    "mamba_ssm.ops.triton.layernorm_gated": {
+        **{name: getattr(norms, name) for name in norms.__all__},
+        "rms_norm_ref": references.rms_norm_ref,
+    },
     "mamba_ssm.ops.triton.layer_norm": {name: getattr(layer_norm, name) for name in layer_norm.__all__},
     "mamba_ssm.modules": {},
     "mamba_ssm.modules.mamba_simple": {"Mamba": nn.Mamba},
@@ -54,6 +79,6 @@ MODULES: dict[str, dict[str, Any]] = {
     "mamba_ssm.utils.generation": {name: getattr(generation, name) for name in generation.__all__ if name != "GenerateOutput"},
     "mamba_ssm.utils.hf": {"load_config_hf": models.load_config_hf, "load_state_dict_hf": models.load_state_dict_hf},
     "causal_conv1d": _CONVOLUTIONS,
-    "causal_conv1d.causal_conv1d_interface": _CONVOLUTIONS,
+    "causal_conv1d.causal_conv1d_interface": {**_CONVOLUTIONS, **_CONVOLUTION_REFERENCES},
     "causal_conv1d.causal_conv1d_varlen": _VARLEN_STATES,
 }

@@ -10,6 +10,8 @@ from typing import overload
 import torch
 from torch import Tensor
 
+from .._arguments import is_autocast_enabled
+
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of states, sums and parameters for sequences of ``dtype``."""
@@ -26,7 +28,8 @@ def common_dtype(function: str, **tensors: Tensor | None) -> torch.dtype:
             raise TypeError(f"{function}: expected {name} to be a tensor, got {type(tensor).__name__}")
         check_real(function, name, tensor)
         dtype = tensor.dtype if dtype is None else torch.promote_types(dtype, tensor.dtype)
-    assert dtype is not None
+    if dtype is None:
+        raise TypeError(f"{function}: expected {next(iter(tensors))} to be a tensor, got None")
     return dtype
 
 
@@ -65,33 +68,6 @@ def readable(parameter: Tensor | None, dtype: torch.dtype) -> Tensor | None:
 def no_autocast(tensor: Tensor) -> contextlib.AbstractContextManager[None]:
     """Keeps autocast from casting arguments: the kernels that the functions stand for do not take part in it."""
     device = tensor.device.type
-    if torch.is_autocast_enabled(device):
+    if is_autocast_enabled(device):
         return torch.autocast(device, enabled=False)
     return contextlib.nullcontext()
-
-
-def read_rows(state: Tensor, indices: Tensor | None) -> Tensor:
-    """Copies the slots of a cache that a batch uses; a negative index, padding, reads slot 0."""
-    return state.clone() if indices is None else state.index_select(0, indices.clamp(min=0))
-
-
-def write_rows(state: Tensor, indices: Tensor | None, old: Tensor, new: Tensor) -> None:
-    """Writes ``new`` rows into the slots that ``old`` was read from. Rows of padding touch no slot.
-
-    The host does not read ``indices``. A row of padding repeats the write of the first row that is none; if all rows are
-    padding, slot 0 gets its old contents back.
-    """
-    if indices is None:
-        state.copy_(new)
-        return
-    if indices.shape[0] == 0:
-        return
-    valid = indices >= 0
-    rows = torch.where(valid, torch.arange(indices.shape[0], device=indices.device), valid.int().argmax())
-    new = torch.where(valid.view(-1, *[1] * (new.dim() - 1)), new.to(state.dtype), old.to(state.dtype))
-    state.index_copy_(0, indices.clamp(min=0)[rows].long(), new[rows])
-
-
-def zero_padding(out: Tensor, indices: Tensor | None) -> Tensor:
-    """``out`` with zeros in the rows of padding."""
-    return out if indices is None else out.masked_fill((indices < 0).view(-1, *[1] * (out.dim() - 1)), 0)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from .._arguments import names_arguments
 from ..convolutions import causal_conv1d
 from ..convolutions import causal_conv1d_update as _update
-from ._promotion import cast, common_dtype, no_autocast, read_rows, readable, wide_dtype, write_rows, zero_padding
+from ._cache_rows import CacheRows, check_conv_slots
+from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
 __all__ = ["causal_conv1d_fn", "causal_conv1d_update", "causal_conv1d_varlen_states"]
 
@@ -42,7 +44,7 @@ def causal_conv1d_fn(
         initial_states: (batch, channels, width - 1), dtype of ``x``: the steps before the first.
         return_final_states: also return the last ``width - 1`` steps; for either layout, and with ``seq_idx``, where the
             package asks for channels-last and no ``seq_idx``.
-        final_states_out: (batch, channels, width - 1): written in place and returned as the final states.
+        final_states_out: (batch, channels, width - 1), dtype of ``x``: written in place and returned as the final states.
         activation: None, ``"silu"`` or ``"swish"``.
 
     Returns:
@@ -61,9 +63,29 @@ def causal_conv1d_fn(
         raise ValueError(f"causal_conv1d_fn: expected x of shape (batch, channels, seqlen), got {list(x.shape)}")
     if final_states_out is not None and not return_final_states:
         raise ValueError("causal_conv1d_fn: final_states_out is written with return_final_states=True only")
+    if final_states_out is not None and weight.dim() == 2:
+        _check_final_states_out(final_states_out, [x.shape[0], x.shape[1], weight.shape[1] - 1], x)
+    out, final_states = convolve_with_padding(x.transpose(1, 2), weight, bias, activation, seq_idx, initial_states)
+    out = out.transpose(1, 2)
+    if not return_final_states:
+        return out
+    if final_states_out is not None:
+        final_states = final_states_out.copy_(final_states)
+    return out, final_states
+
+
+def convolve_with_padding(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: str | None,
+    seq_idx: Tensor | None,
+    initial_states: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The convolution of ``x``, (batch, seqlen, channels), zero where ``seq_idx`` is negative, and the final states."""
     with no_autocast(x):
         out, final_states = causal_conv1d(
-            x.transpose(1, 2),
+            x,
             readable(weight, x.dtype),
             readable(bias, x.dtype),
             activation=activation,
@@ -71,14 +93,30 @@ def causal_conv1d_fn(
             initial_state=initial_states,
             return_final_state=True,
         )
-    if seq_idx is not None:
+    if seq_idx is not None and _may_have_padding(seq_idx):
         out = out.masked_fill_((seq_idx < 0).unsqueeze(-1), 0)
-    out = out.transpose(1, 2)
-    if not return_final_states:
-        return out
-    if final_states_out is not None:
-        final_states = final_states_out.copy_(final_states)
     return out, final_states
+
+
+def _may_have_padding(seq_idx: Tensor) -> bool:
+    """Whether a number is negative, or cannot be read: on CUDA, where the host would have to wait, and for traced tensors."""
+    is_traced = torch.compiler.is_compiling() or torch._C._get_tracing_state() or _get_current_dispatch_mode() is not None
+    if is_traced or seq_idx.device.type != "cpu" or type(seq_idx) is not Tensor or torch._C._are_functorch_transforms_active():
+        return True
+    return bool((seq_idx < 0).any())
+
+
+def _check_final_states_out(final_states_out: Tensor, shape: list[int], x: Tensor) -> None:
+    name = "causal_conv1d_fn"
+    if list(final_states_out.shape) != shape:
+        raise ValueError(
+            f"{name}: expected final_states_out of shape (batch, channels, width - 1) = {shape}, got "
+            f"{list(final_states_out.shape)}"
+        )
+    if final_states_out.dtype != x.dtype:
+        raise RuntimeError(f"{name}: expected final_states_out of dtype {x.dtype}, got {final_states_out.dtype}")
+    if final_states_out.device != x.device:
+        raise RuntimeError(f"{name}: expected final_states_out on {x.device}, got {final_states_out.device}")
 
 
 @names_arguments
@@ -101,10 +139,10 @@ def causal_conv1d_update(
         weight: (channels, width), any floating-point dtype.
         bias: (channels,), likewise.
         activation: None, ``"silu"`` or ``"swish"``.
-        cache_seqlens: (batch,), integers. ``conv_state`` is then a circular buffer: new steps are written from the index
+        cache_seqlens: (batch,), int32 or int64. ``conv_state`` is then a circular buffer: new steps are written from the index
             ``cache_seqlens % length`` on, and the steps before them are those before this index.
-        conv_state_indices: (batch,), integers: the slot of each row. A negative index is padding: its output is zero and no
-            slot is touched.
+        conv_state_indices: (batch,), int32 or int64: the slot of each row, as ``state_batch_indices`` of
+            :func:`ssm_kernels.causal_conv1d_update`. A negative index is padding: its output is zero and no slot is touched.
 
     Returns:
         ``out``, shape and dtype of ``x``. Differentiable with respect to ``x``, ``weight`` and ``bias``, where one of them
@@ -143,12 +181,15 @@ def _update_composed(
     indices: Tensor | None,
 ) -> Tensor:
     """:func:`causal_conv1d_update` of ``x``, (batch, seqlen, channels), as the scan and a copy of the state's rows."""
-    past, length, seqlen = weight.shape[1] - 1, conv_state.shape[2], x.shape[1]
-    if length < past:
-        raise ValueError(f"causal_conv1d_update: expected conv_state of length >= width - 1 = {past}, got {length}")
+    past, seqlen = weight.shape[-1] - 1, x.shape[1]
+    _check_conv_state(conv_state, x, past, has_slots=indices is not None)
+    if cache_seqlens is not None:
+        _check_cache_seqlens(cache_seqlens, x)
+    length = conv_state.shape[2]
     dtype = torch.promote_types(x.dtype, conv_state.dtype)
+    rows = CacheRows(conv_state, indices, x.shape[0], check_conv_slots)
     with torch.no_grad():
-        old = read_rows(conv_state, indices)
+        old = rows.read()
         new_steps = x.detach().transpose(1, 2).to(conv_state.dtype)
         if cache_seqlens is None:
             before = old[..., length - past :]
@@ -159,7 +200,6 @@ def _update_composed(
             places = ((cache_seqlens[:, None] + ages) % length)[:, None].expand(-1, x.shape[2], -1)
             before = old.gather(2, places[..., :past])
             new = old.scatter(2, places[..., past + seqlen - kept :], new_steps[..., seqlen - kept :])
-        write_rows(conv_state, indices, old, new)
     out = causal_conv1d(
         cast(x, dtype),
         readable(weight, dtype),
@@ -167,7 +207,34 @@ def _update_composed(
         activation=activation,
         initial_state=before.to(dtype),
     )
-    return zero_padding(cast(out, x.dtype), indices)
+    with torch.no_grad():
+        rows.write(old, new)
+    return rows.without_slot(cast(out, x.dtype))
+
+
+def _check_conv_state(conv_state: Tensor, x: Tensor, past: int, has_slots: bool) -> None:
+    """Raises unless the state has a row for each of ``x``, (batch, seqlen, channels), or slots."""
+    name = "causal_conv1d_update"
+    rows = conv_state.shape[:1] if has_slots else x.shape[:1]
+    if conv_state.dim() != 3 or conv_state.shape[:2] != (*rows, x.shape[2]):
+        raise ValueError(
+            f"{name}: expected conv_state of shape ({'slots' if has_slots else x.shape[0]}, {x.shape[2]}, length), got "
+            f"{list(conv_state.shape)}"
+        )
+    if conv_state.shape[2] < past:
+        raise ValueError(f"{name}: expected conv_state of length >= width - 1 = {past}, got {conv_state.shape[2]}")
+    if conv_state.device != x.device:
+        raise RuntimeError(f"{name}: expected conv_state on {x.device} (the device of x), got {conv_state.device}")
+
+
+def _check_cache_seqlens(cache_seqlens: Tensor, x: Tensor) -> None:
+    name = "causal_conv1d_update"
+    if cache_seqlens.shape != x.shape[:1]:
+        raise ValueError(f"{name}: expected cache_seqlens of shape (batch,) = [{x.shape[0]}], got {list(cache_seqlens.shape)}")
+    if cache_seqlens.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"{name}: expected cache_seqlens of dtype int32 or int64, got {cache_seqlens.dtype}")
+    if cache_seqlens.device != x.device:
+        raise RuntimeError(f"{name}: expected cache_seqlens on {x.device} (the device of x), got {cache_seqlens.device}")
 
 
 @names_arguments

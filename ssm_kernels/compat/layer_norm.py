@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -43,8 +45,8 @@ def layer_norm_fn(
         weight1: (columns,): also return the norm with this weight.
         bias1: (columns,), with ``weight1``.
         eps: added to the variance.
-        dropout_p: probability that an element of ``x`` and ``x1`` is zeroed.
-        rowscale: a factor for each row, of the leading axes of ``x``.
+        dropout_p: from 0 to 1, the probability that an element of ``x`` and ``x1`` is zeroed.
+        rowscale: a factor for each row: as many elements as the leading axes of ``x`` have.
         prenorm: also return the sum.
         residual_in_fp32: without ``residual``, return the sum in float32.
         is_rms_norm: subtract no mean.
@@ -56,7 +58,7 @@ def layer_norm_fn(
         tensor.
 
     Raises:
-        ValueError: ``x1`` with ``rowscale``, ``bias1`` without ``weight1``, or a shape is not as above.
+        ValueError: ``x1`` with ``rowscale``, ``bias1`` without ``weight1``, or a shape or ``dropout_p`` is not as above.
         RuntimeError, TypeError: as :func:`ssm_kernels.add_rms_norm`.
     """
     name = "rms_norm_fn" if is_rms_norm else "layer_norm_fn"
@@ -67,6 +69,14 @@ def layer_norm_fn(
     dtype = common_dtype(name, x=x)
     every = common_dtype(name, x=x, residual=residual, x1=x1, rowscale=rowscale)
     wide = wide_dtype(every)
+    if x1 is not None and x1.shape != x.shape:
+        raise ValueError(f"{name}: expected x1 of the shape of x = {list(x.shape)}, got {list(x1.shape)}")
+    if rowscale is not None and rowscale.numel() != math.prod(x.shape[:-1]):
+        raise ValueError(
+            f"{name}: expected rowscale of the leading axes of x = {list(x.shape[:-1])}, got {list(rowscale.shape)}"
+        )
+    if not 0.0 <= dropout_p <= 1.0:
+        raise ValueError(f"{name}: expected dropout_p from 0 to 1, got {dropout_p}")
     norm = add_rms_norm if is_rms_norm else add_layer_norm
     residual_dtype = residual.dtype if residual is not None else wide_dtype(dtype) if residual_in_fp32 else dtype
     mask, mask1, y1 = None, None, None
@@ -107,9 +117,11 @@ def _dropout(x: Tensor, p: float) -> tuple[Tensor, Tensor | None]:
     if p == 0.0:
         return x, None
     mask = torch.rand_like(x) >= p
-    return torch.where(mask, x / (1.0 - p), 0.0), mask
+    # With p = 1 all elements are zeroed; a division by zero would make their gradients NaN.
+    return torch.where(mask, x * (1.0 / (1.0 - p) if p < 1.0 else 0.0), 0.0), mask
 
 
+@names_arguments
 def rms_norm_fn(
     x: Tensor,
     weight: Tensor,

@@ -46,6 +46,7 @@ def layernorm_fn(
     return cast(out, x.dtype)
 
 
+@names_arguments
 def rmsnorm_fn(
     x: Tensor,
     weight: Tensor,

@@ -9,7 +9,8 @@ from torch import Tensor
 from .. import ops
 from .._arguments import names_arguments
 from ..norms import rms_norm_gated
-from ._promotion import cast, common_dtype, no_autocast, read_rows, readable, wide_dtype, write_rows, zero_padding
+from ._cache_rows import CacheRows, check_scan_slots
+from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
 
 __all__ = ["mamba_inner_fn", "selective_scan_fn", "selective_state_update"]
 
@@ -228,24 +229,29 @@ def selective_state_update(
     dtype = common_dtype(name, x=x, dt=dt, B=B, C=C, z=z)
     wide = wide_dtype(dtype)
     takes_state = state.dtype in (dtype, wide)
-    old = state if takes_state else read_rows(state, state_batch_indices)
-    new = state if takes_state else old.to(wide)
-    with no_autocast(x):
-        out = ops.selective_state_update(
-            new,
-            cast(x, dtype),
-            cast(dt, dtype),
-            readable(A, dtype),
-            cast(B, dtype),
-            cast(C, dtype),
-            readable(D, dtype),
-            cast(z, dtype),
-            readable(dt_bias, dtype),
-            bool(dt_softplus),
-            state_batch_indices if takes_state else None,
-            discretization=discretization,
-        )
-    if not takes_state:
-        write_rows(state, state_batch_indices, old, new)
-        out = zero_padding(out, state_batch_indices)
-    return cast(out, x.dtype)
+
+    def step(state: Tensor, indices: Tensor | None) -> Tensor:
+        with no_autocast(x):
+            return ops.selective_state_update(
+                state,
+                cast(x, dtype),
+                cast(dt, dtype),
+                readable(A, dtype),
+                cast(B, dtype),
+                cast(C, dtype),
+                readable(D, dtype),
+                cast(z, dtype),
+                readable(dt_bias, dtype),
+                bool(dt_softplus),
+                indices,
+                discretization=discretization,
+            )
+
+    if takes_state:
+        return cast(step(state, state_batch_indices), x.dtype)
+    rows = CacheRows(state, state_batch_indices, x.shape[0] if x.dim() > 0 else 0, check_scan_slots)
+    old = rows.read()
+    new = old.to(wide)
+    out = step(new, None)
+    rows.write(old, new)
+    return cast(rows.without_slot(out), x.dtype)

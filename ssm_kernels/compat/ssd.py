@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .. import ops
 from .._arguments import names_arguments
-from ..convolutions import causal_conv1d
-from ._promotion import cast, common_dtype, no_autocast, readable, wide_dtype
+from .._packing import check_same_packing, with_padding
+from ._promotion import cast, common_dtype, no_autocast, wide_dtype
+from .causal_conv1d import convolve_with_padding
 from .norms import rmsnorm_fn
 
 __all__ = ["mamba_chunk_scan_combined", "mamba_split_conv1d_scan_combined"]
@@ -43,10 +44,12 @@ def mamba_chunk_scan_combined(
     """The scan of Mamba-2: :func:`ssm_kernels.ssd_chunk_scan`, whose arguments these are, in any mix of dtypes.
 
     Args:
-        cu_seqlens: (sequences + 1,), the ends of packed sequences, used with ``return_varlen_states`` only. Steps after its
-            last element are padding.
-        seq_idx: (1, seqlen) with ``return_varlen_states``: the same packing as ``cu_seqlens``. The CPU checks this unless it
-            compiles; CUDA does not, because the host would have to wait for the device.
+        cu_seqlens: (sequences + 1,), int32 or int64, the ends of packed sequences, for ``return_varlen_states``. Steps after
+            its last element are padding. Without ``return_varlen_states`` it has no effect and needs a ``seq_idx``, which
+            divides the sequences.
+        seq_idx: (batch, seqlen): a new sequence begins where it changes. Negative numbers are padding: a row that ends with
+            padding has zero ``final_states``. With ``return_varlen_states`` (1, seqlen), the same packing as ``cu_seqlens``:
+            the CPU checks this unless it compiles; CUDA does not, because the host would have to wait for the device.
         return_varlen_states: also return the state at the end of each sequence of ``cu_seqlens``.
         state_dtype: dtype of ``varlen_states``; that of ``C`` by default. States between chunks are float32 at least.
         discretization: as for :func:`ssm_kernels.ssd_chunk_scan`; not in ``mamba_ssm``.
@@ -62,11 +65,19 @@ def mamba_chunk_scan_combined(
 
     Raises:
         ValueError: shapes or options are not as for :func:`ssm_kernels.ssd_chunk_scan`, or ``return_varlen_states`` comes
-            without ``cu_seqlens``, with a batch of more than 1, or with a ``seq_idx`` of another packing.
+            without ``cu_seqlens``, with a batch of more than 1, or with a ``seq_idx`` of another packing, or ``cu_seqlens``
+            comes without ``return_varlen_states`` and ``seq_idx``.
         NotImplementedError: a complex tensor.
         RuntimeError, TypeError: as :func:`ssm_kernels.ssd_chunk_scan`.
     """
     name = "mamba_chunk_scan_combined"
+    _check_state_dtype(name, state_dtype)
+    if cu_seqlens is not None:
+        _check_cu_seqlens(name, cu_seqlens)
+        if seq_idx is None and not return_varlen_states:
+            raise ValueError(
+                f"{name}: expected seq_idx or return_varlen_states=True with cu_seqlens, which alone divides no sequences"
+            )
     common_dtype(name, A=A, x=x, D=D, dt_bias=dt_bias, initial_states=initial_states)
     dtype = common_dtype(name, x=x, dt=dt, B=B, C=C, z=z)
     wide = wide_dtype(dtype)
@@ -77,9 +88,14 @@ def mamba_chunk_scan_combined(
             raise ValueError(f"{name}: expected cu_seqlens with return_varlen_states, got None")
         if x.dim() != 4 or x.shape[0] != 1:
             raise ValueError(f"{name}: expected x of batch size 1 with return_varlen_states, got shape {list(x.shape)}")
-        _check_packing(name, seq_idx, cu_seqlens)
-        # One more sequence holds the padding at the end, if there is any.
-        ends = torch.cat([cu_seqlens, cu_seqlens.new_full((1,), x.shape[1])])
+        if seq_idx is None:
+            if cu_seqlens.shape[0] > 2:
+                raise ValueError(f"{name}: expected seq_idx with return_varlen_states of several sequences, got None")
+        elif seq_idx.shape != x.shape[:2]:
+            raise ValueError(f"{name}: expected seq_idx of shape (1, seqlen) = {list(x.shape[:2])}, got {list(seq_idx.shape)}")
+        else:
+            check_same_packing(name, seq_idx, cu_seqlens)
+        ends = with_padding(cu_seqlens, x.shape[1])
         places = torch.arange(ends.shape[0] - 1, device=ends.device)
         is_full = ends[1:] > ends[:-1]
         last = torch.where(is_full, places, 0).amax()[None]
@@ -107,27 +123,31 @@ def mamba_chunk_scan_combined(
         )
     results = [cast(out, x.dtype)]
     if return_final_states:
-        results.append(states if last is None else states.index_select(0, last))
+        final_states = states if last is None else states.index_select(0, last)
+        if seq_idx is not None and seq_idx.shape[1] > 0:
+            final_states = final_states.masked_fill((seq_idx[:, -1] < 0).view(-1, 1, 1, 1), 0)
+        results.append(final_states)
     if return_varlen_states:
         results.append(cast(states[:-1], C.dtype if state_dtype is None else state_dtype))
     return tuple(results) if len(results) > 1 else results[0]
 
 
-def _check_packing(name: str, seq_idx: Tensor | None, cu_seqlens: Tensor) -> None:
-    """Raises if ``seq_idx`` is absent or, on the CPU, if it begins sequences elsewhere than ``cu_seqlens``."""
-    if seq_idx is None:
-        if cu_seqlens.shape[0] > 2:
-            raise ValueError(f"{name}: expected seq_idx with return_varlen_states of several sequences, got None")
+def _check_state_dtype(name: str, state_dtype: torch.dtype | None) -> None:
+    if state_dtype is None:
         return
-    if torch.compiler.is_compiling() or seq_idx.is_cuda or seq_idx.is_meta:
-        return
-    changes = (seq_idx[0, 1:] != seq_idx[0, :-1]).nonzero()[:, 0] + 1
-    starts = cu_seqlens[(cu_seqlens > 0) & (cu_seqlens < seq_idx.shape[1])].unique()
-    if changes.tolist() != starts.tolist():
-        raise ValueError(
-            f"{name}: expected seq_idx and cu_seqlens of the same packing, got sequences that begin at {changes.tolist()} "
-            f"and at {starts.tolist()}"
-        )
+    if not isinstance(state_dtype, torch.dtype):
+        raise TypeError(f"{name}: expected state_dtype to be a torch.dtype or None, got {type(state_dtype).__name__}")
+    if not state_dtype.is_floating_point:
+        raise ValueError(f"{name}: expected a floating-point state_dtype, got {state_dtype}")
+
+
+def _check_cu_seqlens(name: str, cu_seqlens: Tensor) -> None:
+    if not isinstance(cu_seqlens, Tensor):
+        raise TypeError(f"{name}: expected cu_seqlens to be a tensor or None, got {type(cu_seqlens).__name__}")
+    if cu_seqlens.dim() != 1 or cu_seqlens.shape[0] < 1:
+        raise ValueError(f"{name}: expected cu_seqlens of shape (sequences + 1,), got {list(cu_seqlens.shape)}")
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"{name}: expected cu_seqlens of dtype int32 or int64, got {cu_seqlens.dtype}")
 
 
 @names_arguments
@@ -167,6 +187,8 @@ def mamba_split_conv1d_scan_combined(
         D: (heads,), then with ``headdim``, or (heads, headdim).
         rmsnorm_weight: (dim,); None: the scan gates its output and there is no norm.
         outproj_weight: (out_dim, mlp + dim).
+        seq_idx: (batch, seqlen): a new sequence begins where it changes. Negative numbers are padding: there the convolution's
+            output is zero, and so are the scan's output and the state.
         state_dtype: without effect: states are float32 at least.
         discretization: as for :func:`ssm_kernels.ssd_chunk_scan`; not in ``mamba_ssm``.
 
@@ -183,34 +205,38 @@ def mamba_split_conv1d_scan_combined(
         RuntimeError, TypeError: as :func:`ssm_kernels.ssd_chunk_scan`.
     """
     name = "mamba_split_conv1d_scan_combined"
-    common_dtype(name, zxbcdt=zxbcdt, D=D)
+    common_dtype(name, zxbcdt=zxbcdt, conv1d_weight=conv1d_weight, D=D)
+    _check_state_dtype(name, state_dtype)
     if activation not in (None, "silu", "swish"):
         raise NotImplementedError(f"{name}: expected activation None, 'silu' or 'swish', got {activation!r}")
     if outproj_weight is None and outproj_bias is not None:
         raise ValueError(f"{name}: expected outproj_bias with outproj_weight only")
+    if D.dim() not in (1, 2):
+        raise ValueError(f"{name}: expected D of shape (heads,) or (heads, headdim), got {list(D.shape)}")
     if D.dim() == 2:
         headdim = D.shape[1]
     elif headdim is None:
         raise ValueError(f"{name}: expected headdim with D of shape (heads,), got None")
+    for argument, value in (("headdim", headdim), ("ngroups", ngroups)):
+        if value < 1:
+            raise ValueError(f"{name}: expected {argument} of at least 1, got {value}")
     heads = D.shape[0]
     dim = heads * headdim
-    columns = conv1d_weight.shape[0]
+    columns = conv1d_weight.shape[0] if conv1d_weight.dim() == 2 else 0
     dstate = (columns - dim) // ngroups // 2
-    mlp = (zxbcdt.shape[-1] - dim - columns - heads) // 2
-    if zxbcdt.dim() != 3 or mlp < 0 or dstate < 1 or zxbcdt.shape[-1] != 2 * mlp + dim + columns + heads:
+    if dstate < 1 or columns != dim + 2 * ngroups * dstate:
+        raise ValueError(
+            f"{name}: expected conv1d_weight of shape (dim + 2 * ngroups * dstate, width), with dim = {dim} and ngroups = "
+            f"{ngroups}, got {list(conv1d_weight.shape)}"
+        )
+    mlp = (zxbcdt.shape[-1] - dim - columns - heads) // 2 if zxbcdt.dim() == 3 else -1
+    if mlp < 0 or zxbcdt.shape[-1] != 2 * mlp + dim + columns + heads:
         raise ValueError(
             f"{name}: expected zxbcdt of 2 * mlp + {dim} + {columns} + {heads} columns (z, convolution, dt), got "
             f"{list(zxbcdt.shape)}"
         )
     gate, up, z, xBC, dt = zxbcdt.split([mlp, mlp, dim, columns, heads], dim=-1)
-    with no_autocast(zxbcdt):
-        xBC = causal_conv1d(
-            xBC,
-            readable(conv1d_weight, zxbcdt.dtype),
-            readable(conv1d_bias, zxbcdt.dtype),
-            activation=activation,
-            seq_idx=seq_idx,
-        )
+    xBC, _ = convolve_with_padding(xBC, conv1d_weight, conv1d_bias, activation, seq_idx)
     x, B, C = xBC.split([dim, ngroups * dstate, ngroups * dstate], dim=-1)
     results = mamba_chunk_scan_combined(
         x.unflatten(-1, (heads, headdim)),
@@ -226,14 +252,15 @@ def mamba_split_conv1d_scan_combined(
         seq_idx=seq_idx,
         dt_softplus=True,
         dt_limit=dt_limit,
-        return_final_states=True,
+        return_final_states=return_final_states,
         discretization=discretization,
     )
-    out, final_states = results[0].flatten(-2), results[1]
+    out, final_states = results if isinstance(results, tuple) else (results, None)
+    out = out.flatten(-2)
     if rmsnorm_weight is not None:
         out = rmsnorm_fn(out, rmsnorm_weight, None, z, rmsnorm_eps, dim // ngroups, norm_before_gate)
     if mlp > 0:
         out = torch.cat([F.silu(gate) * up, out], dim=-1)
     if outproj_weight is not None:
         out = F.linear(out, outproj_weight, cast(outproj_bias, outproj_weight.dtype))
-    return (out, final_states) if return_final_states else out
+    return out if final_states is None else (out, final_states)

@@ -262,6 +262,9 @@ def _recurrence(name: str, is_step: bool) -> Decomposition:
             return h.to(dtype), h.clone()
         _refuse_packed(f"{name}_scan", given["cu_seqlens"])
         h0 = torch.zeros_like(b[:, 0]) if given["h0"] is None else given["h0"].to(wide)
+        if given["reset"] is not None:
+            reset = given["reset"].unsqueeze(-1)
+            a, b = torch.where(reset, 0, a), torch.where(reset, a * h0.unsqueeze(1) + b, b)
         steps = [(factor.flip(1) if given["reverse"] else factor).transpose(0, 1) for factor in (a, b)]
         h, last_state = _scan(_linear_step, h0, steps, (), like=steps[1])
         h = h.transpose(0, 1)

@@ -4,19 +4,24 @@
 
 ======================================================  ==================================================
 selective_scan, ssd_chunk_scan, causal_conv1d, the      the batch; channels or heads
-recurrences and their steps, selective_state_update,
-causal_conv1d_update
+recurrences and their steps
+selective_state_update, causal_conv1d_update, also      the batch, unless the call has slots or packed
+with ``out`` and the arguments of servers               tokens; channels or heads
 the norms, and the mixers of Mamba and Mamba2           the batch
 ======================================================  ==================================================
 
 Tensors with the axis are sharded along it and the others are replicated; gradients of the others are partial sums. Heads of
 several groups are cut with their groups. An axis is cut only if the number of devices divides its size. DTensor chooses the cut
-that moves the fewest bytes. A state that is updated in place keeps its placement.
+that moves the fewest bytes. A tensor that an operator writes into, such as a state, keeps its placement; if no cut fits it, the
+call raises an error.
+
+The layers ``Mamba`` and ``Mamba2`` cut the batch alone: the output of ``in_proj`` holds several tensors side by side. For
+tensor parallelism give each device a layer of its own with its part of the heads, and sum the outputs of ``out_proj``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -56,19 +61,13 @@ _CONVOLUTION = {
     "bias": "channels",
     "seq_idx": "batch seqlen",
 }
-_STEP = {
-    **dict.fromkeys(("x", "dt", "z", ""), "batch channels headdim"),
-    **dict.fromkeys(("B", "C"), "batch groups dstate"),
-    **dict.fromkeys(("D", "dt_bias"), "channels headdim"),
-    "A": "channels headdim dstate",
-    "state": "batch channels headdim dstate",
-}
-_CONVOLUTION_STEP = _CONVOLUTION | {"": "batch seqlen channels", "conv_state": "batch channels width"}
 _RECURRENCE = {
     **dict.fromkeys(("inputs", "h", "0", "1", "2", "3"), "batch seqlen channels"),
     **dict.fromkeys(("h0", "last_state"), "batch channels"),
+    "reset": "batch seqlen",
 }
-# Here the channels stand beside others in one tensor, or make up a group together.
+# In these tensors the channels stand beside others: xz and projected hold x, z, B, C and dt side by side, so that a piece of
+# their columns does not hold whole heads; the gated norm of Mamba2 averages over all channels of a group.
 _MIXER = dict.fromkeys(
     (
         *("x", "delta", "B", "C", "z", "initial_state", "chunk_states", "out", "last_state", "xz", ""),  # of Mamba
@@ -76,19 +75,56 @@ _MIXER = dict.fromkeys(
     ),
     "batch",
 )
+_SLOTS = ("state_batch_indices", "dst_state_batch_indices", "intermediate_state_indices", "cu_seqlens")
+
+_ROWS_WITH_ENTRIES = ("intermediate_states_buffer", "intermediate_conv_window")
+
+
+def _step(call: Mapping[str, Any]) -> Axes:
+    """The axes of selective_state_update: the state says whether there are heads, x then whether there are several tokens."""
+    channels = "channels headdim" if call["state"].ndim == 4 else "channels"
+    rows = _rows(call, call["state"].ndim - 1)
+    groups = "groups" if call["B"].ndim == len(rows.split()) + 2 else ""
+    return {
+        **dict.fromkeys(("x", "dt", "z", "out", ""), f"{rows} {channels}"),
+        **dict.fromkeys(("B", "C"), f"{rows} {groups} dstate"),
+        **dict.fromkeys(("D", "dt_bias"), channels),
+        "A": f"{channels} dstate",
+        "state": f"batch {channels} dstate",
+        "intermediate_states_buffer": f"batch tokens {channels} dstate",
+    }
+
+
+def _convolution_step(call: Mapping[str, Any]) -> Axes:
+    return _CONVOLUTION | {
+        **dict.fromkeys(("x", "out", ""), f"{_rows(call, 2)} channels"),
+        "conv_state": "batch channels width",
+        "num_accepted_tokens": "batch",
+        "intermediate_conv_window": "batch tokens channels width",
+    }
+
+
+def _rows(call: Mapping[str, Any], rank: int) -> str:
+    """The axes of x before its channels, given its rank with one token a row."""
+    if call.get("cu_seqlens") is not None:
+        return "tokens"
+    return "batch" if call["x"].ndim == rank else "batch tokens"
+
+
 _NORM = dict.fromkeys(("x", "z", "residual", "out", "normed", "new_residual", "rstd", "mean", ""), "batch")
 
-_OPERATORS: dict[str, Axes] = {
+_OPERATORS: dict[str, Axes | Callable[[Mapping[str, Any]], Axes]] = {
     **dict.fromkeys(("selective_scan", "_selective_scan_fwd", "_selective_scan_bwd"), _SCAN),
     **dict.fromkeys(("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", "_ssd_chunk_scan_bwd"), _SSD),
+    "_ssd_chunk_scan_states": _SSD | {"states": "batch positions channels headdim dstate"},
     **dict.fromkeys(("causal_conv1d", "_causal_conv1d", "_causal_conv1d_fwd", "_causal_conv1d_bwd"), _CONVOLUTION),
     **dict.fromkeys(("_mamba_conv", "_mamba_mixer", "_mamba_mixer_fwd", "_mamba_mixer_bwd"), _MIXER),
     **dict.fromkeys(("_mamba2_mixer", "_mamba2_mixer_fwd", "_mamba2_mixer_bwd"), _MIXER),
     **dict.fromkeys(("rms_norm_gated", "layer_norm_gated", "_norm_gated", "_norm_gated_fwd", "_norm_gated_bwd"), _NORM),
     **dict.fromkeys(("add_rms_norm", "add_layer_norm", "_add_norm", "_add_norm_fwd", "_add_norm_bwd"), _NORM),
     **dict.fromkeys(("_linear_recurrence", "_linear_recurrence_fwd", "_linear_recurrence_bwd"), _RECURRENCE),
-    "selective_state_update": _STEP,
-    "causal_conv1d_update": _CONVOLUTION_STEP,
+    **dict.fromkeys(("selective_state_update", "selective_state_update_out"), _step),
+    **dict.fromkeys(("causal_conv1d_update", "causal_conv1d_update_out"), _convolution_step),
 }
 
 
@@ -108,18 +144,25 @@ def _axes_of(axes: Axes, name: str, tensor: Any) -> list[str]:
     return names
 
 
-def _shardings(schema: Any, axes: Axes, *args: Any, **kwargs: Any) -> list[Sharding]:
+def _shardings(
+    schema: Any, axes_of_call: Axes | Callable[[Mapping[str, Any]], Axes], *args: Any, **kwargs: Any
+) -> list[Sharding]:
     call = dict(zip((argument.name for argument in schema.arguments), args, strict=False)) | kwargs
+    axes = axes_of_call(call) if callable(axes_of_call) else axes_of_call
     # A list of tensors gives several, with its name.
     values = [(name, item) for name, value in call.items() for item in (value if isinstance(value, tuple) else (value,))]
     tensors = [(name, value) for name, value in values if hasattr(value, "placements")]
     found: list[Sharding] = [([Replicate()] * len(schema.returns), [Replicate()] * len(tensors))]
     found += [_cut(schema, axes, call, tensors, axis) for axis in _axes_to_cut(axes, call, tensors)]
+    written = {argument.name for argument in schema.arguments if argument.alias_info and argument.alias_info.is_write}
     for place, (name, tensor) in enumerate(tensors):
-        if name in ("state", "conv_state") and schema.name.endswith("_update"):
+        if name in written:
             found = [sharding for sharding in found if sharding[1][place] in tensor.placements]
             if not found:
-                raise ValueError(f"{schema.name}: expected {name} to be sharded along its batch or channels, or replicated")
+                raise ValueError(
+                    f"{schema.name}: expected {name} to be replicated or cut as the other tensors that the call writes into, "
+                    f"along the channels or, without slots and packed tokens, the batch; got {tensor.placements}"
+                )
     return found
 
 
@@ -129,7 +172,11 @@ def _axes_to_cut(axes: Axes, call: Mapping[str, Any], tensors: Tensors) -> Itera
         for axis, size in zip(_axes_of(axes, name, tensor), tensor.shape, strict=False):
             sizes.setdefault(axis, {1} if axis == "groups" else set()).add(size)
     devices, groups = tensors[0][1].mesh.size(), max(sizes.get("groups", {1}))
-    if call.get("state_batch_indices") is None and all(size % devices == 0 for size in sizes.get("batch", {1})):
+    batch = sizes.get("batch", {1})
+    has_slots = any(call.get(name) is not None for name in _SLOTS)
+    if any(call.get(name) is not None for name in _ROWS_WITH_ENTRIES):
+        has_slots = has_slots or len(batch) > 1  # more entries than rows: a row's entry may be on another device
+    if not has_slots and all(size % devices == 0 for size in batch):
         yield "batch"
     if all(size % devices == 0 for size in sizes.get("channels", {1})) and (groups == 1 or groups % devices == 0):
         yield "channels"

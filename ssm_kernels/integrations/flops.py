@@ -88,7 +88,7 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
     partial(_scan, x="x"): ("selective_state_update", "selective_state_update_out"),
     partial(_scan, x="x", A="A_log"): ("_mamba_mixer", "_mamba_mixer_fwd"),
     partial(_scan, x="x", A="A_log", backward=True): ("_mamba_mixer_bwd",),
-    _chunk_scan: ("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd"),
+    _chunk_scan: ("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", "_ssd_chunk_scan_states"),
     partial(_chunk_scan, backward=True): ("_ssd_chunk_scan_bwd",),
     _mamba2_mixer: ("_mamba2_mixer", "_mamba2_mixer_fwd"),
     partial(_mamba2_mixer, backward=True): ("_mamba2_mixer_bwd",),

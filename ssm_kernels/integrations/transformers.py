@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ..compat import causal_conv1d as _conv
@@ -72,8 +73,9 @@ def patch() -> Served:
     ``causal_conv1d_update`` (LFM2, Qwen3-Next, ...). A second call changes nothing.
 
     Training, padding, cached generation, ``torch.compile(fullgraph=True)`` and ``torch.export`` work. An exported model
-    contains the operators of ``torch.ops.ssm_kernels``. Models of Mamba-2's kind take packed sequences (``seq_idx``); those of
-    Mamba's kind do not, because transformers does not pass ``seq_idx`` to their scan.
+    contains the operators of ``torch.ops.ssm_kernels``. Models of Mamba-2's kind and convolutions take packed sequences, as
+    ``seq_idx`` or, in one row, as ``cu_seqlens``; those of Mamba's kind raise an error for them, because transformers does not
+    pass them to their scan.
 
     With transformers 4.57 the fast path of each mixer runs on CPU too, except that of FalconH1, which is for CUDA only. A
     Qwen3-Next model must be made after this call, because its layers keep the functions.
@@ -100,9 +102,11 @@ def unpatch() -> Served:
 @contextmanager
 def patched() -> Iterator[Served]:
     """:func:`patch` for a ``with`` block, then :func:`unpatch`, unless the models were patched before the block."""
-    before = _state.active
+    with _lock:
+        before = _state.active
+        result = patch()
     try:
-        yield patch()
+        yield result
     finally:
         if not before:
             unpatch()
@@ -118,7 +122,24 @@ def served() -> Served:
         return Served(_state.version, _state.active, modules)
 
 
-# ---- The functions that the models call. Each drops the keywords that the models' own function does not use either.
+# ---- The functions that the models call. Each drops the keywords that the models' own function does not use either, and raises
+# an error for packed sequences that it cannot keep apart.
+
+
+def _sequence_numbers(function: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Tensor | None:
+    """``seq_idx``, or that of ``cu_seqlens`` of one packed row. The host does not wait for their values."""
+    if seq_idx is not None or cu_seqlens is None:
+        return seq_idx
+    if cu_seqlens.dim() != 1:
+        raise ValueError(f"{function}: expected cu_seqlens of shape (sequences + 1,), got {list(cu_seqlens.shape)}")
+    steps = torch.arange(seqlen, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.bucketize(steps, cu_seqlens[1:].contiguous(), right=True, out_int32=True)[None]
+
+
+def _refuse_packed(function: str, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
+        if value is not None:
+            raise NotImplementedError(f"{function}: {name} is not supported: {_REFUSED[function]}")
 
 
 def _causal_conv1d_fn(original: Function) -> Function:
@@ -129,8 +150,10 @@ def _causal_conv1d_fn(original: Function) -> Function:
         bias: Tensor | None = None,
         activation: str | None = None,
         seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> Any:
+        seq_idx = _sequence_numbers("causal_conv1d_fn", x.shape[-1], seq_idx, cu_seqlens)
         if activation in _ACTIVATIONS:
             return _conv.causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx, activation=activation)
         return _activation(activation)(_conv.causal_conv1d_fn(x, weight, bias, seq_idx=seq_idx))
@@ -142,13 +165,9 @@ def _causal_conv1d_fn_of_mamba(original: Function) -> Function:
     conv = _causal_conv1d_fn(original)
 
     @functools.wraps(original)
-    def causal_conv1d_fn(*args: Any, seq_idx: Tensor | None = None, **kwargs: Any) -> Any:
-        # The scan that follows gets no seq_idx: a sequence would continue the state of the one before.
-        if seq_idx is not None:
-            raise NotImplementedError(
-                "causal_conv1d_fn: seq_idx is not supported in models of Mamba's kind, whose scan in transformers takes no "
-                "packed sequences: pad them instead"
-            )
+    def causal_conv1d_fn(*args: Any, seq_idx: Tensor | None = None, cu_seqlens: Tensor | None = None, **kwargs: Any) -> Any:
+        # The scan that follows gets neither: a sequence would continue the state of the one before.
+        _refuse_packed("causal_conv1d_fn", seq_idx, cu_seqlens)
         return conv(*args, **kwargs)
 
     return causal_conv1d_fn
@@ -162,8 +181,11 @@ def _causal_conv1d_update(original: Function) -> Function:
         weight: Tensor,
         bias: Tensor | None = None,
         activation: str | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> Any:
+        _refuse_packed("causal_conv1d_update", seq_idx, cu_seqlens)
         if activation in _ACTIVATIONS:
             return _conv.causal_conv1d_update(x, conv_state, weight, bias, activation)
         return _activation(activation)(_conv.causal_conv1d_update(x, conv_state, weight, bias))
@@ -184,8 +206,11 @@ def _selective_scan_fn(original: Function) -> Function:
         delta_bias: Tensor | None = None,
         delta_softplus: bool = False,
         return_last_state: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> Any:
+        _refuse_packed("selective_scan_fn", seq_idx, cu_seqlens)
         return selective_scan_fn(u, delta, A, B, C, D, z, delta_bias, delta_softplus, return_last_state)
 
     return scan
@@ -204,8 +229,11 @@ def _selective_state_update(original: Function) -> Function:
         z: Tensor | None = None,
         dt_bias: Tensor | None = None,
         dt_softplus: bool = False,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> Any:
+        _refuse_packed("selective_state_update", seq_idx, cu_seqlens)
         return selective_state_update(state, x, dt, A, B, C, D, z=z, dt_bias=dt_bias, dt_softplus=dt_softplus)
 
     return step
@@ -228,8 +256,10 @@ def _mamba_chunk_scan_combined(original: Function) -> Function:
         dt_softplus: bool = False,
         dt_limit: Sequence[float] = (0.0, float("inf")),
         return_final_states: bool = False,
+        cu_seqlens: Tensor | None = None,
         **_: Any,
     ) -> Any:
+        seq_idx = _sequence_numbers("mamba_chunk_scan_combined", x.shape[1], seq_idx, cu_seqlens)
         return mamba_chunk_scan_combined(
             x,
             dt,
@@ -258,6 +288,14 @@ def _fused(original: Function) -> Function:
     return fused
 
 
+_MAMBA_IS_NOT_PACKED = "the scan of models of Mamba's kind takes no packed sequences in transformers; pad them instead"
+_STEP_IS_NOT_PACKED = "a decoding step has one token of each row; pass prompts in one call, and packed prompts without a cache"
+_REFUSED = {
+    "causal_conv1d_fn": _MAMBA_IS_NOT_PACKED,
+    "selective_scan_fn": _MAMBA_IS_NOT_PACKED,
+    "causal_conv1d_update": _STEP_IS_NOT_PACKED,
+    "selective_state_update": _STEP_IS_NOT_PACKED,
+}
 _ACTIVATIONS = (None, "silu", "swish")
 _FUSED = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")
 _KERNELS: dict[str, Callable[[Function], Function]] = {

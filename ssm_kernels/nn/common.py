@@ -8,10 +8,13 @@ from typing import Any
 import torch
 import torch.nn as nn
 from torch import Tensor
+from torch.nn.modules.module import _has_any_global_hook
 from torch.nn.utils.prune import BasePruningMethod
 from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
+from .._arguments import is_autocast_enabled
+from .._packing import check_same_packing, with_padding
 from ..convolutions import causal_conv1d_update
 from .checks import check_int, check_number, check_shape, check_tensor
 
@@ -30,6 +33,26 @@ def mark_parameters(mark: str, *parameters: nn.Parameter) -> None:
     """Sets an attribute that training code written for ``mamba_ssm`` looks for."""
     for parameter in parameters:
         setattr(parameter, mark, True)
+
+
+_linear_forward = nn.Linear.forward
+
+
+def is_only_a_product(module: nn.Module) -> bool:
+    """Whether a call of ``module`` is ``torch.nn.functional.linear`` of its ``weight`` and ``bias``, and nothing sees the call.
+
+    Adapters and quantized layers are other modules, hooks see the call, and FSDP and accelerate replace ``forward``.
+    Parametrizations act on ``weight`` and ``bias`` wherever these are read.
+    """
+    return (
+        isinstance(module, nn.Linear)
+        # torch.export and parametrizations derive classes from nn.Linear and leave its forward.
+        and type(module).forward is _linear_forward
+        and type(module).__call__ is nn.Module.__call__
+        and "forward" not in module.__dict__
+        and not (module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks)
+        and not _has_any_global_hook()
+    )
 
 
 def expanded(layer: str, expand: float, d_model: int) -> int:
@@ -209,7 +232,7 @@ class ConvMixer(nn.Module):
     def _convolve_step(self, x: Tensor, conv_state: Tensor) -> Tensor:
         """Convolution and activation of one step, ``x`` (batch, channels); modifies ``conv_state`` in place."""
         weight, bias = self._conv_parameters()
-        if torch.is_autocast_enabled(x.device.type):
+        if is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         if conv_state.dtype in (x.dtype, wide_dtype(x.dtype)):
             return causal_conv1d_update(x, conv_state, weight, bias, activation="silu")
@@ -262,14 +285,16 @@ class PackedMixer(ConvMixer):
         """As ``_mix_or_step``, of several sequences in a row if ``seq_idx`` or ``cu_seqlens`` is given."""
         if seq_idx is None and cu_seqlens is None:
             return self._mix_or_step(hidden_states, inference_params)
-        if inference_params is not None and seq_idx is not None:
+        if inference_params is not None and cu_seqlens is None:
             raise ValueError(
-                f"{type(self).__name__}: expected no inference_params with seq_idx: the cache has one state per row or, with "
-                "cu_seqlens, per sequence"
+                f"{type(self).__name__}: expected no inference_params with seq_idx alone: the cache has one state per row or, "
+                "with cu_seqlens, per sequence"
             )
         self._check_packed(hidden_states, seq_idx, cu_seqlens)
         if inference_params is None or cu_seqlens is None:
             return self._mix(hidden_states, None, None, seq_idx, cu_seqlens)[0]
+        if seq_idx is not None:
+            check_same_packing(type(self).__name__, seq_idx, cu_seqlens)
         return self._mix_packed(hidden_states, cu_seqlens, inference_params)
 
     def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any) -> Tensor:
@@ -277,15 +302,16 @@ class PackedMixer(ConvMixer):
         if u.shape[0] != 1 or cu_seqlens.numel() == 0:
             return self._mix(u, None, None, None, cu_seqlens)[0]  # raises
         conv_state, ssm_state = self._get_states_from_cache(inference_params, cu_seqlens.shape[0] - 1)
+        ends = with_padding(cu_seqlens, u.shape[1])
         if inference_params.seqlen_offset == 0:
-            out, projected, last_states = self._mix(u, None, None, None, cu_seqlens)
+            out, projected, last_states = self._mix(u, None, None, None, ends)
             conv_state.zero_()
         else:
-            # Backward reads the initial states, and the cache is overwritten below.
-            first_states = [s.clone() if torch.is_grad_enabled() else s for s in (conv_state, ssm_state)]
-            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, cu_seqlens)
+            # The padding's states are the last. A copy, because the cache is overwritten below and backward reads them.
+            first_states = [torch.cat([s, s.new_zeros(1, *s.shape[1:])]) for s in (conv_state, ssm_state)]
+            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, ends)
         conv_state.copy_(self._last_conv_inputs(conv_state, self._conv_inputs(projected.detach())[0], cu_seqlens.long()))
-        ssm_state.copy_(last_states.detach())
+        ssm_state.copy_(last_states[:-1].detach())
         return out
 
     def _last_conv_inputs(self, conv_state: Tensor, inputs: Tensor, cu_seqlens: Tensor) -> Tensor:

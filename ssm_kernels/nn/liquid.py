@@ -122,6 +122,7 @@ class Liquid(RecurrentBase):
         *,
         dt: float | Tensor = 1.0,
         cu_seqlens: Tensor | None = None,
+        reset: Tensor | None = None,
         h_0: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
@@ -140,6 +141,7 @@ class Liquid(RecurrentBase):
         *,
         dt: float | Tensor | PackedSequence = 1.0,
         cu_seqlens: Tensor | None = None,
+        reset: Tensor | None = None,
         h_0: Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Runs the layers over sequences.
@@ -155,6 +157,9 @@ class Liquid(RecurrentBase):
             cu_seqlens: (S + 1,), int32 or int64, for a batch of 1 with S sequences packed one after another along seqlen: where
                 each begins and the last one ends. Each has its own states: ``hx`` and ``h_n`` have size S instead of batch.
                 Not together with a ``PackedSequence``.
+            reset: bool, of the shape of ``input`` without its channels: where true, a sequence starts anew at that step, from
+                its states of ``hx`` or from zero. No direction carries a state over such a start. ``h_n`` has the states after
+                the last step. Not together with a ``PackedSequence`` or ``cu_seqlens``.
             h_0: the older name of ``hx``; a FutureWarning.
 
         Returns:
@@ -176,7 +181,7 @@ class Liquid(RecurrentBase):
                 dt = order.to_sequences(dt.data).unsqueeze(0)[..., None]
             else:
                 self._check_number(dt, "a number or a PackedSequence")
-            return self._run_packed(input, hx, cu_seqlens, order, dt=dt)
+            return self._run_packed(input, hx, cu_seqlens, order, reset, dt=dt)
         self._check_input(input)
         if not isinstance(dt, Tensor):
             self._check_number(dt, "a number or a tensor")
@@ -184,7 +189,7 @@ class Liquid(RecurrentBase):
             self._check_dt(dt, input.shape[:-1])
             dt = dt if input.dim() == 3 else dt[None]
             dt = (dt if self.batch_first or input.dim() == 2 else dt.transpose(0, 1))[..., None]
-        return self._run(input, hx, cu_seqlens, dt=dt)
+        return self._run(input, hx, cu_seqlens, reset, dt=dt)
 
     def step(self, x: Tensor, state: Tensor | None = None, *, dt: float | Tensor = 1.0) -> tuple[Tensor, Tensor]:
         """Runs one time step, for decoding; not for bidirectional layers.
@@ -251,10 +256,11 @@ class Liquid(RecurrentBase):
         *,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        reset: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         target, tau, dt = self._relaxation(projected, name, options["dt"])
-        return liquid_scan(target, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens, return_last_state=True)
+        return liquid_scan(target, tau, dt, h0, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset, return_last_state=True)
 
     def _step(self, projected: Tensor, state: Tensor | None, name: str, **options: Any) -> tuple[Tensor, Tensor]:
         return liquid_step(*self._relaxation(projected, name, options["dt"]), state)

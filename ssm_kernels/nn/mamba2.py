@@ -275,8 +275,9 @@ class Mamba2(DiscretizedModule, PackedMixer):
                 (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
                 later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
                 states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, so that a batch of
-                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Not together
-                with ``seq_idx``.
+                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Steps after
+                ``cu_seqlens[-1]`` are then padding, which no sequence and no state sees, and ``seq_idx`` must have the same
+                packing: the CPU checks this unless it compiles, CUDA does not. Not together with ``seq_idx`` alone.
 
         Packed sequences are independent, in the convolution and in the state.
 

@@ -60,6 +60,7 @@ class _MinRNN(RecurrentBase):
         hx: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
+        reset: Tensor | None = None,
         h_0: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
@@ -72,6 +73,7 @@ class _MinRNN(RecurrentBase):
         hx: Tensor | None = None,
         *,
         cu_seqlens: Tensor | None = None,
+        reset: Tensor | None = None,
         h_0: Tensor | None = None,
     ) -> tuple[Tensor | PackedSequence, Tensor]:
         """Runs the layers over sequences.
@@ -84,6 +86,9 @@ class _MinRNN(RecurrentBase):
             cu_seqlens: (S + 1,), int32 or int64, for a batch of 1 with S sequences packed one after another along seqlen: where
                 each begins and the last one ends. Each has its own states: ``hx`` and ``h_n`` have size S instead of batch.
                 Not together with a ``PackedSequence``.
+            reset: bool, of the shape of ``input`` without its channels: where true, a sequence starts anew at that step, from
+                its states of ``hx`` or from zero. No direction carries a state over such a start. ``h_n`` has the states after
+                the last step. Not together with a ``PackedSequence`` or ``cu_seqlens``.
             h_0: the older name of ``hx``; a FutureWarning.
 
         Returns:
@@ -99,8 +104,8 @@ class _MinRNN(RecurrentBase):
         """
         hx = self._initial_state(hx, h_0)
         if isinstance(input, PackedSequence):
-            return self._run_packed(input, hx, cu_seqlens, self._packed_order(input))
-        return self._run(input, hx, cu_seqlens)
+            return self._run_packed(input, hx, cu_seqlens, self._packed_order(input), reset)
+        return self._run(input, hx, cu_seqlens, reset)
 
     def step(self, x: Tensor, state: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Runs one time step, for decoding; not for bidirectional layers.
@@ -157,6 +162,7 @@ class MinGRU(_MinRNN):
         *,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        reset: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         gate, candidate = projected.chunk(2, dim=-1)
@@ -168,6 +174,7 @@ class MinGRU(_MinRNN):
             candidate_activation=activation,
             reverse=reverse,
             cu_seqlens=cu_seqlens,
+            reset=reset,
             return_last_state=True,
         )
 
@@ -210,6 +217,7 @@ class MinLSTM(_MinRNN):
         *,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        reset: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         forget, input, candidate = projected.chunk(3, dim=-1)
@@ -222,6 +230,7 @@ class MinLSTM(_MinRNN):
             candidate_activation=activation,
             reverse=reverse,
             cu_seqlens=cu_seqlens,
+            reset=reset,
             return_last_state=True,
         )
 

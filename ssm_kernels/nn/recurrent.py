@@ -83,6 +83,7 @@ class RecurrentBase(nn.Module):
         *,
         reverse: bool,
         cu_seqlens: Tensor | None,
+        reset: Tensor | None,
         **options: Any,
     ) -> tuple[Tensor, Tensor]:
         """Returns all states, (batch, seqlen, hidden_size), and the last one, from the projected input, (batch, seqlen, parts *
@@ -143,12 +144,20 @@ class RecurrentBase(nn.Module):
         return h_0
 
     def _run_packed(
-        self, input: PackedSequence, hx: Tensor | None, cu_seqlens: Tensor | None, order: PackedOrder, **options: Any
+        self,
+        input: PackedSequence,
+        hx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        order: PackedOrder,
+        reset: Tensor | None = None,
+        **options: Any,
     ) -> tuple[PackedSequence, Tensor]:
         """``forward`` of a ``PackedSequence``: the scan runs over its sequences one after another."""
         name = type(self).__name__
         if cu_seqlens is not None:
             raise ValueError(f"{name}: expected a PackedSequence or cu_seqlens, got both")
+        if reset is not None:
+            raise ValueError(f"{name}: expected a PackedSequence or reset, got both")
         if hx is not None:
             self._split_states(hx, "hx", (order.cu_seqlens.shape[0] - 1,))
             hx = hx if input.sorted_indices is None else hx.index_select(1, input.sorted_indices)
@@ -161,7 +170,21 @@ class RecurrentBase(nn.Module):
         check_shape(type(self).__name__, "input.data", input.data, "(steps, input_size)", (None, self.input_size))
         return PackedOrder(input)
 
-    def _run(self, input: Tensor, hx: Tensor | None, cu_seqlens: Tensor | None, **options: Any) -> tuple[Tensor, Tensor]:
+    def _resets(self, reset: Tensor | None, input: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Returns the masks of both directions, (batch, seqlen).
+
+        A sequence that starts at step t ends for the other direction at step t - 1, where that direction starts.
+        """
+        if reset is None:
+            return None, None
+        axes = "(seqlen)" if input.dim() == 2 else "(batch, seqlen)" if self.batch_first else "(seqlen, batch)"
+        check_shape(type(self).__name__, "reset", reset, axes, input.shape[:-1])
+        reset = reset[None] if input.dim() == 2 else reset if self.batch_first else reset.transpose(0, 1)
+        return reset, F.pad(reset[:, 1:], (0, 1)) if self.bidirectional and reset.shape[1] > 0 else reset
+
+    def _run(
+        self, input: Tensor, hx: Tensor | None, cu_seqlens: Tensor | None, reset: Tensor | None = None, **options: Any
+    ) -> tuple[Tensor, Tensor]:
         """Implements ``forward``; ``options`` go to ``_scan``."""
         self._check_input(input)
         is_batched = input.dim() == 3
@@ -175,18 +198,19 @@ class RecurrentBase(nn.Module):
             sizes: tuple[int, ...] = (cu_seqlens.shape[0] - 1,)
         else:
             sizes = (x.shape[0 if is_batch_first else 1],) if is_batched else ()
+        resets = self._resets(reset, input)
         states = self._split_states(hx, "hx", sizes)
         last_states: list[Tensor] = []
         for layer in range(self.num_layers):
             outputs = []
-            for suffix in self._directions:
+            for suffix, starts in zip(self._directions, resets, strict=False):
                 projected = self._project(x, f"l{layer}{suffix}")
                 # Transpose after the projection, which would copy a transposed input; the scan reads any strides.
                 projected = projected if is_batch_first else projected.transpose(0, 1)
                 h0 = states[len(last_states)]
                 h0 = h0 if sizes or h0 is None else h0[None]
                 h, last_state = self._scan(
-                    projected, h0, f"l{layer}{suffix}", reverse=suffix != "", cu_seqlens=cu_seqlens, **options
+                    projected, h0, f"l{layer}{suffix}", reverse=suffix != "", cu_seqlens=cu_seqlens, reset=starts, **options
                 )
                 outputs.append(h)
                 last_states.append(last_state if sizes else last_state[0])

@@ -33,22 +33,12 @@ from .checks import (
     check_step_sizes,
     check_tensor,
 )
-from .common import init_dt_bias, mark_parameters, readable, wide_dtype
+from .common import init_dt_bias, is_only_a_product, mark_parameters, readable, wide_dtype
 from .discretized import DiscretizedModule
 
 __all__ = ["SelectiveSSM"]
 
 _mamba_mixer = torch.ops.ssm_kernels._mamba_mixer.default
-
-
-class StepProjection(nn.Linear):
-    """The projection to the step sizes, without its bias, which the scan adds in float32.
-
-    A layer calls it like its other projections, so that adapters, quantization and hooks act on it.
-    """
-
-    def forward(self, input: Tensor) -> Tensor:
-        return F.linear(input, self.weight)
 
 
 class SelectiveBase(DiscretizedModule):
@@ -91,7 +81,7 @@ class SelectiveBase(DiscretizedModule):
         self.dt_min, self.dt_max, self.dt_init_floor = dt_min, dt_max, dt_init_floor
         self.dt_init, self.dt_scale = dt_init, dt_scale
         self.x_proj = nn.Linear(d_inner, rank + 2 * d_state, bias=False, device=device, dtype=dtype)
-        self.dt_proj: nn.Linear = StepProjection(rank, d_inner, device=device, dtype=dtype)
+        self.dt_proj = nn.Linear(rank, d_inner, device=device, dtype=dtype)
         wide = wide_dtype(self.dt_proj.weight.dtype)
         self.A_log = nn.Parameter(torch.empty(d_inner, d_state, device=device, dtype=wide))
         self.D = nn.Parameter(torch.empty(d_inner, device=device, dtype=wide))
@@ -112,22 +102,16 @@ class SelectiveBase(DiscretizedModule):
         self.A_log.copy_(torch.arange(1, self.d_state + 1, device=self.A_log.device, dtype=self.A_log.dtype).log())
         self.D.fill_(1)
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """``delta``, (..., d_inner), ``B`` and ``C``, (..., d_state), of ``x``, (..., d_inner)."""
-        dt, B, C = torch.split_with_sizes(self.x_proj(x), (self.dt_rank, self.d_state, self.d_state), -1)
-        return self.dt_proj(dt), B, C
+    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        """``delta``, (..., d_inner), ``B`` and ``C``, (..., d_state), of ``x``, (..., d_inner), and the bias of ``delta``.
 
-    def _delta_bias(self) -> Tensor | None:
-        """The bias that the scan adds to ``delta``.
-
-        A :class:`StepProjection` leaves its bias to the scan. It is ``dt_proj`` itself, or the layer that an adapter or another
-        wrapper in its place calls. Any other layer that replaces ``dt_proj`` adds its own bias.
+        The scan adds the bias in float32 (float64 in a float64 layer). It is absent where ``dt_proj`` is called as a module,
+        which adds it itself.
         """
-        dt_proj = self.dt_proj
-        if isinstance(dt_proj, StepProjection):
-            return dt_proj.bias
-        projections = [module for module in dt_proj.modules() if isinstance(module, StepProjection)]
-        return projections[-1].bias if projections else None
+        dt, B, C = torch.split_with_sizes(self.x_proj(x), (self.dt_rank, self.d_state, self.d_state), -1)
+        if is_only_a_product(self.dt_proj):
+            return F.linear(dt, self.dt_proj.weight), B, C, self.dt_proj.bias
+        return self.dt_proj(dt), B, C, None
 
     def _scan(
         self,
@@ -144,11 +128,11 @@ class SelectiveBase(DiscretizedModule):
         """
         if scanned is None:
             scanned = x
-            delta, B, C = self._project(x)
+            delta, B, C, delta_bias = self._project(x)
         else:
             is_tracked = x.requires_grad and not torch.compiler.is_compiling()
             version = x._version if is_tracked else 0
-            delta, B, C = self._project(x)
+            delta, B, C, delta_bias = self._project(x)
             # A hook of x_proj wrote into its input, so its autograd history changed.
             if is_tracked and x._version != version:
                 scanned = x
@@ -160,7 +144,7 @@ class SelectiveBase(DiscretizedModule):
             C,
             self.D,
             z,
-            self._delta_bias(),
+            delta_bias,
             None if initial_state is None else initial_state.to(wide_dtype(x.dtype)),
             self.discretization,
             seq_idx,
@@ -169,8 +153,7 @@ class SelectiveBase(DiscretizedModule):
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
-        dt, B, C = self._project(x)
-        dt_bias = self._delta_bias()
+        dt, B, C, dt_bias = self._project(x)
         # Autocast casts the projections, but not x itself.
         x, z = x.to(dt.dtype), None if z is None else z.to(dt.dtype)
         return selective_state_update(

@@ -1,8 +1,9 @@
 """Marks this folder's tests ``clients``, and records which of a client's behaviours a test shows.
 
-A module names its client, a package's name, as ``CLIENT``. A test with the mark ``serves(behaviour)`` is a cell of the table in
-docs/clients.md: its row is the test's parameter ``model`` (or the mark's argument ``model``), its column the behaviour. The
-record goes into the file of ``--junitxml``, of which ``scripts/clients_page.py`` makes the table.
+A module names its client, a package's name, as ``CLIENT``, and a version other than the installed one as ``CLIENT_VERSION``. A
+test with the mark ``serves(behaviour)`` is a cell of the tables in docs/clients.md: its row is the test's parameter ``model``
+(or the mark's argument ``model``), its column the behaviour. The record goes into the file of ``--junitxml``, of which
+``scripts/clients_page.py`` makes the tables.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def record(item: pytest.Item, mark: pytest.Mark) -> dict[str, str]:
     parameters = item.callspec.params if hasattr(item, "callspec") else {}
-    client = item.module.CLIENT
+    client, version = item.module.CLIENT, getattr(item.module, "CLIENT_VERSION", None)
     try:
-        version = importlib.metadata.version(client)
+        version = version or importlib.metadata.version(client)
     except importlib.metadata.PackageNotFoundError:
-        version = getattr(item.module, "CLIENT_VERSION", "not installed")
+        version = "not installed"
     return {
         "client": client,
         "version": version,

@@ -21,7 +21,7 @@ from ssm_kernels import compat
 from ssm_kernels.compat._modules import MODULES, VERSIONS
 
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = VERSIONS["mamba_ssm"]
+CLIENT_VERSION = "2.3.2, its names from ssm_kernels.compat"
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -147,6 +147,20 @@ def test_a_missing_submodule_is_named():
     ):
         importlib.import_module("mamba_ssm.nothing")
     assert error.value.name == "mamba_ssm.nothing"
+
+
+def test_a_missing_name_is_named():
+    with compat.installed():
+        module = importlib.import_module("mamba_ssm.ops.triton.ssd_combined")
+        with pytest.raises(
+            AttributeError, match=r"ssd_combined of ssm_kernels\.compat has no mamba_chunk_scan, it has mamba_chunk_"
+        ):
+            module.mamba_chunk_scan  # noqa: B018
+        assert not hasattr(module, "mamba_chunk_scan") and getattr(module, "mamba_chunk_scan", None) is None
+        with pytest.raises(ImportError, match=r"'Mamba3' from 'mamba_ssm' \(<ssm_kernels.compat, which has Mamba, Mamba2, "):
+            from mamba_ssm import Mamba3  # noqa: F401
+        with pytest.raises(ImportError, match=r"'ssd_bmm' from 'mamba_ssm.ops.triton' \(<.*has layer_norm, layernorm_gated, "):
+            from mamba_ssm.ops.triton import ssd_bmm  # noqa: F401
 
 
 def test_a_module_that_left_sys_modules_comes_back_and_reloads():

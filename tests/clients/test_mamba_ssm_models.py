@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from ssm_kernels import compat
 from ssm_kernels.compat import mamba2_simple, mixer_seq_simple, models
-from ssm_kernels.compat._modules import MODULES, VERSIONS
+from ssm_kernels.compat._modules import MODULES
 
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = VERSIONS["mamba_ssm"]
+CLIENT_VERSION = "2.3.2, its names from ssm_kernels.compat"
 OPERATOR = "mamba2_mixer"
 OWN = "`MambaLMHeadModel` of its own files, 2.3.2.post1"
 LAYERS = {"Mamba1": {"d_state": 4}, "Mamba2": {"layer": "Mamba2", "d_state": 8, "headdim": 8, "ngroups": 2}}
@@ -93,8 +93,8 @@ def counted_kernels():
         yield calls
 
 
-def tokens(*shape, device="cpu"):
-    return torch.randint(21, shape, generator=torch.Generator().manual_seed(1)).to(device)
+def tokens(*shape, device="cpu", seed=1):
+    return torch.randint(21, shape, generator=torch.Generator().manual_seed(seed)).to(device)
 
 
 @pytest.mark.serves("logits and gradients", model=OWN)
@@ -183,6 +183,49 @@ def test_decode_is_generate_with_its_own_positions(device):
     output = generation.decode(prompt, model, 14)
     assert output.scores == () and torch.equal(output.sequences, model.generate(prompt, 14))
     assert model.generate(prompt, 14, return_dict_in_generate=True).scores is None
+
+
+@pytest.mark.serves("generation from packed prompts", model="`MambaLMHeadModel`")
+@pytest.mark.parametrize("padding", [0, 4])
+def test_packed_prompts_are_continued_as_one_by_one(padding, device):
+    check_generation_from_packed_prompts(make_ours("Mamba2", device), padding, device)
+
+
+@pytest.mark.serves("generation from packed prompts", model=OWN)
+@pytest.mark.parametrize("padding", [0, 4])
+def test_own_model_continues_packed_prompts(own, padding, device):
+    ours = make_ours("Mamba2", device)
+    theirs = own.MambaLMHeadModel(make_config(own, "Mamba2"), device=device)
+    theirs.load_state_dict(ours.state_dict(), strict=True)
+    check_generation_from_packed_prompts(theirs, padding, device)
+
+
+def check_generation_from_packed_prompts(model, padding, device):
+    """One call with the prompts, seq_idx and cu_seqlens, then steps of all sequences: the logits of each whole sequence."""
+    from ssm_kernels.compat import generation
+
+    lengths, steps = (9, 2, 21), 3
+    sequences = [tokens(1, length + steps, device=device, seed=length) for length in lengths]
+    ends = torch.tensor(lengths, device=device).cumsum(0)
+    # As mamba_ssm's own test of padding: one sequence without steps, whose tokens are the padding.
+    ends = torch.cat([ends, ends[-1:]]) if padding else ends
+    numbers = [i for i, length in enumerate(lengths) for _ in range(length)] + [-1] * padding
+    prompts = torch.cat([ids[:, :-steps] for ids in sequences] + [tokens(1, padding, device=device)], dim=1)
+    params = generation.InferenceParams(max_seqlen=64, max_batch_size=len(ends))
+    packing = {
+        "seq_idx": torch.tensor([numbers], dtype=torch.int32, device=device),
+        "cu_seqlens": F.pad(ends, (1, 0)).int(),
+    }
+    with torch.no_grad():
+        logits = [model(prompts, inference_params=params, **packing).logits[0, ends - 1]]
+        for step in range(steps - 1):
+            params.seqlen_offset += 1
+            new = torch.cat([ids[:, step - steps : step - steps + 1] for ids in sequences])
+            new = torch.cat([new, new[-1:]]) if padding else new
+            logits.append(model(new, inference_params=params, num_last_tokens=1).logits[:, 0])
+        for i, ids in enumerate(sequences):
+            expected = model(ids).logits[0, -steps - 1 : -1]
+            torch.testing.assert_close(torch.stack([each[i] for each in logits]), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.cuda

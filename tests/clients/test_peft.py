@@ -80,6 +80,48 @@ def test_adapters_on_every_projection(model, device):
     assert_all_close(decode(merged.layer, x), out.detach())
 
 
+# Ways in which peft's methods use a layer: they add to its output, scale it, or multiply by a weight of their own making.
+METHODS = {
+    "LoRA": ("LoraConfig", {"r": 2}),
+    "rsLoRA": ("LoraConfig", {"r": 2, "use_rslora": True}),
+    "DoRA": ("LoraConfig", {"r": 2, "use_dora": True}),
+    "IA3": ("IA3Config", {"feedforward_modules": []}),
+    "HRA": ("HRAConfig", {"r": 2}),
+    "SHiRA": ("ShiraConfig", {"r": 1, "random_seed": 0}),
+    "BOFT": ("BOFTConfig", {"boft_block_size": 2}),
+    "Road": ("RoadConfig", {"group_size": 2}),
+}
+
+
+@pytest.mark.serves("adapters train, merge and decode")
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:Failed to load the CUDA extension", "ignore:Setting boft_n_butterfly_factor")
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
+def test_methods_of_peft_on_the_step_sizes(method, device):
+    """``dt_proj`` is a linear layer to every method: the same output at first, gradients, and the same output merged."""
+    name, options = METHODS[method]
+    layer, x = make_layer("Mamba", device), make_sequence(2, 7, WIDTH, device=device)
+    expected = layer(x)
+    torch.manual_seed(1)
+    config = getattr(peft, name)(target_modules=["dt_proj"], **options)
+    adapted = peft.get_peft_model(Holder(layer), config).to(torch.float64)
+    tight = {"rtol": 1e-9, "atol": 1e-11}
+    torch.testing.assert_close(adapted(x), expected, **tight)
+    torch.testing.assert_close(decode(layer, x), expected.detach(), **tight)
+    trained = {key: p for key, p in adapted.named_parameters() if p.requires_grad}
+    with torch.no_grad():
+        for parameter in trained.values():
+            parameter.add_(0.3 * torch.rand_like(parameter))
+    out = adapted(x)
+    assert (out - expected).abs().max() > 1e-6
+    assert trained and all(gradient.abs().max() > 0 for gradient in gradients(out, trained.values()))
+    torch.testing.assert_close(decode(layer, x), out.detach(), **tight)
+    merged = adapted.merge_and_unload()
+    assert type(merged.layer.dt_proj) is nn.Linear
+    torch.testing.assert_close(merged(x), out, **tight)
+    torch.testing.assert_close(decode(merged.layer, x), out.detach(), **tight)
+
+
 @pytest.mark.serves("adapters train, merge and decode")
 @every_mixer
 def test_adapters_of_a_language_model(model):

@@ -37,16 +37,18 @@ def packages() -> Iterator[None]:
     """The packages in sys.modules for this module's tests, and no longer: others install compat's modules of these names."""
     compat.uninstall()
     sys.modules.update(_modules)
-    try:
-        for root in ROOTS:
-            try:
-                importlib.import_module(root)
-            except (ImportError, OSError) as error:
-                pytest.skip(f"{root} itself cannot be imported: {error}")
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
-            _modules[name] = sys.modules.pop(name)
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] in ROOTS]:
+        _modules[name] = sys.modules.pop(name)
+
+
+def imported(module: str, *others: str) -> Any:
+    for name in (*others, module):
+        try:
+            found = importlib.import_module(name)
+        except (ImportError, OSError) as error:
+            pytest.skip(f"{name} itself cannot be imported: {error}")
+    return found
 
 
 @dataclass(frozen=True)
@@ -182,6 +184,7 @@ def norm(dtype: torch.dtype) -> dict[str, Tensor]:
 SCAN, SSD = "mamba_ssm.ops.selective_scan_interface", "mamba_ssm.ops.triton.ssd_combined"
 UPDATE, CONV = "mamba_ssm.ops.triton.selective_state_update", "causal_conv1d"
 GATED, ADDED = "mamba_ssm.ops.triton.layernorm_gated", "mamba_ssm.ops.triton.layer_norm"
+CONVOLVES = ("mamba_inner_fn", "mamba_split_conv1d_scan_combined")  # mamba_ssm's functions that call causal_conv1d
 # By the function's name; words after it tell the calls of one function apart.
 CALLS = {
     "selective_scan_fn": Call(SCAN, scan, options={"delta_softplus": True}),
@@ -248,7 +251,7 @@ def outcome(function: Callable[..., Any], call: Call, tensors: dict[str, Tensor 
 def test_same_as_the_packages(name, dtype):
     torch.manual_seed(0)
     call, function = CALLS[name], name.partition(",")[0]
-    theirs = getattr(importlib.import_module(call.module), function)
+    theirs = getattr(imported(call.module, *(CONV,) * (function in CONVOLVES)), function)
     ours = MODULES[call.module][function]
     assert theirs is not ours
     tensors = call.tensors(dtype)
@@ -265,7 +268,7 @@ def test_same_as_the_packages(name, dtype):
 def test_same_last_state():
     torch.manual_seed(0)
     tensors = scan(torch.float32)
-    theirs = importlib.import_module(SCAN).selective_scan_fn(**tensors, return_last_state=True)
+    theirs = imported(SCAN).selective_scan_fn(**tensors, return_last_state=True)
     ours = MODULES[SCAN]["selective_scan_fn"](**tensors, return_last_state=True)
     for found, expected in zip(ours, theirs, strict=True):
         assert found.dtype == expected.dtype

@@ -6,6 +6,8 @@ those that the configuration asks for.
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 
@@ -103,20 +105,23 @@ def test_cached_generation_equals_uncached_and_the_models_own(model: str, device
 
 
 @pytest.mark.serves("packed sequences")
+@pytest.mark.parametrize("by", ["seq_idx", "cu_seqlens"])
 @packing
-def test_packed_sequences_equal_separate_ones(model: str, device: str) -> None:
+def test_packed_sequences_equal_separate_ones(model: str, by: str, device: str) -> None:
     of, lengths = MODELS[model], (9, 1, 20, 7)
     assert of.packs is not None
     net = of.make(device, **of.packs).base_model  # Mamba2ForCausalLM does not pass seq_idx on
     parts = [tokens(1, length, device, seed) for seed, length in enumerate(lengths)]
     ids = torch.cat(parts, dim=1)
     seq_idx = torch.repeat_interleave(torch.arange(4, device=device), torch.tensor(lengths, device=device))[None].int()
+    cu_seqlens = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    packing = {"seq_idx": seq_idx} if by == "seq_idx" else {"cu_seqlens": cu_seqlens}
     positions = torch.cat([torch.arange(length, device=device) for length in lengths])[None]
     with pytest.raises(ValueError, match="packed sequences"):
-        net(ids, seq_idx=seq_idx, position_ids=positions, use_cache=False)
+        net(ids, **packing, position_ids=positions, use_cache=False)
     with patched():
         with counting() as calls:
-            packed = logits_and_gradients(net, ids, seq_idx=seq_idx, position_ids=positions)
+            packed = logits_and_gradients(net, ids, **packing, position_ids=positions)
         assert calls == of.training_calls()
         net.train().zero_grad()
         hidden = torch.cat([net(part, use_cache=False)[0] for part in parts], dim=1)
@@ -132,6 +137,14 @@ def test_the_convolution_of_mambas_kind_refuses_packed_sequences(device: str) ->
     seq_idx = (torch.arange(SEQLEN, device=device) > 10).int()[None]
     with patched(), pytest.raises(NotImplementedError, match="causal_conv1d_fn: seq_idx is not supported"):
         net(ids, seq_idx=seq_idx, use_cache=False)
+
+
+def test_a_step_refuses_packed_sequences(device: str) -> None:
+    net, ids = MODELS["Mamba2"].make(device).base_model, tokens(1, SEQLEN, device)
+    with patched(), torch.no_grad():
+        cache = net(ids, use_cache=True).cache_params
+        with pytest.raises(NotImplementedError, match="selective_state_update: seq_idx is not supported: a decoding step"):
+            net(ids[:, :1], cache_params=cache, use_cache=True, seq_idx=torch.zeros(1, 1, dtype=torch.int32, device=device))
 
 
 @pytest.mark.serves("bf16")

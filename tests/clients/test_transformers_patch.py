@@ -6,6 +6,8 @@ import importlib
 import re
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -18,6 +20,7 @@ pytest.importorskip("transformers", minversion="5.17", reason="the tests patch m
 import transformers
 from transformers_models import MODELS, counting, tokens
 
+from ssm_kernels.integrations import transformers as integration
 from ssm_kernels.integrations.transformers import patch, patched, served, unpatch
 
 CLIENT = "transformers"
@@ -52,6 +55,28 @@ def runs_on_kernels() -> bool:
         net(tokens(1, 5, "cpu"), use_cache=False)
     assert calls in ({}, MODELS["Mamba2"].calls(1))
     return bool(calls)
+
+
+def test_a_context_that_waits_for_another_patch_leaves_it() -> None:
+    def work() -> None:
+        with patched():
+            pass
+
+    thread = threading.Thread(target=work)
+    with integration._lock:
+        thread.start()
+        time.sleep(0.2)  # until the thread waits for the lock
+        patch()
+    thread.join()
+    assert served().active
+
+
+@pytest.mark.parametrize("model", ["Mamba", "Mamba2"])
+def test_models_on_the_meta_device(model: str) -> None:
+    net = MODELS[model].make().to("meta")
+    with patched(), counting() as calls:
+        logits = net(tokens(1, 5, "cpu").to("meta"), use_cache=False).logits
+    assert logits.is_meta and calls == MODELS[model].calls(1)
 
 
 def test_a_second_patch_changes_nothing_and_unpatch_restores_all() -> None:

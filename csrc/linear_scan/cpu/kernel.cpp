@@ -139,7 +139,7 @@ void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int6
     const Rows<Acc> h = view.target(h_tile, p.h, t0);
     for (int64_t step = 0; step < steps; ++step) {
       const int64_t t = t0 + step;
-      if (p.begins(t)) view.load_state(state, p.initial_state, p.sequence(view.batch, t));
+      if (p.begins(view.batch, t)) view.load_state(state, p.initial_state, p.sequence(view.batch, t));
       const Acc* input_row[kInputs];
       for (size_t i = 0; i < kInputs; ++i) input_row[i] = inputs[i][step];
       Acc* const h_row = h[step];
@@ -168,6 +168,8 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   const auto [h_tile, grad_h_tile] = allocate_tiles<Acc, 2>(memory);
   Acc* const e = memory;
   Acc* const initial = memory + kMaxTaskChannels;
+  Acc* const grad_initial = initial + kMaxTaskChannels;  // the sum over the beginnings, from the last to the first
+  std::fill(grad_initial, grad_initial + kMaxTaskChannels, Acc(0));
 
   for (int64_t end = p.seqlen; end > 0;) {
     const int64_t t0 = (end - 1) / kTileSteps * kTileSteps, steps = end - t0;
@@ -181,8 +183,10 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
     const Rows<Acc> h = view.load(h_tile, p.h, t0 - 1 + missing, steps - missing);
     for (int64_t step = steps - 1; step >= 0; --step) {
       const int64_t t = t0 + step;
-      const bool begins = p.begins(t);
-      if (p.ends(t)) view.load_state(e, p.grad_last_state, p.sequence(view.batch, t));
+      const bool begins = p.begins(view.batch, t);
+      if (p.is_cut(view.batch, t)) {
+        view.load_state(e, p.ends(t) ? p.grad_last_state : StateView(), p.sequence(view.batch, t));
+      }
       if (begins) view.load_state(initial, p.initial_state, p.sequence(view.batch, t));
       const Acc* input_row[kInputs];
       Acc* grad_row[kInputs];
@@ -201,7 +205,11 @@ void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int6
         (variant.step(gates, x).a * g).store(e + lane);
         for (size_t i = 0; i < kInputs; ++i) grad[i].store(grad_row[i] + lane);
       }
-      if (begins) view.store_state(p.grad_initial_state, e, p.sequence(view.batch, t));
+      if (!begins) continue;
+      for (int64_t lane = 0; lane < view.lanes; ++lane) grad_initial[lane] += e[lane];
+      if (p.is_reset(view.batch, t) && t > 0) continue;
+      view.store_state(p.grad_initial_state, grad_initial, p.sequence(view.batch, t));
+      std::fill(grad_initial, grad_initial + kMaxTaskChannels, Acc(0));
     }
     for (size_t i = 0; i < kInputs; ++i) view.store(p.grad_inputs[i], grad_tiles[i], t0, steps);
     end = t0;

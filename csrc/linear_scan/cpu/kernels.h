@@ -24,8 +24,8 @@ struct Tasks {
   }
 };
 
-// Backward has the most tiles: the inputs and their gradients, h and grad_h; and two rows of states.
-constexpr int64_t kScratchRows = (2 * kMaxRecurrenceInputs + 2) * kTileSteps + 2;
+// Backward has the most tiles: the inputs and their gradients, h and grad_h; and three rows of states.
+constexpr int64_t kScratchRows = (2 * kMaxRecurrenceInputs + 2) * kTileSteps + 3;
 constexpr int64_t kScratchBytes = kScratchRows * kMaxTaskChannels * static_cast<int64_t>(sizeof(double));
 
 // The kernels of one instruction set. `scratch` is kScratchBytes of 64-byte aligned memory of the calling thread's own.

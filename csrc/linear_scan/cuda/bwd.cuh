@@ -114,9 +114,9 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
-        if (p.ends(t)) {
+        if (p.is_cut(at.batch, t)) {
           Acc grad_last[T::kVector];
-          load_state<T>(p.grad_last_state, p.sequence(at.batch, t), at, grad_last);
+          load_state<T>(p.ends(t) ? p.grad_last_state : StateView(), p.sequence(at.batch, t), at, grad_last);
 #pragma unroll
           for (int j = 0; j < T::kVector; ++j) own[j] = {0, grad_last[j]};
           is_reset = true;
@@ -141,9 +141,11 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
     const ThreadGradients<T, Variant> out(p, partition, at);
     for_each_step<T, T::kPlain>(at.steps, [&](int s, auto keeps) {
       const int64_t t = at.step(s);
-      const bool begins = T::kPlain ? s + 1 == at.steps && t == 0 : p.begins(t);
+      const bool begins = T::kPlain ? s + 1 == at.steps && t == 0 : p.begins(at.batch, t);
       if constexpr (!T::kPlain) {
-        if (p.ends(t)) load_state<T>(p.grad_last_state, p.sequence(at.batch, t), at, e);
+        if (p.is_cut(at.batch, t)) {
+          load_state<T>(p.ends(t) ? p.grad_last_state : StateView(), p.sequence(at.batch, t), at, e);
+        }
       }
       Acc before[T::kVector];
       if (begins) {
@@ -167,7 +169,11 @@ __global__ void __launch_bounds__(kThreads, kBwdBlocks<Variant>)
         grads.set(j, grad);
       }
       out.store(s, grads);
-      if (begins) store_state<T>(p.grad_initial_state, p.sequence(at.batch, t), at, e);
+      if (begins) {
+        // With resets several tiles have parts of one gradient: entry.cpp adds the rows up.
+        const bool has_row = !T::kPlain && p.reset.data != nullptr;
+        store_state<T>(p.grad_initial_state, has_row ? at.batch * p.seqlen + t : p.sequence(at.batch, t), at, e);
+      }
     });
   });
 }

@@ -24,7 +24,8 @@
 namespace ssm_kernels::linear_scan {
 
 // Sizes of a tile at compile time. A thread has kThreadSteps consecutive positions of kVector neighboring channels. In plain
-// tiles all rows are vectors and a sequence begins with the first step only; the loop then fits into the instruction cache.
+// tiles all rows are vectors and a sequence begins with the first step only, without resets; the loop then fits into the
+// instruction cache.
 template <typename Scalar_, int thread_steps, int tensors, bool is_plain, bool is_forward>
 struct Tile {
   using Scalar = Scalar_;

@@ -6,6 +6,7 @@
 
 #include "cuda/launch.cuh"
 #include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/pdl.cuh"
 #include "linear_scan/cuda/carry.cuh"
 
 namespace ssm_kernels::linear_scan {
@@ -237,6 +238,7 @@ __device__ __forceinline__ Gates gates_again(std::bool_constant<keeps>, const Ga
 template <typename T, typename Stage, typename Work>
 __device__ __forceinline__ void for_each_tile(const LinearScanParams& p, const Partition& partition, Shared<T>& shared,
                                               const Stage& stage, const Work& work) {
+  if (partition.ticket_counter != nullptr) cuda::grid_dependency_sync();  // until the words are zero
   TileQueue<T> queue(partition, shared.carry);
   stage(ThreadTile<T>(p, partition, queue.current), 1);
   cuda::cp_async_commit();
@@ -262,8 +264,12 @@ cudaError_t launch_tiles(Kernel kernel, const Params& params, const Partition& p
   static_assert(sizeof(Shared<T>) <= 99 * 1024, "compute capability 8.6, 8.9 and 12.0 have 99 KB per block");
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, sizeof(Shared<T>)); error != cudaSuccess) return error;
   const auto at_a_time = static_cast<uint32_t>(partition.multiprocessors * resident_blocks);
-  kernel<<<min(partition.tiles_in_all, at_a_time), kThreads, sizeof(Shared<T>), stream>>>(params, partition);
-  return cudaGetLastError();
+  const bool has_words = partition.ticket_counter != nullptr;
+  if (has_words) {
+    if (const cudaError_t error = launch_clear_words(partition, stream); error != cudaSuccess) return error;
+  }
+  return cuda::launch(kernel, min(partition.tiles_in_all, at_a_time), kThreads, static_cast<int>(sizeof(Shared<T>)), stream,
+                      /*uses_pdl=*/has_words && cuda::has_pdl(kernel), params, partition);
 }
 
 // Calls launch(variant, is_plain) for a call's recurrence and returns its error.

@@ -7,6 +7,8 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/sum.h>
+#include <ATen/ops/zeros.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
 #include <c10/cuda/CUDAStream.h>
@@ -19,6 +21,7 @@
 #include "cuda/scalar_types.h"
 #include "linear_scan/linear_scan_op.h"
 #include "torch/checks.h"
+#include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
 
 namespace ssm_kernels::linear_scan {
@@ -35,56 +38,85 @@ bool has_vector_rows(const SequenceView& view, int64_t channels, int64_t element
 // The partition of one call's work, and the memory for the carries between its tiles.
 class Plan {
  public:
-  Plan(const LinearScanParams& p, const char* op, int64_t scalar_bytes, int thread_steps, const at::Tensor& like)
-      : channels_(p.channels), scalar_bytes_(scalar_bytes), accumulate_bytes_(scalar_bytes == 8 ? 8 : 4) {
-    const int64_t channel_blocks = ceil_div(p.channels, kTileChannels), chains = p.batch * channel_blocks;
-    partition.tiles = ceil_div(p.seqlen, tile_steps(static_cast<int>(scalar_bytes), thread_steps));
-    constexpr int64_t kMaxTiles = std::numeric_limits<int32_t>::max();
-    TORCH_CHECK_VALUE(chains <= kMaxTiles && chains * partition.tiles <= kMaxTiles, op, ": expected at most ", kMaxTiles,
-                      " tiles of ", kTileChannels, " channels, got ", chains, " times ", partition.tiles);
-    partition.tiles_in_all = static_cast<uint32_t>(chains * partition.tiles);
-    if (partition.tiles_in_all == 0) return;
-    partition.chains = cuda::Divisor(chains);
-    partition.channel_blocks = cuda::Divisor(channel_blocks);
-    partition.multiprocessors = cuda::multiprocessor_count(like.get_device());
-    partition.is_plain = p.sequence_of_step == nullptr;
+  Plan(const LinearScanParams& p, const char* op, const at::Tensor& like)
+      : params_(p), op_(op), like_(like), scalar_bytes_(like.element_size()), accumulate_bytes_(scalar_bytes_ == 8 ? 8 : 4) {
+    is_plain_ = p.sequence_of_step == nullptr && p.reset.data == nullptr;
     for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) add_view(Partition::kInputs + i, p.inputs[i]);
     add_view(Partition::kH, p.h);
-    if (partition.tiles > 1) {
-      // A block reaches the next tile of a chain after one tile of every other chain. With many chains the state before the
-      // tile is published by then, and no maps are needed.
-      const bool has_many_chains = chains >= partition.multiprocessors;
-      const int64_t words_per_value = accumulate_bytes_ / 4;
-      const int64_t state_words = partition.tiles * chains * kTileChannels * words_per_value;
-      constexpr int64_t kTicketWords = 2;  // keeps what follows at multiples of 16 bytes
-      words_ = at::empty({kTicketWords + (has_many_chains ? 1 : 3) * state_words}, like.options().dtype(at::kLong));
-      auto* const words = static_cast<uint64_t*>(words_.data_ptr());
-      partition.ticket_counter = reinterpret_cast<uint32_t*>(words);
-      partition.state_words = words + kTicketWords;
-      if (!has_many_chains) partition.tile_words = partition.state_words + state_words;
-    }
   }
 
   void add_view(size_t bit, const SequenceView& view) {
     const int64_t element_bytes = view.is_accumulate ? accumulate_bytes_ : scalar_bytes_;
-    if (has_vector_rows(view, channels_, element_bytes, kVectorBytes / scalar_bytes_)) {
-      partition.vector_views |= 1u << bit;
+    if (has_vector_rows(view, params_.channels, element_bytes, kVectorBytes / scalar_bytes_)) {
+      vector_views_ |= 1u << bit;
     } else if (view.data != nullptr) {
-      partition.is_plain = false;
+      is_plain_ = false;
     }
   }
 
-  bool is_empty() const { return partition.tiles_in_all == 0; }
+  bool is_empty() const { return params_.batch == 0 || params_.seqlen == 0 || params_.channels == 0; }
 
-  void clear_words(cudaStream_t stream) const {
-    if (words_.defined()) C10_CUDA_CHECK(cudaMemsetAsync(words_.data_ptr(), 0, words_.nbytes(), stream));
+  // Whether the sequential kernels take the call. A block of theirs has a chain, so three quarters of the multiprocessors have
+  // one, and their copies fill the memory's bandwidth.
+  bool is_sequential() const {
+    const auto kernel = static_cast<KernelChoice>(debug_option(DebugOption::kLinearScanKernel));
+    const bool has_kernels = is_plain_ && scalar_bytes_ < 8 && chains() <= kMost && params_.seqlen <= kMost;
+    if (!has_kernels || kernel == KernelChoice::kTiles) return false;
+    return kernel == KernelChoice::kSequential || 4 * chains() >= 3 * cuda::multiprocessor_count(like_.get_device());
   }
 
-  Partition partition;
+  SequentialPartition sequential() const {
+    const cudaDeviceProp& device = cuda::device_properties(like_.get_device());
+    SequentialPartition partition;
+    partition.chains = static_cast<uint32_t>(chains());
+    partition.channel_blocks = cuda::Divisor(channel_blocks());
+    partition.multiprocessors = device.multiProcessorCount;
+    partition.multiprocessor_bytes = static_cast<int>(device.sharedMemPerMultiprocessor);
+    partition.block_bytes = static_cast<int>(device.sharedMemPerBlockOptin);
+    return partition;
+  }
+
+  // Tiles of thread_steps steps a thread. `words` becomes the memory for the carries, which the launch clears.
+  Partition tiles(int thread_steps, at::Tensor& words) const {
+    Partition partition;
+    partition.tiles = ceil_div(params_.seqlen, tile_steps(static_cast<int>(scalar_bytes_), thread_steps));
+    TORCH_CHECK_VALUE(chains() <= kMost && chains() * partition.tiles <= kMost, op_, ": expected at most ", kMost, " tiles of ",
+                      kTileChannels, " channels, got ", chains(), " times ", partition.tiles);
+    partition.tiles_in_all = static_cast<uint32_t>(chains() * partition.tiles);
+    partition.chains = cuda::Divisor(chains());
+    partition.channel_blocks = cuda::Divisor(channel_blocks());
+    partition.multiprocessors = cuda::multiprocessor_count(like_.get_device());
+    partition.vector_views = vector_views_;
+    partition.is_plain = is_plain_;
+    if (partition.tiles > 1) {
+      // A block reaches the next tile of a chain after one tile of every other chain. With many chains the state before the
+      // tile is published by then, and no maps are needed.
+      const bool has_many_chains = chains() >= partition.multiprocessors;
+      const int64_t words_per_value = accumulate_bytes_ / 4;
+      const int64_t state_words = partition.tiles * chains() * kTileChannels * words_per_value;
+      constexpr int64_t kTicketWords = 2;  // keeps what follows at multiples of 16 bytes
+      words = at::empty({kTicketWords + (has_many_chains ? 1 : 3) * state_words}, like_.options().dtype(at::kLong));
+      auto* const data = static_cast<uint64_t*>(words.data_ptr());
+      partition.ticket_counter = reinterpret_cast<uint32_t*>(data);
+      partition.state_words = data + kTicketWords;
+      if (!has_many_chains) partition.tile_words = partition.state_words + state_words;
+      partition.words = words.numel();
+    }
+    return partition;
+  }
 
  private:
-  int64_t channels_, scalar_bytes_, accumulate_bytes_;
-  at::Tensor words_;
+  static constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+
+  int64_t channel_blocks() const { return ceil_div(params_.channels, kTileChannels); }
+  int64_t chains() const { return params_.batch * channel_blocks(); }
+
+  const LinearScanParams& params_;
+  const char* op_;
+  const at::Tensor& like_;
+  int64_t scalar_bytes_, accumulate_bytes_;
+  uint32_t vector_views_ = 0;
+  bool is_plain_;
 };
 
 FwdOutputs fwd_cuda(const Inputs& in) {
@@ -97,13 +129,20 @@ FwdOutputs fwd_cuda(const Inputs& in) {
   FwdOutputs outputs = allocate_fwd(in);
   const at::Tensor sequences = sequence_of_step(in);
   const LinearScanFwdParams params = make_fwd_params(in, member, sequences, outputs);
-  const Plan plan(params, member.name, first.element_size(), fwd_thread_steps(static_cast<int>(member.row->inputs)), first);
+  const Plan plan(params, member.name, first);
   if (plan.is_empty()) return outputs;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  plan.clear_words(stream);
-  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(first.scalar_type()), [&](auto scalar) {
-    return launch_linear_scan_fwd<decltype(scalar)>(params, plan.partition, stream);
-  }));
+  const ScalarKind kind = scalar_kind(first.scalar_type());
+  if (plan.is_sequential()) {
+    C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
+      return launch_linear_scan_sequential_fwd<decltype(scalar)>(params, plan.sequential(), stream);
+    }));
+    return outputs;
+  }
+  at::Tensor words;
+  const Partition partition = plan.tiles(fwd_thread_steps(static_cast<int>(member.row->inputs)), words);
+  C10_CUDA_CHECK(cuda::visit_scalar(
+      kind, [&](auto scalar) { return launch_linear_scan_fwd<decltype(scalar)>(params, partition, stream); }));
   return outputs;
 }
 
@@ -113,16 +152,30 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   const c10::cuda::CUDAGuard guard(first.device());
   GradTensors grads = allocate_bwd(bwd);
   const at::Tensor sequences = sequence_of_step(bwd.in);
-  const LinearScanBwdParams params = make_bwd_params(bwd, member, sequences, grads);
-  Plan plan(params, member.name, first.element_size(), kBwdThreadSteps, first);
+  LinearScanBwdParams params = make_bwd_params(bwd, member, sequences, grads);
+  at::Tensor& grad_h0 = grads[kMaxRecurrenceInputs];
+  at::Tensor of_beginnings;  // the gradient of h0 from each step that begins with it, zero at other steps
+  if (params.reset.data != nullptr && params.grad_initial_state.data != nullptr) {
+    of_beginnings = at::zeros({params.batch, params.seqlen, params.channels}, grad_h0.options());
+    params.grad_initial_state = {of_beginnings.data_ptr(), params.channels, 1};
+  }
+  Plan plan(params, member.name, first);
   for (size_t i = 0; i < kMaxRecurrenceInputs; ++i) plan.add_view(Partition::kGradInputs + i, params.grad_inputs[i]);
   plan.add_view(Partition::kGradH, params.grad_h);
   if (plan.is_empty()) return grads;
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
-  plan.clear_words(stream);
-  C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(first.scalar_type()), [&](auto scalar) {
-    return launch_linear_scan_bwd<decltype(scalar)>(params, plan.partition, stream);
-  }));
+  const ScalarKind kind = scalar_kind(first.scalar_type());
+  if (plan.is_sequential()) {
+    C10_CUDA_CHECK(cuda::visit_scalar_but_double(kind, [&](auto scalar) {
+      return launch_linear_scan_sequential_bwd<decltype(scalar)>(params, plan.sequential(), stream);
+    }));
+    return grads;
+  }
+  at::Tensor words;
+  const Partition partition = plan.tiles(kBwdThreadSteps, words);
+  C10_CUDA_CHECK(cuda::visit_scalar(
+      kind, [&](auto scalar) { return launch_linear_scan_bwd<decltype(scalar)>(params, partition, stream); }));
+  if (of_beginnings.defined()) at::sum_out(grad_h0, of_beginnings, 1);
   return grads;
 }
 

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     for_each_step<T, kUnrolled>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
-        if (p.begins(t)) {
+        if (p.begins(at.batch, t)) {
           Acc initial[T::kVector];
           load_state<T>(p.initial_state, p.sequence(at.batch, t), at, initial);
 #pragma unroll
@@ -80,7 +80,7 @@ __global__ void __launch_bounds__(kThreads, kFwdBlocks)
     for_each_step<T, kUnrolled>(at.steps, [&](int s, auto keeps) {
       if constexpr (!T::kPlain) {
         const int64_t t = at.step(s);
-        if (p.begins(t)) load_state<T>(p.initial_state, p.sequence(at.batch, t), at, h);
+        if (p.begins(at.batch, t)) load_state<T>(p.initial_state, p.sequence(at.batch, t), at, h);
       }
       const Inputs step_inputs = inputs[s];
       typename Shared<T>::Row row;

@@ -1,5 +1,8 @@
 // The interface between the linear scan's CUDA entry points (entry.cpp) and its kernels: how blocks share the work.
 //
+// There are two kinds of kernels. With many chains a block of the sequential kernels has one chain, over all of time
+// (sequential.cuh). The tile kernels take all other calls: few chains, packed sequences, rows that are no vectors, and doubles.
+//
 // A tile is kTileChannels channels of one row of the batch over tile_steps steps. Blocks are persistent and take one tile after
 // another. Time is always split, so that few channels fill a device as well as many do. The tiles along time form a chain, in
 // which each passes the state to the next (carry.cuh). Tile numbers run over the chains first, then over time.
@@ -9,13 +12,23 @@
 
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 
+#include "common/integers.h"
 #include "cuda/constants.h"
 #include "cuda/divisor.h"
 #include "linear_scan/linear_scan.h"
 
 namespace ssm_kernels::linear_scan {
+
+// The values of the debug option linear_scan_kernel.
+enum class KernelChoice : int {
+  kFaster,
+  kTiles,
+  kSequential,  // for all calls that the sequential kernels support
+};
 
 constexpr int kTileChannels = 64;
 using cuda::kVectorBytes;
@@ -37,22 +50,72 @@ struct Partition {
   int multiprocessors = 0;
   // Bit i: whether the rows of view i are loaded and stored as vectors. Views: kInputs + i, kGradInputs + i, kH, kGradH.
   uint32_t vector_views = 0;
-  bool is_plain = false;  // all views have vectors, and sequences are not packed
-  // The ticket counter, and the state after each tile, (tiles, chains, kTileChannels). Zero before the kernel; null if there is
-  // one tile along time.
+  bool is_plain = false;  // all views have vectors; the call has neither packed sequences nor a reset mask
+  // The ticket counter, and the state after each tile, (tiles, chains, kTileChannels). Zero before the kernel, by a kernel that
+  // the launcher queues; null if there is one tile along time.
   uint32_t* ticket_counter = nullptr;
   uint64_t* state_words = nullptr;
   // The map of each tile, (tiles, chains, kTileChannels, 2). Zero before the kernel; null if there is one tile along time, or
   // many chains.
   uint64_t* tile_words = nullptr;
+  int64_t words = 0;  // of all three, from the ticket counter on
 
   static constexpr int kInputs = 0, kGradInputs = kMaxRecurrenceInputs, kH = 2 * kMaxRecurrenceInputs, kGradH = kH + 1;
 };
 
-// Queue a kernel on the stream. Instantiated for float, double, __half and __nv_bfloat16.
+// How the sequential kernels share the work: a block for each chain. All views have vectors, and sequences are not packed.
+struct SequentialPartition {
+  uint32_t chains = 0;
+  cuda::Divisor channel_blocks;  // chains of one batch row
+  int segments = 0;              // of a chain; the launcher sets it
+  int multiprocessors = 0;
+  int multiprocessor_bytes = 0, block_bytes = 0;  // of shared memory, at most
+};
+
+constexpr int kSequentialMaxWarps = 16;  // of a block, and at 128 registers a thread of a multiprocessor
+constexpr int kSequentialBarrierBytes = kSequentialMaxWarps * 8;
+
+// The warps of a block: the most with which all blocks are resident at once, because blocks of many warps copy far ahead. A
+// multiprocessor has room for `most_warps`. Where blocks of two warps do not all fit, blocks run in waves, of two to four
+// warps: those whose last wave is fullest.
+inline int sequential_warps(const SequentialPartition& partition, int most_warps, int warp_bytes) {
+  constexpr int64_t kReservedBytes = 1024;  // of each block
+  const int64_t chains = partition.chains, multiprocessors = partition.multiprocessors;
+  const auto limit = [&](int64_t warps) {
+    const int64_t fit = std::max<int64_t>(1, (partition.block_bytes - kSequentialBarrierBytes) / warp_bytes);
+    return static_cast<int>(std::min({warps, fit, int64_t(partition.segments)}));
+  };
+  const int64_t blocks = ceil_div(chains, multiprocessors);  // of a multiprocessor
+  const int64_t bytes = partition.multiprocessor_bytes / blocks - kReservedBytes - kSequentialBarrierBytes;
+  const int64_t resident = std::min(bytes / warp_bytes, most_warps / blocks);
+  if (resident >= 2) return limit(resident);
+  int64_t best = 0, best_places = 1;
+  for (int64_t warps = 4; warps >= 2; --warps) {
+    const int64_t block_bytes = kSequentialBarrierBytes + warps * warp_bytes + kReservedBytes;
+    const int64_t places = multiprocessors * std::min(partition.multiprocessor_bytes / block_bytes, most_warps / warps);
+    const int64_t in_waves = places == 0 ? std::numeric_limits<int64_t>::max() : ceil_div(chains, places) * places;
+    if (best == 0 || in_waves < best_places) {
+      best = warps;
+      best_places = in_waves;
+    }
+  }
+  return limit(best);
+}
+
+// Queues a kernel that sets the carry's words to zero. The next kernel may start by PDL if it waits for this one.
+cudaError_t launch_clear_words(const Partition& partition, cudaStream_t stream);
+
+// Queue a kernel on the stream. Instantiated for float, double, __half and __nv_bfloat16; the sequential kernels not for
+// double.
 template <typename Scalar>
 cudaError_t launch_linear_scan_fwd(const LinearScanFwdParams& params, const Partition& partition, cudaStream_t stream);
 template <typename Scalar>
 cudaError_t launch_linear_scan_bwd(const LinearScanBwdParams& params, const Partition& partition, cudaStream_t stream);
+template <typename Scalar>
+cudaError_t launch_linear_scan_sequential_fwd(const LinearScanFwdParams& params, const SequentialPartition& partition,
+                                              cudaStream_t stream);
+template <typename Scalar>
+cudaError_t launch_linear_scan_sequential_bwd(const LinearScanBwdParams& params, const SequentialPartition& partition,
+                                              cudaStream_t stream);
 
 }  // namespace ssm_kernels::linear_scan

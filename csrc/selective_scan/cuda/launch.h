@@ -1,8 +1,9 @@
 // The interface between the CUDA entry point (entry.cpp) and the kernels of the selective scan. plan.cpp picks one of three:
 //
 // * Sequential scan (sequential.h): warp specialized. A consumer lane takes the states of two channels through time. For 13 to
-//   16 states, B and C per step, types of at most 32 bits, and sequences of one layout; in forward for many channels only. A
-//   block takes up to 112 KB of shared memory, and a multiprocessor must have room for two (compute capability 9.0: 228 KB).
+//   16 states, B and C per step, types of at most 32 bits, and sequences of one layout, in rows that start at any element; in
+//   forward for many channels only. A block takes up to 114 KB of shared memory, and a multiprocessor must have room for two
+//   (compute capability 9.0: 228 KB).
 // * Warp scan (warp_scan.h): a lane takes some consecutive steps of one channel, and lanes compose their maps of the state. For
 //   all calls that the other two do not take.
 // * Short scan (short_scan.h): forward of up to 32 steps and 16 states, with B and C per step, types of at most 32 bits, and
@@ -27,8 +28,9 @@ namespace ssm_kernels::selective_scan {
 using cuda::kWarpSize, cuda::kVectorBytes, cuda::kAllLanes;
 
 // How a tile's elements are loaded and stored: kVectorBytes at a time along the steps, or along the channels (for B and C: the
-// states), or one by one.
-enum class VectorAccess : int { kAlongSteps, kAlongChannels, kSingly };
+// states), with rows that start at multiples of kVectorBytes; along the steps of rows that start at any element (kShifted, in
+// the sequential scan only); or one by one.
+enum class VectorAccess : int { kAlongSteps, kAlongChannels, kShifted, kSingly };
 
 // How blocks share channels and time.
 struct ChannelPartition {

@@ -30,6 +30,8 @@ bool is_along_steps(const SequenceView& view, int64_t bytes) {
 bool is_along_channels(const SequenceView& view, int64_t bytes) {
   return view.data == nullptr || (view.stride_dim == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_step}));
 }
+// Rows may start at any element.
+bool is_shifted(const SequenceView& view, int64_t) { return view.data == nullptr || view.stride_step == 1; }
 // Whether every tile's first channel is a multiple of the vector's size.
 bool has_aligned_tiles(const SelectiveScanParams& p, const ChannelPartition& partition, int64_t bytes) {
   return (partition.group_channels == p.dim || partition.group_channels * bytes % kVectorBytes == 0) &&
@@ -178,11 +180,19 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
     return std::all_of(sequences.begin(), sequences.end(), [&](const SequenceView* view) { return holds(*view, bytes); });
   };
   const auto is_dense_aligned = [&](int64_t row) { return !writes_dense || row * bytes % kVectorBytes == 0; };
-  const bool along_steps = !p.is_packed() && all(is_along_steps) && is_dense_aligned(p.seqlen);
-  plan.along_channels = !along_steps && all(is_along_channels) && is_dense_aligned(p.dim) && has_aligned_tiles(p, plan, bytes);
-  plan.has_vectors = along_steps || plan.along_channels;
-  plan.B = access_of(p.B, p, bytes);
-  plan.C = access_of(p.C, p, bytes);
+  if (!p.is_packed() && all(is_along_steps) && is_dense_aligned(p.seqlen)) {
+    plan.sequences = VectorAccess::kAlongSteps;
+  } else if (all(is_along_channels) && is_dense_aligned(p.dim) && has_aligned_tiles(p, plan, bytes)) {
+    plan.sequences = VectorAccess::kAlongChannels;
+  } else {
+    plan.sequences = all(is_shifted) ? VectorAccess::kShifted : VectorAccess::kSingly;
+  }
+  const auto access_of_matrix = [&](const MatrixView& view) {
+    const VectorAccess access = access_of(view, p, bytes);
+    return access == VectorAccess::kSingly && view.stride_step == 1 ? VectorAccess::kShifted : access;
+  };
+  plan.B = access_of_matrix(p.B);
+  plan.C = access_of_matrix(p.C);
 }
 
 // Whether the short scan supports a call. It has no doubles.
@@ -203,7 +213,7 @@ bool suits_sequential(const SelectiveScanParams& p, const sequential::ScanPlan& 
                       int64_t shared_bytes) {
   const int64_t bytes = sequential::kResidentBlocks * (shared_bytes + device.reserved_shared_bytes_per_block);
   return p.dstate * 4 > sequential::kStates * 3 && plan.tiles * sequential::kTileChannels * 2 <= p.dim * 3 &&
-         plan.has_vectors && bytes <= device.shared_bytes;
+         plan.sequences != VectorAccess::kSingly && bytes <= device.shared_bytes;
 }
 
 }  // namespace
@@ -266,8 +276,17 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
 
 template <typename Scalar>
 bool has_layout(const SequenceView& view, const sequential::ScanPlan& plan) {
-  if (!plan.has_vectors) return true;
-  return plan.along_channels ? is_along_channels(view, sizeof(Scalar)) : is_along_steps(view, sizeof(Scalar));
+  switch (plan.sequences) {
+    case VectorAccess::kAlongSteps:
+      return is_along_steps(view, sizeof(Scalar));
+    case VectorAccess::kAlongChannels:
+      return is_along_channels(view, sizeof(Scalar));
+    case VectorAccess::kShifted:
+      return is_shifted(view, sizeof(Scalar));
+    case VectorAccess::kSingly:
+      break;
+  }
+  return true;
 }
 
 #define SSM_PLANS(Scalar)                                                                           \

@@ -27,8 +27,8 @@ constexpr int kBwdTileSteps = static_cast<int>(chunk_length(kStates));
 constexpr int fwd_tile_steps(int scalar_bytes) { return scalar_bytes == 2 ? 32 : 16; }
 
 struct ScanPlan : ChannelPartition {
-  // Whether all (batch, dim, seqlen) tensors can be moved in vectors, and along which dimension.
-  bool has_vectors = false, along_channels = false;
+  // How the kernels access every (batch, dim, seqlen) tensor.
+  VectorAccess sequences = VectorAccess::kSingly;
   VectorAccess B = VectorAccess::kSingly, C = VectorAccess::kSingly;
 };
 

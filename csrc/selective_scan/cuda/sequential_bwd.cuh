@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(BwdTileConfig<Scalar>::kThreads, kResidentBloc
     BwdConsumer<C, Method>(params, plan, partial_sums, shared).run();
   } else {
     cuda::warpgroup_reg_dealloc<kProducerRegisters>();
-    if (plan.along_channels) {
+    if (plan.sequences == VectorAccess::kAlongChannels || plan.sequences == VectorAccess::kSingly) {
       BwdProducer<C, Method, true>(params, plan, partial_sums, shared).run();
     } else {
       BwdProducer<C, Method, false>(params, plan, partial_sums, shared).run();

@@ -11,15 +11,17 @@
 
 namespace ssm_kernels::selective_scan::sequential {
 
-// Global memory -> delta, delta_u, dy, B and C; sums over states -> gradients.
+// Global memory -> delta, delta_u, dy, B and C; sums over states -> gradients. Along the channels, partial tiles are moved
+// element by element, and so is every tile of tensors without contiguous steps or channels.
 template <typename TileConfig, typename Method, bool along_channels>
 struct BwdProducer {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = BwdShared<TileConfig>;
-  using Raw = typename ThreadVectors<TileConfig, false>::Raw;
-  static constexpr int kVector = kVectorSize<Scalar>, kCount = ThreadVectors<TileConfig, false>::kCount,
-                       kPart = ThreadVectors<TileConfig, false>::kPart;
+  using Whole = ThreadVectors<TileConfig, along_channels ? VectorAccess::kAlongChannels : VectorAccess::kAlongSteps>;
+  using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
+  using Raw = typename Whole::Raw;
+  static constexpr int kVector = kVectorSize<Scalar>, kCount = Whole::kCount, kPart = Whole::kPart;
 
   const SelectiveScanBwdParams& p;
   const ScanPlan& plan;
@@ -41,26 +43,46 @@ struct BwdProducer {
     for (int i = 0; i < Matrices<TileConfig>::kCount; ++i)
       matrices[i] = Matrices<TileConfig>::address(p, plan, rows.B, rows.C, i);
     typename Matrices<TileConfig>::Raw raw_matrices[Matrices<TileConfig>::kCount];
-    Matrices<TileConfig>::load(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps), raw_matrices);
-    if (has_vectors<TileConfig>(plan, at, t0)) {
-      put_vectors(t0, tile);
-    } else {
-      put_elements(t0, tile);
-    }
+    Matrices<TileConfig>::load(p, plan, matrices, t0, steps_left(t0), raw_matrices);
+    by_access(t0, [&](auto thread_vectors) { put_vectors(thread_vectors, t0, tile); }, [&] { put_elements(t0, tile); });
     shared.matrices(tile).put(plan, raw_matrices);
   }
 
-  __device__ __forceinline__ void put_vectors(int64_t t0, int tile) const {
-    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+  // Steps from t0 to the end of the block's segment, which is the end of a partial tile. Shifted loads read past a whole tile
+  // that is not the segment's last.
+  __device__ __forceinline__ int steps_left(int64_t t0) const { return at.steps_from(t0, 2 * TileConfig::kTileSteps); }
+
+  // Calls visit(ThreadVectors) for the tile that starts at t0, or visit_elements() if it is not moved in vectors.
+  template <typename Visitor, typename ElementsVisitor>
+  __device__ __forceinline__ void by_access(int64_t t0, const Visitor& visit, const ElementsVisitor& visit_elements) const {
+    const bool is_whole = sequential::is_whole<TileConfig>(at, t0);
+    if constexpr (along_channels) {
+      if (is_whole && plan.sequences == VectorAccess::kAlongChannels) {
+        visit(Whole{thread()});
+      } else {
+        visit_elements();
+      }
+    } else if (is_whole && plan.sequences == VectorAccess::kAlongSteps) {
+      visit(Whole{thread()});
+    } else {
+      visit(Shifted{thread()});
+    }
+  }
+
+  template <typename P>
+  __device__ __forceinline__ void put_vectors(P thread_vectors, int64_t t0, int tile) const {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = has_grad && p.z.data != nullptr;
-#pragma unroll(along_channels ? 1 : 2)
+#pragma unroll(along_channels || P::kIsShifted ? 1 : 2)
     for (int i = 0; i < kCount; ++i) {
-      const auto load = [&](const SequenceView& view, Scalar* row) { return thread_vectors.load(view, row, t0, i); };
-      const Raw raw_delta = load(p.delta, rows.delta);
-      const Raw raw_u = load(p.u, rows.u);
+      const int left = thread_vectors.left(i, at.channels, steps_left(t0));
+      const auto load = [&](const SequenceView& view, Scalar* row) {
+        return P::template load<kVector>(thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view), left);
+      };
+      const auto finish = [](const auto& load) { return P::template vector_of<kVector>(load); };
+      const Raw raw_delta = finish(load(p.delta, rows.delta)), raw_u = finish(load(p.u, rows.u));
       Raw raw_grad_out, raw_z;
-      if (has_grad) raw_grad_out = load(p.grad_out, rows.grad_out);
-      if (has_gate) raw_z = load(p.z, rows.z);
+      if (has_grad) raw_grad_out = finish(load(p.grad_out, rows.grad_out));
+      if (has_gate) raw_z = finish(load(p.z, rows.z));
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         Acc delta[kPart], u[kPart], dy[kPart] = {};
@@ -84,9 +106,8 @@ struct BwdProducer {
   }
 
   __device__ __forceinline__ void put_elements(int64_t t0, int tile) const {
-    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    thread_vectors.for_each_element([&](int channel, int step) {
+    Whole{thread()}.for_each_element([&](int channel, int step) {
       const bool exists = channel < at.channels && step < steps;
       const Acc delta = put_step_size(shared.delta(tile), p, rows.delta, shared.bias, channel, step, t0, exists);
       const Acc u = load_element(p.u, rows.u, channel, t0 + step, exists);
@@ -136,19 +157,14 @@ struct BwdProducer {
 
   // Writes the gradients of the tile that starts at t0.
   __device__ __forceinline__ void write(int64_t t0, int tile) const {
-    if (has_vectors<TileConfig>(plan, at, t0)) {
-      write_vectors(t0, tile);
-    } else {
-      write_elements(t0, tile);
-    }
+    by_access(t0, [&](auto thread_vectors) { write_vectors(thread_vectors, t0, tile); }, [&] { write_elements(t0, tile); });
   }
 
   // Adds the terms of grad_D and grad_delta_bias of the lanes with the same channel to the channel's sums in shared memory.
   // Called by the whole warp.
   __device__ __forceinline__ void add_to_channel(int channel, Acc to_D, Acc to_bias) const {
-    using P = ThreadVectors<TileConfig, along_channels>;
     // Lanes with the same channel differ by multiples of kFrom below kTo.
-    constexpr int kFrom = along_channels ? P::kPerStep : 1, kTo = along_channels ? kWarpSize : P::kPerRow;
+    constexpr int kFrom = along_channels ? Whole::kPerStep : 1, kTo = along_channels ? kWarpSize : Whole::kPerRow;
 #pragma unroll
     for (int distance = kFrom; distance < kTo; distance *= 2) {
       to_D += __shfl_xor_sync(kAllLanes, to_D, distance);
@@ -160,8 +176,8 @@ struct BwdProducer {
     sum[kProducerWarps * kTileChannels] += to_bias;
   }
 
-  __device__ __forceinline__ void write_vectors(int64_t t0, int tile) const {
-    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+  template <typename P>
+  __device__ __forceinline__ void write_vectors(P thread_vectors, int64_t t0, int tile) const {
     const bool has_grad = p.grad_out.data != nullptr, has_gate = p.z.data != nullptr, needs_grad_z = p.grad_z.data != nullptr;
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
@@ -170,11 +186,15 @@ struct BwdProducer {
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         using Part = Vector<Scalar, kPart>;
+        const int left = thread_vectors.left(i, at.channels, steps_left(t0)) - first;
         const auto address = [&](const SequenceView& view, Scalar* row) {
           return thread_vectors.address(view, row, t0) + i * thread_vectors.stride(view) + first;
         };
-        const auto load = [&](const SequenceView& view, Scalar* row, Acc(&values)[kPart]) {
-          const Part part = Part::load_once(address(view, row));
+        const auto load = [&](const SequenceView& view, Scalar* row) {
+          return P::template load<kPart>(address(view, row), left);
+        };
+        const auto finish = [&](const auto& load, Acc(&values)[kPart]) {
+          const Part part = P::template vector_of<kPart>(load);
 #pragma unroll
           for (int j = 0; j < kPart; ++j) values[j] = to_accumulate(part[j]);
         };
@@ -182,14 +202,19 @@ struct BwdProducer {
           Part part;
 #pragma unroll
           for (int j = 0; j < kPart; ++j) part.set(j, from_accumulate<Scalar>(values[j]));
-          part.store_once(address(view, row));
+          P::store(part, address(view, row), left);
         };
         Acc u[kPart], delta[kPart], z[kPart] = {}, grad_out[kPart] = {};
         Acc skip[kPart], bias[kPart], y[kPart] = {}, of_u[kPart], of_delta[kPart];
-        load(p.u, rows.u, u);
-        load(p.delta, rows.delta, delta);
-        if (has_grad) load(p.grad_out, rows.grad_out, grad_out);
-        if (has_gate) load(p.z, rows.z, z);
+        const auto load_u = load(p.u, rows.u);
+        const auto load_delta = load(p.delta, rows.delta);
+        typename P::template Load<kPart> load_grad_out, load_z;
+        if (has_grad) load_grad_out = load(p.grad_out, rows.grad_out);
+        if (has_gate) load_z = load(p.z, rows.z);
+        finish(load_u, u);
+        finish(load_delta, delta);
+        if (has_grad) finish(load_grad_out, grad_out);
+        if (has_gate) finish(load_z, z);
         if (needs_grad_z) thread_vectors.get(shared.sum(tile, Shared::kY), i, first, y);
         thread_vectors.get_channels(shared.skip, i, first, skip);
         thread_vectors.get_channels(shared.bias, i, first, bias);
@@ -206,8 +231,9 @@ struct BwdProducer {
           if constexpr (along_channels) {
             add_to_channel(thread_vectors.channel(i) + first + j, grad_out[j], of_delta[j]);
           } else {
-            sum_D += grad_out[j];
-            sum_bias += of_delta[j];
+            const bool exists = !P::kIsShifted || j < left;
+            sum_D += exists ? grad_out[j] : Acc(0);
+            sum_bias += exists ? of_delta[j] : Acc(0);
           }
         }
       }
@@ -236,29 +262,17 @@ struct BwdProducer {
   }
 
   __device__ __forceinline__ void write_elements(int64_t t0, int tile) const {
-    const ThreadVectors<TileConfig, along_channels> thread_vectors{thread()};
+    const Whole thread_vectors{thread()};
     const int steps = at.steps_from(t0, TileConfig::kTileSteps);
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
-      Acc sum_D = 0, sum_bias = 0;
-#pragma unroll(along_channels ? 1 : 2)
+#pragma unroll 1
       for (int j = 0; j < kVector; ++j) {
-        const int channel = thread_vectors.channel(i) + (along_channels ? j : 0),
-                  step = thread_vectors.step(i) + (along_channels ? 0 : j);
-        if (channel < at.channels && step < steps) {
-          const auto terms = write_element(t0 + step, tile, channel, step);
-          sum_D += terms[0];
-          sum_bias += terms[1];
-        }
-        if constexpr (along_channels) {
-          __syncwarp();
-          add_to_channel(channel, sum_D, sum_bias);
-          sum_D = sum_bias = 0;
-        }
-      }
-      if constexpr (!along_channels) {
+        const int channel = thread_vectors.channel(i) + j, step = thread_vectors.step(i);
+        auto terms = Vector<Acc, 2>::zero();
+        if (channel < at.channels && step < steps) terms = write_element(t0 + step, tile, channel, step);
         __syncwarp();
-        add_to_channel(thread_vectors.channel(i), sum_D, sum_bias);
+        add_to_channel(channel, terms[0], terms[1]);
       }
     }
   }

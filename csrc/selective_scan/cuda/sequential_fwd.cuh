@@ -10,8 +10,9 @@
 // * Consumers advance their states through the tile, kGroupSteps steps between loads, and store their partial sums of <C_t,
 // h_t>.
 // * Producers add the partial sums and D u, apply the gate, and write out, while the consumers scan the next tile.
-// Shared memory holds two buffers of a tile. The partial sums of two state lanes overwrite delta and delta u: all lanes of a
-// warp have read a group of steps before one stores its sums.
+// Shared memory holds two buffers of a tile. Rows may start at any element: sequential_tile.cuh has the accesses. The partial
+// sums of two state lanes overwrite delta and delta u: all lanes of a warp have read a group of steps before one stores its
+// sums.
 //
 // Three limits are close to each other: the special function unit (one exponential per state and step, 16 a clock and
 // multiprocessor), shared memory's bandwidth to registers (32 values a clock), and the issue rate.

@@ -1,8 +1,9 @@
 // Selective scan, forward, on CUDA, sequential: the producer warps. sequential_fwd.cuh describes the whole kernel.
 //
-// Raw tiles arrive in stages of shared memory by asynchronous copies, two tiles ahead; each thread copies and reads its own
-// vectors. While the consumers scan tile t, producers compute delta = softplus?(raw + bias) and delta u of tile t + 1 in the
-// accumulation type, widen its rows of B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
+// Raw tiles arrive in stages of shared memory by asynchronous copies, two tiles ahead, rows of B and C more than one tile
+// ahead. A thread copies and reads its own vectors; in shifted rows it reads what its warp has copied. While the consumers scan
+// tile t, producers compute delta = softplus?(raw + bias) and delta u of tile t + 1 in the accumulation type, widen its rows of
+// B and C, and write out = (sum of the partial outputs + D u) silu(z) of tile t - 1.
 #pragma once
 
 #include "selective_scan/cuda/sequential_fwd_shared.cuh"
@@ -15,8 +16,10 @@ struct FwdProducer {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
   using Shared = FwdShared<TileConfig>;
-  static constexpr int kVector = kVectorSize<Scalar>, kPart = ThreadVectors<TileConfig, false>::kPart,
-                       kCount = ThreadVectors<TileConfig, false>::kCount;
+  using AlongSteps = ThreadVectors<TileConfig, VectorAccess::kAlongSteps>;
+  using AlongChannels = ThreadVectors<TileConfig, VectorAccess::kAlongChannels>;
+  using Shifted = ThreadVectors<TileConfig, VectorAccess::kShifted>;
+  static constexpr int kVector = kVectorSize<Scalar>, kPart = AlongSteps::kPart, kCount = AlongSteps::kCount;
 
   const SelectiveScanFwdParams& p;
   const ScanPlan& plan;
@@ -35,59 +38,77 @@ struct FwdProducer {
         at(*shared_.position),
         rows(*shared_.rows),
         thread(static_cast<int>(threadIdx.x) - TileConfig::kConsumers) {
-    by_layout([&](auto thread_vectors) {
+    const auto set_addresses = [&](auto thread_vectors) {
       delta = thread_vectors.address(p.delta, rows.delta, 0);
       u = thread_vectors.address(p.u, rows.u, 0);
       z = thread_vectors.address(p.z, rows.z, 0);
       out = thread_vectors.address(p.out, rows.out, 0);
-    });
+    };
+    if (plan.sequences == VectorAccess::kAlongChannels) {
+      set_addresses(AlongChannels{thread});
+    } else {
+      set_addresses(AlongSteps{thread});  // and of shifted vectors
+    }
 #pragma unroll
     for (int i = 0; i < Matrices<TileConfig>::kCount; ++i) {
       matrices[i] = Matrices<TileConfig>::address(p, plan, rows.B, rows.C, i);
     }
   }
 
-  // Calls visit(ThreadVectors) for the layout of the tensors.
-  template <typename Visitor>
-  __device__ __forceinline__ void by_layout(const Visitor& visit) const {
-    if (plan.along_channels) {
-      visit(ThreadVectors<TileConfig, true>{thread});
+  // Calls visit(ThreadVectors) for the tile that starts at t0, or visit_elements() if it is not moved in vectors.
+  template <typename Visitor, typename ElementsVisitor>
+  __device__ __forceinline__ void by_access(int64_t t0, const Visitor& visit, const ElementsVisitor& visit_elements) const {
+    const bool is_whole = sequential::is_whole<TileConfig>(at, t0);
+    if (plan.sequences == VectorAccess::kAlongChannels && is_whole) {
+      visit(AlongChannels{thread});
+    } else if (plan.sequences == VectorAccess::kAlongSteps && is_whole) {
+      visit(AlongSteps{thread});
+    } else if (plan.sequences == VectorAccess::kAlongSteps || plan.sequences == VectorAccess::kShifted) {
+      visit(Shifted{thread});
     } else {
-      visit(ThreadVectors<TileConfig, false>{thread});
+      visit_elements();
     }
   }
 
-  // The offset of this thread's first vector in the tile's stage.
   template <int stages>
-  __device__ __forceinline__ int stage_of(int tile) const {
-    return tile % stages * Shared::kStage + thread;
+  __device__ __forceinline__ static int stage_of(int tile) {
+    return tile % stages * Shared::kStage;
   }
-  __device__ __forceinline__ int matrix_stage_of(int tile) const {
-    return tile % Shared::kStages * Shared::kMatrixStage + thread;
-  }
+  __device__ __forceinline__ int steps_from(int64_t t0) const { return at.steps_from(t0, TileConfig::kTileSteps); }
 
-  // Starts the copies of a tile, and of the previous tile's gates, which are needed last.
+  // Starts the copies of a tile, and of the previous tile's gates, which are needed last. The warp's reads of the stages that
+  // they overwrite have ended.
   __device__ __forceinline__ void read(int tile) {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    __syncwarp();
     if (tile > 0) read_gate(tile - 1);
     if (t0 < at.end) {
-      if (has_vectors<TileConfig>(plan, at, t0)) {
-        by_layout([&](auto thread_vectors) {
-          thread_vectors.copy_async(p.delta, delta, shared.delta_raw + stage_of<Shared::kStages>(tile));
-          thread_vectors.copy_async(p.u, u, shared.u + stage_of<Shared::kStagesOfU>(tile));
-        });
+      const auto copy = [&](auto thread_vectors) {
+        thread_vectors.copy_async(p.delta, delta, shared.delta_raw + stage_of<Shared::kStages>(tile), at.channels,
+                                  steps_from(t0));
+        thread_vectors.copy_async(p.u, u, shared.u + stage_of<Shared::kStagesOfU>(tile), at.channels, steps_from(t0));
         delta += TileConfig::kTileSteps * p.delta.stride_step;
         u += TileConfig::kTileSteps * p.u.stride_step;
-      }
-      Matrices<TileConfig>::copy_async(p, plan, matrices, t0, at.steps_from(t0, TileConfig::kTileSteps),
-                                       shared.raw_matrices + matrix_stage_of(tile));
+      };
+      by_access(t0, copy, [] {});
     }
     cuda::cp_async_commit();
   }
   __device__ __forceinline__ void read_gate(int tile) {
-    if (p.z.data == nullptr || !has_vectors<TileConfig>(plan, at, int64_t(tile) * TileConfig::kTileSteps)) return;
-    by_layout([&](auto thread_vectors) { thread_vectors.copy_async(p.z, z, shared.z + stage_of<Shared::kStages>(tile)); });
-    z += TileConfig::kTileSteps * p.z.stride_step;
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    if (p.z.data == nullptr || t0 >= at.end) return;
+    const auto copy = [&](auto thread_vectors) {
+      thread_vectors.copy_async(p.z, z, shared.z + stage_of<Shared::kStages>(tile), at.channels, steps_from(t0));
+      z += TileConfig::kTileSteps * p.z.stride_step;
+    };
+    by_access(t0, copy, [] {});
+  }
+  // Starts the copies of a tile's rows of B and C, after put() of the previous tile.
+  __device__ __forceinline__ void read_matrices(int tile) const {
+    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
+    __syncwarp();
+    if (t0 < at.end) Matrices<TileConfig>::copy_async(p, plan, matrices, t0, steps_from(t0), shared.raw_matrices);
+    cuda::cp_async_commit();
   }
 
   template <typename P>
@@ -95,8 +116,9 @@ struct FwdProducer {
     const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const auto raw_delta = shared.delta_raw[stage_of<Shared::kStages>(tile) + i * TileConfig::kProducers];
-      const auto raw_u = shared.u[stage_of<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
+      const auto raw_delta =
+          thread_vectors.get_raw(p.delta, this->delta, shared.delta_raw + stage_of<Shared::kStages>(tile), i);
+      const auto raw_u = thread_vectors.get_raw(p.u, this->u, shared.u + stage_of<Shared::kStagesOfU>(tile), i);
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         Acc delta[kPart], u[kPart];
@@ -109,37 +131,37 @@ struct FwdProducer {
     }
   }
 
-  template <typename P>
-  __device__ __forceinline__ void put_elements(P thread_vectors, int tile) const {
+  __device__ __forceinline__ void put_elements(int tile) const {
     const TileArray<TileConfig> deltas = shared.delta(tile), delta_us = shared.delta_u(tile);
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
-    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    thread_vectors.for_each_element([&](int channel, int step) {
+    const int steps = steps_from(t0);
+    AlongChannels{thread}.for_each_element([&](int channel, int step) {
       const bool exists = channel < at.channels && step < steps;
       const Acc delta = put_step_size(deltas, p, rows.delta, shared.bias, channel, step, t0, exists);
       *delta_us.at(channel, step) = delta * load_element(p.u, rows.u, channel, t0 + step, exists);
     });
   }
 
-  // Waits for a tile's copies and stores what the consumers read of it.
+  // Waits for a tile's copies and stores what the consumers read of it. Only the next tile's copies are then still in flight.
   __device__ __forceinline__ void put(int tile) const {
-    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
-    cuda::cp_async_wait<Shared::kStages - 1>();
-    if (has_vectors<TileConfig>(plan, at, t0)) {
-      by_layout([&](auto thread_vectors) { put_vectors(thread_vectors, tile); });
-    } else {
-      by_layout([&](auto thread_vectors) { put_elements(thread_vectors, tile); });
-    }
-    shared.matrices(tile).put(plan, shared.raw_matrices + matrix_stage_of(tile));
+    cuda::cp_async_wait<1>();
+    __syncwarp();
+    by_access(
+        int64_t(tile) * TileConfig::kTileSteps, [&](auto thread_vectors) { put_vectors(thread_vectors, tile); },
+        [&] { put_elements(tile); });
+    shared.matrices(tile).put(plan, matrices, shared.raw_matrices);
   }
 
   template <typename P>
   __device__ __forceinline__ void write_vectors(P thread_vectors, int tile) const {
+    const int steps = steps_from(int64_t(tile) * TileConfig::kTileSteps);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
-      const auto raw_u = shared.u[stage_of<Shared::kStagesOfU>(tile) + i * TileConfig::kProducers];
+      const auto raw_u = thread_vectors.get_raw(p.u, this->u, shared.u + stage_of<Shared::kStagesOfU>(tile), i);
       typename Shared::RawVector raw_z, raw_out;
-      if (p.z.data != nullptr) raw_z = shared.z[stage_of<Shared::kStages>(tile) + i * TileConfig::kProducers];
+      if (p.z.data != nullptr) {
+        raw_z = thread_vectors.get_raw(p.z, this->z, shared.z + stage_of<Shared::kStages>(tile), i);
+      }
 #pragma unroll
       for (int first = 0; first < kVector; first += kPart) {
         Acc sum[kPart], skip[kPart], u[kPart];
@@ -163,15 +185,14 @@ struct FwdProducer {
         }
         thread_vectors.narrow(sum, first, raw_out);
       }
-      raw_out.store_once(out + i * thread_vectors.stride(p.out));
+      thread_vectors.store(raw_out, out + i * thread_vectors.stride(p.out), thread_vectors.left(i, at.channels, steps));
     }
   }
 
-  template <typename P>
-  __device__ __forceinline__ void write_elements(P thread_vectors, int tile) const {
+  __device__ __forceinline__ void write_elements(int tile) const {
     const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
-    const int steps = at.steps_from(t0, TileConfig::kTileSteps);
-    thread_vectors.for_each_element([&](int channel, int step) {
+    const int steps = steps_from(t0);
+    AlongChannels{thread}.for_each_element([&](int channel, int step) {
       if (channel >= at.channels || step >= steps) return;
       Acc sum = 0;
 #pragma unroll
@@ -184,30 +205,34 @@ struct FwdProducer {
 
   // Writes the outputs of a tile.
   __device__ __forceinline__ void write(int tile) {
-    const int64_t t0 = int64_t(tile) * TileConfig::kTileSteps;
-    if (has_vectors<TileConfig>(plan, at, t0)) {
-      by_layout([&](auto thread_vectors) { write_vectors(thread_vectors, tile); });
-      out += TileConfig::kTileSteps * p.out.stride_step;
-    } else {
-      by_layout([&](auto thread_vectors) { write_elements(thread_vectors, tile); });
-    }
+    by_access(
+        int64_t(tile) * TileConfig::kTileSteps,
+        [&](auto thread_vectors) {
+          write_vectors(thread_vectors, tile);
+          out += TileConfig::kTileSteps * p.out.stride_step;
+        },
+        [&] { write_elements(tile); });
   }
 
   __device__ __forceinline__ void run() {
     const int tiles = static_cast<int>((at.end + TileConfig::kTileSteps - 1) / TileConfig::kTileSteps);
     if (tiles == 0) return;
     read(0);
+    read_matrices(0);
     read(1);
     put(0);
+    read_matrices(1);
     sync_roles<TileConfig>();
     // The consumers scan `tile` meanwhile. write() before read(): the stage of tile - 1 is reused for tile + 2.
     for (int tile = 0; tile < tiles; ++tile) {
       if (tile > 0) write(tile - 1);
       read(tile + 2);
       if (tile + 1 < tiles) put(tile + 1);
+      read_matrices(tile + 2);
       sync_roles<TileConfig>();
     }
     cuda::cp_async_wait<0>();
+    __syncwarp();
     write(tiles - 1);
   }
 };

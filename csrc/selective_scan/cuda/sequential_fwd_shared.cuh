@@ -14,20 +14,19 @@ struct FwdShared {
   static constexpr int kArray = TileArray<TileConfig>::kCapacity + 2 * kGroupSteps;
   static constexpr int kBuffers = 2;
   // Stages of raw tiles: one in conversion and one in flight; a third for u, which write() reads again. Gates are read a tile
-  // later.
+  // later. The raw matrices have one stage, so that two blocks fit into a multiprocessor's shared memory.
   static constexpr int kStages = 2, kStagesOfU = 3;
-  using RawVector = typename ThreadVectors<TileConfig, false>::Raw;
+  using RawVector = typename ThreadVectors<TileConfig, VectorAccess::kAlongSteps>::Raw;
   using RawMatrix = typename Matrices<TileConfig>::Raw;
-  static constexpr int kStage = ThreadVectors<TileConfig, false>::kCount * TileConfig::kProducers;
-  static constexpr int kMatrixStage = Matrices<TileConfig>::kCount * TileConfig::kProducers;
+  static constexpr int kStage = ThreadVectors<TileConfig, VectorAccess::kAlongSteps>::kStage;
 
   Position* position;
   FwdRows<Scalar>* rows;
   Acc *skip, *bias;
   RawVector *u, *delta_raw, *z;  // (stages, kStage)
-  RawMatrix* raw_matrices;       // (stages, kMatrixStage)
-  Acc* matrix_arrays;            // (buffers, B and C)
-  Acc* arrays;                   // (buffers, delta and delta_u), then (buffers, partial sums of two state lanes)
+  RawMatrix* raw_matrices;
+  Acc* matrix_arrays;  // (buffers, B and C)
+  Acc* arrays;         // (buffers, delta and delta_u), then (buffers, partial sums of two state lanes)
   int64_t bytes;
 
   SSM_HOST_DEVICE FwdShared(unsigned char* memory, const SelectiveScanFwdParams& p) {
@@ -38,7 +37,7 @@ struct FwdShared {
     bias = shared.allocate<Acc>(kTileChannels);
     u = shared.allocate<RawVector>(kStagesOfU * kStage);
     delta_raw = shared.allocate<RawVector>(kStages * kStage);
-    raw_matrices = shared.allocate<RawMatrix>(kStages * kMatrixStage);
+    raw_matrices = shared.allocate<RawMatrix>(Matrices<TileConfig>::kStage);
     matrix_arrays = shared.allocate<Acc>(kBuffers * 2 * Matrices<TileConfig>::kCapacity);
     arrays = shared.allocate<Acc>(kBuffers * 4 * kArray);
     z = shared.allocate<RawVector>(p.z.data != nullptr ? kStages * kStage : 0);

@@ -4,9 +4,13 @@
 // Producer threads own vectors of kVectorBytes of a (batch, dim, seqlen) tensor's tile, along the steps or along the channels,
 // whichever is contiguous in memory. A thread owns the same elements of every tensor. Consumers read the tile from shared
 // memory in the accumulation type, with the steps of a channel contiguous.
+//
+// In a tile with shifted vectors, rows (of steps) may start at any element and end before the tile does, and channels may be
+// missing. Every tile along the steps that is not whole or not aligned is one.
 #pragma once
 
 #include "cuda/ptx/named_barrier.cuh"
+#include "cuda/shifted_io.cuh"
 #include "selective_scan/cuda/device.cuh"
 #include "selective_scan/cuda/sequential.h"
 
@@ -121,12 +125,13 @@ __device__ __forceinline__ bool is_finite(TileArray<TileConfig> tile, const Cons
   return __all_sync(kAllLanes, sum == 0);
 }
 
-// The elements of a tile that a producer thread owns: kCount vectors, along the steps or along the channels. In a partial tile,
-// or where the tensors are not contiguous and aligned, the same elements are moved one by one.
-template <typename TileConfig, bool along_channels>
+// The elements of a tile that a producer thread owns: kCount vectors, along the steps or along the channels. Where neither is
+// contiguous, or in a partial tile along the channels, the same elements are moved one by one.
+template <typename TileConfig, VectorAccess access>
 struct ThreadVectors {
   using Scalar = typename TileConfig::Scalar;
   using Acc = typename TileConfig::Acc;
+  static constexpr bool kAlongChannels = access == VectorAccess::kAlongChannels, kIsShifted = access == VectorAccess::kShifted;
   static constexpr int kVector = kVectorSize<Scalar>;
   static constexpr int kCount = kTileChannels * TileConfig::kTileSteps / (kVector * TileConfig::kProducers);
   static constexpr int kPerRow = TileConfig::kTileSteps / kVector, kPerStep = kTileChannels / kVector;
@@ -136,17 +141,24 @@ struct ThreadVectors {
                 "threads share a tile evenly");
   static_assert(kRows * kPerRow == TileConfig::kProducers && kSteps * kPerStep == TileConfig::kProducers,
                 "a thread's vectors differ in one coordinate");
+  static_assert(kWarpSize % kPerRow == 0, "a warp copies whole rows, and reads no others");
   using Raw = Vector<Scalar, kVector>;
   // Elements of a vector that are computed at a time.
   static constexpr int kPart = kVector < kGroupSteps ? kVector : kGroupSteps;
+  // Vectors of a raw tile in shared memory: the blocks of kVectorBytes that hold a shifted row are one more than its vectors.
+  static constexpr int kStage = kTileChannels * (kPerRow + 1);
 
   int thread;
 
   __device__ __forceinline__ int channel(int i) const {
-    return along_channels ? thread % kPerStep * kVector : thread / kPerRow + i * kRows;
+    return kAlongChannels ? thread % kPerStep * kVector : thread / kPerRow + i * kRows;
   }
   __device__ __forceinline__ int step(int i) const {
-    return along_channels ? thread / kPerStep + i * kSteps : thread % kPerRow * kVector;
+    return kAlongChannels ? thread / kPerStep + i * kSteps : thread % kPerRow * kVector;
+  }
+  // The number of elements of a shifted vector and after it in its row; none are left if not positive.
+  __device__ __forceinline__ int left(int i, int channels, int steps) const {
+    return channel(i) < channels ? steps - step(i) : -kVector;
   }
 
   // The address of the thread's first vector. `row` is the row of the block's first channel.
@@ -155,21 +167,72 @@ struct ThreadVectors {
   }
   // From one vector to the next.
   __device__ __forceinline__ int64_t stride(const SequenceView& view) const {
-    return along_channels ? kSteps * view.stride_step : kRows * view.stride_dim;
+    return kAlongChannels ? kSteps * view.stride_step : kRows * view.stride_dim;
   }
-  __device__ __forceinline__ Raw load(const SequenceView& view, Scalar* row, int64_t first_step, int i) const {
-    return Raw::load_once(address(view, row, first_step) + i * stride(view));
+  // Loads `size` elements at an address of a tensor. Only shifted vectors may have fewer left. vector_of() takes what it
+  // returns.
+  template <int size>
+  using Load = std::conditional_t<kIsShifted, cuda::ShiftedLoad<Scalar, size>, Vector<Scalar, size>>;
+  template <int size>
+  __device__ __forceinline__ static Load<size> load(const Scalar* source, int left) {
+    if constexpr (kIsShifted) {
+      return {source, left};
+    } else {
+      return Load<size>::load_once(source);
+    }
   }
-  // Starts asynchronous copies from `first` on into this thread's part of a stage in shared memory.
-  __device__ __forceinline__ void copy_async(const SequenceView& view, const Scalar* first, Raw* stage) const {
+  template <int size>
+  __device__ __forceinline__ static Vector<Scalar, size> vector_of(const Load<size>& load) {
+    if constexpr (kIsShifted) {
+      return load.vector();
+    } else {
+      return load;
+    }
+  }
+  template <int size>
+  __device__ __forceinline__ static void store(const Vector<Scalar, size>& vector, Scalar* target, int left) {
+    if constexpr (kIsShifted) {
+      cuda::store_shifted(target, vector, left);
+    } else {
+      vector.store_once(target);
+    }
+  }
+  // The place of vector i in a raw tile in shared memory; of a shifted vector, the block that holds its first byte.
+  __device__ __forceinline__ int place(int i) const {
+    return kIsShifted ? channel(i) * (kPerRow + 1) + thread % kPerRow : thread + i * TileConfig::kProducers;
+  }
+  // Starts asynchronous copies into a raw tile, of the vectors from the thread's `first` on and, of a shifted row, its last
+  // block. A row's elements from `steps` on become zeros.
+  __device__ __forceinline__ void copy_async(const SequenceView& view, const Scalar* first, Raw* stage, int channels,
+                                             int steps) const {
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) cuda::cp_async(stage + i * TileConfig::kProducers, first + i * stride(view), kVectorBytes);
+    for (int i = 0; i < kCount; ++i) {
+      const Scalar* const source = first + i * stride(view);
+      Raw* const target = stage + place(i);
+      if constexpr (kIsShifted) {
+        const int bytes = left(i, channels, steps) * static_cast<int>(sizeof(Scalar));
+        cuda::cp_async_block<false>(target, source, bytes);
+        if (thread % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, bytes);
+      } else {
+        cuda::cp_async(target, source, kVectorBytes);
+      }
+    }
+  }
+  // Vector i of a raw tile. `first` is where its copies began, in this tile or another: all start rows at the same byte.
+  __device__ __forceinline__ Raw get_raw(const SequenceView& view, const Scalar* first, const Raw* stage, int i) const {
+    if constexpr (kIsShifted) {
+      static_assert(TileConfig::kTileSteps * sizeof(Scalar) % kVectorBytes == 0, "all tiles have the same shift");
+      const int past = cuda::bytes_past_multiple<kVectorBytes>(first + i * stride(view));
+      return cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(stage + place(i)), past);
+    } else {
+      return stage[place(i)];
+    }
   }
   // Moves `count` elements of vector i, from element `first` on, between registers and a tile in shared memory.
   template <int count>
   __device__ __forceinline__ void put(TileArray<TileConfig> tile, int i, int first, const Acc (&values)[count]) const {
     static_assert(count <= kGroupSteps, "the steps of a group are contiguous");
-    if constexpr (along_channels) {
+    if constexpr (kAlongChannels) {
 #pragma unroll
       for (int j = 0; j < count; ++j) *tile.at(channel(i) + first + j, step(i)) = values[j];
     } else {
@@ -179,7 +242,7 @@ struct ThreadVectors {
   template <int count>
   __device__ __forceinline__ void get(TileArray<TileConfig> tile, int i, int first, Acc (&values)[count]) const {
     static_assert(count <= kGroupSteps, "the steps of a group are contiguous");
-    if constexpr (along_channels) {
+    if constexpr (kAlongChannels) {
 #pragma unroll
       for (int j = 0; j < count; ++j) values[j] = *tile.at(channel(i) + first + j, step(i));
     } else {
@@ -189,7 +252,7 @@ struct ThreadVectors {
   // The same elements of an array in shared memory that has one value per channel.
   template <int count>
   __device__ __forceinline__ void get_channels(const Acc* array, int i, int first, Acc (&values)[count]) const {
-    if constexpr (along_channels) {
+    if constexpr (kAlongChannels) {
       load_array(array + channel(i) + first, values);
     } else {
       const Acc value = array[channel(i)];
@@ -228,15 +291,15 @@ struct ThreadVectors {
 #pragma unroll 1
     for (int i = 0; i < kCount; ++i) {
 #pragma unroll 2
-      for (int j = 0; j < kVector; ++j) visit(channel(i) + (along_channels ? j : 0), step(i) + (along_channels ? 0 : j));
+      for (int j = 0; j < kVector; ++j) visit(channel(i) + (kAlongChannels ? j : 0), step(i) + (kAlongChannels ? 0 : j));
     }
   }
 };
 
-// Whether the tile that starts at t0 is moved in vectors.
+// Whether the tile that starts at t0 has all its channels and steps.
 template <typename TileConfig>
-__device__ __forceinline__ bool has_vectors(const ScanPlan& plan, const Position& at, int64_t t0) {
-  return plan.has_vectors && at.channels == kTileChannels && t0 + TileConfig::kTileSteps <= at.end;
+__device__ __forceinline__ bool is_whole(const Position& at, int64_t t0) {
+  return at.channels == kTileChannels && t0 + TileConfig::kTileSteps <= at.end;
 }
 
 // An element of a tile; zero if it does not exist. `row` is the row of the block's first channel.
@@ -263,7 +326,7 @@ __device__ __forceinline__ AccumulateType<Scalar> put_step_size(TileArray<TileCo
 }
 
 // B and C at the steps of a tile, in shared memory, with the steps of a state contiguous. Producers move them in vectors along
-// the steps or along the states.
+// the steps, shifted or not, or along the states.
 template <typename TileConfig>
 struct Matrices {
   using Scalar = typename TileConfig::Scalar;
@@ -273,8 +336,11 @@ struct Matrices {
   static constexpr int kCapacity = kStates * kPitch;  // of one matrix
   static constexpr int kPerMatrix = kStates * TileConfig::kTileSteps / kVector;
   static constexpr int kCount = 2 * kPerMatrix / TileConfig::kProducers;  // vectors of a thread
+  static constexpr int kPerRow = TileConfig::kTileSteps / kVector;
+  static constexpr int kStage = 2 * kStates * (kPerRow + 1);  // vectors of the raw matrices; as in ThreadVectors
   static_assert(kPerMatrix % kWarpSize == 0, "a warp reads from one matrix at a time");
   static_assert(2 * kPerMatrix % TileConfig::kProducers == 0, "threads share the matrices evenly");
+  static_assert(kWarpSize % kPerRow == 0, "a warp copies whole rows, and reads no others");
   using Raw = Vector<Scalar, kVector>;
 
   Acc *B, *C;
@@ -308,13 +374,13 @@ struct Matrices {
            step(i, access) * (b ? p.B.stride_step : p.C.stride_step);
   }
 
-  // Calls visit(i, address, stride, access, valid) for each vector: its first `valid` elements exist, `stride` apart.
+  // Calls visit(i, address, stride, access, left) for each vector. `left` elements exist from its first on, `stride` apart: at
+  // most its own, or those of the row up to step `steps` of the tile; none if it is not positive.
   template <typename Visitor>
   __device__ __forceinline__ static void for_each(const SelectiveScanParams& p, const ScanPlan& plan,
                                                   const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                                   const Visitor& visit) {
     const int states = static_cast<int>(p.dstate);
-    const bool is_whole = steps == TileConfig::kTileSteps && states >= kStates;
 #pragma unroll
     for (int i = 0; i < kCount; ++i) {
       const bool b = is_B(i);
@@ -323,25 +389,34 @@ struct Matrices {
       const Scalar* const source = addresses[i] + first_step * stride_step;
       const int n = state(i, access), t = step(i, access);
       const bool along_states = access == VectorAccess::kAlongChannels;
-      int valid = kVector;
-      if (!is_whole) {
-        const int left = along_states ? states - n : steps - t;
-        valid = n >= states || t >= steps ? 0 : left < kVector ? left : kVector;
-      }
-      visit(i, source, along_states ? stride_state : stride_step, access, valid);
+      const int row_left = along_states ? states - n : steps - t;
+      const int left = (along_states ? t < steps : n < states) ? row_left : -kVector;
+      visit(i, source, along_states ? stride_state : stride_step, access, left);
     }
   }
 
+  // The place of vector i among the raw matrices in shared memory; of a shifted vector, the block that holds its first byte.
+  // C begins after the memory of a shifted B, whatever the access of either.
+  __device__ __forceinline__ static int place(int i, VectorAccess access) {
+    if (access == VectorAccess::kShifted) return index(i) / kPerRow * (kPerRow + 1) + index(i) % kPerRow;
+    return index(i) + (is_B(i) ? 0 : kStates);
+  }
   // As ThreadVectors::copy_async and load. States and steps that do not exist are zeros.
   __device__ __forceinline__ static void copy_async(const SelectiveScanParams& p, const ScanPlan& plan,
                                                     const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                                     Raw* stage) {
     for_each(p, plan, addresses, first_step, steps,
-             [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int valid) {
-               if (access != VectorAccess::kSingly && valid == kVector) {
-                 cuda::cp_async(stage + i * TileConfig::kProducers, source, kVectorBytes);
+             [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int left) {
+               constexpr int kBytes = sizeof(Scalar);
+               const int valid = max(0, min(left, kVector));
+               Raw* const target = stage + place(i, access);
+               if (access == VectorAccess::kSingly) {
+                 *target = load_vector<Scalar, kVector>(source, stride, false, valid);
+               } else if (access == VectorAccess::kShifted) {
+                 cuda::cp_async_block<false>(target, source, left * kBytes);
+                 if (index(i) % kPerRow == kPerRow - 1) cuda::cp_async_block<true>(target + 1, source, left * kBytes);
                } else {
-                 stage[i * TileConfig::kProducers] = load_vector<Scalar, kVector>(source, stride, false, valid);
+                 cuda::cp_async(target, source, valid * kBytes);
                }
              });
   }
@@ -349,15 +424,27 @@ struct Matrices {
                                               const Scalar* const (&addresses)[kCount], int64_t first_step, int steps,
                                               Raw (&raw)[kCount]) {
     for_each(p, plan, addresses, first_step, steps,
-             [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int valid) {
-               raw[i] = load_vector<Scalar, kVector>(source, stride, access != VectorAccess::kSingly, valid);
+             [&](int i, const Scalar* source, int64_t stride, VectorAccess access, int left) {
+               raw[i] = access == VectorAccess::kShifted
+                            ? cuda::ShiftedLoad<Scalar, kVector>(source, left).vector()
+                            : load_vector<Scalar, kVector>(source, stride, access != VectorAccess::kSingly, min(left, kVector));
              });
   }
 
-  __device__ __forceinline__ void put(const ScanPlan& plan, const Raw* stage) const {
+  // Widens the raw matrices in shared memory that copy_async has filled from the same addresses, or from those of another tile.
+  __device__ __forceinline__ void put(const ScanPlan& plan, const Scalar* const (&addresses)[kCount], const Raw* stage) const {
     Raw raw[kCount];
 #pragma unroll
-    for (int i = 0; i < kCount; ++i) raw[i] = stage[i * TileConfig::kProducers];
+    for (int i = 0; i < kCount; ++i) {
+      const VectorAccess access = is_B(i) ? plan.B : plan.C;
+      const Raw* const source = stage + place(i, access);
+      if (access == VectorAccess::kShifted) {
+        const int past = cuda::bytes_past_multiple<kVectorBytes>(addresses[i]);
+        raw[i] = cuda::load_shifted_shared<Scalar, kVector>(reinterpret_cast<const char*>(source), past);
+      } else {
+        raw[i] = *source;
+      }
+    }
     put(plan, raw);
   }
   __device__ __forceinline__ void put(const ScanPlan& plan, const Raw (&raw)[kCount]) const {

@@ -109,22 +109,39 @@ at::Tensor output(const Scan& scan, const Chunks& chunks, const Pairs& pairs, co
   return y;
 }
 
-void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs) {
+// The states at positions that are asked for beside the results, (rows of the batch, positions, heads, headdim, dstate).
+struct ChosenStates {
+  at::IntArrayRef positions;
+  at::Tensor states;
+
+  // Copies from the states at the bounds of a run's chunks, or at the beginning if `run` is that of no steps.
+  void copy(const Run& run, const at::Tensor& bounds) const {
+    for (size_t i = 0; i < positions.size(); ++i) {
+      const int64_t steps = positions[i] - run.begin;
+      if (steps < 0 || steps > run.steps() || (steps == 0 && run.begin > 0)) continue;
+      states.narrow(0, run.row, run.rows).select(1, i).copy_(bounds.select(0, run.steps() > 0 ? steps / run.length : 0));
+    }
+  }
+};
+
+void forward_part(const Scan& scan, const Part& part, const FwdOutputs& outputs, const ChosenStates& chosen) {
   at::Tensor state = scan.load_states(scan.in.initial_states, part);
-  for (const Run& run : scan.runs(part)) {
+  chosen.copy({part.row, part.rows, 0, 0, 1}, state.unsqueeze(0));
+  for (const Run& run : scan.runs(part, chosen.positions)) {
     const Chunks chunks = scan.load(run);
     const at::Tensor states = scan.boundary_states(chunks, state);
     at::Tensor y = output(scan, chunks, make_pairs(scan, chunks), read_states(scan, chunks, states));
     if (is_present(scan.in.z)) y.mul_(at::silu(scan.by_step(*scan.in.z, run)));
     scan.split_heads(Scan::run_of(outputs.out, run)).copy_(y);
+    chosen.copy(run, states);
     state = states.select(0, run.chunks);
   }
   outputs.final_states.narrow(0, part.row, part.rows).copy_(state);
 }
 
-void forward(const Inputs& in, Discretization method, const FwdOutputs& outputs) {
+void forward(const Inputs& in, Discretization method, const FwdOutputs& outputs, const ChosenStates& chosen = {}) {
   const Scan scan(in, method);
-  for (const Part& part : scan.parts()) forward_part(scan, part, outputs);
+  for (const Part& part : scan.parts()) forward_part(scan, part, outputs, chosen);
 }
 
 // The gradients of the parameters, float64, summed over the runs.
@@ -297,6 +314,14 @@ FwdOutputs fwd_aten(const Inputs& in) {
       of.states.put(of_batch.final_states, outputs.final_states);
     }
   }
+  return outputs;
+}
+
+StatesOutputs states_aten(const StatesInputs& in) {
+  const ExactProducts exact;
+  const Discretization method = check_states_inputs(in);
+  const StatesOutputs outputs = allocate_states(in);
+  forward(in, method, outputs, {in.states_at, outputs.states});
   return outputs;
 }
 

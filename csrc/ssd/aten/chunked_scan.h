@@ -8,6 +8,8 @@
 namespace ssm_kernels::ssd {
 
 FwdOutputs fwd_aten(const Inputs& in);
+// A position that is not a multiple of the chunk ends a chunk early.
+StatesOutputs states_aten(const StatesInputs& in);
 GradTensors bwd_aten(const BwdInputs& in);
 std::string plan_aten(const Inputs& in);
 

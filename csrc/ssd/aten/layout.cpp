@@ -74,12 +74,15 @@ std::vector<Part> Scan::parts() const {
   return result;
 }
 
-std::vector<Run> Scan::runs(const Part& part) const {
+std::vector<Run> Scan::runs(const Part& part, at::IntArrayRef bounds) const {
   std::vector<Run> result;
   if (heads == 0) return result;
   const int64_t most = std::max<int64_t>(1, chunks_per_run_ / part.rows);
   for (int64_t begin = 0; begin < seqlen; begin += result.back().steps()) {
-    const int64_t steps = seqlen - begin, length = std::min(chunk_length, steps);
+    const auto* bound = std::find_if(bounds.begin(), bounds.end(), [&](int64_t position) {
+      return position > begin && (position - begin) % chunk_length != 0;
+    });
+    const int64_t steps = (bound == bounds.end() ? seqlen : *bound) - begin, length = std::min(chunk_length, steps);
     result.push_back({part.row, part.rows, begin, std::min(most, steps / length), length});
   }
   return result;

@@ -55,8 +55,9 @@ class Scan {
   Scan(const Inputs& in, Discretization method);
 
   std::vector<Part> parts() const;
-  // Runs of whole chunks whose temporaries have a bounded size; the last run has the incomplete chunk.
-  std::vector<Run> runs(const Part& part) const;
+  // Runs of whole chunks whose temporaries have a bounded size; the last run has the incomplete chunk. Each of the ascending
+  // bounds is the end of a chunk: a run of one shorter chunk ends where whole chunks would not.
+  std::vector<Run> runs(const Part& part, at::IntArrayRef bounds = {}) const;
 
   Chunks load(const Run& run) const;
   // A run of a (batch, seqlen, ...) tensor as (chunks, rows, steps, ...).

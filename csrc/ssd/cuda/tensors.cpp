@@ -25,7 +25,7 @@ bool is_aligned(const at::Tensor& tensor) { return reinterpret_cast<uintptr_t>(t
 int64_t padding(int64_t size) { return round_up(size, kRowElements) - size; }
 
 // Returns a contiguous tensor: constant_pad_nd alone keeps the memory order of tensors whose second axis is the innermost.
-at::Tensor pad(const at::Tensor& tensor, at::IntArrayRef sizes) {
+at::Tensor zero_padded(const at::Tensor& tensor, at::IntArrayRef sizes) {
   const bool is_needed = std::any_of(sizes.begin(), sizes.end(), [](int64_t size) { return size > 0; });
   return (is_needed ? at::constant_pad_nd(tensor, sizes) : tensor).contiguous();
 }
@@ -41,7 +41,7 @@ bool has_rows(const at::Tensor& tensor) {
 at::Tensor as_rows(const at::Tensor& tensor) {
   if (has_rows(tensor)) return tensor;
   const int64_t more = padding(tensor.size(3));
-  return more > 0 ? pad(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
+  return more > 0 ? zero_padded(tensor, {0, more}) : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
 RowsView rows_view(const at::Tensor& tensor) {
@@ -77,7 +77,7 @@ KernelInputs::KernelInputs(const Inputs& in, Discretization method)
   }
   A_ = in.A.contiguous();
   if (is_present(in.dt_bias)) dt_bias_ = in.dt_bias->contiguous();
-  if (is_present(in.D)) D_ = in.D->dim() == 2 ? pad(*in.D, {0, more_rows_}) : in.D->contiguous();
+  if (is_present(in.D)) D_ = in.D->dim() == 2 ? zero_padded(*in.D, {0, more_rows_}) : in.D->contiguous();
   if (is_present(in.initial_states)) initial_states_ = as_states(*in.initial_states);
 }
 
@@ -121,7 +121,7 @@ at::Tensor KernelInputs::empty_states() const {
 }
 
 at::Tensor KernelInputs::as_states(const at::Tensor& states) const {
-  const at::Tensor padded = pad(states, {0, more_columns_, 0, more_rows_});
+  const at::Tensor padded = zero_padded(states, {0, more_columns_, 0, more_rows_});
   return is_aligned(padded) ? padded : padded.clone();
 }
 

@@ -1,0 +1,296 @@
+// Device code of the linear scan's sequential kernels, which many chains take: a block's chain, its warps' turns, and the
+// copies of the rows. (carry.cuh and device.cuh serve the tile kernels, which split a chain over blocks.)
+//
+// A block has one chain: kTileChannels channels of one row of the batch, over all of time. Its warps take segments of kSteps
+// steps in turn: warp w takes segments w, w + warps, w + 2 warps and so on. A lane has kLaneChannels neighboring channels. It
+//
+// 1. starts the copies of its warp's later segments (cp.async), kStages ahead, 16 bytes at a time;
+// 2. computes the coefficients of all steps of a segment, which need no state;
+// 3. waits for the state before the segment, from the same lane of the warp before, through shared memory and an mbarrier;
+// 4. takes the state through the steps, passes it to the next warp, and stores the results, a row of 32 lanes at a time.
+//
+// While one warp is at step 3 or 4 the others are at 2. Only steps 3 and 4 follow one another, some 160 clocks a segment. Steps
+// are computed one after another in the order of the scan, so results depend neither on the number of warps nor on the batch.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/launch.cuh"
+#include "cuda/ptx/cp_async.cuh"
+#include "cuda/ptx/mbarrier.cuh"
+#include "cuda/vector_io.cuh"
+#include "linear_scan/cuda/launch.h"
+
+namespace ssm_kernels::linear_scan {
+
+template <typename Scalar_, int steps, int tensors>
+struct Segment {
+  using Scalar = Scalar_;
+  using Acc = cuda::AccumulateType<Scalar>;
+  static constexpr int kSteps = steps;
+  static constexpr int kTensors = tensors;  // that pass through shared memory
+  static constexpr int kLaneChannels = kTileChannels / cuda::kWarpSize;
+  static constexpr int kLanesOfRow = kTileChannels * static_cast<int>(sizeof(Scalar)) / kVectorBytes;
+  static constexpr int kRowsAtOnce = cuda::kWarpSize / kLanesOfRow;
+  static_assert(kRowsAtOnce >= 1 && kSteps % kRowsAtOnce == 0, "a warp copies whole groups of rows");
+
+  using Row = cuda::Vector<Scalar, kLaneChannels>;  // a lane's part of a row
+  struct Stage {
+    Scalar rows[kTensors][kSteps][kTileChannels];
+  };
+  // About 12 KB of copies in flight for each of the 16 warps of a multiprocessor. At the rate of a copy a multiprocessor
+  // needs 33 KB for each microsecond of latency.
+  static constexpr int kWantedStages = 12 * 1024 / static_cast<int>(sizeof(Stage));
+  static constexpr int kStages = kWantedStages < 2 ? 2 : kWantedStages;
+  static constexpr int kWarpBytes = kStages * static_cast<int>(sizeof(Stage)) + kTileChannels * static_cast<int>(sizeof(Acc));
+};
+
+// A lane's share of its block's chain. Shared memory: the mbarriers, the state before each warp's next segment, the stages.
+template <typename S, bool is_forward>
+class Chain {
+ public:
+  using Scalar = typename S::Scalar;
+  using Acc = typename S::Acc;
+  using Stage = typename S::Stage;
+
+  // Publishes the state before the first step to the first warp.
+  __device__ __forceinline__ Chain(const LinearScanParams& p, const SequentialPartition& partition, unsigned char* memory,
+                                   const StateView& initial)
+      : warp(static_cast<int>(threadIdx.x) / cuda::kWarpSize),
+        warps(static_cast<int>(blockDim.x) / cuda::kWarpSize),
+        lane(static_cast<int>(threadIdx.x) % cuda::kWarpSize),
+        segments(partition.segments),
+        channels(p.channels),
+        seqlen_(p.seqlen) {
+    const uint32_t row = partition.channel_blocks.divide(blockIdx.x);
+    batch = row;
+    block_channel = int64_t(blockIdx.x - row * partition.channel_blocks.value<uint32_t>()) * kTileChannels;
+    channel = block_channel + lane * S::kLaneChannels;
+    has_channels = channel < p.channels;
+    ready_ = reinterpret_cast<cuda::Mbarrier*>(memory);
+    states_ = reinterpret_cast<Acc*>(memory + kSequentialBarrierBytes) + lane * S::kLaneChannels;
+    stages_ =
+        reinterpret_cast<Stage*>(memory + kSequentialBarrierBytes + warps * kTileChannels * sizeof(Acc)) + warp * S::kStages;
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < warps; ++i) ready_[i].init(1);
+    }
+    __syncthreads();
+    if (warp == 0) {
+      Acc state[S::kLaneChannels];
+      load_state(initial, state);
+      publish(0, state);
+    }
+  }
+
+  // How many of the segment's first steps exist before position `end`.
+  __device__ __forceinline__ int steps_until(int64_t end, int segment) const {
+    const int64_t left = end - int64_t(segment) * S::kSteps;
+    return left >= S::kSteps ? S::kSteps : max(static_cast<int>(left), 0);
+  }
+  __device__ __forceinline__ int steps(int segment) const { return steps_until(seqlen_, segment); }
+  __device__ __forceinline__ bool is_last(int segment) const { return segment + 1 == segments; }
+  // The step at a segment's position 0.
+  __device__ __forceinline__ int64_t first_step(int segment) const {
+    const int64_t position = int64_t(segment) * S::kSteps;
+    return is_forward ? position : seqlen_ - 1 - position;
+  }
+
+  // The distance from a row of a tensor to the next one in the order of the scan, in elements.
+  static __device__ __forceinline__ int64_t row_stride(const SequenceView& view) {
+    return is_forward ? view.stride_step : -view.stride_step;
+  }
+  // A tensor's element at a segment's position 0 and one of the block's channels.
+  template <typename Element>
+  __device__ __forceinline__ Element* element(const SequenceView& view, int segment, int64_t at_channel) const {
+    return static_cast<Element*>(view.data) + batch * view.stride_batch + first_step(segment) * view.stride_step + at_channel;
+  }
+
+  // Calls work(segment, stage) for each of the warp's segments. copy(segment, stage), called in the order of the segments,
+  // starts copies to a stage. work() calls carry(), and release() when no lane of the warp reads the stage any more.
+  template <typename Copy, typename Work>
+  __device__ __forceinline__ void for_each_segment(const Copy& copy, const Work& work) {
+#pragma unroll
+    for (int i = 0; i < S::kStages; ++i) {
+      if (warp + i * warps < segments) copy(warp + i * warps, stages_[i]);
+      cuda::cp_async_commit();
+    }
+    int at = 0;
+#pragma unroll 1
+    for (int segment = warp; segment < segments; segment += warps) {
+      cuda::cp_async_wait<S::kStages - 1>();
+      __syncwarp();  // a lane reads what others copied
+      Stage& stage = stages_[at];
+      at = at + 1 == S::kStages ? 0 : at + 1;
+      work(segment, stage, [&] {
+        __syncwarp();
+        if (const int later = segment + S::kStages * warps; later < segments) copy(later, stage);
+        cuda::cp_async_commit();
+      });
+    }
+  }
+
+  // The state before the warp's next segment.
+  __device__ __forceinline__ void wait_for_state(Acc (&state)[S::kLaneChannels]) {
+    ready_[warp].wait(turn_++);
+    const Acc* const source = states_ + warp * kTileChannels;
+#pragma unroll
+    for (int j = 0; j < S::kLaneChannels; ++j) state[j] = source[j];
+  }
+  // Passes the state after a segment on. The next warp has read its last state: this one follows from it.
+  __device__ __forceinline__ void pass_on(int segment, const Acc (&state)[S::kLaneChannels]) {
+    if (!is_last(segment)) publish(warp + 1 == warps ? 0 : warp + 1, state);
+  }
+
+  // Loads the lane's channels of a state; missing elements are zero.
+  __device__ __forceinline__ void load_state(const StateView& view, Acc (&state)[S::kLaneChannels]) const {
+#pragma unroll
+    for (int j = 0; j < S::kLaneChannels; ++j) {
+      state[j] = view.data != nullptr && has_channels ? *state_element(view, j) : Acc(0);
+    }
+  }
+  __device__ __forceinline__ void store_state(const StateView& view, const Acc (&state)[S::kLaneChannels]) const {
+    if (view.data == nullptr || !has_channels) return;
+#pragma unroll
+    for (int j = 0; j < S::kLaneChannels; ++j) *state_element(view, j) = state[j];
+  }
+
+  const int warp, warps, lane, segments;
+  const int64_t channels;
+  int64_t batch, block_channel;
+  int64_t channel;    // the lane's first
+  bool has_channels;  // all of the lane's, or none
+
+ private:
+  __device__ __forceinline__ Acc* state_element(const StateView& view, int j) const {
+    return static_cast<Acc*>(view.data) + batch * view.stride_sequence + (channel + j) * view.stride_channel;
+  }
+  __device__ __forceinline__ void publish(int to, const Acc (&state)[S::kLaneChannels]) {
+    Acc* const target = states_ + to * kTileChannels;
+#pragma unroll
+    for (int j = 0; j < S::kLaneChannels; ++j) target[j] = state[j];
+    __syncwarp();
+    if (lane == 0) ready_[to].arrive();
+  }
+
+  const int64_t seqlen_;
+  int turn_ = 0;
+  cuda::Mbarrier* ready_;
+  Acc* states_;
+  Stage* stages_;
+};
+
+// The rows of a tensor that a lane copies: 16 bytes of each kRowsAtOnce-th row. Segments are copied in the order of the warp's
+// turns. Addresses advance by strides that are read where they are needed: multiples of strides would take registers.
+template <typename S, bool is_forward>
+struct CopiedRows {
+  using Scalar = typename S::Scalar;
+  using ChainOf = Chain<S, is_forward>;
+  using Vector = cuda::Vector<Scalar, kVectorBytes / static_cast<int>(sizeof(Scalar))>;
+
+  const Scalar* source;
+
+  static __device__ __forceinline__ int row(const ChainOf& chain) { return chain.lane / S::kLanesOfRow; }
+  static __device__ __forceinline__ int column(const ChainOf& chain) { return chain.lane % S::kLanesOfRow * Vector::kSize; }
+
+  CopiedRows() = default;
+  // `earlier` steps before those of the segments. An absent tensor has no rows.
+  __device__ __forceinline__ CopiedRows(const SequenceView& view, const ChainOf& chain, int earlier = 0)
+      : source(chain.template element<Scalar>(view, chain.warp, chain.block_channel + column(chain)) -
+               earlier * view.stride_step + row(chain) * ChainOf::row_stride(view)) {}
+
+  // Copies the first `steps` rows of the warp's next segment; the others become zero.
+  __device__ __forceinline__ void copy(const SequenceView& view, const ChainOf& chain, int steps,
+                                       Scalar (&target)[S::kSteps][kTileChannels]) {
+    const int rows = chain.block_channel + column(chain) < chain.channels ? steps : 0;
+    const int64_t stride = ChainOf::row_stride(view);
+    const Scalar* from = source;
+#pragma unroll
+    for (int i = 0; i < S::kSteps; i += S::kRowsAtOnce) {
+      cuda::cp_async(&target[i + row(chain)][column(chain)], from, i + row(chain) < rows ? cuda::kCpAsyncBytes : 0);
+      from += S::kRowsAtOnce * stride;
+    }
+    source += chain.warps * S::kSteps * stride;
+  }
+  // The same for an absent tensor.
+  static __device__ __forceinline__ void clear(const ChainOf& chain, Scalar (&target)[S::kSteps][kTileChannels]) {
+#pragma unroll
+    for (int i = 0; i < S::kSteps; i += S::kRowsAtOnce) Vector::zero().store(&target[i + row(chain)][column(chain)]);
+  }
+};
+
+// The inputs of a segment's steps for one lane. Narrow inputs, which do not broadcast, come from shared memory, wide ones from
+// global memory. Backward does not read the input that is b itself.
+template <typename S, typename Variant, bool is_forward>
+struct SegmentInputs {
+  using Scalar = typename S::Scalar;
+  using Acc = typename S::Acc;
+  using ChainOf = Chain<S, is_forward>;
+  static constexpr int kInputs = static_cast<int>(Variant::kNames.size());
+  static constexpr int kNarrow = static_cast<int>(Variant::kFirstBroadcast);
+  static constexpr int kWide = kInputs - kNarrow;
+  static constexpr bool kSkipsAdded = !is_forward && Variant::kAdded != kNoInput;
+  static_assert(!kSkipsAdded || Variant::kAdded == kNarrow - 1, "the stages hold the narrow inputs before the added one");
+  static constexpr int kStaged = kSkipsAdded ? kNarrow - 1 : kNarrow;
+  static constexpr int kChannels = S::kLaneChannels;
+
+  const LinearScanParams& p;
+  const typename S::Stage& stage;
+  int lane, steps;  // steps: for which the lane has inputs
+  const char* wide[kWide > 0 ? kWide : 1];
+
+  __device__ __forceinline__ SegmentInputs(const LinearScanParams& p, const ChainOf& chain, const typename S::Stage& stage,
+                                           int segment, int steps)
+      : p(p), stage(stage), lane(chain.lane), steps(steps) {
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) {
+      const SequenceView& view = p.inputs[kNarrow + i];
+      wide[i] = view.is_accumulate
+                    ? reinterpret_cast<const char*>(chain.template element<Acc>(view, segment, chain.channel))
+                    : reinterpret_cast<const char*>(chain.template element<Scalar>(view, segment, chain.channel));
+    }
+  }
+
+  // The inputs of step s. Called for each step, in order.
+  __device__ __forceinline__ void next(int s, Acc (&x)[kChannels][kInputs]) {
+#pragma unroll
+    for (int i = 0; i < kStaged; ++i) {
+      const auto row = S::Row::load(&stage.rows[i][s][lane * kChannels]);
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) x[j][i] = row.accumulate(j);
+    }
+    if constexpr (kSkipsAdded) {
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) x[j][kNarrow - 1] = 0;
+    }
+#pragma unroll
+    for (int i = 0; i < kWide; ++i) {
+      const SequenceView& view = p.inputs[kNarrow + i];
+      auto values = cuda::Vector<Acc, kChannels>::zero();
+      if (s < steps) {
+        if (view.is_accumulate) {
+          values = cuda::Vector<Acc, kChannels>::load(reinterpret_cast<const Acc*>(wide[i]));
+        } else {
+          const auto row = S::Row::load(reinterpret_cast<const Scalar*>(wide[i]));
+#pragma unroll
+          for (int j = 0; j < kChannels; ++j) values.set(j, row.accumulate(j));
+        }
+      }
+      wide[i] += ChainOf::row_stride(view) * static_cast<int64_t>(view.is_accumulate ? sizeof(Acc) : sizeof(Scalar));
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) x[j][kNarrow + i] = values[j];
+    }
+  }
+};
+
+// Launches a block for each chain. The kernel's registers leave room for `most_warps` warps in a multiprocessor.
+template <typename S, typename Kernel, typename Params>
+cudaError_t launch_chains(Kernel kernel, int most_warps, const Params& params, SequentialPartition partition,
+                          cudaStream_t stream) {
+  partition.segments = static_cast<int>((params.seqlen + S::kSteps - 1) / S::kSteps);
+  const int warps = sequential_warps(partition, most_warps, S::kWarpBytes);
+  const int bytes = kSequentialBarrierBytes + warps * S::kWarpBytes;
+  if (const cudaError_t error = cuda::allow_shared_bytes(kernel, bytes); error != cudaSuccess) return error;
+  return cuda::launch(kernel, partition.chains, warps * cuda::kWarpSize, bytes, stream, /*uses_pdl=*/false, params, partition);
+}
+
+}  // namespace ssm_kernels::linear_scan

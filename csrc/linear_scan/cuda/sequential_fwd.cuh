@@ -1,0 +1,96 @@
+// Linear scan, forward, on CUDA, for many chains: h_t = a_t h_{t-1} + b_t, one step after another. Tensors are (batch, seqlen,
+// channels), rows are vectors, and sequences are not packed.
+//
+// sequential.cuh describes how blocks, warps and lanes share the work. A lane keeps a and b of all steps of a segment in
+// registers, replaces b by h as it takes the state through the steps, and stores h from there. Each input is read once and h
+// written once. Nothing is saved for backward.
+#pragma once
+
+#include "linear_scan/cuda/sequential.cuh"
+
+namespace ssm_kernels::linear_scan {
+
+// 16 steps in 16-bit types, 8 in float32: a and b of two channels take 64 or 32 registers. Half as many with inputs that
+// broadcast, which are loaded into registers.
+template <typename Variant>
+constexpr int kFwdRowBytes = Variant::kNames.size() > Variant::kFirstBroadcast ? 16 : 32;
+template <typename Scalar, typename Variant>
+using FwdSegment =
+    Segment<Scalar, kFwdRowBytes<Variant> / static_cast<int>(sizeof(Scalar)), static_cast<int>(Variant::kFirstBroadcast)>;
+
+template <typename Scalar, typename Variant>
+__global__ void __launch_bounds__(kSequentialMaxWarps* cuda::kWarpSize, 1)
+    linear_scan_sequential_fwd_kernel(const __grid_constant__ LinearScanFwdParams p,
+                                      const __grid_constant__ SequentialPartition partition) {
+  using S = FwdSegment<Scalar, Variant>;
+  using Acc = typename S::Acc;
+  using Inputs = SegmentInputs<S, Variant, true>;
+  using ChainOf = Chain<S, true>;
+  constexpr int kChannels = S::kLaneChannels;
+  extern __shared__ __align__(kVectorBytes) unsigned char memory[];
+  const Variant variant = make_variant<Variant>(p.options);
+  ChainOf chain(p, partition, memory, p.initial_state);
+
+  CopiedRows<S, true> rows[Inputs::kStaged];
+#pragma unroll
+  for (int i = 0; i < Inputs::kStaged; ++i) rows[i] = CopiedRows<S, true>(p.inputs[i], chain);
+  const auto copy = [&](int segment, typename S::Stage& stage) {
+    const int steps = chain.steps(segment);
+#pragma unroll
+    for (int i = 0; i < Inputs::kStaged; ++i) rows[i].copy(p.inputs[i], chain, steps, stage.rows[i]);
+  };
+
+  chain.for_each_segment(copy, [&](int segment, const typename S::Stage& stage, const auto& release) {
+    const int steps = chain.has_channels ? chain.steps(segment) : 0;
+    Inputs inputs(p, chain, stage, segment, steps);
+    Acc a[S::kSteps][kChannels], h[S::kSteps][kChannels];  // h begins as b
+#pragma unroll
+    for (int s = 0; s < S::kSteps; ++s) {
+      Acc x[kChannels][Inputs::kInputs];
+      inputs.next(s, x);
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) {
+        const Step<Acc> step = variant.step(variant.gates(x[j]), x[j]);
+        a[s][j] = step.a;
+        h[s][j] = step.b;
+      }
+    }
+    release();
+
+    Acc state[kChannels];
+    chain.wait_for_state(state);
+#pragma unroll
+    for (int s = 0; s < S::kSteps; ++s) {
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) state[j] = h[s][j] = Math<Acc>::fma(a[s][j], state[j], h[s][j]);
+    }
+    chain.pass_on(segment, state);
+
+    Scalar* target = chain.template element<Scalar>(p.h, segment, chain.channel);
+#pragma unroll
+    for (int s = 0; s < S::kSteps; ++s) {
+      if (s < steps) S::Row::round(h[s]).store_once(target);
+      target += p.h.stride_step;
+    }
+    if (chain.is_last(segment)) {
+#pragma unroll
+      for (int s = 0; s < S::kSteps; ++s) {
+        if (s + 1 == steps) chain.store_state(p.last_state, h[s]);
+      }
+    }
+  });
+}
+
+template <typename Scalar>
+cudaError_t launch_linear_scan_sequential_fwd(const LinearScanFwdParams& params, const SequentialPartition& partition,
+                                              cudaStream_t stream) {
+  cudaError_t error = cudaSuccess;
+  visit_recurrence(params.recurrence, params.options, [&](auto variant) {
+    using Variant = decltype(variant);
+    error = launch_chains<FwdSegment<Scalar, Variant>>(linear_scan_sequential_fwd_kernel<Scalar, Variant>, kSequentialMaxWarps,
+                                                       params, partition, stream);
+  });
+  return error;
+}
+
+}  // namespace ssm_kernels::linear_scan
