@@ -1,8 +1,8 @@
 """Trains a language model on sequences that are split over processes, each of which holds a span of every sequence.
 
-Every process runs this script, and ``torchrun`` starts them: on CPUs with gloo, with ``--device cuda`` on one GPU each with NCCL.
-The model's mixers exchange states (:class:`ssm_kernels.distributed.ContextParallel`), and its parameters and the optimizer are
-sharded (``fully_shard``). The text is the one of ``char_lm.py``:
+Every process runs this script, and ``torchrun`` starts them: on CPUs with gloo, with ``--device cuda`` on one GPU each with
+NCCL. The model's mixers exchange states (:class:`ssm_kernels.distributed.ContextParallel`), and its parameters and the optimizer
+are sharded (``fully_shard``). The text is the one of ``char_lm.py``:
 
     torchrun --nproc-per-node 2 examples/long_context.py --plot curve.png
     torchrun --nproc-per-node 4 examples/long_context.py --seqlen 65536 --device cuda
@@ -122,7 +122,8 @@ def load_history(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError):
         raise Mistake(f"{folder} is not a checkpoint of this script") from None
     if other:
-        raise Mistake(f"{folder} belongs to another run: {', '.join(f'{n} {was}, not {now}' for n, (was, now) in other.items())}")
+        differences = ", ".join(f"{name} {was}, not {now}" for name, (was, now) in other.items())
+        raise Mistake(f"{folder} belongs to another run: {differences}")
     return history
 
 
@@ -218,8 +219,8 @@ def main(argv: list[str] | None = None) -> None:
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - start
             print(
-                f"test loss: {history['tests'][-1][1]:.2f} bits per byte after {len(history['losses'])} steps, {seconds:.0f} s on "
-                f"{mesh.size()} processes, {describe(args.model, args.discretization)}"
+                f"test loss: {history['tests'][-1][1]:.2f} bits per byte after {len(history['losses'])} steps, "
+                f"{seconds:.0f} s on {mesh.size()} processes, {describe(args.model, args.discretization)}"
             )
             if args.plot is not None:
                 title = f"{describe(args.model, args.discretization)}, {args.seqlen} bytes on {mesh.size()} processes"

@@ -100,6 +100,15 @@ def scan_cases() -> Iterator[ScanCase]:
     groups = case("groups of B and of C", dim=20, groups=10)
     other_C = make_inputs(dim=20, seqlen=70, dstate=16, groups=4, dtype=torch.float32)["C"]
     yield groups._replace(inputs=groups.inputs | {"C": other_C})
+    packed = {"cu_seqlens": (0, 0, 1, 33, 33, 65, 193, 200, 200)}
+    for dtype in DTYPES:
+        for options in ({}, {"initial_state": False}, {"resets": ((1, 32, 97, 192),)}, {"B": "constant", "C": "constant"}):
+            yield case("packed", dtype=dtype, **packed, **options)
+        for dstate in (5, 16, 40):
+            sizes = {"dim": 64, "dstate": dstate}
+            yield case("packed, whole vectors along channels", dtype=dtype, layout="transposed", **packed, **sizes)
+    yield case("sequences of seq_idx", batch=2, seqlen=130, resets=((1, 32, 97), (64,)))
+    yield case("packed, many tiles of channels", dim=250, dstate=3, **packed)
     whole = case("expanded")
     expanded = {"delta": whole.inputs["delta"][:, :1].expand(2, 21, 70), "B": whole.inputs["B"][:1].expand(2, 16, 70)}
     yield whole._replace(inputs=whole.inputs | expanded)

@@ -23,7 +23,7 @@ Positions = Sequence[int] | Tensor
 _Results = tuple[Tensor, Tensor, Tensor]
 
 # The axes that a tensor of steps may have; without one of time, it is constant.
-_SELECTIVE_RANKS = {"u": (3,), "delta": (3,), "B": (2, 3, 4), "C": (2, 3, 4), "z": (3,)}
+_SELECTIVE_RANKS = {"u": (3,), "delta": (3,), "B": (2, 3, 4), "C": (2, 3, 4), "z": (3,), "seq_idx": (2,)}
 _SSD_RANKS = {"x": (4,), "dt": (3,), "B": (4,), "C": (4,), "z": (4,), "seq_idx": (2,)}
 
 
@@ -40,19 +40,23 @@ def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], opt
         options: its other arguments.
     """
     op = torch.ops.ssm_kernels.selective_scan
-    u, initial_state = inputs["u"], inputs["initial_state"]
+    u, initial_state, seq_idx, cu_seqlens = (inputs[name] for name in ("u", "initial_state", "seq_idx", "cu_seqlens"))
     if not _are_steps(inputs, _SELECTIVE_RANKS, -1):
         op(*inputs.values(), **options)  # raises
     seqlen = u.shape[-1]
     positions = _read("selective_scan", states_at, seqlen)
-    sequences = [name for name in _SELECTIVE_RANKS if inputs[name] is not None and inputs[name].dim() > 2]
+    sequences = [
+        name for name in _SELECTIVE_RANKS if inputs[name] is not None and (inputs[name].dim() > 2 or name == "seq_idx")
+    ]
 
     def of_steps(begin: int, end: int, state: Tensor | None) -> dict[str, Any]:
         return inputs | {name: inputs[name][..., begin:end] for name in sequences} | {"initial_state": state}
 
-    if not _needs_public_operator(inputs.values()):
+    if seq_idx is None and cu_seqlens is None and not _needs_public_operator(inputs.values()):
         chunk = chunk_length(inputs["A"].shape[-1])
-        out, last_state, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(*inputs.values(), *options.values(), True)
+        out, last_state, chunk_states = torch.ops.ssm_kernels._selective_scan_fwd(
+            *(value for name, value in inputs.items() if name not in ("seq_idx", "cu_seqlens")), *options.values(), True
+        )
         states = {seqlen: last_state}
         for p in positions:
             state = states[p] if p in states else chunk_states[:, p // chunk]
@@ -63,7 +67,9 @@ def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], opt
         return out, last_state, _stack(positions, states, last_state)
 
     def scan(begin: int, end: int, state: Tensor | None) -> tuple[Tensor, Tensor]:
-        result: tuple[Tensor, Tensor] = op(*of_steps(begin, end, state).values(), **options)
+        piece_cu_seqlens, state = _packed_piece(seq_idx, cu_seqlens, begin, end, seqlen, state)
+        piece = of_steps(begin, end, state) | {"cu_seqlens": piece_cu_seqlens}
+        result: tuple[Tensor, Tensor] = op(*piece.values(), **options)
         return result
 
     try:
@@ -75,7 +81,7 @@ def selective_scan_with_states(states_at: Positions, inputs: dict[str, Any], opt
         out = torch.cat([piece.transpose(1, 2) for piece in outputs], 1).transpose(1, 2)
     else:
         out = _join(outputs, 2)
-    return out, states[seqlen], _stack(positions, states, states[seqlen])
+    return out, states[seqlen], _of_positions(positions, states, states[seqlen], cu_seqlens)
 
 
 def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) -> _Results:
@@ -104,19 +110,8 @@ def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) 
 
     def scan(begin: int, end: int, states: Tensor | None) -> tuple[Tensor, Tensor]:
         values = arguments | {name: arguments[name][:, begin:end] for name in sequences}
-        if cu_seqlens is not None and (begin, end) != (0, seqlen):
-            # Sequences that have ended, or not begun, have no steps here: their states pass through. The first and the last
-            # piece leave the operator to check where cu_seqlens begins and ends.
-            low, high = (begin if begin > 0 else None), (end if end < seqlen else None)
-            values["cu_seqlens"] = cu_seqlens.clamp(low, high) - begin
-        if seq_idx is not None and begin > 0 and states is not None:
-            resets = (seq_idx[:, begin] != seq_idx[:, begin - 1]).view(-1, 1, 1, 1)
-            if cu_seqlens is not None:
-                number, before = (_sequence_of(cu_seqlens, step) for step in (begin, begin - 1))
-                rows = torch.arange(states.shape[0], device=states.device).view(-1, 1, 1, 1)
-                resets = resets & (number == before) & (rows == number)
-            states = states.masked_fill(resets, 0)
-        return call(**values | {"initial_states": states})
+        values["cu_seqlens"], values["initial_states"] = _packed_piece(seq_idx, cu_seqlens, begin, end, seqlen, states)
+        return call(**values)
 
     try:
         outputs, states = _scan_pieces(scan, positions, seqlen, arguments["initial_states"])
@@ -124,16 +119,47 @@ def ssd_chunk_scan_with_states(states_at: Positions, arguments: dict[str, Any]) 
         call(**arguments)  # the message has the sizes of the whole tensors
         raise
     out, final_states = _join(outputs, 1), states[seqlen]
+    return out, final_states, _of_positions(positions, states, final_states, cu_seqlens)
+
+
+def _packed_piece(
+    seq_idx: Tensor | None, cu_seqlens: Tensor | None, begin: int, end: int, seqlen: int, states: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """``cu_seqlens`` of the steps from ``begin`` to before ``end``, and the states before them: zero where ``seq_idx`` changes
+    there."""
+    if seq_idx is not None and begin > 0 and states is not None:
+        one_each = (-1, *(1,) * (states.dim() - 1))
+        resets = (seq_idx[:, begin] != seq_idx[:, begin - 1]).view(one_each)
+        if cu_seqlens is not None:
+            number, before = (_sequence_of(cu_seqlens, step) for step in (begin, begin - 1))
+            rows = torch.arange(states.shape[0], device=states.device).view(one_each)
+            resets = resets & (number == before) & (rows == number)
+        states = states.masked_fill(resets, 0)
+    if cu_seqlens is not None and (begin, end) != (0, seqlen):
+        # Sequences that have ended, or not begun, have no steps here: their states pass through. The first and the last piece
+        # leave the operator to check where cu_seqlens begins and ends.
+        low, high = (begin if begin > 0 else None), (end if end < seqlen else None)
+        cu_seqlens = cu_seqlens.clamp(low, high) - begin
+    return cu_seqlens, states
+
+
+def _of_positions(positions: list[int], states: dict[int, Tensor], last: Tensor, cu_seqlens: Tensor | None) -> Tensor:
+    """(batch, positions, ...): with ``cu_seqlens``, of each position the state of the sequence of the step before it.
+
+    Args:
+        states: of all sequences, by position.
+        last: the states after all steps.
+    """
     if cu_seqlens is None:
-        return out, final_states, _stack(positions, states, final_states)
-    # Of each position, the state of the sequence that the step before it belongs to.
+        return _stack(positions, states, last)
+    chosen = {}
     for p in {0, *positions}:
-        if p in states and final_states.shape[0] > 0:
-            number = _sequence_of(cu_seqlens, max(p - 1, 0)).clamp(max=final_states.shape[0] - 1)
-            states[p] = states[p].index_select(0, number)
+        if p in states and last.shape[0] > 0:
+            number = _sequence_of(cu_seqlens, max(p - 1, 0)).clamp(max=last.shape[0] - 1)
+            chosen[p] = states[p].index_select(0, number)
         else:
-            states[p] = final_states.new_zeros(1, *final_states.shape[1:])
-    return out, final_states, _stack(positions, states, states[0])
+            chosen[p] = last.new_zeros(1, *last.shape[1:])
+    return _stack(positions, chosen, chosen[0])
 
 
 def _ssd_chunk_scan_states(positions: list[int], arguments: dict[str, Any], call: Callable[..., Any]) -> _Results:

@@ -37,25 +37,36 @@ def _selective_scan(
     z: Tensor | None = None,
     delta_bias: Tensor | None = None,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """One call for all samples, folded into the batch or, if a parameter is mapped, into the channels as more groups."""
-    samples = info.batch_size
+    """One call for all samples, folded into the batch or, if the sequences are packed into one row or a parameter is mapped,
+    into the channels as more groups."""
+    operator, samples = torch.ops.ssm_kernels.selective_scan, info.batch_size
     names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
-    dims = dict(zip(names, in_dims, strict=False))
+    dims = dict(zip((*names, "seq_idx", "cu_seqlens"), in_dims, strict=False))
+    if dims.get("cu_seqlens") is not None:
+        raise RuntimeError(f"selective_scan: expected cu_seqlens that vmap does not map, got in_dims {dims['cu_seqlens']}")
     present = {
         name: tensor
         for name, tensor in zip(names, (u, delta, A, B, C, D, z, delta_bias, initial_state), strict=True)
         if tensor is not None
     }
     batch_dim_seqlen, dstate = _sample_shape(u, dims["u"]), _sample_shape(A, dims["A"])[-1]
+    states = batch_dim_seqlen[0] if cu_seqlens is None else len(cu_seqlens) - 1
     if samples == 0:
-        return (u.new_empty(0, *batch_dim_seqlen), A.new_empty(0, *batch_dim_seqlen[:2], dstate)), (0, 0)
+        return (u.new_empty(0, *batch_dim_seqlen), A.new_empty(0, states, batch_dim_seqlen[1], dstate)), (0, 0)
     parameters = {"A", "D", "delta_bias"}
     for name in ("B", "C"):
         if present[name].dim() - (dims[name] is not None) == 2:  # constant
             parameters.add(name)
-    fold_into_batch = all(dims.get(name) is None for name in parameters)
+    fold_into_batch = cu_seqlens is None and all(dims.get(name) is None for name in parameters)
+    if not fold_into_batch and dims.get("seq_idx") is not None:  # which channels share: a call for each sample
+        arguments = (u, delta, A, B, C, D, z, delta_bias, initial_state, seq_idx, cu_seqlens)
+        padded = (*in_dims, *(None,) * (len(arguments) - len(in_dims)))
+        results = [operator(*_select_sample(arguments, padded, sample), **options) for sample in range(samples)]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
 
     folded = {}
     for name, tensor in present.items():
@@ -69,7 +80,9 @@ def _selective_scan(
             if name in ("B", "C") and tensor.dim() == 4:  # (batch, dstate, seqlen) for each sample: one group
                 tensor = tensor.unsqueeze(2)
             folded[name] = tensor.transpose(0, 1).flatten(1, 2)
-    outputs = torch.ops.ssm_kernels.selective_scan(*(folded.get(name) for name in names), **options)
+    if seq_idx is not None and fold_into_batch:
+        seq_idx = _samples_first(seq_idx, dims.get("seq_idx"), samples).flatten(0, 1)
+    outputs = operator(*(folded.get(name) for name in names), seq_idx, cu_seqlens, **options)
     axis = 0 if fold_into_batch else 1
     return tuple(output.unflatten(axis, (samples, batch_dim_seqlen[axis])) for output in outputs), (axis, axis)
 
@@ -371,6 +384,8 @@ def _mamba_mixer(
     delta_bias: Tensor | None,
     initial_state: Tensor | None,
     discretization: str,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Calls the scan that the mixer consists of, which has a rule."""
     sequences = [None if v is None else v.transpose(1, 2) for v in (x, delta, B, C, z)]
@@ -383,6 +398,8 @@ def _mamba_mixer(
         sequences[4],
         None if delta_bias is None else delta_bias.to(wide),
         initial_state,
+        seq_idx,
+        cu_seqlens,
         discretization=discretization,
         delta_softplus=True,
     )

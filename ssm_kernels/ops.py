@@ -29,6 +29,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: Literal[False] = False,
     states_at: None = None,
 ) -> Tensor: ...
@@ -46,6 +48,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: Literal[False] = False,
     states_at: Positions,
 ) -> tuple[Tensor, Tensor]: ...
@@ -63,6 +67,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: Literal[True],
     states_at: None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -80,6 +86,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: Literal[True],
     states_at: Positions,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -97,6 +105,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: bool,
     states_at: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -114,6 +124,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: bool,
     states_at: Positions | None,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -131,6 +143,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     states_at: Positions | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -160,38 +174,53 @@ def selective_scan(
         discretization: one of ``ssm_kernels.discretizations``, such as ``"zoh"``, ``"zoh_exact"`` and ``"bilinear"``, or
             ``"foh"``, an alias of ``"zoh_exact"``.
         delta_softplus: apply softplus (identity above 20, as :func:`torch.nn.functional.softplus`) to ``delta + delta_bias``.
-        initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent.
-        return_last_state: also return the state after the last step.
+        initial_state: state before the first step, (batch, dim, dstate), dtype of ``A``; zero if absent. With ``cu_seqlens``
+            (sequences, dim, dstate), one for each sequence.
+        seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes, with a state of zero.
+        cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` has the steps ``cu_seqlens[i]`` to
+            ``cu_seqlens[i + 1] - 1``, which may be none. Together with ``seq_idx`` sequences begin where either says so; those
+            of ``cu_seqlens`` have states.
+        return_last_state: also return the state after the last step, of each sequence of ``cu_seqlens``.
         states_at: also return the states at these positions: ints, or a tensor of one axis, int32 or int64, on the CPU. The
             state at ``p``, from 0 to seqlen, is the one after the first ``p`` steps. A scan of the later steps that begins
-            with it continues the sequence. Positions may repeat and need no order.
+            with it continues the sequence. Positions may repeat and need no order. With ``cu_seqlens`` the state at ``p`` is
+            that of the sequence of step ``p - 1``, and at 0 the first one of the sequence of step 0.
 
     Returns:
-        ``out`` of the shape and dtype of ``u``; with ``return_last_state`` then ``last_state``, (batch, dim, dstate), dtype of
-        ``A``; with ``states_at`` then ``states``, (batch, positions, dim, dstate), dtype of ``A``. All are differentiable with
-        respect to every tensor argument, ``initial_state`` included. Double backward and ``torch.func`` transforms other than
-        ``vmap`` are not supported and raise.
+        ``out`` of the shape and dtype of ``u``; with ``return_last_state`` then ``last_state``, (batch, dim, dstate) or
+        (sequences, dim, dstate), dtype of ``A``; with ``states_at`` then ``states``, (batch, positions, dim, dstate), dtype of
+        ``A``. All are differentiable with respect to every floating-point tensor, ``initial_state`` included. Double backward
+        and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
-    **Cost of** ``states_at``. Without gradients, autocast and transforms, one call returns the states at multiples of 32 (above
-    16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch, seqlen / 32 + 1, dim, dstate).
-    Any other position takes one more call, of the steps since the multiple before it. With gradients the scan is one call for
-    each piece between positions, chained by its states, and a copy that joins the outputs; rounding may differ from the scan
-    in one call. On CUDA, pieces that do not begin at a multiple of 16 bytes are read element by element.
+    **Packed sequences.** Each sequence is scanned on its own: values of one, NaN included, reach no other. On CUDA the blocks
+    of all sequences run at once. Tensors of contiguous channels, as layers have them, are read in vectors. Contiguous steps are
+    read as shifted rows by the sequential scan (``docs/cuda.md``) and element by element by the others. The host waits for the
+    device to check the values of ``cu_seqlens``, unless a CUDA graph is being captured, and to count the sequences of
+    ``seq_idx``, which cannot be captured.
+
+    **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at
+    multiples of 32 (above 16 states: 64), at 0 and at seqlen, from the chunk states that forward then writes, (batch,
+    seqlen / 32 + 1, dim, dstate). Any other position takes one more call, of the steps since the multiple before it. Otherwise
+    the scan is one call for each piece between positions, chained by its states, and a copy that joins the outputs; rounding
+    may differ from the scan in one call. On CUDA, pieces that do not begin at a multiple of 16 bytes are shifted rows
+    of the sequential scan; the others read them element by element.
 
     The operator runs on CPU and on CUDA (compute capability 8.0 and newer) and gives the same bits every time. States and sums
     are float32 (float64 with float64 inputs). Autograd saves the states at every 32nd step (above 16 states: 64th). On CUDA the
-    operator launches on the current stream, the host does not wait for the device, and forward and backward can be captured in
-    a CUDA graph.
+    operator launches on the current stream, the host waits for the device for packed sequences only, and forward and backward
+    can be captured in a CUDA graph.
 
     Raises:
-        ValueError: a shape, a position or the discretization is not as above.
-        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        ValueError: a shape, a position, the discretization or, unless a CUDA graph is being captured, a value of
+            ``cu_seqlens`` is not as above.
+        RuntimeError: a dtype, layout or device is not as above, there is no kernel for the device, or ``seq_idx`` is given
+            while a CUDA graph is being captured.
         TypeError: an argument is not a tensor where one is expected, a required tensor is None, or ``states_at`` has other
             elements than ints.
     """
     if states_at is not None:
         inputs = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
-        inputs["initial_state"] = initial_state
+        inputs |= {"initial_state": initial_state, "seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         settings = {"discretization": discretization, "delta_softplus": delta_softplus}
         out, last_state, states = selective_scan_with_states(states_at, inputs, settings)
         return (out, last_state, states) if return_last_state else (out, states)
@@ -205,6 +234,8 @@ def selective_scan(
         z,
         delta_bias,
         initial_state,
+        seq_idx,
+        cu_seqlens,
         discretization=discretization,
         delta_softplus=delta_softplus,
     )

@@ -223,6 +223,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: Literal[False] = False,
     states_at: None = None,
 ) -> Tensor: ...
@@ -240,6 +242,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: Literal[False] = False,
     states_at: Positions,
 ) -> tuple[Tensor, Tensor]: ...
@@ -257,6 +261,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: Literal[True],
     states_at: None = None,
 ) -> tuple[Tensor, Tensor]: ...
@@ -274,6 +280,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: Literal[True],
     states_at: Positions,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
@@ -291,6 +299,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: bool,
     states_at: None = None,
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -308,6 +318,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: bool,
     states_at: Positions | None,
 ) -> Tensor | tuple[Tensor, ...]: ...
@@ -324,6 +336,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     states_at: Positions | None = None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -337,21 +351,72 @@ def selective_scan(
     delta = step_sizes(delta.to(dtype), None if delta_bias is None else delta_bias.to(dtype)[:, None], delta_softplus)
     Bt = _per_step(B.to(dtype), batch, dim, seqlen)
     Ct = _per_step(C.to(dtype), batch, dim, seqlen)
-    h = A.new_zeros(batch, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
-    outputs, states = [], [h]
-    # unbind, because indexing one step has a gradient as large as the whole sequence.
-    for u_t, delta_t, B_t, C_t in zip(*(sequence.unbind(-1) for sequence in (u, delta, Bt, Ct)), strict=True):
-        Abar, c = coefficients(discretization, delta_t[..., None], A)
-        h = Abar * h + c * B_t * u_t[..., None]
-        states.append(h)
-        outputs.append((h * C_t).sum(-1))
-    out = torch.stack(outputs, dim=-1) if outputs else u.new_zeros(batch, dim, 0)
+    resets = _resets(seq_idx, batch, seqlen, u.device)
+    sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
+    first_states = A.new_zeros(sequences, dim, A.shape[1]) if initial_state is None else initial_state.to(dtype)
+
+    def scan(begin: int, end: int, resets: Tensor, state: Tensor) -> tuple[Tensor, list[Tensor]]:
+        outputs, states = [], [state]
+        # unbind, because indexing one step has a gradient as large as the whole sequence.
+        steps = (v[..., begin:end].unbind(-1) for v in (u, delta, Bt, Ct, resets))
+        for u_t, delta_t, B_t, C_t, reset_t in zip(*steps, strict=True):
+            Abar, c = coefficients(discretization, delta_t[..., None], A)
+            state = Abar * state.masked_fill(reset_t[:, None, None], 0) + c * B_t * u_t[..., None]
+            states.append(state)
+            outputs.append((state * C_t).sum(-1))
+        return torch.stack(outputs, dim=-1) if outputs else u[..., :0], states
+
+    out, h, states = _of_sequences(scan, cu_seqlens, resets, first_states, time=2)
     if D is not None:
         out = out + D.to(dtype)[:, None] * u
     if z is not None:
         out = out * F.silu(z.to(dtype))
     results = (out, *((h,) if return_last_state else ()), *_at_positions(states, states_at))
     return results if len(results) > 1 else out
+
+
+def _resets(seq_idx: Tensor | None, batch: int, seqlen: int, device: torch.device) -> Tensor:
+    """Where the state before a step is dropped, (batch, seqlen): where ``seq_idx`` changes."""
+    resets = torch.zeros(batch, seqlen, dtype=torch.bool, device=device)
+    if seq_idx is not None:
+        resets[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return resets
+
+
+def _of_sequences(
+    scan: Callable[[int, int, Tensor, Tensor], tuple[Tensor, list[Tensor]]],
+    cu_seqlens: Tensor | None,
+    resets: Tensor,
+    first_states: Tensor,
+    time: int,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The outputs and last states of all packed sequences, and the states before the first step and after each.
+
+    Args:
+        scan: the outputs of the steps from the first to before the second number, and the states before the first of these
+            steps and after each. Its other arguments are the resets at all steps, and the state before these.
+        resets: (batch, seqlen).
+        first_states: of each sequence, or of each row without ``cu_seqlens``.
+        time: the axis of time of outputs.
+    """
+    seqlen = resets.shape[1]
+    if cu_seqlens is None:
+        out, states = scan(0, seqlen, resets, first_states)
+        return out, states[-1], states
+    # The first step of a sequence continues from the initial state.
+    resets = resets.clone()
+    resets[:, cu_seqlens[:-1][cu_seqlens[:-1] < seqlen].long()] = False
+    out, _ = scan(0, 0, resets, first_states[:1])
+    of_steps: list[Tensor] = []
+    outputs, last_states = [out], [first_states[:0]]
+    for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
+        out, own = scan(begin, end, resets, first_states[i : i + 1])
+        outputs.append(out)
+        last_states.append(own[-1])
+        if begin < end:
+            of_steps += own[len(of_steps) > 0 :]  # position 0 is before the first step, others are after one
+    of_steps = of_steps or [first_states.new_zeros(1, *first_states.shape[1:])]
+    return torch.cat(outputs, dim=time), torch.cat(last_states), of_steps
 
 
 def _at_positions(states: list[Tensor], states_at: Positions | None) -> tuple[Tensor, ...]:
@@ -588,26 +653,15 @@ def ssd_chunk_scan(
     dt = step_sizes(dt.to(dtype), None if dt_bias is None else dt_bias.to(dtype), dt_softplus, dt_limit)
     a, c = coefficients(discretization, dt, A)
     Bt, Ct = (X.to(dtype).repeat_interleave(heads // X.shape[2], dim=2) for X in (B, C))
-    resets = torch.zeros(batch, seqlen, dtype=torch.bool, device=x.device)
-    if seq_idx is not None:
-        resets[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
     sequences = batch if cu_seqlens is None else len(cu_seqlens) - 1
     states = x.new_zeros(sequences, heads, headdim, B.shape[3]) if initial_states is None else initial_states.to(dtype)
-    if cu_seqlens is None:
-        out, of_steps = _ssd_sequence(x, a, c, Bt, Ct, resets, states)
-        states = of_steps[-1]
-    else:
-        outputs, final_states, of_steps = [x[:, :0]], [states[:0]], []
-        for i, (begin, end) in enumerate(itertools.pairwise(cu_seqlens.tolist())):
-            x_i, a_i, c_i, B_i, C_i, resets_i = (v[:, begin:end] for v in (x, a, c, Bt, Ct, resets))
-            resets_i = F.pad(resets_i[:, 1:], (min(1, end - begin), 0))  # the first step continues from the initial state
-            y, own = _ssd_sequence(x_i, a_i, c_i, B_i, C_i, resets_i, states[i : i + 1])
-            outputs.append(y)
-            final_states.append(own[-1])
-            if begin < end:
-                of_steps += own[len(of_steps) > 0 :]  # position 0 is before the first step, others are after one
-        of_steps = of_steps or [x.new_zeros(1, heads, headdim, B.shape[3])]
-        out, states = torch.cat(outputs, dim=1), torch.cat(final_states)
+
+    def scan(begin: int, end: int, resets: Tensor, state: Tensor) -> tuple[Tensor, list[Tensor]]:
+        x_i, a_i, c_i, B_i, C_i = (v[:, begin:end] for v in (x, a, c, Bt, Ct))
+        return _ssd_sequence(x_i, a_i, c_i, B_i, C_i, resets[:, begin:end], state)
+
+    resets = _resets(seq_idx, batch, seqlen, x.device)
+    out, states, of_steps = _of_sequences(scan, cu_seqlens, resets, states, time=1)
     if D is not None:
         out = out + (D if D.dim() == 2 else D[:, None]).to(dtype) * x
     if z is not None:

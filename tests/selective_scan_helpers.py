@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from helpers import LAYOUTS, Draws, arrange, assert_as_accurate, parameter_dtype, step_on_a_copy
 from operator_spec import OperatorSpec, as_float64
+from ssd_helpers import PACKED, make_seq_idx
 from torch import Tensor
 
 from ssm_kernels import reference, selective_state_update
@@ -29,7 +30,8 @@ TENSORS = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
 def kernels_of(inputs: dict[str, Any]) -> tuple[str, str]:
     """The names of the kernels that forward and backward of a call take."""
     options = inputs.get("discretization", "zoh"), inputs.get("delta_softplus", False)
-    plans = torch.ops.ssm_kernels._selective_scan_plan(*(inputs.get(name) for name in TENSORS), *options)
+    packed = inputs.get("seq_idx"), inputs.get("cu_seqlens")
+    plans = torch.ops.ssm_kernels._selective_scan_plan(*(inputs.get(name) for name in TENSORS), *options, *packed)
     forward, backward = (plan.partition(",")[0] for plan in plans)
     return forward, backward
 
@@ -70,6 +72,8 @@ def make_inputs(
     delta_bias: bool = True,
     delta_softplus: bool = True,
     initial_state: bool = True,
+    resets: Sequence[Iterable[int]] | None = None,
+    cu_seqlens: Sequence[int] | None = None,
     discretization: str = "zoh",
     dtype: torch.dtype = torch.float64,
     device: str = "cpu",
@@ -83,10 +87,15 @@ def make_inputs(
     Args:
         groups: None for B and C of shape (batch, dstate, seqlen), else (batch, groups, dstate, seqlen).
         B, C: ``"variable"`` (per step) or ``"constant"``, (dim, dstate).
-        layout: see :func:`helpers.arrange`; of every tensor.
+        resets: of each row of the batch, in turn, the steps before which a new sequence begins; makes ``seq_idx``.
+        cu_seqlens: takes the place of batch and seqlen.
+        layout: see :func:`helpers.arrange`; of every floating-point tensor.
     """
     draws = Draws(seed)
     normal, uniform = draws.normal, draws.uniform
+    sequences = batch
+    if cu_seqlens is not None:
+        batch, seqlen, sequences = 1, cu_seqlens[-1], len(cu_seqlens) - 1
 
     def matrix(form: str) -> Tensor:
         if form == "constant":
@@ -102,7 +111,7 @@ def make_inputs(
         "D": normal(dim) if D else None,
         "z": normal(batch, dim, seqlen) if z else None,
         "delta_bias": 0.2 * uniform(dim) if delta_bias else None,
-        "initial_state": normal(batch, dim, dstate) if initial_state else None,
+        "initial_state": normal(sequences, dim, dstate) if initial_state else None,
     }
     constants = {"A", "D", "delta_bias", "initial_state"}
     constants |= {name for name, form in (("B", B), ("C", C)) if form == "constant"}
@@ -112,7 +121,17 @@ def make_inputs(
         else arrange(value.to(device, parameter_dtype(dtype) if name in constants else dtype), layout)
         for name, value in values.items()
     }
+    inputs["seq_idx"] = inputs["cu_seqlens"] = None
+    if resets is not None:
+        inputs["seq_idx"] = make_seq_idx([resets[row % len(resets)] for row in range(batch)], seqlen).to(device)
+    if cu_seqlens is not None:
+        inputs["cu_seqlens"] = torch.tensor(cu_seqlens, dtype=torch.int32, device=device)
     return inputs | {"discretization": discretization, "delta_softplus": delta_softplus}
+
+
+def at_steps(inputs: dict[str, Any], steps: slice) -> dict[str, Any]:
+    """The arguments of some steps."""
+    return inputs | {name: inputs[name][..., steps] for name in SELECTIVE_SCAN.time_axes(inputs)}
 
 
 def make_step_inputs(
@@ -177,12 +196,16 @@ CASES: dict[str, dict[str, Any]] = {
     "bfloat16": {"dtype": torch.bfloat16},
     "two_chunks": {"seqlen": 70, "dtype": torch.float32},
     "no_steps": {"seqlen": 0},
+    "packed": {"cu_seqlens": PACKED, "initial_state": False},
+    "packed_with_states": {"cu_seqlens": PACKED, "groups": 2},
+    "packed_with_resets": {"cu_seqlens": PACKED, "resets": ((3, 4, 6, 8),)},
+    "resets": {"resets": ((2,), (1, 3)), "layout": "transposed"},
 }
 SIZES = [
     {"seqlen": seqlen, **CASES[case]}
     for seqlen in (0, 5, 64, 65, 200)
     for case in ("all", "required_only", "groups", "constant_B_and_C")
-]
+] + [{"cu_seqlens": PACKED}, {"cu_seqlens": (0,)}, {"seqlen": 70, "resets": ((2, 60),)}]
 
 
 class SelectiveScan(OperatorSpec):
@@ -193,9 +216,13 @@ class SelectiveScan(OperatorSpec):
     offset_exact = True
     cases = options = CASES
     several_chunks = MappingProxyType({"dim": 6, "seqlen": 70})
+    packs = True
     large = MappingProxyType({"dim": 60, "seqlen": 70, "dstate": 16})
-    compiled = ("all", "required_only", "groups", "constant_B_and_C", "channels_contiguous")
-    mapped = ("all", "required_only", "groups", "constant_B_and_C")
+    compiled = ("all", "required_only", "groups", "constant_B_and_C", "channels_contiguous", "resets")
+    mapped = (
+        *("all", "required_only", "groups", "constant_B_and_C"),
+        *("packed_with_states", "packed_with_resets", "resets"),
+    )
     sizes = SIZES
     layouts = LAYOUTS
     nested = ("u", "A")
@@ -204,24 +231,26 @@ class SelectiveScan(OperatorSpec):
         return make_inputs(**options)
 
     def result_shapes(self, inputs: dict[str, Any]) -> tuple[tuple[int, ...], ...]:
-        u, A = inputs["u"], inputs["A"]
-        return u.shape, (u.shape[0], *A.shape)
+        u, A, cu_seqlens = inputs["u"], inputs["A"], inputs["cu_seqlens"]
+        return u.shape, (u.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, *A.shape)
 
     def time_axes(self, inputs: dict[str, Any]) -> dict[str, int]:
-        sequences = (name for name in ("u", "delta", "z", "B", "C") if inputs[name] is not None and inputs[name].dim() > 2)
+        names = ("u", "delta", "z", "B", "C", "seq_idx")
+        sequences = (name for name in names if inputs[name] is not None and (inputs[name].dim() > 2 or name == "seq_idx"))
         return {name: inputs[name].dim() - 1 for name in sequences}
 
     def cast_by_autocast(self, inputs: dict[str, Any]) -> list[str]:
-        return [*self.time_axes(inputs)]
+        return [name for name in self.time_axes(inputs) if name != "seq_idx"]
 
     def needed(self, inputs: dict[str, Any]) -> list[bool]:
         return [inputs[name] is not None for name in TENSORS]
 
     def internal_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {"save_chunk_states": True} | inputs
+        # Not all chunk states of packed sequences are written: those of two calls differ.
+        return {"save_chunk_states": inputs["seq_idx"] is None and inputs["cu_seqlens"] is None} | inputs
 
     def saved_values(self, inputs: dict[str, Any]) -> dict[str, Any]:
-        return {"chunk_states": self.forward_operator(*self.forward_arguments(inputs))[2]}
+        return {"chunk_states": self.forward_operator(*self.forward_arguments(inputs | {"save_chunk_states": True}))[2]}
 
 
 SELECTIVE_SCAN = SelectiveScan("selective_scan")

@@ -20,11 +20,16 @@ alignas(kVectorBytes) unsigned char present[kVectorBytes];
 
 struct Options {
   int64_t batch, dim, seqlen, dstate;
-  bool z, saves, constant_B, constant_C;
+  bool z, saves, constant_B, constant_C, packed;
 };
+constexpr int64_t kPackedSequences = 100;
 
 void set_inputs(SelectiveScanParams& p, const Options& o) {
-  p.batch = o.batch;
+  p.batch = p.rows = o.batch;
+  if (o.packed) {
+    p.rows = kPackedSequences;
+    p.cu_seqlens = reinterpret_cast<const int64_t*>(present);
+  }
   p.dim = o.dim;
   p.seqlen = o.seqlen;
   p.dstate = o.dstate;
@@ -43,9 +48,9 @@ template <typename Scalar>
 void print(const char* dtype, const Options& o, const DeviceLimits& device) {
   const auto line = [&](const char* direction, const Plan& plan) {
     const bool is_shifted = plan.is_sequential && plan.sequential.sequences == VectorAccess::kShifted;
-    std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s%s: %ld\n", dtype, direction, static_cast<long>(o.dstate),
-                static_cast<long>(o.batch), static_cast<long>(o.dim), static_cast<long>(o.seqlen), o.z ? " z" : "",
-                o.saves ? " saves" : "", o.constant_B ? " constant B" : "", o.constant_C ? " constant C" : "",
+    std::printf("%s %s N%ld B%ld D%ld L%ld%s%s%s%s%s%s%s: %ld\n", dtype, direction, static_cast<long>(o.dstate),
+                static_cast<long>(o.batch), static_cast<long>(o.dim), static_cast<long>(o.seqlen), o.packed ? " packed" : "",
+                o.z ? " z" : "", o.saves ? " saves" : "", o.constant_B ? " constant B" : "", o.constant_C ? " constant C" : "",
                 is_shifted ? " shifted" : "", plan.is_sequential ? " sequential" : "", static_cast<long>(plan.shared_bytes));
   };
   SelectiveScanFwdParams fwd;
@@ -70,9 +75,10 @@ int main(int, char** arguments) {
     for (const int64_t dim : {1, 5, 64, 2048}) {
       for (const int64_t seqlen : {30, 60, 196, 197, 200, 4096}) {
         for (const int64_t dstate : {1, 8, 16, 17, 32, 64, 100, 120, 128, 200, 255, 256}) {
-          for (int bits = 0; bits < 16; ++bits) {
-            const Options options{batch,          dim, seqlen, dstate, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0,
-                                  (bits & 8) != 0};
+          for (int bits = 0; bits < (batch == 1 ? 32 : 16); ++bits) {
+            const Options options{
+                batch,           dim, seqlen, dstate, (bits & 1) != 0, (bits & 2) != 0, (bits & 4) != 0, (bits & 8) != 0,
+                (bits & 16) != 0};
             print<double>("float64", options, device);
             print<float>("float32", options, device);
             print<__nv_bfloat16>("bfloat16", options, device);

@@ -67,7 +67,7 @@ def test_logits_of_the_last_tokens():
     torch.testing.assert_close(F.linear(backbone(tokens), model.lm_head.weight), whole)
 
 
-@pytest.mark.parametrize("mixer", ["Mamba2", "MinGRU", "MinLSTM"])
+@every_mixer
 def test_packed_sequences_are_one_by_one(mixer, device):
     model, tokens = make_model(mixer, device), make_tokens(1, 9, device=device)
     packed = model(tokens, cu_seqlens=torch.tensor([0, 4, 4, 9], device=device)).logits

@@ -224,12 +224,12 @@ def calls_of(layer_type: type[nn.Module]) -> dict[str, tuple[Callable, dict[str,
     if layer_type is SelectiveSSM:
         step, state = SelectiveSSM(6).step, torch.zeros(2, 6, 16)
         return {
-            "": (SelectiveSSM(6), {"x": SEQUENCE}, ["z", "initial_state"]),
+            "": (SelectiveSSM(6), {"x": SEQUENCE}, ["z", "initial_state", "seq_idx", "cu_seqlens"]),
             ".step": (step, {"x": STEP, "state": state}, ["z"]),
         }
     layer = Mamba(6) if layer_type is Mamba else Mamba2(6, d_state=8, headdim=4)
     states = dict(zip(("conv_state", "ssm_state"), layer.allocate_inference_cache(2, 5), strict=True))
-    sequence, optional = ("hidden_states", []) if layer_type is Mamba else ("u", ["seq_idx", "cu_seqlens"])
+    sequence, optional = "hidden_states" if layer_type is Mamba else "u", ["seq_idx", "cu_seqlens"]
     step = (layer.step, {"hidden_states": SEQUENCE[:, :1]} | states, [])
     return {"": (layer, {sequence: SEQUENCE}, optional), ".step": step}
 

@@ -85,7 +85,7 @@ def test_state_dict_round_trip(name, tmp_path, device):
 @pytest.mark.parametrize(
     ("name", "options", "sequences"),
     [
-        ("Mamba-foh", {"bias": False}, None),
+        *(("Mamba-foh", {"bias": False}, sequences) for sequences in (None, "cu_seqlens", "seq_idx")),
         *(("Mamba2", {"d_ssm": 8}, sequences) for sequences in (None, "cu_seqlens", "seq_idx")),
         *((name, {"bidirectional": True}, None) for name in RECURRENCES),
     ],
@@ -101,7 +101,9 @@ def test_compiles_once_for_all_lengths(name, options, sequences, device, fresh_d
             options["cu_seqlens"] = torch.tensor([0, 3, 3, seqlen], device=device)
         elif sequences == "seq_idx":
             options["seq_idx"] = torch.arange(seqlen, device=device)[None] // 4
-        shape = (1 if name == "Mamba2" else 2, seqlen) if name not in RECURRENCES else (seqlen, 2)
+            if name != "Mamba2":
+                options["seq_idx"] = options["seq_idx"].repeat(2, 1)
+        shape = (1 if sequences == "cu_seqlens" or name == "Mamba2" else 2, seqlen) if name not in RECURRENCES else (seqlen, 2)
         x = make_sequence(*shape, width_of(layer), device=device).requires_grad_()
         actual, expected = compiled(x, **options), layer(x, **options)
         assert_all_close(actual, expected, rtol=1e-10, atol=1e-12)

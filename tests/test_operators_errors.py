@@ -75,13 +75,13 @@ def function(name: str, sizes: Inputs, *indices: Inputs) -> Function:
 
 UPDATE = Function("selective_state_update", selective_scan_helpers.make_step_inputs, "x", UPDATE_SIZES, ({"slots": 2},))
 CONV_UPDATE = Function("causal_conv1d_update", conv_helpers.make_step_inputs, "x", {}, ({"slots": 3},))
-SELECTIVE = function("selective_scan", SELECTIVE_SIZES)
+SELECTIVE = function("selective_scan", SELECTIVE_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
 SSD = function("ssd_chunk_scan", SSD_SIZES, {"resets": ((2,),)}, {"cu_seqlens": ssd_helpers.PACKED})
 CONV = function("causal_conv1d", CONV_SIZES, {"seq_idx": True}, PACKED)
 RECURRENCES = {name: function(name, RECURRENCE_SIZES, {"cu_seqlens": (0, 2, 5)}, {"reset": True}) for name in PLAIN}
 NORMS = {name: function(name, {}) for name in OPERATORS if "norm" in name}
 FUNCTIONS = [SELECTIVE, SSD, CONV, *RECURRENCES.values(), *NORMS.values(), UPDATE, CONV_UPDATE]
-PACKING = [SSD, CONV, *RECURRENCES.values()]
+PACKING = [SELECTIVE, SSD, CONV, *RECURRENCES.values()]
 
 
 def over(functions: list[Function]) -> pytest.MarkDecorator:
@@ -132,6 +132,7 @@ SELECTIVE_SHAPES: Shapes = {
     "z": [(f"{BDL} = [2, 6, 5]", [(6, 5), (1, 6, 5), (2, 7, 5), (2, 6, 1)])],
     "delta_bias": [("(dim,) = [6]", [(6, 1), (5,), (1,)])],
     "initial_state": [(f"{BDN} = [2, 6, 3]", [(6, 3), (1, 6, 3), (2, 5, 3), (2, 6, 4)])],
+    "seq_idx": [("(batch, seqlen) = [2, 5]", [(5,), (1, 5), (2, 1), (2, 4), (2, 6), (2, 5, 1)])],
 }
 
 BLHP, BLGN = "(batch, seqlen, heads, headdim)", "(batch, seqlen, groups, dstate)"
@@ -242,6 +243,11 @@ NORM_SHAPES: Shapes = {
 
 SHAPES: list[tuple[Function, Inputs, Shapes]] = [
     (SELECTIVE, {}, SELECTIVE_SHAPES),
+    (
+        SELECTIVE,
+        {"cu_seqlens": ssd_helpers.PACKED},
+        {"initial_state": [("(sequences, dim, dstate) = [7, 6, 3]", [(1, 6, 3), (6, 6, 3)])]},
+    ),
     (SSD, {}, SSD_SHAPES),
     (
         SSD,
@@ -321,10 +327,10 @@ def test_resets_of_packed_sequences(function, device):
     assert_refuses(function, inputs, ValueError, message)
 
 
-@over([SSD, CONV])
+@over([SELECTIVE, SSD, CONV])
 def test_both_ways_of_packing(function, device):
     inputs = function.inputs(**function.indices[1], device=device)
-    seqlen = inputs["x"].shape[1]
+    seqlen = int(inputs["cu_seqlens"][-1])
     inputs["seq_idx"] = torch.zeros(1, seqlen + 1, dtype=torch.int32, device=device)
     message = f"expected seq_idx of shape (batch, seqlen) = [1, {seqlen}], got [1, {seqlen + 1}]"
     assert_refuses(function, inputs, ValueError, message)

@@ -236,8 +236,8 @@ TIME = "bool reverse=False, Tensor? cu_seqlens=None) -> (Tensor h, Tensor last_s
 SCHEMAS = {
     "selective_scan": (
         "(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, Tensor? delta_bias=None, "
-        "Tensor? initial_state=None, *, str discretization='zoh', bool delta_softplus=False) "
-        "-> (Tensor out, Tensor last_state)"
+        "Tensor? initial_state=None, Tensor? seq_idx=None, Tensor? cu_seqlens=None, *, str discretization='zoh', "
+        "bool delta_softplus=False) -> (Tensor out, Tensor last_state)"
     ),
     "selective_state_update": (
         "(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, Tensor? z=None, "

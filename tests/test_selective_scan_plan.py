@@ -59,3 +59,11 @@ def test_rows_between_vector_boundaries_take_the_sequential_scan(way, program):
         for seqlen in (30, 60, 196, 197, 200, 4096):
             name = names[f"{dtype} {way} N16 B100 D2048 L{seqlen}"]
             assert name.endswith(" sequential") and name.endswith(" shifted sequential") == (seqlen in shifted), name
+
+
+@pytest.mark.parametrize("way", ["forward", "backward"])
+def test_packed_sequences_are_shifted_rows(way, program):
+    """They begin at any step, whatever the length of the whole row."""
+    packed = [name for name in plans(program, DEVICES["9.0"][0]) if " N16 B1 D2048 " in name and " packed" in name]
+    taken = [name for name in packed if f" {way} " in name and "float64" not in name and "constant" not in name]
+    assert taken and all(name.endswith(" shifted sequential") for name in taken)

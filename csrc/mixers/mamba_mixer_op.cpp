@@ -1,8 +1,9 @@
 // The selective scan of a Mamba mixer as one differentiable operator, on every device. It takes (batch, seqlen, ...) tensors as
 // the projections return them, computes A = -e^A_log and applies softplus to delta.
 //
-// The operator also does the transposes, so that a call of the layer adds one autograd node here. The node saves the inputs
-// except the initial state, which is the first of the chunk states; the chunk states; and the converted parameters.
+// The operator also does the transposes, so that a call of the layer adds one autograd node here. The node saves the inputs,
+// the chunk states and the converted parameters; the initial state for packed sequences only, as it is the first of the chunk
+// states of others.
 
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -38,18 +39,23 @@ using selective_scan::NeedsGrad;
 
 struct Inputs {
   at::Tensor x, delta, A_log, B, C;
-  OptionalTensor D, z, delta_bias, initial_state;
+  OptionalTensor D, z, delta_bias, initial_state, seq_idx, cu_seqlens;
   std::string_view discretization;
 
-  // The public operator has no such arguments. In backward, the initial state is the first of the chunk states.
+  // The public operator has no such arguments. packed_initial_state is the initial state in backward, if there are packed
+  // sequences.
+  OptionalTensor packed_initial_state;
   bool save_chunk_states = false, has_initial_state = false, has_gate_of_convolution = false;
 
   auto fields_but_state() { return std::tie(x, delta, A_log, B, C, D, z, delta_bias); }
-  auto fields() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization)); }
+  auto fields_of_packed() { return std::tie(seq_idx, cu_seqlens); }
+  auto fields() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization), fields_of_packed()); }
 };
 
 struct FwdInputs : Inputs {
-  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(save_chunk_states)); }
+  auto fields() {
+    return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization, save_chunk_states), fields_of_packed());
+  }
 };
 
 struct FwdOutputs {
@@ -68,7 +74,10 @@ struct BwdInputs {
 
   auto grads() { return std::tie(grad_out, grad_last_state); }
   auto saved() { return std::tie(chunk_states, parameters); }
-  auto fields() { return std::tuple_cat(grads(), in.fields_but_state(), saved(), std::tie(in.discretization, needs_grad)); }
+  auto fields() {
+    return std::tuple_cat(grads(), in.fields_but_state(), saved(),
+                          std::tie(in.discretization, needs_grad, in.packed_initial_state), in.fields_of_packed());
+  }
 };
 
 // Between (batch, seqlen, channels) and the scan's (batch, channels, seqlen), either way, without a copy.
@@ -88,6 +97,8 @@ selective_scan::Inputs scan_inputs(const Inputs& in, const mixers::Parameters& w
   scan.D = wide.D;
   scan.z = transposed(in.z);
   scan.delta_bias = wide.bias;
+  scan.seq_idx = in.seq_idx;
+  scan.cu_seqlens = in.cu_seqlens;
   scan.discretization = in.discretization;
   scan.delta_softplus = true;
   return scan;
@@ -112,6 +123,7 @@ GradTensors bwd(const BwdInputs& bwd) {
   scan.grad_out = transposed(bwd.grad_out);
   scan.grad_last_state = bwd.grad_last_state;
   scan.in = scan_inputs(in, wide);
+  scan.in.packed_initial_state = in.packed_initial_state;
   scan.chunk_states = bwd.chunk_states;
   scan.needs_grad = needs_grad;
   GradTensors grads;
@@ -148,9 +160,12 @@ struct MambaMixer : DifferentiableOp<MambaMixer, BwdInputs, std::tuple<at::Tenso
   static Result forward(Inputs& in, variable_list* saved) {
     static const Operator<FwdOutputs, FwdInputs> op("ssm_kernels::_mamba_mixer_fwd");
     in.save_chunk_states = saved != nullptr;
-    FwdOutputs outputs = !c10::impl::dispatch_mode_enabled() && has_plain_tensors(differentiable(in)) ? fwd(in) : op(in);
+    const bool is_eager =
+        !c10::impl::dispatch_mode_enabled() && has_plain_tensors(std::tuple_cat(differentiable(in), in.fields_of_packed()));
+    FwdOutputs outputs = is_eager ? fwd(in) : op(in);
     if (saved != nullptr) {
       in.has_initial_state = is_present(in.initial_state);
+      if (is_present(in.seq_idx) || is_present(in.cu_seqlens)) in.packed_initial_state = in.initial_state;
       in.has_gate_of_convolution = is_present(in.z) && mamba_conv::is_gate(*in.z);
       *saved = {std::move(outputs.chunk_states), std::move(outputs.parameters)};
     }
@@ -158,7 +173,9 @@ struct MambaMixer : DifferentiableOp<MambaMixer, BwdInputs, std::tuple<at::Tenso
   }
 
   static auto saved_fields(Inputs& in) {
-    return std::tuple_cat(in.fields_but_state(), std::tie(in.discretization, in.has_initial_state, in.has_gate_of_convolution));
+    return std::tuple_cat(
+        in.fields_but_state(), in.fields_of_packed(),
+        std::tie(in.packed_initial_state, in.discretization, in.has_initial_state, in.has_gate_of_convolution));
   }
 
   static NeedsGrad has_edges(Inputs& in) {
@@ -168,7 +185,8 @@ struct MambaMixer : DifferentiableOp<MambaMixer, BwdInputs, std::tuple<at::Tenso
   }
 
   static GradTensors backward(BwdInputs& bwd) {
-    if (!runs_eagerly() || !has_plain_tensors(std::tuple_cat(bwd.in.fields_but_state(), bwd.saved(), bwd.grads()))) {
+    if (!runs_eagerly() || !has_plain_tensors(std::tuple_cat(bwd.in.fields_but_state(), std::tie(bwd.in.packed_initial_state),
+                                                             bwd.in.fields_of_packed(), bwd.saved(), bwd.grads()))) {
       return DifferentiableOp::backward(bwd);
     }
     at::AutoDispatchBelowADInplaceOrView guard;

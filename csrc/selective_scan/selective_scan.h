@@ -8,6 +8,11 @@
 // included, (batch, chunks + 1, dim, dstate), and backward recomputes the states inside a chunk from the one before it: nothing
 // of size batch * dim * seqlen * dstate exists. (With the last state there are never just one or none, so that the number of
 // chunks is no special case when torch.compile traces a dynamic seqlen.)
+//
+// A batch row may hold several sequences. Kernels scan rows: a row is a batch row or, of a packed call, one sequence, whose
+// chunks begin at its own first step. Of a packed sequence only the states between its chunks are saved, the one before step t
+// of the batch row in place t / chunk_length: such steps are at least chunk_length apart, also across sequences, so that no two
+// share a place. Backward takes the state before a packed sequence from initial_state.
 #pragma once
 
 #include <cstdint>
@@ -53,6 +58,13 @@ struct MatrixView {
   int64_t stride_batch = 0, stride_channel = 0, stride_state = 0, stride_step = 0;
 };
 
+// Steps `begin` to `end` - 1 of a batch row, which start from state `initial` of initial_state and end in state `last` of
+// last_state. -1: they start from zero; their last state is not returned.
+struct ScanRow {
+  int64_t batch = 0, begin = 0, end = 0, initial = 0, last = 0;
+};
+constexpr int64_t kScanRowFields = 5;
+
 // A (dim,) tensor, data null if absent.
 struct ChannelView {
   const void* data = nullptr;
@@ -70,6 +82,34 @@ struct SelectiveScanParams {
   int64_t chunk_length = 0, chunk_boundaries = 0;
   Discretization discretization = Discretization::kZoh;
   bool delta_softplus = false;
+  // The number of rows: batch unless the call is packed. Packed, either cu_seqlens, (rows + 1,), or the fields of each ScanRow,
+  // (rows, kScanRowFields), is not null.
+  int64_t rows = 0;
+  const int64_t* cu_seqlens = nullptr;
+  const int64_t* row_fields = nullptr;
+
+  SSM_HOST_DEVICE bool is_packed() const { return cu_seqlens != nullptr || row_fields != nullptr; }
+  SSM_HOST_DEVICE ScanRow row(int64_t index) const {
+    if (row_fields != nullptr) {
+      const int64_t* const f = row_fields + index * kScanRowFields;
+      return {f[0], f[1], f[2], f[3], f[4]};
+    }
+    if (cu_seqlens == nullptr) return {index, 0, seqlen, index, index};
+    // Nobody has checked the values while a CUDA graph is captured: no row may leave the tensors.
+    const auto clamped = [](int64_t value, int64_t low, int64_t high) {
+      return value < low ? low : value > high ? high : value;
+    };
+    const int64_t begin = clamped(cu_seqlens[index], 0, seqlen);
+    return {0, begin, clamped(cu_seqlens[index + 1], begin, seqlen), index, index};
+  }
+  // The place, among (batch * chunk_boundaries), of the state before a chunk.
+  SSM_HOST_DEVICE int64_t chunk_state(const ScanRow& row, int64_t chunk) const {
+    return row.batch * chunk_boundaries + row.begin / chunk_length + chunk;
+  }
+  // Whether this state is saved. It may be the one after the last chunk.
+  SSM_HOST_DEVICE bool saves_chunk_state(const ScanRow& row, int64_t chunk) const {
+    return !is_packed() || (chunk > 0 && chunk * chunk_length < row.end - row.begin);
+  }
 
   SequenceView u, delta, z;
   MatrixView B, C;
@@ -79,7 +119,7 @@ struct SelectiveScanParams {
 
 struct SelectiveScanFwdParams : SelectiveScanParams {
   SequenceView out;
-  void* last_state = nullptr;    // (batch, dim, dstate), contiguous
+  void* last_state = nullptr;    // (batch or sequences, dim, dstate), contiguous
   void* chunk_states = nullptr;  // (batch, chunks + 1, dim, dstate), contiguous; null: not saved
 };
 
@@ -91,7 +131,7 @@ struct SelectiveScanBwdParams : SelectiveScanParams {
   // Gradients that are absent or not needed have data null; per_step is then false.
   SequenceView grad_u, grad_delta, grad_z;
   MatrixView grad_B, grad_C;
-  // Contiguous: (dim, dstate), (dim,), (dim,) and (batch, dim, dstate).
+  // Contiguous: (dim, dstate), (dim,), (dim,) and (batch or sequences, dim, dstate).
   void* grad_A = nullptr;
   void* grad_D = nullptr;
   void* grad_delta_bias = nullptr;

@@ -8,12 +8,28 @@
 
 #include "torch/autograd_op.h"
 #include "torch/checks.h"
+#include "torch/packed_sequences.h"
 #include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_scan {
 namespace {
 
 constexpr char kOp[] = "selective_scan";
+
+const char* states_axes(const Inputs& in) {
+  return is_present(in.cu_seqlens) ? "(sequences, dim, dstate)" : "(batch, dim, dstate)";
+}
+
+c10::SymDimVector states_shape(const Inputs& in) {
+  return {count_states(in.cu_seqlens, in.u.sym_size(0)), in.u.sym_size(1), in.A.sym_size(1)};
+}
+
+// Kernels write the states of all rows. With seq_idx there is no row for a sequence without steps, whose state is `empty`.
+at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
+  const c10::SymDimVector shape = states_shape(in);
+  if (!is_present(in.seq_idx)) return at::empty_symint(shape, in.A.options());
+  return ssm_kernels::allocate_states(in.cu_seqlens, in.u.sym_size(2), shape, in.A.options(), empty);
+}
 
 void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tensor& matrix, const Inputs& in) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
@@ -52,14 +68,15 @@ Discretization check_inputs(const Inputs& in) {
   checks.tensor("D", in.D, "(dim,)", {dim}, accumulate);
   checks.tensor("z", in.z, "(batch, dim, seqlen)", in.u.sym_sizes(), dtype);
   checks.tensor("delta_bias", in.delta_bias, "(dim,)", {dim}, accumulate);
-  checks.tensor("initial_state", in.initial_state, "(batch, dim, dstate)", {batch, dim, dstate}, accumulate);
+  check_sequences(checks, in.seq_idx, in.cu_seqlens, batch, in.u.sym_size(2));
+  checks.tensor("initial_state", in.initial_state, states_axes(in), states_shape(in), accumulate);
   return parse_discretization(kOp, in.discretization);
 }
 
 FwdOutputs allocate_fwd(const Inputs& in) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
   const c10::SymInt boundaries = in.save_chunk_states ? chunk_boundary_count(seqlen, dstate) : c10::SymInt(0);
-  return {at::empty_like(in.u), at::empty_symint({batch, dim, dstate}, in.A.options()),
+  return {at::empty_like(in.u), allocate_states(in, in.initial_state),
           at::empty_symint({batch, boundaries, dim, dstate}, in.A.options())};
 }
 
@@ -68,7 +85,8 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
   const ArgumentChecks checks("selective_scan backward", "u", in.u);
   checks.tensor("grad_out", bwd.grad_out, "(batch, dim, seqlen)", in.u.sym_sizes(), in.u.scalar_type());
-  checks.tensor("grad_last_state", bwd.grad_last_state, "(batch, dim, dstate)", {batch, dim, dstate}, checks.accumulate());
+  checks.tensor("grad_last_state", bwd.grad_last_state, states_axes(in), states_shape(in), checks.accumulate());
+  checks.tensor("initial_state", in.packed_initial_state, states_axes(in), states_shape(in), checks.accumulate());
   checks.tensor("chunk_states", bwd.chunk_states, "(batch, chunks + 1, dim, dstate)",
                 {batch, chunk_boundary_count(seqlen, dstate), dim, dstate}, checks.accumulate());
   TORCH_CHECK_VALUE(is_present(in.z) || !is_present(bwd.grad_z),
@@ -91,7 +109,7 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
           allocate(kGradD, in.D, parameter),
           is_present(bwd.grad_z) ? *bwd.grad_z : allocate(kGradZ, in.z, sequence),
           allocate(kGradDeltaBias, in.delta_bias, parameter),
-          bwd.needs_grad[kGradInitialState] ? at::empty_symint({batch, dim, dstate}, in.A.options()) : absent()};
+          bwd.needs_grad[kGradInitialState] ? allocate_states(in, bwd.grad_last_state) : absent()};
 }
 
 namespace {
@@ -121,8 +139,15 @@ ChannelView channel_view(const OptionalTensor& tensor) {
 }
 
 // Fills the parameters that forward and backward share.
-void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method) {
-  params.batch = in.u.size(0);
+void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method, const PackedRows& rows) {
+  params.batch = params.rows = in.u.size(0);
+  if (rows.fields.defined()) {
+    params.rows = rows.fields.size(0);
+    params.row_fields = rows.fields.const_data_ptr<int64_t>();
+  } else if (rows.cu_seqlens.defined()) {
+    params.rows = rows.cu_seqlens.size(0) - 1;
+    params.cu_seqlens = rows.cu_seqlens.const_data_ptr<int64_t>();
+  }
   params.dim = in.u.size(1);
   params.seqlen = in.u.size(2);
   params.dstate = in.A.size(1);
@@ -136,26 +161,39 @@ void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization m
   params.B = matrix_view(in.B, Access::kRead);
   params.C = matrix_view(in.C, Access::kRead);
   params.A = state_view(in.A);
-  params.initial_state = state_view(in.initial_state);
   params.D = channel_view(in.D);
   params.delta_bias = channel_view(in.delta_bias);
 }
 
 }  // namespace
 
-SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, const FwdOutputs& outputs) {
+PackedRows make_packed_rows(const Inputs& in) {
+  PackedRows rows;
+  if (is_present(in.seq_idx)) {
+    rows.fields = sequence_parts(*in.seq_idx, in.cu_seqlens);
+  } else if (is_present(in.cu_seqlens)) {
+    rows.cu_seqlens = in.cu_seqlens->to(at::kLong).contiguous();
+  }
+  if (in.is_packed() && is_present(in.packed_initial_state)) rows.initial_state = in.packed_initial_state->contiguous();
+  return rows;
+}
+
+SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, const PackedRows& rows,
+                                       const FwdOutputs& outputs) {
   SelectiveScanFwdParams params;
-  fill_params(params, in, method);
+  fill_params(params, in, method, rows);
+  params.initial_state = state_view(in.initial_state);
   params.out = sequence_view(outputs.out, Access::kWrite);
   params.last_state = outputs.last_state.data_ptr();
   if (outputs.chunk_states.size(1) > 0) params.chunk_states = outputs.chunk_states.data_ptr();
   return params;
 }
 
-SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization method, const at::Tensor& chunk_states,
-                                       const GradTensors& grads) {
+SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization method, const PackedRows& rows,
+                                       const at::Tensor& chunk_states, const GradTensors& grads) {
   SelectiveScanBwdParams params;
-  fill_params(params, bwd.in, method);
+  fill_params(params, bwd.in, method, rows);
+  params.initial_state = state_view(rows.initial_state);
   params.grad_out = sequence_view(bwd.grad_out, Access::kRead);
   params.grad_last_state = state_view(bwd.grad_last_state);
   params.chunk_states = chunk_states.const_data_ptr();
@@ -180,7 +218,7 @@ SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization meth
 
 namespace {
 
-// Saves the inputs and the states at the chunk boundaries.
+// Saves the inputs and the states at the chunk boundaries, and the initial state of a packed call.
 struct SelectiveScan : DifferentiableOp<SelectiveScan, BwdInputs, std::tuple<at::Tensor, at::Tensor>> {
   static constexpr char kSchema[] = "ssm_kernels::selective_scan", kBackward[] = "ssm_kernels::_selective_scan_bwd";
   static constexpr bool kIsPublic = true;
@@ -193,13 +231,15 @@ struct SelectiveScan : DifferentiableOp<SelectiveScan, BwdInputs, std::tuple<at:
     static const Operator<FwdOutputs, FwdInputs> op("ssm_kernels::_selective_scan_fwd");
     in.save_chunk_states = saved != nullptr;
     in.has_initial_state = is_present(in.initial_state);
+    if (saved != nullptr && in.is_packed()) in.packed_initial_state = in.initial_state;
     FwdOutputs outputs = op(in);
     if (saved != nullptr) saved->push_back(std::move(outputs.chunk_states));
     return {std::move(outputs.out), std::move(outputs.last_state)};
   }
 
   static auto saved_fields(Inputs& in) {
-    return std::tuple_cat(in.fields_but_state(), std::tie(in.discretization, in.delta_softplus, in.has_initial_state));
+    return std::tuple_cat(in.fields_but_state(), std::tie(in.packed_initial_state, in.seq_idx, in.cu_seqlens, in.discretization,
+                                                          in.delta_softplus, in.has_initial_state));
   }
 
   static NeedsGrad has_edges(Inputs& in) {

@@ -22,23 +22,37 @@ using OptionalTensor = std::optional<at::Tensor>;
 
 struct Inputs {
   at::Tensor u, delta, A, B, C;
-  OptionalTensor D, z, delta_bias, initial_state;
+  OptionalTensor D, z, delta_bias, initial_state, seq_idx, cu_seqlens;
   std::string_view discretization;
   bool delta_softplus = false;
 
   // Not among the public operator's arguments.
   bool save_chunk_states = false;
-  bool has_initial_state = false;  // in backward, whose initial state is the first of the chunk states
+  bool has_initial_state = false;  // of the node, which saves the state itself only for a packed call
+  OptionalTensor packed_initial_state;
+
+  bool is_packed() const { return is_present(seq_idx) || is_present(cu_seqlens); }
 
   auto fields_but_state() { return std::tie(u, delta, A, B, C, D, z, delta_bias); }
-  auto fields() { return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization, delta_softplus)); }
+  auto fields() {
+    return std::tuple_cat(fields_but_state(), std::tie(initial_state, seq_idx, cu_seqlens, discretization, delta_softplus));
+  }
+};
+
+struct PlanInputs : Inputs {
+  auto fields() {
+    return std::tuple_cat(fields_but_state(), std::tie(initial_state, discretization, delta_softplus, seq_idx, cu_seqlens));
+  }
 };
 
 struct FwdInputs : Inputs {
-  auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(save_chunk_states)); }
+  auto fields() {
+    return std::tuple_cat(fields_but_state(),
+                          std::tie(initial_state, discretization, delta_softplus, save_chunk_states, seq_idx, cu_seqlens));
+  }
 };
 
-// Raises unless the inputs are as ssm_kernels.selective_scan documents; returns the method.
+// Raises unless the inputs are as ssm_kernels.selective_scan documents, the values of cu_seqlens apart; returns the method.
 Discretization check_inputs(const Inputs& in);
 
 struct FwdOutputs {
@@ -63,7 +77,8 @@ using GradTensors = std::array<at::Tensor, kNumGrads>;
 
 struct BwdInputs {
   OptionalTensor grad_out, grad_last_state;
-  Inputs in;  // without the initial state, which is the first of chunk_states
+  // The initial state is in packed_initial_state, or it is the first of chunk_states.
+  Inputs in;
   at::Tensor chunk_states;
   NeedsGrad needs_grad{};
   // Arguments of _selective_scan_bwd_out only: backward writes the gradients of z and, if it is given, of delta to these.
@@ -73,7 +88,8 @@ struct BwdInputs {
   auto saved() { return std::tie(chunk_states); }
   auto fields() {
     return std::tuple_cat(grads(), in.fields_but_state(),
-                          std::tie(chunk_states, in.discretization, in.delta_softplus, needs_grad));
+                          std::tie(chunk_states, in.discretization, in.delta_softplus, in.packed_initial_state, in.seq_idx,
+                                   in.cu_seqlens, needs_grad));
   }
 };
 
@@ -109,10 +125,20 @@ void register_kernels(torch::Library& m) {
   implement<&bwd_out<bwd>>(m, "_selective_scan_bwd_out");
 }
 
-SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, const FwdOutputs& outputs);
+// The rows of a packed call, and backward's initial state, in the memory that its parameters point to. Empty for other calls.
+struct PackedRows {
+  at::Tensor cu_seqlens, fields;
+  OptionalTensor initial_state;
+};
+// Copies cu_seqlens to int64 or, with seq_idx, lists the parts of each batch row that begin where it changes; the host has to
+// know the number of parts.
+PackedRows make_packed_rows(const Inputs& in);
+
+SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, const PackedRows& rows,
+                                       const FwdOutputs& outputs);
 // `chunk_states` are those of bwd, contiguous. Gradients without elements are absent: their views are empty, their pointers
 // null.
-SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization method, const at::Tensor& chunk_states,
-                                       const GradTensors& grads);
+SelectiveScanBwdParams make_bwd_params(const BwdInputs& bwd, Discretization method, const PackedRows& rows,
+                                       const at::Tensor& chunk_states, const GradTensors& grads);
 
 }  // namespace ssm_kernels::selective_scan

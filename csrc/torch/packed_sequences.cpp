@@ -1,7 +1,10 @@
 #include "torch/packed_sequences.h"
 
+#include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full_like.h>
 #include <ATen/ops/searchsorted.h>
+#include <ATen/ops/stack.h>
 #include <ATen/ops/zeros.h>
 #include <c10/util/Exception.h>
 
@@ -45,6 +48,33 @@ at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps) {
   // The number of sequences after the first that begin at or before the step.
   const at::Tensor begins = cu_seqlens.slice(0, 1, -1).contiguous();
   return at::searchsorted(begins, steps, /*out_int32=*/true, /*right=*/true);
+}
+
+at::Tensor sequence_parts(const at::Tensor& seq_idx, const std::optional<at::Tensor>& cu_seqlens) {
+  const int64_t batch = seq_idx.size(0), seqlen = seq_idx.size(1);
+  at::Tensor starts = sequence_starts(seq_idx), begins_of_packed;
+  if (is_present(cu_seqlens)) {
+    begins_of_packed = cu_seqlens->to(at::kLong).contiguous();
+    const at::Tensor steps = at::arange(seqlen, begins_of_packed.options());
+    starts.logical_or_(sequence_starts(sequence_at(begins_of_packed, steps).unsqueeze(0)));
+  }
+  if (seqlen > 0) starts.select(1, 0).fill_(true);
+  const at::Tensor places = starts.nonzero(), row = places.select(1, 0), begin = places.select(1, 1);
+  const at::Tensor first_of_row = row.mul(seqlen), place = first_of_row.add(begin);
+  // A part ends where the next one begins, which may be in the next row.
+  at::Tensor end = at::full_like(place, batch * seqlen);
+  const int64_t others = std::max<int64_t>(0, place.size(0) - 1);
+  end.narrow(0, 0, others).copy_(place.narrow(0, place.size(0) - others, others));
+  end.sub_(first_of_row);
+  at::Tensor state = row, is_first = begin.eq(0), is_last = end.eq(seqlen);
+  if (begins_of_packed.defined()) {
+    state = sequence_at(begins_of_packed, begin).to(at::kLong);
+    is_first = begins_of_packed.index_select(0, state).eq(begin);
+    is_last = begins_of_packed.index_select(0, state.add(1)).eq(end);
+  }
+  return at::stack(
+             {row, begin, end, state.masked_fill(is_first.logical_not(), -1), state.masked_fill(is_last.logical_not(), -1)}, 1)
+      .contiguous();
 }
 
 at::Tensor sequence_starts(const at::Tensor& ids) {

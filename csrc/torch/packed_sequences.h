@@ -29,6 +29,12 @@ at::Tensor allocate_states(const std::optional<at::Tensor>& cu_seqlens, const c1
 // The sequence of each step, int32. Empty sequences have no step. For any values of cu_seqlens the result is a valid index.
 at::Tensor sequence_at(const at::Tensor& cu_seqlens, const at::Tensor& steps);
 
+// The parts into which both divide the rows of a batch, in their order, int64, (parts, 5): the row, the part's first step and
+// the step after its last, and the state that it starts from and the one that it ends in, or -1. A part starts from the state
+// of its row, or of its sequence of cu_seqlens, if it is the first there; it ends in it if it is the last. On CUDA the host
+// waits for the number of parts.
+at::Tensor sequence_parts(const at::Tensor& seq_idx, const std::optional<at::Tensor>& cu_seqlens);
+
 // Where the id of a step differs from that of the previous step, bool, like ids of shape (batch, seqlen). False at step 0.
 at::Tensor sequence_starts(const at::Tensor& ids);
 

@@ -109,6 +109,14 @@ def _scan_states(
     return _scan(step, state, [x, dt, B, C, *([] if keep is None else [keep])], (A,), like=x)
 
 
+def _keep(seq_idx: Tensor | None, dtype: torch.dtype) -> Tensor | None:
+    """(seqlen, batch): 0 where a sequence begins inside a row, else 1."""
+    if seq_idx is None:
+        return None
+    continues = (seq_idx[:, 1:] == seq_idx[:, :-1]).to(seq_idx.dtype)
+    return torch.cat([torch.ones_like(seq_idx[:, :1]), continues], dim=1).to(dtype).transpose(0, 1)
+
+
 @_decomposes("_selective_scan_fwd")
 def _selective_scan(
     u: Tensor,
@@ -123,7 +131,10 @@ def _selective_scan(
     discretization: str,
     delta_softplus: bool,
     save_chunk_states: bool,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
+    _refuse_packed("selective_scan", cu_seqlens)
     batch, dim, _ = u.shape
     dtype = _wide(u)
     x, delta, A, B, C, D, z_wide, bias, state = _to(dtype, u, delta, A, B, C, D, z, delta_bias, initial_state)
@@ -133,7 +144,9 @@ def _selective_scan(
     B, C = (X.expand(-1, -1, groups, -1) for X in (B, C))
     dt = reference.step_sizes(delta.permute(2, 0, 1), bias, delta_softplus)
     state = x.new_zeros(batch, dim, A.shape[1]) if state is None else state
-    y, last_state = _scan_states(discretization, x.permute(2, 0, 1)[..., None], dt, A, B, C, state[:, :, None], None)
+    y, last_state = _scan_states(
+        discretization, x.permute(2, 0, 1)[..., None], dt, A, B, C, state[:, :, None], _keep(seq_idx, dtype)
+    )
     out = _skip_and_gate(y[..., 0].permute(1, 2, 0), x, None if D is None else D[:, None], z_wide).to(u.dtype)
     return out, last_state[:, :, 0], x.new_zeros(0)
 
@@ -170,12 +183,8 @@ def _ssd_chunk_scan(
     wide, dt, A, B, C, D, z, bias, states = _to(_wide(x), x, dt, A, B, C, D, z, dt_bias, initial_states)
     dt = reference.step_sizes(dt, bias, dt_softplus, dt_limit)
     states = wide.new_zeros(batch, heads, headdim, B.shape[3]) if states is None else states
-    keep = None
-    if seq_idx is not None:
-        keep = torch.cat([torch.ones_like(seq_idx[:, :1]), (seq_idx[:, 1:] == seq_idx[:, :-1]).to(seq_idx.dtype)], dim=1)
-        keep = keep.to(wide.dtype).transpose(0, 1)
     x_t, dt_t, B_t, C_t = (sequence.transpose(0, 1) for sequence in (wide, dt, B, C))
-    y, states = _scan_states(discretization, x_t, dt_t, A[:, None], B_t, C_t, states, keep)
+    y, states = _scan_states(discretization, x_t, dt_t, A[:, None], B_t, C_t, states, _keep(seq_idx, wide.dtype))
     D = D[:, None] if D is not None and D.dim() == 1 else D
     return _skip_and_gate(y.transpose(0, 1), wide, D, z).to(x.dtype), states
 
@@ -289,11 +298,14 @@ def _mamba_mixer(
     initial_state: Tensor | None,
     discretization: str,
     save_chunk_states: bool,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     A = -torch.exp(A_log.to(_wide(x)))
     u, delta, B, C = (sequence.transpose(1, 2) for sequence in (x, delta, B, C))
     z = None if z is None else z.transpose(1, 2)
-    scan = _selective_scan(u, delta, A, B, C, D, z, delta_bias, initial_state, discretization, True, save_chunk_states)
+    states = delta_bias, initial_state, discretization, True, save_chunk_states, seq_idx, cu_seqlens
+    scan = _selective_scan(u, delta, A, B, C, D, z, *states)
     out, last_state, saved = scan
     return out.transpose(1, 2), last_state, saved, saved.clone()
 

@@ -43,6 +43,7 @@ _SCAN = {
     **dict.fromkeys(("initial_state", "last_state"), "batch channels dstate"),
     "A": "channels dstate",
     "chunk_states": "batch chunks channels dstate",
+    "seq_idx": "batch seqlen",
 }
 _SSD = {
     **dict.fromkeys(("x", "z", "out"), "batch seqlen channels headdim"),

@@ -201,7 +201,7 @@ class MambaLM(nn.Module):
             position_ids: ignored; for code written for transformers.
             inference_params: ``None``, or a cache such as :class:`InferenceParams`; see :class:`ssm_kernels.nn.Mamba`.
             num_last_tokens: return logits of this many last steps; 0 is all.
-            mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` for packed sequences, which all but Mamba take.
+            mixer_kwargs: passed to every mixer, such as ``cu_seqlens`` for packed sequences.
 
         Returns:
             ``CausalLMOutput(logits)`` with logits (batch, seqlen or num_last_tokens, padded vocabulary).

@@ -14,6 +14,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from .._arguments import is_autocast_enabled
+from .._packing import check_same_packing, with_padding
 from ..convolutions import causal_conv1d_update
 from .checks import check_int, check_number, check_shape, check_tensor
 
@@ -270,3 +271,86 @@ class ConvMixer(nn.Module):
             conv_state.zero_()
             ssm_state.zero_()
         return conv_state, ssm_state
+
+
+class PackedMixer(ConvMixer):
+    """A :class:`ConvMixer` for several sequences in a row, by ``seq_idx`` or by ``cu_seqlens``."""
+
+    def _mix(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Mixes sequences, from the given states or from zero. Also returns a tensor that contains the convolution's inputs,
+        which ``_conv_inputs`` extracts, and the last states of the recurrence.
+        """
+        raise NotImplementedError
+
+    def _mix_sequences(
+        self, hidden_states: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None, inference_params: Any
+    ) -> Tensor:
+        """As ``_mix_or_step``, of several sequences in a row if ``seq_idx`` or ``cu_seqlens`` is given."""
+        if seq_idx is None and cu_seqlens is None:
+            return self._mix_or_step(hidden_states, inference_params)
+        if inference_params is not None and cu_seqlens is None:
+            raise ValueError(
+                f"{type(self).__name__}: expected no inference_params with seq_idx alone: the cache has one state per row or, "
+                "with cu_seqlens, per sequence"
+            )
+        self._check_packed(hidden_states, seq_idx, cu_seqlens)
+        if inference_params is None or cu_seqlens is None:
+            return self._mix(hidden_states, None, None, seq_idx, cu_seqlens)[0]
+        if seq_idx is not None:
+            check_same_packing(type(self).__name__, seq_idx, cu_seqlens)
+        return self._mix_packed(hidden_states, cu_seqlens, inference_params)
+
+    def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any) -> Tensor:
+        """Mixes packed sequences that begin here or continue from the cache, which has a row for each of them."""
+        self._check_is_local()
+        if u.shape[0] != 1 or cu_seqlens.numel() == 0:
+            return self._mix(u, None, None, None, cu_seqlens)[0]  # raises
+        conv_state, ssm_state = self._get_states_from_cache(inference_params, cu_seqlens.shape[0] - 1)
+        ends = with_padding(cu_seqlens, u.shape[1])
+        if inference_params.seqlen_offset == 0:
+            out, projected, last_states = self._mix(u, None, None, None, ends)
+            conv_state.zero_()
+        else:
+            # The padding's states are the last. A copy, because the cache is overwritten below and backward reads them.
+            first_states = [torch.cat([s, s.new_zeros(1, *s.shape[1:])]) for s in (conv_state, ssm_state)]
+            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, ends)
+        conv_state.copy_(self._last_conv_inputs(conv_state, self._conv_inputs(projected.detach())[0], cu_seqlens.long()))
+        ssm_state.copy_(last_states[:-1].detach())
+        return out
+
+    def _last_conv_inputs(self, conv_state: Tensor, inputs: Tensor, cu_seqlens: Tensor) -> Tensor:
+        """The last ``d_conv`` inputs of each packed sequence, those before ``inputs`` (total, channels) out of ``conv_state``.
+
+        The host does not wait for the values of ``cu_seqlens``.
+        """
+        if inputs.shape[0] == 0:
+            return conv_state
+        begins, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
+        places = ends - self.d_conv + torch.arange(self.d_conv, device=cu_seqlens.device)  # (sequences, d_conv)
+        new = inputs[places.clamp(0, inputs.shape[0] - 1)].transpose(1, 2)
+        # Where a sequence has fewer steps, the cached inputs move up.
+        cached = (places - begins + self.d_conv).clamp(0, self.d_conv - 1)[:, None].expand(conv_state.shape)
+        return torch.where((places >= begins)[:, None], new, conv_state.gather(2, cached).to(new.dtype))
+
+    def _check_packed_tensors(self, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
+            if value is not None:
+                check_tensor(type(self).__name__, name, value)
+
+    def _check_packed(self, hidden_states: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
+        layer = type(self).__name__
+        if seq_idx is not None and seq_idx.shape != hidden_states.shape[:2]:
+            expected = [*hidden_states.shape[:2]]
+            raise ValueError(f"{layer}: expected seq_idx of shape (batch, seqlen) = {expected}, got {[*seq_idx.shape]}")
+        if cu_seqlens is not None:
+            if cu_seqlens.dim() != 1:
+                raise ValueError(f"{layer}: expected cu_seqlens of shape (sequences + 1,), got {[*cu_seqlens.shape]}")
+            if cu_seqlens.device != hidden_states.device:
+                raise RuntimeError(f"{layer}: expected cu_seqlens on {hidden_states.device}, got {cu_seqlens.device}")

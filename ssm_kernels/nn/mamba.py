@@ -19,8 +19,9 @@ import torch
 import torch.nn as nn
 from torch import Tensor
 
+from ..convolutions import causal_conv1d
 from .checks import check_bools, check_dtype, check_int, check_optional_int
-from .common import ConvMixer, conv_parameters, expanded, short_convolution
+from .common import PackedMixer, conv_parameters, expanded, short_convolution
 from .selective_ssm import SelectiveBase
 
 __all__ = ["Mamba"]
@@ -28,7 +29,7 @@ __all__ = ["Mamba"]
 _mamba_conv = torch.ops.ssm_kernels._mamba_conv.default
 
 
-class Mamba(SelectiveBase, ConvMixer):
+class Mamba(SelectiveBase, PackedMixer):
     """The Mamba mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model), with a choice of discretization.
 
     Positional arguments, parameters (names, shapes, order), ``step``, ``allocate_inference_cache`` and ``inference_params``
@@ -103,25 +104,42 @@ class Mamba(SelectiveBase, ConvMixer):
         )
         self.out_proj = nn.Linear(d_inner, d_model, bias=bias, device=device, dtype=dtype)
 
-    def forward(self, hidden_states: Tensor, inference_params: Any = None) -> Tensor:
-        """Mixes a sequence.
+    def forward(
+        self,
+        hidden_states: Tensor,
+        inference_params: Any = None,
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Mixes a sequence, or several packed one after another.
 
         Args:
             hidden_states: (batch, seqlen, d_model), any strides.
             inference_params: ``None``, or an object with ``seqlen_offset`` (steps done so far) and ``key_value_memory_dict``
                 (a dict, in which this layer keeps its states under ``layer_idx``). With offset 0 the sequence starts anew;
                 later calls continue it, by one step or by several: under ``torch.no_grad()`` one step is :meth:`step`. The
-                states carry no gradient.
+                states carry no gradient. With ``cu_seqlens`` the cache has a row for each packed sequence, so that a batch of
+                prompts of unequal lengths goes through one call and is then decoded as (sequences, 1, d_model). Steps after
+                ``cu_seqlens[-1]`` are then padding, which no sequence and no state sees, and ``seq_idx`` must have the same
+                packing: the CPU checks this unless it compiles, CUDA does not. Not together with ``seq_idx`` alone.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
+            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
+                before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
+
+        Packed sequences are independent, in the convolution and in the state.
 
         Returns:
             (batch, seqlen, d_model).
 
         Raises:
-            ValueError: a shape is not as above, or the layer has no ``layer_idx`` for ``inference_params``.
-            TypeError: ``hidden_states`` is not a tensor, or ``inference_params`` lacks an attribute.
+            ValueError: a shape is not as above, the layer has no ``layer_idx`` for ``inference_params``, or arguments are given
+                together that exclude each other.
+            TypeError: an argument is not a tensor, or ``inference_params`` lacks an attribute.
         """
+        self._check_packed_tensors(seq_idx, cu_seqlens)
         self._check_sequences("hidden_states", hidden_states)
-        return self._mix_or_step(hidden_states, inference_params)
+        return self._mix_sequences(hidden_states, seq_idx, cu_seqlens, inference_params)
 
     @torch.no_grad()
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -147,11 +165,26 @@ class Mamba(SelectiveBase, ConvMixer):
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, d_state={self.d_state}, dt_rank={self.dt_rank}, discretization={self.discretization!r}"
 
-    def _mix(self, hidden_states: Tensor, conv_state: Tensor | None, ssm_state: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _mix(
+        self,
+        hidden_states: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         xz, (weight, bias) = self.in_proj(hidden_states), conv_parameters("Mamba", self.conv1d)
-        convolve = _mamba_conv if self.context is None else self.context.mamba_conv
-        x, scanned, z = convolve(xz, weight, bias, self._initial_state(conv_state, xz.dtype))
-        y, last_state = self._scan(x, z, ssm_state, scanned, needs_last_state=False)
+        first_inputs = self._initial_state(conv_state, xz.dtype)
+        if seq_idx is None and cu_seqlens is None:
+            convolve = _mamba_conv if self.context is None else self.context.mamba_conv
+            x, scanned, z = convolve(xz, weight, bias, first_inputs)
+            y, last_state = self._scan(x, z, ssm_state, scanned, needs_last_state=False)
+        else:
+            inputs, z = xz.chunk(2, dim=-1)
+            packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+            convolve = causal_conv1d if self.context is None else self.context.causal_conv1d
+            x = convolve(inputs, weight.squeeze(1), bias, activation="silu", initial_state=first_inputs, **packed)
+            y, last_state = self._scan(x, z, ssm_state, needs_last_state=False, **packed)
         return self.out_proj(y), xz, last_state
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:

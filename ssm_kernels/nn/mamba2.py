@@ -25,7 +25,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .._arguments import finite_dt_limit
-from .._packing import check_same_packing, with_padding
 from ..norms import rms_norm_gated
 from ..ops import selective_state_update, ssd_chunk_scan
 from .checks import (
@@ -39,7 +38,16 @@ from .checks import (
     check_step_sizes,
     check_tensor,
 )
-from .common import ConvMixer, conv_parameters, expanded, init_dt_bias, mark_parameters, readable, short_convolution, wide_dtype
+from .common import (
+    PackedMixer,
+    conv_parameters,
+    expanded,
+    init_dt_bias,
+    mark_parameters,
+    readable,
+    short_convolution,
+    wide_dtype,
+)
 from .discretized import DiscretizedModule
 
 __all__ = ["GatedRMSNorm", "Mamba2"]
@@ -90,7 +98,7 @@ class GatedRMSNorm(nn.Module):
         )
 
 
-class Mamba2(DiscretizedModule, ConvMixer):
+class Mamba2(DiscretizedModule, PackedMixer):
     """The Mamba-2 mixer, a causal map (batch, seqlen, d_model) -> (batch, seqlen, d_model).
 
     Positional arguments, parameters (names, shapes, order), ``forward``, ``step``, ``allocate_inference_cache`` and
@@ -281,27 +289,13 @@ class Mamba2(DiscretizedModule, ConvMixer):
                 that exclude each other.
             TypeError: an argument is not a tensor, ``seqlen`` is not an int, or ``inference_params`` lacks an attribute.
         """
-        for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
-            if value is not None:
-                check_tensor("Mamba2", name, value)
+        self._check_packed_tensors(seq_idx, cu_seqlens)
         if seqlen is not None:
             if cu_seqlens is not None:
                 raise ValueError("Mamba2: expected seqlen or cu_seqlens, got both: packed sequences are a batch of 1")
             return self.forward(self._unflatten(u, seqlen), None, seq_idx, None, inference_params).flatten(0, 1)
         self._check_sequences("u", u)
-        if seq_idx is None and cu_seqlens is None:
-            return self._mix_or_step(u, inference_params)
-        if inference_params is not None and cu_seqlens is None:
-            raise ValueError(
-                "Mamba2: expected no inference_params with seq_idx alone: the cache has one state per row or, with cu_seqlens, "
-                "per sequence"
-            )
-        self._check_packed(u, seq_idx, cu_seqlens)
-        if inference_params is None or cu_seqlens is None:
-            return self._mix(u, None, None, seq_idx, cu_seqlens)[0]
-        if seq_idx is not None:
-            check_same_packing("Mamba2", seq_idx, cu_seqlens)
-        return self._mix_packed(u, cu_seqlens, inference_params)
+        return self._mix_sequences(u, seq_idx, cu_seqlens, inference_params)
 
     @torch.no_grad()
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -389,38 +383,6 @@ class Mamba2(DiscretizedModule, ConvMixer):
         )
         return self._finish(y, mlp), mixed, final_states
 
-    def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any) -> Tensor:
-        """Mixes packed sequences that begin here or continue from the cache, which has a row for each of them."""
-        self._check_is_local()
-        if u.shape[0] != 1 or cu_seqlens.numel() == 0:
-            return self._mix(u, None, None, None, cu_seqlens)[0]  # raises
-        conv_state, ssm_state = self._get_states_from_cache(inference_params, cu_seqlens.shape[0] - 1)
-        ends = with_padding(cu_seqlens, u.shape[1])
-        if inference_params.seqlen_offset == 0:
-            out, projected, last_states = self._mix(u, None, None, None, ends)
-            conv_state.zero_()
-        else:
-            # The padding's states are the last. A copy, because the cache is overwritten below and backward reads them.
-            first_states = [torch.cat([s, s.new_zeros(1, *s.shape[1:])]) for s in (conv_state, ssm_state)]
-            out, projected, last_states = self._mix(u, first_states[0], first_states[1], None, ends)
-        conv_state.copy_(self._last_conv_inputs(conv_state, self._conv_inputs(projected.detach())[0], cu_seqlens.long()))
-        ssm_state.copy_(last_states[:-1].detach())
-        return out
-
-    def _last_conv_inputs(self, conv_state: Tensor, inputs: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """The last ``d_conv`` inputs of each packed sequence, those before ``inputs`` (total, d_xBC) out of ``conv_state``.
-
-        The host does not wait for the values of ``cu_seqlens``.
-        """
-        if inputs.shape[0] == 0:
-            return conv_state
-        begins, ends = cu_seqlens[:-1, None], cu_seqlens[1:, None]
-        places = ends - self.d_conv + torch.arange(self.d_conv, device=cu_seqlens.device)  # (sequences, d_conv)
-        new = inputs[places.clamp(0, inputs.shape[0] - 1)].transpose(1, 2)
-        # Where a sequence has fewer steps, the cached inputs move up.
-        cached = (places - begins + self.d_conv).clamp(0, self.d_conv - 1)[:, None].expand(conv_state.shape)
-        return torch.where((places >= begins)[:, None], new, conv_state.gather(2, cached).to(new.dtype))
-
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         return projected[..., self.d_ssm : -self.nheads]
 
@@ -451,18 +413,6 @@ class Mamba2(DiscretizedModule, ConvMixer):
         if u.shape[0] % seqlen != 0:
             raise ValueError(f"Mamba2: expected u of a multiple of seqlen = {seqlen} steps, got {u.shape[0]}")
         return u.unflatten(0, (u.shape[0] // seqlen, seqlen))
-
-    @staticmethod
-    def _check_packed(u: Tensor, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> None:
-        if seq_idx is not None and seq_idx.shape != u.shape[:2]:
-            raise ValueError(
-                f"Mamba2: expected seq_idx of shape (batch, seqlen) = {list(u.shape[:2])}, got {list(seq_idx.shape)}"
-            )
-        if cu_seqlens is not None:
-            if cu_seqlens.dim() != 1:
-                raise ValueError(f"Mamba2: expected cu_seqlens of shape (sequences + 1,), got {list(cu_seqlens.shape)}")
-            if cu_seqlens.device != u.device:
-                raise RuntimeError(f"Mamba2: expected cu_seqlens on {u.device}, got {cu_seqlens.device}")
 
     def _check_scan(self) -> None:
         """Lets the scan check its sizes and options, on meta tensors."""

@@ -122,6 +122,8 @@ class SelectiveBase(DiscretizedModule):
         z: Tensor | None,
         initial_state: Tensor | None,
         scanned: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         needs_last_state: bool = True,
     ) -> tuple[Tensor, Tensor]:
         """The SSM over a sequence: ``x``, ``z`` and the result (batch, seqlen, d_inner); also the last state.
@@ -142,8 +144,8 @@ class SelectiveBase(DiscretizedModule):
         initial_state = None if initial_state is None else initial_state.to(wide_dtype(x.dtype))
         arguments = (scanned, delta, self.A_log, B, C, self.D, z, delta_bias, initial_state, self.discretization)
         if self.context is not None:
-            return self.context.mamba_mixer(*arguments, needs_last_state)
-        return _mamba_mixer(*arguments)
+            return self.context.mamba_mixer(*arguments, seq_idx, cu_seqlens, needs_last_state)
+        return _mamba_mixer(*arguments, seq_idx, cu_seqlens)
 
     def _scan_step(self, x: Tensor, z: Tensor | None, state: Tensor) -> Tensor:
         """The SSM for one time step: ``x``, ``z`` and the result (batch, d_inner); ``state`` is modified in place."""
@@ -226,10 +228,20 @@ class SelectiveSSM(SelectiveBase):
         z: Tensor | None = None,
         initial_state: Tensor | None = None,
         return_last_state: Literal[False] = False,
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor: ...
     @overload
     def forward(
-        self, x: Tensor, z: Tensor | None, initial_state: Tensor | None, return_last_state: Literal[True]
+        self,
+        x: Tensor,
+        z: Tensor | None,
+        initial_state: Tensor | None,
+        return_last_state: Literal[True],
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def forward(
@@ -239,25 +251,46 @@ class SelectiveSSM(SelectiveBase):
         initial_state: Tensor | None = None,
         *,
         return_last_state: Literal[True],
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]: ...
     @overload
     def forward(
-        self, x: Tensor, z: Tensor | None = None, initial_state: Tensor | None = None, return_last_state: bool = False
+        self,
+        x: Tensor,
+        z: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        return_last_state: bool = False,
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]: ...
     def forward(
-        self, x: Tensor, z: Tensor | None = None, initial_state: Tensor | None = None, return_last_state: bool = False
+        self,
+        x: Tensor,
+        z: Tensor | None = None,
+        initial_state: Tensor | None = None,
+        return_last_state: bool = False,
+        *,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Runs the SSM over a sequence.
 
         Args:
             x: (batch, seqlen, d_inner), any strides.
             z: gate, shape and dtype of ``x``.
-            initial_state: state before the first step, (batch, d_inner, d_state); zero if absent.
-            return_last_state: also return the state after the last step.
+            initial_state: state before the first step, (batch, d_inner, d_state); zero if absent. With ``cu_seqlens``
+                (sequences, d_inner, d_state).
+            return_last_state: also return the state after the last step, of each sequence of ``cu_seqlens``.
+            seq_idx: (batch, seqlen), int32 or int64: a new sequence begins wherever it changes.
+            cu_seqlens: (sequences + 1,), int32 or int64, for a batch of 1: sequence ``i`` begins at ``cu_seqlens[i]`` and ends
+                before ``cu_seqlens[i + 1]``. Together with ``seq_idx`` sequences begin where either says so.
 
         Returns:
-            ``out``, (batch, seqlen, d_inner); with ``return_last_state`` also ``last_state``, (batch, d_inner, d_state),
-            float32 (float64 in a float64 layer). Both are differentiable with respect to all arguments and parameters.
+            ``out``, (batch, seqlen, d_inner); with ``return_last_state`` also ``last_state``, of the shape of
+            ``initial_state``, float32 (float64 in a float64 layer). Both are differentiable with respect to all arguments of
+            floating-point numbers and all parameters.
 
         Raises:
             ValueError: a shape is not as above.
@@ -268,7 +301,10 @@ class SelectiveSSM(SelectiveBase):
             self._check_sequence("z", z)
         if initial_state is not None:
             check_tensor("SelectiveSSM", "initial_state", initial_state)
-        out, last_state = self._scan(x, z, initial_state, needs_last_state=return_last_state)
+        for name, value in (("seq_idx", seq_idx), ("cu_seqlens", cu_seqlens)):
+            if value is not None:
+                check_tensor("SelectiveSSM", name, value)
+        out, last_state = self._scan(x, z, initial_state, None, seq_idx, cu_seqlens, return_last_state)
         return (out, last_state) if return_last_state else out
 
     @torch.no_grad()

@@ -155,8 +155,10 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
   constexpr int64_t kLanes = V::size();
   Scratch scratch(memory);
   const BwdTiles<Acc> tiles(scratch, p, blocking);
-  const Task task(blocking, index);
-  const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
+  const Task task(p, blocking, index);
+  const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, task.steps() - start);
+  if (steps <= 0) return;
+  const int64_t row_in_pass = task.row_index - workspace.first_row;
   const int64_t row = p.dstate * kLanes;
 
   if (p.B.per_step) load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
@@ -166,7 +168,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 
   for (int64_t block = 0; block < task.blocks; ++block) {
     const int64_t channel = task.first_channel + block * kLanes, channels = std::min(kLanes, task.end_channel - channel);
-    const int64_t block_index = task.batch * blocking.blocks_per_batch() + task.first_block + block;
+    const int64_t block_index = row_in_pass * blocking.blocks_per_row() + task.first_block + block;
     std::fill_n(tiles.grad_A, row, Acc(0));
     if (!p.grad_B.per_step) std::fill_n(tiles.grad_B_lanes, row, Acc(0));
     if (!p.grad_C.per_step) std::fill_n(tiles.grad_C_lanes, row, Acc(0));
@@ -174,20 +176,28 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
     load_states(tiles.A, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
     load_constant(tiles.B_constant, p.B, channel, channels, p.dstate);
     load_constant(tiles.C_constant, p.C, channel, channels, p.dstate);
-    const int64_t saved = ((task.batch * p.chunk_boundaries + chunk) * p.dim + channel) * p.dstate;
-    load_states(tiles.states, p.chunk_states, saved, p.dstate, 1, channels, p.dstate);
+    if (p.saves_chunk_state(task.row, chunk)) {
+      const int64_t saved = (p.chunk_state(task.row, chunk) * p.dim + channel) * p.dstate;
+      load_states(tiles.states, p.chunk_states, saved, p.dstate, 1, channels, p.dstate);
+    } else if (p.initial_state.data != nullptr && task.row.initial >= 0) {
+      const int64_t first = task.row.initial * p.initial_state.stride_batch + channel * p.initial_state.stride_dim;
+      load_states(tiles.states, p.initial_state.data, first, p.initial_state.stride_dim, p.initial_state.stride_state, channels,
+                  p.dstate);
+    } else {
+      std::fill_n(tiles.states, row, Acc(0));
+    }
 
-    load_sequence<Acc, Scalar>(tiles.u, p.u, task.batch, channel, channels, start, steps);
-    load_sequence<Acc, Scalar>(tiles.raw_delta, p.delta, task.batch, channel, channels, start, steps);
+    load_sequence<Acc, Scalar>(tiles.u, p.u, task.row, channel, channels, start, steps);
+    load_sequence<Acc, Scalar>(tiles.raw_delta, p.delta, task.row, channel, channels, start, steps);
     finish_delta(tiles.raw_delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
     if (p.grad_out.data != nullptr) {
-      load_sequence<Acc, Scalar>(tiles.grad_out, p.grad_out, task.batch, channel, channels, start, steps);
+      load_sequence<Acc, Scalar>(tiles.grad_out, p.grad_out, task.row, channel, channels, start, steps);
     } else {
       std::fill_n(tiles.grad_out, steps * kLanes, Acc(0));
     }
     const Acc* dy = tiles.grad_out;
     if (p.z.data != nullptr) {
-      load_sequence<Acc, Scalar>(tiles.z, p.z, task.batch, channel, channels, start, steps);
+      load_sequence<Acc, Scalar>(tiles.z, p.z, task.row, channel, channels, start, steps);
       for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
         (V::loadu(tiles.grad_out + i) * silu(V::loadu(tiles.z + i))).store(tiles.dy + i);
       }
@@ -216,7 +226,7 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
         const V y = at::vec::fmadd(D, V::loadu(tiles.u + i), V::loadu(tiles.y + i));
         (V::loadu(tiles.grad_out + i) * y * silu_derivative(z, sigmoid(z))).store(tiles.z + i);
       }
-      store_sequence<Acc, Scalar>(p.grad_z, tiles.z, task.batch, channel, channels, start, steps);
+      store_sequence<Acc, Scalar>(p.grad_z, tiles.z, task.row, channel, channels, start, steps);
     }
     if (p.D.data != nullptr) {
       V grad_D(Acc(0));
@@ -240,12 +250,12 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
       add_to_block(workspace.grad_delta_bias, block_index, tiles.y, 1);
     }
     if (p.grad_u.data != nullptr)
-      store_sequence<Acc, Scalar>(p.grad_u, tiles.grad_u, task.batch, channel, channels, start, steps);
+      store_sequence<Acc, Scalar>(p.grad_u, tiles.grad_u, task.row, channel, channels, start, steps);
     if (p.grad_delta.data != nullptr)
-      store_sequence<Acc, Scalar>(p.grad_delta, tiles.grad_delta, task.batch, channel, channels, start, steps);
+      store_sequence<Acc, Scalar>(p.grad_delta, tiles.grad_delta, task.row, channel, channels, start, steps);
   }
 
-  const int64_t part = blocking.part_offset(index, chunk);
+  const int64_t part = blocking.part_offset(index - workspace.first_row * blocking.tasks_per_row(), chunk);
   if (p.grad_B.per_step) {
     sum_lanes(static_cast<Acc*>(workspace.grad_B) + part, blocking.padded_dstate, tiles.grad_B_lanes, steps, p.dstate);
   }
@@ -257,21 +267,22 @@ void run_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 // Adds the tasks of each group, in order, and stores steps [start, start + steps) of the gradient.
 template <typename Acc, typename Scalar>
 void reduce_matrix(const MatrixView& grad, const void* parts, const SelectiveScanBwdParams& p, const Blocking& blocking,
-                   int64_t batch, int64_t chunk, Acc* sums) {
+                   const ScanRow& row, int64_t row_in_pass, int64_t chunk, Acc* sums) {
   using V = Vec<Acc>;
-  const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
+  const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, row.end - row.begin - start);
+  if (steps <= 0) return;
   const int64_t size = steps * blocking.padded_dstate, next_task = blocking.chunks_per_sweep * blocking.part_size();
-  const int64_t tasks = blocking.tasks_per_batch() / grad.groups;
+  const int64_t tasks = blocking.tasks_per_row() / grad.groups;
   for (int64_t group = 0; group < grad.groups; ++group) {
-    const int64_t first_task = batch * blocking.tasks_per_batch() + group * tasks;
+    const int64_t first_task = row_in_pass * blocking.tasks_per_row() + group * tasks;
     const Acc* part = static_cast<const Acc*>(parts) + blocking.part_offset(first_task, chunk);
     for (int64_t i = 0; i < size; i += V::size()) {
       V sum(Acc(0));  // the result if there are no channels
       for (int64_t task = 0; task < tasks; ++task) sum = sum + V::loadu(part + task * next_task + i);
       sum.store(sums + i);
     }
-    Scalar* target =
-        static_cast<Scalar*>(grad.data) + batch * grad.stride_batch + group * grad.stride_channel + start * grad.stride_step;
+    Scalar* target = static_cast<Scalar*>(grad.data) + row.batch * grad.stride_batch + group * grad.stride_channel +
+                     (row.begin + start) * grad.stride_step;
     store_tile<Acc>(target, grad.stride_state, grad.stride_step, sums, blocking.padded_dstate, p.dstate, steps);
   }
 }
@@ -301,14 +312,16 @@ void bwd_task(const SelectiveScanBwdParams& p, const Blocking& blocking, const B
 }
 
 void bwd_reduce(const SelectiveScanBwdParams& p, const Blocking& blocking, const BwdWorkspace& workspace, ScalarKind kind,
-                int64_t batch, int64_t chunk, std::byte* memory) {
+                int64_t row_index, int64_t chunk, std::byte* memory) {
+  const ScanRow row = p.row(row_index);
+  const int64_t in_pass = row_index - workspace.first_row;
   visit_scalar(kind, [&](auto scalar) {
     using Scalar = decltype(scalar);
     using Acc = AccumulateType<Scalar>;
     Scratch scratch(memory);
     Acc* sums = reduce_tile<Acc>(scratch, blocking);
-    if (p.grad_B.per_step) reduce_matrix<Acc, Scalar>(p.grad_B, workspace.grad_B, p, blocking, batch, chunk, sums);
-    if (p.grad_C.per_step) reduce_matrix<Acc, Scalar>(p.grad_C, workspace.grad_C, p, blocking, batch, chunk, sums);
+    if (p.grad_B.per_step) reduce_matrix<Acc, Scalar>(p.grad_B, workspace.grad_B, p, blocking, row, in_pass, chunk, sums);
+    if (p.grad_C.per_step) reduce_matrix<Acc, Scalar>(p.grad_C, workspace.grad_C, p, blocking, row, in_pass, chunk, sums);
   });
 }
 

@@ -47,14 +47,14 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   static_assert(kShortChunk % kLanes == 0, "a chunk's tile has whole square tiles");
   Scratch scratch(memory);
   const FwdTiles<Acc> tiles(scratch, p, blocking);
-  const Task task(blocking, index);
-  const int64_t chunks = p.chunk_boundaries - 1;
+  const Task task(p, blocking, index);
+  const int64_t chunks = (task.steps() + p.chunk_length - 1) / p.chunk_length;
 
   const auto channel_of = [&](int64_t block) { return task.first_channel + block * kLanes; };
   const auto channels_of = [&](int64_t block) { return std::min(kLanes, task.end_channel - channel_of(block)); };
   const auto save_state = [&](int64_t boundary, int64_t block) {
-    if (p.chunk_states == nullptr) return;
-    const int64_t row = (task.batch * p.chunk_boundaries + boundary) * p.dim + channel_of(block);
+    if (p.chunk_states == nullptr || !p.saves_chunk_state(task.row, boundary)) return;
+    const int64_t row = p.chunk_state(task.row, boundary) * p.dim + channel_of(block);
     store_tile(static_cast<Acc*>(p.chunk_states) + row * p.dstate, p.dstate, 1, tiles.state + block * tiles.states_per_block,
                kLanes, channels_of(block), p.dstate);
   };
@@ -64,8 +64,8 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
     load_states(tiles.A + at, p.A.data, channel * p.A.stride_dim, p.A.stride_dim, p.A.stride_state, channels, p.dstate);
     load_constant(tiles.B_constant + at, p.B, channel, channels, p.dstate);
     load_constant(tiles.C_constant + at, p.C, channel, channels, p.dstate);
-    if (p.initial_state.data != nullptr) {
-      const int64_t offset = task.batch * p.initial_state.stride_batch + channel * p.initial_state.stride_dim;
+    if (p.initial_state.data != nullptr && task.row.initial >= 0) {
+      const int64_t offset = task.row.initial * p.initial_state.stride_batch + channel * p.initial_state.stride_dim;
       load_states(tiles.state + at, p.initial_state.data, offset, p.initial_state.stride_dim, p.initial_state.stride_state,
                   channels, p.dstate);
     } else {
@@ -74,14 +74,14 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
   }
 
   for (int64_t chunk = 0; chunk < chunks; ++chunk) {
-    const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, p.seqlen - start);
+    const int64_t start = chunk * p.chunk_length, steps = std::min(p.chunk_length, task.steps() - start);
     if (p.B.per_step) load_matrix_steps<Acc, Scalar>(tiles.B_steps, p.B, p, blocking, task, start, steps);
     if (p.C.per_step) load_matrix_steps<Acc, Scalar>(tiles.C_steps, p.C, p, blocking, task, start, steps);
     for (int64_t block = 0; block < task.blocks; ++block) {
       const int64_t channel = channel_of(block), channels = channels_of(block), at = block * tiles.states_per_block;
       save_state(chunk, block);
-      load_sequence<Acc, Scalar>(tiles.u, p.u, task.batch, channel, channels, start, steps);
-      load_sequence<Acc, Scalar>(tiles.delta, p.delta, task.batch, channel, channels, start, steps);
+      load_sequence<Acc, Scalar>(tiles.u, p.u, task.row, channel, channels, start, steps);
+      load_sequence<Acc, Scalar>(tiles.delta, p.delta, task.row, channel, channels, start, steps);
       finish_delta(tiles.delta, tiles.delta, load_channels<Acc>(p.delta_bias, channel, channels), p.delta_softplus, steps);
 
       const ScanChunk<Acc> scanned{steps,
@@ -103,18 +103,19 @@ void run_task(const SelectiveScanFwdParams& p, const Blocking& blocking, int64_t
         }
       }
       if (p.z.data != nullptr) {
-        load_sequence<Acc, Scalar>(tiles.z, p.z, task.batch, channel, channels, start, steps);
+        load_sequence<Acc, Scalar>(tiles.z, p.z, task.row, channel, channels, start, steps);
         for (int64_t i = 0; i < steps * kLanes; i += kLanes) {
           (V::loadu(tiles.y + i) * silu(V::loadu(tiles.z + i))).store(tiles.y + i);
         }
       }
-      store_sequence<Acc, Scalar>(p.out, tiles.y, task.batch, channel, channels, start, steps);
+      store_sequence<Acc, Scalar>(p.out, tiles.y, task.row, channel, channels, start, steps);
     }
   }
 
   for (int64_t block = 0; block < task.blocks; ++block) {
     save_state(chunks, block);
-    Acc* last = static_cast<Acc*>(p.last_state) + (task.batch * p.dim + channel_of(block)) * p.dstate;
+    if (task.row.last < 0) continue;
+    Acc* last = static_cast<Acc*>(p.last_state) + (task.row.last * p.dim + channel_of(block)) * p.dstate;
     store_tile(last, p.dstate, 1, tiles.state + block * tiles.states_per_block, kLanes, channels_of(block), p.dstate);
   }
 }

@@ -88,13 +88,13 @@ void scan_chunk(const ScanChunk<Acc>& c) {
   }
 }
 
-// Loads a per-step B or C of a task for steps [start, start + steps).
+// Loads a per-step B or C of a task for steps [start, start + steps) of its row.
 template <typename Acc, typename Scalar>
 void load_matrix_steps(Acc* tile, const MatrixView& matrix, const SelectiveScanParams& p, const Blocking& blocking,
                        const Task& task, int64_t start, int64_t steps) {
   const int64_t group = task.first_channel / (p.dim / matrix.groups);
-  const Scalar* source = static_cast<const Scalar*>(matrix.data) + task.batch * matrix.stride_batch +
-                         group * matrix.stride_channel + start * matrix.stride_step;
+  const Scalar* source = static_cast<const Scalar*>(matrix.data) + task.row.batch * matrix.stride_batch +
+                         group * matrix.stride_channel + (task.row.begin + start) * matrix.stride_step;
   load_tile<Acc>(tile, blocking.padded_dstate, source, matrix.stride_state, matrix.stride_step, p.dstate, steps);
 }
 
@@ -112,19 +112,24 @@ void load_constant(Acc* tile, const MatrixView& matrix, int64_t channel, int64_t
   load_states(tile, matrix.data, channel * matrix.stride_channel, matrix.stride_channel, matrix.stride_state, channels, dstate);
 }
 
+// The first of some channels at step `start` of a row.
+template <typename Scalar>
+Scalar* address_of(const SequenceView& view, const ScanRow& row, int64_t channel, int64_t start) {
+  return static_cast<Scalar*>(view.data) + row.batch * view.stride_batch + channel * view.stride_dim +
+         (row.begin + start) * view.stride_step;
+}
+
 template <typename Acc, typename Scalar>
-void load_sequence(Acc* tile, const SequenceView& view, int64_t batch, int64_t channel, int64_t channels, int64_t start,
+void load_sequence(Acc* tile, const SequenceView& view, const ScanRow& row, int64_t channel, int64_t channels, int64_t start,
                    int64_t steps) {
-  const Scalar* source =
-      static_cast<const Scalar*>(view.data) + batch * view.stride_batch + channel * view.stride_dim + start * view.stride_step;
+  const Scalar* source = address_of<Scalar>(view, row, channel, start);
   load_tile<Acc>(tile, Vec<Acc>::size(), source, view.stride_dim, view.stride_step, channels, steps);
 }
 
 template <typename Acc, typename Scalar>
-void store_sequence(const SequenceView& view, const Acc* tile, int64_t batch, int64_t channel, int64_t channels, int64_t start,
-                    int64_t steps) {
-  Scalar* target =
-      static_cast<Scalar*>(view.data) + batch * view.stride_batch + channel * view.stride_dim + start * view.stride_step;
+void store_sequence(const SequenceView& view, const Acc* tile, const ScanRow& row, int64_t channel, int64_t channels,
+                    int64_t start, int64_t steps) {
+  Scalar* target = address_of<Scalar>(view, row, channel, start);
   store_tile<Acc>(target, view.stride_dim, view.stride_step, tile, Vec<Acc>::size(), channels, steps);
 }
 

@@ -14,7 +14,7 @@ cudaError_t launch_bwd(const SelectiveScanBwdParams& params, const Plan& plan, c
   cudaError_t error = cudaSuccess;
   visit_discretization(params.discretization, [&](auto rule) {
     using Method = decltype(rule);
-    if (params.batch == 0) return;
+    if (params.rows == 0) return;
     const auto launch = [&](const warp_scan::ScanPlan& pass) {
       return warp_scan::launch_bwd<Scalar, Method>(params, pass, partial_sums, stream);
     };

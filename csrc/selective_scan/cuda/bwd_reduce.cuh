@@ -84,7 +84,7 @@ cudaError_t launch_bwd_reduce(const SelectiveScanBwdParams& p, const PartialSums
   reduce.dstate = p.dstate;
   reduce.seqlen = p.seqlen;
   reduce.padded_steps = partial_sums.padded_steps;
-  reduce.rows = p.batch * partial_sums.segments;
+  reduce.rows = p.rows * partial_sums.segments;
   const auto assign_blocks = [&](auto& sum) {
     sum.first_block = reduce.blocks;
     sum.blocks = std::min((sum.count + kReduceThreads - 1) / kReduceThreads, kReduceMaxBlocks);

@@ -30,24 +30,38 @@ constexpr int kVectorSize = kVectorBytes / static_cast<int>(sizeof(T));
 // from tile to tile.
 __device__ __forceinline__ int opaque_thread() { return opaque(static_cast<int>(threadIdx.x)); }
 
-// A block's batch row, channels and steps. It is kept in shared memory and read on use, so it occupies no registers.
+// A block's row, channels and steps. It is kept in shared memory and read on use, so it occupies no registers.
 struct Position {
-  int64_t batch, segment, tile;
+  int64_t row, segment, tile;
   int64_t first_channel;
   int channels;
+  // The row's batch row and its first step there, and its states, as ScanRow has them.
+  int64_t batch, first_step, initial, last;
+  // The steps of the block's segment, counted from the row's first.
   int64_t begin, end;
+  // The place of the state before the row's first step among the saved states, and the number of states that have places from
+  // there on. A packed row does not save the first.
+  int64_t chunk_states, saved_states;
 
   __device__ __forceinline__ Position(const SelectiveScanParams& p, const ChannelPartition& partition, int64_t block) {
-    const int64_t row = block / partition.tiles;
-    tile = block - row * partition.tiles;
-    batch = row / partition.launched_segments;
-    segment = partition.first_segment + row - batch * partition.launched_segments;
+    const int64_t row_and_segment = block / partition.tiles;
+    tile = block - row_and_segment * partition.tiles;
+    row = row_and_segment / partition.launched_segments;
+    segment = partition.first_segment + row_and_segment - row * partition.launched_segments;
     const int64_t group = tile / partition.tiles_per_group;
     const int64_t in_group = (tile - group * partition.tiles_per_group) * partition.block_channels;
     first_channel = group * partition.group_channels + in_group;
     channels = static_cast<int>(min(partition.group_channels - in_group, int64_t(partition.block_channels)));
+    const ScanRow scanned = p.row(row);
+    batch = scanned.batch;
+    first_step = scanned.begin;
+    initial = scanned.initial;
+    last = scanned.last;
+    const int64_t steps = scanned.end - scanned.begin;
     begin = segment * partition.segment_steps;
-    end = segment + 1 == partition.segments ? p.seqlen : begin + partition.segment_steps;
+    end = segment + 1 == partition.segments ? steps : begin + partition.segment_steps;
+    chunk_states = p.chunk_state(scanned, 0);
+    saved_states = p.is_packed() ? (steps + p.chunk_length - 1) / p.chunk_length : p.chunk_boundaries;
   }
   // The number of steps, at most `tile_steps`, from t0 to the end of the block's segment.
   __device__ __forceinline__ int steps_from(int64_t t0, int tile_steps) const {
@@ -55,18 +69,25 @@ struct Position {
   }
 };
 
-// The row of the block's first channel in its batch row.
+// The first of the block's channels at the row's first step.
 template <typename Scalar>
 __device__ __forceinline__ Scalar* first_row(const SequenceView& view, const Position& at) {
-  return static_cast<Scalar*>(view.data) + at.batch * view.stride_batch + at.first_channel * view.stride_dim;
+  return static_cast<Scalar*>(view.data) + at.batch * view.stride_batch + at.first_channel * view.stride_dim +
+         at.first_step * view.stride_step;
 }
 
-// The first state and step of the block's group in its batch row; null where the matrix is constant.
+// The first state of the block's group at the row's first step; null where the matrix is constant.
 template <typename Scalar>
 __device__ __forceinline__ const Scalar* first_row(const MatrixView& view, const SelectiveScanParams& p, const Position& at) {
   if (!view.per_step) return nullptr;
   const int64_t group = at.first_channel / (p.dim / view.groups);
-  return static_cast<const Scalar*>(view.data) + at.batch * view.stride_batch + group * view.stride_channel;
+  return static_cast<const Scalar*>(view.data) + at.batch * view.stride_batch + group * view.stride_channel +
+         at.first_step * view.stride_step;
+}
+
+// The offset of an element of a (rows, dim, dstate) tensor.
+__device__ __forceinline__ int64_t state_offset(const SelectiveScanParams& p, int64_t row, int64_t channel, int state) {
+  return (row * p.dim + channel) * p.dstate + state;
 }
 
 // The block's rows of each tensor, in shared memory for the same reason as Position.
@@ -85,8 +106,13 @@ struct FwdRows {
 };
 template <typename Scalar>
 struct BwdRows {
+  using Acc = AccumulateType<Scalar>;
+
   Scalar *u, *delta, *z, *grad_out, *grad_u, *grad_delta, *grad_z;
   const Scalar *B, *C;
+  // The states before the row's first chunk, (channels, dstate), from the block's first channel on, null if they are zero; and
+  // their place among the saved states. Backward's initial state is contiguous.
+  const Acc *first_states, *saved_states;
 
   __device__ __forceinline__ BwdRows(const SelectiveScanBwdParams& p, const Position& at)
       : u(first_row<Scalar>(p.u, at)),
@@ -97,7 +123,19 @@ struct BwdRows {
         grad_delta(first_row<Scalar>(p.grad_delta, at)),
         grad_z(first_row<Scalar>(p.grad_z, at)),
         B(first_row<Scalar>(p.B, p, at)),
-        C(first_row<Scalar>(p.C, p, at)) {}
+        C(first_row<Scalar>(p.C, p, at)),
+        saved_states(static_cast<const Acc*>(p.chunk_states) + state_offset(p, at.chunk_states, at.first_channel, 0)) {
+    first_states = saved_states;
+    if (p.is_packed()) {
+      const bool has_state = p.initial_state.data != nullptr && at.initial >= 0;
+      first_states = has_state
+                         ? static_cast<const Acc*>(p.initial_state.data) + state_offset(p, at.initial, at.first_channel, 0)
+                         : nullptr;
+    }
+  }
+  __device__ __forceinline__ const Acc* states_before(const SelectiveScanBwdParams& p, int64_t chunk) const {
+    return chunk == 0 ? first_states : saved_states + chunk * (p.dim * p.dstate);
+  }
 };
 
 // A is multiplied by this factor once, so that delta A is the exponent of a power of two. (ex2 is the hardware's exponential.)
@@ -155,14 +193,14 @@ struct Transition {
   }
 };
 
-// The offset of an element of a (rows, dim, dstate) tensor.
-__device__ __forceinline__ int64_t state_offset(const SelectiveScanParams& p, int64_t row, int64_t channel, int state) {
-  return (row * p.dim + channel) * p.dstate + state;
-}
-
 template <typename Acc>
-__device__ __forceinline__ Acc load_state(const StateView& view, int64_t batch, int64_t channel, int state) {
-  return static_cast<const Acc*>(view.data)[batch * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
+__device__ __forceinline__ Acc load_state(const StateView& view, int64_t row, int64_t channel, int state) {
+  return static_cast<const Acc*>(view.data)[row * view.stride_batch + channel * view.stride_dim + state * view.stride_state];
+}
+// The same of a tensor that may be absent and of a row that may be -1: zero.
+template <typename Acc>
+__device__ __forceinline__ Acc load_optional_state(const StateView& view, int64_t row, int64_t channel, int state) {
+  return view.data != nullptr && row >= 0 ? load_state<Acc>(view, row, channel, state) : Acc(0);
 }
 
 // Folds a segment's map, of the carry pass, into a state; in backward into the adjoint of one. A state of zero needs no decay,
@@ -182,11 +220,20 @@ __device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p
   Acc* const partial = static_cast<Acc*>(is_B ? partial_sums.grad_B : partial_sums.grad_C);
   if (partial != nullptr) {
     const int64_t row = (at.batch * partition.tiles + at.tile) * p.dstate + state;
-    sum.store_once(partial + row * partial_sums.padded_steps + step);
+    Acc* const target = partial + row * partial_sums.padded_steps + at.first_step + step;
+    if (p.is_packed()) {
+      // The next sequence's sums follow, at any alignment.
+#pragma unroll
+      for (int j = 0; j < size; ++j) {
+        if (j < valid) target[j] = sum[j];
+      }
+    } else {
+      sum.store_once(target);
+    }
   } else if (const MatrixView& target = is_B ? p.grad_B : p.grad_C; target.per_step) {
     const int64_t group = at.first_channel / (p.dim / target.groups);
     Scalar* const grad = static_cast<Scalar*>(target.data) + at.batch * target.stride_batch + group * target.stride_channel +
-                         state * target.stride_state + step * target.stride_step;
+                         state * target.stride_state + (at.first_step + step) * target.stride_step;
 #pragma unroll
     for (int j = 0; j < size; ++j) {
       if (j < valid) grad[j * target.stride_step] = from_accumulate<Scalar>(sum[j]);
@@ -194,12 +241,12 @@ __device__ __forceinline__ void store_matrix_sum(const SelectiveScanBwdParams& p
   }
 }
 
-// Launches a block for each tile of channels, batch entry and segment.
+// Launches a block for each tile of channels, row and segment.
 template <typename Params, typename ScanPlan, typename... Others>
 cudaError_t launch_blocks(void (*kernel)(Params, ScanPlan, Others...), int threads, int64_t shared_bytes, cudaStream_t stream,
                           const Params& params, const ScanPlan& plan, const Others&... others) {
   if (const cudaError_t error = cuda::allow_shared_bytes(kernel, shared_bytes); error != cudaSuccess) return error;
-  const auto blocks = static_cast<unsigned int>(params.batch * plan.launched_segments * plan.tiles);
+  const auto blocks = static_cast<unsigned int>(params.rows * plan.launched_segments * plan.tiles);
   kernel<<<blocks, threads, shared_bytes, stream>>>(params, plan, others...);
   return cudaGetLastError();
 }

@@ -1,5 +1,6 @@
-// CUDA entry points of the selective scan: allocate, plan and launch on the current stream. They never wait for the device or
-// read from it, so that a call can be captured in a CUDA graph.
+// CUDA entry points of the selective scan: allocate, plan and launch on the current stream. They wait for the device in two
+// cases only: forward checks the values of cu_seqlens, unless a CUDA graph is being captured; and seq_idx needs the number of
+// sequences, so that such a call cannot be captured.
 
 #ifdef SSM_KERNELS_WITH_CUDA
 
@@ -24,6 +25,7 @@
 #include "selective_scan/selective_scan_op.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
+#include "torch/packed_sequences.h"
 
 namespace ssm_kernels::selective_scan {
 namespace {
@@ -39,9 +41,9 @@ DeviceLimits limits_of(const at::Tensor& tensor) {
 KernelChoice preferred_kernel() { return static_cast<KernelChoice>(debug_option(DebugOption::kSelectiveScanKernel)); }
 
 void check_plan(const SelectiveScanParams& p, const Plan& plan, const DeviceLimits& device, at::ScalarType dtype) {
-  TORCH_CHECK(p.batch * plan.partition().segments * plan.partition().tiles <= std::numeric_limits<int32_t>::max(),
-              "selective_scan: the problem is too large: expected fewer than 2^31 blocks of channels, got batch = ", p.batch,
-              ", dim = ", p.dim);
+  TORCH_CHECK(p.rows * plan.partition().segments * plan.partition().tiles <= std::numeric_limits<int32_t>::max(),
+              "selective_scan: the problem is too large: expected fewer than 2^31 blocks of channels, got ", p.rows,
+              p.is_packed() ? " sequences" : " batch rows", " and dim = ", p.dim);
   TORCH_CHECK(plan.shared_bytes <= device.shared_bytes_per_block, "selective_scan: expected a device with at least ",
               plan.shared_bytes, " bytes of shared memory per block for ", dtype, " and dstate = ", p.dstate, ", got one with ",
               device.shared_bytes_per_block);
@@ -74,7 +76,7 @@ class Workspace {
 // Memory for the maps that segments publish for the segments after them.
 void reserve_carries(Workspace& workspace, ChannelPartition& partition, const SelectiveScanParams& p) {
   if (partition.segments == 1) return;
-  const int64_t count = p.batch * partition.segments * p.dim * p.dstate;
+  const int64_t count = p.rows * partition.segments * p.dim * p.dstate;
   workspace.reserve(&partition.decay, count);
   workspace.reserve(&partition.offset, count);
 }
@@ -85,7 +87,7 @@ void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partitio
   sums.segments = partition.segments;
   constexpr int64_t kTileSteps = std::max(sequential::kBwdTileSteps, warp_scan::BwdSizes::kTileSteps);
   sums.padded_steps = round_up(p.seqlen, kTileSteps);
-  const int64_t rows = p.batch * partition.segments, states_per_row = p.dim * p.dstate;
+  const int64_t rows = p.rows * partition.segments, states_per_row = p.dim * p.dstate;
   const auto reserve_matrix = [&](const MatrixView& grad, void** per_step, void** constant) {
     if (grad.data == nullptr) return;
     if (!grad.per_step) {
@@ -101,12 +103,24 @@ void reserve_partial_sums(Workspace& workspace, const ChannelPartition& partitio
   if (p.grad_delta_bias != nullptr) workspace.reserve(&sums.grad_delta_bias, rows * p.dim);
 }
 
+PackedRows packed_rows(const Inputs& in) {
+  TORCH_CHECK(
+      !is_present(in.seq_idx) || !cuda::is_capturing(),
+      "selective_scan: expected no seq_idx while a CUDA graph is captured: the host has to know the number of sequences; "
+      "cu_seqlens can be captured");
+  return make_packed_rows(in);
+}
+
 FwdOutputs fwd_cuda(const FwdInputs& in) {
   const Discretization method = check_inputs(in);
   const c10::cuda::CUDAGuard guard(in.u.device());
+  if (is_present(in.cu_seqlens) && !cuda::is_capturing()) {
+    check_cu_seqlens_values("selective_scan", in.cu_seqlens->cpu(), in.u.size(2));
+  }
+  const PackedRows rows = packed_rows(in);
   FwdOutputs outputs = allocate_fwd(in);
-  const SelectiveScanFwdParams params = make_fwd_params(in, method, outputs);
-  if (params.batch == 0 || params.dim == 0) return outputs;
+  const SelectiveScanFwdParams params = make_fwd_params(in, method, rows, outputs);
+  if (params.rows == 0 || params.dim == 0) return outputs;
 
   const cudaStream_t stream = c10::cuda::getCurrentCUDAStream();
   C10_CUDA_CHECK(cuda::visit_scalar(scalar_kind(in.u.scalar_type()), [&](auto scalar) {
@@ -128,7 +142,8 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
   const c10::cuda::CUDAGuard guard(in.u.device());
   const GradTensors grads = allocate_bwd(bwd);
   const at::Tensor states = bwd.chunk_states.contiguous();
-  SelectiveScanBwdParams params = make_bwd_params(bwd, method, states, grads);
+  const PackedRows rows = packed_rows(in);
+  SelectiveScanBwdParams params = make_bwd_params(bwd, method, rows, states, grads);
 
   // Without channels the gradients of B and C are sums of no terms: zero.
   if (params.dim == 0) {
@@ -162,7 +177,7 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
 }
 
 // Backward as for all gradients, on which its plan does not depend.
-KernelNames name_cuda_kernels(Inputs& in) {
+KernelNames name_cuda_kernels(PlanInputs& in) {
   const Discretization method = check_inputs(in);
   if (in.u.size(0) == 0 || in.u.size(1) == 0) return {"none", "none"};
   const c10::cuda::CUDAGuard guard(in.u.device());
@@ -172,9 +187,10 @@ KernelNames name_cuda_kernels(Inputs& in) {
   bwd.in = in;
   bwd.chunk_states = outputs.chunk_states;
   bwd.needs_grad.fill(true);
-  const SelectiveScanFwdParams fwd_params = make_fwd_params(in, method, outputs);
+  const PackedRows rows = packed_rows(in);
+  const SelectiveScanFwdParams fwd_params = make_fwd_params(in, method, rows, outputs);
   const GradTensors grads = allocate_bwd(bwd);
-  const SelectiveScanBwdParams bwd_params = make_bwd_params(bwd, method, outputs.chunk_states, grads);
+  const SelectiveScanBwdParams bwd_params = make_bwd_params(bwd, method, rows, outputs.chunk_states, grads);
   const auto name = [](const Plan& plan) {
     const char* const kernel = plan.is_short ? "short_scan" : plan.is_sequential ? "sequential" : "warp_scan";
     return c10::str(kernel, ", ", plan.partition().block_channels, " channels, ", plan.partition().segments, " segments");

@@ -14,7 +14,8 @@
 //
 // Where batch and dim leave the device idle, time is split into segments, each for blocks of its own. A first launch, the carry
 // pass of the warp scan, finds each segment's map of the state before it to the state after it; in backward, of the adjoint
-// after it to the one before it. The second launch folds the maps of earlier segments into its first state.
+// after it to the one before it. The second launch folds the maps of earlier segments into its first state. Packed sequences
+// have one segment each: a block reads where its sequence begins and ends from device memory, and the host knows no lengths.
 #pragma once
 
 #include <cstdint>
@@ -36,12 +37,12 @@ struct ChannelPartition {
   int block_channels = 0;
   int64_t group_channels = 0;
   int64_t tiles_per_group = 0;
-  int64_t tiles = 0;  // per batch row and segment
+  int64_t tiles = 0;  // per row and segment
   int64_t segments = 1;
   int64_t segment_steps = 0;
   // The segments of a launch: all, or in the carry pass those whose maps other segments fold.
   int64_t first_segment = 0, launched_segments = 1;
-  // (batch, segments, dim, dstate) each: h -> decay h + offset, a segment's map. Null if there is one segment.
+  // (rows, segments, dim, dstate) each: h -> decay h + offset, a segment's map. Null if there is one segment.
   void* decay = nullptr;
   void* offset = nullptr;
 };
@@ -55,7 +56,7 @@ struct PartialSums {
   void* grad_B = nullptr;
   void* grad_C = nullptr;
   int64_t padded_steps = 0;
-  // (batch * segments, dim, dstate) for A and constant B and C; (batch * segments, dim) for D and delta_bias.
+  // (rows * segments, dim, dstate) for A and constant B and C; (rows * segments, dim) for D and delta_bias.
   void* grad_A = nullptr;
   void* grad_constant_B = nullptr;
   void* grad_constant_C = nullptr;

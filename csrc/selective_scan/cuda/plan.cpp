@@ -38,15 +38,22 @@ bool has_aligned_tiles(const SelectiveScanParams& p, const ChannelPartition& par
          partition.block_channels * bytes % kVectorBytes == 0;
 }
 
+// The mean number of steps of a row.
+int64_t steps_of_row(const SelectiveScanParams& p) {
+  return p.is_packed() ? ceil_div(p.batch * p.seqlen, std::max<int64_t>(1, p.rows)) : p.seqlen;
+}
+
+// A packed sequence may begin at any step, so that its vectors along the steps are not aligned.
 VectorAccess access_of(const SequenceView& view, const SelectiveScanParams& p, const ChannelPartition& partition,
                        int64_t bytes) {
-  if (is_along_steps(view, bytes)) return VectorAccess::kAlongSteps;
+  if (!p.is_packed() && is_along_steps(view, bytes)) return VectorAccess::kAlongSteps;
   return is_along_channels(view, bytes) && has_aligned_tiles(p, partition, bytes) ? VectorAccess::kAlongChannels
                                                                                   : VectorAccess::kSingly;
 }
 
 VectorAccess access_of(const MatrixView& view, const SelectiveScanParams& p, int64_t bytes) {
-  if (view.stride_step == 1 && is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_state})) {
+  if (!p.is_packed() && view.stride_step == 1 &&
+      is_aligned(view.data, bytes, {view.stride_batch, view.stride_channel, view.stride_state})) {
     return VectorAccess::kAlongSteps;
   }
   if (view.stride_state == 1 && p.dstate * bytes % kVectorBytes == 0 &&
@@ -112,13 +119,13 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
   using Many = FwdSizes<FwdConfig::kManyChannels>;
   using Few = FwdSizes<FwdConfig::kFewChannels>;
   constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
-  const auto warps = [&](int log2_time_lanes) { return p.batch * ceil_div(p.dim << log2_time_lanes, kWarpSize); };
+  const auto warps = [&](int log2_time_lanes) { return p.rows * ceil_div(p.dim << log2_time_lanes, kWarpSize); };
   const int64_t many = warps(Many::kLog2TimeLanes), few = warps(Few::kLog2TimeLanes);
   const int64_t resident = device.multiprocessors * kWarpScanResidentWarps;
 
   // Enough channels fill the device with fewer lanes each. That shape is not compiled for doubles.
   warp_scan::ScanPlan plan;
-  const bool fills = many >= resident * 3 / 8 || p.seqlen <= Many::tile_steps(kIsDouble);
+  const bool fills = many >= resident * 3 / 8 || steps_of_row(p) <= Many::tile_steps(kIsDouble);
   const bool has_constants = !p.B.per_step || !p.C.per_step;
   plan.config = FwdConfig::kFewChannels;
   if (warp_scan::kHasCommonPasses<Scalar> && fills && !has_constants) {
@@ -132,7 +139,7 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanFwdParams& p, const Device
     plan.slice = Few::kSlice;
     set_tiles_that_fit<Scalar>(plan, p, Few::kTileChannels, device);
     // The carry pass takes as long as the main pass, so a few segments gain nothing.
-    if (few > 0 && few * 8 < resident) {
+    if (few > 0 && few * 8 < resident && !p.is_packed()) {
       segments = std::min(resident / few, ceil_div(p.seqlen, 4 * Few::tile_steps(kIsDouble)));
       if (segments < 4) segments = 1;
     }
@@ -151,10 +158,12 @@ warp_scan::ScanPlan plan_warp_scan(const SelectiveScanBwdParams& p, const Device
   constexpr bool kIsDouble = std::is_same_v<Scalar, double>;
   warp_scan::ScanPlan plan;
   set_tiles_that_fit<Scalar>(plan, p, Sizes::tile_channels(kIsDouble), device);
-  const int64_t blocks = p.batch * plan.tiles;
+  const int64_t blocks = p.rows * plan.tiles;
   const int64_t resident = device.multiprocessors * kWarpScanResidentWarps >> Sizes::log2_warps(kIsDouble);
   int64_t segments = 1;
-  if (blocks > 0 && blocks * 2 < resident) segments = std::min(resident / blocks, ceil_div(p.seqlen, 4 * Sizes::kTileSteps));
+  if (blocks > 0 && blocks * 2 < resident && !p.is_packed()) {
+    segments = std::min(resident / blocks, ceil_div(p.seqlen, 4 * Sizes::kTileSteps));
+  }
   set_segments(plan, p, segments, Sizes::kTileSteps);
   set_accesses(plan, p, sizeof(Scalar));
   plan.grad_out = access_of(p.grad_out, p, plan, sizeof(Scalar));
@@ -171,7 +180,7 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
     return std::all_of(sequences.begin(), sequences.end(), [&](const SequenceView* view) { return holds(*view, bytes); });
   };
   const auto is_dense_aligned = [&](int64_t row) { return !writes_dense || row * bytes % kVectorBytes == 0; };
-  if (all(is_along_steps) && is_dense_aligned(p.seqlen)) {
+  if (!p.is_packed() && all(is_along_steps) && is_dense_aligned(p.seqlen)) {
     plan.sequences = VectorAccess::kAlongSteps;
   } else if (all(is_along_channels) && is_dense_aligned(p.dim) && has_aligned_tiles(p, plan, bytes)) {
     plan.sequences = VectorAccess::kAlongChannels;
@@ -189,7 +198,7 @@ void set_accesses(sequential::ScanPlan& plan, const SelectiveScanParams& p, int6
 // Whether the short scan supports a call. It has no doubles.
 bool is_short(const SelectiveScanParams& p, const DeviceLimits& device) {
   return short_scan::kSharedBytes <= device.shared_bytes_per_block && p.B.per_step && p.C.per_step &&
-         p.dstate <= short_scan::kStates && p.seqlen > 0 && p.seqlen <= short_scan::kMaxSteps &&
+         p.dstate <= short_scan::kStates && p.seqlen > 0 && p.seqlen <= short_scan::kMaxSteps && !p.is_packed() &&
          p.dim <= std::numeric_limits<int32_t>::max();
 }
 
@@ -217,7 +226,7 @@ Plan plan_fwd(const SelectiveScanFwdParams& p, const DeviceLimits& device, Kerne
     if (choice != KernelChoice::kWarpScan && can_be_sequential(p, device, shared_bytes)) {
       set_tiles(plan.sequential, p, sequential::kTileChannels);
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.out}, /*writes_dense=*/false);
-      const bool fills = p.batch * plan.sequential.tiles * 2 >= device.multiprocessors * 3;
+      const bool fills = p.rows * plan.sequential.tiles * 2 >= device.multiprocessors * 3;
       plan.is_sequential =
           choice == KernelChoice::kSequential || (fills && suits_sequential(p, plan.sequential, device, shared_bytes));
       if (plan.is_sequential) plan.shared_bytes = shared_bytes;
@@ -250,8 +259,9 @@ Plan plan_bwd(const SelectiveScanBwdParams& p, const DeviceLimits& device, Kerne
       // The plan, and with it every bit of a gradient, does not depend on which of the others are needed.
       set_accesses(plan.sequential, p, sizeof(Scalar), {&p.u, &p.delta, &p.z, &p.grad_u, &p.grad_delta, &p.grad_z},
                    /*writes_dense=*/true);
-      const int64_t blocks = p.batch * plan.sequential.tiles, resident = device.multiprocessors * sequential::kResidentBlocks;
-      const int64_t segments = blocks > 0 ? std::min(resident / blocks, ceil_div(p.seqlen, 2 * kTileSteps)) : 1;
+      const int64_t blocks = p.rows * plan.sequential.tiles, resident = device.multiprocessors * sequential::kResidentBlocks;
+      const int64_t segments =
+          blocks > 0 && !p.is_packed() ? std::min(resident / blocks, ceil_div(p.seqlen, 2 * kTileSteps)) : 1;
       set_segments(plan.sequential, p, segments, kTileSteps);
       plan.is_sequential = choice == KernelChoice::kSequential || suits_sequential(p, plan.sequential, device, shared_bytes);
       if (plan.is_sequential) plan.shared_bytes = std::max(plan.shared_bytes, shared_bytes);

@@ -48,22 +48,21 @@ struct BwdConsumer {
       if (!exists) return;
       const int64_t d = at.first_channel + channel;
       A[k][i] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
-      if (p.grad_last_state.data != nullptr) adjoint[k][i] = load_state<Acc>(p.grad_last_state, at.batch, d, state);
+      adjoint[k][i] = load_optional_state<Acc>(p.grad_last_state, at.last, d, state);
     });
 #pragma unroll 1
     for (int64_t s = plan.segments - 1; s > at.segment; --s) {
       for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
-        const int64_t offset = state_offset(p, at.batch * plan.segments + s, at.first_channel + channel, state);
+        const int64_t offset = state_offset(p, at.row * plan.segments + s, at.first_channel + channel, state);
         if (exists) adjoint[k][i] = fold_segment(plan, offset, adjoint[k][i]);
       });
     }
   }
 
   __device__ __forceinline__ void load_saved_states(int64_t t0) {
-    const int64_t row = at.batch * p.chunk_boundaries + t0 / kBwdTileSteps;
-    const Acc* const saved = static_cast<const Acc*>(p.chunk_states) + state_offset(p, row, at.first_channel, 0);
+    const Acc* const saved = shared.rows->states_before(p, t0 / kBwdTileSteps);
     for_each_state(p, at, lane, [&](int k, int i, int channel, int state, bool exists) {
-      h[k][i] = exists ? __ldcg(saved + (channel * static_cast<int>(p.dstate) + state)) : Acc(0);
+      h[k][i] = exists && saved != nullptr ? __ldcg(saved + (channel * static_cast<int>(p.dstate) + state)) : Acc(0);
     });
   }
 
@@ -310,9 +309,11 @@ struct BwdConsumer {
     }
     sync_roles<TileConfig>();  // for finish() of the producers
     if (partial_sums.grad_A != nullptr) {
-      save_states(p, at, lane, grad_A, partial_sums.grad_A, at.batch * plan.segments + at.segment);
+      save_states(p, at, lane, grad_A, partial_sums.grad_A, at.row * plan.segments + at.segment);
     }
-    if (p.grad_initial_state != nullptr && at.segment == 0) save_states(p, at, lane, adjoint, p.grad_initial_state, at.batch);
+    if (p.grad_initial_state != nullptr && at.segment == 0 && at.initial >= 0) {
+      save_states(p, at, lane, adjoint, p.grad_initial_state, at.initial);
+    }
   }
 };
 

@@ -48,10 +48,9 @@ struct BwdProducer {
     shared.matrices(tile).put(plan, raw_matrices);
   }
 
-  // Steps from t0 to the end of the sequence, which is the end of a partial tile. Shifted loads read past a whole tile.
-  __device__ __forceinline__ int steps_left(int64_t t0) const {
-    return static_cast<int>(min(p.seqlen - t0, int64_t(2 * TileConfig::kTileSteps)));
-  }
+  // Steps from t0 to the end of the block's segment, which is the end of a partial tile. Shifted loads read past a whole tile
+  // that is not the segment's last.
+  __device__ __forceinline__ int steps_left(int64_t t0) const { return at.steps_from(t0, 2 * TileConfig::kTileSteps); }
 
   // Calls visit(ThreadVectors) for the tile that starts at t0, or visit_elements() if it is not moved in vectors.
   template <typename Visitor, typename ElementsVisitor>
@@ -281,7 +280,7 @@ struct BwdProducer {
   // Adds the warps' sums of grad_D and grad_delta_bias and stores the block's partial sums.
   __device__ __forceinline__ void finish() const {
     for (int channel = thread(); channel < at.channels; channel += TileConfig::kProducers) {
-      const int64_t target = (at.batch * plan.segments + at.segment) * p.dim + at.first_channel + channel;
+      const int64_t target = (at.row * plan.segments + at.segment) * p.dim + at.first_channel + channel;
       const auto store_sum = [&](const Acc* warp_sums, void* partial) {
         if (partial == nullptr) return;
         Acc total = 0;

@@ -31,7 +31,7 @@ struct FwdConsumer {
       if (!exists) return;
       const int64_t d = at.first_channel + channel;
       A[k][i] = load_state<Acc>(p.A, 0, d, state) * kScaleOfA<Method, Acc>;
-      if (p.initial_state.data != nullptr) h[k][i] = load_state<Acc>(p.initial_state, at.batch, d, state);
+      h[k][i] = load_optional_state<Acc>(p.initial_state, at.initial, d, state);
     });
   }
 
@@ -92,18 +92,18 @@ struct FwdConsumer {
 
   __device__ __forceinline__ void run() {
     constexpr int64_t kChunk = chunk_length(kStates);
-    if (p.chunk_states != nullptr) save(p.chunk_states, at.batch * p.chunk_boundaries);
+    if (p.chunk_states != nullptr && !p.is_packed()) save(p.chunk_states, at.chunk_states);
     int tile = 0;
     if (at.end > 0) sync_roles<TileConfig>();
     for (int64_t t0 = 0; t0 < at.end; t0 += TileConfig::kTileSteps, ++tile) {
       const int64_t t_end = min(t0 + TileConfig::kTileSteps, at.end);
       scan_tile(tile, static_cast<int>(t_end - t0));
       sync_roles<TileConfig>();
-      if (p.chunk_states != nullptr && (t_end % kChunk == 0 || t_end == at.end)) {
-        save(p.chunk_states, at.batch * p.chunk_boundaries + (t_end + kChunk - 1) / kChunk);
+      if (p.chunk_states != nullptr && (t_end == at.end ? !p.is_packed() : t_end % kChunk == 0)) {
+        save(p.chunk_states, at.chunk_states + (t_end + kChunk - 1) / kChunk);
       }
     }
-    save(p.last_state, at.batch);
+    if (at.last >= 0) save(p.last_state, at.last);
   }
 };
 

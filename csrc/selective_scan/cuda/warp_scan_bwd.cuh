@@ -58,9 +58,12 @@ struct BwdShared {
   BwdRows<Scalar>* rows;
   int64_t bytes;
 
-  SSM_HOST_DEVICE BwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan) {
+  // per_step: known at compile time of Pass::kPerStep, whose addresses then depend on fewer parameters.
+  SSM_HOST_DEVICE BwdShared(unsigned char* memory, const SelectiveScanParams& p, const ScanPlan& plan, bool per_step = false) {
     const int count = state_rows<TileConfig>(plan) * state_pitch(p);
-    const bool sums = !plan.carry_pass && (p.B.per_step || p.C.per_step);
+    const bool carry_pass = !per_step && plan.carry_pass;
+    const bool has_B_steps = per_step || p.B.per_step, has_C_steps = per_step || p.C.per_step;
+    const bool sums = !carry_pass && (has_B_steps || has_C_steps);
     SharedAllocator shared(memory);
     // Arrays of constant size first: their addresses are known at compile time.
     grad_channel = shared.allocate<Acc>(2 * TileConfig::kThreads);
@@ -69,15 +72,15 @@ struct BwdShared {
     zeros = shared.allocate<Acc>(TileConfig::kSteps);
     delta = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
     grad_out = shared.allocate<Scalar>(SequenceTile<TileConfig>::kCapacity);
-    u = shared.allocate<Scalar>(plan.carry_pass ? 0 : SequenceTile<TileConfig>::kCapacity);
+    u = shared.allocate<Scalar>(carry_pass ? 0 : SequenceTile<TileConfig>::kCapacity);
     z = shared.allocate<Scalar>(p.z.data != nullptr ? SequenceTile<TileConfig>::kCapacity : 0);
-    B = shared.allocate<Acc>(p.B.per_step && !plan.carry_pass ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
-    C = shared.allocate<Acc>(p.C.per_step ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
+    B = shared.allocate<Acc>(has_B_steps && !carry_pass ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
+    C = shared.allocate<Acc>(has_C_steps ? kSlice * MatrixSlice<TileConfig, kSlice>::kPitch : 0);
     warp_sums = shared.allocate<Acc>(sums ? TileConfig::kWarps * kSums : 0);
     states = shared.allocate<Acc>(kPerState * count);
-    decay = shared.allocate<Acc>(plan.carry_pass ? count : 0);
-    grad_constant_B = shared.allocate<Acc>(p.B.per_step || plan.carry_pass ? 0 : count);
-    grad_constant_C = shared.allocate<Acc>(p.C.per_step || plan.carry_pass ? 0 : count);
+    decay = shared.allocate<Acc>(carry_pass ? count : 0);
+    grad_constant_B = shared.allocate<Acc>(has_B_steps || carry_pass ? 0 : count);
+    grad_constant_C = shared.allocate<Acc>(has_C_steps || carry_pass ? 0 : count);
     bytes = shared.bytes();
   }
 };
@@ -155,7 +158,7 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
   constexpr int K = TileConfig::kSteps, kSlice = Shared::kSlice;
   constexpr int kA = Shared::kA, kBefore = Shared::kBefore, kAdjoint = Shared::kAdjoint, kGradA = Shared::kGradA,
                 kPerState = Shared::kPerState;
-  const Shared shared(memory, p, plan);
+  const Shared shared(memory, p, plan, pass == Pass::kPerStep);
   const Position& at = *shared.position;
   const BwdRows<Scalar>& rows = *shared.rows;
   if (threadIdx.x == 0) {
@@ -179,9 +182,9 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     if (carry_pass) {
       shared.decay[index] = 1;
     } else {
-      if (p.grad_last_state.data != nullptr) g = load_state<Acc>(p.grad_last_state, at.batch, d, state);
+      g = load_optional_state<Acc>(p.grad_last_state, at.last, d, state);
       for (int64_t s = plan.segments - 1; s > at.segment; --s) {
-        g = fold_segment(plan, state_offset(p, at.batch * plan.segments + s, d, state), g);
+        g = fold_segment(plan, state_offset(p, at.row * plan.segments + s, d, state), g);
       }
       if (!p.B.per_step) shared.grad_constant_B[index] = 0;
       if (!p.C.per_step) shared.grad_constant_C[index] = 0;
@@ -213,10 +216,9 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     if (!carry_pass) {
       u_tile.load(p.u, rows.u, t0, at.channels, steps);
       const int chunks = TileConfig::kTileSteps / (p.chunk_length == kLongChunk ? kLongChunk : kShortChunk);  // of a tile
-      const int64_t boundary = at.batch * p.chunk_boundaries + t0 / TileConfig::kTileSteps * chunks;
-      const Acc* const source = static_cast<const Acc*>(p.chunk_states) + state_offset(p, boundary, at.first_channel, 0);
+      const Acc* const source = rows.states_before(p, t0 / TileConfig::kTileSteps * chunks);
       for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int offset, int, int) {
-        shared.states[index * kPerState + kBefore] = source[offset];
+        shared.states[index * kPerState + kBefore] = source != nullptr ? source[offset] : Acc(0);
       });
     }
 
@@ -439,8 +441,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     __syncthreads();
   }
 
-  if (tiles == 0) __syncthreads();
-  const int64_t segment_row = at.batch * plan.segments + at.segment;
+  if (at.begin >= at.end) __syncthreads();
+  const int64_t segment_row = at.row * plan.segments + at.segment;
   for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
     const int64_t target = state_offset(p, segment_row, at.first_channel + channel, state);
     if (carry_pass) {
@@ -454,8 +456,8 @@ __device__ __forceinline__ void bwd_block(const SelectiveScanBwdParams& p, const
     store(partial_sums.grad_A, shared.states[index * kPerState + kGradA]);
     store(partial_sums.grad_constant_B, p.B.per_step ? Acc(0) : shared.grad_constant_B[index]);
     store(partial_sums.grad_constant_C, p.C.per_step ? Acc(0) : shared.grad_constant_C[index]);
-    if (p.grad_initial_state != nullptr && at.segment == 0) {
-      static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.batch, at.first_channel + channel, state)] =
+    if (p.grad_initial_state != nullptr && at.segment == 0 && at.initial >= 0) {
+      static_cast<Acc*>(p.grad_initial_state)[state_offset(p, at.initial, at.first_channel + channel, state)] =
           shared.states[index * kPerState + kAdjoint];
     }
   });

@@ -88,12 +88,12 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
     if (carry_pass) {
       shared.decay[index] = 1;
     } else {
-      if (p.initial_state.data != nullptr) h = load_state<Acc>(p.initial_state, at.batch, d, state);
+      h = load_optional_state<Acc>(p.initial_state, at.initial, d, state);
       for (int64_t s = 0; s < at.segment; ++s) {
-        h = fold_segment(plan, state_offset(p, at.batch * plan.segments + s, d, state), h);
+        h = fold_segment(plan, state_offset(p, at.row * plan.segments + s, d, state), h);
       }
-      if (p.chunk_states != nullptr && at.segment == 0) {
-        static_cast<Acc*>(p.chunk_states)[state_offset(p, at.batch * p.chunk_boundaries, d, state)] = h;
+      if (p.chunk_states != nullptr && at.segment == 0 && !p.is_packed()) {
+        static_cast<Acc*>(p.chunk_states)[state_offset(p, at.chunk_states, d, state)] = h;
       }
     }
     shared.pairs[2 * index] = load_state<Acc>(p.A, 0, d, state) * scale_of_A<Method, Acc>(p);
@@ -225,9 +225,9 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
 #pragma unroll 1
         for (int chunk = 0; chunk < shared.chunks; ++chunk) {
           const int64_t boundary = t0 / TileConfig::kTileSteps * shared.chunks + chunk + 1;
-          if (boundary >= p.chunk_boundaries) break;
-          Acc* const target = static_cast<Acc*>(p.chunk_states) +
-                              state_offset(p, at.batch * p.chunk_boundaries + boundary, at.first_channel, 0);
+          if (boundary >= at.saved_states) break;
+          Acc* const target =
+              static_cast<Acc*>(p.chunk_states) + state_offset(p, at.chunk_states + boundary, at.first_channel, 0);
           for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int offset, int, int) {
             target[offset] =
                 chunk + 1 == shared.chunks ? shared.pairs[2 * index + 1] : shared.ends[chunk * rows_of_states * pitch + index];
@@ -242,11 +242,11 @@ __device__ __forceinline__ void fwd_block(const SelectiveScanFwdParams& p, const
   for_each_state<TileConfig>(p, plan, at.channels, [&](int index, int, int channel, int state) {
     const Acc h = shared.pairs[2 * index + 1];
     if (carry_pass) {
-      const int64_t target = state_offset(p, at.batch * plan.segments + at.segment, at.first_channel + channel, state);
+      const int64_t target = state_offset(p, at.row * plan.segments + at.segment, at.first_channel + channel, state);
       static_cast<Acc*>(plan.decay)[target] = shared.decay[index];
       static_cast<Acc*>(plan.offset)[target] = h;
-    } else if (at.segment + 1 == plan.segments) {
-      static_cast<Acc*>(p.last_state)[state_offset(p, at.batch, at.first_channel + channel, state)] = h;
+    } else if (at.segment + 1 == plan.segments && at.last >= 0) {
+      static_cast<Acc*>(p.last_state)[state_offset(p, at.last, at.first_channel + channel, state)] = h;
     }
   });
 }
