@@ -323,7 +323,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
         mlp, mixed = self._project(hidden_states[:, 0])
         z, xBC, dt = mixed.split([self.d_ssm, self.conv1d.weight.shape[0], self.nheads], dim=-1)
         x, B, C = self._split_heads(self._convolve_step(xBC, conv_state))
-        D = self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D[:, None]
+        D = self._D_of_heads() if self.D_has_hdim else self.D[:, None]
         y = selective_state_update(
             ssm_state,
             x,
@@ -341,14 +341,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
         )
         y = y.flatten(-2)
         if self.rmsnorm:
-            y = rms_norm_gated(
-                y,
-                self.norm.weight,
-                z,
-                eps=self.norm.eps,
-                group_size=self.d_ssm // self.ngroups,
-                norm_before_gate=self.norm_before_gate,
-            )
+            y = self.norm(y, z)
         return self._finish(y, mlp)[:, None], conv_state, ssm_state
 
     def extra_repr(self) -> str:
@@ -366,13 +359,28 @@ class Mamba2(DiscretizedModule, ConvMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
+        y, final_states = self._mix_projected(
+            mixed, conv_state, ssm_state, seq_idx, cu_seqlens, self.norm.weight if self.rmsnorm else None
+        )
+        return self._finish(y, mlp), mixed, final_states
+
+    def _mix_projected(
+        self,
+        mixed: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        norm_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The mixer between its projections: y, gated and with ``norm_weight`` normalized, and the scan's final states."""
         y, _, final_states = _mamba2_mixer(
             mixed,
             *conv_parameters("Mamba2", self.conv1d),
             self.A_log,
-            self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D,
+            self._D_of_heads(),
             self.dt_bias,
-            self.norm.weight if self.rmsnorm else None,
+            norm_weight,
             self._initial_state(conv_state, mixed.dtype),
             None if ssm_state is None else ssm_state.to(wide_dtype(mixed.dtype)),
             seq_idx,
@@ -386,7 +394,11 @@ class Mamba2(DiscretizedModule, ConvMixer):
             self.norm_before_gate,
             self.discretization,
         )
-        return self._finish(y, mlp), mixed, final_states
+        return y, final_states
+
+    def _D_of_heads(self) -> Tensor:
+        """(nheads,) or (nheads, headdim)."""
+        return self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D
 
     def _mix_packed(self, u: Tensor, cu_seqlens: Tensor, inference_params: Any) -> Tensor:
         """Mixes packed sequences that begin here or continue from the cache, which has a row for each of them."""
