@@ -25,6 +25,9 @@ from torch.distributed.device_mesh import DeviceMesh
 __all__ = ["enter", "leave", "sum_gradients", "sum_over_ranks"]
 
 _SEQUENCE = 1  # axis of (batch, seqlen, channels)
+# The second names are those before PyTorch 2.15.
+_gather = getattr(collectives, "all_gather_single", None) or collectives.all_gather_tensor
+_scatter = getattr(collectives, "reduce_scatter_single", None) or collectives.reduce_scatter_tensor
 
 
 def _wait(tensor: Tensor) -> Tensor:
@@ -36,11 +39,11 @@ def all_reduce(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
 
 
 def _all_gather(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _wait(collectives.all_gather_tensor(tensor.contiguous(), _SEQUENCE, (mesh, 0)))
+    return _wait(_gather(tensor.contiguous(), _SEQUENCE, (mesh, 0)))
 
 
 def _reduce_scatter(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
-    return _wait(collectives.reduce_scatter_tensor(tensor.contiguous(), "sum", _SEQUENCE, (mesh, 0)))
+    return _wait(_scatter(tensor.contiguous(), "sum", _SEQUENCE, (mesh, 0)))
 
 
 class _Enter(torch.autograd.Function):
