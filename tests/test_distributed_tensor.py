@@ -223,8 +223,9 @@ def record_collectives(mesh: Mesh, function: Callable[[], Any]) -> tuple[Any, Co
     class CountNumbers(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             nonlocal numbers
-            if func.namespace == "_c10d_functional" and "wait" not in func.name():
-                numbers += args[0].numel() * (mesh.size() if "all_gather" in func.name() else 1)
+            name = func.name().rpartition("::")[2]
+            if name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+                numbers += args[0].numel() * (mesh.size() if name.startswith("all_gather") else 1)
             return func(*args, **kwargs or {})
 
     with CommDebugMode() as communication, CountNumbers():
@@ -242,10 +243,11 @@ def check_collectives(
     _, layer = pair(make, mesh)
     x = draw(BATCH, SEQLEN, D_MODEL).requires_grad_()
     out, counts, numbers = record_collectives(mesh, lambda: layer(x))
-    assert (counts, numbers) == (Counter(all_reduce=forward[0]), BATCH * SEQLEN * forward[1])
+    wanted = Counter(all_reduce=forward[0]), BATCH * SEQLEN * forward[1]
+    assert (counts, numbers) == wanted, (counts, numbers, wanted)
     _, counts, numbers = record_collectives(mesh, lambda: out.sum().backward())
     wanted = Counter(all_reduce=backward[0] + parameters[0]), BATCH * SEQLEN * backward[1] + parameters[1]
-    assert (counts, numbers) == wanted
+    assert (counts, numbers) == wanted, (counts, numbers, wanted)
 
 
 def check_sequence_parallel_collectives(mesh: Mesh) -> None:

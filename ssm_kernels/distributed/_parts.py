@@ -132,7 +132,11 @@ def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def local_of(parameter: Tensor | None) -> Tensor | None:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+    """This rank's shard. Between calls FSDP2 has cut the shard further, along another dimension of the mesh: then the
+    parameter itself, which FSDP2 looks for.
+    """
+    is_shard = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+    return cast(DTensor, parameter).to_local() if is_shard else parameter
 
 
 class Local(nn.Module):
@@ -293,7 +297,9 @@ class Parted(Local):
         return cast(Tensor, _JoinedLinear.apply(x, bias, dim, *weights))  # type: ignore[no-untyped-call]
 
     def _whole_attribute(self, name: str) -> Tensor | None:
-        return torch.cat(self.read(name)[name], self._dims[name]) if name in self._dims else local_of(self._parameters.get(name))
+        if name in self._parameters or name not in self._dims:
+            return local_of(self._parameters.get(name))
+        return torch.cat(self.read(name)[name], self._dims[name])
 
     @property
     def weight(self) -> Tensor | None:

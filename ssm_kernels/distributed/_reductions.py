@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["enter", "leave", "sum_gradients", "sum_over_ranks"]
+__all__ = ["all_reduce", "enter", "finished", "leave", "sum_gradients", "sum_over_ranks"]
 
 _SEQUENCE = 1  # axis of (batch, seqlen, channels)
 # The second names are those before PyTorch 2.15.
@@ -90,6 +90,21 @@ class _SumGradients(torch.autograd.Function):
         flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.mesh)
         pieces = flat.split([grad.numel() for grad in grads])
         return None, *(piece.view(grad.shape) for piece, grad in zip(pieces, grads, strict=True))
+
+
+class _Finished(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor) -> Tensor:
+        return _wait(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+def finished(tensor: Tensor) -> Tensor:
+    """The result of an asynchronous collective, as a plain tensor."""
+    return cast(Tensor, _Finished.apply(tensor))  # type: ignore[no-untyped-call]
 
 
 def enter(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:

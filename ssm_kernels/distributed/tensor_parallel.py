@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from ..convolutions import causal_conv1d
@@ -45,7 +45,7 @@ from ..nn.mamba import Mamba
 from ..nn.mamba2 import GatedRMSNorm, Mamba2
 from ..ops import ssd_chunk_scan
 from ._parts import ColumnParallel, Distribution, Local, Part, Parted, RowParallel, become
-from ._reductions import all_reduce
+from ._reductions import all_reduce, finished, leave
 
 __all__ = ["TensorParallel"]
 
@@ -118,13 +118,15 @@ class TensorParallel(ParallelStyle):
                 norm = getattr(layer, name, None)
                 if isinstance(norm, nn.Module):
                     _replicate(norm, how, sums=mesh if self.sequence_parallel else None)
-        embedding = RowwiseParallel(input_layouts=Replicate(), output_layouts=between)
+        embedding = cast(Any, model.backbone.embedding)
+        _distribute_parameters(embedding, how, weight=Shard(0))
+        become(embedding, _VocabularyParallel)
+        embedding._mesh, embedding._sequence_parallel = mesh, self.sequence_parallel
         logits = Replicate() if self.gather_logits else Shard(-1)
         head = ColwiseParallel(input_layouts=between, output_layouts=logits, use_local_output=self.gather_logits)
-        for style, module in ((embedding, model.backbone.embedding), (head, model.lm_head)):
-            style.src_data_rank = how.src_data_rank
-            style._apply(module, mesh)
-            module.register_forward_hook(_wait_for_output)
+        head.src_data_rank = how.src_data_rank
+        head._apply(model.lm_head, mesh)
+        model.lm_head.register_forward_hook(_wait_for_output)
         model.tie_weights()
         model._tensor_mesh = mesh
         model._sequence_parallel = self.sequence_parallel
@@ -359,6 +361,28 @@ def _scaled(x: Tensor, factors: Tensor) -> Tensor:
     return (x.unflatten(-1, (factors.shape[-2], -1)) * factors).flatten(-2)
 
 
+class _VocabularyParallel(Local):
+    """Mixin for an embedding of which this rank has the rows of some tokens. The embeddings of the others are zero here.
+
+    PyTorch's ``RowwiseParallel`` gives the same result, but a gradient of all rows on every rank.
+    """
+
+    _mesh: DeviceMesh
+    _sequence_parallel: bool
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        whole = cast(DTensor, self.weight)
+        rows = whole.to_local()
+        # As Shard cuts: equal numbers of rows, and fewer or none for the last ranks.
+        first = self._mesh.get_local_rank() * -(-whole.shape[0] // self._mesh.size())
+        places = tokens - first
+        is_other = (places < 0) | (places >= rows.shape[0])
+        if rows.shape[0] == 0:
+            rows = F.pad(rows, (0, 0, 0, 1))
+        found = F.embedding(places.masked_fill(is_other, 0), rows).masked_fill(is_other[..., None], 0)
+        return leave(found, self._mesh, self._sequence_parallel)
+
+
 class _TensorParallelLM(nn.Module):
     """Mixin for MambaLM."""
 
@@ -391,5 +415,5 @@ class _TensorParallelLM(nn.Module):
 
 
 def _wait_for_output(module: nn.Module, inputs: Any, output: Any) -> Any:
-    """PyTorch's styles return tensors that wait at their first use, which operators of C++ would see as a subclass."""
-    return output.wait() if isinstance(output, collectives.AsyncCollectiveTensor) else output
+    """A forward hook: PyTorch's styles return tensors of a subclass that wait at their first use."""
+    return finished(output) if isinstance(output, collectives.AsyncCollectiveTensor) else output
