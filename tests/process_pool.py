@@ -2,12 +2,11 @@
 
 A test module has a table of ``Case``s. :func:`run_cases` starts ``PROCESSES`` processes once; each runs the cases in order, on a
 mesh of the first ranks that the case asks for, and reports what the case raised. A test per case then asserts that it raised
-nothing. After a failure the ranks no longer agree about the next collective, so the cases after it are reported as not run.
+nothing. Cases run in an empty folder. After a failure the ranks no longer agree about the next collective, so the cases after it are reported as not run.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
@@ -57,17 +56,17 @@ def _work(rank: int, module: str, folder: str) -> None:
     cases: dict[str, Case] = importlib.import_module(module).CASES
     meshes = {shape: _make_mesh(shape) for shape in sorted({case.shape for case in cases.values()})}
     report = dict.fromkeys((name for name, case in cases.items() if rank in meshes[case.shape].mesh), "not run")
+    os.chdir(folder)
     try:
-        for name in report:
-            report[name] = ""
-            cases[name].check(meshes[cases[name].shape])
+        for name, case in cases.items():
+            if name in report:
+                report[name] = ""
+                case.check(meshes[case.shape])
+            # A case may read the files of another case.
+            dist.barrier()
     except BaseException:
         report[name] = traceback.format_exc()
     (Path(folder) / f"{rank}.json").write_text(json.dumps(report))
-    if not any(report.values()):
-        # It raises where another rank has failed and ended.
-        with contextlib.suppress(RuntimeError):
-            dist.barrier()
     # fully_shard keeps the group, and with it gloo's threads, alive. Where the interpreter ends before them, the process
     # sometimes aborts.
     sys.stdout.flush()

@@ -112,7 +112,7 @@ def join(pieces: Sequence[Tensor], dim: int) -> Tensor:
 def split(whole: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     """The inverse of :func:`join`. The pieces of a DTensor have the placements of :func:`join`."""
     if not isinstance(whole, DTensor):
-        return [*whole.split([*sizes], dim)]
+        return [piece.contiguous() for piece in whole.split([*sizes], dim)]
     placements = _across(dim, whole)
     locals_ = whole.redistribute(placements=placements).to_local().split([*sizes], dim)
     shapes = [[*whole.shape[:dim], size, *whole.shape[dim + 1 :]] for size in sizes]

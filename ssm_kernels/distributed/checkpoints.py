@@ -208,10 +208,7 @@ def set_state_dict(
         for whole in wholes:
             if whole.fits(model_state.get(whole.name)):
                 _split_key(model_state, whole)
-    return torch_state_dict.set_state_dict(
-        model,
-        optimizers,
-        model_state_dict=model_state,
-        optim_state_dict=cast(Any, _split_optimizer(optim_state_dict, wholes)),
-        options=options,
-    )
+    # PyTorch's set_state_dict takes an empty model_state_dict, which ranks other than 0 have, as none.
+    optimizer_state = cast(Any, _split_optimizer(optim_state_dict, wholes))
+    torch_state_dict.set_optimizer_state_dict(model, optimizers, optimizer_state, options=options)
+    return torch_state_dict.set_model_state_dict(model, model_state, options=options)
