@@ -126,9 +126,10 @@ def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value
     mesh, placements = parameter.device_mesh, parameter.placements
-    if isinstance(value, DTensor):
-        return value.redistribute(mesh, placements)
-    return distribute_tensor(value.to(parameter.device), mesh, placements, src_data_rank=None)
+    if not isinstance(value, DTensor):
+        # distribute_tensor does not know the placements of FSDP2 with tensor parallelism.
+        value = DTensor.from_local(value.to(parameter.device), mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return value.redistribute(mesh, placements)
 
 
 def local_of(parameter: Tensor | None) -> Tensor | None:

@@ -16,6 +16,7 @@ import torch.nn as nn
 from torch import Tensor
 from torch.distributed.checkpoint import state_dict as torch_state_dict
 from torch.distributed.checkpoint.state_dict import StateDictOptions
+from torch.distributed.tensor import DTensor
 
 from ._parts import Parted, join, placed_like, split
 
@@ -55,10 +56,7 @@ class _Whole:
 
     def split(self, value: Any) -> list[Any]:
         if self.fits(value):
-            pieces = split(value, self.sizes, self.dim)
-            if type(value) is Tensor:
-                return pieces
-            return [placed_like(piece, parameter) for piece, parameter in zip(pieces, self.parameters, strict=True)]
+            return [*split(value, self.sizes, self.dim)]
         self._check_number(value)
         return [value.clone() if isinstance(value, Tensor) else value for _ in self.parts]
 
@@ -69,14 +67,17 @@ class _Whole:
             )
 
 
+def _without_wrappers(name: str) -> str:
+    return ".".join(token for token in name.split(".") if token not in _WRAPPERS)
+
+
 def _wholes(model: nn.Module) -> list[_Whole]:
     found = []
     for module_name, module in model.named_modules():
         if isinstance(module, Parted):
-            path = [token for token in module_name.split(".") if token and token not in _WRAPPERS]
+            prefix = _without_wrappers(f"{module_name}." if module_name else "")
             for name, parts, dim in module.parted():
                 parameters = [cast(Tensor, module._parameters[part]) for part in parts]
-                prefix = ".".join([*path, ""])
                 found.append(_Whole(prefix + name, [prefix + part for part in parts], parameters, dim))
     return found
 
@@ -140,7 +141,7 @@ def _split_optimizer(state: dict[str, Any], wholes: list[_Whole]) -> dict[str, A
                 for suffix in _suffixes(state, kind + whole.name):
                     _split_key(state, whole, kind, suffix)
         return state
-    states = dict(state["state"])
+    states = {name: dict(of_parameter) for name, of_parameter in state["state"].items()}
     groups = [dict(group, params=[*group["params"]]) for group in state["param_groups"]]
     for whole in wholes:
         if whole.name in states:
@@ -152,6 +153,14 @@ def _split_optimizer(state: dict[str, Any], wholes: list[_Whole]) -> dict[str, A
                 place = group["params"].index(whole.name)
                 group["params"][place : place + 1] = whole.parts
     return state | {"state": states, "param_groups": groups}
+
+
+def _place(state: dict[str, Any], parameters: dict[str, Any], of_optimizer: bool = False) -> None:
+    """Gives tensors of a parameter's shape its placements. With ``of_optimizer`` keys are ``state.<parameter>.<name>``."""
+    for key, value in state.items():
+        parameter = parameters.get(key.removeprefix("state.").rpartition(".")[0] if of_optimizer else key)
+        if isinstance(parameter, DTensor) and isinstance(value, Tensor) and value.shape == parameter.shape:
+            state[key] = placed_like(value, parameter)
 
 
 def get_state_dict(
@@ -204,11 +213,18 @@ def set_state_dict(
         ValueError: an optimizer's state has neither the shape of its parameter nor is it one number.
     """
     wholes, model_state = _wholes(model), dict(model_state_dict)
-    if options is not None and options.full_state_dict:
-        for whole in wholes:
-            if whole.fits(model_state.get(whole.name)):
-                _split_key(model_state, whole)
+    for whole in wholes:
+        if whole.fits(model_state.get(whole.name)):
+            _split_key(model_state, whole)
+    optimizer_state = _split_optimizer(optim_state_dict, wholes)
+    if options is None or not options.broadcast_from_rank0:
+        parameters = {_without_wrappers(name): p for name, p in model.named_parameters(remove_duplicate=False)}
+        _place(model_state, parameters)
+        if _is_flat(optimizer_state):
+            _place(optimizer_state, parameters, of_optimizer=True)
+        for name, state in optimizer_state.get("state", {}).items():
+            _place(state, dict.fromkeys(state, parameters.get(name)))
+        options = dataclasses.replace(options or StateDictOptions(), full_state_dict=False)
     # PyTorch's set_state_dict takes an empty model_state_dict, which ranks other than 0 have, as none.
-    optimizer_state = cast(Any, _split_optimizer(optim_state_dict, wholes))
-    torch_state_dict.set_optimizer_state_dict(model, optimizers, optimizer_state, options=options)
+    torch_state_dict.set_optimizer_state_dict(model, optimizers, cast(Any, optimizer_state), options=options)
     return torch_state_dict.set_model_state_dict(model, model_state, options=options)
