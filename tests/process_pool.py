@@ -1,8 +1,9 @@
 """Cases that several processes of the CPU run together: one start of the processes, and a result for each case.
 
-A test module has a table of ``Case``s. :func:`run_cases` starts ``PROCESSES`` processes once; each runs the cases in order, on a
-mesh of the first ranks that the case asks for, and reports what the case raised. A test per case then asserts that it raised
-nothing. Cases run in an empty folder. After a failure the ranks no longer agree about the next collective, so the cases after it are reported as not run.
+A test module has a table of ``Case``s. :func:`run_cases` starts ``PROCESSES`` processes once. Each runs the cases in order, on
+a mesh of the first ranks that a case asks for, and reports what the case raised. A test for each case then asserts that it
+raised nothing. Cases run in an empty folder. After a failure the ranks no longer agree about the next collective, so the remaining
+cases are reported as not run.
 """
 
 from __future__ import annotations
@@ -50,9 +51,7 @@ def assert_passed(results: dict[str, list[str]], name: str) -> None:
 def _work(rank: int, module: str, folder: str) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store"
-    dist.init_process_group(
-        "gloo", init_method=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=60)
-    )
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=PROCESSES, timeout=timedelta(seconds=60))
     cases: dict[str, Case] = importlib.import_module(module).CASES
     meshes = {shape: _make_mesh(shape) for shape in sorted({case.shape for case in cases.values()})}
     report = dict.fromkeys((name for name, case in cases.items() if rank in meshes[case.shape].mesh), "not run")

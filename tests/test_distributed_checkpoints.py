@@ -34,9 +34,7 @@ class Models(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The loss."""
-        losses = [
-            F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()) for model in self.models
-        ]
+        losses = [F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()) for model in self.models]
         return sum(losses[1:], losses[0])
 
 
@@ -99,9 +97,7 @@ def assert_is_truth(models: Models, optimizer: torch.optim.Optimizer, steps: int
     for name, states in wanted[1]["state"].items():
         entries |= {f"{name}, {key}": (got[1]["state"][name][key], value) for key, value in states.items()}
     for name, (actual, expected) in entries.items():
-        torch.testing.assert_close(
-            whole(actual), expected, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
-        )
+        torch.testing.assert_close(whole(actual), expected, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
 
 
 def save(kind: str, mesh: Mesh) -> None:
@@ -215,7 +211,9 @@ def check_parts_of_one_group(mesh: Mesh) -> None:
     distribute(models, "tensor", mesh)
     first, *rest = models.models[0].backbone.layers[0].mixer.in_proj.parameters()
     optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], momentum=0.9)
-    with pytest.raises(ValueError, match="expected the parts of .*in_proj.weight in one group of the optimizer, without"):
+    with pytest.raises(
+        ValueError, match=r"expected the parts of .*in_proj.weight in one group of the optimizer, got one without"
+    ):
         get_state_dict(models, optimizer)
 
 

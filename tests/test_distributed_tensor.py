@@ -367,16 +367,16 @@ def check_errors(mesh: Mesh) -> None:
         apply(Mamba2(16, headdim=8))
     with pytest.raises(ValueError, match="expected a number of ranks that divides d_inner - d_ssm = 8, got 3"):
         apply(Mamba2(16, d_ssm=24, headdim=8))
-    with pytest.raises(ValueError, match="GatedMLP: expected a number of ranks that divides fc2.in_features = 128, got 3"):
+    with pytest.raises(ValueError, match=r"GatedMLP: expected a number of ranks that divides fc2.in_features = 128, got 3"):
         apply(GatedMLP(16))
     model = language_model("Mamba", d_intermediate=128)
-    with pytest.raises(ValueError, match="backbone.layers.0.mlp: expected a number of ranks that divides fc2.in_features"):
+    with pytest.raises(ValueError, match=r"backbone.layers.0.mlp: expected a number of ranks that divides fc2.in_features"):
         apply(model)
     assert not any(hasattr(parameter, "placements") for parameter in model.parameters())
     with pytest.raises(ValueError, match="expected a layer of Mamba, Mamba2, GatedMLP or a MambaLM of such, got Linear"):
         apply(nn.Linear(3, 3))
     recurrent = MambaLM(MambaConfig(d_model=12, n_layer=1, vocab_size=24, mixer="MinGRU"))
-    with pytest.raises(ValueError, match="backbone.layers.0.mixer: expected a layer of .*, got RecurrentMixer"):
+    with pytest.raises(ValueError, match=r"backbone.layers.0.mixer: expected a layer of .*, got RecurrentMixer"):
         apply(recurrent)
     layer = apply(mamba())
     with pytest.raises(ValueError, match="expected parameters that are not distributed yet: apply it once"):
@@ -385,7 +385,7 @@ def check_errors(mesh: Mesh) -> None:
         layer.in_proj.reset_parameters()
     adapted = mamba2()
     adapted.in_proj = nn.Sequential(adapted.in_proj)
-    with pytest.raises(TypeError, match="expected in_proj to be an nn.Linear, got Sequential"):
+    with pytest.raises(TypeError, match=r"expected in_proj to be an nn.Linear, got Sequential"):
         apply(adapted)
     with pytest.raises(TypeError, match="expected gather_logits to be a bool, got int"):
         TensorParallel(gather_logits=1)
@@ -395,9 +395,9 @@ def check_errors(mesh: Mesh) -> None:
     spans = apply(language_model("Mamba"), sequence_parallel=True)
     with pytest.raises(ValueError, match="expected a seqlen that is a multiple of the 3 ranks with sequence_parallel, got 4"):
         spans(tokens_of(1, 4))
-    with pytest.raises(ValueError, match="MambaLM.generate: expected a model without sequence_parallel"):
+    with pytest.raises(ValueError, match=r"MambaLM.generate: expected a model without sequence_parallel"):
         spans.generate(tokens_of(1, 3), 4)
-    with pytest.raises(ValueError, match="MambaLM.generate: expected no cg with tensor parallelism"):
+    with pytest.raises(ValueError, match=r"MambaLM.generate: expected no cg with tensor parallelism"):
         apply(language_model("Mamba")).generate(tokens_of(1, 3), 4, cg=True)
     assert parallelize_module(nn.Module(), mesh, {}) is not None
 
@@ -448,9 +448,7 @@ CASES: dict[str, Case] = {
     "collectives, Mamba2 with one group": Case(
         (2,),
         # A number a step of the norm; the gradients of the rows of B and C in in_proj, conv1d.weight and conv1d.bias.
-        lambda mesh: check_collectives(
-            mamba2, (2, D_MODEL + 1), (2, D_MODEL + 1), mesh, (3, BC * (D_MODEL + WIDTH + 1))
-        ),
+        lambda mesh: check_collectives(mamba2, (2, D_MODEL + 1), (2, D_MODEL + 1), mesh, (3, BC * (D_MODEL + WIDTH + 1))),
     ),
     "collectives, GatedMLP": Case((2,), lambda mesh: check_collectives(mlp, (1, D_MODEL), (1, D_MODEL), mesh, (0, 0))),
     "collectives, sequence parallel": Case((2,), check_sequence_parallel_collectives),

@@ -1,9 +1,9 @@
 """Parameters of which each rank holds a part, and the modules that read them.
 
-A mixer's ``in_proj.weight`` holds several matrices one after another: those of x and z in Mamba, of z, x, B, C and dt in Mamba2.
-A rank needs its rows of each, which no placement of one DTensor describes. A module therefore holds one DTensor for each of them,
-a *part*: ``in_proj.weight_x``, ``in_proj.weight_z``. Its placement is ``Shard``, or ``Replicate`` where every rank needs all of B
-and C. FSDP2, optimizers, gradient clipping and distributed checkpoints see ordinary DTensors.
+A mixer's ``in_proj.weight`` holds several matrices one after another: those of x and z in Mamba, of z, x, B, C and dt in
+Mamba2. A rank needs its rows of each, which no placement of one DTensor describes. A module therefore holds one DTensor for
+each of them, a *part*: ``in_proj.weight_x``, ``in_proj.weight_z``. Its placement is ``Shard``, or ``Replicate`` where every
+rank needs all of B and C. FSDP2, optimizers, gradient clipping and distributed checkpoints see ordinary DTensors.
 
 ``state_dict`` has the whole parameter under its own name, ``in_proj.weight``, with its rows in the order of an unsharded layer.
 For that the ranks exchange their rows for columns of all rows, an all-to-all, so ``state_dict`` and ``load_state_dict`` are
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 from .._arguments import is_autocast_enabled
 from ._reductions import enter, leave, sum_gradients, sum_over_ranks
 
-__all__ = ["ColumnParallel", "Distribution", "Parted", "Part", "RowParallel", "become", "join", "split"]
+__all__ = ["ColumnParallel", "Distribution", "Local", "Part", "Parted", "RowParallel", "become", "join", "placed_like", "split"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,9 +116,7 @@ def split(whole: Tensor, sizes: Sequence[int], dim: int) -> list[Tensor]:
     placements = _across(dim, whole)
     locals_ = whole.redistribute(placements=placements).to_local().split([*sizes], dim)
     shapes = [[*whole.shape[:dim], size, *whole.shape[dim + 1 :]] for size in sizes]
-    return [
-        _from_local(local, whole.device_mesh, placements, shape) for local, shape in zip(locals_, shapes, strict=True)
-    ]
+    return [_from_local(local, whole.device_mesh, placements, shape) for local, shape in zip(locals_, shapes, strict=True)]
 
 
 def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -141,7 +139,7 @@ def local_of(parameter: Tensor | None) -> Tensor | None:
 
 
 class Local(nn.Module):
-    """Mixin: the attributes of parameters are this rank's shards, while ``parameters()`` and ``state_dict`` have the DTensors."""
+    """Mixin: attributes that name parameters are this rank's shards; ``parameters()`` and ``state_dict`` have the DTensors."""
 
     def reset_parameters(self) -> None:
         raise NotImplementedError(
@@ -295,7 +293,7 @@ class Parted(Local):
         bias = torch.cat(biases) if biases else None
         if len(weights) == 1:
             return F.linear(x, weights[0], bias)
-        return cast(Tensor, _JoinedLinear.apply(x, bias, dim, *weights))  # type: ignore[no-untyped-call]
+        return cast(Tensor, _JoinedLinear.apply(x, bias, dim, *weights))
 
     def _whole_attribute(self, name: str) -> Tensor | None:
         if name in self._parameters or name not in self._dims:

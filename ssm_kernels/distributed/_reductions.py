@@ -1,7 +1,7 @@
 """Differentiable collectives of tensor parallelism, between tensors that every rank has and tensors that ranks have parts of.
 
-A tensor that every rank has is *replicated*: its values and its gradient are the same on all ranks. Where a rank uses it for its
-own channels alone, the gradient that the rank computes is one term of a sum.
+A tensor that every rank has is *replicated*: its values and its gradient are the same on all ranks. Where a rank uses it for
+its own channels alone, the gradient that the rank computes is one term of a sum.
 
 ======================  ==============================  ===================================
 function                forward                         backward
@@ -104,24 +104,24 @@ class _Finished(torch.autograd.Function):
 
 def finished(tensor: Tensor) -> Tensor:
     """The result of an asynchronous collective, as a plain tensor."""
-    return cast(Tensor, _Finished.apply(tensor))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Finished.apply(tensor))
 
 
 def enter(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
     """A replicated tensor, as each rank uses it; with ``sequence_parallel`` gathered from the ranks' spans of its steps."""
-    return cast(Tensor, _Enter.apply(tensor, mesh, sequence_parallel))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Enter.apply(tensor, mesh, sequence_parallel))
 
 
 def leave(tensor: Tensor, mesh: DeviceMesh, sequence_parallel: bool = False) -> Tensor:
     """The sum of the ranks' tensors, replicated; with ``sequence_parallel`` this rank's span of its steps."""
-    return cast(Tensor, _Leave.apply(tensor, mesh, sequence_parallel))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _Leave.apply(tensor, mesh, sequence_parallel))
 
 
 def sum_over_ranks(tensor: Tensor, mesh: DeviceMesh) -> Tensor:
     """The sum of the ranks' tensors, which each rank uses for its own channels."""
-    return cast(Tensor, _SumOverRanks.apply(tensor, mesh))  # type: ignore[no-untyped-call]
+    return cast(Tensor, _SumOverRanks.apply(tensor, mesh))
 
 
 def sum_gradients(tensors: list[Tensor], mesh: DeviceMesh) -> list[Tensor]:
     """Replicated tensors of one dtype, as each rank uses them for its own channels."""
-    return list(cast(tuple[Tensor, ...], _SumGradients.apply(mesh, *tensors)))  # type: ignore[no-untyped-call]
+    return list(cast(tuple[Tensor, ...], _SumGradients.apply(mesh, *tensors)))

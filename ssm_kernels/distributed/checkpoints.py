@@ -1,8 +1,8 @@
 """State dicts of models and optimizers whose entries do not depend on how the model is distributed.
 
-A distributed checkpoint of these entries, or a file of them, loads on any number of ranks, with tensor parallelism, FSDP2, both or
-neither. PyTorch's own functions give the same for models, whose ``state_dict`` joins the parts of a parameter. An optimizer keeps
-a state for each part and does not know of the whole; the functions of this module join and split these states.
+A distributed checkpoint of these entries, or a file of them, loads on any number of ranks, with tensor parallelism, FSDP2,
+both or neither. PyTorch's own functions give the same for models, whose ``state_dict`` joins the parts of a parameter. An
+optimizer keeps a state for each part and does not know of the whole; the functions of this module join and split these states.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class _Whole:
     def _check_number(self, value: Any) -> None:
         if isinstance(value, Tensor) and value.ndim > 0:
             raise ValueError(
-                f"expected optimizer states of {self.name} in its shape or as one number, got a tensor of shape {[*value.shape]}"
+                f"state_dict: expected optimizer states of {self.name} in its shape or as one number, got a tensor of shape "
+                f"{[*value.shape]}"
             )
 
 
@@ -124,7 +125,9 @@ def _joined_optimizer(state: dict[str, Any], wholes: list[_Whole]) -> dict[str, 
             if whole.parts[0] in group["params"]:
                 missing = [part for part in whole.parts if part not in group["params"]]
                 if missing:
-                    raise ValueError(f"expected the parts of {whole.name} in one group of the optimizer, without {missing}")
+                    raise ValueError(
+                        f"get_state_dict: expected the parts of {whole.name} in one group of the optimizer, got one without {', '.join(missing)}"
+                    )
                 group["params"][group["params"].index(whole.parts[0])] = whole.name
                 group["params"] = [name for name in group["params"] if name not in whole.parts]
     return state | {"state": states, "param_groups": groups}

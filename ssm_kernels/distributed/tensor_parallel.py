@@ -1,19 +1,19 @@
 r"""Tensor parallelism: the ranks of a mesh dimension share the channels of Mamba, the heads of Mamba2, and the vocabulary.
 
-In every mixer and MLP the first projection is column parallel, the last is row parallel, and what is between them runs on a
-rank's own channels. The sum of the last projection's outputs is the one collective of forward that grows with ``d_model``, and the
-sum of the gradients of the first projection's input the one of backward. What else travels, per step of a sequence and per rank:
+In every mixer and MLP the first projection is column parallel, the last is row parallel, and everything between them runs on a
+rank's own channels. Forward sums the outputs of the last projection over the ranks, ``d_model`` numbers per step of a sequence.
+Backward sums the gradients of the first projection's input. Other collectives, per step:
 
-- Mamba's ``x_proj`` makes dt, B and C of all channels. It is row parallel: an all-reduce of ``dt_rank + 2 d_state`` numbers in
-  forward, and of their gradients in backward. ``dt_proj`` is column parallel.
-- Mamba2's ranks have the groups of their heads. Where ``nheads / ranks`` is a multiple of the heads of a group, a rank owns whole
-  groups: their B, C and norm are its own. Otherwise, as with one group, every rank has the parameters of B and C, computes the
-  groups that its heads read, and sums the gradients of these parameters over the ranks. The norm of such a group needs an
-  all-reduce of its sum of squares: ``ngroups`` numbers in forward and as many in backward.
+- Mamba's ``x_proj`` computes dt, B and C from all channels. It is row parallel: an all-reduce of ``dt_rank + 2 d_state``
+  numbers in forward, and of their gradients in backward. ``dt_proj`` is column parallel.
+- A rank of Mamba2 reads the groups of its heads. Where ``nheads / ranks`` is a multiple of the heads of a group, a rank owns
+  whole groups: their B, C and norm are local. Otherwise, as with one group, every rank has the parameters of B and C, computes
+  the groups that its heads read, and sums the gradients of these parameters over the ranks. The norm of such groups needs an
+  all-reduce of their sums of squares: ``ngroups`` numbers in forward and as many in backward.
 
-Embedding and head are cut by the vocabulary, which a tied weight allows for both: each is the largest matrix of a small model.
-Norms have replicated parameters. The style makes every parameter a DTensor on the mesh, so that optimizers and
-``torch.nn.utils.clip_grad_norm_`` take all of them together.
+The ranks share the rows of the vocabulary in the embedding and in the head: the two may be one weight, which is the largest
+matrix of a small model. The parameters of norms are replicated. Every parameter of a model becomes a DTensor on the mesh,
+because ``torch.nn.utils.clip_grad_norm_`` and foreach optimizers take no mixture of tensors and DTensors.
 
 Sources: Shoeybi et al., *Megatron-LM* (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2.2, for
 sequence parallelism; Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 8.1, for heads and groups.
@@ -60,15 +60,15 @@ class TensorParallel(ParallelStyle):
         mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))
         parallelize_module(model, mesh["tensor"], TensorParallel())
 
-    It applies to :class:`ssm_kernels.nn.Mamba`, :class:`ssm_kernels.nn.Mamba2`, :class:`ssm_kernels.nn.GatedMLP` and to
-    :class:`ssm_kernels.models.MambaLM` with such mixers, whose embedding, blocks and head it distributes. All ranks call the layer
-    with equal inputs and get equal outputs. Gradients are DTensors like their parameters. Apply it before FSDP2, which takes
-    another dimension of the mesh, and before the optimizer is made. A mesh of one rank leaves the module as it is.
+    It applies to :class:`ssm_kernels.nn.Mamba`, :class:`ssm_kernels.nn.Mamba2`, :class:`ssm_kernels.nn.block.GatedMLP` and to
+    :class:`ssm_kernels.models.MambaLM` with such mixers: embedding, blocks and head. All ranks call the layer with equal inputs
+    and get equal outputs. Gradients are DTensors like their parameters. Apply the style before ``fully_shard``, which takes
+    another dimension of the mesh, and before the optimizer is made. A mesh of one rank leaves the module unchanged.
 
-    Attributes that count channels, heads or groups are then those of this rank: ``d_inner``, ``d_ssm``, ``nheads``, ``ngroups``.
-    So are the attributes of parameters that mixers read, such as ``A_log``, and the states of ``allocate_inference_cache`` and
-    ``step``. ``named_parameters`` has DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes of the unsharded
-    layer and are collective calls.
+    The layer's attributes then describe this rank: ``d_inner``, ``d_ssm``, ``nheads`` and ``ngroups`` count its channels, heads
+    and groups, attributes such as ``A_log`` are its shards, and the states of ``allocate_inference_cache`` and ``step`` are
+    those of its channels. ``named_parameters`` has DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes of
+    the unsharded layer. They are collective calls: every rank makes them.
 
     Args:
         sequence_parallel: the input and the output of a layer are a rank's span of the steps, (batch, seqlen / ranks, d_model),
@@ -128,9 +128,9 @@ class TensorParallel(ParallelStyle):
         head._apply(model.lm_head, mesh)
         model.lm_head.register_forward_hook(_wait_for_output)
         model.tie_weights()
-        model._tensor_mesh = mesh
-        model._sequence_parallel = self.sequence_parallel
         become(model, _TensorParallelLM)
+        of_ranks = cast(Any, model)
+        of_ranks._tensor_mesh, of_ranks._sequence_parallel = mesh, self.sequence_parallel
 
 
 def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -242,7 +242,7 @@ def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: b
             _localize(layer.norm, how, _SplitRMSNorm, weight=Shard(0))
             norm = cast(_SplitRMSNorm, layer.norm)
             norm._mesh, norm._groups, norm._reads = how.mesh, layer.ngroups, groups
-    layer._splits_groups = layer.rmsnorm and not owns_groups
+    cast(Any, layer)._splits_groups = layer.rmsnorm and not owns_groups
     layer.d_inner //= ranks
     layer.d_ssm //= ranks
     layer.nheads, layer.ngroups = heads, len(groups)
@@ -322,7 +322,7 @@ class _SplitRMSNorm(Local):
         v, gate = x.to(wide), None if z is None else F.silu(z.to(wide))
         if gate is not None and not norm.norm_before_gate:
             v = v * gate
-        out = cast(Tensor, _NormOverRanks.apply(v, norm.weight.to(wide), self, norm.eps))  # type: ignore[no-untyped-call]
+        out = cast(Tensor, _NormOverRanks.apply(v, norm.weight.to(wide), self, norm.eps))
         if gate is not None and norm.norm_before_gate:
             out = out * gate
         return out.to(x.dtype)
