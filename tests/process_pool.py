@@ -2,8 +2,8 @@
 
 A test module has a table of ``Case``s. :func:`run_cases` starts ``PROCESSES`` processes once. Each runs the cases in order, on
 a mesh of the first ranks that a case asks for, and reports what the case raised. A test for each case then asserts that it
-raised nothing. Cases run in an empty folder. After a failure the ranks no longer agree about the next collective, so the remaining
-cases are reported as not run.
+raised nothing. Cases run in an empty folder. After a failure the ranks no longer agree about the next collective, so the
+remaining cases are reported as not run.
 """
 
 from __future__ import annotations

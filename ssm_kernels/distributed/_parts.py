@@ -56,10 +56,9 @@ class Part:
         assert self.groups is not None
         if self.reads == tuple(range(self.groups)):
             return whole
-        of_groups, first = whole.unflatten(0, (self.groups, -1)), self.reads[0]
-        if self.reads == tuple(range(first, first + len(self.reads))):
-            return of_groups[first : first + len(self.reads)].flatten(0, 1)
-        return of_groups[list(self.reads)].flatten(0, 1)
+        rows = whole.chunk(self.groups)
+        # An index tensor would make the host wait for the device.
+        return rows[self.reads[0]] if len(self.reads) == 1 else torch.cat([rows[group] for group in self.reads])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -126,7 +126,8 @@ def _joined_optimizer(state: dict[str, Any], wholes: list[_Whole]) -> dict[str, 
                 missing = [part for part in whole.parts if part not in group["params"]]
                 if missing:
                     raise ValueError(
-                        f"get_state_dict: expected the parts of {whole.name} in one group of the optimizer, got one without {', '.join(missing)}"
+                        f"get_state_dict: expected the parts of {whole.name} in one group of the optimizer, got one without "
+                        f"{', '.join(missing)}"
                     )
                 group["params"][group["params"].index(whole.parts[0])] = whole.name
                 group["params"] = [name for name in group["params"] if name not in whole.parts]

@@ -67,8 +67,8 @@ class TensorParallel(ParallelStyle):
 
     The layer's attributes then describe this rank: ``d_inner``, ``d_ssm``, ``nheads`` and ``ngroups`` count its channels, heads
     and groups, attributes such as ``A_log`` are its shards, and the states of ``allocate_inference_cache`` and ``step`` are
-    those of its channels. ``named_parameters`` has DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes of
-    the unsharded layer. They are collective calls: every rank makes them.
+    those of its channels. ``named_parameters`` has DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes
+    of the unsharded layer. They are collective calls: every rank makes them.
 
     Args:
         sequence_parallel: the input and the output of a layer are a rank's span of the steps, (batch, seqlen / ranks, d_model),
@@ -330,12 +330,12 @@ class _SplitRMSNorm(Local):
     def mean_over_groups(self, values: Tensor) -> Tensor:
         """The means over groups of ``values``, (..., channels of this rank), as (..., blocks, 1)."""
         of_blocks = values.unflatten(-1, (len(self._reads), -1)).sum(-1)
-        of_groups = [
-            sum((of_blocks[..., i] for i, of in enumerate(self._reads) if of == group), torch.zeros_like(of_blocks[..., 0]))
-            for group in range(self._groups)
-        ]
-        sums = all_reduce(torch.stack(of_groups, -1), self._mesh)  # type: ignore[arg-type]
-        return sums[..., [*self._reads], None] / cast(GatedRMSNorm, self).group_size
+        of_groups = [torch.zeros_like(of_blocks[..., 0])] * self._groups
+        for block, group in enumerate(self._reads):
+            of_groups[group] = of_groups[group] + of_blocks[..., block]
+        sums = all_reduce(torch.stack(of_groups, -1), self._mesh)
+        means = torch.stack([sums[..., group] for group in self._reads], -1) / cast(GatedRMSNorm, self).group_size
+        return means[..., None]
 
 
 class _NormOverRanks(torch.autograd.Function):
