@@ -210,6 +210,16 @@ def check_checkpointing(mesh: Mesh) -> None:
     assert_same_gradients(actual, expected)
 
 
+def check_compilation(mesh: Mesh) -> None:
+    expected, actual = pair(mamba2, mesh)
+    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    wanted = run(expected, x, weights)
+    got = run(torch.compile(actual, backend="aot_eager", fullgraph=True), x, weights)
+    for value, truth in zip(got, wanted, strict=True):
+        assert_close(value, truth, "out, grad_x")
+    assert_same_gradients(actual, expected)
+
+
 # Collectives of a layer.
 
 
@@ -350,6 +360,8 @@ def check_fsdp(mixer: str, mesh: Mesh) -> None:
     state = actual.state_dict()
     for name, value in expected.state_dict().items():
         assert_close(whole(state[name]), value, name)
+    generated = [model.generate(tokens_of(BATCH, 4), 8, temperature=0) for model in (expected, actual)]
+    assert torch.equal(*generated)
 
 
 # Errors, which every rank raises.
@@ -438,6 +450,7 @@ CASES: dict[str, Case] = {
     "autocast, Mamba2": Case((2,), partial(check_low_precision, mamba2)),
     "same bits": Case((3,), check_same_bits),
     "activation checkpointing": Case((2,), check_checkpointing),
+    "compilation": Case((2,), check_compilation),
     "collectives, Mamba": Case(
         (2,),
         lambda mesh: check_collectives(mamba, (2, D_MODEL + INNER), (2, D_MODEL + INNER), mesh, (0, 0)),

@@ -129,12 +129,16 @@ def placed_like(value: Tensor, parameter: Tensor) -> Tensor:
     return value.redistribute(mesh, placements)
 
 
+def _is_shard(parameter: Tensor | None) -> bool:
+    """Whether a parameter is a DTensor on the mesh of tensor parallelism alone."""
+    return isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
+
+
 def local_of(parameter: Tensor | None) -> Tensor | None:
     """This rank's shard. Between calls FSDP2 has cut the shard further, along another dimension of the mesh: then the
     parameter itself, which FSDP2 looks for.
     """
-    is_shard = isinstance(parameter, DTensor) and parameter.device_mesh.ndim == 1
-    return cast(DTensor, parameter).to_local() if is_shard else parameter
+    return cast(DTensor, parameter).to_local() if _is_shard(parameter) else parameter
 
 
 class Local(nn.Module):
@@ -297,7 +301,11 @@ class Parted(Local):
     def _whole_attribute(self, name: str) -> Tensor | None:
         if name in self._parameters or name not in self._dims:
             return local_of(self._parameters.get(name))
-        return torch.cat(self.read(name)[name], self._dims[name])
+        first, dim = cast(DTensor, self._parameters[self.part_names(name)[0]]), self._dims[name]
+        if _is_shard(first):
+            return torch.cat(self.read(name)[name], dim)
+        # Between calls FSDP2 has cut the parts further. Callers look for the dtype and the device.
+        return first.to_local().new_empty(0)
 
     @property
     def weight(self) -> Tensor | None:

@@ -279,7 +279,7 @@ class _TensorParallelMamba2(Local):
             return layer.norm(gated, None), final_states
         # The fused operator has no output before the gate.
         weight, bias = conv_parameters("Mamba2", layer.conv1d)
-        z, xBC, dt = mixed.split([layer.d_ssm, weight.shape[0], layer.nheads], dim=-1)
+        z, xBC, dt = mixed.split([layer.d_ssm, layer._conv_channels(), layer.nheads], dim=-1)
         packing: dict[str, Any] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
         state = layer._initial_state(conv_state, mixed.dtype)
         xBC = causal_conv1d(xBC, weight.squeeze(1), bias, activation="silu", initial_state=state, **packing)

@@ -153,5 +153,8 @@ class Mamba(SelectiveBase, ConvMixer):
         y, last_state = self._scan(x, z, ssm_state, scanned)
         return self.out_proj(y), xz, last_state
 
+    def _conv_channels(self) -> int:
+        return self.d_inner
+
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         return projected[..., : self.d_inner]

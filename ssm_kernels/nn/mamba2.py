@@ -321,7 +321,7 @@ class Mamba2(DiscretizedModule, ConvMixer):
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
         mlp, mixed = self._project(hidden_states[:, 0])
-        z, xBC, dt = mixed.split([self.d_ssm, self.conv1d.weight.shape[0], self.nheads], dim=-1)
+        z, xBC, dt = mixed.split([self.d_ssm, self._conv_channels(), self.nheads], dim=-1)
         x, B, C = self._split_heads(self._convolve_step(xBC, conv_state))
         D = self._D_of_heads() if self.D_has_hdim else self.D[:, None]
         y = selective_state_update(
@@ -430,6 +430,9 @@ class Mamba2(DiscretizedModule, ConvMixer):
         # Where a sequence has fewer steps, the cached inputs move up.
         cached = (places - begins + self.d_conv).clamp(0, self.d_conv - 1)[:, None].expand(conv_state.shape)
         return torch.where((places >= begins)[:, None], new, conv_state.gather(2, cached).to(new.dtype))
+
+    def _conv_channels(self) -> int:
+        return self.d_ssm + 2 * self.ngroups * self.d_state
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         return projected[..., self.d_ssm : -self.nheads]
