@@ -1,8 +1,8 @@
 """Trains a language model on sequences that are split over processes, each of which holds a span of every sequence.
 
 Every process runs this script, and ``torchrun`` starts them: on CPUs with gloo, with ``--device cuda`` on one GPU each with
-NCCL. The model's mixers exchange states (:class:`ssm_kernels.distributed.ContextParallel`), and its parameters and the optimizer
-are sharded (``fully_shard``). The text is the one of ``char_lm.py``:
+NCCL. The model's mixers exchange states (:class:`ssm_kernels.distributed.ContextParallel`), and its parameters and the
+optimizer are sharded (``fully_shard``). The text is the one of ``char_lm.py``:
 
     torchrun --nproc-per-node 2 examples/long_context.py --plot curve.png
     torchrun --nproc-per-node 4 examples/long_context.py --seqlen 65536 --device cuda

@@ -1,9 +1,11 @@
 """Sequences and models larger than one GPU, on ``torch.distributed``: see ``docs/distributed.md``.
 
 :class:`ContextParallel` splits the sequences of layers and models over ranks, and the functions, which have the names of the
-operators, those of single operators.
+operators, those of single operators. :class:`TensorParallel` splits channels and heads. :func:`get_state_dict` and
+:func:`set_state_dict` are for checkpoints that do not depend on how a model is distributed.
 """
 
+from .checkpoints import get_state_dict, set_state_dict
 from .context_parallel import ContextParallel, sum_gradients
 from .functions import (
     causal_conv1d,
@@ -18,12 +20,15 @@ from .functions import (
     selective_scan,
     ssd_chunk_scan,
 )
+from .tensor_parallel import TensorParallel
 
 __all__ = [
     "ContextParallel",
+    "TensorParallel",
     "causal_conv1d",
     "diag_linear_scan",
     "elu_gru_scan",
+    "get_state_dict",
     "hgrn_scan",
     "linear_scan",
     "liquid_scan",
@@ -31,6 +36,7 @@ __all__ = [
     "minlstm_scan",
     "rglru_scan",
     "selective_scan",
+    "set_state_dict",
     "ssd_chunk_scan",
     "sum_gradients",
 ]

@@ -139,6 +139,10 @@ class ConvMixer(nn.Module):
         """
         return projected
 
+    def _conv_channels(self) -> int:
+        """Channels of the convolution; of this rank, where several ranks share them."""
+        return self.conv1d.weight.shape[0]
+
     def step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Mixes one time step."""
         raise NotImplementedError
@@ -201,7 +205,7 @@ class ConvMixer(nn.Module):
             )
 
     def _check_conv_state(self, layer: str, conv_state: Tensor, batch_size: int) -> None:
-        expected = [batch_size, self.conv1d.weight.shape[0], self.d_conv]
+        expected = [batch_size, self._conv_channels(), self.d_conv]
         if [*conv_state.shape] != expected:
             raise ValueError(
                 f"{layer}: expected conv_state of shape (batch, channels, d_conv) = {expected}, got {list(conv_state.shape)}"
@@ -227,7 +231,7 @@ class ConvMixer(nn.Module):
         check_int(f"{type(self).__name__}.allocate_inference_cache", "batch_size", batch_size, low=0)
         weight = self.conv1d.weight
         conv_dtype = weight.dtype if dtype is None else dtype
-        conv_state = torch.zeros(batch_size, weight.shape[0], self.d_conv, device=weight.device, dtype=conv_dtype)
+        conv_state = torch.zeros(batch_size, self._conv_channels(), self.d_conv, device=weight.device, dtype=conv_dtype)
         return conv_state, self._zero_state(batch_size, dtype)
 
     def _conv_parameters(self) -> tuple[Tensor, Tensor | None]:

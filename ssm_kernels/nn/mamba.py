@@ -187,5 +187,8 @@ class Mamba(SelectiveBase, PackedMixer):
             y, last_state = self._scan(x, z, ssm_state, needs_last_state=False, **packed)
         return self.out_proj(y), xz, last_state
 
+    def _conv_channels(self) -> int:
+        return self.d_inner
+
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         return projected[..., : self.d_inner]

@@ -315,9 +315,9 @@ class Mamba2(DiscretizedModule, PackedMixer):
         """
         self._check_one_step(hidden_states, conv_state, ssm_state)
         mlp, mixed = self._project(hidden_states[:, 0])
-        z, xBC, dt = mixed.split([self.d_ssm, self.conv1d.weight.shape[0], self.nheads], dim=-1)
+        z, xBC, dt = mixed.split([self.d_ssm, self._conv_channels(), self.nheads], dim=-1)
         x, B, C = self._split_heads(self._convolve_step(xBC, conv_state))
-        D = self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D[:, None]
+        D = self._D_of_heads() if self.D_has_hdim else self.D[:, None]
         y = selective_state_update(
             ssm_state,
             x,
@@ -335,14 +335,7 @@ class Mamba2(DiscretizedModule, PackedMixer):
         )
         y = y.flatten(-2)
         if self.rmsnorm:
-            y = rms_norm_gated(
-                y,
-                self.norm.weight,
-                z,
-                eps=self.norm.eps,
-                group_size=self.d_ssm // self.ngroups,
-                norm_before_gate=self.norm_before_gate,
-            )
+            y = self.norm(y, z)
         return self._finish(y, mlp)[:, None], conv_state, ssm_state
 
     def extra_repr(self) -> str:
@@ -360,14 +353,29 @@ class Mamba2(DiscretizedModule, PackedMixer):
         cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor]:
         mlp, mixed = self._project(hidden_states)
+        y, final_states = self._mix_projected(
+            mixed, conv_state, ssm_state, seq_idx, cu_seqlens, self.norm.weight if self.rmsnorm else None
+        )
+        return self._finish(y, mlp), mixed, final_states
+
+    def _mix_projected(
+        self,
+        mixed: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        norm_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """The mixer between its projections: y, gated and with ``norm_weight`` normalized, and the scan's final states."""
         mix = _mamba2_mixer if self.context is None else self.context.mamba2_mixer
         y, _, final_states = mix(
             mixed,
             *conv_parameters("Mamba2", self.conv1d),
             self.A_log,
-            self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D,
+            self._D_of_heads(),
             self.dt_bias,
-            self.norm.weight if self.rmsnorm else None,
+            norm_weight,
             self._initial_state(conv_state, mixed.dtype),
             None if ssm_state is None else ssm_state.to(wide_dtype(mixed.dtype)),
             seq_idx,
@@ -381,7 +389,14 @@ class Mamba2(DiscretizedModule, PackedMixer):
             self.norm_before_gate,
             self.discretization,
         )
-        return self._finish(y, mlp), mixed, final_states
+        return y, final_states
+
+    def _D_of_heads(self) -> Tensor:
+        """(nheads,) or (nheads, headdim)."""
+        return self.D.unflatten(0, (self.nheads, self.headdim)) if self.D_has_hdim else self.D
+
+    def _conv_channels(self) -> int:
+        return self.d_ssm + 2 * self.ngroups * self.d_state
 
     def _conv_inputs(self, projected: Tensor) -> Tensor:
         return projected[..., self.d_ssm : -self.nheads]

@@ -1,0 +1,419 @@
+r"""Tensor parallelism: the ranks of a mesh dimension share the channels of Mamba, the heads of Mamba2, and the vocabulary.
+
+In every mixer and MLP the first projection is column parallel, the last is row parallel, and everything between them runs on a
+rank's own channels. Forward sums the outputs of the last projection over the ranks, ``d_model`` numbers per step of a sequence.
+Backward sums the gradients of the first projection's input. Other collectives, per step:
+
+- Mamba's ``x_proj`` computes dt, B and C from all channels. It is row parallel: an all-reduce of ``dt_rank + 2 d_state``
+  numbers in forward, and of their gradients in backward. ``dt_proj`` is column parallel.
+- A rank of Mamba2 reads the groups of its heads. Where ``nheads / ranks`` is a multiple of the heads of a group, a rank owns
+  whole groups: their B, C and norm are local. Otherwise, as with one group, every rank has the parameters of B and C, computes
+  the groups that its heads read, and sums the gradients of these parameters over the ranks. The norm of such groups needs an
+  all-reduce of their sums of squares: ``ngroups`` numbers in forward and as many in backward.
+
+The ranks share the rows of the vocabulary in the embedding and in the head: the two may be one weight, which is the largest
+matrix of a small model. The parameters of norms are replicated. Every parameter of a model becomes a DTensor on the mesh,
+because ``torch.nn.utils.clip_grad_norm_`` and foreach optimizers take no mixture of tensors and DTensors.
+
+Sources: Shoeybi et al., *Megatron-LM* (arXiv 1909.08053), section 3; Korthikanti et al. (arXiv 2205.05198), section 4.2.2, for
+sequence parallelism; Dao and Gu, *Transformers are SSMs* (arXiv 2405.21060), section 8.1, for heads and groups.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel
+from torch.distributed.tensor.parallel.style import ParallelStyle
+
+from ..convolutions import causal_conv1d
+from ..models.mamba_lm import MambaLM
+from ..nn.block import GatedMLP
+from ..nn.common import conv_parameters, wide_dtype
+from ..nn.mamba import Mamba
+from ..nn.mamba2 import GatedRMSNorm, Mamba2
+from ..ops import ssd_chunk_scan
+from ._parts import ColumnParallel, Distribution, Local, Part, Parted, RowParallel, become
+from ._reductions import all_reduce, finished, leave
+
+__all__ = ["TensorParallel"]
+
+_NAME = "TensorParallel"
+
+
+class TensorParallel(ParallelStyle):
+    """A ``ParallelStyle`` for ``torch.distributed.tensor.parallel.parallelize_module``: shares a layer or a model over ranks.
+
+    .. code-block:: python
+
+        mesh = init_device_mesh("cuda", (2, 4), mesh_dim_names=("data", "tensor"))
+        parallelize_module(model, mesh["tensor"], TensorParallel())
+
+    It applies to :class:`ssm_kernels.nn.Mamba`, :class:`ssm_kernels.nn.Mamba2`, :class:`ssm_kernels.nn.block.GatedMLP` and to
+    :class:`ssm_kernels.models.MambaLM` with such mixers: embedding, blocks and head. All ranks call the layer with equal inputs
+    and get equal outputs. Gradients are DTensors like their parameters. Apply the style before ``fully_shard``, which takes
+    another dimension of the mesh, and before the optimizer is made. A mesh of one rank leaves the module unchanged.
+
+    The layer's attributes then describe this rank: ``d_inner``, ``d_ssm``, ``nheads`` and ``ngroups`` count its channels, heads
+    and groups, attributes such as ``A_log`` are its shards, and the states of ``allocate_inference_cache`` and ``step`` are
+    those of its channels. ``named_parameters`` has DTensors. ``state_dict`` and ``load_state_dict`` keep the names and shapes
+    of the unsharded layer. They are collective calls: every rank makes them.
+
+    Args:
+        sequence_parallel: the input and the output of a layer are a rank's span of the steps, (batch, seqlen / ranks, d_model),
+            and so is everything between the blocks of a model: an all-gather and a reduce-scatter take the place of each
+            all-reduce. A model takes all tokens and gives all logits. ``seqlen`` must be a multiple of the ranks, so that
+            ``step`` and ``generate`` are not possible.
+        gather_logits: a model returns all logits as a tensor; otherwise a DTensor that is sharded along the vocabulary, for
+            ``torch.distributed.tensor.parallel.loss_parallel``, which never gathers them.
+
+    Raises:
+        ValueError: when it is applied: the mesh has several dimensions; the number of ranks does not divide the channels, the
+            heads or the columns of an MLP; the module has no tensor parallelism, or its parameters are distributed already.
+        TypeError: a projection is not an ``nn.Linear``, as after an adapter was added, or an argument is not a bool.
+    """
+
+    def __init__(self, *, sequence_parallel: bool = False, gather_logits: bool = True) -> None:
+        super().__init__()
+        for name, value in (("sequence_parallel", sequence_parallel), ("gather_logits", gather_logits)):
+            if not isinstance(value, bool):
+                raise TypeError(f"{_NAME}: expected {name} to be a bool, got {type(value).__name__}")
+        self.sequence_parallel, self.gather_logits = sequence_parallel, gather_logits
+
+    def __repr__(self) -> str:
+        return f"{_NAME}(sequence_parallel={self.sequence_parallel}, gather_logits={self.gather_logits})"
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        if device_mesh.ndim != 1:
+            raise ValueError(
+                f"{_NAME}: expected a mesh of one dimension, got {device_mesh.ndim}: slice it by name, as in mesh['tensor']"
+            )
+        layers = _layers_of(module)
+        for name, layer in layers:
+            _check(f"{_NAME}: {name}" if name else f"{_NAME}: {type(layer).__name__}", layer, device_mesh.size())
+        if device_mesh.size() == 1:
+            return module
+        how = Distribution(device_mesh, self.src_data_rank)
+        for _, layer in layers:
+            _DISTRIBUTE[_kind(layer)](layer, how, self.sequence_parallel)
+        if isinstance(module, MambaLM):
+            self._distribute_model(module, how)
+        return module
+
+    def _distribute_model(self, model: MambaLM, how: Distribution) -> None:
+        mesh, between = how.mesh, Shard(1) if self.sequence_parallel else Replicate()
+        for layer in (*model.backbone.layers, model.backbone):
+            for name in ("norm", "norm2", "norm_f"):
+                norm = getattr(layer, name, None)
+                if isinstance(norm, nn.Module):
+                    _replicate(norm, how, sums=mesh if self.sequence_parallel else None)
+        embedding = cast(Any, model.backbone.embedding)
+        _distribute_parameters(embedding, how, weight=Shard(0))
+        become(embedding, _VocabularyParallel)
+        embedding._mesh, embedding._sequence_parallel = mesh, self.sequence_parallel
+        logits = Replicate() if self.gather_logits else Shard(-1)
+        head = ColwiseParallel(input_layouts=between, output_layouts=logits, use_local_output=self.gather_logits)
+        head.src_data_rank = how.src_data_rank
+        head._apply(model.lm_head, mesh)
+        model.lm_head.register_forward_hook(_wait_for_output)
+        model.tie_weights()
+        become(model, _TensorParallelLM)
+        of_ranks = cast(Any, model)
+        of_ranks._tensor_mesh, of_ranks._sequence_parallel = mesh, self.sequence_parallel
+
+
+def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """The layers to distribute, with their names."""
+    if not isinstance(module, MambaLM):
+        return [("", module)]
+    layers: list[tuple[str, nn.Module]] = []
+    for i, block in enumerate(module.backbone.layers):
+        layers += [(f"backbone.layers.{i}.{name}", child) for name in ("mixer", "mlp") if (child := getattr(block, name, None))]
+    return layers
+
+
+def _kind(layer: nn.Module) -> type[nn.Module]:
+    return next((kind for kind in _DISTRIBUTE if isinstance(layer, kind)), nn.Module)
+
+
+def _check(name: str, layer: nn.Module, ranks: int) -> None:
+    """Checks a layer before anything is changed."""
+    kind = _kind(layer)
+    if kind is nn.Module:
+        kinds = ", ".join(known.__name__ for known in _DISTRIBUTE)
+        raise ValueError(f"{name}: expected a layer of {kinds} or a MambaLM of such, got {type(layer).__name__}")
+    if any(isinstance(parameter, DTensor) for parameter in layer.parameters()):
+        raise ValueError(f"{name}: expected parameters that are not distributed yet: apply it once, and before fully_shard")
+    for projection in ("in_proj", "x_proj", "dt_proj", "out_proj", "fc1", "fc2"):
+        linear = getattr(layer, projection, None)
+        if linear is not None and not isinstance(linear, nn.Linear):
+            raise TypeError(f"{name}: expected {projection} to be an nn.Linear, got {type(linear).__name__}")
+    if isinstance(layer, Mamba):
+        sizes = {"d_inner": layer.d_inner}
+    elif isinstance(layer, Mamba2):
+        sizes = {"nheads": layer.nheads, "d_inner - d_ssm": layer.d_inner - layer.d_ssm}
+    else:
+        sizes = {"fc2.in_features": cast(GatedMLP, layer).fc2.in_features}
+    for size_name, size in sizes.items():
+        if size % ranks != 0:
+            raise ValueError(f"{name}: expected a number of ranks that divides {size_name} = {size}, got {ranks}")
+
+
+def _distribute_parameters(module: nn.Module, how: Distribution, **placements: Placement) -> None:
+    """Makes these parameters of ``module`` itself DTensors, if it has them."""
+    for name, placement in placements.items():
+        parameter = module._parameters.get(name)
+        if parameter is not None:
+            distributed = nn.Parameter(how.distribute(parameter, placement), parameter.requires_grad)
+            # Marks such as _no_weight_decay.
+            distributed.__dict__.update(parameter.__dict__)
+            module._parameters[name] = distributed
+
+
+def _localize(module: nn.Module, how: Distribution, mixin: type[nn.Module] = Local, **placements: Placement) -> None:
+    _distribute_parameters(module, how, **placements)
+    become(module, mixin, placements)
+
+
+def _replicate(norm: nn.Module, how: Distribution, sums: DeviceMesh | None) -> None:
+    names = [name for name, parameter in norm._parameters.items() if parameter is not None]
+    _distribute_parameters(norm, how, **dict.fromkeys(names, Replicate()))
+    become(norm, Local, names, sums)
+
+
+def _column_parallel(linear: nn.Module, how: Distribution, parts: Sequence[Part], sequence_parallel: bool) -> None:
+    become(linear, ColumnParallel)
+    cast(Parted, linear).distribute(how, parts, {"weight": 0, "bias": 0}, sequence_parallel=sequence_parallel)
+
+
+def _row_parallel(
+    linear: nn.Module, how: Distribution, parts: Sequence[Part], sequence_parallel: bool, *, is_inner: bool = False
+) -> None:
+    _distribute_parameters(linear, how, bias=Replicate())
+    become(linear, RowParallel)
+    cast(Parted, linear).distribute(how, parts, {"weight": 1}, sequence_parallel=sequence_parallel)
+    cast(RowParallel, linear)._is_inner = is_inner
+
+
+def _distribute_mamba(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
+    layer = cast(Mamba, layer)
+    channels = layer.d_inner
+    _column_parallel(layer.in_proj, how, [Part("x", channels), Part("z", channels)], sequence_parallel)
+    _localize(layer.conv1d, how, weight=Shard(0), bias=Shard(0))
+    _row_parallel(layer.x_proj, how, [Part("x", channels)], False, is_inner=True)
+    _localize(layer.dt_proj, how, weight=Shard(0), bias=Shard(0))
+    _row_parallel(layer.out_proj, how, [Part("y", channels)], sequence_parallel)
+    layer.d_inner //= how.mesh.size()
+    _localize(layer, how, A_log=Shard(0), D=Shard(0))
+
+
+def _distribute_mamba2(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
+    layer = cast(Mamba2, layer)
+    ranks, rank = how.mesh.size(), how.mesh.get_local_rank()
+    heads, of_group, matrix = layer.nheads // ranks, layer.nheads // layer.ngroups, layer.ngroups * layer.d_state
+    owns_groups = heads % of_group == 0
+    # Consecutive heads of one group: this rank's are the blocks from rank * heads on.
+    block = math.gcd(heads, of_group)
+    groups = tuple(head // of_group for head in range(rank * heads, (rank + 1) * heads, block))
+    B, C = (Part(name, matrix) if owns_groups else Part(name, matrix, layer.ngroups, groups) for name in "BC")
+    x, z, dt = Part("x", layer.d_ssm), Part("z", layer.d_ssm), Part("dt", layer.nheads)
+    d_mlp = layer.d_inner - layer.d_ssm
+    mlp = [Part("mlp_gate", d_mlp), Part("mlp_up", d_mlp)] if d_mlp else []
+    _column_parallel(layer.in_proj, how, [*mlp, z, x, B, C, dt], sequence_parallel)
+    become(layer.conv1d, Parted)
+    cast(Any, layer.conv1d).distribute(how, [x, B, C], {"weight": 0, "bias": 0})
+    inputs = [Part("mlp", d_mlp), Part("y", layer.d_ssm)] if d_mlp else [Part("y", layer.d_ssm)]
+    _row_parallel(layer.out_proj, how, inputs, sequence_parallel)
+    if layer.rmsnorm:
+        if owns_groups:
+            _localize(layer.norm, how, weight=Shard(0))
+        else:
+            _localize(layer.norm, how, _SplitRMSNorm, weight=Shard(0))
+            norm = cast(_SplitRMSNorm, layer.norm)
+            norm._mesh, norm._groups, norm._reads = how.mesh, layer.ngroups, groups
+    cast(Any, layer)._splits_groups = layer.rmsnorm and not owns_groups
+    layer.d_inner //= ranks
+    layer.d_ssm //= ranks
+    layer.nheads, layer.ngroups = heads, len(groups)
+    _localize(layer, how, _TensorParallelMamba2, A_log=Shard(0), D=Shard(0), dt_bias=Shard(0))
+
+
+def _distribute_mlp(layer: nn.Module, how: Distribution, sequence_parallel: bool) -> None:
+    layer = cast(GatedMLP, layer)
+    hidden = layer.fc2.in_features
+    _column_parallel(layer.fc1, how, [Part("value", hidden), Part("gate", hidden)], sequence_parallel)
+    _row_parallel(layer.fc2, how, [Part("hidden", hidden)], sequence_parallel)
+
+
+_DISTRIBUTE = {Mamba: _distribute_mamba, Mamba2: _distribute_mamba2, GatedMLP: _distribute_mlp}
+
+
+class _TensorParallelMamba2(Local):
+    """Mixin for Mamba2: the norm of groups whose heads are on several ranks stands outside of the fused operator."""
+
+    def _mix_projected(
+        self,
+        mixed: Tensor,
+        conv_state: Tensor | None,
+        ssm_state: Tensor | None,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
+        norm_weight: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        layer, states = cast(Mamba2, self), (conv_state, ssm_state, seq_idx, cu_seqlens)
+        if not layer._splits_groups:
+            return Mamba2._mix_projected(layer, mixed, *states, norm_weight)
+        if not layer.norm_before_gate:
+            gated, final_states = Mamba2._mix_projected(layer, mixed, *states, None)
+            return layer.norm(gated, None), final_states
+        # The fused operator has no output before the gate.
+        weight, bias = conv_parameters("Mamba2", layer.conv1d)
+        z, xBC, dt = mixed.split([layer.d_ssm, layer._conv_channels(), layer.nheads], dim=-1)
+        packing: dict[str, Any] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+        state = layer._initial_state(conv_state, mixed.dtype)
+        xBC = causal_conv1d(xBC, weight.squeeze(1), bias, activation="silu", initial_state=state, **packing)
+        x, B, C = layer._split_heads(xBC)
+        y, final_states = ssd_chunk_scan(
+            x,
+            dt,
+            -layer.A_log.exp(),
+            B,
+            C,
+            chunk_size=layer.chunk_size,
+            D=layer._D_of_heads(),
+            dt_bias=layer.dt_bias,
+            dt_softplus=True,
+            dt_limit=layer.dt_limit,
+            initial_states=None if ssm_state is None else ssm_state.to(wide_dtype(mixed.dtype)),
+            return_final_states=True,
+            discretization=layer.discretization,
+            **packing,
+        )
+        return layer.norm(y.flatten(-2), z), final_states
+
+
+class _SplitRMSNorm(Local):
+    """Mixin for GatedRMSNorm: a rank has only some channels of a group, and the ranks sum their squares.
+
+    Attributes:
+        _groups: groups of all ranks.
+        _reads: the group of each block of this rank's channels.
+    """
+
+    _mesh: DeviceMesh
+    _groups: int
+    _reads: tuple[int, ...]
+
+    def forward(self, x: Tensor, z: Tensor | None) -> Tensor:
+        """The norm of ``x`` with the gate ``z``, or of ``x`` that is gated already."""
+        norm = cast(GatedRMSNorm, self)
+        wide = wide_dtype(x.dtype)
+        v, gate = x.to(wide), None if z is None else F.silu(z.to(wide))
+        if gate is not None and not norm.norm_before_gate:
+            v = v * gate
+        out = cast(Tensor, _NormOverRanks.apply(v, norm.weight.to(wide), self, norm.eps))
+        if gate is not None and norm.norm_before_gate:
+            out = out * gate
+        return out.to(x.dtype)
+
+    def mean_over_groups(self, values: Tensor) -> Tensor:
+        """The means over groups of ``values``, (..., channels of this rank), as (..., blocks, 1)."""
+        of_blocks = values.unflatten(-1, (len(self._reads), -1)).sum(-1)
+        of_groups = [torch.zeros_like(of_blocks[..., 0])] * self._groups
+        for block, group in enumerate(self._reads):
+            of_groups[group] = of_groups[group] + of_blocks[..., block]
+        sums = all_reduce(torch.stack(of_groups, -1), self._mesh)
+        means = torch.stack([sums[..., group] for group in self._reads], -1) / cast(GatedRMSNorm, self).group_size
+        return means[..., None]
+
+
+class _NormOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, norm: _SplitRMSNorm, eps: float) -> Tensor:
+        rstd = (norm.mean_over_groups(x.square()) + eps).rsqrt()
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.norm = norm
+        return _scaled(x, rstd) * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, weight, rstd = ctx.saved_tensors
+        normed = _scaled(x, rstd)
+        grad_normed = grads[0] * weight
+        dot = ctx.norm.mean_over_groups(grad_normed * normed)
+        grad_x = _scaled(grad_normed - _scaled(normed, dot), rstd)
+        return grad_x, (grads[0] * normed).flatten(0, -2).sum(0), None, None
+
+
+def _scaled(x: Tensor, factors: Tensor) -> Tensor:
+    """``x``, (..., channels), times factors of blocks of channels, (..., blocks, 1)."""
+    return (x.unflatten(-1, (factors.shape[-2], -1)) * factors).flatten(-2)
+
+
+class _VocabularyParallel(Local):
+    """Mixin for an embedding of which this rank has the rows of some tokens. The embeddings of the others are zero here.
+
+    PyTorch's ``RowwiseParallel`` gives the same result, but a gradient of all rows on every rank.
+    """
+
+    _mesh: DeviceMesh
+    _sequence_parallel: bool
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        whole = cast(DTensor, self.weight)
+        rows = whole.to_local()
+        # As Shard cuts: equal numbers of rows, and fewer or none for the last ranks.
+        first = self._mesh.get_local_rank() * -(-whole.shape[0] // self._mesh.size())
+        places = tokens - first
+        is_other = (places < 0) | (places >= rows.shape[0])
+        if rows.shape[0] == 0:
+            rows = F.pad(rows, (0, 0, 0, 1))
+        found = F.embedding(places.masked_fill(is_other, 0), rows).masked_fill(is_other[..., None], 0)
+        return leave(found, self._mesh, self._sequence_parallel)
+
+
+class _TensorParallelLM(nn.Module):
+    """Mixin for MambaLM."""
+
+    _tensor_mesh: DeviceMesh
+    _sequence_parallel: bool
+
+    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        ranks = self._tensor_mesh.size()
+        if self._sequence_parallel and input_ids.shape[-1] % ranks != 0:
+            raise ValueError(
+                f"MambaLM: expected a seqlen that is a multiple of the {ranks} ranks with sequence_parallel, "
+                f"got {input_ids.shape[-1]}"
+            )
+        return super().forward(input_ids, *args, **kwargs)
+
+    def generate(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """:meth:`MambaLM.generate` without CUDA graphs. All ranks draw the same tokens: a generator of rank 0's seed draws them
+        unless one is given, which must then be in the same state on all ranks.
+        """
+        arguments = inspect.signature(MambaLM.generate).bind(self, input_ids, *args, **kwargs).arguments
+        if arguments.get("cg"):
+            raise ValueError("MambaLM.generate: expected no cg with tensor parallelism, whose collectives it does not capture")
+        if self._sequence_parallel:
+            raise ValueError("MambaLM.generate: expected a model without sequence_parallel, which cannot cut one step")
+        if arguments.get("generator") is None:
+            seed = torch.randint(2**62, (1,), device=input_ids.device)
+            dist.broadcast(seed, group_src=0, group=self._tensor_mesh.get_group())
+            arguments["generator"] = torch.Generator(input_ids.device).manual_seed(int(seed))
+        return MambaLM.generate(**(arguments | {"cg": False}))
+
+
+def _wait_for_output(module: nn.Module, inputs: Any, output: Any) -> Any:
+    """A forward hook: PyTorch's styles return tensors of a subclass that wait at their first use."""
+    return finished(output) if isinstance(output, collectives.AsyncCollectiveTensor) else output

@@ -1,0 +1,258 @@
+"""Checkpoints of models that one to four processes share: each distribution of a model reads what another has written."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from process_pool import Case, Mesh, assert_passed, run_cases
+from torch import Tensor
+
+from ssm_kernels.models import MambaConfig, MambaLM
+
+VOCABULARY, BATCH, SEQLEN = 24, 12, 5
+MODELS: tuple[dict[str, Any], ...] = (
+    {"mixer": "Mamba", "ssm_cfg": {"d_state": 3}, "d_intermediate": 384},
+    # An MLP beside, and two groups: owned by two ranks, on several ranks otherwise.
+    {"mixer": "Mamba2", "ssm_cfg": {"d_state": 3, "headdim": 1, "d_ssm": 12, "ngroups": 2, "bias": True}},
+)
+
+
+class Models(nn.Module):
+    """Two language models that are trained together."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        sizes: dict[str, Any] = {"d_model": 12, "n_layer": 1, "vocab_size": VOCABULARY}
+        self.models = nn.ModuleList(MambaLM(MambaConfig(**sizes, **options), dtype=torch.float64) for options in MODELS)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """The loss."""
+        losses = [F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten()) for model in self.models]
+        return sum(losses[1:], losses[0])
+
+
+def distribute(models: Models, kind: str, mesh: Mesh) -> None:
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ssm_kernels.distributed import TensorParallel
+
+    for model in models.models:
+        if "tensor" in kind:
+            parallelize_module(model, mesh["tensor"], TensorParallel())
+        if "fsdp" in kind:
+            of_data = mesh["data"] if "tensor" in kind else mesh
+            for layer in model.backbone.layers:
+                fully_shard(layer, mesh=of_data)
+            fully_shard(model, mesh=of_data)
+
+
+def make(kind: str, mesh: Mesh, seed: int) -> tuple[Models, torch.optim.Optimizer]:
+    models = Models(seed)
+    distribute(models, kind, mesh)
+    # A large eps: differences in rounding of gradients near zero stay small.
+    return models, torch.optim.AdamW(models.parameters(), lr=0.1, eps=1e-3)
+
+
+def train(models: Models, optimizer: torch.optim.Optimizer, kind: str, mesh: Mesh, steps: range) -> None:
+    for step in steps:
+        tokens = torch.randint(VOCABULARY, (BATCH, SEQLEN), generator=torch.Generator().manual_seed(step))
+        if "fsdp" in kind:
+            of_data = mesh["data"] if "tensor" in kind else mesh
+            tokens = tokens.chunk(of_data.size())[of_data.get_local_rank()]
+        models(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def truth(steps: int) -> tuple[Models, torch.optim.Optimizer]:
+    """Models that one process has trained."""
+    models, optimizer = make("one", None, seed=0)
+    train(models, optimizer, "one", None, range(steps))
+    return models, optimizer
+
+
+def whole(value: Any) -> Any:
+    from torch.distributed.tensor import DTensor
+
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def assert_is_truth(models: Models, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    """Compares every parameter and every state of the optimizer, under the names of the models of one process."""
+    from ssm_kernels.distributed import get_state_dict
+
+    wanted, got = get_state_dict(*truth(steps)), get_state_dict(models, optimizer)
+    assert got[0].keys() == wanted[0].keys()
+    assert got[1]["state"].keys() == wanted[1]["state"].keys()
+    assert set(got[1]["param_groups"][0]["params"]) == set(wanted[1]["param_groups"][0]["params"])
+    entries = {name: (got[0][name], value) for name, value in wanted[0].items()}
+    for name, states in wanted[1]["state"].items():
+        entries |= {f"{name}, {key}": (got[1]["state"][name][key], value) for key, value in states.items()}
+    for name, (actual, expected) in entries.items():
+        torch.testing.assert_close(whole(actual), expected, rtol=0, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def save(kind: str, mesh: Mesh) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    from ssm_kernels.distributed import get_state_dict
+
+    models, optimizer = make(kind, mesh, seed=0)
+    train(models, optimizer, kind, mesh, range(2))
+    model_state, optimizer_state = get_state_dict(models, optimizer)
+    dcp.save(
+        {"model": model_state, "optimizer": optimizer_state},
+        checkpoint_id=name_of(kind, mesh),
+        process_group=group_of(mesh),
+    )
+
+
+def load(source: str, kind: str, mesh: Mesh) -> None:
+    """Training goes on from a checkpoint."""
+    import torch.distributed.checkpoint as dcp
+
+    from ssm_kernels.distributed import get_state_dict, set_state_dict
+
+    models, optimizer = make(kind, mesh, seed=1)
+    model_state, optimizer_state = get_state_dict(models, optimizer)
+    dcp.load({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=source, process_group=group_of(mesh))
+    set_state_dict(models, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
+    train(models, optimizer, kind, mesh, range(2, 3))
+    assert_is_truth(models, optimizer, 3)
+    for parameter in optimizer.param_groups[0]["params"]:
+        if hasattr(parameter, "placements"):
+            assert optimizer.state[parameter]["exp_avg"].placements == parameter.placements
+
+
+def name_of(kind: str, mesh: Mesh) -> str:
+    return f"{kind} {mesh.size()}"
+
+
+def group_of(mesh: Mesh) -> Any:
+    return mesh.get_group() if mesh.ndim == 1 else dist.group.WORLD
+
+
+def options_of(**options: Any) -> Any:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions
+
+    return StateDictOptions(**options)
+
+
+def check_whole_file_is_read(kind: str, from_rank_0: bool, mesh: Mesh) -> None:
+    """The file of one process, which every rank or only rank 0 has read."""
+    from ssm_kernels.distributed import get_state_dict, set_state_dict
+
+    states: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    if not from_rank_0 or dist.get_rank() == 0:
+        states = get_state_dict(*truth(2))
+    models, optimizer = make(kind, mesh, seed=1)
+    options = options_of(full_state_dict=True, broadcast_from_rank0=from_rank_0)
+    set_state_dict(models, optimizer, model_state_dict=states[0], optim_state_dict=states[1], options=options)
+    assert_is_truth(models, optimizer, 2)
+
+
+def check_whole_file_is_written(kind: str, is_flat: bool, mesh: Mesh) -> None:
+    from ssm_kernels.distributed import get_state_dict, set_state_dict
+
+    models, optimizer = make(kind, mesh, seed=0)
+    train(models, optimizer, kind, mesh, range(2))
+    options = options_of(full_state_dict=True, flatten_optimizer_state_dict=is_flat)
+    model_state, optimizer_state = get_state_dict(models, optimizer, options=options)
+    assert not any(hasattr(value, "placements") for value in model_state.values())
+    models, optimizer = make("one", None, seed=1)
+    models.load_state_dict(model_state, strict=True)
+    options = options_of(flatten_optimizer_state_dict=is_flat)
+    set_state_dict(models, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    assert_is_truth(models, optimizer, 2)
+
+
+def check_flat_states(is_whole: bool, mesh: Mesh) -> None:
+    """The flattened form of an optimizer's state."""
+    from ssm_kernels.distributed import get_state_dict, set_state_dict
+
+    models, optimizer = make("tensor", mesh, seed=0)
+    train(models, optimizer, "tensor", mesh, range(2))
+    options = options_of(flatten_optimizer_state_dict=True, full_state_dict=is_whole)
+    model_state, optimizer_state = get_state_dict(models, optimizer, options=options)
+    assert optimizer_state.keys() == get_state_dict(*truth(2), options=options)[1].keys()
+    models, optimizer = make("tensor", mesh, seed=1)
+    set_state_dict(models, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state, options=options)
+    assert_is_truth(models, optimizer, 2)
+
+
+def check_functions_of_pytorch(kind: str, mesh: Mesh) -> None:
+    """For models alone, PyTorch's functions and load_state_dict do the same, except for FSDP2 with tensor parallelism."""
+    from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+
+    expected = truth(1)[0].state_dict()
+    models, _ = make(kind, mesh, seed=1)
+    set_model_state_dict(models, dict(expected), options=options_of(full_state_dict=True))
+    others, _ = make(kind, mesh, seed=2)
+    others.load_state_dict(models.state_dict(), strict=True)
+    for model in (models, others):
+        state = get_model_state_dict(model, options=options_of(full_state_dict=True))
+        assert state.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(state[name], value), name
+
+
+def check_parts_of_one_group(mesh: Mesh) -> None:
+    from ssm_kernels.distributed import get_state_dict
+
+    models = Models(0)
+    distribute(models, "tensor", mesh)
+    first, *rest = models.models[0].backbone.layers[0].mixer.in_proj.parameters()
+    optimizer = torch.optim.SGD([{"params": [first]}, {"params": rest}], momentum=0.9)
+    with pytest.raises(
+        ValueError, match=r"expected the parts of .*in_proj.weight in one group of the optimizer, got one without"
+    ):
+        get_state_dict(models, optimizer)
+
+
+# The distributions that write, by name, and that read each of them.
+SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
+    "one 1": ("one", (1,)),
+    **{f"tensor {n}": ("tensor", (n,)) for n in (1, 2, 3, 4)},
+    **{f"fsdp {n}": ("fsdp", (n,)) for n in (2, 3, 4)},
+    "fsdp, tensor 4": ("fsdp, tensor", (2, 2)),
+}
+PAIRS = [
+    *((f"tensor {n}", f"tensor {m}") for n in (1, 2, 3, 4) for m in (1, 2, 3, 4) if n != m),
+    *((f"fsdp {n}", f"fsdp {m}") for n, m in ((2, 3), (3, 4), (4, 2))),
+    *(("one 1", name) for name in ("tensor 3", "fsdp 3", "fsdp, tensor 4")),
+    *((name, "one 1") for name in ("tensor 3", "fsdp 3", "fsdp, tensor 4")),
+    *(("fsdp, tensor 4", "tensor 3"), ("tensor 3", "fsdp, tensor 4"), ("fsdp 3", "tensor 4"), ("tensor 2", "fsdp 3")),
+]
+CASES: dict[str, Case] = {
+    **{f"{name} saves": Case(shape, partial(save, kind)) for name, (kind, shape) in SHAPES.items()},
+    **{f"{n} to {m}": Case(SHAPES[m][1], partial(load, n, SHAPES[m][0])) for n, m in PAIRS},
+    "whole file to tensor 3": Case((3,), partial(check_whole_file_is_read, "tensor", False)),
+    "whole file of rank 0 to tensor 4": Case((4,), partial(check_whole_file_is_read, "tensor", True)),
+    "whole file to fsdp, tensor 4": Case((2, 2), partial(check_whole_file_is_read, "fsdp, tensor", False)),
+    "tensor 3 to whole file": Case((3,), partial(check_whole_file_is_written, "tensor", False)),
+    "tensor 2 to whole file, flat": Case((2,), partial(check_whole_file_is_written, "tensor", True)),
+    "fsdp, tensor 4 to whole file": Case((2, 2), partial(check_whole_file_is_written, "fsdp, tensor", False)),
+    "flat states": Case((2,), partial(check_flat_states, False)),
+    "flat states, whole": Case((2,), partial(check_flat_states, True)),
+    "PyTorch's functions, tensor 3": Case((3,), partial(check_functions_of_pytorch, "tensor")),
+    "parts of one group": Case((2,), check_parts_of_one_group),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_cases(__name__, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_checkpoints_do_not_depend_on_the_ranks(name: str, results: dict[str, list[str]]) -> None:
+    assert_passed(results, name)

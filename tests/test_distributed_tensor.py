@@ -1,0 +1,499 @@
+"""Tensor parallelism on one to four processes of the CPU: what one process computes, in outputs, states and gradients."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from process_pool import Case, Mesh, assert_passed, run_cases
+from ssd_helpers import METHODS
+from torch import Tensor
+
+import ssm_kernels
+from ssm_kernels.models import MambaConfig, MambaLM
+from ssm_kernels.nn import Mamba, Mamba2
+from ssm_kernels.nn.block import GatedMLP
+
+# Divisible by 2, 3 and 4 ranks: 24 channels, 12 heads.
+D_MODEL, CHANNELS, HEADS, DSTATE, RANK, WIDTH = 12, 24, 12, 3, 5, 4
+BATCH, SEQLEN = 2, 12
+RANKS = (1, 2, 3, 4)
+
+
+def mamba(**options: Any) -> Mamba:
+    return Mamba(D_MODEL, **{"d_state": DSTATE, "dt_rank": RANK, "layer_idx": 0, "dtype": torch.float64} | options)
+
+
+def mamba2(**options: Any) -> Mamba2:
+    sizes = {"d_state": DSTATE, "headdim": 2, "chunk_size": 4, "layer_idx": 0, "dtype": torch.float64}
+    layer = Mamba2(D_MODEL, **sizes | options)
+    if layer.rmsnorm:
+        nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
+    return layer
+
+
+def mlp() -> GatedMLP:
+    return GatedMLP(D_MODEL, 24, multiple_of=12, bias=True, dtype=torch.float64)
+
+
+# All numbers of groups, of which each number of ranks owns, repeats and divides some.
+MAMBA2_OPTIONS: dict[str, dict[str, Any]] = {
+    **{f"{groups} groups": {"ngroups": groups} for groups in (1, 2, 3, 4, 6, 12)},
+    "1 group, norm before gate": {"norm_before_gate": True, "dt_limit": (0.01, 0.2)},
+    "2 groups, norm before gate": {"norm_before_gate": True, "ngroups": 2, "D_has_hdim": True},
+    "no norm": {"rmsnorm": False, "ngroups": 2, "conv_bias": False},
+    "an MLP beside": {"d_ssm": 12, "headdim": 1, "ngroups": 2, "bias": True},
+    "biases, D of channels": {"D_has_hdim": True, "bias": True, "ngroups": 3},
+}
+LAYERS: dict[str, Callable[[], nn.Module]] = {
+    **{f"Mamba, {method}": partial(mamba, discretization=method) for method in ssm_kernels.discretizations},
+    "Mamba, biases": partial(mamba, bias=True),
+    "Mamba, no bias": partial(mamba, conv_bias=False, d_conv=2),
+    **{f"Mamba2, {method}": partial(mamba2, discretization=method) for method in METHODS},
+    **{f"Mamba2, {name}": partial(mamba2, **options) for name, options in MAMBA2_OPTIONS.items()},
+    "GatedMLP": mlp,
+}
+
+
+def parallelize(module: nn.Module, mesh: Mesh, **options: Any) -> nn.Module:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ssm_kernels.distributed import TensorParallel
+
+    return parallelize_module(module, mesh, TensorParallel(**options))
+
+
+def pair(make: Callable[[], nn.Module], mesh: Mesh, **options: Any) -> tuple[nn.Module, nn.Module]:
+    """A layer and its copy that is parallel; the copies of the other ranks than 0 have other parameters."""
+    torch.manual_seed(0)
+    expected = make()
+    actual = copy.deepcopy(expected)
+    if mesh.get_local_rank() > 0:
+        with torch.no_grad():
+            for parameter in actual.parameters():
+                parameter.zero_()
+    return expected, parallelize(actual, mesh, **options)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def draw(*shape: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(dtype)
+
+
+def assert_close(actual: Tensor, expected: Tensor, name: str, tolerance: float = 1e-10) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=tolerance, msg=lambda text: f"{name}: {text}")
+
+
+def assert_same_gradients(actual: nn.Module, expected: nn.Module, tolerance: float = 1e-10) -> None:
+    """Compares gradients of whole parameters, which state_dict makes while the parameters have their gradients as values."""
+    for parameter in actual.parameters():
+        assert parameter.grad is not None and type(parameter.grad) is type(parameter.data)
+        if hasattr(parameter, "placements"):
+            assert parameter.grad.placements == parameter.placements
+    values = [parameter.detach().clone() for parameter in actual.parameters()]
+    with torch.no_grad():
+        for parameter in actual.parameters():
+            parameter.copy_(parameter.grad)
+        gradients = {name: whole(gradient).clone() for name, gradient in actual.state_dict().items()}
+        for parameter, value in zip(actual.parameters(), values, strict=True):
+            parameter.copy_(value)
+    for name, parameter in expected.named_parameters():
+        assert parameter.grad.abs().max() > 0, name
+        assert_close(gradients[name], parameter.grad, name, tolerance)
+
+
+def run(layer: nn.Module, inputs: Tensor, weights: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Output and gradient of the input."""
+    inputs = inputs.clone().requires_grad_()
+    out = layer(inputs, **arguments)
+    out.backward(weights)
+    return out.detach(), inputs.grad
+
+
+def check_layer(make: Callable[[], nn.Module], mesh: Mesh, **arguments: Any) -> None:
+    expected, actual = pair(make, mesh)
+    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    if "cu_seqlens" in arguments:
+        x, weights = x[:1], weights[:1]
+    for wanted, got, name in zip(
+        run(expected, x, weights, **arguments), run(actual, x, weights, **arguments), ("out", "grad_x"), strict=True
+    ):
+        assert_close(got, wanted, name)
+    assert_same_gradients(actual, expected)
+    state, wanted_state = actual.state_dict(), expected.state_dict()
+    assert state.keys() == wanted_state.keys()
+    for name, value in wanted_state.items():
+        assert torch.equal(whole(state[name]), value), name
+
+
+def own(tensor: Tensor, axis: int, mesh: Mesh) -> Tensor:
+    return tensor.tensor_split(mesh.size(), axis)[mesh.get_local_rank()]
+
+
+def check_generation(make: Callable[[], nn.Module], mesh: Mesh) -> None:
+    """A prompt, steps and a longer continuation from the cache; each rank has its part of the states."""
+    expected, actual = pair(make, mesh)
+    x = draw(BATCH, SEQLEN, D_MODEL)
+    caches = [SimpleNamespace(seqlen_offset=0, key_value_memory_dict={}) for _ in range(2)]
+    for begin, end in ((0, 5), (5, 6), (6, 7), (7, SEQLEN)):
+        outputs = []
+        for layer, cache in zip((expected, actual), caches, strict=True):
+            cache.seqlen_offset = begin
+            with torch.no_grad():
+                outputs.append(layer(x[:, begin:end], inference_params=cache))
+        assert_close(outputs[1], outputs[0], f"steps {begin} to {end}")
+        (conv_state, ssm_state), (own_conv_state, own_ssm_state) = (cache.key_value_memory_dict[0] for cache in caches)
+        assert_close(own_ssm_state, own(ssm_state, 1, mesh), "ssm_state")
+        inner = expected.d_inner // mesh.size()
+        assert_close(own_conv_state[:, :inner], own(conv_state[:, : expected.d_inner], 1, mesh), "conv_state")
+
+
+def check_sequence_parallel(make: Callable[[], nn.Module], mesh: Mesh) -> None:
+    expected, actual = pair(make, mesh, sequence_parallel=True)
+    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    wanted = run(expected, x, weights)
+    for got, value in zip(run(actual, own(x, 1, mesh), own(weights, 1, mesh)), wanted, strict=True):
+        assert_close(got, own(value, 1, mesh), "out, grad_x")
+    assert_same_gradients(actual, expected)
+
+
+def check_low_precision(make: Callable[..., nn.Module], mesh: Mesh) -> None:
+    """Autocast: the parallel layer is as near to float64 as the layer is."""
+    expected, actual = pair(partial(make, dtype=torch.float32), mesh)
+    exact = copy.deepcopy(expected).double()
+    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    results = [run(exact, x, weights)]
+    for layer in (expected, actual):
+        with torch.autocast("cpu", torch.bfloat16):
+            inputs = x.float().requires_grad_()
+            out = layer(inputs)
+        assert out.dtype == torch.bfloat16
+        out.backward(weights.bfloat16())
+        results.append((out.detach(), inputs.grad))
+    for truth, plain, parallel in zip(*results, strict=True):
+        error, bound = ((value.double() - truth).norm() / truth.norm() for value in (parallel, plain))
+        assert error < 2 * bound + 2**-9, (error, bound)
+
+
+def check_same_bits(mesh: Mesh) -> None:
+    results = []
+    for _ in range(2):
+        _, layer = pair(mamba2, mesh)
+        results.append((*run(layer, draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)), layer))
+    for first, second in zip(results[0][:2], results[1][:2], strict=True):
+        assert torch.equal(first, second)
+    for first, second in zip(results[0][2].parameters(), results[1][2].parameters(), strict=True):
+        assert torch.equal(first.grad.to_local(), second.grad.to_local())
+
+
+def check_checkpointing(mesh: Mesh) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    expected, actual = pair(mamba2, mesh)
+    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    wanted = run(expected, x, weights)
+    got = run(lambda inputs: checkpoint(actual, inputs, use_reentrant=False), x, weights)
+    assert_close(got[1], wanted[1], "grad_x")
+    assert_same_gradients(actual, expected)
+
+
+def check_compilation(mesh: Mesh) -> None:
+    expected, actual = pair(mamba2, mesh)
+    x, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    wanted = run(expected, x, weights)
+    got = run(torch.compile(actual, backend="aot_eager", fullgraph=True), x, weights)
+    for value, truth in zip(got, wanted, strict=True):
+        assert_close(value, truth, "out, grad_x")
+    assert_same_gradients(actual, expected)
+
+
+# Collectives of a layer.
+
+
+def record_collectives(mesh: Mesh, function: Callable[[], Any]) -> tuple[Any, Counter[str], int]:
+    """The result of a function, its collectives by name and the numbers that they reduce, gather or scatter."""
+    from torch.distributed.tensor.debug import CommDebugMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    numbers = 0
+
+    class CountNumbers(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal numbers
+            name = func.name().rpartition("::")[2]
+            if name in ("all_reduce", "all_gather_into_tensor", "reduce_scatter_tensor"):
+                numbers += args[0].numel() * (mesh.size() if name.startswith("all_gather") else 1)
+            return func(*args, **kwargs or {})
+
+    with CommDebugMode() as communication, CountNumbers():
+        result = function()
+    counts = Counter({str(operator).rpartition(".")[2]: count for operator, count in communication.get_comm_counts().items()})
+    return result, counts, numbers
+
+
+def check_collectives(
+    make: Callable[[], nn.Module], forward: tuple[int, int], backward: tuple[int, int], mesh: Mesh, parameters: tuple[int, int]
+) -> None:
+    """``forward`` and ``backward``: collectives, and numbers per step of a sequence. ``parameters``: those of backward
+    that do not grow with the steps.
+    """
+    _, layer = pair(make, mesh)
+    x = draw(BATCH, SEQLEN, D_MODEL).requires_grad_()
+    out, counts, numbers = record_collectives(mesh, lambda: layer(x))
+    wanted = Counter(all_reduce=forward[0]), BATCH * SEQLEN * forward[1]
+    assert (counts, numbers) == wanted, (counts, numbers, wanted)
+    _, counts, numbers = record_collectives(mesh, lambda: out.sum().backward())
+    wanted = Counter(all_reduce=backward[0] + parameters[0]), BATCH * SEQLEN * backward[1] + parameters[1]
+    assert (counts, numbers) == wanted, (counts, numbers, wanted)
+
+
+def check_sequence_parallel_collectives(mesh: Mesh) -> None:
+    """An all-gather and a reduce-scatter of the same numbers take the place of an all-reduce."""
+    _, layer = pair(mamba, mesh, sequence_parallel=True)
+    x = own(draw(BATCH, SEQLEN, D_MODEL), 1, mesh).requires_grad_()
+    inner = RANK + 2 * DSTATE
+    wanted = Counter(all_gather_into_tensor=1, reduce_scatter_tensor=1, all_reduce=1)
+    out, counts, numbers = record_collectives(mesh, lambda: layer(x))
+    assert (counts, numbers) == (wanted, BATCH * SEQLEN * (2 * D_MODEL + inner))
+    _, counts, numbers = record_collectives(mesh, lambda: out.sum().backward())
+    assert (counts, numbers) == (wanted, BATCH * SEQLEN * (2 * D_MODEL + inner))
+
+
+def check_one_rank(mesh: Mesh) -> None:
+    for make in (mamba, mamba2):
+        _, layer = pair(make, mesh)
+        x = draw(BATCH, SEQLEN, D_MODEL).requires_grad_()
+        assert record_collectives(mesh, lambda layer=layer, x=x: layer(x).sum().backward())[1].total() == 0
+
+
+# Models.
+
+VOCABULARY = 21
+
+
+def language_model(mixer: str, **fields: Any) -> MambaLM:
+    sizes = {"Mamba": {"d_state": DSTATE}, "Mamba2": {"d_state": DSTATE, "headdim": 2}}[mixer]
+    options = {"d_model": D_MODEL, "n_layer": 2, "vocab_size": VOCABULARY, "ssm_cfg": sizes, "mixer": mixer} | fields
+    return MambaLM(MambaConfig(**options), {"initializer_range": 1.0}, dtype=torch.float64)
+
+
+def tokens_of(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randint(VOCABULARY, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
+    return F.cross_entropy(model(tokens[:, :-1]).logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def check_model(make: Callable[[], MambaLM], mesh: Mesh, **options: Any) -> None:
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    expected, actual = pair(make, mesh, **options)
+    assert (actual.lm_head.weight is actual.backbone.embedding.weight) == actual.config.tie_embeddings
+    tokens = tokens_of(BATCH, SEQLEN + 1)
+    wanted = loss_of(expected, tokens)
+    wanted.backward()
+    if options.get("gather_logits", True):
+        loss = loss_of(actual, tokens)
+        loss.backward()
+    else:
+        with loss_parallel():
+            logits = actual(tokens[:, :-1]).logits
+            assert logits.to_local().shape[-1] < logits.shape[-1]
+            loss = F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+            loss.backward()
+    assert_close(whole(loss.detach()), wanted.detach(), "loss")
+    assert_same_gradients(actual, expected)
+    norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (expected, actual)]
+    assert_close(norms[1], norms[0], "norm of the gradients")
+    assert_same_gradients(actual, expected)
+
+
+def check_model_generation(make: Callable[[], MambaLM], mesh: Mesh) -> None:
+    import torch.distributed as dist
+
+    expected, actual = pair(make, mesh)
+    prompt = tokens_of(BATCH, 4)
+    greedy = expected.generate(prompt, max_new_tokens=6, temperature=0)
+    assert torch.equal(actual.generate(prompt, max_new_tokens=6, temperature=0), greedy)
+    torch.manual_seed(mesh.get_rank())
+    drawn = actual.generate(prompt, max_new_tokens=6)
+    of_ranks = [torch.empty_like(drawn) for _ in range(mesh.size())]
+    dist.all_gather(of_ranks, drawn, group=mesh.get_group())
+    assert all(torch.equal(tokens, drawn) for tokens in of_ranks)
+    generators = [torch.Generator().manual_seed(3) for _ in range(2)]
+    sampled = [model.generate(prompt, 10, generator=g) for model, g in zip((expected, actual), generators, strict=True)]
+    assert torch.equal(*sampled)
+
+
+def check_fsdp(mixer: str, mesh: Mesh) -> None:
+    """FSDP2 on one dimension of the mesh and tensor parallelism on the other; the batch is divided over the first."""
+    from torch.distributed.fsdp import fully_shard
+
+    expected, actual = pair(partial(language_model, mixer, d_intermediate=20), mesh["tensor"])
+    for layer in actual.backbone.layers:
+        fully_shard(layer, mesh=mesh["data"])
+    fully_shard(actual, mesh=mesh["data"])
+    tokens = tokens_of(2 * BATCH, SEQLEN + 1)
+    for _ in range(2):
+        loss_of(expected, tokens).backward()
+        loss_of(actual, own(tokens, 0, mesh["data"])).backward()
+        norms = [whole(nn.utils.clip_grad_norm_(model.parameters(), 0.1)) for model in (expected, actual)]
+        assert_close(norms[1], norms[0], "norm of the gradients")
+        with torch.no_grad():
+            for parameter in (*expected.parameters(), *actual.parameters()):
+                parameter.sub_(parameter.grad, alpha=10)
+                parameter.grad = None
+    state = actual.state_dict()
+    for name, value in expected.state_dict().items():
+        assert_close(whole(state[name]), value, name)
+    generated = [model.generate(tokens_of(BATCH, 4), 8, temperature=0) for model in (expected, actual)]
+    assert torch.equal(*generated)
+
+
+# Errors, which every rank raises.
+
+
+def check_errors(mesh: Mesh) -> None:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ssm_kernels.distributed import TensorParallel
+
+    apply = partial(parallelize, mesh=mesh)
+    with pytest.raises(ValueError, match="TensorParallel: Mamba: expected a number of ranks that divides d_inner = 26, got 3"):
+        apply(Mamba(13))
+    with pytest.raises(ValueError, match="Mamba2: expected a number of ranks that divides nheads = 4, got 3"):
+        apply(Mamba2(16, headdim=8))
+    with pytest.raises(ValueError, match="expected a number of ranks that divides d_inner - d_ssm = 8, got 3"):
+        apply(Mamba2(16, d_ssm=24, headdim=8))
+    with pytest.raises(ValueError, match=r"GatedMLP: expected a number of ranks that divides fc2.in_features = 128, got 3"):
+        apply(GatedMLP(16))
+    model = language_model("Mamba", d_intermediate=128)
+    with pytest.raises(ValueError, match=r"backbone.layers.0.mlp: expected a number of ranks that divides fc2.in_features"):
+        apply(model)
+    assert not any(hasattr(parameter, "placements") for parameter in model.parameters())
+    with pytest.raises(ValueError, match="expected a layer of Mamba, Mamba2, GatedMLP or a MambaLM of such, got Linear"):
+        apply(nn.Linear(3, 3))
+    recurrent = MambaLM(MambaConfig(d_model=12, n_layer=1, vocab_size=24, mixer="MinGRU"))
+    with pytest.raises(ValueError, match=r"backbone.layers.0.mixer: expected a layer of .*, got RecurrentMixer"):
+        apply(recurrent)
+    layer = apply(mamba())
+    with pytest.raises(ValueError, match="expected parameters that are not distributed yet: apply it once"):
+        apply(layer)
+    with pytest.raises(NotImplementedError, match="expected parameters to be initialized before TensorParallel"):
+        layer.in_proj.reset_parameters()
+    adapted = mamba2()
+    adapted.in_proj = nn.Sequential(adapted.in_proj)
+    with pytest.raises(TypeError, match=r"expected in_proj to be an nn.Linear, got Sequential"):
+        apply(adapted)
+    with pytest.raises(TypeError, match="expected gather_logits to be a bool, got int"):
+        TensorParallel(gather_logits=1)
+    state = mamba(d_state=2).state_dict() | {"in_proj.weight": torch.zeros(3, D_MODEL)}
+    with pytest.raises(RuntimeError, match=r"size mismatch for in_proj.weight: expected shape \[48, 12\], got \[3, 12\]"):
+        layer.load_state_dict({"in_proj.weight": state["in_proj.weight"]}, strict=False)
+    spans = apply(language_model("Mamba"), sequence_parallel=True)
+    with pytest.raises(ValueError, match="expected a seqlen that is a multiple of the 3 ranks with sequence_parallel, got 4"):
+        spans(tokens_of(1, 4))
+    with pytest.raises(ValueError, match=r"MambaLM.generate: expected a model without sequence_parallel"):
+        spans.generate(tokens_of(1, 3), 4)
+    with pytest.raises(ValueError, match=r"MambaLM.generate: expected no cg with tensor parallelism"):
+        apply(language_model("Mamba")).generate(tokens_of(1, 3), 4, cg=True)
+    assert parallelize_module(nn.Module(), mesh, {}) is not None
+
+
+def check_mesh_of_two_dimensions(mesh: Mesh) -> None:
+    with pytest.raises(ValueError, match="TensorParallel: expected a mesh of one dimension, got 2"):
+        parallelize(mamba(), mesh)
+
+
+PACKING = {
+    "cu_seqlens": {"cu_seqlens": torch.tensor([0, 5, 5, SEQLEN])},
+    "seq_idx": {"seq_idx": torch.tensor([[0] * 3 + [1] * (SEQLEN - 3)] * BATCH)},
+}
+INNER = RANK + 2 * DSTATE
+SPLIT_NORM = MAMBA2_OPTIONS["1 group, norm before gate"]
+BC = 2 * DSTATE  # rows of B and C of one group
+
+CASES: dict[str, Case] = {
+    **{f"{name}, {n}": Case((n,), partial(check_layer, make)) for name, make in LAYERS.items() for n in RANKS},
+    **{
+        f"{packing}, {name}, 3": Case((3,), partial(check_layer, partial(mamba2, **MAMBA2_OPTIONS[name]), **arguments))
+        for packing, arguments in PACKING.items()
+        for name in ("1 group, norm before gate", "2 groups", "3 groups")
+    },
+    **{
+        f"generation, {name}, {n}": Case((n,), partial(check_generation, make))
+        for name, make in LAYERS.items()
+        if name in ("Mamba, bilinear", "Mamba2, 1 groups", "Mamba2, 2 groups", "Mamba2, 2 groups, norm before gate")
+        for n in (2, 3)
+    },
+    **{
+        f"sequence parallel, {name}, {n}": Case((n,), partial(check_sequence_parallel, make))
+        for name, make in LAYERS.items()
+        if name in ("Mamba, biases", "Mamba2, biases, D of channels", "Mamba2, 1 groups", "GatedMLP")
+        for n in (2, 3)
+    },
+    "autocast, Mamba": Case((2,), partial(check_low_precision, mamba)),
+    "autocast, Mamba2": Case((2,), partial(check_low_precision, mamba2)),
+    "same bits": Case((3,), check_same_bits),
+    "activation checkpointing": Case((2,), check_checkpointing),
+    "compilation": Case((2,), check_compilation),
+    "collectives, Mamba": Case(
+        (2,),
+        lambda mesh: check_collectives(mamba, (2, D_MODEL + INNER), (2, D_MODEL + INNER), mesh, (0, 0)),
+    ),
+    "collectives, Mamba2 that owns groups": Case(
+        (2,), lambda mesh: check_collectives(partial(mamba2, ngroups=2), (1, D_MODEL), (1, D_MODEL), mesh, (0, 0))
+    ),
+    "collectives, Mamba2 with one group": Case(
+        (2,),
+        # A number a step of the norm; the gradients of the rows of B and C in in_proj, conv1d.weight and conv1d.bias.
+        lambda mesh: check_collectives(mamba2, (2, D_MODEL + 1), (2, D_MODEL + 1), mesh, (3, BC * (D_MODEL + WIDTH + 1))),
+    ),
+    "collectives, GatedMLP": Case((2,), lambda mesh: check_collectives(mlp, (1, D_MODEL), (1, D_MODEL), mesh, (0, 0))),
+    "collectives, sequence parallel": Case((2,), check_sequence_parallel_collectives),
+    "collectives, one rank": Case((1,), check_one_rank),
+    **{
+        f"MambaLM, {mixer}, {n}": Case((n,), partial(check_model, partial(language_model, mixer, **fields)))
+        for mixer, fields in (("Mamba", {"d_intermediate": 20}), ("Mamba2", {"tie_embeddings": False, "rms_norm": False}))
+        for n in (2, 4)
+    },
+    "MambaLM, vocabulary of unequal shards": Case(
+        (4,), partial(check_model, partial(language_model, "Mamba", pad_vocab_size_multiple=1))
+    ),
+    "MambaLM, loss parallel": Case((2,), partial(check_model, partial(language_model, "Mamba2"), gather_logits=False)),
+    "MambaLM, sequence parallel, 2": Case((2,), partial(check_model, partial(language_model, "Mamba"), sequence_parallel=True)),
+    "MambaLM, sequence parallel, 3": Case(
+        (3,),
+        partial(check_model, partial(language_model, "Mamba2", rms_norm=False, fused_add_norm=False), sequence_parallel=True),
+    ),
+    "MambaLM, generation": Case((3,), partial(check_model_generation, partial(language_model, "Mamba2"))),
+    "MambaLM, FSDP2, Mamba": Case((2, 2), partial(check_fsdp, "Mamba")),
+    "MambaLM, FSDP2, Mamba2": Case((2, 2), partial(check_fsdp, "Mamba2")),
+    "errors": Case((3,), check_errors),
+    "errors, two dimensions": Case((2, 2), check_mesh_of_two_dimensions),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
+    return run_cases(__name__, tmp_path_factory.mktemp("processes"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_ranks_are_one_process(name: str, results: dict[str, list[str]]) -> None:
+    assert_passed(results, name)
