@@ -17,9 +17,80 @@ from torch import Tensor
 
 from ._collectives import Gathering, Group, tie
 
-__all__ = ["CausalConv1d"]
+__all__ = ["CausalConv1d", "Halo"]
 
 _ops = torch.ops.ssm_kernels
+
+
+class Halo:
+    """The halos of all ranks, for one call of a convolution; forward returns tensors for backward to keep.
+
+    Args:
+        group: the ranks.
+        taps: steps of a halo, at least 1.
+    """
+
+    def __init__(self, group: Group, taps: int) -> None:
+        self._group, self._taps = group, taps
+
+    def begin(self, x: Tensor) -> Gathering:
+        """Sends the last steps of a span, (batch, seqlen, channels)."""
+        taps, head = self._taps, min(x.shape[1], self._taps)
+        tail = F.pad(x[:, x.shape[1] - head :].transpose(1, 2), (taps - head, 0))
+        is_step = torch.arange(taps, device=x.device) >= taps - head
+        return Gathering([tail, is_step.to(x.dtype)], self._group, "causal_conv1d: halo")
+
+    def end(
+        self, gathering: Gathering, initial_state: Tensor | None, past: Tensor | None, needs_final: bool = False
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor | None]:
+        """Receives the last steps of all ranks.
+
+        Returns:
+            This rank's halo, (batch, channels, taps); with ``needs_final`` that after the last rank; and, for backward, the
+            places that the halo at each border reads, and which of them belong to the sequence there.
+        """
+        taps, size = self._taps, self._group.size
+        tails, are_steps = gathering.wait()
+        first = torch.zeros_like(tails[0]) if initial_state is None else initial_state
+        # (batch, channels, places): of the initial state, then of each rank.
+        places = torch.cat([first, *tails.unbind(0)], dim=2)
+        count = F.pad(are_steps.flatten().long(), (taps, 0), value=1).cumsum(0)
+        # The halo at a border reads the last `taps` of the places before it that are steps.
+        borders = torch.arange(1, size + 2, device=places.device) * taps - 1
+        wanted = count[borders][:, None] - taps + 1 + torch.arange(taps, device=places.device)
+        sources = torch.searchsorted(count, wanted)
+        own = None
+        if past is not None:
+            lags = torch.arange(taps, 0, -1, device=places.device)
+            own = (past[..., None] >= lags)[:, :, None]  # (ranks + 1, batch, 1, taps)
+
+        def read(border: int) -> Tensor:
+            return _masked(places.index_select(2, sources[border]), own, border)
+
+        return gathering.tie(read(self._group.rank)), read(size) if needs_final else None, sources, own
+
+    def send_gradient(self, gradient: Tensor, grad_final: Tensor | None, own: Tensor | None) -> Gathering:
+        """Sends the gradient of this rank's halo, and its part of that of the final state."""
+        gradients = [_masked(gradient, own, self._group.rank)]
+        if grad_final is not None:
+            gradients.append(_masked(grad_final, own, self._group.size))
+        return Gathering(gradients, self._group, "causal_conv1d: gradients of the halo")
+
+    def gradient(
+        self, gathering: Gathering, sources: Tensor, grad_x: Tensor | None, needs_initial: bool = False
+    ) -> Tensor | None:
+        """Adds the gradients of this rank's last steps to ``grad_x``, in place; returns that of the initial state."""
+        gathered, rank, taps = gathering.wait(), self._group.rank, self._taps
+        of_borders = [*gathered[0].unbind(0)]
+        if len(gathered) > 1:
+            of_borders.append(gathered[1].sum(0))
+        if grad_x is not None:
+            head = min(grad_x.shape[1], taps)
+            grad_tail = gathering.tie(_of_places(of_borders, sources, rank + 1, rank + 1))
+            grad_x[:, grad_x.shape[1] - head :].add_(grad_tail[..., taps - head :].transpose(1, 2))
+        if not needs_initial:
+            return None
+        return torch.zeros_like(of_borders[0]) if rank > 0 else _of_places(of_borders, sources, 0, 0)
 
 
 class CausalConv1d(torch.autograd.Function):
@@ -43,77 +114,44 @@ class CausalConv1d(torch.autograd.Function):
     ) -> Any:
         taps = weight.shape[1] - 1
         head = min(x.shape[1], taps)
-        tail = F.pad(x[:, x.shape[1] - head :].transpose(1, 2), (taps - head, 0))
-        is_step = torch.arange(taps, device=x.device) >= taps - head
-        gathering = Gathering([tail, is_step.to(x.dtype)], group, "causal_conv1d: halo")
+        halo = Halo(group, taps)
+        gathering = halo.begin(x)
         out, _ = _ops._causal_conv1d_fwd(x, weight, bias, seq_idx, None, None, activation)
-
-        tails, are_steps = gathering.wait()
-        first = tail.new_zeros(tail.shape) if initial_state is None else initial_state
-        # (batch, channels, places): of the initial state, then of each rank.
-        places = torch.cat([first, *tails.unbind(0)], dim=2)
-        count = F.pad(are_steps.flatten().long(), (taps, 0), value=1).cumsum(0)
-        # The places that each border's halo reads: the last `taps` of those before it that are steps.
-        borders = torch.arange(1, group.size + 2, device=x.device) * taps - 1
-        wanted = count[borders][:, None] - taps + 1 + torch.arange(taps, device=x.device)
-        sources = torch.searchsorted(count, wanted)
-        own = None
-        lags = torch.arange(taps, 0, -1, device=x.device)
-        if past is not None:
-            own = (past[..., None] >= lags)[:, :, None]  # (ranks + 1, batch, 1, taps)
-        halo = gathering.tie(_read(places, sources, own, group.rank))
-        short_idx = None if seq_idx is None else seq_idx[:, :head]
-        if head > 0 and (group.rank > 0 or initial_state is not None or torch.compiler.is_compiling()):
-            begin, _ = _ops._causal_conv1d_fwd(x[:, :head], weight, bias, short_idx, None, halo, activation)
+        steps, final, sources, own = halo.end(gathering, initial_state, past, needs_final)
+        if head == 0:
+            out = gathering.tie(out)
+        elif group.rank > 0 or initial_state is not None or torch.compiler.is_compiling():
+            short_idx = None if seq_idx is None else seq_idx[:, :head]
+            begin, _ = _ops._causal_conv1d_fwd(x[:, :head], weight, bias, short_idx, None, steps, activation)
             out[:, :head].copy_(begin)
-        out = gathering.tie(out) if head == 0 else out
-        ctx.save_for_backward(x, weight, bias, seq_idx, halo, sources, own)
-        ctx.group, ctx.activation, ctx.needs_final = group, activation, needs_final
-        return (out, _read(places, sources, own, group.size)) if needs_final else out
+        ctx.save_for_backward(x, weight, bias, seq_idx, steps, sources, own)
+        ctx.halo, ctx.activation = halo, activation
+        return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        x, weight, bias, seq_idx, halo, sources, own = ctx.saved_tensors
-        group, needs = ctx.group, ctx.needs_input_grad[:4]
-        taps = weight.shape[1] - 1
-        head = min(x.shape[1], taps)
+        x, weight, bias, seq_idx, steps, sources, own = ctx.saved_tensors
+        needs = ctx.needs_input_grad[:4]
+        head = min(x.shape[1], weight.shape[1] - 1)
         gathering = None
         if needs[0] or needs[3]:
-            local = tie(torch.zeros_like(halo), grad_out)
+            local = tie(torch.zeros_like(steps), grad_out)
             if head > 0:
                 short_idx = None if seq_idx is None else seq_idx[:, :head]
-                of_head = (x[:, :head], weight, bias, short_idx, None, halo, ctx.activation)
+                of_head = (x[:, :head], weight, bias, short_idx, None, steps, ctx.activation)
                 local = _ops._causal_conv1d_bwd(grad_out[:, :head], None, *of_head, [False] * 3 + [True])[3]
-            gradients = [_masked(local, own, group.rank)]
-            if grad_final is not None:
-                gradients.append(_masked(grad_final, own, group.size))
-            gathering = Gathering(gradients, group, "causal_conv1d: gradients of the halo")
+            gathering = ctx.halo.send_gradient(local, grad_final, own)
         wanted = [*needs[:3], False]
-        results = _ops._causal_conv1d_bwd(grad_out, None, x, weight, bias, seq_idx, None, halo, ctx.activation, wanted)
+        results = _ops._causal_conv1d_bwd(grad_out, None, x, weight, bias, seq_idx, None, steps, ctx.activation, wanted)
         grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
         if gathering is not None:
-            gathered = gathering.wait()
-            of_borders = [*gathered[0].unbind(0)]
-            if grad_final is not None:
-                of_borders.append(gathered[1].sum(0))
-            if grads[0] is not None and head > 0:
-                grad_tail = gathering.tie(_of_places(of_borders, sources, group.rank + 1, group.rank + 1))
-                end = grads[0][:, x.shape[1] - head :]
-                end.add_(grad_tail[..., taps - head :].transpose(1, 2))
-            elif grads[0] is not None:
-                grads[0] = gathering.tie(grads[0])
-            if needs[3]:
-                grads[3] = torch.zeros_like(halo) if group.rank > 0 else _of_places(of_borders, sources, 0, 0)
+            grads[3] = ctx.halo.gradient(gathering, sources, grads[0], needs[3])
         return (*grads, None, None, None, None, None)
 
 
 def _masked(value: Tensor, own: Tensor | None, border: int) -> Tensor:
+    """Zero where a step belongs to another sequence than the first step after the border."""
     return value if own is None else torch.where(own[border], value, 0)
-
-
-def _read(places: Tensor, sources: Tensor, own: Tensor | None, border: int) -> Tensor:
-    """The halo at a border, (batch, channels, taps); zero where a step belongs to another sequence."""
-    return _masked(places.index_select(2, sources[border]), own, border)
 
 
 def _of_places(gradients: list[Tensor], sources: Tensor, block: int, border: int) -> Tensor:

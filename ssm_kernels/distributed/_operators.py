@@ -7,7 +7,6 @@ of one rank calls the local operator.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,10 +18,11 @@ from .._arguments import is_autocast_enabled
 from ._agreement import Agreement, describe
 from ._collectives import Group
 from ._convolution import CausalConv1d
+from ._mixers import step_limit
 from ._packing import Packing, Spans, combine
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
-__all__ = ["GroupOperators"]
+__all__ = ["Casts", "GroupOperators"]
 
 # By recurrence: the names of its inputs, and how many of them broadcast.
 _RECURRENCES = {
@@ -37,7 +37,7 @@ _RECURRENCES = {
 }
 
 
-class _Casts:
+class Casts:
     """What autocast does to the arguments of an operator on the device of ``like``."""
 
     def __init__(self, like: Tensor) -> None:
@@ -73,11 +73,6 @@ def _expand(tensor: Tensor, like: Tensor) -> Tensor:
             sizes[axis] = like.shape[axis]
             tensor = tensor.expand(sizes)
     return tensor
-
-
-def _limit(value: float) -> float:
-    """A limit of the step sizes; the largest finite numbers are no limit, as in ``_arguments.finite_dt_limit``."""
-    return value if abs(value) < sys.float_info.max else math.copysign(math.inf, value)
 
 
 def _on_meta(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -128,7 +123,7 @@ class GroupOperators:
             name: value.dim() - 1 for name, value in (("B", B), ("C", C)) if value.dim() > 2
         }
         self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps)
-        to = _Casts(u)
+        to = Casts(u)
         return SelectiveScan.apply(
             to.lower(u),
             to.lower(delta),
@@ -179,45 +174,7 @@ class GroupOperators:
         self._agree("ssd_chunk_scan", ops.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
         _refuse_states("ssd_chunk_scan", cu_seqlens, initial_states, return_final_states)
         packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
-        return self._scan_chunks(
-            x,
-            dt,
-            A,
-            B,
-            C,
-            D=D,
-            z=z,
-            dt_bias=dt_bias,
-            initial_states=initial_states,
-            packing=packing,
-            chunk_size=chunk_size,
-            dt_softplus=dt_softplus,
-            dt_limit=dt_limit,
-            discretization=discretization,
-            needs_final=return_final_states,
-        )
-
-    def _scan_chunks(
-        self,
-        x: Tensor,
-        dt: Tensor,
-        A: Tensor,
-        B: Tensor,
-        C: Tensor,
-        *,
-        D: Tensor | None,
-        z: Tensor | None,
-        dt_bias: Tensor | None,
-        initial_states: Tensor | None,
-        packing: Packing | None,
-        chunk_size: int | None,
-        dt_softplus: bool,
-        dt_limit: Sequence[float] | None,
-        discretization: str,
-        needs_final: bool,
-    ) -> Any:
-        """:meth:`ssd_chunk_scan` of arguments that the ranks have agreed on."""
-        to = _Casts(x)
+        to = Casts(x)
         return SsdChunkScan.apply(
             to.lower(x),
             to.lower(dt),
@@ -232,9 +189,9 @@ class GroupOperators:
             None if packing is None else packing.continues,
             chunk_size,
             dt_softplus,
-            *((-math.inf, math.inf) if dt_limit is None else map(_limit, dt_limit)),
+            *((-math.inf, math.inf) if dt_limit is None else map(step_limit, dt_limit)),
             discretization,
-            needs_final,
+            return_final_states,
             self.group,
         )
 
@@ -258,25 +215,12 @@ class GroupOperators:
         self._agree("causal_conv1d", local, tensors, options, {"x": 1, "seq_idx": 1}, cu_seqlens)
         _refuse_states("causal_conv1d", cu_seqlens, initial_state, return_final_state)
         packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
-        return self._convolve(x, weight, bias, initial_state, packing, activation, return_final_state)
-
-    def _convolve(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        initial_state: Tensor | None,
-        packing: Packing | None,
-        activation: str | None,
-        needs_final: bool,
-    ) -> Any:
-        """:meth:`causal_conv1d` of arguments that the ranks have agreed on."""
         if weight.shape[1] == 1:  # a step reads no other
             results = convolutions.causal_conv1d(
                 x, weight, bias, activation=activation, initial_state=initial_state, return_final_state=True
             )
-            return results if needs_final else results[0]
-        to = _Casts(x)
+            return results if return_final_state else results[0]
+        to = Casts(x)
         return CausalConv1d.apply(
             to.lower(x),
             to.wide_unless_lower(weight),
@@ -285,7 +229,7 @@ class GroupOperators:
             None if packing is None else packing.seq_idx,
             None if packing is None else packing.past,
             activation,
-            needs_final,
+            return_final_state,
             self.group,
         )
 
@@ -324,7 +268,7 @@ class GroupOperators:
         self._agree(name, local, tensors, options, of_steps, cu_seqlens, takes_cu_seqlens=True, broadcast=broadcast)
         if cu_seqlens is not None:
             cu_seqlens = Spans(name, cu_seqlens, inputs[0].shape[1], self.group).cu_seqlens()
-        to = _Casts(inputs[0])
+        to = Casts(inputs[0])
         own = [to.lower(value) for value in inputs[: len(inputs) - broadcasting]]
         own += [_expand(to.wide(value), own[0]) for value in inputs[len(inputs) - broadcasting :]]
         return LinearRecurrence.apply(

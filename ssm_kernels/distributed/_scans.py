@@ -10,11 +10,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ._carry import Carry
 from ._collectives import Group, tie
+from ._mixers import before_gate
 from ._summaries import (
     _selective_scan_initial_gradient,
     _ssd_chunk_scan_initial_gradient,
@@ -32,14 +32,6 @@ _ops = torch.ops.ssm_kernels
 def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor | None]:
     """Gradients that are not needed have no elements: None in their place."""
     return [gradient if need else None for gradient, need in zip(gradients, needed, strict=True)]
-
-
-def _before_gate(grad_out: Tensor, z: Tensor | None) -> Tensor:
-    """The gradient of the outputs before the gate, in the dtype of ``grad_out``."""
-    if z is None:
-        return grad_out
-    wide = torch.promote_types(z.dtype, torch.float32)
-    return (grad_out.to(wide) * F.silu(z.to(wide))).to(grad_out.dtype)
 
 
 class SelectiveScan(torch.autograd.Function):
@@ -87,7 +79,7 @@ class SelectiveScan(torch.autograd.Function):
                 local = tie(A.new_zeros(u.shape[0], *A.shape), grad_out)
             else:
                 local = _selective_scan_initial_gradient(
-                    _before_gate(grad_out, z),
+                    before_gate(grad_out, z),
                     delta,
                     A,
                     C,
@@ -155,7 +147,7 @@ class SsdChunkScan(torch.autograd.Function):
                 local = tie(A.new_zeros(shape), grad_out)
             else:
                 local = _ssd_chunk_scan_initial_gradient(
-                    _before_gate(grad_out, z),
+                    before_gate(grad_out, z),
                     dt,
                     A,
                     C,

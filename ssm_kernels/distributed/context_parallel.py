@@ -13,14 +13,14 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from .. import norms
 from ..nn.common import ConvMixer, wide_dtype
 from ..nn.recurrent import RecurrentBase
 from ..nn.selective_ssm import SelectiveBase
 from ..recurrence_steps import step_size
 from ._agreement import Agreement
 from ._collectives import Gathering, Group, GroupLike
-from ._operators import GroupOperators
+from ._mixers import Mamba2Mixer
+from ._operators import Casts, GroupOperators
 
 __all__ = ["ContextParallel", "sum_gradients"]
 
@@ -122,33 +122,16 @@ class _Context(GroupOperators):
             return mixer(**tensors, cu_seqlens=cu_seqlens, **options)[0], None, None
         check = functools.partial(mixer, cu_seqlens=None)
         self._agree("Mamba2", check, tensors, options, {"projected": 1, "seq_idx": 1}, cu_seqlens)
-        heads, wide = A_log.shape[0], wide_dtype(projected.dtype)
-        z, xBC, dt = projected.split([heads * headdim, conv_weight.shape[0], heads], dim=-1)
         packing = self._packing("Mamba2", projected.shape[1], seq_idx, cu_seqlens)
-        xBC = self._convolve(xBC, conv_weight.squeeze(1), conv_bias, conv_state, packing, "silu", False)
-        x, B, C = xBC.split([heads * headdim, *[ngroups * dstate] * 2], dim=-1)
-        y = self._scan_chunks(
-            x.unflatten(-1, (heads, headdim)),
-            dt,
-            -torch.exp(A_log.to(wide)),
-            B.unflatten(-1, (ngroups, dstate)),
-            C.unflatten(-1, (ngroups, dstate)),
-            D=D.to(wide),
-            z=z.unflatten(-1, (heads, headdim)) if norm_weight is None else None,
-            dt_bias=dt_bias.to(wide),
-            initial_states=ssm_state,
-            packing=packing,
-            chunk_size=chunk_size,
-            dt_softplus=True,
-            dt_limit=(dt_min, dt_max),
-            discretization=discretization,
-            needs_final=False,
-        ).flatten(-2)
-        if norm_weight is not None:
-            y = norms.rms_norm_gated(
-                y, norm_weight, z, eps=eps, group_size=heads * headdim // ngroups, norm_before_gate=norm_before_gate
-            )
-        return y, None, None
+        to = Casts(projected)
+        out: Tensor = Mamba2Mixer.apply(
+            to.lower(projected),
+            *map(to.wide, (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight)),
+            *((None,) * 3 if packing is None else (packing.seq_idx, packing.past, packing.continues)),
+            *options.values(),
+            self.group,
+        )
+        return out, None, None
 
     def mingru_scan(self, gate: Tensor, candidate: Tensor, h0: Tensor | None, **options: Any) -> Any:
         return self.recurrence("mingru_scan", (gate, candidate), h0, **options)

@@ -1,0 +1,153 @@
+"""What stands between the projections of a Mamba-2 mixer, over a sequence whose spans are on several ranks.
+
+The local operator ``_mamba2_mixer`` computes convolution, scan and norm from the states before the span, and saves as little as
+on one rank. Before it, forward convolves x and B once more for the span's summary; backward takes the norm's adjoint and the
+convolution of C once more for the gradient of the span's initial state.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._carry import Carry
+from ._collectives import Group, tie
+from ._convolution import Halo
+from ._summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
+
+__all__ = ["Mamba2Mixer", "before_gate", "step_limit"]
+
+_ops = torch.ops.ssm_kernels
+
+
+def before_gate(grad_out: Tensor, z: Tensor | None) -> Tensor:
+    """The gradient of a scan's outputs before the gate, in the dtype of ``grad_out``."""
+    if z is None:
+        return grad_out
+    wide = torch.promote_types(z.dtype, torch.float32)
+    return (grad_out.to(wide) * F.silu(z.to(wide))).to(grad_out.dtype)
+
+
+def step_limit(value: float) -> float:
+    """A limit of the step sizes; the largest finite numbers are no limit, as in ``_arguments.finite_dt_limit``."""
+    return value if abs(value) < sys.float_info.max else math.copysign(math.inf, value)
+
+
+class Mamba2Mixer(torch.autograd.Function):
+    """The first result of ``torch.ops.ssm_kernels._mamba2_mixer``. ``past`` and ``continues`` are those of ``Packing``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        projected: Tensor,
+        conv_weight: Tensor,
+        conv_bias: Tensor | None,
+        A_log: Tensor,
+        D: Tensor,
+        dt_bias: Tensor,
+        norm_weight: Tensor | None,
+        seq_idx: Tensor | None,
+        past: Tensor | None,
+        continues: Tensor | None,
+        headdim: int,
+        ngroups: int,
+        dstate: int,
+        chunk_size: int | None,
+        dt_min: float,
+        dt_max: float,
+        eps: float,
+        norm_before_gate: bool,
+        discretization: str,
+        group: Group,
+    ) -> Tensor:
+        heads, of_groups = A_log.shape[0], ngroups * dstate
+        d_ssm, taps = heads * headdim, conv_weight.shape[-1] - 1
+        _, xBC, dt = projected.split([d_ssm, d_ssm + 2 * of_groups, heads], dim=-1)
+        halo, steps, sources, own = Halo(group, taps), None, None, None
+        if taps > 0:
+            steps, _, sources, own = halo.end(halo.begin(xBC), None, past)
+        ctx.sizes = (heads, headdim, ngroups, dstate)
+        ctx.scan = {
+            "dt_softplus": True,
+            "dt_limit": (step_limit(dt_min), step_limit(dt_max)),
+            "discretization": discretization,
+        }
+        xB = _convolved(slice(0, d_ssm + of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
+        x, B = xB.split([d_ssm, of_groups], dim=-1)
+        wide = torch.promote_types(projected.dtype, torch.float32)
+        summary = ssd_chunk_scan_summary(
+            x.unflatten(-1, (heads, headdim)),
+            dt,
+            -torch.exp(A_log.to(wide)),
+            B.unflatten(-1, (ngroups, dstate)),
+            dt_bias=dt_bias.to(wide),
+            seq_idx=seq_idx,
+            **ctx.scan,
+        )
+        carry = Carry(group, "Mamba2", reverse=False)
+        initial, _, passing, later = carry.end(carry.begin(*summary, None), continues, None, False)
+        ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
+        arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *ctx.options)
+        out, _, _, y, rstd, parameters = _ops._mamba2_mixer_fwd(projected, *arguments)
+        tensors = (projected, conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx)
+        ctx.save_for_backward(*tensors, y, rstd, parameters, sources, own, passing, later)
+        ctx.carry, ctx.halo, ctx.norm_before_gate = carry, halo, norm_before_gate
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:
+        *tensors, y, rstd, parameters, sources, own, passing, later = ctx.saved_tensors
+        projected, conv_weight, conv_bias, A_log, _, dt_bias, norm_weight, steps, _, seq_idx = tensors
+        heads, headdim, ngroups, dstate = ctx.sizes
+        d_ssm, of_groups = heads * headdim, ngroups * dstate
+        needs = [*ctx.needs_input_grad[:7]]
+        grad_states = None
+        if any(needs[i] for i in (0, 1, 2, 3, 5)):
+            wide = torch.promote_types(projected.dtype, torch.float32)
+            if ctx.carry.is_first:
+                local = tie(
+                    torch.zeros(grad_out.shape[0], *ctx.sizes[:2], dstate, device=grad_out.device, dtype=wide), grad_out
+                )
+            else:
+                z, xBC, dt = projected.split([d_ssm, d_ssm + 2 * of_groups, heads], dim=-1)
+                if norm_weight is None:
+                    grad_y = before_gate(grad_out, z)
+                else:
+                    norm = (rstd.new_empty(0), rstd, d_ssm // ngroups, ctx.norm_before_gate, "silu", False)
+                    needs_y = [True, False, False, False]
+                    grad_y = _ops._norm_gated_bwd(grad_out, y, norm_weight, z, None, *norm, needs_y)[0]
+                columns = slice(d_ssm + of_groups, d_ssm + 2 * of_groups)
+                C = _convolved(columns, xBC, conv_weight, conv_bias, steps, seq_idx)
+                local = _ssd_chunk_scan_initial_gradient(
+                    grad_y.unflatten(-1, (heads, headdim)),
+                    dt,
+                    -torch.exp(A_log.to(wide)),
+                    C.unflatten(-1, (ngroups, dstate)),
+                    dt_bias=dt_bias.to(wide),
+                    seq_idx=seq_idx,
+                    **ctx.scan,
+                )
+            grad_states = ctx.carry.gradient(local, None, passing, later)
+        wanted = [*needs, needs[0] and steps is not None, False]
+        arguments = (*tensors, None, *ctx.options)
+        results = _ops._mamba2_mixer_bwd(grad_out, None, grad_states, y, rstd, parameters, wanted, *arguments)
+        grads: list[Tensor | None] = [grad if need else None for grad, need in zip(results, wanted, strict=True)]
+        if wanted[7]:
+            grad_xBC = results[0][..., d_ssm:-heads]
+            ctx.halo.gradient(ctx.halo.send_gradient(results[7], None, own), sources, grad_xBC)
+        return (*grads[:7], *(None,) * 13)
+
+
+def _convolved(
+    columns: slice, xBC: Tensor, weight: Tensor, bias: Tensor | None, steps: Tensor | None, seq_idx: Tensor | None
+) -> Tensor:
+    """The convolution of some channels, from the halo ``steps``."""
+    bias = None if bias is None else bias[columns]
+    steps = None if steps is None else steps[:, columns]
+    out: Tensor = _ops._causal_conv1d_fwd(xBC[..., columns], weight.squeeze(1)[columns], bias, seq_idx, None, steps, "silu")[0]
+    return out
