@@ -15,6 +15,7 @@
 #include "selective_scan/selective_scan.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_scan {
 
@@ -38,7 +39,8 @@ struct FwdInputs : Inputs {
   auto fields() { return std::tuple_cat(Inputs::fields(), std::tie(save_chunk_states)); }
 };
 
-// Raises unless the inputs are as ssm_kernels.selective_scan documents; returns the method.
+// Raises unless the inputs are as ssm_kernels.selective_scan documents; returns the method. Messages begin with `op`.
+Discretization check_inputs_of(const char* op, const Inputs& in);
 Discretization check_inputs(const Inputs& in);
 
 struct FwdOutputs {
@@ -108,6 +110,12 @@ void register_kernels(torch::Library& m) {
   implement<bwd>(m, "_selective_scan_bwd");
   implement<&bwd_out<bwd>>(m, "_selective_scan_bwd_out");
 }
+
+// As kernels see them; of a tensor that is absent, with data null.
+SequenceView sequence_view(const OptionalTensor& tensor, Access access);
+MatrixView matrix_view(const at::Tensor& tensor, Access access);
+StateView state_view(const OptionalTensor& tensor);
+ChannelView channel_view(const OptionalTensor& tensor);
 
 SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, const FwdOutputs& outputs);
 // `chunk_states` are those of bwd, contiguous. Gradients without elements are absent: their views are empty, their pointers
