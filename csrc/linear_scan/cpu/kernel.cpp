@@ -158,11 +158,32 @@ void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   }
 }
 
-// The last state of a scan that begins with zero, and the product of all a: forward without its output.
+// Takes `count` steps of the summary: the last state of a scan that begins with zero, and the product of all a.
+template <int count, typename Acc, typename Variant, size_t kInputs>
+void summarize(const Variant& variant, const Rows<Acc> (&inputs)[kInputs], int64_t step, int64_t lanes, Acc* state,
+               Acc* decay) {
+  using V = Vec<Acc>;
+  for (int64_t lane = 0; lane < lanes; lane += V::size()) {
+    V h = V::loadu(state + lane), product = V::loadu(decay + lane);
+    for (int i = 0; i < count; ++i) {
+      V x[kInputs];
+      for (size_t k = 0; k < kInputs; ++k) x[k] = V::loadu(inputs[k][step + i] + lane);
+      const Step<V> coefficients = variant.step(variant.gates(x), x);
+      h = Math<V>::fma(coefficients.a, h, coefficients.b);
+      product = coefficients.a * product;
+    }
+    h.store(state + lane);
+    // Denormal numbers are slow, and a product that rounds up to the smallest of them never becomes zero.
+    const auto is_small = Math<V>::less(Math<V>::abs(product), V(std::numeric_limits<Acc>::min()));
+    Math<V>::select(is_small, V(Acc(0)), product).store(decay + lane);
+  }
+}
+
+// Forward without its output.
 template <typename Acc, typename Variant>
 void summary(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
-  using V = Vec<Acc>;
   constexpr size_t kInputs = Variant::kNames.size();
+  constexpr int kGroup = 4;  // steps between a load and a store of the two sums
   const Variant variant = make_variant<Variant>(p.options);
   const TaskView<Acc> view(p, kind, tasks, task);
   Acc* memory = reinterpret_cast<Acc*>(scratch);
@@ -177,23 +198,19 @@ void summary(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks& tas
     const int64_t steps = std::min(kTileSteps, p.seqlen - t0);
     Rows<Acc> inputs[kInputs];
     for (size_t i = 0; i < kInputs; ++i) inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
-    for (int64_t step = 0; step < steps; ++step) {
+    for (int64_t step = 0; step < steps;) {
       if (p.is_reset(view.batch, t0 + step)) {
         has_reset = true;
         std::fill(state, state + kMaxTaskChannels, Acc(0));
       }
-      const Acc* input_row[kInputs];
-      for (size_t i = 0; i < kInputs; ++i) input_row[i] = inputs[i][step];
-      for (int64_t lane = 0; lane < view.lanes; lane += V::size()) {
-        V x[kInputs];
-        for (size_t i = 0; i < kInputs; ++i) x[i] = V::loadu(input_row[i] + lane);
-        const Step<V> coefficients = variant.step(variant.gates(x), x);
-        Math<V>::fma(coefficients.a, V::loadu(state + lane), coefficients.b).store(state + lane);
-        // Denormal numbers are slow, and a product that rounds up to the smallest of them never becomes zero.
-        const V product = coefficients.a * V::loadu(decay + lane);
-        const auto is_denormal = Math<V>::less(Math<V>::abs(product), V(std::numeric_limits<Acc>::min()));
-        Math<V>::select(is_denormal, V(Acc(0)), product).store(decay + lane);
+      bool is_group = step + kGroup <= steps;
+      for (int i = 1; is_group && i < kGroup; ++i) is_group = !p.is_reset(view.batch, t0 + step + i);
+      if (is_group) {
+        summarize<kGroup>(variant, inputs, step, view.lanes, state, decay);
+      } else {
+        summarize<1>(variant, inputs, step, view.lanes, state, decay);
       }
+      step += is_group ? kGroup : 1;
     }
   }
   if (has_reset) std::fill(decay, decay + kMaxTaskChannels, Acc(0));

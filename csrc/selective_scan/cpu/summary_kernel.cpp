@@ -8,7 +8,8 @@
 // times the sum of delta, in double.
 //
 // A SIMD lane is a channel, as in forward. Nothing is written for a step, so that states need no order among each other: the
-// inner loop runs over the steps of a tile, with one state of each lane in a register. This file is compiled once per
+// inner loop runs over the steps of a tile, with one state of each lane in a register. In float32 exponentials are most of the
+// work: where no exponent of a tile's state is large, they take 11 instructions instead of 16. This file is compiled once per
 // instruction set.
 
 #include "selective_scan/cpu/summary_kernels.h"
@@ -16,12 +17,18 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 
+#include "common/integers.h"
 #include "selective_scan/cpu/kernel.h"
 
 namespace ssm_kernels::selective_scan::summary {
 inline namespace CPU_CAPABILITY {
 namespace {
+
+// Steps of a tile: rows of a tensor that is contiguous along time are read in long pieces, and the tiles stay in the
+// first-level cache, or in the second-level one if there are many states.
+int64_t tile_steps(const SelectiveScanParams& p) { return p.dstate <= kMaxStatesOfShortChunk ? 128 : 64; }
 
 template <typename Acc>
 struct Tiles {
@@ -33,10 +40,10 @@ struct Tiles {
 
   Tiles(Scratch& scratch, const SelectiveScanSummaryParams& p, const Blocking& blocking) {
     states_per_block = blocking.padded_dstate * blocking.lanes;
-    const int64_t states = blocking.blocks_per_task * states_per_block;
-    u = scratch.allocate<Acc>(p.chunk_length * blocking.lanes);
-    delta = scratch.allocate<Acc>(p.chunk_length * blocking.lanes);
-    B_steps = scratch.allocate<Acc>(p.B.per_step ? p.chunk_length * blocking.padded_dstate : 0);
+    const int64_t states = blocking.blocks_per_task * states_per_block, steps = tile_steps(p);
+    u = scratch.allocate<Acc>(steps * blocking.lanes);
+    delta = scratch.allocate<Acc>(steps * blocking.lanes);
+    B_steps = scratch.allocate<Acc>(p.B.per_step ? steps * blocking.padded_dstate : 0);
     A = scratch.allocate<Acc>(states);
     B_constant = scratch.allocate<Acc>(p.B.per_step ? 0 : states);
     state = scratch.allocate<Acc>(states);
@@ -45,40 +52,91 @@ struct Tiles {
   }
 };
 
+// 2^x for |x| <= kLargestExponent, within 2 ulp, exactly 1 for 0. With n the integer nearest to x, 2^(x - n) is a polynomial of
+// degree 5, fitted to minimize the relative error (9e-8), and n is added to its exponent field.
+constexpr float kLargestExponent = 125;
+#if defined(CPU_CAPABILITY_AVX512) || defined(CPU_CAPABILITY_AVX2)
+constexpr bool kHasShortExp2 = true;
+inline __attribute__((always_inline)) Vec<float> short_exp2(const Vec<float>& x) {
+  using V = Vec<float>;
+  const V shift(12582912.0f);  // 1.5 * 2^23: the sum's low mantissa bits are n
+  const V shifted = x + shift;
+  const V f = x - (shifted - shift);
+  V p = at::vec::fmadd(f, V(0.001326472731307149f), V(0.009671512991189957f));
+  p = at::vec::fmadd(p, f, V(0.05550733581185341f));
+  p = at::vec::fmadd(p, f, V(0.24022242426872253f));
+  p = at::vec::fmadd(p, f, V(0.6931470036506653f));
+  p = at::vec::fmadd(p, f, V(1.0f));
+#if defined(CPU_CAPABILITY_AVX512)
+  const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(shifted), 23);
+  return V(_mm512_castsi512_ps(_mm512_add_epi32(_mm512_castps_si512(p), n)));
+#else
+  const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  return V(_mm256_castsi256_ps(_mm256_add_epi32(_mm256_castps_si256(p), n)));
+#endif
+}
+#else
+constexpr bool kHasShortExp2 = false;
+inline Vec<float> short_exp2(const Vec<float>& x) { return x; }
+#endif
+
 // The steps of one tile of one block.
 template <typename Acc>
 struct Steps {
   int64_t count, dstate;
   const Acc *A, *u, *delta;  // [state][lane], [step][lane], [step][lane]
+  Vec<Acc> largest_delta;    // the largest absolute value of each lane
   Operand<Acc> B;
   Acc *state, *decay;  // [state][lane], updated
 };
 
 template <typename Acc, typename Method, bool is_adjoint>
+constexpr bool kMultiplies = !is_adjoint && !Method::kExponential;
+
+// The steps of the n-th state.
+template <typename Acc, typename Method, bool is_adjoint, bool takes_short_exp2>
+inline __attribute__((always_inline)) void scan_state(const Steps<Acc>& c, int64_t n, Vec<Acc>& state, Vec<Acc>& decay) {
+  using V = Vec<Acc>;
+  constexpr int64_t kLanes = V::size();
+  const V A = V::loadu(c.A + n * kLanes), scaled_A = A * V(Acc(kLog2E));
+  for (int64_t i = 0; i < c.count; ++i) {
+    const int64_t t = is_adjoint ? c.count - 1 - i : i;
+    const V delta = V::loadu(c.delta + t * kLanes), z = delta * A;
+    V basis(Acc(0));
+    if constexpr (takes_short_exp2) {
+      basis = short_exp2(delta * scaled_A);
+    } else {
+      basis = Method::basis(z);
+    }
+    const V abar = Method::abar(z, basis), u = V::loadu(c.u + t * kLanes);
+    if constexpr (is_adjoint) {
+      state = abar * at::vec::fmadd(u, c.B.at(t, n), state);
+    } else {
+      V scaled = u;
+      if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
+      state = at::vec::fmadd(abar, state, scaled * c.B.at(t, n));
+    }
+    if constexpr (kMultiplies<Acc, Method, is_adjoint>) decay = decay * abar;
+  }
+}
+
+template <typename Acc, typename Method, bool is_adjoint>
 void scan_steps(const Steps<Acc>& c) {
   using V = Vec<Acc>;
   constexpr int64_t kLanes = V::size();
-  constexpr bool multiplies = !is_adjoint && !Method::kExponential;
   for (int64_t n = 0; n < c.dstate; ++n) {
-    const V A = V::loadu(c.A + n * kLanes);
-    V state = V::loadu(c.state + n * kLanes);
-    V decay = multiplies ? V::loadu(c.decay + n * kLanes) : V(Acc(1));
-    for (int64_t i = 0; i < c.count; ++i) {
-      const int64_t t = is_adjoint ? c.count - 1 - i : i;
-      const V z = V::loadu(c.delta + t * kLanes) * A;
-      const V basis = Method::basis(z), abar = Method::abar(z, basis);
-      const V u = V::loadu(c.u + t * kLanes);
-      if constexpr (is_adjoint) {
-        state = abar * at::vec::fmadd(u, c.B.at(t, n), state);
-      } else {
-        V scaled = u;
-        if constexpr (!Method::kUnitGain) scaled = scaled * current_gain(Method(), z, basis);
-        state = at::vec::fmadd(abar, state, scaled * c.B.at(t, n));
+    V state = V::loadu(c.state + n * kLanes), decay = V::loadu(c.decay + n * kLanes);
+    bool is_scanned = false;
+    if constexpr (kHasShortExp2 && std::is_same_v<Acc, float> && Method::kExponential) {
+      const V largest = c.largest_delta * Math<V>::abs(V::loadu(c.A + n * kLanes)) * V(static_cast<float>(kLog2E));
+      if (Math<V>::less(largest, V(kLargestExponent)).zero_mask() == 0) {  // in every lane; not for NaN
+        scan_state<Acc, Method, is_adjoint, true>(c, n, state, decay);
+        is_scanned = true;
       }
-      if constexpr (multiplies) decay = decay * abar;
     }
+    if (!is_scanned) scan_state<Acc, Method, is_adjoint, false>(c, n, state, decay);
     state.store(c.state + n * kLanes);
-    if constexpr (multiplies) {
+    if constexpr (kMultiplies<Acc, Method, is_adjoint>) {
       // Denormal numbers are slow, and a product that rounds up to the smallest of them never becomes zero.
       const auto is_small = Math<V>::less(Math<V>::abs(decay), V(std::numeric_limits<Acc>::min()));
       Math<V>::select(is_small, V(Acc(0)), decay).store(c.decay + n * kLanes);
@@ -86,23 +144,37 @@ void scan_steps(const Steps<Acc>& c) {
   }
 }
 
-// Adds the steps of a tile to the sums of its lanes, and multiplies u by delta.
 template <typename Acc>
-void sum_and_scale(double* sums, Acc* u, const Acc* delta, int64_t steps) {
+Vec<Acc> largest_of(const Acc* values, int64_t steps) {
+  using V = Vec<Acc>;
+  V largest(Acc(0));
+  for (int64_t t = 0; t < steps; ++t) largest = at::vec::maximum(largest, V::loadu(values + t * V::size()).abs());
+  return largest;
+}
+
+// Adds the steps of a tile to the sums of its lanes. The copy of the sums lets the compiler keep them in registers.
+template <typename Acc>
+void add_to_sums(double* sums, const Acc* delta, int64_t steps) {
   constexpr int64_t kLanes = Vec<Acc>::size();
+  double total[kLanes];
+  std::copy_n(sums, kLanes, total);
   for (int64_t t = 0; t < steps; ++t) {
-    for (int64_t lane = 0; lane < kLanes; ++lane) {
-      sums[lane] += delta[t * kLanes + lane];
-      u[t * kLanes + lane] *= delta[t * kLanes + lane];
-    }
+    for (int64_t lane = 0; lane < kLanes; ++lane) total[lane] += double(delta[t * kLanes + lane]);
   }
+  std::copy_n(total, kLanes, sums);
+}
+
+template <typename Acc>
+void multiply(Acc* values, const Acc* factors, int64_t count) {
+  using V = Vec<Acc>;
+  for (int64_t i = 0; i < count; i += V::size()) (V::loadu(values + i) * V::loadu(factors + i)).store(values + i);
 }
 
 template <typename Scalar>
 void run_task(const SelectiveScanSummaryParams& p, const Blocking& blocking, int64_t index, std::byte* memory) {
   using Acc = AccumulateType<Scalar>;
   constexpr int64_t kLanes = Vec<Acc>::size();
-  static_assert(kShortChunk % kLanes == 0, "a chunk's tile has whole square tiles");
+  static_assert(64 % kLanes == 0, "a tile has whole square tiles");
   Scratch scratch(memory);
   const Tiles<Acc> tiles(scratch, p, blocking);
   const int64_t segment = index / blocking.tasks_per_segment, batch = segment / blocking.segments;
@@ -126,10 +198,9 @@ void run_task(const SelectiveScanSummaryParams& p, const Blocking& blocking, int
     std::fill_n(tiles.sums + block * kLanes, kLanes, 0.0);
   }
 
-  const int64_t chunks = p.chunk_boundaries - 1;
-  for (int64_t i = 0; i < chunks; ++i) {
-    const int64_t start = (p.is_adjoint ? chunks - 1 - i : i) * p.chunk_length;
-    const int64_t steps = std::min(p.chunk_length, p.seqlen - start);
+  const int64_t most = tile_steps(p), count = ceil_div(p.seqlen, most);
+  for (int64_t i = 0; i < count; ++i) {
+    const int64_t start = (p.is_adjoint ? count - 1 - i : i) * most, steps = std::min(most, p.seqlen - start);
     if (p.B.per_step) {
       const Scalar* source = static_cast<const Scalar*>(p.B.data) + batch * p.B.stride_batch +
                              begin / (p.dim / p.B.groups) * p.B.stride_channel + start * p.B.stride_step;
@@ -141,12 +212,16 @@ void run_task(const SelectiveScanSummaryParams& p, const Blocking& blocking, int
       load(tiles.delta, p.delta, block, start, steps);
       const Vec<Acc> bias = load_channels<Acc>(p.delta_bias, channel_of(block), channels_of(block));
       finish_delta(tiles.delta, tiles.delta, bias, p.delta_softplus, steps);
-      if (!p.is_adjoint) sum_and_scale(tiles.sums + block * kLanes, tiles.u, tiles.delta, steps);
+      if (!p.is_adjoint) {
+        add_to_sums(tiles.sums + block * kLanes, tiles.delta, steps);
+        multiply(tiles.u, tiles.delta, steps * kLanes);
+      }
       const Steps<Acc> c{steps,
                          p.dstate,
                          tiles.A + at,
                          tiles.u,
                          tiles.delta,
+                         largest_of(tiles.delta, steps),
                          operand(p.B, tiles.B_steps, tiles.B_constant + at, blocking),
                          tiles.state + at,
                          tiles.decay + at};
