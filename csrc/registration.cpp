@@ -80,6 +80,21 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "-> (Tensor grad_u, Tensor, Tensor grad_A, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_delta_bias, Tensor "
       "grad_initial_state)");
 
+  // The summary of a span of steps: the last state from zero, and the product of all Abar. Forward alone, and its adjoint.
+  def("selective_scan_summary(Tensor u, Tensor delta, Tensor A, Tensor B, Tensor? delta_bias=None, *, "
+      "str discretization='zoh', bool delta_softplus=False) -> (Tensor last_state, Tensor decay)");
+  const std::string scan_summary_arguments =
+      "Tensor u, Tensor delta, Tensor A, Tensor B, Tensor? delta_bias, str discretization, bool delta_softplus";
+  def_kernels("_selective_scan_summary_fwd(" + scan_summary_arguments + ") -> (Tensor last_state, Tensor decay)");
+  def_kernels("_selective_scan_summary_bwd(Tensor? grad_last_state, Tensor? grad_decay, " + scan_summary_arguments +
+              ", bool[5] needs_grad) -> (Tensor grad_u, Tensor grad_delta, Tensor grad_A, Tensor grad_B, Tensor "
+              "grad_delta_bias)");
+  // The gradient of the state before a span, from the gradients of <C, h>: sum over t of (product of Abar up to t) C_t
+  // grad_out_t.
+  def_kernels(
+      "_selective_scan_initial_gradient(Tensor grad_out, Tensor delta, Tensor A, Tensor C, Tensor? delta_bias, "
+      "str discretization, bool delta_softplus) -> Tensor");
+
   // One step of the scan, the state updated in place.
   def("selective_state_update(Tensor(a!) state, Tensor x, Tensor dt, Tensor A, Tensor B, Tensor C, Tensor? D=None, "
       "Tensor? z=None, Tensor? dt_bias=None, bool dt_softplus=False, Tensor? state_batch_indices=None, *, "
@@ -121,6 +136,25 @@ TORCH_LIBRARY(ssm_kernels, m) {
   def_kernels("_ssd_chunk_scan_states_fwd" + ssd_arguments + ssd_states);
   def_kernels("_ssd_chunk_scan_states_bwd(Tensor? grad_out, Tensor? grad_final_states, Tensor? grad_states, " + ssd_inputs +
               ", int[] states_at" + ssd_gradients);
+
+  // The summary of a span of steps: the final states from zero, and the decay e^(sum of zeta), zero where a sequence begins.
+  // The same with all arguments positional, forward alone, and its adjoint.
+  const std::string ssd_summary_results = " -> (Tensor final_states, Tensor decay)";
+  def("ssd_chunk_scan_summary(Tensor x, Tensor dt, Tensor A, Tensor B, *, Tensor? dt_bias=None, bool dt_softplus=False, "
+      "float[]? dt_limit=None, str discretization='zoh', Tensor? seq_idx=None)" +
+      ssd_summary_results);
+  const std::string ssd_summary_arguments =
+      "Tensor x, Tensor dt, Tensor A, Tensor B, Tensor? dt_bias, bool dt_softplus, float dt_min, float dt_max, "
+      "Tensor? seq_idx, str discretization";
+  def("_ssd_chunk_scan_summary(" + ssd_summary_arguments + ")" + ssd_summary_results);
+  def_kernels("_ssd_chunk_scan_summary_fwd(" + ssd_summary_arguments + ")" + ssd_summary_results);
+  def_kernels("_ssd_chunk_scan_summary_bwd(Tensor? grad_final_states, Tensor? grad_decay, " + ssd_summary_arguments +
+              ", bool[5] needs_grad) -> (Tensor grad_x, Tensor grad_dt, Tensor grad_A, Tensor grad_B, Tensor grad_dt_bias)");
+  // The gradient of the states before a span, from the gradients of S C: sum over t of e^(sum of zeta up to t) grad_out_t
+  // C_t^T, over the steps of the first sequence.
+  def_kernels(
+      "_ssd_chunk_scan_initial_gradient(Tensor grad_out, Tensor dt, Tensor A, Tensor C, Tensor? dt_bias, bool dt_softplus, "
+      "float dt_min, float dt_max, Tensor? seq_idx, str discretization) -> Tensor");
 
   // Depthwise convolution over the last `width` steps: act(bias + sum_l weight[:, width - 1 - l] x_{t-l}).
   def("causal_conv1d(Tensor x, Tensor weight, Tensor? bias=None, *, str? activation=None, Tensor? seq_idx=None, "
@@ -191,8 +225,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "(Tensor grad_projected, Tensor grad_conv_weight, Tensor grad_conv_bias, Tensor grad_A_log, Tensor grad_D, "
       "Tensor grad_dt_bias, Tensor grad_norm_weight, Tensor grad_conv_state, Tensor grad_ssm_state)");
 
-  // The family of h_t = a_t h_{t-1} + b_t: linear_scan and linear_step, mingru_scan and mingru_step, ..., a scan and a step of
-  // it for each row of common/recurrences.h.
+  // The family of h_t = a_t h_{t-1} + b_t: linear_scan, linear_step and linear_scan_summary, mingru_scan, ..., a scan, a step
+  // of it and its summary for each row of common/recurrences.h.
   for (const linear_scan::PublicOperator& op : linear_scan::public_operators()) {
     def(op.schema());
   }
@@ -207,6 +241,13 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "_linear_recurrence_bwd(Tensor? grad_h, Tensor? grad_last_state, Tensor[] inputs, Tensor h, Tensor? h0, "
       "Tensor? cu_seqlens, Tensor? reset, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse, "
       "bool[5] needs_grad) -> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3, Tensor grad_h0)");
+  // The summary of any of them: the last state from zero, and the product of all a, zero where a reset is. And its adjoint.
+  const std::string summary_arguments =
+      "Tensor[] inputs, Tensor? reset, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse";
+  def("_linear_recurrence_summary(" + summary_arguments + ") -> (Tensor last_state, Tensor decay)");
+  def_kernels("_linear_recurrence_summary_fwd(" + summary_arguments + ") -> (Tensor last_state, Tensor decay)");
+  def_kernels("_linear_recurrence_summary_bwd(Tensor? grad_last_state, Tensor? grad_decay, " + summary_arguments +
+              ", bool[4] needs_grad) -> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3)");
 
   // Norms, of groups of columns, with a gate or with a residual; norm/norm.h has the formulas.
   for (const std::string name : {"rms_norm_gated", "layer_norm_gated"}) {
@@ -249,8 +290,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
   // Public operators raise an error for sparse, nested and undefined tensors in inference mode too, where no Autograd kernel
   // checks them. Operators with a composite kernel need no such kernel.
   const auto refuse = [&](const char* name, at::DispatchKey key) { implement_boxed<&no_kernel>(m, name, key); };
-  for (const char* name : {"selective_scan", "selective_state_update", "selective_state_update_out", "causal_conv1d_update",
-                           "causal_conv1d_update_out"}) {
+  for (const char* name : {"selective_scan", "selective_scan_summary", "selective_state_update", "selective_state_update_out",
+                           "causal_conv1d_update", "causal_conv1d_update_out"}) {
     refuse(name, at::DispatchKey::NestedTensorCPU);
     refuse(name, at::DispatchKey::NestedTensorCUDA);
   }

@@ -2,9 +2,9 @@
 linear recurrences, and the short causal convolution before them.
 
 ``selective_scan``, ``ssd_chunk_scan``, ``selective_state_update``, ``causal_conv1d``, ``causal_conv1d_update``, the scans and
-steps of ``linear_scan``'s family and the norms (``rms_norm_gated``, ``add_rms_norm``, ...) are the operators,
-``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models`` language models of these layers, and
-``ssm_kernels.reference`` the operators in plain PyTorch.
+steps of ``linear_scan``'s family, the scans' summaries (``selective_scan_summary``, ...) and the norms (``rms_norm_gated``,
+``add_rms_norm``, ...) are the operators, ``ssm_kernels.nn`` the layers made of them, ``ssm_kernels.models`` language models of
+these layers, and ``ssm_kernels.reference`` the operators in plain PyTorch.
 ``python -m ssm_kernels`` prints what was built and what is usable on this machine.
 """
 
@@ -34,6 +34,18 @@ from .recurrences import (  # noqa: E402
     rglru_scan,
     rglru_step,
 )
+from .summaries import (  # noqa: E402
+    diag_linear_scan_summary,
+    elu_gru_scan_summary,
+    hgrn_scan_summary,
+    linear_scan_summary,
+    liquid_scan_summary,
+    mingru_scan_summary,
+    minlstm_scan_summary,
+    rglru_scan_summary,
+    selective_scan_summary,
+    ssd_chunk_scan_summary,
+)
 
 __version__: str = build_info()["version"]
 discretizations: tuple[str, ...] = build_info()["discretizations"]
@@ -47,28 +59,38 @@ __all__ = [
     "causal_conv1d",
     "causal_conv1d_update",
     "diag_linear_scan",
+    "diag_linear_scan_summary",
     "diag_linear_step",
     "discretizations",
     "elu_gru_scan",
+    "elu_gru_scan_summary",
     "elu_gru_step",
     "hgrn_scan",
+    "hgrn_scan_summary",
     "hgrn_step",
     "layer_norm_gated",
     "linear_scan",
+    "linear_scan_summary",
     "linear_step",
     "liquid_scan",
+    "liquid_scan_summary",
     "liquid_step",
     "mingru_scan",
+    "mingru_scan_summary",
     "mingru_step",
     "minlstm_scan",
+    "minlstm_scan_summary",
     "minlstm_step",
     "models",
     "nn",
     "reference",
     "rglru_scan",
+    "rglru_scan_summary",
     "rglru_step",
     "rms_norm_gated",
     "selective_scan",
+    "selective_scan_summary",
     "selective_state_update",
     "ssd_chunk_scan",
+    "ssd_chunk_scan_summary",
 ]

@@ -87,6 +87,48 @@ def _selective_scan(
     return tuple(output.unflatten(axis, (samples, batch_dim_seqlen[axis])) for output in outputs), (axis, axis)
 
 
+def _selective_scan_summary(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    delta_bias: Tensor | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """One call for all samples, folded as those of the scan."""
+    samples = info.batch_size
+    dims = dict(zip(("u", "delta", "A", "B", "delta_bias"), in_dims, strict=False))
+    is_constant = B.dim() - (dims["B"] is not None) == 2
+    batch, dim, _ = _sample_shape(u, dims["u"])
+    if samples == 0:
+        empty = A.new_empty(0, batch, dim, _sample_shape(A, dims["A"])[-1])
+        return (empty, torch.empty_like(empty)), (0, 0)
+    parameters = {"A": A, "delta_bias": delta_bias} | ({"B": B} if is_constant else {})
+    sequences = {"u": u, "delta": delta} | ({} if is_constant else {"B": B})
+    into_batch = all(dims.get(name) is None for name in parameters)
+    folded = {}
+    for name, parameter in parameters.items():
+        if into_batch or parameter is None:
+            folded[name] = parameter
+        else:
+            folded[name] = _samples_first(parameter, dims[name], samples).flatten(0, 1)
+    for name, sequence in sequences.items():
+        tensor = _samples_first(sequence, dims[name], samples)
+        if into_batch:
+            folded[name] = tensor.flatten(0, 1)
+        else:
+            if name == "B" and tensor.dim() == 4:  # (batch, dstate, seqlen) for each sample: one group
+                tensor = tensor.unsqueeze(2)
+            folded[name] = tensor.transpose(0, 1).flatten(1, 2)
+    outputs = torch.ops.ssm_kernels.selective_scan_summary(
+        folded["u"], folded["delta"], folded["A"], folded["B"], folded["delta_bias"], **options
+    )
+    axis = 0 if into_batch else 1
+    return tuple(output.unflatten(axis, (samples, (batch, dim)[axis])) for output in outputs), (axis, axis)
+
+
 def _selective_state_update(
     info: Any, in_dims: tuple[Any, ...], state: Tensor, *tensors_and_flags: Any, **options: Any
 ) -> tuple[Any, Any]:
@@ -180,6 +222,23 @@ def _linear_recurrence(
     return (h, last_state), (h_dim, last_state_dim)
 
 
+def _linear_recurrence_summary(
+    info: Any,
+    in_dims: tuple[Any, ...],
+    inputs: list[Tensor],
+    reset: Tensor | None,
+    recurrence: str,
+    *options: Any,
+) -> tuple[Any, Any]:
+    input_dims, reset_dim, *_ = in_dims
+    samples = _RecurrenceFold(info, inputs, input_dims, None, None, recurrence)
+    results = torch.ops.ssm_kernels._linear_recurrence_summary(
+        samples.fold_all(inputs, input_dims), samples.fold(reset, reset_dim), recurrence, *options
+    )
+    (last_state, last_state_dim), (decay, decay_dim) = map(samples.unfold, results)
+    return (last_state, decay), (last_state_dim, decay_dim)
+
+
 def _linear_recurrence_bwd(
     info: Any,
     in_dims: tuple[Any, ...],
@@ -240,6 +299,32 @@ def _ssd_chunk_scan(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tup
     if into_heads:
         return (out.unflatten(2, (samples, heads)), final_states.unflatten(1, (samples, heads))), (2, 1)
     return (out.unflatten(0, (samples, batch)), final_states.unflatten(0, (samples, batch))), (0, 0)
+
+
+def _ssd_chunk_scan_summary(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+    """One call for all samples, folded into the batch or, if a parameter is mapped, into the heads."""
+    operator, samples = torch.ops.ssm_kernels._ssd_chunk_scan_summary, info.batch_size
+    names = [argument.name for argument in operator.default._schema.arguments]
+    values, dims = dict(zip(names, arguments, strict=True)), dict(zip(names, in_dims, strict=True))
+    batch, _, heads, headdim = _sample_shape(values["x"], dims["x"])
+    into_heads = any(dims[name] is not None for name in ("A", "dt_bias"))
+    if samples == 0:
+        A, dstate = values["A"], _sample_shape(values["B"], dims["B"])[-1]
+        return (A.new_empty(0, batch, heads, headdim, dstate), A.new_empty(0, batch, heads)), (0, 0)
+    if into_heads and dims["seq_idx"] is not None:  # which heads share: a call for each sample
+        results = [operator(*_select_sample(arguments, in_dims, sample)) for sample in range(samples)]
+        return tuple(map(torch.stack, zip(*results, strict=True))), (0, 0)
+
+    axes = dict.fromkeys(("x", "dt", "B", "seq_idx"), 0)  # that the samples are folded into
+    if into_heads:  # groups of B are some heads as well
+        axes = dict.fromkeys(("x", "dt", "B"), 2) | dict.fromkeys(("A", "dt_bias"), 0)
+    folded = values | {
+        name: _samples_first(values[name], dims[name], samples).movedim(0, axis).flatten(axis, axis + 1)
+        for name, axis in axes.items()
+        if values[name] is not None
+    }
+    axis, size = (1, heads) if into_heads else (0, batch)
+    return tuple(result.unflatten(axis, (samples, size)) for result in operator(*folded.values())), (axis, axis)
 
 
 def _causal_conv1d(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
@@ -471,7 +556,8 @@ _library = torch.library.Library("ssm_kernels", "IMPL")
 # Calls of operators that have the rule.
 _NORMS = ("rms_norm_gated", "layer_norm_gated", "add_rms_norm", "add_layer_norm")
 _STEPS = tuple(name.replace("_scan", "_step") for name in RECURRENCES)
-for _name in (*RECURRENCES, *_STEPS, "ssd_chunk_scan", "causal_conv1d", "_mamba_conv", *_NORMS):
+_SUMMARIES = (*(f"{name}_summary" for name in RECURRENCES), "ssd_chunk_scan_summary")
+for _name in (*RECURRENCES, *_STEPS, *_SUMMARIES, "ssd_chunk_scan", "causal_conv1d", "_mamba_conv", *_NORMS):
     _library.impl(_name, getattr(torch.ops.ssm_kernels, _name).default.decompose, "FuncTorchBatchedDecomposition")
 
 torch.library.register_vmap("ssm_kernels::_add_norm", _add_norm)
@@ -480,9 +566,12 @@ torch.library.register_vmap("ssm_kernels::causal_conv1d_update", _causal_conv1d_
 torch.library.register_vmap("ssm_kernels::causal_conv1d_update_out", _causal_conv1d_update_out)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence", _linear_recurrence)
 torch.library.register_vmap("ssm_kernels::_linear_recurrence_bwd", _linear_recurrence_bwd)
+torch.library.register_vmap("ssm_kernels::_linear_recurrence_summary", _linear_recurrence_summary)
 torch.library.register_vmap("ssm_kernels::_norm_gated", _norm_gated)
 torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan", _ssd_chunk_scan)
+torch.library.register_vmap("ssm_kernels::_ssd_chunk_scan_summary", _ssd_chunk_scan_summary)
 torch.library.register_vmap("ssm_kernels::selective_scan", _selective_scan)
+torch.library.register_vmap("ssm_kernels::selective_scan_summary", _selective_scan_summary)
 torch.library.register_vmap("ssm_kernels::selective_state_update", _selective_state_update)
 torch.library.register_vmap("ssm_kernels::selective_state_update_out", _selective_state_update_out)
 _library.impl("_mamba2_mixer", _mamba2_mixer, "FuncTorchBatchedDecomposition")

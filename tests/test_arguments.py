@@ -24,6 +24,7 @@ from recurrence_helpers import make_inputs as make_recurrence_inputs
 from recurrence_helpers import step_inputs as make_recurrence_step_inputs
 from selective_scan_helpers import make_inputs, make_step_inputs
 from ssd_helpers import make_inputs as make_ssd_inputs
+from summary_helpers import RECURRENCE_SUMMARIES, SELECTIVE_SUMMARY, SSD_SUMMARY, Summary
 from torch import Tensor
 
 import ssm_kernels
@@ -86,7 +87,12 @@ def _recurrence_operators(name: str) -> list[Operator]:
         options = {key: inputs[key] for key in variant.fixed}
         return make_recurrence_step_inputs(variant, inputs) | options | {"state": inputs["h0"]}
 
-    return [Operator(name, scan), Operator(name.replace("_scan", "_step"), step)]
+    summary = RECURRENCE_SUMMARIES[name]
+    return [Operator(name, scan), Operator(name.replace("_scan", "_step"), step), Operator(summary.name, make_summary(summary))]
+
+
+def make_summary(spec: Summary, **options: Any) -> Callable[[str], dict[str, Any]]:
+    return lambda device: spec.make_inputs(dtype=torch.float32, device=device, **options)
 
 
 def make_decoding_inputs(device: str) -> dict[str, Any]:
@@ -107,6 +113,8 @@ OPERATORS = {
         Operator("selective_state_update", lambda device: make_step_inputs(slots=3, dtype=torch.float32, device=device)),
         Operator("selective_state_update_out", make_decoding_inputs, "selective_state_update"),
         Operator("ssd_chunk_scan", lambda device: make_ssd_inputs(resets=[[2]], dtype=torch.float32, device=device)),
+        Operator("selective_scan_summary", make_summary(SELECTIVE_SUMMARY)),
+        Operator("ssd_chunk_scan_summary", make_summary(SSD_SUMMARY, resets=[[2]])),
         Operator("causal_conv1d", lambda device: make_conv_inputs(seq_idx=True, dtype=torch.float32, device=device)),
         Operator("causal_conv1d_update", lambda device: make_conv_step_inputs(slots=4, dtype=torch.float32, device=device)),
         Operator("causal_conv1d_update_out", make_conv_decoding_inputs, "causal_conv1d_update"),

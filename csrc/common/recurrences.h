@@ -8,8 +8,9 @@
 //                        broadcast
 //   kPositional          number of inputs that the operator takes by position; the others are keyword-only
 //   kAdded               the input that is b itself, which backward does not read; kNoInput if there is none
-//   kFirstBroadcast      inputs from this one on may have any shape that broadcasts, and the accumulation type
-//   gates(x)             the expensive part of the following functions: a number or a struct. A kernel that visits a step twice
+//   kCandidate           an input that a does not depend on. If it is kZeroCandidate everywhere, without an activation, b is
+//   zero kFirstBroadcast      inputs from this one on may have any shape that broadcasts, and the accumulation type gates(x)
+//   the expensive part of the following functions: a number or a struct. A kernel that visits a step twice
 //                        may keep it
 //   step(gates, x)       a and b
 //   gradients(gates, x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), with h the state before the step and g the gradient of
@@ -25,6 +26,7 @@
 
 #include <array>
 #include <cstddef>
+#include <limits>
 #include <string_view>
 #include <type_traits>
 
@@ -106,6 +108,7 @@ template <typename Recurrence>
 struct SingleVariant {
   using AtRunTime = Recurrence;
   static constexpr int kAdded = kNoInput;
+  static constexpr double kZeroCandidate = 0;
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = false, kHasGateIsLogit = false;
   template <typename Visitor>
@@ -118,7 +121,7 @@ struct SingleVariant {
 template <typename Recurrence>
 struct AddedInput : SingleVariant<Recurrence> {
   static constexpr int kAdded = 1;
-  static constexpr size_t kFirstBroadcast = 2;
+  static constexpr size_t kCandidate = 1, kFirstBroadcast = 2;
   template <typename T>
   static SSM_HOST_DEVICE Step<T> step(T a, const T* x) {
     return {a, x[1]};
@@ -189,6 +192,8 @@ void visit_activation(Activation activation, Visitor&& visitor) {
 
 struct MinGru {
   static constexpr auto kNames = MinGruVariant<RuntimeOptions>::kNames;
+  static constexpr size_t kCandidate = 1;
+  static constexpr double kZeroCandidate = 0;
   static constexpr size_t kFirstBroadcast = kNames.size();
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = true;
@@ -254,6 +259,8 @@ struct MinLstmVariant : Options {
 
 struct MinLstm {
   static constexpr auto kNames = MinLstmVariant<RuntimeOptions>::kNames;
+  static constexpr size_t kCandidate = 2;
+  static constexpr double kZeroCandidate = 0;
   static constexpr size_t kFirstBroadcast = kNames.size();
   static constexpr size_t kPositional = kMaxRecurrenceInputs;
   static constexpr bool kHasCandidateActivation = true, kHasGateIsLogit = false;
@@ -269,7 +276,7 @@ struct MinLstm {
 // The exact relaxation of tau dh/dt = f - h over a step dt: h = f + (h - f) e^(-dt/tau).
 struct Liquid : SingleVariant<Liquid> {
   static constexpr std::array<std::string_view, 3> kNames = {"candidate", "tau", "dt"};
-  static constexpr size_t kFirstBroadcast = 1;
+  static constexpr size_t kCandidate = 0, kFirstBroadcast = 1;
   // The factors of h and f. Neither is 1 minus the other: that would cancel, in gain for dt far below tau, in a far above.
   template <typename T>
   struct Relaxation {
@@ -299,7 +306,7 @@ struct Liquid : SingleVariant<Liquid> {
 struct RgLru : SingleVariant<RgLru> {
   static constexpr std::array<std::string_view, 4> kNames = {"recurrence_gate", "input_gate", "x", "recurrent_param"};
   static constexpr size_t kPositional = 2;  // older versions take x first: a call by position in that order is an error
-  static constexpr size_t kFirstBroadcast = 3;
+  static constexpr size_t kCandidate = 2, kFirstBroadcast = 3;
   template <typename T>
   struct Gates {
     T rate, a, norm, gain;
@@ -351,7 +358,8 @@ struct Hgrn : AddedInput<Hgrn> {
 // minGRU with the positive candidate 1 + elu(candidate).
 struct EluGru : SingleVariant<EluGru> {
   static constexpr std::array<std::string_view, 2> kNames = {"gate", "candidate"};
-  static constexpr size_t kFirstBroadcast = 2;
+  static constexpr size_t kCandidate = 1, kFirstBroadcast = 2;
+  static constexpr double kZeroCandidate = -std::numeric_limits<double>::infinity();
   template <typename T>
   static SSM_HOST_DEVICE Activated<T> positive(T x) {
     using Scalar = typename Math<T>::Scalar;
@@ -409,7 +417,8 @@ struct RecurrenceRow {
   const char* name;
   Recurrence recurrence;
   const std::string_view* input_names;
-  size_t inputs, positional, first_broadcast;
+  size_t inputs, positional, first_broadcast, candidate;
+  double zero_candidate;
   bool has_candidate_activation, has_gate_is_logit;
 };
 
@@ -420,6 +429,8 @@ struct RecurrenceRow {
                 type::kNames.size(),           \
                 type::kPositional,             \
                 type::kFirstBroadcast,         \
+                type::kCandidate,              \
+                type::kZeroCandidate,          \
                 type::kHasCandidateActivation, \
                 type::kHasGateIsLogit},
 inline constexpr RecurrenceRow kRecurrenceTable[] = {SSM_RECURRENCES(SSM_ROW)};

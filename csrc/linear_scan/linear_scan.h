@@ -72,6 +72,11 @@ struct LinearScanFwdParams : LinearScanParams {
   StateView last_state;  // written for sequences that have steps
 };
 
+// The map from the state before all steps to the state after them: last_state + decay h. A reset makes the decay zero.
+struct LinearScanSummaryParams : LinearScanParams {
+  StateView last_state, decay;  // written for every row of the batch
+};
+
 struct LinearScanBwdParams : LinearScanParams {
   SequenceView grad_h;                             // absent: zero
   StateView grad_last_state;                       // absent: zero

@@ -89,13 +89,22 @@ std::string PublicOperator::schema() const {
     if (i == row->positional) schema += "*, ";
     schema += "Tensor " + std::string(row->input_names[i]) + ", ";
   }
-  schema += "Tensor? " + std::string(state_name()) + "=None";
+  if (kind == Kind::kSummary) {
+    schema.erase(schema.size() - 2);
+  } else {
+    schema += "Tensor? " + std::string(state_name()) + "=None";
+  }
   std::string options;
   if (row->has_candidate_activation) options += ", str? candidate_activation=None";
   if (row->has_gate_is_logit) options += ", bool gate_is_logit=True";
-  if (!is_step) options += ", bool reverse=False, Tensor? cu_seqlens=None, Tensor? reset=None";
+  if (kind != Kind::kStep) options += ", bool reverse=False";
+  if (kind == Kind::kScan) options += ", Tensor? cu_seqlens=None";
+  if (kind != Kind::kStep) options += ", Tensor? reset=None";
   if (row->positional >= row->inputs && !options.empty()) schema += ", *";
-  return schema + options + (is_step ? ") -> (Tensor h, Tensor new_state)" : ") -> (Tensor h, Tensor last_state)");
+  const char* const results = kind == Kind::kScan   ? "(Tensor h, Tensor last_state)"
+                              : kind == Kind::kStep ? "(Tensor h, Tensor new_state)"
+                                                    : "(Tensor last_state, Tensor decay)";
+  return schema + options + ") -> " + results;
 }
 
 const std::vector<PublicOperator>& public_operators() {
@@ -103,8 +112,9 @@ const std::vector<PublicOperator>& public_operators() {
     std::vector<PublicOperator> result;
     for (const RecurrenceRow& row : kRecurrenceTable) {
       const std::string scan = row.name;
-      result.push_back({scan, &row, false});
-      result.push_back({scan.substr(0, scan.rfind('_')) + "_step", &row, true});
+      result.push_back({scan, &row, Kind::kScan});
+      result.push_back({scan.substr(0, scan.rfind('_')) + "_step", &row, Kind::kStep});
+      result.push_back({scan + "_summary", &row, Kind::kSummary});
     }
     return result;
   }();
@@ -186,6 +196,27 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
   return grads;
 }
 
+SummaryOutputs allocate_summary(const SummaryInputs& in) {
+  const at::Tensor& first = in.tensors[0];
+  const auto state = [&] { return at::empty_symint({first.sym_size(0), first.sym_size(2)}, state_options(in)); };
+  return {state(), state()};
+}
+
+SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
+  const SummaryInputs& in = bwd.in;
+  const at::Tensor& first = in.tensors[0];
+  const ArgumentChecks checks(find_operator(in.recurrence).name.c_str(), "the first input", first);
+  const std::array<c10::SymInt, 2> shape = {first.sym_size(0), first.sym_size(2)};
+  checks.tensor("grad_last_state", bwd.grad_last_state, kStateAxes, shape, checks.accumulate());
+  checks.tensor("grad_decay", bwd.grad_decay, kStateAxes, shape, checks.accumulate());
+  SummaryGrads grads;
+  for (size_t i = 0; i < grads.size(); ++i) {
+    const bool is_needed = i < in.tensors.size() && bwd.needs_grad[i];
+    grads[i] = is_needed ? at::empty_like(in.tensors[i]) : at::empty({0}, state_options(in));
+  }
+  return grads;
+}
+
 at::Tensor sequence_of_step(const Inputs& in) {
   if (!is_present(in.cu_seqlens)) return {};
   const int64_t seqlen = in.tensors[0].size(1);
@@ -223,16 +254,15 @@ StateView state_view(const OptionalTensor& tensor, Access access) {
   return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1)};
 }
 
-// Fills the parameters that forward and backward share.
-void fill_params(LinearScanParams& params, const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
-                 const at::Tensor& h, Access access_to_h) {
-  params.batch = h.size(0);
-  params.seqlen = h.size(1);
-  params.channels = h.size(2);
+// Fills the parameters that all kernels share.
+void fill_params(LinearScanParams& params, const Inputs& in, const Member& member, const at::Tensor& sequence_of_step) {
+  const at::Tensor& first = in.tensors[0];
+  params.batch = first.size(0);
+  params.seqlen = first.size(1);
+  params.channels = first.size(2);
   params.recurrence = member.row->recurrence;
   params.options = member.options;
   for (size_t i = 0; i < in.tensors.size(); ++i) params.inputs[i] = sequence_view(in, in.tensors[i], Access::kRead);
-  params.h = sequence_view(in, h, access_to_h);
   if (sequence_of_step.defined()) params.sequence_of_step = sequence_of_step.const_data_ptr<int32_t>();
   params.reset = reset_view(in);
   params.initial_state = state_view(in.h0, Access::kRead);
@@ -243,8 +273,17 @@ void fill_params(LinearScanParams& params, const Inputs& in, const Member& membe
 LinearScanFwdParams make_fwd_params(const Inputs& in, const Member& member, const at::Tensor& sequence_of_step,
                                     const FwdOutputs& outputs) {
   LinearScanFwdParams params;
-  fill_params(params, in, member, sequence_of_step, outputs.h, Access::kWrite);
+  fill_params(params, in, member, sequence_of_step);
+  params.h = sequence_view(in, outputs.h, Access::kWrite);
   params.last_state = state_view(outputs.last_state, Access::kWrite);
+  return params;
+}
+
+LinearScanSummaryParams make_summary_params(const SummaryInputs& in, const Member& member, const SummaryOutputs& outputs) {
+  LinearScanSummaryParams params;
+  fill_params(params, in, member, {});
+  params.last_state = state_view(outputs.last_state, Access::kWrite);
+  params.decay = state_view(outputs.decay, Access::kWrite);
   return params;
 }
 
@@ -252,7 +291,8 @@ LinearScanBwdParams make_bwd_params(const BwdInputs& bwd, const Member& member, 
                                     const GradTensors& grads) {
   const Inputs& in = bwd.in;
   LinearScanBwdParams params;
-  fill_params(params, in, member, sequence_of_step, bwd.h, Access::kRead);
+  fill_params(params, in, member, sequence_of_step);
+  params.h = sequence_view(in, bwd.h, Access::kRead);
   params.grad_h = sequence_view(in, bwd.grad_h, Access::kRead);
   params.grad_last_state = state_view(bwd.grad_last_state, Access::kRead);
   for (size_t i = 0; i < in.tensors.size(); ++i) params.grad_inputs[i] = sequence_view(in, grads[i], Access::kWrite);
@@ -293,22 +333,22 @@ void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack
   auto next = arguments.begin();
   std::vector<at::Tensor> inputs;
   for (size_t i = 0; i < row.inputs; ++i) inputs.push_back((next++)->toTensor());
-  Inputs in;
+  SummaryInputs in;
   in.recurrence = op.name;
-  in.h0 = (next++)->toOptional<at::Tensor>();
+  if (op.kind != Kind::kSummary) in.h0 = (next++)->toOptional<at::Tensor>();
   in.candidate_activation = kActivationNames[0];
   if (row.has_candidate_activation) {
     if (!next->isNone()) in.candidate_activation = next->toStringView();
     ++next;
   }
   if (row.has_gate_is_logit) in.gate_is_logit = (next++)->toBool();
-  if (!op.is_step) {
+  if (op.kind != Kind::kStep) {
     in.reverse = (next++)->toBool();
-    in.cu_seqlens = (next++)->toOptional<at::Tensor>();
+    if (op.kind == Kind::kScan) in.cu_seqlens = (next++)->toOptional<at::Tensor>();
     in.reset = next->toOptional<at::Tensor>();
   }
 
-  if (op.is_step) prepare_step(op, inputs, in.h0);
+  if (op.kind == Kind::kStep) prepare_step(op, inputs, in.h0);
   const at::Tensor& first = inputs[0];
   ArgumentChecks(op.name.c_str(), row.input_names[0].data(), first).rank(row.input_names[0].data(), first, 3, kSequenceAxes);
   for (size_t i = row.first_broadcast; i < row.inputs; ++i) {
@@ -316,8 +356,22 @@ void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack
     inputs[i] = broadcast(inputs[i], first);
   }
   in.tensors = inputs;
+  if (op.kind == Kind::kSummary) {
+    static const Operator<SummaryOutputs, SummaryInputs> summary("ssm_kernels::_linear_recurrence_summary");
+    auto [last_state, decay] = summary(in);
+    return torch::jit::push(*stack, std::move(last_state), std::move(decay));
+  }
   auto [h, last_state] = recurrence_op()(in);
-  torch::jit::push(*stack, op.is_step ? h.squeeze(1) : std::move(h), std::move(last_state));
+  torch::jit::push(*stack, op.kind == Kind::kStep ? h.squeeze(1) : std::move(h), std::move(last_state));
+}
+
+// Sequences in the autocast dtype; inputs that broadcast (time constants, parameters) and states in float32.
+void cast_inputs(Inputs& in, const Autocast& to) {
+  const size_t first_broadcast = find_operator(in.recurrence).row->first_broadcast;
+  in.cast = in.tensors.vec();
+  for (size_t i = 0; i < in.cast.size(); ++i) i < first_broadcast ? to.to_lower(in.cast[i]) : to.to_float(in.cast[i]);
+  to.to_float(in.h0);
+  in.tensors = in.cast;
 }
 
 // Saves the inputs, h and h0.
@@ -350,14 +404,26 @@ struct LinearRecurrence : DifferentiableOp<LinearRecurrence, BwdInputs, std::tup
     return is_differentiable ? differentiable_adjoint(bwd) : op(bwd);
   }
 
-  // Sequences in the autocast dtype; inputs that broadcast (time constants, parameters) and states in float32.
-  static void cast(Inputs& in, const Autocast& to) {
-    const size_t first_broadcast = find_operator(in.recurrence).row->first_broadcast;
-    in.cast = in.tensors.vec();
-    for (size_t i = 0; i < in.cast.size(); ++i) i < first_broadcast ? to.to_lower(in.cast[i]) : to.to_float(in.cast[i]);
-    to.to_float(in.h0);
-    in.tensors = in.cast;
+  static void cast(Inputs& in, const Autocast& to) { cast_inputs(in, to); }
+};
+
+// Saves the inputs and nothing else.
+struct LinearRecurrenceSummary
+    : DifferentiableOp<LinearRecurrenceSummary, SummaryBwdInputs, std::tuple<at::Tensor, at::Tensor>> {
+  static constexpr char kSchema[] = "ssm_kernels::_linear_recurrence_summary";
+  static constexpr char kForward[] = "ssm_kernels::_linear_recurrence_summary_fwd",
+                        kBackward[] = "ssm_kernels::_linear_recurrence_summary_bwd";
+
+  static const char* name(const Inputs& in) { return find_operator(in.recurrence).name.c_str(); }
+  static auto differentiable(Inputs& in) { return std::tie(in.tensors); }
+
+  static NeedsGrad has_edges(const Inputs& in) {
+    NeedsGrad edges{};
+    std::fill_n(edges.begin(), in.tensors.size(), true);
+    return edges;
   }
+
+  static void cast(Inputs& in, const Autocast& to) { cast_inputs(in, to); }
 };
 
 }  // namespace
@@ -369,9 +435,12 @@ TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
 }
 
 SSM_DIFFERENTIABLE_OPERATOR(LinearRecurrence)
+SSM_DIFFERENTIABLE_OPERATOR(LinearRecurrenceSummary)
 
 TORCH_LIBRARY_IMPL(ssm_kernels, Meta, m) {
   register_kernels<&meta<check_inputs, allocate_fwd, Inputs>, &meta<check_inputs, allocate_bwd, BwdInputs>>(m);
+  register_summary_kernels<&meta<check_inputs, allocate_summary, SummaryInputs>,
+                           &meta<check_inputs, allocate_summary_bwd, SummaryBwdInputs>>(m);
 }
 
 }  // namespace ssm_kernels::linear_scan

@@ -18,16 +18,18 @@ namespace ssm_kernels::linear_scan {
 
 using OptionalTensor = std::optional<at::Tensor>;
 
-// A public operator of the family: a row's scan, or its step, which is a scan of one step whose tensors have no axis of time.
+// A public operator of the family: a row's scan; its step, which is a scan of one step whose tensors have no axis of time; or
+// its summary, the map from the state before a span of steps to the state after it.
+enum class Kind { kScan, kStep, kSummary };
 struct PublicOperator {
   std::string name;
   const RecurrenceRow* row;
-  bool is_step;
+  Kind kind;
 
-  const char* state_name() const { return is_step ? "state" : "h0"; }
+  const char* state_name() const { return kind == Kind::kStep ? "state" : "h0"; }
   std::string schema() const;
 };
-// Two for each row.
+// Three for each row.
 const std::vector<PublicOperator>& public_operators();
 
 // Messages begin with `recurrence`, the name of a public operator.
@@ -96,6 +98,43 @@ template <FwdOutputs (*fwd)(const Inputs&), GradTensors (*bwd)(const BwdInputs&)
 void register_kernels(torch::Library& m) {
   implement<fwd>(m, "_linear_recurrence_fwd");
   implement<bwd>(m, "_linear_recurrence_bwd");
+}
+
+// A summary has neither an initial state nor packed sequences with states of their own.
+struct SummaryInputs : Inputs {
+  auto fields() { return std::tie(tensors, reset, recurrence, candidate_activation, gate_is_logit, reverse); }
+};
+
+struct SummaryOutputs {
+  at::Tensor last_state, decay;
+
+  auto fields() { return std::tie(last_state, decay); }
+};
+SummaryOutputs allocate_summary(const SummaryInputs& in);
+
+struct SummaryBwdInputs {
+  OptionalTensor grad_last_state, grad_decay;
+  SummaryInputs in;
+  std::array<bool, kMaxRecurrenceInputs> needs_grad{};
+
+  auto grads() { return std::tie(grad_last_state, grad_decay); }
+  auto saved() { return std::tie(); }
+  auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
+};
+using SummaryGrads = std::array<at::Tensor, kMaxRecurrenceInputs>;
+// As allocate_bwd.
+SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd);
+
+LinearScanSummaryParams make_summary_params(const SummaryInputs& in, const Member& member, const SummaryOutputs& outputs);
+
+// In linear_scan_summary.cpp: the summary as two scans, and its adjoint as two scans and their adjoints, on any device.
+SummaryOutputs summary_of_scans(const SummaryInputs& in);
+SummaryGrads summary_adjoint(const SummaryBwdInputs& bwd);
+
+template <SummaryOutputs (*fwd)(const SummaryInputs&), SummaryGrads (*bwd)(const SummaryBwdInputs&)>
+void register_summary_kernels(torch::Library& m) {
+  implement<fwd>(m, "_linear_recurrence_summary_fwd");
+  implement<bwd>(m, "_linear_recurrence_summary_bwd");
 }
 
 // The operator that all public ones call.

@@ -123,6 +123,14 @@ struct SelectiveScanFwdParams : SelectiveScanParams {
   void* chunk_states = nullptr;  // (batch, chunks + 1, dim, dstate), contiguous; null: not saved
 };
 
+// A pass over all steps that writes no outputs, with one matrix, B: the summary, from u and B to the last state from zero, or
+// the gradient of the state before all steps, from the gradients of the outputs (in place of u) and C (in place of B).
+struct SelectiveScanSummaryParams : SelectiveScanParams {
+  bool is_adjoint = false;
+  void* state = nullptr;  // (batch, dim, dstate), contiguous
+  void* decay = nullptr;  // the same; null: not wanted, as always for the adjoint
+};
+
 struct SelectiveScanBwdParams : SelectiveScanParams {
   SequenceView grad_out;
   StateView grad_last_state;

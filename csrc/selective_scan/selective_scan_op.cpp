@@ -41,12 +41,12 @@ void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tens
     case 4: {
       const c10::SymInt groups = matrix.sym_size(1);
       checks.tensor(name, matrix, "(batch, groups, dstate, seqlen)", {batch, groups, dstate, seqlen}, in.u.scalar_type());
-      TORCH_CHECK_VALUE(groups > 0 && dim % groups == 0, kOp, ": expected the groups of ", name, " to divide dim = ", dim,
-                        ", got ", groups);
+      TORCH_CHECK_VALUE(groups > 0 && dim % groups == 0, checks.op(), ": expected the groups of ", name,
+                        " to divide dim = ", dim, ", got ", groups);
       return;
     }
     default:
-      TORCH_CHECK_VALUE(false, kOp, ": expected ", name,
+      TORCH_CHECK_VALUE(false, checks.op(), ": expected ", name,
                         " of shape (dim, dstate), (batch, dstate, seqlen) or (batch, groups, dstate, seqlen), got ",
                         matrix.sym_sizes());
   }
@@ -54,15 +54,15 @@ void check_matrix(const ArgumentChecks& checks, const char* name, const at::Tens
 
 }  // namespace
 
-Discretization check_inputs(const Inputs& in) {
-  const ArgumentChecks checks(kOp, "u", in.u);
+Discretization check_inputs_of(const char* op, const Inputs& in) {
+  const ArgumentChecks checks(op, "u", in.u);
   checks.rank("u", in.u, 3, "(batch, dim, seqlen)");
   checks.rank("A", in.A, 2, "(dim, dstate)");
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), dstate = in.A.sym_size(1);
   const at::ScalarType dtype = in.u.scalar_type(), accumulate = checks.accumulate();
   checks.tensor("delta", in.delta, "(batch, dim, seqlen)", in.u.sym_sizes(), dtype);
   checks.tensor("A", in.A, "(dim, dstate)", {dim, dstate}, accumulate);
-  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
+  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, op, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
   check_matrix(checks, "B", in.B, in);
   check_matrix(checks, "C", in.C, in);
   checks.tensor("D", in.D, "(dim,)", {dim}, accumulate);
@@ -70,8 +70,10 @@ Discretization check_inputs(const Inputs& in) {
   checks.tensor("delta_bias", in.delta_bias, "(dim,)", {dim}, accumulate);
   check_sequences(checks, in.seq_idx, in.cu_seqlens, batch, in.u.sym_size(2));
   checks.tensor("initial_state", in.initial_state, states_axes(in), states_shape(in), accumulate);
-  return parse_discretization(kOp, in.discretization);
+  return parse_discretization(op, in.discretization);
 }
+
+Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in); }
 
 FwdOutputs allocate_fwd(const Inputs& in) {
   const c10::SymInt batch = in.u.sym_size(0), dim = in.u.sym_size(1), seqlen = in.u.sym_size(2), dstate = in.A.sym_size(1);
@@ -112,8 +114,6 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
           bwd.needs_grad[kGradInitialState] ? allocate_states(in, bwd.grad_last_state) : absent()};
 }
 
-namespace {
-
 SequenceView sequence_view(const OptionalTensor& tensor, Access access) {
   if (!is_present(tensor)) return {};
   return {data_of(*tensor, access), tensor->stride(0), tensor->stride(1), tensor->stride(2)};
@@ -137,6 +137,8 @@ ChannelView channel_view(const OptionalTensor& tensor) {
   if (!is_present(tensor)) return {};
   return {tensor->const_data_ptr(), tensor->stride(0)};
 }
+
+namespace {
 
 // Fills the parameters that forward and backward share.
 void fill_params(SelectiveScanParams& params, const Inputs& in, Discretization method, const PackedRows& rows) {

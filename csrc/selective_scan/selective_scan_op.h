@@ -15,6 +15,7 @@
 #include "selective_scan/selective_scan.h"
 #include "torch/checks.h"
 #include "torch/dispatch.h"
+#include "torch/tensor_data.h"
 
 namespace ssm_kernels::selective_scan {
 
@@ -53,6 +54,8 @@ struct FwdInputs : Inputs {
 };
 
 // Raises unless the inputs are as ssm_kernels.selective_scan documents, the values of cu_seqlens apart; returns the method.
+// Messages begin with `op`.
+Discretization check_inputs_of(const char* op, const Inputs& in);
 Discretization check_inputs(const Inputs& in);
 
 struct FwdOutputs {
@@ -133,6 +136,12 @@ struct PackedRows {
 // Copies cu_seqlens to int64 or, with seq_idx, lists the parts of each batch row that begin where it changes; the host has to
 // know the number of parts.
 PackedRows make_packed_rows(const Inputs& in);
+
+// As kernels see them; of a tensor that is absent, with data null.
+SequenceView sequence_view(const OptionalTensor& tensor, Access access);
+MatrixView matrix_view(const at::Tensor& tensor, Access access);
+StateView state_view(const OptionalTensor& tensor);
+ChannelView channel_view(const OptionalTensor& tensor);
 
 SelectiveScanFwdParams make_fwd_params(const Inputs& in, Discretization method, const PackedRows& rows,
                                        const FwdOutputs& outputs);

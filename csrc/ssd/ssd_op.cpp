@@ -35,46 +35,48 @@ bool is_exponential(Discretization discretization) {
   return result;
 }
 
-void check_options(const Inputs& in) {
+void check_options(const char* op, const Inputs& in) {
   if (in.chunk_size.has_value()) {
-    TORCH_CHECK_VALUE(*in.chunk_size >= 1, kOp, ": expected chunk_size of at least 1, got ", *in.chunk_size);
+    TORCH_CHECK_VALUE(*in.chunk_size >= 1, op, ": expected chunk_size of at least 1, got ", *in.chunk_size);
   }
-  check_dt_limit(kOp, in.dt_min, in.dt_max);
+  check_dt_limit(op, in.dt_min, in.dt_max);
 }
 
 }  // namespace
 
-Discretization check_inputs(const Inputs& in) {
-  const ArgumentChecks checks(kOp, "x", in.x);
+Discretization check_inputs_of(const char* op, const Inputs& in) {
+  const ArgumentChecks checks(op, "x", in.x);
   checks.rank("x", in.x, 4, kSequence);
   checks.rank("B", in.B, 4, kMatrix);
   const c10::SymInt batch = in.x.sym_size(0), seqlen = in.x.sym_size(1), heads = in.x.sym_size(2), headdim = in.x.sym_size(3);
   const c10::SymInt groups = in.B.sym_size(2), dstate = in.B.sym_size(3);
   const at::ScalarType dtype = in.x.scalar_type(), accumulate = checks.accumulate();
-  TORCH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeaddim, kOp, ": expected headdim from 1 to ", kMaxHeaddim, ", got ",
+  TORCH_CHECK_VALUE(headdim >= 1 && headdim <= kMaxHeaddim, op, ": expected headdim from 1 to ", kMaxHeaddim, ", got ",
                     headdim);
   checks.tensor("dt", in.dt, "(batch, seqlen, heads)", {batch, seqlen, heads}, dtype);
   checks.tensor("A", in.A, "(heads,)", {heads}, accumulate);
   checks.tensor("B", in.B, kMatrix, {batch, seqlen, groups, dstate}, dtype);
-  TORCH_CHECK_VALUE(groups > 0 && heads % groups == 0, kOp, ": expected the groups of B and C to divide heads = ", heads,
+  TORCH_CHECK_VALUE(groups > 0 && heads % groups == 0, op, ": expected the groups of B and C to divide heads = ", heads,
                     ", got ", groups);
-  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, kOp, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
+  TORCH_CHECK_VALUE(dstate >= 1 && dstate <= kMaxDstate, op, ": expected dstate from 1 to ", kMaxDstate, ", got ", dstate);
   checks.tensor("C", in.C, kMatrix, in.B.sym_sizes(), dtype);
   if (is_present(in.D)) {
     const c10::SymIntArrayRef shape = in.D->sym_sizes();
     const bool is_right =
         (shape.size() == 1 && shape[0] == heads) || (shape.size() == 2 && shape[0] == heads && shape[1] == headdim);
-    TORCH_CHECK_VALUE(is_right, kOp, ": expected D of shape (heads,) = [", heads, "] or (heads, headdim) = [", heads, ", ",
+    TORCH_CHECK_VALUE(is_right, op, ": expected D of shape (heads,) = [", heads, "] or (heads, headdim) = [", heads, ", ",
                       headdim, "], got ", shape);
     checks.tensor("D", in.D, "(heads,) or (heads, headdim)", shape, accumulate);
   }
   checks.tensor("z", in.z, kSequence, in.x.sym_sizes(), dtype);
   checks.tensor("dt_bias", in.dt_bias, "(heads,)", {heads}, accumulate);
-  check_options(in);
+  check_options(op, in);
   check_sequences(checks, in.seq_idx, in.cu_seqlens, batch, seqlen);
   checks.tensor("initial_states", in.initial_states, states_axes(in), states_shape(in), accumulate);
-  return parse_discretization(kOp, in.discretization, &is_exponential);
+  return parse_discretization(op, in.discretization, &is_exponential);
 }
+
+Discretization check_inputs(const Inputs& in) { return check_inputs_of(kOp, in); }
 
 FwdOutputs allocate_fwd(const Inputs& in) { return {at::empty_like(in.x), at::empty_symint(states_shape(in), in.A.options())}; }
 

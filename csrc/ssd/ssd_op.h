@@ -36,6 +36,8 @@ struct Inputs {
 };
 
 // Raises unless the inputs are as ssm_kernels.ssd_chunk_scan documents, the values of cu_seqlens apart; returns the method.
+// Messages begin with `op`.
+Discretization check_inputs_of(const char* op, const Inputs& in);
 Discretization check_inputs(const Inputs& in);
 
 struct FwdOutputs {
@@ -95,6 +97,40 @@ struct StatesBwdInputs {
 // the layout of the sequence, those of parameters and states are contiguous, and those absent or not needed have no elements.
 GradTensors allocate_bwd(const BwdInputs& bwd);
 GradTensors allocate_states_bwd(const StatesBwdInputs& bwd);
+
+// The summary of a span of steps: the map from the states before it to those after it.
+struct SummaryInputs {
+  at::Tensor x, dt, A, B;
+  OptionalTensor dt_bias;
+  bool dt_softplus = false;
+  double dt_min = 0, dt_max = 0;
+  OptionalTensor seq_idx;
+  std::string_view discretization;
+
+  auto fields() { return std::tie(x, dt, A, B, dt_bias, dt_softplus, dt_min, dt_max, seq_idx, discretization); }
+
+  // The scan with these final states. It reads B as C, whose outputs nobody reads.
+  Inputs scan() const;
+};
+struct SummaryOutputs {
+  at::Tensor final_states;  // from zero, (batch, heads, headdim, dstate)
+  at::Tensor decay;         // (batch, heads); zero where a sequence begins in the span
+
+  auto fields() { return std::tie(final_states, decay); }
+};
+
+enum SummaryGrad { kSummaryGradX, kSummaryGradDt, kSummaryGradA, kSummaryGradB, kSummaryGradDtBias, kNumSummaryGrads };
+using SummaryGrads = std::array<at::Tensor, kNumSummaryGrads>;
+
+struct SummaryBwdInputs {
+  OptionalTensor grad_final_states, grad_decay;
+  SummaryInputs in;
+  std::array<bool, kNumSummaryGrads> needs_grad = {};
+
+  auto grads() { return std::tie(grad_final_states, grad_decay); }
+  auto saved() { return std::tie(); }
+  auto fields() { return std::tuple_cat(grads(), in.fields(), std::tie(needs_grad)); }
+};
 
 // For CUDA tensors (entry.cpp); for others chunked_scan.h has them. ssd_op.cpp registers both.
 FwdOutputs fwd_cuda(const Inputs& in);

@@ -4,7 +4,7 @@
 
 ======================================================  ==================================================
 selective_scan, ssd_chunk_scan, causal_conv1d, the      the batch; channels or heads
-recurrences and their steps
+recurrences, their steps, and the scans' summaries
 selective_state_update, causal_conv1d_update, also      the batch, unless the call has slots or packed
 with ``out`` and the arguments of servers               tokens; channels or heads
 the norms, and the mixers of Mamba and Mamba2           the batch
@@ -40,7 +40,7 @@ _SCAN = {
     **dict.fromkeys(("u", "delta", "z", "out"), "batch channels seqlen"),
     **dict.fromkeys(("B", "C"), "batch groups dstate seqlen"),
     **dict.fromkeys(("D", "delta_bias"), "channels"),
-    **dict.fromkeys(("initial_state", "last_state"), "batch channels dstate"),
+    **dict.fromkeys(("initial_state", "last_state", "decay"), "batch channels dstate"),
     "A": "channels dstate",
     "chunk_states": "batch chunks channels dstate",
     "seq_idx": "batch seqlen",
@@ -52,6 +52,7 @@ _SSD = {
     **dict.fromkeys(("initial_states", "final_states"), "batch channels headdim dstate"),
     "D": "channels headdim",
     "dt": "batch seqlen channels",
+    "decay": "batch channels",
     "seq_idx": "batch seqlen",
 }
 _CONVOLUTION = {
@@ -63,7 +64,7 @@ _CONVOLUTION = {
 }
 _RECURRENCE = {
     **dict.fromkeys(("inputs", "h", "0", "1", "2", "3"), "batch seqlen channels"),
-    **dict.fromkeys(("h0", "last_state"), "batch channels"),
+    **dict.fromkeys(("h0", "last_state", "decay"), "batch channels"),
     "reset": "batch seqlen",
 }
 # In these tensors the channels stand beside others: xz and projected hold x, z, B, C and dt side by side, so that a piece of
@@ -113,6 +114,10 @@ def _rows(call: Mapping[str, Any], rank: int) -> str:
 
 _NORM = dict.fromkeys(("x", "z", "residual", "out", "normed", "new_residual", "rstd", "mean", ""), "batch")
 
+_SCAN_SUMMARY = ("selective_scan_summary", "_selective_scan_summary_fwd", "_selective_scan_summary_bwd")
+_SSD_SUMMARY = ("ssd_chunk_scan_summary", *(f"_ssd_chunk_scan_summary{kind}" for kind in ("", "_fwd", "_bwd")))
+_RECURRENCE_SUMMARY = tuple(f"_linear_recurrence_summary{kind}" for kind in ("", "_fwd", "_bwd"))
+
 _OPERATORS: dict[str, Axes | Callable[[Mapping[str, Any]], Axes]] = {
     **dict.fromkeys(("selective_scan", "_selective_scan_fwd", "_selective_scan_bwd"), _SCAN),
     **dict.fromkeys(("ssd_chunk_scan", "_ssd_chunk_scan", "_ssd_chunk_scan_fwd", "_ssd_chunk_scan_bwd"), _SSD),
@@ -120,6 +125,9 @@ _OPERATORS: dict[str, Axes | Callable[[Mapping[str, Any]], Axes]] = {
         ("_ssd_chunk_scan_states", "_ssd_chunk_scan_states_fwd", "_ssd_chunk_scan_states_bwd"),
         _SSD | {"states": "batch positions channels headdim dstate"},
     ),
+    **dict.fromkeys(_SCAN_SUMMARY, _SCAN),
+    **dict.fromkeys(_SSD_SUMMARY, _SSD),
+    **dict.fromkeys(_RECURRENCE_SUMMARY, _RECURRENCE),
     **dict.fromkeys(("causal_conv1d", "_causal_conv1d", "_causal_conv1d_fwd", "_causal_conv1d_bwd"), _CONVOLUTION),
     **dict.fromkeys(("_mamba_conv", "_mamba_mixer", "_mamba_mixer_fwd", "_mamba_mixer_bwd"), _MIXER),
     **dict.fromkeys(("_mamba2_mixer", "_mamba2_mixer_fwd", "_mamba2_mixer_bwd"), _MIXER),

@@ -12,6 +12,8 @@ SSD                     the products of the chunked algorithm (Mamba-2, arXiv:24
                         C B^T of a group, its product with x, the chunks' states, and the states' share of the output
 convolution             2 * width per element
 linear recurrences      2 per element
+summaries               as the scan, less the output: 7 per element of the states; SSD's 2 * headdim * dstate per step and head;
+                        3 per element of a linear recurrence
 ======================  ============================================================================================
 
 Q is ``chunk_size``, or 64 where it is absent; at most seqlen. The kernels may take chunks of another size and then do more or
@@ -81,6 +83,21 @@ def _nothing(call: Arguments) -> int:
     return 0
 
 
+def _scan_summary(call: Arguments, *, backward: bool = False) -> int:
+    steps = next(call[name] for name in ("u", "grad_out") if call.get(name) is not None)
+    return (1 + backward) * 7 * steps.numel() * call["A"].shape[-1]
+
+
+def _chunk_scan_summary(call: Arguments, *, matrix: str = "B", backward: bool = False) -> int:
+    heads = next(call[name] for name in ("x", "grad_out") if call.get(name) is not None)
+    return (1 + 2 * backward) * 2 * heads.numel() * call[matrix].shape[-1]
+
+
+def _recurrence_summary(call: Arguments, *, inputs: str | None = None, backward: bool = False) -> int:
+    steps = next(iter(call.values())) if inputs is None else call[inputs][0]
+    return (1 + backward) * 3 * steps.numel()
+
+
 _RECURRENCES = ("linear", "diag_linear", "mingru", "minlstm", "liquid", "rglru", "hgrn", "elu_gru")
 _FORMULAS: dict[Formula, tuple[str, ...]] = {
     _scan: ("selective_scan", "_selective_scan_fwd"),
@@ -104,6 +121,14 @@ _FORMULAS: dict[Formula, tuple[str, ...]] = {
     _recurrence: tuple(f"{name}_{kind}" for name in _RECURRENCES for kind in ("scan", "step")),
     partial(_recurrence, inputs="inputs"): ("_linear_recurrence", "_linear_recurrence_fwd"),
     partial(_recurrence, inputs="inputs", backward=True): ("_linear_recurrence_bwd",),
+    _scan_summary: ("selective_scan_summary", "_selective_scan_summary_fwd", "_selective_scan_initial_gradient"),
+    partial(_scan_summary, backward=True): ("_selective_scan_summary_bwd",),
+    _chunk_scan_summary: ("ssd_chunk_scan_summary", "_ssd_chunk_scan_summary", "_ssd_chunk_scan_summary_fwd"),
+    partial(_chunk_scan_summary, matrix="C"): ("_ssd_chunk_scan_initial_gradient",),
+    partial(_chunk_scan_summary, backward=True): ("_ssd_chunk_scan_summary_bwd",),
+    _recurrence_summary: tuple(f"{name}_scan_summary" for name in _RECURRENCES),
+    partial(_recurrence_summary, inputs="inputs"): ("_linear_recurrence_summary", "_linear_recurrence_summary_fwd"),
+    partial(_recurrence_summary, inputs="inputs", backward=True): ("_linear_recurrence_summary_bwd",),
     _nothing: (
         *("rms_norm_gated", "layer_norm_gated", "_norm_gated", "_norm_gated_fwd", "_norm_gated_bwd", "_norm_gated_bwd_out"),
         *("add_rms_norm", "add_layer_norm", "_add_norm", "_add_norm_fwd", "_add_norm_bwd"),

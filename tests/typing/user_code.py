@@ -101,6 +101,19 @@ def steps() -> None:
     assert_type(ssm_kernels.diag_linear_step(state, state), Pair)
 
 
+def summaries() -> None:
+    assert_type(ssm_kernels.selective_scan_summary(x, x, x, x, delta_bias=x), Pair)
+    assert_type(ssm_kernels.ssd_chunk_scan_summary(x, x, x, x, dt_limit=(0, 1)), Pair)
+    assert_type(ssm_kernels.linear_scan_summary(x, x, reverse=True), Pair)
+    assert_type(ssm_kernels.mingru_scan_summary(x, x, gate_is_logit=False), Pair)
+    assert_type(ssm_kernels.minlstm_scan_summary(x, x, x, candidate_activation="g"), Pair)
+    assert_type(ssm_kernels.liquid_scan_summary(x, x, 0.1), Pair)
+    assert_type(ssm_kernels.rglru_scan_summary(x, x, x=x, recurrent_param=x), Pair)
+    assert_type(ssm_kernels.hgrn_scan_summary(x, x=x, reset=x), Pair)
+    assert_type(ssm_kernels.elu_gru_scan_summary(x, x), Pair)
+    assert_type(ssm_kernels.diag_linear_scan_summary(x, x), Pair)
+
+
 def layers(flag: bool, packed: PackedSequence) -> None:
     selective = ssm_kernels.nn.SelectiveSSM(16)
     assert_type(selective.forward(x), Tensor)

@@ -51,8 +51,22 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
   return grads;
 }
 
+SummaryOutputs summary_cpu(const SummaryInputs& in) {
+  const Member member = check_inputs(in);
+  SummaryOutputs outputs = allocate_summary(in);
+  const LinearScanSummaryParams params = make_summary_params(in, member, outputs);
+  const ScalarKind kind = scalar_kind(in.tensors[0].scalar_type());
+  for_each_task(params, [&](const Tasks& tasks, int64_t task, std::byte* scratch) {
+    cpu_kernels().summary_task(params, kind, tasks, task, scratch);
+  });
+  return outputs;
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_kernels<&fwd_cpu, &bwd_cpu>(m); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) {
+  register_kernels<&fwd_cpu, &bwd_cpu>(m);
+  register_summary_kernels<&summary_cpu, &summary_adjoint>(m);
+}
 
 }  // namespace ssm_kernels::linear_scan

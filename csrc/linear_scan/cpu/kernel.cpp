@@ -1,6 +1,6 @@
-// Linear scan on the CPU, forward and backward.
+// Linear scan on the CPU: forward, backward, and the summary of all steps.
 //
-//   h_t = a_t h_{t-1} + b_t          g_t = grad_h_t + e_{t+1},  e_t = a_t g_t
+//   h_t = a_t h_{t-1} + b_t          g_t = grad_h_t + e_{t+1},  e_t = a_t g_t          decay = a_1 a_2 ... a_seqlen
 //
 // A task loops over time, backward from the last step; in each step a SIMD lane is a channel. A tensor of the accumulation type
 // with contiguous channels is read and written in place; any other is copied through scratch memory, tile by tile, whatever its
@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <array>
+#include <limits>
 #include <type_traits>
 #include <utility>
 
@@ -157,6 +158,66 @@ void fwd(const LinearScanFwdParams& p, ScalarKind kind, const Tasks& tasks, int6
   }
 }
 
+// Takes `count` steps of the summary: the last state of a scan that begins with zero, and the product of all a.
+template <int count, typename Acc, typename Variant, size_t kInputs>
+void summarize(const Variant& variant, const Rows<Acc> (&inputs)[kInputs], int64_t step, int64_t lanes, Acc* state,
+               Acc* decay) {
+  using V = Vec<Acc>;
+  for (int64_t lane = 0; lane < lanes; lane += V::size()) {
+    V h = V::loadu(state + lane), product = V::loadu(decay + lane);
+    for (int i = 0; i < count; ++i) {
+      V x[kInputs];
+      for (size_t k = 0; k < kInputs; ++k) x[k] = V::loadu(inputs[k][step + i] + lane);
+      const Step<V> coefficients = variant.step(variant.gates(x), x);
+      h = Math<V>::fma(coefficients.a, h, coefficients.b);
+      product = coefficients.a * product;
+    }
+    h.store(state + lane);
+    // Denormal numbers are slow, and a product that rounds up to the smallest of them never becomes zero.
+    const auto is_small = Math<V>::less(Math<V>::abs(product), V(std::numeric_limits<Acc>::min()));
+    Math<V>::select(is_small, V(Acc(0)), product).store(decay + lane);
+  }
+}
+
+// Forward without its output.
+template <typename Acc, typename Variant>
+void summary(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  constexpr size_t kInputs = Variant::kNames.size();
+  constexpr int kGroup = 4;  // steps between a load and a store of the two sums
+  const Variant variant = make_variant<Variant>(p.options);
+  const TaskView<Acc> view(p, kind, tasks, task);
+  Acc* memory = reinterpret_cast<Acc*>(scratch);
+  const auto input_tiles = allocate_tiles<Acc, kInputs>(memory);
+  Acc* const state = memory;
+  Acc* const decay = memory + kMaxTaskChannels;
+  std::fill(state, state + kMaxTaskChannels, Acc(0));
+  std::fill(decay, decay + kMaxTaskChannels, Acc(1));
+  bool has_reset = false;
+
+  for (int64_t t0 = 0; t0 < p.seqlen; t0 += kTileSteps) {
+    const int64_t steps = std::min(kTileSteps, p.seqlen - t0);
+    Rows<Acc> inputs[kInputs];
+    for (size_t i = 0; i < kInputs; ++i) inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
+    for (int64_t step = 0; step < steps;) {
+      if (p.is_reset(view.batch, t0 + step)) {
+        has_reset = true;
+        std::fill(state, state + kMaxTaskChannels, Acc(0));
+      }
+      bool is_group = step + kGroup <= steps;
+      for (int i = 1; is_group && i < kGroup; ++i) is_group = !p.is_reset(view.batch, t0 + step + i);
+      if (is_group) {
+        summarize<kGroup>(variant, inputs, step, view.lanes, state, decay);
+      } else {
+        summarize<1>(variant, inputs, step, view.lanes, state, decay);
+      }
+      step += is_group ? kGroup : 1;
+    }
+  }
+  if (has_reset) std::fill(decay, decay + kMaxTaskChannels, Acc(0));
+  view.store_state(p.last_state, state, view.batch);
+  view.store_state(p.decay, decay, view.batch);
+}
+
 template <typename Acc, typename Variant>
 void bwd(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
   using V = Vec<Acc>;
@@ -235,8 +296,13 @@ void bwd_task(const LinearScanBwdParams& p, ScalarKind kind, const Tasks& tasks,
   visit_call(p, kind, [&](auto acc, auto variant) { bwd<decltype(acc), decltype(variant)>(p, kind, tasks, task, scratch); });
 }
 
+void summary_task(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks& tasks, int64_t task, std::byte* scratch) {
+  visit_call(p, kind,
+             [&](auto acc, auto variant) { summary<decltype(acc), decltype(variant)>(p, kind, tasks, task, scratch); });
+}
+
 const CpuKernels& kernels() {
-  static constexpr CpuKernels kKernels{&fwd_task, &bwd_task};
+  static constexpr CpuKernels kKernels{&fwd_task, &bwd_task, &summary_task};
   return kKernels;
 }
 

@@ -32,6 +32,7 @@ constexpr int64_t kScratchBytes = kScratchRows * kMaxTaskChannels * static_cast<
 struct CpuKernels {
   void (*fwd_task)(const LinearScanFwdParams&, ScalarKind, const Tasks&, int64_t task, std::byte* scratch);
   void (*bwd_task)(const LinearScanBwdParams&, ScalarKind, const Tasks&, int64_t task, std::byte* scratch);
+  void (*summary_task)(const LinearScanSummaryParams&, ScalarKind, const Tasks&, int64_t task, std::byte* scratch);
 };
 
 }  // namespace ssm_kernels::linear_scan

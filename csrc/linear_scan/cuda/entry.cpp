@@ -181,7 +181,10 @@ GradTensors bwd_cuda(const BwdInputs& bwd) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) { register_kernels<&fwd_cuda, &bwd_cuda>(m); }
+TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
+  register_kernels<&fwd_cuda, &bwd_cuda>(m);
+  register_summary_kernels<&summary_of_scans, &summary_adjoint>(m);
+}
 
 }  // namespace ssm_kernels::linear_scan
 

@@ -23,6 +23,7 @@
 #include "cuda/scalar_types.h"
 #include "selective_scan/cuda/plan.h"
 #include "selective_scan/selective_scan_op.h"
+#include "selective_scan/selective_scan_summary_op.h"
 #include "torch/checks.h"
 #include "torch/debug_options.h"
 #include "torch/packed_sequences.h"
@@ -208,6 +209,7 @@ KernelNames name_cuda_kernels(PlanInputs& in) {
 TORCH_LIBRARY_IMPL(ssm_kernels, CUDA, m) {
   register_kernels<&fwd_cuda, &bwd_cuda>(m);
   implement<&name_cuda_kernels>(m, "_selective_scan_plan");
+  register_summary_kernels<&summary_of_scans, &summary_adjoint, &initial_gradient_of_adjoint>(m);
 }
 
 }  // namespace ssm_kernels::selective_scan

@@ -31,7 +31,6 @@
 
 #include "ssd/aten/chunked_scan.h"
 
-#include <ATen/Context.h>
 #include <ATen/TensorOperators.h>
 #include <ATen/ops/baddbmm.h>
 #include <ATen/ops/bmm.h>
@@ -53,16 +52,6 @@
 
 namespace ssm_kernels::ssd {
 namespace {
-
-// Keeps fp32 matmuls in fp32, also if backward is called under autocast or TF32 is allowed.
-struct ExactProducts {
-  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
-  at::NoTF32Guard no_tf32;
-};
-
-at::Tensor transposed(const at::Tensor& matrices) { return matrices.transpose(1, 2); }
-
-at::Tensor row_products(const at::Tensor& a, const at::Tensor& b) { return (a * b).sum(-1); }
 
 // sum_{j < t <= i} V_ij for each t, of matrices V, (..., steps, steps).
 at::Tensor sum_across(const at::Tensor& V) {

@@ -88,6 +88,16 @@ std::vector<Run> Scan::runs(const Part& part, at::IntArrayRef bounds) const {
   return result;
 }
 
+std::vector<Run> Scan::long_runs(const Part& part) const {
+  std::vector<Run> result;
+  if (heads == 0) return result;
+  const int64_t most = std::max<int64_t>(1, chunks_per_run_ / part.rows) * chunk_length;
+  for (int64_t begin = 0; begin < seqlen; begin += most) {
+    result.push_back({part.row, part.rows, begin, 1, std::min(most, seqlen - begin)});
+  }
+  return result;
+}
+
 at::Tensor Scan::run_of(const at::Tensor& tensor, const Run& run) {
   return tensor.narrow(0, run.row, run.rows)
       .narrow(1, run.begin, run.steps())
@@ -123,7 +133,7 @@ Chunks Scan::load(const Run& run) const {
   }
   chunks.x = by_step(in.x, run);
   chunks.B = matrices(in.B);
-  chunks.C = matrices(in.C);
+  if (in.C.defined()) chunks.C = matrices(in.C);
   chunks.gain = factor(chunks.steps.gain);
   chunks.exp_cumsum = factor(from_start);
   chunks.decay_to_chunk_end = factor(to_end);

@@ -9,6 +9,8 @@
 // `chunks` counts the chunks of the run, `rows` the rows of the batch, `steps` the steps of a chunk.
 #pragma once
 
+#include <ATen/Context.h>
+#include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 
 #include <vector>
@@ -17,6 +19,16 @@
 #include "ssd/ssd_op.h"
 
 namespace ssm_kernels::ssd {
+
+// Keeps fp32 matmuls in fp32, also if backward is called under autocast or TF32 is allowed.
+struct ExactProducts {
+  c10::impl::ExcludeDispatchKeyGuard no_autocast{c10::autocast_dispatch_keyset};
+  at::NoTF32Guard no_tf32;
+};
+
+inline at::Tensor transposed(const at::Tensor& matrices) { return matrices.transpose(1, 2); }
+
+inline at::Tensor row_products(const at::Tensor& a, const at::Tensor& b) { return (a * b).sum(-1); }
 
 // Sets values (chunks, rows, steps, ...) to zero where the mask (chunks, rows, steps), if there is one, is true, and returns
 // them. A product with zero would let NaN through.
@@ -43,7 +55,7 @@ struct Chunks {
   // and whether one begins after the step. (chunks, rows, 1): whether any sequence begins in the chunk.
   at::Tensor sequence, is_after_beginning, is_before_beginning, is_cut;
   at::Tensor x;     // by step, accumulation type
-  at::Tensor B, C;  // matrices (steps, dstate) of each group
+  at::Tensor B, C;  // matrices (steps, dstate) of each group; C undefined if the call has none
   // c_j, e^cs_i and e^(cs_last - cs_j), by step with 1 for headdim
   at::Tensor gain, exp_cumsum, decay_to_chunk_end;
   at::Tensor decay;  // e^cs_last, zero if a sequence begins in the chunk, (chunks, rows, heads, 1, 1)
@@ -58,6 +70,8 @@ class Scan {
   // Runs of whole chunks whose temporaries have a bounded size; the last run has the incomplete chunk. Each of the ascending
   // bounds is the end of a chunk: a run of one shorter chunk ends where whole chunks would not.
   std::vector<Run> runs(const Part& part, at::IntArrayRef bounds = {}) const;
+  // Runs of one long chunk each, for what needs no pairs of steps.
+  std::vector<Run> long_runs(const Part& part) const;
 
   Chunks load(const Run& run) const;
   // A run of a (batch, seqlen, ...) tensor as (chunks, rows, steps, ...).

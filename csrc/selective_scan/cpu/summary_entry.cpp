@@ -1,0 +1,71 @@
+// CPU entry points of selective_scan_summary and of the initial state's gradient.
+
+#include <ATen/core/Tensor.h>
+#include <torch/library.h>
+
+#include "cpu/capability.h"
+#include "cpu/thread_scratch.h"
+#include "selective_scan/cpu/summary_kernels.h"
+#include "selective_scan/selective_scan_summary_op.h"
+#include "torch/checks.h"
+#include "torch/tensor_data.h"
+
+namespace ssm_kernels::selective_scan::summary {
+
+SSM_DEFINE_CPU_KERNELS()
+
+namespace {
+
+SelectiveScanSummaryParams make_params(const SummaryInputs& in, Discretization method, const at::Tensor& state) {
+  SelectiveScanSummaryParams params;
+  params.batch = params.rows = in.u.size(0);
+  params.dim = in.u.size(1);
+  params.seqlen = in.u.size(2);
+  params.dstate = in.A.size(1);
+  params.chunk_length = chunk_length(params.dstate);
+  params.chunk_boundaries = chunk_boundary_count(params.seqlen, params.dstate);
+  params.discretization = method;
+  params.delta_softplus = in.delta_softplus;
+  params.u = sequence_view(in.u, Access::kRead);
+  params.delta = sequence_view(in.delta, Access::kRead);
+  params.B = params.C = matrix_view(in.B, Access::kRead);
+  params.A = state_view(in.A);
+  params.delta_bias = channel_view(in.delta_bias);
+  params.state = state.data_ptr();
+  return params;
+}
+
+void run(const SelectiveScanSummaryParams& params, const at::Tensor& like, int64_t accumulate_bytes) {
+  const CpuKernels& kernels = cpu_kernels();
+  const ScalarKind kind = scalar_kind(like.scalar_type());
+  const Blocking blocking(params, kernels.vector_bytes() / accumulate_bytes);
+  const int64_t task_work = blocking.blocks_per_task * blocking.lanes * params.dstate * params.seqlen;
+  ThreadScratch threads(kernels.scratch_bytes(params, blocking, kind));
+  threads.parallel_for(params.batch * blocking.tasks_per_row(), task_work,
+                       [&](int64_t task, std::byte* scratch) { kernels.task(params, blocking, kind, task, scratch); });
+}
+
+SummaryOutputs summary_cpu(const SummaryInputs& in) {
+  const Discretization method = check_summary_inputs(in);
+  SummaryOutputs outputs = allocate_summary(in);
+  SelectiveScanSummaryParams params = make_params(in, method, outputs.last_state);
+  params.decay = outputs.decay.data_ptr();
+  run(params, in.u, in.A.element_size());
+  return outputs;
+}
+
+at::Tensor initial_gradient_cpu(const InitialGradientInputs& in) {
+  const Discretization method = check_initial_gradient_inputs(in);
+  const SummaryInputs summary = in.as_summary();
+  const at::Tensor grad = allocate_summary(summary).last_state;
+  SelectiveScanSummaryParams params = make_params(summary, method, grad);
+  params.is_adjoint = true;
+  run(params, in.grad_out, in.A.element_size());
+  return grad;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CPU, m) { register_summary_kernels<&summary_cpu, &summary_adjoint, &initial_gradient_cpu>(m); }
+
+}  // namespace ssm_kernels::selective_scan::summary

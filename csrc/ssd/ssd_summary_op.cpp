@@ -1,0 +1,138 @@
+// ssd_chunk_scan_summary on every device: checks, allocation, Meta, Autograd and Autocast. On CUDA the final states are those
+// of the scan, whose output nobody reads; everything else is matmuls.
+
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <torch/library.h>
+
+#include "ssd/aten/summary.h"
+#include "ssd/ssd_op.h"
+#include "torch/autograd_op.h"
+#include "torch/checks.h"
+
+namespace ssm_kernels::ssd {
+namespace {
+
+constexpr char kSummaryOp[] = "ssd_chunk_scan_summary";
+
+}  // namespace
+
+Inputs SummaryInputs::scan() const {
+  Inputs scan;
+  scan.x = x;
+  scan.dt = dt;
+  scan.A = A;
+  scan.B = B;
+  scan.C = B;
+  scan.dt_bias = dt_bias;
+  scan.dt_softplus = dt_softplus;
+  scan.dt_min = dt_min;
+  scan.dt_max = dt_max;
+  scan.seq_idx = seq_idx;
+  scan.discretization = discretization;
+  return scan;
+}
+
+namespace {
+
+Discretization check_summary_inputs(const SummaryInputs& in) { return check_inputs_of(kSummaryOp, in.scan()); }
+
+SummaryOutputs allocate_summary(const SummaryInputs& in) {
+  const c10::SymInt batch = in.x.sym_size(0), heads = in.x.sym_size(2), headdim = in.x.sym_size(3), dstate = in.B.sym_size(3);
+  return {at::empty_symint({batch, heads, headdim, dstate}, in.A.options()), at::empty_symint({batch, heads}, in.A.options())};
+}
+
+SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
+  const SummaryInputs& in = bwd.in;
+  const ArgumentChecks checks("ssd_chunk_scan_summary backward", "x", in.x);
+  const c10::SymInt batch = in.x.sym_size(0), heads = in.x.sym_size(2), headdim = in.x.sym_size(3), dstate = in.B.sym_size(3);
+  checks.tensor("grad_final_states", bwd.grad_final_states, "(batch, heads, headdim, dstate)", {batch, heads, headdim, dstate},
+                checks.accumulate());
+  checks.tensor("grad_decay", bwd.grad_decay, "(batch, heads)", {batch, heads}, checks.accumulate());
+  const auto allocate = [&](SummaryGrad grad, const OptionalTensor& input, std::optional<at::MemoryFormat> format) {
+    if (!is_present(input) || !bwd.needs_grad[grad]) return at::empty({0}, in.A.options());
+    return at::empty_like(*input, input->options(), format);
+  };
+  return {allocate(kSummaryGradX, in.x, std::nullopt), allocate(kSummaryGradDt, in.dt, std::nullopt),
+          allocate(kSummaryGradA, in.A, at::MemoryFormat::Contiguous), allocate(kSummaryGradB, in.B, std::nullopt),
+          allocate(kSummaryGradDtBias, in.dt_bias, at::MemoryFormat::Contiguous)};
+}
+
+SummaryOutputs summary_fwd(const SummaryInputs& in) {
+  if (in.x.is_meta()) return meta<check_summary_inputs, allocate_summary>(in);
+  const Discretization method = check_summary_inputs(in);
+  Inputs scan = in.scan();
+  if (in.x.is_cuda()) return {fwd(scan).final_states, decay_aten(scan, method)};
+  scan.C.reset();
+  SummaryOutputs outputs = allocate_summary(in);
+  summary_aten(scan, method, outputs);
+  return outputs;
+}
+
+SummaryGrads summary_bwd(const SummaryBwdInputs& bwd) {
+  if (bwd.in.x.is_meta()) return meta<check_summary_inputs, allocate_summary_bwd>(bwd);
+  const Discretization method = check_summary_inputs(bwd.in);
+  SummaryGrads grads = allocate_summary_bwd(bwd);
+  summary_adjoint_aten(bwd, method, grads);
+  return grads;
+}
+
+// With the gradients of outputs in the place of x, and C in that of B.
+Discretization check_initial_gradient_inputs(const SummaryInputs& in) {
+  return check_inputs_of("ssd_chunk_scan's initial gradient", in.scan());
+}
+
+at::Tensor allocate_initial_gradient(const SummaryInputs& in) { return allocate_summary(in).final_states; }
+
+at::Tensor initial_gradient(const SummaryInputs& in) {
+  if (in.x.is_meta()) return meta<check_initial_gradient_inputs, allocate_initial_gradient>(in);
+  return initial_gradient_aten(in.scan(), check_initial_gradient_inputs(in));
+}
+
+// The public operator's arguments: dt_limit in place of dt_min and dt_max.
+struct PublicSummaryInputs : SummaryInputs {
+  std::optional<at::ArrayRef<double>> dt_limit;
+
+  auto fields() { return std::tie(x, dt, A, B, dt_bias, dt_softplus, dt_limit, discretization, seq_idx); }
+};
+using SummaryResult = std::tuple<at::Tensor, at::Tensor>;
+
+// Saves the inputs and nothing else.
+struct SsdChunkScanSummary : DifferentiableOp<SsdChunkScanSummary, SummaryBwdInputs, SummaryResult> {
+  static constexpr char kSchema[] = "ssm_kernels::_ssd_chunk_scan_summary";
+  static constexpr char kForward[] = "ssm_kernels::_ssd_chunk_scan_summary_fwd",
+                        kBackward[] = "ssm_kernels::_ssd_chunk_scan_summary_bwd";
+
+  static const char* name(const Inputs&) { return kSummaryOp; }
+  static auto differentiable(Inputs& in) { return std::tie(in.x, in.dt, in.A, in.B, in.dt_bias); }
+
+  // Sequences in the autocast dtype; parameters in float32.
+  static void cast(Inputs& in, const Autocast& to) {
+    to.to_lower(in.x, in.dt, in.B);
+    to.to_float(in.A, in.dt_bias);
+  }
+};
+
+SummaryResult ssd_chunk_scan_summary(PublicSummaryInputs& in) {
+  static const Operator<SummaryResult, PublicSummaryInputs> op("ssm_kernels::ssd_chunk_scan_summary");
+  op.check(in);
+  std::tie(in.dt_min, in.dt_max) = std::tuple_cat(parse_dt_limit(kSummaryOp, in.dt_limit));
+  return operator_of<SsdChunkScanSummary>()(in);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeImplicitAutograd, m) {
+  implement<&ssd_chunk_scan_summary>(m, "ssd_chunk_scan_summary");
+}
+
+SSM_DIFFERENTIABLE_OPERATOR(SsdChunkScanSummary)
+
+// For every device, Meta included.
+TORCH_LIBRARY_IMPL(ssm_kernels, CompositeExplicitAutograd, m) {
+  implement<&summary_fwd>(m, "_ssd_chunk_scan_summary_fwd");
+  implement<&summary_bwd>(m, "_ssd_chunk_scan_summary_bwd");
+  implement<&initial_gradient>(m, "_ssd_chunk_scan_initial_gradient");
+}
+
+}  // namespace ssm_kernels::ssd

@@ -1,0 +1,377 @@
+"""Summaries of a span of steps: the map from the state before the span to the state after it. Typed like ``ops.py``.
+
+A scan is linear in its initial state: for any ``h0`` the last state is ``decay * h0 + last_state``, with ``last_state`` that of
+a scan from zero. The two tensors have the size of a state, whatever the length of the span. Devices that hold the spans of one
+sequence exchange them instead of outputs.
+
+The private functions are their mirror for backward: the gradient of the state before a span, from the gradients of the
+outputs of the span alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._arguments import names_arguments
+from .ops import _dt_limit
+from .recurrence_steps import step_size
+
+__all__ = [
+    "diag_linear_scan_summary",
+    "elu_gru_scan_summary",
+    "hgrn_scan_summary",
+    "linear_scan_summary",
+    "liquid_scan_summary",
+    "mingru_scan_summary",
+    "minlstm_scan_summary",
+    "rglru_scan_summary",
+    "selective_scan_summary",
+    "ssd_chunk_scan_summary",
+]
+
+
+@names_arguments
+def selective_scan_summary(
+    u: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    B: Tensor,
+    *,
+    delta_bias: Tensor | None = None,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    seq_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""The map of :func:`selective_scan` from the state before all steps to the state after them.
+
+    .. math:: h_{\mathrm{last}} = \mathrm{decay} \cdot h_0 + \mathrm{last\_state}, \quad \mathrm{decay} = \prod_t \bar A_t
+
+    Where :math:`\bar A = e^{\Delta A}` (``"zoh"``, ``"zoh_exact"``, ``"poly"``, ``"highorder"``, ``"rk4"``), the decay is
+    :math:`e^{A \sum_t \Delta_t}`, with the sum in float64. For the other discretizations it is the product of all steps, and
+    zero where the CPU's product is below the smallest normal number.
+
+    Args:
+        u, delta, A, B, delta_bias, discretization, delta_softplus: as for :func:`selective_scan`.
+        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
+            step to the next, the state starts again from zero. The first step never starts a sequence.
+
+    Returns:
+        ``last_state`` of a scan from zero and ``decay``, both (batch, dim, dstate), dtype of ``A``. With ``seq_idx``
+        ``last_state`` is that of the last sequence of each row, and ``decay`` is zero in rows in which a sequence begins. A
+        span of no steps has the last state 0 and the decay 1. Both are differentiable with respect to every floating-point
+        tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
+
+    The CPU's kernel writes nothing but the two results. On CUDA the operator runs the scan and drops its output; a rule that is
+    not exponential takes a second scan for the decay. Backward runs the scan and its adjoint on both devices. Autograd saves
+    the inputs only.
+
+    Raises:
+        ValueError: a shape or the discretization is not as above.
+        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+    """
+    begins = None if seq_idx is None else _begins(seq_idx)
+    if begins is not None:
+        # The state stays zero until the last sequence begins.
+        is_last = (begins.flip(1).cumsum(1).flip(1) == begins)[:, None]
+        u, delta = torch.where(is_last, u, 0), torch.where(is_last, delta, 0)
+    last_state, decay = torch.ops.ssm_kernels.selective_scan_summary(
+        u, delta, A, B, delta_bias, discretization=discretization, delta_softplus=delta_softplus
+    )
+    return last_state, decay if begins is None else decay.masked_fill(begins.any(1)[:, None, None], 0)
+
+
+@names_arguments
+def ssd_chunk_scan_summary(
+    x: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    discretization: str = "zoh",
+    seq_idx: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""The map of :func:`ssd_chunk_scan` from the states before all steps to the states after them.
+
+    .. math:: S_{\mathrm{last}} = \mathrm{decay} \cdot S_0 + \mathrm{final\_states}, \quad
+        \mathrm{decay} = e^{A \sum_t \Delta_t}
+
+    The sum is in float64.
+
+    Args:
+        x, dt, A, B, dt_bias, dt_softplus, dt_limit, discretization: as for :func:`ssd_chunk_scan`.
+        seq_idx: (batch, seqlen), int32 or int64, the number of the sequence that a step belongs to. Where it changes from one
+            step to the next, the state starts again from zero. The first step never starts a sequence.
+
+    Returns:
+        ``final_states`` of a scan from zero, (batch, heads, headdim, dstate), and ``decay``, (batch, heads), dtype of ``A``.
+        With ``seq_idx`` ``final_states`` are those of the last sequence of each row, and ``decay`` is zero in rows in which a
+        sequence begins. A span of no steps has the final states 0 and the decay 1. Both are differentiable with respect to
+        every floating-point tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not
+        supported and raise.
+
+    The CPU computes the states by one matmul for each run of many steps, and so does backward on both devices. On CUDA the
+    operator runs the scan and drops its output. Autograd saves the inputs only.
+
+    Raises:
+        ValueError: a shape, ``dt_limit`` or the discretization is not as above.
+        RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.ssd_chunk_scan_summary(
+        x,
+        dt,
+        A,
+        B,
+        dt_bias=dt_bias,
+        dt_softplus=dt_softplus,
+        dt_limit=_dt_limit("ssd_chunk_scan_summary", dt_limit),
+        discretization=discretization,
+        seq_idx=seq_idx,
+    )
+    return results
+
+
+@names_arguments
+def linear_scan_summary(a: Tensor, b: Tensor, *, reverse: bool = False, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    r"""The map of :func:`linear_scan` from the state before all steps to the state after them.
+
+    .. math:: h_{\mathrm{last}} = \mathrm{decay} \cdot h_0 + \mathrm{last\_state}, \quad \mathrm{decay} = \prod_t a_t
+
+    This docstring documents options and results for all summaries of the family.
+
+    Args:
+        a, b: as for :func:`linear_scan`.
+        reverse: time runs backwards, from the last step to the first.
+        reset: (batch, seqlen), bool: where true, the state before that step is dropped, and zero takes its place.
+
+    Returns:
+        ``last_state`` of a scan from zero and ``decay``, both (batch, channels), float32 (float64 with float64 inputs).
+        ``decay`` is zero in rows with a reset and, on the CPU, where the product is below the smallest normal number. A span of
+        no steps has the last state 0 and the decay 1. Both are differentiable with respect to every floating-point tensor
+        argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
+
+    The CPU's kernel reads the inputs once and writes nothing but the two results. On CUDA the operator runs two scans and drops
+    their outputs. Backward runs the scan and its adjoint twice on both devices. Autograd saves the inputs only.
+
+    Raises:
+        ValueError: a shape or a candidate activation is not as documented.
+        RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
+        TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan_summary(a, b, reverse=reverse, reset=reset)
+    return results
+
+
+@names_arguments
+def mingru_scan_summary(
+    gate: Tensor,
+    candidate: Tensor,
+    *,
+    candidate_activation: str | None = None,
+    gate_is_logit: bool = True,
+    reverse: bool = False,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The map of :func:`mingru_scan` from the state before all steps to the state after them.
+
+    :func:`mingru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_scan_summary(
+        gate, candidate, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit, reverse=reverse, reset=reset
+    )
+    return results
+
+
+@names_arguments
+def minlstm_scan_summary(
+    forget: Tensor,
+    input: Tensor,
+    candidate: Tensor,
+    *,
+    candidate_activation: str | None = None,
+    reverse: bool = False,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The map of :func:`minlstm_scan` from the state before all steps to the state after them.
+
+    :func:`minlstm_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan_summary(
+        forget, input, candidate, candidate_activation=candidate_activation, reverse=reverse, reset=reset
+    )
+    return results
+
+
+@names_arguments
+def liquid_scan_summary(
+    candidate: Tensor, tau: Tensor, dt: Tensor | float, *, reverse: bool = False, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The map of :func:`liquid_scan` from the state before all steps to the state after them.
+
+    :func:`liquid_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan_summary(
+        candidate, tau, step_size("liquid_scan_summary", dt, candidate), reverse=reverse, reset=reset
+    )
+    return results
+
+
+@names_arguments
+def rglru_scan_summary(
+    recurrence_gate: Tensor,
+    input_gate: Tensor,
+    *,
+    x: Tensor,
+    recurrent_param: Tensor,
+    reverse: bool = False,
+    reset: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The map of :func:`rglru_scan` from the state before all steps to the state after them.
+
+    :func:`rglru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan_summary(
+        recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, reverse=reverse, reset=reset
+    )
+    return results
+
+
+@names_arguments
+def hgrn_scan_summary(
+    log_gate: Tensor, *, x: Tensor, reverse: bool = False, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The map of :func:`hgrn_scan` from the state before all steps to the state after them.
+
+    :func:`hgrn_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan_summary(log_gate, x=x, reverse=reverse, reset=reset)
+    return results
+
+
+@names_arguments
+def elu_gru_scan_summary(
+    gate: Tensor, candidate: Tensor, *, reverse: bool = False, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The map of :func:`elu_gru_scan` from the state before all steps to the state after them.
+
+    :func:`elu_gru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan_summary(gate, candidate, reverse=reverse, reset=reset)
+    return results
+
+
+@names_arguments
+def diag_linear_scan_summary(
+    gate: Tensor, x: Tensor, *, reverse: bool = False, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """The map of :func:`diag_linear_scan` from the state before all steps to the state after them.
+
+    :func:`diag_linear_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
+    """
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan_summary(gate, x, reverse=reverse, reset=reset)
+    return results
+
+
+@torch.no_grad()
+def _selective_scan_initial_gradient(
+    grad_out: Tensor,
+    delta: Tensor,
+    A: Tensor,
+    C: Tensor,
+    *,
+    delta_bias: Tensor | None = None,
+    discretization: str = "zoh",
+    delta_softplus: bool = False,
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the state before all steps, (batch, dim, dstate), from the gradients of the outputs alone.
+
+    It is the sum over t of (product of Abar up to t) C_t grad_out_t, over the steps of the first sequence of each row. The
+    gradient of the last state adds ``decay`` times itself.
+
+    Args:
+        grad_out: the gradient of the outputs before the gate: the caller has multiplied it by silu(z). Dtype of ``delta``.
+    """
+    if seq_idx is not None:
+        grad_out = torch.where((_begins(seq_idx).cumsum(1) == 0)[:, None], grad_out, 0)
+    result: Tensor = torch.ops.ssm_kernels._selective_scan_initial_gradient(
+        grad_out, delta, A, C, delta_bias, discretization, delta_softplus
+    )
+    return result
+
+
+@torch.no_grad()
+def _ssd_chunk_scan_initial_gradient(
+    grad_out: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    C: Tensor,
+    *,
+    dt_bias: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] | None = (0.0, math.inf),
+    discretization: str = "zoh",
+    seq_idx: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the states before all steps, (batch, heads, headdim, dstate), from the gradients of the outputs alone.
+
+    It is the sum over t of e^(A sum of dt up to t) grad_out_t C_t^T, over the steps of the first sequence of each row. The
+    gradient of the final states adds ``decay`` times itself.
+
+    Args:
+        grad_out: the gradient of the outputs before the gate: the caller has multiplied it by silu(z). Dtype of ``dt``.
+    """
+    low, high = (-math.inf, math.inf) if dt_limit is None else dt_limit
+    result: Tensor = torch.ops.ssm_kernels._ssd_chunk_scan_initial_gradient(
+        grad_out, dt, A, C, dt_bias, dt_softplus, low, high, seq_idx, discretization
+    )
+    return result
+
+
+@torch.no_grad()
+def _linear_recurrence_initial_gradient(
+    grad_h: Tensor,
+    recurrence: str,
+    inputs: Sequence[Tensor],
+    *,
+    candidate_activation: str | None = None,
+    gate_is_logit: bool = True,
+    reverse: bool = False,
+    reset: Tensor | None = None,
+) -> Tensor:
+    """The gradient of the state before all steps, (batch, channels), from the gradients of the states after each step alone.
+
+    It is the sum over t of (product of a up to t) grad_h_t, over the steps before the first reset of each row. The gradient of
+    the last state adds ``decay`` times itself.
+
+    Args:
+        grad_h: the gradient of ``h``, its shape and dtype.
+        recurrence: the name of the scan, such as ``"mingru_scan"``.
+        inputs: those of the scan, in the order of its arguments; the first has the shape that others broadcast to.
+    """
+    if reset is not None:
+        later = reset.flip(1) if reverse else reset
+        is_cut = later.cumsum(1) > 0
+        grad_h = grad_h.masked_fill((is_cut.flip(1) if reverse else is_cut)[..., None], 0)
+    first, *others = inputs
+    expanded = [first, *(x.expand_as(first) for x in others)]
+    needs_grad = [False] * 4 + [True]
+    options = (recurrence, candidate_activation or "none", gate_is_logit, reverse, needs_grad)
+    # Other gradients read h; this one does not.
+    result: Tensor = torch.ops.ssm_kernels._linear_recurrence_bwd(grad_h, None, expanded, first, None, None, None, *options)[-1]
+    return result
+
+
+def _begins(seq_idx: Tensor) -> Tensor:
+    """Where a sequence begins after the first step, (batch, seqlen), bool."""
+    begins = torch.zeros_like(seq_idx, dtype=torch.bool)
+    begins[:, 1:] = seq_idx[:, 1:] != seq_idx[:, :-1]
+    return begins

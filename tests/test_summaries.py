@@ -1,0 +1,391 @@
+"""Summaries of a span of steps, their adjoint, and their mirror: the gradient of the state before the span."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import recurrence_helpers
+import selective_scan_helpers
+import ssd_helpers
+import test_operators_compile as compiled
+import test_operators_torch as generic
+import test_operators_vmap as mapped
+import torch
+from helpers import LAYOUTS, METHODS, Draws, dtypes, parameter_dtype
+from operator_spec import tensor_names, with_gradients
+from operators import over, over_options
+from recurrence_helpers import PLAIN
+from summary_helpers import (
+    DISTINCT_SUMMARIES,
+    RECURRENCE_SUMMARY_VARIANTS,
+    SELECTIVE_SUMMARY,
+    SSD_SUMMARY,
+    SUMMARIES,
+    Summary,
+)
+from torch import Tensor
+
+import ssm_kernels
+from ssm_kernels import reference_summaries, summaries
+from ssm_kernels.reference import RECURRENCES, coefficients, step_sizes
+
+OPERATOR = "every operator"
+
+ALL = {"selective_scan": SELECTIVE_SUMMARY, "ssd_chunk_scan": SSD_SUMMARY} | RECURRENCE_SUMMARY_VARIANTS
+every_summary, every_distinct = over(SUMMARIES), over(DISTINCT_SUMMARIES)
+
+
+def all_cases(operators: dict[str, Summary]) -> pytest.MarkDecorator:
+    return over_options(operators, lambda spec: spec.options)
+
+
+# ----- values and gradients
+
+
+@all_cases(ALL)
+def test_matches_reference(operator, options, device):
+    for seqlen in (5, 70):
+        operator.assert_matches_reference(operator.make_inputs(**options, seqlen=seqlen, device=device))
+
+
+@dtypes(torch.float32, torch.bfloat16, torch.float16)
+@all_cases(DISTINCT_SUMMARIES)
+def test_low_precision(operator, options, dtype, device):
+    operator.assert_matches_reference(operator.make_inputs(**options, seqlen=40, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("delta_softplus", [False, True])
+@pytest.mark.parametrize("discretization", METHODS)
+def test_every_discretization(discretization, delta_softplus, dtype):
+    options: dict[str, Any] = {"discretization": discretization, "delta_softplus": delta_softplus, "dtype": dtype}
+    for sizes in ({"seqlen": 70, "dim": 20, "dstate": 17}, {"B": "constant", "groups": 2}):
+        SELECTIVE_SUMMARY.assert_matches_reference(SELECTIVE_SUMMARY.make_inputs(**options, **sizes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@pytest.mark.parametrize("discretization", ssd_helpers.METHODS)
+def test_every_discretization_of_ssd(discretization, dtype):
+    SSD_SUMMARY.assert_matches_reference(SSD_SUMMARY.make_inputs(discretization=discretization, dtype=dtype, seqlen=40))
+
+
+@pytest.mark.parametrize("resets", [None, ((100, 290), (), (130,))], ids=["whole", "resets"])
+def test_several_runs_of_ssd(resets, device):
+    """So many states that the call takes several runs of steps."""
+    options = {"seqlen": 300, "heads": 8, "headdim": 64, "dstate": 64, "resets": resets, "batch": 3}
+    SSD_SUMMARY.assert_matches_reference(SSD_SUMMARY.make_inputs(**options, device=device))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@every_distinct
+def test_layouts(operator, layout, device):
+    inputs = operator.make_inputs(layout=layout, seqlen=40, device=device)
+    plain = operator.make_inputs(seqlen=40, device=device)
+    cotangents = operator.make_cotangents(inputs)
+    operator.assert_close(*(operator.evaluate(operator, call, cotangents) for call in (inputs, plain)), 1e-12)
+
+
+@over(ALL)
+def test_last_state_from_any_state(operator, device):
+    """``decay * state + last_state``, of the scan's own kernels; with a long span, whose decay is far below one."""
+    for seqlen in (1, 33, 300):
+        inputs = operator.make_inputs(seqlen=seqlen, device=device)
+        last_state, decay = operator(**inputs)
+        state = Draws(1).normal(*last_state.shape).to(last_state)
+        of_state = decay.reshape(*decay.shape, *(1,) * (state.dim() - decay.dim())) * state
+        torch.testing.assert_close(of_state + last_state, operator.from_a_state(inputs, state), rtol=1e-11, atol=1e-11)
+
+
+@over({name: SUMMARIES[f"{name}_summary"] for name in ("selective_scan", "ssd_chunk_scan")})
+def test_sum_of_a_long_span_is_in_float64(operator):
+    """So many equal steps that their sum in float32 has an error of 1e-3."""
+    steps = 1 << 18
+    inputs = operator.make_inputs(
+        batch=1,
+        seqlen=steps,
+        dtype=torch.float32,
+        groups=1,
+        **dict.fromkeys(("dim", "dstate") if operator is SELECTIVE_SUMMARY else ("heads", "headdim", "dstate"), 1),
+    )
+    step = "delta" if operator is SELECTIVE_SUMMARY else "dt"
+    size = torch.tensor(1e-5, dtype=torch.float32)
+    inputs[step] = size.expand_as(inputs[step])
+    inputs |= {f"{step}_softplus": False, f"{step}_bias": None}
+    decay = operator(**inputs)[1]
+    expected = torch.exp(inputs["A"].double() * size.double() * steps)
+    torch.testing.assert_close(decay.double().flatten(), expected.flatten(), rtol=1e-7, atol=0)
+
+
+@pytest.mark.parametrize("a", [0.9, -0.9, 0.3])
+def test_decay_of_a_long_span_becomes_zero(a):
+    """It stays at no denormal number, which would round up to itself, and computing with which is slow."""
+    values = torch.full((1, 4000, 64), a)
+    assert torch.equal(ssm_kernels.linear_scan_summary(values, values)[1], torch.zeros(1, 64))
+    u, A = torch.ones(1, 16, 4000), torch.full((16, 3), a - 1)
+    decay = ssm_kernels.selective_scan_summary(u, u, A, A, discretization="euler")[1]
+    assert torch.equal(decay, torch.zeros(1, 16, 3))
+
+
+@every_summary
+def test_no_steps_and_no_rows(operator, device):
+    for size in ({"seqlen": 0}, {"batch": 0}):
+        inputs = operator.make_inputs(**size, device=device)
+        results = operator.evaluate(operator, inputs, operator.make_cotangents(inputs))
+        last_state, decay = (results[name] for name in operator.results)
+        assert torch.equal(last_state, torch.zeros_like(last_state)) and torch.equal(decay, torch.ones_like(decay))
+        for name in tensor_names(inputs):
+            assert torch.equal(results[f"grad_{name}"], torch.zeros_like(inputs[name])), name
+
+
+@every_distinct
+def test_gradcheck(operator):
+    inputs = operator.make_inputs(batch=1, seqlen=4)
+    names = tensor_names(inputs)
+
+    def of_tensors(*tensors):
+        return operator(**inputs | dict(zip(names, tensors, strict=True)))
+
+    assert torch.autograd.gradcheck(of_tensors, [inputs[name].clone().requires_grad_() for name in names], fast_mode=True)
+
+
+# ----- packed sequences
+
+SEQ_IDX = ((2, 4), (), (1,))
+
+
+def packed_selective_inputs(device: str, **options: Any) -> dict[str, Any]:
+    inputs = SELECTIVE_SUMMARY.make_inputs(batch=3, seqlen=5, device=device, **options)
+    return inputs | {"seq_idx": ssd_helpers.make_seq_idx(SEQ_IDX, 5).to(device)}
+
+
+@pytest.mark.parametrize("discretization", ["zoh", "bilinear"])
+def test_seq_idx_of_selective_scan(discretization, device):
+    inputs = packed_selective_inputs(device, discretization=discretization)
+    results = SELECTIVE_SUMMARY.assert_matches_reference(inputs)
+    for row, begins in enumerate(SEQ_IDX):
+        of_steps = {name: inputs[name][row : row + 1, :, begins[-1] if begins else 0 :] for name in ("u", "delta", "B")}
+        last_state, decay = SELECTIVE_SUMMARY(**inputs | of_steps | {"seq_idx": None})
+        torch.testing.assert_close(results["last_state"][row], last_state[0], rtol=1e-12, atol=1e-12)
+        assert torch.equal(results["decay"][row], torch.zeros_like(decay[0]) if begins else decay[0])
+
+
+def test_a_nan_ends_with_its_sequence(device):
+    inputs = packed_selective_inputs(device)
+    for name in ("u", "delta"):
+        inputs[name][0, :, 3] = torch.nan  # in the second of three sequences
+    assert all(result.isfinite().all() for result in SELECTIVE_SUMMARY(**inputs))
+    for spec, options in ((SSD_SUMMARY, {"resets": ((3,), ())}), (SUMMARIES["linear_scan_summary"], {"reset": True})):
+        inputs = spec.make_inputs(**options, device=device)
+        if "reset" in inputs:
+            inputs["reset"] = torch.tensor([[False, False, False, True, False], [False] * 5], device=device)
+        spec.first(inputs)[0, 1] = torch.nan
+        assert all(result.isfinite().all() for result in spec(**inputs)), spec
+
+
+def test_steps_of_a_sequence_that_began_earlier(device):
+    """The first step of a span begins no sequence, whatever the span before had, but a reset there does."""
+    inputs = SSD_SUMMARY.make_inputs(resets=((), ()), device=device)
+    for actual, expected in zip(SSD_SUMMARY(**inputs), SSD_SUMMARY(**inputs | {"seq_idx": None}), strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
+    linear = SUMMARIES["linear_scan_summary"]
+    inputs = linear.make_inputs(device=device) | {"reset": torch.eye(2, 5, dtype=torch.bool, device=device)}
+    decay = linear(**inputs)[1]
+    assert torch.equal(decay, torch.zeros_like(decay))
+
+
+# ----- the gradient of the state before a span
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("is_packed", [False, True], ids=["whole", "packed"])
+@pytest.mark.parametrize("discretization", METHODS)
+def test_initial_gradient_of_selective_scan(discretization, is_packed, dtype, device):
+    inputs = selective_scan_helpers.make_inputs(
+        batch=3, seqlen=70, dim=6, groups=2, discretization=discretization, dtype=dtype, device=device
+    )
+    grad_out, begins = inputs["u"], None
+    call = {name: inputs[name] for name in ("delta", "A", "C", "delta_bias", "discretization", "delta_softplus")}
+    if is_packed:
+        call["seq_idx"] = ssd_helpers.make_seq_idx(((20, 60), (), (1,)), 70).to(device)
+        begins = summaries._begins(call["seq_idx"]).cpu()
+    actual = summaries._selective_scan_initial_gradient(grad_out, **call)
+    exact = {name: value.double().cpu() if isinstance(value, Tensor) else value for name, value in inputs.items()}
+    steps = step_sizes(exact["delta"], exact["delta_bias"][:, None], True)
+    Abar, _ = coefficients(discretization, steps.movedim(2, 1)[..., None], exact["A"])
+    reads = exact["C"].repeat_interleave(3, 1).movedim(3, 1) * exact["u"].movedim(2, 1)[..., None]
+    expected = reference_summaries.initial_gradient(Abar, reads, begins)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    assert actual.dtype == parameter_dtype(dtype)
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@dtypes(torch.float64, torch.float32, torch.bfloat16)
+@pytest.mark.parametrize("resets", [None, ((20, 60), (), (130,))], ids=["whole", "packed"])
+def test_initial_gradient_of_ssd(resets, dtype, device):
+    options = {"batch": 3, "seqlen": 150, "heads": 4, "headdim": 32, "dstate": 64, "groups": 2, "resets": resets}
+    inputs = ssd_helpers.make_inputs(**options, dtype=dtype, device=device)
+    names = ("dt", "A", "C", "dt_bias", "dt_softplus", "dt_limit", "discretization", "seq_idx")
+    actual = summaries._ssd_chunk_scan_initial_gradient(inputs["x"], **{name: inputs[name] for name in names})
+    exact = {name: inputs[name].double().cpu() for name in ("x", "dt", "A", "C", "dt_bias")}
+    transitions, _ = coefficients("zoh", step_sizes(exact["dt"], exact["dt_bias"], True), exact["A"])
+    reads = exact["x"][..., None] * exact["C"].repeat_interleave(2, 2)[..., None, :]
+    begins = None if resets is None else summaries._begins(inputs["seq_idx"]).cpu()
+    expected = reference_summaries.initial_gradient(transitions[..., None, None], reads, begins)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-5
+    torch.testing.assert_close(actual.cpu().double(), expected, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("reset", [False, True], ids=["whole", "reset"])
+@over(PLAIN)
+def test_initial_gradient_of_recurrences(operator, reset, reverse, device):
+    inputs = recurrence_helpers.make_inputs(operator, reverse=reverse, reset=reset, device=device)
+    names = operator.recurrence.inputs
+    grad_h = Draws(2).normal(*operator.first(inputs).shape).to(device)
+    options = {name: inputs[name] for name in (*operator.fixed, "reverse", "reset")}
+    given = [inputs[name] for name in names]
+    actual = summaries._linear_recurrence_initial_gradient(grad_h, operator.name, given, **options)
+    a, _ = RECURRENCES[operator.name](**{name: inputs[name].cpu() for name in names}, **operator.fixed)
+    begins = inputs["reset"].cpu() if reset else None
+    expected = reference_summaries.initial_gradient(a.expand(grad_h.shape), grad_h.cpu(), begins, reverse)
+    torch.testing.assert_close(actual.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_initial_gradient_completes_that_of_the_scan(device):
+    """With ``decay`` times the gradient of the last state, it is what the scan's adjoint returns."""
+    inputs = selective_scan_helpers.make_inputs(z=False, D=False, device=device)
+    leaves = with_gradients(inputs, ["initial_state"])
+    out, last_state = selective_scan_helpers.SELECTIVE_SCAN(**leaves)
+    grad_out, grad_last_state = (Draws(1).normal(*x.shape).to(device) for x in (out, last_state))
+    (expected,) = torch.autograd.grad((out, last_state), leaves["initial_state"], (grad_out, grad_last_state))
+    shared = {name: inputs[name] for name in ("delta", "A", "delta_bias", "discretization", "delta_softplus")}
+    of_outputs = summaries._selective_scan_initial_gradient(grad_out, C=inputs["C"], **shared)
+    decay = ssm_kernels.selective_scan_summary(inputs["u"], B=inputs["B"], **shared)[1]
+    torch.testing.assert_close(of_outputs + decay * grad_last_state, expected, rtol=1e-12, atol=1e-12)
+
+
+# ----- as PyTorch operators
+
+
+@pytest.mark.parametrize("needs_grad", [True, False], ids=["grad", "no_grad"])
+@over_options(DISTINCT_SUMMARIES, lambda spec: spec.cases)
+def test_opcheck(operator, options, needs_grad, device):
+    generic.test_opcheck(operator, options, needs_grad, device)
+
+
+@every_distinct
+def test_opcheck_of_the_internal_operators(operator, device):
+    generic.test_opcheck_of_the_internal_operators(operator, {}, device)
+
+
+def test_opcheck_of_the_initial_gradients(device):
+    options = {"dtype": torch.float32, "device": device}
+    inputs = selective_scan_helpers.make_inputs(**options)
+    arguments = [inputs[name] for name in ("u", "delta", "A", "C", "delta_bias")]
+    torch.library.opcheck(generic.ops._selective_scan_initial_gradient.default, (*arguments, "zoh", True))
+    inputs = ssd_helpers.make_inputs(**options)
+    arguments = [inputs[name] for name in ("x", "dt", "A", "C", "dt_bias")]
+    torch.library.opcheck(
+        generic.ops._ssd_chunk_scan_initial_gradient.default, (*arguments, True, 0.0, 1.0, inputs["seq_idx"], "zoh")
+    )
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "permuted", "sliced"])
+@every_distinct
+def test_meta_agrees_with_the_device(operator, layout, device):
+    generic.test_meta_agrees_with_the_device(operator, layout, torch.bfloat16, device)
+
+
+@every_distinct
+def test_grad_modes(operator, device):
+    generic.test_without_gradients(operator, {}, torch.inference_mode, device)
+    generic.test_results_are_differentiable_where_an_argument_is(operator, device)
+    generic.test_double_backward_says_that_there_is_none(operator, device)
+    generic.test_forward_mode_says_that_there_is_none(operator, device)
+    generic.test_lazy_copies_stay_lazy(operator, {}, torch.float32, device)
+
+
+@every_summary
+def test_autocast(operator, device):
+    """Inputs are cast, parameters stay float32; gradients come back in float32."""
+    inputs = operator.make_inputs(dtype=torch.float32, device=device)
+    cast = inputs | {name: inputs[name].bfloat16() for name in operator.cast_by_autocast(inputs)}
+    cotangents, leaves = operator.make_cotangents(cast), with_gradients(inputs)
+    with torch.autocast(device, dtype=torch.bfloat16):
+        results = operator(**leaves)
+    explicit = operator.evaluate(operator, cast, cotangents)
+    torch.autograd.backward(results, cotangents)
+    for name, result in zip(operator.results, results, strict=True):
+        assert torch.equal(result, explicit[name])
+    for name in tensor_names(inputs):
+        assert torch.equal(leaves[name].grad, explicit[f"grad_{name}"].float()), name
+    generic.test_autocast_leaves_float64_alone(operator, device)
+
+
+@over_options(DISTINCT_SUMMARIES, lambda spec: {name: spec.options[name] for name in spec.compiled})
+def test_compile_once_for_every_length(operator, options, device, fresh_dynamo):
+    compiled.test_compile_once_for_every_length(operator, options, device, None)
+
+
+every_mapped = over_options(DISTINCT_SUMMARIES, lambda spec: {name: spec.options[name] for name in spec.mapped})
+
+
+@every_mapped
+def test_vmap(operator, options, device, no_vmap_fallback, recwarn):
+    mapped.test_vmap_over_each_combination_of_arguments(operator, options, device, None, recwarn)
+    mapped.test_vmap_over_no_samples(operator, options, device, None)
+
+
+@every_mapped
+def test_gradients_outside_vmap(operator, options, device, no_vmap_fallback):
+    mapped.test_gradients_outside_vmap(operator, options, -1, device, None)
+
+
+@every_distinct
+def test_func_transforms_say_that_they_are_not_supported(operator, device):
+    for transform in ("grad", "jvp"):
+        mapped.test_func_transforms_say_that_they_are_not_supported(operator, transform, device)
+
+
+@pytest.mark.parametrize("name", [*SUMMARIES])
+def test_tags(name):
+    generic.test_operators_are_tagged_for_compile(name)
+
+
+# ----- messages
+
+
+@pytest.mark.parametrize(
+    ("function", "changed", "error", "message"),
+    [
+        (
+            "selective_scan_summary",
+            {"delta": (2, 4, 6)},
+            ValueError,
+            r"expected delta of shape \(batch, dim, seqlen\) = \[2, 4",
+        ),
+        ("selective_scan_summary", {"B": (2, 3, 3, 5)}, ValueError, "expected the groups of B to divide dim = 4, got 3"),
+        ("selective_scan_summary", {"discretization": "tustin"}, ValueError, "unknown discretization 'tustin', expected one"),
+        ("selective_scan_summary", {"delta": torch.float32}, RuntimeError, "expected delta of dtype Double"),
+        ("selective_scan_summary", {"u": None}, TypeError, "expected u to be a tensor, got None"),
+        ("ssd_chunk_scan_summary", {"dt": (2, 5, 3)}, ValueError, r"expected dt of shape \(batch, seqlen, heads\) = \[2, 5, 4"),
+        ("ssd_chunk_scan_summary", {"dt_limit": (2.0, 1.0)}, ValueError, r"expected dt_limit = \(min, max\) with min <= max"),
+        ("ssd_chunk_scan_summary", {"dt_limit": 1.0}, ValueError, r"expected dt_limit = \(min, max\), got 1.0"),
+        ("ssd_chunk_scan_summary", {"discretization": "euler"}, ValueError, "discretization 'euler' is not supported"),
+        ("linear_scan_summary", {"b": (2, 5, 3)}, ValueError, r"expected b of shape \(batch, seqlen, channels\) = \[2, 5, 4\]"),
+        ("linear_scan_summary", {"reset": (2, 4)}, ValueError, r"expected reset of shape \(batch, seqlen\) = \[2, 5\]"),
+        ("mingru_scan_summary", {"candidate_activation": "relu"}, ValueError, "unknown candidate_activation 'relu'"),
+        ("liquid_scan_summary", {"tau": (3,)}, ValueError, "expected tau of a shape that broadcasts to"),
+        ("liquid_scan_summary", {"dt": "1"}, TypeError, "expected dt to be a tensor or a number, got str"),
+    ],
+)
+def test_messages(function, changed, error, message):
+    inputs = SUMMARIES[function].make_inputs()
+    for name, value in changed.items():
+        is_shape = isinstance(value, tuple) and name != "dt_limit"
+        inputs[name] = torch.zeros(value, dtype=torch.float64) if is_shape else value
+        if isinstance(value, torch.dtype):
+            inputs[name] = SUMMARIES[function].make_inputs()[name].to(value)
+    with pytest.raises(error, match=f"^{function}: {message}"):
+        getattr(ssm_kernels, function)(**inputs)
