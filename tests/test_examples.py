@@ -81,12 +81,18 @@ def read(checkpoint: Path) -> dict:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", ["", "mamba2", "mingru", "minlstm"])
-def test_learns(model, tmp_path):
-    """As a user runs it, in a process of its own."""
+@train
+def test_learns(example, model, tmp_path, monkeypatch):
+    """The first as a user runs it, in a process of its own."""
+    monkeypatch.chdir(tmp_path)
     arguments = ["--epochs=5", "--d-model=16", "--n-layers=1", "--lr=0.01", "--checkpoint=run.pt", "--plot=curve.png"]
     arguments += [f"--model={model}"] if model else []
-    run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=300, cwd=tmp_path)
-    assert run.returncode == 0, run.stderr
+    if model:
+        printed = example.run(*arguments)
+    else:
+        run = subprocess.run([sys.executable, TRAIN, *arguments], capture_output=True, text=True, timeout=300)
+        assert run.returncode == 0, run.stderr
+        printed = run.stdout
     checkpoint = read(tmp_path / "run.pt")
     steps_per_epoch = 1347 // 16
     assert len(checkpoint["losses"]) == 5 * steps_per_epoch
@@ -94,10 +100,10 @@ def test_learns(model, tmp_path):
     # Ten classes: chance is 10 %, and a loss of 2.30.
     assert checkpoint["accuracies"][-1][1] > 0.3
     assert sum(checkpoint["losses"][-10:]) / 10 < 2.0
-    assert f"test accuracy: {100 * checkpoint['accuracies'][-1][1]:.1f} %" in run.stdout
+    assert f"test accuracy: {100 * checkpoint['accuracies'][-1][1]:.1f} %" in printed
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
     described = f"{model or 'mamba'} (discretization zoh)" if model in ("", "mamba2") else model
-    assert f" {described}\n" in run.stdout
+    assert f" {described}\n" in printed
 
 
 @pytest.mark.parametrize("models", [("mamba",), ("mamba", "mamba2", "mingru", "minlstm")])

@@ -7,13 +7,13 @@ import torch
 from helpers import KeptGraphs, assert_equal
 from operator_spec import tensor_names
 from operators import OPERATORS, SCANS, every_operator, every_scan, over, over_options
-from recurrence_helpers import PLAIN
 from torch._dynamo.testing import CompileCounterWithBackend
 
 OPERATOR = "every operator"
 
 every_compiled = over_options(OPERATORS, lambda spec: {name: spec.options[name] for name in spec.compiled})
-some_scans = over({name: spec for name, spec in SCANS.items() if name not in PLAIN or name in ("linear_scan", "liquid_scan")})
+# One recurrence for all, with an input that broadcasts; test_causal_conv1d_torch.py has the convolution.
+for_inductor = over({name: SCANS[name] for name in ("selective_scan", "ssd_chunk_scan", "liquid_scan")})
 packing = ("ssd_chunk_scan", "linear_scan", "mingru_scan", "liquid_scan", "rglru_scan", "causal_conv1d")
 
 
@@ -65,7 +65,7 @@ def test_compile_packed_sequences(operator, device, fresh_dynamo):
 
 
 @pytest.mark.slow
-@some_scans
+@for_inductor
 def test_compile_with_inductor(operator, device, fresh_dynamo):
     """With work around the operator for Inductor to fuse and to lay out, channels contiguous."""
 

@@ -85,6 +85,8 @@ def test_gradients_over_several_chunks(dtype, method, device):
 )
 @pytest.mark.parametrize("seqlen", sorted({0, 1, 2, 63, 64, 65, 1000, CHUNK - 1, CHUNK, CHUNK + 1}))
 def test_lengths(seqlen, dtype, layout, device):
+    """On the CPU the longest has three sweeps of five chunks, the last of them incomplete."""
+    seqlen = min(seqlen, 12 * CHUNK + 5) if device == "cpu" else seqlen
     inputs = make_inputs(dim=5, seqlen=seqlen, dstate=3, discretization="foh", dtype=dtype, layout=layout, device=device)
     assert_matches_reference(inputs)
 
