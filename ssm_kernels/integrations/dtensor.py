@@ -16,7 +16,7 @@ that moves the fewest bytes. A tensor that an operator writes into, such as a st
 call raises an error.
 
 The layers ``Mamba`` and ``Mamba2`` cut the batch alone: the output of ``in_proj`` holds several tensors side by side. For
-tensor parallelism give each device a layer of its own with its part of the heads, and sum the outputs of ``out_proj``.
+tensor parallelism :class:`ssm_kernels.distributed.TensorParallel` cuts their parameters.
 """
 
 from __future__ import annotations

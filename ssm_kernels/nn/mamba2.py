@@ -135,7 +135,8 @@ class Mamba2(DiscretizedModule, PackedMixer):
         chunk_size: a hint for the scan; ``None`` leaves the choice to it.
         use_mem_eff_path: ignored, for compatibility: there is one path.
         layer_idx: key of this layer in the cache of ``inference_params``.
-        process_group: must be ``None``: tensor parallelism is not supported. It keeps the order of arguments.
+        process_group: must be ``None``; it keeps the order of arguments. :class:`ssm_kernels.distributed.TensorParallel` shares
+            a layer over ranks.
         sequence_parallel: ignored.
         device: where the parameters are made.
         dtype: dtype of the layer. ``dt_bias``, ``A_log`` and ``D`` are float32 (float64 in a float64 layer).
@@ -215,7 +216,10 @@ class Mamba2(DiscretizedModule, PackedMixer):
         self.chunk_size, self.use_mem_eff_path, self.layer_idx = chunk_size, use_mem_eff_path, layer_idx
         self.discretization = discretization
         if process_group is not None:
-            raise ValueError("Mamba2: expected process_group None: tensor parallelism is not supported")
+            raise ValueError(
+                f"Mamba2: expected process_group None, got {type(process_group).__name__}: "
+                "ssm_kernels.distributed.TensorParallel shares a layer over ranks"
+            )
         if not 0 < self.d_ssm <= self.d_inner:
             raise ValueError(f"Mamba2: expected d_ssm from 1 to d_inner = {self.d_inner}, got {self.d_ssm}")
         if self.d_ssm % headdim:
