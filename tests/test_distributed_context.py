@@ -467,6 +467,37 @@ def check_compiled(group: dist.ProcessGroup, rank: int) -> None:
         compare_layer(group, layer, call, f"compiled {type(layer).__name__}")
 
 
+def check_low_precision(group: dist.ProcessGroup, rank: int) -> None:
+    """Under autocast, and in bf16: dtypes of one process, and values within the rounding of bf16."""
+    own = [*spans(LENGTHS[2])][rank]
+    x = generator(0)(2, SEQLEN, 16)
+    for make in (
+        lambda dtype: layers.Mamba(16, 4, dtype=dtype),
+        lambda dtype: layers.Mamba2(16, 4, headdim=8, dtype=dtype),
+        lambda dtype: layers.MinGRU(16, 16, batch_first=True, dtype=dtype),
+        lambda dtype: layers.Liquid(16, 16, batch_first=True, dtype=dtype),
+    ):
+        for dtype in (torch.float32, torch.bfloat16):
+            layer = make(dtype)
+            parallel = parallelize(copy.deepcopy(layer), group)
+            results = []
+            for module, steps in ((layer, x), (parallel, x[:, own])):
+                with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+                    out = module(steps.to(dtype))
+                out = out[0] if isinstance(out, tuple) else out
+                out.float().square().sum().backward()
+                results.append(out)
+            whole, part = results
+            assert part.dtype == whole.dtype
+            torch.testing.assert_close(part, whole[:, own], rtol=0.03, atol=0.03 * whole.abs().max().item())
+            sum_gradients(parallel, group)
+            for (name, actual), expected in zip(parallel.named_parameters(), layer.parameters(), strict=True):
+                assert actual.grad.dtype == expected.grad.dtype
+                scale = expected.grad.abs().max().item()
+                close_to = torch.allclose(actual.grad, expected.grad, rtol=0.05, atol=0.05 * scale)
+                assert close_to, f"{type(layer).__name__}, {dtype}, gradient of {name}"
+
+
 def check_fsdp(group: dist.ProcessGroup, rank: int) -> None:
     """Two ranks for the batch, whose parameters FSDP2 shards, times two for the sequence."""
     from torch.distributed.fsdp import fully_shard
@@ -492,12 +523,29 @@ def check_fsdp(group: dist.ProcessGroup, rank: int) -> None:
         for (name, actual), expected in zip(parallel.named_parameters(), model.parameters(), strict=True):
             close(actual.grad.full_tensor(), expected.grad, f"{mixer}, gradient of {name}")
 
+    # Sharded over the ranks of the sequence: FSDP2's average times their number is the sum.
+    model.zero_grad()
+    F.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten()).backward()
+    parallel = copy.deepcopy(model)
+    parallel.zero_grad()
+    mesh = DeviceMesh.from_group(group, "cpu", mesh_dim_names=("cp",))
+    parallelize_module(parallel, mesh, ContextParallel())
+    for layer in parallel.backbone.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(parallel, mesh=mesh)
+    steps = [*spans(LENGTHS[4])][rank]
+    logits = parallel(inputs[:, steps]).logits
+    loss = F.cross_entropy(logits.flatten(0, 1), targets[:, steps].flatten(), reduction="sum") / targets.numel()
+    (loss * dist.get_world_size(group)).backward()
+    for (name, actual), expected in zip(parallel.named_parameters(), model.parameters(), strict=True):
+        close(actual.grad.full_tensor(), expected.grad, f"sharded over the sequence's ranks, gradient of {name}")
+
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("check", "size"),
-    [(check_checkpointing, 3), (check_compiled, 2), (check_fsdp, 4)],
-    ids=["checkpointing", "compile", "fsdp2"],
+    [(check_checkpointing, 3), (check_compiled, 2), (check_low_precision, 2), (check_fsdp, 4)],
+    ids=["checkpointing", "compile", "low precision", "fsdp2"],
 )
 def test_works_with(pool: Pool, check: Callable[..., None], size: int):
     pool.check(check, size)

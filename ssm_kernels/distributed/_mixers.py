@@ -80,7 +80,7 @@ class Mamba2Mixer(torch.autograd.Function):
         xB = _convolved(slice(0, d_ssm + of_groups), xBC, conv_weight, conv_bias, steps, seq_idx)
         x, B = xB.split([d_ssm, of_groups], dim=-1)
         wide = torch.promote_types(projected.dtype, torch.float32)
-        summary = ssd_chunk_scan_summary(
+        last_states, decay = ssd_chunk_scan_summary(
             x.unflatten(-1, (heads, headdim)),
             dt,
             -torch.exp(A_log.to(wide)),
@@ -90,7 +90,7 @@ class Mamba2Mixer(torch.autograd.Function):
             **ctx.scan,
         )
         carry = Carry(group, "Mamba2", reverse=False)
-        initial, _, passing, later = carry.end(carry.begin(*summary, None), continues, None, False)
+        initial, _, passing, later = carry.end(carry.begin(last_states, decay, None), continues, None, False)
         ctx.options = (headdim, ngroups, dstate, chunk_size, dt_min, dt_max, eps, norm_before_gate, discretization)
         arguments = (conv_weight, conv_bias, A_log, D, dt_bias, norm_weight, steps, initial, seq_idx, None, *ctx.options)
         out, _, _, y, rstd, parameters = _ops._mamba2_mixer_fwd(projected, *arguments)

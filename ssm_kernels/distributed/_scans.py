@@ -55,10 +55,10 @@ class SelectiveScan(torch.autograd.Function):
         group: Group,
     ) -> Any:
         carry = Carry(group, "selective_scan", reverse=False)
-        summary = selective_scan_summary(
+        last_state, decay = selective_scan_summary(
             u, delta, A, B, delta_bias=delta_bias, discretization=discretization, delta_softplus=delta_softplus
         )
-        gathering = carry.begin(*summary, initial_state)
+        gathering = carry.begin(last_state, decay, initial_state)
         initial, final, passing, _ = carry.end(gathering, None, initial_state, needs_final)
         needs_grad = any(ctx.needs_input_grad)
         out, _, chunk_states = _ops._selective_scan_fwd(
@@ -123,8 +123,8 @@ class SsdChunkScan(torch.autograd.Function):
     ) -> Any:
         carry = Carry(group, "ssd_chunk_scan", reverse=False)
         options: dict[str, Any] = {"dt_bias": dt_bias, "dt_softplus": dt_softplus, "discretization": discretization}
-        summary = ssd_chunk_scan_summary(x, dt, A, B, dt_limit=(dt_min, dt_max), seq_idx=seq_idx, **options)
-        gathering = carry.begin(*summary, initial_states)
+        last_states, decay = ssd_chunk_scan_summary(x, dt, A, B, dt_limit=(dt_min, dt_max), seq_idx=seq_idx, **options)
+        gathering = carry.begin(last_states, decay, initial_states)
         initial, final, passing, continues = carry.end(gathering, continues, initial_states, needs_final)
         scalars = (dt_softplus, dt_min, dt_max)
         out, _ = _ops._ssd_chunk_scan_fwd(
