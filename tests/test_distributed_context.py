@@ -148,10 +148,16 @@ def check_selective_scan(group: dist.ProcessGroup, rank: int) -> None:
         "delta_bias": random(dim),
         "initial_state": random(batch, dim, dstate),
     }
-    of_steps = {"u": 2, "delta": 2, "z": 2, "B": 3, "C": 2}
+    of_steps = {"u": 2, "delta": 2, "z": 2, "B": 3, "C": 2, "seq_idx": 1}
     for discretization in ssm_kernels.discretizations:
         options = {"discretization": discretization, "delta_softplus": True}
         compare(group, "selective_scan", inputs, of_steps, 2, options, "return_last_state")
+    for packing in packings(batch).values():
+        compare(group, "selective_scan", inputs, of_steps, 2, {"delta_softplus": True} | packing, "return_last_state")
+    row = {name: value[:1] if name in of_steps else value for name, value in inputs.items() if name != "initial_state"}
+    packed = {"cu_seqlens": torch.tensor(CU_SEQLENS)}
+    for packing in (packed, packed | packings(1)["random"]):
+        compare(group, "selective_scan", row, of_steps, 2, {"discretization": "bilinear"} | packing, None)
     few = {name: inputs[name] for name in ("u", "delta", "A", "C")} | {"B": random(dim, dstate)}
     compare(group, "selective_scan", few, {"u": 2, "delta": 2, "C": 2}, 2, {}, None)
 
@@ -296,6 +302,9 @@ def check_mamba(group: dist.ProcessGroup, rank: int) -> None:
         torch.manual_seed(0)
         layer = layers.Mamba(6, 4, **{"dt_rank": 2, "dtype": torch.float64} | options)
         compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1)), f"Mamba {options}")
+    seq_idx, cu_seqlens, row = packings(2)["ascending"]["seq_idx"], torch.tensor(CU_SEQLENS), x[:1]
+    compare_layer(group, layer, lambda layer, cut: layer(cut(x, 1), seq_idx=cut(seq_idx, 1)), "Mamba, seq_idx")
+    compare_layer(group, layer, lambda layer, cut: layer(cut(row, 1), cu_seqlens=cu_seqlens), "Mamba, cu_seqlens")
     layer = layers.SelectiveSSM(6, 4, dtype=torch.float64)
     initial = random(2, 6, 4)
 

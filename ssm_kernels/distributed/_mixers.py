@@ -15,10 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 from ._carry import Carry
 from ._collectives import Group, tie
 from ._convolution import Halo
-from ._summaries import _ssd_chunk_scan_initial_gradient, ssd_chunk_scan_summary
 
 __all__ = ["Mamba2Mixer", "before_gate", "step_limit"]
 

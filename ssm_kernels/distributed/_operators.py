@@ -108,21 +108,25 @@ class GroupOperators:
         discretization: str = "zoh",
         delta_softplus: bool = False,
         initial_state: Tensor | None = None,
+        seq_idx: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
         return_last_state: bool = False,
     ) -> Any:
         tensors: dict[str, Any] = {"u": u, "delta": delta, "A": A, "B": B, "C": C, "D": D, "z": z, "delta_bias": delta_bias}
-        tensors["initial_state"] = initial_state
+        tensors |= {"initial_state": initial_state, "seq_idx": seq_idx}
         options: dict[str, Any] = {
             "discretization": discretization,
             "delta_softplus": delta_softplus,
             "return_last_state": return_last_state,
         }
         if self.group.size == 1:
-            return ops.selective_scan(**tensors, **options)
-        of_steps = {"u": 2, "delta": 2, "z": 2} | {
+            return ops.selective_scan(**tensors, cu_seqlens=cu_seqlens, **options)
+        of_steps = {"u": 2, "delta": 2, "z": 2, "seq_idx": 1} | {
             name: value.dim() - 1 for name, value in (("B", B), ("C", C)) if value.dim() > 2
         }
-        self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps)
+        self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps, cu_seqlens)
+        _refuse_states("selective_scan", cu_seqlens, initial_state, return_last_state)
+        packing = self._packing("selective_scan", u.shape[2], seq_idx, cu_seqlens)
         to = Casts(u)
         return SelectiveScan.apply(
             to.lower(u),
@@ -133,6 +137,8 @@ class GroupOperators:
             to.lower(z),
             to.wide(delta_bias),
             to.wide(initial_state),
+            None if packing is None else packing.seq_idx,
+            None if packing is None else packing.continues,
             discretization,
             delta_softplus,
             return_last_state,

@@ -12,17 +12,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._carry import Carry
-from ._collectives import Group, tie
-from ._mixers import before_gate
-from ._summaries import (
+from ..summaries import (
     _selective_scan_initial_gradient,
     _ssd_chunk_scan_initial_gradient,
-    linear_recurrence_initial_gradient,
-    linear_recurrence_summary,
     selective_scan_summary,
     ssd_chunk_scan_summary,
 )
+from ._carry import Carry
+from ._collectives import Group, tie
+from ._mixers import before_gate
+from ._summaries import linear_recurrence_initial_gradient, linear_recurrence_summary
 
 __all__ = ["LinearRecurrence", "SelectiveScan", "SsdChunkScan"]
 
@@ -49,28 +48,33 @@ class SelectiveScan(torch.autograd.Function):
         z: Tensor | None,
         delta_bias: Tensor | None,
         initial_state: Tensor | None,
+        seq_idx: Tensor | None,
+        continues: Tensor | None,
         discretization: str,
         delta_softplus: bool,
         needs_final: bool,
         group: Group,
     ) -> Any:
         carry = Carry(group, "selective_scan", reverse=False)
+        options = (discretization, delta_softplus)
         last_state, decay = selective_scan_summary(
-            u, delta, A, B, delta_bias=delta_bias, discretization=discretization, delta_softplus=delta_softplus
+            u, delta, A, B, delta_bias=delta_bias, discretization=discretization, delta_softplus=delta_softplus, seq_idx=seq_idx
         )
         gathering = carry.begin(last_state, decay, initial_state)
-        initial, final, passing, _ = carry.end(gathering, None, initial_state, needs_final)
+        initial, final, passing, continues = carry.end(gathering, continues, initial_state, needs_final)
         needs_grad = any(ctx.needs_input_grad)
         out, _, chunk_states = _ops._selective_scan_fwd(
-            u, delta, A, B, C, D, z, delta_bias, initial, discretization, delta_softplus, needs_grad
+            u, delta, A, B, C, D, z, delta_bias, initial, *options, needs_grad, seq_idx, None
         )
-        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, passing)
-        ctx.carry, ctx.options, ctx.needs_final = carry, (discretization, delta_softplus), needs_final
+        # Backward finds the initial state of a call without packed sequences among the states of chunks.
+        packed_initial = None if seq_idx is None else initial
+        ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, passing, continues)
+        ctx.carry, ctx.options, ctx.needs_final = carry, options, needs_final
         return (out, final) if needs_final else out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor, grad_final: Tensor | None = None) -> Any:
-        u, delta, A, B, C, D, z, delta_bias, chunk_states, passing = ctx.saved_tensors
+        u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, passing, continues = ctx.saved_tensors
         discretization, delta_softplus = ctx.options
         needs = [*ctx.needs_input_grad[:9]]
         grad_last_state = None
@@ -86,14 +90,15 @@ class SelectiveScan(torch.autograd.Function):
                     delta_bias=delta_bias,
                     discretization=discretization,
                     delta_softplus=delta_softplus,
+                    seq_idx=seq_idx,
                 )
-            grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)
+            grad_last_state = ctx.carry.gradient(local, grad_final, passing, continues)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
-        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states)
-        gradients = _results(_ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, *ctx.options, wanted), wanted)
+        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None)
+        gradients = _results(_ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted), wanted)
         if needs[8] and not ctx.carry.is_first:
-            gradients[8] = torch.zeros_like(local)
-        return (*gradients, None, None, None, None)
+            gradients[8] = A.new_zeros(u.shape[0], *A.shape)
+        return (*gradients, *(None,) * 6)
 
 
 class SsdChunkScan(torch.autograd.Function):

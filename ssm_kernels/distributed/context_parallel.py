@@ -56,12 +56,14 @@ class _Context(GroupOperators):
         delta_bias: Tensor | None,
         initial_state: Tensor | None,
         discretization: str,
+        seq_idx: Tensor | None,
+        cu_seqlens: Tensor | None,
         needs_last_state: bool,
     ) -> tuple[Tensor, Tensor | None]:
         """Arguments and results as ``torch.ops.ssm_kernels._mamba_mixer``."""
         if self.group.size == 1:
             local: tuple[Tensor, Tensor] = _ops._mamba_mixer(
-                x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization
+                x, delta, A_log, B, C, D, z, delta_bias, initial_state, discretization, seq_idx, cu_seqlens
             )
             return local
         wide = wide_dtype(x.dtype)
@@ -77,6 +79,8 @@ class _Context(GroupOperators):
             discretization=discretization,
             delta_softplus=True,
             initial_state=initial_state,
+            seq_idx=seq_idx,
+            cu_seqlens=cu_seqlens,
             return_last_state=needs_last_state,
         )
         out, last_state = results if needs_last_state else (results, None)

@@ -63,6 +63,8 @@ def selective_scan(
     discretization: str = "zoh",
     delta_softplus: bool = False,
     initial_state: Tensor | None = None,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
     return_last_state: bool = False,
     group: GroupLike = None,
 ) -> Any:
@@ -83,6 +85,8 @@ def selective_scan(
         discretization=discretization,
         delta_softplus=delta_softplus,
         initial_state=initial_state,
+        seq_idx=seq_idx,
+        cu_seqlens=cu_seqlens,
         return_last_state=return_last_state,
     )
 
