@@ -243,7 +243,8 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "bool[5] needs_grad) -> (Tensor grad_0, Tensor grad_1, Tensor grad_2, Tensor grad_3, Tensor grad_h0)");
   // The summary of any of them: the last state from zero, and the product of all a, zero where a reset is. And its adjoint.
   const std::string summary_arguments =
-      "Tensor[] inputs, Tensor? reset, str recurrence, str candidate_activation, bool gate_is_logit, bool reverse";
+      "Tensor[] inputs, Tensor? cu_seqlens, Tensor? reset, str recurrence, str candidate_activation, bool gate_is_logit, "
+      "bool reverse";
   def("_linear_recurrence_summary(" + summary_arguments + ") -> (Tensor last_state, Tensor decay)");
   def_kernels("_linear_recurrence_summary_fwd(" + summary_arguments + ") -> (Tensor last_state, Tensor decay)");
   def_kernels("_linear_recurrence_summary_bwd(Tensor? grad_last_state, Tensor? grad_decay, " + summary_arguments +

@@ -226,14 +226,15 @@ def _linear_recurrence_summary(
     info: Any,
     in_dims: tuple[Any, ...],
     inputs: list[Tensor],
+    cu_seqlens: Tensor | None,
     reset: Tensor | None,
     recurrence: str,
     *options: Any,
 ) -> tuple[Any, Any]:
-    input_dims, reset_dim, *_ = in_dims
-    samples = _RecurrenceFold(info, inputs, input_dims, None, None, recurrence)
+    input_dims, cu_seqlens_dim, reset_dim, *_ = in_dims
+    samples = _RecurrenceFold(info, inputs, input_dims, cu_seqlens, cu_seqlens_dim, recurrence)
     results = torch.ops.ssm_kernels._linear_recurrence_summary(
-        samples.fold_all(inputs, input_dims), samples.fold(reset, reset_dim), recurrence, *options
+        samples.fold_all(inputs, input_dims), cu_seqlens, samples.fold(reset, reset_dim), recurrence, *options
     )
     (last_state, last_state_dim), (decay, decay_dim) = map(samples.unfold, results)
     return (last_state, decay), (last_state_dim, decay_dim)

@@ -6,6 +6,7 @@ span is the sum over its steps of the product of the transitions up to a step, t
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -84,15 +85,24 @@ def ssd_chunk_scan_summary(
 
 
 def recurrence_summary(
-    recurrence: str, *inputs: Any, reverse: bool = False, reset: Tensor | None = None, **named: Any
+    recurrence: str,
+    *inputs: Any,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
+    **named: Any,
 ) -> tuple[Tensor, Tensor]:
     """As the summary of this scan, such as ``"linear_scan"``; in float32 or, where any argument is float64, in float64."""
     scan = getattr(reference, recurrence)
-    h, last_state = scan(*inputs, reverse=reverse, reset=reset, return_last_state=True, **named)
+    of_time: Any = {"reverse": reverse, "cu_seqlens": cu_seqlens, "reset": reset}
+    h, last_state = scan(*inputs, **of_time, return_last_state=True, **named)
     tensors = [x.to(h.dtype) if isinstance(x, Tensor) else x for x in inputs]
     others = {name: x.to(h.dtype) if isinstance(x, Tensor) else x for name, x in named.items()}
-    a, _ = RECURRENCES[recurrence](*tensors, **others)
-    return last_state, _product(a.expand_as(h), 1, reset)
+    a = RECURRENCES[recurrence](*tensors, **others)[0].expand_as(h)
+    if cu_seqlens is None:
+        return last_state, _product(a, 1, reset)
+    products = [a[0, begin:end].prod(0) for begin, end in itertools.pairwise(cu_seqlens.tolist())]
+    return last_state, torch.stack(products) if products else torch.ones_like(last_state)
 
 
 def initial_gradient(transitions: Tensor, reads: Tensor, begins: Tensor | None = None, reverse: bool = False) -> Tensor:

@@ -140,7 +140,9 @@ def ssd_chunk_scan_summary(
 
 
 @names_arguments
-def linear_scan_summary(a: Tensor, b: Tensor, *, reverse: bool = False, reset: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def linear_scan_summary(
+    a: Tensor, b: Tensor, *, reverse: bool = False, cu_seqlens: Tensor | None = None, reset: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     r"""The map of :func:`linear_scan` from the state before all steps to the state after them.
 
     .. math:: h_{\mathrm{last}} = \mathrm{decay} \cdot h_0 + \mathrm{last\_state}, \quad \mathrm{decay} = \prod_t a_t
@@ -149,24 +151,29 @@ def linear_scan_summary(a: Tensor, b: Tensor, *, reverse: bool = False, reset: T
 
     Args:
         a, b: as for :func:`linear_scan`.
-        reverse: time runs backwards, from the last step to the first.
-        reset: (batch, seqlen), bool: where true, the state before that step is dropped, and zero takes its place.
+        reverse: time runs backwards, from the last step to the first, also in each packed sequence.
+        cu_seqlens: as for :func:`linear_scan`: each packed sequence has a summary of its own.
+        reset: (batch, seqlen), bool: where true, the state before that step is dropped, and zero takes its place. Not together
+            with ``cu_seqlens``.
 
     Returns:
-        ``last_state`` of a scan from zero and ``decay``, both (batch, channels), float32 (float64 with float64 inputs).
-        ``decay`` is zero in rows with a reset and, on the CPU, where the product is below the smallest normal number. A span of
-        no steps has the last state 0 and the decay 1. Both are differentiable with respect to every floating-point tensor
-        argument. Double backward and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
+        ``last_state`` of a scan from zero and ``decay``, both (batch, channels) or, with ``cu_seqlens``, (sequences, channels),
+        float32 (float64 with float64 inputs). ``decay`` is zero in rows with a reset and, on the CPU, where the product is
+        below the smallest normal number. A span of no steps has the last state 0 and the decay 1. Both are differentiable with
+        respect to every floating-point tensor argument. Double backward and ``torch.func`` transforms other than ``vmap`` are
+        not supported and raise.
 
     The CPU's kernel reads the inputs once and writes nothing but the two results. On CUDA the operator runs two scans and drops
     their outputs. Backward runs the scan and its adjoint twice on both devices. Autograd saves the inputs only.
 
     Raises:
-        ValueError: a shape or a candidate activation is not as documented.
+        ValueError: a shape, the values of ``cu_seqlens`` or a candidate activation are not as documented.
         RuntimeError: a dtype, layout or device is not as documented, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan_summary(a, b, reverse=reverse, reset=reset)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.linear_scan_summary(
+        a, b, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    )
     return results
 
 
@@ -178,6 +185,7 @@ def mingru_scan_summary(
     candidate_activation: str | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The map of :func:`mingru_scan` from the state before all steps to the state after them.
@@ -185,7 +193,13 @@ def mingru_scan_summary(
     :func:`mingru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.mingru_scan_summary(
-        gate, candidate, candidate_activation=candidate_activation, gate_is_logit=gate_is_logit, reverse=reverse, reset=reset
+        gate,
+        candidate,
+        candidate_activation=candidate_activation,
+        gate_is_logit=gate_is_logit,
+        reverse=reverse,
+        cu_seqlens=cu_seqlens,
+        reset=reset,
     )
     return results
 
@@ -198,6 +212,7 @@ def minlstm_scan_summary(
     *,
     candidate_activation: str | None = None,
     reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The map of :func:`minlstm_scan` from the state before all steps to the state after them.
@@ -205,21 +220,27 @@ def minlstm_scan_summary(
     :func:`minlstm_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.minlstm_scan_summary(
-        forget, input, candidate, candidate_activation=candidate_activation, reverse=reverse, reset=reset
+        forget, input, candidate, candidate_activation=candidate_activation, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results
 
 
 @names_arguments
 def liquid_scan_summary(
-    candidate: Tensor, tau: Tensor, dt: Tensor | float, *, reverse: bool = False, reset: Tensor | None = None
+    candidate: Tensor,
+    tau: Tensor,
+    dt: Tensor | float,
+    *,
+    reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
+    reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The map of :func:`liquid_scan` from the state before all steps to the state after them.
 
     :func:`liquid_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.liquid_scan_summary(
-        candidate, tau, step_size("liquid_scan_summary", dt, candidate), reverse=reverse, reset=reset
+        candidate, tau, step_size("liquid_scan_summary", dt, candidate), reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results
 
@@ -232,6 +253,7 @@ def rglru_scan_summary(
     x: Tensor,
     recurrent_param: Tensor,
     reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The map of :func:`rglru_scan` from the state before all steps to the state after them.
@@ -239,44 +261,50 @@ def rglru_scan_summary(
     :func:`rglru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
     """
     results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.rglru_scan_summary(
-        recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, reverse=reverse, reset=reset
+        recurrence_gate, input_gate, x=x, recurrent_param=recurrent_param, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
     )
     return results
 
 
 @names_arguments
 def hgrn_scan_summary(
-    log_gate: Tensor, *, x: Tensor, reverse: bool = False, reset: Tensor | None = None
+    log_gate: Tensor, *, x: Tensor, reverse: bool = False, cu_seqlens: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The map of :func:`hgrn_scan` from the state before all steps to the state after them.
 
     :func:`hgrn_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan_summary(log_gate, x=x, reverse=reverse, reset=reset)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.hgrn_scan_summary(
+        log_gate, x=x, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    )
     return results
 
 
 @names_arguments
 def elu_gru_scan_summary(
-    gate: Tensor, candidate: Tensor, *, reverse: bool = False, reset: Tensor | None = None
+    gate: Tensor, candidate: Tensor, *, reverse: bool = False, cu_seqlens: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The map of :func:`elu_gru_scan` from the state before all steps to the state after them.
 
     :func:`elu_gru_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan_summary(gate, candidate, reverse=reverse, reset=reset)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.elu_gru_scan_summary(
+        gate, candidate, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    )
     return results
 
 
 @names_arguments
 def diag_linear_scan_summary(
-    gate: Tensor, x: Tensor, *, reverse: bool = False, reset: Tensor | None = None
+    gate: Tensor, x: Tensor, *, reverse: bool = False, cu_seqlens: Tensor | None = None, reset: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The map of :func:`diag_linear_scan` from the state before all steps to the state after them.
 
     :func:`diag_linear_scan` documents the inputs, :func:`linear_scan_summary` the other arguments, the results and the errors.
     """
-    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan_summary(gate, x, reverse=reverse, reset=reset)
+    results: tuple[Tensor, Tensor] = torch.ops.ssm_kernels.diag_linear_scan_summary(
+        gate, x, reverse=reverse, cu_seqlens=cu_seqlens, reset=reset
+    )
     return results
 
 
@@ -345,9 +373,12 @@ def _linear_recurrence_initial_gradient(
     candidate_activation: str | None = None,
     gate_is_logit: bool = True,
     reverse: bool = False,
+    cu_seqlens: Tensor | None = None,
     reset: Tensor | None = None,
 ) -> Tensor:
     """The gradient of the state before all steps, (batch, channels), from the gradients of the states after each step alone.
+
+    With ``cu_seqlens`` it is that of the state before each packed sequence, (sequences, channels).
 
     It is the sum over t of (product of a up to t) grad_h_t, over the steps before the first reset of each row. The gradient of
     the last state adds ``decay`` times itself.
@@ -366,7 +397,8 @@ def _linear_recurrence_initial_gradient(
     needs_grad = [False] * 4 + [True]
     options = (recurrence, candidate_activation or "none", gate_is_logit, reverse, needs_grad)
     # Other gradients read h; this one does not.
-    result: Tensor = torch.ops.ssm_kernels._linear_recurrence_bwd(grad_h, None, expanded, first, None, None, None, *options)[-1]
+    call = (grad_h, None, expanded, first, None, cu_seqlens, None)
+    result: Tensor = torch.ops.ssm_kernels._linear_recurrence_bwd(*call, *options)[-1]
     return result
 
 

@@ -136,11 +136,13 @@ class RecurrenceSummary(Summary):
         "reverse": {"reverse": True},
         "reset": {"reset": True},
         "reset_reverse": {"reset": True, "reverse": True},
+        "packed": {"cu_seqlens": recurrence_helpers.PACKED},
+        "packed_reverse": {"cu_seqlens": recurrence_helpers.PACKED, "reverse": True},
     }
     cases = options
     compiled = ("reverse", "reset")
-    mapped = ("all", "reset_reverse")
-    sizes = ({}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"reset": True})
+    mapped = ("all", "reset_reverse", "packed")
+    sizes = ({}, {"seqlen": 70}, {"seqlen": 0}, {"batch": 0}, {"reset": True}, {"cu_seqlens": recurrence_helpers.PACKED})
 
     def __init__(self, variant: Variant) -> None:
         super().__init__(f"{variant.name}_summary")
@@ -149,11 +151,10 @@ class RecurrenceSummary(Summary):
 
     def make_inputs(self, **options: Any) -> Inputs:
         inputs = recurrence_helpers.make_inputs(self.variant, **options, h0=False)
-        return {name: value for name, value in inputs.items() if name not in ("h0", "cu_seqlens")}
+        return {name: value for name, value in inputs.items() if name != "h0"}
 
     def result_shapes(self, inputs: Inputs) -> tuple[tuple[int, ...], ...]:
-        batch, _, channels = self.first(inputs).shape
-        return ((batch, channels),) * 2
+        return (recurrence_helpers.state_of(inputs).shape,) * 2
 
     def time_axes(self, inputs: Inputs) -> dict[str, int]:
         return self.variant.time_axes(inputs)
@@ -165,13 +166,13 @@ class RecurrenceSummary(Summary):
         return [i < len(self.variant.recurrence.inputs) for i in range(4)]
 
     def internal_values(self, inputs: Inputs) -> Inputs:
-        return self.variant.internal_values(inputs | {"h0": None, "cu_seqlens": None}) | {"recurrence": self.name}
+        return self.variant.internal_values(inputs | {"h0": None}) | {"recurrence": self.name}
 
     def call_reference(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
         return reference_summaries.recurrence_summary(self.variant.name, **inputs)
 
     def from_a_state(self, inputs: Inputs, state: Tensor) -> Tensor:
-        return self.variant(**inputs, cu_seqlens=None, h0=state)[1]
+        return self.variant(**inputs, h0=state)[1]
 
 
 SELECTIVE_SUMMARY, SSD_SUMMARY = SelectiveScanSummary("selective_scan_summary"), SsdChunkScanSummary("ssd_chunk_scan_summary")

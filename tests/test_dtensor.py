@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
 from collections.abc import Callable
@@ -141,12 +142,23 @@ def causal_conv1d_update(*, tokens: int = 0, writes: tuple[str, ...] = ()) -> Ca
     return call, tensors, places
 
 
+def summary(name: str, of_scan: tuple[Callable[..., Any], dict[str, Tensor], dict[str, int]]) -> Case:
+    """The summary of a scan, of the tensors that it shares with the scan."""
+    function = getattr(ssm_kernels, f"{name}_summary")
+    names = inspect.signature(function).parameters
+    tensors, channels = ({key: value for key, value in of.items() if key in names} for of in of_scan[1:])
+    return lambda **t: function(**t), tensors, channels
+
+
 BUFFER, WINDOW = ("out", "intermediate_states_buffer"), ("out", "intermediate_conv_window")
 CASES = {
     "selective_scan": selective_scan,
     "selective_scan, two groups": lambda: selective_scan(2),
     "ssd_chunk_scan": lambda: ssd_chunk_scan(1),
     "ssd_chunk_scan, two groups": lambda: ssd_chunk_scan(2),
+    "selective_scan_summary": lambda: summary("selective_scan", selective_scan(2)),
+    "ssd_chunk_scan_summary": lambda: summary("ssd_chunk_scan", ssd_chunk_scan(2)),
+    "rglru_scan_summary": lambda: summary("rglru_scan", rglru_scan()),
     "causal_conv1d": causal_conv1d,
     "rglru_scan": rglru_scan,
     "rms_norm_gated": rms_norm_gated,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 import pytest
@@ -89,8 +90,11 @@ def test_layouts(operator, layout, device):
 @over(ALL)
 def test_last_state_from_any_state(operator, device):
     """``decay * state + last_state``, of the scan's own kernels; with a long span, whose decay is far below one."""
-    for seqlen in (1, 33, 300):
-        inputs = operator.make_inputs(seqlen=seqlen, device=device)
+    spans = [{"seqlen": 1}, {"seqlen": 33}, {"seqlen": 300}]
+    if "packed" in operator.options:
+        spans.append(operator.options["packed"])
+    for span in spans:
+        inputs = operator.make_inputs(**span, device=device)
         last_state, decay = operator(**inputs)
         state = Draws(1).normal(*last_state.shape).to(last_state)
         of_state = decay.reshape(*decay.shape, *(1,) * (state.dim() - decay.dim())) * state
@@ -252,6 +256,19 @@ def test_initial_gradient_of_recurrences(operator, reset, reverse, device):
     torch.testing.assert_close(actual.cpu(), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_initial_gradient_of_packed_sequences(reverse, device):
+    """Each sequence has that of a batch row of its steps."""
+    a, grad_h = (Draws(seed).normal(1, 9, 4).to(device) for seed in (1, 2))
+    offsets = torch.tensor(recurrence_helpers.PACKED, dtype=torch.int32, device=device)
+    options = {"recurrence": "linear_scan", "reverse": reverse}
+    actual = summaries._linear_recurrence_initial_gradient(grad_h, inputs=(a, a), cu_seqlens=offsets, **options)
+    for row, (begin, end) in zip(actual, itertools.pairwise(recurrence_helpers.PACKED), strict=True):
+        grad, gate = (x[:, begin:end] for x in (grad_h, a))
+        expected = summaries._linear_recurrence_initial_gradient(grad, inputs=(gate, gate), **options)
+        torch.testing.assert_close(row[None], expected, rtol=1e-12, atol=1e-12)
+
+
 def test_initial_gradient_completes_that_of_the_scan(device):
     """With ``decay`` times the gradient of the last state, it is what the scan's adjoint returns."""
     inputs = selective_scan_helpers.make_inputs(z=False, D=False, device=device)
@@ -375,6 +392,7 @@ def test_tags(name):
         ("ssd_chunk_scan_summary", {"discretization": "euler"}, ValueError, "discretization 'euler' is not supported"),
         ("linear_scan_summary", {"b": (2, 5, 3)}, ValueError, r"expected b of shape \(batch, seqlen, channels\) = \[2, 5, 4\]"),
         ("linear_scan_summary", {"reset": (2, 4)}, ValueError, r"expected reset of shape \(batch, seqlen\) = \[2, 5\]"),
+        ("linear_scan_summary", {"cu_seqlens": torch.tensor([0, 5])}, ValueError, "expected batch 1 with cu_seqlens, got 2"),
         ("mingru_scan_summary", {"candidate_activation": "relu"}, ValueError, "unknown candidate_activation 'relu'"),
         ("liquid_scan_summary", {"tau": (3,)}, ValueError, "expected tau of a shape that broadcasts to"),
         ("liquid_scan_summary", {"dt": "1"}, TypeError, "expected dt to be a tensor or a number, got str"),

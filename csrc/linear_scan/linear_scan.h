@@ -74,7 +74,7 @@ struct LinearScanFwdParams : LinearScanParams {
 
 // The map from the state before all steps to the state after them: last_state + decay h. A reset makes the decay zero.
 struct LinearScanSummaryParams : LinearScanParams {
-  StateView last_state, decay;  // written for every row of the batch
+  StateView last_state, decay;  // written for sequences that have steps, and for every row of a batch
 };
 
 struct LinearScanBwdParams : LinearScanParams {

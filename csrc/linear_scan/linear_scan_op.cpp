@@ -6,6 +6,8 @@
 #include <ATen/ops/arange.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
+#include <ATen/ops/ones.h>
+#include <ATen/ops/zeros.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -97,9 +99,7 @@ std::string PublicOperator::schema() const {
   std::string options;
   if (row->has_candidate_activation) options += ", str? candidate_activation=None";
   if (row->has_gate_is_logit) options += ", bool gate_is_logit=True";
-  if (kind != Kind::kStep) options += ", bool reverse=False";
-  if (kind == Kind::kScan) options += ", Tensor? cu_seqlens=None";
-  if (kind != Kind::kStep) options += ", Tensor? reset=None";
+  if (kind != Kind::kStep) options += ", bool reverse=False, Tensor? cu_seqlens=None, Tensor? reset=None";
   if (row->positional >= row->inputs && !options.empty()) schema += ", *";
   const char* const results = kind == Kind::kScan   ? "(Tensor h, Tensor last_state)"
                               : kind == Kind::kStep ? "(Tensor h, Tensor new_state)"
@@ -197,18 +197,20 @@ GradTensors allocate_bwd(const BwdInputs& bwd) {
 }
 
 SummaryOutputs allocate_summary(const SummaryInputs& in) {
-  const at::Tensor& first = in.tensors[0];
-  const auto state = [&] { return at::empty_symint({first.sym_size(0), first.sym_size(2)}, state_options(in)); };
-  return {state(), state()};
+  const std::array<c10::SymInt, 2> shape = {in.sequences(), in.tensors[0].sym_size(2)};
+  const at::TensorOptions options = state_options(in);
+  // Kernels write those of sequences that have steps, and of every row of a batch.
+  if (is_present(in.cu_seqlens)) return {at::zeros_symint(shape, options), at::ones_symint(shape, options)};
+  return {at::empty_symint(shape, options), at::empty_symint(shape, options)};
 }
 
 SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
   const SummaryInputs& in = bwd.in;
   const at::Tensor& first = in.tensors[0];
   const ArgumentChecks checks(find_operator(in.recurrence).name.c_str(), "the first input", first);
-  const std::array<c10::SymInt, 2> shape = {first.sym_size(0), first.sym_size(2)};
-  checks.tensor("grad_last_state", bwd.grad_last_state, kStateAxes, shape, checks.accumulate());
-  checks.tensor("grad_decay", bwd.grad_decay, kStateAxes, shape, checks.accumulate());
+  const std::array<c10::SymInt, 2> shape = {in.sequences(), first.sym_size(2)};
+  checks.tensor("grad_last_state", bwd.grad_last_state, "(sequences, channels)", shape, checks.accumulate());
+  checks.tensor("grad_decay", bwd.grad_decay, "(sequences, channels)", shape, checks.accumulate());
   SummaryGrads grads;
   for (size_t i = 0; i < grads.size(); ++i) {
     const bool is_needed = i < in.tensors.size() && bwd.needs_grad[i];
@@ -279,9 +281,10 @@ LinearScanFwdParams make_fwd_params(const Inputs& in, const Member& member, cons
   return params;
 }
 
-LinearScanSummaryParams make_summary_params(const SummaryInputs& in, const Member& member, const SummaryOutputs& outputs) {
+LinearScanSummaryParams make_summary_params(const SummaryInputs& in, const Member& member, const at::Tensor& sequence_of_step,
+                                            const SummaryOutputs& outputs) {
   LinearScanSummaryParams params;
-  fill_params(params, in, member, {});
+  fill_params(params, in, member, sequence_of_step);
   params.last_state = state_view(outputs.last_state, Access::kWrite);
   params.decay = state_view(outputs.decay, Access::kWrite);
   return params;
@@ -344,7 +347,7 @@ void public_operator(const c10::OperatorHandle& handle, torch::jit::Stack* stack
   if (row.has_gate_is_logit) in.gate_is_logit = (next++)->toBool();
   if (op.kind != Kind::kStep) {
     in.reverse = (next++)->toBool();
-    if (op.kind == Kind::kScan) in.cu_seqlens = (next++)->toOptional<at::Tensor>();
+    in.cu_seqlens = (next++)->toOptional<at::Tensor>();
     in.reset = next->toOptional<at::Tensor>();
   }
 

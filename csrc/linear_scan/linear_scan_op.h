@@ -100,9 +100,9 @@ void register_kernels(torch::Library& m) {
   implement<bwd>(m, "_linear_recurrence_bwd");
 }
 
-// A summary has neither an initial state nor packed sequences with states of their own.
+// A summary has no initial state.
 struct SummaryInputs : Inputs {
-  auto fields() { return std::tie(tensors, reset, recurrence, candidate_activation, gate_is_logit, reverse); }
+  auto fields() { return std::tie(tensors, cu_seqlens, reset, recurrence, candidate_activation, gate_is_logit, reverse); }
 };
 
 struct SummaryOutputs {
@@ -125,7 +125,8 @@ using SummaryGrads = std::array<at::Tensor, kMaxRecurrenceInputs>;
 // As allocate_bwd.
 SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd);
 
-LinearScanSummaryParams make_summary_params(const SummaryInputs& in, const Member& member, const SummaryOutputs& outputs);
+LinearScanSummaryParams make_summary_params(const SummaryInputs& in, const Member& member, const at::Tensor& sequence_of_step,
+                                            const SummaryOutputs& outputs);
 
 // In linear_scan_summary.cpp: the summary as two scans, and its adjoint as two scans and their adjoints, on any device.
 SummaryOutputs summary_of_scans(const SummaryInputs& in);

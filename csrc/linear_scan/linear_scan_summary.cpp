@@ -40,7 +40,8 @@ Inputs scan_of_decays(const SummaryInputs& in, const RecurrenceRow& row, std::ve
   scan.tensors = inputs;
   scan.candidate_activation = "none";
   scan.reset.reset();
-  scan.h0 = at::ones({first.size(0), first.size(2)}, first.options().dtype(accumulate_type(first.scalar_type())));
+  const at::TensorOptions options = first.options().dtype(accumulate_type(first.scalar_type()));
+  scan.h0 = at::ones_symint({in.sequences(), first.sym_size(2)}, options);
   return scan;
 }
 

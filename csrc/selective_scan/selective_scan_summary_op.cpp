@@ -136,10 +136,11 @@ GradTensors adjoint_of(const Inputs& scan, const at::Tensor& grad_last_state, co
 
 SummaryOutputs summary_of_scans(const SummaryInputs& in) {
   const Discretization method = check_summary_inputs(in);
-  SummaryOutputs outputs;
-  outputs.last_state = forward_of(in.scan(), /*save_chunk_states=*/false).last_state;
-  outputs.decay = has_exponential_transition(method) ? StepSum(in).decay(in.A).to(in.A.scalar_type())
-                                                     : forward_of(scan_of_decays(in), false).last_state;
+  const at::Tensor last_state = forward_of(in.scan(), /*save_chunk_states=*/false).last_state;
+  if (!has_exponential_transition(method)) return {last_state, forward_of(scan_of_decays(in), false).last_state};
+  SummaryOutputs outputs = allocate_summary(in);  // contiguous, whatever the strides of A
+  outputs.last_state = last_state;
+  outputs.decay.copy_(StepSum(in).decay(in.A));
   return outputs;
 }
 

@@ -61,11 +61,15 @@ SummaryGrads allocate_summary_bwd(const SummaryBwdInputs& bwd) {
 SummaryOutputs summary_fwd(const SummaryInputs& in) {
   if (in.x.is_meta()) return meta<check_summary_inputs, allocate_summary>(in);
   const Discretization method = check_summary_inputs(in);
-  Inputs scan = in.scan();
-  if (in.x.is_cuda()) return {fwd(scan).final_states, decay_aten(scan, method)};
-  scan.C.reset();
   SummaryOutputs outputs = allocate_summary(in);
-  summary_aten(scan, method, outputs);
+  Inputs scan = in.scan();
+  if (in.x.is_cuda()) {
+    outputs.final_states = fwd(scan).final_states;
+    outputs.decay.copy_(decay_aten(scan, method));
+  } else {
+    scan.C.reset();
+    summary_aten(scan, method, outputs);
+  }
   return outputs;
 }
 

@@ -53,9 +53,12 @@ GradTensors bwd_cpu(const BwdInputs& bwd) {
 
 SummaryOutputs summary_cpu(const SummaryInputs& in) {
   const Member member = check_inputs(in);
+  const at::Tensor& first = in.tensors[0];
+  if (is_present(in.cu_seqlens)) check_cu_seqlens_values(in.recurrence, *in.cu_seqlens, first.size(1));
   SummaryOutputs outputs = allocate_summary(in);
-  const LinearScanSummaryParams params = make_summary_params(in, member, outputs);
-  const ScalarKind kind = scalar_kind(in.tensors[0].scalar_type());
+  const at::Tensor sequences = sequence_of_step(in);
+  const LinearScanSummaryParams params = make_summary_params(in, member, sequences, outputs);
+  const ScalarKind kind = scalar_kind(first.scalar_type());
   for_each_task(params, [&](const Tasks& tasks, int64_t task, std::byte* scratch) {
     cpu_kernels().summary_task(params, kind, tasks, task, scratch);
   });

@@ -190,32 +190,37 @@ void summary(const LinearScanSummaryParams& p, ScalarKind kind, const Tasks& tas
   const auto input_tiles = allocate_tiles<Acc, kInputs>(memory);
   Acc* const state = memory;
   Acc* const decay = memory + kMaxTaskChannels;
-  std::fill(state, state + kMaxTaskChannels, Acc(0));
-  std::fill(decay, decay + kMaxTaskChannels, Acc(1));
   bool has_reset = false;
+  const auto begin = [&] {
+    std::fill(state, state + kMaxTaskChannels, Acc(0));
+    std::fill(decay, decay + kMaxTaskChannels, Acc(1));
+  };
+  const auto end = [&](int64_t sequence) {
+    if (has_reset) std::fill(decay, decay + kMaxTaskChannels, Acc(0));
+    view.store_state(p.last_state, state, sequence);
+    view.store_state(p.decay, decay, sequence);
+  };
 
+  begin();
   for (int64_t t0 = 0; t0 < p.seqlen; t0 += kTileSteps) {
     const int64_t steps = std::min(kTileSteps, p.seqlen - t0);
     Rows<Acc> inputs[kInputs];
     for (size_t i = 0; i < kInputs; ++i) inputs[i] = view.load(input_tiles[i], p.inputs[i], t0, steps);
     for (int64_t step = 0; step < steps;) {
-      if (p.is_reset(view.batch, t0 + step)) {
-        has_reset = true;
-        std::fill(state, state + kMaxTaskChannels, Acc(0));
-      }
+      if (p.begins(view.batch, t0 + step)) begin();
+      has_reset = has_reset || p.is_reset(view.batch, t0 + step);
       bool is_group = step + kGroup <= steps;
-      for (int i = 1; is_group && i < kGroup; ++i) is_group = !p.is_reset(view.batch, t0 + step + i);
+      for (int i = 1; is_group && i < kGroup; ++i) is_group = !p.begins(view.batch, t0 + step + i);
       if (is_group) {
         summarize<kGroup>(variant, inputs, step, view.lanes, state, decay);
       } else {
         summarize<1>(variant, inputs, step, view.lanes, state, decay);
       }
       step += is_group ? kGroup : 1;
+      if (p.ends(t0 + step - 1)) end(p.sequence(view.batch, t0 + step - 1));
     }
   }
-  if (has_reset) std::fill(decay, decay + kMaxTaskChannels, Acc(0));
-  view.store_state(p.last_state, state, view.batch);
-  view.store_state(p.decay, decay, view.batch);
+  if (p.seqlen == 0 && p.sequence_of_step == nullptr) end(view.batch);
 }
 
 template <typename Acc, typename Variant>
