@@ -80,7 +80,8 @@ class TensorParallel(ParallelStyle):
 
     Raises:
         ValueError: when it is applied: the mesh has several dimensions; the number of ranks does not divide the channels, the
-            heads or the columns of an MLP; the module has no tensor parallelism, or its parameters are distributed already.
+            heads or the columns of an MLP; the module has no tensor parallelism, or its parameters are distributed already; the
+            ranks have different layers, options or dtypes. Every rank raises it, before anything is changed.
         TypeError: a projection is not an ``nn.Linear``, as after an adapter was added, or an argument is not a bool.
     """
 
@@ -100,8 +101,13 @@ class TensorParallel(ParallelStyle):
                 f"{_NAME}: expected a mesh of one dimension, got {device_mesh.ndim}: slice it by name, as in mesh['tensor']"
             )
         layers = _layers_of(module)
-        for name, layer in layers:
-            _check(f"{_NAME}: {name}" if name else f"{_NAME}: {type(layer).__name__}", layer, device_mesh.size())
+        error: Exception | None = None
+        try:
+            for name, layer in layers:
+                _check(f"{_NAME}: {name}" if name else f"{_NAME}: {type(layer).__name__}", layer, device_mesh.size())
+        except (ValueError, TypeError) as raised:
+            error = raised
+        _agree(device_mesh, self._describe(module, layers), error)
         if device_mesh.size() == 1:
             return module
         how = Distribution(device_mesh, self.src_data_rank)
@@ -110,6 +116,15 @@ class TensorParallel(ParallelStyle):
         if isinstance(module, MambaLM):
             self._distribute_model(module, how)
         return module
+
+    def _describe(self, module: nn.Module, layers: list[tuple[str, nn.Module]]) -> dict[str, str]:
+        """What the ranks have to agree on."""
+        return {
+            "style": f"{self}, src_data_rank={self.src_data_rank}",
+            "module": type(module).__name__,
+            **{name or "layer": f"{type(layer).__name__}({layer.extra_repr()})" for name, layer in layers},
+            **{name: f"{p.dtype} {[*p.shape]}" for name, p in module.named_parameters()},
+        }
 
     def _distribute_model(self, model: MambaLM, how: Distribution) -> None:
         mesh, between = how.mesh, Shard(1) if self.sequence_parallel else Replicate()
@@ -131,6 +146,26 @@ class TensorParallel(ParallelStyle):
         become(model, _TensorParallelLM)
         of_ranks = cast(Any, model)
         of_ranks._tensor_mesh, of_ranks._sequence_parallel = mesh, self.sequence_parallel
+
+
+def _agree(mesh: DeviceMesh, description: dict[str, str], error: Exception | None) -> None:
+    """Raises on every rank where one has an error or another description: ranks that go on alone would wait for each other."""
+    found: list[Any] = [(description, None if error is None else str(error))]
+    # A fake process group, for dry runs in one process, exchanges nothing.
+    if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
+        found = [None] * mesh.size()
+        dist.all_gather_object(found, (description, None if error is None else str(error)), group=mesh.get_group())
+    if error is not None:
+        raise error
+    for rank, (other, message) in enumerate(found):
+        if message is not None:
+            raise ValueError(f"{_NAME}: rank {rank} of the mesh raised: {message}")
+        for name in {**found[0][0], **other}:
+            values = found[0][0].get(name), other.get(name)
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"{_NAME}: expected the same {name} on every rank, got {values[0]} on rank 0 and {values[1]} on rank {rank}"
+                )
 
 
 def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
