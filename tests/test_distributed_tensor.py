@@ -407,6 +407,11 @@ def check_errors(mesh: Mesh) -> None:
     spans = apply(language_model("Mamba"), sequence_parallel=True)
     with pytest.raises(ValueError, match="expected a seqlen that is a multiple of the 3 ranks with sequence_parallel, got 4"):
         spans(tokens_of(1, 4))
+    with pytest.raises(ValueError, match="MambaLM: expected num_last_tokens 0 with sequence_parallel, got 1"):
+        spans(tokens_of(1, 3), num_last_tokens=1)
+    mixer = spans.backbone.layers[0].mixer
+    with pytest.raises(ValueError, match=r"expected \(batch, seqlen, channels\) with sequence_parallel, which cannot cut one"):
+        mixer.step(draw(1, 1, D_MODEL), *mixer.allocate_inference_cache(1, 1))
     with pytest.raises(ValueError, match=r"MambaLM.generate: expected a model without sequence_parallel"):
         spans.generate(tokens_of(1, 3), 4)
     with pytest.raises(ValueError, match=r"MambaLM.generate: expected no cg with tensor parallelism"):

@@ -74,7 +74,7 @@ class TensorParallel(ParallelStyle):
         sequence_parallel: the input and the output of a layer are a rank's span of the steps, (batch, seqlen / ranks, d_model),
             and so is everything between the blocks of a model: an all-gather and a reduce-scatter take the place of each
             all-reduce. A model takes all tokens and gives all logits. ``seqlen`` must be a multiple of the ranks, so that
-            ``step`` and ``generate`` are not possible.
+            ``step`` and ``generate`` raise an error, and so do ``num_last_tokens`` and ``seq_idx``.
         gather_logits: a model returns all logits as a tensor; otherwise a DTensor that is sharded along the vocabulary, for
             ``torch.distributed.tensor.parallel.loss_parallel``, which never gathers them.
 
@@ -142,6 +142,7 @@ class TensorParallel(ParallelStyle):
         head.src_data_rank = how.src_data_rank
         head._apply(model.lm_head, mesh)
         model.lm_head.register_forward_hook(_wait_for_output)
+        become(model.lm_head, Local)
         model.tie_weights()
         become(model, _TensorParallelLM)
         of_ranks = cast(Any, model)
@@ -424,14 +425,22 @@ class _TensorParallelLM(nn.Module):
     _tensor_mesh: DeviceMesh
     _sequence_parallel: bool
 
-    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        ranks = self._tensor_mesh.size()
-        if self._sequence_parallel and input_ids.shape[-1] % ranks != 0:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Any = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        **mixer_kwargs: Any,
+    ) -> Any:
+        ranks, seqlen = self._tensor_mesh.size(), input_ids.shape[-1]
+        if self._sequence_parallel and seqlen % ranks != 0:
             raise ValueError(
-                f"MambaLM: expected a seqlen that is a multiple of the {ranks} ranks with sequence_parallel, "
-                f"got {input_ids.shape[-1]}"
+                f"MambaLM: expected a seqlen that is a multiple of the {ranks} ranks with sequence_parallel, got {seqlen}"
             )
-        return super().forward(input_ids, *args, **kwargs)
+        if self._sequence_parallel and num_last_tokens != 0:
+            raise ValueError(f"MambaLM: expected num_last_tokens 0 with sequence_parallel, got {num_last_tokens}")
+        return super().forward(input_ids, position_ids, inference_params, num_last_tokens, **mixer_kwargs)
 
     def generate(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """:meth:`MambaLM.generate` without CUDA graphs. All ranks draw the same tokens: a generator of rank 0's seed draws them
