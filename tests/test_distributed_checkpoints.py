@@ -189,15 +189,18 @@ def check_flat_states(is_whole: bool, mesh: Mesh) -> None:
 
 
 def check_functions_of_pytorch(kind: str, mesh: Mesh) -> None:
-    """For models alone, PyTorch's functions and load_state_dict do the same, except for FSDP2 with tensor parallelism."""
+    """For models alone, PyTorch's functions and load_state_dict do the same."""
     from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
     expected = truth(1)[0].state_dict()
-    models, _ = make(kind, mesh, seed=1)
-    set_model_state_dict(models, dict(expected), options=options_of(full_state_dict=True))
-    others, _ = make(kind, mesh, seed=2)
-    others.load_state_dict(models.state_dict(), strict=True)
-    for model in (models, others):
+    first, second, third = (make(kind, mesh, seed)[0] for seed in (1, 2, 3))
+    first.load_state_dict(expected, strict=True)
+    second.load_state_dict(first.state_dict(), strict=True)
+    if kind == "tensor":
+        set_model_state_dict(third, dict(expected), options=options_of(full_state_dict=True))
+    else:
+        set_model_state_dict(third, get_model_state_dict(first))
+    for model in (first, second, third):
         state = get_model_state_dict(model, options=options_of(full_state_dict=True))
         assert state.keys() == expected.keys()
         for name, value in expected.items():
@@ -243,6 +246,7 @@ CASES: dict[str, Case] = {
     "flat states": Case((2,), partial(check_flat_states, False)),
     "flat states, whole": Case((2,), partial(check_flat_states, True)),
     "PyTorch's functions, tensor 3": Case((3,), partial(check_functions_of_pytorch, "tensor")),
+    "PyTorch's functions, fsdp, tensor 4": Case((2, 2), partial(check_functions_of_pytorch, "fsdp, tensor")),
     "parts of one group": Case((2,), check_parts_of_one_group),
 }
 

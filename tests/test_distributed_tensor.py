@@ -407,11 +407,30 @@ def check_errors(mesh: Mesh) -> None:
     spans = apply(language_model("Mamba"), sequence_parallel=True)
     with pytest.raises(ValueError, match="expected a seqlen that is a multiple of the 3 ranks with sequence_parallel, got 4"):
         spans(tokens_of(1, 4))
+    with pytest.raises(ValueError, match="MambaLM: expected num_last_tokens 0 with sequence_parallel, got 1"):
+        spans(tokens_of(1, 3), num_last_tokens=1)
+    mixer = spans.backbone.layers[0].mixer
+    with pytest.raises(ValueError, match=r"expected \(batch, seqlen, channels\) with sequence_parallel, which cannot cut one"):
+        mixer.step(draw(1, 1, D_MODEL), *mixer.allocate_inference_cache(1, 1))
     with pytest.raises(ValueError, match=r"MambaLM.generate: expected a model without sequence_parallel"):
         spans.generate(tokens_of(1, 3), 4)
     with pytest.raises(ValueError, match=r"MambaLM.generate: expected no cg with tensor parallelism"):
         apply(language_model("Mamba")).generate(tokens_of(1, 3), 4, cg=True)
     assert parallelize_module(nn.Module(), mesh, {}) is not None
+
+
+def check_ranks_that_differ(mesh: Mesh) -> None:
+    rank = mesh.get_local_rank()
+    with pytest.raises(
+        ValueError, match=r"expected the same layer on every rank, got Mamba2\(.*'zoh'\) on rank 0 and .*'rk4'\) on"
+    ):
+        parallelize(mamba2(discretization="rk4" if rank == 2 else "zoh"), mesh)
+    with pytest.raises(ValueError, match=r"expected the same A_log on every rank, got torch.float64 .* and torch.float32"):
+        parallelize(mamba(dtype=torch.float32 if rank == 1 else torch.float64), mesh)
+    with pytest.raises(ValueError, match=r"expected the same style on every rank, got .*sequence_parallel=False"):
+        parallelize(mamba(), mesh, sequence_parallel=rank == 1)
+    with pytest.raises(ValueError, match=r"d_inner = 26, got 3"):
+        parallelize(Mamba(13) if rank == 1 else mamba(), mesh)
 
 
 def check_mesh_of_two_dimensions(mesh: Mesh) -> None:
@@ -484,6 +503,7 @@ CASES: dict[str, Case] = {
     "MambaLM, FSDP2, Mamba": Case((2, 2), partial(check_fsdp, "Mamba")),
     "MambaLM, FSDP2, Mamba2": Case((2, 2), partial(check_fsdp, "Mamba2")),
     "errors": Case((3,), check_errors),
+    "errors, ranks that differ": Case((3,), check_ranks_that_differ),
     "errors, two dimensions": Case((2, 2), check_mesh_of_two_dimensions),
 }
 

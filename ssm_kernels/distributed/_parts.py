@@ -149,6 +149,15 @@ class Local(nn.Module):
             f"{type(self).__name__}: expected parameters to be initialized before TensorParallel distributes them"
         )
 
+    @torch.no_grad()
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # PyTorch copies no tensor that is not distributed into a DTensor.
+        for name, parameter in self._parameters.items():
+            value = state_dict.get(prefix + name)
+            if parameter is not None and isinstance(value, Tensor) and value.shape == parameter.shape:
+                state_dict[prefix + name] = placed_like(value, parameter)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
 
 def become(module: nn.Module, mixin: type[nn.Module], attributes: Iterable[str] = (), sums: DeviceMesh | None = None) -> None:
     """Derives a class for ``module`` from ``mixin`` and its own class.
@@ -269,6 +278,7 @@ class Parted(Local):
         for name, part_names, dim in self.parted():
             destination[prefix + name] = join([destination.pop(prefix + part).detach() for part in part_names], dim)
 
+    @torch.no_grad()
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         for name, part_names, dim in self.parted():
             whole = state_dict.pop(prefix + name, None)
@@ -282,9 +292,7 @@ class Parted(Local):
                 error_msgs.append(f"size mismatch for {prefix + name}: expected shape {expected}, got {[*whole.shape]}")
                 state_dict.update(zip((prefix + part for part in part_names), parameters, strict=True))
                 continue
-            with torch.no_grad():
-                for part, piece, parameter in zip(part_names, split(whole, sizes, dim), parameters, strict=True):
-                    state_dict[prefix + part] = placed_like(piece, parameter)
+            state_dict.update(zip((prefix + part for part in part_names), split(whole, sizes, dim), strict=True))
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _product(self, x: Tensor, weights: list[Tensor], biases: list[Tensor], dim: int) -> Tensor:
@@ -322,6 +330,11 @@ class ColumnParallel(Parted):
     """A linear layer with a replicated input and this rank's columns of the output."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if self._sequence_parallel and x.ndim != 3:
+            raise ValueError(
+                f"{type(self).__name__}: expected (batch, seqlen, channels) with sequence_parallel, which cannot cut one step, "
+                f"got {[*x.shape]}"
+            )
         parts = self.read()
         x = enter(x, self._mesh, self._sequence_parallel)
         return self._product(x, parts["weight"], parts.get("bias", []), 0)

@@ -74,13 +74,14 @@ class TensorParallel(ParallelStyle):
         sequence_parallel: the input and the output of a layer are a rank's span of the steps, (batch, seqlen / ranks, d_model),
             and so is everything between the blocks of a model: an all-gather and a reduce-scatter take the place of each
             all-reduce. A model takes all tokens and gives all logits. ``seqlen`` must be a multiple of the ranks, so that
-            ``step`` and ``generate`` are not possible.
+            ``step`` and ``generate`` raise an error, and so do ``num_last_tokens`` and ``seq_idx``.
         gather_logits: a model returns all logits as a tensor; otherwise a DTensor that is sharded along the vocabulary, for
             ``torch.distributed.tensor.parallel.loss_parallel``, which never gathers them.
 
     Raises:
         ValueError: when it is applied: the mesh has several dimensions; the number of ranks does not divide the channels, the
-            heads or the columns of an MLP; the module has no tensor parallelism, or its parameters are distributed already.
+            heads or the columns of an MLP; the module has no tensor parallelism, or its parameters are distributed already; the
+            ranks have different layers, options or dtypes. Every rank raises it, before anything is changed.
         TypeError: a projection is not an ``nn.Linear``, as after an adapter was added, or an argument is not a bool.
     """
 
@@ -100,8 +101,13 @@ class TensorParallel(ParallelStyle):
                 f"{_NAME}: expected a mesh of one dimension, got {device_mesh.ndim}: slice it by name, as in mesh['tensor']"
             )
         layers = _layers_of(module)
-        for name, layer in layers:
-            _check(f"{_NAME}: {name}" if name else f"{_NAME}: {type(layer).__name__}", layer, device_mesh.size())
+        error: Exception | None = None
+        try:
+            for name, layer in layers:
+                _check(f"{_NAME}: {name}" if name else f"{_NAME}: {type(layer).__name__}", layer, device_mesh.size())
+        except (ValueError, TypeError) as raised:
+            error = raised
+        _agree(device_mesh, self._describe(module, layers), error)
         if device_mesh.size() == 1:
             return module
         how = Distribution(device_mesh, self.src_data_rank)
@@ -110,6 +116,15 @@ class TensorParallel(ParallelStyle):
         if isinstance(module, MambaLM):
             self._distribute_model(module, how)
         return module
+
+    def _describe(self, module: nn.Module, layers: list[tuple[str, nn.Module]]) -> dict[str, str]:
+        """What the ranks have to agree on."""
+        return {
+            "style": f"{self}, src_data_rank={self.src_data_rank}",
+            "module": type(module).__name__,
+            **{name or "layer": f"{type(layer).__name__}({layer.extra_repr()})" for name, layer in layers},
+            **{name: f"{p.dtype} {[*p.shape]}" for name, p in module.named_parameters()},
+        }
 
     def _distribute_model(self, model: MambaLM, how: Distribution) -> None:
         mesh, between = how.mesh, Shard(1) if self.sequence_parallel else Replicate()
@@ -127,10 +142,31 @@ class TensorParallel(ParallelStyle):
         head.src_data_rank = how.src_data_rank
         head._apply(model.lm_head, mesh)
         model.lm_head.register_forward_hook(_wait_for_output)
+        become(model.lm_head, Local)
         model.tie_weights()
         become(model, _TensorParallelLM)
         of_ranks = cast(Any, model)
         of_ranks._tensor_mesh, of_ranks._sequence_parallel = mesh, self.sequence_parallel
+
+
+def _agree(mesh: DeviceMesh, description: dict[str, str], error: Exception | None) -> None:
+    """Raises on every rank where one has an error or another description: ranks that go on alone would wait for each other."""
+    found: list[Any] = [(description, None if error is None else str(error))]
+    # A fake process group, for dry runs in one process, exchanges nothing.
+    if mesh.size() > 1 and dist.get_backend(mesh.get_group()) != "fake":
+        found = [None] * mesh.size()
+        dist.all_gather_object(found, (description, None if error is None else str(error)), group=mesh.get_group())
+    if error is not None:
+        raise error
+    for rank, (other, message) in enumerate(found):
+        if message is not None:
+            raise ValueError(f"{_NAME}: rank {rank} of the mesh raised: {message}")
+        for name in {**found[0][0], **other}:
+            values = found[0][0].get(name), other.get(name)
+            if values[0] != values[1]:
+                raise ValueError(
+                    f"{_NAME}: expected the same {name} on every rank, got {values[0]} on rank 0 and {values[1]} on rank {rank}"
+                )
 
 
 def _layers_of(module: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -389,14 +425,22 @@ class _TensorParallelLM(nn.Module):
     _tensor_mesh: DeviceMesh
     _sequence_parallel: bool
 
-    def forward(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        ranks = self._tensor_mesh.size()
-        if self._sequence_parallel and input_ids.shape[-1] % ranks != 0:
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Any = None,
+        inference_params: Any = None,
+        num_last_tokens: int = 0,
+        **mixer_kwargs: Any,
+    ) -> Any:
+        ranks, seqlen = self._tensor_mesh.size(), input_ids.shape[-1]
+        if self._sequence_parallel and seqlen % ranks != 0:
             raise ValueError(
-                f"MambaLM: expected a seqlen that is a multiple of the {ranks} ranks with sequence_parallel, "
-                f"got {input_ids.shape[-1]}"
+                f"MambaLM: expected a seqlen that is a multiple of the {ranks} ranks with sequence_parallel, got {seqlen}"
             )
-        return super().forward(input_ids, *args, **kwargs)
+        if self._sequence_parallel and num_last_tokens != 0:
+            raise ValueError(f"MambaLM: expected num_last_tokens 0 with sequence_parallel, got {num_last_tokens}")
+        return super().forward(input_ids, position_ids, inference_params, num_last_tokens, **mixer_kwargs)
 
     def generate(self, input_ids: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """:meth:`MambaLM.generate` without CUDA graphs. All ranks draw the same tokens: a generator of rank 0's seed draws them
