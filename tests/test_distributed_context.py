@@ -419,6 +419,18 @@ def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
     # The layer also returns the last state.
     assert backward.sent == [(gather, 2 * batch * 7 * number)]
 
+    # All layers of a model share what they know of the borders.
+    model = parallelize(make_model("Mamba2"), group)
+    lengths, borders = 4 * 8, 4 * 8
+    ends = torch.tensor([0, 7, 5 + 6 + 7])
+    with Collectives() as forward:
+        model(make_tokens(1, 5 + rank), cu_seqlens=ends)
+    assert [sent for _, sent in forward.sent[:2]] == [lengths, borders] and len(forward.sent) == 2 + 2 * 2
+    ends[1] = 8
+    with Collectives() as forward:
+        model(make_tokens(1, 5 + rank), cu_seqlens=ends)
+    assert len(forward.sent) == 2 + 2 * 2
+
     # Nothing before the scan needs a gradient, and so no rank sends one.
     for parameter in layer.parameters():
         parameter.requires_grad_(False)

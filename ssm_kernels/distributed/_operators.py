@@ -19,7 +19,7 @@ from ._agreement import Agreement, describe
 from ._collectives import Group
 from ._convolution import CausalConv1d
 from ._mixers import step_limit
-from ._packing import Packing, Spans, combine
+from ._packing import Packing, Spans, combine, of_latest
 from ._scans import LinearRecurrence, SelectiveScan, SsdChunkScan
 
 __all__ = ["Casts", "GroupOperators"]
@@ -273,7 +273,7 @@ class GroupOperators:
         broadcast = names[len(names) - broadcasting :]
         self._agree(name, local, tensors, options, of_steps, cu_seqlens, takes_cu_seqlens=True, broadcast=broadcast)
         if cu_seqlens is not None:
-            cu_seqlens = Spans(name, cu_seqlens, inputs[0].shape[1], self.group).cu_seqlens()
+            cu_seqlens = self._spans(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens()
         to = Casts(inputs[0])
         own = [to.lower(value) for value in inputs[: len(inputs) - broadcasting]]
         own += [_expand(to.wide(value), own[0]) for value in inputs[len(inputs) - broadcasting :]]
@@ -292,10 +292,19 @@ class GroupOperators:
 
     def _packing(self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Packing | None:
         """The packed sequences of a call; new ones begin where either argument says so."""
-        if cu_seqlens is not None:
-            numbers = Spans(operator, cu_seqlens, seqlen, self.group).seq_idx()
-            seq_idx = numbers if seq_idx is None else combine(numbers, seq_idx)
-        return None if seq_idx is None else Packing(seq_idx, self.group)
+        given = [tensor for tensor in (cu_seqlens, seq_idx) if tensor is not None]
+
+        def make() -> Packing:
+            if cu_seqlens is None:
+                assert seq_idx is not None
+                return Packing(seq_idx, self.group)
+            numbers = self._spans(operator, cu_seqlens, seqlen).seq_idx()
+            return Packing(numbers if seq_idx is None else combine(numbers, seq_idx), self.group)
+
+        return of_latest(Packing, given, seqlen, self.group, make) if given else None
+
+    def _spans(self, operator: str, cu_seqlens: Tensor, seqlen: int) -> Spans:
+        return of_latest(Spans, [cu_seqlens], seqlen, self.group, lambda: Spans(operator, cu_seqlens, seqlen, self.group))
 
     def _agree(
         self,

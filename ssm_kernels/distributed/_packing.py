@@ -7,15 +7,53 @@ it.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, TypeVar
+
 import torch
 from torch import Tensor
 
 from ._collectives import Gathering, Group
 
-__all__ = ["Packing", "Spans", "combine"]
+__all__ = ["Packing", "Spans", "combine", "of_latest"]
+
+_Made = TypeVar("_Made")
 
 # More steps than a sequence has: the initial state stands for any number of steps before the first.
 _ALL = 1 << 40
+
+
+class _Latest(NamedTuple):
+    tensors: list[weakref.ref[Tensor]]
+    versions: list[int]
+    seqlen: int
+    made: object
+
+
+_latest: dict[tuple[str, type], _Latest] = {}
+
+
+def of_latest(kind: type[_Made], tensors: Sequence[Tensor], seqlen: int, group: Group, make: Callable[[], _Made]) -> _Made:
+    """Makes a ``Packing`` or ``Spans``, or returns that of the group's latest call if it had the same tensors, unchanged.
+
+    All layers of a model get the same tensors, so that one collective and one check serve them all. Every rank decides this
+    alike, because every rank makes the same calls. Compiled code and CUDA graphs, which run again with other values, and
+    inference tensors, which have no version, make a new one.
+    """
+    is_captured = tensors[0].is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or is_captured or any(tensor.is_inference() for tensor in tensors):
+        return make()
+    versions = [tensor._version for tensor in tensors]
+    latest = _latest.get((group.name, kind))
+    if latest is not None and (latest.versions, latest.seqlen) == (versions, seqlen):
+        same = len(latest.tensors) == len(tensors)
+        if same and all(reference() is tensor for reference, tensor in zip(latest.tensors, tensors, strict=True)):
+            assert isinstance(latest.made, kind)
+            return latest.made
+    made = make()
+    _latest[group.name, kind] = _Latest([weakref.ref(tensor) for tensor in tensors], versions, seqlen, made)
+    return made
 
 
 class Packing:
