@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..summaries import (
+    _linear_recurrence_initial_gradient,
     _selective_scan_initial_gradient,
     _ssd_chunk_scan_initial_gradient,
     selective_scan_summary,
@@ -21,7 +22,6 @@ from ..summaries import (
 from ._carry import Carry
 from ._collectives import Group, tie
 from ._mixers import before_gate
-from ._summaries import linear_recurrence_initial_gradient, linear_recurrence_summary
 
 __all__ = ["LinearRecurrence", "SelectiveScan", "SsdChunkScan"]
 
@@ -193,7 +193,7 @@ class LinearRecurrence(torch.autograd.Function):
     ) -> Any:
         options = (recurrence, candidate_activation, gate_is_logit, reverse)
         carry = Carry(group, recurrence, reverse)
-        last_state, decay = linear_recurrence_summary(inputs, cu_seqlens, *options)
+        last_state, decay = _ops._linear_recurrence_summary_fwd(inputs, cu_seqlens, None, *options)
         is_reset = after_reset = None
         if reset is not None:
             h_after, last_after = _ops._linear_recurrence_fwd(inputs, h0, None, reset, *options)
@@ -220,7 +220,16 @@ class LinearRecurrence(torch.autograd.Function):
         if ctx.carry.is_first:
             local = tie(passing.new_zeros(rows, grad_h.shape[2]), grad_h)
         else:
-            local = linear_recurrence_initial_gradient(before, inputs, cu_seqlens, *ctx.options)
+            recurrence, candidate_activation, gate_is_logit, reverse = ctx.options
+            local = _linear_recurrence_initial_gradient(
+                before,
+                recurrence,
+                inputs,
+                candidate_activation=candidate_activation,
+                gate_is_logit=gate_is_logit,
+                reverse=reverse,
+                cu_seqlens=cu_seqlens,
+            )
         grad_last_state = ctx.carry.gradient(local, grad_final, passing, None)
         grad_last_before = grad_last_state
         if grad_last_state is not None and is_reset is not None:
