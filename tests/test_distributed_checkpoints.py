@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ VOCABULARY, BATCH, SEQLEN = 24, 12, 5
 MODELS: tuple[dict[str, Any], ...] = (
     {"mixer": "Mamba", "ssm_cfg": {"d_state": 3}, "d_intermediate": 384},
     # An MLP beside, and two groups: owned by two ranks, on several ranks otherwise.
-    {"mixer": "Mamba2", "ssm_cfg": {"d_state": 3, "headdim": 1, "d_ssm": 12, "ngroups": 2, "bias": True}},
+    {"mixer": "Mamba2", "ssm_cfg": {"d_state": 3, "headdim": 1, "d_ssm": 12, "ngroups": 2}},
 )
 
 
@@ -46,7 +47,7 @@ def distribute(models: Models, kind: str, mesh: Mesh) -> None:
 
     for model in models.models:
         if "tensor" in kind:
-            parallelize_module(model, mesh["tensor"], TensorParallel())
+            parallelize_module(model, mesh["tensor"], TensorParallel(), src_data_rank=None)  # every rank drew the same numbers
         if "fsdp" in kind:
             of_data = mesh["data"] if "tensor" in kind else mesh
             for layer in model.backbone.layers:
@@ -79,6 +80,13 @@ def truth(steps: int) -> tuple[Models, torch.optim.Optimizer]:
     return models, optimizer
 
 
+@functools.lru_cache
+def true_states(steps: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    from ssm_kernels.distributed import get_state_dict
+
+    return get_state_dict(*truth(steps))
+
+
 def whole(value: Any) -> Any:
     from torch.distributed.tensor import DTensor
 
@@ -89,7 +97,7 @@ def assert_is_truth(models: Models, optimizer: torch.optim.Optimizer, steps: int
     """Compares every parameter and every state of the optimizer, under the names of the models of one process."""
     from ssm_kernels.distributed import get_state_dict
 
-    wanted, got = get_state_dict(*truth(steps)), get_state_dict(models, optimizer)
+    wanted, got = true_states(steps), get_state_dict(models, optimizer)
     assert got[0].keys() == wanted[0].keys()
     assert got[1]["state"].keys() == wanted[1]["state"].keys()
     assert set(got[1]["param_groups"][0]["params"]) == set(wanted[1]["param_groups"][0]["params"])
@@ -224,12 +232,12 @@ def check_parts_of_one_group(mesh: Mesh) -> None:
 SHAPES: dict[str, tuple[str, tuple[int, ...]]] = {
     "one 1": ("one", (1,)),
     **{f"tensor {n}": ("tensor", (n,)) for n in (1, 2, 3, 4)},
-    **{f"fsdp {n}": ("fsdp", (n,)) for n in (2, 3, 4)},
+    **{f"fsdp {n}": ("fsdp", (n,)) for n in (2, 3)},
     "fsdp, tensor 4": ("fsdp, tensor", (2, 2)),
 }
 PAIRS = [
     *((f"tensor {n}", f"tensor {m}") for n in (1, 2, 3, 4) for m in (1, 2, 3, 4) if n != m),
-    *((f"fsdp {n}", f"fsdp {m}") for n, m in ((2, 3), (3, 4), (4, 2))),
+    *((f"fsdp {n}", f"fsdp {m}") for n, m in ((2, 3), (3, 2))),
     *(("one 1", name) for name in ("tensor 3", "fsdp 3", "fsdp, tensor 4")),
     *((name, "one 1") for name in ("tensor 3", "fsdp 3", "fsdp, tensor 4")),
     *(("fsdp, tensor 4", "tensor 3"), ("tensor 3", "fsdp, tensor 4"), ("fsdp 3", "tensor 4"), ("tensor 2", "fsdp 3")),
