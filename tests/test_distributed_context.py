@@ -422,6 +422,15 @@ def check_collectives(group: dist.ProcessGroup, rank: int) -> None:
         model(make_tokens(1, 5 + rank), cu_seqlens=ends)
     assert len(forward.sent) == 2 + 2 * 2
 
+    # Gradients are added in buckets.
+    layer = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 2).double())
+    for parameter in layer.parameters():
+        parameter.grad = torch.full_like(parameter, rank + 1.0)
+    with Collectives() as sums:
+        sum_gradients(layer, group)
+    assert sums.sent == [("all_reduce", 20 * 4), ("all_reduce", 12 * 8)]
+    assert all((parameter.grad == 1 + 2 + 3).all() for parameter in layer.parameters())
+
     # Nothing before the scan needs a gradient, and so no rank sends one.
     for parameter in layer.parameters():
         parameter.requires_grad_(False)
