@@ -3,7 +3,7 @@
 An all-gather of tensors of different sizes is not an error that every rank sees: gloo ends the process, and NCCL waits or
 returns wrong numbers. Each rank therefore describes its call the first time and whenever the description changes, and compares
 it with those of the others. The descriptions travel through the key-value store of the process group, because a rank whose
-description has not changed is already in the all-gather: the rank that waits for it raises after the store's time-out, and the
+description has not changed is already in the all-gather: the rank that waits for it raises after the group's time-out, and the
 other when its all-gather fails.
 
 A call whose description has not changed costs a comparison on the host. Compiled code makes no comparison: one call that is not
@@ -12,6 +12,7 @@ compiled makes it.
 
 from __future__ import annotations
 
+import datetime
 import json
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -102,21 +103,24 @@ def _key(number: int, rank: int) -> str:
     return f"ssm_kernels/context_parallel/{number}/{rank}"
 
 
-def _store(group: Group) -> Any:
+def _store(group: Group) -> tuple[Any, datetime.timedelta]:
+    """The store of a process group, and the group's time-out."""
     resolve: Any = c10d.__dict__["_resolve_process_group"]
-    return resolve(group.name).get_group_store()
+    process_group = resolve(group.name)
+    options: Any = process_group._get_backend(process_group._device_types[0]).options
+    return process_group.get_group_store(), options._timeout
 
 
 def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The calls of all ranks."""
     number = _comparisons.get(group.name, 0)
     _comparisons[group.name] = number + 1
-    store = _store(group)
+    store, timeout = _store(group)
     store.set(_key(number, group.rank), json.dumps(call))
     calls, absent = [], []
     for rank in range(group.size):
         try:
-            store.wait([_key(number, rank)])
+            store.wait([_key(number, rank)], timeout)
             calls.append(json.loads(store.get(_key(number, rank))))
         except RuntimeError:  # the store's time-out
             absent.append(rank)
@@ -125,7 +129,7 @@ def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> list[dict
         absent += [rank for rank in range(absent[0] + 1, group.size) if not store.check([_key(number, rank)])]
         raise RuntimeError(
             f"{operator}: rank {group.rank} makes a call with new arguments, {_text(call)}, and waits for ranks {absent}, "
-            f"which have not made one within {store.timeout}: they have died or called with other arguments. Every rank must "
+            f"which have not made one within {timeout}: they have died or called with other arguments. Every rank must "
             "make the same calls in the same order"
         )
     if number >= 2:
@@ -137,7 +141,7 @@ def _exchange(group: Group, operator: str, call: Mapping[str, Any]) -> list[dict
 def calls_of_others(group: Group) -> str:
     """Describes the calls with which other ranks wait for this one; empty if there are none."""
     try:
-        number, store = _comparisons.get(group.name, 0), _store(group)
+        number, (store, _) = _comparisons.get(group.name, 0), _store(group)
         ranks = [rank for rank in range(group.size) if rank != group.rank and store.check([_key(number, rank)])]
         calls = {rank: _text(json.loads(store.get(_key(number, rank)))) for rank in ranks}
     except RuntimeError:  # the store has died with its rank

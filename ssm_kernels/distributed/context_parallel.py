@@ -25,6 +25,7 @@ from ._operators import Casts, GroupOperators
 __all__ = ["ContextParallel", "sum_gradients"]
 
 _ops = torch.ops.ssm_kernels
+_BUCKET_BYTES = 64 * 2**20
 
 
 class _Context(GroupOperators):
@@ -198,7 +199,7 @@ class ContextParallel(ParallelStyle):
 
 @torch.no_grad()
 def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
-    """Adds the gradients of a module's parameters over the ranks of a group, in place: one all-reduce for each dtype.
+    """Adds the gradients of a module's parameters over the ranks of a group, in place: an all-reduce for every 64 MiB.
 
     With :class:`ContextParallel` a rank's gradients are those of its span. If each rank's loss is its part of a sum, the
     results are the gradients of the whole loss. For sharded parameters of FSDP2 on another mesh dimension the local shards are
@@ -211,15 +212,27 @@ def sum_gradients(module: nn.Module, group: GroupLike = None) -> None:
     ranks = Group.of(group)
     if ranks.size == 1:
         return
-    buckets: dict[tuple[torch.device, torch.dtype], list[Tensor]] = {}
-    for gradient in _local_gradients(module):
-        buckets.setdefault((gradient.device, gradient.dtype), []).append(gradient)
-    for gradients in buckets.values():
+    for gradients in _buckets(_local_gradients(module)):
         total = torch.cat([gradient.flatten() for gradient in gradients])
         total = torch.ops._c10d_functional.all_reduce(total, "sum", ranks.name)
         parts = torch.ops._c10d_functional.wait_tensor(total).split([gradient.numel() for gradient in gradients])
         for gradient, part in zip(gradients, parts, strict=True):
             gradient.copy_(part.view(gradient.shape))
+
+
+def _buckets(gradients: Iterator[Tensor]) -> Iterator[list[Tensor]]:
+    """Tensors of one dtype and device that are next to each other, up to ``_BUCKET_BYTES`` unless one has more."""
+    bucket: list[Tensor] = []
+    size = 0
+    for gradient in gradients:
+        is_other = bucket and (gradient.dtype, gradient.device) != (bucket[0].dtype, bucket[0].device)
+        if is_other or (bucket and size + gradient.nbytes > _BUCKET_BYTES):
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(gradient)
+        size += gradient.nbytes
+    if bucket:
+        yield bucket
 
 
 def _local_gradients(module: nn.Module) -> Iterator[Tensor]:
