@@ -367,6 +367,38 @@ def check_fsdp(mixer: str, mesh: Mesh) -> None:
 # Errors, which every rank raises.
 
 
+def cut_sequences_and_channels(layer: nn.Module, mesh: Mesh) -> nn.Module:
+    from torch.distributed.tensor.parallel import parallelize_module
+
+    from ssm_kernels.distributed import ContextParallel
+
+    return parallelize(parallelize_module(layer, mesh["data"], ContextParallel()), mesh["tensor"])
+
+
+def check_context_parallel(make: Callable[[], nn.Module], mesh: Mesh) -> None:
+    """Sequences are cut over the first dimension of the mesh, channels over the second."""
+    torch.manual_seed(0)
+    expected = make()
+    actual = cut_sequences_and_channels(copy.deepcopy(expected), mesh)
+    inputs, weights = draw(BATCH, SEQLEN, D_MODEL), draw(BATCH, SEQLEN, D_MODEL, seed=2)
+    out, grad = run(expected, inputs, weights)
+    span = slice(SEQLEN // 3) if mesh["data"].get_local_rank() == 0 else slice(SEQLEN // 3, SEQLEN)
+    own_out, own_grad = run(actual, inputs[:, span], weights[:, span])
+    assert_close(own_out, out[:, span], "out")
+    assert_close(own_grad, grad[:, span], "gradient of the inputs")
+    for parameter in actual.parameters():
+        local = parameter.grad.to_local()
+        torch.distributed.all_reduce(local, group=mesh["data"].get_group())
+    assert_same_gradients(actual, expected)
+
+
+def check_context_parallel_refuses(mesh: Mesh) -> None:
+    torch.manual_seed(0)
+    layer = cut_sequences_and_channels(mamba2(norm_before_gate=True), mesh)
+    with pytest.raises(ValueError, match="expected no context parallelism together with norm_before_gate"):
+        layer(draw(BATCH, SEQLEN, D_MODEL))
+
+
 def check_errors(mesh: Mesh) -> None:
     from torch.distributed.tensor.parallel import parallelize_module
 
@@ -504,6 +536,9 @@ CASES: dict[str, Case] = {
     "MambaLM, FSDP2, Mamba2": Case((2, 2), partial(check_fsdp, "Mamba2")),
     "errors": Case((3,), check_errors),
     "errors, ranks that differ": Case((3,), check_ranks_that_differ),
+    "Mamba, context parallel": Case((2, 2), partial(check_context_parallel, mamba)),
+    "Mamba2, context parallel": Case((2, 2), partial(check_context_parallel, mamba2)),
+    "Mamba2, context parallel, norm before gate": Case((2, 2), check_context_parallel_refuses),
     "errors, two dimensions": Case((2, 2), check_mesh_of_two_dimensions),
 }
 

@@ -313,6 +313,11 @@ class _TensorParallelMamba2(Local):
         if not layer.norm_before_gate:
             gated, final_states = Mamba2._mix_projected(layer, mixed, *states, None)
             return layer.norm(gated, None), final_states
+        if layer.context is not None:
+            raise ValueError(
+                "Mamba2: expected no context parallelism together with norm_before_gate, because tensor parallelism cuts the "
+                "groups of the norm"
+            )
         # The fused operator has no output before the gate.
         weight, bias = conv_parameters("Mamba2", layer.conv1d)
         z, xBC, dt = mixed.split([layer.d_ssm, layer._conv_channels(), layer.nheads], dim=-1)
