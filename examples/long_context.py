@@ -41,8 +41,7 @@ from ssm_kernels.models import MambaLM
 
 try:
     import training
-    from char_lm import MIXERS, load_text, make_model, windows
-    from matplotlib.figure import Figure
+    from char_lm import MIXERS, History, learning_curve, load_text, make_model, windows
     from tqdm import tqdm
     from training import Mistake, describe, number
 except ImportError as error:
@@ -127,21 +126,6 @@ def load_history(folder: Path, settings: dict[str, Any]) -> dict[str, Any]:
     return history
 
 
-def learning_curve(history: dict[str, Any], title: str) -> Figure:
-    figure = Figure(figsize=(5.2, 3.2), layout="constrained")
-    axes = figure.subplots()
-    losses = history["losses"]
-    window = max(1, len(losses) // 50)
-    label = f"training, mean of {window} steps (light: of each)" if window > 1 else "training"
-    training.plot_losses(axes, losses, window, "C0", 0.3, label)
-    steps, values = zip(*history["tests"], strict=True)
-    axes.plot(steps, values, color="C1", marker=".", label=f"test: {values[-1]:.2f}")
-    axes.set(xlabel="step", ylabel="bits per byte")
-    axes.set_title(title, loc="left")
-    figure.legend(loc="outside lower center", ncols=2)
-    return figure
-
-
 def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = training.Parser(__file__, __doc__)
     parser.add_argument("--model", default="mamba2", choices=MIXERS, help="default: mamba2")
@@ -224,7 +208,8 @@ def main(argv: list[str] | None = None) -> None:
             )
             if args.plot is not None:
                 title = f"{describe(args.model, args.discretization)}, {args.seqlen} bytes on {mesh.size()} processes"
-                training.save_figure(args.plot, lambda: learning_curve(history, title))
+                curve = History(history["losses"], history["tests"])
+                training.save_figure(args.plot, lambda: learning_curve(curve, title))
                 print(f"learning curve: {args.plot}")
     finally:
         dist.destroy_process_group()

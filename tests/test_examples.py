@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import os
 import re
 import runpy
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +24,7 @@ from plot_helpers import assert_legible  # noqa: E402
 
 TRAIN = Path(__file__).parents[1] / "examples" / "train_sequence.py"
 CHAR_LM = TRAIN.with_name("char_lm.py")
+LONG_CONTEXT = TRAIN.with_name("long_context.py")
 # As Python does for a script: the scripts import training.py, which is beside them.
 sys.path.insert(0, str(TRAIN.parent))
 
@@ -33,7 +37,8 @@ SHORT = ["--epochs", "2", "--batch-size", "100", "--d-model", "8", "--n-layers",
 # 4 steps of 3 sequences of 20 bytes, of this file.
 SHORT_LM = ["--steps", "4", "--batch-size", "3", "--seqlen", "20", "--d-model", "16", "--n-layers", "1", "--sample", "30"]
 SHORT_LM += ["--text", __file__]
-SHORT_OF = {TRAIN: SHORT, CHAR_LM: SHORT_LM}
+SHORT_LONG_CONTEXT = ["--steps=4", "--seqlen=50", "--d-model=16", "--n-layers=1", f"--text={__file__}"]
+SHORT_OF = {TRAIN: SHORT, CHAR_LM: SHORT_LM, LONG_CONTEXT: SHORT_LONG_CONTEXT}
 
 
 class Example:
@@ -288,6 +293,64 @@ def test_checkpoints_that_do_not_fit(example, tmp_path):
     for text in ("", "not a checkpoint"):
         checkpoint.write_text(text)
         assert "run.pt is not a checkpoint" in example.refuse(*options, "--resume")
+
+
+@pytest.fixture
+def process_of_torchrun(monkeypatch):
+    """Makes this process the only one of a run."""
+    environment = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        environment["MASTER_PORT"] = str(free.getsockname()[1])
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+
+
+def long_context(capsys: pytest.CaptureFixture[str]) -> Example:
+    return Example(LONG_CONTEXT, capsys)
+
+
+@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch.distributed with gloo")
+def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process_of_torchrun, capsys):
+    """Two processes, then one, are one process from the beginning."""
+    options = SHORT_LONG_CONTEXT
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [*torchrun, LONG_CONTEXT, *options, "--checkpoint=parts", "--max-steps=2"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "MASTER_PORT")}
+    run = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path, env=environment)
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count("after 2 steps") == 1 and "on 2 processes" in run.stdout
+    example, parts, whole, plot = long_context(capsys), tmp_path / "parts", tmp_path / "whole", tmp_path / "curve.png"
+    assert "after 4 steps" in example.run(*options, "--checkpoint", parts, "--resume", "--plot", plot)
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    example.run(*options, "--checkpoint", whole)
+    resumed, expected = (json.loads((folder / "history.json").read_text()) for folder in (parts, whole))
+    assert resumed["losses"] == pytest.approx(expected["losses"], abs=1e-4) and len(expected["losses"]) == 4
+    assert resumed["tests"][-1] == [4, pytest.approx(expected["tests"][-1][1], abs=1e-4)]
+    assert [folder.name for folder in tmp_path.iterdir() if folder.is_dir()] in (["parts", "whole"], ["whole", "parts"])
+    assert "4 steps already" in example.refuse(*options, "--checkpoint", parts, "--resume")
+    assert "lr 0.006, not 0.5" in example.refuse(*options, "--checkpoint", parts, "--resume", "--lr", "0.5")
+    (parts / "history.json").write_text("{}")
+    assert "is not a checkpoint" in example.refuse(*options, "--checkpoint", parts, "--resume")
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--device", "meta"], ["--device", "meta"]),
+        (["--resume", "--checkpoint", "missing"], ["--resume", "missing"]),
+        (["--seqlen", "1000000"], ["--seqlen 1000000", "bytes are too few"]),
+        (["--steps", "0"], ["--steps", "0"]),
+    ],
+)
+def test_bad_arguments_of_long_context(arguments, words, process_of_torchrun, capsys):
+    message = long_context(capsys).refuse(*arguments)
+    assert all(word in message for word in words), message
+
+
+def test_long_context_needs_torchrun(capsys, monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    assert "torchrun --nproc-per-node 2" in long_context(capsys).refuse()
 
 
 @pytest.mark.parametrize(
