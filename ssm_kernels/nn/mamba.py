@@ -181,7 +181,7 @@ class Mamba(SelectiveBase, PackedMixer):
             y, last_state = self._scan(x, z, ssm_state, scanned, needs_last_state=False)
         else:
             inputs, z = xz.chunk(2, dim=-1)
-            packed = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
+            packed: dict[str, Any] = {"seq_idx": seq_idx, "cu_seqlens": cu_seqlens}
             convolve = causal_conv1d if self.context is None else self.context.causal_conv1d
             x = convolve(inputs, weight.squeeze(1), bias, activation="silu", initial_state=first_inputs, **packed)
             y, last_state = self._scan(x, z, ssm_state, needs_last_state=False, **packed)
