@@ -29,7 +29,8 @@ TOOLKIT_REQUIREMENT = "cuda-toolkit[nvcc,nvvm,crt,cccl,cudart]"
 MINIMUM_COMPILERS = {"GCC": 11, "Clang": 14}
 # Folders of csrc/ that belong to no single operator.
 SHARED_FOLDERS = ("common", "cpu", "cuda", "torch")
-HOST_UNITS = 2
+UNITS = 2  # of the host's files, and of the CPU kernels for each instruction set
+ROOT = Path(__file__).parent.resolve()
 # Before CUDA 13 the Python packages have no nvcc.
 FIRST_PACKAGED_CUDA = 13
 DRIVER_FILES = ("/proc/driver/nvidia/version", "/dev/nvidiactl")
@@ -112,22 +113,30 @@ def find_compiler() -> Compiler:
     return Compiler(command, name, version)
 
 
-def host_units(sources: list[str]) -> dict[str, str]:
-    """Returns the text of the translation units that include the host's .cpp files: the folders of csrc/ in turn.
+def join_files(sources: list[str], name: str) -> dict[str, str]:
+    """Returns the text of the translation units that include .cpp files: all those of a folder of csrc/ are in one unit.
 
-    PyTorch's headers and the templates that they instantiate take 10 s of one core per unit, longer than any of these files
-    alone. Two units keep two cores busy.
+    PyTorch's headers and the templates that they instantiate take seconds of every unit, longer than most of these files alone.
+    The units keep two cores busy: the largest folders go first, each into the unit that is smaller so far.
+
+    Args:
+        sources: paths from the root of the repository.
+        name: what the names of the units begin with.
     """
     folders: dict[str, list[Path]] = {}
     for source in sorted(sources):
         path = Path(source).relative_to("csrc")
         is_shared = len(path.parts) == 1 or path.parts[0] in SHARED_FOLDERS
         folders.setdefault("torch" if is_shared else path.parts[0], []).append(path)
-    units: dict[str, str] = {}
-    for index, (_, paths) in enumerate(sorted(folders.items())):
-        unit = f"host_{index % HOST_UNITS + 1}"
-        units[unit] = units.get(unit, "") + "".join(f'#include "{path.as_posix()}"\n' for path in paths)
-    return units
+    bytes_of = {folder: sum((ROOT / "csrc" / path).stat().st_size for path in paths) for folder, paths in folders.items()}
+    units: list[list[str]] = [[] for _ in range(UNITS)]
+    for folder in sorted(folders, key=lambda folder: (-bytes_of[folder], folder)):
+        min(units, key=lambda unit: sum(bytes_of[other] for other in unit)).append(folder)
+    return {
+        f"{name}_{number}": "".join(f'#include "{path.as_posix()}"\n' for folder in sorted(unit) for path in folders[folder])
+        for number, unit in enumerate(units, 1)
+        if unit
+    }
 
 
 def find_toolkit(paths: list[str]) -> Toolkit | None:

@@ -114,22 +114,21 @@ def find_sources(pattern: str) -> list[str]:
 CPU_KERNELS = find_sources("csrc/**/cpu/*kernel.cpp")
 
 
-def join_host_files(sources: list[str]) -> list[str]:
-    """Replaces the host's .cpp files by units; see host_units.
+def write_units(sources: list[str], name: str) -> list[str]:
+    """Writes the files of #include lines of build_backend.join_files into build/units, and returns their paths.
 
-    Units are files of #include lines in build/units. They are written only if their text changes. Therefore ninja recompiles a
-    unit only when a file that it includes changes, or when an operator gains or loses a file.
+    They are written only if their text changes. Therefore ninja recompiles a unit only when a file that it includes changes, or
+    when files move between units.
     """
-    host_files = [source for source in sources if source.endswith(".cpp")]
     folder = ROOT / "build" / "units"
     folder.mkdir(parents=True, exist_ok=True)
     units = []
-    for name, text in build_backend.host_units(host_files).items():
-        unit = folder / f"{name}.cpp"
+    for unit_name, text in build_backend.join_files(sources, name).items():
+        unit = folder / f"{unit_name}.cpp"
         if not unit.exists() or unit.read_text() != text:
             unit.write_text(text)
         units.append(str(unit.relative_to(ROOT)))
-    return [*units, *(source for source in sources if source not in host_files)]
+    return units
 
 
 class BuildLibraries(BuildExtension):
@@ -154,7 +153,9 @@ class BuildLibraries(BuildExtension):
                 # Change a copy, so that source distributions list the sources and not the units.
                 ext = copy.copy(ext)
                 ext.extra_objects = self.compile_cpu_kernels(ext)
-                ext.sources = join_host_files(ext.sources)
+                host_files = [source for source in ext.sources if source.endswith(".cpp")]
+                others = [source for source in ext.sources if not source.endswith(".cpp")]
+                ext.sources = [*write_units(host_files, "host"), *others]
             os.environ["MAX_JOBS"] = str(jobs)
             super().build_extension(ext)
         except (RuntimeError, BaseError) as error:
@@ -170,9 +171,11 @@ class BuildLibraries(BuildExtension):
                 module.unlink()
 
     def compile_cpu_kernels(self, ext) -> list[str]:
+        units = write_units(CPU_KERNELS, "kernels")
+
         def compile_for(capability: str) -> list[str]:
             return self.compiler.compile(
-                CPU_KERNELS,
+                units,
                 output_dir=os.path.join(self.build_temp, f"cpu_{capability.lower()}"),
                 include_dirs=ext.include_dirs,
                 extra_postargs=[

@@ -139,6 +139,10 @@ def parse_arguments(argv: list[str] | None) -> argparse.Namespace:
         parser.error("start it with torchrun, as in: torchrun --nproc-per-node 2 examples/long_context.py")
     if args.device not in ("cpu", "cuda"):
         parser.error(f"argument --device: expected cpu or cuda, got {args.device}")
+    if args.resume and args.checkpoint is not None and not args.checkpoint.exists():
+        # The run was killed after the last checkpoint had made way for the new one.
+        old = args.checkpoint.with_name(args.checkpoint.name + ".old")
+        args.checkpoint = old if old.is_dir() else args.checkpoint
     if args.resume and (args.checkpoint is None or not args.checkpoint.is_dir()):
         parser.error(f"argument --resume: no checkpoint to continue from: {args.checkpoint or 'give --checkpoint FOLDER'}")
     return args

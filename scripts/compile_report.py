@@ -78,8 +78,8 @@ def read_objects(build: Path) -> dict[str, float]:
 def part_of(name: str) -> tuple[str, str]:
     """(operator, kind) of an object: cuda, cpu (kernels, once per instruction set) or host.
 
-    The host's files are compiled as units, build/units/host_*.cpp, each of which includes the files of several operators: their
-    operator is the unit.
+    The host's files and the CPU kernels are compiled as units, build/units/*.cpp, each of which includes the files of several
+    operators: their operator is the unit.
     """
     path = re.split(r"csrc/|units/", name, maxsplit=1)[1]
     kind = "cpu" if name.startswith("cpu_") else "cuda" if "/instantiations/" in name else "host"

@@ -193,9 +193,10 @@ def selective_scan(
         and ``torch.func`` transforms other than ``vmap`` are not supported and raise.
 
     **Packed sequences.** Each sequence is scanned on its own: values of one, NaN included, reach no other. On CUDA the blocks
-    of all sequences run at once. Tensors of contiguous channels, as layers have them, are read in vectors. Contiguous steps are
-    read as shifted rows by the sequential scan (``docs/cuda.md``) and element by element by the others. The host waits for the
-    device to check the values of ``cu_seqlens``, unless a CUDA graph is being captured, and to count the sequences of
+    of all sequences run at once, and the time of a sequence is not divided: one long sequence of few channels takes longer than
+    in a call without ``cu_seqlens``. Tensors of contiguous channels, as layers have them, are read in vectors. Contiguous steps
+    are read as shifted rows by the sequential scan (``docs/cuda.md``) and element by element by the others. The host waits for
+    the device to check the values of ``cu_seqlens``, unless a CUDA graph is being captured, and to count the sequences of
     ``seq_idx``, which cannot be captured.
 
     **Cost of** ``states_at``. Without gradients, autocast, transforms and packed sequences, one call returns the states at

@@ -74,11 +74,13 @@ def selective_scan_summary(
         RuntimeError: a dtype, layout or device is not as above, or there is no kernel for the device.
         TypeError: an argument is not a tensor where one is expected, or a required tensor is None.
     """
-    begins = None if seq_idx is None else _begins(seq_idx)
-    if begins is not None:
-        # The state stays zero until the last sequence begins.
+    begins = None
+    if seq_idx is not None:
+        _check_seq_idx("selective_scan_summary", seq_idx, u)
+        begins = _begins(seq_idx)
+        # The state stays zero until the last sequence begins, whatever the values of the others are.
         is_last = (begins.flip(1).cumsum(1).flip(1) == begins)[:, None]
-        u, delta = torch.where(is_last, u, 0), torch.where(is_last, delta, 0)
+        u, delta, B = _only(is_last, u), _only(is_last, delta), _only(is_last, B)
     last_state, decay = torch.ops.ssm_kernels.selective_scan_summary(
         u, delta, A, B, delta_bias, discretization=discretization, delta_softplus=delta_softplus
     )
@@ -329,7 +331,8 @@ def _selective_scan_initial_gradient(
         grad_out: the gradient of the outputs before the gate: the caller has multiplied it by silu(z). Dtype of ``delta``.
     """
     if seq_idx is not None:
-        grad_out = torch.where((_begins(seq_idx).cumsum(1) == 0)[:, None], grad_out, 0)
+        is_first = (_begins(seq_idx).cumsum(1) == 0)[:, None]
+        grad_out, delta, C = _only(is_first, grad_out), _only(is_first, delta), _only(is_first, C)
     result: Tensor = torch.ops.ssm_kernels._selective_scan_initial_gradient(
         grad_out, delta, A, C, delta_bias, discretization, delta_softplus
     )
@@ -400,6 +403,21 @@ def _linear_recurrence_initial_gradient(
     call = (grad_h, None, expanded, first, None, cu_seqlens, None)
     result: Tensor = torch.ops.ssm_kernels._linear_recurrence_bwd(*call, *options)[-1]
     return result
+
+
+def _check_seq_idx(operator: str, seq_idx: Tensor, u: Tensor) -> None:
+    expected = [u.shape[0], u.shape[-1]]
+    if [*seq_idx.shape] != expected:
+        raise ValueError(f"{operator}: expected seq_idx of shape (batch, seqlen) = {expected}, got {[*seq_idx.shape]}")
+    if seq_idx.dtype not in (torch.int32, torch.int64):
+        raise RuntimeError(f"{operator}: expected seq_idx of dtype int32 or int64, got {seq_idx.dtype}")
+
+
+def _only(steps: Tensor, values: Tensor) -> Tensor:
+    """``values``, zero at other steps; ``steps`` (batch, 1, seqlen). A matrix that is constant in time stays as it is."""
+    if values.dim() == 2:
+        return values
+    return torch.where(steps if values.dim() == 3 else steps[:, None], values, 0)
 
 
 def _begins(seq_idx: Tensor) -> Tensor:

@@ -279,25 +279,33 @@ def test_setup_stops_with_one_message(variable, value, match):
     assert match in message
 
 
-# Units of the host's files
+# Files that are compiled together
 
 
-def test_every_host_file_is_in_one_unit_with_the_files_of_its_operator():
-    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob("*.cpp")]
-    units = build_backend.host_units(files)
-    assert len(units) == build_backend.HOST_UNITS
+@pytest.mark.parametrize("pattern", ["*.cpp", "*kernel.cpp"])
+def test_every_file_is_in_one_unit_with_the_files_of_its_operator(pattern):
+    files = [path.relative_to(ROOT).as_posix() for path in (ROOT / "csrc").rglob(pattern)]
+    units = build_backend.join_files(files, "host")
+    assert units.keys() == {f"host_{number}" for number in range(1, build_backend.UNITS + 1)}
     included = {name: re.findall(r'^#include "(.+)"$', text, re.MULTILINE) for name, text in units.items()}
     assert sorted(f"csrc/{path}" for paths in included.values() for path in paths) == sorted(files)
-    operators = {path.parent.parent.name for path in (ROOT / "csrc").glob("*/cuda/instantiations")}
+    operators = {Path(file).parts[1] for file in files if len(Path(file).parts) > 2} - {*build_backend.SHARED_FOLDERS}
     assert operators
     for operator in operators:
         assert sum(any(path.startswith(f"{operator}/") for path in paths) for paths in included.values()) == 1
 
 
-def test_units_take_nested_folders_and_do_not_depend_on_the_order():
-    files = ["csrc/ssd/ssd_op.cpp", "csrc/ssd/cuda/ssd_fwd.cpp", "csrc/torch/checks.cpp", "csrc/registration.cpp"]
+def test_units_are_of_similar_size_and_do_not_depend_on_the_order(tmp_path, monkeypatch):
+    monkeypatch.setattr(build_backend, "ROOT", tmp_path)
+    sizes = {"a/op.cpp": 50, "b/cuda/fwd.cpp": 20, "b/op.cpp": 50, "c/op.cpp": 25, "torch/checks.cpp": 3, "registration.cpp": 7}
+    for name, size in sizes.items():
+        path = tmp_path / "csrc" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(" " * size)
+    files = [f"csrc/{name}" for name in sizes]
     expected = {
-        "host_1": '#include "ssd/cuda/ssd_fwd.cpp"\n#include "ssd/ssd_op.cpp"\n',
-        "host_2": '#include "registration.cpp"\n#include "torch/checks.cpp"\n',
+        "host_1": '#include "b/cuda/fwd.cpp"\n#include "b/op.cpp"\n#include "registration.cpp"\n#include "torch/checks.cpp"\n',
+        "host_2": '#include "a/op.cpp"\n#include "c/op.cpp"\n',
     }
-    assert build_backend.host_units(files) == build_backend.host_units(files[::-1]) == expected
+    assert build_backend.join_files(files, "host") == build_backend.join_files(files[::-1], "host") == expected
+    assert build_backend.join_files(files[:1], "host") == {"host_1": '#include "a/op.cpp"\n'}

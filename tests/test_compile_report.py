@@ -62,13 +62,13 @@ def test_report_of_seconds(tmp_path):
     cuda = tmp_path / "csrc" / "ssd" / "instantiations" / "ssd_fwd_f32.o"
     host = tmp_path / "build" / "units" / "host_1.o"
     other = tmp_path / "build" / "units" / "host_2.o"
-    cpu = tmp_path / "cpu_avx2" / "csrc" / "linear_scan" / "cpu" / "kernel.o"
+    cpu = tmp_path / "cpu_avx2" / "build" / "units" / "kernels_1.o"
     # An object that was built twice: the last time counts.
     log = header + line.format(0, 9000, cuda) + line.format(100, 2100, cuda) + line.format(0, 1500, host)
     (tmp_path / ".ninja_log").write_text(log + line.format(1500, 4500, other))
     (tmp_path / "cpu_avx2" / ".ninja_log").write_text(header + line.format(0, 4000, cpu))
     tables = compile_report.seconds_tables(compile_report.read_objects(tmp_path), "2.11.0")
-    assert "| ssd | 2 |  |  |" in tables and "| linear_scan |  | 4 |  |" in tables
+    assert "| ssd | 2 |  |  |" in tables and "| kernels_1 |  | 4 |  |" in tables
     assert "| host_1 |  |  | 2 |" in tables and "| host_2 |  |  | 3 |" in tables and "| all | 2 | 4 | 4 |" in tables
     assert "| `build/units/host_1.o` | 1.5 |" in tables
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import datetime
 import os
+import pickle
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -21,14 +22,15 @@ import torch.utils.checkpoint
 from distributed_helpers import Collectives, Pool, spans
 from model_helpers import MIXERS, make_model, make_tokens
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.parallel import parallelize_module
 
 import ssm_kernels
 from ssm_kernels import nn as layers
 
 if not dist.is_available() or not dist.is_gloo_available():
     pytest.skip("needs torch.distributed with gloo", allow_module_level=True)
+
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor.parallel import parallelize_module
 
 from ssm_kernels import distributed
 from ssm_kernels.distributed import ContextParallel, sum_gradients
@@ -506,6 +508,7 @@ def check_low_precision(group: dist.ProcessGroup, rank: int) -> None:
         lambda dtype: layers.Mamba2(16, 4, headdim=8, dtype=dtype),
         lambda dtype: layers.MinGRU(16, 16, batch_first=True, dtype=dtype),
         lambda dtype: layers.Liquid(16, 16, batch_first=True, dtype=dtype),
+        lambda dtype: layers.SelectiveSSM(16, 4, dtype=dtype),
     ):
         for dtype in (torch.float32, torch.bfloat16):
             layer = make(dtype)
@@ -631,7 +634,10 @@ def check_errors(group: dist.ProcessGroup, rank: int) -> None:
 
     layer = parallelize(layers.Mamba(4, 3, layer_idx=0), group)
     cache = type("Cache", (), {"seqlen_offset": 0, "key_value_memory_dict": {}})()
-    raises(ValueError, "no inference_params with context parallelism", lambda: layer(torch.randn(1, 5, 4), cache))
+    raises(ValueError, "no inference_params and no step with context parallelism", lambda: layer(torch.randn(1, 5, 4), cache))
+    states = layer.allocate_inference_cache(1, 5)
+    raises(ValueError, "no inference_params and no step", lambda: layer.step(torch.randn(1, 1, 4), *states))
+    raises(TypeError, "expected a state_dict", lambda: pickle.dumps(layer))
     gru = parallelize(layers.MinGRU(4, 3), group)
     sequences = nn.utils.rnn.pack_sequence([torch.randn(3, 4), torch.randn(2, 4)])
     raises(ValueError, "no PackedSequence with context parallelism", lambda: gru(sequences))

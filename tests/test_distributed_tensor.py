@@ -188,6 +188,17 @@ def check_low_precision(make: Callable[..., nn.Module], mesh: Mesh) -> None:
         assert error < 2 * bound + 2**-9, (error, bound)
 
 
+def check_bfloat16(make: Callable[..., nn.Module], mesh: Mesh) -> None:
+    """Layers whose parameters are bfloat16: the parallel layer is as near to float64 as the layer is."""
+    expected, actual = pair(lambda: make(dtype=torch.float32).bfloat16(), mesh)
+    exact = copy.deepcopy(expected).double()
+    x, weights = (draw(BATCH, SEQLEN, D_MODEL, seed=seed).bfloat16() for seed in (1, 2))
+    results = [run(exact, x.double(), weights.double()), run(expected, x, weights), run(actual, x, weights)]
+    for truth, plain, parallel in zip(*results, strict=True):
+        error, bound = ((value.double() - truth).norm() / truth.norm() for value in (parallel, plain))
+        assert error < 2 * bound + 2**-8, (error, bound)
+
+
 def check_same_bits(mesh: Mesh) -> None:
     results = []
     for _ in range(2):
@@ -499,6 +510,8 @@ CASES: dict[str, Case] = {
     },
     "autocast, Mamba": Case((2,), partial(check_low_precision, mamba)),
     "autocast, Mamba2": Case((2,), partial(check_low_precision, mamba2)),
+    "bfloat16, Mamba": Case((2,), partial(check_bfloat16, mamba)),
+    "bfloat16, Mamba2": Case((2,), partial(check_bfloat16, partial(mamba2, norm_before_gate=True))),
     "same bits": Case((3,), check_same_bits),
     "activation checkpointing": Case((2,), check_checkpointing),
     "compilation": Case((2,), check_compilation),

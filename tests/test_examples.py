@@ -310,7 +310,10 @@ def long_context(capsys: pytest.CaptureFixture[str]) -> Example:
     return Example(LONG_CONTEXT, capsys)
 
 
-@pytest.mark.skipif(not torch.distributed.is_gloo_available(), reason="needs torch.distributed with gloo")
+@pytest.mark.skipif(
+    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
+    reason="needs torch.distributed with gloo",
+)
 def test_long_context_goes_on_with_another_number_of_processes(tmp_path, process_of_torchrun, capsys):
     """Two processes, then one, are one process from the beginning."""
     options = SHORT_LONG_CONTEXT

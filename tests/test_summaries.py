@@ -176,7 +176,7 @@ def test_seq_idx_of_selective_scan(discretization, device):
 
 def test_a_nan_ends_with_its_sequence(device):
     inputs = packed_selective_inputs(device)
-    for name in ("u", "delta"):
+    for name in ("u", "delta", "B"):
         inputs[name][0, :, 3] = torch.nan  # in the second of three sequences
     assert all(result.isfinite().all() for result in SELECTIVE_SUMMARY(**inputs))
     for spec, options in ((SSD_SUMMARY, {"resets": ((3,), ())}), (SUMMARIES["linear_scan_summary"], {"reset": True})):

@@ -8,10 +8,11 @@
 //                        broadcast
 //   kPositional          number of inputs that the operator takes by position; the others are keyword-only
 //   kAdded               the input that is b itself, which backward does not read; kNoInput if there is none
-//   kCandidate           an input that a does not depend on. If it is kZeroCandidate everywhere, without an activation, b is
-//   zero kFirstBroadcast      inputs from this one on may have any shape that broadcasts, and the accumulation type gates(x)
-//   the expensive part of the following functions: a number or a struct. A kernel that visits a step twice
-//                        may keep it
+//   kCandidate           an input that a does not depend on. If it is kZeroCandidate everywhere, without an activation,
+//                        b is zero
+//   kFirstBroadcast      inputs from this one on may have any shape that broadcasts, and the accumulation type
+//   gates(x)             the expensive part of the following functions: a number or a struct. A kernel that visits a
+//                        step twice may keep it
 //   step(gates, x)       a and b
 //   gradients(gates, x, h, g, grad)   grad[i] = g (h da/dx_i + db/dx_i), with h the state before the step and g the gradient of
 //                        the state after it

@@ -64,7 +64,8 @@ def _run(namespace: dict[str, Any], shown: str | None = None) -> None:
 def _load(program: str) -> tuple[CodeType, str, str]:
     """Code, path and package of a program."""
     if not program.startswith("-m "):
-        return compile(Path(program).read_bytes(), program, "exec"), program, ""
+        # Without dont_inherit the program would get this file's future statements.
+        return compile(Path(program).read_bytes(), program, "exec", dont_inherit=True), program, ""
     name = program.removeprefix("-m ")
     spec = importlib.util.find_spec(name)
     if spec is not None and spec.submodule_search_locations is not None:

@@ -5,6 +5,11 @@ operators, those of single operators. :class:`TensorParallel` splits channels an
 :func:`set_state_dict` are for checkpoints that do not depend on how a model is distributed.
 """
 
+import torch.distributed
+
+if not torch.distributed.is_available():
+    raise ImportError("ssm_kernels.distributed: expected a PyTorch with torch.distributed, got one that was built without it")
+
 from .checkpoints import get_state_dict, set_state_dict
 from .context_parallel import ContextParallel, sum_gradients
 from .functions import (

@@ -1,10 +1,10 @@
 """Ranks that call an operator together agree on its shapes, dtypes and options before they exchange data.
 
-An all-gather of tensors of different sizes is not an error that every rank sees: gloo ends the process, and NCCL waits or
-returns wrong numbers. Each rank therefore describes its call the first time and whenever the description changes, and compares
-it with those of the others. The descriptions travel through the key-value store of the process group, because a rank whose
-description has not changed is already in the all-gather: the rank that waits for it raises after the group's time-out, and the
-other when its all-gather fails.
+An all-gather of tensors of different sizes is not an error that every rank sees: gloo ends the process, and NCCL waits, until
+its watchdog ends the process, or returns wrong numbers. Each rank therefore describes its call the first time and whenever the
+description changes, and compares it with those of the others. The descriptions travel through the key-value store of the
+process group, because a rank whose description has not changed is already in the all-gather: the rank that waits for it raises
+after the group's time-out, and the other when its all-gather fails.
 
 A call whose description has not changed costs a comparison on the host. Compiled code makes no comparison: one call that is not
 compiled makes it.
@@ -46,13 +46,13 @@ class Agreement:
 
     Args:
         group: the ranks.
-        of_layer: a layer makes the same calls again and again, so it remembers the last one only: where a rank alone returns to
-            an earlier call, it compares again. Functions remember every call.
+        of_layer: a layer makes the same calls again and again, so it remembers the last one of a kind: where a rank alone
+            returns to an earlier call, it compares again. Functions remember every call.
     """
 
     def __init__(self, group: Group, of_layer: bool = False) -> None:
         self._group = group
-        self._last: dict[str, tuple[Any, ...]] | None = {} if of_layer else None
+        self._last: dict[tuple[Any, ...], tuple[Any, ...]] | None = {} if of_layer else None
 
     def check(self, operator: str, description: Mapping[str, Any], validate: Callable[[], Any]) -> None:
         """Compares the description of a call with the other ranks', if it is new.
@@ -69,8 +69,10 @@ class Agreement:
         if self._group.size == 1:
             return
         key = (operator, *description.items())
+        # A bidirectional layer alternates between two calls, and so does checkpointing that recomputes a forward.
+        place = (operator, torch.is_grad_enabled(), description.get("reverse"))
         if self._last is not None:
-            if self._last.get(operator) == key:
+            if self._last.get(place) == key:
                 return
         elif key in _agreed_of_functions.setdefault(self._group.name, set()):
             return
@@ -90,13 +92,9 @@ class Agreement:
             raise error
         _compare(operator, calls)
         if self._last is not None:
-            self._last[operator] = key
+            self._last[place] = key
         else:
             _agreed_of_functions[self._group.name].add(key)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # A copy has agreed on nothing.
-        return Agreement, (self._group, self._last is not None)
 
 
 def _key(number: int, rank: int) -> str:

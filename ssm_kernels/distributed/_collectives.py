@@ -23,7 +23,7 @@ GroupLike = dist.ProcessGroup | DeviceMesh | None
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """The ranks that hold a sequence together, as plain values: modules that keep one can be copied, pickled and compiled.
+    """The ranks that hold a sequence together, as plain values: modules that keep one can be copied and compiled.
 
     Attributes:
         name: PyTorch's name of the process group.

@@ -50,6 +50,10 @@ class Casts:
     def wide(self, tensor: Any) -> Any:
         return self._to(tensor, None if self._lower is None else torch.float32)
 
+    def all(self, tensors: Mapping[str, Any], lower: Sequence[str]) -> dict[str, Any]:
+        """All arguments of a call: those named in ``lower`` in the lower precision, the others in float32."""
+        return {name: self.lower(value) if name in lower else self.wide(value) for name, value in tensors.items()}
+
     def wide_unless_lower(self, tensor: Any) -> Any:
         return tensor if tensor is None or tensor.dtype == self._lower else self.wide(tensor)
 
@@ -121,27 +125,21 @@ class GroupOperators:
         }
         if self.group.size == 1:
             return ops.selective_scan(**tensors, cu_seqlens=cu_seqlens, **options)
-        of_steps = {"u": 2, "delta": 2, "z": 2, "seq_idx": 1} | {
-            name: value.dim() - 1 for name, value in (("B", B), ("C", C)) if value.dim() > 2
-        }
+        matrices = {name: value.dim() - 1 for name, value in (("B", B), ("C", C)) if value.dim() > 2}
+        of_steps = {"u": 2, "delta": 2, "z": 2, "seq_idx": 1} | matrices
+        tensors = Casts(u).all(tensors, lower=("u", "delta", "z", *matrices))
         self._agree("selective_scan", ops.selective_scan, tensors, options, of_steps, cu_seqlens)
         _refuse_states("selective_scan", cu_seqlens, initial_state, return_last_state)
         packing = self._packing("selective_scan", u.shape[2], seq_idx, cu_seqlens)
-        to = Casts(u)
+        names = ("u", "delta", "A", "B", "C", "D", "z", "delta_bias", "initial_state")
         return SelectiveScan.apply(
-            to.lower(u),
-            to.lower(delta),
-            to.wide(A),
-            *(to.wide(matrix) if matrix.dim() == 2 else to.lower(matrix) for matrix in (B, C)),
-            to.wide(D),
-            to.lower(z),
-            to.wide(delta_bias),
-            to.wide(initial_state),
+            *(tensors[name] for name in names),
             None if packing is None else packing.seq_idx,
             None if packing is None else packing.continues,
             discretization,
             delta_softplus,
             return_last_state,
+            torch.is_grad_enabled(),
             self.group,
         )
 
@@ -177,20 +175,13 @@ class GroupOperators:
         if self.group.size == 1:
             return ops.ssd_chunk_scan(**tensors, cu_seqlens=cu_seqlens, **options)
         of_steps = dict.fromkeys(("x", "dt", "B", "C", "z", "seq_idx"), 1)
+        tensors = Casts(x).all(tensors, lower=("x", "dt", "B", "C", "z"))
         self._agree("ssd_chunk_scan", ops.ssd_chunk_scan, tensors, options, of_steps, cu_seqlens)
         _refuse_states("ssd_chunk_scan", cu_seqlens, initial_states, return_final_states)
         packing = self._packing("ssd_chunk_scan", x.shape[1], seq_idx, cu_seqlens)
-        to = Casts(x)
+        names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "initial_states")
         return SsdChunkScan.apply(
-            to.lower(x),
-            to.lower(dt),
-            to.wide(A),
-            to.lower(B),
-            to.lower(C),
-            to.wide(D),
-            to.lower(z),
-            to.wide(dt_bias),
-            to.wide(initial_states),
+            *(tensors[name] for name in names),
             None if packing is None else packing.seq_idx,
             None if packing is None else packing.continues,
             chunk_size,
@@ -217,7 +208,10 @@ class GroupOperators:
         options: dict[str, Any] = {"activation": activation, "return_final_state": return_final_state}
         if self.group.size == 1:
             return convolutions.causal_conv1d(**tensors, cu_seqlens=cu_seqlens, **options)
-        local = convolutions.causal_conv1d
+        local, to = convolutions.causal_conv1d, Casts(x)
+        x, initial_state = to.lower(x), to.lower(initial_state)
+        weight, bias = to.wide_unless_lower(weight), to.wide_unless_lower(bias)
+        tensors |= {"x": x, "weight": weight, "bias": bias, "initial_state": initial_state}
         self._agree("causal_conv1d", local, tensors, options, {"x": 1, "seq_idx": 1}, cu_seqlens)
         _refuse_states("causal_conv1d", cu_seqlens, initial_state, return_final_state)
         packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
@@ -226,12 +220,11 @@ class GroupOperators:
                 x, weight, bias, activation=activation, initial_state=initial_state, return_final_state=True
             )
             return results if return_final_state else results[0]
-        to = Casts(x)
         return CausalConv1d.apply(
-            to.lower(x),
-            to.wide_unless_lower(weight),
-            to.wide_unless_lower(bias),
-            to.lower(initial_state),
+            x,
+            weight,
+            bias,
+            initial_state,
             None if packing is None else packing.seq_idx,
             None if packing is None else packing.past,
             activation,
@@ -268,15 +261,14 @@ class GroupOperators:
         local = getattr(recurrences, name)
         if self.group.size == 1:
             return local(**named, h0=h0, cu_seqlens=cu_seqlens, reset=reset, **options)
-        tensors = named | {"h0": h0, "reset": reset}
+        to, broadcast = Casts(inputs[0]), names[len(names) - broadcasting :]
+        named = {key: to.wide(value) if key in broadcast else to.lower(value) for key, value in named.items()}
+        tensors = named | {"h0": to.wide(h0), "reset": reset}
         of_steps = {key: value.dim() - 2 for key, value in named.items() if value.dim() >= 2} | {"reset": 1}
-        broadcast = names[len(names) - broadcasting :]
         self._agree(name, local, tensors, options, of_steps, cu_seqlens, takes_cu_seqlens=True, broadcast=broadcast)
         if cu_seqlens is not None:
             cu_seqlens = self._spans(name, cu_seqlens, inputs[0].shape[1]).cu_seqlens()
-        to = Casts(inputs[0])
-        own = [to.lower(value) for value in inputs[: len(inputs) - broadcasting]]
-        own += [_expand(to.wide(value), own[0]) for value in inputs[len(inputs) - broadcasting :]]
+        first = named[names[0]]
         return LinearRecurrence.apply(
             name,
             "none" if candidate_activation is None else candidate_activation,
@@ -286,8 +278,8 @@ class GroupOperators:
             self.group,
             cu_seqlens,
             reset,
-            to.wide(h0),
-            *own,
+            tensors["h0"],
+            *(_expand(value, first) if key in broadcast else value for key, value in named.items()),
         )
 
     def _packing(self, operator: str, seqlen: int, seq_idx: Tensor | None, cu_seqlens: Tensor | None) -> Packing | None:

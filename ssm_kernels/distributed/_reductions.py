@@ -19,6 +19,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -53,6 +54,7 @@ class _Enter(torch.autograd.Function):
         return _all_gather(tensor, mesh) if gathers else tensor.view_as(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return (_reduce_scatter if ctx.gathers else all_reduce)(grads[0], ctx.mesh), None, None
 
@@ -64,6 +66,7 @@ class _Leave(torch.autograd.Function):
         return (_reduce_scatter if scatters else all_reduce)(tensor, mesh)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return (_all_gather(grads[0], ctx.mesh) if ctx.scatters else grads[0]), None, None
 
@@ -75,6 +78,7 @@ class _SumOverRanks(torch.autograd.Function):
         return all_reduce(tensor, mesh)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return all_reduce(grads[0], ctx.mesh), None
 
@@ -86,6 +90,7 @@ class _SumGradients(torch.autograd.Function):
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         flat = all_reduce(torch.cat([grad.flatten() for grad in grads]), ctx.mesh)
         pieces = flat.split([grad.numel() for grad in grads])
@@ -98,6 +103,7 @@ class _Finished(torch.autograd.Function):
         return _wait(tensor)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Any) -> Any:
         return grads[0]
 

@@ -34,7 +34,7 @@ def _results(gradients: tuple[Tensor, ...], needed: list[bool]) -> list[Tensor |
 
 
 class SelectiveScan(torch.autograd.Function):
-    """``out`` and, with ``needs_final``, the state after the last rank's span."""
+    """``out`` and, with ``needs_final``, the state after the last rank's span. ``saves``: whether backward may follow."""
 
     @staticmethod
     def forward(
@@ -53,6 +53,7 @@ class SelectiveScan(torch.autograd.Function):
         discretization: str,
         delta_softplus: bool,
         needs_final: bool,
+        saves: bool,
         group: Group,
     ) -> Any:
         carry = Carry(group, "selective_scan", reverse=False)
@@ -62,14 +63,14 @@ class SelectiveScan(torch.autograd.Function):
         )
         gathering = carry.begin(last_state, decay, initial_state)
         initial, final, passing, continues = carry.end(gathering, continues, initial_state, needs_final)
-        needs_grad = any(ctx.needs_input_grad)
+        needs_grad = saves and any(ctx.needs_input_grad)
         out, _, chunk_states = _ops._selective_scan_fwd(
             u, delta, A, B, C, D, z, delta_bias, initial, *options, needs_grad, seq_idx, None
         )
         # Backward finds the initial state of a call without packed sequences among the states of chunks.
         packed_initial = None if seq_idx is None else initial
         ctx.save_for_backward(u, delta, A, B, C, D, z, delta_bias, chunk_states, packed_initial, seq_idx, passing, continues)
-        ctx.carry, ctx.options, ctx.needs_final = carry, options, needs_final
+        ctx.carry, ctx.options = carry, options
         return (out, final) if needs_final else out
 
     @staticmethod
@@ -98,7 +99,7 @@ class SelectiveScan(torch.autograd.Function):
         gradients = _results(_ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted), wanted)
         if needs[8] and not ctx.carry.is_first:
             gradients[8] = A.new_zeros(u.shape[0], *A.shape)
-        return (*gradients, *(None,) * 6)
+        return (*gradients, *(None,) * 7)
 
 
 class SsdChunkScan(torch.autograd.Function):
@@ -136,7 +137,7 @@ class SsdChunkScan(torch.autograd.Function):
             x, dt, A, B, C, chunk_size, D, z, dt_bias, *scalars, initial, seq_idx, None, discretization
         )
         ctx.save_for_backward(x, dt, A, B, C, D, z, dt_bias, initial, seq_idx, passing, continues)
-        ctx.carry, ctx.needs_final, ctx.chunk_size = carry, needs_final, chunk_size
+        ctx.carry, ctx.chunk_size = carry, chunk_size
         ctx.scalars, ctx.discretization = scalars, discretization
         return (out, final) if needs_final else out
 
@@ -207,7 +208,7 @@ class LinearRecurrence(torch.autograd.Function):
         if after_reset is not None:
             h = torch.where(after_reset, h_after, h)
         ctx.save_for_backward(h, initial, h0, cu_seqlens, reset, after_reset, is_reset, passing, *inputs)
-        ctx.carry, ctx.options, ctx.needs_final = carry, options, needs_final
+        ctx.carry, ctx.options = carry, options
         return (h, final) if needs_final else h
 
     @staticmethod

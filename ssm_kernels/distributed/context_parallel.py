@@ -34,6 +34,15 @@ class _Context(GroupOperators):
     def __init__(self, group: Group) -> None:
         super().__init__(group, Agreement(group, of_layer=True))
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Context:
+        # A copy has agreed on nothing.
+        return _Context(self.group)
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "ContextParallel: expected a state_dict to be saved, got a whole layer or model: its rank belongs to this run"
+        )
+
     def mamba_conv(
         self, xz: Tensor, weight: Tensor, bias: Tensor | None, initial_state: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:

@@ -123,7 +123,10 @@ class TensorParallel(ParallelStyle):
             "style": f"{self}, src_data_rank={self.src_data_rank}",
             "module": type(module).__name__,
             **{name or "layer": f"{type(layer).__name__}({layer.extra_repr()})" for name, layer in layers},
-            **{name: f"{p.dtype} {[*p.shape]}" for name, p in module.named_parameters()},
+            **{
+                name: f"{p.dtype} {[*p.shape]}{', requires_grad' if p.requires_grad else ''}"
+                for name, p in module.named_parameters()
+            },
         }
 
     def _distribute_model(self, model: MambaLM, how: Distribution) -> None:
@@ -325,18 +328,19 @@ class _TensorParallelMamba2(Local):
         state = layer._initial_state(conv_state, mixed.dtype)
         xBC = causal_conv1d(xBC, weight.squeeze(1), bias, activation="silu", initial_state=state, **packing)
         x, B, C = layer._split_heads(xBC)
+        wide = wide_dtype(mixed.dtype)
         y, final_states = ssd_chunk_scan(
             x,
             dt,
-            -layer.A_log.exp(),
+            -layer.A_log.to(wide).exp(),
             B,
             C,
             chunk_size=layer.chunk_size,
-            D=layer._D_of_heads(),
-            dt_bias=layer.dt_bias,
+            D=layer._D_of_heads().to(wide),
+            dt_bias=layer.dt_bias.to(wide),
             dt_softplus=True,
             dt_limit=layer.dt_limit,
-            initial_states=None if ssm_state is None else ssm_state.to(wide_dtype(mixed.dtype)),
+            initial_states=None if ssm_state is None else ssm_state.to(wide),
             return_final_states=True,
             discretization=layer.discretization,
             **packing,

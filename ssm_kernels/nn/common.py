@@ -186,7 +186,7 @@ class ConvMixer(nn.Module):
         if self.context is not None:
             layer = type(self).__name__
             raise ValueError(
-                f"{layer}: expected no inference_params with context parallelism: the cache has no place for spans"
+                f"{layer}: expected no inference_params and no step with context parallelism: a cache has no place for spans"
             )
 
     def _check_sequences(self, name: str, sequences: Tensor) -> None:
@@ -194,6 +194,7 @@ class ConvMixer(nn.Module):
 
     def _check_one_step(self, hidden_states: Tensor, conv_state: Tensor, ssm_state: Tensor) -> None:
         layer = f"{type(self).__name__}.step"
+        self._check_is_local()
         for name, state in (("conv_state", conv_state), ("ssm_state", ssm_state)):
             check_tensor(layer, name, state)
         check_shape(layer, "hidden_states", hidden_states, "(batch, 1, d_model)", (None, 1, self.d_model))

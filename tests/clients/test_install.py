@@ -268,7 +268,8 @@ SCRIPT = """
     from mamba_ssm import Mamba2
     from causal_conv1d import causal_conv1d_fn
 
-    def work():
+    def work(epochs: int = 3):
+        assert work.__annotations__["epochs"] is int
         print(__name__, Mamba2.__module__, sys.argv[1:], list(causal_conv1d_fn(torch.randn(1, 4, 6), torch.randn(4, 3)).shape))
 
     if __name__ == "__main__":
