@@ -209,7 +209,7 @@ TORCH_LIBRARY(ssm_kernels, m) {
       "Tensor grad_A_log, Tensor grad_B, Tensor grad_C, Tensor grad_D, Tensor grad_z, Tensor grad_delta_bias, "
       "Tensor grad_initial_state)");
 
-  // What stands between the projections of a Mamba-2 mixer: convolution, scan and gated norm. mixers/mamba2_mixer_op.cpp
+  // The Mamba-2 mixer between its projections: convolution, scan and gated norm. mixers/mamba2_mixer_op.cpp
   // has the formulas. Forward alone also returns what it saves for backward.
   const std::string mixer_arguments =
       "Tensor projected, Tensor conv_weight, Tensor? conv_bias, Tensor A_log, Tensor? D, Tensor dt_bias, Tensor? norm_weight, "

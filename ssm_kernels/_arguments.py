@@ -79,7 +79,7 @@ def argument_error(function: Callable[..., Any], args: tuple[Any, ...], kwargs: 
 
 
 def _expected_kind(annotation: str, value: Any) -> str | None:
-    """What an argument of this annotation is, if the value, which is no tensor, is something else."""
+    """Names the kind of argument that an annotation asks for; None if the value, which is not a tensor, is of this kind."""
     is_number = isinstance(value, (numbers.Real, torch.SymInt, torch.SymFloat))
     if annotation.startswith("Tensor"):
         if "float" not in annotation:

@@ -24,7 +24,7 @@ c10::SymDimVector states_shape(const Inputs& in) {
   return {count_states(in.cu_seqlens, in.u.sym_size(0)), in.u.sym_size(1), in.A.sym_size(1)};
 }
 
-// Kernels write the states of all rows. With seq_idx there is no row for a sequence without steps, whose state is `empty`.
+// Kernels write the states of all rows. With seq_idx a sequence without steps has no row: its state is copied from `empty`.
 at::Tensor allocate_states(const Inputs& in, const OptionalTensor& empty) {
   const c10::SymDimVector shape = states_shape(in);
   if (!is_present(in.seq_idx)) return at::empty_symint(shape, in.A.options());

@@ -42,7 +42,7 @@ def describe(tensor: Tensor | None, time: int | None = None) -> str:
 
 
 class Agreement:
-    """What the ranks of a group have agreed on at one place of a program.
+    """Compares the calls of the ranks of a group, and remembers those that were equal.
 
     Args:
         group: the ranks.

@@ -1,4 +1,4 @@
-"""What stands between the projections of a Mamba-2 mixer, over a sequence whose spans are on several ranks.
+"""The Mamba-2 mixer between its projections, over a sequence whose spans are on several ranks.
 
 The local operator ``_mamba2_mixer`` computes convolution, scan and norm from the states before the span, and saves as little as
 on one rank. Before it, forward convolves x and B once more for the span's summary; backward takes the norm's adjoint and the

@@ -38,7 +38,7 @@ _RECURRENCES = {
 
 
 class Casts:
-    """What autocast does to the arguments of an operator on the device of ``like``."""
+    """Casts the arguments of an operator as autocast does on the device of ``like``."""
 
     def __init__(self, like: Tensor) -> None:
         device = like.device.type

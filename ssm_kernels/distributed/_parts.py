@@ -258,7 +258,7 @@ class Parted(Local):
         return [name] if len(self._parts) == 1 else [f"{name}_{part.name}" for part in self._parts]
 
     def read(self, *names: str) -> dict[str, list[Tensor]]:
-        """What this rank reads of the parts of these parameters, or of all."""
+        """Returns this rank's tensors of the parts of these parameters, or of all."""
         found = {name: [self._parameters[full] for full in self.part_names(name)] for name in names or self._dims}
         tensors = {name: [cast(Tensor, local_of(tensor)) for tensor in parts] for name, parts in found.items()}
         replicated = [place for place, part in enumerate(self._parts) if part.groups is not None]
@@ -317,12 +317,12 @@ class Parted(Local):
 
     @property
     def weight(self) -> Tensor | None:
-        """What this rank reads."""
+        """This rank's weight, its parts joined."""
         return self._whole_attribute("weight")
 
     @property
     def bias(self) -> Tensor | None:
-        """What this rank reads."""
+        """This rank's bias, its parts joined."""
         return self._whole_attribute("bias")
 
 

@@ -29,7 +29,7 @@ _BUCKET_BYTES = 64 * 2**20
 
 
 class _Context(GroupOperators):
-    """What a layer calls in place of its local operators. Without a last state that is needed, None takes its place."""
+    """The operators that a layer with context parallelism calls. They return None for a last state that nobody needs."""
 
     def __init__(self, group: Group) -> None:
         super().__init__(group, Agreement(group, of_layer=True))

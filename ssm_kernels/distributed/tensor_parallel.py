@@ -118,7 +118,7 @@ class TensorParallel(ParallelStyle):
         return module
 
     def _describe(self, module: nn.Module, layers: list[tuple[str, nn.Module]]) -> dict[str, str]:
-        """What the ranks have to agree on."""
+        """Describes style, layers and parameters, which must be equal on every rank."""
         return {
             "style": f"{self}, src_data_rank={self.src_data_rank}",
             "module": type(module).__name__,
