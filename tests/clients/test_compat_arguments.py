@@ -8,10 +8,10 @@ import re
 import pytest
 import torch
 import torch.nn.functional as F
+from helpers import COMPAT_VERSION
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ssm_kernels.compat import references
-from ssm_kernels.compat._modules import VERSIONS
 from ssm_kernels.compat.causal_conv1d import causal_conv1d_fn, causal_conv1d_update, causal_conv1d_varlen_states
 from ssm_kernels.compat.layer_norm import layer_norm_fn, rms_norm_fn
 from ssm_kernels.compat.norms import layernorm_fn, rmsnorm_fn
@@ -20,7 +20,7 @@ from ssm_kernels.compat.ssd import mamba_chunk_scan_combined, mamba_split_conv1d
 
 OPERATOR = "every operator"
 CLIENT = "mamba_ssm"
-CLIENT_VERSION = VERSIONS["mamba_ssm"]
+CLIENT_VERSION = COMPAT_VERSION
 LOW = torch.bfloat16
 
 
