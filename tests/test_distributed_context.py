@@ -128,10 +128,10 @@ def compare(
 
 
 def packings(batch: int) -> dict[str, dict[str, Tensor]]:
-    """Options of packed sequences: some cross the borders, some end there, and the numbers may go down."""
+    """Options of packed sequences: some cross the borders, some end there, and the numbers may go down or be negative."""
     source = torch.Generator().manual_seed(3)
     ascending = torch.randint(0, 3, (batch, SEQLEN), generator=source).sort(1).values
-    random = torch.randint(0, 2, (batch, SEQLEN), generator=source)
+    random = torch.randint(-1, 2, (batch, SEQLEN), generator=source)
     return {"unpacked": {}, "ascending": {"seq_idx": ascending}, "random": {"seq_idx": random.int()}}
 
 

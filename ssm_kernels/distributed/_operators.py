@@ -216,8 +216,8 @@ class GroupOperators:
         _refuse_states("causal_conv1d", cu_seqlens, initial_state, return_final_state)
         packing = self._packing("causal_conv1d", x.shape[1], seq_idx, cu_seqlens)
         if weight.shape[1] == 1:  # a step reads no other
-            results = convolutions.causal_conv1d(
-                x, weight, bias, activation=activation, initial_state=initial_state, return_final_state=True
+            results = local(
+                x, weight, bias, seq_idx=seq_idx, initial_state=initial_state, activation=activation, return_final_state=True
             )
             return results if return_final_state else results[0]
         return CausalConv1d.apply(

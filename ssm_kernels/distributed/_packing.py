@@ -66,10 +66,11 @@ class Packing:
 
     Attributes:
         seq_idx: as given.
-        past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step. The last
-            row is of the border after the last rank: the steps of the last sequence. A span without steps has the number of the
-            border after it.
-        continues: (ranks, batch), bool: whether a sequence goes on at the border before a rank.
+        past: (ranks + 1, batch), int64: how many steps before a rank's span belong to the sequence of its first step; zero if
+            its number is negative, which is padding for convolutions. The last row is of the border after the last rank: the
+            steps of the last sequence. A span without steps has the number of the border after it.
+        continues: (ranks, batch), bool: whether a sequence goes on at the border before a rank. For scans, to which a negative
+            number is one like others.
     """
 
     def __init__(self, seq_idx: Tensor, group: Group) -> None:
@@ -87,16 +88,18 @@ class Packing:
         number = torch.zeros_like(first)
         run = torch.full_like(first, _ALL)
         is_begun = torch.zeros_like(first, dtype=torch.bool)
-        rows = []
+        rows, numbers = [], []
         for first, last, trailing, lengths in (of_rank.unbind(0) for of_rank in table.unbind(0)):
             is_empty = lengths == 0
             past = torch.where(is_empty | ~is_begun | (first == number), run, 0)
             rows.append(past)
+            numbers.append(torch.where(is_empty, number, first))
             run = torch.where(is_empty, run, trailing + torch.where(trailing == lengths, past, 0))
             number = torch.where(is_empty, number, last)
             is_begun = is_begun | ~is_empty
-        self.past = torch.stack([*rows, run])
-        self.continues = self.past[:-1] > 0
+        past = torch.stack([*rows, run])
+        self.continues = past[:-1] > 0
+        self.past = torch.where(torch.stack([*numbers, number]) < 0, 0, past)
 
 
 class Spans:
@@ -150,5 +153,5 @@ class Spans:
 
 
 def combine(numbers: Tensor, others: Tensor) -> Tensor:
-    """Numbers of steps, (batch, seqlen), that are equal where both of the given ones are."""
-    return (numbers.long() << 32) | (others.long() & 0xFFFFFFFF)
+    """Numbers of steps, (batch, seqlen), that are equal where both of the given ones are, and negative where ``others`` are."""
+    return (numbers.long() << 32) | (others.long() & (0xFFFFFFFF | -(1 << 63)))
