@@ -109,6 +109,12 @@ def scan_cases() -> Iterator[ScanCase]:
             yield case("packed, whole vectors along channels", dtype=dtype, layout="transposed", **packed, **sizes)
     yield case("sequences of seq_idx", batch=2, seqlen=130, resets=((1, 32, 97), (64,)))
     yield case("packed, many tiles of channels", dim=250, dstate=3, **packed)
+    for dtype in DTYPES:
+        for layout, seqlen in (("contiguous", 128), ("offset", 131), ("transposed", 131), ("sliced", 70)):
+            yield case("reverse", reverse=True, dim=64, seqlen=seqlen, dtype=dtype, layout=layout)
+        yield case("reverse, short", reverse=True, dtype=dtype, dim=40, seqlen=27)
+        yield case("reverse, packed", reverse=True, dtype=dtype, dim=64, layout="transposed", **packed)
+        yield case("reverse, segments", reverse=True, dtype=dtype, batch=1, dim=5, seqlen=6300, dstate=5)
     whole = case("expanded")
     expanded = {"delta": whole.inputs["delta"][:, :1].expand(2, 21, 70), "B": whole.inputs["B"][:1].expand(2, 16, 70)}
     yield whole._replace(inputs=whole.inputs | expanded)

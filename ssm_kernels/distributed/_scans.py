@@ -95,7 +95,7 @@ class SelectiveScan(torch.autograd.Function):
                 )
             grad_last_state = ctx.carry.gradient(local, grad_final, passing, continues)
         wanted = [*needs[:8], needs[8] and ctx.carry.is_first]
-        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None)
+        inputs = (u, delta, A, B, C, D, z, delta_bias, chunk_states, *ctx.options, packed_initial, seq_idx, None, False)
         gradients = _results(_ops._selective_scan_bwd(grad_out, grad_last_state, *inputs, wanted), wanted)
         if needs[8] and not ctx.carry.is_first:
             gradients[8] = A.new_zeros(u.shape[0], *A.shape)
